@@ -1,1 +1,1 @@
-"""The service over HTTP: everything here speaks of requests and answers; what they mean is in `sdpo_jax.serving`."""
+"""The HTTP layer of the service: requests and responses; `sdpo_jax.serving` does the work."""

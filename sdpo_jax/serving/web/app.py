@@ -37,10 +37,10 @@ def make_app(
   """Return the application.
 
   Args:
-    service: what it serves; None: it comes later, through `lifetime`.
+    service: the service; None: `lifetime` provides it later.
     settings: of the service.
-    keys: who may ask; None: whoever reaches the port of this machine, as one owner.
-    lifetime: from which requests learn whether the service is there; None: it is.
+    keys: the accepted keys; None: no key is needed, and every client on this machine is the same owner.
+    lifetime: tells requests whether the service is ready; None: it is.
     log: of requests and errors; None: stderr.
   """
   lifetime = lifetime or Lifetime(service)
@@ -56,7 +56,7 @@ def _stats(lifetime: Lifetime) -> Mapping[str, Any]:
 
 
 def _own_routes(lifetime: Lifetime, metrics: Metrics, needs_key: bool) -> list[Route]:
-  """Return the routes that say how the service is, and what it offers."""
+  """Return the routes about the state of the service and its API."""
   cached: dict[str, Any] = {}
 
   def document(request: Request) -> dict[str, Any]:

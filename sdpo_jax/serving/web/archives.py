@@ -1,4 +1,4 @@
-"""PEFT files in one body: a zip whose names are looked at, and never used."""
+"""PEFT files in one body: a zip whose file names are checked, but never used as paths."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sdpo_jax.errors import printable
 from sdpo_jax.serving.errors import InvalidRequest, TooLarge
 
 KNOWN = ('adapter_config.json', 'adapter_model.safetensors', 'base_fingerprint.json')
-_RATIO = 20  # Bytes that one byte of a zip may become; factors are hardly compressible.
-_SLACK = 2**20  # Bytes beside, of small files.
+_RATIO = 20  # The largest expansion of a zip; factors are hardly compressible.
+_SLACK = 2**20  # Additional bytes for small files.
 _MOST = 16  # Entries.
 
 
 def zipped(files: Mapping[str, bytes]) -> bytes:
-  """Return files as a zip, the same for the same files."""
+  """Return files as a zip, with equal bytes for equal files."""
   content = io.BytesIO()
   with zipfile.ZipFile(content, 'w', zipfile.ZIP_STORED) as archive:
     for name, body in sorted(files.items()):
@@ -26,11 +26,11 @@ def zipped(files: Mapping[str, bytes]) -> bytes:
 
 
 def unzipped(content: bytes) -> dict[str, bytes]:
-  """Return the files of an adapter in a zip, which may lie in one folder.
+  """Return the files of an adapter from a zip, in which they may lie in one folder.
 
   Raises:
-    InvalidRequest: it is no zip, or holds other files or one twice.
-    TooLarge: a file grows far more than factors do.
+    InvalidRequest: it is not a zip, has other files, or one twice.
+    TooLarge: a file expands far more than factors do.
   """
   try:
     with zipfile.ZipFile(io.BytesIO(content)) as archive:

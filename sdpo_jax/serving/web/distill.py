@@ -1,7 +1,7 @@
-"""The routes that other services of this kind have: /v1/distill, /v1/feedback, /v1/score, /v1/lora and /v1/health.
+"""The routes of other services of this kind: /v1/distill, /v1/feedback, /v1/score, /v1/lora and /v1/health.
 
-They are other words for what the native routes do, for clients that speak them already. A `lora_id` is the name or the
-id of an adapter; a `lora_uri` also says which version the adapter must be at.
+They are aliases of native routes, for clients that already use them. A `lora_id` is the name or the id of an adapter; a
+`lora_uri` also gives the version that the adapter must be at.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from sdpo_jax.serving.web.native import feedback_again
 from sdpo_jax.serving.web.openapi import operation
 from sdpo_jax.serving.web.schemas import Asked, Message, Number, Said, Text, Tokens
 
-# --- /v1/distill
-# ---------------------------------------------------------------------------------------------------------
+# /v1/distill.
 
 
 class DistillTraining(Asked):
@@ -62,7 +61,7 @@ class DistillBody(Asked):
 
   @property
   def adapter(self) -> str:
-    """What names the adapter."""
+    """The text that names the adapter."""
     return self.lora_uri or self.lora_id or self.id
 
 
@@ -72,7 +71,7 @@ class DistillSaid(Said):
 
 
 def distill(asked: Incoming) -> Reply:
-  """Learn from one completion by the jsd_pg loss."""
+  """Learn from one completion with the jsd_pg loss."""
   body: DistillBody = asked.body
   adapter, expected = _learner(asked, body.adapter)
   item = _item(asked.account, body.prompt, body.response, body.feedback)
@@ -101,8 +100,7 @@ def _distilled_again(account: Account, adapter: str, version: int | None) -> dic
   return _learned(account.adapter(adapter), feedback_again(account, adapter, version))
 
 
-# --- /v1/feedback
-# --------------------------------------------------------------------------------------------------------
+# /v1/feedback.
 
 
 class FeedbackTraining(Asked):
@@ -157,7 +155,7 @@ class LoraFeedbackSaid(Said):
 
 
 def feedback(asked: Incoming) -> Reply:
-  """Learn from completions by the divergence from the teacher."""
+  """Learn from completions with the divergence from the teacher."""
   began = time.monotonic()
   body: LoraFeedbackBody = asked.body
   first, account = body.requests[0], asked.account
@@ -193,8 +191,7 @@ def _fed_again(account: Account, adapter: str, version: int | None) -> dict[str,
   return _fed(account.adapter(adapter), answer, len(answer.get('samples', ())), 0.0)
 
 
-# --- What learns, and from what
-# ------------------------------------------------------------------------------------------
+# Adapters and completions of requests.
 
 
 def _named(account: Account, text: str) -> tuple[Adapter, int | None]:
@@ -211,13 +208,13 @@ def _named(account: Account, text: str) -> tuple[Adapter, int | None]:
 
 
 def _learner(asked: Incoming, text: str) -> tuple[Adapter, int | None]:
-  """Return the adapter that is to learn, and the version that it must be at; None: any."""
+  """Return the adapter that learns, and the version that it must be at; None: any."""
   adapter, number = _named(asked.account, text)
   return adapter, asked.expected if number is None else number
 
 
 def _item(account: Account, prompt: str | Sequence[int], response: str | Sequence[int], said: str | None) -> Item:
-  """Return a completion with what is said of it; a prompt that is a text is the message of a user."""
+  """Return a completion with its feedback; a prompt given as text becomes a user message."""
   messages = [{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else None
   prompt_tokens = account.prompt_of(messages=messages) if messages else account.prompt_of(tokens=prompt)
   tokens = _completion(account, response)
@@ -225,7 +222,7 @@ def _item(account: Account, prompt: str | Sequence[int], response: str | Sequenc
 
 
 def _completion(account: Account, given: str | Sequence[int]) -> list[int]:
-  """Return the tokens of a completion, of a text those of itself: nothing says where it ends."""
+  """Return the tokens of a completion; a text is encoded without a token that ends it."""
   if not isinstance(given, str):
     return list(given)
   return account.prompt_of(text=given, limit=account.service.max_completion, add_special_tokens=False)
@@ -241,7 +238,7 @@ def _learn(
 
 
 def _learned(adapter: Adapter, answer: dict[str, Any]) -> dict[str, Any]:
-  """Return what is said of an adapter that has learned, or rejected what it has."""
+  """Return the result of learning in the form of `DistillSaid`."""
   told = ('accepted', 'reason', 'version_before', 'version_after')
   return {
     'lora_id': adapter.name,
@@ -250,8 +247,7 @@ def _learned(adapter: Adapter, answer: dict[str, Any]) -> dict[str, Any]:
   }
 
 
-# --- /v1/score
-# -----------------------------------------------------------------------------------------------------------
+# /v1/score.
 
 
 class CompletionScoreBody(Asked):
@@ -276,7 +272,7 @@ class CompletionScoreSaid(Said):
 
 
 def score(asked: Incoming) -> Reply:
-  """Say how likely a completion is."""
+  """Return the log-prob of a completion."""
   body, account = asked.body, asked.account
   target = account.resolve(body.model)
   if body.messages is not None:
@@ -291,8 +287,7 @@ def score(asked: Incoming) -> Reply:
   return Reply({'logprob_sum': sum(log_probs), 'logprobs': log_probs, 'tokens': list(tokens)})
 
 
-# --- /v1/lora
-# ------------------------------------------------------------------------------------------------------------
+# /v1/lora.
 
 
 class LoraInitBody(Asked):
@@ -311,7 +306,7 @@ class LoraSaid(Said):
 
 
 def lora_init(asked: Incoming) -> Reply:
-  """Make an adapter that changes nothing yet."""
+  """Make an adapter that does not change the model yet."""
   body, account = asked.body, asked.account
   served = account.service.served.targets
   if body.target_modules is not None and set(body.target_modules) != set(served):
@@ -350,7 +345,7 @@ def _queried(asked: Incoming) -> tuple[Adapter, int | None]:
 
 
 def lora_export(asked: Incoming) -> Reply:
-  """Return the files of an adapter, which PEFT loads, as a zip."""
+  """Return the files of an adapter as a zip that PEFT loads once unpacked."""
   adapter, number = _queried(asked)
   files = asked.account.export_peft(adapter.id, number)
   headers = {'Content-Disposition': f'attachment; filename="{adapter.name}.zip"'}
@@ -362,7 +357,7 @@ class LoraDeletedSaid(Said):
 
 
 def lora_delete(asked: Incoming) -> Reply:
-  """Delete an adapter with all that is kept of it."""
+  """Delete an adapter and everything stored about it."""
   adapter, number = _queried(asked)
   asked.account.delete(adapter.id, asked.expected if number is None else number)
   return Reply({'deleted': True})
@@ -380,7 +375,7 @@ def routes(lifetime: Lifetime) -> list[Route]:
 
   @operation(response=HealthSaid, open=True)
   async def health(request: Request) -> Response:
-    """Say whether requests are taken."""
+    """Return whether requests are accepted."""
     status = 'healthy' if lifetime.ready else 'unhealthy' if lifetime.why_not() else 'starting'
     return JSONResponse({'status': status, 'worker': {'status': status, 'error': lifetime.why_not() or None}})
 

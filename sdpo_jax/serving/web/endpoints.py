@@ -1,6 +1,4 @@
-"""Handlers as plain functions: what they read is checked before, they run in the thread pool, and what they return is
-sent.
-"""
+"""Routes made from plain functions, which run in the thread pool on validated input and return what is sent."""
 
 from __future__ import annotations
 
@@ -30,28 +28,28 @@ _ETAG = re.compile(r'"(\d{1,9})"')
 
 @dataclasses.dataclass(frozen=True)
 class Incoming:
-  """A request, read."""
+  """A validated request."""
 
-  account: Account  # Of its sender.
+  account: Account  # The account of the sender.
   call: Call
-  body: Any  # Of the schema of its route; bytes where it has none.
+  body: Any  # An instance of the route's schema; bytes if it has none.
   path: Mapping[str, str]
   query: Mapping[str, str]
   expected: int | None  # The version that If-Match names; None: any.
-  idempotency: Any  # Of the store; None: there is no Idempotency-Key.
+  idempotency: Any  # The store's record of the request; None: it has no Idempotency-Key.
   last_event: int | None  # Last-Event-ID.
   metrics: Metrics
 
   @property
   def adapter(self) -> str:
-    """The id of the adapter that the address names."""
+    """The id of the adapter in the path."""
     return self.path['adapter']
 
   def number(self, name: str) -> int | None:
-    """Return a whole number of the query; None: it is not there.
+    """Return an integer from the query; None: it is absent.
 
     Raises:
-      InvalidRequest: it is none.
+      InvalidRequest: it is not an integer.
     """
     value = self.query.get(name)
     return None if value is None else whole(value, name)
@@ -59,7 +57,7 @@ class Incoming:
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-  """What a handler answers."""
+  """The response of a handler."""
 
   body: Any  # As JSON, or bytes.
   status: int | None = None  # None: that of the route.
@@ -68,10 +66,10 @@ class Reply:
 
 
 def whole(text: str, name: str) -> int:
-  """Return the whole number that a text of an address is.
+  """Return the integer that a text of a URL spells.
 
   Raises:
-    InvalidRequest: it is none.
+    InvalidRequest: it is not an integer.
   """
   if not (text.isascii() and text.isdecimal() and len(text) <= 9):
     raise InvalidRequest(f'{name} must be a whole number.', field=name)
@@ -79,7 +77,7 @@ def whole(text: str, name: str) -> int:
 
 
 def etag(body: bytes) -> dict[str, str]:
-  """Return the header with the version that an answer is about, {} where it is about none."""
+  """Return the ETag header with the version in a response, {} if it has none."""
   try:
     value = json.loads(body)
   except ValueError:
@@ -99,11 +97,11 @@ def route(
   """Return the route of a function.
 
   Args:
-    method: that it answers.
-    path: pattern of its address.
-    function: called in the thread pool. The first line of its docstring is its summary.
-    tagged: whether the answer has an ETag, of the version that it is about.
-    **values: further ones of `Operation`.
+    method: the HTTP method.
+    path: pattern of its path.
+    function: called in the thread pool. The first line of its docstring is the route's summary.
+    tagged: whether the response has an ETag with its version.
+    **values: further fields of `Operation`.
   """
   summary = (function.__doc__ or '').strip().split('\n')[0]
   known = Operation(summary=summary, headers_of=etag if tagged else lambda body: {}, **values)
@@ -121,7 +119,7 @@ def route(
 
 
 def check_query(request: Request, allowed: Collection[str]) -> None:
-  """Raise InvalidRequest for a parameter of an address that means nothing there."""
+  """Raise InvalidRequest for a query parameter that the route does not have."""
   unknown = sorted(set(request.query_params) - set(allowed))
   if unknown:
     raise InvalidRequest(f'There is no parameter {unknown[0][:60]!r} of this address.', field=unknown[0][:60])
@@ -135,16 +133,16 @@ def _answer(function: Callable[[Incoming], Reply], known: Operation, request: Re
 
 
 def read(schema: type[pydantic.BaseModel] | None, content: bytes) -> Any:
-  """Return a body as its schema has it; as it is where there is none.
+  """Return a body validated by its schema; without a schema, unchanged.
 
   Raises:
-    pydantic.ValidationError: it is not what the schema says.
+    pydantic.ValidationError: it does not match the schema.
   """
   return content if schema is None else schema.model_validate_json(content or b'{}')
 
 
 def incoming(request: Request, body: Any) -> Incoming:
-  """Return what a handler is given of a request."""
+  """Return the handler's view of a request."""
   state, last = request.state, request.headers.get('last-event-id')
   return Incoming(
     account=state.account,

@@ -1,4 +1,4 @@
-"""What went wrong as an HTTP answer: the one place that knows which error is which status."""
+"""Errors as HTTP responses: the one place that maps errors to status codes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sdpo_jax.serving.errors import (
   VersionConflict,
 )
 
-# Routes whose errors have the native shape; all others beneath /v1 have OpenAI's.
+# Routes whose errors have the native format; all others below /v1 have OpenAI's.
 NATIVE = (
   '/v1/continual',
   '/v1/capabilities',
@@ -45,11 +45,11 @@ _OPENAI_TYPES = {
 
 
 def as_json(value: Any) -> bytes:
-  """Return a value as compact JSON; numbers that are not finite are null, and halves of characters escaped."""
+  """Return a value as compact JSON; non-finite numbers become null, and lone surrogates are escaped."""
   write = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(',', ':'))
   try:
     return write(value).encode()
-  except (TypeError, ValueError):  # Arrays, or such numbers: looking at each value takes far longer than writing it.
+  except (TypeError, ValueError):  # Arrays or non-finite numbers: converting every value is far slower than writing.
     text = write(jsonable(value))
   try:
     return text.encode()
@@ -62,7 +62,7 @@ class MethodNotAllowed(ServiceError):
 
 
 class NotJson(ServiceError):
-  """The body has a type that the route does not read."""
+  """The body has a content type that the route does not accept."""
 
   status, code = 415, 'unsupported_media_type'
 
@@ -74,14 +74,14 @@ class TooSlow(ServiceError):
 
 
 class Internal(ServiceError):
-  """Something that no sender can mend."""
+  """An error that no client can correct."""
 
   status, code = 500, 'internal'
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-  """An error as it is answered."""
+  """The response to a failed request."""
 
   status: int
   body: Mapping[str, Any]
@@ -89,7 +89,7 @@ class Failure:
 
 
 def known(error: BaseException) -> ServiceError | None:
-  """Return what an error is to a client; None: nothing that a client could have caused."""
+  """Return an error as a client's error; None: no client could have caused it."""
   if isinstance(error, ServiceError):
     return error
   if isinstance(error, UserError):
@@ -106,7 +106,7 @@ def known(error: BaseException) -> ServiceError | None:
 
 
 def invalid(error: pydantic.ValidationError) -> InvalidRequest:
-  """Return the first complaint about a body, with the path of the field and nothing of its value."""
+  """Return the first validation error of a body, with the field's path but not its value."""
   first = error.errors(include_url=False, include_context=False, include_input=False)[0]
   path = '.'.join(printable(str(part), 60) for part in first['loc'])
   if first['type'] == 'json_invalid':
@@ -120,7 +120,7 @@ def invalid(error: pydantic.ValidationError) -> InvalidRequest:
 
 
 def failure(error: ServiceError, path: str, request_id: str) -> Failure:
-  """Return how an error is answered at a path: its status, body and headers."""
+  """Return the response to an error at a path: status, body and headers."""
   headers = {}
   if isinstance(error, Busy):
     wait = max(0.0, error.retry_after)

@@ -1,4 +1,4 @@
-"""Server-sent events: what a synchronous iterator yields, as it comes, to whoever listens."""
+"""Server-sent events, streamed from a synchronous iterator."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _END = object()
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-  """One event; a comment, which clients skip, where it holds nothing."""
+  """One event; without data it is a comment, which clients skip."""
 
   data: Any = None  # As JSON; text is sent as it is.
   event: str | None = None  # Its kind; None: 'message'.
-  id: int | str | None = None  # With which a client may ask for what came after it.
+  id: int | str | None = None  # Sent back by a client that asks for later events.
 
   def encode(self) -> bytes:
     """Return the lines of the event."""
@@ -35,10 +35,10 @@ class Event:
 
 
 async def stream(request: Request, events: Iterable[Event]) -> StreamingResponse:
-  """Return the answer to a request whose events are made in the thread pool, one after the other.
+  """Return a streaming response whose events are made in the thread pool, one after the other.
 
-  The first one is waited for, so that what is refused before it has a status of its own. What goes wrong later becomes
-  an event 'error', with which the stream ends.
+  The first event is awaited, so that a request refused before it gets a status of its own. A later error becomes an
+  event 'error', which ends the stream.
   """
   iterator = iter(events)
   first = await run_in_threadpool(next, iterator, _END)

@@ -1,7 +1,7 @@
-"""What every request passes before its handler and after: no route can leave it out.
+"""The gate that every request passes before and after its handler; no route can bypass it.
 
-Who asks, from which page, how much at once, how large, how long; one answer per Idempotency-Key; errors as answers; a
-line in the log. A handler finds `request.state.account`, which reaches what its owner has and nothing else.
+It checks key, origin, concurrency, body size and time limit; gives one response per Idempotency-Key; turns errors into
+responses; and writes the log line. A handler finds `request.state.account`, which reaches its owner's data alone.
 """
 
 from __future__ import annotations
@@ -49,32 +49,32 @@ from sdpo_jax.serving.web.passing import Passing
 if TYPE_CHECKING:
   from sdpo_jax.serving.account import Account
 
-LOCAL_OWNER = 'local'  # Whose the adapters are where there are no keys.
-GRACE = 5.0  # Seconds after its time limit in which a handler gets to say what came of it.
+LOCAL_OWNER = 'local'  # The owner of all adapters if there are no keys.
+GRACE = 5.0  # Seconds after its time limit in which a handler may still respond.
 _LONGEST_KEY = 255  # Characters of an Idempotency-Key.
 _WITH_BODY = ('POST', 'PUT', 'PATCH')
-_LOGGED_BODY = 100_000  # Bytes of an answer that are kept for the log, where bodies are logged.
+_LOGGED_BODY = 100_000  # The most bytes of a response kept for the log.
 _SAFE_HEADERS = ((b'x-content-type-options', b'nosniff'), (b'cache-control', b'no-store'))
 
 
 class Answer:
-  """What is sent back: counted, with headers that all answers have, and held back where it is to be kept first."""
+  """The response to a request: counted, with common headers, and held back if it must be stored first."""
 
   def __init__(self, send: Send, headers: Sequence[tuple[bytes, bytes]], *, patience: float, keep: int = 0):
-    """Make an answer.
+    """Make a response.
 
     Args:
-      send: to the sender of the request.
-      headers: that it has unless the handler sends them.
-      patience: seconds in which its receiver must take each part.
-      keep: bytes of its body that are kept.
+      send: the ASGI function that sends to the client.
+      headers: default headers, which the handler may override.
+      patience: seconds within which the client must accept each part.
+      keep: how many bytes of the body to keep.
     """
     self._to_socket, self._headers, self._patience, self._keep = send, headers, patience, keep
     self.status, self.size = 0, 0
-    self.kept = bytearray()  # What was sent, of `keep` bytes at most.
-    self.held: list[Message] | None = None  # Not None: messages wait here until `release`.
-    self._replaced = False  # Something else was sent in the place of what waits, which is kept and never sent.
-    self.closed = False  # Nothing more is sent, whoever tries.
+    self.kept = bytearray()  # The first `keep` bytes of the body sent.
+    self.held: list[Message] | None = None  # Messages held back until `release`; None: they are sent at once.
+    self._replaced = False  # Another response was sent; the held-back one is stored but never sent.
+    self.closed = False  # Whether all further messages are dropped.
     self.complete = False
 
   async def __call__(self, message: Message) -> None:
@@ -104,24 +104,24 @@ class Answer:
 
   @property
   def held_body(self) -> bytes:
-    """The body that waits."""
+    """The body that is held back."""
     return b''.join(message.get('body', b'') for message in self.held or ())
 
   async def release(self) -> None:
-    """Send what has waited."""
+    """Send what was held back."""
     waiting, self.held = self.held or [], None
     for message in waiting if not self._replaced else ():
       await self._send(message)
 
   async def json(self, status: int, body: Any, headers: Mapping[str, str]) -> None:
-    """Answers with JSON, unless an answer is under way; in the place of one that waits to be kept."""
+    """Respond with JSON unless a response has begun; a held-back one is replaced."""
     if self.closed or self._replaced or (self.status and self.held is None):
       return
     content = errors.as_json(body)
     if self.held is None:
       await send_body(self, status, content, headers)
       return
-    # A handler that is late goes on, and what it says is kept for whoever asks again: it still waits, beside this.
+    # A late handler goes on, and its held-back response is stored for a repeat of the request.
     self._replaced = True
     instead = Answer(self._to_socket, self._headers, patience=self._patience, keep=self._keep)
     await send_body(instead, status, content, headers)
@@ -129,7 +129,7 @@ class Answer:
 
 
 async def send_body(send: Send, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-  """Send an answer whose body is known, JSON unless the headers say otherwise."""
+  """Send a response with a complete body, JSON unless the headers say otherwise."""
   named = {'Content-Type': 'application/json', 'Content-Length': str(len(body)), **headers}
   raw = [(name.lower().encode(), value.encode('latin-1', 'replace')) for name, value in named.items()]
   await send({'type': 'http.response.start', 'status': status, 'headers': raw})
@@ -157,7 +157,7 @@ class Gate:
     self._places, self._endless_places = Places(http.max_requests), Places(max(1, http.max_requests // 4))
     self._endless: set[Call] = set()
     self._origins = Origins(http, keyed=keys is not None)
-    self._threads = False  # Whether the thread pool has its size.
+    self._threads = False  # Whether the size of the thread pool has been set.
     lifetime.on_drain(self._end_endless)
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -220,7 +220,7 @@ class Gate:
     )
 
   async def _pass(self, scope: Scope, receive: Receive, answer: Answer, passing: Passing) -> None:
-    """Lets a request through to its handler."""
+    """Check a request and pass it to its handler."""
     self._origins.check(passing)
     if self._origins.is_preflight(passing):
       await send_body(answer, 204, b'', {'Access-Control-Max-Age': '600'})
@@ -271,7 +271,7 @@ class Gate:
         'request_id': passing.id,
         'idempotency': None,
       }
-      if operation.token:  # Before an answer that was kept is given to anybody.
+      if operation.token:  # The token is checked before a stored response is returned.
         token = passing.header('x-session-token')
         await run_in_threadpool(account.sessions.check_token, params['adapter'], params['session'], token)
       request = None
@@ -291,7 +291,7 @@ class Gate:
         places.let_go()
 
   async def _wait(self, task: asyncio.Task[None], call: Call, seconds: float | None) -> None:
-    """Wait for a handler; one that does not end in time is told, and then left alone."""
+    """Wait for a handler; after its time limit it is told to end, and then abandoned."""
     try:
       await asyncio.wait({task}, timeout=seconds)
       if not task.done():
@@ -299,7 +299,8 @@ class Gate:
         call.end(late)
         await asyncio.wait({task}, timeout=GRACE)
         if not task.done():
-          task.add_done_callback(lambda done: done.cancelled() or done.exception())  # Somebody has to look at it.
+          # Retrieves the exception, so that asyncio does not warn.
+          task.add_done_callback(lambda done: done.cancelled() or done.exception())
           raise late
       await task
     except asyncio.CancelledError:
@@ -317,7 +318,7 @@ class Gate:
     call: Call,
     endless: bool,
   ) -> None:
-    """Run the handler, and end the request when its sender leaves."""
+    """Run the handler, and end the request when its sender disconnects."""
     gone, given = asyncio.Event(), False
 
     async def replay() -> Message:
@@ -346,7 +347,7 @@ class Gate:
           request = None
           try:
             await run_in_threadpool(account.finish, request_kept, answer.status, kept)
-          except ServiceError as error:  # It is done all the same; a repeat is answered by what it made.
+          except ServiceError as error:  # The request is done all the same; a repeat is answered from what it made.
             self._log.error(error, scope['state']['request_id'])
         await answer.release()
     finally:
@@ -359,13 +360,13 @@ class Gate:
     for call in list(self._endless):
       call.end(NotReady('The service is shutting down.'))
 
-  # Who asks.
+  # Authentication.
 
   def _sender(self, passing: Passing) -> tuple[str, str]:
     """Return the owner that a request acts for, and the id of its key.
 
     Raises:
-      Unauthorized: it has no key that is known.
+      Unauthorized: it has no valid key.
     """
     if self._keys is None:
       return LOCAL_OWNER, LOCAL_OWNER
@@ -375,7 +376,7 @@ class Gate:
       raise Unauthorized('A key is needed, and this is none: send Authorization: Bearer sdpo_… or X-API-Key: sdpo_….')
     return found.owner, found.id
 
-  # What is asked.
+  # The request.
 
   def _route(self, scope: Scope) -> tuple[Route | None, Mapping[str, Any]]:
     for route in self._routes:
@@ -396,7 +397,7 @@ class Gate:
     return NotFound('There is no such address: /openapi.json lists those that there are.')
 
   def _check_content_type(self, passing: Passing, operation: Operation) -> None:
-    """Raise NotJson for a body of a type that forms of web pages can send without asking."""
+    """Raise NotJson for a wrong content type, such as those that web forms can send to any origin."""
     if passing.method not in _WITH_BODY:
       return
     kind = (passing.header('content-type') or '').partition(';')[0].strip().lower()
@@ -410,7 +411,7 @@ class Gate:
     return key
 
   def _spender(self, owner: str, passing: Passing):
-    """Return what takes tokens out of the allowance of a key, and counts them."""
+    """Return a function that spends tokens from the allowance of a key, and counts them."""
     key, lock = passing.key or owner, threading.Lock()
 
     def spend(kind: str, tokens: int) -> None:
@@ -422,14 +423,14 @@ class Gate:
 
 
 def _again(operation: Operation, account: Account, stored: StoredResponse) -> tuple[int, bytes]:
-  """Return the status and the body that a request had before, or would have had."""
+  """Return the status and body for a repeated request: those stored, or rebuilt from what it made."""
   if stored.response is not None and stored.status is not None:
     return stored.status, stored.response
   return operation.status, errors.as_json(operation.again(account, stored.adapter, stored.version))
 
 
 def _digest(passing: Passing, scope: Scope) -> str:
-  """Return what two requests with the same Idempotency-Key must have in common."""
+  """Return a digest that must be equal for two requests with the same Idempotency-Key."""
   parts = [
     passing.method,
     passing.path,
@@ -447,11 +448,11 @@ def behind_gate(
   log: Log,
   metrics: Metrics,
 ) -> Starlette:
-  """Return routes as an application, every request of which passes the gate."""
+  """Return an application in which every request to the routes passes the gate."""
   gate = Middleware(Gate, routes=routes, lifetime=lifetime, settings=settings, keys=keys, log=log, metrics=metrics)
   return Starlette(routes=routes, middleware=[gate], exception_handlers={HTTPException: _raise})
 
 
 async def _raise(request: Request, error: Exception) -> Response:
-  """Leave to the gate what Starlette would answer in its own words."""
+  """Re-raise an error, so that the gate responds instead of Starlette."""
   raise error

@@ -1,4 +1,4 @@
-"""API keys: who sends a request. A key is shown once, when it is made; the file has its SHA-256."""
+"""API keys, which identify the sender of a request. A key is shown once, when made; the file holds its SHA-256."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _logger = logging.getLogger('sdpo_jax.serving')
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-  """What is known of a key."""
+  """The stored data of a key."""
 
-  id: str  # By which it is named in logs and revoked.
+  id: str  # Its name in logs, and for `revoke`.
   digest: str  # SHA-256, hexadecimal.
-  owner: str  # Whose adapters it reaches.
+  owner: str  # The owner of the adapters that it reaches.
   name: str  # A label.
   created: float  # Seconds since the epoch.
 
@@ -47,7 +47,7 @@ def read(path: pathlib.Path) -> list[Key]:
   """Return the keys in a file.
 
   Raises:
-    UserError: it cannot be read, others can read or change it, or a line is not one of a key.
+    UserError: it cannot be read, others can read or change it, or a line is not a valid key.
   """
   try:
     with open(path, encoding='utf-8') as file:
@@ -84,14 +84,14 @@ def _written(keys: Sequence[Key]) -> str:
 
 @contextlib.contextmanager
 def _alone(path: pathlib.Path):
-  """Let one process at a time change the file."""
+  """Hold the lock of the file, so that one process at a time changes it."""
   make_directory(path.parent)
   with locked(f'{path}.lock', os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW):
     yield
 
 
 def add(path: pathlib.Path, owner: str, name: str) -> tuple[str, Key]:
-  """Make a key and return it, the only time that it is seen, with what is known of it.
+  """Make a key and return it, for the only time, with its stored data.
 
   Raises:
     UserError: the owner or the name is empty or too long, or the file cannot be read or written.
@@ -111,7 +111,7 @@ def add(path: pathlib.Path, owner: str, name: str) -> tuple[str, Key]:
 
 
 def revoke(path: pathlib.Path, key_id: str) -> Key:
-  """Remove a key from a file and return what was known of it; a service that uses the file refuses it from then on.
+  """Remove a key from a file and return its stored data; a service that uses the file rejects it from then on.
 
   Raises:
     UserError: there is no such key, or the file cannot be read or written.
@@ -131,7 +131,7 @@ def revoke(path: pathlib.Path, key_id: str) -> Key:
 
 
 class KeyFile:
-  """The keys of a file as it is now; from any thread."""
+  """The keys of a file, re-read when it changes; any thread may call."""
 
   def __init__(self, path: pathlib.Path):
     """Read the file.
@@ -153,14 +153,14 @@ class KeyFile:
     return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode
 
   def find(self, presented: str) -> Key | None:
-    """Return the key that was presented; None: there is no such key. Takes as long for any key that is not there."""
+    """Return the entry of a presented key; None: there is none. Unknown keys all take the same time."""
     with self._lock:
       state = self._state()
       if state != self._seen:
         self._seen = state
         try:
           self._keys = read(self._path)
-        except UserError as error:  # A key that was taken out must not come back with an older file.
+        except UserError as error:  # A revoked key must not become valid again.
           self._keys = []
           _logger.error('No key is accepted any more: %s', error)
       keys = self._keys
@@ -172,7 +172,7 @@ class KeyFile:
 
 
 def presented(headers: Mapping[str, Sequence[str]]) -> str | None:
-  """Return the key that the headers of a request present, as Authorization: Bearer or X-API-Key; None: not one.
+  """Return the key in the headers of a request, Authorization: Bearer or X-API-Key; None: there is not exactly one.
 
   Args:
     headers: the values of each, by name in lower case.
@@ -181,5 +181,5 @@ def presented(headers: Mapping[str, Sequence[str]]) -> str | None:
   for value in headers.get('authorization', ()):
     scheme, _, credential = value.partition(' ')
     found.append(credential.strip() if scheme.lower() == 'bearer' else '')
-  # Several that agree are one; whoever presents two has no right to choose.
+  # Equal keys count as one; different ones are rejected.
   return found[0] if found and found[0] and len(set(found)) == 1 else None

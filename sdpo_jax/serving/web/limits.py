@@ -1,4 +1,4 @@
-"""How much one sender may have: tokens in a minute, requests at once, bytes of a body, time."""
+"""Limits per sender: tokens per minute, concurrent requests, body size, time."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _LARGEST_HEADER_MS = 10**9
 
 
 class TokenBucket:
-  """Tokens of one key: they come back at a steady rate, up to a limit."""
+  """A token bucket: the tokens of one key are refilled at a steady rate, up to a limit."""
 
   def __init__(self, per_second: float, burst: float, clock: Callable[[], float] = time.monotonic):
     self._rate, self._burst, self._clock = per_second, burst, clock
     self._level, self._at = burst, clock()
 
   def take(self, tokens: int) -> float:
-    """Take tokens, or give them back where negative.
+    """Take tokens, or return them if negative.
 
-    A request for more than the bucket can hold is admitted when the bucket is full; what is missing is owed.
+    A request for more than the bucket can hold is admitted when the bucket is full; the level then becomes negative.
 
     Returns:
-      0 if they were taken; otherwise, nothing was, and the seconds after which they could be.
+      0 if the tokens were taken; otherwise the seconds until they could be.
     """
     now = self._clock()
     self._level = min(self._burst, self._level + self._rate * (now - self._at))
@@ -42,12 +42,12 @@ class TokenBucket:
 
   @property
   def full(self) -> bool:
-    """Whether nothing of it is missing, so that a new one would be the same."""
+    """Whether the bucket is full, so that it need not be stored."""
     return self._level + self._rate * (self._clock() - self._at) >= self._burst
 
 
 class Allowances:
-  """The buckets of all keys; from any thread."""
+  """The token buckets of all keys; any thread may call."""
 
   def __init__(self, settings: LimitsConfig, clock: Callable[[], float] = time.monotonic):
     self._settings, self._clock = settings, clock
@@ -55,10 +55,10 @@ class Allowances:
     self._buckets: dict[str, TokenBucket] = {}
 
   def spend(self, key: str, tokens: int) -> None:
-    """Take tokens of a key, or give them back where negative.
+    """Take tokens from the allowance of a key, or return them if negative.
 
     Raises:
-      Busy: it has had too many of late.
+      Busy: the allowance is used up.
     """
     rate = self._settings.tokens_per_minute
     if rate is None or tokens == 0:
@@ -79,7 +79,7 @@ class Allowances:
 
 
 class Places:
-  """How many requests are worked on at once; of the event loop."""
+  """A counter of concurrent requests; used in the event loop only."""
 
   def __init__(self, limit: int):
     self._limit, self.taken = limit, 0
@@ -95,7 +95,7 @@ class Places:
     self.taken += 1
 
   def let_go(self) -> None:
-    """Give a place back."""
+    """Release a place."""
     self.taken -= 1
 
 
@@ -104,10 +104,10 @@ def time_limit(header: str | None, longest: float) -> float:
 
   Args:
     header: the value of X-Deadline-Ms; None: it was not sent.
-    longest: of any request.
+    longest: the limit of every request.
 
   Raises:
-    InvalidRequest: the header is no number of milliseconds.
+    InvalidRequest: the header is not a number of milliseconds.
   """
   if header is None:
     return longest
@@ -117,18 +117,18 @@ def time_limit(header: str | None, longest: float) -> float:
 
 
 async def read_body(receive: Receive, declared: str | None, limit: int, timeout: float, whole: float) -> bytes | None:
-  """Return the body of a request, of which no more is taken in than the limit; None: the sender has left.
+  """Return the body of a request, reading no more than the limit; None: the sender has disconnected.
 
   Args:
     receive: of the request.
     declared: the value of Content-Length; None: it was not sent.
     limit: bytes.
     timeout: seconds within which every part must come.
-    whole: seconds within which all of it must: a sender of single bytes would keep a place for ever.
+    whole: seconds within which the whole must come, lest a sender of single bytes hold a place for ever.
 
   Raises:
     TooLarge: it is longer.
-    TooSlow: a part did not come, or the last one did not.
+    TooSlow: a part or the whole did not come in time.
   """
   until = time.monotonic() + whole
   sentence = f'The body is larger than the {limit} bytes that are read (serve.http.max_body_mb).'

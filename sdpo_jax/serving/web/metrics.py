@@ -1,4 +1,4 @@
-"""What /metrics tells Prometheus: requests, latencies, tokens, versions, and the counters of the worker."""
+"""Prometheus metrics for /metrics: requests, latencies, tokens, versions, and the counters of the worker."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2.5, 5, 10, 30, 60,
 
 
 class Metrics:
-  """The counters of one service."""
+  """The metrics of one service."""
 
   def __init__(self, stats: Callable[[], Mapping[str, float]], ready: Callable[[], bool]):
-    """Make counters.
+    """Make metrics.
 
     Args:
-      stats: numbers of the worker, by name.
-      ready: whether all programs are compiled.
+      stats: returns the worker's numbers by name.
+      ready: returns whether all programs are compiled.
     """
     self._registry = CollectorRegistry()
     self._registry.register(_Stats(stats))
@@ -54,17 +54,17 @@ class Metrics:
     )
 
   def begin(self) -> None:
-    """Count a request that is worked on."""
+    """Count a request that has begun."""
     self._under_way.inc()
 
   def end(self, route: str, method: str, status: int, seconds: float) -> None:
-    """Count a request that was answered; `route` is the pattern of its address, never the address."""
+    """Count a request that has ended; `route` is the pattern of its path, never the path."""
     self._under_way.dec()
     self._requests.labels(route, method, str(status)).inc()
     self._seconds.labels(route).observe(seconds)
 
   def tokens(self, kind: str, count: int) -> None:
-    """Count tokens; those that are given back are not subtracted, for counters never fall."""
+    """Count tokens; refunds are not subtracted, since counters never decrease."""
     if count > 0:
       self._tokens.labels(kind).inc(count)
 
@@ -79,16 +79,16 @@ class Metrics:
       self._denial_seconds.observe(seconds)
 
   def session_learned(self, outcome: str) -> None:
-    """Count what a session has learned: committed or rejected, or waiting for more examples."""
+    """Count the result of learning in a session: committed, rejected, or waiting for more examples."""
     self._learned.labels(outcome).inc()
 
   def text(self) -> bytes:
-    """All counters in Prometheus' text format."""
+    """Return all metrics in Prometheus' text format."""
     return exposition.generate_latest(self._registry)
 
 
 class _Stats:
-  """The worker's numbers, asked when they are scraped."""
+  """A collector that reads the worker's numbers when they are scraped."""
 
   def __init__(self, stats: Callable[[], Mapping[str, float]]):
     self._stats = stats

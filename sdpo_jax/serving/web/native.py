@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ROOT = '/v1/continual'
 ADAPTER = ROOT + '/adapters/{adapter}'
-# Seconds between two signs of life where nothing happens, and between two looks whether somebody still listens.
+# Seconds between keep-alive comments without events, and between checks whether the client is still connected.
 _HEARTBEAT, _LOOK = 15.0, 1.0
 
 
@@ -39,12 +39,12 @@ _HEARTBEAT, _LOOK = 15.0, 1.0
 
 
 def list_adapters(asked: Incoming) -> Reply:
-  """Your adapters."""
+  """List your adapters."""
   return Reply({'adapters': [adapter_said(adapter) for adapter in asked.account.adapters()]})
 
 
 def create_adapter(asked: Incoming) -> Reply:
-  """Return a new adapter at version 0, which computes what the model without one does."""
+  """Make an adapter; at version 0 it does not change the model."""
   body: schemas.CreateAdapter = asked.body
   adapter, _ = asked.account.create(
     body.name,
@@ -58,12 +58,12 @@ def create_adapter(asked: Incoming) -> Reply:
 
 
 def get_adapter(asked: Incoming) -> Reply:
-  """One adapter."""
+  """Return an adapter."""
   return Reply(adapter_said(asked.account.adapter(asked.adapter)))
 
 
 def change_adapter(asked: Incoming) -> Reply:
-  """Other settings of an adapter."""
+  """Change settings of an adapter."""
   changed = asked.account.change(asked.adapter, asked.expected, asked.body.settings, request=asked.idempotency)
   return Reply(adapter_said(changed))
 
@@ -75,29 +75,29 @@ def delete_adapter(asked: Incoming) -> Reply:
 
 
 def fork_adapter(asked: Incoming) -> Reply:
-  """Return a new adapter that begins with a version of this one."""
+  """Make an adapter from a version of this one."""
   forked, _ = asked.account.fork(asked.adapter, asked.body.version, asked.body.name, request=asked.idempotency)
   return Reply(adapter_said(forked), headers={'Location': f'{ROOT}/adapters/{forked.id}'})
 
 
 def undo(asked: Incoming) -> Reply:
-  """Return a new version with the content of an older one."""
+  """Make a new version with the content of an older one."""
   made = asked.account.undo(asked.adapter, asked.expected, asked.body.to, request=asked.idempotency)
   return Reply(version_said(made))
 
 
 def list_versions(asked: Incoming) -> Reply:
-  """All versions of an adapter that are kept, the oldest first."""
+  """List the stored versions of an adapter, the oldest first."""
   return Reply({'versions': [version_said(version) for version in asked.account.versions(asked.adapter)]})
 
 
 def get_version(asked: Incoming) -> Reply:
-  """One version, and what made it."""
+  """Return a version and what made it."""
   return Reply(version_said(asked.account.version(asked.adapter, whole(asked.path['number'], 'version'))))
 
 
 def diff(asked: Incoming) -> Reply:
-  """How far the matrices of a version are from those of another one, its parent if none is named."""
+  """Return how far the matrices of a version are from those of another one, by default its parent."""
   number = whole(asked.path['number'], 'version')
   against = asked.number('against')
   if against is None:
@@ -108,14 +108,14 @@ def diff(asked: Incoming) -> Reply:
 
 
 def export(asked: Incoming) -> Reply:
-  """Return a version as PEFT reads it: a zip with adapter_config.json and adapter_model.safetensors."""
+  """Return a version in PEFT's format: a zip with adapter_config.json and adapter_model.safetensors."""
   files = asked.account.export_peft(asked.adapter, asked.number('version'))
   headers = {'Content-Disposition': 'attachment; filename="adapter.zip"'}
   return Reply(zipped(files), content_type='application/zip', headers=headers)
 
 
 def export_file(asked: Incoming) -> Reply:
-  """One of the files of a version as PEFT reads it."""
+  """Return one of the files of a version in PEFT's format."""
   files, name = asked.account.export_peft(asked.adapter, asked.number('version')), asked.path['file']
   if name not in files:
     raise NotFound(f'A version has the files {", ".join(sorted(files))}.')
@@ -124,7 +124,7 @@ def export_file(asked: Incoming) -> Reply:
 
 
 def import_adapter(asked: Incoming) -> Reply:
-  """Return a new adapter from a zip with adapter_config.json and adapter_model.safetensors, as PEFT writes them."""
+  """Make an adapter from a zip with adapter_config.json and adapter_model.safetensors in PEFT's format."""
   name = asked.query.get('name')
   if not name:
     raise InvalidRequest('Say what the adapter is to be called: ?name=NAME.', field='name')
@@ -133,7 +133,7 @@ def import_adapter(asked: Incoming) -> Reply:
 
 
 def capabilities(asked: Incoming) -> Reply:
-  """Return what is served, with its limits and defaults."""
+  """Return the served model with its limits and defaults."""
   return Reply(asked.account.capabilities())
 
 
@@ -141,7 +141,7 @@ def capabilities(asked: Incoming) -> Reply:
 
 
 async def completions(request: Request) -> Response:
-  """Completions, each kept under a sample_id for feedback."""
+  """Draw completions; each is stored under a sample_id for feedback."""
   body = read(schemas.CompletionRequest, await request.body())
   if not body.stream:
     return await _completions(request)
@@ -195,7 +195,7 @@ def _streamed(asked: Incoming) -> Iterator[Event]:
 
 
 def score(asked: Incoming) -> Reply:
-  """Return what a version, or the model without an adapter, says of given tokens."""
+  """Return the log-probs of given tokens under a version, or under the model without an adapter."""
   body: schemas.ScoreRequest = asked.body
   account, target = asked.account, asked.account.resolve(asked.body.model)
   rows, ids = [], []
@@ -221,7 +221,7 @@ def _ids(ids: list[list[int]], count: int, field: str) -> np.ndarray:
   """Return ids [T, M] int32.
 
   Raises:
-    InvalidRequest: they are not as many for each of the T tokens.
+    InvalidRequest: they do not have the same number of ids for each of the T tokens.
   """
   if len(ids) != count or len({len(one) for one in ids}) > 1:
     raise InvalidRequest(f'{field} must be a list for each of the {count} tokens, all as long.', field=field)
@@ -232,7 +232,7 @@ def _ids(ids: list[list[int]], count: int, field: str) -> np.ndarray:
 
 
 def feedback(asked: Incoming) -> Reply:
-  """Learn, in one transaction, what is said of completions: the adapter is at its next version, or rejects it."""
+  """Learn from feedback on completions in one transaction, which makes a new version or is rejected by the guards."""
   request = feedback_request(asked.body, asked.account.service.settings)
   answer = asked.account.feedback(asked.adapter, asked.expected, request, idempotency=asked.idempotency)
   asked.metrics.feedback(outcome(answer))
@@ -240,14 +240,14 @@ def feedback(asked: Incoming) -> Reply:
 
 
 def outcome(answer: Mapping[str, Any]) -> str:
-  """Return what came of a feedback, for the metrics."""
+  """Return the outcome of a feedback, for the metrics."""
   if not answer['accepted']:
     return 'rejected'
   return 'dry_run' if answer['version_after'] == answer['version_before'] else 'committed'
 
 
 def feedback_batch(asked: Incoming) -> Reply:
-  """Several feedbacks, each a transaction of its own; those on different adapters are learned together."""
+  """Learn from several feedbacks, each a transaction of its own; those on different adapters are learned together."""
   service = asked.account.service
   entries = []
   for number, entry in enumerate(asked.body.entries):
@@ -270,7 +270,7 @@ def feedback_batch(asked: Incoming) -> Reply:
 
 
 def _batch_once(account: Account, request: store.Request, entries: Sequence[feedbacks.Entry]) -> list[Any]:
-  """Return what came of feedbacks under one Idempotency-Key: each is learned once, whatever became of the others."""
+  """Return the results of feedbacks under one Idempotency-Key: each is learned once, whatever happens to the others."""
   begun: dict[int, store.Request] = {}
   results: list[Any] = [None] * len(entries)
   try:
@@ -299,7 +299,7 @@ def _batch_again(account: Account, adapter: str, version: int | None) -> dict[st
 
 
 def _of_entry(error: ServiceError | UserError, number: int) -> Exception:
-  """Return an error about one entry of several; none of them has begun."""
+  """Return an error with the number of the batch entry that it is about, before any entry has begun."""
   known = errors.known(error)
   if isinstance(known, (InvalidRequest, NotFound)):
     field = f'entries.{number}' + (f'.{known.field}' if known.field else '')
@@ -316,10 +316,10 @@ def _result(done: Any) -> Any:
 
 
 def feedback_request(body: schemas.FeedbackBody, settings: Any) -> FeedbackRequest:
-  """Return what a body asks for.
+  """Return the feedback request in a body.
 
   Raises:
-    InvalidRequest: what cannot be learned.
+    InvalidRequest: something cannot be learned.
   """
   items = []
   for given in body.all_items():
@@ -336,7 +336,7 @@ def feedback_request(body: schemas.FeedbackBody, settings: Any) -> FeedbackReque
 
 
 async def events(request: Request) -> Response:
-  """Stream what happens to an adapter: queued, scored, stepped, guarded, committed, rejected; Last-Event-ID resumes."""
+  """Stream the events of an adapter: queued, scored, stepped, guarded, committed, rejected; Last-Event-ID resumes."""
   return await stream(request, _events(incoming(request, b'')))
 
 
@@ -357,7 +357,7 @@ def _events(asked: Incoming) -> Iterator[Event]:
       yield Event()
 
 
-# What is said of the values that travel.
+# Responses.
 
 
 def adapter_said(adapter: Adapter) -> dict[str, Any]:
@@ -402,7 +402,7 @@ def completion_said(index: int, sample: Sample) -> dict[str, Any]:
 def completions_said(
   model: str, target: Any, prompt: list[int], samples: list[Sample], reused: int = 0
 ) -> dict[str, Any]:
-  """Return completions as `CompletionsSaid`; `reused`: tokens of the prompt whose keys and values were there."""
+  """Return completions as `CompletionsSaid`; `reused` is the number of prompt tokens from a cached prefix."""
   drawn = sum(len(sample.tokens) for sample in samples)
   usage = {'prompt_tokens': len(prompt), 'completion_tokens': drawn, 'total_tokens': len(prompt) + drawn}
   return {
@@ -415,7 +415,7 @@ def completions_said(
   }
 
 
-# What is answered to a request that was sent again after the answer to the first one was lost with its process.
+# Responses to a repeated request whose first response was lost with its process.
 
 
 def _adapter_again(account: Any, adapter: str, version: int | None) -> dict[str, Any]:
@@ -427,7 +427,7 @@ def _version_again(account: Any, adapter: str, version: int | None) -> dict[str,
 
 
 def feedback_again(account: Any, adapter: str, version: int | None) -> dict[str, Any]:
-  """Return the answer to a feedback, by what its version keeps of it."""
+  """Return the response to a feedback, rebuilt from the details of its version."""
   made = account.version(adapter, version)
   known = {'accepted': True, 'reason': None, 'metrics': {}, **made.details}
   return known | {

@@ -1,8 +1,7 @@
-"""OpenAI-compatible routes: completions, chat completions and models, with vLLM's and Fireworks' additions about
-log-probs.
+"""OpenAI-compatible routes: completions, chat completions and models, with the log-probs of vLLM and Fireworks.
 
-Every choice has a `sample_id`, by which feedback can be given on it. An adapter is called by its name or id, with `@`
-and the number of a version if another than its newest is meant.
+Every choice has a `sample_id`, on which feedback can be given. An adapter is named by its name or id, followed by `@`
+and a version number unless the newest version is meant.
 """
 
 from __future__ import annotations
@@ -32,15 +31,14 @@ from sdpo_jax.serving.web.openai_logprobs import Position
 from sdpo_jax.serving.web.openai_schemas import ChatCompletionRequest, TextCompletionRequest, parse
 from sdpo_jax.serving.web.openapi import JSON, operation
 
-# The index of a choice, what its text has more, itself when it is done, and what is said of its prompt.
+# The index of a choice, the new text, the choice when it is finished, and the log-probs of its prompt.
 Part = tuple[int, str, Drawn | None, Sequence[Position]]
 
-# --- Answers
-# -------------------------------------------------------------------------------------------------------------
+# Answers.
 
 
 def answer(account: Account, job: Job) -> dict[str, Any]:
-  """Return the answer to a request, when all of it is done."""
+  """Draw everything that a request asks for, and return the response."""
   said, drawn = _done(account, job)
   texts = account.service.texts
   choices = [_choice(texts, job, index, each, said[index // job.asked.n]) for index, each in enumerate(drawn)]
@@ -54,7 +52,7 @@ def answer(account: Account, job: Job) -> dict[str, Any]:
 
 
 def _done(account: Account, job: Job) -> tuple[list[list[Position]], list[Drawn]]:
-  """Return what is said of every prompt, and all completions in the order of the choices."""
+  """Return the log-probs of every prompt, and all completions in the order of the choices."""
   if job.reads:
     said, drawn = openai_jobs.read(account, job)
     return said, [each for each in drawn for _ in range(job.asked.n)]
@@ -75,7 +73,7 @@ def _head(job: Job, kind: str) -> dict[str, Any]:
     'object': kind,
     'created': job.created,
     'model': job.asked.model,
-    'system_fingerprint': job.target.lora_uri or names.BASE_NAME,  # Whose tokens these are, to the version.
+    'system_fingerprint': job.target.lora_uri or names.BASE_NAME,  # The exact version that drew the tokens.
   }
 
 
@@ -85,7 +83,7 @@ def _usage(job: Job, drawn: Sequence[Drawn]) -> dict[str, int]:
 
 
 def _choice(texts: TokenTexts, job: Job, index: int, drawn: Drawn, said: Sequence[Position]) -> dict[str, Any]:
-  """Return a finished choice, of whose prompt something is said if that is asked for."""
+  """Return a finished choice, with log-probs of its prompt if they were requested."""
   choice: dict[str, Any] = {'index': index}
   prompt = job.prompts[index // job.asked.n]
   if job.chat:
@@ -100,7 +98,7 @@ def _choice(texts: TokenTexts, job: Job, index: int, drawn: Drawn, said: Sequenc
 
 
 def _ending(job: Job, index: int, drawn: Drawn) -> dict[str, Any]:
-  """Return what is known of a choice when it is done."""
+  """Return the fields that are known when a choice is finished."""
   found: dict[str, Any] = {'finish_reason': drawn.finish_reason, 'sample_id': drawn.sample_id}
   if job.asked.return_token_ids:
     found['token_ids'] = list(map(int, drawn.tokens))
@@ -110,7 +108,7 @@ def _ending(job: Job, index: int, drawn: Drawn) -> dict[str, Any]:
 
 
 def _logprobs(texts: TokenTexts, job: Job, index: int, drawn: Drawn, said: Sequence[Position]) -> dict[str, Any] | None:
-  """Return the log-probs of a choice in the shape that is asked for; None if none are."""
+  """Return the log-probs of a choice in the requested format; None if none were requested."""
   if job.asked.topk is None:
     return None
   prompt, echoed = job.prompts[index // job.asked.n], job.echoed[index // job.asked.n]
@@ -119,19 +117,18 @@ def _logprobs(texts: TokenTexts, job: Job, index: int, drawn: Drawn, said: Seque
     return openai_logprobs.content_shape(texts, whole, job.asked.topk)
   offsets = texts.offsets(prompt.tokens, special=prompt.special) if echoed else []
   start = len(prompt.text) if job.echo else 0
-  # What a tokenizer puts before a text is none of it.
+  # Special tokens that the tokenizer puts before a text are not part of it.
   offsets = [min(each, start) for each in offsets] + texts.offsets(drawn.tokens, start, special=False)
   return openai_logprobs.completion_shape(texts, whole, job.asked.topk, offsets)
 
 
-# --- Streams
-# -------------------------------------------------------------------------------------------------------------
+# Streams.
 
 
 def chunks(account: Account, job: Job) -> Iterator[dict[str, Any]]:
-  """Yield the chunks of an answer while it is drawn; where log-probs are asked for, a choice comes when it is done."""
+  """Yield the chunks of a response while it is drawn; with log-probs, a choice comes when it is finished."""
   with contextlib.closing(_parts(account, job)) as parts:
-    first = next(parts)  # Before anything is sent: what is refused has a status of its own.
+    first = next(parts)  # Awaited before anything is sent, so that a refused request gets a status of its own.
     yield from _chunks_of(account, job, itertools.chain([first], parts))
 
 
@@ -157,7 +154,7 @@ def _chunks_of(account: Account, job: Job, parts: Iterable[Part]) -> Iterator[di
 
 
 def _parts(account: Account, job: Job) -> Generator[Part, None, None]:
-  """Yield what comes of a request, as it comes."""
+  """Yield the parts of a response as they are drawn."""
   if job.reads:
     said, drawn = openai_jobs.read(account, job)
     for index in range(len(job.prompts) * job.asked.n):
@@ -196,8 +193,7 @@ def _events(account: Account, job: Job) -> Iterator[Event]:
   yield Event('[DONE]')
 
 
-# --- Models
-# --------------------------------------------------------------------------------------------------------------
+# Models.
 
 
 def _model(name: str, created: float, **more: Any) -> dict[str, Any]:
@@ -205,7 +201,7 @@ def _model(name: str, created: float, **more: Any) -> dict[str, Any]:
 
 
 def models(account: Account) -> list[dict[str, Any]]:
-  """Return the model and the owner's adapters, each by its name and by that of its newest version."""
+  """Return the model and the owner's adapters, each under its name and under that of its newest version."""
   base = account.service.model_name
   found = [_model(base, 0)]
   for adapter in account.adapters():
@@ -219,8 +215,7 @@ def _adapter_model(adapter: Adapter, base: str, number: int | None = None) -> di
   return _model(name, adapter.created, parent=base, adapter=adapter.id, version=version)
 
 
-# --- Routes
-# --------------------------------------------------------------------------------------------------------------
+# Routes.
 
 
 async def _answer(request: Request, kind: type, job_of: Callable[[Account, Any], Job]) -> Response:
@@ -233,15 +228,15 @@ async def _answer(request: Request, kind: type, job_of: Callable[[Account, Any],
   job = await run_in_threadpool(prepare)
   if job.asked.stream:
     return await events.stream(request, _events(account, job))
-  # Large answers are also written there: here they would keep everybody waiting.
+  # Large responses are serialized there, too: here they would block the event loop.
   return await run_in_threadpool(lambda: Response(as_json(answer(account, job)), media_type=JSON))
 
 
 def _json(content: bytes) -> Any:
-  """Return a body.
+  """Return a parsed body.
 
   Raises:
-    InvalidRequest: it is not JSON, or holds what is no Unicode.
+    InvalidRequest: it is not JSON, or holds invalid Unicode.
   """
   try:
     return pydantic_core.from_json(content, allow_inf_nan=False)
@@ -251,13 +246,13 @@ def _json(content: bytes) -> Any:
 
 @operation(body=TextCompletionRequest)
 async def completions(request: Request) -> Response:
-  """Go on with prompts, as OpenAI's completions; chunks as server-sent events with stream=true."""
+  """Continue prompts, as in OpenAI's completions; chunks as server-sent events with stream=true."""
   return await _answer(request, TextCompletionRequest, job_of_completion)
 
 
 @operation(body=ChatCompletionRequest)
 async def chat_completions(request: Request) -> Response:
-  """Answer a conversation, as OpenAI's chat completions; chunks as server-sent events with stream=true."""
+  """Answer a conversation, as in OpenAI's chat completions; chunks as server-sent events with stream=true."""
   return await _answer(request, ChatCompletionRequest, job_of_chat)
 
 

@@ -1,4 +1,4 @@
-"""What an OpenAI-compatible request asks for, and how it is drawn and scored."""
+"""Jobs of OpenAI-compatible requests, and how they are drawn and scored."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from sdpo_jax.serving.web.openai_schemas import DEFAULT_COMPLETION_TOKENS, ChatC
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-  """What a completion goes on with."""
+  """A prompt to continue."""
 
   tokens: Sequence[int]
-  text: str = ''  # As `echo` repeats it.
-  special: bool = False  # Whether special tokens have a text there.
-  messages: Sequence[Mapping[str, str]] | None = None  # Of a chat.
+  text: str = ''  # The text that `echo` repeats.
+  special: bool = False  # Whether the text includes special tokens.
+  messages: Sequence[Mapping[str, str]] | None = None  # The messages of a chat.
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-  """A request that can be worked on: everything is known, nothing has begun."""
+  """A validated request that has not begun."""
 
   asked: TextCompletionRequest | ChatCompletionRequest
   target: Target
   prompts: Sequence[Prompt]
   max_tokens: int | None  # None: as many as there is room for.
-  echoed: Sequence[int]  # Of every prompt, how many of its last tokens log-probs are given of.
+  echoed: Sequence[int]  # For every prompt, how many of its last tokens get log-probs.
   id: str
   created: int  # Seconds since the epoch.
 
@@ -47,12 +47,12 @@ class Job:
 
   @property
   def echo(self) -> bool:
-    """Whether prompts are part of the texts."""
+    """Whether the texts begin with their prompts."""
     return not self.chat and self.asked.echo
 
   @property
   def reads(self) -> bool:
-    """Whether all that is asked for is told by the scores of the prompts; see `_reads`."""
+    """Whether scoring the prompts suffices for the response; see `_reads`."""
     return _reads(self.asked, self.max_tokens)
 
 
@@ -64,18 +64,17 @@ class Drawn:
   text: str
   finish_reason: Literal['stop', 'length']
   sample_id: str | None  # None: it was not sampled, so that no feedback can be given on it.
-  said: Sequence[Position] | None = None  # Of its tokens; None: not asked for.
+  said: Sequence[Position] | None = None  # Log-probs of its tokens; None: not requested.
 
 
-# --- What is asked for
-# ---------------------------------------------------------------------------------------------------
+# Jobs of requests.
 
 
 def job_of_completion(account: Account, asked: TextCompletionRequest) -> Job:
-  """Return what a request to /v1/completions asks for.
+  """Return the job of a request to /v1/completions.
 
   Raises:
-    ServiceError: what cannot be done.
+    ServiceError: the request cannot be done.
   """
   service, target = account.service, account.resolve(asked.model)
   limit = min(DEFAULT_COMPLETION_TOKENS, service.max_completion) if asked.max_tokens is None else asked.max_tokens
@@ -94,7 +93,7 @@ def job_of_completion(account: Account, asked: TextCompletionRequest) -> Job:
 
 
 def job_of_chat(account: Account, asked: ChatCompletionRequest) -> Job:
-  """Return what a request to /v1/chat/completions asks for; raise as `job_of_completion`."""
+  """Return the job of a request to /v1/chat/completions; raise as `job_of_completion`."""
   messages = [message.plain() for message in asked.messages]
   tokens = account.prompt_of(messages=messages, limit=_longest(account, asked, asked.limit))
   prompt = Prompt(tokens, messages=messages)
@@ -102,10 +101,10 @@ def job_of_chat(account: Account, asked: ChatCompletionRequest) -> Job:
 
 
 def _reads(asked: TextCompletionRequest | ChatCompletionRequest, max_tokens: int | None) -> bool:
-  """Return whether prompts are only read: nothing is to be drawn but, at most, the one most likely token.
+  """Return whether prompts are only scored: at most the one most likely next token is to be drawn.
 
-  This is how clients ask who want to know what a model says of a given text. It takes one forward pass, and texts may
-  be as long as those that are scored.
+  Clients send such requests for the log-probs of a given text. They take one forward pass, and their texts may be as
+  long as those that are scored.
   """
   scored = asked.prompt_logprobs is not None or (
     isinstance(asked, TextCompletionRequest) and asked.topk is not None and bool(asked.echo or asked.echo_last)
@@ -115,13 +114,13 @@ def _reads(asked: TextCompletionRequest | ChatCompletionRequest, max_tokens: int
 
 
 def _longest(account: Account, asked: TextCompletionRequest | ChatCompletionRequest, max_tokens: int | None) -> int:
-  """Return how many tokens a prompt has at most."""
+  """Return the most tokens of a prompt."""
   service = account.service
   return max(service.max_prompt, service.max_text - 1) if _reads(asked, max_tokens) else service.max_prompt
 
 
 def most_logprobs(account: Account) -> int:
-  """Return how many log-probs there are at a position at most."""
+  """Return the most log-probs per position."""
   service = account.service
   return min(service.settings.limits.max_logprobs, service.sizes.topk)
 
@@ -138,15 +137,14 @@ def _job(account: Account, asked, target, prompts, max_tokens, echoed, prefix) -
   return Job(asked, target, prompts, max_tokens, echoed, f'{prefix}-{secrets.token_hex(12)}', int(time.time()))
 
 
-# --- Drawing
-# -------------------------------------------------------------------------------------------------------------
+# Drawing.
 
 
 def start(account: Account, job: Job, *, drafts: bool) -> list[Sampling]:
-  """Begins to draw, for every prompt at once.
+  """Start drawing completions of all prompts at once.
 
   Raises:
-    ServiceError: what cannot be drawn; nothing is.
+    ServiceError: one cannot be drawn; then none is.
   """
   asked, begun = job.asked, []
   options = SampleOptions(
@@ -172,13 +170,13 @@ def start(account: Account, job: Job, *, drafts: bool) -> list[Sampling]:
 
 
 def cancel(begun: Sequence[Sampling]) -> None:
-  """End what is left of what `start` has begun."""
+  """Cancel the completions that `start` has begun."""
   for sampling in begun:
     sampling.cancel()
 
 
 def drawn_of(account: Account, job: Job, prompt: Prompt, samples: Sequence[Sample]) -> list[Drawn]:
-  """Return samples of a prompt, with what is said of their tokens if it is asked for."""
+  """Return samples of a prompt as `Drawn`, with the log-probs of their tokens if requested."""
   topk, said = job.asked.topk, [None] * len(samples)
   if topk is not None:
     found: Sequence[Scored | None] = [None] * len(samples)
@@ -193,27 +191,26 @@ def drawn_of(account: Account, job: Job, prompt: Prompt, samples: Sequence[Sampl
   ]
 
 
-# --- Reading
-# -------------------------------------------------------------------------------------------------------------
+# Reading.
 
 
 def said_of_prompts(account: Account, job: Job) -> list[list[Position]]:
-  """Return what is said of the tokens of every prompt; nothing of any if it is not asked for."""
+  """Return the log-probs of the tokens of every prompt; empty lists if they were not requested."""
   if job.asked.prompt_logprobs is None and not any(job.echoed):
     return [[] for _ in job.prompts]
-  # Of a single token, nothing can be said.
+  # A single token has no log-prob.
   rows = [(prompt.tokens[:1], prompt.tokens[1:]) for prompt in job.prompts if len(prompt.tokens) > 1]
-  # With as many others as there can be, for the ranks of tokens that are not among the first K.
+  # With the largest K, for the ranks of tokens that are not among the requested ones.
   found = iter(account.score(job.target, rows, topk=most_logprobs(account)))
   return [prompt_positions(each.tokens, next(found) if len(each.tokens) > 1 else None) for each in job.prompts]
 
 
 def read(account: Account, job: Job) -> tuple[list[list[Position]], list[Drawn]]:
-  """Return what is said of the tokens of every prompt, and what comes next, where only this is asked for."""
+  """Return the log-probs of every prompt and the next token, for a request that needs only these."""
   if job.max_tokens == 0:
     return said_of_prompts(account, job), [Drawn((), '', 'length', None, ())] * len(job.prompts)
   service = account.service
-  # Any token behind a prompt brings what is said of its place.
+  # Appending any token gives the scores of the position after the prompt.
   rows = [(prompt.tokens[:1], [*prompt.tokens[1:], 0]) for prompt in job.prompts]
   said, drawn = [], []
   for prompt, scored in zip(job.prompts, account.score(job.target, rows, topk=most_logprobs(account)), strict=True):

@@ -1,7 +1,7 @@
-"""Log-probs of tokens in the three shapes that clients of OpenAI, vLLM and Fireworks read.
+"""Log-probs of tokens in the three formats that clients of OpenAI, vLLM and Fireworks read.
 
-A position says how likely the token that stands there is, and which K are the most likely. The first token of a prompt,
-which nothing stands before, has no log-prob: null.
+A position holds the log-prob of its token and the K most likely tokens. The first token of a prompt has no log-prob:
+null.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ import numpy as np
 from models.token_texts import TokenTexts
 from sdpo_jax.serving.scoring import Scored
 
-MINUS_INFINITY = -9999.0  # What stands for no probability at all, JSON having nothing for it.
+MINUS_INFINITY = -9999.0  # Stands for −inf, which JSON cannot hold.
 
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-  """What is said of a token."""
+  """The log-probs at the position of a token."""
 
   token: int
-  log_prob: float | None = None  # In nats; None: nothing stands before it.
+  log_prob: float | None = None  # In nats; None: it is the first token.
   top: tuple[tuple[int, float], ...] = ()  # Token ids and their log-probs, the most likely first.
 
   @property
   def rank(self) -> int | None:
-    """The place of the token among the most likely ones, from 1 on; None: it is not among them."""
+    """The rank of the token among the most likely ones, from 1; None: it is not among them."""
     return next((place for place, (token, _) in enumerate(self.top, 1) if token == self.token), None)
 
   def most_likely(self, k: int) -> list[tuple[int, float]]:
-    """Return the K most likely tokens, and the token itself behind them if it is none of these."""
+    """Return the K most likely tokens, followed by the token itself if it is not among them."""
     best = list(self.top[:k])
     return best if any(token == self.token for token, _ in best) else [*best, (self.token, self.log_prob)]
 
 
 def positions(tokens: Sequence[int], log_probs: Sequence[float], scored: Scored | None) -> list[Position]:
-  """Return what is said of tokens.
+  """Return the positions of tokens.
 
   Args:
     tokens: [T].
     log_probs: [T] of these.
-    scored: of the same tokens; None: the most likely ones are not known.
+    scored: scores of the same tokens; None: the most likely ones are unknown.
   """
   found = []
   for place, (token, value) in enumerate(zip(tokens, log_probs, strict=True)):
     own, top = _finite(value), ()
     if scored is not None:
       ids, values = scored.top_ids[place].tolist(), scored.top_log_probs[place].tolist()
-      # The same number for the same token, which clients compare to see whether it is the most likely one.
+      # A token's number must be the same in both places: clients compare them to find whether it is the most likely.
       top = tuple(
         (each, own if each == token else _finite(said)) for each, said in zip(ids, values, strict=True) if each >= 0
       )
@@ -59,12 +59,12 @@ def positions(tokens: Sequence[int], log_probs: Sequence[float], scored: Scored 
 
 
 def prompt_positions(tokens: Sequence[int], scored: Scored | None, last: float | None = None) -> list[Position]:
-  """Return what is said of the tokens of a prompt.
+  """Return the positions of the tokens of a prompt.
 
   Args:
     tokens: [P].
-    scored: of all but the first one; None: there are no others.
-    last: log-prob of the last one, if another one was scored in its place; None: it was not.
+    scored: scores of all but the first one; None: there are no others.
+    last: log-prob of the last one, if another token was scored in its place; None: none was.
   """
   if scored is None:
     return [Position(int(tokens[0]))]
@@ -86,9 +86,9 @@ def completion_shape(
 
   Args:
     texts: of the tokens.
-    said: of each.
-    k: how many of the most likely tokens each has beside itself.
-    offsets: where their texts begin in that of the choice.
+    said: the positions.
+    k: how many of the most likely tokens to list beside each token.
+    offsets: where the tokens' texts begin in that of the choice.
   """
   tops: list[dict[str, float] | None] = []
   for each in said:
@@ -97,7 +97,7 @@ def completion_shape(
       continue
     named: dict[str, float] = {}
     for token, value in each.most_likely(k):
-      named.setdefault(texts.text_of(token), value)  # Of tokens with the same text, the most likely.
+      named.setdefault(texts.text_of(token), value)  # The most likely of the tokens with the same text.
     tops.append(named)
   return {
     'tokens': [texts.text_of(each.token) for each in said],
@@ -108,7 +108,7 @@ def completion_shape(
 
 
 def content_shape(texts: TokenTexts, said: Sequence[Position], k: int) -> dict[str, list[Any] | None]:
-  """Return OpenAI's `logprobs` of a chat, in which tokens also have their ids, as Fireworks gives them."""
+  """Return OpenAI's `logprobs` of a chat, with token ids as Fireworks adds them."""
 
   def entry(token: int, value: float | None) -> dict[str, Any]:
     return {
@@ -126,7 +126,7 @@ def content_shape(texts: TokenTexts, said: Sequence[Position], k: int) -> dict[s
 
 
 def prompt_shape(texts: TokenTexts, said: Sequence[Position], k: int) -> list[dict[str, Any] | None]:
-  """Return vLLM's `prompt_logprobs`, in which a token that is none of the most likely ones has no rank."""
+  """Return vLLM's `prompt_logprobs`; a token outside of the most likely ones has no rank."""
   found: list[dict[str, Any] | None] = []
   for each in said:
     if each.log_prob is None:

@@ -1,6 +1,6 @@
-"""What the OpenAI-compatible routes take: OpenAI's parameters, and those that vLLM and Fireworks add about log-probs.
+"""The parameters of the OpenAI-compatible routes: OpenAI's, and those of vLLM and Fireworks about log-probs.
 
-A parameter that is not served is refused by its name, unless its value asks for nothing; none is ignored in silence.
+An unsupported parameter is refused by name, unless its value has no effect; none is silently ignored.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import pydantic
 
 from sdpo_jax.serving.errors import InvalidRequest
 
-MOST_CHOICES = 128  # n at most, as at OpenAI.
-DEFAULT_COMPLETION_TOKENS = 16  # Of /v1/completions, as at OpenAI.
+MOST_CHOICES = 128  # The largest n, as at OpenAI.
+DEFAULT_COMPLETION_TOKENS = 16  # Default max_tokens of /v1/completions, as at OpenAI.
 
-# Who asks, or how a provider stores, routes and charges: nothing of it changes an answer.
+# Parameters about the sender, or a provider's storage, routing and billing, which do not change a response.
 _HARMLESS = frozenset({'user', 'metadata', 'safety_identifier', 'prompt_cache_key', 'prompt_cache_retention'})
-# Parameters that are not served, and the values with which they ask for nothing.
+# Unsupported parameters, and the values with which they have no effect.
 _UNSERVED: Mapping[str, tuple[Any, ...]] = {
   'audio': (),
   'best_of': (1,),
@@ -31,7 +31,7 @@ _UNSERVED: Mapping[str, tuple[Any, ...]] = {
   'min_tokens': (0,),
   'modalities': (['text'],),
   'moderation': (),
-  'parallel_tool_calls': (True, False),  # Without tools, neither is anything.
+  'parallel_tool_calls': (True, False),  # Without tools, neither value has an effect.
   'prediction': (),
   'presence_penalty': (0,),
   'priority': (0,),
@@ -51,7 +51,7 @@ _UNSERVED: Mapping[str, tuple[Any, ...]] = {
   'web_search_options': (),
 }
 
-_SHAPES = {  # Of what can have several.
+_SHAPES = {  # Fields that accept several types.
   'prompt': 'a text, a list of texts, a list of token ids, or a list of lists of token ids',
   'stop': 'a text or a list of texts',
   'content': 'a text, or a list of parts such as {"type": "text", "text": "…"}',
@@ -99,7 +99,7 @@ class _Request(pydantic.BaseModel):
 
   @property
   def include_usage(self) -> bool:
-    """Whether a stream ends with how many tokens there were."""
+    """Whether a stream ends with token counts."""
     return self.stream_options is not None and self.stream_options.include_usage
 
   @pydantic.model_validator(mode='after')
@@ -124,19 +124,19 @@ class TextCompletionRequest(_Request):
 
   @property
   def prompts(self) -> list[str] | list[list[int]]:
-    """The prompts, one by one."""
+    """The prompts as a list."""
     if isinstance(self.prompt, str):
       return [self.prompt]
     return [self.prompt] if self.prompt and isinstance(self.prompt[0], int) else self.prompt
 
   @property
   def content_logprobs(self) -> bool:
-    """Whether log-probs have the shape of a chat's, as Fireworks asks for them."""
+    """Whether log-probs have the format of a chat, as Fireworks requests them."""
     return self.logprobs is True
 
   @property
   def topk(self) -> int | None:
-    """How many of the most likely tokens are wanted at every position; None: no log-probs are."""
+    """How many of the most likely tokens to return at every position; None: no log-probs were requested."""
     if isinstance(self.logprobs, bool) or self.logprobs is None:
       return (self.top_logprobs or 0) if self.logprobs else None
     return self.logprobs
@@ -175,7 +175,7 @@ class ChatMessage(pydantic.BaseModel):
   name: str | None = None
 
   def plain(self) -> dict[str, str]:
-    """Return the message as a chat template reads it."""
+    """Return the message in the form that chat templates read."""
     content = self.content if isinstance(self.content, str) else ''.join(part.text for part in self.content)
     return {'role': 'system' if self.role == 'developer' else self.role, 'content': content}
 
@@ -190,12 +190,12 @@ class ChatCompletionRequest(_Request):
 
   @property
   def topk(self) -> int | None:
-    """How many of the most likely tokens are wanted at every position; None: no log-probs are."""
+    """How many of the most likely tokens to return at every position; None: no log-probs were requested."""
     return (self.top_logprobs or 0) if self.logprobs else None
 
   @property
   def limit(self) -> int | None:
-    """Tokens of a completion at most; None: as many as there is room for."""
+    """The most tokens of a completion; None: as many as there is room for."""
     return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
   @pydantic.model_validator(mode='after')
@@ -215,14 +215,14 @@ Body = TypeVar('Body', TextCompletionRequest, ChatCompletionRequest)
 
 
 def parse(kind: type[Body], body: Any) -> Body:
-  """Return a request.
+  """Return a validated request.
 
   Args:
-    kind: of request.
+    kind: the type of request.
     body: JSON.
 
   Raises:
-    InvalidRequest: it is no such request, or asks for what is not served.
+    InvalidRequest: it is invalid, or uses something that is not supported.
   """
   if not isinstance(body, dict):
     raise InvalidRequest('The body must be a JSON object.')
@@ -249,16 +249,15 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 def _invalid(error: pydantic.ValidationError) -> InvalidRequest:
-  """Return the first thing that is wrong with a request, in a sentence."""
+  """Return the first validation error of a request as a sentence."""
   first = error.errors(include_url=False, include_input=False)[0]
   if first['type'] == 'value_error':
     return InvalidRequest(str(first['ctx']['error']))
   path = []
   for part in first['loc']:
     path.append(str(part))
-    if (
-      part in _SHAPES and first['type'] != 'missing'
-    ):  # Behind it stand the members of a union, which nobody has written.
+    # The rest of the path names a member of a union, which the sender has not written.
+    if part in _SHAPES and first['type'] != 'missing':
       return InvalidRequest(f'{".".join(path)} must be {_SHAPES[part]}.', field=path[0])
   name = '.'.join(path)
   if first['type'] == 'missing':

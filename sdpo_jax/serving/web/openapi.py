@@ -1,4 +1,4 @@
-"""What every route takes and answers, said once beside its handler: for the gate, /openapi.json and /docs."""
+"""The operation of every route, declared beside its handler: for the gate, /openapi.json and /docs."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ _PARAMETER = re.compile(r'{(\w+)(?::\w+)?}')
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-  """What is known of a route beside its path, its methods and its handler."""
+  """The properties of a route beside its path, its methods and its handler."""
 
   summary: str = ''
-  body: type[pydantic.BaseModel] | None = None  # What it reads; None: nothing, or no JSON.
-  response: type[pydantic.BaseModel] | None = None  # What it answers; None: not described.
+  body: type[pydantic.BaseModel] | None = None  # Schema of its body; None: it has none, or it is not JSON.
+  response: type[pydantic.BaseModel] | None = None  # Schema of its response; None: not described.
   status: int = 200
-  content_type: str = JSON  # Of the body.
-  answers: str = JSON  # The type of the answer.
+  content_type: str = JSON  # The content type of the body.
+  answers: str = JSON  # The content type of the response.
   query: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Name → meaning.
-  # Whether repeats with one Idempotency-Key are answered once: what maps (account, id of the adapter, version that the
-  # request made) to the body of an answer that was lost with its process. None: every request counts.
+  # For routes that run once per Idempotency-Key: maps (account, id of the adapter, version that the
+  # request made) to the body of a response that was lost with its process. None: every request runs.
   again: Callable[[Any, str, int | None], Any] | None = None
   open: bool = False  # Whether it needs no key, and is answered before the service is ready.
-  probe: bool = False  # Whether it is asked so often that the log leaves it out.
+  probe: bool = False  # Whether it is called so often that the log leaves it out.
   observes: bool = False  # Whether it needs a key and nothing else, and is answered before the service is ready.
-  endless: bool = False  # Whether it goes on until its sender leaves.
-  # Whether Host must be a name of the service, and no page ask but one of serve.http.allowed_origins, also where keys
-  # are.
+  endless: bool = False  # Whether it streams until its sender disconnects.
+  # Whether Host must be a name of the service, and only pages of serve.http.allowed_origins may call it, even with
+  # keys.
   guarded: bool = False
-  token: bool = False  # Whether it needs the token of the session that its address names.
-  secret: bool = False  # Whether its answer holds what no log may have, even where bodies are logged.
-  # Headers of an answer, made of its body, so that one that was kept has them again.
+  token: bool = False  # Whether it needs the token of the session in its path.
+  secret: bool = False  # Whether its response is never logged, even if bodies are.
+  # Headers derived from the body of a response, so that a stored response gets them again.
   headers_of: Callable[[bytes], dict[str, str]] = lambda body: {}
 
 
 def operation(**values: Any) -> Callable[[_Handler], _Handler]:
-  """Return a decorator that says of a handler what `Operation` holds."""
+  """Return a decorator that attaches an `Operation` to a handler."""
 
   def say(handler: _Handler) -> _Handler:
     handler.operation = Operation(**values)  # type: ignore[attr-defined]
@@ -56,7 +56,7 @@ def operation(**values: Any) -> Callable[[_Handler], _Handler]:
 
 
 def operation_of(route: BaseRoute) -> Operation:
-  """Return what is known of a route; its summary is the first line of the handler's docstring where none is given."""
+  """Return the operation of a route; without a summary it gets the first line of the handler's docstring."""
   endpoint = getattr(route, 'endpoint', None)
   known = getattr(endpoint, 'operation', None) or Operation()
   if not known.summary and endpoint is not None:
@@ -80,7 +80,7 @@ class ErrorAnswer(pydantic.BaseModel):
 
 
 def document(routes: Iterable[BaseRoute], *, title: str, version: str, needs_key: bool) -> dict[str, Any]:
-  """Return the OpenAPI document of routes, made of the schemas that read their bodies."""
+  """Return the OpenAPI document of routes, from the schemas that validate their bodies."""
   described = [(route, operation_of(route)) for route in routes if isinstance(route, Route)]
   bodies = {known.body for _, known in described if known.body is not None}
   answers = {known.response for _, known in described if known.response is not None} | {ErrorAnswer}
@@ -174,7 +174,7 @@ td{{padding:.15em 1em .15em 0;vertical-align:top;border-top:1px solid #8884}}
 
 
 def page(found: Mapping[str, Any]) -> str:
-  """Return an OpenAPI document as a page that asks nobody for anything."""
+  """Return an OpenAPI document as an HTML page that loads no other resources."""
   operations = [
     _operation_html(method, path, entry)
     for path, methods in found['paths'].items()
@@ -215,7 +215,7 @@ def _schema_html(name: str, schema: Mapping[str, Any]) -> str:
 
 
 def _kind(schema: Mapping[str, Any]) -> str:
-  """Return what a field may hold, in words, as HTML."""
+  """Return the type of a field in words, as HTML."""
   if '$ref' in schema:
     return _anchor(schema['$ref'].rsplit('/', 1)[-1])
   if 'anyOf' in schema:
@@ -233,7 +233,7 @@ def _kind(schema: Mapping[str, Any]) -> str:
 
 
 def _table(rows: Iterable[Sequence[str]]) -> str:
-  """Return a table of rows of a name and what is said of it, all as HTML; nothing of no rows."""
+  """Return an HTML table of rows of a name and further cells; '' without rows."""
   lines = [
     f'<tr><td><code>{name}</code></td>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>' for name, *cells in rows
   ]
@@ -241,7 +241,7 @@ def _table(rows: Iterable[Sequence[str]]) -> str:
 
 
 def _named(part: Any) -> list[str]:
-  """Return the schemas that a part of an operation names."""
+  """Return the names of the schemas that a part of an operation refers to."""
   return re.findall(r'#/components/schemas/([^"]+)"', json.dumps(part))
 
 

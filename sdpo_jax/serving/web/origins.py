@@ -1,4 +1,4 @@
-"""From where a request comes: under which name of this machine, and from which page of a browser."""
+"""The origin of a request: the name by which it reaches this machine, and the web page that sends it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _CORS_HEADERS = (
   'Authorization, Content-Type, Idempotency-Key, If-Match, Last-Event-ID, X-API-Key, X-Deadline-Ms, X-Session-Token'
 )
 _CORS_EXPOSED = 'ETag, Retry-After, retry-after-ms, X-Request-Id, Idempotency-Replayed'
-# What browsers say of a request of the service's own page, and of one that a person has typed.
+# Sec-Fetch-Site of requests from the service's own page, and of addresses that a person has typed.
 _OWN_SITES = ('same-origin', 'none')
 
 
 class Origins:
-  """Which names and pages the settings allow."""
+  """The allowed host names and web pages."""
 
   def __init__(self, http: HttpConfig, *, keyed: bool):
-    """Make it.
+    """Read the settings.
 
     Args:
       http: settings.
@@ -29,12 +29,12 @@ class Origins:
     """
     self._origins = http.allowed_origins
     self._hosts = {name.lower() for name in (*LOCAL_HOSTS, http.host, *http.allowed_hosts)}
-    self._named = not keyed or bool(http.allowed_hosts)  # Whether Host must be one of these on every route.
+    self._named = not keyed or bool(http.allowed_hosts)  # Whether every route checks Host.
 
   def check(self, passing: Passing) -> None:
-    """Raise Forbidden for a name of this machine that somebody else has given it, or a page that may not ask.
+    """Raise Forbidden for a foreign host name of this machine, or a page that is not allowed.
 
-    Without keys, whoever reaches the port is the owner: a page in a browser of this machine must not be.
+    Without keys, everyone who reaches the port is the owner; a web page in a browser on this machine must not be.
     """
     if self._named and not self._is_served(passing):
       raise Forbidden(
@@ -47,10 +47,10 @@ class Origins:
       raise Forbidden('A page of this origin may not ask: add it to serve.http.allowed_origins if it may.')
 
   def check_page(self, passing: Passing) -> None:
-    """Raise Forbidden where a web page could have had a browser send a request, whatever keys and settings say.
+    """Raise Forbidden if a web page may have made a browser send the request, whatever keys and settings say.
 
-    A page whose name leads to this machine has its own name as Host. A request without Origin, as a link, an image or a
-    form sends it, still says from where it comes (Sec-Fetch-Site), and no script can make it say otherwise.
+    A page whose name resolves to this machine has its own name as Host. A request without Origin, as links, images and
+    forms send it, still has Sec-Fetch-Site, which no script can forge.
     """
     if not self._is_served(passing):
       raise Forbidden(
@@ -62,7 +62,7 @@ class Origins:
       raise Forbidden('A page of another site may not ask: add its origin to serve.http.allowed_origins if it may.')
 
   def headers(self, passing: Passing) -> list[tuple[bytes, bytes]]:
-    """Return the headers with which a browser lets a page of an allowed origin read an answer; none for others."""
+    """Return the CORS headers that let a page of an allowed origin read a response; none for others."""
     origins = passing.headers.get('origin', ())
     if len(origins) != 1 or origins[0] not in self._origins:
       return []
@@ -75,18 +75,18 @@ class Origins:
     ]
 
   def is_preflight(self, passing: Passing) -> bool:
-    """Return whether a browser asks on behalf of a page of an allowed origin whether it may ask."""
+    """Return whether the request is a CORS preflight for a page of an allowed origin."""
     asked = 'access-control-request-method' in passing.headers
     return passing.method == 'OPTIONS' and asked and bool(self.headers(passing))
 
   def _is_served(self, passing: Passing) -> bool:
-    """Return whether the header Host has a name of the service."""
+    """Return whether the Host header is a name of the service."""
     host = passing.header('host') or ''
     return _is_host(host) and urllib.parse.urlsplit(f'//{host}').hostname in self._hosts
 
 
 def _is_host(text: str) -> bool:
-  """Return whether a text may be a Host header: no spaces, slashes, user or characters beyond ASCII."""
+  """Return whether a text is a valid Host header: no spaces, slashes, user or characters beyond ASCII."""
   if not text or not text.isascii() or any(letter in text for letter in ' /\\@?#,\t'):
     return False
   try:

@@ -1,4 +1,4 @@
-"""Scores in few bytes: token ids in as many bits as the vocabulary needs, log-probs of the most likely tokens in 16.
+"""Compact scores: token ids in as many bits as the vocabulary needs, log-probs of the most likely tokens in 16.
 
 The layout, all numbers little-endian:
 
@@ -25,7 +25,7 @@ CONTENT_TYPE = 'application/vnd.sdpo.scores'
 
 
 def pack(rows: Sequence[Scored], vocab_size: int) -> bytes:
-  """Return scores as bytes."""
+  """Return scores packed into bytes."""
   bits = max(1, vocab_size.bit_length())
   sizes = [
     {
@@ -51,7 +51,7 @@ def pack(rows: Sequence[Scored], vocab_size: int) -> bytes:
 
 
 def unpack(content: bytes) -> list[Scored]:
-  """Return what `pack` was given, log-probs of the most likely tokens rounded to 11 bits."""
+  """Return the scores that `pack` received, with top log-probs rounded to 11 significant bits."""
   length = int.from_bytes(content[:4], 'little')
   header, at = json.loads(content[4 : 4 + length]), 4 + length
   bits, rows = header['id_bits'], []

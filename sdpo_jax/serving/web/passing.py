@@ -1,4 +1,4 @@
-"""A request on its way through the gate."""
+"""The state of a request on its way through the gate."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from sdpo_jax.serving.errors import InvalidRequest
 
 @dataclasses.dataclass
 class Passing:
-  """A request on its way, for the log."""
+  """A request on its way through the gate."""
 
   id: str
   method: str
   path: str
   headers: Mapping[str, Sequence[str]]
-  route: str = '(none)'  # The pattern of its address.
-  adapter: str | None = None  # Named in its address.
+  route: str = '(none)'  # The pattern of its path.
+  adapter: str | None = None  # The adapter named in its path.
   key: str | None = None  # The id of the key, never the key.
   body: bytes = b''
-  quiet: bool = False  # Whether only an unexpected answer is logged: somebody asks every second how the service is.
-  secret: bool = False  # Whether its answer is not logged even where bodies are.
+  quiet: bool = False  # Whether only unexpected responses are logged, since it is a frequent health check.
+  secret: bool = False  # Whether its response is never logged, even if bodies are.
   tokens: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
   def header(self, name: str) -> str | None:

@@ -1,6 +1,4 @@
-"""What the native routes read and answer. A field that there is not is refused by its name, and so is a value of
-another kind.
-"""
+"""The bodies and responses of the native routes. Unknown fields, and values of a wrong type, are refused by name."""
 
 from __future__ import annotations
 
@@ -272,10 +270,10 @@ class FeedbackBody(FeedbackItem):
   top: int | None = Field(None, ge=0, le=20, description="How many of the teacher's tokens are named at a position.")
 
   def all_items(self) -> list[FeedbackItem]:
-    """Return the completions that are spoken of.
+    """Return the completions of the feedback.
 
     Raises:
-      ValueError: there are items, and fields of one beside them.
+      ValueError: there are items beside the fields of a single completion.
     """
     names = FeedbackItem.model_fields
     own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}

@@ -10,7 +10,7 @@ import numpy as np
 from sdpo_jax.files import jsonable
 from sdpo_jax.serving.scoring import Scored
 
-SCALE = -1e-4  # Nats of one unit of the whole numbers in columns: a digit less per number than a decimal fraction.
+SCALE = -1e-4  # Nats per unit of the integers in columns, which take a character less than decimal fractions.
 
 
 def as_rows(rows: Sequence[Scored], tokens: Sequence[Sequence[int]], ids: Sequence[np.ndarray] | None) -> list[Any]:
@@ -37,9 +37,9 @@ def as_rows(rows: Sequence[Scored], tokens: Sequence[Sequence[int]], ids: Sequen
 
 
 def as_columns(rows: Sequence[Scored]) -> list[Any]:
-  """Return a list for every kind of number.
+  """Return one list per kind of number for every row.
 
-  `top_log_probs` are whole numbers: times `SCALE` they are nats, to ±5e-5. Null: no probability at all.
+  `top_log_probs` are integers: times `SCALE` they are nats, to ±5e-5. Null: a probability of 0.
   """
   return [
     {

@@ -1,4 +1,4 @@
-"""The process of the service: a port that is open from the start, the service behind it, and an orderly end."""
+"""The process of the service: a port that is open from the start, the service behind it, and an orderly shutdown."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from sdpo_jax.serving.web.app import make_app
 from sdpo_jax.serving.web.keys import KeyFile
 from sdpo_jax.serving.web.lifetime import Lifetime
 
-_LOOK = 0.1  # Seconds between two looks at what the process waits for.
+_LOOK = 0.1  # Seconds between two polls.
 _KEEP_ALIVE = 30  # Seconds that a connection may stay open without a request.
-_LAST_ANSWERS = 5  # Seconds in which connections get the last of what they are sent.
+_LAST_ANSWERS = 5  # Seconds for connections to finish sending at shutdown.
 
 
 def is_local(host: str) -> bool:
-  """Return whether an address reaches this machine alone."""
+  """Return whether an address can be reached from this machine alone."""
   if host == 'localhost':
     return True
   try:
@@ -43,7 +43,7 @@ def is_local(host: str) -> bool:
 
 
 def open_keys(http: HttpConfig) -> KeyFile | None:
-  """Return the keys of a service; None: it is for this machine alone, without any.
+  """Return the keys of a service; None: it needs none, since only this machine reaches it.
 
   Raises:
     UserError: others can reach it, and it has no keys; or as `KeyFile`.
@@ -59,10 +59,10 @@ def open_keys(http: HttpConfig) -> KeyFile | None:
 
 
 def listen(http: HttpConfig) -> socket.socket:
-  """Return a socket that listens.
+  """Return a listening socket.
 
   Raises:
-    UserError: the address is none, or in use.
+    UserError: the address is invalid or in use.
   """
   try:
     family, kind, protocol, _, address = socket.getaddrinfo(http.host, http.port, type=socket.SOCK_STREAM)[0]
@@ -84,7 +84,7 @@ def listen(http: HttpConfig) -> socket.socket:
 
 
 def url_of(listening: socket.socket) -> str:
-  """Return the address of a socket that listens."""
+  """Return the URL of a listening socket."""
   host, port = listening.getsockname()[:2]
   return f'http://[{host}]:{port}' if ':' in host else f'http://{host}:{port}'
 
@@ -92,18 +92,18 @@ def url_of(listening: socket.socket) -> str:
 class PatientProtocol(H11Protocol):
   """HTTP/1.1 that closes connections whose headers do not come; uvicorn itself would wait for ever.
 
-  Every server makes a class of its own of it, which has what they share.
+  Every server makes its own subclass, which holds the state that its connections share.
   """
 
   patience: float = 30.0  # Seconds.
-  most: int = 320  # Connections that may be open: of more, the one that has waited longest for headers is closed.
+  most: int = 320  # The most open connections; beyond it, the one that has waited longest for headers is closed.
   waiting: dict[PatientProtocol, None]  # Connections without a request under way, the oldest first.
   _timer: asyncio.TimerHandle | None = None
 
   def connection_made(self, transport: Any) -> None:
     super().connection_made(transport)
     self._look()
-    # Whoever opens connections and says nothing would take those of everybody else, and all files of the process.
+    # Silent connections would otherwise use up the connections and file descriptors of the process.
     if len(self.connections) > self.most and self.waiting:
       next(iter(self.waiting))._give_up()
 
@@ -121,7 +121,7 @@ class PatientProtocol(H11Protocol):
     self._stop()
 
   def _look(self) -> None:
-    """Wait for headers if no request is under way."""
+    """Start the timeout for headers if no request is under way, and stop it otherwise."""
     if self.cycle is not None and not self.cycle.response_complete:
       self._stop()
     elif self._timer is None:
@@ -141,7 +141,7 @@ class PatientProtocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-  """uvicorn whose end is `stop`: its own would cut off requests under way, and give the signal to the process again."""
+  """A uvicorn server that is ended by `stop`: uvicorn's own end aborts requests under way and re-raises the signal."""
 
   def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None]):
     super().__init__(config)
@@ -171,18 +171,18 @@ class Server(uvicorn.Server):
 
 
 class Process:
-  """A service from its start to its end."""
+  """The process of a service, from start to end."""
 
   def __init__(self, config: Config, announce: Callable[[str], None], make: Callable[..., Service] = Service.make):
-    """Open the keys and the port.
+    """Read the keys and open the port.
 
     Args:
       config: settings, checked.
-      announce: receives lines for whoever started it.
+      announce: receives lines for the user who started it.
       make: makes the service, in a thread.
 
     Raises:
-      UserError: there are no keys where they are needed, or the port cannot be listened on.
+      UserError: keys are missing although they are needed, or the port cannot be opened.
     """
     self._config, self._announce, self._make = config, announce, make
     http = config.serve.http
@@ -208,7 +208,7 @@ class Process:
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=2 * most,  # Of what is under way; what waits is closed before.
+        limit_concurrency=2 * most,  # Requests under way; waiting connections are closed before that.
         timeout_keep_alive=_KEEP_ALIVE,
         timeout_graceful_shutdown=_LAST_ANSWERS,
         h11_max_incomplete_event_size=2**16,
@@ -218,7 +218,7 @@ class Process:
     self._stopped = False
 
   def run(self) -> None:
-    """Serve until it is told to stop, or nobody has asked for long enough.
+    """Serve until the process is told to stop, or has been idle for long enough.
 
     Raises:
       UserError: the service cannot be made.
@@ -231,7 +231,7 @@ class Process:
       self._socket.close()
     if self.lifetime.failure is not None:
       raise self.lifetime.failure
-    if not self._stopped:  # It was told to stop while it compiled, which nothing can interrupt.
+    if not self._stopped:  # It was told to stop during compilation, which cannot be interrupted.
       sys.stderr.flush()
       os._exit(0)
 
@@ -253,14 +253,14 @@ class Process:
     ending.cancel()
 
   async def _watch(self) -> None:
-    """Look after the service until it is to end, and end it."""
+    """Watch the service until it should end, and end it."""
     began, lifetime, idle = time.monotonic(), self.lifetime, self._config.serve.http.idle_shutdown_s
     told = False
     while not lifetime.draining and lifetime.failure is None:
       await asyncio.sleep(_LOOK)
       worker = lifetime.present.worker if lifetime.present is not None else None
       if worker is not None and worker.failure is not None and not told:
-        lifetime.failure = worker.failure  # Of the start; a later one is for /readyz to say.
+        lifetime.failure = worker.failure  # A failure during the start; /readyz reports later ones.
       elif lifetime.ready and not told:
         told = True
         lifetime.touch()
@@ -273,7 +273,7 @@ class Process:
     self._server.should_exit = True
 
   async def _end(self) -> None:
-    """Lets requests finish, within serve.http.drain_s, and then closes the service."""
+    """Let requests finish within serve.http.drain_s, and then close the service."""
     self._announce('Stopping: requests under way finish, new ones are refused.')
     until = time.monotonic() + self._config.serve.http.drain_s
     while self.lifetime.under_way and time.monotonic() < until:

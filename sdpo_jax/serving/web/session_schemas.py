@@ -1,4 +1,4 @@
-"""What the routes of sessions read and answer."""
+"""The bodies and responses of the routes of sessions."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Nothing(Asked):
   """There is nothing more to say: {}."""
 
 
-# Answers.
+# Responses.
 
 
 class SessionSaid(Said):

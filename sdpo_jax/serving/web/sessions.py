@@ -1,7 +1,7 @@
-"""The routes of sessions: a conversation in which proposals are approved, edited or denied, and learned from.
+"""The routes of sessions: conversations in which proposals are approved, edited or denied, and learned from.
 
-No page of a browser but those in serve.http.allowed_origins reaches any of them (`Operation.guarded`), and what changes
-a session needs its token (`Operation.token`): whoever approves a call has it run on somebody's machine.
+Browser pages reach them only from serve.http.allowed_origins (`Operation.guarded`), and changes of a session need its
+token (`Operation.token`): an approved call is run on somebody's machine.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ NDJSON = 'application/x-ndjson'
 
 
 def list_sessions(asked: Incoming) -> Reply:
-  """Return the sessions of an adapter, the oldest first."""
+  """List the sessions of an adapter, the oldest first."""
   return Reply({'sessions': [session_said(each) for each in asked.account.sessions.list(asked.adapter)]})
 
 
 def open_session(asked: Incoming) -> Reply:
-  """Return a new session, and its token, which is told this one time."""
+  """Open a session and return it with its token, which is returned only once."""
   body: schemas.OpenSession = asked.body
   limits = asked.account.service.settings.limits
   _check_size('system', [body.system or ''], limits.max_message_bytes, 'serve.limits.max_message_bytes')
@@ -55,7 +55,7 @@ def open_session(asked: Incoming) -> Reply:
 
 
 def get_session(asked: Incoming) -> Reply:
-  """One session with all its turns."""
+  """Return a session with all its turns."""
   sessions = asked.account.sessions
   found = sessions.get(asked.adapter, asked.path['session'])
   turns = sessions.turns(asked.adapter, asked.path['session'])
@@ -72,7 +72,7 @@ def delete_session(asked: Incoming) -> Reply:
 
 
 def propose(asked: Incoming, drafts: bool) -> Proposing:
-  """Return the next proposal, which joins the conversation."""
+  """Draw the next proposal, which joins the conversation."""
   body: schemas.ProposeRequest = asked.body
   _check_text(asked, 'messages', [message.content for message in body.messages])
   messages = [message.model_dump() for message in body.messages]
@@ -80,13 +80,13 @@ def propose(asked: Incoming, drafts: bool) -> Proposing:
 
 
 def retry(asked: Incoming, drafts: bool) -> Proposing:
-  """Return the newest version's proposal in the place of one, to be compared with it."""
+  """Draw an alternative to a turn from the newest version, for comparison."""
   where = asked.adapter, asked.path['session'], _turn(asked)
   return asked.account.sessions.retry(*where, seed=asked.body.seed, drafts=drafts)
 
 
 def _drawn(path: str, begin: Callable[[Incoming, bool], Proposing], body: type[pydantic.BaseModel]) -> Route:
-  """Return the route of what draws a turn, at once or as a stream."""
+  """Return the route of an operation that draws a turn, as a whole or as a stream."""
 
   def at_once(asked: Incoming) -> Reply:
     return Reply({'turn': begin(asked, False).result().to_json()})
@@ -107,7 +107,7 @@ def _drawn(path: str, begin: Callable[[Incoming, bool], Proposing], body: type[p
 
 
 def streamed(begin: Callable[[Incoming, bool], Proposing], asked: Incoming) -> Iterator[Event]:
-  """Yield the drafts of a turn and the turn; whoever closes this ends it, and then there is no such turn."""
+  """Yield the drafts of a turn and the turn; closing the iterator cancels the turn."""
   for event in begin(asked, True):
     if isinstance(event, SampleDraft):
       yield Event({'delta': event.delta}, 'draft')
@@ -119,7 +119,7 @@ def streamed(begin: Callable[[Incoming, bool], Proposing], asked: Incoming) -> I
 
 
 def decide(asked: Incoming) -> Reply:
-  """Approve, deny or edit a proposal; what is denied or edited is learned."""
+  """Approve, deny or edit a proposal; a denial or an edit is learned."""
   body: schemas.DecisionRequest = asked.body
   _check_text(asked, 'correction', [body.correction or ''])
   _check_text(asked, 'arguments', [json.dumps(body.arguments)])
@@ -131,7 +131,7 @@ def decide(asked: Incoming) -> Reply:
 
 
 def results(asked: Incoming) -> Reply:
-  """Return what came of the calls of a proposal; a failure is learned where the session says so."""
+  """Add the results of a proposal's calls; failures are learned if the session's settings say so."""
   given = [ToolResult.from_json(each.model_dump()) for each in asked.body.results]
   _check_text(asked, 'results', [text for each in given for text in (each.text, each.stderr or '')])
   turn, learned = _once(asked).results(asked.adapter, asked.path['session'], _turn(asked), given)
@@ -139,7 +139,7 @@ def results(asked: Incoming) -> Reply:
 
 
 def flush(asked: Incoming) -> Reply:
-  """Learn now what waits below min_sdpo_examples."""
+  """Learn the examples that wait for min_sdpo_examples now."""
   learned = _once(asked).flush(asked.adapter, asked.path['session'])
   return Reply({'learned': _counted(asked, learned)})
 
@@ -149,7 +149,7 @@ def _decided(asked: Incoming, turn: SessionTurn, learned: LearnedTurns | None) -
 
 
 def _counted(asked: Incoming, learned: LearnedTurns | None) -> dict[str, Any] | None:
-  """Return what was learned as `LearnedSaid`, and count it."""
+  """Return the result of learning as `LearnedSaid`, and count it in the metrics."""
   if learned is None:
     return None
   asked.metrics.session_learned(outcome(learned))
@@ -160,23 +160,23 @@ def _counted(asked: Incoming, learned: LearnedTurns | None) -> dict[str, Any] | 
 
 
 def examples(asked: Incoming) -> Reply:
-  """Every example that was or will be learned, one in a line."""
+  """Return every example that was or will be learned, one per line."""
   found = asked.account.sessions.examples(asked.adapter, asked.query.get('session'))
   return Reply(b''.join(as_json(example.to_json()) + b'\n' for example in found), content_type=NDJSON)
 
 
 def replay(asked: Incoming) -> Reply:
-  """Examples of another adapter are learned by this one, in their order."""
-  asked.account.adapter(asked.adapter)  # Before anything is said of the lines.
+  """Learn examples of another adapter, in their order."""
+  asked.account.adapter(asked.adapter)  # Raise NotFound before the lines are checked.
   learned = _once(asked).replay(asked.adapter, examples_of(asked.body), request=asked.idempotency)
   return Reply({'learned': [_counted(asked, each) for each in learned]})
 
 
 def examples_of(lines: bytes) -> list[TrainingExample]:
-  """Return the examples of a body, one in a line.
+  """Return the examples in a body, one per line.
 
   Raises:
-    InvalidRequest: naming the line that is none.
+    InvalidRequest: a line is invalid; the error gives its number.
   """
   found = []
   for number, line in enumerate(lines.splitlines(), 1):
@@ -192,11 +192,15 @@ def examples_of(lines: bytes) -> list[TrainingExample]:
   return found
 
 
-# What is asked.
+# Requests.
 
 
 def _once(asked: Incoming) -> Any:
-  """Return the sessions for a change that a repeat of the request must not do again, erased with its adapter."""
+  """Return the sessions for a change with an idempotency key, after noting its adapter with the request.
+
+  Raises:
+    InvalidRequest: the request has If-Match.
+  """
   if asked.expected is not None:
     raise InvalidRequest('A session takes no If-Match: a turn is named by its number.', field='If-Match')
   if asked.idempotency is not None:
@@ -215,7 +219,7 @@ def _check_text(asked: Incoming, field: str, texts: Iterable[str]) -> None:
 
 
 def _check_size(field: str, texts: Iterable[str], most: int, setting: str) -> None:
-  """Raise InvalidRequest if texts are longer together than a setting allows."""
+  """Raise InvalidRequest if texts together are longer than a setting allows."""
   size = sum(len(text.encode('utf-8', 'surrogatepass')) for text in texts)
   if size > most:
     raise InvalidRequest(
@@ -223,7 +227,7 @@ def _check_size(field: str, texts: Iterable[str], most: int, setting: str) -> No
     )
 
 
-# What is said of the values that travel.
+# Responses.
 
 
 def session_said(session: AgentSession) -> dict[str, Any]:
@@ -232,7 +236,7 @@ def session_said(session: AgentSession) -> dict[str, Any]:
 
 
 def outcome(learned: LearnedTurns) -> str:
-  """Return what came of learning, for the metrics."""
+  """Return the outcome of learning, for the metrics."""
   if learned.version_after != learned.version_before:
     return 'committed'
   return 'waiting' if learned.reason is None else 'rejected'

@@ -1,4 +1,4 @@
-"""The page of the service: adapters, what each feedback changed, sessions, versions. It asks what every client asks."""
+"""The web console: adapters, what each feedback changed, sessions, versions. It uses the public routes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sdpo_jax import invisible
 from sdpo_jax.serving.web.openapi import operation
 
 _FILES = {'console': 'text/html', 'console.css': 'text/css', 'console.js': 'text/javascript'}  # Path → its type.
-# Nothing but its own files and routes, and no page around it: what somebody approves is what they see.
+# Only its own files and routes, and no embedding in other pages, so that users approve what they see.
 POLICY = (
   "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
   "form-action 'none'; frame-ancestors 'none'"
@@ -20,7 +20,7 @@ POLICY = (
 
 
 def routes() -> list[Route]:
-  """Return the routes of the page; it needs no key, and whoever uses it hands over theirs there."""
+  """Return the routes of the console; it needs no key itself, and asks its user for one."""
   return [Route('/', _beginning, methods=['GET']), *(_file(path, kind) for path, kind in _FILES.items())]
 
 
