@@ -1,4 +1,4 @@
-"""Generation batches that are drawn before their turn to be learned from (`rollout.steps_off`)."""
+"""Generation batches sampled before the step whose update learns from them (`rollout.steps_off`)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sdpo_jax.data.prompts import Tokenizer, prompt_tokens
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Example, Outcome, Rollouts
 
-WAITING = 'waiting'  # In the host's state of a checkpoint: the batches that are drawn.
-# Arrays [N, T] of rollouts that a checkpoint holds, and how.
+WAITING = 'waiting'  # Key in a checkpoint's host state: the batches sampled ahead.
+# Arrays [N, T] of rollouts that a checkpoint holds, and their dtypes.
 _PER_TOKEN = {
   'completion_tokens': '<i4',
   'sampling_log_probs': '<f4',
@@ -30,15 +30,15 @@ _PER_TOKEN = {
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-  """A generation batch that is drawn and graded."""
+  """A sampled and graded generation batch."""
 
-  step: int  # Whose update learns from it.
-  at: int  # The step before whose update it was drawn.
-  position: Mapping[str, Any]  # Of the questions, before its own.
+  step: int  # The step whose update learns from it.
+  at: int  # The step before whose update it was sampled.
+  position: Mapping[str, Any]  # State of the question iterator before its questions.
   graded: GradedRollouts
 
   def to_json(self) -> str:
-    """Return what `from_json` needs beside the questions, in one text; numbers are kept to the last bit."""
+    """Return the batch without its questions as text for `from_json`; numbers are kept bit for bit."""
     graded, rollouts = self.graded, self.graded.rollouts
     mask = rollouts.completion_mask
     saved = {
@@ -60,13 +60,13 @@ class Drawn:
   def from_json(
     cls, text: str, position: Mapping[str, Any], examples: list[Example], prompts: list[list[int]]
   ) -> Drawn | None:
-    """Return the batch that `to_json` was made of; None if it answers other questions.
+    """Return the batch that `to_json` encoded; None if the questions differ.
 
     Args:
-      text: of `to_json`.
-      position: of the questions, before its own.
-      examples: the questions that stand there.
-      prompts: their tokens.
+      text: result of `to_json`.
+      position: state of the question iterator before its questions.
+      examples: the questions at that position.
+      prompts: their prompt tokens.
     """
     saved = json.loads(zlib.decompress(base64.b64decode(text)))
     if saved['asked'] != _digest(examples, prompts):
@@ -103,7 +103,7 @@ def _text(values: np.ndarray, dtype: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-  """Return what a grader said as values that JSON holds; what no metric is made of is left out."""
+  """Return a grader's values as JSON values; values of other types are left out."""
   if isinstance(value, Mapping):
     plain = {str(name): _plain(each) for name, each in value.items()}
     return {name: each for name, each in plain.items() if each is not None or value[name] is None}
@@ -116,63 +116,63 @@ def _digest(examples: Sequence[Example], prompts: Sequence[Sequence[int]]) -> st
 
 
 class Ahead:
-  """The generation batches that are drawn and not yet learned from, in order."""
+  """The generation batches that are sampled and not yet learned from, in order."""
 
   def __init__(self, config: Config, iterator: pipeline.TrainIterator, tokenizer: Tokenizer):
-    """Hold none yet.
+    """Start empty.
 
     Args:
       config: settings.
-      iterator: from which questions are taken.
-      tokenizer: for their prompts.
+      iterator: iterator over the questions.
+      tokenizer: tokenizer for their prompts.
     """
     self._config, self._iterator, self._tokenizer = config, iterator, tokenizer
     self._waiting: collections.deque[Drawn] = collections.deque()
 
   def missing(self, step: int) -> range:
-    """Return the steps whose batches are to be drawn before the update of `step`.
+    """Return the steps whose batches must be sampled before the update of `step`.
 
-    At the start these are the first `rollout.steps_off` + 1, then one in each step, and at the end of the run none: as
-    many batches are drawn as there are updates.
+    At the start these are the first `rollout.steps_off` + 1, then one in each step, and none at the end of the run: as
+    many batches are sampled as there are updates.
     """
     last = min(step + self._config.rollout.steps_off, self._config.trainer.total_training_steps)
     return range(self._waiting[-1].step + 1 if self._waiting else step, last + 1)
 
   def ask(self) -> tuple[Mapping[str, Any], list[Example]]:
-    """Return the position of the next questions, and the questions."""
+    """Return the iterator's position and the next questions."""
     position = self._iterator.get_state()
     return position, next(self._iterator)
 
   def add(self, drawn: Drawn) -> None:
-    """Keep a batch until its turn; batches come in order."""
+    """Add a batch, which waits for its step; batches are added in order."""
     self._waiting.append(drawn)
 
   def take(self, step: int) -> Drawn:
-    """Return the batch whose turn it is in `step`."""
+    """Remove and return the batch of `step`."""
     drawn = self._waiting.popleft()
     if drawn.step != step:
       raise RuntimeError(f'The batch of step {drawn.step} waits where that of step {step} is due.')
     return drawn
 
   def ask_again(self) -> None:
-    """Forget what is drawn: its questions are asked again, of another model."""
+    """Drop all batches, so that another model answers their questions anew."""
     if self._waiting:
       self._iterator.set_state(dict(self._waiting[0].position))
       self._waiting.clear()
 
   def saved(self) -> tuple[Mapping[str, Any], tuple[Drawn, ...]]:
-    """Return the position of the questions of the first batch that waits, or of the next one, and the batches."""
+    """Return the iterator's position before the first waiting batch (or the next one), and the waiting batches."""
     return (self._waiting[0].position if self._waiting else self._iterator.get_state()), tuple(self._waiting)
 
   def restore(self, host: Mapping[str, Any], *, other_rows: bool) -> str | None:
-    """Go on from what a checkpoint holds.
+    """Restore the waiting batches from a checkpoint.
 
     Args:
-      host: the host's state in it.
-      other_rows: whether there may be other questions than when it was saved.
+      host: host state in the checkpoint.
+      other_rows: whether the questions may have changed since the checkpoint was saved.
 
     Returns:
-      A sentence for the user where what was drawn is of no use, as it answers other questions.
+      A sentence for the user if batches are dropped because they answer other questions; else None.
     """
     self._waiting.clear()
     self._iterator.set_state(host['iterator'], other_rows=other_rows)

@@ -1,4 +1,4 @@
-"""From rollouts, grades and teacher prompts to the device arrays of an update (host side, NumPy)."""
+"""Device arrays of an update, built on the host from rollouts, grades and teacher prompts (NumPy)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sdpo_jax.types import Batch, Rollouts, TeacherSignal, TokenRows
 
 
 def shares_prompts(config: Config, *readers: Policy) -> bool:
-  """Return whether samples of a row that have the same teacher prompt share one copy of it.
+  """Return whether samples in a row that have the same teacher prompt share one copy of it.
 
   Args:
     config: settings.
@@ -34,9 +34,9 @@ def shares_prompts(config: Config, *readers: Policy) -> bool:
 def mini_batches(config: Config, present: np.ndarray | None = None) -> list[np.ndarray]:
   """Return the samples [M] of each optimizer step of a generation batch, in order.
 
-  Where not all are there (`present` [N] bool; None: they are), steps without any are left out. Samples of a step are
-  consecutive; with the balanced order, consecutive ones of every partition together, as the reference's ranks
-  contribute to each of its steps (fsdp_workers.py:242-243).
+  `present` [N] bool says which samples exist (None: all); steps without any are left out. The samples of a step are
+  consecutive; in the balanced order a step takes consecutive samples of every partition, as each rank of the reference
+  contributes to each of its steps (fsdp_workers.py:242-243).
   """
   total = config.data.train_batch_size * config.rollout.n
   size = config.actor.ppo_mini_batch_size * config.rollout.n
@@ -47,7 +47,7 @@ def mini_batches(config: Config, present: np.ndarray | None = None) -> list[np.n
 
 
 def micro_batch_rows(config: Config, devices: int) -> int:
-  """Return the rows of a micro-batch that so many devices share: `actor.ppo_micro_batch_size`, rounded up."""
+  """Return the rows of a micro-batch: `actor.ppo_micro_batch_size`, rounded up to a multiple of `devices`."""
   return -(-config.actor.ppo_micro_batch_size // devices) * devices
 
 
@@ -59,8 +59,8 @@ def token_rows(
   Args:
     prompts: B token lists.
     completions: [B, T] int32.
-    mask: [B, T] bool, true for the first tokens of a row.
-    prompt_length: room for the prompt.
+    mask: [B, T] bool, true for the completion's tokens, which come first in a row.
+    prompt_length: maximum number of prompt tokens.
 
   Returns:
     Rows with S = prompt_length + T; `target_index` points at the state before each completion token.
@@ -76,30 +76,30 @@ def token_rows(
 
 @dataclasses.dataclass
 class GenerationBatch:
-  """A generation batch as the update sees it: N samples, all in batch order.
+  """A generation batch as the update reads it: N samples, all in batch order.
 
-  What weighs a token lies per token, from here on: a value of a sample is broadcast where it is made.
+  All weights are per token from here on: values per sample are broadcast over the tokens when the batch is built.
   """
 
   prompts: list[list[int]]  # N student prompts.
   teacher_prompts: list[list[int]] | None  # N prompts of an in-mesh teacher; None: there is none.
   rollouts: Rollouts
-  distill_mask: np.ndarray  # [N, T] float32, 1 where the teacher knows something; the others count in no denominator.
+  distill_mask: np.ndarray  # [N, T] float32, 1 where the teacher has extra context; others count in no denominator.
   graded: np.ndarray | None = (
-    None  # [N] bool, samples that are learned from; None: all. The others are in no term at all.
+    None  # [N] bool, samples that are learned from; None: all. The others enter no term of the loss.
   )
-  # [N] bool, those of `graded` that have a score: the policy gradient is of these. None: all of them.
+  # [N] bool, samples of `graded` with a score, which the policy gradient uses. None: all of them.
   scored: np.ndarray | None = None
   advantages: np.ndarray | None = None  # [N, T] float32; None: no term reads them.
   old_log_probs: np.ndarray | None = None  # [N, T]; None: on-policy.
-  # [N, T] float32, factors of a token's terms that denominators do not see; None: 1.
+  # [N, T] float32, factors on a token's loss terms that the denominators do not include; None: 1.
   distill_weights: np.ndarray | None = None
   policy_weights: np.ndarray | None = None
-  # [N, T] float32 of the sampler, where the update takes such a factor from it itself; None: it does not.
+  # [N, T] float32, log-probs of the sampler, if the update computes such a factor from them; None: it does not.
   sampling_log_probs: np.ndarray | None = None
-  initial_log_probs: np.ndarray | None = None  # [N, T] of the initial policy; None: no term reads them.
-  signal: TeacherSignal | None = None  # Of an external teacher: token_ids and log_probs [N, T, K].
-  present: np.ndarray | None = None  # [N] bool, samples that are there; None: all. The others have no tokens.
+  initial_log_probs: np.ndarray | None = None  # [N, T] under the initial policy; None: no term reads them.
+  signal: TeacherSignal | None = None  # From an external teacher: token_ids and log_probs [N, T, K].
+  present: np.ndarray | None = None  # [N] bool, samples that exist; None: all. The others have no tokens.
 
   def __post_init__(self):
     shape = self.rollouts.completion_mask.shape
@@ -132,20 +132,20 @@ class GenerationBatch:
 
   @property
   def taught(self) -> np.ndarray:
-    """[N] bool: samples of which the teacher knows something."""
+    """Samples for which the teacher has extra context, [N] bool."""
     return _taught(self, np.arange(len(self)))
 
 
 def _taught(batch: GenerationBatch, samples: np.ndarray) -> np.ndarray:
-  """Return [M] bool, about which of `samples` [M] the teacher knows something."""
+  """Return for which of `samples` [M] the teacher has extra context, [M] bool."""
   return (batch.distill_mask[samples] > 0).any(1)
 
 
 def coefficients(batch: GenerationBatch, samples: np.ndarray, config: Config) -> dict[str, np.ndarray]:
-  """Return the weights of the terms of the loss by their name in `Batch`, [M, T] each.
+  """Return the per-token coefficients of the loss terms by their names in `Batch`, [M, T] each.
 
-  Only the terms that the settings ask for are there. Denominators count every graded sample of the step, those without
-  a signal too (reference core_algos.py:1027-1082); ungraded ones are as if they were not there.
+  Only the terms that the settings ask for are included. Denominators count every graded sample of the step, even those
+  without a signal (reference core_algos.py:1027-1082); ungraded samples are ignored.
 
   Args:
     batch: the generation batch.
@@ -181,7 +181,7 @@ def coefficients(batch: GenerationBatch, samples: np.ndarray, config: Config) ->
 
 
 def has_signal(batch: GenerationBatch, coef: dict[str, np.ndarray], samples: np.ndarray) -> np.ndarray:
-  """Return which samples can move the parameters, [M] bool; the others are left out of every forward pass."""
+  """Return which samples can change the parameters, [M] bool; the others are left out of every forward pass."""
   chex.assert_rank(samples, 1)
   chex.assert_shape(list(coef.values()), (len(samples), batch.rollouts.completion_mask.shape[1]))
   live = np.zeros(len(samples), bool)
@@ -195,21 +195,21 @@ def has_signal(batch: GenerationBatch, coef: dict[str, np.ndarray], samples: np.
 
 @dataclasses.dataclass
 class MicroBatch:
-  """Rows of one forward and backward pass, and the samples that they hold."""
+  """Rows of one forward and backward pass, and the samples they hold."""
 
   batch: Batch
   samples: list[list[int]]  # Indices in the generation batch of each row's samples; padding rows hold none.
   lengths: np.ndarray  # [N] completion tokens of every sample of the generation batch.
 
   def scatter(self, values: np.ndarray, target: np.ndarray) -> None:
-    """Write per-token values [rows, W, …] of the rows to the samples' places in `target` [N, T, …]."""
+    """Write per-token values [rows, W, …] of the rows to their samples' places in `target` [N, T, …]."""
     chex.assert_equal_rank([values, target])
     chex.assert_axis_dimension(values, 0, len(self.samples))
     chex.assert_axis_dimension(target, 0, len(self.lengths))
     scatter(self.samples, self.lengths, values, target)
 
   def tokens(self, side: TokenRows) -> int:
-    """Return how many tokens of a side are not padding."""
+    """Return the number of tokens on one side, student or teacher, without padding."""
     chex.assert_rank(side.segment_ids, 2)
     return int(np.count_nonzero(side.segment_ids))
 
@@ -218,10 +218,10 @@ def scatter(samples: Sequence[Sequence[int]], lengths: np.ndarray, values: np.nd
   """Write per-token values [rows, W, …] of rows to their samples' places in `target` [N, T, …].
 
   Args:
-    samples: of each row, in order.
-    lengths: [N] tokens of every sample's completion.
-    values: of the rows.
-    target: written to.
+    samples: samples of each row, in order.
+    lengths: [N], the number of completion tokens of every sample.
+    values: per-token values of the rows.
+    target: array to write to.
   """
   for row, held in enumerate(samples):
     start = 0
@@ -234,19 +234,18 @@ def scatter(samples: Sequence[Sequence[int]], lengths: np.ndarray, values: np.nd
 def micro_batches(
   batch: GenerationBatch, samples: np.ndarray, config: Config, multiple: int = 1, share: bool = False
 ) -> Iterator[MicroBatch]:
-  """Yield the micro-batches of one optimizer step; each is made when it is asked for.
+  """Yield the micro-batches of one optimizer step; each is built when it is requested.
 
   Samples with a signal are sorted by length, so that short ones share small buckets, or packed into rows
-  (`actor.pack_sequences`); each micro-batch has the smallest declared lengths that hold it, and is padded to
-  `actor.ppo_micro_batch_size` rows (rounded up to `multiple`, the number of devices that share them) with rows of
-  coefficient zero.
+  (`actor.pack_sequences`). Each micro-batch has the smallest declared lengths that hold it, and is padded with rows of
+  coefficient zero to `actor.ppo_micro_batch_size` rows, rounded up to a multiple of `multiple`.
 
   Args:
     batch: the generation batch.
-    samples: [M] int, those of the optimizer step.
+    samples: [M] int, the samples of the optimizer step.
     config: settings.
-    multiple: of the rows of a micro-batch.
-    share: from `shares_prompts`.
+    multiple: number of devices that share the rows.
+    share: result of `shares_prompts`.
   """
   chex.assert_rank(samples, 1)
   chex.assert_type(samples, int)
@@ -258,13 +257,13 @@ def micro_batches(
 def student_micro_batches(
   batch: GenerationBatch, config: Config, multiple: int = 1, samples: np.ndarray | None = None
 ) -> Iterator[MicroBatch]:
-  """Yield micro-batches of completions as the student reads them: without a teacher and without coefficients.
+  """Yield micro-batches of completions as the student reads them, without teacher rows or coefficients.
 
   Args:
     batch: the generation batch.
     config: settings.
-    multiple: of the rows of a micro-batch.
-    samples: [M] int, whose completions; None: all.
+    multiple: number of devices that share the rows.
+    samples: [M] int, the samples to include; None: all.
   """
   chex.assert_rank(batch.rollouts.completion_mask, 2)
   samples = np.arange(len(batch)) if samples is None else samples
@@ -278,7 +277,8 @@ def reading_micro_batches(
 ) -> Iterator[MicroBatch]:
   """Yield micro-batches of all completions as student and teacher read them, without coefficients.
 
-  Their lengths are among those of `micro_batches`. Arguments as there; the signal of an external teacher is left out.
+  Their lengths are among those of `micro_batches`. The arguments are the same; an external teacher's signal is left
+  out.
   """
   written = np.flatnonzero(batch.rollouts.completion_mask.any(1))
   read = dataclasses.replace(batch, signal=None, old_log_probs=None)
@@ -286,7 +286,7 @@ def reading_micro_batches(
 
 
 def left_out(batch: GenerationBatch, config: Config) -> np.ndarray:
-  """Return the samples [M] that no micro-batch of the update holds."""
+  """Return the samples [M] that are in no micro-batch of the update."""
   steps = mini_batches(config)
   signal = [has_signal(batch, coefficients(batch, samples, config), samples) for samples in steps]
   return np.sort(np.concatenate([samples[~live] for samples, live in zip(steps, signal, strict=True)]))
@@ -317,7 +317,7 @@ def _split(
 def _packed(
   batch: GenerationBatch, samples: np.ndarray, lengths: np.ndarray, config: Config, size: int, share: bool
 ) -> list[list[int]]:
-  """Return the places in `samples` of those that share a row, for every row."""
+  """Return, for every packed row, the indices into `samples` of the samples that it holds."""
   sizes, prompts, shared = _sizes(batch, samples, lengths), None, None
   if share and batch.teacher_prompts is not None:
     prompts, shared = _teacher_prompts(batch, samples)
@@ -327,14 +327,14 @@ def _packed(
 
   @functools.cache
   def taken(row: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return what a row takes of the student's, of the teacher's and of the targets."""
+    """Return the tokens that a row needs on the student's side, on the teacher's side, and as targets."""
     student, _, targets = sizes[list(row)].sum(0).tolist()
     if batch.teacher_prompts is None:
       return student, 0, targets
     return student, sum(packing.taken(_teacher_parts(batch, samples[list(row)], lengths), share)), targets
 
   def cost(rows: list[tuple[int, ...]]) -> int:
-    """Return what the lengths of all micro-batches cost."""
+    """Return the total cost (`_cost`) of the bucket lengths of all micro-batches."""
     micros = [rows[start : start + size] for start in range(0, len(rows), size)]
     return sum(_cost(_holding(declared, *map(max, zip(*map(taken, micro), strict=True)))) for micro in micros)
 
@@ -342,7 +342,7 @@ def _packed(
     rows = [tuple(row) for row in packing.pack(sizes, rooms[-1], size, prompts, shared, smaller)]
 
     def long_first(rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-      # Long teacher rows together, so that the others need no more than a smaller bucket.
+      # Put long teacher rows together, so that the others fit into a smaller bucket.
       return sorted(rows, key=lambda row: taken(row)[1], reverse=True)
 
     last = max(len(rows) - 1, 0) // size * size
@@ -354,16 +354,14 @@ def _packed(
 
 
 def _declared(batch: GenerationBatch, config: Config) -> list[tuple[int, int, int]]:
-  """Return the declared lengths (prompt, teacher prompt, completion) of packed rows, the cheapest first."""
+  """Return the declared (prompt, teacher prompt, completion) lengths of packed rows, the cheapest first."""
   declared = declared_buckets(config)
   prompts = declared.prompts if batch.teacher_prompts is not None else tuple((length, 0) for length in declared.prompt)
   return sorted(((*pair, width) for pair, width in itertools.product(prompts, declared.response)), key=_cost)
 
 
 def _cost(lengths: tuple[int, int, int]) -> int:
-  """Return what rows of (prompt, teacher prompt, completion) cost: the student's go forward and, twice that,
-  backward.
-  """
+  """Return the cost of a row, in tokens per pass: the student's backward pass costs twice its forward pass."""
   prompt, reprompt, response = lengths
   return 3 * (prompt + response) + reprompt + response
 
@@ -371,9 +369,9 @@ def _cost(lengths: tuple[int, int, int]) -> int:
 def _holding(
   declared: Sequence[tuple[int, int, int]], student: int, teacher: int, targets: int
 ) -> tuple[int, int, int]:
-  """Return the first of the `declared` lengths in which packed rows with so many tokens have room.
+  """Return the first of the `declared` lengths whose packed rows have room for so many tokens.
 
-  Room that completions leave is there for the prompts.
+  Prompts may use the room that completions leave.
   """
   return next(
     (prompt, reprompt, width)
@@ -383,7 +381,7 @@ def _holding(
 
 
 def _sizes(batch: GenerationBatch, samples: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-  """Return the tokens that each sample takes of a student row, of a teacher row, and of its targets: [M, 3]."""
+  """Return the tokens that each sample takes in a student row, in a teacher row, and as targets: [M, 3]."""
   teacher = np.zeros(len(samples), np.int64)
   if batch.teacher_prompts is not None:
     read = _taught(batch, samples)
@@ -393,12 +391,12 @@ def _sizes(batch: GenerationBatch, samples: np.ndarray, lengths: np.ndarray) -> 
 
 
 def _teacher_prompts(batch: GenerationBatch, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Return (number of the teacher prompt of each sample, what it takes [M, 3] as in `_sizes`), for `pack`."""
+  """Return the id of each sample's teacher prompt, and the tokens it takes ([M, 3] as in `_sizes`), for `pack`."""
   known: dict[tuple[int, ...] | int, int] = {}
   prompts = [
     tuple(batch.teacher_prompts[i]) if read else () for i, read in zip(samples, _taught(batch, samples), strict=True)
   ]
-  # A sample without a teacher shares nothing.
+  # A sample without a teacher prompt shares nothing.
   keys = [known.setdefault(prompt or -place, len(known)) for place, prompt in enumerate(prompts)]
   shared = np.zeros((len(samples), 3), np.int64)
   shared[:, 1] = [len(prompt) for prompt in prompts]
@@ -408,7 +406,7 @@ def _teacher_prompts(batch: GenerationBatch, samples: np.ndarray) -> tuple[np.nd
 def _parts(
   batch: GenerationBatch, prompts: list[list[int]], samples: Sequence[int], lengths: np.ndarray, read: np.ndarray
 ) -> packing.Parts:
-  """Return (prompt, completion) of samples; None for the prompts of those that `read` [len(samples)] leaves out."""
+  """Return (prompt, completion) of each sample; the prompt is None where `read` [len(samples)] is false."""
   completions = batch.rollouts.completion_tokens
   return [
     (prompts[i] if is_read else None, completions[i, : lengths[i]]) for i, is_read in zip(samples, read, strict=True)
@@ -416,13 +414,13 @@ def _parts(
 
 
 def _teacher_parts(batch: GenerationBatch, samples: Sequence[int], lengths: np.ndarray) -> packing.Parts:
-  # Of these samples alone: the rows of a batch are many, and its mask is [N, T].
+  # For these samples only: this runs once per row, and the mask of the whole batch is [N, T].
   read = _taught(batch, np.asarray(samples, np.int64))
   return _parts(batch, batch.teacher_prompts, samples, lengths, read)
 
 
 def _check_prompts(config: Config, batch: GenerationBatch) -> None:
-  """Raise UserError where a prompt of packed rows is longer than the largest declared length."""
+  """Raise UserError if a prompt of packed rows is longer than the largest declared length."""
   declared = declared_buckets(config)
   for prompts, limit, name in (
     (batch.prompts, declared.prompt[-1], 'data.prompt_buckets'),
@@ -438,14 +436,14 @@ def _lengths(
   student: Sequence[tuple[int, int]],
   teacher: Sequence[tuple[int, int]],
 ) -> tuple[int, int, int]:
-  """Return the declared lengths (prompt, teacher prompt, completion) that hold the rows of a micro-batch.
+  """Return the declared (prompt, teacher prompt, completion) lengths that hold the rows of a micro-batch.
 
   Args:
     batch: the generation batch.
     config: settings.
-    targets: the most that a row has.
+    targets: the largest number of target tokens of a row.
     student: (prompt tokens, completion tokens) of each row.
-    teacher: the same of the teacher's rows; empty: it reads none.
+    teacher: the same for the teacher's rows; empty: there are none.
   """
   if config.actor.pack_sequences:
     needed, reads = (max(map(sum, side), default=0) for side in (student, teacher))
@@ -469,7 +467,7 @@ def _micro_batch(
   config: Config,
   share: bool,
 ) -> MicroBatch:
-  """Return the micro-batch of `size` rows that hold the samples `samples[i]` for the i of each list of `held`."""
+  """Return the micro-batch of `size` rows in which row r holds the samples `samples[i]` for i in `held[r]`."""
   rollouts = batch.rollouts
   held = held + [[]] * (size - len(held))
   ids = [[int(samples[i]) for i in row] for row in held]
@@ -485,7 +483,7 @@ def _micro_batch(
   )
 
   def fit(values: np.ndarray, sources: list[list[int]] = ids, dtype: np.dtype | None = None) -> np.ndarray:
-    """Return per-token values of the rows' samples, one sample after the other, padded with zeros."""
+    """Return per-token values of the rows' samples, concatenated along each row and padded with zeros."""
     filled = np.zeros((size, width, *values.shape[2:]), dtype or values.dtype)
     for row, (chosen, places) in enumerate(zip(ids, sources, strict=True)):
       start = 0

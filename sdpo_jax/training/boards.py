@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases: the numbers of metrics.jsonl under the names that they have there, and samples."""
+"""TensorBoard and Weights & Biases: the metrics of metrics.jsonl under the same names, and tables of samples."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from sdpo_jax.training.directory.workdir import WANDB_ID
 from sdpo_jax.training.samples import COLUMNS, UNGRADED, Sample, shorten
 
 SAMPLES = 'samples'  # Name of the tables.
-LONGEST_CELL = 10_000  # Characters of a text in a table.
+LONGEST_CELL = 10_000  # Maximum number of characters of a text in a table.
 
 
 class TensorBoard:
-  """Writes events to `tensorboard/`.
+  """A writer of events to `tensorboard/`.
 
-  `SummaryWriter` of tensorboardX would replace what it does not like in names ('mean@4' by 'mean_4'), and writes in a
-  thread, in which it loses the error of a full disk and then waits for ever.
+  `SummaryWriter` of tensorboardX is not used: it changes names ('mean@4' to 'mean_4'), and writes in a thread that
+  loses the error of a full disk and then waits for ever.
   """
 
   def __init__(self, workdir: epath.Path, resume_step: int = 0):
-    """Open a file of events; those after `resume_step` in earlier files are no longer shown."""
+    """Open an event file; TensorBoard no longer shows events after `resume_step` in earlier files."""
     from tensorboardX import event_file_writer  # Slow to import; only where it is used.
     from tensorboardX.proto import event_pb2, plugin_text_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
 
@@ -57,7 +57,7 @@ class TensorBoard:
 
   def samples(self, step: int, samples: Sequence[Sample]) -> None:
     """Write a table of samples, which the text plugin shows."""
-    # Indented, so that it is shown letter by letter and not as Markdown.
+    # Indented, so that the text is shown verbatim and not as Markdown.
     rows = [[_indented(cell) for cell in sample.cells(LONGEST_CELL)] for sample in samples]
     cells = [f'**{name}**' for name in COLUMNS] + [cell for row in rows for cell in row]
     dim = self._shape.TensorShapeProto.Dim
@@ -76,7 +76,7 @@ class TensorBoard:
     self._writer.flush()
 
   def sync(self) -> None:
-    """Return once what was written is on the disk; raises OSError if it is not."""
+    """Sync the written events to disk; raise OSError if that fails."""
     sync_tree(self._folder)
 
   def close(self) -> None:
@@ -88,22 +88,22 @@ def _indented(text: str) -> str:
 
 
 class WeightsAndBiases:
-  """Logs to a page of Weights & Biases, whose id is drawn at the start of a run and kept in its directory.
+  """A logger to a page of Weights & Biases, whose id is created at the start of a run and kept in its directory.
 
-  Steps that a resumed run repeats are those that the page has already, number for number; it ignores them. Once the
-  page is open, an error of Weights & Biases costs the page what follows and not the run, which has metrics.jsonl.
+  Steps that a resumed run repeats are on the page already, with the same numbers; the page ignores them. Once the page
+  is open, an error of Weights & Biases ends the logging to it but not the run, which has metrics.jsonl.
   """
 
   def __init__(self, workdir: epath.Path, config: Config, resume_step: int = 0):
-    """Open the page of the run: a new one, or that of the run that is resumed.
+    """Open the page of the run: a new one, or that of the resumed run.
 
     Raises:
-      UserError: it cannot be opened.
+      UserError: the page cannot be opened.
     """
     import wandb
 
     self._wandb = wandb
-    self._lost = False  # Nothing more goes to the page.
+    self._lost = False  # Whether logging to the page has ended after an error.
     try:
       self._run = wandb.init(
         project=config.trainer.wandb_project,
@@ -136,7 +136,7 @@ class WeightsAndBiases:
     self._try(log)
 
   def sync(self) -> None:
-    """Do nothing: what it keeps on the disk is its own affair."""
+    """Do nothing: Weights & Biases manages its own files."""
 
   def close(self) -> None:
     self._try(self._run.finish)
@@ -146,16 +146,16 @@ class WeightsAndBiases:
       return
     try:
       function()
-    except Exception as error:  # Its own, of the network, of the process beside this one that it logs by.
+    except Exception as error:  # From wandb, from the network, or from wandb's background process.
       self._lost = True
       logging.warning('Weights & Biases failed and gets no more of this run until it is started again: %r', error)
 
 
 def run_id(workdir: epath.Path, resume_step: int) -> str:
-  """Return the id of a run's page: a new one, written to the run's directory, unless a run with one is resumed.
+  """Return the id of a run's page: a new one, written to the run's directory, unless a run with an id is resumed.
 
   Raises:
-    UserError: it cannot be read.
+    UserError: the file with the id cannot be read.
   """
   path = workdir / WANDB_ID
   if resume_step and path.exists() and (known := read_text(path, 'remove it for a new page').strip()):
@@ -166,10 +166,10 @@ def run_id(workdir: epath.Path, resume_step: int) -> str:
 
 
 def check_wandb(config: Config) -> None:
-  """Make sure that Weights & Biases can be used where it is asked for; on a terminal it may ask for its key.
+  """Check that Weights & Biases can be used if the settings ask for it; on a terminal it may ask for its key.
 
   Raises:
-    UserError: it is not installed, or has no key.
+    UserError: wandb is not installed, or has no key.
   """
   if config.trainer.wandb_project is None:
     return

@@ -1,4 +1,4 @@
-"""A cartridge in a run: what its slots begin with, and the teacher that reads the document in its place."""
+"""A cartridge in a run: the initial values of its slots, and the teacher that reads the document instead."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from sdpo_jax.types import Tree
 
 
 def with_slots(config: Config, policy: DecoderPolicy, model: Tree, texts: Texts) -> Tree:
-  """Return the parameters of a policy with a cartridge: those of the model, and the slots as a run begins with them.
+  """Return the parameters of a policy with a cartridge: the model's, and the initial slots.
 
-  The same settings give the same slots at every start, also those that are frozen and in no checkpoint.
+  The same settings give the same slots at every start, including frozen ones, which are in no checkpoint.
 
   Args:
     config: settings with a cartridge.
-    policy: with the cartridge, on its mesh.
+    policy: policy with the cartridge, on its mesh.
     model: parameters of the model alone.
-    texts: that the settings name.
+    texts: texts that the settings name.
 
   Raises:
     UserError: the cartridge to start from is damaged, or belongs to another model.
@@ -52,11 +52,11 @@ def with_slots(config: Config, policy: DecoderPolicy, model: Tree, texts: Texts)
 
 
 def of_session(session: Session, slots: Tree) -> Cartridge:
-  """Return the cartridge of a session on the host, the same in every process of a run; all of them call this.
+  """Return the cartridge of a session on the host, the same in every process of a run; all processes call this.
 
   Args:
-    session: with a cartridge.
-    slots: the trained ones.
+    session: session with a cartridge.
+    slots: the trained slots.
   """
   prefix = session.policy.adapter
   join = jax.jit(functools.partial(kv_prefix.joined, prefix), out_shardings=replicated(session.mesh))
@@ -65,23 +65,21 @@ def of_session(session: Session, slots: Tree) -> Cartridge:
 
 
 def _prepared(policy: DecoderPolicy, model: Tree) -> Tree:
-  """Return the parameters of a model as a sampler reads them, so that they are gathered once for all parts of a
-  text.
-  """
+  """Return a model's parameters in the sampler's form, so that they are gathered once for all parts of a text."""
   return base_preparation(policy.base_policy(), policy.backend.mesh, model).run(model)
 
 
 def document_teacher(config: Config, policy: DecoderPolicy, model: Tree, document: Sequence[int]) -> Teacher:
-  """Return the teacher of a cartridge: the frozen model, every prompt of which stands behind the document.
+  """Return the teacher of a cartridge: the frozen model, with the document before every prompt.
 
-  The document is read once, here. Its keys and values, in compute dtype, are the base of the teacher, who reads the
-  student's arrays of the model. Layers with windows see as much of the document as they would of its tokens.
+  The document is read once, here. Its keys and values, in compute dtype, are the teacher's base; the model's own arrays
+  are those of the student. Layers with windows see as much of the document as they would of its tokens.
 
   Args:
     config: settings with a cartridge.
-    policy: of the student, on its mesh.
+    policy: policy of the student, on its mesh.
     model: parameters of the model alone.
-    document: tokens.
+    document: tokens of the document.
   """
   reader = _reader(config, policy, len(document))
   read = kv_prefix.read_slots(policy.base_policy(), _prepared(policy, model), document, reader.adapter.parts)
@@ -89,7 +87,7 @@ def document_teacher(config: Config, policy: DecoderPolicy, model: Tree, documen
 
 
 def abstract_document_teacher(config: Config, policy: DecoderPolicy, mesh: jax.sharding.Mesh, tokens: int) -> Teacher:
-  """Return `document_teacher` of a document of so many tokens, its base as abstract arrays with shardings."""
+  """Return `document_teacher` for a document of `tokens` tokens, with abstract arrays with shardings as its base."""
   reader = _reader(config, policy, tokens)
   rows = reader.adapter.rows(policy.base_policy().parameter_table(), policy.dtype)
   return Teacher(reader, abstract_table(rows, mesh), beside_student=True)
@@ -98,17 +96,18 @@ def abstract_document_teacher(config: Config, policy: DecoderPolicy, mesh: jax.s
 def reading_programs(
   config: Config, policy: DecoderPolicy, base: Tree, mesh: jax.sharding.Mesh, tokens: int
 ) -> tuple[dict[str, Program], int]:
-  """Return the programs by which `document_teacher` reads a document of so many tokens, which no step calls, by name.
+  """Return the programs with which `document_teacher` reads a document of `tokens` tokens, which no step calls.
 
   Args:
     config: settings with a cartridge.
-    policy: of the student, on its mesh.
-    base: its frozen parameters, abstract.
-    mesh: where it runs.
-    tokens: of the document.
+    policy: policy of the student, on its mesh.
+    base: frozen parameters of the policy, as abstract arrays.
+    mesh: mesh of the run.
+    tokens: number of tokens of the document.
 
   Returns:
-    `document/gather`, where the model is gathered first, and `document/read`; and how often the latter runs.
+    Programs by name, `document/gather` (if the model is gathered first) and `document/read`; and how often the latter
+    runs.
   """
   alone = policy.base_policy()
   model = parameters.select(alone.parameter_table(), base)
@@ -138,5 +137,5 @@ def reading_programs(
 
 
 def _reader(config: Config, policy: DecoderPolicy, tokens: int) -> DecoderPolicy:
-  """Return the policy of a model behind a document."""
+  """Return the policy of the model with the document before its prompts."""
   return dataclasses.replace(policy, adapter=prefix_of(config, policy, tokens))

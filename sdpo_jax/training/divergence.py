@@ -1,4 +1,4 @@
-"""How far a student is from its teacher, measured on held-out questions: KL(teacher‖student) of every next token."""
+"""The divergence of a student from its teacher on held-out questions: KL(teacher‖student) of every next token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sdpo_jax.training.session import Session
 from sdpo_jax.training.update import layout
 from sdpo_jax.types import Example, Rollouts, TeacherSignal, TokenRows, Tree
 
-# Metrics of an evaluation: the divergence on what the student draws, and on what the teacher draws.
+# Metrics of an evaluation: the divergence on the student's completions, and on the teacher's.
 ON_STUDENT, ON_TEACHER = 'kl_on_student', 'kl_on_teacher'
 
 
@@ -43,15 +43,15 @@ def completion_divergences(
 
   Args:
     student: the student's policy.
-    teacher: who reads the same rows behind a context of its own; its base is not looked at.
-    chunk_size: tokens whose logits exist at one time.
+    teacher: the model that reads the same rows after a context of its own; its `base` is ignored.
+    chunk_size: number of tokens whose logits exist at one time.
     mesh: devices that share the rows.
     base: the student's frozen parameters.
-    trainable: the student's other parameters.
-    teacher_base: of the teacher, `Teacher.base`.
+    trainable: the student's trainable parameters.
+    teacher_base: frozen parameters of the teacher, `Teacher.base`.
     rows: prompts with completions.
     targets: [B, T] int32, the completions.
-    mask: [B, T] float32, 1 on their tokens; elsewhere the result is 0.
+    mask: [B, T] float32, 1 on completion tokens; elsewhere the result is 0.
   """
   hidden, unembedding = forward(student, base, trainable, rows)
   own = dataclasses.replace(teacher, base=teacher_base).whole_base(base)
@@ -91,24 +91,24 @@ def _divergence_program(
 def measure(
   session: Session, trainable: Tree, examples: Sequence[Example], *, seed: int, stop: Stop = NEVER
 ) -> dict[str, dict[str, float]]:
-  """Return the mean divergence, nats per token, on completions of either one, by data source.
+  """Return the mean divergence, nats per token, on completions of the student and of the teacher, by data source.
 
-  Student and teacher draw `val_kwargs.n` completions of each question from their plain distributions (temperature 1,
-  nothing left out), and the mean is over all of their tokens, the one that ends a completion included.
+  Each of the two samples `val_kwargs.n` completions of each question from its unmodified distribution (temperature 1,
+  no truncation). The mean is over all of their tokens, including the one that ends a completion.
 
   Args:
-    session: with a teacher that reads a document.
-    trainable: parameters of the student.
+    session: session with a teacher that reads a document.
+    trainable: trainable parameters of the student.
     examples: held-out questions.
-    seed: of the sampling noise.
-    stop: whether the run is to stop; asked while completions are drawn and before each micro-batch.
+    seed: seed of the sampling noise.
+    stop: whether the run is to stop; checked during sampling and before each micro-batch.
 
   Returns:
     `ON_STUDENT` and `ON_TEACHER` of each data source.
 
   Raises:
     UserError: there is no such teacher.
-    StoppedError: as `stop` said.
+    StoppedError: `stop` asked the run to stop.
   """
   config = session.config
   if session.teachers_sampler is None:
@@ -143,7 +143,7 @@ def measure(
 def _divergences(
   session: Session, trainable: Tree, prompts: Sequence[list[int]], rollouts: Rollouts, stop: Stop
 ) -> np.ndarray:
-  """Return the divergences of completions, [N, T] float32, 0 behind their ends."""
+  """Return the per-token divergences of completions, [N, T] float32; 0 after their ends."""
   config, mesh = session.config, session.mesh
   batch = batching.GenerationBatch(
     prompts=[prompts[group] for group in rollouts.group],

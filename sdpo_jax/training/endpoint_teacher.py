@@ -1,6 +1,4 @@
-"""A teacher at an endpoint in a run: asked about the completions of a batch, of which every process asks about its
-share.
-"""
+"""A teacher at an endpoint that scores the completions of a batch; every process requests its share of them."""
 
 from __future__ import annotations
 
@@ -29,10 +27,10 @@ NO_TOKEN = -1
 
 @contextlib.contextmanager
 def opened(config: Config) -> Iterator[Endpoint | None]:
-  """Yield the teacher at the endpoint that the settings name, to which nothing has been sent yet; None: there is none.
+  """Provide the teacher endpoint of the settings, not contacted yet; None if the settings name none.
 
   Raises:
-    UserError: no address, or an environment variable that is not there.
+    UserError: no address is set, or an environment variable is missing.
   """
   support = objective_spec(config).external_support
   if support is None:
@@ -45,10 +43,10 @@ def opened(config: Config) -> Iterator[Endpoint | None]:
 
 
 def check(endpoint: Endpoint, config: Config, tokenizer: Tokenizer) -> None:
-  """Ask the server whether it is the teacher that the settings describe.
+  """Check that the server is the teacher that the settings describe.
 
   Raises:
-    UserError: it is not, or takes no text as long as the longest row.
+    UserError: it is not, or does not accept a text as long as the longest row.
   """
   declared = declared_buckets(config)
   prompt = declared.reprompt[-1] if objective_spec(config).reprompts else declared.prompt[-1]
@@ -62,18 +60,18 @@ def ask(
   spec: ObjectiveSpec,
   stop: Stop = NEVER,
 ) -> TeacherSignal | None:
-  """Return what a teacher at an endpoint says of a graded batch; None where there is no such teacher.
+  """Return the signal of a teacher at an endpoint for a graded batch; None if there is no such teacher.
 
   Args:
     endpoint: the teacher; None: there is none.
     graded: completions with their outcomes.
     context: the teacher's prompts.
     spec: terms of the loss.
-    stop: whether the run is to stop, which does not wait for answers.
+    stop: whether the run is to stop; a stop does not wait for answers.
 
   Raises:
-    UserError: there is a completion that the teacher could not score; the state is whole.
-    StoppedError: as `stop` said; likewise.
+    UserError: the teacher could not score a completion; the state is intact.
+    StoppedError: `stop` asked the run to stop; the state is intact.
   """
   if endpoint is None:
     return None
@@ -89,19 +87,19 @@ def signal(
   spec: ObjectiveSpec,
   stop: Stop = NEVER,
 ) -> TeacherSignal:
-  """Return what the teacher says of completions; all processes of a run call this and have the same.
+  """Return the teacher's signal for completions; all processes of a run call this and get the same.
 
   Args:
     endpoint: the teacher.
-    prompts: [N] what it reads before each.
-    rollouts: N.
-    wanted: [N] bool, whose completions are asked about; of the others nothing is known.
+    prompts: [N], the teacher's prompt of each completion.
+    rollouts: N completions.
+    wanted: [N] bool, which completions are scored; the others get no signal.
     spec: terms of the loss.
-    stop: whether the run is to stop, which does not wait for answers.
+    stop: whether the run is to stop; a stop does not wait for answers.
 
   Raises:
-    UserError: on every process, there is a completion that one could not have scored.
-    StoppedError: on every process, one was told to stop before its answers were there.
+    UserError: on every process, if one of them could not get a completion scored.
+    StoppedError: on every process, if one of them was told to stop before its answers arrived.
   """
   tokens, lengths = rollouts.completion_tokens, rollouts.completion_mask.sum(1)
   samples = np.flatnonzero(wanted & (lengths > 0))
@@ -112,7 +110,7 @@ def signal(
   except (UserError, StoppedError) as error:
     if jax.process_count() == 1:
       raise
-    found = error  # The others wait for this share: they must hear of it.
+    found = error  # The other processes wait for this share and must learn of the error.
   shape = (*tokens.shape, spec.external_support)
   ids, log_probs = np.full(shape, NO_TOKEN, np.int32), np.zeros(shape, np.float32)
   for rows, share in zip(shares, gathered(found, 'the end of scoring by the teacher'), strict=True):

@@ -1,4 +1,4 @@
-"""Feedback on the failures of a generation batch, written by the model that is trained or by a server."""
+"""Feedback on the failures of a generation batch, written by the trained model or by a server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sdpo_jax.training.session import Session
 from sdpo_jax.training.specs import declared_buckets, objective_spec
 from sdpo_jax.types import Outcome, TrainState
 
-NOISE = 0x5EEDBAC  # Parts the writer's noise from that of the completions, which have the same numbers.
+NOISE = 0x5EEDBAC  # Separates the noise of feedback from that of completions, which have the same sample numbers.
 
 
 def is_used(config: Config) -> bool:
@@ -31,15 +31,14 @@ def is_used(config: Config) -> bool:
 
 
 def writes_itself(config: Config) -> bool:
-  """Return whether the model that is trained does."""
+  """Return whether the trained model writes the feedback."""
   return is_used(config) and config.actor.self_distillation.feedback_model == 'self'
 
 
 def sampler_settings(config: Config) -> Config:
-  """Return settings whose prompts and completions are the writer's prompts and its feedback, for its sampler.
+  """Return the settings of the feedback sampler, whose prompts ask for feedback and whose completions are feedback.
 
-  Prompts have the lengths of the teacher's where they have their limit. Strings that end a completion do not end
-  feedback.
+  Prompts have the teacher's buckets if they share its length limit. Stop strings of completions do not end feedback.
   """
   sd, data = config.actor.self_distillation, config.data
   most, limit = sd.feedback_max_tokens, feedback_prompt_len(sd)
@@ -55,10 +54,10 @@ def sampler_settings(config: Config) -> Config:
 
 @contextlib.contextmanager
 def opened(config: Config) -> Iterator[FeedbackEndpoint | None]:
-  """Yield the writer at the endpoint that the settings name, to which nothing has been sent yet; None: there is none.
+  """Provide the endpoint that writes feedback, not contacted yet; None if the settings name none.
 
   Raises:
-    UserError: no address, or an environment variable that is not there.
+    UserError: no address is set, or an environment variable is missing.
   """
   if not is_used(config) or writes_itself(config):
     yield None
@@ -68,21 +67,21 @@ def opened(config: Config) -> Iterator[FeedbackEndpoint | None]:
 
 
 def write(session: Session, graded: GradedRollouts, state: TrainState, seed: int, step: int, stop: Stop) -> None:
-  """Add what a model writes about the failures of a graded batch to their outcomes; all processes have the same.
+  """Add a model's feedback on the failures of a graded batch to their outcomes, the same on all processes.
 
-  A completion about which nothing is written keeps what its grader said.
+  A completion without such feedback keeps its grader's feedback.
 
   Args:
-    session: of the run.
+    session: session of the run.
     graded: completions with their outcomes, which get `written` or `unwritten`.
-    state: of which the model writes that is trained.
-    seed: of the run's noise.
-    step: of the batch.
-    stop: whether the run is to stop, which does not wait for feedback.
+    state: state whose model writes, if it is the trained one.
+    seed: seed of the run's noise.
+    step: step of the batch.
+    stop: whether the run is to stop; a stop does not wait for feedback.
 
   Raises:
-    UserError: nothing could be written at all; the state is whole.
-    StoppedError: as `stop` said; likewise.
+    UserError: no feedback at all could be written; the state is intact.
+    StoppedError: `stop` asked the run to stop; the state is intact.
   """
   config, rollouts = session.config, graded.rollouts
   sd = config.actor.self_distillation
@@ -119,9 +118,7 @@ def _by_model(
   step: int,
   stop: Stop,
 ) -> dict[int, str | UnwrittenError]:
-  """Return what the model that is trained writes, by row; the noise is that of the step and the number of the
-  sample.
-  """
+  """Return the trained model's feedback by row; its noise depends on the step and the sample's number."""
   sd = session.config.actor.self_distillation
   rows = {int(graded.sample_ids[each.row]): each.row for each in asked}
   written = session.feedback_sampler.stream(
@@ -146,14 +143,14 @@ def _by_model(
 
 
 def _by_endpoint(endpoint: FeedbackEndpoint, asked: Sequence[Asked], stop: Stop) -> dict[int, str | UnwrittenError]:
-  """Return what a server writes, by row; every process asks about its share."""
+  """Return a server's feedback by row; every process requests its share."""
   shares = [asked[first :: jax.process_count()] for first in range(jax.process_count())]
   try:
     said: list[str | UnwrittenError] | StoppedError = endpoint.write(shares[jax.process_index()], stop)
   except StoppedError as error:
     if jax.process_count() == 1:
       raise
-    said = error  # The others wait for this share: they must hear of it.
+    said = error  # The other processes wait for this share and must learn of the error.
   found = {}
   for share, written in zip(shares, gathered(said, 'the end of writing feedback'), strict=True):
     if isinstance(written, StoppedError):
@@ -163,11 +160,11 @@ def _by_endpoint(endpoint: FeedbackEndpoint, asked: Sequence[Asked], stop: Stop)
 
 
 def _check(session: Session, found: dict[int, str | UnwrittenError], step: int) -> None:
-  """Say how much could not be written.
+  """Log how much feedback could not be written.
 
   Raises:
-    UserError: nothing of it. (Not of a single completion, nor of the model's own feedback after the first step: it
-      would write the same again after every resume.)
+    UserError: none could be written. (Not raised for a single completion, nor for the model's own feedback after the
+      first step, which would be the same again after every resume.)
   """
   reasons = [str(said) for said in found.values() if isinstance(said, UnwrittenError)]
   if not reasons:

@@ -1,4 +1,4 @@
-"""Completions that wait until enough of them have a signal for an update (`algorithm.min_sdpo_examples`)."""
+"""Completions that wait for an update until enough of them have a signal (`algorithm.min_sdpo_examples`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sdpo_jax.training.ahead import Drawn
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Outcome, Rollouts
 
-GATHERED = 'gathered'  # In the host's state of a checkpoint: the batches with completions that wait.
+GATHERED = 'gathered'  # Key in a checkpoint's host state: the batches with waiting completions.
 PADDING = Outcome.ungraded('no completion: fewer have gathered than an update holds')
 
 
@@ -26,28 +26,26 @@ class Waiting:
 
   drawn: Drawn
   context: TeacherContext  # N.
-  advantages: np.ndarray | None  # [N], of whole groups; None: no term reads them.
-  rows: tuple[int, ...]  # In the batch.
+  advantages: np.ndarray | None  # [N], computed over whole groups; None: no term reads them.
+  rows: tuple[int, ...]  # Their indices in the batch.
 
   @property
   def examples(self) -> int:
-    """How many of them the teacher knows more about."""
+    """The number of waiting completions for which the teacher has extra context."""
     return int((self.context.mask[list(self.rows)] > 0).sum())
 
 
 @dataclasses.dataclass(frozen=True)
 class Lesson:
-  """What an update learns from, as one generation batch of the usual size; places that nothing fills hold no tokens."""
+  """The completions that an update learns from, as a batch of the usual size; empty places hold no tokens."""
 
   graded: GradedRollouts  # N.
   context: TeacherContext | None  # N; None: there is no teacher.
-  steps: np.ndarray  # [N] of which generation batch each is; 0: of none.
-  rows: np.ndarray  # [N] where it stands there.
+  steps: np.ndarray  # [N], the step of each completion's generation batch; 0: an empty place.
+  rows: np.ndarray  # [N], the completion's index in that batch.
 
   def of_batch(self, step: int, values: Mapping[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
-    """Return what per-token values [N, T] of this say of a generation batch's own completions, [count, T]; NaN:
-    nothing.
-    """
+    """Return the part of per-token values [N, T] that belongs to the batch of `step`, [count, T]; NaN elsewhere."""
     own = self.steps == step
     found = {}
     for name, of_all in values.items():
@@ -57,17 +55,17 @@ class Lesson:
 
 
 class Gathering:
-  """The completions that wait, oldest first; those that teach nothing are not among them."""
+  """The waiting completions, oldest first; completions without a signal are left out."""
 
   def __init__(self, config: Config):
-    """Hold none yet."""
+    """Start empty."""
     self._least = config.algorithm.min_sdpo_examples
     self._room = config.data.train_batch_size * config.rollout.n
     self._step_rows = config.actor.ppo_mini_batch_size * config.rollout.n
     self._waiting: list[Waiting] = []
 
   def add(self, drawn: Drawn, context: TeacherContext, advantages: np.ndarray | None) -> None:
-    """Keep what can be learned from of a generation batch: where the teacher knows more, or the advantage is not 0."""
+    """Add the completions of a batch with a signal: the teacher has extra context, or the advantage is not 0."""
     learned = context.mask > 0
     if advantages is not None:
       learned = learned | (advantages != 0)
@@ -77,23 +75,23 @@ class Gathering:
 
   @property
   def examples(self) -> int:
-    """How many wait that the teacher knows more about."""
+    """The number of waiting completions for which the teacher has extra context."""
     return sum(each.examples for each in self._waiting)
 
   @property
   def rows(self) -> int:
-    """How many wait."""
+    """The number of waiting completions."""
     return sum(len(each.rows) for each in self._waiting)
 
   def rows_of(self, step: int) -> tuple[int, ...]:
-    """Return which completions of a generation batch wait."""
+    """Return the rows of the waiting completions of a step's generation batch."""
     return next((each.rows for each in self._waiting if each.drawn.step == step), ())
 
   def take(self) -> Lesson | None:
-    """Return what the next update learns from, the oldest first; None if too few wait.
+    """Remove and return the completions of the next update, the oldest first; None if too few wait.
 
-    Enough are `min_sdpo_examples` of which the teacher knows more, or as many as an update holds. What it does not hold
-    goes on waiting.
+    An update needs `min_sdpo_examples` completions for which the teacher has extra context, or as many completions as
+    it has room for. Completions beyond that room keep waiting.
     """
     if self.examples < self._least and self.rows < self._room:
       return None
@@ -107,11 +105,11 @@ class Gathering:
     return lesson_of(taken, self._room, self._step_rows)
 
   def clear(self) -> None:
-    """Forget all: other weights have drawn them."""
+    """Drop all waiting completions, which discarded weights have sampled."""
     self._waiting = []
 
   def saved(self) -> tuple[Waiting, ...]:
-    """Return what waits."""
+    """Return the waiting completions."""
     return tuple(self._waiting)
 
   def restore(
@@ -124,18 +122,18 @@ class Gathering:
     *,
     other_rows: bool,
   ) -> str | None:
-    """Go on from what a checkpoint holds; the iterator is left anywhere.
+    """Restore the waiting completions from a checkpoint; the iterator's position afterwards is unspecified.
 
     Args:
-      host: the host's state in it.
+      host: host state in the checkpoint.
       config: settings.
-      iterator: from which the questions are taken again.
-      tokenizer: for their prompts.
-      prepared: returns the teacher's prompts and the advantages of a batch, as when it was drawn.
-      other_rows: whether there may be other questions than when it was saved.
+      iterator: iterator from which the questions are read again.
+      tokenizer: tokenizer for their prompts.
+      prepared: returns the teacher's prompts and the advantages of a batch, as when it was sampled.
+      other_rows: whether the questions may have changed since the checkpoint was saved.
 
     Returns:
-      A sentence for the user where completions that waited are of no use, as they answer other questions.
+      A sentence for the user if waiting completions are dropped because they answer other questions; else None.
     """
     self.clear()
     lost = 0
@@ -154,17 +152,17 @@ class Gathering:
 
 
 def to_json(waiting: Sequence[Waiting]) -> list[dict[str, Any]]:
-  """Return what `Gathering.restore` needs of completions that wait."""
+  """Return the JSON values from which `Gathering.restore` restores waiting completions."""
   return [{'position': each.drawn.position, 'rows': list(each.rows), 'drawn': each.drawn.to_json()} for each in waiting]
 
 
 def lesson_of(taken: Sequence[Waiting], room: int, step_rows: int) -> Lesson:
-  """Return completions of several generation batches as one, dealt out evenly over as few optimizer steps as hold them.
+  """Merge completions of several generation batches into one, dealt evenly over as few optimizer steps as possible.
 
   Args:
-    taken: what is learned from; at least one completion.
+    taken: completions to learn from; at least one.
     room: N.
-    step_rows: completions of an optimizer step at most.
+    step_rows: maximum number of completions of an optimizer step.
   """
   count = sum(len(each.rows) for each in taken)
   steps = -(-count // step_rows)
@@ -183,7 +181,7 @@ def lesson_of(taken: Sequence[Waiting], room: int, step_rows: int) -> Lesson:
     return found
 
   def numbers(values: Sequence[np.ndarray]) -> np.ndarray:
-    """Return arrays [rows, …] of all parts in their places, padded with zeros."""
+    """Return arrays [rows, …] of all parts, scattered to their places and padded with zeros."""
     width = max(each.shape[1:] for each in values)
     found = np.zeros((room, *width), values[0].dtype)
     at = 0

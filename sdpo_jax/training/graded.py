@@ -1,4 +1,4 @@
-"""A generation batch that is drawn and graded, and of which of its completions anything is learned."""
+"""A sampled and graded generation batch, and which of its completions are learned from."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class GradedRollouts:
   prompts: list[list[int]]  # G.
   rollouts: Rollouts  # N.
   outcomes: list[Outcome]  # N.
-  sample_ids: np.ndarray  # [N] number of each sample as drawn, before any reordering.
-  graders_busy_s: float  # Seconds in which this process's graders were at work, while it sampled or afterwards.
-  sampling: SamplingStats = dataclasses.field(default_factory=SamplingStats)  # What sampling took.
-  advantages: np.ndarray | None = None  # [N] where groups are not whole; None: they are those of the outcomes.
-  present: np.ndarray | None = None  # [N] bool, completions that are there; None: all. The others have no tokens.
+  sample_ids: np.ndarray  # [N], the index of each sample when it was sampled, before any reordering.
+  graders_busy_s: float  # Seconds that this process's graders worked, during or after sampling.
+  sampling: SamplingStats = dataclasses.field(default_factory=SamplingStats)  # Statistics of the sampling.
+  advantages: np.ndarray | None = None  # [N], given if groups are incomplete; None: computed from the outcomes.
+  present: np.ndarray | None = None  # [N] bool, completions that exist; None: all. The others have no tokens.
 
 
 def learned_from(spec: ObjectiveSpec, graded: GradedRollouts) -> np.ndarray:
-  """Return of which completions anything is learned, [N] bool.
+  """Return which completions are learned from, [N] bool.
 
-  A teacher that does not read what the graders said teaches what they could not grade, too.
+  A teacher that does not read the graders' feedback teaches ungraded completions, too.
   """
   every = spec.needs_teacher and not spec.reprompts
   return np.ones(len(graded.rollouts), bool) if every else graded_of(graded.outcomes)

@@ -1,7 +1,7 @@
-"""The policy as it was when the run began, from which the KL penalty is measured.
+"""The policy at the start of the run, to which the KL penalty is measured.
 
-It is read from `model.path` at every start and is in no checkpoint, so that a resume compares the weights there with
-those of the start (`fingerprint`). It is a copy of its own, apart from the teacher, which may move.
+It is read from `model.path` at every start and is in no checkpoint, so a resume compares the weights there with those
+of the start (`fingerprint`). It is separate from the teacher, which may be updated.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from sdpo_jax.types import Tree
 
 
 def of_parameters(table: Table, parameters: Tree, dtype: str) -> Tree:
-  """Return trainable parameters in compute dtype, each where it lies; those that compute in float32 stay so.
+  """Return trainable parameters in compute dtype with their shardings; those computed in float32 stay float32.
 
   Args:
-    table: of the policy.
-    parameters: the trainable ones, as the model directory has them.
+    table: parameter table of the policy.
+    parameters: trainable parameters, as in the model directory.
     dtype: `model.dtype`.
   """
   shardings = jax.tree.map(lambda leaf: leaf.sharding, parameters)
@@ -27,7 +27,7 @@ def of_parameters(table: Table, parameters: Tree, dtype: str) -> Tree:
 
 
 def abstract(table: Table, parameters: Tree, dtype: str) -> Tree:
-  """Return shapes, dtypes and shardings of `of_parameters`, of arrays or abstract arrays."""
+  """Return `of_parameters` as abstract arrays, from arrays or abstract arrays."""
   return jax.tree.map(
     lambda leaf, like: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding),
     jax.eval_shape(functools.partial(_cast, table, dtype), parameters),

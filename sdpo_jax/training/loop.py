@@ -1,8 +1,9 @@
-"""The run, top to bottom: sample, grade, teach, train, evaluate, save; and again.
+"""The training loop: sample, grade, teach, train, evaluate, save.
 
 Order of a resume: settings are compared with those of the run, the newest readable checkpoint is restored (device
-state, data iterator), lines of `metrics.jsonl` after it are dropped, what the alarms have seen is read from those that
-stay, and the loop goes on as if it had never stopped. Nothing random depends on how often a run was started.
+state, data iterator), lines of `metrics.jsonl` after it are dropped, the state of the alarms is replayed from the
+remaining lines, and the loop continues as if it had never stopped. No random draw depends on how often a run was
+started.
 """
 
 from __future__ import annotations
@@ -87,10 +88,10 @@ from sdpo_jax.training.update import abstract_state, place_state
 from sdpo_jax.training.watchdog import Watchdog
 from sdpo_jax.types import Example, TrainState
 
-# Metric: programs that were not compiled before the first step, as they should have been.
+# Metric: the number of programs compiled during a step; all should have been compiled before the first step.
 COMPILED_LATE = 'programs/compiled'
-LOOKED_AT = 'on_step'  # Phase in which a step is somebody else's.
-EXIT_ALARM = 3  # Stopped by an alarm: saved, to be looked at.
+LOOKED_AT = 'on_step'  # The phase in which the caller handles a finished step.
+EXIT_ALARM = 3  # Stopped by an alarm: the state is saved, for somebody to inspect.
 
 
 @dataclasses.dataclass
@@ -102,20 +103,20 @@ class Result:
   preempted: bool
   evaluations: dict[int, dict[str, float]]  # step → flat evaluation metrics.
   example_prompt: str  # A held-out question to try, where it is short.
-  stopped: str | None = None  # By which alarm, in a sentence.
-  skipped: int = 0  # Steps at the end that taught nothing: their gradients were not finite.
-  deadline: float | None = None  # When a process that was told to stop is to have ended, on the monotonic clock.
-  exit_code: int = 0  # Of a process that was told to stop or given up.
+  stopped: str | None = None  # The alarm that stopped the run, in a sentence.
+  skipped: int = 0  # Steps at the end that learned nothing, because their gradients were not finite.
+  deadline: float | None = None  # When a process that was told to stop must have ended, on the monotonic clock.
+  exit_code: int = 0  # Exit code of a process that was told to stop or given up.
 
 
 @dataclasses.dataclass(frozen=True)
 class Stepped:
-  """A step that is done."""
+  """A finished step."""
 
   step: int  # Its number, from 1.
-  metrics: Mapping[str, float]  # Its line of metrics.jsonl, whether this process writes it or not.
+  metrics: Mapping[str, float]  # Its line of metrics.jsonl, whether this process writes that file or not.
   session: Session
-  state: TrainState  # After it, on the devices; the next step takes its buffers over.
+  state: TrainState  # The state after the step, on the devices; the next step takes over its buffers.
 
 
 def train(
@@ -126,15 +127,15 @@ def train(
   announce: Callable[[str], None] = lambda text: None,
   on_step: Callable[[Stepped], None] | None = None,
 ) -> Result:
-  """Run, or resume, the training that `config` describes; arguments and errors as `steps_of`.
+  """Run or resume the training that `config` describes; arguments and errors as in `steps_of`.
 
-  `on_step` is called after every step. What it raises ends the run, whose last whole state is saved.
+  `on_step` is called after every step. If it raises, the run ends and its last whole state is saved.
   """
   return run_to_end(steps_of(config, workdir, restart=restart, announce=announce), on_step)
 
 
 def run_to_end(steps: Generator[Any, None, Result], on_step: Callable[[Any], None] | None) -> Result:
-  """Return what a run ends with, after handing each of its steps over; whatever is raised closes it."""
+  """Pass every step of `steps` to `on_step`, and return the result of the run; close `steps` if anything is raised."""
   with contextlib.closing(steps):
     while True:
       try:
@@ -153,18 +154,18 @@ def steps_of(
   restart: bool = False,
   announce: Callable[[str], None] = lambda text: None,
 ) -> Generator[Stepped, None, Result]:
-  """Run, or resume, the training that `config` describes, and yield after every step; its end has the result.
+  """Run or resume the training that `config` describes; yield after every step, and return the result.
 
-  Whoever closes it before the end leaves a run that can be resumed: the last whole state is saved.
+  If the generator is closed early, the last whole state is saved, and the run can be resumed.
 
   Args:
     config: settings.
     workdir: local or gs:// directory of the run.
-    restart: whether to begin at step 0 where the checkpoints of the run are gone; what there is of it is moved away.
+    restart: whether to begin at step 0 if the run's checkpoints are gone; what remains of it is moved away.
     announce: receives sentences for the user.
 
   Raises:
-    UserError: anything the user can mend.
+    UserError: anything the user can correct.
   """
   config.validate()
   if jax.process_index() == 0:
@@ -178,7 +179,7 @@ def steps_of(
         feedback_writing.opened(config) as writer,
       ):
         return (yield from _steps_of(config, workdir, graders, endpoint, writer, stop, restart, announce))
-    except StoppedError:  # Before its first step, when there was nothing to save.
+    except StoppedError:  # Stopped before the first step, when there was nothing to save.
       step = newest(workdir)
       return Result(epath.Path(workdir), step, True, {}, '…', deadline=stop.deadline, exit_code=stop.exit_code)
 
@@ -207,7 +208,7 @@ def _steps_of(
   workdir = check_workdir(config, workdir, restart=restart)
   parts = fingerprint.take(config, tokenizer, iterator, held_out, graders)
   continuation = fingerprint.compare(workdir, config, parts)
-  # What every process would say alike.
+  # Announces what would be the same on every process: only one process prints it.
   say = announce if jax.process_index() == 0 else lambda text: None
   with sole_user(workdir, say) as ownership:  # Before the weights are read, which may take minutes.
     if ownership is not None:
@@ -261,26 +262,26 @@ def _steps_of(
 
 
 def advantages_for(session: Session, graded: GradedRollouts) -> np.ndarray | None:
-  """Return the advantages of a generation batch, [N]; None where no term reads them."""
+  """Return the advantages [N] of a generation batch; None if no term of the loss reads them."""
   return advantages_of(session.config, graded) if session.spec.needs_advantages else None
 
 
 def prepared_again(session: Session, seed: int, drawn: Drawn) -> tuple[TeacherContext, np.ndarray | None]:
-  """Return the teacher's prompts and the advantages of a generation batch, as they were when it was drawn."""
+  """Rebuild the teacher's prompts and the advantages of a generation batch, as they were when it was sampled."""
   context = build_teacher_prompts(session, drawn.graded, seed, drawn.step)
   return context, advantages_for(session, drawn.graded)
 
 
 @dataclasses.dataclass
 class Verdict:
-  """What the alarms ask for at the end of a step; nothing where neither field is set."""
+  """What the alarms require at the end of a step; nothing if neither field is set."""
 
-  stop: str | None = None  # The run ends, for this reason.
-  back_to: int | None = None  # The weights of this step's checkpoint are restored.
+  stop: str | None = None  # The reason to end the run.
+  back_to: int | None = None  # The step whose checkpointed weights are restored.
 
 
 class _Run:
-  """The loop over generation batches; state is passed through, what lies here is bookkeeping."""
+  """The loop over generation batches; the training state is passed through, the attributes are bookkeeping."""
 
   def __init__(
     self,
@@ -301,21 +302,21 @@ class _Run:
     evaluates = bool(session.config.trainer.test_freq)
     self.watch = alarms.AlarmMonitor(alarms.rules(session.config.alarms.rules, evaluates=evaluates))
     self.evaluations: dict[int, dict[str, float]] = {}  # Step → metrics; without those of steps that were undone.
-    self.stopped: str | None = None  # By which alarm.
-    self.checked_rules = False  # Whether rules that fit nothing were named.
-    self.checked_best = False  # Whether a best metric that nobody measures was named.
-    self.skipped = 0  # Steps in a row, up to now, that taught nothing.
-    self.compiled: Callable[[], list[str]] = list  # What was compiled since it was last called.
+    self.stopped: str | None = None  # The alarm that stopped the run.
+    self.checked_rules = False  # Whether rules that match no metric were announced.
+    self.checked_best = False  # Whether a best metric that is not measured was announced.
+    self.skipped = 0  # Consecutive steps, up to now, that learned nothing.
+    self.compiled: Callable[[], list[str]] = list  # Returns the programs compiled since its last call.
     self.together = Together()
     self.saving = Saving(session.workdir, checkpoints, ownership, self.together, self.sync_lines, announce)
     self.writer: MetricsWriter | None = None
-    self.line: Mapping[str, float] = {}  # Of the last step.
+    self.line: Mapping[str, float] = {}  # Metrics of the last step.
     self.progress: Progress
 
   def __call__(self, state: TrainState, unfinished: Unfinished | None = None) -> Generator[Stepped, None, Result]:
-    """Go on from `state`, first with the rest of its step where that is `unfinished`; yield after every step.
+    """Continue from `state`, first with the rest of its step if that is `unfinished`; yield after every step.
 
-    Whatever ends the run, the last whole state is saved before.
+    However the run ends, the last whole state is saved first.
     """
     self.hold(int(state.step), state, unfinished)
     self.preemption.stage = 'steps'
@@ -325,7 +326,7 @@ class _Run:
       return (yield from self.run(state, unfinished))
     except BaseException as error:
       if isinstance(error, FileNotFoundError) and self.ownership is not None:
-        # A process that has taken over removes the file that this one was writing.
+        # A process that has taken over the directory removes the file that this one was writing.
         with contextlib.suppress(OSError):
           self.ownership.check()
       self.saving.rescue(error)
@@ -339,14 +340,14 @@ class _Run:
     metrics: Mapping[str, float] | None = None,
     leaves: Mapping[str, str] | None = None,
   ) -> None:
-    """Note that `state` is whole: the run can go on from it.
+    """Note that `state` is whole, so that the run can continue from it.
 
     Args:
-      step: generation batches that it has seen.
-      state: on the devices.
-      unfinished: what of its step is outstanding; None: nothing is.
-      metrics: measured with it, when its step is finished: what is undone by a rollback never ranks a checkpoint.
-      leaves: the digests of its arrays; None: they are computed if it is saved.
+      step: number of generation batches that the state has seen.
+      state: the state, on the devices.
+      unfinished: outstanding part of its step; None: nothing is outstanding.
+      metrics: metrics of its step, once finished; metrics undone by a rollback never rank a checkpoint.
+      leaves: digests of its arrays; None: they are computed if the state is saved.
     """
     outstanding = {} if unfinished is None else {UNFINISHED: unfinished.to_json()}
     position, waiting = self.ahead.saved()
@@ -361,12 +362,12 @@ class _Run:
     self.saving.hold(step, state, host, metrics or {}, leaves, keep=keep)
 
   def sync_lines(self) -> None:
-    """Return once the lines so far are on the disk."""
+    """Block until the metrics lines written so far are on disk."""
     if self.writer is not None:
       self.writer.sync()
 
   def run(self, state: TrainState, unfinished: Unfinished | None) -> Generator[Stepped, None, Result]:
-    """Make all steps, save, and wait until everything is written; yield after every step."""
+    """Run all steps, save, and wait until everything is written; yield after every step."""
     config = self.session.config
     first, total = int(state.step), config.trainer.total_training_steps
     if self.ownership is not None:
@@ -411,7 +412,7 @@ class _Run:
     )
 
   def steps(self, state: TrainState, unfinished: Unfinished | None) -> Iterator[Stepped]:
-    """Make the steps that are left; yield after each.
+    """Run the remaining steps; yield after each.
 
     Raises:
       StoppedError: the run was told to stop.
@@ -431,7 +432,7 @@ class _Run:
       yield from self.show(step, state)
 
   def show(self, step: int, state: TrainState) -> Iterator[Stepped]:
-    """Hand a step that is done to whoever looks on; what they do takes its own time and compiles its own programs."""
+    """Yield a finished step to the caller, whose time and compiled programs are not counted to the run."""
     self.progress.phase(LOOKED_AT)
     liveness.begin(LOOKED_AT)
     yield Stepped(step, self.line, self.session, state)
@@ -440,11 +441,11 @@ class _Run:
 
   @property
   def over(self) -> bool:
-    """Whether no step follows, however many are left: an alarm has stopped the run, or it learns nothing."""
+    """Whether the run ends here even if steps are left: an alarm has stopped it, or it no longer learns."""
     return self.stopped is not None or skipped.too_many(self.skipped, self.session.config.trainer)
 
   def warm_up(self, state: TrainState) -> None:
-    """Call what has small programs of its own, the same in every step, so that no step compiles them."""
+    """Call the helpers that have small programs of their own, so that no step has to compile them."""
     sampling_seed(state)
     if self.session.config.trainer.keep_starting_state:
       jax.random.key_data(state.rng)
@@ -472,16 +473,17 @@ class _Run:
     self.together.meet('writing the line of step 0')
 
   def name_compiled(self, step: int) -> list[str]:
-    """Return what was compiled since this was last asked; announce it, for all programs were compiled before."""
+    """Return and log the programs compiled since the last call; none are expected during a step."""
     names = self.compiled()
     if names and jax.process_index() == 0:
       logging.info('Compiled at step %d: %s', step, ', '.join(names))
     return names
 
   def recall(self, step: int, unfinished: Unfinished | None = None) -> None:
-    """Restore what alarms and evaluations had seen up to `step`, from metrics.jsonl; a run that they stopped stays so.
+    """Restore the alarms, evaluations and skipped-step count up to `step` from metrics.jsonl.
 
-    So does one that learned nothing for too long. A step of which something is outstanding is not seen yet.
+    A run that an alarm stopped, or that learned nothing for too long, stays stopped. A step that is unfinished is left
+    out.
     """
     lines = history(self.session.workdir, written_before(step, unfinished))
     lost = remains.lost_lines(self.session.workdir, step if unfinished is None else step - 1, lines)
@@ -497,7 +499,8 @@ class _Run:
         self.evaluations[line['step']] = found
       if line.get(alarms.ROLLBACK) is not None:
         self.forget(int(line[alarms.ROLLBACK]))
-    # Started again with the same rules it stays where it is; otherwise whoever restarts it would train the wreck on.
+    # Restarted with the same rules, the run stays stopped; otherwise an automatic restart would keep training a run
+    # that has gone wrong.
     if lines and lines[-1].get(alarms.STOP):
       self.stopped = self.judge(step, raised).stop
 
@@ -583,7 +586,7 @@ class _Run:
     return self.finish(state, step, unfinished)
 
   def gather(self, own: Drawn, context: TeacherContext | None) -> Lesson | None:
-    """Return what the update of a step learns from: its own batch, or what has gathered; None: too little has."""
+    """Return what the update of a step learns from, its own batch or gathered completions; None if too few gathered."""
     if self.gathering is None:
       count = len(own.graded.rollouts)
       return Lesson(own.graded, context, np.full(count, own.step), np.arange(count))
@@ -591,7 +594,7 @@ class _Run:
     return self.gathering.take()
 
   def draw(self, state: TrainState, step: int, later: int, timer: Timer) -> GradedRollouts:
-    """Draw and grade the generation batch of the step `later`, before the update of `step`; errors as `step`."""
+    """Sample and grade the generation batch of step `later`, before the update of `step`; errors as in `step`."""
     with self.together.alone():
       position, examples = self.ahead.ask()
     self.together.meet(f'the questions of step {later}')
@@ -611,7 +614,7 @@ class _Run:
     report: UpdateReport,
     tokens: TokenRecords,
   ) -> None:
-    """Write rollouts/<step>.jsonl, and show samples, where they are due."""
+    """Write rollouts/<step>.jsonl and show samples, if they are due at this step."""
     trainer = self.session.config.trainer
     if trainer.writes_rollouts(step):
       waiting = () if self.gathering is None else self.gathering.rows_of(step)
@@ -622,13 +625,13 @@ class _Run:
       self.writer.write_samples(step, picked)
 
   def finish(self, state: TrainState, step: int, unfinished: Unfinished) -> TrainState:
-    """Make the rest of a step whose generation batch has trained: its evaluation, alarms, line and checkpoint.
+    """Finish a step whose generation batch has trained: its evaluation, alarms, metrics line and checkpoint.
 
-    It is made anew after a resume if anything kept the line from being written. Then its metrics are those that the run
-    would have had without the interruption.
+    This is repeated after a resume if an interruption kept the line from being written; the metrics are then those that
+    the run would have had without the interruption.
 
     Returns:
-      The state, which is another one after a rollback.
+      The state, which is a different one after a rollback.
     """
     config, trainer = self.session.config, self.session.config.trainer
     timer = Timer(self.progress.phase)
@@ -659,7 +662,7 @@ class _Run:
       line[alarms.ROLLBACK] = verdict.back_to
       note += f'  rolled back to step {verdict.back_to}'
       state = self.roll_back(state, verdict.back_to)
-      metrics = {}  # They were measured with other weights than those that are now saved.
+      metrics = {}  # They were measured with weights other than those that are saved now.
     leaves = leaf_digests(state)
     line[STATE_DIGEST] = state_digest(leaves)
     with self.together.alone():
@@ -693,14 +696,14 @@ class _Run:
     return bool(self.held_out) and (step == trainer.total_training_steps or at_interval)
 
   def note(self, line: Mapping[str, float]) -> str:
-    """Return what the line on the terminal says of a step beside its numbers."""
+    """Return a note for the step's line on the terminal: a missing update, or skipped optimizer steps."""
     if line.get('train/optimizer_steps') == 0:
       return f'  no update: {int(line["gathering/examples"])} examples wait'
     left_out = int(line.get('train/skipped_steps', 0))
     return f'  {left_out} step(s) skipped: gradient not finite' if left_out else ''
 
   def judge(self, step: int, raised: Sequence[alarms.Alarm]) -> Verdict:
-    """Decide what to do about the alarms of a step, by `alarms.action`; every process decides the same."""
+    """Decide what to do about the alarms of a step, following `alarms.action`; every process decides the same."""
     config, settings = self.session.config, self.session.config.alarms
     if settings.action == 'warn' or not self.watch.rules or not agreed(len(raised)):
       return Verdict()
@@ -715,7 +718,7 @@ class _Run:
     return Verdict(stop=reasons + (f'. The best checkpoint is that of step {best}.' if best else '.'))
 
   def say(self, step: int, raised: Sequence[alarms.Alarm], verdict: Verdict) -> None:
-    """Announce alarms to the user as they begin, and those that are acted upon; one process does."""
+    """Announce alarms as they begin, and those that are acted upon; only the writing process does."""
     if self.writer is None:
       return
     for alarm in raised:
@@ -732,7 +735,7 @@ class _Run:
     self.checked_rules = True
 
   def name_missing_best(self, metrics: Mapping[str, float]) -> None:
-    """Announce, once, that graders do not report what `trainer.best_metric` names."""
+    """Announce, once, that the metric named by `trainer.best_metric` is not measured."""
     best = self.session.config.trainer.best_metric
     if best is None or self.checked_best or not (best.startswith('eval/') or 'train/loss' in metrics):
       return
@@ -744,18 +747,16 @@ class _Run:
     self.checked_best = True
 
   def roll_back(self, state: TrainState, step: int) -> TrainState:
-    """Restore student, teacher and optimizer state from a step's checkpoint; counters and randomness go on as they
-    are.
-    """
+    """Restore student, teacher and optimizer state from a checkpoint; counters and random key stay as they are."""
     barrier(f'the way back to step {step}')
     like = abstract(state)
-    self.saving.whole.starting.donate(others_follow=False)  # Until the weights are there, the last checkpoint counts.
+    self.saving.whole.starting.donate(others_follow=False)  # Until the restore is done, the last checkpoint counts.
     for leaf in jax.tree.leaves((state.trainable, state.opt_state, state.teacher)):
       leaf.delete()  # There may be no room for both.
     saved = self.checkpoints.restore_step(step, like)
     self.watch.roll_back(step)
     self.forget(step)
-    self.ahead.ask_again()  # What the other weights have drawn is not learned from.
+    self.ahead.ask_again()  # Completions that the discarded weights sampled are not learned from.
     if self.gathering is not None:
       self.gathering.clear()
     self.skipped = 0

@@ -1,4 +1,4 @@
-"""Where numbers go: metrics.jsonl and the boards."""
+"""The writers of metrics: metrics.jsonl and the boards."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 class MetricsWriter:
-  """Writes one JSON object per step to `metrics.jsonl`; no step twice, even after a resume.
+  """A writer of one JSON object per step to `metrics.jsonl`; no step is written twice, even after a resume.
 
-  Local files are appended to; object stores cannot append, so there the whole (small) file is written again, in gs://
-  only if nobody else has done so meanwhile.
+  Local files are appended to. Object stores cannot append, so there the whole (small) file is rewritten; in gs:// only
+  if no other process has written it since.
   """
 
   def __init__(
     self, workdir: epath.PathLike, config: Config, *, resume_step: int = 0, ownership: Ownership | None = None
   ):
-    """Go on from the line of `resume_step`; with an ownership, lines bear its epoch and none is written once it is
-    lost.
+    """Continue after the line of `resume_step`.
 
+    With an ownership, lines carry its epoch, and none is written once the ownership is lost.
     Raises:
       UserError: metrics.jsonl cannot be read, or another process has taken the run over.
     """
@@ -41,7 +41,7 @@ class MetricsWriter:
     self._path = workdir / METRICS
     self._ownership = ownership
     self._records = open_records(workdir) if not is_local(workdir) else None
-    self._seen: Seen | None = None  # What is in the store.
+    self._seen: Seen | None = None  # The content in the store.
     self._lines: list[dict[str, Any]] = []
     while True:
       if self._records is not None:
@@ -49,17 +49,17 @@ class MetricsWriter:
       self._lines = history(workdir, resume_step)
       if self._rewrite():
         break
-      self.check()  # Whoever has written meanwhile is not the owner; those lines are left out.
+      self.check()  # This process is still the owner, so lines that another process has written are left out.
     self._doubtful = False  # Whether a sync has failed.
     self._boards = _boards(workdir, config, resume_step)
 
   def check(self) -> None:
-    """Return if the run is still this process's; raises UserError if another one has taken it over."""
+    """Raise UserError if another process has taken over the run."""
     if self._ownership is not None:
       self._ownership.check()
 
   def _rewrite(self) -> bool:
-    """Write all lines; False if somebody else has written meanwhile."""
+    """Write all lines; return False if another process has written meanwhile."""
     self.check()
     text = ''.join(json.dumps(line) + '\n' for line in self._lines)
     if self._records is None or self._seen is None:
@@ -70,10 +70,10 @@ class MetricsWriter:
     return seen is not None
 
   def write(self, step: int, values: Mapping[str, Any]) -> None:
-    """Append what was measured in a step; numbers that are not finite become null (JSON has no NaN), texts stay texts.
+    """Append the metrics of a step; non-finite numbers become null (JSON has no NaN), strings stay strings.
 
     Raises:
-      UserError: another process has taken the run over, or has written there; then nothing is written.
+      UserError: another process has taken over the run, or has written to the file; then nothing is written.
     """
     measured = {key: value if isinstance(value, str) else jsonable(float(value)) for key, value in values.items()}
     epoch = {} if self._ownership is None else {FENCING_EPOCH: self._ownership.epoch}
@@ -92,13 +92,12 @@ class MetricsWriter:
       board.numbers(step, {key: value for key, value in measured.items() if not isinstance(value, str)})
 
   def sync(self) -> None:
-    """Return once all lines, here and on the boards, are on the disk; a checkpoint that needs them may be published
-    then.
+    """Block until all lines, in the file and on the boards, are on disk, as publishing a checkpoint requires.
 
     Raises:
-      OSError: they are not.
+      OSError: they could not be synced.
     """
-    if self._doubtful:  # What could not be synced may be lost though the next sync succeeds.
+    if self._doubtful:  # After a failed sync, data may be lost even if the next sync succeeds.
       self._rewrite()
     self._doubtful = True
     sync_file(self._path)
@@ -107,7 +106,7 @@ class MetricsWriter:
       board.sync()
 
   def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-    """Show samples of a step on the boards; before the step's numbers, since a page's steps never go back."""
+    """Show samples of a step on the boards; call it before `write`, since a board's steps never go back."""
     for board in self._boards:
       board.samples(step, samples)
 
@@ -116,7 +115,7 @@ class MetricsWriter:
     return self._lines
 
   def close(self) -> None:
-    """End the boards, and return once all lines are on the disk; errors as `sync`."""
+    """Close the boards, and block until all lines are on disk; errors as in `sync`."""
     for board in self._boards:
       board.close()
     self.sync()

@@ -1,4 +1,4 @@
-"""Opening a session: what a run, an evaluation and an export load, check and compile alike."""
+"""Opening a session: what runs, evaluations and exports load, check and compile in the same way."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _logger = logging.getLogger('sdpo_jax.session')
 
 
 def load_tokenizer(config: Config) -> Any:
-  """Return the model directory's tokenizer; no weights are read.
+  """Return the tokenizer of the model directory; no weights are read.
 
   Raises:
-    UserError: no such directory, an architecture that is not supported, no chat template, or token ids that the model
-      has no embedding for, of the tokenizer or among `rollout.stop_token_ids`.
+    UserError: there is no such directory, the architecture is not supported, there is no chat template, or the
+      tokenizer or `rollout.stop_token_ids` has token ids without an embedding in the model.
   """
   policy = huggingface.read_policy(config.model.path, config.model)
   if unknown := [token for token in config.rollout.stop_token_ids if not 0 <= token < policy.vocab_size]:
@@ -55,7 +55,7 @@ def stop_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
 def check_turn_end(config: Config, tokenizer: Any) -> None:
   """Raise UserError if the token with which the chat template ends an answer does not end a completion.
 
-  A model that writes it would go on after its answer, and every completion would end at its limit.
+  A model that writes this token would continue after its answer, and every completion would end at its length limit.
   """
   end = chat_template.turn_end(tokenizer, ChatFormat.of(config).variables)
   if end is None or any(stop in end for stop in config.rollout.stop):
@@ -70,7 +70,7 @@ def check_turn_end(config: Config, tokenizer: Any) -> None:
 
 
 def template_remarks(config: Config, tokenizer: Any) -> list[str]:
-  """Return a sentence about everything in which chat template and settings do not go together, but may be meant to."""
+  """Return a sentence about each possible mismatch of chat template and settings that may be intended."""
   variables, remarks = ChatFormat.of(config).variables, []
   if unread := [f'data.apply_chat_template_kwargs.{name}' for name in chat_template.unread(tokenizer, variables)]:
     remarks.append(f'The chat template does not read {" and ".join(unread)}, which changes nothing.')
@@ -84,10 +84,10 @@ def template_remarks(config: Config, tokenizer: Any) -> list[str]:
 
 
 def model_mesh(config: Config, policy: Policy, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-  """Return the mesh over `devices` (None: all of this run) for a model.
+  """Return the mesh over `devices` (None: all devices of this run) for a model.
 
   Raises:
-    UserError: the settings do not fit the devices, or the model's axes do not split over them.
+    UserError: the settings do not fit the devices, or the model's axes cannot be divided among them.
   """
   described = [(parameter.name, parameter.axes, parameter.shape) for parameter in policy.parameter_table()]
   mesh = make_mesh(config.mesh, devices, described)
@@ -96,12 +96,12 @@ def model_mesh(config: Config, policy: Policy, devices: Sequence[jax.Device] | N
 
 
 def check_adapter(config: Config) -> None:
-  """Compare the model with the one to which the adapter to start from belongs, if there is one; log what may be meant.
+  """Check that the adapter to start from, if any, belongs to this model; log differences that may be intended.
 
-  A run that has begun is not compared with that adapter but with what it was trained beside: see `fingerprint`.
+  A resumed run is compared not with that adapter but with the model that it was trained with: see `fingerprint`.
 
   Raises:
-    UserError: the adapter belongs to another model, and `trainer.accept_changes` does not have `model`.
+    UserError: the adapter belongs to another model, and `trainer.accept_changes` does not include `model`.
   """
   if config.model.lora.path and 'model' not in config.trainer.accept_changes:
     for remark in identity.compare_base(config.model.lora.path, config.model.path):
@@ -116,23 +116,22 @@ def make_session(
   texts: Texts | None = None,
   teaches: bool = False,
 ) -> tuple[Session, Tree]:
-  """Load the model, and the tokenizer unless given.
+  """Load the model, and the tokenizer unless it is given.
 
   Args:
     config: settings.
-    workdir: of the run.
-    tokenizer: with a chat template; None: the model directory's.
-    teacher: who reads the teacher's prompts, with its base on the run's mesh; None: the model itself, with the document
-      of `texts` before them where there is one.
-    texts: of a cartridge, if there is one; None: those that it needs are read.
-    teaches: whether they include the document, for a teacher, and whether another model is loaded that the settings
-      name as the teacher.
+    workdir: directory of the run.
+    tokenizer: a tokenizer with a chat template; None: that of the model directory.
+    teacher: the model that reads the teacher's prompts, with its base on the run's mesh; None: the model itself, which
+      reads the document of `texts`, if there is one, before the prompts.
+    texts: texts of a cartridge, if there is one; None: they are read as needed.
+    teaches: whether a teacher is needed: its document is read, or the separate teacher model of the settings is loaded.
 
   Returns:
-    The session, and the trainable parameters as the model directory has them.
+    The session, and the trainable parameters as stored in the model directory.
 
   Raises:
-    UserError: a model directory that cannot be read, a mesh that does not fit, or settings that the model rules out.
+    UserError: the model directory cannot be read, the mesh does not fit, or the model does not allow the settings.
   """
   tokenizer = tokenizer or load_tokenizer(config)
   spec = objective_spec(config)
@@ -156,7 +155,7 @@ def make_session(
   sampler = functools.partial(
     make_sampler, tokenizer=tokenizer, mesh=mesh, least=config.data.train_batch_size * config.rollout.n
   )
-  # Where nothing is trained, as for an export, nobody reads the document.
+  # If nothing is trained, as in an export, no teacher reads the document.
   writes = config.rollout.sampled_by == 'teacher' or config.trainer.test_divergence
   session = Session(
     config=config,
@@ -190,8 +189,9 @@ def make_sampler(
   least: int | None = None,
   reprompts: bool = False,
 ) -> Sampler:
-  """Return the sampler that the settings describe; of the teacher's prompts, too, if `reprompts`; others as in
-  `Sampler`.
+  """Return the sampler that the settings describe; with `reprompts` it also takes the teacher's prompts.
+
+  The other arguments are as in `Sampler`.
   """
   declared = declared_buckets(config)
   return Sampler(

@@ -1,4 +1,4 @@
-"""Learning rate, gradient clipping and the optimizer: the reference's (torch AdamW, clip by global norm) and others."""
+"""Learning rate, gradient clipping and optimizers: the reference's (torch AdamW, clip by global norm) and others."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from sdpo_jax.types import Tree
 
 # `torch.nn.utils.clip_grad_norm_` divides by norm + 1e-6.
 CLIP_EPS = 1e-6
-# Root mean square of Muon's updates, about that of AdamW's, so that one learning rate and one decay serve both (Liu et
-# al., arXiv 2502.16982, section 2.2).
+# Root mean square of Muon's updates, about that of AdamW's, so that both can use the same learning rate and weight
+# decay (Liu et al., arXiv 2502.16982, section 2.2).
 MUON_RMS = 0.2
-SHOWN = 6  # Names in a sentence.
+SHOWN = 6  # Maximum number of names in an error message.
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSpec:
-  """What an optimizer is made with; the settings `optimizer.…` of the same names."""
+  """The settings of an optimizer; those of `optimizer.…` have the same names."""
 
   name: str
   lr: float
   lr_warmup_steps: int
   lr_scheduler_type: str
-  decay_steps: int | None  # Generation batches, those of the warm-up included; None: the rate does not decay.
+  decay_steps: int | None  # Generation batches, including the warm-up; None: the rate does not decay.
   min_lr_ratio: float
   betas: tuple[float, ...]
   eps: float
@@ -46,7 +46,7 @@ class OptimizerSpec:
 
 
 def learning_rate(spec: OptimizerSpec, step: jax.Array) -> jax.Array:
-  """Return the rate for generation batch `step` (0-based): linear from 0 over the warm-up, then by the schedule.
+  """Return the learning rate of generation batch `step` (0-based): linear from 0 in the warm-up, then by the schedule.
 
   During the warm-up it is lr · step / lr_warmup_steps, so that its first batch has rate 0 (reference
   torch_functional.py:752-774, stepped once per generation batch). With p = (step − lr_warmup_steps) /
@@ -57,8 +57,8 @@ def learning_rate(spec: OptimizerSpec, step: jax.Array) -> jax.Array:
   - cosine: m + (1 − m) · (1 + cos π·p) / 2
 
   Args:
-    spec: with the schedule.
-    step: [] int, generation batches finished.
+    spec: settings of the schedule.
+    step: [] int, number of finished generation batches.
   """
   warmup = spec.lr_warmup_steps
   factor = jnp.minimum(1.0, step / warmup) if warmup else 1.0
@@ -71,11 +71,10 @@ def learning_rate(spec: OptimizerSpec, step: jax.Array) -> jax.Array:
 
 
 def make_optimizer(spec: OptimizerSpec, table: Table = ()) -> optax.GradientTransformation:
-  """Return the optimizer without its learning rate and its sign: parameters move by −rate · update.
+  """Return the optimizer without learning rate and sign: the caller moves parameters by −rate · update.
 
-  Decay is decoupled and comes last: rate · weight_decay · parameter. The slots of a cartridge do not decay. Every layer
-    of a stacked parameter is treated as if
-  it were a parameter of its own.
+  Weight decay is decoupled and comes last: rate · weight_decay · parameter. The slots of a cartridge do not decay.
+  Every layer of a stacked parameter is treated as a parameter of its own.
 
   - adamw: Adam's update.
   - sgd: the gradient, without decay.
@@ -83,23 +82,23 @@ def make_optimizer(spec: OptimizerSpec, table: Table = ()) -> optax.GradientTran
     sides of a matrix have 128 entries or more, with a root mean square of at most 1 per matrix; without momentum, and
     the rate is absolute (Shazeer & Stern, arXiv 1804.04235, without its relative step size).
   - lion: the sign of a mean of gradients (Chen et al., arXiv 2302.06675).
-  - muon: matrices inside of the layers by their momentum made orthogonal, scaled to a root mean square of `MUON_RMS`;
-    all other parameters, embeddings too, by Adam's update (arXiv 2502.16982).
+  - muon: matrices inside the layers by their orthogonalised momentum, scaled to a root mean square of `MUON_RMS`;
+    all other parameters, including embeddings, by Adam's update (arXiv 2502.16982).
 
   Args:
-    spec: which one, and its numbers.
-    table: of the model; adafactor and muon read which of the parameters are matrices.
+    spec: which optimizer, and its settings.
+    table: parameter table of the model, which tells adafactor and muon which parameters are matrices.
 
   Raises:
-    UserError: by `init` and `update`, where an entry of weight_decay_exclude matches no parameter.
-    ValueError: likewise, where the table lacks a parameter.
+    UserError: by `init` and `update`, if an entry of weight_decay_exclude matches no parameter.
+    ValueError: by `init` and `update`, if the table lacks a parameter.
   """
   if spec.name == 'sgd':
     return optax.identity()
   by_name = {parameter.name: parameter for parameter in table}
   if any(
     is_slots(parameter) for parameter in table
-  ):  # Keys and values are no weights: zero is nothing they should tend to.
+  ):  # Keys and values are not weights and should not decay towards zero.
     return _UPDATES[spec.name](spec, by_name)
   decayed = functools.partial(_decayed, spec.weight_decay_exclude) if spec.weight_decay_exclude else None
   return optax.chain(_UPDATES[spec.name](spec, by_name), optax.add_decayed_weights(spec.weight_decay, decayed))
@@ -135,7 +134,7 @@ def _muon(spec: OptimizerSpec, by_name: Mapping[str, Parameter]) -> optax.Gradie
     )
     return optax.chain(orthogonal, optax.scale(rms))
 
-  # One after the other: the products of all layers' matrices with themselves would take gigabytes.
+  # Layer by layer: the products of all layers' matrices with themselves would take gigabytes.
   matrices = _by_layer(of_layer, by_name, _layer_shape, _one_by_one)
   return optax.partition({'matrices': matrices, 'others': _adam(spec, by_name)}, labels)
 
@@ -154,7 +153,7 @@ _UPDATES: Mapping[str, Callable[[OptimizerSpec, Mapping[str, Parameter]], optax.
 
 
 def matrix_axes(parameter: Parameter) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-  """Return which axes of a layer of a parameter are the two sides of a matrix; None: it is none, but a vector."""
+  """Return the axes of one layer of a parameter that form each side of a matrix; None if it is a vector."""
   if len(parameter.huggingface_shape) != 2:
     return None
   shape = _layer_shape(parameter)
@@ -172,17 +171,17 @@ def _layer_shape(parameter: Parameter) -> tuple[int, ...]:
 
 
 def _matrix_shape(parameter: Parameter) -> tuple[int, ...]:
-  """Return the shape of one layer of a parameter as a matrix, of two numbers, or as a vector, of one."""
+  """Return the shape of one layer of a parameter as a matrix (two numbers) or as a vector (one)."""
   shape = _layer_shape(parameter)
   groups = matrix_axes(parameter) or (range(len(shape)),)
   return tuple(math.prod(shape[axis] for axis in group) for group in groups)
 
 
 def _map_named(function: Callable[[Parameter, Any], Any], tree: Tree, by_name: Mapping[str, Parameter]) -> Tree:
-  """Return the tree of function(parameter, leaf); what optax has masked stays so.
+  """Return the tree of function(parameter, leaf); masked nodes of optax stay masked.
 
   Raises:
-    ValueError: a leaf is no parameter of the table.
+    ValueError: a leaf is not a parameter of the table.
   """
 
   def call(path: Any, leaf: Any) -> Any:
@@ -204,16 +203,16 @@ def _by_layer(
   shape_of: Callable[[Parameter], tuple[int, ...]],
   over_layers: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> optax.GradientTransformation:
-  """Return a transformation of every layer's part of a parameter alone, as if each were a tree of one array.
+  """Return a transformation that treats every layer of a parameter separately, as if each were a tree of one array.
 
-  A state has the structure of the transformations', with a tree like that of the parameters in the place of each array,
-  and an axis of layers (of one, where a parameter is not stacked) before the axes of each.
+  Its state has the structure of a layer's state, with a tree like that of the parameters in place of each array, and a
+  leading axis of layers (of size 1 if a parameter is not stacked).
 
   Args:
-    transform_of: the transformation of a layer of a parameter; their states have the same structure for all.
+    transform_of: returns the transformation of one layer of a parameter; all have states of the same structure.
     by_name: the parameter table.
-    shape_of: the shape in which the transformation sees a layer of a parameter.
-    over_layers: makes a function of arrays of one that maps over their first axes, such as `jax.vmap`.
+    shape_of: returns the shape in which the transformation sees one layer of a parameter.
+    over_layers: maps a function of arrays over their first axes, such as `jax.vmap`.
   """
 
   def of_layers(tree: Tree) -> list[_Layers]:
@@ -251,19 +250,19 @@ def _by_layer(
 
 @dataclasses.dataclass(frozen=True)
 class _Layers:
-  """The layers of a parameter, or of its gradient, and the transformation of each; a leaf to functions of trees."""
+  """The layers of a parameter, or of its gradient, and the transformation of each; a leaf in tree functions."""
 
   transform: optax.GradientTransformation
   values: jax.Array  # [layers, …].
 
 
 def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
-  """Return a function that maps over the first axes of its arguments, in a loop."""
+  """Return a function that maps `function` over the first axes of its arguments in a loop."""
   return lambda *arguments: jax.lax.map(lambda each: function(*each), arguments)
 
 
 def _decayed(excluded: Iterable[str], tree: Tree) -> Tree:
-  """Return a tree of bool, whether a parameter decays: its name matches none of the excluded patterns."""
+  """Return a tree of bool that says which parameters decay: those whose names match no excluded pattern."""
   names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
   check_excluded(excluded, names)
   return jax.tree_util.tree_map_with_path(
@@ -272,10 +271,10 @@ def _decayed(excluded: Iterable[str], tree: Tree) -> Tree:
 
 
 def check_excluded(excluded: Iterable[str], names: Iterable[str]) -> None:
-  """Check that every pattern of `optimizer.weight_decay_exclude` is found in the name of a parameter that is trained.
+  """Check that every pattern of `optimizer.weight_decay_exclude` matches the name of a trained parameter.
 
   Raises:
-    UserError: one is in none; names it, and some of the names.
+    UserError: a pattern matches none; the message names it and some of the parameters.
   """
   names = list(names)
   for pattern in excluded:
@@ -288,7 +287,7 @@ def check_excluded(excluded: Iterable[str], names: Iterable[str]) -> None:
 
 
 def clip_by_global_norm(grads: Tree, max_norm: float) -> tuple[Tree, jax.Array]:
-  """Gradients scaled so that their global L2 norm is at most `max_norm`, and the norm before."""
+  """Return gradients scaled so that their global L2 norm is at most `max_norm`, and the norm before."""
   norm = optax.tree.norm(grads)
   scale = jnp.minimum(1.0, max_norm / (norm + CLIP_EPS))
   return jax.tree.map(lambda grad: grad * scale.astype(grad.dtype), grads), norm

@@ -1,4 +1,4 @@
-"""Rows that hold several samples: which samples share a row, and what stands where in it (host side, NumPy)."""
+"""Packed rows: which samples share a row, and where their tokens are in it (host side, NumPy)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Parts = Sequence[tuple[Sequence[int] | None, Sequence[int]]]  # (prompt, complet
 
 
 def packed_rows(rows: Sequence[Parts], length: int, width: int, share: bool = False) -> TokenRows:
-  """Make rows of several samples each, as segments 1, 2, … with positions that restart at 0; padding is segment 0.
+  """Return rows of several samples each, as segments 1, 2, … with positions restarting at 0; padding is segment 0.
 
-  The completion tokens of a row stand in `target_index` one sample after the other.
+  In `target_index`, the completion tokens of a row's samples are concatenated.
 
   Args:
-    rows: of each row its samples' (prompt, completion) token ids. A prompt of None: the sample has no tokens in this
+    rows: (prompt, completion) token ids of each row's samples. If the prompt is None, the sample has no tokens in this
       row, but places among the targets (which point at state 0).
     length: S, tokens of a row.
     width: T, targets of a row.
-    share: a prompt that several samples of a row have stands there once, as a segment of its own, the parent of their
-      completions. The result has `parents` then, whether there are such prompts or not.
+    share: whether a prompt of several samples in a row is stored once, as a segment of its own and the parent of their
+      completions. The result then has `parents`, whether there are such prompts or not.
   """
-  # Not `zeros_like`, which writes the zeros: most rows of a step with few samples stay empty.
+  # Not `zeros_like`, which writes the zeros to memory: in a step with few samples most rows stay empty.
   tokens, positions, segment_ids, parents = (np.zeros((len(rows), length), np.int32) for _ in range(4))
   target_index = np.zeros((len(rows), width), np.int32)
 
@@ -61,14 +61,14 @@ def packed_rows(rows: Sequence[Parts], length: int, width: int, share: bool = Fa
 
 
 def taken(samples: Parts, share: bool) -> tuple[int, int]:
-  """Return (prompt tokens, completion tokens) that `packed_rows` puts into a row."""
+  """Return the numbers of prompt tokens and of completion tokens that `packed_rows` puts into a row."""
   prompts = [tuple(prompt) for prompt, _ in samples if prompt is not None]
   completions = sum(len(completion) for prompt, completion in samples if prompt is not None)
   return sum(map(len, set(prompts) if share else prompts)), completions
 
 
 def _repeated(samples: Parts) -> set[tuple[int, ...]]:
-  """Return the prompts that several samples of a row have."""
+  """Return the prompts that more than one sample of a row has."""
   counts = collections.Counter(tuple(prompt) for prompt, _ in samples if prompt is not None)
   return {prompt for prompt, count in counts.items() if count > 1}
 
@@ -81,23 +81,23 @@ def pack(
   shared: np.ndarray | None = None,
   smaller: Sequence[Sequence[int]] = (),
 ) -> list[list[int]]:
-  """Deal items out to few rows.
+  """Distribute items over as few rows as first-fit decreasing needs.
 
-  As many rows as first-fit decreasing needs, rounded up to `multiple`; the last `multiple` of them have the first of
-  the `smaller` rooms with which everything fits. Then every item, the largest first, goes to the row that has room of
-  which the least is taken, so that rows take equally long. Items that share something are dealt one after the other, to
-  rows that hold one of them where there is room. Deterministic.
+  The number of rows is rounded up to a multiple of `multiple`; the last `multiple` rows get the first of the `smaller`
+  rooms with which everything fits. Then every item, the largest first, goes to the least filled row that has room for
+  it, so that rows take equally long. Items that share something are dealt one after the other, to rows that already
+  hold one of them if there is room. The result is deterministic.
 
   Args:
-    sizes: [M, D] what each item takes of each of D resources; no item takes more than `room`.
-    room: D, what a row has of each.
-    multiple: of the number of rows.
+    sizes: [M, D], what each item takes of each of D resources; no item takes more than `room`.
+    room: D, what a row has of each resource.
+    multiple: the number of rows, before empty ones are dropped, is a multiple of it.
     keys: [M] int, equal for items that share something; None: nothing is shared.
-    shared: [M, D] what an item does not take of a row with another item of its key.
+    shared: [M, D], what an item saves in a row with another item of its key.
     smaller: rooms [D] that the last rows may have instead, in the order in which they are tried.
 
   Returns:
-    The items of each row that has any.
+    The items of each row that is not empty.
   """
   chex.assert_rank(sizes, 2)
   chex.assert_axis_dimension(sizes, 1, len(room))
@@ -132,10 +132,9 @@ def _deal(
   rooms: np.ndarray,
   grows: bool,
 ) -> list[list[int]]:
-  """Deal by first fit to as many rows with the only one of `rooms` [1, D] as it takes (`grows`), or to rows with
-  `rooms`.
+  """Deal items to rows: by first fit to new rows of the only room in `rooms` [1, D] (`grows`), or to one row per room.
 
-  The latter goes by what part of a row is taken, and gives [] where something does not fit.
+  In the second case each item goes to the least filled row that has room for it; returns [] if an item fits in none.
   """
   rows: list[list[int]] = [[] for _ in range(0 if grows else len(rooms))]
   whole = rooms.sum(1)

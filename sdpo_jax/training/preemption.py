@@ -1,10 +1,11 @@
-"""Being told to stop: SIGTERM and Ctrl-C, the point at which all processes leave, and the deadline.
+"""Handling of preemption: SIGTERM and Ctrl-C, a stop point common to all processes, and a deadline.
 
-A signal is heard by a thread, since Python calls a handler only when the main thread is back from whatever it waits
-for: a program on the devices, a collective, a grader. The main thread asks at its points (`check`) and leaves at one
-that all processes agree on; what it saves then is the last whole state. Where it does not come to such a point, another
-thread saves that state if it is still on the devices (in a run of one process; several must save together). Whatever
-happens, the process ends after `trainer.preemption_grace_s`. A checkpoint that is half written by then does not count.
+A thread receives the signals, since Python runs a handler only when the main thread returns from whatever it waits for:
+a program on the devices, a collective, a grader. The main thread checks for a stop at its stop points (`check`), leaves
+at one that all processes agree on, and then saves the last whole state. If it does not reach such a point in time,
+another thread saves that state, provided it is still on the devices (only in runs of one process; several processes
+must save together). In any case the process ends after `trainer.preemption_grace_s`. A checkpoint that is only partly
+written by then does not count.
 """
 
 from __future__ import annotations
@@ -32,41 +33,42 @@ from sdpo_jax.errors import first_line
 EXIT_PREEMPTED = 143  # 128 + SIGTERM: saved, to be started again.
 EXIT_STALLED = 70  # Ended because it made no progress; saved where it could be.
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-START_GRACE_S = 5.0  # Until the process ends where there is nothing to save.
-REPEAT_S = 1.0  # A signal that comes so soon after the first is the same one: some send it to a process and its group.
-HELD_UP = 0.5  # Of the grace period, after which the main thread is not waited for any longer to save.
-SAYING_S = 1.0  # For which somebody is waited for to read what is printed.
-LISTING_S = 2.0  # For which the deadline waits to hear what is on disk.
-# In the place of a signal: another process was told to stop; this one was given up.
+START_GRACE_S = 5.0  # The grace period while there is nothing to save.
+REPEAT_S = 1.0  # A repeat within this time is the same signal: some senders signal a process and its group.
+HELD_UP = 0.5  # Fraction of the grace period after which another thread saves instead of the main thread.
+SAYING_S = 1.0  # Maximum time to wait for a message to be printed.
+LISTING_S = 2.0  # Maximum time to wait for the list of checkpoints at the deadline.
+# Codes sent in place of a signal number: another process was told to stop; this process was given up.
 _ELSEWHERE, _GIVEN_UP = 0, 255
 
-# What a signal would interrupt: nothing that must be saved yet; the steps; what comes after the last of them.
+# The part of a run that a signal interrupts: before there is anything to save; the steps; after the last step.
 Stage = Literal['start', 'steps', 'end']
 _ANSWERS: dict[Stage, str] = {
   'start': 'stopping.',
   'steps': 'saving a checkpoint, then stopping.',
   'end': 'all steps are done; ending.',
 }
-_listening: Preemption | None = None  # The one that hears this process's signals.
+_listening: Preemption | None = None  # The instance that receives this process's signals.
 
 
 class Preemption:
-  """Hears that this process, or another one of the run, is told to stop; see `stopping.Stop`.
+  """The stop requests of a run, to this process or to another one; see `stopping.Stop`.
 
-  Signals are heard where it is entered in the main thread; a second one ends the process at once, as the deadline does.
+  Signals are received if the context is entered in the main thread. A second signal ends the process at once, as the
+  deadline does.
   """
 
   def __init__(self, grace_s: float, on_disk: Callable[[], int]):
-    """Make what is to be entered around a run.
+    """Make a context manager to be entered around a run.
 
     Args:
-      grace_s: seconds from the signal to the end of the process, whatever it is doing then.
-      on_disk: lists the checkpoints and returns the step of the last whole one; 0: there is none.
+      grace_s: seconds from the signal to the end of the process, whatever it is doing by then.
+      on_disk: lists the checkpoints and returns the step of the last complete one; 0: there is none.
     """
     self.stage: Stage = 'start'
-    self.deadline: float | None = None  # On the monotonic clock, once told to stop.
-    self.given_up: str | None = None  # Why, where it was not told to stop.
-    # Saves the last whole state, called from another thread where the main thread does not come to its next point.
+    self.deadline: float | None = None  # On the monotonic clock; set once the process is told to stop.
+    self.given_up: str | None = None  # Why the run was ended, if not by a signal.
+    # Saves the last whole state; called from another thread if the main thread does not reach its next stop point.
     self.save: Callable[[], None] | None = None
     self._save_at: float | None = None
     self._grace_s, self._on_disk = grace_s, on_disk
@@ -92,7 +94,7 @@ class Preemption:
   def __exit__(self, *_: object) -> None:
     cluster.on_stop(None)
     self._restore()
-    self._mouth.close()  # By which the thread ends.
+    self._mouth.close()  # This ends the thread.
     self._thread.join()
     self._ear.close()
 
@@ -106,7 +108,7 @@ class Preemption:
       raise StoppedError
 
   def check_over_devices(self) -> None:
-    """Agree, as `check` does, in a run whose processes were joined by other means than `cluster.join`.
+    """Agree on a stop, as `check` does, in a run whose processes were not joined by `cluster.join`.
 
     Raises:
       StoppedError: a process was told to stop.
@@ -117,7 +119,7 @@ class Preemption:
       raise StoppedError
 
   def _restore(self) -> None:
-    """Let signals do what they did before."""
+    """Restore the previous signal handlers."""
     global _listening
     if not self._previous:
       return
@@ -128,7 +130,7 @@ class Preemption:
     _listening = None
 
   def give_up(self, why: str) -> None:
-    """End the run as a signal would, from any thread, for the reason `why` and with `EXIT_STALLED`."""
+    """End the run as a signal would, with the reason `why` and exit code `EXIT_STALLED`; callable from any thread."""
     self.given_up = why
     self._say(_GIVEN_UP)
 
@@ -145,7 +147,7 @@ class Preemption:
       self._mouth.send(bytes([number]))
 
   def _listen(self) -> None:
-    """Wait for signals and, after the first, for the deadline."""
+    """Wait for the first signal, then for the deadline."""
     first: float | None = None
     name = ''
     while True:
@@ -170,7 +172,7 @@ class Preemption:
           self._end(128 + number, f'{signal.Signals(number).name}, again: ending now.')
 
   def _pause(self) -> float | None:
-    """Return the seconds until there is something to do if nothing is heard; None: there is not."""
+    """Return the seconds until the next action is due; None if none is."""
     if self.deadline is None:
       return None
     at = self.deadline if self._save_at is None else self._save_at
@@ -185,7 +187,7 @@ class Preemption:
       logging.warning('The last finished step could not be saved beside what the run is doing: %s', first_line(error))
 
   def _tell(self, number: int, now: float) -> str:
-    """Answer the first signal; return its name."""
+    """React to the first signal: set the deadline and tell the user and other processes; return the signal's name."""
     if number == _GIVEN_UP:
       name = str(self.given_up)
     else:
@@ -194,9 +196,7 @@ class Preemption:
     self._save_at = now + HELD_UP * self._limit()
     if number != _ELSEWHERE:
       cluster.ask_to_stop()
-    with contextlib.suppress(
-      OSError, ValueError, OverranError
-    ):  # Nobody may read what is printed, or ever have done so.
+    with contextlib.suppress(OSError, ValueError, OverranError):  # The output may have no reader, or no longer.
       call_within(lambda: print(f'\n{name}: {_ANSWERS[self.stage]}', file=sys.stderr, flush=True), SAYING_S, 'saying')
     return name
 
@@ -207,7 +207,7 @@ class Preemption:
     return '' if self.stage == 'start' else ' (trainer.preemption_grace_s)'
 
   def _end(self, code: int, why: str) -> None:
-    """End the process, whatever its other threads wait for."""
+    """End the process at once, whatever its other threads wait for."""
     sentence = f'{why} {what_is_there(self._on_disk)}'
     if sys.stderr.isatty():
       sentence = f'\x1b[?25h{sentence}'  # The progress bar has hidden the cursor.
@@ -220,10 +220,10 @@ class Preemption:
 
 
 def what_is_there(on_disk: Callable[[], int]) -> str:
-  """Return the sentence that names the step from which a run goes on when it is started again.
+  """Return a sentence about the step from which the run would resume.
 
   Args:
-    on_disk: lists the checkpoints and returns the last whole one's step, 0 for none; it is not waited for long.
+    on_disk: lists the checkpoints and returns the step of the last complete one, 0 for none; the wait for it is short.
   """
   try:
     step = call_within(on_disk, LISTING_S, 'listing')
@@ -235,9 +235,9 @@ def what_is_there(on_disk: Callable[[], int]) -> str:
 
 
 def end_by(deadline: float, code: int) -> None:
-  """End the process by `deadline` (on the monotonic clock) with `code`, if it has not ended by itself.
+  """End the process with `code` at `deadline` (on the monotonic clock) if it has not ended by itself.
 
-  A thread of a grader may hang.
+  It may not, because a grader's thread hangs.
   """
 
   def wait() -> None:
@@ -248,7 +248,7 @@ def end_by(deadline: float, code: int) -> None:
 
 
 def _leave_to_the_parent() -> None:
-  """In a child that was forked: its signals are its own, and do not stop the run."""
+  """Restore the signal handlers in a forked child, whose signals must not stop the run."""
   if _listening is not None:
     _listening._restore()
 

@@ -1,4 +1,4 @@
-"""What a run says while it goes on: a live bar on a terminal, elsewhere one line per step."""
+"""The progress that a run shows: a live bar on a terminal, elsewhere one line per step."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import statistics
 import sys
 import time
 
-RECENT = 10  # Steps from which the time that is left is estimated.
+RECENT = 10  # Number of last steps from which the remaining time is estimated.
 
 
 class TimeLeft:
-  """Estimates how long the rest of a run takes, from its last few steps and evaluations."""
+  """An estimate of a run's remaining time, from its last few steps and evaluations."""
 
   def __init__(self, total: int, test_freq: int):
     """Start without an estimate.
 
     Args:
-      total: steps of the run.
-      test_freq: as in the settings; 0: there is no evaluation.
+      total: number of steps of the run.
+      test_freq: steps between evaluations, as in the settings; 0: there are none.
     """
     self._total, self._test_freq = total, test_freq
     self._steps: collections.deque[float] = collections.deque(maxlen=RECENT)
@@ -28,18 +28,18 @@ class TimeLeft:
     self._compiling: float | None = None  # The shortest step that compiled something.
 
   def evaluated(self, seconds: float) -> None:
-    """Note an evaluation."""
+    """Record the duration of an evaluation."""
     self._evaluations.append(seconds)
 
   def step(self, seconds: float, compiled: int) -> None:
-    """Note a step, its evaluation left out; one in which programs were compiled counts only while there is no other."""
+    """Record the duration of a step without its evaluation; steps that compiled programs count only if no others do."""
     if compiled:
       self._compiling = min(seconds, self._compiling or seconds)
     else:
       self._steps.append(seconds)
 
   def after(self, step: int) -> float | None:
-    """Return the seconds that are left after `step`; None before the first step."""
+    """Return the estimated seconds left after `step`; None before the first step."""
     if not self._steps and self._compiling is None:
       return None
     seconds = statistics.median(self._steps) if self._steps else self._compiling
@@ -54,7 +54,7 @@ class TimeLeft:
 
 
 class Progress:
-  """Shows progress: step, score, loss, tokens/s, time left; on a terminal also what the step is doing now."""
+  """A progress display: step, score, loss, tokens/s, time left; on a terminal also the current phase of the step."""
 
   def __init__(
     self,
@@ -67,7 +67,7 @@ class Progress:
   ):
     self._shown, self._total, self._clock = shown, total, clock
     self._left = TimeLeft(total, test_freq)
-    self._began = clock()  # The step that is under way.
+    self._began = clock()  # When the current step began.
     self._bar = None
     if shown and sys.stderr.isatty():
       from rich.console import Console
@@ -86,21 +86,21 @@ class Progress:
       self._bar.start()
 
   def phase(self, name: str) -> None:
-    """Show what the step is doing now."""
+    """Show the current phase of the step."""
     if self._bar is not None:
       self._bar.update(self._task, description=f'{name:<10}')
 
   def evaluated(self, seconds: float) -> None:
-    """Note an evaluation, which is not part of the step."""
+    """Record the duration of an evaluation, which is not part of the step."""
     self._left.evaluated(seconds)
     self._began += seconds
 
   def step(
     self, step: int, score: float, loss: float | None, tokens_per_second: float, note: str = '', *, compiled: int = 0
   ) -> None:
-    """Show a finished step, in which so many programs were compiled.
+    """Show a finished step, during which `compiled` programs were compiled.
 
-    A score that is not a number is not shown, and no loss where there was no update.
+    A score of NaN is not shown; neither is the loss if there was no update.
     """
     now = self._clock()
     self._left.step(now - self._began, compiled)

@@ -28,15 +28,13 @@ from sdpo_jax.types import Outcome
 
 
 def token_mean(values: Mapping[str, np.ndarray], name: str, mask: np.ndarray) -> float:
-  """Mean of a per-token quantity over the tokens for which it was computed; NaN when there are none."""
+  """Return the mean of a per-token quantity over the tokens for which it was computed; NaN if there are none."""
   picked = values[name][mask & np.isfinite(values[name])] if name in values else np.array([])
   return float(picked.mean()) if len(picked) else float('nan')
 
 
 def rollout_metrics(graded: GradedRollouts, config: Config) -> dict[str, float]:
-  """Return what the graded batch looks like: `rollout/<name>`, and `rollout/<source>/<name>` where it mixes data
-  sources.
-  """
+  """Return metrics of a graded batch: `rollout/<name>`, and `rollout/<source>/<name>` if it mixes data sources."""
   everything = np.arange(len(graded.rollouts))
   metrics = {f'rollout/{name}': value for name, value in _rollout_metrics(graded, everything, config).items()}
   sources = samples_by_source(graded.examples, graded.rollouts.group)
@@ -68,14 +66,12 @@ def _rollout_metrics(graded: GradedRollouts, rows: np.ndarray, config: Config) -
 
 
 def _mean(values: np.ndarray) -> float:
-  """Return the mean, NaN for no values."""
+  """Return the mean of `values`; NaN if it is empty."""
   return values.mean() if len(values) else math.nan
 
 
 def feedback_metrics(graded: GradedRollouts) -> dict[str, float]:
-  """`feedback/*`: on how many failures of a batch a model was asked for feedback and wrote none, and how much it
-  wrote.
-  """
+  """Return `feedback/*`: failures for which a model was asked for feedback, failed requests, and mean length."""
   written = [len(outcome.written) for outcome in graded.outcomes if outcome.written is not None]
   failed = sum(outcome.unwritten is not None for outcome in graded.outcomes)
   return {
@@ -86,7 +82,7 @@ def feedback_metrics(graded: GradedRollouts) -> dict[str, float]:
 
 
 def success_rates(graded: GradedRollouts, config: Config) -> dict[str, float]:
-  """Return the success rate of the rollouts of each data source; NaN where none of them is graded."""
+  """Return the success rate of each data source's rollouts; NaN if none of them is graded."""
   threshold = config.actor.self_distillation.success_reward_threshold
   rates = {}
   for source, rows in samples_by_source(graded.examples, graded.rollouts.group).items():
@@ -96,11 +92,11 @@ def success_rates(graded: GradedRollouts, config: Config) -> dict[str, float]:
 
 
 def gap_metrics(rates: Mapping[str, float], evaluated: Mapping[str, float]) -> dict[str, float]:
-  """`gap/<source>`: success rate of the rollouts minus the held-out mean score of the latest evaluation.
+  """Return `gap/<source>`: the rollouts' success rate minus the held-out mean score of the latest evaluation.
 
   Args:
-    rates: of `success_rates`.
-    evaluated: `eval/…` metrics of the latest evaluation; sources that it does not have get no gap.
+    rates: result of `success_rates`.
+    evaluated: `eval/…` metrics of the latest evaluation; sources without such metrics get no gap.
   """
   gaps = {}
   for source, rate in rates.items():
@@ -110,7 +106,7 @@ def gap_metrics(rates: Mapping[str, float], evaluated: Mapping[str, float]) -> d
   return gaps
 
 
-# Metric → per-token quantity of the objective, averaged over the tokens that are distilled.
+# Metric → per-token quantity of the objective, averaged over the distilled tokens.
 TEACHER_METRICS = {
   'teacher/divergence': 'divergence',
   'teacher/entropy': 'teacher_entropy',
@@ -121,7 +117,7 @@ TEACHER_METRICS = {
   'train/ratio': 'ratio',
   'train/ratio_clipped_fraction': 'ratio_clipped',
 }
-# The same for the policy gradient, over all completion tokens with an advantage, and for the KL penalty, over all.
+# The same over all completion tokens: for the policy gradient those with an advantage, for the KL penalty all.
 POLICY_METRICS = {
   'train/ppo_ratio': 'ppo_ratio',
   'train/ppo_clipped_fraction': 'ppo_clipped',
@@ -132,9 +128,7 @@ POLICY_METRICS = {
 
 
 def update_metrics(report: UpdateReport, batch: GenerationBatch, session: Session) -> dict[str, float]:
-  """Return what the update did, and how far its log-probs are from the sampler's unless `build_batch` has measured
-  it.
-  """
+  """Return metrics of the update, with the sampler-trainer mismatch unless `build_batch` has measured it."""
   values, mask = report.token_values, batch.rollouts.completion_mask
   log_probs, correction = values.get('log_prob') if report.log_probs is None else report.log_probs, {}
   if log_probs is not None and not session.spec.computes_log_probs:
@@ -153,14 +147,12 @@ def update_metrics(report: UpdateReport, batch: GenerationBatch, session: Sessio
   }
 
 
-# Of a generation batch that has no update.
+# Metrics of a generation batch without an update.
 NO_UPDATE = {'train/optimizer_steps': 0, 'train/skipped_steps': 0}
 
 
 def gathering_metrics(step: int, gathering: Gathering, lesson: Lesson | None) -> dict[str, float]:
-  """`gathering/*`: completions that an update learned from, how many steps they had waited, and those that still
-  wait.
-  """
+  """Return `gathering/*`: completions that an update learned from, their mean wait in steps, and those that wait."""
   steps = np.zeros(0) if lesson is None else lesson.steps[lesson.steps > 0]
   return {
     'gathering/trained': len(steps),
@@ -171,9 +163,7 @@ def gathering_metrics(step: int, gathering: Gathering, lesson: Lesson | None) ->
 
 
 def divergence_metrics(report: UpdateReport, batch: GenerationBatch, graded: GradedRollouts) -> dict[str, float]:
-  """`teacher/<source>/divergence`: `teacher/divergence` of the samples of each data source, where a batch mixes
-  some.
-  """
+  """Return `teacher/<source>/divergence`, the mean divergence of each data source; empty unless a batch mixes some."""
   sources = samples_by_source(graded.examples, graded.rollouts.group)
   if len(sources) < 2 or 'divergence' not in report.token_values:
     return {}
@@ -187,8 +177,7 @@ def divergence_metrics(report: UpdateReport, batch: GenerationBatch, graded: Gra
 def throughput_metrics(
   session: Session, drawn: Sequence[GradedRollouts], report: UpdateReport, seconds: Mapping[str, float]
 ) -> dict[str, float]:
-  """Tokens per second, where the peak of the device is known model FLOPs utilisation, and what padding leaves of
-  shapes.
+  """Return tokens per second, MFU (model FLOPs utilisation) if the device's peak is known, and fill fractions.
 
   Tokens are those of prompts and completions, never padding. MFU counts 2 FLOPs per parameter and token of prefill and
   decode, the student's forward and backward and the teacher's forward; neither attention scores nor recomputation,
@@ -198,9 +187,9 @@ def throughput_metrics(
 
   Args:
     session: of the run.
-    drawn: the generation batches that the step has drawn: its own, or those whose turn comes later.
-    report: of its update.
-    seconds: that its phases took.
+    drawn: the generation batches that were sampled during the step: its own, or those of later steps.
+    report: report of the step's update.
+    seconds: duration of each of its phases.
   """
   sampled = sum(int(graded.rollouts.completion_mask.sum()) for graded in drawn)
   prefilled = sum(sum(map(len, graded.prompts)) for graded in drawn)
@@ -237,20 +226,19 @@ def write_rollouts(
   waiting: Sequence[int] = (),
   tokens: TokenRecords | None = None,
 ) -> None:
-  """Write `rollouts/<step>.jsonl`: per sample a line with prompt, completion, score, feedback, teacher prompt,
-  divergence.
+  """Write `rollouts/<step>.jsonl`, a line per sample: prompt, completion, score, feedback, teacher prompt, divergence.
 
-  Of a text it holds the `excerpt`. Where several graders judge a question, `rewards` is what each gave before its
-  weight.
+  Texts are shortened by `excerpt`. If several graders judge a question, `rewards` holds each grader's reward before
+  weighting.
 
   Args:
     session: of the run.
-    step: of the run.
+    step: step of the run.
     graded: completions with their outcomes.
     context: the teacher's prompts; None: there is no teacher.
-    report: of the update.
+    report: report of the update.
     waiting: samples that wait for a later update; their lines say so, and have no divergence yet.
-    tokens: whose fields (`TokenRecords.of`) each line gets, too; None: no such fields.
+    tokens: records whose fields (`TokenRecords.of`) are added to each line; None: no such fields.
   """
   folder = session.workdir / 'rollouts'
   make_directory(folder)
@@ -285,13 +273,13 @@ def write_rollouts(
 
 
 def _written(outcome: Outcome) -> dict[str, str]:
-  """Return the entries of a line of `rollouts/<step>.jsonl` about feedback that a model was asked to write."""
+  """Return the fields of a line of `rollouts/<step>.jsonl` about feedback that a model was asked to write."""
   entries = {'written_feedback': outcome.written, 'unwritten': outcome.unwritten}
   return {name: excerpt(text) for name, text in entries.items() if text is not None}
 
 
 def write_evaluation(workdir: epath.Path, step: int, evaluation: Evaluation) -> None:
-  """`eval/<step>.json` with the metrics and every sample."""
+  """Write `eval/<step>.json` with the metrics and every sample."""
   folder = workdir / 'eval'
   make_directory(folder)
   content = {'step': step, 'metrics': jsonable(evaluation.metrics), 'samples': evaluation.samples}

@@ -1,4 +1,4 @@
-"""What a command prints at its end."""
+"""The texts that a command prints at its end."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sdpo_jax.training.loop import Result
 def summary(
   result: Result, config_path: str, overrides: Sequence[tuple[str, str]] = (), *, trained: str = 'model'
 ) -> str:
-  """Held-out accuracy before and after, where the run is, and what to type next.
+  """Return the summary of a run: held-out accuracy before and after, its directory, and the next commands to type.
 
   Args:
-    result: of the run.
-    config_path: as typed.
-    overrides: (setting, text) as typed, repeated where a command reads the config.
-    trained: what an export of it writes: a model, an adapter or a cartridge.
+    result: result of the run.
+    config_path: path of the config as typed.
+    overrides: (setting, text) as typed, repeated in commands that read the config.
+    trained: what an export of the run writes: a model, an adapter or a cartridge.
   """
   workdir = result.workdir
   if result.preempted:
@@ -72,17 +72,15 @@ def _command(name: str, *arguments: str) -> str:
 
 
 def headlines(names: Iterable[str]) -> list[str]:
-  """Return the names among `eval/<task>/…` that are read first: mean, best and maj of the score, and the mean of
-  acc.
-  """
+  """Return the headline metrics among `eval/<task>/…`: mean, best and maj of the score, and the mean of acc."""
   names = list(names)
   tasks = [name.removesuffix('questions') for name in names if name.endswith('/questions')]
   first = re.compile(r'(?:mean|best|maj|acc/mean)@\d+')
   return [name for name in names if any(first.fullmatch(name.removeprefix(task)) for task in tasks)]
 
 
-UNGRADED = 'ungraded_fraction'  # Is shown where it is not 0: the other numbers are those of the graded samples.
-# Column of the table → how its metric is called and written; n is the number of samples a question.
+UNGRADED = 'ungraded_fraction'  # Shown unless it is 0: the other numbers are those of the graded samples.
+# Column of the table → name and format of its metric; n is the number of samples per question.
 COLUMNS = {
   'mean@{n}': ('mean@{n}', '.4f'),
   'best@{n}': ('best@{n}', '.4f'),
@@ -100,11 +98,11 @@ COLUMNS = {
 
 
 def evaluation_table(evaluation: Evaluation, n: int) -> str:
-  """One row a data source, with what one reads first; columns that no source has are left out.
+  """Return a table of the headline metrics with one row per data source; columns that no source has are left out.
 
   Args:
-    evaluation: of a run or a model.
-    n: samples a question.
+    evaluation: evaluation of a run or a model.
+    n: number of samples per question.
   """
   columns = {title.format(n=n): (name.format(n=n), style) for title, (name, style) in COLUMNS.items()}
   shown = {

@@ -1,6 +1,4 @@
-"""The start of a run where it stopped: the newest checkpoint, what is outstanding of its step, and what its line
-says.
-"""
+"""Resuming a run: the newest checkpoint, the unfinished part of its step, and the check against its metrics line."""
 
 from __future__ import annotations
 
@@ -23,19 +21,19 @@ from sdpo_jax.training.directory.ownership import Ownership
 from sdpo_jax.training.directory.workdir import open_workdir
 from sdpo_jax.types import TrainState
 
-UNFINISHED = 'unfinished'  # In the host's state: what is outstanding of the step.
+UNFINISHED = 'unfinished'  # Key in the host's state: the outstanding part of the step.
 
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-  """What a run goes on from."""
+  """The state from which a run resumes."""
 
-  step: int  # Of the checkpoint.
+  step: int  # The step of the checkpoint.
   state: TrainState
   host: Mapping[str, Any]
-  digest: str  # Of the state.
-  unfinished: Unfinished | None  # What is outstanding of the step; None: it has its line.
-  recorded: bool  # Whether its line names the same digest.
+  digest: str  # The digest of the state.
+  unfinished: Unfinished | None  # The outstanding part of the step; None: the step has its metrics line.
+  recorded: bool  # Whether the step's metrics line has the same digest.
 
   def __str__(self) -> str:
     as_recorded = ', as in metrics.jsonl' if self.recorded else ''
@@ -46,17 +44,17 @@ class Resumed:
 def opened(
   config: Config, workdir: epath.Path, ownership: Ownership | None, like: TrainState, say: Callable[[str], None]
 ) -> Iterator[tuple[Checkpoints, Resumed | None]]:
-  """Open the checkpoints of a run and restore the newest whole one, None where there is none; close them at the end.
+  """Open the checkpoints of a run and restore the newest whole one (None if there is none); close them at the end.
 
   Args:
     config: settings.
-    workdir: of the run, which nothing is missing from that would be trained over (`remains.settle`).
-    ownership: of the directory; None on all processes but one.
-    like: a state, or abstract arrays with shardings, of the layout to restore.
+    workdir: directory of the run, already checked for missing parts (`remains.settle`).
+    ownership: ownership of the directory; None on all processes but one.
+    like: a state, or abstract arrays with shardings, in the layout to restore.
     say: receives sentences for the user.
 
   Raises:
-    UserError: what there is cannot be gone on from.
+    UserError: the run cannot resume from what is on disk.
   """
   open_workdir(workdir)
   barrier('the start of the run')  # Weights are read by now, and the directory is there.
@@ -68,7 +66,7 @@ def opened(
     liveness.begin('restore')
     yield checkpoints, _resume(workdir, checkpoints, ownership, like)
   except BaseException:
-    with contextlib.suppress(Exception):  # What of it matters was said before; the first error is the one to hear.
+    with contextlib.suppress(Exception):  # The user must see the first error, not one of closing.
       checkpoints.close()
     raise
   checkpoints.close()
@@ -86,24 +84,24 @@ def _resume(
     return None
   step, state, host = restored
   digest = checkpoints.state_digest(step)
-  if is_unfinished(step, host, history(workdir, step)):  # Its line, if it has one, is of the state after it.
+  if is_unfinished(step, host, history(workdir, step)):  # The step's line, if there is one, is of a later state.
     return Resumed(step, state, host, digest, Unfinished.from_json(host[UNFINISHED]), recorded=False)
   return Resumed(step, state, host, digest, None, check_digest(workdir, step, digest))
 
 
 def is_unfinished(step: int, host: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> bool:
-  """Return whether something is outstanding of the step from which a run resumes.
+  """Return whether part of the step from which a run resumes is outstanding.
 
   Args:
-    step: of the checkpoint.
-    host: the host's state in it.
-    lines: of metrics.jsonl, up to that step. If the step has one, it was finished after the checkpoint; but the state
-      of the checkpoint is that of before a rollback, which is to be made anew.
+    step: step of the checkpoint.
+    host: host state in the checkpoint.
+    lines: lines of metrics.jsonl up to that step. If the step has a line, it was finished after the checkpoint was
+      saved, unless the line reports a rollback: the checkpoint has the state before it, and the rollback is repeated.
   """
   return UNFINISHED in host and all(line['step'] != step or line.get(alarms.ROLLBACK) is not None for line in lines)
 
 
 def written_before(step: int, unfinished: Unfinished | None) -> int:
-  """Return the last step whose line of metrics.jsonl stays when a run resumes at `step`."""
-  # Nothing is rolled back at step 1, and the line of step 0 is not to be dropped with it.
+  """Return the last step whose line of metrics.jsonl is kept when a run resumes at `step`."""
+  # Step 1 is never rolled back, and the line of step 0 must not be dropped with its own.
   return step if unfinished is None or step == 1 else step - 1

@@ -1,4 +1,4 @@
-"""The programs of a training run, registered: those of the update, and those of the sampler in training and evaluation.
+"""The registered programs of a training run: those of the update and of the sampler in training and evaluation.
 
 Names of the update's: `score/P×T` (log-probs before the update, of all completions or of those that it leaves out),
 `initial/P×T` (the same of all under the initial policy), `top/P×R×T` (the most likely tokens, where `rollouts/` has
@@ -58,15 +58,15 @@ def run_programs(
   Args:
     config: settings.
     policy: the model.
-    base: frozen parameters; abstract arrays will do.
-    trainable: trainable parameters; abstract arrays will do.
-    mesh: where it runs.
-    stop_ids: how many token ids end a completion.
-    teacher: who reads the teacher's prompts; None: the model itself, or the one that the settings name.
-    held_out: questions of an evaluation; None: they are not known.
+    base: frozen parameters; may be abstract arrays.
+    trainable: trainable parameters; may be abstract arrays.
+    mesh: mesh of the run.
+    stop_ids: number of token ids that end a completion.
+    teacher: the model that reads the teacher's prompts; None: the student itself, or the model that the settings name.
+    held_out: number of questions of an evaluation; None: unknown.
 
   Raises:
-    UserError: the settings ask the base to teach, and there is none, or another model, which cannot.
+    UserError: the settings name the base model as the teacher and there is none, or a model that cannot teach.
   """
   if teacher is None and teacher_model.is_used(config):
     teacher = abstract_teacher(config, mesh)
@@ -79,20 +79,20 @@ def run_programs(
 
 
 def abstract_parameters(policy: Policy, mesh: jax.sharding.Mesh) -> tuple[Tree, Tree]:
-  """Return shapes, dtypes and shardings of a model's base and trainable parameters, from its table."""
+  """Return the base and trainable parameters of a model as abstract arrays, from its parameter table."""
   table = policy.parameter_table()
   return parameter_tables.split(table, abstract_table(table, mesh))
 
 
 def abstract_teacher(config: Config, mesh: jax.sharding.Mesh) -> Teacher:
-  """Return the other model that the settings name as the teacher, with abstract arrays.
+  """Return the separate teacher model that the settings name, with abstract arrays.
 
   Args:
     config: settings with such a teacher.
-    mesh: where it runs.
+    mesh: mesh of the run.
 
   Raises:
-    UserError: it cannot teach, or the mesh does not divide it.
+    UserError: the model cannot teach, or the mesh does not divide it.
   """
   policy = teacher_model.read_policy(config).on(mesh, config.model.attention)
   table = parameter_tables.frozen_in(policy.parameter_table(), policy.dtype)
@@ -101,7 +101,7 @@ def abstract_teacher(config: Config, mesh: jax.sharding.Mesh) -> Teacher:
 
 
 def abstract_table(table: parameter_tables.Table, mesh: jax.sharding.Mesh) -> Tree:
-  """Return shapes, dtypes and shardings of the parameters of a table."""
+  """Return the parameters of a table as abstract arrays with shardings."""
 
   def describe(parameter: parameter_tables.Parameter) -> jax.ShapeDtypeStruct:
     sharding = meshes.parameter_sharding(mesh, parameter.axes, parameter.shape)
@@ -119,7 +119,7 @@ def update_programs(run: Run) -> dict[str, Program]:
   update = make_update(run.policy, update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state), run.teacher)
   rows = batching.micro_batch_rows(config, mesh.size)
   leaves = jax.tree.leaves(state)
-  scored = {}  # Kind → parameters under which completions are scored, and what a device holds with them.
+  scored = {}  # Kind → parameters under which completions are scored, and the trees that a device holds then.
   if spec.computes_log_probs or spec.weighs_in_update:
     scored['score'] = trainable, 'parameters'
   if spec.needs_initial_policy:
@@ -176,7 +176,7 @@ def update_programs(run: Run) -> dict[str, Program]:
 
 
 def _without_coefficients(batch: Batch) -> Batch:
-  """Return a micro-batch as `batching.reading_micro_batches` makes it."""
+  """Return a micro-batch without coefficients, as `batching.reading_micro_batches` makes it."""
   weighs = ('old_log_probs', 'advantages', 'sampling_log_probs', 'initial_log_probs', 'signal', *COEFFICIENTS)
   return batch.replace(**dict.fromkeys(weighs))
 
@@ -191,7 +191,7 @@ def abstract_batch(
   mesh: jax.sharding.Mesh,
   share: bool = False,
 ) -> Batch:
-  """Return shapes and shardings of a micro-batch.
+  """Return a micro-batch as abstract arrays with shardings.
 
   Args:
     rows: B.
@@ -199,8 +199,8 @@ def abstract_batch(
     reprompt: bucket of teacher prompts; None: no teacher reads the batch.
     response: bucket of completions, T.
     spec: terms of the loss, and whether they read old log-probs or those of the sampler.
-    mesh: where it lies.
-    share: from `batching.shares_prompts`.
+    mesh: mesh of the run.
+    share: result of `batching.shares_prompts`.
   """
   sharding = meshes.batch_sharding(mesh)
 
@@ -234,9 +234,9 @@ def abstract_batch(
 
 @programs.register
 def sampling_programs(run: Run) -> dict[str, Program]:
-  """Return the sampler's programs in training, and those that evaluation needs beside them.
+  """Return the sampler's programs in training, and those that evaluation needs in addition.
 
-  Where the teacher writes what is learned from, they are two samplers', which share no program.
+  If the teacher samples the training completions, there are two samplers, which share no program.
   """
   config, evaluated = run.config, _evaluated(run)
   student = run.policy, run.base, run.trainable
@@ -250,22 +250,22 @@ def sampling_programs(run: Run) -> dict[str, Program]:
 
 @programs.register
 def feedback_programs(run: Run) -> dict[str, Program]:
-  """Return what the student calls when it writes feedback on failures: those of a sampler of other lengths."""
+  """Return the programs of the sampler with which the student writes feedback on failures."""
   config = run.config
   if not feedback_writing.writes_itself(config):
     return {}
   run = dataclasses.replace(run, config=feedback_writing.sampler_settings(config))
-  samples = config.data.train_batch_size * config.rollout.n  # There are as many failures at most.
+  samples = config.data.train_batch_size * config.rollout.n  # The maximum number of failures.
   return _of_sampler(run, run.policy, run.base, run.trainable, [(samples, False)], FEEDBACK)
 
 
 def resident_programs(run: Run, kept_prefixes: int = 0) -> dict[str, Program]:
-  """Return the programs of a sampler that stays, for requests of any kind (`rollout.resident`).
+  """Return the programs of a resident sampler, which serves requests of any kind (`rollout.resident`).
 
   Args:
-    run: settings of what it samples.
-    kept_prefixes: rows that keep keys and values (`rollout.kept_prefixes`); with some, there are also `empty kept`,
-      `keep` (from a slot to a row) and `extend` (a prompt that begins as a row does).
+    run: model and settings of the sampler.
+    kept_prefixes: rows that keep keys and values (`rollout.kept_prefixes`); if there are any, the programs include
+      `empty kept`, `keep` (copies a slot to a row) and `extend` (continues a row with the rest of a prompt).
   """
   samples = run.config.data.train_batch_size * run.config.rollout.n
   requests = [(samples, False)]
@@ -274,9 +274,7 @@ def resident_programs(run: Run, kept_prefixes: int = 0) -> dict[str, Program]:
 
 @programs.register
 def divergence_programs(run: Run) -> dict[str, Program]:
-  """Return what evaluations that measure the divergence call beside the sampler: the teacher's, and that which
-  scores.
-  """
+  """Return the additional programs of evaluations that measure the divergence: the teacher's sampler and the scorer."""
   config, mesh, evaluated = run.config, run.mesh, _evaluated(run)
   if not config.trainer.test_divergence or not evaluated:
     return {}
@@ -300,16 +298,16 @@ def divergence_programs(run: Run) -> dict[str, Program]:
 
 
 def _teacher(run: Run) -> tuple[Policy, Tree, Tree]:
-  """Return policy, frozen and other parameters of a teacher that writes completions; it has none that move."""
+  """Return policy, frozen and trainable parameters ({}) of a teacher that writes completions."""
   return run.teacher.policy, run.teacher.whole_base(run.base), {}
 
 
 def _evaluated(run: Run) -> int:
-  """Return how many completions an evaluation draws; 0: there is none."""
+  """Return how many completions an evaluation samples; 0: there is no evaluation."""
   config = run.config
   if not config.trainer.test_freq:
     return 0
-  # How many held-out questions there are is known from their files only: without them, enough to fill all slots.
+  # Only the files tell how many held-out questions there are; without them, assume enough to fill all slots.
   unknown = config.data.val_max_samples or config.rollout.max_batch_rows
   return (unknown if run.held_out is None else run.held_out) * config.val_kwargs.n
 
@@ -327,13 +325,14 @@ def _of_sampler(
   """Return the programs of one sampler.
 
   Args:
-    run: that it is a part of.
-    policy: from which it samples.
-    base: its frozen parameters.
-    trainable: its other parameters.
-    requests: of how many samples, and whether only evaluation makes them; what an earlier one has called is there.
-    whose: begins the kinds, where they are not the run's own sampler's.
-    resized: from `rollout.sizes.sizes`.
+    run: the run that the sampler belongs to.
+    policy: policy that it samples from.
+    base: frozen parameters of the policy.
+    trainable: other parameters of the policy.
+    requests: (number of samples, whether only evaluation makes it) of each request; programs that an earlier request
+      uses are not listed again.
+    whose: prefix of the programs' kinds, unless they are those of the run's own sampler.
+    resized: as in `rollout.sizes.sizes`.
     kept_prefixes: see `resident_programs`.
   """
   engine = functions.sampler_functions(policy, run.mesh, run.config.rollout.cache_dtype == 'int8')
@@ -382,11 +381,11 @@ def _sampling(
   resized: bool,
   kept_prefixes: int,
 ) -> dict[str, Program]:
-  """Return the sampler's programs for a request of `samples`, all but those that prepare the parameters."""
+  """Return the sampler's programs for a request of `samples`, except those that prepare the parameters."""
   config, mesh, shards = run.config, run.mesh, engine.shards
   declared = declared_buckets(config)
   response, chunk = declared.response[-1], config.rollout.decode_chunk
-  # As the sampler of a session, which is made for at least the samples of a training step.
+  # Like the sampler of a session, which is built for at least the samples of a training step.
   least = max(samples, config.data.train_batch_size * config.rollout.n)
   rows = sizes.shard_rows(least, config.rollout.max_batch_rows, shards)
   taken = sizes.sizes(
@@ -416,7 +415,7 @@ def _sampling(
     )
 
   def held(size: sizes.Size) -> Any:
-    """Return the cache of that size; one that keeps its size still has all rows in its stores."""
+    """Return the cache of a size; a cache that keeps its size still has all rows in its stores."""
     if not engine.keeps_size:
       return cache(shards * size.rows, size.slots)
     return cache(most, size.slots).replace(lengths=of_rows(shards * size.rows))
@@ -440,7 +439,7 @@ def _sampling(
       whose + name, function, tuple(arguments), holds=tuple(holds), buckets=lengths, evaluation=evaluation, **more
     )
 
-  together: dict[int, int] = {}  # Prompts prefilled together → the largest bucket of which there are so many.
+  together: dict[int, int] = {}  # Prompts prefilled together → the largest bucket for which that many are.
   for prompt in declared.prompt:
     prompts = shards * taken.prompts(prompt)
     together[prompts] = prompt
@@ -523,7 +522,7 @@ def _named(kind: str, lengths: Sequence[int], evaluation: bool = False) -> str:
 
 
 def _of_rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-  if mesh.size == 1:  # They come from the host as they are.
+  if mesh.size == 1:  # The arrays come from the host without a sharding.
     return jax.ShapeDtypeStruct(shape, dtype)
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(meshes.FSDP))
   return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding if shape else meshes.replicated(mesh))

@@ -1,4 +1,4 @@
-"""A few samples of a generation batch, for whoever watches the run: prompt, completion, score, feedback."""
+"""A few samples of a generation batch, shown to whoever watches the run: prompt, completion, score, feedback."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sdpo_jax.training.graded import GradedRollouts
 
 COLUMNS = ('prompt', 'completion', 'score', 'feedback')
 UNGRADED = 'ungraded'
-LONGEST_SHOWN = 500  # Characters of a text on a terminal.
+LONGEST_SHOWN = 500  # Maximum number of characters of a text on a terminal.
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-  """One completion as a table shows it."""
+  """One completion as shown in a table."""
 
   prompt: str  # The last message.
   completion: str
@@ -26,7 +26,7 @@ class Sample:
   feedback: str | None
 
   def cells(self, longest: int) -> tuple[str, ...]:
-    """Return the text of each of `COLUMNS`, of about `longest` characters at most."""
+    """Return the text of each of `COLUMNS`, with at most about `longest` characters."""
     score = UNGRADED if self.score is None else f'{self.score:g}'
     return tuple(shorten(text, longest) for text in (self.prompt, self.completion, score, self.feedback or ''))
 
@@ -46,7 +46,7 @@ def pick(graded: GradedRollouts, count: int) -> list[Sample]:
 
 
 def as_text(step: int, samples: Sequence[Sample]) -> str:
-  """Return samples for a terminal; characters that would control it are written as escapes."""
+  """Return samples as text for a terminal, with control characters escaped."""
   width = max(map(len, COLUMNS))
   lines = []
   for number, sample in enumerate(samples, start=1):
@@ -59,5 +59,5 @@ def as_text(step: int, samples: Sequence[Sample]) -> str:
 
 
 def shorten(text: str, longest: int) -> str:
-  """Return a text without its middle if it has more than `longest` characters."""
+  """Return a text, with its middle left out if it has more than `longest` characters."""
   return shorten_middle(text, longest, ' … ')

@@ -1,4 +1,4 @@
-"""The last state from which a run can go on, which is saved whatever ends the run."""
+"""The last state from which a run can continue, saved however the run ends."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from sdpo_jax.training.directory.published import newest
 from sdpo_jax.training.together import Together
 from sdpo_jax.types import TrainState
 
-RESCUE_S = 30.0  # For which a process that meets an error waits for the others to meet it too.
+RESCUE_S = 30.0  # How long a process with an error waits for the others to report theirs.
 
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-  """A state from which the run can go on, with all that a checkpoint of it holds."""
+  """A state from which the run can continue, with everything else that its checkpoint holds."""
 
   step: int  # Generation batches that it has seen.
   starting: StartingState  # Its arrays.
-  host: Callable[[], Mapping[str, Any]]  # What the host holds, as values for JSON; made when it is saved.
-  metrics: Mapping[str, float]  # By which its checkpoint is ranked; none while something of its step is outstanding.
-  leaves: Mapping[str, str] | None  # The digests of its arrays, where they are known.
+  host: Callable[[], Mapping[str, Any]]  # Returns the host's state as JSON values; called when it is saved.
+  metrics: Mapping[str, float]  # The metrics that rank its checkpoint; empty while its step is unfinished.
+  leaves: Mapping[str, str] | None  # The digests of its arrays, if known.
 
 
 class Saving:
-  """Holds the last whole state, and saves it: when it is due, beside what hangs, and before an error ends the run."""
+  """The last whole state, saved when due, while the training thread hangs, and before an error ends the run."""
 
   def __init__(
     self,
@@ -49,19 +49,19 @@ class Saving:
     sync_lines: Callable[[], None],
     announce: Callable[[str], None],
   ):
-    """Make what saves to `workdir`.
+    """Prepare saving to `workdir`.
 
     Args:
-      workdir: of the run.
-      checkpoints: of the run.
-      ownership: of the directory; None on all processes but one.
-      together: of the run.
-      sync_lines: returns once the lines so far are on the disk, which a checkpoint must not outlive.
+      workdir: directory of the run.
+      checkpoints: checkpoints of the run.
+      ownership: ownership of the directory; None on all processes but one.
+      together: coordination of the run's processes.
+      sync_lines: blocks until the metrics lines written so far are on disk, as a checkpoint requires.
       announce: receives sentences for the user.
     """
     self._workdir, self._checkpoints, self._ownership = workdir, checkpoints, ownership
     self._together, self._sync_lines, self._announce = together, sync_lines, announce
-    self._busy = threading.Lock()  # One thread may save where another one, which hangs, trains.
+    self._busy = threading.Lock()  # Another thread may save while the training thread hangs.
     self._starting: StartingState | None = None
     self.whole: Whole
 
@@ -75,18 +75,19 @@ class Saving:
     *,
     keep: bool,
   ) -> None:
-    """Note that the run can go on from `state`, of which more may be known than before; arguments as of `Whole`.
+    """Note that the run can continue from `state`; a later call may add what is known of it. Arguments as in `Whole`.
 
     Args:
-      keep: as of `StartingState`.
+      keep: as in `StartingState`.
     """
-    # Another thread may be saving it by what was noted before, and whoever donates it waits for that one.
+    # Another thread may be saving the same state by an earlier note; its `StartingState` must stay the same, since
+    # donating the state waits for that thread.
     if self._starting is None or not self._starting.holds(state):
       self._starting = StartingState(state, keep=keep)
     self.whole = Whole(step, self._starting, host, metrics, leaves)
 
   def save(self) -> None:
-    """Save the last whole state, unless it is on disk, or gone since optimizer steps follow it."""
+    """Save the last whole state, unless it is on disk already, or optimizer steps have overwritten its arrays."""
     with self._busy:
       whole = self.whole
       if self._is_due(whole):
@@ -95,16 +96,16 @@ class Saving:
           self._save(whole, state)
 
   def save_meanwhile(self) -> None:
-    """As `save`, for another thread than the one that trains, which waits before it donates what is being saved."""
+    """Save the last whole state from another thread; the training thread waits for it before donating the state."""
     with self._busy:
-      whole = self.whole  # The thread that trains may have another one at any time.
+      whole = self.whole  # The training thread may replace it at any time.
       with whole.starting.held() as state:
         if state is not None and self._is_due(whole):
           self._save(whole, state)
       self._checkpoints.wait()
 
   def wait(self) -> None:
-    """Return when everything is written; errors as `Checkpoints.wait`."""
+    """Block until everything is written; errors as in `Checkpoints.wait`."""
     with self._busy:
       self._checkpoints.wait()
 
@@ -119,20 +120,20 @@ class Saving:
     self._checkpoints.save(whole.step, state, whole.host(), whole.metrics, whole.leaves)
 
   def rescue(self, error: BaseException) -> None:
-    """Save the last whole state before the run ends by `error`, and say which step is on disk.
+    """Save the last whole state before `error` ends the run, and announce which step is on disk.
 
-    What goes wrong here is said, and hides nothing: the first error is the one that the run ends by.
+    Errors raised here are announced and do not hide `error`, which still ends the run.
     """
     if isinstance(error, RunLostError):
-      return  # What is on disk is another process's, and so is the next start.
+      return  # The directory, and thus the next start, belongs to another process.
     first = jax.process_index() == 0
     try:
-      # The others are where this process is if they met the same; otherwise nothing can be saved together.
+      # The other processes get here if they have the same error; otherwise nothing can be saved together.
       if cluster.exchange_notes('the end by an error', within_s=RESCUE_S) is None:
         self._announce('The other processes go on without this one: nothing more is saved.')
       else:
         if not self.whole.starting.on_devices:
-          traceback.clear_frames(error.__traceback__)  # They hold arrays for which there is no room any more.
+          traceback.clear_frames(error.__traceback__)  # The frames hold arrays for which there is no room any more.
         if self._ownership is not None:
           self._ownership.check()
         self.save()

@@ -1,4 +1,4 @@
-"""What a run, an evaluation and an export have in common: model, tokenizer, sampler and programs."""
+"""The model, tokenizer, sampler and programs that runs, evaluations and exports share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sdpo_jax.types import Tree
 
 @dataclasses.dataclass
 class Session:
-  """Everything a run holds beside its state."""
+  """Everything that a run holds apart from its state."""
 
   config: Config
   workdir: epath.Path
@@ -31,25 +31,24 @@ class Session:
   mesh: jax.sharding.Mesh
   sampler: Sampler
   spec: ObjectiveSpec
-  teacher: Teacher | None  # None: the objective needs none on the devices.
+  teacher: Teacher | None  # None: the objective needs no teacher on the devices.
   update: Update
   flops_per_token: float  # of one forward pass.
   update_flops_per_token: float  # of a forward and a backward pass.
   teacher_flops_per_token: float  # the same of the policy that reads the teacher's prompts.
-  endpoint: Endpoint | None = None  # A teacher that a server answers for.
+  endpoint: Endpoint | None = None  # A teacher behind an endpoint.
   initial: Tree | None = (
-    None  # Trainable parameters as the run began, `initial_policy`; None: the objective needs none.
+    None  # Trainable parameters at the start of the run (`initial_policy`); None: the objective does not need them.
   )
   teachers_sampler: Sampler | None = None  # None: the teacher writes nothing.
-  feedback_sampler: Sampler | None = None  # With which the student writes feedback; None: it writes none.
+  feedback_sampler: Sampler | None = None  # The sampler for the student's own feedback; None: it writes none.
   feedback_endpoint: FeedbackEndpoint | None = None  # A server that writes feedback.
 
   def writer(self, trainable: Tree) -> tuple[Sampler, Tree, Tree]:
-    """Return who writes the completions that are learned from: a sampler, and the base and trainable tree that it
-    reads.
+    """Return the sampler, base and trainable tree that write the training completions.
 
     Args:
-      trainable: of the student.
+      trainable: trainable parameters of the student.
     """
     if self.config.rollout.sampled_by == 'student':
       return self.sampler, self.base, trainable
@@ -57,5 +56,5 @@ class Session:
 
   @property
   def teacher_writer(self) -> tuple[Sampler, Tree, Tree]:
-    """The teacher as one who writes, as in `writer`."""
+    """The sampler, base and trainable tree with which the teacher writes completions."""
     return self.teachers_sampler, self.teacher.whole_base(self.base), {}

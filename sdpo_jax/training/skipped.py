@@ -1,6 +1,4 @@
-"""Generation batches that taught nothing because every gradient was NaN or infinite and every optimizer step
-skipped.
-"""
+"""Generation batches whose optimizer steps were all skipped because no gradient was finite."""
 
 from __future__ import annotations
 
@@ -12,15 +10,15 @@ from sdpo_jax.evaluation.alarms import ROLLBACK
 
 
 def taught_nothing(line: Mapping[str, Any]) -> bool:
-  """Return whether all optimizer steps of a generation batch were skipped, from its metrics."""
+  """Return whether all optimizer steps of a generation batch were skipped, according to its metrics."""
   steps = line.get('train/optimizer_steps')
   return bool(steps) and line['train/skipped_steps'] == steps
 
 
 def after(count: int, line: Mapping[str, Any]) -> int:
-  """Return how many generation batches in a row taught nothing, after `count` and one with these metrics.
+  """Return the number of consecutive skipped generation batches, given the count before one with these metrics.
 
-  One that had no optimizer step, as its completions wait for others, says nothing of it.
+  A batch without an optimizer step, whose completions wait for others, does not change the count.
   """
   if line.get('train/optimizer_steps') == 0:
     return count
@@ -28,9 +26,9 @@ def after(count: int, line: Mapping[str, Any]) -> int:
 
 
 def in_a_row(lines: Iterable[Mapping[str, Any]]) -> int:
-  """Return how many generation batches at the end of a run's metrics, oldest first, taught nothing.
+  """Return how many generation batches at the end of a run's metrics, oldest first, were skipped.
 
-  Those before a rollback do not count: its weights are others.
+  Batches before a rollback do not count, since the weights are different after it.
   """
   count = 0
   for line in lines:
@@ -41,15 +39,13 @@ def in_a_row(lines: Iterable[Mapping[str, Any]]) -> int:
 
 
 def too_many(count: int, trainer: TrainerConfig) -> bool:
-  """Return whether so many in a row end a run: `trainer.max_skipped_steps`, or all steps of a shorter run."""
+  """Return whether `count` skipped batches in a row end a run: `trainer.max_skipped_steps`, or all of a shorter run."""
   limit = trainer.max_skipped_steps
   return bool(limit) and count >= min(limit, trainer.total_training_steps)
 
 
 def complaint(count: int, step: int, trainer: TrainerConfig) -> str:
-  """Return the sentence with which a run ends after `count` such generation batches in a row, the last of them
-  `step`.
-  """
+  """Return the sentence with which a run ends after `count` consecutive skipped batches, the last at `step`."""
   steps = f'step {step}' if count == 1 else f'{count} steps in a row, {step - count + 1} to {step},'
   return (
     f'Nothing was learned in {steps} because no gradient was finite (NaN or infinite): the weights are those of step '

@@ -1,4 +1,4 @@
-"""What a run's settings ask of the objective, the update and the lengths of rows, as small values that these know."""
+"""The specs of objective, teacher, optimizer, update and buckets, derived from a run's settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sdpo_jax.training.update import UpdateSpec
 
 
 def objective_spec(config: Config) -> ObjectiveSpec:
-  """Return the terms that a run's settings ask for."""
+  """Return which terms the loss of a run has."""
   actor = config.actor
   algorithm = config.algorithm
   sdpo, hybrid = actor.policy_loss.loss_mode == 'sdpo', algorithm.mode == 'hybrid'
@@ -38,7 +38,7 @@ def objective_spec(config: Config) -> ObjectiveSpec:
 
 
 def objective_config(config: Config) -> ObjectiveConfig:
-  """Return the fixed part of a run's settings."""
+  """Return the settings of the objective's terms."""
   distillation, loss = config.actor.self_distillation, config.actor.policy_loss
   return ObjectiveConfig(
     full_logit_distillation=distillation.full_logit_distillation,
@@ -58,13 +58,13 @@ def objective_config(config: Config) -> ObjectiveConfig:
 
 
 def teacher_spec(config: Config) -> TeacherSpec:
-  """Return which parameters teach, in a run that has a teacher in the mesh."""
+  """Return which parameters teach, in a run whose teacher is on the mesh."""
   sd = config.actor.self_distillation
   return TeacherSpec(sd.teacher_regularization, _plain(sd.teacher_update_rate), sd.teacher_restart_interval)
 
 
 def optimizer_spec(config: OptimizerConfig, total_training_steps: int) -> OptimizerSpec:
-  """Return the optimizer of a run of so many generation batches, over all of which a rate decays if not told to."""
+  """Return the optimizer's settings; a rate that decays does so over all generation batches unless set otherwise."""
   names = [field.name for field in dataclasses.fields(OptimizerSpec) if field.name != 'decay_steps']
   decays = config.lr_scheduler_type != 'constant'
   return OptimizerSpec(
@@ -74,7 +74,7 @@ def optimizer_spec(config: OptimizerConfig, total_training_steps: int) -> Optimi
 
 
 def declared_buckets(config: Config) -> Buckets:
-  """Return the lengths that the settings declare, or a few parts of the limits."""
+  """Return the buckets that the settings declare; by default a few fractions of the limits."""
   data, sd = config.data, config.actor.self_distillation
   prompt = bucket_lengths(data.prompt_buckets, data.max_prompt_length)
   own = sd.teacher_context == 'prompt'
@@ -87,7 +87,7 @@ def declared_buckets(config: Config) -> Buckets:
 
 
 def update_spec(config: Config) -> UpdateSpec:
-  """Return all that is fixed of a run's update."""
+  """Return the compile-time constants of a run's update."""
   return UpdateSpec(
     terms=objective_spec(config),
     objective=objective_config(config),
@@ -100,7 +100,7 @@ def update_spec(config: Config) -> UpdateSpec:
 
 
 def _plain(value: Any) -> Any:
-  """Return what can be hashed: a NumPy or JAX scalar as Python's, a list as a tuple; anything else as it is."""
+  """Return a hashable value: a NumPy or JAX scalar as Python's, a list as a tuple, anything else unchanged."""
   if isinstance(value, list | tuple):
     return tuple(map(_plain, value))
   return value.item() if hasattr(value, 'item') else value

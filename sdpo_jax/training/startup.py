@@ -1,4 +1,4 @@
-"""The start of a run: what it is, said in a few lines, and its programs, compiled before the first step."""
+"""The start of a run: its description in a few lines, and its programs, compiled before the first step."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from sdpo_jax.types import Example, TrainState
 def check_questions(
   config: Config, tokenizer: Any, graders: Graders, training: Sequence[Example], held_out: Sequence[Example]
 ) -> None:
-  """Raise UserError for what would end the run at a question, or at the first evaluation, and can be known before.
+  """Raise UserError for problems, known in advance, that would end the run at a question or at the first evaluation.
 
   Args:
     config: settings.
-    tokenizer: of the model.
-    graders: of the run.
+    tokenizer: tokenizer of the model.
+    graders: graders of the run.
     training: questions of `data.train_files`, none longer than the limit.
-    held_out: those of evaluations.
+    held_out: questions of evaluations.
   """
   tasks = {example.data_source for example in held_out}
   check_best_metric(config.trainer.best_metric, tasks, config.val_kwargs.n, config.alarms.epistemic_words)
@@ -51,14 +51,14 @@ def check_questions(
 
 
 def describe(session: Session, trained: int, train_rows: int | None, held_out: int, first: int) -> list[str]:
-  """Return the lines with which a run begins.
+  """Return the lines that describe a run at its start.
 
   Args:
-    session: of the run.
-    trained: how many parameters are.
-    train_rows: to train on; None: a generator makes as many as are asked for.
-    held_out: questions of an evaluation.
-    first: the step from which the run goes on; 0: it begins.
+    session: session of the run.
+    trained: number of trained parameters.
+    train_rows: number of training rows; None: a generator makes as many as are needed.
+    held_out: number of questions of an evaluation.
+    first: step from which the run resumes; 0: it begins.
   """
   config, mesh, table = session.config, session.mesh, session.policy.parameter_table()
   devices = mesh.devices.ravel()
@@ -90,7 +90,7 @@ def describe(session: Session, trained: int, train_rows: int | None, held_out: i
 
 
 def _other_teacher(session: Session) -> list[str]:
-  """Return the line that says which other model teaches, if one does."""
+  """Return the line that names a separate teacher model, if there is one."""
   sd = session.config.actor.self_distillation
   if sd.teacher_endpoint.used:
     said = f'{counted(sd.teacher_endpoint.top_k, "token")} per position'
@@ -102,7 +102,7 @@ def _other_teacher(session: Session) -> list[str]:
 
 
 def _cartridge(session: Session) -> list[str]:
-  """Return the line that says what stands before the prompts of student and teacher, if anything does."""
+  """Return the line about the cartridge of the student and the document of the teacher, if any."""
   prefix = session.policy.adapter if session.config.model.cartridge.used else None
   if prefix is None:
     return []
@@ -113,7 +113,7 @@ def _cartridge(session: Session) -> list[str]:
 
 
 def _schedule(config: Config) -> list[str]:
-  """Return the lines that say what is minimised beside the divergence, when, and who criticises failures."""
+  """Return the lines about terms of the loss beside the divergence, gathered updates, and the writer of feedback."""
   algorithm, sd, lines = config.algorithm, config.actor.self_distillation, []
   if algorithm.mode == 'hybrid':
     terms = f'{algorithm.sdpo_coef:g} × divergence + {algorithm.policy_gradient_coef:g} × policy gradient'
@@ -129,7 +129,7 @@ def _schedule(config: Config) -> list[str]:
 
 
 def _unshared(config: Config, policy: Policy) -> list[str]:
-  """Return the line that says why samples of a packed row do not share a teacher prompt, if they do not."""
+  """Return the line about why samples of a packed row do not share a teacher prompt, if they do not."""
   if not config.actor.pack_sequences or policy.shares_prefixes:
     return []
   reason = 'windows' if policy.config.windows else 'attention that knows no shared prompts'
@@ -139,24 +139,24 @@ def _unshared(config: Config, policy: Policy) -> list[str]:
 def compile_programs(
   session: Session, state: TrainState, held_out: int, announce: Callable[[str], None], stop: Stop = NEVER
 ) -> dict[str, programs.Program]:
-  """Compile every program that the run calls, and say how long each took; none is left to be compiled by a step.
+  """Compile every program that the run calls, and announce how long each took, so that no step compiles any.
 
-  Calls of a jitted function find what was compiled for arguments of these shapes, dtypes and shardings. All processes
-  compile the same programs in the same order.
+  Calls of a jitted function use the program compiled for the shapes, dtypes and shardings of its arguments. All
+  processes compile the same programs in the same order.
 
   Args:
-    session: of the run.
-    state: before the first step.
-    held_out: questions of an evaluation.
+    session: session of the run.
+    state: state before the first step.
+    held_out: number of questions of an evaluation.
     announce: receives the lines.
-    stop: whether the run is to stop; asked after every program.
+    stop: whether the run is to stop; checked after every program.
 
   Returns:
-    the programs by name.
+    The programs by name.
 
   Raises:
     UserError: a program does not fit into the memory of the devices.
-    StoppedError: as `stop` said.
+    StoppedError: `stop` asked the run to stop.
   """
   found = run_programs(
     session.config,

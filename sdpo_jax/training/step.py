@@ -1,4 +1,4 @@
-"""One generation batch on the host: roll out and grade, build teacher prompts, build the batch, run the update."""
+"""One training step on the host: sample and grade, build teacher prompts and the generation batch, run the update."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:  # A session knows endpoints and samplers; a step need not.
   from sdpo_jax.training.session import Session
 
 
-# How far the devices are handed micro-batches before they have done those before: at least so many, so that they never
-# wait for the host, and as many as take so long.
+# How far the host runs ahead of the devices: by at least AHEAD micro-batches, so that the devices never wait for the
+# host, or by as many micro-batches as take AHEAD_S seconds, whichever is more.
 AHEAD, AHEAD_S = 2, 0.5
 
 
@@ -53,9 +53,10 @@ def rollout_and_grade(
   """Sample n completions of each question and grade them as they finish.
 
   Raises:
-    UserError: a grader cannot work, or too few could be graded (`environments.max_ungraded_fraction`). The state can
-      still be saved, and every process of the run raises it.
-    StoppedError: as `stop` said, between parts of the sampling or before the graders were done; likewise.
+    UserError: a grader cannot work, or too few completions could be graded (`environments.max_ungraded_fraction`). The
+      state can still be saved, and every process of the run raises the error.
+    StoppedError: `stop` asked the run to stop between chunks of sampling or before the graders were done. The state
+      can still be saved, and every process raises the error.
   """
   config = session.config
   prompts = [prompt_tokens(session.tokenizer, example, config) for example in examples]
@@ -96,12 +97,12 @@ def rollout_and_grade(
 
 
 def sampling_seed(state: TrainState) -> int:
-  """Return the seed of a run's rollouts and demonstration draws, from the state's key."""
+  """Return the seed of a run's rollouts and demonstration draws, derived from the state's random key."""
   return int(jax.random.bits(state.rng, dtype=np.uint32))
 
 
 def build_teacher_prompts(session: Session, graded: GradedRollouts, seed: int, step: int) -> TeacherContext | None:
-  """Return the teacher's prompts for a graded batch; None where the objective needs no teacher."""
+  """Return the teacher's prompts for a graded batch; None if the objective needs no teacher."""
   config, rollouts = session.config, graded.rollouts
   if not session.spec.needs_teacher:
     return None
@@ -131,19 +132,19 @@ def build_batch(
   stop: Stop = NEVER,
   signal: TeacherSignal | None = None,
 ) -> batching.GenerationBatch:
-  """Return all that the update needs of a generation batch, with the log-probs for which the objective asks.
+  """Return the generation batch for the update, with the log-probs that the objective needs.
 
   Args:
-    session: of the run.
-    state: before the update.
+    session: session of the run.
+    state: state before the update.
     graded: completions with their outcomes.
     context: the teacher's prompts; None: there is no teacher.
-    metrics: gets `rollout_corr/*` where log-probs are computed.
-    stop: whether the run is to stop; asked before every micro-batch whose log-probs are computed.
-    signal: of `endpoint_teacher.ask`; None: the teacher, if there is one, is on the devices.
+    metrics: receives `rollout_corr/*` if log-probs are computed.
+    stop: whether the run is to stop; checked before every micro-batch whose log-probs are fetched.
+    signal: result of `endpoint_teacher.ask`; None: the teacher, if there is one, is on the devices.
 
   Raises:
-    StoppedError: as `stop` said; the state is whole.
+    StoppedError: `stop` asked the run to stop; the state is intact.
   """
   config, rollouts, spec = session.config, graded.rollouts, session.spec
   shape = rollouts.completion_mask.shape
@@ -182,7 +183,7 @@ def build_batch(
 
 
 def advantages_of(config: Config, graded: GradedRollouts) -> np.ndarray:
-  """Return the advantage of each completion over the mean of its group, [N] float64; 0 where it is ungraded."""
+  """Return each completion's advantage over the mean of its group, [N] float64; 0 for ungraded completions."""
   if graded.advantages is not None:
     return graded.advantages
   scores, norm_by_std = scores_of(graded.outcomes), config.actor.policy_loss.norm_adv_by_std_in_grpo
@@ -192,16 +193,16 @@ def advantages_of(config: Config, graded: GradedRollouts) -> np.ndarray:
 def rollout_correction(
   session: Session, log_probs: np.ndarray, batch: batching.GenerationBatch
 ) -> tuple[np.ndarray | None, dict[str, float]]:
-  """Return the weights [N, T] for the difference of sampler and trainer, None where there are none, and its metrics.
+  """Return importance weights [N, T] that correct the sampler-trainer mismatch (None: no correction), and metrics.
 
   Args:
-    session: of the run.
+    session: session of the run.
     log_probs: [N, T] of the completions under the policy before the update, at the rollout temperature.
-    batch: with these completions; ungraded ones have no weights.
+    batch: the generation batch of these completions; ungraded ones do not count in the weights.
   """
   rollouts, mask = batch.rollouts, batch.rollouts.completion_mask
   if session.config.rollout.sampled_by == 'teacher':
-    return None, {}  # Two models differ, not two programs.
+    return None, {}  # The difference would be between two models, not between two programs of one model.
   metrics = mismatch(log_probs, rollouts.sampling_log_probs, mask)
   if not session.spec.rollout_weights:
     return None, metrics
@@ -219,12 +220,12 @@ def rollout_correction(
 
 
 class PolicyLogProbs:
-  """Log-probs of completions under a policy, at the rollout temperature; computed while others go on."""
+  """Log-probs of completions under a policy at the rollout temperature, computed asynchronously on the devices."""
 
   def __init__(
     self, session: Session, trainable: Tree, batch: batching.GenerationBatch, samples: np.ndarray | None = None
   ):
-    """Start to compute those of `samples` [M] int, None: of all, with these parameters."""
+    """Start computing the log-probs of `samples` ([M] int; None: all samples) under the parameters `trainable`."""
     self._rollouts = batch.rollouts
     self._pending = []
     for micro in batching.student_micro_batches(batch, session.config, session.mesh.size, samples):
@@ -233,10 +234,14 @@ class PolicyLogProbs:
       self._pending.append((micro.samples, micro.lengths, log_probs))
 
   def fetch(self, result: np.ndarray | None = None, stop: Stop = NEVER) -> np.ndarray:
-    """Wait for them, and return `result` [N, T] with them in their places; None: zeros elsewhere.
+    """Wait for the log-probs and return them as [N, T].
+
+    Args:
+      result: array [N, T] to write to; None: zeros.
+      stop: whether the run is to stop; checked before each micro-batch is waited for.
 
     Raises:
-      StoppedError: as `stop` said, which is asked before each micro-batch is waited for.
+      StoppedError: `stop` asked the run to stop.
     """
     if result is None:
       result = np.zeros(self._rollouts.completion_tokens.shape, np.float32)
@@ -250,15 +255,15 @@ class PolicyLogProbs:
 
 @dataclasses.dataclass
 class Filled:
-  """What the rows of micro-batches hold, and what they have room for."""
+  """How many tokens and rows the micro-batches hold, and how many they have room for."""
 
-  tokens: int = 0  # That are no padding.
-  token_room: int = 0  # Of the compiled shapes.
-  rows: int = 0  # With a sample.
+  tokens: int = 0  # Without padding.
+  token_room: int = 0  # With padding: the compiled shapes.
+  rows: int = 0  # Rows with a sample.
   row_room: int = 0
 
   def add(self, micro: batching.MicroBatch, side: TokenRows) -> None:
-    """Count a micro-batch's rows of the student or the teacher."""
+    """Count a micro-batch's rows on one side, student or teacher."""
     self.tokens += micro.tokens(side)
     self.token_room += side.tokens.size
     self.rows += sum(map(bool, micro.samples))
@@ -267,7 +272,7 @@ class Filled:
 
 @dataclasses.dataclass
 class UpdateReport:
-  """What an update did."""
+  """The losses, gradient norms and per-token values of an update."""
 
   loss: float  # mean over optimizer steps.
   grad_norm: float  # mean over optimizer steps, before clipping.
@@ -276,12 +281,12 @@ class UpdateReport:
   optimizer_steps: int
   token_values: dict[str, np.ndarray]  # [N, T] per-token quantities of the last epoch, NaN where not computed.
   student: Filled  # rows that went through forward and backward.
-  teacher: Filled  # rows of the teacher, which went through forward.
-  log_probs: np.ndarray | None = None  # [N, T] of the policy before the update; None: `build_batch` measured them.
+  teacher: Filled  # rows that went through the teacher's forward pass.
+  log_probs: np.ndarray | None = None  # [N, T] under the policy before the update; None if `build_batch` measured them.
 
 
 class _Results:
-  """What optimizer steps leave on the devices, fetched when a later one is under way."""
+  """Results of optimizer steps, left on the devices and fetched while a later step runs."""
 
   def __init__(self, shape: tuple[int, int]):
     self.losses: list[float] = []
@@ -291,21 +296,25 @@ class _Results:
     self._waiting: collections.deque[tuple[list[tuple[Any, np.ndarray, MicroResult]], Any]] = collections.deque()
 
   def add(self, micros: list[tuple[Any, np.ndarray, MicroResult]], report: Any) -> None:
-    """Take the results of a step: (samples of each row, lengths [N], result) of each micro-batch, and its report.
+    """Add the results of an optimizer step, and fetch those of the step before it.
 
-    Those of the step before it are fetched, so that the devices have work meanwhile and never hold more than two.
+    The devices thus have work during the fetch, and never hold the results of more than two steps.
+
+    Args:
+      micros: (samples of each row, completion lengths [N], result) of each micro-batch.
+      report: report of the step.
     """
     self._waiting.append((micros, report))
     while len(self._waiting) > 1:
       self.fetch()
 
   def finite(self) -> int:
-    """Wait for the steps, and return how many had a finite gradient."""
+    """Wait for all steps, and return how many had a finite gradient."""
     left = jax.device_get([report['finite'] for _, report in self._waiting])
     return sum(int(report['finite']) for report in self.reports) + sum(map(int, left))
 
   def fetch(self) -> None:
-    """Fetch all of the oldest step at once."""
+    """Fetch the results of the oldest pending step in one transfer."""
     micros, report = self._waiting.popleft()
     results, report = jax.device_get(([(result.loss, result.aux) for *_, result in micros], report))
     self.reports.append(report)
@@ -321,23 +330,23 @@ class _Results:
 
 
 class _Ahead:
-  """Keeps the host at most `AHEAD` micro-batches, or `AHEAD_S` seconds of them, before the devices.
+  """A limit on how far the host runs ahead of the devices: `AHEAD` micro-batches, or `AHEAD_S` seconds of them.
 
-  Otherwise it would have handed them the whole batch, which cannot be taken back, when it hears that the run is to
-  stop.
+  Without the limit the host would already have dispatched the whole batch, which cannot be recalled, when it learns
+  that the run is to stop.
   """
 
   def __init__(self):
     self._results: collections.deque[jax.Array] = collections.deque()
     self._allowed = AHEAD
-    self._last: float | None = None  # When one was seen to be done.
+    self._last: float | None = None  # When a micro-batch was last seen to be done.
 
   def add(self, result: jax.Array) -> None:
-    """Note a micro-batch that is under way."""
+    """Note a micro-batch that has been dispatched."""
     self._results.append(result)
 
   def wait(self) -> None:
-    """Return when another one may be handed over."""
+    """Block until another micro-batch may be dispatched."""
     while len(self._results) >= self._allowed:
       jax.block_until_ready(self._results.popleft())
       now = time.monotonic()
@@ -347,15 +356,15 @@ class _Ahead:
 
 
 class StateHolder(Protocol):
-  """Whoever holds the state from which a batch starts, and hears when it is donated (`checkpoint.starting_state`)."""
+  """The holder of the state from which a batch starts, told when it is donated (`checkpoint.starting_state`)."""
 
   @property
   def there(self) -> bool:
-    """Whether the run could go on from that state."""
+    """Whether the run could still continue from that state."""
     ...
 
   def donate(self, *, others_follow: bool) -> None:
-    """Let go of its arrays, which are about to be overwritten; `others_follow`: by other optimizer steps, too."""
+    """Release the arrays, which are about to be overwritten; `others_follow`: further optimizer steps come after."""
     ...
 
 
@@ -368,28 +377,28 @@ def run_update(
 ) -> tuple[TrainState, UpdateReport]:
   """Take all optimizer steps of a generation batch, then move the teacher.
 
-  The host prepares a micro-batch while the devices are at work on those before it.
+  The host prepares a micro-batch while the devices process the previous ones.
 
   Args:
-    session: of the run.
-    state: before the batch; donated.
-    batch: to learn from.
-    starting: told before the state is donated; None: nobody keeps a copy.
-    stop: whether the run is to stop; asked before every micro-batch and every optimizer step for as long as the
-      starting state is there. A batch without it is better ended than given up.
+    session: session of the run.
+    state: state before the batch; donated.
+    batch: generation batch to learn from.
+    starting: holder of the state, told before the state is donated; None: nobody keeps a copy.
+    stop: whether the run is to stop; checked before every micro-batch and every optimizer step for as long as the
+      starting state exists. Once it is gone, it is better to finish the batch than to give it up.
 
   Returns:
-    The state after the batch, and what was done.
+    The state after the batch, and a report of the update.
 
   Raises:
-    StoppedError: as `stop` said.
+    StoppedError: `stop` asked the run to stop.
   """
   config, update = session.config, session.update
   teacher = session.teacher or Teacher(session.policy)
   share = batching.shares_prompts(config, *teacher.readers(session.policy, teacher_spec(config)))
   scored = None
   if batch.sampling_log_probs is not None:
-    # The update computes these log-probs of the samples that it trains; metrics want those of the others too.
+    # The update computes the log-probs of the samples it trains on; metrics need those of the other samples too.
     scored = PolicyLogProbs(session, state.trainable, batch, batching.left_out(batch, config))
   results = _Results(batch.rollouts.completion_tokens.shape)
   of_student, of_teacher = Filled(), Filled()
@@ -445,14 +454,14 @@ def run_update(
 
 
 def pass_over(session: Session, state: TrainState, starting: StateHolder) -> tuple[TrainState, UpdateReport]:
-  """End a generation batch without an update: it counts, and no weight moves.
+  """End a generation batch without an update: the step counter advances, but no weight of the student changes.
 
-  A teacher that restarts every so many generation batches does so after this one, too.
+  A teacher that restarts every few generation batches may restart after this one, too.
 
   Args:
-    session: of the run.
-    state: before the batch; donated.
-    starting: told before the state is donated.
+    session: session of the run.
+    state: state before the batch; donated.
+    starting: holder of the state, told before the state is donated.
   """
   starting.donate(others_follow=False)
   restarts = session.config.actor.self_distillation.teacher_regularization == 'restart'
@@ -461,7 +470,7 @@ def pass_over(session: Session, state: TrainState, starting: StateHolder) -> tup
 
 
 class Timer:
-  """Measures seconds by phase; `on_phase` hears the name of each as it begins."""
+  """A timer that adds up the seconds of each phase, and calls `on_phase` with a phase's name as it begins."""
 
   def __init__(self, on_phase: Callable[[str], None] = lambda name: None):
     self.seconds: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Another model as the teacher: it lies on the mesh of the run beside the student, and nothing of it is trained."""
+"""A separate model as the teacher: it is on the run's mesh beside the student, and none of it is trained."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SETTING = 'actor.self_distillation.teacher_model'
 
 
 def is_used(config: Config) -> bool:
-  """Return whether the settings name another model as the teacher of a loss that has one."""
+  """Return whether the settings name a separate teacher model and the loss needs a teacher."""
   return bool(config.actor.self_distillation.teacher_model) and objective_spec(config).needs_teacher
 
 
 def model_config(config: Config) -> ModelConfig:
-  """Return the settings with which the teacher's directory is read: the student's, without what is trained."""
+  """Return the settings for reading the teacher's directory: the student's, without adapters."""
   path = config.actor.self_distillation.teacher_model
   return dataclasses.replace(
     config.model, path=path, chat_template=None, lora=LoraConfig(), cartridge=CartridgeConfig()
@@ -31,10 +31,10 @@ def model_config(config: Config) -> ModelConfig:
 
 
 def check(config: Config) -> None:
-  """Look at a teacher's directory, but for its weights.
+  """Check a teacher's directory, except for its weights.
 
   Raises:
-    UserError: it cannot be read, its token ids mean something else than the student's, it knows fewer of them, or it
+    UserError: it cannot be read, its token ids differ in meaning from the student's, its vocabulary is smaller, or it
       has fewer positions than the longest row.
   """
   teacher = config.actor.self_distillation.teacher_model
@@ -52,7 +52,7 @@ def read_policy(config: Config) -> DecoderPolicy:
   """Return the policy of the teacher, as its config.json describes it.
 
   Raises:
-    UserError: as `check`, but for the tokenizer.
+    UserError: as in `check`, except for the tokenizer.
   """
   settings = model_config(config)
   policy, student = (
@@ -83,7 +83,7 @@ def load(config: Config, mesh: jax.sharding.Mesh) -> Teacher:
 
   Args:
     config: settings with such a teacher.
-    mesh: of the run.
+    mesh: mesh of the run.
 
   Raises:
     UserError: the directory cannot be read, or the mesh does not divide the model.

@@ -1,6 +1,4 @@
-"""What one process of a run does alone, and how all leave together if it fails: who leaves alone lets the others
-wait.
-"""
+"""Errors of work that one process does alone; all processes leave together, since the others would wait for ever."""
 
 from __future__ import annotations
 
@@ -14,14 +12,14 @@ from sdpo_jax.distributed.collectives import noted
 
 
 class Together:
-  """What this process has failed at alone since all processes last met."""
+  """The error that this process met while working alone since all processes last met."""
 
   def __init__(self):
     self.failure: Exception | None = None
 
   @contextlib.contextmanager
   def alone(self) -> Iterator[None]:
-    """Note what goes wrong in what not all processes do, for `meet`; the only process of a run just fails."""
+    """Catch an error in work that not all processes do, for `meet`; in a run of one process it is raised at once."""
     try:
       yield
     except Exception as error:
@@ -30,11 +28,11 @@ class Together:
       self.failure = self.failure or error
 
   def meet(self, what: str) -> None:
-    """Leave together if one process failed at `what` it did alone.
+    """Raise on every process if one of them failed at `what` while working alone.
 
     Raises:
-      Exception: this process did.
-      cluster.FailedElsewhere: another one did, and is to say at what.
+      Exception: this process failed; its own error.
+      cluster.FailedElsewhere: another process failed, and reports at what.
     """
     failure, self.failure = self.failure, None
     failed = noted('' if failure is None else type(failure).__name__, what)

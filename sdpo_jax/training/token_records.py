@@ -1,6 +1,4 @@
-"""The tokens of completions as `rollouts/<step>.jsonl` has them: their texts, what weighs them, what else was
-likely.
-"""
+"""The per-token fields of `rollouts/<step>.jsonl`: texts, advantages, and the most likely tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from sdpo_jax.types import Rollouts
 
 @dataclasses.dataclass
 class TokenRecords:
-  """What is recorded of the tokens of N completions."""
+  """The tokens of N completions, with their texts, advantages and most likely alternatives."""
 
   texts: TokenTexts
   rollouts: Rollouts
@@ -25,11 +23,11 @@ class TokenRecords:
   top: TopTokens | None  # None: the most likely tokens are not recorded.
 
   def of(self, row: int) -> dict[str, Any]:
-    """Return the fields of a completion of L tokens.
+    """Return the per-token fields of the completion `row`, which has L tokens.
 
-    `tokens` are the L texts; put together they are the completion with its special tokens. `advantages` are L numbers.
-    `top_tokens` holds `student` and `teacher` (null where it says nothing), each with `ids` [L][≤ K], most likely
-    first, their `log_probs` and those of the tokens themselves, `own` [L]; and the `texts` of all these ids.
+    `tokens` are the L texts; concatenated they are the completion with its special tokens. `advantages` are L numbers.
+    `top_tokens` holds `student` and `teacher` (null if nothing is known of it), each with `ids` [L][≤ K], most likely
+    first, their `log_probs`, and the log-probs `own` [L] of the completion's tokens; and the `texts` of all these ids.
     """
     length = int(self.rollouts.completion_mask[row].sum())
     tokens = self.rollouts.completion_tokens[row, :length].tolist()
@@ -45,7 +43,7 @@ class TokenRecords:
 
 
 def _said(said: Said, row: int, length: int) -> dict[str, Any] | None:
-  """Return what a policy says of a completion; None where it says nothing at all."""
+  """Return a policy's most likely tokens for a completion; None if none are known."""
   ids, log_probs, own = said.ids[row, :length], said.log_probs[row, :length], said.own[row, :length]
   named = ids >= 0
   if not named.any():
@@ -58,5 +56,5 @@ def _said(said: Said, row: int, length: int) -> dict[str, Any] | None:
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:
-  """Return numbers with four digits behind the point; those that are not finite are null."""
+  """Return numbers rounded to four decimals; those that are not finite become null."""
   return jsonable(np.round(values.astype(np.float64), 4))

@@ -1,4 +1,4 @@
-"""What student and teacher would have written in the place of every token of a completion, for the files of a run.
+"""The most likely tokens of student and teacher at every position of a completion, for the files of a run.
 
 N completions of T tokens; K most likely tokens of a position; B rows of a micro-batch.
 """
@@ -30,16 +30,16 @@ from sdpo_jax.types import Batch, TeacherSignal, TrainState, Tree
 
 @flax.struct.dataclass
 class Said:
-  """What one policy says at every position, in nats at the rollout temperature; arrays of rows, or of samples."""
+  """One policy's most likely tokens, with log-probs in nats at the rollout temperature; of B rows or N samples."""
 
-  ids: jax.Array | np.ndarray  # [B, T, K] int32, the most likely tokens first; −1: there are no more.
-  log_probs: jax.Array | np.ndarray  # [B, T, K] of these.
-  own: jax.Array | np.ndarray  # [B, T] of the completion's token; NaN: the policy did not say.
+  ids: jax.Array | np.ndarray  # [B, T, K] int32, the most likely tokens first; −1: no further token is known.
+  log_probs: jax.Array | np.ndarray  # [B, T, K], the log-probs of `ids`.
+  own: jax.Array | np.ndarray  # [B, T], the log-prob of the completion's token; NaN: unknown.
 
 
 @flax.struct.dataclass
 class TopTokens:
-  """What student and teacher say of completions."""
+  """The most likely tokens of student and teacher."""
 
   student: Said
   teacher: Said | None  # None: there is no teacher.
@@ -57,17 +57,17 @@ def most_likely(
   teacher: Teacher,
   k: int,
 ) -> TopTokens:
-  """Return what student and teacher say of a micro-batch's completions; no gradient flows.
+  """Return the most likely tokens of student and teacher for a micro-batch; no gradient flows.
 
   Args:
     policy: the model.
-    spec: temperature, chunks, and which parameters teach.
-    layout: where the arguments lie on a mesh; None: one device.
+    spec: temperature, chunk size, and which parameters teach.
+    layout: how the arguments are sharded over a mesh; None: one device.
     base: frozen parameters.
-    state: before the update; its trainable and teacher trees are read.
+    state: state before the update; its trainable and teacher trees are read.
     batch: rows without coefficients.
     teacher_base: frozen parameters of the teacher, `Teacher.base`; None: `base`.
-    teacher: who reads the teacher's rows, if the batch has any; its base is not looked at.
+    teacher: the model that reads the teacher's rows, if the batch has any; its `base` is ignored.
     k: K.
   """
 
@@ -115,7 +115,7 @@ def _top_tokens_program(
 def _states_and_unembedding(signal: TeacherSignal) -> tuple[jax.Array, jax.Array]:
   """Return hidden states [B, T, D] and an unembedding [V, D] whose products are the teacher's logits.
 
-  Those of the trust region are (1 − rate)·teacher + rate·student, one product over both models' states side by side.
+  The logits of a trust region are (1 − rate)·teacher + rate·student: one product over both models' concatenated states.
   """
   if signal.mix_hidden is None:
     return signal.hidden, signal.unembedding
@@ -128,19 +128,19 @@ def _states_and_unembedding(signal: TeacherSignal) -> tuple[jax.Array, jax.Array
 def measure(
   session: Session, state: TrainState, batch: batching.GenerationBatch, k: int, stop: Stop = NEVER
 ) -> TopTokens:
-  """Return what student and teacher say of all completions of a generation batch: arrays of samples on the host.
+  """Return the most likely tokens of student and teacher for all completions of a generation batch, on the host.
 
-  Of samples that teach nothing, the teacher says nothing: ids −1, and NaN.
+  For samples that the teacher does not teach, its ids are −1 and its log-probs NaN.
 
   Args:
-    session: of the run.
-    state: before the update; read only.
+    session: session of the run.
+    state: state before the update; only read.
     batch: the generation batch, with the signal of an external teacher if there is one.
-    k: K; of an external teacher at most as many as its signal has.
-    stop: whether the run is to stop; asked before every micro-batch.
+    k: K; for an external teacher at most the K of its signal.
+    stop: whether the run is to stop; checked before every micro-batch.
 
   Raises:
-    StoppedError: as `stop` said; the state is whole.
+    StoppedError: `stop` asked the run to stop; the state is intact.
   """
   config = session.config
   teacher, spec = session.teacher or Teacher(session.policy), update_spec(config)
@@ -161,14 +161,14 @@ def measure(
 
 
 def _nothing(shape: tuple[int, int], k: int) -> Said:
-  """Return arrays [N, T, …] in which nothing is said."""
+  """Return empty results: ids of −1 and log-probs of NaN, [N, T, …]."""
   return Said(
     np.full((*shape, k), -1, np.int32), np.full((*shape, k), np.nan, np.float32), np.full(shape, np.nan, np.float32)
   )
 
 
 def _only(said: Said, samples: np.ndarray) -> Said:
-  """Return what is said of `samples` [N] bool; nothing of the others."""
+  """Return the results of `samples` [N] bool, with those of the others emptied."""
   nothing = _nothing(said.own.shape, said.ids.shape[-1])
   return jax.tree.map(
     lambda here, none: np.where(samples.reshape(-1, *[1] * (here.ndim - 1)), here, none), said, nothing
@@ -176,7 +176,7 @@ def _only(said: Said, samples: np.ndarray) -> Said:
 
 
 def _of_signal(batch: batching.GenerationBatch, k: int) -> Said:
-  """Return what an external teacher says: the most likely ones of the tokens that it named."""
+  """Return an external teacher's most likely tokens, among those in its signal."""
   ids, given = batch.signal.token_ids, batch.signal.log_probs.astype(np.float32)
   given = np.where(ids < 0, -np.inf, given)
   order = np.argsort(-given, axis=-1, kind='stable')[..., :k]

@@ -1,4 +1,4 @@
-"""The update as pure functions: gradients of a micro-batch, the optimizer step, the teacher's move.
+"""The update as pure functions: gradients of a micro-batch, the optimizer step, the teacher update.
 
 One generation batch is: for every mini-batch, `accumulate` over its micro-batches and one `apply_gradients`; then one
 `advance_teacher`, which also advances the step counter (reference dp_actor.py:913-920). Coefficients in the `Batch`
@@ -35,15 +35,15 @@ from sdpo_jax.types import Batch, TeacherSignal, TokenRows, TrainState, Tree
 
 @dataclasses.dataclass(frozen=True)
 class UpdateSpec:
-  """All that is fixed of an update when it is compiled; runs with equal ones share its programs."""
+  """The compile-time constants of an update; runs with equal specs share compiled programs."""
 
   terms: ObjectiveSpec
   objective: ObjectiveConfig
   optimizer: OptimizerSpec
   teacher: TeacherSpec
   teachers_support: bool = False  # Divergences are over the teacher's top K, not the student's.
-  packs: bool = False  # A row holds several samples.
-  seed: int = dataclasses.field(default=0, compare=False)  # Of a run's key; read by `init_state` alone.
+  packs: bool = False  # A row may hold several samples.
+  seed: int = dataclasses.field(default=0, compare=False)  # Seed of the run's random key; only `init_state` reads it.
 
 
 def layout(mesh: jax.sharding.Mesh | None) -> Layout | None:
@@ -74,7 +74,7 @@ def completion_log_probs(
 
 
 def init_state(spec: UpdateSpec, trainable: Tree, table: Table = ()) -> TrainState:
-  """Return the state before the first generation batch; see `make_optimizer` for who needs the parameter table."""
+  """Return the state before the first generation batch; see `make_optimizer` for when `table` is needed."""
   trainable = jax.tree.map(jnp.asarray, trainable)
   return TrainState(
     step=jnp.zeros([], jnp.int32),
@@ -86,7 +86,7 @@ def init_state(spec: UpdateSpec, trainable: Tree, table: Table = ()) -> TrainSta
   )
 
 
-# The per-token quantities of the objective that leave the devices, where there are such: metrics and files read them.
+# The objective's per-token quantities that are fetched from the devices, if it computes them, for metrics and files.
 PER_TOKEN = (
   'log_prob',
   'entropy',
@@ -108,10 +108,10 @@ PER_TOKEN = (
 
 @dataclasses.dataclass
 class MicroResult:
-  """What one micro-batch leaves behind."""
+  """The loss and per-token quantities of one micro-batch."""
 
-  loss: jax.Array  # [] its share of the loss of the optimizer step.
-  aux: dict[str, jax.Array]  # [B, T] each, those of `PER_TOKEN` that the objective has.
+  loss: jax.Array  # [], its share of the optimizer step's loss.
+  aux: dict[str, jax.Array]  # [B, T] each: those of `PER_TOKEN` that the objective computes.
 
 
 jax.tree_util.register_dataclass(MicroResult, ['loss', 'aux'], [])
@@ -133,15 +133,15 @@ def accumulate(
 
   Args:
     policy: the model.
-    spec: terms of the loss, and what is fixed of them.
-    mesh: devices that share the rows of the batch; None or one device: nothing is shared.
+    spec: terms of the loss and their settings.
+    mesh: devices over which the rows of the batch are sharded; None or one device: no sharding.
     base: frozen parameters.
     state: current state; only read.
     grads: float32 accumulator in the layout of `state.trainable`; donated by the jitted program.
-    batch: rows whose coefficients already hold masks, weights and denominators, with what the teacher reads or with the
-      signal of an external teacher.
+    batch: rows whose coefficients already hold masks, weights and denominators, with the teacher's rows or the signal
+      of an external teacher.
     teacher_base: frozen parameters of the teacher, `Teacher.base`; None: `base`.
-    teacher: who reads the teacher's prompts, whose base is not looked at; None: the model itself.
+    teacher: the model that reads the teacher's prompts; its `base` is ignored; None: the student model itself.
 
   Returns:
     The accumulator, and the micro-batch's loss and per-token quantities.
@@ -183,7 +183,7 @@ def accumulate(
 def _named(
   signal: TeacherSignal, policy: Policy, config: ObjectiveConfig, mesh: jax.sharding.Mesh | None, batch: Batch
 ) -> TeacherSignal:
-  """Return a teacher's signal on its own top K [B, T, K], as one elsewhere would give it."""
+  """Return a teacher's signal on its own top K tokens [B, T, K], as an external teacher would give it."""
   said = log_probs.scores(
     signal.hidden,
     signal.unembedding,
@@ -200,7 +200,7 @@ def _named(
 
 
 def zero_gradients(trainable: Tree) -> Tree:
-  """Return an empty accumulator."""
+  """Return a zero-filled gradient accumulator."""
   return jax.tree.map(jnp.zeros_like, trainable)
 
 
@@ -210,10 +210,10 @@ def apply_gradients(
   """Take one optimizer step; a gradient that is not finite leaves the state as it is (reference dp_actor.py:577-580).
 
   Args:
-    spec: with the optimizer.
-    state: before the step.
-    grads: summed over the micro-batches of the step.
-    table: of the policy; see `make_optimizer` for who needs it.
+    spec: settings, with those of the optimizer.
+    state: state before the step.
+    grads: gradients summed over the micro-batches of the step.
+    table: parameter table of the policy; see `make_optimizer` for when it is needed.
 
   Returns:
     The state, and grad_norm (before clipping), learning_rate, finite (0 or 1).
@@ -237,12 +237,12 @@ def apply_gradients(
 
 
 def advance_teacher(spec: UpdateSpec, state: TrainState, applied: jax.Array) -> TrainState:
-  """End a generation batch: the teacher moves once if at least one of its optimizer steps was applied.
+  """End a generation batch: update the teacher once if at least one optimizer step was applied, and count the step.
 
   Args:
     spec: whether there is a teacher, and how it moves.
-    state: after the optimizer steps.
-    applied: [] int32, how many of them were finite.
+    state: state after the optimizer steps.
+    applied: [] int32, the number of optimizer steps with a finite gradient.
   """
   teacher = state.teacher
   if spec.terms.needs_teacher:
@@ -263,16 +263,16 @@ class Update:
 
 
 def state_shardings(state: TrainState, trainable: Tree, mesh: jax.sharding.Mesh) -> TrainState:
-  """Return where the leaves of a state live.
+  """Return the shardings of a train state's leaves.
 
-  A tree in it that has the structure of the trainable tree lies as that tree does, leaf by leaf where the shapes agree
-  (moments, the teacher); whatever has another shape, such as the factors of a factored second moment, and everything
-  else has a copy on every device.
+  A subtree with the structure of the trainable tree (moments, the teacher) takes the shardings of the trainable tree,
+  leaf by leaf, where the shapes agree. Leaves of other shapes, such as the factors of a factored second moment, and all
+  other subtrees are replicated.
 
   Args:
     state: arrays or abstract arrays.
     trainable: parameters with shardings.
-    mesh: of the run.
+    mesh: mesh of the run.
   """
   whole = replicated(mesh)
 
@@ -292,7 +292,7 @@ def state_shardings(state: TrainState, trainable: Tree, mesh: jax.sharding.Mesh)
 def _is_like(node: Any, parameters: Any) -> bool:
   """Return whether a node has the structure of nested dicts of parameters.
 
-  optax leaves a node without arrays in the place of a parameter, or of several, that it masks.
+  For parameters that it masks, optax leaves a node without arrays in place of one parameter or of several.
   """
   if isinstance(node, optax.MaskedNode):
     return True
@@ -306,22 +306,22 @@ def _is_like(node: Any, parameters: Any) -> bool:
 def make_update(
   policy: Policy, spec: UpdateSpec, shardings: TrainState | None = None, teacher: Teacher | None = None
 ) -> Update:
-  """Make the functions of the update; accumulators and states are donated where they are replaced.
+  """Return the jitted functions of the update; accumulators and states are donated when they are replaced.
 
-  Calls with the same model, teacher, spec and placement share their functions, and so what is compiled.
+  Calls with the same model, teacher, spec and shardings share functions, and thus compiled programs.
 
   Args:
     policy: the model.
-    spec: what is fixed of the update.
-    shardings: of the state (`state_shardings`), so that what a function returns lies as what it takes and nothing
-      compiles twice; None leaves placement to the compiler.
-    teacher: who reads the teacher's prompts; None: the model itself. Its base is not looked at: if it has one of its
-      own, that is an argument of `Update.accumulate`.
+    spec: settings of the update.
+    shardings: shardings of the state (`state_shardings`), so that outputs are sharded like inputs and nothing is
+      compiled twice; None leaves placement to the compiler.
+    teacher: the model that reads the teacher's prompts; None: the student model itself. Its `base` is ignored: a base
+      of its own is an argument of `Update.accumulate`.
 
   Raises:
-    ValueError: the teacher knows fewer tokens than the student, or rows are to be packed and stand behind trained
-      slots. Where the teacher knows more tokens, as models of a family whose vocabularies are padded differently do,
-      the others are left out of its distribution.
+    ValueError: the teacher's vocabulary is smaller than the student's, or rows are to be packed behind trained slots.
+      If the teacher's vocabulary is larger, as in families whose models pad vocabularies differently, its additional
+      tokens are left out of its distribution.
   """
   teacher = Teacher(policy) if teacher is None else dataclasses.replace(teacher, base=None)
   if teacher.policy.vocab_size < policy.vocab_size:
@@ -330,7 +330,7 @@ def make_update(
       'have a probability for each of them.'
     )
   if spec.packs and any(map(is_slots, parameter_tables.trainable(policy.parameter_table()))):
-    # Its kernels show the slots to the first segment of a row only.
+    # The attention kernels show the slots to the first segment of a row only.
     raise ValueError('Packed rows have several segments, and trained slots stand before rows of one.')
   leaves, structure = jax.tree.flatten(shardings)
   return _make_update(policy, teacher, spec, tuple(leaves), structure)
@@ -364,13 +364,13 @@ def _make_update(policy: Policy, teacher: Teacher, spec: UpdateSpec, leaves: tup
 
 
 def place_state(spec: UpdateSpec, trainable: Tree, mesh: jax.sharding.Mesh, table: Table = ()) -> TrainState:
-  """Return `init_state` on a mesh."""
+  """Return `init_state` sharded over a mesh."""
   shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(spec, trainable, mesh, table))
   return jax.jit(functools.partial(init_state, spec, table=table), out_shardings=shardings)(trainable)
 
 
 def abstract_state(spec: UpdateSpec, trainable: Tree, mesh: jax.sharding.Mesh, table: Table = ()) -> TrainState:
-  """Return shapes, dtypes and shardings of `place_state`, without its arrays."""
+  """Return the shapes, dtypes and shardings of `place_state` as abstract arrays."""
   shapes = jax.eval_shape(functools.partial(init_state, spec, table=table), trainable)
   return jax.tree.map(
     lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

@@ -1,12 +1,12 @@
-"""A thread that says so when a run makes no progress in anything, and ends the run where a limit is set.
+"""A thread that reports when a run makes no progress, and ends the run if a limit is set.
 
-Progress is a program compiled, a parameter read, tokens drawn, a completion graded, a micro-batch trained, or the next
-phase begun (`liveness`). What hangs is a grader, a program on the devices, a collective that another process never
-joins, or a file system; where, is told by the stacks of all threads, in `stalls/` of the run.
+Progress is a program compiled, a parameter read, tokens sampled, a completion graded, a micro-batch trained, or the
+next phase begun (`liveness`). A grader, a program on the devices, a collective that another process never joins, or a
+file system may hang; the stacks of all threads, written to `stalls/` of the run, show where.
 
-Code that never lets go of the interpreter, such as a regular expression that takes for ever in a grader, stops this
-thread too. Python's faulthandler, which needs no interpreter, then writes the stacks to stderr; with a limit it ends
-the process, with its own exit code, 1.
+Code that never releases the interpreter, such as a regular expression in a grader that never returns, stops this thread
+too. Python's faulthandler, which does not need the interpreter, then writes the stacks to stderr; if a limit is set, it
+ends the process with its own exit code, 1.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from sdpo_jax.errors import first_line
 from sdpo_jax.files import make_directory, write_atomically
 
 FOLDER = 'stalls'
-LOOKS = 20  # At the clock, before the shorter of the two times is over.
-LONGEST_PAUSE_S = 10.0  # Between two looks.
-WRITING_S = 10.0  # For which the file with the stacks is waited for.
-# What to look at, by the phase in which nothing happens.
+LOOKS = 20  # Checks of the clock within the shorter of the two limits.
+LONGEST_PAUSE_S = 10.0  # Maximum time between two checks.
+WRITING_S = 10.0  # Maximum time to wait for the file with the stacks to be written.
+# A likely cause, by the phase in which there is no progress.
 HINTS = {
   'sample': 'a program on the devices, or another process of the run, does not end',
   'grade': 'graders do not answer (their time limits are settings of environments)',
@@ -46,7 +46,7 @@ HINTS = {
 
 
 class Watchdog:
-  """Watches from `start` to `stop`, or from `with` to its end."""
+  """A watchdog that runs from `start` to `stop`, or within a `with` block."""
 
   def __init__(
     self,
@@ -56,18 +56,18 @@ class Watchdog:
     end: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Make what is to be entered.
+    """Make a watchdog that is not running yet.
 
     Args:
       settings: `watchdog_report_s` and `watchdog_limit_s`.
       workdir: of the run.
       announce: receives sentences for the user, from another thread.
-      end: ends the run for the reason that it is handed, from another thread.
-      clock: monotonic.
+      end: ends the run for the given reason, from another thread.
+      clock: returns monotonic seconds.
     """
     self._report_s, self._limit_s = settings.watchdog_report_s, settings.watchdog_limit_s
     self._workdir, self._announce, self._end, self._clock = workdir, announce, end, clock
-    self._reported: liveness.Sign | None = None  # The sign of life after which there was none for too long.
+    self._reported: liveness.Sign | None = None  # The last sign of life before the stall that was reported.
     self._ended = False
     self._over = threading.Event()
     self._thread = threading.Thread(target=self._watch, name='watchdog', daemon=True)
@@ -103,7 +103,7 @@ class Watchdog:
     return min(min(self._times()) / LOOKS, LONGEST_PAUSE_S)
 
   def _await_interpreter(self) -> None:
-    """Have the stacks written if this thread does not come back in time to put that off."""
+    """Schedule a dump of the stacks unless this thread comes back in time to postpone it."""
     ends = self._limit_s is not None
     seconds = self._limit_s if ends else self._report_s
     try:
@@ -112,7 +112,7 @@ class Watchdog:
       return
 
   def look(self) -> None:
-    """Compare the last sign of life with the clock, and do what is to be done."""
+    """Compare the last sign of life with the clock; report a stall or the end of one, or end the run."""
     sign = liveness.last()
     silent = self._clock() - sign.at
     if self._reported is not None and sign.at > self._reported.at:
@@ -127,7 +127,7 @@ class Watchdog:
       self._end(f'{describe(sign, silent)}. That is longer than trainer.watchdog_limit_s={self._limit_s:g}')
 
   def _write_stacks(self, sign: liveness.Sign, silent: float) -> str:
-    """Return where the stacks were written."""
+    """Write the stacks of all threads, and return where they were written."""
     now = datetime.datetime.now(datetime.UTC)
     path = self._workdir / FOLDER / f'{now:%Y-%m-%dT%H-%M-%S}-process{jax.process_index()}.txt'
     text = f'{now.isoformat(timespec="seconds")}  {describe(sign, silent)}.\n\n{stacks()}'
@@ -138,14 +138,14 @@ class Watchdog:
 
     try:
       call_within(write, WRITING_S, 'stalls')
-    except (OSError, OverranError) as error:  # What hangs may be this file system.
+    except (OSError, OverranError) as error:  # This file system may be what hangs.
       logging.error('%s', text)
       return f'in the log ({path} cannot be written: {first_line(error)})'
     return str(path)
 
 
 def describe(sign: liveness.Sign, silent: float) -> str:
-  """Return what a user is told of a process that has been silent for so many seconds."""
+  """Return the sentence for the user about a process without progress for `silent` seconds."""
   process = f' on process {jax.process_index()}' if jax.process_count() > 1 else ''
   hint = HINTS.get(sign.phase)
   return f'No progress for {silent:,.0f} s in the phase {sign.phase!r}{process}' + (f': {hint}' if hint else '')

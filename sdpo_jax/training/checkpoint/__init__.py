@@ -1,1 +1,1 @@
-"""Checkpoints: what is saved, how it is written and read back, and how anyone knows that it is as it was."""
+"""Checkpoints: their contents, their writing and reading, and the proof that they are intact."""

@@ -1,14 +1,14 @@
-"""Checkpoints that hold everything: device state, data iterator, what the run has measured so far.
+"""Checkpoints of a run's whole state: device state, data iterator, and the metrics measured so far.
 
-One is there whole or not at all, and none is removed before a newer one is on the disk. In a file system:
+A checkpoint exists completely or not at all, and none is removed before a newer one is on disk. In a file system:
 
 1. Orbax writes `STEP.unfinished.EPOCH/` in the background;
 2. all of it is synced, then its `manifest.json` is written last, and synced;
 3. the folder is renamed to `STEP/`, the rename is synced, and only then are older checkpoints removed, each of which is
    renamed first, too.
 
-In an object store, which cannot rename, Orbax writes `STEP/`, and the manifest is the object that publishes it. What is
-restored is compared with its manifest.
+In an object store, which cannot rename, Orbax writes `STEP/`, and the manifest is the object that publishes it. A
+restored checkpoint is compared with its manifest.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from sdpo_jax.types import TrainState
 if TYPE_CHECKING:
   from sdpo_jax.training.directory.ownership import Ownership
 
-SKIPPED = ocp.PLACEHOLDER  # In the place of a leaf that is not to be read.
-PAUSES = (0.5, 2.0, 5.0)  # Seconds before each further attempt at what cannot be read at the moment.
+SKIPPED = ocp.PLACEHOLDER  # Stands in for a leaf that is not to be read.
+PAUSES = (0.5, 2.0, 5.0)  # Seconds before each further attempt to read what is out of reach.
 NO_MANIFEST = f'it has no {MANIFEST}, so that an earlier version wrote it or that file was lost'
-_LEFT_OVER = re.compile(r'\d+\.(unfinished|deleted|orbax-checkpoint-tmp).*')  # By a process that was killed.
+_LEFT_OVER = re.compile(r'\d+\.(unfinished|deleted|orbax-checkpoint-tmp).*')  # Left by a process that was killed.
 _COMMITTED = 'commit_success.txt'  # Orbax's last object in a store that cannot rename.
 _logger = logging.getLogger('sdpo_jax.checkpoints')
 
@@ -56,9 +56,10 @@ def _warn(text: str) -> None:
 
 
 class Checkpoints:
-  """The checkpoints of one run, written asynchronously; a step is there whole or not at all.
+  """The checkpoints of one run, written asynchronously; a step's checkpoint exists completely or not at all.
 
-  Kept are the latest `keep` and, where `best_metric` is named, the latest of those with its largest value.
+  The latest `keep` checkpoints are kept and, if `best_metric` is set, the one with its largest value (the latest of
+  equals).
   """
 
   def __init__(
@@ -74,27 +75,27 @@ class Checkpoints:
     """Open the checkpoints of `workdir`.
 
     Args:
-      workdir: of the run.
-      keep: how many of the latest are kept.
-      best_metric: by which one more is kept.
-      read_only: whether the run may be going on elsewhere, and nothing is touched.
-      ownership: of the directory, on process 0.
-      say: receives sentences for the user about what is damaged.
+      workdir: directory of the run.
+      keep: number of latest checkpoints to keep.
+      best_metric: metric whose best checkpoint is kept in addition.
+      read_only: whether to change nothing, since another process may be running the run.
+      ownership: ownership of the directory, on process 0.
+      say: receives sentences for the user about damaged checkpoints.
 
     Raises:
-      UserError: they cannot be opened.
+      UserError: the checkpoints cannot be opened.
     """
     self._workdir = epath.Path(workdir)
     if is_local(self._workdir):
       self._workdir = self._workdir.absolute()  # Orbax takes no relative path.
     self._keep, self._read_only, self._ownership, self._say = keep, read_only, ownership, say
     self.best_metric = best_metric
-    self._manifests: dict[int, Manifest | None] = {}  # Step → its manifest; None: it cannot be read.
+    self._manifests: dict[int, Manifest | None] = {}  # Step → its manifest; None: the manifest cannot be read.
     self._unranked: dict[int, _Problem] = {}  # Step → why its manifest cannot be read.
     self._reader = _reader()
-    self._waiting = threading.Lock()  # One thread may save where another one, which hangs, measures: both wait.
-    self._publishing: tuple[int, list[int], futures.Future[None]] | None = None  # Step, those it supersedes, the work.
-    self._failed: list[int] = []  # Steps of which a part may be written, and is to be removed.
+    self._waiting = threading.Lock()  # Another thread may save while the main thread hangs; both call `wait`.
+    self._publishing: tuple[int, list[int], futures.Future[None]] | None = None  # Step, steps it supersedes, the work.
+    self._failed: list[int] = []  # Steps with a partly written checkpoint, which is to be removed.
     if not read_only:
       # All processes write one checkpoint in one folder, of which only process 0 knows the epoch.
       self._epoch = agreed(0 if ownership is None else ownership.epoch)
@@ -104,7 +105,7 @@ class Checkpoints:
         self._clean_up()
       except OSError as error:
         with contextlib.suppress(UserError):
-          self._manifests = self._scan()  # To say from where it resumes.
+          self._manifests = self._scan()  # So that an error can name the step to resume from.
         raise self._write_error(error) from error
       barrier('the opening of the checkpoints')
     found = self._scan()
@@ -116,16 +117,15 @@ class Checkpoints:
     return self._workdir / CHECKPOINTS
 
   def steps(self) -> list[int]:
-    """Return steps that have a checkpoint, or one that is being written, oldest first."""
+    """Return the steps with a checkpoint, including one that is being written, oldest first."""
     if self._read_only:
       self._manifests = self._scan()
     return sorted(self._manifests)
 
   def best(self, before: int) -> int | None:
-    """Return the step below `before` whose checkpoint has the largest `best_metric`, the latest of equals; None: none
-    has it.
+    """Return the step below `before` whose checkpoint has the largest `best_metric`, the latest of equals, or None.
 
-    Its checkpoint is one that is kept.
+    That checkpoint is one of those that are kept.
     """
     self.wait()
     return self._best([step for step in self.steps() if step < before])
@@ -136,7 +136,7 @@ class Checkpoints:
     return max(ranked)[1] if ranked else None
 
   def state_digest(self, step: int) -> str | None:
-    """Return the digest of the state in the checkpoint of one of `steps`; None: it has no manifest."""
+    """Return the digest of the state in the checkpoint of one of `steps`; None if it has no manifest."""
     found = self._manifests[step]
     return found and found.state_digest
 
@@ -151,16 +151,16 @@ class Checkpoints:
     """Start writing a checkpoint; return once the device arrays may be changed again.
 
     Args:
-      step: generation batches finished.
+      step: number of finished generation batches.
       state: device state.
       host: JSON-serialisable host state (data iterator, history).
-      metrics: of this step, none where the state is not the one they were measured with; written beside the state, so
-        that `best_metric` may be another one after a resume.
-      leaves: the digests of the state's arrays, where they are known (`digests.leaf_digests`).
+      metrics: metrics of this step; empty if they were measured with another state. They are written beside the state,
+        so that `best_metric` may be changed at a resume.
+      leaves: digests of the state's arrays, if known (`digests.leaf_digests`).
 
     Raises:
-      UserError: it, or the one still being written, could not be written, or another process has taken the run over;
-        earlier checkpoints are intact.
+      UserError: this checkpoint or the one still in progress could not be written, or another process has taken over
+        the run; earlier checkpoints are intact.
     """
     self.wait()
     if step in self._manifests:
@@ -172,7 +172,7 @@ class Checkpoints:
     try:
       self._remove_failed()  # Orbax waits for process 0 before it begins.
       if jax.process_index() == 0 and not is_local(folder) and folder.exists():
-        self._move(folder)  # It may be that of a process that has lost the run.
+        self._move(folder)  # The folder may be from a process that has lost the run.
       self._failed.append(step)
       self._writer.save(
         folder, args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), host=ocp.args.JsonSave(dict(host)))
@@ -184,16 +184,16 @@ class Checkpoints:
     self._publishing = step, superseded, self._thread.submit(self._publish, draft, superseded)
 
   def measured(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Put metrics into the checkpoint of one of `steps`, the state of which was saved before all were measured.
+    """Add metrics to the checkpoint of one of `steps`, whose state was saved before all were measured.
 
     Raises:
-      UserError: it could not be written; the checkpoint is as it was.
+      UserError: they could not be written; the checkpoint is unchanged.
     """
     self.wait()
     self._check_owner()
     known = self._manifests.get(step)
     if known is None:
-      return  # It cannot be read, and is not ranked; or another thread has heard that it could not be written.
+      return  # It cannot be read and is not ranked, or another thread has reported that writing it failed.
     self._manifests[step] = dataclasses.replace(known, metrics=_finite(metrics))
     if jax.process_index() != 0:
       return
@@ -205,10 +205,10 @@ class Checkpoints:
       raise self._write_error(error) from error
 
   def wait(self) -> None:
-    """Return when everything is written.
+    """Block until everything is written.
 
     Raises:
-      UserError: it could not be written; earlier checkpoints are intact.
+      UserError: the checkpoint could not be written; earlier checkpoints are intact.
     """
     with self._waiting:
       if self._publishing is None:
@@ -226,10 +226,10 @@ class Checkpoints:
         del self._manifests[older]
 
   def close(self) -> None:
-    """Return when everything is written and nothing is open any more.
+    """Block until everything is written, and close all resources.
 
     Raises:
-      UserError: as `wait`.
+      UserError: as in `wait`.
     """
     try:
       self.wait()
@@ -247,13 +247,13 @@ class Checkpoints:
             self._remove_failed()
 
   def _remove_failed(self) -> None:
-    """Remove what is there of checkpoints that could not be written; on a full disk room is needed for the next one."""
+    """Remove what was written of failed checkpoints; on a full disk the next one needs the room."""
     failed, self._failed = self._failed, []
     if jax.process_index() != 0:
       return
     for step in failed:
       left = self._unfinished(step)
-      if is_local(left):  # Orbax writes beside it, until all is there.
+      if is_local(left):  # Orbax writes to a folder beside it until everything is written.
         names = [path.name for path in self.directory.iterdir()]
         found = [left.parent / name for name in names if name == left.name or name.startswith(f'{left.name}.')]
       else:
@@ -266,12 +266,12 @@ class Checkpoints:
       self._ownership.check()
 
   def _unfinished(self, step: int) -> epath.Path:
-    """Return where a checkpoint is written; not where another process, which lost the run, may be writing it."""
+    """Return the folder to write a checkpoint to, distinct from that of a process that has lost the run."""
     return self.directory / (f'{step}.unfinished.{self._epoch}' if is_local(self.directory) else str(step))
 
   def _publish(self, draft: Manifest, superseded: Sequence[int]) -> None:
-    """Wait until Orbax has written a checkpoint, give it its manifest and its name, then remove older ones."""
-    self._writer.wait_until_finished()  # On every process; process 0 ends it for all.
+    """Wait until Orbax has written a checkpoint, write its manifest, rename it, and remove older ones."""
+    self._writer.wait_until_finished()  # On every process; process 0 then publishes for all.
     if jax.process_index() != 0:
       return
     folder = self._unfinished(draft.step)
@@ -281,7 +281,7 @@ class Checkpoints:
       write_atomically(folder / MANIFEST, text)
       self._check_owner()
       target = self.directory / str(draft.step)
-      if target.exists():  # A process that had lost the run may have put it there.
+      if target.exists():  # A process that had lost the run may have written it.
         self._move(target)
       folder.rename(target)
       sync_directory(self.directory)
@@ -297,13 +297,13 @@ class Checkpoints:
         self._say(f'The old checkpoint of step {step} cannot be removed ({first_line(error)}).')
 
   def _superseded(self) -> list[int]:
-    """Return the steps whose checkpoints are not kept; one that cannot be read is."""
+    """Return the steps whose checkpoints are not kept; unreadable ones are kept."""
     readable = [step for step in sorted(self._manifests) if self._manifests[step] is not None]
     kept = {*readable[-self._keep :], self._best(readable) if self.best_metric else None}
     return [step for step in readable if step not in kept]
 
   def _remove(self, step: int) -> None:
-    """Remove a checkpoint: what is left of it, if this is interrupted, is none, and removed by the next start."""
+    """Remove a checkpoint; if interrupted, the rest does not count as one, and the next start removes it."""
     folder = self.directory / str(step)
     if is_local(folder):
       folder = folder.rename(self.directory / f'{step}.deleted.{self._epoch}')
@@ -314,17 +314,17 @@ class Checkpoints:
     folder.rmtree()
 
   def _clean_up(self) -> None:
-    """Make the folder of the checkpoints, and remove what a killed process left there of writing and removing."""
+    """Create the checkpoints' folder, and remove leftovers of a killed process's writes and removals."""
     if jax.process_index() != 0:
       return
     make_directory(self.directory)
-    for path in list(self.directory.iterdir()) if self.directory.exists() else ():  # A store has no empty folders.
+    for path in list(self.directory.iterdir()) if self.directory.exists() else ():  # Stores have no empty folders.
       unfinished = not is_local(path) and is_step(path.name) and not (path / _COMMITTED).exists()
       if _LEFT_OVER.fullmatch(path.name) or unfinished:
         path.rmtree()
 
   def _scan(self) -> dict[int, Manifest | None]:
-    """Return the manifests of the checkpoints that are there by step; None: it cannot be read, which `restore` says.
+    """Return the manifests of the existing checkpoints by step; None if one cannot be read, which `restore` reports.
 
     Raises:
       UserError: the folder itself cannot be read.
@@ -349,16 +349,16 @@ class Checkpoints:
     return found
 
   def restore(self, like: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
-    """Return the newest whole checkpoint as (step, state, host state); None when there is none at all.
+    """Return the newest intact checkpoint as (step, state, host state); None if there are no checkpoints.
 
-    A checkpoint that is damaged, for whichever process, is reported, moved to `checkpoints_damaged/`, and the one
-    before it is tried.
+    A checkpoint that any process finds damaged is reported and moved to `checkpoints_damaged/`, and the one before it
+    is tried.
 
     Args:
-      like: a state, or abstract arrays with shardings, of the layout to restore; what is `SKIPPED` in it is not read.
+      like: a state, or abstract arrays with shardings, in the layout to restore; `SKIPPED` leaves are not read.
 
     Raises:
-      UserError: there are checkpoints but all are damaged, or one cannot be read for now, so that nobody knows.
+      UserError: all checkpoints are damaged, or one is out of reach for now and may be intact.
     """
     self.wait()
     failures: dict[int, str] = {}
@@ -392,7 +392,7 @@ class Checkpoints:
     return None
 
   def restore_step(self, step: int, like: TrainState) -> TrainState:
-    """Return the device state of the checkpoint of one step.
+    """Return the device state of a step's checkpoint.
 
     Args:
       step: one of `steps`.
@@ -411,18 +411,18 @@ class Checkpoints:
       ) from error
 
   def _restored(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-    """Return state and host state of a checkpoint that is whole for all processes; the same error on all of them.
+    """Return state and host state of a checkpoint that all processes find intact; errors are the same on all of them.
 
     Raises:
-      DamagedError: it is not.
-      UserError: it could not be read, several times; it may be whole.
+      DamagedError: a process finds it damaged.
+      UserError: several attempts to read it failed; it may be intact.
     """
     for pause in (*PAUSES, None):
       restored, problem = _attempt(self._read, step, like)
       problem = _shared(problem, f'the end of reading the checkpoint of step {step}')
       if problem is None:
         state, host, expected = restored
-        # A program that all processes run together.
+        # All processes run this program together.
         _, problem = _attempt(_check, state, expected)
         problem = _shared(problem, f'the end of checking the checkpoint of step {step}')
         if problem is None:
@@ -455,7 +455,7 @@ class Checkpoints:
     return restored['state'], restored['host'], expected
 
   def _set_aside(self, steps: Sequence[int]) -> None:
-    """Move damaged checkpoints to `checkpoints_damaged/`; interrupted, it is done by the next start.
+    """Move damaged checkpoints to `checkpoints_damaged/`; if interrupted, the next start completes it.
 
     Raises:
       UserError: one cannot be moved.
@@ -477,11 +477,11 @@ class Checkpoints:
       barrier('the setting aside of damaged checkpoints')
 
   def _move(self, folder: epath.Path) -> None:
-    """Move a checkpoint to `checkpoints_damaged/` under its name, with a number if there is one of that name."""
+    """Move a checkpoint to `checkpoints_damaged/` under its name, with a number appended if that name is taken."""
     self._check_owner()
     target = self._workdir / DAMAGED
     make_directory(target)
-    there = {path.name for path in target.iterdir()} if target.exists() else ()  # A store has no empty folders.
+    there = {path.name for path in target.iterdir()} if target.exists() else ()  # Stores have no empty folders.
     names = (f'{folder.name}.{serial}' if serial else folder.name for serial in itertools.count())
     aside = target / next(name for name in names if name not in there)
     _rename(folder, aside)
@@ -490,7 +490,7 @@ class Checkpoints:
     self._say(f'The checkpoint of step {folder.name} is now in {aside}.')
 
   def _write_error(self, error: Exception) -> UserError:
-    # TensorStore has no number for a disk that is full.
+    # TensorStore has no error number for a full disk.
     way_out = 'see that its file system works' if is_failing(error) else 'if the disk is full, make room'
     return UserError(
       f'A checkpoint could not be written to {self.directory} ({first_line(error)}): {way_out}, then start the same '
@@ -503,17 +503,17 @@ class _Problem:
   """Why a checkpoint could not be read."""
 
   reason: str
-  out_of_reach: bool  # For now, and it may be whole.
+  out_of_reach: bool  # It cannot be read for now, and may be intact.
 
   @classmethod
   def of(cls, error: Exception) -> _Problem:
-    # Orbax wraps what TensorStore says of an array in an Exception with the whole specification of the array.
+    # Orbax wraps TensorStore's error about an array in an Exception with the array's whole specification.
     told = error.__cause__ if type(error) is Exception and error.__cause__ is not None else error
     return cls(first_line(told), is_out_of_reach(error))
 
 
 def _manifest(folder: epath.Path, epochs: Epochs) -> Manifest:
-  """Return the manifest of a checkpoint of the run with these epochs; errors as `manifest.read_manifest`."""
+  """Return the manifest of a checkpoint of the run with these epochs; errors as in `manifest.read_manifest`."""
   found = manifest.read_manifest(folder)
   successor = epochs.fenced(found.fencing_epoch, found.step)
   if successor is not None:
@@ -522,7 +522,7 @@ def _manifest(folder: epath.Path, epochs: Epochs) -> Manifest:
 
 
 def _rename(source: epath.Path, target: epath.Path) -> None:
-  """Give a folder another name; in a store, copy it and remove it, which leaves it there if it is interrupted."""
+  """Rename a folder; in a store, copy and remove it, so an interruption leaves the source in place."""
   if is_local(source):
     source.rename(target)
   else:
@@ -539,7 +539,7 @@ def _copy(source: epath.Path, target: epath.Path) -> None:
 
 
 def _reader() -> ocp.Checkpointer:
-  """Return what reads checkpoints; no process waits for another, so that one which cannot read may say so."""
+  """Return a checkpointer that reads without synchronising processes, so that one that fails can report it."""
   process = jax.process_index()
   alone = ocp.options.MultiprocessingOptions(
     primary_host=process, active_processes={process}, barrier_sync_key_prefix=f'reader_{process}'
@@ -548,21 +548,21 @@ def _reader() -> ocp.Checkpointer:
 
 
 def _attempt(act: Callable[..., Any], *arguments: Any) -> tuple[Any, _Problem | None]:
-  """Return what `act` does, or None and why it cannot."""
+  """Return the result of `act` and None, or None and the reason why it failed."""
   try:
     return act(*arguments), None
-  except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file; all mean the same here.
+  except Exception as error:  # Orbax and TensorStore raise many types for a damaged file; all mean the same here.
     return None, _Problem.of(error)
 
 
 def _check(state: TrainState, expected: Manifest | None) -> None:
-  """Raise DamagedError if what was restored is not what was saved."""
+  """Raise DamagedError if the restored state differs from the saved one."""
   if expected is not None:
     manifest.check_leaves(digests.leaf_digests(state), expected)
 
 
 def _shared(own: _Problem | None, what: str) -> _Problem | None:
-  """Return the problem of this process, or that of the first that has one; out of reach where it is for any."""
+  """Return the first problem of any process, out of reach if it is so for any; None if no process has one."""
   found = [problem for problem in (own, *gathered(own, what)) if problem is not None]
   if not found:
     return None
@@ -574,7 +574,7 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def abstract(state: TrainState) -> TrainState:
-  """Shapes, dtypes and shardings of a state; what is `SKIPPED` in it stays so."""
+  """Return a state as abstract arrays with shardings; `SKIPPED` leaves stay as they are."""
 
   def describe(leaf: Any) -> Any:
     if leaf is SKIPPED:
@@ -585,5 +585,5 @@ def abstract(state: TrainState) -> TrainState:
 
 
 def only(field: str, state: TrainState) -> TrainState:
-  """Return the layout that restores one field of a state; everything else in it is `SKIPPED`."""
+  """Return the layout that restores one field of a state; all other leaves are `SKIPPED`."""
   return jax.tree.map(lambda leaf: SKIPPED, state).replace(**{field: getattr(state, field)})

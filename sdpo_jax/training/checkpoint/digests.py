@@ -1,4 +1,4 @@
-"""Digests of device state: exact, and the same however the arrays lie on the devices.
+"""Digests of device state: exact, and independent of the arrays' shardings.
 
 A leaf of a state is read as 32-bit words w_0, w_1, …: the bits of its elements in row-major order of the whole array,
 never of a shard. Each of `LANES` sums is Σ_i mix(w_i, i) modulo 2^32, with another `mix` per lane. The order of the
@@ -6,11 +6,11 @@ terms does not matter, so every sharding, mesh and compiler gives the same sums,
 the state.
 
 For a fixed position i, `mix` maps words to words one to one: it is a chain of w ^ k, w + k, w ^ (w >> s) and w · c with
-an odd c, each of which can be undone. So whatever a single word is changed into, by one flipped bit or many, its term
-changes, nothing makes up for that in the sum, and *all* lanes change. Several changed words, two that were swapped
-among them, leave one lane as it was with a probability of about 2^-32, and all of them of about 2^-128, for the lanes
-have constants of their own. This finds accidents; it is no signature: whoever wants to can make two states with one
-digest.
+an odd c, each of which is invertible. So if a single word changes, by one flipped bit or many, its term changes,
+nothing in the sum compensates for that, and *all* lanes change. If several words change, for example two that are
+swapped, one lane stays the same with a probability of about 2^-32, and all lanes with about 2^-128, since each lane has
+constants of its own. The digest detects accidents; it is not a signature: two states with the same digest can be
+constructed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 
 from sdpo_jax.distributed.mesh import replicated
 
-# Of each lane: what a position is multiplied with, an offset, and the two multipliers of `_mixed`; multipliers are odd.
+# For each lane: the multiplier of a position, an offset, and the two multipliers of `_mixed`; all multipliers are odd.
 _CONSTANTS = (
   (0x9E3779B1, 0x243F6A88, 0x85EBCA6B, 0xC2B2AE35),
   (0x85EBCA77, 0x85A308D3, 0x7FEB352D, 0x846CA68B),
@@ -36,14 +36,14 @@ _CONSTANTS = (
   (0x27D4EB2F, 0x03707344, 0x21F0AAAD, 0xD35A2D97),
 )
 LANES = len(_CONSTANTS)
-_BLOCK = 2**15  # Elements of which `block_sums` holds the intermediate results at once.
+_BLOCK = 2**15  # Number of elements that `block_sums` processes at once.
 
 
 def leaf_digests(state: Any) -> dict[str, str]:
-  """Return the digest of each leaf of a state by its path; every process must call it, and gets the same.
+  """Return the digest of each leaf of a state by its path; every process must call this, and gets the same result.
 
   Args:
-    state: a tree of arrays; `...` in the place of a leaf leaves that leaf out.
+    state: a tree of arrays; leaves that are `...` are left out.
   """
   named = [(name, leaf) for name, leaf in named_leaves(state) if leaf is not ...]
   leaves = [leaf for _, leaf in named]
@@ -52,26 +52,26 @@ def leaf_digests(state: Any) -> dict[str, str]:
 
 
 def named_leaves(state: Any) -> list[tuple[str, Any]]:
-  """Return (path, leaf) of a tree, the keys of a path joined by dots, which is also its name in the checkpoint."""
+  """Return (path, leaf) of each leaf; the path's keys are joined by dots, as in the checkpoint."""
   found, _ = jax.tree_util.tree_flatten_with_path(state)
   return [(jax.tree_util.keystr(path, simple=True, separator='.'), leaf) for path, leaf in found]
 
 
 def leaf_digest(shape: Sequence[int], dtype: Any, sums: np.ndarray) -> str:
-  """Return the digest, 32 hex digits, of a leaf of this shape and dtype with these sums [LANES]."""
+  """Return the digest, 32 hex digits, of a leaf with this shape, dtype and these sums [LANES]."""
   described = f'{np.dtype(dtype).name} {"×".join(map(str, shape))} '.encode()
   return hashlib.sha256(described + np.asarray(sums, '<u4').tobytes()).hexdigest()[:32]
 
 
 def state_digest(leaves: Mapping[str, str]) -> str:
-  """Return the digest of a state, 64 hex digits, from those of its leaves by path."""
+  """Return the digest of a state, 64 hex digits, from its leaves' digests by path."""
   return hashlib.sha256(json.dumps(sorted(leaves.items())).encode()).hexdigest()
 
 
 def program(leaves: Sequence[Any]) -> Callable[[Sequence[jax.Array]], jax.Array]:
   """Return the jitted function from leaves like these, which may be abstract, to their sums [leaves, LANES] uint32.
 
-  Each device has all the sums.
+  The sums are replicated on all devices.
   """
   meshes = (leaf.sharding.mesh for leaf in leaves if isinstance(leaf.sharding, jax.sharding.NamedSharding))
   return _program(next(meshes, None))
@@ -86,11 +86,11 @@ def _program(mesh: jax.sharding.Mesh | None) -> Callable[[Sequence[jax.Array]], 
 
 
 def leaf_sums(leaf: jax.Array) -> jax.Array:
-  """Return the sums [LANES] uint32 of an array; to be traced, see the module.
+  """Return the sums [LANES] uint32 of an array, as defined in the module's docstring; called under `jax.jit`.
 
   Raises:
-    TypeError: its elements are neither numbers of whole bytes nor typed keys.
-    ValueError: it is too large.
+    TypeError: the elements are neither numbers of whole bytes nor typed keys.
+    ValueError: the array is too large.
   """
   if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
     leaf = jax.random.key_data(leaf)
@@ -107,17 +107,17 @@ def leaf_sums(leaf: jax.Array) -> jax.Array:
   def add(left: Sequence[jax.Array], right: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     return tuple(map(jnp.add, left, right))
 
-  # One reduction of all lanes: the compiler makes one loop of it that reads each element once and stores none.
+  # One reduction of all lanes: the compiler fuses it into one loop that reads each element once and stores none.
   return jnp.stack(jax.lax.reduce(lanes, (np.uint32(0),) * LANES, add, tuple(range(leaf.ndim))))
 
 
 def block_sums(values: np.ndarray, origin: Sequence[int], shape: Sequence[int]) -> np.ndarray:
-  """Return what a block adds to the sums [LANES] uint32 of an array; by NumPy, a part at a time.
+  """Return the contribution of a block to an array's sums [LANES] uint32, computed part by part with NumPy.
 
   Args:
-    values: a block of the array, with as many axes.
-    origin: where the block begins, an index per axis.
-    shape: of the whole array.
+    values: a block of the array, with the same number of axes.
+    origin: index of the block's first element, per axis.
+    shape: shape of the whole array.
   """
   if not shape:
     values, origin, shape = values[None], (0,), (1,)
@@ -147,7 +147,7 @@ def block_sums(values: np.ndarray, origin: Sequence[int], shape: Sequence[int]) 
 
 
 def _terms(word: Any, low: Any, high: Any) -> list[Any]:
-  """Return the term of every lane of words at positions (low, high); uint32, of NumPy or JAX alike."""
+  """Return each lane's terms for words at positions (low, high); uint32 arrays of NumPy or JAX."""
   low = _scrambled(low)
   return [_mixed(word, low, high, *map(np.uint32, constants)) for constants in _CONSTANTS]
 
@@ -159,21 +159,21 @@ def _mixed(word: Any, low: Any, high: Any, spread: Any, offset: Any, first: Any,
 
 
 def _scrambled(position: Any) -> Any:
-  """Return positions, uint32, mapped one to one to values without a pattern."""
+  """Return positions, uint32, mapped one to one to pseudo-random values."""
   position = (position ^ (position >> np.uint32(16))) * np.uint32(0x7FEB352D)
   position = (position ^ (position >> np.uint32(15))) * np.uint32(0x846CA68B)
   return position ^ (position >> np.uint32(16))
 
 
 def _leading_axes(shape: Sequence[int], words: int) -> int:
-  """Return how many leading axes are numbered by the high word of a position; none of an array of up to 2^32 words.
+  """Return how many leading axes the high word of a position numbers; 0 for an array of up to 2^32 words.
 
   Args:
-    shape: of the array.
-    words: per element.
+    shape: shape of the array.
+    words: number of words per element.
 
   Raises:
-    ValueError: its axes cannot be divided into two groups of at most 2^32.
+    ValueError: the axes cannot be divided into two groups of at most 2^32.
   """
   leading, held = len(shape), words
   while leading and held * shape[leading - 1] <= 2**32:
@@ -185,7 +185,7 @@ def _leading_axes(shape: Sequence[int], words: int) -> int:
 
 
 def _row_major(shape: Sequence[int], axes: range) -> jax.Array:
-  """Return the row-major number over some of the axes, uint32 of `shape`."""
+  """Return the row-major index over the given axes, as uint32 of shape `shape`."""
   number, stride = jnp.zeros(shape, jnp.uint32), 1
   for axis in reversed(axes):
     number += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride % 2**32)
@@ -194,7 +194,7 @@ def _row_major(shape: Sequence[int], axes: range) -> jax.Array:
 
 
 def _words(leaf: jax.Array) -> list[jax.Array]:
-  """Return the words, uint32, of the elements of an array, the least significant first, each in the array's shape."""
+  """Return an array's elements as uint32 words, the least significant first, each of the array's shape."""
   if leaf.dtype == jnp.bool_:
     return [leaf.astype(jnp.uint32)]
   bits = 8 * leaf.dtype.itemsize
@@ -209,7 +209,7 @@ def _words(leaf: jax.Array) -> list[jax.Array]:
 
 
 def _words_of(leaf: jax.Array) -> tuple[tuple[int, ...], Any]:
-  """Return shape and dtype of what is digested of a leaf: of a typed key, its data."""
+  """Return the shape and dtype of a leaf's digested data; for a typed key, of its key data."""
   if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
     data = jax.eval_shape(jax.random.key_data, leaf)
     return data.shape, data.dtype

@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: what was written, so that what is read can be compared with it.
+"""The manifest of a checkpoint: a description of what was written, with which what is read is compared.
 
-`manifest.json` is the last file of a checkpoint. It names the digest of every array (`digests`), which covers the array
+`manifest.json` is the last file of a checkpoint. It holds the digest of every array (`digests`), which covers the array
 files, and size and SHA-256 of every other file, and is sealed (`sealed`).
 """
 
@@ -18,21 +18,21 @@ from sdpo_jax.training.directory import sealed
 from sdpo_jax.training.directory.published import MANIFEST
 
 FORMAT = 1
-_ARRAYS = 'd'  # The folders in which Orbax's storage keeps the data of arrays.
+_ARRAYS = 'd'  # The name of the folders in which Orbax's storage keeps array data.
 
 
 class DamagedError(Exception):
-  """What a checkpoint holds is not what was written; the message completes 'the checkpoint cannot be read: …'."""
+  """A checkpoint differs from what was written; the message completes 'the checkpoint cannot be read: …'."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-  """What a checkpoint holds."""
+  """The contents of a checkpoint."""
 
   step: int
-  fencing_epoch: int  # Of the start of the run that wrote it.
+  fencing_epoch: int  # The epoch of the start of the run that wrote it.
   leaves: Mapping[str, str]  # Path of an array of the state → its digest.
-  metrics: Mapping[str, float]  # Of the step, those that are finite.
+  metrics: Mapping[str, float]  # The finite metrics of the step.
   files: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)  # Name → its bytes and sha256.
 
   @property
@@ -50,8 +50,8 @@ def read_manifest(folder: epath.Path) -> Manifest:
   """Return the manifest of a checkpoint.
 
   Raises:
-    FileNotFoundError: it has none.
-    DamagedError: it is not as it was written, or of another step or format.
+    FileNotFoundError: there is none.
+    DamagedError: it was changed, or is of another step or format.
     OSError: it cannot be read.
   """
   content = (folder / MANIFEST).read_bytes()
@@ -67,7 +67,7 @@ def read_manifest(folder: epath.Path) -> Manifest:
 
 
 def described_files(folder: epath.Path) -> dict[str, dict[str, Any]]:
-  """Return size and SHA-256 of every file of a checkpoint by its relative name, but for array data and the manifest."""
+  """Return size and SHA-256 of a checkpoint's files by relative name, except for array data and the manifest."""
   found = {}
   for name in sorted(_host_files(folder)):
     content = (folder / name).read_bytes()
@@ -85,11 +85,11 @@ def _host_files(folder: epath.Path, prefix: str = '') -> Iterator[str]:
 
 
 def check_files(folder: epath.Path, manifest: Manifest) -> None:
-  """Compare the files that a manifest describes with it.
+  """Compare the files of a checkpoint with its manifest.
 
   Raises:
-    DamagedError: naming the first that is missing or not as it was written.
-    OSError: one cannot be read.
+    DamagedError: a file is missing or was changed; names the first one.
+    OSError: a file cannot be read.
   """
   for name, expected in manifest.files.items():
     try:
@@ -103,10 +103,10 @@ def check_files(folder: epath.Path, manifest: Manifest) -> None:
 
 
 def check_leaves(found: Mapping[str, str], manifest: Manifest) -> None:
-  """Compare the digests of arrays that were read, which may be some of the state's, with those of a manifest.
+  """Compare digests of restored arrays, all or some of the state's, with those of a manifest.
 
   Raises:
-    DamagedError: naming the first array that is not as it was written.
+    DamagedError: an array was changed; names the first one.
   """
   for name, digest in found.items():
     if manifest.leaves.get(name) != digest:

@@ -1,4 +1,4 @@
-"""The arrays of a checkpoint read as they are stored, without a model, devices or a layout, a chunk at a time."""
+"""The arrays of a checkpoint read as they are stored, chunk by chunk, without a model, devices or a layout."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _METADATA = '_METADATA'  # Orbax's description of the tree.
 
 
 def stored_digest(folder: epath.Path, name: str) -> str:
-  """Return the digest of an array of a checkpoint; it holds one stored chunk in memory.
+  """Return the digest of a checkpoint's array; only one stored chunk is in memory at a time.
 
   Args:
-    folder: of the checkpoint.
+    folder: folder of the checkpoint.
     name: path of the array in the state.
 
   Raises:
-    Exception: of many kinds, the array cannot be read.
+    Exception: of various types, if the array cannot be read.
   """
   array = tensorstore.open(_specification(folder / 'state', name), open=True, read=True).result()
   sums = np.zeros(digests.LANES, np.uint32)
@@ -48,6 +48,6 @@ def _specification(state: epath.Path, name: str) -> dict:
 
 
 def _chunks(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-  """Yield where each chunk of an array begins and ends."""
+  """Yield the begin and end indices of each chunk of an array."""
   for origin in itertools.product(*(range(0, length, size) for length, size in zip(shape, chunk, strict=True))):
     yield origin, tuple(min(begin + size, length) for begin, size, length in zip(origin, chunk, shape, strict=True))

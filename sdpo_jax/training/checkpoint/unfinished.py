@@ -1,4 +1,4 @@
-"""A step that has trained and is not written down: its evaluation, or its line of metrics.jsonl, is outstanding."""
+"""A step that has trained and whose evaluation, or line of metrics.jsonl, is still outstanding."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 
 @dataclasses.dataclass
 class Unfinished:
-  """What the rest of a step needs of its generation batch, so that it can be made after a resume as well.
+  """What the rest of a step needs of its generation batch, so that a resumed run can finish it.
 
   A checkpoint holds it beside the state. The step's line is written once, when it is complete.
   """
 
-  line: dict[str, float] = dataclasses.field(default_factory=dict)  # What the step has measured so far.
+  line: dict[str, float] = dataclasses.field(default_factory=dict)  # The metrics of the step so far.
   success: dict[str, float] = dataclasses.field(default_factory=dict)  # Success rates by data source.
 
   def to_json(self) -> dict[str, Any]:
-    """Return it as values that JSON holds."""
+    """Return the contents as JSON values."""
     return {'line': _finite(self.line), 'success': _finite(self.success)}
 
   @classmethod
   def from_json(cls, saved: Mapping[str, Any]) -> Unfinished:
-    """Return what `to_json` was made of."""
+    """Return the object that `to_json` encoded."""
     return cls(_numbers(saved['line']), _numbers(saved['success']))
 
 
 def _finite(values: Mapping[str, float]) -> dict[str, float | str]:
-  """Write what is not finite as a text, since JSON has no number for it."""
+  """Return values with those that are not finite as strings, since JSON has no numbers for them."""
   return {name: float(value) if math.isfinite(value) else str(float(value)) for name, value in values.items()}
 
 

@@ -1,6 +1,4 @@
-"""Whether what cannot be read is damaged, or only out of reach: a disk that fails, a store that is busy, no
-permission.
-"""
+"""The distinction between damaged data and data out of reach: a failing disk, a busy store, missing permission."""
 
 from __future__ import annotations
 
@@ -8,18 +6,18 @@ from collections.abc import Iterator
 import errno
 import re
 
-# What was written has changed or is gone, whatever is tried again: a part is missing, or another kind of thing.
+# Errors that further attempts do not change: a part is missing, or is of another kind.
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG}
-# The beginnings of the messages of TensorStore and of XLA about what may well be whole.
+# The beginnings of messages of TensorStore and XLA about data that may well be intact.
 _STATUS = re.compile(
   'PERMISSION_DENIED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|UNAUTHENTICATED|ABORTED|CANCELLED|INTERNAL'
 )
 _CODE = re.compile(r"os_error_code='(\d+)'")  # In TensorStore's messages.
-_HTTP = {401, 403, 407, 408, 429}  # And those from 500 on.
+_HTTP = {401, 403, 407, 408, 429}  # And all from 500 on.
 
 
 def is_out_of_reach(error: BaseException) -> bool:
-  """Return whether an error, or what caused it, says that something could not be read, and not that it is damaged."""
+  """Return whether an error, or its cause, says that data could not be read, rather than that it is damaged."""
   return any(_says_so(link) for link in _links(error))
 
 
@@ -28,9 +26,9 @@ def _says_so(error: BaseException) -> bool:
     return True
   if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
     return False
-  if isinstance(error, OSError):  # Those of the clients of object stores have no number.
+  if isinstance(error, OSError):  # Errors of object store clients have no number.
     return error.errno not in _DAMAGE
-  status = getattr(error, 'code', None)  # Of the clients of object stores.
+  status = getattr(error, 'code', None)  # Set by object store clients.
   if isinstance(status, int) and not isinstance(status, bool):
     return status in _HTTP or status >= 500
   text = str(error)
@@ -41,7 +39,7 @@ def _says_so(error: BaseException) -> bool:
 
 
 def _links(error: BaseException) -> Iterator[BaseException]:
-  """Yield an error, those in it if it is a group, and what caused them."""
+  """Yield an error, the members of an error group, and their causes."""
   seen: set[int] = set()
   waiting: list[BaseException | None] = [error]
   while waiting:

@@ -1,1 +1,1 @@
-"""The directory of a run: who may write there, what is in it, and what of it is gone."""
+"""The directory of a run: which process may write to it, its contents, and the detection of lost files."""

@@ -1,9 +1,9 @@
-"""The fencing epochs of a run: which process could write when, and from which step it went on.
+"""The fencing epochs of a run: which process could write when, and from which step it resumed.
 
-Every start that may write to a run directory gets a number that is larger than all before it, its fencing epoch, and
-what it publishes bears that number. A process that was stopped, or cut off from a file server, may wake after another
-one has taken the run over, and write once more before it notices. What it writes then is told from the run by two
-numbers: its epoch is older, and its step lies beyond the one from which the newer epoch went on.
+Every start that may write to a run directory gets a number larger than all before it, its fencing epoch, and everything
+it publishes carries that number. A process that was suspended, or cut off from a file server, may wake up after another
+one has taken over the run, and write once more before it notices. Its writes are recognised by two numbers: their epoch
+is older, and their step lies beyond the step from which the newer epoch resumed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from sdpo_jax.files import read_bytes
 from sdpo_jax.training.directory import sealed, starts
 
 EPOCHS = 'epochs.json'
-FENCING_EPOCH = 'fencing_epoch'  # Its name in manifests and in the lines of metrics.jsonl.
+FENCING_EPOCH = 'fencing_epoch'  # Its key in manifests and in the lines of metrics.jsonl.
 FORMAT = 2
 _UNSEALED = 1  # The format of earlier versions.
 _logger = logging.getLogger('sdpo_jax.epochs')
 
 
 class DamagedEpochsError(UserError):
-  """`epochs.json` is not as it was written."""
+  """`epochs.json` is damaged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Epoch:
   pid: int
   since: str
   token: str
-  resumed_from: int | None = None  # The step from which it went on, 0 from nothing; None until that is known.
+  resumed_from: int | None = None  # The step from which it resumed, 0 if it began anew; None: not known yet.
 
   def __str__(self) -> str:
     return f'host {self.host}, process {self.pid}, since {self.since}'
@@ -48,39 +48,39 @@ class Epoch:
 
 @dataclasses.dataclass(frozen=True)
 class Epochs:
-  """The starts of a run that tell what is the run's, oldest first, and what must not be forgotten between them.
+  """The starts of a run that decide which files are the run's, oldest first, with facts that survive between starts.
 
-  A start from which nothing can be left, or that fences no more than a later one does, is forgotten: however often a
-  run is started, there are no more of them than checkpoints from which it went on.
+  A start is forgotten if none of its files can be left, or if a later start fences at least as much: however often a
+  run is started, there are no more entries than checkpoints from which it resumed.
   """
 
   epochs: tuple[Epoch, ...] = ()
   published: int = 0  # Step of the last checkpoint that was published; 0: none since the run began (anew).
-  restarting: int | None = None  # Old results are being moved to `before_restart/<n>`.
+  restarting: int | None = None  # The n of `before_restart/<n>` to which old results are being moved; None: none are.
 
   @property
   def newest(self) -> int:
     return self.epochs[-1].fencing_epoch if self.epochs else 0
 
   def begun(self, epoch: Epoch) -> Epochs:
-    """Add a start, whose number is larger than all before; those that never went on have published nothing."""
+    """Return the record with a new start, without starts that never resumed, which have published nothing."""
     return dataclasses.replace(
       self, epochs=(*(other for other in self.epochs if other.resumed_from is not None), epoch)
     )
 
   def resumed(self, step: int) -> Epochs:
-    """Note from which step the newest epoch goes on; whoever resumes from a checkpoint has proof that there is one."""
+    """Return the record with the step from which the newest epoch resumed, which proves that it was published."""
     *older, newest = self.epochs
     fencing = [epoch for epoch in older if epoch.resumed_from is not None and epoch.resumed_from < step]
     newest = dataclasses.replace(newest, resumed_from=step)
     return dataclasses.replace(self, epochs=(*fencing, newest), published=max(self.published, step))
 
   def fenced(self, fencing_epoch: int, step: int) -> Epoch | None:
-    """Return the epoch that had taken the run over when an older one wrote `step`; None: what was written is the run's.
+    """Return the epoch that had taken over the run when an older one wrote `step`; None: the write is the run's.
 
     Args:
-      fencing_epoch: under which it was written; 0 for what an earlier version of this program wrote.
-      step: that was written.
+      fencing_epoch: epoch of the writer; 0 if an earlier version of this program wrote it.
+      step: step that was written.
     """
     for epoch in self.epochs:
       if epoch.fencing_epoch > fencing_epoch and epoch.resumed_from is not None and step > epoch.resumed_from:
@@ -93,11 +93,11 @@ class Epochs:
 
 
 def parse(content: bytes, path: epath.PathLike) -> Epochs:
-  """Return what `epochs.json` holds.
+  """Return the record in the content of `epochs.json`.
 
   Raises:
-    DamagedEpochsError: it is not as it was written.
-    UserError: it is of a later version.
+    DamagedEpochsError: the content is damaged.
+    UserError: a later version of this program wrote it.
   """
   try:
     values = json.loads(content)
@@ -125,9 +125,7 @@ def parse(content: bytes, path: epath.PathLike) -> Epochs:
 
 
 def of_starts(workdir: epath.PathLike) -> Epochs:
-  """Return the epochs that `fingerprint.json` knows; none where it is gone, or damaged, which is for its reader to
-  say.
-  """
+  """Return the epochs recorded in `fingerprint.json`; none if it is missing or damaged (its reader reports that)."""
   record = Epochs()
   try:
     found = starts.read(workdir)
@@ -141,9 +139,9 @@ def of_starts(workdir: epath.PathLike) -> Epochs:
 
 
 def read_epochs(workdir: epath.PathLike) -> Epochs:
-  """Return the epochs of a run, to tell what is the run's; of one that an earlier version wrote, none.
+  """Return the epochs of a run, for deciding which files are its own; empty for a run of an earlier version.
 
-  Where `epochs.json` is damaged, which is said, those that `fingerprint.json` knows.
+  If `epochs.json` is damaged, a warning is logged, and the epochs are those of `fingerprint.json`.
 
   Raises:
     UserError: they cannot be read.
@@ -159,7 +157,7 @@ def read_epochs(workdir: epath.PathLike) -> Epochs:
 
 
 def of_the_run(lines: Iterable[dict[str, Any]], epochs: Epochs) -> tuple[list[dict[str, Any]], list[int]]:
-  """Return the lines of metrics.jsonl that are the run's, and the steps of those that are not."""
+  """Return the lines of metrics.jsonl that are the run's, and the steps of the others."""
   kept, foreign = [], []
   for line in lines:
     if epochs.fenced(line.get(FENCING_EPOCH, 0), line['step']) is None:

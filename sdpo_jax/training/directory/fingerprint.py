@@ -1,7 +1,7 @@
-"""What a run depends on beside its settings, compared by every start with what it was: see `starts`.
+"""The inputs of a run other than its settings, compared at every start with those of the start before: see `starts`.
 
-A checkpoint was trained by the last start from an earlier step, so that is the one with which a resume is compared: a
-start from which nothing was kept does not count.
+A checkpoint was trained by the last start from an earlier step, so a resume is compared with that start; a start of
+which no checkpoint was kept does not count.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ LEARNED = (
 )  # Parts that change what is learned; see trainer.accept_changes.
 TOKENS = 'tokens'  # Entry of the document's part.
 MATRICES, SLOTS = ARRAYS = 'matrices', 'slots'  # Entries of the adapter's part: what arrays a checkpoint holds.
-LOADED = ('weights', 'factors')  # Parts from which a run begins; what it has learned is in its checkpoints.
+LOADED = ('weights', 'factors')  # Parts that a run reads at its beginning; later values are in its checkpoints.
 ENTRIES = {
   'weights': 'model',
   'adapter': 'model',
   'factors': 'model',
   'document': 'data',
   'teacher': 'model',
-}  # Part → the entry of trainer.accept_changes that accepts it, where it is not its name.
-# Parts of which a change is named, and what it means.
+}  # Part → the entry of trainer.accept_changes that accepts it, if it has another name.
+# Parts whose changes are only announced → the meaning of a change.
 NAMED = {
   'weights': 'model.path holds other weights than at the start (the run goes on with those of its checkpoint)',
   'factors': 'model.lora.path holds other factors than at the start (the run goes on with those of its checkpoint)',
@@ -86,21 +86,21 @@ PACKAGES = (
   'latex2sympy2_extended',
   'sympy',
 )
-# Environment variables by which a compiler or JAX rounds otherwise.
+# Environment variables that change the rounding of a compiler or of JAX.
 VARIABLES = ('XLA_FLAGS', 'LIBTPU_INIT_ARGS', 'JAX_DEFAULT_MATMUL_PRECISION', 'JAX_ENABLE_X64')
-SHOWN = 6  # Changes of a part that a sentence spells out.
+SHOWN = 6  # Maximum number of changes that a sentence lists.
 
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-  """A start that may go on, and what is to be said of it."""
+  """A start that may continue a run, and its differences from earlier starts."""
 
   parts: Parts
-  step: int  # Of the checkpoint; 0: there is none.
-  settings: Differences  # From those of the start before.
-  lines: Sequence[str] = ()  # For the user.
-  changes: Sequence[str] = ()  # Since the start with which this one was compared.
-  accepted: Sequence[str] = ()  # Of `LEARNED`, which differ and may.
+  step: int  # The step of the checkpoint; 0: there is none.
+  settings: Differences  # Differences from the settings of the start before.
+  lines: Sequence[str] = ()  # Sentences for the user.
+  changes: Sequence[str] = ()  # Changes since the start with which this one was compared.
+  accepted: Sequence[str] = ()  # Parts of `LEARNED` that differ and are accepted.
 
 
 def take(
@@ -112,15 +112,15 @@ def take(
   *,
   weights: bool = True,
 ) -> Parts:
-  """Return what this start depends on: for each part digests, versions or counts by name.
+  """Return the fingerprint of this start: for each part, digests, versions or counts by name.
 
   Args:
     config: settings.
-    tokenizer: of the model.
-    iterator: of the training data.
+    tokenizer: tokenizer of the model.
+    iterator: iterator over the training data.
     held_out: questions of evaluations.
-    graders: all that the questions need have been made.
-    weights: whether to look at those of the model directory; false: it may have none.
+    graders: graders, including all that the questions need.
+    weights: whether to digest the weights in the model directory; false: it may have none.
 
   Raises:
     UserError: the processes of the run do not have the same tokenizer, model, data or graders.
@@ -164,9 +164,7 @@ def _digest_of(tokens: Sequence[int] | None, name: str) -> dict[str, str]:
 
 
 def _teacher(config: Config, *, weights: bool) -> dict[str, str]:
-  """Return what tells another model that teaches from others: its config.json, and its weights; nothing if there is
-  none.
-  """
+  """Return digests of the separate teacher model's config.json and weights; empty if there is no such teacher."""
   path = config.actor.self_distillation.teacher_model
   if not path:
     return {}
@@ -174,9 +172,9 @@ def _teacher(config: Config, *, weights: bool) -> dict[str, str]:
 
 
 def _adapter(config: Config) -> dict[str, str]:
-  """Return digests of what is beside a frozen model, but for what is trained; nothing if all parameters are trained.
+  """Return digests of an adapter's layout, without the trained values; empty if all parameters are trained.
 
-  That is, of an adapter, which matrices have factors of which rank, and what these count; of a cartridge, its slots.
+  For LoRA, these are the matrices with factors, the ranks and the scales; for a cartridge, the slots.
   """
   adapter = huggingface.read_policy(config.model.path, config.model).adapter
   if adapter is None:
@@ -201,7 +199,7 @@ def _generator_code(source: str) -> str:
 
 
 def _check_alike(everybody: Sequence[Parts]) -> None:
-  """Raise UserError if two processes would learn from different things."""
+  """Raise UserError if two processes would learn from different inputs."""
   first = everybody[0]
   for number, other in enumerate(everybody[1:], 1):
     found = _changes(
@@ -218,7 +216,7 @@ def _check_alike(everybody: Sequence[Parts]) -> None:
 
 @functools.cache
 def software() -> dict[str, str]:
-  """Return versions of packages, of Python and of this project with a digest of its files, and compilers' flags."""
+  """Return versions of packages, of Python and of this project (with a digest of its files), and compiler flags."""
   versions = {
     'python': platform.python_version(),
     'sdpo_jax': f'{sdpo_jax.__version__} ({identity.digest(own_files())})',
@@ -233,7 +231,7 @@ def software() -> dict[str, str]:
 
 def own_files() -> dict[str, str]:
   """Return the digest of every file of this project that a run imports, by its path from the project's root."""
-  # The packages say where they are; a path from this file would be another one if it were moved.
+  # The packages know their locations; a path relative to this file would break if it were moved.
   folders = [pathlib.Path(package.__file__).resolve().parent for package in (models, sdpo_jax)]
   files = [(path.relative_to(folder.parent), path) for folder in folders for path in folder.rglob('*.py')]
   return {name.as_posix(): identity.digest(path.read_bytes()) for name, path in sorted(files)}
@@ -242,17 +240,18 @@ def own_files() -> dict[str, str]:
 def compare(
   workdir: epath.PathLike, config: Config, parts: Parts, step: int | None = None, settings: Differences | None = None
 ) -> Continuation:
-  """Return how a run may go on with these settings and parts; nothing is written.
+  """Return how a run may continue with these settings and parts; nothing is written.
 
   Args:
-    workdir: of the run.
+    workdir: directory of the run.
     config: settings of this start.
-    parts: of this start, from `take`.
-    step: of the checkpoint from which it goes on, 0 for none, when everything may be new; None: the newest one's.
-    settings: how they differ from those of the start before; None: from `config.json`, which is still that start's.
+    parts: parts of this start, from `take`.
+    step: step of the checkpoint from which it resumes; 0: none, so everything may be new; None: the newest.
+    settings: differences from the settings of the start before; None: computed from `config.json`, which still holds
+      those settings.
 
   Raises:
-    UserError: what changes what is learned is not what it was, and `trainer.accept_changes` does not name it.
+    UserError: an input that changes what is learned differs, and `trainer.accept_changes` does not name it.
   """
   step = newest(workdir) if step is None else step
   if step == 0:
@@ -289,7 +288,7 @@ def compare(
   for name, meaning in NAMED.items():
     if name in learned:
       continue
-    # A start without evaluations measures nothing that could differ.
+    # A start without evaluations has no results that could differ.
     if before.get(name) and (name != 'evaluation' or parts[name]):
       named.setdefault(meaning, []).extend(_changes([name], before, parts))
   lines = [f'{meaning}: {_listed(changes)}.' for meaning, changes in named.items() if changes]
@@ -301,27 +300,27 @@ def compare(
 def _learned(config: Config) -> tuple[str, ...]:
   """Return the parts that change what a run learns.
 
-  The weights too, if the run is held near the initial policy; with an adapter they are the base, which no checkpoint
-  has.
+  They include weights and factors if the run is held near the initial policy or starts from a cartridge, and the
+  weights if the base is frozen, since no checkpoint holds it.
   """
   if objective_spec(config).needs_initial_policy:
     return (*LEARNED, *LOADED)
-  if config.model.cartridge.path:  # Of which slots may be frozen.
+  if config.model.cartridge.path:  # Some of its slots may be frozen.
     return (*LEARNED, *LOADED)
   return (*LEARNED, 'weights') if config.model.frozen else LEARNED
 
 
 def model_changes(workdir: epath.PathLike, path: str, tokenizer: Any, step: int) -> list[str]:
-  """Return a phrase for everything in which a model directory is not that with which a checkpoint was trained.
+  """Return a phrase for each difference between a model directory and the one with which a checkpoint was trained.
 
   Args:
-    workdir: of the run; without a `fingerprint.json` nothing is known.
-    path: of the model directory.
-    tokenizer: from there.
-    step: of the checkpoint.
+    workdir: directory of the run; without a `fingerprint.json` nothing is known.
+    path: path of the model directory.
+    tokenizer: tokenizer of that directory.
+    step: step of the checkpoint.
 
   Raises:
-    UserError: as `starts.read`.
+    UserError: as in `starts.read`.
   """
   before = starts.trained_by(starts.read(workdir), step)
   if before is None:
@@ -331,46 +330,48 @@ def model_changes(workdir: epath.PathLike, path: str, tokenizer: Any, step: int)
 
 
 def base_changes(workdir: epath.PathLike, path: str, step: int) -> list[str]:
-  """Return a phrase for everything in which weights are not those beside which the adapter of a checkpoint was trained.
+  """Return a phrase for each difference between weights and those with which a checkpoint's adapter was trained.
 
   Args:
-    workdir: of the run; without a `fingerprint.json` nothing is known.
-    path: of the model directory.
-    step: of the checkpoint.
+    workdir: directory of the run; without a `fingerprint.json` nothing is known.
+    path: path of the model directory.
+    step: step of the checkpoint.
 
   Raises:
-    UserError: as `starts.read`, or the model cannot be read.
+    UserError: as in `starts.read`, or the model cannot be read.
   """
   before = starts.trained_by(starts.read(workdir), step) or {}
   return _changes(['weights'], before, {'weights': identity.of_weights(path)}) if 'weights' in before else []
 
 
 def trained_document(workdir: epath.PathLike, step: int) -> str | None:
-  """Return `identity.digest` of the tokens of the document that taught a checkpoint; None: it is not known, or there
-  was none.
+  """Return the digest of the document that taught a checkpoint; None: unknown, or there was no document.
 
   Args:
-    workdir: of the run.
-    step: of the checkpoint.
+    workdir: directory of the run.
+    step: step of the checkpoint.
+
+  Returns:
+    `identity.digest` of the document's tokens, or None.
 
   Raises:
-    UserError: as `starts.read`.
+    UserError: as in `starts.read`.
   """
   return (starts.trained_by(starts.read(workdir), step) or {}).get('document', {}).get(TOKENS)
 
 
 def adapter_changes(workdir: epath.PathLike, config: Config, step: int) -> list[str]:
-  """Return a phrase for everything in which an adapter is not that of a checkpoint, but for what is trained.
+  """Return a phrase for each difference between an adapter's layout and that of a checkpoint.
 
-  Of a run that started from an adapter, matrices and scales are read from there again.
+  If the run started from an adapter, matrices and scales are read from there again.
 
   Args:
-    workdir: of the run; without a `fingerprint.json` nothing is known.
-    config: with the run's model.
-    step: of the checkpoint.
+    workdir: directory of the run; without a `fingerprint.json` nothing is known.
+    config: settings with the run's model.
+    step: step of the checkpoint.
 
   Raises:
-    UserError: as `starts.read`, or model or adapter cannot be read.
+    UserError: as in `starts.read`, or model or adapter cannot be read.
   """
   before, now = starts.trained_by(starts.read(workdir), step) or {}, _adapter(config)
   known = {name: digest for name, digest in before.get('adapter', now).items() if name in now}
@@ -380,18 +381,18 @@ def adapter_changes(workdir: epath.PathLike, config: Config, step: int) -> list[
 def start(
   workdir: epath.Path, config: Config, found: Continuation, step: int, ownership: Ownership | None
 ) -> Continuation:
-  """Return `found`, compared anew if the checkpoint is another one, after adding this start to `fingerprint.json`.
+  """Add this start to `fingerprint.json`, and return `found`, compared anew if the checkpoint is another one.
 
   Args:
-    workdir: of the run.
+    workdir: directory of the run.
     config: settings of this start.
-    found: of `compare`.
-    step: of the checkpoint from which the run does go on. One that begins anew, at step 0, forgets the starts before:
-      nothing is left of what they trained.
-    ownership: of the run; None: another process writes.
+    found: result of `compare`.
+    step: step of the checkpoint from which the run does resume. A run that begins anew, at step 0, forgets the starts
+      before, since nothing is left of what they trained.
+    ownership: ownership of the run; None: another process writes.
 
   Raises:
-    UserError: as `compare`, or another process has taken the run over.
+    UserError: as in `compare`, or another process has taken over the run.
   """
   if step != found.step:
     found = compare(workdir, config, found.parts, step, found.settings)
@@ -413,7 +414,7 @@ def start(
 
 
 def _changes(names: Iterable[str], old: Parts, new: Parts, phrase: str = 'was {} and is now {}') -> list[str]:
-  """Return a phrase for every entry of these parts that differs."""
+  """Return a phrase for every entry of the named parts that differs."""
   return [
     f'{name}/{key} ' + phrase.format(old[name].get(key, 'not there'), new[name].get(key, 'not there'))
     for name in names

@@ -1,8 +1,8 @@
-"""Small files that are replaced only if nobody else has replaced them meanwhile.
+"""Small files that are replaced only if no other process has replaced them meanwhile.
 
 In Google Cloud Storage a write may name the generation that it replaces (`ifGenerationMatch`), and is refused if the
-object has another by then. TensorStore, which writes the checkpoints there, does that with the same credentials.
-Elsewhere the content is compared before it is replaced: whoever needs more than that has to hold a lock.
+object has another generation by then. TensorStore, which also writes the checkpoints there, does that with the same
+credentials. Elsewhere the content is compared before it is replaced; callers that need more than that must hold a lock.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from etils import epath
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import check_file, write_atomically
 
-_REFUSED = (ValueError, OSError, RuntimeError)  # TensorStore raises these for what a server or the network says.
-# Of a request that failed or was not answered: after 0.5, 1, 2 … seconds, for some minutes in all.
+_REFUSED = (ValueError, OSError, RuntimeError)  # TensorStore raises these for errors of a server or the network.
+# Retries of a failed or unanswered request: after 0.5, 1, 2 … seconds, for some minutes in total.
 RETRIES = {'max_retries': 10, 'initial_delay': '500ms', 'max_delay': '32s'}
 
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-  """What a file held when it was read or written."""
+  """The content of a file when it was last read or written."""
 
-  content: bytes | None  # None: it was not there.
+  content: bytes | None  # None: the file did not exist.
   generation: Any = None
 
 
 class Records(Protocol):
-  """Small files of one directory, each replaced only if it still holds what was seen."""
+  """Small files of one directory, each replaced only if its content is still the one last seen."""
 
-  exclusive: bool  # Whether of two that replace the same content only one can.
+  exclusive: bool  # Whether only one of two processes that replace the same content succeeds.
 
   def read(self, name: str) -> Seen:
-    """Return what a file holds.
+    """Return the content of a file.
 
     Raises:
       UserError: it cannot be read.
@@ -42,17 +42,17 @@ class Records(Protocol):
     ...
 
   def replace(self, name: str, content: bytes, seen: Seen) -> Seen | None:
-    """Replace what was `seen`; None where there is something else by now, which stays.
+    """Replace the content `seen`; return None, and leave the file as it is, if it has other content by now.
 
     Raises:
       OSError: it cannot be written.
-      UserError: the same, of an object store.
+      UserError: it cannot be written, in an object store.
     """
     ...
 
 
 class Files:
-  """The records in any directory that etils opens; on a disk, a file is replaced at once or not at all."""
+  """The records in any directory that etils opens; on a disk, a file is replaced atomically."""
 
   exclusive = False
 
@@ -77,12 +77,12 @@ class Files:
 
 
 class Objects:
-  """Of a directory in Google Cloud Storage."""
+  """The records in a directory of Google Cloud Storage."""
 
   exclusive = True
 
   def __init__(self, workdir: epath.Path):
-    import tensorstore  # Orbax's; slow to import.
+    import tensorstore  # A dependency of Orbax; slow to import.
 
     self._workdir = workdir
     bucket, _, folder = str(workdir).removeprefix('gs://').rstrip('/').partition('/')
@@ -107,7 +107,7 @@ class Objects:
       raise self._unreachable(error) from error
     if generation:
       return Seen(content, generation)
-    # The first attempt may have succeeded and its answer been lost: then what is there is what was to be written.
+    # The first attempt may have succeeded and its response been lost: then the object has the new content.
     now = self.read(name)
     return now if now.content == content else None
 
@@ -119,5 +119,5 @@ class Objects:
 
 
 def open_records(workdir: epath.Path) -> Records:
-  """Return the small files of a run directory."""
+  """Return the guarded files of a run directory."""
   return Objects(workdir) if str(workdir).startswith('gs://') else Files(workdir)

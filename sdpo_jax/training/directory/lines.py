@@ -1,4 +1,4 @@
-"""The lines of `metrics.jsonl`, as whoever reads a run or goes on with it finds them."""
+"""The lines of `metrics.jsonl`, as read by viewers and by a resumed run."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from sdpo_jax.files import read_text
 from sdpo_jax.training.directory.epochs import FENCING_EPOCH, of_the_run, read_epochs
 
 METRICS = 'metrics.jsonl'
-UNWRITTEN = '\0' * 512  # In the place of a block that had not reached the disk when the machine failed.
-STATE_DIGEST = 'state_digest'  # In a line: of the state at the end of its step, which a checkpoint of the step holds.
+UNWRITTEN = '\0' * 512  # The content of a block that had not reached the disk when the machine failed.
+STATE_DIGEST = 'state_digest'  # Key in a line: the digest of the state at the end of its step, as in a checkpoint.
 _logger = logging.getLogger('sdpo_jax.metrics')
 
 
 def read_metrics(workdir: epath.PathLike, last: int | None = None) -> list[dict[str, Any]]:
-  """Return the lines of `metrics.jsonl` that are the run's; a last line cut off by a crash is left out.
+  """Return the lines of `metrics.jsonl` that are the run's, without a last line cut off by a crash.
 
-  So are lines that a process wrote when another one had taken the run over; their steps are named in a warning.
+  Lines that a process wrote after another one had taken over the run are left out; a warning names their steps.
 
   Args:
-    workdir: of the run.
-    last: step up to which lines are wanted; None: all.
+    workdir: directory of the run.
+    last: last step whose lines are returned; None: all.
 
   Raises:
-    UserError: it is no file, cannot be read, or holds a line that is not an object with a step.
+    UserError: it is not a file, cannot be read, or holds a line that is not an object with a step.
   """
   dropped = dropped_lines(workdir, last)
   if dropped is not None:
@@ -38,8 +38,9 @@ def read_metrics(workdir: epath.PathLike, last: int | None = None) -> list[dict[
 
 
 def dropped_lines(workdir: epath.PathLike, last: int | None = None) -> str | None:
-  """Return a sentence about the lines that are not the run's; None: there are none. Arguments and errors as
-  `read_metrics`.
+  """Return a sentence about the lines that are not the run's; None if there are none.
+
+  Arguments and errors as in `read_metrics`.
   """
   _, foreign = _lines(workdir, last)
   if not foreign:
@@ -55,7 +56,7 @@ def _lines(workdir: epath.PathLike, last: int | None) -> tuple[list[dict[str, An
 
 
 def spans(steps: Iterable[int]) -> str:
-  """Return numbers as people write them: '3, 5–8'."""
+  """Return numbers as a text with ranges, such as '3, 5–8'."""
   groups: list[list[int]] = []
   for step in sorted(set(steps)):
     if groups and step == groups[-1][1] + 1:
@@ -66,9 +67,10 @@ def spans(steps: Iterable[int]) -> str:
 
 
 def raw_lines(workdir: epath.PathLike) -> list[dict[str, Any]]:
-  """Return all lines of `metrics.jsonl`, whoever wrote them; errors as `read_metrics`.
+  """Return all lines of `metrics.jsonl`, whichever process wrote them; errors as in `read_metrics`.
 
-  Lines in a block that a failure of the machine has kept from the disk are left out. No checkpoint follows such a line.
+  Lines in a block that did not reach the disk because the machine failed are left out. No checkpoint follows such a
+  line.
   """
   path = epath.Path(workdir) / METRICS
   if not path.exists():
@@ -102,15 +104,15 @@ def raw_lines(workdir: epath.PathLike) -> list[dict[str, Any]]:
 
 
 def history(workdir: epath.PathLike, step: int) -> list[dict[str, Any]]:
-  """Return the lines of `metrics.jsonl` up to the checkpoint of `step`; none at step 0, when a run begins anew."""
+  """Return the lines of `metrics.jsonl` up to the checkpoint of `step`; none at step 0, where a run begins anew."""
   return _lines(workdir, step)[0] if step else []
 
 
 def check_digest(workdir: epath.PathLike, step: int, digest: str) -> bool:
-  """Return whether the line of a step names the digest of the state that was restored; False: there is none that does.
+  """Return whether a step's line has the digest of the restored state; False if it has none.
 
   Raises:
-    UserError: it names another one.
+    UserError: the line has another digest.
   """
   recorded = [line[STATE_DIGEST] for line in history(workdir, step) if line['step'] == step and STATE_DIGEST in line]
   if recorded and recorded[-1] != digest:

@@ -1,4 +1,4 @@
-"""Who has a run directory: a process, described so that another one can tell whether it is still there."""
+"""The owner of a run directory: a process, described so that another one can tell whether it still exists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pathlib
 import secrets
 import socket
 
-# What `state` says of a process.
+# The results of `state`.
 GONE, RUNNING, STOPPED, ELSEWHERE = 'gone', 'running', 'stopped', 'elsewhere'
 
 
@@ -21,15 +21,15 @@ class Owner:
 
   host: str
   pid: int
-  started: int | None  # In clock ticks since the machine started, which tells two uses of one number apart.
-  machine: str  # A digest of the machine's id, since two may have one name; empty where it cannot be known.
-  boot: str  # The id of this start of the machine; empty likewise.
-  namespace: str  # In which `pid` counts: that of a container, for example.
+  started: int | None  # Clock ticks from boot to the process's start, which tells reuses of a pid apart.
+  machine: str  # A digest of the machine's id, since two machines may share a name; empty if unknown.
+  boot: str  # The id of the machine's current boot; empty if unknown.
+  namespace: str  # The namespace of `pid`, for example a container's.
   since: str  # When it took the directory, UTC.
-  token: str  # Drawn anew for each start.
+  token: str  # A random text, new for each start.
   fencing_epoch: int
-  beat: int = 0  # Counts up as long as the process lives.
-  released: bool = False  # It has ended, in good order.
+  beat: int = 0  # Incremented as long as the process lives.
+  released: bool = False  # Whether it has ended regularly.
 
   def __str__(self) -> str:
     return f'host {self.host}, process {self.pid}, since {self.since}'
@@ -39,7 +39,7 @@ class Owner:
 
 
 def this_process(fencing_epoch: int) -> Owner:
-  """Return this process as the owner from now on."""
+  """Return a description of this process as the owner from now on."""
   return Owner(
     host=socket.gethostname(),
     pid=os.getpid(),
@@ -54,7 +54,7 @@ def this_process(fencing_epoch: int) -> Owner:
 
 
 def parse(content: bytes | None) -> Owner | None:
-  """Return the owner that a lock names; None where it names none: it is new, damaged, or not of this program."""
+  """Return the owner that a lock names; None if it names none: the lock is new, damaged, or not of this program."""
   try:
     fields = json.loads(content or b'')
     owner = Owner(**fields)
@@ -67,9 +67,7 @@ def parse(content: bytes | None) -> Owner | None:
 
 
 def state(owner: Owner) -> str:
-  """Return `GONE`, `RUNNING` or `STOPPED` for a process of this machine, `ELSEWHERE` for one that cannot be seen from
-  it.
-  """
+  """Return `GONE`, `RUNNING` or `STOPPED` for a process of this machine, `ELSEWHERE` for one it cannot see."""
   if owner.released:
     return GONE
   if owner.boot != _boot():
@@ -86,7 +84,7 @@ def state(owner: Owner) -> str:
 
 
 def same_kernel(owner: Owner) -> bool:
-  """Return whether a process runs, or ran, under the kernel of this one, whose locks bind both."""
+  """Return whether a process runs, or ran, under this process's kernel, whose file locks bind both."""
   return bool(owner.boot) and owner.boot == _boot()
 
 
@@ -95,7 +93,7 @@ def _machine() -> str:
     text = pathlib.Path('/etc/machine-id').read_text().strip()
   except OSError:  # Not Linux, or a container.
     return ''
-  return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ''  # The id itself is nobody's business.
+  return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ''  # The id itself is confidential.
 
 
 def _boot() -> str:
@@ -113,7 +111,7 @@ def _namespace() -> str:
 
 
 def _fields(pid: int) -> list[str] | None:
-  """Return the fields of /proc/PID/stat after the name, the state first; None where there is no such process."""
+  """Return the fields of /proc/PID/stat after the name, the state first; None if there is no such process."""
   try:
     text = pathlib.Path(f'/proc/{pid}/stat').read_text(errors='replace')
   except OSError:

@@ -1,4 +1,4 @@
-"""What names the owner of a run directory and keeps others out: a file that is locked, or an object in a store."""
+"""The lock that names the owner of a run directory and keeps others out: a locked file, or an object in a store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sdpo_jax.files import is_full, make_directory
 from sdpo_jax.training.directory import guarded_files, lock_owner
 from sdpo_jax.training.directory.lock_owner import Owner
 
-LOCK = '.lock'  # It stays when the run ends.
+LOCK = '.lock'  # The file stays when the run ends.
 _LOCK_BYTES = 1024
 WAY_OUT = 'wait until it ends, or choose another --workdir'
 
@@ -24,31 +24,30 @@ Say = Callable[[str], None]
 
 
 class Lock(Protocol):
-  """What names the owner of a run directory."""
+  """A lock that names the owner of a run directory."""
 
   def read(self) -> bytes | None: ...
 
   def write(self, content: bytes) -> bool:
-    """Replace what was last read or written; False where another process has replaced it."""
+    """Replace the content last read or written; return False if another process has replaced it."""
     ...
 
   def close(self) -> None: ...
 
 
 class FileLock:
-  """A file that is locked as long as this process has it open; its content is written in place, since a lock is a
-  file's.
+  """A file that is locked as long as this process has it open; it is written in place, to keep the lock.
 
-  While it is open, no other descriptor of the file may be closed in this process: that would end the lock, too.
+  While it is open, no other descriptor of the file may be closed in this process: that would release the lock.
   """
 
-  _held: ClassVar[set[str]] = set()  # Directories locked by this process, which no lock keeps out.
+  _held: ClassVar[set[str]] = set()  # Directories locked by this process; file locks do not exclude their own process.
 
   def __init__(self, workdir: epath.Path, say: Say):
     """Lock the file.
 
     Raises:
-      UserError: another process has it locked, or it cannot be opened.
+      UserError: another process holds the lock, or the file cannot be opened.
     """
     self._path = workdir / LOCK
     self._descriptor = -1
@@ -58,7 +57,7 @@ class FileLock:
     try:
       make_directory(workdir)
       self._open()
-      while not self._lock(workdir, say):  # Somebody has put another file in its place between open and lock.
+      while not self._lock(workdir, say):  # The file was replaced between open and lock.
         self.close()
         self._open()
     except OSError as error:
@@ -74,17 +73,17 @@ class FileLock:
     FileLock._held.add(self._directory)
 
   def _open(self) -> None:
-    # Nobody is waited for at the other end of a pipe.
+    # O_NONBLOCK: if the path is a pipe, do not wait for its other end.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     self._descriptor = os.open(self._path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
       raise UserError(f'{self._path} is a pipe or a device where the run needs a file: remove it.')
 
   def _lock(self, workdir: epath.Path, say: Say) -> bool:
-    """Return whether what is locked is still the file of that name."""
+    """Lock the file; return whether it is still the file of that name."""
     self.exclusive = True
     try:
-      # Children do not inherit it and keep it, as they do flock's.
+      # Unlike a lock of flock, this one is not inherited and kept by child processes.
       fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
       raise occupied(workdir, lock_owner.parse(self.read())) from error
@@ -102,10 +101,10 @@ class FileLock:
     return os.pread(self._descriptor, 1 << 16, 0)
 
   def write(self, content: bytes) -> bool:
-    padded = content.ljust(_LOCK_BYTES)  # Of one length and within a page: nobody reads half of one.
+    padded = content.ljust(_LOCK_BYTES)  # Of constant length and within a page, so that no reader sees half of it.
     os.pwrite(self._descriptor, padded, 0)
     os.ftruncate(self._descriptor, len(padded))
-    os.fsync(self._descriptor)  # On a file server, so that other hosts see it.
+    os.fsync(self._descriptor)  # So that other hosts see it on a file server.
     return True
 
   def close(self) -> None:
@@ -116,7 +115,7 @@ class FileLock:
 
 
 class ObjectLock:
-  """An object in a store; not `exclusive` where the store cannot replace on condition."""
+  """An object in a store; `exclusive` is false if the store has no conditional writes."""
 
   def __init__(self, records: guarded_files.Records, workdir: epath.Path, say: Say):
     self._records, self._seen = records, guarded_files.Seen(None)
@@ -138,7 +137,7 @@ class ObjectLock:
 
 
 def occupied(workdir: epath.Path, other: Owner | None) -> UserError:
-  """Return the error that says who trains in a directory."""
+  """Return the error that names the process that trains in a directory."""
   if other is None or other.released:
     return UserError(f'Another process is training in {workdir}: {WAY_OUT}.')
   if lock_owner.state(other) == lock_owner.STOPPED:
@@ -150,6 +149,6 @@ def occupied(workdir: epath.Path, other: Owner | None) -> UserError:
 
 
 def unwritable(workdir: epath.Path, error: OSError) -> UserError:
-  """Return the error that says that a run directory cannot be written."""
+  """Return the error for a run directory that cannot be written."""
   way_out = 'make room, then start the same command again' if is_full(error) else 'choose another --workdir'
   return UserError(f'The run directory {workdir} cannot be written ({first_line(error)}): {way_out}.')

@@ -1,16 +1,17 @@
-"""One process at a time writes to a run directory, and whoever has lost it notices before it publishes anything.
+"""The ownership of a run directory: one process at a time writes to it, and one that has lost it notices before it
+publishes anything.
 
 Three things keep two starts apart:
 
-* `.lock` names the owner. On a disk the file is locked as long as the process lives (lockf), in gs:// it is replaced on
-  condition that nobody else has replaced it. Its owner renews it every `LEASE_S / 4` seconds. A process that cannot be
-  seen from here (another host, another container) counts as gone when its lock has not changed for `LEASE_S` seconds by
-  the clock of whoever watches; clocks of two hosts are never compared.
-* `epochs.json` holds the fencing epoch, which grows by one with every start. It is the last word: who is not its newest
-  entry has lost the run. `Ownership.check` reads it before whatever is published.
-* Between that check and the write a process may still be stopped for as long as another one needs to take over. What it
-  then publishes bears an older epoch and a step beyond the one from which the newer epoch went on, and readers leave it
-  out (`epochs.Epochs.fenced`).
+* `.lock` names the owner. On a disk the file is locked as long as the process lives (lockf); in gs:// it is replaced
+  only if no other process has replaced it. Its owner renews it every `LEASE_S / BEATS` seconds. A process that cannot
+  be seen from here (on another host, in another container) counts as gone when its lock has not changed for `LEASE_S`
+  seconds by the watcher's clock; clocks of two hosts are never compared.
+* `epochs.json` holds the fencing epoch, which grows with every start. It is authoritative: a process that is not its
+  newest entry has lost the run. `Ownership.check` reads it before anything is published.
+* Between that check and the write a process may still be suspended for as long as another one needs to take over. What
+  it then publishes carries an older epoch and a step beyond the one from which the newer epoch resumed, and readers
+  leave it out (`epochs.Epochs.fenced`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from sdpo_jax.training.directory import epochs, guarded_files, lock_owner, recov
 from sdpo_jax.training.directory.lock_owner import Owner
 from sdpo_jax.training.directory.locks import LOCK, FileLock, Lock, ObjectLock, Say, occupied, unwritable
 
-LEASE_S = 60.0  # A process that cannot be seen and does not renew its lock for so long is gone.
+LEASE_S = 60.0  # A process that cannot be seen counts as gone if it does not renew its lock for this long.
 BEATS = 4  # Renewals within a lease.
 
 _logger = logging.getLogger('sdpo_jax.ownership')
@@ -42,12 +43,12 @@ def _warn(text: str) -> None:
 
 
 class RunLostError(UserError):
-  """Another process has taken the run over; nothing more may be written."""
+  """Another process has taken over the run; nothing more may be written."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Clock:
-  """How time passes, for those who watch a lock."""
+  """The clock and lease time of a process that watches a lock."""
 
   now: Callable[[], float] = time.monotonic
   sleep: Callable[[float], None] = time.sleep
@@ -55,27 +56,27 @@ class Clock:
 
 
 class Ownership:
-  """The right of a process to write to a run directory; made by `take`."""
+  """The right of a process to write to a run directory; created by `take`."""
 
   def __init__(
     self, workdir: epath.Path, records: guarded_files.Records, lock: Lock, mine: Owner, seen: guarded_files.Seen
   ):
     self.workdir = workdir
     self._records, self._lock, self._mine, self._seen = records, lock, mine, seen
-    self._mutex = threading.RLock()  # Checkpoints are published from a thread of their own.
+    self._mutex = threading.RLock()  # Checkpoints are published from a separate thread.
     self._ending = threading.Event()
     self._beating = threading.Thread(target=self._beat, daemon=True, name='lock')
 
   @property
   def epoch(self) -> int:
-    """The fencing epoch: larger than those of all starts before."""
+    """The fencing epoch, larger than those of all starts before."""
     return self._mine.fencing_epoch
 
   def record(self) -> epochs.Epochs:
-    """Return all starts of the run, this one the newest.
+    """Return the record of the run's starts, of which this one is the newest.
 
     Raises:
-      RunLostError: it is not the newest any more.
+      RunLostError: this start is no longer the newest.
       UserError: `epochs.json` cannot be read.
     """
     with self._mutex:
@@ -101,34 +102,34 @@ class Ownership:
       return record
 
   def check(self) -> None:
-    """Return if this process still owns the run; to be called right before whatever publishes.
+    """Check that this process still owns the run; call this right before publishing anything.
 
     Raises:
       RunLostError: another process has taken it over.
-      UserError: that cannot be found out.
+      UserError: `epochs.json` cannot be read.
     """
     self.record()
 
   def resumed(self, step: int) -> None:
-    """Record that this epoch goes on from a step (0: from nothing); before anything is published.
+    """Record the step from which this epoch resumes (0: it begins anew); call this before publishing anything.
 
     Raises:
-      RunLostError: as `check`.
-      UserError: it cannot be written.
+      RunLostError: as in `check`.
+      UserError: the record cannot be written.
     """
     self._update(lambda record: record.resumed(step))
 
   def published(self, step: int) -> None:
-    """Record that the checkpoint of a step is published; if it is gone at a later start, that is a loss.
+    """Record that the checkpoint of a step is published, so that a later start notices if it is lost.
 
     Raises:
-      RunLostError: as `check`.
-      UserError: it cannot be written.
+      RunLostError: as in `check`.
+      UserError: the record cannot be written.
     """
     self._update(lambda record: dataclasses.replace(record, published=step))
 
   def restarting(self, number: int | None, published: int) -> None:
-    """Record that old results are being moved to `before_restart/<number>`, or that none are; errors as `published`."""
+    """Record that old results are being moved to `before_restart/<number>`, or None; errors as in `published`."""
     self._update(lambda record: dataclasses.replace(record, restarting=number, published=published))
 
   def _update(self, change: Callable[[epochs.Epochs], epochs.Epochs]) -> None:
@@ -139,7 +140,7 @@ class Ownership:
           return
 
   def start(self) -> None:
-    """Renew the lock from now on."""
+    """Start the thread that renews the lock."""
     self._beating.start()
 
   def _beat(self) -> None:
@@ -147,12 +148,12 @@ class Ownership:
       try:
         self.renew()
       except RunLostError:
-        return  # The main thread learns it before it publishes anything.
-      except (OSError, UserError) as error:  # Tried again: a file server may come back before the lease is over.
+        return  # The main thread notices before it publishes anything.
+      except (OSError, UserError) as error:  # Tried again: a file server may recover before the lease is over.
         _logger.warning('%s cannot be renewed: %s', self.workdir / LOCK, first_line(error))
 
   def renew(self) -> None:
-    """Show that this process lives, unless it has lost the run: then the lock is another one's.
+    """Renew the lock, to show that this process lives.
 
     Raises:
       RunLostError: another process has taken the run over.
@@ -162,11 +163,11 @@ class Ownership:
     self._write_lock(dataclasses.replace(self._mine, beat=self._mine.beat + 1))
 
   def release(self) -> None:
-    """Say that this process has ended, so that nobody waits for it."""
+    """Mark the lock as released, so that no other process waits for this one, and close it."""
     self._ending.set()
     if self._beating.is_alive():
       self._beating.join(timeout=5.0)
-    if not self._beating.is_alive():  # Otherwise it hangs in a file system or network, and so would this.
+    if not self._beating.is_alive():  # Otherwise it hangs in a file system or network, as this thread would.
       with contextlib.suppress(OSError, UserError):  # A lock that is not released is found to be stale.
         self._write_lock(dataclasses.replace(self._mine, released=True))
     self._lock.close()
@@ -174,7 +175,7 @@ class Ownership:
   def _write_lock(self, mine: Owner) -> None:
     with self._mutex:
       found = lock_owner.parse(self._lock.read())
-      self.check()  # Nobody has taken over until now; should they after this, an object's generation is another one.
+      self.check()  # If another process takes over after this, the write is refused by the object's generation.
       if found is not None and found.fencing_epoch > mine.fencing_epoch:
         raise RunLostError(f'Another process is taking over the run in {self.workdir} ({found}).')
       if self._lock.write(mine.to_json().encode()):
@@ -183,16 +184,16 @@ class Ownership:
 
 @contextlib.contextmanager
 def sole_user(workdir: epath.Path, say: Say = _warn) -> Iterator[Ownership | None]:
-  """Make a directory, and keep a second start of the same run out of it; yields None but on process 0, which owns it.
+  """Own a run directory within the context, keeping other starts out; gives None on all processes but process 0.
 
-  Two that write there would mix their lines and checkpoints.
+  The directory is created if needed. Two starts that write to it would mix their lines and checkpoints.
 
   Args:
-    workdir: of the run.
+    workdir: directory of the run.
     say: receives sentences for the user.
 
   Raises:
-    UserError: another process trains there, or it cannot be written.
+    UserError: another process trains there, or the directory cannot be written.
   """
   if jax.process_index() != 0:
     yield None
@@ -206,10 +207,10 @@ def sole_user(workdir: epath.Path, say: Say = _warn) -> Iterator[Ownership | Non
 
 
 def take(workdir: epath.Path, say: Say, clock: Clock = Clock()) -> Ownership:
-  """Return the ownership of a run directory, taken over from a process that is gone if there was one.
+  """Return the ownership of a run directory, taken over from its former owner if that process is gone.
 
   Raises:
-    UserError: another process trains there, or it cannot be written.
+    UserError: another process trains there, or the directory cannot be written.
   """
   records = guarded_files.open_records(workdir)
   lock = FileLock(workdir, say) if is_local(workdir) else ObjectLock(records, workdir, say)
@@ -232,17 +233,17 @@ def take(workdir: epath.Path, say: Say, clock: Clock = Clock()) -> Ownership:
 
 
 def _await_end(workdir: epath.Path, lock: Lock, content: bytes, former: Owner | None, say: Say, clock: Clock) -> None:
-  """Return once the process that the lock names is gone for certain.
+  """Block until the process that the lock names is certainly gone.
 
   Raises:
-    UserError: it is not.
+    UserError: that process still lives.
   """
   if former is None:
     what, found = 'somebody whom its lock does not name', lock_owner.ELSEWHERE
   else:
     what, found = str(former), lock_owner.state(former)
   if isinstance(lock, FileLock) and lock.exclusive and (former is None or lock_owner.same_kernel(former)):
-    found = lock_owner.GONE  # It had the file locked.
+    found = lock_owner.GONE  # It held the file lock, which is now free.
   if former is not None and former.released:
     return
   if found in (lock_owner.RUNNING, lock_owner.STOPPED):
@@ -264,12 +265,12 @@ def _await_end(workdir: epath.Path, lock: Lock, content: bytes, former: Owner | 
 def _begin(
   workdir: epath.Path, records: guarded_files.Records, lock: Lock, mine: Owner, say: Say
 ) -> tuple[Owner, guarded_files.Seen]:
-  """Write the new epoch; return this process with it, and what `epochs.json` then holds."""
+  """Write the new epoch; return this process with it, and the new content of `epochs.json`."""
   while True:
     seen = records.read(epochs.EPOCHS)
     record = recovery.recorded(workdir, seen.content, say)
     found = lock_owner.parse(lock.read())
-    if found is None or found.token != mine.token:  # Another start has waited out this one's lease.
+    if found is None or found.token != mine.token:  # Another start took the lock after this one's lease had expired.
       raise occupied(workdir, found)
     number = max(record.newest + 1, mine.fencing_epoch)
     begun = record.begun(epochs.Epoch(number, mine.host, mine.pid, mine.since, mine.token))

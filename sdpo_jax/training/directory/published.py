@@ -1,4 +1,4 @@
-"""Which checkpoints a run has published, by their names alone."""
+"""The published checkpoints of a run, by their names alone."""
 
 from __future__ import annotations
 
@@ -8,25 +8,23 @@ from etils import epath
 
 from sdpo_jax.files import is_local
 
-CHECKPOINTS = 'checkpoints'  # The folder of those that count.
-DAMAGED = 'checkpoints_damaged'  # And of those that could not be read.
-MANIFEST = 'manifest.json'  # The last file of a checkpoint; in a store, it publishes it.
+CHECKPOINTS = 'checkpoints'  # The folder of valid checkpoints.
+DAMAGED = 'checkpoints_damaged'  # The folder of those that could not be read.
+MANIFEST = 'manifest.json'  # The last file of a checkpoint; in a store, it publishes the checkpoint.
 _STEP = re.compile('[1-9][0-9]*')  # Step 0 has no checkpoint.
 
 
 def is_step(name: str) -> bool:
-  """Return whether a checkpoint may have this name: a step, and no other way to write one, such as 07."""
+  """Return whether a name is that of a checkpoint: a step in canonical form, not 07 for example."""
   return _STEP.fullmatch(name) is not None
 
 
 def published_steps(workdir: epath.PathLike) -> list[int]:
-  """Return the steps whose checkpoints were published, in order, as names say; nothing is read, and one may be
-  damaged.
-  """
+  """Return the steps of published checkpoints in order, judged by names; nothing is read, and one may be damaged."""
   directory = epath.Path(workdir) / CHECKPOINTS
   if not directory.exists():
     return []
-  # A disk's folder gets its name when it is whole; in a store its last object says that it is.
+  # On a disk, a folder gets this name once it is complete; in a store, the last object marks it as complete.
   return sorted(
     int(path.name)
     for path in directory.iterdir()
@@ -35,5 +33,5 @@ def published_steps(workdir: epath.PathLike) -> list[int]:
 
 
 def newest(workdir: epath.PathLike) -> int:
-  """Return the last of `published_steps`; 0: there is none."""
+  """Return the last of `published_steps`; 0 if there is none."""
   return max(published_steps(workdir), default=0)

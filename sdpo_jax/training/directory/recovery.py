@@ -1,7 +1,7 @@
-"""What the other files of a run say of its starts, where `epochs.json` is damaged or gone.
+"""The starts of a run reconstructed from its other files, if `epochs.json` is damaged or missing.
 
-`fingerprint.json` names every start with the step from which it went on, checkpoints and lines bear the fencing epoch
-of the process that wrote them, and checkpoints show what was published.
+`fingerprint.json` lists every start with the step from which it resumed, checkpoints and lines carry the fencing epoch
+of the process that wrote them, and the checkpoints show which steps were published.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from sdpo_jax.training.directory.lines import raw_lines
 from sdpo_jax.training.directory.published import CHECKPOINTS, DAMAGED, MANIFEST, is_step, published_steps
 from sdpo_jax.training.directory.workdir import saved_settings
 
-_NAMED = re.compile(r'\d+\.(?:unfinished|deleted)\.(\d+)')  # Folders that are named by the epoch of who made them.
+_NAMED = re.compile(r'\d+\.(?:unfinished|deleted)\.(\d+)')  # Folders named with their writer's epoch.
 
 
 def recorded(workdir: epath.Path, content: bytes | None, say: Callable[[str], None]) -> Epochs:
-  """Return the starts of a run that a start goes by: those in `epochs.json` or, where it is damaged or gone, in other
-  files.
+  """Return the starts of a run from `epochs.json` or, if that is damaged or missing, from other files.
 
   Args:
-    workdir: of the run.
-    content: of `epochs.json`; None: it is not there.
-    say: receives a sentence about what is damaged.
+    workdir: directory of the run.
+    content: content of `epochs.json`; None: the file is missing.
+    say: receives a sentence about damage.
   """
   if content is not None:
     try:
@@ -40,16 +39,14 @@ def recorded(workdir: epath.Path, content: bytes | None, say: Callable[[str], No
 
 
 def _recovered(workdir: epath.Path) -> Epochs:
-  """Return the epochs of a run without `epochs.json`: those of `fingerprint.json`, and what was published for
-  certain.
-  """
+  """Return the epochs of a run without `epochs.json`: those of `fingerprint.json`, and the last step published."""
   record = of_starts(workdir)
   published = max([record.published, *published_steps(workdir)]) or due(workdir)
   return dataclasses.replace(record, published=published)
 
 
 def largest_epoch(workdir: epath.Path) -> int:
-  """Return the largest fencing epoch that anything of a run bears but `epochs.json` and its lock; 0: nothing does."""
+  """Return the largest fencing epoch in any file of a run except `epochs.json` and the lock; 0 if there is none."""
   found: list[Any] = [line.get(FENCING_EPOCH, 0) for line in raw_lines(workdir)]
   found += [epoch.fencing_epoch for epoch in of_starts(workdir).epochs]
   for path in folders(workdir):
@@ -62,13 +59,13 @@ def largest_epoch(workdir: epath.Path) -> int:
 
 
 def folders(workdir: epath.Path) -> list[epath.Path]:
-  """Return what lies beside the checkpoints of a run and those that were damaged, and these."""
+  """Return the entries of the folders of valid and of damaged checkpoints."""
   places = (workdir / CHECKPOINTS, workdir / DAMAGED)
   return [path for place in places if place.is_dir() for path in place.iterdir()]
 
 
 def _epoch_of(checkpoint: epath.Path) -> Any:
-  """Return the epoch in the manifest of a checkpoint; 0 where none can be read, which is the restore's to say."""
+  """Return the epoch in a checkpoint's manifest; 0 if it cannot be read, which a restore reports."""
   try:
     return sealed.unseal((checkpoint / MANIFEST).read_bytes()).get(FENCING_EPOCH)
   except (ValueError, OSError):
@@ -76,15 +73,15 @@ def _epoch_of(checkpoint: epath.Path) -> Any:
 
 
 def reached(workdir: epath.Path) -> int:
-  """Return the largest step that metrics.jsonl, `rollouts/` or `eval/` know of."""
+  """Return the largest step that appears in metrics.jsonl, `rollouts/` or `eval/`."""
   steps = [line['step'] for line in raw_lines(workdir)]
   return max([0, *steps, *numbers(workdir / 'rollouts'), *numbers(workdir / 'eval')])
 
 
 def due(workdir: epath.Path) -> int:
-  """Return the last step of which a run has published a checkpoint for certain, by its settings alone; 0: of none.
+  """Return the last step for which a run, by its settings, must have published a checkpoint; 0 if there is none.
 
-  Checkpoints are written beside the steps that follow, but each is whole before the next one is begun.
+  Checkpoints are written during the steps that follow, but each is complete before the next one is begun.
   """
   trainer = saved_settings(workdir).get('trainer') if (workdir / 'config.json').exists() else None
   save_freq = trainer.get('save_freq') if isinstance(trainer, dict) else None

@@ -1,8 +1,8 @@
-"""What a run directory holds, compared with what the run must have left: a loss is said, and never trained over.
+"""The check that a run directory still holds the checkpoints of its run: a loss is reported, never trained over.
 
-A disk that is not mounted looks like a run without checkpoints. Whether there ever was one is not guessed from the
-steps that other files name, for a run that is preempted before its first checkpoint is due must start again by itself:
-`epochs.json` records the step of the last checkpoint that was published.
+A disk that is not mounted looks like a run without checkpoints. The steps named by other files do not tell whether
+there ever was a checkpoint, for a run that is preempted before its first one is due must start again by itself.
+Therefore `epochs.json` records the step of the last published checkpoint.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _logger = logging.getLogger('sdpo_jax.remains')
 
 
 def settle(workdir: epath.Path, ownership: Ownership, *, restart: bool, say: Callable[[str], None]) -> None:
-  """Make sure that a run may go on with what its directory holds; with `restart`, move old results out of the way.
+  """Check that a run may continue with the contents of its directory; with `restart`, move old results away.
 
   Args:
-    workdir: of the run, whose `config.json` is still that of the start before.
-    ownership: of the directory.
-    restart: whether to begin at step 0 where the checkpoints are gone.
+    workdir: directory of the run, whose `config.json` is still that of the start before.
+    ownership: ownership of the directory.
+    restart: whether to begin at step 0 if the checkpoints are gone.
     say: receives sentences for the user.
 
   Raises:
-    UserError: checkpoints were published and are gone; or files cannot be moved.
+    UserError: published checkpoints are gone, or files cannot be moved.
   """
   record = ownership.record()
   if record.restarting is not None:
-    # What the checkpoints' disk holds, if it was mounted meanwhile, is part of the old results.
+    # Checkpoints on a disk that was mounted meanwhile are part of the old results.
     steps = published_steps(workdir)
     what = 'checkpoint of step' if len(steps) == 1 else 'checkpoints of steps'
     back = f', the {what} {spans(steps)} among them,' if steps else ''
@@ -76,9 +76,7 @@ def settle(workdir: epath.Path, ownership: Ownership, *, restart: bool, say: Cal
 
 
 def check_remains(workdir: epath.Path) -> None:
-  """Raise a UserError if a start without --restart would be refused because checkpoints are gone; nothing is
-  written.
-  """
+  """Raise UserError if a start without --restart would be refused because checkpoints are gone; nothing is written."""
   path = epath.Path(workdir) / EPOCHS
   if not published_steps(workdir):
     content = read_bytes(path, 'make it readable') if path.exists() else None
@@ -88,7 +86,7 @@ def check_remains(workdir: epath.Path) -> None:
 
 
 def refuse_loss(workdir: epath.Path, record: Epochs) -> None:
-  """Raise a UserError if a checkpoint was published; to be called where a run would begin at step 0."""
+  """Raise UserError if a checkpoint was published; call this if a run would begin at step 0."""
   if record.published:
     raise UserError(
       f'{workdir} has no checkpoint to resume from, though that of step {record.published} was published there and '
@@ -99,12 +97,12 @@ def refuse_loss(workdir: epath.Path, record: Epochs) -> None:
 
 
 def lost_lines(workdir: epath.Path, step: int, lines: Sequence[dict[str, Any]]) -> str | None:
-  """Return a sentence about steps up to the one resumed from that `metrics.jsonl` has no line of; None: it has all.
+  """Return a sentence about steps that are missing in `metrics.jsonl`; None if none are.
 
   Args:
-    workdir: of the run.
-    step: from which it goes on.
-    lines: of metrics.jsonl.
+    workdir: directory of the run.
+    step: step from which it resumes.
+    lines: lines of metrics.jsonl.
   """
   missing = sorted(set(range(1, step + 1)) - {line['step'] for line in lines})
   if not missing:
@@ -118,7 +116,7 @@ def lost_lines(workdir: epath.Path, step: int, lines: Sequence[dict[str, Any]]) 
 
 
 def _move(workdir: epath.Path, number: int, ownership: Ownership) -> None:
-  """Move what is there of `RESULTS` to `before_restart/<number>`; interrupted anywhere, it can be called again."""
+  """Move the existing `RESULTS` to `before_restart/<number>`; it can be repeated after any interruption."""
   target = workdir / BEFORE_RESTART / str(number)
   try:
     make_directory(target)
@@ -133,11 +131,11 @@ def _move(workdir: epath.Path, number: int, ownership: Ownership) -> None:
 
 
 def _move_all(source: epath.Path, target: epath.Path) -> None:
-  """Move a file or folder; what was moved there before stays, unless it is a store's, where that may be half of it."""
+  """Move a file or folder; earlier moved ones stay, except in a store, where they may be incomplete."""
   if is_local(source):
     if os.path.lexists(source):
       _rename(source, target)
-  elif source.is_dir():  # A store has no folders: each object is moved for itself, the rest the next time.
+  elif source.is_dir():  # A store has no folders: each object is moved by itself, the rest after an interruption.
     for path in source.iterdir():
       _move_all(path, target / path.name)
   elif source.exists():

@@ -1,4 +1,4 @@
-"""JSON objects that hold their own SHA-256, so that whoever reads one knows that it is as it was written."""
+"""JSON objects that hold their own SHA-256, so that a reader can tell that they are unchanged."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def seal(values: Mapping[str, Any]) -> str:
 
 
 def unseal(content: bytes) -> dict[str, Any]:
-  """Return the values in what `seal` made.
+  """Return the values of an object that `seal` wrote.
 
   Raises:
-    ValueError: this is something else, if only by a bit.
+    ValueError: the content differs from that of `seal`, be it by one bit.
   """
   try:
     values = json.loads(content)

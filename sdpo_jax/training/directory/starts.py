@@ -3,9 +3,9 @@
   {"format": 1, "starts": [{"step": 0, "fencing_epoch": 1, "time": "2026-01-31T12:00:00+00:00", "changes": [],
                             "accepted": [], "parts": {"tokenizer": {"vocabulary": "3f…", …}, …}}, …]}
 
-`step` is the checkpoint that a start went on from, `fencing_epoch` its number (`epochs`); `changes` are sentences about
-what had changed by then, `accepted` what `trainer.accept_changes` named. `parts` (`fingerprint.take`) are left out
-where they are those of the start before.
+`step` is the checkpoint from which a start resumed, `fencing_epoch` its number (`epochs`); `changes` are sentences
+about inputs that had changed by then, `accepted` those that `trainer.accept_changes` named. `parts`
+(`fingerprint.take`) are left out if they equal those of the start before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Parts = Mapping[str, Mapping[str, str]]
 
 
 def read(workdir: epath.PathLike) -> Sequence[Mapping[str, Any]]:
-  """Return the starts of a run, oldest first; none where there is no `fingerprint.json`.
+  """Return the starts of a run, oldest first; none if there is no `fingerprint.json`.
 
   Raises:
     UserError: the file is damaged, or another version's.
@@ -53,16 +53,16 @@ def _are_parts(value: Any) -> bool:
 
 
 def trained_by(starts: Sequence[Mapping[str, Any]], step: int) -> Parts | None:
-  """Return the parts of the start that made the checkpoint of `step`; None if that is not known."""
+  """Return the parts of the start that trained the checkpoint of `step`; None if unknown."""
   last = max((at for at, start in enumerate(starts) if start['step'] < step), default=None)
   return None if last is None else parts_of(starts[: last + 1])
 
 
 def parts_of(starts: Sequence[Mapping[str, Any]]) -> Parts | None:
-  """Return the parts of the last of some starts; None if it is not known."""
+  """Return the parts of the last of the given starts; None if unknown."""
   return next((start['parts'] for start in reversed(starts) if 'parts' in start), None)
 
 
 def write(workdir: epath.Path, starts: Sequence[Mapping[str, Any]]) -> None:
-  """Write all starts of a run; errors as `write_atomically`."""
+  """Write all starts of a run; errors as in `write_atomically`."""
   write_atomically(workdir / FINGERPRINT, json.dumps({'format': FORMAT, 'starts': list(starts)}, indent=1) + '\n')

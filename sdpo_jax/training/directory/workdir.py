@@ -1,4 +1,4 @@
-"""The directory of a run: whether it can hold this run, and its settings there."""
+"""The directory of a run: whether it can hold this run, and the settings stored in it."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from sdpo_jax.training.directory.starts import FINGERPRINT
 
 WANDB_ID = 'wandb_id'  # The id of the run's page on Weights & Biases.
 FILES = ('config.json', METRICS, EPOCHS, FINGERPRINT, WANDB_ID)
-BEFORE_RESTART = 'before_restart'  # The folder of what --restart moved away.
-ROWS = 'rows'  # The folder of questions that were handed over in memory.
+BEFORE_RESTART = 'before_restart'  # The folder of results that --restart moved away.
+ROWS = 'rows'  # The folder of questions that were passed in memory.
 _OF_A_BEGINNING = (CHECKPOINTS, DAMAGED, 'eval', 'profile', 'rollouts', 'stalls', 'tensorboard')
 FOLDERS = (*_OF_A_BEGINNING, BEFORE_RESTART, ROWS)
-# What --restart moves away; the settings last, since without them the others are no run.
+# What --restart moves away; the settings come last, since without them the other files do not make a run.
 RESULTS = (*_OF_A_BEGINNING, METRICS, WANDB_ID, FINGERPRINT, 'config.json')
 ANOTHER = 'restore it or choose another --workdir'
 
 
 def saved_settings(workdir: epath.PathLike) -> dict[str, Any]:
-  """Return what the `config.json` of a run holds.
+  """Return the contents of a run's `config.json`.
 
   Raises:
     UserError: it cannot be read or does not hold an object.
@@ -46,17 +46,17 @@ def saved_settings(workdir: epath.PathLike) -> dict[str, Any]:
 
 
 def check_workdir(config: Config, workdir: epath.PathLike, *, restart: bool = False) -> epath.Path:
-  """Return the run's directory, which is new, or holds nothing trained, or the same run; nothing is written.
+  """Return the run's directory if it is new, holds nothing trained, or holds the same run; nothing is written.
 
   With `restart`, a run without checkpoints may be any other run: it will be moved away.
 
   Raises:
-    UserError: it holds another run (the settings that differ are named), or what it holds cannot be read, or a file is
-      where a folder of the run belongs.
+    UserError: it holds another run (the settings that differ are named), or its contents cannot be read, or a file is
+      in place of a folder of the run.
   """
   try:
     workdir = epath.Path(workdir)
-  except KeyError as error:  # Of a scheme that etils does not know.
+  except KeyError as error:  # etils does not know the scheme.
     raise UserError(
       f'--workdir={workdir} is in no kind of store that is known: name a local directory, or gs://….'
     ) from error
@@ -81,17 +81,17 @@ def check_workdir(config: Config, workdir: epath.PathLike, *, restart: bool = Fa
       f'{workdir} holds a run with other settings: {"; ".join(found.refused)}. '
       f'Use the settings of that run, or another --workdir{insist}.'
     )
-  raw_lines(workdir)  # What is wrong with it is said before anything is compiled.
+  raw_lines(workdir)  # Raises for damaged lines before anything is compiled.
   return workdir
 
 
 def _there(path: epath.Path) -> bool:
-  """Return whether there is something of this name, be it a link to nothing."""
+  """Return whether a path exists, even as a broken link."""
   return path.exists() or (is_local(path) and os.path.islink(path))
 
 
 def _check_layout(workdir: epath.Path) -> set[str]:
-  """Return which of a run's files and folders are there; raises UserError where one is in the place of the other."""
+  """Return which of a run's files and folders exist; raise UserError if one has the wrong kind."""
   if workdir.exists() and not workdir.is_dir():
     raise UserError(f'--workdir={workdir} is a file: name a directory.')
   there = {name for name in (*FILES, *FOLDERS) if _there(workdir / name)}
@@ -106,7 +106,7 @@ def _check_layout(workdir: epath.Path) -> set[str]:
       raise UserError(
         f'{workdir / name} is a {found} where the run needs a {wanted}: move it away or choose another --workdir.'
       )
-    if name in FILES and is_local(workdir) and not os.path.isfile(workdir / name):  # Whoever opens a pipe may wait.
+    if name in FILES and is_local(workdir) and not os.path.isfile(workdir / name):  # Opening a pipe may block.
       raise UserError(
         f'{workdir / name} is a pipe or a device where the run needs a file: move it away or choose another --workdir.'
       )
@@ -114,10 +114,10 @@ def _check_layout(workdir: epath.Path) -> set[str]:
 
 
 def open_workdir(workdir: epath.Path) -> None:
-  """Make the run's directory, and sync what a killed process of the run has named.
+  """Create the run's directory, and sync files that a killed process of the run has renamed.
 
   Raises:
-    UserError: it cannot be made.
+    UserError: it cannot be created.
   """
   if jax.process_index() != 0:
     return
@@ -133,8 +133,7 @@ def open_workdir(workdir: epath.Path) -> None:
 
 
 def write_settings(config: Config, workdir: epath.Path) -> None:
-  """Write `config.json`; once the run goes on for certain, for whoever is refused may go on with what wrote the old
-  one.
+  """Write `config.json`; call this once the run is sure to continue, since a refused start must keep the old one.
 
   Raises:
     UserError: it cannot be written.
