@@ -1,1 +1,1 @@
-"""Where a run lives: the device mesh, the processes that share it, what they exchange, and the chips they have."""
+"""The devices of a run: the mesh, the processes that share it, their communication, and accelerator data sheets."""

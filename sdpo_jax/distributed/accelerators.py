@@ -1,4 +1,4 @@
-"""The devices of a process, and what the data sheets say of them: the one table of peaks and memory."""
+"""The devices of a process, and the table of their peak FLOP/s and memory from the data sheets."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from sdpo_jax.errors import UserError, first_line
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
-  """One chip."""
+  """One kind of chip."""
 
-  kind: str  # How JAX's device kind begins.
+  kind: str  # The beginning of JAX's device kind.
   flops: float  # Dense bf16 FLOP/s.
-  memory_gib: float | None = None  # What a program may use, as the TPU compiler says; None: not looked up.
+  memory_gib: float | None = None  # Memory available to a program, according to the TPU compiler; None: unknown.
 
 
-# The first that fits counts: JAX calls a v5e 'TPU v5 lite' and a v5p 'TPU v5'.
+# The first match counts: JAX calls a v5e 'TPU v5 lite' and a v5p 'TPU v5'.
 TABLE = (
   Accelerator('TPU v4', 275e12, 32.0),
   Accelerator('TPU v5 lite', 197e12, 15.75),
@@ -35,31 +35,31 @@ TABLE = (
   Accelerator('NVIDIA A100', 312e12),
 )
 TPU_FILES = ('/dev/accel*', '/dev/vfio/[0-9]*')
-GOOGLE, NO_TPU = '0x1ae0', ('0x01', '0x02')  # On the PCI bus: the vendor, and its disks and network cards.
+GOOGLE, NO_TPU = '0x1ae0', ('0x01', '0x02')  # PCI vendor, and PCI classes of its disks and network cards.
 
 
 def find(device_kind: str) -> Accelerator | None:
-  """Return the chip of JAX's device kind; None where it is not known."""
+  """Return the chip with JAX's device kind `device_kind`; None if it is not in the table."""
   return next((chip for chip in TABLE if device_kind.startswith(chip.kind)), None)
 
 
 def peak_flops(device: jax.Device) -> float | None:
-  """Return the peak bf16 FLOP/s of a device; None where it is not known."""
+  """Return the peak bf16 FLOP/s of a device; None if unknown."""
   chip = find(device.device_kind)
   return None if chip is None else chip.flops
 
 
 def devices() -> list[jax.Device]:
-  """Return the devices that JAX has here.
+  """Return the devices that JAX finds.
 
   Raises:
-    UserError: the platform that JAX_PLATFORMS asks for is not there, or cannot be used.
+    UserError: the platform named by JAX_PLATFORMS does not exist here, or cannot be used.
   """
   if 'tpu' in _named() and not _has_tpu() and 'JAX_FORCE_TPU_INIT' not in os.environ:
-    raise _without_devices('there is no TPU on this machine')  # libtpu would take several lines for it.
+    raise _without_devices('there is no TPU on this machine')  # libtpu would print several lines.
   try:
     return jax.devices()
-  except (RuntimeError, AssertionError) as error:  # The latter for 'cuda' without a GPU, and without a word.
+  except (RuntimeError, AssertionError) as error:  # AssertionError, without a message, for 'cuda' without a GPU.
     raise _without_devices(first_line(error) if str(error).strip() else 'no device was found') from error
 
 
@@ -71,14 +71,14 @@ def _without_devices(reason: str) -> UserError:
 
 
 def _named() -> list[str]:
-  """Return the platforms of JAX_PLATFORMS."""
+  """Return the platforms named by JAX_PLATFORMS."""
   return [name for name in (jax.config.jax_platforms or '').split(',') if name]
 
 
 def skip_absent_tpu() -> None:
-  """Let JAX leave libtpu alone on a machine without TPU chips, where it prints errors before JAX takes the CPU.
+  """Keep JAX from trying libtpu on a machine without TPU chips, where it prints errors before JAX takes the CPU.
 
-  Nothing changes where platforms are named (JAX_PLATFORMS), or where plugins of other accelerators are installed.
+  Does nothing if platforms are named (JAX_PLATFORMS), or if plugins of other accelerators are installed.
   """
   forced = _named() or 'JAX_FORCE_TPU_INIT' in os.environ
   if not forced and not _has_plugins() and not _has_tpu():
@@ -86,7 +86,7 @@ def skip_absent_tpu() -> None:
 
 
 def _has_tpu() -> bool:
-  """Whether there is a device file through which libtpu reaches a chip, or a chip of Google's on the PCI bus."""
+  """Return whether there is a device file through which libtpu reaches a chip, or a Google chip on the PCI bus."""
   return any(map(glob.glob, TPU_FILES)) or any(map(_is_tpu, glob.glob('/sys/bus/pci/devices/*')))
 
 
@@ -96,22 +96,20 @@ def _is_tpu(device: str) -> bool:
 
 
 def _has_plugins() -> bool:
-  """Whether a package brings JAX another platform than CPU and TPU."""
+  """Return whether an installed package adds a platform other than CPU and TPU to JAX."""
   return importlib.util.find_spec('jax_plugins') is not None or bool(
     importlib.metadata.entry_points(group='jax_plugins')
   )
 
 
 def prepare() -> None:
-  """Do for a script what commands do before they use JAX: no absent TPU is looked for, and programs are kept."""
+  """Set up JAX for a script as commands do: skip an absent TPU, and cache compiled programs."""
   skip_absent_tpu()
   keep_programs()
 
 
 def keep_programs() -> None:
-  """Has JAX keep what it compiles, in JAX_COMPILATION_CACHE_DIR or ~/.cache/sdpo_jax, so that a second start reads
-  it.
-  """
+  """Make JAX cache compiled programs on disk, in JAX_COMPILATION_CACHE_DIR or ~/.cache/sdpo_jax."""
   if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
     jax.config.update('jax_compilation_cache_dir', str(pathlib.Path.home() / '.cache' / 'sdpo_jax' / 'programs'))
   if 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS' not in os.environ:

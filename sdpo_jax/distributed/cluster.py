@@ -1,9 +1,9 @@
-"""The processes of a run, one a host: how they find each other, notice that one is gone, and end together.
+"""The processes of a run, one per host: how they find each other, notice that one is gone, and end together.
 
-JAX's own service tells a run that a process is missing, or gone, by aborting the others with a stack trace. Here every
-process holds a connection to process 0 beside it, on which it says every few seconds that it lives. Whatever ends one
-of them (a kill, a host that dies or hangs, bad input) ends all of them within `heartbeat_timeout` seconds, each with
-the same sentence; `barrier` names whoever lets the others wait.
+JAX's own service reacts to a process that is missing or gone by aborting the others with a stack trace. Here every
+process also holds a connection to process 0, over which it sends a heartbeat every few seconds. Whatever ends one of
+them (a kill, a host that dies or hangs, bad input) ends all of them within `heartbeat_timeout` seconds, each with the
+same sentence; `barrier` names the process for which the others wait.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ import jax
 from sdpo_jax.distributed.stopping import StopPoint
 from sdpo_jax.errors import UserError, first_line
 
-EXIT_LOST = 75  # EX_TEMPFAIL: a process is gone or missing; the same command resumes.
+EXIT_LOST = 75  # EX_TEMPFAIL: a process is gone or missing; the same command resumes the run.
 EXIT_BAD_INPUT, EXIT_ERROR = 2, 1
-BEATS = 4  # Signs of life within a heartbeat timeout.
-RETRY_S = 0.2  # Between attempts to reach process 0.
+BEATS = 4  # Heartbeats within a heartbeat timeout.
+RETRY_S = 0.2  # Seconds between attempts to reach process 0.
 ENDS = 'the end of the run'
-NOTES = 8  # That are handed on at a meeting, so that a message stays short.
-# How XLA's errors begin, of whatever type, where a collective or the service fails. Not: a program that is too large.
+NOTES = 8  # Maximum number of notes exchanged at a barrier, so that a message stays short.
+# The beginnings of XLA's errors, of any type, if a collective or the service fails (not if a program is too large).
 _COLLECTIVE = re.compile(
   'ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN'
 )
 
 
 class Lost(Exception):
-  """A process is gone, or never came; the sentence says which. Commands end with EXIT_LOST."""
+  """A process is gone, or never came; the message says which. Commands end with EXIT_LOST."""
 
 
 class FailedElsewhere(Exception):
-  """Another process has met an error and is about to say which; commands wait for its sentence, and end with it."""
+  """Another process has met an error and is about to report it; commands wait for its sentence, and end with it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-  """Where a process is among those of its run."""
+  """The place of a process among those of its run."""
 
   address: str  # host:port at which process 0 listens.
   count: int
@@ -56,21 +56,21 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Timeouts:
-  """How long is waited, in seconds."""
+  """Timeouts, in seconds."""
 
   join: float = 300.0  # For all processes to start.
-  heartbeat: float = 60.0  # For a sign of life.
+  heartbeat: float = 60.0  # For a heartbeat.
   barrier: float = 1800.0  # At a barrier, from its first process to its last.
 
 
 def slice_place(timeout: float) -> Place | None:
-  """Return this process's place on a Cloud TPU slice of several hosts; None where there is no such slice.
+  """Return this process's place on a Cloud TPU slice of several hosts; None if there is no such slice.
 
   Raises:
-    UserError: there are TPU chips, but the slice's description cannot be had.
+    UserError: there are TPU chips, but the slice's description is not available.
   """
   try:
-    # JAX has no public name for what `jax.distributed.initialize()` finds out.
+    # JAX has no public name for what `jax.distributed.initialize()` detects.
     from jax._src.clusters import ClusterEnv
 
     address, count, index, _ = ClusterEnv.auto_detect_unset_distributed_params(
@@ -86,15 +86,16 @@ def slice_place(timeout: float) -> Place | None:
 
 
 def join(place: Place, timeouts: Timeouts = Timeouts()) -> None:
-  """Wait until all processes of a run are there, connect them and start `jax.distributed`.
+  """Wait until all processes of a run have started, connect them, and start `jax.distributed`.
 
   Args:
-    place: of this process; with one process nothing happens.
+    place: place of this process; with one process nothing happens.
     timeouts: how long to wait.
 
   Raises:
-    Lost: not all came in time; the sentence names those missing, or process 0 if that cannot be reached.
-    UserError: two processes claim the same place, or disagree about their number; the address cannot be listened at.
+    Lost: not all started in time; the message names those missing, or process 0 if it cannot be reached.
+    UserError: two processes claim the same place or disagree about their number, or process 0 cannot listen at the
+      address.
   """
   global _member
   if place.count == 1:
@@ -104,7 +105,7 @@ def join(place: Place, timeouts: Timeouts = Timeouts()) -> None:
   member = _Hub(place, timeouts) if place.index == 0 else _Spoke(place, timeouts)
   address = member.meet()
   _member = member
-  # JAX's own clocks run later than ours, so that ours speak.
+  # JAX's own timeouts are longer than ours, so that ours report first.
   jax.distributed.initialize(
     address,
     place.count,
@@ -116,26 +117,26 @@ def join(place: Place, timeouts: Timeouts = Timeouts()) -> None:
 
 
 def joined() -> bool:
-  """Whether this process is one of several."""
+  """Return whether `join` has connected this process to others."""
   return _member is not None
 
 
 def barrier(name: str) -> None:
-  """Return when all processes have come here; a process that does not ends the run, by name.
+  """Block until all processes have reached this point; a process that does not ends the run, and is named.
 
   Args:
-    name: completes 'did not reach …'.
+    name: completes the sentence '… did not reach …'.
   """
   exchange_notes(name)
 
 
 def exchange_notes(name: str, note: str = '', within_s: float | None = None) -> dict[int, str] | None:
-  """Return, when all processes have come here, the notes that are not empty, by process; the devices are not asked.
+  """Exchange notes at a barrier, and return those that are not empty, by process; uses no devices.
 
   Args:
-    name: as of `barrier`.
-    note: of this process, for all to read; at most `NOTES` notes are handed on.
-    within_s: how long this process waits for the others, to return None if they have not come; None: as `barrier`.
+    name: as in `barrier`.
+    note: note of this process for all others; at most `NOTES` notes are passed on.
+    within_s: seconds to wait for the others, after which None is returned; None: wait as in `barrier`.
   """
   if _member is not None:
     return _member.exchange_notes(name, note, within_s)
@@ -143,12 +144,12 @@ def exchange_notes(name: str, note: str = '', within_s: float | None = None) -> 
 
 
 def stop_point() -> StopPoint:
-  """Return what says where this process leaves when a process of the run is told to stop."""
+  """Return the `StopPoint` at which this process leaves when a process of the run is told to stop."""
   return _alone if _member is None else _member.stop_point
 
 
 def ask_to_stop() -> None:
-  """Say to all processes of the run that this one was told to stop."""
+  """Tell all processes of the run that this one was told to stop."""
   if _member is None:
     _alone.settle(_alone.freeze() + 1)
   else:
@@ -156,7 +157,7 @@ def ask_to_stop() -> None:
 
 
 def on_stop(listener: Callable[[], None] | None) -> None:
-  """Have `listener` called, in another thread, when any process was told to stop; None: nobody is called any more."""
+  """Call `listener`, in another thread, when any process is told to stop; None removes the listener."""
   if _member is not None:
     _member.listener = listener
     if listener is not None and _member.stop_point.asked():
@@ -164,13 +165,13 @@ def on_stop(listener: Callable[[], None] | None) -> None:
 
 
 def start_alone() -> None:
-  """Forget, in a run of one process, that an earlier one in this process was told to stop."""
+  """Reset the stop point of a run of one process, since an earlier run in this process may have been stopped."""
   global _alone
   _alone = StopPoint()
 
 
 def finish() -> None:
-  """End the run together: to be called by all processes when each has done its work."""
+  """End the run together; all processes call this when they have done their work."""
   global _member
   if _member is None:
     return
@@ -180,18 +181,18 @@ def finish() -> None:
 
 
 def fail(code: int, sentence: str) -> None:
-  """End this process, which has no way on, and the others, all with `sentence`; return in a run of one process.
+  """End this process and all others with `sentence` and `code`; return in a run of one process.
 
-  They end with `code`, too, since starting again would not mend it.
+  The others end with the same code, since starting again would not help.
   """
   if _member is not None:
     _member.fail(code, sentence)
 
 
 def await_verdict(error: BaseException) -> None:
-  """If `error` is what a collective raises when another process goes, waits until it is known whether one has.
+  """If `error` may come from a collective because another process is gone, wait until that is known.
 
-  If one has, this process ends here, with the sentence. Otherwise the error is this process's own.
+  If a process is gone, this process ends here, with the sentence. Otherwise the error is this process's own.
   """
   if _member is not None and (isinstance(error, FailedElsewhere) or _of_a_collective(error)):
     time.sleep(_member.timeouts.heartbeat)
@@ -212,7 +213,7 @@ def _of_a_collective(error: BaseException) -> bool:
 
 
 class _Connection:
-  """Lines of JSON over a socket; `receive` raises TimeoutError when the other end was silent for `timeout`."""
+  """Lines of JSON over a socket; `receive` raises TimeoutError if the other end was silent for `timeout`."""
 
   def __init__(self, connected: socket.socket, timeout: float):
     connected.settimeout(timeout)
@@ -223,7 +224,7 @@ class _Connection:
       self._socket.sendall(json.dumps(message).encode() + b'\n')
 
   def receive(self) -> dict[str, Any] | None:
-    """Return the next message; None when the other end is closed, or is none of ours."""
+    """Return the next message; None if the other end is closed, or does not speak this protocol."""
     line = self._lines.readline(1 << 16)
     try:
       message = json.loads(line) if line.endswith(b'\n') else None
@@ -241,18 +242,18 @@ class _Connection:
 
 
 class _Member:
-  """What the hub and the spokes have in common."""
+  """The common part of the hub and the spokes."""
 
   def __init__(self, place: Place, timeouts: Timeouts):
     self.place, self.timeouts = place, timeouts
     self.hosts: dict[int, str] = {}
     self.stop_point = StopPoint()
-    self.listener: Callable[[], None] | None = None  # Hears that a process was told to stop.
+    self.listener: Callable[[], None] | None = None  # Called when a process is told to stop.
     self._passed: dict[str, threading.Event] = {}
-    self._notes: dict[str, dict[int, str]] = {}  # Of the meetings that are over and not left yet.
+    self._notes: dict[str, dict[int, str]] = {}  # Notes of completed barriers that this process has not read yet.
     self._lock = threading.Lock()
-    self._ending = threading.Lock()  # Whoever holds it ends the process, and alone says why.
-    self._over = False  # All have done their work: connections may close.
+    self._ending = threading.Lock()  # The thread that holds it ends the process, and is the only one to say why.
+    self._over = False  # All processes have done their work: connections may close.
 
   def called(self, index: int) -> str:
     return f'process {index} ({self.hosts[index]})' if index in self.hosts else f'process {index}'
@@ -268,7 +269,7 @@ class _Member:
     self.event(name).set()
 
   def arrive(self, name: str, note: str) -> None:
-    """Tells all that this process has come to a meeting."""
+    """Tell all processes that this one has reached a barrier."""
     raise NotImplementedError
 
   def exchange_notes(self, name: str, note: str, within_s: float | None) -> dict[int, str] | None:
@@ -280,22 +281,22 @@ class _Member:
       return self._notes.pop(name)
 
   def ask_to_stop(self) -> None:
-    """Tells all that this process was told to stop."""
+    """Tell all processes that this one was told to stop."""
     raise NotImplementedError
 
   def freeze(self) -> int:
-    """As `StopPoint.freeze`, and the listener hears of it."""
+    """Freeze the stop point as in `StopPoint.freeze`, and call the listener."""
     passed = self.stop_point.freeze()
     if self.listener is not None:
       self.listener()
     return passed
 
   def tell(self, sentence: str, code: int, but: int | None = None) -> None:
-    """Tells the others (all of them, process `but` excepted) why the run ends."""
+    """Tell the others (all of them, except process `but`) why the run ends."""
     raise NotImplementedError
 
   def end(self, sentence: str, code: int, *, told: str | None = None, but: int | None = None) -> NoReturn:
-    """End the run from whatever thread (the main thread may hang in a collective); others are told `told`, if any."""
+    """End the process from any thread (the main thread may hang in a collective); send others `told`, if given."""
     self._ending.acquire()
     if told is not None:
       self.tell(told, code, but)
@@ -329,20 +330,20 @@ def _silent(who: str, seconds: float) -> str:
 
 
 class _Hub(_Member):
-  """Process 0: hears all others, and tells them what it knows."""
+  """Process 0: receives the messages of all others, and broadcasts."""
 
   def __init__(self, place: Place, timeouts: Timeouts):
     super().__init__(place, timeouts)
     self.hosts = {0: socket.gethostname()}
     self._spokes: dict[int, _Connection] = {}
-    # Barrier → the notes of those who are there, and since when the first is.
+    # Barrier → the notes of the processes that have arrived, and when the first did.
     self._arrived: dict[str, tuple[dict[int, str], float]] = {}
-    self._stopping: dict[int, int] | None = None  # How far each has come, once one was told to stop.
+    self._stopping: dict[int, int] | None = None  # The points each has passed, once one was told to stop.
     self._complete = threading.Event()
     self._refused: str | None = None
 
   def meet(self) -> str:
-    """Wait for all others; return the address at which JAX's service is to be."""
+    """Wait for all others; return the address for JAX's service."""
     host, port = _split(self.place.address)
     try:
       dual = socket.has_dualstack_ipv6()
@@ -391,7 +392,7 @@ class _Hub(_Member):
     except OSError:
       hello = None
     if hello is None or not isinstance(hello.get('hello'), int):
-      spoke.close()  # Some stranger.
+      spoke.close()  # Not a process of this run.
       return
     index, host, count = hello['hello'], str(hello.get('host')), hello.get('count')
     with self._lock:
@@ -411,10 +412,10 @@ class _Hub(_Member):
       with contextlib.suppress(OSError):
         spoke.send(end=self._refused, code=EXIT_BAD_INPUT)
     if complete:
-      self._complete.set()  # Last, since process 0 may now end.
+      self._complete.set()  # Set last, since process 0 may end from now on.
 
   def _hear(self, index: int, spoke: _Connection) -> None:
-    """Hear what one of the others says, until the end of the run."""
+    """Receive the messages of another process until the end of the run."""
     while True:
       try:
         message = spoke.receive()
@@ -460,7 +461,7 @@ class _Hub(_Member):
     self._has_come(0, self.freeze())
 
   def _has_come(self, index: int, passed: int) -> None:
-    """How far a process has come; when that is known of all, so is where they leave."""
+    """Record how many points a process has passed; once known of all, broadcast where they leave."""
     with self._lock:
       self._stopping[index] = passed
       if len(self._stopping) < self.place.count:
@@ -470,7 +471,7 @@ class _Hub(_Member):
     self.stop_point.settle(at)
 
   def _watch(self) -> None:
-    """Show that process 0 lives, and end barriers that wait too long."""
+    """Send heartbeats of process 0, and end barriers that wait too long."""
     for _ in self.beats():
       with self._lock:
         self._broadcast(beat=True)
@@ -492,17 +493,17 @@ class _Hub(_Member):
   def _broadcast(self, *, but: int | None = None, **message: Any) -> None:
     for index, spoke in list(self._spokes.items()):
       if index != but:
-        with contextlib.suppress(OSError):  # Its thread hears that it is gone.
+        with contextlib.suppress(OSError):  # The thread that listens to it notices that it is gone.
           spoke.send(**message)
 
 
 class _Spoke(_Member):
-  """Any other process: connected to process 0."""
+  """Any process other than process 0, connected to process 0."""
 
   _hub: _Connection
 
   def meet(self) -> str:
-    """Wait for process 0 and, through it, for all others; return the address at which JAX's service is."""
+    """Wait for process 0 and, through it, for all others; return the address of JAX's service."""
     host, port = _split(self.place.address)
     deadline = time.monotonic() + self.timeouts.join
     self._hub = self._reach(host, port, deadline)
@@ -525,7 +526,7 @@ class _Spoke(_Member):
     while True:
       try:
         connected = socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), RETRY_S))
-        # Process 0 answers when all are there, or when its own time is up.
+        # Process 0 answers when all processes are there, or when its own timeout is over.
         return _Connection(connected, self.timeouts.join + self.timeouts.heartbeat)
       except OSError as error:
         if time.monotonic() + RETRY_S > deadline:
@@ -565,20 +566,20 @@ class _Spoke(_Member):
     self._send(arrive=name, note=note)
 
   def ask_to_stop(self) -> None:
-    self._send(stop=True)  # Process 0 says it to all, this one included.
+    self._send(stop=True)  # Process 0 broadcasts it to all, including this one.
 
   def tell(self, sentence: str, code: int, but: int | None = None) -> None:
     self._send(end=sentence, code=code)
 
   def _send(self, **message: Any) -> None:
-    with contextlib.suppress(OSError):  # The thread that listens hears that process 0 is gone.
+    with contextlib.suppress(OSError):  # The listening thread notices that process 0 is gone.
       self._hub.send(**message)
 
 
 def _relay(target: tuple[str, int]) -> int:
-  """Return a port on this machine that leads to `target`; when that closes, the near end stays open.
+  """Return a local port that forwards to `target`; when the target closes, the local end stays open.
 
-  JAX aborts the process, with a stack trace, when its connection to process 0 closes, before anyone can say a sentence.
+  When its connection to process 0 closes, JAX aborts the process with a stack trace, before the reason can be printed.
   """
   server = socket.create_server(('127.0.0.1', 0))
 
@@ -590,7 +591,7 @@ def _relay(target: tuple[str, int]) -> int:
   def serve() -> None:
     while True:
       near, _ = server.accept()
-      with contextlib.suppress(OSError):  # JAX tries again until its time is up.
+      with contextlib.suppress(OSError):  # JAX retries until its own timeout.
         far = socket.create_connection(target)
         for ends in ((near, far), (far, near)):
           threading.Thread(target=pump, args=ends, daemon=True).start()
@@ -614,4 +615,4 @@ def _split(address: str) -> tuple[str, int]:
 
 
 _member: _Hub | _Spoke | None = None
-_alone = StopPoint()  # Of a run of one process.
+_alone = StopPoint()  # The stop point of a run of one process.

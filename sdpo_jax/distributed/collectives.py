@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other on the host; a run of one process is asked nothing."""
+"""Exchange of values between the processes of a run, on the host; a run of one process exchanges nothing."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import numpy as np
 from sdpo_jax.distributed import cluster
 from sdpo_jax.distributed.cluster import barrier
 
-PART = 2**16  # Bytes of a process that are sent at once.
+PART = 2**16  # Bytes that each process sends at once.
 
 
 def agreed(value: int) -> int:
-  """Return the value that process 0 has, on every process."""
+  """Return process 0's value on every process."""
   return value if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 def noted(note: str, what: str) -> dict[int, str]:
-  """Return the notes that are not empty, by process; the devices are asked only where `cluster` does not join the run.
+  """Return the notes of all processes that are not empty, by process; uses devices only without `cluster.join`.
 
   Args:
-    note: of this process.
-    what: it is about, as of `gathered`.
+    note: note of this process.
+    what: subject of the notes, as in `gathered`.
   """
   if jax.process_count() == 1 or cluster.joined():
     return cluster.exchange_notes(what, note)
@@ -33,18 +33,18 @@ def noted(note: str, what: str) -> dict[int, str]:
 
 
 def gathered(value: Any, what: str) -> list[Any]:
-  """Return what each process has, in order of the processes, on every process.
+  """Return the values of all processes in order, on every process.
 
   Args:
-    value: anything that can be pickled.
-    what: it is, for a sentence about a process that the others wait for ('… did not reach the end of grading').
+    value: any value that can be pickled.
+    what: point in the run, for a sentence about a missing process ('… did not reach the end of grading').
   """
   if jax.process_count() == 1:
     return [value]
   barrier(what)
   content = np.frombuffer(pickle.dumps(value), np.uint8)
   sizes = multihost_utils.process_allgather(np.array([len(content)], np.int32)).ravel()
-  # In parts of one size: each other size would be one more program to compile.
+  # In parts of equal size: every other size would be one more program to compile.
   parts = -(-int(sizes.max()) // PART)
   padded = np.zeros((parts, PART), np.uint8)
   padded.reshape(-1)[: len(content)] = content

@@ -1,4 +1,4 @@
-"""The device mesh, and the one place that says which logical axis goes on which mesh axis."""
+"""The device mesh, and the only table that maps logical axes to mesh axes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sdpo_jax.errors import UserError
 
 FSDP, TENSOR = 'fsdp', 'tensor'
 
-# Logical axis of a parameter → mesh axis. Parameters are sharded over both axes: `embed` is what FSDP gathers.
+# Logical axis of a parameter → mesh axis. Parameters are sharded over both mesh axes; FSDP gathers `embed`.
 RULES: Mapping[str, str | None] = {
   'vocab': TENSOR,
   'embed': FSDP,
@@ -28,24 +28,24 @@ RULES: Mapping[str, str | None] = {
 }
 
 
-WEIGHTS_SHARE = 1 / 6  # Of a chip's memory; the rest is the cache's and the trainer's.
+WEIGHTS_SHARE = 1 / 6  # The share of a chip's memory for weights; the rest is for the cache and the trainer.
 
 # (name, logical axes, shape) of a parameter.
 Described = tuple[str, Sequence[str | None], Sequence[int]]
 
 
 class MeshSizes(Protocol):
-  """Sizes of the mesh's axes, the settings `mesh.…`; -1 stands for the rest."""
+  """Sizes of the mesh's axes, the settings `mesh.…`; -1 stands for the remaining devices."""
 
   fsdp: int
-  tensor: int | None  # None: `sampling_group` says.
+  tensor: int | None  # None: chosen by `sampling_group`.
 
 
 def sampling_group(devices: Sequence[jax.Device], parameters: Iterable[Described]) -> int:
-  """Return the number of devices that sample together where `mesh.tensor` is None.
+  """Return the number of devices that sample together if `mesh.tensor` is None.
 
-  The smallest power of two that divides the devices and every axis that is split, and with which a bfloat16 copy of the
-  weights takes at most a sixth of a chip's memory; the largest that divides if none is enough.
+  This is the smallest power of two that divides the number of devices and every split axis, and for which a bfloat16
+  copy of the weights takes at most a sixth of a chip's memory; if none is enough, the largest that divides them.
   """
   chip = accelerators.find(devices[0].device_kind)
   if chip is None or chip.memory_gib is None:
@@ -62,15 +62,16 @@ def sampling_group(devices: Sequence[jax.Device], parameters: Iterable[Described
 def make_mesh(
   config: MeshSizes, devices: Sequence[jax.Device] | None = None, parameters: Iterable[Described] = ()
 ) -> Mesh:
-  """Return a (fsdp, tensor) mesh over `devices` (all of them by default); -1 in the settings stands for the rest.
+  """Return a (fsdp, tensor) mesh over `devices` (default: all); -1 in the settings stands for the remaining devices.
 
-  Devices stay in JAX's order. On a TPU slice it goes host by host, four chips in a square each, so that those that
-  sample together are a rectangle, around which a ring closes; in a row of a slice without wraparound it would not.
+  Devices stay in JAX's order. On a TPU slice that order goes host by host, with four chips in a square each, so that
+  the devices that sample together form a rectangle, around which a ring closes; a row of a slice without wraparound
+  would not close.
 
   Args:
-    config: sizes of its axes.
-    devices: of the mesh.
-    parameters: of the model; by them `sampling_group` chooses `mesh.tensor` where it is None.
+    config: sizes of the mesh's axes.
+    devices: devices of the mesh.
+    parameters: parameters of the model, from which `sampling_group` chooses `mesh.tensor` if it is None.
 
   Raises:
     UserError: an axis does not divide the number of devices, or their product is not that number, or there are none.
@@ -98,7 +99,7 @@ def _divisors(count: int) -> str:
   return ', '.join(str(size) for size in range(1, count + 1) if count % size == 0)
 
 
-# What to do where an axis of the model cannot be split; other axes stay whole, which costs memory only.
+# What to do if an axis of the model cannot be split; other axes stay whole, which only costs memory.
 REMEDIES: Mapping[str, str] = {
   'vocab': 'set model.vocab_multiple to a multiple of mesh.tensor, or choose another mesh.tensor',
   'heads': 'choose a mesh.tensor that divides the heads',
@@ -108,14 +109,14 @@ REMEDIES: Mapping[str, str] = {
 
 
 def check_divides(mesh: Mesh, parameters: Iterable[Described]) -> None:
-  """Check that vocabulary, heads and MLP split over the mesh.
+  """Check that the mesh divides the model's vocabulary, heads and MLP.
 
   Args:
-    mesh: of the run.
-    parameters: of the model.
+    mesh: mesh of the run.
+    parameters: parameters of the model.
 
   Raises:
-    UserError: one does not, with the setting that mends it.
+    UserError: it does not divide one; the message names the setting to change.
   """
   for name, logical_axes, shape in parameters:
     for axis, size in zip(logical_axes, shape, strict=True):
@@ -127,9 +128,7 @@ def check_divides(mesh: Mesh, parameters: Iterable[Described]) -> None:
 
 
 def parameter_sharding(mesh: Mesh, logical_axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-  """Return the sharding of a parameter with these logical axes; an axis that a mesh axis does not divide stays
-  whole.
-  """
+  """Return the sharding of a parameter with these logical axes; axes that the mesh does not divide stay whole."""
   spec = []
   for name, size in zip(logical_axes, shape, strict=True):
     axis = RULES[name] if name is not None else None
@@ -138,11 +137,12 @@ def parameter_sharding(mesh: Mesh, logical_axes: Sequence[str | None], shape: Se
 
 
 def gathered_by_layer(mesh: Mesh, logical_axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-  """Where a stacked parameter lies while a loop over the layers gathers one layer after the other.
+  """Return the sharding of a stacked parameter in a loop that gathers one layer after the other.
 
-  Split over the whole mesh along the first axis that its sharding splits, if the mesh divides it: the parts of a
-  gathered matrix then are what they are in memory, one after the other, while parts of rows and of columns have to be
-  copied into place, layer by layer. Getting there is one exchange along one mesh axis for all layers.
+  The parameter is split over the whole mesh along the first axis that its sharding splits, if the mesh divides that
+  axis: the parts of a gathered matrix are then contiguous in memory, whereas parts of rows and of columns would have to
+    be copied
+  into place, layer by layer. Resharding takes one exchange along one mesh axis for all layers.
   """
   spec = list(parameter_sharding(mesh, logical_axes, shape).spec)
   split = [index for index, axis in enumerate(spec) if axis is not None]
@@ -153,32 +153,31 @@ def gathered_by_layer(mesh: Mesh, logical_axes: Sequence[str | None], shape: Seq
   return NamedSharding(mesh, PartitionSpec(*[None] * split[0], (first, *others)))
 
 
-# For programs that gather the weights of a layer before its products. Over up to 32 chips the TPU's compiler would take
-# such a product apart into one per chip, with a part of the weights that is passed round (a windowed einsum), if the
-# operand has at least so many MiB. Each part reads and writes all results once more: in the compiler's own estimate
-# that takes longer than the gathering that it hides, by 2/3 on 8 chips and several times on 32
-# (tests/distributed/test_mesh_tpu.py).
+# For programs that gather the weights of a layer before its products. Over up to 32 chips the TPU compiler would split
+# such a product into one per chip, passing parts of the weights round (a windowed einsum), if the operand has at least
+# this many MiB. Each part reads and writes all results once more: by the compiler's own estimate that takes longer than
+# the gathering that it hides, by 2/3 on 8 chips and several times on 32 (tests/distributed/test_mesh_tpu.py).
 _WHOLE_PRODUCTS = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': 2**20}
 
 
 def compiler_options(mesh: Mesh | None) -> dict[str, int]:
-  """Return the compiler's options for programs that gather weights by layer, as `jax.jit` takes them."""
+  """Return the compiler options, as `jax.jit` takes them, for programs that gather weights layer by layer."""
   on_tpus = mesh is not None and mesh.size > 1 and mesh.devices.flat[0].platform == 'tpu'
   return dict(_WHOLE_PRODUCTS) if on_tpus else {}
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """Rows over both mesh axes."""
+  """Return the sharding of rows over both mesh axes."""
   return NamedSharding(mesh, PartitionSpec((FSDP, TENSOR)))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """Return a whole copy on every device."""
+  """Return the sharding with a whole copy on every device."""
   return NamedSharding(mesh, PartitionSpec())
 
 
 def put_rows(mesh: Mesh, tree: Any) -> Any:
-  """Host arrays of rows placed on the mesh; every process holds the whole value and contributes its share."""
+  """Return host arrays of rows as sharded arrays; every process holds the whole value and contributes its part."""
   sharding, whole = batch_sharding(mesh), replicated(mesh)
 
   def put(value: np.ndarray) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Where the processes of a run leave what they do together when one of them is told to stop."""
+"""The point at which all processes of a run leave their common work when one of them is told to stop."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ class StoppedError(Exception):
 
 
 class Stop(Protocol):
-  """Whether the run is to stop; what takes long asks between its parts."""
+  """Whether the run is to stop; long computations ask between their parts."""
 
   def asked(self) -> bool:
-    """Return whether a process was told to stop, as far as this one has heard; processes may differ for a moment."""
+    """Return whether a process was told to stop, as far as this one knows; processes may differ for a moment."""
 
   def check(self) -> None:
     """Pass a point that every process of the run passes in the same order.
 
     Raises:
-      StoppedError: this is the point at which all leave.
+      StoppedError: all processes leave at this point.
     """
 
 
 class Never:
-  """A `Stop` for whatever is never told to stop."""
+  """A `Stop` that never asks to stop."""
 
   def asked(self) -> bool:
     """See `Stop`."""
@@ -42,9 +42,10 @@ class StopPoint:
   """The points that a process passes, and the one at which all processes leave.
 
   The processes of a run pass the same points in the same order, because they run one program, but not at the same time.
-  When one is told to stop, `freeze` is called on each: it tells how far the process has come, which then waits at its
-  next point until `settle` says where all leave: at the first point that none had passed. Nobody leaves where another
-  goes on, and in a run that is not told to stop a point costs neither a message nor a look at the devices.
+  When one is told to stop, `freeze` is called on each: it returns how many points the process has passed. The process
+  then waits at its next point until `settle` sets where all leave: the first point that none had passed. So no process
+  leaves while another goes on, and in a run that is not told to stop a point costs neither a message nor a device
+  transfer.
   """
 
   def __init__(self):
@@ -60,7 +61,7 @@ class StopPoint:
       return self._passed
 
   def settle(self, at: int) -> None:
-    """Leave at point number `at`, counted from 1."""
+    """Make the process leave at point number `at`, counted from 1."""
     with self._changed:
       self._at = at
       self._changed.notify_all()
@@ -70,7 +71,7 @@ class StopPoint:
     return self._frozen
 
   def reached(self) -> bool:
-    """Pass a point; return whether all leave here, or have left before."""
+    """Pass a point; return whether all processes leave at this point, or at an earlier one."""
     with self._changed:
       self._changed.wait_for(lambda: not self._frozen or self._at is not None)
       self._passed += 1
