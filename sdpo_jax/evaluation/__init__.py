@@ -1,1 +1,1 @@
-"""How good a model is and whether training goes wrong: held-out evaluation, metrics of completions, alarms."""
+"""Held-out evaluation, metrics of completions, and alarms for training that goes wrong."""

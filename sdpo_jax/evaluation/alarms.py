@@ -1,16 +1,16 @@
-"""Signs of a collapse: rules over the numbers of a run, read from nothing but its `metrics.jsonl`.
+"""Alarms for a collapse: rules over the metrics of a run, evaluated from its `metrics.jsonl` alone.
 
-A rule is `METRIC < VALUE` or `METRIC > VALUE`, with ` for N` behind it where N measurements in a row must agree.
+A rule is `METRIC < VALUE` or `METRIC > VALUE`, followed by ` for N` if it must hold N measurements in a row.
 
-  METRIC  a name of metrics.jsonl. `*` stands for any text without a slash, `**` for any text. Each name that fits is
-          watched by itself.
-  VALUE   a number; or `best`, `first` or `last`, with a factor before it where wanted (`0.7 * best`): what the same
-          metric was at its best, when first measured, or at the measurement before. The best of a metric is its largest
-          value where the rule says `<`, and its smallest where it says `>`. Nothing holds where there is no such value.
-  for N   the measurements at which the metric was there: steps, or evaluations. What is not finite was not measured.
+  METRIC  a name in metrics.jsonl. `*` stands for any text without a slash, `**` for any text. Each name that matches is
+          watched separately.
+  VALUE   a number; or `best`, `first` or `last`, optionally with a factor (`0.7 * best`): the best value of the same
+          metric so far, its first value, or its value at the measurement before. The best value is the largest if the
+          rule has `<`, and the smallest if it has `>`. Without such a value, the rule does not hold.
+  for N   counts the steps or evaluations that have the metric. A value that is not finite counts as not measured.
 
 The evaluation before the first step (step 0) is a value for `best`, `first` and `last` but raises no alarm. After a
-rollback the rules count anew, and what was measured in the undone steps is forgotten.
+rollback the rules count anew, and values from the undone steps are forgotten.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any, Literal
 
 from sdpo_jax.errors import UserError
 
-PREFIX = 'alarm/'  # Of the metrics that alarms write themselves, which no rule sees.
-NO_METRICS = ('step', 'fencing_epoch')  # What a line holds beside measurements.
-ROLLBACK = 'alarm/rollback_to'  # In the line of a step whose end was a rollback: the step gone back to.
+PREFIX = 'alarm/'  # Prefix of the metrics that alarms write themselves, which no rule sees.
+NO_METRICS = ('step', 'fencing_epoch')  # The keys of a line that are not metrics.
+ROLLBACK = 'alarm/rollback_to'  # In the line of a step that ended in a rollback: the step it went back to.
 STOP = 'alarm/stop'  # 1 in the line of a step at which the alarms stopped the run.
 GRAMMAR = (
   "write METRIC < VALUE or METRIC > VALUE, VALUE a number, best, first, last or '0.7 * best', then 'for N' if it must "
@@ -44,14 +44,14 @@ class Rule:
   """A parsed rule."""
 
   text: str  # As written.
-  metric: re.Pattern[str]  # Fits the whole name of a metric.
+  metric: re.Pattern[str]  # Matches the whole name of a metric.
   below: bool  # `<`; otherwise `>`.
-  factor: float  # The number itself, or what the reference is multiplied by.
+  factor: float  # The number itself, or the factor of the reference.
   reference: Literal['best', 'first', 'last'] | None
-  count: int  # Measurements in a row.
+  count: int  # The required number of measurements in a row.
 
   def limit(self, earlier: Sequence[float]) -> float | None:
-    """Return what the next value is compared with, given the earlier ones, or None without anything to compare with."""
+    """Return the limit of the next value, given the earlier ones; None if there is no reference value."""
     if self.reference is None:
       return self.factor
     if not earlier:
@@ -61,14 +61,14 @@ class Rule:
 
 
 def rules(texts: Sequence[str], *, evaluates: bool) -> list[Rule]:
-  """Return the rules of a run.
+  """Return the parsed rules of a run.
 
   Args:
-    texts: as `alarms.rules` has them.
+    texts: the setting `alarms.rules`.
     evaluates: whether the run has evaluations.
 
   Raises:
-    UserError: one is malformed, or asks for evaluations that are never made.
+    UserError: a rule is malformed, or needs evaluations that the run does not make.
   """
   parsed = [parse(text) for text in texts]
   for rule in parsed:
@@ -81,7 +81,7 @@ def rules(texts: Sequence[str], *, evaluates: bool) -> list[Rule]:
 
 
 def parse(text: str) -> Rule:
-  """Return the rule that a text means; raises UserError if it means none."""
+  """Return the rule with this text; raise UserError if it is malformed."""
   match = _RULE.fullmatch(text)
   if match is None or match['count'] == '0' or '***' in text:
     raise UserError(f'alarms.rules: {text!r} is not a rule: {GRAMMAR}.')
@@ -102,15 +102,15 @@ class Alarm:
   """A rule that holds for a metric."""
 
   rule: Rule
-  number: int  # Of the rule, from 1: its metric is `alarm/<number>`.
+  number: int  # The rule's number, from 1: its metric is `alarm/<number>`.
   metric: str
   value: float
   limit: float
-  held: int  # Measurements in a row for which it has held.
+  held: int  # Number of consecutive measurements for which it has held.
 
   @property
   def begins(self) -> bool:
-    """Whether it did not hold at the measurement before."""
+    """Whether the alarm is new at this measurement."""
     return self.held == self.rule.count
 
   def __str__(self) -> str:
@@ -120,23 +120,23 @@ class Alarm:
 
 
 class AlarmMonitor:
-  """Holds the rules of a run and what they have seen; its state is a pure function of the lines it was shown."""
+  """The rules of a run and the values they have seen; its state is a pure function of the observed lines."""
 
   def __init__(self, rules: Sequence[Rule]):
     self.rules = tuple(rules)
     self.rollbacks = 0
-    self._series: dict[str, list[tuple[int, float]]] = {}  # Metric → (step, value), of the metrics that a rule names.
-    self._held: dict[tuple[int, str], int] = {}  # (Rule, metric) → measurements in a row for which it holds.
+    self._series: dict[str, list[tuple[int, float]]] = {}  # Metric → (step, value), for metrics that a rule names.
+    self._held: dict[tuple[int, str], int] = {}  # (Rule, metric) → consecutive measurements for which it holds.
 
   def observe(self, step: int, metrics: Mapping[str, Any]) -> tuple[list[Alarm], dict[str, float]]:
-    """Take in the numbers of a step.
+    """Add the metrics of a step, and evaluate the rules.
 
     Args:
-      step: larger than all before.
-      metrics: a line of metrics.jsonl, or what will be one.
+      step: number of the step, larger than all before.
+      metrics: the step's line of metrics.jsonl.
 
     Returns:
-      the alarms, and `alarm/<n>` (1 or 0) of every rule of which a metric was measured.
+      The alarms, and `alarm/<n>` (1 or 0) of every rule that has a measured metric.
     """
     alarms, fired = [], {}
     values = {
@@ -161,14 +161,14 @@ class AlarmMonitor:
     return alarms, fired
 
   def roll_back(self, to_step: int) -> None:
-    """Forget what was measured after `to_step`, and count anew."""
+    """Forget the values measured after `to_step`, and count anew."""
     self.rollbacks += 1
     self._held.clear()
     for name, series in self._series.items():
       self._series[name] = [(step, value) for step, value in series if step <= to_step]
 
   def replay(self, lines: Iterable[Mapping[str, Any]]) -> list[Alarm]:
-    """Take in the lines of metrics.jsonl of an interrupted run; return the alarms of the last one."""
+    """Observe the lines of metrics.jsonl of an interrupted run; return the alarms of the last one."""
     alarms: list[Alarm] = []
     for line in lines:
       numbers = {name: value for name, value in line.items() if name not in NO_METRICS}
@@ -179,5 +179,5 @@ class AlarmMonitor:
     return alarms
 
   def unmatched(self) -> list[str]:
-    """Return the rules that fit no metric measured so far."""
+    """Return the texts of rules that match no metric measured so far."""
     return [rule.text for rule in self.rules if not any(rule.metric.fullmatch(name) for name in self._series)]

@@ -1,4 +1,4 @@
-"""What graded completions look like, in training as in evaluation: lengths, format, entropy, words of doubt."""
+"""Metrics of graded completions, in training and in evaluation: lengths, format, entropy, words of doubt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sdpo_jax.environments.outcomes import as_float, graded_of, missing_of
 from sdpo_jax.types import Example, Outcome, Rollouts
 
 WORDS = 'epistemic_words_mean'
-# All that `describe` may return.
+# All names that `describe` may return.
 DESCRIBED = (
   'completion_length_mean',
   'completion_length_p50',
@@ -25,11 +25,11 @@ DESCRIBED = (
   WORDS,
   'format_valid_fraction',
 )
-FORMAT_VALID = 'format_valid'  # A metric of outcomes, 1.0 or 0.0. `incorrect_format` is not read: see `describe`.
+FORMAT_VALID = 'format_valid'  # A metric of outcomes, 1.0 or 0.0. `incorrect_format` is ignored: see `describe`.
 
 
 def samples_by_source(examples: Sequence[Example], group: np.ndarray) -> dict[str, np.ndarray]:
-  """Return the numbers of the samples of each data source, by its name in alphabetical order.
+  """Return the sample indices of each data source, with the sources in alphabetical order.
 
   Args:
     examples: G questions.
@@ -44,21 +44,21 @@ def samples_by_source(examples: Sequence[Example], group: np.ndarray) -> dict[st
 def describe(
   rollouts: Rollouts, outcomes: Sequence[Outcome], samples: np.ndarray, words: Sequence[str]
 ) -> dict[str, float]:
-  """Return the numbers that tell a collapse, over the completions of `samples` [M].
+  """Return the metrics that reveal a collapse, over the completions of `samples` [M].
 
   The format-valid rate is read from the metric `format_valid` alone, because the reference's multiple-choice grader,
-  and so ours in that profile, reports `incorrect_format` the wrong way round.
+  and so ours in that profile, reports `incorrect_format` inverted.
 
   Args:
     rollouts: N samples.
-    outcomes: N.
-    samples: numbers of some of them, at least one.
-    words: words of doubt to count; empty: not counted.
+    outcomes: N outcomes.
+    samples: indices of some samples, at least one.
+    words: words of doubt to count; empty: they are not counted.
 
   Returns:
     completion_length_mean, _p50, _p95, _max (tokens), truncated_fraction, ungraded_fraction; entropy (nats, mean over
-    tokens, of the plain model distribution) where there is a token; epistemic_words_mean (per completion);
-    format_valid_fraction where graders report it (of the graded completions).
+    tokens, of the unmodified model distribution) if there is a token; epistemic_words_mean (per completion);
+    format_valid_fraction (of the graded completions) if graders report it.
   """
   mask = rollouts.completion_mask[samples]
   lengths = mask.sum(1)
@@ -83,7 +83,7 @@ def describe(
 
 
 def metric_values(outcomes: Sequence[Outcome], name: str) -> np.ndarray | None:
-  """Return the [M] float64 values of a metric, NaN of ungraded outcomes; None unless every graded one has a number."""
+  """Return a metric's values, [M] float64, NaN if ungraded; None unless every graded outcome has a number."""
   values = [as_float(outcome.metrics.get(name)) if outcome.graded else np.nan for outcome in outcomes]
   if any(value is None for value in values) or not any(outcome.graded for outcome in outcomes):
     return None
@@ -91,23 +91,23 @@ def metric_values(outcomes: Sequence[Outcome], name: str) -> np.ndarray | None:
 
 
 def metric_names(outcomes: Sequence[Outcome]) -> list[str]:
-  """Return the names of numeric metrics, sorted; without the one that is reported as a fraction."""
+  """Return the sorted names of numeric metrics, except the score and the one that is reported as a fraction."""
   names = {name for outcome in outcomes for name in outcome.metrics} - {FORMAT_VALID, 'score'}
   return sorted(name for name in names if metric_values(outcomes, name) is not None)
 
 
 def reward_names(outcomes: Sequence[Outcome]) -> list[str]:
-  """Return the graders of which `Outcome.rewards` hold something, sorted."""
+  """Return the sorted names of graders with a value in `Outcome.rewards`."""
   return sorted({name for outcome in outcomes for name in outcome.rewards})
 
 
 def reward_values(outcomes: Sequence[Outcome], grader: str) -> np.ndarray:
-  """Return what a grader gave each completion, [M] float64 before its weight, NaN where it does not apply."""
+  """Return a grader's reward of each completion before weighting, [M] float64; NaN if it does not apply."""
   return np.asarray([outcome.rewards.get(grader, np.nan) for outcome in outcomes], np.float64)
 
 
 def count_words(text: str, words: tuple[str, ...]) -> int:
-  """Return how often the words or phrases occur in a text, as whole words, in upper or lower case."""
+  """Return how often any of the words or phrases occurs in a text, as whole words, ignoring case."""
   return sum(1 for _ in _pattern(words).finditer(text))
 
 

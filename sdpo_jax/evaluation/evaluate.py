@@ -1,10 +1,10 @@
 """Held-out evaluation: mean@n, best@k, worst@k, maj@k per data source, as the reference computes them.
 
-For every question and k the reference seeds NumPy's legacy generator anew with 42 and draws k of the n samples with
-replacement, 1000 times. So do we, draw for draw: the same samples give the same numbers.
+For every question and k the reference reseeds NumPy's legacy generator with 42 and draws k of the n samples with
+replacement, 1000 times. This module does the same, draw for draw: the same samples give the same numbers.
 
-Only graded samples count. A question with fewer than n of them is measured by those that it has (k are drawn from them)
-and weighs as much as any other; one without any is left out.
+Only graded samples count. A question with fewer than n of them is measured by those (k are drawn from them) and has the
+same weight as any other; a question without any is left out.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from sdpo_jax.types import Example, Outcome, Rollouts, Tree
 
 BOOTSTRAPS = 1000  # Resamples and their seed: reference metric_utils.py:511.
 BOOTSTRAP_SEED = 42
-QUESTIONS = 'questions'  # The metric that counts those of a data source.
+QUESTIONS = 'questions'  # The metric that counts the questions of a data source.
 WRITTEN = (str, int, float, bool, np.generic, type(None))  # Types of metrics that are written with a sample.
 
 
 @dataclasses.dataclass
 class Evaluation:
-  """Metrics by data source, and every sample behind them."""
+  """Metrics by data source, and the samples behind them."""
 
   metrics: dict[str, dict[str, float]]
   samples: list[dict[str, Any]]
@@ -70,27 +70,27 @@ def reported_ks(n: int) -> list[int]:
 
 @functools.cache
 def bootstrap_draws(n: int, k: int) -> np.ndarray:
-  """Return [BOOTSTRAPS, k] sample numbers below n, drawn with replacement as the reference does for every question."""
+  """Return [BOOTSTRAPS, k] sample indices below n, drawn with replacement as the reference does for every question."""
   return np.random.RandomState(BOOTSTRAP_SEED).choice(n, size=(BOOTSTRAPS, k), replace=True)
 
 
-Samples = Sequence[np.ndarray]  # Of each question the values of its graded samples: n of them, or fewer.
+Samples = Sequence[np.ndarray]  # For each question, the values of its graded samples: n of them, or fewer.
 
 
 def best_at_k(values: Samples, k: int) -> float:
-  """Return the expected maximum of k of the samples of a question, averaged over questions."""
+  """Return the expected maximum over k samples of a question, averaged over questions."""
   return float(np.mean([of_question[bootstrap_draws(len(of_question), k)].max(1).mean() for of_question in values]))
 
 
 def worst_at_k(values: Samples, k: int) -> float:
-  """Return the expected minimum of k of the samples of a question, averaged over questions."""
+  """Return the expected minimum over k samples of a question, averaged over questions."""
   return float(np.mean([of_question[bootstrap_draws(len(of_question), k)].min(1).mean() for of_question in values]))
 
 
 def majority_sample(predictions: Sequence[str], k: int) -> np.ndarray:
-  """Return the [BOOTSTRAPS] samples that gave the most frequent of k of the predictions of a question.
+  """Return [BOOTSTRAPS] samples, each the first drawn with the most frequent prediction among k draws for a question.
 
-  Of predictions that are equally frequent the one drawn first wins, and of the samples that gave it the first drawn.
+  Among equally frequent predictions, the one drawn first wins.
   """
   known: dict[str, int] = {}
   labels = np.asarray([known.setdefault(prediction, len(known)) for prediction in predictions])
@@ -100,7 +100,7 @@ def majority_sample(predictions: Sequence[str], k: int) -> np.ndarray:
 
 
 def majority_samples(predictions: Sequence[Sequence[str]], n: int) -> dict[int, np.ndarray]:
-  """Return k → [G, BOOTSTRAPS] `majority_sample` of G questions, for every reported k of n samples."""
+  """Return k → [G, BOOTSTRAPS] results of `majority_sample` for G questions, for every reported k of n samples."""
   return {k: np.stack([majority_sample(of_question, k) for of_question in predictions]) for k in reported_ks(n)}
 
 
@@ -108,8 +108,8 @@ def maj_at_k(values: Samples, winners: np.ndarray) -> float:
   """Return the expected value of the majority's answer, averaged over questions.
 
   Args:
-    values: of G questions.
-    winners: [G, BOOTSTRAPS], of `majority_samples`.
+    values: values of G questions.
+    winners: [G, BOOTSTRAPS], from `majority_samples`.
   """
   return float(np.stack([of_question[won] for of_question, won in zip(values, winners, strict=True)]).mean())
 
@@ -125,9 +125,9 @@ def summarize(values: Samples, n: int, winners: Mapping[int, np.ndarray] | None 
   """Return mean@n, std@n, and best@k, worst@k and maj@k for k = 2, 4, … n (reference metric_utils.py:511).
 
   Args:
-    values: scores or another metric, of at least one sample of each question.
-    n: samples that were drawn of a question.
-    winners: of `majority_samples`; None where the environment extracts no answers: no maj@k.
+    values: scores or another metric, for at least one sample of each question.
+    n: number of samples drawn for each question.
+    winners: results of `majority_samples`; None: the environment extracts no answers, and maj@k is left out.
   """
   metrics = {f'mean@{n}': mean_over_questions(values)}
   if n > 1:
@@ -160,10 +160,10 @@ def evaluate(
     trainable: parameters to evaluate.
     examples: held-out questions.
     config: settings (`val_kwargs`, prompt limits).
-    tokenizer: with a chat template.
-    graders: of the run.
-    seed: of the sampling noise; the same seed gives the same samples.
-    stop: whether the run is to stop; asked before every `rollout.decode_chunk` tokens and while graders work.
+    tokenizer: a tokenizer with a chat template.
+    graders: graders of the run.
+    seed: seed of the sampling noise; the same seed gives the same samples.
+    stop: whether the run is to stop; checked before every `rollout.decode_chunk` tokens and while graders work.
 
   Raises:
     UserError: a grader cannot work, or too few samples could be graded (`environments.max_ungraded_fraction`).
@@ -196,15 +196,15 @@ def metrics_by_source(
 ) -> dict[str, dict[str, float]]:
   """Return the metrics of each data source: `summarize` of the score and, under `<metric>/`, of every other number.
 
-  Where several graders judge a question, also under `reward/<grader>/` of what each gave before its weight, over the
-  samples to which it applies. A source without a graded sample has mean@n NaN, and nothing else of what graders say.
+  If several graders judge a question, `reward/<grader>/` summarizes each grader's reward before weighting, over the
+  samples to which it applies. A source without a graded sample has mean@n NaN and no other metrics from graders.
 
   Args:
     examples: G questions.
-    rollouts: N = G · n samples, the n of a question next to each other.
-    outcomes: N.
-    n: samples per question.
-    words: of doubt, to be counted.
+    rollouts: N = G · n samples, those of a question consecutive.
+    outcomes: N outcomes.
+    n: number of samples per question.
+    words: words of doubt to count.
   """
   metrics = {}
   for source, samples in samples_by_source(examples, rollouts.group).items():
@@ -218,7 +218,7 @@ def metrics_by_source(
 
 
 def _summaries(outcomes: Sequence[Outcome], n: int) -> dict[str, float]:
-  """Return `summarize` of score and metrics, of at least one graded outcome; the n of a question are consecutive."""
+  """Return `summarize` of score and metrics for outcomes of consecutive questions, at least one of them graded."""
   questions = [range(first, first + n) for first in range(0, len(outcomes), n)]
   graded = [[row for row in question if outcomes[row].graded] for question in questions]
   graded = [rows for rows in graded if rows]
@@ -244,13 +244,13 @@ def _summaries(outcomes: Sequence[Outcome], n: int) -> dict[str, float]:
 
 
 def summary_names(n: int) -> list[str]:
-  """Return the names that `summarize` gives, with those of majorities."""
+  """Return the names of the metrics that `summarize` returns, including maj@k."""
   values = [np.zeros(n)]
   return [*summarize(values, n), *(f'maj@{k}' for k in reported_ks(n))]
 
 
 def _samples(examples: Sequence[Example], rollouts: Rollouts, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-  """Return every sample as the JSON object that is written, with the `excerpt` of every text."""
+  """Return every sample as the JSON object to be written, with the `excerpt` of every text."""
   samples = []
   for number, (question, outcome) in enumerate(zip(rollouts.group, outcomes, strict=True)):
     sample = {
@@ -266,7 +266,7 @@ def _samples(examples: Sequence[Example], rollouts: Rollouts, outcomes: Sequence
     }
     if outcome.rewards:
       sample['rewards'] = jsonable(outcome.rewards)
-    # A metric of the same name as a field above gives way to it.
+    # A field above takes precedence over a metric of the same name.
     metrics = {
       key: excerpt(value) if isinstance(value, str) else jsonable(value)
       for key, value in outcome.metrics.items()

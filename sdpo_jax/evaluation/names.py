@@ -1,4 +1,4 @@
-"""Names of the metrics that a run will have, known before it starts: for settings that name one."""
+"""Names of the metrics that a run will have, known before it starts, for settings that name a metric."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from sdpo_jax.evaluation.completions import DESCRIBED, WORDS
 from sdpo_jax.evaluation.evaluate import QUESTIONS, summary_names
 
 EVALUATION = 'eval/'
-# Beginnings of the names that steps have, beside evaluations.
+# Prefixes of the metrics of steps, apart from evaluations.
 FAMILIES = ('rollout/', 'rollout_corr/', 'train/', 'self_distillation/', 'teacher/', 'throughput/', 'gap/')
 
 
 def evaluation_names(tasks: Collection[str], n: int, words: Sequence[str]) -> list[str]:
-  """Return the metrics of an evaluation but for those that graders add, which are `eval/<task>/<metric>/<summary>`.
+  """Return the metric names of an evaluation, except `eval/<task>/<metric>/<summary>`, which graders add.
 
   Args:
     tasks: data sources of the held-out questions.
-    n: samples of each question.
-    words: of doubt, which are counted where there are any.
+    n: number of samples per question.
+    words: words of doubt to count; empty: they are not counted.
   """
   described = [name for name in DESCRIBED if words or name != WORDS]
   return [f'{EVALUATION}{task}/{name}' for task in tasks for name in (*summary_names(n), *described, QUESTIONS)]
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-  """Return the three of the known names that are spelled most like `name`."""
+  """Return the three known names most similar to `name`."""
   return difflib.get_close_matches(name, list(known), n=3, cutoff=0.0)
 
 
 def check_best_metric(name: str | None, tasks: Collection[str], n: int, words: Sequence[str]) -> None:
   """Raise UserError if no step of a run can have the metric `trainer.best_metric`.
 
-  Which metrics graders add is not known before they grade: `eval/<task>/<anything>/mean@n` may be one.
+  The metrics that graders add are not known before they grade: `eval/<task>/<anything>/mean@n` may be one of them.
 
   Args:
-    name: of the metric; None: none is wanted.
+    name: name of the metric; None: the setting is not used.
     tasks: data sources of the held-out questions; empty: nothing is evaluated.
     n: `val_kwargs.n`.
     words: `alarms.epistemic_words`.
