@@ -1,1 +1,1 @@
-"""What is asked: rows, sources, chat-templated prompts and the Grain pipeline."""
+"""Questions: rows, sources, chat-templated prompts and the Grain pipeline."""

@@ -1,4 +1,4 @@
-"""What the graders of code, tool calls and choices need of a ground truth, checked before a run starts."""
+"""Checks of ground truths, before a run starts, for the graders of code, tool calls, choices and texts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _LONGEST = 1e9  # Seconds; 30 years.
 
 
 class InvalidJson(ValueError):
-  """A text is not JSON; the message says why."""
+  """A text is not valid JSON; the message says why."""
 
 
 def parse_json(text: str) -> Any:
   """Return the value of JSON text.
 
   Raises:
-    InvalidJson: not JSON, nested too deeply, or with a number too long to read.
+    InvalidJson: the text is not JSON, is nested too deeply, or has a number too long to read.
   """
   try:
     return json.loads(text)
@@ -34,14 +34,14 @@ def parse_json(text: str) -> Any:
 
 
 def is_checked(environment: str) -> bool:
-  """Return whether `check` knows what the grader needs."""
+  """Return whether `check` can check the ground truths of this grader."""
   return environment in _CHECKS
 
 
 def check(environment: str, truth: Any) -> str | None:
   """Return what is wrong with the ground truth of a question of `environment`, or None.
 
-  The phrase follows the name of the field: 'must be a non-empty string, not 3'.
+  The result is a phrase that follows the name of the field: 'must be a non-empty string, not 3'.
   """
   return _CHECKS[environment](truth) if environment in _CHECKS else None
 

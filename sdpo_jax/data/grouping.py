@@ -1,4 +1,4 @@
-"""Which questions of a batch are the same."""
+"""Detection of equal questions in a batch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from sdpo_jax.types import Example
 
 
 def first_of_same(examples: Sequence[Example]) -> np.ndarray:
-  """[G] int32: for each example, the first one with equal messages, environment and ground truth (itself, if
-  unique).
-  """
+  """Return, for each example, the index of the first with equal messages, environment and ground truth, [G] int32."""
   first: dict[str, int] = {}
   for index, example in enumerate(examples):
     first.setdefault(_key(example), index)

@@ -1,4 +1,4 @@
-"""Rows of Hugging Face hub data sets, by the `datasets` library."""
+"""Rows of Hugging Face hub data sets, read with the `datasets` library."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _OPTIONS = ('split', 'config', 'revision')
 
 
 def is_hub(source: str) -> bool:
-  """Whether a source names a hub data set instead of a file."""
+  """Return whether a source names a hub data set instead of a file."""
   return source.startswith(PREFIX)
 
 
 def parse(source: str) -> tuple[str, dict[str, str]]:
-  """Name and options of `hf:OWNER/NAME?split=…&config=…&revision=…`.
+  """Return name and options of `hf:OWNER/NAME?split=…&config=…&revision=…`.
 
   Raises:
-    UserError: it is not of this form.
+    UserError: the source is not of this form.
   """
   name, _, query = source.removeprefix(PREFIX).partition('?')
   try:
@@ -41,10 +41,10 @@ def parse(source: str) -> tuple[str, dict[str, str]]:
 
 
 def read_rows(source: str, setting: str) -> Sequence[Row]:
-  """All rows of one split of `hf:OWNER/NAME?split=…&config=…&revision=…`; NAME may also be a local folder.
+  """Return all rows of one split of `hf:OWNER/NAME?split=…&config=…&revision=…`; NAME may also be a local folder.
 
-  `split` takes what `datasets.load_dataset` takes (train, test[:100]); it may be left out where there is only one.
-  What was downloaded once is read from the cache of `datasets`.
+  `split` takes the values of `datasets.load_dataset` (train, test[:100]); it may be left out if there is only one
+  split. Data sets downloaded before are read from the cache of `datasets`.
 
   Raises:
     UserError: malformed source, no such data set, configuration or split, no network, or no rows.
@@ -79,7 +79,7 @@ def read_rows(source: str, setting: str) -> Sequence[Row]:
 
 
 class _Rows(Sequence):
-  """Rows that stay on disk until they are looked at; some data sets are larger than a machine's memory."""
+  """Rows that stay on disk until they are accessed; some data sets are larger than a machine's memory."""
 
   def __init__(self, source: str, values: Sequence[Any]):
     self._source, self._values = source, values
@@ -96,7 +96,7 @@ class _Rows(Sequence):
 
 @contextlib.contextmanager
 def _quiet(*names: str) -> Iterator[None]:
-  """Silence what these libraries log while they fail: it is in their exception, too."""
+  """Silence the log messages of these libraries while they fail; their exceptions hold the same text."""
   levels = {name: logging.getLogger(name).level for name in names}
   for name in names:
     logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -108,6 +108,6 @@ def _quiet(*names: str) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-  """Return the first line of what the library says; of what caused it, where it says nothing itself."""
+  """Return the first line of the library's error message, or of its cause if the message says nothing."""
   cause: Any = error.__cause__ if str(error).startswith('An error occurred') and error.__cause__ else error
   return str(cause).strip().partition('\n')[0].rstrip('.') or type(cause).__name__

@@ -1,4 +1,4 @@
-"""From sources to batches of examples: a Grain pipeline whose position is part of a checkpoint."""
+"""Batches of examples from sources: a Grain pipeline whose position is part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from sdpo_jax.data.prompts import Tokenizer, fits, fitting, name
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Example
 
-# Rows are in memory already: reading ahead in threads would gain nothing.
+# Rows are already in memory: prefetching in threads would gain nothing.
 _IN_PLACE = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-_PROBED = 32  # Questions of a generator that are checked before a run starts.
+_PROBED = 32  # Number of a generator's questions that are checked before a run starts.
 
 
 class TrainIterator:
-  """Endless batches of `data.train_batch_size` examples, in an order that `seed` decides.
+  """Endless batches of `data.train_batch_size` examples, in an order determined by `seed`.
 
   Without `data.source_weights`, rows of all files form one set, shuffled anew each epoch; the last rows that do not
-  fill a batch are left out of that epoch, as the reference does. Generators give their questions in order of index.
+  fill a batch are left out of that epoch, as in the reference. Generators give their questions in order of index.
   Several generators, or generators beside files, take turns, example by example.
 
   With `data.source_weights`, every source has its share of the examples, exactly over each round of the weights' sum;
-  each file is shuffled on its own, anew whenever it is used up.
+  each file is shuffled separately, anew whenever it is used up.
 
-  With several processes the order is the same as with one, whatever their number: each has its contiguous share of
-  every batch, and a position that some number of them saved is one for any other number.
+  The order does not depend on the number of processes: each has its contiguous share of every batch, and a position
+  saved with one number of processes is valid with any other.
   """
 
   def __init__(
@@ -51,10 +51,10 @@ class TrainIterator:
 
     Args:
       config: settings.
-      tokenizer: for the length of prompts.
+      tokenizer: tokenizer, for the length of prompts.
       registry: the module `sdpo_jax.environments.registry`.
-      process_index: which of the processes this one is, from 0.
-      process_count: how many processes share each batch.
+      process_index: index of this process, from 0.
+      process_count: number of processes that share each batch.
 
     Raises:
       UserError: missing file, malformed row, over-long prompt, unknown environment or generator, fewer rows than a
@@ -68,23 +68,23 @@ class TrainIterator:
       )
     share = data.train_batch_size // process_count
     self._mine = slice(process_index * share, (process_index + 1) * share)
-    self.environments: set[str] = set()  # What its questions have as `Example.environment`.
+    self.environments: set[str] = set()  # The values of `Example.environment` of its questions.
     read = functools.partial(
       read_examples, split='train', config=config, tokenizer=tokenizer, registry=registry, setting='data.train_files'
     )
     files = {at: read([source]) for at, source in enumerate(data.train_files) if not sources.is_generator(source)}
-    # Source → digest of its questions; of a generator's those that are checked here.
+    # Source → digest of its questions; for a generator, of those that are checked here.
     self.digests = {data.train_files[at]: digest(examples) for at, examples in files.items()}
     if files and not data.source_weights:
       files = {0: [example for examples in files.values() for example in examples]}
-    # All questions of files, and of generators those that are checked here.
+    # All questions of files, and those questions of generators that are checked here.
     self.questions = [example for examples in files.values() for example in examples]
     for examples in files.values():
       self.environments |= {example.environment for example in examples}
-    # Rows of files; None: there is a generator, which makes as many as are asked for.
+    # Number of rows in files; None: there is a generator, which makes as many as are needed.
     self.rows = None if any(map(sources.is_generator, data.train_files)) else sum(map(len, files.values()))
     self._fingerprint = _fingerprint(files.values(), data.train_files)
-    # Mixed, because Grain shuffles epoch e with seed + e: neighbouring seeds, or sources, would share their epochs.
+    # Hashed, because Grain shuffles epoch e with seed + e: neighbouring seeds, or sources, would share epochs.
     seeds = np.random.SeedSequence(config.seed % 2**63).generate_state(len(data.train_files))
     shuffled = {at: grain.MapDataset.source(found).shuffle(int(seeds[at])) for at, found in files.items()}
     generators = {}
@@ -95,7 +95,7 @@ class TrainIterator:
         self.digests[source] = digest(first)
         self.questions += first
         generators[at] = grain.MapDataset.range(sys.maxsize).map(generate)
-    self._counts = 'questions' if generators or data.source_weights else 'batches'  # Of which a position is a number.
+    self._counts = 'questions' if generators or data.source_weights else 'batches'  # The unit of a position.
     if self._counts == 'batches':
       if len(files[0]) < data.train_batch_size:
         raise UserError(
@@ -112,7 +112,7 @@ class TrainIterator:
     else:
       parts = [*endless.values(), *generators.values()]
       mixed = mix(parts, [1] * len(parts))
-    # An over-long question that is to be left out is None here, and to_iter_dataset skips it.
+    # An over-long question to be left out is None here, and to_iter_dataset skips it.
     self._iterator = iter(mixed.to_iter_dataset(_IN_PLACE).batch(data.train_batch_size, batch_fn=list))
 
   def __iter__(self) -> TrainIterator:
@@ -123,16 +123,15 @@ class TrainIterator:
     return next(self._iterator)[self._mine]
 
   def get_state(self) -> dict[str, Any]:
-    """Return the position, as values that JSON holds."""
+    """Return the position as JSON values."""
     return {'iterator': self._iterator.get_state(), 'fingerprint': self._fingerprint, 'counts': self._counts}
 
   def set_state(self, state: dict[str, Any], *, other_rows: bool = False) -> None:
-    """Continues where `state` was taken; with `other_rows` at the same position in the order of whatever rows there
-    are.
+    """Continue at a saved position; with `other_rows`, at the same position among rows that may have changed.
 
     Raises:
-      UserError: the rows are not those of the run that saved the state, and may not be; or positions are counted
-        otherwise, since there are generators now and were none, or the other way round.
+      UserError: the rows differ from those of the run that saved the state, and `other_rows` is false; or positions are
+        counted in another unit, since generators or weights were added or removed.
     """
     if state['fingerprint'] != self._fingerprint and not other_rows:
       raise UserError(
@@ -148,13 +147,13 @@ class TrainIterator:
 
 
 def mix(parts: Sequence[grain.MapDataset], weights: Sequence[float]) -> grain.MapDataset:
-  """Elements of endless `parts` in turn, each part as often as its weight says.
+  """Return the elements of endless `parts` in turn, each part as often as its weight says.
 
-  A round has as many turns as the weights, brought to integers without a common divisor, add up to; in it each part
+  A round has as many turns as the sum of the weights, scaled to integers without a common divisor; in it each part
   has exactly its number of turns, evenly spread. (`grain.MapDataset.mix` rounds weights to hundredths of the smallest.)
   """
   shares = round_shares(weights)
-  # Turn j of a part with s turns comes at time (j + 1/2) / s of the round; the earlier part goes first in a tie.
+  # Turn j of a part with s turns comes at time (j + 1/2) / s of the round; in a tie the earlier part goes first.
   owner = np.repeat(np.arange(len(shares)), shares)
   turn = np.concatenate([np.arange(share) for share in shares])
   order = np.argsort((turn + 0.5) / np.repeat(shares, shares), kind='stable')
@@ -171,11 +170,11 @@ def mix(parts: Sequence[grain.MapDataset], weights: Sequence[float]) -> grain.Ma
 def evaluation_examples(config: Config, tokenizer: Tokenizer, registry: sources.Registry) -> list[Example]:
   """Return the held-out questions: the first `data.val_max_samples` (None: all) of each source, in order.
 
-  Generators get seed 0 unless they name another one, so that runs with different seeds are compared on the same
+  Generators get seed 0 unless their source sets another one, so that runs with different seeds are compared on the same
   questions.
 
   Raises:
-    UserError: as `TrainIterator`, or a generator without `data.val_max_samples`.
+    UserError: as in `TrainIterator`, or a generator without `data.val_max_samples`.
   """
   limit, setting = config.data.val_max_samples, 'data.val_files'
   examples: list[Example] = []
@@ -202,10 +201,10 @@ def read_examples(
   setting: str,
   limit: int | None = None,
 ) -> list[Example]:
-  """Return the checked examples of files, in order; of each file the first `limit` rows.
+  """Return the checked examples of the first `limit` rows of each file, in order.
 
   Raises:
-    UserError: naming the file and line of the first fault.
+    UserError: a row is faulty; the message names file and line of the first fault.
   """
   examples: list[Example] = []
   for source in files:
@@ -216,20 +215,20 @@ def read_examples(
 
 
 def examples_of_file(source: str, split: str, config: Config, setting: str, limit: int | None = None) -> list[Example]:
-  """Return the examples of the first `limit` rows of a file (None: of all), whatever their length and their grader.
+  """Return the examples of the first `limit` rows of a file (None: all), without checks of length and grader.
 
   Raises:
-    UserError: naming the file and line of the first fault.
+    UserError: a row is faulty; the message names file and line of the first fault.
   """
   defaults = {'default_source': sources.stem(source), 'default_environment': config.data.environment}
   return [rows.example(row, split, **defaults) for row in sources.read_rows(source, setting)[:limit]]
 
 
 def check_environments(examples: Sequence[Example], registry: sources.Registry) -> None:
-  """Check that there are the graders that examples name.
+  """Check that the graders that examples name exist.
 
   Raises:
-    UserError: naming the first example of one that there is not.
+    UserError: a grader does not exist; the message names the first example that needs it.
   """
   for example in {example.environment: example for example in reversed(examples)}.values():
     try:
@@ -244,11 +243,9 @@ def check_environments(examples: Sequence[Example], registry: sources.Registry) 
 def _checked_generator(
   source: str, split: str, config: Config, tokenizer: Tokenizer, registry: sources.Registry
 ) -> tuple[Callable[[int], Example | None], list[Example]]:
-  """Return the generator with its questions' lengths checked, None in place of one that is to be left out; its first
-  ones.
-  """
+  """Return a generator that gives None for over-long questions to be left out, and its first questions."""
   generate = sources.make_generator(source, split, config.seed, registry)
-  # A limit that is too low, or an unknown environment, ends the run before anything is compiled.
+  # Too low a limit, or an unknown environment, ends the run before anything is compiled.
   first = [generate(index) for index in range(_PROBED)]
   check_environments(first, registry)
   fitting(tokenizer, first, config, source)
@@ -261,15 +258,15 @@ def _checked_generator(
 
 
 def digest(examples: Sequence[Example]) -> str:
-  """Return 16 hexadecimal digits that tell questions, with all that graders read of them, from others.
+  """Return a digest, 16 hexadecimal digits, of questions and everything that graders read of them.
 
-  Where a row lies is not part of it.
+  The origin of a row (file and line) is not part of it.
   """
   found = hashlib.sha256()
   for example in examples:
     row = {field.name: getattr(example, field.name) for field in dataclasses.fields(example)}
     row['extra'] = {name: value for name, value in example.extra.items() if name != 'origin'}
-    # What stands in the row as it is elsewhere, such as unit tests of a megabyte, is not read twice.
+    # Values that the row repeats, such as a megabyte of unit tests, are not digested twice.
     told = [example.ground_truth, *(message['content'] for message in example.messages)]
     row['columns'] = {
       name: None if any(value is known for known in told) else value for name, value in example.columns.items()
@@ -279,9 +276,9 @@ def digest(examples: Sequence[Example]) -> str:
 
 
 def _fingerprint(sets: Iterable[Sequence[Example]], names: Sequence[str]) -> str:
-  """Return a hash of the questions and their answers, by which a resumed run knows that they are the same."""
+  """Return a hash of the questions and their answers, with which a resumed run checks that they are unchanged."""
   digest = hashlib.sha256()
-  # One at a time: the unit tests of some data sets fill a good part of the memory.
+  # One set at a time: the unit tests of some data sets take up much of the memory.
   for examples in sets:
     for example in examples:
       question = [example.id, example.messages, example.environment, example.ground_truth]

@@ -1,4 +1,4 @@
-"""Makes train.json and test.json of the paper's data sets from their public sources."""
+"""Creation of train.json and test.json for the paper's data sets from their public sources."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _NOT_STATED = 'not verified: see the data set card before you redistribute it'
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """Where a data set comes from and what becomes of it."""
+  """A public source of a data set, and its conversion."""
 
-  parts: Mapping[str, str | None]  # Name of each part → its public address, hf:…; None: there is none.
+  parts: Mapping[str, str | None]  # Name of each part → its public address, hf:…; None: it has none.
   convert: Callable[[Parts, Options], Splits]
   licence: str
-  sizes: Callable[[Options], Mapping[str, int]] = lambda options: {}  # Rows of each split in the paper's files.
-  where: str = ''  # Where to get parts that have no address.
-  read: Callable[[str, str], Sequence[rows.Row]] = sources.read_rows  # Rows of a part, by its address and its setting.
-  texts: Callable[[Parts, Options], Mapping[str, str]] = lambda parts, options: {}  # More files: texts by their names.
+  sizes: Callable[[Options], Mapping[str, int]] = lambda options: {}  # Number of rows per split in the paper's files.
+  where: str = ''  # Where to get parts without an address.
+  read: Callable[[str, str], Sequence[rows.Row]] = sources.read_rows  # Rows of a part, from its address and setting.
+  texts: Callable[[Parts, Options], Mapping[str, str]] = lambda parts, options: {}  # More files: name → text.
 
 
 _SCIKNOWEVAL_SIZES = {'biology': (450, 50), 'chemistry': (1890, 210), 'material': (841, 94), 'physics': (720, 80)}
@@ -104,18 +104,17 @@ SOURCES: dict[str, Source] = {
 def prepare(
   name: str, options: Options, output: epath.PathLike, given: str | None, announce: Callable[[str], None]
 ) -> None:
-  """Write `output`/train.json and test.json, those of the two that the source has, as JSON lines of raw rows, and its
-  texts.
+  """Write `output`/train.json and test.json (if the source has both) as JSON lines of raw rows, and its texts.
 
-  Each file is written whole or not at all, and only once every row is known to load.
+  Each file is written atomically, and only after every row has been checked to load.
 
   Args:
-    name: of `SOURCES`.
-    options: what to make of the source.
-    output: folder, made if it is not there; local or gs://….
-    given: where the source is instead of at its public address: a file, a folder that holds its parts by name, or
+    name: key of `SOURCES`.
+    options: options of the conversion.
+    output: folder, created if needed; local or gs://….
+    given: location of the source instead of its public address: a file, a folder that holds its parts by name, or
       hf:OWNER/NAME?….
-    announce: hears a sentence a file, and one about the licence.
+    announce: receives a sentence per file, and one about the licence.
 
   Raises:
     UserError: no such source or file, or a row that is not in the source's schema.
@@ -145,10 +144,10 @@ def prepare(
 
 
 def address(source: Source, part: str, given: str | None) -> str:
-  """Where a part of a source is read: at its public address, or where the user has it.
+  """Return the location of a source's part: its public address, or the given one.
 
   Raises:
-    UserError: it has no public address, or the folder does not hold it.
+    UserError: the part has no public address, or the given folder does not hold it.
   """
   public = source.parts[part]
   if given is None:
@@ -175,5 +174,5 @@ def address(source: Source, part: str, given: str | None) -> str:
 
 def _lines(made: list[rows.Row], split: str) -> str:
   for row in made:
-    rows.example(row, split)  # A row that training would refuse is refused here, by the name that it has in the source.
+    rows.example(row, split)  # Raise here for a row that training would refuse, naming its place in the source.
   return ''.join(json.dumps(row.value, ensure_ascii=False) + '\n' for row in made)

@@ -17,21 +17,20 @@ from sdpo_jax.types import Example, Messages
 Tokenizer = Any  # A transformers tokenizer with a chat template.
 
 _BATCH = 256  # Conversations tokenised in one call; bounds the memory of long files.
-# Characters for each token of a limit; of a longer conversation no more is read than shows that it is too long.
+# Characters per token of a limit; a longer conversation is tokenised only as far as needed to see that it is too long.
 _LONG = 16
-# Tokens for each token of a limit that the beginnings of messages must have to show it. One would do, but for the last
-# word before a cut, which may become more tokens than it is in the whole text.
+# Tokens per token of a limit that the beginnings of messages must have to be judged too long. One would be enough,
+# except that the last word before a cut may become more tokens than it is in the whole text.
 _BEYOND = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatFormat:
-  """How messages become tokens, of the student's prompts and of the teacher's."""
+  """How messages become tokens, in the prompts of student and teacher."""
 
-  variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Of the chat template, e.g. enable_thinking.
+  variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # For the chat template: enable_thinking, ….
   split_special_tokens: bool = True  # Messages cannot spell control tokens.
-  # A document, or slots for one, stands before every conversation (`document_tokens`): its own tokens are those behind
-  # it.
+  # A document, or slots for one, precedes every conversation (`document_tokens`), whose tokens are those after it.
   behind_document: bool = False
 
   @classmethod
@@ -52,18 +51,18 @@ def chat_tokens(tokenizer: Tokenizer, conversations: Sequence[Messages], chat: C
   Args:
     tokenizer: a transformers tokenizer with a chat template.
     conversations: lists of messages with 'role' and 'content'.
-    chat: how they become tokens.
+    chat: how messages become tokens.
 
   Raises:
-    TEMPLATE_ERRORS: the chat template refuses one.
-    UserError: what it writes behind a document depends on the document.
+    TEMPLATE_ERRORS: the chat template refuses a conversation.
+    UserError: the template's text after a document depends on the document.
   """
   if not chat.behind_document:
     return _encoded(tokenizer, conversations, chat)
   if not has_system_turn(tokenizer, chat.variables):
     begin = _begin(tokenizer, chat)
     return [tokens[len(begin) :] for tokens in _encoded(tokenizer, conversations, chat)]
-  # Any text stands for the document, which may be long.
+  # A short text stands in for the document, which may be long.
   before = document_tokens(tokenizer, PROBE, chat)
   whole = _encoded(tokenizer, [[_system(PROBE), *messages] for messages in conversations], chat)
   if any(tokens[: len(before)] != before for tokens in whole):
@@ -75,14 +74,14 @@ def chat_tokens(tokenizer: Tokenizer, conversations: Sequence[Messages], chat: C
 
 
 def document_tokens(tokenizer: Tokenizer, text: str, chat: ChatFormat) -> list[int]:
-  """Return the token ids of a document as it stands before a conversation.
+  """Return the token ids of a document as it precedes a conversation.
 
-  It is the system message of a template that writes one by itself; with others it is the text, behind the token with
-  which their conversations begin, if there is one.
+  If the chat template writes a system message on its own, the document is that message; otherwise it is the plain text,
+  after the token with which conversations begin, if there is one.
 
   Args:
     tokenizer: a transformers tokenizer with a chat template.
-    text: of the document.
+    text: text of the document.
     chat: how messages become tokens.
 
   Raises:
@@ -101,7 +100,7 @@ def _system(text: str) -> dict[str, str]:
 
 
 def _begin(tokenizer: Tokenizer, chat: ChatFormat) -> list[int]:
-  """Return the token with which conversations begin, if the template writes one."""
+  """Return the token with which conversations begin, if the template writes one; else []."""
   [tokens] = _encoded(tokenizer, [[{'role': 'user', 'content': PROBE}]], chat)
   begin = tokens[:1]
   return begin if begin == [tokenizer.bos_token_id] else []
@@ -110,7 +109,7 @@ def _begin(tokenizer: Tokenizer, chat: ChatFormat) -> list[int]:
 def _encoded(
   tokenizer: Tokenizer, conversations: Sequence[Messages], chat: ChatFormat, add_generation_prompt: bool = True
 ) -> list[list[int]]:
-  """Return the token ids of whole conversations, with the header of the assistant's turn unless told otherwise."""
+  """Return the token ids of whole conversations, by default with the header of the assistant's turn."""
   spelled: dict[int, list[int]] = {}
   if chat.split_special_tokens:
     plain = plain_messages(tokenizer)
@@ -133,9 +132,9 @@ def _encoded(
 def bounded_chat_tokens(
   tokenizer: Tokenizer, conversations: Sequence[Messages], limit: int, chat: ChatFormat
 ) -> list[list[int] | None]:
-  """As `chat_tokens`; None for a long conversation that has more than twice `limit` tokens.
+  """Return `chat_tokens`, with None for a long conversation that has more than twice `limit` tokens.
 
-  What that takes depends on the limit alone, not on the length of the conversation.
+  The cost depends on the limit alone, not on the length of the conversation.
   """
   long = [at for at, messages in enumerate(conversations) if _size(messages) > _LONG * limit]
   cut = {at: chat_tokens_of_cut(tokenizer, conversations[at], limit, chat, _beginnings) for at in long}
@@ -151,17 +150,17 @@ def chat_tokens_of_cut(
   chat: ChatFormat,
   cut: Callable[[Messages, int], Messages],
 ) -> tuple[list[int], bool]:
-  """Return the token ids of so much of a conversation that they are more than twice `limit`, or else of all of it.
+  """Return the token ids of a conversation, cut so that they are more than twice `limit`, or else of all of it.
 
   Args:
     tokenizer: a transformers tokenizer with a chat template.
     messages: the conversation.
-    limit: of tokens.
+    limit: limit of tokens.
     chat: how messages become tokens.
-    cut: returns so many characters of each message that it cuts.
+    cut: shortens the messages that it may cut to a number of characters.
 
   Returns:
-    the token ids, and whether they are those of the whole conversation.
+    The token ids, and whether they are those of the whole conversation.
   """
   length = _LONG * limit
   while True:
@@ -182,24 +181,24 @@ def _size(messages: Messages) -> int:
 
 
 def count_tokens(tokens: Sequence[int] | None, limit: int) -> str:
-  """Return how messages speak of the number of the tokens of `bounded_chat_tokens`."""
+  """Return the number of tokens, as returned by `bounded_chat_tokens`, in words for error messages."""
   return f'more than {_BEYOND * limit} tokens' if tokens is None else f'{len(tokens)} tokens'
 
 
 def named_chat_tokens(
   tokenizer: Tokenizer, conversations: Sequence[Messages], names: Sequence[str], limit: int, chat: ChatFormat
 ) -> list[list[int] | None]:
-  """As `bounded_chat_tokens`; `names` are how messages speak of the conversations.
+  """Return `bounded_chat_tokens`; `names` are the names of the conversations in error messages.
 
   Raises:
-    UserError: the chat template refuses one, which is named.
+    UserError: the chat template refuses a conversation, which is named.
   """
   try:
     return bounded_chat_tokens(tokenizer, conversations, limit, chat)
   except TEMPLATE_ERRORS as error:
     if len(conversations) == 1:
       raise _refused(tokenizer, conversations[0], names[0], chat, error) from error
-  # Again one by one, to name it.
+  # Again one by one, to name the conversation.
   return [
     named_chat_tokens(tokenizer, [messages], [name], limit, chat)[0]
     for messages, name in zip(conversations, names, strict=True)
@@ -207,7 +206,7 @@ def named_chat_tokens(
 
 
 def _refused(tokenizer: Tokenizer, messages: Messages, name: str, chat: ChatFormat, error: Exception) -> UserError:
-  """Return the error about messages that the chat template refuses, with what helps."""
+  """Return the error about messages that the chat template refuses, with a remedy."""
   roles = ', '.join(message['role'] for message in messages)
   others = [message for message in messages if message['role'] != 'system']
   way_out = 'give them the roles that it takes'
@@ -222,10 +221,10 @@ def _refused(tokenizer: Tokenizer, messages: Messages, name: str, chat: ChatForm
 
 
 def prompt_tokens(tokenizer: Tokenizer, example: Example, config: Config) -> list[int]:
-  """Token ids of the student's prompt.
+  """Return the token ids of the student's prompt.
 
   Raises:
-    UserError: longer than `data.max_prompt_length`, or refused by the chat template.
+    UserError: it is longer than `data.max_prompt_length`, or refused by the chat template.
   """
   [tokens] = _tokens(tokenizer, [example], config)
   if tokens is None or len(tokens) > config.data.max_prompt_length:
@@ -234,7 +233,7 @@ def prompt_tokens(tokenizer: Tokenizer, example: Example, config: Config) -> lis
 
 
 def fits(tokenizer: Tokenizer, example: Example, config: Config) -> bool:
-  """Whether the prompt has at most `data.max_prompt_length` tokens.
+  """Return whether the prompt has at most `data.max_prompt_length` tokens.
 
   Raises:
     UserError: it has more and `data.filter_overlong_prompts` is off, or the chat template refuses it.
@@ -243,7 +242,7 @@ def fits(tokenizer: Tokenizer, example: Example, config: Config) -> bool:
 
 
 def fitting(tokenizer: Tokenizer, examples: Sequence[Example], config: Config, origin: str) -> list[Example]:
-  """Return the examples whose prompt has at most `data.max_prompt_length` tokens.
+  """Return the examples whose prompts have at most `data.max_prompt_length` tokens.
 
   Args:
     tokenizer: a transformers tokenizer with a chat template.
@@ -252,7 +251,7 @@ def fitting(tokenizer: Tokenizer, examples: Sequence[Example], config: Config, o
     origin: where the examples come from, for messages.
 
   Raises:
-    UserError: one is longer and rows are not to be filtered, or none is left, or the chat template refuses one.
+    UserError: a prompt is longer and rows are not to be filtered, or none is left, or the chat template refuses one.
   """
   kept = _fitting(tokenizer, examples, config)
   limit = config.data.max_prompt_length
@@ -295,5 +294,5 @@ def _tokens(tokenizer: Tokenizer, examples: Sequence[Example], config: Config) -
 
 
 def name(example: Example) -> str:
-  """How messages speak of an example: file and line where it has them."""
+  """Return the name of an example in error messages: file and line if it has them."""
   return example.extra.get('origin', f'example {example.id!r}')

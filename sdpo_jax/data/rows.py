@@ -1,9 +1,9 @@
-"""Dataset rows as examples.
+"""Conversion of dataset rows to examples.
 
-The reference has two forms: raw rows (idx, kind, dataset, answer, elo, prompt, description, tests, system, …) and what
-its data/preprocess.py:46-100 makes of them (data_source, prompt, ability, reward_model, extra_info). Of a raw row only
-`prompt` and what the grader reads need be there, under names that other trainers use too: `messages`, `ground_truth`,
-`solution`. Rows may name their graders in `environment`; without it the data source decides, as in the reference
+The reference has two forms: raw rows (idx, kind, dataset, answer, elo, prompt, description, tests, system, …) and the
+output of its data/preprocess.py:46-100 (data_source, prompt, ability, reward_model, extra_info). A raw row needs only
+`prompt` and the ground truth, which may have the names of other trainers: `messages`, `ground_truth`, `solution`. Rows
+may name their graders in `environment`; otherwise the data source decides, as in the reference
 (verl/utils/reward_score/feedback/__init__.py:8-26), or else the setting data.environment.
 """
 
@@ -30,9 +30,9 @@ ENVIRONMENTS = {
   'sciknoweval': 'mcq',
   'tooluse': 'tooluse',
 }
-# Names of the ground truth in rows that are not graded by unit tests; the first that is there counts.
+# Names of the ground truth in rows that are not graded by unit tests; the first one present counts.
 TRUTHS = ('answer', 'ground_truth', 'solution')
-LARGE = ('embedding',)  # Fields that no grader is handed: megabytes of a data set that nobody reads.
+LARGE = ('embedding',)  # Fields that are not passed to graders: megabytes of a data set that nobody reads.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,23 +41,23 @@ class Row:
 
   origin: str  # File and line (or row) number, for messages.
   number: int  # From 1: line number in JSON files, row number in parquet and hub data sets.
-  value: Any  # What the file holds there; a mapping if it is well-formed.
+  value: Any  # The value in the file; a mapping if it is well-formed.
 
 
 def example(row: Row, split: str, *, default_source: str = 'data', default_environment: str | None = None) -> Example:
   """Return the example of a raw or preprocessed row.
 
   Args:
-    row: as the file has it.
+    row: the row as read from the file.
     split: 'train' or 'test'.
-    default_source: the data source of a row that names none.
-    default_environment: the graders of a row that names none and whose data source has none.
+    default_source: data source of a row that names none.
+    default_environment: graders of a row that names none and whose data source has none.
 
   Returns:
-    the example; its `columns` hold the row's fields under their names.
+    The example; its `columns` hold the row's fields by name.
 
   Raises:
-    UserError: naming file, line, field and fault.
+    UserError: the row is faulty; the message names file, line, field and fault.
   """
   value = _fields(row)
   preprocessed = 'data_source' in value
@@ -99,10 +99,10 @@ def example(row: Row, split: str, *, default_source: str = 'data', default_envir
 
 
 def conversation(row: Row) -> list[dict[str, str]]:
-  """Return what a row asks, whoever may grade it: its `messages`, or its `prompt`, a text or a list of messages.
+  """Return a row's question: its `messages`, or its `prompt`, a text or a list of messages; graders are not checked.
 
   Raises:
-    UserError: naming file, line, field and fault.
+    UserError: the row is faulty; the message names file, line, field and fault.
   """
   messages = _asked(_fields(row), row)
   for message in messages:
@@ -115,12 +115,12 @@ def preprocess(
 ) -> dict[str, Any]:
   """Return a raw row in the preprocessed form (reference data/preprocess.py:46-100).
 
-  An empty system prompt is kept as a message, a null one is not; LiveCodeBench loses `self` from its signatures; rows
-  of kind `code` are graded by their `tests`, the others by their `answer`. Defaults as in `example`; without a `kind`
-  it is the grader's name.
+  An empty system prompt is kept as a message, a null one is not; `self` is removed from LiveCodeBench's signatures;
+  rows of kind `code` are graded by their `tests`, others by their `answer`. Defaults as in `example`; without a `kind`,
+  the grader's name is used.
 
   Raises:
-    UserError: naming file, line, field and fault.
+    UserError: the row is faulty; the message names file, line, field and fault.
   """
   value = row.value
   kind = None if value.get('kind') is None else _text(value, 'kind', row)
@@ -149,9 +149,7 @@ def preprocess(
 
 
 def _environment(value: Mapping[str, Any], default: str | None, row: Row, elsewhere: Any = None) -> str | None:
-  """Return the graders that a row names, in its field or `elsewhere` in it, or those of its data source, or the
-  default.
-  """
+  """Return the graders that a row names (in its field or `elsewhere`), or those of its data source, or the default."""
   try:
     chosen = rewards.written(value.get('environment')) or rewards.written(elsewhere)
   except rewards.UnreadableRewards as error:
@@ -161,7 +159,7 @@ def _environment(value: Mapping[str, Any], default: str | None, row: Row, elsewh
 
 
 def _asked(value: Mapping[str, Any], row: Row) -> list[dict[str, str]]:
-  """Return the messages of a raw row, after its system prompt if it has one."""
+  """Return the messages of a raw row, preceded by its system prompt if it has one."""
   if value.get('messages') is None and 'prompt' not in value:
     raise _missing("'prompt' or 'messages'", row)
   system = _text_or_null(value, 'system', row)
@@ -178,9 +176,7 @@ def _asked(value: Mapping[str, Any], row: Row) -> list[dict[str, str]]:
 
 
 def _truth(value: Mapping[str, Any], environment: str | None, row: Row) -> Any:
-  """Return what a raw row is graded by: a text for the graders of this project, anything for others, None if there is
-  none.
-  """
+  """Return a raw row's ground truth: a text for this project's graders, any value for others, None if there is none."""
   name = _truth_field(value, environment)
   if not any(map(ground_truth.is_checked, _graders(environment))):
     return value.get(name)
@@ -202,7 +198,7 @@ def _truth_field(value: Mapping[str, Any], environment: str | None) -> str:
 
 
 def _check_unicode(text: Any, row: Row) -> None:
-  """JSON can spell half of a character, which neither a tokenizer nor a file can hold."""
+  """Raise UserError for half of a surrogate pair, which JSON can spell but no tokenizer or file can hold."""
   if not isinstance(text, str):
     return
   try:
@@ -221,7 +217,7 @@ def _fields(row: Row) -> Mapping[str, Any]:
 
 
 def _missing(names: str, row: Row) -> UserError:
-  """Return the error of a row that has none of the fields it needs one of."""
+  """Return the error for a row that has none of the fields of which it needs one."""
   return UserError(f'{row.origin}: field {names} is missing; there is: {", ".join(map(str, row.value)) or "nothing"}.')
 
 

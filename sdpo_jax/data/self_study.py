@@ -1,6 +1,6 @@
-"""Self-study: what a model is asked so that it writes the prompts of a cartridge's training itself (arXiv 2506.06266).
+"""Self-study: requests with which a model writes the prompts of a cartridge's training itself (arXiv 2506.06266).
 
-The model reads a passage of the document, and a request to write what a user might say who has it. A request is of one
+The model reads a passage of the document, and a request to write a message of a user who has that passage. Requests are
 of a few seed types, so that the prompts ask about the passage in different ways.
 """
 
@@ -17,7 +17,7 @@ from sdpo_jax.types import Messages
 
 FORMATS = ('JSON', 'YAML', 'TOML', 'INI', 'XML', 'plain text')
 _FORMAT = '{format}'
-# Of every request: the reader of the message has no passage before them, and what is written is asked as it stands.
+# Part of every request: whoever answers does not see the passage, and the message is used exactly as written.
 _ALONE = (
   'Whoever answers knows the whole document but does not see this passage, so name the people, things, dates or '
   'sections that you mean. Reply with the message alone.'
@@ -60,12 +60,12 @@ _INFORMATION = 'This conversation is about the following passage of a document.\
 
 
 def draw_request(draw: np.random.Generator, types: Sequence[str], weights: Sequence[float]) -> tuple[str, str]:
-  """Return a seed type and a request of it.
+  """Return a random seed type and a random request of that type.
 
   Args:
     draw: source of randomness.
     types: keys of REQUESTS.
-    weights: how often each type is drawn, relative to the others.
+    weights: relative frequency of each type.
   """
   shares = np.asarray(weights, np.float64)
   kind = types[int(draw.choice(len(types), p=shares / shares.sum()))]
@@ -75,7 +75,7 @@ def draw_request(draw: np.random.Generator, types: Sequence[str], weights: Seque
 
 
 def longest_requests(types: Sequence[str]) -> list[str]:
-  """Return all requests of some seed types, where there is a choice of format in the one with the longest name."""
+  """Return all requests of some seed types, with the longest format name in those that have a format."""
   return [_spelled(request, max(FORMATS, key=len)) for kind in types for request in REQUESTS[kind]]
 
 
@@ -87,9 +87,9 @@ def conversation(passage: str, request: str, *, system: bool) -> Messages:
   """Return the messages that ask for a prompt about a passage.
 
   Args:
-    passage: of the document.
-    request: of `draw_request`.
-    system: whether the passage is a system message; else it begins the user's.
+    passage: passage of the document.
+    request: request from `draw_request`.
+    system: whether the passage is a system message; otherwise it begins the user's message.
   """
   information = _INFORMATION.format(passage=passage)
   if system:
@@ -98,7 +98,7 @@ def conversation(passage: str, request: str, *, system: bool) -> Messages:
 
 
 def writes_system(tokenizer: Tokenizer, chat: ChatFormat) -> bool:
-  """Return whether the chat template writes a system message, and the user's message after it."""
+  """Return whether the chat template writes a system message followed by the user's message."""
   texts = PROBE, PROBE[::-1]
   messages = [{'role': role, 'content': text} for role, text in zip(('system', 'user'), texts, strict=True)]
   try:
@@ -109,13 +109,13 @@ def writes_system(tokenizer: Tokenizer, chat: ChatFormat) -> bool:
 
 
 class Document:
-  """A text, and where its tokens lie in it."""
+  """A text and the positions of its tokens."""
 
   def __init__(self, text: str, tokenizer: Tokenizer):
-    """Tokenises a text, in which nothing is a control token.
+    """Tokenise a text without control tokens.
 
     Raises:
-      UserError: the tokenizer does not say where its tokens lie.
+      UserError: the tokenizer does not give token positions.
     """
     if not tokenizer.is_fast:
       raise UserError(
@@ -126,20 +126,19 @@ class Document:
     self._text, self._places = text, np.asarray(encoded['offset_mapping'], np.int64).reshape(-1, 2)  # [N, 2].
 
   def __len__(self) -> int:
-    """Return the number of its tokens."""
+    """Return the number of tokens."""
     return len(self._places)
 
   def draw_window(self, draw: np.random.Generator, least: int, most: int) -> tuple[int, int]:
-    """Return first token and end of a window, of any length from `least` to `most` and any place with the same
-    probability.
+    """Return the first token and the end of a random window, uniform in length (`least` to `most`) and position.
 
-    Of a shorter document they are those of all of it.
+    If the document is shorter, the window is limited to it.
     """
     length = min(int(draw.integers(min(least, len(self)), min(most, len(self)), endpoint=True)), len(self))
     start = int(draw.integers(0, len(self) - length, endpoint=True))
     return start, start + length
 
   def passage(self, window: tuple[int, int]) -> str:
-    """Return the text of a window; a character that several tokens make up is whole there."""
+    """Return the text of a window; a character made up of several tokens is included whole."""
     first, end = window
     return self._text[self._places[first, 0] : self._places[end - 1, 1]]

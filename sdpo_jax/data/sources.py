@@ -1,4 +1,4 @@
-"""Where rows come from: JSON, CSV, parquet and text files, hub data sets, and generators of endless questions."""
+"""Sources of rows: JSON, CSV, parquet and text files, hub data sets, and generators of endless questions."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ GENERATOR_PREFIX = 'generator:'
 
 
 class Registry(Protocol):
-  """What knows the environments: the module `sdpo_jax.environments.registry`, handed in by the caller."""
+  """The interface of `sdpo_jax.environments.registry`, the module of environments that the caller passes in."""
 
   def require(self, name: str) -> None:
     """Raise UserError if there is no grader of that name."""
 
   def get_generator(self, name: str) -> Callable[..., Callable[[int], Example]]:
-    """Find the generator of that name; raise UserError if there is none."""
+    """Return the generator of that name; raise UserError if there is none."""
 
 
 def stem(source: str) -> str:
-  """Return what a file or hub data set is called: `rows` for gs://bucket/rows.jsonl and hf:me/rows?split=train."""
+  """Return the base name of a file or hub data set: `rows` for gs://bucket/rows.jsonl and hf:me/rows?split=train."""
   name = hub.parse(source)[0] if hub.is_hub(source) else source
   return epath.Path(name).stem or name
 
 
 def is_generator(source: str) -> bool:
-  """Whether a source names a generator instead of a file."""
+  """Return whether a source names a generator instead of a file."""
   return source.startswith(GENERATOR_PREFIX)
 
 
@@ -50,7 +50,7 @@ def generator_name(source: str) -> str:
 def make_generator(source: str, split: str, seed: int, registry: Registry) -> Callable[[int], Example]:
   """Return the endless questions of `generator:NAME?key=value&…` as a function of their index.
 
-  Options are handed on as strings. An option `seed` replaces `seed`.
+  Options are passed as strings. An option `seed` replaces the argument `seed`.
 
   Raises:
     UserError: malformed source, unknown generator or option.
@@ -70,18 +70,18 @@ def make_generator(source: str, split: str, seed: int, registry: Registry) -> Ca
 
 
 def read_rows(source: str, setting: str) -> Sequence[Row]:
-  """All rows of a file or a hub data set, unchecked but for the file's own syntax.
+  """Return all rows of a file or a hub data set; only the file's own syntax is checked.
 
   A name ending in .parquet is parquet, one in .csv is CSV with a header, and in one in .txt every line that is not
-  blank is the `prompt` of a row; anything else is a JSON array if it starts with '[', JSON lines otherwise. Values of
-  CSV are texts; an empty cell is a field that is not there.
+  blank is the `prompt` of a row; anything else is a JSON array if it starts with '[', JSON lines otherwise. CSV values
+  are texts; an empty cell is a missing field.
 
   Args:
     source: path, local or any that etils.epath opens (gs://…), or hf:OWNER/NAME?split=… (see `hub.read_rows`).
     setting: name of the setting that holds the source, for messages.
 
   Raises:
-    UserError: no such file, not readable, not in one of these formats (line named), or without rows.
+    UserError: no such file, not readable, not in one of these formats (the line is named), or without rows.
   """
   if hub.is_hub(source):
     return hub.read_rows(source, setting)
@@ -144,7 +144,7 @@ def _array(source: str, text: str) -> list[Row]:
   line, seen = 1, 0
 
   def skip(position: int) -> int:
-    """Return the next position that is not white space."""
+    """Return the next position that is not whitespace."""
     while position < len(text) and text[position] in ' \t\r\n':
       position += 1
     return position
@@ -206,7 +206,7 @@ def _csv(source: str, text: str) -> list[Row]:
 
 
 def _unreadable(error: RecursionError | ValueError) -> str:
-  """Return what is wrong with JSON that Python parses no further."""
+  """Return why Python cannot parse some JSON."""
   if isinstance(error, RecursionError):
     return 'nested too deeply'
   return str(error).partition(';')[0]  # An integer of more digits than Python converts.

@@ -1,1 +1,1 @@
-"""Public data sets in the reference's raw schema, one module a family of sources."""
+"""Public data sets in the reference's raw schema, one module per family of sources."""

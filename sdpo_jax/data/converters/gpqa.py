@@ -16,7 +16,7 @@ LETTERS = 'ABCD'
 
 
 def convert(parts: Parts, options: Options) -> Splits:
-  """All questions, held out; their choices in an order that `options.seed` decides (the reference's has no seed)."""
+  """Return all questions, held out, with choices shuffled by `options.seed` (the reference's shuffling has no seed)."""
   return {'test': [_row(row, idx, options.seed) for idx, row in enumerate(parts['train'])]}
 
 

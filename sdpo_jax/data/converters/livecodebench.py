@@ -28,9 +28,9 @@ PROMPT = (
   'process. In the end, please provide the complete code in a code block enclosed with ``` ```.\n\n{problem}'
 )
 SIGNATURE = '\n\nYour solution should have the following signature: ```python\n{signature}\n```'
-TIME_LIMIT = 6  # Seconds a test.
+TIME_LIMIT = 6  # Seconds per test.
 TRAIN_TESTS, SEED = 0.5, 0
-_LARGEST = 2**30  # Bytes of the tests of one question.
+_LARGEST = 2**30  # Maximum size of one question's tests, in bytes.
 _PICKLE_ERRORS = (pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError, KeyError, TypeError)
 
 
@@ -38,18 +38,18 @@ def convert(parts: Parts, options: Options) -> Splits:
   """Return the questions of contests within [since, until): 'test' with all private tests, 'train' with half of them.
 
   Raises:
-    UserError: a row that is not in the source's schema, or no question of that time.
+    UserError: a row is not in the source's schema, or there is no question of that time.
   """
   picked = [row for row in parts['test'] if options.since <= _date(row) < options.until]
   if not picked:
     raise UserError(f'There is no contest from {options.since} until {options.until} in this source.')
   test = [_row(row, idx, _tests(row)) for idx, row in enumerate(picked)]
-  rng = np.random.RandomState(SEED)  # The stream of np.random.seed(0), as the reference draws from it.
+  rng = np.random.RandomState(SEED)  # The same stream as np.random.seed(0), from which the reference draws.
   return {'train': [_reduced(row, rng) for row in test], 'test': test}
 
 
 def kept_tests(rng: np.random.RandomState, count: int) -> np.ndarray:
-  """Sorted indices of the tests of a question that are trained on: half of `count`, rounded down, at least one."""
+  """Return the sorted indices of a question's tests for training: half of `count`, rounded down, at least one."""
   return np.sort(rng.choice(count, size=max(1, int(TRAIN_TESTS * count)), replace=False))
 
 
@@ -65,7 +65,7 @@ def _row(row: Row, idx: int, tests: dict[str, Any]) -> Row:
   if starter.strip():
     if 'def ' not in starter:
       raise UserError(f"{row.origin}: field 'starter_code' defines no function: {short_repr(starter)}.")
-    # A class around the function is left out, and so is what a competition's site adds below it.
+    # A class around the function is left out, and so is the text that a contest's site adds below it.
     signature = 'def ' + starter.split('def ')[1].split('Input\n')[0].strip()
     problem += SIGNATURE.format(signature=signature)
   return make_row(
@@ -104,7 +104,7 @@ def _tests(row: Row) -> dict[str, Any]:
 
 
 def _cases(row: Row, text: str) -> Any:
-  """Test written as JSON, or as JSON in a pickled string, deflated, in base 64."""
+  """Return tests stored as JSON, or as base64 of deflated, pickled JSON text."""
   try:
     return ground_truth.parse_json(text if text.lstrip().startswith('[') else _unpacked(text))
   except (ValueError, binascii.Error, zlib.error, *_PICKLE_ERRORS) as error:
@@ -123,7 +123,7 @@ def _unpacked(text: str) -> str:
 
 
 class _Strings(pickle.Unpickler):
-  """Loads text and plain containers only: whatever would import or call something is refused."""
+  """An unpickler for text and plain containers only; it refuses whatever would import or call something."""
 
   def find_class(self, module: str, name: str) -> Any:
     raise pickle.UnpicklingError(f'it wants to load {module}.{name}')

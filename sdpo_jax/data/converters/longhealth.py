@@ -1,6 +1,4 @@
-"""LongHealth (Adams et al. 2024): questions about long records of made-up patients, and these records as one
-document.
-"""
+"""LongHealth (Adams et al. 2024): questions about long records of fictional patients; the records are one document."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from sdpo_jax.files import read_json_object
 NAME, PART = 'longhealth', 'benchmark_v5'
 DOCUMENT = 'document.txt'
 CHOICES = tuple(f'answer_{letter}' for letter in 'abcde')
-ALIKE = 0.9  # How alike, from 0 to 1, the right answer and one of the choices must be.
+ALIKE = 0.9  # The minimum similarity, from 0 to 1, of the right answer and one of the choices.
 PROMPT = """\
 This is a question about the patient with the ID {patient} (name: {name}, birthday: {birthday}, diagnosis: {diagnosis}).
 
@@ -42,7 +40,7 @@ def read(source: str, setting: str) -> Sequence[Row]:
   """Return a row for each patient of the published file, a JSON object of patients by their ids.
 
   Raises:
-    UserError: the file cannot be read, or is no such object.
+    UserError: the file cannot be read, or is not such an object.
   """
   patients = read_json_object(source, f'name the published {PART}.json in {setting}')
   return [
@@ -53,16 +51,16 @@ def read(source: str, setting: str) -> Sequence[Row]:
 
 
 def convert(parts: Parts, options: Options) -> Splits:
-  """Return the questions about the chosen patients, all held out: the document is what there is to train on.
+  """Return the questions about the chosen patients, all held out: training uses the document.
 
   Raises:
-    UserError: a patient that is not there, or one that is not in the source's schema.
+    UserError: a patient does not exist, or is not in the source's schema.
   """
   return {'test': [_row(patient, question) for patient in _chosen(parts, options) for question in _questions(patient)]}
 
 
 def texts(parts: Parts, options: Options) -> Mapping[str, str]:
-  """Return the records of the chosen patients as the text of one file; errors as `convert`."""
+  """Return the records of the chosen patients as the text of one file; errors as in `convert`."""
   return {DOCUMENT: ''.join(_records(patient) for patient in _chosen(parts, options))}
 
 
@@ -120,7 +118,7 @@ def _alike(one: str, other: str) -> bool:
 
 
 def _records(patient: Row) -> str:
-  """Return all notes about a patient, with their names, behind who it is."""
+  """Return a patient's identity and all notes, each with its name, as text."""
   notes = field(patient, 'texts', kind=Mapping)
   if not notes:
     raise UserError(f"{patient.origin}: 'texts' is empty: is this the right source?")

@@ -21,7 +21,7 @@ def converter(
     dataset: name under which results are reported.
     problem: field of the question.
     answer: field of its answer, a string or a number.
-    final: the final answer in the text of that field; empty if it holds none.
+    final: extracts the final answer from that field's text; returns '' if there is none.
   """
 
   def convert(parts: Parts, options: Options) -> Splits:
@@ -47,12 +47,12 @@ def converter(
 
 
 def after_hashes(text: str) -> str:
-  """GSM8K: the number after '####', without commas."""
+  """Return the number after '####' without commas, in answers of GSM8K."""
   _, mark, answer = text.rpartition('####')
   return answer.strip().replace(',', '') if mark else ''
 
 
 def boxed(text: str) -> str:
-  """AIME 2024: what stands in a \\boxed{} that is all of the text; other text is the answer itself."""
+  """Return the content of a \\boxed{} that is the whole text, otherwise the text itself, in answers of AIME 2024."""
   found = re.fullmatch(r'\\boxed\{(.*)\}', text.strip(), re.DOTALL)
   return (found.group(1) if found else text).strip()

@@ -1,4 +1,4 @@
-"""What the converters share: reading fields of a source's rows, and rows of the reference's raw schema."""
+"""The common part of the converters: reading fields of a source's rows, and making rows of the raw schema."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from sdpo_jax.data.rows import Row
 from sdpo_jax.errors import UserError, short_repr
 
-NONE = '-'  # What the reference writes into fields that a data set does not have.
+NONE = '-'  # The reference's value for fields that a data set does not have.
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """What can be chosen of a source; each converter reads its own."""
+  """Options of the conversions; each converter reads its own."""
 
   domain: str = ''  # SciKnowEval.
-  seed: int = 0  # GPQA: of the order of choices.
+  seed: int = 0  # GPQA: seed of the order of choices.
   since: datetime.date = datetime.date(2025, 2, 1)  # LiveCodeBench: contests from this day on …
   until: datetime.date = datetime.date(2025, 5, 1)  # … and before this one.
   patients: tuple[str, ...] = tuple(f'patient_{number:02d}' for number in range(1, 11))  # LongHealth.
@@ -45,7 +45,7 @@ def make_row(
 ) -> Row:
   """Return a row in the schema of the reference's data/load_dataset.py, made from the source's row `origin`.
 
-  `environment` names the grader where the reference has none for the data set; `choices` are what it chooses from.
+  `environment` names the grader if the reference has none for the data set; `choices` are the choices it grades.
   """
   value = {
     'idx': idx,
@@ -67,7 +67,7 @@ def make_row(
 
 
 def described(text: str, kind: str) -> str:
-  """Return the description of a question: never shown to the model, and ending as the reference's do."""
+  """Return the description of a question, which the model never sees, with the ending that the reference's have."""
   return f'{text} The solution will be evaluated in a {kind} environment.'
 
 
@@ -75,7 +75,7 @@ def field(row: Row, *path: str, kind: type | tuple[type, ...] = str) -> Any:
   """Return the value at `path` in a source's row.
 
   Raises:
-    UserError: it is not there, or not of that kind; the row is not in the schema of the source.
+    UserError: it is missing or not of that kind, so the row is not in the source's schema.
   """
   value = row.value
   for at, name in enumerate(path):

@@ -1,4 +1,4 @@
-"""SciKnowEval (Feng et al. 2024): multiple-choice questions of level 3, a domain at a time."""
+"""SciKnowEval (Feng et al. 2024): multiple-choice questions of level 3, one domain at a time."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ TEST_SIZE, SEED = 0.1, 42
 
 
 def convert(parts: Parts, options: Options) -> Splits:
-  """Return the rows of `options.domain`, a tenth of them held out as the reference does.
+  """Return the rows of `options.domain`, with a tenth of them held out as in the reference.
 
   Raises:
-    UserError: unknown domain, no row of it, or a row that is not in the source's schema.
+    UserError: the domain is unknown or has no row, or a row is not in the source's schema.
   """
   if options.domain not in DOMAINS:
     raise UserError(f'--domain={options.domain} must be one of {", ".join(DOMAINS)}.')
@@ -48,9 +48,7 @@ def convert(parts: Parts, options: Options) -> Splits:
 
 
 def split(count: int) -> tuple[np.ndarray, np.ndarray]:
-  """Return indices of training and held-out rows: `train_test_split(test_size=0.1, seed=42)` of Hugging Face
-  datasets.
-  """
+  """Return the indices of training and held-out rows: Hugging Face's `train_test_split(test_size=0.1, seed=42)`."""
   order = np.random.default_rng(SEED).permutation(count)
   held_out = math.ceil(TEST_SIZE * count)
   return order[held_out:], order[:held_out]

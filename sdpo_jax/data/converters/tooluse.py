@@ -1,7 +1,7 @@
 """ToolAlpaca (Tang et al. 2023): questions to answer by calling the functions of an API.
 
-The prompt, and which questions of `eval_simulated` are held out, follow the reference's tooluse/test.json. How the
-reference made its training rows is not known; ours are the calls that ToolAlpaca's own assistant made.
+The prompt and the held-out questions of `eval_simulated` follow the reference's tooluse/test.json. How the reference
+made its training rows is unknown; the ones here hold the calls that ToolAlpaca's own assistant made.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ PROMPT = (
 )
 
 TRAIN, TEST = 'train_data', 'eval_simulated'
-_DETAILS = 'getDetails'  # A call by which ToolAlpaca's assistant asks the user back; no function of the API.
-_HINT = '\nHint: '  # Follows the question where it was written for the simulated user.
+_DETAILS = 'getDetails'  # The call with which ToolAlpaca's assistant asks the user; not a function of the API.
+_HINT = '\nHint: '  # Begins a hint for the simulated user after the question.
 
 Call = dict[str, str]  # 'Action': name of the function; 'Action_Input': JSON text.
 
 
 def convert(parts: Parts, options: Options) -> Splits:
-  """One row a question whose calls all have JSON objects as inputs; the others cannot be graded and are left out.
+  """Return one row per question whose calls all have JSON objects as inputs; other questions cannot be graded.
 
   Raises:
-    UserError: a row that is not in the source's schema, or a part without a usable question.
+    UserError: a row is not in the source's schema, or a part has no usable question.
   """
   splits: Splits = {}
   idx = 0
@@ -60,7 +60,7 @@ def convert(parts: Parts, options: Options) -> Splits:
 
 
 def _golden(api: Row) -> Iterator[tuple[str, list[Call]]]:
-  """Each instruction of an API with its golden answer."""
+  """Yield each instruction of an API with its golden answer."""
   questions, answers = field(api, 'Instructions', kind=list), field(api, 'Golden_Answers', kind=list)
   if len(questions) != len(answers):
     raise UserError(f"{api.origin}: {len(questions)} 'Instructions' have {len(answers)} 'Golden_Answers'.")
@@ -68,8 +68,10 @@ def _golden(api: Row) -> Iterator[tuple[str, list[Call]]]:
 
 
 def _simulated(api: Row) -> Iterator[tuple[str, list[Call]]]:
-  """Each simulated conversation about an API: what was asked, and the calls of its functions that followed."""
-  if 'Function_Description' not in api.value:  # As ToolAlpaca's build_dataset.py does, of APIs that failed to build.
+  """Yield the question of each simulated conversation about an API, and the calls of its functions that followed."""
+  if (
+    'Function_Description' not in api.value
+  ):  # An API that failed to build; ToolAlpaca's build_dataset.py skips it too.
     return
   functions = field(api, 'Function_Description', kind=dict)
   for instance in api.value.get('Instances') or []:
