@@ -1,7 +1,8 @@
-"""Every setting: typed, documented, validated.
+"""All settings: typed, documented, validated.
 
-Names are the reference implementation's where it has one (lasgroup/SDPO, its `actor`, `rollout`, `trainer` …
-sections), the field's elsewhere. A file under `configs/` builds a `Config`; `--config.a.b=value` changes one setting.
+Names are those of the reference implementation (lasgroup/SDPO, its `actor`, `rollout`, `trainer` … sections) if it has
+the setting, otherwise those of the field. A file under `configs/` builds a `Config`; `--config.a.b=value` changes one
+setting.
 """
 
 from sdpo_jax.config.checks import round_shares as round_shares

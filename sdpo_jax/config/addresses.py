@@ -1,4 +1,4 @@
-"""Addresses of servers in settings, which are saved and shown: what is secret in them stands in the environment."""
+"""Server addresses in settings, which are saved and shown, so that secrets in them must come from the environment."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _SECRET = re.compile(r'key|token|secret|passw|pwd|auth|cred|sig|session|access|j
 
 
 def check_address(url: str, setting: str, authorization: str) -> None:
-  """Raise UserError, which quotes nothing of the address, if it spells a key out.
+  """Raise UserError, without quoting the address, if it contains a key in plain text.
 
   Args:
-    url: the address as the setting has it; may hold ${NAME}.
-    setting: its name.
+    url: the address in the setting; may contain ${NAME}.
+    setting: name of the setting.
     authorization: name of the setting for a key that is sent in a header.
   """
   try:
     parts = urlsplit(VARIABLE.sub('', url.strip()))
     user = '@' in urlsplit(url.strip()).netloc
-  except ValueError:  # No address at all; the grader says so.
+  except ValueError:  # Not an address; the grader reports that.
     return
   if user:
     raise UserError(

@@ -1,6 +1,6 @@
-"""Which values of the settings are refused, and with which sentence.
+"""Checks of the settings' values, with an error message for each that is refused.
 
-A check names the setting and the way out. Types are checked first and ranges (`ranges`) next, so that every other check
+A message names the setting and the remedy. Types are checked first and ranges (`ranges`) next, so that all other checks
 may rely on them.
 """
 
@@ -28,7 +28,7 @@ TEMPLATE_FIELDS = {
   'feedback_template': ('feedback_raw',),
   'attempt_template': ('attempt',),
 }
-# Arguments of the function that applies a chat template, which are no variables of it.
+# Arguments of the function that applies a chat template, which are not variables of the template.
 TEMPLATE_ARGUMENTS = (
   'add_generation_prompt',
   'chat_template',
@@ -46,10 +46,10 @@ TEMPLATE_ARGUMENTS = (
   'truncation',
 )
 FEEDBACK_FIELDS = ('attempt', 'prompt', 'output')
-FIREWORKS_MOST = 5  # Log-probs at a position.
+FIREWORKS_MOST = 5  # Maximum number of log-probs per position.
 JUDGE_FIELDS = ('completion', 'question', 'ground_truth')
-CHANGES = ('tokenizer', 'model', 'data', 'graders')  # What a resumed run may accept, see overrides.ACCEPTABLE.
-LONGEST_ROUND = 10**6  # Turns, in which every source of train_files has exactly its share.
+CHANGES = ('tokenizer', 'model', 'data', 'graders')  # Changes a resumed run may accept, see overrides.ACCEPTABLE.
+LONGEST_ROUND = 10**6  # Maximum number of turns in a round, in which every source has exactly its share.
 _DISTILLATION = 'actor.self_distillation'
 
 
@@ -58,7 +58,7 @@ def check(config: schema.Sections, *, trains: bool = True) -> None:
 
   Args:
     config: settings.
-    trains: whether they are those of a run, which needs data.
+    trains: whether they are for a training run, which needs data.
   """
   check_types(config)
   check_ranges(config)
@@ -182,7 +182,7 @@ def _check_cartridge(config: schema.Sections) -> None:
 
 
 def _check_writer(config: schema.Sections) -> None:
-  """Raise UserError if the teacher writes the completions, and something supposes that the student did."""
+  """Raise UserError if the teacher writes the completions, and another setting requires that the student does."""
   if config.rollout.sampled_by != 'teacher':
     return
   actor, sd, written = config.actor, config.actor.self_distillation, "rollout.sampled_by='teacher'"
@@ -287,9 +287,9 @@ def _check_source_weights(data: schema.DataConfig) -> None:
 
 
 def round_shares(weights: Sequence[float]) -> list[int]:
-  """Return the smallest whole numbers in the ratio of positive weights: [1, 3] for (0.5, 1.5).
+  """Return the smallest integers in the ratio of positive weights: [1, 3] for (0.5, 1.5).
 
-  The weights are read as the decimals they are written as.
+  The weights are taken as the decimals they are written as.
   """
   exact = [fractions.Fraction(str(weight)) for weight in weights]
   common = math.lcm(*(weight.denominator for weight in exact))
@@ -371,7 +371,7 @@ def _check_other_teacher(config: schema.Sections) -> None:
 
 
 def _check_endpoint(config: schema.Sections) -> None:
-  """Raise UserError if a teacher at an endpoint cannot be asked, or something else needs one on the devices."""
+  """Raise UserError if a teacher at an endpoint cannot be used, or another setting needs one on the devices."""
   sd, endpoint = config.actor.self_distillation, config.actor.self_distillation.teacher_endpoint
   section = f'{_DISTILLATION}.teacher_endpoint'
   if not endpoint.used:
@@ -455,7 +455,7 @@ def _check_written_feedback(config: schema.Sections) -> None:
   asked = f'{_DISTILLATION}.feedback_model={sd.feedback_model!r}'
   if sd.feedback_model != 'endpoint':
     for name in ('url', 'model', 'api_key_env'):
-      # Addresses are not quoted, which can hold a key.
+      # Addresses are not quoted, since they can contain a key.
       _require(
         not getattr(endpoint, name),
         f"{section}.{name} has no effect with {asked}: set that to 'endpoint', or leave {name} empty.",
@@ -568,7 +568,7 @@ def _check_schedule(optimizer: schema.OptimizerConfig) -> None:
 
 
 def _same(value: object, other: object) -> bool:
-  """Return whether two values of a setting are the same, lists and tuples alike."""
+  """Return whether two values of a setting are equal, with lists equal to tuples."""
   listed = (tuple, list)
   return value == other or (isinstance(value, listed) and isinstance(other, listed) and list(value) == list(other))
 
@@ -686,7 +686,7 @@ def _check_template(name: str, template: str, fields: tuple[str, ...], reader: s
 
 
 def _sequences(config: schema.Sections) -> int:
-  """Sequences of an optimizer step."""
+  """Return the number of sequences of an optimizer step."""
   return config.actor.ppo_mini_batch_size * config.rollout.n
 
 
@@ -696,7 +696,7 @@ def _require(condition: bool, sentence: str) -> None:
 
 
 def _require_defaults(section: object, prefix: str, names: Sequence[str], why: str) -> None:
-  """Raise UserError for a setting that is not left at its default though it has no effect; `why`, and the way out."""
+  """Raise UserError if a setting without effect is not at its default; `why` says why it has none."""
   for name in names:
     value, unset = getattr(section, name), getattr(type(section)(), name)
     _require(value == unset, f'{prefix}.{name}={value} has no effect{why}, or leave it at {unset!r}.')

@@ -1,4 +1,4 @@
-"""One setting: its declaration, and the types and text of its values."""
+"""The declaration of a single setting, and the types and text of its values."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from typing import Any, Literal
 
 from sdpo_jax.errors import UserError
 
-# What `re.compile` raises for text that is no regular expression, also of large repetitions or deep nesting.
+# The errors of `re.compile` for malformed regular expressions, including large repetitions and deep nesting.
 MALFORMED_PATTERN = (re.error, OverflowError, RecursionError)
 
 
 def setting(default: Any, doc: str) -> Any:
-  """Return a dataclass field with a default (a section: its class) and a documentation string."""
+  """Return a dataclass field with a default (for a section: its class) and a documentation string."""
   if isinstance(default, type):
     return dataclasses.field(default_factory=default, metadata={'doc': doc})
   return dataclasses.field(default=default, metadata={'doc': doc})
 
 
 def is_number(value: Any) -> bool:
-  """Return whether a value is a finite number that a float can hold; truth values are none."""
-  # Whole numbers can be beyond the floats, and `math.isfinite` raises OverflowError for those.
+  """Return whether a value is a finite number that fits a float; booleans do not count."""
+  # Integers can exceed the range of floats, and `math.isfinite` raises OverflowError for those.
   return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def flatten(config: Any, prefix: str = '', like: Any = None) -> dict[str, Any]:
-  """Return the settings by dotted name, with lists for tuples, so that a config and its JSON read back compare equal.
+  """Return the settings by dotted name, with lists for tuples, so that a config and its JSON compare equal.
 
   Args:
-    config: a dataclass, or the nested dict that its JSON gives back.
-    prefix: put before every name.
-    like: for a nested dict, a dataclass of the same form: what is no section of it is one setting, a JSON object too.
+    config: a dataclass, or the nested dict read from its JSON.
+    prefix: prefix of every name.
+    like: for a nested dict, a dataclass of the same form, whose sections are descended into; any other value is one
+      setting, even a JSON object.
   """
   items = (
     [(f.name, getattr(config, f.name)) for f in dataclasses.fields(config)]
@@ -72,7 +73,7 @@ def takes_none(hint: Any) -> bool:
 
 
 def unknown_setting(config: Any, name: str) -> UserError:
-  """Return the error for a name that `config` does not have, with the nearest names that it has."""
+  """Return the error for a name that `config` does not have, with the most similar names that it has."""
   known = flatten(config)
   near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
   same_leaf = [key for key in known if key.split('.')[-1] == name.split('.')[-1] and key not in near]
@@ -87,7 +88,7 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def type_name(hint: Any) -> str:
-  """Return what a user calls the type of a setting."""
+  """Return the name of a setting's type for users."""
   names = []
   for kind in _alternatives(hint):
     if typing.get_origin(kind) is Literal:
@@ -124,7 +125,7 @@ def _matches(value: Any, hint: Any) -> bool:
 
 
 def _is_json(value: Any) -> bool:
-  """Return whether a config.json gives `value` back as it is: tuples come back as lists, other keys as strings."""
+  """Return whether `value` survives a config.json unchanged: tuples come back as lists, non-string keys as strings."""
   if isinstance(value, dict):
     return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
   if isinstance(value, list):
@@ -133,9 +134,7 @@ def _is_json(value: Any) -> bool:
 
 
 def parse_entry(text: str) -> Any:
-  """Return the value that `text` means for one key of a setting that is a JSON object: JSON, or else the text
-  itself.
-  """
+  """Return the value that `text` means for one key of a setting that is a JSON object: JSON, or else the text."""
   if text in ('None', 'True', 'False'):
     return {'None': None, 'True': True, 'False': False}[text]
   try:
@@ -146,7 +145,7 @@ def parse_entry(text: str) -> Any:
 
 
 def parse(name: str, text: str, hint: Any) -> Any:
-  """Return the value that `text` means for the setting `name` of type `hint`; raises UserError if it means none."""
+  """Return the value that `text` means for the setting `name` of type `hint`; raise UserError if there is none."""
   alternatives = _alternatives(hint)
   if type(None) in alternatives and text.lower() in ('none', 'null'):  # Before str, which takes any text.
     return None
@@ -182,14 +181,12 @@ def parse(name: str, text: str, hint: Any) -> Any:
 
 
 def _is_list(text: str) -> bool:
-  """Return whether text is meant as a list in JSON, as the regular expression '[qv]_proj' is not."""
+  """Return whether text is meant as a JSON list, unlike for example the regular expression '[qv]_proj'."""
   return text.startswith('[') and (text.endswith(']') or ']' not in text)
 
 
 def _within(text: str) -> str:
-  """Return what is between the parentheses around all of a text, or the text where there are none, as in
-  '(a|b).(c)'.
-  """
+  """Return the text inside parentheses that enclose all of it, else the text, as for '(a|b).(c)'."""
   depth = 0
   for position, character in enumerate(text):
     depth += (character == '(') - (character == ')')

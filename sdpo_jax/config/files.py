@@ -1,4 +1,4 @@
-"""Configs: Python files with `get_config()`, read with arguments and overrides."""
+"""Config files: Python files with `get_config()`, read with arguments and overrides."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from sdpo_jax.errors import UserError
 
 
 def read(text: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
-  """Return the settings of a config file, which are not checked yet.
+  """Return the settings of a config file, which are not validated yet.
 
   Args:
-    text: FILE.py, or FILE.py:name=value,… with arguments of its `get_config()`. A file `configs/…` that is not there is
-      that of this installation. A `model.path` that is not there is looked for beside the file.
+    text: FILE.py, or FILE.py:name=value,… with arguments of its `get_config()`. If a file `configs/…` does not exist,
+      the one of this installation is read. A `model.path` that does not exist is looked for beside the file.
     overrides: (setting, text) pairs, in order: see `override`.
 
   Raises:
-    UserError: no such file, no get_config() in it, arguments that it does not take, or a setting that is unknown or is
-      not of its type.
+    UserError: there is no such file, it has no get_config(), the arguments are wrong, or a setting is unknown or of the
+      wrong type.
   """
   path, arguments = _file_and_arguments(text)
   if not path.is_file():
@@ -58,7 +58,7 @@ def read(text: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
 
 
 def _shipped(path: pathlib.Path) -> pathlib.Path | None:
-  """Return the config `configs/…` of this installation; None: the path is another one, or there is none."""
+  """Return the path of a config `configs/…` in this installation; None if the path is another one or does not exist."""
   spec = importlib.util.find_spec('configs')
   if path.parts[:1] != ('configs',) or '..' in path.parts or spec is None or spec.origin is None:
     return None
@@ -67,7 +67,7 @@ def _shipped(path: pathlib.Path) -> pathlib.Path | None:
 
 
 def _file_and_arguments(text: str) -> tuple[pathlib.Path, dict[str, str]]:
-  """Return 'FILE.py:name=value,…' as the file and the arguments of its get_config()."""
+  """Split 'FILE.py:name=value,…' into the file and the arguments of its get_config()."""
   path, marked, rest = text.partition('.py:')
   if not marked:
     return pathlib.Path(text), {}

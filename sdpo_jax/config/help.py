@@ -1,4 +1,4 @@
-"""The settings as a user looks them up: default, type, allowed values, unit, meaning."""
+"""The help texts of settings: default, type, allowed values, unit, meaning."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ WIDTH = 110
 
 
 def settings_help(config: Any, part: str = '') -> str:
-  """Return what there is to say of the settings of a config, with its values.
+  """Return the help text of a config's settings, with their values.
 
   Args:
-    config: whose values are shown, the defaults for instance.
-    part: the beginning of dotted names or, if nothing begins so, a text anywhere in a name or its description; empty:
-      all settings.
+    config: config whose values are shown, for example the defaults.
+    part: beginning of dotted names or, if none begins so, a text anywhere in a name or its description; empty: all
+      settings.
 
   Raises:
     UserError: there is no such setting.

@@ -1,4 +1,4 @@
-"""Where the files are that a config names, whatever directory a command is started in."""
+"""Paths of files that a config names, independent of the directory in which a command is started."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import pathlib
 
 
 def beside(config_file: str, name: str) -> str:
-  """Return the path of a file or folder that lies beside a config.
+  """Return the path of a file or folder in the folder of a config.
 
-  Beneath the working directory it is relative, so that what a run saves of its settings does not name a machine.
+  It is relative if it is below the working directory, so that the saved settings of a run do not name a machine's
+  paths.
 
   Args:
-    config_file: of the config, its `__file__`.
-    name: of the file, relative to the config's folder.
+    config_file: path of the config, its `__file__`.
+    name: path of the file, relative to the config's folder.
   """
   path = pathlib.Path(os.path.abspath(config_file)).parent / name
   here = pathlib.Path.cwd()
@@ -21,11 +22,11 @@ def beside(config_file: str, name: str) -> str:
 
 
 def model_path(path: str, config_file: pathlib.Path) -> str:
-  """Return `model.path` of a config: as it is where the working directory has it, or else the folder beside the config.
+  """Return `model.path` of a config, resolved to a folder beside the config if it does not exist otherwise.
 
   Args:
     path: the setting: a folder, a gs:// address or a name on the hub.
-    config_file: of the config.
+    config_file: path of the config.
   """
   if not path or '://' in path or os.path.isabs(path) or os.path.exists(path):
     return path

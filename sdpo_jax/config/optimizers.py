@@ -1,4 +1,4 @@
-"""Which settings of `optimizer` each optimizer reads beside learning rate and clipping, which all of them do."""
+"""The settings of `optimizer` that each optimizer reads; learning rate and clipping are read by all."""
 
 from __future__ import annotations
 

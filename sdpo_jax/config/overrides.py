@@ -1,4 +1,4 @@
-"""All settings at once: by dotted name, from the command line, from a saved run."""
+"""Operations on all settings: access by dotted name, from the command line, comparison with a saved run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sdpo_jax.config.fields import check_types, flatten, parse, parse_entry, unk
 from sdpo_jax.config.settings import Config
 from sdpo_jax.errors import UserError
 
-# Settings that may differ when a run is resumed: they do not change what is learned, to the last bit.
+# Settings that may differ when a run is resumed: they do not change what is learned, bit for bit.
 RESUMABLE = (
   'name',
-  'model.chat_template',  # Where the template lies; what it says is compared with the tokenizer.
-  'model.cartridge.document',  # Where the texts lie, likewise.
+  'model.chat_template',  # Only the template's path; its content is compared with the tokenizer.
+  'model.cartridge.document',  # Likewise for the paths of these texts.
   'model.cartridge.init_text',
   'val_kwargs',
   'data.val_files',
@@ -43,7 +43,7 @@ RESUMABLE = (
   'trainer.watchdog_limit_s',
   'alarms',
   'environments.max_ungraded_fraction',
-  # When and how a grader is asked, not what is right.
+  # How a grader is called, not how it judges.
   'environments.sandbox.workers',
   'environments.sandbox.allow_unsandboxed',
   'environments.http.authorization_env',
@@ -54,14 +54,14 @@ RESUMABLE = (
   'environments.judge.timeout_s',
   'environments.judge.retries',
   'environments.judge.concurrency',
-  # How a teacher is asked; its tokenizer is compared with the student's at every start.
+  # How a teacher is called; its tokenizer is compared with the student's at every start.
   'actor.self_distillation.teacher_endpoint.tokenizer',
   'actor.self_distillation.teacher_endpoint.api_key_env',
   'actor.self_distillation.teacher_endpoint.timeout_s',
   'actor.self_distillation.teacher_endpoint.batch_timeout_s',
   'actor.self_distillation.teacher_endpoint.retries',
   'actor.self_distillation.teacher_endpoint.concurrency',
-  # How a writer of feedback is asked.
+  # How a writer of feedback is called.
   'actor.self_distillation.feedback_endpoint.api_key_env',
   'actor.self_distillation.feedback_endpoint.timeout_s',
   'actor.self_distillation.feedback_endpoint.retries',
@@ -72,7 +72,7 @@ RESUMABLE = (
 
 EXTENDED = 'Completions of the first steps behind the old end are not drawn as far ahead as in an uninterrupted run'
 ROUNDING = 'From here on results may differ from those of an uninterrupted run in rounding'
-# Settings that may differ too, and are named when they do: what that means → which.
+# Further settings that may differ, but are announced if they do: the meaning of a change → the settings.
 NAMED: dict[str, tuple[str, ...]] = {
   ROUNDING: (
     'data.prompt_buckets',
@@ -99,7 +99,7 @@ NAMED: dict[str, tuple[str, ...]] = {
   ),
 }
 
-# What trainer.accept_changes may name (checks.CHANGES): the settings that may then differ, beside what lies in the
+# Entry of trainer.accept_changes (checks.CHANGES) → the settings that may then differ, besides the contents of the
 # files that they name.
 ACCEPTABLE: dict[str, tuple[str, ...]] = {
   'tokenizer': (),
@@ -113,14 +113,14 @@ ACCEPTABLE: dict[str, tuple[str, ...]] = {
   'graders': ('environments',),
 }
 
-# Beside a setting that is refused, where its name alone does not say what to do.
+# Hints added to a refused setting whose name alone does not suggest a remedy.
 HINTS = {
   'optimizer.lr_decay_steps': (
     ' (None means trainer.total_training_steps; set it to what it was, and steps that are added have the last rate)'
   )
 }
 
-# What runs did before these settings existed, which is not what their defaults do now.
+# The values with which runs behaved before these settings existed, if these are not the defaults.
 BEFORE = {
   'actor.self_distillation.thinking_rule': 'closed',
   'data.split_special_tokens': False,
@@ -129,19 +129,19 @@ BEFORE = {
 
 @dataclasses.dataclass(frozen=True)
 class Differences:
-  """The settings in which a run that is resumed differs from how it was saved, a phrase for each."""
+  """The settings in which a resumed run differs from the saved one, with a phrase for each."""
 
-  refused: list[str]  # They change what is learned.
-  accepted: list[str]  # So do these, and trainer.accept_changes names them.
-  named: dict[str, list[str]]  # They may differ; by what that means, as in `NAMED`.
-  ways_out: list[str]  # The entries of trainer.accept_changes that would accept all that is refused; empty: none would.
+  refused: list[str]  # Settings that change what is learned.
+  accepted: list[str]  # Settings that change what is learned, but are accepted by trainer.accept_changes.
+  named: dict[str, list[str]]  # Settings that may differ, by the meaning of a change, as in `NAMED`.
+  ways_out: list[str]  # Entries of trainer.accept_changes that would accept all refused ones; empty: none would.
 
 
 def differences(saved: dict[str, Any], config: Config) -> Differences:
-  """Return how `config` differs from a saved run's JSON, without what is `RESUMABLE`.
+  """Return how `config` differs from a saved run's JSON, except in `RESUMABLE` settings.
 
-  A run that was saved before a setting existed had what `BEFORE` says, or else what is now its default. Of addresses
-  what may hold a key is left out.
+  If a run was saved before a setting existed, the setting's value is that of `BEFORE`, or else its default. The parts
+  of addresses that may contain a key are left out.
   """
   old = _as_meant(flatten(Config()) | BEFORE | flatten(saved, like=Config()))
   new = _as_meant(flatten(config))
@@ -169,14 +169,14 @@ def differences(saved: dict[str, Any], config: Config) -> Differences:
   return dataclasses.replace(found, ways_out=[]) if beyond_help else found
 
 
-# Values of a setting that mean the same: this one → that one.
+# Setting → equivalent values: alias → canonical value.
 ALIASES = {'actor.self_distillation.teacher_regularization': {'lora_ema': 'ema'}}
 
 
 def _as_meant(settings: dict[str, Any]) -> dict[str, Any]:
-  """Return settings by name in which equal means that runs are the same.
+  """Return settings by name, normalised so that runs with equal ones behave the same.
 
-  A learning rate that decays over the whole run says over how many steps, and of two names of a value there is one.
+  The number of steps over which a learning rate decays is filled in, and aliases of values are replaced.
   """
   settings = settings | {name: same.get(settings[name], settings[name]) for name, same in ALIASES.items()}
   decays = settings['optimizer.lr_scheduler_type'] != 'constant'
@@ -186,7 +186,7 @@ def _as_meant(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(key: str, settings: dict[str, Any]) -> str:
-  """Return how a sentence quotes a setting: of an address neither user, password, query nor fragment."""
+  """Return a setting as quoted in a sentence: an address without user, password, query and fragment."""
   value = settings.get(key, 'not there')
   if key.rpartition('.')[2] not in ('url', 'base_url') or not isinstance(value, str):
     return repr(value)
@@ -200,23 +200,23 @@ def _shown(key: str, settings: dict[str, Any]) -> str:
 
 
 def is_listed(name: str, listed: Sequence[str]) -> bool:
-  """Return whether a setting, or a section that it is in, is among the `listed` names."""
+  """Return whether a setting, or a section that contains it, is among the `listed` names."""
   return any(name == entry or name.startswith(entry + '.') for entry in listed)
 
 
-# Setting → a text that it may be, which elsewhere means None.
-TEXTS = {'data.environment': 'none'}  # The grader of prompts that nobody grades; None is written None.
+# Setting → a text that is a value of it, and means None for other settings.
+TEXTS = {'data.environment': 'none'}  # The grader of ungraded prompts; None itself is written None.
 
 
 def override(config: Config, name: str, text: str) -> None:
   """Set the setting with dotted `name` from command-line text, e.g. ('optimizer.lr', '1e-6').
 
   The type of the setting decides how the text is read: as None, true or false, a number, a string, a list with commas,
-  in brackets or not, or a JSON object. One key of an object is set by its name behind the setting's:
+  in brackets or not, or a JSON object. One key of an object is set by its name after the setting's:
   ('data.apply_chat_template_kwargs.enable_thinking', 'false').
 
   Raises:
-    UserError: unknown setting (with the nearest names) or text that is not of its type.
+    UserError: the setting is unknown (similar names are listed), or the text does not have its type.
   """
   target: Any = config
   *sections, leaf = name.split('.')
@@ -239,10 +239,10 @@ def override(config: Config, name: str, text: str) -> None:
 
 
 def assign(config: Config, name: str, value: Any) -> None:
-  """Give a setting, by its dotted name, a value; a text is read as `override` reads it.
+  """Set the setting with dotted `name` to a value; a text is parsed as in `override`.
 
   Raises:
-    UserError: there is no such setting, or the text is not of its type.
+    UserError: there is no such setting, or the text does not have its type.
   """
   if isinstance(value, str):
     override(config, name, value)
@@ -271,12 +271,12 @@ def describe(config: Any, prefix: str = '') -> list[tuple[str, Any, str]]:
 
 
 def from_dict(values: dict[str, Any]) -> Config:
-  """Return the configuration whose JSON gives back `values` (the `config.json` of a run).
+  """Return the configuration with the JSON `values` (the `config.json` of a run).
 
-  Settings that are not there are as in `differences`.
+  Missing settings are treated as in `differences`.
 
   Raises:
-    UserError: a setting there is unknown to this version, or its value is not of its type.
+    UserError: a setting is unknown to this version, or its value has the wrong type.
   """
   config = Config()
   for name, value in (BEFORE | flatten(values, like=Config())).items():

@@ -1,4 +1,4 @@
-"""Which numbers a setting takes, and their units: one table, by which values are checked and described."""
+"""The numbers that each setting may have, and their units: one table for checks and descriptions."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sdpo_jax.objective_settings import ALPHA
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-  """Numbers between two bounds; of a list, each of its entries. None is always taken where the type allows it."""
+  """A range of numbers; for a list, of each entry. None is always allowed if the type allows it."""
 
   at_least: float | None = None
   above: float | None = None
   at_most: float | None = None
   below: float | None = None
-  also: tuple[float, ...] = ()  # Values beside them that stand for something else.
+  also: tuple[float, ...] = ()  # Further values with a special meaning.
   unit: str = ''
-  why: str = ''  # Or the way out, where the sentence needs one.
+  why: str = ''  # The reason, or the remedy, if the error message needs one.
 
   def holds(self, value: float) -> bool:
     """Return whether a number is within the range."""
@@ -77,7 +77,7 @@ def _in(section: str, ranges: Mapping[str, Range]) -> dict[str, Range]:
   return {f'{section}.{name}': found for name, found in ranges.items()}
 
 
-# Setting → range. What depends on another setting is in `checks`.
+# Setting → range. Conditions that depend on another setting are in `checks`.
 RANGES: Mapping[str, Range] = {
   'seed': Range(at_least=0, below=2**63),
   'model.vocab_multiple': Range(above=0, unit='rows'),
@@ -214,7 +214,7 @@ RANGES: Mapping[str, Range] = {
   'serve.guards.max_loss_ratio': POSITIVE,
   'serve.guards.max_self_similarity': Range(above=0, at_most=1),
   'serve.guards.canary_tokens': TOKENS,
-  # Whatever the limits are: a run is not stopped by a length that only the planner reads.
+  # Independent of the length limits: a length that only the planner reads must not stop a run.
   'plan.mean_prompt': TOKENS,
   'plan.mean_completion': TOKENS,
   'plan.longest_completion': TOKENS,
@@ -229,7 +229,7 @@ RANGES: Mapping[str, Range] = {
 
 
 def check_ranges(config: Any) -> None:
-  """Raise UserError for the first setting of a config with a number outside its range; types are right already."""
+  """Raise UserError for the first setting with a number outside its range; types must have been checked."""
   hints = flatten_hints(config)
   for name, value in flatten(config).items():
     allowed = RANGES.get(name)

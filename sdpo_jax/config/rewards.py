@@ -1,7 +1,7 @@
-"""Which graders judge a question, and what each of them counts for: 'exact, 0.2*format' and its other spellings.
+"""The graders of a question and their weights: 'exact, 0.2*format' and its other spellings.
 
-Rows and `data.environment` name graders as a text, which is what `Example.environment` holds; rows also as a list of
-such texts or as an object of names with weights. A weight that is not stated is that of `environments.reward_weights`,
+Rows and `data.environment` name graders as a text, which becomes `Example.environment`; rows may also use a list of
+such texts, or an object of names with weights. A weight that is not given is that of `environments.reward_weights`,
 or 1.
 """
 
@@ -15,11 +15,11 @@ from typing import Any
 from sdpo_jax.config.fields import is_number
 from sdpo_jax.errors import short_repr
 
-RESERVED = ',*'  # Characters that separate graders and weights, and so are in no name.
+RESERVED = ',*'  # Characters that separate graders and weights, and thus cannot be in names.
 
 
 class UnreadableRewards(ValueError):
-  """A value names no graders; the message says why and follows the name of a field or setting."""
+  """A value does not name graders; the message says why and follows the name of a field or setting."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,23 +35,23 @@ class Reward:
 
 @functools.lru_cache(maxsize=4096)
 def parse(text: str) -> tuple[Reward, ...]:
-  """Return the graders that a text names, in its order: names separated by commas, each after 'WEIGHT*' where wanted.
+  """Return the graders that a text names, in its order: names separated by commas, each with an optional 'WEIGHT*'.
 
   Raises:
-    UnreadableRewards: a name is missing or twice, or a weight is no finite number.
+    UnreadableRewards: a name is missing or repeated, or a weight is not a finite number.
   """
   return _distinct([_reward(part) for part in text.split(',')])
 
 
 def written(value: Any) -> str | None:
-  """Return the one spelling of what a row holds in its field `environment`; None where it names no grader.
+  """Return the canonical spelling of a row's field `environment`; None if it names no grader.
 
   Args:
-    value: a text, a list of texts, or an object of weights by name, in which null stands for a grader that the row does
-      not name, because tables have all names in all of their rows.
+    value: a text, a list of texts, or an object of weights by name. In an object, null stands for a grader that the row
+      does not name, because tables have all names in all of their rows.
 
   Raises:
-    UnreadableRewards: as `parse`, or another type.
+    UnreadableRewards: as in `parse`, or the value has another type.
   """
   if isinstance(value, Mapping):
     if wrong := [name for name in value if not is_name(name)]:
@@ -71,7 +71,7 @@ def written(value: Any) -> str | None:
 
 
 def names(environments: Iterable[str]) -> set[str]:
-  """Return the names of all graders that texts in the form of `parse` name."""
+  """Return the names of all graders in texts of the form of `parse`."""
   return {reward.name for environment in environments for reward in parse(environment)}
 
 
@@ -81,7 +81,7 @@ def is_name(text: Any) -> bool:
 
 
 def weight_of(name: str, value: Any) -> float:
-  """Return a weight as a float; raises UnreadableRewards where it is no finite number."""
+  """Return a weight as a float; raise UnreadableRewards if it is not a finite number."""
   if not is_number(value):
     raise UnreadableRewards(f'must give {name!r} a finite number as its weight, not {short_repr(value)}')
   return float(value)

@@ -38,7 +38,7 @@ class LoraConfig:
 
   @property
   def used(self) -> bool:
-    """Whether there is an adapter: its factors are trained, and nothing else."""
+    """Whether there is an adapter, whose factors are the only trained parameters."""
     return self.rank is not None or bool(self.path)
 
 
@@ -81,7 +81,7 @@ class CartridgeConfig:
 
   @property
   def used(self) -> bool:
-    """Whether there is a cartridge: its slots are trained, and nothing else."""
+    """Whether there is a cartridge, whose slots are the only trained parameters."""
     return self.tokens is not None or bool(self.path)
 
 
@@ -119,7 +119,7 @@ class ModelConfig:
 
   @property
   def frozen(self) -> bool:
-    """Whether the parameters of the model stay as they are, and something beside them is trained."""
+    """Whether the model's own parameters are frozen, because an adapter or a cartridge is trained."""
     return self.lora.used or self.cartridge.used
 
 
@@ -188,7 +188,7 @@ class SamplingConfig:
   min_p: float = setting(0.0, 'Drop tokens less likely than this fraction of the most likely one.')
 
   def method(self) -> dict[str, Any]:
-    """How to draw a token, as the sampler's arguments: temperature and truncation."""
+    """Return the sampling method as the sampler's arguments: temperature and truncation."""
     return {name: getattr(self, name) for name in ('temperature', 'top_p', 'top_k', 'min_p')}
 
 
@@ -256,7 +256,7 @@ class TeacherEndpointConfig:
 
   @property
   def used(self) -> bool:
-    """Whether there is such a teacher."""
+    """Whether there is a teacher at an endpoint."""
     return bool(self.url.strip())
 
 
@@ -502,7 +502,7 @@ class OptimizerConfig:
   mu_dtype: Literal['float32', 'bfloat16'] = setting('float32', 'Dtype of the first moment or momentum.')
 
   def decay_steps(self, total_training_steps: int) -> int:
-    """Return the generation batch, counted from 0, from which on the rate is the last one, in a run of so many."""
+    """Return the generation batch, counted from 0, from which the learning rate no longer changes."""
     return total_training_steps if self.lr_decay_steps is None else self.lr_decay_steps
 
 
@@ -577,12 +577,12 @@ class TrainerConfig:
   profile_steps: tuple[int, ...] = setting((), 'Steps of which a profiler trace is written to profile/.')
 
   def writes_rollouts(self, step: int) -> bool:
-    """Whether a step writes rollouts/<step>.jsonl."""
+    """Return whether rollouts/<step>.jsonl is written at this step."""
     return bool(self.rollout_save_freq) and step % self.rollout_save_freq == 0
 
   @property
   def records_top_tokens(self) -> bool:
-    """Whether such files hold the most likely tokens."""
+    """Whether the rollouts files hold the most likely tokens."""
     return bool(self.rollout_save_freq and self.record_top_tokens)
 
 
@@ -715,9 +715,7 @@ class MeshConfig:
 
 @dataclasses.dataclass
 class ServeConfig:
-  """An engine that serves many adapters of one model (docs/engine.md), whose sizes it is compiled for, and its
-  service.
-  """
+  """An engine that serves many adapters of one model (docs/engine.md), its compiled sizes, and its service."""
 
   prompt_buckets: tuple[int, ...] = setting((), 'Lengths to which prompts are padded; empty: those of training.')
   teacher_buckets: tuple[int, ...] = setting((), "The same of teachers' prompts.")
@@ -769,7 +767,7 @@ class ServeConfig:
 
 @dataclasses.dataclass
 class PlanConfig:
-  """What launch.plan assumes about a run; nothing else reads it."""
+  """The assumptions of launch.plan about a run; nothing else reads them."""
 
   mean_prompt: float | None = setting(None, 'Mean length of prompts; None: the limit.')
   mean_completion: float | None = setting(None, 'Mean length of completions; None: half of the longest.')
@@ -791,7 +789,7 @@ class PlanConfig:
 
 @dataclasses.dataclass
 class Sections:
-  """Every setting; `settings.Config` is these with what is done with them."""
+  """All settings, as sections; `settings.Config` adds validation and serialisation."""
 
   name: str = setting('run', 'Name of the experiment; the default workdir is runs/<name>.')
   seed: int = setting(0, 'Seed of everything random.')

@@ -1,6 +1,4 @@
-"""The settings of the continual-distillation service around its engine: how it is reached, what it keeps, what it
-allows.
-"""
+"""The settings of the continual-distillation service around its engine: address, storage, limits, learning."""
 
 from __future__ import annotations
 
@@ -87,7 +85,7 @@ class LimitsConfig:
 
 @dataclasses.dataclass
 class LearningConfig:
-  """What a feedback learns with where it says nothing else."""
+  """The defaults of learning from a feedback."""
 
   loss: Literal['sdpo', 'jsd_pg'] = setting(
     'sdpo', "'sdpo': the divergence from the teacher; 'jsd_pg': a policy gradient towards the mixture of both."
@@ -118,7 +116,7 @@ class LearningConfig:
 
 @dataclasses.dataclass
 class GuardsConfig:
-  """When a feedback is rejected, of an adapter and a request that say nothing else."""
+  """The default limits beyond which a feedback is rejected, if neither the adapter nor the request sets others."""
 
   max_kl_to_base: float | None = setting(
     2.0, "Mean divergence per token from the model without an adapter on the user's canary prompts. None: any."

@@ -1,4 +1,4 @@
-"""The settings of a run, of an engine or of a plan, which know how to be checked and written."""
+"""The settings of a run, an engine or a plan, with their validation and serialisation."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from sdpo_jax.config.schema import Sections
 
 @dataclasses.dataclass
 class Config(Sections):
-  """Every setting of a run, checked all together before anything starts."""
+  """All settings of a run, which are checked together before anything starts."""
 
   def validate(self, *, trains: bool = True) -> Config:
     """Return these settings after checking them.
 
     Args:
-      trains: whether they are those of a run, which needs data.
+      trains: whether they are for a training run, which needs data.
 
     Raises:
-      UserError: naming the first setting that is out of range or contradicts another, and the way out.
+      UserError: a setting is out of range or contradicts another; the message names the first one and a remedy.
     """
     check(self, trains=trains)
     return self
