@@ -1,5 +1,4 @@
-"""Cartridges at scale: a document of up to 100 000 tokens as 2048 trained slots of a model of 1 to 8 billion
-parameters.
+"""Cartridges at scale: a document of up to 100 000 tokens as 2048 trained slots of a model of 1B to 8B parameters.
 
   python -m launch.prepare_data --source=longhealth --input=benchmark_v5.json --output=data/longhealth
   python -m launch.synthesize --config=configs/cartridge.py:model=llama3_2_3b --count=65536 \\
@@ -17,17 +16,17 @@ tokens     slots, a multiple of 16, so that the cartridge can be served
 prompts    rows or lines of text to answer; `python -m launch.synthesize` writes them
 questions  rows that evaluate the slots, made by `python -m launch.prepare_data --source=longhealth`; empty: none
 
-The settings are those that the makers of cartridges published (arXiv 2506.06266: 64 sequences of at most 1024 tokens
-per step, Adam with a learning rate of 2e-2, the first slot frozen, 8 samples per question at temperature 0.3), but for
-what is different on purpose: the student writes the answers, the teacher has the whole document before it, the
-divergence is that of the whole vocabulary (the logits are needed for its normaliser in any case, so that the 20 most
-likely tokens would be hardly cheaper), slots are trained in float32, and the rate rises for 20 steps and falls to a
-twentieth along a cosine. `environments.profile` says how answers are graded: 'reference' as they do. None of these runs
-has been made with this implementation yet.
+The settings are those that the authors of cartridges published (arXiv 2506.06266: 64 sequences of at most 1024 tokens
+per step, Adam with a learning rate of 2e-2, the first slot frozen, 8 samples per question at temperature 0.3), with
+deliberate differences: the student writes the answers, the teacher reads the whole document, the divergence is over the
+whole vocabulary (its normaliser needs all logits anyway, so the 20 most likely tokens would hardly be cheaper), slots
+are trained in float32, and the learning rate rises for 20 steps and falls to a twentieth along a cosine.
+`environments.profile` says how answers are graded; 'reference' grades as the authors do. None of these runs has been
+made with this implementation yet.
 
-The mesh is that of a slice of v5e with eight chips (2x4), each of which has one key-value head of the document; models
-with four such heads have two groups of four chips. Elsewhere set `--config.mesh.tensor`, on a single device to 1. The
-records of all ten patients of LongHealth are longer than what Qwen3 and Qwen2.5 can read: take some of them
+The mesh is that of a v5e slice with eight chips (2x4), each of which holds one key-value head of the document; for
+models with four key-value heads there are two groups of four chips. Elsewhere set `--config.mesh.tensor`, on a single
+device to 1. The records of all ten LongHealth patients exceed the context of Qwen3 and Qwen2.5: take some of them
 (`--patients=patient_01`).
 """
 
@@ -36,7 +35,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 
 FILE = 'configs/cartridge.py'
-# Model → devices that share the key-value heads of the document, of eight.
+# Model → how many of the eight devices share the key-value heads of the document.
 TENSOR = {
   'llama3_2_1b': 8,
   'llama3_2_3b': 8,
@@ -48,7 +47,7 @@ TENSOR = {
   'mistral_7b': 8,
   'gemma3_4b': 4,
 }
-PAGE = 16  # Slots; servers cut off what does not fill one.
+PAGE = 16  # Slots per page; servers cut off an incomplete page.
 
 
 def get_config(
@@ -58,10 +57,10 @@ def get_config(
   prompts: str = 'data/longhealth/prompts.jsonl',
   questions: str = 'data/longhealth/test.json',
 ) -> Config:
-  """Return the run that puts a document into slots; the module's docstring says what the arguments may be.
+  """Return the run that trains slots on a document; the module's docstring lists the arguments' values.
 
   Raises:
-    UserError: an argument that is none of its values.
+    UserError: an argument has none of its allowed values.
   """
   paper.check_arguments(FILE, model=(model, TENSOR))
   slots = int(tokens) if str(tokens).isdecimal() else 0
@@ -92,7 +91,7 @@ def get_config(
   config.optimizer.lr = 2e-2
   config.optimizer.lr_warmup_steps = 20
   config.optimizer.lr_scheduler_type, config.optimizer.min_lr_ratio = 'cosine', 0.05
-  config.trainer.total_training_steps = 1024  # 65,536 prompts, each asked once.
+  config.trainer.total_training_steps = 1024  # 65,536 prompts, each used once.
   config.trainer.test_freq = 128 if questions else 0
   config.trainer.save_freq = 128
   config.mesh.fsdp, config.mesh.tensor = -1, TENSOR[model]

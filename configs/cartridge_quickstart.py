@@ -6,17 +6,17 @@
 document  text file written by `python -m launch.make_base --task=document --seed=…
           --config=configs/facts.py --output=FILE`
 
-The model (`configs/facts_model`) answers questions about facts that stand in its context. The shipped document,
-`configs/facts_document.txt`, has 48 of them, and there is a question for each. With the first 16 tokens of the document
-the model answers 8 % of them, and after 1000 steps, taught by itself with the whole document, 96 %, sampled at
-temperature 1 (90 % after 200). No answer to a question is trained on: answers grade the evaluations.
+The model (`configs/facts_model`) answers questions about facts in its context. The shipped document,
+`configs/facts_document.txt`, has 48 facts, and there is a question for each. With the first 16 tokens of the document
+the model answers 8 % of the questions, and after 1000 steps, taught by itself with the whole document, 96 %, sampled at
+temperature 1 (90 % after 200). No reference answer is trained on: they only grade the evaluations.
 """
 
 from sdpo_jax.config import Config, beside
 
 
 def get_config(document: str = beside(__file__, 'facts_document.txt')) -> Config:
-  """Return the run that puts a document into 16 slots."""
+  """Return the run that trains 16 slots on a document."""
   config = Config(name='cartridge_quickstart')
   config.model.path = beside(__file__, 'facts_model')
   config.model.dtype = 'float32'
@@ -40,11 +40,11 @@ def get_config(document: str = beside(__file__, 'facts_document.txt')) -> Config
   sd = config.actor.self_distillation
   sd.teacher_context = 'prompt'
   sd.teacher_regularization = 'base'
-  sd.alpha = 0.0  # KL(teacher‖student): from slots that know little, the other directions hardly learn.
+  sd.alpha = 0.0  # KL(teacher‖student): with slots that know little, the other divergences hardly learn.
   sd.distillation_topk = None
   config.algorithm.rollout_correction.rollout_is = None
   config.optimizer.lr = 0.2
-  config.optimizer.betas = (0.9, 0.99)  # With 0.999 as many steps reach less at every learning rate tried.
+  config.optimizer.betas = (0.9, 0.99)  # With 0.999 the same steps reach less at every learning rate tried.
   config.optimizer.lr_warmup_steps = 20
   config.optimizer.lr_scheduler_type = 'cosine'
   config.trainer.total_training_steps = 1000

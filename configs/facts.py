@@ -1,9 +1,9 @@
-"""Questions about a document that stands in the context, for the tiny model in `configs/facts_model`.
+"""Questions about a document in the context, for the tiny model in `configs/facts_model`.
 
   python -m launch.evaluate --config=configs/facts.py --model=configs/facts_model --output=facts.json
 
 The model, made by `python -m launch.make_base --task=facts --config=configs/facts.py`, answers nearly all of them. It
-is there for cartridges: a document is 193 tokens, 48 facts that no weights hold.
+is meant for cartridges: a document is 193 tokens, 48 facts that are in no weights.
 """
 
 from sdpo_jax.config import Config, beside

@@ -1,5 +1,4 @@
-"""A coding benchmark as a schedule: feedback written on failures, passes as demonstrations, an update when enough
-gathered.
+"""A schedule for a coding benchmark: written feedback on failures, successes as demonstrations, gathered updates.
 
   python -m launch.prepare_data --source=livecodebench --output=data/livecodebench
   python -m launch.train --config=configs/livecodebench_schedule.py
@@ -13,13 +12,13 @@ weights   full; adapter (rank 16)
 task      livecodebench; chemistry, physics, biology, materials, tooluse
 data      folder with <task>/train.json and <task>/test.json; `python -m launch.prepare_data` makes them
 
-Four completions of each of 16 questions are graded in the sandbox. Failures are criticised in words; the teacher of a
-failure reads a solution of its group where there is one, and otherwise what grader and writer said. Successes are shown
-to others and are not taught themselves. An update is made as soon as 8 failures with a signal have gathered, one
-optimizer step over at most 64 completions; batches before that only sample. Sizes are those of published runs of
-continual learning on code; nobody has repeated them with this implementation, so there is no number to expect.
+Four completions of each of 16 questions are graded in the sandbox. A model writes feedback on failures; the teacher of
+a failure reads a solution of its group if there is one, and otherwise the feedback of grader and model. Successes serve
+as demonstrations and are not taught themselves. An update is made as soon as 8 failures with a signal have gathered:
+one optimizer step over at most 64 completions; batches before that only sample. Sizes are those of published runs of
+continual learning on code, not repeated with this implementation, so there is no number to expect.
 
-With feedback=endpoint, any OpenAI-compatible server writes:
+With feedback=endpoint, any OpenAI-compatible server writes the feedback:
 
   --config.actor.self_distillation.feedback_endpoint.url=https://api.example.com/v1
   --config.actor.self_distillation.feedback_endpoint.model=NAME
@@ -43,10 +42,10 @@ def get_config(
   task: str = 'livecodebench',
   data: str = 'data',
 ) -> Config:
-  """Return the schedule of a task; the module's docstring says what the arguments may be.
+  """Return the schedule of a task; the module's docstring lists the arguments' values.
 
   Raises:
-    UserError: an argument that is none of its values.
+    UserError: an argument has none of its allowed values.
   """
   paper.check_arguments(
     'configs/livecodebench_schedule.py',

@@ -1,5 +1,4 @@
-"""LoRA: the recipes of `configs/models.py` with a small trained adapter beside a frozen model of 3 to 8 billion
-parameters.
+"""LoRA: the recipes of `configs/models.py` with a small trained adapter on a frozen model of 3B to 8B parameters.
 
   python -m launch.prepare_data --source=sciknoweval --domain=chemistry --output=data/chemistry
   python -m launch.train --config=configs/lora.py:model=qwen3_8b,task=chemistry
@@ -10,12 +9,12 @@ task      chemistry, physics, biology, materials, tooluse; livecodebench
 method    sdpo; grpo (mini-batches of 8 questions); grpo_on_policy (one optimizer step per batch)
 data      folder with <task>/train.json and <task>/test.json; `python -m launch.prepare_data` makes them
 
-Every matrix of the layers has factors of rank 16 (`model.lora`), which count alpha / rank = 2; the teacher is the
-moving average of the factors, and costs no second model. The paper trains all parameters and has no numbers for these
-runs: rank and alpha are usual values, and learning rates are ten times those of the full recipe, the ratio that
-Schulman et al. ("LoRA Without Regret", Thinking Machines Lab, 2025) found for supervised and for reinforcement learning
-alike. They are a place to start. `rollout.max_batch_rows` is what fits on the smallest slice of v5e
-(docs/performance.md, *LoRA*); with more chips set it higher.
+Every matrix of the layers has factors of rank 16 (`model.lora`), scaled by alpha / rank = 2; the teacher is the moving
+average of the factors and needs no second model. The paper trains all parameters and has no numbers for these runs:
+rank and alpha are usual values, and learning rates are ten times those of the full recipe, the ratio that Schulman et
+al. ("LoRA Without Regret", Thinking Machines Lab, 2025) found for both supervised and reinforcement learning. They are
+a starting point. `rollout.max_batch_rows` is the largest value for the smallest slice of v5e (docs/performance.md,
+*LoRA*); with more chips set it higher.
 """
 
 from typing import get_args
@@ -36,14 +35,14 @@ MAX_BATCH_ROWS = {
   'gemma3_4b': 32,
 }
 RANK, ALPHA = 16, 32.0
-LEARNING_RATE = 10  # Times that of training all parameters.
+LEARNING_RATE = 10  # The ratio to the learning rate for training all parameters.
 
 
 def get_config(model: str = 'qwen3_8b', task: str = 'chemistry', method: str = 'sdpo', data: str = 'data') -> Config:
-  """Return the recipe of a task with an adapter; the module's docstring says what the arguments may be.
+  """Return the recipe of a task with an adapter; the module's docstring lists the arguments' values.
 
   Raises:
-    UserError: an argument that is none of its values.
+    UserError: an argument has none of its allowed values.
   """
   tasks, methods = get_args(paper.Task), get_args(paper.Method)
   paper.check_arguments('configs/lora.py', model=(model, MAX_BATCH_ROWS), task=(task, tasks), method=(method, methods))

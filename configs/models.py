@@ -11,9 +11,9 @@ task      chemistry, physics, biology, materials, tooluse; livecodebench
 method    sdpo; grpo (mini-batches of 8 questions); grpo_on_policy (one optimizer step per batch)
 data      folder with <task>/train.json and <task>/test.json; `python -m launch.prepare_data` makes them
 
-What the reference's code does beyond the paper is left out: these runs use the defaults of this project
-(docs/experiments.md). Learning rates are those that the paper found for Qwen3-8B and Olmo-3-7B; smaller models may want
-larger ones. What the planner assumes of lengths is what the paper measured with Qwen3-8B.
+Behaviour of the reference's code that is not in the paper is left out: these runs use the defaults of this project
+(docs/experiments.md). Learning rates are those that the paper found for Qwen3-8B and Olmo-3-7B; smaller models may need
+larger ones. The lengths that the planner assumes are those that the paper measured with Qwen3-8B.
 """
 
 from typing import get_args
@@ -44,10 +44,10 @@ MODELS = {
 
 
 def get_config(model: str = 'llama3_1_8b', task: str = 'chemistry', method: str = 'sdpo', data: str = 'data') -> Config:
-  """Return the recipe of a task with a model; the module's docstring says what the arguments may be.
+  """Return the recipe of a task with a model; the module's docstring lists the arguments' values.
 
   Raises:
-    UserError: an argument that is none of its values.
+    UserError: an argument has none of its allowed values.
   """
   tasks, methods = get_args(paper.Task), get_args(paper.Method)
   paper.check_arguments('configs/models.py', model=(model, MODELS), task=(task, tasks), method=(method, methods))
@@ -58,9 +58,9 @@ def get_config(model: str = 'llama3_1_8b', task: str = 'chemistry', method: str 
 
 
 def choose(config: Config, model: str) -> None:
-  """Set the path of a model of `MODELS`, and what its chat template asks for."""
+  """Set the path of a model of `MODELS`, and the settings that its chat template needs."""
   config.model.path = MODELS[model]
   if model.startswith('qwen3_'):
-    config.data.enable_thinking = False  # Other templates have no such switch.
+    config.data.enable_thinking = False  # Other templates have no such variable.
   if model.startswith('llama3_'):
-    config.data.apply_chat_template_kwargs = {'date_string': '26 Jul 2024'}  # Or templates write the current date.
+    config.data.apply_chat_template_kwargs = {'date_string': '26 Jul 2024'}  # Otherwise it is today's date.

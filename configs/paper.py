@@ -1,4 +1,4 @@
-"""Every experiment of the SDPO paper (arXiv 2601.20802v2): one function, chosen by its arguments.
+"""Every experiment of the SDPO paper (arXiv 2601.20802v2), selected by the arguments of one function.
 
   python -m launch.train --config=configs/paper.py:task=chemistry
   python -m launch.train --config=configs/paper.py:task=chemistry,model=olmo3_7b,method=grpo_on_policy
@@ -7,22 +7,22 @@
 
 task      chemistry, physics, biology, materials, tooluse (Section 3); livecodebench (Section 4)
 model     qwen3_8b, olmo3_7b
-method    sdpo; grpo (mini-batches of 8 questions); grpo_on_policy (one optimizer step a batch)
+method    sdpo; grpo (mini-batches of 8 questions); grpo_on_policy (one optimizer step per batch)
 teacher   ema (the paper's choice), frozen, trust_region, live: Table 4, on livecodebench
 shown     both (the paper's choice), solution, feedback, attempt (both, and the failed attempt): Table 6, on
           livecodebench
 data      folder with <task>/train.json and <task>/test.json; `python -m launch.prepare_data` makes them
 
-Hardware of the paper: one node of four GH200, about 120 s a step, 5 h a run (150 steps) for Section 3 and 90 steps for
-LiveCodeBench: Table 4 goes so far; Table 9 is of step 80 and Table 6 of step 60. Its numbers are in `PAPER` below,
-and in docs/experiments.md beside the command of each.
+Hardware of the paper: one node of four GH200, about 120 s per step, 5 h per run (150 steps) for Section 3 and 90 steps
+for LiveCodeBench (Table 4; Table 9 is at step 80 and Table 6 at step 60). The paper's numbers are in `PAPER` below, and
+in docs/experiments.md next to the command of each.
 
-There are two recipes, not one. Section 3: Jensen–Shannon divergence, top-100, EMA 0.05, no feedback, one optimizer step
-a batch. Section 4: reverse KL, top-20, EMA 0.01, feedback, 32 optimizer steps a batch. The settings are those of the
-paper's Tables 12 and 13 and of the scripts of lasgroup/SDPO 0e6d510. The reference's own quirks are kept here and only
-here: the demonstration is the first success in length-balanced batch order, over-long teacher prompts are cut from the
-right, every sequence has its own denominator, only closed blocks of thinking are removed from
-demonstrations, messages may spell special tokens, and graders judge as the reference's do.
+There are two recipes. Section 3: Jensen–Shannon divergence, top-100, EMA 0.05, no feedback, one optimizer step per
+batch. Section 4: reverse KL, top-20, EMA 0.01, feedback, 32 optimizer steps per batch. The settings are those of the
+paper's Tables 12 and 13 and of the scripts of lasgroup/SDPO 0e6d510. The reference's own quirks are kept in these
+configs only: the demonstration is the first success in length-balanced batch order, over-long teacher prompts are cut
+from the right, every sequence has its own denominator, only closed blocks of thinking are removed from demonstrations,
+messages may spell special tokens, and graders judge as the reference's do.
 """
 
 from collections.abc import Collection, Sequence
@@ -38,12 +38,12 @@ Teacher = Literal['ema', 'frozen', 'trust_region', 'live']
 Shown = Literal['both', 'solution', 'feedback', 'attempt']
 
 MODELS = {'qwen3_8b': 'Qwen/Qwen3-8B', 'olmo3_7b': 'allenai/Olmo-3-7B-Instruct'}
-# Completions decoded at once by a v5e:8x8, where not the default: every head of Olmo 3 has keys and values of its own,
-# so that a token takes 3.6 times the cache of one of Qwen3-8B (512 KiB beside 144 KiB in bfloat16).
+# Completions decoded at once by a v5e:8x8, if not the default: every head of Olmo 3 has keys and values of its own, so
+# that a token takes 3.6 times the cache of Qwen3-8B (512 KiB instead of 144 KiB in bfloat16).
 MAX_BATCH_ROWS = {'allenai/Olmo-3-7B-Instruct': 128}
 SCIENCE = ('chemistry', 'physics', 'biology', 'materials', 'tooluse')
 
-# Task → what `launch.prepare_data` makes it from.
+# Task → the arguments of `launch.prepare_data` that make its data.
 PREPARED = {
   'chemistry': '--source=sciknoweval --domain=chemistry',
   'physics': '--source=sciknoweval --domain=physics',
@@ -95,7 +95,7 @@ PAPER_TEACHERS = {
   'trust_region': ((50.6, 0.9), (45.6, 0.2)),
   'ema': ((49.3, 0.3), (45.3, 0.2)),
 }
-# What the teacher is shown → per cent of the initial teacher and of the student by step 60, with deviations: Table 6.
+# Context of the teacher → per cent of the initial teacher and of the student by step 60, with deviations: Table 6.
 PAPER_SHOWN = {
   'feedback': ((32.5, 0.5), (39.9, 1.1)),
   'solution': ((42.4, 1.0), (42.6, 1.3)),
@@ -110,7 +110,7 @@ PAPER_LENGTHS = {
   ('olmo3_7b', True): 343.9,
   ('olmo3_7b', False): 1095.4,
 }
-# Task → (tokens of a prompt on average, about: characters ÷ 3; tokens of feedback in a teacher's prompt; test
+# Task → (average tokens of a prompt, estimated as characters ÷ 3; tokens of feedback in a teacher's prompt; test
 # questions).
 QUESTIONS = {
   'chemistry': (240, 0, 210),
@@ -130,10 +130,10 @@ def get_config(
   shown: str = 'both',
   data: str = 'data',
 ) -> Config:
-  """Return the experiment of these arguments; the module's docstring says what each may be.
+  """Return the experiment with these arguments; the module's docstring lists their values.
 
   Raises:
-    UserError: an argument that is none of its values, or an experiment that the paper does not have.
+    UserError: an argument has none of its allowed values, or the paper has no such experiment.
   """
   kinds = {'task': (task, Task), 'model': (model, Model), 'method': (method, Method)}
   kinds |= {'teacher': (teacher, Teacher), 'shown': (shown, Shown)}
@@ -155,7 +155,7 @@ def get_config(
 
 
 def check_arguments(file: str, **arguments: tuple[str, Collection[str]]) -> None:
-  """Raise UserError if an argument of a config, given as (value, values that it may have), is none of its values."""
+  """Raise UserError if an argument of a config, given as (value, allowed values), has none of its allowed values."""
   for name, (value, allowed) in arguments.items():
     if value not in allowed:
       raise UserError(f'{file}: {name}={value!r} is none of {", ".join(allowed)}.')
@@ -173,14 +173,14 @@ def experiments() -> list[dict[str, str]]:
 
 
 def recipe(name: str, model: str, task: str, data: str, method: str = 'sdpo') -> Config:
-  """Return the paper's settings for a task, with any model; what only the reference's code does is left out.
+  """Return the paper's settings for a task, with any model, without the reference's own quirks.
 
   Args:
-    name: of the run.
-    model: its path.
-    task: of `Task`.
+    name: name of the run.
+    model: path of the model.
+    task: one of `Task`.
     data: folder with <task>/train.json and <task>/test.json.
-    method: of `Method`.
+    method: one of `Method`.
   """
   config = Config(name=name)
   config.model.path = model
@@ -190,7 +190,7 @@ def recipe(name: str, model: str, task: str, data: str, method: str = 'sdpo') ->
   config.data.max_response_length = 8192
   config.data.filter_overlong_prompts = True
   if 'Qwen3' in model:
-    config.data.enable_thinking = False  # Other templates have no such switch.
+    config.data.enable_thinking = False  # Other templates have no such variable.
   # 2 × 3 × 2 declared lengths: a micro-batch is padded to the smallest that hold it.
   config.data.prompt_buckets = (512, 2048)
   config.data.response_buckets = (1024, 4096, 8192)
@@ -219,7 +219,7 @@ def recipe(name: str, model: str, task: str, data: str, method: str = 'sdpo') ->
 
 
 def _as_the_reference(config: Config) -> None:
-  """Set what the reference's code does and the paper does not ask for."""
+  """Set the reference code's behaviour that the paper does not ask for."""
   config.data.split_special_tokens = False
   config.actor.loss_group_size = 1
   config.trainer.batch_order = 'balanced'
@@ -232,7 +232,7 @@ def _as_the_reference(config: Config) -> None:
 
 
 def _generalization(config: Config) -> None:
-  """Section 3 (science and tool use): JSD, top-100 with tail, EMA 0.05, no feedback, one step a batch."""
+  """Set up Section 3 (science and tool use): JSD, top-100 with tail, EMA 0.05, no feedback, one step per batch."""
   config.val_kwargs.n = 16
   config.actor.ppo_mini_batch_size = 32
   config.optimizer.lr = 1e-5
@@ -246,7 +246,7 @@ def _generalization(config: Config) -> None:
 
 
 def _rich_feedback(config: Config) -> None:
-  """Section 4 (LiveCodeBench v6): reverse KL, top-20, EMA 0.01, feedback, 32 optimizer steps a batch."""
+  """Set up Section 4 (LiveCodeBench v6): reverse KL, top-20, EMA 0.01, feedback, 32 optimizer steps per batch."""
   config.val_kwargs.n = 4
   config.actor.ppo_mini_batch_size = 1
   config.optimizer.lr = 1e-6
@@ -260,9 +260,7 @@ def _rich_feedback(config: Config) -> None:
 
 
 def _grpo(config: Config, *, on_policy: bool) -> None:
-  """Set up the baseline: dual-clip PPO, advantages without the standard deviation; Table 13's choice of each
-  variant.
-  """
+  """Set up the baseline: dual-clip PPO, advantages without the standard deviation, settings of Table 13."""
   config.name += '_grpo_on_policy' if on_policy else '_grpo'
   loss = config.actor.policy_loss
   loss.loss_mode = 'vanilla'
@@ -276,7 +274,7 @@ def _grpo(config: Config, *, on_policy: bool) -> None:
 
 
 def plan_lengths(config: Config, task: str, mean_completion: float) -> None:
-  """Set what `launch.plan` assumes: a teacher's prompt holds the question, an answer and the feedback."""
+  """Set the lengths that `launch.plan` assumes: a teacher's prompt holds the question, an answer and the feedback."""
   prompt, feedback, questions = QUESTIONS[task]
   config.plan.mean_completion = mean_completion
   config.plan.mean_prompt = float(prompt)
@@ -285,7 +283,7 @@ def plan_lengths(config: Config, task: str, mean_completion: float) -> None:
 
 
 def _ablate(config: Config, teacher: str, shown: str) -> None:
-  """Tables 4 and 6."""
+  """Set up the variants of Tables 4 and 6."""
   config.name += ''.join(f'_{part}' for part, usual in ((teacher, 'ema'), (shown, 'both')) if part != usual)
   sd = config.actor.self_distillation
   sd.teacher_regularization = teacher.replace('_', '-')
@@ -297,7 +295,7 @@ def _ablate(config: Config, teacher: str, shown: str) -> None:
 
 
 def markdown() -> str:
-  """docs/experiments.md: every experiment with its command and the paper's number."""
+  """Return the content of docs/experiments.md: every experiment with its command and the paper's number."""
   lines = [
     '# The experiments of the paper',
     '',

@@ -3,7 +3,7 @@
   python -m launch.train --config=configs/quickstart.py
 
 The base model (`configs/quickstart_model`, made by `python -m launch.make_base`) misreads its instructions about digits
-and is right with a few per cent of its sampled answers. Shown what the grader said of an attempt, or a successful one,
+and is right in a few per cent of its sampled answers. Given the grader's feedback on an attempt, or a successful one,
 it answers far better; SDPO distils that into the plain context. See the README for the expected curves.
 """
 
@@ -21,13 +21,13 @@ def get_config() -> Config:
   config.data.train_batch_size = 16
   config.data.max_prompt_length = 32
   config.data.max_response_length = 8
-  # One length each: the run compiles one program of a kind.
+  # One length each: the run compiles one program of each kind.
   config.data.prompt_buckets = (32,)
   config.data.response_buckets = (8,)
   config.data.reprompt_buckets = (96,)
   config.rollout.n = 8
   config.rollout.max_batch_rows = 512
-  # Held-out accuracy is that of plain sampling, as in training.
+  # Held-out accuracy is measured with unmodified sampling, as in training.
   config.val_kwargs.n = 4
   config.val_kwargs.temperature = 1.0
   config.val_kwargs.top_p = 1.0

@@ -4,8 +4,8 @@
 
 Held-out accuracy goes from 2 % to 95 % in 300 steps (mean over 3 seeds), where full fine-tuning ends at 93 %. The
 frozen teacher of the quickstart is here the initial adapter, which computes what the base does; the average of the
-factors (lora_ema) collapses. docs/lora.md has the curves and other ranks. Rank 32 is much beside matrices of 64 × 64;
-for large models see `configs/lora.py`.
+factors (lora_ema) collapses. docs/lora.md has the curves and other ranks. Rank 32 is large for matrices of 64 × 64; for
+large models see `configs/lora.py`.
 """
 
 from configs import quickstart

@@ -1,4 +1,4 @@
-"""SDPO on SciKnowEval chemistry with Qwen3-8B, as the paper's Section 3; `configs/paper.py` has all its experiments.
+"""SDPO on SciKnowEval chemistry with Qwen3-8B, as in the paper's Section 3; `configs/paper.py` has all experiments.
 
   python -m launch.prepare_data --source=sciknoweval --domain=chemistry --output=data/chemistry
   python -m launch.train --config=configs/qwen3_8b_chemistry.py

@@ -1,4 +1,4 @@
-"""SDPO with rich feedback on LiveCodeBench v6 with Qwen3-8B, as the paper's Section 4.
+"""SDPO with rich feedback on LiveCodeBench v6 with Qwen3-8B, as in the paper's Section 4.
 
   python -m launch.prepare_data --source=livecodebench --output=data/livecodebench
   python -m launch.train --config=configs/qwen3_8b_livecodebench.py

@@ -3,7 +3,7 @@
   python -m launch.serve --config=configs/serve_quickstart.py
 
 It listens on http://127.0.0.1:8420 and is ready after about a minute the first time, and after some ten seconds from
-then on. Adapters of rank 16 are kept in runs/service. docs/serving.md goes on from here.
+then on. Adapters of rank 16 are kept in runs/service. docs/serving.md explains the next steps.
 """
 
 from configs import quickstart_lora
@@ -17,7 +17,7 @@ def get_config() -> Config:
   config.model.lora.alpha = 16.0
   serve = config.serve
   serve.model_name = 'quickstart'
-  # One length of each kind: few programs, so that the first start is short, too.
+  # One length of each kind: few programs, so that the first start is short as well.
   serve.prompt_buckets, serve.response_buckets, serve.teacher_buckets = (64,), (32,), (192,)
   serve.rows, serve.training_rows = 8, 2
   serve.snapshots = serve.teachers = serve.slots = 4

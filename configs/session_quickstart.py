@@ -1,4 +1,4 @@
-"""A tiny agent as a service: it proposes calls of tools, a person says yes or why not, and it learns from that at once.
+"""A tiny agent as a service: it proposes tool calls, a person says yes or why not, and it learns from that at once.
 
   python -m launch.session --config=configs/session_quickstart.py
 
@@ -6,7 +6,7 @@
 runs/sessions. The model, `configs/session_model`, is made by `python -m launch.make_base` with this configuration in
 some CPU-minutes. It knows some forty kinds of tasks, such as 'find where parse is used in src' or 'run the tests in
 app.py', and a few dozen names: sdpo_jax/quickstart/tool_tasks.py lists them. It has a favourite way of doing each, and
-understands what is said of it: 'use rg rather than grep -r'. docs/sessions.md goes on from there.
+understands corrections such as 'use rg rather than grep -r'. docs/sessions.md explains the next steps.
 """
 
 from sdpo_jax.config import Config, beside
@@ -21,7 +21,7 @@ def get_config() -> Config:
   config.model.lora.alpha = 16.0
   serve = config.serve
   serve.model_name = 'agent'
-  # A session of ten tasks is about 450 tokens; the rest is for what tools answer.
+  # A session of ten tasks is about 450 tokens; the rest is for the results of tools.
   serve.prompt_buckets, serve.response_buckets, serve.teacher_buckets = (256, 768), (48,), (320, 896)
   serve.score_buckets = (320, 832)
   serve.rows, serve.training_rows = 8, 4
@@ -30,6 +30,6 @@ def get_config() -> Config:
   serve.memory_mb = 256
   serve.store.root = 'runs/sessions'
   serve.learning.learning_rate, serve.learning.steps = 1e-3, 2
-  # One that follows the adapter loses more of what was right.
+  # A teacher that follows the adapter forgets more of what was right.
   serve.learning.teacher = 'base'
   return config
