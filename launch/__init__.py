@@ -6,7 +6,7 @@ import sys
 
 
 def _check_packages() -> None:
-  """End with one sentence where a package of another name's owner would be imported in the place of ours."""
+  """Exit with one sentence if another package of the same name would be imported instead of this project's."""
   root = pathlib.Path(__file__).resolve().parent.parent
   for name in ('sdpo_jax', 'models', 'configs'):
     spec = importlib.util.find_spec(name)

@@ -6,11 +6,10 @@
 Prints devices, parameters and an estimate of memory, the lengths of prompts against the limits, what the graders say
 of ground truths and of empty answers, three prompts of student and teacher with special tokens in ⟦ ⟧, and what looks
 odd: settings that contradict each other, the data, the graders or the memory of the devices. With --workdir of a run
-  that
-is to be resumed also what has changed since it was saved: tokenizer, data, graders, versions, settings.
+that is to be resumed also what has changed since it was saved: tokenizer, data, graders, versions, settings.
 
 Exit codes: 0 nothing looks odd; 1 something does, and the run would start all the same; 2 bad input, named in a
-  sentence.
+sentence.
 """
 
 from absl import flags

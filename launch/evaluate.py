@@ -5,8 +5,8 @@
   python -m launch.evaluate --config=configs/quickstart.py --model=HF_DIR --adapter=DIR --output=adapter.json
   python -m launch.evaluate --config=configs/quickstart.py --model=HF_DIR --cartridge=DIR --output=cartridge.json
 
-What is asked, and how it is sampled and graded (data.val_*, val_kwargs, environments), is the config's; the weights are
-those of --workdir, which may be a run that is going on, or of --model. Prints a table; writes all metrics,
+The questions, and how they are sampled and graded (data.val_*, val_kwargs, environments), are the config's; the weights
+are those of --workdir, which may be a run in progress, or of --model. Prints a table; writes all metrics,
 {"<task>": {"mean@n": …, "best@k": …, "maj@k": …, "acc/mean@n": …, …}}, to --output and every sample to
 --output with .samples.jsonl for its ending. docs/evaluation.md says what each number means.
 """

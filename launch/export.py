@@ -1,15 +1,15 @@
-"""Writes what a run has trained, from its newest checkpoint if not told otherwise, for other programs and commands.
+"""Writes what a run has trained, by default from its newest checkpoint, for other programs and commands.
 
   python -m launch.export --workdir=runs/quickstart --output=my_model
   python -m launch.export --workdir=runs/quickstart_lora --output=my_adapter
   python -m launch.export --workdir=runs/quickstart_lora --output=my_model --format=merged
   python -m launch.export --workdir=runs/my_cartridge --output=served --format=cartridge_pt --dtype=bfloat16
 
-Of a run that trained all parameters it writes a Hugging Face model directory for `transformers`. Of a run that trained
-an adapter (model.lora), --format=peft, the default, writes the adapter alone, for the library PEFT, and --format=merged
-the model with the adapter added to it in float32. See docs/lora.md. Of a run that trained a cartridge
-(model.cartridge), --format=cartridge, the default, writes its slots as --cartridge reads them, and
---format=cartridge_pt as servers do. See docs/cartridges.md.
+If the run trained all parameters, it writes a Hugging Face model directory for `transformers`. If it trained an adapter
+(model.lora), --format=peft, the default, writes the adapter alone, for the library PEFT, and --format=merged the model
+with the adapter added to it in float32. See docs/lora.md. If it trained a cartridge (model.cartridge),
+--format=cartridge, the default, writes its slots as --cartridge reads them, and --format=cartridge_pt as servers read
+them. See docs/cartridges.md.
 
 The directory gets its name when it is complete. Weights are in files of at most 5 GB, with an index if there are
 several, and SHA256SUMS has the digests of all files. Several processes (the flags below) gather tensor by tensor, and

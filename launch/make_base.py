@@ -1,11 +1,11 @@
-"""Makes a tiny base model from nothing, for the quickstart (a few CPU-minutes), documents or sessions; or a document.
+"""Makes a tiny base model from scratch, for the quickstart (a few CPU-minutes), documents or sessions; or a document.
 
   python -m launch.make_base --config=configs/quickstart.py --output=/tmp/base
   python -m launch.make_base --config=configs/session_quickstart.py --output=/tmp/base
   python -m launch.make_base --task=facts --config=configs/facts.py --output=/tmp/base
   python -m launch.make_base --task=document --seed=1 --config=configs/facts.py --output=/tmp/document.txt
 
-The same seed gives the same model again with the same versions on the same machine; elsewhere one that is as good.
+The same seed gives the same model with the same versions on the same machine; elsewhere one that is just as good.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def write_document(output: str | None, seed: int) -> None:
-  """Write a random document to a text file that is not there yet.
+  """Write a random document to a new text file.
 
   Raises:
     UserError: no file is named, or it exists or cannot be written.
@@ -69,7 +69,7 @@ def write_document(output: str | None, seed: int) -> None:
   if output is None:
     raise UserError('--task=document needs --output: the text file to write.')
   check_output(output, overwrite=False)
-  # Without a line break at its end, which would be one more token.
+  # Without a line break at the end, which would be one more token.
   write_output(output, facts.write(facts.draw(np.random.default_rng(seed))))
   print(output)
 

@@ -1,4 +1,4 @@
-"""What a run would need and take on a TPU slice, asked of the TPU compiler on a machine without a TPU.
+"""Estimates a run's memory and time on a TPU slice with the TPU compiler, on a machine without a TPU.
 
   python -m launch.plan --config=configs/qwen3_8b_chemistry.py --topology=v5e:8x8
   python -m launch.plan --config=… --topology=v5e:4x4 --search --output=plan.json
@@ -6,7 +6,7 @@
 
 Compiles every program that the run, or with --engine the engine that the settings serve.… describe, would use and
 prints memory by kind, time by phase, communication, utilisation and cost; no weights are needed. Needs libtpu
-(requirements-tpu.txt). See docs/performance.md for what the numbers are.
+(requirements-tpu.txt). See docs/performance.md for the meaning of the numbers.
 """
 
 from absl import flags

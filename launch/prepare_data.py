@@ -5,7 +5,7 @@
   python -m launch.prepare_data --source=tooluse --input=ToolAlpaca/data --output=datasets/tooluse
   python -m launch.prepare_data --source=longhealth --input=benchmark_v5.json --output=datasets/longhealth
 
-Needs a network where --input is not given. docs/data.md says what each source becomes.
+Needs a network unless --input is given. docs/data.md describes the result of each source.
 """
 
 import datetime

@@ -1,4 +1,4 @@
-"""Measures, before any training, whether there is something to distil, and says what to do about it.
+"""Measures, before any training, whether there is something to distil, and recommends what to do about it.
 
   python -m launch.probe --config=configs/quickstart.py
   python -m launch.probe --config=configs/quickstart.py --max_questions=32 --output=probe.json

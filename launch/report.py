@@ -4,8 +4,8 @@
   python -m launch.report --workdir=runs/sdpo_0 --compare runs/sdpo_1 runs/grpo_0 runs/grpo_1 --output=report.html
   python -m launch.report --workdir=runs/mine --follow
 
-The page needs no server and asks none. Runs that differ in their seed only are one curve with a band. With --follow it
-is written anew while the run goes on, and reloads itself. See docs/report.md.
+The page needs no server and contacts none. Runs that differ only in their seed are one curve with a band. With --follow
+it is rewritten while the run is in progress, and reloads itself. See docs/report.md.
 """
 
 from absl import flags

@@ -6,17 +6,16 @@
   python -m launch.sample --model=HF_DIR --adapter=DIR --prompt="…"
   python -m launch.sample --model=HF_DIR --cartridge=DIR --prompt="…"
 
---prompt: the completion alone goes to stdout; of several, each behind a line `--- completion 1 of 4 ---`.
+--prompt: the completion alone goes to stdout; several are each preceded by a line `--- completion 1 of 4 ---`.
 
 --prompts: a .txt file has one prompt per line; other files have rows (JSON lines, a JSON array, CSV, parquet) with
-`prompt`, a text or a list of messages, or `messages`; rows for training will do. One JSON object per completion, in the
-order of the prompts: row (line number), id (where the row has `id` or `idx`), sample (0 … n − 1), prompt, completion,
-  finish_reason
-(stop or length), tokens, log_prob (sum over the tokens, at temperature 1). While sampling goes on, --output holds what
-is finished in the order in which it was finished: an interruption loses none of it. Without --output, stdout gets the
-objects, each when all before it are there.
+`prompt`, a text or a list of messages, or `messages`; rows for training also work. One JSON object per completion, in
+the order of the prompts: row (line number), id (if the row has `id` or `idx`), sample (0 … n − 1), prompt, completion,
+finish_reason (stop or length), tokens, log_prob (sum over the tokens, at temperature 1). During sampling, --output
+holds the finished completions in the order in which they finished: an interruption loses none of them. Without
+--output, the objects go to stdout, each once all before it are finished.
 
---chat: answers every line of input as it is drawn, and remembers the conversation. /reset forgets it; Ctrl-C ends an
+--chat: streams an answer to every line of input, and remembers the conversation. /reset forgets it; Ctrl-C ends an
 answer; /exit or Ctrl-D ends the chat. Only answers go to stdout.
 
 The same prompt, settings and seed give the same completions: those of --prompt are those of the first row of --prompts
@@ -79,7 +78,7 @@ SEED = flags.DEFINE_integer('seed', 0, 'Seed of the sampling noise.', lower_boun
 DTYPE = flags.DEFINE_enum(
   'dtype', None, ['float32', 'bfloat16'], "Compute dtype; the run's own, or float32 for a model."
 )
-INTERRUPTED = 130  # As of a shell's commands that Ctrl-C has ended.
+INTERRUPTED = 130  # The exit code of a shell's commands that Ctrl-C has ended.
 
 
 def check_flags() -> None:
@@ -113,7 +112,7 @@ def write_answers(generator: generate.TextGenerator, questions: list[generate.Qu
 def hold_chat(generator: generate.TextGenerator) -> None:
   read = input
   if sys.stdin.isatty() and sys.stdout.isatty():
-    with contextlib.suppress(ImportError):  # Lines can be edited, where Python has it.
+    with contextlib.suppress(ImportError):  # If Python has readline, lines can be edited.
       import readline  # noqa: F401
     read = functools.partial(input, '> ')
   chat.converse(chat.Chat(generator, SYSTEM.value, command.announce), read, sys.stdout, command.announce)

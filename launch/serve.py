@@ -5,9 +5,9 @@
       --config.serve.store.root=gs://BUCKET/service --config.serve.store.database=/var/lib/sdpo/service.sqlite \\
       --config.serve.http.host=0.0.0.0 --config.serve.http.keys=keys.jsonl
 
-The port is open at once, /readyz answers 200 when all programs are compiled; docs/serving.md is the way in. On this
-machine alone no key is needed; on another address it is (python -m launch.serve_key). --help_settings=serve lists all
-settings.
+The port is open at once, and /readyz answers 200 when all programs are compiled; docs/serving.md is the introduction.
+On a loopback address no key is needed; on any other one is (python -m launch.serve_key). --help_settings=serve
+lists all settings.
 
 Exit codes: 0 told to stop by SIGTERM or Ctrl-C, or idle (serve.http.idle_shutdown_s): requests under way were finished
 within serve.http.drain_s, and all that was acknowledged is stored; 2 bad input, named in a sentence; 130, 143 told a

@@ -5,8 +5,7 @@
   python -m launch.serve_key --keys=keys.jsonl --revoke=ID
 
 The file holds digests: a key that is lost is replaced, not recovered. Keys with one owner reach the same adapters. A
-  service
-that uses the file (serve.http.keys) follows every change at once.
+service that uses the file (serve.http.keys) follows every change at once.
 """
 
 import datetime

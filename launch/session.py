@@ -1,5 +1,4 @@
-"""Works with a model that learns when it is told no: shows its tool calls, asks, runs them here, and says what it
-learned.
+"""Works with a model that learns when told no: shows its tool calls, asks, runs them here, says what it learned.
 
   python -m launch.session --config=configs/session_quickstart.py --workspace=DIR
   python -m launch.session --url=http://127.0.0.1:8420 --adapter=NAME --workspace=DIR
@@ -14,11 +13,10 @@ what can be typed. A service that needs a key takes it from the variable SDPO_AP
 transcript goes to stdout, all else to stderr.
 
 Everything shown and decided is in ~/.local/state/sdpo_jax/sessions/ID.jsonl (--state, or XDG_STATE_HOME), and --resume
-goes on with it, also after a crash.
+continues from it, even after a crash.
 
-Exit codes: 0 left, or a script was done to its end; 1 a script was not: a request was refused, the service was lost, or
-  a
-call is still undecided; 2 bad input, named in a sentence; 130 ended by Ctrl-C.
+Exit codes: 0 left, or a script was run to its end; 1 a script was not: a request was refused, the service was lost, or
+a call is still undecided; 2 bad input, named in a sentence; 130 ended by Ctrl-C.
 """
 
 from typing import Any
@@ -33,7 +31,7 @@ class Optional(flags.Flag):
 
   def __init__(self, **values: Any):
     super().__init__(flags.ArgumentParser(), flags.ArgumentSerializer(), **values)
-    self.boolean = True  # To the parser: no value need follow.
+    self.boolean = True  # Tells the parser that no value need follow.
 
 
 URL = flags.DEFINE_string('url', None, 'Address of a service that runs, such as http://127.0.0.1:8420.')

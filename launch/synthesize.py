@@ -1,4 +1,4 @@
-"""Writes prompts about a document for the training of a cartridge, by the model itself.
+"""Writes prompts about a document, with the model itself, for the training of a cartridge.
 
   python -m launch.synthesize --config=configs/report.py --document=report.txt --output=prompts.parquet --count=2048
   python -m launch.train --config=configs/report.py --config.data.train_files=prompts.parquet
@@ -8,9 +8,9 @@ of a random seed type, and writes what a user might ask: see docs/cartridges.md.
 with the environment `none`, the seed type as their data source (`dataset`), and the window (`window_start`,
 `window_end`, tokens of the document).
 
-The same seed gives the same prompts. A command that was interrupted goes on where it stopped when it is repeated; what
-it has drawn is in OUTPUT.parts meanwhile, and OUTPUT appears when it is complete. Several processes (the flags below)
-draw together, and process 0 writes.
+The same seed gives the same prompts. An interrupted command continues where it stopped when it is repeated; finished
+prompts are in OUTPUT.parts meanwhile, and OUTPUT appears when it is complete. Several processes (the flags below)
+sample together, and process 0 writes.
 """
 
 import sys

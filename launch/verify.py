@@ -1,14 +1,14 @@
-"""Checks what a run has left, or a model directory, to the last bit, and says what would be lost if it stopped now.
+"""Checks a run's files, or a model directory, bit for bit, and says what would be lost if the run stopped now.
 
   python -m launch.verify --workdir=runs/mine
   python -m launch.verify --model=my_model
 
-Nothing is changed, and the run may be going on. A line about each thing: `ok`, `note` or `damaged`. Every array and
+Nothing is changed, and the run may be in progress. Prints a line per item: `ok`, `note` or `damaged`. Every array and
 file of every checkpoint is compared with the digests in its manifest, every file of a model with those in its
 SHA256SUMS.
 
-Exit codes: 0 all is whole; 1 something is damaged, and a whole checkpoint remains; 2 there is nothing to resume from, a
-file of the model is damaged, or bad input.
+Exit codes: 0 all is intact; 1 something is damaged, and an intact checkpoint remains; 2 there is nothing to resume
+from, a file of the model is damaged, or bad input.
 """
 
 from absl import flags
