@@ -26,7 +26,7 @@ _BEYOND = 2
 
 @dataclasses.dataclass(frozen=True)
 class ChatFormat:
-  """How messages become tokens, in the prompts of student and teacher."""
+  """The conversion of messages to tokens, in the prompts of student and teacher."""
 
   variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # For the chat template: enable_thinking, ….
   split_special_tokens: bool = True  # Messages cannot spell control tokens.

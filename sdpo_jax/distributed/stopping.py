@@ -11,7 +11,7 @@ class StoppedError(Exception):
 
 
 class Stop(Protocol):
-  """Whether the run is to stop; long computations ask between their parts."""
+  """A request to stop a run; long computations check for it between their parts."""
 
   def asked(self) -> bool:
     """Return whether a process was told to stop, as far as this one knows; processes may differ for a moment."""

@@ -85,9 +85,8 @@ class GenerationBatch:
   teacher_prompts: list[list[int]] | None  # N prompts of an in-mesh teacher; None: there is none.
   rollouts: Rollouts
   distill_mask: np.ndarray  # [N, T] float32, 1 where the teacher has extra context; others count in no denominator.
-  graded: np.ndarray | None = (
-    None  # [N] bool, samples that are learned from; None: all. The others enter no term of the loss.
-  )
+  # [N] bool, samples that are learned from; None: all. The others enter no term of the loss.
+  graded: np.ndarray | None = None
   # [N] bool, samples of `graded` with a score, which the policy gradient uses. None: all of them.
   scored: np.ndarray | None = None
   advantages: np.ndarray | None = None  # [N, T] float32; None: no term reads them.

@@ -96,7 +96,7 @@ EXIT_ALARM = 3  # Stopped by an alarm: the state is saved, for somebody to inspe
 
 @dataclasses.dataclass
 class Result:
-  """How a run ended."""
+  """The end of a run."""
 
   workdir: epath.Path
   step: int
@@ -274,7 +274,7 @@ def prepared_again(session: Session, seed: int, drawn: Drawn) -> tuple[TeacherCo
 
 @dataclasses.dataclass
 class Verdict:
-  """What the alarms require at the end of a step; nothing if neither field is set."""
+  """The decision about a step's alarms: stop or roll back; nothing if neither field is set."""
 
   stop: str | None = None  # The reason to end the run.
   back_to: int | None = None  # The step whose checkpointed weights are restored.
@@ -432,7 +432,7 @@ class _Run:
       yield from self.show(step, state)
 
   def show(self, step: int, state: TrainState) -> Iterator[Stepped]:
-    """Yield a finished step to the caller, whose time and compiled programs are not counted to the run."""
+    """Yield a finished step to the caller, whose time and compiled programs do not count as the run's."""
     self.progress.phase(LOOKED_AT)
     liveness.begin(LOOKED_AT)
     yield Stepped(step, self.line, self.session, state)
@@ -567,9 +567,8 @@ class _Run:
     line = {
       **metrics,
       **{f'time/{name}_s': value for name, value in timer.seconds.items()},
-      'time/graders_busy_s': sum(
-        batch.graders_busy_s for batch in drawn
-      ),  # Beside the phases, which do not add up with it.
+      # Not one of the phases: graders work during them.
+      'time/graders_busy_s': sum(batch.graders_busy_s for batch in drawn),
     }
     unfinished = Unfinished(line, records.success_rates(graded, config))
     self.hold(step, state, unfinished)
@@ -666,9 +665,8 @@ class _Run:
     leaves = leaf_digests(state)
     line[STATE_DIGEST] = state_digest(leaves)
     with self.together.alone():
-      if (
-        self.together.failure is None and metrics and step in self.checkpoints.steps()
-      ):  # Its state was saved before it was evaluated.
+      # The state may have been saved before it was evaluated.
+      if self.together.failure is None and metrics and step in self.checkpoints.steps():
         self.checkpoints.measured(step, metrics)
       if self.writer is not None and self.together.failure is None:
         self.writer.write(step, line)
@@ -690,7 +688,7 @@ class _Run:
     return state
 
   def is_evaluated(self, step: int) -> bool:
-    """Whether a step has an evaluation at its end."""
+    """Return whether a step ends with an evaluation."""
     trainer = self.session.config.trainer
     at_interval = bool(trainer.test_freq and step % trainer.test_freq == 0)
     return bool(self.held_out) and (step == trainer.total_training_steps or at_interval)

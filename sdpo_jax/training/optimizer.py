@@ -96,9 +96,8 @@ def make_optimizer(spec: OptimizerSpec, table: Table = ()) -> optax.GradientTran
   if spec.name == 'sgd':
     return optax.identity()
   by_name = {parameter.name: parameter for parameter in table}
-  if any(
-    is_slots(parameter) for parameter in table
-  ):  # Keys and values are not weights and should not decay towards zero.
+  # Keys and values are not weights and should not decay towards zero.
+  if any(is_slots(parameter) for parameter in table):
     return _UPDATES[spec.name](spec, by_name)
   decayed = functools.partial(_decayed, spec.weight_decay_exclude) if spec.weight_decay_exclude else None
   return optax.chain(_UPDATES[spec.name](spec, by_name), optax.add_decayed_weights(spec.weight_decay, decayed))

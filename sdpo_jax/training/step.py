@@ -255,7 +255,7 @@ class PolicyLogProbs:
 
 @dataclasses.dataclass
 class Filled:
-  """How many tokens and rows the micro-batches hold, and how many they have room for."""
+  """The tokens and rows that micro-batches hold, and the room that they have."""
 
   tokens: int = 0  # Without padding.
   token_room: int = 0  # With padding: the compiled shapes.

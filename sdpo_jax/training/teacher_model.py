@@ -1,4 +1,4 @@
-"""A separate model as the teacher: it is on the run's mesh beside the student, and none of it is trained."""
+"""A separate model as the teacher, on the run's mesh next to the student; none of it is trained."""
 
 from __future__ import annotations
 

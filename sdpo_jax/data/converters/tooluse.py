@@ -69,9 +69,7 @@ def _golden(api: Row) -> Iterator[tuple[str, list[Call]]]:
 
 def _simulated(api: Row) -> Iterator[tuple[str, list[Call]]]:
   """Yield the question of each simulated conversation about an API, and the calls of its functions that followed."""
-  if (
-    'Function_Description' not in api.value
-  ):  # An API that failed to build; ToolAlpaca's build_dataset.py skips it too.
+  if 'Function_Description' not in api.value:  # It failed to build; ToolAlpaca's build_dataset.py skips it too.
     return
   functions = field(api, 'Function_Description', kind=dict)
   for instance in api.value.get('Instances') or []:

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclasses.dataclass
 class Unfinished:
-  """What the rest of a step needs of its generation batch, so that a resumed run can finish it.
+  """The part of a step that remains to be done after its update, kept so that a resumed run can finish the step.
 
   A checkpoint holds it beside the state. The step's line is written once, when it is complete.
   """

@@ -1,5 +1,4 @@
-"""The ownership of a run directory: one process at a time writes to it, and one that has lost it notices before it
-publishes anything.
+"""The ownership of a run directory: one process at a time writes to it; one that lost it notices before publishing.
 
 Three things keep two starts apart:
 
