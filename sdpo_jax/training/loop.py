@@ -116,7 +116,7 @@ class Stepped:
   step: int  # Its number, from 1.
   metrics: Mapping[str, float]  # Its line of metrics.jsonl, whether this process writes that file or not.
   session: Session
-  state: TrainState  # The state after the step, on the devices; the next step takes over its buffers.
+  state: TrainState  # The state after the step, on the devices; the next step donates its buffers.
 
 
 def train(
@@ -208,7 +208,7 @@ def _steps_of(
   workdir = check_workdir(config, workdir, restart=restart)
   parts = fingerprint.take(config, tokenizer, iterator, held_out, graders)
   continuation = fingerprint.compare(workdir, config, parts)
-  # Announces what would be the same on every process: only one process prints it.
+  # For messages that are the same on every process: only process 0 announces them.
   say = announce if jax.process_index() == 0 else lambda text: None
   with sole_user(workdir, say) as ownership:  # Before the weights are read, which may take minutes.
     if ownership is not None:
@@ -684,7 +684,7 @@ class _Run:
     due = step == trainer.total_training_steps or (trainer.save_freq and step % trainer.save_freq == 0)
     if due or verdict != Verdict() or skipped.too_many(self.skipped, config.trainer):
       self.saving.save()
-      self.compiled()  # What Orbax compiles, once, to copy arrays from several devices is no program of the run.
+      self.compiled()  # Discard what Orbax compiles, once, to copy arrays from several devices.
     return state
 
   def is_evaluated(self, step: int) -> bool:

@@ -186,7 +186,7 @@ def throughput_metrics(
   teacher's rows, and of the student's rows.
 
   Args:
-    session: of the run.
+    session: session of the run.
     drawn: the generation batches that were sampled during the step: its own, or those of later steps.
     report: report of the step's update.
     seconds: duration of each of its phases.
@@ -232,7 +232,7 @@ def write_rollouts(
   weighting.
 
   Args:
-    session: of the run.
+    session: session of the run.
     step: step of the run.
     graded: completions with their outcomes.
     context: the teacher's prompts; None: there is no teacher.

@@ -33,9 +33,9 @@ class Session:
   spec: ObjectiveSpec
   teacher: Teacher | None  # None: the objective needs no teacher on the devices.
   update: Update
-  flops_per_token: float  # of one forward pass.
-  update_flops_per_token: float  # of a forward and a backward pass.
-  teacher_flops_per_token: float  # the same of the policy that reads the teacher's prompts.
+  flops_per_token: float  # FLOPs of one forward pass.
+  update_flops_per_token: float  # FLOPs of a forward and a backward pass.
+  teacher_flops_per_token: float  # FLOPs of a forward pass of the policy that reads the teacher's prompts.
   endpoint: Endpoint | None = None  # A teacher behind an endpoint.
   # Trainable parameters at the start of the run (`initial_policy`); None: the objective does not need them.
   initial: Tree | None = None

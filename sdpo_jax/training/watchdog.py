@@ -60,7 +60,7 @@ class Watchdog:
 
     Args:
       settings: `watchdog_report_s` and `watchdog_limit_s`.
-      workdir: of the run.
+      workdir: directory of the run.
       announce: receives sentences for the user, from another thread.
       end: ends the run for the given reason, from another thread.
       clock: returns monotonic seconds.

@@ -114,7 +114,7 @@ def _check_layout(workdir: epath.Path) -> set[str]:
 
 
 def open_workdir(workdir: epath.Path) -> None:
-  """Create the run's directory, and sync files that a killed process of the run has renamed.
+  """Create the run's directory, remove partly written files of a killed process, and sync its folders.
 
   Raises:
     UserError: it cannot be created.
