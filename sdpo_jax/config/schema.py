@@ -1,4 +1,4 @@
-"""The settings: every section is a dataclass whose fields have a type, a default and a documentation string."""
+"""The settings: each section is a dataclass whose fields have a type, a default and a documentation string."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 The reference has two forms: raw rows (idx, kind, dataset, answer, elo, prompt, description, tests, system, …) and the
 output of its data/preprocess.py:46-100 (data_source, prompt, ability, reward_model, extra_info). A raw row needs only
-`prompt` and the ground truth, which may have the names of other trainers: `messages`, `ground_truth`, `solution`. Rows
-may name their graders in `environment`; otherwise the data source decides, as in the reference
+`prompt` and the fields that its grader reads, also under names that other trainers use: `messages`, `ground_truth`,
+`solution`. Rows may name their graders in `environment`; otherwise the data source decides, as in the reference
 (verl/utils/reward_score/feedback/__init__.py:8-26), or else the setting data.environment.
 """
 

@@ -43,7 +43,7 @@ def is_generator(source: str) -> bool:
 
 
 def generator_name(source: str) -> str:
-  """Return NAME of `generator:NAME?key=value&…`."""
+  """Return the NAME in a source `generator:NAME?key=value&…`."""
   return source.removeprefix(GENERATOR_PREFIX).partition('?')[0]
 
 

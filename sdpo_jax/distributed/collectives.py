@@ -21,7 +21,7 @@ def agreed(value: int) -> int:
 
 
 def noted(note: str, what: str) -> dict[int, str]:
-  """Return the notes of all processes that are not empty, by process; uses devices only without `cluster.join`.
+  """Return the non-empty notes of all processes, by process; uses devices only if `cluster` has not joined the run.
 
   Args:
     note: note of this process.

@@ -1,1 +1,1 @@
-"""One run: its session, the step, the update, the loop, checkpoints, metrics."""
+"""One run: its session, step, update, loop, checkpoints and metrics."""

@@ -29,9 +29,7 @@ def stored_digest(folder: epath.Path, name: str) -> str:
   """
   array = tensorstore.open(_specification(folder / 'state', name), open=True, read=True).result()
   sums = np.zeros(digests.LANES, np.uint32)
-  for origin, end in _chunks(
-    array.shape, array.chunk_layout.read_chunk.shape or ()
-  ):  # Empty for an array without axes.
+  for origin, end in _chunks(array.shape, array.chunk_layout.read_chunk.shape or ()):  # None of an array without axes.
     block = array[tuple(map(slice, origin, end))] if origin else array
     sums += digests.block_sums(np.asarray(block.read().result()), origin, array.shape)
   return digests.leaf_digest(array.shape, array.dtype.numpy_dtype, sums)
