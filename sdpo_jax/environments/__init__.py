@@ -1,1 +1,1 @@
-"""What is right: graders turn completions into scores and feedback; generators make endless questions."""
+"""Tasks: graders turn completions into scores and feedback, generators make endless questions."""

@@ -1,8 +1,8 @@
-"""POSTs that end in time, however the other side behaves, and of whose answers no more is read than was agreed.
+"""HTTP POST requests with one deadline for the whole exchange and a limit on the bytes that are read.
 
-The timeouts of HTTP libraries hold for single reads, so that a server that sends byte after byte takes as long as it
+The timeouts of HTTP libraries apply to single reads, so a server that sends byte after byte can take as long as it
 likes. Here every operation on the connection gets the time that is left until one deadline. Nothing is decompressed, no
-redirect is followed, no cookie kept, no header repeated in a log.
+redirect is followed, no cookie is kept, and no header is repeated in a log.
 """
 
 from __future__ import annotations
@@ -22,50 +22,50 @@ import httpx2
 from sdpo_jax.environments.time_limit import OverranError, call_within
 from sdpo_jax.errors import UserError
 
-MAX_BODY_BYTES = 2**20  # Unless the caller expects more.
-MAX_HEAD_BYTES = 2**16  # Of status lines and headers, those of provisional answers (RFC 9110, 15.2) included.
-MAX_PIECES = 10_000  # Of a body: each costs as much to read as some hundred bytes.
-PIECE_BYTES = 512  # The larger bodies that callers expect may come in pieces of this size.
-CONNECT_TIMEOUT_S = 10.0  # At most: a server that is there takes a connection quickly, however long it thinks.
-WRITE_BYTES = 2**14  # At once, so that the time that is left is looked at in between.
+MAX_BODY_BYTES = 2**20  # Default limit of an answer's body.
+MAX_HEAD_BYTES = 2**16  # Limit of status lines and headers, including those of provisional answers (RFC 9110, 15.2).
+MAX_PIECES = 10_000  # Limit per body: reading a piece costs as much as reading some hundred bytes.
+PIECE_BYTES = 512  # Larger bodies that callers expect may come in pieces of this size.
+CONNECT_TIMEOUT_S = 10.0  # Upper limit: a server that runs accepts a connection quickly, however long it thinks.
+WRITE_BYTES = 2**14  # Bytes per write, so that the deadline is checked between writes.
 
 
 class LateError(Exception):
-  """There was no whole answer before the deadline."""
+  """The complete answer did not arrive before the deadline."""
 
 
 class TooLargeError(Exception):
-  """The answer is larger than allowed; the message says in what respect."""
+  """The answer is larger than allowed; the message says which limit it exceeds."""
 
 
 class ConnectionFailedError(Exception):
-  """The connection could not be made or was lost, or what came is not HTTP; the message says which."""
+  """The connection failed or was lost, or the answer is not HTTP; the message says which."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-  """What the server said."""
+  """The server's answer: status, reason, headers and body."""
 
   status: int
-  reason: str  # Whatever the server makes it; may hold control characters.
-  headers: dict[str, str]  # By their names in lower case; the last of several.
+  reason: str  # As the server sends it; may hold control characters.
+  headers: dict[str, str]  # Keyed by lower-case name; the last value of repeated headers.
   body: bytes
 
 
 class Client:
-  """Connections to one address; thread-safe."""
+  """A pool of connections to one address; thread-safe."""
 
   def __init__(self, url: str, headers: dict[str, str], *, connections: int, setting: str):
-    """Connect to nothing yet.
+    """Prepare the pool without connecting.
 
     Args:
-      url: of http or https.
-      headers: sent with every request.
-      connections: kept open for the next request at most.
-      setting: name of the setting with the address, for messages.
+      url: an http or https address.
+      headers: headers of every request.
+      connections: the most idle connections that are kept open.
+      setting: name of the setting that holds the address, for messages.
 
     Raises:
-      UserError: the environment asks for a proxy that cannot be used.
+      UserError: the environment names a proxy that cannot be used.
     """
     parsed = httpx2.URL(url)
     target = {'scheme': parsed.raw_scheme, 'host': parsed.raw_host, 'port': parsed.port, 'target': parsed.raw_path}
@@ -84,19 +84,19 @@ class Client:
     on_answer: Callable[[], None] = lambda: None,
     most_bytes: int = MAX_BODY_BYTES,
   ) -> Answer:
-    """Return what the server answers; of its body only the beginning where the status is not one of success.
+    """Post a body and return the answer; for a status other than success, only the beginning of its body.
 
     Args:
-      content: the body to send.
-      timeout_s: seconds from now until the whole answer is there.
-      name: of the thread in which this happens.
-      on_answer: called when there is an answer of any kind.
-      most_bytes: of its body.
+      content: the request body.
+      timeout_s: seconds until the whole answer must have arrived.
+      name: name of the thread that does the request.
+      on_answer: called as soon as any answer arrives.
+      most_bytes: limit of the answer's body.
 
     Raises:
-      LateError, TooLargeError, ConnectionFailedError: see there.
+      LateError, TooLargeError, ConnectionFailedError: as their classes say.
     """
-    # A name server cannot be hurried; the thread that waits for it ends later.
+    # A name lookup cannot be interrupted; the thread that waits for it ends later.
     exchange = _Exchange(time.monotonic() + timeout_s)
     try:
       return call_within(lambda: self._post(content, exchange, on_answer, most_bytes), timeout_s, name)
@@ -104,7 +104,7 @@ class Client:
       raise LateError from error
 
   def close(self) -> None:
-    """Lets go of all connections."""
+    """Close all connections."""
     self._pool.close()
 
   def _post(self, content: bytes, exchange: _Exchange, on_answer: Callable[[], None], most_bytes: int) -> Answer:
@@ -140,21 +140,21 @@ class Client:
       raise ConnectionFailedError(f'{type(error).__name__}: {error}') from error
 
 
-# Every operation may take as long as there is time left.
+# Every operation may take all the time that is left.
 TIMEOUTS = {'timeout': {'connect': math.inf, 'read': math.inf, 'write': math.inf, 'pool': None}}
 
 
 class _Exchange:
-  """The deadline of a request and how much has come of its answer."""
+  """The deadline of a request and the number of bytes received so far."""
 
   def __init__(self, deadline: float):
-    self.deadline = deadline  # Of time.monotonic().
+    self.deadline = deadline  # In terms of time.monotonic().
     self.received = 0  # Bytes.
     self.most = MAX_HEAD_BYTES
     self.too_much = f'begins with more than {MAX_HEAD_BYTES} bytes of headers'
 
   def left_s(self) -> float:
-    """Raise LateError once there is none."""
+    """Return the seconds until the deadline; raises LateError when none are left."""
     left = self.deadline - time.monotonic()
     if left <= 0:
       raise LateError
@@ -162,7 +162,7 @@ class _Exchange:
 
 
 class _Backend(httpcore2.NetworkBackend):
-  """Opens connections whose operations keep the deadline of the request for which their thread uses them."""
+  """A network backend whose operations keep the deadline of the request that their thread is doing."""
 
   def __init__(self):
     self._inner = httpcore2.SyncBackend()
@@ -170,7 +170,7 @@ class _Backend(httpcore2.NetworkBackend):
 
   @contextlib.contextmanager
   def during(self, exchange: _Exchange):
-    """In the thread of the caller, operations belong to this request."""
+    """Apply the deadline of this request to the operations of the calling thread."""
     self._current.exchange = exchange
     try:
       yield
@@ -201,7 +201,7 @@ class _Stream(httpcore2.NetworkStream):
     exchange = self._backend.exchange
     if exchange.received > exchange.most:
       raise TooLargeError(exchange.too_much)
-    # No more than shows that it is too much: the parser has a limit of its own, and other words for it.
+    # Read just enough to exceed the limit: the parser has its own limit and its own error message.
     data = self._inner.read(min(max_bytes, exchange.most + 1 - exchange.received), exchange.left_s())
     exchange.received += len(data)
     return data
@@ -224,12 +224,10 @@ class _Stream(httpcore2.NetworkStream):
 
 
 def _pool(url: httpx2.URL, backend: _Backend, connections: int, setting: str) -> httpcore2.ConnectionPool:
-  """Return connections to an address, through the proxy that the environment names for it (HTTPS_PROXY and the
-  like).
-  """
+  """Return a connection pool for an address, through the proxy that the environment names (HTTPS_PROXY and so on)."""
   options = {
     'ssl_context': httpx2.create_ssl_context(),
-    # Callers bound how many are in use; those of abandoned requests must not keep others waiting.
+    # Callers limit how many are in use; connections of abandoned requests must not make others wait.
     'max_connections': None,
     'max_keepalive_connections': connections,
     'keepalive_expiry': 5.0,

@@ -1,7 +1,7 @@
-"""JSON of somebody who may mean harm: read only if that is quick.
+"""JSON from an untrusted sender, parsed only if that is quick.
 
-A megabyte of brackets becomes 350 000 lists, which take some hundred milliseconds in which no other thread of the
-process runs. Text is no such burden, however long.
+A megabyte of brackets becomes 350 000 lists. Parsing them takes some hundred milliseconds, in which no other thread of
+the process runs. Long strings are no such burden.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import json
 import re
 from typing import Any
 
-MAX_VALUES = 10_000  # Unless the caller expects more.
-# A string, also one that does not end, so that no part of a text is looked at twice.
+MAX_VALUES = 10_000  # Default limit of the number of values.
+# Matches a string, closed or not, so that no part of a text is scanned twice.
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
 class TooManyValuesError(ValueError):
-  """There are more values than anybody has to send."""
+  """The JSON holds more values than allowed."""
 
 
 def loads(data: bytes, most_values: int = MAX_VALUES) -> Any:
-  """Return the value of JSON in UTF-8.
+  """Parse JSON in UTF-8.
 
   Raises:
-    TooManyValuesError: there are more than `most_values` values, those within others included.
+    TooManyValuesError: there are more than `most_values` values, counting nested ones.
     ValueError: it is not JSON, or is nested too deeply.
   """
   text = data.decode('utf-8-sig')
@@ -36,5 +36,5 @@ def loads(data: bytes, most_values: int = MAX_VALUES) -> Any:
 
 
 def _most_values(text: str) -> int:
-  """No text has more: there is a character before each value that stands before no other."""
+  """Return an upper bound of the number of values: each value follows a character that no other value follows."""
   return 1 + sum(map(text.count, ',[{'))

@@ -1,4 +1,4 @@
-"""Language models behind OpenAI-compatible endpoints: their address in the settings, and what they answer."""
+"""OpenAI-compatible chat endpoints: reading their address from the settings and the text from their answers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PATH = '/chat/completions'
 
 
 def read_address(url: str, setting: str) -> tuple[str, tuple[str, ...]]:
-  """Return the address to post to, with the values of environment variables in it, and these values.
+  """Return the address to post to, with environment variables filled in, and the values of these variables.
 
   Args:
-    url: of the endpoint, up to and including its version.
-    setting: its name, for messages.
+    url: address of the endpoint, up to and including its version.
+    setting: name of the setting, for messages.
 
   Raises:
-    UserError: as `json_server.read_address`, or the address goes on after the version.
+    UserError: as `json_server.read_address`, or the address continues after the version.
   """
   example = 'http://localhost:8000/v1'
   url, secrets = json_server.read_address(url, setting, example)
@@ -31,10 +31,10 @@ def read_address(url: str, setting: str) -> tuple[str, tuple[str, ...]]:
 
 
 def answered(answer: Any) -> tuple[str, bool]:
-  """Return the text of a chat completion, and whether it was cut off at its limit.
+  """Return the text of a chat completion and whether it was cut off at its token limit.
 
   Raises:
-    json_server.Fault: there is no text in it; another attempt may help.
+    json_server.Fault: the answer holds no text; another attempt may help.
   """
   choices = answer.get('choices') if isinstance(answer, Mapping) else None
   choice = choices[0] if isinstance(choices, list) and choices else None
@@ -48,7 +48,7 @@ def answered(answer: Any) -> tuple[str, bool]:
 
 
 def conversation(messages: Messages) -> str:
-  """Return the text of a single message; of several, each under the name of its role."""
+  """Return the text of a single message, or of several messages, each under the name of its role."""
   if len(messages) == 1:
     return messages[0]['content']
   return '\n\n'.join(f'{message["role"]}:\n{message["content"]}' for message in messages)

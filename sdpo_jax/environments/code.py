@@ -1,14 +1,14 @@
-"""Programs judged by unit tests, each run in a process of its own in the sandbox (LiveCodeBench and its like).
+"""Programs judged by unit tests, each run in its own process in the sandbox (LiveCodeBench and similar tasks).
 
 The ground truth is JSON: {"inputs", "outputs", "testtype": "functional" | "stdin" | "code", "fn_name", "time_limit"
 [, "context", "tolerance", "in_place"]}. Expected outputs stay out of the sandbox, which gets the program and one input;
-what it reports is bytes here, and read and compared as plain data in a helper process (code_verdicts.py).
+the program's output arrives as bytes, which a helper process parses and compares as plain data (code_verdicts.py).
 
 The reference profile gives the scores and feedback of lasgroup/SDPO verl/utils/reward_score/feedback/code.py, quirks
-included: the longest code block counts, of any language; 41 built-in functions and no exceptions; arguments split at
-any white space; 1 and 1.0 differ; SystemExit is an error. (There all tests of a program start together and share one
-clock; here each test has its own.) The clean profile takes the last Python block, gives it Python as it is, finds
-methods of a class Solution, and compares numbers as numbers.
+included: the longest code block counts, in any language; there are 41 built-in functions and no exceptions; arguments
+are split at any white space; 1 and 1.0 differ; SystemExit is an error. (There all tests of a program start together and
+share one clock; here each test has its own.) The clean profile takes the last Python block, runs it with all of
+Python's built-ins, finds methods of a class Solution, and compares numbers as numbers.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ PRELOAD = (
   'decimal',
   'datetime',
 )
-HELPERS = 2  # Processes that compare; a comparison takes a twentieth of a program's time.
-# Of what a program makes, what can be right: expected numbers may be spelled at length, characters as escapes.
+HELPERS = 2  # Processes that compare results; a comparison takes a twentieth of a program's time.
+# Limits of a result that can be right: expected numbers may be written at length, characters as escapes.
 RESULT_BYTES, RESULT_PER_CHARACTER = 2**18, 16
-DEBUG_BYTES = 2**16  # Of the standard error that are kept: feedback shows the first lines.
-FIRST_TESTS = 4  # A program all of whose first tests time out is not run on the others (clean profile).
-_IN = '(Solution.py)'  # In an error's text: where in the program it was raised.
+DEBUG_BYTES = 2**16  # Bytes of standard error that are kept; feedback shows the first lines.
+FIRST_TESTS = 4  # If all of these time out, the program's other tests are not run (clean profile).
+_IN = '(Solution.py)'  # In an error message: the place in the program that raised it.
 
 _BLOCK = re.compile(r'```(\w*)\n(.*?)```', re.DOTALL)
-# Any word for the language, and whatever follows it on its line: a block in "c++" or with a title is one, too.
+# Any language name, followed by anything on its line: "c++" and titles open a block, too.
 _FENCED = re.compile(r'```([^\n`]*)\n(.*?)```', re.DOTALL)
 _PYTHON = ('python', 'python3', 'py', '')
 
 
-DEFAULT_TIME_LIMIT = 1.0  # Seconds, where the tests have null.
+DEFAULT_TIME_LIMIT = 1.0  # Seconds; used where the tests have null.
 
 
 class InvalidTests(ValueError):
-  """The ground truth is not a set of tests."""
+  """The ground truth is not a valid set of tests."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,20 +75,18 @@ class Tests:
   fn_name: str | None = ''
   context: str = ''
   tolerance: float = 0.0  # Relative and absolute difference that numbers of a right answer may have.
-  in_place: bool = False  # Also calls within expressions may change the arguments of a test (type `code`).
-  dies: bool = False  # The reference's process dies over these tests before it runs one.
+  in_place: bool = False  # Type `code`: calls within expressions may change the arguments, too, not only statements.
+  dies: bool = False  # The reference's process dies on these tests before it runs one.
 
 
 def extract_code(completion: str) -> str | None:
-  """Return the longest fenced block of any language (the first of equally long ones); None without one: the reference's
-  rule.
-  """
+  """Return the first of the longest fenced blocks, of any language, as the reference does; None without one."""
   blocks = [match.group(2) for match in _BLOCK.finditer(completion)]
   return max(blocks, key=len) if blocks else None
 
 
 def last_python_block(completion: str) -> str | None:
-  """Return the last fenced block of Python or of no language after any thinking; None without one."""
+  """Return the last fenced block that is Python or names no language, after any thinking; None without one."""
   text = after_thinking(completion).replace('\r\n', '\n')
   blocks = [block for title, block in _FENCED.findall(text) if _language(title) in _PYTHON]
   return blocks[-1] if blocks else None
@@ -100,7 +98,7 @@ def _language(title: str) -> str:
 
 
 def read_tests(ground_truth: Any) -> Tests:
-  """Return the tests of a ground truth, a JSON string or the object itself.
+  """Parse a ground truth, a JSON string or the object itself.
 
   Raises:
     InvalidTests: it is not JSON.
@@ -124,7 +122,7 @@ def read_tests(ground_truth: Any) -> Tests:
 
 
 def read_tests_reference(tests: Any) -> Tests:
-  """Return the tests of a parsed ground truth as the reference takes them, which looks at a field when it needs it.
+  """Read a parsed ground truth as the reference does, which accesses a field only when it needs it.
 
   Raises:
     KeyError, TypeError, IndexError, ValueError: where the reference raises.
@@ -157,19 +155,19 @@ def _parsed(ground_truth: Any) -> Any:
 
 @dataclasses.dataclass
 class _Program:
-  """A completion with its tests, and what became of each."""
+  """A completion's program with its tests and their records."""
 
   code: str | None
-  tests: Tests | None  # None: they cannot be read, or need not be.
+  tests: Tests | None  # None if they cannot be read or are not needed.
   truncated: bool
   records: list[Record | None]
-  failed: str = ''  # Why the sandbox could not run it, which says nothing of it.
+  failed: str = ''  # Why the sandbox could not run it; not the program's fault.
 
 
 class CodeGrader:
-  """Grades programs in a sandbox, whose processes it holds."""
+  """Grades programs in a sandbox; owns the sandbox's processes until `close()`."""
 
-  limits_itself = True  # Every program has its own limit, and a batch as many as it likes.
+  limits_itself = True  # Every program has its own limit; a batch may take as long as its programs need.
 
   def __init__(self, settings: EnvironmentsConfig):
     """Start the sandbox.
@@ -184,22 +182,22 @@ class CodeGrader:
 
   @property
   def layers(self) -> list[str]:
-    """What confines the programs."""
+    """Return a description of each layer that confines the programs."""
     return self.sandbox.layers
 
   def close(self) -> None:
-    """End the sandbox."""
+    """Close the sandbox."""
     self.sandbox.close()
     self._helpers.close()
 
   def __call__(self, examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
-    """1 iff the program passes all tests; `acc` is the fraction that it passes.
+    """Return score 1 iff the program passes all tests; the metric `acc` is the fraction of tests that it passes.
 
     Raises:
-      InvalidTests: tests that are not JSON (clean profile; the reference scores 0).
-      KeyError: tests without one of their fields.
+      InvalidTests: the tests are not JSON (clean profile; the reference scores 0).
+      KeyError: the tests lack one of their fields.
     """
-    # A group's completions share tests of megabytes.
+    # The completions of a group share tests that may take megabytes.
     read = functools.lru_cache(maxsize=None)(_parsed if self._reference else read_tests)
     make = self._reference_program if self._reference else self._program
     programs = [make(read, *parts) for parts in zip(examples, completions, truncated, strict=True)]
@@ -242,7 +240,7 @@ class CodeGrader:
     return _Program(code, tests, truncated, records)
 
   def _run(self, programs: Sequence[_Program], part: slice) -> None:
-    """Run the tests numbered `part` of all programs and record what came of them."""
+    """Run the tests in the slice `part` of all programs and record their results."""
     places = [(program, i) for program in programs for i in range(len(program.records))[part]]
     apart = [place for place in places if place[0].tests.testtype == 'code' and not self._reference]
     found = code_replay.run(self.sandbox, self._helpers, [self._trial(*place) for place in apart])
@@ -265,11 +263,11 @@ class CodeGrader:
       'fn_name': tests.fn_name,
       'context': tests.context,
     }
-    # In the reference profile the payload holds it, too, whatever it is.
+    # In the reference profile the payload holds the field even where it is not of the right type.
     given = tests.testtype == 'stdin' and not self._reference
     limits = dataclasses.replace(
       self._limits(tests),
-      # A function's result comes by itself, and what it prints beside is not looked at.
+      # A function's result comes separately, so what it prints is ignored.
       stdout_bytes=bound(tests.outputs[index]) if given else 0,
       stderr_bytes=0 if self._reference else DEBUG_BYTES,
       result_bytes=bound(tests.outputs[index]),
@@ -283,7 +281,7 @@ class CodeGrader:
 
   def _limits(self, tests: Tests) -> Limits:
     sandbox = self._settings.sandbox
-    # The reference waits a second longer than the limit. A clean run counts the program's own seconds.
+    # The reference waits a second longer than the limit. The clean profile counts the program's own CPU seconds.
     wall = tests.time_limit + 1 if self._reference else 2 * tests.time_limit + 1
     cpu = wall if self._reference else tests.time_limit
     return Limits(wall, cpu, sandbox.memory_mb, sandbox.file_mb, sandbox.output_mb)
@@ -308,14 +306,14 @@ class CodeGrader:
     }
     try:
       said = self._helpers.ask(question, report.result_bytes, report.stdout_bytes, report.stderr_bytes)
-    except RequestOverranError:  # Nobody compares a right answer for so long.
+    except RequestOverranError:  # A right answer never takes so long to compare.
       text = f'{ERROR}OutputError: what the program made cannot be compared with what is expected'
       return Record(index, value, None, text, False, written=repr(text), mentions_error=True)
     expected = said.pop('expected')
     return Record(index, value, None if hidden else expected, **said)
 
   def _record_apart(self, program: _Program, index: int, ended: code_replay.Ended) -> Record:
-    """Return the record of a test program that ran apart."""
+    """Return the record of a test program that ran apart from the program under test."""
     if ended.report.status == 'failed':
       program.failed = f'The sandbox could not run the program: {ended.report.reason}.'
     if ended.report.status in ('timeout', 'failed'):
@@ -323,7 +321,7 @@ class CodeGrader:
     hidden = not self._settings.reveal_answer
     error, called = ended.result.get('error', ''), ended.result.get('called', '')[: code_replay.CALLED_CHARACTERS]
     if hidden and error.startswith('AssertionError') and _IN not in error:
-      # What the check itself says may hold the expected value.
+      # The assertion's own message may hold the expected value.
       error = f'AssertionError: a check of the test fails{"; " * bool(called)}{called}'
     passed = not error and ended.result.get('finished') is True and ended.report.status == 'ended'
     if ended.report.status == 'output' or not passed and not error:
@@ -342,7 +340,7 @@ class CodeGrader:
 
 
 def bound(expected: Any) -> int:
-  """Return the bytes of a result that may be right: what is longer is wrong, and not read."""
+  """Return the most bytes that a right result can have; a longer result is wrong and not read."""
   return RESULT_BYTES + RESULT_PER_CHARACTER * len(expected if isinstance(expected, str) else str(expected))
 
 
@@ -355,7 +353,7 @@ _NO_CODE = Record(0, None, None, NO_CODE, False, written=repr(NO_CODE))
 
 
 def _has_no_strip(tests: Tests, index: int) -> bool:
-  """Whether the reference fails over an expected output that is no text, before it runs the program."""
+  """Return whether the reference fails before it runs the program, as the expected output is not a string."""
   return tests.testtype == 'stdin' and not isinstance(tests.outputs[index], str)
 
 
@@ -367,13 +365,13 @@ def _dead(tests: Tests, index: int) -> Record:
 
 def _outcome(program: _Program, reference: bool) -> Outcome:
   cut = int(program.truncated)
-  if program.tests is None and not program.records:  # Tests that cannot be read, in the reference profile.
+  if program.tests is None and not program.records:  # Reference profile: the tests cannot be read.
     metrics = {'incorrect_format': 0, 'error_in_test_cases': 1, 'timed_out': 0, 'truncated': cut}
     metrics |= {'truncated_and_missing_answer': cut, 'acc': 0.0, 'pred': ''}
     metrics['format_valid'] = float(program.code is not None)
     return Outcome(0.0, 'Failed to parse ground truth test cases.', metrics)
   records, missing = program.records, program.code is None
-  if reference:  # A program that prints what stands for a fault has it.
+  if reference:  # A program that prints the text of a fault counts as having that fault.
     failed = [record for record in records if not record.passed]
     incorrect = len(records) == len(failed) == 1 and failed[0].actual == NO_CODE
     errors, late = any(record.mentions_error for record in failed), any(r.actual == TIME_OUT for r in failed)
@@ -382,7 +380,7 @@ def _outcome(program: _Program, reference: bool) -> Outcome:
     errors = any(record.actual.startswith(ERROR) for record in records)
     late = any(record.actual == TIME_OUT for record in records)
   passed = [record.passed for record in records]
-  # The reference takes the mean of no tests, which is not a number; its comparison with 1 then fails.
+  # The reference takes the mean of no tests, NaN, and its comparison with 1 then fails.
   acc = sum(passed) / len(passed) if passed else (math.nan if reference else 0.0)
   pred = '[' + ', '.join(record.written for record in records) + ']'
   metrics = {
@@ -402,5 +400,5 @@ def _outcome(program: _Program, reference: bool) -> Outcome:
 
 @register_factory('code')
 def make(settings: EnvironmentsConfig) -> CodeGrader:
-  """Programs in the profile of the settings; raises UserError where no sandbox works."""
+  """Return a grader of programs in the settings' profile; raises UserError where no sandbox works."""
   return CodeGrader(settings)

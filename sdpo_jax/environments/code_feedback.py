@@ -1,7 +1,6 @@
-"""What the code environment says of a program's tests, in the reference's layout.
+"""Feedback of the code environment on a program's tests, in the reference's layout.
 
-Source: lasgroup/SDPO verl/utils/reward_score/feedback/code.py:604-745, whose wording and limits these are, to the
-  letter.
+Source: lasgroup/SDPO verl/utils/reward_score/feedback/code.py:604-745; wording and limits are exactly the same.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 MAX_CHARACTERS = 2000
 INPUT_LINES, DEBUG_LINES = 8, 10
 VALUE_CHARACTERS, DEBUG_CHARACTERS = 250, 300
-SHOWN = 2  # Wrong answers that are shown.
+SHOWN = 2  # Wrong answers that feedback shows.
 
 TRUNCATED = (
   'Truncated Attempt: Your previous response was too long and truncated because it reached the maximum response '
@@ -24,27 +23,26 @@ ERROR, TIME_OUT, NO_CODE = 'Error: ', 'Time out', 'Incorrect format'
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-  """One test of one program."""
+  """The result of one test of one program."""
 
-  test_idx: int  # From 0, as the tests are listed.
+  test_idx: int  # Index of the test in the ground truth, from 0.
   input: Any  # Text, or the arguments by name; None: no test was run.
-  expected: str | None  # None: not shown.
-  actual: str  # What came out, ERROR + the exception, TIME_OUT or NO_CODE.
+  expected: str | None  # None if it must not be shown.
+  actual: str  # The program's output, ERROR + the exception, TIME_OUT or NO_CODE.
   passed: bool
-  debug: str = ''  # What the program wrote to standard error, at least the lines that can be shown.
-  written: str = ''  # The end of Python's spelling (repr) of what came out.
-  mentions_error: bool = False  # ERROR stands anywhere in `actual`, which is a text.
-  characters: int | None = None  # Of `actual` before it was cut to what feedback can show; None: it was not.
-  debug_lines: int | None = None  # Of `debug` before it was cut; None: it was not.
+  debug: str = ''  # The program's standard error, at least the lines that can be shown.
+  written: str = ''  # The end of the result's repr().
+  mentions_error: bool = False  # ERROR occurs anywhere in `actual`, which is a string.
+  characters: int | None = None  # Length of `actual` before it was cut to what feedback shows; None if it was not cut.
+  debug_lines: int | None = None  # Number of lines of `debug` before it was cut; None if it was not cut.
 
 
 def format_test_feedback(records: Sequence[Record], *, truncated: bool = False) -> str:
-  """Return the first error, the first time-out, the missing code, or the shortest wrong answers; '' if there is none of
-  them.
+  """Describe the first error, the first time-out, the missing code, or the shortest wrong answers; '' if all passed.
 
   Args:
-    records: of all tests, in order.
-    truncated: the completion ended at its token limit.
+    records: the records of all tests, in order.
+    truncated: whether the completion ended at its token limit.
   """
   if not records:
     return 'No test execution information available.'
@@ -53,7 +51,7 @@ def format_test_feedback(records: Sequence[Record], *, truncated: bool = False) 
 
 
 def _chosen(records: Sequence[Record]) -> Sequence[Record]:
-  # Of all records: an output that begins like an error is one to the reference, also where it was expected.
+  # Checks all records: the reference takes an output that begins like an error for one, even if it was expected.
   for chosen in (_is_error, lambda record: record.actual == TIME_OUT, lambda record: record.actual == NO_CODE):
     found = next(filter(chosen, records), None)
     if found:
@@ -98,7 +96,7 @@ def _input(title: str, value: Any) -> Iterator[str]:
 
 
 def _first(lines: Sequence[str], limit: int, width: int, count: int | None = None) -> Iterator[str]:
-  """Yield the first lines of `count` ones (None: all are given), and how many more there are."""
+  """Yield the first of `count` lines (None: all lines are given), then how many more there are."""
   yield from (_cut(line, width) for line in lines[:limit])
   count = len(lines) if count is None else count
   if count > limit:

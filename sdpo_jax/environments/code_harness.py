@@ -1,8 +1,8 @@
-"""Runs inside the sandbox: one program on one test, in the clean or the reference profile.
+"""Runs one program on one test, in the clean or the reference profile, inside the sandbox.
 
-This file is loaded on its own, without the rest of the package, in a process that then runs model-written code. What it
-returns is data for the grader outside, who believes none of it: expected outputs are not here, so a program that forges
-a report must forge the right output.
+This file is loaded on its own, without the rest of the package, in a process that then runs model-written code. The
+grader outside treats the result as untrusted data: expected outputs are not available here, so a program that forges a
+report must forge the right output.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import traceback
 import types
 import typing
 
-FILE = 'Solution.py'  # Name of the program's file in error messages.
-FRAMES = 3  # Innermost frames of the program that an error shows.
+FILE = 'Solution.py'  # The program's file name in error messages.
+FRAMES = 3  # Number of the program's innermost frames that an error message shows.
 ERROR = 'Error: '  # As in code_feedback.py.
-# Of a text that the grader keeps: the first characters are shown, the last ones of its spelling are an answer's name.
+# Parts of a text that the grader keeps: its first characters are shown, the end of its repr() names an answer.
 FIRST_CHARACTERS, LAST_CHARACTERS = 4000, 5000
-DEBUG_LINES, DEBUG_CHARACTERS = 10, 301  # Of the standard error that feedback shows, and one character more.
+DEBUG_LINES, DEBUG_CHARACTERS = 10, 301  # Limits of standard error in feedback, plus one character.
 
-# lasgroup/SDPO verl/utils/reward_score/feedback/code.py:74-169: all that a program has there.
+# lasgroup/SDPO verl/utils/reward_score/feedback/code.py:74-169: all names that a program has there.
 REFERENCE_BUILTINS = (
   'abs all any bool bytes callable chr dict enumerate filter float format frozenset hash hex int isinstance issubclass '
   'iter len list map max min next object ord pow print range repr reversed round set slice sorted str sum tuple zip '
@@ -45,7 +45,7 @@ REFERENCE_TYPING = (
 ).split()
 UNSEEN = (StopIteration, StopAsyncIteration)  # Exceptions that Python itself catches.
 EFFECTS = '<effects>'  # A name that no program can write.
-# Of the standard library, and as much data as those they derive from.
+# Standard-library types that hold plain data, just like their base classes.
 STANDARD = (collections.Counter, collections.OrderedDict, collections.defaultdict, collections.deque)
 TYPING = {name: getattr(typing, name) for name in typing.__all__}
 
@@ -62,17 +62,16 @@ def run(payload: dict) -> dict:
       'operations', see code_replay.py), code, input, fn_name, context (code that runs first).
 
   Returns:
-    'error': what was raised, in the reference's layout; or what came out: 'output' and 'repr', the ends of it that can
-    be shown; 'characters', the length of it all; 'mentions', whether it is a text about an error; and, last, 'whole',
-    which is compared and may be long. In the reference profile also 'debug' and 'debug_lines', what it wrote to the
-    standard error.
+    'error': the exception, in the reference's layout; or the output: 'output' and 'repr', cut to what can be shown;
+      'characters', the full length; 'mentions', whether it is a text about an error; and, last, 'whole', which is
+      compared and may be long. In the reference profile also 'debug' and 'debug_lines', the program's standard error.
   """
   profile, kind = payload['profile'], payload['testtype']
   if profile == 'reference':
     return _reference(payload, kind)
   if kind == 'stdin':
     return _caught(lambda: _script(payload))
-  module = sys.modules['solution'] = types.ModuleType('solution')  # Dataclasses look their module up.
+  module = sys.modules['solution'] = types.ModuleType('solution')  # Dataclasses look up their module.
   namespace = vars(module)
   namespace.update(TYPING, math=math, collections=collections, __builtins__=builtins)
   return _caught(lambda: _replay(payload, namespace) if kind == 'replay' else _clean(payload, kind, namespace))
@@ -93,7 +92,7 @@ def _clean(payload: dict, kind: str, namespace: dict) -> dict:
 
 
 def _as_data(value: object) -> object:
-  """Objects that are data by another name as Python's own types; what they claim to be is compared outside."""
+  """Return objects that are data under another name as built-in types; the claim is checked outside the sandbox."""
   if isinstance(value, dict):
     return {_as_data(key): _as_data(item) for key, item in value.items()}
   if isinstance(value, tuple):
@@ -105,7 +104,7 @@ def _as_data(value: object) -> object:
 
 
 def _script(payload: dict) -> dict:
-  """Return a whole program between the real standard input and output."""
+  """Run a whole program between the real standard input and output."""
   module = types.ModuleType('__main__')
   sys.modules['__main__'] = module
   try:
@@ -119,14 +118,14 @@ def _script(payload: dict) -> dict:
 
 
 def _execute(source: str, name: str, namespace: dict) -> None:
-  # For error messages that quote the line; the tests' own source is not to be had from here.
+  # For error messages that quote the line; the tests' own source is not available here.
   if name == FILE:
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
   exec(compile(source, name, 'exec'), namespace)
 
 
 def _find(namespace: dict, name: str) -> typing.Callable:
-  """Return the function of that name, of the program or of its class Solution, or else of the one class that has it."""
+  """Return the function of that name: of the program, its class Solution, or else the only class that has it."""
   if callable(namespace.get(name)):
     return namespace[name]
   classes = [value for value in namespace.values() if isinstance(value, type) and callable(vars(value).get(name))]
@@ -136,7 +135,7 @@ def _find(namespace: dict, name: str) -> typing.Callable:
 
 
 def _json_values(text: str) -> list:
-  """Return the JSON values that a text holds, one after the other."""
+  """Return the JSON values that follow one another in a text."""
   decoder, values, position = json.JSONDecoder(), [], 0
   while True:
     while position < len(text) and text[position].isspace():
@@ -170,16 +169,16 @@ def _check_plain(value: object) -> None:
 
 
 def _literal(value: object) -> str:
-  """Plain data as `ast.literal_eval` reads it; raises NotPlain for anything else."""
+  """Return the literal of plain data that `ast.literal_eval` reads; raises NotPlain for anything else."""
   value = set(value) if isinstance(value, frozenset) else _as_data(value)
   _check_plain(value)
   return repr(value)
 
 
 def _read_literal(text: str) -> object:
-  """Return the inverse of `_literal`; never runs what it reads, which may be anything.
+  """Read a literal that `_literal` wrote; never executes the untrusted text.
 
-  `ast.literal_eval`, and the numbers that have no literal.
+  Extends `ast.literal_eval` by the numbers that have no literal.
   """
   return _node_value(ast.parse(text, mode='eval').body)
 
@@ -197,11 +196,11 @@ def _node_value(node: ast.expr) -> object:
   return ast.literal_eval(node)
 
 
-# ———— Test programs, apart from the program that they test: code_replay.py ————
+# ———— Test programs, which run apart from the program under test: code_replay.py ————
 
 
 def _operate(operations: list, namespace: dict) -> dict:
-  """Return the answer to the last operation, after those before it, which may have made and changed objects."""
+  """Do the earlier operations, which may have made and changed objects, and return the answer to the last one."""
   results: list[object] = []
   for number, operation in enumerate(operations, 1):
     try:
@@ -234,11 +233,11 @@ def _operate(operations: list, namespace: dict) -> dict:
 
 
 class _Unanswered(BaseException):
-  """Ends a test that calls the program in a way not seen before; no `except Exception` of the test stops it."""
+  """Ends a test that calls the program in a new way; no `except Exception` of the test catches it."""
 
 
 def _replay(payload: dict, namespace: dict) -> dict:
-  """Run a test with stand-ins for every name that is neither its own nor built in."""
+  """Run a test with stand-ins for all names that are neither the test's own nor built in."""
   tree = ast.fix_missing_locations(_MarkStatements().visit(ast.parse(payload['test'])))
   names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
   _execute(payload.get('context') or '', 'context', namespace)
@@ -257,7 +256,7 @@ def _replay(payload: dict, namespace: dict) -> dict:
 
 
 class _MarkStatements(ast.NodeTransformer):
-  """Turns `f(xs)` into `EFFECTS(f)(xs)` where the call is a statement, made for what it does to its arguments."""
+  """Turns `f(xs)` into `EFFECTS(f)(xs)` where the call is a statement, made for its effect on its arguments."""
 
   def visit_Expr(self, node: ast.Expr) -> ast.Expr:
     self.generic_visit(node)
@@ -268,7 +267,7 @@ class _MarkStatements(ast.NodeTransformer):
 
 
 class _Talk:
-  """What a test has asked of the program, and what it was told."""
+  """The questions of a test to the program, with the known answers."""
 
   def __init__(self, answers: dict, *, in_place: bool):
     self.answers, self.in_place = answers, in_place
@@ -277,7 +276,7 @@ class _Talk:
     self.last = ''
 
   def function(self, target: dict) -> typing.Callable:
-    """Return a stand-in, which leaves its arguments as they are; its `with_effects` does to them what the program does.
+    """Return a stand-in that leaves its arguments alone; its `with_effects` changes them as the program does.
 
     A program could otherwise empty the list from which the test makes the expected value after the call, as in
     `assert f(xs) == sorted(xs)`.
@@ -295,7 +294,7 @@ class _Talk:
     changed = _read_literal(answer['arguments']) if effects and 'arguments' in answer else ()
     for given, after in zip(arguments, changed, strict=False):
       if isinstance(given, list) and isinstance(after, list):
-        given[:] = after  # The program changed what it was handed.
+        given[:] = after  # The program changed its arguments.
       elif isinstance(given, dict | set) and isinstance(after, type(given)):
         given.clear()
         given.update(after)
@@ -313,7 +312,7 @@ class _Talk:
     answer = self.answers[key]
     if 'raised' in answer:
       if 'object' in operation:
-        self.done.append(operation)  # It may have changed the object all the same.
+        self.done.append(operation)  # It may have changed the object even so.
       error = _raised(answer['raised'], answer.get('message', ''))
       error.described = answer.get('error')
       raise error
@@ -322,7 +321,7 @@ class _Talk:
   def value(self, operation: dict, answer: dict) -> object:
     made = 'repr' not in answer
     if made and 'object' not in operation:
-      # Its construction comes after what was done before, which the answer did not need.
+      # The object's construction comes after earlier operations, which the answer did not need.
       self.done.append(operation)
     elif 'object' in operation:
       self.done.append(operation)
@@ -330,22 +329,21 @@ class _Talk:
 
 
 def _raised(name: str, message: str) -> Exception:
-  """Return what a test sees of the program's exception: the built-in one of that name, which it may expect, or
-  RuntimeError.
+  """Return the exception that a test sees for the program's: the built-in one of that name, else RuntimeError.
 
-  RuntimeError as well for what Python takes for the end of a sequence: `all(map(f, xs))` would be true.
+  The end of an iteration is RuntimeError as well: otherwise `all(map(f, xs))` would be true.
   """
   kind = getattr(builtins, name, None)
   if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UNSEEN):
     try:
       return kind(message)
-    except TypeError:  # It wants more than a message.
+    except TypeError:  # Its constructor needs more than a message.
       pass
   return RuntimeError(f'{name}: {message}')
 
 
 class _Object:
-  """Stands for an object that stays in the program's process; equal to nothing but itself."""
+  """Stands for an object that stays in the program's process; equal only to itself."""
 
   def __init__(self, talk: _Talk, place: int):
     self._talk, self._place = talk, place
@@ -358,7 +356,7 @@ class _Object:
       return self._talk.function(target)
     return self._talk.value(operation, answer)
 
-  def __bool__(self) -> bool:  # Or Python asks for a length, which the nodes of a list or a tree do not have.
+  def __bool__(self) -> bool:  # Otherwise Python asks for a length, which nodes of a list or a tree lack.
     operation = {'object': self._place, 'name': '__bool__', 'do': 'truth'}
     return bool(self._talk.value(operation, self._talk.ask(operation)))
 
@@ -373,14 +371,14 @@ class _Object:
 
 
 def _shown(text: str, spelling: str, *, is_output: bool = False) -> dict:
-  """How something looks, in parts that are small however long it is; `is_output`: it is text that was printed."""
+  """Return the parts of a text that can be shown, of bounded size; `is_output`: the text was printed."""
   mentions = ERROR in text and (is_output or text.startswith(ERROR) or spelling[:1] in ('"', "'"))
   characters, text, spelling = len(text), text[:FIRST_CHARACTERS], spelling[-LAST_CHARACTERS:]
   return {'output': text, 'characters': characters, 'mentions': mentions, 'repr': spelling}
 
 
 def _limited(text: str) -> str:
-  """Return a text without its middle if it is long."""
+  """Cut the middle out of a long text."""
   whole = len(text) <= FIRST_CHARACTERS + LAST_CHARACTERS
   return text if whole else text[:FIRST_CHARACTERS] + text[-LAST_CHARACTERS:]
 
@@ -388,12 +386,12 @@ def _limited(text: str) -> str:
 def _caught(call: typing.Callable[[], dict]) -> dict:
   try:
     return call()
-  except BaseException as error:  # Also SystemExit and KeyboardInterrupt: the program is anybody's.
+  except BaseException as error:  # Includes SystemExit and KeyboardInterrupt: the program may raise anything.
     return {'error': _describe(error, quoted=True)}
 
 
 def _describe(error: BaseException, *, quoted: bool) -> str:
-  """'Type: message', then the innermost frames of the program, with the source line of the last one if `quoted`."""
+  """Format 'Type: message' and the program's innermost frames, with the last one's source line if `quoted`."""
   try:
     message = str(error)
   except BaseException as second:
@@ -416,10 +414,10 @@ def _reference(payload: dict, kind: str) -> dict:
     try:
       with contextlib.redirect_stdout(io.StringIO()):
         _compiled_in(payload['context'], 'Context.py', namespace)
-    except BaseException:  # There the process dies of it, and its parent reads nothing.
+    except BaseException:  # There the process dies, and its parent reads nothing.
       return {}
   try:
-    # As its reliability_guard leaves it; namedtuple needs it on Python 3.11.
+    # As the reference's reliability_guard leaves it; namedtuple needs it on Python 3.11.
     sys._getframe = None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(debug):
       said = _reference_run(payload, kind, namespace, out)
@@ -434,7 +432,7 @@ def _reference_run(payload: dict, kind: str, namespace: dict, out: io.StringIO) 
   code = payload['code']
   if kind == 'stdin':
     sys.stdin = io.StringIO(payload['input'])
-    # The reference puts a line before the program, which shifts the line numbers of its messages by one.
+    # The reference puts a line before the program, which shifts the line numbers in error messages by one.
     _compiled_in('__name__ = "__main__"\n' + code, FILE, namespace)
     text = out.getvalue().strip()
     return {**_shown(text, repr(text), is_output=True), 'whole': text}
@@ -466,9 +464,7 @@ def _compiled_in(source: str, name: str, namespace: dict, flags: int = 0) -> Non
 
 
 def _reference_name(code: str, name: str | None, namespace: dict) -> str:
-  """Return the function to call; without a callable of that name the first one of the program, or the word before a
-  bracket.
-  """
+  """Return the name of the function to call: `name`, else the first function, or the word before a bracket."""
   if name and callable(namespace.get(name)):
     return name
   defined = [node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)]
@@ -480,7 +476,7 @@ def _reference_name(code: str, name: str | None, namespace: dict) -> str:
 
 
 def _reference_data(value: object) -> object:
-  """Return the data that are compared; keys are texts."""
+  """Return the value as the reference compares it, with all keys as strings."""
   if value is None or isinstance(value, bool | int | float | str):
     return value
   if isinstance(value, list | tuple):

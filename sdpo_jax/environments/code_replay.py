@@ -1,11 +1,11 @@
-"""Test programs that run apart from the program they test.
+"""Test programs that run apart from the program under test.
 
 A test of type `code` is a Python program that calls the model's functions and asserts. If both ran in one process, the
-model's program could read what is expected, or report success itself. So the test runs in a process of its own, in
-which stand-ins take the place of the model's functions and classes. A stand-in that is called in a way not seen before
-ends that process; a fresh process of the model's program answers this one call with plain data; then the test starts
-again and finds the answer. Arguments are copies, but for those of a call that is a statement. Objects of the model's
-classes stay on its side: every use of one replays what was done before.
+model's program could read the expected values, or report success itself. So the test runs in its own process, with
+stand-ins for the model's functions and classes. A call of a stand-in that has not been answered before ends that
+process; a fresh process of the model's program answers this one call with plain data; then the test starts again and
+finds the answer. Arguments are copies, except those of a call that is a statement. Objects of the model's classes stay
+on its side: every use of one replays the earlier operations.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from typing import Any
 from sdpo_jax.environments.helper_process import HelperPool, RequestOverranError
 from sdpo_jax.environments.sandbox.sandbox import Job, Limits, Report, Sandbox
 
-MAX_CALLS = 1000  # Of a test; each costs two processes.
-# Of a test over all its starts, since what the model's program answers makes each of them longer: times `cpu_s`, not
-# counting what a process takes in any case; and characters of answers, which this process writes anew for each.
+MAX_CALLS = 1000  # Limit per test; each call costs two processes.
+# Limits per test over all its starts, because every answer of the model's program makes each restart longer: a multiple
+# of `cpu_s`, not counting a process's start; and characters of answers, which this process writes again for each start.
 MAX_REPLAY, START_S, MAX_SENT = 10.0, 0.02, 2**26
-CALLED_CHARACTERS = 200  # Of the last call, as shown.
+CALLED_CHARACTERS = 200  # Length limit of the last call as shown.
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
   """A test program and the model's program that it tests."""
 
-  code: str  # The model's.
-  context: str  # Runs before either.
+  code: str  # The model's program.
+  context: str  # Code that runs before either program.
   test: str
-  in_place: bool  # What the model's functions do to their arguments counts in every call, not only in statements.
-  # Of every process; `cpu_s` also of all the model's together, and `MAX_REPLAY` times as much of all the test's.
-  # `result_bytes` is that of one answer of the model's program, and of the test `output_mb`, as of all answers
-  # together.
+  in_place: bool  # All calls of the model's functions may change their arguments, not only statements.
+  # Limits of every process. `cpu_s` also limits all processes of the model's program together, and `MAX_REPLAY` times
+  # `cpu_s` all processes of the test. `result_bytes` limits one answer of the model's program; `output_mb` limits the
+  # test's result and all answers together.
   limits: Limits
 
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-  """What became of a test: the report of the process that ended it, and what there is to say."""
+  """The end of a test: the report of the process that ended it, and what that process returned."""
 
   report: Report
   result: dict[str, Any]  # {'finished': True} if the test ran to its end, else {'error': …, 'called': …} or nothing.
@@ -49,19 +49,19 @@ class Ended:
 
 @dataclasses.dataclass
 class _State:
-  answers: dict[str, Any] = dataclasses.field(default_factory=dict)  # By the JSON of what was asked.
-  characters: int = 0  # Of all answers.
-  sent: int = 0  # Characters of answers, in all starts of the test.
-  cpu_s: float = 0.0  # Of the model's program.
+  answers: dict[str, Any] = dataclasses.field(default_factory=dict)  # Keyed by the JSON of the operations.
+  characters: int = 0  # Length of all answers.
+  sent: int = 0  # Characters of answers sent, over all starts of the test.
+  cpu_s: float = 0.0  # CPU seconds of the model's program.
   test_cpu_s: float = 0.0
 
 
 def run(sandbox: Sandbox, helpers: HelperPool, trials: Sequence[Trial]) -> list[Ended]:
-  """Return what became of each test.
+  """Run the tests and return how each ended.
 
   Args:
     sandbox: where the tests and the model's programs run.
-    helpers: processes of code_verdicts.py, which read the answers of the model's programs.
+    helpers: processes of code_verdicts.py that parse the answers of the model's programs.
     trials: the tests.
   """
   ended: list[Ended | None] = [None] * len(trials)
@@ -81,7 +81,7 @@ def _asked(
   pending: Sequence[int],
   ended: list[Ended | None],
 ) -> list[tuple[int, list[Any]]]:
-  """Run tests with what is known; (test, operations) of those that need to know more, the others' ends filled in."""
+  """Run tests with the known answers; return (test, operations) for unanswered calls and fill `ended` for the rest."""
   jobs = []
   for number in pending:
     limits = dataclasses.replace(trials[number].limits, result_bytes=None)
@@ -95,7 +95,7 @@ def _asked(
     jobs.append(dataclasses.replace(job, limits=limits))
   asked = []
   for number, report in zip(pending, sandbox.run(jobs), strict=True):
-    # Written by the harness alone, in a process that never held the model's program: texts in a frame of few objects.
+    # The harness alone writes this, in a process that never held the model's program: strings in a few objects.
     result = report.result if report.status == 'ended' and isinstance(report.result, dict) else {}
     state = states[number]
     state.test_cpu_s += max(0.0, report.cpu_s - START_S)
@@ -122,7 +122,7 @@ def _answer(
   asked: Sequence[tuple[int, list[Any]]],
   ended: list[Ended | None],
 ) -> None:
-  """Asks the model's programs; one that ends without an answer, or has used up its time, ends its test."""
+  """Ask the model's programs; a program that ends without an answer or has used up its time ends its test."""
   jobs = [_job(trials[number], 'operations', code=trials[number].code, operations=need) for number, need in asked]
   for (number, need), report in zip(asked, sandbox.run(jobs), strict=True):
     state, limits = states[number], trials[number].limits
@@ -147,5 +147,5 @@ def _job(trial: Trial, kind: str, **more: Any) -> Job:
 
 
 def key(operations: Sequence[Any]) -> str:
-  """Return what the harness looks an answer up by."""
+  """Return the key under which the harness looks up an answer."""
   return json.dumps(operations, sort_keys=True)

@@ -1,10 +1,10 @@
-"""Whether what a program made is what its test expects, found out in a process of its own.
+"""Comparison of a program's output with the expected output of its test, in a process of its own.
 
     python -I -X utf8 code_verdicts.py DESCRIPTOR
 
-What a program returns and prints is whatever it likes, and takes up to a hundred times its size in memory once it is
-parsed; so this runs beside the training process, with limits, and answers the requests that come on the socket
-DESCRIPTOR (helper_process.py). Nothing of a program is ever run here. Standard library only.
+A program may return and print anything, and parsing can take up to a hundred times its size in memory. So this file
+runs beside the training process, with limits, and answers the requests that arrive on the socket DESCRIPTOR
+(helper_process.py). It never runs a program. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import struct
 import sys
 from typing import Any
 
-CPU_S = 5.0  # For one request: what is within the bound of a result takes less than a tenth.
+CPU_S = 5.0  # Per request; a result within the size limit takes less than a tenth of it.
 MEMORY = 2**30  # Bytes of address space.
 FRAME, ANSWER = struct.Struct('>4Q'), struct.Struct('>Q')
 
 ERROR = 'Error: '  # As in code_feedback.py.
-SHOWN_CHARACTERS = 4000  # Of an output that are kept: more than feedback can show.
+SHOWN_CHARACTERS = 4000  # Characters of an output that are kept: more than feedback can show.
 PRED_CHARACTERS = 5000
-DEBUG_LINES, DEBUG_CHARACTERS = 10, 301  # Of the standard error that feedback shows, and one character more.
-LITERAL_CHARACTERS = 1_000_000  # Of a value that the harness reads back; parsing takes a hundred times its memory.
+DEBUG_LINES, DEBUG_CHARACTERS = 10, 301  # Limits of standard error in feedback, plus one character.
+LITERAL_CHARACTERS = 1_000_000  # Limit of a value the harness reads back; parsing takes a hundred times its memory.
 
-DIED = 'Process Error: EOFError: '  # What the reference's parent reads of a process that died.
-# What it reads of one whose result could not be sent: the handler has a fault of its own.
+DIED = 'Process Error: EOFError: '  # What the reference's parent process reports for a process that died.
+# What it reports for a process whose result could not be sent: the reference's handler itself fails.
 UNSENT = "ERROR: UnboundLocalError: cannot access local variable 'e' where it is not associated with a value"
 
 
@@ -40,13 +40,13 @@ UNSENT = "ERROR: UnboundLocalError: cannot access local variable 'e' where it is
 
 
 def same_stdout_reference(actual: str, expected: str) -> bool:
-  """Equality after stripping, with spaces for newlines and without carriage returns."""
+  """Return whether outputs are equal after stripping, with spaces for newlines and without carriage returns."""
   left, right = (text.strip().replace('\n', ' ').replace('\r', '') for text in (actual, expected))
   return left == right
 
 
 def same_stdout(actual: str, expected: str, tolerance: float = 0.0) -> bool:
-  """Line by line, trailing space and blank last lines aside: equal text, or equal numbers (within `tolerance`)."""
+  """Compare line by line, ignoring trailing space and blank last lines: equal text, or numbers within `tolerance`."""
   left, right = ([line.rstrip() for line in text.strip().split('\n')] for text in (actual, expected))
   return len(left) == len(right) and all(
     a == b or _same_words(a.split(), b.split(), tolerance) for a, b in zip(left, right, strict=True)
@@ -73,7 +73,7 @@ def _close(left: float, right: float, tolerance: float) -> bool:
 
 
 def same_value(actual: Any, expected: Any, tolerance: float = 0.0) -> bool:
-  """Equality of data: tuples are lists, 1 is 1.0, true is not 1, NaN is NaN; numbers within `tolerance`."""
+  """Return whether data are equal: tuple = list, 1 = 1.0, true ≠ 1, NaN = NaN, and numbers within `tolerance`."""
   if isinstance(actual, bool) or isinstance(expected, bool):
     return actual is expected
   if isinstance(actual, int | float) and isinstance(expected, int | float):
@@ -81,7 +81,7 @@ def same_value(actual: Any, expected: Any, tolerance: float = 0.0) -> bool:
       return actual == expected
     try:
       return _close(float(actual), float(expected), tolerance)
-    except OverflowError:  # An integer beyond the floats.
+    except OverflowError:  # An integer too large for a float.
       return actual == expected
   if isinstance(actual, list | tuple) and isinstance(expected, list | tuple):
     return len(actual) == len(expected) and all(
@@ -98,17 +98,17 @@ def same_value(actual: Any, expected: Any, tolerance: float = 0.0) -> bool:
 
 
 def verdict(question: dict, result: bytes, stdout: bytes, stderr: bytes) -> dict:
-  """Return what became of one test.
+  """Return the result of one test.
 
   Args:
-    question: profile, testtype, expected, tolerance; status, exit_code, signal, dropped of the report (sandbox.py).
+    question: profile, testtype, expected, tolerance; status, exit_code, signal and dropped of the report (sandbox.py).
     result: what the harness returned, as JSON; b'' if it returned nothing.
-    stdout: what the program printed, as far as it was kept.
-    stderr: the same.
+    stdout: the part of the program's standard output that was kept.
+    stderr: the same for its standard error.
 
   Returns:
-    'passed'; 'actual', 'characters' and 'written', what came out, its length and the end of its spelling; 'expected' as
-    shown; 'mentions_error'; 'debug' and 'debug_lines', the first lines of the standard error and their number.
+    'passed'; 'actual', 'characters' and 'written': the output, its length and the end of its repr(); 'expected' as
+    shown; 'mentions_error'; 'debug' and 'debug_lines': the first lines of standard error and their number.
   """
   said = parts_of(result, 'result' in question['dropped'])
   if question['profile'] == 'reference':
@@ -119,10 +119,10 @@ def verdict(question: dict, result: bytes, stdout: bytes, stderr: bytes) -> dict
 
 
 def parts_of(result: bytes, cut: bool) -> dict[str, Any]:
-  """Return what the harness says, of it only what is of the right type, for a program may have written it; {} if
-  nothing is.
+  """Return the valid fields of the harness's result; {} if there are none.
 
-  Where the result was `cut` off, what comes before the value itself, which is its last part.
+  A program may have forged the result, so only fields of the right type are returned. If the result was `cut` off,
+  these are the fields before the value itself, which comes last.
   """
   try:
     said = json.loads(result)
@@ -183,7 +183,7 @@ def _reference(question: dict, said: dict) -> dict:
     return _made(said, 'whole' in said and same_stdout_reference(said['whole'], wanted), wanted)
   if kind == 'code':
     return _made(said, 'result' not in question['dropped'], shown)
-  try:  # Also of values that are not JSON as text: they are no answers there.
+  try:  # Also tries values whose text is not JSON: the reference does not take them for answers.
     wanted = json.dumps(json.loads(expected), sort_keys=True)
   except (ValueError, TypeError, RecursionError) as error:
     return wrong(f'{ERROR}{error}')
@@ -191,7 +191,7 @@ def _reference(question: dict, said: dict) -> dict:
 
 
 def _made(said: dict, passed: bool, shown: str | None) -> dict:
-  """Return the verdict on a value of which the harness tells how it looks."""
+  """Return the verdict on a value that the harness describes."""
   found = _shown(said.get('output', ''), said.get('repr', ''), passed, shown)
   return found | {'characters': said.get('characters', 0), 'mentions_error': said.get('mentions', False)}
 
@@ -201,7 +201,7 @@ def _error(text: str, shown: str | None) -> dict:
 
 
 def _shown(actual: str, written: str, passed: bool, shown: str | None, kind: str = 'stdin') -> dict:
-  # What is no text, a list for example, is no error either.
+  # A value that is not a string, such as a list, is no error either.
   mentions = ERROR in actual and (kind != 'functional' or actual.startswith(ERROR) or written[:1] in ('"', "'"))
   return {
     'actual': actual[:SHOWN_CHARACTERS],
@@ -227,7 +227,7 @@ def _same_json(text: str, expected: Any, tolerance: float) -> bool:
 
 
 def ending(question: dict) -> str:
-  """How a program ended that did not come to the end of its test."""
+  """Describe how a program ended that did not finish its test."""
   if question['status'] == 'output':
     return 'OutputError: the program printed or returned too much'
   if question['status'] == 'killed':
@@ -236,7 +236,7 @@ def ending(question: dict) -> str:
 
 
 def answer_of(result: bytes) -> dict:
-  """Return what the stand-ins of a test program (code_replay.py) understand of what the program's process says."""
+  """Return the valid fields of a model program's answer, for the stand-ins of a test program (code_replay.py)."""
   try:
     said = json.loads(result)
   except (ValueError, RecursionError):
@@ -261,19 +261,19 @@ def respond(question: dict, *parts: bytes) -> dict:
 
 
 def serve(connection: socket.socket) -> None:
-  """Answers requests until the other side hangs up."""
+  """Answer requests until the other side closes the connection."""
   stream = connection.makefile('rwb')
   stream.write(ANSWER.pack(0))
   stream.flush()
   while header := stream.read(FRAME.size):
     question, *parts = (stream.read(size) for size in FRAME.unpack(header))
-    # The signal's default ends this process, also in the middle of a function written in C.
+    # The signal's default action ends this process, even inside a C function.
     signal.setitimer(signal.ITIMER_PROF, CPU_S)
     try:
       said = respond(json.loads(question), *parts)
     except (MemoryError, RecursionError):
       said = {'overran': True}
-    except Exception as error:  # A fault of this file, which the other side is to tell.
+    except Exception as error:  # A fault of this file, reported by the other side.
       said = {'fault': f'{type(error).__name__}: {error}'}
     answer = json.dumps(said).encode()
     signal.setitimer(signal.ITIMER_PROF, 0)
@@ -282,7 +282,7 @@ def serve(connection: socket.socket) -> None:
 
 
 if __name__ == '__main__':
-  signal.signal(signal.SIGPROF, signal.SIG_DFL)  # The owner may ignore it, which is inherited.
+  signal.signal(signal.SIGPROF, signal.SIG_DFL)  # The owner may ignore it, and children inherit that.
   signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
   gc.disable()  # Nothing here makes cycles, and collections take most of the time of parsing.
   resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))

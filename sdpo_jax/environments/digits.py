@@ -18,9 +18,9 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example, Outcome
 
 NAME = 'digits'
-LENGTH = 5  # Digits of a question.
+LENGTH = 5  # Digits per question.
 SHOWN = 3  # Wrong digits that feedback names.
-HELD_OUT = 5  # One list of digits in so many belongs to the test split.
+HELD_OUT = 5  # One in this many lists of digits belongs to the test split.
 
 Digits = Sequence[int]
 Rule = Callable[[Digits], list[int]]
@@ -32,13 +32,13 @@ def shift(amount: int) -> Rule:
 
 
 def swap_neighbours(digits: Digits) -> list[int]:
-  """Digits 2 1, 4 3, …; the last of an odd number stays."""
+  """Swap digits pairwise: 2 1, 4 3, …; the last of an odd number stays."""
   return [digits[i ^ 1] if i ^ 1 < len(digits) else digits[i] for i in range(len(digits))]
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-  """A way to transform digits, and how to ask for it."""
+  """A transformation of digits and its wording in questions."""
 
   sentence: str
   rule: Rule
@@ -69,14 +69,12 @@ def answer(instruction: str, digits: Digits) -> str:
 
 
 def write(digits: Digits) -> str:
-  """[4, 0, 7] as '407'."""
+  """Join digits: [4, 0, 7] becomes '407'."""
   return ''.join(str(int(digit)) for digit in digits)
 
 
 def split_of(digits: Digits) -> str:
-  """Return the split that a list of digits belongs to, whatever the instruction: so no test list is ever seen in
-  training.
-  """
+  """Return the split of a list of digits, the same for all instructions: no test list occurs in training."""
   return 'test' if sum((i + 1) * int(digit) for i, digit in enumerate(digits)) % HELD_OUT == 0 else 'train'
 
 
@@ -91,15 +89,15 @@ def draw(rng: np.random.Generator, split: str, length: int = LENGTH) -> tuple[st
 
 @register_generator(NAME)
 def generate(split: str, seed: int, *, length: int | str = LENGTH) -> Callable[[int], Example]:
-  """Endless questions: `generator:digits`, or `generator:digits?length=7`.
+  """Make endless questions: `generator:digits`, or `generator:digits?length=7`.
 
   Args:
     split: 'train' or 'test'; the two share no list of digits.
-    seed: two seeds give two lists of questions.
-    length: digits of a question, 2 to 100.
+    seed: different seeds give different sequences of questions.
+    length: digits per question, 2 to 100.
 
   Raises:
-    UserError: unknown split, or a length that is no such number.
+    UserError: the split is unknown or the length is not such a number.
   """
   if split not in ('train', 'test'):
     raise UserError(f"The generator {NAME!r} has the splits 'train' and 'test', not {split!r}.")
@@ -123,7 +121,7 @@ def generate(split: str, seed: int, *, length: int | str = LENGTH) -> Callable[[
 
 @register(NAME)
 def grade(examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
-  """Scores 1 for exactly the right digits (white space around them is ignored), else 0.
+  """Score 1 if the digits are exactly right (ignoring white space around them), else 0.
 
   Metrics: acc, the fraction of digits that are right; pred, the answer for a majority vote; incorrect_format, 1 for an
   answer that is not the right number of digits or was cut off; format_valid, the opposite.
@@ -144,7 +142,7 @@ def _grade(expected: str, got: str, truncated: bool) -> Outcome:
 
 
 def feedback(expected: str, got: str) -> str:
-  """One line for each of the first `SHOWN` wrong digits; '' if all are right. Both strings are of one length."""
+  """Describe each of the first `SHOWN` wrong digits in a line; '' if all are right. Strings have equal length."""
   wrong = [i for i in range(len(expected)) if expected[i] != got[i]]
   return '\n'.join(f'Digit {i + 1} is wrong: expected {expected[i]}, got {got[i]}.' for i in wrong[:SHOWN])
 

@@ -1,9 +1,9 @@
-"""Facts of a document: a task whose answers stand in a text that is made up, so that no weights can know them.
+"""Facts of a document: questions whose answers stand in a made-up text, so that no pretrained model can know them.
 
 A document lists facts, each a key with two values ("bako meta sopi ;"); a question is a key, and its answer the two
-values. Keys and first values occur once in a document. It is the system message of a question: without it there is
-nothing to know, and with it everything. Questions that do not show it are for models that have it elsewhere, in a
-cartridge.
+values. Keys and first values occur once per document. The document is the question's system message: without it the
+answer cannot be known, with it everything is known. Questions that do not show it are for models that hold the document
+elsewhere, in a cartridge.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ END = ';'
 
 
 def _words(first: str, second: str) -> tuple[str, ...]:
-  """Return all words of two syllables, one of either list."""
+  """Return all words of two syllables, one from each list."""
   return tuple(one + two for one in first.split() for two in second.split())
 
 
 KEYS = _words('ba be bi bo da de di do', 'ka ke ki ko ga ge gi go')
-FIRST = _words('ma me mi mo na ne', 'ra re ri ro ta te ti to')  # Words that only first values are.
+FIRST = _words('ma me mi mo na ne', 'ra re ri ro ta te ti to')  # Words that occur only as first values.
 SECOND = _words('sa se si so va ve', 'la le li lo pa pe pi po')
-FACTS = 48  # Of a document, at most as many as there are first values.
+FACTS = 48  # Facts per document, at most as many as there are first values.
 
 
 class Fact(NamedTuple):
-  """An entry of a document, as words."""
+  """An entry of a document: a key and its two values."""
 
   key: str
   first: str
@@ -45,7 +45,7 @@ Document = tuple[Fact, ...]
 
 
 def draw(rng: np.random.Generator, facts: int = FACTS) -> Document:
-  """Return a random document of so many facts."""
+  """Draw a random document with this many facts."""
   keys = rng.permutation(len(KEYS))[:facts]
   first = rng.permutation(len(FIRST))[:facts]
   second = rng.integers(len(SECOND), size=facts)
@@ -58,10 +58,10 @@ def write(document: Sequence[Fact]) -> str:
 
 
 def read(file: str) -> Document:
-  """Return the facts of a document in a text file, local or gs://….
+  """Parse a document from a text file, local or gs://….
 
   Raises:
-    UserError: it cannot be read, or is not what `write` writes, but for white space.
+    UserError: the file cannot be read, or differs from what `write` writes in more than white space.
   """
   way_out = 'name a document that `python -m launch.make_base --task=document` wrote'
   words = read_text(file, way_out).split()
@@ -86,19 +86,19 @@ def answer(fact: Fact) -> str:
 def generate(
   split: str, seed: int, *, facts: int | str = FACTS, document: str = '', shown: str = 'yes'
 ) -> Callable[[int], Example]:
-  """Endless questions, all of a document one after the other: `generator:facts`, or `generator:facts?facts=16`.
+  """Make endless questions, going through one document after another: `generator:facts`, or `generator:facts?facts=16`.
 
-  `generator:facts?document=FILE&shown=no` asks for the facts of one document, again and again, and does not show it.
+  `generator:facts?document=FILE&shown=no` asks for the facts of one document again and again without showing it.
 
   Args:
-    split: 'train' or 'test', which share no random document.
-    seed: two seeds give two lists of random documents.
-    facts: of a random document, 1 to 48.
-    document: text file with the only document that is asked about, in both splits; '': random ones.
-    shown: whether the document is the system message of its questions, 'yes' or 'no'.
+    split: 'train' or 'test'; the two share no random document.
+    seed: different seeds give different sequences of random documents.
+    facts: facts per random document, 1 to 48.
+    document: text file with the only document of both splits; '': random documents.
+    shown: 'yes' if the document is the system message of its questions, else 'no'.
 
   Raises:
-    UserError: unknown split, a number of facts or a choice that is none, or a file that is no document.
+    UserError: unknown split, invalid number of facts or choice, or a file that is not a document.
   """
   if split not in ('train', 'test'):
     raise UserError(f"The generator {NAME!r} has the splits 'train' and 'test', not {split!r}.")
@@ -131,8 +131,7 @@ def generate(
 
 @register(NAME)
 def grade(examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
-  """Score 1 for exactly the two values, else 0; the sign that ends a fact may be missing, as where sampling stopped at
-  it.
+  """Score 1 for exactly the two values, else 0; the closing ';' may be missing, as where sampling stopped at it.
 
   Metrics: acc, the fraction of the two values that are right; pred, the answer for a majority vote.
   """
@@ -148,7 +147,7 @@ def _values(text: str) -> list[str]:
 
 
 def _grade(expected: list[str], got: list[str]) -> Outcome:
-  right = sum(e == g for e, g in zip(expected, got, strict=False))  # An answer may have fewer words, or more.
+  right = sum(e == g for e, g in zip(expected, got, strict=False))  # The answer may have fewer or more words.
   acc = right / len(expected) if len(got) <= len(expected) else 0.0
   feedback = '' if acc == 1 else f'Wrong: the document says {" ".join(expected)!r}.'
   return Outcome(score=float(acc == 1), feedback=feedback, metrics={'acc': acc, 'pred': ' '.join(got)})

@@ -1,8 +1,8 @@
-"""Which code decides what a grader says: its definition, and whatever that needs, in its own file and in others.
+"""The code that decides what a grader returns: its definition and everything that it needs, across files.
 
-Of a file only those statements count that the grader needs, by the names in them, so that it may lie in a config file
-beside settings. Not counted are installed packages, which have versions, and of this project what only carries
-questions and answers to and fro. Comments, docstrings, formatting and the names of files do not count either.
+Only the statements of a file that the grader needs count, found by the names in them, so a grader may share a config
+file with settings. Not counted are installed packages, which have versions, and the parts of this project that merely
+pass questions and answers along. Comments, docstrings, formatting and file names do not count either.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 ROOM_FOLDER = pathlib.Path(__file__).resolve().parent  # The built-in graders.
 PACKAGE_FOLDER = ROOM_FOLDER.parent
 PROJECT = ('sdpo_jax', 'models', 'configs', 'launch', 'benchmarks')
-# Around the built-in graders.
+# Modules around the built-in graders that do not affect grading.
 MACHINERY = (
   '__init__',
   'bounded_http',
@@ -36,17 +36,17 @@ MACHINERY = (
   'time_limit',
   'weighted_sum',
 )
-SETTINGS = 'get_config'  # A config file may define graders; its settings are compared as such.
+SETTINGS = 'get_config'  # A config file may define graders; its settings are compared separately.
 UNKNOWN = 'not known'
-_EVERYTHING = '*'  # In the place of a name: the whole file.
-_NAME_LENGTH = 100  # Characters at most of a text that may be the name of a file.
-_NOT_CODE = ('ctx', 'kind', 'type_comment')  # Fields of syntax trees that repeat, or comment on, others.
+_EVERYTHING = '*'  # Instead of a name: the whole file.
+_NAME_LENGTH = 100  # Longest text that may be a file name.
+_NOT_CODE = ('ctx', 'kind', 'type_comment')  # Fields of syntax trees that repeat or annotate others.
 
 
 def digest(grader: Any) -> str:
-  """Return 16 hexadecimal digits that tell what a grader, or a generator, does from what others do.
+  """Return 16 hexadecimal digits that identify the behaviour of a grader or generator.
 
-  That of code which lies in no file is `UNKNOWN`.
+  Code that is in no file gives `UNKNOWN`.
   """
   waiting = definitions(grader)
   if not waiting:
@@ -64,7 +64,7 @@ def digest(grader: Any) -> str:
 
 
 def definitions(grader: Any) -> list[tuple[pathlib.Path, str]]:
-  """Return (file, name at its top level) of the code of a grader or generator, and of functions that it holds."""
+  """Return (file, top-level name) for the code of a grader or generator and of the functions that it holds."""
   waiting, seen, places = [grader], set(), []
   while waiting:
     value = waiting.pop()
@@ -80,25 +80,25 @@ def definitions(grader: Any) -> list[tuple[pathlib.Path, str]]:
 
 
 def _held(value: Any) -> list[Any]:
-  """Return what a callable holds that may be called by it."""
+  """Return the values inside a callable that it may call."""
   if isinstance(value, functools.partial):
     return [value.func, *value.args, *value.keywords.values()]
   cells = []
   for cell in getattr(value, '__closure__', None) or ():
-    with contextlib.suppress(ValueError):  # Nothing is in it yet.
+    with contextlib.suppress(ValueError):  # The cell is still empty.
       cells.append(cell.cell_contents)
   return [*cells, *(vars(value).values() if hasattr(value, '__dict__') and not isinstance(value, type) else ())]
 
 
 def _counts(file: pathlib.Path) -> bool:
-  """Whether a file is neither installed nor a part of this project that decides nothing."""
+  """Return whether a file's code counts: it is not installed, and not a part of this project that decides nothing."""
   if file.is_relative_to(PACKAGE_FOLDER):
     return file.parent == ROOM_FOLDER and file.stem not in MACHINERY
   return not _is_installed(file)
 
 
 def _is_installed(file: pathlib.Path) -> bool:
-  """Whether a file is of Python itself, of an installed package, or no file at all."""
+  """Return whether a file belongs to Python or an installed package, or is no file at all."""
   if not file.is_file() or {'site-packages', 'dist-packages'} & set(file.parts):
     return True
   return any(file.is_relative_to(folder) for folder in _libraries())
@@ -114,13 +114,13 @@ def _hash(content: bytes) -> str:
 
 
 def _read(file: pathlib.Path, name: str) -> tuple[set[str], list[tuple[pathlib.Path, str]]]:
-  """Return digests of the statements that define a name in a file, and what else these need."""
+  """Return digests of the statements that define a name in a file, and the other definitions they need."""
   content = file.read_bytes()
   statements = _statements(content) if file.suffix == '.py' else None
   if statements is None:
     return {_hash(content)}, []
   known = {bound for statement in statements for bound in _bound(statement)}
-  if name not in known:  # Such as a lambda, or all of a module.
+  if name not in known:  # For example a lambda, or a whole module.
     name = _EVERYTHING
   parts: set[str] = set()
   needed: list[tuple[pathlib.Path, str]] = []
@@ -139,7 +139,7 @@ def _read(file: pathlib.Path, name: str) -> tuple[set[str], list[tuple[pathlib.P
 
 @functools.lru_cache(maxsize=64)
 def _statements(content: bytes) -> tuple[ast.stmt, ...] | None:
-  """Return the statements of Python code, without its settings; None where it is something else."""
+  """Return the statements of Python code without its settings; None if the content is not Python."""
   try:
     tree = ast.parse(content)
   except (SyntaxError, ValueError):
@@ -148,7 +148,7 @@ def _statements(content: bytes) -> tuple[ast.stmt, ...] | None:
 
 
 def _bound(statement: ast.stmt) -> set[str]:
-  """Return the names that a statement at the top level defines, or whose values it changes."""
+  """Return the names that a top-level statement defines or modifies."""
   if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
     return {statement.name}
   if isinstance(statement, ast.Import | ast.ImportFrom):
@@ -164,16 +164,14 @@ def _bound(statement: ast.stmt) -> set[str]:
 
 
 def _root(node: ast.expr) -> str:
-  """Return the name at the beginning of `name`, `name.attribute` and `name[…]`; '' of anything else."""
+  """Return the first name in `name`, `name.attribute` and `name[…]`; '' for anything else."""
   while isinstance(node, ast.Attribute | ast.Subscript | ast.Starred):
     node = node.value
   return node.id if isinstance(node, ast.Name) else ''
 
 
 def _meaning(node: Any) -> Iterator[str]:
-  """Yield what a syntax tree says, line by line, the same in all versions of Python: without empty fields and bare
-  texts.
-  """
+  """Yield a syntax tree as lines that are the same in all Python versions: without empty fields and bare strings."""
   if isinstance(node, ast.AST):
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
       return
@@ -192,7 +190,7 @@ def _meaning(node: Any) -> Iterator[str]:
 
 
 def _late(node: ast.AST, file: pathlib.Path) -> Iterator[tuple[pathlib.Path, str]]:
-  """Yield what an import inside a function, or another statement, needs."""
+  """Yield the definitions that an import nested in a function or another statement needs."""
   if isinstance(node, ast.Import | ast.ImportFrom):
     for alias in node.names:
       yield from _imported(node, alias, _EVERYTHING, file)
@@ -201,7 +199,7 @@ def _late(node: ast.AST, file: pathlib.Path) -> Iterator[tuple[pathlib.Path, str
 def _imported(
   node: ast.Import | ast.ImportFrom, alias: ast.alias, name: str, file: pathlib.Path
 ) -> Iterator[tuple[pathlib.Path, str]]:
-  """Yield what an import needs of files that count, where `name` is what is wanted of it."""
+  """Yield the definitions that an import needs from counted files; `name` is what the importer uses."""
   if name not in (_EVERYTHING, (alias.asname or alias.name).partition('.')[0]):
     return
   if isinstance(node, ast.Import):
@@ -223,7 +221,7 @@ def _module(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _files(name: str) -> list[pathlib.Path]:
-  """Return the file of a module if it counts; nothing is imported for it."""
+  """Return the file of a module if it counts, without importing anything."""
   top, *rest = name.split('.')
   if top in PROJECT:
     return [file for file in _module(PACKAGE_FOLDER.parent.joinpath(top, *rest)) if top == 'sdpo_jax' and _counts(file)]
@@ -237,7 +235,7 @@ def _files(name: str) -> list[pathlib.Path]:
 
 
 def _beside(node: ast.AST, file: pathlib.Path) -> Iterator[tuple[pathlib.Path, str]]:
-  """Yield a file beside this one whose name is a text in it: what it reads, or hands to a sandbox."""
+  """Yield files in the same folder whose names occur as strings: files that this one reads or sends to a sandbox."""
   text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ''
   if '.' in text and len(text) < _NAME_LENGTH and text.isprintable() and pathlib.PurePath(text).name == text:
     if (file.parent / text).is_file():

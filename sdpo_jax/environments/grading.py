@@ -1,4 +1,4 @@
-"""Grading a batch: every completion by the graders that its question names, whatever a grader does."""
+"""Batch grading: every completion is graded by its question's graders, and a failing grader does not end the run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from sdpo_jax.environments.weighted_sum import weighted_sum
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Example, Outcome
 
-PATIENCE = 2  # Single completions of a call that may overrun before the rest of the call is abandoned.
+PATIENCE = 2  # Overruns of single completions after which the rest of a call is abandoned.
 
 
 class Graders:
-  """The graders of a run: made from settings when first needed, closed at its end.
+  """The graders of a run, made from settings on first use and closed at the run's end.
 
-  A grader that raises, hangs, or gives a score that is none costs the completions that it does so for, not the run:
-  they are ungraded, and counted.
+  A grader that raises, hangs, or returns an invalid score affects only the completions concerned, not the run: they are
+  ungraded and counted.
   """
 
   def __init__(self, settings: EnvironmentsConfig):
@@ -35,11 +35,11 @@ class Graders:
 
     Raises:
       UserError: a module of `environments.modules` is missing or cannot be imported, or a name in
-        `environments.reward_weights` is no grader's.
+        `environments.reward_weights` matches no grader.
     """
     self._settings = settings
     self._made: dict[str, registry.Grader] = {}
-    self._weights: dict[str, dict[str, float]] = {}  # By name of the grader, of every `Example.environment` so far.
+    self._weights: dict[str, dict[str, float]] = {}  # By grader name, for every `Example.environment` so far.
     self._metric_names: dict[str, MetricNames] = {}
     self._closed = False
     load_modules(settings.modules)
@@ -50,16 +50,16 @@ class Graders:
         raise UserError(f'environments.reward_weights: {error}') from error
 
   def prepare(self, environments: Iterable[str]) -> None:
-    """Make the graders of these environments, so that what is wrong with their settings is said before a run begins.
+    """Make the graders of these environments, so that errors in their settings appear before a run begins.
 
     Raises:
-      UserError: there is no such grader, it cannot work with the settings, or all graders of a question weigh nothing.
+      UserError: a grader does not exist, cannot work with the settings, or all graders of a question have weight 0.
     """
     for name in sorted({name for environment in set(environments) for name in self._weights_of(environment)}):
       self.get(name)
 
   def _weights_of(self, environment: str) -> dict[str, float]:
-    """Return the weights of the graders of an `Example.environment` by name; raises UserError as `prepare`."""
+    """Return grader weights of an `Example.environment`, by name; raises UserError as `prepare`."""
     if environment not in self._weights:
       try:
         named = rewards.parse(environment)
@@ -76,10 +76,10 @@ class Graders:
     return self._weights[environment]
 
   def check_questions(self, examples: Sequence[Example]) -> None:
-    """Hands every grader that wants to see them the questions that it will be asked about, before a run begins.
+    """Pass the run's questions to every grader that checks them, before a run begins.
 
     Raises:
-      UserError: a grader cannot grade such questions.
+      UserError: a grader cannot grade these questions.
     """
     by_grader: dict[str, list[Example]] = defaultdict(list)
     for example in examples:
@@ -91,7 +91,7 @@ class Graders:
         grader.check_questions(asked)
 
   def describe(self) -> list[str]:
-    """Return a line for each way in which graders confine the programs that they run; `layers` of a grader names it."""
+    """Describe each way in which graders confine the programs they run, a line each; see `layers` of a grader."""
     names: dict[str, list[str]] = defaultdict(list)
     for name, grader in self._made.items():
       if layers := getattr(grader, 'layers', None):
@@ -101,7 +101,7 @@ class Graders:
   def grade(
     self, examples: Sequence[Example], completions: Sequence[str], *, truncated: Sequence[bool]
   ) -> list[Outcome]:
-    """One outcome a completion of a whole batch, in order; all three arguments have N entries.
+    """Grade a whole batch and return one outcome per completion, in order; all three arguments have N entries.
 
     Raises:
       UserError: as `grade_part` and `end_batch`.
@@ -113,18 +113,18 @@ class Graders:
   def grade_part(
     self, examples: Sequence[Example], completions: Sequence[str], *, truncated: Sequence[bool]
   ) -> list[Outcome]:
-    """As `grade`, for some completions of a batch, the rest of which follows; `end_batch` is to be called at its end.
+    """Grade part of a batch, like `grade`; call `end_batch` after the last part.
 
     Raises:
-      UserError: a question names a grader that there is not, or a grader returns the wrong number of outcomes, or
-        finds that it cannot grade at all.
+      UserError: a question names an unknown grader, or a grader returns the wrong number of outcomes or finds that it
+        cannot grade at all.
     """
     weights = [self._weights_of(example.environment) for example in examples]
     by_grader: dict[str, list[int]] = defaultdict(list)
     for row, names in enumerate(weights):
       for name in names:
         by_grader[name].append(row)
-    found: list[dict[str, Outcome]] = [{} for _ in examples]  # Of each completion by grader.
+    found: list[dict[str, Outcome]] = [{} for _ in examples]  # For each completion, by grader.
     for name, rows in by_grader.items():
       parts = [(examples[row], completions[row], truncated[row]) for row in rows]
       for row, outcome in zip(rows, self._grade(name, parts), strict=True):
@@ -133,10 +133,10 @@ class Graders:
     return [weighted_sum(parts, outcomes, scores) for parts, outcomes in zip(weights, found, strict=True)]
 
   def end_batch(self) -> None:
-    """Tells graders that want to know that a batch is over.
+    """Tell graders with a method `end_batch` that a batch is complete.
 
     Raises:
-      UserError: a grader could not grade any of it, and says what to do.
+      UserError: a grader could not grade any completion; the message says what to do.
     """
     for name, grader in list(self._made.items()):
       if not hasattr(grader, 'end_batch'):
@@ -145,13 +145,13 @@ class Graders:
         self._call(name, grader, grader.end_batch)
       except UserError:
         raise
-      except Exception as error:  # Every completion has its outcome by now.
+      except Exception as error:  # Every completion already has its outcome.
         logging.warning('The end_batch() of the grader %r failed: %r', name, error)
 
   def close(self) -> None:
-    """End the processes and connections of graders that hold some, also while another thread grades.
+    """End the processes and connections that graders hold, even while another thread grades.
 
-    A close() has the time limit of a call.
+    Each grader's close() has the time limit of a call.
     """
     self._closed = True
     for name, grader in list(self._made.items()):
@@ -159,7 +159,7 @@ class Graders:
         continue
       try:
         self._call(name, grader, grader.close)
-      except Exception as error:  # The others are to be closed as well, and what ended the run is to be said.
+      except Exception as error:  # Close the others, and report the error that ended the run.
         logging.warning('The close() of the grader %r failed: %r', name, error)
     self._made.clear()
     for names in self._metric_names.values():
@@ -172,8 +172,9 @@ class Graders:
     self.close()
 
   def get(self, name: str) -> registry.Grader:
-    """Return the grader of that name, made on its first use; raises UserError as `prepare`, RuntimeError once
-    closed.
+    """Return the named grader, made on first use.
+
+    Raises UserError as `prepare`, and RuntimeError once closed.
     """
     if self._closed:
       raise RuntimeError('The graders are closed.')
@@ -183,26 +184,26 @@ class Graders:
         self._metric_names[name] = MetricNames(name)
       except UserError:
         raise
-      except (Exception, SystemExit) as error:  # Of anybody's factory.
+      except (Exception, SystemExit) as error:  # User-defined factories may raise anything.
         raise UserError(f'The grader {name!r} cannot be made: {type(error).__name__}: {error}.') from error
     return self._made[name]
 
   def _grade(self, name: str, parts: list[tuple[Example, str, bool]]) -> list[Outcome]:
-    """One checked outcome for each completion, whatever the grader of that name does with them."""
+    """Return one checked outcome per completion, even if the named grader raises or hangs."""
     if len(parts) > 1:
       try:
         return self._ask(name, parts)
       except UserError:
         raise
-      except Exception:  # A grader is anybody's code; what it raises must not end a run of days.
-        if self._closed:  # The run has ended, and nobody waits for these completions any more.
+      except Exception:  # Graders may be user code; their exceptions must not end a run of days.
+        if self._closed:  # The run has ended, so nobody needs these completions any more.
           raise
-    # One by one, so that only those that it raises or hangs for suffer.
+    # One by one, so that only completions that make it raise or hang are affected.
     outcomes: list[Outcome] = []
     overran = 0
     for part in parts:
       if overran == PATIENCE:
-        # The most frequent reason of such a batch, which is all that the end of a run says: so with the limit.
+        # The most frequent reason in such a batch is all that the end of a run reports, so it includes the limit.
         outcomes.append(
           ungraded(
             f'the grader {name!r} was abandoned after it had not answered within {self._settings.grader_timeout_s:g} s '
@@ -222,7 +223,7 @@ class Graders:
     return outcomes
 
   def _ask(self, name: str, parts: Sequence[tuple[Example, str, bool]]) -> list[Outcome]:
-    """Return what the grader returns, checked; raises whatever it raises, or UserError if it is no list of outcomes."""
+    """Call the grader and check its outcomes; raises what it raises, or UserError if it returns no list of outcomes."""
     grader = self.get(name)
     examples, completions, truncated = (list(values) for values in zip(*parts, strict=True))
     outcomes = self._call(name, grader, lambda: grader(examples, completions, truncated=truncated))
@@ -254,7 +255,7 @@ class Graders:
 
 
 def _without(name: str, example: Example, error: Exception) -> Outcome:
-  """Return what stands for a completion that its grader raised or hung for."""
+  """Return the outcome of a completion on which its grader raised or hung."""
   if isinstance(error, OverranError):
     logging.warning('The grader %r was abandoned over a completion of %s: %s.', name, example.id, error)
     return ungraded(f'the grader {name!r} gave {error} (environments.grader_timeout_s)')
@@ -267,10 +268,10 @@ _loaded: set[pathlib.Path] = set()
 
 
 def load_modules(paths: Sequence[str]) -> None:
-  """Run the Python files that register a user's graders and generators, each once a process.
+  """Run the Python files that register a user's graders and generators, each once per process.
 
   Raises:
-    UserError: a file is missing, is not Python, raises when run, or has a reward function with the name of a grader.
+    UserError: a file is missing, is not Python, raises, or has a reward function with the name of a grader.
   """
   for name in paths:
     path = pathlib.Path(name).resolve()
@@ -282,7 +283,7 @@ def load_modules(paths: Sequence[str]) -> None:
     if spec is None or spec.loader is None:
       raise UserError(f'environments.modules: {name!r} is not a Python file (.py).')
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # Dataclasses and pickling look a module up by its name.
+    sys.modules[spec.name] = module  # Dataclasses and pickling look up a module by its name.
     try:
       spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -292,7 +293,7 @@ def load_modules(paths: Sequence[str]) -> None:
 
 
 def _register_reward_functions(names: Mapping[str, Any], module: str, file: str) -> None:
-  """Register the reward functions that a file defines, and has not registered itself, under their own names."""
+  """Register the reward functions that a file defines but does not register itself, under their own names."""
   for name, value in names.items():
     defined = getattr(value, '__module__', None) == module and not name.startswith('_')
     if not defined or not is_reward_function(value) or registry.is_registered_reward_function(value):

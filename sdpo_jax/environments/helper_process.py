@@ -1,7 +1,7 @@
-"""Processes of our own that read what a model's program made, so that the training process need not.
+"""Helper processes that parse what a model's program made, outside the training process.
 
-They run a file of the standard library alone, without the owner's environment, and each keeps a limit of its own on
-processor time and memory. One that dies over a request is replaced.
+They run a single file that needs only the standard library, without the owner's environment variables; each limits its
+own CPU time and memory. A process that dies on a request is replaced.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ import weakref
 from sdpo_jax.environments.code_verdicts import ANSWER, FRAME
 from sdpo_jax.errors import first_line
 
-WALL_S = 60.0  # For an answer; the process keeps a smaller limit of its own on processor time.
-# What ends a process by what it was asked: too much processor time, or a stack or memory that came to its end in C.
+WALL_S = 60.0  # Limit of an answer; the process has a smaller limit of its own on CPU time.
+# Signals with which a request can end the process: too much CPU time, or stack or memory exhausted in C.
 _BY_THE_REQUEST = (signal.SIGPROF, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 
 class RequestOverranError(Exception):
-  """A request took too much time or memory to answer."""
+  """A request took too much time or memory."""
 
 
 class HelperPool:
-  """Processes that answer requests, each one at a time; thread-safe."""
+  """A pool of processes that answer requests, one at a time each; thread-safe."""
 
   def __init__(self, script: pathlib.Path, count: int):
-    """Start `count` processes that run `script` (code_verdicts.py shows what it does).
+    """Start `count` processes that run `script` (see code_verdicts.py for an example).
 
     Raises:
-      RuntimeError: they cannot be started.
+      RuntimeError: the processes cannot be started.
     """
     self._script = script
     self._idle: queue.SimpleQueue[_Helper] = queue.SimpleQueue()
@@ -50,11 +50,11 @@ class HelperPool:
       self._idle.put(self._start())
 
   def ask(self, question: Any, *parts: bytes) -> dict[str, Any]:
-    """Return the answer to a question, JSON data, about three `parts`.
+    """Send a question, JSON data, with three byte strings `parts`, and return the answer.
 
     Raises:
       RequestOverranError: the request took too much time or memory.
-      RuntimeError: there was no answer, for a reason that is not the request.
+      RuntimeError: there was no answer, for a reason other than the request.
     """
     request = [json.dumps(question, default=_plain).encode(), *parts]
     helper = self._idle.get()
@@ -124,14 +124,14 @@ class _Helper:
         raise RuntimeError(f'A process that compares results cannot be started: {"".join(last) or error}.') from error
 
   def ask(self, request: Sequence[bytes]) -> dict[str, Any]:
-    """Raise OSError or EOFError where the process ends or stands still."""
+    """Send a request and return its answer; raises OSError or EOFError if the process ended or hangs."""
     self._socket.sendall(FRAME.pack(*map(len, request)))
     for part in request:
       self._socket.sendall(part)
     return json.loads(self._read(*ANSWER.unpack(self._read(ANSWER.size))))
 
   def end(self) -> int:
-    """End the process, which may have ended; its exit code."""
+    """End the process if it still runs and return its exit code."""
     self._socket.close()
     try:
       return self._process.wait(1)
@@ -150,12 +150,12 @@ class _Helper:
 
 
 def _close(helpers: set[_Helper], owner: int) -> None:
-  if os.getpid() != owner:  # A fork of the owner ends; the processes are not its own.
+  if os.getpid() != owner:  # A fork of the owner exits; the processes are not its own.
     return
   for helper in list(helpers):
     helper.end()
 
 
 def _plain(value: Any) -> Any:
-  """Return data of a row that JSON does not know."""
+  """Convert data that JSON does not support."""
   return value.tolist() if hasattr(value, 'tolist') else str(value)

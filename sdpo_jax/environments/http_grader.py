@@ -1,8 +1,8 @@
-"""The environment `http`: a grader of your own behind an address.
+"""The environment `http`: your own grader behind a URL.
 
-One POST a completion with a JSON object: id, data_source, prompt (chat messages), completion, truncated, ground_truth,
-extra. The answer: {"score": number, "feedback": string or null, "metrics": {name: number or string}}; the last two may
-be missing.
+One POST per completion with a JSON object: id, data_source, prompt (chat messages), completion, truncated,
+ground_truth, extra. The answer is {"score": number, "feedback": string or null, "metrics": {name: number or string}};
+the last two may be missing.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from sdpo_jax.environments.registry import register_factory
 from sdpo_jax.types import Example, Outcome
 
 NAME = 'http'
-MAX_METRICS, MAX_NAME = 100, 200  # Of an answer, and characters of a name: each becomes a curve of the run.
+MAX_METRICS, MAX_NAME = 100, 200  # Metrics per answer, and characters of a name: each becomes a curve of the run.
 
 
 @register_factory(NAME)
 def make(settings: EnvironmentsConfig) -> HttpGrader:
-  """Return the grader of `environments.http`; raises UserError without an address, or without a key that it names."""
+  """Return the grader of `environments.http`; raises UserError if its address, or a key that it names, is missing."""
   return HttpGrader(settings.http)
 
 
@@ -46,12 +46,12 @@ class HttpGrader:
     )
 
   def __call__(self, examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
-    """See `registry.Grader`; raises UserError as `end_batch`, as soon as nothing is to be hoped for."""
+    """Grade completions as `registry.Grader` says; raises UserError as `end_batch`, once no grade can be expected."""
     bodies = [request(*parts) for parts in zip(examples, completions, truncated, strict=True)]
     return self._remote.grade(examples, [lambda body=body: body for body in bodies], outcome)
 
   def end_batch(self) -> None:
-    """See `registry.GraderFactory`; raises UserError if the server graded none of the batch."""
+    """End a batch as `registry.GraderFactory` says; raises UserError if the server graded none of it."""
     self._remote.end_batch()
 
   def close(self) -> None:
@@ -59,7 +59,7 @@ class HttpGrader:
 
 
 def request(example: Example, completion: str, truncated: bool) -> dict[str, Any]:
-  """Return the body that asks for the grade of one completion."""
+  """Return the request body that asks for the grade of one completion."""
   return {
     'id': example.id,
     'data_source': example.data_source,
@@ -72,7 +72,7 @@ def request(example: Example, completion: str, truncated: bool) -> dict[str, Any
 
 
 def outcome(answer: Any) -> Outcome:
-  """Return the outcome that an answer describes; raises json_server.Fault naming what is wrong with it."""
+  """Return the outcome in an answer; raises json_server.Fault naming what is wrong with it."""
   if not isinstance(answer, Mapping):
     raise json_server.Fault(f"its answer must be an object with a 'score', not {json_server.quoted(answer)}")
   if 'score' not in answer:

@@ -1,6 +1,4 @@
-"""Servers that are asked with JSON and answer with JSON: addresses and keys of the settings, one bounded POST, its
-faults.
-"""
+"""JSON requests to a server: addresses and keys from the settings, one bounded POST, and its errors."""
 
 from __future__ import annotations
 
@@ -23,30 +21,30 @@ from sdpo_jax.environments import bounded_http, bounded_json
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.files import jsonable
 
-FIRST_PAUSE_S = 1.0  # Before the second attempt; twice as long before each further one.
+FIRST_PAUSE_S = 1.0  # Pause before the second attempt; doubles before each further one.
 LONGEST_PAUSE_S = 60.0
-SECRET_CHARACTERS = 6  # At least: a port is no secret, and may be in any text.
+SECRET_CHARACTERS = 6  # Minimum length: a port number is no secret and may occur in any text.
 _PARAMETER = re.compile(r'=\s*"?([^",;\s]+)')  # The values in `Token token="x", …`.
 _QUOTED = 200  # Characters of a server's answer that a message quotes.
 
 
 class Fault(Exception):
-  """Why there is no usable answer, in words."""
+  """The reason in words why there is no usable answer."""
 
   def __init__(self, reason: str, *, again: bool = False, after_s: float | None = None):
-    """`again`: another attempt may help; `after_s`: the seconds that the server asks to wait before it."""
+    """Store `reason`; `again`: another attempt may help; `after_s`: pause in seconds that the server asked for."""
     super().__init__(reason)
     self.again = again
     self.after_s = after_s
 
 
 def pause_s(attempt: int, after_s: float | None, draw: float) -> float:
-  """Seconds to wait after failed attempt 0, 1, …
+  """Return the seconds to wait after a failed attempt.
 
   Args:
-    attempt: number of the attempt that failed.
-    after_s: what the server asked for; None: nothing, so the pause doubles with each attempt.
-    draw: in [0, 1); spreads the attempts of many requests that failed together over half to one and a half times that.
+    attempt: index of the failed attempt.
+    after_s: pause that the server asked for; None: it asked for none, so the pause doubles with each attempt.
+    draw: number in [0, 1) that varies the pause by a factor of 0.5 to 1.5, to spread requests that failed together.
   """
   if after_s is not None:
     return min(max(after_s, 0.0), LONGEST_PAUSE_S)
@@ -54,36 +52,34 @@ def pause_s(attempt: int, after_s: float | None, draw: float) -> float:
 
 
 def retry_after_s(header: str | None, now: datetime.datetime) -> float | None:
-  """Seconds asked for by a Retry-After header, a number or a date (RFC 9110, 10.2.3); None if it is neither."""
+  """Parse a Retry-After header, a number or a date (RFC 9110, 10.2.3), into seconds; None if it is neither."""
   if header is None:
     return None
   if header.strip().isdecimal():
     return float(header)
   try:
     when = email.utils.parsedate_to_datetime(header)
-  except (ValueError, TypeError, OverflowError):  # Anybody's text.
+  except (ValueError, TypeError, OverflowError):  # The text may be anything.
     return None
   return (when.replace(tzinfo=when.tzinfo or datetime.UTC) - now).total_seconds()
 
 
 def quoted(value: Any) -> str:
-  """Return what a server said as messages quote it: shortened, on one line, with control characters as escapes."""
+  """Return a server's answer as messages quote it: shortened, on one line, control characters escaped."""
   return short_repr(' '.join(value.split()) if isinstance(value, str) else value, _QUOTED)
 
 
 def printable(text: str) -> str:
-  """Return text of a server for a message that does not quote it: on one line, shortened, without control
-  characters.
-  """
+  """Return a server's text for a message without quotes: shortened, on one line, no control characters."""
   text = ''.join(character if character.isprintable() else '\ufffd' for character in text)
   return text if len(text) <= _QUOTED else text[:_QUOTED] + '…'
 
 
 def read_address(url: str, setting: str, example: str) -> tuple[str, tuple[str, ...]]:
-  """Return the address, with the values of environment variables for ${NAME} in it, and these values.
+  """Return the address with environment variables filled in for ${NAME}, and the values of these variables.
 
   Raises:
-    UserError: it is empty or not an http(s) address, or holds a user, or there is no such variable.
+    UserError: the address is empty, not http(s), contains a user name, or names an unset variable.
   """
   if not url.strip():
     raise UserError(f'{setting} is empty: set it to the address to ask, e.g. {example}.')
@@ -97,7 +93,7 @@ def read_address(url: str, setting: str, example: str) -> tuple[str, tuple[str, 
     fits = parsed.scheme in ('http', 'https') and bool(parsed.host) and not parsed.userinfo
   except httpx2.InvalidURL:
     fits = False
-  if not fits:  # The sentence does not quote it, since an address can hold a key.
+  if not fits:  # The message does not quote the address, which can hold a key.
     raise UserError(
       f'{setting} is not an address of http or https, or one with a user or a password in it: write it as in {example}.'
     )
@@ -105,10 +101,10 @@ def read_address(url: str, setting: str, example: str) -> tuple[str, tuple[str, 
 
 
 def read_secret(variable: str, setting: str, *, required: bool) -> str:
-  """Return the value of an environment variable that holds a key; '' where none is named or an optional one is unset.
+  """Return a key from an environment variable; '' if no variable is named, or an optional one is unset.
 
   Raises:
-    UserError: a required one is unset, or the value cannot be sent in a header. The value is never in the message.
+    UserError: a required variable is unset, or its value cannot be sent in a header. The message never has the value.
   """
   secret = os.environ.get(variable, '').strip() if variable else ''
   if variable and required and not secret:
@@ -119,17 +115,17 @@ def read_secret(variable: str, setting: str, *, required: bool) -> str:
 
 
 class JsonServer:
-  """Connections to one address to which JSON is posted; thread-safe. Holds them until `close()`."""
+  """Connections to one address to which JSON is posted; thread-safe. Call `close()` to release them."""
 
   def __init__(self, url: str, *, authorization: str, secrets: Sequence[str], connections: int, setting: str):
-    """Connect to nothing yet.
+    """Prepare the connections without opening any.
 
     Args:
-      url: to which bodies are posted.
+      url: the address of all requests.
       authorization: the Authorization header; '': none. Never shown.
-      secrets: what else is never shown, such as parts of `url`.
-      connections: kept open for the next request at most.
-      setting: name of the setting with the address, for messages.
+      secrets: other texts that must never be shown, such as parts of `url`.
+      connections: the most idle connections that are kept open.
+      setting: name of the setting that holds the address, for messages.
     """
     self._url, self._secrets = url, _spellings([*secrets, *_keys(authorization)])
     headers = {'Content-Type': 'application/json', 'Accept': 'application/json'}
@@ -138,22 +134,22 @@ class JsonServer:
 
   @property
   def public_url(self) -> str:
-    """The address, without what may be secret of it."""
+    """Return the address without the parts that may be secret."""
     return self.redacted(_public(httpx2.URL(self._url)))
 
   @property
   def has_secrets(self) -> bool:
-    """Whether anything must not be shown."""
+    """Return whether there is anything that must not be shown."""
     return bool(self._secrets)
 
   def redacted(self, text: str) -> str:
-    """Return a text without the keys that the server was sent."""
+    """Remove the keys that were sent to the server from a text."""
     for secret in self._secrets:
       text = text.replace(secret, '***')
     return text
 
   def close(self) -> None:
-    """Lets go of all connections."""
+    """Close all connections."""
     self._client.close()
 
   def ask(
@@ -166,18 +162,18 @@ class JsonServer:
     most_bytes: int = bounded_http.MAX_BODY_BYTES,
     most_values: int = bounded_json.MAX_VALUES,
   ) -> Any:
-    """Return the JSON of the answer to one POST, without keys that the server repeats.
+    """Post a JSON body and return the JSON of the answer, without keys that the server repeats.
 
     Args:
-      body: to post.
-      timeout_s: seconds from now until the whole answer is there.
-      name: of the thread in which this happens.
-      on_answer: called when there is an answer of any kind.
-      most_bytes: of the answer.
-      most_values: in it.
+      body: the object to post.
+      timeout_s: seconds until the whole answer must have arrived.
+      name: name of the thread that does the request.
+      on_answer: called as soon as any answer arrives.
+      most_bytes: size limit of the answer.
+      most_values: limit of the number of values in it.
 
     Raises:
-      Fault: there is no such answer.
+      Fault: there is no usable answer.
     """
     content = json.dumps(jsonable(body)).encode()
     try:
@@ -188,7 +184,7 @@ class JsonServer:
       raise Fault(f'its answer {error}') from error
     except bounded_http.ConnectionFailedError as error:
       raise Fault(f'the connection failed ({printable(self.redacted(str(error)))})', again=True) from error
-    # Before anything is shortened, which would leave a part of a key that is not known for one.
+    # Redact before shortening, which would leave an unrecognizable part of a key.
     answer = dataclasses.replace(
       answer,
       reason=self.redacted(answer.reason),
@@ -210,17 +206,17 @@ class JsonServer:
 
 
 def _keys(authorization: str) -> list[str]:
-  """Return what is secret of an Authorization header: its last word, values of parameters, the password of a user."""
+  """Return the secrets in an Authorization header: its last word, parameter values, and the user's password."""
   scheme, _, rest = authorization.rpartition(' ')
   found = [rest, *_PARAMETER.findall(authorization)]
   if scheme.strip().lower() == 'basic':
-    with contextlib.suppress(ValueError):  # It is whatever the user wrote.
+    with contextlib.suppress(ValueError):  # The user may have written anything.
       found += base64.b64decode(rest).decode().split(':', 1)[1:]
   return found
 
 
 def _spellings(secrets: Sequence[str]) -> list[str]:
-  """Secrets as they may be repeated: as they are, in an address, in JSON; the longest first."""
+  """Return the forms in which a server may repeat secrets: verbatim, in a URL, in JSON; longest first."""
   found = set()
   for secret in secrets:
     if len(secret) >= SECRET_CHARACTERS:

@@ -1,7 +1,7 @@
 """The environment `judge`: a language model behind an OpenAI-compatible endpoint scores and criticises completions.
 
-Its critique becomes the feedback. The template is a setting; what the judge reads of the completion stands between
-tags with a number drawn for that request alone, so that a completion cannot pretend to end.
+Its critique becomes the feedback. The template is a setting. The judge sees the completion between tags with a number
+drawn for that request, so that a completion cannot fake its own end.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from sdpo_jax.files import jsonable
 from sdpo_jax.types import Example, Outcome
 
 NAME = 'judge'
-MAX_LINES = 10_000  # Of an answer: the score is searched for in each.
-_DECORATION = r'[\s*_`#>-]*'  # Markdown around the line.
+MAX_LINES = 10_000  # Lines of an answer that are searched for the score.
+_DECORATION = r'[\s*_`#>-]*'  # Markdown around the line with the score.
 _SCORE_LINE = re.compile(
   rf'{_DECORATION}(?:(?:final|overall|total)\s+)?score{_DECORATION}:(?P<value>.*)', re.IGNORECASE
 )
@@ -32,12 +32,12 @@ _VALUE = re.compile(rf'(?P<of>{_NUMBER})\s*(?:/\s*(?P<whole>{_NUMBER})|(?P<perce
 
 @register_factory(NAME)
 def make(settings: EnvironmentsConfig) -> Judge:
-  """Return the grader of `environments.judge`; raises UserError without an endpoint or the name of a model."""
+  """Return the grader of `environments.judge`; raises UserError if the endpoint or the model's name is missing."""
   return Judge(settings.judge)
 
 
 class Judge:
-  """Asks `environments.judge.model` about completions."""
+  """Grades completions by asking `environments.judge.model`."""
 
   limits_itself = True
 
@@ -60,13 +60,13 @@ class Judge:
     )
 
   def __call__(self, examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
-    """See `registry.Grader`; raises UserError as `end_batch`, as soon as nothing is to be hoped for."""
+    """Grade completions as `registry.Grader` says; raises UserError as `end_batch`, once no grade can be expected."""
     parts = zip(examples, completions, truncated, strict=True)
     bodies = [lambda part=part: request(*part, self._settings, tag=secrets.token_hex(8)) for part in parts]
     return self._remote.grade(examples, bodies, outcome)
 
   def end_batch(self) -> None:
-    """See `registry.GraderFactory`; raises UserError if the judge graded none of the batch."""
+    """End a batch as `registry.GraderFactory` says; raises UserError if the judge graded none of it."""
     self._remote.end_batch()
 
   def close(self) -> None:
@@ -74,7 +74,7 @@ class Judge:
 
 
 def request(example: Example, completion: str, truncated: bool, settings: JudgeConfig, *, tag: str) -> dict[str, Any]:
-  """Return the body that asks for the critique of one completion; `tag` must be hard to guess."""
+  """Return the request body that asks for the critique of one completion; `tag` must be hard to guess."""
   return {
     'model': settings.model,
     'messages': [{'role': 'user', 'content': question(example, completion, truncated, settings.template, tag=tag)}],
@@ -84,7 +84,7 @@ def request(example: Example, completion: str, truncated: bool, settings: JudgeC
 
 
 def question(example: Example, completion: str, truncated: bool, template: str, *, tag: str) -> str:
-  """Return what the judge reads."""
+  """Return the judge's prompt."""
   answer = f'<answer-{tag}>\n{completion}\n</answer-{tag}>'
   if truncated:
     answer += '\n(The answer was cut off here, at the limit of its length.)'
@@ -97,9 +97,7 @@ def question(example: Example, completion: str, truncated: bool, template: str, 
 
 
 def outcome(answer: Any) -> Outcome:
-  """Return the outcome of a chat completion; raises json_server.Fault, worth another attempt, if there is no score in
-  it.
-  """
+  """Return the outcome in a chat completion; raises json_server.Fault, worth another attempt, if it has no score."""
   content, cut = chat_endpoint.answered(answer)
   if len(content.splitlines()) > MAX_LINES:
     raise json_server.Fault(f"the judge's answer has more than {MAX_LINES} lines: {_end(content)}", again=True)
@@ -113,11 +111,11 @@ def outcome(answer: Any) -> Outcome:
 
 
 def read_critique(text: str) -> tuple[float | None, str]:
-  """Score and critique of a judge's answer.
+  """Return the score and the critique in a judge's answer.
 
-  The score stands on the last line that begins with 'Score:' (Markdown, capitals and a leading 'final', 'overall' or
-  'total' do not matter) as a number from 0 to 1, a fraction (4/5) or a percentage; None if there is no such line or
-  that line holds anything else. The critique is all the rest, without what the judge thought to itself.
+  The score is on the last line that begins with 'Score:' (ignoring Markdown, capitals and a leading 'final', 'overall'
+  or 'total'), as a number from 0 to 1, a fraction (4/5) or a percentage; None if there is no such line or it holds
+  anything else. The critique is the rest of the text without the judge's thinking.
   """
   lines = without_thinking(text).splitlines()
   for at in reversed(range(len(lines))):
@@ -136,5 +134,5 @@ def _value(text: str) -> float | None:
 
 
 def _end(text: str) -> str:
-  """Return the end of a text as messages quote it: that is where the score was expected."""
+  """Return the end of a text, where the score was expected, as messages quote it."""
   return json_server.quoted('…' + text[-150:] if len(text) > 150 else text)

@@ -1,8 +1,8 @@
-"""LongHealth: multiple choice whose answer is the text of one of the options, between `<answer>` and `</answer>`.
+"""LongHealth: multiple choice whose answer is the text of an option between `<answer>` and `</answer>`.
 
 The reference profile gives the scores of HazyResearch/cartridges cartridges/data/longhealth/evals.py, quirks included:
-the first answer counts, also one in the thoughts; it stands for the option most like it, however little that is; and
-whoever gives none has chosen the first option.
+the first answer counts, even one in the thinking; it stands for the most similar option, however dissimilar; and a
+completion without an answer has chosen the first option.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Example, Outcome
 
 NAME = 'longhealth'
-CHOICES = 'choices'  # The field of a row that has its options, in the order in which they are shown.
-ALIKE = 0.8  # How alike, from 0 to 1, an answer must be to an option that it means, in the clean profile.
+CHOICES = 'choices'  # The field of a row that holds its options, in the order shown.
+ALIKE = 0.8  # Clean profile: similarity in [0, 1] at which an answer matches an option.
 
 
 def reference(example: Example, completion: str, truncated: bool) -> Outcome:
-  """1 iff the option most like what follows the first <answer>, up to the next </answer>, is the right one."""
+  """Score 1 iff the option most like the text after the first <answer>, up to the next </answer>, is right."""
   options = [option.strip().lower() for option in example.columns[CHOICES]]
   _, opened, rest = completion.partition(OPEN)
   answer, closed, _ = rest.partition(CLOSE)
@@ -35,7 +35,7 @@ def reference(example: Example, completion: str, truncated: bool) -> Outcome:
 
 
 def clean(reveal_answer: bool) -> Rule:
-  """1 iff the last <answer>…</answer> behind the thoughts is the right option, up to a few letters."""
+  """Return a rule: 1 iff the last <answer>…</answer> after the thinking is the right option, up to a few letters."""
 
   def rule(example: Example, completion: str, truncated: bool) -> Outcome:
     options = example.columns[CHOICES]
@@ -57,8 +57,8 @@ def clean(reveal_answer: bool) -> Rule:
 
 
 def meant(answer: str, options: Sequence[str]) -> str | None:
-  """Return the option that an answer is, but for white space, case and a few letters; None if it is none or two."""
-  distinct = {_plain(option): option for option in reversed(options)}  # Of those that are the same the first.
+  """Return the option that equals an answer up to white space, case and a few letters; None if none or two do."""
+  distinct = {_plain(option): option for option in reversed(options)}  # The first one of equal options.
   ranked = sorted(((_at_least(_plain(answer), plain), option) for plain, option in distinct.items()), reverse=True)
   (best, option), *others = ranked
   return option if best >= ALIKE and all(other < best for other, _ in others) else None
@@ -69,7 +69,7 @@ def _plain(text: str) -> str:
 
 
 def _at_least(answer: str, option: str) -> float:
-  """Return how alike two texts are; 0 where their lengths alone say that it is less than `ALIKE`."""
+  """Return the similarity of two texts; 0 if their lengths alone put it below `ALIKE`."""
   most = 2 * min(len(answer), len(option)) / max(len(answer) + len(option), 1)
   return _likeness(answer, option) if most >= ALIKE else 0.0
 
@@ -80,7 +80,7 @@ def _likeness(answer: str, option: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class _Longhealth:
-  """The grader of a profile."""
+  """The LongHealth grader of a profile."""
 
   judge: Grader
 
@@ -88,7 +88,7 @@ class _Longhealth:
     return self.judge(examples, completions, truncated=truncated)
 
   def check_questions(self, examples: Sequence[Example]) -> None:
-    """Return if all questions have their options; raises a UserError that names the row of one that has not."""
+    """Raise a UserError that names the row of a question without options."""
     for example in examples:
       options = example.columns.get(CHOICES)
       listed = isinstance(options, list) and all(isinstance(option, str) and option.strip() for option in options)

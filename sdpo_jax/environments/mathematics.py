@@ -1,4 +1,4 @@
-"""Mathematics: the answer in the last \\boxed{…}, compared by math-verify.
+"""Mathematics: compares the answer in the last \\boxed{…} by math-verify.
 
 The reference profile gives the scores and feedback of lasgroup/SDPO verl/utils/reward_score/feedback/math.py, quirks
 included: only the last 100 characters are searched, and answers are read as running text, not as LaTeX. The clean
@@ -18,21 +18,21 @@ from sdpo_jax.environments.sandbox.sandbox import Job, Limits, Sandbox
 from sdpo_jax.types import Example, Outcome
 
 HARNESS = pathlib.Path(__file__).with_name('math_harness.py')
-SECONDS = 5  # For one comparison, as the reference.
+SECONDS = 5  # Limit per comparison, as in the reference.
 MEMORY_MB = 1024
-MAX_CHARACTERS = 2000  # Of an answer that is more than text to us.
-REFERENCE_WINDOW = 100  # Characters at the end in which the reference looks for the answer.
+MAX_CHARACTERS = 2000  # Longest answer that is parsed instead of only compared as text.
+REFERENCE_WINDOW = 100  # Characters at the end in which the reference searches for the answer.
 WRONG_FORMAT = 'Your answer had the wrong format. The solution must be given in the format: \\boxed{your_answer}.'
 WAS_TRUNCATED = 'Your response was truncated because it exceeded the maximum length.'
 
 _MARKS = re.compile(r'\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]')
 _TEXT = re.compile(r'\\(?:text|mathrm|textbf|mbox)\s*\{([^{}]*)\}')
-# Commas only between thousands: 1,2 is a pair.
+# Allows commas only between thousands: 1,2 is a pair.
 _NUMBER = re.compile(r'[-+]?(?:\d{1,3}(?:,\d{3})+|\d*)(?:\.\d+)?(?:e[-+]?\d+)?')
 
 
 def reference_boxed(completion: str) -> str | None:
-  """Return what the last \\boxed{ of the last 100 characters holds; '' if it is not closed, None if there is none."""
+  """Return the content of the last \\boxed{ in the last 100 characters; '' if it is not closed, None without one."""
   _, opening, rest = completion[-REFERENCE_WINDOW:].rpartition('\\boxed{')
   if not opening:
     return None
@@ -45,8 +45,8 @@ def reference_boxed(completion: str) -> str | None:
 
 
 def last_boxed(text: str) -> str:
-  """Return what the last closed \\boxed{…} or \\fbox{…} holds; '' without one."""
-  open_braces: list[int | None] = []  # Where the content of a box begins; None for any other brace.
+  """Return the content of the last closed \\boxed{…} or \\fbox{…}; '' without one."""
+  open_braces: list[int | None] = []  # Start of each box's content; None for other braces.
   start = end = 0
   for mark in _MARKS.finditer(text):
     if mark.group() == '}':
@@ -59,24 +59,24 @@ def last_boxed(text: str) -> str:
 
 
 def plain(answer: str) -> str:
-  """Return an answer as text: without dollars, \\text{…}, spaces, a final full stop, in lower case."""
+  """Normalise an answer to plain text: no dollars, \\text{…}, spaces or final full stop, in lower case."""
   text = _TEXT.sub(r'\1', answer).replace('$', '').replace('\\ ', '').replace('\\,', '').replace('\\!', '')
   return re.sub(r'\s+', '', text).rstrip('.').lower()
 
 
 def number(answer: str) -> decimal.Decimal | None:
-  """Return the number that an answer is ('1,000' and '$5.' too); None if it is none."""
+  """Parse an answer that is a number ('1,000' and '$5.' too); None if it is not one."""
   text = plain(answer)
   if not (_NUMBER.fullmatch(text) and any(c.isdigit() for c in text)):
     return None
   try:
     return decimal.Decimal(text.replace(',', ''))
-  except decimal.InvalidOperation:  # An exponent beyond all measure, or none of digits before it.
+  except decimal.InvalidOperation:  # The exponent is too large, or no digits precede it.
     return None
 
 
 def quickly(gold: str, pred: str, tolerance: float) -> bool | None:
-  """Whether two answers are equal where text or plain numbers tell; None where they do not."""
+  """Return whether two answers are equal if text or plain numbers decide it; None if they do not."""
   if plain(gold) == plain(pred):
     return True
   if len(pred) > MAX_CHARACTERS:
@@ -88,12 +88,12 @@ def quickly(gold: str, pred: str, tolerance: float) -> bool | None:
     context.prec = 50
     try:
       return abs(left - right) <= decimal.Decimal(tolerance) * max(abs(left), abs(right))
-    except decimal.DecimalException:  # Exponents beyond all measure.
+    except decimal.DecimalException:  # Exponents too large.
       return False
 
 
 class MathGrader:
-  """Grades mathematical answers; holds the sandbox in which they are compared."""
+  """Grades mathematical answers; owns the sandbox in which they are compared."""
 
   limits_itself = True
 
@@ -119,18 +119,18 @@ class MathGrader:
 
   @property
   def layers(self) -> list[str]:
-    """What confines the programs."""
+    """Return a description of each layer that confines the programs."""
     return self._sandbox.layers
 
   def close(self) -> None:
-    """End the sandbox."""
+    """Close the sandbox."""
     self._sandbox.close()
 
   def __call__(self, examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
-    """1 iff the boxed answer equals the ground truth.
+    """Return score 1 iff the boxed answer equals the ground truth.
 
     Raises:
-      AttributeError: an example without extra information (reference profile, as the reference).
+      AttributeError: an example has no extra information (reference profile, as in the reference).
     """
     if self._reference:
       for example in examples:
@@ -149,7 +149,7 @@ class MathGrader:
     jobs = [self._job(str(examples[row].ground_truth), preds[row]) for row in open_rows]
     failed: dict[int, str] = {}
     for row, report in zip(open_rows, self._sandbox.run(jobs), strict=True):
-      known[row] = report.result is True  # An answer that takes too long, or breaks the parser, is not right.
+      known[row] = report.result is True  # An answer that overruns or breaks the parser is wrong.
       if report.status == 'failed':
         failed[row] = f'The sandbox could not compare the answer: {report.reason}.'
     outcomes = [self._outcome(*parts) for parts in zip(examples, preds, map(bool, known), truncated, strict=True)]
@@ -182,5 +182,5 @@ class MathGrader:
 
 @register_factory('math')
 def make(settings: EnvironmentsConfig) -> MathGrader:
-  """Mathematics in the profile of the settings; raises UserError where no sandbox works."""
+  """Return a grader of mathematics in the settings' profile; raises UserError where no sandbox works."""
   return MathGrader(settings)

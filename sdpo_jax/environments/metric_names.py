@@ -1,4 +1,4 @@
-"""The names of metrics that a grader may give a run: each becomes a curve, a column and a line of every report."""
+"""A limit on metric names: each name that a grader reports becomes a curve, a column and a line of every report."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import threading
 from sdpo_jax.errors import short_repr
 from sdpo_jax.types import Outcome
 
-MAX_NAMES = 200  # Of a grader in a run, by each process.
+MAX_NAMES = 200  # Per grader, run and process.
 
 
 class MetricNames:
-  """Those that a grader has given so far; thread-safe."""
+  """The names that a grader has reported so far; thread-safe."""
 
   def __init__(self, grader: str):
     self._grader = grader
     self._names: set[str] = set()
-    self._dropped = 0  # Values.
+    self._dropped = 0  # Number of dropped values.
     self._lock = threading.Lock()
 
   def kept(self, outcome: Outcome) -> Outcome:
-    """Return the outcome without metrics beyond the first `MAX_NAMES` names; says so the first time."""
+    """Return the outcome with metrics of the first `MAX_NAMES` names only; logs the first time it drops one."""
     with self._lock:
       for name in outcome.metrics:
         if len(self._names) < MAX_NAMES:
@@ -42,7 +42,7 @@ class MetricNames:
     return dataclasses.replace(outcome, metrics=metrics)
 
   def end(self) -> None:
-    """Says at the end of a run how much was dropped."""
+    """Log how many values were dropped, at the end of a run."""
     with self._lock:
       dropped, self._dropped = self._dropped, 0
     if dropped:

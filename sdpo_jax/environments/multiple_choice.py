@@ -2,8 +2,8 @@
 
 The reference profile gives the scores of lasgroup/SDPO verl/utils/reward_score/feedback/{mcq,gpqa,mmlu_pro}.py, quirks
 included: an answer needs no tags, GPQA upper-cases first (so the article "a" is choice A), feedback is always empty,
-  and
-`incorrect_format` of `mcq` is 1 where the format is *right*. `format_valid` is the right way round in both profiles.
+and `incorrect_format` of `mcq` is 1 where the format is *right*. `format_valid` is the right way round in both
+profiles.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _ANSWER_IS = re.compile(r'answer is \(?([A-J])', re.IGNORECASE)
 _ANSWER = re.compile(r'answer:\s*([A-J])', re.IGNORECASE)
 _REFERENCE_FORMAT = re.compile(r'<answer>\s*(A|B|C|D)\s*</answer>$')
 TAGGED = re.compile(r'<answer>((?:(?!<answer>).)*?)</answer>', re.DOTALL | re.IGNORECASE)
-_LETTER = re.compile(r'[\s*_(\[]*([A-Za-z])[\s*_)\]]*(?:[:.,)-]|$)')  # Not the article of "A protein".
-# Ways to state a choice outside of tags, the surest first; of each the last one counts.
+_LETTER = re.compile(r'[\s*_(\[]*([A-Za-z])[\s*_)\]]*(?:[:.,)-]|$)')  # Excludes the article in "A protein".
+# Patterns that state a choice outside of tags, most reliable first; the last match of a pattern counts.
 _STATED = (
   re.compile(r'\\boxed\{\s*(?:\\text\{\s*)?\(?([A-Z])[)}\s]'),
   re.compile(r'(?i:answer)(?:\s+(?i:is))?[\s:*]*(?:\(([A-Za-z])\)|([A-Z])\b)'),
@@ -32,23 +32,23 @@ _STATED = (
 
 
 def reference_mcq(example: Example, completion: str, truncated: bool) -> Outcome:
-  """1 iff what follows the last <answer>, up to the next </answer>, is the letter; tags are not needed."""
+  """Score 1 iff the text after the last <answer>, up to the next </answer>, is the letter; tags are not needed."""
   pred = completion.split(OPEN)[-1].split(CLOSE)[0].strip()
   right_format = _REFERENCE_FORMAT.search(completion) is not None
   return outcome(pred == example.ground_truth, pred, right_format, incorrect_format=int(right_format))
 
 
 def reference_gpqa(example: Example, completion: str, truncated: bool) -> Outcome:
-  """1 iff the last of the words A, B, C, D of the upper-cased text, or else all of the text, is the letter."""
+  """Score 1 iff the last word A, B, C or D of the upper-cased text, or else the whole text, is the letter."""
   letters = re.findall(r'\b(A|B|C|D)\b', completion.upper())
   pred = letters[-1] if letters else completion.strip().strip('.').rstrip('.').rstrip('/')
   return outcome(pred == example.ground_truth, pred, bool(letters))
 
 
 def reference_mmlu_pro(example: Example, completion: str, truncated: bool) -> Outcome:
-  """1 iff the first 'answer is X' or 'answer: X', or else the last single letter A to J, is the letter.
+  """Score 1 iff the first 'answer is X' or 'answer: X', or else the last single letter A to J, is the letter.
 
-  The first two in any case, also where X begins a word: 'The answer is incomplete' states choice i, which is none.
+  The first two match in any case, even if X begins a word: 'The answer is incomplete' states choice i, which is none.
   """
   found = _ANSWER_IS.search(completion) or _ANSWER.search(completion)
   letters = [found.group(1)] if found else re.findall(r'\b[A-J]\b', completion)
@@ -59,7 +59,7 @@ def reference_mmlu_pro(example: Example, completion: str, truncated: bool) -> Ou
 
 
 def clean_mcq(reveal_answer: bool) -> Rule:
-  """1 iff the letter in the last <answer>…</answer> is right; '(B)', 'b.' and 'B: because' are letters too."""
+  """Return a rule: 1 iff the letter in the last <answer>…</answer> is right; '(B)', 'b.', 'B: because' are letters."""
 
   def rule(example: Example, completion: str, truncated: bool) -> Outcome:
     wanted = f'put only the letter of the right option between {OPEN} and {CLOSE}.'
@@ -69,7 +69,7 @@ def clean_mcq(reveal_answer: bool) -> Rule:
 
 
 def clean_stated(letters: str) -> Callable[[bool], Rule]:
-  """1 iff the choice that the text states last is right: \\boxed{B}, 'the answer is B', or else a single capital."""
+  """Return a rule: 1 iff the choice stated last is right: \\boxed{B}, 'the answer is B', or else a single capital."""
 
   def make(reveal_answer: bool) -> Rule:
     def rule(example: Example, completion: str, truncated: bool) -> Outcome:

@@ -1,4 +1,4 @@
-"""The environment of questions that nobody grades: a teacher that knows more by itself needs no scores."""
+"""The environment of questions without a grader, for a teacher with privileged context that needs no scores."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ NAME = 'none'
 
 @register(NAME)
 def grade(examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
-  """Return outcomes without scores, of which none is missing."""
+  """Return outcomes without scores; none of them counts as missing."""
   return [Outcome.unwanted(f'the environment {NAME!r} gives no scores') for _ in completions]

@@ -1,6 +1,4 @@
-"""Outcomes as the program relies on them: scores that are finite and in range, metrics that can be averaged and
-written.
-"""
+"""Checks of outcomes: scores are finite and in range, metrics can be averaged and written."""
 
 from __future__ import annotations
 
@@ -17,38 +15,39 @@ from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Outcome
 
 NO_REASON = 'the grader gave no score'
-REASON_CHARACTERS = 500  # Of a reason that are kept.
+REASON_CHARACTERS = 500  # Characters of a reason that are kept.
 
 
 def scores_of(outcomes: Sequence[Outcome]) -> np.ndarray:
-  """Return the scores [N] float64, NaN where a completion is ungraded."""
+  """Return the scores, [N] float64, NaN for ungraded completions."""
   return np.array([math.nan if outcome.score is None else outcome.score for outcome in outcomes], np.float64)
 
 
 def graded_of(outcomes: Sequence[Outcome]) -> np.ndarray:
-  """Return which completions have a score, [N] bool."""
+  """Return a mask of the completions that have a score, [N] bool."""
   return np.array([outcome.graded for outcome in outcomes], bool)
 
 
 def missing_of(outcomes: Sequence[Outcome]) -> np.ndarray:
-  """Return which completions should have a score and have none, [N] bool."""
+  """Return a mask of the completions whose score is missing, [N] bool."""
   return np.array([outcome.wanted and not outcome.graded for outcome in outcomes], bool)
 
 
 def encodable(text: str) -> str:
-  """Return text that can be encoded: escapes can spell half a surrogate pair, which no file or tokenizer takes."""
+  """Return text that can be encoded: escapes can produce lone surrogates, which files and tokenizers reject."""
   return text.encode('utf-8', 'replace').decode()
 
 
 def checked(outcome: Outcome, score_range: Sequence[float]) -> Outcome:
-  """Return an outcome in which the score is a finite float in range, or an ungraded one that says what was wrong.
+  """Return an outcome whose score is a finite float in range, or an ungraded one that says what was wrong.
 
-  Any real number is a score: Python's, also a bool, a Decimal or a Fraction, NumPy's, and arrays of no dimension. Texts
-  are made encodable. Names of metrics become text; values that are neither numbers nor text are left out.
+  Any real number is a valid score: Python numbers (also bool, Decimal or Fraction), NumPy numbers, and arrays of no
+  dimension. Texts are made encodable. Metric names become strings; values that are neither numbers nor strings are
+  dropped.
 
   Args:
-    outcome: of a grader, which may be anybody's code.
-    score_range: the smallest and the largest score that is believed.
+    outcome: the outcome from a grader, which may be user code.
+    score_range: the smallest and the largest valid score.
   """
   if outcome.score is None:
     reason = ungraded(outcome.reason if isinstance(outcome.reason, str) else NO_REASON)
@@ -71,14 +70,14 @@ def checked(outcome: Outcome, score_range: Sequence[float]) -> Outcome:
 
 
 def ungraded(reason: str) -> Outcome:
-  """Return `Outcome.ungraded` with a reason that can be encoded and is not endless."""
+  """Return `Outcome.ungraded` with the reason made encodable and cut to a limit."""
   return Outcome.ungraded(encodable(reason.strip() or NO_REASON)[:REASON_CHARACTERS])
 
 
 def as_float(value: Any) -> float | None:
-  """Return a real number, or an array that holds one and has no dimension, as a float; None for anything else.
+  """Convert a real number, or an array of no dimension that holds one, to float; None for anything else.
 
-  A whole number beyond the floats is infinite.
+  A whole number too large for a float becomes infinite.
   """
   if getattr(value, 'ndim', None) == 0 and callable(getattr(value, 'item', None)):
     value = value.item()
@@ -93,7 +92,7 @@ def as_float(value: Any) -> float | None:
 
 
 def _metric(value: Any) -> Any:
-  """Return a metric that can be averaged or written, `...` for what cannot."""
+  """Return a metric that can be averaged or written; `...` for other values."""
   if isinstance(value, str):
     return encodable(value)
   number = as_float(value)
@@ -103,7 +102,7 @@ def _metric(value: Any) -> Any:
 
 
 def check_graded(outcomes: Sequence[Outcome], limit: float) -> None:
-  """Raise UserError if more than the fraction `limit` of the outcomes is ungraded, with the most frequent reason."""
+  """Raise UserError with the most frequent reason if more than the fraction `limit` of the outcomes is ungraded."""
   missing = missing_of(outcomes)
   reasons = Counter(outcomes[row].reason or NO_REASON for row in np.flatnonzero(missing))
   if not outcomes or reasons.total() <= limit * len(outcomes):

@@ -1,9 +1,9 @@
-"""Graders and question generators by name.
+"""Registries of graders and question generators, by name.
 
-A grader turns completions into outcomes; `Example.environment` names the one that grades it. A generator makes
-endless questions; `generator:NAME?key=value` in `data.train_files` or `data.val_files` names it. To add either, write
-a function with the signature below under the decorator in a Python file, and name the file in `environments.modules`.
-Reward functions in TRL's form (reward_functions.py) are graders as they are.
+A grader turns completions into outcomes; `Example.environment` names the one to use. A generator makes endless
+questions; `generator:NAME?key=value` in `data.train_files` or `data.val_files` names it. To add either, write a
+function with the signature below in a Python file, decorate it, and name the file in `environments.modules`. Reward
+functions in TRL's form (reward_functions.py) can be used as graders unchanged.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from sdpo_jax.types import Example, Outcome
 class Grader(Protocol):
   """Returns one outcome per completion, in order; a fault of the completion is an outcome, never an exception.
 
-  Called with whatever has finished of a batch, while the rest is sampled: one call at a time, each from a thread of its
-  own. A call that takes longer than `environments.grader_timeout_s` is abandoned: its thread goes on as long as it
-  likes, also during the next call, and what it returns is dropped. A grader with an attribute `limits_itself` that is
-  true has time limits of its own and is waited for.
+  A grader is called with the completions of a batch that have finished, while the rest is sampled: one call at a time,
+  each in its own thread. A call that takes longer than `environments.grader_timeout_s` is abandoned: its thread may
+  keep running, even during the next call, and its result is dropped. A grader with a true attribute `limits_itself` has
+  its own time limits and is waited for.
 
-  What cannot be graded is `Outcome.ungraded(why)`; raising for it does the same. A question for which the grader is not
-  meant is `Outcome.not_applicable(why)`: the other graders of its row count without it.
+  The outcome of a completion that cannot be graded is `Outcome.ungraded(why)`; raising an exception has the same
+  effect. For a question that is not meant for the grader it is `Outcome.not_applicable(why)`: the row's other graders
+  count without it.
   """
 
   def __call__(
@@ -37,27 +38,27 @@ class Grader(Protocol):
     examples: list[Example],  # The question of each completion.
     completions: list[str],  # Decoded, without special tokens.
     *,
-    truncated: list[bool],  # The completion ended at its token limit instead of at a stop.
+    truncated: list[bool],  # Whether the completion ended at its token limit instead of at a stop token.
   ) -> list[Outcome]: ...
 
 
 class GraderFactory(Protocol):
-  """Makes a grader from settings, once per run; raises UserError for settings with which it cannot work.
+  """Makes a grader from settings, once per run; raises UserError for settings that it cannot use.
 
-  Called in the main thread. A grader that holds processes or connections has a method `close()`, called when the run
-  ends; one that judges whole batches has a method `end_batch()`, called when all of a batch is graded, which may raise
-  UserError; one that wants more of questions than they may have has a method `check_questions(examples)`, called before
-  the run with all of its questions (of generators with the first ones), which may raise UserError.
+  Called in the main thread. Graders may have three more methods. `close()` is called when the run ends, for a grader
+  that holds processes or connections. `end_batch()` is called when a whole batch is graded, for one that judges whole
+  batches; it may raise UserError. `check_questions(examples)` is called before the run with all of its questions (for
+  generators, the first ones), for a grader with requirements on them; it may raise UserError.
   """
 
   def __call__(self, settings: EnvironmentsConfig) -> Grader: ...
 
 
 class QuestionGenerator(Protocol):
-  """Makes the endless list of questions of one split: a pure function from index (0, 1, …) to question.
+  """Makes the endless sequence of questions of one split: a pure function from index (0, 1, …) to question.
 
-  `split` is 'train' or 'test'; no question of one split is ever in the other. Options come from the query string of
-  `generator:NAME?key=value`, as strings. Raises UserError for an option or a split that it does not know.
+  `split` is 'train' or 'test'; the splits share no question. Options come from the query string of
+  `generator:NAME?key=value`, as strings. Raises UserError for an unknown option or split.
   """
 
   def __call__(self, split: str, seed: int, **options: Any) -> Callable[[int], Example]: ...
@@ -65,8 +66,8 @@ class QuestionGenerator(Protocol):
 
 Registered = TypeVar('Registered')
 
-# Name → the module beside this one that registers it. It is imported when the name is first asked for: a run loads the
-# graders that it uses, and no sandbox or computer algebra for the others.
+# Name → the module in this folder that registers it. It is imported on first use, so a run loads only the graders that
+# it uses, and neither the sandbox nor computer algebra for others.
 _BUILT_IN = {
   'environment': {
     'code': 'code',
@@ -102,7 +103,7 @@ def register(name: str) -> Callable[[Grader], Grader]:
 def register_reward_function(name: str) -> Callable[[Registered], Registered]:
   """Return a decorator that registers a reward function in TRL's form under `name`; raises ValueError if it is taken.
 
-  Reward functions of a file of `environments.modules` need none: they are registered under their own names.
+  Files in `environments.modules` need no decorator: their reward functions are registered under their own names.
   """
 
   def add(function: Registered) -> Registered:
@@ -115,7 +116,7 @@ def register_reward_function(name: str) -> Callable[[Registered], Registered]:
 
 @contextlib.contextmanager
 def registered(name: str, function: Any) -> Iterator[None]:
-  """Register a grader, or a reward function in TRL's form, for as long as the block lasts; errors as `register`."""
+  """Register a grader, or a reward function in TRL's form, for the duration of a block; raises as `register`."""
   register(name)(RewardGrader(function, name) if is_reward_function(function) else function)
   try:
     yield
@@ -124,7 +125,7 @@ def registered(name: str, function: Any) -> Iterator[None]:
 
 
 def is_registered_reward_function(function: Any) -> bool:
-  """Return whether `register_reward_function` has been handed this very object."""
+  """Return whether this very object was passed to `register_reward_function`."""
   return any(function is known for known in _REWARD_FUNCTIONS)
 
 
@@ -134,12 +135,12 @@ def register_factory(name: str) -> Callable[[Registered], Registered]:
 
 
 def get(name: str, settings: EnvironmentsConfig | None = None) -> Grader:
-  """Return a new grader of that name, made with `settings` (None: defaults); raises UserError if there is none."""
+  """Make the grader of that name with `settings` (None: defaults); raises UserError if there is none."""
   return _find(_FACTORIES, 'environment', name)(settings or EnvironmentsConfig())
 
 
 def require(name: str) -> None:
-  """Raise UserError listing the known graders if there is none of that name."""
+  """Raise a UserError listing the known graders if there is none of that name."""
   _find(_FACTORIES, 'environment', name)
 
 
@@ -177,7 +178,7 @@ def _adder(table: dict[str, Any], kind: str, name: str) -> Callable[[Registered]
     raise ValueError(f'A grader cannot be called {name!r}: {marks} separate graders and weights in rows.')
 
   def add(function: Registered) -> Registered:
-    # A built-in name is taken before its module is imported, but not for that module.
+    # A built-in name is reserved before its module is imported, except for that module.
     reserved = name in _BUILT_IN[kind] and _module(kind, name) not in sys.modules
     if name in table or reserved:
       noun = 'grader' if kind == 'environment' else kind
@@ -194,7 +195,7 @@ def _find(table: dict[str, Any], kind: str, name: str) -> Any:
     try:
       importlib.import_module(_module(kind, name))
     except BaseException:
-      for added in table.keys() - known:  # Or the next attempt would find them taken.
+      for added in table.keys() - known:  # Otherwise the next attempt would find the names taken.
         del table[added]
       raise
   if name not in table:

@@ -1,7 +1,7 @@
-"""Graders that ask a server: one POST a completion, some at a time, each tried again where that may help.
+"""Graders that ask a server: one POST per completion, several at a time, with retries where these may help.
 
-What a server does wrong costs the completions that it concerns (they are ungraded), not the run. A server that grades
-nothing at all ends the run.
+A server's fault affects only the completions concerned (they are ungraded), not the run. A server that grades nothing
+at all ends the run.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from sdpo_jax.types import Example, Outcome
 
 _LARGEST = 1e38  # Scores become float32.
 
-Body = Callable[[], Mapping[str, Any]]  # Called anew for every attempt.
-Reader = Callable[[Any], Outcome]  # From the JSON of an answer; raises Fault where it is none.
+Body = Callable[[], Mapping[str, Any]]  # Called again for every attempt.
+Reader = Callable[[Any], Outcome]  # From the JSON of an answer; raises Fault if it is not valid.
 
 
 def number(value: Any, name: str) -> float:
-  """Return a finite number of an answer; raises Fault naming the field."""
+  """Return a finite number from an answer; raises Fault naming the field."""
   if isinstance(value, bool) or not isinstance(value, int | float):
     raise Fault(f'{name!r} of its answer must be a number, not {quoted(value)}')
   if not abs(value) < _LARGEST:
@@ -36,7 +36,7 @@ def number(value: Any, name: str) -> float:
 
 
 class Remote:
-  """A server that grades; holds its connections and threads until `close()`."""
+  """A server that grades; holds connections and threads until `close()`."""
 
   def __init__(
     self,
@@ -50,17 +50,17 @@ class Remote:
     concurrency: int,
     setting: str,
   ):
-    """Connect to nothing yet.
+    """Prepare the connections without opening any.
 
     Args:
-      name: of the environment, for messages.
-      url: to which bodies are posted.
+      name: name of the environment, for messages.
+      url: the address of all requests.
       authorization: the Authorization header; '': none. Never shown.
-      secrets: what else is never shown, such as parts of `url`.
-      timeout_s: seconds from request to end of answer.
-      retries: attempts after the first.
-      concurrency: requests under way at once.
-      setting: name of the setting with the address, for messages.
+      secrets: other texts that must never be shown, such as parts of `url`.
+      timeout_s: seconds from the request to the end of the answer.
+      retries: attempts after the first one.
+      concurrency: the most concurrent requests.
+      setting: name of the setting that holds the address, for messages.
     """
     self._name, self._setting = name, setting
     self._timeout_s, self._retries, self._concurrency = timeout_s, retries, concurrency
@@ -69,16 +69,16 @@ class Remote:
     )
     self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix=f'grader-{name}')
     self._closing = threading.Event()
-    self._worked = False  # It has graded something in a batch before.
+    self._worked = False  # It has graded something in an earlier batch.
     self._batch = _Batch(concurrency)
 
   def grade(self, examples: Sequence[Example], bodies: Sequence[Body], read: Reader) -> list[Outcome]:
-    """One outcome for each body, in order; those that cannot be had are ungraded, and in `end_batch`'s warning.
+    """Return one outcome per body, in order; failed requests give ungraded outcomes and count in `end_batch`'s warning.
 
     Args:
-      examples: [N] the question of each.
-      bodies: [N] what to post.
-      read: makes the outcome of an answer.
+      examples: [N] the question of each body.
+      bodies: [N] the bodies to post.
+      read: converts an answer to an outcome.
 
     Raises:
       UserError: as `end_batch`, as soon as the server is given up.
@@ -100,11 +100,11 @@ class Remote:
     return outcomes
 
   def end_batch(self) -> None:
-    """Says how many completions since the last call could not be graded.
+    """Warn how many completions since the last call could not be graded.
 
     Raises:
-      UserError: not one of them could. (But one question of a server that has worked before in this run is taken to be
-        the question's fault: it would otherwise end the run again after every resume.)
+      UserError: none of them could be graded. (A single question of a server that has worked earlier in this run is
+        considered the question's fault: otherwise it would end the run again after every resume.)
     """
     batch, self._batch = self._batch, _Batch(self._concurrency)
     self._check(batch)
@@ -119,7 +119,7 @@ class Remote:
       )
 
   def close(self) -> None:
-    """Lets go of connections and threads; what is under way is not tried again."""
+    """Close connections and end threads; pending requests are not retried."""
     self._closing.set()
     self._threads.shutdown(wait=False, cancel_futures=True)
     self._server.close()
@@ -148,7 +148,7 @@ class Remote:
     raise AssertionError('The last attempt returns or raises.')
 
   def _post(self, body: Mapping[str, Any], batch: _Batch) -> Any:
-    """Return the JSON of the answer; raises Fault."""
+    """Post a body and return the JSON of the answer; raises Fault."""
 
     def answered() -> None:
       batch.answered = True
@@ -156,7 +156,7 @@ class Remote:
     return self._server.ask(body, self._timeout_s, name=f'grader-{self._name}', on_answer=answered)
 
   def _without_secrets(self, outcome: Outcome) -> Outcome:
-    """Return an outcome that repeats no key, as a server does that answers with what it was asked."""
+    """Remove keys from an outcome, which a server may have repeated from the request."""
     if not self._server.has_secrets:
       return outcome
     metrics = {
@@ -168,17 +168,17 @@ class Remote:
 
 
 class _Batch:
-  """What has become of the completions of a batch, which come in parts.
+  """Counts of the completions of a batch, which comes in parts.
 
-  A server that has answered nothing is given up, so that a batch does not wait for it hundreds of times.
+  A server that has answered nothing is given up, so that a batch does not wait for hundreds of time-outs.
   """
 
   def __init__(self, patience: int):
-    self.asked = 0  # Completions.
+    self.asked = 0  # Number of completions.
     self.questions: set[str] = set()
-    self.reasons: list[str] = []  # Why those that could not be graded could not.
-    self.answered = False  # There was an answer of any kind.
-    self.failed = 0  # Completions that have used all attempts, or as many as made sense.
+    self.reasons: list[str] = []  # Reasons for the completions that could not be graded.
+    self.answered = False  # Whether there was any answer.
+    self.failed = 0  # Completions that have used all attempts that made sense.
     self._patience = patience
     self._lock = threading.Lock()
 
@@ -188,5 +188,5 @@ class _Batch:
 
   @property
   def given_up(self) -> bool:
-    """Whether as many completions as are asked for at once had no answer of any kind."""
+    """Return whether as many completions as may be asked for at once got no answer at all."""
     return not self.answered and self.failed >= self._patience

@@ -1,7 +1,7 @@
-"""Reward functions in the form of TRL's GRPOTrainer, as graders.
+"""Graders from reward functions in the form of TRL's GRPOTrainer.
 
-Such a function takes lists by keyword, `prompts`, `completions` and the columns of the data set, and returns a reward
-for each completion: a number, None where it does not apply, or here also a dict with `score` and `feedback`.
+Such a function takes lists as keyword arguments, `prompts`, `completions` and the columns of the data set, and returns
+a reward for each completion: a number, None where it does not apply, or (only here) a dict with `score` and `feedback`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Example, Outcome
 
 NOT_APPLICABLE = 'the reward function returned None'
-# Arguments that TRL's trainer has and a grader does not.
+# Arguments that TRL's trainer passes and a grader does not have.
 UNAVAILABLE = ('completion_ids', 'completions_ids')
 
 
 def is_reward_function(value: Any) -> bool:
-  """Return whether a value can be called as a reward function: it takes `completions`, and is no grader."""
+  """Return whether a value can be called as a reward function: it takes `completions` and is not a grader."""
   if not callable(value) or isinstance(value, type):
     return False
   try:
     parameters = inspect.signature(value).parameters
-  except (TypeError, ValueError):  # Some that are built in have none.
+  except (TypeError, ValueError):  # Some built-in callables have no signature.
     return False
   return 'completions' in parameters and 'examples' not in parameters
 
@@ -38,13 +38,13 @@ def is_reward_function(value: Any) -> bool:
 class RewardGrader:
   """Grades with a reward function, which may be a coroutine function.
 
-  It is called with what its signature takes of: `prompts`, in the form of the row; `completions`, texts where the
-  prompt is a text, otherwise lists with one message of the assistant; `trainer_state`, None; and all other fields of
-  the rows, None in rows that lack them, with `ground_truth` among them. Feedback comes from its dicts, or from its
-  attribute `last_feedback`, a text or None for each completion of the last call.
+  The function gets the arguments that its signature names: `prompts`, in the form of the row; `completions`, texts if
+  the prompt is a text, otherwise lists with one assistant message; `trainer_state`, None; and all other fields of the
+  rows, including `ground_truth`, None in rows that lack them. Feedback comes from its dicts, or from its attribute
+  `last_feedback`, a text or None for each completion of the last call.
 
-  A call that was abandoned because it hung may still come to its end, and set `last_feedback` then. Calls after it are
-  therefore those of a shallow copy of the object. A function cannot be copied: as long as such a call is under way, its
+  A call that was abandoned because it hung may still finish later and set `last_feedback` then. Later calls therefore
+  use a shallow copy of the object. A plain function cannot be copied: as long as the abandoned call runs,
   `last_feedback` is not read.
   """
 
@@ -53,22 +53,22 @@ class RewardGrader:
     self._called = _Called(function)
     self._lock = threading.Lock()
     self._warned = False
-    self._known: dict[str, None] = {}  # Fields of the rows of a run; a batch need not have them all.
+    self._known: dict[str, None] = {}  # Fields of the run's rows; a batch need not have them all.
 
   def check_questions(self, examples: Sequence[Example]) -> None:
-    """See `registry.GraderFactory`.
+    """Check that the rows have the function's arguments.
 
     Raises:
-      UserError: the function wants an argument that no row has.
+      UserError: the function needs an argument that no row has.
     """
     self._known = _fields(_rows(examples))
     self._arguments(examples, [''] * len(examples))
 
   def __call__(self, examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
-    """See `registry.Grader`.
+    """Grade completions as `registry.Grader` says.
 
     Raises:
-      UserError: the function wants an argument that there is not, or does not return a reward for each completion.
+      UserError: the function needs an argument that does not exist, or does not return a reward for each completion.
     """
     with self._calling() as (function, alone):
       rewards = function(**self._arguments(examples, completions))
@@ -85,9 +85,9 @@ class RewardGrader:
 
   @contextlib.contextmanager
   def _calling(self) -> Iterator[tuple[Callable[..., Any], bool]]:
-    """Yield what to call, and whether no other call can change its attributes."""
+    """Provide the function to call and whether no other call can change its attributes."""
     with self._lock:
-      if self._called.running:  # Somebody has given that call up, or there would be no other.
+      if self._called.running:  # The running call has been abandoned; otherwise there would be no second one.
         fresh = _copied(self._called.function)
         if fresh is not self._called.function:
           self._called = _Called(fresh)
@@ -131,7 +131,7 @@ class RewardGrader:
     return taken
 
   def _listed(self, values: Any, count: int, duty: str) -> list[Any]:
-    """Return a list of `count` values, whatever sequence or array it comes as."""
+    """Convert a sequence or an array to a list; raises UserError unless it has `count` values."""
     values = values.tolist() if hasattr(values, 'tolist') else values
     if not isinstance(values, list | tuple) or len(values) != count:
       raise UserError(f'The reward function {self._name!r} must {duty}, {count} here, not {short_repr(values)}.')
@@ -149,17 +149,17 @@ class RewardGrader:
 
 @dataclasses.dataclass
 class _Called:
-  """A reward function, and how many calls of it are under way."""
+  """A reward function and the number of its calls that are running."""
 
   function: Callable[..., Any]
   running: int = 0
 
 
 def _copied(function: Callable[..., Any]) -> Callable[..., Any]:
-  """Return a shallow copy of an object; what cannot be copied, as functions, is returned as it is."""
+  """Return a shallow copy of an object, or the object itself if it cannot be copied, such as a function."""
   try:
     return copy.copy(function)
-  except Exception:  # Of anybody's class.
+  except Exception:  # User-defined classes may raise anything.
     return function
 
 

@@ -1,4 +1,4 @@
-"""What a model says aloud: its text without the thinking between `<think>` and `</think>`."""
+"""Removal of the thinking between `<think>` and `</think>` from a model's text."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ _BLOCK_AND_SPACE = re.compile(rf'{_OPEN}.*?{_CLOSE}\s*', re.DOTALL)
 
 
 def without_closed_thinking(text: str) -> str:
-  """Return the text without its closed `<think>…</think>` blocks and the white space after them, as the reference
-  does.
-  """
+  """Remove closed `<think>…</think>` blocks and the white space after them, as the reference does."""
   closed, rest = _split_after_last_close(text)
   stripped = rest.lstrip()
   return _BLOCK_AND_SPACE.sub('', closed + rest[: len(rest) - len(stripped)]) + stripped
 
 
 def without_thinking(text: str) -> str:
-  """Return what is said aloud.
+  """Return the text without the model's thinking.
 
-  Removed are closed blocks; what precedes a `</think>` without a `<think>` of its own, which the chat template has put
-  into the prompt; what follows a `<think>` that is never closed, since the text was cut off; and the white space that
-  the text begins with then.
+  This removes closed blocks; the text before a `</think>` whose `<think>` is in the prompt, where the chat template has
+  put it; the text after a `<think>` that is never closed because the completion was cut off; and white space that is
+  then at the beginning.
   """
   closed, rest = _split_after_last_close(text)
   said = _BLOCK.sub('', closed).rpartition(_CLOSE)[2] + rest.partition(_OPEN)[0]
@@ -31,6 +29,9 @@ def without_thinking(text: str) -> str:
 
 
 def _split_after_last_close(text: str) -> tuple[str, str]:
-  """Every block of the first part is closed: where many are not, the expressions above would take quadratic time."""
+  """Split the text after its last `</think>`.
+
+  Every block of the first part is closed: the expressions above would take quadratic time on many open ones.
+  """
   end = text.rfind(_CLOSE) + len(_CLOSE) if _CLOSE in text else 0
   return text[:end], text[end:]

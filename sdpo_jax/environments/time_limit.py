@@ -1,4 +1,4 @@
-"""Calls of code that may never return."""
+"""Calls of code that may never return, with a time limit."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ Result = TypeVar('Result')
 
 
 class OverranError(Exception):
-  """A call did not return in time; its thread goes on, and what it returns is dropped."""
+  """A call did not return in time; its thread continues, and its result is dropped."""
 
 
 class EndedError(Exception):
-  """A call raised what would end its process, such as SystemExit, which is the cause of this exception."""
+  """A call raised an exception that would end its process, such as SystemExit; it is the cause of this exception."""
 
 
 def call_within(function: Callable[[], Result], seconds: float | None, name: str) -> Result:
-  """Return what `function` returns, called in a thread of its own; None for `seconds`: however long it takes.
+  """Call `function` in a thread of its own and return its result; `seconds` None means no limit.
 
-  The thread is abandoned where it overruns, and does not keep the process from ending.
+  A thread that overruns is abandoned and does not keep the process from ending.
 
   Raises:
-    OverranError: the time is over.
-    EndedError: it raised a BaseException that is no Exception; the thread of the caller is not to end by that.
-    Exception: whatever it raised.
+    OverranError: the time limit has passed.
+    EndedError: it raised a BaseException that is not an Exception, which must not end the caller's thread.
+    Exception: any exception that it raised.
   """
   results: list[Any] = []
   errors: list[BaseException] = []
@@ -34,7 +34,7 @@ def call_within(function: Callable[[], Result], seconds: float | None, name: str
   def work() -> None:
     try:
       results.append(function())
-    except BaseException as error:  # It belongs to the thread that waits.
+    except BaseException as error:  # Raised again in the waiting thread.
       errors.append(error)
     finally:
       done.set()

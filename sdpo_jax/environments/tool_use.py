@@ -1,4 +1,4 @@
-"""Tool use (ToolAlpaca): the calls that a completion writes as `Action: NAME` and `Action Input: {JSON}`.
+"""Tool use (ToolAlpaca): compares the calls that a completion writes as `Action: NAME` and `Action Input: {JSON}`.
 
 The ground truth is a JSON list of {"Action", "Action_Input"}, the input being JSON or a string of JSON.
 
@@ -23,21 +23,21 @@ from sdpo_jax.errors import short_repr
 from sdpo_jax.types import Example, Outcome
 
 INPUT = 'Action Input:'
-MAX_FAULTS = 10  # Sentences of feedback, and unknown arguments in one: a completion can hold thousands.
-MAX_NAME = 100  # Characters of a name that feedback repeats.
+MAX_FAULTS = 10  # Sentences of feedback, and unknown arguments per sentence: a completion can hold thousands.
+MAX_NAME = 100  # Characters of a name in feedback.
 _NAME = re.compile(r'Action:\s*(\w+)')
 _LINE = re.compile(r'^[ \t>*#-]*Action:[ \t*]*(?:\n[ \t]*)?([^\n]*)', re.MULTILINE)
 _SPACE = re.compile(r'\s*')
 _DECODER = json.JSONDecoder()
 
-Call = tuple[str, Any]  # Name of the function, its arguments as a JSON value (None: none that can be read).
+Call = tuple[str, Any]  # Name of the function and its arguments as a JSON value (None if they cannot be read).
 
 
 def reference_tooluse(example: Example, completion: str, truncated: bool) -> Outcome:
-  """1 iff the multiset of names and the merger of all inputs equal those of the ground truth.
+  """Score 1 iff the multiset of names and the merger of all inputs equal those of the ground truth.
 
   Raises:
-    TypeError, KeyError: a ground truth that is not a string of JSON, or a call without a name, as the reference.
+    TypeError, KeyError: the ground truth is not a string of JSON, or a call has no name, as in the reference.
   """
   try:
     truth = json.loads(example.ground_truth)
@@ -70,7 +70,7 @@ def _reference_input(value: Any) -> Any:
 
 
 def _reference_inputs(text: str) -> Iterator[dict[str, Any]]:
-  """Yield what `Action Input:\\s*({.*?})` finds and JSON can read, in linear time."""
+  """Yield the matches of `Action Input:\\s*({.*?})` that are JSON, in linear time."""
   position = 0
   while (position := text.find(INPUT, position)) >= 0:
     position += len(INPUT)
@@ -82,13 +82,13 @@ def _reference_inputs(text: str) -> Iterator[dict[str, Any]]:
       return
     try:
       yield json.loads(text[start : end + 1])
-    except (ValueError, RecursionError):  # The reference raises where it is nested too deeply, or a number too long.
+    except (ValueError, RecursionError):  # The reference raises on JSON nested too deeply or a number too long.
       pass
     position = end + 1
 
 
 def calls_of(text: str) -> list[Call]:
-  """Return the calls that a completion writes, in order; code fences and text around them are ignored."""
+  """Return the calls in a completion, in order, ignoring code fences and text around them."""
   lines = list(_LINE.finditer(text))
   calls = []
   for line, following in itertools.zip_longest(lines, lines[1:]):
@@ -100,24 +100,24 @@ def calls_of(text: str) -> list[Call]:
 
 
 def _object(text: str, start: int, end: int) -> Any:
-  """Return the JSON object that begins at the first brace of text[start:end]; None if there is none."""
+  """Return the JSON object that begins at the first brace of text[start:end], or None."""
   brace = text.find('{', start, end)
   if brace < 0:
     return None
   try:
-    # Of a text of its own: an error counts the lines before it, which would be quadratic over many calls.
+    # Parse a substring: an error counts the lines before it, which would be quadratic over many calls.
     value = _DECODER.raw_decode(text[brace:end])[0]
-    json.dumps(value)  # What is nested too deeply to be written is not read either.
+    json.dumps(value)  # JSON nested too deeply to be written is not accepted either.
     return value
-  except (ValueError, RecursionError):  # Also numbers of more digits than Python reads.
+  except (ValueError, RecursionError):  # Includes numbers with more digits than Python reads.
     return None
 
 
 def truth_of(ground_truth: Any) -> list[Call]:
-  """Return the calls of a ground truth.
+  """Parse the calls of a ground truth.
 
   Raises:
-    ValueError: it is no list of calls.
+    ValueError: the ground truth is not a list of calls.
   """
   calls = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
   if not isinstance(calls, list) or not all(isinstance(call, dict) and 'Action' in call for call in calls):
@@ -128,7 +128,7 @@ def truth_of(ground_truth: Any) -> list[Call]:
 
 
 def same(left: Any, right: Any) -> bool:
-  """Whether two JSON values are equal: 3 and 3.0 are, true and 1 are not."""
+  """Return whether two JSON values are equal: 3 equals 3.0, but true does not equal 1."""
   if isinstance(left, bool) or isinstance(right, bool):
     return left is right
   if isinstance(left, dict) and isinstance(right, dict):
@@ -139,12 +139,12 @@ def same(left: Any, right: Any) -> bool:
 
 
 def clean_tooluse(reveal_answer: bool) -> Rule:
-  """1 iff the calls are those of the ground truth, in any order, each with its own arguments."""
+  """Return a rule: 1 iff the calls are those of the ground truth, in any order, each with its own arguments."""
 
   def rule(example: Example, completion: str, truncated: bool) -> Outcome:
     expected, got = truth_of(example.ground_truth), calls_of(after_thinking(completion))
     missing = list(expected)
-    wrong = []  # Calls that are not among the expected ones.
+    wrong = []  # Calls that are not expected.
     for number, call in enumerate(got, 1):
       match = next((i for i, (name, value) in enumerate(missing) if name == call[0] and same(value, call[1])), None)
       if match is None:
@@ -162,7 +162,7 @@ def clean_tooluse(reveal_answer: bool) -> Rule:
 
 
 def _faults(wrong: list[tuple[int, Call]], missing: list[Call], made: int, truncated: bool) -> Iterator[str]:
-  """Sentences on what is wrong that show nothing of the expected names and values."""
+  """Yield sentences on what is wrong, without expected names or values."""
   if not wrong and not missing:
     return
   if truncated:
@@ -199,5 +199,5 @@ def _argument_faults(got: Any, expected: Any) -> str:
 
 @register_factory('tooluse')
 def make(settings: EnvironmentsConfig) -> Grader:
-  """Tool use in the profile of the settings."""
+  """Return a grader of tool use in the settings' profile."""
   return grader(reference_tooluse if settings.profile == 'reference' else clean_tooluse(settings.reveal_answer))

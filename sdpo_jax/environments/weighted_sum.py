@@ -1,4 +1,4 @@
-"""The outcome of a completion that several graders judge: the weighted sum of their scores."""
+"""The outcome of a completion with several graders: the weighted sum of their scores."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 from sdpo_jax.environments.outcomes import checked, ungraded
 from sdpo_jax.types import Outcome
 
-# Metrics that mean something to a run: those of the first grader that gives them are those of the completion.
+# Metrics that a run uses; the completion takes them from the first grader that reports them.
 MEANINGFUL = ('acc', 'pred', 'format_valid')
 
 
 def weighted_sum(
   weights: Mapping[str, float], outcomes: Mapping[str, Outcome], score_range: Sequence[float]
 ) -> Outcome:
-  """Return Σ weight · score over the graders that apply, or why there is none; one grader of weight 1 is left as it is.
+  """Return Σ weight · score over the graders that apply, or the reason why there is none.
 
-  A grader that does not apply is left out of the sum, as a reward function that returns None is by TRL's GRPOTrainer.
-  If one that counts could not grade, the sum is not known, and the completion is ungraded. A grader of weight 0 gives
-  feedback and metrics alone, and may fail. The sum is rounded once, so that rewards of 1 with weights of 0.7, 0.2 and
-  0.1 make 1.
+  A single grader of weight 1 is left as it is. A grader that does not apply is left out of the sum, as TRL's
+  GRPOTrainer does for a reward function that returns None. If a grader with a weight could not grade, the completion is
+  ungraded. A grader of weight 0 contributes only feedback and metrics, and may fail. The sum is rounded once, so that
+  rewards of 1 with weights of 0.7, 0.2 and 0.1 give 1.
 
   Args:
-    weights: of the graders of a question by name, in its order; one of them is not 0.
-    outcomes: of the same names, each of which has passed `checked`.
+    weights: weights of a question's graders by name, in its order; at least one is not 0.
+    outcomes: outcomes by the same names, each already `checked`.
     score_range: as for `checked`.
   """
   if list(weights.values()) == [1.0]:
@@ -52,15 +52,15 @@ def weighted_sum(
 
 
 def _exact_sum(terms: Sequence[float]) -> float:
-  """Return the sum, rounded once; infinite or NaN where a term or the sum is."""
+  """Return the sum, rounded once; infinite or NaN if a term or the sum is."""
   try:
     return math.fsum(terms)
-  except (OverflowError, ValueError):  # Of finite terms beyond the floats, and of infinities of both signs.
+  except (OverflowError, ValueError):  # Finite terms whose sum overflows, or infinities of both signs.
     return sum(terms)
 
 
 def _metrics(outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
-  """Return the metrics of several graders as `<grader>/<metric>`, and what is `MEANINGFUL` under its own name too."""
+  """Return the metrics of several graders as `<grader>/<metric>`, and `MEANINGFUL` ones also under their own name."""
   found = {f'{name}/{key}': value for name, outcome in outcomes.items() for key, value in outcome.metrics.items()}
   for key in MEANINGFUL:
     given = [outcome.metrics[key] for outcome in outcomes.values() if key in outcome.metrics]
