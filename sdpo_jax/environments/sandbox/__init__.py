@@ -1,3 +1,1 @@
-"""A place to run model-written code (`sandbox.Sandbox`): nothing of the machine, limits on everything, a fresh process
-for every program.
-"""
+"""Execution of model-written code (`sandbox.Sandbox`): isolated, limited, in a fresh process for every program."""

@@ -1,9 +1,9 @@
-"""The command that starts the zygote in a bubblewrap: for machines without Landlock where `bwrap` is installed.
+"""The bubblewrap command that starts the zygote on machines without Landlock where `bwrap` is installed.
 
-Programs find a read-only file system of nothing but Python, in namespaces without network and without processes of
-others. There is no /proc in it, which would show the memory of the zygote, unless the zygote needs one to give every
-program a view of its own (view.py), in which there is none again; and no shell. The programs' own seccomp filter and
-limits come on top, as everywhere; it also forbids new user namespaces, for which other set-ups need --disable-userns.
+Programs see a read-only file system with only Python in it, in namespaces without network or other processes. There is
+no shell, and no /proc, which would show the zygote's memory, unless the zygote needs one to give every program a view
+of its own (view.py), which has no /proc again. The programs' own seccomp filter and limits apply on top, as always; the
+filter also forbids new user namespaces, for which other set-ups need --disable-userns.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sdpo_jax.environments.sandbox.confinement import Unsupported
 
 SCRATCH = '/scratch'
 NOBODY = '65534'
-LOADER = ('/lib', '/lib64', '/usr/lib', '/usr/lib64', '/etc/ld.so.cache')  # What a dynamically linked Python needs.
+LOADER = ('/lib', '/lib64', '/usr/lib', '/usr/lib64', '/etc/ld.so.cache')  # Needed by a dynamically linked Python.
 
 
 def find() -> str:
-  """Path of bwrap; raises Unsupported where it is not installed."""
+  """Return the path of bwrap; raises Unsupported if it is not installed."""
   path = shutil.which('bwrap')
   if path is None:
     raise Unsupported('bwrap is not installed')
@@ -43,13 +43,13 @@ def arguments(
   """Return the command line of a zygote in a bubblewrap of its own.
 
   Args:
-    bwrap: path of bwrap.
+    bwrap: the path of bwrap.
     readable: directories of the Python installation.
-    files: the zygote first, then what it loads by path.
-    environment: of the zygote; it has no other.
-    scratch_bytes: size of the scratch file system, the only one that can be written to.
-    descriptor: of the zygote's control socket.
-    proc: whether it has a /proc.
+    files: the zygote's file first, then the files that it loads by path.
+    environment: the zygote's complete environment.
+    scratch_bytes: size of the scratch file system, the only writable one.
+    descriptor: descriptor of the zygote's control socket.
+    proc: whether /proc is mounted.
   """
   python = os.path.realpath(sys.executable)
   library = os.path.join(sysconfig.get_config_var('LIBDIR') or '', sysconfig.get_config_var('INSTSONAME') or '')

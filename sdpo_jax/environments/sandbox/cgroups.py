@@ -1,8 +1,8 @@
-"""Control groups: what the kernel lets a zygote and all its programs have together of memory and processes.
+"""Control groups: kernel limits on the memory and processes of a zygote and all its programs together.
 
-Every program has limits of its own (zygote.py). These are of what such limits do not count, page tables and inodes for
-example, and the last resort where one of them fails: what is over is then ended inside the group, not the training
-process. Version 2 of the interface where this process may create a group, else version 1; see `man 7 cgroups`.
+Every program has its own limits (zygote.py). These cover what such limits do not count, such as page tables and inodes,
+and are the last resort if one of them fails: then the kernel kills a process in the group, not the training process.
+Uses version 2 of the interface where this process may create a group, else version 1; see `man 7 cgroups`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from sdpo_jax.environments.sandbox import leftovers
 
 CONTROLLERS = ('memory', 'pids')
-REMOVAL_S = 2.0  # Killed processes may need as long to leave a group.
+REMOVAL_S = 2.0  # Time in which killed processes leave a group.
 MOUNTS, OWN = pathlib.Path('/proc/self/mountinfo'), pathlib.Path('/proc/self/cgroup')
 
 
@@ -27,17 +27,17 @@ class Group:
   """A control group: one directory under version 2, one for each controller under version 1."""
 
   version: int
-  memory_bytes: int  # That it was made with.
+  memory_bytes: int  # The limit with which it was made.
   controllers: tuple[str, ...]
   directories: tuple[pathlib.Path, ...]
-  held: tuple[int, ...]  # Descriptors by which other starts know that these are not abandoned.
+  held: tuple[int, ...]  # Descriptors whose locks show other processes that the directories are in use.
 
   @contextlib.contextmanager
   def doors(self) -> Iterator[list[int]]:
-    """Descriptors to which a process writes '0' to enter, also one that cannot see the directories."""
+    """Provide descriptors to which a process writes '0' to enter, even one that cannot see the directories."""
     opened: list[int] = []
     try:
-      with contextlib.suppress(FileNotFoundError):  # Somebody has removed the group.
+      with contextlib.suppress(FileNotFoundError):  # The group has been removed.
         for directory in self.directories:
           opened.append(os.open(directory / 'cgroup.procs', os.O_WRONLY))
       yield opened
@@ -46,18 +46,21 @@ class Group:
         os.close(descriptor)
 
   def allow(self, memory_bytes: int) -> None:
-    """Set how much memory the group may have beyond what it was made with."""
+    """Allow the group this much memory beyond the limit with which it was made."""
     for directory in self.directories:
-      # Version 1 refuses a limit of memory that is beyond the one of memory and swap.
+      # Version 1 rejects a memory limit above the limit of memory and swap.
       for name in ('memory.max', 'memory.memsw.limit_in_bytes', 'memory.limit_in_bytes'):
         if (directory / name).exists():
           (directory / name).write_text(str(self.memory_bytes + memory_bytes))
 
   def remove(self) -> None:
-    """Remove the group; what still runs in it under version 2 is ended, under version 1 the group then stays."""
+    """Remove the group.
+
+    Under version 2, processes in it are killed; under version 1, the group stays if there are any.
+    """
     deadline = time.monotonic() + REMOVAL_S
     for directory in self.directories:
-      with contextlib.suppress(OSError):  # Before Linux 5.14 there is no such file.
+      with contextlib.suppress(OSError):  # Linux before 5.14 has no such file.
         (directory / 'cgroup.kill').write_text('1')
       while not _removed(directory) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -66,7 +69,7 @@ class Group:
 
 
 def create(memory_bytes: int, processes: int) -> Group | None:
-  """Return a new group with these limits; None where this process may not make one."""
+  """Create a group with these limits; return None if this process may not."""
   limits = {'memory': memory_bytes, 'pids': processes}
   for make, parents in ((_create_unified, _unified()), (_create_split, _split())):
     if parents and (group := make(parents, limits)) is not None:
@@ -75,12 +78,12 @@ def create(memory_bytes: int, processes: int) -> Group | None:
 
 
 def _create_unified(parents: Sequence[pathlib.Path], limits: dict[str, int]) -> Group | None:
-  """Return a group of version 2 in the first of `parents` where one can be made that has both controllers."""
+  """Create a group of version 2 in the first of `parents` that allows it and has both controllers."""
   for parent in parents:
     with contextlib.suppress(OSError):
       leftovers.remove_abandoned(parent, lambda path: _removed(pathlib.Path(path)))
       directory = _make(parent)
-      with contextlib.suppress(OSError):  # Where the parent holds processes it must not have groups with controllers.
+      with contextlib.suppress(OSError):  # A parent that holds processes must not have groups with controllers.
         if set(CONTROLLERS) - set((directory / 'cgroup.controllers').read_text().split()):
           (parent / 'cgroup.subtree_control').write_text(' '.join(f'+{name}' for name in CONTROLLERS))
       try:
@@ -97,7 +100,7 @@ def _create_unified(parents: Sequence[pathlib.Path], limits: dict[str, int]) -> 
 
 
 def _create_split(parents: dict[str, pathlib.Path], limits: dict[str, int]) -> Group | None:
-  """Return a group of version 1 with those of its controllers that can be had."""
+  """Create a group of version 1 with the available controllers; return None if there are none."""
   files = {'memory': ('memory.limit_in_bytes', 'memory.memsw.limit_in_bytes'), 'pids': ('pids.max',)}
   made: dict[str, pathlib.Path] = {}
   for name, parent in parents.items():
@@ -115,7 +118,7 @@ def _create_split(parents: dict[str, pathlib.Path], limits: dict[str, int]) -> G
 
 
 def _unified() -> list[pathlib.Path]:
-  """Return this process's own group of version 2 and the one around it; nothing where it is not mounted."""
+  """Return this process's own group of version 2 and its parent group; empty if version 2 is not mounted."""
   own = _own().get('')
   for root, point, kind, _ in _mounts():
     if kind == 'cgroup2' and own is not None:
@@ -125,7 +128,7 @@ def _unified() -> list[pathlib.Path]:
 
 
 def _split() -> dict[str, pathlib.Path]:
-  """Return this process's own group of each controller of version 1."""
+  """Return this process's own group for each controller of version 1."""
   own, found = _own(), {}
   for root, point, kind, options in _mounts():
     for name in CONTROLLERS:
@@ -135,7 +138,7 @@ def _split() -> dict[str, pathlib.Path]:
 
 
 def _mounts() -> Iterator[tuple[str, pathlib.Path, str, list[str]]]:
-  """Yield root, mount point, type and options of the file system of every mount; see proc_pid_mountinfo(5)."""
+  """Yield root, mount point, file system type and options of every mount; see proc_pid_mountinfo(5)."""
   with contextlib.suppress(OSError):
     for line in MOUNTS.read_text().splitlines():
       before, _, after = line.partition(' - ')
@@ -144,7 +147,7 @@ def _mounts() -> Iterator[tuple[str, pathlib.Path, str, list[str]]]:
 
 
 def _own() -> dict[str, str]:
-  """Return this process's path by controller, that of version 2 under ''."""
+  """Return this process's group path by controller; the key of version 2 is ''."""
   found: dict[str, str] = {}
   with contextlib.suppress(OSError):
     for line in OWN.read_text().splitlines():
@@ -154,7 +157,7 @@ def _own() -> dict[str, str]:
 
 
 def _below(point: pathlib.Path, root: str, path: str) -> pathlib.Path:
-  """Return where a group of this path lies, in a hierarchy of which `root` is mounted at `point`."""
+  """Return the directory of the group `path` in a hierarchy whose `root` is mounted at `point`."""
   relative = os.path.relpath(path, root)
   return point if relative.startswith('..') else point / relative
 
@@ -166,13 +169,13 @@ def _make(parent: pathlib.Path) -> pathlib.Path:
 
 
 def _group(version: int, limits: dict[str, int], directories: dict[str, pathlib.Path]) -> Group:
-  """Return the group that lies in these directories, by controller."""
+  """Return a group with these directories by controller, and lock them."""
   different = tuple(dict.fromkeys(directories.values()))
   return Group(version, limits['memory'], tuple(directories), different, tuple(map(leftovers.hold, different)))
 
 
 def _removed(directory: pathlib.Path) -> bool:
-  """Remove a group that has no processes; whether it is gone."""
+  """Remove a group without processes; return whether it is gone."""
   try:
     directory.rmdir()
   except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Takes from the calling process, for good, all that a graded program does not need.
+"""Drops everything from the calling process, permanently, that a graded program does not need.
 
 Loaded on its own, by path, in a process without this package: standard library only. The layers, in order of use:
 another user id and no capabilities (where the process is root), Landlock (files, and from newer kernels network and
@@ -15,14 +15,14 @@ import os
 import platform
 import struct
 
-# A column for each machine: the number of a system call there, None where there is no such call.
-# Programs may make the calls of this table and no other; Python, its standard library and numpy need no more.
-# Not in it, though harmless by themselves, is what tells one program of another: how much memory is free (sysinfo), how
-# much of a disk (statfs), what is in the page cache (mincore, preadv2), and, since their inode numbers come from one
-# counter of the machine, making pipes, which are of little use within one process.
+# System call numbers, a column for each machine; None where a machine lacks the call. Programs may make the calls of
+# this table and no others; Python, its standard library and numpy need no more. Left out are calls that are harmless by
+# themselves but reveal other programs: free memory (sysinfo), disk usage (statfs), the contents of the page cache
+# (mincore, preadv2), and pipes, whose inode numbers come from a counter of the whole machine and which are of little
+# use within one process.
 X86_64, AARCH64 = 0, 1
 ALLOWED = {
-  # Descriptors that are open already.
+  # Open descriptors.
   'read': (0, 63),
   'write': (1, 64),
   'readv': (19, 65),
@@ -48,7 +48,7 @@ ALLOWED = {
   'epoll_ctl': (233, 21),
   'epoll_wait': (232, None),
   'epoll_pwait': (281, 22),
-  # Names; Landlock decides which.
+  # Paths; Landlock decides which.
   'creat': (85, None),
   'stat': (4, None),
   'lstat': (6, None),
@@ -80,7 +80,7 @@ ALLOWED = {
   'munmap': (11, 215),
   'mremap': (25, 216),
   'brk': (12, 214),
-  # Time, and signals to itself.
+  # Time, and signals to the process itself.
   'nanosleep': (35, 101),
   'gettimeofday': (96, 169),
   'time': (201, None),
@@ -97,7 +97,7 @@ ALLOWED = {
   'rt_sigreturn': (15, 139),
   'sigaltstack': (131, 132),
   'restart_syscall': (219, 128),
-  # Itself.
+  # The process itself.
   'getpid': (39, 172),
   'getppid': (110, 173),
   'gettid': (186, 178),
@@ -128,7 +128,7 @@ ALLOWED = {
   'membarrier': (324, 283),
   'arch_prctl': (158, None),
 }
-# Calls that are allowed for some arguments only; `_rules` says for which.
+# Calls that are allowed only for some arguments; see `_rules`.
 CHECKED = {
   'fsync': (74, 82),
   'fdatasync': (75, 83),
@@ -149,7 +149,7 @@ CHECKED = {
   'clock_getres': (229, 114),
   'clock_nanosleep': (230, 115),
 }
-# Calls that Python does not offer, or not in every build of it.
+# Calls that Python lacks, at least in some builds.
 OWN = {
   'memfd_create': (319, 279),
   'pidfd_open': (434, 434),
@@ -168,41 +168,41 @@ OWN = {
   'mount_setattr': (442, 442),
 }
 AUDIT_ARCH = (0xC000003E, 0xC00000B7)
-NEW_CALLS = 424  # From this number on both machines count alike, and libraries fall back where a call is missing.
+NEW_CALLS = 424  # From here on both machines use the same numbers, and libraries fall back where a call is missing.
 
-# linux/filter.h: load a word, compare, and, return; the second field of each is (jump if true, jump if false).
+# linux/filter.h: load a word, compare, and, return; the second field is (jump if true, jump if false).
 LOAD, EQUAL, AT_LEAST, ANY_BIT, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # Offsets in struct seccomp_data; arguments have 8 bytes, low word first.
 
 O_ACCMODE, O_TRUNC, O_TMPFILE = 0o3, 0o1000, 0o20000000  # O_TMPFILE's own bit; the same on both machines.
-# CLONE_VM, _FS, _FILES, _SIGHAND, _THREAD and _SYSVSEM, as every library makes a thread: one that had descriptors of
-# its own could hide files from who looks after them.
+# CLONE_VM, _FS, _FILES, _SIGHAND, _THREAD and _SYSVSEM, as all libraries make threads: a thread with descriptors of its
+# own could hide files from the survey.
 THREAD = 0x100 | 0x200 | 0x400 | 0x800 | 0x10000 | 0x40000
-CLOSE_RANGE_UNSHARE = 0x2  # Likewise.
-# A futex that is not private is one for all that map the same file, such as a library: only the kernel may wake who
-# waits for it (FUTEX_WAIT, FUTEX_WAIT_BITSET), which it does where a thread ends that is to be joined.
+CLOSE_RANGE_UNSHARE = 0x2  # For the same reason.
+# A shared futex is visible to all processes that map the same file, such as a library: only the kernel may wake its
+# waiters (FUTEX_WAIT, FUTEX_WAIT_BITSET), as it does when a thread ends that is to be joined.
 FUTEX_PRIVATE, FUTEX_CLOCK_REALTIME, SHARED_FUTEXES = 0x80, 0x100, (0, 9)
-# MADV_NORMAL to MADV_DONTNEED, _FREE, _HUGEPAGE and _NOHUGEPAGE: none that takes a file out of memory.
+# MADV_NORMAL to MADV_DONTNEED, _FREE, _HUGEPAGE and _NOHUGEPAGE: no advice that evicts a file from memory.
 ADVICE = (0, 1, 2, 3, 4, 8, 14, 15)
-LAST_SIGNAL = 31  # The further ones are queued, up to a number of all processes of a user together.
-# Without F_SETOWN and F_SETSIG, by which a descriptor sends signals to another process, without leases and notices, and
-# without locks, by which programs could speak with each other through a file of Python's that both may read.
+LAST_SIGNAL = 31  # Higher signals are queued, and the queue's limit is shared by all processes of a user.
+# Excludes F_SETOWN and F_SETSIG, with which a descriptor sends signals to another process, leases and notices, and
+# locks, with which programs could communicate through a Python file that both may read.
 FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030, 1032)
 # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX.
 IOCTL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 PRCTL_OPTIONS = (15, 16)  # PR_SET_NAME, PR_GET_NAME.
-CLOCKS = 16  # From this number on a clock is the processor time of a process or thread, also of another one.
+CLOCKS = 16  # From here on a clock is the CPU time of a process or thread, possibly another one.
 
-# linux/landlock.h: what version of the interface knows how many of the rights to files.
+# linux/landlock.h: the number of file rights that each version of the interface knows.
 FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 WRITE_FILE, READ_FILE, READ_DIR, REMOVE_DIR, REMOVE_FILE = (1 << bit for bit in range(1, 6))
 MAKE_DIR, MAKE_REG, TRUNCATE = 1 << 7, 1 << 8, 1 << 14
 READ = READ_FILE | READ_DIR
 SCRATCH = READ | WRITE_FILE | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | TRUNCATE
-NETWORK = 0b11  # Bind and connect TCP; from version 4.
-SCOPES = 0b11  # Abstract sockets and signals; from version 6.
-QUIET = 1  # No line in the system's audit log for everything that a program tries; from version 7.
+NETWORK = 0b11  # Bind and connect TCP; since version 4.
+SCOPES = 0b11  # Abstract sockets and signals; since version 6.
+QUIET = 1  # Keeps denied accesses out of the system's audit log; since version 7.
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
 SIGKILL = 9
@@ -212,11 +212,11 @@ _libc.syscall.restype = ctypes.c_long
 
 
 class Unsupported(Exception):
-  """The kernel or the machine lacks what the confinement needs."""
+  """The kernel or the machine lacks a feature that the confinement needs."""
 
 
 def machine() -> int:
-  """Column of the tables for this machine; raises Unsupported for others than x86_64 and aarch64, both 64-bit."""
+  """Return this machine's column of the tables; raises Unsupported except on 64-bit x86_64 and aarch64."""
   column = {'x86_64': X86_64, 'aarch64': AARCH64, 'arm64': AARCH64}.get(platform.machine())
   if column is None or struct.calcsize('P') != 8:
     raise Unsupported(f'there is no system call table for {platform.machine()}')
@@ -224,7 +224,7 @@ def machine() -> int:
 
 
 def call(name: str, *arguments: int) -> int:
-  """Return result of a system call of `OWN`; raises OSError naming the call."""
+  """Make a system call of `OWN` and return its result; raises OSError naming the call."""
   number = OWN[name][machine()]
   result = _libc.syscall(ctypes.c_long(number), *(ctypes.c_long(argument) for argument in arguments))
   if result < 0:
@@ -242,10 +242,10 @@ def close_from(first: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-  """Kills this process when its parent ends; to be called after the last change of user.
+  """Have the kernel kill this process when its parent ends; call it after the last change of user.
 
   Args:
-    parent: its process id; 0 where it is in another namespace of these.
+    parent: the parent's process id; 0 if the parent is in another PID namespace.
   """
   call('prctl', PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
   if os.getppid() != parent:
@@ -253,7 +253,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def drop_privileges(uid: int | None) -> None:
-  """Becomes the user and group `uid` (None: stays who it is), without capabilities and without new ones ever."""
+  """Switch to the user and group `uid` (None: keep them) and give up all capabilities for good."""
   if uid is not None:
     try:
       os.setgroups([])
@@ -266,7 +266,7 @@ def drop_privileges(uid: int | None) -> None:
   header = ctypes.create_string_buffer(struct.pack('=Ii', 0x20080522, 0))
   nothing = ctypes.create_string_buffer(24)
   call('capset', ctypes.addressof(header), ctypes.addressof(nothing))
-  # A change of user closes /proc/self, and with it /dev/stdin, to the process itself.
+  # A change of user makes /proc/self, and with it /dev/stdin, inaccessible to the process itself.
   call('prctl', PR_SET_DUMPABLE, 1, 0, 0, 0)
   call('prctl', PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
@@ -275,7 +275,7 @@ def drop_privileges(uid: int | None) -> None:
 
 
 def landlock_version() -> int:
-  """Version of the kernel's Landlock interface; raises Unsupported where there is none or it is off."""
+  """Return the version of the kernel's Landlock interface; raises Unsupported if it is missing or off."""
   try:
     return call('landlock_create_ruleset', 0, 0, 1)
   except OSError as error:
@@ -284,13 +284,13 @@ def landlock_version() -> int:
 
 
 def restrict_files(version: int, readable: Sequence[int], scratch: int, stdin: int | None = None) -> None:
-  """Leaves this process reading below the directories open as `readable` and working below the one open as `scratch`.
+  """Restrict this process to reading below the directories `readable` and working below `scratch`.
 
   Args:
-    version: of the kernel's Landlock.
-    readable: open directories.
-    scratch: an open directory.
-    stdin: an open file that may be opened by name too, for reading.
+    version: version of the kernel's Landlock interface.
+    readable: descriptors of directories.
+    scratch: descriptor of a directory.
+    stdin: descriptor of a file that may also be opened by name for reading.
   """
   handled = (1 << FILE_RIGHTS[min(version, max(FILE_RIGHTS))]) - 1
   fields = [handled, NETWORK if version >= 4 else 0, SCOPES if version >= 6 else 0]
@@ -311,18 +311,19 @@ def restrict_files(version: int, readable: Sequence[int], scratch: int, stdin: i
 
 
 def restrict_calls(program: bytes) -> None:
-  """Installs a filter of `filter_program` for this process and its threads; needs `drop_privileges` before."""
+  """Install a filter of `filter_program` for this process and its threads; call `drop_privileges` before."""
   instructions = ctypes.create_string_buffer(program, len(program))
   header = ctypes.create_string_buffer(struct.pack('HxxxxxxP', len(program) // 8, ctypes.addressof(instructions)))
   call('seccomp', 1, 0, ctypes.addressof(header))
 
 
 def filter_program(pid: int, column: int | None = None) -> bytes:
-  """Return the seccomp filter of a program with this process id: `ALLOWED`, `CHECKED` where it may, errors for the
-  rest.
+  """Return the seccomp filter of a program with this process id.
 
-  What is not allowed fails with EPERM, and with ENOSYS where that makes libraries fall back (clone3, openat2 and
-  whatever is newer), so that a program sees an exception.
+  It permits `ALLOWED`, and `CHECKED` for some arguments.
+
+  All other calls fail with EPERM, or with ENOSYS where that makes libraries fall back (clone3, openat2 and newer
+  calls), so that a program sees an exception.
   """
   column = machine() if column is None else column
   code = [
@@ -337,19 +338,19 @@ def filter_program(pid: int, column: int | None = None) -> bytes:
   for name, rule in _rules(pid).items():
     if CHECKED[name][column] is not None:
       code += [(EQUAL, 0, len(rule), CHECKED[name][column]), *rule]
-  # Also the x32 calls of x86_64, which are large numbers.
+  # Includes the x32 calls of x86_64, which have large numbers.
   code += [(AT_LEAST, 0, 1, NEW_CALLS), _fail(errno.ENOSYS), _fail(errno.EPERM)]
   return b''.join(struct.pack('=HBBI', *instruction) for instruction in code)
 
 
 def _flags(argument: int) -> list[tuple[int, int, int, int]]:
-  """Return the instructions for the flags with which a file is opened."""
+  """Return the instructions that check the flags with which a file is opened."""
   return [
     _load(argument),
-    # A file that has no name would escape the count of what is written.
+    # The survey of written bytes would not count a file without a name.
     (ANY_BIT, 0, 1, O_TMPFILE),
     _fail(errno.EOPNOTSUPP),
-    # Before its version 3 Landlock lets whoever may read a file truncate it: only with O_RDONLY here.
+    # Before version 3, Landlock lets a reader truncate a file: so here only with O_RDONLY.
     (AND, 0, 0, O_TRUNC | O_ACCMODE),
     (EQUAL, 0, 1, O_TRUNC),
     _fail(errno.EPERM),
@@ -358,11 +359,11 @@ def _flags(argument: int) -> list[tuple[int, int, int, int]]:
 
 
 def _rules(pid: int) -> dict[str, list[tuple[int, int, int, int]]]:
-  """Instructions for every call of `CHECKED`, each list ending in returns."""
+  """Return the instructions for every call in `CHECKED`; each list ends with returns."""
   clock = [_load(0), (AT_LEAST, 0, 1, CLOCKS), _fail(errno.EPERM), (RETURN, 0, 0, ALLOW)]
   return {
-    # Success, and nothing done: what a program writes need not outlive it, and every one of Python's files that it may
-    # read would make the disk flush what it holds of everybody's.
+    # Succeeds without doing anything: a program's files need not outlive it, and syncing one of Python's files would
+    # make the disk flush everybody's data.
     'fsync': [_fail(0)],
     'fdatasync': [_fail(0)],
     'open': _flags(1),
@@ -395,7 +396,7 @@ def _rules(pid: int) -> dict[str, list[tuple[int, int, int, int]]]:
 
 
 def _signal(pid: int, argument: int) -> list[tuple[int, int, int, int]]:
-  """Return the instructions for a signal, numbered by an argument, to the process itself."""
+  """Return the instructions that allow a signal, given as an argument, to the process itself only."""
   return [
     _load(0),
     (EQUAL, 1, 0, pid),

@@ -1,8 +1,8 @@
-"""Directories that outlive the process that made them if that is killed, and how the next start knows them.
+"""Detection of directories that a killed process left behind.
 
-A process holds a lock on each of its directories, which the kernel lets go of when the process ends, however it ends.
-Unlike a process id it is never taken for that of another, and it is there for processes that do not see one another,
-such as those in two containers with the same directory.
+A process holds a lock on each of its directories, which the kernel releases when the process ends for any reason.
+Unlike a process id, a lock is never reused by another process, and it works between processes that cannot see each
+other, such as those in two containers with the same directory.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import os
 import pathlib
 import time
 
-PREFIX = 'sdpo-sandbox-'  # Of the names of directories that are removed.
-STALE_S = 60.0  # A directory that is younger may not have its lock yet.
+PREFIX = 'sdpo-sandbox-'  # Only directories with this prefix are removed.
+STALE_S = 60.0  # A younger directory may not be locked yet.
 
 
 def hold(directory: str | pathlib.Path) -> int:
-  """Return a descriptor that keeps a directory from being removed as abandoned until it is closed.
+  """Return a descriptor that protects a directory from being removed as abandoned until it is closed.
 
-  Where a file system has no locks, nothing is found to be abandoned either.
+  On a file system without locks, no directory counts as abandoned.
 
   Raises:
-    OSError: there is no such directory.
+    OSError: the directory does not exist.
   """
   descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
   with contextlib.suppress(OSError):
@@ -33,11 +33,11 @@ def hold(directory: str | pathlib.Path) -> int:
 
 
 def remove_abandoned(parent: str | pathlib.Path, remove: Callable[[str], object]) -> None:
-  """Remove the directories of sandboxes of this user in `parent` that nobody holds.
+  """Remove this user's sandbox directories in `parent` that no process holds.
 
   Args:
-    parent: may be missing.
-    remove: removes a directory, given its path; one that it raises OSError for stays.
+    parent: a directory, which may be missing.
+    remove: removes a directory, given its path; if it raises OSError, the directory stays.
   """
   with contextlib.suppress(OSError):
     names = [entry.name for entry in os.scandir(parent) if entry.name.startswith(PREFIX)]
@@ -48,7 +48,7 @@ def remove_abandoned(parent: str | pathlib.Path, remove: Callable[[str], object]
 def _remove_if_abandoned(directory: str, remove: Callable[[str], object]) -> None:
   try:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-  except OSError:  # It has just been removed, is somebody else's, or is no directory.
+  except OSError:  # It has just been removed, belongs to another user, or is not a directory.
     return
   try:
     status = os.fstat(descriptor)

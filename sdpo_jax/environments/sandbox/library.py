@@ -1,8 +1,7 @@
-"""What programs need of a Python installation: its standard library and some packages, found and copied.
+"""The parts of a Python installation that programs need: the standard library and some packages, found and copied.
 
-On a disk, a name that somebody has looked up is found faster from then on, and so is a page that somebody has read. A
-file system in memory has no such memory of its own: there everything takes the same time. Loaded by path; standard
-library only.
+On a disk, a name that was looked up once is found faster afterwards, and so is a page that was read. A file system in
+memory has no such cache: there all accesses take the same time. Loaded by path; standard library only.
 """
 
 from __future__ import annotations
@@ -13,24 +12,24 @@ import os
 import re
 import stat
 
-# Of the standard library, what no graded program needs and takes half of the space.
-PACKAGES = ('site-packages', 'dist-packages')  # Directories of packages within it.
+# Parts of the standard library that no graded program needs and that take half of its space.
+PACKAGES = ('site-packages', 'dist-packages')  # Package directories within it.
 LEFT_OUT = (*PACKAGES, 'test', 'idlelib', 'ensurepip')
 STATIC_LIBRARY = 'config-'
 PAGE = 4096
-# A requirement that is not one of an extra alone; see the core metadata specifications of Python packages.
+# Matches requirements that do not belong to an extra; see the core metadata specifications of Python packages.
 _REQUIREMENT = re.compile(r'^Requires-Dist: *([\w.-]+)(?!.*\bextra\b)', re.MULTILINE)
 
 File = tuple[str, os.stat_result]
 
 
 def files(standard: Sequence[str], packages: Sequence[str], names: set[str]) -> list[File]:
-  """Return the files and directories to copy, every one after the directory it lies in.
+  """Return the files and directories to copy; every entry follows its parent directory.
 
   Args:
     standard: directories of the standard library.
-    packages: directories of packages.
-    names: of the modules that are wanted from these; what their distributions require comes along.
+    packages: package directories.
+    names: modules to copy from the package directories, together with all that their distributions require.
   """
   found: list[str] = []
   for directory in standard:
@@ -41,12 +40,12 @@ def files(standard: Sequence[str], packages: Sequence[str], names: set[str]) -> 
 
 
 def size(found: Iterable[File]) -> int:
-  """Bytes that copies take in memory."""
+  """Return the bytes of memory that the copies take."""
   return sum(-(-status.st_size // PAGE) * PAGE for _, status in found if stat.S_ISREG(status.st_mode))
 
 
 def copy(found: Iterable[File], to: str) -> None:
-  """Copy files, directories and links, under their paths, below the directory `to`; not what cannot be read."""
+  """Copy files, directories and links, with their paths, below the directory `to`; skips unreadable ones."""
   for path, status in found:
     os.makedirs(os.path.dirname(to + path), exist_ok=True)
     if stat.S_ISDIR(status.st_mode):
@@ -64,7 +63,7 @@ def _copy_file(path: str, status: os.stat_result, to: str) -> None:
     while copied := os.sendfile(target.fileno(), source.fileno(), done, status.st_size - done):
       done += copied
   os.chmod(to, stat.S_IMODE(status.st_mode) & 0o555)
-  # Compiled modules are those of a source of that time.
+  # Compiled modules depend on their source's time.
   os.utime(to, ns=(status.st_mtime_ns, status.st_mtime_ns))
 
 
@@ -72,7 +71,7 @@ def _below(paths: Iterable[str]) -> Iterator[File]:
   for path in paths:
     try:
       status = os.lstat(path)
-    except FileNotFoundError:  # A record may name what has been removed.
+    except FileNotFoundError:  # A record may list removed files.
       continue
     yield path, status
     if stat.S_ISDIR(status.st_mode):
@@ -81,7 +80,7 @@ def _below(paths: Iterable[str]) -> Iterator[File]:
 
 
 def entries(directory: str, names: set[str]) -> set[str]:
-  """Return what is to be copied of a directory of packages, relative to it."""
+  """Return the entries to copy from a package directory, relative to it."""
   here = os.listdir(directory)
   records = {name: _record(os.path.join(directory, name)) for name in here if name.endswith('.dist-info')}
   by_name = {_normalized(info.partition('-')[0]): info for info in records}
@@ -93,11 +92,11 @@ def entries(directory: str, names: set[str]) -> set[str]:
       chosen.add(info)
       todo += [by_name[name] for name in map(_normalized, records[info][1]) if name in by_name]
   found = {entry for info in chosen for entry in records[info][0]}
-  return found | {name for name in here if _module(name) in names}  # Also what no record lists.
+  return found | {name for name in here if _module(name) in names}  # Includes modules without a record.
 
 
 def _record(info: str) -> tuple[set[str], list[str]]:
-  """Return the entries of a distribution, and the names of those that it requires."""
+  """Return the entries of a distribution and the names of the distributions that it requires."""
   texts = {}
   for name in ('RECORD', 'METADATA'):
     try:
@@ -121,10 +120,10 @@ def _left_out(name: str) -> bool:
 
 
 def _module(entry: str) -> str:
-  """Return the name that an entry of a directory of packages is imported by, if it is a module."""
+  """Return the import name of an entry in a package directory if it is a module."""
   return entry.partition('.')[0]
 
 
 def _normalized(name: str) -> str:
-  """Return the name of a distribution as names are compared."""
+  """Return a distribution's name in the normalized form that is used for comparison."""
   return re.sub(r'[-_.]+', '-', name).lower()

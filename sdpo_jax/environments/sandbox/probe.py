@@ -1,6 +1,6 @@
-"""What a sandbox must withstand before it is used: a few real attacks, run inside it when it starts.
+"""The test of a sandbox before it is used: a few real attacks that run inside it when it starts.
 
-Loaded by the zygote on its own; standard library only. The full suite is tests/environments/sandbox/test_attacks.py.
+Loaded by the zygote by path; standard library only. The full suite is tests/environments/sandbox/test_attacks.py.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import socket
 import tempfile
 import threading
 
-MOST_FILES = 4096  # No program may have as many (MAX_ENTRIES in zygote.py), with the directory around them.
-LEFT = 'left'  # What a program leaves in its scratch directory for the next.
-LATE_MODULE = 'colorsys'  # Of the standard library, and loaded by nobody before.
+MOST_FILES = 4096  # Including the directory around them, more than a program may have (MAX_ENTRIES in zygote.py).
+LEFT = 'left'  # Name that a program leaves in its scratch directory for the next one.
+LATE_MODULE = 'colorsys'  # A standard library module that nobody has loaded before.
 
 
 def run(payload: dict) -> dict:
-  """Return what works for a program in here.
+  """Try the attacks and return which of them succeed.
 
   Args:
     payload: 'canary', a file outside; 'directory', its directory; 'port', on which the owner listens; 'owner' and
-      'zygote', process ids; 'users', whether there are users beside root; 'view', whether programs have views of their
-      own; 'file_mb', the limit of files.
+      'zygote', process ids; 'users', whether there are users other than root; 'view', whether programs have views of
+      their own; 'file_mb', the limit of files.
 
   Returns:
-    'leaks': names of attacks that succeeded, 'broken': what a program may do and could not, with the error, 'channels':
-    by what programs could learn of one another, where they have no views of their own.
+    'leaks': names of attacks that succeeded; 'broken': permitted actions that failed, with the error; 'channels': ways
+      in which programs without views of their own could learn of one another.
   """
   canary, owner = payload['canary'], payload['owner']
   attacks: dict[str, Callable[[], object]] = {
@@ -58,7 +58,7 @@ def run(payload: dict) -> dict:
     'writing to the scratch directory': _write,
     'a thread': _thread,
   }
-  # What only a view of its own keeps a program from.
+  # Only a view of its own prevents these.
   viewed: dict[str, Callable[[], object]] = {
     'learns that a file exists': lambda: os.stat(canary),
     'learns how many processes there are': _count_processes,
@@ -150,10 +150,10 @@ def _make_files() -> None:
 
 
 def _fill(file_mb: int) -> None:
-  """Hold more than it may in files that have no name."""
+  """Hold files without a name that are larger than the limit."""
   held = []
   for _ in range(file_mb + 1):
     with open('unnamed', 'w+b', 0) as file:
       os.unlink('unnamed')
       file.write(bytes(2**20))
-      held.append(mmap.mmap(file.fileno(), 1))  # Which keeps it.
+      held.append(mmap.mmap(file.fileno(), 1))  # The mapping keeps it.

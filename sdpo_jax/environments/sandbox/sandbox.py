@@ -1,8 +1,8 @@
-"""Runs model-written programs, each in a fresh confined process, and says what became of them.
+"""Execution of model-written programs, each in a fresh confined process, with a report on each.
 
 A small helper process, the zygote, is started without the owner's environment and memory; it forks a process for every
-job, which confines itself before it reads the payload. Payload, standard input and output go between this process and
-the program directly, past the zygote. docs/sandbox.md says against what this helps and against what it does not.
+job, which confines itself before it reads the payload. Payload, standard input and output pass directly between this
+process and the program, not through the zygote. docs/sandbox.md says which attacks this stops and which not.
 """
 
 from __future__ import annotations
@@ -40,38 +40,39 @@ from sdpo_jax.errors import UserError, short_repr
 
 HERE = pathlib.Path(__file__).parent
 MIB = 2**20
-MESSAGE = 2**16  # Bytes of a message at most.
+MESSAGE = 2**16  # Maximum bytes of a message.
 CHUNK = 2**18
-# A program may print byte by byte. What comes in pieces smaller than half a pipe is read after pauses, each twice as
-# long as the one before, in which more gathers in the pipe; larger pieces, of which there are few, begin anew.
+# A program may print byte by byte. After a read of less than half a pipe there is a pause in which more gathers; each
+# pause is twice as long as the last. Larger reads, of which there are few, reset the pause.
 PIECE, LONGEST_PAUSE_MS = 2**15, 16
-START_S = 120.0  # A zygote that has not loaded its modules by then will not.
-# Seconds between attempts at a program that the machine had no room for: no memory, process or descriptor was left.
+START_S = 120.0  # A zygote that has not loaded its modules by then never will.
+# Seconds between retries of a program for which the machine had no memory, process or descriptor left.
 PAUSES_S = (0.05, 0.5, 2.0)
-# From the strongest on: the mechanism, and whether every program has a view of its own (view.py).
+# Strongest first: the mechanism, and whether every program has a view of its own (view.py).
 ATTEMPTS = (('landlock', True), ('bubblewrap', True), ('bubblewrap', False), ('landlock', False))
-# Libraries that start a thread a core when loaded would make the zygote fork with threads.
+# Libraries that start a thread per core on import would make the zygote fork with threads.
 ENVIRONMENT = {name: '1' for name in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS')}
-# The C library would reserve 64 MiB of address space, which counts as memory, for each thread of a program.
+# Otherwise the C library reserves 64 MiB of address space, which counts as memory, per thread of a program.
 ENVIRONMENT['MALLOC_ARENA_MAX'] = '1'
 MFD_CLOEXEC, MFD_ALLOW_SEALING, F_ADD_SEALS, ALL_SEALS = 1, 2, 1033, 0b1111
 PIPES = ('stdout', 'stderr', 'result')
-# Of a zygote and its programs together: memory of the zygote, the least a program is granted and what it has beside its
-# limits, MiB; processes of the zygote and of a program, threads included (MAX_THREADS in zygote.py, and a few).
+# Limits of a zygote and its programs together: memory of the zygote, the least memory of a program and what it takes
+# beyond its limits, MiB; processes of the zygote and of a program, threads included (MAX_THREADS in zygote.py, and a
+# few).
 GROUP_MB, GROUP_PROGRAM_MB, GROUP_EXTRA_MB, GROUP_PROCESSES, PROGRAM_PROCESSES = 512, 1024, 128, 8, 72
-GRACE_S = 60.0  # A zygote that says nothing for so long after a program's time is over has failed.
+GRACE_S = 60.0  # A zygote that is silent this long after a program's time limit has failed.
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """What a program may use; its scratch directory and what it prints are bounded beside."""
+  """Limits of a program; its scratch directory and its output have further limits."""
 
-  wall_s: float  # From this program's own start.
+  wall_s: float  # Starts when the program starts.
   cpu_s: float
-  memory_mb: int = SandboxConfig.memory_mb  # Beyond what the harness and the preloaded modules take, MiB.
+  memory_mb: int = SandboxConfig.memory_mb  # In addition to the memory of the harness and the preloaded modules, MiB.
   file_mb: int = SandboxConfig.file_mb  # In the scratch directory, MiB.
-  output_mb: int = SandboxConfig.output_mb  # Standard output and error together, and as much of a result, MiB.
-  # Bytes that are kept of each, and read of the result: a program that returns more is ended. None: all of the above.
+  output_mb: int = SandboxConfig.output_mb  # Standard output and error together, and again for the result, MiB.
+  # Bytes kept of each output and read of the result; a larger result ends the program. None: `output_mb`.
   stdout_bytes: int | None = None
   stderr_bytes: int | None = None
   result_bytes: int | None = None
@@ -79,38 +80,38 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-  """One program to run."""
+  """A program to run."""
 
-  payload: Any  # JSON data that the harness is called with.
-  stdin: str  # What the program reads on descriptor 0.
+  payload: Any  # JSON data with which the harness is called.
+  stdin: str  # The program's standard input.
   limits: Limits
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """What became of a program; what it returned and printed is whatever it made it."""
+  """The end of a program and its output, which may be anything."""
 
-  # Ended by itself with any exit code; over its wall or CPU time; printed, returned or wrote too much; killed by a
-  # signal that is not the sandbox's (or for too many threads); not run, or not to its end, since the machine had no
-  # room for it: this says nothing of the program, and `reason` says why.
+  # Ended with any exit code; exceeded its wall or CPU time; printed, returned or wrote too much; killed by a signal
+  # that is not the sandbox's (or for too many threads); not run, or not to its end, for lack of room on the machine,
+  # which is not the program's fault and explained in `reason`.
   status: Literal['ended', 'timeout', 'output', 'killed', 'failed']
   exit_code: int | None
   signal: int | None
   wall_s: float
   cpu_s: float
-  result_bytes: bytes = b''  # What the harness returned, as JSON; b'' if it did not get that far.
+  result_bytes: bytes = b''  # The harness's result as JSON; b'' if it did not return.
   stdout_bytes: bytes = b''
   stderr_bytes: bytes = b''
-  # Bytes that came beyond what is kept, of 'result', 'stdout' and 'stderr'; nothing of one that is whole.
+  # Bytes dropped from 'result', 'stdout' and 'stderr'; complete outputs are absent.
   dropped: Mapping[str, int] = dataclasses.field(default_factory=dict)
-  reason: str = ''  # Why it failed.
+  reason: str = ''  # The reason of a failure.
 
   @property
   def result(self) -> Any:
-    """What the harness returned; None if it did not get that far, or what came is not JSON.
+    """Return the harness's result; None if it did not return, or the bytes are not JSON.
 
-    Parsing takes a hundred times the memory of the text, and seconds for megabytes of brackets: read it here only where
-    `Limits.result_bytes` is small.
+    Parsing takes a hundred times the memory of the text, and seconds for megabytes of brackets: use this only where
+      `Limits.result_bytes` is small.
     """
     return _json(self.result_bytes)
 
@@ -124,7 +125,7 @@ class Report:
 
 
 class Sandbox:
-  """A place for programs that are trusted with nothing; thread-safe."""
+  """Runs untrusted programs; thread-safe."""
 
   def __init__(self, settings: SandboxConfig, harness: pathlib.Path, *, preload: Sequence[str] = ()):
     """Start the strongest mechanism that withstands the attacks of probe.py on this machine.
@@ -132,7 +133,7 @@ class Sandbox:
     Args:
       settings: `environments.sandbox`.
       harness: Python file with `run(payload)`, which is called in the program's process and returns JSON data.
-      preload: modules that programs are likely to import; those that are not installed are skipped.
+      preload: modules that programs are likely to import; missing ones are skipped.
 
     Raises:
       UserError: no mechanism works and `allow_unsandboxed` is off, or the harness cannot be loaded.
@@ -142,8 +143,8 @@ class Sandbox:
     self._workers = settings.workers or len(os.sched_getaffinity(0))
     self._hosts = _start(settings, pathlib.Path(harness).resolve(), tuple(preload), self._workers)
     self.mechanism: Literal['landlock', 'bubblewrap', 'none'] = self._hosts[0].mechanism
-    self.layers: list[str] = self._hosts[0].layers  # What confines programs, in words.
-    # Programs do not see one another under Landlock; in a bubblewrap they would, so that each worker has its own.
+    self.layers: list[str] = self._hosts[0].layers  # Descriptions of the layers that confine programs.
+    # Landlock hides programs from each other; a bubblewrap does not, so each worker has its own.
     self._idle: queue.SimpleQueue[_Host] = queue.SimpleQueue()
     for index in range(self._workers):
       self._idle.put(self._hosts[index % len(self._hosts)])
@@ -151,12 +152,12 @@ class Sandbox:
     self._finalizer = weakref.finalize(self, _close, self._hosts)
 
   def run(self, jobs: Sequence[Job], then: Callable[[int, Report], Any] | None = None) -> list[Any]:
-    """Return a report for every job, in order; `workers` at once, over all threads that call.
+    """Run jobs, `workers` at once over all calling threads, and return a report for each, in order.
 
     Args:
       jobs: the programs.
-      then: what to return in place of a report, given the number of its job; called by several threads. A report holds
-        megabytes if the program likes: those of a batch together need not fit in memory.
+      then: maps a job's index and report to the value to return in place of the report; called by several threads. A
+        report may take megabytes, and those of a batch need not fit in memory together.
 
     Raises:
       RuntimeError: the sandbox is closed.
@@ -170,7 +171,7 @@ class Sandbox:
     return list(self._pool.map(run, range(len(jobs)), jobs))
 
   def close(self) -> None:
-    """End all programs and the helper processes and remove what they wrote; may be called twice."""
+    """End all programs and helper processes and remove their files; may be called twice."""
     self._finalizer()
     self._pool.shutdown()
 
@@ -199,15 +200,15 @@ class Sandbox:
 
 
 class _Fault(Exception):
-  """A program could not be run, through no fault of its own as far as is known; the message says why."""
+  """A program could not be run, not by its own fault as far as is known; the message says why."""
 
 
 class _Ended(_Fault):
-  """The same, and it is not worth another attempt."""
+  """A fault that is not worth a retry."""
 
 
 class _Died(Exception):
-  """The zygote ended while it had a job."""
+  """The zygote ended during a job."""
 
 
 class _Zygote:
@@ -256,7 +257,7 @@ class _Zygote:
     self.control.settimeout(None)
 
   def close(self) -> None:
-    """End the zygote, and with it all its programs."""
+    """End the zygote and with it all its programs."""
     self.control.close()
     try:
       self.process.wait(5)
@@ -272,7 +273,7 @@ _Command = Callable[[int], tuple[list[str], dict]]
 
 
 class _Host:
-  """Keeps a zygote running and speaks with it."""
+  """Keeps a zygote running and communicates with it."""
 
   def __init__(
     self,
@@ -283,15 +284,15 @@ class _Host:
     harness: pathlib.Path,
     preload: tuple[str, ...],
   ):
-    """Start a zygote for so many `programs` at once; raise as `_Zygote`."""
+    """Start a zygote for this number of concurrent `programs`; raises as `_Zygote`."""
     self.mechanism, self.view = mechanism, view
     self._settings, self._harness, self._preload = settings, harness, preload
     self._lock = threading.Lock()
     self._closed = False
     self._owner = os.getpid()
     self._scratch: str | None = None
-    self._held: int | None = None  # Descriptor by which other starts know that it is not abandoned.
-    # A page table or inode more or less must not count: where programs keep to their limits, this one is never met.
+    self._held: int | None = None  # Descriptor whose lock shows others that the directory is in use.
+    # A page table or inode more must not matter: programs that keep to their limits never reach this one.
     memory_mb = GROUP_MB + programs * (max(settings.memory_mb, GROUP_PROGRAM_MB) + settings.file_mb + GROUP_EXTRA_MB)
     self._group = cgroups.create(memory_mb * MIB, GROUP_PROCESSES + programs * PROGRAM_PROCESSES)
     try:
@@ -306,7 +307,7 @@ class _Host:
     return self._zygote.process.pid
 
   def run(self, job: Job, *, probe: bool = False) -> Report:
-    """See `Sandbox.run`; `probe` runs probe.py in place of the harness."""
+    """Run a job as `Sandbox.run` does; with `probe`, run probe.py in place of the harness."""
     zygote = self._zygote
     try:
       return _run(zygote, job, probe)
@@ -318,7 +319,7 @@ class _Host:
       raise _Ended("the sandbox's helper process ended twice under the same program") from error
 
   def close(self) -> None:
-    if os.getpid() != self._owner:  # A fork of the owner ends; the zygote and its files are not its own.
+    if os.getpid() != self._owner:  # A fork of the owner exits; the zygote and its files are not its own.
       return
     with self._lock:
       self._closed = True
@@ -380,9 +381,9 @@ class _Host:
 
 
 def installation() -> tuple[list[str], list[str]]:
-  """Directories that programs may read: those of Python and its packages; and which of them hold packages.
+  """Return the directories of Python and its packages, which programs may read, and which of them hold packages.
 
-  Nothing else on `sys.path` is one: an editable installation would open its repository.
+  Other entries of `sys.path` are left out: an editable installation would expose its repository.
   """
   packages = [*site.getsitepackages(), sysconfig.get_path('purelib'), sysconfig.get_path('platlib')]
   if site.ENABLE_USER_SITE:
@@ -392,12 +393,15 @@ def installation() -> tuple[list[str], list[str]]:
 
 
 def _directories(paths: Sequence[str]) -> list[str]:
-  """Return the real paths of those that are directories, each once."""
+  """Return the distinct real paths of those `paths` that are directories."""
   return list(dict.fromkeys(os.path.realpath(path) for path in paths if os.path.isdir(path)))
 
 
 def _start(settings: SandboxConfig, harness: pathlib.Path, preload: tuple[str, ...], workers: int) -> list[_Host]:
-  """Hosts of the first mechanism that withstands the probe; raises UserError if none does and none is forbidden."""
+  """Start hosts of the first mechanism that passes the probe.
+
+  Raises UserError if none does and running unsandboxed is not allowed.
+  """
   _check_packages(settings.packages or ())
   leftovers.remove_abandoned(tempfile.gettempdir(), scratch.remove)
   reasons = []
@@ -438,7 +442,7 @@ def _start(settings: SandboxConfig, harness: pathlib.Path, preload: tuple[str, .
 
 
 def _check_packages(names: Sequence[str]) -> None:
-  """Raise UserError if one of `environments.sandbox.packages` is not installed."""
+  """Raise UserError if a package of `environments.sandbox.packages` is not installed."""
   for name in names:
     if not name.isidentifier() or importlib.util.find_spec(name) is None:
       raise UserError(
@@ -453,10 +457,10 @@ def _close(hosts: Sequence[_Host]) -> None:
 
 
 def _probe(host: _Host) -> list[str]:
-  """By what programs can learn of one another, found by running probe.py twice, the second time after another program.
+  """Return the channels between programs, found by running probe.py twice, with another program in between.
 
   Raises:
-    confinement.Unsupported: a program could do what it must not, or not what it must.
+    confinement.Unsupported: a program could do something forbidden, or failed at something permitted.
   """
   with contextlib.ExitStack() as stack:
     directory = stack.enter_context(tempfile.TemporaryDirectory(prefix=leftovers.PREFIX))
@@ -465,7 +469,7 @@ def _probe(host: _Host) -> list[str]:
     canary = os.path.join(directory, 'canary')
     with open(canary, 'w') as file:
       file.write('canary')
-    os.chmod(directory, 0o777)  # So that nothing but the sandbox keeps a program of another user out.
+    os.chmod(directory, 0o777)  # So only the sandbox keeps a program of another user out.
     os.chmod(canary, 0o666)
     limits = Limits(wall_s=30, cpu_s=10, file_mb=1)
     payload = {
@@ -506,7 +510,7 @@ def _probe(host: _Host) -> list[str]:
 
 
 def _run(zygote: _Zygote, job: Job, probe: bool) -> Report:
-  """Run a job and collect what comes of it; raise _Died if the zygote ends first."""
+  """Run a job and collect its output; raises _Died if the zygote ends first."""
   limits = job.limits
   with contextlib.ExitStack() as stack:
     try:
@@ -514,7 +518,7 @@ def _run(zygote: _Zygote, job: Job, probe: bool) -> Report:
       payload = stack.enter_context(_memory_file(json.dumps(job.payload).encode()))
       channel, theirs = stack.enter_context(_channel())
       readers, writers = zip(*(stack.enter_context(_pipe()) for _ in range(3)), strict=True)
-    except OSError as error:  # No memory, or no descriptor, left: of this process or of the machine.
+    except OSError as error:  # No memory or descriptor left, in this process or the machine.
       raise _Fault(f'a program cannot be given its input ({error.strerror})') from error
     header = {'probe': probe, 'limits': dataclasses.asdict(limits)}
     out, err, result = writers
@@ -547,14 +551,14 @@ def _run(zygote: _Zygote, job: Job, probe: bool) -> Report:
 
 @dataclasses.dataclass
 class _Dropped:
-  counts: dict[str, int]  # Bytes, by the name of the pipe.
-  too_much: bool = False  # Over a limit, so that the program was ended.
+  counts: dict[str, int]  # Bytes, by pipe name.
+  too_much: bool = False  # A limit was exceeded, so the program was ended.
 
 
 def _collect(
   channel: socket.socket, readers: Sequence[io.FileIO], limits: Limits
 ) -> tuple[dict, list[bytes], _Dropped]:
-  """Return the zygote's answer, what is kept of what came through each pipe, and what is not."""
+  """Return the zygote's answer, the kept bytes of each pipe, and how much was dropped."""
   names = {reader.fileno(): index for index, reader in enumerate(readers)}
   outputs = [bytearray() for _ in readers]
   most = limits.output_mb * MIB
@@ -570,7 +574,7 @@ def _collect(
     poll.register(fd, select.POLLIN)
 
   def read(fd: int) -> int:
-    """Return the number of bytes that came; 0: there is no more to read now."""
+    """Read once and return the number of bytes; 0 if nothing is available now."""
     try:
       data = os.read(fd, CHUNK)
     except BlockingIOError:
@@ -611,12 +615,12 @@ def _collect(
 def _receive(channel: socket.socket) -> bytes:
   try:
     return channel.recv(MESSAGE)
-  except ConnectionResetError:  # Comes first where the zygote has left our message unread.
+  except ConnectionResetError:  # Comes first where the zygote left our message unread.
     return channel.recv(MESSAGE)
 
 
 def _tell(channel: socket.socket) -> None:
-  """Asks the zygote to end the program, which may have ended."""
+  """Ask the zygote to end the program, which may already have ended."""
   try:
     channel.send(b'end')
   except OSError:
@@ -633,7 +637,7 @@ def _status(answer: dict, limits: Limits) -> Literal['ended', 'timeout', 'output
 
 
 def _json(raw: bytes) -> Any:
-  """Return the JSON value; None if it is not one, or one that is nested too deeply to read."""
+  """Parse JSON; return None if it is invalid or nested too deeply."""
   try:
     return json.loads(raw)
   except (ValueError, RecursionError):
@@ -641,7 +645,7 @@ def _json(raw: bytes) -> Any:
 
 
 def _memory_file(data: bytes) -> io.FileIO:
-  """Return an anonymous file with these contents, at its beginning, that nobody can change any more."""
+  """Return an anonymous, immutable file with these contents, positioned at its beginning."""
   name = ctypes.create_string_buffer(b'sandbox')
   file = open(confinement.call('memfd_create', ctypes.addressof(name), MFD_CLOEXEC | MFD_ALLOW_SEALING), 'r+b', 0)
   view = memoryview(data)

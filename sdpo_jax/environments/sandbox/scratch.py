@@ -1,8 +1,8 @@
-"""Counts and removes what programs leave in scratch directories on a file system that they share with others.
+"""Accounting and removal of what programs leave in scratch directories on a shared file system.
 
 Where namespaces are allowed, programs have a file system of their own and none of this is needed (view.py). Both tasks
-are generators, which yield after every small step, so that they can be interleaved with what must not wait. Loaded by
-path; standard library only.
+are generators that yield after every small step, so that urgent work can run in between. Loaded by path; standard
+library only.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Generator
 import os
 import stat
 
-MAX_DEPTH = 64  # Directories within directories; trees of thousands take seconds to remove.
+MAX_DEPTH = 64  # Nested directories; trees of thousands take seconds to remove.
 DELETED = ' (deleted)'
 
 
 def survey(directory: str, pid: int, proc: int | None, limit: int, max_entries: int) -> Generator[None, None, bool]:
-  """Find out whether a program has more than `limit` bytes or `max_entries` files, those without a name included.
+  """Return whether a program has more than `limit` bytes or `max_entries` files, including files without a name.
 
-  A directory that cannot be listed, by its mode, or that lies deeper than `MAX_DEPTH`, counts as too much; a file that
-  is only mapped counts as `limit` bytes, since nothing tells its size.
+  A directory that cannot be listed because of its mode, or is deeper than `MAX_DEPTH`, counts as too much; a file that
+  is only mapped counts as `limit` bytes, since its size is unknown.
 
   Args:
-    directory: the program's.
-    pid: of the program.
-    proc: an open /proc; None: there is none.
-    limit: bytes; no single file is larger (RLIMIT_FSIZE).
-    max_entries: files and directories.
+    directory: the program's scratch directory.
+    pid: the program's process id.
+    proc: descriptor of /proc; None: there is none.
+    limit: bytes in total; no single file is larger (RLIMIT_FSIZE).
+    max_entries: limit of files and directories.
   """
   total = entries = 0
   directories = [(directory, 0)]
@@ -56,12 +56,12 @@ def survey(directory: str, pid: int, proc: int | None, limit: int, max_entries: 
 
 
 def held(directory: str, pid: int, proc: int) -> Generator[None, None, dict[tuple[int, int], int | None]]:
-  """Find the files of a program that have no name any more, but are open or mapped.
+  """Find the files of a program that no longer have a name but are open or mapped.
 
-  The first thread may have ended, which leaves it without descriptors and memory: any other has the same.
+  The first thread may have ended and then shows no descriptors or memory: any other thread shows the same.
 
   Returns:
-    bytes by (device, inode); None where they are not known.
+    bytes by (device, inode); None where unknown.
   """
   files: dict[tuple[int, int], int | None] = {}
   for task in _names(f'{pid}/task', proc):
@@ -91,7 +91,7 @@ def held(directory: str, pid: int, proc: int) -> Generator[None, None, dict[tupl
 
 
 def _names(path: str, here: int) -> list[str]:
-  """Return the names in a directory below the open one `here`; none once it has gone."""
+  """Return the names in a directory below the open one `here`; none if it is gone."""
   try:
     opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=here)
   except OSError:
@@ -105,16 +105,16 @@ def _names(path: str, here: int) -> list[str]:
 
 
 def remove(path: str) -> None:
-  """Remove a tree as `removal` does, at once."""
+  """Remove a tree as `removal` does, in one go."""
   for _ in removal(path):
     pass
 
 
 def removal(path: str) -> Generator[None, None, bool]:
-  """Remove a tree whatever its depth and modes, without following links; nobody may be using it any more."""
+  """Remove a tree of any depth and modes without following links; nothing may use it any more."""
   parent, name = os.path.split(path)
   here = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
-  levels = [[(name, False)]]  # Names to remove in a directory, and whether they were emptied.
+  levels = [[(name, False)]]  # Names to remove in each directory, and whether they were emptied.
   try:
     while levels:
       yield
@@ -139,7 +139,7 @@ def removal(path: str) -> Generator[None, None, bool]:
 
 
 def enter(name: str, here: int) -> int:
-  """Descriptor of the directory `name` in `here`, which is closed; gives the owner all rights to it."""
+  """Return a descriptor of the directory `name` in `here`; closes `here` and gives the owner all rights to `name`."""
   flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
   try:
     inner = os.open(name, flags, dir_fd=here)
@@ -153,7 +153,7 @@ def enter(name: str, here: int) -> int:
 
 
 def empty(here: int) -> Generator[None, None, list[str]]:
-  """Unlinks all but directories in the open directory `here`; the names of these."""
+  """Unlink everything but directories in the open directory `here`; return the names of the directories."""
   inner = []
   with os.scandir(here) as listing:
     for entry in listing:

@@ -1,11 +1,10 @@
-"""Forks processes that find nothing of one another in their memory: all are copies of one that never learns anything.
+"""A fork server whose processes find nothing of one another in their memory: it never learns anything to leak.
 
-A process that waits for programs knows how they ended, and any fork of it knows that too: what has been freed is still
-there to be found. So the zygote does not fork programs itself. Before the first job it forks the *seed*, which does
-nothing else but copy itself when told to, and is told only that: job and descriptors lie unread in a socket, from which
-the copy takes them. The copy is a child of the zygote (CLONE_PARENT), not of the seed, which therefore never learns how
-a program ended, nor its process id: the result of the system call stays in a register. Loaded by path; standard library
-only.
+A process that waits for programs knows how they ended, and any fork of it knows that too: freed memory can still be
+read. So the zygote does not fork programs itself. Before the first job it forks the *seed*, which only copies itself
+when told to and is told nothing else: the job and its descriptors stay unread in a socket, from which the copy takes
+them. The copy is a child of the zygote (CLONE_PARENT), not of the seed, which therefore never learns how a program
+ended, nor its process id: the result of the system call stays in a register. Loaded by path; standard library only.
 """
 
 from __future__ import annotations
@@ -25,32 +24,32 @@ confinement = sys.modules['confinement']  # The zygote loads it first.
 
 CLONE_PARENT, CLONE_NEWPID = 0x8000, 0x20000000
 MSG_CMSG_CLOEXEC = 0x40000000
-CREDENTIALS = struct.Struct('=iII')  # Of a sender, in the ids of the receiver: process, user, group; see unix(7).
-MESSAGE = 2**16  # Bytes of a message at most.
-START_S = 60.0  # A copy that does not come to life within that time never will.
-THREAD_BYTES = 1024  # At the beginning of what the C library knows of a thread; its id is among them.
+CREDENTIALS = struct.Struct('=iII')  # A sender's process, user and group in the receiver's ids; see unix(7).
+MESSAGE = 2**16  # Maximum bytes of a message.
+START_S = 60.0  # A copy that has not started by then never will.
+THREAD_BYTES = 1024  # Start of the C library's record of a thread, which contains its id.
 
-_python, _libc = ctypes.pythonapi, ctypes.PyDLL(None, use_errno=True)  # Neither lets go of the interpreter's lock.
+_python, _libc = ctypes.pythonapi, ctypes.PyDLL(None, use_errno=True)  # Neither releases the interpreter's lock.
 for _hook in (_python.PyOS_BeforeFork, _python.PyOS_AfterFork_Parent, _python.PyOS_AfterFork_Child):
   _hook.restype = None
-_libc.syscall.restype = None  # So that no process id is ever stored.
+_libc.syscall.restype = None  # Ensures that no process id is ever stored.
 
-Program = Callable[[bytes, list[int]], None]  # With a job and its descriptors, in the process of the job.
+Program = Callable[[bytes, list[int]], None]  # Called with a job and its descriptors, in the job's process.
 
 
 class SeedDiedError(Exception):
-  """There is no seed any more."""
+  """The seed has ended."""
 
 
 class Seed:
-  """The seed, as the process sees it that has made it and is the parent of its copies."""
+  """The seed, as seen by the process that made it and is the parent of its copies."""
 
   def __init__(self, program: Program, keep: Sequence[int] = ()):
-    """Forks the seed from this process, which must have one thread.
+    """Fork the seed from this process, which must have one thread.
 
     Args:
-      program: what a copy does; it ends when this returns.
-      keep: descriptors that copies need beside those of their job; all others from 3 on are closed in the seed.
+      program: run by each copy, which ends when it returns.
+      keep: descriptors that copies need besides those of their job; all others from 3 on are closed in the seed.
     """
     self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent, known = os.getpid(), _words_of_thread()
@@ -70,16 +69,15 @@ class Seed:
     theirs.close()
 
   def fork(self, job: bytes, fds: Sequence[int], namespace: int | None = None) -> int:
-    """Return a new child of this process, which is given a job and descriptors; its process id.
+    """Start a child of this process with a job and its descriptors; return its process id.
 
     Args:
       job: a message.
-      fds: of the job.
-      namespace: descriptor of a process (pidfd) that is the first of the namespace of process ids in which the child is
-        to be; None: it is in that of the seed.
+      fds: the job's descriptors.
+      namespace: pidfd of the first process of the PID namespace for the child; None: the seed's namespace.
 
     Raises:
-      OSError: the machine has no room for it.
+      OSError: the machine has no room for another process.
       SeedDiedError: the seed has ended.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -94,7 +92,7 @@ class Seed:
       ours.settimeout(START_S)
       try:
         answer, ancillary, _, _ = ours.recvmsg(64, socket.CMSG_SPACE(CREDENTIALS.size))
-      except ConnectionResetError:  # It has ended with the job unread.
+      except ConnectionResetError:  # The copy ended with the job unread.
         answer = b''
     if not answer:
       raise OSError('its process ended before it began')
@@ -110,7 +108,7 @@ class Seed:
 
 
 def _serve(control: socket.socket, program: Program, addresses: Sequence[int]) -> None:
-  """Copy this process for every message, until there are no more; return in the seed, and in copies as well."""
+  """Copy this process for every message; return in the seed after the last message, in copies after `program`."""
   seed = (os.getpid(), os.getppid())
   while True:
     message, fds, _, _ = socket.recv_fds(control, 1, 2, MSG_CMSG_CLOEXEC)
@@ -138,10 +136,10 @@ def _serve(control: socket.socket, program: Program, addresses: Sequence[int]) -
 
 
 def _clone(seed: tuple[int, int]) -> None:
-  """Forks this process as `os.fork` does, but for the parent of the new one and a result, which there is not.
+  """Fork this process as `os.fork` does, except that the caller's parent becomes the parent and nothing is returned.
 
   Raises:
-    OSError: there is no room for another process.
+    OSError: the machine has no room for another process.
   """
   _python.PyOS_BeforeFork()
   ctypes.set_errno(0)
@@ -156,21 +154,21 @@ def _clone(seed: tuple[int, int]) -> None:
 
 
 def _words_of_thread() -> list[int]:
-  """Return the beginning of what the C library knows of this thread, as integers of 32 bits."""
+  """Return the start of the C library's record of this thread, as 32-bit integers."""
   pthread_self = ctypes.CDLL(None).pthread_self
   pthread_self.restype = ctypes.c_void_p
   return list(struct.unpack(f'={THREAD_BYTES // 4}i', ctypes.string_at(pthread_self(), THREAD_BYTES)))
 
 
 def _thread_id_addresses(parent: int, before: Sequence[int]) -> list[int]:
-  """Where the C library notes the id of this thread, which must be a child of the C library's own fork.
+  """Return where the C library stores this thread's id; the thread must be a child of the C library's own fork.
 
-  Its fork writes the new id there, the system call alone does not. Unless this is made up for, for example
-  `signal.pthread_kill` does not reach the first thread of a program.
+  That fork writes the new id there, but the plain system call does not. Unless this is corrected,
+  `signal.pthread_kill`, for example, does not reach the first thread of a program.
 
   Args:
-    parent: process id of the parent, when it had one thread.
-    before: what it knew of that.
+    parent: process id of the parent when it had one thread.
+    before: the parent's words at that time.
   """
   pthread_self = ctypes.CDLL(None).pthread_self
   pthread_self.restype = ctypes.c_void_p

@@ -1,10 +1,9 @@
-"""What a program sees of the machine where namespaces are allowed: Python, read-only, and scratch space of its own.
+"""A program's view of the machine where namespaces are allowed: read-only Python and a scratch space of its own.
 
-Made once by the zygote: a mount namespace whose root holds the directories of the Python installation and nothing else,
-all of it read-only, so that reading leaves no access time behind. Every program then gets a copy of that namespace with
-a tmpfs of its own in it, whose size and number of inodes the kernel bounds and which ends with the program, and a
-namespace of process ids in which it is always number 2. See `man 7 mount_namespaces`, `user_namespaces` and
-`pid_namespaces`. Loaded by path; standard library only.
+The zygote makes it once: a mount namespace whose root holds only the directories of the Python installation, read-only,
+so that reading leaves no access times. Every program then gets a copy of that namespace with its own tmpfs, whose size
+and inodes the kernel limits and which ends with the program, and a PID namespace in which it is always number 2. See
+`man 7 mount_namespaces`, `user_namespaces` and `pid_namespaces`. Loaded by path; standard library only.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ import sys
 
 confinement, library = sys.modules['confinement'], sys.modules['library']  # The zygote loads them first.
 
-OWN = '/own'  # Where a program's file system lies.
+OWN = '/own'  # Mount point of a program's file system.
 SCRATCH = f'{OWN}/scratch'
 STDIN = f'{OWN}/stdin'
 INIT = '/init'
-PROGRAM = 2  # Process id of every program, after `INIT`.
-INODES = 3  # Of that file system besides those of the program: its root, the scratch directory, standard input.
+PROGRAM = 2  # Process id of every program; `INIT` comes before it.
+INODES = 3  # Inodes of that file system besides the program's: root, scratch directory, standard input.
 NOBODY = 65534
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x4000000, 0x8000000, 0x10000000
@@ -37,11 +36,11 @@ MNT_DETACH = 2
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 READ_ONLY = 0x1 | 0x2 | 0x4  # MOUNT_ATTR_RDONLY, _NOSUID and _NODEV.
 
-# The first process of a namespace of process ids, which ends the namespace when it ends. It reads a byte from
-# descriptor 0, a pipe that only the zygote could write to, and exits when the zygote has gone. As a program of some
-# instructions because a fork of the zygote would cost as much as the program that is to run. x86_64: xor edi,edi; mov
-# rsi,rsp; mov edx,1; xor eax,eax; syscall; xor edi,edi; mov eax,60; syscall aarch64: mov x0,0; mov x1,sp; mov x2,1; mov
-# x8,63; svc 0; mov x0,0; mov x8,93; svc 0
+# The first process of a PID namespace, whose end ends the namespace. It reads a byte from descriptor 0, a pipe that
+# only the zygote could write to, and exits when the zygote is gone. It consists of a few instructions because a fork of
+# the zygote would cost as much as the program to be run.
+# x86_64: xor edi,edi; mov rsi,rsp; mov edx,1; xor eax,eax; syscall; xor edi,edi; mov eax,60; syscall
+# aarch64: mov x0,0; mov x1,sp; mov x2,1; mov x8,63; svc 0; mov x0,0; mov x8,93; svc 0
 CODE = (
   bytes.fromhex('31ff 4889e6 ba01000000 31c0 0f05 31ff b83c000000 0f05'),
   b''.join(
@@ -56,11 +55,11 @@ ELF_MACHINE = (62, 183)
 
 
 def separate() -> list[str]:
-  """Give this process, which must have one thread, namespaces of its own; their names.
+  """Move this process, which must have one thread, to its own namespaces; return their names.
 
-  Root needs no user namespace. Anybody else becomes nobody in one, with all capabilities in it until a program drops
-  them; since those do not reach to namespaces made outside, a fork of this process goes on from here, as the first of a
-  namespace of process ids, and this process ends when it does.
+  Root needs no user namespace. Any other user becomes nobody in one, with all capabilities in it until a program drops
+  them; since these do not extend to namespaces made outside, a fork of this process continues as the first process of a
+  PID namespace, and this process ends when that fork does.
 
   Raises:
     confinement.Unsupported: the machine forbids them.
@@ -83,7 +82,7 @@ def separate() -> list[str]:
       os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
     confinement.die_with_parent(0)
     found.append('user')
-  for name, flag in FURTHER.items():  # seccomp keeps programs from what is in these; they are a second wall.
+  for name, flag in FURTHER.items():  # seccomp already blocks access to these; they are a second wall.
     with contextlib.suppress(OSError):
       confinement.call('unshare', flag)
       found.append(name)
@@ -91,15 +90,15 @@ def separate() -> list[str]:
 
 
 def processes(at: str) -> int | None:
-  """Return an open /proc of this process's namespace of process ids, without a name; None where it cannot be had.
+  """Return an open, unnamed /proc of this process's PID namespace; None if it is unavailable.
 
   Args:
-    at: an existing directory, which /proc covers meanwhile.
+    at: an existing directory, on which /proc is mounted meanwhile.
   """
   try:
     mount('none', '/', '', MS_REC | MS_PRIVATE)
     mount('proc', at, 'proc', 0)
-  except OSError:  # For example in a container that hides parts of its own.
+  except OSError:  # For example in a container that hides parts of its own /proc.
     return None
   opened = os.open(at, os.O_PATH | os.O_DIRECTORY)
   name = ctypes.create_string_buffer(os.fsencode(at))
@@ -110,13 +109,13 @@ def processes(at: str) -> int | None:
 def build(
   readable: Sequence[str], aliases: Mapping[str, str], at: str, copies: Sequence[library.File] | None = None
 ) -> None:
-  """Make the calling process's root a file system of nothing but the directories `readable`, read-only.
+  """Replace this process's root by a read-only file system of only the directories `readable`.
 
   Args:
     readable: real paths of directories; they keep their names.
-    aliases: other names of some of them, or of what lies in them, by which modules were loaded.
-    at: an existing directory, which the new root covers while it is made, and which is removed then.
-    copies: what there is to be of them, as copies in memory; None: all of it, where it lies.
+    aliases: other names, by which modules were loaded, of these directories or of entries in them.
+    at: an existing directory on which the new root is mounted while it is made; then it is removed.
+    copies: the files to copy into memory; None: mount the directories themselves.
 
   Raises:
     confinement.Unsupported: the machine forbids it or lacks memory, or the kernel is older than Linux 5.12.
@@ -126,7 +125,7 @@ def build(
     parent = os.open(os.path.dirname(at), os.O_PATH | os.O_DIRECTORY)
     size = 2**20 + library.size(copies or ())
     mount('tmpfs', at, 'tmpfs', MS_NOSUID | MS_NODEV, f'mode=0755,size={size},nr_inodes={1024 + len(copies or ())}')
-    for path in sorted(readable):  # One within another comes after it, and is there already.
+    for path in sorted(readable):  # Parents come before nested directories, which then exist already.
       if not os.path.isdir(at + path):
         os.makedirs(at + path)
         if copies is None:
@@ -148,27 +147,27 @@ def build(
     confinement.call('pivot_root', ctypes.addressof(here), ctypes.addressof(here))
     confinement.call('umount2', ctypes.addressof(here), MNT_DETACH)
     os.chdir('/')
-    with contextlib.suppress(OSError):  # Where nothing can be removed, it is a bubblewrap's and ends with that.
+    with contextlib.suppress(OSError):  # Where nothing can be removed, it is a bubblewrap's and ends with it.
       os.rmdir(os.path.basename(at), dir_fd=parent)
     os.close(parent)
     make_read_only('/')
     for path in ('/', *readable):
-      if not os.statvfs(path).f_flag & os.ST_RDONLY:  # Where it is not, reading a file can leave a time at it.
+      if not os.statvfs(path).f_flag & os.ST_RDONLY:  # On a writable mount, reading can update a file's access time.
         raise OSError(errno.EROFS, 'it can be written to', path)
   except OSError as error:
     raise confinement.Unsupported(f'a file system of Python alone cannot be made here ({error})') from error
 
 
 def own_files(size: int, entries: int, user: int | None, stdin: int) -> None:
-  """Give this process, a fork of the zygote, a scratch file system of its own, and its standard input as a file in it.
+  """Give this process, a fork of the zygote, its own scratch file system, with standard input as a file in it.
 
-  A copy of the input, since the inode number of anything in memory that all programs share tells them of one another.
+  The input is copied, because inode numbers in memory shared by all programs reveal programs to one another.
 
   Args:
-    size: bytes that the program may have in it.
-    entries: files and directories that it may have.
-    user: to whom the scratch directory is given; None: to whoever this process is.
-    stdin: descriptor of the input, which the descriptor of the copy replaces.
+    size: bytes that the program may store.
+    entries: files and directories that it may create.
+    user: owner of the scratch directory; None: this process's user.
+    stdin: descriptor of the input; replaced by the descriptor of the copy.
 
   Raises:
     OSError: the machine has run out of memory or mounts.
@@ -187,11 +186,11 @@ def own_files(size: int, entries: int, user: int | None, stdin: int) -> None:
   os.mkdir(SCRATCH, 0o700)
   if user is not None:
     os.chown(SCRATCH, user, user)
-  os.chmod(OWN, 0o111)  # Also where the program is its owner, since it cannot change a mode.
+  os.chmod(OWN, 0o111)  # Even if the program is its owner, since it cannot change a mode.
 
 
 class ProcessIds:
-  """Makes namespaces of process ids, one a program."""
+  """Makes PID namespaces, one per program."""
 
   def __init__(self):
     self._ours = os.open('/proc/self/ns/pid', os.O_RDONLY)
@@ -199,7 +198,7 @@ class ProcessIds:
 
   @contextlib.contextmanager
   def separate(self) -> Iterator[tuple[int, int]]:
-    """Yield a new namespace: the process that keeps it, to be ended after, and, within the block, a descriptor of it.
+    """Provide a new namespace: its first process, to be ended afterwards, and a descriptor, valid within the block.
 
     Raises:
       OSError: there are too many processes, namespaces or descriptors.
@@ -211,7 +210,7 @@ class ProcessIds:
     finally:
       try:
         confinement.call('setns', self._ours, CLONE_NEWPID)
-      except OSError:  # What is forked next would be in the namespace of another program: better nothing is.
+      except OSError:  # Otherwise the next fork would be in another program's namespace: better end.
         os._exit(1)
     try:
       namespace = os.pidfd_open(first)
@@ -239,9 +238,9 @@ def executable(column: int) -> bytes:
 
 
 def reach(paths: Sequence[str]) -> None:
-  """Lets other users reach `paths` where a directory above them is closed: in a mount namespace of this process alone.
+  """Let other users reach `paths` below closed directories, in a mount namespace of this process alone.
 
-  Programs could otherwise not read a Python below a closed home directory once they have dropped their privileges.
+  Otherwise programs could not read a Python below a closed home directory once they have dropped their privileges.
 
   Raises:
     confinement.Unsupported: the machine forbids it.
@@ -273,7 +272,7 @@ def reach(paths: Sequence[str]) -> None:
 
 
 def make_read_only(path: str) -> None:
-  """Make the mount at `path`, and all below it, read-only in this namespace; raise OSError before Linux 5.12."""
+  """Make the mount at `path` and all mounts below it read-only in this namespace; raises OSError before Linux 5.12."""
   name = ctypes.create_string_buffer(os.fsencode(path))
   attributes = ctypes.create_string_buffer(struct.pack('=4Q', READ_ONLY, 0, 0, 0), 32)
   confinement.call(
@@ -282,7 +281,7 @@ def make_read_only(path: str) -> None:
 
 
 def mount(source: str, target: str, kind: str, flags: int, data: str = '') -> None:
-  """As mount(2)."""
+  """Call mount(2)."""
   texts = [ctypes.create_string_buffer(os.fsencode(text)) for text in (source, target, kind, data)]
   one, two, three, last = map(ctypes.addressof, texts)
   confinement.call('mount', one, two, three, flags, last)

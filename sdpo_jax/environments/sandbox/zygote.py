@@ -1,15 +1,15 @@
-"""Runs a process for every program; runs on its own, beside the training process, with an empty environment.
+"""Process server of the sandbox: runs beside the training process, with an empty environment.
 
     python -I -X utf8 zygote.py DESCRIPTOR
 
-DESCRIPTOR is a socket (AF_UNIX, SOCK_SEQPACKET) to the owner. The first message on it holds settings (`Settings` in
+DESCRIPTOR is a socket (AF_UNIX, SOCK_SEQPACKET) to the owner. Its first message holds settings (`Settings` in
 sandbox.py); every further one is a job with six descriptors: standard input, output and error, payload, result,
-channel. The answer goes to the job's channel: what became of the process, or why it was not started. The owner ends a
-job by writing to its channel or closing it, and everything by closing the socket.
+channel. The answer goes to the job's channel: how the process ended, or why it was not started. The owner ends a job by
+writing to its channel or closing it, and everything by closing the socket.
 
-This process never reads a payload or what a program prints, and does not fork programs itself: they are copies of the
-seed (seed.py), which it forks before the first job, so that none finds in its memory what became of another. Standard
-library only.
+This process never reads a payload or a program's output, and does not fork programs itself: they are copies of the seed
+(seed.py), which it forks before the first job, so that none finds another's outcome in its memory. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ import time
 import traceback
 import types
 
-FIRST_FREE = 5  # 0, 1 and 2, then these; what comes from there on is closed.
+FIRST_FREE = 5  # 0, 1 and 2, then these two; all from here on are closed.
 PAYLOAD, RESULT = 3, 4
-# Modules that need shared libraries from outside the Python installation, which programs cannot read later.
+# Modules that need shared libraries outside the Python installation, which programs cannot read later.
 LINKED = ('_bz2', '_ctypes', '_decimal', '_hashlib', '_lzma', '_sqlite3', '_ssl', '_uuid', 'zlib')
 MIB = 2**20
-MESSAGE = 2**16  # Bytes of a message at most.
-DESCRIPTORS = 6  # Of a job.
-SLICE_S = 0.002  # How long the zygote counts or removes files before it looks after the programs' time again.
-MAX_GARBAGE = 8  # Directories of ended programs that may be waiting for their removal when another starts.
-POLL_S = 0.05  # How often the scratch directory and the threads of a program are looked at.
-MAX_ENTRIES = 4096  # Files and directories of a program.
+MESSAGE = 2**16  # Maximum bytes of a message.
+DESCRIPTORS = 6  # Per job.
+SLICE_S = 0.002  # How long the zygote counts or removes files before it checks the programs' time limits again.
+MAX_GARBAGE = 8  # Ended programs' directories that may await removal when another program starts.
+POLL_S = 0.05  # Interval of checks of a program's scratch directory and threads.
+MAX_ENTRIES = 4096  # Files and directories per program.
 MAX_DESCRIPTORS = 64
 MAX_THREADS = 64
-UID_BASE, UIDS, MAX_SLOTS = 2_000_000_000, 2**16, 1024  # User ids of nobody, for programs of a privileged owner.
+UID_BASE, UIDS, MAX_SLOTS = 2_000_000_000, 2**16, 1024  # Unused user ids for the programs of a privileged owner.
 NOBODY = 65534
 PR_SET_CHILD_SUBREAPER = 36
 
 
 def load(path: str) -> types.ModuleType:
-  """Return the module in a file, under the file's name."""
+  """Load the module in a file, under the file's name."""
   name = os.path.splitext(os.path.basename(path))[0]
   spec = importlib.util.spec_from_file_location(name, path)
   module = importlib.util.module_from_spec(spec)
@@ -76,18 +76,18 @@ class HarnessFault(Exception):
 
 
 class Process:
-  """A running program, as the zygote sees it."""
+  """A running program and the zygote's checks of it."""
 
   def __init__(
     self, pid: int, user: int | None, channel: socket.socket, directory: str | None, init: int | None, limits: dict
   ):
     self.pid, self.user, self.channel, self.limits = pid, user, channel, limits
-    self.directory = directory  # Whose use the zygote watches; None: a file system of its own, which the kernel bounds.
-    self.init = init  # The first process of its namespace of process ids, if it has one.
+    self.directory = directory  # Whose usage is checked; None: its own file system, limited by the kernel.
+    self.init = init  # The first process of its PID namespace, if it has one.
     self.started = time.monotonic()
-    self.ended_by: str | None = None  # Why the zygote killed it.
+    self.ended_by: str | None = None  # The reason why the zygote killed it.
     self.next_check = self.started + min(limits['wall_s'], limits['cpu_s'], POLL_S)
-    self.survey: Generator[None, None, bool] | None = None  # Of its directory, under way.
+    self.survey: Generator[None, None, bool] | None = None  # The survey of its directory that is running.
 
   def kill(self, reason: str) -> None:
     self.ended_by = self.ended_by or reason
@@ -96,14 +96,14 @@ class Process:
       try:
         os.kill(target, signal.SIGKILL)
       except ProcessLookupError:
-        pass  # The group has gone, or was not made yet.
+        pass  # The group is gone or does not exist yet.
 
   def check(self, now: float, proc: int | None) -> None:
-    """Kills the program if it is over a limit that the kernel does not watch; takes little time whatever it has done.
+    """Kill the program if it exceeds a limit that the kernel does not check; always takes little time.
 
     Args:
       now: time of the monotonic clock.
-      proc: an open /proc; None: there is none.
+      proc: descriptor of /proc; None: there is none.
     """
     try:
       # clock_getcpuclockid(3): the CPU clock of another process.
@@ -122,7 +122,7 @@ class Process:
       self.survey = self.survey or scratch.survey(self.directory, self.pid, proc, most, MAX_ENTRIES)
       over = advance(self.survey)
       if over is None:
-        self.next_check = now  # After whatever else is to be done.
+        self.next_check = now  # After all other work that is due.
         return
       self.survey = None
       if over:
@@ -130,12 +130,12 @@ class Process:
 
 
 class Zygote:
-  """The loop over jobs."""
+  """The job loop."""
 
   def __init__(self, control: socket.socket, settings: dict):
     self.entered = enter(settings['doors'])
     self.owner = watch(settings['owner'])
-    namespaces = view.separate() if settings['view'] else []  # What follows may be a fork of this process.
+    namespaces = view.separate() if settings['view'] else []  # From here on this may be a fork.
     self.control = control
     self.mechanism: str = settings['mechanism']
     self.scratch: str = settings['scratch']
@@ -145,7 +145,7 @@ class Zygote:
     self.users = user_ids() if own_users else range(0)
     self.version = landlock_version(self.mechanism)
     aliases = {path: os.path.realpath(path) for path in sys.path if os.path.realpath(path) != path}
-    # Not the packages of the interpreter of which a virtual environment is one, as a bubblewrap's is.
+    # Excludes packages of the base interpreter of a virtual environment, as a bubblewrap does.
     sys.path[:] = [
       path
       for path in map(os.path.realpath, sys.path)
@@ -157,7 +157,7 @@ class Zygote:
       try:
         importlib.import_module(name)
       except ImportError:
-        continue  # Programs that want it fail as they would without a zygote.
+        continue  # Programs that need it fail as they would without a zygote.
     try:
       self.harness = load(settings['harness'])
     except Exception as error:
@@ -166,20 +166,20 @@ class Zygote:
     confinement.call('prctl', PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if os.path.exists('/proc/self/oom_score_adj'):
       with open('/proc/self/oom_score_adj', 'w') as file:
-        file.write('1000')  # Where memory runs out, programs go first.
+        file.write('1000')  # If memory runs out, the kernel kills programs first.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     self.baseline = address_space()
     self.proc = os.open('/proc', os.O_PATH | os.O_DIRECTORY) if os.path.exists('/proc/self') else None
     self.ids: view.ProcessIds | None = None
-    self.filter: bytes | None = None  # Of system calls, where all programs have the same process id.
+    self.filter: bytes | None = None  # The seccomp filter, if all programs have the same process id.
     self.inits: set[int] = set()
-    self.garbage: list[Generator[None, None, bool]] = []  # Removals under way.
+    self.garbage: list[Generator[None, None, bool]] = []  # Unfinished removals.
     self.most_garbage = 0 if self.mechanism == 'bubblewrap' else MAX_GARBAGE
     self.layers = []
-    self.copied = 0  # Bytes of Python in memory.
+    self.copied = 0  # Bytes of Python copied to memory.
     if settings['view']:
-      if 'user' in namespaces:  # Process ids are others than outside.
+      if 'user' in namespaces:  # Process ids differ from those outside.
         if self.proc is not None:
           os.close(self.proc)
         self.proc = view.processes(self.scratch)
@@ -201,11 +201,11 @@ class Zygote:
     self.layers += [f'Landlock {self.version}'] * bool(self.version)
     self.layers += ['seccomp'] * (self.mechanism != 'none') + ['own user ids'] * bool(self.users)
     gc.collect()
-    gc.freeze()  # So that a collection in a program does not copy every page.
+    gc.freeze()  # Otherwise a collection in a program copies every page.
     self.seed = seed.Seed(self.child, self.readable)
 
   def serve(self) -> None:
-    """Run jobs until the owner closes the socket or ends."""
+    """Run jobs until the owner ends or closes the socket."""
     wake_r, wake_w = os.pipe()
     for end in (wake_r, wake_w):
       os.set_blocking(end, False)
@@ -220,7 +220,7 @@ class Zygote:
       self.check()
       if self.garbage and advance(self.garbage[0]) is not None:
         del self.garbage[0]
-      # Programs that leave much behind wait for its removal, and nobody else.
+      # Only programs that leave much behind wait for its removal.
       ready, listening = len(self.garbage) <= self.most_garbage, self.control in self.selector.get_map()
       if ready and not listening:
         self.selector.register(self.control, selectors.EVENT_READ, self.accept)
@@ -243,7 +243,7 @@ class Zygote:
       scratch.remove(self.scratch)
 
   def check(self) -> None:
-    """Look after the limits of the programs whose turn it is."""
+    """Check the limits of the programs that are due."""
     now = time.monotonic()
     for process in list(self.processes.values()):
       if process.next_check <= now:
@@ -253,7 +253,7 @@ class Zygote:
     self.open = False
 
   def accept(self) -> None:
-    """Start the job of the next message."""
+    """Receive a job and start it."""
     message, fds, _, _ = socket.recv_fds(self.control, MESSAGE, DESCRIPTORS, seed.MSG_CMSG_CLOEXEC)
     if not message:
       return self.close()
@@ -272,7 +272,7 @@ class Zygote:
         os.close(fd)
 
   def start(self, job: dict, channel: socket.socket, fds: list[int]) -> Process:
-    """Forks the process of a job; raises OSError where the machine has no room for it."""
+    """Fork the process of a job; raises OSError if the machine has no room for it."""
     user, init = self.free_user(), None
     given = [*fds, channel.fileno()]
     if self.ids is not None:
@@ -288,7 +288,7 @@ class Zygote:
       directory = os.path.join(self.scratch, secrets.token_hex(16))
       self.open_scratch()
       os.mkdir(directory, 0o700)
-      if self.mechanism == 'bubblewrap':  # Programs are of one user there, and run one after the other.
+      if self.mechanism == 'bubblewrap':  # There programs share one user and run one after the other.
         os.chmod(self.scratch, 0o100)
       try:
         pid = self.seed.fork(for_program(job, user, directory), given)
@@ -298,9 +298,7 @@ class Zygote:
     return Process(pid, user, channel, directory, init, job['limits'])
 
   def free_user(self) -> int | None:
-    """Return a user id that no other program has now, by chance, which tells nothing of the others; None: there are
-    none.
-    """
+    """Return a random unused user id, which tells nothing of other programs; None if there are none."""
     taken = {process.user for process in self.processes.values()}
     while self.users:
       user = self.users[secrets.randbelow(len(self.users))]
@@ -309,7 +307,7 @@ class Zygote:
     return None
 
   def stop(self, process: Process) -> None:
-    """Kills a process that its owner wants no more."""
+    """Kill a process that its owner no longer wants."""
     self.selector.unregister(process.channel)
     process.kill('owner')
 
@@ -320,11 +318,11 @@ class Zygote:
       if pid == 0:
         return
       if pid == self.seed.pid:
-        os._exit(1)  # Programs end with this process, and the owner starts another.
+        os._exit(1)  # All programs end with this process, and the owner starts another zygote.
       self.inits.discard(pid)
       process = self.processes.pop(pid, None)
       if process is None:
-        continue  # The first of a namespace, or a stray.
+        continue  # The first process of a namespace, or a stray.
       if process.init in self.inits:
         os.kill(process.init, signal.SIGKILL)
       if self.mechanism == 'none':
@@ -347,17 +345,17 @@ class Zygote:
         self.discard(process.directory)
 
   def open_scratch(self) -> None:
-    """Make the directory of the scratch directories one that this process may change."""
+    """Make the parent of all scratch directories writable for this process."""
     if self.mechanism == 'bubblewrap':
       os.chmod(self.scratch, 0o700)
 
   def discard(self, directory: str) -> None:
-    """Remove the scratch directory of a program that has ended, little by little."""
+    """Remove the scratch directory of an ended program in small steps."""
     self.open_scratch()
     self.garbage.append(scratch.removal(directory))
 
   def child(self, job: bytes, fds: list[int]) -> None:
-    """Be the process of one job, a copy of the seed; do not return."""
+    """Run one job in a copy of the seed; never returns."""
     leave = os._exit
     try:
       told = json.loads(job)
@@ -370,7 +368,7 @@ class Zygote:
       leave(70)
 
   def confine(self, limits: dict, user: int | None, directory: str, fds: list[int]) -> bool:
-    """Confines this process for good; False, after a message on the channel, if that fails."""
+    """Confine this process permanently; on failure, send a message to the channel and return False."""
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE) for fd in fds]
     channel, stdin = high.pop(), None
     try:
@@ -400,14 +398,14 @@ class Zygote:
 
 
 def run(harness, directory: str, leave) -> None:
-  """Run the payload and end as Python does: threads joined, exit functions called, output written."""
+  """Run the payload and exit as Python does: threads joined, exit functions called, output flushed."""
   write, dumps, shutdown, exit_functions = os.write, json.dumps, threading._shutdown, atexit._run_exitfuncs
   os.environ.clear()
   os.environ.update(HOME=directory, TMPDIR=directory, LANG='C.UTF-8')
   sys.argv = ['']
   standard_streams()
   if 'numpy.random' in sys.modules:
-    sys.modules['numpy.random'].seed()  # Python's own generator seeds itself after a fork.
+    sys.modules['numpy.random'].seed()  # Python's own generator reseeds itself after a fork.
   with open(PAYLOAD, 'rb') as file:
     payload = json.loads(file.read())
   code, text = 0, b''
@@ -425,14 +423,14 @@ def run(harness, directory: str, leave) -> None:
       if stream is not None and not getattr(stream, 'closed', False):
         stream.flush()
     except Exception:  # The program may have put anything there.
-      code = code or 120  # As Python itself ends when output is lost.
+      code = code or 120  # As Python itself exits when output is lost.
   while text:
     text = text[write(RESULT, text) :]
   leave(code)
 
 
 def exit_code(error: SystemExit) -> int:
-  """Return what `sys.exit` means by its argument."""
+  """Return the exit code that `sys.exit` derives from its argument."""
   if error.code is None:
     return 0
   if isinstance(error.code, int):
@@ -442,7 +440,7 @@ def exit_code(error: SystemExit) -> int:
 
 
 def standard_streams() -> None:
-  """Put new objects on descriptors 0, 1 and 2, as a fresh interpreter makes them."""
+  """Reopen descriptors 0, 1 and 2 as a fresh interpreter does."""
   options = dict(encoding='utf-8', closefd=False)
   sys.stdin = sys.__stdin__ = open(0, errors='surrogateescape', **options)
   sys.stdout = sys.__stdout__ = open(1, 'w', errors='surrogateescape', **options)
@@ -453,17 +451,17 @@ def standard_streams() -> None:
 
 
 def set_limits(limits: dict, baseline: int, own_user: bool) -> None:
-  """Set the kernel's limits on this process; memory is what it takes beyond the zygote's `baseline`."""
+  """Set the kernel's limits on this process; its memory counts from the zygote's `baseline`."""
   cpu_s = int(-(-limits['cpu_s'] // 1))
   values = {
     resource.RLIMIT_CPU: (cpu_s, cpu_s + 1),
     resource.RLIMIT_AS: baseline + limits['memory_mb'] * MIB,
     resource.RLIMIT_FSIZE: limits['file_mb'] * MIB,
     resource.RLIMIT_NOFILE: MAX_DESCRIPTORS,
-    resource.RLIMIT_CORE: 1,  # 0 would not keep the kernel from feeding a crash to the system's handler; see core(5).
+    resource.RLIMIT_CORE: 1,  # 0 would not stop the kernel from piping a crash to the system's handler; see core(5).
   }
-  # The kernel counts threads and pending signals of a user, not of a process: other programs of the same one would meet
-  # the limit, and signals tell them.
+  # The kernel counts threads and pending signals per user, not per process: other programs of the same user would reach
+  # the limit, and signals reveal them.
   if own_user:
     values |= {resource.RLIMIT_NPROC: MAX_THREADS, resource.RLIMIT_SIGPENDING: MAX_THREADS}
   for limit, value in values.items():
@@ -475,10 +473,9 @@ def set_limits(limits: dict, baseline: int, own_user: bool) -> None:
 
 
 def user_ids() -> range:
-  """User ids that no one else has, one a slot; nobody's alone where a user namespace has fewer; none where not even
-  that.
+  """Return unused user ids, one per slot; only nobody's in a small user namespace; empty if there is not even that.
 
-  Root of a namespace without other users is an ordinary user outside of it, and stays who it is.
+  Root of a namespace without other users is an ordinary user outside of it, and keeps its id.
   """
   first = UID_BASE + os.getpid() % UIDS * MAX_SLOTS
   found = range(0)
@@ -492,7 +489,7 @@ def user_ids() -> range:
 
 
 def enter(doors: list[int]) -> bool:
-  """Whether this process is in a control group now, to all of whose `doors`, its files cgroup.procs, it writes."""
+  """Enter a control group by writing to all of its `doors`, its files cgroup.procs; return whether it worked."""
   try:
     for descriptor in doors:
       os.write(descriptor, b'0')
@@ -505,9 +502,7 @@ def enter(doors: list[int]) -> bool:
 
 
 def watch(owner: int | None) -> int | None:
-  """Return a descriptor that becomes readable when the process `owner` ends, also where a fork of it keeps the socket
-  open.
-  """
+  """Return a descriptor that becomes readable when `owner` ends, even if a fork of it keeps the socket open."""
   if owner is None:
     return None
   fd = confinement.call('pidfd_open', owner, 0)
@@ -517,7 +512,7 @@ def watch(owner: int | None) -> int | None:
 
 
 def strays(known: set[int]) -> list[int]:
-  """Children of this process that are not `known`: what an unconfined program left behind."""
+  """Return the children of this process that are not `known`: left behind by an unconfined program."""
   found = []
   for name in filter(str.isdigit, os.listdir('/proc')):
     try:
@@ -531,11 +526,11 @@ def strays(known: set[int]) -> list[int]:
 
 
 def address_space() -> int:
-  """Bytes of address space that this process has taken, to a MiB."""
+  """Return this process's address space in bytes, to within a MiB."""
   try:
     with open('/proc/self/statm') as file:
       return int(file.read().split()[0]) * os.sysconf('SC_PAGE_SIZE')
-  except FileNotFoundError:  # In a bubblewrap: the least limit under which there is room for one page more.
+  except FileNotFoundError:  # In a bubblewrap: search the lowest limit that leaves room for one more page.
     pass
   limits = resource.getrlimit(resource.RLIMIT_AS)
   too_little, enough = 0, 2**44
@@ -552,18 +547,18 @@ def address_space() -> int:
 
 
 def loaded(directories: list[str]) -> set[str]:
-  """Names of the modules and packages of this process that come from these directories."""
+  """Return the names of this process's modules and packages from these directories."""
   files = {name: getattr(module, '__file__', None) or '' for name, module in sys.modules.items()}
   return {name.partition('.')[0] for name, file in files.items() if below(os.path.realpath(file), directories)}
 
 
 def below(path: str, directories: list[str]) -> bool:
-  """Whether a path is one of the directories or lies in one."""
+  """Return whether a path equals one of the directories or lies below one."""
   return any(path == directory or path.startswith(directory + '/') for directory in directories)
 
 
 def advance(work: Generator[None, None, bool]) -> bool | None:
-  """Goes on with some work for a few milliseconds; its value, None if it has not ended by then."""
+  """Continue a task for a few milliseconds; return its value, or None if it is unfinished."""
   end = time.monotonic() + SLICE_S
   try:
     while time.monotonic() < end:
@@ -574,7 +569,7 @@ def advance(work: Generator[None, None, bool]) -> bool | None:
 
 
 def landlock_version(mechanism: str) -> int:
-  """Version of Landlock to be used, 0: none; raises confinement.Unsupported where the mechanism is nothing without."""
+  """Return the Landlock version to use, 0 for none; raises confinement.Unsupported if the mechanism requires one."""
   if mechanism == 'none':
     return 0
   try:
@@ -586,7 +581,7 @@ def landlock_version(mechanism: str) -> int:
 
 
 def threads(pid: int, proc: int | None) -> int:
-  """Threads of a process; 0 once it has gone, or where there is no `proc`, an open /proc, to say."""
+  """Return the number of threads of a process; 0 if it is gone, or `proc`, an open /proc, is None."""
   if proc is None:
     return 0
   try:
@@ -597,12 +592,12 @@ def threads(pid: int, proc: int | None) -> int:
 
 
 def for_program(job: dict, user: int | None, directory: str) -> bytes:
-  """Return a job as its process hears of it."""
+  """Return a job's message to its process."""
   return json.dumps({'limits': job['limits'], 'probe': job['probe'], 'user': user, 'directory': directory}).encode()
 
 
 def send(channel: socket.socket, report: dict) -> None:
-  """One message to the owner, who may have gone."""
+  """Send a message to the owner, who may be gone."""
   try:
     channel.send(json.dumps(report).encode())
   except OSError:
@@ -611,7 +606,7 @@ def send(channel: socket.socket, report: dict) -> None:
 
 def main() -> None:
   while os.dup(2) < FIRST_FREE - 1:
-    pass  # Those below are every program's own.
+    pass  # Every program has its own modules below.
   control = socket.socket(fileno=int(sys.argv[1]))
   control.set_inheritable(False)
   settings = json.loads(control.recv(MESSAGE))

@@ -1,6 +1,4 @@
-"""Files of one folder, of which no name leads out: not `..`, a link, another file system or a further name of a
-file.
-"""
+"""File access confined to one folder: no escape by `..`, links, other file systems or further names of a file."""
 
 from __future__ import annotations
 
@@ -14,24 +12,24 @@ import secrets
 import stat
 import struct
 
-OPENAT2 = 437  # On all machines.
+OPENAT2 = 437  # The same number on all machines.
 # RESOLVE_NO_XDEV, RESOLVE_NO_MAGICLINKS and RESOLVE_BENEATH of openat2(2).
 _RESOLVE = 0x01 | 0x02 | 0x08
-_SKIPPED = ('.git', '.hg', '.svn', '__pycache__', 'node_modules', '.venv')  # By searches.
+_SKIPPED = ('.git', '.hg', '.svn', '__pycache__', 'node_modules', '.venv')  # Skipped by searches.
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
 
 class PathError(Exception):
-  """A path that cannot be read or written, in one sentence for the agent."""
+  """A path that cannot be read or written; the message is one sentence for the agent."""
 
 
 class Folder:
-  """A workspace; any thread may call."""
+  """A workspace folder; thread-safe."""
 
   def __init__(self, path: pathlib.Path):
-    """Open a folder; raise OSError if there is none."""
+    """Open a folder; raises OSError if it does not exist."""
     self.path = pathlib.Path(os.path.realpath(path))
     self._root = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     self._device = os.fstat(self._root).st_dev
@@ -43,7 +41,7 @@ class Folder:
     """Return the content of a file.
 
     Raises:
-      PathError: there is none, it is larger than `limit` bytes, or the path leads out of the folder.
+      PathError: the file is missing, is larger than `limit` bytes, or the path leads out of the folder.
     """
     name = self.relative(path)
     with self._told(name), self._opened(name, os.O_RDONLY | os.O_NONBLOCK) as descriptor:
@@ -60,9 +58,9 @@ class Folder:
     return content
 
   def write(self, path: str, content: bytes) -> bool:
-    """Put a file with that content in the place of whatever file is there; return whether there was one.
+    """Write a file, replacing an existing one; return whether one existed.
 
-    The file is another one then: what else is called by a further name of the old one stays as it is.
+    This makes a new file: further names (hard links) of the old one keep the old content.
 
     Raises:
       PathError: the path leads out of the folder or over a link, or names a folder.
@@ -96,10 +94,10 @@ class Folder:
     return mode is not None
 
   def files(self, path: str = '.') -> Iterator[str]:
-    """Yield the names of the regular files below a folder, sorted, relative to the workspace; not through links.
+    """Yield the names of the regular files below a folder, sorted, relative to the workspace; does not follow links.
 
     Raises:
-      PathError: there is no such folder.
+      PathError: the folder does not exist.
     """
     name = self.relative(path)
     with self._told(name):
@@ -114,22 +112,22 @@ class Folder:
                 yield f'{top_name}{within}{each}'
 
   def readable(self, path: str) -> str:
-    """Return what `relative` does of a file or folder that is there; raise PathError if none is."""
+    """Return `relative` of an existing file or folder; raises PathError if it does not exist."""
     name = self.relative(path)
     with self._told(name), self._opened(name, os.O_RDONLY | os.O_NONBLOCK):
       return name
 
   def relative(self, path: str) -> str:
-    """Return a path, absolute or not, as it is called within the folder.
+    """Return a path, absolute or not, relative to the folder.
 
     Raises:
-      PathError: it leads out of the folder, or is no path.
+      PathError: it leads out of the folder, or is not a valid path.
     """
     if not path or '\0' in path:
       raise PathError('The path is empty.' if not path else 'The path holds a null byte.')
     if len(os.fsencode(path)) > 4096:
       raise PathError('The path is longer than 4096 bytes.')
-    # By its text alone: what lies behind `link/..` depends on the link, and is refused where the link leads out.
+    # Purely textual: the target of `link/..` depends on the link, and opening it fails if the link leads out.
     name = os.path.relpath(os.path.join(self.path, path), self.path)
     if name == '..' or name.startswith('../'):
       raise PathError(f'{path} is outside of the workspace {self.path}, which is all that can be read and written.')
@@ -142,7 +140,7 @@ class Folder:
       return False
 
   def _make(self, folder: str) -> None:
-    """Make a folder, and those above it."""
+    """Make a folder and its parents."""
     done = ''
     for part in folder.split('/') if folder else ():
       with self._opened(done or '.', os.O_RDONLY | os.O_DIRECTORY) as parent, contextlib.suppress(FileExistsError):
@@ -160,7 +158,7 @@ class Folder:
   def _open(self, name: str, flags: int) -> int:
     how = ctypes.create_string_buffer(struct.pack('=3Q', flags, 0, _RESOLVE), 24)
     text = ctypes.create_string_buffer(os.fsencode(name))
-    for _ in range(8):  # EAGAIN: something was renamed meanwhile.
+    for _ in range(8):  # EAGAIN: a concurrent rename.
       numbers = (OPENAT2, self._root, ctypes.addressof(text), ctypes.addressof(how), 24)
       found = _libc.syscall(*(ctypes.c_long(number) for number in numbers))
       if found >= 0:
@@ -173,7 +171,7 @@ class Folder:
     raise OSError(code, os.strerror(code), name)
 
   def _open_by_parts(self, name: str, flags: int) -> int:
-    """As `_open` before Linux 5.6: over no links at all, also those that stay in the folder."""
+    """Open as `_open` does, before Linux 5.6: follows no links at all, not even those within the folder."""
     folders, last = os.path.split(name)
     descriptor = os.dup(self._root)
     try:
@@ -191,7 +189,7 @@ class Folder:
 
   @contextlib.contextmanager
   def _told(self, name: str) -> Iterator[None]:
-    """Says in a sentence what is wrong with a path."""
+    """Convert an OSError of a path to a PathError with one sentence."""
     try:
       yield
     except OSError as error:

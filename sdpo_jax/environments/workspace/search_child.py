@@ -1,7 +1,7 @@
-"""Searches the files of a folder for a regular expression, in a process that can be ended: some expressions never are.
+"""Regular expression search in the files of a folder, in a process that can be killed: some never finish.
 
-Reads a request as JSON from its standard input, and writes an answer to its standard output. Loaded by path; standard
-library and folder.py only.
+Reads a JSON request from standard input and writes the answer to standard output. Loaded by path; standard library and
+folder.py only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
     try:
       content = folder.read(name, request['max_file_bytes'])
     except folders.PathError:
-      continue  # Too large, or gone meanwhile.
+      continue  # Too large, or removed meanwhile.
     if b'\0' in content[:8192]:
       continue
     for number, line in enumerate(content.decode(errors='replace').splitlines(), start=1):
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def names_below(folders: types.ModuleType, folder, path: str) -> list[str]:
-  """Return the names of the files below a folder, or that of a file itself."""
+  """Return the names of the files below a folder, or the name of a file itself."""
   try:
     return list(folder.files(path))
   except folders.PathError:

@@ -1,7 +1,7 @@
-"""Commands of an agent in its workspace: bash, with a read-only system, no network and no other processes.
+"""An agent's commands in its workspace: bash, with a read-only system, no network and no other processes.
 
-The namespaces of the kernel keep a command from whatever is outside; where they are not allowed there are no commands,
-and `Shell` says so. What shell_child.py makes of them is in that file.
+Kernel namespaces isolate a command from everything outside; without them there are no commands, and `Shell` raises an
+error. shell_child.py sets them up.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from sdpo_jax.environments.sandbox import cgroups
 from sdpo_jax.errors import UserError
 
 CHILD = pathlib.Path(__file__).with_name('shell_child.py')
-SANDBOX = pathlib.Path(cgroups.__file__).parent  # Where the layers of the confinement lie.
-# What of the machine a command may read, where it is there. Of /etc only what programs need to start.
+SANDBOX = pathlib.Path(cgroups.__file__).parent  # Folder of the confinement's modules.
+# Paths that a command may read where they exist. Only the parts of /etc that programs need to start.
 SYSTEM = ('/usr', '/bin', '/sbin', '/lib', '/lib32', '/lib64', '/libx32', '/opt')
 ETC = (
   *('passwd', 'group', 'hosts', 'nsswitch.conf', 'localtime', 'ld.so.cache', 'ld.so.conf', 'ld.so.conf.d'),
@@ -39,32 +39,32 @@ _CHUNK = 2**16
 
 @dataclasses.dataclass(frozen=True)
 class ShellLimits:
-  """What one command may use."""
+  """Limits of one command."""
 
   wall_s: float = 120.0
-  cpu_s: int = 300  # Of each of its processes.
-  memory_mb: int = 4096  # Of each of its processes, and of all together where control groups can be made.
+  cpu_s: int = 300  # Per process.
+  memory_mb: int = 4096  # Per process, and in total where control groups can be made.
   file_mb: int = 1024  # Largest file.
-  tmp_mb: int = 512  # Of its temporary directory, which ends with it.
+  tmp_mb: int = 512  # Size of its temporary directory, which is removed with it.
   processes: int = 512
   descriptors: int = 1024
-  kept_bytes: int = 2**20  # Of what it prints; the middle of more is dropped.
+  kept_bytes: int = 2**20  # Bytes of output that are kept; the middle of longer output is dropped.
 
 
 @dataclasses.dataclass(frozen=True)
 class ShellReport:
-  """What became of a command."""
+  """The result of a command."""
 
   status: Literal['ended', 'timeout', 'cancelled', 'failed']
-  exit_code: int | None  # Negative: the number of the signal that ended it.
-  output: bytes  # Standard output and error together, as they came; the middle may be missing.
-  dropped: int  # Bytes that are missing in `output`, after its first half.
+  exit_code: int | None  # If negative, the number of the signal that ended it.
+  output: bytes  # Standard output and error in order of arrival; the middle may be missing.
+  dropped: int  # Bytes missing in `output`, after its first half.
   wall_s: float
-  reason: str = ''  # Why it failed.
+  reason: str = ''  # The reason of a failure.
 
 
 class Shell:
-  """Runs commands in a workspace. Calls of several threads run beside each other."""
+  """Runs commands in a workspace; calls from several threads run in parallel."""
 
   def __init__(
     self,
@@ -73,13 +73,13 @@ class Shell:
     readable: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
   ):
-    """Make a shell, which runs a command that does nothing.
+    """Make a shell and test it with a command that does nothing.
 
     Args:
       workspace: a folder, the only one that commands can change.
-      limits: of each command.
+      limits: limits of each command.
       readable: further folders that commands may read, such as that of a compiler.
-      environment: variables of commands, beside PATH, HOME and LANG; nothing of this process's own is handed on.
+      environment: variables of commands besides PATH, HOME and LANG; this process's own are not passed on.
 
     Raises:
       UserError: the workspace is no folder, or one of the system, or the machine does not allow what keeps commands in
@@ -119,12 +119,12 @@ class Shell:
       )
 
   def run(self, command: str, *, wall_s: float | None = None, cancelled: Cancelled | None = None) -> ShellReport:
-    """Run `bash -c command` in the workspace and wait for its end, and that of all that it started.
+    """Run `bash -c command` in the workspace and wait until it and all its children have ended.
 
     Args:
-      command: of the agent.
-      wall_s: time that it may take; None, or more than the limit: the limit.
-      cancelled: ends the command from another thread.
+      command: the agent's command.
+      wall_s: seconds that it may take; None or more than the limit means the limit.
+      cancelled: lets another thread end the command.
 
     Raises:
       UserError: the workspace cannot be read.
@@ -174,7 +174,7 @@ class Shell:
       status = _watch(child, kept, began + wall_s, cancelled)
       os.set_blocking(answer, False)
       said = b''
-      with contextlib.suppress(BlockingIOError):  # What is being ended has said nothing.
+      with contextlib.suppress(BlockingIOError):  # The ended process has written nothing.
         said = os.read(answer, _CHUNK)
     wall = time.monotonic() - began
     answers = [json.loads(line) for line in said.splitlines()]
@@ -189,7 +189,7 @@ class Shell:
 
 
 class Cancelled:
-  """Ends a command from another thread."""
+  """Lets another thread end a command."""
 
   def __init__(self):
     self._read, self._write = os.pipe()
@@ -202,7 +202,7 @@ class Cancelled:
     os.close(self._write)
 
   def set(self) -> None:
-    """End the command; any number of calls, from any thread."""
+    """End the command; may be called repeatedly, from any thread."""
     os.write(self._write, b'x')
 
   def fileno(self) -> int:
@@ -212,7 +212,7 @@ class Cancelled:
 def _watch(
   child: subprocess.Popen, kept: _Kept, deadline: float, cancelled: Cancelled | None
 ) -> Literal['ended', 'timeout', 'cancelled']:
-  """Read what a command prints until it ends or is ended."""
+  """Read a command's output until it ends or is killed."""
   status: Literal['ended', 'timeout', 'cancelled'] = 'ended'
   assert child.stdout is not None
   with selectors.DefaultSelector() as selector, child:
@@ -232,11 +232,11 @@ def _watch(
           if chunk:
             if time.monotonic() < deadline:
               continue
-            status = 'timeout'  # It prints without end.
+            status = 'timeout'  # Its output never ends.
         break
     finally:
       if status != 'ended' or sys.exc_info()[0] is not None:
-        child.send_signal(signal.SIGKILL)  # The namespace ends with it, and all that is in it.
+        child.send_signal(signal.SIGKILL)  # Ends the namespace with everything in it.
         if status != 'ended':
           os.set_blocking(child.stdout.fileno(), False)
           with contextlib.suppress(BlockingIOError):
@@ -246,7 +246,7 @@ def _watch(
 
 
 class _Kept:
-  """The beginning and the end of what is printed."""
+  """The beginning and the end of an output."""
 
   def __init__(self, limit: int):
     self._half, self._head, self._tail, self.dropped = limit // 2, bytearray(), bytearray(), 0
@@ -265,7 +265,7 @@ class _Kept:
 
 
 def shared_files(workspace: pathlib.Path) -> list[pathlib.Path]:
-  """Return the files below a folder that have further names outside of it, which a write would change there, too.
+  """Return the files in a folder with hard links outside of it, where a write would change them, too.
 
   Raises:
     OSError: the folder cannot be read.
@@ -281,7 +281,7 @@ def shared_files(workspace: pathlib.Path) -> list[pathlib.Path]:
       path = pathlib.Path(folder, name)
       try:
         status = os.lstat(path)
-      except FileNotFoundError:  # Somebody has removed it meanwhile.
+      except FileNotFoundError:  # Removed meanwhile.
         continue
       if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
         inode = status.st_dev, status.st_ino

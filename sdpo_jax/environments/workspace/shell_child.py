@@ -1,8 +1,8 @@
-"""Runs one command for shell.py: with a folder to work in, a read-only system, and neither network nor other processes.
+"""Runs one command for shell.py: in a folder, with a read-only system, no network and no other processes.
 
-Three processes: this one, outside, which waits; the first process of a new namespace of process ids, which makes the
-file system that the command sees and reaps what it leaves; and the command. Whatever was started ends with the command.
-See `man 7 mount_namespaces`, `user_namespaces` and `pid_namespaces`. Loaded by path; standard library only.
+Three processes take part: this one, outside, which waits; the first process of a new PID namespace, which sets up the
+command's file system and reaps its orphans; and the command. Everything that was started ends with the command. See
+`man 7 mount_namespaces`, `user_namespaces` and `pid_namespaces`. Loaded by path; standard library only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 MIB = 2**20
 DEVICES = ('null', 'zero', 'full', 'random', 'urandom')
 LINKS = {'fd': '/proc/self/fd', 'stdin': '/proc/self/fd/0', 'stdout': '/proc/self/fd/1', 'stderr': '/proc/self/fd/2'}
-# Calls that a command has no use for and a kernel has had faults in, or that reach beyond the namespaces; x86_64,
+# Calls that commands do not need and in which kernels have had bugs, or that reach beyond the namespaces; x86_64,
 # aarch64.
 REFUSED = {
   'mount': (165, 40),
@@ -78,7 +78,7 @@ REFUSED = {
 }
 CLONE, CLONE3 = (56, 220), 435
 IOCTL = (16, 29)
-TIOCSTI, TIOCLINUX = 0x5412, 0x541C  # Typing into the terminal of whoever started this.
+TIOCSTI, TIOCLINUX = 0x5412, 0x541C  # Type into the terminal from which this was started.
 NAMESPACES = 0x20000 | 0x2000000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000
 X32 = 0x40000000
 FAILED = 'failed'
@@ -87,7 +87,7 @@ NOSUID_NODEV = 0x2 | 0x4  # MOUNT_ATTR_…
 
 
 def load(folder: str, name: str) -> types.ModuleType:
-  """Return the module in a file, under the file's name."""
+  """Load the module in a file, under the file's name."""
   spec = importlib.util.spec_from_file_location(name, os.path.join(folder, f'{name}.py'))
   module = importlib.util.module_from_spec(spec)
   sys.modules[name] = module
@@ -102,7 +102,7 @@ def main() -> None:
   view = load(sys.argv[1], 'view')
   with open(request, 'rb') as file:
     job = json.load(file)
-  for door in job['doors']:  # Of a control group.
+  for door in job['doors']:  # Entries to a control group.
     os.write(door, b'0')
     os.close(door)
   confinement.die_with_parent(parent)
@@ -126,11 +126,11 @@ def main() -> None:
   if not command:
     run(confinement, program, job, answer)
   os.set_inheritable(answer, False)
-  for descriptor in (0, 1, 2):  # Whoever reads what the command prints is to see its end.
+  for descriptor in (0, 1, 2):  # So the reader of the output sees its end.
     os.close(descriptor)
   status = reap(command)
   tell(answer, {'exit_code': os.waitstatus_to_exitcode(status)})
-  os._exit(0)  # And with it ends whatever the command has left running.
+  os._exit(0)  # Ends everything that the command has left running.
 
 
 def tell(answer: int, what: dict[str, Any]) -> None:
@@ -138,7 +138,7 @@ def tell(answer: int, what: dict[str, Any]) -> None:
 
 
 def reap(command: int) -> int:
-  """Wait for the command; return its status."""
+  """Wait for the command and return its status."""
   while True:
     process, status = os.wait()
     if process == command:
@@ -146,7 +146,7 @@ def reap(command: int) -> int:
 
 
 def separate(confinement: types.ModuleType, view: types.ModuleType) -> None:
-  """Give this process, which has one thread, and those that it forks namespaces of their own."""
+  """Move this process, which has one thread, and its forks to new namespaces."""
   user, group = os.geteuid(), os.getegid()
   confinement.call(
     'unshare',
@@ -163,7 +163,7 @@ def separate(confinement: types.ModuleType, view: types.ModuleType) -> None:
 
 
 def build(confinement: types.ModuleType, view: types.ModuleType, job: dict[str, Any]) -> None:
-  """Make the root of this process a file system of the system's directories, read-only, and the workspace."""
+  """Make this process's root a read-only file system of system directories, with the workspace."""
   at, workspace = job['at'], job['workspace']
   view.mount('none', '/', '', view.MS_REC | view.MS_PRIVATE)
   view.mount('tmpfs', at, 'tmpfs', view.MS_NOSUID | view.MS_NODEV, 'mode=0755,size=16m')
@@ -177,7 +177,7 @@ def build(confinement: types.ModuleType, view: types.ModuleType, job: dict[str, 
     os.close(os.open(f'{at}/dev/{name}', os.O_CREAT | os.O_WRONLY, 0o444))
   for name, path in LINKS.items():
     os.symlink(path, f'{at}/dev/{name}')
-  with contextlib.suppress(OSError):  # A container that hides parts of its own forbids it.
+  with contextlib.suppress(OSError):  # A container that hides parts of its own /proc forbids it.
     view.mount('proc', f'{at}/proc', 'proc', view.MS_NOSUID | view.MS_NODEV)
   if not is_temporary(workspace):
     os.makedirs(at + workspace, exist_ok=True)
@@ -192,9 +192,7 @@ def build(confinement: types.ModuleType, view: types.ModuleType, job: dict[str, 
   if is_temporary(workspace):
     os.makedirs(at + workspace, exist_ok=True)
   try:
-    view.mount(
-      workspace, at + workspace, '', view.MS_BIND
-    )  # Without what is mounted within: that is not the workspace.
+    view.mount(workspace, at + workspace, '', view.MS_BIND)  # Excludes file systems mounted below the workspace.
   except OSError as error:
     if error.errno == errno.EINVAL:
       raise OSError(errno.EINVAL, 'something is mounted within the workspace: take it away', workspace) from error
@@ -204,7 +202,7 @@ def build(confinement: types.ModuleType, view: types.ModuleType, job: dict[str, 
     ctypes.create_string_buffer(struct.pack('=4Q', NOSUID_NODEV, 0, 0, 0), 32),
   )
   confinement.call('mount_setattr', view.AT_FDCWD, ctypes.addressof(name), 0, ctypes.addressof(attributes), 32)
-  for path in job['shared']:  # Files that have another name outside of the workspace.
+  for path in job['shared']:  # Files with a hard link outside of the workspace.
     view.mount(path, at + path, '', view.MS_BIND)
     view.make_read_only(at + path)
   os.chdir(at)
@@ -222,7 +220,7 @@ def is_temporary(path: str) -> bool:
 
 
 def place(view: types.ModuleType, path: str, to: str) -> None:
-  """Put a directory or a file of the machine, or a link to one, where there is nothing yet."""
+  """Mount a directory or a file of the machine at a new path, or link to one."""
   if os.path.lexists(to):
     return
   if os.path.islink(path):
@@ -238,7 +236,7 @@ def place(view: types.ModuleType, path: str, to: str) -> None:
 
 
 def run(confinement: types.ModuleType, program: bytes, job: dict[str, Any], answer: int) -> None:
-  """Becomes the command."""
+  """Execute the command in place of this process."""
   try:
     os.setsid()
     limits = job['limits']
@@ -262,16 +260,14 @@ def run(confinement: types.ModuleType, program: bytes, job: dict[str, Any], answ
 
 
 def refusing(column: int) -> bytes:
-  """Return the seccomp filter of commands: all calls but those of `REFUSED`, new namespaces, and typing into a
-  terminal.
-  """
+  """Return the seccomp filter of commands: denies `REFUSED`, new namespaces, and typing into a terminal."""
   confinement = sys.modules['confinement']
   load_, equal, at_least, any_bit, leave = 0x20, 0x15, 0x35, 0x45, 0x06
   allow, fail, kill = 0x7FFF0000, 0x00050000, 0x80000000
   code = [
     (load_, 0, 0, confinement.ARCHITECTURE),
     (equal, 1, 0, confinement.AUDIT_ARCH[column]),
-    (leave, 0, 0, kill),  # 32-bit calls would go by other numbers.
+    (leave, 0, 0, kill),  # 32-bit calls have other numbers.
     (load_, 0, 0, confinement.NUMBER),
   ]
   if not column:
@@ -279,7 +275,7 @@ def refusing(column: int) -> bytes:
   for numbers in REFUSED.values():
     if numbers[column] is not None:
       code += [(equal, 0, 1, numbers[column]), (leave, 0, 0, fail | errno.EPERM)]
-  code += [(equal, 0, 1, CLONE3), (leave, 0, 0, fail | errno.ENOSYS)]  # Its flags lie in memory; libraries take clone.
+  code += [(equal, 0, 1, CLONE3), (leave, 0, 0, fail | errno.ENOSYS)]  # Flags in memory; libraries take clone.
   code += [
     (equal, 0, 4, CLONE[column]),
     (load_, 0, 0, confinement.ARGUMENTS),

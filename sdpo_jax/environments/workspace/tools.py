@@ -1,7 +1,7 @@
-"""The tools of a coding agent: what they are called, what they take, and what they answer.
+"""The tools of a coding agent: their names, parameters and answers.
 
-A call is data until `Toolbox.call` runs it, and calls it with arguments that were checked. What goes wrong is an answer
-too, with what a feedback can be made of: which argument, which line, which exit code.
+A call is data until `Toolbox.call` runs it, with checked arguments. An error is an answer too, with details for
+feedback: the argument, line or exit code concerned.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from sdpo_jax.errors import UserError, short_repr
 
 SEARCH, SEARCH_S = pathlib.Path(__file__).with_name('search_child.py'), 10.0
 MAX_FILE_BYTES = 4 * 2**20
-MAX_ANSWER = 20_000  # Characters of an answer; the middle of a longer one is left out.
+MAX_ANSWER = 20_000  # Characters of an answer; a longer one loses its middle.
 MAX_MATCHES = 200
-MAX_LINE = 500  # Characters of a line of a search's answer.
+MAX_LINE = 500  # Characters per line of a search's answer.
 MAX_PATTERN = 1000
-MAX_FIELD = 100  # Characters of the name of an argument that there is not.
+MAX_FIELD = 100  # Characters of an unknown argument's name.
 _ANY = re.compile(r'(\\.|\[\^?\]?(?:\\.|[^\]\\])*\])|\.', re.DOTALL)  # A dot that is neither escaped nor in brackets.
 
 
@@ -43,15 +43,15 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Tool:
-  """One tool, as a model is told of it."""
+  """A tool as described to a model."""
 
   name: str
   meaning: str
   parameters: Mapping[str, Parameter]
-  changes: bool  # Whether it can change the workspace.
+  changes: bool  # Whether the tool can change the workspace.
 
   def schema(self) -> dict[str, Any]:
-    """Return the tool in the form that chat templates take, with the parameters as JSON schema."""
+    """Return the tool in the form of chat templates, with its parameters as a JSON schema."""
     properties = {
       name: {'type': parameter.kind, 'description': parameter.meaning} for name, parameter in self.parameters.items()
     }
@@ -65,18 +65,18 @@ class Tool:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-  """What a tool answered."""
+  """The answer of a tool."""
 
   ok: bool
-  text: str  # For the model; of what failed, one sentence first.
+  text: str  # For the model; errors begin with one sentence.
   exit_code: int | None = None  # Of a command.
-  field: str | None = None  # The argument that is to blame.
-  line: int | None = None  # Of the file, from 1, where an edit failed.
-  dropped: int = 0  # Characters that were left out of the text.
+  field: str | None = None  # The argument at fault.
+  line: int | None = None  # Line of the file, from 1, where an edit failed.
+  dropped: int = 0  # Characters left out of the text.
 
 
 class BadCall(Exception):
-  """A call that no tool takes, in one sentence for the agent."""
+  """An invalid call; the message is one sentence for the agent."""
 
   def __init__(self, message: str, field: str | None = None, line: int | None = None):
     super().__init__(message)
@@ -155,7 +155,7 @@ TOOLS = {
 
 
 def check(name: str, arguments: Any) -> dict[str, Any]:
-  """Return the arguments of a call; raise BadCall for a tool or arguments that there are not."""
+  """Return the arguments of a call; raises BadCall if the tool or an argument is unknown or invalid."""
   if name not in TOOLS:
     raise BadCall(f'There is no tool {short_repr(name)}; there are {", ".join(TOOLS)}.')
   parameters = TOOLS[name].parameters
@@ -189,22 +189,22 @@ class Toolbox:
 
     Args:
       workspace: a folder, the only one that the tools read and write.
-      shell: runs commands in it; None: there are no commands.
+      shell: runs commands in it; None: commands are not available.
     """
     self._folder, self._shell = Folder(workspace), shell
 
   @property
   def tools(self) -> dict[str, Tool]:
-    """The tools that there are, by name."""
+    """Return the available tools by name."""
     return {name: tool for name, tool in TOOLS.items() if name != 'bash' or self._shell is not None}
 
   def call(self, name: str, arguments: Any, *, cancelled: Cancelled | None = None) -> Answer:
-    """Run a tool; whatever goes wrong in it is an answer.
+    """Run a tool; errors are answers, too.
 
     Args:
-      name: of the tool.
+      name: the tool's name.
       arguments: an object, as the model wrote it.
-      cancelled: ends a command from another thread.
+      cancelled: lets another thread end a command.
     """
     try:
       checked = check(name, arguments)
@@ -213,7 +213,7 @@ class Toolbox:
       if name == 'bash':
         return self._bash(**checked, cancelled=cancelled)
       run: Callable[..., str] = getattr(self, f'_{name}')
-      # Names of files may be bytes that are no text.
+      # File names may be bytes that are not valid text.
       text, dropped = shortened(run(**checked).encode(errors='backslashreplace').decode())
       return Answer(True, text, dropped=dropped)
     except PathError as error:
@@ -222,7 +222,7 @@ class Toolbox:
       return Answer(False, str(error), field=error.field, line=error.line)
 
   def preview(self, name: str, arguments: Any) -> tuple[str, str, str] | None:
-    """Return the path, and the text of that file before and after a call that writes it; None for other calls.
+    """Return path, old text and new text of the file that a call would write; None for other calls.
 
     Raises:
       BadCall: the call would fail.
@@ -324,7 +324,7 @@ class Toolbox:
       )
     except subprocess.TimeoutExpired as error:
       raise BadCall(f'The search took more than {SEARCH_S:g} seconds: use a simpler pattern.', 'pattern') from error
-    except subprocess.CalledProcessError as error:  # Some patterns need more memory than there is.
+    except subprocess.CalledProcessError as error:  # Some patterns need more memory than is available.
       raise BadCall(
         f'The search has ended with exit code {error.returncode}: use a simpler pattern.', 'pattern'
       ) from error
@@ -340,7 +340,7 @@ class Toolbox:
       raise BadCall("'command' of bash holds a null byte.", 'command')
     try:
       report = self._shell.run(command, wall_s=timeout, cancelled=cancelled)
-    except UserError as error:  # A command may have made a folder that nobody can read.
+    except UserError as error:  # A command may have made an unreadable folder.
       return Answer(False, f'The command could not be run: {error}')
     output = report.output.decode(errors='replace')
     text, dropped = shortened(output)
@@ -362,9 +362,9 @@ class Toolbox:
       raise PathError(f'{path} is not text in UTF-8.') from error
 
   def _text_or_empty(self, path: str) -> str:
-    """Return the text of a file, and none of one that is not there; raise PathError for what is no text.
+    """Return the text of a file, '' if it is missing; raises PathError if it is not text.
 
-    Nobody could be shown what a call does to that.
+    A change to such a file could not be shown to anybody.
     """
     try:
       return self._text(path)
@@ -375,7 +375,7 @@ class Toolbox:
 
 
 def encoded(text: str) -> bytes:
-  """Return a text as a file holds it; raise BadCall for halves of characters."""
+  """Encode a text for a file; raises BadCall for lone surrogates."""
   _check_whole(text, 'The text', 'content')
   content = text.encode()
   if len(content) > MAX_FILE_BYTES:
@@ -384,7 +384,7 @@ def encoded(text: str) -> bytes:
 
 
 def _check_whole(text: str, what: str, field: str) -> None:
-  """Raise BadCall for halves of characters, which JSON can write and neither a file nor a path can hold."""
+  """Raise BadCall for lone surrogates, which JSON can hold, but files and paths cannot."""
   try:
     text.encode()
   except UnicodeEncodeError as error:
@@ -392,7 +392,7 @@ def _check_whole(text: str, what: str, field: str) -> None:
 
 
 def shortened(text: str, limit: int = MAX_ANSWER) -> tuple[str, int]:
-  """Return a text without its middle where it is longer than `limit` characters, and how many are left out."""
+  """Cut the middle out of a text longer than `limit` characters; return it with the number of characters left out."""
   dropped = len(text) - limit
   if dropped <= 0:
     return text, 0
@@ -401,16 +401,16 @@ def shortened(text: str, limit: int = MAX_ANSWER) -> tuple[str, int]:
 
 
 def _nearest(text: str, old: str) -> int | None:
-  """Return the line of a text that begins as the piece does that is not in it; None: no line does."""
+  """Return the number of the line that equals the first line of `old`, ignoring indentation; None if there is none."""
   first = next((line.strip() for line in old.splitlines() if line.strip()), None)
   return next((number for number, line in enumerate(text.splitlines(), 1) if first and line.strip() == first), None)
 
 
 def _matcher(pattern: str) -> re.Pattern[str]:
-  """Return the expression of whole paths that match a pattern in which ** stands for any number of folders."""
+  """Return a regular expression for whole paths that match a pattern in which ** stands for any number of folders."""
   if not pattern or len(pattern) > MAX_PATTERN:
     raise BadCall(f"'pattern' must have between 1 and {MAX_PATTERN} characters.", 'pattern')
-  blocks: list[list[str]] = [[]]  # Parts of the path between **.
+  blocks: list[list[str]] = [[]]  # Parts of the path between two **.
   for part in pattern.removeprefix('./').split('/'):
     if part == '**':
       blocks.append([])
@@ -420,13 +420,12 @@ def _matcher(pattern: str) -> re.Pattern[str]:
   if not others:
     return re.compile(first.removesuffix('/'))
   *between, last = others
-  # The first place of a block between two ** is as good as any later one: none of them is tried, or some would take
-  # years.
+  # The first match of a block between two ** is as good as any later one: trying those, too, could take years.
   placed = ''.join(f'(?>(?:[^/]+/)*?{block})' for block in between if block)
   return re.compile(f'{first}{placed}(?:[^/]+/)*{last.removesuffix("/") or "[^/]+"}')
 
 
 def _part(pattern: str) -> str:
-  """Return the expression of one part of a path, in which nothing matches a slash."""
+  """Return the regular expression for one part of a path; no wildcard matches a slash."""
   expression = fnmatch.translate(pattern).removeprefix('(?s:').removesuffix(')\\Z').removesuffix(')\\z')
   return _ANY.sub(lambda found: found[1] or '[^/]', expression)
