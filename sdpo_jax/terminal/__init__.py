@@ -1,3 +1,1 @@
-"""The terminal program of interactive sessions: shows what a model proposes, asks, runs the tools, says what was
-learned.
-"""
+"""The terminal program of interactive sessions: shows the model's proposals, asks about them, and runs the tools."""

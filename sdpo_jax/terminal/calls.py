@@ -1,4 +1,4 @@
-"""A call as the person is to judge it: what it would do to the files as they are now, or why no tool takes it."""
+"""Tool calls as the person judges them: their effect on the current files, or why they are invalid."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from sdpo_jax.terminal.screen import Line
 
 @dataclasses.dataclass(frozen=True)
 class Wrong:
-  """Why a call cannot be run."""
+  """The reason why a call cannot be run."""
 
   text: str
   field: str | None = None
   line: int | None = None
-  # Whether its arguments are right and only the files are not so, which a call before it may change.
+  # Whether the arguments are valid and only the files do not fit, which an earlier call may change.
   for_now: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Proposed:
-  """A call, looked at beside the files and the policy of this moment."""
+  """A call, checked against the current files and policy."""
 
   name: str
   arguments: Mapping[str, Any]
   verdict: Verdict
   wrong: Wrong | None = None
-  change: tuple[str, str, str] | None = None  # The path, and the text of that file before and after.
+  change: tuple[str, str, str] | None = None  # The path, and the file's text before and after.
 
   @property
   def can_run(self) -> bool:
-    """Whether it may be run if the person says so."""
+    """Return whether the call may be run if the person approves it."""
     return self.verdict.verb != 'never' and self.wrong is None
 
   def same(self, other: Proposed) -> bool:
-    """Return whether another look has found the same: whoever approves one approves the other."""
+    """Return whether another check found the same: approving one approves the other."""
     return (self.name, self.arguments, self.change) == (other.name, other.arguments, other.change)
 
 
 def look(name: str, arguments: Any, toolbox: Toolbox, policy: Policy, workspace: pathlib.Path) -> Proposed:
-  """Return what there is to know of a call before it is run."""
+  """Check a call against the files and the policy before it is run."""
   try:
     checked = check(name, arguments)
     if name not in toolbox.tools:
@@ -62,7 +62,7 @@ def look(name: str, arguments: Any, toolbox: Toolbox, policy: Policy, workspace:
 
 
 def described(proposed: Proposed) -> list[Line]:
-  """Return all that the person must see of a call, and nothing that is not the call's."""
+  """Return everything that the person must see of a call, and nothing else."""
   if proposed.change is not None:
     path, before, after = proposed.change
     head = Line(f'{proposed.name} {visible(path, keep="")}', 'head')
@@ -84,5 +84,5 @@ def described(proposed: Proposed) -> list[Line]:
 
 
 def as_json(value: Any) -> str:
-  """Return a value as JSON, in which no character is lost."""
+  """Return a value as JSON without losing any character."""
   return json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""What a call would change in a file, as lines of a unified diff in which every character can be seen."""
+"""The change that a call makes to a file, as lines of a unified diff in which every character is visible."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from sdpo_jax.terminal.escaping import visible, visible_line
 from sdpo_jax.terminal.screen import Line
 
 _CONTEXT = 3
-_MOST = 4_000_000  # Pairs of lines that are compared; of larger changes all lines are shown as removed and added.
+_MOST = 4_000_000  # Pairs of lines that are compared; in larger changes, all lines are shown as removed and added.
 _NO_NEWLINE = '\\ No newline at end of file'
 
 
 def diff(path: str, before: str, after: str) -> list[Line]:
-  """Return the lines of a diff, each with its style; nothing is left out but what stays as it is."""
+  """Return the lines of a diff, each with its style; only unchanged lines are left out."""
   if before == after:
     return [Line(f'{visible(path, keep="")}: nothing changes.', 'note')]
   old, new = _lines(before), _lines(after)
@@ -32,7 +32,7 @@ def diff(path: str, before: str, after: str) -> list[Line]:
 
 
 def _lines(text: str) -> list[str]:
-  """Return lines with their ends; only newlines end one, as in files."""
+  """Split a text into lines that keep their ends; only newlines end a line, as in files."""
   lines = text.split('\n')
   last = lines.pop()
   return [line + '\n' for line in lines] + ([last] if last else [])
@@ -48,7 +48,7 @@ def _marked(mark: str, lines: list[str], style: str) -> list[Line]:
 
 
 def _groups(old: list[str], new: list[str]) -> list[list[tuple[str, int, int, int, int]]]:
-  """Return what differs in the form of `difflib.SequenceMatcher.get_grouped_opcodes`, also of large files."""
+  """Return the changes as `difflib.SequenceMatcher.get_grouped_opcodes` does, but also for large files."""
   same = len(os.path.commonprefix([old, new]))
   left_old, left_new = old[same:], new[same:]
   tail = len(os.path.commonprefix([left_old[::-1], left_new[::-1]]))
@@ -66,7 +66,7 @@ def _groups(old: list[str], new: list[str]) -> list[list[tuple[str, int, int, in
 
 
 def _split(codes: list[tuple[str, int, int, int, int]]) -> list[list[tuple[str, int, int, int, int]]]:
-  """Return groups between which more lines stay as they are than are shown."""
+  """Split opcodes into groups wherever more unchanged lines lie between them than are shown."""
   groups: list[list[tuple[str, int, int, int, int]]] = [[]]
   for tag, old_from, old_to, new_from, new_to in codes:
     if tag == 'equal' and old_to - old_from > 2 * _CONTEXT:
@@ -78,6 +78,6 @@ def _split(codes: list[tuple[str, int, int, int, int]]) -> list[list[tuple[str, 
 
 
 def _range(start: int, end: int) -> str:
-  """Return a range of lines as diffs write it: from 1, and with the line before it where it is empty."""
+  """Return a range of lines as diffs write it: 1-based, and an empty range with the line before it."""
   count = end - start
   return f'{start + 1}' if count == 1 else f'{start + 1 if count else start},{count}'

@@ -1,4 +1,4 @@
-"""The service as the terminal program asks it, over HTTP."""
+"""HTTP client of the service for the terminal program."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import httpx
 from sdpo_jax.errors import UserError, first_line, printable
 
 _ROOT = '/v1/continual/adapters'
-_CONNECT_S, _ANSWER_S = 10.0, 600.0  # A lesson may wait for those of others.
-_LOOK_S = 0.2  # Between two looks whether the service is ready.
+_CONNECT_S, _ANSWER_S = 10.0, 600.0  # Feedback may wait for that of other sessions.
+_LOOK_S = 0.2  # Seconds between polls for readiness.
 
 
 class Refused(Exception):
-  """The service has answered, and does not do what it was asked; its sentence says why."""
+  """The service refused a request; the message says why."""
 
   def __init__(self, status: int, code: str, message: str):
     super().__init__(message)
@@ -26,22 +26,22 @@ class Refused(Exception):
 
 
 class Lost(Exception):
-  """No answer came: whether the service has done what it was asked is not known."""
+  """No answer arrived: it is unknown whether the service did what was asked."""
 
 
 class Client:
-  """A service, and the owner that a key stands for."""
+  """A connection to a service, with an API key."""
 
   def __init__(self, url: str, key: str | None = None, *, local: bool = False):
-    """Open nothing yet.
+    """Make the client without connecting.
 
     Args:
       url: address of the service, such as http://127.0.0.1:8420.
-      key: its API key; None: it needs none.
-      local: whether to go there directly, whatever proxy the environment names.
+      key: the API key; None: the service needs none.
+      local: whether to connect directly, ignoring proxies in the environment.
 
     Raises:
-      UserError: the address is not one.
+      UserError: the address is invalid.
     """
     try:
       address = httpx.URL(url)
@@ -54,7 +54,7 @@ class Client:
     self.url = url.rstrip('/')
     headers = {} if key is None else {'Authorization': f'Bearer {key}'}
     timeout = httpx.Timeout(_ANSWER_S, connect=_CONNECT_S)
-    # Without TLS no certificates need be read, which takes longer than all else here.
+    # Without TLS, skip loading certificates, which takes longer than everything else here.
     verify = address.scheme == 'https'
     self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=not local, verify=verify)
 
@@ -62,15 +62,15 @@ class Client:
     self._http.close()
 
   def wait(self, stage: Callable[[str], None], alive: Callable[[], None] = lambda: None) -> None:
-    """Return when the service is ready.
+    """Wait until the service is ready.
 
     Args:
-      stage: told what it is doing until then, whenever that changes.
+      stage: called with the service's state, whenever it changes, until it is ready.
       alive: raises an error if the service has ended.
 
     Raises:
-      Lost: there is none.
-      UserError: it has failed, or is about to end.
+      Lost: there is no service.
+      UserError: the service has failed or is stopping.
     """
     said = None
     while True:
@@ -93,7 +93,7 @@ class Client:
       time.sleep(_LOOK_S)
 
   def adapter(self, name: str) -> dict[str, Any]:
-    """Return the adapter of a name or id; a new one if there is none of that name."""
+    """Return the adapter with this name or id; creates one if no adapter has the name."""
     found = self._get(_ROOT)['adapters']
     for adapter in found:
       if name in (adapter['name'], adapter['id']):
@@ -101,29 +101,29 @@ class Client:
     return self._post(_ROOT, {'name': name})
 
   def adapter_now(self, adapter: str) -> dict[str, Any]:
-    """Return an adapter as it is now."""
+    """Return the current state of an adapter."""
     return self._get(f'{_ROOT}/{adapter}')
 
   def versions(self, adapter: str) -> list[dict[str, Any]]:
-    """Return the versions that are kept, the oldest first."""
+    """Return the stored versions, oldest first."""
     return self._get(f'{_ROOT}/{adapter}/versions')['versions']
 
   def difference(self, adapter: str, before: int, after: int) -> dict[str, Any]:
-    """Return how far two versions are apart."""
+    """Return the difference between two versions."""
     return self._get(f'{_ROOT}/{adapter}/versions/{after}/diff', against=before)
 
   def undo(self, adapter: str, to: int) -> dict[str, Any]:
-    """Return the new version that is what an older one was."""
+    """Create a new version equal to an older one and return it."""
     return self._post(f'{_ROOT}/{adapter}/undo', {'to': to})
 
   def export(self, adapter: str) -> bytes:
-    """Return the newest version as PEFT reads it, as a zip."""
+    """Return the newest version in PEFT's format, as a zip file."""
     with self._answers():
       answer = self._http.get(f'{_ROOT}/{adapter}/export')
     return _checked(answer).content
 
   def open_session(self, adapter: str, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return a new session and its token."""
+    """Open a session; return it and its token."""
     answer = self._post(f'{_ROOT}/{adapter}/sessions', settings)
     return answer['session'], answer['token']
 
@@ -139,7 +139,7 @@ class Client:
 
   @contextlib.contextmanager
   def _answers(self) -> Iterator[None]:
-    """Turn errors of the network into `Lost`."""
+    """Convert network errors to `Lost`."""
     try:
       yield
     except httpx.HTTPError as error:
@@ -147,7 +147,7 @@ class Client:
 
 
 class SessionClient:
-  """One session, whose token lets it be changed."""
+  """Client of one session; holds the token that permits changes."""
 
   def __init__(self, client: Client, adapter: str, session: str, token: str):
     self.client, self.adapter, self.id = client, adapter, session
@@ -162,23 +162,23 @@ class SessionClient:
   def propose(
     self, messages: Sequence[Mapping[str, str]], seed: int | None, write: Callable[[str], None]
   ) -> dict[str, Any]:
-    """Return the turn with which the model answers, and give what it writes to `write` as it comes."""
+    """Ask the model for a turn and return it; calls `write` with each piece of the answer as it arrives."""
     return self._streamed(f'{self._path}/turns', {'messages': list(messages), **_seeded(seed)}, write)
 
   def retry(self, number: int, seed: int | None, write: Callable[[str], None]) -> dict[str, Any]:
-    """Return what the newest version answers to what a turn has answered."""
+    """Ask the newest version for another answer to a turn's messages."""
     return self._streamed(f'{self._path}/turns/{number}/retry', _seeded(seed), write)
 
   def decide(self, number: int, decision: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the turn and what was learned, under 'turn' and 'learned'; the same decision again is the same lesson."""
+    """Send a decision; return 'turn' and 'learned'. Sending it twice teaches it once."""
     return self._post(f'turns/{number}/decision', decision)
 
   def results(self, number: int, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return as `decide` what came of the results of a turn's calls."""
+    """Send the results of a turn's calls; returns the same as `decide`."""
     return self._post(f'turns/{number}/results', {'results': list(results)})
 
   def flush(self) -> dict[str, Any] | None:
-    """Return what was learned of all that waited; None: nothing did."""
+    """Train on all waiting feedback and return what was learned; None if none was waiting."""
     return self._post('flush', {})['learned']
 
   def _post(self, path: str, body: Mapping[str, Any]) -> Any:
@@ -204,10 +204,10 @@ class SessionClient:
 
 
 def events(lines: Iterator[str]) -> Iterator[tuple[str, Any]]:
-  """Yield the kind and the data of server-sent events; comments are left out.
+  """Yield kind and data of server-sent events, without comments.
 
   Raises:
-    Lost: the data are not JSON.
+    Lost: the data are not valid JSON.
   """
   kind, data = 'message', []
   for line in lines:
@@ -236,7 +236,7 @@ def _json(answer: httpx.Response) -> Any:
 
 
 def _checked(answer: httpx.Response) -> httpx.Response:
-  """Return an answer; raise Refused if it is an error."""
+  """Return an answer; raises Refused if it is an error."""
   if answer.is_success:
     return answer
   try:

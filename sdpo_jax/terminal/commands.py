@@ -1,4 +1,4 @@
-"""What the person may ask of the program itself: lines that begin with a slash."""
+"""Commands to the program itself: lines that begin with a slash."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ In a text: Enter sends it, Alt-Enter begins a new line. Ctrl-C ends what is runn
 
 
 class CommandTarget(Protocol):
-  """What commands ask of the conversation in which they are typed."""
+  """The parts of a conversation that commands use."""
 
   session: SessionClient
   history: History
@@ -36,15 +36,15 @@ class CommandTarget(Protocol):
 
   @property
   def workbench(self) -> Workbench:
-    """Whoever runs the tools."""
+    """Return the workbench that runs the tools."""
     ...
 
   def seed_of(self, number: int) -> int | None:
-    """Return the seed with which a turn is drawn again; None: any."""
+    """Return the seed with which a turn is drawn again; None: any seed."""
     ...
 
   def learned(self, learned: Mapping[str, Any] | None) -> None:
-    """Note and show what was learned without a decision."""
+    """Record and show what was learned without a decision."""
     ...
 
 
@@ -72,12 +72,12 @@ class Commands:
     }
 
   def run(self, line: str) -> None:
-    """Do what a line says.
+    """Run a command line.
 
     Raises:
-      UserError: there is no such command, or it cannot be done.
-      Leave: the command is to leave.
-      Lost, Refused: as the service answers.
+      UserError: the command does not exist or cannot be done.
+      Leave: the command ends the program.
+      Lost, Refused: raised by requests to the service.
     """
     try:
       name, *arguments = shlex.split(line)
@@ -148,7 +148,7 @@ class Commands:
       make_directory(folder)
       with zipfile.ZipFile(io.BytesIO(content)) as archive:
         for name in archive.namelist():
-          if pathlib.PurePath(name).name != name:  # The service writes no such names.
+          if pathlib.PurePath(name).name != name:  # Not a file name of the service.
             raise UserError(f'The export holds {printable(name)!r}, which is no name of a file: nothing is written.')
         for name in archive.namelist():
           write_atomically(folder / name, archive.read(name))
@@ -227,7 +227,7 @@ def _norms(matrix: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _said_of(details: Mapping[str, Any]) -> str:
-  """Return what of a version's details fits into a line."""
+  """Return the details of a version that fit into a line."""
   if 'to' in details:
     return f'as version {details["to"]}'
   if 'session' in details:

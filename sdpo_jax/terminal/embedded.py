@@ -1,4 +1,4 @@
-"""A service of the terminal program's own: a child process on a free port, with a key that nobody else knows."""
+"""A private service of the terminal program: a child process on a free port, with a random key."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from sdpo_jax.terminal.client import Client, Lost
 CHILD = pathlib.Path(__file__).with_name('embedded_child.py')
 OWNER = 'local'  # As in a service without keys, so that `launch.serve` shows the same adapters.
 _LISTENING = re.compile(r'^Listening on (http://\S+);', re.MULTILINE)
-_LOOK_S = 0.1  # Between two looks into its log.
-_END_S = 30.0  # Seconds that it may take to end once its port is closed.
-_SHOWN = 30  # Lines of its log that are shown when it fails.
+_LOOK_S = 0.1  # Seconds between checks of its log.
+_END_S = 30.0  # Seconds in which it must end once its port is closed.
+_SHOWN = 30  # Lines of its log that are shown if it fails.
 
 
 class Embedded:
-  """A service as a child; it ends with this process, even when that is killed. Only the main thread may use it."""
+  """A service in a child process, which ends with this process even if that is killed. Main thread only."""
 
   def __init__(self, arguments: Sequence[str], folder: pathlib.Path):
-    """Start a service, which is ready later.
+    """Start a service; use `wait` until it is ready.
 
     Args:
-      arguments: those of launch.serve: the configuration and its overrides.
-      folder: where relative paths of the configuration start.
+      arguments: arguments of launch.serve: the configuration and its overrides.
+      folder: folder of relative paths in the configuration.
 
     Raises:
-      UserError: it has ended before it listened.
+      UserError: the service ended before it listened.
     """
     self._folder = tempfile.TemporaryDirectory(prefix='sdpo_session_')
     inside = pathlib.Path(self._folder.name)
-    # A file, and no pipe: if this process is killed, the service must still be able to say that it stops.
+    # A file instead of a pipe: if this process is killed, the service must still be able to log that it stops.
     self._log = inside / 'service.log'
     self._key, _ = keys.add(inside / 'keys.jsonl', OWNER, 'session')
     own = {'host': '127.0.0.1', 'port': '0', 'keys': str(inside / 'keys.jsonl'), 'idle_shutdown_s': 'None'}
     command = [sys.executable, '-m', 'launch.serve', *arguments]
     command += [f'--config.serve.http.{name}={value}' for name, value in own.items()]
-    root = str(pathlib.Path(__file__).parents[2])  # Of the packages that this process has.
+    root = str(pathlib.Path(__file__).parents[2])  # Root of the packages of this process.
     path = os.pathsep.join(filter(None, (root, os.environ.get('PYTHONPATH'))))
     try:
       with open(self._log, 'wb') as log:
@@ -56,7 +56,7 @@ class Embedded:
           stderr=log,
           cwd=folder,
           env={**os.environ, 'PYTHONPATH': path},
-          start_new_session=True,  # Ctrl-C is for the terminal program, which ends the service in its own time.
+          start_new_session=True,  # Only the terminal program gets Ctrl-C; it ends the service in its own time.
         )
     except BaseException:
       self._folder.cleanup()
@@ -72,20 +72,20 @@ class Embedded:
     return Client(self.url, self._key, local=True)
 
   def wait(self, client: Client, stage: Callable[[str], None]) -> None:
-    """Return when the service is ready; `stage` is told what it does until then.
+    """Wait until the service is ready; `stage` is called with its state until then.
 
     Raises:
-      UserError: it has ended; its last lines say why.
+      UserError: the service ended; the message has its last lines.
     """
     try:
       client.wait(stage, self.check)
     except Lost:
-      self._process.wait(_END_S)  # It has closed its port, and is about to end.
+      self._process.wait(_END_S)  # It has closed its port and is about to end.
       self.check()
       raise
 
   def check(self) -> None:
-    """Return if the service is running; raise a UserError with its last lines if it has ended."""
+    """Raise a UserError with the service's last lines if it has ended."""
     code = self._process.poll()
     if code is None:
       return
@@ -94,7 +94,7 @@ class Embedded:
     raise UserError(f'The service of this program has ended with exit code {code}: {why}')
 
   def stop(self) -> None:
-    """End the service once what it has is stored; an interruption meanwhile ends it at once."""
+    """End the service after it has stored its state; an interrupt meanwhile ends it at once."""
     try:
       if self._process.poll() is None:
         self._process.send_signal(signal.SIGTERM)

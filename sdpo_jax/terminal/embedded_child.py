@@ -1,4 +1,4 @@
-"""Becomes another program that is told to end (SIGTERM) when the process that started it ends, however that ends.
+"""Replaces itself by another program, which gets SIGTERM when its parent process ends for any reason.
 
 python embedded_child.py PARENT PROGRAM [ARGUMENT …]
 """
@@ -17,7 +17,7 @@ def main() -> None:
   if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0):
     code = ctypes.get_errno()
     raise OSError(code, os.strerror(code), 'prctl')
-  if os.getppid() != int(parent):  # It has ended before it could be asked for.
+  if os.getppid() != int(parent):  # The parent ended before prctl was called.
     raise SystemExit(0)
   os.execv(command[0], command)
 

@@ -1,7 +1,7 @@
-"""What others have written, made visible: nothing in it can steer the terminal or hide itself from the reader.
+"""Escaping of untrusted text, so that it can neither control the terminal nor hide anything from the reader.
 
-A character that is not seen, or that acts, is shown by its name between ⟨ and ⟩. These two are themselves shown so, and
-therefore no two texts look alike: what is shown can be read back.
+A character that is invisible or a control is shown by its name between ⟨ and ⟩. These two are escaped in the same way,
+so that no two texts look alike: the original can be read back.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _ESCAPED = re.compile('⟨(?:U\\+([0-9A-F]{4,6})|([a-z]+))⟩')
 
 
 def visible(text: str, keep: str = '\n') -> str:
-  """Return a text of which every character can be seen.
+  """Return a text with every character visible.
 
   Args:
-    text: of anybody.
-    keep: characters that are left as they are though they act, of newline, tab and space.
+    text: untrusted text.
+    keep: control or invisible characters that are left as they are: newline, tab or space.
   """
   return ''.join(
     letter if letter in keep or is_visible(letter) and letter not in '⟨⟩' else escaped(letter) for letter in text
@@ -28,16 +28,16 @@ def visible(text: str, keep: str = '\n') -> str:
 
 
 def visible_line(text: str) -> str:
-  """Return one line of a file so that it can be seen to its end: as `visible`, with the spaces at its end, too."""
+  """Escape one line of a file as `visible` does, with trailing spaces visible, too."""
   body = text.rstrip(' ')
   return visible(body, keep='') + escaped(' ') * (len(text) - len(body))
 
 
 def escaped(letter: str) -> str:
-  """Return what is shown in the place of a character."""
+  """Return the escape of a character."""
   return f'⟨{_NAMES.get(letter) or f"U+{ord(letter):04X}"}⟩'
 
 
 def original(shown: str) -> str:
-  """Return the text of which `visible` has made another one."""
+  """Undo `visible`."""
   return _ESCAPED.sub(lambda found: chr(int(found[1], 16)) if found[1] else _BY_NAME[found[2]], shown)

@@ -1,7 +1,7 @@
-"""What was shown and decided in a session, one JSON object per line, each on the disk before the next thing happens.
+"""The log of a session: what was shown and decided, a JSON object per line, each on disk before the next step.
 
-A file has the token of its session and is therefore its owner's alone. A program that was killed may leave half of a
-line at its end, which is cut off before anything is appended.
+The file holds the session's token, so only its owner may read it. A killed program may leave a partial line at the end,
+which is cut off before the next line is appended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SUFFIX = '.jsonl'
 
 
 def state_folder(named: str | None) -> pathlib.Path:
-  """Return where histories are kept: the folder of --state, or that of the user's programs."""
+  """Return the folder of histories: that of --state, or the user's state folder."""
   if named is not None:
     return pathlib.Path(named).expanduser()
   base = os.environ.get('XDG_STATE_HOME', '')
@@ -33,14 +33,14 @@ def state_folder(named: str | None) -> pathlib.Path:
 
 
 def find(folder: pathlib.Path, named: str | None) -> pathlib.Path:
-  """Return the history of a session.
+  """Return the path of a session's history.
 
   Args:
-    folder: where histories are kept.
-    named: the id of the session; None: the one that was written to last.
+    folder: the folder of histories.
+    named: the id of the session; None: the most recently written one.
 
   Raises:
-    UserError: there is none.
+    UserError: there is no such history.
   """
   if named is not None:
     path = folder / f'{named}{SUFFIX}'
@@ -56,13 +56,13 @@ def find(folder: pathlib.Path, named: str | None) -> pathlib.Path:
 
 
 class History:
-  """The history of one session, which one program at a time has open."""
+  """The history of one session; only one program at a time can open it."""
 
   def __init__(self, path: pathlib.Path):
-    """Open a history and cut off what was not written to its end.
+    """Open a history and cut off a partial last line.
 
     Raises:
-      UserError: it cannot be opened, another program has it open, or a line of it is no record.
+      UserError: the file cannot be opened, is open in another program, or has an invalid line.
     """
     self.path, self._synced = path, True
     try:
@@ -81,10 +81,10 @@ class History:
 
   @classmethod
   def begin(cls, folder: pathlib.Path, session: str, opened: Mapping[str, Any]) -> History:
-    """Make the history of a session that was opened.
+    """Create the history of a newly opened session.
 
     Raises:
-      UserError: it cannot be written, or there is one already.
+      UserError: the file cannot be written or already exists.
     """
     path = folder / f'{session}{SUFFIX}'
     try:
@@ -109,24 +109,24 @@ class History:
 
   @property
   def opened(self) -> Mapping[str, Any]:
-    """What is known of the session since it was opened: its id, its token, where it is served."""
+    """Return the record of the session's opening: its id, token and service."""
     if not self.records or self.records[0]['kind'] != 'opened':
       raise UserError(f'The history {self.path} does not say how its session was opened: begin a new one.')
     return self.records[0]
 
   def add(self, kind: str, **values: Any) -> None:
-    """Append a record; it and all before it are on the disk when this returns.
+    """Append a record; it and all earlier ones are on disk when this returns.
 
     Raises:
-      UserError: it cannot be written.
+      UserError: the file cannot be written.
     """
     self.note(kind, **values)
     self.sync()
 
   def note(self, kind: str, **values: Any) -> None:
-    """Append a record that need not be on the disk before `sync`, or the next `add`; errors as `add`."""
+    """Append a record that reaches the disk at the next `sync` or `add`; raises as `add`."""
     record = {'kind': kind, 'time': time.time(), **jsonable(values)}
-    line = (json.dumps(record) + '\n').encode()  # In ASCII: halves of characters can be written, too.
+    line = (json.dumps(record) + '\n').encode()  # In ASCII, so that lone surrogates can be written, too.
     with self._told():
       while line:
         line = line[os.write(self._file, line) :]
@@ -134,7 +134,7 @@ class History:
     self._synced = False
 
   def sync(self) -> None:
-    """Return when all records are on the disk; errors as `add`."""
+    """Write all records to disk; raises as `add`."""
     if not self._synced:
       with self._told():
         os.fsync(self._file)
@@ -150,7 +150,7 @@ class History:
       ) from error
 
   def last(self, *kinds: str, **values: Any) -> Mapping[str, Any] | None:
-    """Return the newest record of one of these kinds that has these values; None: there is none."""
+    """Return the newest record of one of these kinds with these values; None if there is none."""
     wanted = values.items()
     return next(
       (

@@ -1,15 +1,15 @@
-"""What the person says, whichever way: typed at a terminal, or written down before."""
+"""The person's input, typed at a terminal or read from a script."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
-COMMAND = '/'  # The key of a command, which may be given wherever something is asked.
+COMMAND = '/'  # The key of commands, which may be entered at any question.
 
 
 class Leave(Exception):
-  """The person leaves; what is under way can be resumed."""
+  """The person leaves; the session can be resumed."""
 
   def __init__(self, code: int = 0):
     super().__init__(code)
@@ -17,32 +17,32 @@ class Leave(Exception):
 
 
 class EditorFailed(Exception):
-  """Nothing was edited; the sentence says why."""
+  """Nothing was edited; the message says why."""
 
 
 class Choice(NamedTuple):
-  """A key, and what was said with it."""
+  """A key and the text entered with it."""
 
   key: str
-  rest: str | None = None  # A reason, arguments, a pattern or a command; None: it has still to be asked for.
+  rest: str | None = None  # A reason, arguments, a pattern or a command; None: still to be asked for.
 
 
 def whole(text: str) -> str:
-  """Return a text as it was typed, with a question mark for each byte that is part of no character."""
+  """Return a typed text with a question mark for each invalid byte."""
   return text.encode(errors='replace').decode()
 
 
 class Inputs(Protocol):
-  """Where answers come from. Every method raises KeyboardInterrupt for Ctrl-C."""
+  """The interface of input sources. Every method raises KeyboardInterrupt for Ctrl-C."""
 
   def message(self) -> str | None:
-    """Return a text for the model or a command; empty: go on; None: there will be none any more."""
+    """Return a message to the model or a command; '' to continue, None at the end of input."""
 
   def choice(self, keys: Mapping[str, str]) -> Choice:
-    """Return one of the keys, which have a meaning each, or a command; 'q' where there will be none any more."""
+    """Return one of the keys, each given with its meaning, or a command; 'q' at the end of input."""
 
   def line(self, question: str, default: str = '') -> str:
-    """Return the answer to a question, in one line."""
+    """Return the one-line answer to a question."""
 
   def edited(self, text: str) -> str:
-    """Return a text as the person has changed it; raise EditorFailed."""
+    """Return the text as edited by the person; raises EditorFailed."""

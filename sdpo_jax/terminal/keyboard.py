@@ -1,4 +1,4 @@
-"""What the person types: one key for a choice, lines that can be edited, and an editor for longer texts."""
+"""Keyboard input: one key for a choice, editable lines, and an editor for longer texts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sdpo_jax.terminal.inputs import COMMAND, Choice, EditorFailed, whole
 
 
 class Keyboard:
-  """A terminal on which the cursor can be moved."""
+  """Input from a terminal with cursor control."""
 
   def __init__(self, *, colours: bool):
     self._depth = None if colours else ColorDepth.DEPTH_1_BIT
@@ -37,13 +37,13 @@ class Keyboard:
       return None
 
   def choice(self, keys: Mapping[str, str]) -> Choice:
-    """Return at the first key that is one of them."""
+    """Wait for one of the keys."""
     bindings = KeyBindings()
     for key in (*keys, COMMAND):
       bindings.add(key)(lambda event, key=key: event.app.exit(result=key))
     bindings.add('c-c')(lambda event: event.app.exit(exception=KeyboardInterrupt))
     bindings.add('c-d')(lambda event: event.app.exit(result='q'))
-    # Not a line to be edited, so that no other key does anything, and none is seen.
+    # No line editor, so that other keys have no effect and are not shown.
     asked = Window(FormattedTextControl(question_of(keys)), dont_extend_height=True, wrap_lines=True)
     asking: Application[str] = Application(Layout(asked), key_bindings=bindings, color_depth=self._depth)
     key = asking.run()
@@ -57,7 +57,7 @@ class Keyboard:
       return ''
 
   def edited(self, text: str) -> str:
-    """Return the text from $VISUAL or $EDITOR, or from a prompt where neither is set."""
+    """Edit a text in $VISUAL or $EDITOR, or at a prompt if neither is set."""
     editor = os.environ.get('VISUAL') or os.environ.get('EDITOR')
     if editor:
       return in_editor(editor, text)
@@ -69,7 +69,7 @@ class Keyboard:
 
 
 class Lines:
-  """A terminal, or what there is of one, that takes whole lines only."""
+  """Input by whole lines, from a terminal without cursor control."""
 
   def message(self) -> str | None:
     try:
@@ -101,15 +101,15 @@ class Lines:
 
 
 def question_of(keys: Mapping[str, str]) -> str:
-  """Return the line that names the keys."""
+  """Return the line that lists the keys."""
   return '  '.join(f'[{key}] {meaning}' for key, meaning in keys.items())
 
 
 def in_editor(editor: str, text: str) -> str:
-  """Return a text as it was changed in an editor.
+  """Return a text after editing it in an editor.
 
   Raises:
-    EditorFailed: the editor cannot be started, or has failed; nothing is changed then.
+    EditorFailed: the editor cannot be started or has failed; nothing is changed then.
   """
   with tempfile.TemporaryDirectory(prefix='sdpo_session_') as folder:
     path = pathlib.Path(folder) / 'arguments.json'
@@ -126,7 +126,7 @@ def in_editor(editor: str, text: str) -> str:
 
 
 def _newlines() -> KeyBindings:
-  """Return keys with which Enter ends a text, and Alt-Enter a line of it."""
+  """Return key bindings in which Enter ends the text and Alt-Enter inserts a newline."""
   bindings = KeyBindings()
 
   def end(event: KeyPressEvent) -> None:

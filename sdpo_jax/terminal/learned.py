@@ -1,4 +1,4 @@
-"""What a denial, an edit or a failure has taught, in a few lines."""
+"""The effect of a denial, an edit or a failure on the model, in a few lines."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from sdpo_jax.tables import aligned
 from sdpo_jax.terminal.escaping import visible
 from sdpo_jax.terminal.screen import Line
 
-_LONGEST = 24  # Characters of a token.
+_LONGEST = 24  # Characters of a token that are shown.
 
 
 def lines_of(learned: Mapping[str, Any] | None, least: int) -> list[Line]:
-  """Return what was learned, or why nothing was.
+  """Describe what was learned, or why nothing was.
 
   Args:
     learned: the service's answer; None: there was nothing to learn.

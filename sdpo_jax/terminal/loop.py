@@ -1,8 +1,7 @@
-"""A session from its first message to its last: proposals are shown, judged, run and learned from.
+"""A session from first to last message: proposals are shown, judged, run and learned from.
 
-What comes next follows from the newest turn as the service has it and from the history on this machine, and from
-nothing else. Hence going on after a lost connection is the same as going on after a crash: look at both, and do what
-comes next.
+The next step depends only on the newest turn in the service and on the local history. Hence continuing after a lost
+connection is the same as continuing after a crash: look at both, and take the next step.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from sdpo_jax.terminal.screen import Screen
 from sdpo_jax.terminal.script import Script
 from sdpo_jax.terminal.work import Workbench
 
-INTERRUPTED, UNDONE = 130, 1  # Exit codes: by Ctrl-C; a script has not done all that it says.
-_LATER = (408, 429)  # Refusals, beside those of 500 and more, after which the same may be asked again.
-_NOT_TAKEN = (400, 413, 422)  # Refusals of what was asked, whoever asks it when.
+INTERRUPTED, UNDONE = 130, 1  # Exit codes: after Ctrl-C; a script was not done to its end.
+_LATER = (408, 429)  # Refusals besides status 500 and above after which the same request may be retried.
+_NOT_TAKEN = (400, 413, 422)  # Refusals of the request itself, at any time.
 
 
 class Conversation:
-  """One session, and the person at it."""
+  """A session and its person."""
 
   def __init__(
     self,
@@ -41,17 +40,17 @@ class Conversation:
     policy: Policy,
     seed: int | None = None,
   ):
-    """Take up a session, new or not.
+    """Open a conversation for a new or resumed session.
 
     Args:
-      session: the session, as the service has it.
-      settings: with which it was opened, as the service has them.
-      history: its history on this machine.
-      screen: where everything is shown.
-      inputs: where decisions come from.
+      session: the session in the service.
+      settings: the settings with which the service opened it.
+      history: its local history.
+      screen: shows everything.
+      inputs: source of decisions.
       workbench: runs the tools.
-      policy: which calls are asked about.
-      seed: makes proposals repeatable; None: each is drawn with another seed.
+      policy: says which calls are asked about.
+      seed: makes proposals repeatable; None: a different seed for each.
     """
     self.session, self.history, self.screen, self.policy = session, history, screen, policy
     self._inputs, self._workbench, self._seed = inputs, workbench, seed
@@ -59,18 +58,18 @@ class Conversation:
     self._reviewer = Reviewer(workbench, policy, screen, inputs, history, self._command)
     self._commands = Commands(self)
     self.turns: list[dict[str, Any]] = []
-    self._waiting = undelivered(history)  # Texts that the model has not been told yet.
-    self._reviewed: Reviewed | None = None  # What was approved in this program, of the newest turn.
-    self._hold = False  # Whether to wait for the person before anything else.
-    self._stale = True  # Whether the service may know more than this program.
+    self._waiting = undelivered(history)  # Texts that the model has not yet received.
+    self._reviewed: Reviewed | None = None  # Approvals of the newest turn in this program.
+    self._hold = False  # Whether to wait for the person before the next step.
+    self._stale = True  # Whether the service may be ahead of this program.
 
   @property
   def turn(self) -> dict[str, Any] | None:
-    """The newest turn; None: there is none yet."""
+    """Return the newest turn; None if there is none yet."""
     return self.turns[-1] if self.turns else None
 
   def seed_of(self, number: int) -> int | None:
-    """Return the seed with which a turn is drawn, and drawn again; None: any."""
+    """Return the seed with which a turn is drawn, first and again; None: any seed."""
     return None if self._seed is None else self._seed + number
 
   @property
@@ -78,7 +77,7 @@ class Conversation:
     return self._workbench
 
   def run(self) -> int:
-    """Goes on until the person leaves; returns the exit code."""
+    """Run until the person leaves; return the exit code."""
     presses = 0
     while True:
       try:
@@ -125,7 +124,7 @@ class Conversation:
     else:
       self._propose()
 
-  # What the person says.
+  # Input from the person.
 
   def _listened(self) -> str:
     self.history.sync()
@@ -147,10 +146,10 @@ class Conversation:
     except UserError as error:
       self.screen.say(str(error), 'wrong')
 
-  # What the service and the model do.
+  # Exchange with the service and the model.
 
   def _catch_up(self) -> None:
-    """Take what the service has, and send again what it may not have got."""
+    """Fetch the session's state, and send again what the service may not have received."""
     known = self.turn
     _, self.turns = self.session.state()
     self._stale = False
@@ -159,7 +158,7 @@ class Conversation:
       return
     if known is None or turn['n'] != known['n'] or turn['status'] == 'open':
       self._reviewed = None
-    if self.history.last('turn', n=turn['n']) is None:  # Its answer was lost on the way.
+    if self.history.last('turn', n=turn['n']) is None:  # Its answer was lost.
       self._arrived(turn)
       self.screen.end_draft(turn['text'])
     sent = self.history.last('decision', 'decided', 'withdrawn', n=turn['n'])
@@ -173,7 +172,7 @@ class Conversation:
     try:
       turn = self.session.propose(messages, self.seed_of(after + 1), self.screen.draft)
     except Refused as error:
-      if messages and error.status in _NOT_TAKEN:  # Nothing that follows could be taken either.
+      if messages and error.status in _NOT_TAKEN:  # Later messages could not be accepted either.
         self.history.add('unsaid', why=str(error))
         self._waiting = undelivered(self.history)
         self.screen.say('The model was not told what you have said: say it in another way.')
@@ -196,7 +195,7 @@ class Conversation:
     self._decide(turn['n'], reviewed.decision, reviewed.told)
 
   def _decide(self, number: int, decision: Mapping[str, Any], told: Any) -> None:
-    """Send a decision that is in the history; the service learns it once however often it is sent."""
+    """Send a decision that is in the history; the service learns it only once, however often it is sent."""
     try:
       answer = self.session.decide(number, decision)
     except Refused as error:
@@ -207,7 +206,7 @@ class Conversation:
     self.history.add('decided', n=number, status=answer['turn']['status'], learned=answer['learned'])
     self.screen.show(lines_of(answer['learned'], self._least))
 
-  # What the tools do.
+  # Tool calls.
 
   def _reported(self, turn: Mapping[str, Any]) -> bool:
     return bool(turn['results']) or not calls_of(turn)
@@ -232,13 +231,13 @@ class Conversation:
     self._hold = self._workbench.interrupted()
 
   def learned(self, learned: Mapping[str, Any] | None) -> None:
-    """Note and show what was learned without a decision."""
+    """Record and show what was learned without a decision."""
     self.history.add('learned', learned=learned)
     self.screen.show(lines_of(learned, self._least))
 
 
 def calls_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
-  """Return the calls of a decided turn that are to be run: as they were edited."""
+  """Return the calls of a decided turn to be run, as edited."""
   calls = [dict(call) for call in turn['calls']]
   decision = turn['decision']
   if turn['status'] == 'edited':
@@ -247,7 +246,7 @@ def calls_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def undelivered(history: History) -> list[str]:
-  """Return the texts of the person that no turn has answered."""
+  """Return the person's texts that no turn has answered."""
   waiting: list[str] = []
   sent = 0
   for record in history.records:

@@ -1,6 +1,6 @@
-"""Which calls run without asking, and which never do.
+"""Policies: which calls run without asking, and which never run.
 
-A policy is a list of rules, of which the first that matches decides; a call that none matches is asked about. As text,
+A policy is a list of rules, and the first one that matches decides; a call that matches none is asked about. As text,
 one rule per line; `#` begins a comment:
 
     never write secrets/**
@@ -12,8 +12,8 @@ one rule per line; `#` begins a comment:
 As JSON: `[{"rule": "allow", "tool": "read", "pattern": "**"}, {"rule": "never", "tool": "bash"}]`.
 
 A pattern is matched against the path of a call; for `glob` against its pattern, for `bash` against the whole command.
-In a path `*` and `?` do not match a slash, `**` does. In a command `*` stands for anything but what joins, redirects,
-nests or expands, so that `allow bash rg *` does not allow `rg x; rm -r .`.
+In a path `*` and `?` do not match a slash, `**` does. In a command `*` matches anything except characters that join,
+redirect, nest or expand, so that `allow bash rg *` does not allow `rg x; rm -r .`.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from sdpo_jax.errors import UserError, first_line, short_repr
 Verb = Literal['allow', 'ask', 'never']
 ANY = '*'  # The name that stands for all tools.
 _VERBS = ('allow', 'ask', 'never')
-# With these a command runs, reads or writes something else than what its first word says. A dollar is enough by itself:
-# `${x:=$'\\x24\\x28ls\\x29'} ${x@P}` and `$[x]` run what the value of a variable says.
+# With these a command runs, reads or writes something other than its first word says. A dollar is enough:
+# `${x:=$'\\x24\\x28ls\\x29'} ${x@P}` and `$[x]` execute the value of a variable.
 _JOINS = '&;|<>()`$\n\r\0'
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-  """One rule."""
+  """A rule: the verdict on calls of a tool that match a pattern."""
 
   verb: Verb
   tool: str = ANY
   pattern: str | None = None  # None: all calls of the tool.
-  exact: bool = False  # Whether the pattern stands for itself, also where it has a * in it.
+  exact: bool = False  # Whether the pattern is literal, even with a * in it.
 
   def __str__(self) -> str:
     words = [self.verb] if self == Rule(self.verb) else [self.verb, self.tool]
@@ -52,11 +52,11 @@ class Rule:
     return f'{said} (as it stands)' if self.exact and {*'*?'} & {*(self.pattern or '')} else said
 
   def matches(self, tool: str, subjects: Sequence[str]) -> bool:
-    """Return whether the rule is about a call.
+    """Return whether the rule applies to a call.
 
     Args:
-      tool: the one that is called.
-      subjects: all that the call's path is called, or its command.
+      tool: the called tool.
+      subjects: all names of the call's path, or its command.
     """
     if self.tool not in (ANY, tool):
       return False
@@ -68,27 +68,27 @@ class Rule:
       whole = _command_pattern(self.pattern, narrow=self.verb == 'allow')
     else:
       whole = _path_pattern(self.pattern)
-    # What is allowed must be so by each of its names; one is enough for what is not.
+    # `allow` must match all names of a path; for other verbs one is enough.
     return (all if self.verb == 'allow' else any)(whole.fullmatch(subject) for subject in subjects)
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-  """What a policy says of a call."""
+  """A policy's verdict on a call."""
 
   verb: Verb
-  rule: Rule | None  # None: no rule is about it.
+  rule: Rule | None  # None: no rule matches.
 
 
 class Policy:
-  """The rules of a session; those that a person adds meanwhile allow what would be asked, never what is refused."""
+  """The rules of a session; rules that a person adds later override `ask`, but never `never`."""
 
   def __init__(self, rules: Iterable[Rule] = ()):
     self.rules = tuple(rules)
     self.added: list[Rule] = []
 
   def verdict(self, tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path) -> Verdict:
-    """Return what becomes of a call whose arguments were checked."""
+    """Return the verdict on a call with checked arguments."""
     subjects = subjects_of(tool, arguments, workspace)
     found = next((rule for rule in self.rules if rule.matches(tool, subjects)), None)
     if found is not None and found.verb == 'never':
@@ -96,11 +96,11 @@ class Policy:
     if found is None or found.verb == 'ask':
       found = next((rule for rule in self.added if rule.matches(tool, subjects)), found)
     if found is not None and found.verb == 'allow' and tool == 'grep' and self._hides_files():
-      return Verdict('ask', None)  # It looks into all files below a folder, also those that are not to be read.
+      return Verdict('ask', None)  # It reads all files below a folder, including forbidden ones.
     return Verdict('ask' if found is None else found.verb, found)
 
   def never(self, tool: str) -> bool:
-    """Return whether no call of a tool can be run, so that the model need not be told of it."""
+    """Return whether no call of a tool can run, so that it need not be described to the model."""
     about = next((rule for rule in self.rules if rule.tool in (ANY, tool)), None)
     return about is not None and about.verb == 'never' and about.pattern is None
 
@@ -109,30 +109,30 @@ class Policy:
 
 
 def subjects_of(tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path) -> list[str]:
-  """Return what patterns are held against: the path as it is called, and as links lead to it; or the command."""
+  """Return the texts that patterns are matched against: the path as given and with links resolved, or the command."""
   if tool == 'bash':
     return [arguments['command'].strip(' ')]
   if tool == 'glob':
     return [arguments['pattern']]
   root = os.path.realpath(workspace)
   path = os.path.join(root, arguments.get('path', '.'))
-  if '\0' in path:  # No tool takes it.
+  if '\0' in path:  # Rejected by every tool.
     return [path]
-  # `link/..` is taken away by its text first, as the tools do.
+  # Resolve `link/..` textually first, as the tools do.
   name = os.path.relpath(path, root)
   return list(dict.fromkeys((name, os.path.relpath(os.path.realpath(os.path.join(root, name)), root))))
 
 
 def suggestion(tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path) -> str:
-  """Return the pattern of a rule that allows a call and, if `exact`, nothing else: its path, or its command."""
+  """Return the pattern of a rule that allows a call and, if `exact`, nothing else: its path or its command."""
   return subjects_of(tool, arguments, workspace)[0]
 
 
 def load(value: str) -> Policy:
-  """Return the policy that --policy names: `ask`, or a file.
+  """Load the policy that --policy names: `ask`, or a file.
 
   Raises:
-    UserError: there is no such file, or a line in it is no rule.
+    UserError: the file does not exist, or a line is not a valid rule.
   """
   if value == 'ask':
     return Policy()
@@ -144,14 +144,14 @@ def load(value: str) -> Policy:
 
 
 def parse(text: str, where: str) -> list[Rule]:
-  """Return the rules of a text, or of JSON.
+  """Parse the rules of a text or of JSON.
 
   Args:
-    text: of a file.
+    text: content of a policy file.
     where: its name, for errors.
 
   Raises:
-    UserError: a line is no rule; its number is named.
+    UserError: a line is not a valid rule; the message has its number.
   """
   if text.lstrip().startswith('['):
     return _parse_json(text, where)
@@ -166,7 +166,7 @@ def parse(text: str, where: str) -> list[Rule]:
 
 
 def make_rule(verb: Any, tool: Any, pattern: Any, where: str) -> Rule:
-  """Return a rule; raise UserError if it is none."""
+  """Return a rule; raises UserError if it is invalid."""
   if verb not in _VERBS:
     raise UserError(f'{where}: a rule begins with allow, ask or never, not {short_repr(verb)}.')
   if not isinstance(tool, str) or (tool != ANY and tool not in TOOLS):

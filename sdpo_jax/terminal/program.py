@@ -1,4 +1,4 @@
-"""The terminal program from its start to its end: a service, a session, a workspace, and somebody who decides."""
+"""The terminal program: connects a service, a session, a workspace and the person."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ from sdpo_jax.terminal.screen import Screen, has_colours, is_plain
 from sdpo_jax.terminal.work import Workbench
 
 DEFAULT_CONFIG = 'configs/session_quickstart.py'
-KEY = 'SDPO_API_KEY'  # The variable with the key that a service asks for.
+KEY = 'SDPO_API_KEY'  # Environment variable with the service's API key.
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """What the command line says; None where it says nothing."""
+  """The command line's options; None where not given."""
 
-  url: str | None = None  # Of a service; None: one is started.
-  config: str | None = None  # Of the service that is started.
-  overrides: Sequence[tuple[str, str]] = ()  # Settings of that config, as texts.
-  adapter: str | None = None  # Its name, or its id.
+  url: str | None = None  # Address of a service; None: start one.
+  config: str | None = None  # Configuration of a service to start.
+  overrides: Sequence[tuple[str, str]] = ()  # Settings that override that configuration, as text.
+  adapter: str | None = None  # Name or id.
   workspace: str | None = None
   script: str | None = None
   policy: str | None = None
   state: str | None = None  # Folder of histories.
   resume: bool = False
-  session: str | None = None  # That is resumed; None: the newest.
+  session: str | None = None  # Session to resume; None: the newest.
   system: str | None = None  # The system message of a new session.
-  settings: str | None = None  # JSON file with what else it is opened with.
+  settings: str | None = None  # JSON file with further settings of a new session.
   seed: int | None = None
 
 
 def run(options: Options) -> int:
-  """Hold a session; return the exit code.
+  """Run a session and return the exit code.
 
   Raises:
-    UserError: something that the command line names is not there, or cannot be used.
+    UserError: something named on the command line is missing or cannot be used.
   """
   if options.url is not None and (options.config is not None or options.overrides):
     raise UserError('--url names a service that runs, --config one to be started: leave one of them out.')
@@ -64,7 +64,7 @@ def run(options: Options) -> int:
 
 
 def _held(options: Options, stack: contextlib.ExitStack) -> int:
-  """Hold a session; what is to be ended afterwards is on the stack."""
+  """Run a session; everything to be closed afterwards is on the stack."""
   folder = histories.state_folder(options.state)
   history = None
   known: Mapping[str, Any] = {}
@@ -85,7 +85,7 @@ def _held(options: Options, stack: contextlib.ExitStack) -> int:
   inputs = _inputs(options, screen)
   toolbox = _toolbox(workspace, policy)
   settings = _settings(options, toolbox, policy)
-  client, where = _service(options, known, stack)  # Last, since a service of its own takes a while to start.
+  client, where = _service(options, known, stack)  # Last, since starting a service takes a while.
   try:
     if history is None:
       adapter = client.adapter(options.adapter or 'session')
@@ -111,7 +111,7 @@ def _held(options: Options, stack: contextlib.ExitStack) -> int:
 
 
 def _resuming(options: Options, session: str) -> str:
-  """Return the command that goes on with a session."""
+  """Return the command that resumes a session."""
   state = [] if options.state is None else [f'--state={options.state}']
   return shlex.join(['python', '-m', 'launch.session', f'--resume={session}', *state])
 
@@ -121,7 +121,7 @@ def _announce(text: str) -> None:
 
 
 def _take_all_texts() -> None:
-  """Lets neither bytes that are no text nor characters that the terminal does not have end the program."""
+  """Let the program survive bytes that are not text and characters that the terminal lacks."""
   for stream, errors in ((sys.stdin, 'surrogateescape'), (sys.stdout, 'backslashreplace')):
     if isinstance(stream, io.TextIOWrapper):
       stream.reconfigure(errors=errors)
@@ -140,7 +140,7 @@ def _workspace(named: str, states: pathlib.Path) -> pathlib.Path:
 
 
 def _toolbox(workspace: pathlib.Path, policy: Policy) -> Toolbox:
-  """Return the tools; without commands where the machine cannot keep them in the workspace, which is said."""
+  """Return the tools, without commands (and a message) if the machine cannot confine them to the workspace."""
   shell = None
   if not policy.never('bash'):
     try:
@@ -151,7 +151,7 @@ def _toolbox(workspace: pathlib.Path, policy: Policy) -> Toolbox:
 
 
 def _settings(options: Options, toolbox: Toolbox, policy: Policy) -> dict[str, Any]:
-  """Return what a new session is opened with."""
+  """Return the settings of a new session."""
   given = {} if options.settings is None else read_json_object(options.settings, 'name another file with --settings')
   if 'tools' in given:
     raise UserError(f'{options.settings}: the tools are those of this program: leave them out.')
@@ -162,7 +162,7 @@ def _settings(options: Options, toolbox: Toolbox, policy: Policy) -> dict[str, A
 
 
 def _service(options: Options, known: Mapping[str, Any], stack: contextlib.ExitStack) -> tuple[Client, dict[str, Any]]:
-  """Return a service that is ready, and what a history needs to find it again."""
+  """Return a ready service, and the fields with which a history can find it again."""
   url = options.url or (None if options.config is not None else known.get('url'))
   try:
     if url is not None:

@@ -1,6 +1,4 @@
-"""The person's judgement of calls: shown as they are, approved, edited or denied, and looked at again before they
-run.
-"""
+"""The person's review of calls: shown, approved, edited or denied, and checked again before they run."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from sdpo_jax.terminal.policies import Policy, make_rule, suggestion
 from sdpo_jax.terminal.screen import Line, Screen
 from sdpo_jax.terminal.work import Workbench
 
-_SHOWN = 40  # Lines of a tool's answer; the model reads all that it is given.
+_SHOWN = 40  # Lines of a tool's answer that are shown; the model reads all of it.
 _APPROVE = {'y': 'approve', 'a': 'always allow', 'n': 'deny', 'e': 'edit'}
 _REFUSED = {'n': 'deny', 'e': 'edit', 't': 'tell the model'}
 _AGAIN = {'y': 'run it', 's': 'leave it out'}
@@ -30,16 +28,16 @@ _NEVER = 'The person never lets this be run.'
 
 @dataclasses.dataclass(frozen=True)
 class Reviewed:
-  """What became of a proposal."""
+  """The outcome of a proposal's review."""
 
-  decision: Mapping[str, Any]  # As the service takes it.
-  told: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)  # Calls not to be run, and why.
-  approved: Mapping[int, Proposed] = dataclasses.field(default_factory=dict)  # As they were seen.
-  says: str | None = None  # What the model is told besides.
+  decision: Mapping[str, Any]  # In the service's form.
+  told: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)  # Calls not to run, and why.
+  approved: Mapping[int, Proposed] = dataclasses.field(default_factory=dict)  # As shown when they were approved.
+  says: str | None = None  # A further message to the model.
 
 
 class Reviewer:
-  """Asks the person about calls."""
+  """Asks the person to approve, edit or deny calls."""
 
   def __init__(
     self,
@@ -54,10 +52,10 @@ class Reviewer:
     self._history, self._command = history, command
 
   def review(self, turn: Mapping[str, Any]) -> Reviewed:
-    """Return what the person, or the policy, decides about a proposal. All of its calls are judged before one runs.
+    """Return the decision of the person, or the policy, on a proposal; judges all of its calls before one runs.
 
     Raises:
-      Leave: the person leaves, and the proposal stays open.
+      Leave: the person leaves; the proposal stays open.
     """
     if turn['fault'] is not None:
       return self._review_fault(turn)
@@ -110,15 +108,15 @@ class Reviewer:
     reviewed: Reviewed | None,
     begun: bool,
   ) -> dict[str, Any]:
-    """Return the result of a call that was approved: run it if it would do now what was approved, or else ask.
+    """Return the result of an approved call: run it if its effect is still the approved one, or else ask.
 
     Args:
-      number: of the turn.
-      index: of the call.
+      number: number of the turn.
+      index: index of the call.
       call: its name and arguments.
-      told: why it is not to be run; None: it is.
-      reviewed: what was approved in this program; None: it was approved in an earlier one.
-      begun: whether an earlier program has begun to run it.
+      told: why it is not to be run; None: it is to be run.
+      reviewed: the approvals of this program; None: it was approved in an earlier one.
+      begun: whether an earlier program has started it.
     """
     if told is not None:
       return _result(index, Answer(False, told['text'], field=told['field'], line=told['line']))
@@ -153,11 +151,11 @@ class Reviewer:
     return _result(index, answer)
 
   def _review_fault(self, turn: Mapping[str, Any]) -> Reviewed:
-    """Judges a proposal that holds a call that is none: nothing of it is run, for it would be half of a plan."""
+    """Judge a proposal with an invalid call: none of its calls runs, for that would be half of a plan."""
     fault = turn['fault']
     lines = [line for call in turn['calls'] for line in described(self._look(call['name'], call['arguments']))]
     head = Line(f'The answer holds a call that cannot be read: {visible(fault, keep="")}', 'wrong')
-    # A call before it that stayed in the conversation would need a result.
+    # An earlier call that stayed in the conversation would need a result.
     keys = {'n': 'deny'} if turn['calls'] else {'n': 'deny', 't': 'tell the model'}
     while True:
       choice = self._ask([head], lines, keys)
@@ -169,14 +167,14 @@ class Reviewer:
       self._screen.say('A denial needs a reason: the model learns from it.')
 
   def _judged(self, head: str, proposed: Proposed, may_edit: bool, edited: bool, changes: bool) -> Choice | None:
-    """Return what the person says of a call; None: a rule allows it.
+    """Return the person's choice on a call; None if a rule allows it.
 
     Args:
-      head: which call it is.
+      head: title that says which call it is.
       proposed: the call.
       may_edit: whether its arguments may be changed.
-      edited: whether those of a call of this proposal were.
-      changes: whether a call before it changes the files.
+      edited: whether the arguments of any call of this proposal were changed.
+      changes: whether an earlier call changes files.
     """
     notes: list[Line] = []
     if proposed.wrong is not None:
@@ -201,7 +199,7 @@ class Reviewer:
     )
 
   def _ask(self, head: list[Line], lines: list[Line], keys: Mapping[str, str]) -> Choice:
-    """Show a call and return what is said of it, once all of it was shown.
+    """Show a call completely and return the person's choice.
 
     Raises:
       Leave: the person leaves.
@@ -218,23 +216,23 @@ class Reviewer:
       if choice.key == COMMAND:
         self._command(choice.rest or '')
       elif choice.key == 'v' or (left and choice.key in 'ya'):
-        left = self._page(left)  # Nobody approves what was not shown.
+        left = self._page(left)  # Approval is possible only once everything was shown.
       else:
         return choice
 
   def _page(self, lines: list[Line]) -> list[Line]:
-    """Show a page, and return what is left."""
+    """Show a page and return the remaining lines."""
     shown, left = self._screen.page_of(lines)
     self._screen.show(shown)
     return left
 
   def _allowed(self, proposed: Proposed, pattern: str | None) -> bool:
-    """Add a rule that allows a call; return whether it does."""
+    """Add a rule that allows a call; return whether it does so."""
     default = suggestion(proposed.name, proposed.arguments, self._workbench.workspace)
     pattern = pattern or self._inputs.line(f'Always allow {proposed.name} with this pattern: ', default)
     try:
       rule = make_rule('allow', proposed.name, pattern, 'This rule')
-      # What stands in the call is no wildcard: `rm *.pyc` must not allow `rm -r src a.pyc`.
+      # The call's own text is literal: `rm *.pyc` must not allow `rm -r src a.pyc`.
       rule = dataclasses.replace(rule, exact=pattern == default)
     except UserError as error:
       self._screen.say(str(error), 'wrong')
@@ -248,7 +246,7 @@ class Reviewer:
     return True
 
   def _edited(self, proposed: Proposed, text: str | None) -> Mapping[str, Any] | None:
-    """Return other arguments of a call; None: there are none."""
+    """Return new arguments of a call; None if they are unchanged or invalid."""
     before = json.dumps(proposed.arguments, ensure_ascii=False, indent=2)
     try:
       given = json.loads(text if text is not None else self._inputs.edited(before))
@@ -271,8 +269,8 @@ class Reviewer:
 
 
 def _shown(answer: Answer) -> list[Line]:
-  """Return what the person sees of a tool's answer."""
-  lines = visible(answer.text.rstrip('\n'), keep='\n\t').split('\n')  # Tabs stay: nobody judges an answer by them.
+  """Return the lines of a tool's answer that the person sees."""
+  lines = visible(answer.text.rstrip('\n'), keep='\n\t').split('\n')  # Tabs stay: answers are not subject to approval.
   style = 'note' if answer.ok else 'wrong'
   found = [Line(f'  {line}', style) for line in lines[:_SHOWN]]
   more = len(lines) - _SHOWN
@@ -280,6 +278,6 @@ def _shown(answer: Answer) -> list[Line]:
 
 
 def _result(index: int, answer: Answer) -> dict[str, Any]:
-  """Return an answer as the service takes it."""
+  """Return an answer in the service's form."""
   values = {name: getattr(answer, name) for name in ('ok', 'text', 'exit_code', 'field', 'line')}
   return {'call': index, 'stderr': None, **values}

@@ -1,6 +1,4 @@
-"""What the person sees: lines with a style, in colours on a terminal that has them and as plain text everywhere
-else.
-"""
+"""Styled output: in colours on a terminal that supports them, as plain text otherwise."""
 
 from __future__ import annotations
 
@@ -31,28 +29,28 @@ _AROUND = 6  # Lines of a page that are left for the question.
 
 
 class Line(NamedTuple):
-  """A line that is ready to be shown: nothing in it steers a terminal."""
+  """A line that is safe to show: nothing in it controls the terminal."""
 
   text: str
   style: str = ''
 
 
 def has_colours(out: TextIO, environment: Mapping[str, str]) -> bool:
-  """Return whether to use colours: not with NO_COLOR or TERM=dumb, nor where the output is no terminal."""
+  """Return whether to use colours: the output is a terminal, without NO_COLOR or TERM=dumb."""
   return out.isatty() and not environment.get('NO_COLOR') and environment.get('TERM', 'dumb') != 'dumb'
 
 
 class Screen:
-  """Shows lines, and tells a history of them."""
+  """Shows lines and records them in a history."""
 
   def __init__(self, out: TextIO, *, colours: bool, paged: bool, record: Callable[[str], None] = lambda text: None):
     """Make a screen.
 
     Args:
-      out: where it writes.
-      colours: whether styles are shown; nothing but text and newlines is written if not.
-      paged: whether somebody sits before it, who can be shown the next page.
-      record: receives what was shown.
+      out: the stream to write to.
+      colours: whether to show styles; otherwise only text and newlines are written.
+      paged: whether to page, as a person is at the terminal.
+      record: called with everything that was shown.
     """
     self._out, self._paged, self.record = out, paged, record
     self._console = (
@@ -61,9 +59,9 @@ class Screen:
     self._draft = ''
 
   def page_of(self, lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
-    """Return those of the lines that are seen at once, and those that are left.
+    """Split lines into those of the first page and the rest.
 
-    What counts is the rows that they take: of a line that is longer than a page there is a page of it.
+    Counts the rows that they take up; a line longer than a page is split.
     """
     if not self._paged:
       return list(lines), []
@@ -83,11 +81,11 @@ class Screen:
 
   @property
   def width(self) -> int | None:
-    """Columns, where two texts may stand side by side; None: they may not."""
+    """Return the columns if two texts may stand side by side; otherwise None."""
     return shutil.get_terminal_size().columns if self._console is not None else None
 
   def show(self, lines: Iterable[Line]) -> None:
-    """Show lines, and record them."""
+    """Show and record lines."""
     shown = list(lines)
     for line in shown:
       if self._console is None:
@@ -99,7 +97,7 @@ class Screen:
       self.record('\n'.join(line.text for line in shown))
 
   def say(self, text: str, style: str = 'note') -> None:
-    """Show a text of anybody's, made visible."""
+    """Show an untrusted text, escaped."""
     self.show(Line(line, style) for line in visible(text).split('\n'))
 
   def draft(self, text: str) -> None:
@@ -116,7 +114,7 @@ class Screen:
     """End an answer.
 
     Args:
-      whole: all of it; what has not been drafted is shown now. None: it was broken off.
+      whole: the complete answer; its unshown part is shown now. None: it was broken off.
     """
     if whole is not None and not whole.startswith(self._draft):
       self.end_draft()
@@ -131,7 +129,7 @@ class Screen:
       self.record(visible(shown, keep='\n\t'))
 
   def beside(self, left: tuple[str, str], right: tuple[str, str]) -> None:
-    """Show two texts with their titles, side by side where there is room."""
+    """Show two texts with their titles, side by side if there is room."""
     width = self.width
     column = 0 if width is None else (width - 3) // 2
     if column < 40:
@@ -147,10 +145,10 @@ class Screen:
 
 
 def _folded(text: str, column: int) -> list[str]:
-  """Return lines of a text of at most so many characters; none is lost."""
+  """Split a text into lines of at most `column` characters without losing any."""
   return [line[start : start + column] for line in text.split('\n') for start in range(0, max(1, len(line)), column)]
 
 
 def is_plain(environment: Mapping[str, str] = os.environ) -> bool:
-  """Return whether the terminal shows lines only, so that nothing on it can be moved or edited."""
+  """Return whether the terminal shows only lines, without cursor control."""
   return environment.get('TERM', 'dumb') == 'dumb'

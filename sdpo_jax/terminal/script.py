@@ -1,4 +1,4 @@
-"""Answers that were written down before: a file with one input per line, or a pipe.
+"""Scripted input: a file with one input per line, or a pipe.
 
   Fix the test.            a text for the model
   y                        approves the call that is proposed
@@ -26,22 +26,22 @@ _DECISIONS = 'yanetsq'
 
 
 class OutOfStep(UserError):
-  """A line of a script is no answer to what is asked."""
+  """A line of a script does not answer the current question."""
 
 
 class Script:
-  """The inputs of a script; each is shown as it is used."""
+  """Inputs from a script; each is shown as it is used."""
 
   def __init__(self, lines: Iterable[str], name: str, show: Callable[[str], None]):
-    """Begins a script.
+    """Start a script.
 
     Args:
-      lines: its lines; taken one by one as they are needed, so that a pipe may answer.
-      name: what errors call it.
-      show: receives each line that is used.
+      lines: its lines; read one by one as they are needed, so that a pipe may answer.
+      name: name of the script in errors.
+      show: called with each line that is used.
     """
     self._lines, self._name, self._show, self._number = iter(lines), name, show, 0
-    self.unanswered = False  # Whether a call was left undecided because there was no line any more.
+    self.unanswered = False  # Whether a call was left undecided at the script's end.
 
   def message(self) -> str | None:
     while (line := self._next()) is not None:
@@ -96,7 +96,7 @@ def _is_decision(line: str) -> bool:
 
 
 def lines_of(path: str) -> Iterable[str]:
-  """Return the lines of --script=FILE, or of the standard input for --script=-.
+  """Return the lines of --script=FILE, or of standard input for --script=-.
 
   Raises:
     UserError: the file cannot be read.

@@ -1,4 +1,4 @@
-"""Runs calls in the workspace, so that Ctrl-C ends a command and nothing else."""
+"""Execution of calls in the workspace, such that Ctrl-C ends only a running command."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from sdpo_jax.environments.workspace.tools import Answer, Toolbox
 
 
 class Workbench:
-  """The tools of one workspace; only the main thread may use them."""
+  """The tools of one workspace; main thread only."""
 
   def __init__(self, toolbox: Toolbox, workspace: pathlib.Path):
     self.toolbox, self.workspace = toolbox, workspace
     self._interrupted = False
 
   def run(self, name: str, arguments: Mapping[str, Any]) -> Answer:
-    """Return what a tool answers; Ctrl-C ends a command, whose answer says so.
+    """Run a tool and return its answer; Ctrl-C ends a command, and the answer says so.
 
-    The tool runs in another thread: an exception in the midst of it could leave half of its work.
+    The tool runs in another thread: an exception in the middle of it could leave half of its work.
     """
     done: queue.SimpleQueue[Answer | BaseException] = queue.SimpleQueue()
     with Cancelled() as cancelled:
@@ -51,6 +51,6 @@ class Workbench:
     return found
 
   def interrupted(self) -> bool:
-    """Return whether Ctrl-C has ended a command since this was asked last."""
+    """Return whether Ctrl-C has ended a command since the last call of this method."""
     before, self._interrupted = self._interrupted, False
     return before
