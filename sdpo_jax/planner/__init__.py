@@ -1,1 +1,1 @@
-"""What a run would cost on a TPU slice, asked of the TPU compiler on a machine that has none."""
+"""Memory, time and cost of a run on a TPU slice, from the TPU compiler on a machine without TPUs."""

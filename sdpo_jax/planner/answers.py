@@ -1,4 +1,4 @@
-"""What the compiler answered of a program, kept in a folder if wanted: planning again then takes seconds."""
+"""Compiler results, cached in a folder on request: planning again then takes seconds."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from sdpo_jax.programs import Program
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-  """A compiled program as far as the planner reads it; on one device."""
+  """The facts of a compiled program that the planner reads; on one device."""
 
   text: str  # The scheduled HLO.
-  argument_bytes: tuple[tuple[int | None, ...], ...]  # Of each argument the leaves; None: a leaf that is not passed.
-  arguments_in_all: int  # Bytes, padding included.
+  argument_bytes: tuple[tuple[int | None, ...], ...]  # Of each argument's leaves; None: a leaf that is not passed.
+  arguments_in_all: int  # Bytes of all arguments, padding included.
   results: int  # Bytes.
-  aliased: int  # Bytes of results that take over an argument's memory.
+  aliased: int  # Bytes of results that reuse an argument's memory.
   temporaries: int  # Bytes.
-  output_shardings: Any = None  # Of a program that others inherit from; such a program is compiled every time.
+  output_shardings: Any = None  # For programs that others inherit from; these are compiled every time.
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiler:
-  """Compiles programs for one slice, or recalls what came of it."""
+  """Compiles programs for one slice, or reads results from the cache."""
 
-  slice_: str  # Name and compiler: who answers.
-  folder: epath.PathLike | None  # None: nothing is kept.
+  slice_: str  # Name of the slice and of the compiler.
+  folder: epath.PathLike | None  # None: no cache.
 
   def asked_of(self, found: Mapping[str, Program]) -> dict[str, Program]:
     """Return the programs with functions that compile to an `Answer`."""
@@ -49,7 +49,7 @@ class Compiler:
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-  """In the place of a jitted function: what `Program.lower` and `programs.compile_programs` use of one."""
+  """Stand-in for a jitted function with what `Program.lower` and `programs.compile_programs` use."""
 
   compiler: Compiler
   program: Program
@@ -65,10 +65,10 @@ class _Question:
   lowered: jax.stages.Lowered
 
   def compile(self) -> Answer:
-    """Return the answer.
+    """Compile the program, or read its cached result.
 
     Raises:
-      JaxRuntimeError: the compiler refuses the program.
+      JaxRuntimeError: the compiler rejects the program.
     """
     folder = self.asked.compiler.folder
     if folder is None or not self.asked.recalled:
@@ -108,9 +108,9 @@ class _Question:
     )
 
   def _key(self) -> str:
-    """Return a digest of all that the answer depends on: the program, the names in it, the compiler and its options.
+    """Return a digest of everything the result depends on: the program and its names, the compiler and its options.
 
-    Of the names those of operations and arguments, which the planner reads, not of files and functions on the stack.
+    Names are those of operations and arguments, which the planner reads, not of files and functions on the stack.
     """
     names = re.findall(r'loc\("((?:jit\(|[^"]*/)[^"]*)"\(|loc\("([^"]*)"\)', self.lowered.as_text(debug_info=True))
     options = [os.environ.get(name, '') for name in ('XLA_FLAGS', 'LIBTPU_INIT_ARGS')]
@@ -125,11 +125,11 @@ class _Question:
 
 
 def leaf_bytes(argument: Any, shardings: Any = None) -> tuple[int | None, ...]:
-  """Return the bytes of an argument's leaves on one device; None for one without a sharding, which is not passed.
+  """Return the bytes of an argument's leaves on one device; None for a leaf without a sharding, which is not passed.
 
   Args:
     argument: abstract arrays.
-    shardings: a tree of the same form; None: those of the abstract arrays.
+    shardings: a tree of the same structure; None: those of the abstract arrays.
   """
   leaves, structure = jax.tree.flatten(argument)
   places = [leaf.sharding for leaf in leaves] if shardings is None else structure.flatten_up_to(shardings)

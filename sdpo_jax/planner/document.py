@@ -1,4 +1,4 @@
-"""How many tokens the teacher of a cartridge reads, which decides what a run with one takes."""
+"""The number of tokens in the document that a cartridge's teacher reads, which determines the run's cost."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from sdpo_jax.training.specs import objective_spec
 
 
 def tokens(config: Config, positions: int | None) -> int:
-  """Return the tokens of the document that a run would read, as `plan.document_tokens` says or its tokenizer counts.
+  """Return the tokens of the run's document, from `plan.document_tokens` or counted by its tokenizer.
 
   Args:
     config: settings.
-    positions: that the model has; None: it is not known.
+    positions: the model's maximum positions; None: unknown.
 
   Returns:
-    Their number; 0 where there is no cartridge, or no teacher to read a document.
+    The number of tokens; 0 without a cartridge, or without a teacher that reads a document.
 
   Raises:
-    UserError: neither says it, or a run would refuse a document of that length.
+    UserError: neither gives the number, or a run would reject a document of that length.
   """
   cartridge, given = config.model.cartridge, config.plan.document_tokens
   if not cartridge.used or not objective_spec(config).needs_teacher:

@@ -1,6 +1,6 @@
-"""Reads a scheduled HLO module (`compiled.as_text()`): what runs how often, and what the compiler says it costs.
+"""Analysis of a scheduled HLO module (`compiled.as_text()`): executions and the compiler's cost estimates.
 
-XLA's own cost analysis counts the body of a loop once and knows nothing of the TPU's schedule. The text does: most
+XLA's own cost analysis counts the body of a loop once and ignores the TPU's schedule. The text has both: most
 instructions carry `estimated_cycles`, and loops carry their bounds. Everything here is per device.
 """
 
@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-# A loop in jax.named_scope('at_most_12') whose bound is not a constant is taken to run 12 times.
+# A loop in jax.named_scope('at_most_12') without a constant bound counts as 12 trips.
 SCOPE = re.compile(r'\bat_most_(\d+)\b')
 ITEM_BITS = {
   'pred': 8,
@@ -36,7 +36,7 @@ COLLECTIVES = (
   'collective-permute',
   'collective-broadcast',
 )
-# Instructions that move no data of their own.
+# Instructions that move no data themselves.
 FREE = frozenset(
   (
     'parameter',
@@ -68,7 +68,7 @@ _INSTRUCTION = re.compile(r' +(ROOT )?%?([\w.\-]+) = ')
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-  """Type of one array."""
+  """Type of an array."""
 
   dtype: str
   shape: tuple[int, ...]
@@ -76,12 +76,12 @@ class Array:
 
   @property
   def size(self) -> int:
-    """Elements."""
+    """Return the number of elements."""
     return math.prod(self.shape)
 
   @property
   def bytes(self) -> int:
-    """Bytes of its elements, without the padding of tiles."""
+    """Return the bytes of the elements, without the padding of tiles."""
     return self.size * ITEM_BITS.get(self.dtype, 0) // 8
 
 
@@ -92,38 +92,38 @@ class Instruction:
   arrays: tuple[Array, ...]  # Results; several for a tuple.
   operands: tuple[str, ...]
   attributes: str  # The rest of the line, backend_config included.
-  literal: str = ''  # What stands between the parentheses: the value of a constant, the number of a parameter.
+  literal: str = ''  # The text in parentheses: the value of a constant or the number of a parameter.
 
   @property
   def bytes(self) -> int:
-    """Of all results."""
+    """Return the bytes of all results."""
     return sum(array.bytes for array in self.arrays)
 
   @property
   def cycles(self) -> int | None:
-    """The compiler's estimate; None where it has none."""
+    """Return the compiler's estimate; None if there is none."""
     match = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
     return int(match.group(1)) if match else None
 
   @property
   def op_name(self) -> str:
-    """Where it comes from in the traced program."""
+    """Return the operation's name in the traced program."""
     match = re.search(r'op_name="([^"]*)"', self.attributes)
     return match.group(1) if match else ''
 
   @property
   def target(self) -> str:
-    """What a custom call calls."""
+    """Return the target of a custom call."""
     match = re.search(r'custom_call_target="([^"]*)"', self.attributes)
     return match.group(1) if match else ''
 
   def attribute(self, name: str) -> str | None:
-    """Value of the first attribute `name=value`; of a braced or bracketed value what is inside."""
+    """Return the value of the first attribute `name=value`, without its braces or brackets."""
     match = re.search(rf'\b{name}=(?:\{{([^}}]*)\}}|\[([^\]]*)\]|([^,\s]+))', self.attributes)
     return next((group for group in match.groups() if group is not None), None) if match else None
 
   def called(self, *names: str) -> list[str]:
-    """Return computations that the attributes `names` refer to."""
+    """Return the computations that the attributes `names` refer to."""
     return [name for key in names for name in _NAME.findall(self._braced(key))]
 
   def _braced(self, key: str) -> str:
@@ -138,7 +138,7 @@ class Computation:
   root: str = ''
 
   def parameters(self) -> list[str]:
-    """Names of its parameters, in order."""
+    """Return the names of its parameters, in order."""
     found = [(int(i.literal), i.name) for i in self.instructions.values() if i.opcode == 'parameter']
     return [name for _, name in sorted(found)]
 
@@ -151,19 +151,19 @@ class Module:
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-  """A top-level instruction and how often the program runs it."""
+  """A top-level instruction and its number of executions."""
 
   instruction: Instruction
   computation: Computation
   count: float
-  frame: _Frame  # Where the computation was called from.
+  frame: _Frame  # The call stack of its computation.
 
 
 def parse(text: str) -> Module:
-  """Return the module that `compiled.as_text()` prints.
+  """Parse the text that `compiled.as_text()` prints.
 
   Raises:
-    ValueError: the text holds no entry computation or an instruction that is not understood.
+    ValueError: the text has no entry computation, or an instruction cannot be parsed.
   """
   computations: dict[str, Computation] = {}
   entry, current = '', None
@@ -184,7 +184,7 @@ def parse(text: str) -> Module:
 
 
 def _logical_lines(text: str) -> Iterator[str]:
-  """Lines, with attribute values that contain line breaks joined to theirs."""
+  """Yield lines, joining attribute values that contain line breaks."""
   held = ''
   for line in text.splitlines():
     starts = line.startswith(('  ', 'ENTRY ', '%', 'HloModule')) or line == '}' or not line or held == ''
@@ -216,7 +216,7 @@ def _instruction(name: str, rest: str) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-  """Return the place behind the parenthesis that closes the one at `start`."""
+  """Return the index after the parenthesis that closes the one at `start`."""
   depth = 0
   for match in re.compile(r'[()]').finditer(text, start):
     depth += 1 if match.group() == '(' else -1
@@ -232,12 +232,12 @@ def _arrays(text: str) -> Iterator[Array]:
     yield Array(dtype, shape, int(space.group(1)) if space else 0)
 
 
-# --- what runs how often -----------------------------------------------------------------------------------------
+# --- executions ------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class _Frame:
-  """Where a computation was called from, to look up what its parameters are."""
+  """A call of a computation, to look up the values of its parameters."""
 
   computation: Computation
   caller: _Frame | None = None
@@ -246,7 +246,7 @@ class _Frame:
 
 @dataclasses.dataclass
 class Trace:
-  """Everything that a program runs, and the loops whose trip count its text does not tell."""
+  """Everything that a program runs, and the loops with an unknown trip count."""
 
   module: Module
   executions: list[Execution]
@@ -254,19 +254,19 @@ class Trace:
 
 
 def trace(module: Module, *, unknown_trips: int = 1, branch: Literal['dearest', 'cheapest'] = 'dearest') -> Trace:
-  """Walk the call graph from the entry.
+  """Walk the call graph from the entry computation.
 
   Args:
-    module: from `parse`.
-    unknown_trips: how often a loop without a known bound is taken to run.
-    branch: which branch of a conditional is taken.
+    module: a module from `parse`.
+    unknown_trips: trips of a loop without a known bound.
+    branch: which branch of a conditional to count.
   """
   executions: list[Execution] = []
   unbounded: list[Instruction] = []
 
   @functools.cache
   def weight(name: str) -> int:
-    """Cycles of a computation with all it calls, loops counted once."""
+    """Return the cycles of a computation and all it calls, counting loops once."""
     total = 0
     for instruction in module.computations[name].instructions.values():
       total += instruction.cycles or 0
@@ -294,7 +294,7 @@ def trace(module: Module, *, unknown_trips: int = 1, branch: Literal['dearest', 
 
 
 def _subprograms(instruction: Instruction) -> list[str]:
-  """Return computations whose instructions run as instructions of their own."""
+  """Return the computations whose instructions run as separate instructions."""
   if instruction.opcode == 'while':
     return instruction.called('body', 'condition')
   if instruction.opcode == 'conditional':
@@ -307,7 +307,7 @@ def _subprograms(instruction: Instruction) -> list[str]:
 
 
 def trip_count(module: Module, loop: Instruction, frame: _Frame) -> int | None:
-  """How often a `while` runs: from its annotation, from the constants of its condition, or from its named scope."""
+  """Return the trips of a `while`, from its annotation, the constants of its condition, or its named scope."""
   known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
   if known:
     return int(known.group(1))
@@ -319,13 +319,13 @@ def trip_count(module: Module, loop: Instruction, frame: _Frame) -> int | None:
 
 
 def _outer_scope(op_name: str) -> str:
-  """Return the part of a loop's name that is its own: behind the loops around it."""
+  """Return the part of a loop's name after the loops around it."""
   parts = re.split(r'/while/body', op_name)
   return parts[-1]
 
 
 def _count(module: Module, loop: Instruction, frame: _Frame) -> int | None:
-  """Trips of a loop of the form `for i in range(start, stop, step)`; None for any other."""
+  """Return the trips of a loop `for i in range(start, stop, step)`; None for any other."""
   (body,), (condition,) = loop.called('body'), loop.called('condition')
   inner = _Frame(module.computations[condition], frame, loop)
   compare, at = _through_fusions(module, inner, inner.computation.root)
@@ -352,7 +352,7 @@ class _Constant:
 
 
 def _through_fusions(module: Module, frame: _Frame, name: str) -> tuple[Instruction | None, _Frame]:
-  """Return the instruction behind copies and fusions of one, and the frame that its operands belong to."""
+  """Follow copies and fusions to the instruction that makes a value; return it with the frame of its operands."""
   while True:
     instruction = frame.computation.instructions.get(name)
     if instruction is None:
@@ -369,7 +369,7 @@ def _through_fusions(module: Module, frame: _Frame, name: str) -> tuple[Instruct
 
 
 def _element(module: Module, frame: _Frame, name: str) -> int | _Constant | None:
-  """Return a value as a constant, or as the index of the element of its computation's tuple parameter."""
+  """Return a value as a constant, or as an index into its computation's tuple parameter."""
   instruction, frame = _through_fusions(module, frame, name)
   if instruction is None:
     return None
@@ -389,13 +389,13 @@ def _literal(constant: Instruction) -> int | None:
 
 
 def _operand_element(module: Module, frame: _Frame, loop: Instruction, index: int) -> str | None:
-  """Name of what goes into element `index` of a loop's tuple."""
+  """Return the name of the initial value of element `index` of a loop's tuple."""
   source, _ = _through_fusions(module, frame, loop.operands[0])
   return source.operands[index] if source is not None and source.opcode == 'tuple' else None
 
 
 def _constant(module: Module, frame: _Frame, name: str | None) -> int | None:
-  """Return the value of a name, looked up through the loops and calls around it."""
+  """Return the constant value of a name, looked up through enclosing loops and calls."""
   if name is None:
     return None
   instruction, at = _through_fusions(module, frame, name)
@@ -410,7 +410,7 @@ def _constant(module: Module, frame: _Frame, name: str | None) -> int | None:
 
 
 def _invariant(module: Module, loop: Instruction, frame: _Frame, index: int | None) -> int | None:
-  """Return the constant in element `index` of a loop's tuple, if the body passes it on."""
+  """Return the constant in element `index` of a loop's tuple, if the body passes it on unchanged."""
   if index is None:
     return None
   body = module.computations[loop.called('body')[0]]
@@ -421,7 +421,7 @@ def _invariant(module: Module, loop: Instruction, frame: _Frame, index: int | No
 
 
 def _step(module: Module, body: Computation, index: int) -> int | None:
-  """Return what a body adds to element `index` of its tuple."""
+  """Return the constant that a body adds to element `index` of its tuple."""
   root = body.instructions[body.root]
   if root.opcode != 'tuple':
     return None
@@ -438,12 +438,12 @@ def _step(module: Module, body: Computation, index: int) -> int | None:
 
 
 def cycles(trace: Trace) -> float:
-  """Return the compiler's estimate of everything for which it has one."""
+  """Return the sum of the compiler's estimates."""
   return sum((execution.instruction.cycles or 0) * execution.count for execution in trace.executions)
 
 
 def hottest(trace: Trace, limit: int = 10) -> list[tuple[str, float, float]]:
-  """(where it comes from in the traced program, cycles of all executions, executions) of what takes most cycles."""
+  """Return (name in the traced program, cycles of all executions, executions) of the operations with most cycles."""
   found: dict[str, list[float]] = {}
   for execution in trace.executions:
     instruction = execution.instruction
@@ -456,7 +456,7 @@ def hottest(trace: Trace, limit: int = 10) -> list[tuple[str, float, float]]:
 
 
 def matmul_flops(trace: Trace) -> float:
-  """Floating-point operations of matrix products and convolutions (a multiplication and an addition are two)."""
+  """Return the FLOPs of matrix products and convolutions (a multiply-add counts as two)."""
 
   @functools.cache
   def inside(name: str) -> int:
@@ -476,7 +476,7 @@ def matmul_flops(trace: Trace) -> float:
 
 
 def operands(instruction: Instruction, computation: Computation) -> list[Array]:
-  """Types of an instruction's operands."""
+  """Return the types of an instruction's operands."""
   return [array for name in instruction.operands for array in computation.instructions[name].arrays]
 
 
@@ -507,7 +507,7 @@ def _convolution_flops(instruction: Instruction, computation: Computation) -> in
 
 
 def _window(instruction: Instruction, axes: int) -> dict[str, list[int]]:
-  """Size, stride, low padding and dilations by spatial axis."""
+  """Return size, stride, low padding and dilations by spatial axis."""
   text = re.search(r'window=\{([^}]*)\}', instruction.attributes)
   found = dict(re.findall(r'(\w+)=(\S+)', text.group(1) if text else ''))
 
@@ -523,28 +523,28 @@ def _window(instruction: Instruction, axes: int) -> dict[str, list[int]]:
   }
 
 
-# --- what is read from HBM --------------------------------------------------------------------------------------------
+# --- reads from HBM -------------------------------------------------------------------------------------------------
 
-# Of their first operand only the part that they return is read.
+# These read only the part of their first operand that they return.
 _SELECTING = frozenset(('dynamic-slice', 'gather', 'slice', 'slice-start'))
 
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-  """What an instruction reads of an operand in HBM."""
+  """A read of an operand in HBM by an instruction."""
 
   instruction: Instruction
   array: Array  # Type of the whole operand.
-  source: Instruction  # What made it: a parameter of the program, or the instruction behind copies and loops.
-  bytes: int  # Of one execution, without the padding of tiles.
+  source: Instruction  # Producer of the operand: a program parameter, or the instruction behind copies and loops.
+  bytes: int  # Per execution, without the padding of tiles.
   count: float
 
 
 def reads(trace: Trace) -> list[Read]:
-  """Every operand in HBM of every instruction, each counted once: what fusions pass on inside is in no memory.
+  """Return every HBM operand of every instruction, each counted once; values within fusions are not in memory.
 
-  Of what is sliced, gathered from or updated in place, only the part that is needed counts; of an operand of a custom
-  call, whose code is not known here, everything. What loops and branches are handed is counted where it is read.
+  Slices, gathers and in-place updates count only the part that is needed; a custom call, whose code is unknown here,
+  counts its whole operands. Operands of loops and branches are counted where they are read.
   """
   found = []
   for execution in trace.executions:
@@ -552,7 +552,7 @@ def reads(trace: Trace) -> list[Read]:
     if instruction.opcode in FREE - {'slice-start'} or instruction.target in FREE_CALLS or _subprograms(instruction):
       continue
     for name in dict.fromkeys(instruction.operands):
-      # What several instructions return together is taken apart before it is read.
+      # A tuple of results is taken apart before it is read.
       arrays = computation.instructions[name].arrays
       if len(arrays) != 1 or arrays[0].space != 0:
         continue
@@ -564,7 +564,7 @@ def reads(trace: Trace) -> list[Read]:
 
 
 def _read_of(module: Module, instruction: Instruction, computation: Computation, name: str) -> int:
-  """Bytes that an instruction needs of its operand `name`."""
+  """Return the bytes that an instruction needs of its operand `name`."""
   whole = computation.instructions[name].bytes
   places = [place for place, operand in enumerate(instruction.operands) if operand == name]
   if instruction.opcode == 'fusion':
@@ -574,14 +574,14 @@ def _read_of(module: Module, instruction: Instruction, computation: Computation,
   if places != [0]:
     return whole
   if instruction.opcode == 'slice-start':
-    return min(whole, instruction.arrays[1].bytes)  # Its results hold the operand as well.
+    return min(whole, instruction.arrays[1].bytes)  # Its results include the operand.
   if instruction.opcode in _SELECTING:
     return min(whole, instruction.bytes)
   return 0 if instruction.opcode == 'dynamic-update-slice' else whole
 
 
 def _needed(module: Module, computation: Computation, name: str) -> int:
-  """Bytes that a fused computation needs of its value `name`."""
+  """Return the bytes that a fused computation needs of its value `name`."""
   whole = computation.instructions[name].bytes
   if name == computation.root:
     return whole
@@ -596,7 +596,7 @@ def _needed(module: Module, computation: Computation, name: str) -> int:
 
 
 def _is_bitcast(module: Module, instruction: Instruction) -> bool:
-  """Whether it is a fusion of nothing but a bitcast."""
+  """Return whether an instruction is a fusion of only a bitcast."""
   if instruction.opcode != 'fusion':
     return False
   inner = module.computations[instruction.called('calls')[0]]
@@ -604,9 +604,7 @@ def _is_bitcast(module: Module, instruction: Instruction) -> bool:
 
 
 def _source(module: Module, frame: _Frame, name: str) -> Instruction:
-  """Return what made a value: followed through copies, branches and loops, whose elements are what goes into them at
-  first.
-  """
+  """Return the producer of a value, followed through copies, branches and (by initial values) loops."""
   instruction, at = _through_fusions(module, frame, name)
   if instruction.opcode in ('copy-done', 'copy-start', 'opt-barrier'):
     return _source(module, at, instruction.operands[0])
@@ -625,7 +623,7 @@ def _source(module: Module, frame: _Frame, name: str) -> Instruction:
 
 
 def _handed(frame: _Frame) -> str:
-  """Name, in the caller, of what a loop, branch or call hands to its computation."""
+  """Return the caller's name of the operand of a loop, branch or call."""
   call = frame.call
   if call.opcode != 'conditional':
     return call.operands[0]
@@ -637,32 +635,32 @@ def _handed(frame: _Frame) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """One kind of communication over one set of mesh axes."""
+  """A kind of collective over a set of mesh axes."""
 
   kind: str
-  axes: tuple[str, ...]  # Mesh axes over which the members of a group differ.
-  asynchronous: bool  # Runs beside other work.
-  payload: float  # Bytes: of the whole that is gathered or reduced, as one device holds it; all executions.
+  axes: tuple[str, ...]  # Mesh axes along which the members of a group differ.
+  asynchronous: bool  # Overlaps with other work.
+  payload: float  # Bytes of the complete gathered or reduced array on one device, over all executions.
   wire: float  # Bytes that a device sends (ring algorithms).
   count: float  # Executions.
 
   def hops(self, axes: Mapping[str, int]) -> int:
-    """Messages from chip to chip that follow one another in one execution (rings over one axis after the other)."""
+    """Return the sequential chip-to-chip messages of one execution (rings over one axis after the other)."""
     if self.kind == 'collective-permute':
       return 1
     return (2 if self.kind == 'all-reduce' else 1) * sum(axes[name] - 1 for name in self.axes)
 
 
 def collectives(trace: Trace, axes: Mapping[str, int]) -> list[Collective]:
-  """Communication by kind, axes and whether it is asynchronous.
+  """Return the collectives by kind, axes, and whether they are asynchronous.
 
-  An asynchronous collective is in the text several times, once in each fusion that runs meanwhile, all with the same
-  channel; only its start counts. A channel may also be shared by collectives that run one after the other, so that
-  channels say nothing about how often something is sent.
+  An asynchronous collective appears several times, once in each fusion that overlaps it, all with the same channel;
+  only its start counts. Collectives that run one after the other may share a channel too, so channels do not tell how
+  often data is sent.
 
   Args:
-    trace: what runs.
-    axes: names and sizes of the mesh, in the order of the device assignment.
+    trace: the executed instructions.
+    axes: names and sizes of the mesh axes, in the order of the device assignment.
   """
   found: dict[tuple[str, tuple[str, ...], bool], list[float]] = {}
 
@@ -676,7 +674,7 @@ def collectives(trace: Trace, axes: Mapping[str, int]) -> list[Collective]:
     arrays = [operands(instruction, computation), instruction.arrays]
     payload = max(sum(array.bytes for array in side) for side in arrays)
     if instruction.opcode in ('all-gather-start', 'collective-permute-start'):
-      payload = max(array.bytes for array in instruction.arrays)  # Its results hold the operand as well.
+      payload = max(array.bytes for array in instruction.arrays)  # Its results include the operand.
     kind = 'reduce-scatter' if scattered and kind == 'all-reduce' else kind
     key = kind, _axes_of(group, axes), asynchronous
     share = 1 if kind == 'collective-permute' else (len(group) - 1) / len(group)
@@ -706,9 +704,7 @@ def collectives(trace: Trace, axes: Mapping[str, int]) -> list[Collective]:
 
 
 def replica_group(instruction: Instruction, devices: int) -> list[int]:
-  """Return the partitions of the first group of a collective with more than one member, from any of the ways to write
-  it.
-  """
+  """Return the partitions of a collective's first group with more than one member, in any notation."""
   text = instruction.attributes
   pairs = re.search(r'source_target_pairs=\{\{(\d+),(\d+)\}', text)
   if pairs:
@@ -723,7 +719,7 @@ def replica_group(instruction: Instruction, devices: int) -> list[int]:
   named = re.search(r'replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?\](?:T\([\d,]+\))?)\))? *\{([^}]*)\}', text)
   if named:
     return _mesh_group(*named.groups())
-  return list(range(devices))  # replica_groups={}: everybody.
+  return list(range(devices))  # replica_groups={}: all devices.
 
 
 def _numbers(text: str) -> list[int]:
@@ -731,7 +727,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _iota(_: str, reshaped: str, transposed: str | None) -> np.ndarray:
-  """Return the numbers from 0 on, reshaped and transposed: [8,8]<=[8,8]T(1,0)."""
+  """Return 0, 1, … reshaped and transposed: [8,8]<=[8,8]T(1,0)."""
   sizes = _numbers(reshaped)
   numbers = np.arange(math.prod(sizes)).reshape(sizes)
   return numbers.transpose(_numbers(transposed)) if transposed else numbers
@@ -761,24 +757,24 @@ def _axes_of(group: Sequence[int], axes: Mapping[str, int]) -> tuple[str, ...]:
   return tuple(name for name, row in zip(axes, places, strict=True) if len(set(row.tolist())) > 1)
 
 
-# --- what the compiler has no estimate for, and what is large ---------------------------------------------------------
+# --- instructions without an estimate, and large ones ----------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-  """An instruction without an estimate that does work: a Pallas kernel, TopK, a sort, a gather …"""
+  """An instruction that does work but has no estimate, such as a Pallas kernel, TopK, a sort or a gather."""
 
   kind: str  # 'pallas', 'topk', 'sort', 'partial-reduce', or 'other'.
   name: str
   op_name: str
   operands: tuple[Array, ...]
   results: tuple[Array, ...]
-  bytes: int  # Read and written by one execution; of what is updated in place only the update.
+  bytes: int  # Read and written per execution; for an in-place update only the updated part.
   count: float
 
 
 def kernels(trace: Trace) -> list[Kernel]:
-  """Every instruction that does work and carries no estimate; collectives and loops are not among them."""
+  """Return every instruction that does work but has no estimate, except collectives and loops."""
   found = []
   for execution in trace.executions:
     instruction, computation = execution.instruction, execution.computation
@@ -794,7 +790,7 @@ def kernels(trace: Trace) -> list[Kernel]:
 
 
 def _moved(module: Module, instruction: Instruction, computation: Computation) -> int:
-  """Bytes that an instruction reads and writes."""
+  """Return the bytes that an instruction reads and writes."""
   if instruction.opcode == 'fusion':
     inner = module.computations[instruction.called('calls')[0]]
     root = inner.instructions[inner.root]
@@ -815,7 +811,7 @@ def _kernel_kind(
 ) -> tuple[str | None, tuple[Instruction, Computation]]:
   own = instruction, computation
   opcode = instruction.opcode
-  # What is started and awaited runs beside the rest.
+  # Asynchronous operations overlap with other work.
   if opcode.endswith(('-start', '-done')) or opcode in COLLECTIVES:
     return None, own
   if opcode == 'custom-call':
@@ -850,12 +846,12 @@ class Buffer:
 
 
 def largest(trace: Trace, *, limit: int = 10, of: Callable[[Instruction], bool] | None = None) -> list[Buffer]:
-  """Return the largest results in HBM of instructions that make something new.
+  """Return the largest results in HBM of instructions that create new values.
 
   Args:
     trace: what runs.
-    limit: how many.
-    of: which instructions; None: all.
+    limit: the most results to return.
+    of: selects instructions; None: all.
   """
   found = []
   for execution in trace.executions:
@@ -873,9 +869,9 @@ def largest(trace: Trace, *, limit: int = 10, of: Callable[[Instruction], bool] 
 
 
 def copies(trace: Trace, limit: int = 10) -> list[Buffer]:
-  """Return the largest copies of arrays in HBM: what should be updated in place shows here when it is not.
+  """Return the largest copies of arrays in HBM, which show failed in-place updates.
 
-  A copy in the midst of a fusion is none: it only says in which order the fusion sees its operand.
+  A copy within a fusion does not count: it only sets the order in which the fusion reads its operand.
   """
 
   def copies_something(instruction: Instruction) -> bool:
@@ -888,5 +884,5 @@ def copies(trace: Trace, limit: int = 10) -> list[Buffer]:
 
 
 def total(collected: Iterable[Collective], *, asynchronous: bool | None = None) -> float:
-  """Bytes on the wire of some collectives: all, or only the (a)synchronous ones."""
+  """Return the bytes on the wire of all collectives, or only of the (a)synchronous ones."""
   return sum(c.wire for c in collected if asynchronous is None or c.asynchronous == asynchronous)

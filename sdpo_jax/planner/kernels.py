@@ -1,4 +1,4 @@
-"""Times of what the compiler gives no estimate for: scaled from a table of dumped schedules, or rooflines."""
+"""Times of kernels without a compiler estimate: scaled from a table of dumped schedules, or rooflines."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from sdpo_jax.planner.topology import CHIPS, Chip
 
 TABLE, ROOFLINE = 'table', 'roofline'
 
-# Static instruction bundles of dumped TPU v5e schedules times their trip counts, at its clock; lower bounds, since they
-# know of no stalls but those that are named. Other chips: scaled by their bf16 FLOP/s; decode attention by the clock.
-_TOP_K_SECONDS = 24.7e-3 / (512 * 151936 * 100)  # An element and a pass; the top k take k passes.
-_SORT_SECONDS = 1 / 283e9  # A compare-exchange of a bitonic network: 512 rows of 19072 took 3.8 ms, of 2432 0.30 ms.
-# Splash attention, (queries × keys × head_dim of 1024 × 1024 × 128, each grid step, each row of blocks): cycles of a
-# block that is computed, in the order of the schedule, with the matrix units busy for 16 cycles with a product of
-# bfloat16 and 8 with one of float32 (their peak; the schedule alone would count 4495, 7407 and 5693, the last two less
-# than the products take); bundles of the rest of a step; bundles of what a row of blocks begins and ends with.
+# Static instruction bundles of dumped TPU v5e schedules times their trip counts, at its clock. These are lower bounds:
+# only the named stalls are included. Other chips scale by their bf16 FLOP/s; decode attention by the clock.
+_TOP_K_SECONDS = 24.7e-3 / (512 * 151936 * 100)  # Per element and pass; the top k take k passes.
+_SORT_SECONDS = 1 / 283e9  # Per compare-exchange of a bitonic network: 512 rows of 19072 took 3.8 ms, of 2432 0.30 ms.
+# Splash attention, per queries × keys × head_dim of 1024 × 1024 × 128, per grid step and per row of blocks: cycles of a
+# computed block in the order of the schedule, with the matrix units busy for 16 cycles per bfloat16 product and 8 per
+# float32 product (their peak; the schedule alone would count 4495, 7407 and 5693, the last two less than the products
+# take); bundles of the rest of a step; bundles of the start and end of a row of blocks.
 _SPLASH = {'fwd': (4681, 190, 1379), 'dkv': (8376, 311, 654), 'dq': (6315, 211, 334)}
 _SPLASH_BLOCK = 1024**2 * 128
-# Decode attention over a cache, 16 queries of a head of 128 numbers (padding included): bundles of a grid step that
-# computes nothing; of one that computes, without the slots of its block; for each of these. bfloat16: 618 bundles for a
-# block of 1024, 252 for one of 32; int8: 951 and 266, most of them for turning numbers into bfloat16.
+# Decode attention over a cache, for 16 queries and a head_dim of 128 (padding included): bundles of a grid step that
+# computes nothing; of one that computes, without the slots of its block; and of each of these slots. bfloat16: 618
+# bundles for a block of 1024, 252 for one of 32; int8: 951 and 266, mostly for conversion to bfloat16.
 _DECODE = {False: (131, 240.0, 0.369), True: (200, 244.0, 0.690)}
 _DECODING = ('cache_attention', 'paged_attention')  # Names of kernels that attend to a cache.
 
@@ -34,23 +34,23 @@ class DecodeKernel:
   """Decode attention over one cache in one step of a decode loop, on one chip."""
 
   calls: float  # Per step.
-  rows: int  # Of the batch times key-value heads.
-  block: int  # Slots.
-  blocks: int  # Of a row.
-  active: float  # Seconds of a block that is fetched: its schedule or its transfer, whichever takes longer.
-  skipped: float  # Seconds of one that is not.
+  rows: int  # Batch rows times key-value heads.
+  block: int  # Slots per block.
+  blocks: int  # Blocks per row.
+  active: float  # Seconds per fetched block: its schedule or its transfer, whichever takes longer.
+  skipped: float  # Seconds per skipped block.
 
   def seconds(self, live: float) -> float:
-    """Seconds of all calls where `live` blocks of a row are fetched on average."""
+    """Return the seconds of all calls if `live` blocks per row are fetched on average."""
     return self.calls * self.rows * (live * self.active + (self.blocks - live) * self.skipped)
 
   def filled(self, tokens: int) -> float:
-    """Seconds of all calls where every row holds `tokens` tokens."""
+    """Return the seconds of all calls if every row holds `tokens` tokens."""
     return self.seconds(min(max(math.ceil(tokens / self.block), 1), self.blocks))
 
 
 def decode_kernel(kernel: hlo.Kernel, chip: Chip) -> DecodeKernel:
-  """Return what a kernel that `reads_cache` costs [table], its transfers at the rate of the memory [arithmetic]."""
+  """Return the cost of a kernel that `reads_cache` [table], with transfers at the memory's bandwidth [arithmetic]."""
   stores = [array for array in kernel.operands if len(array.shape) == 5]
   slots = stores[0].shape[3]
   rows, heads = kernel.results[0].shape[:2]
@@ -69,7 +69,7 @@ def decode_kernel(kernel: hlo.Kernel, chip: Chip) -> DecodeKernel:
 
 
 def seconds(kernel: hlo.Kernel, chip: Chip) -> tuple[float, str]:
-  """Seconds of all executions of a kernel, and whether they are from the table or a roofline of HBM traffic."""
+  """Return the seconds of all executions of a kernel, and whether they are from the table or a roofline."""
   slower = CHIPS['v5e'].flops / chip.flops
   first = kernel.operands[0] if kernel.operands else None
   if kernel.kind == 'topk' and kernel.results:
@@ -88,13 +88,13 @@ def seconds(kernel: hlo.Kernel, chip: Chip) -> tuple[float, str]:
 
 
 def _splash_cycles(part: str, query: hlo.Array, key: hlo.Array, whole: bool) -> float:
-  """Cycles of attention of queries [..., S, head_dim] to keys [..., C, head_dim].
+  """Return the cycles of attention of queries [..., S, head_dim] to keys [..., C, head_dim].
 
   Args:
-    part: of splash attention.
-    query: each of them is a head of the kernel's grid.
-    key: more than there are queries stand before those.
-    whole: all keys are seen; else a query sees those before it, and blocks on the diagonal are computed whole.
+    part: part of splash attention, as of `splash_part`.
+    query: queries; each leading index is a head of the kernel's grid.
+    key: keys; if there are more keys than queries, the additional ones come first.
+    whole: all keys are visible; otherwise attention is causal, and blocks on the diagonal are computed completely.
   """
   (length, head_dim), slots = query.shape[-2:], key.shape[-2]
   size, key_size = splash.block_size(length), splash.block_size(slots)
@@ -103,14 +103,14 @@ def _splash_cycles(part: str, query: hlo.Array, key: hlo.Array, whole: bool) -> 
   blocks = sum(min(math.ceil(seen / key_size), columns) for seen in last)
   computed, step, outer = _SPLASH[part]
   block = computed * size * key_size * head_dim / _SPLASH_BLOCK
-  # The gradient of the keys is summed up over the queries, everything else over the keys.
+  # The gradient of the keys is summed over queries, everything else over keys.
   begun = columns * key_size if part == 'dkv' else rows * size
   heads = query.size // (length * head_dim)
   return heads * (blocks * block + rows * columns * step + begun * outer / 1024)
 
 
 def splash_part(kernel: hlo.Kernel) -> str | None:
-  """Which part of splash attention a Pallas kernel is: fwd, dkv or dq; None: no such kernel."""
+  """Return which part of splash attention a Pallas kernel is: fwd, dkv or dq; None for other kernels."""
   if kernel.kind != 'pallas':
     return None
   name = f'{kernel.op_name} {kernel.name}'
@@ -120,12 +120,12 @@ def splash_part(kernel: hlo.Kernel) -> str | None:
 
 
 def reads_cache(kernel: hlo.Kernel) -> bool:
-  """Whether a kernel is decode attention over a cache, of which it reads only what is filled."""
+  """Return whether a kernel is decode attention over a cache, which reads only the filled part."""
   return kernel.kind == 'pallas' and _decodes(kernel)
 
 
 def attends_to_cache(instruction: hlo.Instruction) -> bool:
-  """Whether an instruction is such a kernel."""
+  """Return whether an instruction is decode attention over a cache."""
   return instruction.target == 'tpu_custom_call' and _decodes(instruction)
 
 

@@ -1,6 +1,4 @@
-"""How long prompts and completions are: a distribution from what is known of it, and what a sampler's cache holds
-then.
-"""
+"""Distributions of prompt and completion lengths, and the occupancy of a sampler's cache that follows."""
 
 from __future__ import annotations
 
@@ -15,18 +13,18 @@ import numpy as np
 from sdpo_jax.errors import UserError
 from sdpo_jax.training.directory.lines import read_metrics
 
-COMPLETION_SPREAD = 1.0  # Standard deviation of the logarithm of lengths, where nothing is known of it.
-PROMPT_SPREAD = 0.3  # The same of prompts.
-_STEPS = 20  # Of a run's metrics the last so many count.
+COMPLETION_SPREAD = 1.0  # Default standard deviation of the logarithm of completion lengths.
+PROMPT_SPREAD = 0.3  # The same for prompts.
+_STEPS = 20  # The last steps of a run's metrics, which are averaged.
 
 
 def quantiles(mean: float, longest: float, count: int, spread: float) -> np.ndarray:
-  """Return [count] int, the quantiles of log-normal lengths that are cut off at `longest` and have this mean.
+  """Return quantiles of log-normal lengths, [count] int, that are cut off at `longest` and have this mean.
 
   Args:
     mean: tokens, at most `longest`.
     longest: tokens.
-    count: of lengths.
+    count: number of lengths.
     spread: standard deviation of the logarithm before the cut.
   """
   normal = statistics.NormalDist()
@@ -43,13 +41,13 @@ def quantiles(mean: float, longest: float, count: int, spread: float) -> np.ndar
 
 
 def of_run(source: epath.PathLike) -> dict[str, float]:
-  """Return what a run's metrics say of lengths, as settings of the section `plan` and `completion_spread`.
+  """Return a run's lengths from its metrics, as settings of the section `plan` and `completion_spread`.
 
   Args:
-    source: a run's directory, or its metrics.jsonl.
+    source: a run's directory or its metrics.jsonl.
 
   Raises:
-    UserError: there are no metrics, or they say nothing of lengths.
+    UserError: there are no metrics, or they lack lengths.
   """
   path = epath.Path(source)
   folder = path.parent if path.name == 'metrics.jsonl' else path
@@ -79,18 +77,18 @@ def of_run(source: epath.PathLike) -> dict[str, float]:
 
 
 def live_blocks(completions: Sequence[int] | np.ndarray, prompt: float, block: int, blocks: int) -> dict[str, float]:
-  """Return how many blocks of its row decode attention fetches on average per row and step.
+  """Return the average number of blocks that decode attention fetches per row and step.
 
-  A row without a sample fetches one block, as its place among the blocks of all rows is another's no longer.
+  A row without a sample fetches one block, since its place among the blocks of all rows belongs to another row.
 
   Args:
-    completions: tokens of each.
+    completions: tokens of each completion.
     prompt: tokens that a row holds before the first step.
     block: tokens of a block.
-    blocks: of a row.
+    blocks: blocks per row.
 
   Returns:
-    'last': from the moment at which the last samples are admitted, all at once, to the end of the longest;
+    'last': from the time when the last samples are admitted, all at once, until the longest ends;
     'busy': while a new sample follows each that ends.
   """
   completions = np.asarray(completions)

@@ -14,22 +14,20 @@ from sdpo_jax.errors import UserError
 
 
 def read(config: Config, model_config: str | None = None) -> tuple[DecoderPolicy, str]:
-  """Return the policy that a run would train, and where its sizes come from; arguments and errors as those of
-  `sizes`.
-  """
+  """Return the policy that a run would train and the source of its sizes; arguments and errors as for `sizes`."""
   values, source = sizes(config, model_config)
   return huggingface.describe(values, config.model), source
 
 
 def sizes(config: Config, model_config: str | None = None) -> tuple[dict[str, Any], str]:
-  """Return the config.json of a run's model, and where it comes from; no weights are read or downloaded.
+  """Return the config.json of a run's model and its source; no weights are read or downloaded.
 
   Args:
     config: settings; model.path may be a directory, a model of `models.published`, or another hub name.
     model_config: a config.json to use instead.
 
   Raises:
-    UserError: there is no config.json, it cannot be had from the hub, or its architecture is not supported.
+    UserError: there is no config.json, the hub cannot provide it, or its architecture is not supported.
   """
   path = model_config or config.model.path
   local = pathlib.Path(path).expanduser()
@@ -53,7 +51,7 @@ def sizes(config: Config, model_config: str | None = None) -> tuple[dict[str, An
 def _download(name: str) -> dict[str, object]:
   from huggingface_hub import errors, hf_hub_download
 
-  hub.unreachable()  # Then it fails at once.
+  hub.unreachable()  # If it is, go offline, so that the download fails at once.
   try:
     return json.loads(pathlib.Path(hf_hub_download(name, 'config.json')).read_text(encoding='utf-8'))
   except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError, ValueError) as error:

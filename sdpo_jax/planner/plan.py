@@ -1,8 +1,8 @@
 """Memory, time and cost of a run's programs on a TPU slice, from compiling them for it.
 
-Every number is of one of three kinds. [compiler]: what the TPU compiler says of its own program (memory, estimated
-cycles, what is sent). [table]: kernels for which it says nothing, scaled from schedules that were once dumped and
-counted. [arithmetic]: bytes ÷ bandwidth, operations ÷ peak. None is a measurement.
+Every number is of one of three kinds. [compiler]: the TPU compiler's figures for its program (memory, estimated cycles,
+bytes sent). [table]: kernels without an estimate, scaled from schedules that were once dumped and counted.
+[arithmetic]: bytes ÷ bandwidth, operations ÷ peak. None is a measurement.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from sdpo_jax.training.specs import declared_buckets, teacher_spec
 from sdpo_jax.types import TrainState
 
 GIB = 2**30
-# Seconds; assumptions, of no compiler and no data sheet. A message of the interconnect from a chip to the next:
+# Seconds; assumptions, from no compiler or data sheet. A message over the interconnect to the next chip:
 HOP = 0.7e-6
-# What the host does between two chunks of a decode loop, and in addition for each row: waits for the results, looks
-# which rows are done, refills them, and starts the next chunk.
+# Host time between two chunks of a decode loop, and in addition per row: waiting for the results, finding finished
+# rows, refilling them, and starting the next chunk.
 HOST_CHUNK, HOST_ROW = 2e-3, 15e-6
-# What lies in memory all the time, whichever program runs.
+# Memory that is always in use, whichever program runs.
 RESIDENT = ('base', 'sampling base', 'parameters', 'optimizer', 'teacher', 'teacher base', 'initial policy')
-# Label of the program that reads a part of a document, while nothing but the model and the document is in memory.
+# Label of the program that reads part of a document, while only the model and the document are in memory.
 READING = 'read document'
 BEFORE_THE_RUN = {'gather document': ('base',), READING: ('base', 'teacher base')}
 # Programs that read the sampler's copy of the trainable parameters.
@@ -55,34 +55,34 @@ SAMPLING = ('prefill', 'extend', 'empty', 'empty kept', 'decode', 'admit', 'keep
 
 @dataclasses.dataclass(frozen=True)
 class Assumptions:
-  """What the programs do not tell about a run."""
+  """Properties of a run that its programs do not determine."""
 
-  mean_completion: float  # Tokens of a completion on average.
-  longest_completion: float  # Tokens beyond which no completion goes.
-  mean_prompt: float  # Tokens of a prompt on average.
-  mean_reprompt: float  # Tokens of a teacher's prompt on average.
-  trained_fraction: float  # Of the samples, those with a signal.
-  evaluation_questions: int  # Of one evaluation; 0: there is none.
-  document: int  # Tokens of what the teacher of a cartridge reads; 0: it reads none.
+  mean_completion: float  # Average tokens per completion.
+  longest_completion: float  # Upper limit of a completion's tokens.
+  mean_prompt: float  # Average tokens per prompt.
+  mean_reprompt: float  # Average tokens per teacher's prompt.
+  trained_fraction: float  # Fraction of samples that have a signal.
+  evaluation_questions: int  # Per evaluation; 0: no evaluation.
+  document: int  # Tokens of the document that a cartridge's teacher reads; 0: none.
   price: float  # US dollars per chip-hour.
-  completion_spread: float = lengths.COMPLETION_SPREAD  # Standard deviation of the logarithm of a completion's length.
-  measured: str = ''  # Where lengths were measured; empty: nowhere.
+  completion_spread: float = lengths.COMPLETION_SPREAD  # Standard deviation of the logarithm of completion lengths.
+  measured: str = ''  # Source of measured lengths; empty: not measured.
 
   @classmethod
   def of(
     cls, config: Config, chip: Chip, *, price: float | None = None, run: str | None = None, document: int = 0
   ) -> Assumptions:
-    """Return those of the settings `plan` and, where they are None, of the limits.
+    """Return the assumptions of the settings `plan`, with limits as defaults where these are None.
 
     Args:
       config: settings.
-      chip: whose list price counts where there is no other.
+      chip: the chip whose list price is the default.
       price: US dollars per chip-hour.
-      run: directory or metrics.jsonl of a run whose lengths count instead.
-      document: tokens of what the teacher of a cartridge reads; 0: it reads none.
+      run: directory or metrics.jsonl of a run whose lengths override the settings.
+      document: tokens of the document that a cartridge's teacher reads; 0: none.
 
     Raises:
-      UserError: a length that the settings, or another one, rule out, or metrics that say nothing.
+      UserError: a length contradicts the settings or another length, or the metrics lack lengths.
     """
     data, given, reprompt = config.data, config.plan, declared_buckets(config).reprompt[-1]
     measured = {} if run is None else lengths.of_run(run)
@@ -93,7 +93,7 @@ class Assumptions:
 
     longest = known('longest_completion', data.max_response_length)
     mean_prompt = known('mean_prompt', data.max_prompt_length)
-    # A teacher who reads the student's own prompts reads as many tokens.
+    # A teacher that reads the student's own prompts reads as many tokens.
     reads_prompts = config.actor.self_distillation.teacher_context == 'prompt'
     questions = data.val_max_samples or given.evaluation_questions
     if questions is None:
@@ -126,33 +126,33 @@ class Assumptions:
 
 @dataclasses.dataclass
 class Estimate:
-  """One program on one chip; times are of one execution."""
+  """One program on one chip; times are per execution."""
 
   name: str
-  hbm: dict[str, float]  # GiB by what is held, that of other programs included.
+  hbm: dict[str, float]  # GiB by purpose, including memory of other programs.
   hbm_gib: float
   fits: bool
   matmul_tflop: float = 0.0
   seconds: float = 0.0
   seconds_by_source: dict[str, float] = dataclasses.field(default_factory=dict)
-  overlapped_collectives: float = 0.0  # Seconds on the wire of those that run beside other work.
+  overlapped_collectives: float = 0.0  # Seconds on the wire of overlapped collectives.
   collective_gb: dict[str, float] = dataclasses.field(default_factory=dict)
   kernel_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-  step_seconds: float | None = None  # Of a decode loop: one token of every row, averaged until the longest ends.
+  step_seconds: float | None = None  # Of a decode loop: one token per row, averaged until the longest ends.
   busy_step_seconds: float | None = None  # The same while a new sample follows each that ends.
   step_kernels: list[kernels.DecodeKernel] = dataclasses.field(default_factory=list)  # Of a decode loop.
   step_reads: traffic.StepReads | None = None  # Of a decode loop.
-  hottest: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # Of a decode loop: one turn.
+  hottest: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # Of a decode loop: one iteration.
   copies: list[dict[str, Any]] = dataclasses.field(default_factory=list)
   buffers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-  unbounded: list[str] = dataclasses.field(default_factory=list)  # Loops counted once for want of a bound.
+  unbounded: list[str] = dataclasses.field(default_factory=list)  # Loops counted once because their bound is unknown.
   error: str | None = None
   compile_seconds: float = 0.0
 
 
 @dataclasses.dataclass
 class Plan:
-  """What a run would need and take."""
+  """Memory, time and cost of a run."""
 
   topology: str
   compiler: str  # Its release.
@@ -164,33 +164,31 @@ class Plan:
   fits: bool
   assumptions: Assumptions
   programs: dict[str, Estimate]
-  phases: dict[str, float]  # Seconds of a generation batch.
+  phases: dict[str, float]  # Seconds per generation batch.
   step_seconds: float
   tokens_per_second: float
   tokens_per_second_per_chip: float
-  update_mfu: float  # Of live tokens, as everywhere: padding is no use.
+  update_mfu: float  # Of live tokens, as everywhere: padding does not count.
   step_mfu: float
-  fill: dict[str, float]  # Live share: 'rows' and 'tokens' of the update, 'sampler' of its rows times steps.
-  micro_batches: dict[str, int]  # Of a generation batch: the program that the shapes ask for → how often it runs.
+  fill: dict[str, float]  # Live fraction: 'rows' and 'tokens' of the update, 'sampler' of its rows times steps.
+  micro_batches: dict[str, int]  # Per generation batch: executions by program of the required shape.
   device_hours_per_100_steps: float
   cost_per_100_steps: float
   bottleneck: str
   warnings: list[str] = dataclasses.field(default_factory=list)
-  trained: int = 0  # Of the parameters; the others are frozen.
-  base_gib: float = 0.0  # GiB per chip of the frozen parameters; the update reads them, for student and teacher.
-  sampling_base_gib: float = (
-    0.0  # GiB per chip of the arrays that the sampler has of its own in the place of some of them.
-  )
-  slots: int = 0  # Of a cartridge; 0: there is none.
+  trained: int = 0  # Trainable parameters; the others are frozen.
+  base_gib: float = 0.0  # GiB per chip of the frozen parameters, which the update reads for student and teacher.
+  sampling_base_gib: float = 0.0  # GiB per chip of the sampler's own arrays, which replace some of them.
+  slots: int = 0  # Of a cartridge; 0: none.
   frozen_slots: int = 0
-  slots_gib: float = 0.0  # GiB per chip of the trained ones.
-  moments_gib: float = 0.0  # GiB per chip of the optimizer's state for them.
-  document_gib: float = 0.0  # GiB per chip of what the teacher reads.
-  reading_parts: int = 0  # In which it is read, one after the other, once per run.
-  reading_seconds: float = 0.0  # That it takes.
+  slots_gib: float = 0.0  # GiB per chip of the trained slots.
+  moments_gib: float = 0.0  # GiB per chip of their optimizer state.
+  document_gib: float = 0.0  # GiB per chip of the document as the teacher reads it.
+  reading_parts: int = 0  # Parts of the document, read one after the other, once per run.
+  reading_seconds: float = 0.0  # Time to read the document.
 
   def to_json(self) -> dict[str, Any]:
-    """Plain values; absent numbers are None."""
+    """Return plain values, with None for missing numbers."""
     return jsonable(dataclasses.asdict(self))
 
 
@@ -206,21 +204,21 @@ def make(
   keep: str | None = None,
   announce: Callable[[str], None] = lambda _: None,
 ) -> Plan:
-  """Compiles the programs of a run for a slice, one after the other, and adds up what they take.
+  """Compile the programs of a run for a slice, one after the other, and add up their costs.
 
   Args:
     config: settings.
     policy: the model.
     topology: the slice.
-    assumptions: about the run.
-    source: where the sizes of the model come from.
-    everything: every bucket and size of the cache, not only the largest and those that the micro-batches use.
-    only: labels (`update`, `decode` …) to keep to, at the largest bucket of each; None: all.
-    keep: a folder for what the compiler answers, from which it is taken the next time; None: nothing is kept.
-    announce: gets a line before and after each compilation.
+    assumptions: properties of the run.
+    source: the source of the model's sizes.
+    everything: whether to plan every bucket and cache size, not only the largest and those of the micro-batches.
+    only: labels (`update`, `decode` …) to plan, at the largest bucket of each; None: all.
+    keep: folder of cached compiler results; None: no cache.
+    announce: called with a line before and after each compilation.
 
   Raises:
-    UserError: a mesh that does not fit the slice or the model.
+    UserError: the mesh does not fit the slice or the model.
   """
   if assumptions.evaluation_questions:
     data = dataclasses.replace(config.data, val_max_samples=assumptions.evaluation_questions)
@@ -252,11 +250,11 @@ def make(
   announce(f'Compiling {len(names)} programs for {topology.name}, one after the other …')
   sampling_weights, refused = None, []
   compiler = answers.Compiler(f'{topology.name}, {topology.compiler}', keep)
-  # What the sampler holds of the base is there whichever program runs.
+  # The sampler's arrays for the base are always in memory.
   first = [name for name, program in found.items() if program.kind == 'prepare_base']
   for name, answer in compiled_for(mesh, compiler.asked_of(found), [*first, *names]):
     took = time.monotonic() - began
-    # A copy may live on two layouts' worth of memory while it is made; afterwards only the result is left.
+    # Making a copy may take memory for two layouts; afterwards only the result remains.
     if found[name].kind == 'prepare' and isinstance(answer, answers.Answer):
       sampling_weights = answer.results
     elif found[name].kind == 'prepare_base' and isinstance(answer, answers.Answer):
@@ -277,7 +275,7 @@ def make(
     if name in names or (name in first and estimate.error is not None):
       estimates[names.get(name, name)] = estimate
     if names.get(name) == 'decode' and config.trainer.test_freq and registry.EVALUATION + name not in found:
-      # The same program; what it spends on leaving out unlikely tokens is decided while it runs.
+      # The same program; the cost of truncated sampling is decided at run time.
       same = dataclasses.replace(found[name], evaluation=True)
       estimates[same.label] = cost(registry.EVALUATION + name, same)
     said = f'{estimate.hbm_gib:.2f} GiB, {estimate.seconds:.3g} s' if estimate.error is None else estimate.error
@@ -297,7 +295,7 @@ def make(
 
 
 def drawn_samples(config: Config, assumptions: Assumptions) -> workload.Samples:
-  """Return samples of a generation batch with the lengths that are assumed."""
+  """Return samples of a generation batch with the assumed lengths."""
   names = ('mean_prompt', 'mean_completion', 'longest_completion', 'mean_reprompt')
   names += ('trained_fraction', 'completion_spread')
   return workload.draw(config, **{name: getattr(assumptions, name) for name in names})
@@ -306,18 +304,21 @@ def drawn_samples(config: Config, assumptions: Assumptions) -> workload.Samples:
 def compiled_for(
   mesh: jax.sharding.Mesh, found: Mapping[str, registry.Program], names: Iterable[str]
 ) -> Iterator[tuple[str, answers.Answer | jax.errors.JaxRuntimeError]]:
-  """Compile programs as `programs.compile_programs` does, and tell kernels which chip they are for.
+  """Compile programs as `programs.compile_programs` does, with the target chip set for kernels.
 
-  Kernels ask for it while they are traced. On several chips each shard's mesh answers; on one chip nothing is sharded,
-  and the answer would be the device of this process.
+  Kernels ask for the chip while they are traced. On several chips each shard's mesh tells; on one chip nothing is
+  sharded, and the answer would be the device of this process.
   """
   with jax.set_mesh(mesh) if mesh.size == 1 else contextlib.nullcontext():
     yield from registry.compile_programs(found, names)
 
 
 def select(found: Mapping[str, registry.Program], everything: bool, used: Iterable[str] = ()) -> dict[str, str]:
-  """Return label → registered name: the largest of each kind under its label, which is what has to fit, and under their
-  names those of `used`, which is what takes the time; with `everything` all others too."""
+  """Select programs to plan; return registered names by label or name.
+
+  The largest program of each label determines whether the run fits; those in `used`, under their own names, determine
+  the time; with `everything`, all others are included too.
+  """
   named: dict[str, list[str]] = {}
   for name, program in found.items():
     named.setdefault(program.label, []).append(name)
@@ -330,7 +331,7 @@ def select(found: Mapping[str, registry.Program], everything: bool, used: Iterab
 
 
 def resident_bytes(found: Mapping[str, registry.Program]) -> dict[str, float]:
-  """Return the bytes on one device by what programs are given, of which `RESIDENT` is there whichever of them runs."""
+  """Return the bytes on one device by kind of argument; those in `RESIDENT` stay in memory whichever program runs."""
   held: dict[str, float] = {}
   for kind in ('initial', 'update', 'apply'):
     held |= next((held_bytes(program) for program in found.values() if program.kind == kind), {})
@@ -340,8 +341,9 @@ def resident_bytes(found: Mapping[str, registry.Program]) -> dict[str, float]:
 def held_bytes(
   program: registry.Program, argument_bytes: Sequence[Sequence[int | None]] | None = None
 ) -> dict[str, float]:
-  """Return the bytes on one device of a program's arguments by what they are; `argument_bytes` None: as the abstract
-  arrays lie.
+  """Return the bytes on one device of a program's arguments, by purpose.
+
+  Without `argument_bytes`, they follow from the abstract arrays.
   """
   held: dict[str, float] = {}
   parts = {'trainable': 'parameters', 'opt_state': 'optimizer', 'teacher': 'teacher'}
@@ -362,12 +364,12 @@ def _memory(
   resident: Mapping[str, float],
   sampling_weights: float | None,
 ) -> dict[str, float]:
-  """GiB on one device by what is held while a program runs."""
+  """Return the GiB in use on one device, by purpose, while a program runs."""
   held = held_bytes(program, answer.argument_bytes)
   padding = answer.arguments_in_all - sum(held.values())
   kind = program.kind.removeprefix(registry.FEEDBACK)  # A sampler like that of the completions.
   if kind in SAMPLING:
-    # All of the copy is there, also what this program does not read.
+    # The whole copy is in memory, even what this program does not read.
     held['sampling weights'] = max(held.pop('parameters', 0.0), sampling_weights or 0.0)
   made = max(0, answer.results - answer.aliased)
   made_of = {
@@ -398,8 +400,10 @@ _UNITS = {'': 1, 'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
 
 
 def parse_out_of_memory(text: str) -> tuple[float | None, list[dict[str, Any]]]:
-  """GiB that a program would have used (None: the message does not say) and its largest buffers, from the compiler's
-  message."""
+  """Return the GiB that a program would have used, and its largest buffers, from the compiler's error message.
+
+  The GiB are None if the message lacks them.
+  """
   found = next((match for pattern in _USED if (match := pattern.search(text))), None)
   used = float(found['used']) * _UNITS[found['unit'].upper()] / GIB if found else None
   buffers = []
@@ -436,19 +440,19 @@ def estimated(
   assumptions: Assumptions,
   samples: workload.Samples,
 ) -> Estimate:
-  """Return what a program takes on one chip.
+  """Return the cost of a program on one chip.
 
   Args:
-    name: of the program.
-    program: what was compiled.
-    answer: of the compiler.
-    config: settings; how completions are sampled.
-    chip: on which it runs.
-    axes: of the mesh.
-    resident: bytes of what is there whichever program runs.
-    sampling_weights: bytes of the sampler's copy of the trainable parameters; None: they are not known.
-    assumptions: about the run.
-    samples: lengths.
+    name: the program's name.
+    program: the compiled program.
+    answer: the compiler's result.
+    config: settings, including how completions are sampled.
+    chip: the chip on which it runs.
+    axes: the mesh axes.
+    resident: bytes that are always in use.
+    sampling_weights: bytes of the sampler's copy of the trainable parameters; None: unknown.
+    assumptions: properties of the run.
+    samples: lengths of the samples.
   """
   if not isinstance(answer, answers.Answer):
     return _refused(name, answer, resident)
@@ -467,7 +471,7 @@ def estimated(
     _fill(estimate, _costs(once, chip, axes), 1.0)
     estimate.unbounded = [loop.op_name or loop.name for loop in once.unbounded]
     return estimate
-  # Steps of the loop: what one more turn adds, beside what happens once.
+  # Cost per step of the loop: one more iteration without one-time costs.
   none = _costs(hlo.trace(module, unknown_trips=0, branch=branch), chip, axes)
   turn = _minus(_costs(once, chip, axes), none)
   _fill_decode(
@@ -489,13 +493,13 @@ def _fill_decode(
   """Price a decode loop: until the longest of the last samples ends, and per step while others wait for a row.
 
   Args:
-    estimate: gets the costs.
+    estimate: receives the costs.
     program: the loop.
-    none: what happens once in a chunk of steps.
-    turn: what one more step adds, attention to the cache aside.
-    attention: the kernels of a step that attend to the cache, and to the chunk's own tokens.
-    assumptions: about the run.
-    samples: lengths.
+    none: one-time costs in a chunk of steps.
+    turn: costs of one more step without attention to the cache.
+    attention: a step's kernels that attend to the cache and to the chunk's own tokens.
+    assumptions: properties of the run.
+    samples: lengths of the samples.
   """
   chunk, steps = program.static['steps'], int(samples.completion.max())
 
@@ -507,7 +511,7 @@ def _fill_decode(
       for kernel in attention
     )
 
-  # Between two chunks the host looks at every row, and the device waits.
+  # Between two chunks the host checks every row while the device waits.
   none.sources['host'] = HOST_CHUNK + HOST_ROW * (program.rows or 0)
   last, busy = dict(turn.sources), dict(turn.sources)
   last['cache'], busy['cache'] = cache_seconds('last'), cache_seconds('busy')
@@ -542,7 +546,7 @@ def _described(buffer: hlo.Buffer) -> dict[str, Any]:
 
 
 def _truncates(config: Config, program: registry.Program) -> bool:
-  """Return whether sampling leaves tokens out, which takes the dearer branches of the loop."""
+  """Return whether sampling is truncated, which takes the more expensive branches of the loop."""
   knobs = config.val_kwargs if program.evaluation else config.rollout
   return knobs.top_p < 1 or knobs.top_k > 0 or knobs.temperature <= 0
 
@@ -554,7 +558,7 @@ class _Costs:
   collectives: dict[str, float]  # Bytes on the wire.
   overlapped: float  # Seconds.
   kernels: dict[str, float]  # Seconds by kernel.
-  decoding: list[hlo.Kernel]  # Kernels that attend to the cache, whose time is not in `sources`.
+  decoding: list[hlo.Kernel]  # Kernels that attend to the cache; their time is not in `sources`.
 
 
 def _costs(trace: hlo.Trace, chip: Chip, axes: Mapping[str, int]) -> _Costs:
@@ -597,7 +601,7 @@ def _minus(one: _Costs, other: _Costs) -> _Costs:
 
 
 def _fill(estimate: Estimate, costs: _Costs, times: float) -> None:
-  """Add `times` executions of `costs`."""
+  """Add `times` executions of `costs` to the estimate."""
 
   def add(into: dict[str, float], values: Mapping[str, float], scale: float) -> None:
     into.update({key: into.get(key, 0.0) + value * times * scale for key, value in values.items() if value})
@@ -608,7 +612,7 @@ def _fill(estimate: Estimate, costs: _Costs, times: float) -> None:
   estimate.matmul_tflop += costs.flops * times / 1e12
   estimate.overlapped_collectives += costs.overlapped * times
   estimate.seconds = sum(estimate.seconds_by_source.values())
-  # Work that hides communication cannot be shorter than it.
+  # Work that hides communication cannot take less time than it.
   hidden = estimate.overlapped_collectives - estimate.seconds
   if hidden > 0:
     estimate.seconds_by_source['collectives that outlast the work beside them'] = hidden
@@ -669,7 +673,7 @@ def _summary(
     tokens_per_second=drawn / total if total > 0 else math.nan,
     tokens_per_second_per_chip=drawn / total / chips if total > 0 else math.nan,
     update_mfu=rate(useful['update'], phases.get('update', math.nan)),
-    # What was not planned took no time, and counts for nothing.
+    # Programs that were not planned count as zero.
     step_mfu=rate(sum(flops for phase, flops in useful.items() if phase in phases), total),
     fill={
       'rows': work.live_rows / max(work.rows, 1),
@@ -688,7 +692,7 @@ def _summary(
 
 
 def _cartridge(policy: Policy, resident: Mapping[str, float]) -> dict[str, float]:
-  """Return the fields of a plan that are about a cartridge, if there is one."""
+  """Return the plan's fields about a cartridge; empty without one."""
   prefix = policy.adapter
   if not isinstance(prefix, KVPrefix):
     return {}
@@ -698,7 +702,7 @@ def _cartridge(policy: Policy, resident: Mapping[str, float]) -> dict[str, float
 
 
 def _warnings(config: Config, mesh: jax.sharding.Mesh) -> list[str]:
-  """Return sentences about settings with which devices idle."""
+  """Return warnings about settings that leave devices idle."""
   sequences = config.actor.ppo_mini_batch_size * config.rollout.n
   if sequences >= mesh.size:
     return []
@@ -710,7 +714,7 @@ def _warnings(config: Config, mesh: jax.sharding.Mesh) -> list[str]:
 
 
 def _bottleneck(phases: Mapping[str, float]) -> str:
-  """Return the phase that takes longest; one of unknown length counts as the longest."""
+  """Return the longest phase; one of unknown length counts as the longest."""
   if not phases:
     return ''
   return max(phases, key=lambda phase: phases[phase] if math.isfinite(phases[phase]) else math.inf)
@@ -724,15 +728,15 @@ def phase_seconds(
   estimates: Mapping[str, Estimate],
   used: Mapping[str, Sequence[str]],
 ) -> dict[str, float]:
-  """Seconds of a generation batch by phase; evaluation as its share of a step.
+  """Return the seconds per generation batch by phase; evaluation is spread over the steps.
 
   Args:
     config: settings.
     mesh: the devices.
-    assumptions: about the run.
-    samples: lengths.
-    estimates: by label, or by name.
-    used: from `workload.used`. A micro-batch whose own program has no estimate takes the time of the largest.
+    assumptions: properties of the run.
+    samples: lengths of the samples.
+    estimates: estimates by label or name.
+    used: programs from `workload.used`. A micro-batch whose program has no estimate takes the time of the largest.
   """
   by_name = {estimate.name: estimate for estimate in estimates.values()}
 
@@ -775,25 +779,25 @@ def phase_seconds(
 
 
 def _rows(config: Config, mesh: jax.sharding.Mesh, samples: int) -> int:
-  """Rows of each shard in the sampler."""
+  """Return the rows per shard in the sampler."""
   return sizes.shard_rows(samples, config.rollout.max_batch_rows, mesh.shape[meshes.FSDP])
 
 
 def _prefills(config: Config, mesh: jax.sharding.Mesh, questions: int, n: int) -> int:
-  """Call of the prefill that `questions` with `n` completions each take."""
+  """Return the number of prefill calls for `questions` with `n` completions each."""
   together = sizes.prompts_together(declared_buckets(config).prompt[-1], _rows(config, mesh, questions * n))
   return math.ceil(questions / (mesh.shape[meshes.FSDP] * together))
 
 
 def _waiting(config: Config, mesh: jax.sharding.Mesh, samples: workload.Samples, count: int) -> tuple[int, float]:
-  """(rows of the sampler, decode steps in which some of `count` completions wait for one).
+  """Return (rows of the sampler, decode steps in which some of `count` completions wait for one).
 
-  Slots are refilled: while samples wait, each takes the mean completion's time; those admitted last take the longest's.
+  Rows are refilled: while samples wait, each takes the mean completion's time; the last ones take the longest's.
   """
   rows = _rows(config, mesh, count) * mesh.shape[meshes.FSDP]
   return rows, max(count / rows - 1, 0) * float(samples.completion.mean())
 
 
 def decode_flops(policy: Policy, prompt: int, completion: int) -> float:
-  """Operations of sampling one completion: as one forward pass over all its tokens."""
+  """Return the FLOPs of sampling one completion, counted as one forward pass over all its tokens."""
   return forward_flops(policy, 1, prompt + completion, completion)

@@ -1,4 +1,4 @@
-"""A plan as text: Markdown tables that read well on a terminal."""
+"""Plans as text: Markdown tables that are readable on a terminal."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _count(number: int) -> str:
 
 
 def _beside_base(trained: str) -> dict[str, str]:
-  """Return what parts are called where the model is frozen, and something else is trained."""
+  """Return labels of memory for runs that train something beside a frozen model."""
   return {
     'parameters': trained,
     'teacher': f"teacher's {trained}",
@@ -74,12 +74,12 @@ def _beside_base(trained: str) -> dict[str, str]:
 
 
 def memory(programs: dict[str, Estimate], limit: float, trained: Literal['', 'adapter', 'slots'] = '') -> str:
-  """GiB on a chip by what is held; what no program has is left out.
+  """Return a table of GiB per chip by purpose; rows that are empty for all programs are left out.
 
   Args:
-    programs: by label.
-    limit: GiB that a program may use.
-    trained: what is trained beside a frozen model; empty: the model is trained.
+    programs: estimates by label.
+    limit: GiB available to a program.
+    trained: what is trained beside a frozen model; empty: the model itself.
   """
   parts = [part for part in _MEMORY if any(abs(e.hbm.get(part, 0)) >= 0.005 for e in programs.values())]
   rows = []
@@ -93,7 +93,7 @@ def memory(programs: dict[str, Estimate], limit: float, trained: Literal['', 'ad
 
 
 def base(plan: Plan) -> str:
-  """How often the frozen parameters are there, in a sentence; empty where all are trained."""
+  """Return a sentence on the copies of the frozen parameters; '' if all are trained."""
   if not plan.base_gib:
     return ''
   size = f'The frozen base takes {plan.base_gib:.3g} GiB per chip'
@@ -108,7 +108,7 @@ def base(plan: Plan) -> str:
 
 
 def cartridge(plan: Plan) -> str:
-  """Return what slots and document take, in sentences; empty without a cartridge."""
+  """Return sentences on the memory of slots and document; '' without a cartridge."""
   if not plan.slots:
     return ''
   trained = plan.slots - plan.frozen_slots
@@ -131,7 +131,7 @@ def cartridge(plan: Plan) -> str:
 
 
 def times(programs: dict[str, Estimate]) -> str:
-  """Seconds of one execution by where they come from."""
+  """Return a table of the seconds per execution, by source."""
   sources = [name for name in _SOURCES if any(e.seconds_by_source.get(name) for e in programs.values())]
   rows = []
   for label, estimate in programs.items():
@@ -147,7 +147,7 @@ def times(programs: dict[str, Estimate]) -> str:
 
 
 def collectives(programs: dict[str, Estimate], least: float = 0.01) -> str:
-  """GB that a chip sends in one execution, by kind and mesh axes."""
+  """Return a table of the GB that a chip sends per execution, by kind and mesh axes."""
   rows = [
     [label, name, _number(size)]
     for label, estimate in programs.items()
@@ -158,7 +158,7 @@ def collectives(programs: dict[str, Estimate], least: float = 0.01) -> str:
 
 
 def text(plan: Plan) -> str:
-  """Return the whole plan."""
+  """Return the complete report."""
   a = plan.assumptions
   mesh = ' × '.join(f'{name}={size}' for name, size in plan.mesh.items())
   frozen = plan.trained < plan.parameters
@@ -229,7 +229,7 @@ def text(plan: Plan) -> str:
 
 
 def _lengths(plan: Plan) -> str:
-  """Return what was assumed of the run, in a sentence."""
+  """Return a sentence on the assumed lengths."""
   a = plan.assumptions
   source = f'as measured in {a.measured}' if a.measured else 'from the settings plan.…, where None the limits'
   held_out = (
@@ -243,7 +243,7 @@ def _lengths(plan: Plan) -> str:
 
 
 def _micro_batches(plan: Plan) -> str:
-  """Which programs the micro-batches of a step run, and whether they were planned."""
+  """Return which programs a step's micro-batches run, and whether they were planned."""
   names = {estimate.name for estimate in plan.programs.values()}
   ran = ', '.join(
     f'{count} × {name}' + ('' if name in names else ' (taken as the largest)')
@@ -254,7 +254,7 @@ def _micro_batches(plan: Plan) -> str:
 
 
 def search(results: Sequence[Candidate]) -> str:
-  """Return combinations of settings, the best first."""
+  """Return a table of candidate settings, best first."""
   if not results:
     return 'Nothing to try: no other mesh, micro-batch, remat or number of rows is possible here.'
   rows = [

@@ -31,20 +31,20 @@ def plan(
   announce: Callable[[str], None],
   show: Callable[[str], None],
 ) -> planning.Plan:
-  """Plans a run for a slice, shows the report and writes the numbers.
+  """Plan a run for a slice, show the report and write the numbers.
 
   Args:
     config: settings.
     topology: name of the slice.
-    output: JSON file; None: none.
+    output: JSON file for the numbers; None: none.
     model_config: a config.json to use instead of that of model.path.
     everything: compile every bucket.
-    search_over: what to vary; empty: nothing.
+    search_over: settings to vary; empty: no search.
     price: US dollars per chip-hour; None: the list price.
-    lengths_of: directory or metrics.jsonl of a run whose completions count; None: the settings `plan`.
-    keep: folder for what the compiler answers, from which it is taken the next time; None: nothing is kept.
-    announce: gets lines of progress.
-    show: gets the report.
+    lengths_of: directory or metrics.jsonl of a run with the lengths to assume; None: the settings `plan`.
+    keep: folder of cached compiler results; None: no cache.
+    announce: called with lines of progress.
+    show: called with the report.
 
   Raises:
     UserError: libtpu is missing, the slice is unknown, the mesh does not fit it, the model has no config.json, or the

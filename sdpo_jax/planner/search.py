@@ -1,4 +1,4 @@
-"""Tries settings that change memory and speed but nothing that is learned, and ranks them."""
+"""Search over settings that change memory and speed but not what is learned."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from sdpo_jax.planner import plan as planning
 from sdpo_jax.planner.topology import Topology
 
 SEARCHED = ('mesh', 'micro_batch', 'remat', 'rows')
-_MICRO = (1, 2, 4)  # Rows a chip.
+_MICRO = (1, 2, 4)  # Rows per chip.
 _ROWS = (64, 128, 256, 384, 512, 1024)
-REMATS = ('full', 'save_attention', 'dots', 'none')  # From the least memory to the most.
+REMATS = ('full', 'save_attention', 'dots', 'none')  # From least to most memory.
 _TRAINING = ('initial', 'score', 'update')
 _SAMPLING = ('prepare', 'prefill', 'decode')
 
@@ -28,13 +28,13 @@ class Part:
 
   settings: dict[str, Any]
   fits: bool
-  hbm_gib: float  # Of its largest program.
-  seconds: float  # A step.
+  hbm_gib: float  # GiB of its largest program.
+  seconds: float  # Per step.
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-  """An update and a sampler that go together."""
+  """A combination of an update and a sampler."""
 
   settings: dict[str, Any]
   fits: bool
@@ -53,13 +53,13 @@ def search(
   announce: Callable[[str], None] = lambda _: None,
   keep: str | None = None,
 ) -> list[Candidate]:
-  """Return combinations of mesh, micro-batch, remat and rows decoded at once, the best first.
+  """Return combinations of mesh, micro-batch, remat and decoded rows, best first.
 
-  The update and the sampler share only the mesh, so that each is tried by itself: for every mesh the fastest update
-  that fits goes with every sampler and the fastest sampler with every update.
+  The update and the sampler share only the mesh, so each is tried on its own: for every mesh the fastest update that
+  fits is combined with every sampler, and the fastest sampler with every update.
 
   Raises:
-    UserError: `over` names something that cannot be searched.
+    UserError: `over` has a name that cannot be searched.
   """
   check(over)
   chips = len(topology.devices)
@@ -90,10 +90,10 @@ def search(
 
 
 def check(over: Sequence[str]) -> None:
-  """Check the names of what is to be varied.
+  """Check the names of the settings to vary.
 
   Raises:
-    UserError: one is unknown.
+    UserError: a name is unknown.
   """
   unknown = [name for name in over if name not in SEARCHED]
   if unknown:
@@ -104,12 +104,12 @@ def _order(part: Part | Candidate) -> tuple[bool, float, float]:
   def known(value: float) -> float:
     return value if math.isfinite(value) else math.inf
 
-  # What fits by speed; what does not by how much is missing.
+  # Fitting candidates by speed; others by how much memory is missing.
   return (False, known(part.seconds), 0.0) if part.fits else (True, known(part.hbm_gib), known(part.seconds))
 
 
 def meshes(config: Config, policy: Policy, chips: int, over: Sequence[str]) -> list[dict[str, Any]]:
-  """Return settings of the meshes to try: every `tensor` that divides chips, heads, MLP and vocabulary."""
+  """Return the settings of the meshes to try: every `tensor` that divides chips, heads, MLP and vocabulary."""
   if 'mesh' not in over:
     return [{}]
   model = policy.config
@@ -131,7 +131,7 @@ def meshes(config: Config, policy: Policy, chips: int, over: Sequence[str]) -> l
 
 
 def update_options(config: Config, chips: int, over: Sequence[str]) -> list[dict[str, Any]]:
-  """Micro-batches of one, two and four rows a chip, with every remat policy."""
+  """Return the updates to try: micro-batches of one, two and four rows per chip, with every remat policy."""
   rows = config.actor.ppo_mini_batch_size * config.rollout.n
   sizes = [chips * size for size in _MICRO if chips * size <= max(rows, chips)] if 'micro_batch' in over else [None]
   remats = REMATS if 'remat' in over else [None]
@@ -146,7 +146,7 @@ def update_options(config: Config, chips: int, over: Sequence[str]) -> list[dict
 
 
 def sampling_options(config: Config, over: Sequence[str]) -> list[dict[str, Any]]:
-  """Rows decoded at once, up to all of a generation batch."""
+  """Return the numbers of rows to decode at once, up to a whole generation batch."""
   if 'rows' not in over:
     return [{}]
   total = config.data.train_batch_size * config.rollout.n
@@ -154,7 +154,7 @@ def sampling_options(config: Config, over: Sequence[str]) -> list[dict[str, Any]
 
 
 def changed(config: Config, settings: dict[str, Any]) -> Config:
-  """Return a copy with other settings, validated."""
+  """Return a validated copy with other settings."""
   other = copy.deepcopy(config)
   for name, value in settings.items():
     *sections, leaf = name.split('.')
@@ -166,7 +166,7 @@ def changed(config: Config, settings: dict[str, Any]) -> Config:
 
 
 def _demand(settings: dict[str, Any]) -> tuple[int, ...]:
-  """Return what grows with the memory that a candidate takes."""
+  """Return the settings with which a candidate's memory grows, as sortable numbers."""
   remat = settings.get('model.remat', REMATS[0])
   return (
     settings.get('actor.ppo_micro_batch_size', 0),
@@ -185,7 +185,7 @@ def _parts(
   announce: Callable[[str], None],
   keep: str | None,
 ) -> list[Part]:
-  """Return the options compiled, the least demanding first; none that asks for more than one that did not fit."""
+  """Compile options from least to most memory; skips those that need more than one that did not fit."""
   found: list[Part] = []
   for option in sorted(options, key=_demand):
 

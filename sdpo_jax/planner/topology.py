@@ -1,4 +1,4 @@
-"""TPU slices as compilers see them: device descriptions without the devices."""
+"""TPU slices for compilation: descriptions of devices without the devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.errors import UserError
 
-# What keeps libtpu from looking for a TPU, for its metadata server, and for the lock of another process.
+# Keeps libtpu from looking for a TPU, its metadata server, and the lock of another process.
 ENVIRONMENT = {
   'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
   'TPU_ACCELERATOR_TYPE': 'v5litepod-64',
@@ -31,15 +31,15 @@ class Chip:
   """One chip of a TPU generation."""
 
   name: str
-  hbm_gib: float  # What a program may use, as the compiler's own out-of-memory message says.
+  hbm_gib: float  # Available to a program, according to the compiler's own out-of-memory message.
   flops: float  # Dense bf16 FLOP/s (data sheet).
   hbm_bandwidth: float  # Byte/s (data sheet).
-  clock: float  # Hz; with the matrix units' products a cycle it makes up `flops`.
-  ici_bandwidth: float  # Byte/s that a chip at the corner of a slice without wraparound can send.
-  price: float  # US dollars a chip-hour: on-demand list price, which changes; a default only.
+  clock: float  # Hz; times the products per cycle of the matrix units it gives `flops`.
+  ici_bandwidth: float  # Byte/s that a chip at a corner of a slice without wraparound can send.
+  price: float  # US dollars per chip-hour: on-demand list price, which changes; only a default.
   smallest: str  # The smallest slice that the compiler describes; single chips are taken from it.
   slices: tuple[str, ...]  # Examples for messages.
-  longest: int  # Chips along an axis of the largest slice; with more the compiler ends the process.
+  longest: int  # Chips along an axis of the largest slice; with more the compiler aborts the process.
 
 
 def _data_sheet(kind: str) -> dict[str, float | None]:
@@ -86,7 +86,7 @@ CHIPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-  """A slice: its name, its kind of chip, and descriptions of its devices that programs can be compiled for."""
+  """A slice: its name, its chip type, and descriptions of its devices for compilation."""
 
   name: str
   chip: Chip
@@ -94,16 +94,16 @@ class Topology:
 
   @property
   def compiler(self) -> str:
-    """Which compiler answers, since each release of libtpu compiles in its own way: libtpu built on …"""
+    """Return the versions of jax and libtpu, since each libtpu release compiles differently."""
     built = re.search(r'Built on (\w+ +\d+ \d+)', self.devices[0].client.platform_version)
     return f'jax {jax.__version__}, libtpu' + (f' built on {built.group(1)}' if built else '')
 
 
 def describe(name: str) -> Topology:
-  """Return the slice `name`, e.g. v5e:8x8 (v5e:1x1 is one chip); needs libtpu, but no TPU.
+  """Describe the slice `name`, e.g. v5e:8x8 (v5e:1x1 is one chip); needs libtpu, but no TPU.
 
   Raises:
-    UserError: libtpu is not installed, or there is no such slice.
+    UserError: libtpu is not installed, or the slice does not exist.
   """
   if importlib.util.find_spec('libtpu') is None and 'TPU_LIBRARY_PATH' not in os.environ:
     raise UserError(

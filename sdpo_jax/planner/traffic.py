@@ -1,4 +1,4 @@
-"""What one step of a compiled decode loop reads from a chip's HBM: weights, the cache, and everything else."""
+"""HBM reads of one step of a compiled decode loop: weights, the cache, and everything else."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from typing import Literal
 from models.attention import decode_kernel
 from sdpo_jax.planner import hlo, kernels
 
-# Arguments of the program `decode.advance` by the beginning of their names.
+# Arguments of the program `decode.advance`, by name prefix.
 _WEIGHTS, _CACHE = ('base', 'trainable'), 'cache.stores'
 
 
 @dataclasses.dataclass(frozen=True)
 class StepReads:
-  """Bytes that a chip reads from HBM to draw one token of each of its rows; what stays in VMEM is not among them."""
+  """Bytes that a chip reads from HBM to draw one token for each of its rows, excluding arrays kept in VMEM."""
 
-  weights: float  # In compute dtype, as the sampler's copy holds them.
-  recent: float  # Keys and values of the tokens that this chunk of steps has drawn.
+  weights: float  # In compute dtype, as in the sampler's copy.
+  recent: float  # Keys and values of the tokens drawn in this chunk of steps.
   rest: float  # Activations, logits, sampling.
-  chunk: float  # A step's share of what is read before and after the loop.
-  strays: float  # Bytes of the cache that something else than its attention kernel reads, as a copy of it would.
-  slot: float  # What the kernel reads for one slot of every row and layer.
-  slots: int  # Of a row.
-  block: int  # Slots that the kernel reads together.
+  chunk: float  # A step's share of the reads before and after the loop.
+  strays: float  # Bytes of the cache read by anything but its attention kernel, for example a copy.
+  slot: float  # Bytes that the kernel reads per slot index, over all rows and layers.
+  slots: int  # Slots per row.
+  block: int  # Slots that the kernel reads at once.
 
   def cache(self, filled: float) -> float:
-    """Bytes that the kernel reads where every row holds `filled` tokens: whole blocks, at least one."""
+    """Return the bytes that the kernel reads if every row holds `filled` tokens: whole blocks, at least one."""
     return self.slot * min(max(math.ceil(filled / self.block), 1) * self.block, self.slots)
 
   def total(self, filled: float) -> float:
-    """Bytes of everything where every row holds `filled` tokens."""
+    """Return all bytes read if every row holds `filled` tokens."""
     return self.weights + self.recent + self.rest + self.chunk + self.strays + self.cache(filled)
 
 
 def of_step(module: hlo.Module, steps: int, branch: Literal['dearest', 'cheapest']) -> StepReads:
-  """Return what a step of a decode loop reads.
+  """Return the bytes that a step of a decode loop reads.
 
   Args:
-    module: of the program `decode.advance`.
-    steps: that it takes at most.
-    branch: which branch of a conditional is taken.
+    module: the compiled program `decode.advance`.
+    steps: its maximum number of steps.
+    branch: which branch of a conditional to count.
   """
   once, never = (hlo.reads(hlo.trace(module, unknown_trips=trips, branch=branch)) for trips in (1, 0))
   outside = _by_kind(never)
@@ -62,9 +62,7 @@ def of_step(module: hlo.Module, steps: int, branch: Literal['dearest', 'cheapest
 
 
 def _by_kind(reads: Iterable[hlo.Read]) -> dict[str, float]:
-  """Bytes by what is read; of the stacks that a kernel gets, each time one layer of the rows that it has results
-  for.
-  """
+  """Return the bytes read, by kind; kernels read one layer of a stack per execution, for the rows of their results."""
   sums = dict.fromkeys(('weights', 'cache', 'recent', 'strays', 'rest'), 0.0)
   for read in reads:
     kind, size = _kind(read), read.bytes

@@ -1,4 +1,4 @@
-"""One generation batch of a run as its own batching deals it out: which shapes it takes, and what of them is live."""
+"""The micro-batches of a generation batch: the shapes that a run uses, and their live rows and tokens."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from sdpo_jax.training import batching
 from sdpo_jax.training.specs import declared_buckets, objective_spec
 from sdpo_jax.types import Batch, Rollouts, TokenRows
 
-Shape = tuple[int, ...]  # Rows, then tokens of a row of every side, then targets.
+Shape = tuple[int, ...]  # Rows, then tokens per row on each side, then targets.
 
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-  """Tokens of the N samples of a generation batch, in batch order."""
+  """Lengths in tokens of the N samples of a generation batch, in batch order."""
 
   prompt: np.ndarray  # [N] int.
   completion: np.ndarray  # [N] int.
   reprompt: np.ndarray  # [N] int.
-  trained: np.ndarray  # [N] bool, the others have no signal and pass through no update.
+  trained: np.ndarray  # [N] bool; samples without a signal take part in no update.
 
   def __len__(self) -> int:
     return len(self.prompt)
@@ -35,18 +35,18 @@ class Samples:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """What the update and the scoring passes of a generation batch run."""
+  """The update and scoring passes of a generation batch."""
 
-  updates: tuple[Shape, ...]  # Of every micro-batch.
+  updates: tuple[Shape, ...]  # One per micro-batch.
   scores: tuple[Shape, ...]
-  initials: tuple[Shape, ...]  # Of the scoring by the initial policy.
-  live_rows: int  # Of the updates: rows that hold a sample.
+  initials: tuple[Shape, ...]  # Scoring by the initial policy.
+  live_rows: int  # Rows in updates that hold a sample.
   rows: int
-  live_tokens: int  # Of the updates, student's and teacher's sides: tokens that are no padding.
+  live_tokens: int  # Tokens in updates, on the student's and teacher's sides, that are not padding.
   tokens: int
-  useful_flops: float  # Operations of the updates that live tokens cannot do without.
-  scored_flops: float  # The same of scoring.
-  initial_flops: float  # The same of scoring by the initial policy.
+  useful_flops: float  # Operations in updates that live tokens require.
+  scored_flops: float  # The same for scoring.
+  initial_flops: float  # The same for scoring by the initial policy.
 
 
 def draw(
@@ -59,7 +59,7 @@ def draw(
   trained_fraction: float,
   completion_spread: float,
 ) -> Samples:
-  """Return samples with these means, the same at every call: quantiles of log-normal lengths in a random order."""
+  """Return samples with these means, equal at every call: quantiles of log-normal lengths in a random order."""
   count, n = config.data.train_batch_size * config.rollout.n, config.rollout.n
   data, shuffle = config.data, np.random.default_rng(0).permutation
   prompt = quantiles(mean_prompt, data.max_prompt_length, count // n, PROMPT_SPREAD)
@@ -77,15 +77,15 @@ def draw(
 def of_batch(
   config: Config, policy: Policy, samples: Samples, devices: int, share: bool, teacher: Policy | None = None
 ) -> Workload:
-  """Return what a run does with a generation batch of these lengths.
+  """Return the workload of a generation batch with these lengths.
 
   Args:
     config: settings.
     policy: the model, for its operations.
     samples: lengths.
-    devices: that share the rows of a micro-batch.
+    devices: number of devices that share the rows of a micro-batch.
     share: from `batching.shares_prompts`.
-    teacher: who reads the teacher's prompts, likewise; None: the model.
+    teacher: model that reads the teacher's prompts; None: the model itself.
   """
   spec, batch = objective_spec(config), _batch(config, samples)
   updates, live_rows, rows, live_tokens, tokens = [], 0, 0, 0, 0
@@ -115,7 +115,7 @@ def of_batch(
     pairs = zip((prompts + samples.completion)[chosen].tolist(), samples.completion[chosen].tolist(), strict=True)
     return sum(flops(reader, 1, whole, completion) for whole, completion in pairs)
 
-  moved = samples.trained | (spec.entropy_bonus or spec.kl_penalty)  # These terms are of all samples.
+  moved = samples.trained | (spec.entropy_bonus or spec.kl_penalty)  # These terms apply to all samples.
   student = forward(samples.prompt, moved, update_flops)
   taught = forward(samples.reprompt, samples.trained, reader=teacher or policy) if spec.reads_teacher else 0.0
   return Workload(
@@ -133,17 +133,17 @@ def of_batch(
 
 
 def shape(batch: Batch) -> Shape:
-  """Return what distinguishes the programs of micro-batches: rows, tokens of the sides, targets."""
+  """Return the shape that selects a micro-batch's program: rows, tokens of the sides, targets."""
   return (*batch.student.tokens.shape, *(() if batch.teacher is None else batch.teacher.tokens.shape[1:])) + (
     batch.targets.shape[1],
   )
 
 
 def program_shape(program: Program) -> Shape:
-  """Return the `shape` of the micro-batches that a program of kind 'update', 'score' or 'initial' takes.
+  """Return the `shape` of the micro-batches for a program of kind 'update', 'score' or 'initial'.
 
   Raises:
-    ValueError: it takes none.
+    ValueError: the program takes no micro-batches.
   """
   for argument, following in zip(program.arguments, (*program.arguments[1:], None), strict=True):
     if isinstance(argument, Batch):
@@ -154,10 +154,10 @@ def program_shape(program: Program) -> Shape:
 
 
 def used(found: dict[str, Program], work: Workload) -> dict[str, tuple[str, ...]]:
-  """Return by kind the registered names of the programs that the micro-batches run, one for each micro-batch.
+  """Return the registered names of the programs that the micro-batches run, by kind, one per micro-batch.
 
   Raises:
-    ValueError: a micro-batch has a shape for which no program is registered.
+    ValueError: no program is registered for a micro-batch's shape.
   """
   return {
     kind: _names(kind, {program_shape(p): name for name, p in found.items() if p.kind == kind}, shapes)
@@ -173,7 +173,7 @@ def _names(kind: str, registered: dict[Shape, str], shapes: Iterable[Shape]) -> 
 
 
 def _batch(config: Config, samples: Samples) -> batching.GenerationBatch:
-  """Return a generation batch with samples of these lengths; its numbers mean nothing."""
+  """Return a generation batch with samples of these lengths; the values are arbitrary."""
   spec, count, width = objective_spec(config), len(samples), config.data.max_response_length
   mask = np.arange(width)[None] < samples.completion[:, None]
   zeros = np.zeros((count, width), np.float32)
