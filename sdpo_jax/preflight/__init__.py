@@ -1,1 +1,1 @@
-"""What can be known of a run before anything is compiled: memory, prompts, graders, settings that look odd."""
+"""Checks of a run before anything is compiled: memory, prompts, graders, and settings that look odd."""

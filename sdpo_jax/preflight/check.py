@@ -1,4 +1,4 @@
-"""Checks a run before it starts, in seconds and without compiling anything."""
+"""Check of a run before it starts, in seconds and without compiling anything."""
 
 from __future__ import annotations
 
@@ -40,38 +40,38 @@ from sdpo_jax.training.run_programs import abstract_parameters
 from sdpo_jax.training.specs import objective_spec, teacher_spec
 from sdpo_jax.types import Example, Outcome
 
-SHOWN = 3  # Questions whose prompts are shown and whose graders are tried.
+SHOWN = 3  # Questions for which prompts are shown and graders are tried.
 LONGEST = 3000  # Characters of a prompt that are shown.
-FULL = 0.9  # Of a device's memory: an estimate above it looks odd.
+FULL = 0.9  # Fraction of a device's memory above which an estimate looks odd.
 PLACEHOLDER = '(A successful answer to the same question goes here.)'
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """What a check found."""
+  """The results of a check."""
 
   sections: Sequence[tuple[str, str]]  # Title and text.
   odd: Sequence[str]  # A sentence for everything that looks like a mistake.
 
   def text(self) -> str:
-    """Return the report for a terminal, what looks odd at its end."""
+    """Return the report for a terminal, with odd findings at its end."""
     parts = [f'━━ {title} ━━\n{text}' for title, text in self.sections]
     found = '\n'.join(f'• {sentence}' for sentence in self.odd) or 'Nothing looks odd.'
     return '\n\n'.join([*parts, f'━━ What looks odd ━━\n{found}'])
 
 
 def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
-  """Look at a run that is planned: devices, model, memory, prompts, graders, settings.
+  """Check a planned run: devices, model, memory, prompts, graders, settings.
 
-  Of the model directory only config.json and the tokenizer are read.
+  Reads only config.json and the tokenizer of the model directory.
 
   Args:
     config: settings.
-    workdir: of a run that is to be resumed with them; None: none is.
+    workdir: directory of a run to be resumed with the settings; None: a new run.
 
   Raises:
-    UserError: what would end the run at its start, but for weights that are missing, damaged, or others than those that
-      an adapter or a run belongs to.
+    UserError: any error that would end the run at its start, except weights that are missing, damaged, or do not belong
+      to an adapter or a run.
   """
   alarms.rules(config.alarms.rules, evaluates=bool(config.trainer.test_freq))
   spec = objective_spec(config)
@@ -97,7 +97,7 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
   text, found = _machine(local, policy, mesh, document)
   sections.append(('Model and devices', text))
   odd += found
-  # Files of environments.modules register the graders and generators that rows and sources name.
+  # Files of environments.modules register the graders and generators named by rows and sources.
   with Graders(config.environments) as graders:
     training = prompts.training_questions(config)
     unlimited = dataclasses.replace(local, data=dataclasses.replace(config.data, max_prompt_length=sys.maxsize))
@@ -134,7 +134,7 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
 
 
 def _short(tokenizer: Tokenizer, training: Sequence[Example], config: Config) -> list[Example]:
-  """Of the questions whose length is measured those that a run takes."""
+  """Return the questions within the run's length limits, among those that are measured."""
   chosen = prompts.spread(training, prompts.MEASURED)
   tokens = prompts.student_tokens(tokenizer, chosen, config)
   limit = config.data.max_prompt_length
@@ -144,9 +144,7 @@ def _short(tokenizer: Tokenizer, training: Sequence[Example], config: Config) ->
 def _resumed(
   config: Config, root: pathlib.Path, workdir: epath.PathLike, tokenizer: Tokenizer, graders: Graders
 ) -> list[str]:
-  """Return what a run in this directory would say of changes when it is resumed; raises UserError for those that it
-  refuses.
-  """
+  """Return the changes that a run resumed in this directory would report; raises UserError for forbidden ones."""
   iterator = pipeline.TrainIterator(config, tokenizer, registry)
   held_out = pipeline.evaluation_examples(config, tokenizer, registry) if config.trainer.test_freq else []
   local = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(root)))
@@ -157,7 +155,7 @@ def _resumed(
 
 
 def _one_of_each(chosen: Sequence[Example], *others: Sequence[Example]) -> list[Example]:
-  """Return the chosen questions, and one for every set of graders that none of them has, whatever its weights."""
+  """Return the chosen questions, and one more for every set of graders that they lack, regardless of weights."""
   known = {_graders(example) for example in chosen}
   added = {_graders(example): example for examples in others for example in reversed(examples)}
   return [*chosen, *(example for graders, example in added.items() if graders not in known)]
@@ -232,7 +230,7 @@ def _lengths(
     )
   asked = {_question(example) for example in training}
   shared = sum(_question(example) in asked for example in held_out)
-  if shared and not config.model.cartridge.used:  # Of which no answer is trained on.
+  if shared and not config.model.cartridge.used:  # Because its answers are not trained on.
     odd.append(f'{shared} of {len(held_out)} held-out questions are also asked in training: their scores say little.')
   return '\n\n'.join(texts), odd
 
@@ -258,7 +256,7 @@ def _trials(trials: Sequence[grading.Trial]) -> str:
 
 
 def _prompts(tokenizer: Tokenizer, trials: Sequence[grading.Trial], config: Config) -> tuple[str, list[str]]:
-  """Return the student's and the teacher's prompts of a few questions."""
+  """Return the student's and the teacher's prompts of a few questions, and findings."""
   taught = objective_spec(config).reprompts
   texts, odd = [], []
   for trial in trials:
@@ -278,7 +276,7 @@ def _prompts(tokenizer: Tokenizer, trials: Sequence[grading.Trial], config: Conf
 
 
 def _teacher(tokenizer: Tokenizer, trial: grading.Trial, config: Config) -> list[tuple[str, list[int]]]:
-  """Return what the teacher reads about an empty answer where another answer succeeded, and where none did."""
+  """Return the teacher's prompts about an empty answer, with a successful other answer and without one."""
   sd = config.actor.self_distillation
   success = Outcome(max(1.0, sd.success_reward_threshold))
   failure = Outcome(sd.success_reward_threshold - 1.0, trial.empty.feedback)

@@ -1,4 +1,4 @@
-"""The graders of a run, tried on what must be right and on what must be wrong."""
+"""Trial of a run's graders on right and on wrong answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _calls(truth: Any) -> str:
 
 
 _CHOICE = (lambda truth: f'<answer>{truth}</answer>', lambda truth: f'The answer is \\boxed{{{truth}}}.')
-# Environment → how a completion states its ground truth. Of unit tests no answer can be made.
+# Environment → completions that state the ground truth. Unit tests do not provide an answer.
 WRITTEN: Mapping[str, Sequence[Callable[[Any], str]]] = {
   'mcq': _CHOICE,
   'gpqa': _CHOICE,
@@ -35,23 +35,21 @@ WRITTEN: Mapping[str, Sequence[Callable[[Any], str]]] = {
   'tooluse': (_calls,),
   'code': (),
 }
-PLAIN = (str, *_CHOICE)  # Of any other environment.
+PLAIN = (str, *_CHOICE)  # Of all other environments.
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-  """What a grader says of the ground truth of a question and of an empty answer."""
+  """A grader's outcomes for a question's ground truth and for an empty answer."""
 
   example: Example
-  answer: str | None  # The form of the ground truth that scored best; None: none can be made.
-  right: Outcome | None  # Of that.
+  answer: str | None  # The best-scoring form of the ground truth; None: it does not provide an answer.
+  right: Outcome | None  # Its outcome.
   empty: Outcome
 
 
 def answers(example: Example) -> list[str]:
-  """Return completions that state the ground truth of a question, for each of its graders; none where none can be
-  made.
-  """
+  """Return completions that state a question's ground truth, for each of its graders; empty if that is impossible."""
   truth = example.ground_truth
   plain = isinstance(truth, str | int | float) and not isinstance(truth, bool)
   graders = [reward.name for reward in rewards.parse(example.environment)]
@@ -60,7 +58,7 @@ def answers(example: Example) -> list[str]:
 
 
 def attempt(graders: Graders, examples: Sequence[Example]) -> list[Trial]:
-  """Grade an empty answer, and the forms of the ground truth, of every question.
+  """Grade an empty answer and the forms of the ground truth for every question.
 
   Raises:
     UserError: as `Graders.grade`.
@@ -84,18 +82,18 @@ def _rank(outcome: Outcome) -> float:
 
 
 def score(outcome: Outcome) -> str:
-  """Return the score of an outcome for a report."""
+  """Return an outcome's score for a report."""
   if outcome.score is None:
     return 'ungraded' if outcome.wanted else 'none'
   return f'{outcome.score:g}'
 
 
 def odd_trials(trials: Sequence[Trial], threshold: float) -> list[str]:
-  """Return a sentence for every environment whose grader gives a ground truth no success, or an empty answer one.
+  """Return a sentence for every environment that fails a ground truth or passes an empty answer.
 
   Args:
-    trials: of `attempt`.
-    threshold: from which on a score is a success.
+    trials: trials from `attempt`.
+    threshold: the lowest score that is a success.
   """
   sentences: dict[tuple[str, str], str] = {}
   for trial in trials:

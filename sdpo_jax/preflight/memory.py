@@ -1,4 +1,4 @@
-"""What a run would hold on each device, by arithmetic; the planner compiles the programs and knows better."""
+"""Arithmetic estimate of a run's memory per device; the planner is more exact, as it compiles the programs."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from sdpo_jax.training.update import abstract_state
 from sdpo_jax.types import Tree
 
 GIB = 2**30
-LOGITS = 3  # Arrays of a chunk that live at one time: student, teacher, gradient.
+LOGITS = 3  # Chunk-sized arrays that exist at one time: student, teacher, gradient.
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-  """Bytes on one device, by what they hold."""
+  """Bytes on one device, by purpose."""
 
   held: Mapping[str, float]  # All the time.
-  sampling: Mapping[str, float]  # Beside that while sampling, with all rows at their limits.
-  update: Mapping[str, float]  # Beside that during an update, with the longest rows.
+  sampling: Mapping[str, float]  # In addition while sampling, with all rows at their limits.
+  update: Mapping[str, float]  # In addition during an update, with the longest rows.
 
   @property
   def peak(self) -> float:
-    """The most that is held at one time."""
+    """Return the peak memory."""
     return sum(self.held.values()) + max(sum(self.sampling.values()), sum(self.update.values()))
 
 
 def estimate(config: Config, policy: Policy, mesh: jax.sharding.Mesh, document: int = 0) -> Memory:
-  """Return what a run holds on each device of a mesh.
+  """Estimate the memory of a run on each device of a mesh.
 
   Args:
     config: settings.
     policy: the model, on the mesh.
-    mesh: of the run.
-    document: tokens of what the teacher of a cartridge reads.
+    mesh: the run's mesh.
+    document: tokens of the document that a cartridge's teacher reads.
   """
   base, trainable = abstract_parameters(policy, mesh)
   state = abstract_state(update_spec(config), trainable, mesh, policy.parameter_table())
@@ -69,7 +69,7 @@ def estimate(config: Config, policy: Policy, mesh: jax.sharding.Mesh, document: 
   trained = parameter_tables.trainable(policy.parameter_table())
   weights = 0.0 if item == 4 and mesh.shape[FSDP] == 1 else _copied(mesh, item, trained)
   cache = _cache(config, policy, mesh)
-  if feedback_writing.writes_itself(config):  # After the completions, with a cache of its own.
+  if feedback_writing.writes_itself(config):  # After the completions, with its own cache.
     cache = max(cache, _cache(feedback_writing.sampler_settings(config), policy, mesh))
   sampling = {'weights to sample with': weights, 'KV cache': cache}
   update = {
@@ -81,7 +81,7 @@ def estimate(config: Config, policy: Policy, mesh: jax.sharding.Mesh, document: 
 
 
 def of_device(device: jax.Device) -> float | None:
-  """Return the bytes that programs may use on a device; of a CPU its share of the machine's memory; None: not known."""
+  """Return the bytes available to programs on a device (for a CPU its share of memory); None if unknown."""
   if device.platform == 'cpu':
     return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / jax.local_device_count()
   limit = (device.memory_stats() or {}).get('bytes_limit')
@@ -92,7 +92,7 @@ def of_device(device: jax.Device) -> float | None:
 
 
 def readable(size: float) -> str:
-  """Return a number of bytes as text, with a unit."""
+  """Format a number of bytes with a unit."""
   for unit, scale in (('GiB', GIB), ('MiB', 2**20)):
     if size >= scale / 10:
       return f'{size / scale:,.2f} {unit}'
@@ -100,7 +100,7 @@ def readable(size: float) -> str:
 
 
 def _bytes(tree: Any) -> float:
-  """Return the bytes of a tree of abstract arrays on one device."""
+  """Return the bytes of abstract arrays on one device."""
   return float(
     sum(
       math.prod(leaf.sharding.shard_shape(leaf.shape)) * (8 if _is_key(leaf) else leaf.dtype.itemsize)
@@ -114,7 +114,7 @@ def _is_key(leaf: jax.ShapeDtypeStruct) -> bool:
 
 
 def _prepared(policy: Policy, mesh: jax.sharding.Mesh, base: Tree) -> parameter_tables.Table:
-  """Return the frozen parameters of which the sampler has arrays of its own: it does not read them as they are."""
+  """Return the frozen parameters of which the sampler holds a copy in another form."""
   stays = {place for place in sampler_functions(policy, mesh).prepare_base(base).stays if place is not None}
   leaves, form = jax.tree.flatten(base)
   places = form.unflatten(range(len(leaves)))
@@ -123,7 +123,7 @@ def _prepared(policy: Policy, mesh: jax.sharding.Mesh, base: Tree) -> parameter_
 
 
 def _copied(mesh: jax.sharding.Mesh, item: int, table: parameter_tables.Table) -> float:
-  """Return the bytes of a copy in compute dtype that every group of devices samples with."""
+  """Return the bytes of the copy in compute dtype with which every group of devices samples."""
   total = 0.0
   for parameter in table:
     split = parameter_sharding(mesh, parameter.axes, parameter.shape).spec
@@ -133,7 +133,7 @@ def _copied(mesh: jax.sharding.Mesh, item: int, table: parameter_tables.Table) -
 
 
 def _cache(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> float:
-  """Return the bytes of keys and values of all rows that are decoded at once."""
+  """Return the bytes of the keys and values of all rows that are decoded at once."""
   declared = declared_buckets(config)
   samples = config.data.train_batch_size * config.rollout.n
   groups = mesh.shape[FSDP]
@@ -149,7 +149,7 @@ def _cache(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> float:
 
 
 def _activations(config: Config, policy: Policy, mesh: jax.sharding.Mesh, item: int) -> float:
-  """Return about how many bytes the forward pass of the student keeps for the backward pass, by `model.remat`."""
+  """Return the approximate bytes that the student's forward pass keeps for the backward pass, by `model.remat`."""
   sizes = policy.config
   declared = declared_buckets(config)
   tokens = declared.prompt[-1] + declared.response[-1]
@@ -165,7 +165,7 @@ def _activations(config: Config, policy: Policy, mesh: jax.sharding.Mesh, item: 
 
 
 def _logits(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> float:
-  """Return the bytes of the logits that exist at one time, which are float32."""
+  """Return the bytes of the float32 logits that exist at one time."""
   vocabulary = max(
     size
     for parameter in policy.parameter_table()

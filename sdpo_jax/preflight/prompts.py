@@ -1,4 +1,4 @@
-"""The prompts of a run as the model reads them: how long they are, and a few of them with special tokens marked."""
+"""A run's prompts as the model reads them: their lengths, and a few of them with special tokens marked."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from sdpo_jax.environments import registry
 from sdpo_jax.errors import short_repr
 from sdpo_jax.types import Example
 
-MEASURED = 2000  # Prompts of a setting whose length is measured, spread over its rows.
-DRAWN = 200  # Questions of a generator that are looked at.
+MEASURED = 2000  # Prompts per setting whose length is measured, spread over its rows.
+DRAWN = 200  # Questions drawn from a generator.
 BINS, BAR = 8, 40
-OPEN, CLOSE = '⟦', '⟧'  # Around what is one special token, and not text that looks like it.
+OPEN, CLOSE = '⟦', '⟧'  # Mark a special token, as opposed to text that looks like one.
 
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-  """Tokens of the prompts of one setting, with the chat template."""
+  """Prompt lengths of one setting in tokens, with the chat template."""
 
   setting: str  # data.train_files or data.val_files.
-  tokens: np.ndarray  # [M], of the prompts that were measured.
-  rows: int  # That there are; of generators those that were drawn.
+  tokens: np.ndarray  # [M], of the measured prompts.
+  rows: int  # All rows; for generators, the drawn ones.
   limit: int  # data.max_prompt_length.
 
   @property
   def over(self) -> float:
-    """The fraction that is longer than the limit."""
+    """Return the fraction above the limit."""
     return float(np.mean(self.tokens > self.limit))
 
 
 def training_questions(config: Config) -> list[Example]:
-  """Return the questions of `data.train_files`, long ones too: all rows of files, the first `DRAWN` of generators.
+  """Return questions of `data.train_files`, long ones too: all rows of files, the first `DRAWN` of generators.
 
   Raises:
-    UserError: a source that cannot be read, a malformed row, or one that names a grader that there is not.
+    UserError: a source cannot be read, a row is malformed, or it names an unknown grader.
   """
   found: list[Example] = []
   for source in config.data.train_files:
@@ -54,26 +54,26 @@ def training_questions(config: Config) -> list[Example]:
 
 
 def student_tokens(tokenizer: Tokenizer, examples: Sequence[Example], config: Config) -> list[list[int]]:
-  """Return the token ids of the student's prompts, of any length; UserError if the chat template refuses one."""
+  """Return the token ids of the student's prompts, of any length; raises UserError if the chat template fails."""
   conversations, names = [example.messages for example in examples], list(map(name, examples))
   return named_chat_tokens(tokenizer, conversations, names, sys.maxsize, ChatFormat.of(config))
 
 
 def measure(tokenizer: Tokenizer, examples: Sequence[Example], config: Config, setting: str) -> Lengths:
-  """Return how long the prompts are; of more than `MEASURED` those that are evenly spread over them."""
+  """Measure prompt lengths; of more than `MEASURED` prompts, an evenly spaced selection."""
   chosen = spread(examples, MEASURED)
   tokens = np.array([len(ids) for ids in student_tokens(tokenizer, chosen, config)])
   return Lengths(setting, tokens, len(examples), config.data.max_prompt_length)
 
 
 def spread(examples: Sequence[Example], count: int) -> list[Example]:
-  """Return at most `count` examples, evenly spread."""
+  """Return at most `count` examples, evenly spaced."""
   places = np.linspace(0, len(examples), min(count, len(examples)), endpoint=False).astype(int)
   return [examples[place] for place in places]
 
 
 def histogram(lengths: Lengths) -> str:
-  """Return the distribution of lengths as lines of text: equal steps up to the limit, and one line beyond it."""
+  """Return the distribution of lengths as lines of text: equal bins up to the limit, and one line beyond it."""
   tokens, limit = lengths.tokens, lengths.limit
   numbers = '  '.join(
     f'{title} {value:,.0f}'
@@ -98,11 +98,11 @@ def histogram(lengths: Lengths) -> str:
 
 
 def visible(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-  """Return tokens as text in which every special token stands between ⟦ and ⟧."""
+  """Decode tokens with every special token between ⟦ and ⟧."""
   special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
   parts: list[str] = []
   text: list[int] = []
-  before: list[int] = []  # The special token before the text; some tokenizers drop the space with which a text begins.
+  before: list[int] = []  # The special token before the text; some tokenizers drop a leading space.
 
   def decoded() -> str:
     return tokenizer.decode([*before, *text]).removeprefix(tokenizer.decode(before))
@@ -117,5 +117,5 @@ def visible(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
 
 
 def title(example: Example) -> str:
-  """Return how a report speaks of a question: where it is from, who grades it, what is right."""
+  """Return a title for a question: its source, its graders, its right answer."""
   return f'{name(example)} (environment {example.environment!r}, ground truth {short_repr(example.ground_truth)})'

@@ -1,4 +1,4 @@
-"""Settings that are allowed and yet look like a mistake: each with what it leads to and the way out."""
+"""Valid settings that look like a mistake, each with its consequence and a way out."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sdpo_jax.training.specs import objective_spec
 
 
 def odd_settings(config: Config, devices: int, positions: int | None) -> list[str]:
-  """Return a sentence for every setting, or pair of settings, that contradicts another or looks odd.
+  """Return a sentence for every setting, or pair of settings, that is contradictory or looks odd.
 
   Args:
-    config: settings that `Config.validate` takes.
-    devices: of the run.
-    positions: tokens of a row at most for which the model was made (max_position_embeddings); None: not known.
+    config: settings that pass `Config.validate`.
+    devices: number of the run's devices.
+    positions: the model's max_position_embeddings, a limit on a row's tokens; None: unknown.
   """
   return [
     *(
@@ -41,7 +41,7 @@ def _learning(config: Config) -> Iterator[str]:
 
 
 def _signal(config: Config) -> Iterator[str]:
-  """Yield what the student learns from."""
+  """Yield findings about the learning signal."""
   sd, n = config.actor.self_distillation, config.rollout.n
   if config.actor.kl_loss_coef and config.actor.kl_loss_type == 'k1':
     yield (
@@ -82,7 +82,7 @@ def _signal(config: Config) -> Iterator[str]:
 
 
 def _weighs(config: Config) -> bool:
-  """Return whether scores are weighted sums, which have another range than the scores of which they are made."""
+  """Return whether scores are weighted sums, whose range differs from that of their terms."""
   given = config.data.environment
   several = given is not None and rewards.written(given) not in rewards.names([given])
   return several or any(weight != 1 for weight in config.environments.reward_weights.values())
@@ -110,7 +110,7 @@ def _evaluation(config: Config) -> Iterator[str]:
   if kwargs.n > 1 and kwargs.temperature == 0:
     yield f'val_kwargs.n={kwargs.n} with val_kwargs.temperature=0: greedy completions of a question are all the same.'
   shared = [source for source in data.train_files if source in data.val_files and not sources.is_generator(source)]
-  # A cartridge is to know its document: questions about it may be asked again, since no answer was trained on.
+  # A cartridge must know its document: questions about it may recur, since no answer was trained on.
   if shared and not config.model.cartridge.used:
     yield f'{shared[0]!r} is in data.train_files and in data.val_files: held-out numbers will be those of training.'
 
