@@ -1,4 +1,4 @@
-"""Where generated answers go: a file that keeps each as it comes, or a stream in the order of the prompts."""
+"""Output of generated answers: to a file, each as it arrives, or to a stream in the order of the prompts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sdpo_jax.errors import UserError
 
 
 def check_answer_file(path: str, overwrite: bool) -> None:
-  """Make sure that answers can be written to --output, without touching it.
+  """Check that answers can be written to --output, without touching it.
 
   Raises:
-    UserError: as `files.check_output`, or it is not on a file system.
+    UserError: as `files.check_output`, or the path is not on a file system.
   """
   if not files.is_local(path):
     raise UserError(f'--output={path} is not on a file system, where answers are kept as they come: name a local file.')
@@ -22,10 +22,10 @@ def check_answer_file(path: str, overwrite: bool) -> None:
 
 
 def write_to_file(path: str, numbered: Iterable[tuple[int, dict[str, Any]]]) -> None:
-  """Write every record when it comes, and sort the file by number when all are there.
+  """Write every record when it arrives, and finally sort the file by number.
 
   Raises:
-    UserError: the file cannot be written; what has been written stays.
+    UserError: the file cannot be written; records already written stay.
   """
   lines = {}
   try:
@@ -43,7 +43,7 @@ def write_to_file(path: str, numbered: Iterable[tuple[int, dict[str, Any]]]) -> 
 
 
 def write_in_order(stream: TextIO, numbered: Iterable[tuple[int, dict[str, Any]]]) -> None:
-  """Write a record once all before it are there; at an interruption, all that have come."""
+  """Write each record after all earlier ones; on an interrupt, write all that have arrived."""
   waiting: dict[int, str] = {}
   due = 0
   try:

@@ -1,4 +1,4 @@
-"""A conversation with a run or a model, answered as the answers are drawn."""
+"""A conversation with a run or a model, whose answers appear as they are drawn."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from sdpo_jax.rollout.results import Completion
 from sdpo_jax.rollout.stops import to_text
 from sdpo_jax.training.opening import make_sampler
 
-DECODE_CHUNK = 8  # Tokens between two looks.
-# Lengths to which conversations are padded. To pad a short one to 256 costs less than the programs of shorter lengths.
+DECODE_CHUNK = 8  # Tokens between checks for interrupts and new text.
+# Padded lengths of conversations. Padding a short one to 256 costs less than compiling programs for shorter lengths.
 PROMPT_BUCKETS = tuple(2**i for i in range(8, 24))
 
 
 class Chat:
-  """A conversation: its messages, and the generator that answers."""
+  """A conversation: its messages and the generator of answers."""
 
   def __init__(self, generator: TextGenerator, system: str | None, announce: Callable[[str], None]):
-    """Start a conversation in which nothing has been said.
+    """Start an empty conversation.
 
     Args:
       generator: generates the answers.
-      system: content of a system message; None: there is none.
-      announce: called with sentences about what a user may wait for.
+      system: content of a system message; None: no system message.
+      announce: called with sentences about waiting times.
     """
     self._start = with_system([], system)
     self.messages = self._start
@@ -39,24 +39,24 @@ class Chat:
     data = dataclasses.replace(session.config.data, prompt_buckets=PROMPT_BUCKETS)
     rollout = dataclasses.replace(session.config.rollout, decode_chunk=DECODE_CHUNK)
     config = dataclasses.replace(session.config, data=data, rollout=rollout)
-    # A cache that is resized would make an answer wait for the compiler in its middle.
+    # Resizing the cache would make an answer wait for the compiler.
     self._sampler = make_sampler(config, session.policy, session.tokenizer, session.mesh, resized=False)
     self._lengths = bucket_lengths(PROMPT_BUCKETS, data.max_prompt_length)
     self._compiled: set[int | None] = set()
     self._turns = 0
 
   def answer(self, text: str, write: Callable[[str], None]) -> Literal['stop', 'length', 'interrupted']:
-    """Answer what the user says, and remember both; Ctrl-C ends the answer and keeps what has been said of it.
+    """Answer a message and remember both; Ctrl-C ends the answer and keeps its beginning.
 
     Args:
-      text: what the user says.
+      text: the user's message.
       write: receives the answer piece by piece.
 
     Returns:
-      why it ended.
+      the reason why it ended.
 
     Raises:
-      UserError: the conversation is too long with this text, which is not remembered.
+      UserError: the conversation is too long with this message, which is not remembered.
     """
     asked = [*self.messages, {'role': 'user', 'content': text}]
     tokens = self._generator.prompt_tokens(asked, 'The conversation', '/reset forgets what has been said')
@@ -68,7 +68,7 @@ class Chat:
       for look in self._looks(tokens):
         done = isinstance(look, Completion)
         now = look.text if done else self._settled(look.tokens.tolist())
-        # Where a tokenizer spells characters by bytes, half of one hides those right before it from the decoder.
+        # With byte-level characters, half a character hides the characters before it from the decoder.
         if done or now.startswith(said):
           write(now[len(os.path.commonprefix([said, now])) :])
           said = now
@@ -81,7 +81,7 @@ class Chat:
     return ended
 
   def forget(self) -> None:
-    """Forget what has been said, but for the system message."""
+    """Forget all messages but the system message."""
     self.messages = self._start
 
   def _looks(self, tokens: list[int]) -> Iterator[Any]:
@@ -89,13 +89,13 @@ class Chat:
     return self._sampler.stream_drafts(session.base, self._generator.parameters, [tokens], **options)
 
   def _settled(self, tokens: list[int]) -> str:
-    """Return the text that no later token changes: a last character that lacks some of its bytes is replacements."""
+    """Return the text that later tokens cannot change: an incomplete last character decodes to replacements."""
     return to_text(self._generator.session.tokenizer, tokens).rstrip('\N{REPLACEMENT CHARACTER}')
 
 
 @contextlib.contextmanager
 def _noting_interrupts() -> Iterator[Callable[[], bool]]:
-  """Yield a function that tells whether Ctrl-C was pressed; only the second press raises KeyboardInterrupt."""
+  """Provide a function that tells whether Ctrl-C was pressed; only the second press raises KeyboardInterrupt."""
   pressed = []
 
   def note(number: int, frame: Any) -> None:
@@ -111,13 +111,13 @@ def _noting_interrupts() -> Iterator[Callable[[], bool]]:
 
 
 def converse(chat: Chat, read: Callable[[], str], out: TextIO, announce: Callable[[str], None]) -> None:
-  """Answer line after line: /reset forgets the conversation, /exit or the end of input ends it.
+  """Answer line by line: /reset forgets the conversation, /exit or the end of input ends it.
 
   Args:
     chat: a conversation.
     read: returns the next line; raises EOFError at the end.
-    out: receives the answers alone, each as it is drawn and with a line break behind it.
-    announce: called with everything else.
+    out: receives only the answers, each as it is drawn and followed by a newline.
+    announce: called with all other messages.
   """
 
   def write(piece: str) -> None:

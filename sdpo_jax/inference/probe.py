@@ -1,8 +1,8 @@
-"""What there is to learn before training: the student's accuracy beside that of its self-teacher, context by context.
+"""A probe of what a run could learn: the student's accuracy beside that of its self-teacher, by context.
 
-The gap between the two predicts what on-policy self-distillation gains: the final gain was found to be linear in it
-(arXiv 2605.30070). A gap is measured against fresh answers to the same questions, never against the completions that
-the contexts were made of: those that got feedback are the failed ones, and anything looks good beside them.
+The gap between the two predicts the gain of on-policy self-distillation: the final gain was found to be linear in it
+(arXiv 2605.30070). A gap is measured against fresh answers to the same questions, never against the completions from
+which the contexts were made: those with feedback are the failed ones, which would flatter any teacher.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from sdpo_jax.teacher.context import TeacherContext, build_teacher_context
 from sdpo_jax.training.opening import check_adapter, check_turn_end, load_tokenizer, make_sampler, make_session
 from sdpo_jax.types import Example, Outcome, Rollouts, Tree
 
-QUESTIONS = 128  # Probed by default: enough to tell gaps of ten points, and cheap beside a run.
-_STUDENT, _TEACHER, _PLAIN, _CONTEXTS = range(4)  # Numbers of the batches of samples, so that none share their noise.
+QUESTIONS = 128  # Default: enough to detect gaps of ten points, and cheap compared with a run.
+_STUDENT, _TEACHER, _PLAIN, _CONTEXTS = range(4)  # Numbers of the sample batches, so that none share their noise.
 
 
 def probe_to_file(
@@ -44,10 +44,10 @@ def probe_to_file(
   overwrite: bool = False,
   announce: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[str, float], list[str]]:
-  """Return the numbers of `probe_model` and what they recommend; write both to `output`.
+  """Return the numbers of `probe_model` and the recommendations; write both to `output`.
 
   Raises:
-    UserError: as `probe_model`, or an output that cannot be written.
+    UserError: as `probe_model`, or the output cannot be written.
   """
   if output is not None:
     check_output(output, overwrite=overwrite)
@@ -61,19 +61,19 @@ def probe_to_file(
 def probe_model(
   config: Config, *, max_questions: int = QUESTIONS, announce: Callable[[str], None] = lambda text: None
 ) -> dict[str, float]:
-  """`probe` of the model directory `config.model.path` on held-out questions of the config, and their lengths.
+  """Run `probe` on the model directory `config.model.path` and held-out questions, and measure prompt lengths.
 
   Args:
-    config: of the run that is planned.
-    max_questions: at most so many, a seeded draw from all that are there.
-    announce: hears what is being done.
+    config: settings of the planned run.
+    max_questions: limit of the questions, a seeded draw from all of them.
+    announce: called with the progress.
 
   Returns:
-    the numbers of `probe`; of all held-out rows: prompt/rows, prompt/tokens_mean, _p50, _p95, _max, and
+    the numbers of `probe`, and over all held-out rows: prompt/rows, prompt/tokens_mean, _p50, _p95, _max, and
     prompt/over_limit, the fraction with more tokens than `data.max_prompt_length` (which are not asked).
 
   Raises:
-    UserError: a missing model, no held-out rows, or none that is short enough.
+    UserError: the model is missing, or there are no held-out rows, or none is short enough.
   """
   if not config.data.val_files:
     raise UserError('data.val_files of the config is empty: the probe asks held-out questions, so name some.')
@@ -85,7 +85,7 @@ def probe_model(
   tokenizer = load_tokenizer(config)
   check_turn_end(config, tokenizer)
   with Graders(config.environments) as graders:
-    # Every row, long ones too: how many there are is one of the findings.
+    # Includes long rows, whose number is one of the findings.
     unlimited = dataclasses.replace(config, data=dataclasses.replace(config.data, max_prompt_length=sys.maxsize))
     rows = pipeline.evaluation_examples(unlimited, tokenizer, registry)
     lengths = np.array(
@@ -122,42 +122,42 @@ def probe(
   examples: Sequence[Example],
   announce: Callable[[str], None] = lambda text: None,
 ) -> dict[str, float]:
-  """Fractions of successes (score at least `success_reward_threshold`) of the student and of its self-teacher.
+  """Return the success rates (score at least `success_reward_threshold`) of the student and of its self-teacher.
 
-  The self-teacher is the same model at the same temperature, reading what re-prompting would show the teacher of each
-  completion; it answers once for every completion for which there is such a signal. It is asked with the configured
-  context and with each of three others: the demonstration alone (`solution`), the feedback alone (`feedback`), and
-  the two together (`both`), each of the completions for which it exists; `common` are those for which all three do.
+  The self-teacher is the same model at the same temperature with the teacher's re-prompt of each completion; it answers
+  once for every completion that has such a signal. It gets the configured context and each of three others: the
+  demonstration alone (`solution`), the feedback alone (`feedback`), and the two together (`both`), for each completion
+  for which it exists; `common` are the completions for which all three do.
 
   Args:
     config: settings of rollouts and re-prompting, and the seed.
-    sampler: whose limit on prompts the teacher's do not exceed.
+    sampler: the sampler; its prompt limit bounds the teacher's prompts.
     base: frozen parameters.
     trainable: the other parameters of student and teacher.
     tokenizer: with a chat template.
-    graders: of the questions.
+    graders: graders of the questions.
     examples: G questions.
-    announce: hears what is being done.
+    announce: called with the progress.
 
   Returns:
     questions, completions; student/sampled, student/greedy, student/best@k, student/score_mean,
-    student/groups_with_success; signal/grpo_questions, the fraction of questions whose completions differ in score,
-    signal/sdpo_questions, that of questions with a teacher signal, signal/all_right and signal/all_wrong, those whose
-    completions all succeed or fail; teacher/signal, the fraction of completions that have one; of those:
-    teacher/accuracy, teacher/student_accuracy (the completions' own), teacher/truncated (of its answers), and
-    teacher/feedback_accuracy and teacher/demonstration_accuracy where the teacher read one of the two (absent if it
-    never did).
+    student/groups_with_success; signal/grpo_questions, the fraction of questions whose completions differ in score;
+    signal/sdpo_questions, the fraction with a teacher signal; signal/all_right and signal/all_wrong, the fractions
+    whose completions all succeed or all fail; teacher/signal, the fraction of completions that have a signal; over
+    these: teacher/accuracy, teacher/student_accuracy (of the completions themselves), teacher/truncated (of the
+    teacher's answers), and teacher/feedback_accuracy and teacher/demonstration_accuracy where the teacher read one of
+    the two (absent if it never did).
 
-    For the configured context (teacher/) and each other one (context/solution/ …), where it exists:
-    plain_accuracy, of fresh answers to the same questions without context, gap = accuracy − plain_accuracy, gap_se,
-    its standard error (questions, not completions, count as independent; absent for a single question);
-    context/*/fraction and context/*/completions, for how many there is one. common/completions, common/plain_accuracy,
-    common/<context>. rule/<name>/gain, the mean over all completions of what the teacher would gain if the settings
-    chose contexts by that rule (0 where there is none), and rule/<name>/over_configured, that minus the configured
-    rule's; _se of both.
+    For the configured context (teacher/) and each other one (context/solution/ …), where it exists: plain_accuracy, of
+    fresh answers to the same questions without context; gap = accuracy − plain_accuracy; gap_se, its standard error
+    (questions, not completions, count as independent; absent for a single question); context/*/fraction and
+    context/*/completions, of the completions that have the context. common/completions, common/plain_accuracy,
+    common/<context>. rule/<name>/gain, the teacher's mean gain over all completions if the settings chose contexts by
+    that rule (0 for completions without a context), and rule/<name>/over_configured, the difference to the configured
+    rule's gain; _se of both.
 
-    completion/tokens_mean …, completion/truncated, completion/ungraded, completion/format_valid (where graders
-    tell), completion/entropy; reprompt/tokens_mean …, before any shortening, reprompt/truncated.
+    completion/tokens_mean …, completion/truncated, completion/ungraded, completion/format_valid (if graders report it),
+    completion/entropy; reprompt/tokens_mean …, before any shortening, reprompt/truncated.
   """
   sd = config.actor.self_distillation
   threshold = np.float32(sd.success_reward_threshold)
@@ -190,7 +190,7 @@ def probe(
   rollouts, outcomes = sample(examples, prompts, n, temperature, _STUDENT)
   success = correct(outcomes)
   group = rollouts.group
-  # As in training, where questions that are the same may show each other's successes.
+  # As in training, where equal questions may show each other's successes.
   sharing = first_of_same(examples)[group] if config.data.group_duplicates else group
 
   def build(settings: SelfDistillationConfig) -> TeacherContext:
@@ -229,7 +229,7 @@ def probe(
     'teacher/signal': float(context.mask.mean()),
     **_completions(rollouts, outcomes),
   }
-  # Fresh answers: what the student does at the questions of any subset of completions, however the subset was chosen.
+  # Fresh answers measure the student on any subset of completions, however it was chosen.
   _, fresh = sample(examples, prompts, n, temperature, _PLAIN)
   plain = np.array([_mean(row) for row in correct(fresh).reshape(len(examples), n)])[group]
   answers: dict[tuple[int, tuple[int, ...]], float] = {}
@@ -238,14 +238,14 @@ def probe(
     return [(int(row), tuple(asked.prompt_tokens[row])) for row in rows]
 
   def answer(keys: Sequence[tuple[int, tuple[int, ...]]], step: int) -> Rollouts:
-    """Has the teacher answer each prompt once, and keeps whether it was right."""
+    """Sample the teacher's answer to each prompt once, and record whether it is right."""
     asked = [examples[group[row]] for row, _ in keys]
     said, graded = sample(asked, [tokens for _, tokens in keys], 1, temperature, step)
     answers.update(zip(keys, correct(graded), strict=True))
     return said
 
   def collect(keys: Sequence[tuple[int, tuple[int, ...]]]) -> np.ndarray:
-    """Return [N], 1 or 0 for each completion that the teacher answered and that was graded, NaN for the others."""
+    """Return [N]: 1 or 0 for each completion that the teacher answered and that was graded, NaN for the others."""
     taught = np.full(len(rollouts), np.nan)
     for key in keys:
       taught[key[0]] = answers[key]
@@ -274,14 +274,14 @@ def probe(
   for name, settings in contexts(sd).items():
     try:
       built = build(settings)
-    except UserError as error:  # The configured context fits; that another does not must not end the probe.
+    except UserError as error:  # The configured context fits; failure of another one must not end the probe.
       announce(f'The context {name!r} is not measured. {error}')
       continue
     exists = np.asarray(built.mask > 0)
     if name == 'both':
       exists &= np.asarray([None not in pair for pair in zip(built.solutions, built.feedback, strict=True)])
     keys[name] = ask(built, np.flatnonzero(exists))
-  # A prompt that the teacher has answered for a completion is not asked again: the contexts share many.
+  # Prompts that the teacher has already answered for a completion are not repeated: contexts share many.
   pending = list(dict.fromkeys(key for asked in keys.values() for key in asked if key not in answers))
   if pending:
     answer(pending, _CONTEXTS)
@@ -297,8 +297,8 @@ def probe(
 
 
 def contexts(sd: SelfDistillationConfig) -> dict[str, SelfDistillationConfig]:
-  """Return settings that show the teacher the demonstration alone, the feedback alone, and the two together."""
-  # A prompt that would end the run may do so in the configured context only.
+  """Return settings that show the teacher only the demonstration, only the feedback, or both."""
+  # Only the configured context may end a run for an overlong prompt.
   truncation = 'content' if sd.reprompt_truncation == 'error' else sd.reprompt_truncation
   shown = {
     'solution': dict(include_demonstration=True, include_environment_feedback=False),
@@ -311,14 +311,14 @@ def contexts(sd: SelfDistillationConfig) -> dict[str, SelfDistillationConfig]:
 
 
 def mean_and_error(values: np.ndarray, group: np.ndarray) -> tuple[float, float | None]:
-  """Mean of `values` [M] and its standard error, for values that depend on each other within a group.
+  """Return the mean of `values` [M] and its standard error, for values that are correlated within groups.
 
   Args:
     values: finite numbers.
-    group: [M] question of each.
+    group: [M] question of each value.
 
   Returns:
-    the error is the cluster-robust one, with the correction G / (G − 1); None for fewer than two questions.
+    mean and error; the error is cluster-robust, with the correction G / (G − 1); None for fewer than two questions.
   """
   mean = float(values.mean())
   _, index = np.unique(group, return_inverse=True)
@@ -329,7 +329,7 @@ def mean_and_error(values: np.ndarray, group: np.ndarray) -> tuple[float, float 
 
 
 def _mean(values: np.ndarray) -> float:
-  """Return the mean of the values that are not NaN; NaN if there are none."""
+  """Return the mean of the values, ignoring NaN; NaN if there are none."""
   known = values[~np.isnan(values)]
   return float(known.mean()) if len(known) else float('nan')
 
@@ -345,7 +345,7 @@ def _gap(prefix: str, taught: np.ndarray, plain: np.ndarray, group: np.ndarray) 
 
 
 def _common(right: dict[str, np.ndarray], plain: np.ndarray) -> dict[str, float]:
-  """Every context on the completions for which all of them exist, so that they can be compared."""
+  """Return every context's accuracy on the completions for which all contexts exist, so that they can be compared."""
   there = ~np.isnan(np.stack([*right.values(), plain])).any(0)
   if not there.any():
     return {'common/completions': 0}
@@ -359,7 +359,7 @@ def _common(right: dict[str, np.ndarray], plain: np.ndarray) -> dict[str, float]
 def _rules(
   right: dict[str, np.ndarray], configured: np.ndarray, plain: np.ndarray, group: np.ndarray
 ) -> dict[str, float]:
-  """Return what the teacher would gain over all completions under each rule that the settings can express."""
+  """Return the teacher's gain over all completions under each rule that the settings can express."""
 
   def gain(values: np.ndarray) -> np.ndarray:
     return np.nan_to_num(values - plain)

@@ -1,4 +1,4 @@
-"""What a probe's numbers say: a table, and a recommendation by thresholds that are written here."""
+"""Report of a probe: a table, and a recommendation by the thresholds below."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import math
 from sdpo_jax.config import Config
 from sdpo_jax.training.specs import objective_spec
 
-NO_SIGNAL = 0.05  # Fewer questions with a signal: nearly all of a run's sampling is thrown away.
+NO_SIGNAL = 0.05  # With fewer questions that have a signal, nearly all of a run's samples are wasted.
 LITTLE_SIGNAL = 0.25
-MASTERED = 0.95  # A student this good has nothing left to learn from these questions.
-SMALL_GAP = 0.03  # A gap of which, at a slope of one, three points would come.
-ERRORS = 2.0  # Standard errors by which a difference must exceed 0 to be believed.
-TRUNCATED = 0.05  # Completions or teacher prompts.
+MASTERED = 0.95  # Above it, the student has nothing left to learn from these questions.
+SMALL_GAP = 0.03  # At a slope of one, this gap predicts a gain of three points.
+ERRORS = 2.0  # Standard errors by which a difference must exceed 0 to count.
+TRUNCATED = 0.05  # Fraction of completions or teacher prompts.
 UNGRADED = 0.01  # Above it, a warning; above NO_RUN_UNGRADED, no run.
 NO_RUN_UNGRADED = 0.2
 FORMAT_VALID = 0.8
 
 _PREFIX = 'actor.self_distillation'
-# How settings choose the teacher's context, and what to set for it.
+# The rules by which settings choose the teacher's context, and how to set them.
 RULES = {
   'solution': (
     'a demonstration only',
@@ -43,7 +43,7 @@ RULES = {
 
 
 def configured_rule(config: Config) -> str:
-  """Return the key of `RULES` that the settings follow."""
+  """Return the key in `RULES` of the configured rule."""
   sd = config.actor.self_distillation
   if not sd.include_demonstration:
     return 'feedback'
@@ -56,8 +56,8 @@ def recommend(numbers: Mapping[str, float], config: Config) -> list[str]:
   """Return recommendations as sentences, the verdict first.
 
   Args:
-    numbers: of `probe_model` (or `probe`, without the lengths of all prompts).
-    config: of the run that is planned.
+    numbers: numbers from `probe_model` (or `probe`, without the lengths of all prompts).
+    config: settings of the planned run.
   """
   distils = objective_spec(config).distillation
   against = [*_broken(numbers), *(_against_sdpo(numbers) if distils else _against_grpo(numbers))]
@@ -75,7 +75,7 @@ def recommend(numbers: Mapping[str, float], config: Config) -> list[str]:
 
 
 def believed(numbers: Mapping[str, float], name: str) -> bool:
-  """Whether a difference exceeds 0 by more than `ERRORS` of its standard errors; never for a single question."""
+  """Return whether a difference exceeds 0 by more than `ERRORS` standard errors; False for a single question."""
   return name in numbers and numbers[name] > ERRORS * numbers.get(f'{name}_se', math.inf)
 
 
@@ -143,7 +143,7 @@ def _grpo_signal(numbers: Mapping[str, float]) -> str:
 
 
 def _context(numbers: Mapping[str, float], config: Config) -> list[str]:
-  """Which context is best, by what it would gain over all completions."""
+  """Return a sentence on the best context, by its gain over all completions."""
   gains = {name: numbers[f'rule/{name}/gain'] for name in RULES if f'rule/{name}/gain' in numbers}
   own = configured_rule(config)
   if own not in gains:
@@ -159,7 +159,7 @@ def _context(numbers: Mapping[str, float], config: Config) -> list[str]:
 
 
 def _signal(numbers: Mapping[str, float], distils: bool) -> list[str]:
-  """Say what the other method would have, and warn where there is little."""
+  """Return sentences on the other method's signal, and a warning where the signal is weak."""
   questions = numbers['signal/sdpo_questions' if distils else 'signal/grpo_questions']
   found = []
   if NO_SIGNAL <= questions < LITTLE_SIGNAL:
@@ -214,7 +214,7 @@ def _grading(numbers: Mapping[str, float]) -> list[str]:
 
 
 def summary(numbers: Mapping[str, float], advice: list[str]) -> str:
-  """Return the whole report as text."""
+  """Return the complete report as text."""
   lines = [f'{numbers["questions"]} questions, {numbers["completions"]} completions']
   for title, rows in _sections(numbers):
     lines += ['', title, *(f'  {label:<44}{value:>24}' for label, value in rows)]

@@ -1,8 +1,8 @@
-"""The file of a prompt pool, and what is kept beside it until it is complete.
+"""The file of a prompt pool, and the files beside it until it is complete.
 
-A pool is drawn in rounds. What each of them kept is a file of its own in a folder beside the output, which appears
-whole or not at all, on a file system and in an object store; the output is written once the last round is done, and the
-folder goes then. The same settings draw the same prompts, so that two commands at once do not harm each other.
+A pool is drawn in rounds. The kept prompts of each are a file in a folder beside the output, which appears atomically
+on a file system and in an object store; the output is written after the last round, and then the folder is removed. The
+same settings draw the same prompts, so two concurrent commands do not harm each other.
 """
 
 from __future__ import annotations
@@ -28,52 +28,52 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-  """What a round of a pool has left."""
+  """The stored result of a round."""
 
-  rows: list[Row]  # That were kept.
-  drawn: int  # Messages, whether kept or not.
-  dropped: Mapping[str, int]  # Reason → messages that were not kept.
+  rows: list[Row]  # The kept rows.
+  drawn: int  # Messages drawn, kept or not.
+  dropped: Mapping[str, int]  # Reason → number of messages dropped for it.
 
 
 _FIELDS = {field.name for field in dataclasses.fields(Round)}
 
 
 class PoolFile:
-  """A pool on its way to its file."""
+  """A pool and the files of its completed rounds."""
 
   def __init__(self, output: str, settings: Mapping[str, Any]):
-    """Names the file.
+    """Define the pool's files without touching them.
 
     Args:
-      output: to be made, ending in one of SUFFIXES.
-      settings: all that decides what is drawn, as JSON holds it; a pool that was begun with others is not continued.
+      output: the file to make, ending in one of SUFFIXES.
+      settings: everything that determines the draw, as JSON values; a pool begun with others is not continued.
     """
     self._output = output
     self._settings = dict(settings)
 
   @property
   def folder(self) -> epath.Path:
-    """Where what was kept lies until the file is complete."""
+    """Return the folder of completed rounds."""
     return epath.Path(f'{self._output}.parts')
 
   def check(self, overwrite: bool) -> None:
-    """Make sure that the file can be written.
+    """Check that the file can be written.
 
     Raises:
-      UserError: another ending, as `files.check_output`.
+      UserError: the file name has another ending, or as `files.check_output`.
     """
     if not self._output.endswith(SUFFIXES):
       raise UserError(f'--output={self._output} must end in {" or ".join(SUFFIXES)}, which says how rows are written.')
     check_output(self._output, overwrite=overwrite)
 
   def rounds(self, overwrite: bool) -> list[Round]:
-    """Return what an interrupted command with the same settings has left, in order.
+    """Return the rounds that an interrupted command with the same settings has left, in order.
 
     Args:
-      overwrite: whether what a command with other settings has left may go.
+      overwrite: whether rounds of a command with other settings may be removed.
 
     Raises:
-      UserError: that may not go, or a part cannot be read.
+      UserError: such rounds may not be removed, or a round cannot be read.
     """
     found: list[Round] = []
     way_out = f'remove {self.folder}, or add --overwrite to begin anew'
@@ -104,7 +104,7 @@ class PoolFile:
     ]
 
   def add(self, number: int, result: Round) -> None:
-    """Keep a round, the number of which counts from 0.
+    """Store a round; numbers count from 0.
 
     Raises:
       UserError: it cannot be written.
@@ -115,7 +115,7 @@ class PoolFile:
       write_atomically(self._part(number), json.dumps(part, ensure_ascii=False))
 
   def finish(self, rows: Sequence[Row]) -> None:
-    """Write the file, and remove what was kept of its rounds; errors as `add`."""
+    """Write the file and remove its rounds; raises as `add`."""
     with self._writable():
       write_output(self._output, _parquet(rows) if self._output.endswith('.parquet') else _lines(rows))
     self.discard()
@@ -129,14 +129,14 @@ class PoolFile:
       raise UserError(f'--output={self._output} cannot be written ({first_line(error)}): {way_out}.') from error
 
   def discard(self) -> None:
-    """Remove what was kept of the rounds."""
+    """Remove the stored rounds."""
     try:
       if self.folder.exists():
         self.folder.rmtree(missing_ok=True)
     except OSError as error:
       if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
         raise
-      # The same command runs twice, and the other one keeps a round there, or removes them too: it ends after this one.
+      # A concurrent equal command stores a round there or removes the rounds too: it will finish after this one.
 
   def _part(self, number: int) -> epath.Path:
     return self.folder / f'{number:05}.json'

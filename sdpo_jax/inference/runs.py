@@ -1,4 +1,4 @@
-"""Using a run or a model directory: open, evaluate, export."""
+"""Opening, evaluating and exporting a run or a model directory."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from sdpo_jax.training.update import abstract_state
 from sdpo_jax.types import TrainState, Tree
 
 _logger = logging.getLogger('sdpo_jax.runs')
-DIGEST = 'document_digest'  # Among the notes of an exported cartridge: `fingerprint.trained_document`.
+DIGEST = 'document_digest'  # Key in an exported cartridge's metadata: `fingerprint.trained_document`.
 
 
 def run_config(workdir: epath.PathLike) -> Config:
   """Return the settings of a run.
 
   Raises:
-    UserError: no run there, or its settings cannot be read.
+    UserError: there is no run, or its settings cannot be read.
   """
   path = epath.Path(workdir) / 'config.json'
   if not path.exists():
@@ -60,22 +60,22 @@ def open_run(
   chat_template: str | None = None,
   teaches: bool = False,
 ) -> tuple[Session, Tree, int]:
-  """Return a run's session, the parameters of one of its checkpoints, and its step; the run may be going on.
+  """Return a run's session, the parameters of one of its checkpoints, and its step; the run may still be training.
 
-  Of the checkpoint nothing else is read: no optimizer state, and of student and teacher the one that is asked for.
+  Reads nothing else of the checkpoint: no optimizer state, and only the requested one of student and teacher.
 
   Args:
-    workdir: of the run.
-    weights: whose.
-    config: settings of the session, but for the model, which is the run's; None: the run's.
-    step: of the checkpoint; None: the newest readable one.
-    dtype: in which the session computes; None: the run's.
-    chat_template: file with that of the session; None: the run's.
-    teaches: whether the session has the teacher of a cartridge, which reads the document of `config`, if that names
+    workdir: the run's directory.
+    weights: student's or teacher's.
+    config: settings of the session, except the model, which is the run's; None: the run's settings.
+    step: the checkpoint's step; None: the newest readable one.
+    dtype: compute dtype of the session; None: the run's.
+    chat_template: file with the session's chat template; None: the run's.
+    teaches: whether the session includes the teacher of a cartridge, which reads the document of `config`, if there is
       one.
 
   Raises:
-    UserError: no run or checkpoint there, or a teacher without weights of its own is asked for.
+    UserError: there is no run or checkpoint, or the requested teacher has no weights of its own.
   """
   trained = run_config(workdir)
   model = _changed(trained.model, dtype, chat_template)
@@ -85,7 +85,7 @@ def open_run(
   config = dataclasses.replace(config or trained, model=model)
   session, parameters = make_session(config, workdir, teaches=teaches)
   like = abstract_state(update_spec(trained), parameters, session.mesh, session.policy.parameter_table())
-  del parameters  # There may be no room for both these and those of the checkpoint.
+  del parameters  # There may be no room for both these and the checkpoint's.
   parameters, step = _restored(workdir, weights, like, step, session.config)
   _check_model(workdir, session.config, session.tokenizer, step)
   return session, parameters, step
@@ -94,17 +94,17 @@ def open_run(
 def _restored(
   workdir: epath.PathLike, weights: Literal['student', 'teacher'], like: TrainState, step: int | None, config: Config
 ) -> tuple[Tree, int]:
-  """Return the trainable parameters of a checkpoint, and its step; arguments and errors as `open_run`.
+  """Return a checkpoint's trainable parameters and its step; arguments and errors as `open_run`.
 
   Args:
-    workdir: of the run.
-    weights: whose.
-    like: description of the state.
-    step: of the checkpoint; None: the newest readable one.
-    config: with the run's model.
+    workdir: the run's directory.
+    weights: student's or teacher's.
+    like: abstract training state.
+    step: the checkpoint's step; None: the newest readable one.
+    config: settings with the run's model.
 
   Raises:
-    UserError: also where the adapter is described otherwise than it was for the checkpoint.
+    UserError: also if the adapter's settings differ from the checkpoint's.
   """
   checkpoints = epath.Path(workdir) / 'checkpoints'
   if not checkpoints.is_dir() or not any(checkpoints.iterdir()):
@@ -114,7 +114,7 @@ def _restored(
   field = 'teacher' if weights == 'teacher' else 'trainable'
   like = only(field, like)
   expected = newest(workdir) if step is None else step
-  _check_adapter(workdir, config, expected)  # Before checkpoints that hold other factors are called unreadable.
+  _check_adapter(workdir, config, expected)  # Before checkpoints with other factors would be called unreadable.
   reader = Checkpoints(workdir, read_only=True)
   try:
     if step is not None:
@@ -134,7 +134,7 @@ def _restored(
 
 
 def _check_adapter(workdir: epath.PathLike, config: Config, step: int) -> None:
-  """Raise UserError if matrices, ranks or scales of an adapter are not those of a checkpoint."""
+  """Raise UserError if matrices, ranks or scales of the adapter differ from the checkpoint's."""
   model = config.model
   changes = fingerprint.adapter_changes(workdir, config, step) if model.frozen else []
   if changes:
@@ -146,17 +146,17 @@ def _check_adapter(workdir: epath.PathLike, config: Config, step: int) -> None:
 
 
 def _changed(model: ModelConfig, dtype: str | None, chat_template: str | None) -> ModelConfig:
-  """Return the settings of a model with what is not None in place of theirs."""
+  """Return a model's settings with the given values, unless None, in place of its own."""
   return dataclasses.replace(
     model, dtype=dtype or model.dtype, chat_template=model.chat_template if chat_template is None else chat_template
   )
 
 
 def _check_model(workdir: epath.PathLike, config: Config, tokenizer: Any, step: int) -> None:
-  """Say that tokenizer or config.json are not those with which a checkpoint was trained.
+  """Log whether tokenizer or config.json differ from those with which a checkpoint was trained.
 
   Raises:
-    UserError: the checkpoint is of an adapter, and the base's weights are others.
+    UserError: the checkpoint holds an adapter, and the base's weights differ.
   """
   path, base = config.model.path, []
   try:
@@ -185,12 +185,12 @@ def open_source(
   cartridge: str | None = None,
   teaches: bool = False,
 ) -> tuple[Session, Tree]:
-  """Return a session and parameters of either a run (its newest checkpoint, or that of `step`) or a Hugging Face
-  directory.
+  """Open a run (its newest checkpoint, or that of `step`) or a Hugging Face directory.
 
-  The latter with the adapter or the cartridge of another directory, if one is named. With `dtype` the session computes
-  in that, and with `chat_template` it has the template in this file; otherwise all is as in the run, or for a directory
-  as in `config`. A session that `teaches` has the teacher of a cartridge, which reads the document that `config` names.
+  Returns a session and parameters. A directory may be combined with an adapter or a cartridge from another one. `dtype`
+  sets the session's compute dtype and `chat_template` a file with its template; by default they are the run's, or those
+  of `config` for a directory. A session that `teaches` includes the teacher of a cartridge, which reads the document of
+  `config`.
 
   Raises:
     UserError: neither or both are named, a step of a model directory, or an adapter or cartridge for a run.
@@ -233,7 +233,7 @@ def open_source(
   return make_session(config, workdir='.', teaches=teaches)
 
 
-# Settings that change what an evaluation measures.
+# Settings that affect an evaluation.
 MEASURING = (
   'val_kwargs',
   'data.val_files',
@@ -257,7 +257,7 @@ MEASURING = (
 
 
 def measured_otherwise(trained: Config, config: Config) -> list[str]:
-  """Phrases naming the settings in which an evaluation with `config` differs from those of the run itself."""
+  """Return phrases naming the settings in which an evaluation with `config` differs from the run's own evaluations."""
   ours, now = flatten(trained), flatten(config)
   return [
     f'{name} is {ours[name]!r} there and {now[name]!r} here'
@@ -278,18 +278,18 @@ def evaluate_to_file(
   cartridge: str | None = None,
   announce: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
-  """Evaluate as `evaluate_source`; write the metrics to `output`, the samples beside it.
+  """Evaluate like `evaluate_source`; write the metrics to `output` and the samples beside it.
 
   Args:
-    config: as there.
-    workdir: as there.
-    model: as there.
+    config: as in `evaluate_source`.
+    workdir: as in `evaluate_source`.
+    model: as in `evaluate_source`.
     output: JSON file.
-    step: as there.
-    overwrite: whether files that are there already may be replaced.
-    adapter: as there.
-    cartridge: as there.
-    announce: as there.
+    step: as in `evaluate_source`.
+    overwrite: whether existing files may be replaced.
+    adapter: as in `evaluate_source`.
+    cartridge: as in `evaluate_source`.
+    announce: as in `evaluate_source`.
 
   Raises:
     UserError: as `evaluate_source`, or the output cannot be written.
@@ -319,19 +319,19 @@ def evaluate_source(
 ) -> Evaluation:
   """Evaluate a run or a model on `config.data.val_files`.
 
-  What is asked and how it is sampled and graded is the config's; weights and model settings are the run's.
+  Questions, sampling and grading follow `config`; weights and model settings are the run's.
 
   Args:
     config: settings.
-    workdir: of a run.
-    model: Hugging Face directory, instead.
-    step: of the run's checkpoint; None: the newest.
-    adapter: directory of an adapter of the Hugging Face model.
-    cartridge: directory of a cartridge of it.
-    announce: receives a sentence where the numbers cannot be compared with the run's own evaluations.
+    workdir: a run's directory.
+    model: a Hugging Face directory to use instead.
+    step: the checkpoint's step; None: the newest.
+    adapter: directory of an adapter for the Hugging Face model.
+    cartridge: directory of a cartridge for it.
+    announce: called with a sentence if the results cannot be compared with the run's own evaluations.
 
   Raises:
-    UserError: neither or both of workdir and model, or no held-out rows.
+    UserError: neither or both of workdir and model are given, or there are no held-out rows.
   """
   if not config.data.val_files:
     raise UserError('data.val_files of the config is empty: there is nothing to evaluate on.')
@@ -357,14 +357,13 @@ def evaluate_source(
 
 
 def _other_document(config: Config, session: Session, workdir: str | None, step: int | None) -> str | None:
-  """Return a sentence if a cartridge was made from another document than the settings name; None also if it is not
-  known.
+  """Return a sentence if a cartridge's document differs from that of the settings; None if equal or unknown.
 
   Args:
     config: settings of the evaluation.
-    session: with the cartridge, if there is one.
-    workdir: of its run; None: it is that of a directory.
-    step: of the run's checkpoint; None: the newest.
+    session: session with the cartridge, if there is one.
+    workdir: the cartridge's run; None: it is from a directory.
+    step: the checkpoint's step; None: the newest.
   """
   document, slots = config.model.cartridge.document, session.config.model.cartridge
   if not document or not slots.used:
@@ -389,7 +388,7 @@ def _other_document(config: Config, session: Session, workdir: str | None, step:
 
 
 Format = Literal['model', 'peft', 'merged', 'cartridge', 'cartridge_pt', 'cartridge_pt_fixed']
-FORMATS: Mapping[str, tuple[Format, ...]] = {  # Of what is trained: the default first.
+FORMATS: Mapping[str, tuple[Format, ...]] = {  # By kind of trained parameters, the default first.
   'all parameters': ('model',),
   'an adapter': ('peft', 'merged'),
   'a cartridge': ('cartridge', 'cartridge_pt', 'cartridge_pt_fixed'),
@@ -404,24 +403,24 @@ def export(
   step: int | None = None,
   form: Format | None = None,
 ) -> int:
-  """Write a run's checkpoint (of `step`, or the newest) for other programs; return its step.
+  """Export a run's checkpoint (of `step`, or the newest) for other programs; return its step.
 
-  In a run of several processes all call this, and process 0 writes.
+  In a run of several processes, all call this and process 0 writes.
 
   Args:
-    workdir: of the run.
-    output: directory to make.
-    weights: whose.
-    dtype: of the stored tensors.
-    step: of the checkpoint; None: the newest.
+    workdir: the run's directory.
+    output: directory to create.
+    weights: student's or teacher's.
+    dtype: dtype of the stored tensors.
+    step: the checkpoint's step; None: the newest.
     form: 'model', a Hugging Face model directory of a run that trained all parameters; 'peft', the adapter of a run
-      that trained one; 'merged', a model directory with the adapter in it; 'cartridge', the slots of a run that trained
-      some, in this project's format; 'cartridge_pt', in the published one; 'cartridge_pt_fixed', in that with the
-      spelling of its first version. None: the first of these that the run has.
+      that trained one; 'merged', a model directory with the adapter merged in; 'cartridge', the slots of a run that
+      trained some, in this project's format; 'cartridge_pt', in the published one; 'cartridge_pt_fixed', in the
+      published one with the key names of its first version. None: the first form that the run supports.
 
   Raises:
-    UserError: no run or checkpoint, a form that it does not have, `output` holds something already or cannot be
-      written, or the weights hold values that the dtype cannot.
+    UserError: there is no run or checkpoint, the run does not support the form, `output` is not empty or cannot be
+      written, or weights are out of the dtype's range.
   """
   trained = run_config(workdir)
   kind = (
@@ -475,7 +474,7 @@ def _export_adapter(
   *,
   merged: bool,
 ) -> int:
-  """Write the adapter of a run, by itself or in its base, which is not read onto the devices; return its step."""
+  """Write a run's adapter, alone or merged into its base, which stays off the devices; return the checkpoint's step."""
   model = config.model
   tokenizer = load_tokenizer(config)
   policy = huggingface.read_policy(model.path, model)

@@ -1,7 +1,7 @@
 """Prompts about a document, written by the model itself, for a run that trains a cartridge.
 
-Each is drawn behind a random window of the document and a random request (`sdpo_jax.data.self_study`). Which windows
-and requests there are depends on the seed alone, so that a pool can be continued and repeated.
+Each is drawn from a prompt with a random window of the document and a random request (`sdpo_jax.data.self_study`).
+Windows and requests depend only on the seed, so a pool can be continued and repeated.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from sdpo_jax.teacher.documents import context_length
 from sdpo_jax.training.opening import check_turn_end, load_tokenizer, make_sampler, model_mesh, template_remarks
 from sdpo_jax.types import Tree
 
-ROUND = 512  # Messages that are drawn before what was kept is written.
-GIVE_UP = 4  # A pool ends incomplete when so many times as many messages were drawn as were asked for.
-SPARE = 64  # Tokens by which a passage may be longer in its prompt than in the document, where words begin otherwise.
-BUCKETS = (64, 128, 256, 512)  # Tokens to which prompts are padded; then every multiple of the last.
+ROUND = 512  # Messages drawn between writes of kept messages.
+GIVE_UP = 4  # A pool ends incomplete after this multiple of the requested messages was drawn.
+SPARE = 64  # Extra tokens of a passage in a prompt, where words may split differently than in the document.
+BUCKETS = (64, 128, 256, 512)  # Padded lengths of prompts in tokens; after the last one, its multiples.
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """What is drawn."""
+  """Options of a pool."""
 
-  count: int  # Messages that the pool is to have.
+  count: int  # Number of messages in the pool.
   seed: int = 0
   types: tuple[str, ...] = self_study.DEFAULT_TYPES  # Keys of `self_study.REQUESTS`.
-  weights: tuple[float, ...] = ()  # How often each is drawn, relative to the others; empty: equally often.
+  weights: tuple[float, ...] = ()  # Relative frequencies of the types; empty: equal.
   least_window: int = 512  # Tokens of the document.
   most_window: int = 4096
-  per_window: int = 4  # Messages per window and request, which share the prefill of the prompt.
+  per_window: int = 4  # Messages per window and request, which share the prompt's prefill.
   temperature: float = 0.6
-  max_tokens: int = 512  # Of a message.
+  max_tokens: int = 512  # Per message.
 
   @property
   def round_size(self) -> int:
-    """Windows of a round at most."""
+    """Return the most windows of a round."""
     return math.ceil(min(ROUND, self.count) / self.per_window)
 
   def check(self) -> None:
@@ -88,38 +88,38 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-  """A window and a request about it."""
+  """A window of the document and a request about it."""
 
   seed_type: str
   window: tuple[int, int]  # First token and end in the document.
-  tokens: list[int]  # Of the prompt.
+  tokens: list[int]  # Tokens of the prompt.
 
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-  """What the model has written."""
+  """A message that the model has written."""
 
   text: str
-  stopped: bool  # By the end of its turn, not by its length.
+  stopped: bool  # Whether it ended its turn, instead of reaching the limit.
 
 
 class Asker:
-  """Makes the prompts with which messages are asked for."""
+  """Builds the prompts that request messages."""
 
   def __init__(
     self, document: Document, tokenizer: Tokenizer, chat: ChatFormat, options: Options, positions: int | None
   ):
-    """Set the limits.
+    """Compute the limits.
 
     Args:
-      document: to be asked about.
-      tokenizer: of the model, with a chat template.
-      chat: how messages become tokens.
-      options: what to draw.
-      positions: that the model has; None: no limit is known.
+      document: the document to ask about.
+      tokenizer: the model's tokenizer, with a chat template.
+      chat: converts messages to tokens.
+      options: options of the pool.
+      positions: the model's maximum positions; None: unknown.
 
     Raises:
-      UserError: a window, a request and a message are more than the model has positions for.
+      UserError: a window, a request and a message together exceed the model's positions.
     """
     self._document, self._tokenizer, self._chat, self._options = document, tokenizer, chat, options
     self._system = self_study.writes_system(tokenizer, chat)
@@ -138,9 +138,7 @@ class Asker:
     return self_study.conversation(passage, request, system=self._system)
 
   def ask(self, round_number: int, number: int) -> Ask:
-    """Return what is asked at a place in a round; the same at every time, and the same for any other settings of
-    sampling.
-    """
+    """Return the request at a place in a round, which is independent of all sampling settings and always the same."""
     options, document = self._options, self._document
     draw = np.random.default_rng([options.seed, round_number, number])
     kind, request = self_study.draw_request(draw, options.types, options.weights or (1.0,) * len(options.types))
@@ -154,10 +152,10 @@ class Asker:
 
 
 class Pool:
-  """Messages that were kept, and how many were not, and why."""
+  """The kept messages, and counts of dropped ones by reason."""
 
   def __init__(self, is_short: Callable[[str], bool]):
-    """Make an empty pool of messages that are short enough for a prompt."""
+    """Make an empty pool; `is_short` tells whether a message fits a prompt."""
     self._is_short = is_short
     self._seen: set[str] = set()
     self.rows: list[Row] = []
@@ -165,19 +163,19 @@ class Pool:
     self.dropped: collections.Counter[str] = collections.Counter()
 
   def extend(self, result: Round) -> None:
-    """Add a round that was kept."""
+    """Add a stored round."""
     self._seen.update(_plain(row['prompt'][0]['content']) for row in result.rows)
     self.rows += result.rows
     self.drawn += result.drawn
     self.dropped.update(result.dropped)
 
   def kept(self, round_number: int, asks: Sequence[Ask], messages: Sequence[Message]) -> Round:
-    """Return what a round adds to the pool, without adding it.
+    """Return the round that messages would add to the pool, without adding it.
 
     Args:
-      round_number: from 0.
-      asks: of the round.
-      messages: equally many for each, one after the other.
+      round_number: index of the round, from 0.
+      asks: requests of the round.
+      messages: the same number for each request, in order.
     """
     each = len(messages) // len(asks)
     rows, dropped, seen = [], collections.Counter(), set(self._seen)
@@ -212,13 +210,13 @@ class Pool:
 
 
 def _plain(text: str) -> str:
-  """Return the text without what does not tell a message from another."""
+  """Normalise a text for the comparison of messages."""
   return re.sub(r'\s+', ' ', text).strip().casefold()
 
 
 Draw = Callable[
   [list[list[int]], int], list[Message]
-]  # (prompts, number of the round) → messages, some for each prompt.
+]  # (prompts, number of the round) → messages, several for each prompt.
 
 
 def fill(
@@ -230,16 +228,16 @@ def fill(
   keep: Callable[[int, Round], None],
   announce: Callable[[str], None],
 ) -> list[Row]:
-  """Draw messages until a pool has enough of them, or too few are of use; return at most `options.count` rows.
+  """Draw messages until a pool has enough, or too few are usable; return at most `options.count` rows.
 
   Args:
-    pool: may hold the rounds before the first.
-    first_round: number of the next round.
-    options: what to draw.
-    ask: as `Asker.ask`.
+    pool: may hold rounds before `first_round`.
+    first_round: index of the next round.
+    options: options of the pool.
+    ask: like `Asker.ask`.
     draw: writes `options.per_window` messages for each prompt.
-    keep: is handed each round.
-    announce: hears how far it is.
+    keep: called with each round.
+    announce: called with the progress.
   """
   number = first_round
   while len(pool.rows) < options.count and pool.drawn < GIVE_UP * options.count:
@@ -256,7 +254,7 @@ def fill(
 
 
 def outcome(pool: Pool, rows: Sequence[Row], options: Options, output: str) -> str:
-  """Return what is said at the end."""
+  """Return the sentence about the result."""
   beyond = len(pool.rows) - len(rows)
   dropped = pool.dropped | ({'beyond --count': beyond} if beyond else {})
   reasons = ', '.join(f'{count} {reason}' for reason, count in sorted(dropped.items()))
@@ -284,23 +282,22 @@ def synthesize(
   overwrite: bool = False,
   announce: Callable[[str], None] = lambda text: None,
 ) -> None:
-  """Write a pool of prompts about a document; a command that was interrupted goes on where it stopped.
+  """Write a pool of prompts about a document; an interrupted command resumes where it stopped.
 
-  In a run of several processes all call this, and process 0 writes.
+  In a run of several processes, all call this and process 0 writes.
 
   Args:
     config: the model, its mesh and chat template, and how long a prompt may be. An adapter or a cartridge is left out.
-    options: what to draw.
+    options: options of the pool.
     document: text file, local or gs://….
     output: file to write, JSON lines or parquet, local or gs://….
-    max_batch_rows: messages that are drawn at once; None: as many as take the room of the run's own completions and
-      document.
-    overwrite: whether an output, or what an interrupted command with other settings has left, may be replaced.
-    announce: receives sentences about the progress and the result.
+    max_batch_rows: messages to draw at once; None: as many as fit the memory of the run's own completions and document.
+    overwrite: whether to replace an existing output, or the rounds of an interrupted command with other settings.
+    announce: called with sentences about the progress and the result.
 
   Raises:
-    UserError: contradicting options, a document or model that cannot be read or do not fit together, an output that is
-      there or cannot be written, or no message of use.
+    UserError: the options are contradictory, the document or model cannot be read or do not fit together, the output
+      exists or cannot be written, or no message is usable.
   """
   options.check()
   as_asked, slots = ChatFormat.of(config), config.model.cartridge.used  # Of the run.
@@ -332,7 +329,7 @@ def synthesize(
   for remark in template_remarks(config, tokenizer):
     announce(remark)
   announce(f'{document} has {len(passages)} tokens, and a prompt about it at most {asker.limit}.')
-  # Of the memory that the run takes for its cache and, beside a cartridge, for the document.
+  # Bounded by the memory that the run takes for its cache and, with a cartridge, for the document.
   most = _rows(config, asker.limit + options.max_tokens, len(passages) if slots else 0)
   writer = _Writer(config, tokenizer, options, asker.limit, max_batch_rows or most)
   rows = fill(pool, len(left), options, asker.ask, writer.draw, keep, announce)
@@ -350,28 +347,29 @@ def synthesize(
 
 
 def _plain_model(config: Config) -> Config:
-  """Return the settings with the model as it is, kept in compute dtype.
+  """Return the settings with the plain model, stored in compute dtype.
 
-  A slot, which is not made, leaves the model frozen: float32 parameters, twice as large, are for training.
+  The cartridge's slot, which is never made, keeps the model frozen: float32 parameters, twice as large, are only needed
+  for training.
   """
   slot = CartridgeConfig(tokens=1, num_frozen_tokens=0)
   return dataclasses.replace(config, model=dataclasses.replace(config.model, lora=LoraConfig(), cartridge=slot))
 
 
 def _silent(tokenizer: Tokenizer, chat: ChatFormat) -> ChatFormat:
-  """Return the format in which a model that thinks when asked to does not."""
+  """Return the chat format with thinking turned off."""
   switch = 'enable_thinking'
   off = {} if chat_template.unread(tokenizer, [switch]) else {switch: False}
   return dataclasses.replace(chat, variables={**chat.variables, **off}, behind_document=False)
 
 
 def _fits(tokenizer: Tokenizer, text: str, limit: int, chat: ChatFormat) -> bool:
-  """Return whether a message is a prompt of at most `limit` tokens."""
+  """Return whether a message makes a prompt of at most `limit` tokens."""
   [tokens] = bounded_chat_tokens(tokenizer, [[{'role': 'user', 'content': text}]], limit, chat)
   return tokens is not None and len(tokens) <= limit
 
 
-# Settings of the config that decide what is drawn.
+# Settings that determine the draw.
 _DECIDING = (
   'data.apply_chat_template_kwargs',
   'data.enable_thinking',
@@ -384,7 +382,7 @@ _DECIDING = (
 
 
 def _settings(config: Config, options: Options, text: str, limit: int, tokenizer: Tokenizer) -> dict[str, Any]:
-  """Return all that decides what is drawn, as JSON holds it."""
+  """Return everything that determines the draw, as JSON values."""
   named = {
     'count': 'count',
     'seed': 'seed',
@@ -409,13 +407,12 @@ def _settings(config: Config, options: Options, text: str, limit: int, tokenizer
 
 
 def _rows(config: Config, length: int, document: int) -> int:
-  """Return how many messages are drawn at once: so many that their cache is no larger than what a run holds in its
-  place.
+  """Return how many messages to draw at once, such that their cache fits the memory that a run uses instead.
 
   Args:
-    config: of the run.
-    length: of a prompt and its message, tokens.
-    document: tokens whose keys and values the run holds beside its cache.
+    config: the run's settings.
+    length: tokens of a prompt and its message.
+    document: tokens of the document whose keys and values the run holds beside its cache.
   """
   own = config.data.max_prompt_length + config.data.max_response_length
   rows = config.rollout.max_batch_rows
@@ -423,7 +420,7 @@ def _rows(config: Config, length: int, document: int) -> int:
 
 
 class _Writer:
-  """The model, which is loaded when the first message is to be drawn."""
+  """The model, which is loaded when the first message is drawn."""
 
   def __init__(self, config: Config, tokenizer: Tokenizer, options: Options, limit: int, rows: int):
     self._config, self._tokenizer, self._options, self._limit = config, tokenizer, options, limit
@@ -431,7 +428,7 @@ class _Writer:
     self._loaded: tuple[Sampler, Tree] | None = None
 
   def draw(self, prompts: list[list[int]], round_number: int) -> list[Message]:
-    """Return what the model writes in reply to each prompt."""
+    """Sample the model's replies to the prompts."""
     options = self._options
     sampler, parameters = self._load()
     drawn = sampler.sample(

@@ -1,4 +1,4 @@
-"""What a run has left, checked to the last bit, and what would be lost if it stopped now; nothing is touched."""
+"""Bit-exact verification of a run's files, and what would be lost if it stopped now; changes nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _RESULTS = re.compile(r'(\d+)(\.samples)?\.jsonl?')  # Files in `rollouts/` and 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-  """What was found about one thing that a run has left."""
+  """A finding about one file or checkpoint of a run."""
 
   state: str  # WHOLE, NOTE or DAMAGE.
   what: str  # A path in the run's directory.
@@ -46,10 +46,10 @@ class Finding:
 
 
 def verify(workdir: str | None, model: str | None, say: Callable[[str], None]) -> int:
-  """Check a run or a model directory; return the exit code, see `verify_run`.
+  """Check a run or a model directory; return the exit code of `verify_run`.
 
   Raises:
-    UserError: neither or both are named, or one that is none, or a file of the model is damaged.
+    UserError: neither or both are named, the directory is not one, or a file of the model is damaged.
   """
   if (workdir is None) == (model is None):
     raise UserError('Name one of --workdir=DIR (a run) and --model=HF_DIR (a model directory).')
@@ -66,17 +66,17 @@ def verify(workdir: str | None, model: str | None, say: Callable[[str], None]) -
 
 
 def verify_run(workdir: epath.PathLike, say: Callable[[str], None]) -> int:
-  """Check everything in the directory of a run, which may be going on; say a line about each thing, and a summary.
+  """Check everything in a run's directory; report a line on each item, and a summary. The run may be training.
 
   Args:
     workdir: local or gs://.
-    say: receives the lines.
+    say: called with the lines.
 
   Returns:
-    ALL_WHOLE; SOME_DAMAGED if a whole checkpoint remains; NOTHING_LEFT if there is nothing to resume from.
+    ALL_WHOLE; SOME_DAMAGED if an intact checkpoint remains; NOTHING_LEFT if there is nothing to resume from.
 
   Raises:
-    UserError: no run is there.
+    UserError: there is no run.
   """
   workdir = epath.Path(workdir)
   if not any((workdir / name).exists() for name in ('config.json', 'checkpoints', METRICS)):
@@ -93,19 +93,19 @@ def verify_run(workdir: epath.PathLike, say: Callable[[str], None]) -> int:
 
 
 class _Audit:
-  """One look at everything in a run's directory; what was found of one thing is compared with the next."""
+  """One pass over a run's directory, in which later items are compared with earlier ones."""
 
   def __init__(self, workdir: epath.Path):
     self._workdir = workdir
     self._epochs = Epochs()
-    self._digests: dict[int, str] = {}  # Step → the state at its end, where metrics.jsonl names it, but for rollbacks.
-    self._reached = 0  # The last step of which there is anything.
-    self._lines: set[int] = set()  # Steps of which metrics.jsonl has a line.
-    self._bytes: int | None = None  # Of metrics.jsonl, when it was read; None: it is not there.
-    self.whole: list[int] = []  # Steps of checkpoints.
+    self._digests: dict[int, str] = {}  # Step → state digest in metrics.jsonl, without lines of rollbacks.
+    self._reached = 0  # The last step with a line or a file.
+    self._lines: set[int] = set()  # Steps with a line in metrics.jsonl.
+    self._bytes: int | None = None  # Size of metrics.jsonl when it was read; None: it does not exist.
+    self.whole: list[int] = []  # Steps of intact checkpoints.
 
   def findings(self) -> Iterator[Finding]:
-    """Yield what is found, thing after thing."""
+    """Yield findings, one item after the other."""
     yield from self._lock()
     yield from self._read('config.json', lambda: f'the settings of {run_config(self._workdir).name}', needed=True)
     yield from self._read(EPOCHS, self._record)
@@ -118,7 +118,7 @@ class _Audit:
     yield from self._remains()
 
   def summary(self, damaged: int) -> str:
-    """Return what would be lost if the run stopped now."""
+    """Return a sentence on what would be lost if the run stopped now."""
     found = f'{damaged} damaged' if damaged else 'nothing damaged'
     if not self.whole:
       lost = f'{_steps(range(1, self._reached + 1))} would be lost' if self._reached else 'no step has ended yet'
@@ -155,7 +155,7 @@ class _Audit:
       yield Finding(NOTE, LOCK, f'{found} {says[lock_owner.state(found)]}')
 
   def _read(self, name: str, act: Callable[[], str], *, needed: bool = False) -> Iterator[Finding]:
-    """Yield what reading a file of the run says."""
+    """Read a file of the run and yield the finding."""
     if not (self._workdir / name).exists():
       if needed:
         yield Finding(DAMAGE, name, 'is missing')
@@ -167,7 +167,7 @@ class _Audit:
 
   def _record(self) -> str:
     path = self._workdir / EPOCHS
-    self._epochs = of_starts(self._workdir)  # Unless it can be read.
+    self._epochs = of_starts(self._workdir)  # Used unless the file can be read.
     self._epochs = parse(read_bytes(path, 'make it readable'), path)
     published = self._epochs.published
     return f'fencing epoch {self._epochs.newest}; ' + (
@@ -189,7 +189,7 @@ class _Audit:
       return
     self._bytes = len(content)
     texts = content.split(b'\n')
-    cut = texts.pop()  # What follows the last end of a line.
+    cut = texts.pop()  # The text after the last newline.
     for number, text in enumerate(texts, 1):
       line = _line(text)
       if line is None:
@@ -237,16 +237,16 @@ class _Audit:
       yield Finding(NOTE, f'checkpoints/{path.name}', 'is being written or removed, or was when the run was killed')
 
   def _lost(self) -> Iterator[Finding]:
-    """Yield what the run has written and is not there any more, as other things that it has left say."""
+    """Yield findings about missing files that other files of the run mention."""
     path, newest, last = self._workdir / METRICS, max(self.whole, default=0), max(self._lines, default=0)
     if self._bytes is not None:
-      going_on = not path.exists() or path.stat().length != self._bytes  # Lines may be there by now.
-      # The line of a checkpoint's own step may be outstanding.
+      going_on = not path.exists() or path.stat().length != self._bytes  # Lines may have been added since.
+      # The line of a checkpoint's own step may not be written yet.
       missing = set(range(1, (last if going_on else max(last, newest - 1)) + 1)) - self._lines
       if missing:
         yield Finding(DAMAGE, METRICS, f'has no line of {_steps(missing)}: the numbers are lost')
     published = self._epochs.published
-    there = (self._workdir / 'checkpoints' / str(published)).exists()  # Then what is wrong with it was said.
+    there = (self._workdir / 'checkpoints' / str(published)).exists()  # If so, its fault has been reported.
     if published > newest and not there and read_epochs(self._workdir).published == published:
       yield Finding(DAMAGE, 'checkpoints', f'that of step {published} was published and is not there')
 
@@ -264,7 +264,7 @@ class _Audit:
         manifest.check_leaves({name: self._leaf(path, name)}, expected)
     except FileNotFoundError:
       return Finding(DAMAGE, what, f'{NO_MANIFEST}: nothing can be said about it, and it is not resumed from')
-    except Exception as error:  # TensorStore raises many kinds.
+    except Exception as error:  # TensorStore raises many types.
       if is_out_of_reach(error):
         return Finding(
           DAMAGE, what, f'cannot be read for now, which does not mean that it is damaged: {first_line(error)}'
@@ -324,7 +324,7 @@ def _count(number: int, thing: str) -> str:
 
 
 def _steps(steps: Collection[int]) -> str:
-  """Return numbers of steps as people write them: 'step 3', 'steps 3, 5–8'."""
+  """Format step numbers for people: 'step 3', 'steps 3, 5–8'."""
   return f'{"step" if len(set(steps)) == 1 else "steps"} {spans(steps)}'
 
 
@@ -340,7 +340,7 @@ def _line(text: bytes) -> dict[str, Any] | None:
 
 
 def _wrong_json(path: epath.Path) -> str | None:
-  """Return what is wrong with a file of JSON, or of JSON lines; None: nothing."""
+  """Return what is wrong with a file of JSON or JSON lines; None if nothing is."""
   try:
     content = path.read_bytes()
     parts = content.splitlines() if path.suffix == '.jsonl' else [content]
