@@ -1,1 +1,1 @@
-"""The tiny base model of the quickstart and its tokenizer, made from nothing."""
+"""The quickstart's tiny base models and their tokenizers, made from scratch."""

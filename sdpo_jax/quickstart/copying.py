@@ -1,7 +1,8 @@
-"""Weights from which a small model soon copies names: tokens that are used alike look alike, and a head hands on what
-it sees.
+"""Initial weights from which a small model soon learns to copy names.
 
-Models learn both by themselves, one kind of names after the other, and each only after hundreds of steps.
+Tokens that are used alike have similar embeddings, and heads copy what they attend to.
+
+Models also learn both without this, one kind of names after the other, and each only after hundreds of steps.
 """
 
 from __future__ import annotations
@@ -14,22 +15,21 @@ import numpy as np
 from models.architecture import Architecture
 from sdpo_jax.types import Tree
 
-ALIKE = 0.08  # Standard deviation of what the tokens of a group have in common.
-COPY = 1.0  # How loud what a head sees is in what it writes.
+ALIKE = 0.08  # Standard deviation of the component that a group's tokens share.
+COPY = 1.0  # Scale of what a head sees in what it writes.
 
 
 def with_copying(params: Tree, config: Architecture, groups: Sequence[Sequence[int]], seed: int) -> Tree:
-  """Return random parameters with groups of tokens that look alike, and with heads in the last layer that copy, as
-  NumPy.
+  """Return random parameters as NumPy, with groups of similar tokens and with copying heads in the last layer.
 
-  The first query head of each group of heads copies as many of the stream's numbers as it has of its own; together they
-  are enough to tell tokens apart.
+  The first query head of each group of heads copies as many numbers of the residual stream as it has dimensions;
+  together they suffice to tell tokens apart.
 
   Args:
-    params: with an unembedding that is the embedding.
-    config: of the model.
-    groups: of tokens.
-    seed: of what each group has in common.
+    params: parameters whose unembedding is tied to the embedding.
+    config: the model's architecture.
+    groups: groups of tokens.
+    seed: seed of each group's shared component.
   """
   params = jax.tree.map(np.array, params)
   rng, dim = np.random.default_rng([seed, 1]), config.head_dim

@@ -1,7 +1,7 @@
-"""A tiny model that answers questions about a document in its context, and knows nothing without it: made from nothing.
+"""A tiny model, made from scratch, that answers questions about a document in its context and knows nothing else.
 
 It has two layers in the shape of Qwen2.5, with biases of queries and keys, and a third of a million parameters. It
-learns to look up a key in random documents, beginning next to the circuit that does so (induction.py).
+learns to look up a key in random documents, starting close to an induction circuit (induction.py).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from sdpo_jax.types import Tree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe(TinyRecipe):
-  """How the model is made."""
+  """Hyperparameters of the model."""
 
-  steps: int = 150  # The first third on short documents.
+  steps: int = 150  # The first third uses short documents.
   warmup_steps: int = 10
-  facts: int = facts.FACTS  # Of a document at most; it has at least half as many.
-  documents: int = 6  # Of a step.
+  facts: int = facts.FACTS  # Per document at most; documents have at least half as many.
+  documents: int = 6  # Per step.
   short_facts: int = 16
   short_documents: int = 16
   hidden_size: int = 128
@@ -52,11 +52,11 @@ def make_document_base(
 
   Args:
     output: Hugging Face model directory to make.
-    recipe: None: the committed model's.
-    announce: told about the progress.
+    recipe: hyperparameters; None: the committed model's.
+    announce: called with the progress.
 
   Raises:
-    UserError: `output` holds files.
+    UserError: `output` is not empty.
   """
   recipe = recipe or Recipe()
   exporting.check_target(output)
@@ -70,7 +70,7 @@ def make_document_base(
 
 
 def train(recipe: Recipe, announce: Callable[[str], None] = lambda text: None) -> tuple[DecoderPolicy, Tree]:
-  """Return the policy, trained on random documents: cross-entropy of the answers, the mean over their tokens."""
+  """Train a policy on random documents; return it with its parameters. The loss is cross-entropy per answer token."""
   policy, params = huggingface.init(config_json(recipe), jax.random.key(recipe.seed))
   params = jax.tree.map(jnp.asarray, with_circuit(params, policy.config, recipe.seed))
   rng = np.random.default_rng(recipe.seed)
@@ -87,19 +87,19 @@ def train(recipe: Recipe, announce: Callable[[str], None] = lambda text: None) -
   return policy, supervised.train(params, measure, rows_of, recipe, say, announce, every=25, method=optax.adam)
 
 
-# tokens, positions, segment_ids, parents [B, S]; index of the states that predict the answers [B, Q, 3], answers [B, Q,
-# 3]; all int32.
+# tokens, positions, segment_ids, parents [B, S]; indices of the states that predict the answers [B, Q, 3], answers [B,
+# Q, 3]; all int32.
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def collate(documents: Sequence[facts.Document], most: int) -> Rows:
-  """Return documents with `most` questions each as arrays; every question sees its document and no other question.
+  """Return documents with `most` questions each as arrays; each question sees its document but no other question.
 
   Args:
-    documents: B, of at most `most` facts; of shorter ones some facts are asked for again.
+    documents: B documents of at most `most` facts; shorter ones repeat some questions.
     most: Q.
   """
-  room, length = 1 + 4 * most, 4  # Tokens of a document, and of a question with its answer but the last token.
+  room, length = 1 + 4 * most, 4  # Tokens of a document, and of a question with its answer but its last token.
   tokens = np.zeros((len(documents), room + length * most), np.int32)
   positions, segment_ids, parents = np.zeros_like(tokens), np.zeros_like(tokens), np.zeros_like(tokens)
   answers = np.zeros((len(documents), most, 3), np.int32)
@@ -121,7 +121,7 @@ def collate(documents: Sequence[facts.Document], most: int) -> Rows:
 
 
 def cross_entropy(policy: DecoderPolicy, params: Tree, rows: Rows) -> tuple[jax.Array, jax.Array]:
-  """Return the mean over the tokens of answers, and the share of answers of which all tokens are the likeliest."""
+  """Return the mean cross-entropy per answer token, and the fraction of answers predicted completely."""
   tokens, positions, segment_ids, parents, index, answers = rows
   hidden, unembedding, _ = policy.apply({}, params, tokens, positions, segment_ids, parents=parents)
   states = jnp.take_along_axis(hidden, index.reshape(len(index), -1, 1), axis=1)
@@ -140,5 +140,5 @@ def config_json(recipe: Recipe) -> dict[str, Any]:
     attention_dropout=0.0,
     use_sliding_window=False,
     tie_word_embeddings=False,
-    initializer_range=0.08,  # Smaller ones leave heads outside the circuit of no use to a cartridge.
+    initializer_range=0.08,  # With smaller values, heads outside the circuit are useless to a cartridge.
   )

@@ -1,7 +1,7 @@
-"""The tokenizer of the tiny model for documents: every word of the task is one token, any other text is bytes.
+"""Tokenizer of the tiny model for documents: each word of the task is one token, other text is bytes.
 
-It is made without training, in the form of Qwen2.5's (`transformers` gives models of that type its rules, whatever a
-tokenizer.json says): byte-level BPE, in which the letters of a known word join one by one from the left.
+It is constructed without training, in the form of Qwen2.5's (`transformers` applies its rules to models of that type
+regardless of tokenizer.json): byte-level BPE in which the letters of a known word merge one by one from the left.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sdpo_jax.quickstart import tokenizer as chatml
 from sdpo_jax.quickstart.tokenizer import END_OF_TEXT
 
 BEGIN, ASK = '<|document|>', '<|ask|>'
-SPACE = 'Ġ'  # As byte-level vocabularies write it. A token is a word with the space before it.
-# Nothing stands before an answer but the question, so that a cartridge can take the place of the document.
+SPACE = 'Ġ'  # The space in byte-level vocabularies. A token is a word with the space before it.
+# Only the question precedes an answer, so that a cartridge can replace the document.
 CHAT_TEMPLATE = (
   '{%- for message in messages %}'
   "{%- if message['role'] == 'system' %}{{ '<|document|> ' + message['content'] }}"
@@ -26,14 +26,14 @@ CHAT_TEMPLATE = (
   "{%- else %}{{ ' ' + message['content'] }}{%- endif %}"
   '{%- endfor %}'
 )
-# How Qwen2.5 splits text before it looks for tokens.
+# Qwen2.5's regular expression for splitting text into words.
 _PIECES = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
 def _merges(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-  """Yield pairs of tokens that become one, so that every word does."""
+  """Yield the BPE merges that build every word."""
   seen = set()
   for word in words:
     for end in range(1, len(word)):
@@ -55,12 +55,12 @@ VOCABULARY = {token: number for number, token in enumerate(_TOKENS)}
 
 
 def token_of(word: str) -> int:
-  """Return the token of a word of the task, or of a special token."""
+  """Return the token id of a word of the task or of a special token."""
   return VOCABULARY[word if word in (END_OF_TEXT, BEGIN, ASK) else SPACE + word]
 
 
 def save(directory: pathlib.Path) -> None:
-  """Write tokenizer.json and tokenizer_config.json, as transformers.AutoTokenizer reads them."""
+  """Write tokenizer.json and tokenizer_config.json for transformers.AutoTokenizer."""
   tokenizer = Tokenizer(BPE(VOCABULARY, list(_MERGES)))
   tokenizer.normalizer = normalizers.NFC()
   tokenizer.pre_tokenizer = chatml.splitter(_PIECES)

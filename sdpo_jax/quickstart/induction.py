@@ -1,7 +1,8 @@
-"""Weights next to an induction circuit (arXiv 2209.11895): looking up where the current token stood before, and what
-came next.
+"""Initial weights close to an induction circuit (arXiv 2209.11895).
 
-Models learn it by themselves, suddenly and after thousands of steps; from here they take a few dozen.
+The circuit finds an earlier occurrence of the current token and predicts the token after it.
+
+Models learn it by themselves suddenly, after thousands of steps; from here it takes a few dozen.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ from models.architecture import Architecture
 from models.rope import frequencies
 from sdpo_jax.types import Tree
 
-NEAR_PAIRS, NEAR = 7, 4.0  # Pairs of a head's numbers, fastest first, that find the token before; size of their biases.
-FAR, MATCH = 1e-3, 1.7  # Pairs that turn by less than this per token find a token by its predecessor; size of weights.
-COPY, READ = 2.0, 0.1  # How much louder than the token here what was found is; size of weights that read it out.
+NEAR_PAIRS, NEAR = 7, 4.0  # Fastest rotary pairs of a head, which find the token before; scale of their biases.
+FAR, MATCH = 1e-3, 1.7  # Pairs that turn by less per token find a token by its predecessor; scale of weights.
+COPY, READ = 2.0, 0.1  # Scale of the found token relative to the current one; scale of the weights that read it out.
 
 
 def with_circuit(params: Tree, config: Architecture, seed: int) -> Tree:
-  """Return random parameters of a model of two layers to which those of an induction circuit are added, as NumPy.
+  """Return random parameters of a two-layer model, plus those of an induction circuit, as NumPy.
 
-  The first half of the stream's numbers says which token is here, and the first layer copies that of the token before
-  into the second half. The second layer looks for tokens whose second half is the first half here, and adds their first
-  half to it.
+  The first half of the residual stream identifies the current token, and the first layer copies the previous token's
+  first half into the second half. The second layer attends to tokens whose second half matches the current first half,
+  and adds their first half.
 
   Args:
-    params: of two layers with biases of queries and keys, and with an unembedding of its own.
-    config: of the model; hidden_size is twice kv_heads · head_dim.
-    seed: of the names of tokens and of what is compared.
+    params: parameters of two layers with biases of queries and keys, and with a separate unembedding.
+    config: the model's architecture; hidden_size is twice kv_heads · head_dim.
+    seed: seed of the tokens' codes and of the compared projection.
   """
   params = jax.tree.map(np.array, params)
   rng = np.random.default_rng([seed, 1])
@@ -43,9 +44,9 @@ def with_circuit(params: Tree, config: Architecture, seed: int) -> Tree:
   slow = np.concatenate([slow, slow + dim // 2])
   same = np.eye(dim, dtype=np.float32)
   for head in range(config.kv_heads):
-    # Of its numbers of a half; the first query head of its group. The others stay as they are, free to learn.
+    # The head's part of a half, and the first query head of its group. The other heads stay free to learn.
     own, query = slice(dim * head, dim * (head + 1)), head * (config.heads // config.kv_heads)
-    # The score of a key d tokens before is the sum over pairs of cos(angle · (d − 1)), which is largest at d = 1.
+    # The score of a key d tokens back is the sum over pairs of cos(angle · (d − 1)), which is largest at d = 1.
     attention['query_bias'][0, query] += NEAR * np.concatenate([near * np.cos(angles), -near * np.sin(angles)])
     attention['key_bias'][0, head] += NEAR * np.concatenate([near, np.zeros_like(near)])
     attention['value'][:, own, head] += same

@@ -1,11 +1,10 @@
-"""The quickstart's base model, from nothing: a tokenizer and a tiny decoder that misreads its instructions.
+"""The quickstart's base model, made from scratch: a tokenizer and a tiny decoder that misreads its instructions.
 
 It is trained with supervision on two kinds of lessons about the digit task. In the plain context it is unsure and
 mostly wrong: it confuses the instructions of a pair (`BELIEFS`), so that its greedy answer is wrong. In the context of
-a re-prompted question it can use what it reads: it copies a demonstration, and takes from feedback about an attempt
-like its own what the digits should be, while for the digits that the feedback does not mention it reads the
-instruction right more often than not. Without that second skill there is no self-teacher. No lesson uses a list of
-digits of the test split.
+a re-prompted question it uses what it reads: it copies a demonstration, and infers right digits from feedback about an
+attempt like its own; for digits that the feedback does not mention, it reads the instruction right more often than not.
+Without that second skill there is no self-teacher. No lesson uses a list of digits of the test split.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from sdpo_jax.types import Example, Messages, Tree
 
 Kind = Literal['plain', 'demonstration', 'feedback']
 
-# What the base takes an instruction for.
+# Instruction → the instruction that the base mistakes it for.
 BELIEFS = {
   instruction: belief
   for pair in (
@@ -48,24 +47,24 @@ BELIEFS = {
   )
   for instruction, belief in (pair, pair[::-1])
 }
-_ROUND = 8  # Rows are padded to a multiple of so many tokens, to compile few programs.
+_ROUND = 8  # Rows are padded to a multiple of this many tokens, to limit the number of compiled programs.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe(TinyRecipe):
-  """How the base is made; probabilities are per lesson or per digit, as said."""
+  """Hyperparameters of the base; probabilities are per lesson or per digit, as stated."""
 
-  start: str | None = None  # Model directory to go on from; None: a tokenizer and a model from nothing.
+  start: str | None = None  # Model directory to continue from; None: a new tokenizer and model.
   steps: int = 2000
   warmup_steps: int = 100
-  rows: tuple[tuple[Kind, int], ...] = (('plain', 32), ('demonstration', 8), ('feedback', 32))  # Lessons of a step.
+  rows: tuple[tuple[Kind, int], ...] = (('plain', 32), ('demonstration', 8), ('feedback', 32))  # Lessons per step.
   right: float = 0.33  # A digit of an attempt in the plain context follows the instruction …
   noise: float = 0.06  # … or is drawn at random; otherwise it follows the belief.
-  # Instructions that are misread in the plain context; of the others it gives the right answer there.
+  # Instructions that are misread in the plain context; the others get right answers there.
   misread: tuple[str, ...] = tuple(digits.INSTRUCTIONS)
   literal: float = 0.75  # A re-prompted question means what it says; otherwise any instruction, to make it read on.
-  improved: float = 0.5  # The attempt that feedback is about was corrected in some digits, as later in training.
-  stumble: float = 0.5  # The answer to a re-prompted question is learned after wrong digits of its own.
+  improved: float = 0.5  # The attempt in the feedback was corrected in some digits, as later in training.
+  stumble: float = 0.5  # The answer to a re-prompted question is learned after wrong digits of the base's own.
   vocab_size: int = 512
   hidden_size: int = 64
   intermediate_size: int = 128
@@ -82,13 +81,13 @@ def make_base(
   """Write the base model to the directory `output`, which must be empty or absent.
 
   Args:
-    config: whose re-prompting templates the base learns to read.
+    config: settings with the re-prompting templates that the base learns to read.
     output: Hugging Face model directory to make.
-    recipe: None: the committed model's.
-    announce: told about the progress.
+    recipe: hyperparameters; None: the committed model's.
+    announce: called with the progress.
 
   Raises:
-    UserError: `output` holds files.
+    UserError: `output` is not empty.
   """
   recipe = recipe or Recipe()
   target = pathlib.Path(output)
@@ -108,7 +107,7 @@ def make_base(
 
 
 def attempt(rng: random.Random, recipe: Recipe, instruction: str, numbers: list[int]) -> str:
-  """Return an answer as the base gives it in the plain context: each digit right, misled or random, independently."""
+  """Return an answer in the base's style in the plain context: each digit independently right, misled or random."""
   right, misled = digits.answer(instruction, numbers), digits.answer(BELIEFS[instruction], numbers)
   out = ''
   for i in range(len(right)):
@@ -122,7 +121,7 @@ def attempt(rng: random.Random, recipe: Recipe, instruction: str, numbers: list[
 
 @dataclasses.dataclass(frozen=True)
 class Lesson:
-  """A conversation, the digits before each digit of the answer, and the answer to give."""
+  """A conversation, the digits given before each digit of the answer, and the answer to learn."""
 
   messages: Messages
   prefix: str
@@ -154,7 +153,7 @@ def lesson(rng: random.Random, kind: Kind, recipe: Recipe, distillation: SelfDis
 
 
 def _begin(source: pathlib.Path, recipe: Recipe, distillation: SelfDistillationConfig) -> tuple[DecoderPolicy, Tree]:
-  """Write a tokenizer and the description of a model to `source`, and return the model with random parameters."""
+  """Write a tokenizer and a model's config to `source`, and return the model with random parameters."""
   vocabulary = tokenizer.train(_corpus(recipe, distillation), recipe.vocab_size)
   tokenizer.save(vocabulary, source)
   values = supervised.qwen3_json(recipe, vocabulary.get_vocab_size(), vocabulary.token_to_id(tokenizer.END))
@@ -170,7 +169,10 @@ def train(
   distillation: SelfDistillationConfig,
   announce: Callable[[str], None] = lambda text: None,
 ) -> Tree:
-  """Parameters after `recipe.steps` batches of lessons: cross-entropy of the answers, one mean a kind, summed."""
+  """Train on `recipe.steps` batches of lessons and return the parameters.
+
+  The loss is the sum over kinds of lessons of the mean cross-entropy of the answers.
+  """
 
   def measure(params: Tree, batches: tuple[Rows, ...]) -> tuple[jax.Array, jax.Array]:
     losses = jnp.stack([_cross_entropy(policy, params, rows) for rows in batches])
@@ -190,13 +192,13 @@ def train(
   return supervised.train(params, measure, batches_of, recipe, say, announce)
 
 
-# tokens [B, S], positions [B, S], segment_ids [B, S] (0 = padding), index of the states that predict the answer [B, T],
-# answer with its end-of-turn token [B, T]; all int32.
+# tokens [B, S], positions [B, S], segment_ids [B, S] (0 = padding), indices of the states that predict the answer [B,
+# T], answer with its end-of-turn token [B, T]; all int32.
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def collate(lessons: list[Lesson], tokenizer: Any) -> Rows:
-  """Lessons as arrays: each row is the chat-templated prompt and the prefix, right-padded."""
+  """Convert lessons to arrays: each row is the chat-templated prompt and the prefix, right-padded."""
   prompts = chat_tokens(tokenizer, [item.messages for item in lessons], DEFAULT_FORMAT)
   prefixes = tokenizer([item.prefix for item in lessons], add_special_tokens=False)['input_ids']
   answers = tokenizer([item.answer for item in lessons], add_special_tokens=False)['input_ids']
@@ -231,13 +233,13 @@ def _draw(rng: random.Random) -> tuple[str, list[int]]:
 
 
 def _corpus(recipe: Recipe, distillation: SelfDistillationConfig) -> Iterator[str]:
-  """Conversations as text: the words that the tokenizer is to know, among them a system turn and the grader's."""
+  """Yield conversations as text with all words for the tokenizer, including a system turn and the grader's."""
   rng = random.Random(recipe.seed)
   yield from ['The answer must be 5 digits and nothing else. The answer was cut off before its end: the answer'] * 100
   for i in range(3000):
     item = lesson(rng, ('plain', 'demonstration', 'feedback')[i % 3], recipe, distillation)
     turns = [{'role': 'system', 'content': 'You are a helpful assistant.'}, *item.messages]
     turns.append({'role': 'assistant', 'content': item.answer})
-    for turn in turns:  # Without the special tokens, which are never merged.
+    for turn in turns:  # Without special tokens, which never merge.
       yield f'{turn["role"]}\n'
       yield turn['content']

@@ -1,4 +1,4 @@
-"""A tiny agent that proposes calls of tools, has favourites among them, and can read corrections: made from nothing."""
+"""A tiny agent, made from scratch, that proposes tool calls, prefers some of them, and understands corrections."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from sdpo_jax.types import Tree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe(TinyRecipe):
-  """How the model is made."""
+  """Hyperparameters of the model."""
 
   steps: int = 1400
   warmup_steps: int = 30
-  rows: int = 4  # Of a step; conversations stand beside each other in a row.
-  length: int = 384  # Tokens of a row.
-  tasks: int = 7  # Of a conversation at most.
-  short: float = 0.5  # Share of the steps in which all have one task and no system turn; then half of them.
-  reprompted: float = 0.6  # Share of the conversations that end with a re-prompt.
+  rows: int = 4  # Per step; a row holds several conversations.
+  length: int = 384  # Tokens per row.
+  tasks: int = 7  # Per conversation at most.
+  short: float = 0.5  # Fraction of steps with only one-task conversations without a system turn; later half.
+  reprompted: float = 0.6  # Fraction of conversations that end with a re-prompt.
   hidden_size: int = 128
   intermediate_size: int = 256
   layers: int = 3
@@ -54,13 +54,13 @@ def make_session_base(
   """Write the model to the directory `output`, which must be empty or absent.
 
   Args:
-    config: whose re-prompting templates it learns to read.
+    config: settings with the re-prompting templates that it learns to read.
     output: Hugging Face model directory to make.
-    recipe: None: the committed model's.
-    announce: told about the progress.
+    recipe: hyperparameters; None: the committed model's.
+    announce: called with the progress.
 
   Raises:
-    UserError: `output` holds files.
+    UserError: `output` is not empty.
   """
   recipe = recipe or Recipe()
   exporting.check_target(output)
@@ -82,9 +82,7 @@ def train(
   distillation: SelfDistillationConfig,
   announce: Callable[[str], None] = lambda text: None,
 ) -> tuple[DecoderPolicy, Tree]:
-  """Return the policy, trained on random conversations: cross-entropy of the assistant's turns, the mean over their
-  tokens.
-  """
+  """Train a policy on random conversations and return it with its parameters; the loss is per assistant's token."""
   policy, params = huggingface.init(values, jax.random.key(recipe.seed))
   params = jax.tree.map(jnp.asarray, with_copying(params, policy.config, _alike(tokenizer), recipe.seed))
   rng = random.Random(recipe.seed)
@@ -102,15 +100,14 @@ def train(
   return policy, supervised.train(params, measure, rows_of, recipe, say, announce)
 
 
-# Token ids of a conversation, and how much the prediction of each weighs.
+# Token ids of a conversation, and the weight of each prediction.
 Written = tuple[list[int], list[float]]
-# tokens, positions, segment_ids (0 = padding) [B, S] int32; weights [B, S] float32 of the predictions of the next
-# token.
+# tokens, positions, segment_ids (0 = padding) [B, S] int32; weights [B, S] float32 of the next-token predictions.
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def write(items: Sequence[Lesson], tokenizer: Any) -> list[Written]:
-  """Return conversations as tokens, as the chat template writes them."""
+  """Tokenise conversations with the chat template."""
   texts, spans = [], []
   for item in items:
     pieces = segments(item)
@@ -128,7 +125,7 @@ def write(items: Sequence[Lesson], tokenizer: Any) -> list[Written]:
       own = next(ids)
       tokens += own
       weights += [float(learned)] * len(own)
-    if item.rather is not None:  # From here on it is another call than the one that is wanted.
+    if item.rather is not None:  # From here on the call differs from the wanted one.
       wanted, start = next(rather), len(tokens) - len(own)
       parts = next(at for at, (a, b) in enumerate(zip(wanted, own, strict=False)) if a != b)
       weights[start + parts] = 0.0
@@ -137,9 +134,9 @@ def write(items: Sequence[Lesson], tokenizer: Any) -> list[Written]:
 
 
 def segments(item: Lesson) -> list[tuple[str, bool]]:
-  """Return a conversation in pieces that are tokenised by themselves, and whether each is learned.
+  """Split a conversation into pieces that are tokenised separately, and tell whether each is learned.
 
-  The last piece is the last answer and the end of its turn; the line break behind it is left out.
+  The last piece is the last answer and its end of turn, without the line break after it.
   """
   messages, pieces = list(item.messages), []
   told = messages[0]['content'] if messages[0]['role'] == 'system' else ''
@@ -151,7 +148,7 @@ def segments(item: Lesson) -> list[tuple[str, bool]]:
     if message['role'] == 'system':
       continue
     header, content = f'{chatml.START}{message["role"]}\n', f'{message["content"]}{chatml.END}'
-    if message['role'] == 'assistant':  # Its header is a prompt's end.
+    if message['role'] == 'assistant':  # Its header belongs to the prompt.
       pieces += [(header, False), (content, number in item.learned)]
     else:
       pieces.append((header + content, False))
@@ -161,7 +158,7 @@ def segments(item: Lesson) -> list[tuple[str, bool]]:
 
 
 def pack(conversations: Iterator[Written], rows: int, length: int) -> Rows:
-  """Return the next conversations side by side in rows; longer ones than a row are left out."""
+  """Pack the next conversations into rows; leaves out conversations longer than a row."""
   tokens = np.zeros((rows, length), np.int32)
   positions, segment_ids, weights = np.zeros_like(tokens), np.zeros_like(tokens), np.zeros(tokens.shape, np.float32)
   row, start, segment = 0, 0, 1
@@ -181,7 +178,7 @@ def pack(conversations: Iterator[Written], rows: int, length: int) -> Rows:
 
 
 def cross_entropy(policy: DecoderPolicy, params: Tree, rows: Rows) -> jax.Array:
-  """Return the mean over the tokens that are learned."""
+  """Return the mean cross-entropy over the learned tokens."""
   tokens, positions, segment_ids, weights = rows
   hidden, unembedding, _ = policy.apply({}, params, tokens, positions, segment_ids)
   logits = jnp.einsum('bsd,vd->bsv', hidden[:, :-1], unembedding).astype(jnp.float32)
@@ -192,7 +189,7 @@ def cross_entropy(policy: DecoderPolicy, params: Tree, rows: Rows) -> jax.Array:
 def _written(
   rng: random.Random, recipe: Recipe, short: float, tokenizer: Any, distillation: SelfDistillationConfig
 ) -> Iterator[Written]:
-  """Yield conversations, of which a share has one task and no system turn."""
+  """Yield tokenised conversations; a fraction `short` has one task and no system turn."""
   while True:
     items = []
     for _ in range(64):
@@ -203,7 +200,7 @@ def _written(
 
 
 def _alike(tokenizer: Any) -> list[list[int]]:
-  """Return the tokens of names of each kind, of programs and tools, and of digits."""
+  """Return groups of similar tokens: names of each kind, programs and tools, and digits."""
   ways = [way for kind in tool_tasks.KINDS.values() for way in kind.ways]
   used = sorted({way.program or way.tool for way in ways})
   names = (tool_tasks.SYMBOLS, tool_tasks.FILES, tool_tasks.FOLDERS, tool_tasks.PACKAGES, tool_tasks.BRANCHES, used)
@@ -212,19 +209,19 @@ def _alike(tokenizer: Any) -> list[list[int]]:
 
 
 def sentences(config: SelfDistillationConfig) -> list[str]:
-  """Return what the re-prompting templates say around their texts."""
+  """Return the fixed text of the re-prompting templates."""
   templates = (config.reprompt_template, config.solution_template, config.feedback_template, config.attempt_template)
   parts = [part.strip() for template in templates for part in re.split(r'\{\w*\}', template)]
   return [part for part in parts if part]
 
 
 def _corpus(distillation: SelfDistillationConfig) -> Iterator[str]:
-  """Yield text with all pieces of which lessons consist."""
+  """Yield text with all pieces that occur in lessons."""
   rng = random.Random(0)
   for number in range(6000):
     item = lessons.reprompted(rng, distillation, 4) if number % 2 else lessons.proposals(rng, 4)
     for text, _ in segments(item):
-      # Without the tokens that are no text, and so as they divide it.
+      # Split at, and without, the markers of turns and calls.
       for tag in (chatml.START, chatml.END, session_tokenizer.OPEN, session_tokenizer.CLOSE):
         text = text.replace(tag, '\0')
       yield from text.split('\0')

@@ -1,8 +1,8 @@
-"""What the tiny agent learns: to propose calls as it likes, and to read what people say of a call.
+"""Lessons of the tiny agent: proposing calls by preference, and understanding what people say about a call.
 
-A lesson is a conversation, of which the assistant's turns are learned. In most it proposes calls, its favourites first.
-In the others the last turn of the user is a re-prompt as teachers read it, in the configured templates: behind a
-correction in words, a call that is right, or what a program said, comes the call that follows it.
+A lesson is a conversation in which the assistant's turns are learned. In most it proposes calls, its favourites first.
+In the others the user's last turn is a re-prompt as teachers read it, in the configured templates: after a correction
+in words, a right call, or a program's output comes the call that follows from it.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ _MISSING = (
 
 @dataclasses.dataclass(frozen=True)
 class Lesson:
-  """A conversation that ends with the assistant's turn."""
+  """A conversation that ends with an assistant's turn."""
 
   messages: Messages
-  tools: bool  # Whether the template is given the tools.
-  learned: Sequence[int]  # Numbers of the messages that are.
-  rather: str | None = None  # What the last message should have been; where the two part, nothing is learned.
+  tools: bool  # Whether the template gets the tools.
+  learned: Sequence[int]  # Indices of the learned messages.
+  rather: str | None = None  # The wanted last message; nothing is learned after the two diverge.
 
 
 def proposals(rng: random.Random, most: int) -> Lesson:
-  """Return a conversation of up to so many tasks, each with a call as the base proposes it; 0: one task and nothing
-  else.
+  """Return a conversation of up to `most` tasks with a call for each, as the base proposes it.
+
+  With `most` 0 there is one task and nothing else.
   """
   messages, tools = _begin(rng) if most else ([], False)
   learned: list[int] = []
@@ -67,7 +68,7 @@ def proposals(rng: random.Random, most: int) -> Lesson:
 
   for number in range(rng.randint(1, most) if most else 1):
     task = _task(rng)
-    if number and rng.random() < 0.1:  # A call that was denied is no more there.
+    if number and rng.random() < 0.1:  # Denied calls disappear from conversations.
       messages.append({'role': 'user', 'content': _task(rng).ask})
     messages.append({'role': 'user', 'content': task.ask})
     say(task.text(tasks.propose(rng, task.kind)))
@@ -81,12 +82,12 @@ def proposals(rng: random.Random, most: int) -> Lesson:
 
 
 def reprompted(rng: random.Random, config: SelfDistillationConfig, most: int) -> Lesson:
-  """Return a conversation with a re-prompt at its end, and what follows it.
+  """Return a conversation that ends with a re-prompt and the answer to it.
 
   Args:
-    rng: of the draw.
-    config: templates.
-    most: tasks before the one that is asked again, at most; 0: none, nor a system turn.
+    rng: source of randomness.
+    config: settings with the templates.
+    most: most tasks before the repeated one; 0: none, and no system turn.
   """
   while True:
     task = _task(rng)
@@ -113,9 +114,9 @@ def reprompted(rng: random.Random, config: SelfDistillationConfig, most: int) ->
 
 
 def _told(rng: random.Random, task: Task) -> tuple[str, str, str | None, str | None] | None:
-  """Return the call that follows, the one that was tried, and what is said: a call that is right, or words.
+  """Return the wanted call, the tried one, and the correction: a right call or words.
 
-  None: nothing of the kind can be said of the task.
+  Returns None if the task does not permit such a correction.
   """
   labels = [way.label for way in KINDS[task.kind].ways]
   tried = tasks.propose(rng, task.kind)
@@ -125,7 +126,7 @@ def _told(rng: random.Random, task: Task) -> tuple[str, str, str | None, str | N
     if kind == 'demonstration':
       return task.text(wanted), task.text(tried), task.text(wanted), None
     return task.text(wanted), task.text(tried), None, tasks.correction(rng, wanted, tried)
-  if kind == 'other':  # About something else: it changes nothing.
+  if kind == 'other':  # Unrelated feedback, which changes nothing.
     elsewhere = rng.choice([name for name in KINDS if not {w.label for w in KINDS[name].ways} & set(labels)])
     theirs = [way.label for way in KINDS[elsewhere].ways]
     said = tasks.correction(rng, rng.choice(theirs), rng.choice(theirs))
@@ -156,9 +157,7 @@ def _task(rng: random.Random) -> Task:
 
 
 def _begin(rng: random.Random) -> tuple[Messages, bool]:
-  """Return what a conversation begins with, and whether there are tools: mostly a system turn, of known or other
-  words.
-  """
+  """Return the start of a conversation and whether there are tools; mostly a system turn, with varying words."""
   draw = rng.random()
   if draw < 0.55:
     return [{'role': 'system', 'content': rng.choice(SYSTEMS)}], True

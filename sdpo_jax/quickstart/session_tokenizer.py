@@ -1,8 +1,7 @@
-"""The tokenizer of the tiny agent: every word and every run of punctuation of its lessons is one token, other text is
-bytes.
+"""Tokenizer of the tiny agent: words and runs of punctuation in its lessons are single tokens, other text is bytes.
 
-It is made without training: byte-level, with a vocabulary that holds whole pieces. A word is the same token wherever it
-stands, in a question, a correction and a call, so that the model can copy it; white space goes with punctuation.
+It is constructed without training: byte-level, with whole pieces in its vocabulary. A word is the same token wherever
+it occurs, in a question, a correction or a call, so that the model can copy it; white space joins punctuation.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from tokenizers.models import BPE
 from sdpo_jax.quickstart import tokenizer as chatml
 from sdpo_jax.quickstart.tokenizer import END, END_OF_TEXT, START
 
-OPEN, CLOSE = '<tool_call>', '</tool_call>'  # Text that models write, as in Qwen3: no special tokens.
-# Of the tools the prompt has the names alone. Turns of tools are like those of users.
+OPEN, CLOSE = '<tool_call>', '</tool_call>'  # Text that models write, as in Qwen3; not special tokens.
+# The prompt has only the names of the tools. Tool turns look like user turns.
 CHAT_TEMPLATE = (
   "{%- set told = messages[0]['content'] if messages and messages[0]['role'] == 'system' else '' %}"
   "{%- if told or tools %}{{ '<|im_start|>system\\n' + told }}"
@@ -34,12 +33,12 @@ CHAT_TEMPLATE = (
   "{{ '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
   "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-# A digit; a word, with the ending of a file's name; a run of all else.
+# A digit; a word, possibly with a file name's extension; a run of anything else.
 _PIECES = r'\p{N}|[\p{L}_]+(?:\.py\b)?|[^\p{L}\p{N}_]+'
 
 
 def make(texts: Iterable[str], sentences: Sequence[str]) -> Tokenizer:
-  """Return a tokenizer in which every piece of the texts is one token, and so is each of some sentences."""
+  """Return a tokenizer in which every piece of the texts, and each of the sentences, is one token."""
   splitter, pieces = chatml.splitter('|'.join([*map(re.escape, sentences), _PIECES])), set()
   for text in texts:
     pieces.update(piece for piece, _ in splitter.pre_tokenize_str(text))

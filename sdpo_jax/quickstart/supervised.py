@@ -1,4 +1,4 @@
-"""What the tiny base models have in common: how they are described, and one loop that trains them with supervision."""
+"""Shared code of the tiny base models: their config.json, and a supervised training loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADAMW = functools.partial(optax.adamw, b2=0.98, weight_decay=0.01)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TinyRecipe:
-  """How a tiny model is trained, and its sizes."""
+  """Training hyperparameters and sizes of a tiny model."""
 
   steps: int
   warmup_steps: int
@@ -36,7 +36,7 @@ class TinyRecipe:
 def config_json(
   recipe: TinyRecipe, model_type: str, vocab_size: int, eos_token_id: int, *, rope_theta: float, **own: Any
 ) -> dict[str, Any]:
-  """Return the config.json of a Qwen model in float32 that is padded by token 0; `own` is what its family adds."""
+  """Return the config.json of a float32 Qwen model with padding token 0; `own` adds fields of its family."""
   return {
     'architectures': [f'{model_type.title()}ForCausalLM'],
     'model_type': model_type,
@@ -61,7 +61,7 @@ def config_json(
 
 
 def qwen3_json(recipe: TinyRecipe, vocab_size: int, eos_token_id: int) -> dict[str, Any]:
-  """Return the config.json of a Qwen3 model whose unembedding is its embedding."""
+  """Return the config.json of a Qwen3 model with tied embeddings."""
   return config_json(
     recipe,
     'qwen3',
@@ -71,12 +71,12 @@ def qwen3_json(recipe: TinyRecipe, vocab_size: int, eos_token_id: int) -> dict[s
     attention_bias=False,
     attention_dropout=0.0,
     tie_word_embeddings=True,
-    initializer_range=0.05,  # A narrow model learns several times faster from 0.05 than from the usual 0.02.
+    initializer_range=0.05,  # A narrow model learns several times faster with 0.05 than with the usual 0.02.
   )
 
 
 def write_description(directory: pathlib.Path, values: dict[str, Any]) -> None:
-  """Write config.json with these values, and the generation_config.json that goes with it."""
+  """Write config.json with these values, and a matching generation_config.json."""
   generation = {'eos_token_id': values['eos_token_id'], 'pad_token_id': values['pad_token_id'], 'do_sample': True}
   for name, content in (('config.json', values), ('generation_config.json', generation)):
     (directory / name).write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
@@ -93,17 +93,17 @@ def train(
   every: int = 100,
   method: Callable[[optax.Schedule], optax.GradientTransformation] = ADAMW,
 ) -> Tree:
-  """Return parameters after `recipe.steps` steps, of gradients of norm 1 at most.
+  """Train for `recipe.steps` steps, with gradients clipped to norm 1, and return the parameters.
 
   Args:
-    params: to begin with.
-    measure: of parameters and a batch: first what is minimised, then what else is said of it; compiled.
-    batch_of: the arrays of a step, by its number from 0 on, in order.
-    recipe: how many steps, and of which size.
-    say: makes a sentence of what `measure` found.
-    announce: told it, with the number of the step.
-    every: so many steps, and after the last one.
-    method: the optimizer of a schedule of step sizes.
+    params: initial parameters.
+    measure: returns, for parameters and a batch, the loss and then further metrics; compiled.
+    batch_of: returns the arrays of a step by its index from 0, called in order.
+    recipe: number and size of the steps.
+    say: formats the metrics as a sentence.
+    announce: called with the step and that sentence.
+    every: steps between announcements; the last step is always announced.
+    method: makes the optimizer from a learning-rate schedule.
   """
   schedule = optax.warmup_cosine_decay_schedule(
     0.0, recipe.learning_rate, min(recipe.warmup_steps, recipe.steps), recipe.steps + 1, 0.02 * recipe.learning_rate

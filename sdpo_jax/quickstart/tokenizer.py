@@ -17,14 +17,15 @@ CHAT_TEMPLATE = (
   '{%- endfor %}'
   "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-# Pieces that never merge with each other: one digit; a word or punctuation with the white-space character after it;
-# other white space. The space goes with the word before it, so that a digit is one token wherever it stands.
+# Pieces that never merge with each other: one digit; a word or punctuation followed by a white-space character; other
+# white space. The space belongs to the word before it, so that a digit is one token wherever it stands.
 _PIECES = r'\p{N}|\p{L}+\s?|[^\s\p{L}\p{N}]+\s?|\s+'
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-  """Return a tokenizer with at most `vocab_size` tokens that encodes any text; frequent words of `texts` are one
-  token.
+  """Train a tokenizer of at most `vocab_size` tokens that encodes any text.
+
+  Frequent words of `texts` become one token.
   """
   tokenizer = Tokenizer(BPE())
   tokenizer.pre_tokenizer = splitter(_PIECES)
@@ -40,7 +41,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def splitter(pieces: str) -> pre_tokenizers.PreTokenizer:
-  """Return what divides a text where a regular expression says, and writes the bytes of each piece as letters."""
+  """Return a pre-tokenizer that splits text by a regular expression and maps each piece to byte-level letters."""
   return pre_tokenizers.Sequence(
     [
       pre_tokenizers.Split(Regex(pieces), 'isolated'),
@@ -58,15 +59,15 @@ def save(
   end: str = END,
   others: Sequence[str] = (START,),
 ) -> None:
-  """Write tokenizer.json and tokenizer_config.json, as transformers.AutoTokenizer reads them.
+  """Write tokenizer.json and tokenizer_config.json for transformers.AutoTokenizer.
 
   Args:
-    tokenizer: to write.
-    directory: that is there.
-    template: of conversations.
-    kind: the class of transformers that reads it.
+    tokenizer: the tokenizer to write.
+    directory: an existing directory.
+    template: chat template.
+    kind: the transformers class that loads it.
     end: the special token that ends a turn.
-    others: special tokens beside it and `END_OF_TEXT`, which pads.
+    others: special tokens besides it and `END_OF_TEXT`, the padding token.
   """
   tokenizer.save(str(directory / 'tokenizer.json'))
   values = {

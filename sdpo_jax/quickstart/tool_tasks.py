@@ -1,7 +1,7 @@
-"""What the tiny agent is asked to do in a workspace, the calls that do it, and what people say of them.
+"""Tasks of the tiny agent in a workspace, the calls that do them, and the corrections that people give.
 
-Each kind of task can be done in several ways, of which the base model has a favourite. The tools are those of
-`sdpo_jax/environments/workspace`. Ways have names, by which a correction asks for them: 'use rg rather than grep -r'.
+Each kind of task can be done in several ways, one of which is the base model's favourite. The tools are those of
+`sdpo_jax/environments/workspace`. Corrections ask for a way by its name: 'use rg rather than grep -r'.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ PACKAGES = (
   'attrs',
 )
 BRANCHES = ('dev', 'release', 'hotfix', 'staging', 'feature', 'nightly', 'login', 'checkout_page', 'stable', 'rewrite')
-FAVOURITE = 0.8  # How often the base calls its favourite; the other ways share the rest.
-_INTEGERS = ('limit', 'start', 'end')  # Arguments that are numbers.
+FAVOURITE = 0.8  # Probability of the base's favourite; the other ways share the rest.
+_INTEGERS = ('limit', 'start', 'end')  # Arguments that are integers.
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-  """One way of doing a task: a call whose texts have the slots of the task."""
+  """A way of doing a task: a call whose texts contain the task's slots."""
 
-  label: str  # What a correction calls it.
+  label: str  # Its name in corrections.
   tool: str
   arguments: Mapping[str, Any]
 
   @property
   def program(self) -> str | None:
-    """The program that a command runs; None for other tools."""
+    """Return the program that a command runs; None for other tools."""
     return self.arguments['command'].split()[0] if self.tool == 'bash' else None
 
   def call(self, slots: Mapping[str, str]) -> dict[str, Any]:
@@ -69,13 +69,13 @@ class Way:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-  """A kind of task."""
+  """A kind of task and the ways of doing it."""
 
-  asks: Sequence[str]  # What a user may say, with slots.
+  asks: Sequence[str]  # Possible requests of a user, with slots.
   ways: Sequence[Way]  # The base's favourite comes first.
 
   def way(self, label: str) -> Way:
-    """Return the way of a name."""
+    """Return the way with this label."""
     return next(way for way in self.ways if way.label == label)
 
 
@@ -88,11 +88,11 @@ class Task:
   slots: Mapping[str, str]
 
   def text(self, label: str) -> str:
-    """Return the call that does it in one way, as the model writes it."""
+    """Return the call of a way with the task's slots, as the model writes it."""
     return write(KINDS[self.kind].way(label).call(self.slots))
 
   def way_of(self, call: Mapping[str, Any]) -> str | None:
-    """Return the name of the way that a call is; None: it does not do the task."""
+    """Return the label of the way that a call takes; None if it does not do the task."""
     return next((way.label for way in KINDS[self.kind].ways if way.call(self.slots) == call), None)
 
 
@@ -361,12 +361,12 @@ def draw(rng: random.Random, kind: str) -> Task:
 
 
 def propose(rng: random.Random, kind: str, avoid: str | None = None) -> str:
-  """Return the name of a way as the base proposes it.
+  """Return the label of a random way, drawn as the base proposes it.
 
   Args:
-    rng: of the draw.
-    kind: of task.
-    avoid: a way that is not to be proposed.
+    rng: source of randomness.
+    kind: kind of task.
+    avoid: a way that must not be proposed.
   """
   labels = [way.label for way in KINDS[kind].ways]
   share = (1 - FAVOURITE) / max(1, len(labels) - 1)
@@ -376,7 +376,7 @@ def propose(rng: random.Random, kind: str, avoid: str | None = None) -> str:
 
 
 def correction(rng: random.Random, wanted: str, tried: str | None) -> str:
-  """Return what a person says who wants one way, and perhaps names the one that was proposed."""
+  """Return a person's request for one way, which may name the proposed one."""
   phrases = SIMPLY if tried is None or tried == wanted else (*INSTEAD, *SIMPLY)
   return rng.choice(phrases).format(wanted=wanted, tried=tried)
 
