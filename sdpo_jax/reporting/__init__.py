@@ -1,1 +1,1 @@
-"""Pages from the files of a run, and from nothing else."""
+"""HTML reports, made only from the files of runs."""

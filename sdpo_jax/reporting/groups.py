@@ -1,4 +1,4 @@
-"""Runs that differ in their seed only, which a report shows as one curve with a band; and in what the others differ."""
+"""Groups of runs that differ only in their seed, shown as one curve with a band, and differences between groups."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SHOWN = 3  # Differing settings in the label of a group.
 
 
 def group_runs(runs: Sequence[RunFiles]) -> list[list[int]]:
-  """Return the numbers of the runs that belong together, in the order of the first of each.
+  """Return groups of run indices, ordered by the first run of each.
 
-  Runs belong together if only their seeds differ, and settings that do not change what is learned. A run without
-  settings is alone.
+  Runs of a group differ only in their seeds and in settings that do not affect what is learned. A run without settings
+  is a group of its own.
   """
   found: dict[str, list[int]] = {}
   for number, run in enumerate(runs):
@@ -27,7 +27,7 @@ def group_runs(runs: Sequence[RunFiles]) -> list[list[int]]:
 
 
 def differences(runs: Sequence[RunFiles], groups: Sequence[Sequence[int]]) -> dict[str, list[Any]]:
-  """Return the settings in which groups differ: by name, the value of each; None where it has no such setting."""
+  """Return the settings in which groups differ: by name, each group's value; None where the setting is absent."""
   settings = [_learned(runs[group[0]]) for group in groups]
   names = sorted({name for each in settings for name in each})
   values = {name: [each.get(name) for each in settings] for name in names}
@@ -35,9 +35,9 @@ def differences(runs: Sequence[RunFiles], groups: Sequence[Sequence[int]]) -> di
 
 
 def labels(runs: Sequence[RunFiles], groups: Sequence[Sequence[int]]) -> list[str]:
-  """Return what the curves of groups are called, each differently.
+  """Return a distinct label for the curve of each group.
 
-  A group of one is called like its directory, another one by the settings in which it differs.
+  The label of a single run is its directory's name, that of a group lists the settings in which it differs.
   """
   differing = differences(runs, groups)
   found = []
@@ -56,7 +56,7 @@ def labels(runs: Sequence[RunFiles], groups: Sequence[Sequence[int]]) -> list[st
 
 
 def _learned(run: RunFiles) -> dict[str, Any]:
-  """Return the settings of a run that change what is learned, but for its seed."""
+  """Return a run's settings that affect what is learned, except its seed."""
   return {
     name: value
     for name, value in run.settings.items()

@@ -1,7 +1,7 @@
-"""One HTML page from what is known of runs: style, script and data are in it, and nothing is asked of any server.
+"""A self-contained HTML page about runs: it includes style, script and data, and makes no requests.
 
-Data are compressed and in base 64, so that nothing that a model or a user wrote can be markup. The policy of the page
-(Content-Security-Policy) allows its own style and script by their digests, and nothing else.
+Data are compressed and base64-encoded, so that no text of a model or user can act as markup. The page's
+Content-Security-Policy allows only its own style and script, by their digests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sdpo_jax.reporting.groups import differences, group_runs, labels
 from sdpo_jax.reporting.rollouts import Rollouts, packed
 from sdpo_jax.reporting.run_files import RunFiles
 
-MARK = '<!doctype html><!-- A report of launch.report. -->'  # Begins every page.
+MARK = '<!doctype html><!-- A report of launch.report. -->'  # The beginning of every page.
 SCRIPTS = ('data.js', 'text.js', 'charts.js', 'overview.js', 'tokens.js', 'rollouts.js', 'main.js')
 SUCCESS = 'actor.self_distillation.success_reward_threshold'
 
@@ -29,13 +29,13 @@ SUCCESS = 'actor.self_distillation.success_reward_threshold'
 def summary(
   runs: Sequence[RunFiles], rollouts: Rollouts, *, written: str, reload_s: float | None = None
 ) -> dict[str, Any]:
-  """Return what a page shows of runs, and the index of their rollouts, as values for JSON.
+  """Return the data of a page about runs, with the index of their rollouts, as JSON values.
 
   Args:
-    runs: the first one is the one that the page is about.
-    rollouts: their rollouts.
-    written: when the page was made, for people.
-    reload_s: seconds after which the page looks whether there is a newer one; None: there will be none.
+    runs: the page is about the first one.
+    rollouts: the runs' rollouts.
+    written: time when the page was made, as text.
+    reload_s: seconds after which the page checks for a newer version; None: there will be none.
   """
   groups = group_runs(runs)
   return jsonable(
@@ -71,12 +71,12 @@ def _of_run(run: RunFiles) -> dict[str, Any]:
 
 
 def render(title: str, known: Mapping[str, Any], pieces: Sequence[str]) -> str:
-  """Return the page.
+  """Return the page's HTML.
 
   Args:
-    title: title of its window.
-    known: from `summary`.
-    pieces: texts of the rollouts, packed.
+    title: the window's title.
+    known: data from `summary`.
+    pieces: the rollouts' texts, packed.
   """
   style = _web('report.css')
   script = "'use strict';\n" + invisible.SCRIPT + '\n'.join(_web(name) for name in SCRIPTS)

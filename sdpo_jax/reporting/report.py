@@ -1,4 +1,4 @@
-"""A report of runs: written once, or anew whenever the files of a run have changed."""
+"""Writing a report of runs, once or whenever the files of a run change."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sdpo_jax.reporting import page
 from sdpo_jax.reporting.rollouts import RolloutFiles, collect
 from sdpo_jax.reporting.run_files import RunFiles, read_run
 
-REPORT = 'report.html'  # In the directory of the run, unless another file is named.
-RELOAD_S = 10.0  # Seconds after which a page that is written anew looks for a newer one, at least.
+REPORT = 'report.html'  # File in the run's directory, unless another one is named.
+RELOAD_S = 10.0  # Least seconds after which a page that is being updated checks for a newer one.
 
 
 class Reporter:
-  """Reads runs again and again, and what has not changed only once."""
+  """Reads runs repeatedly, but unchanged files only once."""
 
   def __init__(self, workdirs: Sequence[epath.PathLike], max_rollouts: int):
     self._workdirs = [epath.Path(workdir) for workdir in workdirs]
@@ -27,13 +27,13 @@ class Reporter:
     self._max_rollouts = max_rollouts
 
   def page(self, reload_s: float | None = None) -> tuple[str, list[RunFiles], int]:
-    """Return the page, what it is about, and how many rollouts it has.
+    """Return the page, the runs it is about, and its number of rollouts.
 
     Args:
-      reload_s: seconds after which the page reloads itself unless all runs are over; None: it never does.
+      reload_s: seconds after which the page reloads itself unless all runs are complete; None: it never does.
 
     Raises:
-      UserError: a directory holds no run, or a file of it cannot be read.
+      UserError: a directory holds no run, or one of its files cannot be read.
     """
     runs = [read_run(workdir) for workdir in self._workdirs]
     sources = [(files, run.last) for files, run in zip(self._files, runs, strict=True)]
@@ -55,19 +55,19 @@ def write_report(
   follow_s: float | None = None,
   wait: Callable[[float], None] = time.sleep,
 ) -> None:
-  """Write the report of a run, beside others.
+  """Write the report of a run, compared with others.
 
   Args:
     workdir: directory of the run.
     compare: directories of other runs.
     output: file for the page; None: `REPORT` in `workdir`.
-    max_rollouts: rollouts that the page holds at most.
-    say: receives a line for every page that is written.
-    follow_s: seconds between two looks at the runs, until all of them are over; None: only one.
-    wait: lets so many seconds pass.
+    max_rollouts: the most rollouts in the page.
+    say: called with a line for every page that is written.
+    follow_s: seconds between checks of the runs, until all are complete; None: write one page.
+    wait: sleeps for a number of seconds.
 
   Raises:
-    UserError: a directory holds no run, a file of it cannot be read, or the page cannot be written.
+    UserError: a directory holds no run, one of its files cannot be read, or the page cannot be written.
   """
   workdirs = [workdir, *compare]
   for place, each in enumerate(workdirs):
@@ -77,7 +77,7 @@ def write_report(
       raise UserError(f'{each} is named twice: name each run once.')
   target = str(epath.Path(workdir) / REPORT) if output is None else output
   reporter = Reporter(workdirs, max_rollouts)
-  text, runs, count = reporter.page(_reload_s(follow_s))  # Nothing is made where there is no run.
+  text, runs, count = reporter.page(_reload_s(follow_s))  # Fails before writing if there is no run.
   _check_target(target)
   write_output(target, text)
   say(_sentence(target, runs, count))
@@ -93,7 +93,7 @@ def write_report(
         say(_sentence(target, runs, count))
         seen = now
   except KeyboardInterrupt:
-    # The last page is one that does not wait for another.
+    # The last page does not wait for another one.
     write_output(target, reporter.page()[0])
     say(f'{target}: not followed any longer.')
 
@@ -103,12 +103,12 @@ def _reload_s(follow_s: float | None) -> float | None:
 
 
 def _state(run: RunFiles) -> tuple[object, ...]:
-  """Return what changes with every finished step."""
+  """Return values that change with every finished step."""
   return run.last, run.over, len(run.remarks), len(run.resumed)
 
 
 def _check_target(target: str) -> None:
-  """Check that the page may be written; raises UserError if it cannot, or if another kind of file would be lost."""
+  """Raise UserError if the page cannot be written or would replace another kind of file."""
   check_output(target)
   path = epath.Path(target)
   if path.is_file() and (content := read_bytes(path, 'name another --output')):

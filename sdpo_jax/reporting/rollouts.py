@@ -1,6 +1,6 @@
-"""Rollouts as a page holds them: an index of all, and their texts in compressed pieces that it unpacks when asked.
+"""Rollouts in a page: an index of all, and their texts in compressed pieces that the page unpacks on demand.
 
-Nothing in `rollouts/` is trusted: it holds what models and users wrote, and may come from another tool or be cut off.
+Nothing in `rollouts/` is trusted: the texts are from models and users, and files may be truncated or from other tools.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from sdpo_jax.files import jsonable, read_bytes
 from sdpo_jax.reporting.run_files import finite
 
 FOLDER = 'rollouts'
-PIECE = 1 << 20  # Bytes of JSON in a piece, about.
-PAGE = 160 << 20  # Compressed bytes of a page's pieces at most.
+PIECE = 1 << 20  # Approximate bytes of JSON per piece.
+PAGE = 160 << 20  # Limit of the compressed bytes of a page's pieces.
 EXCERPT, SAID = 300, 80  # Characters of a question and of a completion in the index.
-CREDIT = 10.0  # Nats between student and teacher at most.
+CREDIT = 10.0  # Limit of the log-prob difference between student and teacher, in nats.
 _FILE = re.compile(r'(\d{1,12})\.jsonl')
 
 
 @dataclasses.dataclass
 class Index:
-  """Columns of what a list of rollouts shows and filters by, one entry for each."""
+  """Columns that the list of rollouts shows and filters by, with one entry per rollout."""
 
   run: list[int] = dataclasses.field(default_factory=list)
   step: list[int] = dataclasses.field(default_factory=list)
-  question: list[int] = dataclasses.field(default_factory=list)  # Place in `questions`.
+  question: list[int] = dataclasses.field(default_factory=list)  # Index into `questions`.
   score: list[float | None] = dataclasses.field(default_factory=list)
   length: list[int | None] = dataclasses.field(default_factory=list)  # Tokens.
-  divergence: list[float | None] = dataclasses.field(default_factory=list)  # Mean over its tokens.
-  taught: list[int] = dataclasses.field(default_factory=list)  # 1: a teacher read a prompt of its own.
+  divergence: list[float | None] = dataclasses.field(default_factory=list)  # Mean over the tokens.
+  taught: list[int] = dataclasses.field(default_factory=list)  # 1: a teacher read a separate prompt.
   said: list[str] = dataclasses.field(default_factory=list)  # The beginning of the completion.
-  cut: list[int] = dataclasses.field(default_factory=list)  # 1: the limit ended it.
-  piece: list[int] = dataclasses.field(default_factory=list)  # Which one holds it, and at which place.
+  cut: list[int] = dataclasses.field(default_factory=list)  # 1: it ended at the token limit.
+  piece: list[int] = dataclasses.field(default_factory=list)  # The piece that holds it, at index `place`.
   place: list[int] = dataclasses.field(default_factory=list)
-  questions: list[dict[str, str]] = dataclasses.field(default_factory=list)  # `id` and the beginning of its `text`.
+  questions: list[dict[str, str]] = dataclasses.field(default_factory=list)  # `id` and the beginning of `text`.
 
   def __len__(self) -> int:
     return len(self.step)
@@ -53,13 +53,13 @@ class StepFile:
   """The rollouts of one file, checked and packed."""
 
   step: int
-  entries: tuple[Mapping[str, Any], ...]  # What the index needs of each.
+  entries: tuple[Mapping[str, Any], ...]  # The index's fields of each rollout.
   pieces: tuple[str, ...]  # Compressed JSON arrays in base 64.
   places: tuple[tuple[int, int], ...]  # (piece, place) of each entry.
-  unreadable: int  # Lines that are no rollouts, but for a last one that is cut off.
+  unreadable: int  # Lines that are not rollouts, except a truncated last one.
 
   def first(self, count: int) -> StepFile:
-    """Return the file with so many of its rollouts at most."""
+    """Return the file with at most `count` of its rollouts."""
     places = self.places[:count]
     pieces = self.pieces[: places[-1][0] + 1] if places else ()
     return dataclasses.replace(self, entries=self.entries[:count], places=places, pieces=pieces)
@@ -67,25 +67,23 @@ class StepFile:
 
 @dataclasses.dataclass
 class Rollouts:
-  """What a page holds of the rollouts of its runs."""
+  """The rollouts of all runs in a page."""
 
   index: Index
   pieces: list[str]
   remarks: list[str]  # Sentences about what is left out.
-  full: dict[str, float]  # By the name of a colouring, the value at which a colour is full.
+  full: dict[str, float]  # By name of a colouring, the value that gets the full colour.
 
 
 class RolloutFiles:
-  """Reads the rollouts of a run; what has not changed since it was last asked is not read again."""
+  """Reader of a run's rollouts that caches unchanged files."""
 
   def __init__(self, workdir: epath.PathLike):
     self.workdir = epath.Path(workdir)
     self._known: dict[int, tuple[Any, StepFile]] = {}
 
   def steps(self, last: int | None) -> list[int]:
-    """Return the steps of which there are rollouts, up to the last finished one; None: there is none, so all of
-    them.
-    """
+    """Return the steps with rollouts, up to the step `last`; None: all steps."""
     folder = self.workdir / FOLDER
     if not folder.is_dir():
       return []
@@ -93,7 +91,7 @@ class RolloutFiles:
     return sorted(step for step in set(found) if last is None or step <= last)
 
   def read(self, step: int) -> StepFile:
-    """Return the rollouts of a step.
+    """Read the rollouts of a step.
 
     Raises:
       UserError: the file cannot be read.
@@ -108,7 +106,7 @@ class RolloutFiles:
 
 
 def pack(step: int, content: bytes) -> StepFile:
-  """Return the rollouts in the content of a file."""
+  """Parse and pack the rollouts in a file's content."""
   lines = content.split(b'\n')
   whole, entries, rows, unreadable = content.endswith(b'\n'), [], [], 0
   for number, line in enumerate(lines, 1):
@@ -128,24 +126,23 @@ def pack(step: int, content: bytes) -> StepFile:
 
 
 def packed(text: str) -> str:
-  """Return ASCII text compressed (zlib) and in base 64."""
+  """Compress an ASCII text (zlib) and encode it in base 64."""
   return base64.b64encode(zlib.compress(text.encode('ascii'), 6)).decode('ascii')
 
 
 def collect(sources: Sequence[tuple[RolloutFiles, int | None]], most: int) -> Rollouts:
-  """Return the rollouts of runs for a page.
+  """Collect the rollouts of runs for a page.
 
   Args:
-    sources: of each run its files and its last finished step.
-    most: rollouts at most. Where there are more, each run has an equal share of them, from steps that are spread over
-      the run.
+    sources: each run's files and its last finished step.
+    most: the most rollouts. If there are more, each run gets an equal share of them, from steps spread over the run.
   """
   found, sizes = Rollouts(Index(), [], [], {}), 0
   questions: dict[tuple[int, str, str], int] = {}
   largest: dict[str, list[float]] = {}
   for run, (files, last) in enumerate(sources):
     steps, read, room, unreadable = files.steps(last), [], most // len(sources), 0
-    for step in _spread(steps):  # The first and the last step, then those that halve what lies between.
+    for step in _spread(steps):  # The first and the last step, then midpoints.
       if room <= 0:
         break
       try:
@@ -170,7 +167,7 @@ def collect(sources: Sequence[tuple[RolloutFiles, int | None]], most: int) -> Ro
       )
     if unreadable:
       found.remarks.append(f'{files.workdir.name}: {unreadable} lines of {FOLDER}/ are no rollouts and left out.')
-  # Outliers count as much as what one rollout in five has.
+  # The 80th percentile limits the effect of outliers.
   found.full = {name: sorted(values)[int(0.8 * (len(values) - 1))] or 1.0 for name, values in largest.items()}
   return found
 
@@ -193,7 +190,7 @@ def _add(found: Rollouts, questions: dict[tuple[int, str, str], int], run: int, 
 
 
 def _spread(steps: Sequence[int]) -> Iterator[int]:
-  """Yield steps so that any number of the first ones is spread over all of them."""
+  """Yield steps in an order in which every prefix is spread over all of them."""
   if not steps:
     return
   ends = [0, len(steps) - 1] if len(steps) > 1 else [0]
@@ -228,7 +225,7 @@ def _pieces(rows: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-  """Return the fields of a rollout that a page shows, each of its type or None; None if the line is no rollout."""
+  """Return the fields of a rollout that a page shows, each of its type or None; None if the line is not a rollout."""
   try:
     value = json.loads(line)
   except (ValueError, RecursionError):
@@ -256,7 +253,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def _entry(rollout: Mapping[str, Any]) -> dict[str, Any]:
-  """Return what the index has of a rollout."""
+  """Return the index's fields of a rollout."""
   prompt, divergence = rollout.get('prompt') or [], rollout.get('divergence')
   known = [value for value in divergence or [] if value is not None]
   lengths = [len(rollout[name]) for name in ('tokens', 'divergence') if name in rollout]
@@ -274,7 +271,7 @@ def _entry(rollout: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _largest(rollout: Mapping[str, Any]) -> dict[str, float]:
-  """Return by the name of a colouring the largest size of what it shows."""
+  """Return the largest absolute value of each colouring (divergence, advantage, credit) in a rollout."""
   top = rollout.get('top_tokens', {})
   said = [top[side]['own'] if top.get(side) else [] for side in ('student', 'teacher')]
   credit = [right - left for left, right in zip(*said, strict=False) if left is not None and right is not None]
@@ -307,7 +304,7 @@ def _messages(value: Any) -> list[dict[str, str]] | None:
 
 
 def _top_tokens(value: Any, tokens: list[str] | None) -> dict[str, Any] | None:
-  """Return the top tokens if they are there for every token; texts by id, and what each side says."""
+  """Return the top tokens if every token has them: texts by id, and each side's values."""
   if not isinstance(value, dict) or tokens is None or not isinstance(value.get('texts'), dict):
     return None
   texts = {str(token): text for token, text in value['texts'].items() if isinstance(text, str)}

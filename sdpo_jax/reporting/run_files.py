@@ -1,4 +1,4 @@
-"""What a report reads of a run: its settings, the numbers of its steps, where it was resumed, what its alarms said."""
+"""The files of a run that a report reads: settings, metrics, resumes, and alarms."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ from sdpo_jax.training.directory import starts
 from sdpo_jax.training.directory.lines import METRICS, dropped_lines, read_metrics
 
 CONFIG = 'config.json'
-# A step's metric → (steps, values) of the lines that have it.
+# Metric → (steps, values) from the lines that have it.
 Series = dict[str, tuple[list[int], list[float]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class RunFiles:
-  """What the files of a run say, rollouts left out."""
+  """The contents of a run's files, without rollouts."""
 
   workdir: epath.Path
-  settings: Mapping[str, Any]  # By dotted name; empty where config.json is gone or cannot be read.
+  settings: Mapping[str, Any]  # By dotted name; empty if config.json is missing or unreadable.
   series: Series
-  resumed: tuple[int, ...]  # Steps from which later starts went on.
-  alarms: tuple[Mapping[str, Any], ...]  # Rules with the steps at which they held: `alarms_of`.
-  rollbacks: tuple[tuple[int, int], ...]  # (step, step gone back to).
-  stopped: int | None  # The step at which the alarms ended the run.
+  resumed: tuple[int, ...]  # Steps from which later starts resumed.
+  alarms: tuple[Mapping[str, Any], ...]  # Rules with the steps at which they fired: `alarms_of`.
+  rollbacks: tuple[tuple[int, int], ...]  # (step, step to which the run went back).
+  stopped: int | None  # The step at which alarms stopped the run.
   last: int | None  # The last finished step.
-  remarks: tuple[str, ...]  # Sentences about what is missing.
+  remarks: tuple[str, ...]  # Sentences about missing data.
 
   @property
   def name(self) -> str:
-    """What people call it: the name of its directory."""
+    """Return the run's display name, that of its directory."""
     return self.workdir.name or str(self.workdir)
 
   @property
   def total(self) -> int | None:
-    """Steps that the run is to have, if that is known."""
+    """Return the planned number of steps; None if unknown."""
     total = self.settings.get('trainer.total_training_steps')
     return total if type(total) is int else None
 
   @property
   def over(self) -> bool:
-    """Whether no step is to come."""
+    """Return whether no more steps will follow."""
     done = self.last is not None and self.total is not None and self.last >= self.total
     return done or self.stopped is not None
 
 
 def read_run(workdir: epath.PathLike) -> RunFiles:
-  """Return what the files of a run say; it may be going on.
+  """Read the files of a run, which may still be training.
 
   Raises:
     UserError: there is no run, or metrics.jsonl cannot be read.
@@ -62,7 +62,7 @@ def read_run(workdir: epath.PathLike) -> RunFiles:
   workdir = epath.Path(workdir)
   try:
     there = workdir.is_dir()
-  except Exception as error:  # Object stores raise many kinds, also where a package for them is missing.
+  except Exception as error:  # Object stores raise many types, also if their package is missing.
     raise UserError(
       f'{workdir} cannot be read ({first_line(error)}): see that the name is right and that you may read there.'
     ) from error
@@ -102,7 +102,7 @@ def read_run(workdir: epath.PathLike) -> RunFiles:
 
 
 def series_of(lines: Iterable[Mapping[str, Any]]) -> Series:
-  """Return the finite numbers of the lines of metrics.jsonl, by metric."""
+  """Return the finite numbers in lines of metrics.jsonl, by metric."""
   found: Series = {}
   for line in lines:
     for name, value in line.items():
@@ -115,14 +115,14 @@ def series_of(lines: Iterable[Mapping[str, Any]]) -> Series:
 
 
 def alarms_of(lines: Sequence[Mapping[str, Any]], rules: Any) -> tuple[Mapping[str, Any], ...]:
-  """Return every rule with the steps at which it held.
+  """Return every alarm rule with the steps at which it fired.
 
   Args:
-    lines: of metrics.jsonl.
-    rules: `alarms.rules` of the settings, if they are known.
+    lines: lines of metrics.jsonl.
+    rules: `alarms.rules` of the settings, if known.
 
   Returns:
-    `rule`, its text, and `steps`; one after the other in the order of the settings.
+    `rule`, its text, and `steps`; in the order of the settings.
   """
   texts = [rule for rule in rules if isinstance(rule, str)] if isinstance(rules, list | tuple) else []
   held: dict[int, list[int]] = {number: [] for number in range(1, len(texts) + 1)}
@@ -138,7 +138,7 @@ def alarms_of(lines: Sequence[Mapping[str, Any]], rules: Any) -> tuple[Mapping[s
 
 
 def _settings(workdir: epath.Path) -> tuple[dict[str, Any], list[str]]:
-  """Return the settings in config.json by dotted name, and sentences about what is wrong with it."""
+  """Return the settings in config.json by dotted name, and sentences about its faults."""
   try:
     values = json.loads(read_text(workdir / CONFIG, 'restore it'))
   except UserError as error:
@@ -159,7 +159,7 @@ def _settings(workdir: epath.Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def finite(value: Any) -> float | None:
-  """Return a value of JSON if it is a number that a float can hold; None otherwise, and for truth values."""
+  """Return a JSON value as a float if it is a number in range; None for others, including booleans."""
   if isinstance(value, bool) or not isinstance(value, int | float):
     return None
   try:
