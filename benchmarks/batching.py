@@ -1,11 +1,11 @@
-"""Host CPU-seconds of dealing a generation batch out to micro-batches, and how full these are; no model is computed.
+"""Host CPU-seconds for splitting a generation batch into micro-batches, and their fill; no model is computed.
 
     python -m benchmarks.batching [--task=livecodebench] [--devices=8] [--mean=256] [--repeats=3]
 
 The shapes are those of the paper's experiments (configs/paper.py): 256 samples, completions of up to 8192 tokens, whose
 lengths are log-normal (σ = 1) with the mean of the paper's Table 8. Three in four have a signal; the samples of a group
-share a demonstration. Rows of one sample each (`rows`) stand beside packed ones (`packed`). `fill` is the share of a
-row's tokens that is no padding, of the student's and the teacher's rows. One JSON line.
+share a demonstration. Rows of one sample each (`rows`) are compared with packed ones (`packed`). `fill` is the fraction
+of a row's tokens that is not padding, for the student's and the teacher's rows. One JSON line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.training import batching, step
 from sdpo_jax.types import Rollouts
 
-TRAINED = 0.75  # Of the samples.
+TRAINED = 0.75  # Fraction of the samples.
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def deal(config: Config, batch: batching.GenerationBatch, devices: int) -> dict[str, float]:
-  """Make every micro-batch of a generation batch, as `step.run_update` does; what it took and what they hold."""
+  """Make every micro-batch of a generation batch, as `step.run_update` does; return the time taken and their fill."""
   student, teacher, micros, spent = step.Filled(), step.Filled(), 0, 0.0
   for samples in batching.mini_batches(config):
     started = time.process_time()
@@ -63,14 +63,14 @@ def deal(config: Config, batch: batching.GenerationBatch, devices: int) -> dict[
 
 
 def generation_batch(config: Config, mean: float, seed: int = 0) -> batching.GenerationBatch:
-  """Random samples with lengths of that mean."""
+  """Return random samples whose lengths have this mean."""
   rng, groups, n = np.random.default_rng(seed), config.data.train_batch_size, config.rollout.n
   count, longest = groups * n, config.data.max_response_length
   lengths = np.clip(rng.lognormal(np.log(mean) - 0.5, 1.0, count).astype(int), 1, longest)
   mask = np.arange(longest) < lengths[:, None]
   tokens = (rng.integers(1, 150_000, mask.shape) * mask).astype(np.int32)
   prompts = [rng.integers(1, 150_000, rng.integers(200, 800)).tolist() for _ in range(groups)]
-  shown = rng.integers(0, n, groups) + n * np.arange(groups)  # Of each group, the sample that its teacher sees.
+  shown = rng.integers(0, n, groups) + n * np.arange(groups)  # For each group, the sample that its teacher sees.
   zeros = np.zeros(mask.shape, np.float32)
   rollouts = Rollouts.of_completions(np.repeat(np.arange(groups, dtype=np.int32), n), tokens, mask)
   reprompts = [prompt + tokens[i, : lengths[i]].tolist() for prompt, i in zip(prompts, shown, strict=True)]

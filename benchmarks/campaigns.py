@@ -1,10 +1,10 @@
-"""Sweeps whose samples are tests: every mesh, family, dtype and slice of TPUs, which nobody waits for at each change.
+"""Complete sweeps whose samples are tests: every mesh, family, dtype and TPU slice, too long for every change.
 
   python -m benchmarks.campaigns                       # all of them, about an hour on two cores
   python -m benchmarks.campaigns tests/models          # those of a room, or of a file
 
-They are the tests marked `campaign`. Prints one line of JSON for each file (passed, failed, skipped, seconds)
-and one for all, and writes them to `--output`. Exit code 1 if one fails. Further arguments are pytest's.
+These are the tests marked `campaign`. Prints one line of JSON for each file (passed, failed, skipped, seconds) and one
+for all, and writes them to `--output`. Exit code 1 if one fails. Further arguments are passed to pytest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 def outcomes(report: pathlib.Path) -> dict[str, dict[str, float]]:
-  """Return file → how many of its tests passed, failed or were skipped, and their seconds, of pytest's JUnit report."""
+  """Parse pytest's JUnit report into file → counts of passed, failed and skipped tests, and their seconds."""
   files: dict[str, dict[str, float]] = collections.defaultdict(
     lambda: {'passed': 0, 'failed': 0, 'skipped': 0, 'seconds': 0.0}
   )

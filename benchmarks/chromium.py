@@ -1,4 +1,4 @@
-"""Chromium without a window, driven through its DevTools protocol over a pipe: no other package is needed."""
+"""Headless Chromium, driven through its DevTools protocol over a pipe; needs no other package."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import subprocess
 import tempfile
 from typing import Any
 
-PATIENCE_MS = 120_000  # What has not come by then never comes.
+PATIENCE_MS = 120_000  # Time-out of every answer.
 NAMES = ('chromium', 'chromium-browser', 'google-chrome')
 
 
 def installed() -> str | None:
-  """Return the program, if there is one."""
+  """Return the path of the browser; None if there is none."""
   return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
 class Page:
-  """A page of a browser that is asked one thing after the other."""
+  """A page of a browser, with one command at a time."""
 
   def __init__(self, to_browser: int, from_browser: int):
     self._to, self._from = to_browser, from_browser
@@ -36,7 +36,7 @@ class Page:
       self.call(f'{domain}.enable')
 
   def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-    """Return the result of a command; events that come before it are kept."""
+    """Send a command and return its result; events that arrive before it are stored."""
     self._sent += 1
     message = {'id': self._sent, 'method': method, 'params': parameters}
     if self._session is not None:
@@ -60,18 +60,18 @@ class Page:
     return answer
 
   def open(self, address: str) -> None:
-    """Return once the page at an address is loaded and says that it is ready (`data-ready` of its root)."""
+    """Load a page and wait until it reports that it is ready (`data-ready` of its root)."""
     self.call('Page.navigate', url=address)
     self.until("document.documentElement.dataset.ready || document.querySelector('#failed:not([hidden])')")
 
   def evaluate(self, expression: str) -> Any:
-    """Return the value of an expression, a promise awaited."""
+    """Evaluate an expression and return its value, awaiting a promise."""
     found = self.call('Runtime.evaluate', expression=expression, awaitPromise=True, returnByValue=True)
     assert 'exceptionDetails' not in found, found['exceptionDetails']
     return found['result'].get('value')
 
   def until(self, condition: str) -> None:
-    """Return once a condition holds; it is looked at whenever the page has drawn itself."""
+    """Wait until a condition holds; it is checked after every frame."""
     held = f"""new Promise((resolve) => {{
       const end = performance.now() + {PATIENCE_MS};
       const look = () => {{ let held = false; try {{ held = {condition}; }} catch (error) {{}}
@@ -83,12 +83,12 @@ class Page:
         assert self.evaluate(held), f'never so: {condition}'
         return
       except AssertionError as error:
-        # The context of a page that is left goes with it.
+        # Leaving a page discards its context.
         if 'navigated' not in str(error) and 'destroyed' not in str(error) and 'Cannot find context' not in str(error):
           raise
 
   def key(self, key: str) -> None:
-    """Presses a key."""
+    """Press a key."""
     text = {'text': key} if len(key) == 1 else {}
     self.call('Input.dispatchKeyEvent', type='keyDown', key=key, **text)
     self.call('Input.dispatchKeyEvent', type='keyUp', key=key)
@@ -98,26 +98,26 @@ class Page:
     self.call('Emulation.setDeviceMetricsOverride', width=width, height=height, deviceScaleFactor=1, mobile=False)
 
   def dark(self, wanted: bool) -> None:
-    """Set what the system prefers."""
+    """Set the preferred colour scheme of the system."""
     value = 'dark' if wanted else 'light'
     self.call('Emulation.setEmulatedMedia', features=[{'name': 'prefers-color-scheme', 'value': value}])
 
   def screenshot(self, path: pathlib.Path) -> None:
-    """Write what the window shows as a PNG."""
+    """Save a screenshot of the window as PNG."""
     path.write_bytes(base64.b64decode(self.call('Page.captureScreenshot', format='png')['data']))
 
   def busy_s(self) -> float:
-    """Return the seconds of processor time that the page's process has taken so far."""
+    """Return the CPU-seconds that the page's process has taken so far."""
     measured = {each['name']: each['value'] for each in self.call('Performance.getMetrics')['metrics']}
     return measured['ProcessTime']
 
   def requested(self) -> list[str]:
-    """Return the addresses of all that was asked for, data left out."""
+    """Return the addresses of all requests, except data URLs."""
     asked = [each['params']['request']['url'] for each in self.events if each['method'] == 'Network.requestWillBeSent']
     return [address for address in asked if not address.startswith(('data:', 'about:'))]
 
   def complaints(self) -> list[str]:
-    """Return errors of scripts, and what the page's policy has kept from it."""
+    """Return script errors and violations of the page's security policy."""
     thrown = [
       str(each['params']['exceptionDetails']) for each in self.events if each['method'] == 'Runtime.exceptionThrown'
     ]
@@ -127,14 +127,14 @@ class Page:
 
 @contextlib.contextmanager
 def opened(program: str) -> Iterator[Page]:
-  """Yield a page of a browser of its own, which ends with the block."""
+  """Provide a page of a new browser, which ends with the block."""
   heard, says = os.pipe()
   hears, said = os.pipe()
   with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
     arguments = [
       program,
       '--headless=new',
-      '--no-sandbox',  # Which needs privileges that containers do not give.
+      '--no-sandbox',  # The browser's sandbox needs privileges that containers lack.
       '--disable-gpu',
       '--disable-dev-shm-usage',
       '--hide-scrollbars',
@@ -154,7 +154,7 @@ def opened(program: str) -> Iterator[Page]:
     try:
       yield Page(says, hears)
     finally:
-      os.close(says)  # It ends when nobody can speak to it.
+      os.close(says)  # The browser ends when its command pipe closes.
       try:
         process.wait(30)
       except subprocess.TimeoutExpired:

@@ -1,12 +1,11 @@
-"""What a decode step of Qwen3-8B reads on v5e:8x8 beside what it has to read, from the TPU compiler's own program.
+"""Reads of a decode step of Qwen3-8B on v5e:8x8 and their minimum, from the TPU compiler's own program.
 
   python -m benchmarks.decode_tpu --keep=answers    # five minutes on two cores
 
 For rows × context of 256 × 10240, 384 × 10240 and 1024 × 4096, with a cache in bfloat16 and in int8, and for every mesh
-that the model divides and that may fit, the sampler's loop is compiled as a run compiles it. No TPU is needed and
-nothing is measured. One JSON line a program, on stdout and in decode_tpu.jsonl of --output; the best mesh of each
-setting goes into a table between this benchmark's markers of the page beside it, docs/performance.md, which says what
-the columns are.
+that divides the model and may fit, the sampler's loop is compiled as in a run. No TPU is needed and nothing is
+measured. One JSON line per program, on stdout and in decode_tpu.jsonl of --output; the best mesh of each setting goes
+into a table between this benchmark's markers in docs/performance.md, which explains the columns.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from sdpo_jax.tables import markdown
 BEGIN = '<!-- made by benchmarks.decode_tpu: -->'
 SLICE = 'v5e:8x8'
 PROMPT = 2048
-SETTINGS = ((256, 10240), (384, 10240), (1024, 4096))  # Rows at once, tokens of prompt and completion.
+SETTINGS = ((256, 10240), (384, 10240), (1024, 4096))  # Concurrent rows, tokens of prompt and completion.
 # fsdp × tensor. More than 8 do not divide the 8 key-value heads, and less than 2 leave more weights than a chip holds.
 MESHES = ((8, 8), (16, 4), (32, 2))
 CACHES = {'auto': 'bfloat16', 'int8': 'int8'}
 
 
 def configuration(rows: int, context: int, cache: str, mesh: tuple[int, int]) -> Config:
-  """Return the shipped chemistry run with so many rows in the sampler and one length of every kind."""
+  """Return the shipped chemistry run with this number of sampler rows and one length of every kind."""
   config = qwen3_8b_chemistry.get_config()
   config.data.max_response_length, config.data.response_buckets = context - PROMPT, (context - PROMPT,)
   config.data.max_prompt_length, config.data.prompt_buckets = PROMPT, (PROMPT,)
@@ -47,16 +46,16 @@ def configuration(rows: int, context: int, cache: str, mesh: tuple[int, int]) ->
   config.rollout.max_batch_rows, config.rollout.cache_dtype = rows, cache
   config.mesh.fsdp, config.mesh.tensor = mesh
   config.trainer.test_freq = 0
-  # Every step until the last has all rows.
+  # All rows are in use until the last step.
   config.plan.mean_completion = config.plan.longest_completion = float(context - PROMPT)
   return config.validate()
 
 
 def minimum(policy: Policy, config: Config, filled: int) -> tuple[float, float]:
-  """Bytes of weights and of cache that a chip cannot but read in a step whose rows hold `filled` tokens each.
+  """Return the bytes of weights and of cache that a chip must read in a step whose rows hold `filled` tokens each.
 
-  Weights in bfloat16, divided over `tensor`, without the table of embeddings where it has one of its own (a step looks
-  up a row of it for each token); keys and values of every token and layer, and in int8 a float32 scale a head for each.
+  Weights are in bfloat16, divided over `tensor`, without a separate embedding table (of which a step reads one row per
+  token); the cache holds keys and values of every token and layer, and for int8 a float32 scale per head for each.
   """
   table = {parameter.name: math.prod(parameter.shape) for parameter in policy.parameter_table()}
   looked_up = table['embedding'] if 'unembedding' in table else 0
@@ -100,7 +99,7 @@ def compute(rows: int, context: int, cache: str, mesh: tuple[int, int], keep: st
       'read_gb': reads.total(filled) / 1e9,
       'minimum_gb': (weights + live) / 1e9,
       'ratio': reads.total(filled) / (weights + live),
-      # A step draws a token for each row, for which all chips read.
+      # A step draws a token for each row, from reads of all chips.
       'read_mb_per_token': reads.total(filled) * chips / rows / 1e6,
       'minimum_mb_per_token': (weights + live) * chips / rows / 1e6,
       'read_ms': 1e3 * reads.total(filled) / bandwidth,
@@ -120,13 +119,13 @@ def compute(rows: int, context: int, cache: str, mesh: tuple[int, int], keep: st
 
 
 def best(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-  """Of one setting's lines, the one with the least time a step of those that fit."""
+  """Return the line with the least time per step among a setting's lines that fit."""
   fitting = [line for line in lines if line['fits']]
   return min(fitting or lines, key=lambda line: line['fills']['full']['planned_ms'] if 'fills' in line else math.inf)
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
-  """Markdown: two lines a setting, half filled and full, and beneath it the meshes against each other."""
+  """Return Markdown: a table with two lines per setting, half filled and full, and a comparison of the meshes."""
   head = ['rows × context', 'cache', 'mesh', 'HBM GiB', 'rows hold', 'weights GB', 'cache GB', 'other MB', 'read GB']
   head += ['minimum GB', 'ratio', 'MB a token', 'least', 'ms at 819 GB/s', 'attention ms', 'ms planned']
   settings: dict[tuple[str, str], list[dict[str, Any]]] = {}

@@ -1,16 +1,17 @@
-"""The engine of the service on the quickstart's tiny model: many adapters in one batch, a feedback, a cold adapter.
+"""The service's engine on the quickstart's tiny model: many adapters in a batch, a feedback, a cold adapter.
 
     python -m benchmarks.engine [--adapters=8] [--rows=32] [--repeats=9]
 
-`sampling`: tokens per CPU-second of rows that all have the same adapter, beside rows of as many adapters as
-`--adapters` says, and rows of the model without an adapter; the same engine, prompts and lengths, in turns. `feedback`:
-milliseconds from a request to its new version in host memory, one completion of 64 tokens: what student and teacher
-say, a step, and the log-probs afterwards; the median and the ninth decile. `loading`: milliseconds to the first token
-from a version that has no place on the devices, less those from one that has. `worker`: the same sampling and feedback
-through the thread that owns the engine, beside the bare engine in the same process, in turns. `start`: CPU-seconds of a
-process after its imports until all programs are there, the model read and the first request welcome: of the first
-process, which compiles them, and of the second, which reads them; `engine` is the part from the model in memory on, and
-`compiled` whatever JAX compiled, the smallest operations included. One core; one JSON line each.
+`sampling`: tokens per CPU-second of rows that all have the same adapter, of rows with `--adapters` different adapters,
+and of rows without an adapter; the same engine, prompts and lengths, in turns. `feedback`: wall and CPU milliseconds
+from a request to its new version in host memory, for one completion of 64 tokens: scoring by student and teacher, a
+step, and the log-probs afterwards; the median, and the ninth decile of wall time. `loading`: CPU-milliseconds to the
+first token from a version that is not on the devices, less those from one that is. `worker`: the same sampling and
+feedback through the thread that owns the engine, compared with the bare engine in the same process, in turns. `start`:
+CPU-seconds of a process after its imports until all programs are ready, the model is loaded and requests are accepted:
+for the first process, which compiles the programs, and for the second, which reads them; `engine` is the part after
+loading the model, and `compiled` everything that JAX compiled, including the smallest operations. One core; one JSON
+line each.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ def main() -> None:
 
 
 def start(args: argparse.Namespace) -> dict[str, Any]:
-  """Two processes with one folder of compiled programs."""
+  """Start two processes that share a folder of compiled programs."""
   with tempfile.TemporaryDirectory() as folder:
     options = [f'--adapters={args.adapters}', f'--rows={args.rows}', f'--start={pathlib.Path(folder) / "programs"}']
-    # Nothing but that folder remembers what was compiled.
+    # Only that folder caches compiled programs.
     environment = os.environ | {'JAX_ENABLE_COMPILATION_CACHE': 'false'}
     command = [sys.executable, '-m', 'benchmarks.engine', *options]
     runs = [subprocess.run(command, check=True, capture_output=True, text=True, env=environment) for _ in range(2)]
@@ -61,7 +62,7 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def one_start(args: argparse.Namespace) -> dict[str, Any]:
-  """Return what the start of this process takes."""
+  """Return the cost of this process's start."""
   from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401  Imports are not measured.
 
   from configs import quickstart_lora  # noqa: F401
@@ -85,9 +86,7 @@ def one_start(args: argparse.Namespace) -> dict[str, Any]:
 def make_engine(
   args: argparse.Namespace, folder: pathlib.Path, programs: pathlib.Path | None = None, loaded: Any = lambda: None
 ) -> Any:
-  """Return an engine with the quickstart's model and as many versions as are sampled at once, and twice as many
-  again.
-  """
+  """Return an engine with the quickstart's model and three times as many versions as are sampled at once."""
   import jax
   import numpy as np
 
@@ -124,7 +123,7 @@ def make_engine(
 
 
 def sampling(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
-  """One adapter in all rows against several, and none."""
+  """Compare rows with one adapter, several adapters and none."""
   from sdpo_jax.serving.engine import BASE
 
   def side(versions: list[str]) -> Any:
@@ -144,7 +143,7 @@ def sampling(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
     'one': side(['0@0']),
     'none': side([BASE]),
   }
-  [tokens] = {draw(0) for draw in sides.values()}  # Nothing but its length ends a completion.
+  [tokens] = {draw(0) for draw in sides.values()}  # Completions end only by their length.
   rates = {name: tokens / cpu for name, (_, cpu) in take_turns(sides, args.repeats).items()}
   return {
     'adapters': args.adapters,
@@ -156,7 +155,7 @@ def sampling(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def feedback(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
-  """From a request to its new version."""
+  """Measure a feedback from the request to its new version."""
   import numpy as np
 
   from sdpo_jax.objective.jsd_pg import JsdPg
@@ -187,7 +186,7 @@ def feedback(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def loading(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
-  """Return the first token of a version that has no place, less that of one that has."""
+  """Return the CPU time to the first token of a version outside the devices, less that of one on them."""
 
   def first_token(version: str) -> float:
     before = time.process_time()
@@ -210,7 +209,7 @@ def loading(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def worker(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
-  """Return the thread that owns the engine, beside the engine without it."""
+  """Compare sampling through the engine's thread with the engine alone."""
   import numpy as np
 
   from sdpo_jax.serving.engine import Feedback
@@ -220,7 +219,7 @@ def worker(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
   owner = Worker(lambda: engine, {}.__getitem__, announce=lambda line: None)
   owner.start()
   owner.wait()
-  # The bare engine is called while its owner has nothing to do.
+  # The bare engine is called while its owner is idle.
   versions = [f'{row % args.adapters}@0' for row in range(args.rows)]
 
   def options(row: int, step: int) -> dict[str, int]:

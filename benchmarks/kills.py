@@ -1,12 +1,12 @@
-"""Runs that are killed at random moments and started again, compared bit for bit with one that was left in peace.
+"""Runs that are killed at random moments and resumed, compared bit for bit with an undisturbed run.
 
   python -m benchmarks.kills   # 60 kills of the quickstart at tiny settings, some minutes on two cores
   python -m benchmarks.kills --kills=5 --seed=1
 
 A run is started, killed by SIGKILL at a random moment, and started again, until it has finished; then the next run
-begins, until there were enough kills. Half of the moments are drawn from the whole life of a process, which mostly
-starts up, half from the part in which it writes. Prints one line of JSON; exit code 1 if any run ended otherwise than
-the one left in peace: in a bit of its state, a number or text of metrics.jsonl that is no time, or a rollout.
+begins, until there were enough kills. Half of the moments are drawn from a process's whole life, most of which is
+start-up, half from the part in which it writes. Prints one line of JSON; exit code 1 if any run differs from the
+undisturbed one: in a bit of its state, a number or text of metrics.jsonl other than a time, or a rollout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import tempfile
 import time
 import traceback
 
-# What a run imports, before it is forked.
+# Modules of a run, imported before the fork.
 from sdpo_jax import command  # noqa: F401
 from sdpo_jax.training import loop, report  # noqa: F401
 from sdpo_jax.training.directory.published import MANIFEST
@@ -45,7 +45,7 @@ TINY = {
 
 
 def start(flags: argparse.Namespace, workdir: pathlib.Path) -> int:
-  """Start, or resume, a run in a fork of this process, in which JAX has not started; return its id."""
+  """Start or resume a run in a fork of this process, which has not started JAX; return the process id."""
   child = os.fork()
   if child == 0:
     code: object = 1
@@ -69,12 +69,12 @@ def start(flags: argparse.Namespace, workdir: pathlib.Path) -> int:
 
 
 def log_of(workdir: pathlib.Path) -> pathlib.Path:
-  """Return where the last process of a run says what it does."""
+  """Return the log file of a run's last process."""
   return workdir.with_suffix('.log')
 
 
 def await_end(process: int, seconds: float) -> int | None:
-  """Return the exit code of a process (-N: of signal N), None if it goes on for longer than `seconds`."""
+  """Return the exit code of a process (-N: signal N); None if it runs for longer than `seconds`."""
   deadline = time.monotonic() + seconds
   while True:
     ended, status = os.waitpid(process, os.WNOHANG)
@@ -86,7 +86,7 @@ def await_end(process: int, seconds: float) -> int | None:
 
 
 def await_writing(process: int, workdir: pathlib.Path, before: object) -> int | None:
-  """Return once a process has begun to write to a run, or its exit code if it has ended before."""
+  """Wait until a process begins to write to a run; return its exit code if it ends before."""
   code = None
   while code is None and stamp(workdir) == before:
     code = await_end(process, 0.005)
@@ -94,13 +94,13 @@ def await_writing(process: int, workdir: pathlib.Path, before: object) -> int | 
 
 
 def check(code: int, workdir: pathlib.Path) -> None:
-  """End this program if a run has ended otherwise than well."""
+  """Exit with an error if a run has failed."""
   if code != 0:
     raise SystemExit(f'A run ended with exit code {code}: {log_of(workdir).read_text()}')
 
 
 def left(workdir: pathlib.Path, last: int) -> dict[str, object]:
-  """Return what a finished run left, without what differs between any two: times, and who wrote it."""
+  """Return a finished run's results, without what differs between any two runs: times, and who wrote it."""
 
   def kept(name: str) -> bool:
     return name != 'fencing_epoch' and not name.startswith(('time/', 'throughput/', 'programs/'))
@@ -118,7 +118,7 @@ def left(workdir: pathlib.Path, last: int) -> dict[str, object]:
 
 
 def phase(workdir: pathlib.Path) -> str:
-  """Return what a killed process was at, by what it left."""
+  """Return the phase in which a process was killed, judging by its files."""
   folder = workdir / 'checkpoints'
   names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
   if any('.unfinished' in name for name in names):
@@ -129,7 +129,7 @@ def phase(workdir: pathlib.Path) -> str:
 
 
 def stamp(workdir: pathlib.Path) -> object:
-  """Return what changes when a process begins to write to a run."""
+  """Return a value that changes when a process begins to write to a run."""
   path = workdir / 'epochs.json'
   return path.stat().st_mtime_ns if path.exists() else None
 
@@ -165,7 +165,7 @@ def main() -> int:
           code = await_end(process, rng.uniform(0, whole if soon else active) if kills < flags.kills else math.inf)
         if code is None:
           os.kill(process, signal.SIGKILL)
-          code = await_end(process, math.inf)  # It may have ended just before.
+          code = await_end(process, math.inf)  # It may just have ended.
           if code == -signal.SIGKILL:
             kills += 1
             moments[phase(workdir)] += 1

@@ -2,9 +2,9 @@
 
     python -m benchmarks.loading --folder=/disk/checkpoint [--gigabytes=4] [--devices=1,8] [--keep]
 
-Writes a random Qwen3 in bfloat16 (with the safetensors library, in shards of 1 GB) to the folder, unless it is there,
-and removes it at the end, unless `--keep`. One JSON line for each number of devices: CPU devices, all of this process,
-which therefore has the whole of each parameter to place.
+Writes a random Qwen3 in bfloat16 (with the safetensors library, in shards of 1 GB) to the folder, unless it exists, and
+removes it at the end, unless `--keep`. One JSON line for each number of devices: CPU devices, all in this process,
+which therefore places all of each parameter.
 
 - `beyond_placed_mb`: the most that the process held at any time beyond the arrays that are placed, by the kernel's peak
   of its resident memory (VmHWM, which nothing that is mapped could hide from), reset before each parameter;
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def generate(folder: pathlib.Path, gigabytes: float) -> None:
-  """Write a random model of 24 layers; its width follows from the size."""
+  """Write a random model of 24 layers, whose width follows from the size."""
   import ml_dtypes
   import numpy as np
   from safetensors.numpy import save_file
@@ -109,7 +109,7 @@ def generate(folder: pathlib.Path, gigabytes: float) -> None:
 
 
 def measure(folder: pathlib.Path, devices: int) -> dict[str, Any]:
-  """Load, compare and export the model on so many devices."""
+  """Load, compare and export the model on a number of devices."""
   import jax
 
   jax.config.update('jax_num_cpu_devices', devices)
@@ -196,9 +196,9 @@ def forget(folder: pathlib.Path) -> None:
 
 
 def restart_peak() -> int:
-  """Have the kernel forget the peak of this process's memory; return what it has now, in bytes.
+  """Reset the kernel's peak of this process's memory; return the current value in bytes.
 
-  What is free goes back to the kernel before, so that nothing can be put there unseen.
+  Free memory is returned to the kernel first, so that later use of it counts.
   """
   ctypes.CDLL(None).malloc_trim(0)
   pathlib.Path('/proc/self/clear_refs').write_text('5')

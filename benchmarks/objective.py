@@ -107,7 +107,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
   run, facts = build(make_inputs(int(options.tokens), options.vocab, options.width), options)
   gc.collect()
   before = _resident()
-  Path('/proc/self/clear_refs').write_text('5')  # Resets the high-water mark.
+  Path('/proc/self/clear_refs').write_text('5')  # Reset the high-water mark.
   run()
   times, wall = [], []
   for _ in range(options.repeats):
@@ -127,7 +127,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_inputs(tokens: int, vocab: int, width: int) -> dict[str, np.ndarray]:
-  """Arrays of one completion: the teacher's states and unembedding are near the student's."""
+  """Return arrays for one completion: the teacher's states and unembedding are near the student's."""
   rng = np.random.default_rng(0)
   normal = functools.partial(rng.standard_normal, dtype=np.float32)
   hidden, unembedding = normal((tokens, width)), normal((vocab, width)) * np.float32(2 / width**0.5)
@@ -168,7 +168,7 @@ def _ours(inputs: dict[str, np.ndarray], options: argparse.Namespace) -> tuple[C
     )
 
   fixed = {name: jnp.array(inputs.pop(name)) for name in list(inputs)}
-  fixed = {name: value if 'unembedding' in name else value[None] for name, value in fixed.items()}  # A batch of one.
+  fixed = {name: value if 'unembedding' in name else value[None] for name, value in fixed.items()}  # Batch size 1.
   fixed = jax.block_until_ready(fixed)
   names = ('hidden', 'unembedding') if options.unembedding_gradient else ('hidden',)
   trained = {name: fixed.pop(name) for name in names}
@@ -250,7 +250,7 @@ def _cpu() -> float:
 
 
 def _resident(field: str = 'VmRSS') -> int:
-  """KiB."""
+  """Return a field of /proc/self/status in KiB."""
   lines = Path('/proc/self/status').read_text().splitlines()
   return next(int(line.split()[1]) for line in lines if line.startswith(field + ':'))
 

@@ -1,12 +1,12 @@
-"""How fast the page of launch.report opens in Chromium, and its picture.
+"""Opening speed of launch.report's page in Chromium, and a screenshot.
 
     python -m benchmarks.report_page --page=runs/mine/report.html [--picture=FILE.png] [--at=N] [--token=N]
 
-Opens the page several times in a browser without a window, each time in a process of its own with nothing cached.
-Prints one JSON line: `ready_s`, seconds from the navigation until curves and list are drawn and the page takes keys,
-best and worst; `busy_s`, the processor time of its process until then; `empty_s`, seconds for an empty page beside it;
-`show_s`, seconds from choosing a rollout, whose piece was not unpacked yet, until its tokens are there. `--picture`
-writes what the page shows, with one token of one rollout pinned.
+Opens the page several times in a headless browser, each time in a new process without caches. Prints one JSON line:
+`ready_s`, seconds from the navigation until curves and list are drawn and the page takes keys, best and worst;
+`busy_s`, the CPU time of its process until then; `empty_s`, seconds for an empty page in comparison; `show_s`, seconds
+from choosing a rollout, whose piece was still packed, until its tokens are shown. `--picture` saves a screenshot of the
+page, with one token of one rollout pinned.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def measure(program: str, page: pathlib.Path, repeats: int) -> dict[str, object]:
-  """Return what the line says."""
+  """Return the fields of the JSON line."""
   ready, empty, show, busy, rollouts = [], [], [], [], 0
   with tempfile.TemporaryDirectory() as folder:
     nothing = pathlib.Path(folder, 'empty.html')
@@ -78,7 +78,7 @@ def _show_last(browser: chromium.Page) -> float:
 
 
 def take_picture(program: str, options: argparse.Namespace) -> None:
-  """Write the picture: the overview, and below it one rollout with the alternatives to one of its tokens."""
+  """Save a picture: the overview, and below it one rollout with the alternatives to one of its tokens."""
   with chromium.opened(program) as browser:
     browser.size(1280, 1410)
     browser.dark(False)

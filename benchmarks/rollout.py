@@ -63,7 +63,7 @@ MODELS = {
     num_key_value_heads=4,
     head_dim=32,
   ),
-  # Most of what it is made of is the vocabulary: that of Qwen3.
+  # Dominated by the vocabulary, which is Qwen3's.
   'vocabulary': dict(
     vocab_size=151936,
     hidden_size=256,
@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def one_core() -> None:
-  """Keep this process and those it starts on one core and one thread; call before any of the libraries is imported."""
+  """Keep this process and its children on one core and one thread; call before importing any of the libraries."""
   if hasattr(os, 'sched_setaffinity'):
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
   os.environ['JAX_PLATFORMS'] = 'cpu'
@@ -134,7 +134,7 @@ def one_core() -> None:
 
 
 def write_checkpoint(model: str, path: str) -> None:
-  """Random weights in the format of Hugging Face, which every side reads."""
+  """Write random weights in Hugging Face format, which every side reads."""
   import torch
   import transformers
 
@@ -150,7 +150,7 @@ def write_checkpoint(model: str, path: str) -> None:
 
 
 class Worker:
-  """The process of one side, which `script` runs."""
+  """The process of one side, running `script`."""
 
   def __init__(self, side: str, checkpoint: str, python: str, root: str, script: str = 'rollout_sides.py'):
     self.side = side
@@ -164,7 +164,7 @@ class Worker:
     self.versions: dict[str, str] = self._answer()
 
   def run(self, work: dict[str, Any], step: int) -> dict[str, Any]:
-    """Return the answer to one request; step 0 warms up."""
+    """Send a request and return the answer; step 0 warms up."""
     print(json.dumps({'work': work, 'step': step}), file=self._process.stdin, flush=True)
     return self._answer()
 
@@ -180,7 +180,7 @@ class Worker:
 
 
 def start(args: argparse.Namespace, checkpoint: str) -> dict[str, Worker]:
-  """Return the sides that there are, ours first."""
+  """Start the available sides and return them, ours first."""
   here = functools.partial(Worker, checkpoint=checkpoint, python=sys.executable)
   workers = {'sdpo_jax': here('sdpo_jax', root=str(ROOT)), 'transformers': here('transformers', root='')}
   if args.tunix_python:
@@ -191,9 +191,9 @@ def start(args: argparse.Namespace, checkpoint: str) -> dict[str, Worker]:
 
 
 def compare(setting: str, args: argparse.Namespace, workers: dict[str, Worker]) -> dict[str, Any]:
-  """Return the line of one setting."""
+  """Return the JSON line of a setting."""
   work = make_work(setting, args)
-  # Whole batches of equal rows leave Tunix nothing to choose; it would step all 256 rows to the longest.
+  # Whole batches of equal rows leave Tunix no choice; it would step all 256 rows to the longest.
   sides = {name: worker for name, worker in workers.items() if setting != 'long_tail' or name != 'tunix'}
   answers = turns({name: functools.partial(worker.run, work) for name, worker in sides.items()}, args.repeats)
   count = sum(work['max_tokens'])
@@ -236,7 +236,7 @@ def compare(setting: str, args: argparse.Namespace, workers: dict[str, Worker]) 
 
 
 def make_work(setting: str, args: argparse.Namespace) -> dict[str, Any]:
-  """Return what every side is asked for, in plain numbers."""
+  """Return the request for every side, as plain numbers."""
   import numpy as np
 
   rng = np.random.default_rng(0)
@@ -245,7 +245,7 @@ def make_work(setting: str, args: argparse.Namespace) -> dict[str, Any]:
     raise SystemExit(f'--samples={args.samples} is not a multiple of --n={args.n}.')
   prompts = args.samples // args.n if tail else args.prompts
   rows = prompts * args.n
-  tokens = rng.integers(1, MODELS[args.model]['vocab_size'], (prompts, args.prompt_length))  # 0 pads.
+  tokens = rng.integers(1, MODELS[args.model]['vocab_size'], (prompts, args.prompt_length))  # 0 is padding.
   return {
     **SETTINGS[setting],
     'prompts': tokens.tolist(),
@@ -257,7 +257,7 @@ def make_work(setting: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def long_tail(rng: Any, samples: int, longest: int) -> list[int]:
-  """Lengths from a log-normal distribution with sigma 1 and mean longest / 8, at least 1 and at most `longest`."""
+  """Return log-normal lengths with sigma 1 and mean longest / 8, at least 1 and at most `longest`."""
   import numpy as np
 
   lengths = rng.lognormal(np.log(longest / 8) - 0.5, 1.0, samples)
@@ -265,30 +265,28 @@ def long_tail(rng: Any, samples: int, longest: int) -> list[int]:
 
 
 def fewest_bytes(work: dict[str, Any], model: dict[str, int]) -> int:
-  """Bytes of keys and values, float32, of the tokens alive at the fullest moment, slots being refilled at once.
+  """Return the float32 bytes of keys and values alive at the fullest moment, with slots refilled at once.
 
-  The newest token of a row is in no cache yet; prompts are held once a sample.
+  The newest token of a row is not yet cached; prompts are stored once per sample.
   """
   most = most_alive(work['max_tokens'], work['rows'], len(work['prompts'][0]))
   return most * model['num_hidden_layers'] * 2 * model['num_key_value_heads'] * model['head_dim'] * 4
 
 
 def most_alive(lengths: Sequence[int], slots: int, prompt_length: int) -> int:
-  """Return the largest number of cached tokens over all steps when each of the `slots` takes the next sample once it is
-  free.
-  """
+  """Return the peak number of cached tokens if each of the `slots` takes the next sample once it is free."""
   free = [0] * slots
   spans = []
   for length in lengths:
     begin = heapq.heappop(free)
     spans.append((begin, begin + length))
     heapq.heappush(free, begin + length)
-  # The number only falls when a row ends, so that its peaks are the last steps of rows.
+  # The number falls only when a row ends, so peaks are at the last steps of rows.
   return max(sum(prompt_length + end - 1 - begin for begin, other in spans if begin < end <= other) for _, end in spans)
 
 
 def turns(sides: dict[str, Callable[[int], Any]], repeats: int) -> dict[str, list[Any]]:
-  """Return what each side returned in `repeats` runs after one to warm up (step 0)."""
+  """Return each side's results of `repeats` runs after a warm-up (step 0)."""
   results: dict[str, list[Any]] = {name: [] for name in sides}
   for step in range(repeats + 1):
     for name, run in sides.items():
@@ -297,7 +295,7 @@ def turns(sides: dict[str, Callable[[int], Any]], repeats: int) -> dict[str, lis
 
 
 def take_turns(sides: dict[str, Callable[[int], Any]], repeats: int) -> dict[str, tuple[float, float]]:
-  """Median (wall, CPU) seconds of each side in this process over `repeats` runs after one to warm up."""
+  """Return the median (wall, CPU) seconds of each side in this process over `repeats` runs after a warm-up."""
 
   def clock(run):
     return lambda step: timed(lambda: run(step))

@@ -1,7 +1,7 @@
-"""The sides of `benchmarks.rollout`, each in a process of its own that answers requests, one JSON line each.
+"""The sides of `benchmarks.rollout`: processes that answer requests, one JSON line each.
 
-Run as a file by the side's own Python, with PYTHONPATH naming the checkout it is to use: Tunix has its environment, an
-older checkout of this repository its modules. So nothing but a side's own libraries is imported.
+Run as a file by the side's own Python, with PYTHONPATH naming the checkout to use: Tunix has its own environment, an
+older checkout of this repository its own modules. So only a side's own libraries are imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Run = Callable[[dict[str, Any], int], dict[str, Any]]
 def main() -> None:
   side, checkpoint = sys.argv[1:]
   answers = os.fdopen(os.dup(1), 'w')
-  os.dup2(2, 1)  # What libraries print must not stand between the answers.
+  os.dup2(2, 1)  # Keeps output of libraries out of the answers.
 
   def answer(line):
     print(json.dumps(line), file=answers, flush=True)
@@ -42,20 +42,20 @@ def main() -> None:
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, float]:
-  """(wall, CPU) seconds of a call."""
+  """Return the (wall, CPU) seconds of a call."""
   wall, cpu = time.perf_counter(), time.process_time()
   run()
   return time.perf_counter() - wall, time.process_time() - cpu
 
 
 class NoText:
-  """A tokenizer for token ids that mean nothing; to Tunix a prompt is its ids with spaces between."""
+  """A tokenizer for meaningless token ids; Tunix gets a prompt as its ids with spaces between."""
 
   def encode(self, text: str) -> list[int]:
     return [int(word) for word in text.split()]
 
   def decode(self, token_ids: list[int], **kwargs: bool) -> str:
-    """Return the empty text."""
+    """Return an empty text."""
     del token_ids, kwargs
     return ''
 
@@ -70,7 +70,7 @@ class NoText:
 
 
 def sdpo_jax(checkpoint: str) -> tuple[Run, dict[str, str]]:
-  """Return the sampler of the checkout on PYTHONPATH, this one or an older one."""
+  """Return the sampler in the checkout on PYTHONPATH, this one or an older one."""
   import jax
   import numpy as np
 
@@ -113,13 +113,13 @@ def sdpo_jax(checkpoint: str) -> tuple[Run, dict[str, str]]:
 
 
 def count_cache(sampler: Any) -> Callable[[], int]:
-  """Return a function that tells the bytes of the largest cache that the sampler has held since.
+  """Return a function that returns the bytes of the sampler's largest cache so far.
 
-  The sampler counts them itself, or, before it did, handed its one cache to every dispatch.
+  The sampler counts them itself; in older checkouts it passed its only cache to every dispatch.
   """
   import jax
 
-  for name in ('stats', 'account'):  # The latter in checkouts of before it was renamed.
+  for name in ('stats', 'account'):  # `account` is the former name, in older checkouts.
     if hasattr(sampler, name):
       return lambda: getattr(sampler, name).cache_bytes
   programs, seen = sampler._programs, []
@@ -133,7 +133,7 @@ def count_cache(sampler: Any) -> Callable[[], int]:
 
 
 def transformers(checkpoint: str) -> tuple[Run, dict[str, str]]:
-  """`generate` in batches of `rows` in the order of arrival, each until its longest row is done."""
+  """Return `generate` in batches of `rows` in the order of arrival, each until its longest row is done."""
   import torch
   import transformers
 
@@ -152,7 +152,7 @@ def transformers(checkpoint: str) -> tuple[Run, dict[str, str]]:
     for first in range(0, len(prompts), work['rows']):
       batch = prompts[first : first + work['rows']]
       lengths = work['max_tokens'][first : first + work['rows']]
-      # Nothing is compiled: two tokens warm it up.
+      # It compiles nothing: two tokens warm it up.
       longest = max(lengths) if step else 2
       with torch.inference_mode():
         out = model.generate(
@@ -172,7 +172,7 @@ def transformers(checkpoint: str) -> tuple[Run, dict[str, str]]:
 
 
 def tunix(checkpoint: str) -> tuple[Run, dict[str, str]]:
-  """Tunix's vanilla sampler, one batch of all rows; every row as long as the longest."""
+  """Return Tunix's vanilla sampler, one batch of all rows; every row as long as the longest."""
   from importlib import metadata
   from pathlib import Path
 
@@ -183,7 +183,7 @@ def tunix(checkpoint: str) -> tuple[Run, dict[str, str]]:
   from tunix.models.qwen3 import params as loader
 
   read = json.loads(Path(checkpoint, 'config.json').read_text())
-  # Tunix's Qwen3 rotates with a theta of 1e6 whatever its configuration says; the checkpoint has that one.
+  # Tunix's Qwen3 uses a RoPE theta of 1e6 whatever its configuration says; the checkpoint has the same.
   config = qwen3.ModelConfig(
     num_layers=read['num_hidden_layers'],
     vocab_size=read['vocab_size'],

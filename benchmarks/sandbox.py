@@ -1,4 +1,4 @@
-"""Processor seconds of short programs in the sandbox, and of a new interpreter for each.
+"""CPU-seconds of short programs in the sandbox, and of a new interpreter for each.
 
     python -m benchmarks.sandbox [--runs=2560] [--baseline_runs=128] [--workers=2]
     python -m benchmarks.sandbox --soak [--programs=20000] [--seed=0] [--workers=2]
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def measure(work: Callable[[], None], scale: float = 1.0) -> dict[str, float]:
-  """Processor and wall seconds of some work, times `scale`."""
+  """Return the CPU and wall seconds of a call, times `scale`."""
   before = clock()
   work()
   wall, cpu = ((after - start) * scale for start, after in zip(before, clock(), strict=True))
@@ -93,7 +93,7 @@ def sandboxed(runs: int, workers: int) -> tuple[str, float]:
 
 
 def new_interpreters(runs: int, workers: int, imports: str) -> None:
-  """Run the program in as many interpreters of its own."""
+  """Run the program in this many new interpreters."""
   command = [sys.executable, '-I', '-c', f'{imports}{PROGRAM}\nprint(answer)']
   environment = {'OPENBLAS_NUM_THREADS': '1'}
 
@@ -105,7 +105,7 @@ def new_interpreters(runs: int, workers: int, imports: str) -> None:
 
 
 def clock() -> tuple[float, float]:
-  """Wall and processor seconds so far, the latter with children that have ended."""
+  """Return wall and CPU seconds so far, the latter including children that have ended."""
   usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
   return time.perf_counter(), sum(each.ru_utime + each.ru_stime for each in usage)
 

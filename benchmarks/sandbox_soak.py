@@ -1,7 +1,7 @@
-"""Hostile programs among honest ones, by the thousand: what the honest ones and the training process notice of them.
+"""Thousands of hostile programs among honest ones: their effect on the honest ones and on the training process.
 
-Honest programs are graded alone, then the same ones with as many hostile ones between them, in an order that the seed
-decides. Both passes go through the code environment, as in a run, and this process stands for the training process.
+Honest programs are graded alone, then again with as many hostile ones between them, in an order that the seed decides.
+Both passes go through the code environment, as in a run; this process stands for the training process.
 """
 
 # ruff: noqa: E501 (a program is one line)
@@ -25,10 +25,10 @@ from sdpo_jax.environments.code import CodeGrader
 from sdpo_jax.environments.sandbox.sandbox import Job, Report, Sandbox
 from sdpo_jax.types import Example, Outcome
 
-CALL = 64  # Programs of one call of the grader: what has finished of a batch meanwhile.
-WARM_UP = 0.1  # Of the programs are graded before the memory counts: allocators keep what they have needed once.
-MAX_GROWTH_MIB = 64.0  # That memory may differ by, either way.
-MAX_CALLBACK_MS = 50.0  # Of processor time of a thread, for all that this process does for one program.
+CALL = 64  # Programs per call of the grader, as completions of a batch arrive in parts.
+WARM_UP = 0.1  # Fraction of programs graded before memory is measured: allocators keep memory once used.
+MAX_GROWTH_MIB = 64.0  # Allowed change of memory, in both directions.
+MAX_CALLBACK_MS = 50.0  # CPU time of a thread for all of this process's work on one program.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +58,13 @@ def _check(limit: float, test: str) -> dict[str, Any]:
   return _tests([test], [None], 'code', limit)
 
 
-HONEST_S, HOSTILE_S = 5.0, 0.1  # Time limits. That of the honest ones leaves room for what goes on beside them.
+HONEST_S, HOSTILE_S = 5.0, 0.1  # Time limits; that of honest programs allows for concurrent work.
 _SHARED = ['/tmp/left', '/var/tmp/left', '/dev/shm/left', '/left', '../left', 'left', '/proc/self/cwd/../left']
 _ALWAYS = 'class Always(int):\n  def __eq__(self, other): return True\n  __hash__ = None\n'
 _DESCRIPTORS = (
   'import os\nfor d in range(3, 64):\n  try:\n    os.write(d, {text!r})\n  except OSError:\n    pass\nos._exit(0)'
 )
-# What honest programs do: what they are asked, or what goes wrong with honest programs.
+# Honest programs: right answers, and common mistakes.
 HONEST: dict[str, Callable[[random.Random], tuple[dict[str, Any], str]]] = {
   'right': lambda r: (_square(HONEST_S, r.randrange(99), -r.randrange(99)), 'def f(n):\n  return n * n'),
   'wrong': lambda r: (_square(HONEST_S, r.randrange(3, 99), 2), 'def f(n):\n  return n + n'),
@@ -79,7 +79,7 @@ HONEST: dict[str, Callable[[random.Random], tuple[dict[str, Any], str]]] = {
   'in place': lambda r: (_check(HONEST_S, 'xs = [3, 1, 2]\nf(xs)\nassert xs == [1, 2, 3]'), 'def f(xs):\n  xs.sort()'),
   'exits': lambda r: (_echo(HONEST_S, r.randrange(99)), 'print(input())\nimport sys\nsys.exit(3)'),
 }  # fmt: skip
-# What hostile ones do, none of which may be scored as right.
+# Hostile programs, none of which may pass.
 HOSTILE: dict[str, Callable[[random.Random], tuple[dict[str, Any], str]]] = {
   'spins': lambda r: (_square(HOSTILE_S, 2), 'def f(n):\n  while True:\n    pass'),
   'sleeps': lambda r: (_square(HOSTILE_S, 2), 'import time\ndef f(n):\n  time.sleep(60)'),
@@ -111,7 +111,7 @@ HOSTILE: dict[str, Callable[[random.Random], tuple[dict[str, Any], str]]] = {
 
 
 def entries(count: int, seed: int) -> list[Entry]:
-  """`count` programs, every second one of them honest, all kinds of each as often, in random order."""
+  """Return `count` programs in random order, half of them honest, all kinds equally often."""
   made = []
   for index in range(count):
     honest = index % 2 == 0
@@ -123,25 +123,24 @@ def entries(count: int, seed: int) -> list[Entry]:
 
 
 class MeasuredSandbox:
-  """A sandbox that says how much processor time its threads take of this process for a program.
+  """A sandbox that measures the CPU time of its threads in this process per program.
 
-  Collections of garbage are counted apart: they go through all that this process holds, and happen to be made by
-  whatever thread is running.
+  Garbage collections are counted apart: they go through all of the process's objects, on whatever thread is running.
   """
 
   def __init__(self, inner: Sandbox):
     self._inner = inner
     self._before = threading.local()
-    self.callbacks_ms: list[float] = []  # One for each program that has run.
+    self.callbacks_ms: list[float] = []  # One per program that has run.
     self.collections_ms: list[float] = [0.0]
     gc.callbacks.append(self._collection)
 
   def run(self, jobs: Sequence[Job], then: Callable[[int, Report], Any] | None = None) -> list[Any]:
-    """See `Sandbox.run`."""
+    """Run jobs as `Sandbox.run` does."""
 
     def measured(number: int, report: Report) -> Any:
       found = report if then is None else then(number, report)
-      # All that the thread has done since it was through with its last program: start this one, read, compare.
+      # All work of the thread since its last program: starting this one, reading, comparing.
       now = time.thread_time() - getattr(self._before, 'collecting', 0.0)
       self.callbacks_ms.append((now - getattr(self._before, 'time', 0.0)) * 1000)
       self._before.time = now
@@ -164,20 +163,20 @@ class MeasuredSandbox:
 
 @dataclasses.dataclass
 class Pass:
-  """What came of grading programs."""
+  """Results of grading programs."""
 
   outcomes: list[Outcome]
-  layers: list[str]  # That confine the programs.
+  layers: list[str]  # Layers that confine the programs.
   callbacks_ms: list[float]
-  collections_ms: list[float]  # Of garbage, by any thread.
-  calls_ms: list[float]  # Of the thread that calls the grader, for `CALL` programs each.
+  collections_ms: list[float]  # Garbage collections, on any thread.
+  calls_ms: list[float]  # CPU time of the thread that calls the grader, per `CALL` programs.
   memory_mib: list[float]  # After each call.
   wall_s: float
   cpu_s: float  # Of this process.
 
 
 def graded(programs: Sequence[Entry], workers: int | None) -> Pass:
-  """Grades programs, `CALL` at a time."""
+  """Grade programs, `CALL` at a time."""
   calls, memory = [], []
   start, cpu = time.perf_counter(), time.process_time()
   with contextlib.closing(CodeGrader(EnvironmentsConfig(sandbox=SandboxConfig(workers=workers)))) as grader:
@@ -204,13 +203,13 @@ def _example(entry: Entry) -> Example:
 
 
 def resident_mib() -> float:
-  """Memory of this process that is in use."""
+  """Return the resident memory of this process."""
   with open('/proc/self/statm') as file:
     return int(file.read().split()[1]) * os.sysconf('SC_PAGE_SIZE') / 2**20
 
 
 def soak(count: int, seed: int, workers: int | None) -> dict[str, Any]:
-  """Return what the honest and this process noticed; 'missed' names the bars that were not kept."""
+  """Return the effects on honest programs and on this process; 'missed' names the exceeded limits."""
   programs = entries(count, seed)
   alone = graded([entry for entry in programs if entry.honest], workers)
   with _own_temporary_directory() as directory:
@@ -221,10 +220,10 @@ def soak(count: int, seed: int, workers: int | None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _own_temporary_directory() -> Iterator[str]:
-  """Yield with an empty folder: what is left in it is left by what happens meanwhile, and by no other process."""
+  """Provide an empty temporary folder that only this process uses, so that all files left in it are the programs'."""
   before = tempfile.tempdir
   with tempfile.TemporaryDirectory() as directory:
-    os.chmod(directory, 0o755)  # Programs have another user.
+    os.chmod(directory, 0o755)  # Programs run as another user.
     tempfile.tempdir = directory
     try:
       yield directory
@@ -233,7 +232,7 @@ def _own_temporary_directory() -> Iterator[str]:
 
 
 def summary(programs: Sequence[Entry], alone: Pass, mixed: Pass, *, files_left: int) -> dict[str, Any]:
-  """Return the numbers, and which of them are over their bars."""
+  """Return the numbers and which of them exceed their limits."""
   beside = [outcome for entry, outcome in zip(programs, mixed.outcomes, strict=True) if entry.honest]
   honest = [entry for entry in programs if entry.honest]
   changed = [

@@ -1,14 +1,14 @@
-"""The service under load, over HTTP, on the quickstart's tiny model: many adapters, feedback and sampling together.
+"""The service under load over HTTP, with the quickstart's tiny model: many adapters, concurrent feedback and sampling.
 
     python -m benchmarks.serve [--adapters=100] [--feedbacks=1000] [--clients=8] [--alone=50] [--url=URL]
 
-A server is started as users start it (`python -m launch.serve --config=configs/serve_quickstart.py`), with a root of
-its own, unless `--url` names one. All feedback is on a completion that the service drew before, of its own adapter, and
-makes a new version of it. `alone`: milliseconds of one client from a request to its answer, feedback and sampling
-apart: the median, the 95th percentile, and beside them the CPU-milliseconds of the server. `load`: the same of
-`--clients` clients at once, which draw a completion and give feedback on it in turns, with feedback and completions per
-second, and the memory of the server after every quarter: what it keeps of versions is bounded. `score`: bytes of the
-scores of one long row of a large vocabulary, in each format. One JSON line each.
+A server is started as users start it (`python -m launch.serve --config=configs/serve_quickstart.py`), with its own
+root, unless `--url` names one. Each feedback is on a completion that its adapter drew before, and makes a new version
+of it. `alone`: milliseconds of a single client from a request to its answer, for feedback and for sampling: the median,
+the 95th percentile, and the CPU-milliseconds of the server. `load`: the same for `--clients` concurrent clients, which
+draw a completion and give feedback on it in turns, with feedback and completions per second, and the server's memory
+after every quarter: its cache of versions is bounded. `score`: bytes of the scores of one long row of a large
+vocabulary, in each format. One JSON line each.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sdpo_jax.environments import digits
 from sdpo_jax.serving.scoring import Scored
 from sdpo_jax.serving.web import packed, score_formats
 
-LISTENING = re.compile(r'Listening on (http://[^\s;]+);')  # What the server says first.
+LISTENING = re.compile(r'Listening on (http://[^\s;]+);')  # First line of the server's output.
 SCORED_TOKENS, SCORED_K, VOCABULARY = 1024, 100, 151_936
 
 
@@ -57,7 +57,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def server(url: str | None, *settings: str, config: str = 'configs/serve_quickstart.py'):
-  """Yield the address of a service and its process id; None: it is not ours."""
+  """Provide the address and the process id of a service; the id is None if it was started by others."""
   if url is not None:
     yield url, None
     return
@@ -79,7 +79,7 @@ def server(url: str | None, *settings: str, config: str = 'configs/serve_quickst
 
 
 def wait_until_ready(process: subprocess.Popen, log: pathlib.Path) -> str:
-  """Return the address of a server when it is ready; raise RuntimeError with what it said if it ends before."""
+  """Return the address of a server when it is ready; raises RuntimeError with its output if it ends before."""
   address = None
   while process.poll() is None:
     address = address or address_in(log.read_text())
@@ -92,7 +92,7 @@ def wait_until_ready(process: subprocess.Popen, log: pathlib.Path) -> str:
 
 
 def address_in(said: str) -> str | None:
-  """Return the address that a server has said it listens on; None: it has not yet, or not to the end of it."""
+  """Return the address in a server's output; None until the line is complete."""
   found = LISTENING.search(said)
   return None if found is None else found[1]
 
@@ -126,7 +126,7 @@ class Client:
 
 
 def one_turn(client: Client, adapter: str, draw: random.Random) -> tuple[float, float]:
-  """Seconds of a completion and of the feedback on it."""
+  """Return the seconds of a completion and of the feedback on it."""
   name = draw.choice(list(digits.INSTRUCTIONS))
   numbers = [draw.randrange(10) for _ in range(digits.LENGTH)]
   began = time.perf_counter()
@@ -137,7 +137,7 @@ def one_turn(client: Client, adapter: str, draw: random.Random) -> tuple[float, 
 
 
 def alone(client: Client, process: int | None, adapters: list[str], count: int) -> dict[str, Any]:
-  """One client, one request at a time."""
+  """Measure one client with one request at a time."""
   draw, began = random.Random(0), cpu_seconds(process)
   seconds = [one_turn(client, adapters[index % len(adapters)], draw) for index in range(count + 5)][5:]
   spent = cpu_seconds(process)
@@ -150,7 +150,7 @@ def alone(client: Client, process: int | None, adapters: list[str], count: int) 
 
 
 def load(url: str, process: int | None, adapters: list[str], args: argparse.Namespace) -> dict[str, Any]:
-  """Several clients, each with adapters of its own."""
+  """Measure several clients, each with its own adapters."""
   lock, seconds, memory = threading.Lock(), [], [resident_mib(process)]
   began = time.perf_counter()
 
@@ -180,7 +180,7 @@ def load(url: str, process: int | None, adapters: list[str], args: argparse.Name
 
 
 def score() -> dict[str, Any]:
-  """Bytes of scores in each format, of made-up ones: what counts is how many ids and numbers there are."""
+  """Return the bytes of scores in each format, for made-up scores, as only the number of ids and values matters."""
   draw = np.random.default_rng(0)
   shape = SCORED_TOKENS, SCORED_K
   top = -np.sort(draw.exponential(8.0, shape), axis=1).astype(np.float32)
@@ -200,7 +200,7 @@ def percentiles(seconds) -> dict[str, float]:
 
 
 def cpu_seconds(process: int | None) -> float | None:
-  """Processor time that a process has used; None: it is not ours."""
+  """Return the CPU-seconds of a process; None if it is not ours."""
   if process is None:
     return None
   fields = pathlib.Path(f'/proc/{process}/stat').read_text().rpartition(')')[2].split()
@@ -208,7 +208,7 @@ def cpu_seconds(process: int | None) -> float | None:
 
 
 def resident_mib(process: int | None) -> float | None:
-  """Memory of a process, MiB; None: it is not ours."""
+  """Return a process's memory in MiB; None if it is not ours."""
   if process is None:
     return None
   [line] = [

@@ -1,18 +1,19 @@
-"""Whether the service learns: five users correct twenty answers each about two instructions of the quickstart's task.
+"""A test of learning in the service: five users correct twenty answers each about two instructions of the quickstart.
 
     python -m benchmarks.serve_learning [--output=docs/serving] [--users=5] [--corrections=20] [--only_plot]
 
-The model is the quickstart's after a few hundred more steps of supervision in which half of the instructions are read
-right (`make_base.Recipe` with `start` and `misread`): so there is something to correct, and something to lose. A user
-has an adapter of their own, asks about two of the misread instructions until an answer is wrong, and sends the right
-one as its correction. Of the answers about other things that they were content with, those that have faded most go with
-it, so that they stay. Each of these feedbacks is one transaction, of `Account.feedback`, and the next question is asked
-of the version that came of it.
+The model is the quickstart's after a few hundred more supervised steps in which half of the instructions are read right
+(`make_base.Recipe` with `start` and `misread`): so there is something to correct, and something to lose. Each user has
+an adapter, asks about two of the misread instructions until an answer is wrong, and sends the right one as its
+correction. Each feedback also includes those kept answers about other instructions whose log-prob has fallen most, to
+preserve them. Each feedback is one transaction of `Account.feedback`, and the next question goes to the resulting
+version.
 
 The control does the same with the corrections of the first run shuffled among its samples. After every correction the
-held-out questions are scored: accuracy is the probability of the right answer, which is what sampled answers tend to;
-at both ends answers are sampled and graded as well. Nobody else's adapter may have changed by a bit, which digests of
-all arrays and of log-probs say. Prints a JSON line for each user and the means; writes learning.json and learning.png.
+held-out questions are scored: accuracy is the probability of the right answer, the expected accuracy of sampled
+answers; at the start and the end, answers are sampled and graded as well. No other adapter may change by a bit, as
+digests of all arrays and of log-probs verify. Prints a JSON line for each user and the means; writes learning.json and
+learning.png.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from typing import Any
 import numpy as np
 
 MISREAD = ('swap', 'descending', 'right', 'add_two', 'subtract_one')  # One of each pair that the quickstart confuses.
-HELD_OUT = 24  # Questions about each instruction.
-KEPT, SHOWN = 80, 47  # Answers that a user was content with, and how many of them a feedback names.
+HELD_OUT = 24  # Questions per instruction.
+KEPT, SHOWN = 80, 47  # Answers that a user was content with, and how many of them a feedback includes.
 UPDATE = {'learning_rate': 2e-4, 'steps': 8}
-MOST_ASKED = 500  # Questions until a user gives up finding something wrong.
-BASE_STEPS, BASE_RATE = 400, 2e-3  # Of the model's further supervision.
-SEED = 100  # Of the first user; settings were chosen with others below.
+MOST_ASKED = 500  # Questions after which a user gives up looking for a wrong answer.
+BASE_STEPS, BASE_RATE = 400, 2e-3  # For the model's further supervised training.
+SEED = 100  # For the first user; settings were chosen with lower ones.
 
 Question = tuple[str, list[int]]  # Instruction and digits.
 ARMS = ('corrections', 'shuffled corrections')
@@ -49,10 +50,10 @@ class Run:
   """One user's adapter, from its first version to its last."""
 
   curve: list[list[float]]  # [corrections + 1][instructions], accuracy.
-  sampled: list[list[float]]  # [before, after][instructions], of sampled answers.
-  corrections: list[str]  # What was sent.
-  asked: int  # Questions, until all were corrected.
-  rejected: int  # Feedbacks that the guards refused.
+  sampled: list[list[float]]  # [before, after][instructions], accuracy of sampled answers.
+  corrections: list[str]  # The texts sent.
+  asked: int  # Number of questions until all were corrected.
+  rejected: int  # Number of feedbacks that the guards rejected.
   account: Any
   adapter: str  # Its id.
 
@@ -75,7 +76,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-  """Everything that the figure and the lines show."""
+  """Return all data of the figure and the JSON lines."""
   began = time.process_time()
   model = make_model(args.folder / 'model')
   users = []
@@ -111,7 +112,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(number: int, pair: Sequence[str], runs: dict[str, Run]) -> dict[str, Any]:
-  """Return what came of a user's two runs."""
+  """Return the results of a user's two runs."""
   groups = groups_of(pair)
   found: dict[str, Any] = {'user': number, 'instructions': list(pair)}
   for arm, run in runs.items():
@@ -135,8 +136,9 @@ def summary(number: int, pair: Sequence[str], runs: dict[str, Run]) -> dict[str,
 
 
 def groups_of(pair: Sequence[str]) -> dict[str, list[int]]:
-  """Return the columns of a curve by what they are: corrected, all others, and those of the others that the model reads
-  right.
+  """Return column indices of a curve by group.
+
+  The groups are: corrected, all others, and those of the others that the model reads right.
   """
   names = instructions()
   return {
@@ -156,7 +158,7 @@ def instructions() -> list[str]:
 
 
 def make_model(folder: pathlib.Path) -> pathlib.Path:
-  """Return the model that misreads some instructions and reads the others right, unless it is there."""
+  """Make the model that misreads some instructions and reads the others right, unless it exists; return its path."""
   if not (folder / 'config.json').exists():
     from configs import quickstart
     from sdpo_jax.quickstart import make_base
@@ -171,7 +173,7 @@ def make_model(folder: pathlib.Path) -> pathlib.Path:
 
 @contextlib.contextmanager
 def running(model: pathlib.Path) -> Iterator[Any]:
-  """Yield a service with the quickstart's sizes and an empty store, ready, and stopped at the end."""
+  """Provide a running service with the quickstart's sizes and an empty store; stops it at the end."""
   from configs import quickstart_lora
   from sdpo_jax.serving.service import Service
 
@@ -194,21 +196,21 @@ def running(model: pathlib.Path) -> Iterator[Any]:
       service.stop()
 
 
-# What a user does.
+# Actions of a user.
 
 
 def correct(
   service: Any, arm: str, pair: Sequence[str], seed: int, count: int, texts: Sequence[str] | None = None
 ) -> Run:
-  """Let a user correct so many answers of an adapter that is made for it.
+  """Let a user correct `count` answers of a new adapter.
 
   Args:
-    service: that runs.
+    service: a running service.
     arm: part of the owner's name.
     pair: instructions that the user cares for.
-    seed: of the user.
-    count: corrections.
-    texts: what is sent in place of the right answers; None: these.
+    seed: the user's seed.
+    count: number of corrections.
+    texts: texts to send in place of the right answers; None: the right answers.
   """
   from sdpo_jax.environments import digits
   from sdpo_jax.serving.feedback_request import Item, make_request
@@ -242,14 +244,14 @@ def correct(
 
 
 def fading(account: Any, model: str, kept: Sequence[Any]) -> list[Any]:
-  """Those of the kept answers that have become the least likely since they were drawn."""
+  """Return the kept answers whose probability has fallen most since they were drawn."""
   scored = account.score(account.resolve(model), [(sample.prompt_tokens, sample.tokens) for sample in kept])
   change = [float(np.sum(now.log_probs - sample.log_probs)) for now, sample in zip(scored, kept, strict=True)]
   return [kept[index] for index in np.argsort(change, kind='stable')[:SHOWN]]
 
 
 def content(account: Any, adapter: str, draw: np.random.Generator) -> list[Any]:
-  """Return the samples of answers about what the model reads right that a user was content with."""
+  """Return sampled answers, about instructions that the model reads right, with which a user was content."""
   from sdpo_jax.environments import digits
 
   right, kept, asked = [name for name in instructions() if name not in MISREAD], [], 0
@@ -263,7 +265,7 @@ def content(account: Any, adapter: str, draw: np.random.Generator) -> list[Any]:
 
 
 def ask(account: Any, model: str, question: Question, seed: int) -> Any:
-  """Return the answer to a question, sampled as in training and kept by the service."""
+  """Return an answer to the question, sampled as in training and stored by the service."""
   from sdpo_jax.serving.sampling import SampleOptions
 
   messages = asked_in(question)
@@ -284,7 +286,7 @@ def asked_in(question: Question) -> list[dict[str, str]]:
 
 
 def digits_of(draw: np.random.Generator, split: str) -> list[int]:
-  """Random digits of a split: what is asked to correct is never asked to measure."""
+  """Return random digits of a split, so that corrected questions never occur in the measurement."""
   from sdpo_jax.environments import digits
 
   while True:
@@ -294,7 +296,7 @@ def digits_of(draw: np.random.Generator, split: str) -> list[int]:
 
 
 def deranged(texts: Sequence[str], seed: int) -> list[str]:
-  """Return the same texts, none where it was."""
+  """Return the texts in an order in which none keeps its place."""
   order = np.random.default_rng(seed).permutation(len(texts))
   moved = [''] * len(texts)
   for here, there in zip(order, np.roll(order, 1), strict=True):
@@ -302,7 +304,7 @@ def deranged(texts: Sequence[str], seed: int) -> list[str]:
   return moved
 
 
-# What is measured.
+# Measurements.
 
 
 def accuracy(account: Any, model: str, tests: Sequence[Question]) -> list[float]:
@@ -312,7 +314,7 @@ def accuracy(account: Any, model: str, tests: Sequence[Question]) -> list[float]
 
 
 def score_answers(account: Any, model: str, tests: Sequence[Question], prompts: Sequence[Any] | None = None) -> Any:
-  """Return what a version says of the right answers, after the questions or other prompts."""
+  """Return a version's scores of the right answers after the questions or other prompts."""
   from sdpo_jax.environments import digits
 
   service = account.service
@@ -323,13 +325,13 @@ def score_answers(account: Any, model: str, tests: Sequence[Question], prompts: 
 
 
 def sampled(account: Any, model: str, tests: Sequence[Question]) -> list[float]:
-  """Return the share of sampled answers that the grader takes for right, by instruction."""
+  """Return the fraction of sampled answers that are right, by instruction."""
   graded = [outcome.score for outcome in grade(account, model, tests)]
   return np.reshape(graded, (-1, HELD_OUT)).mean(1).round(5).tolist()
 
 
 def grade(account: Any, model: str, tests: Sequence[Question]) -> list[Any]:
-  """Return what the grader says of a sampled answer to each question; these answers are not kept."""
+  """Return the grades of a sampled answer to each question; these answers are not stored."""
   from sdpo_jax.environments import digits
   from sdpo_jax.types import Example
 
@@ -356,7 +358,7 @@ def grade(account: Any, model: str, tests: Sequence[Question]) -> list[Any]:
 
 
 def teachers(service: Any) -> dict[str, Any]:
-  """How probable the right answer is to the teacher, by what it is shown: what there is to be distilled."""
+  """Return the probability of the right answer for the teacher in each context: how much there is to distil."""
   from sdpo_jax.environments import digits
   from sdpo_jax.teacher.context import reprompt
 
@@ -384,7 +386,7 @@ def teachers(service: Any) -> dict[str, Any]:
 
 
 def make_bystander(service: Any) -> tuple[Any, str]:
-  """Somebody who has learned one thing and does nothing from then on."""
+  """Make a user who has learned one thing and then does nothing."""
   from sdpo_jax.serving.feedback_request import Item, make_request
 
   account = service.account('bystander')
@@ -397,9 +399,7 @@ def make_bystander(service: Any) -> tuple[Any, str]:
 
 
 def fingerprint(account: Any, adapter: str) -> str:
-  """Return a digest of all arrays of an adapter's newest version, stored and in the engine, and of what it says of some
-  tokens.
-  """
+  """Return a digest of an adapter's newest version: arrays, stored and in the engine, and log-probs of some tokens."""
   version, service = account.version(adapter), account.service
   digest = hashlib.sha256(version.digest.encode())
   for arrays in (service.store.arrays(version), service.worker.arrays(version.engine_name)):
@@ -411,7 +411,7 @@ def fingerprint(account: Any, adapter: str) -> str:
 
 
 def plot(results: dict[str, Any], target: pathlib.Path) -> None:
-  """Accuracy after every correction: mean over users, and the range between the lowest and the highest."""
+  """Plot the accuracy after every correction: mean over users, and range from lowest to highest."""
   import matplotlib
 
   matplotlib.use('Agg')

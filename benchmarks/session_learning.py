@@ -1,16 +1,16 @@
-"""Whether sessions learn: a scripted user with ten hidden preferences works with the tiny agent for 100 turns.
+"""A test of learning in sessions: a scripted user with ten hidden preferences works with the tiny agent for 100 turns.
 
     python -m benchmarks.session_learning [--output=docs/sessions] [--seeds=5] [--turns=100] [--only_plot]
 
-In four of five turns the user asks for one of ten kinds of tasks that they want done in a way that is not the agent's
-favourite (`tool_tasks.PREFERENCES`), and else for one of ten other kinds. Every turn is a task of its own. A call that
-does the task as the user wants it is approved, and its tool answers; any other is denied with a correction, such as
-'use rg rather than grep -r', which is learned before the next turn. A session ends with a denial, or after two tasks.
+In four of five turns the user asks for one of ten kinds of tasks for which they prefer another way than the agent's
+favourite (`tool_tasks.PREFERENCES`), otherwise for one of ten other kinds. Every turn is a new task. A call that does
+the task as the user prefers is approved, and its tool answers; any other is denied with a correction, such as 'use rg
+rather than grep -r', which is learned before the next turn. A session ends with a denial, or after two tasks.
 
-Beside the configured teacher there are the other kinds, and two controls: the user says the corrections of other turns,
-or denies without a word, of which nothing is learned. Before and after, the proposals for held-out tasks about which
-the user has no wish are scored: of the ten kinds that the user asks for now and then, and of those that they never ask
-for. Prints a JSON line for each run and the means; writes learning.json and learning.png.
+The configured teacher is compared with the other kinds, and with two controls: the user says the corrections of other
+turns, or denies without a word, which teaches nothing. Before and after, the proposals for held-out tasks without a
+preference are scored: of the ten kinds that the user sometimes asks for, and of kinds that they never ask for. Prints a
+JSON line for each run and the means; writes learning.json and learning.png.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from typing import Any
 
 import numpy as np
 
-TEACHERS = ('base', 'live', 'ema', 'lagged')  # The configuration's first.
+TEACHERS = ('base', 'live', 'ema', 'lagged')  # The configured one first.
 SHUFFLED, SILENT = 'shuffled', 'silent'
-# Kinds of tasks about which the user has no wish. Whatever does them is right.
+# Kinds of tasks without a preference; any way of doing them is right.
 OTHERS = ('mention', 'create', 'locate', 'uninstall', 'move', 'clear', 'lint', 'types', 'changes', 'length')
-PREFERRED = 0.8  # Share of the turns that are about one of the ten preferences.
-TASKS = 2  # Of a session at most.
-HELD_OUT = 4  # Tasks of each kind that are scored.
-SEED = 100  # Of the first user; settings were chosen with others below.
-REHEARSE = 1  # Approved proposals that are learned beside a correction.
-TEMPERATURE = 0.3  # Of proposals, as of agents that write code.
+PREFERRED = 0.8  # Fraction of the turns about one of the ten preferences.
+TASKS = 2  # Per session at most.
+HELD_OUT = 4  # Scored tasks per kind.
+SEED = 100  # For the first user; settings were chosen with lower ones.
+REHEARSE = 1  # Approved proposals that are trained on together with a correction.
+TEMPERATURE = 0.3  # For proposals, as in coding agents.
 SYSTEM = 'You are a coding agent.'
-RESULT = '(No output.)'  # Of every call: the tools are not run.
-START, END = 20, 30  # Turns at the beginning and at the end of which denials are counted.
+RESULT = '(No output.)'  # Of every call: tools are not run.
+START, END = 20, 30  # Turns at the beginning and at the end over which denials are counted.
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, results: pathlib.Path) -> None:
-  """Write all that the figure and the table show; after every run what there is so far."""
+  """Write all data of the figure and the table, with intermediate results after every run."""
   began, runs = time.process_time(), []
   with running() as service:
     seeds = range(args.seed, args.seed + args.seeds)
@@ -99,13 +99,13 @@ def means(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 
 @contextlib.contextmanager
 def running() -> Iterator[Any]:
-  """Give a service as the configuration has it, with an empty store, ready; it is stopped at the end."""
+  """Provide a running service of the configuration with an empty store; stops it at the end."""
   from configs import session_quickstart
   from sdpo_jax.serving.service import Service
 
   config = session_quickstart.get_config()
   serve = config.serve
-  # Its sessions are short: one small program of each kind.
+  # The sessions are short: one small program of each kind.
   serve.prompt_buckets, serve.response_buckets, serve.teacher_buckets = (144,), (32,), (176,)
   serve.score_buckets, serve.rows, serve.training_rows = (176,), 2, 2
   with tempfile.TemporaryDirectory() as root:
@@ -120,13 +120,13 @@ def running() -> Iterator[Any]:
 
 
 def schemas() -> list[dict[str, Any]]:
-  """Return the tools as the template takes them."""
+  """Return the tools in the template's form."""
   from sdpo_jax.environments.workspace.tools import TOOLS
 
   return [tool.schema() for tool in TOOLS.values()]
 
 
-# What a user does.
+# Actions of a user.
 
 
 def work(
@@ -138,16 +138,16 @@ def work(
   rehearse: int,
   before: np.ndarray,
 ) -> dict[str, Any]:
-  """Return what came of the turns of a user, with an adapter that is made for it.
+  """Return the results of a user's turns with a new adapter.
 
   Args:
-    service: that runs.
-    arm: kind of the teacher, or the control.
-    seed: of the user.
-    turns: proposals.
-    update: how to learn, where not by default.
-    rehearse: approved proposals that are learned beside a correction.
-    before: what `right` says of the model without an adapter.
+    service: a running service.
+    arm: the teacher's kind, or the control.
+    seed: the user's seed.
+    turns: number of proposals.
+    update: update options that differ from the defaults.
+    rehearse: approved proposals that are trained on together with a correction.
+    before: result of `right` for the model without an adapter.
   """
   from sdpo_jax.serving.sessions.records import Decision, ToolResult
   from sdpo_jax.serving.sessions.settings import SessionSettings
@@ -205,12 +205,12 @@ def work(
 
 
 def script(seed: int, turns: int, *, shuffled: bool) -> tuple[list[Any], list[Any]]:
-  """Return the tasks of a user, and for each a function from the way that was proposed to what the user says of it.
+  """Return a user's tasks, and for each a function from the proposed way to the user's reaction.
 
   Args:
-    seed: of the user.
-    turns: how many.
-    shuffled: the user says what belongs to another turn that is about a preference.
+    seed: the user's seed.
+    turns: number of tasks.
+    shuffled: whether the user reacts as in another turn about a preference.
   """
   from sdpo_jax.quickstart import tool_tasks
 
@@ -235,21 +235,21 @@ def script(seed: int, turns: int, *, shuffled: bool) -> tuple[list[Any], list[An
 
 
 def prefers(task: Any) -> bool:
-  """Whether the user has a wish about a task."""
+  """Return whether the user has a preference about a task."""
   from sdpo_jax.quickstart import tool_tasks
 
   return task.kind in tool_tasks.PREFERENCES
 
 
 def wanted(task: Any, way: str | None) -> bool:
-  """Whether the user approves of a way of doing a task; None does not do it."""
+  """Return whether the user approves a way of doing a task; None is no way."""
   from sdpo_jax.quickstart import tool_tasks
 
   return way is not None and (not prefers(task) or way == tool_tasks.PREFERENCES[task.kind])
 
 
 def held_out(seed: int) -> list[Any]:
-  """Return tasks about which the user has no wish."""
+  """Return tasks about which the user has no preference."""
   from sdpo_jax.quickstart import tool_tasks
 
   rng = random.Random(10_000 + seed)
@@ -257,11 +257,11 @@ def held_out(seed: int) -> list[Any]:
   return [tool_tasks.draw(rng, kind) for kind in kinds for _ in range(HELD_OUT)]
 
 
-# What is measured.
+# Measurements.
 
 
 def right(account: Any, model: str, tools: Sequence[Any], tests: Sequence[Any]) -> np.ndarray:
-  """Return [N, 2] whether each task is done, in any way, as `scored` has it."""
+  """Return [N, 2]: whether each task is done in any way, as in `scored`."""
   from sdpo_jax.quickstart import tool_tasks
 
   return scored(
@@ -270,7 +270,7 @@ def right(account: Any, model: str, tools: Sequence[Any], tests: Sequence[Any]) 
 
 
 def approval(account: Any, model: str, tools: Sequence[Any], tests: Sequence[Any]) -> np.ndarray:
-  """Return [N, 2] whether each task is done as the user approves, as `scored` has it."""
+  """Return [N, 2]: whether each task is done as the user approves, as in `scored`."""
   from sdpo_jax.quickstart import tool_tasks
 
   ways = [[way.label for way in tool_tasks.KINDS[task.kind].ways if wanted(task, way.label)] for task in tests]
@@ -278,16 +278,16 @@ def approval(account: Any, model: str, tools: Sequence[Any], tests: Sequence[Any
 
 
 def scored(account: Any, model: str, tools: Sequence[Any], tests: Sequence[tuple[Any, Sequence[str]]]) -> np.ndarray:
-  """Return how some ways of doing each task fare, which is asked for at the start of a session.
+  """Score some ways of doing each task when it is requested at the start of a session.
 
   Args:
-    account: whose adapter it is.
+    account: the adapter's owner.
     model: the adapter, or 'base'.
-    tools: as the template takes them.
-    tests: N tasks, and names of ways.
+    tools: tools in the template's form.
+    tests: N tasks with names of ways.
 
   Returns:
-    [N, 2]: whether one of the ways is what is proposed at temperature 0, and their probability.
+    [N, 2]: whether the proposal at temperature 0 is one of the ways, and the ways' probability.
   """
   service = account.service
   rows, owners = [], []
@@ -307,7 +307,7 @@ def scored(account: Any, model: str, tools: Sequence[Any], tests: Sequence[tuple
 
 
 def plot(results: Mapping[str, Any], target: pathlib.Path) -> None:
-  """Draws denials over the turns, by arm: the share among the last twenty, mean over users, and their range."""
+  """Plot denials over the turns, by arm: the fraction among the last twenty, mean and range over users."""
   import matplotlib
 
   matplotlib.use('Agg')

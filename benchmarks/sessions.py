@@ -1,14 +1,14 @@
-"""From "no" to the next proposal: seconds between sending a denial and the first token that the new version writes.
+"""From "no" to the next proposal: seconds between sending a denial and the new version's first token.
 
     python -m benchmarks.sessions [--denials=100] [--config=configs/session_quickstart.py] [--url=URL]
 
-A server is started as users start it, with a root of its own, unless `--url` names one that runs. One client opens a
-session for every fourth denial, lets the adapter propose, denies the proposal with a correction, and asks for the next
-one as a stream. One JSON line, milliseconds in the median and the 95th percentile: `denial_to_first_token_ms`, and of
-that `decision_ms`, from the denial to the answer that says what was learned, and `first_token_ms`, from the next
-request to its first draft; `server_cpu_ms`, what the server computed until the next proposal was whole, in the mean;
-`learned`, the share of denials that made a version; `reused_tokens`, that of the prompts' tokens that were not computed
-again; and beside them `feedback_ms`, a bare feedback with the same words on a completion of the same request.
+A server is started as users start it, with its own root, unless `--url` names a running one. One client opens a session
+for every fourth denial, lets the adapter propose, denies the proposal with a correction, and streams the next one. One
+JSON line, milliseconds as the median and the 95th percentile: `denial_to_first_token_ms`, and its parts `decision_ms`,
+from the denial to the answer that says what was learned, and `first_token_ms`, from the next request to its first
+draft; `server_cpu_ms`, the server's mean CPU time until the next proposal was complete; `learned`, the fraction of
+denials that made a version; `reused_tokens`, the fraction of prompt tokens that were not computed again; and for
+comparison `feedback_ms`, a bare feedback with the same words on a completion of the same request.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CORRECTION = 'use rg rather than grep -r'
 NAMES = 'total price retry cursor weight counter encode merge'.split()
 FOLDERS = 'src lib tests docs'.split()
 PER_SESSION = 4  # Denials of one session.
-WARM_UP = 5  # Denials before those that are measured.
+WARM_UP = 5  # Denials before the measured ones.
 BASH = {
   'type': 'function',
   'function': {
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def measure(client: httpx2.Client, denials: int, tools: list[Any], process: int | None = None) -> dict[str, Any]:
-  """Return what the command prints; without the processor time of the server where its process is not ours."""
+  """Return the numbers to print; without the server's CPU time if its process is not ours."""
   adapter = '/v1/continual/adapters/' + post(client, '/v1/continual/adapters', {'name': f'denied-{os.getpid()}'})['id']
   decided, first, reused, bare, spent, learned = [], [], [], [], [], 0
   session: Session | None = None
@@ -91,7 +91,7 @@ class Session:
     self._headers = {'X-Session-Token': opened['token']}
 
   def propose(self, *asks: str) -> tuple[dict[str, Any], float]:
-    """Return the next proposal, and when its first draft came; of one without a draft, when it came itself."""
+    """Return the next proposal and the time of its first draft, or of the proposal itself if there was none."""
     body = {'messages': [{'role': 'user', 'content': ask} for ask in asks], 'stream': True}
     first, kind = None, ''
     with self._client.stream('POST', f'{self._at}/turns', json=body, headers=self._headers) as response:
@@ -106,14 +106,14 @@ class Session:
     raise RuntimeError(f'{self._at}/turns ended without a turn: {kind}')
 
   def deny(self, turn: dict[str, Any]) -> bool:
-    """Denies a proposal, and says whether a version has come of it; the guards may reject one."""
+    """Deny a proposal; return whether it made a version, as the guards may reject it."""
     body = {'decision': 'deny', 'correction': CORRECTION}
     learned = post(self._client, f'{self._at}/turns/{turn["n"]}/decision', body, self._headers)['learned']
     return learned['version_after'] > learned['version_before']
 
 
 def feedback(client: httpx2.Client, adapter: str, ask: str) -> float:
-  """Return the seconds of a feedback on a completion that was drawn before."""
+  """Return the seconds of a feedback on a completion drawn before."""
   body = {'model': adapter.rsplit('/', 1)[1], 'messages': [{'role': 'user', 'content': ask}]}
   sample = post(client, '/v1/continual/completions', body)['completions'][0]
   began = time.perf_counter()

@@ -1,11 +1,11 @@
-"""CPU-seconds with prompts that are shared and without: the sampler's prefill, and the teacher's rows of an update.
+"""CPU-seconds with and without shared prompts: the sampler's prefill, and the teacher's rows of an update.
 
     python -m benchmarks.sharing [--model=small] [--prompts=8] [--n=8] [--prompt_length=512] [--reprompt_length=768]
 
-`prefill`: the same samples of the same prompts, once as n completions a prompt and once as if every prompt came with
-one. `teacher`: gradients of one optimizer step in which all but two samples of a group have the same teacher prompt
-(the question with the same demonstration), with `actor.pack_sequences`, when completions of a row share it and when
-each has its own; `rows` has one sample a row. All sides must agree; one core, in turns; one JSON line each.
+`prefill`: the same samples of the same prompts, once as n completions per prompt and once as if every prompt had a
+single one. `teacher`: gradients of one optimizer step in which all but two samples of a group have the same teacher
+prompt (the question with the same demonstration), with `actor.pack_sequences`, when completions of a row share it and
+when each has its own; `rows` has one sample per row. All sides must agree; one core, in turns; one JSON line each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.rollout import MODELS, one_core, take_turns
 from benchmarks.rollout_sides import NoText
 
-SUCCESSFUL = 2  # Of a group, which are not taught.
+SUCCESSFUL = 2  # Per group; they have no teacher signal.
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def report(name: str, sides: dict[str, Any], told: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-  """Return the line of a comparison: CPU-seconds of each of the `sides`, which are called in turns."""
+  """Return the JSON line of a comparison: CPU-seconds of each of the `sides`, which are called in turns."""
   measured = take_turns(sides, args.repeats)
   seconds = {side: round(cpu, 3) for side, (_, cpu) in measured.items()}
   faster = {side: round(cpu / measured['shared'][1], 2) for side, (_, cpu) in measured.items() if side != 'shared'}
@@ -53,7 +53,7 @@ def report(name: str, sides: dict[str, Any], told: dict[str, Any], args: argpars
 
 
 def prefill(policy: Any, parameters: Any, args: argparse.Namespace) -> dict[str, Any]:
-  """One prefill a prompt against one a sample."""
+  """Compare one prefill per prompt with one per sample."""
   import numpy as np
 
   from sdpo_jax.rollout.engine import Sampler
@@ -74,7 +74,7 @@ def prefill(policy: Any, parameters: Any, args: argparse.Namespace) -> dict[str,
   for side in (shared, apart):
     tokens.append(side(0).completion_tokens)
     counts.append(sampler.stats.prompts)
-  # Matrix products of other shapes are rounded otherwise, which now and then decides a draw.
+  # Matrix products of other shapes round differently, which sometimes changes a draw.
   same = float((tokens[0] == tokens[1]).all(1).mean())
   if same < 0.9:
     raise RuntimeError(f'Only {same:.0%} of the samples are the same.')
@@ -83,7 +83,7 @@ def prefill(policy: Any, parameters: Any, args: argparse.Namespace) -> dict[str,
 
 
 def teacher(policy: Any, parameters: Any, args: argparse.Namespace) -> dict[str, Any]:
-  """Packed rows whose completions share a teacher prompt, packed rows in which each has its own, and rows of one."""
+  """Compare packed rows that share a teacher prompt, packed rows with separate ones, and rows of one sample."""
   import dataclasses
 
   import jax

@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.rollout import MODELS, ROOT, Worker, one_core, turns, write_checkpoint
 from benchmarks.step_sides import ADAPTER
 
-# Questions, completions of each, tokens of prompt, teacher's prompt and completion, and K.
+# Questions, completions per question, tokens of prompt, teacher's prompt and completion, and K.
 CASES: dict[str, dict[str, int]] = {
   'tiny': dict(prompts=8, n=8, prompt_length=64, reprompt_length=128, new_tokens=64, topk=20),
   'mid': dict(prompts=8, n=8, prompt_length=64, reprompt_length=128, new_tokens=64, topk=20),
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def compare(model: str, case: dict[str, int], args: argparse.Namespace) -> dict[str, Any]:
-  """Return the line of one model."""
+  """Return the JSON line of a model."""
   import numpy as np
 
   rng = np.random.default_rng(0)
@@ -79,7 +79,7 @@ def compare(model: str, case: dict[str, int], args: argparse.Namespace) -> dict[
     )
     workers = {side: here(side) for side in ('sdpo_jax', 'pytorch')}
     try:
-      # The second update's loss is that of a student and a teacher that have moved.
+      # The loss of the second update depends on the first update of student and teacher.
       losses = [[worker.run(given, 0)['loss'] for _ in range(2)][1] for worker in workers.values()]
       if not np.isclose(*losses, rtol=2e-3):
         raise RuntimeError(f'The two sides do not compute the same loss: {losses}.')
@@ -120,7 +120,7 @@ def compare(model: str, case: dict[str, int], args: argparse.Namespace) -> dict[
 
 
 def write_adapter(checkpoint: str, rank: int) -> None:
-  """Write a random adapter for the model of a folder, whose B are not zero, so that all factors have gradients."""
+  """Write a random adapter for the model in a folder; its B are not zero, so that all factors have gradients."""
   import peft
   import torch
   import transformers

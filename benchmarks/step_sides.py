@@ -1,7 +1,7 @@
-"""The sides of `benchmarks.step`, each in a process of its own that answers requests, one JSON line each.
+"""The sides of `benchmarks.step`: processes that answer requests, one JSON line each.
 
-A request says what a step is made of (`work`); with completions in it, only the update on these is made. So no side
-pays for, or holds, another side's libraries.
+A request describes a step (`work`); if it includes completions, only the update on these is made. So no side loads
+another side's libraries.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEARNING_RATE, EMA_RATE, WEIGHT_DECAY, MAX_NORM = 1e-4, 0.05, 0.01, 1.0
 def main() -> None:
   side, checkpoint = sys.argv[1:]
   answers = os.fdopen(os.dup(1), 'w')
-  os.dup2(2, 1)  # What libraries print must not stand between the answers.
+  os.dup2(2, 1)  # Keeps output of libraries out of the answers.
 
   def answer(line):
     print(json.dumps(line), file=answers, flush=True)
@@ -33,7 +33,7 @@ def main() -> None:
   for line in sys.stdin:
     work = json.loads(line)['work']
     made = made or make(checkpoint, work)
-    Path('/proc/self/clear_refs').write_text('5')  # Resets the high-water mark.
+    Path('/proc/self/clear_refs').write_text('5')  # Reset the high-water mark.
     outcome: dict[str, Any] = {'completions': work['completions']}
     spent = {}
     if work['completions'] is None:
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _peak_mib() -> float:
-  """Return the largest resident size since it was reset, libraries and parameters included."""
+  """Return the largest resident size since the reset, libraries and parameters included."""
   lines = Path('/proc/self/status').read_text().splitlines()
   return next(int(line.split()[1]) for line in lines if line.startswith('VmHWM:')) / 1024
 
@@ -142,7 +142,7 @@ class Ours:
     return loss
 
   def _given(self, completions: Any) -> Any:
-    """Rollouts with completions that were not sampled."""
+    """Return rollouts with completions that were not sampled."""
     import numpy as np
 
     from sdpo_jax.types import Rollouts

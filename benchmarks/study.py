@@ -37,7 +37,7 @@ STUDY = flags.DEFINE_enum(
   ['quickstart', 'lora', 'cartridge'],
   'What is compared: methods and teachers, LoRA, or cartridges.',
 )
-# Another study may be loaded beside this one, by a test.
+# A test may load another study beside this one.
 OUTPUT = flags.DEFINE_string('output', None, 'Folder of the results; unset: docs/<study>.', allow_override=True)
 RUNS = flags.DEFINE_string('runs', 'runs/study', 'Folder of the runs.')
 SEEDS = flags.DEFINE_integer('seeds', 3, 'Seeds of every arm.')
@@ -48,7 +48,7 @@ WORKERS = flags.DEFINE_integer('workers', 2, 'Runs at a time, one core each.')
 
 SD = 'actor.self_distillation.'
 SDPO, GRPO, LORA = 'configs/quickstart.py', 'configs/quickstart_grpo.py', 'configs/quickstart_lora.py'
-# In the config or a setting of an arm: a document of the task for every seed, and one about other things.
+# Placeholders in the config or a setting of an arm: a document of the task per seed, and one about other things.
 DOCUMENT, OTHER_DOCUMENT = '{document}', '{other_document}'
 CARTRIDGE = f'configs/cartridge_quickstart.py:document={DOCUMENT}'
 
@@ -58,12 +58,12 @@ Results = Mapping[str, Mapping[str, Mapping[int, Curve]]]  # Name of a measure �
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-  """A number of every evaluation."""
+  """A metric of every evaluation."""
 
   name: str
-  metric: str  # Pattern of its name in metrics.jsonl.
-  label: str  # Of an axis of the figure.
-  share: bool = True  # It lies between 0 and 1, and is shown in per cent.
+  metric: str  # Pattern of the metric's name in metrics.jsonl.
+  label: str  # Label of the figure's axis.
+  share: bool = True  # The metric lies between 0 and 1 and is shown in per cent.
 
   def written(self, value: float) -> str:
     return f'{value:.0%}' if self.share else f'{value:.3f}'
@@ -71,27 +71,27 @@ class Measure:
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-  """One line of the table."""
+  """A line of the table: a config with settings."""
 
   name: str
   config: str
   settings: Mapping[str, Any]
-  tuning: bool = False  # One seed only.
+  tuning: bool = False  # Run with one seed only.
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-  """One of the table."""
+  """A column of the table."""
 
   title: str
   measure: Measure
-  of: Callable[[Curve], float | None]  # The number of a run; None: it has none.
-  spread: bool = True  # The lowest and the highest of the seeds stand beside their mean.
+  of: Callable[[Curve], float | None]  # Returns a run's value; None: it has none.
+  spread: bool = True  # Show the lowest and highest seed beside the mean.
 
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-  """One of the figure: learning curves of a few arms."""
+  """A panel of the figure: learning curves of a few arms."""
 
   title: str
   arms: Sequence[str]
@@ -100,7 +100,7 @@ class Panel:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-  """A table and a figure."""
+  """A table and a figure with their arms."""
 
   arms: Sequence[Arm]
   panels: Sequence[Panel]  # Left to right.
@@ -116,7 +116,7 @@ def _grid(method: str, config: str, rates: Sequence[float]) -> list[Arm]:
   return [Arm(f'{method}, lr {rate:g}', config, {'optimizer.lr': rate}, tuning=True) for rate in rates]
 
 
-AROUND = (3e-4, 3e-3)  # The learning rate of `SDPO` and `GRPO`, 1e-3.
+AROUND = (3e-4, 3e-3)  # Neighbours of the learning rate of `SDPO` and `GRPO`, 1e-3.
 ACCURACY = Measure('accuracy', r'eval/[^/]+/mean@\d+', 'held-out accuracy, sampled')
 GREEDY = dataclasses.replace(ACCURACY, label='questions answered, greedily')
 ON_STUDENT = Measure('kl_on_student', r'eval/[^/]+/kl_on_student', 'KL on student text, nats per token', share=False)
@@ -128,14 +128,12 @@ def _end(curve: Curve) -> float:
 
 
 def _slots(name: str, settings: Mapping[str, Any], lr: float = 0.08, beta: float = 0.999, tuning: bool = False) -> Arm:
-  """Return an arm of the study of cartridges: the shipped config with 300 steps, these settings, and more of each
-  evaluation.
-  """
+  """Return an arm of the cartridge study: the shipped config with these settings, 300 steps and larger evaluations."""
   brief = {
     'optimizer.lr': lr,
     'optimizer.betas': f'0.9,{beta}',
     'trainer.total_training_steps': 300,
-    'val_kwargs.n': 4,  # Answers that the divergence is measured on; these are drawn at temperature 1.
+    'val_kwargs.n': 4,  # Answers on which the divergence is measured, drawn at temperature 1.
     'val_kwargs.temperature': 0.0,
     'trainer.test_freq': 50,
     'trainer.test_divergence': True,
@@ -147,7 +145,7 @@ def _top(model: str, tail: bool) -> dict[str, Any]:
   return {SD + 'distillation_topk': 20, SD + 'distillation_topk_of': model, SD + 'distillation_add_tail': tail}
 
 
-SLOTS = 'forward KL, on-policy, 16 slots'  # What the other arms differ from.
+SLOTS = 'forward KL, on-policy, 16 slots'  # The baseline from which the other arms differ.
 
 STUDIES = {
   'quickstart': Study(
@@ -241,15 +239,13 @@ def workdir(root: pathlib.Path, arm: Arm, seed: int) -> pathlib.Path:
 
 
 def document_files(root: pathlib.Path, seed: int) -> dict[str, pathlib.Path]:
-  """Text files of a seed, by what stands for them in an arm; the first of them is the shipped document."""
+  """Return the text files of a seed by their placeholders; the first one is the shipped document."""
   folder = root / 'documents'
   return {DOCUMENT: folder / f'{seed}.txt', OTHER_DOCUMENT: folder / f'other_{seed}.txt'}
 
 
 def make_documents(root: pathlib.Path, seed: int) -> None:
-  """Write the documents of a seed, each as `launch.make_base --task=document` does; they are the same at every
-  start.
-  """
+  """Write a seed's documents, each as `launch.make_base --task=document` does; repeated calls write the same."""
   (root / 'documents').mkdir(parents=True, exist_ok=True)
   for file, numbers in zip(document_files(root, seed).values(), (seed, 1000 + seed), strict=True):
     write_output(file, facts.write(facts.draw(np.random.default_rng(numbers))))
@@ -291,7 +287,7 @@ def execute(arm: Arm, seed: int, root: pathlib.Path, steps: int, core: int) -> s
 
 
 def run_all(cells: Sequence[tuple[Arm, int]], root: pathlib.Path, steps: int, workers: int) -> None:
-  """All runs, `workers` at a time, each worker on its own core."""
+  """Run all cells, `workers` at a time, each worker on its own core."""
 
   waiting = iter(cells)
   lock = threading.Lock()
@@ -310,7 +306,7 @@ def run_all(cells: Sequence[tuple[Arm, int]], root: pathlib.Path, steps: int, wo
 
 
 def read(cells: Sequence[tuple[Arm, int]], root: pathlib.Path, measures: Sequence[Measure]) -> Results:
-  """Return what was measured in the runs that are finished."""
+  """Return the measurements of the finished runs."""
   results: dict[str, dict[str, dict[int, Curve]]] = {measure.name: {} for measure in measures}
   for arm, seed in cells:
     folder = workdir(root, arm, seed)
@@ -326,7 +322,7 @@ def read(cells: Sequence[tuple[Arm, int]], root: pathlib.Path, measures: Sequenc
 
 
 def fifths(results: Results, measure: Measure) -> list[Column]:
-  """Columns of a measure at fifths of the longest run and at its best."""
+  """Return the columns of a measure at fifths of the longest run and at its best."""
   steps = sorted({step for seeds in results[measure.name].values() for curve in seeds.values() for step in curve})
   picked = sorted({steps[round(i * (len(steps) - 1) / 5)] for i in range(6)})
   columns = [Column(f'step {step}', measure, lambda curve, step=step: curve.get(step)) for step in picked]
@@ -334,7 +330,7 @@ def fifths(results: Results, measure: Measure) -> list[Column]:
 
 
 def table(results: Results, columns: Sequence[Column]) -> str:
-  """Markdown: a line for each arm, with means over the seeds (lowest–highest)."""
+  """Return a Markdown table: a line per arm, with means over the seeds (lowest–highest)."""
   lines = [
     '| | ' + ' | '.join(column.title for column in columns) + ' | seeds |',
     '|---|' + '---|' * (len(columns) + 1),
@@ -353,7 +349,7 @@ def table(results: Results, columns: Sequence[Column]) -> str:
 
 
 def plot(results: Results, panels: Sequence[Panel], target: pathlib.Path) -> None:
-  """Learning curves: mean over seeds, and the range between the lowest and the highest."""
+  """Plot learning curves: mean over seeds, and range from lowest to highest."""
   import matplotlib
 
   matplotlib.use('Agg')
@@ -397,7 +393,7 @@ def main(_: Sequence[str]) -> None:
       f'--only={min(set(ONLY.value) - set(known))}: there is no such arm; there are: {"; ".join(known)}.'
     )
   chosen = [arm for arm in study.arms if not ONLY.value or arm.name in ONLY.value]
-  # Seed by seed: what is there halfway is a table of fewer seeds.
+  # Seed by seed, so that partial results give a table of fewer seeds.
   cells = [(arm, seed) for seed in range(SEEDS.value) for arm in chosen if not (arm.tuning and seed)]
   start = time.monotonic()
   if not ONLY_PLOT.value:

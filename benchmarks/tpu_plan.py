@@ -1,4 +1,4 @@
-"""The shipped configs on v5e slices, asked of the TPU compiler: memory, time and communication by size and by model.
+"""The shipped configs on v5e slices, by the TPU compiler: memory, time and communication by size and by model.
 
   python -m benchmarks.tpu_plan --keep=answers                  # every point: more than an hour on two cores
   python -m benchmarks.tpu_plan --keep=answers --only=v5e:8x8   # one point again
@@ -6,8 +6,8 @@
 
 No TPU is needed and nothing is measured: these are the compiler's estimates and arithmetic (docs/performance.md says
 which is which). Writes results.json (every number of every point) and scaling.png to --output, and the blocks between
-markers of the pages beside it, docs/performance.md and docs/tpu.md. With --keep=DIR the compiler is asked of each
-program once: an interrupted run goes on where it stopped, and other lengths or prices cost seconds.
+markers in docs/performance.md and docs/tpu.md. With --keep=DIR each program is compiled only once: an interrupted run
+resumes where it stopped, and other lengths or prices take seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sdpo_jax.preflight import memory
 from sdpo_jax.tables import markdown
 from sdpo_jax.training import opening
 
-# Another study may be loaded beside this one, by a test.
+# A test may load another study beside this one.
 OUTPUT = flags.DEFINE_string('output', 'docs/performance', 'Folder of the results.', allow_override=True)
 ONLY = flags.DEFINE_multi_string('only', [], 'Name of a point; may be repeated; unset: all.', allow_override=True)
 ONLY_WRITE = flags.DEFINE_bool('only_write', False, 'Compile nothing; draw and write what is there.')
@@ -44,13 +44,13 @@ MAIN = 'v5e:8x8'
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-  """One slice and one shipped config, as it is but for the settings named."""
+  """A slice and a shipped config with changed settings."""
 
   name: str
   slice_: str
   config: str = 'qwen3_8b_chemistry'
   settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  arguments: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Of its get_config.
+  arguments: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Arguments of its get_config.
   only: Sequence[str] = ()  # Labels of the programs to plan, at their largest bucket; empty: all that a run would use.
 
 
@@ -75,8 +75,8 @@ MODEL_POINTS = (
     )
   ),
 )
-# An adapter beside a frozen model: each model on its smallest slice, then by the completions decoded at once, then on
-# the slice on which all parameters are trained.
+# An adapter beside a frozen model: each model on its smallest slice, then by the number of rows decoded at once, then
+# on the slice on which all parameters are trained.
 _UPDATE, _SAMPLER = ('update',), ('prepare', 'prefill', 'decode')
 _SMALL = ('zero', 'apply', 'finish', 'digest', 'empty', 'admit', 'compact')
 LORA = 'v5e:2x4'
@@ -123,14 +123,14 @@ def configuration(point: Point) -> Config:
 
 
 def stated(point: Point) -> dict[str, Any]:
-  """Return the settings that the pages quote, by dotted name; results hold them, so that a change of them shows."""
+  """Return the settings that the pages quote, by dotted name; they are stored in results, so that changes show."""
   config = configuration(point)
   flat = flatten(config)
   names = QUOTED if config.model.lora.rank is None else (*QUOTED, *QUOTED_OF_ADAPTERS)
   return {name: flat[name] for name in names}
 
 
-# Of the settings those that decide what is compiled and how often it runs.
+# Settings that decide what is compiled and how often it runs.
 QUOTED = (
   'model.path',
   'data.train_batch_size',
@@ -171,13 +171,13 @@ def compute(point: Point, keep: str | None = None) -> dict[str, Any]:
   )
   numbers = plan.to_json()
   for program in numbers['programs'].values():
-    # What took the compiler this long says nothing of the programs.
+    # Compile time is not a property of the programs.
     del program['compile_seconds']
   return numbers | {'settings': stated(point), 'report': report.text(plan)}
 
 
 def arithmetic(point: Point) -> dict[str, Any]:
-  """Return what the shapes alone say of a point, as plain values: nothing is compiled."""
+  """Return the numbers that follow from a point's shapes alone, as plain values; compiles nothing."""
   config, slice_ = configuration(point), topology.describe(point.slice_)
   policy, _ = model.read(config)
   mesh = opening.model_mesh(config, policy, slice_.devices)
@@ -208,7 +208,7 @@ def _refused(program: dict[str, Any]) -> bool:
 
 
 def tables(results: dict[str, dict[str, Any]]) -> str:
-  """Markdown: the settings, how everything grows with chips and tokens, other models, and the main point's report."""
+  """Return Markdown: the settings, scaling with chips and tokens, other models, and the main point's report."""
   sizes = {name: plan for name, plan in results.items() if name in {point.name for point in POINTS}}
   models = {name: plan for name, plan in results.items() if name in {point.name for point in MODEL_POINTS}}
   parts = []
@@ -252,16 +252,14 @@ HEAD += ('$ / 100 steps',)
 
 
 def adapters(results: dict[str, dict[str, Any]]) -> list[str]:
-  """Return what the page says of adapters: models on their smallest slices, slots, and the update against the full
-  one.
-  """
+  """Return Markdown on adapters: models on their smallest slices, slots, and the update compared with the full one."""
   models = {point.name: results[point.name] for point in LORA_MODELS if point.name in results}
   slots = {point.name: results[point.name] for point in LORA_SLOTS if point.name in results}
   parts = []
   if models:
     parts += ['### LoRA', LORA_TOLD, markdown(LORA_HEAD, [_adapter_row(name, plan) for name, plan in models.items()])]
   if 'report' in models.get(LORA_MODELS[0].name, {}):
-    # What is trained, memory by program, how often the base is there.
+    # Trained parameters, memory by program, copies of the base.
     parts += models[LORA_MODELS[0].name]['report'].split('\n\n')[:3]
   if slots:
     rows = [
@@ -314,7 +312,7 @@ def _adapter_row(name: str, plan: dict[str, Any]) -> list[str]:
 
 
 def _gib(plan: dict[str, Any], label: str, *parts: str) -> list[str]:
-  """Return the memory of a program, and of it some parts."""
+  """Return a program's memory, in total and by some parts."""
   program = plan['programs'][label]
   whole = _cell(program['hbm_gib'])
   held = [None if _refused(program) else program['hbm'].get(part, 0.0) for part in parts]
@@ -322,7 +320,7 @@ def _gib(plan: dict[str, Any], label: str, *parts: str) -> list[str]:
 
 
 def _update(plan: dict[str, Any]) -> list[str]:
-  """Return seconds, µs per token of a chip, TFLOP and GB sent of the largest update."""
+  """Return seconds, µs per token on a chip, TFLOP and GB sent, for the largest update."""
   program, settings = plan['programs']['update'], plan['settings']
   if _refused(program):
     return [_cell(None)] * 4
@@ -333,7 +331,7 @@ def _update(plan: dict[str, Any]) -> list[str]:
 
 
 def _token(plan: dict[str, Any]) -> list[str]:
-  """Return ms per token of every row while all have a sample, and tokens per second of all rows."""
+  """Return ms per token of every row while all rows have a sample, and tokens per second of all rows."""
   step = plan['programs']['decode'].get('busy_step_seconds')
   rows = plan['settings']['rollout.max_batch_rows']
   return [_cell(None if step is None else 1e3 * step), _cell(None if step is None else rows / step)]
@@ -365,7 +363,7 @@ def _value(value: Any) -> str:
 
 
 def cost(plan: dict[str, Any]) -> str:
-  """Return the sentence of docs/tpu.md about what 100 steps of the main point cost."""
+  """Return the sentence of docs/tpu.md about the cost of 100 steps of the main point."""
   hours = 100 * plan['step_seconds'] / 3600
   return (
     f'{plan["chips"]} chips for 100 steps of {plan["step_seconds"]:.0f} s (an estimate, evaluation included) are '
@@ -375,9 +373,9 @@ def cost(plan: dict[str, Any]) -> str:
 
 
 def pages(results: dict[str, dict[str, Any]]) -> dict[str, str]:
-  """Return what stands between the markers of each page beside the results."""
+  """Return the text between the markers of each page beside the results."""
   missing = [point.name for point in EVERY if 'programs' not in results.get(point.name, ())]
-  # Nobody should take a page with gaps for a whole one.
+  # A page with gaps must not look complete.
   gaps = (
     f'Not planned yet: {", ".join(missing)}; `python -m benchmarks.tpu_plan --keep=DIR` does it.' if missing else ''
   )
@@ -386,7 +384,7 @@ def pages(results: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def draw(results: dict[str, dict[str, Any]], file: pathlib.Path) -> None:
-  """Draw the time of a step by phase, and memory and bytes sent, over the points."""
+  """Plot the time per step by phase, and memory and bytes sent, over the points."""
   import matplotlib
 
   matplotlib.use('Agg')
@@ -399,7 +397,7 @@ def draw(results: dict[str, dict[str, Any]], file: pathlib.Path) -> None:
   figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout='constrained')
   bottom = [0.0] * len(names)
   for phase in dict.fromkeys(phase for plan in results.values() for phase in plan['phases']):
-    # Of a plan that does not fit only some phases have an estimate: their sum would look like a step.
+    # A plan that does not fit has estimates for some phases only: their sum would look like a step.
     heights = [plan['phases'].get(phase) or 0.0 if plan['fits'] else 0.0 for plan in results.values()]
     left.bar(names, heights, bottom=bottom, label=phase)
     bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
@@ -423,10 +421,10 @@ def draw(results: dict[str, dict[str, Any]], file: pathlib.Path) -> None:
 
 
 def insert(page: str, text: str, begin: str = BEGIN) -> str:
-  """Return the page with `text` between the marker `begin` and the end after it.
+  """Return the page with `text` between the marker `begin` and the next end marker.
 
   Raises:
-    ValueError: it has none.
+    ValueError: the page lacks a marker.
   """
   before, found, rest = page.partition(begin)
   _, end, after = rest.partition(END)
