@@ -1,9 +1,9 @@
-"""A document distilled into a few trained slots that answer like all of it.
+"""A document distilled into a few trained slots that answer like the whole document.
 
   python examples/cartridge.py --workdir=runs/cartridge
 
-16 slots learn to answer like the document of 193 tokens (`configs/facts_document.txt`); nobody says which answers are
-right. 300 steps take about a minute on two CPU cores.
+16 slots learn to answer like the document of 193 tokens (`configs/facts_document.txt`), without right answers being
+given. 300 steps take about a minute on two CPU cores.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""The objective alone, on your own arrays: the divergence of SDPO, its gradient, and what it says of every token.
+"""The objective alone, on your own arrays: SDPO's divergence, its gradient, and per-token metrics.
 
   python examples/objective_on_arrays.py
 
 Nothing else of the project is needed: no config, no model. Hidden states and unembedding take the place of logits,
-  which
-never exist for all tokens at once; whoever has logits passes them as hidden states, with the identity as unembedding.
+which never exist for all tokens at once; if you have logits, pass them as hidden states, with the identity as
+unembedding.
 """
 
 import jax
@@ -18,7 +18,7 @@ B, T, D, V = 2, 5, 16, 101  # Rows, tokens of a completion, width, vocabulary.
 keys = jax.random.split(jax.random.key(0), 4)
 unembedding = jax.random.normal(keys[0], (V, D))
 student_hidden = jax.random.normal(keys[1], (B, T, D))
-# Those of the same model after a better prompt.
+# From the same model after a better prompt.
 teacher_hidden = student_hidden + 0.5 * jax.random.normal(keys[2], (B, T, D))
 completion = jax.random.randint(keys[3], (B, T), 0, V)
 mask = jnp.ones((B, T)).at[1, 3:].set(0)  # The second completion has three tokens.

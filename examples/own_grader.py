@@ -1,9 +1,9 @@
-"""Your own questions and your own grader: train, look on, evaluate, ask and export.
+"""Your own questions and your own grader: train, monitor, evaluate, ask and export.
 
   python examples/own_grader.py --workdir=runs/own_grader
 
-The tiny model of the quickstart learns to reverse digits; what it got wrong, the grader says in words, and this is what
-the model learns from. 40 steps take about a minute on two CPU cores.
+The tiny model of the quickstart learns to reverse digits; the grader describes the errors in words, and the model
+learns from this feedback. 40 steps take about a minute on two CPU cores.
 """
 
 import argparse
@@ -14,7 +14,7 @@ ROWS = [{'prompt': f'Reverse the digits: {number}', 'answer': str(number)[::-1]}
 
 
 def reversal(completions, answer, **_):
-  """Scores completions, and says of wrong ones which digit is wrong."""
+  """Score completions, with feedback on which digit of a wrong one is wrong."""
 
   def outcome(said, right):
     wrong = [f'Digit {at} must be {digit}.' for at, digit in enumerate(right, 1) if said[at - 1 : at] != digit]

@@ -1,12 +1,12 @@
-"""Ten minutes with the service: ask, correct, ask again, look at what changed, take it back.
+"""A tour of the service in ten minutes: ask, correct, ask again, look at what changed, undo it.
 
   python -m launch.serve --config=configs/serve_quickstart.py    # In one terminal.
   pip install openai                                             # In another one.
   python examples/serve_client.py
 
-Completions come through the `openai` package, as from any other server. What it has no words for, such as feedback, is
-a plain request, here with `httpx2`, which is installed with the project. If the service has keys (`serve.http.keys`),
-put yours into the environment variable SDPO_API_KEY.
+Completions come through the `openai` package, as from any other server. Requests that it lacks, such as feedback, are
+plain ones, here with `httpx2`, which is installed with the project. If the service has keys (`serve.http.keys`), put
+yours into the environment variable SDPO_API_KEY.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ NAME = 'reverse'
 DIGITS = '40713 92856 13579 60042 27183 81828 31415 16180 57721 44721 70710 14142'.split()
 QUESTIONS = {
   f'Reverse the digits: {digits}': digits[::-1] for digits in DIGITS
-}  # And what a user would have liked to hear.
-HELD_OUT = 'Reverse the digits: 81276', '67218'  # Nobody corrects this one.
+}  # Each with the answer that a user wants.
+HELD_OUT = 'Reverse the digits: 81276', '67218'  # Never corrected.
 
 
 def messages(question: str) -> list[dict[str, str]]:
@@ -33,14 +33,14 @@ def messages(question: str) -> list[dict[str, str]]:
 
 
 class Native:
-  """The routes of the service that OpenAI's API does not have."""
+  """Routes of the service that OpenAI's API does not have."""
 
   def __init__(self, url: str, key: str | None):
     headers = {'Authorization': f'Bearer {key}'} if key else {}
     self._client = httpx2.Client(base_url=url, headers=headers, timeout=300)
 
   def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Any:
-    """Return the JSON of an answer; end the program with the sentence of an error."""
+    """Send a request and return the JSON of its answer; on an error, exit with its message."""
     try:
       answer = self._client.request(method, path, json=body, headers=headers)
     except httpx2.ConnectError:
@@ -50,37 +50,37 @@ class Native:
     return answer.json()
 
   def log_prob(self, model: str, question: str, answer: str) -> float:
-    """Return the log-prob that a model gives an answer, in nats."""
+    """Return a model's log-prob of an answer, in nats."""
     body = {'model': model, 'messages': messages(question), 'completion': answer}
     return self.ask('POST', '/v1/score', body)['logprob_sum']
 
 
 def main(url: str, key: str | None = None) -> None:
-  """Show what the service at an address can do."""
+  """Demonstrate the service at an address."""
   client, native = openai.OpenAI(base_url=f'{url}/v1', api_key=key or 'none'), Native(url, key)
 
-  # An adapter of one's own: version 0 answers as the model does.
+  # Create an adapter: its version 0 answers as the model does.
   for known in native.ask('GET', '/v1/continual/adapters')['adapters']:
-    if known['name'] == NAME:  # Of the last time.
+    if known['name'] == NAME:  # From an earlier run.
       native.ask('DELETE', f'/v1/continual/adapters/{known["id"]}')
   adapter = native.ask('POST', '/v1/continual/adapters', {'name': NAME})
   path = f'/v1/continual/adapters/{adapter["id"]}'
   print(f'adapter {NAME} at version {adapter["version"]}, {adapter["lora_uri"]}')
   before = native.log_prob(NAME, *HELD_OUT)
 
-  # Ask, and correct what comes. The service has kept the tokens under the sample_id, so nothing is tokenised again.
+  # Ask, and correct the answers. The service stores tokens under the sample_id, so nothing is tokenised again.
   for number, (question, right) in enumerate(QUESTIONS.items()):
     choice = client.chat.completions.create(
       model=NAME, messages=messages(question), max_completion_tokens=8, seed=number
     ).choices[0]
     feedback = {'sample_id': choice.sample_id, 'correction': right}
-    # The version is named that this is about, and the request: should it be sent twice, it is learned once.
+    # The headers name the version concerned and the request, so that a request sent twice is learned once.
     headers = {'If-Match': f'"{number}"', 'Idempotency-Key': f'{adapter["id"]}-{number}'}
     answer = native.ask('POST', f'{path}/feedback', feedback, **headers)
     told = f'now version {answer["version_after"]}' if answer['accepted'] else f'rejected: {answer["reason"]}'
     print(f'{question} -> {choice.message.content!r}, corrected to {right}: {told}')
 
-  # Every version can still be asked.
+  # Every version can still answer.
   question, right = HELD_OUT
   for model in (f'{NAME}@0', NAME):
     said = client.chat.completions.create(model=model, messages=messages(question), temperature=0)
@@ -94,7 +94,7 @@ def main(url: str, key: str | None = None) -> None:
     print(chunk.choices[0].delta.content or '', end='', flush=True)
   print()
 
-  # What made each version; and back to the first one, which is a new version with its content.
+  # List what made each version, and go back to the first one, which makes a new version with its content.
   for version in native.ask('GET', f'{path}/versions')['versions']:
     parent = version['parent']
     print(f'version {version["version"]}: {version["reason"]}' + ('' if parent is None else f', from version {parent}'))

@@ -1,4 +1,4 @@
-"""A coding agent is told no, and why: the adapter learns it, and what it proposes next is better.
+"""A coding agent whose proposals are denied with a reason: the adapter learns it, and the next proposal is better.
 
   python -m launch.serve --config=configs/session_quickstart.py    # In one terminal.
   python examples/session_client.py                                # In another one.
@@ -28,11 +28,11 @@ BASH = {
   },
 }
 TASKS = ('find where total is used in src', 'which files in docs mention price?', 'where is retry used in tests?')
-DENIALS = 4  # Of one task, after which the person gives up.
+DENIALS = 4  # Denials of one task after which the person gives up.
 
 
 def objection(turn: dict[str, Any]) -> str | None:
-  """Return what the scripted person has against a proposal; None: nothing."""
+  """Return the scripted person's objection to a proposal; None if there is none."""
   commands = [str(call['arguments'].get('command', '')) for call in turn['calls'] if call['name'] == 'bash']
   if turn['fault'] or not commands:
     return turn['fault'] or 'call bash, which runs a command'
@@ -40,13 +40,13 @@ def objection(turn: dict[str, Any]) -> str | None:
 
 
 class Session:
-  """A session of an adapter, by its address and its token."""
+  """A session of an adapter, with its address and its token."""
 
   def __init__(self, client: httpx2.Client, adapter: str, **settings: Any):
     self._client, self._headers = client, {}
     opened = self._send(f'/v1/continual/adapters/{adapter}/sessions', settings)
     self._path = f'/v1/continual/adapters/{adapter}/sessions/{opened["session"]["id"]}'
-    self._headers = {'X-Session-Token': opened['token']}  # It is told once; without it nobody can approve anything.
+    self._headers = {'X-Session-Token': opened['token']}  # Sent only once; required to approve anything.
 
   def _send(self, path: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
     answer = self._client.post(path, json=body, headers={**self._headers, **headers})
@@ -55,24 +55,24 @@ class Session:
     return answer.json()
 
   def propose(self, *texts: str) -> dict[str, Any]:
-    """Return the next proposal, after messages of the user or, where the last one was denied, in its place."""
+    """Return the next proposal, after messages of the user, or in place of a denied one."""
     messages = [{'role': 'user', 'content': text} for text in texts]
     return self._send(f'{self._path}/turns', {'messages': messages})['turn']
 
   def decide(self, turn: dict[str, Any], **decision: Any) -> dict[str, Any] | None:
-    """Return what was learned from a decision; None: nothing. With its key, a request sent again is learned once."""
+    """Return what was learned from a decision, or None. With the key, a request sent twice is learned once."""
     key = secrets.token_hex(8)
     path = f'{self._path}/turns/{turn["n"]}/decision'
     return self._send(path, decision, **{'Idempotency-Key': key})['learned']
 
   def report(self, turn: dict[str, Any], text: str) -> None:
-    """Says what came of the calls of a proposal."""
+    """Report the results of a proposal's calls."""
     results = [{'call': number, 'ok': True, 'text': text} for number in range(len(turn['calls']))]
     self._send(f'{self._path}/turns/{turn["n"]}/results', {'results': results})
 
 
 def shown(turn: dict[str, Any]) -> str:
-  """Return a proposal in one line."""
+  """Format a proposal in one line."""
   calls = [f'{call["name"]} {" ".join(map(str, call["arguments"].values()))}' for call in turn['calls']]
   return f'version {turn["version"]}: ' + ('; '.join(calls) or repr(turn['text']))
 
@@ -106,7 +106,7 @@ def main(url: str, key: str | None = None, tools: Sequence[dict[str, Any]] = (BA
           print(f'  learned: divergence {before:.3f} -> {after:.3f} in {learned["seconds"]:.2f} s')
         else:
           print(f'  not learned: {learned["reason"]}')
-        turn = session.propose()  # The same question, of the new version.
+        turn = session.propose()  # Another answer to the same question, by the new version.
         print(shown(turn))
 
 

@@ -1,9 +1,9 @@
-"""A sweep over learning rates, several seeds of each, and a plot of the curves.
+"""A sweep over learning rates with several seeds each, and a plot of the curves.
 
   python examples/sweep.py --output=runs/sweep
 
-Every run has a directory of its own, so that a sweep that was interrupted goes on where it stopped. 2 rates × 2 seeds ×
-60 steps take about three minutes on two CPU cores.
+Every run has its own directory, so that an interrupted sweep resumes where it stopped. 2 rates × 2 seeds × 60 steps
+take about three minutes on two CPU cores.
 """
 
 import argparse

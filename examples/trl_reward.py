@@ -1,9 +1,9 @@
-"""A reward function written for TRL's GRPOTrainer trains here as it is; steps are taken by hand.
+"""A reward function for TRL's GRPOTrainer, used unchanged, in a training loop written by hand.
 
   python examples/trl_reward.py --workdir=runs/trl_reward
 
-The reward prefers answers that end in a 7. Nobody says so in words: what teaches are the successes of the same
-question. The run stops by itself as soon as nine answers in ten do.
+The reward prefers answers that end in a 7. There is no feedback in words: the model learns from successful answers to
+the same question. The run stops by itself as soon as nine answers in ten end in a 7.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import sdpo_jax
 
 
 def ends_in_seven(completions, **kwargs):
-  """Return 1 for completions that end in a 7, as TRL calls it: with lists by keyword."""
+  """Return 1 for completions that end in a 7; called with lists as keyword arguments, as in TRL."""
   return [float(text.strip().endswith('7')) for text in completions]
 
 
