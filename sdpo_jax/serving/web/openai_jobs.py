@@ -119,14 +119,8 @@ def _longest(account: Account, asked: TextCompletionRequest | ChatCompletionRequ
   return max(service.max_prompt, service.max_text - 1) if _reads(asked, max_tokens) else service.max_prompt
 
 
-def most_logprobs(account: Account) -> int:
-  """Return the most log-probs per position."""
-  service = account.service
-  return min(service.settings.limits.max_logprobs, service.sizes.topk)
-
-
 def _job(account: Account, asked, target, prompts, max_tokens, echoed, prefix) -> Job:
-  most = most_logprobs(account)
+  most = account.most_logprobs
   for field, kind, count in (('prompt_logprobs', 'prompt', asked.prompt_logprobs), ('logprobs', 'sample', asked.topk)):
     if count is not None and not 0 <= count <= most:
       raise InvalidRequest(
@@ -201,7 +195,7 @@ def said_of_prompts(account: Account, job: Job) -> list[list[Position]]:
   # A single token has no log-prob.
   rows = [(prompt.tokens[:1], prompt.tokens[1:]) for prompt in job.prompts if len(prompt.tokens) > 1]
   # With the largest K, for the ranks of tokens that are not among the requested ones.
-  found = iter(account.score(job.target, rows, topk=most_logprobs(account)))
+  found = iter(account.score(job.target, rows, topk=account.most_logprobs))
   return [prompt_positions(each.tokens, next(found) if len(each.tokens) > 1 else None) for each in job.prompts]
 
 
@@ -213,7 +207,7 @@ def read(account: Account, job: Job) -> tuple[list[list[Position]], list[Drawn]]
   # Appending any token gives the scores of the position after the prompt.
   rows = [(prompt.tokens[:1], [*prompt.tokens[1:], 0]) for prompt in job.prompts]
   said, drawn = [], []
-  for prompt, scored in zip(job.prompts, account.score(job.target, rows, topk=most_logprobs(account)), strict=True):
+  for prompt, scored in zip(job.prompts, account.score(job.target, rows, topk=account.most_logprobs), strict=True):
     token = int(scored.top_ids[-1, 0])
     found = prompt_positions([*prompt.tokens, token], scored, last=float(scored.top_log_probs[-1, 0]))
     said.append(found[:-1])
