@@ -1,7 +1,7 @@
 """SDPO (Self-Distilled Policy Optimization, arXiv 2601.20802) in JAX.
 
-`sdpo_jax.train` and its like (docs/python.md) are those of `sdpo_jax.interface`, which is imported when one of them is
-first asked for; `__init__.pyi` says so to type checkers.
+`sdpo_jax.train` and the other public functions (docs/python.md) live in `sdpo_jax.interface`, which is imported when
+one of them is first used; `__init__.pyi` declares them for type checkers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all commands share: reading `--config` with its overrides, and ending with one sentence on bad input."""
+"""Shared code of all commands: reading `--config` with its overrides, and reporting bad input in one sentence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sdpo_jax.files import is_failing, is_full
 
 EXIT_BAD_INPUT = cluster.EXIT_BAD_INPUT
 EXIT_INTERRUPTED = 130  # 128 + SIGINT.
-EXIT_NOT_READ = 141  # 128 + SIGPIPE, as of a shell's commands in front of `| head`.
+EXIT_NOT_READ = 141  # 128 + SIGPIPE, as a shell reports for a command in front of `| head`.
 _OVERRIDE = re.compile(r'--?config\.([A-Za-z0-9_.]+)(?:=(.*))?', re.DOTALL)
 _HELP_SETTINGS = re.compile(r'--?help_?settings(?:=(.*))?', re.DOTALL)
 _overrides: list[tuple[str, str]] = []
@@ -44,7 +44,7 @@ flags.DEFINE_string(
 
 
 def define_config() -> None:
-  """Define `--config`, which the command then needs."""
+  """Define the required flag `--config`."""
   flags.DEFINE_string(
     'config',
     None,
@@ -55,21 +55,21 @@ def define_config() -> None:
 
 
 def define_adapter(what: str) -> None:
-  """Define `--adapter`, in whose place `load_config` puts what the config says of an adapter; `what` is said of it."""
+  """Define `--adapter`, with which `load_config` replaces the config's adapter; its help ends with `what`."""
   flags.DEFINE_string(
     'adapter', None, f'LoRA adapter, as PEFT or launch.export writes it: a directory or a name on the hub. {what}'
   )
 
 
 def define_cartridge(what: str) -> None:
-  """Define `--cartridge`, in whose place `load_config` puts what the config says of slots; `what` is said of it."""
+  """Define `--cartridge`, with which `load_config` replaces the config's cartridge; its help ends with `what`."""
   flags.DEFINE_string(
     'cartridge', None, f'Cartridge: a directory, local or gs://…, a published .pt file, or a name on the hub. {what}'
   )
 
 
 def define_list(name: str, meaning: str) -> flags.FlagHolder[list[str]]:
-  """Define a flag with several values, `--name=A --name=B` or `--name A B`, such as what a shell makes of `runs/*`."""
+  """Define a flag with several values, `--name=A --name=B` or `--name A B`, as a shell expands `--name runs/*`."""
   _lists.add(name)
   return flags.DEFINE_multi_string(name, [], meaning)
 
@@ -90,7 +90,7 @@ def define_cluster() -> None:
 
 
 def join_cluster() -> None:
-  """Join the run's other processes: as the flags say, or on a Cloud TPU slice of several hosts by itself.
+  """Join the run's other processes, as the flags say or, on a Cloud TPU slice of several hosts, automatically.
 
   Raises:
     UserError: only some of the three flags are given, or they contradict each other or those of another process, or
@@ -110,7 +110,7 @@ def join_cluster() -> None:
     place = cluster.slice_place(timeouts.join)
     if place is not None:
       cluster.join(place, timeouts)
-  accelerators.devices()  # Said now if there are none, and not after the data has been read.
+  accelerators.devices()  # Raises now, before the data is read, if there are none.
   if cluster.joined() and jax.default_backend() == 'cpu':
     # Programs from the cache mix up the order of their collectives over gloo, which aborts (jaxlib 0.10.2).
     jax.config.update('jax_enable_compilation_cache', False)
@@ -134,13 +134,13 @@ def load_config(*, trains: bool = True) -> Config:
 
 
 def _start_from(config: Config, flag: str, path: str, own: str) -> None:
-  """Put an adapter or a cartridge in the place of what a config says of one.
+  """Replace a config's adapter or cartridge settings by a given adapter or cartridge.
 
   Args:
-    config: settings.
+    config: settings, changed in place.
     flag: 'adapter' or 'cartridge'.
-    path: its value.
-    own: what is not the config's to say then.
+    path: value of the flag.
+    own: what the adapter or cartridge determines and the config may not set, for the error message.
   """
   if not path:
     where = (
@@ -158,7 +158,7 @@ def _start_from(config: Config, flag: str, path: str, own: str) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> list[str]:
-  """absl's parser, after taking the overrides out."""
+  """Parse a command line with absl, after taking the `--config.…` overrides out; return the remaining arguments."""
   rest, waiting = [], list(arguments)
   while waiting:
     argument = waiting.pop(0)
@@ -185,7 +185,7 @@ def _parse(arguments: Sequence[str]) -> list[str]:
       raise SystemExit(0)
   try:
     left = flags.FLAGS(['--help' if argument == '-h' else argument for argument in rest])
-  except SystemExit as error:  # After --help and its like, for which absl has the code 1.
+  except SystemExit as error:  # After --help and similar flags, for which absl exits with 1.
     raise SystemExit(0) from error
   except BrokenPipeError as error:
     raise SystemExit(not_read()) from error
@@ -203,7 +203,7 @@ def _parse(arguments: Sequence[str]) -> list[str]:
 
 
 def _each_named(argument: str, waiting: list[str]) -> list[str]:
-  """Return an argument; of a `define_list` flag every value that follows it, taken from `waiting`, with its name."""
+  """Return [argument]; for a `define_list` flag, --name=VALUE for each value that follows, taken from `waiting`."""
   name = argument.lstrip('-')
   if not argument.startswith('-') or name not in _lists:
     return [argument]
@@ -219,7 +219,7 @@ def overrides() -> list[tuple[str, str]]:
 
 
 def announce(text: str) -> None:
-  """Print a line for people on stderr at once: stdout is for what a command was asked for."""
+  """Print a message for the user on stderr at once; stdout is for the command's output."""
   print(text, file=sys.stderr, flush=True)
 
 
@@ -229,9 +229,7 @@ def _complain(sentence: str) -> int:
 
 
 def not_read() -> int:
-  """Return the exit code of a command whose output nobody reads any more, such as `head`, and write the rest
-  nowhere.
-  """
+  """Discard further output, since its reader, such as `head`, is gone; return the exit code for that case."""
   nowhere = os.open(os.devnull, os.O_WRONLY)
   os.dup2(nowhere, sys.stdout.fileno())  # Or Python would complain at its end.
   os.close(nowhere)
@@ -239,9 +237,9 @@ def not_read() -> int:
 
 
 def run(main: Callable[[], int | None]) -> None:
-  """Run a command: `main` returns the exit code (None is 0); a UserError ends it with its sentence and code 2.
+  """Run a command: `main` returns the exit code (None is 0); a UserError prints its sentence and exits with 2.
 
-  In a run of several processes, one that ends so ends all, and one that is gone ends the others with cluster.EXIT_LOST.
+  In a run of several processes, one that fails ends all others; if one is lost, the others exit with cluster.EXIT_LOST.
   """
 
   def wrapped(_: Any) -> int:
@@ -269,15 +267,15 @@ def run(main: Callable[[], int | None]) -> None:
       cluster.fail(EXIT_BAD_INPUT, sentence)
       return _complain(sentence)
     finally:
-      signal.signal(signal.SIGINT, signal.SIG_DFL)  # Nothing is left that Ctrl-C would have to end with a traceback.
+      signal.signal(signal.SIGINT, signal.SIG_DFL)  # From here Ctrl-C ends the process without a traceback.
 
-  for flag in flags.FLAGS.flags_by_module_dict()[__name__]:  # Shown by --help beside the command's own.
+  for flag in flags.FLAGS.flags_by_module_dict()[__name__]:  # --help shows them beside the command's own flags.
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
   app.run(wrapped, flags_parser=_parse)
 
 
 def _sentence(error: Exception) -> str | None:
-  """Return what to tell the user; None where the error is not theirs to mend."""
+  """Return the message for the user; None if the error is not one that they can fix."""
   if isinstance(error, UserError):
     return str(error)
   if is_full(error):
@@ -288,23 +286,23 @@ def _sentence(error: Exception) -> str | None:
 
 
 def _quiet() -> None:
-  """Libraries' progress chatter stays out of the way of ours; their errors do not."""
+  """Silence the progress messages of libraries, but not their errors."""
   absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax reports through absl what we report as a sentence.
   for name in ('orbax', 'asyncio'):
     logging.getLogger(name).setLevel(logging.CRITICAL)
   for name in ('jax._src.compilation_cache', 'transformers', 'huggingface_hub', 'jax._src.compiler'):
     logging.getLogger(name).setLevel(logging.ERROR)
   logging.getLogger('sdpo_jax').setLevel(logging.WARNING)
-  # Of writes that had not begun when another one failed; as below.
+  # Raised for writes that had not begun when another write failed; see `without_late_writers`.
   warnings.filterwarnings('ignore', "coroutine 'async_serialize", RuntimeWarning)
   sys.unraisablehook = without_late_writers(sys.unraisablehook)
 
 
 def without_late_writers(hook: Callable[[Any], None]) -> Callable[[Any], None]:
-  """Return an unraisablehook that leaves out what TensorStore's threads report after a checkpoint could not be written.
+  """Return an unraisablehook that ignores what TensorStore's threads report after a checkpoint write has failed.
 
-  Orbax closes its event loop when the first array cannot be written. The writes that are still under way end later, and
-  each calls back into the closed loop; the first one's error is what the user is told.
+  Orbax closes its event loop when the first array cannot be written. Writes that are still under way end later and each
+  calls back into the closed loop; the user is shown the error of the first one.
   """
 
   def filtered(unraisable: Any) -> None:

@@ -1,4 +1,4 @@
-"""The one exception a user is meant to read, and what its sentences quote."""
+"""The one exception that users are meant to read, and helpers that quote values in its message."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 
 
 class UserError(Exception):
-  """Something the user can mend: one sentence that names the setting, file or row and the way out.
+  """An error that the user can fix: one sentence that names the setting, file or row and the way out.
 
   Commands print it to stderr without a traceback and exit with code 2.
   """
 
 
 def first_line(error: BaseException) -> str:
-  """Return the first line of an error's message, of 300 characters at most; the name of its type if it has none."""
+  """Return the first line of an error's message, at most 300 characters; the name of its type if it has no message."""
   return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def short_repr(value: Any, limit: int = 60) -> str:
   """Return the repr of a value on one line, cut after about `limit` characters.
 
-  Neither a long text nor a large or deeply nested container is written out whole before.
+  Long texts and large or deeply nested containers are never written out in full on the way.
   """
   if isinstance(value, str):
     return repr(value if len(value) <= limit else value[:limit] + '…')
@@ -36,9 +36,9 @@ def short_repr(value: Any, limit: int = 60) -> str:
 
 
 def printable(text: str, limit: int = 120, keep: str = '') -> str:
-  """Return a text that others have written, such as a name in a file, cut after `limit` characters.
+  """Return a text from an outside source, such as a name in a file, cut after `limit` characters.
 
-  What would end the line or steer a terminal is as Python escapes it, but for the characters to `keep`.
+  Characters that would end the line or control a terminal are escaped as in Python, except those in `keep`.
   """
   cut = text if len(text) <= limit else text[:limit] + '…'
   return ''.join(

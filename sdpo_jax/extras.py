@@ -1,4 +1,4 @@
-"""Packages that some commands need beyond what training does."""
+"""Optional packages that some commands need and training does not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 
 from sdpo_jax.errors import UserError
 
-# Extra of the package → what needs it, and the packages.
+# Name of the extra → (what needs it, its packages).
 EXTRAS = {
   'serve': ('The service', ('starlette', 'uvicorn', 'pydantic', 'obstore', 'prometheus_client')),
   'session': ('The terminal program', ('prompt_toolkit', 'rich', 'httpx')),
@@ -14,10 +14,10 @@ EXTRAS = {
 
 
 def check(extra: str) -> None:
-  """Return if all packages of an extra are installed.
+  """Check that all packages of an extra are installed.
 
   Raises:
-    UserError: naming those that are not, and how to install them.
+    UserError: some are not; the message names them and says how to install them.
   """
   what, packages = EXTRAS[extra]
   missing = [name for name in packages if importlib.util.find_spec(name) is None]

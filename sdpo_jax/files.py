@@ -1,4 +1,4 @@
-"""Files that commands read and write: whether they can be, what JSON holds, never half of one, and on the disk."""
+"""Files that commands read and write: checks with readable errors, JSON, atomic writes and syncing to the disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import numpy as np
 from sdpo_jax.errors import UserError, first_line, short_repr
 
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
-_cannot_sync: set[int] = set()  # The devices of which this was said.
+_cannot_sync: set[int] = set()  # Devices for which the warning has been logged.
 _logger = logging.getLogger('sdpo_jax.files')
 
 
@@ -41,7 +41,7 @@ def is_failing(error: BaseException) -> bool:
 
 
 def check_file(path: epath.PathLike, way_out: str) -> None:
-  """Return if a path is a file or nothing; raises a UserError otherwise: whoever opens a pipe may wait for ever."""
+  """Raise a UserError if a path exists but is not a regular file: opening a pipe may block forever."""
   path = epath.Path(path)
   if path.is_dir():
     raise UserError(f'{path} is a folder where a file belongs: {way_out}.')
@@ -50,7 +50,7 @@ def check_file(path: epath.PathLike, way_out: str) -> None:
 
 
 def read_bytes(path: epath.PathLike, way_out: str) -> bytes:
-  """Return the content of a file that a run has written.
+  """Return the content of a file written by a run.
 
   Args:
     path: of the file.
@@ -65,7 +65,7 @@ def read_bytes(path: epath.PathLike, way_out: str) -> bytes:
 
 
 def file_size(path: epath.PathLike, way_out: str) -> int:
-  """Return the bytes that a file has; arguments and errors as `read_bytes`."""
+  """Return the size of a file in bytes; arguments and errors as in `read_bytes`."""
   with _readable(path, way_out):
     check_file(path, way_out)
     return epath.Path(path).stat().length
@@ -73,20 +73,20 @@ def file_size(path: epath.PathLike, way_out: str) -> int:
 
 @contextlib.contextmanager
 def _readable(path: epath.PathLike, way_out: str) -> Iterator[None]:
-  """Make a UserError of what reading a file leads to."""
+  """Turn the errors of reading a file into a UserError."""
   try:
     yield
   except UserError:
     raise
   except Exception as error:
-    # Object stores raise many kinds, also where a package for them is missing; all mean the same here.
+    # Object stores raise many types of errors, also if their package is missing; all mean the same here.
     if is_local(path) and not isinstance(error, OSError):
       raise
     raise UserError(f'{path} cannot be read ({first_line(error)}): {way_out}.') from error
 
 
 def read_text(path: epath.PathLike, way_out: str) -> str:
-  """Return the text of a file that a run has written; arguments and errors as `read_bytes`, or it is not UTF-8."""
+  """Return the text of a file written by a run; arguments and errors as in `read_bytes`, or it is not UTF-8."""
   try:
     return read_bytes(path, way_out).decode('utf-8')
   except UnicodeDecodeError as error:
@@ -94,7 +94,7 @@ def read_text(path: epath.PathLike, way_out: str) -> str:
 
 
 def read_json_object(path: epath.PathLike, way_out: str) -> dict[str, Any]:
-  """Return the JSON object in a file that a run has written; arguments and errors as `read_text`, or it holds none."""
+  """Return the JSON object in a file written by a run; arguments and errors as in `read_text`, or it holds none."""
   text = read_text(path, way_out)
   try:
     value = json.loads(text)
@@ -106,24 +106,23 @@ def read_json_object(path: epath.PathLike, way_out: str) -> dict[str, Any]:
 
 
 def sync_file(path: epath.PathLike) -> None:
-  """Return once the data of a file are on the disk; an object store has them there already.
+  """Sync the data of a file to the disk; in an object store it is durable already.
 
   Raises:
-    OSError: they are not, and after that they may be lost, whatever a second call says: the file has to be written
-      anew.
+    OSError: syncing failed. The data may now be lost even if a second call succeeds: write the file again.
   """
   if is_local(path):
     _sync(path, os.O_RDONLY | os.O_NOFOLLOW)
 
 
 def sync_directory(path: epath.PathLike) -> None:
-  """Return once the entries of a directory, its names, are on the disk; errors as `sync_file`."""
+  """Sync the entries of a directory, i.e. its file names, to the disk; errors as in `sync_file`."""
   if is_local(path):
     _sync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def sync_tree(path: epath.PathLike) -> None:
-  """Return once every file below a directory, and then every directory, is on the disk; errors as `sync_file`.
+  """Sync every file below a directory, then every directory, to the disk; errors as in `sync_file`.
 
   Links are not followed.
   """
@@ -136,7 +135,7 @@ def sync_tree(path: epath.PathLike) -> None:
       file = os.path.join(folder, name)
       if stat.S_ISREG(os.lstat(file).st_mode):
         sync_file(file)
-  for folder in reversed(folders):  # The walk names a directory before those in it.
+  for folder in reversed(folders):  # The walk yields a directory before its subdirectories.
     sync_directory(folder)
 
 
@@ -153,7 +152,7 @@ def _sync(path: epath.PathLike, flags: int) -> None:
 
 
 def _sync_descriptor(descriptor: int, path: epath.PathLike) -> None:
-  """Sync an open file or directory; where its file system cannot (EINVAL and its like), say so once and go on."""
+  """Sync an open file or directory; if its file system cannot (EINVAL, ENOTSUP, ENOSYS), warn once per device."""
   try:
     os.fsync(descriptor)
   except OSError as error:
@@ -170,7 +169,7 @@ def _sync_descriptor(descriptor: int, path: epath.PathLike) -> None:
 
 
 def make_directory(path: epath.PathLike) -> None:
-  """Make a directory with its parents, if it is not there; the names of all that were made are on the disk then.
+  """Make a directory and its missing parents, and sync the names of those that were made to the disk.
 
   Raises:
     OSError: it cannot be made.
@@ -189,9 +188,10 @@ def make_directory(path: epath.PathLike) -> None:
 
 
 def sync_ancestors(path: epath.PathLike) -> None:
-  """Return once the names of a directory and of those above it are on the disk; errors as `sync_file`.
+  """Sync the names of a directory and of all its parents to the disk; errors as in `sync_file`.
 
-  A process that was killed may have made them without. What cannot be opened was made by somebody else.
+  A process may have been killed after making them and before syncing. Directories that may not be opened are skipped:
+  somebody else made them.
   """
   if not is_local(path):
     return
@@ -204,15 +204,15 @@ _PARTIAL = re.compile(r'\.[0-9a-f]{16}\.partial')  # The names of files that are
 
 
 def write_atomically(path: epath.PathLike, text: str | bytes, mode: int = 0o666) -> None:
-  """Write `text` to `path`, so that it holds the old text or the new one at any time, whatever fails.
+  """Write `text` to `path` atomically: whatever fails, the file holds either the old content or the new one.
 
-  A text is written in UTF-8, bytes as they are. In an object store that is its promise. On a file system the text is on
-  the disk before its file gets the name, and so is the name when this returns. A link in its place is replaced, not
-  followed. Several may write at once; the last wins. `mode` are its permissions, less those that the process's umask
-  takes away.
+  Text is encoded as UTF-8. An object store writes atomically by itself. On a file system the content is on the disk
+  before its file gets the name, and the name is on the disk when this returns. A link at `path` is replaced, not
+  followed. Several processes may write at once; the last one wins. `mode` is the file's permissions, before the
+  process's umask.
 
   Raises:
-    OSError: it could not be written; the old text is still there, unless it was the name that could not be synced.
+    OSError: writing failed; the old content is still there, unless only the name could not be synced.
   """
   path = epath.Path(path)
   content = text.encode('utf-8') if isinstance(text, str) else text
@@ -235,11 +235,11 @@ def write_atomically(path: epath.PathLike, text: str | bytes, mode: int = 0o666)
 
 
 def remove_partials(folder: epath.PathLike, age: float = 0.0) -> None:
-  """Remove what `write_atomically` has left in a local directory when its process was killed.
+  """Remove the partial files that killed processes have left in a local directory during `write_atomically`.
 
   Args:
-    folder: of the only process that writes there: another one would lose its text, and be told so.
-    age: seconds that have passed since they were written to; where others write, more than it takes them.
+    folder: directory; with age 0 no other process may write there, since its write would fail.
+    age: remove only files that were last modified this many seconds ago; must exceed the time of others' writes.
   """
   if not is_local(folder) or not os.path.isdir(folder):
     return
@@ -252,7 +252,7 @@ def remove_partials(folder: epath.PathLike, age: float = 0.0) -> None:
 
 
 def append(path: epath.PathLike, text: str) -> None:
-  """Append to a local file, which need not be there; it is not on the disk before `sync_file`.
+  """Append to a local file, created if missing; the text is on the disk only after `sync_file`.
 
   Raises:
     OSError: not all of it could be written, or `path` is a link, which is not followed.
@@ -263,11 +263,11 @@ def append(path: epath.PathLike, text: str) -> None:
 
 
 def write_output(path: epath.PathLike, text: str | bytes) -> None:
-  """Write `text` to `path`, the value of --output, as `write_atomically`.
+  """Write `text` to `path`, the value of --output, as `write_atomically` does.
 
-  A link stays, for the user has chosen it, and what is no file, such as a pipe, is written to.
+  A link is followed, since the user chose it; a path that is not a regular file, such as a pipe, is written directly.
   """
-  # Whether it is a regular file, which etils says of a pipe too.
+  # Not by etils, which takes a pipe for a regular file.
   if is_local(path) and os.path.exists(path) and not os.path.isfile(path):
     epath.Path(path).write_bytes(text.encode('utf-8') if isinstance(text, str) else text)
     return
@@ -275,9 +275,9 @@ def write_output(path: epath.PathLike, text: str | bytes) -> None:
 
 
 def check_output(path: epath.PathLike, *, overwrite: bool = True) -> None:
-  """Make sure that a file can be written to `path`, the value of --output, without touching it.
+  """Check that a file can be written to `path`, the value of --output, without touching the file.
 
-  Its folder is made. What is written takes minutes to compute, so that a command had better check this first.
+  Its folder is created. Commands check this first, because their output takes minutes to compute.
 
   Raises:
     UserError: it cannot be written, or it is there already and may not be overwritten.
@@ -285,7 +285,7 @@ def check_output(path: epath.PathLike, *, overwrite: bool = True) -> None:
   try:
     target = epath.Path(path)
     is_folder = target.is_dir()
-  except KeyError as error:  # Of a scheme that etils does not know.
+  except KeyError as error:  # etils does not know the scheme.
     raise UserError(f'--output={path} is in no kind of store that is known: name a local file, or gs://….') from error
   except ImportError as error:
     raise UserError(f'--output={path} needs a package that is not installed: {first_line(error)}.') from error
@@ -303,9 +303,9 @@ def check_output(path: epath.PathLike, *, overwrite: bool = True) -> None:
 
 
 def jsonable(value: Any) -> Any:
-  """Return `value` as JSON can hold it.
+  """Return `value` converted to types that JSON supports.
 
-  Tuples and arrays become lists, numbers that are not finite null, and what JSON does not know its text.
+  Tuples and arrays become lists, non-finite numbers become null, and values of other types become their `str`.
   """
   if isinstance(value, Mapping):
     return {str(key): jsonable(item) for key, item in value.items()}

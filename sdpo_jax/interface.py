@@ -1,6 +1,6 @@
-"""The public Python interface: what the commands do, for scripts and notebooks.
+"""The public Python interface: the commands as functions, for scripts and notebooks.
 
-Everything here can be had from the package itself, `sdpo_jax.train` for instance. See docs/python.md.
+Everything here is also available from the package itself, e.g. `sdpo_jax.train`. See docs/python.md.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Row = Mapping[str, Any]  # As docs/data.md describes them: 'prompt', and what th
 
 
 def load_config(file: str, changes: Mapping[str, Any] | None = None) -> Config:
-  """Return the settings of a config file, which are yours to change; they are checked where they are used.
+  """Return the settings of a config file; they may be changed freely and are checked when they are used.
 
   Args:
     file: 'configs/quickstart.py', of the working directory or else of this installation; or FILE.py:name=value,…
-    changes: setting → value, {'optimizer.lr': 1e-4}. A text is read as on the command line.
+    changes: setting → value, {'optimizer.lr': 1e-4}. Strings are parsed as on the command line.
 
   Raises:
     UserError: there is no such file, or no such setting.
@@ -54,7 +54,7 @@ def load_config(file: str, changes: Mapping[str, Any] | None = None) -> Config:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-  """A step that is done: its metrics, and the model as it is after it, until the next step begins."""
+  """A finished step: its metrics, and the model after it, which can be sampled until the next step begins."""
 
   number: int  # From 1.
   metrics: Mapping[str, float]  # Its line of metrics.jsonl.
@@ -63,7 +63,7 @@ class Step:
   def sample(
     self, prompt: str | Messages, *, n: int = 1, max_tokens: int | None = None, temperature: float = 1.0, seed: int = 0
   ) -> list[str]:
-    """Return n completions of the model as it is now, by the sampler of the run.
+    """Return n completions of the current model, sampled with the run's sampler.
 
     Args:
       prompt: what the user says, or a conversation.
@@ -102,9 +102,9 @@ def train(
   restart: bool = False,
   announce: Callable[[str], None] = lambda text: None,
 ) -> Result:
-  """Trains, or resumes, as `python -m launch.train` does; arguments and errors as `steps`.
+  """Train or resume a run, as `python -m launch.train` does; arguments and errors as in `steps`.
 
-  `on_step` is called after every step. What it raises ends the run, whose last whole state is saved.
+  `on_step` is called after every step. If it raises, the run ends and its last complete state is saved.
   """
   made = steps(config, workdir, rows=rows, held_out=held_out, grader=grader, restart=restart, announce=announce)
   return run_to_end(made, on_step)
@@ -120,23 +120,23 @@ def steps(
   restart: bool = False,
   announce: Callable[[str], None] = lambda text: None,
 ) -> Generator[Step, None, Result]:
-  """Yield after every step of a run that is trained or resumed; whoever stops early can resume it later.
+  """Train or resume a run and yield after every step; a run that is stopped early can be resumed later.
 
-  The same run can be resumed, evaluated and exported by the commands, whose caches and checks these are. Rows are
-  written into the run's directory, where its settings name them.
+  The commands, with which this shares caches and checks, can resume, evaluate and export the same run. Rows are written
+  into the run's directory, and the run's settings refer to them there.
 
   Args:
     config: settings; they are copied.
     workdir: local or gs:// directory of the run.
     rows: questions to train on, instead of data.train_files.
-    held_out: questions of evaluations, instead of data.val_files; None, where there are `rows`: there are none.
-    grader: grades the rows that name no grader: a grader (`registry.Grader`) or a reward function in TRL's form. To
-      resume the run, hand it over again.
-    restart: begin at step 0 where the checkpoints of the run are gone.
-    announce: receives sentences for the user, `print` for instance.
+    held_out: questions to evaluate on, instead of data.val_files; None: no evaluations if `rows` are given.
+    grader: grades the rows that name no grader: a grader (`registry.Grader`) or a reward function in TRL's form. Pass
+      it again to resume the run.
+    restart: begin at step 0 if the checkpoints of the run are gone.
+    announce: receives messages for the user, e.g. `print`.
 
   Raises:
-    UserError: anything that the caller can mend, in one sentence.
+    UserError: an error that the caller can fix, in one sentence.
   """
   accelerators.prepare()
   config = copy.deepcopy(config)
@@ -170,7 +170,7 @@ def evaluate(
   grader: Callable[..., Any] | None = None,
   announce: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
-  """Return the metrics of a run or a model on data.val_files, and every sample, as `python -m launch.evaluate` does.
+  """Return metrics and all samples of a run or a model on data.val_files, as `python -m launch.evaluate` does.
 
   Args:
     config: settings; they are copied.
@@ -180,10 +180,10 @@ def evaluate(
     adapter: a LoRA adapter for the model: a directory or a name on the hub.
     cartridge: a cartridge for the model: a directory, a .pt file or a name on the hub.
     grader: as in `steps`.
-    announce: receives a sentence where the numbers cannot be compared with the run's own evaluations.
+    announce: receives a message if the numbers cannot be compared with the run's own evaluations.
 
   Raises:
-    UserError: as `steps`.
+    UserError: as in `steps`.
   """
   accelerators.prepare()
   config = copy.deepcopy(config)
@@ -245,18 +245,18 @@ def export(
   dtype: Literal['float32', 'bfloat16', 'float16'] = 'float32',
   step: int | None = None,
 ) -> int:
-  """Write what a run has trained for other programs, as `python -m launch.export` does; return its step.
+  """Export what a run has trained for other programs, as `python -m launch.export` does; return the step exported.
 
   Args:
     workdir: directory of the run.
-    output: directory to make.
-    weights: the student's or the teacher's.
-    format: see `runs.export`; None: the first that the run has.
+    output: directory to create.
+    weights: whether to export the student's or the teacher's.
+    format: see `runs.export`; None: the first format that suits the run.
     dtype: the dtype of the stored tensors.
     step: which checkpoint; None: the newest.
 
   Raises:
-    UserError: as `runs.export`.
+    UserError: as in `runs.export`.
   """
   accelerators.prepare()
   return runs.export(workdir, output, weights, dtype, step, format)
@@ -267,17 +267,17 @@ def _messages(prompt: str | Messages) -> Messages:
 
 
 def _written(rows: Iterable[Row], workdir: epath.PathLike, name: str) -> str:
-  """Write rows into the directory of a run, and return where; the same rows have the same place."""
+  """Write rows into a run's directory and return the path, which is the same for the same rows."""
   lines = []
   for number, row in enumerate(rows):
     if not isinstance(row, Mapping):
       raise UserError(f'Row {number} is {short_repr(row)}: rows are mappings with a prompt, see docs/data.md.')
-    lines.append(json.dumps(jsonable(row), allow_nan=False) + '\n')  # In ASCII: texts may hold what is no UTF-8.
+    lines.append(json.dumps(jsonable(row), allow_nan=False) + '\n')  # In ASCII: texts may hold lone surrogates.
   if not lines:
     raise UserError('There are no rows: hand over at least one.')
   text = ''.join(lines)
   folder = epath.Path(workdir) / ROWS / hashlib.sha256(text.encode()).hexdigest()[:16]
-  path = folder / f'{name}.jsonl'  # Evaluations call the questions by its name.
+  path = folder / f'{name}.jsonl'  # Evaluations report the questions under this name.
   if not path.exists():
     make_directory(folder)
     write_atomically(path, text)
@@ -286,7 +286,7 @@ def _written(rows: Iterable[Row], workdir: epath.PathLike, name: str) -> str:
 
 @contextlib.contextmanager
 def _graded_by(config: Config, grader: Callable[..., Any] | None) -> Generator[None]:
-  """Register a grader while the block lasts, for the rows that name none."""
+  """Register a grader for the rows that name none, while the block runs."""
   if grader is None:
     yield
     return

@@ -1,6 +1,6 @@
-"""When this process last made progress, and in what: noted by whatever takes long, read by whoever watches over it.
+"""When this process last made progress, and in which phase: recorded by long-running code, read by watchdogs.
 
-There is one process and one record. A note costs a microsecond and may come from any thread.
+There is one record per process. Recording takes a microsecond and may happen in any thread.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ class Sign(NamedTuple):
   """A sign of life."""
 
   phase: str  # What the process was doing.
-  began: float  # When it began to do that, on the monotonic clock.
-  at: float  # When it last got on with it, on the same clock.
+  began: float  # When it began that phase, on the monotonic clock.
+  at: float  # When it last made progress, on the same clock.
 
 
 _last = Sign('start', time.monotonic(), time.monotonic())
 
 
 def begin(phase: str) -> None:
-  """Note that the process begins to do something else."""
+  """Record that the process begins another phase."""
   global _last
   now = time.monotonic()
   _last = Sign(phase, now, now)
 
 
 def progress() -> None:
-  """Note that it gets on with what it is doing: a part of it is done, such as a completion or a micro-batch."""
+  """Record progress in the current phase: a part of it, such as a completion or a micro-batch, is done."""
   global _last
   _last = _last._replace(at=time.monotonic())
 

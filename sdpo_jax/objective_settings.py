@@ -1,4 +1,4 @@
-"""What configuration and objective know alike of the objective's settings: their names, their ranges, their checks."""
+"""Names, ranges and checks of the objective's settings, shared by the configuration and the objective."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from typing import Any
 
 AGGREGATIONS = ('token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm')
 TOPK_METHODS = ('exact', 'approx')
-ALPHA = (0.0, 1.0)  # The ends between which alpha lies.
+ALPHA = (0.0, 1.0)  # Smallest and largest alpha.
 
 
 def known_number(value: Any) -> float | None:
-  """Return `value` as a float, or None if it is None or a number that is known only when the program runs.
+  """Return `value` as a float; None if it is None or known only when the program runs.
 
-  Scalars of Python, NumPy and JAX are known, of whatever real type; those that JAX is tracing are not.
+  Real scalars of Python, NumPy and JAX are known, except those that JAX is tracing.
   """
   if value is None:
     return None
   try:
     return float(value)
-  except TypeError:  # JAX's ConcretizationTypeError is one; JAX itself need not be imported to say so.
+  except TypeError:  # JAX's ConcretizationTypeError is a TypeError, so JAX need not be imported.
     return None
 
 
 def check_divergence(
   alpha: Any, distillation_topk: int | None, full_logit_distillation: bool, prefix: str = ''
 ) -> None:
-  """Check the settings of a divergence, so far as they are known when tracing.
+  """Check the settings of a divergence, as far as they are known at trace time.
 
   Args:
     alpha: interpolates between KL(teacher‖student) at 0 and KL(student‖teacher) at 1.
     distillation_topk: K, the number of the student's most likely tokens that are distilled; None: all.
     full_logit_distillation: false to distil the sampled token only.
-    prefix: what stands before a setting's name in the sentences, such as `actor.self_distillation.`.
+    prefix: prefix of the settings' names in error messages, such as `actor.self_distillation.`.
 
   Raises:
     ValueError: alpha outside [0, 1], a K that is not positive, or the sampled token with an alpha other than 1.

@@ -1,8 +1,8 @@
-"""The registry of compiled programs: what a run compiles, with the shapes that it calls each program with.
+"""The registry of the programs that a run compiles, each with the shapes that it is called with.
 
-A room that compiles something registers a source of programs (`register`). Everything that lowers, compiles or costs
-programs without running them, as the planner does, reads `registered_programs`; `compile_programs` compiles them in an
-order in which each finds the shardings of what it is handed.
+A package that compiles something registers a source of programs (`register`). Everything that lowers, compiles or costs
+programs without running them, such as the planner, reads `registered_programs`; `compile_programs` compiles them in an
+order in which the shardings of every program's arguments are known.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.types import Tree
 
 COMPILED = '/jax/core/compile/backend_compile_duration'  # What JAX reports when it compiles, or reads from its cache.
-FEEDBACK = 'feedback/'  # Begins the kinds of the sampler with which the student writes feedback.
-EVALUATION = 'evaluation/'  # Begins the labels and names of programs that only evaluation uses.
+FEEDBACK = 'feedback/'  # Prefix of the kinds of sampling programs with which the student writes feedback.
+EVALUATION = 'evaluation/'  # Prefix of the labels and names of programs that only evaluation uses.
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
   """A jitted function with the shapes, dtypes and shardings that a run calls it with."""
 
-  kind: str  # 'update', 'decode' …: programs of one kind differ in their sizes only.
+  kind: str  # 'update', 'decode' …: programs of one kind differ only in their sizes.
   function: Callable[..., Any]
   arguments: tuple[Any, ...]
   static: dict[str, Any] = dataclasses.field(default_factory=dict)
   # What each argument is, or each of its leaves: 'base', 'parameters', 'state', 'gradients', 'cache' (of a decode
   # loop), 'batch' …
   holds: tuple[str | tuple[str, ...], ...] = ()
-  # Argument → the program whose result it is, and which element of that (None: all): the shardings are those that the
-  # compiler chose there. Where that has None in the place of a leaf, the program did not make the leaf.
+  # Argument index → (the program whose result it is, which element of that result; None: all). The argument has the
+  # shardings that the compiler chose for the result; a leaf whose sharding is None was not made by that program.
   inherits: Mapping[int, tuple[str, int | None]] = dataclasses.field(default_factory=dict)
   buckets: tuple[int, ...] = ()  # Declared lengths: prompt, teacher prompt where there is one, completion.
   capacity: int | None = None  # Slots of the cache.
   rows: int | None = None  # Rows of the batch.
   evaluation: bool = False  # Only evaluation uses it.
-  # Of the compiler, with which `function` is jitted: a lowered program does not show them.
+  # Compiler options with which `function` is jitted: a lowered program does not show them.
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
   def label(self) -> str:
-    """The kind, marked where the program is evaluation's."""
+    """The kind, with a prefix if only evaluation uses the program."""
     return f'{EVALUATION if self.evaluation else ""}{self.kind}'
 
   @property
   def size(self) -> tuple[int, ...]:
-    """The order of programs with one label: total length, then slots of the cache, then rows."""
+    """Sort key of programs with one label: total length, then slots of the cache, then rows."""
     return sum(self.buckets), self.capacity or 0, self.rows or 0, *self.buckets
 
   def lower(self, shardings: Mapping[str, Any] | None = None) -> jax.stages.Lowered:
-    """Return the program, ready to compile.
+    """Return the lowered program, ready to compile.
 
     Args:
-      shardings: of the results of the programs from which this one inherits, by name; None: it is lowered for arguments
-        whose shardings are not known.
+      shardings: by name, the shardings of the results of the programs from which this one inherits; None: lower it for
+        arguments whose shardings are not known.
     """
     arguments = list(self.arguments)
     for index, (name, element) in self.inherits.items() if shardings is not None else ():
@@ -76,16 +76,16 @@ def _placed(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding | None) 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """What a source of programs is told of the run that would compile them."""
+  """The run that would compile the programs, as described to their sources."""
 
   config: Config
   policy: Policy
-  base: Tree  # Abstract arrays with shardings, as `trainable`.
+  base: Tree  # Abstract arrays with shardings, like `trainable`.
   trainable: Tree
   mesh: jax.sharding.Mesh
   stop_ids: int  # How many token ids end a completion.
-  teacher: Teacher  # Who reads the teacher's prompts; its base as abstract arrays.
-  held_out: int | None = None  # Questions of an evaluation; None: they are not known.
+  teacher: Teacher  # The model that reads the teacher's prompts, its base as abstract arrays.
+  held_out: int | None = None  # Number of evaluation questions; None: not known.
 
 
 Source = Callable[[Run], dict[str, Program]]
@@ -93,7 +93,7 @@ _SOURCES: dict[str, Source] = {}
 
 
 def register(source: Source) -> Source:
-  """Register a source of programs, in the place of one with the same qualified name; used as a decorator."""
+  """Register a source of programs, replacing one with the same qualified name; usable as a decorator."""
   _SOURCES[f'{source.__module__}.{source.__qualname__}'] = source
   return source
 
@@ -117,15 +117,14 @@ def registered_programs(run: Run) -> dict[str, Program]:
 def compile_programs(
   found: Mapping[str, Program], names: Iterable[str]
 ) -> Iterator[tuple[str, jax.stages.Compiled | jax.errors.JaxRuntimeError]]:
-  """Compile programs and, before each, those from which it inherits shardings.
+  """Compile programs, each after those from which it inherits shardings.
 
   Args:
-    found: from `registered_programs`.
-    names: which ones.
+    found: result of `registered_programs`.
+    names: names of the programs to compile.
 
   Yields:
-    (name, the compiled program or the error with which the compiler refused it); those in need of a refused one are
-    left out.
+    (name, the compiled program or the compiler's error); programs that inherit from a failed one are left out.
   """
   shardings: dict[str, Any] = {}
   refused: set[str] = set()
@@ -152,10 +151,10 @@ def compile_programs(
 
 @contextlib.contextmanager
 def noted_compilations() -> Iterator[Callable[[], list[str]]]:
-  """Note what is compiled, or read from the persistent cache, by any thread; small operations on arrays count, too.
+  """Record what any thread compiles or reads from the persistent cache, including small array operations.
 
   Yields:
-    a function that returns the names of what was compiled since it was last called.
+    a function that returns the names of the programs compiled since it was last called.
   """
   noted: collections.deque[str] = collections.deque()
 

@@ -1,4 +1,4 @@
-"""Numbers for people: a count with its noun, and tables, the first column to the left and the others to the right."""
+"""Text for people: counts with nouns, and tables whose first column is left-aligned and the others right-aligned."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ Rows = Sequence[Sequence[str]]
 
 
 def counted(count: int, noun: str) -> str:
-  """Return a number with its noun, which has an s behind any other than 1: '1,000 tokens'."""
+  """Return a count with its noun, which gets an s unless the count is 1: '1,000 tokens'."""
   return f'{count:,} {noun}' if count == 1 else f'{count:,} {noun}s'
 
 
 def aligned(header: Sequence[str], rows: Rows) -> str:
-  """Return a table whose columns stand between spaces, for a terminal."""
+  """Return a table for a terminal, its columns separated by spaces."""
   widths, [head, *body] = _columns(header, rows)
   rule = '  '.join('─' * width for width in widths)
   return '\n'.join(['  '.join(head), rule, *('  '.join(line) for line in body)])

@@ -36,7 +36,7 @@ class Example:
 
 @dataclasses.dataclass
 class Rollouts:
-  """N sampled completions, `n` consecutive rows a question."""
+  """N sampled completions, `n` consecutive rows per question."""
 
   group: np.ndarray  # [N] int32, index of the question in the generation batch.
   prompt_tokens: np.ndarray  # [N, P] int32, right-padded.
@@ -51,7 +51,7 @@ class Rollouts:
 
   @classmethod
   def of_completions(cls, group: np.ndarray, tokens: np.ndarray, mask: np.ndarray) -> Rollouts:
-    """Return completions [N, T] of which nothing else is known, as planning and measuring need them."""
+    """Return rollouts of completions [N, T] with placeholders in all other fields, for planning and measuring."""
     count, zeros = len(group), np.zeros(mask.shape, np.float32)
     return cls(
       group=group,
@@ -70,7 +70,7 @@ class Rollouts:
     return len(self.group)
 
   def take(self, rows: np.ndarray) -> Rollouts:
-    """Return the same rollouts restricted to (or reordered by) `rows` [M] int."""
+    """Return the rollouts restricted to (or reordered by) `rows` [M] int."""
 
     def take(values: list[Any] | np.ndarray) -> list[Any] | np.ndarray:
       return [values[int(row)] for row in rows] if isinstance(values, list) else values[rows]
@@ -80,7 +80,7 @@ class Rollouts:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """What a grader says of one completion: a score, or, as `Outcome.ungraded`, why it has none.
+  """A grader's result for one completion: a score, or, as `Outcome.ungraded`, the reason why there is none.
 
   An ungraded completion is treated as if it had not been sampled: it is in no mean, mask, denominator or demonstration.
   """
@@ -91,11 +91,11 @@ class Outcome:
     default_factory=dict
   )  # e.g. acc, pred (str, for maj@k), incorrect_format.
   reason: str | None = None  # Why there is no score, in words for people; no model ever reads it.
-  applicable: bool = True  # False: without a score because the grader is not meant for such questions.
-  # Of questions with several graders, or a weighted one: what each that applies gave, by its name, before its weight.
+  applicable: bool = True  # False: no score, because the grader is not meant for such questions.
+  # With several graders, or a weighted one: the reward of each that applies, by grader name, before weighting.
   rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  wanted: bool = True  # False: without a score because nobody asked for one; then nothing is missing.
-  # What a model that was asked for feedback wrote (`actor.self_distillation.feedback_model`), or why it wrote nothing.
+  wanted: bool = True  # False: no score, because none was requested; then nothing is missing.
+  # Feedback that a model wrote (`actor.self_distillation.feedback_model`), or why it wrote none.
   written: str | None = None
   unwritten: str | None = None
 
@@ -128,18 +128,18 @@ class TokenRows:
   segment_ids: jax.Array  # [B, S] int32, 0 = padding; tokens attend only within their segment and to its parent.
   target_index: (
     jax.Array
-  )  # [B, T] int32, index in the row of the state that predicts completion token t (0 where masked).
-  parents: jax.Array | None = None  # [B, S] int32, segment that stands before a token's own, 0: none; None: no parents.
-  members: jax.Array | None = None  # [B] int32, which adapter of a pool each row has, negative: none; None: no pool.
+  )  # [B, T] int32, position in the row whose hidden state predicts completion token t (0 where masked).
+  parents: jax.Array | None = None  # [B, S] int32, parent of the token's segment, 0: none; None: no segment has one.
+  members: jax.Array | None = None  # [B] int32, the pooled adapter that each row uses, negative: none; None: no pool.
 
 
 @flax.struct.dataclass
 class TeacherSignal:
-  """What the objective needs of a teacher, per completion token.
+  """What the objective needs from a teacher, per completion token.
 
-  An in-mesh teacher gives `hidden` and `unembedding`, and for the trust region those of the student in the teacher's
-  context with their mixing weight. An external teacher gives token ids with log-probs (the tail is what they leave
-  of 1).
+  An in-mesh teacher gives `hidden` and `unembedding`, and for the trust region also those of the student in the
+  teacher's context with their mixing weight. An external teacher gives token ids with log-probs (the tail bucket holds
+  the remaining probability).
   """
 
   hidden: jax.Array | None = None  # [B, T, D].
@@ -153,11 +153,10 @@ class TeacherSignal:
 
 @flax.struct.dataclass
 class RowNumbers:
-  """Numbers of the loss that each row has for itself, in place of the one that all rows share; None: the shared one.
+  """Per-row numbers of the loss, each replacing the number that all rows share; None: the shared number applies.
 
-  They are data: one compiled program serves rows, and requests, of different numbers. Where a row holds several
-    samples,
-  arrays may be [B, T], one number for each token. `objective.row_numbers.check` knows the values that are allowed.
+  They are data: one compiled program serves rows, and requests, with different numbers. Where a row holds several
+  samples, arrays may be [B, T], one number per token. `objective.row_numbers.check` checks the allowed values.
   """
 
   alpha: jax.Array | None = None  # [B] float, of the divergence.
@@ -167,8 +166,8 @@ class RowNumbers:
   clip_ratio_low: jax.Array | None = None  # [B] float.
   clip_ratio_high: jax.Array | None = None  # [B] float.
   clip_ratio_c: jax.Array | None = None  # [B] float; infinity: no dual clip.
-  topk: jax.Array | None = None  # [B] int32, how many entries of the support count, the first ones.
-  # [B] float, 1: a bucket holds what the support leaves; 0: that has no part in the divergence.
+  topk: jax.Array | None = None  # [B] int32, how many leading entries of the support count.
+  # [B] float, 1: a tail bucket holds the probability outside the support; 0: the divergence has no tail bucket.
   tail: jax.Array | None = None
 
 
@@ -177,10 +176,10 @@ class Batch:
   """Device arrays of one update (or of one micro-batch of it)."""
 
   student: TokenRows
-  teacher: TokenRows | None  # What an in-mesh teacher reads; None: there is none (GRPO, an external teacher).
+  teacher: TokenRows | None  # Input of an in-mesh teacher; None: there is none (GRPO, an external teacher).
   targets: jax.Array  # [B, T] int32, completion tokens (0 where masked).
   mask: jax.Array  # [B, T] float32, 1 on completion tokens.
-  # Weights of a token in the terms of the loss, masks × weights ÷ denominators; None: the term is not there.
+  # Weights of the tokens in the terms of the loss, mask × weight ÷ denominator; None: the loss lacks the term.
   distill_coef: jax.Array | None  # [B, T] float32, of the divergence.
   policy_coef: jax.Array | None  # [B, T] float32, of the policy gradient.
   entropy_coef: jax.Array | None  # [B, T] float32, of the entropy bonus.
@@ -188,19 +187,19 @@ class Batch:
     jax.Array | None
   )  # [B, T], of the policy before the update; None: the current ones, detached (on-policy).
   advantages: jax.Array | None  # [B, T] float32; None: no term reads them.
-  # [B, T] under the distribution that the targets were drawn from, to weigh tokens by; None: they are not weighed here.
+  # [B, T] under the distribution that the targets were drawn from, for weights of tokens; None: the loss applies none.
   sampling_log_probs: jax.Array | None = None
   kl_coef: jax.Array | None = (
-    None  # [B, T] float32, weight of the KL divergence from the initial policy, as those above.
+    None  # [B, T] float32, of the KL divergence from the initial policy; a weight like those above.
   )
   initial_log_probs: jax.Array | None = None  # [B, T] of the initial policy; None: no term reads them.
-  signal: TeacherSignal | None = None  # Of an external teacher: `token_ids` and `log_probs` [B, T, K].
-  numbers: RowNumbers | None = None  # Of the rows, in place of the run's; None: all rows have those.
+  signal: TeacherSignal | None = None  # From an external teacher: `token_ids` and `log_probs` [B, T, K].
+  numbers: RowNumbers | None = None  # Per-row numbers, replacing the run's; None: all rows use the run's.
 
 
 @flax.struct.dataclass
 class TrainState:
-  """All that an update changes, and all that a checkpoint must hold of the device."""
+  """The device state that an update changes and that a checkpoint must hold."""
 
   step: jax.Array  # [] int32, generation batches finished.
   optimizer_step: jax.Array  # [] int32, optimizer updates applied (skipped ones not counted).
