@@ -1,4 +1,4 @@
-"""What is minimised: pure array functions, from divergences on a support to the one loss.
+"""The training objective: pure array functions, from divergences over a support to the one loss.
 
-Nothing here knows of models, prompts or files. Masks, denominators, weights and advantages come in as data.
+Nothing here depends on models, prompts or files. Masks, denominators, weights and advantages are inputs.
 """

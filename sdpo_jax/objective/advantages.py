@@ -13,21 +13,21 @@ def grpo_advantages(
   epsilon: float = 1e-6,
   graded: chex.Array | None = None,
 ) -> chex.Array:
-  """Return scores relative to the mean of their group: scores [N] float, group ids [N] int -> [N], NumPy's or JAX's.
+  """Return scores relative to the mean of their group: scores [N] float, group ids [N] int -> [N], of NumPy or JAX.
 
-  With `norm_by_std` also divided by the group's sample standard deviation (n − 1) plus `epsilon` (GRPO); without, it
-  is Dr. GRPO. A group of one keeps its score (mean 0, deviation 1). Source: core_algos.py:265-332.
+  With `norm_by_std`, they are also divided by the group's sample standard deviation (n − 1) plus `epsilon` (GRPO);
+  without, this is Dr. GRPO. A group of one keeps its score (mean 0, deviation 1). Source: core_algos.py:265-332.
 
-  Equal scores have advantage exactly 0: what rounding leaves of them would be divided by a deviation as small. NumPy's
-  arrays are computed in float64, JAX's in their own type; the result has the type of `scores`.
+  Equal scores have advantage exactly 0; otherwise their rounding errors would be divided by a deviation as small. NumPy
+  arrays are computed in float64, JAX arrays in their own dtype; the result has the dtype of `scores`.
 
   Args:
-    scores: [N]; whatever stands where `graded` is false is not read.
+    scores: [N]; entries where `graded` is false are ignored.
     group: [N].
     norm_by_std: as above.
     epsilon: as above.
-    graded: [N] bool, samples that have a score; None: all. The others have advantage 0 and count in no mean; where that
-      leaves fewer than two of a group of several, there is nothing to compare and the advantage is 0.
+    graded: [N] bool, samples that have a score; None: all. The others have advantage 0 and count in no mean. A group
+      of several samples with fewer than two graded ones has nothing to compare: its advantages are 0.
   """
   chex.assert_rank([scores, group], 1)
   chex.assert_equal_shape([scores, group])
@@ -48,7 +48,7 @@ def grpo_advantages(
   lowest = xp.where(compared, values[None, :], infinity).min(1)
   highest = xp.where(compared, values[None, :], -infinity).max(1)
 
-  # Relative to the lowest score of the group first: a common offset costs no digits, and equal scores give zeros.
+  # First subtract the group's lowest score: a common offset then costs no digits, and equal scores give zeros.
   def mean(of_pair: chex.Array) -> chex.Array:
     return xp.where(compared, of_pair, xp.zeros_like(of_pair)).sum(1) / at_least_one
 

@@ -1,4 +1,4 @@
-"""How token losses become one number: as coefficients, so that any split of a batch gives the same gradient."""
+"""Aggregation of token losses by coefficients, so that any split of a batch gives the same gradient."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def loss_coefficients(
   Where the reference divides 0 by 0 (a group that is all masked, in the seq-mean modes), the coefficients are 0.
 
   Args:
-    mask: [N, T], NumPy's or JAX's, response mask × self-distillation mask; float32 and float64 keep their type, others
+    mask: [N, T], of NumPy or JAX, response mask × self-distillation mask; float32 and float64 keep their dtype, others
       give float32.
     mode: one of `sdpo_jax.objective_settings.AGGREGATIONS`.
     group_size: sequences that share a denominator; must divide N.
-    scale: divisor of seq-mean-token-sum-norm; None: T, as the reference.
+    scale: divisor of seq-mean-token-sum-norm; None: T, as in the reference.
     num_tokens: denominator of token-mean in place of the group's own count.
     num_sequences: denominator of the seq-mean modes in place of the group's own count.
-    counted: [N] bool, sequences that are there at all; None: all. A group without any is not averaged over. The `mask`
-      of the others must be 0.
+    counted: [N] bool, sequences that count at all; None: all. Groups without any are left out of the average. The
+      `mask` of sequences that do not count must be 0.
 
   Raises:
     ValueError: unknown mode, or a group size that does not divide N.
@@ -59,7 +59,7 @@ def loss_coefficients(
   groups = sequences // group_size
 
   def count_in_group(per_sequence):
-    """Sum [N] over each group: [N, 1], at least 1."""
+    """Return the sum over each sequence's group, at least 1: [N] -> [N, 1]."""
     count = xp.repeat(per_sequence.reshape(groups, group_size).sum(1), group_size)[:, None]
     return xp.maximum(count, xp.ones_like(count))
 

@@ -21,16 +21,16 @@ def over_active_tokens(
   body: Callable[[Tree, Tree, jax.Array], tuple[Tree, Tree]],
   lockstep_axes: Sequence[str] = (),
 ) -> tuple[Tree, Tree]:
-  """Run `body` on chunks of the tokens whose mask is not 0; masked ones cost nothing and keep `outputs` as they are.
+  """Run `body` on chunks of the tokens whose mask is not 0; other tokens cost nothing and keep their `outputs`.
 
-  The number of chunks is decided by the data: ceil(number of active tokens / chunk).
+  The number of chunks depends on the data: ceil(number of active tokens / chunk).
 
   Args:
     mask: [N].
     chunk_size: C, tokens of a chunk (at most N).
     operands: arrays [N, …].
     outputs: arrays [N, …], overwritten at active tokens.
-    carry: what `body` accumulates.
+    carry: values that `body` accumulates.
     body: (carry, chunk of operands [C, …], valid [C] bool) -> (carry, chunk of outputs [C, …]).
     lockstep_axes: mesh axes over which all devices run as many chunks as the one with the most, because `body`
       exchanges data over them.
@@ -59,6 +59,6 @@ def over_active_tokens(
   chunks = (count + chunk - 1) // chunk
   if lockstep_axes:
     chunks = lax.pmax(chunks, tuple(lockstep_axes))
-  # The name tells the planner, which reads the compiled program, how often the loop runs if every token counts.
+  # The planner reads this name in the compiled program: how often the loop runs if every token is active.
   with jax.named_scope(f'at_most_{-(-tokens // chunk)}'):
     return lax.fori_loop(0, chunks, step, (carry, outputs))

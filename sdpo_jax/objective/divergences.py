@@ -1,4 +1,4 @@
-"""Divergences between two distributions over the same support, and what makes a support of a top-K.
+"""Divergences between two distributions over the same support, and the distributions that a top K is turned into.
 
 Letters: K entries of the support. All log-probabilities are natural logarithms.
 """
@@ -26,9 +26,7 @@ def _assert_log_probs(log_probs: jax.Array) -> None:
 
 
 def _assert_pair(student: jax.Array, teacher: jax.Array, alpha: float | jax.Array) -> None:
-  """Check that two arrays [..., K] of log-probabilities stand for the same entries, and that alpha is [] or [...,
-  1].
-  """
+  """Check that two arrays of log-probs have the same shape [..., K], and that alpha is [] or [..., 1]."""
   chex.assert_equal_shape([student, teacher])
   chex.assert_type([student, teacher], float)
   if jnp.ndim(alpha):
@@ -36,7 +34,7 @@ def _assert_pair(student: jax.Array, teacher: jax.Array, alpha: float | jax.Arra
 
 
 def log_floor(dtype: jnp.dtype) -> float:
-  """Return the logarithm of the smallest normal number: what an exact −inf log-probability counts as."""
+  """Return the log of the smallest normal number, which replaces log-probabilities of exactly −inf."""
   return math.log(float(jnp.finfo(dtype).tiny))
 
 
@@ -47,9 +45,9 @@ def floored(log_probs: jax.Array) -> jax.Array:
 
 
 def with_tail(log_probs: jax.Array) -> jax.Array:
-  """Append the log-mass that the support leaves to the rest of the vocabulary: [..., K] -> [..., K + 1].
+  """Append a tail bucket, the log-mass of the vocabulary outside the support: [..., K] -> [..., K + 1].
 
-  The mass of the support is taken as at most exp(−1e-7), so the tail holds at least 1e-7 and has no gradient there.
+  The support's mass is capped at exp(−1e-7), so the tail holds at least 1e-7 and has no gradient where it is capped.
   Source: lasgroup/SDPO 0e6d510, core_algos.py:1124-1131.
   """
   _assert_log_probs(log_probs)
@@ -66,7 +64,7 @@ def renormalised(log_probs: jax.Array) -> jax.Array:
 def log_mixture(student_log_probs: jax.Array, teacher_log_probs: jax.Array, alpha: float | jax.Array) -> jax.Array:
   """Return log((1 − α)·exp(s) + α·exp(t)) elementwise, for 0 < α < 1: [..., K] and an alpha [] or [..., 1].
 
-  Where s and t are equal it is exactly that, so that the divergence of equal distributions is exactly 0.
+  Where s and t are equal the result is exactly s, so that the divergence of equal distributions is exactly 0.
   """
   _assert_pair(student_log_probs, teacher_log_probs, alpha)
   alpha = jnp.asarray(alpha, student_log_probs.dtype)
@@ -75,14 +73,14 @@ def log_mixture(student_log_probs: jax.Array, teacher_log_probs: jax.Array, alph
 
 
 def _known(alpha: float | jax.Array) -> float | None:
-  """Return alpha where it is one number that is known when tracing; those of an array are data."""
+  """Return alpha if it is a scalar known at trace time; None if it is traced or an array."""
   return None if jnp.ndim(alpha) else known_number(alpha)
 
 
 def exact_endpoint(alpha: float | jax.Array, dtype: jnp.dtype) -> float | None:
-  """Return 0.0 or 1.0 where `alpha` is known, when tracing, to be exactly that as a number of `dtype`, else None.
+  """Return 0.0 or 1.0 if `alpha`, rounded to `dtype`, is known at trace time to be exactly that, else None.
 
-  Numbers too small to be normal count as 0: devices round them to that, or not.
+  Subnormal numbers count as 0: some devices flush them to 0.
   """
   known = _known(alpha)
   if known is None:
@@ -99,7 +97,7 @@ def _by_alpha(
   between: Callable[[jax.Array], jax.Array],
   dtype: jnp.dtype,
 ) -> jax.Array:
-  """Return the value [...] that holds for `alpha`, chosen when tracing where it is known then, else when it runs.
+  """Return the value [...] for `alpha`, selected at trace time if alpha is known then, else at run time.
 
   Args:
     alpha: [] or [..., 1], rounded to `dtype` before it is compared with the ends.
@@ -115,7 +113,7 @@ def _by_alpha(
   if known is not None:
     return between(alpha)
   is_zero, is_one = jnp.abs(alpha) < jnp.finfo(dtype).tiny, alpha == 1.0
-  # What is not chosen has to be finite too, or its gradient of 0 becomes NaN.
+  # The values that are not selected must be finite too, or their zero gradients become NaN.
   inner = between(jnp.where(is_zero | is_one, 0.5, alpha))
   return jnp.where(is_zero, at_zero(), jnp.where(is_one, at_one(), inner))
 
@@ -141,7 +139,7 @@ def divergence_terms(student: jax.Array, teacher: jax.Array, alpha: float | jax.
 def divergence_slopes(student: jax.Array, teacher: jax.Array, alpha: float | jax.Array) -> jax.Array:
   """Return the derivative of each summand by its student log-probability, in closed form: [..., K] -> [..., K].
 
-  For 0 < α < 1 it is (1 − α)·exp(s)·(s − m): what comes through the mixture m cancels. Zero where the student's
+  For 0 < α < 1 it is (1 − α)·exp(s)·(s − m): the terms through the mixture m cancel. It is 0 where the student's
   log-probability is −inf.
   """
   _assert_pair(student, teacher, alpha)
@@ -175,9 +173,10 @@ def divergence(student_log_probs: jax.Array, teacher_log_probs: jax.Array, alpha
 
   α is one number, or [...] one for each pair of distributions. α exactly 0: KL(teacher‖student). α exactly 1:
   KL(student‖teacher) (paper Eq. 1). Between: (1 − α)·KL(student‖m) + α·KL(teacher‖m) with m = (1 − α)·student +
-  α·teacher, which tends to 0, not to the KLs, at both ends. An α that is data, such as a traced one, is at an end where
-  its value is; all are rounded to the type of the log-probabilities first. The teacher and α receive no gradient. An
-  exact −inf counts as the logarithm of the smallest normal number (the reference gives NaN), so the result is finite.
+  α·teacher, which tends to 0, not to the KLs, at both ends. α is first rounded to the dtype of the log-probabilities;
+  a traced α, or one in an array, is compared with the ends at run time. The teacher and α receive no gradient. A
+  log-probability of exactly −inf counts as the log of the smallest normal number (the reference gives NaN), so the
+  result is finite.
   Source: core_algos.py:1133-1152.
   """
   _assert_log_probs(student_log_probs)

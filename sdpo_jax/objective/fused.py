@@ -1,9 +1,9 @@
 """The loss from hidden states, its gradient computed in the forward pass: logits exist for one chunk of tokens only.
 
-A chunk passes four stages: the support over which the divergence is, the student's view of each token, the teacher's,
-and the gradient. What a token's terms are made of belongs to the device that owns it; what touches the vocabulary is
-computed for all tokens of the group of devices that share it. N tokens, of which a chunk has C of a group and c of a
-device; K entries of a support, R entries of the vocabulary on this device, D model width.
+A chunk passes four stages: the support of the divergence, the student's view of each token, the teacher's view, and the
+gradient. A token's terms are computed on the device that owns the token; work on the vocabulary is done for all tokens
+of the group of devices that share it. Letters: N tokens; C tokens of a chunk in a group, c of them owned by this
+device; K entries of a support; R entries of the vocabulary on this device; D model width.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from sdpo_jax.objective.vocabulary import OfBlock, VocabScan
 
 @dataclasses.dataclass(frozen=True)
 class FusedSettings:
-  """What of the loss is fixed when it is compiled."""
+  """Settings of the loss that are fixed at compile time."""
 
   terms: TermSettings
   topk: int | None  # K of the student's top K.
@@ -51,16 +51,16 @@ class FusedSettings:
 
 @flax.struct.dataclass
 class SharedInputs:
-  """What all tokens share: numbers [] and the teacher's matrices."""
+  """Inputs shared by all tokens: scalars [] and the teacher's matrices."""
 
-  scalars: TermScalars  # Of tokens that have none of their own.
+  scalars: TermScalars  # For tokens without numbers of their own.
   teacher_unembedding: jax.Array | None = None  # [R, D] of an in-mesh teacher.
   mix_unembedding: jax.Array | None = None  # [R, D] of the trust region's student.
   mix_rate: jax.Array | None = None  # [] the trust region's weight of the student.
 
 
 class Wanted(NamedTuple):
-  """Which gradients are wanted."""
+  """Which gradients to compute."""
 
   hidden: bool
   unembedding: bool
@@ -69,14 +69,14 @@ class Wanted(NamedTuple):
 def fused_loss(
   settings: FusedSettings, hidden: jax.Array, unembedding: jax.Array, tokens: TokenInputs, shared: SharedInputs
 ) -> tuple[jax.Array, Auxiliary]:
-  """Return the loss [] and what is known of each token, differentiable by hidden states and unembedding.
+  """Return the loss [], differentiable by hidden states and unembedding, and its auxiliary results.
 
   Args:
-    settings: the fixed part.
+    settings: compile-time settings.
     hidden: [N, D].
     unembedding: [R, D].
     tokens: arrays [N, …].
-    shared: numbers, and the teacher's matrices.
+    shared: scalars, and the teacher's matrices.
   """
   chex.assert_rank([hidden, unembedding], 2)
   chex.assert_type([hidden, unembedding], float)
@@ -109,7 +109,7 @@ _fused_loss.defvjp(_fused_loss_fwd, _fused_loss_bwd, symbolic_zeros=True)
 
 
 def _evaluate(settings: FusedSettings, wanted: Wanted, hidden, unembedding, tokens, shared):
-  """Return the loss, the auxiliary results and the gradients by (hidden, unembedding), None where not wanted."""
+  """Return the loss, the auxiliary results and the gradients by (hidden, unembedding), None if not wanted."""
   evaluate = functools.partial(_evaluate_here, settings, wanted)
   if settings.layout is None:
     result = evaluate(hidden, unembedding, tokens, shared)
@@ -122,13 +122,13 @@ def _evaluate(settings: FusedSettings, wanted: Wanted, hidden, unembedding, toke
 
 
 def _evaluate_here(settings: FusedSettings, wanted: Wanted, hidden, unembedding, tokens, shared) -> DeviceResult:
-  """Return a device's own sums, (per-token results, gradient by its hidden states [n, D]) and `by_unembedding`."""
+  """Return this device's sums, (per-token results, gradient by its hidden states [n, D]) and `by_unembedding`."""
   dtype = vocabulary.logits_dtype(hidden)
   shared = shared.replace(scalars=shared.scalars.of_type(dtype))
   evaluate_chunk = functools.partial(_evaluate_chunk, settings, wanted, unembedding, shared)
   accumulator = jnp.zeros(unembedding.shape, dtype) if wanted.unembedding else None
 
-  # The names of what a chunk returns.
+  # The names of a chunk's results.
   size = min(settings.chunk_size, hidden.shape[0])
   operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), (hidden, tokens))
   outline = jax.eval_shape(evaluate_chunk, accumulator, *operands, jax.ShapeDtypeStruct((size,), bool))
@@ -161,7 +161,7 @@ def _evaluate_here(settings: FusedSettings, wanted: Wanted, hidden, unembedding,
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
-  """What the stages of a chunk share."""
+  """The inputs shared by the stages of a chunk."""
 
   settings: FusedSettings
   wanted: Wanted
@@ -169,7 +169,7 @@ class _Chunk:
   shared: SharedInputs
   hidden: jax.Array  # [C, D] of the group's tokens, 0 where a token is not valid.
   tokens: TokenInputs  # [c, …], own.
-  valid: jax.Array  # [c] bool, own tokens that are not there to fill the chunk.
+  valid: jax.Array  # [c] bool, false for tokens that only fill up the chunk.
 
   @property
   def shard(self) -> VocabShard:
@@ -189,26 +189,26 @@ class _Chunk:
 
   @property
   def scalars(self) -> TermScalars:
-    """Numbers [], or [c] of own tokens."""
+    """Scalars [], or [c] for own tokens."""
     return self.shared.scalars.with_own(self.tokens.numbers)
 
   def _of_group(self, number: jax.Array | float) -> jax.Array | float:
-    """Return a number as it is, or numbers [c] of own tokens as [C, 1] of the group's."""
+    """Return a scalar unchanged, and numbers [c] of own tokens as [C, 1] of the group's tokens."""
     return self.shard.gather(number)[:, None] if jnp.ndim(number) else number
 
   @property
   def alpha(self) -> jax.Array | float:
-    """A number, or [C, 1] of the group's tokens."""
+    """Alpha, a scalar or [C, 1] for the group's tokens."""
     return self._of_group(alpha_of(self.settings.terms, self.scalars))
 
   @property
   def temperature(self) -> jax.Array:
-    """[], or [C, 1] of the group's tokens."""
+    """Temperature [], or [C, 1] for the group's tokens."""
     return self._of_group(self.scalars.temperature)
 
   @property
   def own_topk(self) -> jax.Array | None:
-    """[c] how many of the student's top K count for own tokens; None: all."""
+    """[c] how many entries of the student's top K count, per own token; None: all."""
     return None if self.tokens.numbers is None else self.tokens.numbers.topk
 
   @property
@@ -232,23 +232,21 @@ class _Chunk:
 
   @property
   def given_support(self) -> jax.Array | None:
-    """[c, K] ids over which the divergence is, where the caller gives them; negative = none."""
+    """[c, K] ids of the divergence's support if the caller gives them, negative = none; None otherwise."""
     if self.has_external_teacher and self.kind != 'sampled':
       return self.tokens.token_ids
     return self.tokens.support if self.has_teacher and self.kind == 'topk' else None
 
   @property
   def told(self) -> jax.Array:
-    """[c] bool, own tokens of which an external teacher says something: it names a token, and numbers where it
-    counts.
-    """
+    """[c] bool, own tokens for which an external teacher names a token; false for NaN log-probs of weight 0."""
     named = self.tokens.token_ids >= 0
     broken = (named & jnp.isnan(self.tokens.teacher_log_probs)).any(-1) & (self.tokens.distill_coef == 0)
     return self.valid & named.any(-1) & ~broken
 
   @property
   def keep_logits(self) -> bool:
-    """Whether the student's logits are kept: where the gradient needs them again, or is cheaper with them."""
+    """Whether to keep the student's logits: the gradient needs them again, or is cheaper with them."""
     if self.over_vocabulary:
       return True
     one_block = vocabulary.blocks(self.entries, self.settings.vocab_block)[0] == 1
@@ -257,7 +255,7 @@ class _Chunk:
 
 
 def _states_of_group(shard: VocabShard, hidden: jax.Array, valid: jax.Array) -> jax.Array:
-  """Return the group's states [C, D] from own ones [c, D], 0 where a token is not valid."""
+  """Return the group's hidden states [C, D] from each device's own [c, D], 0 where a token is not valid."""
   return shard.gather(jnp.where(valid[:, None], hidden, 0))
 
 
@@ -281,17 +279,17 @@ def _evaluate_chunk(
   """Return the loss of a chunk, its per-token results and its gradients.
 
   Args:
-    settings: the fixed part.
+    settings: compile-time settings.
     wanted: which gradients to compute.
     unembedding: [R, D].
-    shared: numbers of the logits' type, and the teacher's matrices.
+    shared: scalars in the logits' dtype, and the teacher's matrices.
     accumulator: [R, D] to which the gradient by the unembedding is added; None if it is not wanted.
     hidden: [c, D] of own tokens.
     tokens: arrays [c, …].
     valid: [c] bool.
   """
   hidden = _states_of_group(settings.shard, hidden, valid)
-  # 1 is among the values of every number, whatever stands at tokens that do not count.
+  # Invalid tokens may hold anything; 1 is an allowed value of every number.
   tokens = tokens.replace(numbers=jax.tree.map(lambda own: jnp.where(valid, own, 1), tokens.numbers))
   chunk = _Chunk(settings, wanted, unembedding, shared, hidden, tokens, valid)
   student = _scan_student(chunk)
@@ -317,18 +315,18 @@ def _evaluate_chunk(
 
 
 class _Student(NamedTuple):
-  """What the scan of the student's logits gives."""
+  """Results of the scan of the student's logits."""
 
   scan: VocabScan  # Of the group's tokens.
   log_normaliser: jax.Array  # [C] of the group's tokens.
   entropy: jax.Array  # [C] of the group's tokens.
-  ids: jax.Array  # [C, K + 1] int32 of the group's tokens: the support, where there is one, and the target.
-  target_log_prob: jax.Array  # [c] of own tokens; −inf where the logit is.
+  ids: jax.Array  # [C, K + 1] int32 of the group's tokens: the support, if any, and the target.
+  target_log_prob: jax.Array  # [c] of own tokens; −inf where the logit is −inf.
   view: StudentView  # Of own tokens, without the divergence over the vocabulary.
 
 
 def _scan_student(chunk: _Chunk) -> _Student:
-  """Scan the student's logits, and choose the support where it is the student's top K."""
+  """Scan the student's logits; choose the support if it is the student's top K."""
   settings, shard = chunk.settings, chunk.shard
   support, ids = chunk.given_support, chunk.tokens.targets[:, None]
   if support is not None:
@@ -383,7 +381,7 @@ def lerp(a: jax.Array, b: jax.Array, rate: jax.Array) -> jax.Array:
 
 
 def _teacher_logits_of_blocks(chunk: _Chunk) -> OfBlock:
-  """Return the function from a block of entries to the teacher's logits [C, W] at the temperature."""
+  """Return a function from a block of entries to the teacher's logits [C, W], divided by the temperature."""
   shared, dtype, temperature = chunk.shared, chunk.dtype, chunk.temperature
   hidden, mix_hidden = _states_of_group(chunk.shard, chunk.tokens.teacher_hidden, chunk.valid), None
   if chunk.tokens.mix_hidden is not None:
@@ -408,7 +406,7 @@ def _scan_teacher(chunk: _Chunk, ids: jax.Array) -> tuple[TeacherView, jax.Array
     ids: [C, K + 1] int32, as in `_Student`.
 
   Returns:
-    what the teacher says of own tokens, and its log-probs [C, R] where the divergence is over the vocabulary.
+    the teacher's view of own tokens, and its log-probs [C, R] if the divergence is over the vocabulary.
   """
   shard = chunk.shard
   scan = vocabulary.scan_vocabulary(
@@ -428,7 +426,7 @@ def _scan_teacher(chunk: _Chunk, ids: jax.Array) -> tuple[TeacherView, jax.Array
     entropy=shard.own(scan.statistics.entropy), log_prob=divergences.floored(logits[:, -1] - own_normaliser)
   )
   if ids.shape[1] > 1:
-    # Up to rounding: compilers may compute the two in different ways.
+    # With a tolerance: compilers may round the maximum and the gathered logits differently.
     threshold = maximum - 1e-5 * (1.0 + jnp.abs(maximum))
     on_support = logits[:, :-1]
     if chunk.own_topk is not None or chunk.given_support is not None:
@@ -442,15 +440,15 @@ def _scan_teacher(chunk: _Chunk, ids: jax.Array) -> tuple[TeacherView, jax.Array
 
 
 def _where_told(chunk: _Chunk, support_log_probs: jax.Array) -> jax.Array:
-  """Return log-probs [c, K] with a constant at tokens that an external teacher says nothing of.
+  """Return log-probs [c, K], replaced by a constant at tokens where an external teacher gives none.
 
-  Student and teacher agree there: the divergence is 0, and no gradient flows.
+  There student and teacher agree: the divergence is 0, and no gradient flows.
   """
   return jnp.where(chunk.told[:, None], support_log_probs, -math.log(support_log_probs.shape[1] + 1))
 
 
 def _external_teacher(chunk: _Chunk) -> TeacherView:
-  """Return what an external teacher says of own tokens."""
+  """Return an external teacher's view of own tokens."""
   tokens, dtype = chunk.tokens, chunk.dtype
   known = jnp.where(tokens.token_ids < 0, -jnp.inf, tokens.teacher_log_probs.astype(dtype))
   known = _where_told(chunk, known)
@@ -475,7 +473,7 @@ def _external_teacher(chunk: _Chunk) -> TeacherView:
 
 
 def _pair_of_blocks(student: _Student, teacher_log_probs: jax.Array):
-  """Return the function from a block of entries to the log-probs [C, W] of student and teacher."""
+  """Return a function from a block of entries to the log-probs [C, W] of student and teacher."""
 
   def log_probs_of(start: jax.Array | int, size: int) -> tuple[jax.Array, jax.Array]:
     student_logits = lax.dynamic_slice_in_dim(student.scan.logits, start, size, axis=1)
@@ -488,7 +486,7 @@ def _pair_of_blocks(student: _Student, teacher_log_probs: jax.Array):
 
 
 def _divergence_over_vocabulary(chunk: _Chunk, log_probs_of) -> tuple[jax.Array, jax.Array]:
-  """Return the divergence [c] of own tokens, and the sum of its slopes over the entries here [C]."""
+  """Return the divergence [c] of own tokens, and the sum [C] of its slopes over this device's entries."""
 
   def add(carry, index, start, size, fresh):
     pair = log_probs_of(start, size)
@@ -521,8 +519,8 @@ def _gradients(
     chunk: the chunk.
     student: scan and ids.
     slopes: derivatives of the loss by the student's view of own tokens.
-    log_probs_of: log-probs of student and teacher by blocks, where the divergence is over the vocabulary.
-    slope_sum: [C] as `_divergence_over_vocabulary`.
+    log_probs_of: log-probs of student and teacher by blocks, if the divergence is over the vocabulary; else None.
+    slope_sum: [C] from `_divergence_over_vocabulary`, if the divergence is over the vocabulary; else None.
     accumulator: [R, D]; None if the gradient by the unembedding is not wanted.
   """
   shard, scan = chunk.shard, student.scan

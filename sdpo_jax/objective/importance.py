@@ -12,7 +12,7 @@ LOG_RATIO_BOUND = 20.0  # Log-ratios are clipped to ±20 before the exponential 
 def importance_ratio(log_probs: jax.Array, old_log_probs: jax.Array) -> jax.Array:
   """Return exp(log π − log π_old) of the sampled token, without gradient: arrays [...] -> [...].
 
-  The log-ratio is first clipped to ±20. The upper clip of the ratio, `is_clip`, is `terms.clipped_ratio`'s.
+  The log-ratio is first clipped to ±20. `terms.clipped_ratio` applies the upper clip `is_clip`.
   Source: core_algos.py:1160-1172.
   """
   chex.assert_equal_shape([log_probs, old_log_probs])
@@ -38,9 +38,9 @@ def rollout_is_weights(
   batch_normalize: bool = False,
   level: str | None = 'token',
 ) -> tuple[chex.Array | None, dict[str, chex.Array]]:
-  """Return weights for the difference between the sampler's and the trainer's distribution.
+  """Return importance weights that correct for the difference between the sampler's and the trainer's distribution.
 
-  They are computed once per generation batch, by NumPy or JAX, whichever the arguments are of.
+  They are computed once per generation batch, with NumPy or JAX depending on the arguments.
 
   w = min(exp(clip(old − rollout, ±20))·mask, threshold), with the log-ratio of the token or (level 'sequence') summed
   over the sequence.
@@ -57,7 +57,7 @@ def rollout_is_weights(
     weights [N, T] (0 where masked; None with level None) and `rollout_corr/*` scalars, the reference's names.
 
   Raises:
-    ValueError: another level.
+    ValueError: unknown level.
 
   Source: rollout_corr_helper.py:530-566, 779, 943-997.
   """
@@ -95,13 +95,13 @@ def mismatch(trainer: np.ndarray, sampler: np.ndarray, mask: np.ndarray) -> dict
   """Return how far the trainer's log-probs of sampled tokens are from the sampler's: two programs, one policy.
 
   Args:
-    trainer: [N, T] nats; NaN where it was not asked.
+    trainer: [N, T] nats; NaN where it computed none.
     sampler: [N, T] nats, under the distribution that the tokens were drawn from.
     mask: [N, T], nonzero on completion tokens.
 
   Returns:
     `rollout_corr/log_prob_difference_mean` and `_max` (absolute, nats) and `rollout_corr/log_prob_correlation`
-    (Pearson; not there where one side is constant, as when sampling is greedy). Empty if no token was asked for.
+    (Pearson; missing if one side is constant, as in greedy sampling). Empty if the trainer computed none.
   """
   chex.assert_rank([trainer, sampler, mask], 2)
   chex.assert_equal_shape([trainer, sampler, mask])
@@ -153,7 +153,7 @@ def _weight_metrics(
   infinite = xp.full_like(weights, xp.inf)
 
   def share(condition):
-    """Fraction of the [N] sequences, or of the [N, T] tokens of the mask, that meet a condition."""
+    """Return the fraction of the [N] sequences, or of the [N, T] tokens in the mask, that meet a condition."""
     condition = condition.astype(weights.dtype)
     return condition.mean() if condition.ndim == 1 else _mean(condition, mask)
 

@@ -1,6 +1,6 @@
-"""`jsd_pg`, a policy gradient towards a teacher's mixture with the student, as arrays for the one loss.
+"""`jsd_pg`, a policy gradient towards a mixture of teacher and student, as input arrays of the one loss.
 
-With the student π, a teacher q and the student π_old that sampled the text, per completion token t:
+With the student π, a teacher q and the policy π_old that sampled the text, per completion token t:
 
 - the advantage A = −(log π − log M) of the sampled token, M = α·π + (1 − α)·q, 0 < α < 1, computed once, before the
   first step, and without gradient;
@@ -9,7 +9,7 @@ With the student π, a teacher q and the student π_old that sampled the text, p
 - jsd_weight times Σ_{v∈S} α·π·(log π − log M) + (1 − α)·q·(log q − log M) over the teacher's top K, neither with a tail
   nor renormalised: the divergence with the mirrored alpha 1 − α.
 
-Both are means over the tokens. B rows, T completion tokens, K tokens of which a teacher gives log-probs.
+Both terms are means over the tokens. B rows, T completion tokens, K tokens for which a teacher gives log-probs.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.types import Batch, RowNumbers, TeacherSignal
 
 FORMS = ('mixture', 'design')
-LITE = 5  # Tokens that a teacher names, up to which the regulariser is left out.
+LITE = 5  # The regulariser is left out for teachers that name at most so many tokens.
 SUPPORTS = ('teacher', 'union')
 
 
 @dataclasses.dataclass(frozen=True)
 class JsdPg:
-  """The numbers of one request.
+  """The settings of one request.
 
   Raises:
-    UserError: one that is not allowed.
+    UserError: a setting is not allowed.
   """
 
   alpha: float = 0.5  # The student's share of the mixture: 1 − α of `ObjectiveConfig.alpha`, never the same field.
@@ -44,7 +44,7 @@ class JsdPg:
   floor: float = -20.0  # log q of a sampled token that the teacher does not name.
   # 'design': A = (1 − 2α)·(log π − log q), the published form for α other than ½; at ½ it is 0 everywhere.
   form: Literal['mixture', 'design'] = 'mixture'
-  # 'union': the regulariser is over the student's top K too, and what is left of both is spread over the other tokens.
+  # 'union': the regulariser also covers the student's top K; the remaining probability is spread over the other tokens.
   support: Literal['teacher', 'union'] = 'teacher'
 
   def __post_init__(self):
@@ -67,7 +67,7 @@ class JsdPg:
       raise UserError(f'floor is a log-probability and must be negative, not {self.floor}.')
 
   def numbers(self, rows: int) -> RowNumbers:
-    """Return what the loss needs to know of so many rows of this request: [B] float32 each."""
+    """Return these settings as the loss reads them, for `rows` rows of this request: [B] each, at least float32."""
 
     def each(value: float) -> jax.Array:
       return jnp.full((rows,), value, jnp.promote_types(jnp.result_type(float), jnp.float32))
@@ -83,7 +83,7 @@ class JsdPg:
 
 
 def for_teacher(settings: JsdPg, named: int) -> JsdPg:
-  """Return the settings for a teacher who names so many tokens: without the regulariser for one who names a handful."""
+  """Return the settings for a teacher that names `named` tokens: without the regulariser if at most `LITE`."""
   return dataclasses.replace(settings, jsd_weight=0.0) if named <= LITE else settings
 
 
@@ -116,12 +116,12 @@ def advantages(
 
 
 def known_log_probs(signal: TeacherSignal, targets: jax.Array, floor: float) -> tuple[jax.Array, jax.Array]:
-  """Return a teacher's log-probs of the sampled tokens [B, T], and where it does not name them [B, T] bool.
+  """Return a teacher's log-probs of the sampled tokens [B, T], and a mask [B, T] of those that it does not name.
 
   Args:
     signal: an external teacher's token_ids and log_probs [B, T, K]; it names each token at most once.
     targets: [B, T] int32.
-    floor: what the others have.
+    floor: log-prob of tokens that the teacher does not name.
   """
   chex.assert_shape([signal.token_ids, signal.log_probs], (*targets.shape, None))
   named = signal.token_ids == targets[..., None]
@@ -132,20 +132,20 @@ def known_log_probs(signal: TeacherSignal, targets: jax.Array, floor: float) -> 
 def union(
   signal: TeacherSignal, student_ids: jax.Array, vocab_size: int, teacher_at_student: jax.Array | None = None
 ) -> TeacherSignal:
-  """Return a teacher's signal on its tokens and the student's [B, T, K + K'], those of both once.
+  """Return a teacher's signal on its own and the student's tokens [B, T, K + K'], each token once.
 
   Args:
     signal: token_ids and log_probs [B, T, K] of the teacher's top K.
     student_ids: [B, T, K'] int32, the student's top K', negative = none.
     vocab_size: V.
-    teacher_at_student: [B, T, K'] the teacher's log-probs of these; None: an external teacher's, who spreads what his
-      own tokens leave evenly over the others.
+    teacher_at_student: [B, T, K'] the teacher's log-probs of these; None: an external teacher, whose remaining
+      probability is spread evenly over the tokens that it does not name.
   """
   chex.assert_rank([signal.token_ids, student_ids], 3)
   chex.assert_equal_shape_prefix([signal.token_ids, student_ids], 2)
   chex.assert_type([signal.token_ids, student_ids], int)
   named = signal.token_ids >= 0
-  # One at a time: [B, T, K', K] at once is a hundred times as much.
+  # One at a time: [B, T, K', K] at once takes a hundred times the memory.
   of_both = jax.lax.map(lambda ids: (ids[..., None] == signal.token_ids).any(-1), jnp.moveaxis(student_ids, -1, 0))
   new_ids = jnp.where(jnp.moveaxis(of_both, 0, -1), -1, student_ids)
   if teacher_at_student is None:
@@ -167,18 +167,18 @@ def prepare(
   teacher_log_probs: jax.Array,
   tokens: float | jax.Array | None = None,
 ) -> Batch:
-  """Return the rows of one request as the loss wants them: coefficients, advantages and numbers.
+  """Return the rows of one request with the coefficients, advantages and numbers that the loss needs.
 
-  Rows of several requests, of this loss or of others, may then be put together in one batch. The settings that their
-  program is compiled for have `distillation_topk` and `distillation_add_tail`.
+  Rows of several requests, with this loss or others, may then share a batch. Their program must be compiled with
+  `distillation_topk` and `distillation_add_tail`.
 
   Args:
-    batch: with targets, mask, `old_log_probs` under the policy that sampled the text (None: the student is that one)
-      and the signal of a teacher's top K, or with `support='union'` that of `union`.
-    settings: of the request.
+    batch: with targets, mask, `old_log_probs` under the policy that sampled the text (None: the student sampled it)
+      and the signal on a teacher's top K, or with `support='union'` the result of `union`.
+    settings: settings of the request.
     log_probs: [B, T] of the targets under the student before the first step.
-    teacher_log_probs: [B, T] of the targets under the teacher; of an external one, by `known_log_probs`.
-    tokens: what the sums over tokens are divided by; None: the tokens of this batch.
+    teacher_log_probs: [B, T] of the targets under the teacher; for an external one, from `known_log_probs`.
+    tokens: divisor of the sums over tokens; None: the number of tokens of this batch.
   """
   chex.assert_equal_shape([batch.targets, batch.mask, log_probs, teacher_log_probs])
   if tokens is None:

@@ -1,9 +1,9 @@
-"""Scores: log-probabilities of given tokens, of any ids and of the most likely ones, in chunks of tokens.
+"""Log-probabilities of targets, of arbitrary ids and of the most likely tokens, computed in chunks of tokens.
 
-The gradient flows through those of ids only. Ids that are none of the vocabulary (negative, or V and more) are left
-out: they have `divergences.log_floor`, so that nothing is infinite, and no gradient. B rows, T tokens, M ids of a
-token, K most likely ones, V entries that are tokens among R of an unembedding, D model width; N tokens of a device, of
-which a chunk has C of a group of devices that share a vocabulary and c of each.
+Gradients flow only through `log_probs_of_ids`. Ids outside the vocabulary (negative, or V and more) are left out: they
+get `divergences.log_floor`, so that nothing is infinite, and no gradient. Letters: B rows, T tokens, M ids per token,
+K most likely tokens, V entries that are tokens among the R of an unembedding, D model width; N tokens of a device; C
+tokens of a chunk in a group of devices that share a vocabulary, c of them on each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sdpo_jax.objective import divergences, vocabulary
 from sdpo_jax.objective.chunks import over_active_tokens
 from sdpo_jax.objective.sharded import DeviceResult, Layout, VocabShard, over_devices
 
-# Tokens handled at a time where logits of all their K candidates, or their gradient, are held beside them.
+# Tokens handled at a time where the logits of all their K candidates, or their gradient, are held too.
 CHUNK = 256
 
 
@@ -63,11 +63,11 @@ def token_log_probs(
 
 @flax.struct.dataclass
 class Scores:
-  """What a policy says of tokens, in nats, at least float32; 0 where the mask is."""
+  """Log-probs and entropies of a policy, in nats, at least float32; 0 where the mask is 0."""
 
   log_prob: jax.Array  # [B, T] of the targets.
   entropy: jax.Array  # [B, T].
-  top_ids: jax.Array  # [B, T, K] int32, the most likely ones first, equal ones in their order; −1: there are no more.
+  top_ids: jax.Array  # [B, T, K] int32, the most likely first, ties in the order of ids; −1: no more tokens.
   top_log_probs: jax.Array  # [B, T, K] of these.
 
 
@@ -86,9 +86,9 @@ def scores(
   vocab_size: int | None = None,
   layout: Layout | None = None,
 ) -> Scores:
-  """Return what `token_log_probs` does and the K most likely tokens at every position; no gradient flows.
+  """Return log-probs and entropies as `token_log_probs`, and the K most likely tokens at every position; no gradient.
 
-  A token whose logit is −inf is not among them. Its log-prob, as a target, is `divergences.log_floor`.
+  A token whose logit is −inf is not among the most likely; as a target, its log-prob is `divergences.log_floor`.
 
   Args:
     hidden: [B, T, D] final hidden states.
@@ -129,13 +129,13 @@ def log_probs_of_ids(
 ) -> jax.Array:
   """Return the log-probs [B, T, M] of ids, differentiable by hidden states and unembedding, in reverse mode.
 
-  The backward pass computes the logits of a chunk again. An unembedding that is not differentiated costs neither its
-  gradient's product nor its memory.
+  The backward pass recomputes the logits of each chunk. If the unembedding is not differentiated, neither the product
+  nor the memory of its gradient is spent.
 
   Args:
     hidden: [B, T, D] final hidden states.
     unembedding: [R, D].
-    ids: [B, T, M] int32; an id may occur more than once. Those that are none of the vocabulary are left out.
+    ids: [B, T, M] int32; an id may occur more than once. Ids outside the vocabulary are left out.
     temperature: divides the logits; positive, [] or [B]. It gets no gradient.
     chunk_size: tokens handled at a time; any size works.
     mask: [B, T], 0 where nothing is wanted (these cost nothing and give 0); None: everywhere.
@@ -173,13 +173,13 @@ def _check(hidden, unembedding, targets, temperature, mask) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-  """What of a pass over the vocabulary is fixed when it is compiled."""
+  """Compile-time settings of a pass over the vocabulary."""
 
   chunk_size: int
   vocab_block: int
   shard: VocabShard
   layout: Layout | None
-  topk: int | None  # K; None: no most likely tokens are wanted.
+  topk: int | None  # K; None: the most likely tokens are not wanted.
   topk_method: str
 
   @classmethod
@@ -195,7 +195,7 @@ class _Settings:
     return () if self.layout is None else self.layout.batch_axes
 
   def over_devices(self, evaluate, hidden, unembedding, tokens, shared=()) -> DeviceResult:
-    """Return `evaluate` of the arguments, on every device with its own part of them."""
+    """Run `evaluate` on every device with its own part of the arguments."""
     if self.layout is None:
       return evaluate(hidden, unembedding, tokens, shared)
     return over_devices(self.layout, self.shard, evaluate, hidden, unembedding, tokens, shared)
@@ -203,7 +203,7 @@ class _Settings:
 
 @flax.struct.dataclass
 class _Tokens:
-  """What the caller gives for each token."""
+  """Per-token arguments of the caller."""
 
   ids: jax.Array  # [N, M] int32.
   mask: jax.Array  # [N].
@@ -211,7 +211,7 @@ class _Tokens:
 
 
 def _tokens(ids: jax.Array, temperature: float | jax.Array, mask: jax.Array | None) -> _Tokens:
-  """Return the arguments [B, T, …] of tokens as [B·T, …]."""
+  """Return per-token arguments [B, T, …] as [B·T, …]."""
   rows, length = ids.shape[:2]
   temperature = jnp.asarray(temperature, jnp.result_type(float))
   each = jnp.broadcast_to(temperature[:, None] if temperature.ndim else temperature, (rows, length))
@@ -245,7 +245,7 @@ def _scores(settings: _Settings, hidden, unembedding, targets, temperature, mask
 
 
 def _scores_here(settings: _Settings, hidden, unembedding, tokens, temperature) -> DeviceResult:
-  """Return `_scores` of a device's own tokens: hidden [n, D], tokens (targets [n], mask [n], their temperature [n])."""
+  """Return `_scores` for a device's own tokens: hidden [n, D], tokens (targets [n], mask [n], own temperature [n])."""
   targets, mask, *own_temperature = tokens
   dtype, shard = vocabulary.logits_dtype(hidden), settings.shard
 
@@ -284,7 +284,7 @@ def _scores_here(settings: _Settings, hidden, unembedding, tokens, temperature) 
 
 
 def _most_likely(settings: _Settings, largest, own_normaliser) -> tuple[jax.Array, jax.Array]:
-  """Return ids and log-probs [c, K] of own tokens' most likely ones, from the largest logits of each part."""
+  """Return ids and log-probs [c, K] of the most likely tokens, from the largest logits of each part."""
   values, ids = vocabulary.largest_of_all(settings.shard, largest, min(settings.topk, settings.shard.vocab_size))
   log_probs = values - own_normaliser[:, None]
   ids = jnp.where(jnp.isneginf(values), -1, ids)
@@ -307,7 +307,7 @@ def _of_ids_fwd(settings: _Settings, hidden, unembedding, tokens):
   wanted = hidden.perturbed, unembedding.perturbed
   hidden, unembedding, tokens = jax.tree.map(lambda x: x.value, (hidden, unembedding, tokens))
   log_probs, live, normaliser = _of_ids_and_normaliser(settings, hidden, unembedding, tokens)
-  # As residuals have to be arrays, empty ones say which gradients are wanted.
+  # Residuals must be arrays, so empty ones mark which gradients are wanted.
   flags = tuple(jnp.zeros(0) if each else None for each in wanted)
   return log_probs, (flags, hidden, unembedding, tokens, live, normaliser)
 
@@ -327,13 +327,13 @@ _of_ids.defvjp(_of_ids_fwd, _of_ids_bwd, symbolic_zeros=True)
 
 
 def _of_ids_and_normaliser(settings: _Settings, hidden, unembedding, tokens) -> tuple[jax.Array, ...]:
-  """Return log-probs [N, M], where they are those of an id that has a probability [N, M] bool, and normalisers [N]."""
+  """Return log-probs [N, M], whether each id has a nonzero probability [N, M] bool, and normalisers [N]."""
   evaluate = functools.partial(_of_ids_here, settings)
   return settings.over_devices(evaluate, hidden, unembedding, tokens).per_token
 
 
 def _logits_of_group(settings: _Settings, hidden, unembedding, temperature, valid):
-  """Return the group's states [C, D] and temperatures [C, 1], and their logits by blocks."""
+  """Return the group's states [C, D] and temperatures [C, 1], and a function that gives logits by blocks."""
   dtype, shard = vocabulary.logits_dtype(hidden), settings.shard
   hidden = shard.gather(jnp.where(valid[:, None], hidden, 0))
   divisor = shard.gather(jnp.where(valid, temperature, 1).astype(dtype))[:, None]
@@ -372,7 +372,7 @@ def _of_ids_here(settings: _Settings, hidden, unembedding, tokens, shared) -> De
 def _gradient_here(settings: _Settings, wanted: tuple[bool, bool], hidden, unembedding, tokens, shared) -> DeviceResult:
   """Return the gradients by a device's own hidden states [n, D] and by its part of the unembedding, where wanted.
 
-  By the logit of v it is Σ_m slope_m·(1[v = id_m] − p_v).
+  The gradient by the logit of v is Σ_m slope_m·(1[v = id_m] − p_v).
   """
   del shared
   dtype, shard = vocabulary.logits_dtype(hidden), settings.shard

@@ -1,6 +1,4 @@
-"""The one loss: distillation, policy gradient, entropy bonus and KL penalty, summed over tokens, coefficients as
-data.
-"""
+"""The one loss: distillation, policy gradient, entropy bonus and KL penalty, summed with per-token coefficients."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ Aux = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class ObjectiveConfig:
-  """What of the objective is fixed when it is compiled. Names as in `sdpo_jax.config`.
+  """Settings of the objective that are fixed at compile time. Names as in `sdpo_jax.config`.
 
   The numbers (alpha, is_clip, rollout_is_threshold, temperature, clip ratios) may also be traced scalars.
 
@@ -49,13 +47,13 @@ class ObjectiveConfig:
   clip_ratio_low: float = 0.2
   clip_ratio_high: float = 0.28
   clip_ratio_c: float = 3.0
-  kl_kind: str = 'k3'  # Of `policy_gradient.kl_penalty`.
+  kl_kind: str = 'k3'  # See `policy_gradient.kl_penalty`.
   topk_method: str = 'exact'  # Or 'approx': `top_k.top_k`.
-  chunk_size: int = 1024  # Tokens of a device whose logits exist at one time.
+  chunk_size: int = 1024  # Tokens per device whose logits exist at one time.
   vocab_block: int | None = None  # Vocabulary entries handled at one time within a chunk; None: by the platform.
 
   def __post_init__(self):
-    chex.assert_rank(jax.tree.leaves(self.term_scalars), 0)  # Numbers of rows are `RowNumbers`.
+    chex.assert_rank(jax.tree.leaves(self.term_scalars), 0)  # Per-row numbers go into `RowNumbers`.
     check_divergence(self.alpha, self.distillation_topk, self.full_logit_distillation)
     if self.topk_method not in TOPK_METHODS:
       raise ValueError(f'topk_method must be one of {", ".join(TOPK_METHODS)}, not {self.topk_method!r}.')
@@ -66,7 +64,7 @@ class ObjectiveConfig:
 
   @property
   def term_settings(self) -> TermSettings:
-    """What of the terms of a token is fixed."""
+    """The compile-time settings of the terms."""
     kind = 'full' if self.distillation_topk is None else 'topk'
     return TermSettings(
       kind=kind if self.full_logit_distillation else 'sampled',
@@ -78,7 +76,7 @@ class ObjectiveConfig:
 
   @property
   def term_scalars(self) -> TermScalars:
-    """The numbers of the terms."""
+    """The scalars of the terms."""
     return TermScalars(
       alpha=self.alpha,
       is_clip=math.inf if self.is_clip is None else self.is_clip,
@@ -113,7 +111,7 @@ def objective(
 ) -> tuple[jax.Array, Aux]:
   """Return Σ distill_coef·w·ratio·D + Σ policy_coef·w·ℓ_ppo − Σ entropy_coef·H + Σ kl_coef·k, over unmasked tokens.
 
-  D is the divergence of teacher and student: over the student's top K with a bucket for the rest or renormalised,
+  D is the divergence of teacher and student: over the student's top K with a tail bucket or renormalised,
   over the whole vocabulary (distillation_topk None), over an external teacher's tokens, or the sampled token's
   stopgrad(s − t)·s. ratio = min(exp(log π − log π_old), is_clip), without gradient, where π_old is π without old
   log-probs; 1 with is_clip None. w = min(exp(log π − log π_sampler), rollout_is_threshold), without gradient; 1 without
@@ -126,13 +124,13 @@ def objective(
   chunk by chunk. Where the unembedding is not trained, and in blocks smaller than the vocabulary, not even [C, V]
   exists: the entries of the unembedding are averaged with the probabilities while the normaliser grows. On a mesh with
   the vocabulary split over S devices, a chunk has `chunk_size` tokens of each, and each device computes its part of
-  the vocabulary for all of them. Equal entries at the boundary of the top K are taken by their index. The gradient
+  the vocabulary for all of them. Ties at the boundary of the top K are broken by index. The gradient
   flows to the student's hidden states and unembedding, whichever of them is being differentiated (an unembedding under
   `stop_gradient` saves its matrix product and its memory), never to the teacher or to the auxiliary results. Reverse
   mode only.
 
   Finite where the reference is not: a −inf logit counts as a log-probability of the smallest normal number
-  (`divergences.log_floor`), and whatever stands at masked tokens, NaN included, has no effect.
+  (`divergences.log_floor`), and values at masked tokens, NaN included, have no effect.
 
   Args:
     student_hidden: [B, T, D] final hidden states that predict the targets.
@@ -141,22 +139,22 @@ def objective(
       [B, T, K], negative = none, and log_probs); None leaves the divergence out. With an external teacher and the
       sampled token, a target that is not among its token_ids has no divergence.
     targets: [B, T] int32, the completion.
-    mask: [B, T], 0 on tokens that are not to be computed at all.
+    mask: [B, T], 0 on tokens that are not computed at all.
     distill_coef: [B, T] weight of the divergence; None with teacher None.
     policy_coef: [B, T] weight of the policy-gradient loss; None: none.
     entropy_coef: [B, T] weight of the entropy bonus; None: none.
     old_log_probs: [B, T] of the policy before the update; None: the current ones, without gradient.
     advantages: [B, T]; required with policy_coef.
-    config: the fixed part.
+    config: compile-time settings.
     support: [B, T, K] int32, token ids to use in place of the student's top K; negative = none.
-    sampling_log_probs: [B, T] under the distribution that the targets were drawn from; None: no token is weighed by it.
+    sampling_log_probs: [B, T] under the distribution that the targets were drawn from; None: w is 1.
     kl_coef: [B, T] weight of the KL divergence from the initial policy; None: none.
     initial_log_probs: [B, T] of the targets under the initial policy, at the temperature; required with kl_coef.
-    vocab_size: V, entries of all unembeddings that are tokens, the first ones; the others count for nothing and
+    vocab_size: V, the number of leading entries of all unembeddings that are tokens; the others are ignored and
       receive no gradient. None: all.
-    layout: where the arguments lie on a mesh, then global arrays; None: one device.
-    numbers: [B] each, in place of those of `config`; None: all rows have those. `topk` is the number of entries of the
-      support that count, of any support, at most its K.
+    layout: how the arguments, then global arrays, are sharded over a mesh; None: one device.
+    numbers: [B] each, replacing those of `config`; None: all rows use `config`. `topk` is the number of leading entries
+      that count, of any support, at most its K.
 
   Returns:
     the loss (scalar, at least float32) and a dict without gradient: scalars `distillation_loss`, `policy_loss`,
@@ -255,10 +253,10 @@ def _assert_states(targets: jax.Array, hidden: jax.Array | None, unembedding: ja
 
 
 def _check_signal(teacher: TeacherSignal, support: jax.Array | None) -> None:
-  """Check that the parts of a teacher's signal are there and do not contradict each other.
+  """Check that a teacher's signal is complete and free of contradictions.
 
   Raises:
-    ValueError: they are not, or they do.
+    ValueError: it is not.
   """
   if teacher.token_ids is not None and teacher.log_probs is not None:
     chex.assert_equal_shape([teacher.token_ids, teacher.log_probs])
@@ -277,7 +275,7 @@ def _check_signal(teacher: TeacherSignal, support: jax.Array | None) -> None:
 
 
 def _of_entries(entries: int, unembedding: jax.Array) -> jax.Array:
-  """Return an unembedding [R, D] as [entries, D]: cut, or padded with zeros, behind the entries that are tokens."""
+  """Return an unembedding [R, D] as [entries, D]: cut, or padded with zeros, at its end."""
   missing = entries - unembedding.shape[0]
   if missing > 0:
     return jnp.pad(unembedding, ((0, missing), (0, 0)))
@@ -329,10 +327,10 @@ def token_inputs(teacher: TeacherSignal | None, given: TokenInputs) -> TokenInpu
 
 
 def token_numbers(numbers: RowNumbers | None, config: ObjectiveConfig, shape: tuple[int, int]) -> RowNumbers | None:
-  """Return the numbers of rows as those [B, T] of their tokens.
+  """Return per-row numbers [B] as per-token numbers [B, T].
 
   Raises:
-    ValueError: one that the divergence of `config` does not read.
+    ValueError: a number that the divergence of `config` does not read.
   """
   if numbers is None:
     return None
@@ -347,7 +345,7 @@ def token_numbers(numbers: RowNumbers | None, config: ObjectiveConfig, shape: tu
 
 
 def fixed_terms(config: ObjectiveConfig, numbers: RowNumbers | None) -> TermSettings:
-  """Return the fixed part of the terms; what rows have for themselves is not fixed."""
+  """Return the compile-time settings of the terms; numbers given per row are not fixed at compile time."""
   settings = config.term_settings
   if numbers is not None and numbers.alpha is not None:
     settings = dataclasses.replace(settings, known_alpha=None)
@@ -357,5 +355,5 @@ def fixed_terms(config: ObjectiveConfig, numbers: RowNumbers | None) -> TermSett
 
 
 def unflattened(aux: Auxiliary, shape: tuple[int, int]) -> Aux:
-  """Return the auxiliary results by name, those of tokens [B·T] as [B, T]."""
+  """Return the auxiliary results by name, per-token results [B·T] as [B, T]."""
   return aux.sums | {name: value.reshape(shape) for name, value in aux.per_token.items()}

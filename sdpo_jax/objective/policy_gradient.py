@@ -1,4 +1,4 @@
-"""What is made of log-probabilities of sampled tokens: GRPO's dual-clip PPO loss, estimates of a KL divergence."""
+"""Functions of the log-probs of sampled tokens: GRPO's dual-clip PPO loss and estimates of a KL divergence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def dual_clip_ppo(
   """Return the per-token loss of dual-clip PPO, differentiable by `log_probs`: arrays [...] -> [...].
 
   ℓ = max(−A·r, −A·clip(r, 1 − low, 1 + high)), and for A < 0 at most −A·c, with r = exp(log π − log π_old). The clips
-  are numbers, or arrays [...] of each token's own, where an infinite c leaves the single clip.
+  are scalars, or arrays [...] with one per token; with an infinite c only the single clip remains.
 
   Returns:
     the loss and, per token: `ratio`, `clipped` and `clipped_lower` (1 where the clip, or the dual clip, is active)
@@ -35,7 +35,7 @@ def dual_clip_ppo(
   plain = -advantages * ratio
   clipped = -advantages * jnp.clip(ratio, 1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
   upper = jnp.maximum(plain, clipped)
-  # No product of 0 and an infinite c, where tokens have their own.
+  # Avoids 0 × ∞: a per-token c may be infinite.
   lowered = jnp.where(advantages < 0, advantages, -1.0) if jnp.ndim(clip_ratio_c) else advantages
   bound = -lowered * clip_ratio_c
   loss = jnp.where(advantages < 0, jnp.minimum(bound, upper), upper)
@@ -54,13 +54,13 @@ def kl_penalty(log_probs: jax.Array, reference_log_probs: jax.Array, kind: str) 
   'k1' ('kl'): log-ratio x = log π − log reference; 'abs': its magnitude; 'k2' ('mse'): half its square; 'k3'
   ('low_var_kl'): exp(−x) + x − 1, non-negative, clipped to ±10.
 
-  Of tokens drawn from π, k1 and k3 have the mean KL(π‖reference), k2 nearly that where the two are close. As a loss,
-  what counts is the gradient of the estimate by log π: 1 for k1, the mean of which is no gradient at all; x for k2,
-  that of KL(π‖reference) without its effect on later tokens; 1 − exp(−x) for k3, that of KL(reference‖π), which agrees
-  with k2's to first order in x (Tang & Munos, arXiv 2506.09477).
+  Over tokens drawn from π, k1 and k3 have the mean KL(π‖reference), and k2 nearly so if the two are close. As a loss,
+  only the gradient of the estimate by log π counts: 1 for k1, whose mean is no gradient at all; x for k2, the gradient
+  of KL(π‖reference) without its effect on later tokens; 1 − exp(−x) for k3, the gradient of KL(reference‖π), which
+  agrees with k2's to first order in x (Tang & Munos, arXiv 2506.09477).
 
   Raises:
-    ValueError: another kind.
+    ValueError: unknown kind.
 
   Source: core_algos.py, `kl_penalty`; http://joschu.net/blog/kl-approx.html.
   """

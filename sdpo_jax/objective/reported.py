@@ -1,7 +1,7 @@
-"""What an answer to a request says of an optimizer step, from the numbers that the step itself was computed with.
+"""Metrics of an optimizer step in the response to a request, from the numbers that the step itself was computed with.
 
-Sums of rows come first and means later, so that rows of several requests can be in one batch, and those of one request
-in several. B rows, T completion tokens. Source: `jsd_pg`, and the same names for the other losses.
+Rows are summed first and means taken later, so that a batch can hold rows of several requests, and a request can span
+several batches. B rows, T completion tokens. Source: `jsd_pg`, and the same names for the other losses.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import numpy as np
 from sdpo_jax.objective.policy_gradient import dual_clip_ppo
 from sdpo_jax.types import Batch
 
-READ = ('log_prob', 'ppo_ratio', 'ratio', 'divergence')  # Of what the loss says of tokens, what is read here.
+READ = ('log_prob', 'ppo_ratio', 'ratio', 'divergence')  # The per-token results of the loss that are read here.
 
 
 def row_sums(batch: Batch, per_token: Mapping[str, jax.Array], floored: jax.Array) -> dict[str, jax.Array]:
-  """Return sums over the tokens of each row, [B] each: what `means` makes means of.
+  """Return sums over the tokens of each row, [B] each, from which `means` computes means.
 
   Args:
-    batch: as the loss had it, with a policy term, a divergence, and `numbers` of the rows.
-    per_token: [B, T] each, those of `READ` that the loss gave.
-    floored: [B, T] bool, tokens of which the teacher did not say how likely they are.
+    batch: the batch that the loss was given, with a policy term, a divergence, and per-row `numbers`.
+    per_token: [B, T] each, the results of the loss named in `READ`.
+    floored: [B, T] bool, tokens for which the teacher gave no log-prob.
   """
   numbers, counts = batch.numbers, batch.mask > 0
   chex.assert_equal_shape([counts, batch.advantages, batch.old_log_probs, floored, *(per_token[name] for name in READ)])
@@ -55,16 +55,16 @@ def row_sums(batch: Batch, per_token: Mapping[str, jax.Array], floored: jax.Arra
 
 
 def means(sums: Mapping[str, np.ndarray]) -> dict[str, float]:
-  """Return what is reported of the rows of one request, on the host.
+  """Return the reported metrics of one request, on the host.
 
   Args:
-    sums: [R] each, of its rows, as `row_sums` has them.
+    sums: [R] each, results of `row_sums` for the request's R rows.
 
   Returns:
-    `loss`; the means over the tokens of the policy term and of the divergence, each without the weight that it has in
-    the loss, `pg_loss` and `jsd_reg`; `mean_advantage` (of its size), `frac_positive_advantage`, `mean_is_ratio`,
-    `clip_fraction` (of tokens whose ratio is beyond the clip: that of the divergence where the loss has one, else that
-    of the policy term), `floored_fraction`; and `tokens_processed`.
+    `loss`; the means over the tokens of the policy term, `pg_loss`, and of the divergence, `jsd_reg`, each without its
+    weight in the loss; `mean_advantage` (of absolute values), `frac_positive_advantage`, `mean_is_ratio`,
+    `clip_fraction` (of tokens whose ratio exceeds the clip: the divergence's clip if its ratio is used, else the policy
+    term's), `floored_fraction`; and `tokens_processed`.
   """
   totals = {name: float(np.sum(values, dtype=np.float64)) for name, values in sums.items()}
   tokens = totals.pop('tokens_processed')

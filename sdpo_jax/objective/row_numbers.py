@@ -1,4 +1,4 @@
-"""Numbers of the loss that rows have for themselves: which are allowed, and how tokens get those of their row."""
+"""Per-row numbers of the loss: their allowed values, and their expansion to per-token numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.types import RowNumbers
 
 _POSITIVE = 'positive and finite', lambda value: (value > 0) & np.isfinite(value)
-# What a value must be, by the name of its field, and whether it is.
+# Field → (description of the allowed values, test for them).
 ALLOWED = {
   'alpha': ('between 0 and 1', lambda value: (value >= 0) & (value <= 1)),
   'is_clip': ('positive, or 0 for no ratio', lambda value: value >= 0),
@@ -32,11 +32,11 @@ def check(numbers: RowNumbers, largest_topk: int | None = None) -> None:
   """Check the values of NumPy arrays [B] or [B, T], on the host.
 
   Args:
-    numbers: of the rows.
-    largest_topk: the K for which the program is compiled; None: none is.
+    numbers: per-row or per-token numbers.
+    largest_topk: the K that the program is compiled for; None: no upper limit is checked.
 
   Raises:
-    UserError: a value is not allowed; the sentence names the number, the row and what is.
+    UserError: a value is not allowed; the message names the number, the row and the allowed values.
   """
   for name, (allowed, is_allowed) in ALLOWED.items():
     values = getattr(numbers, name)
@@ -54,7 +54,7 @@ def check(numbers: RowNumbers, largest_topk: int | None = None) -> None:
 
 
 def of_tokens(numbers: RowNumbers, shape: tuple[int, int]) -> RowNumbers:
-  """Return numbers [B] of rows as those [B, T] of their tokens, for a `shape` of (B, T); others are these already."""
+  """Return per-row numbers [B] as per-token numbers [B, T], for `shape` (B, T); arrays [B, T] are kept as they are."""
   for field in dataclasses.fields(numbers):
     value = getattr(numbers, field.name)
     if value is not None:
@@ -69,7 +69,7 @@ def of_tokens(numbers: RowNumbers, shape: tuple[int, int]) -> RowNumbers:
 
 
 def first_entries(ids: jax.Array, count: jax.Array) -> jax.Array:
-  """Return ids [..., K] of a support with −1 (none) from the entry number `count` [...] on."""
+  """Return the ids [..., K] of a support with −1 (none) in all entries after the first `count` [...]."""
   chex.assert_equal_shape_prefix([ids, count], count.ndim)
   chex.assert_type([ids, count], int)
   return jnp.where(lax.broadcasted_iota(count.dtype, ids.shape, ids.ndim - 1) < count[..., None], ids, -1)

@@ -1,4 +1,4 @@
-"""The objective on a device mesh: rows of a batch over all devices, the vocabulary over those of one axis.
+"""The objective on a device mesh: rows of a batch split over all devices, the vocabulary over one mesh axis.
 
 A row is one of the batch; an entry is one of the vocabulary, a row of the unembedding.
 """
@@ -21,11 +21,11 @@ from sdpo_jax.types import Tree
 
 @dataclasses.dataclass(frozen=True)
 class VocabShard:
-  """How the vocabulary is split: over `parts` devices along mesh axis `axis`, in order, R entries each.
+  """The split of the vocabulary over `parts` devices along mesh axis `axis`, in order, R entries each.
 
-  Entries from `vocab_size` on, at the end of the last devices, are padding. In a group of devices that differ only in
-  `axis` each owns c tokens of a chunk of C = parts·c, and each computes its part of the vocabulary for all C. Without
-  an axis all methods return their argument as it is.
+  Entries from `vocab_size` on, on the last devices, are padding. In a group of devices that differ only in `axis`, each
+  device owns c tokens of a chunk of C = parts·c and computes its part of the vocabulary for all C. Without an axis,
+  methods that exchange data return their argument unchanged.
   """
 
   vocab_size: int  # V.
@@ -33,11 +33,11 @@ class VocabShard:
   parts: int = 1
 
   def offset(self, entries: int) -> jax.Array | int:
-    """Return the index in the vocabulary of this device's first entry, where each device has R."""
+    """Return the vocabulary index of this device's first entry, if each device has R entries."""
     return 0 if self.axis is None else lax.axis_index(self.axis) * entries
 
   def limit(self, entries: int) -> jax.Array | None:
-    """Return how many of this device's R entries are no padding, []; None if all are on every device."""
+    """Return how many of this device's R entries are not padding, []; None if no device has padding."""
     if entries * self.parts == self.vocab_size:
       return None
     return jnp.clip(self.vocab_size - self.offset(entries), 0, entries)
@@ -61,7 +61,7 @@ class VocabShard:
     """Return the sum over the parts of the vocabulary [C, …] for this device's own tokens [c, …]."""
     if self.axis is None:
       return part
-    # Untiled: on large slices the TPU compiler makes an all-reduce and a slice of a tiled one.
+    # Untiled: on large slices the TPU compiler turns a tiled one into an all-reduce and a slice.
     return lax.psum_scatter(part.reshape(self.parts, -1, *part.shape[1:]), self.axis, scatter_dimension=0)
 
   def candidates(self, part: jax.Array) -> jax.Array:
@@ -75,10 +75,11 @@ class VocabShard:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """Where the objective's arguments lie.
+  """How the objective's arguments are sharded.
 
-  The B rows of a batch are split over `batch_axes`, which B must be a multiple of. Unembeddings [R, D] are split over
-  `vocab_axis`, one of them, by their entries; a further split of D is gathered. None: every device needs them whole.
+  The B rows of a batch are split over `batch_axes`; B must be a multiple of their size. Unembeddings [R, D] are split
+  by entries over `vocab_axis`, one of the batch axes; a further split of D is gathered. None: every device needs them
+  whole.
   """
 
   mesh: Mesh
@@ -101,11 +102,11 @@ class Layout:
     return 1 if self.vocab_axis is None else self.mesh.shape[self.vocab_axis]
 
   def shard(self, vocab_size: int) -> VocabShard:
-    """Return the split of unembeddings of which the first `vocab_size` entries are tokens."""
+    """Return the split of unembeddings whose first `vocab_size` entries are tokens."""
     return VocabShard(vocab_size) if self.parts == 1 else VocabShard(vocab_size, self.vocab_axis, self.parts)
 
   def padded(self, unembedding: jax.Array) -> jax.Array:
-    """Return [R, D] with zeros up to a multiple of the parts: a copy, which padded parameters save."""
+    """Return [R, D] padded with zeros to a multiple of the parts; parameters that are padded already save the copy."""
     chex.assert_rank(unembedding, 2)
     missing = -unembedding.shape[0] % self.parts
     return jnp.pad(unembedding, ((0, missing), (0, 0))) if missing else unembedding
@@ -113,11 +114,11 @@ class Layout:
 
 @flax.struct.dataclass
 class DeviceResult:
-  """What a device computes from its own tokens."""
+  """Results of one device for its own tokens."""
 
   sums: Tree  # Numbers [], to be added up over the devices.
   per_token: Tree  # Arrays [n, …] of the device's own tokens.
-  by_unembedding: jax.Array | None = None  # [R, D] gradient by its entries from its tokens, in at least float32.
+  by_unembedding: jax.Array | None = None  # [R, D] gradient by its entries, from its tokens, in at least float32.
 
 
 def over_devices(
@@ -135,8 +136,8 @@ def over_devices(
   count is known only at run time. Sums and the gradient by the unembedding are added up here, in at least float32.
 
   Args:
-    layout: of the arguments, which are global arrays.
-    shard: of the vocabulary.
+    layout: sharding of the arguments, which are global arrays.
+    shard: split of the vocabulary.
     local: (hidden, unembedding, tokens, shared) -> results of one device.
     hidden: [N, D].
     unembedding: [R, D].
@@ -175,18 +176,18 @@ def over_devices(
 
 
 def _spread_axis(layout: Layout, other_axes: tuple[str, ...], width: int) -> str | None:
-  """Return the axis over which D of the unembedding's gradient comes out split, if one device's part divides."""
+  """Return the axis over which D of the unembedding's gradient comes out split; None if D is not divisible."""
   if len(other_axes) == 1 and width % layout.mesh.shape[other_axes[0]] == 0:
     return other_axes[0]
   return None
 
 
 def _reduced(gradient: jax.Array, other_axes: tuple[str, ...], spread: str | None, mesh: Mesh) -> jax.Array:
-  """Return the sum of [R, D] over the axes `other_axes`; with `spread` this device's columns of it only."""
+  """Return the sum of [R, D] over `other_axes`; with `spread`, only this device's columns of it."""
   if not other_axes or math.prod(mesh.shape[axis] for axis in other_axes) == 1:
     return gradient
   if spread is None:
     return lax.psum(gradient, other_axes)
-  # On an untiled leading axis, as in `VocabShard.own_total`.
+  # Along an untiled leading axis, as in `VocabShard.own_total`.
   columns = gradient.reshape(gradient.shape[0], mesh.shape[spread], -1).swapaxes(0, 1)
   return lax.psum_scatter(columns, spread, scatter_dimension=0)

@@ -1,10 +1,10 @@
-"""Which terms a run's loss has, and what these need of the rest of the program."""
+"""The terms of a run's loss, and what they need from the rest of the program."""
 
 from __future__ import annotations
 
 import dataclasses
 
-# The weights of the terms in a `Batch`, by the name of their field.
+# Fields of `Batch` that hold the weights of the terms.
 COEFFICIENTS = ('distill_coef', 'policy_coef', 'entropy_coef', 'kl_coef')
 
 
@@ -21,10 +21,10 @@ class ObjectiveSpec:
   kl_penalty: bool = False  # Σ kl_coef · estimate of the KL divergence from the initial policy.
   on_policy: bool = True  # One optimizer step per generation batch: the ratio to the old policy is 1 by construction.
   rollout_weights: bool = False  # Tokens are weighted by the trainer's probability over the sampler's.
-  reprompts: bool = False  # The teacher reads what the graders said, and teaches where they said something.
-  external_support: int | None = None  # K, tokens that a teacher outside names at a position; None: it is in the mesh.
+  reprompts: bool = False  # The teacher reads the graders' feedback, and teaches where there is some.
+  external_support: int | None = None  # K, tokens per position that an external teacher names; None: it is in the mesh.
   samples_divergence: bool = False  # The divergence is that of the sampled token alone.
-  normalised_weights: bool = False  # These weights are divided by their mean over the generation batch.
+  normalised_weights: bool = False  # Rollout weights are divided by their mean over the generation batch.
 
   @property
   def needs_teacher(self) -> bool:
@@ -48,14 +48,12 @@ class ObjectiveSpec:
 
   @property
   def needs_old_log_probs(self) -> bool:
-    """Whether the update reads log-probs of the policy before it; on-policy these are the current ones, detached."""
+    """Whether the update reads log-probs of the policy before it; on-policy they are the current ones, detached."""
     return not self.on_policy
 
   @property
   def weighs_in_update(self) -> bool:
-    """Whether the update takes the rollout weights itself: on-policy it computes the log-probs that they are made
-    of.
-    """
+    """Whether the update computes the rollout weights itself, from the log-probs that it has on-policy."""
     return self.rollout_weights and self.on_policy and not self.normalised_weights
 
   @property

@@ -1,6 +1,6 @@
-"""The terms of the loss, token by token, from the few numbers to which each token's vocabulary has been reduced.
+"""The terms of the loss per token, from the few numbers to which each token's distribution has been reduced.
 
-C tokens, K entries of a support. Only `loss_terms` adds tokens up.
+C tokens, K entries of a support. Only `loss_terms` sums over tokens.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ Metrics = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class TermSettings:
-  """What of the terms is fixed when they are compiled."""
+  """Settings of the terms that are fixed at compile time."""
 
-  kind: Literal['full', 'topk', 'sampled']  # Over what the divergence is: the vocabulary, K tokens, the sampled one.
-  known_alpha: float | None  # Alpha where it is known when they are compiled; None: it is `TermScalars.alpha`.
-  add_tail: bool  # Whether a bucket holds what the support leaves; else the support is renormalised.
+  kind: Literal['full', 'topk', 'sampled']  # Domain of the divergence: the vocabulary, K tokens, the sampled one.
+  known_alpha: float | None  # Alpha if it is known at compile time; None: it is `TermScalars.alpha`.
+  add_tail: bool  # Whether a tail bucket holds the probability outside the support; else the support is renormalised.
   use_ratio: bool  # Whether the divergence is weighted by the importance ratio.
-  kl_kind: str = 'k3'  # The estimate of the KL divergence from the initial policy, of `kl_penalty`.
+  kl_kind: str = 'k3'  # Estimate of the KL divergence from the initial policy, see `kl_penalty`.
 
 
 @flax.struct.dataclass
 class TermScalars:
-  """Numbers of the terms, which may be traced: arrays [] or Python's, or [C] where tokens have their own."""
+  """Scalars of the terms, which may be traced: arrays [] or Python numbers, or [C] where tokens have their own."""
 
   alpha: jax.Array | float
   is_clip: jax.Array | float
@@ -46,11 +46,11 @@ class TermScalars:
   clip_ratio_c: jax.Array | float
 
   def of_type(self, dtype: jnp.dtype) -> TermScalars:
-    """Return the same numbers as arrays of a type."""
+    """Return the same numbers as arrays of `dtype`."""
     return jax.tree.map(lambda value: jnp.asarray(value, dtype), self)
 
   def with_own(self, numbers: RowNumbers | None) -> TermScalars:
-    """Return them with those [C] that tokens have for themselves, in the type of the shared ones, in their place."""
+    """Return the scalars with the tokens' own numbers [C] in their place, in the dtype of the shared ones."""
     if numbers is None:
       return self
     own = {field.name: getattr(numbers, field.name) for field in dataclasses.fields(self)}
@@ -60,13 +60,13 @@ class TermScalars:
 
 
 def alpha_of(settings: TermSettings, scalars: TermScalars) -> jax.Array | float:
-  """Return alpha: a Python number where it is known when compiled, else an array [] or [C]."""
+  """Return alpha: a Python number if it is known at compile time, else an array [] or [C]."""
   return scalars.alpha if settings.known_alpha is None else settings.known_alpha
 
 
 @flax.struct.dataclass
 class TokenInputs:
-  """What the caller gives for each token, without gradient; a term whose coefficient is None is not there."""
+  """Per-token arguments of the caller, without gradient; a term whose coefficient is None is left out."""
 
   targets: jax.Array  # [N] int32, the completion.
   mask: jax.Array  # [N], 0 on tokens that are not computed.
@@ -75,7 +75,7 @@ class TokenInputs:
   entropy_coef: jax.Array | None = None  # [N] weight of the entropy bonus.
   kl_coef: jax.Array | None = None  # [N] weight of the KL divergence from the initial policy.
   old_log_probs: jax.Array | None = None  # [N] of the policy before the update; None: the current ones.
-  sampling_log_probs: jax.Array | None = None  # [N] of the sampler, to weigh tokens by; None: they are not weighed.
+  sampling_log_probs: jax.Array | None = None  # [N] of the sampler, for weights of tokens; None: no weights.
   advantages: jax.Array | None = None  # [N], with `policy_coef`.
   initial_log_probs: jax.Array | None = None  # [N] of the initial policy, with `kl_coef`.
   support: jax.Array | None = None  # [N, K] int32, in place of the student's top K.
@@ -88,20 +88,20 @@ class TokenInputs:
 
 @flax.struct.dataclass
 class StudentView:
-  """What the student's distribution says of each token; the loss is differentiated by these."""
+  """The numbers that the loss reads of the student's distribution, per token; the loss is differentiated by them."""
 
   log_prob: jax.Array  # [C] of the target.
   entropy: jax.Array  # [C].
-  support: jax.Array | None = None  # [C, K] log-probs of the support, where the divergence is over one.
-  divergence: jax.Array | None = None  # [C] over the whole vocabulary, where it is over that.
+  support: jax.Array | None = None  # [C, K] log-probs of the support, if the divergence has one.
+  divergence: jax.Array | None = None  # [C] the divergence, if it is over the whole vocabulary.
 
 
 @flax.struct.dataclass
 class TeacherView:
-  """What the teacher's distribution says of each token, without gradient."""
+  """The numbers that the loss reads of the teacher's distribution, per token, without gradient."""
 
   entropy: jax.Array  # [C].
-  log_prob: jax.Array | None = None  # [C] of the target; None where an external teacher was not asked.
+  log_prob: jax.Array | None = None  # [C] of the target; None if it was not computed (external teachers).
   knows_target: jax.Array | None = None  # [C] 1 where an external teacher's tokens include the target, else 0.
   support: jax.Array | None = None  # [C, K] log-probs of the support.
   top1_in_support: jax.Array | None = None  # [C] 1 where the teacher's most likely token is in the support, else 0.
@@ -109,18 +109,18 @@ class TeacherView:
 
 @flax.struct.dataclass
 class Auxiliary:
-  """What is reported of the loss, without gradient."""
+  """Reported results of the loss, without gradient."""
 
-  sums: Metrics  # [] terms, summed over tokens with their coefficients.
+  sums: Metrics  # [] the terms, summed over tokens with their coefficients.
   per_token: Metrics  # [C], 0 where a token is not active.
 
 
 def support_divergence(
   student: jax.Array, teacher: jax.Array, alpha: jax.Array | float, add_tail: bool, tail: jax.Array | None = None
 ) -> jax.Array:
-  """Return the divergence [C] over a support of which both log-probs are given [C, K]: with a tail or renormalised.
+  """Return the divergence [C] between log-probs [C, K] on one support, with a tail bucket or renormalised.
 
-  With `add_tail`, `tail` [C] is 0 for tokens whose tail is left out all the same; None: for none of them.
+  With `add_tail`, tokens whose `tail` [C] is 0 still have no tail bucket; None: all tokens have one.
   """
   chex.assert_rank([student, teacher], 2)
   if not add_tail:
@@ -128,7 +128,7 @@ def support_divergence(
   student, teacher = divergences.with_tail(student), divergences.with_tail(teacher)
   if tail is not None:
     chex.assert_shape(tail, student.shape[:1])
-    # A probability of none in both is a summand of none, without gradient.
+    # A probability of 0 on both sides contributes 0, without gradient.
     left_out = (tail == 0)[:, None] & (jnp.arange(student.shape[1]) == student.shape[1] - 1)[None, :]
     student, teacher = (jnp.where(left_out, -jnp.inf, log_probs) for log_probs in (student, teacher))
   return divergences.divergence(student, teacher, alpha)
@@ -137,9 +137,9 @@ def support_divergence(
 def sampled_token_divergence(
   log_prob: jax.Array, teacher_log_prob: jax.Array, knows_target: jax.Array | None = None
 ) -> jax.Array:
-  """Return stopgrad(s − t)·s of the sampled token, [C]; 0 where the teacher does not know it.
+  """Return stopgrad(s − t)·s of the sampled token, [C]; 0 where the teacher does not name it.
 
-  The value is no divergence; its gradient estimates that of KL(student‖teacher) from one sample.
+  The value is not a divergence; its gradient estimates that of KL(student‖teacher) from one sample.
   Source: core_algos.py, the last branch of `compute_self_distillation_loss`.
   """
   chex.assert_rank([log_prob, teacher_log_prob], 1)
@@ -156,9 +156,7 @@ def distillation_term(
   teacher: TeacherView,
   tail: jax.Array | None = None,
 ) -> tuple[jax.Array, Metrics]:
-  """Return the divergence [C] of the settings' kind, and what its support leaves out; `tail` as
-  `support_divergence`.
-  """
+  """Return the divergence [C] of the settings' kind, and its metrics; `tail` as in `support_divergence`."""
   chex.assert_equal_shape([student.log_prob, teacher.entropy])
   if settings.kind == 'sampled':
     divergence = sampled_token_divergence(student.log_prob, teacher.log_prob, teacher.knows_target)
@@ -193,7 +191,7 @@ def clipped_ratio(
 ) -> tuple[jax.Array, Metrics]:
   """Return the weight [C] of the divergence, min(exp(log π − log π_old), is_clip) or 1, and where it is clipped.
 
-  It is 1 where tokens have their own `is_clip` and that is 0.
+  The weight is also 1 where a token's own `is_clip` is 0.
   """
   chex.assert_rank([log_prob, old_log_prob], 1)
   chex.assert_equal_shape([log_prob, old_log_prob])
@@ -209,9 +207,9 @@ def clipped_ratio(
 
 
 def rollout_weight(scalars: TermScalars, log_prob: jax.Array, sampling_log_prob: jax.Array) -> jax.Array:
-  """Return the weight [C] of a token for the difference of sampler and trainer, without gradient.
+  """Return the weight [C] that corrects tokens for the difference between sampler and trainer, without gradient.
 
-  min(exp(log π − log π_sampler), rollout_is_threshold): what `importance.rollout_is_weights` gives where π_old is π.
+  It is min(exp(log π − log π_sampler), rollout_is_threshold), as `importance.rollout_is_weights` gives if π_old is π.
   """
   chex.assert_rank([log_prob, sampling_log_prob], 1)
   return jnp.minimum(importance_ratio(log_prob, sampling_log_prob), scalars.rollout_is_threshold)
@@ -241,14 +239,14 @@ def loss_terms(
   tokens: TokenInputs,
   active: jax.Array,
 ) -> tuple[jax.Array, Auxiliary]:
-  """Return the loss of C tokens, [], differentiable by `student`, and what is known of each.
+  """Return the loss [] of C tokens, differentiable by `student`, and its auxiliary results.
 
   Args:
-    settings: the fixed part.
-    scalars: numbers, of the type of the student's log-probs.
-    student: of these tokens.
-    teacher: of these tokens; None without `distill_coef`.
-    tokens: per-token arguments; coefficients decide which terms there are.
+    settings: compile-time settings.
+    scalars: scalars, in the dtype of the student's log-probs.
+    student: the student's view of these tokens.
+    teacher: the teacher's view of these tokens; None without `distill_coef`.
+    tokens: per-token arguments; their coefficients decide which terms the loss has.
     active: [C] bool; other tokens have no part in the loss, whatever they hold.
   """
   chex.assert_rank(student.log_prob, 1)

@@ -1,6 +1,6 @@
-"""The largest logits of each token: of logits that are kept, or of blocks of them as they come by.
+"""The K largest logits of each token, from logits that are kept or from blocks that are not.
 
-C tokens, W logits of each, K wanted.
+C tokens, W logits of each, K largest.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from jax import lax
 import jax.numpy as jnp
 
 GROUP = 32  # Entries per group of the two-stage top-K.
-SPAN = 40960  # Entries of which the top K is taken at once where logits are not kept, about.
+SPAN = 40960  # Approximate number of entries whose top K is taken at once if logits are not kept.
 APPROXIMATE_RECALL = 0.95  # Expected share of the top K that `approx` finds on a TPU.
 
 Largest = tuple[jax.Array, jax.Array]  # [C, K] the largest values and where they stand, int32.
 
 
 def top_k(values: jax.Array, k: int, method: str = 'exact') -> Largest:
-  """Return the K largest of each token's values [C, W] and their indices, equal ones in the order of their indices.
+  """Return the K largest of each token's values [C, W] and their indices, ties in the order of their indices.
 
   'approx' is `lax.approx_max_k`: on a TPU it finds `APPROXIMATE_RECALL` of them in expectation, elsewhere all.
   """
@@ -54,10 +54,10 @@ def two_stage_top_k(values: jax.Array, k: int) -> Largest:
 
 @dataclasses.dataclass(frozen=True)
 class BlockwiseTopK:
-  """The top K of logits that come in blocks and are not kept.
+  """The top K of logits that are computed in blocks and not kept.
 
-  Blocks are collected in a span, behind the K largest of the blocks before it, in the order of their entries; a full
-  span, and the last one, is replaced by its K largest. The state is (the largest so far, the span).
+  Blocks are collected in a span, after the K largest of all earlier blocks and in the order of their entries; a full
+  span, and the last one, is reduced to its K largest. The state is (the largest so far, the span).
   """
 
   k: int
@@ -94,7 +94,7 @@ class BlockwiseTopK:
     chex.assert_axis_dimension(logits, 1, self.size)
     largest, span = state
     slot = index % self.blocks_per_span
-    # Entries that count stay above the places that hold none, even where they are −inf.
+    # Entries that count must exceed empty places, even if their logits are −inf.
     reachable = jnp.maximum(logits, float(jnp.finfo(logits.dtype).min))
     if fresh is not None:
       reachable = jnp.where(fresh[None, :], reachable, -jnp.inf)
@@ -113,8 +113,8 @@ class BlockwiseTopK:
   def _largest(self, earlier: jax.Array, span: jax.Array, first: jax.Array, filled: jax.Array | None) -> Largest:
     """Return the K largest of a span [C, ≥ K + blocks·size] and their entries.
 
-    It begins with the K largest so far, which stand at the entries `earlier` [C, K]; then come blocks, the first of
-    them number `first`. Only `filled` of them hold anything; None: all.
+    The span begins with the K largest so far, whose entries are `earlier` [C, K]; then come blocks, from block number
+    `first`. Only the first `filled` blocks hold logits; None: all.
     """
     k, size = self.k, self.size
     if filled is not None:

@@ -25,7 +25,7 @@ CPU_BLOCK = 2048  # Entries handled at a time on a CPU, about.
 ALL = 1 << 30  # More entries than any vocabulary has.
 TOKENS_AT_A_TIME = 8  # Tokens whose K entries of the unembedding are gathered at once.
 
-# (first entry, number of entries) -> [C, W] of the logits of that block.
+# (first entry, number of entries) -> [C, W], the logits of that block or values of their shape.
 OfBlock = Callable[[jax.Array | int, int], jax.Array]
 
 
@@ -36,7 +36,7 @@ OfBlock = Callable[[jax.Array | int, int], jax.Array]
 
 @flax.struct.dataclass
 class SoftmaxStatistics:
-  """What some part of the vocabulary says about each token's softmax; parts merge to the whole."""
+  """Statistics of each token's softmax over a part of the vocabulary; those of disjoint parts can be merged."""
 
   maximum: jax.Array  # [C] largest logit.
   mass: jax.Array  # [C] Σ exp(logit − maximum).
@@ -90,12 +90,12 @@ def _merge_shards(part: SoftmaxStatistics, shard: VocabShard) -> SoftmaxStatisti
 
 
 def _shifted(logits: jax.Array, maximum: jax.Array) -> jax.Array:
-  """Return differences to the maximum; a large negative number in place of −inf: its exponential is 0, as is 0 × it."""
+  """Return logits − maximum, at least −1e30 instead of −inf: its exponential is 0, and so is 0 times it."""
   return jnp.maximum(logits - maximum[:, None], -1e30)
 
 
 def _rescaled(part: SoftmaxStatistics, maximum: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Return mass and moment of `part` about another maximum."""
+  """Return mass and moment of `part` relative to another maximum."""
   shift = part.maximum - maximum
   scale = jnp.exp(shift)
   return scale * part.mass, scale * (part.moment + jnp.where(part.mass > 0, shift, 0.0) * part.mass)
@@ -134,7 +134,7 @@ def project(hidden: jax.Array, unembedding: jax.Array) -> jax.Array:
 
 
 def logits_of_blocks(hidden: jax.Array, unembedding: jax.Array, temperature: jax.Array) -> OfBlock:
-  """Return the function from a block of entries to its logits [C, W] at the temperature [] or [C, 1]."""
+  """Return a function from a block of entries to its logits [C, W], divided by the temperature [] or [C, 1]."""
   chex.assert_rank([hidden, unembedding], 2)
   chex.assert_shape(temperature, (len(hidden), 1) if jnp.ndim(temperature) else ())
   chex.assert_type([hidden, unembedding], float)
@@ -213,7 +213,7 @@ def fold_blocks(entries: int, block: int, limit: jax.Array | None, carry: Any, s
   """Fold `step(carry, index, start, size, fresh)` over `blocks` that cover R entries.
 
   Blocks have one static `size`. `fresh` [size] is false for entries that an earlier block held and for entries from
-  `limit` on; None if there are none such in any block.
+  `limit` on; it is None if no block has such entries.
   """
   count, size = blocks(entries, block)
 
@@ -232,17 +232,17 @@ def fold_blocks(entries: int, block: int, limit: jax.Array | None, carry: Any, s
 
 
 class VocabScan(NamedTuple):
-  """What a scan of this device's entries gives for the group's tokens; None where it was not asked for."""
+  """Results of a scan of this device's entries for the group's tokens; None for results that were not requested."""
 
   statistics: SoftmaxStatistics  # Of the whole vocabulary.
   gathered: jax.Array | None  # [C, M] logits at the ids, this device's part of a sum over the devices.
-  largest: Largest | None  # [C, K] the largest logits here and their ids in the whole vocabulary.
+  largest: Largest | None  # [C, K] the largest logits on this device and their ids in the whole vocabulary.
   logits: jax.Array | None  # [C, R]; −inf at padding.
-  mean_entry: jax.Array | None  # [C, D] Σ_v p_v·unembedding_v over the entries here.
+  mean_entry: jax.Array | None  # [C, D] Σ_v p_v·unembedding_v over this device's entries.
 
 
 class _Scanned(NamedTuple):
-  """As `VocabScan`, of the blocks scanned so far."""
+  """The state of a scan: as `VocabScan`, for the blocks scanned so far."""
 
   statistics: SoftmaxStatistics
   gathered: jax.Array | None
@@ -274,9 +274,9 @@ def scan_vocabulary(
     entries: R.
     block: entries of a block, about.
     dtype: of the logits.
-    ids: [C, M] int32 of the whole vocabulary, whose logits to gather (any value for ids outside it).
+    ids: [C, M] int32 in the whole vocabulary, whose logits to gather (any value for ids outside it).
     keep_logits: whether to return the logits.
-    topk: K, how many of the largest to return, at most R; None: none.
+    topk: K, how many of the largest logits to return, at most R; None: none.
     topk_method: as in `top_k`.
     averaged: [R, D], entries to average with the probabilities; None: none.
   """
@@ -331,7 +331,7 @@ def scan_vocabulary(
 
 
 def largest_of_all(shard: VocabShard, largest: Largest, k: int) -> Largest:
-  """Return the top K [c, K] of own tokens from those [C, ≤ K] of each part of the vocabulary; K is at most V."""
+  """Return the top K [c, K] of own tokens from the top K [C, ≤ K] of each part of the vocabulary; K is at most V."""
   values, ids = (shard.candidates(part) for part in largest)
   if shard.axis is None:
     return values, ids
@@ -366,15 +366,15 @@ def pull_back(
   hidden_gradient: bool,
   unembedding_gradient: jax.Array | None,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-  """Turn the gradient by the logits into those by hidden states and unembedding.
+  """Return the gradients by hidden states and unembedding, given the gradient by the logits.
 
   Args:
     gradients_of: (start, size) -> gradient [C, size] by the logits of that block of entries.
     hidden: [C, D].
     unembedding: [R, D].
     block: entries of a block, about.
-    limit: [] entries that are no padding; None: all.
-    hidden_gradient: whether it is wanted.
+    limit: [] number of entries that are not padding; None: all.
+    hidden_gradient: whether the gradient by the hidden states is wanted.
     unembedding_gradient: [R, D] accumulator in at least float32, or None if it is not wanted.
 
   Returns:
