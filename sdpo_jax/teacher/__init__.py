@@ -1,1 +1,1 @@
-"""Who teaches: the teacher's parameters, its context and its signal, and the order of a generation batch."""
+"""The teacher: its parameters, its context and its signal, and the order of a generation batch."""

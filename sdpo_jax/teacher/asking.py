@@ -1,4 +1,4 @@
-"""Many questions to a server, asked by a few threads while the run looks whether it is to stop."""
+"""Many requests to a server, sent by a few threads while the run watches for a request to stop."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import TypeVar
 
 from sdpo_jax.distributed.stopping import Stop, StoppedError
 
-STOP_S = 0.5  # Between two questions whether the run is to stop, while answers are waited for.
+STOP_S = 0.5  # Seconds between checks whether the run is to stop, while it waits for answers.
 Answer = TypeVar('Answer')
 
 
 def ask_all(
   ask: Callable[[int], Answer], count: int, *, threads: int, name: str, stop: Stop, given_up: threading.Event
 ) -> list[Answer]:
-  """Return what `ask` returns of 0 to count − 1, in order.
+  """Return `ask(i)` for every i from 0 to count − 1, in order, called by several threads.
 
-  Threads of an earlier call which still wait take no place of this one's, and none keeps the process from ending.
+  Threads of an earlier call that still wait do not count among `threads`, and no thread keeps the process from exiting.
 
   Args:
-    ask: called by several threads. What it raises first ends the call.
-    count: of questions.
-    threads: how many ask at a time.
-    name: of the threads.
-    stop: whether the run is to stop, which does not wait for answers.
-    given_up: set when no answer is wanted any more, for those who still wait for one.
+    ask: called by several threads. The first exception that it raises ends the call.
+    count: number of requests.
+    threads: number of threads.
+    name: name of the threads.
+    stop: says whether the run is to stop; then answers are not waited for.
+    given_up: set when answers are no longer needed, for threads that still wait for one.
 
   Raises:
-    StoppedError: as `stop` said.
-    BaseException: what `ask` raised.
+    StoppedError: the run is to stop.
+    BaseException: the first exception of `ask`.
   """
   found: dict[int, Answer] = {}
   failures: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""The teacher's parameters as a transformation of parameter trees, in the manner of optax.
+"""The teacher's parameters as a transformation of parameter trees, in the style of optax.
 
 A teacher is a pair of pure functions: `init(params)` makes the teacher's tree before the first generation batch, and
 `update(teacher, params, step)` moves it once at the end of every generation batch, not once per optimizer step
@@ -21,37 +21,35 @@ from sdpo_jax.types import Tree
 
 @dataclasses.dataclass(frozen=True)
 class TeacherSpec:
-  """Which parameters teach; the settings `actor.self_distillation.teacher_…` of the same names."""
+  """Which parameters the teacher has; the settings `actor.self_distillation.teacher_…` of the same names."""
 
   regularization: str
-  update_rate: float  # Of the moving average, or the mixing weight of the trust region.
+  update_rate: float  # Rate of the moving average, or mixing weight of the trust region.
   restart_interval: int | None  # Generation batches; None: it does not restart.
 
 
 class TeacherTransform(NamedTuple):
-  """How the teacher's weights begin and move."""
+  """How the teacher's weights are initialised and updated."""
 
   init: Callable[[Tree], Tree]  # params -> teacher.
   update: Callable[[Tree, Tree, jax.Array | int], Tree]  # teacher, params, step -> teacher.
 
 
 def live() -> TeacherTransform:
-  """Return the current student teaches (q_θ, paper Table 4: diverges); nothing is stored: the teacher is an empty
-  dict.
-  """
+  """Return a teacher that is the current student (q_θ, paper Table 4: diverges); its tree is an empty dict."""
   return TeacherTransform(init=lambda params: {}, update=lambda teacher, params, step: teacher)
 
 
 def frozen() -> TeacherTransform:
-  """Return the initial weights teach for ever (q_θref, paper Table 4)."""
+  """Return a teacher that keeps the initial weights (q_θref, paper Table 4)."""
   return TeacherTransform(init=_copy, update=lambda teacher, params, step: teacher)
 
 
 def ema(rate: float) -> TeacherTransform:
-  """Exponential moving average, teacher ← (1 − rate)·teacher + rate·params (reference dp_actor.py:132-151).
+  """Return an EMA teacher: teacher ← (1 − rate)·teacher + rate·params (reference dp_actor.py:132-151).
 
-  Rate 0 leaves the teacher as it is and needs none; rate 1 copies the student exactly. `update` raises ValueError
-  where there is no teacher of its own: an empty tree, or the student's own tree or arrays.
+  Rate 0 leaves the teacher unchanged, even an empty one; rate 1 copies the student exactly. `update` raises ValueError
+  if the teacher has no tree of its own: an empty tree, or the student's own tree or arrays.
   """
 
   def update(teacher: Tree, params: Tree, step: jax.Array | int) -> Tree:
@@ -67,14 +65,14 @@ def ema(rate: float) -> TeacherTransform:
 
 
 def scaled_ema_rate(rate: float, batch_ratio: float) -> float:
-  """Return the EMA rate of a batch that is `batch_ratio` times as large: 1 − (1 − rate)^batch_ratio.
+  """Return the EMA rate for a batch that is `batch_ratio` times as large: 1 − (1 − rate)^batch_ratio.
 
-  One update with a batch that is κ times as large takes the place of κ updates, in which the teacher would have kept
-  ρ^κ of itself, ρ = 1 − rate (Busbridge et al. 2023, "How to Scale Your EMA", arXiv 2307.13813). To the last bit but
-  one also for rates far below the rounding of 1. The learning rate has a scaling rule of its own.
+  One update with a batch κ times as large replaces κ updates, in which the teacher would have kept ρ^κ of itself,
+  ρ = 1 − rate (Busbridge et al. 2023, "How to Scale Your EMA", arXiv 2307.13813). The result is accurate to the last
+  bit but one, even for rates far below the rounding of 1. The learning rate has a scaling rule of its own.
 
   Args:
-    rate: of the batch for which it was chosen, in [0, 1].
+    rate: EMA rate at the old batch size, in [0, 1].
     batch_ratio: κ, new size ÷ old size; positive, below 1 for a smaller batch.
 
   Raises:
@@ -88,17 +86,17 @@ def scaled_ema_rate(rate: float, batch_ratio: float) -> float:
 
 
 def base_alone() -> TeacherTransform:
-  """Return the frozen base alone teaches, without the trainable part; the teacher is an empty dict."""
+  """Return a teacher that is the frozen base without the trainable part; its tree is an empty dict."""
   return live()
 
 
 def trust_region() -> TeacherTransform:
-  """Return a teacher that stays the initial one; its logits are mixed with the student's (paper Eq. 16)."""
+  """Return a teacher that keeps the initial weights; its logits are mixed with the student's (paper Eq. 16)."""
   return frozen()
 
 
 def restart(every: int) -> TeacherTransform:
-  """Return the student as it was at the last multiple of `every` generation batches (≥ 1).
+  """Return a teacher that is the student at the last multiple of `every` generation batches (≥ 1).
 
   `step` counts generation batches from 0, so the batch with `step = every − 1` is the first to replace the teacher.
   """
@@ -132,11 +130,11 @@ def signal_parameters(teacher: Tree, params: Tree, spec: TeacherSpec) -> tuple[T
   Args:
     teacher: the teacher's tree; an empty dict for a live teacher and for the base alone.
     params: the student's trainable tree.
-    spec: which parameters teach.
+    spec: which parameters the teacher has.
 
   Returns:
     (own, mixed): `own` are the teacher's; `mixed` is None, or for the trust region the student's parameters, whose
-    logits in the same context enter with weight `update_rate` (reference dp_actor.py:51-64).
+    logits in the same context are mixed in with weight `update_rate` (reference dp_actor.py:51-64).
   """
   if spec.regularization == 'live':
     return params, None

@@ -1,6 +1,6 @@
-"""The teacher's context: the question asked again with what the student could not know, or as it was.
+"""The teacher's context: the student's prompt, or a re-prompt that adds information which the student did not have.
 
-The former is a successful attempt of the same group (the demonstration) and the grader's feedback, in the paper's
+A re-prompt adds a successful attempt of the same group (the demonstration) and the grader's feedback, in the paper's
 templates (arXiv 2601.20802, Table 2; reference ray_trainer.py:610-796).
 """
 
@@ -30,29 +30,29 @@ from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Messages, Outcome
 
 _Asked = TypeVar('_Asked')
-_CUT_MIDDLE = '\n...\n'  # Stands for what was taken out of a demonstration.
+_CUT_MIDDLE = '\n...\n'  # Replaces the removed middle of a demonstration.
 _CUT_END = '...'  # Ends a shortened feedback.
 _SLACK = 4  # Tokens of max_reprompt_len that shortening may leave unused, to search less.
-_LONG = 16  # Characters for each token of a limit, from which on a text is not tokenised whole.
-_GUESS = 4  # Characters of a token, about, in what graders and models write.
+_LONG = 16  # Texts with more characters than this per token of the limit are not tokenised whole.
+_GUESS = 4  # Approximate characters per token in texts of graders and models.
 _LIMIT = 'actor.self_distillation.max_reprompt_len'
 
 
 @dataclasses.dataclass
 class TeacherContext:
-  """What the teacher reads before each of N completions."""
+  """The teacher's prompts before each of N completions."""
 
   messages: list[Messages]  # [N]
   prompt_tokens: list[list[int]]  # [N] of varying length; the completion's own token ids follow verbatim.
-  mask: np.ndarray  # [N] float32, 1 where the teacher knows more than the student.
+  mask: np.ndarray  # [N] float32, 1 where the teacher is shown more than the student.
   solutions: list[str | None]  # [N] demonstration before any shortening.
-  feedback: list[str | None]  # [N] what the grader had to say, used or not.
+  feedback: list[str | None]  # [N] feedback on the completion, used or not.
   truncated: np.ndarray  # [N] bool, the prompt had to be shortened.
   metrics: dict[str, float]
 
 
 def shown_text(completion: str, config: SelfDistillationConfig) -> str | None:
-  """Return what the teacher may read of a completion, by `thinking_rule`; None if there is nothing in it to read."""
+  """Return the text of a completion that the teacher may read, by `thinking_rule`; None if nothing is left."""
   closed_only = config.thinking_rule == 'closed'
   if config.remove_thinking_from_demonstration:
     completion = without_closed_thinking(completion) if closed_only else without_thinking(completion)
@@ -62,8 +62,9 @@ def shown_text(completion: str, config: SelfDistillationConfig) -> str | None:
 def successes_by_group(
   scores: Sequence[float] | np.ndarray, group: Sequence[Hashable], threshold: float
 ) -> dict[Hashable, list[int]]:
-  """Rows, in batch order, whose score (as float32, NaN: none) reaches the threshold, by group; groups without one are
-  absent.
+  """Return by group the rows, in batch order, whose score reaches the threshold; other groups are absent.
+
+  Scores are compared as float32; NaN stands for no score.
   """
   successes: dict[Hashable, list[int]] = {}
   for row in np.flatnonzero(np.asarray(scores, np.float32) >= np.float32(threshold)):
@@ -80,7 +81,7 @@ def choose_demonstration(
   seed: int,
   step: int,
 ) -> int | None:
-  """Return the row whose completion is shown to the teacher of `row`, or None.
+  """Return the row whose completion is shown to the teacher of `row`; None if there is none.
 
   `demonstration='first'` takes the first candidate in batch order. `'random'` draws one from (seed, step, global
   sample number of `row`): the draw depends neither on the order of the batch nor on which process holds the row.
@@ -103,10 +104,9 @@ def reprompt(
   config: SelfDistillationConfig,
   attempt: str | None = None,
 ) -> Messages:
-  """Return the conversation that the teacher sees: the last message becomes the re-prompted user turn, earlier ones
-  stay.
+  """Return the conversation that the teacher sees: its last message is replaced by the re-prompted user turn.
 
-  With neither a solution nor feedback the question is asked as it was. The student's failed `attempt`, if any, comes
+  With neither a solution nor feedback the question is not changed. The student's failed `attempt`, if any, comes
   before the feedback.
   """
   prompt = messages[-1]['content']
@@ -119,10 +119,9 @@ def reprompt(
 
 
 def shorten_middle(text: str | None, length: int, cut: str = _CUT_MIDDLE) -> str | None:
-  """Return a text, such as a demonstration or attempt, cut to `length` characters, with `cut` where something is
-  missing.
+  """Shorten a text, such as a demonstration, to `length` characters by replacing its middle with `cut`.
 
-  It loses its middle: its beginning shows the approach and its end holds the answer, which the teacher needs most.
+  Its beginning shows the approach and its end holds the answer, which the teacher needs most.
   """
   if text is None or len(text) <= length:
     return text
@@ -130,7 +129,7 @@ def shorten_middle(text: str | None, length: int, cut: str = _CUT_MIDDLE) -> str
 
 
 def shorten_end(text: str | None, length: int) -> str | None:
-  """Feedback cut to `length` characters and dots: graders put the kind of error and the first failure first."""
+  """Cut feedback to `length` characters and dots: graders put the kind of error and the first failure first."""
   return text if text is None or len(text) <= length else text[:length] + _CUT_END
 
 
@@ -139,7 +138,7 @@ def same_context(messages: Sequence[Messages], prompts: Sequence[list[int]]) -> 
 
   Args:
     messages: [N] the question of each completion.
-    prompts: [N] their tokens, as the student has read them.
+    prompts: [N] the tokens of the student's prompts.
   """
   count = len(prompts)
   return TeacherContext(
@@ -180,15 +179,15 @@ def build_teacher_context(
     outcomes: [N] their grades.
     config: settings.
     tokenizer: a transformers tokenizer with a chat template.
-    seed: of the random choice of demonstrations.
+    seed: seed of the random choice of demonstrations.
     step: generation batch, part of the same seed.
     sample_ids: [N] global number of each completion in the generation batch; None: 0 … N − 1.
-    chat: how messages become tokens. (The reference passes enable_thinking alone to the template of the teacher, True
-      where it is not set; here student and teacher have the same variables.)
+    chat: how messages become tokens. (The reference passes only enable_thinking to the teacher's template, True if not
+      set; here student and teacher have the same variables.)
 
   Raises:
     UserError: a prompt does not fit `max_reprompt_len` and cannot or must not be shortened, or the chat template
-      refuses one.
+      refuses a prompt.
   """
   count = len(texts)
   sample_ids = np.arange(count) if sample_ids is None else sample_ids
@@ -203,7 +202,7 @@ def build_teacher_context(
   for row in range(count):
     right = successes.get(group[row], ())
     taught = config.teach_successes or row not in right
-    # Of an ungraded completion nobody knows whether it needs teaching.
+    # Nobody knows whether an ungraded completion needs teaching.
     teachable = config.include_demonstration and graded[row] and taught
     candidates = [success for success in right if shown[success] is not None] if teachable else ()
     chosen = choose_demonstration(row, candidates, config, sample_ids=sample_ids, seed=seed, step=step)
@@ -278,23 +277,23 @@ def reprompted(
   *,
   setting: str = _LIMIT,
 ) -> tuple[list[int], bool]:
-  """Return what the teacher reads of one question, and whether texts were shortened, as in `build_teacher_context`.
+  """Return the teacher's prompt for one question, and whether texts were shortened, as in `build_teacher_context`.
 
-  A conversation whose last message is not the user's, such as one that ends with what a tool said, gets a turn of the
-  user's behind it.
+  A conversation whose last message is not the user's, such as one that ends with a tool's output, gets another user
+  turn.
 
   Args:
     messages: the question.
-    solution: shown as the demonstration.
-    feedback: shown as the grader's.
+    solution: text shown as the demonstration.
+    feedback: text shown as the grader's feedback.
     config: templates and limit.
     tokenizer: a transformers tokenizer with a chat template.
     chat: how messages become tokens.
-    attempt: the student's own, shown before the feedback.
-    setting: what sets the limit, for messages.
+    attempt: the student's own attempt, shown before the feedback.
+    setting: name of the setting of the limit, for error messages.
 
   Raises:
-    UserError: as `build_teacher_context`.
+    UserError: as in `build_teacher_context`.
   """
   if messages[-1]['role'] != 'user':
     messages = [*messages, {'role': 'user', 'content': ''}]
@@ -315,20 +314,19 @@ def reprompted_behind(
   *,
   setting: str = _LIMIT,
 ) -> tuple[list[int], bool]:
-  """Return what the teacher reads of a prompt that is no conversation, and whether texts were shortened to fit.
+  """Return the teacher's prompt for a prompt that is not a conversation, and whether texts were shortened to fit.
 
-  That is the prompt, token by token, and behind it what the re-prompted turn of a conversation says after the question,
-  and an empty line.
+  It consists of the prompt's own tokens, the text that a re-prompted turn has after the question, and an empty line.
 
   Args:
     prompt: token ids.
-    solution: shown as the demonstration.
-    feedback: shown as the grader's.
+    solution: text shown as the demonstration.
+    feedback: text shown as the grader's feedback.
     config: templates and limit.
     tokenizer: a transformers tokenizer; no chat template is used.
     chat: says whether texts can spell control tokens.
-    attempt: the student's own, shown before the feedback.
-    setting: what sets the limit, for messages.
+    attempt: the student's own attempt, shown before the feedback.
+    setting: name of the setting of the limit, for error messages.
 
   Raises:
     UserError: the prompt and the templates alone do not fit.
@@ -346,7 +344,7 @@ def reprompted_behind(
 def instruction(
   solution: str | None, feedback: str | None, config: SelfDistillationConfig, attempt: str | None = None
 ) -> str:
-  """Return what the re-prompted turn of a conversation says after the question."""
+  """Return the text that a re-prompted turn has after the question."""
   [said] = reprompt([{'role': 'user', 'content': ''}], solution, feedback, config, attempt)
   return said['content']
 
@@ -364,11 +362,11 @@ def fitted(
 
   Args:
     written: maps a solution, feedback and an attempt to the tokens of the prompt with them.
-    solution: shown as the demonstration.
-    feedback: shown as the grader's.
-    attempt: the student's own.
-    limit: tokens at most.
-    setting: what sets the limit, for messages.
+    solution: text shown as the demonstration.
+    feedback: text shown as the grader's feedback.
+    attempt: the student's own attempt.
+    limit: maximum number of tokens.
+    setting: name of the setting of the limit, for error messages.
 
   Raises:
     UserError: the prompt does not fit with texts of one character.
@@ -392,7 +390,7 @@ def fitted(
 
 
 def _feedback(outcome: Outcome, config: SelfDistillationConfig) -> str | None:
-  """Return what the teacher may read about a completion: what its grader said, and what a model wrote about it."""
+  """Return the feedback that the teacher may read about a completion: the grader's, and what a model wrote."""
   if not outcome.graded:
     return None
   said = outcome.feedback if config.include_environment_feedback and isinstance(outcome.feedback, str) else None
@@ -414,9 +412,7 @@ def _fit(
   chat: ChatFormat,
   name: str = _LIMIT,
 ) -> tuple[Messages, list[int], bool]:
-  """Return the conversation, its tokens and whether they had to be shortened; `tokens` are None if they are far too
-  many.
-  """
+  """Return the conversation, its tokens and whether they had to be shortened; `tokens` is None if far too many."""
   limit = config.max_reprompt_len
   if tokens is not None and len(tokens) <= limit:
     return prompt, tokens, False
@@ -424,7 +420,7 @@ def _fit(
     return prompt, (tokens or chat_tokens_of_cut(tokenizer, prompt, limit, chat, _beginning)[0])[:limit], True
   if config.reprompt_truncation == 'left':
     return prompt, (tokens or chat_tokens_of_cut(tokenizer, prompt, limit, chat, _end)[0])[-limit:], True
-  if solution is None and feedback is None:  # The teacher has nothing to say of this row: its prompt is never read.
+  if solution is None and feedback is None:  # The row is not taught: its prompt is never read.
     return prompt, tokens or chat_tokens(tokenizer, [prompt], chat)[0], False
   if config.reprompt_truncation == 'error':
     raise UserError(
@@ -459,19 +455,19 @@ def longest_that_fits(
   limit: int,
   whole: int | None,
 ) -> tuple[_Asked, list[int]]:
-  """Return about the longest of the shortened prompts that fit.
+  """Return nearly the longest of the shortened prompts that fit.
 
   Args:
-    attempt: maps the characters that each text may have to what is asked then and its tokens.
-    best: that of one character, which fits.
+    attempt: maps the number of characters that each text may have to (prompt, its tokens).
+    best: result of `attempt` for one character, which fits.
     longest: characters of the longest text.
-    limit: tokens that fit.
-    whole: tokens of the prompt with whole texts; None: far too many.
+    limit: maximum number of tokens.
+    whole: number of tokens of the prompt with whole texts; None: far too many.
   """
   low, high = 1, longest
   if whole is not None:
     above = whole
-  else:  # From below, so that the time depends on what fits and not on what there is.
+  else:  # From below, so that the time depends on the limit and not on the length of the texts.
     length = _GUESS * limit
     while length < high and len((candidate := attempt(length))[1]) <= limit:
       low, best, length = length, candidate, 2 * length

@@ -1,9 +1,9 @@
-"""How servers are asked for the log-probs of a given text, token by token, and how their answers are read.
+"""Requests to servers for the log-probs of a given text, token by token, and the parsing of their responses.
 
 P prompt tokens, T completion tokens, K log-probs at every position. Both dialects are OpenAI's completions with
 additions: vLLM's `prompt_logprobs`, a map of token id → log-prob for every position of the prompt, of which the first
-is null; and Fireworks' `echo_last`, a list of log-probs for the last tokens of the prompt, at most five of each. Either
-adds the token that does stand there if it is not among the K.
+is null; and Fireworks' `echo_last`, a list of log-probs for the last tokens of the prompt, at most five of each. Both
+add the prompt's own token at a position if it is not among the K.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import numpy as np
 
 from sdpo_jax.environments.json_server import Fault, quoted
 
-MINUS_INFINITY = -9999.0  # What servers send in its place, JSON having none.
-LARGEST = 1e30  # From which on it is no log-prob.
-ROUNDING = 1e-3  # By which a log-prob may exceed 0.
-MOST_MASS = 1.01  # To which probabilities may add up.
-# Of an answer, at most: an entry has a token's text, which may be long, and three more values.
+MINUS_INFINITY = -9999.0  # Servers send it in place of −inf, which JSON lacks.
+LARGEST = 1e30  # Numbers of this size or more are not log-probs.
+ROUNDING = 1e-3  # How much a log-prob may exceed 0.
+MOST_MASS = 1.01  # Largest sum of probabilities at a position.
+# Maximum per entry of a response: a token's text, which may be long, and three more values.
 ENTRY_BYTES, ENTRY_VALUES = 256, 8
-SLACK_BYTES, SLACK_VALUES = 2**16, 10_000  # For what stands around the entries.
+SLACK_BYTES, SLACK_VALUES = 2**16, 10_000  # Allowance for everything around the entries.
 
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-  """What a teacher says of a completion."""
+  """A teacher's log-probs for a completion."""
 
-  token_ids: np.ndarray  # [T, K] int32, the most likely tokens, the likeliest first.
+  token_ids: np.ndarray  # [T, K] int32, the most likely tokens, most likely first; −1: not in the vocabulary.
   log_probs: np.ndarray  # [T, K] float32 of these; nats, at temperature 1.
   target_log_probs: np.ndarray  # [T] float32 of the completion's own tokens.
   texts: tuple[str | None, ...] = dataclasses.field(
@@ -45,23 +45,23 @@ class Scored:
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
-  """A way of asking."""
+  """A server's request and response format."""
 
   request: Callable[[str, Sequence[int], Sequence[int], int], dict[str, Any]]  # (model, prompt, completion, K) → body.
   rows: Callable[[Any, Sequence[int], Sequence[int]], list[Row]]  # (answer, prompt, completion) → [T]; raises Fault.
 
   def read(self, answer: Any, prompt: Sequence[int], completion: Sequence[int], k: int, vocab_size: int) -> Scored:
-    """Return what an answer says.
+    """Return the log-probs in a response.
 
     Args:
       answer: JSON.
       prompt: [P], as sent; at least one.
-      completion: [T], likewise.
-      k: K, as asked.
-      vocab_size: token ids lie below it, or are left out: models of a family are padded differently.
+      completion: [T], as sent.
+      k: K, as requested.
+      vocab_size: token ids from here on are left out: models of a family are padded differently.
 
     Raises:
-      Fault: it does not say it, or says something else.
+      Fault: the response lacks them or is not valid.
     """
     rows = self.rows(answer, prompt, completion)
     ids, log_probs = np.empty((len(rows), k), np.int32), np.empty((len(rows), k), np.float32)
@@ -90,19 +90,19 @@ class Dialect:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """What an answer says of a position."""
+  """The log-probs that a response gives at one position."""
 
-  entries: Mapping[int, float]  # Token id → log-prob; that of the token which stands there is among them.
-  text: str | None  # Of that token.
+  entries: Mapping[int, float]  # Token id → log-prob, including the text's own token at this position.
+  text: str | None  # Text of that token.
 
 
 def most_bytes(positions: int, k: int) -> int:
-  """Return how large an answer may be."""
+  """Return the maximum size of a response in bytes."""
   return SLACK_BYTES + positions * (k + 1) * ENTRY_BYTES
 
 
 def most_values(positions: int, k: int) -> int:
-  """Return how many values an answer may have."""
+  """Return the maximum number of values in a response."""
   return SLACK_VALUES + positions * (k + 1) * ENTRY_VALUES
 
 
@@ -114,8 +114,8 @@ def _choice(answer: Any) -> Mapping[str, Any]:
 
 
 def _log_prob(value: Any) -> float:
-  """Return a log-prob of an answer; what stands for no probability at all is −inf."""
-  # Comparing takes whole numbers that no float can hold; NaN is never within bounds.
+  """Return a log-prob from a response, −inf where the server sent `MINUS_INFINITY` or less."""
+  # Comparisons also work for integers that no float can hold; NaN is never within bounds.
   if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
     raise Fault(f'a log-prob of its answer is no finite number: {quoted(value)}')
   if value > ROUNDING:
@@ -128,7 +128,7 @@ def _text(value: Any) -> str | None:
 
 
 def _check_echo(sent: Sequence[int], echoed: Any) -> None:
-  """Raise Fault if a server says that it has read other tokens."""
+  """Raise Fault if a server echoes other tokens than it was sent."""
   if echoed is not None and echoed != list(sent):
     raise Fault('it has read other tokens than it was sent')
 
@@ -141,7 +141,7 @@ def _vllm_request(model: str, prompt: Sequence[int], completion: Sequence[int], 
   return {
     'model': model,
     'prompt': [*prompt, *completion],
-    'max_tokens': 1,  # None is not possible everywhere; what is drawn is not looked at.
+    'max_tokens': 1,  # Not all servers allow 0; the drawn token is ignored.
     'temperature': 0,
     'prompt_logprobs': k,
     'return_token_ids': True,
@@ -160,7 +160,7 @@ def _vllm_rows(answer: Any, prompt: Sequence[int], completion: Sequence[int]) ->
     raise Fault(f'its answer has log-probs at {len(found)} positions, and {len(whole)} tokens were sent')
   return [
     _vllm_row(row, token) for row, token in zip(found[len(prompt) :], completion, strict=True)
-  ]  # The first, which nothing stands before, is null.
+  ]  # The first entry of the prompt has no context and is null.
 
 
 def _vllm_row(row: Any, token: int) -> Row:
@@ -203,7 +203,7 @@ def _fireworks_rows(answer: Any, prompt: Sequence[int], completion: Sequence[int
   if not isinstance(content, list):
     raise Fault("its answer has no 'logprobs.content', so it does not know them, or does not give them")
   _check_echo([*prompt, *completion], choice.get('prompt_token_ids'))
-  # One more has been drawn, unless it ends the text.
+  # There is one more position for the drawn token, unless that ends the text.
   if len(content) not in (len(completion), len(completion) + 1):
     raise Fault(f'its answer has log-probs at {len(content)} positions, and {len(completion)} were asked for')
   return [_fireworks_row(entry, token) for entry, token in zip(content, completion, strict=False)]

@@ -1,4 +1,4 @@
-"""The texts of a cartridge: the document that its teacher reads, and the tokens whose slots it begins with."""
+"""The texts of a cartridge: the document that its teacher reads, and the tokens that its slots are initialised from."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import file_size, read_text
 
 SECTION = 'model.cartridge'
-WHOLE_SHARE = 1 / 8  # Of a chip's memory, that a document may take which no device has a part of only.
-USUAL = 16  # Bytes of a token at most, but for rare ones.
+WHOLE_SHARE = 1 / 8  # Share of a chip's memory that a document may take if every device holds it whole.
+USUAL = 16  # Maximum bytes of a token, except for rare ones.
 
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
   """The texts that the settings of a cartridge name, as tokens."""
 
-  document: Sequence[int] | None  # N, that the teacher reads; None: there is no such teacher.
-  initial: Sequence[int] | None  # P, whose keys and values the slots begin with; None: they begin with something else.
+  document: Sequence[int] | None  # N tokens that the teacher reads; None: no teacher reads a document.
+  initial: Sequence[int] | None  # P tokens whose keys and values initialise the slots; None: something else does.
 
 
 def read_texts(config: Config, tokenizer: Tokenizer, *, teaches: bool) -> Texts:
@@ -37,8 +37,8 @@ def read_texts(config: Config, tokenizer: Tokenizer, *, teaches: bool) -> Texts:
 
   Args:
     config: settings with a cartridge.
-    tokenizer: of the model.
-    teaches: whether the teacher's is wanted, to train with an objective that needs a teacher.
+    tokenizer: tokenizer of the model.
+    teaches: whether the teacher's document is needed, i.e. the objective has a teacher.
 
   Raises:
     UserError: a file cannot be read or is empty, has fewer tokens than there are slots, or more than the model reads;
@@ -71,17 +71,17 @@ def read_texts(config: Config, tokenizer: Tokenizer, *, teaches: bool) -> Texts:
 
 
 def read_document(config: Config, tokenizer: Tokenizer) -> list[int]:
-  """Return the tokens of `model.cartridge.document` as they stand before a conversation; errors as `read_texts`."""
+  """Return the tokens of `model.cartridge.document`, as placed before a conversation; errors as in `read_texts`."""
   return _tokens(config, tokenizer, 'document')
 
 
 def prefix_of(config: Config, policy: DecoderPolicy, length: int) -> KVPrefix:
-  """Return the prefix that stands for the document of a teacher.
+  """Return the key-value prefix that holds the document of a teacher.
 
   Args:
     config: settings with a cartridge.
-    policy: of the student or the model alone, on its mesh.
-    length: tokens of the document.
+    policy: policy of the student or of the model alone, on its mesh.
+    length: number of tokens of the document.
   """
   prefix, mesh = KVPrefix(length, length, within_windows=True), policy.backend.mesh
   if mesh is None or mesh.size == 1 or config.model.cartridge.divide_document is False:
@@ -96,7 +96,7 @@ def prefix_of(config: Config, policy: DecoderPolicy, length: int) -> KVPrefix:
 
 
 def _tokens(config: Config, tokenizer: Tokenizer, setting: str) -> list[int]:
-  """Return the tokens of the file that a setting names, as they stand before a conversation."""
+  """Return the tokens of the file that a setting names, as placed before a conversation."""
   file, chat = getattr(config.model.cartridge, setting), ChatFormat.of(config)
   text = read_text(file, f'name a text file in {SECTION}.{setting}')
   if not text.strip():
@@ -119,9 +119,9 @@ def _tokens(config: Config, tokenizer: Tokenizer, setting: str) -> list[int]:
 
 
 def _is_split(tokenizer: Tokenizer, text: str, tokens: list[int], chat: ChatFormat) -> bool:
-  """Return whether the tokens of a question behind a document are others than those behind any other text."""
+  """Return whether a question after this document is tokenised differently than after other texts."""
   if not has_system_turn(tokenizer, chat.variables):
-    return False  # They are put together from tokens.
+    return False  # Document and question are tokenised separately.
   question = {'role': 'user', 'content': PROBE}
   [behind] = chat_tokens(tokenizer, [[question]], chat)
   usual = dataclasses.replace(chat, behind_document=False)
@@ -130,14 +130,14 @@ def _is_split(tokenizer: Tokenizer, text: str, tokens: list[int], chat: ChatForm
 
 
 def context_length(model: str) -> int | None:
-  """Return how many positions a model directory, or a model on the hub, says that it has; None: it does not say."""
+  """Return the number of positions in the config of a model (a directory or hub name); None if it has none."""
   return huggingface.positions(model_files.read_json(model_files.resolve(model, weights=False), 'config.json'))
 
 
 def _check_size(config: Config, tokenizer: Tokenizer) -> None:
-  """Raise UserError if a document is so large a file that no tokens spell it for which the model has positions.
+  """Raise UserError if a document is so large a file that it cannot fit the model's positions, whatever its tokens.
 
-  It is not read then, which may take longer than anybody waits.
+  Such a file is not read, since tokenising it could take very long.
   """
   positions, file = context_length(config.model.path), config.model.cartridge.document
   if positions is None:
@@ -154,12 +154,11 @@ def _check_size(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def check_slots(config: Config, positions: int | None) -> None:
-  """Raise UserError if the slots that are set and the longest row behind them are more than the model has positions
-  for.
+  """Raise UserError if the configured slots and the longest row after them exceed the model's positions.
 
   Args:
     config: settings.
-    positions: that the model has; None: it does not say.
+    positions: number of positions of the model; None: unknown.
   """
   slots, data = config.model.cartridge.tokens, config.data
   if positions is not None and slots + data.max_prompt_length + data.max_response_length > positions:
@@ -171,12 +170,12 @@ def check_slots(config: Config, positions: int | None) -> None:
 
 
 def check_length(config: Config, document: int, positions: int | None) -> None:
-  """Raise UserError if a document and the longest row behind it are more than the model has positions for.
+  """Raise UserError if a document and the longest row after it exceed the model's positions.
 
   Args:
     config: settings.
-    document: its tokens.
-    positions: that the model has; None: it does not say.
+    document: number of tokens of the document.
+    positions: number of positions of the model; None: unknown.
   """
   if positions is None:
     return

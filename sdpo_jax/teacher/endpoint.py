@@ -1,6 +1,6 @@
-"""A teacher at an endpoint: a server that says how likely the tokens of a completion are, and the most likely others.
+"""A teacher behind an endpoint: a server that gives log-probs of a completion's tokens and of the most likely tokens.
 
-All of a batch is scored, or none: what a server does wrong ends the call with one sentence, and no step is taken.
+A batch is scored as a whole or not at all: a fault of the server ends the call with one sentence, and no step is taken.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from sdpo_jax.teacher.dialects import Scored
 
 SECTION = 'actor.self_distillation.teacher_endpoint'
 PATH = '/completions'
-SAME_TEXTS = 0.9  # Share of a few tokens that must have the same text there.
-MUCH_TAIL = 0.01  # Probability that the K tokens leave on average, from which on it is said.
+SAME_TEXTS = 0.9  # Share of a few tokens that must have the same text at the server.
+MUCH_TAIL = 0.01  # Mean probability outside the K tokens above which a warning is logged.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,17 +41,17 @@ class Asked:
 
 
 class Endpoint:
-  """The teacher that the settings name; holds connections and threads until `close()`."""
+  """Client of the configured teacher endpoint; holds connections until `close()`."""
 
   def __init__(self, settings: TeacherEndpointConfig, vocab_size: int):
-    """Connect to nothing yet.
+    """Prepare the client; no connection is made yet.
 
     Args:
-      settings: of the endpoint.
-      vocab_size: of the student.
+      settings: settings of the endpoint.
+      vocab_size: vocabulary size of the student.
 
     Raises:
-      UserError: no address, or an environment variable that is not there.
+      UserError: the address or an environment variable is missing.
     """
     url, secrets = json_server.read_address(settings.url, f'{SECTION}.url', 'http://localhost:8000/v1')
     url = url.rstrip('/')
@@ -77,17 +77,17 @@ class Endpoint:
     self.close()
 
   def close(self) -> None:
-    """Lets go of connections; what is under way is not tried again."""
+    """Close the connections; requests under way are not retried."""
     self._closing.set()
     self._server.close()
 
   def check(self, model: str, tokenizer: Tokenizer, longest: int) -> None:
-    """Ask a few tokens, and as many as there may be, whether the server is the teacher that the settings describe.
+    """Check with a short and a longest request that the server is the teacher that the settings describe.
 
     Args:
       model: the student's directory or hub name.
-      tokenizer: of the student.
-      longest: tokens of a prompt with its completion.
+      tokenizer: tokenizer of the student.
+      longest: maximum number of tokens of a prompt with its completion.
 
     Raises:
       UserError: it has another tokenizer, does not answer, gives no log-probs or fewer than `top_k`, or takes no text
@@ -113,22 +113,22 @@ class Endpoint:
       ) from fault
 
   def score(self, asked: Sequence[Asked], stop: Stop = NEVER) -> list[Scored]:
-    """Return what the teacher says of completions, in order: of all of them.
+    """Return the teacher's scores of all completions, in order.
 
     Args:
-      asked: [N]; those without tokens are not asked about.
-      stop: whether the run is to stop, which does not wait for answers.
+      asked: [N]; for completions without tokens no request is sent.
+      stop: says whether the run is to stop; then responses are not waited for.
 
     Raises:
-      UserError: there is one of which it says nothing that can be used.
-      StoppedError: as `stop` said.
+      UserError: there is no usable response for one of them.
+      StoppedError: the run is to stop.
     """
     scored = self._score(asked, stop)
     self._tell_tail(scored)
     return scored
 
   def _score(self, asked: Sequence[Asked], stop: Stop, what: str | None = None) -> list[Scored]:
-    """Return what `score` returns; `what` is asked about, for messages, None: completions by their numbers."""
+    """Return the scores; error messages call the text `what`, or by its number among the completions if None."""
     deadline, given_up = time.monotonic() + self._settings.batch_timeout_s, threading.Event()
 
     def ask(place: int) -> Scored:
@@ -141,7 +141,7 @@ class Endpoint:
     return ask_all(ask, len(asked), threads=threads, name='teacher-endpoint', stop=stop, given_up=given_up)
 
   def _ask(self, asked: Asked, deadline: float, k: int, given_up: threading.Event) -> Scored:
-    """Return what one answer says; raises Fault once no further attempt helps, or there is no time for it."""
+    """Return the scores of one completion; raise Fault once retries cannot help or the time is over."""
     settings, prompt, completion = self._settings, list(map(int, asked.prompt)), list(map(int, asked.completion))
     if not completion:
       return Scored(np.zeros((0, k), np.int32), np.zeros((0, k), np.float32), np.zeros(0, np.float32))
@@ -184,9 +184,9 @@ class Endpoint:
     )
 
   def _check_texts(self, tokenizer: Tokenizer, tokens: Sequence[int], scored: Scored) -> None:
-    """Raise UserError if the server has other texts for token ids, whatever tokenizer the settings name."""
+    """Raise UserError if the server decodes token ids to other texts, whatever tokenizer the settings name."""
     pairs = [(tokenizer.decode([token]).strip(), text) for token, text in zip(tokens, scored.texts, strict=True)]
-    # Not all servers make whole characters of a token's bytes, or keep its spaces.
+    # Not all servers decode a token's bytes to whole characters, or keep its spaces.
     known = [(own, text.strip()) for own, text in pairs if text is not None and own and own.isascii()]
     same = sum(own == text for own, text in known)
     if known and same < SAME_TEXTS * len(known):
@@ -197,7 +197,7 @@ class Endpoint:
       )
 
   def _tell_tail(self, scored: Sequence[Scored]) -> None:
-    """Say once how much of the teacher's distribution its K tokens leave out."""
+    """Warn once if the K tokens leave out much of the teacher's distribution."""
     tails = np.concatenate([each.tail_mass for each in scored]) if scored else np.zeros(0)
     if self._told_tail or not len(tails) or tails.mean() <= MUCH_TAIL:
       return

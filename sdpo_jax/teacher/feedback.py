@@ -1,4 +1,4 @@
-"""Feedback on failures that a model writes: of which completions, what the writer reads, what counts as written."""
+"""Feedback on failures that a model writes: which completions get it, the writer's prompt, and the reading of it."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from sdpo_jax.teacher.context import (
 )
 from sdpo_jax.types import Messages, Outcome
 
-NO_OUTPUT = '(nothing)'  # In the place of what a grader had to say.
+NO_OUTPUT = '(nothing)'  # Replaces missing feedback of a grader.
 
 
 class UnwrittenError(Exception):
-  """Why there is no feedback on a completion, in words."""
+  """The reason why there is no feedback on a completion."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-  """What a writer of feedback is asked about one completion."""
+  """The request to a writer of feedback about one completion."""
 
-  row: int  # In the generation batch.
+  row: int  # Row in the generation batch.
   messages: Messages
-  tokens: list[int]  # The same as the model that is trained reads it.
+  tokens: list[int]  # The messages as tokens of the model that is trained.
 
 
 def rows_to_write(
@@ -47,8 +47,8 @@ def rows_to_write(
 ) -> list[int]:
   """Return the completions that get feedback: graded failures whose teacher will read it.
 
-  Where `environment_feedback_only_without_solution` is set, the teacher of a group with a success that can be shown
-  reads that, and nothing is written.
+  With `environment_feedback_only_without_solution`, groups that have a success to show get none, because their teacher
+  reads that success instead.
 
   Args:
     group: [N] completions of one question share a value.
@@ -80,18 +80,18 @@ def ask(
   tokenizer: Tokenizer,
   chat: ChatFormat,
 ) -> Asked:
-  """Return what the writer is asked about a completion, shortened to `feedback_prompt_len` tokens.
+  """Return the request to the writer about a completion, shortened to `feedback_prompt_len` tokens.
 
-  The attempt loses its middle and what the grader said its end; the question and the template stay whole.
+  The attempt is cut in its middle and the grader's output at its end; the question and the template stay whole.
 
   Args:
-    row: of the completion.
-    question: that it answers.
-    attempt: its text.
-    output: what the grader said of it.
+    row: row of the completion.
+    question: conversation that the completion answers.
+    attempt: text of the completion.
+    output: the grader's feedback.
     config: template and limit.
-    tokenizer: of the model that is trained, by which lengths count for other writers, too.
-    chat: how messages become its tokens.
+    tokenizer: tokenizer of the model that is trained; it also measures lengths for other writers.
+    chat: how messages become that model's tokens.
 
   Raises:
     UnwrittenError: question and template alone are too long, or the chat template refuses them.
@@ -128,15 +128,15 @@ def ask(
 
 
 def feedback_prompt_len(config: SelfDistillationConfig) -> int:
-  """Return the tokens that a writer's prompt may have: `feedback_max_prompt_len`, or those of the teacher's."""
+  """Return the limit of a writer's prompt in tokens: `feedback_max_prompt_len`, or else `max_reprompt_len`."""
   return config.max_reprompt_len if config.feedback_max_prompt_len is None else config.feedback_max_prompt_len
 
 
 def read(text: str) -> str:
-  """Return the feedback in what a writer said, without what it thought to itself.
+  """Return the feedback in a writer's output, without its thinking.
 
   Raises:
-    UnwrittenError: there is nothing in it.
+    UnwrittenError: nothing is left.
   """
   said = encodable(without_thinking(text).strip())
   if not said:

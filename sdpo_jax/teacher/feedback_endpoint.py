@@ -1,6 +1,6 @@
-"""A writer of feedback behind an OpenAI-compatible endpoint, asked about some completions at a time.
+"""A writer of feedback behind an OpenAI-compatible endpoint, which gets several requests at a time.
 
-What it does wrong costs the completions that it concerns, which keep what their grader said.
+Where a request fails, the completion keeps the feedback of its grader.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ SECTION = 'actor.self_distillation.feedback_endpoint'
 
 
 class FeedbackEndpoint:
-  """The writer that the settings name; holds connections until `close()`."""
+  """Client of the configured feedback endpoint; holds connections until `close()`."""
 
   def __init__(self, config: SelfDistillationConfig):
-    """Connect to nothing yet.
+    """Prepare the client; no connection is made yet.
 
     Args:
       config: settings, with a `feedback_endpoint`.
 
     Raises:
-      UserError: no address, or an environment variable that is not there.
+      UserError: the address or an environment variable is missing.
     """
     settings = config.feedback_endpoint
     url, secrets = chat_endpoint.read_address(settings.url, f'{SECTION}.url')
@@ -52,24 +52,24 @@ class FeedbackEndpoint:
     self.close()
 
   def close(self) -> None:
-    """Lets go of connections; what is under way is not tried again."""
+    """Close the connections; requests under way are not retried."""
     self._closing.set()
     self._server.close()
 
   @property
   def public_url(self) -> str:
-    """The address, without what may be secret of it."""
+    """The address without parts that may be secret."""
     return self._server.public_url
 
   def write(self, asked: Sequence[Asked], stop: Stop = NEVER) -> list[str | UnwrittenError]:
-    """Return the feedback on each completion, or why there is none.
+    """Return the feedback on each completion, or the reason why there is none.
 
     Args:
       asked: [M].
-      stop: whether the run is to stop, which does not wait for answers.
+      stop: says whether the run is to stop; then responses are not waited for.
 
     Raises:
-      StoppedError: as `stop` said.
+      StoppedError: the run is to stop.
     """
     work = _Work(patience=self._settings.concurrency)
 
@@ -83,7 +83,7 @@ class FeedbackEndpoint:
     return ask_all(ask, len(asked), threads=threads, name='feedback-endpoint', stop=stop, given_up=work.given_up)
 
   def _ask(self, asked: Asked, work: _Work) -> str:
-    """Return what one answer says; raises UnwrittenError once no further attempt helps."""
+    """Return the feedback on one completion; raise UnwrittenError once retries cannot help."""
     body = {
       'model': self._settings.model,
       'messages': asked.messages,
@@ -109,19 +109,19 @@ class FeedbackEndpoint:
 
 
 class _Work:
-  """Whether the server has answered anything in a call.
+  """Record of whether the server has answered anything during one call of `write`.
 
-  One that has not is given up, so that a batch does not wait for it hundreds of times.
+  A server that has not is given up, so that a batch does not wait for it hundreds of times.
   """
 
   def __init__(self, patience: int):
-    self.answered = threading.Event()  # There was an answer of any kind.
+    self.answered = threading.Event()  # Set by a response of any kind.
     self.given_up = threading.Event()
     self._failed, self._patience = 0, patience
     self._lock = threading.Lock()
 
   def count_failed(self) -> None:
-    """Note a completion that has used all its attempts."""
+    """Count a completion whose attempts have all failed."""
     with self._lock:
       self._failed += 1
       if self._failed >= self._patience and not self.answered.is_set():

@@ -15,7 +15,7 @@ LINEAR_COST = 24576  # Cost of a token outside attention, in units of one attend
 
 
 def workload(lengths: Sequence[int]) -> list[int]:
-  """Estimated cost 24576·L + L² of sequences with L valid tokens (prompt and completion together)."""
+  """Return the estimated cost 24576·L + L² of sequences with L valid tokens (prompt and completion together)."""
   return [LINEAR_COST * int(length) + int(length) ** 2 for length in lengths]
 
 
@@ -27,7 +27,7 @@ def balanced_order(lengths: Sequence[int], partitions: int = 1) -> np.ndarray:
 
   Args:
     lengths: [N] valid tokens of each whole sequence: prompt and completion together, padding left out.
-    partitions: sets (the reference's data-parallel ranks).
+    partitions: number of sets (the reference's data-parallel ranks).
 
   Raises:
     ValueError: `partitions` does not divide N.
@@ -41,10 +41,10 @@ def balanced_order(lengths: Sequence[int], partitions: int = 1) -> np.ndarray:
 
 
 class _Differences:
-  """One node of the largest-differencing method: k disjoint sets in falling order of cost."""
+  """One node of the largest-differencing method: k disjoint sets in descending order of cost."""
 
   def __init__(self, sets: list[tuple[int, list[tuple[int, int]]]]):
-    # A set is (total cost, [(index, cost), …]); total cost, then size, then members decide, as in the reference.
+    # A set is (total cost, [(index, cost), …]), ordered by total cost, size, members, as in the reference.
     self.sets = sorted(sets, key=lambda s: (s[0], len(s[1]), s[1]), reverse=True)
 
   @property
@@ -66,7 +66,7 @@ class _Differences:
 
 
 def _equal_partitions(cost: list[int], partitions: int) -> list[list[int]]:
-  """Karmarkar–Karp with equal set sizes: k sequences of neighbouring cost start a node, and nodes are merged."""
+  """Partition by Karmarkar–Karp with equal set sizes: k sequences of neighbouring cost form a node; merge nodes."""
   if partitions < 1 or len(cost) % partitions:
     raise ValueError(f'{len(cost)} sequences do not split into {partitions} sets of equal size.')
   if not cost:

@@ -1,4 +1,4 @@
-"""Whether the teacher can be asked, question by question: by the chat template, and by the limit of its prompts."""
+"""Checks per question that the teacher's prompt is possible: for the chat template, and within the length limit."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from sdpo_jax.teacher.context import reprompt, shorten_end, shorten_middle
 from sdpo_jax.types import Example
 
 _BATCH = 256  # Conversations tokenised in one call.
-# Tokens by which a prompt may be longer than its parts: at their seams, text is split into tokens otherwise.
+# Tokens by which a prompt may exceed the sum of its parts, as tokenisation differs where they meet.
 _SEAMS = 16
-_TEXT = 'xx'  # Of it one character is shown, and that something is missing.
+_TEXT = 'xx'  # Shortened to one character and the mark of a cut.
 _EMPTY = [{'role': 'user', 'content': ''}]
 
 
 def check_reprompts(tokenizer: Tokenizer, examples: Sequence[Example], config: Config, spec: ObjectiveSpec) -> None:
-  """Raise UserError for the first question that the chat template refuses as the teacher is asked it.
+  """Raise UserError for the first question whose teacher prompt the chat template refuses.
 
-  The teacher's last message is the user's. Where the student's is another's, such as a tool's, the template may refuse
-  the one and not the other.
+  The teacher's last message is the user's. If the student's is another role's, such as a tool's, the template may
+  refuse one prompt and accept the other.
 
   Args:
-    tokenizer: of the model.
-    examples: questions that the template takes from the student.
+    tokenizer: tokenizer of the model.
+    examples: questions whose student prompts the template accepts.
     config: settings.
     spec: whether the teacher is re-prompted at all.
   """
@@ -41,13 +41,13 @@ def check_reprompts(tokenizer: Tokenizer, examples: Sequence[Example], config: C
 
 
 def check_room(tokenizer: Tokenizer, examples: Sequence[Example], config: Config, spec: ObjectiveSpec) -> None:
-  """Raise UserError for the first question beside which nothing can be shown to the teacher.
+  """Raise UserError for the first question that leaves no room for a demonstration or feedback.
 
-  The run would end when such a question first has a demonstration or feedback (`teacher.context`). Where the limit
-  leaves room for the longest question, no question is looked at.
+  The run would fail as soon as such a question has one (`teacher.context`). If the limit leaves room for the longest
+  possible question, questions are not checked one by one.
 
   Args:
-    tokenizer: of the model.
+    tokenizer: tokenizer of the model.
     examples: questions of `data.max_prompt_length` tokens at most.
     config: settings.
     spec: whether the teacher is re-prompted at all.
@@ -73,7 +73,7 @@ def check_room(tokenizer: Tokenizer, examples: Sequence[Example], config: Config
 
 
 def _least_shown(sd: SelfDistillationConfig) -> list[tuple[str | None, str | None, str | None]]:
-  """Return the shortest (demonstration, feedback, failed attempt) of each kind that a teacher may be shown."""
+  """Return the shortest (demonstration, feedback, failed attempt) of each combination that a teacher may be shown."""
   shown, said = shorten_middle(_TEXT, 1), shorten_end(_TEXT, 1)
   attempt = shown if sd.include_failed_attempt else None
   kinds = []

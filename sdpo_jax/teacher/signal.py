@@ -1,4 +1,4 @@
-"""What a teacher says of completions: who reads the teacher's context, and with which parameters."""
+"""The teacher's signal on completions: which policy reads the teacher's context, and with which parameters."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sdpo_jax.types import TeacherSignal, TokenRows, TrainState, Tree
 class Teacher:
   """An in-mesh teacher: a policy and its frozen parameters.
 
-  The parameters that move are not here but in `TrainState.teacher`, as `teacher_regularization` says; a teacher that
-  never moves and needs none has them in its base (`teacher_regularization='base'`). Examples:
+  Parameters that are updated are in `TrainState.teacher`, as `teacher_regularization` says; a teacher that is never
+  updated has all of its parameters in its base (`teacher_regularization='base'`). Examples:
 
   - the student's own model: `Teacher(policy)`;
   - that model without its trainable part, such as a LoRA adapter: `Teacher(policy_of_the_base)` with `'base'`;
@@ -27,14 +27,14 @@ class Teacher:
   - the same model with a fixed context of its own, such as a document: a policy that puts it before the tokens, with
     the document's keys and values in its base: `Teacher(policy_with_slots, slots, beside_student=True)`.
 
-  `make_session` builds the first, or takes any of them. An external teacher is none of these: its signal comes in the
-  `Batch`.
+  `make_session` builds the first, or accepts any of them. An external teacher is not a `Teacher`: its signal is part
+  of the `Batch`.
   """
 
   policy: Policy
-  base: Tree | None = None  # None: the student's own base, so that one copy of it serves both.
-  # Whether `base` holds only what the policy reads beside the student's model without its adapter, which is the
-  # policy's own model too: its arrays are taken from the student's base.
+  base: Tree | None = None  # None: the student's own base, of which one copy serves both.
+  # Whether `base` holds only additions, such as slots, to the model that student and teacher share; the shared arrays
+  # are taken from the student's base.
   beside_student: bool = False
 
   def whole_base(self, student: Tree) -> Tree:
@@ -47,27 +47,27 @@ class Teacher:
       return student
     if not self.beside_student:
       return self.base
-    # The student's base may hold slots of its own, under the names of the teacher's.
+    # The student's base may hold slots of its own, under the same names as the teacher's.
     model = parameters.select(self.policy.base_policy().parameter_table(), student)
     return parameters.merge(model, self.base)
 
   def readers(self, student: Policy, spec: TeacherSpec) -> tuple[Policy, ...]:
-    """Return the policies that read the teacher's prompts: the trust region asks the student too."""
+    """Return the policies that read the teacher's prompts; in the trust region the student reads them too."""
     return (self.policy, student) if spec.regularization == 'trust-region' else (self.policy,)
 
 
 def self_teacher(policy: Policy, spec: TeacherSpec) -> Teacher:
-  """Return the teacher that a model is to itself; where its base teaches, the model without its adapter.
+  """Return the teacher of a model that teaches itself; with `'base'`, the model without its adapter.
 
   Args:
-    policy: the student's.
-    spec: which parameters teach.
+    policy: the student's policy.
+    spec: which parameters the teacher has.
   """
   return Teacher(policy.base_policy() if spec.regularization == 'base' else policy)
 
 
 def check_base(spec: TeacherSpec, base: Tree) -> None:
-  """Check that a model has what is left of it when its own base teaches.
+  """Check that a model has frozen parameters if its own base is to teach.
 
   Raises:
     UserError: `teacher_regularization` is 'base', and the model is trained whole.
@@ -88,15 +88,15 @@ def teacher_signal(
   rows: TokenRows,
   spec: TeacherSpec,
 ) -> TeacherSignal:
-  """Return the teacher's view of completion tokens from its own context; no gradient flows through it.
+  """Return the teacher's signal on completion tokens, from its own context; no gradient flows through it.
 
   Args:
-    teacher: who reads.
-    student: the student's policy, which the trust region asks too.
-    student_base: its frozen parameters.
-    state: its teacher's and trainable trees are read.
+    teacher: policy and base of the teacher.
+    student: the student's policy, which also reads the rows in the trust region.
+    student_base: the student's frozen parameters.
+    state: state whose teacher and trainable trees are read.
     rows: the teacher's prompts with the completions.
-    spec: which parameters teach.
+    spec: which parameters the teacher has.
   """
   own, mixed = signal_parameters(state.teacher, state.trainable, spec)
   hidden, unembedding = forward(teacher.policy, teacher.whole_base(student_base), own, rows)
