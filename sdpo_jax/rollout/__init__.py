@@ -1,1 +1,1 @@
-"""What the student says: the sampler with its slots, queue and decode loop, and grading while it samples."""
+"""Rollouts of the student: the sampler with its slots, queue and decode loop, and grading during sampling."""

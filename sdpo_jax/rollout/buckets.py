@@ -1,4 +1,4 @@
-"""Buckets: the few declared lengths to which sequences are padded, so that a run compiles for few shapes."""
+"""Buckets: the few lengths to which sequences are padded, so that a run compiles for few shapes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import math
 
 from sdpo_jax.errors import UserError
 
-SMALLEST = 16  # Tokens; of lengths that have no limit.
-SHORTEST = 128  # Tokens; of buckets that are not declared. A shorter one saves less than its programs cost.
-STEP = 4  # Of buckets that are not declared, each is a quarter of the next.
-PROMPTS, RESPONSES = 2, 3  # How many there are of them.
+SMALLEST = 16  # Tokens of the smallest bucket if lengths have no limit.
+SHORTEST = 128  # Tokens of the shortest default bucket. A shorter one saves less than its programs cost.
+STEP = 4  # Each default bucket is a quarter of the next.
+PROMPTS, RESPONSES = 2, 3  # Number of default buckets.
 
 
 def bucket_lengths(declared: Sequence[int], limit: int | None, count: int = PROMPTS) -> tuple[int, ...]:
   """Return the lengths to pad to, ascending.
 
   Args:
-    declared: lengths in tokens, in any order; empty: a few parts of the limit.
+    declared: lengths in tokens, in any order; empty: the default buckets.
     limit: the largest length, which is a bucket itself; longer declared ones are left out. None: no limit.
-    count: of the buckets that are not declared, at most: the limit, a quarter of it, a sixteenth …, in multiples of
+    count: maximum number of default buckets: the limit, a quarter of it, a sixteenth …, rounded up to multiples of
       SHORTEST tokens.
 
   Returns:
-    The buckets; empty, which stands for any power of two, when nothing is declared and there is no limit.
+    The buckets; empty, which stands for all powers of two, if nothing is declared and there is no limit.
   """
   if limit is None:
     return tuple(sorted(set(declared)))
@@ -35,7 +35,7 @@ def bucket_lengths(declared: Sequence[int], limit: int | None, count: int = PROM
 
 
 def smallest_bucket(lengths: Sequence[int], length: int) -> int | None:
-  """Return the smallest of `lengths` (from `bucket_lengths`) that holds `length` tokens, None if none does."""
+  """Return the smallest of `lengths` (from `bucket_lengths`) that holds `length` tokens; None if none does."""
   if not lengths:
     return max(SMALLEST, 1 << (length - 1).bit_length())
   return next((bucket for bucket in lengths if bucket >= length), None)
@@ -55,18 +55,18 @@ def bucket(length: int, lengths: tuple[int, ...], name: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-  """The declared lengths of a run; a micro-batch uses the smallest that hold it, and compiles once for each choice."""
+  """The bucket lengths of a run; a micro-batch uses the smallest that hold it, and compiles once per combination."""
 
   prompt: tuple[int, ...]
   response: tuple[int, ...]
   reprompt: tuple[int, ...]
-  # Short prompts go with short teacher prompts and long with long, since neither are declared or the teacher reads the
-  # same; else any with any.
+  # Whether short prompts are combined only with short teacher prompts, and long with long, because neither buckets are
+  # declared or the teacher reads the student's prompts; else all combinations occur.
   paired: bool = False
 
   @property
   def prompts(self) -> tuple[tuple[int, int], ...]:
-    """Every (prompt, teacher prompt) of a micro-batch with a teacher, ascending."""
+    """All combinations (prompt, teacher prompt) of a micro-batch with a teacher, ascending."""
     if not self.paired:
       return tuple(itertools.product(self.prompt, self.reprompt))
     count = max(len(self.prompt), len(self.reprompt))
@@ -77,7 +77,7 @@ class Buckets:
     return tuple(zip(stretched(self.prompt), stretched(self.reprompt), strict=True))
 
   def holding(self, prompt: int, reprompt: int) -> tuple[int, int]:
-    """Return the smallest of `prompts` that holds a prompt and a teacher prompt of so many tokens.
+    """Return the smallest of `prompts` that holds a prompt and a teacher prompt of these lengths.
 
     Raises:
       UserError: one of them is too long.

@@ -1,8 +1,8 @@
 """Prefill and the decode loop as pure functions of a batch of rows, each of its own length.
 
-`prefill` makes the caches of prompts, of which `models.cache.copy_rows` puts one into the row of each sample; `extend`
-makes them of what is there of a prompt already; `advance` takes a few steps, each of which draws one token in every
-row, and returns what was drawn. The host decides which sample a row holds, and when the next sample gets it
+`prefill` computes the caches of prompts, which `models.cache.copy_rows` copies into the rows of their samples; `extend`
+computes them from a cached beginning of the prompt; `advance` takes a few steps, each of which draws one token in every
+row, and returns the tokens. The host decides which sample a row holds, and when the next sample gets it
 (`sdpo_jax.rollout.engine`).
 """
 
@@ -24,10 +24,10 @@ from sdpo_jax.types import Tree
 
 @flax.struct.dataclass
 class DecodeState:
-  """State of the samples in B rows between two calls of `advance`, beside their cache."""
+  """State of the samples in B rows between two calls of `advance`, apart from their cache."""
 
   params: sampling.SamplingParams
-  token: jax.Array  # [B] int32, the newest token of prompt and completion: not yet in the cache.
+  token: jax.Array  # [B] int32, the newest token of prompt or completion, not yet in the cache.
   drawn: jax.Array  # [B] int32, tokens of the completion so far.
   active: jax.Array  # [B] bool; other rows hold no sample.
   members: jax.Array | None = None  # [B] int32, see `Policy.apply`.
@@ -35,7 +35,7 @@ class DecodeState:
 
 @flax.struct.dataclass
 class Drawn:
-  """What at most T steps drew in B rows; of each row only the first `count` entries are defined."""
+  """The tokens drawn in B rows by at most T steps; only the first `count` entries of each row are defined."""
 
   steps: jax.Array  # [] int32, steps taken.
   count: jax.Array  # [B] int32, tokens drawn in the row.
@@ -66,10 +66,10 @@ def prefill(
   slots: int | None = None,
   quantized: bool = False,
 ) -> KVCache:
-  """Make the caches of prompts, in which all of a prompt but its last token went through the model.
+  """Return the caches of prompts, which hold all tokens of a prompt except its last.
 
-  The last token of a prompt is the first that `advance` puts in, so that a token is drawn in one place only and a
-  prefill needs no logits.
+  The last token of a prompt is the first input of `advance`, so that tokens are drawn in one place only and a prefill
+  needs no logits.
 
   Args:
     policy: the language model.
@@ -78,8 +78,8 @@ def prefill(
     tokens: [G, P] int32, right-padded.
     lengths: [G] int32, at least 1.
     members: [G] int32, see `Policy.apply`.
-    slots: static, of a row of the result, at least P; None: P.
-    quantized: static, the cache holds int8.
+    slots: static, number of slots of a row of the result, at least P; None: P.
+    quantized: static, whether the cache holds int8.
 
   Returns:
     G rows of `slots` slots.
@@ -106,21 +106,21 @@ def extend(
   piece: int,
   commit: Callable[[KVCache, jax.Array], KVCache] = kv_cache.commit,
 ) -> KVCache:
-  """Put more tokens behind those that rows of a cache hold, some at a time: as many pieces as the longest row needs.
+  """Append tokens to the rows of a cache, in as many pieces as the longest row needs.
 
   Args:
     policy: the language model.
     base: frozen parameters.
     trainable: trainable parameters.
-    cache: of G rows, with at least `piece` slots left in every row behind its new tokens.
+    cache: cache of G rows, with at least `piece` free slots in every row after its new tokens.
     tokens: [G, P] int32, right-padded.
-    new: [G] int32, how many of these each row gets.
+    new: [G] int32, how many of these tokens each row gets.
     members: [G] int32, see `Policy.apply`.
     piece: static, tokens of a row that go through the model at once.
-    commit: `models.cache.commit`, or what does its work in each shard of a mesh.
+    commit: `models.cache.commit`, or a function that does the same in each shard of a mesh.
 
   Returns:
-    The cache; what stands behind the tokens of a row means nothing.
+    The cache; slots after the tokens of a row are undefined.
   """
   base, trainable = policy.cast(base, trainable)
   tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % piece)))
@@ -138,7 +138,7 @@ def extend(
       policy.with_recent(cache, piece),
       **_pooled(members),
     )[2]
-    # A row that gets fewer tokens, or none, has room for what it is given, and does not count it.
+    # Rows with fewer new tokens are written all the same: they have room for it, and their lengths do not count it.
     return commit(grown, jnp.ones_like(valid[:, 0])).replace(lengths=cache.lengths + count)
 
   return lax.fori_loop(0, (jnp.max(new) + piece - 1) // piece, step, cache)
@@ -155,20 +155,20 @@ def advance(
   steps: int,
   commit: Callable[[KVCache, jax.Array], KVCache] = kv_cache.commit,
 ) -> tuple[KVCache, Drawn]:
-  """Take steps until `steps` are taken, or every active row is done, or `enough` of them are.
+  """Take decode steps until `steps` are taken, every active row is done, or `enough` rows are done.
 
   Args:
     policy: the language model.
     base: frozen parameters.
     trainable: trainable parameters.
-    cache: of the B rows, with `steps` slots left in every active one; donate it, and it is updated in place.
-    state: of the B rows.
-    enough: [] int32, number of rows that, once done, are worth an interruption.
-    steps: static, the most to take.
-    commit: `models.cache.commit`, or what does its work in each shard of a mesh.
+    cache: cache of the B rows, with `steps` free slots in every active one; if donated, it is updated in place.
+    state: state of the B rows.
+    enough: [] int32, number of rows that must be done to interrupt the loop.
+    steps: static, maximum number of steps.
+    commit: `models.cache.commit`, or a function that does the same in each shard of a mesh.
 
   Returns:
-    The cache, in which rows that are done are empty, and what was drawn.
+    The cache, in which rows that are done are empty, and the tokens drawn.
   """
   base, trainable = policy.cast(base, trainable)
   keys = sampling.row_keys(state.params)
@@ -211,12 +211,12 @@ def advance(
 
 
 def _pooled(members: jax.Array | None) -> dict[str, jax.Array]:
-  """Return the argument of `Policy.apply` that only a policy with a pool of adapters knows."""
+  """Return the argument of `Policy.apply` that only policies with a pool of adapters accept."""
   return {} if members is None else {'members': members}
 
 
 def logits(hidden: jax.Array, unembedding: jax.Array, vocab_size: int) -> jax.Array:
-  """Return [B, V] float32 of hidden [B, D] and unembedding [V, D]; −inf from entry `vocab_size` on."""
+  """Return logits [B, V] float32 of hidden [B, D] and unembedding [V, D]; −inf from entry `vocab_size` on."""
   precision = lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
   scores = jnp.einsum('bd,vd->bv', hidden, unembedding, precision=precision, preferred_element_type=jnp.float32)
   if unembedding.shape[0] == vocab_size:

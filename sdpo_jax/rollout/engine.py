@@ -1,4 +1,4 @@
-"""Sampling as others see it: requests checked and padded to buckets, completions with their texts, stop strings."""
+"""The sampler's interface: checks requests, pads them to buckets, applies stop strings, decodes completions."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ PerSample = float | Sequence[float] | np.ndarray  # One value for all, or [N].
 
 
 class SamplingOptions(TypedDict, total=False):
-  """What to draw of G prompts; a `PerSample` is one value or one for each of the N = G · n samples."""
+  """How to sample from G prompts; a `PerSample` is one value or one for each of the N = G · n samples."""
 
   n: Required[int]  # Completions per prompt.
-  seed: Required[int]  # Of the noise; with it go the step and each sample's number (prompt · n + completion).
-  step: Required[int]  # Number of the generation batch; no step of the decode loop.
-  max_tokens: Required[PerSample]  # Tokens of a completion at most.
-  temperature: PerSample  # 0 is greedy; 1 unless given.
-  top_p: PerSample  # 1, as unless given, keeps all.
-  top_k: PerSample  # -1, as unless given, keeps all.
-  min_p: PerSample  # 0, as unless given, keeps all.
+  seed: Required[int]  # Seed of the noise, together with step and each sample's number (prompt · n + completion).
+  step: Required[int]  # Number of the generation batch, not of a decode step.
+  max_tokens: Required[PerSample]  # Maximum number of tokens of a completion.
+  temperature: PerSample  # 0 is greedy; default 1.
+  top_p: PerSample  # 1, the default, keeps all.
+  top_k: PerSample  # -1, the default, keeps all.
+  min_p: PerSample  # 0, the default, keeps all.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +44,15 @@ class Request:
 
   samples: list[Samples]  # G.
   n: int
-  room: int  # Tokens of a completion at most.
+  room: int  # Maximum number of tokens of a completion.
 
 
 class Sampler:
   """Samples completions of prompts in a bounded number of slots.
 
-  What is sampled depends on the prompt, the settings, the seed, the step and the number of the sample, not on slots,
-  buckets, the order in which samples are drawn or other rows (up to the rounding of the model's own matrix products).
-  The frozen parameters that it is handed are prepared once; what it holds of them goes with the sampler.
+  A sample depends on the prompt, the settings, the seed, the step and the number of the sample, not on slots, buckets,
+  the order in which samples are drawn or other rows (up to the rounding of the model's own matrix products). Frozen
+  parameters are prepared once; the prepared copy lives as long as the sampler.
   """
 
   def __init__(
@@ -80,20 +80,20 @@ class Sampler:
       policy: the language model.
       tokenizer: a transformers tokenizer, for text and stop strings.
       prompt_buckets: lengths to which prompts are padded; empty: powers of two up to the limit.
-      response_buckets: the same for completions; the smallest that holds the largest max_tokens of a request is used.
-      max_batch_rows: slots, that is completions decoded at once.
+      response_buckets: the same for completions; a request uses the smallest that holds its largest max_tokens.
+      max_batch_rows: number of slots, i.e. of completions decoded at once.
       stop: strings that end a completion. The token that completes one is the completion's last.
       stop_token_ids: tokens that end a completion, and are part of it.
       mesh: rows are spread over its devices; None: the default device.
       max_prompt_length: limit of prompts; None: the largest bucket.
       max_response_length: limit of max_tokens; None: the largest bucket.
-      decode_chunk: tokens drawn at most in every row before the host looks at them. Changes no sample.
-      quantized: keys and values are held as int8, in about half of the memory of bfloat16. Changes probabilities a bit.
-      resized: the cache grows and shrinks with what lives, where that pays; False: it keeps the largest size that it
-        may come to, and all of its rows, so that a bucket of prompts compiles once.
-      least: arrays are as large as a request for so many samples from the largest bucket of prompts asks, or larger, so
-        that what is compiled depends on nothing else; None: as large as each request asks.
-      keep: see `SamplerFunctions.kept`; None: JAX's own cache decides.
+      decode_chunk: maximum number of tokens drawn in every row before the host reads them. Changes no sample.
+      quantized: hold keys and values as int8, in about half the memory of bfloat16. Changes probabilities slightly.
+      resized: let the cache grow and shrink with the live samples, where that pays; False: it always has its largest
+        size and all of its rows, so that a bucket of prompts compiles once.
+      least: make arrays at least as large as for a request of so many samples from the largest prompt bucket, so that
+        compiled programs depend on nothing else; None: as large as each request needs.
+      keep: see `SamplerFunctions.kept`; None: JAX's own cache is used.
 
     Raises:
       UserError: an empty stop string.
@@ -113,7 +113,7 @@ class Sampler:
     if least is not None and not self._prompt_buckets:
       raise ValueError('A sampler for at least so many samples needs prompt_buckets or max_prompt_length.')
     self._chunk, self._resized, self._least = decode_chunk, resized, least
-    self.stats = SamplingStats()  # Of the last request.
+    self.stats = SamplingStats()  # Statistics of the last request.
 
   @property
   def stop_ids(self) -> int:
@@ -136,15 +136,15 @@ class Sampler:
       base: frozen parameters.
       trainable: trainable parameters.
       prompt_token_ids: token ids of each prompt, at least one.
-      on_finished: hears of every completion when it is finished, while others are decoded.
-      between: called before every `decode_chunk` tokens; what it raises ends the request.
+      on_finished: called with every completion when it is finished, while others are decoded.
+      between: called before every `decode_chunk` tokens; an exception ends the request.
       **options: `SamplingOptions`.
 
     Returns:
       N = len(prompt_token_ids) · n rollouts, the n of a prompt next to each other.
 
     Raises:
-      UserError: as `stream`.
+      UserError: as in `stream`.
     """
     request = self.request(prompt_token_ids, **options)
     n, lengths = request.n, np.asarray([len(samples.prompt) for samples in request.samples])
@@ -186,14 +186,14 @@ class Sampler:
     between: Callable[[], None] = lambda: None,
     **options: Unpack[SamplingOptions],
   ) -> Iterator[Completion]:
-    """Yield completions as they finish; the next steps are under way while the caller looks at one.
+    """Return an iterator of completions as they finish; the next steps run while the caller handles one.
 
     Args:
       base: frozen parameters.
       trainable: trainable parameters.
       prompt_token_ids: token ids of each prompt, at least one.
-      numbers: of the first sample of each prompt, the others having the next ones; None: 0, n, 2·n and so on.
-      between: called before every `decode_chunk` tokens; what it raises ends the request.
+      numbers: number of the first sample of each prompt, from which the others count on; None: 0, n, 2·n and so on.
+      between: called before every `decode_chunk` tokens; an exception ends the request.
       **options: `SamplingOptions`.
 
     Returns:
@@ -215,7 +215,7 @@ class Sampler:
     prompt_token_ids: Sequence[Sequence[int]],
     **options: Unpack[SamplingOptions],
   ) -> Iterator[Draft | Completion]:
-    """Yield what `stream` does and, after every `decode_chunk` tokens, a draft of each unfinished sample."""
+    """Return an iterator as `stream` that also yields a draft of each unfinished sample every `decode_chunk` tokens."""
     return self._stream(base, trainable, self.request(prompt_token_ids, **options), drafts=True)
 
   def request(
@@ -231,10 +231,10 @@ class Sampler:
     top_k: PerSample = -1,
     min_p: PerSample = 0.0,
   ) -> Request:
-    """Return what is to be drawn of some prompts; arguments as those of `sample`.
+    """Return a checked request for samples of some prompts; arguments as in `sample`.
 
     Raises:
-      UserError: as `stream`.
+      UserError: as in `stream`.
     """
     knobs = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     widths = self._check_prompts([len(tokens) for tokens in prompt_token_ids])
@@ -295,7 +295,7 @@ class Sampler:
     drafts: bool = False,
     between: Callable[[], None] = lambda: None,
   ) -> Iterator[Any]:
-    """Yield completions and, with `drafts`, what is drawn of the others."""
+    """Yield completions and, with `drafts`, drafts of the others."""
     slots = Slots(
       self._functions,
       self.prepare(base, trainable),
@@ -303,7 +303,7 @@ class Sampler:
       room=request.room,
       chunk=self._chunk,
       stop_ids=len(self._stop_ids),
-      # Prompts of the same bucket next to each other, so that they are prefilled together.
+      # Prompts of the same bucket are adjacent, so that they are prefilled together.
       waiting=sorted(request.samples, key=lambda samples: samples.width),
     )
     self.stats = slots.stats
@@ -311,7 +311,7 @@ class Sampler:
     while slots.admit():
       between()
       drawn = slots.advance()
-      # While these get their texts and are handled, the device is at work.
+      # The device works while these are decoded to text and handled.
       yield from self._seen(ended, running)
       ended = slots.collect(drawn, lambda _, *sample: self._stops.end(*sample))
       liveness.progress()
@@ -319,22 +319,20 @@ class Sampler:
     yield from self._seen(ended, running)
 
   def prepare(self, base: Tree, trainable: Tree) -> tuple[Tree, Tree]:
-    """Return both trees as slots read them; the base is prepared once."""
+    """Return both trees as slots read them; a base is prepared only once."""
     return self._base(base), self._functions.prepare(trainable)
 
   def share_base(self, other: Sampler) -> None:
-    """Read what another sampler of the same policy has prepared of the frozen parameters, of which there is one
-    copy.
-    """
+    """Share the prepared frozen parameters of another sampler of the same policy, so that there is one copy."""
     self._base = other._base
 
   def open_slots(self, parameters: tuple[Tree, Tree], stop_ids: int, kept_prefixes: int = 0) -> Slots:
-    """Return slots that stay, for requests of any of the sampler's buckets; there is nothing in them.
+    """Return empty slots that serve any number of requests, with any of the sampler's buckets.
 
     Args:
       parameters: base and trainable tree, from `prepare`.
-      stop_ids: how many tokens may end a sample.
-      kept_prefixes: rows that keep what samples had in their slots, at least; each shard has as many of them.
+      stop_ids: maximum number of tokens that end a sample.
+      kept_prefixes: minimum number of rows that keep the keys and values of finished samples, split evenly over shards.
     """
     room, shards = self._response_buckets[-1], self._functions.shards
     kept = sizes(
@@ -358,7 +356,7 @@ class Sampler:
     )
 
   def _sizes(self, request: Request) -> Sizes:
-    """Return the sizes of the arrays of a request."""
+    """Return the array sizes of a request."""
     samples, shards = len(request.samples) * request.n, self._functions.shards
     rows = shard_rows(max(samples, self._least or 0), self._max_batch_rows, shards)
     return sizes(

@@ -20,42 +20,42 @@ from sdpo_jax.rollout import decode
 from sdpo_jax.rollout.weights import BasePreparation, base_preparation, preparing_trainable
 from sdpo_jax.types import Tree
 
-Keep = Callable[[str, Any], Callable[..., Any]]  # (name, jitted function) → what is called in its place.
+Keep = Callable[[str, Any], Callable[..., Any]]  # (name, jitted function) → the function to call instead.
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplerFunctions:
   """The functions that the engine calls; each compiles once per set of argument shapes.
 
-  On a mesh, S shards have the same number of rows each, one after the other. Indices of rows count within a shard, so
-  that no row ever moves to another.
+  On a mesh, S shards have the same number of rows each, one after the other. Row indices count within a shard, so no
+  row ever moves to another shard.
   """
 
-  prepare: Callable[[Tree], Tree]  # The trainable tree, once per batch of rollouts.
-  prepare_base: Callable[[Tree], BasePreparation]  # How a base is prepared, once per run.
+  prepare: Callable[[Tree], Tree]  # Prepares the trainable tree, once per batch of rollouts.
+  prepare_base: Callable[[Tree], BasePreparation]  # Says how to prepare a base, once per run.
   prefill: Callable[..., KVCache]  # `decode.prefill` without the policy: (…, *, slots).
-  # `decode.extend` without the policy, of rows of a cache, which stays: (base, trainable, cache, source [rows], tokens
+  # `decode.extend` without the policy, on copies of rows of a cache: (base, trainable, cache, source [rows], tokens
   # [rows, P], held [rows], new [rows], members, *, piece); a row begins with the first `held` tokens of its source.
   extend: Callable[..., KVCache]
   empty: Callable[..., KVCache]  # (*, rows, slots), rows of all shards.
-  # `models.cache.copy_rows` in each shard: source and target [rows], count [S]; takes over the buffers of the first.
+  # `models.cache.copy_rows` in each shard: source and target [rows], count [S]; donates the first cache.
   copy: Callable[..., KVCache]
-  # (cache, source [rows], *, slots): a new cache of these rows, with so many slots.
+  # (cache, source [rows], *, slots): a new cache of these rows, with `slots` slots each.
   resize: Callable[..., KVCache]
-  # `models.cache.compact` in each shard: (stores, lengths, source [rows]); takes over the buffers of the stores.
+  # `models.cache.compact` in each shard: (stores, lengths, source [rows]); donates the stores.
   compact: Callable[..., KVCache]
-  # `decode.advance` without the policy; takes over the cache's buffers.
+  # `decode.advance` without the policy; donates the cache.
   advance: Callable[..., tuple[KVCache, decode.Drawn]]
-  put: Callable[[Tree], Tree]  # Host arrays of rows to the devices.
-  fetch: Callable[[Tree], Tree]  # Host arrays, the whole on every process.
+  put: Callable[[Tree], Tree]  # Puts host arrays of rows on the devices.
+  fetch: Callable[[Tree], Tree]  # Returns host arrays, complete on every process.
   shards: int
-  # The cache is made as large as it may have to be, and keeps its size: what is not filled is not read, and moving it
-  # would take the memory of a second one. Rows that run out are left behind the others, by `compact`.
+  # The cache is allocated at its largest size and keeps it: unfilled slots are not read, and resizing would need the
+  # memory of a second cache. `compact` moves finished rows behind the others.
   keeps_size: bool
-  pooled: bool  # The trainable tree is a pool of adapters, of which every row has one or none.
+  pooled: bool  # The trainable tree is a pool of adapters, of which every row uses one or none.
 
   def kept(self, keep: Keep) -> SamplerFunctions:
-    """Return the same functions, in which `keep` decides what a call of a jitted one compiles, or finds."""
+    """Return the same functions, with `keep` applied to every jitted one, for example to cache compiled programs."""
 
     def prepare_base(base: Tree) -> BasePreparation:
       made = self.prepare_base(base)
@@ -68,11 +68,11 @@ class SamplerFunctions:
 
 @functools.cache
 def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False) -> SamplerFunctions:
-  """Return the functions that sample from a policy with a cache in compute dtype or int8; samplers alike share them.
+  """Return the functions that sample from a policy, with a cache in compute dtype or int8; equal samplers share them.
 
-  On a mesh, rows are divided over its `fsdp` axis, and parameters are gathered over that axis ahead of the loop, the
-  base once per run and the trainable tree once per batch (they stay divided over `tensor`): a loop that gathered them
-  at every step would do little else.
+  On a mesh, rows are sharded over its `fsdp` axis, and parameters are gathered over that axis before the loop, the base
+  once per run and the trainable tree once per batch (they stay sharded over `tensor`): a loop that gathered them at
+  every step would do little else.
   """
   divided = mesh is not None and mesh.size > 1
   local = functools.partial(_in_each_shard, mesh) if divided else lambda function: function
@@ -102,14 +102,14 @@ def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False
     piece: int,
   ) -> KVCache:
     slots = kv_cache.slots(cache)
-    # The last piece of a row may reach beyond its last token.
+    # The last piece of a row may extend beyond its last token.
     rows = resize(cache, source, slots + piece).replace(lengths=held)
     grown = decode.extend(
       policy, base, trainable, rows, tokens, new, members, piece=piece, commit=local(kv_cache.commit)
     )
     return kv_cache.shortened(grown, slots)
 
-  # Lengths by themselves: fewer of them need another buffer.
+  # Lengths are a separate argument, since fewer of them need another buffer.
   def compact(stores: kv_cache.Stores, lengths: jax.Array, source: jax.Array) -> KVCache:
     return local(kv_cache.compact)(KVCache(stores, lengths), source)
 
@@ -118,7 +118,7 @@ def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False
 
   placed, result, put = None, None, lambda tree: tree
   if mesh is not None:
-    # Also on one device: what is compiled for a mesh takes what lies on it.
+    # Also on one device: programs compiled for a mesh take arrays that lie on it.
     whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(FSDP))
     placed = cache_shardings(mesh, jax.eval_shape(lambda: policy.init_cache(shards, 1, quantized)))
     result = placed, whole
@@ -150,7 +150,7 @@ def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False
 
 
 def cache_shardings(mesh: Mesh, cache: KVCache) -> KVCache:
-  """Return where the arrays of a cache lie: rows over `fsdp`, heads over `tensor` if it divides them."""
+  """Return the shardings of a cache's arrays: rows over `fsdp`, heads over `tensor` if it divides them."""
 
   def place(leaf: Any, axes: tuple[str | None, ...]) -> NamedSharding:
     names = [FSDP if axis == 'rows' else RULES.get(axis) for axis in axes]
@@ -163,9 +163,9 @@ def cache_shardings(mesh: Mesh, cache: KVCache) -> KVCache:
 
 
 def _in_each_shard(mesh: Mesh, function: Callable[..., KVCache]) -> Callable[..., KVCache]:
-  """Return the function of caches and arrays of rows, which returns the first anew, on each shard's own rows.
+  """Return a version of a function (cache, caches or arrays of rows …) → cache that runs on each shard's own rows.
 
-  How heads lie over `tensor` is left to the compiler.
+  The sharding of heads over `tensor` is left to the compiler.
   """
 
   def specs(argument: Any) -> Any:

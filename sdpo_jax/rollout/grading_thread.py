@@ -1,4 +1,4 @@
-"""Grading beside sampling: what has finished is graded on the host while the devices draw the rest."""
+"""Grading during sampling: finished completions are graded on the host while the devices draw the others."""
 
 from __future__ import annotations
 
@@ -16,58 +16,59 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.types import Example, Outcome
 
-STOP_S = 0.5  # Between two questions whether the process was told to stop, while it waits for graders.
+STOP_S = 0.5  # Seconds between checks for a request to stop, while waiting for graders.
 
 
 class BatchGrader(Protocol):
-  """Whoever grades the completions of a batch, part by part, such as `environments.grading.Graders`."""
+  """A grader of the completions of a batch, part by part, such as `environments.grading.Graders`."""
 
   def prepare(self, environments: Iterable[str]) -> None:
-    """Make ready for questions of these environments; raises UserError where it cannot grade them."""
+    """Prepare for questions of these environments; raise UserError if they cannot be graded."""
     ...
 
   def grade_part(
     self, examples: Sequence[Example], completions: Sequence[str], *, truncated: Sequence[bool]
   ) -> list[Outcome]:
-    """Return the outcomes [M] of some completions of a batch; raises UserError where no part of it can be graded."""
+    """Return the outcomes [M] of some completions of a batch; raise UserError if no part of it can be graded."""
     ...
 
   def end_batch(self) -> None:
-    """Hear that all parts of a batch were graded; raises UserError where none of it could be."""
+    """End a batch whose parts were all graded; raise UserError if none of it could be graded."""
     ...
 
 
 class GradingThread:
-  """Grades the completions of a batch in a thread of its own, from `add` on, by the environments of their examples.
+  """A thread that grades the completions of a batch, once added, by the environments of their examples.
 
-  Graders work on many completions at once, so each call gets all that have finished since the one before.
+  Graders work on many completions at once, so each call gets all that have finished since the previous one.
 
-  In a run of several processes each grades its share: no completion is graded twice, and a grader that would not say
-  the same twice (a judge, a time limit) says the same to all. Which process grades a completion depends on its number.
+  In a run of several processes each grades its share: no completion is graded twice, and graders that are not
+  deterministic (a judge, a time limit) give all processes the same result. Which process grades a completion depends on
+  its number.
   """
 
   def __init__(self, graders: BatchGrader, examples: Sequence[Example], n: int, stop: Stop = NEVER):
-    """Make the thread, to be entered before sampling.
+    """Make the thread; enter it as a context before sampling.
 
-    Leaving it early gives up what is not graded yet, without waiting for a grader.
+    Leaving it early gives up completions that are not graded yet, without waiting for a grader.
 
     Args:
-      graders: of the run.
+      graders: graders of the run.
       examples: G questions.
-      n: completions of each; completion number i is one of question i // n.
-      stop: whether the run is to stop, which does not wait for a grader.
+      n: completions of each; completion number i belongs to question i // n.
+      stop: says whether the run is to stop; then graders are not waited for.
 
     Raises:
-      UserError: there is no grader of that name, or it cannot work with the settings.
+      UserError: a grader does not exist, or cannot work with the settings.
     """
-    # Here, because what a grader starts may end with the thread that started it.
+    # In this thread, because processes that a grader starts may end with the thread that started them.
     graders.prepare({example.environment for example in examples})
     self._graders, self._examples, self._n = graders, examples, n
     self._stop = stop
     self._changed = threading.Condition()
     self._waiting: list[Completion] = []
     self._complete = False  # No more will be added.
-    self._given_up = False  # What is not graded yet is wanted no more.
+    self._given_up = False  # Outcomes of completions not graded yet are no longer needed.
     self._outcomes: dict[int, Outcome] = {}  # By number of the completion.
     self._error: BaseException | None = None
     self._busy_s = 0.0
@@ -90,11 +91,11 @@ class GradingThread:
     return self._busy_s
 
   def add(self, completion: Completion) -> None:
-    """Hands over a finished completion, of this process's share or not.
+    """Add a finished completion, whether or not it belongs to this process's share.
 
     Raises:
-      UserError: what a grader has raised, in a run of one process. (Several hear of it together in `outcomes`: alone a
-        process must not leave a loop that all are in.)
+      UserError: a grader's error, in a run of one process. (Several processes raise it together in `outcomes`, since
+        one process alone must not leave a loop that all are in.)
     """
     count = jax.process_count()
     if self._error is not None and count == 1:
@@ -108,8 +109,8 @@ class GradingThread:
     """Wait until all completions are graded; return their outcomes in order.
 
     Raises:
-      UserError: on every process, what a grader raised on one.
-      StoppedError: on every process, one was told to stop before its graders were done.
+      UserError: a grader's error on any process; raised on every process.
+      StoppedError: a process was told to stop before its graders were done; raised on every process.
     """
     self._close()
     while self._thread.is_alive() and not self._stop.asked():
@@ -133,7 +134,7 @@ class GradingThread:
     except UserError as error:
       if jax.process_count() == 1:
         raise
-      return error  # The others wait for this share: they must hear of it.
+      return error  # The other processes wait for this share and need the error.
     return [self._outcomes[sample] for sample in shares[jax.process_index()]]
 
   def _close(self) -> None:
@@ -155,11 +156,11 @@ class GradingThread:
         self._outcomes.update(zip((completion.sample for completion in finished), graded, strict=True))
       if not self._given_up:
         self._graders.end_batch()
-    except BaseException as error:  # Whatever it is, also what ends a process, belongs to the thread that waits.
+    except BaseException as error:  # Every error, even one that ends a process, is raised in the waiting thread.
       self._error = error
 
   def _next(self) -> list[Completion]:
-    """Return the finished, ungraded completions, at least one; an empty list when no more will come."""
+    """Wait for finished, ungraded completions and return them; return an empty list when no more will come."""
     with self._changed:
       self._changed.wait_for(lambda: self._waiting or self._complete)
       finished, self._waiting = self._waiting, []

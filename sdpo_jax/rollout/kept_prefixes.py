@@ -1,8 +1,8 @@
-"""Keys and values that outlive their request, so that a prompt that begins as an earlier one is not read again.
+"""Keys and values that are kept after their request, so that prompts with the same beginning are not prefilled again.
 
-A row holds what a sample had in its slot when it left, prompt and completion; the next turn of a conversation begins
-with it. Rows are found by the weights that they were computed with and by their tokens. Those that were used longest
-ago go first.
+A row holds the prompt and completion that a finished sample had in its slot; the next turn of a conversation begins
+with them. Rows are found by the weights that they were computed with and by their tokens. The least recently used row
+is evicted first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sdpo_jax.types import Tree
 
 
 class Prompt(Protocol):
-  """What is read of samples here."""
+  """The attributes of `Samples` that are read here."""
 
   @property
   def prompt(self) -> np.ndarray:
@@ -38,30 +38,30 @@ class Prompt(Protocol):
 
   @property
   def weights(self) -> Hashable:
-    """What is equal of prompts of which one may read the keys and values of another; None: it reads none."""
+    """Key shared by prompts that may reuse each other's keys and values; None: the prompt reuses none."""
     ...
 
   @property
   def member(self) -> int:
-    """Of a pool of adapters, which one reads the prompt."""
+    """Index of the pooled adapter that reads the prompt."""
     ...
 
   def __len__(self) -> int: ...
 
 
 class Match(NamedTuple):
-  """A row that begins as a prompt does."""
+  """A row that begins with the same tokens as a prompt."""
 
-  row: int  # In its shard.
-  length: int  # Tokens that both begin with; 0: there is no such row.
+  row: int  # Index in its shard.
+  length: int  # Number of common leading tokens; 0: there is no such row.
 
 
 class Prefix(NamedTuple):
-  """Where the keys and values of a prompt are."""
+  """The place of a prompt's keys and values."""
 
   cache: KVCache
-  row: int  # In its shard.
-  reused: int = 0  # Tokens of them that were kept of an earlier prompt.
+  row: int  # Index in its shard.
+  reused: int = 0  # Number of tokens taken from a kept row.
 
 
 NO_MATCH = Match(0, 0)
@@ -72,45 +72,45 @@ Key = tuple[int, Hashable]  # (shard, prefix of samples).
 class _Row:
   weights: Hashable
   tokens: np.ndarray  # [length] int32.
-  used: int  # When it was used last.
+  used: int  # Time of its last use, by the clock.
 
 
 class KeptRows:
-  """Which rows of one shard hold what, as the host knows it."""
+  """The host's record of what each kept row of one shard holds."""
 
   def __init__(self, count: int, clock: Iterator[int]):
-    """Make rows that hold nothing.
+    """Make a record of empty rows.
 
     Args:
-      count: of rows.
-      clock: counts what is done with the rows of all shards.
+      count: number of rows.
+      clock: counter of the uses of the rows of all shards.
     """
     self._clock = clock
     self._free = list(range(count))[::-1]
-    self._rows: collections.OrderedDict[int, _Row] = collections.OrderedDict()  # The one used longest ago first.
+    self._rows: collections.OrderedDict[int, _Row] = collections.OrderedDict()  # Least recently used first.
 
   def __len__(self) -> int:
     return len(self._rows)
 
   def match(self, weights: Hashable, tokens: np.ndarray) -> Match:
-    """Return the row of the same weights that has the most tokens in common with the beginning of these."""
+    """Return the row of the same weights that has the longest common beginning with `tokens`."""
     found = (Match(row, _common(held.tokens, tokens)) for row, held in self._rows.items() if held.weights == weights)
     return max(found, key=lambda match: match.length, default=NO_MATCH)
 
   def use(self, row: int) -> None:
-    """Note that a row was used now."""
+    """Record that a row is used now."""
     self._rows[row] = dataclasses.replace(self._rows[row], used=next(self._clock))
     self._rows.move_to_end(row)
 
   @property
   def displaced(self) -> int:
-    """When the row was used last that other tokens would take; −1: there is a free one."""
+    """Time of the last use of the row that would be evicted next; −1: there is a free row."""
     return -1 if self._free else next(iter(self._rows.values())).used
 
   def take(self, weights: Hashable, tokens: np.ndarray) -> int | None:
-    """Return the row that these tokens are to be put into; None: there is one that begins with them already.
+    """Return the row to store these tokens in; None if a row begins with them already.
 
-    It is that of tokens which these begin with and thereby replace, a free one, or the one used longest ago.
+    Rows that hold a beginning of these tokens are freed first; the row is a free one or the least recently used.
     """
     own = {row: held.tokens for row, held in self._rows.items() if held.weights == weights}
     for row, held in own.items():
@@ -125,7 +125,7 @@ class KeptRows:
     return row
 
   def release(self, gone: Callable[[Hashable], bool]) -> None:
-    """Frees the rows of weights that are `gone`."""
+    """Free the rows of weights that are `gone`."""
     for row in [row for row, held in self._rows.items() if gone(held.weights)]:
       self._drop(row)
 
@@ -135,25 +135,25 @@ class KeptRows:
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:
-  """Return how many tokens both begin with."""
+  """Return the number of common leading tokens."""
   length = min(len(one), len(other))
   different = np.flatnonzero(one[:length] != other[:length])
   return int(different[0]) if len(different) else length
 
 
 class KeptPrefixes:
-  """Rows of keys and values that stay, beside the cache of a sampler, and the prompts that are continued from them.
+  """Rows of kept keys and values, separate from the sampler's cache, and prompts that are extended from them.
 
-  A row is read when a prompt is prefilled, into a cache of its own: what becomes of the row afterwards does not matter.
+  When a prompt is prefilled, a row is copied into a cache of its own, so the row may be overwritten afterwards.
   """
 
   def __init__(self, functions: SamplerFunctions, sizes: Sizes, rows: int):
-    """Make rows that hold nothing.
+    """Make empty rows.
 
     Args:
-      functions: of the sampler.
-      sizes: of its arrays; a row is as long as a prompt can be.
-      rows: of each shard, at least one.
+      functions: the sampler's functions.
+      sizes: sizes of the sampler's arrays; a row is as long as the longest prompt.
+      rows: number of rows of each shard, at least one.
     """
     self._functions, self._sizes, self._count = functions, sizes, rows
     clock = itertools.count()
@@ -165,13 +165,13 @@ class KeptPrefixes:
 
   @property
   def cache(self) -> KVCache:
-    """Of all rows."""
+    """The cache of all rows."""
     if self._cache is None:
       self._cache = self._functions.empty(rows=self._functions.shards * self._count, slots=self._sizes.prefix)
     return self._cache
 
   def match(self, shard: int, samples: Prompt) -> Match:
-    """Return the row of a shard that is worth continuing for a prompt: what is left of it takes less than all of it."""
+    """Return the row of a shard from which extending a prompt takes less work than prefilling it; else `NO_MATCH`."""
     if samples.weights is None:
       return NO_MATCH
     found = self._rows[shard].match(samples.weights, samples.prompt[:-1])
@@ -180,20 +180,20 @@ class KeptPrefixes:
     return found if found.length and left < samples.width else NO_MATCH
 
   def shard_of(self, samples: Prompt, shards: Sequence[int]) -> int:
-    """Return the shard in which a prompt is begun best.
+    """Return the best shard to begin a prompt in.
 
-    It is the one that has most of it; of several, the one with most free slots; and of these, the one that loses least
-    by keeping it.
+    It is the one with the longest match; among several, the one with most free slots; and among these, the one whose
+    next row to be evicted was used longest ago.
 
     Args:
-      samples: with the prompt.
-      shards: those of all free slots.
+      samples: samples of the prompt.
+      shards: the shard of every free slot.
     """
     free = collections.Counter(shards)
     return max(free, key=lambda at: (self.match(at, samples).length, free[at], -self._rows[at].displaced))
 
   def extended(self, parameters: tuple[Tree, Tree], missing: Mapping[Key, Prompt]) -> dict[Key, Prefix]:
-    """Return those of the prompts that begin as something that was kept: that, and the tokens behind it.
+    """Return the prefixes of those prompts that can be extended from a kept row.
 
     Args:
       parameters: base and trainable tree, prepared.
@@ -215,7 +215,7 @@ class KeptPrefixes:
   def _extend(
     self, parameters: tuple[Tree, Tree], chosen: Sequence[Sequence[tuple[Prompt, Match]]], size: int
   ) -> KVCache:
-    """Return a cache with `size` rows for each shard, the first of them the chosen prompts'."""
+    """Return a cache with `size` rows per shard, the first of which hold the chosen prompts."""
     rows = len(chosen) * size
     tokens = np.zeros((rows, self._sizes.prefix), np.int32)
     source, held, new = (np.zeros(rows, np.int32) for _ in range(3))
@@ -230,17 +230,17 @@ class KeptPrefixes:
     return self._functions.extend(*parameters, self.cache, *self._functions.put(arrays), piece=self._sizes.piece)
 
   def keep(self, cache: KVCache, left: Sequence[tuple[int, int, Prompt, np.ndarray]], most: int) -> None:
-    """Keep what samples have in their slots.
+    """Keep the keys and values of finished samples.
 
     Args:
-      cache: in which they have them.
-      left: (shard, slot in the shard, samples, tokens in the slot) of each.
-      most: slots of a shard.
+      cache: cache with the slots.
+      left: (shard, slot in the shard, samples, tokens in the slot) of each sample.
+      most: number of slots of a shard.
     """
     source, target = (np.zeros((self._functions.shards, most), np.int32) for _ in range(2))
     count = np.zeros(self._functions.shards, np.int32)
     for shard, slot, samples, tokens in left:
-      # Of several samples of a prompt, which one is gone on with cannot be known: one of them is kept, for the prompt.
+      # Which of a prompt's samples a conversation continues is not known: one of them is kept, for its prompt.
       if samples.weights is None or not len(tokens) or (len(samples) > 1 and self._covers(shard, samples)):
         continue
       row = self._rows[shard].take(samples.weights, tokens[: self._sizes.prefix])
@@ -252,16 +252,16 @@ class KeptPrefixes:
       self._cache = self._functions.copy(self.cache, cache, *indices)
 
   def release(self, gone: Callable[[Hashable], bool]) -> None:
-    """Frees the rows of weights that are `gone`."""
+    """Free the rows of weights that are `gone`."""
     for rows in self._rows:
       rows.release(gone)
 
   def _covers(self, shard: int, samples: Prompt) -> bool:
-    """Says whether a whole prompt is there."""
+    """Return whether a row holds a whole prompt."""
     tokens = samples.prompt[:-1]
     return self._rows[shard].match(samples.weights, tokens).length == len(tokens)
 
   @property
   def bytes(self) -> int:
-    """Of all rows."""
+    """Bytes of all rows."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(self._cache))

@@ -1,4 +1,4 @@
-"""Which sample is next, and in which shard: the order in which samples wait for a slot."""
+"""The queue of samples that wait for a slot: which sample is next, and in which shard."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Samples(Protocol):
 
   @property
   def prefix(self) -> Hashable:
-    """What is equal of samples that begin with the same keys and values."""
+    """Key shared by samples that begin with the same keys and values."""
     ...
 
   def __len__(self) -> int: ...
@@ -32,28 +32,28 @@ class _Unit(Generic[S]):
 
 
 class Queue(Generic[S]):
-  """Prompts with samples of each, handed out to shards prompt by prompt, so that few of them prefill the same prompt.
+  """A queue of samples, handed to shards prompt by prompt, so that few shards prefill the same prompt.
 
-  A shard that finds no more prompts takes half of what another has left of one.
+  A shard that finds no more prompts takes half of the samples that another shard has left of its prompt.
   """
 
   def __init__(self, shards: int, waiting: Iterable[S] = ()):
-    """Make a queue for so many shards, in which some samples wait, in this order."""
+    """Make a queue for `shards` shards, in which the samples `waiting` wait in this order."""
     self._waiting: collections.deque[_Unit[S]] = collections.deque()
-    self._prefixes: collections.Counter[Hashable] = collections.Counter()  # Of prompts that are no shard's yet.
+    self._prefixes: collections.Counter[Hashable] = collections.Counter()  # Prefixes of prompts without a shard.
     self._units: list[_Unit[S] | None] = [None] * shards
-    self.left = 0  # Samples.
+    self.left = 0  # Number of samples.
     for samples in waiting:
       self.add(samples)
 
   def add(self, samples: S) -> None:
-    """Lets the samples of a prompt, at least one, wait behind all others."""
+    """Append the samples of a prompt, at least one."""
     self._waiting.append(_Unit(samples, 0, len(samples)))
     self._prefixes[samples.prefix] += 1
     self.left += len(samples)
 
   def remove(self, gone: Callable[[S], bool]) -> None:
-    """Take the samples that are `gone` out, which no shard is to get any more."""
+    """Remove the samples that are `gone`."""
     waiting = [unit for unit in self._waiting if not gone(unit.samples)]
     self._waiting = collections.deque(waiting)
     self._prefixes = collections.Counter(unit.samples.prefix for unit in waiting)
@@ -61,7 +61,7 @@ class Queue(Generic[S]):
     self.left = sum(unit.end - unit.first for unit in (*self._waiting, *self._units) if unit is not None)
 
   def take(self, shard: int) -> tuple[S, int] | None:
-    """Return (samples of a prompt, which of them) for a free slot of the shard, None if no sample is left."""
+    """Return (samples of a prompt, index among them) for a free slot of the shard; None if no sample is left."""
     if not self.left:
       return None
     unit = self._units[shard]
@@ -75,15 +75,15 @@ class Queue(Generic[S]):
 
   @property
   def head(self) -> S | None:
-    """The samples that wait longest of those that are no shard's yet; None: there are none."""
+    """The first samples that were not handed to a shard yet; None if there are none."""
     return self._waiting[0].samples if self._waiting else None
 
   def begun(self, shard: int) -> bool:
-    """Says whether samples wait in the shard."""
+    """Return whether samples wait in the shard."""
     return self._units[shard] is not None
 
   def holds(self, shard: int, prefix: Hashable) -> bool:
-    """Says whether samples with that prefix wait in the shard, or for any shard."""
+    """Return whether samples with that prefix wait in the shard, or for any shard."""
     unit = self._units[shard]
     return (unit is not None and unit.samples.prefix == prefix) or self._prefixes[prefix] > 0
 

@@ -1,4 +1,4 @@
-"""A sampler that stays: requests are admitted into free slots while those of others are decoded.
+"""A resident sampler: requests are admitted into free slots while others are decoded (continuous batching).
 
 One thread, the one that owns the devices, calls `turn`; any thread may submit, cancel and read.
 """
@@ -22,7 +22,7 @@ from sdpo_jax.rollout.slots import Finished, Samples
 from sdpo_jax.rollout.stops import StopStrings, to_text
 from sdpo_jax.types import Tree
 
-# What an option of a request must be, and whether it is.
+# Option of a request → (types, description of the allowed values, test for them).
 _WHOLE, _NUMBER = np.integer, (np.integer, np.floating)
 _ALLOWED = {
   'n': (_WHOLE, 'a whole number of 1 or more', lambda value: value >= 1),
@@ -42,40 +42,40 @@ class CancelledError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-  """Which parameters the rows of a request are computed with."""
+  """The parameters that the rows of a request are computed with."""
 
-  member: int = NO_MEMBER  # Of the pool of adapters, whose factors stay as they are while the request is under way.
-  version: Hashable = None  # Equal where the member's factors are: prompts with equal tokens are then read once.
+  member: int = NO_MEMBER  # Index in the pool of adapters, whose factors must not change during the request.
+  version: Hashable = None  # Equal if the member's factors are equal: equal prompts are then prefilled once.
 
 
 class Handle:
-  """A request under way: an iterator of what comes of it, which waits for more.
+  """A request under way: a blocking iterator of its results.
 
-  Every sample is yielded once, as a `Completion`, when it is done and, where drafts were asked for, as a `Draft` after
-  every look before.
+  Every sample is yielded once as a `Completion`, when it is done, and before that, if drafts were requested, as a
+  `Draft` after every turn.
   """
 
   def __init__(self, samples: Samples, weights: Weights, stops: StopStrings, drafts: bool):
     self.weights = weights
     self._samples, self._stops, self._drafts = samples, stops, drafts
     self._left, self._ended = len(samples), False
-    # Tokens of the prompt whose keys and values were kept of an earlier one, as the samples that are done found them.
+    # Tokens of the prompt whose keys and values came from an earlier one, the maximum over finished samples.
     self.reused = 0
     self._events: queue.SimpleQueue[Draft | Completion | BaseException | None] = queue.SimpleQueue()
 
   def __iter__(self) -> Iterator[Draft | Completion]:
-    """Yield what comes of the request until all of its samples are done.
+    """Yield drafts and completions until all samples of the request are done.
 
     Raises:
-      CancelledError: it was cancelled.
-      BaseException: what ended the sampler.
+      CancelledError: the request was cancelled.
+      BaseException: the error that ended the sampler.
     """
     while True:
       event = self._events.get()
       if isinstance(event, (Draft, Completion)):
         yield event
         continue
-      self._events.put(event)  # For whoever asks again.
+      self._events.put(event)  # For the next iteration.
       if event is None:
         return
       raise event
@@ -90,12 +90,12 @@ class Handle:
     self._events.put(event)
 
   def result(self) -> list[Completion]:
-    """Wait for all samples and return them in order; raise what iterating raises."""
+    """Wait for all samples and return them in order; raises as iterating does."""
     return sorted((event for event in self if isinstance(event, Completion)), key=lambda done: done.sample)
 
 
 def check_options(options: SamplingOptions) -> None:
-  """Raise UserError for an option with which nothing can be drawn: it would end the sampler for all requests."""
+  """Raise UserError for options that cannot be sampled with, which would end the sampler for all requests."""
   for name, value in options.items():
     types, allowed, is_allowed = _ALLOWED[name]
     values = np.asarray(value)
@@ -104,24 +104,23 @@ def check_options(options: SamplingOptions) -> None:
 
 
 class Resident:
-  """Slots that any number of requests share, each with its own options, ends and weights.
+  """Slots shared by any number of requests, each with its own options, stop conditions and weights.
 
-  What is drawn for a request is what a `Sampler` draws for it alone from the same seed, step and weights.
+  A request gets the samples that a `Sampler` draws for it alone with the same seed, step and weights.
   """
 
   def __init__(self, sampler: Sampler, base: Tree, trainable: Tree, *, stop_ids: int = 8, kept_prefixes: int = 0):
     """Make a resident sampler.
 
     Args:
-      sampler: its buckets, rows, chunk and functions are used; it may sample by itself between two turns.
+      sampler: provides buckets, rows, chunk and functions; it may sample by itself between two turns.
       base: frozen parameters.
-      trainable: trainable parameters, those of a pool of adapters for instance.
-      stop_ids: tokens that may end a sample at most, those of the sampler included.
-      kept_prefixes: see `Sampler.open_slots`. What is drawn is the same but for rounding, also of a prompt that is read
-        once more.
+      trainable: trainable parameters, for instance those of a pool of adapters.
+      stop_ids: maximum number of tokens that end a sample, those of the sampler included.
+      kept_prefixes: see `Sampler.open_slots`. Kept prefixes change samples only by rounding.
 
     Raises:
-      ValueError: the sampler has more of them, or no buckets.
+      ValueError: the sampler has more stop tokens than `stop_ids`, or no buckets.
     """
     self._sampler, self._stop_ids = sampler, stop_ids
     if stop_ids < sampler.stop_ids:
@@ -132,19 +131,19 @@ class Resident:
     self._work = threading.Event()  # Something was submitted or cancelled since the last turn.
     self._new: collections.deque[Handle] = collections.deque()
     self._cancelled: list[Handle] = []
-    self._handles: dict[Samples, Handle] = {}  # Under way, those that are new included.
+    self._handles: dict[Samples, Handle] = {}  # Requests under way, including new ones.
     self._ended: list[Finished] = []
     self._drafts: list[tuple[Handle, Draft]] = []
     self._failure: BaseException | None = None
 
   @property
   def stats(self) -> SamplingStats:
-    """Counts of all that was done."""
+    """Counts over all requests."""
     return self._slots.stats
 
   @property
   def in_use(self) -> collections.Counter[int]:
-    """How many requests under way have which member of the pool."""
+    """Number of requests under way by member of the pool."""
     with self._lock:
       return collections.Counter(handle.weights.member for handle in self._handles.values())
 
@@ -159,22 +158,22 @@ class Resident:
     drafts: bool = False,
     **options: Unpack[SamplingOptions],
   ) -> Handle:
-    """Lets samples of a prompt wait for free slots; from any thread.
+    """Queue samples of a prompt for free slots; may be called from any thread.
 
     Args:
       prompt: token ids, at least one.
-      weights: with which they are drawn.
-      owner: whose the prompt is: what was kept of another owner's is not read for it. None: nothing that was kept is,
-        and nothing of it is kept.
+      weights: weights to sample with.
+      owner: owner of the prompt, who only reuses keys and values kept for the same owner. None: none are reused, and
+        none are kept.
       stop: strings that end a sample. The token that completes one is the last.
-      stop_token_ids: tokens that end a sample, beside those of the sampler.
-      drafts: the handle yields drafts, too.
+      stop_token_ids: tokens that end a sample, in addition to those of the sampler.
+      drafts: whether the handle also yields drafts.
       **options: `SamplingOptions`.
 
     Raises:
-      UserError: the prompt is empty or too long, an option is none that is allowed, a stop string is empty, or there
-        are too many stop tokens.
-      BaseException: what ended the sampler.
+      UserError: the prompt is empty or too long, an option is not allowed, a stop string is empty, or there are too
+        many stop tokens.
+      BaseException: the error that ended the sampler.
     """
     check_options(options)
     [samples] = self._sampler.request([prompt], **options).samples
@@ -203,36 +202,36 @@ class Resident:
     return handle
 
   def cancel(self, handle: Handle) -> None:
-    """End a request, whose handle then raises CancelledError; nothing happens if it is done. From any thread."""
+    """Cancel a request, from any thread; its handle then raises CancelledError, unless the request is done."""
     with self._lock:
       self._cancelled.append(handle)
     self._work.set()
 
   def release(self, gone: Callable[[Weights], bool]) -> None:
-    """Keep nothing any more of prompts that were read with weights that are `gone`; between two turns.
+    """Drop the kept keys and values of weights that are `gone`; call it between two turns.
 
-    Before a member of the pool gets other factors, what was read with it must go.
+    It must be called before a member of the pool gets other factors.
     """
     self._slots.release(lambda whose: gone(whose[0]))
 
   @property
   def kept_bytes(self) -> int:
-    """Bytes of the keys and values that stay."""
+    """Bytes of the kept keys and values."""
     return self._slots.kept_bytes
 
   def use(self, trainable: Tree) -> None:
-    """Sample with another trainable tree from the next turn on, in which what is under way reads the same weights."""
+    """Use another trainable tree from the next turn on; it must hold the same weights for requests under way."""
     self._slots.parameters = self._sampler.prepare(self._base, trainable)
 
   def wait(self, timeout: float | None = None) -> bool:
-    """Wait until there is something to do, at most `timeout` seconds; return whether there is."""
+    """Wait at most `timeout` seconds for something to do; return whether there is."""
     return self._work.wait(timeout)
 
   def turn(self) -> bool:
-    """Admits what waits, draws some tokens in every slot, and tells the handles; returns whether anything is under way.
+    """Admit waiting samples, draw some tokens in every slot and notify the handles; return whether any slot is live.
 
     Raises:
-      BaseException: what went wrong; every handle raises it, and so does `submit` from then on.
+      BaseException: any error; every handle raises it too, and so does `submit` from then on.
     """
     try:
       return self._turn()
@@ -255,7 +254,7 @@ class Resident:
       self._tell()
       return False
     drawn = self._slots.advance()
-    # While these get their texts and are handled, the device is at work.
+    # The device works while these are decoded to text and handled.
     self._tell()
     self._ended = self._slots.collect(drawn, self._end)
     self._drafts = [
@@ -266,7 +265,7 @@ class Resident:
     return True
 
   def _hear(self) -> None:
-    """Do what was asked for since the last turn."""
+    """Add requests submitted, and remove those cancelled, since the last turn."""
     with self._lock:
       while self._new:
         self._slots.add(self._new.popleft()._samples)
@@ -282,7 +281,7 @@ class Resident:
       handle._tell(CancelledError('The request was cancelled.'))
 
   def _tell(self) -> None:
-    """Hands to the handles what the last turn brought."""
+    """Pass the results of the last turn to the handles."""
     for done in self._ended:
       handle = self._handles[done.samples]
       text = to_text(self._sampler.tokenizer, done.tokens.tolist())

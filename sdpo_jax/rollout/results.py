@@ -1,4 +1,4 @@
-"""What a sampler hands back: samples under way and finished ones, and counts of what they took."""
+"""Results of a sampler: unfinished and finished samples, and statistics of the work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-  """A sample under way."""
+  """An unfinished sample."""
 
   sample: int  # Its number: prompt · n + completion.
   tokens: np.ndarray  # [length] int32, drawn so far; no stop id, no whole stop string.
@@ -24,21 +24,21 @@ class Completion:
   sampling_log_probs: np.ndarray  # [length] float32, under the distribution drawn from.
   model_log_probs: np.ndarray  # [length] float32, under the plain model distribution.
   entropy: np.ndarray  # [length] float32, nats, of the plain model distribution.
-  stopped: bool  # By a stop id or stop string, not by its length.
+  stopped: bool  # Whether a stop id or stop string ended it, and not its length.
   text: str  # Without special tokens.
-  reused: int = 0  # Tokens of the prompt whose keys and values were kept of an earlier one.
+  reused: int = 0  # Tokens of the prompt whose keys and values were reused from an earlier one.
 
 
 @dataclasses.dataclass
 class SamplingStats:
-  """Counts of what sampling a request took."""
+  """Counts of the work of sampling a request."""
 
-  tokens: int = 0  # Drawn and kept.
-  prompts: int = 0  # Prefilled; one that several shards need counts once for each.
-  prefilled: int = 0  # Tokens of these that went through the model.
-  reused: int = 0  # Tokens of these whose keys and values were kept of earlier prompts.
+  tokens: int = 0  # Tokens drawn and kept.
+  prompts: int = 0  # Prompts prefilled; one that several shards need counts once for each.
+  prefilled: int = 0  # Tokens of prompts that went through the model.
+  reused: int = 0  # Tokens of prompts whose keys and values were reused from earlier prompts.
   dispatches: int = 0  # Calls of the decode loop.
-  decode_steps: int = 0  # Of the decode loop; one draws a token in every slot.
-  row_steps: int = 0  # Decode steps × slots, slots without a sample included.
-  cache_bytes: int = 0  # Largest total of all caches, those of prompts whose samples wait included.
-  live_bytes: int = 0  # Largest total of what live samples filled: the least that any cache could do with.
+  decode_steps: int = 0  # Steps of the decode loop, each of which draws a token in every slot.
+  row_steps: int = 0  # Decode steps × slots, including slots without a sample.
+  cache_bytes: int = 0  # Largest total of all caches, including those of prompts whose samples wait.
+  live_bytes: int = 0  # Largest total filled by live samples: a lower bound for any cache.

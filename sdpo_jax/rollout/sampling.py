@@ -2,10 +2,10 @@
 
 Top-k and top-p are thresholds on the weights exp(logit − largest), and a threshold is narrowed down over the bits of
 float32, from bounds that the weights themselves give, until one token is left between two thresholds: every pass is one
-elementwise reduction over the vocabulary, needs no candidate limit and stays a reduction (one small all-reduce) where
-the vocabulary is sharded. Ties are told apart afterwards, in the rows that have any. Without truncation nothing
-of it runs. The draw inverts the cumulative distribution with two uniforms per row (one chooses a block of tokens, one a
-token in it), so that noise costs two numbers per token, not V.
+elementwise reduction over the vocabulary, needs no candidate limit and stays a reduction (one small all-reduce) if the
+vocabulary is sharded. Ties are broken afterwards, in the rows that have any. Without truncation none of this runs. The
+draw inverts the cumulative distribution with two uniforms per row (one chooses a block of tokens, one a token in it),
+so that noise costs two numbers per token, not V.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-BLOCK = 128  # Tokens of a block of the two-level draw where no number of blocks divides the vocabulary.
-SHARDS = 16  # The vocabulary may lie divided over so many devices, or a divisor of it, without cutting a block.
+BLOCK = 128  # Tokens of a block of the two-level draw if no number of blocks divides the vocabulary.
+SHARDS = 16  # The vocabulary may be sharded over this many devices, or a divisor of it, without splitting a block.
 
 
 @flax.struct.dataclass
 class SamplingParams:
-  """How each of B rows is sampled; all of it is data, so that training and evaluation compile once for both."""
+  """Sampling parameters of B rows; all are data, so that training and evaluation share compiled programs."""
 
-  temperature: jax.Array  # [B] float32; 0 = greedy, and then nothing below but stop_ids and max_tokens matters.
+  temperature: jax.Array  # [B] float32; 0 = greedy, for which only stop_ids and max_tokens below matter.
   top_p: jax.Array  # [B] float32; 1 keeps all.
   top_k: jax.Array  # [B] int32; -1 or 0 keeps all.
   min_p: jax.Array  # [B] float32; 0 keeps all.
   seed: jax.Array  # [B] uint32.
-  sample_id: jax.Array  # [B] int32, number of the sample in the generation batch, wherever its row is computed.
+  sample_id: jax.Array  # [B] int32, number of the sample in the generation batch, independent of its row.
   step: jax.Array  # [B] int32, number of the generation batch.
   max_tokens: jax.Array  # [B] int32; 0: the row is padding.
   stop_ids: jax.Array  # [B, M] int32, tokens that end the row, padded with -1.
@@ -38,7 +38,7 @@ class SamplingParams:
 
 @flax.struct.dataclass
 class Draw:
-  """One token per row and what was known when it was drawn."""
+  """One token drawn per row, with its log-probs and the entropy."""
 
   token: jax.Array  # [B] int32.
   sampling_log_prob: jax.Array  # [B] float32, of the token under the distribution drawn from; 0 where greedy.
@@ -56,22 +56,22 @@ def row_keys(params: SamplingParams) -> jax.Array:
 
 
 def noise(keys: jax.Array, position: jax.Array) -> jax.Array:
-  """Return [B, 2] uint32 random bits of the completion's token `position` ([] or [B] int32) for each key [B].
+  """Return [B, 2] uint32 random bits for the completion's token `position` ([] or [B] int32), for each key [B].
 
-  They are the key with the position folded in: one evaluation of the generator, whose output nothing else uses.
+  They are the key with the position folded in: one evaluation of the generator, whose output is not used elsewhere.
   """
   folded = jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(position, keys.shape))
   return jax.random.key_data(folded)
 
 
 def sample(logits: jax.Array, params: SamplingParams, keys: jax.Array, position: jax.Array) -> Draw:
-  """Draws one token per row.
+  """Draw one token per row.
 
   The order is that of transformers' warpers: temperature, top-k, top-p, min-p.
 
   Args:
     logits: [B, V] float32; −inf is a token that cannot be drawn.
-    params: of B rows.
+    params: parameters of B rows.
     keys: [B] from `row_keys`.
     position: [] or [B] int32, index of the token in its completion.
 
@@ -91,7 +91,7 @@ def sample(logits: jax.Array, params: SamplingParams, keys: jax.Array, position:
 
   def drawn() -> tuple[jax.Array, jax.Array]:
     scaled = shifted / temperature[:, None]
-    # Exponentials are taken again only where a row's are others.
+    # Exponentials are recomputed only if the temperature of a row is not 1.
     weights = lax.cond(jnp.all(temperature == 1), lambda: model_weights, lambda: jnp.exp(scaled))
     weights = truncate(scaled, params.top_k, params.top_p, params.min_p, weights=weights)
     return draw(weights, noise(keys, position)), jnp.sum(weights, axis=-1)
@@ -153,7 +153,7 @@ def truncate(
 
 
 def draw(weights: jax.Array, bits: jax.Array) -> jax.Array:
-  """Draws [B] int32 tokens with probability proportional to weights [B, V] float32 ≥ 0, from bits [B, 2] uint32."""
+  """Draw [B] int32 tokens with probability proportional to weights [B, V] float32 ≥ 0, from bits [B, 2] uint32."""
   size = weights.shape[1]
   if size <= 2 * BLOCK:
     return _invert(weights, bits[:, 0])
@@ -164,10 +164,9 @@ def draw(weights: jax.Array, bits: jax.Array) -> jax.Array:
 
 
 def _blocks(weights: jax.Array) -> jax.Array:
-  """Return weights [B, V] as [B, blocks, tokens of a block], with zeros after the last where nothing divides V."""
+  """Return weights [B, V] as [B, blocks, tokens of a block], padded with zeros if no suitable count divides V."""
   rows, size = weights.shape
-  # From a few blocks of many tokens to many of a few: of what divides V, what is nearest to as many of one as of the
-  # other.
+  # Of the block counts that divide V, take the one nearest to the square root of V.
   counts = [count for count in range(SHARDS, size // SHARDS + 1, SHARDS) if size % count == 0]
   count = min(counts, key=lambda count: abs(math.log(count * count / size)), default=None)
   if count is None or not 1 / 16 < count * count / size < 16:
@@ -183,7 +182,7 @@ def _invert(weights: jax.Array, bits: jax.Array) -> jax.Array:
   uniform = (bits >> 8).astype(jnp.float32) * 2.0**-24
   index = jnp.arange(size, dtype=jnp.int32)[None]
   positive = weights > 0
-  # A parallel cumulative sum need not be monotone to the last bit: a token without weight is never chosen.
+  # A parallel cumulative sum need not be monotone to the last bit; a token of weight 0 must never be chosen.
   passed = positive & (cumulative > (uniform * cumulative[:, -1])[:, None])
   first = jnp.min(jnp.where(passed, index, size), axis=-1)
   last = jnp.max(jnp.where(positive, index, 0), axis=-1)
@@ -191,10 +190,10 @@ def _invert(weights: jax.Array, bits: jax.Array) -> jax.Array:
 
 
 def _top_k(scaled: jax.Array, weights: jax.Array, top_k: jax.Array, active: jax.Array) -> jax.Array:
-  """Return the weights [B, V] that top-k keeps in the `active` rows, 0 for the others; all in the other rows."""
+  """Return weights [B, V] with those that top-k drops set to 0 in the `active` rows; other rows are unchanged."""
   wanted = top_k.astype(jnp.float32)
   maxima = jnp.max(_blocks(weights), axis=-1)
-  # That many blocks have a maximum no smaller than the bound, so that many tokens are not, and not many more.
+  # At least top_k blocks have a maximum that reaches the bound, hence at least top_k tokens do, and not many more.
   few = active & (top_k <= maxima.shape[1])
   bound, _ = _narrow(maxima, wanted, few, jnp.zeros_like(wanted), by_mass=False)
   low, high = _narrow(weights, wanted, active, bound, by_mass=False)
@@ -205,18 +204,18 @@ def _top_k(scaled: jax.Array, weights: jax.Array, top_k: jax.Array, active: jax.
     edge = _largest_reaching(keys, tied.astype(jnp.float32), wanted - _count(above))
     return jnp.where(above | tied & (keys >= edge[:, None]) | ~active[:, None], weights, 0.0)
 
-  # A weight of 0 is not drawn, kept or not.
+  # Tokens of weight 0 are never drawn, whether kept or not.
   several = active & (low > 0) & (_count(_between(weights, low, high)) > 1)
   return lax.cond(jnp.any(several), last_by_logit, lambda: _from(weights, low, active))
 
 
 def _top_p(scaled: jax.Array, weights: jax.Array, top_p: jax.Array, active: jax.Array) -> jax.Array:
-  """Return the weights [B, V] that top-p keeps in the `active` rows, 0 for the others; all in the other rows."""
+  """Return weights [B, V] with those that top-p drops set to 0 in the `active` rows; other rows are unchanged."""
   size = weights.shape[1]
   total = jnp.sum(weights, axis=-1)
   # Positive, so that a top_p of 0 keeps the most likely token, whose weight is 1.
   target = jnp.clip(top_p * total, min=1e-30)
-  # Tokens of less weight than this are together less than what may be left out.
+  # All tokens of less weight than this have together less mass than may be left out.
   bound = (1 - top_p) * total / size
   low, high = _narrow(weights, target, active, bound, by_mass=True)
 
@@ -258,14 +257,14 @@ def _narrow(
   """Return [B] float32 each, low < high: tokens of weight ≥ low reach the target, tokens of weight ≥ high do not.
 
   Args:
-    weights: [B, V] float32 from 0 to 1. A sum of them in a fixed order never grows when one of them is left out, so
-      that the rounded sums are monotone and the result is exact for them.
-    target: [B] float32, positive, at most what all tokens reach.
-    active: [B] bool, rows to look at.
-    bound: [B] float32, a guess of low, the better the larger; most useful where it is not too large.
+    weights: [B, V] float32 from 0 to 1. Their sum in a fixed order never grows when one of them is left out, so the
+      rounded sums are monotone and the result is exact for them.
+    target: [B] float32, positive, at most the total of all tokens.
+    active: [B] bool, rows to process.
+    bound: [B] float32, a first guess of low; most useful if it is large but not too large.
     by_mass: whether the target is a sum of weights; else it is a number of tokens.
-    to_the_bit: go on until low is the largest that there is; else until, as far as the rounded sums tell, one token is
-      between the two.
+    to_the_bit: continue until low is the largest possible value; else until, according to the rounded sums, one token
+      lies between the two.
   """
 
   def as_float(bits: jax.Array) -> jax.Array:
@@ -277,7 +276,7 @@ def _narrow(
   def reach(low: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(weights >= as_float(low)[:, None], weights if by_mass else 1.0, 0.0), axis=-1)
 
-  def unit(low: jax.Array) -> jax.Array | float:  # What one token between the two adds at least.
+  def unit(low: jax.Array) -> jax.Array | float:  # Minimum that one token between the two adds.
     return as_float(low) if by_mass else 1.0
 
   def unfinished(state: tuple[jax.Array, ...]) -> jax.Array:
@@ -289,8 +288,8 @@ def _narrow(
 
   def narrow(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     low, high, mass_low, mass_high, passes = state
-    # Where tokens are many and the interval is short, tokens are spread evenly: the threshold is to be found near where
-    # a line meets the target, to which one pass comes close from below and the next from above.
+    # Many tokens in a short interval are spread evenly, so that the threshold is near the point where a line meets the
+    # target; alternate passes try a little below and a little above that point.
     gap, width = mass_low - mass_high, high - low
     near = (mass_low - target) / gap
     doubt = 0.7 * lax.rsqrt(gap / unit(low)) + 0.05 * width.astype(jnp.float32) * 2.0**-23
@@ -316,12 +315,12 @@ def _narrow(
 
 
 def _count(chosen: jax.Array) -> jax.Array:
-  """Return [B] float32, exact up to 2 ** 24."""
+  """Return the number of chosen tokens, [B] float32, exact up to 2 ** 24."""
   return jnp.sum(chosen.astype(jnp.float32), axis=-1)
 
 
 def _sortable(values: jax.Array) -> jax.Array:
-  """Return uint32 in the order of the float32 `values`; the two zeros are one."""
+  """Return uint32 keys that sort like the float32 `values`; −0 and 0 are equal."""
   bits = lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
   sign = jnp.uint32(1 << 31)
   return jnp.where(bits >= sign, ~bits, bits | sign)
@@ -332,10 +331,10 @@ def _largest_reaching(keys: jax.Array, weights: jax.Array, target: jax.Array, bi
 
   Args:
     keys: [B or 1, V] uint32 below 2 ** bits.
-    weights: [B, V] float32 ≥ 0. A sum of them in a fixed order never grows when one of them shrinks, so that the
-      rounded sums are monotone and the result is exact for them.
+    weights: [B, V] float32 ≥ 0. Their sum in a fixed order never grows when one of them shrinks, so the rounded sums
+      are monotone and the result is exact for them.
     target: [B] float32.
-    bits: static.
+    bits: static, number of bits of the keys.
   """
 
   def narrow(i: jax.Array, edge: jax.Array) -> jax.Array:

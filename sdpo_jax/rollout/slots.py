@@ -1,7 +1,7 @@
-"""Slots and the samples in them: which cache each has, which sample is next, when the cache grows and shrinks.
+"""Slots and their samples: their cache, which sample is admitted next, and when the cache grows and shrinks.
 
-A slot is a row of the batch that a decode step advances, and holds one sample at a time or none. Each shard of a mesh
-has as many slots as every other.
+A slot is a row of the batch that a decode step advances, and holds one sample at a time or none. All shards of a mesh
+have the same number of slots.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from sdpo_jax.rollout.sampling import SamplingParams
 from sdpo_jax.rollout.sizes import Size, Sizes
 from sdpo_jax.types import Tree
 
-NO_TOKEN = -1  # Of ids that end a sample: none.
-REFILLS = 16  # The decode loop is interrupted for a refill when one slot in so many is free.
+NO_TOKEN = -1  # Padding of the ids that end a sample.
+REFILLS = 16  # The decode loop is interrupted for a refill when one slot in this many is done.
 RECORDS = ('sampling_log_probs', 'model_log_probs', 'entropy')
-KNOBS = {  # Those of `SamplingParams` that may differ from sample to sample, with their dtypes.
+KNOBS = {  # Fields of `SamplingParams` that may differ between the samples of a prompt, with their dtypes.
   'max_tokens': np.int32,
   'temperature': np.float32,
   'top_p': np.float32,
@@ -38,7 +38,7 @@ KNOBS = {  # Those of `SamplingParams` that may differ from sample to sample, wi
 
 
 def closed_up(held: np.ndarray, rows: int) -> np.ndarray:
-  """Return [rows] the slot that each of the first `rows` takes over: its own or, where free, one of `held` behind."""
+  """Return [rows], the slot that moves to each of the first `rows`: itself or, if it is free, one of `held` behind."""
   source = np.arange(rows)
   behind = held[held >= rows]
   source[np.setdiff1d(source, held)[: len(behind)]] = behind
@@ -47,19 +47,18 @@ def closed_up(held: np.ndarray, rows: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Samples:
-  """n samples of one prompt: what each of them is drawn with, wherever and beside whatever others its row is."""
+  """n samples of one prompt, with everything that they depend on."""
 
   prompt: np.ndarray  # [length] int32, of at least one token.
   width: int  # The bucket of the prompt.
   first: int  # The number of the first sample; the others have the next ones.
-  knobs: Mapping[str, np.ndarray]  # [n] each: those of `KNOBS`.
+  knobs: Mapping[str, np.ndarray]  # [n] each: the values of `KNOBS`.
   stop_ids: np.ndarray  # [M] int32.
   seed: int
   step: int  # Number of the generation batch.
-  prefix: Hashable  # Equal of samples whose prompts have the same tokens and are read by the same weights.
-  member: int = NO_MEMBER  # Of a pool of adapters, which of them their rows have.
-  # Equal of prompts of which one may read the keys and values of another, however long ago that was; None: it reads
-  # none.
+  prefix: Hashable  # Equal for samples whose prompts have the same tokens and are read with the same weights.
+  member: int = NO_MEMBER  # The pooled adapter that their rows use.
+  # Equal for prompts that may reuse each other's keys and values, however old; None: the prompt reuses none.
   weights: Hashable = None
 
   def __len__(self) -> int:
@@ -68,20 +67,20 @@ class Samples:
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-  """A sample that is done."""
+  """A finished sample."""
 
   samples: Samples
-  number: int  # Of the sample, in its generation batch.
+  number: int  # Number of the sample in its generation batch.
   tokens: np.ndarray  # [length] int32.
-  records: dict[str, np.ndarray]  # [length] float32 each: those of `RECORDS`.
-  stopped: bool  # By a stop id or string.
-  reused: int = 0  # Tokens of the prompt whose keys and values were there when it was begun.
+  records: dict[str, np.ndarray]  # [length] float32 each: the values of `RECORDS`.
+  stopped: bool  # Whether a stop id or stop string ended it.
+  reused: int = 0  # Tokens of the prompt whose keys and values were reused from an earlier one.
 
 
 class Slots:
-  """Samples under way: `admit`, `advance` and `collect` in turns until nothing is admitted any more.
+  """The samples under way: call `admit`, `advance` and `collect` in turns until `admit` returns False.
 
-  Samples may be added and removed between two turns. Every process of a run decides the same, from the same values.
+  Samples may be added and removed between two turns. All processes of a run decide the same, from the same values.
   """
 
   def __init__(
@@ -100,21 +99,21 @@ class Slots:
     """Make slots.
 
     Args:
-      functions: of the sampler.
-      parameters: base and trainable tree, prepared. They may be changed between two turns, by assignment, to trees that
-        are the same to all samples under way.
-      sizes: of the arrays.
-      room: tokens of a completion at most.
-      chunk: tokens that are drawn between two looks at most.
-      stop_ids: M, how many tokens may end a sample.
+      functions: the sampler's functions.
+      parameters: base and trainable tree, prepared. Between two turns they may be replaced by assignment, with trees
+        that hold the same weights for all samples under way.
+      sizes: sizes of the arrays.
+      room: maximum number of tokens of a completion.
+      chunk: maximum number of tokens drawn per call of `advance`.
+      stop_ids: M, maximum number of tokens that end a sample.
       waiting: samples, in the order in which they get slots.
-      closed: no others will come; False: a free slot is worth an interruption at any time.
-      kept: rows of each shard that keep what samples had in their slots when they left, for prompts that begin with it.
+      closed: no other samples will come; False: a free slot is always worth an interruption.
+      kept: rows of each shard that keep the keys and values of finished samples, for prompts that begin with them.
     """
     self.stats, self.parameters = SamplingStats(), parameters
     self._functions, self._sizes, self._chunk, self._closed = functions, sizes, chunk, closed
     self._queue = Queue(functions.shards, waiting)
-    self._size: Size | None = None  # Of the cache.
+    self._size: Size | None = None  # Size of the cache.
     rows = functions.shards * sizes.rows
     self._cache: KVCache | None = None
     self._prefixes: dict[tuple[int, Hashable], Prefix] = {}  # By (shard, prefix).
@@ -127,34 +126,34 @@ class Slots:
     self._knobs = {name: np.zeros(rows, kind) for name, kind in KNOBS.items()}
     self._stop_ids = np.full((rows, stop_ids), NO_TOKEN, np.int32)
     self._held = np.zeros(rows, np.int32)  # Tokens in the cache.
-    self._reused = np.zeros(rows, np.int32)  # Tokens of the prompt that were kept of an earlier one.
+    self._reused = np.zeros(rows, np.int32)  # Tokens of the prompt reused from an earlier one.
     self._token = np.zeros(rows, np.int32)
     self._drawn = np.zeros(rows, np.int32)
     self._tokens = np.zeros((rows, room), np.int32)
     self._records = {name: np.zeros((rows, room), np.float32) for name in RECORDS}
 
   def add(self, samples: Samples) -> None:
-    """Lets samples wait behind all others."""
+    """Append samples to the queue."""
     self._queue.add(samples)
 
   def remove(self, gone: Callable[[Samples], bool]) -> None:
-    """Take out samples that are `gone`, those that have a slot included; between `collect` and `admit`."""
+    """Remove samples that are `gone`, including those in slots; call it between `collect` and `admit`."""
     self._queue.remove(gone)
     leaving = [slot for slot in np.flatnonzero(self._live).tolist() if gone(self._of[slot])]
     self._leave(leaving)
 
   def release(self, gone: Callable[[Hashable], bool]) -> None:
-    """Keep nothing any more of samples with weights that are `gone`."""
+    """Drop the kept keys and values of weights that are `gone`."""
     if self._kept is not None:
       self._kept.release(gone)
 
   @property
   def kept_bytes(self) -> int:
-    """Bytes of the keys and values that stay when samples leave."""
+    """Bytes of the keys and values kept of finished samples."""
     return 0 if self._kept is None else self._kept.bytes
 
   def admit(self) -> bool:
-    """Give free slots to samples that wait, and the cache the size that the live ones need; False if there is none."""
+    """Give free slots to waiting samples and resize the cache for the live ones; return whether any sample is live."""
     per_shard, admitted = self._per_shard, []
     free = np.flatnonzero(~self._live).tolist()
     while free:
@@ -176,9 +175,9 @@ class Slots:
     return True
 
   def advance(self) -> decode.Drawn:
-    """Start some decode steps of all rows; return what they draw, still on the devices."""
+    """Start some decode steps of all rows; return their result, still on the devices."""
     live = np.flatnonzero(self._live)
-    # A free row is drawn from like one that is not, so that it asks for nothing that no other does.
+    # A free row copies the parameters of a live one, so that it triggers no work that live rows do not need.
     like = np.where(self._live, np.arange(len(self._live)), live[0])
     params = SamplingParams(
       **{name: values[like] for name, values in self._knobs.items()},
@@ -194,7 +193,7 @@ class Slots:
       enough = math.ceil(len(like) / REFILLS)
     else:
       enough = self._sizes.enough(len(live), self._functions.shards)
-    # The host goes on with its own arrays while these are under way.
+    # Copies, since the host changes its arrays while the steps run.
     state = self._functions.put(jax.tree.map(np.copy, state))
     self._cache, drawn = self._functions.advance(
       *self.parameters, self._cache, state, np.int32(enough), steps=self._chunk
@@ -202,15 +201,15 @@ class Slots:
     return drawn
 
   def collect(self, drawn: decode.Drawn, end: Callable[[Samples, np.ndarray, int, bool], int | None]) -> list[Finished]:
-    """Wait for the steps and free the slots of the samples that they have finished.
+    """Wait for the steps and free the slots of samples that are done.
 
     Args:
-      drawn: from `advance`.
-      end: maps (samples, tokens of one of them, number of those that are not new, whether it is done) to the number of
-        tokens that a stop string leaves, None if there is none.
+      drawn: result of `advance`.
+      end: maps (samples, tokens of one of them, number of tokens that are not new, whether it is done) to the number of
+        tokens up to and including its first stop string; None if there is none.
 
     Returns:
-      The samples that are done.
+      The finished samples.
     """
     drawn = self._functions.fetch(drawn)
     active = self._live.copy()
@@ -245,7 +244,7 @@ class Slots:
     return [(self._of[slot], int(self._number[slot]), self._tokens[slot, : self._drawn[slot]].copy()) for slot in live]
 
   def _take(self, slot: int, samples: Samples, index: int) -> None:
-    """Give a slot to one of the samples."""
+    """Give a slot to sample number `index` of a prompt."""
     self._of[slot], self._live[slot], self._number[slot] = samples, True, samples.first + index
     self._seed[slot], self._step[slot], self._member[slot] = samples.seed % 2**32, samples.step, samples.member
     for name, values in self._knobs.items():
@@ -257,18 +256,18 @@ class Slots:
     self._of[slot], self._live[slot], self._number[slot] = None, False, -1
 
   def _next_slot(self, free: list[int]) -> int:
-    """Return which of the free slots is given away next: the first, unless another's shard has more of the prompt."""
+    """Return the index in `free` of the next slot to fill: 0, unless another shard is better for the next prompt."""
     if self._kept is None or self._functions.shards == 1:
       return 0
     shards = [slot // self._per_shard for slot in free]
     begun = [at for at, shard in enumerate(shards) if self._queue.begun(shard)]
     samples = self._queue.head
-    if begun or samples is None:  # What waits in a shard has come before.
+    if begun or samples is None:  # Samples that wait in a shard come first.
       return begun[0] if begun else 0
     return shards.index(self._kept.shard_of(samples, shards))
 
   def _leave(self, leaving: list[int]) -> None:
-    """Frees slots, after what they hold is kept."""
+    """Free slots, after keeping their keys and values if configured."""
     if self._kept is not None and leaving:
       per_shard = self._per_shard
       # The newest token is not in the slot yet.
@@ -283,7 +282,7 @@ class Slots:
     return len(self._of) // self._functions.shards
 
   def _prefill(self, wanted: dict[tuple[int, Hashable], Samples]) -> None:
-    """Make the prefixes of (shard, prefix) pairs that are not there yet."""
+    """Compute the missing prefixes of (shard, prefix) pairs."""
     shards = self._functions.shards
     new = missing = {key: samples for key, samples in wanted.items() if key not in self._prefixes}
     if self._kept is not None:
@@ -315,13 +314,13 @@ class Slots:
     self.stats.reused += reused
 
   def _fit(self, ending: bool) -> None:
-    """Give the cache the slots that live samples need until the next look and, where it is `ending`, fewer rows."""
+    """Give the cache the slots that live samples need for the next steps and, if `ending`, fewer rows."""
     live = self._live
     needed = int(self._held[live].max()) + self._chunk
     rows = self._per_shard
     if ending:
       left = int((self._knobs['max_tokens'] - self._drawn)[live].max())
-      # What is over at the next look anyhow is not worth a move, unless there must be one.
+      # If all samples end within the next steps, shrinking does not pay, unless the cache must be resized anyway.
       if left > self._chunk or needed > self._size.slots:
         rows = int(live.reshape(self._functions.shards, -1).sum(1).max())
     for size in self._sizes.path(self._size, needed, rows):
@@ -332,7 +331,7 @@ class Slots:
         self._move(size)
 
   def _move(self, size: Size) -> None:
-    """Give the cache another size; live samples move to the front of their shard where rows go."""
+    """Resize the cache; if it loses rows, live samples move to the front of their shard."""
     functions, shards, before = self._functions, self._functions.shards, self._per_shard
     held = [np.flatnonzero(slots) for slots in self._live.reshape(shards, before)]
     order = np.concatenate([shard * before + closed_up(held[shard], size.rows) for shard in range(shards)])
@@ -361,7 +360,7 @@ class Slots:
       kept |= {name: values[order] for name, values in kept.items()}
 
   def _copy(self, admitted: list[tuple[int, int, Hashable]]) -> None:
-    """Put the prefixes of samples (shard, slot in the shard, prefix) where they belong."""
+    """Copy the prefixes of admitted samples (shard, slot in the shard, prefix) into their slots."""
     of_cache: dict[int, list[tuple[int, int, int]]] = {}
     for shard, slot, prefix in admitted:
       cache, row, _ = self._prefixes[shard, prefix]
@@ -379,7 +378,7 @@ class Slots:
     caches = {id(prefix.cache): prefix.cache for prefix in self._prefixes.values()}.values()
     held = sum(leaf.nbytes for cache in (self._cache, *caches) for leaf in jax.tree.leaves(cache))
     held += self.kept_bytes
-    # Beside the cache there are the recent tokens of every row.
+    # The recent tokens of every row are held in addition to the cache.
     held += self._chunk * len(self._of) * self._slot_bytes()
     self.stats.cache_bytes = max(self.stats.cache_bytes, held)
 

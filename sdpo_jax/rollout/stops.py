@@ -9,18 +9,18 @@ import numpy as np
 
 
 class Tokenizer(Protocol):
-  """What sampling needs of a transformers tokenizer."""
+  """The interface of a transformers tokenizer that sampling needs."""
 
   def decode(self, token_ids: Sequence[int], **kwargs: bool) -> str: ...
 
 
 def to_text(tokenizer: Tokenizer, tokens: Sequence[int], *, special: bool = False) -> str:
-  """Return the decoded tokens, as they are (no clean-up of spaces), without special tokens unless `special`."""
+  """Return the text of tokens, without clean-up of spaces, and without special tokens unless `special`."""
   return tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
 
 class StopStrings:
-  """Finds the token that completes the first stop string.
+  """The stop strings of a request, which find the token that completes the first of them.
 
   Special tokens count as text here, so that the name of one may be a stop string too.
   """
@@ -28,8 +28,8 @@ class StopStrings:
   def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
     self._tokenizer = tokenizer
     self._stop = tuple(stop)
-    # A token holds at least one byte, so that this many hold any stop string; some more, since a tokenizer may treat
-    # the beginning of a text in its own way.
+    # A token has at least one byte, so this many tokens hold any stop string; a few more, since a tokenizer may treat
+    # the beginning of a text specially.
     self._reach = max((len(text.encode()) for text in stop), default=0) + 8
 
   def __bool__(self) -> bool:
@@ -40,17 +40,17 @@ class StopStrings:
     return any(stop in text for stop in self._stop)
 
   def end(self, tokens: np.ndarray, checked: int, done: bool) -> int | None:
-    """Return how many leading tokens of a sample a stop string leaves, None if none has appeared.
+    """Return the number of leading tokens up to the end of the first stop string; None if there is none.
 
-    Of a sample that runs on, only the tail beyond `checked` tokens is looked at. Once it is done its whole text is,
-    which alone decides where it ends, so that the number of tokens between looks changes nothing.
+    For an unfinished sample, the tail after `checked` tokens is examined first. A finished sample is always searched
+    whole, which alone decides where it ends, so that the number of tokens between two calls changes nothing.
     """
     if not self:
       return None
     return self.find(tokens.tolist()) if done or self.may_end(tokens, checked) else None
 
   def may_end(self, tokens: np.ndarray, checked: int) -> bool:
-    """Says whether a stop string may end after the first `checked` tokens, by the tail alone."""
+    """Return whether a stop string may end after the first `checked` tokens, judging by the tail alone."""
     return self._within(tokens[max(0, checked - self._reach) :].tolist())
 
   def find(self, tokens: Sequence[int]) -> int | None:

@@ -1,4 +1,4 @@
-"""The parameters as a sampler reads them: in compute dtype, and gathered where every step would gather them again."""
+"""Parameters prepared for a sampler: cast to compute dtype, and gathered once instead of at every step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sdpo_jax.types import Tree
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-  """A jitted function that is made for the shardings of its argument; it is called and lowered as any other."""
+  """A jitted function that is built for the shardings of its argument; it is called and lowered as any other."""
 
   make: Callable[[Tree], Any]
 
@@ -33,23 +33,23 @@ class Placed:
 
 @dataclasses.dataclass(frozen=True)
 class BasePreparation:
-  """How a base becomes what a sampler reads: arrays that it reads as they are, and a program that makes the others."""
+  """The preparation of a base for a sampler: which arrays are used unchanged, and a program that makes the others."""
 
-  # base → the prepared tree with None in the place of every array that stays; None: all stay.
+  # base → the prepared tree with None in place of every array that is used unchanged; None: all are.
   program: Callable[[Tree], Tree] | None
   form: Any  # The structure of the prepared tree.
-  stays: tuple[int | None, ...]  # Per leaf of it, which leaf of the base it is; None: it is made.
+  stays: tuple[int | None, ...]  # Per leaf of the prepared tree, the leaf of the base that it is; None: it is made.
 
   def run(self, base: Tree) -> Tree:
-    """Return the prepared tree; an array that stays is the base's own, not a copy."""
+    """Return the prepared tree; an array that is used unchanged is the base's own, not a copy."""
     return self._complete(base, self.program)
 
   def describe(self, base: Tree) -> Tree:
-    """Return the prepared tree as abstract arrays; where those that are made lie is left to the compiler."""
+    """Return the prepared tree as abstract arrays; the compiler chooses the shardings of those that are made."""
     return self._complete(base, self.program and functools.partial(jax.eval_shape, self.program))
 
   def kinds(self, stays: str, made: str) -> tuple[str, ...]:
-    """Return one of the two words for every leaf of the prepared tree."""
+    """Return, per leaf of the prepared tree, `stays` if it is the base's own array, else `made`."""
     return tuple(made if stay is None else stays for stay in self.stays)
 
   def _complete(self, base: Tree, program: Callable[[Tree], Tree] | None) -> Tree:
@@ -60,10 +60,10 @@ class BasePreparation:
 
 
 class PreparedBase:
-  """The base of one model as a sampler reads it: prepared when it is first seen, and kept.
+  """A cache of one prepared base: a base is prepared when it is first seen, and kept.
 
-  Another base, which is one with other arrays, takes its place. An array that could change behind its back, as NumPy's
-  can, is prepared every time.
+  A base with other arrays replaces it. A base with arrays that can change in place, such as NumPy's, is prepared every
+  time.
   """
 
   def __init__(self, prepare: Callable[[Tree], BasePreparation]):
@@ -78,7 +78,7 @@ class PreparedBase:
     with self._lock:
       if self._own is not None and self._is_own(leaves, form):
         return self._prepared
-      self._own, self._prepared = None, {}  # Before the next is made, so that there are never two.
+      self._own, self._prepared = None, {}  # Dropped before the next is made, so that there are never two.
       prepared = self._prepare(base).run(base)
       if all(isinstance(leaf, jax.Array) for leaf in leaves):
         self._own, self._prepared = (form, leaves), prepared
@@ -99,9 +99,9 @@ def preparing_trainable(policy: Policy, mesh: Mesh | None) -> Callable[[Tree], T
 
 
 def base_preparation(policy: Policy, mesh: Mesh | None, base: Tree) -> BasePreparation:
-  """Return how a base is cast and gathered; abstract arrays will do.
+  """Return the preparation that casts and gathers a base, which may consist of abstract arrays.
 
-  An array stays as it is if casting leaves it alone and it is not divided over `fsdp`.
+  An array is used unchanged if casting does not change it and it is not sharded over `fsdp`.
   """
   leaves, form = jax.tree.flatten(base)
   traced, shape = jax.make_jaxpr(lambda tree: policy.cast(tree, {})[0], return_shape=True)(base)
@@ -134,7 +134,7 @@ def _making_base(policy: Policy, mesh: Mesh | None, stays: tuple[int | None, ...
 
 
 def _gathering(function: Callable[[Tree], Tree], mesh: Mesh) -> Placed:
-  """Return the program that gathers a tree over `fsdp` and hands it to the function."""
+  """Return a program that gathers a tree over `fsdp` and calls the function with it."""
 
   def gather(tree: Tree, specs: tuple[PartitionSpec, ...]) -> Tree:
     leaves, form = jax.tree.flatten(tree)
@@ -155,7 +155,7 @@ def _is_divided(mesh: Mesh | None) -> bool:
 
 
 def _without_fsdp(parameters: Tree) -> tuple[PartitionSpec, ...]:
-  """Return how each parameter is divided over the other axes; slots of a prefix are where they are to be."""
+  """Return each parameter's partition spec without `fsdp`; slots of a prefix keep their own."""
 
   def drop(entry: Any) -> Any:
     names = tuple(name for name in (entry if isinstance(entry, tuple) else (entry,)) if name not in (FSDP, None))
