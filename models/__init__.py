@@ -1,1 +1,1 @@
-"""What a language model is: decoders, their cache, Hugging Face import and export, tokenizers."""
+"""Language models: decoders, their cache, Hugging Face import and export, tokenizers."""

@@ -1,4 +1,4 @@
-"""What a decoder is: everything that its forward pass needs to know, and nothing of config.json."""
+"""The architecture of a decoder: everything that its forward pass depends on, independent of config.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Activation = Literal['silu', 'gelu_tanh']
 class Architecture:
   """Sizes and constants of a decoder-only transformer; static under `jit`."""
 
-  family: str  # Of `models.families`: what its config.json and its tensors are called.
+  family: str  # Name in `models.families`, which determines its config.json and the names of its tensors.
   vocab_size: int  # Tokens; the embedding may have more entries.
   hidden_size: int  # D.
   intermediate_size: int  # Of the MLP.
@@ -25,15 +25,15 @@ class Architecture:
   norm_eps: float
   tied: bool  # The embedding is the unembedding.
   ropes: tuple[Rope, ...] = (Rope(),)
-  layer_ropes: tuple[int, ...] | None = None  # Per layer, which of `ropes`; None: there is one, for all.
+  layer_ropes: tuple[int, ...] | None = None  # Per layer, index into `ropes`; None: all layers use the only one.
   windows: tuple[int, ...] | None = None  # Per layer, number of positions seen (0: all); None: all layers see all.
-  # Whether attention and MLP normalise what they get, what they add to the stream, or both.
+  # Whether attention and MLP normalise their inputs, their outputs (before the residual sum), or both.
   norm_placement: Literal['pre', 'post', 'both'] = 'pre'
   norm_offset: float = 0.0  # Added to the weights of all norms.
   query_key_norm: Literal['head', 'projection'] | None = None  # Over each head, or over all heads together.
   query_pre_attn_scalar: int | None = None  # Queries are divided by its root; None: head_dim.
-  embedding_scale: float | None = None  # Of embedded tokens, rounded to compute dtype; None: 1.
-  activation: Activation = 'silu'  # Of the gate of the MLP.
+  embedding_scale: float | None = None  # Factor of embedded tokens, rounded to compute dtype; None: 1.
+  activation: Activation = 'silu'  # Activation of the MLP's gate.
   qkv_bias: bool = False
   output_bias: bool = False
   mlp_bias: bool = False
@@ -42,10 +42,10 @@ class Architecture:
 
   @property
   def padded_vocab_size(self) -> int:
-    """Entries of the embedding and the unembedding, those that stand for no token included."""
+    """Entries of the embedding and the unembedding, including padding."""
     return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
   @property
   def query_scale(self) -> float:
-    """By which scores are multiplied."""
+    """The factor of attention scores."""
     return (self.head_dim if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar) ** -0.5

@@ -1,4 +1,4 @@
-"""The key-value cache of a decode loop: rows of their own lengths, and what the last few decode steps added to them.
+"""The key-value cache of a decode loop: rows with their own lengths, and the tokens of the last few decode steps.
 
 A row is a row of the batch; a slot is the place of one token in it.
 """
@@ -22,12 +22,12 @@ Store = jax.Array | tuple[jax.Array, ...]
 
 @flax.struct.dataclass
 class Stores:
-  """Keys (rotated) and values of L layers, in compute dtype or as integers that scales turn into numbers."""
+  """Keys (rotated) and values of L layers, in compute dtype or as int8 with scales."""
 
-  # A head may have room for more numbers than it has (`AttentionBackend.cached_dim`); these are zeros.
+  # Heads may be padded with zeros (`AttentionBackend.cached_dim`).
   keys: Store  # [L, B, KV, C, head_dim]; unstacked: L of [B, KV, head_dim, C], as a CPU's products read them best.
   values: Store  # [L, B, KV, C, head_dim]; unstacked: L of [B, KV, C, head_dim].
-  # Of int8 keys and values, one per token and head: [L, B, KV, 1, C] float32; unstacked: L of [B, KV, 1, C].
+  # Scales of int8 keys and values, one per token and head: [L, B, KV, 1, C] float32; unstacked: L of [B, KV, 1, C].
   key_scales: Store | None = None
   value_scales: Store | None = None
 
@@ -38,10 +38,10 @@ class Stores:
 
 @flax.struct.dataclass
 class Recent:
-  """What the last few decode steps have added to all rows: R slots.
+  """The R slots that the last few decode steps have added to all rows.
 
-  All rows append at the same slot, which is one contiguous write per layer; where a row's own tokens end is looked up
-  only once for all of them, by `commit`.
+  All rows append at the same slot, which is one contiguous write per layer; `commit` later moves the tokens to the end
+  of each row.
   """
 
   stores: Stores
@@ -52,8 +52,8 @@ class Recent:
 class KVCache:
   """Keys and values of the tokens seen so far, in C slots of each of B rows.
 
-  The token at position p of a row lies in its slot p: rows are left-aligned and hold no padding. The tokens in `recent`
-  follow those here. Behind its B rows the stores may have more, out of use since `compact`.
+  The token at position p of a row is in its slot p: rows are left-aligned and hold no padding. The tokens in `recent`
+  follow those here. After its B rows the stores may have more, unused since `compact`.
   """
 
   stores: Stores
@@ -71,9 +71,9 @@ def init(
     batch_size: B.
     kv_heads: KV.
     length: C.
-    head_dim: of keys and values.
-    dtype: of keys and values; int8 has scales.
-    stacked: one array for all layers.
+    head_dim: width of keys and values.
+    dtype: dtype of keys and values; int8 adds scales.
+    stacked: whether all layers share one array.
   """
   shape = batch_size, kv_heads, length, head_dim
   turned = batch_size, kv_heads, head_dim, length
@@ -94,12 +94,12 @@ def slots(cache: KVCache | Recent) -> int:
 
 
 def store_rows(cache: KVCache) -> int:
-  """Return the number of rows of the stores, those that are no longer in use included."""
+  """Return the number of rows of the stores, including rows that are no longer in use."""
   return jax.tree.leaves(cache.stores.values)[0].shape[-4]
 
 
 def axes(cache: KVCache) -> KVCache:
-  """Return the logical axes of every array's dimensions ('rows', 'kv_heads' or None), in the form of the cache."""
+  """Return a cache-shaped tree of each array's logical axes ('rows', 'kv_heads' or None)."""
 
   def names(leaf: jax.Array) -> tuple[str | None, ...]:
     leading = {1: ('rows',), 4: ('rows', 'kv_heads'), 5: (None, 'rows', 'kv_heads')}.get(leaf.ndim, ())
@@ -109,10 +109,10 @@ def axes(cache: KVCache) -> KVCache:
 
 
 def commit(cache: KVCache, live: jax.Array) -> KVCache:
-  """Return the cache with its recent tokens behind those of each row and no `recent`; rows not `live` are empty.
+  """Return the cache with its recent tokens appended to each row and no `recent`; rows not `live` are empty.
 
   Args:
-    cache: with at least as many slots left in every live row as `recent` has.
+    cache: cache with at least as many free slots in every live row as `recent` has.
     live: [B] bool.
   """
   recent = cache.recent
@@ -132,8 +132,8 @@ def copy_rows(into: KVCache, rows: KVCache, source: jax.Array, target: jax.Array
   """Copy row source[i] of `rows` to row target[i] of `into` for i < `count`; slots that `into` lacks are left out.
 
   Args:
-    into: updated in place where its buffers may be reused.
-    rows: of as many layers and heads.
+    into: updated in place if its buffers may be reused.
+    rows: a cache with the same layers and heads.
     source: [K] int32.
     target: [K] int32.
     count: [] int32, at most K.
@@ -157,11 +157,11 @@ def copy_rows(into: KVCache, rows: KVCache, source: jax.Array, target: jax.Array
 
 
 def compact(cache: KVCache, source: jax.Array) -> KVCache:
-  """Return the cache with fewer rows, of which row i was row source[i]: moved in place, the stores as large as before.
+  """Return the cache with only K rows, row i being the former row source[i]; the stores keep their size.
 
   Args:
-    cache: without recent tokens; donate it.
-    source: [K] int32, each its own index or one from K on.
+    cache: cache without recent tokens; donate it.
+    source: [K] int32, each entry its own index or an index from K on.
   """
   source = jnp.asarray(source)
 
@@ -175,7 +175,7 @@ def compact(cache: KVCache, source: jax.Array) -> KVCache:
 
 
 def lengthened(cache: KVCache, length: int) -> KVCache:
-  """Return the cache with empty slots behind those that it has, so that there are `length`."""
+  """Return the cache padded with empty slots to `length` slots."""
   more = length - slots(cache)
 
   def pad(axis: int, store: jax.Array, _: jax.Array) -> jax.Array:
@@ -187,7 +187,7 @@ def lengthened(cache: KVCache, length: int) -> KVCache:
 
 
 def shortened(cache: KVCache, length: int) -> KVCache:
-  """Return the first `length` slots of every row; no row holds more."""
+  """Return the cache with only the first `length` slots of every row; no row may hold more."""
 
   def cut(axis: int, store: jax.Array, _: jax.Array) -> jax.Array:
     return lax.slice_in_dim(store, 0, length, axis=axis)
@@ -196,14 +196,14 @@ def shortened(cache: KVCache, length: int) -> KVCache:
 
 
 def append_layer(stores: Stores, key: jax.Array, value: jax.Array, layer: jax.Array | int, slot: jax.Array) -> Stores:
-  """Return the stores with one layer's new keys and values written, in place where the buffers may be reused.
+  """Return the stores with one layer's new keys and values written, in place if the buffers may be reused.
 
   Args:
-    stores: of all layers.
+    stores: stores of all layers.
     key: [B, S, KV, head_dim] of the new tokens.
     value: [B, S, KV, head_dim].
     layer: index of the layer; a Python integer where stores are not stacked.
-    slot: [] int32, where the first token goes.
+    slot: [] int32, slot of the first token.
   """
   key, value = _widened(key.swapaxes(1, 2), stores), _widened(value.swapaxes(1, 2), stores)
   new = Stores(key, value)
@@ -230,14 +230,13 @@ def append_layer(stores: Stores, key: jax.Array, value: jax.Array, layer: jax.Ar
 
 
 def _widened(numbers: jax.Array, stores: Stores) -> jax.Array:
-  """Return [..., head_dim] with zeros behind the numbers of a head, as many as the stores have room for."""
+  """Return [..., head_dim] padded with zeros to the width of the stores."""
   room = jax.tree.leaves(stores.values)[0].shape[-1] - numbers.shape[-1]
   return jnp.pad(numbers, ((0, 0),) * (numbers.ndim - 1) + ((0, room),)) if room else numbers
 
 
 def quantize(numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Return numbers [B, KV, S, head_dim] as int8 of the same shape and scales [B, KV, 1, S] float32, one per token and
-  head."""
+  """Return numbers [B, KV, S, head_dim] as int8, and their scales [B, KV, 1, S] float32, one per token and head."""
   wide = numbers.astype(jnp.float32)
   scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / 127
   whole = jnp.round(wide / jnp.where(scale > 0, scale, 1.0)).astype(jnp.int8)
@@ -263,7 +262,7 @@ def _is_unstacked(node: object) -> bool:
 def _by_slots(
   function: Callable[[int, jax.Array, jax.Array], jax.Array], into: Stores, new: Stores, stacked: bool | None = None
 ) -> Stores:
-  """Return the stores of `function(axis of the slots, array of into, array of new)`."""
+  """Return stores whose arrays are `function(axis of the slots, array of into, array of new)`."""
   stacked = into.stacked if stacked is None else stacked
   at = {'keys': -2 if stacked else -1, 'values': -2, 'key_scales': -1, 'value_scales': -1}
 

@@ -1,4 +1,4 @@
-"""Chat templates: read from files, and asked what they do to a conversation."""
+"""Chat templates: reading them from files, and probing how they format conversations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jinja2
 from models.control_tokens import Tokenizer, control_strings
 from sdpo_jax.errors import UserError, first_line
 
-# What a template raises on a conversation that it was not made for: on purpose, or by what it does with the messages.
+# Errors of a template on a conversation that it was not made for, raised on purpose or by its handling of messages.
 TEMPLATE_ERRORS = (
   jinja2.TemplateError,
   ArithmeticError,
@@ -35,7 +35,7 @@ def read(path: str | os.PathLike) -> str:
     text = epath.Path(path).expanduser().read_text(encoding='utf-8')
   except ImportError as error:
     raise UserError(f'model.chat_template={path} needs a package that is not installed: {error}.') from error
-  except Exception as error:  # Object stores raise many kinds; all mean the same here.
+  except Exception as error:  # Object stores raise many types of errors; all mean the same here.
     raise UserError(
       f'model.chat_template={path} cannot be read ({first_line(error)}): name a file that holds a chat template '
       '(Jinja).'
@@ -52,19 +52,19 @@ def text_of(tokenizer: Tokenizer) -> str | None:
 
 
 def unread(tokenizer: Tokenizer, variables: Iterable[str]) -> list[str]:
-  """Return those of the variables whose name does not occur in the template's code, which cannot change anything."""
+  """Return the variables whose names do not occur in the template's code and which therefore have no effect."""
   names = {value for _, kind, value in jinja2.Environment().lex(text_of(tokenizer) or '') if kind == 'name'}
   return [name for name in variables if name not in names]
 
 
 def is_dated(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> bool:
-  """Return whether prompts depend on the day on which they are made.
+  """Return whether prompts depend on the current date.
 
   Args:
-    tokenizer: with a chat template that takes a user's message.
-    variables: of the template; some templates write a date of these instead.
+    tokenizer: tokenizer with a chat template that accepts a user's message.
+    variables: variables of the template; some templates use a date among them instead.
   """
-  # With a function in place of that for the date that refuses to be called.
+  # Replace the function for the date by one that raises.
   refusing = (text_of(tokenizer) or '').replace('strftime_now', 'raise_exception')
   messages = [{'role': 'user', 'content': 'x'}]
   try:
@@ -77,11 +77,11 @@ def is_dated(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> bool:
 
 
 def has_system_turn(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> bool:
-  """Return whether the template writes a system message by itself, before what follows, which does not change it.
+  """Return whether the template writes a system message as a turn of its own that later messages do not change.
 
   Args:
-    tokenizer: with a chat template.
-    variables: of the template.
+    tokenizer: tokenizer with a chat template.
+    variables: variables of the template.
   """
   first, then = {'role': 'system', 'content': PROBE}, {'role': 'user', 'content': PROBE[::-1]}
   try:
@@ -96,18 +96,18 @@ def has_system_turn(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> bool:
 
 
 def turn_end(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> str | None:
-  """Return the control token that the template writes behind an answer of the assistant; None: it writes none.
+  """Return the control token that the template writes after an answer of the assistant; None: it writes none.
 
   A model that was trained with the template ends its turns with it.
 
   Args:
-    tokenizer: with a chat template.
-    variables: of the template.
+    tokenizer: tokenizer with a chat template.
+    variables: variables of the template.
   """
   messages = [{'role': 'user', 'content': 'x'}, {'role': 'assistant', 'content': PROBE}]
   try:
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False, **variables)
-  except TEMPLATE_ERRORS:  # Of a template for single questions, which is fine.
+  except TEMPLATE_ERRORS:  # A template for single questions only, which is fine.
     return None
   _, found, behind = text.rpartition(PROBE)
   strings = [string for string in control_strings(tokenizer) if found and string in behind]

@@ -1,7 +1,7 @@
-"""SHA-256 of the files of a model directory: written by exports, compared where they are known.
+"""SHA-256 of the files of a model directory: written by exports, compared if they are known.
 
-They are known from a file SHA256SUMS (`sha256sum -c SHA256SUMS` reads it, too), and of what the Hugging Face hub's
-cache holds from its layout: a large file there is a link to one that is named by its SHA-256.
+They are known from a file SHA256SUMS (`sha256sum -c SHA256SUMS` reads it, too), and in the Hugging Face hub's cache
+from its layout: a large file there is a link to one that is named by its SHA-256.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _LINE = re.compile(r'([0-9a-f]{64}) [ *](?:\./)?(.+)')
 
 
 def write(root: pathlib.Path, known: Mapping[str, str] = MappingProxyType({})) -> None:
-  """Write SHA256SUMS of all files in a directory; of those in `known` (name → SHA-256) it is taken from there."""
+  """Write SHA256SUMS for all files in a directory; sums in `known` (name → SHA-256) are not computed."""
   names = sorted(path.name for path in root.iterdir() if path.is_file() and path.name != SUMS)
   text = ''.join(f'{known.get(name) or sha256(root / name)}  {name}\n' for name in names)
   (root / SUMS).write_text(text, encoding='utf-8')
 
 
 def known(root: pathlib.Path) -> dict[str, str]:
-  """Return the SHA-256 of the files of a model directory of which it is known, by name.
+  """Return the known SHA-256 sums of a model directory's files, by name.
 
   Raises:
     UserError: SHA256SUMS cannot be read.
@@ -42,10 +42,10 @@ def known(root: pathlib.Path) -> dict[str, str]:
 
 
 def differences(root: pathlib.Path, expected: Mapping[str, str]) -> dict[str, UserError]:
-  """Compare files of a model directory with their SHA-256; return what is wrong with those that differ, by name.
+  """Compare files of a model directory with their SHA-256; return an error for each that differs, by name.
 
   Several files are read at once. In a run of several processes all call this together, and each compares its share of
-  the files that it has in common with others; whichever finds one that differs ends the run.
+  the files that it has in common with others; a process that finds a difference ends the run.
   """
   names = _share(root, sorted(expected))
   with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as readers:
@@ -56,8 +56,8 @@ def differences(root: pathlib.Path, expected: Mapping[str, str]) -> dict[str, Us
 def _share(root: pathlib.Path, names: Sequence[str]) -> Sequence[str]:
   """Return the files that this process compares.
 
-  Those that have one inode, changed at one time, for several processes are on a disk that these share, and each takes
-  some. What is on a disk of its own is compared by each process as a whole, for nobody else reads it.
+  A file with the same inode, size and change time in several processes is on a disk that they share, and one of them
+  compares it. A process compares all files on a disk of its own, since no other process reads it.
   """
   if jax.process_count() == 1:
     return names
@@ -68,7 +68,7 @@ def _share(root: pathlib.Path, names: Sequence[str]) -> Sequence[str]:
 
 
 def _taken(identities: Sequence[Mapping[str, tuple[int, ...]]], process: int) -> list[str]:
-  """Return the files that a process compares, given what each process says of its files."""
+  """Return the files that a process compares, given the identities of each process's files."""
   taken = []
   for index, name in enumerate(sorted(set().union(*identities))):
     sharing = [other for other, seen in enumerate(identities) if seen.get(name) == identities[process].get(name)]
@@ -78,7 +78,7 @@ def _taken(identities: Sequence[Mapping[str, tuple[int, ...]]], process: int) ->
 
 
 def _difference(file: pathlib.Path, expected: str) -> UserError | None:
-  """Return what to say of a file that is not as it was written, or cannot be read; None: it is."""
+  """Return the error of a file that has another SHA-256 or cannot be read; None if it is as expected."""
   try:
     found = sha256(file)
   except OSError as error:
@@ -120,7 +120,7 @@ def _listed(root: pathlib.Path) -> dict[str, str]:
 
 
 def _cached(root: pathlib.Path) -> dict[str, str]:
-  """Return the SHA-256 of the files that are links to blobs of the hub's cache which are named by theirs."""
+  """Return the SHA-256 of files that link to blobs of the hub's cache, whose names are their sums."""
   links = (path for path in root.iterdir() if path.is_symlink())
   blobs = {path.name: pathlib.Path(os.path.realpath(path)) for path in links}
   return {

@@ -1,10 +1,10 @@
-"""Conversations whose messages cannot steer the model: only the chat template writes control tokens.
+"""Encoding of conversations whose messages cannot spell control tokens: only the chat template writes these.
 
 A chat template joins what it writes and what the messages say into one text, in which a tokenizer turns every string
-such as `<|im_end|>` into the token of that name, whoever wrote it. Here a string that a message spells gets a mark
-before the template sees it. In the text that the template makes of that, strings without the mark are the template's
-own, and become tokens; those of the messages lose their mark and become text. A message that begins or ends with part
-of such a string gets a mark there, since templates may put messages side by side.
+such as `<|im_end|>` into the token of that name, whoever wrote it. Here such a string in a message gets a mark before
+the template sees it. In the template's output, strings without the mark are the template's own and become tokens; those
+of the messages lose their mark and become text. A message that begins or ends with part of such a string gets a mark
+there, since templates may put messages side by side.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import tokenizers
 Tokenizer = Any  # transformers.PreTrainedTokenizerBase.
 Conversation = Sequence[dict[str, str]]
 
-_PRIVATE_USE = (0xE000, 0xF8FF)  # Characters that no text has unless somebody chose them on purpose.
+_PRIVATE_USE = (0xE000, 0xF8FF)  # Characters that texts contain only on purpose.
 _MARK_LENGTH = 4
-_MARKER = re.compile(r'[<\[].+[>\]]', re.DOTALL)  # What delimits turns: <｜User｜>, [INST].
-_TAG = re.compile(r'<(/?)([A-Za-z_]\w*)>')  # What models write as text: <think>, </tool_call>.
+_MARKER = re.compile(r'[<\[].+[>\]]', re.DOTALL)  # Delimiters of turns: <｜User｜>, [INST].
+_TAG = re.compile(r'<(/?)([A-Za-z_]\w*)>')  # Tags that models write as text: <think>, </tool_call>.
 
 
 def control_strings(tokenizer: Tokenizer) -> tuple[str, ...]:
   """Return the strings that become control tokens, longest first.
 
-  These are the special tokens; and of the other added tokens those in `tokenizer.chat_control_tokens` or, where that
-  is None, the delimiters of turns that the chat template holds. Tags that come in pairs, such as <think> and </think>,
-  are text: models write them, and templates look for them.
+  These are the special tokens; and among the other added tokens those in `tokenizer.chat_control_tokens` or, if that is
+  None, the delimiters of turns in the chat template. Tags that come in pairs, such as <think> and </think>, are text:
+  models write them, and templates look for them.
   """
   added = getattr(tokenizer, 'added_tokens_decoder', {}).values()
   names = {token.content for token in added}
@@ -51,11 +51,11 @@ def control_strings(tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def is_delimiter(text: str, names: set[str]) -> bool:
-  """Return whether a token looks like what delimits turns: <｜User｜>, [INST], and no tag that comes in a pair.
+  """Return whether a token looks like a delimiter of turns, such as <｜User｜> or [INST], and not like a paired tag.
 
   Args:
-    text: of the token.
-    names: of all tokens among which the other tag of a pair may be.
+    text: text of the token.
+    names: texts of all tokens, among which the other tag of a pair may be.
   """
   tag = _TAG.fullmatch(text)
   paired = tag is not None and f'<{"" if tag[1] else "/"}{tag[2]}>' in names
@@ -63,7 +63,7 @@ def is_delimiter(text: str, names: set[str]) -> bool:
 
 
 class PlainMessages:
-  """Finds messages that spell control tokens, and encodes their conversations."""
+  """An encoder of conversations that keeps control tokens in messages as text."""
 
   def __init__(self, tokenizer: Tokenizer):
     self._tokenizer = tokenizer
@@ -76,9 +76,9 @@ class PlainMessages:
     self._marked: tuple[str, _Backend] | None = None  # Replaced as a whole: several threads may encode.
 
   def spelled(self, messages: Conversation) -> bool:
-    """Return whether a message spells a control token or a half of one at its beginning or end.
+    """Return whether a message spells a control token, or part of one at its beginning or end.
 
-    That may also be a token that only the tokenizer's normalisation makes of it.
+    Tokens that only appear after the tokenizer's normalisation count, too.
     """
     texts = [text for message in messages for text in message.values()]
     if any(self._pattern.search(text) or any(self._halves(text)) for text in texts):
@@ -94,13 +94,13 @@ class PlainMessages:
     part: Callable[[str], str] = lambda chat: chat,
     **template_options: Any,
   ) -> list[int]:
-    """Return the token ids up to and, unless told otherwise, including the header of the assistant's turn.
+    """Return the token ids of a conversation, by default including the header of the assistant's next turn.
 
     Args:
       messages: the conversation.
       add_generation_prompt: whether the header of the assistant's turn is written.
       tools: JSON schemas, which cannot spell control tokens either.
-      part: maps what the template writes to what of it becomes tokens.
+      part: maps the template's output to the part of it that is encoded.
       template_options: variables of the template.
 
     Raises:
@@ -126,14 +126,14 @@ class PlainMessages:
     return backend.encode(part(chat))
 
   def encode_text(self, text: str) -> list[int]:
-    """Return the token ids of a text that stands by itself, in which nothing is a control token."""
+    """Return the token ids of a text outside a conversation, in which nothing is a control token."""
     sign, backend = self._backend([text])
     return backend.encode(self._pattern.sub(lambda match: _marked(match[0], sign), text))
 
   def _halves(self, text: str) -> tuple[bool, bool]:
     """Return whether a text begins with the end of a control token, and whether it ends with the beginning of one.
 
-    White space around it does not count, for templates take it away.
+    White space around the text is ignored, since templates strip it.
     """
     head, tail = text[: self._longest], text[-self._longest :]
     head = text.lstrip()[: self._longest] if head[:1].isspace() else head
@@ -144,7 +144,7 @@ class PlainMessages:
     )
 
   def _backend(self, texts: Sequence[str]) -> tuple[str, _Backend]:
-    """Return a mark that no text holds, and what encodes texts with it."""
+    """Return a mark that no text contains, and an encoder of texts with that mark."""
     marked = self._marked
     while marked is None or any(marked[0] in text for text in texts):
       first, last = _PRIVATE_USE
@@ -156,12 +156,12 @@ class PlainMessages:
 
 @functools.lru_cache(maxsize=4)
 def plain_messages(tokenizer: Tokenizer) -> PlainMessages:
-  """Return the `PlainMessages` of a tokenizer, made once."""
+  """Return the cached `PlainMessages` of a tokenizer."""
   return PlainMessages(tokenizer)
 
 
 def _texts_of(value: Any) -> Iterator[str]:
-  """Yield the texts in what JSON can hold, names of fields included."""
+  """Yield all texts in a JSON value, including names of fields."""
   if isinstance(value, str):
     yield value
   elif isinstance(value, dict):
@@ -174,7 +174,7 @@ def _texts_of(value: Any) -> Iterator[str]:
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-  """Return what JSON can hold with every text changed."""
+  """Return a JSON value with `change` applied to every text."""
   if isinstance(value, str):
     return change(value)
   if isinstance(value, dict):
@@ -191,7 +191,7 @@ def _any_of(strings: Sequence[str]) -> re.Pattern[str]:
 
 
 def _normalizer(tokenizer: Tokenizer, strings: Sequence[str]) -> Any:
-  """Return the normalisation after which some control tokens are looked for, or None."""
+  """Return the normalisation after which some control tokens are matched; None if there is none."""
   if not getattr(tokenizer, 'is_fast', False) or tokenizer.backend_tokenizer.normalizer is None:
     return None
   normalized = {token.content for token in tokenizer.added_tokens_decoder.values() if token.normalized}
@@ -199,10 +199,10 @@ def _normalizer(tokenizer: Tokenizer, strings: Sequence[str]) -> Any:
 
 
 class _Renamed:
-  """Encodes by a copy of the tokenizer in which the control tokens are named with their mark.
+  """An encoder that uses a copy of the tokenizer whose control tokens are renamed with the mark.
 
-  In what the template has made, the marks are first exchanged: the template's strings get them, those of the messages
-  lose them. So the copy finds the former and reads the latter as it reads any text.
+  In the template's output, marks are first exchanged: the template's strings get them, those of the messages lose them.
+  So the copy recognises the former and reads the latter as ordinary text.
   """
 
   def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], mark: str):
@@ -215,9 +215,9 @@ class _Renamed:
       token['content'] = renamed.get(token['content'], token['content'])
       ids[token['content']] = token['id']
     _rename_in_model(described['model'], renamed)
-    described.update(post_processor=None, truncation=None, padding=None)  # The template writes all that there is.
+    described.update(post_processor=None, truncation=None, padding=None)  # The template writes everything.
     self._copy = tokenizers.Tokenizer.from_str(json.dumps(described))
-    # The library numbers added tokens that the model itself does not know one after another, without the gaps.
+    # The library numbers added tokens that are not in the model's vocabulary consecutively, without gaps.
     self._ids = {self._copy.token_to_id(content): number for content, number in ids.items()}
 
   def encode(self, chat: str) -> list[int]:
@@ -226,7 +226,7 @@ class _Renamed:
 
 
 def _rename_in_model(model: dict[str, Any], renamed: dict[str, str]) -> None:
-  """Rename entries of the model's vocabulary, so that no text is merged into them."""
+  """Rename control tokens in the model's vocabulary, so that no text is merged into them."""
   vocabulary = model['vocab']
   if isinstance(vocabulary, list):  # Of a unigram model, with scores.
     model['vocab'] = [[renamed.get(piece, piece), score] for piece, score in vocabulary]
@@ -240,10 +240,10 @@ def _rename_in_model(model: dict[str, Any], renamed: dict[str, str]) -> None:
 
 
 class _Split:
-  """Encodes piece by piece, for tokenizers without a backend of the tokenizers library.
+  """An encoder that works piece by piece, for tokenizers without a backend of the tokenizers library.
 
   Control tokens of the template are looked up; text between two of them in which a message spells one is encoded
-  without looking for added tokens, other text as ever.
+  without matching added tokens, other text as usual.
   """
 
   def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], mark: str):

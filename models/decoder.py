@@ -26,7 +26,7 @@ from sdpo_jax.distributed.mesh import gathered_by_layer
 from sdpo_jax.types import Tree
 
 AnyAdapter = lora.Adapter | lora_pool.LoraPool | kv_prefix.KVPrefix
-TURNED = 'turned_unembedding'  # [D, V], of parameters that are cast for decoding.
+TURNED = 'turned_unembedding'  # [D, V], in parameters that are cast for decoding.
 ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
   'silu': jax.nn.silu,
   'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
@@ -34,9 +34,9 @@ ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
-  """Return x · rsqrt(mean x² + eps) · (weight + offset) over the axes of the weight, which are the last ones of x.
+  """Return x · rsqrt(mean x² + eps) · (weight + offset) over the axes of the weight, the last ones of x.
 
-  Computed in float32, in the dtype of x.
+  It is computed in float32 and returned in the dtype of x.
   """
   y, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
   y = y * lax.rsqrt(jnp.mean(y * y, axis=tuple(range(-weight.ndim, 0)), keepdims=True) + eps)
@@ -63,7 +63,7 @@ def _dot(left: jax.Array, right: jax.Array, axes: tuple[tuple[int, ...], tuple[i
 
 
 def _product_forward(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  # Not by calling `_product`: rematerialisation policies look for matrix products, and do not look into it.
+  # Not by calling `_product`: rematerialisation policies look for matrix products, but not inside it.
   return _dot(x, weight, ((x.ndim - 1,), (0,))), (x, weight)
 
 
@@ -78,7 +78,7 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 class Layer(NamedTuple):
-  """What a block does not know of the layer that it is, and of the batch."""
+  """The arguments of a block that depend on the layer and on the batch."""
 
   index: jax.Array | int
   members: jax.Array | None  # [B] int32, see `Policy.apply`.
@@ -87,7 +87,7 @@ class Layer(NamedTuple):
 class Block(nnx.Module):
   """One decoder layer; its parameters may carry a leading layers axis, which a scan removes.
 
-  Which norms, biases and factors there are is said by the parameter table alone.
+  The parameter table alone determines which norms, biases and factors there are.
   """
 
   def __init__(
@@ -102,16 +102,16 @@ class Block(nnx.Module):
   def __call__(
     self, x: jax.Array, layer: Layer, matrices: jax.Array, halves: bool, mix: Callable
   ) -> tuple[jax.Array, Any]:
-    """Return x [B, S, D] after the layer, and `extra` of `mix(query, key, value) -> (mixed, extra)`."""
+    """Return x [B, S, D] after the layer, and `extra` from `mix(query, key, value) -> (mixed, extra)`."""
     query, key, value = self.heads(self.norm('attention_norm', x), layer, matrices, halves)
     mixed, extra = mix(query, key, value)
     x = x + self.norm('attention_post_norm', self.linear('attention.output', mixed, layer, inputs=2))
     return x + self.norm('mlp_post_norm', self.gated(self.norm('mlp_norm', x), layer)), extra
 
   def linear(self, name: str, x: jax.Array, layer: Layer, inputs: int = 1) -> jax.Array:
-    """Return x [..., *in] times the matrix [*in, *out] of that name in the layer, plus its factors' part and its bias.
+    """Return x [..., *in] times the named matrix [*in, *out] of the layer, plus its factors' term and its bias.
 
-    The only place where a layer multiplies by a matrix: whatever else is added to a product is added here.
+    This is the only place where a layer multiplies by a matrix: every addition to a product is made here.
     """
     y = project(x, self._parameter(name), inputs)
     if f'{name}_{lora.A}' in self.names:
@@ -122,17 +122,17 @@ class Block(nnx.Module):
     return y + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
 
   def _factors_part(self, name: str, x: jax.Array, layer: Layer, inputs: int) -> jax.Array:
-    """Return what the factors of a matrix add to the product; arguments as those of `linear`."""
+    """Return the term that the factors of a matrix add to the product; arguments as in `linear`."""
     a, b = (self._parameter(f'{name}_{suffix}') for suffix in (lora.A, lora.B))
     scale = self.adapter.by_name[f'layers.{name}'].scale(layer.index)
     if isinstance(self.adapter, lora_pool.LoraPool):
       return lora_pool.part(self.adapter, x, a, b, layer.members, scale, inputs)
-    # The factors' product is never added to the matrix: in bfloat16, what is small beside it would be lost.
+    # The factors' product is never added to the matrix itself: in bfloat16 it would be lost to rounding.
     inner = project(x, a, inputs)
     return project((inner.astype(jnp.float32) * scale).astype(x.dtype), b)
 
   def slots(self) -> Prefix | None:
-    """Return keys and values [KV, P, head_dim] of the layer's slots, [L, …] of all layers'; None: there are none."""
+    """Return keys and values [KV, P, head_dim] of the layer's slots, or [L, …] of all layers; None: there are none."""
     if not isinstance(self.adapter, kv_prefix.KVPrefix):
       return None
     parts = [(slot_names.FROZEN_KEY, slot_names.FROZEN_VALUE), (slot_names.KEY, slot_names.VALUE)]
@@ -144,7 +144,7 @@ class Block(nnx.Module):
     )
 
   def norm(self, name: str, x: jax.Array) -> jax.Array:
-    """Return x normalised by the weight of that name; x where the layer has none."""
+    """Return x normalised with the weight of that name; x itself if the layer has none."""
     if name not in self.names:
       return x
     return rms_norm(x, self._parameter(name), self.config.norm_eps, self.config.norm_offset)
@@ -154,7 +154,7 @@ class Block(nnx.Module):
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return queries [B, S, H, head_dim], rotated and scaled, and rotated keys and values [B, S, KV, head_dim]."""
     query, key, value = (self.linear(f'attention.{name}', x, layer) for name in ('query', 'key', 'value'))
-    # The factor of scores goes here, so that it is not rounded to the compute dtype by itself.
+    # The scale of scores is applied here, so that it is not rounded to the compute dtype by itself.
     scaled = matrices * self.config.query_scale
     query = rotate(self.norm('attention.query_norm', query), scaled, halves)
     key = rotate(self.norm('attention.key_norm', key), matrices, halves)
@@ -188,7 +188,7 @@ class Decoder(nnx.Module):
     self.layers = nnx.List(blocks) if unrolled else blocks[0]
 
   def output_matrix(self) -> jax.Array:
-    """Return the unembedding [V, D], the embedding itself where tied."""
+    """Return the unembedding [V, D], which is the embedding if they are tied."""
     return (self.embedding if self.config.tied else self.unembedding)[...]
 
   def __call__(
@@ -205,7 +205,7 @@ class Decoder(nnx.Module):
     """Return final hidden states [B, S, D] and the updated cache; arguments as in `DecoderPolicy.apply`."""
     config = self.config
     matrices_of = self._rotations(positions + self._slots)
-    # A cache without recent tokens is to be filled by these: what they attend to is themselves.
+    # A cache without recent tokens is filled by these tokens, which attend only to themselves.
     whole = cache is None or cache.recent is None
     slot, store = None, None
     if cache is not None:
@@ -242,7 +242,7 @@ class Decoder(nnx.Module):
         state, prefix, index = inputs
         return layer(nnx.merge(graph, state), prefix, *carry, index), None
 
-      # The slots of all layers at once, which a decode loop then does only once, not in every layer of every step.
+      # Join the slots of all layers at once: a decode loop then does it once, not in every layer of every step.
       inputs = stacked, self.layers.slots(), jnp.arange(config.layers, dtype=jnp.int32)
       (x, store), _ = lax.scan(_remat(scanned, remat if cache is None else 'none'), (x, store), inputs)
     if cache is not None and whole:
@@ -253,7 +253,7 @@ class Decoder(nnx.Module):
     return rms_norm(x, self.final_norm[...], config.norm_eps, config.norm_offset), cache
 
   def _rotations(self, positions: jax.Array) -> Callable[[jax.Array | int], jax.Array]:
-    """Return the function of a layer's index that gives the matrices by which it rotates; each is made once."""
+    """Return a function from a layer's index to its rotation matrices, each of which is made once."""
     config = self.config
     made = [rotation(positions, config.head_dim, rope) for rope in config.ropes]
     if config.layer_ropes is None:
@@ -268,8 +268,7 @@ class Decoder(nnx.Module):
     return self.adapter.slots if isinstance(self.adapter, kv_prefix.KVPrefix) else 0
 
   def _seen(self, prefix: Prefix | None, positions: jax.Array, layer: jax.Array | int) -> Prefix | None:
-    """Return the prefix of a layer with what of it is filled, and the first slot [B, S] that each token sees where
-    windows reach that far."""
+    """Return the prefix of a layer with its filled slots and the first slot [B, S] within each token's window."""
     if prefix is None:
       return prefix
     if self.adapter.filling:
@@ -282,10 +281,10 @@ class Decoder(nnx.Module):
     first = jnp.maximum(positions + self._slots - window + 1, 0)
     return prefix.replace(first=jnp.where(window > 0, first, 0))
 
-  # What follows returns mix(query, key, value, prefix, stores of this call, layer) -> [B, S, H, head_dim].
+  # The following methods return mix(query, key, value, prefix, stores of this call, layer) -> [B, S, H, head_dim].
 
   def _whole(self, backend, segment_ids, parents, sampling):
-    """Attention of whole sequences to themselves."""
+    """Return the attention of whole sequences to themselves."""
     starts = dispatch.segment_starts(segment_ids)
     windows = distinct_windows(self.config.windows)
     indices = jnp.asarray([windows.index(window) for window in self.config.windows or (0,) * self.config.layers])
@@ -309,7 +308,7 @@ class Decoder(nnx.Module):
     return mix
 
   def _onto(self, backend, positions, segment_ids, cache):
-    """Attention to all that the cache holds, by the plain formula."""
+    """Return the attention to all tokens in the cache, by the plain formula."""
     del backend
     keys = [
       dispatch.in_slots(start, filled, kv_cache.slots(part))
@@ -336,7 +335,7 @@ class Decoder(nnx.Module):
     return mix
 
   def _onto_stacks(self, backend, positions, segment_ids, cache):
-    """Attention to all that the cache holds, by the kernel that reads the stacks in place."""
+    """Return the attention to all tokens in the cache, by the kernel that reads the stacks in place."""
     windows = jnp.asarray(self.config.windows or (0,) * self.config.layers, jnp.int32)
     held, behind = self._held(segment_ids, cache)
 
@@ -349,7 +348,7 @@ class Decoder(nnx.Module):
 
   @staticmethod
   def _held(segment_ids, cache):
-    """Return (first position, slots filled), each [B] int32, of the cache and its recent tokens, new ones included.
+    """Return (first position, slots filled), each [B] int32, of the cache and of its recent tokens, including new ones.
 
     A row whose tokens are all padding reads nothing.
     """
@@ -360,9 +359,10 @@ class Decoder(nnx.Module):
 
 
 def _remat(layer: Callable, remat: str) -> Callable:
-  """Return the layer with what its backward pass recomputes.
+  """Return the layer with rematerialisation in its backward pass.
 
-  'none', 'full' (all), 'save_attention' (all but attention) or 'dots' (all but matrix products).
+  `remat` says what is recomputed: 'none', 'full' (all), 'save_attention' (all but attention) or 'dots' (all but matrix
+  products).
   """
   if remat == 'none':
     return layer
@@ -395,7 +395,7 @@ class DecoderPolicy:
   dtype: Literal['float32', 'bfloat16'] = 'bfloat16'
   remat: Literal['none', 'full', 'save_attention', 'dots'] = 'full'
   backend: AttentionBackend = AttentionBackend()
-  frozen: tuple[str, ...] = ()  # Names of parameters or of what holds some: 'embedding', 'layers.mlp'.
+  frozen: tuple[str, ...] = ()  # Names of parameters or of groups of them: 'embedding', 'layers.mlp'.
   adapter: AnyAdapter | None = None
 
   @property
@@ -440,9 +440,9 @@ class DecoderPolicy:
   def cast(self, base: Tree, trainable: Tree) -> tuple[Tree, Tree]:
     """See `models.policy.Policy.cast`.
 
-    Compute dtype, but for norm weights, which stay float32. Of a shallow model (`models.cache.SHALLOW`), a tree per
-    layer under 'layers' instead of the stacked arrays, and the unembedding as [D, V] beside it where it is whole: with
-    few rows, which is half of such a model's step, a CPU multiplies by it in four fifths of the time.
+    Parameters are in compute dtype, except norm weights, which stay float32. A shallow model (`models.cache.SHALLOW`)
+    has a tree per layer under 'layers' instead of stacked arrays, and, if it is not sharded, an additional unembedding
+    [D, V]: with few rows, a CPU multiplies by it, which is half of such a model's step, in four fifths of the time.
     """
     return self._cast(base), self._cast(trainable)
 
@@ -498,7 +498,7 @@ class DecoderPolicy:
     return cache.replace(recent=kv_cache.Recent(empty.stores, jnp.zeros((), jnp.int32)))
 
   def _empty(self, rows: int, length: int, dtype: jnp.dtype, stacked: bool) -> kv_cache.KVCache:
-    """Return an empty cache; if stacked, rows and heads lie where the decoding kernel looks for them."""
+    """Return an empty cache; if stacked, with the sharding of rows and heads that the decoding kernel expects."""
     config = self.config
     width = self.backend.cached_dim(config.head_dim)
     empty = kv_cache.init(config.layers, rows, config.kv_heads, length, width, dtype, stacked=stacked)
@@ -512,14 +512,14 @@ class DecoderPolicy:
     return empty.replace(stores=jax.tree.map(place, empty.stores))
 
   def _ready_to_gather(self, params: Tree, rows: int) -> Tree:
-    """Places stacked matrices as the layer loop of `rows` rows gathers them, where these are spread over the mesh."""
+    """Constrain stacked matrices to the sharding from which the layer loop gathers them, if rows span the mesh."""
     mesh = self.backend.mesh
     if not self.backend.divided or rows % mesh.size:
       return params
 
     def place(parameter: parameters.Parameter, leaf: jax.Array) -> jax.Array:
       if not (parameter.stacked and parameter.compute) or 'slots' in parameter.axes:
-        return leaf  # Slots that are divided are never gathered.
+        return leaf  # Sharded slots are never gathered.
       return lax.with_sharding_constraint(leaf, gathered_by_layer(mesh, parameter.axes, parameter.shape))
 
     return parameters.map_tree(place, self.parameter_table(), params)
@@ -556,5 +556,5 @@ def _is_unrolled(params: Tree) -> bool:
 
 
 def _is_cast(params: Tree) -> bool:
-  """Whether a tree has the form that `cast` gives to parameters of shallow models."""
+  """Return whether a tree has the form that `cast` gives to parameters of shallow models."""
   return _is_unrolled(params) or TURNED in params

@@ -1,6 +1,4 @@
-"""Where the files of a model or an adapter are: in a local directory, in an object store, or on the Hugging Face
-hub.
-"""
+"""Directories of models and adapters: on this machine, in an object store, or on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -14,20 +12,20 @@ from sdpo_jax.errors import UserError
 
 
 def is_local(path: str | os.PathLike) -> bool:
-  """Whether `path` is a directory of this machine."""
+  """Return whether `path` is a directory of this machine."""
   return not remote_files.is_remote(path) and pathlib.Path(path).expanduser().is_dir()
 
 
 def fetch(path: str | os.PathLike, patterns: Sequence[str], setting: str, what: str) -> pathlib.Path:
-  """Return the local directory that `path` names: itself, a copy of gs://…, or the hub's snapshot of a name.
+  """Return the local directory for `path`: itself, a copy of gs://…, or the hub's snapshot of a name.
 
-  A path whose parent directory exists, or that is written as one (/…, ./…, ~/…), never reaches for the network.
+  A path whose parent directory exists, or that is written as a path (/…, ./…, ~/…), never accesses the network.
 
   Args:
-    path: of the directory.
-    patterns: of the names of files to have, where they are fetched.
-    setting: that names it, for errors.
-    what: it is, for errors: 'model'.
+    path: path of the directory, or name on the hub.
+    patterns: name patterns of the files to fetch.
+    setting: the setting that holds the path, for error messages.
+    what: what the directory holds, for error messages: 'model'.
 
   Raises:
     UserError: there is no such directory.

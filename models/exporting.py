@@ -1,4 +1,4 @@
-"""Writing a model directory: tensor by tensor, under a temporary name, which becomes the final one at the end."""
+"""Writing of model directories: tensor by tensor, under a temporary name until the directory is complete."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_full, is_local, make_directory, sync_directory, sync_tree
 from sdpo_jax.types import Tree
 
-BAND_BYTES = 2**24  # Of float32 that are fetched at once of a parameter that is one tensor.
+BAND_BYTES = 2**24  # Bytes of float32 that are fetched at once, for parameters that are one tensor.
 
 
 @contextlib.contextmanager
 def new_directory(path: str | os.PathLike, size: int) -> Iterator[pathlib.Path]:
-  """Give an empty directory beside `path`, which gets that name when the block ends well, and is on the disk then.
+  """Provide an empty directory next to `path`, which is synced and renamed to `path` when the block succeeds.
 
-  If the block fails nothing stays. If the process is killed the temporary directory does, and the next one that makes
-  `path` begins by removing it. Of several that make `path` at once, one does and the others are refused.
+  If the block fails, nothing remains. If the process is killed, the temporary directory remains, and the next process
+  that makes `path` removes it first. If several processes make `path` at once, all but one are refused.
 
   Args:
-    path: of a local directory that does not exist, or is empty.
+    path: local directory that does not exist, or is empty.
     size: bytes that will be written, to see that there is room.
 
   Raises:
@@ -65,11 +65,10 @@ def new_directory(path: str | os.PathLike, size: int) -> Iterator[pathlib.Path]:
 
 
 def check_target(path: str | os.PathLike) -> pathlib.Path:
-  """Return the place of a directory to be made, links followed.
+  """Return the path of a directory to be made, with links resolved.
 
   Raises:
-    UserError: it holds files, is no directory, is in an object store, is where a disk is mounted, or cannot be looked
-      at.
+    UserError: it holds files, is not a directory, is in an object store, is a mount point, or cannot be accessed.
   """
   if not is_local(path):
     raise UserError(f'{path}: models are written to local directories: name one, and copy it there when it is done.')
@@ -96,21 +95,21 @@ def write_weights(
 ) -> dict[str, str]:
   """Write the safetensors files of a model, and their index if there are several; return their SHA-256, by name.
 
-  One tensor is in memory at a time. Parameters that are split over processes are gathered tensor by tensor, for which
-  all processes call this together.
+  One tensor is in memory at a time. Parameters that are sharded over processes are gathered tensor by tensor, so all
+  processes must call this together.
 
   Args:
     root: the directory; None: this process writes nothing.
     parts: the tensors.
-    dtype: of the tensors.
-    max_shard_bytes: a file holds at most so many bytes of tensors, or one tensor.
+    dtype: dtype of the tensors.
+    max_shard_bytes: maximum bytes of tensors in a file, unless it holds only one.
 
   Raises:
     UserError: a parameter holds values that the dtype cannot, or that are not finite.
     OSError: a file could not be written.
   """
   shards: list[list[tensor_files.Part]] = [[]]
-  held = 0  # Bytes in the last one.
+  held = 0  # Bytes in the last shard.
   for part in parts:
     size = bytes_of([part], dtype)
     if shards[-1] and held + size > max_shard_bytes:
@@ -132,12 +131,12 @@ def write_weights(
 
 
 def write_file(path: pathlib.Path | None, parts: Sequence[tensor_files.Part], dtype: str) -> str:
-  """Write one safetensors file; return its SHA-256, in hex; as `write_weights`.
+  """Write one safetensors file and return its SHA-256, in hex; otherwise as `write_weights`.
 
   Args:
-    path: of the file; None: this process writes nothing.
+    path: path of the file; None: this process writes nothing.
     parts: the tensors.
-    dtype: of the tensors.
+    dtype: dtype of the tensors.
   """
   if path is not None:
     return tensor_files.write(path, parts, stored_dtype(dtype))
@@ -147,7 +146,7 @@ def write_file(path: pathlib.Path | None, parts: Sequence[tensor_files.Part], dt
 
 
 def copy_companions(source: pathlib.Path, target: pathlib.Path, left_out: Sequence[str] = ()) -> None:
-  """Copy everything that is not weights: tokenizer, chat template, generation_config.json, licence.
+  """Copy all files except weights: tokenizer, chat template, generation_config.json, licence.
 
   Args:
     source: the model directory.
@@ -163,7 +162,7 @@ def copy_companions(source: pathlib.Path, target: pathlib.Path, left_out: Sequen
 
 
 def stored_dtype(name: str) -> np.dtype:
-  """Return the dtype of that name, bfloat16 included."""
+  """Return the NumPy dtype of a name, which may be bfloat16."""
   return np.dtype(getattr(ml_dtypes, name, name))
 
 
@@ -171,9 +170,9 @@ def parts(table: parameters.Table, params: Tree, dtype: str) -> list[tensor_file
   """Return the Hugging Face tensors of parameters, to be written.
 
   Args:
-    table: of all parameters.
+    table: table of all parameters.
     params: nested dict of arrays, jax or numpy.
-    dtype: in which they are stored.
+    dtype: dtype in which they are stored.
 
   Raises:
     ValueError: a parameter has another shape than the table says.
@@ -183,7 +182,7 @@ def parts(table: parameters.Table, params: Tree, dtype: str) -> list[tensor_file
 
 
 def part(parameter: parameters.Parameter, leaf: Any, layer: int, dtype: str) -> tensor_files.Part:
-  """Return one Hugging Face tensor of a parameter, whose array is `leaf`; arguments and errors as `parts`."""
+  """Return one Hugging Face tensor of a parameter, whose array is `leaf`; arguments and errors as in `parts`."""
   if tuple(leaf.shape) != parameter.shape:
     raise ValueError(f'{parameter.name} has shape {leaf.shape}, not {parameter.shape}.')
   make: Callable[[], np.ndarray] = functools.partial(_tensor, parameter, leaf, layer, stored_dtype(dtype))
@@ -201,7 +200,7 @@ def _tensor(parameter: parameters.Parameter, leaf: Any, layer: int, dtype: np.dt
 
 
 def _parts_on_host(array: Any) -> Iterator[tuple[Any, np.ndarray]]:
-  """Yield parts of an array of some megabytes, and where they belong: JAX keeps what is fetched as a whole."""
+  """Yield (place, values) of parts of an array, a few megabytes each: JAX would keep a host copy of the whole array."""
   if not isinstance(array, jax.Array) or not array.is_fully_addressable:
     yield ..., _on_host(array)
     return
@@ -212,18 +211,18 @@ def _parts_on_host(array: Any) -> Iterator[tuple[Any, np.ndarray]]:
     offset, size = rows.start or 0, len(shard.data)
     count = min(size, max(1, BAND_BYTES // (4 * math.prod(shard.data.shape[1:]))))
     for start in range(0, size, count):
-      start = min(start, size - count)  # All of one size, which makes one program.
+      start = min(start, size - count)  # All parts have one size, so that one program is compiled.
       part = jax.lax.dynamic_slice_in_dim(shard.data, start, count)
       yield (slice(offset + start, offset + start + count), *others), np.asarray(part)
 
 
 def converted(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-  """Return part of a tensor in another dtype.
+  """Return part of a tensor, converted to another dtype.
 
   Raises:
     UserError: it holds values that the dtype cannot, or that are not finite.
   """
-  with np.errstate(over='ignore'):  # What becomes infinite is named below.
+  with np.errstate(over='ignore'):  # Values that overflow are reported below.
     converted = values.astype(dtype, copy=False)
   if tensor_files.is_finite(converted):
     return converted
@@ -240,7 +239,7 @@ def converted(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _on_host(array: Any) -> np.ndarray:
-  """Return an array, which may be split over processes, on the host; then all processes call this together."""
+  """Return an array on the host; all processes must call this together if it is sharded over processes."""
   if isinstance(array, jax.Array) and not array.is_fully_addressable:
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
   return np.asarray(array)

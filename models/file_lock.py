@@ -1,4 +1,4 @@
-"""A lock that goes with the process that holds it, however that ends."""
+"""A file lock that is released when the process that holds it ends, however it ends."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _CANNOT_LOCK = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 @contextlib.contextmanager
 def held(path: pathlib.Path, busy: Callable[[], None]) -> Iterator[None]:
-  """Hold the lock that a file stands for, which is made, and removed at the end.
+  """Hold a lock on a file, which is created, and removed at the end.
 
-  On a file system without locks nothing is held: two that do the same at once are not noticed there.
+  On a file system without locks nothing is held, so that concurrent processes do not exclude each other.
 
   Args:
-    path: of the file, in a local directory that is there.
-    busy: called if another process holds it; it is waited for if this returns.
+    path: path of the file, in an existing local directory.
+    busy: called if another process holds the lock; if it returns, wait for the lock.
 
   Raises:
     OSError: the file cannot be made.
@@ -29,7 +29,7 @@ def held(path: pathlib.Path, busy: Callable[[], None]) -> Iterator[None]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
       _lock(descriptor, busy)
-      if not _is_at(descriptor, path):  # The one before has just removed it.
+      if not _is_at(descriptor, path):  # The previous holder has just removed it.
         continue
       try:
         yield

@@ -1,4 +1,4 @@
-"""Counts of the floating-point operations of a model: matrix products, a multiplication and an addition each."""
+"""Counts of a model's floating-point operations in matrix products; a multiplication and an addition are two."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def update_flops_per_token(table: parameters.Table) -> float:
 def forward_flops(policy: Policy, rows: int, tokens: int, scored: int) -> float:
   """Return the operations of a forward pass over whole rows of one segment each.
 
-  2 per weight of a layer and token; attention of every query to the keys that it sees; the unembedding of the tokens
-  that are scored.
+  They are 2 per weight of a layer and token; attention of every query to the keys that it sees; and the unembedding of
+  the tokens that are scored.
 
   Args:
-    policy: whose table says the weights, base and trainable, and whose config the heads.
+    policy: policy whose table has the weights, base and trainable, and whose config has the heads.
     rows: B.
-    tokens: of each row.
+    tokens: tokens of each row.
     scored: tokens of each row whose logits are computed.
   """
   table = policy.parameter_table()
@@ -39,10 +39,10 @@ def forward_flops(policy: Policy, rows: int, tokens: int, scored: int) -> float:
 
 
 def update_flops(policy: Policy, rows: int, tokens: int, scored: int) -> float:
-  """Return the operations of a forward and a backward pass over such rows.
+  """Return the operations of a forward and a backward pass over rows as in `forward_flops`.
 
-  The backward pass computes the gradient of what a product reads, and of the matrix where that is trained; both factors
-  of a product of attention have gradients.
+  The backward pass computes the gradient of a product's input, and of the matrix if it is trained; in attention both
+  factors of a product have gradients.
   """
   table = policy.parameter_table()
   trained = parameters.trainable(table)
@@ -61,7 +61,7 @@ _SLOTS = tuple(f'layers.{name}' for name in (slot_names.KEY, slot_names.FROZEN_K
 
 def _attention(policy: Policy, tokens: int) -> float:
   config = policy.config
-  # Twice the pairs of a query and a key: half of all are not masked, fewer where windows are shorter than the row.
+  # Twice the number of visible pairs of query and key: half of all pairs, fewer if windows are shorter than the row.
   windows = [min(window or tokens, tokens) for window in config.windows or (0,) * config.layers]
   pairs = sum(window * (2 * tokens - window) for window in windows)
   pairs += 2 * tokens * sum(p.shape[0] * p.shape[2] for p in policy.parameter_table() if p.name in _SLOTS)

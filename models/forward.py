@@ -1,4 +1,4 @@
-"""The states of a language model that predict given tokens."""
+"""The hidden states of a language model that predict given tokens."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def forward(policy: Policy, base: Tree, trainable: Tree, rows: TokenRows) -> tup
 
   Returns:
     The states [B, T, D] that predict the completion tokens, and the unembedding [R, D], whose entries from
-    `policy.vocab_size` on are no tokens.
+    `policy.vocab_size` on are not tokens.
   """
   arguments = rows.tokens, rows.positions, rows.segment_ids
-  # A policy that shares no prefixes need not know of parents, and one without a pool of adapters not of members.
+  # Policies that share no prefixes need not accept parents, and those without a pool of adapters no members.
   known = {name: value for name in ('parents', 'members') if (value := getattr(rows, name)) is not None}
   hidden, unembedding, _ = policy.apply(base, trainable, *arguments, **known)
   return target_states(hidden, rows), unembedding

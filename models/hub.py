@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub. Whether it can be reached is asked once: its libraries try for half a minute."""
+"""Downloads from the Hugging Face hub; whether it can be reached is checked once, as its libraries try for long."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import time
 from sdpo_jax.errors import UserError, first_line
 
 ATTEMPTS = 2
-TIMEOUT_S = 10.0  # Of an attempt.
-PAUSE_S = 1.0  # Between two.
+TIMEOUT_S = 10.0  # Timeout of an attempt.
+PAUSE_S = 1.0  # Pause between two attempts.
 
 
 def fetch(name: str, patterns: Sequence[str], setting: str = 'model.path', what: str = 'model') -> pathlib.Path:
-  """Return the directory of the hub's cache that holds a model's files, downloaded where they are not there.
+  """Return the directory of the hub's cache with a model's files, after downloading those that are missing.
 
   Args:
     name: organisation/model.
-    patterns: of the names of files to have.
-    setting: that names it, for errors.
-    what: it is, for errors.
+    patterns: name patterns of the files to fetch.
+    setting: the setting that holds the name, for error messages.
+    what: what is fetched, for error messages.
 
   Raises:
-    UserError: the hub cannot be reached, or has no such model, or not for this user.
+    UserError: the hub cannot be reached, has no such model, or denies this user access.
   """
   from huggingface_hub import errors, snapshot_download
 
@@ -42,7 +42,7 @@ def fetch(name: str, patterns: Sequence[str], setting: str = 'model.path', what:
 
 
 def _why(error: Exception, name: str) -> str:
-  """Return why a model cannot be loaded; the first line of what the hub's library says is often the status alone."""
+  """Return why a model cannot be loaded; the first line of the library's message is often only the status."""
   from huggingface_hub import constants, errors
 
   if isinstance(error, errors.GatedRepoError):
@@ -55,9 +55,9 @@ def _why(error: Exception, name: str) -> str:
 
 @functools.cache
 def unreachable() -> str | None:
-  """Return why the hub cannot be reached, or None if it answers, or the user said not to ask (HF_HUB_OFFLINE).
+  """Return why the hub cannot be reached; None if it answers or HF_HUB_OFFLINE is set.
 
-  If it cannot, its libraries are told to work offline, from what they have downloaded before.
+  If it cannot be reached, its libraries are set to work offline, with earlier downloads.
   """
   from huggingface_hub import constants
 
@@ -67,13 +67,13 @@ def unreachable() -> str | None:
   if reason is None:
     return None
   constants.HF_HUB_OFFLINE = True
-  if 'datasets' in sys.modules:  # It copies the constant when it is imported.
+  if 'datasets' in sys.modules:  # `datasets` copies the constant when it is imported.
     sys.modules['datasets'].config.HF_HUB_OFFLINE = True
   return f'{constants.ENDPOINT} cannot be reached from here ({reason})'
 
 
 def _knock(address: str) -> str | None:
-  """Return why a server does not answer; None if it does, whatever it answers."""
+  """Return why a server does not answer; None if it gives any answer."""
   import httpx2
   from huggingface_hub import get_session
 

@@ -37,22 +37,21 @@ def load(
 ) -> tuple[DecoderPolicy, Tree]:
   """Load the policy and its parameters from a model directory (one or several safetensors files).
 
-  Parameters are float32, but for those that an adapter leaves frozen. The factors of an adapter are drawn. The slots of
-  a cartridge are not there: what they begin with may take the model to compute.
+  Parameters are float32, except those that an adapter leaves frozen. The factors of a new adapter are drawn at random.
+  The slots of a cartridge are not included, because computing their initial values may take the model.
 
-  A process reads of every tensor the rows that its devices need part of, each once. Beside the result it holds its
+  A process reads only the rows of every tensor that its devices need, each once. In addition to the result it holds its
   share of one stacked parameter at a time, and a few megabytes.
 
   Args:
     path: directory with config.json and safetensors, or a hub name (organisation/model).
     config: compute dtype, rematerialisation and adapter.
-    mesh: devices over which `sdpo_jax.distributed.mesh` shards the parameters. None: the default device, which holds
-      all.
-    seed: of the factors of an adapter.
+    mesh: devices over which `sdpo_jax.distributed.mesh` shards the parameters. None: the default device holds them all.
+    seed: seed of the factors of an adapter.
 
   Raises:
-    UserError: naming the missing or damaged file, the unsupported architecture, the missing, unexpected or misshapen
-      tensor, or the one that holds values that are not finite.
+    UserError: a file is missing or damaged, the architecture is not supported, or a tensor is missing, unexpected,
+      misshapen or holds values that are not finite; the message names it.
   """
   root = resolve(path)
   check_files(root, edited=True)
@@ -75,7 +74,7 @@ def load(
 def load_frozen(
   path: str | os.PathLike, config: ModelConfig, mesh: jax.sharding.Mesh | None = None
 ) -> tuple[DecoderPolicy, Tree]:
-  """Load a model of which nothing is trained: the policy, and all its parameters in compute dtype, as a base.
+  """Load a model that is not trained: the policy, and all its parameters in compute dtype, as a base.
 
   Args:
     path: directory with config.json and safetensors, or a hub name (organisation/model).
@@ -83,7 +82,7 @@ def load_frozen(
     mesh: as in `load`.
 
   Raises:
-    UserError: as `load`.
+    UserError: as in `load`.
   """
   root = resolve(path)
   check_files(root, edited=True)
@@ -94,14 +93,14 @@ def load_frozen(
 
 
 def check_files(root: pathlib.Path, *, edited: bool = False) -> int:
-  """Compare the files of a model directory with the SHA-256 that is known of them; return how many could be compared.
+  """Compare the files of a model directory with their known SHA-256; return how many could be compared.
 
   Args:
     root: the directory.
-    edited: whether files that people edit, all but the weights, may be others; it is said.
+    edited: whether files other than weights, which people may edit, may differ, with a warning.
 
   Raises:
-    UserError: naming one that is not as it was written.
+    UserError: a file, which the message names, is not as it was written.
   """
   expected = {name: digest for name, digest in checksums.known(root).items() if (root / name).exists()}
   for name, error in checksums.differences(root, expected).items():
@@ -114,7 +113,7 @@ def check_files(root: pathlib.Path, *, edited: bool = False) -> int:
 def read_policy(path: str | os.PathLike, config: ModelConfig) -> DecoderPolicy:
   """Return the policy that a directory's config.json describes; read no weights.
 
-  It computes attention in the way that runs anywhere; `DecoderPolicy.on` chooses the kernels of its devices.
+  It computes attention in a way that runs on any device; `DecoderPolicy.on` chooses kernels for particular devices.
 
   Raises:
     UserError: missing or malformed config.json, unsupported architecture.
@@ -129,7 +128,7 @@ def describe(config_json: dict[str, Any], config: ModelConfig) -> DecoderPolicy:
 
 
 def positions(config_json: dict[str, Any]) -> int | None:
-  """Return how many positions the contents of a config.json say that a model was made for; None: they do not say."""
+  """Return the number of positions that the contents of a config.json give for a model; None: they give none."""
   found = config_json.get('text_config', config_json).get('max_position_embeddings')
   return found if isinstance(found, int) else None
 
@@ -146,14 +145,14 @@ def _policy(model: Architecture, config: ModelConfig) -> DecoderPolicy:
 
 
 def _prefix(config: CartridgeConfig, architecture: Architecture) -> KVPrefix | None:
-  """Return the slots that the settings describe; None: there are none.
+  """Return the prefix that the settings describe; None: there is none.
 
   Raises:
-    UserError: the cartridge to start from cannot be read, or is one of a model of other sizes.
+    UserError: the cartridge to start from cannot be read, or belongs to a model of other sizes.
   """
   slots, frozen, within_windows = config.tokens, config.num_frozen_tokens, config.sliding_window == 'windowed'
   if config.path:
-    from models.adapters import named_cartridges  # Imports this module, to know what model a cartridge belongs to.
+    from models.adapters import named_cartridges  # It imports this module.
 
     described = named_cartridges.describe(config.path)
     check_fits(described, architecture, config.path)
@@ -191,12 +190,12 @@ def save(
 
   Args:
     path: directory to make; it must not hold files.
-    policy: whose parameter table names the tensors.
+    policy: policy whose parameter table names the tensors.
     params: nested dict of arrays, jax or numpy.
     source: the model directory whose config.json, tokenizer and generation_config.json are copied; None: config.json
       is written from the policy, and nothing else.
-    dtype: of the stored tensors.
-    max_shard_bytes: a file holds at most so many bytes of tensors (or one tensor); more than one file: with an index.
+    dtype: dtype of the stored tensors.
+    max_shard_bytes: maximum bytes of tensors in a file, unless it holds only one; several files get an index.
     texts: files to write, name → content, in place of those of the source.
 
   Raises:
@@ -220,9 +219,9 @@ def save_merged(
   max_shard_bytes: int = 5 * 10**9,
   texts: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-  """Write a model directory in which the matrices of a model have the product of their factors added to them.
+  """Write a model directory in which the products of the adapter's factors are added to the model's matrices.
 
-  The model is read from its files and added to in float32, tensor by tensor.
+  The model is read from its files and merged in float32, tensor by tensor.
 
   Args:
     path: as in `save`.
@@ -234,7 +233,7 @@ def save_merged(
     texts: as in `save`.
 
   Raises:
-    UserError: as `save`, or the model cannot be read.
+    UserError: as in `save`, or the model cannot be read.
   """
   table = policy.base_policy().parameter_table()
   with open_model(resolve(source)) as tensors:
@@ -262,13 +261,13 @@ def save_adapter(
     factors: nested dict of arrays.
     source: the model directory, whose tokenizer files are copied.
     name: path or name of the model.
-    fingerprint: of the model, `models.identity.of_base`.
+    fingerprint: fingerprint of the model, from `models.identity.of_base`.
     use_rslora: whether alphas are those of rank-stabilised LoRA.
     dtype: of the stored tensors.
     texts: files to write, name → content, in place of the model's.
 
   Raises:
-    UserError: as `save`.
+    UserError: as in `save`.
   """
   root = resolve(source, weights=False)
   peft_files.save(
@@ -302,7 +301,7 @@ def _save(
     origin = None if source is None else resolve(source, weights=False)
     family = registry.family_of(architecture)
     values = family.write(architecture) if origin is None else family.exported(read_json(origin, 'config.json'))
-    # transformers 4 wrote torch_dtype; whoever reads the source reads the copy.
+    # transformers 4 wrote torch_dtype; readers of the source must be able to read the copy.
     values = values | {'torch_dtype' if 'torch_dtype' in values and 'dtype' not in values else 'dtype': dtype}
     with exporting.new_directory(path, exporting.bytes_of(parts, dtype)) as partial:
       if origin is not None:

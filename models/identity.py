@@ -1,4 +1,4 @@
-"""What tells a model directory from another: its tokenizer, its config.json, its weights; each as short digests."""
+"""Short digests that identify a model directory: of its tokenizer, its config.json and its weights."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from models.tensor_files import TensorFile
 from models.tokenizer import Tokenizer, stop_token_ids
 from sdpo_jax.errors import UserError, short_repr
 
-# Of config.json: what writers note about themselves, how tensors were stored, and what generation alone reads.
+# Entries of config.json about its writer, about the stored dtype, or for generation only.
 INFORMATIVE = ('_name_or_path', 'architectures', 'dtype', 'torch_dtype', 'transformers_version', 'use_cache')
-# Files that hold the rules of tokenizers which have no tokenizer.json.
+# Files with the rules of tokenizers that have no tokenizer.json.
 RULES = ('vocab.json', 'merges.txt', 'tokenizer.model', 'spiece.model')
-# Of tokenizer.json: the state of whoever called it last.
+# Entries of tokenizer.json that depend on its last use.
 STATE = ('truncation', 'padding')
-# Encoded and decoded by the library as it is installed: ASCII, white space, accents, code, numbers, other scripts,
+# Texts that the installed library encodes and decodes: ASCII, white space, accents, code, numbers, other scripts,
 # characters beyond the basic plane.
 TEXTS = (
   ''.join(map(chr, range(32, 127))),
@@ -36,17 +36,17 @@ TEXTS = (
 
 
 def digest(value: Any) -> str:
-  """Return 16 hexadecimal digits that tell a value from others: of bytes, or of anything that JSON can hold."""
+  """Return a digest, 16 hexadecimal digits, of bytes or of a JSON value."""
   content = value if isinstance(value, bytes) else json.dumps(value, sort_keys=True, ensure_ascii=False).encode()
   return hashlib.sha256(content).hexdigest()[:16]
 
 
 def of_tokenizer(path: str | os.PathLike, tokenizer: Tokenizer) -> dict[str, str]:
-  """Return digests of what a tokenizer makes of texts; another version of the library that does the same has the same.
+  """Return digests of a tokenizer's behaviour, which are equal for versions of the library that behave the same.
 
   Args:
     path: model directory or hub name.
-    tokenizer: of `models.tokenizer.load`.
+    tokenizer: from `models.tokenizer.load`.
 
   Returns:
     vocabulary; rules (merges, normalisation, splitting); special_tokens, also those that end a completion;
@@ -79,7 +79,7 @@ def of_architecture(path: str | os.PathLike) -> dict[str, str]:
 
 
 def of_weights(path: str | os.PathLike) -> dict[str, str]:
-  """Return how many tensors the model of a directory has, and `models.tensor_digest.of_tensors` of them.
+  """Return the number of a model's tensors, and their digest (`models.tensor_digest.of_tensors`).
 
   Raises:
     UserError: the files do not hold the model that config.json describes.
@@ -90,25 +90,24 @@ def of_weights(path: str | os.PathLike) -> dict[str, str]:
 
 
 def of_adapter(path: str | os.PathLike) -> dict[str, str]:
-  """Return a digest of the factors of an adapter's directory."""
+  """Return a digest of the factors in an adapter's directory."""
   with TensorFile(peft_files.resolve(path) / peft_files.WEIGHTS) as file:
     return {'values': tensor_digest.of_tensors(file.tensors)}
 
 
 def compare_base(adapter: str | os.PathLike, model: str | os.PathLike) -> list[str]:
-  """Compare a model with the one that an adapter belongs to; return a sentence about everything that may be meant.
+  """Compare a model with the one that an adapter belongs to; return a sentence about each possible difference.
 
-  The weights must be the same: tensors of the same names, shapes and values, as far as `of_weights` looks at them, so
-    in
-  any files, float32 or bfloat16. Of config.json it is said which entries have another value. Of an adapter that does
-  not know its base's weights, which is any that PEFT wrote, only the base's name is said where that is another.
+  The weights must be the same: tensors of the same names, shapes and values, as far as `of_weights` compares them, in
+  any files, float32 or bfloat16. Entries of config.json that have other values are reported. For an adapter without its
+  base's fingerprint, such as any that PEFT wrote, only a different name of the base is reported.
 
   Args:
-    adapter: its directory.
+    adapter: the adapter's directory.
     model: the model's directory.
 
   Raises:
-    UserError: the weights are others, or a file is damaged.
+    UserError: the weights differ, or a file is damaged.
   """
   name = peft_files.read_config(adapter).base
   known = peft_files.base_of(adapter)
@@ -137,5 +136,5 @@ def compare_base(adapter: str | os.PathLike, model: str | os.PathLike) -> list[s
 
 
 def of_base(path: str | os.PathLike) -> dict[str, dict[str, str]]:
-  """Return what tells the model that an adapter belongs to from others: `of_weights` and `of_architecture`."""
+  """Return the fingerprint of an adapter's base model: `of_weights` and `of_architecture`."""
   return {'weights': of_weights(path), 'architecture': of_architecture(path)}

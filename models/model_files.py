@@ -1,4 +1,4 @@
-"""The files of a Hugging Face model directory: where they are, its JSON, and its tensors by the names of its family."""
+"""The files of a Hugging Face model directory: their place, JSON files, and tensors by the names of the family."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from models.families.table import parameter_table
 from models.tensor_files import DTYPES, Tensor
 from sdpo_jax.errors import UserError
 
-COMPANIONS = ('*.json', '*.jinja', '*.model', '*.txt', checksums.SUMS)  # Of weights, where these are fetched.
+COMPANIONS = ('*.json', '*.jinja', '*.model', '*.txt', checksums.SUMS)  # Files that are fetched in addition to weights.
 # Tensors that some writers store although they follow from config.json.
 IGNORED = ('rotary_emb.inv_freq', 'attn.masked_bias')
 
@@ -27,12 +27,12 @@ def resolve(path: str | os.PathLike, weights: bool = True, setting: str = 'model
   """Return the local directory of a model, as `directories.fetch`.
 
   Args:
-    path: of the model.
-    weights: false: the weights, which are gigabytes, are not fetched.
-    setting: that names it, for messages.
+    path: path or hub name of the model.
+    weights: whether to fetch the weights, which take gigabytes.
+    setting: the setting that holds the path, for error messages.
 
   Raises:
-    UserError: there is none, or it is of an architecture that is not supported.
+    UserError: there is no such model, or its architecture is not supported.
   """
   root = directories.fetch(path, COMPANIONS, setting, 'model')
   if weights and not directories.is_local(path):
@@ -60,7 +60,7 @@ def read_json(root: pathlib.Path, name: str) -> dict[str, Any]:
     raise UserError(f'{root} has no {name}: model.path must be a Hugging Face model directory.')
   try:
     values = json.loads(file.read_text(encoding='utf-8'))
-  except (ValueError, RecursionError) as error:  # Numbers of thousands of digits and deep nesting, too.
+  except (ValueError, RecursionError) as error:  # Also raised for numbers of thousands of digits and for deep nesting.
     raise UserError(f'{file} is not JSON: {error}.') from error
   if not isinstance(values, dict):
     raise UserError(f'{file} must hold a JSON object, not {type(values).__name__}.')
@@ -69,14 +69,14 @@ def read_json(root: pathlib.Path, name: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def open_model(root: pathlib.Path, *, compare_heads: bool = True) -> Iterator[dict[str, Tensor]]:
-  """Give the tensors of the model of a directory while its files are open, by the names of its family.
+  """Provide the tensors of a model directory by the names of its family, while its files are open.
 
   Args:
     root: the directory.
-    compare_heads: whether to read the unembedding that a file has of a tied model, to see that it is the embedding.
+    compare_heads: whether to check that an unembedding stored for a tied model equals the embedding.
 
   Raises:
-    UserError: as `load`, but whether values are finite is not looked at.
+    UserError: as in `huggingface.load`, but values are not checked to be finite.
   """
   architecture = registry.read(read_json(root, 'config.json'), str(root / 'config.json'))
   with stored_tensors.open_tensors(root) as stored:
@@ -92,10 +92,10 @@ def open_model(root: pathlib.Path, *, compare_heads: bool = True) -> Iterator[di
 def _of_model(
   root: pathlib.Path, config: Architecture, table: parameters.Table, stored: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-  """Return the tensors of a model, by the names in its table, and the unembedding that is stored of a tied one.
+  """Return the tensors of a model, by the names in its table, and the unembedding if one is stored for a tied model.
 
   Raises:
-    UserError: naming one that is missing, does not belong to the model, is there twice, or has another shape or dtype.
+    UserError: a tensor, which the message names, is missing, unexpected, duplicate, or has another shape or dtype.
   """
   known_name = registry.family_of(config).known_name
   expected = {p.huggingface_name(layer): p for p in table for layer in range(p.layers)}

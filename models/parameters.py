@@ -1,4 +1,4 @@
-"""What a parameter is: the one table that initialisation, sharding, import and export read."""
+"""The parameter table of a model, which initialisation, sharding, import and export read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sdpo_jax.types import Tree
 
 Path = tuple[str, ...]
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) of every axis of a part of an array.
-# Rows that are transposed at once, and by how many elements they lie further apart than they are long: rows a power of
-# two apart would all fall on the same few places of a processor's cache.
+# Rows that are transposed at once, and the elements of padding after each: rows a power of two apart would all map to
+# the same few sets of a processor's cache.
 _STRIP, _APART = 128, 16
 
 
@@ -24,10 +24,10 @@ _STRIP, _APART = 128, 16
 class Parameter:
   """One array of a model.
 
-  Its Hugging Face tensors are the slices along the leading 'layers' axis, where it has one. A Hugging Face matrix is
+  Its Hugging Face tensors are the slices along the leading 'layers' axis, if it has one. A Hugging Face matrix is
   [out, in]; `transpose` says that ours has the inputs first. After that, a reshape gives our shape, in which heads
-  have an axis of their own. Entries behind those of a Hugging Face matrix pad the vocabulary: they are zero at first
-  and are not exported.
+  have an axis of their own. Entries after those of a Hugging Face matrix pad the vocabulary: they are initialised to
+  zero and not exported.
   """
 
   path: Path  # Keys in the nested parameter dict.
@@ -49,7 +49,7 @@ class Parameter:
 
   @property
   def padding(self) -> int:
-    """Entries of the vocabulary that the Hugging Face tensor does not have, behind those that it has."""
+    """Number of vocabulary entries that pad those of the Hugging Face tensor."""
     return 0 if self.stacked else self.shape[0] - math.prod(self.huggingface_shape) // math.prod(self.shape[1:])
 
   @property
@@ -58,7 +58,7 @@ class Parameter:
 
   @property
   def layers(self) -> int:
-    """Number of Hugging Face tensors that make this parameter."""
+    """Number of Hugging Face tensors that make up this parameter."""
     return self.shape[0] if self.stacked else 1
 
   def huggingface_name(self, layer: int = 0) -> str:
@@ -67,12 +67,12 @@ class Parameter:
   def from_huggingface(self, tensor: Any, block: Bounds) -> np.ndarray:
     """Return a block of one Hugging Face tensor in our layout (without the layers axis), in its own dtype.
 
-    An axis of the tensor is one of our axes, or several, the first of which varies slowest: bounds on that one are
-    bounds on the tensor's axis. Only this part is asked for; the other axes (what is within a head) are cut after it.
+    An axis of the tensor corresponds to one of our axes or to several, the first of which varies slowest: bounds on
+    that one are bounds on the tensor's axis. Only this part is read; the other axes (within a head) are cut afterwards.
 
     Args:
-      tensor: an array, or whatever else gives the array that a slice for every axis stands for, as safetensors'
-        `get_slice` does.
+      tensor: an array, or an object that returns an array when indexed with a slice per axis, like safetensors'
+        `get_slice`.
       block: bounds in our axes, without the layers axis.
     """
     shape = self.shape[1:] if self.stacked else self.shape
@@ -95,16 +95,14 @@ class Parameter:
     return part.reshape(covered)[tuple(cuts)]
 
   def to_huggingface(self, array: np.ndarray) -> np.ndarray:
-    """Inverts `from_huggingface`; the result is contiguous."""
+    """Return a contiguous Hugging Face tensor: the inverse of `from_huggingface`."""
     array = array[: array.shape[0] - self.padding]
     matrix = array.reshape(self.huggingface_shape[::-1] if self.transpose else self.huggingface_shape)
     return _transposed(matrix) if self.transpose else np.ascontiguousarray(matrix)
 
 
 def _transposed(matrix: np.ndarray) -> np.ndarray:
-  """Return the transpose of a matrix, contiguous; several times as fast as a copy of `matrix.T`, above all of
-  bfloat16.
-  """
+  """Return the contiguous transpose of a matrix, several times as fast as copying `matrix.T`, above all in bfloat16."""
   source = matrix.view(f'u{matrix.itemsize}')
   rows, columns = source.shape
   result = np.empty((columns, rows), source.dtype)
@@ -130,7 +128,7 @@ def trainable(table: Table) -> Table:
 
 
 def frozen_in(table: Table, dtype: str) -> Table:
-  """Return the parameters of a table, all of them frozen and kept in `dtype`, in which the model computes."""
+  """Return the parameters of a table, all frozen and kept in `dtype`, the model's compute dtype."""
   return tuple(dataclasses.replace(p, frozen=True, dtype=dtype if p.compute else 'float32') for p in table)
 
 
@@ -140,12 +138,12 @@ def split(table: Table, tree: Tree) -> tuple[Tree, Tree]:
 
 
 def select(table: Table, tree: Tree) -> Tree:
-  """Return the nested dict of those parameters of a tree that the table has."""
+  """Return the nested dict of the parameters in the table, taken from a tree that may hold more."""
   return nest((parameter.path, get(tree, parameter.path)) for parameter in table)
 
 
 def held(table: Table, tree: Tree) -> Table:
-  """Return the parameters that a nested dict holds."""
+  """Return the parameters of the table that a nested dict holds."""
   return tuple(parameter for parameter in table if _holds(tree, parameter.path))
 
 
@@ -168,7 +166,7 @@ def merge(base: Tree, trainable: Tree) -> Tree:
   """Return the nested dict that holds the leaves of both trees at their paths.
 
   Raises:
-    ValueError: naming a path at which both have a leaf, or one a leaf and the other a dict.
+    ValueError: at some path, which the message names, both have a leaf, or one a leaf and the other a dict.
   """
   return _merge(base, trainable, ())
 
@@ -208,7 +206,7 @@ def map_tree(function: Callable[[Parameter, Any], Any], table: Table, tree: Tree
 
 
 def in_compute_dtype(table: Table, tree: Tree, dtype: str) -> Tree:
-  """Return the tree of parameters in `dtype`, but for those that compute in float32 (norm weights)."""
+  """Return the tree of parameters in `dtype`, except those that compute in float32 (norm weights)."""
   return map_tree(lambda p, leaf: leaf.astype(dtype if p.compute else jnp.float32), table, tree)
 
 
@@ -230,7 +228,7 @@ def count(table: Table) -> int:
 def initialise(
   table: Table, rng: jax.Array, scale: float, place: Callable[[Parameter, np.ndarray], jax.Array] | None = None
 ) -> Tree:
-  """Draws random parameters from the stream of a key; see `draw` for all else."""
+  """Draw random parameters from the stream of a key; otherwise as `draw`."""
   return draw(table, np.asarray(jax.random.key_data(rng)).tolist(), scale, place)
 
 
@@ -240,16 +238,16 @@ def draw(
   scale: float,
   place: Callable[[Parameter, np.ndarray], jax.Array] | None = None,
 ) -> Tree:
-  """Draws random parameters: normal with standard deviation `scale` for matrices, ones for norms, zeros for biases.
+  """Draw random parameters: normal with standard deviation `scale` for matrices, ones for norms, zeros for biases.
 
-  `kaiming_uniform` is uniform within ±1/√(inputs), as torch.nn.Linear and PEFT have it. Drawn on the host (a compiled
-  generator per shape would take longer than it saves), each array from its own stream.
+  `kaiming_uniform` is uniform within ±1/√(inputs), as in torch.nn.Linear and PEFT. Parameters are drawn on the host (a
+  compiled generator per shape would take longer than it saves), each array from its own stream.
 
   Args:
-    table: of the parameters to draw.
-    key: words of the stream, those of a PRNG key's data for instance.
-    scale: of normal ones.
-    place: gives the array that lies where a parameter does, of its values; None: on the default device.
+    table: the parameters to draw.
+    key: seed words of the stream, for instance a PRNG key's data.
+    scale: standard deviation of normal parameters.
+    place: maps a parameter and its values to an array on its devices; None: on the default device.
   """
 
   def make(number: int, parameter: Parameter) -> jax.Array:

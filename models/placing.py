@@ -1,4 +1,4 @@
-"""Parameters from the files of a model to the devices: each process reads what its devices hold, band by band."""
+"""Loading of parameters from model files to devices: each process reads its devices' parts, band by band."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from models.tensor_files import Tensor, is_finite
 from sdpo_jax.distributed.mesh import parameter_sharding
 from sdpo_jax.errors import UserError
 
-READERS = 4  # Threads at most.
-BAND_ROWS = 128  # Of a tensor, read and converted at once; a cache line of our layout is then written whole.
-BAND_BYTES = 2**23  # Of float32 at most, if a row is no longer.
+READERS = 4  # Maximum number of threads.
+BAND_ROWS = 128  # Rows of a tensor read and converted at once; cache lines of our layout are then written whole.
+BAND_BYTES = 2**23  # Maximum bytes of float32 in a band, unless one row is longer.
 
 
 def place(parameter: parameters.Parameter, tensors: Mapping[str, Tensor], mesh: jax.sharding.Mesh | None) -> jax.Array:
-  """Return a parameter on the devices; when this returns, the host holds nothing of it any more.
+  """Return a parameter on the devices; the host holds no part of it any more when this returns.
 
   Raises:
     UserError: a tensor holds values that are not finite, or cannot be read.
   """
   array = jax.block_until_ready(_send(parameter, tensors, mesh))
-  # JAX lets go of what it has sent when it is next called, or has garbage collected: not before the arrays of the next
-  # parameter would be there, too.
+  # JAX frees what it has sent only when it is next called or garbage is collected, by which time the arrays of the next
+  # parameter would exist, too.
   gc.collect(0)
   return array
 
@@ -51,7 +51,7 @@ def _send(parameter: parameters.Parameter, tensors: Mapping[str, Tensor], mesh: 
 
 
 def put(mesh: jax.sharding.Mesh | None, parameter: parameters.Parameter, values: np.ndarray) -> jax.Array:
-  """Return a parameter on the devices, of values that the host holds whole."""
+  """Return a parameter on the devices, from values that the host holds whole."""
   if mesh is None:
     return jax.device_put(values)
   sharding = parameter_sharding(mesh, parameter.axes, parameter.shape)
@@ -64,9 +64,9 @@ def read_blocks(
   """Return blocks of a parameter; each row of a tensor that one of them needs is read once for all of them.
 
   Args:
-    parameter: whose tensors are among `tensors`.
-    tensors: by name.
-    blocks: bounds on every axis.
+    parameter: a parameter whose tensors are among `tensors`.
+    tensors: tensors by name.
+    blocks: bounds on every axis, per block.
 
   Raises:
     UserError: a tensor holds values there that are not finite, or cannot be read.
@@ -95,11 +95,11 @@ def read_blocks(
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-  """How the axes of a parameter, without that of the layers, make the rows and columns of its tensors."""
+  """How the axes of a parameter, without the layers axis, map to the rows and columns of its tensors."""
 
-  row_axis: int  # The axis whose entries are rows, or several rows each.
-  rows: int  # Rows of a tensor that an entry of it stands for.
-  column_axis: int | None  # The same of columns; None: a vector.
+  row_axis: int  # The axis whose entries correspond to one or several rows each.
+  rows: int  # Rows of a tensor per entry of that axis.
+  column_axis: int | None  # The same for columns; None: a vector.
   columns: int
   band: int  # Entries of the row axis that are read at once.
 
@@ -110,7 +110,7 @@ class _Layout:
     groups, axis = (
       [],
       0,
-    )  # Of every axis of the tensor in our order: our first axis of it, and what an entry stands for.
+    )  # For every axis of the tensor, in our order: our first axis of it, and the tensor's entries per entry of that.
     for size in sizes:
       end = axis + 1
       while math.prod(shape[axis:end]) < size:
@@ -124,12 +124,12 @@ class _Layout:
     return cls(row_axis, rows, column_axis, columns, max(limit // rows, 1))
 
 
-# A tensor, the blocks of which part is in it with the arrays to fill, and bounds on the axis of its rows.
+# A tensor, blocks that lie partly in it with the arrays to fill, and bounds on the axis of its rows.
 _Job = tuple[Tensor, list[tuple[parameters.Bounds, np.ndarray]], tuple[int, int]]
 
 
 def _fill(parameter: parameters.Parameter, layout: _Layout, job: _Job) -> None:
-  """Read a band of rows and put it where it belongs."""
+  """Read a band of rows and copy it into the arrays."""
   tensor, blocks, (first, last) = job
   parts = []
   for bounds, output in blocks:
@@ -148,7 +148,7 @@ def _fill(parameter: parameters.Parameter, layout: _Layout, job: _Job) -> None:
 
 
 class _Window:
-  """Rows and columns of a tensor in memory, which are indexed as the tensor is."""
+  """Some rows and columns of a tensor in memory, indexed like the whole tensor."""
 
   def __init__(self, values: np.ndarray, first: int, left: int | None):
     self._values, self._origin = values, (first,) if left is None else (first, left)
@@ -159,7 +159,7 @@ class _Window:
 
     def needed(axis: int, each: int, size: int) -> tuple[int, int]:
       low, high = _hull([bounds[axis] for bounds in blocks])
-      return min(low * each, size), min(high * each, size)  # What lies beyond pads the vocabulary.
+      return min(low * each, size), min(high * each, size)  # Entries after that pad the vocabulary.
 
     rows = needed(layout.row_axis, layout.rows, tensor.shape[0])
     if layout.column_axis is None:
@@ -169,7 +169,7 @@ class _Window:
     columns = needed(layout.column_axis, layout.columns, tensor.shape[1])
     values = tensor.rows(rows, columns)
     _check_finite(tensor, values)
-    # Rows a power of two apart would all fall on the same few places of a processor's cache when they are transposed.
+    # Rows a power of two apart would all map to the same few sets of a processor's cache when they are transposed.
     apart = np.empty((len(values), values.shape[1] + 16), dtype)[:, : values.shape[1]]
     apart[...] = values
     return cls(apart, rows[0], columns[0])

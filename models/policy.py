@@ -1,4 +1,4 @@
-"""The protocol through which everything above `models/` sees a language model."""
+"""The protocol through which everything above `models/` uses a language model."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import jax
 from models.parameters import Table
 from sdpo_jax.types import Tree
 
-if TYPE_CHECKING:  # Whoever updates parameters has no cache.
+if TYPE_CHECKING:  # Code that only updates parameters has no cache.
   from models.cache import KVCache
 
-NO_MEMBER = -1  # Of a row: it has none of the adapters of a pool.
+NO_MEMBER = -1  # Marks a row that uses no adapter of a pool.
 
 
 class Sizes(Protocol):
-  """The sizes of a model that the arithmetic of a run reads: operations, memory, meshes that divide it."""
+  """The sizes of a model from which operations, memory and valid meshes are computed."""
 
   vocab_size: int  # Tokens; the embedding may have more entries.
   hidden_size: int  # D.
@@ -33,17 +33,17 @@ class Policy(Protocol):
   """A language model as pure functions of a frozen base and a trainable tree, both nested dicts of arrays.
 
   Full fine-tuning: `base` is an empty dict and `trainable` holds every parameter. LoRA: `base` holds the parameters,
-  `trainable` the factors. Cartridge: `trainable` is a key-value prefix. Optimizer, teacher, checkpoint and export know
+  `trainable` the factors. Cartridge: `trainable` is a key-value prefix. Optimizer, teacher, checkpoint and export see
   only the trainable tree. Implementations are hashable (static under `jit`).
   """
 
   config: Sizes
-  vocab_size: int  # V, that of `config`; the unembedding may have more entries, which are no tokens.
-  # Whether a step over a cache reads no more of it than rows hold, so that a large one costs memory only.
+  vocab_size: int  # V, as in `config`; the unembedding may have more entries, which are not tokens.
+  # Whether a step over a cache reads only its filled slots, so that a large cache costs nothing but memory.
   reads_filled: bool
-  # Whether segments may have parents; if not, `apply` is never handed any.
+  # Whether segments may have parents; if not, `apply` never gets any.
   shares_prefixes: bool
-  # Whether the trainable tree is a pool of adapters, and `apply` is told which of them each row has.
+  # Whether the trainable tree is a pool of adapters, and `apply` gets the `members` of the rows.
   pooled: bool
 
   def parameter_table(self) -> Table:
@@ -54,10 +54,10 @@ class Policy(Protocol):
     ...
 
   def on(self, mesh: jax.sharding.Mesh | None, attention_setting: str = 'auto') -> Policy:
-    """Return the policy as it computes on the devices of a mesh.
+    """Return the policy for the devices of a mesh.
 
     Args:
-      mesh: where parameters and rows lie; None: the default device.
+      mesh: mesh of the parameters and rows; None: the default device.
       attention_setting: the kernels of attention, `model.attention`.
 
     Raises:
@@ -66,14 +66,14 @@ class Policy(Protocol):
     ...
 
   def with_remat(self, remat: str) -> Policy:
-    """Return the policy whose backward pass recomputes what `model.remat` says."""
+    """Return the policy with rematerialisation as in the setting `model.remat`."""
     ...
 
   def cast(self, base: Tree, trainable: Tree) -> tuple[Tree, Tree]:
-    """Return both trees as a decode loop reads them best, in compute dtype; what is cast already stays as it is.
+    """Return both trees in compute dtype and the best layout for a decode loop; trees already cast are unchanged.
 
-    A step of the loop reads every parameter once: cast ahead of the loop, it reads half as many bytes in bfloat16. The
-    trees are cast each by itself, so that the base may be cast once and the trainable tree for every batch.
+    A step of the loop reads every parameter once; casting before the loop halves the bytes read in bfloat16. The trees
+    are cast independently, so that the base may be cast once and the trainable tree for every batch.
     """
     ...
 
@@ -94,17 +94,17 @@ class Policy(Protocol):
       base: frozen parameters, as they are or from `cast`.
       trainable: trainable parameters, as they are or from `cast`.
       tokens: [B, S] int32.
-      positions: [B, S] int32, the position of each token within its segment, counted on from that of a parent.
-      segment_ids: [B, S] int32, 0 = padding. A token attends to tokens of its own segment that stand before it. Tokens
-        of a segment stand in consecutive slots, in the order of their positions.
+      positions: [B, S] int32, the position of each token within its segment, continuing that of a parent.
+      segment_ids: [B, S] int32, 0 = padding. A token attends to earlier tokens of its own segment. Tokens of a segment
+        occupy consecutive slots, in the order of their positions.
       cache: from `init_cache`, to be filled by these tokens, one segment from slot 0 on in every row, which attend to
-        themselves; or from `with_recent`: every row gets S more tokens, which attend to all that the row holds. A row
-        whose new tokens are padding is not in use, and what comes of it means nothing.
-      parents: [B, S] int32, the segment whose tokens, which stand before it, a token attends to beside its own; 0:
-        none. So several completions share a prompt. None: there are none. Without a cache; the kernels of a TPU have no
+        themselves; or from `with_recent`: every row gets S more tokens, which attend to all tokens of the row. A row
+        whose new tokens are padding is not in use, and its results are undefined.
+      parents: [B, S] int32, an earlier segment whose tokens a token attends to in addition to its own segment; 0: none.
+        Several completions can so share a prompt. None: there are none. Only without a cache; a TPU's kernels have no
         gradient then.
-      members: [B] int32, which adapter of a pool each row has; `NO_MEMBER`: none, the row is the base's. None: the
-        policy has no pool.
+      members: [B] int32, the pooled adapter that each row uses; `NO_MEMBER`: none, the row uses the base alone. None:
+        the policy has no pool.
 
     Returns:
       hidden [B, S, D] (after the final norm), unembedding [V, D] such that logits = hidden @ unembedding.T,
@@ -125,9 +125,9 @@ class Policy(Protocol):
 
 
 class PolicyBase:
-  """What a small policy need not say: it computes on any mesh as it is, casts nothing and does not sample.
+  """Defaults for a small policy that runs on any mesh unchanged, casts nothing and does not sample.
 
-  Subclasses have `config`, `vocab_size`, `parameter_table` and `apply` of their own.
+  Subclasses define `config`, `vocab_size`, `parameter_table` and `apply`.
   """
 
   reads_filled = False
@@ -135,12 +135,12 @@ class PolicyBase:
   pooled = False
 
   def on(self, mesh: jax.sharding.Mesh | None, attention_setting: str = 'auto') -> Policy:
-    """Return itself."""
+    """Return the policy itself."""
     del mesh, attention_setting
     return self
 
   def with_remat(self, remat: str) -> Policy:
-    """Return itself."""
+    """Return the policy itself."""
     del remat
     return self
 

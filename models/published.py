@@ -1,7 +1,7 @@
-"""What the config.json of published models says of their architecture, so that a run can be planned without a network.
+"""The architecture entries of published models' config.json files, so that runs can be planned without a network.
 
-The values are those of the files on the Hugging Face hub. The number of parameters that follows from each is compared
-with the one that the hub states (tests/models/test_published.py).
+The values are those of the files on the Hugging Face hub. The number of parameters computed from each is compared with
+the number stated on the hub (tests/models/test_published.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Values = dict[str, Any]
 
 
 def config_json(name: str) -> Values | None:
-  """Return the keys of a published model's config.json that describe its architecture; None of one that is not listed.
+  """Return the architecture entries of a published model's config.json; None if it is not listed.
 
   Args:
     name: the model on the hub, e.g. 'Qwen/Qwen3-8B'.
@@ -92,7 +92,7 @@ def _olmo3(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: in
     'max_position_embeddings': 65536,
     'rms_norm_eps': 1e-6,
     'rope_theta': 500000.0,
-    'rope_scaling': {  # Of the layers that see all positions.
+    'rope_scaling': {  # For the layers that see all positions.
       'rope_type': 'yarn',
       'factor': 8.0,
       'original_max_position_embeddings': 8192,
@@ -137,7 +137,7 @@ def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: in
   }
 
 
-# hidden_size, intermediate_size, layers, heads, key-value heads. Base and instruct models share what is said here.
+# hidden_size, intermediate_size, layers, heads, key-value heads. Base and instruct models share these entries.
 _PUBLISHED = {
   'Qwen/Qwen3-0.6B': _qwen3(1024, 3072, 28, 16, tied=True),
   'Qwen/Qwen3-1.7B': _qwen3(2048, 6144, 28, 16, tied=True),

@@ -1,8 +1,7 @@
-"""Model directories in an object store: copied to this machine's disk once, since every process reads parts of them
-often.
+"""Copies of model directories in an object store, made once on this machine's disk for all processes.
 
-A copy is made file by file and goes on where it was interrupted. Beside the files it holds a record of what they are
-copies of: size and time of change of each. It is written before the files are, so that a file with its name is one.
+A copy is made file by file and resumed where it was interrupted. It also holds a record of the size and modification
+time of each source file. The record is written before the files, so that a file with its final name is in the record.
 """
 
 from __future__ import annotations
@@ -26,29 +25,29 @@ from sdpo_jax.files import make_directory, sync_directory, sync_file, write_atom
 
 _logger = logging.getLogger('sdpo_jax.models')
 FOLDER = 'SDPO_MODELS'  # The environment variable that names where copies are kept.
-RECORD = '.source.json'  # In a copy: name → size and time of change in the object store.
-PARTIAL = '.partial'  # How the name ends of a file that is being copied.
+RECORD = '.source.json'  # In a copy: name → size and modification time in the object store.
+PARTIAL = '.partial'  # Suffix of a file that is being copied.
 STREAMS = 4  # Files that are copied at once.
 
-_Identity = list[int]  # Bytes, and seconds since 1970 (0 where the store does not say).
+_Identity = list[int]  # Bytes, and seconds since 1970 (0 if the store does not say).
 
 
 def is_remote(path: str | os.PathLike) -> bool:
-  """Whether `path` is in an object store (gs://bucket/folder)."""
+  """Return whether `path` is in an object store (gs://bucket/folder)."""
   return '://' in str(path)
 
 
 @functools.cache
 def fetch(address: str, patterns: Sequence[str], setting: str = 'model.path', what: str = 'model') -> pathlib.Path:
-  """Return the local copy of a remote model directory, made or renewed where it lacks a file or holds another one.
+  """Return the local copy of a remote model directory, after copying files that are missing or have changed.
 
-  It is in $SDPO_MODELS, or ~/.cache/sdpo_jax/models. Of several processes of a machine one copies, and the others wait.
+  It is in $SDPO_MODELS, or ~/.cache/sdpo_jax/models. One process of a machine copies, and the others wait.
 
   Args:
-    address: of the directory.
-    patterns: of the names of files to copy.
-    setting: that names it, for errors.
-    what: the directory holds, for errors.
+    address: address of the directory.
+    patterns: name patterns of the files to copy.
+    setting: the setting that holds the address, for error messages.
+    what: what the directory holds, for error messages.
 
   Raises:
     UserError: it cannot be read or changes meanwhile, has none of these files, or there is no room for the copy.
@@ -59,7 +58,7 @@ def fetch(address: str, patterns: Sequence[str], setting: str = 'model.path', wh
     identities = {name: _identity(sources[name]) for name in wanted}
   except ImportError as error:
     raise UserError(f'{setting}={address} needs a package that is not installed: {error}.') from error
-  except Exception as error:  # Object stores raise many kinds; all mean the same here.
+  except Exception as error:  # Object stores raise many types of errors; all mean the same here.
     raise UserError(
       f'{setting}={address} cannot be read ({first_line(error)}): check the address, and that this machine may read it.'
     ) from error
@@ -76,7 +75,7 @@ def fetch(address: str, patterns: Sequence[str], setting: str = 'model.path', wh
       _renew(target, {name: sources[name] for name in wanted}, identities, f'{setting}={address}', set(sources))
   except UserError:
     raise
-  except Exception as error:  # As above, and of the disk.
+  except Exception as error:  # As above, and errors of the disk.
     raise UserError(
       f'{setting}={address} could not be copied to {folder} ({first_line(error)}): make room there for '
       f'{sum(size for size, _ in identities.values()) / 1e9:.1f} GB, or name another folder in {FOLDER}; what was '
@@ -88,13 +87,13 @@ def fetch(address: str, patterns: Sequence[str], setting: str = 'model.path', wh
 def _renew(
   target: pathlib.Path, sources: dict[str, epath.Path], identities: dict[str, _Identity], named: str, there: set[str]
 ) -> None:
-  """Make a copy hold `sources`, and nothing that the store does not have (whose names are `there`) or has otherwise."""
+  """Make a copy hold `sources`, and remove files that are not in the store (`there`) or have changed in it."""
   record = _recorded(target)
   kept = {
     name: identity for name, identity in record.items() if name in there and identities.get(name, identity) == identity
   }
   for path in target.iterdir():
-    if path.name not in kept and path.name != RECORD:  # Another version, or half a file.
+    if path.name not in kept and path.name != RECORD:  # Another version, or an incomplete file.
       path.unlink()
   missing = [name for name in sources if not (target / name).exists()]
   if not missing:
@@ -117,13 +116,13 @@ def _copy(source: epath.Path, target: pathlib.Path, identity: _Identity) -> None
   """Copy a file.
 
   Raises:
-    UserError: it is not what it was when its identity was taken, so that the copy may be of two versions.
+    UserError: the source has changed since its identity was taken, so that the copy may mix two versions.
   """
   partial = target.with_name(target.name + PARTIAL)
   source.copy(partial, overwrite=True)
   if [partial.stat().st_size, _identity(source)] != [identity[0], identity]:
     raise UserError(f'{source} was changed while it was copied: start again when nobody writes it any more.')
-  sync_file(partial)  # What has its name is trusted, also after the machine failed.
+  sync_file(partial)  # A file with its final name is trusted, even after a failure of the machine.
   partial.rename(target)
 
 
@@ -133,7 +132,7 @@ def _identity(path: epath.Path) -> _Identity:
 
 
 def _recorded(target: pathlib.Path) -> dict[str, _Identity]:
-  """Return what the files of a copy are copies of; nothing where that cannot be read, and all is copied anew."""
+  """Return the record of a copy; an empty one if it cannot be read, so that all files are copied again."""
   try:
     record = json.loads((target / RECORD).read_text(encoding='utf-8'))
   except (FileNotFoundError, ValueError):

@@ -16,18 +16,18 @@ RopeKind = Literal['default', 'linear', 'llama3', 'yarn']
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-  """How angles follow from positions; names and meanings are those of `rope_parameters` in a config.json."""
+  """The mapping from positions to angles; names and meanings are those of `rope_parameters` in a config.json."""
 
   theta: float = 10000.0
   kind: RopeKind = 'default'
-  factor: float = 1.0  # By which positions are stretched: all but 'default'.
+  factor: float = 1.0  # Stretching factor of positions: all but 'default'.
   original_max_position_embeddings: float = 0.0  # Positions seen before stretching: 'llama3' and 'yarn'.
   low_freq_factor: float = 1.0  # 'llama3'.
   high_freq_factor: float = 4.0  # 'llama3'.
   beta_fast: float = 32.0  # 'yarn'.
   beta_slow: float = 1.0  # 'yarn'.
-  truncate: bool = True  # 'yarn': whole numbers bound the ramp.
-  attention_factor: float = 1.0  # Of cosines and sines: 'yarn'.
+  truncate: bool = True  # 'yarn': the bounds of the ramp are rounded to whole numbers.
+  attention_factor: float = 1.0  # Factor of cosines and sines: 'yarn'.
 
 
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
@@ -49,7 +49,7 @@ def _linear(rope: Rope, plain: np.ndarray, wavelengths: np.ndarray) -> np.ndarra
 
 
 def _llama3(rope: Rope, plain: np.ndarray, wavelengths: np.ndarray) -> np.ndarray:
-  """Slow rotations are slowed down by the factor, fast ones stay, those between are interpolated."""
+  """Return frequencies of which low ones are divided by the factor, high ones stay, others are interpolated."""
   del wavelengths
   factor, low, high = np.float32(rope.factor), np.float32(rope.low_freq_factor), np.float32(rope.high_freq_factor)
   original = np.float32(rope.original_max_position_embeddings)
@@ -60,12 +60,14 @@ def _llama3(rope: Rope, plain: np.ndarray, wavelengths: np.ndarray) -> np.ndarra
 
 
 def _yarn(rope: Rope, plain: np.ndarray, wavelengths: np.ndarray) -> np.ndarray:
-  """Return a linear ramp over the pairs of a head, from those that rotate fast and stay to those that are slowed down
-  (arXiv 2309.00071, section 3.2)."""
+  """Return frequencies on a linear ramp over the pairs of a head, from fast ones that stay to slow ones that shrink.
+
+  Source: arXiv 2309.00071, section 3.2.
+  """
   pairs = len(plain)
 
   def pair(rotations: float) -> float:
-    """Return the pair that turns so many times in the original length."""
+    """Return the pair, as a real number, that turns `rotations` times in the original length."""
     turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
     return 2 * pairs * math.log(turns) / (2 * math.log(rope.theta))
 
@@ -94,10 +96,10 @@ def rotation(positions: jax.Array, head_dim: int, rope: Rope) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rotate(x: jax.Array, matrices: jax.Array, halves: bool = False) -> jax.Array:
-  """Rotates x [B, S, H, head_dim] by (scaled) matrices from `rotation`, in float32, in the dtype of x.
+  """Rotate x [B, S, H, head_dim] by (scaled) matrices from `rotation`, in float32; return it in the dtype of x.
 
-  Constant matrices: no gradient goes to them. `halves` swaps the halves of a head as whole vectors, which suits the
-  lanes of a TPU; sums of broadcast products suit a CPU, which takes several times as long to concatenate.
+  The matrices get no gradient. `halves` swaps the halves of a head as whole vectors, which suits the lanes of a TPU;
+  sums of broadcast products suit a CPU, which takes several times as long to concatenate.
   """
   wide = x.astype(jnp.float32)
   if halves:

@@ -1,4 +1,4 @@
-"""Whether two tokenizers mean the same by their token ids, so that one model can read what another has written."""
+"""Comparison of two tokenizers' token ids, to decide whether one model can read another's tokens."""
 
 from __future__ import annotations
 
@@ -11,30 +11,29 @@ from models.control_tokens import Tokenizer
 
 
 def digests(path: str | os.PathLike) -> dict[str, str]:
-  """Return digests of what a tokenizer's ids stand for; others than `identity.of_tokenizer`, without chat and stops.
+  """Return digests of the meaning of a tokenizer's ids; unlike `identity.of_tokenizer`, without chat and stops.
 
-  They do not depend on how the files are written: a tokenizer that another version of the library has saved has the
-  same.
+  They do not depend on the format of the files: a tokenizer saved by another version of the library has the same.
 
   Args:
     path: model directory or hub name.
 
   Returns:
-    vocabulary (every id with its text), merges (or whatever else joins characters to tokens), special_tokens (the added
-    ones).
+    vocabulary (every id with its text), merges (or the scores by which characters are joined to tokens),
+    special_tokens (the added ones).
 
   Raises:
-    UserError: no tokenizer there, or a damaged one.
+    UserError: the tokenizer is missing or damaged.
   """
   return _digests(tokenizer.read(path))
 
 
 def difference(path: str | os.PathLike, other: str | os.PathLike) -> str | None:
-  """Return in what the tokenizer of a model differs from that of another, as a phrase; None: they mean the same.
+  """Return a phrase that says how two models' tokenizers differ; None if their token ids mean the same.
 
   Args:
-    path: model directory or hub name of one.
-    other: the same of the other.
+    path: model directory or hub name of the first.
+    other: model directory or hub name of the second.
 
   Raises:
     UserError: a tokenizer is missing or damaged.

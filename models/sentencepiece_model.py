@@ -1,8 +1,8 @@
-"""Tokenizers of directories that hold a SentencePiece model (tokenizer.model) and nothing made of it.
+"""Tokenizers of directories that hold a SentencePiece model (tokenizer.model) and no file converted from it.
 
-`transformers` builds a tokenizer of its own from such a file, and the class that a config.json asks for need not read
-the file as SentencePiece does: it may lose the space before a text, or split words otherwise. So what it built is
-compared with SentencePiece itself.
+`transformers` builds a tokenizer of its own from such a file, and the class named in config.json may not read the file
+as SentencePiece does: it may lose the space before a text, or split words differently. So the result is compared with
+SentencePiece itself.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from models.control_tokens import Tokenizer, is_delimiter
 from sdpo_jax.errors import UserError, first_line
 
 FILE = 'tokenizer.model'
-# Files from which transformers reads a tokenizer in preference to a SentencePiece model.
+# Files that transformers prefers to a SentencePiece model.
 OTHERS = ('tokenizer.json', 'vocab.json', 'tekken.json')
 _ROLES = {'bos_token': 'bos_id', 'eos_token': 'eos_id', 'unk_token': 'unk_id', 'pad_token': 'pad_id'}
-# Without spaces before and control tokens: classes may treat these in ways of their own.
+# Without leading spaces and control tokens, which classes may treat differently.
 _TEXTS = (
   'The answer is 42.',
   'two  spaces,\na line\n\n\tand a tab',
@@ -38,11 +38,11 @@ def alone(root: pathlib.Path) -> bool:
 
 
 def load(root: pathlib.Path) -> Tokenizer:
-  """Return the `transformers` tokenizer that gives texts the token ids that SentencePiece gives them.
+  """Return a `transformers` tokenizer that gives the same token ids as SentencePiece.
 
   Raises:
-    UserError: the file is no SentencePiece model, or no class of `transformers` reads it as SentencePiece does.
-    Exception: whatever `transformers` raises for the other files of the directory.
+    UserError: the file is not a SentencePiece model, or no class of `transformers` reads it as SentencePiece does.
+    Exception: any error of `transformers` for the other files of the directory.
   """
   import sentencepiece
   from transformers import AutoTokenizer, LlamaTokenizer
@@ -50,7 +50,7 @@ def load(root: pathlib.Path) -> Tokenizer:
   way_out = 'put a tokenizer.json beside it, which the `save_pretrained` of its own tokenizer writes'
   try:
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(root / FILE))
-  except (RuntimeError, OSError) as error:  # What the library raises for what it cannot parse.
+  except (RuntimeError, OSError) as error:  # Errors of the library for files that it cannot parse.
     raise UserError(f'{root / FILE} is not a SentencePiece model ({first_line(error)}): {way_out}.') from error
   settings = root / 'tokenizer_config.json'
   named = json.loads(settings.read_text(encoding='utf-8')) if settings.is_file() else {}
@@ -65,7 +65,7 @@ def load(root: pathlib.Path) -> Tokenizer:
     if described['model']['type'] == 'BPE':
       described['model']['merges'] = merges(pieces, described['model']['vocab'])
     names = {token['content'] for token in described['added_tokens']}
-    for token in described['added_tokens']:  # Symbols that a user has defined may be any, runs of spaces too.
+    for token in described['added_tokens']:  # User-defined symbols may be any text, even runs of spaces.
       token['special'] |= is_delimiter(token['content'], names)
     tokenizer._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(described))
     tokenizer.extra_special_tokens = [token['content'] for token in described['added_tokens'] if token['special']]
@@ -77,7 +77,7 @@ def load(root: pathlib.Path) -> Tokenizer:
 def merges(pieces: Any, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
   """Return the merges of a BPE model, best first: SentencePiece joins the two neighbours whose piece scores highest.
 
-  Scores need not follow the numbers of pieces, as in Llama's runs of spaces, which score lowest.
+  Scores need not be in the order of ids: Llama's runs of spaces score lowest.
 
   Args:
     pieces: a `SentencePieceProcessor`.

@@ -1,6 +1,4 @@
-"""Which tensors a model directory holds, and in which of its files: one safetensors file, or several and their
-index.
-"""
+"""The tensors in the files of a model directory: one safetensors file, or several with an index."""
 
 from __future__ import annotations
 
@@ -18,12 +16,12 @@ INDEX = 'model.safetensors.index.json'
 
 @contextlib.contextmanager
 def open_tensors(root: pathlib.Path) -> Iterator[dict[str, Tensor]]:
-  """Give the tensors of a model directory by name, while its files are open.
+  """Provide the tensors of a model directory by name, while its files are open.
 
-  Files that an index does not name are left alone: some publishers store the weights a second time beside it.
+  Files that an index does not name are ignored: some publishers store the weights a second time.
 
   Raises:
-    UserError: naming the file that is missing or damaged, or what index and files say differently.
+    UserError: a file is missing or damaged, or the index contradicts the files; the message names the file.
   """
   index = read_index(root)
   if index is not None and (root / WEIGHTS).exists() and WEIGHTS not in index.values():
@@ -36,10 +34,10 @@ def open_tensors(root: pathlib.Path) -> Iterator[dict[str, Tensor]]:
 
 
 def read_index(root: pathlib.Path) -> dict[str, str] | None:
-  """Return the file that holds each tensor, by its name, as the index of a model directory says; None: it has none.
+  """Return the index of a model directory, tensor name → file name; None: it has none.
 
   Raises:
-    UserError: the index cannot be read, or names a file outside of the directory.
+    UserError: the index cannot be read, or names a file outside the directory.
   """
   file = root / INDEX
   if not file.exists():
@@ -57,7 +55,7 @@ def read_index(root: pathlib.Path) -> dict[str, str] | None:
 
 
 def weight_files(index: dict[str, str] | None) -> list[str]:
-  """Return the names of the files that hold the tensors, given the index, if there is one."""
+  """Return the names of the files that hold the tensors, given the index (None: there is none)."""
   return [WEIGHTS] if index is None else sorted(set(index.values()))
 
 

@@ -1,4 +1,4 @@
-"""The safetensors format: what a file says that it holds, checked against its length; reading rows, writing a stream.
+"""The safetensors format: headers checked against the file's length, reading of rows, and streamed writing.
 
 A file is the length of a header (8 bytes), the header (JSON: name → dtype, shape, first and last byte), and the data.
 """
@@ -20,34 +20,34 @@ import numpy as np
 from sdpo_jax.errors import UserError, first_line, short_repr
 
 LARGEST_HEADER = 100_000_000  # Bytes, as in the safetensors library.
-# The element types that weights may have, with the integers of their bits.
+# The element types that weights may have, with unsigned integers of the same width.
 DTYPES = {
   'F32': (np.dtype(np.float32), np.uint32),
   'F16': (np.dtype(np.float16), np.uint16),
   'BF16': (np.dtype(ml_dtypes.bfloat16), np.uint16),
 }
 _NAMES = {dtype: name for name, (dtype, _) in DTYPES.items()}
-# Bits of an element of the types that the format has; of a type that is not known the length is not checked.
+# Bits per element of the format's types; for unknown types the length is not checked.
 _BITS = {
   **{name: 8 * dtype.itemsize for name, (dtype, _) in DTYPES.items()},
   **{'BOOL': 8, 'U8': 8, 'I8': 8, 'F8_E4M3': 8, 'F8_E5M2': 8, 'F8_E8M0': 8, 'F8_E4M3FNUZ': 8, 'F8_E5M2FNUZ': 8},
   **{'F4': 4, 'F6_E2M3': 6, 'F6_E3M2': 6, 'U16': 16, 'I16': 16, 'U32': 32, 'I32': 32, 'U64': 64, 'I64': 64},
   **{'F64': 64, 'C64': 64},
 }
-# Bytes between what is wanted of a row and of the next one up to which it is cheaper to read on than to seek: a disk
-# and the page cache deliver no less, and a call per row costs about as much as copying so many bytes.
+# Gap in bytes between the wanted parts of two rows up to which reading on is cheaper than seeking: a disk and the page
+# cache deliver no less, and a call per row costs about as much as copying so many bytes.
 GAP = 2**16
-COMPARED_BYTES = 2**23  # Of each of two matrices that are compared, at once.
+COMPARED_BYTES = 2**23  # Bytes of each of two matrices that are compared at once.
 
 
 class TensorFile:
-  """An open file; it is read at positions, so that threads may share it, and never mapped into memory."""
+  """An open file; reads give their own positions, so that threads may share it, and it is never memory-mapped."""
 
   def __init__(self, path: pathlib.Path):
     """Open a file and check its header.
 
     Raises:
-      UserError: it cannot be read, is no safetensors file, or is shorter or longer than it says.
+      UserError: it cannot be read, is not a safetensors file, or is shorter or longer than its header says.
     """
     self.path = path
     try:
@@ -73,7 +73,7 @@ class TensorFile:
     """Fill a contiguous array with the bytes of the file from `offset` on.
 
     Raises:
-      UserError: they cannot be read, or the file has become shorter.
+      UserError: reading failed, or the file has become shorter.
     """
     view, done = memoryview(buffer.reshape(-1).view(np.uint8)), 0
     while done < len(view):
@@ -137,7 +137,7 @@ class TensorFile:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-  """Where a tensor lies."""
+  """The place of a tensor in a file."""
 
   file: TensorFile
   name: str
@@ -148,29 +148,27 @@ class Tensor:
 
   @property
   def width(self) -> int:
-    """Elements of a row, which is what one entry of the first axis holds."""
+    """Number of elements of a row, i.e. of one entry of the first axis."""
     return math.prod(self.shape[1:])
 
   @property
   def size(self) -> int:
-    """Elements of the tensor."""
+    """Number of elements of the tensor."""
     return math.prod(self.shape)
 
   def values(self, bounds: tuple[int, int]) -> np.ndarray:
-    """Return the elements of a tensor of one of `DTYPES` from the first to before the second of `bounds`, row by
-    row.
-    """
+    """Return elements bounds[0] … bounds[1] − 1, in row-major order, of a tensor of one of `DTYPES`."""
     dtype, _ = DTYPES[self.dtype]
     found = np.empty(bounds[1] - bounds[0], dtype)
     self.file.read(found, self.begin + bounds[0] * dtype.itemsize)
     return found
 
   def rows(self, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> np.ndarray:
-    """Return part of a tensor of one of `DTYPES`, [rows, columns] or, of a vector, [rows].
+    """Return part of a tensor of one of `DTYPES`: [rows, columns], or [rows] of a vector.
 
     Args:
       rows: bounds on its first axis.
-      columns: bounds on its second, where it has two; None: all.
+      columns: bounds on its second axis, if it has two; None: all.
     """
     dtype, _ = DTYPES[self.dtype]
     (first, last), width = rows, self.width
@@ -187,9 +185,7 @@ class Tensor:
 
 
 def are_equal(left: Tensor, right: Tensor) -> bool:
-  """Return whether two matrices hold the same values in the same dtype; a few megabytes of each are in memory at
-  once.
-  """
+  """Return whether two matrices have the same values and dtype, reading a few megabytes at a time."""
   if (left.dtype, left.shape) != (right.dtype, right.shape):
     return False
   bits = DTYPES[left.dtype][1]
@@ -213,14 +209,14 @@ class Part(NamedTuple):
 
   name: str
   shape: tuple[int, ...]
-  make: Callable[[], np.ndarray]  # Returns it, of the dtype of the file.
+  make: Callable[[], np.ndarray]  # Returns the array, in the dtype of the file.
 
 
 def write(path: pathlib.Path, parts: Sequence[Part], dtype: np.dtype) -> str:
-  """Write a file, tensor after tensor: no more than one is in memory; return its SHA-256, in hex.
+  """Write a file with at most one tensor in memory at a time; return its SHA-256, in hex.
 
   Raises:
-    OSError: it could not be written.
+    OSError: the file could not be written.
   """
   header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
   offset = 0
@@ -239,7 +235,7 @@ def write(path: pathlib.Path, parts: Sequence[Part], dtype: np.dtype) -> str:
 
     put(len(text).to_bytes(8, 'little') + text)
     for part in parts:
-      put(_content(part, dtype))  # Kept by no name, so that it is gone when the next one is made.
+      put(_content(part, dtype))  # Not bound to a name, so that it is freed before the next one is made.
   return digest.hexdigest()
 
 

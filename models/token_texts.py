@@ -1,4 +1,4 @@
-"""The bytes and the text of single tokens, which put together are those of the whole, half characters included."""
+"""The bytes and text of single tokens, whose concatenation is the whole text, even for tokens within a character."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 Tokenizer = Any  # A transformers tokenizer.
 
-_BYTE = re.compile(r'<0x([0-9A-Fa-f]{2})>')  # How vocabularies that fall back to bytes write one.
-_SPACE = '▁'  # How those of sentencepiece write a space.
+_BYTE = re.compile(r'<0x([0-9A-Fa-f]{2})>')  # A byte in vocabularies that fall back to bytes.
+_SPACE = '▁'  # A space in sentencepiece vocabularies.
 
 
 class TokenTexts:
-  """What the tokens of a vocabulary stand for."""
+  """The bytes and texts of a vocabulary's tokens."""
 
   def __init__(self, tokenizer: Tokenizer):
     self._tokenizer = tokenizer
@@ -27,7 +27,7 @@ class TokenTexts:
     self._known: dict[int, bytes] = {}  # At most the vocabulary.
 
   def bytes_of(self, token: int) -> bytes:
-    """Return the UTF-8 bytes of a token, which may be part of a character; none of an id that is no token."""
+    """Return the UTF-8 bytes of a token, which may be part of a character; no bytes for an id that is not a token."""
     found = self._known.get(token)
     if found is None:
       found = self._known[token] = self._bytes_of(token)
@@ -49,7 +49,7 @@ class TokenTexts:
     return self._tokenizer.decode([token], clean_up_tokenization_spaces=False).encode()
 
   def text_of(self, token: int) -> str:
-    r"""Return the text of a token; of one that is part of a character its bytes, such as 'bytes:\xe2\x80'."""
+    r"""Return the text of a token, or its bytes, such as 'bytes:\xe2\x80', if it is part of a character."""
     found = self.bytes_of(token)
     try:
       return found.decode()
@@ -63,15 +63,15 @@ class TokenTexts:
     )
 
   def offsets(self, tokens: Sequence[int], start: int = 0, *, special: bool = True) -> list[int]:
-    """Return where the text of each token begins in that of all of them.
+    """Return the offset of each token's text in the text of all tokens.
 
     Args:
       tokens: [T].
-      start: where that of the first one begins.
+      start: offset of the first token.
       special: whether special tokens have a text.
 
     Returns:
-      [T] in characters; of a token that goes on with a character, where this begins.
+      [T] in characters; for a token that continues a character, the offset of that character.
     """
     decoder = codecs.getincrementaldecoder('utf-8')('replace')
     found = []
@@ -83,7 +83,7 @@ class TokenTexts:
 
 
 def _decoders(tokenizer: Tokenizer) -> set[str]:
-  """Return the names of the steps by which a tokenizer makes text of tokens; none if it does not say."""
+  """Return the names of a tokenizer's decoding steps; none if they are unknown."""
   backend = getattr(tokenizer, 'backend_tokenizer', None)
   decoder = None if backend is None else backend.decoder
   if decoder is None:
@@ -99,9 +99,9 @@ def _decoders(tokenizer: Tokenizer) -> set[str]:
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
-  """Return which byte a character stands for in byte-level vocabularies.
+  """Return the mapping from characters to bytes in byte-level vocabularies.
 
-  Bytes that are printable in Latin-1 stand for themselves, the others in order for characters from U+0100 on.
+  Bytes that are printable in Latin-1 are written as themselves, the others, in order, as characters from U+0100 on.
   """
   plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
   others = [byte for byte in range(256) if byte not in set(plain)]

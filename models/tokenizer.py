@@ -23,17 +23,17 @@ def load(
 ) -> Tokenizer:
   """Load the tokenizer of a model directory, with its chat template (tokenizer_config.json or chat_template.jinja).
 
-  The added tokens with which the model ends a turn are among its `control_strings`, marked as special or not. Special
-  tokens for which the model has no embedding, such as those of images, are text, unless the template writes them.
+  Added tokens with which the model ends a turn are among its `control_strings`, whether or not they are marked special.
+  Special tokens for which the model has no embedding, such as those of images, are read as text.
 
   Args:
     path: model directory or hub name.
-    vocab_size: of the model; every token id must lie below it. None: not checked.
+    vocab_size: vocabulary size of the model, which every token id must lie below. None: not checked.
     chat_template: file with another chat template; None: the directory's.
 
   Raises:
-    UserError: no tokenizer there or a damaged one, no chat template or one that fails on a user message or does not
-      write it, or a token id that the model does not have.
+    UserError: the tokenizer is missing or damaged, the chat template is missing, fails on a user message or does not
+      write it, or the model lacks a token id, such as one that the template writes.
   """
   root = resolve(path)
   tokenizer = read(root)
@@ -51,7 +51,7 @@ def load(
     text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
   except templates.TEMPLATE_ERRORS as error:
     raise UserError(f'{source} fails on a single user message: {error}') from error
-  if templates.PROBE not in text:  # Those of models that see images may look for lists of parts, and find none.
+  if templates.PROBE not in text:  # Templates of models that read images may expect lists of parts.
     raise UserError(
       f"{source} does not write the user's message: name a file with one that writes message['content'], a text, in "
       'model.chat_template (launch.sample: --chat_template).'
@@ -76,7 +76,7 @@ def read(path: str | os.PathLike) -> Tokenizer:
     path: model directory or hub name.
 
   Raises:
-    UserError: no tokenizer there, or a damaged one.
+    UserError: the tokenizer is missing or damaged.
   """
   root = resolve(path, weights=False)
   if not any((root / name).is_file() for name in ('tokenizer.json', 'tokenizer.model', 'vocab.json')):
@@ -96,7 +96,7 @@ def read(path: str | os.PathLike) -> Tokenizer:
 
 
 def _keep_embedded(tokenizer: Tokenizer, root: pathlib.Path, vocab_size: int) -> None:
-  """Take special tokens that nothing writes out of the tokenizer if they have no embedding; refuse all others."""
+  """Remove unused special tokens without embedding from the tokenizer; refuse other tokens without embedding."""
   names = {number: text for text, number in tokenizer.get_vocab().items()}
   beyond = {number: text for number, text in sorted(names.items()) if number >= vocab_size}
   if not beyond:
@@ -125,15 +125,15 @@ def _keep_embedded(tokenizer: Tokenizer, root: pathlib.Path, vocab_size: int) ->
 
 
 def exported(path: str | os.PathLike, tokenizer: Tokenizer, chat_template: str | os.PathLike | None) -> dict[str, str]:
-  """Return files (name → text) with which others read prompts from an export as this tokenizer does.
+  """Return files (name → text) that an export needs so that other programs tokenise prompts like this tokenizer.
 
-  That is a chat_template.jinja where the template is not the directory's, and a tokenizer.json with its settings where
-  `transformers` would make another tokenizer of a SentencePiece model.
+  They are a chat_template.jinja if the template is not the directory's, and a tokenizer.json with its settings if the
+  directory has only a SentencePiece model, from which `transformers` may build a different tokenizer.
 
   Args:
     path: model directory or hub name.
-    tokenizer: of `load`.
-    chat_template: as there.
+    tokenizer: from `load`.
+    chat_template: as in `load`.
   """
   texts = {} if chat_template is None else {'chat_template.jinja': tokenizer.chat_template}
   root = resolve(path, weights=False)
@@ -149,11 +149,11 @@ def exported(path: str | os.PathLike, tokenizer: Tokenizer, chat_template: str |
 def stop_token_ids(path: str | os.PathLike, tokenizer: Tokenizer) -> tuple[int, ...]:
   """Return the token ids that end a completion.
 
-  The eos_token_id of generation_config.json (an id or a list), or of config.json where the former says nothing, as
-  transformers.generate takes them; then the tokenizer's own end-of-sequence token.
+  They are the eos_token_id of generation_config.json (an id or a list), or else of config.json, as in
+  transformers.generate; then the tokenizer's own end-of-sequence token.
 
   Raises:
-    UserError: an eos_token_id that is no id, or no stop token at all.
+    UserError: an eos_token_id is not an id, or there is no stop token at all.
   """
   root = resolve(path)
   ids = _declared_stops(root)
@@ -165,7 +165,7 @@ def stop_token_ids(path: str | os.PathLike, tokenizer: Tokenizer) -> tuple[int, 
 
 
 def _declared_stops(root: pathlib.Path) -> list[int]:
-  """Return eos_token_id of generation_config.json, or of config.json; raises UserError for one that is no id."""
+  """Return eos_token_id of generation_config.json, or else of config.json; raise UserError if it is not an id."""
   for name in ('generation_config.json', 'config.json'):
     if not (root / name).is_file():
       continue

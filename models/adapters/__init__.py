@@ -1,1 +1,1 @@
-"""What is trained beside a frozen model."""
+"""Adapters, which are trained while the model is frozen: LoRA and key-value prefixes (cartridges)."""

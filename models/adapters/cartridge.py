@@ -1,4 +1,4 @@
-"""A cartridge: key-value slots that stand for a text, as arrays on the host."""
+"""A cartridge: key-value slots that represent a text, as arrays on the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sdpo_jax.errors import UserError
 
 
 class HeadSizes(Protocol):
-  """What a cartridge and its model have in common."""
+  """The sizes that a cartridge and its model have in common."""
 
   layers: int
   kv_heads: int
@@ -25,7 +25,7 @@ class HeadSizes(Protocol):
 class Cartridge:
   """Keys and values of P slots, which all tokens of the text after them attend to in every layer.
 
-  Slot i lies at position i, so its keys are normalised and rotated like those of a token there, in the layout of
+  Slot i is at position i, so its keys are normalised and rotated like those of a token there, in the layout of
   `models.rope` (number j of a head is paired with number j + head_dim / 2). Values are as the model projects them. The
   text continues at position P.
   """
@@ -49,7 +49,7 @@ class Cartridge:
 
   @property
   def slots(self) -> int:
-    """P, frozen ones included."""
+    """P, including frozen slots."""
     return self.keys.shape[2]
 
   @property
@@ -58,11 +58,11 @@ class Cartridge:
 
 
 def check(cartridge: Cartridge, where: str) -> None:
-  """Return if the arrays of a cartridge are what its class says.
+  """Check that the arrays of a cartridge are valid.
 
   Args:
-    cartridge: as it was read, or is about to be written.
-    where: the file or directory, with which the sentence begins.
+    cartridge: a cartridge that was read or is about to be written.
+    where: the file or directory, with which the error message begins.
 
   Raises:
     UserError: a shape, the dtype, the number of frozen slots, or a value is wrong.
@@ -92,9 +92,9 @@ def narrowed(values: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
   """Return finite float32 values in the dtype of a file.
 
   Raises:
-    UserError: naming the array, which holds values that the dtype cannot.
+    UserError: the array holds values that the dtype cannot; the message names it.
   """
-  with np.errstate(over='ignore'):  # What becomes infinite is named below.
+  with np.errstate(over='ignore'):  # Values that overflow are reported below.
     converted = values.astype(dtype)
   if not is_finite(converted):
     raise UserError(
@@ -105,12 +105,12 @@ def narrowed(values: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
 
 
 def check_fits(cartridge: HeadSizes, sizes: HeadSizes, where: str) -> None:
-  """Return if a cartridge has the layers and heads of a model.
+  """Check that a cartridge has the layers and heads of a model.
 
   Args:
-    cartridge: it, or what is known of it.
-    sizes: of the model.
-    where: the file or directory, with which the sentence begins.
+    cartridge: the cartridge or its description.
+    sizes: sizes of the model.
+    where: the file or directory, with which the error message begins.
 
   Raises:
     UserError: it belongs to another model.

@@ -1,4 +1,4 @@
-"""Cartridges in directories of this project: the slots as safetensors, and a manifest that says what they belong to."""
+"""Cartridge directories in this project's format: the slots as safetensors, and a manifest that names their model."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _WAY_OUT = 'get the directory again, or export the cartridge anew'
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-  """The model that a cartridge belongs to: in another one its slots mean nothing."""
+  """The model that a cartridge belongs to; in another model its slots are meaningless."""
 
-  name: str  # Where it was loaded from; it may lie elsewhere by now.
-  # What config.json says of positions and windows, as JSON: rotations are part of the keys.
+  name: str  # Where it was loaded from; it may have moved since.
+  # Settings of positions and windows in config.json, as JSON: rotations are part of the keys.
   attention: Mapping[str, Any]
-  weights: Mapping[str, str]  # Of `identity.of_weights`.
+  weights: Mapping[str, str]  # Result of `identity.of_weights`.
 
   @classmethod
   def of(cls, path: str | os.PathLike, config: Architecture) -> Origin:
-    """Return the origin that a model directory or hub name is."""
+    """Return the origin for a model directory or hub name."""
     attention = {
       'ropes': [dataclasses.asdict(rope) for rope in config.ropes],
       'layer_ropes': config.layer_ropes,
@@ -54,7 +54,7 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-  """What the manifest of a cartridge says."""
+  """The content of a cartridge's manifest."""
 
   layers: int
   kv_heads: int
@@ -63,8 +63,8 @@ class Manifest:
   frozen: int  # F.
   within_windows: bool
   origin: Origin
-  sha256: str  # Of the tensors.
-  about: Mapping[str, str]  # Notes of whoever made it: the document, the step.
+  sha256: str  # SHA-256 of the tensors' file.
+  about: Mapping[str, str]  # Notes of the program that made it: the document, the step.
 
 
 def write(
@@ -83,11 +83,11 @@ def write(
     path: directory to make; it must not hold files.
     cartridge: the same in all processes.
     origin: the model that it was made for.
-    dtype: of the stored tensors.
+    dtype: dtype of the stored tensors.
     about: notes to keep with it.
 
   Raises:
-    UserError: `path` holds files or cannot be written, or the cartridge holds what the dtype cannot.
+    UserError: `path` holds files or cannot be written, or the cartridge holds values that the dtype cannot.
   """
   if jax.process_index() == 0:
     check(cartridge, str(path))
@@ -157,7 +157,7 @@ def read(path: str | os.PathLike, origin: Origin, config: Architecture) -> Cartr
 
 
 def read_manifest(path: str | os.PathLike) -> Manifest:
-  """Return what the manifest of a cartridge says, without its slots.
+  """Return the manifest of a cartridge, without reading its slots.
 
   Args:
     path: of the directory, local or in an object store.
@@ -223,7 +223,7 @@ def _are_texts(value: Any) -> bool:
 
 
 def _check_origin(path: str | os.PathLike, manifest: Manifest, origin: Origin) -> None:
-  """Return if a cartridge was made for a model; raises a UserError that says what differs."""
+  """Check that a cartridge was made for a model; raise a UserError that says what differs."""
   made_for = manifest.origin
   differing = [
     what
@@ -246,7 +246,7 @@ def _place(path: str | os.PathLike, name: str) -> epath.Path:
 
 @contextlib.contextmanager
 def _local(path: str | os.PathLike) -> Iterator[pathlib.Path]:
-  """Give the file of a cartridge's tensors; a copy if it is in an object store, which is removed at the end."""
+  """Provide the local file of a cartridge's tensors; for an object store, a copy that is removed at the end."""
   file = _place(path, TENSORS)
   if is_local(path):
     yield pathlib.Path(file)
@@ -255,7 +255,7 @@ def _local(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     copy = pathlib.Path(folder) / TENSORS
     try:
       file.copy(copy)
-    except Exception as error:  # Object stores raise many kinds; all mean the same here.
+    except Exception as error:  # Object stores raise many types of errors; all mean the same here.
       raise UserError(f'{file} could not be copied to {folder} ({first_line(error)}): {_WAY_OUT}.') from error
     yield copy
 
@@ -267,7 +267,7 @@ def _stacked(opened: tensor_files.TensorFile, manifest: Manifest, what: str, fil
     UserError: a layer is missing, or has another shape or dtype than the manifest says.
   """
   shape = (manifest.kv_heads, manifest.slots, manifest.head_dim)
-  if len(opened.tensors) != 2 * manifest.layers:  # Before a list is made that is as long as a manifest may say.
+  if len(opened.tensors) != 2 * manifest.layers:  # Before making a list as long as the manifest claims.
     raise UserError(
       f'{file} holds {len(opened.tensors)} tensors, and a cartridge of {manifest.layers} layers two each: {_WAY_OUT}.'
     )

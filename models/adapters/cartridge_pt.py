@@ -1,8 +1,8 @@
 """Cartridges as PyTorch writes them: the file that the published `TrainableCache` classes save and load.
 
-It is a dictionary of four lists with one tensor [1, KV, tokens, head_dim] a layer: trainable keys and values, and those
-of the frozen slots, which come first in the cache. The first version of the class calls the latter `fixed`, the second
-`frozen`. Lists are `torch.nn.ParameterList`s, in files of other programs plain ones.
+It is a dictionary of four lists with one tensor [1, KV, tokens, head_dim] per layer: trainable keys and values, and
+those of the frozen slots, which come first in the cache. The first version of the class calls the latter `fixed`, the
+second `frozen`. Lists are `torch.nn.ParameterList`s, or plain lists in files of other programs.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _GLOBAL = re.compile(r'GLOBAL ([\w.]+)')
 
 
 class _ParameterList:
-  """Stands for `torch.nn.ParameterList` when a file is read: it keeps what the file says, and does nothing."""
+  """An inert replacement for `torch.nn.ParameterList` while a file is read; it only keeps the attributes."""
 
 
 def read(path: str | os.PathLike) -> Cartridge:
   """Return the cartridge in a file of either spelling.
 
-  Nothing that a file asks for is run: whatever is not made of tensors, lists and dictionaries is refused.
+  No code in a file is run: a file that holds anything but tensors, lists and dictionaries is refused.
 
   Args:
-    path: of the file, local.
+    path: local path of the file.
 
   Raises:
     UserError: PyTorch is not installed, or the file cannot be read, is damaged, or holds something else.
@@ -67,15 +67,15 @@ def write(
   *,
   zero_width: bool = False,
 ) -> None:
-  """Write the file that the class of a spelling writes.
+  """Write a file as the class of the given spelling writes it.
 
   Args:
-    path: of a file that is not there.
-    cartridge: checked.
-    spelling: of the keys of frozen slots.
-    dtype: of the tensors.
-    zero_width: what stands for no frozen slots: false: lists of no tensors, as the classes write, and then cannot load;
-      true: lists of tensors of no width, which their loaders take.
+    path: path of a file that does not exist yet.
+    cartridge: a checked cartridge.
+    spelling: name of the frozen slots' entries.
+    dtype: dtype of the tensors.
+    zero_width: how to write no frozen slots: false: lists without tensors, which the classes write but cannot load;
+      true: lists of tensors without slots, which their loaders accept.
 
   Raises:
     UserError: PyTorch is not installed, or the cartridge holds values that the dtype cannot.
@@ -99,7 +99,7 @@ def _names(spelling: str) -> tuple[str, ...]:
 
 
 def _torch(path: pathlib.Path) -> types.ModuleType:
-  """Return PyTorch, of a version whose reader can be told what a file may hold, and holds to it."""
+  """Return PyTorch, if its version can restrict what a file may contain when it is read."""
   way_out = 'pip install torch --index-url https://download.pytorch.org/whl/cpu'
   try:
     import torch
@@ -115,7 +115,7 @@ def _torch(path: pathlib.Path) -> types.ModuleType:
 
 
 def _load(path: pathlib.Path) -> Any:
-  """Return what a file holds, ParameterLists as inert `_ParameterList`s."""
+  """Return the content of a file, with ParameterLists as inert `_ParameterList`s."""
   if not path.is_file():
     raise UserError(f'{path} is not a file: name a cartridge.pt.')
   torch = _torch(path)
@@ -131,12 +131,12 @@ def _load(path: pathlib.Path) -> Any:
     raise UserError(
       f'{path} is refused, and nothing of it was run: {why}: {_WAY_OUT}, or export it anew where it was made.'
     ) from error
-  except Exception as error:  # What a damaged file leads to depends on where it is damaged.
+  except Exception as error:  # The error type depends on where a file is damaged.
     raise UserError(f'{path} is damaged or not a file of torch.save ({first_line(error)}): {_WAY_OUT}.') from error
 
 
 def _check_archive(path: pathlib.Path) -> None:
-  """Return if a file is a zip archive that holds no more bytes than it has, all as they were written."""
+  """Check that a file is an uncompressed zip archive whose checksums are right."""
   with zipfile.ZipFile(path) as archive:
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
       raise ValueError('it is compressed, which torch.save never does')
@@ -182,7 +182,7 @@ def _tensors(path: pathlib.Path, name: str, values: Any) -> list[Any]:
 
 
 def _check_shapes(path: pathlib.Path, spelling: str, lists: Mapping[str, list[Any]]) -> int:
-  """Return the number of frozen slots of lists that fit together; raises a UserError if they do not."""
+  """Return the number of frozen slots; raise a UserError if the lists do not fit together."""
   counts = {name: len(tensors) for name, tensors in lists.items()}
   layers = counts['trainable_keys']
   none_frozen = not counts[f'{spelling}_keys'] and not counts[f'{spelling}_values']
@@ -215,7 +215,7 @@ def _array(tensor: Any) -> np.ndarray:
 
 
 def _tensor(torch: types.ModuleType, layer: np.ndarray, dtype: str, name: str) -> Any:
-  """Return [KV, tokens, head_dim] float32 as a tensor [1, KV, tokens, head_dim] of a storage of its own."""
+  """Return [KV, tokens, head_dim] float32 as a tensor [1, KV, tokens, head_dim] with its own storage."""
   stored = np.dtype(getattr(ml_dtypes, dtype, dtype))
   narrowed(layer, stored, name)
   return torch.tensor(layer[None]).to(getattr(torch, dtype))

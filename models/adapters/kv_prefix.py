@@ -1,9 +1,8 @@
-"""A prefix of keys and values beside a frozen model: slots that every token attends to in every layer (arXiv
-2506.06266).
+"""Key-value prefixes of a frozen model: slots that every token attends to in every layer (arXiv 2506.06266).
 
-Slots stand at the positions 0 … P − 1, and tokens go on from P. The first F are frozen, as attention sinks; the others
-are trained. All of them are rows of the parameter table, stacked over the layers like the layers' matrices. A prefix
-whose slots are all frozen is a document that was read once; of a long one each device of a mesh may hold a part.
+Slots have the positions 0 … P − 1, and tokens continue at P. The first F are frozen, as attention sinks; the others are
+trained. All of them are rows of the parameter table, stacked over the layers like the layers' matrices. A prefix whose
+slots are all frozen holds a document that was read once; each device of a mesh may hold a part of a long one.
 """
 
 from __future__ import annotations
@@ -25,26 +24,25 @@ from models.policy import Policy
 from sdpo_jax.distributed.mesh import FSDP, parameter_sharding
 from sdpo_jax.types import Tree
 
-AXES = ('layers', 'kv_heads', None, 'head_dim')  # Of keys and values, [L, KV, P, head_dim].
+AXES = ('layers', 'kv_heads', None, 'head_dim')  # Logical axes of keys and values, [L, KV, P, head_dim].
 DIVIDED_AXES = ('layers', 'kv_heads', 'slots', 'head_dim')
-# Tokens of a text that are read at once: so many that the matrices of a layer are not fetched for a few of them.
+# Tokens of a text that are read at once, enough to amortise fetching the matrices of a layer.
 PART = 2048
 
 
 @dataclasses.dataclass(frozen=True)
 class KVPrefix:
-  """How many slots there are; hashable, a part of the policy."""
+  """The slots of a prefix; hashable, a part of the policy."""
 
   slots: int  # P.
   frozen: int  # F, the first of them.
-  # Whether layers with windows see a slot only from positions within their window, as they see a token there; else they
-  # see all slots.
+  # Whether layers with windows see only the slots within their window, as they would see tokens there; else they see
+  # all slots.
   within_windows: bool = False
-  # Over how many devices, the `fsdp` axis of the mesh, a head's slots are divided, and stay so: queries travel to them.
-  # None: they are not, and every device gets what its queries attend to.
+  # Number of devices, along the `fsdp` axis of the mesh, over which a head's slots stay sharded: queries are sent to
+  # them. None: slots are not sharded, and every device gets those that its queries attend to.
   parts: int | None = None
-  # Whether the slots are being filled: tokens stand at the positions of slots, counted from P, and see those before
-  # theirs.
+  # Whether the slots are being filled: tokens have the positions of slots, counted from P, and see earlier slots.
   filling: bool = False
 
   def __post_init__(self):
@@ -55,9 +53,7 @@ class KVPrefix:
 
   @property
   def room(self) -> int:
-    """Slots that are stored: of divided ones as many in each part, in whole blocks of the kernels; the last are
-    empty.
-    """
+    """Number of stored slots; if sharded, equal parts in whole blocks of the kernels, the last slots being empty."""
     if self.parts is None:
       return self.slots
     each = -(-self.slots // self.parts)
@@ -74,16 +70,16 @@ class KVPrefix:
     return self.frozen < self.slots
 
   def extended(self, table: Table, dtype: str) -> Table:
-    """Return the table of a model with the prefix: its parameters and the frozen slots, frozen, and the other slots.
+    """Return the parameter table of a model with the prefix: all is frozen except the trained slots.
 
     Args:
-      table: of the model.
-      dtype: in which the model computes, and in which what is frozen is therefore kept.
+      table: table of the model.
+      dtype: dtype in which the model computes, and in which frozen parameters are therefore kept.
     """
     return (*frozen_in(table, dtype), *self.rows(table, dtype))
 
   def rows(self, table: Table, dtype: str) -> Table:
-    """Return the parameters that hold the slots; arguments as those of `extended`."""
+    """Return the parameters that hold the slots; arguments as in `extended`."""
     keys = next(parameter for parameter in table if parameter.name == 'layers.attention.key')
     layers, _, kv_heads, head_dim = keys.shape
     parts = [
@@ -107,9 +103,9 @@ class KVPrefix:
 
 
 def read_text(policy: Policy, base: Tree, tokens: Sequence[int]) -> tuple[jax.Array, jax.Array]:
-  """Return what a model keeps of a text: keys, rotated by their positions 0 … N − 1, and values, [L, KV, N, head_dim].
+  """Return a model's keys, rotated by positions 0 … N − 1, and values of a text, [L, KV, N, head_dim].
 
-  Arguments are those of `read_slots`.
+  Arguments are as in `read_slots`.
   """
   held = read_slots(policy, base, tokens)
   return get(held, ('layers', *FROZEN_KEY.split('.'))), get(held, ('layers', *FROZEN_VALUE.split('.')))
@@ -118,14 +114,14 @@ def read_text(policy: Policy, base: Tree, tokens: Sequence[int]) -> tuple[jax.Ar
 def read_slots(policy: Policy, base: Tree, tokens: Sequence[int], parts: int | None = None) -> Tree:
   """Return a text as frozen slots [L, KV, room, head_dim], in compute dtype, as the parameter table nests them.
 
-  The text is read part by part, each of which attends to those before it, by one program: what is computed between
-  the layers exists of a part only. Slots lie as the mesh of the policy divides them.
+  One program reads the text part by part, each attending to those before it, so that activations exist for one part
+  only. Slots are sharded over the mesh of the policy.
 
   Args:
     policy: the model without a prefix.
-    base: its parameters, or what a sampler's preparation makes of them; where these are divided over `fsdp`, they are
-      gathered for every part.
-    tokens: of the text.
+    base: its parameters, as they are or prepared for a sampler; if they are sharded over `fsdp`, they are gathered for
+      every part.
+    tokens: tokens of the text.
     parts: as in `KVPrefix`; None: room is N.
   """
   text, prefix = np.asarray(tokens, np.int32)[None], filling(len(tokens), parts)
@@ -137,14 +133,14 @@ def read_slots(policy: Policy, base: Tree, tokens: Sequence[int], parts: int | N
 
 
 def schedule(prefix: KVPrefix) -> tuple[int, list[int]]:
-  """Return how many tokens of a text are read at once, and at which of them each part begins.
+  """Return how many tokens of a text are read at once, and the first token of each part.
 
   Args:
-    prefix: of the text, from `filling`.
+    prefix: prefix of the text, from `filling`.
   """
   length = prefix.slots
   part = min(PART, length, prefix.room // (prefix.parts or 1))
-  # The last part begins with tokens that were read before: what is kept of them is the same.
+  # The last part begins with tokens that were read before: their keys and values are the same.
   return part, [*range(0, length - part, part), length - part]
 
 
@@ -154,7 +150,7 @@ def filling(length: int, parts: int | None = None) -> KVPrefix:
 
 
 def _placed(policy: Policy, prefix: KVPrefix) -> Tree | None:
-  """Return where the slots of a prefix lie; None: on the default device."""
+  """Return the shardings of a prefix's slots; None: they are on the default device."""
   mesh = policy.backend.mesh
   if mesh is None:
     return None
@@ -163,7 +159,7 @@ def _placed(policy: Policy, prefix: KVPrefix) -> Tree | None:
 
 
 def empty_slots(policy: Policy, prefix: KVPrefix) -> Tree:
-  """Return slots that are to be filled, where they lie."""
+  """Return slots to be filled, placed on their devices."""
   table = prefix.rows(policy.base_policy().parameter_table(), policy.dtype)
 
   def make() -> Tree:
@@ -176,10 +172,10 @@ def empty_slots(policy: Policy, prefix: KVPrefix) -> Tree:
 def reader(policy: Policy) -> Callable[[Tree, Tree, jax.Array, jax.Array], Tree]:
   """Return the program that reads a part of a text: (base, slots, tokens [1, S], first position []) → slots.
 
-  It takes over the buffers of the slots. All S positions must be slots, and S at most what a part of them holds.
+  It donates the slots. All S positions must be slots, and S at most the number of slots of a part.
 
   Args:
-    policy: with slots to be filled.
+    policy: policy with slots to be filled.
   """
   prefix, backend = policy.adapter, policy.backend
   sizes = policy.config
@@ -194,7 +190,7 @@ def reader(policy: Policy) -> Callable[[Tree, Tree, jax.Array, jax.Array], Tree]
     cache = policy.init_cache(1, count)
     cache = policy.apply(base, held, tokens, positions, jnp.ones_like(tokens), cache)[2]
     layers = [kv_cache.layer_of(cache.stores, layer) for layer in range(sizes.layers)]
-    # A head may have more room in the cache than it has numbers.
+    # The cache may pad the heads.
     keys, values = (
       jnp.stack([getattr(layer, name)[0, :, :, : sizes.head_dim] for layer in layers]) for name in ('keys', 'values')
     )
@@ -205,12 +201,14 @@ def reader(policy: Policy) -> Callable[[Tree, Tree, jax.Array, jax.Array], Tree]
 
 
 def _written(axis: str | None, into: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-  """Return the slots [L, KV, C, head_dim] of a device with the new ones [L, KV, S, head_dim], the first of which is
-  number `start` [] of those of all devices, as far as they are its own."""
+  """Return a device's slots [L, KV, C, head_dim] with those of the new slots [L, KV, S, head_dim] that belong to it.
+
+  The first new slot has the number `start` [] among those of all devices.
+  """
   here, count = into.shape[2], new.shape[2]
   start = start - (0 if axis is None else lax.axis_index(axis) * here)
-  at = jnp.clip(start, 0, here - count)  # S slots here, among which are all of the new ones that come here.
-  moved = at - start  # The first of them is this one of the new ones.
+  at = jnp.clip(start, 0, here - count)  # First of S slots here that include all new ones for this device.
+  moved = at - start  # Index of that slot among the new ones.
   own = moved + jnp.arange(count, dtype=jnp.int32)
   before = lax.dynamic_slice_in_dim(into, at, count, axis=2)
   mixed = jnp.where(((own >= 0) & (own < count))[None, None, :, None], jnp.roll(new, -moved, axis=2), before)
@@ -221,10 +219,10 @@ def slots(prefix: KVPrefix, keys: jax.Array, values: jax.Array, dtype: str) -> t
   """Return the frozen slots in `dtype` and the trained ones in float32, as the parameter table nests them.
 
   Args:
-    prefix: how many there are of each.
-    keys: [L, KV, P, head_dim], of a divided prefix [L, KV, room, head_dim].
+    prefix: the numbers of slots.
+    keys: [L, KV, P, head_dim]; for a sharded prefix [L, KV, room, head_dim].
     values: likewise.
-    dtype: in which the model computes.
+    dtype: dtype in which the model computes.
   """
   frozen = prefix.frozen + prefix.room - prefix.slots
   kinds = (
@@ -245,9 +243,9 @@ def joined(prefix: KVPrefix, base: Tree, trained: Tree) -> tuple[jax.Array, jax.
   """Return keys and values [L, KV, P, head_dim] of all slots in float32: the inverse of `slots`.
 
   Args:
-    prefix: how many there are of each.
+    prefix: the numbers of slots.
     base: parameters that hold the frozen slots.
-    trained: the others.
+    trained: parameters that hold the trained slots.
   """
 
   def whole(frozen: str, name: str) -> jax.Array:
@@ -259,7 +257,7 @@ def joined(prefix: KVPrefix, base: Tree, trained: Tree) -> tuple[jax.Array, jax.
 
 
 def place(policy: Policy, prefix: KVPrefix, keys: jax.Array, values: jax.Array) -> tuple[Tree, Tree]:
-  """Return `slots` where the parameters of a policy lie; arguments as there."""
+  """Return `slots` on the devices of a policy's parameters; arguments as there."""
   table, mesh = prefix.rows(policy.base_policy().parameter_table(), policy.dtype), policy.backend.mesh
   placed = None
   if mesh is not None:

@@ -1,4 +1,4 @@
-"""LoRA (arXiv 2106.09685): beside a frozen matrix W of a layer, a product of two small trained ones.
+"""LoRA (arXiv 2106.09685): the product of two small trained matrices is added to a frozen matrix W of a layer.
 
 The layer computes x W + scale · (x A) B, with A [in, r] and B [r, out]. The factors of a matrix are rows of the
 parameter table, stacked over the layers like the matrix itself, so that they are scanned, sharded, saved and counted
@@ -22,10 +22,10 @@ from models.parameters import Parameter, Table, frozen_in
 from sdpo_jax.config import MALFORMED_PATTERN, LoraConfig
 from sdpo_jax.errors import UserError, short_repr
 
-A, B = 'lora_a', 'lora_b'  # A parameter's name with one of these is a factor's.
+A, B = 'lora_a', 'lora_b'  # Suffixes of the names of factors.
 ALL_LINEAR = 'all-linear'  # As in PEFT and verl: every matrix of the layers.
 SETTING = 'model.lora'
-SHOWN = 3  # Names in an error.
+SHOWN = 3  # Number of names shown in an error.
 SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # Of scales.
 
 
@@ -33,19 +33,19 @@ SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32)
 class Target:
   """A matrix with factors, in all layers at once."""
 
-  name: str  # Of the parameter: 'layers.attention.query'.
+  name: str  # Name of the parameter: 'layers.attention.query'.
   rank: int  # r, the same in every layer: the factors of all layers are one array.
-  # Of every layer; 0: the layer has no factors, and what the arrays hold for it has no gradient.
+  # One per layer; 0: the layer has no factors, and the arrays' entries for it get no gradient.
   scales: tuple[float, ...]
 
   def scale(self, layer: jax.Array | int) -> jax.Array | float:
-    """Return what the factors' product counts in a layer, [] float32."""
+    """Return the scale of the factors' product in a layer, [] float32."""
     return self.scales[0] if len(set(self.scales)) == 1 else jnp.asarray(self.scales, jnp.float32)[layer]
 
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-  """Which matrices have factors, and how much these count; hashable, a part of the policy."""
+  """The matrices that have factors, with their ranks and scales; hashable, a part of the policy."""
 
   targets: tuple[Target, ...]
 
@@ -57,8 +57,8 @@ class Adapter:
     """Return the table of a model with an adapter: its parameters, frozen, and the factors, trainable.
 
     Args:
-      table: of the model.
-      dtype: in which the model computes, and in which frozen matrices are therefore kept.
+      table: table of the model.
+      dtype: dtype in which the model computes, and in which frozen matrices are therefore kept.
     """
     by_name = {parameter.name: parameter for parameter in table}
     pairs = [_factors(by_name[target.name], target.rank) for target in self.targets]
@@ -76,7 +76,7 @@ def factors(table: Table) -> Table:
 
 
 def without_factors(table: Table) -> Table:
-  """Return the parameters of a table that are no factors."""
+  """Return the parameters of a table that are not factors."""
   return tuple(parameter for parameter in table if not parameter.name.endswith((f'_{A}', f'_{B}')))
 
 
@@ -112,8 +112,8 @@ def from_config(config: LoraConfig, table: Table) -> Adapter | None:
     table: of the model.
 
   Raises:
-    UserError: a pattern that matches no matrix, or what cannot be: a rank that differs between layers, factors of an
-      embedding.
+    UserError: a pattern matches no matrix, or asks for the impossible: ranks that differ between layers, or factors of
+      an embedding.
   """
   if config.rank is None:
     return None
@@ -151,10 +151,10 @@ def build(
   Args:
     table: of the model.
     chosen: the matrices with factors.
-    ranks: r of at least these.
-    alphas: alpha of at least these; a scale is alpha / r.
-    use_rslora: whether it is alpha / √r instead (arXiv 2312.03732).
-    source: what says so, for errors.
+    ranks: r of at least these matrices.
+    alphas: alpha of at least these matrices; a scale is alpha / r.
+    use_rslora: whether a scale is alpha / √r instead (arXiv 2312.03732).
+    source: where the adapter is described, for error messages.
 
   Raises:
     UserError: ranks that differ between the layers of a matrix, or a scale that is 0 or infinite in float32.
@@ -192,10 +192,10 @@ def matched(patterns: Iterable[str], table: Table, source: str) -> set[Module]:
   Args:
     patterns: regular expressions, each of which must match whole components of a name (see `names`), or `ALL_LINEAR`.
     table: of the model.
-    source: of the patterns, for errors.
+    source: where the patterns come from, for error messages.
 
   Raises:
-    UserError: one is no regular expression, or chooses nothing; the sentence says why, or shows the nearest names.
+    UserError: a pattern is not a regular expression, or matches nothing; the message says why, or shows similar names.
   """
   found: set[Module] = set()
   for pattern in patterns:
@@ -228,7 +228,7 @@ def names(table: Table) -> Mapping[Module, tuple[str, ...]]:
 
 
 def module_name(parameter: Parameter, layer: int) -> str:
-  """Return what transformers calls the module of a matrix."""
+  """Return the name of a matrix's module in transformers."""
   return parameter.huggingface_name(layer).removesuffix('.weight')
 
 

@@ -1,7 +1,7 @@
-"""Several LoRA adapters of one shape beside one base: every row of a batch has one of them, or none.
+"""A pool of LoRA adapters of one shape for one base: every row of a batch uses one of them, or none.
 
-Their factors are stacked behind the axis of the layers, [L, N, …], and what a row's matrix product gets beside x W is
-the product with the factors of its own adapter.
+Their factors are stacked after the layers axis, [L, N, …], and to each row's matrix product x W the product with the
+factors of its own adapter is added.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from models.parameters import Parameter, Table, map_table, trainable
 from sdpo_jax.distributed.mesh import FSDP, parameter_sharding
 from sdpo_jax.types import Tree
 
-AXIS = 1  # Of the adapters, in every array of factors.
-# How a row finds its factors: they are gathered row by row, or x is multiplied by those of all adapters at once, as one
-# matrix of N · r columns, of which the row keeps its own.
+AXIS = 1  # Axis of the adapters in every array of factors.
+# How rows use their factors: they are gathered row by row, or x is multiplied by the factors of all adapters at once,
+# as one matrix of N · r columns, of which each row keeps its own.
 Product = Literal['gather', 'masked']
 
 
 @dataclasses.dataclass(frozen=True)
 class LoraPool:
-  """How many adapters of which shape there are; hashable, a part of the policy."""
+  """The number and shape of the adapters; hashable, a part of the policy."""
 
   adapter: lora.Adapter
   members: int  # N.
@@ -40,7 +40,7 @@ class LoraPool:
     return self.adapter.by_name
 
   def extended(self, table: Table, dtype: str) -> Table:
-    """Return the table of a model with the pool; arguments as those of `lora.Adapter.extended`."""
+    """Return the table of a model with the pool; arguments as in `lora.Adapter.extended`."""
     whole = self.adapter.extended(table, dtype)
     stacked = [
       dataclasses.replace(
@@ -54,15 +54,15 @@ class LoraPool:
     return (*lora.without_factors(whole), *stacked)
 
   def arranged(self, layers: Tree) -> Tree:
-    """Return parameters of layers in which factors lie as the product reads them.
+    """Return the parameters of layers with the factors in the layout that the product reads.
 
-    For the masked one those of all adapters are one matrix, [N · r, *in] and [N · r, *out] of a layer. Of stacked
-    layers that has to be said before they are scanned: a TPU then multiplies by a layer's part where it lies, which it
-    would copy otherwise, and the arrays themselves stay as they are, for its compiler lets the inputs of A lie along
-    the lanes.
+    For the masked product, the factors of all adapters form one matrix, [N · r, *in] and [N · r, *out] per layer.
+    Stacked layers must be arranged before they are scanned: a TPU then multiplies by a layer's part in place, which it
+    would copy otherwise, and the arrays themselves are not moved, because its compiler puts the inputs of A along the
+    lanes.
 
     Args:
-      layers: stacked, or by index; factors [N, *in, r] and [N, r, *out] of a layer.
+      layers: stacked, or by index; factors [N, *in, r] and [N, r, *out] per layer.
     """
     if self.product == 'gather':
       return layers
@@ -80,16 +80,16 @@ class LoraPool:
 
 
 def choose_product(setting: Literal['auto', 'gather', 'masked'], mesh: Mesh | None, *, decoding: bool) -> Product:
-  """Return how rows find their factors, of `auto` what is faster on the devices of `mesh` (None: the default device).
+  """Return the product to use; for `auto`, the faster one on the devices of `mesh` (None: the default device).
 
-  Per row of one token, gathering reads a row's factors and writes them for a product with a single vector; a TPU reads
-  those of all adapters in less time. Over a sequence the gathered ones are read once for all of its tokens, and
-  products with the factors of others are in vain.
+  For rows of one token, gathering reads a row's factors and writes them for a product with a single vector; a TPU reads
+  the factors of all adapters in less time. For a sequence, gathered factors are read once for all of its tokens, and
+  products with other adapters' factors are wasted.
 
   Args:
-    setting: what was asked for.
+    setting: the configured product.
     mesh: a TPU topology without its hardware counts as TPUs.
-    decoding: rows have one token each, not a sequence.
+    decoding: whether rows have one token each instead of a sequence.
   """
   if setting != 'auto':
     return setting
@@ -100,16 +100,16 @@ def choose_product(setting: Literal['auto', 'gather', 'masked'], mesh: Mesh | No
 def part(
   pool: LoraPool, x: jax.Array, a: jax.Array, b: jax.Array, rows: jax.Array, scale: jax.Array | float, inputs: int
 ) -> jax.Array:
-  """Return what the adapters of the rows add to a product, [B, S, *out] in the dtype of x; 0 where a row has none.
+  """Return the term [B, S, *out] that each row's adapter adds to a product, in the dtype of x; 0 for rows without one.
 
   Args:
-    pool: of the adapters.
+    pool: the pool of the adapters.
     x: [B, S, *in].
-    a: [N, *in, r], or as the pool has arranged it.
+    a: [N, *in, r], or as arranged by the pool.
     b: [N, r, *out], likewise.
     rows: [B] int32, the adapter of each row; negative: none.
-    scale: what the product of two factors counts.
-    inputs: how many axes `in` has.
+    scale: scale of the product of the two factors.
+    inputs: number of axes of `in`.
   """
   product, first = (_gathered, 2) if pool.product == 'gather' else (_masked, 1)
   out = b.shape[first:]
@@ -127,7 +127,7 @@ def _gathered(x, a, b, rows, scale, count):
 
 def _masked(x, a, b, rows, scale, count):
   inner = _scaled(_product('bsi,ki->bsk', x, a.reshape(a.shape[0], -1)), scale)
-  # Zeros, not products with zeros: what another adapter's factors hold does not matter, as long as B is finite.
+  # Select zeros instead of multiplying by them: other adapters' values then do not matter, as long as B is finite.
   whose = jnp.arange(a.shape[0], dtype=rows.dtype) // (a.shape[0] // count)
   inner = jnp.where((rows[:, None] == whose[None])[:, None], inner, jnp.zeros((), inner.dtype))
   return _product('bsk,ko->bso', inner, b)
@@ -143,25 +143,25 @@ def _product(axes: str, left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def empty(table: Table, mesh: Mesh | None = None, dtype: str = 'float32') -> Tree:
-  """Return a pool of adapters that change nothing, all factors 0; nothing is compiled for it.
+  """Return a pool whose factors are all 0, so that its adapters have no effect; nothing is compiled for it.
 
   Args:
-    table: of a policy with a pool.
-    mesh: on which it lies, see `shardings`; None: the default device.
-    dtype: of the factors.
+    table: table of a policy with a pool.
+    mesh: mesh to place it on, see `shardings`; None: the default device.
+    dtype: dtype of the factors.
   """
   zeros = map_table(lambda row: np.zeros(row.shape, jnp.dtype(dtype)), trainable(table))
   return jax.device_put(zeros, None if mesh is None else shardings(table, mesh))
 
 
 def shardings(table: Table, mesh: Mesh) -> Tree:
-  """Return where the factors of a pool lie: divided over `tensor` as the matrices are, whole on all of `fsdp`.
+  """Return the shardings of a pool's factors: over `tensor` like the matrices, replicated over `fsdp`.
 
   They are small, and gathering them for every row, turn and step would cost more than it saves.
 
   Args:
-    table: of a policy with a pool.
-    mesh: whose.
+    table: table of a policy with a pool.
+    mesh: the mesh.
   """
 
   def place(row: Parameter) -> NamedSharding:
@@ -172,12 +172,12 @@ def shardings(table: Table, mesh: Mesh) -> Tree:
 
 
 def member(pool: Tree, index: jax.Array | int) -> Tree:
-  """Return the factors of one adapter of a pool, as a policy with that adapter alone has them."""
+  """Return the factors of one adapter of a pool, in the layout of a policy with that adapter alone."""
   return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, AXIS, keepdims=False), pool)
 
 
 def with_member(pool: Tree, index: jax.Array | int, factors: Tree) -> Tree:
-  """Return the pool in which one adapter has other factors."""
+  """Return the pool with the factors of one adapter replaced."""
 
   def put(leaf: jax.Array, own: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(leaf, own.astype(leaf.dtype), index, AXIS)

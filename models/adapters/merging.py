@@ -1,6 +1,4 @@
-"""A model with its adapter added to its matrices: W + scale · A B, in float32, tensor by tensor from the model's
-files.
-"""
+"""Merging an adapter into its model: W + scale · A B, in float32, tensor by tensor from the model's files."""
 
 from __future__ import annotations
 
@@ -16,23 +14,23 @@ from models.tensor_files import Tensor, is_finite
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Tree
 
-BAND_BYTES = 2**24  # Of float32 that are read and added at once.
+BAND_BYTES = 2**24  # Bytes of float32 that are read and added at once.
 
 
 def merged(
   table: parameters.Table, adapter: lora.Adapter, factors: Tree, tensors: Mapping[str, Tensor], dtype: str
 ) -> list[tensor_files.Part]:
-  """Return the Hugging Face tensors of a model with its adapter in it, to be written.
+  """Return the Hugging Face tensors of a model with its adapter merged, to be written.
 
-  Factors that are split over processes are gathered when a tensor is made, for which all processes make it; process 0
-  alone reads the model.
+  Factors that are sharded over processes are gathered when a tensor is made, so all processes must make it; only
+  process 0 reads the model.
 
   Args:
-    table: of the model without factors.
+    table: table of the model without factors.
     adapter: which matrices have factors.
     factors: nested dict of arrays.
-    tensors: of the model's files, by the names in the table, open until all are made.
-    dtype: in which they are stored.
+    tensors: tensors of the model's files, by the names in the table, open until all are made.
+    dtype: dtype in which they are stored.
   """
   rows = {row.name: row for row in lora.factors(adapter.extended(table, 'float32'))}
   found = []
@@ -58,7 +56,7 @@ def _sum(
   a, b = (None, None) if pair is None else (part.make() for part in pair)
   whole = np.empty(tensor.shape, dtype)
   if jax.process_index() != 0:
-    return whole  # Nobody writes it.
+    return whole  # Only process 0 writes it.
   band = max(BAND_BYTES // (4 * tensor.width), 1)
   for first in range(0, tensor.shape[0], band):
     rows = first, min(first + band, tensor.shape[0])

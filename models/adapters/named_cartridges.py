@@ -1,6 +1,4 @@
-"""Cartridges as users name them: in this project's format or the published one, on a disk, in an object store, on the
-hub.
-"""
+"""Cartridges by path or name: in either format, on a disk, in an object store or on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -28,17 +26,17 @@ _logger = logging.getLogger('sdpo_jax.models')
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-  """What is to be known of a cartridge without its model."""
+  """The properties of a cartridge that can be read without its model."""
 
   layers: int
   kv_heads: int
   head_dim: int
   prefix: KVPrefix
-  sha256: str  # Of the file that holds its slots.
+  sha256: str  # SHA-256 of the file that holds its slots.
 
 
 def describe(path: str | os.PathLike) -> Description:
-  """Return what a cartridge is, of either format.
+  """Return the description of a cartridge of either format.
 
   Args:
     path: a directory of either format, local, in an object store, or by its name on the hub; or a published .pt file.
@@ -56,15 +54,13 @@ def describe(path: str | os.PathLike) -> Description:
 
 
 def about(path: str | os.PathLike) -> Mapping[str, str]:
-  """Return the notes of whoever made a cartridge, of which published ones have none; arguments and errors as
-  `describe`.
-  """
+  """Return the notes stored with a cartridge (none with published ones); arguments and errors as in `describe`."""
   place = _resolve(path)
   return cartridge_files.read_manifest(place).about if _is_ours(place) else {}
 
 
 def read(path: str | os.PathLike, model: str | os.PathLike, config: Architecture) -> Cartridge:
-  """Return a cartridge for a model; of a published one, which does not say what weights it belongs to, that is said.
+  """Return a cartridge for a model; warn about a published one, which does not say what weights it belongs to.
 
   Args:
     path: as in `describe`.
@@ -72,12 +68,12 @@ def read(path: str | os.PathLike, model: str | os.PathLike, config: Architecture
     config: of that model.
 
   Raises:
-    UserError: as `describe`, or it belongs to another model.
+    UserError: as in `describe`, or it belongs to another model.
   """
   place = _resolve(path)
   if _is_ours(place):
     return cartridge_files.read(place, cartridge_files.Origin.of(model, config), config)
-  _tensors(place)  # Or it is refused as what has neither format.
+  _tensors(place)  # Raises if it has neither format.
   published = published_cartridges.read(place)
   check_fits(published.cartridge, config, str(path))
   named = '' if published.model is None else f' (its {published_cartridges.CONFIG} names {printable(published.model)})'
@@ -92,9 +88,7 @@ def read(path: str | os.PathLike, model: str | os.PathLike, config: Architecture
 
 @functools.lru_cache(maxsize=8)
 def _describe_published(place: pathlib.Path, identity: tuple[tuple[int, int], ...]) -> Description:
-  """Return the description of a published cartridge, which takes all of it to be read; `identity` tells its
-  versions.
-  """
+  """Return the description of a published cartridge, which must be read whole; `identity` distinguishes versions."""
   del identity
   found, file = published_cartridges.read(place).cartridge, _tensors(place)
   try:
@@ -104,16 +98,14 @@ def _describe_published(place: pathlib.Path, identity: tuple[tuple[int, int], ..
 
 
 def _resolve(path: str | os.PathLike) -> epath.Path | pathlib.Path:
-  """Return the directory of a cartridge or a .pt file, local, or in an object store what is of this project's
-  format.
-  """
+  """Return the local directory or .pt file of a cartridge, or its remote directory if in this project's format."""
   if remote_files.is_remote(path):
     try:
       if _is_ours(epath.Path(path)):
         return epath.Path(path)
     except ImportError as error:
       raise UserError(f'{path} needs a package that is not installed ({first_line(error)}): install it.') from error
-    except Exception as error:  # Object stores raise many kinds; all mean the same here.
+    except Exception as error:  # Object stores raise many types of errors; all mean the same here.
       raise UserError(
         f'{path} cannot be read ({first_line(error)}): check the address, and that this machine may read it.'
       ) from error

@@ -1,6 +1,4 @@
-"""adapter_config.json, as the library PEFT (0.21) writes and reads it: which modules have factors, and what these
-count.
-"""
+"""adapter_config.json, as PEFT (0.21) writes and reads it: which modules have factors, their ranks and alphas."""
 
 from __future__ import annotations
 
@@ -17,10 +15,10 @@ from sdpo_jax.config import MALFORMED_PATTERN, is_number
 from sdpo_jax.errors import UserError, short_repr
 
 FILE = 'adapter_config.json'
-VERSION = '0.21.2'  # Of PEFT, whose format is written.
-# Names of modules that are no layers' matrices, in the families that are supported.
+VERSION = '0.21.2'  # Version of PEFT whose format is written.
+# Modules that are not matrices of layers, in the supported families.
 _OUTSIDE = ('lm_head', 'embed_tokens')
-# Entries that say how an adapter was made, or how PEFT computes with it, and change nothing of what it computes.
+# Entries that say how an adapter was made, or how PEFT computes with it, without changing the result.
 # `fan_in_fan_out` is about Conv1D, which no supported model has; PEFT itself sets it to false for others.
 _IGNORED = frozenset(
   """auto_mapping base_model_name_or_path revision inference_mode peft_version lora_dropout fan_in_fan_out loftq_config
@@ -30,10 +28,10 @@ _READ = frozenset(
   """peft_type task_type r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules
   layers_to_transform layers_pattern init_lora_weights""".split()
 )
-# Initialisations that leave the model as it is. Others (pissa, olora, corda, loftq, lora_ga) take from the model what
-# they give to the factors, and PEFT does so again when it loads them; mica trains A only.
+# Initialisations that do not change the model. Others (pissa, olora, corda, loftq, lora_ga) subtract from the model
+# what they put into the factors, and PEFT does so again when it loads them; mica trains A only.
 _INITIALISATIONS = (True, False, 'gaussian', 'orthogonal', 'eva')
-# What to say of entries that are not read where they are not at their default.
+# Reasons why entries that are not read must have their default.
 _WHY = {
   'use_dora': 'DoRA scales every column of a matrix, too',
   'bias': 'biases are not trained here',
@@ -48,19 +46,19 @@ _WHY = {
 
 @dataclasses.dataclass(frozen=True)
 class AdapterConfig:
-  """What an adapter_config.json says of the function that an adapter computes."""
+  """The entries of an adapter_config.json that determine the function that an adapter computes."""
 
-  source: str  # The file, for errors.
+  source: str  # The file, for error messages.
   rank: int
   alpha: float
   use_rslora: bool
   target_modules: str | tuple[str, ...]  # A regular expression of whole names, or ends of names.
   exclude_modules: str | tuple[str, ...] = ()
   layers: tuple[int, ...] | None = None  # None: all.
-  layers_pattern: tuple[str, ...] = ()  # What stands before the number of a layer; empty: anything.
+  layers_pattern: tuple[str, ...] = ()  # Patterns of the name before a layer's number; empty: any name.
   rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict)
   alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  dropout: float = 0.0  # In the training that made it.
+  dropout: float = 0.0  # Dropout in the training that made it.
   base: str | None = None  # Name or path of the base model.
 
   def targets(self, module: str) -> bool:
@@ -94,7 +92,7 @@ class AdapterConfig:
     return any(module == name or module.endswith(f'.{name}') for name in names)
 
   def _pattern(self, entry: str, module: str) -> str | None:
-    """Return the first pattern that is the end of a module's name, or matches it; None: there is none."""
+    """Return the first pattern that matches a module's name or its end; None: there is none."""
     patterns = getattr(self, entry)
     return next((key for key in patterns if self._found(entry, rf'(.*\.)?({key})$', module)), None)
 
@@ -109,14 +107,14 @@ class AdapterConfig:
 
 
 def read(values: Mapping[str, Any], source: str) -> AdapterConfig:
-  """Return what the contents of an adapter_config.json say.
+  """Return the configuration in the contents of an adapter_config.json.
 
   Args:
     values: the contents.
-    source: path of the file, for errors.
+    source: path of the file, for error messages.
 
   Raises:
-    UserError: naming the entry that is missing, malformed, or means something that is not supported.
+    UserError: an entry, which the message names, is missing, malformed or not supported.
   """
 
   def refuse(entry: str, why: str) -> UserError:
@@ -203,12 +201,12 @@ def adapter_of(config: AdapterConfig, table: Table, modules: Mapping[lora.Module
   """Return the adapter that a configuration describes for a model.
 
   Args:
-    config: of the adapter.
-    table: of the model without factors.
-    modules: what the model of the adapter calls the matrices of the layers.
+    config: configuration of the adapter.
+    table: table of the model without factors.
+    modules: names of the matrices of the layers in the adapter's model.
 
   Raises:
-    UserError: no matrix has factors, or one has different ranks in two layers.
+    UserError: no matrix has factors, or a matrix has different ranks in two layers.
   """
   chosen = [module for module, name in modules.items() if config.targets(name)]
   if not chosen:
@@ -234,11 +232,11 @@ def _plain(names: str | tuple[str, ...]) -> str | list[str]:
 def contents(
   adapter: lora.Adapter, modules: Mapping[lora.Module, str], *, whole: bool, use_rslora: bool, base: str
 ) -> dict[str, Any]:
-  """Return the contents of an adapter_config.json from which PEFT computes what an adapter does.
+  """Return the contents of an adapter_config.json with which PEFT computes the same as an adapter.
 
   Args:
     adapter: which matrices have factors.
-    modules: what transformers calls the matrices of the layers.
+    modules: names of the matrices of the layers in transformers.
     whole: whether these are all modules of the model with such names; else modules are named one by one.
     use_rslora: whether alphas are those of rank-stabilised LoRA.
     base: `base_model_name_or_path`.
@@ -284,7 +282,7 @@ def contents(
 
 
 def _patterns(own: Mapping[str, float], modules: Mapping[lora.Module, str]) -> dict[str, float]:
-  """Return a pattern for every value: the end of a name where all modules of that end have the value, else the name."""
+  """Return a pattern for every value: the end of a name if all modules with that end have the value, else the name."""
   found: dict[str, float] = {}
   for name, value in own.items():
     end = name.rsplit('.', 1)[-1]
@@ -295,13 +293,13 @@ def _patterns(own: Mapping[str, float], modules: Mapping[lora.Module, str]) -> d
 
 
 def _alpha(target: lora.Target, layer: int, use_rslora: bool) -> float:
-  """Return alpha of a layer: the whole number that it is, but for rounding, or the value."""
+  """Return alpha of a layer, rounded to an integer if it is one up to rounding errors."""
   alpha = target.scales[layer] * (math.sqrt(target.rank) if use_rslora else target.rank)
   return round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-12) else alpha
 
 
 def same_names(table: Table) -> dict[lora.Module, str]:
-  """Return what transformers calls the matrices of the layers."""
+  """Return the names of the matrices of the layers in transformers."""
   return {
     (parameter.name, layer): lora.module_name(parameter, layer)
     for parameter in lora.linear(table)
@@ -310,7 +308,5 @@ def same_names(table: Table) -> dict[lora.Module, str]:
 
 
 def respelled(modules: Mapping[lora.Module, str], prefix: str) -> dict[lora.Module, str]:
-  """Return names of modules with another beginning than 'model.': where transformers has the text model in a larger
-  one.
-  """
+  """Return module names with `prefix` in place of 'model.', for models whose text model is part of a larger one."""
   return {module: prefix + name.removeprefix('model.') for module, name in modules.items()}

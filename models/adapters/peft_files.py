@@ -1,7 +1,7 @@
 """Directories of adapters, as PEFT writes and reads them: adapter_config.json and adapter_model.safetensors.
 
-Beside these, those written here have a base_fingerprint.json, which says which model the adapter belongs to, and
-SHA256SUMS. Factors are read onto the devices as parameters of a model are (`models.placing`).
+Directories written here also have a base_fingerprint.json, which says which model the adapter belongs to, and
+SHA256SUMS. Factors are read onto the devices like the parameters of a model (`models.placing`).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ WEIGHTS, PICKLED = 'adapter_model.safetensors', 'adapter_model.bin'
 BASE = 'base_fingerprint.json'
 BASE_FORMAT = 1
 SETTING = 'model.lora.path'
-ROOT = 'base_model.model.'  # Before the names that transformers has.
+ROOT = 'base_model.model.'  # Prefix of transformers' names.
 _FILES = (peft_config.FILE, WEIGHTS, PICKLED, BASE, checksums.SUMS)
 _FACTOR = re.compile(re.escape(ROOT) + r'(.+)\.lora_([AB])\.weight')
 _AGAIN = 'get the adapter again, or export it anew'
-# Of a base model's files, those of its tokenizer, with which the adapter is to be used.
+# Files of the base model's tokenizer, which the adapter is to be used with.
 _TOKENIZER = re.compile(
   r'tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt|chat_template.*|.*\.model'
 )
 
-# Returns the name by which the table knows a tensor of a base model's file; None: it is of a part that is not trained.
+# Returns the table's name of a tensor in a base model's file; None: it belongs to a part that is not trained.
 KnownName = Callable[[str], str | None]
 
 
@@ -50,7 +50,7 @@ def resolve(path: str | os.PathLike) -> pathlib.Path:
   """Return the local directory of an adapter: itself, a copy of gs://…, or the hub's snapshot of a name.
 
   Raises:
-    UserError: there is none, or it has no configuration or no weights.
+    UserError: the directory does not exist, or has no configuration or no weights.
   """
   root = directories.fetch(path, _FILES, SETTING, 'adapter')
   for name in (peft_config.FILE, WEIGHTS):
@@ -67,25 +67,25 @@ def resolve(path: str | os.PathLike) -> pathlib.Path:
 
 
 def read_config(path: str | os.PathLike) -> peft_config.AdapterConfig:
-  """Return what the adapter_config.json of a directory says.
+  """Return the configuration in the adapter_config.json of a directory.
 
   Raises:
-    UserError: it is missing or damaged, or means something that is not supported.
+    UserError: it is missing, damaged or not supported.
   """
   file = resolve(path) / peft_config.FILE
   return peft_config.read(read_json_object(file, _AGAIN), str(file))
 
 
 def read_adapter(path: str | os.PathLike, table: parameters.Table, known_name: KnownName) -> lora.Adapter:
-  """Return which matrices of a model an adapter has factors of; the factors themselves are not read.
+  """Return which matrices of a model an adapter has factors for; the factors themselves are not read.
 
   Args:
-    path: of the adapter's directory.
-    table: of the model without factors.
-    known_name: of the model's family.
+    path: path of the adapter's directory.
+    table: table of the model without factors.
+    known_name: `known_name` of the model's family.
 
   Raises:
-    UserError: the directory cannot be read, or holds what is not supported, or is an adapter of another model.
+    UserError: the directory cannot be read, is not supported, or holds an adapter of another model.
   """
   with _opened(path, table, known_name) as (adapter, _):
     return adapter
@@ -97,20 +97,20 @@ def load_factors(
   """Return the factors of an adapter on the devices; those of layers without any are 0.
 
   Args:
-    path: of the adapter's directory.
-    table: of the model without factors.
-    known_name: of the model's family.
-    mesh: over which they are sharded as parameters are; None: the default device holds them.
+    path: path of the adapter's directory.
+    table: table of the model without factors.
+    known_name: `known_name` of the model's family.
+    mesh: mesh over which they are sharded like parameters; None: the default device holds them.
 
   Raises:
-    UserError: as `read_adapter`, or the file cannot be read, or holds values that are not finite.
+    UserError: as in `read_adapter`, or the file cannot be read, or holds values that are not finite.
   """
   with _opened_whole(path, table, known_name) as (rows, tensors):
     return parameters.map_table(lambda row: placing.place(row, tensors, mesh), rows)
 
 
 def host_factors(path: str | os.PathLike, table: parameters.Table, known_name: KnownName) -> dict[str, np.ndarray]:
-  """Return the factors of an adapter on the host, by their names in the table; for all else, see `load_factors`."""
+  """Return the factors of an adapter on the host, by their names in the table; otherwise as `load_factors`."""
   with _opened_whole(path, table, known_name) as (rows, tensors):
     whole = {row.name: tuple((0, size) for size in row.shape) for row in rows}
     return {row.name: placing.read_blocks(row, tensors, [whole[row.name]])[0] for row in rows}
@@ -120,7 +120,7 @@ def host_factors(path: str | os.PathLike, table: parameters.Table, known_name: K
 def _opened_whole(
   path: str | os.PathLike, table: parameters.Table, known_name: KnownName
 ) -> Iterator[tuple[parameters.Table, dict[str, Tensor | _Nothing]]]:
-  """Give the table of an adapter's factors and the tensors of all layers while the file is open."""
+  """Provide the table of an adapter's factors and the tensors of all layers, while the file is open."""
   with _opened(path, table, known_name) as (adapter, tensors):
     rows = lora.factors(adapter.extended(table, 'float32'))
     none = {row.huggingface_name(i): _Nothing(row.huggingface_shape) for row in rows for i in range(row.layers)}
@@ -129,12 +129,12 @@ def _opened_whole(
 
 @dataclasses.dataclass(frozen=True)
 class _Nothing:
-  """The tensor of a layer without factors."""
+  """A tensor of zeros, for a layer without factors."""
 
   shape: tuple[int, ...]
 
   def rows(self, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> np.ndarray:
-    """Return zeros, as `Tensor.rows`."""
+    """Return zeros in the shape that `Tensor.rows` would have."""
     left, right = columns or (0, self.shape[1])
     return np.zeros((rows[1] - rows[0], right - left), np.float32)
 
@@ -143,7 +143,7 @@ class _Nothing:
 def _opened(
   path: str | os.PathLike, table: parameters.Table, known_name: KnownName
 ) -> Iterator[tuple[lora.Adapter, dict[str, Tensor]]]:
-  """Give an adapter and its tensors, by the names in the table of its factors, while the file is open."""
+  """Provide an adapter and its tensors, by the names in the table of its factors, while the file is open."""
   root = resolve(path)
   config = read_config(root)
   with TensorFile(root / WEIGHTS) as file:
@@ -165,7 +165,7 @@ def held(adapter: lora.Adapter, rows: parameters.Table) -> Iterator[tuple[parame
 
 
 def _known(name: str, known_name: KnownName) -> str | None:
-  """Return the name that the table of factors has for a tensor of a file; None: of a part that is not trained."""
+  """Return the table's name of a file's tensor; None: it belongs to a part that is not trained."""
   factor = _FACTOR.fullmatch(name)
   if factor is None:
     return name
@@ -174,7 +174,7 @@ def _known(name: str, known_name: KnownName) -> str | None:
 
 
 def _prefix(names: Mapping[str, str | None]) -> str:
-  """Return with what the modules of the text model begin in a file, 'model.' as a rule."""
+  """Return the prefix of the text model's module names in a file, usually 'model.'."""
   for name, known in names.items():
     rest = None if known is None else known.removeprefix(f'{ROOT}model.')
     if rest is not None and rest != known and name.endswith(rest):
@@ -191,7 +191,7 @@ def _tensors(
   """Return the tensors of a file by their names in the table.
 
   Raises:
-    UserError: naming one that is missing, there twice, unexpected, or of another shape or dtype.
+    UserError: a tensor, which the message names, is missing, duplicate, unexpected, or has another shape or dtype.
   """
   trained_on = (
     '' if config.base is None else f'; {peft_config.FILE} says that it was trained on {short_repr(config.base, 200)}'
@@ -237,7 +237,7 @@ def _tensors(
 
 
 def _misfit(row: parameters.Parameter, tensor: Tensor, trained_on: str) -> str:
-  """Return what is said of a tensor of another shape."""
+  """Return the explanation for a tensor of the wrong shape."""
   rank = 0 if row.path[-1].endswith(lora.A) else 1
   expected, other = row.huggingface_shape, 1 - rank
   if len(tensor.shape) == 2 and tensor.shape[other] == expected[other]:
@@ -246,10 +246,10 @@ def _misfit(row: parameters.Parameter, tensor: Tensor, trained_on: str) -> str:
 
 
 def base_of(path: str | os.PathLike) -> dict[str, Any] | None:
-  """Return what base_fingerprint.json says of the base model of an adapter; None: there is no such file.
+  """Return the fingerprint of an adapter's base model, from base_fingerprint.json; None: there is no such file.
 
   Raises:
-    UserError: the file is damaged, or another version's.
+    UserError: the file is damaged, or has another version.
   """
   file = resolve(path) / BASE
   if not file.is_file():
@@ -286,16 +286,15 @@ def save(
   Args:
     path: directory to make; it must not hold files.
     adapter: which matrices have factors.
-    table: of the model without factors.
+    table: table of the model without factors.
     factors: nested dict of arrays.
-    prefix: with what the base model's names of modules begin: 'model.', but where the text model is part of a larger
-      one.
+    prefix: prefix of the base model's module names: 'model.', unless the text model is part of a larger one.
     base: path or name of the base model.
-    fingerprint: what tells the base model from others (`models.identity.of_base`).
+    fingerprint: fingerprint of the base model (`models.identity.of_base`).
     use_rslora: whether alphas are those of rank-stabilised LoRA.
     companions: the base model's directory, whose tokenizer files are copied.
     texts: files to write, name → content, in place of those.
-    dtype: of the stored tensors.
+    dtype: dtype of the stored tensors.
 
   Raises:
     UserError: `path` already holds files or cannot be written, or a factor holds values that the dtype cannot, or that
@@ -327,5 +326,5 @@ def _part(row: parameters.Parameter, factors: Tree, layer: int, dtype: str, pref
 
 
 def stored_name(row: parameters.Parameter, layer: int, prefix: str) -> str:
-  """Return the name in a file of the tensor of a row of factors; `prefix` as in `save`."""
+  """Return the name of a factor's tensor in a file; `prefix` as in `save`."""
   return ROOT + prefix + row.huggingface_name(layer).removeprefix(f'{ROOT}model.')

@@ -24,9 +24,9 @@ from sdpo_jax.errors import UserError, first_line, short_repr
 from sdpo_jax.files import is_local, read_text
 
 TENSORS, CONFIG = 'cartridge.pt', 'config.yaml'
-PAGE = 16  # Slots of a server's page: it cuts off what does not fill one.
+PAGE = 16  # Slots of a server's page; it cuts off slots that do not fill a page.
 LARGEST_CONFIG = 2**20  # Bytes.
-MOST_SLOTS = 2**31  # Of a config.yaml that is taken for one.
+MOST_SLOTS = 2**31  # Largest number of slots accepted in a config.yaml.
 _WAY_OUT = 'get the directory again'
 _logger = logging.getLogger('sdpo_jax.models')
 
@@ -36,17 +36,17 @@ class Published:
   """A cartridge as it was published, which does not say what weights it belongs to."""
 
   cartridge: Cartridge
-  model: str | None  # The name of its model, where config.yaml has one.
+  model: str | None  # The name of its model, if config.yaml has one.
 
 
 def read(path: str | os.PathLike) -> Published:
   """Return the cartridge in a directory with config.yaml and one .pt file, or in such a file alone.
 
   Args:
-    path: of the directory or the file, local.
+    path: local path of the directory or the file.
 
   Raises:
-    UserError: naming what is missing or damaged, or what file and config.yaml say differently.
+    UserError: something is missing or damaged, or the file contradicts config.yaml.
   """
   if not is_local(path):
     raise UserError(f'{path}: published cartridges are read from local disks: copy it there, and name the copy.')
@@ -61,7 +61,7 @@ def read(path: str | os.PathLike) -> Published:
       f'{tensors} holds {cartridge.slots} slots, and {place / CONFIG} says at most {slots}: they belong to different '
       f'cartridges; {_WAY_OUT}.'
     )
-  if slots is not None and slots > cartridge.slots:  # The text that it began with was shorter.
+  if slots is not None and slots > cartridge.slots:  # The text that initialised it was shorter.
     _logger.warning('%s holds %d slots; %s allows %d.', tensors, cartridge.slots, CONFIG, slots)
   return Published(cartridge, model)
 
@@ -75,17 +75,18 @@ def write(
 ) -> None:
   """Write a directory that the server for cartridges and both `TrainableCache` classes load.
 
-  No frozen slots are written as tensors of no width, since none of them loads empty lists. The class of the second
-  version takes the number of key-value heads for that of frozen slots when it loads a file: what it computes is the
-  same, but it would train the other slots only. In a run of several processes all call this, and process 0 writes.
+  If no slots are frozen, tensors without slots are written for them, since neither server nor classes load empty lists.
+  When the class of the second version loads a file, it mistakes the number of key-value heads for that of frozen slots:
+  it computes the same, but would train the other slots only. In a run of several processes all call this, and process 0
+  writes.
 
   Args:
     path: directory to make; it must not hold files.
     cartridge: the same in all processes.
     model: name of its model on the Hugging Face hub.
-    spelling: of the keys of frozen slots: 'frozen' for the second version of the class, 'fixed' for the first; the
-      server takes both.
-    dtype: of the tensors.
+    spelling: name of the frozen slots' entries: 'frozen' for the second version of the class, 'fixed' for the first;
+      the server accepts both.
+    dtype: dtype of the tensors.
 
   Raises:
     UserError: the format cannot hold the cartridge, or it cannot be written.
@@ -105,15 +106,15 @@ def write(
 
 
 def check_servable(path: str | os.PathLike, prefix: KVPrefix, kv_heads: int) -> None:
-  """Return if the format can hold slots.
+  """Check that the format can hold a prefix.
 
   Args:
-    path: where they are to be written, for errors.
+    path: where it is to be written, for error messages.
     prefix: the slots.
-    kv_heads: of their model.
+    kv_heads: number of key-value heads of their model.
 
   Raises:
-    UserError: those who read it would make something else of them.
+    UserError: programs that read the format would misinterpret the slots.
   """
   if prefix.slots % PAGE:
     raise UserError(
@@ -133,7 +134,7 @@ def check_servable(path: str | os.PathLike, prefix: KVPrefix, kv_heads: int) -> 
 
 
 def tensors_file(place: pathlib.Path) -> pathlib.Path:
-  """Return the file with the slots: the place itself, or in a directory cartridge.pt or the only .pt file there is.
+  """Return the file with the slots: `place` itself, or in a directory cartridge.pt or the only .pt file.
 
   Raises:
     UserError: there is none, or more than one.
@@ -150,7 +151,7 @@ def tensors_file(place: pathlib.Path) -> pathlib.Path:
 
 
 class _Loader(yaml.SafeLoader):
-  """Takes tags of Python, which publishers' tools write, for the plain text, list or mapping they stand at."""
+  """A YAML loader that reads nodes with Python tags, which publishers' tools write, as text, lists or mappings."""
 
   def plain(self, suffix: str, node: yaml.Node) -> Any:
     del suffix
@@ -161,7 +162,7 @@ class _Loader(yaml.SafeLoader):
     return self.construct_scalar(node)
 
   def flatten_mapping(self, node: yaml.MappingNode) -> None:
-    """Leave merged mappings (<<) alone, which are then refused: a short text could ask for endless ones."""
+    """Do not expand merged mappings (<<), so that they are refused: a short text could expand without end."""
 
 
 _Loader.add_multi_constructor('tag:yaml.org,2002:python/', _Loader.plain)
@@ -169,7 +170,7 @@ _Loader.add_multi_constructor('!', _Loader.plain)
 
 
 def _read_config(file: pathlib.Path) -> tuple[int | None, str | None]:
-  """Return the slots and the name of the model that a config.yaml says, None where it does not."""
+  """Return the number of slots and the model's name from a config.yaml, None for each that is missing."""
   if not file.is_file():
     raise UserError(f'{file} is missing: get it too, or name the .pt file itself.')
   if file.stat().st_size > LARGEST_CONFIG:
@@ -178,7 +179,7 @@ def _read_config(file: pathlib.Path) -> tuple[int | None, str | None]:
     values = yaml.load(read_text(file, _WAY_OUT), _Loader)
   except UserError:
     raise
-  except Exception as error:  # Dates that there are not, keys that are lists, …: what it leads to depends on the value.
+  except Exception as error:  # Invalid dates, keys that are lists, …: the error type depends on the value.
     raise UserError(f'{file} is not YAML ({first_line(error)}): {_WAY_OUT}.') from error
   slots = _entry(values, 'kv_cache_initializer', 'max_tokens')
   model = _entry(values, 'model', 'pretrained_model_name_or_path')
@@ -194,7 +195,7 @@ def _read_config(file: pathlib.Path) -> tuple[int | None, str | None]:
 
 
 def _entry(values: Any, section: str, name: str) -> Any:
-  """Return an entry of a section, which may lie under `value` there; None if there is none."""
+  """Return an entry of a section, or of `value` in that section; None if there is none."""
   part = values.get(section) if isinstance(values, dict) else None
   for place in (part, part.get('value') if isinstance(part, dict) else None):
     if isinstance(place, dict) and place.get(name) is not None:

@@ -1,4 +1,4 @@
-"""Which parameters hold the slots of a prefix (`kv_prefix`), by their names alone."""
+"""Names of the parameters that hold the slots of a prefix (`kv_prefix`)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ FROZEN_KEY, FROZEN_VALUE = 'prefix.frozen_key', 'prefix.frozen_value'
 
 
 def is_slots(parameter: Parameter) -> bool:
-  """Return whether a parameter holds slots of a prefix, which no token is multiplied by in a layer's matrices."""
+  """Return whether a parameter holds slots of a prefix, and is thus not a matrix that tokens are multiplied by."""
   return names_slots(parameter.path)
 
 
 def names_slots(path: Path) -> bool:
-  """Return whether a path in a tree of parameters is that of slots."""
+  """Return whether a path in a parameter tree leads to slots."""
   return path[:2] == ('layers', 'prefix')

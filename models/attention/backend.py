@@ -1,4 +1,4 @@
-"""Which kernels compute attention, and where on a mesh: decided from settings and devices, static under `jit`."""
+"""The choice of attention kernels and their place on a mesh, from settings and devices; static under `jit`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class AttentionBackend:
   """How attention is computed; the default runs anywhere."""
 
   kind: Kind = 'xla'
-  mesh: Mesh | None = None  # Whose devices share rows and heads; None: the arrays are not divided.
-  tile_bytes: int = CPU_TILE  # Of float32 scores that the XLA path holds at once, about.
-  interpret: bool = False  # Kernels as ordinary operations, for tests without their hardware.
+  mesh: Mesh | None = None  # Mesh over which rows and heads are sharded; None: they are not.
+  tile_bytes: int = CPU_TILE  # Approximate bytes of float32 scores that the XLA path holds at once.
+  interpret: bool = False  # Run kernels as ordinary operations, for tests without their hardware.
 
   @property
   def stacked_cache(self) -> bool:
@@ -34,9 +34,9 @@ class AttentionBackend:
     return self.kind == 'splash'
 
   def cached_dim(self, head_dim: int) -> int:
-    """Return the numbers of a head that the cache holds: whole lanes where a kernel reads it in place.
+    """Return the width of a head in the cache: padded to whole lanes if a kernel reads the cache in place.
 
-    Of fewer numbers the TPU's compiler would lay the slots along the lanes, and copy the cache for the kernel.
+    With narrower heads, the TPU's compiler would put the slots along the lanes, and copy the cache for the kernel.
     """
     return -(-head_dim // LANES) * LANES if self.stacked_cache else head_dim
 
@@ -52,8 +52,8 @@ class AttentionBackend:
   def axes(self, rows: int, kv_heads: int, sampling: bool) -> tuple[Any, str | None]:
     """Return (mesh axes of the rows, mesh axis of the heads).
 
-    Training and scoring spread rows over the whole mesh; sampling keeps rows on `fsdp` and divides heads over `tensor`.
-    What an axis does not divide stays whole.
+    Training and scoring shard rows over the whole mesh; sampling shards rows over `fsdp` and heads over `tensor`.
+    Dimensions that an axis does not divide are not sharded over it.
     """
     if not self.divided:
       return None, None
@@ -65,7 +65,7 @@ class AttentionBackend:
     )
 
   def constrain(self, array: jax.Array, *spec: Any) -> jax.Array:
-    """Return the array with its place on the mesh, where there is one."""
+    """Return the array with a sharding constraint, if there is a mesh."""
     if not self.divided:
       return array
     return lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(*spec)))
@@ -73,7 +73,7 @@ class AttentionBackend:
   def shard(
     self, function: Callable[..., Any], in_specs: Sequence[Sequence[Any]], out_specs: Any
   ) -> Callable[..., Any]:
-    """Return `function` on each device's part of its arguments, given a mesh axis per dimension of each."""
+    """Return `function` mapped over each device's part of its arguments; specs give a mesh axis per dimension."""
     if not self.divided:
       return function
     specs = tuple(PartitionSpec(*spec) for spec in in_specs)
@@ -82,12 +82,12 @@ class AttentionBackend:
 
 
 def choose_backend(setting: str, dtype: str, head_dim: int, mesh: Mesh | None = None) -> AttentionBackend:
-  """Return the backend that `model.attention` asks for on the devices of `mesh` (None: the default device).
+  """Return the backend for the setting `model.attention` on the devices of `mesh` (None: the default device).
 
   A mesh of a TPU topology without its hardware counts as TPUs.
 
   Raises:
-    UserError: the devices or the dtype do not allow what was asked for.
+    UserError: the devices or the dtype do not allow the setting.
   """
   platform = (mesh.devices.flat[0] if mesh is not None else jax.devices()[0]).platform
   is_gpu = platform in ('gpu', 'cuda', 'rocm')
@@ -106,5 +106,5 @@ def choose_backend(setting: str, dtype: str, head_dim: int, mesh: Mesh | None = 
 
 @functools.cache
 def distinct_windows(windows: tuple[int, ...] | None) -> tuple[int, ...]:
-  """Return the windows that layers of a model have, each once; 0: all positions."""
+  """Return the distinct windows of a model's layers; 0: all positions."""
   return tuple(sorted(set(windows or (0,))))

@@ -2,7 +2,7 @@
 
 The plain formula writes the scores [B, H, S, S] several times, and its backward pass keeps them. Here a tile of rows
 and queries is finished before the next begins, the backward pass needs only the output and the log-normaliser of each
-query (Dao et al., FlashAttention, arXiv 2205.14135, §3), and most keys that no query of a tile sees are left out.
+query (Dao et al., FlashAttention, arXiv 2205.14135, §3), and most keys that no query of a tile sees are skipped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def attention(
   residuals: str,
   parents: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-  """Return the output of `with_normaliser`, whose arguments it has."""
+  """Return the output of `with_normaliser` alone; arguments as there."""
   return _whole(_attention, query, key, value, first, tile_bytes, residuals, parents)[0]
 
 
@@ -42,17 +42,17 @@ def with_normaliser(
   residuals: str,
   parents: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Grouped-query softmax attention in which query i sees the slots first[i] … i; scores and softmax in float32.
+  """Compute grouped-query softmax attention; query i sees the slots first[i] … i; scores and softmax in float32.
 
   Args:
     query: [B, S, H, head_dim], scaled. H is a multiple of KV; consecutive heads share keys.
     key: [B, S, KV, head_dim].
     value: [B, S, KV, head_dim].
     first: [B, S] int32, at most the query's own slot.
-    tile_bytes: float32 scores held at once, about.
+    tile_bytes: approximate bytes of float32 scores held at once.
     residuals: name under which a rematerialisation policy may save output and log-normalisers.
-    parents: (parent of each query, segment of each key), both [B, S] int32: a query sees the keys of its parent too,
-      which stand before it. A parent that is no segment is none.
+    parents: (parent of each query, segment of each key), both [B, S] int32: a query also sees the keys of its parent,
+      which come before it. A parent that no key's segment equals stands for none.
 
   Returns:
     Output [B, S, H, head_dim] in the dtype of `query`, and the log-normalisers [B, S, H] float32 of the scores.
@@ -92,15 +92,15 @@ def _tile(batch: int, length: int, heads: int, tile_bytes: int) -> tuple[int, in
 def _attention(rows, chunk, residuals, query, key, value, segment, sight):
   """Return ([B, KV, G, S, head_dim],) from query [B, KV, G, S, head_dim], key and value [B, KV, S, head_dim].
 
-  What is seen: `segment` [B, S] of the keys, and of the queries `sight`, (first slot, parent), each [B, S]; segments
-  and parents are None where there are none.
+  `segment` [B, S] of the keys, and `sight` of the queries, (first slot, parent), each [B, S], say what is seen;
+  segments and parents may be None.
   """
   return _forward(rows, chunk, residuals, query, key, value, segment, sight)[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attention_and_normaliser(rows, chunk, residuals, query, key, value, segment, sight):
-  """Return what `_attention` does, and the log-normalisers [B, KV, G, S]."""
+  """Return the result of `_attention`, and the log-normalisers [B, KV, G, S]."""
   return _forward_of_both(rows, chunk, residuals, query, key, value, segment, sight)[0]
 
 
@@ -189,10 +189,12 @@ def _seen(
   query: jax.Array,
   key: jax.Array,
 ) -> jax.Array:
-  """Return [B, 1, G · Q, C] bool: key slots from first [B, Q] to slot [Q], and those whose segment [B, C] is the
-  query's parent [B, Q]."""
+  """Return [B, 1, G · Q, C] bool: which key slots each query sees.
+
+  They are those from first [B, Q] to slot [Q], and those whose segment [B, C] is the query's parent [B, Q].
+  """
   first, parent = sight
-  # One comparison without sign for both ends: this runs for every score.
+  # A single unsigned comparison checks both ends: this runs for every score.
   reach = (slot[None] - first).astype(jnp.uint32)
 
   def grouped(array: jax.Array) -> jax.Array:
@@ -224,7 +226,7 @@ def _spans(length: int, chunk: int) -> list[tuple[int, int]]:
 def _scan(
   step: Callable, carry: Any, span: tuple[int, int], chunk: int, query: jax.Array, sight: Any, *more: jax.Array
 ) -> tuple[Any, Any]:
-  """lax.scan of step(carry, (query, sight, slot, *more)) over the chunks of a span; its output joined along axis 3."""
+  """Scan step(carry, (query, sight, slot, *more)) over the chunks of a span; join its outputs along axis 3."""
   start, end = span
   parts = [query[:, :, :, start:end], jax.tree.map(lambda array: array[:, start:end], sight)]
   parts += [jnp.arange(start, end, dtype=jnp.int32), *(array[:, :, :, start:end] for array in more)]

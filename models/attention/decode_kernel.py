@@ -1,9 +1,9 @@
 """A TPU kernel for attention over the key-value cache of a decode loop, which reads the stack of all layers in place.
 
 XLA copies a layer out of the stack, and often the whole cache into another layout, before it multiplies (about 28 of 38
-ms per decode step for 8B parameters, 256 rows and 10 240 slots). Here the layer is a number that chooses blocks of the
-stack as it lies, and blocks beyond the last slot that a row fills are neither read nor computed. Partial results of
-several caches are merged by their log-normalisers, as in FlashDecoding.
+ms per decode step for 8B parameters, 256 rows and 10 240 slots). Here the layer's index selects blocks of the stack in
+place, and blocks after the last filled slot of a row are neither read nor computed. Partial results of several caches
+are merged by their log-normalisers, as in FlashDecoding.
 
 A row is a row of the batch. The grid runs over rows, key-value heads and blocks of slots, in this order.
 """
@@ -40,9 +40,9 @@ def attention(
   beside: SoftmaxPart | None = None,
   interpret: bool = False,
 ) -> jax.Array:
-  """Grouped-query softmax attention to the keys and values of one layer in caches; scores and softmax in float32.
+  """Compute grouped-query softmax attention to one layer's keys and values in caches; scores and softmax in float32.
 
-  A query sees the keys of its row that do not stand after it.
+  A query sees the keys of its row at its own and earlier positions.
 
   Args:
     query: [B, S, H, head_dim], rotated and scaled.
@@ -50,8 +50,8 @@ def attention(
     parts: caches of the same rows; the softmax runs over all of them.
     layer: [] int32.
     window: [] int32, number of positions that are seen; 0: all.
-    prefix: keys and values that all rows share, over which the softmax runs too; read once, for all rows.
-    beside: what was computed already over other keys, over which the softmax runs too.
+    prefix: keys and values that all rows share, included in the softmax; read once for all rows.
+    beside: attention already computed over other keys, which are included in the softmax.
     interpret: run without a TPU.
 
   Returns:
@@ -86,14 +86,13 @@ def attention(
 
 
 def _part(matrix, places, part, scalars, interpret):
-  """Return the weighted sum [B, KV, M, head_dim], the largest score and the sum of weights [B, KV, M, 1] over one
-  cache, float32."""
+  """Return (weighted sum [B, KV, M, head_dim], largest score, sum of weights [B, KV, M, 1]) over one cache, float32."""
   stores, start, filled = part
   rows, kv_heads, queries, head_dim = matrix.shape
   slots = stores.keys.shape[3]
   block = min(BLOCK, slots)
 
-  # A block that no query sees repeats the last one that is: nothing is fetched for it.
+  # A block that no query sees repeats the index of the last visible one, so that nothing is fetched for it.
   def clamped(row, block_index, filled):
     return jnp.minimum(block_index, jnp.maximum((filled[row] + block - 1) // block - 1, 0))
 
@@ -135,10 +134,10 @@ def _part(matrix, places, part, scalars, interpret):
 
 
 def _shared(matrix, count, prefix, first):
-  """Return what `_part` does, over a prefix of which queries see the slots from `first` [1, B · count, 1] on.
+  """Return results as `_part`, over a prefix whose slots from `first` [1, B · count, 1] on are seen by the queries.
 
-  The first `count` queries of a row are real. All rows meet the same slots, so that these are one matrix of queries per
-  head without what fills up a row's: of groups of few heads, most would be that.
+  Only the first `count` queries of a row are real. All rows see the same slots, so the real queries form one matrix per
+  head, without the padding of each row, which would be most of it for groups of few heads.
   """
   batch, kv_heads, queries, head_dim = matrix.shape
   real = matrix[:, :, :count].swapaxes(0, 1).reshape(kv_heads, batch * count, head_dim)
@@ -158,8 +157,7 @@ def _shared(matrix, count, prefix, first):
 
 
 def _kernel(scalars, start, filled, query, places, keys, values, *others, slots):
-  """Add one block of slots to the sums, which stay in the output blocks, of all queries [M, head_dim] of a row and
-  head."""
+  """Add one block of slots to the sums of all queries [M, head_dim] of a row and head, held in the output blocks."""
   *scales, mixed, top, total = others
   row, block_index = pl.program_id(0), pl.program_id(2)
   block = keys.shape[0]
@@ -183,7 +181,7 @@ def _kernel(scalars, start, filled, query, places, keys, values, *others, slots)
     seen = (slot < filled[row]) & (distance >= 0) & ((distance < scalars[1]) | (scalars[1] == 0))
     value = values[...].astype(query.dtype)
     if slots % block:
-      # What stands beyond the end of the last block is undefined, and 0 times it need not be 0.
+      # Values after the end of the last block are undefined, and 0 times them need not be 0.
       value = jnp.where(first + lax.broadcasted_iota(jnp.int32, value.shape, 0) < slots, value, 0)
     before = top[...]
     highest = jnp.maximum(before, jnp.max(jnp.where(seen, scores, MASKED), axis=1, keepdims=True))

@@ -1,4 +1,4 @@
-"""Attention of queries to keys of the same segment that stand before them: whole sequences, and onto a cache."""
+"""Causal attention of queries to keys of the same segment: of whole sequences, and to a cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sdpo_jax.distributed.mesh import FSDP, TENSOR
 
 # Finite, so that a row of padding (which attends to nothing) has finite outputs and gradients.
 MASKED = blockwise.MASKED
-RESIDUALS = 'attention_residuals'  # What the rematerialisation policy 'save_attention' keeps.
+RESIDUALS = 'attention_residuals'  # Name of the arrays that the rematerialisation policy 'save_attention' keeps.
 
 
 def visible(
@@ -30,12 +30,12 @@ def visible(
   key_segments: jax.Array,
   window: jax.Array | int | None = None,
 ) -> jax.Array:
-  """Says which keys a query sees: its own segment, not padding, not after it, at most `window` − 1 before it.
+  """Return which keys a query sees: of its own segment, not padding, not after it, at most `window` − 1 before it.
 
   Args:
     query_positions: [B, S] int32. query_segments: [B, S] int32.
     key_positions: [B, C] int32. key_segments: [B, C] int32, 0 = padding.
-    window: number of positions that are seen, the query's own included; None: all.
+    window: number of positions that are seen, including the query's own; None: all.
 
   Returns:
     [B, S, C] bool.
@@ -46,7 +46,7 @@ def visible(
 
 
 def segment_starts(segment_ids: jax.Array) -> jax.Array:
-  """Return [B, S] int32: the slot in which the run of equal `segment_ids` [B, S] around each slot begins."""
+  """Return [B, S] int32: the first slot of the run of equal `segment_ids` [B, S] that each slot belongs to."""
   slots = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
   before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
   return lax.cummax(jnp.where(segment_ids != before, slots, 0), axis=1)
@@ -66,9 +66,9 @@ def attend_whole(
   parents: jax.Array | None = None,
   prefix: Prefix | None = None,
 ) -> jax.Array:
-  """Grouped-query softmax attention of whole sequences, their keys included; scores and softmax in float32.
+  """Compute grouped-query softmax attention of whole sequences to themselves; scores and softmax in float32.
 
-  Tokens of a segment stand in consecutive slots in the order of their positions. States of padding are finite.
+  Tokens of a segment occupy consecutive slots in the order of their positions. States of padding are finite.
 
   Args:
     backend: the kernel, and the mesh whose devices share the rows.
@@ -77,12 +77,12 @@ def attend_whole(
     value: [B, S, KV, head_dim].
     segment_ids: [B, S] int32, 0 = padding.
     starts: [B, S] int32 from `segment_starts`.
-    windows: static choices of how many positions are seen, the query's own included; 0: all.
-    window_index: [] int32, which of them applies here.
-    sampling: rows and heads lie as the sampler has them.
-    parents: [B, S] int32, the segment that a token sees beside its own, all of which stands before it; 0: none. None:
-      there are none. With parents, there are no windows, and kernels have no gradient.
-    prefix: keys and values that all tokens attend to beside those; None: there are none.
+    windows: static choices of how many positions are seen, including the query's own; 0: all.
+    window_index: [] int32, index of the window that applies.
+    sampling: whether rows and heads are sharded as in the sampler.
+    parents: [B, S] int32, another segment that a token sees, all of which comes before it; 0: none. None: no token has
+      one. With parents, there are no windows, and kernels have no gradient.
+    prefix: additional keys and values that all tokens attend to; None: there are none.
 
   Returns:
     [B, S, H, head_dim] in the dtype of `query`.
@@ -110,7 +110,7 @@ def attend_whole(
 
 
 def _slots_axes(backend: AttentionBackend, prefix: Prefix | None, heads: str | None) -> tuple[str | None, ...]:
-  """Return the mesh axes of a prefix as this device's queries, of heads divided over that axis, are given it."""
+  """Return the mesh axes of a prefix's arrays, for queries whose heads are sharded over the axis `heads`."""
   if _travel(backend, prefix, None, heads) is None:
     return heads, None, None
   return TENSOR if prefix.key.shape[0] % backend.mesh.shape[TENSOR] == 0 else None, FSDP, None
@@ -119,7 +119,7 @@ def _slots_axes(backend: AttentionBackend, prefix: Prefix | None, heads: str | N
 def _travel(
   backend: AttentionBackend, prefix: Prefix | None, rows: tuple[str, ...] | str | None, heads: str | None
 ) -> divided.Travel | None:
-  """Return how queries travel to a prefix; None: it comes to them."""
+  """Return how queries are sent to a sharded prefix; None: every device has the prefix that it needs."""
   if prefix is None or not prefix.divided or not backend.divided:
     return None
   axes = (rows,) if isinstance(rows, str) else rows or ()
@@ -173,7 +173,7 @@ def _splash(backend, windows, query, key, value, segment_ids, starts, window_ind
 
 
 def _tail(prefix: Prefix, window: int, travel: divided.Travel | None) -> Prefix:
-  """Return the slots of a prefix that tokens behind it see who see `window` positions."""
+  """Return the slots of a prefix that later tokens see within a window of `window` positions."""
   slots = prefix.key.shape[1] * (1 if travel is None else lax.axis_size(FSDP))
   count = min(max(window - 1, 1), slots)
   begin = (slots if prefix.filled is None else prefix.filled) - count
@@ -182,13 +182,13 @@ def _tail(prefix: Prefix, window: int, travel: divided.Travel | None) -> Prefix:
     return Prefix(*divided.gathered(prefix, begin, count, travel), first)
   if prefix.filled is None:
     return Prefix(prefix.key[:, begin:], prefix.value[:, begin:], first)
-  # Where fewer than `count` are filled, `first` leaves out what stands before them.
+  # If fewer than `count` are filled, `first` excludes the places before them.
   places = jnp.maximum(begin + jnp.arange(count, dtype=jnp.int32), 0)
   return Prefix(*(jnp.take(array, places, axis=1) for array in (prefix.key, prefix.value)), first)
 
 
 def _cudnn(backend, windows, query, key, value, segment_ids, starts, window_index, parents, prefix, sampling, travel):
-  """cuDNN's flash attention knows one length per row and no segments: packed rows go through the XLA path."""
+  """Use cuDNN's flash attention for rows of one segment; packed rows, which it does not support, use the XLA path."""
   slots = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
   lengths = jnp.sum((segment_ids > 0).astype(jnp.int32), axis=1)
   within = slots < lengths[:, None]
@@ -215,7 +215,7 @@ def _cudnn(backend, windows, query, key, value, segment_ids, starts, window_inde
   def packed(*arrays):
     return _xla(backend, windows, *arrays, segment_ids, starts, window_index, parents, prefix, sampling, travel)
 
-  if prefix is not None:  # cuDNN's normalisers are not to be had with a gradient.
+  if prefix is not None:  # cuDNN does not give normalisers with a gradient.
     return packed(query, key, value)
   return lax.cond(single, rows_of_one, packed, query, key, value)
 
@@ -242,11 +242,11 @@ def attend_stacks(
   window: jax.Array | int,
   prefix: Prefix | None = None,
 ) -> jax.Array:
-  """Attention to stacked caches by `models.attention.decode_kernel`, each device with its own rows and heads."""
+  """Compute attention to stacked caches with `models.attention.decode_kernel`, on each device's own rows and heads."""
   rows, heads = backend.axes(query.shape[0], parts[0][0].keys.shape[2], sampling=True)
   head_dim, width = query.shape[-1], parts[0][0].keys.shape[-1]
   travel = _travel(backend, prefix, rows, heads)
-  query = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, width - head_dim)))  # With as many zeros as the cache has.
+  query = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, width - head_dim)))  # Padded like the cache.
   if prefix is not None:
     wider = ((0, 0), (0, 0), (0, width - head_dim))
     prefix = prefix.replace(key=jnp.pad(prefix.key, wider), value=jnp.pad(prefix.value, wider))
@@ -272,13 +272,13 @@ def attend_stacks(
 
 
 def attend(query: jax.Array, *parts: tuple[Stores, jax.Array], prefix: Prefix | None = None) -> jax.Array:
-  """Grouped-query softmax attention by the plain formula; scores and softmax in float32.
+  """Compute grouped-query softmax attention by the plain formula; scores and softmax in float32.
 
   Args:
     query: [B, S, H, head_dim], rotated and scaled. H is a multiple of KV; consecutive heads share keys.
     *parts: (a layer's stores from `models.cache.layer_of`, mask [B, S, C] bool from `visible`); the softmax runs over
       the keys of all parts.
-    prefix: keys and values that all rows share, over which it runs too; None: there are none.
+    prefix: keys and values that all rows share, included in the softmax; None: there are none.
 
   Returns:
     [B, S, H, head_dim] in the dtype of `query`.
@@ -288,7 +288,7 @@ def attend(query: jax.Array, *parts: tuple[Stores, jax.Array], prefix: Prefix | 
   group = heads // kv_heads
   precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
 
-  # All queries that meet the same keys make up one matrix, so that these are plain batched matrix products.
+  # All queries that see the same keys form one matrix, so that these are plain batched matrix products.
   def product(left: jax.Array, right: jax.Array) -> jax.Array:
     formula = 'bkmi,bkin->bkmn' if right.ndim == 4 else 'bkmi,kin->bkmn'
     right = right.astype(left.dtype)

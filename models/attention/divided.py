@@ -1,11 +1,11 @@
-"""Attention to a prefix whose slots a mesh divides: the heads over `tensor`, the slots of a head over `fsdp`.
+"""Attention to a prefix that is sharded over a mesh: the heads over `tensor`, the slots of a head over `fsdp`.
 
 A long document would fill a chip's memory, and its keys and values would take longer to gather than to use. So they
-stay where they are and the queries come to them: of every layer, queries and results of all rows travel, 4 · B · S · H
-· head_dim bytes in bfloat16 divided by the size of `tensor`, in place of the 4 · N · KV · head_dim of a document of N
-slots. That is less by orders of magnitude for a step of a decode loop, and less where texts are scored while B · S · H
-/ KV is below tensor · N. Beyond that it does not matter: a chip's matrix units have N / fsdp operations to do for every
-byte, which for N = 98 304 and fsdp = 8 takes a v5e six times as long as sending the byte.
+stay in place and the queries are sent to them: in every layer, queries and results of all rows are sent, 4 · B · S · H
+· head_dim bytes in bfloat16 divided by the size of `tensor`, instead of the 4 · N · KV · head_dim of a document of N
+slots. That is less by orders of magnitude for a decode step, and less for scoring texts while B · S · H / KV is below
+tensor · N. Beyond that it does not matter: a chip's matrix units do N / fsdp operations for every byte, which for
+N = 98 304 and fsdp = 8 takes a v5e six times as long as sending the byte.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from sdpo_jax.distributed.mesh import FSDP, TENSOR
 
 @dataclasses.dataclass(frozen=True)
 class Travel:
-  """Which way the queries of a device have to go."""
+  """How the queries of a device are sent to the slots."""
 
-  rows: tuple[str, ...]  # Mesh axes over which rows are divided.
-  heads: bool  # Whether the slots are divided over `tensor` by heads, and the queries are not.
+  rows: tuple[str, ...]  # Mesh axes over which rows are sharded.
+  heads: bool  # Whether the heads of the slots are sharded over `tensor`, and those of the queries are not.
 
 
 def attention(
   query: jax.Array, prefix: Prefix, attend: Callable[[jax.Array, Prefix], SoftmaxPart], travel: Travel
 ) -> SoftmaxPart:
-  """Return the attention of this device's rows to the whole of a prefix; called on every device, under `shard_map`.
+  """Return the attention of this device's rows to the whole prefix; called on every device, under `shard_map`.
 
   Args:
     query: [B, S, H, head_dim] of this device, scaled.
-    prefix: this device's slots; `filled` and `first` count from the first slot of all. It is frozen: there is no
-      gradient, and asking for one raises ValueError.
-    attend: attention to slots that are all here.
-    travel: of the queries.
+    prefix: this device's slots; `filled` and `first` count from the first slot of all devices. It is frozen: there is
+      no gradient, and asking for one raises ValueError.
+    attend: attention to slots of one device.
+    travel: how the queries are sent.
   """
   given = query, prefix.key, prefix.value
-  query, prefix = lax.stop_gradient((query, prefix))  # Kernels have no gradient here; they would say so less clearly.
+  query, prefix = lax.stop_gradient((query, prefix))  # Kernels have no gradient here; `_refuse` says so more clearly.
   start = lax.axis_index(FSDP) * prefix.key.shape[1]
   first = prefix.first
   if first is not None:
@@ -63,7 +63,7 @@ def attention(
 
 
 def _of_own_rows(array: jax.Array, are_divided: bool) -> jax.Array:
-  """Return [parts, B, …] of this device's rows from what each part of the slots gives for all rows, [rows, …]."""
+  """Return the results [parts, B, …] for this device's rows, given each part's results for all rows [rows, …]."""
   if not are_divided:
     return lax.all_gather(array, FSDP)
   apart = array.reshape(lax.axis_size(FSDP), -1, *array.shape[1:])
@@ -82,7 +82,7 @@ def _joined(mixed: jax.Array, total: jax.Array) -> SoftmaxPart:
 def gathered(prefix: Prefix, begin: jax.Array, count: int, travel: Travel) -> tuple[jax.Array, jax.Array]:
   """Return keys and values [KV, count, head_dim] of the slots from `begin` [] on; zeros where there is no slot.
 
-  Of the heads that this device has queries of. Other arguments as those of `attention`.
+  They have the heads of this device's queries. Other arguments as in `attention`.
   """
   each = prefix.key.shape[1]
   own = begin + jnp.arange(count, dtype=jnp.int32) - lax.axis_index(FSDP) * each
@@ -90,7 +90,7 @@ def gathered(prefix: Prefix, begin: jax.Array, count: int, travel: Travel) -> tu
 
   def gather(array: jax.Array) -> jax.Array:
     here = jnp.where(is_here, jnp.take(array, jnp.clip(own, 0, each - 1), axis=1), 0)
-    # One part has a number and the others have zeros.
+    # One part has the values and the others have zeros.
     whole = lax.psum(here, FSDP)
     return lax.all_gather(whole, TENSOR, axis=0, tiled=True) if travel.heads else whole
 
@@ -99,7 +99,7 @@ def gathered(prefix: Prefix, begin: jax.Array, count: int, travel: Travel) -> tu
 
 @jax.custom_vjp
 def _without_gradient(results: SoftmaxPart, given: tuple[jax.Array, ...]) -> SoftmaxPart:
-  """Return the results, made of what is given."""
+  """Return `results`, computed from `given`; differentiating them raises ValueError."""
   del given
   return results
 

@@ -1,9 +1,8 @@
-"""Attention of many queries to keys and values that all rows share, which no row has a copy of.
+"""Attention of many queries to keys and values that all rows share, without a copy per row.
 
-A softmax over two sets of keys is the mean of the softmaxes over each, weighted by what the sets' normalisers have of
-their sum: so the part of a prefix is computed by itself, with all queries of all rows in one matrix, and merged with
-  what
-a row attends to of its own (`merged`).
+A softmax over two sets of keys is the mean of the softmaxes over each, weighted by the sets' shares of the summed
+normalisers. So attention to a prefix is computed separately, with all queries of all rows in one matrix, and merged
+with the attention of each row to its own keys (`merged`).
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ class Prefix:
   value: jax.Array  # [KV, P, head_dim].
   # [B, S] int32, the first slot that a query sees; None: each sees all.
   first: jax.Array | None = None
-  # Whether they are trained: then every kernel that reads them has a gradient.
+  # Whether they are trained: then every kernel that reads them must have a gradient.
   trained: bool = flax.struct.field(pytree_node=False, default=False)
-  # [] int32, the number of slots that hold something, the first ones; None: all.
+  # [] int32, the number of leading slots that are filled; None: all.
   filled: jax.Array | None = None
-  # Whether a mesh divides the slots, so that queries travel to them (`models.attention.divided`).
+  # Whether the slots are sharded over a mesh, so that queries are sent to them (`models.attention.divided`).
   divided: bool = flax.struct.field(pytree_node=False, default=False)
 
 
@@ -48,14 +47,14 @@ def merged(one: SoftmaxPart, other: SoftmaxPart) -> jax.Array:
 
 
 def attention(query: jax.Array, prefix: Prefix, tile_bytes: int, residuals: str) -> SoftmaxPart:
-  """Grouped-query softmax attention to a prefix; scores and softmax in float32.
+  """Compute grouped-query softmax attention to a prefix; scores and softmax in float32.
 
-  The log-normaliser of a query that sees nothing is so small that `merged` leaves it out.
+  The log-normaliser of a query that sees nothing is so small that its part has no weight in `merged`.
 
   Args:
     query: [B, S, H, head_dim], scaled. H is a multiple of KV; consecutive heads share keys.
-    prefix: what they attend to.
-    tile_bytes: float32 scores held at once, about.
+    prefix: keys and values to attend to.
+    tile_bytes: approximate bytes of float32 scores held at once.
     residuals: name under which a rematerialisation policy may save output and log-normalisers.
   """
   batch, length, heads, head_dim = query.shape
@@ -79,8 +78,9 @@ def attention(query: jax.Array, prefix: Prefix, tile_bytes: int, residuals: str)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(chunk, residuals, query, key, value, first, filled):
-  """Return [KV, Q, head_dim] and [KV, Q] from query [KV, Q, head_dim], key and value [KV, P, head_dim], first [1, Q]
-  and filled [].
+  """Return output [KV, Q, head_dim] and log-normaliser [KV, Q].
+
+  Arguments: query [KV, Q, head_dim], key and value [KV, P, head_dim], first [1, Q] and filled [].
   """
   return _forward(chunk, residuals, query, key, value, first, filled)[0]
 
@@ -128,8 +128,7 @@ _attention.defvjp(_forward, _backward)
 
 
 def _seen(scores: jax.Array, first: jax.Array | None, filled: jax.Array | None, unseen: float) -> jax.Array:
-  """Return scores [KV, Q, P] with `unseen` where the slot stands before the first [1, Q] that the query sees, or is not
-  one of the `filled` []."""
+  """Return scores [KV, Q, P] with `unseen` for slots before `first` [1, Q] and for slots that are not `filled` []."""
   slot = lax.broadcasted_iota(jnp.int32, scores.shape, 2)
   if first is not None:
     scores = jnp.where(slot >= first[..., None], scores, unseen)

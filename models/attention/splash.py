@@ -16,10 +16,10 @@ import numpy as np
 from models.attention.prefix import Prefix, SoftmaxPart, merged
 
 LANES = 128
-# The largest is the fastest (6.2 ms forward and 18.6 backward at S = 10 240 and 32 heads, by the compiled schedules).
+# Larger is faster (6.2 ms forward and 18.6 backward for 1024 at S = 10 240, 32 heads, by the compiled schedules).
 BLOCKS = (1024, 512, 256, 128)
 COMPUTE_BLOCK = 512
-TO_PREFIX = 'to_prefix'  # Marks in a compiled program the kernels whose queries see all keys.
+TO_PREFIX = 'to_prefix'  # Marks the kernels in a compiled program whose queries see all keys.
 
 
 def attention(
@@ -33,18 +33,18 @@ def attention(
   interpret: bool = False,
   parents: jax.Array | None = None,
 ) -> jax.Array:
-  """Causal grouped-query softmax attention within segments; scores and softmax in float32.
+  """Compute causal grouped-query softmax attention within segments; scores and softmax in float32.
 
   Args:
     query: [B, S, H, head_dim], scaled.
     key: [B, S, KV, head_dim].
     value: [B, S, KV, head_dim].
-    segment_ids: [B, S] int32; tokens of a segment stand in consecutive slots.
-    window: number of slots that are seen, the query's own included; 0: all. Static.
+    segment_ids: [B, S] int32; tokens of a segment occupy consecutive slots.
+    window: number of slots that are seen, including the query's own; 0: all. Static.
     residuals: name under which a rematerialisation policy may save output and log-normalisers.
     interpret: run without a TPU.
-    parents: [B, S] int32, the segment that a query sees beside its own, which stands before it; 0: none. Without a
-      gradient and a window.
+    parents: [B, S] int32, another segment that a query sees, which comes before it; 0: none. Without a gradient and a
+      window.
 
   Returns:
     [B, S, H, head_dim] in the dtype of `query`.
@@ -53,12 +53,12 @@ def attention(
 
   def to_parents_too():
     own, (total,) = to_segments(segment_ids, save_residuals=True)
-    # Where there is no parent, no key has this segment: the total of nothing is next to nothing.
+    # No key has segment −1: without a parent the log-normaliser is so small that this part has no weight.
     above, (total_above,) = to_segments(jnp.where(parents > 0, parents, -1), save_residuals=True)
     return merged((own, total), (above, total_above))
 
   to_own = functools.partial(to_segments, segment_ids)
-  # Rows without parents, which are most, are not looked at twice.
+  # Rows without parents, which are most, need only one pass.
   mixed = to_own() if parents is None else lax.cond(jnp.any(parents > 0), to_parents_too, to_own)
   return _narrowed(mixed, query)
 
@@ -73,14 +73,14 @@ def with_normaliser(
   residuals: str,
   interpret: bool = False,
 ) -> SoftmaxPart:
-  """Do what `attention` does; return the log-normalisers [B, S, H] too, without a gradient."""
+  """Compute `attention` and also return the log-normalisers [B, S, H]; there is no gradient."""
   to_segments, segment_ids, _ = _to_own_row(query, key, value, segment_ids, None, window, residuals, interpret)
   mixed, (total,) = to_segments(segment_ids, save_residuals=True)
   return _narrowed(mixed, query), total.swapaxes(1, 2)[:, : query.shape[1]]
 
 
 def _to_own_row(query, key, value, segment_ids, parents, window, residuals, interpret):
-  """Return the kernel, given the segment that every query of a row sees, and segments and parents with its padding."""
+  """Return the kernel, as a function of the segment that every query sees, and the padded segments and parents."""
   length, heads = query.shape[1:3]
   block = block_size(length)
   room = -length % block
@@ -106,16 +106,16 @@ def attention_after(
   residuals: str,
   interpret: bool = False,
 ) -> jax.Array:
-  """Causal attention of rows to themselves and to a prefix that stands before each, with gradients to both.
+  """Compute causal attention of rows to themselves and to a prefix before each, with gradients to both.
 
-  The kernel reads one array of keys per row: the prefix is laid before each row's own. A row is one segment.
+  The kernel reads one array of keys per row: the prefix is copied before each row's own. A row is one segment.
 
   Args:
-    query: as in `attention`, like those that are not named here.
+    query: as in `attention`.
     key: [B, S, KV, head_dim].
     value: [B, S, KV, head_dim].
     segment_ids: [B, S] int32, 1, or 0 for padding.
-    prefix: seen whole, or within the window where it says from which slot on.
+    prefix: seen whole, or only within the window if it has `first`.
     window: number of slots that are seen; 0: all.
     residuals: as in `attention`.
     interpret: run without a TPU.
@@ -140,7 +140,7 @@ def attention_after(
 
 
 class _After(masks.Mask):
-  """What queries behind a prefix see who see a window of positions: of the prefix all, or what lies in the window."""
+  """The mask of queries with a window after a prefix, of which they see all slots, or only those in the window."""
 
   def __init__(self, size: tuple[int, int], slots: int, window: int, within: bool):
     self.size, self.slots, self.window, self.within = size, slots, window, within
@@ -166,11 +166,11 @@ class _After(masks.Mask):
 
 
 def to_prefix(query: jax.Array, prefix: Prefix, *, residuals: str, interpret: bool = False) -> SoftmaxPart:
-  """Attention of all tokens of all rows to the whole of a prefix; it has no gradient.
+  """Compute attention of all tokens of all rows to the whole prefix, without a gradient.
 
   Args:
     query: [B, S, H, head_dim], scaled.
-    prefix: all of which is seen that is filled.
+    prefix: keys and values, of which all filled slots are seen.
     residuals: as in `attention`.
     interpret: run without a TPU.
   """
@@ -197,7 +197,7 @@ def to_prefix(query: jax.Array, prefix: Prefix, *, residuals: str, interpret: bo
 def _splash(
   mask: masks.Mask, heads: int, blocks: tuple[int, int], residuals: str, interpret: bool
 ) -> Callable[..., Callable[..., Any]]:
-  """Return what makes the kernel, given `save_residuals`; blocks are of queries and of keys."""
+  """Return a factory of the kernel, called with `save_residuals`; `blocks` are block sizes of queries and keys."""
   block, key_block = blocks
   compute = min(key_block, COMPUTE_BLOCK)
   return functools.partial(
@@ -219,7 +219,7 @@ def _splash(
 
 
 def _by_row(run: Callable[..., Any], query, key, value, query_segments, key_segments):
-  """Return what a kernel gives for every row."""
+  """Return the kernel's results for every row."""
 
   def of_row(query, key, value, *segments):
     return run(query, key, value, kernel.SegmentIds(*segments))
@@ -230,17 +230,17 @@ def _by_row(run: Callable[..., Any], query, key, value, query_segments, key_segm
 def _widened(array: jax.Array, room: int) -> jax.Array:
   """Return [B, S, heads, head_dim] as [B, heads, S + room, whole lanes].
 
-  Added slots are padding at the end, added numbers of a head are zeros: neither changes what the others get.
+  Added slots are padding at the end, and heads are padded with zeros: neither changes the other results.
   """
   return jnp.pad(array, ((0, 0), (0, room), (0, 0), (0, -array.shape[-1] % LANES))).swapaxes(1, 2)
 
 
 def _narrowed(mixed: jax.Array, query: jax.Array) -> jax.Array:
-  """Return [B, heads, S + room, whole lanes] in the shape and dtype of the query."""
+  """Return [B, heads, S + room, whole lanes] cut to the shape, and cast to the dtype, of the query."""
   return mixed.swapaxes(1, 2)[:, : query.shape[1], :, : query.shape[3]].astype(query.dtype)
 
 
 def block_size(length: int) -> int:
-  """Return the largest block that adds at most an eighth to the slots, or the smallest."""
+  """Return the largest block that pads the slots by at most an eighth, or the smallest block."""
   fits = [block for block in BLOCKS if -length % block <= length // 8]
   return fits[0] if fits else BLOCKS[-1]

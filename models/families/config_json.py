@@ -1,4 +1,4 @@
-"""What the config.json files of all families have in common: how sizes, windows and rotary embeddings are read."""
+"""Reading and writing of the config.json entries that families share: sizes, windows and rotary embeddings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sdpo_jax.errors import UserError, short_repr
 FULL, SLIDING = 'full_attention', 'sliding_attention'
 ACTIVATIONS: Mapping[str, Activation] = {'silu': 'silu', 'gelu_pytorch_tanh': 'gelu_tanh'}
 ROPE_KINDS = ('default', 'linear', 'llama3', 'yarn')
-# Keys that, unless they are null or false, make a model another one than the decoder computes.
+# Keys that, unless null or false, describe a model that the decoder does not support.
 REFUSED: Mapping[str, str] = {
   'attn_logit_softcapping': 'soft-capped attention scores',
   'final_logit_softcapping': 'soft-capped logits',
@@ -32,10 +32,10 @@ _SIZES = {
 
 
 def refuse(values: Json, source: str) -> None:
-  """Check that a config.json asks for nothing that the decoder does not compute.
+  """Check that a config.json describes nothing that the decoder does not support.
 
   Raises:
-    UserError: naming `source` and the key.
+    UserError: it does; the message names `source` and the key.
   """
   for key, what in REFUSED.items():
     if values.get(key) not in (None, False):
@@ -44,16 +44,16 @@ def refuse(values: Json, source: str) -> None:
 
 
 def fields(values: Json, source: str, activation_key: str = 'hidden_act') -> dict[str, Any]:
-  """Return the fields of `Architecture` that all families read alike.
+  """Return the fields of `Architecture` that all families read in the same way.
 
   Args:
-    values: contents of a config.json, over the defaults of the family.
-    source: what to call it.
-    activation_key: that of the MLP's activation.
+    values: contents of a config.json, merged over the defaults of the family.
+    source: name of the file, for error messages.
+    activation_key: key of the MLP's activation.
 
   Raises:
-    UserError: naming `source` and the key: a missing or impossible size, an activation that is not supported, or
-      what `refuse` refuses.
+    UserError: a size is missing or impossible, the activation is not supported, or `refuse` raises; the message names
+      `source` and the key.
   """
   refuse(values, source)
   sizes = {field: size(values, key, source) for field, key in _SIZES.items()}
@@ -93,7 +93,7 @@ def size(values: Json, key: str, source: str) -> int:
   """Return a positive integer.
 
   Raises:
-    UserError: naming `source` and the key.
+    UserError: it is missing or something else; the message names `source` and the key.
   """
   value = values.get(key)
   if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
@@ -102,10 +102,11 @@ def size(values: Json, key: str, source: str) -> int:
 
 
 def flag(values: Json, key: str, source: str, default: bool = False) -> bool:
-  """Return a boolean, `default` where the key is missing or null.
+  """Return a boolean, or `default` if the key is missing or null.
 
   Raises:
-    UserError: naming `source` and the key; a string such as 'false' would count as true.
+    UserError: it is something else (a string such as 'false' would count as true); the message names `source` and the
+      key.
   """
   value = values.get(key)
   value = default if value is None else value
@@ -115,10 +116,10 @@ def flag(values: Json, key: str, source: str, default: bool = False) -> bool:
 
 
 def number(values: Json, key: str, source: str, default: float | None = None) -> float:
-  """Return a positive number, `default` where the key is missing or null.
+  """Return a positive number, or `default` if the key is missing or null.
 
   Raises:
-    UserError: naming `source` and the key.
+    UserError: it is something else; the message names `source` and the key.
   """
   value = values.get(key)
   value = default if value is None else value
@@ -131,7 +132,7 @@ def layer_kinds(values: Json, default: Sequence[str], source: str) -> tuple[str,
   """Return FULL or SLIDING for every layer: layer_types, or else `default`.
 
   Raises:
-    UserError: naming `source`: layer_types has another length or other names.
+    UserError: layer_types has another length or other names; the message names `source`.
   """
   kinds = values.get('layer_types')
   kinds = default if kinds is None else kinds
@@ -149,9 +150,9 @@ def windows(values: Json, kinds: Sequence[str], source: str, switch: str | None 
 
   Args:
     values: contents of a config.json.
-    kinds: FULL or SLIDING of every layer.
-    source: what to call it.
-    switch: a key that must be true for sliding_window to count.
+    kinds: FULL or SLIDING for every layer.
+    source: name of the file, for error messages.
+    switch: a key that must be true for sliding_window to apply.
 
   Raises:
     UserError: a layer is SLIDING, and there is no window.
@@ -174,11 +175,11 @@ def rope(values: Json, source: str, theta: float = 10000.0) -> Rope:
 
   Args:
     values: contents of a config.json.
-    source: what to call it.
-    theta: where none is given.
+    source: name of the file, for error messages.
+    theta: default.
 
   Raises:
-    UserError: naming `source` and the key: a type or a number that is not supported.
+    UserError: a type or a number is not supported; the message names `source` and the key.
   """
   given = _mapping(values, 'rope_scaling', source) or _mapping(values, 'rope_parameters', source)
   nested = [key for key in given if key in (FULL, SLIDING)]
@@ -193,19 +194,19 @@ def rope(values: Json, source: str, theta: float = 10000.0) -> Rope:
 def ropes_by_kind(
   values: Json, kinds: Sequence[str], source: str, full_theta: float, sliding_theta: float
 ) -> dict[str, Any]:
-  """Return `ropes` and `layer_ropes` of an architecture whose layers rotate by their kind.
+  """Return `ropes` and `layer_ropes` of an architecture whose rotary embedding depends on the kind of layer.
 
-  rope_parameters has an entry for either kind (transformers 5); rope_scaling (transformers 4) is for FULL layers.
+  rope_parameters has an entry for each kind (transformers 5); rope_scaling (transformers 4) is for FULL layers.
 
   Args:
     values: contents of a config.json.
-    kinds: FULL or SLIDING of every layer.
-    source: what to call it.
-    full_theta: of FULL layers, where none is given.
-    sliding_theta: of SLIDING layers, where none is given.
+    kinds: FULL or SLIDING for every layer.
+    source: name of the file, for error messages.
+    full_theta: default for FULL layers.
+    sliding_theta: default for SLIDING layers.
 
   Raises:
-    UserError: naming `source` and the key: a type or a number that is not supported.
+    UserError: a type or a number is not supported; the message names `source` and the key.
   """
   nested = _mapping(values, 'rope_parameters', source)
   if nested and not set(nested) <= {FULL, SLIDING}:
@@ -270,7 +271,7 @@ def _rope(values: Json, given: Json, theta: float, source: str) -> Rope:
 
 
 def _attention_factor(given: Json, factor: float, source: str) -> float:
-  """Return what yarn multiplies cosines and sines by where it is not said."""
+  """Return yarn's default factor of cosines and sines."""
 
   def grown(scale: float) -> float:
     return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
@@ -281,7 +282,7 @@ def _attention_factor(given: Json, factor: float, source: str) -> float:
 
 
 def rope_json(rope: Rope) -> Json:
-  """Return the entry of rope_parameters that means a rotary embedding."""
+  """Return the entry of rope_parameters for a rotary embedding."""
   values: Json = {'rope_type': rope.kind, 'rope_theta': rope.theta}
   if rope.kind != 'default':
     values['factor'] = rope.factor
@@ -296,13 +297,13 @@ def rope_json(rope: Rope) -> Json:
 
 
 def written(architecture: Architecture, model_type: str, writer: str, activation_key: str = 'hidden_act') -> Json:
-  """Return the part of a config.json that all families write alike.
+  """Return the part of a config.json that all families write in the same way.
 
   Args:
     architecture: the model.
-    model_type: of its family.
+    model_type: model_type of its family.
     writer: the class of transformers that builds the model.
-    activation_key: that of the MLP's activation.
+    activation_key: key of the MLP's activation.
   """
   a = architecture
   return {
@@ -323,8 +324,10 @@ def written(architecture: Architecture, model_type: str, writer: str, activation
 
 
 def rope_of_all_json(architecture: Architecture) -> Json:
-  """Return the entries of a config.json that say the one rotary embedding of all layers, as transformers 4 has them,
-  which 5 reads too."""
+  """Return the entries of a config.json for the one rotary embedding of all layers.
+
+  They are in the format of transformers 4, which 5 reads too.
+  """
   (only,) = architecture.ropes
   scaling = rope_json(only)
   theta = scaling.pop('rope_theta')
@@ -332,8 +335,7 @@ def rope_of_all_json(architecture: Architecture) -> Json:
 
 
 def ropes_by_kind_json(architecture: Architecture) -> Json:
-  """Return the entries of a config.json that say layer types, their windows and their rotary embeddings, as
-  transformers 5 has them."""
+  """Return the entries of a config.json for layer types, windows and rotary embeddings, in transformers 5's format."""
   a = architecture
   kinds = kinds_of(a)
   places = a.layer_ropes or (0,) * a.layers
@@ -350,5 +352,5 @@ def kinds_of(architecture: Architecture) -> tuple[str, ...]:
 
 
 def every(period: int, layers: int) -> list[str]:
-  """Return the kinds of layers of which every `period`-th is FULL."""
+  """Return the kinds of `layers` layers, every `period`-th of which is FULL."""
   return [SLIDING if (layer + 1) % period else FULL for layer in range(layers)]

@@ -1,4 +1,4 @@
-"""What a family of models declares."""
+"""The declaration of a family of models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from models.architecture import Architecture
 
 Json = dict[str, Any]
 _LAYER = 'model.layers.{layer}.'
-# Tensors by the names of parameters, as most families call them.
+# Parameter name → tensor name in most families.
 NAMES: Mapping[str, str] = {
   'embedding': 'model.embed_tokens.weight',
   'layers.attention_norm': f'{_LAYER}input_layernorm.weight',
@@ -34,7 +34,7 @@ NAMES: Mapping[str, str] = {
   'final_norm': 'model.norm.weight',
   'unembedding': 'lm_head.weight',
 }
-# Where attention and MLP normalise their results; the norm of the MLP's input is then called otherwise.
+# Names in families that normalise the outputs of attention and MLP; the norm of the MLP's input has another name there.
 POST_NORM_NAMES: Mapping[str, str] = {
   'layers.attention_post_norm': f'{_LAYER}post_attention_layernorm.weight',
   'layers.mlp_norm': f'{_LAYER}pre_feedforward_layernorm.weight',
@@ -43,36 +43,36 @@ POST_NORM_NAMES: Mapping[str, str] = {
 
 
 def same_name(name: str) -> str:
-  """Return the name."""
+  """Return the name unchanged."""
   return name
 
 
 def whole_model(values: Json) -> str:
-  """Return the beginning of the modules' names in a model that is nothing else."""
+  """Return the prefix of module names in a model that is not part of a larger one."""
   del values
   return 'model.'
 
 
 def same_values(values: Json) -> Json:
-  """Return the contents of a config.json."""
+  """Return the contents of a config.json unchanged."""
   return values
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """How models of one kind are written down: config.json and tensors, as transformers has them."""
+  """The file format of a family of models: config.json and tensor names, as in transformers."""
 
-  name: str  # In `Architecture.family`.
-  model_types: tuple[str, ...]  # In config.json.
+  name: str  # `Architecture.family`.
+  model_types: tuple[str, ...]  # Values of model_type in config.json.
   # Returns the architecture that the contents of a config.json (and the name of its file) describe; raises UserError.
   read: Callable[[Json, str], Architecture]
   # Returns the contents of a config.json from which transformers builds the same model.
   write: Callable[[Architecture], Json]
-  names: Mapping[str, str] = dataclasses.field(default_factory=lambda: NAMES)  # Of tensors, by those of parameters.
-  # Returns the name under which `names` knows a tensor of a file; None: it belongs to a part that is not trained.
+  names: Mapping[str, str] = dataclasses.field(default_factory=lambda: NAMES)  # Parameter name → tensor name.
+  # Maps a tensor name in a file to the one in `names`; None: the tensor belongs to a part that is not trained.
   known_name: Callable[[str], str | None] = same_name
-  # Returns the contents of an export's config.json, given those of the model that it was trained from.
+  # Returns the contents of an export's config.json, given those of the original model.
   exported: Callable[[Json], Json] = same_values
-  # Returns with what the names of the text model's modules begin in what transformers makes of a config.json.
+  # Returns the prefix of the text model's module names in the model that transformers builds from a config.json.
   module_prefix: Callable[[Json], str] = whole_model
-  left_out: tuple[str, ...] = ()  # Files of a model directory that are about parts that are not trained.
+  left_out: tuple[str, ...] = ()  # Files of a model directory for parts that are not trained.

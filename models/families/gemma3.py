@@ -1,5 +1,8 @@
-"""Gemma 3 models, of those that see images the part that reads text: norms before and after, weights of norms about 0,
-embeddings that are scaled, and five of six layers with a window and a rotary embedding of their own."""
+"""Gemma 3 models, or the text part of those that read images.
+
+Attention and MLP have norms before and after, weights of norms are offsets from 1, embeddings are scaled, and five of
+six layers have a window and a rotary embedding of their own.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from models.families.family import NAMES, POST_NORM_NAMES, Family, Json
 from sdpo_jax.errors import UserError
 
 WHOLE, TEXT = 'gemma3', 'gemma3_text'
-# What transformers takes where a text_config does not say; published ones say next to nothing.
+# Defaults of transformers for entries missing in a text_config; published ones have few entries.
 DEFAULTS: Json = {
   'vocab_size': 262208,
   'hidden_size': 2304,
@@ -28,10 +31,10 @@ DEFAULTS: Json = {
   'sliding_window_pattern': 6,
 }
 FULL_THETA, SLIDING_THETA = 1e6, 10000.0
-# Of the tensors of models that see images, as transformers 4 and 5 have called them.
+# Prefixes of tensors in models that read images, in transformers 4 and 5.
 _PARTS_FOR_IMAGES = re.compile(r'(model\.)?(vision_tower|multi_modal_projector)\.')
 _PREFIXES = re.compile(r'(language_model\.(?=lm_head\.)|language_model\.model\.|model\.language_model\.)')
-# Of a model that sees images, what counts of its config.json beside text_config.
+# Entries outside text_config that apply to the text part of a model that reads images.
 _OF_WHOLE = ('bos_token_id', 'eos_token_id', 'pad_token_id', 'tie_word_embeddings', 'torch_dtype', 'dtype')
 
 
@@ -65,10 +68,10 @@ def read(values: Json, source: str) -> Architecture:
 
 
 def text_values(values: Json, source: str = 'config.json') -> Json:
-  """Return the contents of a config.json of the part of a model that reads text.
+  """Return the contents of a config.json for the text part of a model.
 
   Raises:
-    UserError: a model that sees images has no text_config.
+    UserError: a model that reads images has no text_config.
   """
   if values.get('model_type') != WHOLE:
     return values
@@ -88,7 +91,7 @@ def write(architecture: Architecture) -> Json:
 
 
 def exported(values: Json) -> Json:
-  """See `Family.exported`: what is exported reads text."""
+  """See `Family.exported`; the export is a text model."""
   if values.get('model_type') != WHOLE:
     return values
   return text_values(values) | {'architectures': ['Gemma3ForCausalLM'], 'model_type': TEXT}
@@ -110,7 +113,7 @@ def module_prefix(values: Json) -> str:
   return 'model.language_model.' if values.get('model_type') == WHOLE else 'model.'
 
 
-# With which transformers makes a processor of images, for which an export has no tower.
+# Files from which transformers builds an image processor, of no use to an export without a vision tower.
 _FILES_FOR_IMAGES = ('preprocessor_config.json', 'processor_config.json')
 FAMILY = Family(
   'gemma3',

@@ -1,4 +1,4 @@
-"""Llama 2 and 3 models, and others that are written as such."""
+"""Llama 2 and 3 models, and others in the same format."""
 
 from __future__ import annotations
 

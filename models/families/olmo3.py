@@ -1,5 +1,7 @@
-"""Olmo 3 models: attention and MLP normalise what they add, queries and keys are normalised over all heads together,
-and three of four layers have a window, without the stretching of positions that the others have."""
+"""Olmo 3 models: outputs of attention and MLP are normalised, as are queries and keys, over all heads together.
+
+Three of four layers have a window, without the stretching of positions that the others have.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ FAMILIES: Mapping[str, Family] = {
   module.FAMILY.name: module.FAMILY for module in (qwen3, qwen2, llama, mistral, olmo3, gemma3)
 }
 BY_MODEL_TYPE: Mapping[str, Family] = {kind: family for family in FAMILIES.values() for kind in family.model_types}
-# Why model types that are near to those here are not supported.
+# Why model types similar to the supported ones are not supported.
 REASONS: Mapping[str, str] = {
   'gemma2': 'its logits are soft-capped',
   'mixtral': 'a mixture of experts',
@@ -30,10 +30,10 @@ def family_of(architecture: Architecture) -> Family:
 
 
 def read(values: Json, source: str = 'config.json') -> Architecture:
-  """Return the architecture that the contents of a config.json describe, as the family of its model_type reads them.
+  """Return the architecture that the contents of a config.json describe, read by the family of its model_type.
 
   Raises:
-    UserError: naming `source` and what is not supported.
+    UserError: something is not supported; the message names it and `source`.
   """
   model_type = values.get('model_type')
   if model_type not in list(BY_MODEL_TYPE):  # Which may be unhashable.

@@ -1,4 +1,4 @@
-"""Layers that slide from some layer on, as Qwen's config.json files say it."""
+"""Sliding windows from some layer on, as in Qwen's config.json files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def read(values: Json, layers: int, source: str) -> tuple[int, ...] | None:
   """Return `windows` of an architecture: by layer_types, or else from layer max_window_layers on.
 
   Raises:
-    UserError: naming `source`: layer_types is malformed, or there is no window for those that slide.
+    UserError: layer_types is malformed, or sliding layers have no window; the message names `source`.
   """
   slides = config_json.flag(values, SWITCH, source) and values.get('sliding_window') is not None
   first = values['max_window_layers']
@@ -26,7 +26,7 @@ def read(values: Json, layers: int, source: str) -> tuple[int, ...] | None:
 
 
 def write(architecture: Architecture) -> Json:
-  """Return the entries of a config.json that say the windows."""
+  """Return the entries of a config.json for the windows."""
   if architecture.windows is None:
     return {}
   kinds = list(config_json.kinds_of(architecture))

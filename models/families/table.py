@@ -24,7 +24,7 @@ def parameter_table(architecture: Architecture) -> parameters.Table:
     entries.append(parameters.Parameter(tuple(path.split('.')), shape, axes, init, names[path], matrix, **more))
 
   def norm(path, shape, axes, matrix=None):
-    # A weight to which 1 is added begins at 0.
+    # A weight to which 1 is added is initialised to 0.
     init = 'zeros' if a.norm_offset else 'ones'
     add(path, (layers, *shape), ('layers', *axes), init, matrix, compute=False)
 
