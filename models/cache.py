@@ -12,8 +12,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-# A model with at most so many layers is decoded layer by layer from one array each, which saves copying a layer out of
-# the stack at every step: half of a step's time where the model is small. Deeper ones are scanned, so that compile time
+# A model with up to this many layers is decoded layer by layer from one array each, which saves copying a layer out of
+# the stack at every step: half of a step's time if the model is small. Deeper ones are scanned, so that compile time
 # does not grow with depth.
 SHALLOW = 8
 

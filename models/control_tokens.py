@@ -1,10 +1,10 @@
 """Encoding of conversations whose messages cannot spell control tokens: only the chat template writes these.
 
 A chat template joins what it writes and what the messages say into one text, in which a tokenizer turns every string
-such as `<|im_end|>` into the token of that name, whoever wrote it. Here such a string in a message gets a mark before
-the template sees it. In the template's output, strings without the mark are the template's own and become tokens; those
-of the messages lose their mark and become text. A message that begins or ends with part of such a string gets a mark
-there, since templates may put messages side by side.
+such as `<|im_end|>` into the token of that name, no matter who wrote it. Here such a string in a message gets a mark
+before the template sees it. In the template's output, strings without the mark are the template's own and become
+tokens; those of the messages lose their mark and become text. A message that begins or ends with part of such a string
+gets a mark there, since templates may put messages side by side.
 """
 
 from __future__ import annotations

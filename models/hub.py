@@ -1,4 +1,4 @@
-"""Downloads from the Hugging Face hub; whether it can be reached is checked once, as its libraries try for long."""
+"""Downloads from the Hugging Face hub; its libraries retry for half a minute, so reachability is checked once first."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def _prefix(config: CartridgeConfig, architecture: Architecture) -> KVPrefix | N
   """
   slots, frozen, within_windows = config.tokens, config.num_frozen_tokens, config.sliding_window == 'windowed'
   if config.path:
-    from models.adapters import named_cartridges  # It imports this module.
+    from models.adapters import named_cartridges  # Needed only to start from a cartridge.
 
     described = named_cartridges.describe(config.path)
     check_fits(described, architecture, config.path)

@@ -35,7 +35,7 @@ _BITS = {
   **{'F64': 64, 'C64': 64},
 }
 # Gap in bytes between the wanted parts of two rows up to which reading on is cheaper than seeking: a disk and the page
-# cache deliver no less, and a call per row costs about as much as copying so many bytes.
+# cache deliver no less, and a call per row costs about as much as copying this many bytes.
 GAP = 2**16
 COMPARED_BYTES = 2**23  # Bytes of each of two matrices that are compared at once.
 
