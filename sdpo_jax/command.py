@@ -94,7 +94,7 @@ def join_cluster() -> None:
 
   Raises:
     UserError: only some of the three flags are given, or they contradict each other or those of another process, or
-      JAX has no device of the platform that it is told to use.
+      JAX has no device of the requested platform.
     cluster.Lost: not all processes came in time.
   """
   values = flags.FLAGS

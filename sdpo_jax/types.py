@@ -135,7 +135,7 @@ class TokenRows:
 
 @flax.struct.dataclass
 class TeacherSignal:
-  """What the objective needs from a teacher, per completion token.
+  """The input of the objective from a teacher, per completion token.
 
   An in-mesh teacher gives `hidden` and `unembedding`, and for the trust region also those of the student in the
   teacher's context with their mixing weight. An external teacher gives token ids with log-probs (the tail bucket holds

@@ -26,7 +26,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.types import Batch, RowNumbers, TeacherSignal
 
 FORMS = ('mixture', 'design')
-LITE = 5  # The regulariser is left out for teachers that name at most so many tokens.
+LITE = 5  # The regulariser is left out for teachers that name at most this many tokens.
 SUPPORTS = ('teacher', 'union')
 
 

@@ -76,7 +76,7 @@ class BlockwiseTopK:
   def start(self, tokens: int, dtype: jnp.dtype) -> tuple[Largest, jax.Array]:
     """Return the state before the first block, for C tokens."""
     largest = jnp.full((tokens, self.k), -jnp.inf, dtype), jnp.zeros((tokens, self.k), jnp.int32)
-    # Whole groups, which need not be padded for the two-stage top K; behind the blocks they hold nothing.
+    # Whole groups, so that the two-stage top K needs no padding; the places after the blocks stay empty.
     width = self.k + self.blocks_per_span * self.size
     return largest, jnp.full((tokens, width + -width % GROUP), -jnp.inf, dtype)
 

@@ -91,7 +91,7 @@ class Sampler:
       quantized: hold keys and values as int8, in about half the memory of bfloat16. Changes probabilities slightly.
       resized: let the cache grow and shrink with the live samples, where that pays; False: it always has its largest
         size and all of its rows, so that a bucket of prompts compiles once.
-      least: make arrays at least as large as for a request of so many samples from the largest prompt bucket, so that
+      least: make arrays at least as large as for a request of `least` samples from the largest prompt bucket, so that
         compiled programs depend on nothing else; None: as large as each request needs.
       keep: see `SamplerFunctions.kept`; None: JAX's own cache is used.
 

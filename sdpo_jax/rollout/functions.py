@@ -50,7 +50,7 @@ class SamplerFunctions:
   fetch: Callable[[Tree], Tree]  # Returns host arrays, complete on every process.
   shards: int
   # The cache is allocated at its largest size and keeps it: unfilled slots are not read, and resizing would need the
-  # memory of a second cache. `compact` moves finished rows behind the others.
+  # memory of a second cache. `compact` moves live rows to the front.
   keeps_size: bool
   pooled: bool  # The trainable tree is a pool of adapters, of which every row uses one or none.
 

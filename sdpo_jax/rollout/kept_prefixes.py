@@ -182,8 +182,8 @@ class KeptPrefixes:
   def shard_of(self, samples: Prompt, shards: Sequence[int]) -> int:
     """Return the best shard to begin a prompt in.
 
-    It is the one with the longest match; among several, the one with most free slots; and among these, the one whose
-    next row to be evicted was used longest ago.
+    It is the one with the longest match; among several, the one with most free slots; and among these, one with a free
+    row, or else the one whose next row to be evicted was used longest ago.
 
     Args:
       samples: samples of the prompt.

@@ -139,7 +139,7 @@ def truncate(
     top_k: [B] int32, -1 or 0 for all.
     top_p: [B] float32, 1 for all.
     min_p: [B] float32, 0 for all.
-    weights: [B, V] float32, exp(scaled) where it is there already.
+    weights: [B, V] float32, exp(scaled) if it is known already; None: it is computed.
 
   Returns:
     [B, V] float32, 1 at the most likely token.

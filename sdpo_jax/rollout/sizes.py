@@ -14,7 +14,7 @@ import dataclasses
 import math
 
 SMALLEST_CACHE = 128  # Minimum slots of a row; smaller caches would not pay for their compilation.
-SHORT_CACHE = 512  # A cache starts with half its largest size if that is at most so many slots, else with a quarter.
+SHORT_CACHE = 512  # A cache starts with half its slots, at most this many, or with a quarter if that is more.
 FEWEST_ROWS = 8  # Minimum rows of a shard to shrink; a step of fewer does little but read weights.
 PREFILL_TOKENS = 256  # Tokens of a shard that are prefilled at once, if prompts are not longer than that.
 # Shares of the rows that remain in the last stages. The second costs two more programs, which a sampler with several

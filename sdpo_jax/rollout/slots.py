@@ -38,7 +38,7 @@ KNOBS = {  # Fields of `SamplingParams` that may differ between the samples of a
 
 
 def closed_up(held: np.ndarray, rows: int) -> np.ndarray:
-  """Return [rows], the slot that moves to each of the first `rows`: itself or, if it is free, one of `held` behind."""
+  """Return [rows], the slot that moves to each of the first `rows`: itself or, if it is free, a later one of `held`."""
   source = np.arange(rows)
   behind = held[held >= rows]
   source[np.setdiff1d(source, held)[: len(behind)]] = behind
