@@ -17,10 +17,10 @@ class Architecture:
   family: str  # Name in `models.families`, which determines its config.json and the names of its tensors.
   vocab_size: int  # Tokens; the embedding may have more entries.
   hidden_size: int  # D.
-  intermediate_size: int  # Of the MLP.
+  intermediate_size: int  # Width of the MLP.
   layers: int
-  heads: int  # Of queries.
-  kv_heads: int  # Of keys and values.
+  heads: int  # Query heads.
+  kv_heads: int  # Key and value heads.
   head_dim: int
   norm_eps: float
   tied: bool  # The embedding is the unembedding.

@@ -225,7 +225,7 @@ def save_merged(
 
   Args:
     path: as in `save`.
-    policy: of the model with its adapter.
+    policy: policy of the model with its adapter.
     factors: nested dict of arrays.
     source: the model directory.
     dtype: as in `save`.
@@ -257,13 +257,13 @@ def save_adapter(
 
   Args:
     path: directory to make; it must not hold files.
-    policy: of the model with its adapter.
+    policy: policy of the model with its adapter.
     factors: nested dict of arrays.
     source: the model directory, whose tokenizer files are copied.
     name: path or name of the model.
     fingerprint: fingerprint of the model, from `models.identity.of_base`.
     use_rslora: whether alphas are those of rank-stabilised LoRA.
-    dtype: of the stored tensors.
+    dtype: dtype of the stored tensors.
     texts: files to write, name → content, in place of the model's.
 
   Raises:

@@ -37,10 +37,10 @@ class Parameter:
   ]  # Logical axis of every dimension (None: never sharded); mesh rules make shardings of them.
   init: Literal['normal', 'ones', 'zeros', 'kaiming_uniform']
   huggingface: str  # Tensor name, with {layer} where layers are stacked.
-  huggingface_shape: tuple[int, ...]  # Of one Hugging Face tensor.
+  huggingface_shape: tuple[int, ...]  # Shape of one Hugging Face tensor.
   transpose: bool = False
   compute: bool = True  # False: stays float32 in the forward pass (norm weights).
-  dtype: str = 'float32'  # Of the master copy.
+  dtype: str = 'float32'  # Dtype of the master copy.
   frozen: bool = False  # The base tree holds it; else the trainable tree.
 
   @property

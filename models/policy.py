@@ -20,10 +20,10 @@ class Sizes(Protocol):
 
   vocab_size: int  # Tokens; the embedding may have more entries.
   hidden_size: int  # D.
-  intermediate_size: int  # Of the MLP.
+  intermediate_size: int  # Width of the MLP.
   layers: int
-  heads: int  # Of queries.
-  kv_heads: int  # Of keys and values.
+  heads: int  # Query heads.
+  kv_heads: int  # Key and value heads.
   head_dim: int
   windows: tuple[int, ...] | None  # Per layer, number of positions seen (0: all); None: all layers see all.
 

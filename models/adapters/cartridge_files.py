@@ -128,9 +128,9 @@ def read(path: str | os.PathLike, origin: Origin, config: Architecture) -> Cartr
   """Return the cartridge in a directory.
 
   Args:
-    path: of the directory, local or in an object store.
+    path: path of the directory, local or in an object store.
     origin: the model that it is for, `Origin.of`.
-    config: of that model.
+    config: architecture of that model.
 
   Raises:
     UserError: the directory is missing, damaged or of a later version, or its cartridge belongs to another model.
@@ -160,7 +160,7 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
   """Return the manifest of a cartridge, without reading its slots.
 
   Args:
-    path: of the directory, local or in an object store.
+    path: path of the directory, local or in an object store.
 
   Raises:
     UserError: there is none, or it is damaged or of a later version.

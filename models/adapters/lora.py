@@ -26,7 +26,7 @@ A, B = 'lora_a', 'lora_b'  # Suffixes of the names of factors.
 ALL_LINEAR = 'all-linear'  # As in PEFT and verl: every matrix of the layers.
 SETTING = 'model.lora'
 SHOWN = 3  # Number of names shown in an error.
-SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # Of scales.
+SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # Bounds of scales.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ def from_config(config: LoraConfig, table: Table) -> Adapter | None:
 
   Args:
     config: settings.
-    table: of the model.
+    table: table of the model.
 
   Raises:
     UserError: a pattern matches no matrix, or asks for the impossible: ranks that differ between layers, or factors of
@@ -149,7 +149,7 @@ def build(
   """Return the adapter of some matrices.
 
   Args:
-    table: of the model.
+    table: table of the model.
     chosen: the matrices with factors.
     ranks: r of at least these matrices.
     alphas: alpha of at least these matrices; a scale is alpha / r.
@@ -191,7 +191,7 @@ def matched(patterns: Iterable[str], table: Table, source: str) -> set[Module]:
 
   Args:
     patterns: regular expressions, each of which must match whole components of a name (see `names`), or `ALL_LINEAR`.
-    table: of the model.
+    table: table of the model.
     source: where the patterns come from, for error messages.
 
   Raises:

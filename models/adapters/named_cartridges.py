@@ -65,7 +65,7 @@ def read(path: str | os.PathLike, model: str | os.PathLike, config: Architecture
   Args:
     path: as in `describe`.
     model: path of the model.
-    config: of that model.
+    config: architecture of that model.
 
   Raises:
     UserError: as in `describe`, or it belongs to another model.
