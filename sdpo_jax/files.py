@@ -53,7 +53,7 @@ def read_bytes(path: epath.PathLike, way_out: str) -> bytes:
   """Return the content of a file written by a run.
 
   Args:
-    path: of the file.
+    path: path of the file.
     way_out: what the user can do about a file that cannot be read, such as 'restore it'.
 
   Raises:

@@ -70,7 +70,7 @@ class Step:
       n: number of completions.
       max_tokens: limit of each completion; None: data.max_response_length, which it must not exceed.
       temperature: 0 is greedy.
-      seed: of the sampling noise.
+      seed: seed of the sampling noise.
 
     Raises:
       UserError: the prompt is too long.
@@ -224,7 +224,7 @@ def generator(
     top_p: keep the smallest set of tokens with this probability.
     top_k: keep the k most likely tokens; −1 keeps all.
     min_p: drop tokens less likely than this part of the most likely one.
-    seed: of the sampling noise.
+    seed: seed of the sampling noise.
     dtype: the dtype of the computation; None: the run's own, or float32 for a model.
 
   Raises:

@@ -104,7 +104,7 @@ def _by_alpha(
     at_zero: gives the value where alpha is 0.
     at_one: gives the value where alpha is 1.
     between: gives the value for an alpha that is neither.
-    dtype: of the values.
+    dtype: dtype of the values.
   """
   end = exact_endpoint(alpha, dtype)
   if end is not None:

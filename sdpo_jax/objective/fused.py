@@ -317,12 +317,12 @@ def _evaluate_chunk(
 class _Student(NamedTuple):
   """Results of the scan of the student's logits."""
 
-  scan: VocabScan  # Of the group's tokens.
+  scan: VocabScan  # Scan of the group's tokens.
   log_normaliser: jax.Array  # [C] of the group's tokens.
   entropy: jax.Array  # [C] of the group's tokens.
   ids: jax.Array  # [C, K + 1] int32 of the group's tokens: the support, if any, and the target.
   target_log_prob: jax.Array  # [c] of own tokens; −inf where the logit is −inf.
-  view: StudentView  # Of own tokens, without the divergence over the vocabulary.
+  view: StudentView  # View of own tokens, without the divergence over the vocabulary.
 
 
 def _scan_student(chunk: _Chunk) -> _Student:

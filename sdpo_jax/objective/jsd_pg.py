@@ -40,7 +40,7 @@ class JsdPg:
 
   alpha: float = 0.5  # The student's share of the mixture: 1 − α of `ObjectiveConfig.alpha`, never the same field.
   clip_eps: float = 0.2  # ε of the ratio's clip.
-  jsd_weight: float = 0.5  # Of the regulariser; 0 leaves it out, as for teachers that name a handful of tokens.
+  jsd_weight: float = 0.5  # Weight of the regulariser; 0 leaves it out, as for teachers that name a handful of tokens.
   floor: float = -20.0  # log q of a sampled token that the teacher does not name.
   # 'design': A = (1 − 2α)·(log π − log q), the published form for α other than ½; at ½ it is 0 everywhere.
   form: Literal['mixture', 'design'] = 'mixture'
@@ -95,8 +95,8 @@ def advantages(
   Exactly 0 where student and teacher agree; at least log α ('mixture'), and unbounded above.
 
   Args:
-    log_probs: of the student before the first step.
-    teacher_log_probs: of the teacher.
+    log_probs: [B, T] of the sampled tokens under the student before the first step.
+    teacher_log_probs: [B, T] of the sampled tokens under the teacher.
     alpha: the student's share of the mixture, [] or [B].
     form: one of `FORMS`.
   """

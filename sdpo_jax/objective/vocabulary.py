@@ -234,7 +234,7 @@ def fold_blocks(entries: int, block: int, limit: jax.Array | None, carry: Any, s
 class VocabScan(NamedTuple):
   """Results of a scan of this device's entries for the group's tokens; None for results that were not requested."""
 
-  statistics: SoftmaxStatistics  # Of the whole vocabulary.
+  statistics: SoftmaxStatistics  # Statistics of the whole vocabulary.
   gathered: jax.Array | None  # [C, M] logits at the ids, this device's part of a sum over the devices.
   largest: Largest | None  # [C, K] the largest logits on this device and their ids in the whole vocabulary.
   logits: jax.Array | None  # [C, R]; −inf at padding.
@@ -273,7 +273,7 @@ def scan_vocabulary(
     tokens: C.
     entries: R.
     block: entries of a block, about.
-    dtype: of the logits.
+    dtype: dtype of the logits.
     ids: [C, M] int32 in the whole vocabulary, whose logits to gather (any value for ids outside it).
     keep_logits: whether to return the logits.
     topk: K, how many of the largest logits to return, at most R; None: none.
