@@ -434,7 +434,7 @@ class DecoderPolicy:
     return _table(self.config, self.frozen)
 
   def base_policy(self) -> DecoderPolicy:
-    """Return the model without its adapter; its parameters are the base, and the trainable tree is to be empty."""
+    """Return the model without its adapter; its parameters are the base, and the trainable tree must be empty."""
     return dataclasses.replace(self, adapter=None)
 
   def cast(self, base: Tree, trainable: Tree) -> tuple[Tree, Tree]:

@@ -267,7 +267,7 @@ def _nothing(pattern: str, whole: re.Pattern[str], table: Table) -> str:
 def _by_module(
   value: float, patterns: Mapping[str, float], chosen: set[Module], table: Table, setting: str
 ) -> dict[Module, float]:
-  """Return the value of every chosen matrix: of the first pattern that matches it, or `value`."""
+  """Return the value of every chosen matrix: that of the first pattern that matches it, or `value`."""
   found = dict.fromkeys(chosen, value)
   for pattern, own in reversed(patterns.items()):
     found |= dict.fromkeys(_among(chosen, pattern, table, f'{SETTING}.{setting}'), own)
@@ -275,7 +275,7 @@ def _by_module(
 
 
 def _among(chosen: set[Module], pattern: str, table: Table, source: str) -> set[Module]:
-  """Return those of the chosen matrices that a pattern matches; raise UserError if it matches others alone."""
+  """Return those of the chosen matrices that a pattern matches; raise UserError if it matches only others."""
   found = chosen & matched([pattern], table, source)
   if not found:
     raise UserError(

@@ -63,7 +63,7 @@ def attention(
   room = -count % (16 if query.dtype == jnp.bfloat16 else 8)
 
   def by_head(array: jax.Array) -> jax.Array:
-    """Return [B, S, H, width] as [B, KV, M, width]: all queries that meet the same keys make up one matrix."""
+    """Return [B, S, H, width] as [B, KV, M, width]: all queries that see the same keys form one matrix."""
     by_head = array.reshape(batch, length, kv_heads, -1, array.shape[-1]).swapaxes(1, 2)
     return jnp.pad(by_head.reshape(batch, kv_heads, count, -1), ((0, 0), (0, 0), (0, room), (0, 0)))
 
