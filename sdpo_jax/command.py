@@ -117,7 +117,7 @@ def join_cluster() -> None:
 
 
 def load_config(*, trains: bool = True) -> Config:
-  """Return the configuration named on the command line, with its overrides, validated.
+  """Return the validated configuration that the command line names, with its overrides.
 
   Args:
     trains: whether the command needs the data of a run.

@@ -230,7 +230,7 @@ def objective(
 def _assert_tokens(
   targets: jax.Array, mask: jax.Array, numbers: list[jax.Array | None], ids: list[jax.Array | None]
 ) -> None:
-  """Check that targets and mask are [B, T], `numbers` [B, T] float and `ids` [B, T, K] int, where they are there."""
+  """Check that targets and mask are [B, T], `numbers` [B, T] float and `ids` [B, T, K] int, if given."""
   numbers = [value for value in numbers if value is not None]
   ids = [value for value in ids if value is not None]
   chex.assert_rank(targets, 2)
@@ -241,7 +241,7 @@ def _assert_tokens(
 
 
 def _assert_states(targets: jax.Array, hidden: jax.Array | None, unembedding: jax.Array | None) -> None:
-  """Check that hidden states are [B, T, D] float and the unembedding [R, D] float, where they are there."""
+  """Check that hidden states are [B, T, D] float and the unembedding [R, D] float, if given."""
   if hidden is not None:
     chex.assert_shape(hidden, (*targets.shape, None))
     chex.assert_type(hidden, float)

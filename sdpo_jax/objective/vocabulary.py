@@ -349,7 +349,7 @@ def _store(kept: jax.Array, logits: jax.Array, start: jax.Array, fresh: jax.Arra
 
 
 def _gather(gathered: jax.Array, logits: jax.Array, places: jax.Array, fresh: jax.Array | None) -> jax.Array:
-  """Return `gathered` [C, M] with the logits of those `places` [C, M] that lie in the block of logits [C, size]."""
+  """Return `gathered` [C, M], updated at those `places` [C, M] that are in the block of logits [C, size]."""
   size = logits.shape[1]
   inside = (places >= 0) & (places < size)
   if fresh is not None:

@@ -28,7 +28,7 @@ class Prompt(Protocol):
 
   @property
   def prompt(self) -> np.ndarray:
-    """[length] int32."""
+    """Token ids of the prompt, [length] int32."""
     ...
 
   @property

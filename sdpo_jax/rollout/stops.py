@@ -1,4 +1,4 @@
-"""Stop strings: where in a completion's tokens a text first appears."""
+"""Stop strings: finding the first token of a completion that completes one."""
 
 from __future__ import annotations
 
