@@ -7,6 +7,7 @@ from sdpo_jax.types import TeacherSignal
 
 B, T, V, D = 3, 5, 40, 8
 TERMS = ('targets', 'mask', 'distill_coef', 'policy_coef', 'entropy_coef', 'old_log_probs', 'advantages')
+TERMS += ('kl_coef', 'initial_log_probs')
 
 
 def problem(seed=0, vocab=V):

@@ -20,8 +20,6 @@ from tests.golden.compiling import quick
 from tests.objective.numpy_loss import TERMS, B, D, T, V, arrays, numpy_loss, problem, signal
 from tests.objective.objective_from_logits import objective_from_logits
 
-TERMS += ('kl_coef', 'initial_log_probs')
-
 
 @functools.partial(jax.jit, static_argnames=('config', 'gradients', 'mix_rate'), compiler_options=quick())
 def chunked(x, config, gradients=('hidden', 'unembedding'), mix_rate=None):
