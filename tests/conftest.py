@@ -37,17 +37,29 @@ hypothesis.settings.load_profile('repeatable')
 TESTS = pathlib.Path(__file__).parent
 # Whole files go to a worker, in this order and then by name: with the longest first the workers end together.
 LONGEST = """
-  training/test_resume.py models/attention/test_tpu.py models/families/test_families.py objective/test_golden.py
-  rollout/test_engine.py launch/test_commands.py evaluation/test_alarms.py rollout/test_independence.py
-  training/test_step.py teacher/test_kinds.py training/test_startup.py serving/test_engine.py
-  models/attention/test_backends.py serving/test_learning.py objective/test_sharded.py inference/test_sample.py
-  planner/test_plan.py distributed/test_cluster.py training/test_cartridge_runs.py serving/test_account.py
-  configs/test_paper.py rollout/test_decode.py environments/sandbox/test_attacks.py rollout/test_resident.py
-  serving/web/test_native.py models/adapters/test_lora_pool.py models/test_decoder.py objective/test_loss.py
-  quickstart/test_make_base.py training/test_step_meshes.py serving/test_training_pool.py serving/test_engine_start.py
-  environments/test_real_data.py rollout/test_sampling.py models/test_vocabulary_padding.py objective/test_terms.py
-  data/test_pipeline.py environments/test_code.py environments/test_user_environment.py planner/test_hlo.py
-  planner/test_traffic.py
+  training/test_resume.py training/test_durability.py planner/test_plan.py models/attention/test_tpu.py
+  training/test_cartridge_updates.py objective/test_golden.py examples/test_examples.py
+  models/families/test_families.py training/test_base_once.py training/test_initial_policy.py planner/test_engine.py
+  training/test_cartridge_processes.py training/test_startup.py serving/test_engine_start.py teacher/test_kinds.py
+  rollout/test_engine.py training/checkpoint/test_checkpoints.py training/test_endings.py launch/test_commands.py
+  evaluation/test_alarms.py teacher/test_lora_teachers.py models/test_policy.py training/test_step_meshes.py
+  serving/web/test_server.py models/adapters/test_kv_prefix.py training/test_cartridge_runs.py
+  models/attention/test_backends.py configs/test_paper.py models/attention/test_divided_prefix.py
+  objective/test_sharded.py training/test_step.py inference/test_sample.py launch/test_package.py
+  environments/sandbox/test_attacks.py serving/sessions/test_killed.py serving/test_account.py
+  serving/test_learning.py benchmarks/test_rollout.py rollout/test_kept_prefixes.py objective/test_loss.py
+  rollout/test_independence.py training/test_endpoint_teacher.py serving/test_worker.py
+  models/adapters/test_lora_cost.py models/attention/test_divided_prefix_tpu.py rollout/test_sampling.py
+  models/adapters/test_peft.py models/adapters/test_lora_pool_tpu.py serving/sessions/test_crash.py
+  training/test_schedule.py serving/test_engine.py rollout/test_decode.py models/test_decoder.py
+  models/test_huggingface.py objective/test_memory.py training/test_optimizer.py models/adapters/test_lora_pool.py
+  environments/test_code.py objective/test_terms.py quickstart/test_make_base.py house/test_interface.py
+  distributed/test_cluster.py serving/store/test_crash.py quickstart/test_session_base.py
+  quickstart/test_document_base.py training/test_skipped.py models/attention/test_prefix.py rollout/test_base.py
+  environments/sandbox/test_sandbox.py data/test_pipeline.py inference/test_probe.py training/test_adapter_runs.py
+  launch/test_tpu_slice.py environments/test_rules.py training/test_sampled_by.py serving/web/test_console.py
+  models/test_exporting.py training/test_programs.py training/test_divergence.py inference/test_synthesis.py
+  environments/test_user_environment.py serving/test_training_pool.py
 """.split()
 PROGRAMS = 500  # Compiled, with the traces that led to them: about 1.6 GB.
 MEMORY = 3 * 2**30  # Bytes that a process may have; traces of programs for TPUs take them too.

@@ -188,7 +188,7 @@ def test_what_cannot_be_served_is_said(monkeypatch):
     planned(monkeypatch, config)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.tpu_compiler
 def test_an_engine_is_planned_for_four_chips():
   config = settings()

@@ -126,7 +126,7 @@ def test_student_and_teacher_read_one_base_and_copy_none_of_it(teacher):
   assert used.temp_size_in_bytes < base / 3
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.tpu_compiler
 def test_a_tpu_copies_none_of_a_base_in_bfloat16():
   """What a deeper model needs beside its arguments is far from what its base has more."""

@@ -27,7 +27,7 @@ def steps(count: int) -> list[str]:
   return [*SETTINGS, f'--config.trainer.total_training_steps={count}']
 
 
-@pytest.mark.slow
+@pytest.mark.campaign  # Runs of two processes that are killed and resumed are tested in test_resume.py.
 def test_two_processes_train_stop_resume_and_export_what_one_does(tmp_path):
   """They share the rows of the document's questions; the frozen slots are made anew when they resume."""
   one = start(steps(4), tmp_path / 'one', quick=True)

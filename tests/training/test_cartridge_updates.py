@@ -154,7 +154,7 @@ def divergence(
   return float((1 - alpha) * np.sum(s * np.log(s / middle)) + alpha * np.sum(t * np.log(t / middle)))
 
 
-@pytest.mark.parametrize('name', tiers.cases((*MODELS, *MORE), default=('gemma3',), slow=(*MODELS, *MORE)))
+@pytest.mark.parametrize('name', tiers.cases((*MODELS, *MORE), default=('gemma3',), slow=MODELS))
 def test_the_teacher_says_what_a_full_prefill_says_and_the_whole_document_leaves_nothing_to_learn(name):
   made = case(name, True)
   spec = teacher_spec(losses())
@@ -177,11 +177,11 @@ def test_the_teacher_says_what_a_full_prefill_says_and_the_whole_document_leaves
   assert made.loss(made.elsewhere()) > 1e-2
 
 
-EITHER = [pytest.param(True), pytest.param(False, marks=pytest.mark.slow)]
+EITHER = tiers.cases((True, False), default=(True,))
 
 
 @pytest.mark.parametrize('within', EITHER)
-@pytest.mark.parametrize('name', tiers.cases((*MODELS, *MORE), default=('gemma3',), slow=(*MODELS, *MORE)))
+@pytest.mark.parametrize('name', tiers.cases((*MODELS, *MORE), default=('gemma3',), slow=MODELS))
 def test_the_gradient_of_the_slots_is_that_of_finite_differences(name, within):
   """Through the loss as it is trained, for keys and values by themselves."""
   made = case(name, within)
@@ -208,7 +208,7 @@ def test_the_gradient_of_the_slots_is_that_of_finite_differences(name, within):
 
 
 @pytest.mark.parametrize('within', EITHER)
-@pytest.mark.parametrize('name', tiers.cases((*MODELS, *MORE), default=('gemma3',), slow=(*MODELS, *MORE)))
+@pytest.mark.parametrize('name', tiers.cases((*MODELS, *MORE), default=('gemma3',), slow=MODELS))
 def test_a_step_moves_the_trained_slots_only_and_as_adam_does_without_decay(name, within):
   made = case(name, within)
   base, slots = jax.device_get(made.base), made.elsewhere()
@@ -237,7 +237,7 @@ def test_a_step_moves_the_trained_slots_only_and_as_adam_does_without_decay(name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('alpha', [0.0, 0.5, 1.0])
+@pytest.mark.parametrize('alpha', tiers.cases((0.0, 0.5, 1.0), default=(0.5,)))
 @pytest.mark.parametrize(
   'support', [(None, True), *((8, tail, of) for tail in (True, False) for of in ('student', 'teacher'))]
 )

@@ -69,7 +69,7 @@ def test_factors_of_all_adapters_add_little_to_a_decode_step(members, most):
   assert choose_product('auto', tpu_mesh(), decoding=True) == 'masked'
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.tpu_compiler
 def test_over_a_sequence_gathered_factors_are_the_cheaper_ones():
   masked, gathered = (milliseconds(product, 32, 4, 2048) for product in ('masked', 'gather'))

@@ -3,6 +3,7 @@ it.
 """
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding, put_rows
 from sdpo_jax.rollout import weights
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.teacher import documents
+from tests import tiers
 from tests.models.adapters.prefixed_models import DOCUMENT, after_document, model, rows
 from tests.models.attention.attention_cases import (
   HEAD_DIM,
@@ -202,9 +204,10 @@ def test_a_document_is_read_where_it_lies_and_says_what_its_text_says(name, part
   np.testing.assert_allclose(np.asarray(score(*put_rows(policy.backend.mesh, row)))[real], expected, atol=5e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('name', ['gemma3', 'qwen3'])
-@pytest.mark.parametrize('backend', [None, 'splash'])
+@pytest.mark.parametrize(
+  ('name', 'backend'),
+  tiers.cases(itertools.product(('gemma3', 'qwen3'), (None, 'splash')), slow=[('gemma3', None), ('qwen3', 'splash')]),
+)
 def test_a_sampler_goes_on_after_the_document_where_it_lies(name, backend, monkeypatch):
   policy, base, _ = read_divided(name, monkeypatch, 8, backend)
   plain_policy, params = model(name)

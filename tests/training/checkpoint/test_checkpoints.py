@@ -33,7 +33,7 @@ from sdpo_jax.training.directory.published import DAMAGED, newest
 from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import abstract_state, place_state
 from sdpo_jax.types import TrainState
-from tests import tiny
+from tests import tiers, tiny
 from tests.training_states import assert_same, files_below, flipped, make_state
 
 
@@ -356,9 +356,9 @@ def test_a_flipped_bit_is_found_or_changes_nothing(tmp_path):
   assert not {'manifest.json', '_METADATA', 'metadata'} & set(check_flips(tmp_path, bits_per_file=1))
 
 
-@pytest.mark.slow
-def test_many_flipped_bits_are_found_or_change_nothing(tmp_path):
-  assert not {'manifest.json', '_METADATA', 'metadata'} & set(check_flips(tmp_path, bits_per_file=60))
+@pytest.mark.parametrize('bits', tiers.cases((20, 60), slow=(20,)))
+def test_many_flipped_bits_are_found_or_change_nothing(tmp_path, bits):
+  assert not {'manifest.json', '_METADATA', 'metadata'} & set(check_flips(tmp_path, bits_per_file=bits))
 
 
 @pytest.mark.parametrize('leaf', ['trainable.layer.w', 'rng', 'opt_state.0.count'])
