@@ -105,8 +105,12 @@ def wait(asked):
   return Reply({})
 
 
+STREAMING = threading.Event()  # The endless stream has begun.
+
+
 async def endless(request):
   def events():
+    STREAMING.set()
     yield Event({'hello': 1})
     ended = threading.Event()
     with request.state.call.on_end(ended.set):
@@ -613,14 +617,29 @@ def test_before_the_service_is_ready_and_when_it_ends_requests_are_refused():
 
 def test_streams_that_would_never_end_do_when_the_service_does(world):
   def drain():
-    while not world.lifetime.under_way:
-      pass
+    STREAMING.wait()
     world.lifetime.drain()
 
+  STREAMING.clear()
   threading.Thread(target=drain).start()
   sent = asgi(world, 'GET', '/v1/continual/endless')
   text = b''.join(message.get('body', b'') for message in sent).decode()
   assert 'data: {"hello":1}' in text and 'event: error' in text and 'not_ready' in text
+
+
+def test_a_stream_that_was_let_in_as_the_service_began_to_end_is_ended_too(world, monkeypatch):
+  """The service drains after its check of the request, and before the stream is among those that are ended."""
+  service = world.lifetime.service
+
+  def checked():
+    found = service()
+    world.lifetime.drain()
+    return found
+
+  monkeypatch.setattr(world.lifetime, 'service', checked)
+  sent = asgi(world, 'GET', '/v1/continual/endless')
+  text = b''.join(message.get('body', b'') for message in sent).decode()
+  assert 'event: error' in text and 'not_ready' in text
 
 
 def test_a_stream_whose_reader_leaves_is_ended_and_its_place_free(world):
