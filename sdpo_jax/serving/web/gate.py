@@ -340,7 +340,7 @@ class Gate:
     if endless:
       self._endless.add(call)
       if self._lifetime.draining:  # Since this request was let in; `_end_endless` may have run without it.
-        call.end(NotReady('The service is shutting down.'))
+        self._end_endless()
     try:
       await self._app(scope, replay, answer)
       if request is not None:
