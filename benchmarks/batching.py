@@ -18,7 +18,9 @@ import numpy as np
 
 from configs import paper
 from sdpo_jax.config import Config
-from sdpo_jax.training import batching, step
+from sdpo_jax.learning import batching
+from sdpo_jax.training import step
+from sdpo_jax.training.specs import batch_spec
 from sdpo_jax.types import Rollouts
 
 TRAINED = 0.75  # Fraction of the samples.
@@ -43,9 +45,9 @@ def main() -> None:
 def deal(config: Config, batch: batching.GenerationBatch, devices: int) -> dict[str, float]:
   """Make every micro-batch of a generation batch, as `step.run_update` does; return the time taken and their fill."""
   student, teacher, micros, spent = step.Filled(), step.Filled(), 0, 0.0
-  for samples in batching.mini_batches(config):
+  for samples in batching.mini_batches(batch_spec(config)):
     started = time.process_time()
-    for micro in batching.micro_batches(batch, samples, config, devices, config.actor.pack_sequences):
+    for micro in batching.micro_batches(batch, samples, batch_spec(config), devices, config.actor.pack_sequences):
       spent += time.process_time() - started
       student.add(micro, micro.batch.student)
       teacher.add(micro, micro.batch.teacher)

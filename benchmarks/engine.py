@@ -158,10 +158,10 @@ def feedback(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
   """Measure a feedback from the request to its new version."""
   import numpy as np
 
+  from sdpo_jax.learning.losses import Sdpo
+  from sdpo_jax.learning.requests import Lesson
   from sdpo_jax.objective.jsd_pg import JsdPg
   from sdpo_jax.serving.engine import Feedback
-  from sdpo_jax.serving.learning import Lesson
-  from sdpo_jax.serving.losses import Sdpo
 
   draw = np.random.default_rng(0)
   taken: dict[str, list[tuple[float, float]]] = {}
@@ -212,8 +212,8 @@ def worker(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
   """Compare sampling through the engine's thread with the engine alone."""
   import numpy as np
 
+  from sdpo_jax.learning.requests import Lesson
   from sdpo_jax.serving.engine import Feedback
-  from sdpo_jax.serving.learning import Lesson
   from sdpo_jax.serving.worker import Worker
 
   owner = Worker(lambda: engine, {}.__getitem__, announce=lambda line: None)

@@ -32,7 +32,7 @@ import httpx2
 import numpy as np
 
 from sdpo_jax.environments import digits
-from sdpo_jax.serving.scoring import Scored
+from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.serving.web import packed, score_formats
 
 LISTENING = re.compile(r'Listening on (http://[^\s;]+);')  # First line of the server's output.

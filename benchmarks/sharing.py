@@ -91,9 +91,9 @@ def teacher(policy: Any, parameters: Any, args: argparse.Namespace) -> dict[str,
 
   from sdpo_jax.config import Config
   from sdpo_jax.distributed import mesh as meshes
-  from sdpo_jax.training import batching
-  from sdpo_jax.training.specs import update_spec
-  from sdpo_jax.training.update import make_update, place_state
+  from sdpo_jax.learning import batching
+  from sdpo_jax.learning.update import make_update, place_state
+  from sdpo_jax.training.specs import batch_spec, update_spec
   from sdpo_jax.types import Rollouts
 
   rng, rows = np.random.default_rng(0), args.prompts * args.n
@@ -130,7 +130,7 @@ def teacher(policy: Any, parameters: Any, args: argparse.Namespace) -> dict[str,
   update = make_update(policy, update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state))
   sides = {'shared': (packed, True), 'apart': (packed, False), 'rows': (config, False)}
   batches = {
-    side: list(batching.micro_batches(samples, np.arange(rows), config, share=share))
+    side: list(batching.micro_batches(samples, np.arange(rows), batch_spec(config), share=share))
     for side, (config, share) in sides.items()
   }
 

@@ -66,9 +66,9 @@ class Ours:
     from models import huggingface, parameters
     from sdpo_jax.config import Config
     from sdpo_jax.distributed import mesh as meshes
+    from sdpo_jax.learning.update import make_update, place_state
     from sdpo_jax.rollout.engine import Sampler
     from sdpo_jax.training.specs import update_spec
-    from sdpo_jax.training.update import make_update, place_state
 
     groups = len(work['prompts'])
     rows = groups * work['n']
@@ -121,7 +121,8 @@ class Ours:
     import numpy as np
 
     from sdpo_jax.distributed import mesh as meshes
-    from sdpo_jax.training import batching
+    from sdpo_jax.learning import batching
+    from sdpo_jax.training.specs import batch_spec
 
     rollouts = self.rollouts or self._given(np.asarray(completions, np.int32))
     shape = rollouts.completion_tokens.shape
@@ -133,7 +134,7 @@ class Ours:
       advantages=np.zeros(shape, np.float32),
     )
     grads, loss = self.functions.zero(self.state.trainable), 0.0
-    for micro in batching.micro_batches(samples, self.everything, self.config):
+    for micro in batching.micro_batches(samples, self.everything, batch_spec(self.config)):
       batch = meshes.put_rows(self.mesh, micro.batch)
       grads, result = self.functions.accumulate(self.base, self.state, grads, batch)
       loss += float(result.loss)

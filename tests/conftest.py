@@ -47,19 +47,19 @@ LONGEST = """
   models/attention/test_backends.py configs/test_paper.py models/attention/test_divided_prefix.py
   objective/test_sharded.py training/test_step.py inference/test_sample.py launch/test_package.py
   environments/sandbox/test_attacks.py serving/sessions/test_killed.py serving/test_account.py
-  serving/test_learning.py benchmarks/test_rollout.py rollout/test_kept_prefixes.py objective/test_loss.py
+  learning/test_learner.py benchmarks/test_rollout.py rollout/test_kept_prefixes.py objective/test_loss.py
   rollout/test_independence.py training/test_endpoint_teacher.py serving/test_worker.py
   models/adapters/test_lora_cost.py models/attention/test_divided_prefix_tpu.py rollout/test_sampling.py
   models/adapters/test_peft.py models/adapters/test_lora_pool_tpu.py serving/sessions/test_crash.py
   training/test_schedule.py serving/test_engine.py rollout/test_decode.py models/test_decoder.py
-  models/test_huggingface.py objective/test_memory.py training/test_optimizer.py models/adapters/test_lora_pool.py
+  models/test_huggingface.py objective/test_memory.py learning/test_optimizer.py models/adapters/test_lora_pool.py
   environments/test_code.py objective/test_terms.py quickstart/test_make_base.py house/test_interface.py
   distributed/test_cluster.py serving/store/test_crash.py quickstart/test_session_base.py
   quickstart/test_document_base.py training/test_skipped.py models/attention/test_prefix.py rollout/test_base.py
   environments/sandbox/test_sandbox.py data/test_pipeline.py inference/test_probe.py training/test_adapter_runs.py
   launch/test_tpu_slice.py environments/test_rules.py training/test_sampled_by.py serving/web/test_console.py
   models/test_exporting.py training/test_programs.py training/test_divergence.py inference/test_synthesis.py
-  environments/test_user_environment.py serving/test_training_pool.py
+  environments/test_user_environment.py learning/test_training_pool.py
 """.split()
 PROGRAMS = 500  # Compiled, with the traces that led to them: about 1.6 GB.
 MEMORY = 3 * 2**30  # Bytes that a process may have; traces of programs for TPUs take them too.

@@ -3,7 +3,7 @@
 import numpy as np
 
 from sdpo_jax.config import Config
-from sdpo_jax.training import batching
+from sdpo_jax.learning import batching
 from sdpo_jax.types import Rollouts
 
 

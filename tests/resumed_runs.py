@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from sdpo_jax.inference import runs
+from sdpo_jax.learning.update import abstract_state
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.opening import make_session
 from sdpo_jax.training.specs import update_spec
-from sdpo_jax.training.update import abstract_state
 from tests import tiny
 from tests.local_server import free_port
 

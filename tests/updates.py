@@ -12,10 +12,11 @@ import numpy as np
 from models import huggingface
 from sdpo_jax.config import Config, MeshConfig, ModelConfig
 from sdpo_jax.distributed import mesh as meshes
-from sdpo_jax.training import batching, step
-from sdpo_jax.training.batching import GenerationBatch
-from sdpo_jax.training.specs import objective_spec, update_spec
-from sdpo_jax.training.update import make_update, place_state
+from sdpo_jax.learning import batching
+from sdpo_jax.learning.batching import GenerationBatch
+from sdpo_jax.learning.update import make_update, place_state
+from sdpo_jax.training import step
+from sdpo_jax.training.specs import batch_spec, objective_spec, update_spec
 from tests.generation_batches import make_config, make_samples, per_token
 
 MODEL = {
@@ -98,7 +99,7 @@ def run(
     for start in range(0, len(samples), size):
       grads = update.zero(state.trainable)
       loss = 0.0
-      for micro in batching.micro_batches(samples, np.arange(start, start + size), config, devices):
+      for micro in batching.micro_batches(samples, np.arange(start, start + size), batch_spec(config), devices):
         grads, result = update.accumulate({}, state, grads, meshes.put_rows(mesh, micro.batch))
         loss += float(result.loss)
         outcome.aux.append(jax.device_get(result.aux))

@@ -23,6 +23,7 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation.evaluate import Evaluation, evaluate
 from sdpo_jax.files import check_output, jsonable, write_output
+from sdpo_jax.learning.update import abstract_state
 from sdpo_jax.teacher.documents import read_document
 from sdpo_jax.training import cartridges, divergence
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints, only
@@ -32,7 +33,6 @@ from sdpo_jax.training.directory.workdir import saved_settings
 from sdpo_jax.training.opening import check_adapter, check_turn_end, load_tokenizer, make_session, model_mesh
 from sdpo_jax.training.session import Session
 from sdpo_jax.training.specs import update_spec
-from sdpo_jax.training.update import abstract_state
 from sdpo_jax.types import TrainState, Tree
 
 _logger = logging.getLogger('sdpo_jax.runs')

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from sdpo_jax.errors import UserError
-from sdpo_jax.types import Batch, RowNumbers, TeacherSignal
+from sdpo_jax.types import TeacherSignal
 
 FORMS = ('mixture', 'design')
 LITE = 5  # The regulariser is left out for teachers that name at most this many tokens.
@@ -66,21 +66,6 @@ class JsdPg:
     if not -math.inf < self.floor < 0:
       raise UserError(f'floor is a log-probability and must be negative, not {self.floor}.')
 
-  def numbers(self, rows: int) -> RowNumbers:
-    """Return these settings as the loss reads them, for `rows` rows of this request: [B] each, at least float32."""
-
-    def each(value: float) -> jax.Array:
-      return jnp.full((rows,), value, jnp.promote_types(jnp.result_type(float), jnp.float32))
-
-    return RowNumbers(
-      alpha=each(1.0 - self.alpha),
-      is_clip=each(0.0),
-      clip_ratio_low=each(self.clip_eps),
-      clip_ratio_high=each(self.clip_eps),
-      clip_ratio_c=each(math.inf),
-      tail=each(float(self.support == 'union')),
-    )
-
 
 def for_teacher(settings: JsdPg, named: int) -> JsdPg:
   """Return the settings for a teacher that names `named` tokens: without the regulariser if at most `LITE`."""
@@ -115,20 +100,6 @@ def advantages(
   return jnp.where(difference > 0, difference + jnp.log1p(alpha * smaller), jnp.log1p((1.0 - alpha) * smaller))
 
 
-def known_log_probs(signal: TeacherSignal, targets: jax.Array, floor: float) -> tuple[jax.Array, jax.Array]:
-  """Return a teacher's log-probs of the sampled tokens [B, T], and a mask [B, T] of those that it does not name.
-
-  Args:
-    signal: an external teacher's token_ids and log_probs [B, T, K]; it names each token at most once.
-    targets: [B, T] int32.
-    floor: log-prob of tokens that the teacher does not name.
-  """
-  chex.assert_shape([signal.token_ids, signal.log_probs], (*targets.shape, None))
-  named = signal.token_ids == targets[..., None]
-  known = named.any(-1)
-  return jnp.where(known, jnp.where(named, signal.log_probs, 0).sum(-1), floor), ~known
-
-
 def union(
   signal: TeacherSignal, student_ids: jax.Array, vocab_size: int, teacher_at_student: jax.Array | None = None
 ) -> TeacherSignal:
@@ -157,38 +128,4 @@ def union(
   return signal.replace(
     token_ids=jnp.concatenate([signal.token_ids, new_ids], axis=-1),
     log_probs=jnp.concatenate([signal.log_probs, teacher_at_student.astype(signal.log_probs.dtype)], axis=-1),
-  )
-
-
-def prepare(
-  batch: Batch,
-  settings: JsdPg,
-  log_probs: jax.Array,
-  teacher_log_probs: jax.Array,
-  tokens: float | jax.Array | None = None,
-) -> Batch:
-  """Return the rows of one request with the coefficients, advantages and numbers that the loss needs.
-
-  Rows of several requests, with this loss or others, may then share a batch. Their program must be compiled with
-  `distillation_topk` and `distillation_add_tail`.
-
-  Args:
-    batch: with targets, mask, `old_log_probs` under the policy that sampled the text (None: the student sampled it)
-      and the signal on a teacher's top K, or with `support='union'` the result of `union`.
-    settings: settings of the request.
-    log_probs: [B, T] of the targets under the student before the first step.
-    teacher_log_probs: [B, T] of the targets under the teacher; for an external one, from `known_log_probs`.
-    tokens: divisor of the sums over tokens; None: the number of tokens of this batch.
-  """
-  chex.assert_equal_shape([batch.targets, batch.mask, log_probs, teacher_log_probs])
-  if tokens is None:
-    tokens = jnp.maximum(batch.mask.sum(), 1)
-  coefficients = batch.mask / tokens
-  found = advantages(log_probs, teacher_log_probs.astype(log_probs.dtype), settings.alpha, settings.form)
-  return batch.replace(
-    teacher=None,
-    policy_coef=coefficients,
-    distill_coef=settings.jsd_weight * coefficients,
-    advantages=jnp.where(batch.mask > 0, found, 0),
-    numbers=settings.numbers(len(batch.targets)),
   )

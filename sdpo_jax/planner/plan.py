@@ -28,14 +28,15 @@ from sdpo_jax.config import Config
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable
+from sdpo_jax.learning import batching
 from sdpo_jax.planner import answers, hlo, kernels, lengths, traffic, workload
 from sdpo_jax.planner.topology import Chip, Topology
 from sdpo_jax.rollout import sizes
 from sdpo_jax.teacher.signal import self_teacher
-from sdpo_jax.training import batching, cartridges, teacher_model
+from sdpo_jax.training import cartridges, teacher_model
 from sdpo_jax.training.opening import model_mesh
 from sdpo_jax.training.run_programs import abstract_parameters, abstract_teacher, run_programs
-from sdpo_jax.training.specs import declared_buckets, teacher_spec
+from sdpo_jax.training.specs import batch_spec, declared_buckets, teacher_spec
 from sdpo_jax.types import TrainState
 
 GIB = 2**30
@@ -237,7 +238,7 @@ def make(
     found = reading | found
   samples = drawn_samples(config, assumptions)
   reader = teacher or self_teacher(policy, teacher_spec(config))
-  share = batching.shares_prompts(config, *reader.readers(policy, teacher_spec(config)))
+  share = batching.shares_prompts(batch_spec(config), *reader.readers(policy, teacher_spec(config)))
   work = workload.of_batch(config, policy, samples, mesh.size, share, reader.policy)
   used = workload.used(found, work)
   labels = select(found, everything, [name for names in used.values() for name in names])

@@ -11,10 +11,10 @@ import numpy as np
 from models.flops import forward_flops, update_flops
 from models.policy import Policy
 from sdpo_jax.config import Config
+from sdpo_jax.learning import batching
 from sdpo_jax.planner.lengths import PROMPT_SPREAD, quantiles
 from sdpo_jax.programs import Program
-from sdpo_jax.training import batching
-from sdpo_jax.training.specs import declared_buckets, objective_spec
+from sdpo_jax.training.specs import batch_spec, declared_buckets, objective_spec
 from sdpo_jax.types import Batch, Rollouts, TokenRows
 
 Shape = tuple[int, ...]  # Rows, then tokens per row on each side, then targets.
@@ -87,10 +87,10 @@ def of_batch(
     share: from `batching.shares_prompts`.
     teacher: model that reads the teacher's prompts; None: the model itself.
   """
-  spec, batch = objective_spec(config), _batch(config, samples)
+  spec, batch = batch_spec(config), _batch(config, samples)
   updates, live_rows, rows, live_tokens, tokens = [], 0, 0, 0, 0
-  for chosen in batching.mini_batches(config):
-    for micro in batching.micro_batches(batch, chosen, config, devices, share):
+  for chosen in batching.mini_batches(spec):
+    for micro in batching.micro_batches(batch, chosen, spec, devices, share):
       sides = [side for side in (micro.batch.student, micro.batch.teacher) if side is not None]
       updates.append(shape(micro.batch))
       live_rows += sum(bool(held) for held in micro.samples)
@@ -99,14 +99,14 @@ def of_batch(
       tokens += sum(side.tokens.size for side in sides)
   epochs = config.actor.ppo_epochs
   scored = np.zeros(len(samples), bool)
-  if spec.computes_log_probs:
+  if spec.terms.computes_log_probs:
     scored[:] = True
-  elif spec.weighs_in_update:
-    scored[batching.left_out(batch, config)] = True
-  whole = np.full(len(samples), spec.needs_initial_policy)
+  elif spec.terms.weighs_in_update:
+    scored[batching.left_out(batch, spec)] = True
+  whole = np.full(len(samples), spec.terms.needs_initial_policy)
 
   def scores(chosen: np.ndarray) -> tuple[Shape, ...]:
-    micros = batching.student_micro_batches(batch, config, devices, np.flatnonzero(chosen))
+    micros = batching.student_micro_batches(batch, spec, devices, np.flatnonzero(chosen))
     return tuple(shape(micro.batch) for micro in micros)
 
   def forward(
@@ -115,9 +115,9 @@ def of_batch(
     pairs = zip((prompts + samples.completion)[chosen].tolist(), samples.completion[chosen].tolist(), strict=True)
     return sum(flops(reader, 1, whole, completion) for whole, completion in pairs)
 
-  moved = samples.trained | (spec.entropy_bonus or spec.kl_penalty)  # These terms apply to all samples.
+  moved = samples.trained | (spec.terms.entropy_bonus or spec.terms.kl_penalty)  # These terms apply to all samples.
   student = forward(samples.prompt, moved, update_flops)
-  taught = forward(samples.reprompt, samples.trained, reader=teacher or policy) if spec.reads_teacher else 0.0
+  taught = forward(samples.reprompt, samples.trained, reader=teacher or policy) if spec.terms.reads_teacher else 0.0
   return Workload(
     updates=tuple(updates) * epochs,
     scores=scores(scored),

@@ -15,12 +15,13 @@ from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.distributed.mesh import FSDP, RULES, TENSOR, parameter_sharding
+from sdpo_jax.learning import batching
+from sdpo_jax.learning.update import abstract_state
 from sdpo_jax.rollout.functions import cache_shardings, sampler_functions
 from sdpo_jax.rollout.sizes import shard_rows
-from sdpo_jax.training import batching, cartridges, feedback_writing, initial_policy, teacher_model
+from sdpo_jax.training import cartridges, feedback_writing, initial_policy, teacher_model
 from sdpo_jax.training.run_programs import abstract_parameters, abstract_teacher
-from sdpo_jax.training.specs import declared_buckets, objective_spec, update_spec
-from sdpo_jax.training.update import abstract_state
+from sdpo_jax.training.specs import batch_spec, declared_buckets, objective_spec, update_spec
 from sdpo_jax.types import Tree
 
 GIB = 2**30
@@ -153,7 +154,7 @@ def _activations(config: Config, policy: Policy, mesh: jax.sharding.Mesh, item: 
   sizes = policy.config
   declared = declared_buckets(config)
   tokens = declared.prompt[-1] + declared.response[-1]
-  rows = batching.micro_batch_rows(config, mesh.size) // mesh.size
+  rows = batching.micro_batch_rows(batch_spec(config), mesh.size) // mesh.size
   heads = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
   kept = {
     'full': sizes.hidden_size,

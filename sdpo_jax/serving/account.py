@@ -20,6 +20,7 @@ import numpy as np
 from models.adapters import peft_files
 from models.token_texts import TokenTexts
 from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.serving import adapter_settings, differences, feedback, names, prompts
 from sdpo_jax.serving.call import Call
@@ -29,7 +30,6 @@ from sdpo_jax.serving.event_log import Event
 from sdpo_jax.serving.feedback_request import FeedbackRequest
 from sdpo_jax.serving.records import Adapter, Sample, Version
 from sdpo_jax.serving.sampling import SampleOptions, Sampling
-from sdpo_jax.serving.scoring import Scored
 from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.store.store import Request, StoredResponse
 from sdpo_jax.serving.targets import Target

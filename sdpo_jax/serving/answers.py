@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from models.token_texts import TokenTexts
+from sdpo_jax.learning.learner import Learned, Said
+from sdpo_jax.learning.losses import Loss, Sdpo
 from sdpo_jax.serving.feedback_request import FeedbackRequest
 from sdpo_jax.serving.guards import Canaries, Check
-from sdpo_jax.serving.learning import Learned, Said
 from sdpo_jax.serving.lessons import Prepared
-from sdpo_jax.serving.losses import Loss, Sdpo
 from sdpo_jax.serving.records import Version
 
 _DIGITS = 7  # Decimal places of numbers that were float32.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import dataclasses
 
 from sdpo_jax.distributed.stopping import NEVER, Stop
-from sdpo_jax.serving.learning import Lesson, Taught
+from sdpo_jax.learning.requests import Lesson, Taught
 from sdpo_jax.teacher.endpoint import Asked, Endpoint
 
 

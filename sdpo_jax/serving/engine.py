@@ -31,19 +31,22 @@ from sdpo_jax.config import ServeConfig
 from sdpo_jax.distributed.mesh import FSDP
 from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.errors import UserError, first_line, printable, short_repr
+from sdpo_jax.learning import training_pool
+from sdpo_jax.learning.learner import Learned, Learner
+from sdpo_jax.learning.losses import Loss, Sdpo
+from sdpo_jax.learning.requests import AdamW, Lesson, Task, Taught
+from sdpo_jax.learning.scoring import Scored, Scorer, check_ids, mesh_of
+from sdpo_jax.learning.training_pool import SlotState
 from sdpo_jax.rollout.engine import Sampler, SamplingOptions
 from sdpo_jax.rollout.resident import Handle, Resident, Weights
 from sdpo_jax.rollout.results import SamplingStats
 from sdpo_jax.rollout.stops import Tokenizer
-from sdpo_jax.serving import elsewhere, training_pool
+from sdpo_jax.serving import elsewhere
 from sdpo_jax.serving.kept_programs import KeptPrograms
-from sdpo_jax.serving.learning import AdamW, Learned, Learner, Lesson, Task, Taught
-from sdpo_jax.serving.losses import Loss, Sdpo
 from sdpo_jax.serving.places import NoPlaceError, Places
 from sdpo_jax.serving.program_folder import ProgramFolder, surroundings
-from sdpo_jax.serving.scoring import Scored, Scorer, check_ids, mesh_of
 from sdpo_jax.serving.shelf import Arrays, Shelf
-from sdpo_jax.serving.training_pool import SlotState
+from sdpo_jax.teacher import averaging
 from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.types import Tree
 
@@ -648,10 +651,8 @@ class Engine:
     rate = np.float32(feedback.average_rate)
     before = self._arrays(feedback.version)
     factors, mu, nu = (self._flat(tree) for tree in (own.trainable, own.moments.mu, own.moments.nu))
-    average = {
-      name: (np.float32(1) - rate) * before[f'{_AVERAGE}/{name}'] + rate * value for name, value in factors.items()
-    }
-    self._shelf.put(feedback.new, _arrays_of(factors, mu, nu, average, np.asarray(own.moments.count)))
+    mean = {name: averaging.average(before[f'{_AVERAGE}/{name}'], value, rate) for name, value in factors.items()}
+    self._shelf.put(feedback.new, _arrays_of(factors, mu, nu, mean, np.asarray(own.moments.count)))
 
   def _taught(self, feedback: Feedback, task: Task) -> Task:
     """Return the task with the log-probs of another model, if the feedback names one as its teacher."""

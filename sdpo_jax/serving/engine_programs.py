@@ -24,15 +24,16 @@ from models.adapters import lora_pool
 from models.decoder import DecoderPolicy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.learning import training_pool
+from sdpo_jax.learning.learner import as_train_state, learning_functions
+from sdpo_jax.learning.losses import Sdpo, of_rows
+from sdpo_jax.learning.scoring import mesh_of, scoring_functions
+from sdpo_jax.learning.signals import TeacherInputs
+from sdpo_jax.learning.training_pool import SlotState, StepSettings
 from sdpo_jax.objective import reported
 from sdpo_jax.programs import Program, Run
-from sdpo_jax.serving import training_pool
 from sdpo_jax.serving.engine import EngineSettings, pooled_policies
-from sdpo_jax.serving.learning import Asked, as_train_state, learning_functions
-from sdpo_jax.serving.losses import Sdpo, of_rows
-from sdpo_jax.serving.scoring import mesh_of, scoring_functions
 from sdpo_jax.serving.settings import as_run, engine_settings
-from sdpo_jax.serving.training_pool import SlotState, StepSettings
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training.run_programs import abstract_parameters, resident_programs
 from sdpo_jax.types import Batch, TokenRows, Tree
@@ -130,7 +131,7 @@ def _of_learning(
     per_token = array((rows, response), jnp.float32)
     targets, shown = array((rows, response), jnp.int32), array((rows, response), bool)
     many = (rows, response, settings.topk)
-    asked = Asked(
+    asked = TeacherInputs(
       **{name: array((rows,), bool) for name in ('mixes', 'design', 'same', 'has_old', 'given')},
       **{name: array((rows,), jnp.float32) for name in ('mixture', 'advantage')},
       given_ids=array(many, jnp.int32),

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sdpo_jax.errors import UserError
+from sdpo_jax.learning.learner import Learned
+from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.serving import answers, guards, lessons, teachers
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.engine import Feedback
 from sdpo_jax.serving.errors import Gone, InvalidRequest, NotFound, NotReady, ServiceError, VersionConflict
 from sdpo_jax.serving.feedback_request import FeedbackRequest
 from sdpo_jax.serving.guards import Canaries, Guards, Measured
-from sdpo_jax.serving.learning import Learned, Lesson
 from sdpo_jax.serving.records import Adapter, Version, engine_name
 from sdpo_jax.serving.teachers import Teacher
 

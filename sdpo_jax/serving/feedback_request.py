@@ -11,10 +11,10 @@ import numpy as np
 
 from sdpo_jax.config import LearningConfig, ServeConfig
 from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.learning.losses import Loss, Sdpo
+from sdpo_jax.learning.requests import AdamW
 from sdpo_jax.objective.jsd_pg import JsdPg
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.learning import AdamW
-from sdpo_jax.serving.losses import Loss, Sdpo
 from sdpo_jax.types import Messages
 
 # Per-token lists that a response may contain for a completion.

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from sdpo_jax.distributed.stopping import StoppedError
+from sdpo_jax.learning.learner import Learned
+from sdpo_jax.learning.requests import Lesson
+from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.rollout.resident import CancelledError
 from sdpo_jax.rollout.resident import Handle as Drawing
 from sdpo_jax.rollout.results import Completion, Draft
 from sdpo_jax.serving.engine import BASE, Feedback
 from sdpo_jax.serving.errors import Cancelled, NotReady, ServiceError
-from sdpo_jax.serving.learning import Learned, Lesson
-from sdpo_jax.serving.scoring import Scored
 
 VERSION = 'version:'  # Prefix of `Feedback.teacher` before the name of a version.
 ENDPOINT = 'endpoint'  # `Feedback.teacher` for an external teacher.

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.data.prompts import ChatFormat
+from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.rollout.stops import to_text
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback_request import Item
-from sdpo_jax.serving.learning import Lesson
 from sdpo_jax.serving.prompts import check_tokens
 from sdpo_jax.serving.records import Adapter, Sample
 from sdpo_jax.teacher import context

@@ -18,7 +18,7 @@ from models.decoder import DecoderPolicy
 from models.families import registry
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.files import read_json_object
-from sdpo_jax.serving import training_pool
+from sdpo_jax.learning import training_pool
 from sdpo_jax.serving.errors import InvalidRequest, TooLarge
 
 LARGEST_HEADER = 2**20  # Bytes of the names and shapes of a safetensors file.

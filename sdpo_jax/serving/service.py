@@ -26,6 +26,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.errors import UserError
+from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.serving import elsewhere, names, teachers
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
@@ -33,7 +34,6 @@ from sdpo_jax.serving.engine import Engine, EngineSettings, check_divides
 from sdpo_jax.serving.errors import InvalidRequest, NotFound, ServiceError
 from sdpo_jax.serving.event_log import EventLog
 from sdpo_jax.serving.guards import CanaryMeter
-from sdpo_jax.serving.learning import Lesson
 from sdpo_jax.serving.lessons import Reprompting
 from sdpo_jax.serving.peft_transfer import Served
 from sdpo_jax.serving.settings import engine_settings

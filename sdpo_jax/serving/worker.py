@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.learning.learner import Learned
+from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.serving.engine import BASE, Engine, Feedback
 from sdpo_jax.serving.errors import Busy, Cancelled, Deadline, InvalidRequest, NotReady, ServiceError
 from sdpo_jax.serving.jobs import (
@@ -36,9 +38,7 @@ from sdpo_jax.serving.jobs import (
   runnable,
   scored_together,
 )
-from sdpo_jax.serving.learning import Learned
 from sdpo_jax.serving.places import NoPlaceError
-from sdpo_jax.serving.scoring import Scored
 from sdpo_jax.serving.shelf import Arrays
 
 Future = concurrent.futures.Future

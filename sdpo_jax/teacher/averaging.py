@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sdpo_jax.types import Tree
+
+T = TypeVar('T', jax.Array, np.ndarray)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +62,14 @@ def ema(rate: float) -> TeacherTransform:
     _check_own(teacher, params)
     if rate == 1:
       return jax.tree.map(lambda t, p: jnp.asarray(p, t.dtype, copy=True), teacher, params)
-    return jax.tree.map(lambda t, p: t * (1.0 - rate) + jnp.asarray(p, t.dtype) * rate, teacher, params)
+    return jax.tree.map(lambda t, p: average(t, jnp.asarray(p, t.dtype), rate), teacher, params)
 
   return TeacherTransform(init=_copy, update=update)
+
+
+def average(teacher: T, parameter: T, rate: float | np.floating) -> T:
+  """Return (1 − rate)·teacher + rate·parameter, of arrays of one dtype in JAX or NumPy."""
+  return teacher * (1 - rate) + parameter * rate
 
 
 def scaled_ema_rate(rate: float, batch_ratio: float) -> float:

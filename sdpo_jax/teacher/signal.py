@@ -10,8 +10,11 @@ from models import parameters
 from models.forward import forward
 from models.policy import Policy
 from sdpo_jax.errors import UserError
+from sdpo_jax.objective import log_probs
+from sdpo_jax.objective.loss import ObjectiveConfig
+from sdpo_jax.objective.sharded import Layout
 from sdpo_jax.teacher.averaging import TeacherSpec, signal_parameters
-from sdpo_jax.types import TeacherSignal, TokenRows, TrainState, Tree
+from sdpo_jax.types import Batch, TeacherSignal, TokenRows, TrainState, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,3 +108,30 @@ def teacher_signal(
     mix_hidden, mix_unembedding = forward(student, student_base, mixed, rows)
     signal = signal.replace(mix_hidden=mix_hidden, mix_unembedding=mix_unembedding, mix_rate=spec.update_rate)
   return jax.lax.stop_gradient(signal)
+
+
+def on_own_top_k(
+  signal: TeacherSignal, batch: Batch, config: ObjectiveConfig, vocab_size: int, layout: Layout | None
+) -> TeacherSignal:
+  """Return a teacher's signal on its own top K tokens [B, T, K], as an external teacher would give it.
+
+  Args:
+    signal: hidden states and unembedding of the teacher.
+    batch: targets and mask.
+    config: K, temperature and how the top K are found.
+    vocab_size: V, the tokens of the student's vocabulary.
+    layout: how rows and vocabulary are divided; None: one device.
+  """
+  said = log_probs.scores(
+    signal.hidden,
+    signal.unembedding,
+    batch.targets,
+    config.distillation_topk,
+    temperature=config.temperature,
+    chunk_size=min(config.chunk_size, log_probs.CHUNK),
+    mask=batch.mask,
+    topk_method=config.topk_method,
+    vocab_size=vocab_size,
+    layout=layout,
+  )
+  return TeacherSignal(token_ids=said.top_ids, log_probs=said.top_log_probs)

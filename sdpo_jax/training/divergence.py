@@ -16,11 +16,12 @@ from sdpo_jax.distributed.mesh import compiler_options, put_rows, replicated
 from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation.completions import samples_by_source
+from sdpo_jax.learning import batching
+from sdpo_jax.learning.update import layout
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from sdpo_jax.teacher.signal import Teacher
-from sdpo_jax.training import batching
 from sdpo_jax.training.session import Session
-from sdpo_jax.training.update import layout
+from sdpo_jax.training.specs import batch_spec
 from sdpo_jax.types import Example, Rollouts, TeacherSignal, TokenRows, Tree
 
 # Metrics of an evaluation: the divergence on the student's completions, and on the teacher's.
@@ -153,7 +154,7 @@ def _divergences(
   )
   score = divergence_program(session.policy, session.teacher, config.actor.logits_chunk_size, mesh)
   found = np.zeros(rollouts.completion_mask.shape, np.float32)
-  for micro in batching.student_micro_batches(batch, config, mesh.size):
+  for micro in batching.student_micro_batches(batch, batch_spec(config), mesh.size):
     stop.check()
     arrays = put_rows(mesh, (micro.batch.student, micro.batch.targets, micro.batch.mask))
     values = score(session.base, trainable, session.teacher.base, *arrays)

@@ -33,6 +33,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.evaluation.evaluate import evaluate
 from sdpo_jax.evaluation.names import nearest
+from sdpo_jax.learning.update import abstract_state, place_state
 from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.teacher.documents import read_texts
 from sdpo_jax.teacher.endpoint import Endpoint
@@ -84,7 +85,6 @@ from sdpo_jax.training.step import (
 )
 from sdpo_jax.training.together import Together
 from sdpo_jax.training.token_records import TokenRecords
-from sdpo_jax.training.update import abstract_state, place_state
 from sdpo_jax.training.watchdog import Watchdog
 from sdpo_jax.types import Example, TrainState
 

@@ -18,14 +18,14 @@ from sdpo_jax.config import Config
 from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.distributed.mesh import check_divides, make_mesh
 from sdpo_jax.errors import UserError
+from sdpo_jax.learning.optimizer import check_excluded
+from sdpo_jax.learning.update import abstract_state, make_update
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.teacher.documents import Texts, read_texts
 from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
 from sdpo_jax.training import cartridges, feedback_writing, teacher_model
-from sdpo_jax.training.optimizer import check_excluded
 from sdpo_jax.training.session import Session
 from sdpo_jax.training.specs import declared_buckets, objective_spec, teacher_spec, update_spec
-from sdpo_jax.training.update import abstract_state, make_update
 from sdpo_jax.types import Tree
 
 _logger = logging.getLogger('sdpo_jax.session')

@@ -17,8 +17,8 @@ from sdpo_jax.evaluation.completions import describe, metric_values, reward_name
 from sdpo_jax.evaluation.evaluate import Evaluation
 from sdpo_jax.evaluation.excerpts import excerpt, excerpt_messages
 from sdpo_jax.files import jsonable, make_directory, write_atomically
+from sdpo_jax.learning.batching import GenerationBatch
 from sdpo_jax.teacher.context import TeacherContext
-from sdpo_jax.training.batching import GenerationBatch
 from sdpo_jax.training.gathering import Gathering, Lesson
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.session import Session

@@ -29,17 +29,18 @@ from models.policy import Policy
 from sdpo_jax import programs
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.learning import batching
+from sdpo_jax.learning.update import abstract_state, make_update
 from sdpo_jax.objective.spec import COEFFICIENTS, ObjectiveSpec
 from sdpo_jax.programs import EVALUATION, FEEDBACK, Program, Run
 from sdpo_jax.rollout import decode, functions, sizes
 from sdpo_jax.rollout.sampling import SamplingParams
 from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
-from sdpo_jax.training import batching, divergence, feedback_writing, initial_policy, teacher_model
+from sdpo_jax.training import divergence, feedback_writing, initial_policy, teacher_model
 from sdpo_jax.training.checkpoint import digests
 from sdpo_jax.training.checkpoint.checkpoints import abstract
-from sdpo_jax.training.specs import declared_buckets, objective_spec, teacher_spec, update_spec
+from sdpo_jax.training.specs import batch_spec, declared_buckets, objective_spec, teacher_spec, update_spec
 from sdpo_jax.training.top_tokens import top_tokens_program
-from sdpo_jax.training.update import abstract_state, make_update
 from sdpo_jax.types import Batch, TeacherSignal, TokenRows, Tree
 
 
@@ -117,7 +118,7 @@ def update_programs(run: Run) -> dict[str, Program]:
   spec = objective_spec(config)
   state = abstract_state(update_spec(config), trainable, mesh, run.policy.parameter_table())
   update = make_update(run.policy, update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state), run.teacher)
-  rows = batching.micro_batch_rows(config, mesh.size)
+  rows = batching.micro_batch_rows(batch_spec(config), mesh.size)
   leaves = jax.tree.leaves(state)
   scored = {}  # Kind → parameters under which completions are scored, and the trees that a device holds then.
   if spec.computes_log_probs or spec.weighs_in_update:
@@ -135,7 +136,7 @@ def update_programs(run: Run) -> dict[str, Program]:
   }
   batch_of = functools.partial(abstract_batch, rows, spec=spec, mesh=mesh)
   trained = declared_buckets(config)
-  share = batching.shares_prompts(config, *run.teacher.readers(run.policy, teacher_spec(config)))
+  share = batching.shares_prompts(batch_spec(config), *run.teacher.readers(run.policy, teacher_spec(config)))
   for response in trained.response:
     for kind, (parameters, held) in scored.items():
       for prompt in trained.prompt:
@@ -279,7 +280,7 @@ def divergence_programs(run: Run) -> dict[str, Program]:
   if not config.trainer.test_divergence or not evaluated:
     return {}
   found = _of_sampler(run, *_teacher(run), [(evaluated, True)], 'teacher/')
-  declared, rows = declared_buckets(config), batching.micro_batch_rows(config, mesh.size)
+  declared, rows = declared_buckets(config), batching.micro_batch_rows(batch_spec(config), mesh.size)
   score = divergence.divergence_program(run.policy, run.teacher, config.actor.logits_chunk_size, mesh)
   for response in declared.response:
     for prompt in declared.prompt:

@@ -6,12 +6,13 @@ import dataclasses
 from typing import Any
 
 from sdpo_jax.config import Config, OptimizerConfig
+from sdpo_jax.learning.batching import BatchSpec
+from sdpo_jax.learning.optimizer import OptimizerSpec
+from sdpo_jax.learning.update import UpdateSpec
 from sdpo_jax.objective.loss import ObjectiveConfig
 from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import RESPONSES, Buckets, bucket_lengths
 from sdpo_jax.teacher.averaging import TeacherSpec
-from sdpo_jax.training.optimizer import OptimizerSpec
-from sdpo_jax.training.update import UpdateSpec
 
 
 def objective_spec(config: Config) -> ObjectiveSpec:
@@ -83,6 +84,24 @@ def declared_buckets(config: Config) -> Buckets:
     response=bucket_lengths(data.response_buckets, data.max_response_length, RESPONSES),
     reprompt=prompt if own else bucket_lengths(data.reprompt_buckets, sd.max_reprompt_len),
     paired=own or (not data.prompt_buckets and not data.reprompt_buckets),
+  )
+
+
+def batch_spec(config: Config) -> BatchSpec:
+  """Return how a run's generation batches become optimizer steps and micro-batches."""
+  actor, algorithm, n = config.actor, config.algorithm, config.rollout.n
+  return BatchSpec(
+    terms=objective_spec(config),
+    buckets=declared_buckets(config),
+    samples=config.data.train_batch_size * n,
+    step_samples=actor.ppo_mini_batch_size * n,
+    rows=actor.ppo_micro_batch_size,
+    partitions=config.trainer.balance_partitions if config.trainer.batch_order == 'balanced' else 1,
+    packs=actor.pack_sequences,
+    aggregation=actor.loss_agg_mode,
+    group_size=actor.loss_group_size,
+    scale=actor.loss_scale_factor or config.data.max_response_length,
+    weights=(algorithm.sdpo_coef, algorithm.policy_gradient_coef, actor.entropy_coeff, actor.kl_loss_coef),
   )
 
 

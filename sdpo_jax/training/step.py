@@ -20,16 +20,16 @@ from sdpo_jax.data.prompts import ChatFormat, prompt_tokens
 from sdpo_jax.distributed.mesh import put_rows
 from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.environments.outcomes import check_graded, graded_of, scores_of
+from sdpo_jax.learning import batching
+from sdpo_jax.learning.update import MicroResult
 from sdpo_jax.objective.advantages import grpo_advantages
 from sdpo_jax.objective.importance import mismatch, rollout_is_weights
 from sdpo_jax.rollout.grading_thread import BatchGrader, GradingThread
 from sdpo_jax.teacher.context import TeacherContext, build_teacher_context, same_context
 from sdpo_jax.teacher.order import balanced_order
 from sdpo_jax.teacher.signal import Teacher
-from sdpo_jax.training import batching
 from sdpo_jax.training.graded import GradedRollouts, learned_from
-from sdpo_jax.training.specs import teacher_spec
-from sdpo_jax.training.update import MicroResult
+from sdpo_jax.training.specs import batch_spec, teacher_spec
 from sdpo_jax.types import Example, TeacherSignal, TokenRows, TrainState, Tree
 
 if TYPE_CHECKING:  # A session knows endpoints and samplers; a step need not.
@@ -228,7 +228,7 @@ class PolicyLogProbs:
     """Start computing the log-probs of `samples` ([M] int; None: all samples) under the parameters `trainable`."""
     self._rollouts = batch.rollouts
     self._pending = []
-    for micro in batching.student_micro_batches(batch, session.config, session.mesh.size, samples):
+    for micro in batching.student_micro_batches(batch, batch_spec(session.config), session.mesh.size, samples):
       student, targets = put_rows(session.mesh, (micro.batch.student, micro.batch.targets))
       log_probs, _ = session.update.log_probs(session.base, trainable, student, targets)
       self._pending.append((micro.samples, micro.lengths, log_probs))
@@ -393,17 +393,17 @@ def run_update(
   Raises:
     StoppedError: `stop` asked the run to stop.
   """
-  config, update = session.config, session.update
+  config, update, spec = session.config, session.update, batch_spec(session.config)
   teacher = session.teacher or Teacher(session.policy)
-  share = batching.shares_prompts(config, *teacher.readers(session.policy, teacher_spec(config)))
+  share = batching.shares_prompts(spec, *teacher.readers(session.policy, teacher_spec(config)))
   scored = None
   if batch.sampling_log_probs is not None:
     # The update computes the log-probs of the samples it trains on; metrics need those of the other samples too.
-    scored = PolicyLogProbs(session, state.trainable, batch, batching.left_out(batch, config))
+    scored = PolicyLogProbs(session, state.trainable, batch, batching.left_out(batch, spec))
   results = _Results(batch.rollouts.completion_tokens.shape)
   of_student, of_teacher = Filled(), Filled()
   ahead, taken = _Ahead(), 0
-  steps = batching.mini_batches(config, batch.present)
+  steps = batching.mini_batches(spec, batch.present)
 
   def may_stop() -> bool:
     return taken == 0 if starting is None else starting.there
@@ -412,7 +412,7 @@ def run_update(
     for samples in steps:
       grads = update.zero(state.trainable)
       micros = []
-      for micro in batching.micro_batches(batch, samples, config, session.mesh.size, share):
+      for micro in batching.micro_batches(batch, samples, spec, session.mesh.size, share):
         if may_stop():
           ahead.wait()
           stop.check()

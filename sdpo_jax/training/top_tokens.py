@@ -18,13 +18,13 @@ from models.forward import forward
 from models.policy import Policy
 from sdpo_jax.distributed.mesh import compiler_options, put_rows, replicated
 from sdpo_jax.distributed.stopping import NEVER, Stop
+from sdpo_jax.learning import batching
+from sdpo_jax.learning.update import UpdateSpec, layout
 from sdpo_jax.objective import log_probs
 from sdpo_jax.objective.sharded import Layout
 from sdpo_jax.teacher.signal import Teacher, teacher_signal
-from sdpo_jax.training import batching
 from sdpo_jax.training.session import Session
-from sdpo_jax.training.specs import update_spec
-from sdpo_jax.training.update import UpdateSpec, layout
+from sdpo_jax.training.specs import batch_spec, update_spec
 from sdpo_jax.types import Batch, TeacherSignal, TrainState, Tree
 
 
@@ -144,11 +144,11 @@ def measure(
   """
   config = session.config
   teacher, spec = session.teacher or Teacher(session.policy), update_spec(config)
-  share = batching.shares_prompts(config, *teacher.readers(session.policy, spec.teacher))
+  share = batching.shares_prompts(batch_spec(config), *teacher.readers(session.policy, spec.teacher))
   most = top_tokens_program(session.policy, teacher, spec, session.mesh)
   shape = batch.rollouts.completion_mask.shape
   found = TopTokens(_nothing(shape, k), None if batch.teacher_prompts is None else _nothing(shape, k))
-  for micro in batching.reading_micro_batches(batch, config, session.mesh.size, share):
+  for micro in batching.reading_micro_batches(batch, batch_spec(config), session.mesh.size, share):
     stop.check()
     arrays = put_rows(session.mesh, micro.batch)
     said = jax.device_get(most(session.base, state, arrays, teacher.base, k=k))

@@ -17,11 +17,11 @@ from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.inference import runs
+from sdpo_jax.learning.update import abstract_state
 from sdpo_jax.training import loop
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.opening import make_session
 from sdpo_jax.training.specs import update_spec
-from sdpo_jax.training.update import abstract_state
 from tests import tiny
 from tests.resumed_runs import start_two
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from sdpo_jax.config import Config
+from sdpo_jax.learning import batching, update
 from sdpo_jax.objective.aggregation import loss_coefficients
-from sdpo_jax.training import batching, update
 from sdpo_jax.training.specs import update_spec
 from sdpo_jax.types import Batch, TokenRows
 from tests.golden.compiling import quick

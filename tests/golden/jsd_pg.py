@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from sdpo_jax.errors import UserError
-from sdpo_jax.objective import jsd_pg, reported
-from sdpo_jax.objective.log_probs import token_log_probs
+from sdpo_jax.learning.requests import Lesson, Task, Taught
+from sdpo_jax.objective import reported
+from sdpo_jax.objective.jsd_pg import JsdPg
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
-from sdpo_jax.types import Batch, TeacherSignal
 from tests.golden.compiling import quick
 from tests.golden.loss import chunk_sizes
 from tests.golden.report import Report, load
+from tests.learning.first_batches import first_batch
 
 TOLERANCES = {'float64': 1e-10, 'float32': 2e-5}
 REPORTED = (
@@ -30,10 +31,6 @@ REPORTED = (
 )
 
 
-# What stands where a case is smaller than the largest one, by the name of the array.
-FILL = {'student_logits': -1e9, 'teacher_token_ids': -1}
-
-
 def check(directory: Path, dtypes: tuple[str, ...] = tuple(TOLERANCES)) -> Report:
   """Check every *.npz in `directory` in these types; all cases take the shape of the largest, and one program."""
   report = Report('jsd_pg')
@@ -43,7 +40,7 @@ def check(directory: Path, dtypes: tuple[str, ...] = tuple(TOLERANCES)) -> Repor
   for path, case in cases.items():
     report.cases += 1
     try:
-      settings = jsd_pg.JsdPg(**case['config_json'])
+      settings = JsdPg(**case['config_json'])
     except (TypeError, UserError) as problem:
       report.fail(path.stem, f'its settings are refused: {problem}')
       continue
@@ -61,45 +58,41 @@ def check(directory: Path, dtypes: tuple[str, ...] = tuple(TOLERANCES)) -> Repor
   return report
 
 
-def _padded(case: dict, largest: np.ndarray) -> dict:
-  """Return a case whose arrays have the sizes `largest`, of B, T, V and K; the rest is masked, or has no
-  probability.
-  """
-  widths = {'student_logits': largest[2:3], 'teacher_token_ids': largest[3:], 'teacher_log_probs': largest[3:]}
+def _task(settings: JsdPg, case: dict, topk: int) -> Task:
+  """Return the rows of a case as lessons whose teacher answered from outside, with room for `topk` tokens."""
+  targets, ids, log_probs = case['responses'], case['teacher_token_ids'], case['teacher_log_probs']
+  named = ids == targets[..., None]
+  known = np.where(named.any(-1), np.where(named, log_probs, 0).sum(-1), -np.inf)
+  missing = (0, 0), (0, topk - ids.shape[2])
+  lessons = []
+  for row, length in enumerate(case['response_mask'].sum(1).astype(int)):
+    taught = Taught(
+      np.pad(ids[row, :length], missing, constant_values=-1),
+      np.pad(log_probs[row, :length], missing),
+      known[row, :length],
+    )
+    lessons.append(Lesson([0], targets[row, :length], None, case['old_log_probs'][row, :length], taught=taught))
+  return Task(slot=0, lessons=lessons, loss=settings)
 
-  def pad(name: str, value: np.ndarray) -> np.ndarray:
-    shape = (*largest[:2], *widths.get(name, ()))
-    missing = [(0, int(size) - here) for size, here in zip(shape, value.shape, strict=True)]
-    return np.pad(value, missing, constant_values=FILL.get(name, 0))
 
-  names = ('responses', 'response_mask', 'old_log_probs', *widths)
-  return {name: pad(name, case[name]) for name in names}
-
-
-def _evaluate(settings: jsd_pg.JsdPg, case: dict, largest: np.ndarray, dtype: str):
+def _evaluate(settings: JsdPg, case: dict, largest: np.ndarray, dtype: str):
   """Loss [], what is reported, and the gradient [B, T, V] by the student's logits."""
   rows, length, vocab = case['student_logits'].shape
-  case = _padded(case, largest)
-  logits = jnp.asarray(case['student_logits'], dtype)
-  chunk_size, vocab_block = chunk_sizes(case['responses'].size, logits.shape[-1])
-  batch = Batch(
-    student=None,
-    teacher=None,
-    targets=jnp.asarray(case['responses']),
-    mask=jnp.asarray(case['response_mask'], dtype),
-    distill_coef=None,
-    policy_coef=None,
-    entropy_coef=None,
-    old_log_probs=jnp.asarray(case['old_log_probs'], dtype),
-    advantages=None,
-    signal=TeacherSignal(
-      token_ids=jnp.asarray(case['teacher_token_ids']), log_probs=jnp.asarray(case['teacher_log_probs'], dtype)
-    ),
-  )
+  room = [(0, int(size) - here) for size, here in zip(largest, case['student_logits'].shape, strict=False)]
+  logits = jnp.asarray(np.pad(case['student_logits'], room, constant_values=-1e9), dtype)  # No probability.
+  topk = int(largest[3])
+  chunk_size, vocab_block = chunk_sizes(logits[..., 0].size, logits.shape[-1])
   identity = jnp.eye(logits.shape[-1], dtype=dtype)
-  log_probs, _ = token_log_probs(logits, identity, batch.targets)
-  theirs, floored = jsd_pg.known_log_probs(batch.signal, batch.targets, settings.floor)
-  batch = jsd_pg.prepare(batch, settings, log_probs, theirs)
+  batch, floored = first_batch(
+    _task(settings, case, topk),
+    logits,
+    jnp.zeros_like(logits),
+    identity,
+    topk=topk,
+    vocab_size=logits.shape[-1],
+    chunk_size=chunk_size,
+    dtype=np.dtype(dtype).type,
+  )
   (loss, aux), gradient = _program(chunk_size, vocab_block)(logits, identity, batch)
   values = reported.means(jax.device_get(reported.row_sums(batch, aux, floored)))
   assert not gradient[rows:].any() and not gradient[:, length:].any() and not gradient[..., vocab:].any()

@@ -12,8 +12,8 @@ import numpy as np
 from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.environments.thinking import without_closed_thinking
+from sdpo_jax.learning.batching import token_rows
 from sdpo_jax.teacher import context
-from sdpo_jax.training.batching import token_rows
 from sdpo_jax.types import Outcome
 from tests.golden.report import Report
 from tests.golden.tokenizer import CharacterTokenizer

@@ -23,7 +23,8 @@ ROOMS = """
   sdpo_jax.reporting
   sdpo_jax.training.directory
   sdpo_jax.programs
-  sdpo_jax.training.specs sdpo_jax.training.update sdpo_jax.training.optimizer
+  sdpo_jax.training.specs
+  sdpo_jax.learning
   sdpo_jax.evaluation
   sdpo_jax.rollout
   sdpo_jax.teacher

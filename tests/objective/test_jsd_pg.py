@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from sdpo_jax.errors import UserError
+from sdpo_jax.learning.requests import Lesson, Task, Taught
 from sdpo_jax.objective import jsd_pg, reported
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
-from sdpo_jax.types import Batch, TeacherSignal
+from tests.learning.first_batches import first_batch
 from tests.objective.jsd_pg_by_hand import OWN, B, K, T, V, by_hand
 
 
@@ -34,35 +35,32 @@ def problem(seed=0):
 
 
 def prepared(x, settings, in_mesh=False):
-  """Return the batch of the loss, with the signal that its support asks for."""
-
-  def at(values, ids):
-    return jnp.asarray(np.take_along_axis(values, np.maximum(ids, 0), -1))
-
-  # As many entries without a token as a union adds, so that one program serves both supports.
-  room = x['ids'] if settings.support == 'union' else np.pad(x['ids'], ((0, 0), (0, 0), (0, OWN)), constant_values=-1)
-  signal = TeacherSignal(token_ids=jnp.asarray(room, jnp.int32), log_probs=at(x['teacher'], room))
-  own = x['logits'] - np.log(np.exp(x['logits']).sum(-1, keepdims=True))
-  targets = jnp.asarray(x['targets'], jnp.int32)
-  theirs, _ = jsd_pg.known_log_probs(signal, targets, settings.floor)
-  if in_mesh:
-    theirs = at(x['teacher'], x['targets'][..., None])[..., 0]
-  if settings.support == 'union':
-    exact = at(x['teacher'], x['student_ids']) if in_mesh else None
-    signal = jsd_pg.union(signal, jnp.asarray(x['student_ids'], jnp.int32), V, exact)
-  batch = Batch(
-    student=None,
-    teacher=None,
-    targets=targets,
-    mask=jnp.asarray(x['mask']),
-    distill_coef=None,
-    policy_coef=None,
-    entropy_coef=None,
-    old_log_probs=jnp.asarray(x['old']),
-    advantages=None,
-    signal=signal,
+  """Return the batch of a request's first step, its signal on the support that is asked for, and the floored tokens."""
+  log_probs, ids, targets = x['teacher'], x['ids'], x['targets']
+  lessons = []
+  for row, length in enumerate(x['mask'].sum(1).astype(int)):
+    top, own = ids[row, :length], targets[row, :length]
+    at_top = np.take_along_axis(log_probs[row, :length], np.maximum(top, 0), -1)
+    at_own = np.take_along_axis(log_probs[row, :length], own[:, None], -1)[:, 0]
+    known = np.where((top == own[:, None]).any(-1), at_own, -np.inf)
+    taught = None if in_mesh else Taught(top, at_top, known)
+    lessons.append(Lesson([1], own, [1, 2] if in_mesh else None, x['old'][row, :length], taught=taught))
+  batch, floored = first_batch(
+    Task(slot=0, lessons=lessons, loss=settings),
+    jnp.asarray(x['logits']),
+    jnp.asarray(log_probs),
+    jnp.eye(V),
+    topk=K,
+    vocab_size=V,
+    dtype=np.float64,
   )
-  return jsd_pg.prepare(batch, settings, at(own, x['targets'][..., None])[..., 0], theirs)
+  # As many entries without a token as a union adds, so that one program serves both supports.
+  more = jnp.full((B, T, OWN), -1, jnp.int32)
+  exact = None
+  if settings.support == 'union':
+    more = jnp.asarray(x['student_ids'], jnp.int32)
+    exact = jnp.asarray(np.take_along_axis(log_probs, x['student_ids'], -1)) if in_mesh else None
+  return batch.replace(signal=jsd_pg.union(batch.signal, more, V, exact)), floored
 
 
 @jax.jit
@@ -89,10 +87,12 @@ SETTINGS = {
 def test_loss_and_gradient_are_the_formula(in_mesh):
   """With a teacher that names a few tokens and with one that knows all; over both supports, in both forms."""
   x, rng = problem(), np.random.default_rng(1)
+  if in_mesh:  # Such a teacher names all of its top K.
+    x['ids'] = np.argsort(-x['teacher'], -1)[..., :K]
   direction = rng.standard_normal(x['logits'].shape)
   with jax.enable_x64(True):
     for name, settings in SETTINGS.items():
-      batch = prepared(x, settings, in_mesh)
+      batch, _ = prepared(x, settings, in_mesh)
       (loss, aux), gradient = jax.device_get(evaluate(jnp.asarray(x['logits']), batch))
       expected, summands = by_hand(x, settings, in_mesh=in_mesh)
       np.testing.assert_allclose(loss, expected, rtol=1e-10, err_msg=name)
@@ -102,7 +102,7 @@ def test_loss_and_gradient_are_the_formula(in_mesh):
       np.testing.assert_allclose((gradient * direction).sum(), (up - down) / 2e-6, rtol=1e-6, atol=1e-9)
       # Other numbers take no other program.
       both = dataclasses.replace(settings, alpha=0.55, clip_eps=0.1)
-      (loss, _), _ = evaluate(jnp.asarray(x['logits']), prepared(x, both, in_mesh))
+      (loss, _), _ = evaluate(jnp.asarray(x['logits']), prepared(x, both, in_mesh)[0])
       np.testing.assert_allclose(loss, by_hand(x, both, in_mesh=in_mesh)[0], rtol=1e-10)
   assert evaluate._cache_size() == 1
 
@@ -141,9 +141,9 @@ def test_floored_tokens_and_lite_answers_are_told():
   settings = jsd_pg.JsdPg(jsd_weight=0.0)
   unknown = ~(x['ids'] == x['targets'][..., None]).any(-1)
   with jax.enable_x64(True):
-    batch = prepared(x, settings)
+    batch, floored = prepared(x, settings)
     (loss, aux), _ = evaluate(jnp.asarray(x['logits']), batch)
-    report = reported.means(jax.device_get(reported.row_sums(batch, aux, jnp.asarray(unknown))))
+    report = reported.means(jax.device_get(reported.row_sums(batch, aux, floored)))
   np.testing.assert_allclose(report['floored_fraction'], unknown[x['mask'] > 0].mean(), rtol=1e-6)
   assert 0 < report['floored_fraction'] < 1 and report['tokens_processed'] == 7
   np.testing.assert_allclose(report['loss'], report['pg_loss'])

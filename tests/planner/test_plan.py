@@ -24,11 +24,12 @@ from sdpo_jax import programs
 from sdpo_jax.config import Config, MeshConfig, ModelConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
+from sdpo_jax.learning import batching
 from sdpo_jax.planner import answers, hlo, kernels, lengths, model, report, run, search, topology, workload
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.programs import Program
-from sdpo_jax.training import batching
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
+from sdpo_jax.training.specs import batch_spec
 from tests import tiers, tiny
 
 needs_compiler = pytest.mark.tpu_compiler
@@ -380,7 +381,7 @@ def test_every_micro_batch_has_a_registered_program(name):
   policy, _ = model.read(config)
   mesh = meshes.make_mesh(MeshConfig(fsdp=4, tensor=2), jax.devices())
   found = run_programs(config, policy, *abstract_parameters(policy, mesh), mesh)
-  work = workload.of_batch(config, policy, lengths_of(config), 8, batching.shares_prompts(config, policy))
+  work = workload.of_batch(config, policy, lengths_of(config), 8, batching.shares_prompts(batch_spec(config), policy))
   used = workload.used(found, work)
   assert len(used['update']) == len(work.updates) > 0
   assert {found[name].kind for name in used['update']} == {'update'}

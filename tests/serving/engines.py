@@ -7,9 +7,9 @@ import numpy as np
 
 from models import huggingface, parameters
 from sdpo_jax.config import LoraConfig, ModelConfig
+from sdpo_jax.learning.losses import Sdpo
+from sdpo_jax.learning.requests import AdamW, Lesson
 from sdpo_jax.serving.engine import Engine, EngineSettings, Feedback
-from sdpo_jax.serving.learning import AdamW, Lesson
-from sdpo_jax.serving.losses import Sdpo
 from tests.letters import CONFIG, TOKENIZER
 
 SETTINGS = EngineSettings(

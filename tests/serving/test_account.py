@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import (
@@ -23,7 +24,6 @@ from sdpo_jax.serving.errors import (
 )
 from sdpo_jax.serving.feedback import Entry
 from sdpo_jax.serving.feedback_request import Item, make_request
-from sdpo_jax.serving.learning import Lesson
 from sdpo_jax.serving.names import lora_uri
 from sdpo_jax.serving.sampling import SampleDone, SampleDraft, SampleOptions
 from sdpo_jax.teacher.dialects import Scored as Taught

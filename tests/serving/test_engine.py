@@ -13,12 +13,12 @@ from models import huggingface
 from sdpo_jax.config import TeacherEndpointConfig
 from sdpo_jax.environments import json_server
 from sdpo_jax.errors import UserError
+from sdpo_jax.learning.losses import Sdpo
+from sdpo_jax.learning.requests import AdamW, Taught
 from sdpo_jax.objective.jsd_pg import JsdPg
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.serving import shelf
 from sdpo_jax.serving.engine import BASE, Engine, Feedback
-from sdpo_jax.serving.learning import AdamW, Taught
-from sdpo_jax.serving.losses import Sdpo
 from sdpo_jax.serving.places import NoPlaceError
 from sdpo_jax.teacher.endpoint import Endpoint
 from tests.letters import CONFIG, TOKENIZER

@@ -8,12 +8,12 @@ import json
 import numpy as np
 import pytest
 
+from sdpo_jax.learning.requests import Taught
 from sdpo_jax.serving import feedback
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import Cancelled, Deadline, InvalidRequest, NotFound, ServiceError, VersionConflict
 from sdpo_jax.serving.feedback import Entry
 from sdpo_jax.serving.feedback_request import Item, make_request
-from sdpo_jax.serving.learning import Taught
 from sdpo_jax.serving.records import engine_name
 from tests.serving.service_world import HELLO, WIDE, make_config, model_folder, running, sample
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from sdpo_jax.config import LearningConfig, ServeConfig
+from sdpo_jax.learning.losses import Sdpo
+from sdpo_jax.learning.requests import AdamW
 from sdpo_jax.objective.jsd_pg import JsdPg
 from sdpo_jax.serving import teachers
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback_request import DETAILS, Item, learning_of, make_request
-from sdpo_jax.serving.learning import AdamW
-from sdpo_jax.serving.losses import Sdpo
 from sdpo_jax.serving.records import Adapter
 
 ITEM = Item(sample_id='s')

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from sdpo_jax.config import GuardsConfig
+from sdpo_jax.learning.losses import Sdpo
 from sdpo_jax.serving import answers, guards
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.guards import Guards, Measured
-from sdpo_jax.serving.losses import Sdpo
 from sdpo_jax.serving.records import Version
 
 GOOD = Measured(finite=True, loss_ratio=1.0, kl_to_base=0.1, entropy=1.0, self_similarity=0.2)

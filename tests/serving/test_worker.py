@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from sdpo_jax.errors import UserError
+from sdpo_jax.learning.learner import Learned
+from sdpo_jax.learning.requests import Lesson
+from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.rollout.resident import CancelledError
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.serving.engine import BASE, Engine, EngineSettings, Feedback
 from sdpo_jax.serving.errors import Busy, Cancelled, Deadline, InvalidRequest, NotFound, NotReady, ServiceError
-from sdpo_jax.serving.learning import Learned, Lesson
 from sdpo_jax.serving.places import NoPlaceError
-from sdpo_jax.serving.scoring import Scored
 from sdpo_jax.serving.worker import Worker
 from tests.serving.engines import feedback, make_model, random_factors, start
 

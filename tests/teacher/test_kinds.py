@@ -21,12 +21,12 @@ from models import parameters as parameter_tables
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
+from sdpo_jax.learning.batching import GenerationBatch
+from sdpo_jax.learning.update import make_update, place_state, state_shardings
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import step
-from sdpo_jax.training.batching import GenerationBatch
 from sdpo_jax.training.opening import make_session
 from sdpo_jax.training.specs import update_spec
-from sdpo_jax.training.update import make_update, place_state, state_shardings
 from sdpo_jax.types import TeacherSignal, TrainState
 from tests import tiny
 from tests.generation_batches import make_samples

@@ -15,12 +15,12 @@ from models.adapters import lora
 from models.forward import forward
 from sdpo_jax.config import LoraConfig, MeshConfig, ModelConfig
 from sdpo_jax.distributed.mesh import parameter_sharding
+from sdpo_jax.learning.update import abstract_state, place_state
 from sdpo_jax.teacher.signal import Teacher, teacher_signal
 from sdpo_jax.training import step
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.opening import make_session
 from sdpo_jax.training.specs import teacher_spec, update_spec
-from sdpo_jax.training.update import abstract_state, place_state
 from sdpo_jax.types import TokenRows
 from tests import tiers, tiny
 from tests.generation_batches import make_samples

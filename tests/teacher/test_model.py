@@ -15,12 +15,12 @@ from models import huggingface
 from sdpo_jax.config import Config, MeshConfig, ModelConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
+from sdpo_jax.learning.update import make_update, place_state
 from sdpo_jax.preflight import memory
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import step, teacher_model
 from sdpo_jax.training.opening import make_session
 from sdpo_jax.training.specs import objective_spec, update_spec
-from sdpo_jax.training.update import make_update, place_state
 from tests import tiny
 from tests.generation_batches import make_samples
 from tests.updates import MODEL, make_model, settings

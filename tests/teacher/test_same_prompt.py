@@ -12,9 +12,10 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.environments.outcomes import check_graded, missing_of
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import evaluate
-from sdpo_jax.training import batching, step
+from sdpo_jax.learning import batching
+from sdpo_jax.training import step
 from sdpo_jax.training.graded import GradedRollouts
-from sdpo_jax.training.specs import declared_buckets, objective_spec
+from sdpo_jax.training.specs import batch_spec, declared_buckets, objective_spec
 from sdpo_jax.types import Example, Outcome
 from tests.generation_batches import make_config, make_samples
 from tests.said_rollouts import WORDS, rollouts
@@ -46,14 +47,14 @@ def test_the_teacher_reads_what_the_student_reads_and_teaches_everything():
   assert context.prompt_tokens == [samples.prompts[row // 2 * 2] for row in range(8)]
   assert context.messages[3] == found.examples[1].messages
   batch = step.build_batch(session, None, found, context, {})
-  weights = batching.coefficients(batch, np.arange(8), made)['distill_coef']
+  weights = batching.coefficients(batch, np.arange(8), batch_spec(made))['distill_coef']
   # token-mean over all completions.
   mask = samples.rollouts.completion_mask
   np.testing.assert_allclose(weights, mask / mask.sum(), rtol=1e-6)
   made.actor.self_distillation.teacher_context = 'reprompt'
   session.spec = objective_spec(made)
   again = step.build_batch(session, None, found, context, {})
-  assert not batching.coefficients(again, np.arange(8), made)['distill_coef'][1].any()
+  assert not batching.coefficients(again, np.arange(8), batch_spec(made))['distill_coef'][1].any()
 
 
 def test_its_prompts_have_the_lengths_of_the_students():

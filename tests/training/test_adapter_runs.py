@@ -24,13 +24,13 @@ from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import probe, runs
+from sdpo_jax.learning.update import place_state
 from sdpo_jax.training import loop, opening
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.directory import fingerprint
 from sdpo_jax.training.directory.ownership import sole_user
 from sdpo_jax.training.directory.workdir import write_settings
 from sdpo_jax.training.specs import update_spec
-from sdpo_jax.training.update import place_state
 from tests import tiny
 
 torch.set_num_threads(1)

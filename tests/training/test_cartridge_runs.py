@@ -23,12 +23,12 @@ from sdpo_jax.data.prompts import ChatFormat, chat_tokens
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import probe, runs
+from sdpo_jax.learning.optimizer import make_optimizer
 from sdpo_jax.preflight import check
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.training import loop, step
 from sdpo_jax.training.directory import fingerprint
 from sdpo_jax.training.opening import stop_token_ids
-from sdpo_jax.training.optimizer import make_optimizer
 from sdpo_jax.training.specs import optimizer_spec
 from sdpo_jax.types import TokenRows
 from tests.models.adapters.cartridges import past_of

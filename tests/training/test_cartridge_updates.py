@@ -20,10 +20,11 @@ from models.decoder import DecoderPolicy
 from models.forward import forward
 from sdpo_jax.config import CartridgeConfig, Config, MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, put_rows
+from sdpo_jax.learning import batching
+from sdpo_jax.learning.update import Update, make_update, place_state
 from sdpo_jax.teacher.signal import Teacher, teacher_signal
-from sdpo_jax.training import batching, cartridges
-from sdpo_jax.training.specs import teacher_spec, update_spec
-from sdpo_jax.training.update import Update, make_update, place_state
+from sdpo_jax.training import cartridges
+from sdpo_jax.training.specs import batch_spec, teacher_spec, update_spec
 from sdpo_jax.types import Batch, TrainState, Tree
 from tests import tiers
 from tests.generation_batches import make_samples, per_token
@@ -102,7 +103,7 @@ def case(name: str, within: bool, loss: tuple[Any, ...] = (0.0, None, True)) -> 
   state = place_state(update_spec(config), trainable, mesh, parameters.trainable(student.parameter_table()))
   update = make_update(student, update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state), teacher)
   samples = answers(config)
-  [micro] = batching.micro_batches(samples, np.arange(8), config)
+  [micro] = batching.micro_batches(samples, np.arange(8), batch_spec(config))
   order = [sample for row in micro.samples for sample in row]
   return Case(student, base, teacher, state, update, samples, put_rows(mesh, micro.batch), order)
 

@@ -29,6 +29,7 @@ import pytest
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import runs
+from sdpo_jax.learning.update import abstract_state
 from sdpo_jax.training import preemption
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.directory import epochs, remains
@@ -36,7 +37,6 @@ from sdpo_jax.training.directory.ownership import sole_user
 from sdpo_jax.training.directory.workdir import BEFORE_RESTART
 from sdpo_jax.training.opening import make_session
 from sdpo_jax.training.specs import update_spec
-from sdpo_jax.training.update import abstract_state
 from sdpo_jax.types import TrainState
 from tests import file_operations, tiers, tiny
 from tests.file_operations import Disk, Operation, Tree

@@ -13,12 +13,12 @@ from models.attention.backend import AttentionBackend
 from sdpo_jax import programs as registry
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.learning import batching
+from sdpo_jax.learning.update import make_update, place_state
 from sdpo_jax.planner.plan import resident_bytes
-from sdpo_jax.training import batching
 from sdpo_jax.training.checkpoint.checkpoints import abstract
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
-from sdpo_jax.training.specs import update_spec
-from sdpo_jax.training.update import make_update, place_state
+from sdpo_jax.training.specs import batch_spec, update_spec
 from tests.updates import make_model, samples_for, settings
 
 
@@ -63,7 +63,7 @@ def test_the_update_is_called_with_the_registered_shapes():
   samples.sampling_log_probs = samples.rollouts.sampling_log_probs  # As `step.build_batch` does.
   state = place_state(update_spec(config), parameters, mesh)
   update = make_update(policy, update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state))
-  for micro in batching.micro_batches(samples, np.arange(len(samples)), config):
+  for micro in batching.micro_batches(samples, np.arange(len(samples)), batch_spec(config)):
     batch = meshes.put_rows(mesh, micro.batch)
     # As `step.run_update` calls it; the self-teacher has no base of its own.
     actual = abstract(({}, state, update.zero(state.trainable), batch, None))

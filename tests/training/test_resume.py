@@ -313,12 +313,12 @@ from jax.experimental import multihost_utils
 import numpy as np
 from sdpo_jax import command
 from sdpo_jax.inference import runs
-from sdpo_jax.training import batching
+from sdpo_jax.learning import batching
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.opening import make_session
 from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.step import run_update
-from sdpo_jax.training.update import abstract_state
+from sdpo_jax.learning.update import abstract_state
 from sdpo_jax.types import Rollouts
 
 flags.DEFINE_string('workdir', None, '')

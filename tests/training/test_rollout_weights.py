@@ -15,9 +15,10 @@ import pytest
 
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed import mesh as meshes
-from sdpo_jax.training import batching, records, step
+from sdpo_jax.learning import batching
+from sdpo_jax.training import records, step
 from sdpo_jax.training.graded import GradedRollouts
-from sdpo_jax.training.specs import objective_spec
+from sdpo_jax.training.specs import batch_spec, objective_spec
 from sdpo_jax.types import Example, Outcome
 from tests.generation_batches import make_samples, per_token
 from tests.updates import settings, start
@@ -41,7 +42,7 @@ def test_weights_from_inside_are_those_of_a_scoring_pass(loss_mode):
     advantages = per_token([1, -1, 0.5, 0, 0, 0, 2, -2])
     batch = dataclasses.replace(batch, teacher_prompts=None, advantages=advantages)
   silent = [1, 4, 6, 7] if loss_mode == 'sdpo' else [3, 4, 5]
-  np.testing.assert_array_equal(batching.left_out(batch, config), silent)
+  np.testing.assert_array_equal(batching.left_out(batch, batch_spec(config)), silent)
   mask = batch.rollouts.completion_mask
   scored = step.PolicyLogProbs(session, state.trainable, batch).fetch()
   sampler = (scored + np.random.default_rng(0).normal(size=mask.shape)).astype(np.float32)

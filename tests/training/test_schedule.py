@@ -23,13 +23,14 @@ from sdpo_jax.distributed import accelerators
 from sdpo_jax.distributed.stopping import NEVER
 from sdpo_jax.environments.outcomes import graded_of
 from sdpo_jax.errors import UserError
+from sdpo_jax.learning import batching
 from sdpo_jax.teacher import feedback
 from sdpo_jax.teacher.context import build_teacher_context, same_context
-from sdpo_jax.training import ahead, batching, feedback_writing, gathering, loop, records, saving, skipped
+from sdpo_jax.training import ahead, feedback_writing, gathering, loop, records, saving, skipped
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.opening import load_tokenizer
 from sdpo_jax.training.session import Session
-from sdpo_jax.training.specs import declared_buckets, objective_spec
+from sdpo_jax.training.specs import batch_spec, declared_buckets, objective_spec
 from sdpo_jax.training.step import build_teacher_prompts
 from sdpo_jax.types import Example, Outcome, Rollouts
 from tests import tiers, tiny
@@ -67,7 +68,9 @@ def without_policy_gradient() -> list[Config]:
 def test_without_a_policy_gradient_hybrid_has_the_terms_and_weights_of_sdpo():
   pure, hybrid = without_policy_gradient()
   assert objective_spec(pure) == objective_spec(hybrid)
-  one, other = (batching.coefficients(samples_of(config), np.arange(4), config) for config in (pure, hybrid))
+  one, other = (
+    batching.coefficients(samples_of(config), np.arange(4), batch_spec(config)) for config in (pure, hybrid)
+  )
   chex.assert_trees_all_equal(one, other)
   assert one.keys() == {'distill_coef'} and one['distill_coef'].any()
 
@@ -608,7 +611,7 @@ def test_gathered_rows_keep_what_belongs_to_them_and_are_dealt_out_evenly():
   # Steps for which nothing is left are not taken.
   few = gathering.lesson_of([dataclasses.replace(both[0], rows=(0, 2, 5))], 8, 4)
   assert few.graded.present.tolist() == [True] * 3 + [False] * 5
-  assert [rows.tolist() for rows in batching.mini_batches(config, few.graded.present)] == [[0, 1, 2, 3]]
+  assert [rows.tolist() for rows in batching.mini_batches(batch_spec(config), few.graded.present)] == [[0, 1, 2, 3]]
   assert graded_of(few.graded.outcomes).tolist() == [True] * 3 + [False] * 5
 
 
@@ -642,7 +645,7 @@ def test_the_schedule_of_a_benchmark(weights):
     names.add(config.name)
     assert (config.model.lora.rank is None) == (weights == 'full')
     assert objective_spec(config).needs_advantages == (mode == 'hybrid')
-    assert len(batching.mini_batches(config)) == 1 and len(batching.mini_batches(config)[0]) == 64
+    assert [len(samples) for samples in batching.mini_batches(batch_spec(config))] == [64]
     written = feedback_writing.sampler_settings(config)
     assert declared_buckets(written).prompt == (1024, 4096) and declared_buckets(written).response == (512,)
   assert len(names) == 12

@@ -15,9 +15,10 @@ import pytest
 
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed import mesh as meshes
-from sdpo_jax.training import batching, step
+from sdpo_jax.learning import batching
+from sdpo_jax.learning.update import MicroResult, make_update, place_state
+from sdpo_jax.training import step
 from sdpo_jax.training.specs import optimizer_spec, update_spec
-from sdpo_jax.training.update import MicroResult, make_update, place_state
 from tests.generation_batches import per_token
 from tests.updates import VARIANTS, make_model, policy_shardings, run, samples_for, settings
 
@@ -200,7 +201,7 @@ def test_the_same_settings_share_programs_and_a_later_change_does_not_reach_them
 
 def test_adamw_and_clipping_are_torchs():
   torch = pytest.importorskip('torch')
-  from sdpo_jax.training import optimizer as optimizers
+  from sdpo_jax.learning import optimizer as optimizers
 
   config = settings(optimizer__name='adamw', optimizer__grad_clip=0.5, optimizer__weight_decay=0.1).optimizer
   rng = np.random.default_rng(0)

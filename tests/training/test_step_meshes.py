@@ -16,10 +16,10 @@ from sdpo_jax.config import Config, MeshConfig
 from sdpo_jax.data.prompts import prompt_tokens
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.environments import registry
+from sdpo_jax.learning import batching
+from sdpo_jax.learning.update import make_update, place_state
 from sdpo_jax.teacher.context import build_teacher_context
-from sdpo_jax.training import batching
-from sdpo_jax.training.specs import update_spec
-from sdpo_jax.training.update import make_update, place_state
+from sdpo_jax.training.specs import batch_spec, update_spec
 from sdpo_jax.types import Outcome, Rollouts
 
 QUESTIONS, N, T = 4, 4, 8
@@ -98,8 +98,8 @@ def step(shape: tuple[int, int], pack: bool):
   update = make_update(policy, update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state))
   grads, loss = update.zero(state.trainable), 0.0
   divergence, estimates = np.full((2, len(data), T), np.nan, np.float32)
-  share = batching.shares_prompts(config, policy)
-  micros = list(batching.micro_batches(data, np.arange(len(data)), config, mesh.size, share))
+  share = batching.shares_prompts(batch_spec(config), policy)
+  micros = list(batching.micro_batches(data, np.arange(len(data)), batch_spec(config), mesh.size, share))
   assert share == pack and any(pack and micro.batch.teacher.parents.any() for micro in micros) == pack
   for micro in micros:
     grads, result = update.accumulate({}, state, grads, meshes.put_rows(mesh, micro.batch))
@@ -158,7 +158,7 @@ def test_a_mesh_gives_what_one_device_gives(shape, pack):
 
 def test_packing_takes_less_room_and_sharing_prompts_fewer_tokens():
   def taken(pack, share):
-    micros = list(batching.micro_batches(samples(), np.arange(16), settings(pack), share=share))
+    micros = list(batching.micro_batches(samples(), np.arange(16), batch_spec(settings(pack)), share=share))
     held = sum(map(len, (row for micro in micros for row in micro.samples)))
     room = sum(micro.batch.student.tokens.size + micro.batch.teacher.tokens.size for micro in micros)
     return held, room, sum(micro.tokens(micro.batch.teacher) for micro in micros)

@@ -12,7 +12,8 @@ import pytest
 from models.forward import forward
 from sdpo_jax.config import Config, MeshConfig, overrides
 from sdpo_jax.distributed import accelerators
-from sdpo_jax.training import ahead, batching, loop, saving
+from sdpo_jax.learning import batching
+from sdpo_jax.training import ahead, loop, saving
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Example, Outcome
 from tests import tiers, tiny

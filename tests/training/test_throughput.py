@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from sdpo_jax.distributed import accelerators
+from sdpo_jax.learning import batching
 from sdpo_jax.rollout.results import SamplingStats
-from sdpo_jax.training import batching, records, step
+from sdpo_jax.training import records, step
+from sdpo_jax.training.specs import batch_spec
 from tests.generation_batches import make_config, make_samples
 
 
@@ -32,7 +34,7 @@ def test_throughput_counts_live_tokens_and_fill_the_rest(monkeypatch):
   found = {}
   for padding, multiple in (('little', 1), ('much', 8)):
     student, teacher = step.Filled(), step.Filled()
-    for micro in batching.micro_batches(samples, np.arange(8), config, multiple):
+    for micro in batching.micro_batches(samples, np.arange(8), batch_spec(config), multiple):
       student.add(micro, micro.batch.student)
       teacher.add(micro, micro.batch.teacher)
     report = types.SimpleNamespace(student=student, teacher=teacher)

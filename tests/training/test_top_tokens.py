@@ -13,11 +13,12 @@ from models import tokenizer as tokenizers
 from models.token_texts import TokenTexts
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.learning import batching
+from sdpo_jax.learning.update import make_update, place_state
 from sdpo_jax.teacher.signal import Teacher
-from sdpo_jax.training import batching, top_tokens
+from sdpo_jax.training import top_tokens
 from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.token_records import TokenRecords
-from sdpo_jax.training.update import make_update, place_state
 from sdpo_jax.types import TeacherSignal
 from tests import tiny
 from tests.generation_batches import make_samples

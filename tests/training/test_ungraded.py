@@ -18,9 +18,11 @@ from sdpo_jax.environments import registry
 from sdpo_jax.environments.outcomes import check_graded
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import evaluate
+from sdpo_jax.learning import batching
 from sdpo_jax.objective_settings import AGGREGATIONS
-from sdpo_jax.training import batching, loop, records
+from sdpo_jax.training import loop, records
 from sdpo_jax.training.graded import GradedRollouts
+from sdpo_jax.training.specs import batch_spec
 from sdpo_jax.types import Example, Outcome
 from tests import tiny
 from tests.generation_batches import make_config, make_samples
@@ -59,8 +61,8 @@ def test_coefficients_are_those_of_the_batch_without_it(mode, group_size):
   graded = np.array([1, 1, 0, 1, 1, 0, 1, 1], bool)
   rest = np.flatnonzero(graded)
   samples.graded = graded
-  found = batching.coefficients(samples, np.arange(8), config)
-  expected = batching.coefficients(without(samples, rest), np.arange(6), config)
+  found = batching.coefficients(samples, np.arange(8), batch_spec(config))
+  expected = batching.coefficients(without(samples, rest), np.arange(6), batch_spec(config))
   assert found.keys() == expected.keys() == {'distill_coef', 'entropy_coef'}
   for name, values in found.items():
     assert not values[~graded].any()
@@ -75,7 +77,7 @@ def test_a_policy_gradient_leaves_it_out_too():
   samples = make_samples(config)
   samples.advantages = np.ones_like(samples.advantages)
   samples.graded = np.arange(8) != 3
-  (coef,) = batching.coefficients(samples, np.arange(8), config).values()
+  (coef,) = batching.coefficients(samples, np.arange(8), batch_spec(config)).values()
   np.testing.assert_allclose(coef.sum(1), [1 / 7] * 3 + [0] + [1 / 7] * 4, rtol=1e-6)
 
 
@@ -83,7 +85,7 @@ def test_nothing_graded_is_no_division_by_zero():
   config = make_config(loss_group_size=1)
   samples = make_samples(config)
   samples.graded = np.zeros(8, bool)
-  assert not any(values.any() for values in batching.coefficients(samples, np.arange(8), config).values())
+  assert not any(values.any() for values in batching.coefficients(samples, np.arange(8), batch_spec(config)).values())
 
 
 def test_it_is_neither_taught_nor_a_demonstration_and_counts_in_no_fraction():

@@ -9,11 +9,11 @@ import time
 from typing import Literal
 
 from sdpo_jax.errors import short_repr
+from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.records import Sample
 from sdpo_jax.serving.sampling import SampleOptions, Sampling
-from sdpo_jax.serving.scoring import Scored
 from sdpo_jax.serving.targets import Target
 from sdpo_jax.serving.web.openai_logprobs import Position, positions, prompt_positions
 from sdpo_jax.serving.web.openai_schemas import DEFAULT_COMPLETION_TOKENS, ChatCompletionRequest, TextCompletionRequest

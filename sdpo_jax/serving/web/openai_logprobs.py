@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from models.token_texts import TokenTexts
-from sdpo_jax.serving.scoring import Scored
+from sdpo_jax.learning.scoring import Scored
 
 MINUS_INFINITY = -9999.0  # Stands for −inf, which JSON cannot hold.
 

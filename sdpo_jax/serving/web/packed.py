@@ -19,7 +19,7 @@ import json
 
 import numpy as np
 
-from sdpo_jax.serving.scoring import Scored
+from sdpo_jax.learning.scoring import Scored
 
 CONTENT_TYPE = 'application/vnd.sdpo.scores'
 

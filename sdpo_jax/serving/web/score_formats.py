@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sdpo_jax.files import jsonable
-from sdpo_jax.serving.scoring import Scored
+from sdpo_jax.learning.scoring import Scored
 
 SCALE = -1e-4  # Nats per unit of the integers in columns, which take a character less than decimal fractions.
 

@@ -14,10 +14,10 @@ from models.adapters.kv_prefix import KVPrefix
 from models.attention.backend import AttentionBackend
 from sdpo_jax.config import Config, MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, put_rows
+from sdpo_jax.learning.update import make_update
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training.specs import update_spec
-from sdpo_jax.training.update import make_update
 from tests import tiers
 from tests.models.adapters.prefixed_models import DOCUMENT, after_document, logits, model, rows, with_prefix
 from tests.models.family_models import MODELS, MORE, TOKENIZER, VOCABULARY

@@ -14,10 +14,10 @@ from models.adapters import lora
 from models.adapters.lora_pool import LoraPool
 from sdpo_jax.config import Config, LoraConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh, replicated
+from sdpo_jax.learning.update import abstract_state, make_update
 from sdpo_jax.planner import hlo
 from sdpo_jax.training.run_programs import abstract_batch
 from sdpo_jax.training.specs import objective_spec, update_spec
-from sdpo_jax.training.update import abstract_state, make_update
 from tests.compiling import compile_as_users
 from tests.models.small_policies import CONFIG
 

@@ -21,10 +21,10 @@ from models.attention.backend import AttentionBackend
 from sdpo_jax.config import MeshConfig, ModelConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
+from sdpo_jax.learning import batching
+from sdpo_jax.learning.update import make_update, place_state
 from sdpo_jax.rollout.engine import Sampler
-from sdpo_jax.training import batching
-from sdpo_jax.training.specs import update_spec
-from sdpo_jax.training.update import make_update, place_state
+from sdpo_jax.training.specs import batch_spec, update_spec
 from tests import updates
 from tests.models.family_models import MODELS, MORE, SIZES, TOKENIZER, VOCABULARY, reference, reference_that_sees_images
 
@@ -144,7 +144,7 @@ def step(made, mesh):
   _, params = huggingface.load(made.folder, FLOAT32, mesh)
   state = place_state(update_spec(config), params, mesh)
   update = make_update(made.policy.on(mesh), update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state))
-  (micro,) = batching.micro_batches(samples, np.arange(len(samples)), config, mesh.size)
+  (micro,) = batching.micro_batches(samples, np.arange(len(samples)), batch_spec(config), mesh.size)
   grads, result = update.accumulate({}, state, update.zero(state.trainable), meshes.put_rows(mesh, micro.batch))
   state, report = update.apply(state, grads)
   assert report['finite'] == 1

@@ -11,8 +11,8 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from sdpo_jax.errors import UserError
+from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.serving.errors import Busy, InvalidRequest, NotFound, TooLarge, Unauthorized, VersionConflict
-from sdpo_jax.serving.scoring import Scored
 from sdpo_jax.serving.web import archives, errors, packed, schemas, score_formats
 from sdpo_jax.serving.web.access_log import Log
 from sdpo_jax.serving.web.events import Event

@@ -23,6 +23,7 @@ from models import huggingface
 from sdpo_jax.config import Config, MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.errors import UserError
+from sdpo_jax.learning.update import abstract_state, place_state
 from sdpo_jax.training.checkpoint import checkpoints as checkpoint_module
 from sdpo_jax.training.checkpoint import digests, manifest
 from sdpo_jax.training.checkpoint.checkpoints import SKIPPED, Checkpoints, only
@@ -31,7 +32,6 @@ from sdpo_jax.training.checkpoint.unreadable import is_out_of_reach
 from sdpo_jax.training.directory import epochs
 from sdpo_jax.training.directory.published import DAMAGED, newest
 from sdpo_jax.training.specs import update_spec
-from sdpo_jax.training.update import abstract_state, place_state
 from sdpo_jax.types import TrainState
 from tests import tiers, tiny
 from tests.training_states import assert_same, files_below, flipped, make_state

@@ -21,6 +21,7 @@ from sdpo_jax.environments import grader_code, registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import runs
+from sdpo_jax.learning.update import place_state
 from sdpo_jax.preflight import check
 from sdpo_jax.training import loop, opening
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
@@ -29,7 +30,6 @@ from sdpo_jax.training.directory import starts as history
 from sdpo_jax.training.directory.ownership import sole_user
 from sdpo_jax.training.directory.workdir import write_settings
 from sdpo_jax.training.specs import update_spec
-from sdpo_jax.training.update import place_state
 from sdpo_jax.types import Example
 from tests import tiny
 

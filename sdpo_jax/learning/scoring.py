@@ -15,11 +15,12 @@ from models.forward import forward
 from models.policy import Policy
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
+from sdpo_jax.learning import batching
+from sdpo_jax.learning.packing import padded
+from sdpo_jax.learning.update import layout
 from sdpo_jax.objective.log_probs import Scores, log_probs_of_ids, scores
 from sdpo_jax.rollout.buckets import smallest_bucket
 from sdpo_jax.rollout.functions import Keep
-from sdpo_jax.training import batching
-from sdpo_jax.training.update import layout
 from sdpo_jax.types import TokenRows, Tree
 
 
@@ -178,11 +179,3 @@ def check_ids(what: str, tokens: Sequence[int] | np.ndarray, vocab_size: int) ->
     ids.ndim != 1 or ids.size and (not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() >= vocab_size)
   ):
     raise UserError(f'{what} holds something that is no token id from 0 to {vocab_size - 1}.')
-
-
-def padded(rows: Sequence[Sequence[int]], room: int) -> tuple[np.ndarray, np.ndarray]:
-  """Return tokens padded to T = room, [B, T] int32, and a mask of the tokens that are not padding, [B, T] bool."""
-  tokens, mask = np.zeros((len(rows), room), np.int32), np.zeros((len(rows), room), bool)
-  for row, own in enumerate(rows):
-    tokens[row, : len(own)], mask[row, : len(own)] = own, True
-  return tokens, mask

@@ -1,6 +1,6 @@
 """Training slots: adapters of one shape that are trained side by side, each as if it were alone.
 
-The gradients of a micro-batch whose rows belong to different slots are one tree (`training.update.accumulate` with a
+The gradients of a micro-batch whose rows belong to different slots are one tree (`learning.update.accumulate` with a
 policy of a `LoraPool`, in which a row contributes to its own adapter alone); the optimizer step is taken slot by slot,
 under a mask.
 """
@@ -17,7 +17,7 @@ import optax
 from models.adapters import lora_pool
 from models.parameters import Table
 from sdpo_jax.distributed.mesh import replicated
-from sdpo_jax.training.optimizer import clip_by_global_norm
+from sdpo_jax.learning.optimizer import take_step
 from sdpo_jax.types import Tree
 
 
@@ -107,7 +107,7 @@ def step(
 ) -> tuple[SlotState, dict[str, jax.Array]]:
   """Take one AdamW step in the active slots; no bit of the others changes.
 
-  A slot whose gradient is not finite is left unchanged, as in a training run (`training.update.apply_gradients`). So is
+  A slot whose gradient is not finite is left unchanged, as in a training run (`learning.update.apply_gradients`). So is
   a slot in which the step would produce a value that is not finite or too large for a compute dtype, since it could
   reach the rows of other slots.
 
@@ -124,16 +124,17 @@ def step(
   def one(
     state: SlotState, grads: Tree, settings: StepSettings, active: jax.Array
   ) -> tuple[SlotState, dict[str, jax.Array]]:
-    clipped, norm = clip_by_global_norm(grads, settings.max_grad_norm)
     adam = optax.scale_by_adam(b1=settings.beta1, b2=settings.beta2, eps=settings.eps)
-    updates, moments = adam.update(clipped, state.moments)
-
-    def move(parameter: jax.Array, update: jax.Array) -> jax.Array:
-      return parameter - settings.learning_rate * (update + settings.weight_decay * parameter)
-
-    moved = SlotState(jax.tree.map(move, state.trainable, updates), moments)
-    stepped = active & jnp.isfinite(norm) & jnp.stack([fits(leaf) for leaf in jax.tree.leaves(moved)]).all()
-    state = jax.tree.map(lambda new, old: jnp.where(stepped, new, old), moved, state)
-    return state, {'grad_norm': norm, 'stepped': stepped}
+    optimizer = optax.chain(adam, optax.add_decayed_weights(settings.weight_decay))
+    (trainable, (moments, _)), norm, stepped = take_step(
+      optimizer,
+      settings.learning_rate,
+      settings.max_grad_norm,
+      state.trainable,
+      (state.moments, optax.EmptyState()),
+      grads,
+      lambda moved: active & jnp.stack([fits(leaf) for leaf in jax.tree.leaves(moved)]).all(),
+    )
+    return SlotState(trainable, moments), {'grad_norm': norm, 'stepped': stepped}
 
   return jax.vmap(one, in_axes=(_STATE, lora_pool.AXIS, 0, 0), out_axes=(_STATE, 0))(state, grads, settings, active)

@@ -5,7 +5,7 @@ import numpy as np
 
 from models import huggingface, parameters
 from sdpo_jax.config import ModelConfig
-from sdpo_jax.serving.scoring import Scorer
+from sdpo_jax.learning.scoring import Scorer
 from tests.letters import CONFIG
 
 LENGTH, TOPK = 3000, 16

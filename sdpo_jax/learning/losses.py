@@ -44,12 +44,13 @@ class Sdpo:
 Loss = Sdpo | JsdPg
 
 
-def of_rows(losses: list[Loss], topk: int | None = None) -> RowNumbers:
+def of_rows(losses: list[Loss], topk: int | None = None, dtype: type[np.floating] = np.float32) -> RowNumbers:
   """Return the loss numbers of rows, [B] each, from one loss per row.
 
   Args:
     losses: of the rows.
     topk: the K that the program is compiled for, used by a regularizer over the teacher's tokens; None: unlimited.
+    dtype: of all numbers but K.
   """
   largest = topk or max((loss.topk for loss in losses if isinstance(loss, Sdpo)), default=1)
 
@@ -77,5 +78,5 @@ def of_rows(losses: list[Loss], topk: int | None = None) -> RowNumbers:
 
   rows = [of_row(loss) for loss in losses]
   return RowNumbers(
-    **{name: np.asarray([row[name] for row in rows], np.int32 if name == 'topk' else np.float32) for name in rows[0]}
+    **{name: np.asarray([row[name] for row in rows], np.int32 if name == 'topk' else dtype) for name in rows[0]}
   )

@@ -290,3 +290,35 @@ def clip_by_global_norm(grads: Tree, max_norm: float) -> tuple[Tree, jax.Array]:
   norm = optax.tree.norm(grads)
   scale = jnp.minimum(1.0, max_norm / (norm + CLIP_EPS))
   return jax.tree.map(lambda grad: grad * scale.astype(grad.dtype), grads), norm
+
+
+def take_step(
+  optimizer: optax.GradientTransformation,
+  rate: jax.Array,
+  max_norm: float | jax.Array,
+  parameters: Tree,
+  state: Tree,
+  grads: Tree,
+  allowed: Callable[[Tree], jax.Array] | None = None,
+) -> tuple[tuple[Tree, Tree], jax.Array, jax.Array]:
+  """Take one optimizer step, or leave every bit as it is if the gradient is not finite (reference dp_actor.py:577-580).
+
+  Args:
+    optimizer: without learning rate and sign; see `make_optimizer`.
+    rate: [] learning rate.
+    max_norm: largest global norm of the gradients; larger ones are scaled down to it.
+    parameters: the trained parameters.
+    state: the optimizer's state.
+    grads: gradients of all rows of the step.
+    allowed: maps the new parameters and state to [] bool, whether the step may be taken; None: it may.
+
+  Returns:
+    (parameters, state), the norm before clipping, and [] bool, whether the step was taken.
+  """
+  clipped, norm = clip_by_global_norm(grads, max_norm)
+  taken = jnp.isfinite(norm)
+  updates, after = optimizer.update(clipped, state, parameters)
+  moved = jax.tree.map(lambda p, u: p - (rate * u).astype(p.dtype), parameters, updates), after
+  if allowed is not None:
+    taken = taken & allowed(moved)
+  return jax.tree.map(lambda new, old: jnp.where(taken, new, old), moved, (parameters, state)), norm, taken

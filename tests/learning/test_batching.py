@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from sdpo_jax.errors import UserError
+from sdpo_jax.learning import batching, packing
 from sdpo_jax.rollout.buckets import bucket
-from sdpo_jax.training import batching, packing
+from sdpo_jax.training.specs import batch_spec
 from tests.generation_batches import make_config, make_samples, per_token
 
 
@@ -84,7 +85,7 @@ def test_packed_micro_batches_have_the_cheapest_declared_lengths_that_hold_them(
   config.data.prompt_buckets, config.data.response_buckets = (4, 8), (3, 6)
   config.data.reprompt_buckets = (6, 16)
   samples = make_samples(config.validate(), seed)
-  micros = list(batching.micro_batches(samples, np.arange(8), config))
+  micros = list(batching.micro_batches(samples, np.arange(8), batch_spec(config)))
   assert sorted(held(micros)) == [0, 2, 3, 5]
   expected, found = (np.where(samples.rollouts.completion_mask, x, 0) for x in (samples.distill_mask, np.zeros((8, 6))))
   for micro in micros:
@@ -128,7 +129,7 @@ def test_samples_of_a_row_that_have_the_same_teacher_prompt_share_it():
       samples.teacher_prompts[same[0]] if i in same else p for i, p in enumerate(samples.teacher_prompts)
     ]
   apart, together = (
-    list(batching.micro_batches(samples, np.arange(8), config, share=share)) for share in (False, True)
+    list(batching.micro_batches(samples, np.arange(8), batch_spec(config), share=share)) for share in (False, True)
   )
   assert sorted(held(together)) == sorted(held(apart)) == [0, 1, 2, 3, 5, 7]
 
@@ -163,7 +164,7 @@ def test_packed_teacher_rows_take_the_smallest_declared_bucket():
   config = make_config(ppo_micro_batch_size=1, pack_sequences=True)
   config.data.reprompt_buckets = (4, 10, 16)
   samples = make_samples(config)
-  micros = list(batching.micro_batches(samples, np.arange(8), config.validate()))
+  micros = list(batching.micro_batches(samples, np.arange(8), batch_spec(config.validate())))
   rooms = [micro.batch.teacher.tokens.shape[1] - 6 for micro in micros]
   for micro, room in zip(micros, rooms, strict=True):
     taken = micro.tokens(micro.batch.teacher)
@@ -175,9 +176,9 @@ def test_packed_teacher_rows_take_the_smallest_declared_bucket():
 def test_a_packed_batch_holds_what_an_unpacked_one_does(size):
   config = make_config(ppo_micro_batch_size=size, pack_sequences=True)
   samples = make_samples(config)
-  expected = batching.coefficients(samples, np.arange(8), config)['distill_coef']
+  expected = batching.coefficients(samples, np.arange(8), batch_spec(config))['distill_coef']
   found = np.zeros_like(expected)
-  micros = list(batching.micro_batches(samples, np.arange(8), config))
+  micros = list(batching.micro_batches(samples, np.arange(8), batch_spec(config)))
   assert sorted(held(micros)) == [0, 2, 3, 5]
   assert len({micro.batch.student.tokens.shape + micro.batch.teacher.tokens.shape for micro in micros}) == 1
   for micro in micros:
@@ -201,7 +202,7 @@ def test_a_packed_batch_holds_what_an_unpacked_one_does(size):
 def test_every_live_row_is_in_exactly_one_micro_batch_and_silent_rows_in_none():
   config = make_config()
   samples = make_samples(config)
-  micros = list(batching.micro_batches(samples, np.arange(8), config))
+  micros = list(batching.micro_batches(samples, np.arange(8), batch_spec(config)))
   assert sorted(held(micros)) == [0, 2, 3, 5]
   for micro in micros:
     size, width = micro.batch.targets.shape
@@ -224,10 +225,10 @@ def test_every_live_row_is_in_exactly_one_micro_batch_and_silent_rows_in_none():
 def test_denominators_do_not_depend_on_the_micro_batch(size, mode):
   config = make_config(loss_agg_mode=mode)
   samples = make_samples(config)
-  expected = batching.coefficients(samples, np.arange(8), config)['distill_coef']
+  expected = batching.coefficients(samples, np.arange(8), batch_spec(config))['distill_coef']
   config = make_config(loss_agg_mode=mode, ppo_micro_batch_size=size)
   found = np.zeros_like(expected)
-  for micro in batching.micro_batches(samples, np.arange(8), config):
+  for micro in batching.micro_batches(samples, np.arange(8), batch_spec(config)):
     micro.scatter(micro.batch.distill_coef, found)
   np.testing.assert_array_equal(found, expected)
   mask = samples.rollouts.completion_mask * samples.distill_mask
@@ -243,7 +244,7 @@ def test_denominators_do_not_depend_on_the_micro_batch(size, mode):
 def test_group_size_one_counts_masked_sequences_as_the_reference():
   config = make_config(loss_group_size=1)
   samples = make_samples(config)
-  coef = batching.coefficients(samples, np.arange(8), config)['distill_coef']
+  coef = batching.coefficients(samples, np.arange(8), batch_spec(config))['distill_coef']
   lengths = samples.rollouts.completion_mask.sum(1)
   for row in range(8):
     expected = samples.distill_mask[row, 0] / lengths[row] / 8
@@ -253,7 +254,7 @@ def test_group_size_one_counts_masked_sequences_as_the_reference():
 def test_no_signal_no_micro_batches():
   config = make_config()
   samples = dataclasses.replace(make_samples(config), distill_mask=per_token(np.zeros(8)))
-  assert not list(batching.micro_batches(samples, np.arange(8), config))
+  assert not list(batching.micro_batches(samples, np.arange(8), batch_spec(config)))
 
 
 def test_policy_gradient_rows_need_an_advantage():
@@ -262,7 +263,7 @@ def test_policy_gradient_rows_need_an_advantage():
   samples = dataclasses.replace(
     make_samples(config), teacher_prompts=None, advantages=per_token([0, 0, 1, -1, 0, 0, 0, 0])
   )
-  [micro] = batching.micro_batches(samples, np.arange(8), config)
+  [micro] = batching.micro_batches(samples, np.arange(8), batch_spec(config))
   assert sorted(held([micro])) == [2, 3]
   assert micro.batch.teacher is None
   assert micro.batch.distill_coef is None
@@ -270,7 +271,7 @@ def test_policy_gradient_rows_need_an_advantage():
 
 def test_micro_batches_are_rounded_up_to_the_devices_that_share_them():
   config = make_config()
-  [micro] = batching.micro_batches(make_samples(config), np.arange(8), config, multiple=8)
+  [micro] = batching.micro_batches(make_samples(config), np.arange(8), batch_spec(config), multiple=8)
   assert micro.batch.targets.shape[0] == 8
 
 
@@ -282,9 +283,13 @@ def test_a_length_over_the_largest_bucket_is_named():
 
 def test_optimizer_steps_take_consecutive_rows_of_every_partition():
   config = make_config(ppo_mini_batch_size=2)
-  assert [rows.tolist() for rows in batching.mini_batches(config)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+  def steps():
+    return [rows.tolist() for rows in batching.mini_batches(batch_spec(config.validate()))]
+
+  assert steps() == [[0, 1, 2, 3], [4, 5, 6, 7]]
   config.trainer.batch_order, config.trainer.balance_partitions = 'balanced', 2
-  assert [rows.tolist() for rows in batching.mini_batches(config.validate())] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+  assert steps() == [[0, 1, 4, 5], [2, 3, 6, 7]]
   config.trainer.balance_partitions = 3
   with pytest.raises(UserError, match='balance_partitions=3 does not divide the 4 sequences'):
     config.validate()

@@ -22,15 +22,15 @@ from models.forward import forward
 from models.parameters import Table
 from models.policy import Policy
 from sdpo_jax.distributed.mesh import TENSOR, compiler_options, replicated
+from sdpo_jax.learning.optimizer import OptimizerSpec, learning_rate, make_optimizer, take_step
 from sdpo_jax.objective import log_probs
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from sdpo_jax.objective.sharded import Layout
 from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.teacher import averaging
 from sdpo_jax.teacher.averaging import TeacherSpec
-from sdpo_jax.teacher.signal import Teacher, teacher_signal
-from sdpo_jax.training.optimizer import OptimizerSpec, clip_by_global_norm, learning_rate, make_optimizer
-from sdpo_jax.types import Batch, TeacherSignal, TokenRows, TrainState, Tree
+from sdpo_jax.teacher.signal import Teacher, on_own_top_k, teacher_signal
+from sdpo_jax.types import Batch, TokenRows, TrainState, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +39,8 @@ class UpdateSpec:
 
   terms: ObjectiveSpec
   objective: ObjectiveConfig
-  optimizer: OptimizerSpec
-  teacher: TeacherSpec
+  optimizer: OptimizerSpec | None = None  # None: the gradients are applied by someone else.
+  teacher: TeacherSpec = TeacherSpec('live', 0.0, None)
   teachers_support: bool = False  # Divergences are over the teacher's top K, not the student's.
   packs: bool = False  # A row may hold several samples.
   seed: int = dataclasses.field(default=0, compare=False)  # Seed of the run's random key; only `init_state` reads it.
@@ -151,7 +151,7 @@ def accumulate(
     asked = dataclasses.replace(teacher or Teacher(policy), base=teacher_base)
     signal = teacher_signal(asked, policy, base, state, batch.teacher, spec.teacher)
     if spec.teachers_support:
-      signal = _named(signal, policy, spec.objective, mesh, batch)
+      signal = on_own_top_k(signal, batch, spec.objective, policy.vocab_size, layout(mesh))
 
   def loss_fn(trainable: Tree) -> tuple[jax.Array, dict[str, jax.Array]]:
     hidden, unembedding = forward(policy, base, trainable, batch.student)
@@ -180,25 +180,6 @@ def accumulate(
   return jax.tree.map(jnp.add, grads, micro), MicroResult(loss=loss, aux=per_token)
 
 
-def _named(
-  signal: TeacherSignal, policy: Policy, config: ObjectiveConfig, mesh: jax.sharding.Mesh | None, batch: Batch
-) -> TeacherSignal:
-  """Return a teacher's signal on its own top K tokens [B, T, K], as an external teacher would give it."""
-  said = log_probs.scores(
-    signal.hidden,
-    signal.unembedding,
-    batch.targets,
-    config.distillation_topk,
-    temperature=config.temperature,
-    chunk_size=min(config.chunk_size, log_probs.CHUNK),
-    mask=batch.mask,
-    topk_method=config.topk_method,
-    vocab_size=policy.vocab_size,
-    layout=layout(mesh),
-  )
-  return TeacherSignal(token_ids=said.top_ids, log_probs=said.top_log_probs)
-
-
 def zero_gradients(trainable: Tree) -> Tree:
   """Return a zero-filled gradient accumulator."""
   return jax.tree.map(jnp.zeros_like, trainable)
@@ -218,22 +199,12 @@ def apply_gradients(
   Returns:
     The state, and grad_norm (before clipping), learning_rate, finite (0 or 1).
   """
-  optimizer = make_optimizer(spec.optimizer, table)
-  clipped, norm = clip_by_global_norm(grads, spec.optimizer.grad_clip)
-  finite = jnp.isfinite(norm)
   rate = learning_rate(spec.optimizer, state.step)
-  updates, opt_state = optimizer.update(clipped, state.opt_state, state.trainable)
-  trainable = jax.tree.map(lambda p, u: p - (rate * u).astype(p.dtype), state.trainable, updates)
-
-  def keep(new: Tree, old: Tree) -> Tree:
-    return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-
-  state = state.replace(
-    trainable=keep(trainable, state.trainable),
-    opt_state=keep(opt_state, state.opt_state),
-    optimizer_step=state.optimizer_step + finite.astype(jnp.int32),
-  )
-  return state, {'grad_norm': norm, 'learning_rate': rate, 'finite': finite.astype(jnp.int32)}
+  optimizer, limit = make_optimizer(spec.optimizer, table), spec.optimizer.grad_clip
+  (trainable, opt_state), norm, finite = take_step(optimizer, rate, limit, state.trainable, state.opt_state, grads)
+  count = finite.astype(jnp.int32)
+  state = state.replace(trainable=trainable, opt_state=opt_state, optimizer_step=state.optimizer_step + count)
+  return state, {'grad_norm': norm, 'learning_rate': rate, 'finite': count}
 
 
 def advance_teacher(spec: UpdateSpec, state: TrainState, applied: jax.Array) -> TrainState:

@@ -12,43 +12,56 @@ import jax
 import numpy as np
 
 from models.policy import Policy
-from sdpo_jax.config import Config
+from sdpo_jax.learning import packing
 from sdpo_jax.objective.aggregation import loss_coefficients
-from sdpo_jax.objective.spec import COEFFICIENTS
-from sdpo_jax.rollout.buckets import bucket
-from sdpo_jax.training import packing
-from sdpo_jax.training.specs import declared_buckets, objective_spec
+from sdpo_jax.objective.spec import COEFFICIENTS, ObjectiveSpec
+from sdpo_jax.rollout.buckets import Buckets, bucket
 from sdpo_jax.types import Batch, Rollouts, TeacherSignal, TokenRows
 
 
-def shares_prompts(config: Config, *readers: Policy) -> bool:
+@dataclasses.dataclass(frozen=True)
+class BatchSpec:
+  """How a generation batch becomes optimizer steps and micro-batches, and the weights of its tokens in the loss."""
+
+  terms: ObjectiveSpec
+  buckets: Buckets
+  samples: int  # N, of a generation batch.
+  step_samples: int  # Of one optimizer step; divides N.
+  rows: int  # Of a micro-batch, before it is rounded up to a multiple of the devices.
+  partitions: int = 1  # Parts of the generation batch of which every optimizer step takes an equal share.
+  packs: bool = False  # A row may hold several samples.
+  aggregation: str = 'token-mean'  # The three arguments of `loss_coefficients`.
+  group_size: int | None = None
+  scale: float | None = None
+  weights: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)  # Of the loss's terms, in the order of `COEFFICIENTS`.
+
+
+def shares_prompts(spec: BatchSpec, *readers: Policy) -> bool:
   """Return whether samples in a row that have the same teacher prompt share one copy of it.
 
   Args:
-    config: settings.
+    spec: whether rows are packed.
     *readers: every policy that reads the teacher's rows (`Teacher.readers`).
   """
-  return config.actor.pack_sequences and all(policy.shares_prefixes for policy in readers)
+  return spec.packs and all(policy.shares_prefixes for policy in readers)
 
 
-def mini_batches(config: Config, present: np.ndarray | None = None) -> list[np.ndarray]:
+def mini_batches(spec: BatchSpec, present: np.ndarray | None = None) -> list[np.ndarray]:
   """Return the samples [M] of each optimizer step of a generation batch, in order.
 
   `present` [N] bool says which samples exist (None: all); steps without any are left out. The samples of a step are
   consecutive; in the balanced order a step takes consecutive samples of every partition, as each rank of the reference
   contributes to each of its steps (fsdp_workers.py:242-243).
   """
-  total = config.data.train_batch_size * config.rollout.n
-  size = config.actor.ppo_mini_batch_size * config.rollout.n
-  partitions = config.trainer.balance_partitions if config.trainer.batch_order == 'balanced' else 1
-  by_partition = np.arange(total).reshape(partitions, total // size, size // partitions)
-  steps = [by_partition[:, step].reshape(-1) for step in range(total // size)]
+  count, parts = spec.samples // spec.step_samples, spec.partitions
+  by_partition = np.arange(spec.samples).reshape(parts, count, spec.step_samples // parts)
+  steps = [by_partition[:, step].reshape(-1) for step in range(count)]
   return steps if present is None else [samples for samples in steps if present[samples].any()]
 
 
-def micro_batch_rows(config: Config, devices: int) -> int:
-  """Return the rows of a micro-batch: `actor.ppo_micro_batch_size`, rounded up to a multiple of `devices`."""
-  return -(-config.actor.ppo_micro_batch_size // devices) * devices
+def micro_batch_rows(spec: BatchSpec, devices: int) -> int:
+  """Return the rows of a micro-batch, rounded up to a multiple of `devices`."""
+  return -(-spec.rows // devices) * devices
 
 
 def token_rows(
@@ -140,43 +153,37 @@ def _taught(batch: GenerationBatch, samples: np.ndarray) -> np.ndarray:
   return (batch.distill_mask[samples] > 0).any(1)
 
 
-def coefficients(batch: GenerationBatch, samples: np.ndarray, config: Config) -> dict[str, np.ndarray]:
+def coefficients(batch: GenerationBatch, samples: np.ndarray, spec: BatchSpec) -> dict[str, np.ndarray]:
   """Return the per-token coefficients of the loss terms by their names in `Batch`, [M, T] each.
 
-  Only the terms that the settings ask for are included. Denominators count every graded sample of the step, even those
+  Only the loss's own terms are included. Denominators count every graded sample of the step, even those
   without a signal (reference core_algos.py:1027-1082); ungraded samples are ignored.
 
   Args:
     batch: the generation batch.
     samples: [M] int, those of one optimizer step.
-    config: settings.
+    spec: settings.
   """
   chex.assert_rank(samples, 1)
   chex.assert_type(samples, int)
-  actor, algorithm, spec = config.actor, config.algorithm, objective_spec(config)
   graded = np.ones(len(samples), bool) if batch.graded is None else batch.graded[samples]
   mask = (batch.rollouts.completion_mask[samples] & graded[:, None]).astype(np.float32)
-  scale = actor.loss_scale_factor or config.data.max_response_length
 
   def aggregated(mask: np.ndarray, weights: np.ndarray | None = None, counted: np.ndarray = graded) -> np.ndarray:
-    values = loss_coefficients(
-      mask, actor.loss_agg_mode, group_size=actor.loss_group_size, scale=scale, counted=counted
-    )
+    values = loss_coefficients(mask, spec.aggregation, group_size=spec.group_size, scale=spec.scale, counted=counted)
     return values.astype(np.float32) * (np.float32(1) if weights is None else weights[samples])
 
-  terms = {}
-  if spec.distillation:
-    values = aggregated(mask * batch.distill_mask[samples], batch.distill_weights)
-    terms['distill_coef'] = values * np.float32(algorithm.sdpo_coef)
-  if spec.policy_gradient:
-    scored = graded if batch.scored is None else graded & batch.scored[samples]
-    values = aggregated(mask * scored[:, None].astype(np.float32), batch.policy_weights, scored)
-    terms['policy_coef'] = values * np.float32(algorithm.policy_gradient_coef)
-  if spec.entropy_bonus:
-    terms['entropy_coef'] = aggregated(mask) * np.float32(actor.entropy_coeff)
-  if spec.kl_penalty:
-    terms['kl_coef'] = aggregated(mask) * np.float32(actor.kl_loss_coef)
-  return terms
+  found = {}
+  for name in spec.terms.coefficients:
+    if name == 'distill_coef':
+      values = aggregated(mask * batch.distill_mask[samples], batch.distill_weights)
+    elif name == 'policy_coef':
+      scored = graded if batch.scored is None else graded & batch.scored[samples]
+      values = aggregated(mask * scored[:, None].astype(np.float32), batch.policy_weights, scored)
+    else:
+      values = aggregated(mask)
+    found[name] = values * np.float32(spec.weights[COEFFICIENTS.index(name)])
+  return found
 
 
 def has_signal(batch: GenerationBatch, coef: dict[str, np.ndarray], samples: np.ndarray) -> np.ndarray:
@@ -231,36 +238,36 @@ def scatter(samples: Sequence[Sequence[int]], lengths: np.ndarray, values: np.nd
 
 
 def micro_batches(
-  batch: GenerationBatch, samples: np.ndarray, config: Config, multiple: int = 1, share: bool = False
+  batch: GenerationBatch, samples: np.ndarray, spec: BatchSpec, multiple: int = 1, share: bool = False
 ) -> Iterator[MicroBatch]:
   """Yield the micro-batches of one optimizer step; each is built when it is requested.
 
   Samples with a signal are sorted by length, so that short ones share small buckets, or packed into rows
-  (`actor.pack_sequences`). Each micro-batch has the smallest declared lengths that hold it, and is padded with rows of
-  coefficient zero to `actor.ppo_micro_batch_size` rows, rounded up to a multiple of `multiple`.
+  (`BatchSpec.packs`). Each micro-batch has the smallest declared lengths that hold it, and is padded with rows of
+  coefficient zero to `BatchSpec.rows` rows, rounded up to a multiple of `multiple`.
 
   Args:
     batch: the generation batch.
     samples: [M] int, the samples of the optimizer step.
-    config: settings.
+    spec: settings.
     multiple: number of devices that share the rows.
     share: result of `shares_prompts`.
   """
   chex.assert_rank(samples, 1)
   chex.assert_type(samples, int)
-  coef = coefficients(batch, samples, config)
+  coef = coefficients(batch, samples, spec)
   live = np.flatnonzero(has_signal(batch, coef, samples))
-  return _split(batch, samples, coef, live, config, multiple, share)
+  return _split(batch, samples, coef, live, spec, multiple, share)
 
 
 def student_micro_batches(
-  batch: GenerationBatch, config: Config, multiple: int = 1, samples: np.ndarray | None = None
+  batch: GenerationBatch, spec: BatchSpec, multiple: int = 1, samples: np.ndarray | None = None
 ) -> Iterator[MicroBatch]:
   """Yield micro-batches of completions as the student reads them, without teacher rows or coefficients.
 
   Args:
     batch: the generation batch.
-    config: settings.
+    spec: settings.
     multiple: number of devices that share the rows.
     samples: [M] int, the samples to include; None: all.
   """
@@ -268,11 +275,11 @@ def student_micro_batches(
   samples = np.arange(len(batch)) if samples is None else samples
   student = dataclasses.replace(batch, teacher_prompts=None, signal=None)
   written = np.flatnonzero(batch.rollouts.completion_mask[samples].any(1))
-  return _split(student, samples, {}, written, config, multiple, share=False)
+  return _split(student, samples, {}, written, spec, multiple, share=False)
 
 
 def reading_micro_batches(
-  batch: GenerationBatch, config: Config, multiple: int = 1, share: bool = False
+  batch: GenerationBatch, spec: BatchSpec, multiple: int = 1, share: bool = False
 ) -> Iterator[MicroBatch]:
   """Yield micro-batches of all completions as student and teacher read them, without coefficients.
 
@@ -281,13 +288,13 @@ def reading_micro_batches(
   """
   written = np.flatnonzero(batch.rollouts.completion_mask.any(1))
   read = dataclasses.replace(batch, signal=None, old_log_probs=None)
-  return _split(read, np.arange(len(batch)), {}, written, config, multiple, share)
+  return _split(read, np.arange(len(batch)), {}, written, spec, multiple, share)
 
 
-def left_out(batch: GenerationBatch, config: Config) -> np.ndarray:
+def left_out(batch: GenerationBatch, spec: BatchSpec) -> np.ndarray:
   """Return the samples [M] that are in no micro-batch of the update."""
-  steps = mini_batches(config)
-  signal = [has_signal(batch, coefficients(batch, samples, config), samples) for samples in steps]
+  steps = mini_batches(spec)
+  signal = [has_signal(batch, coefficients(batch, samples, spec), samples) for samples in steps]
   return np.sort(np.concatenate([samples[~live] for samples, live in zip(steps, signal, strict=True)]))
 
 
@@ -296,32 +303,32 @@ def _split(
   samples: np.ndarray,
   coef: dict[str, np.ndarray],
   live: np.ndarray,
-  config: Config,
+  spec: BatchSpec,
   multiple: int,
   share: bool,
 ) -> Iterator[MicroBatch]:
   """Yield micro-batches of the samples `samples[live]`, whose coefficients are `coef[name][live]`."""
-  size = micro_batch_rows(config, multiple)
+  size = micro_batch_rows(spec, multiple)
   lengths = np.count_nonzero(batch.rollouts.completion_mask, axis=1)
-  if config.actor.pack_sequences:
-    held = [[int(live[i]) for i in row] for row in _packed(batch, samples[live], lengths, config, size, share)]
+  if spec.packs:
+    held = [[int(live[i]) for i in row] for row in _packed(batch, samples[live], lengths, spec, size, share)]
   else:
     prompts = batch.teacher_prompts or batch.prompts
     key = lengths[samples] + np.array([len(prompts[sample]) for sample in samples])
     held = [[int(i)] for i in live[np.argsort(key[live], kind='stable')]]
   for start in range(0, len(held), size):
-    yield _micro_batch(batch, coef, held[start : start + size], samples, lengths, size, config, share)
+    yield _micro_batch(batch, coef, held[start : start + size], samples, lengths, size, spec, share)
 
 
 def _packed(
-  batch: GenerationBatch, samples: np.ndarray, lengths: np.ndarray, config: Config, size: int, share: bool
+  batch: GenerationBatch, samples: np.ndarray, lengths: np.ndarray, spec: BatchSpec, size: int, share: bool
 ) -> list[list[int]]:
   """Return, for every packed row, the indices into `samples` of the samples that it holds."""
   sizes, prompts, shared = _sizes(batch, samples, lengths), None, None
   if share and batch.teacher_prompts is not None:
     prompts, shared = _teacher_prompts(batch, samples)
-  _check_prompts(config, batch)
-  declared = _declared(batch, config)
+  _check_prompts(spec, batch)
+  declared = _declared(batch, spec)
   rooms = [(prompt + width, reprompt + width, width) for prompt, reprompt, width in declared]
 
   @functools.cache
@@ -352,9 +359,9 @@ def _packed(
   return [list(row) for row in min(found, key=cost)]
 
 
-def _declared(batch: GenerationBatch, config: Config) -> list[tuple[int, int, int]]:
+def _declared(batch: GenerationBatch, spec: BatchSpec) -> list[tuple[int, int, int]]:
   """Return the declared (prompt, teacher prompt, completion) lengths of packed rows, the cheapest first."""
-  declared = declared_buckets(config)
+  declared = spec.buckets
   prompts = declared.prompts if batch.teacher_prompts is not None else tuple((length, 0) for length in declared.prompt)
   return sorted(((*pair, width) for pair, width in itertools.product(prompts, declared.response)), key=_cost)
 
@@ -418,9 +425,9 @@ def _teacher_parts(batch: GenerationBatch, samples: Sequence[int], lengths: np.n
   return _parts(batch, batch.teacher_prompts, samples, lengths, read)
 
 
-def _check_prompts(config: Config, batch: GenerationBatch) -> None:
+def _check_prompts(spec: BatchSpec, batch: GenerationBatch) -> None:
   """Raise UserError if a prompt of packed rows is longer than the largest declared length."""
-  declared = declared_buckets(config)
+  declared = spec.buckets
   for prompts, limit, name in (
     (batch.prompts, declared.prompt[-1], 'data.prompt_buckets'),
     (batch.teacher_prompts or (), declared.reprompt[-1], 'data.reprompt_buckets'),
@@ -430,7 +437,7 @@ def _check_prompts(config: Config, batch: GenerationBatch) -> None:
 
 def _lengths(
   batch: GenerationBatch,
-  config: Config,
+  spec: BatchSpec,
   targets: int,
   student: Sequence[tuple[int, int]],
   teacher: Sequence[tuple[int, int]],
@@ -439,15 +446,15 @@ def _lengths(
 
   Args:
     batch: the generation batch.
-    config: settings.
+    spec: settings.
     targets: the largest number of target tokens of a row.
     student: (prompt tokens, completion tokens) of each row.
     teacher: the same for the teacher's rows; empty: there are none.
   """
-  if config.actor.pack_sequences:
+  if spec.packs:
     needed, reads = (max(map(sum, side), default=0) for side in (student, teacher))
-    return _holding(_declared(batch, config), needed, reads, targets)
-  declared = declared_buckets(config)
+    return _holding(_declared(batch, spec), needed, reads, targets)
+  declared = spec.buckets
 
   width = bucket(targets, declared.response, 'data.response_buckets')
   asked, reads = (max((prompt for prompt, _ in side), default=0) for side in (student, teacher))
@@ -463,7 +470,7 @@ def _micro_batch(
   samples: np.ndarray,
   lengths: np.ndarray,
   size: int,
-  config: Config,
+  spec: BatchSpec,
   share: bool,
 ) -> MicroBatch:
   """Return the micro-batch of `size` rows in which row r holds the samples `samples[i]` for i in `held[r]`."""
@@ -475,7 +482,7 @@ def _micro_batch(
   teacher = [] if batch.teacher_prompts is None else [_teacher_parts(batch, row, lengths) for row in ids]
   prompt, reprompt, width = _lengths(
     batch,
-    config,
+    spec,
     targets,
     [packing.taken(row, False) for row in student],
     [packing.taken(row, share) for row in teacher],

@@ -23,9 +23,9 @@ from sdpo_jax.config import Config, MeshConfig, OptimizerConfig, differences
 from sdpo_jax.config.help import settings_help
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
+from sdpo_jax.learning import optimizer as optimizers
+from sdpo_jax.learning import update
 from sdpo_jax.preflight.settings import odd_settings
-from sdpo_jax.training import optimizer as optimizers
-from sdpo_jax.training import update
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.specs import optimizer_spec, update_spec
 from tests.config.valid_config import valid

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from models.forward import forward
-from sdpo_jax.objective import jsd_pg
+from sdpo_jax.learning.requests import Lesson, Task
+from sdpo_jax.learning.update import init_state, make_update
+from sdpo_jax.objective.jsd_pg import JsdPg
 from sdpo_jax.objective.log_probs import scores
 from sdpo_jax.training.specs import update_spec
-from sdpo_jax.training.update import init_state, make_update
-from sdpo_jax.types import Batch, TeacherSignal, TokenRows
+from sdpo_jax.types import Batch, TokenRows
+from tests.learning.first_batches import first_batch
 from tests.models.adapters.lora_policies import make
 from tests.objective import jsd_pg_by_hand, row_numbers_by_hand
 from tests.objective.numpy_loss import B, T
@@ -143,34 +145,37 @@ def test_the_divergence_of_each_row_alone_and_with_a_reward(loss):
 def test_jsd_pg_with_a_teacher_that_is_scored_once():
   """In the program that serves every request with such a signal, whatever its numbers."""
   _, policy, update, base, state = adapter()
-  targets = rows(REPROMPT)[1]
-  told = scores(*states_of(state.trainable, REPROMPT), targets, K, vocab_size=policy.vocab_size)
-  own = scores(*states_of(state.trainable, PROMPT), targets, K, vocab_size=policy.vocab_size)
-  signal = TeacherSignal(token_ids=told.top_ids, log_probs=told.top_log_probs)
+  student, targets = rows(PROMPT)
+  (hidden, unembedding), (told, _) = (states_of(state.trainable, prompt) for prompt in (PROMPT, REPROMPT))
+  theirs, own = (
+    scores(states, unembedding, targets, K, vocab_size=policy.vocab_size, chunk_size=256) for states in (told, hidden)
+  )
   x = {
     'logits': logits_of(state.trainable, PROMPT),
     'teacher': log_softmax(logits_of(state.trainable, REPROMPT)),
-    'ids': np.asarray(told.top_ids),
+    'ids': np.asarray(theirs.top_ids),
     'targets': targets,
     'mask': MASK,
     'old': np.asarray(own.log_prob) - 0.05,
   }
+
+  def batch_of_request(loss, states, old):
+    lessons = [
+      Lesson([1], targets[row, :length], [1, 2], np.asarray(old)[row, :length])
+      for row, length in enumerate(MASK.sum(1).astype(int))
+    ]
+    task = Task(slot=0, lessons=lessons, loss=loss)
+    batch, _ = first_batch(task, hidden, states, unembedding, topk=K, vocab_size=policy.vocab_size)
+    return batch.replace(student=student)
+
   programs = update.accumulate._cache_size()
-  for request in (jsd_pg.JsdPg(jsd_weight=3.0), jsd_pg.JsdPg(alpha=0.75, clip_eps=0.4, form='design')):
-    batch = jsd_pg.prepare(
-      batch_of(signal=signal, old_log_probs=np.float32(x['old'])), request, own.log_prob, told.log_prob
-    )
+  for request in (JsdPg(jsd_weight=3.0), JsdPg(alpha=0.75, clip_eps=0.4, form='design')):
+    batch = batch_of_request(request, told, x['old'])
     check(batch, lambda factors: jsd_pg_by_hand.by_hand(x, request, logits_of(factors, PROMPT), in_mesh=True)[0])  # noqa: B023
   assert update.accumulate._cache_size() - programs == 1
   # The same model with the same context teaches nothing, and nothing changes.
-  same = jsd_pg.prepare(
-    batch_of(
-      signal=TeacherSignal(token_ids=own.top_ids, log_probs=own.top_log_probs), old_log_probs=np.asarray(own.log_prob)
-    ),
-    jsd_pg.JsdPg(), own.log_prob,
-    own.log_prob,
-  )  # fmt: skip
-  assert not same.advantages.any()
+  same = batch_of_request(JsdPg(), hidden, own.log_prob)
+  assert not same.advantages.any() and (same.signal.token_ids < 0).all()
   gradients, result = update.accumulate(base, state, update.zero(state.trainable), same)
-  assert abs(result.loss) < 1e-7
-  assert max(float(abs(leaf).max()) for leaf in jax.tree.leaves(gradients)) < 1e-6
+  assert result.loss == 0
+  assert not any(leaf.any() for leaf in jax.tree.leaves(gradients))

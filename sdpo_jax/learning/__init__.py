@@ -1,0 +1,1 @@
+"""What learns: rows and losses, the optimizer step, and the training slots of a service."""

@@ -1,0 +1,352 @@
+"""Learning from completions in several training slots at once: teacher scores, the losses of requests, and AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from models.decoder import DecoderPolicy
+from models.forward import forward
+from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.learning import batching, requests, signals, training_pool
+from sdpo_jax.learning.packing import padded
+from sdpo_jax.learning.requests import AdamW, Lesson, Task
+from sdpo_jax.learning.scoring import Scored, Scorer, mesh_of, on_devices
+from sdpo_jax.learning.training_pool import SlotState, StepSettings
+from sdpo_jax.learning.update import UpdateSpec, layout, make_update
+from sdpo_jax.objective import reported
+from sdpo_jax.objective.log_probs import Scores, scores
+from sdpo_jax.objective.loss import ObjectiveConfig
+from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.rollout.buckets import smallest_bucket
+from sdpo_jax.rollout.functions import Keep
+from sdpo_jax.types import Batch, TokenRows, TrainState, Tree
+
+
+@dataclasses.dataclass
+class Said:
+  """The scores of student and teacher for the T tokens of one lesson, before the first step and after the last."""
+
+  log_probs_before: np.ndarray  # [T] of the student.
+  log_probs_after: np.ndarray  # [T].
+  teacher_log_probs: np.ndarray  # [T].
+  teacher_top_ids: np.ndarray  # [T, K] int32, the most likely first.
+  teacher_top_log_probs: np.ndarray  # [T, K].
+  advantages: np.ndarray  # [T].
+  divergence: np.ndarray  # [T] before the first step.
+  entropy: np.ndarray  # [T] of the student before the first step, in nats.
+
+
+@dataclasses.dataclass
+class Learned:
+  """The result of one task."""
+
+  said: list[Said]  # One per lesson.
+  # One dict per step: `objective.reported.means` of its own programs' results, `grad_norm` before clipping, and
+  # `stepped`, whether the step was taken.
+  steps: list[dict[str, float]]
+  warnings: tuple[str, ...] = ()  # One sentence for each thing that was not learned as requested.
+
+  @property
+  def stepped(self) -> bool:
+    """Whether all steps were taken; a step whose gradient is not finite is skipped."""
+    return all(step['stepped'] for step in self.steps)
+
+
+@dataclasses.dataclass
+class _Micro:
+  """A micro-batch with rows of any tasks, on the devices, and its scores before the first step."""
+
+  rows: np.ndarray  # [B] index of the lesson; −1: padding.
+  student: TokenRows
+  mask: jax.Array  # [B, T].
+  targets: jax.Array  # [B, T].
+  teacher_hidden: jax.Array  # [B, T, D].
+  named: jax.Array  # [B] bool, the support is the tokens that the teacher named.
+  given: jax.Array  # [B] bool, the teacher's scores are given: `Taught`.
+  before: Scores
+  theirs: Scores
+  floored: jax.Array  # [B, T] bool.
+  batch: Batch  # The batch of the first step.
+
+
+@dataclasses.dataclass(frozen=True)
+class LearningFunctions:
+  """The jitted functions of learning; the losses of the rows of a micro-batch are data to all of them."""
+
+  states: Callable[..., Any]  # `models.forward.forward` without the policy.
+  first: Callable[..., Any]  # `signals.first` with its static arguments bound; so is the next.
+  support: Callable[..., Any]  # `signals.support`.
+  log_probs: Callable[..., Any]  # (hidden, unembedding, targets, mask) → the log-probs of `objective.log_probs.scores`.
+  report: Callable[..., Any]  # `objective.reported.row_sums`.
+  zero: Callable[..., Any]  # From `learning.update.Update`; so is the next.
+  accumulate: Callable[..., Any]
+  step: Callable[..., Any]  # `training_pool.step`; the buffers of the state are donated.
+
+
+@functools.lru_cache(maxsize=16)
+def learning_functions(policy: DecoderPolicy, topk: int, chunk_size: int) -> LearningFunctions:
+  """Return the functions, which learners of equal models and sizes share together with their compiled programs.
+
+  On a mesh, rows are divided over all devices, and factors keep the layout of `lora_pool.shardings`.
+  """
+  spec = UpdateSpec(
+    terms=ObjectiveSpec(distillation=True, policy_gradient=True, on_policy=False),
+    objective=ObjectiveConfig(distillation_topk=topk, chunk_size=chunk_size),
+  )
+  mesh = mesh_of(policy)
+  rows, lies, stepped = None, None, None
+  if mesh is not None:
+    rows, whole = meshes.batch_sharding(mesh), meshes.replicated(mesh)
+    stepped = training_pool.shardings(policy.parameter_table(), mesh), whole
+    lies = as_train_state(stepped[0].trainable).replace(step=whole, optimizer_step=whole)
+  update = make_update(policy, spec, lies)
+  settings = dict(chunk_size=chunk_size, vocab_size=policy.vocab_size, layout=layout(mesh))
+
+  def log_probs(hidden: jax.Array, unembedding: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
+    return scores(hidden, unembedding, targets, 1, mask=mask, **settings).log_prob
+
+  def of_rows_alone(function: Callable[..., Any], **more: Any) -> Callable[..., Any]:
+    return jax.jit(functools.partial(function, **more), out_shardings=rows)
+
+  return LearningFunctions(
+    states=jax.jit(functools.partial(forward, policy), compiler_options=meshes.compiler_options(mesh)),
+    first=of_rows_alone(signals.first, k=topk, **settings),
+    support=of_rows_alone(signals.support, k=topk, **settings),
+    log_probs=of_rows_alone(log_probs),
+    report=of_rows_alone(reported.row_sums),
+    zero=update.zero,
+    accumulate=update.accumulate,
+    step=jax.jit(training_pool.step, donate_argnums=0, out_shardings=stepped),
+  )
+
+
+class Learner:
+  """The compiled programs of learning for one model, and the lengths for which they are compiled.
+
+  A learner holds no state: slots and teachers are passed in and returned.
+  """
+
+  def __init__(
+    self,
+    policy: DecoderPolicy,
+    teacher_policy: DecoderPolicy,
+    base: Tree,
+    *,
+    topk: int,
+    rows: int,
+    prompt_buckets: Sequence[int],
+    teacher_buckets: Sequence[int],
+    response_buckets: Sequence[int],
+    chunk_size: int = 256,
+    keep: Keep = lambda _, function: function,
+  ):
+    """Make a learner.
+
+    Args:
+      policy: the model with a `LoraPool` of the training slots.
+      teacher_policy: the same model with the pool of teachers.
+      base: frozen parameters of both.
+      topk: K, the most tokens of a support.
+      rows: number of rows of a micro-batch.
+      prompt_buckets: lengths to which students' prompts are padded.
+      teacher_buckets: lengths to which teachers' prompts are padded.
+      response_buckets: lengths to which completions are padded.
+      chunk_size: number of tokens whose logits exist at one time.
+      keep: maps (name, jitted function) to the function to call in its place.
+    """
+    self._policy, self._base = policy, base
+    self._topk, self._rows = topk, rows
+    self._buckets = {'prompt': prompt_buckets, 'teacher': teacher_buckets, 'response': response_buckets}
+    self._slots = policy.adapter.members
+    functions = learning_functions(policy, topk, chunk_size)
+    names = [field.name for field in dataclasses.fields(functions)]
+    self._functions = dataclasses.replace(functions, **{name: keep(name, getattr(functions, name)) for name in names})
+    self._scorer = Scorer(
+      teacher_policy,
+      base,
+      topk=topk,
+      rows=rows,
+      prompt_buckets=teacher_buckets,
+      response_buckets=response_buckets,
+      chunk_size=chunk_size,
+      keep=keep,
+    )
+
+  def learn(self, state: SlotState, teachers: Tree, tasks: Sequence[Task]) -> tuple[SlotState, list[Learned]]:
+    """Take the steps of all tasks; slots without a task keep every bit.
+
+    Args:
+      state: the training slots; its buffers are donated.
+      teachers: pool of the teachers' factors.
+      tasks: tasks of different slots.
+
+    Returns:
+      The new state, and the result of every task.
+
+    Raises:
+      UserError: a task has no lessons, a length or K beyond the compiled ones, or a loss that is not supported.
+    """
+    self.check(tasks)
+    lessons = [(task, lesson) for task in tasks for lesson in task.lessons]
+    micros = [
+      self._prepare(state, teachers, lessons, range(start, min(start + self._rows, len(lessons))))
+      for start in range(0, len(lessons), self._rows)
+    ]
+    settings = self._settings(tasks)
+    done: list[dict[str, Any]] = []  # One per step, for all slots.
+    sums: list[list[dict[str, Any]]] = []  # One per step and micro-batch, for all rows.
+    per_token: list[dict[str, Any]] = []
+    for number in range(max(task.steps for task in tasks)):
+      stepping = {task.slot for task in tasks if number < task.steps}
+      grads, of_micros = self._functions.zero(state.trainable), []
+      whole = as_train_state(state.trainable)
+      for micro in micros:
+        batch = micro.batch if number == 0 else self._renewed(state.trainable, micro)
+        grads, result = self._functions.accumulate(self._base, whole, grads, batch)
+        of_micros.append(self._reported(batch, result.aux, micro.floored))
+        if number == 0:
+          per_token.append(result.aux)
+      active = np.isin(np.arange(self._slots), list(stepping))
+      state, step_said = self._functions.step(state, grads, settings, active)
+      done.append(step_said)
+      sums.append(of_micros)
+    after = [self._score(state.trainable, micro) for micro in micros]
+    return state, self._learned(tasks, lessons, micros, per_token, after, done, sums)
+
+  def score(
+    self,
+    pool: Tree,
+    member: int,
+    rows: Sequence[tuple[Sequence[int], Sequence[int]]],
+    ids: Sequence[np.ndarray] | None = None,
+  ) -> list[Scored]:
+    """Return one teacher's scores of given tokens; see `Scorer.score`."""
+    return self._scorer.score(pool, rows, member=member, ids=ids)
+
+  def check(self, tasks: Sequence[Task]) -> None:
+    """Raise UserError for a task that `learn` cannot do; no device is touched."""
+    requests.check(tasks, self._buckets, self._topk, self._policy.vocab_size)
+
+  def _prepare(self, state: SlotState, teachers: Tree, lessons: list[tuple[Task, Lesson]], chosen: range) -> _Micro:
+    """Return some lessons as a micro-batch, with the scores of student and teacher."""
+    picked = [lessons[index] for index in chosen]
+    picked += [picked[0]] * (self._rows - len(picked))  # Padding, in which every token is masked.
+    live = np.arange(self._rows) < len(chosen)
+    completions = [lesson.completion for _, lesson in picked]
+    tokens, mask = padded(completions, self._room('response', completions))
+    slots, teaching = ([getattr(task, name) for task, _ in picked] for name in ('slot', 'teacher'))
+    student = self._token_rows('prompt', [lesson.prompt for _, lesson in picked], tokens, mask, slots)
+    # The scores after this dummy prompt are not used: the lesson's own are given.
+    read = [[0] if lesson.teacher_prompt is None else lesson.teacher_prompt for _, lesson in picked]
+    teacher = self._token_rows('teacher', read, tokens, mask, teaching)
+    batch, inputs, floored = requests.batch_of(picked, tokens, mask, live, self._topk)
+    batch, shown = batch.replace(student=student), mask & live[:, None]
+    batch, teacher, shown, floored, inputs, named = on_devices(
+      self._policy, (batch, teacher, shown, floored, inputs, inputs.mixes | inputs.given)
+    )
+    student, tokens = batch.student, batch.targets
+    hidden, unembedding = self._functions.states(self._base, state.trainable, student)
+    teacher_hidden, _ = self._scorer.states(teachers, teacher)
+    before, theirs, teacher_hidden, signal, advantages, old_log_probs = self._functions.first(
+      hidden, teacher_hidden, unembedding, tokens, shown, batch.old_log_probs, inputs
+    )
+    batch = batch.replace(old_log_probs=old_log_probs, advantages=advantages, signal=signal)
+    rows = np.where(live, np.arange(self._rows) + chosen.start, -1)
+    return _Micro(rows, student, shown, tokens, teacher_hidden, named, inputs.given, before, theirs, floored, batch)
+
+  def _renewed(self, trainable: Tree, micro: _Micro) -> Batch:
+    """Return the batch of a later step: the student's support is taken again, the teacher's own scores stay."""
+    hidden, unembedding = self._functions.states(self._base, trainable, micro.student)
+    signal = self._functions.support(
+      hidden, micro.teacher_hidden, unembedding, micro.targets, micro.mask, micro.theirs, micro.named, micro.given
+    )
+    return micro.batch.replace(signal=signal)
+
+  def _reported(self, batch: Batch, per_token: Mapping[str, jax.Array], floored: jax.Array) -> dict[str, jax.Array]:
+    """Return the sums to report for each row of a step, [B] each; see `reported.row_sums`."""
+    read = {name: per_token[name] for name in reported.READ}
+    return self._functions.report(batch.replace(student=None, signal=None), read, floored)
+
+  def _score(self, trainable: Tree, micro: _Micro) -> jax.Array:
+    """Return the student's log-probs [B, T] of the completions."""
+    hidden, unembedding = self._functions.states(self._base, trainable, micro.student)
+    return self._functions.log_probs(hidden, unembedding, micro.targets, micro.mask)
+
+  def _token_rows(
+    self, name: str, prompts: list[Sequence[int]], tokens: np.ndarray, mask: np.ndarray, members: list[int]
+  ) -> TokenRows:
+    rows = batching.token_rows(prompts, tokens, mask, self._room(name, prompts))
+    return rows.replace(members=np.asarray(members, np.int32))
+
+  def _room(self, name: str, sequences: Sequence[Sequence[int]]) -> int:
+    return smallest_bucket(self._buckets[name], max(map(len, sequences)))
+
+  def _settings(self, tasks: Sequence[Task]) -> StepSettings:
+    """Return the optimizer settings of all slots, with defaults for slots without a task."""
+    own = [AdamW()] * self._slots
+    for task in tasks:
+      own[task.slot] = task.optimizer
+    names = [field.name for field in dataclasses.fields(AdamW)]
+    return StepSettings(**{name: np.asarray([getattr(each, name) for each in own], np.float32) for name in names})
+
+  def _learned(
+    self,
+    tasks: Sequence[Task],
+    lessons: list[tuple[Task, Lesson]],
+    micros: list[_Micro],
+    per_token: list[dict[str, jax.Array]],
+    after: list[jax.Array],
+    done: list[dict[str, jax.Array]],
+    sums: list[list[dict[str, jax.Array]]],
+  ) -> list[Learned]:
+    said: dict[int, Said] = {}
+    # One transfer: the host must not wait for the devices before it has dispatched the last program.
+    known = [(micro.before, micro.theirs, micro.batch.advantages) for micro in micros]
+    divergences = [aux['divergence'] for aux in per_token]
+    known, divergences, after, done, sums = jax.device_get((known, divergences, after, done, sums))
+    for micro, (before, theirs, advantages), divergence, scored in zip(micros, known, divergences, after, strict=True):
+      for row, lesson in enumerate(micro.rows.tolist()):
+        if lesson < 0:
+          continue
+        length = len(lessons[lesson][1].completion)
+        said[lesson] = Said(
+          log_probs_before=before.log_prob[row, :length],
+          log_probs_after=scored[row, :length],
+          teacher_log_probs=theirs.log_prob[row, :length],
+          teacher_top_ids=theirs.top_ids[row, :length],
+          teacher_top_log_probs=theirs.top_log_probs[row, :length],
+          advantages=advantages[row, :length],
+          divergence=divergence[row, :length],
+          entropy=before.entropy[row, :length],
+        )
+    found = []
+    for task in tasks:
+      own = [index for index, (of, _) in enumerate(lessons) if of is task]
+      rows = [np.isin(micro.rows, own) for micro in micros]
+      steps = [
+        {
+          **reported.means(
+            {
+              name: np.concatenate([each[name][mine] for each, mine in zip(of_micros, rows, strict=True)])
+              for name in of_micros[0]
+            }
+          ),
+          'grad_norm': float(step['grad_norm'][task.slot]),
+          'stepped': bool(step['stepped'][task.slot]),
+        }
+        for step, of_micros in zip(done[: task.steps], sums, strict=False)
+      ]
+      found.append(Learned([said[index] for index in own], steps, requests.warnings_of(task)))
+    return found
+
+
+def as_train_state(trainable: Tree) -> TrainState:
+  """Return the factors of slots as the `TrainState` that `learning.update.accumulate` reads."""
+  zero = np.zeros((), np.int32)
+  return TrainState(step=zero, optimizer_step=zero, trainable=trainable, opt_state={}, teacher={}, rng=None)

@@ -1,0 +1,258 @@
+"""What requests ask to learn: tasks of lessons, with the losses and optimizer settings of each, as arrays (NumPy)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import math
+
+import numpy as np
+
+from models.policy import NO_MEMBER
+from sdpo_jax.errors import UserError
+from sdpo_jax.learning.losses import Loss, Sdpo, of_rows
+from sdpo_jax.learning.scoring import check_ids
+from sdpo_jax.learning.signals import TeacherInputs
+from sdpo_jax.objective import jsd_pg
+from sdpo_jax.objective.jsd_pg import JsdPg
+from sdpo_jax.rollout.buckets import smallest_bucket
+from sdpo_jax.types import Batch
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamW:
+  """The optimizer settings of a request.
+
+  Raises:
+    UserError: a number is not allowed.
+  """
+
+  learning_rate: float = 3e-5
+  beta1: float = 0.9
+  beta2: float = 0.999
+  eps: float = 1e-8
+  weight_decay: float = 0.01
+  max_grad_norm: float = 1.0  # Infinity: gradients are not clipped.
+
+  def __post_init__(self):
+    for name, (allowed, is_allowed) in _ALLOWED.items():
+      if not is_allowed(getattr(self, name)):
+        raise UserError(f'{name} must be {allowed}, not {getattr(self, name)}.')
+
+
+_ALLOWED: Mapping[str, tuple[str, Callable[[float], bool]]] = {
+  'learning_rate': ('0 or a positive number', lambda value: 0 <= value < math.inf),
+  'beta1': ('0 or more and less than 1', lambda value: 0 <= value < 1),
+  'beta2': ('0 or more and less than 1', lambda value: 0 <= value < 1),
+  'eps': ('a positive number', lambda value: 0 < value < math.inf),
+  'weight_decay': ('0 or a positive number', lambda value: 0 <= value < math.inf),
+  'max_grad_norm': ('positive, or infinity for gradients that are not clipped', lambda value: value > 0),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Taught:
+  """The scores of T tokens by a teacher outside of the pool.
+
+  The divergence is taken over the tokens that the teacher named, plus a tail bucket for `Sdpo`.
+  """
+
+  top_ids: np.ndarray  # [T, K'] int32, negative: none; each token once.
+  top_log_probs: np.ndarray  # [T, K'].
+  log_probs: np.ndarray  # [T] of the completion's tokens; −inf: not reported, and the loss's floor is used.
+
+
+@dataclasses.dataclass(frozen=True)
+class Lesson:
+  """A completion to learn from."""
+
+  prompt: Sequence[int]  # The student's prompt.
+  completion: Sequence[int]
+  # The teacher's prompt before the same completion; None: `taught` already holds its scores.
+  teacher_prompt: Sequence[int] | None
+  # [T] log-probs at sampling time; None: the student before the first step drew it.
+  sampling_log_probs: np.ndarray | None = None
+  advantage: float = 0.0  # Of every token, for the policy gradient of `Sdpo`.
+  # Scores of the completion by a teacher outside of the pool: another model, or one behind an endpoint.
+  taught: Taught | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """The lessons of one request."""
+
+  slot: int  # The slot of the adapter that learns.
+  lessons: Sequence[Lesson]
+  teacher: int = NO_MEMBER  # Index in the pool of teachers; NO_MEMBER: the model without an adapter.
+  loss: Loss = Sdpo()
+  optimizer: AdamW = AdamW()
+  steps: int = 1
+  itself: bool = False  # The teacher has the factors of the slot, so that equal prompts give equal scores.
+
+
+def check(tasks: Sequence[Task], buckets: Mapping[str, Sequence[int]], topk: int, vocab_size: int) -> None:
+  """Check that tasks can be learned together.
+
+  Args:
+    tasks: tasks of different slots.
+    buckets: the lengths that are compiled for a 'prompt', a 'teacher' prompt and a 'response'.
+    topk: the K that is compiled.
+    vocab_size: V.
+
+  Raises:
+    UserError: a task has no lessons, a length or K beyond the compiled ones, or a loss that is not supported.
+  """
+  slots = [task.slot for task in tasks]
+  if len(set(slots)) < len(slots):
+    raise ValueError('Two tasks of one slot cannot be learned at once: each has its own steps.')
+  for task in tasks:
+    if not task.lessons:
+      raise UserError('There is nothing to learn from: a task needs at least one completion.')
+    if not isinstance(task.steps, int) or task.steps < 1:
+      raise UserError(f'num_steps must be at least 1, not {task.steps}.')
+    if isinstance(task.loss, Sdpo) and task.loss.topk > topk:
+      raise UserError(f'topk={task.loss.topk} is more than the {topk} that the engine is compiled for.')
+    if isinstance(task.loss, JsdPg) and task.loss.support == 'union':
+      raise UserError(
+        "support='union' would double the tokens that every request is compiled for, and is not computed here: set "
+        "support='teacher'."
+      )
+    for lesson in task.lessons:
+      _check_lesson(lesson, buckets, topk, vocab_size)
+
+
+def _check_lesson(lesson: Lesson, buckets: Mapping[str, Sequence[int]], topk: int, vocab_size: int) -> None:
+  """Raise UserError for a lesson that cannot be learned."""
+  if (lesson.teacher_prompt is None) == (lesson.taught is None):
+    raise ValueError('A lesson has either a prompt of the teacher, or what a teacher said.')
+  texts = {'prompt': ('The prompt', lesson.prompt), 'response': ('The completion', lesson.completion)}
+  if lesson.teacher_prompt is not None:
+    texts['teacher'] = "The teacher's prompt", lesson.teacher_prompt
+  for name, (what, tokens) in texts.items():
+    if not len(tokens):
+      raise UserError(f'{what} is empty.')
+    if smallest_bucket(buckets[name], len(tokens)) is None:
+      raise UserError(f'{what} has {len(tokens)} tokens, and the engine takes {buckets[name][-1]} at most.')
+    check_ids(what, tokens, vocab_size)
+  length = len(lesson.completion)
+  if not math.isfinite(lesson.advantage):
+    raise UserError(f'The advantage of a lesson must be a finite number, not {lesson.advantage}.')
+  if lesson.sampling_log_probs is not None and np.shape(lesson.sampling_log_probs) != (length,):
+    raise UserError(
+      f'There are {np.size(lesson.sampling_log_probs)} log-probs of sampling for the {length} tokens of the completion.'
+    )
+  if lesson.sampling_log_probs is not None and not np.isfinite(lesson.sampling_log_probs).all():
+    raise UserError('A log-prob of sampling is not a finite number.')
+  if lesson.taught is None:
+    return
+  shape = np.shape(lesson.taught.top_ids)
+  if len(shape) != 2 or shape[0] != length or np.shape(lesson.taught.log_probs) != (length,):
+    raise UserError(f'What the teacher said is of {shape[0] if shape else 0} tokens, and the completion has {length}.')
+  if shape != np.shape(lesson.taught.top_log_probs) or shape[1] > topk:
+    raise UserError(f'The teacher names {shape[1]} tokens, and the engine takes {topk} at most.')
+  check_ids('What the teacher names', np.maximum(lesson.taught.top_ids, 0).ravel(), vocab_size)
+  named = np.asarray(lesson.taught.top_ids) >= 0
+  if np.isnan(lesson.taught.log_probs).any() or np.isnan(np.where(named, lesson.taught.top_log_probs, 0)).any():
+    raise UserError('A log-prob of the teacher is not a number.')
+
+
+def batch_of(
+  picked: Sequence[tuple[Task, Lesson]],
+  tokens: np.ndarray,
+  mask: np.ndarray,
+  live: np.ndarray,
+  topk: int,
+  dtype: type[np.floating] = np.float32,
+) -> tuple[Batch, TeacherInputs, np.ndarray]:
+  """Return the arrays of a micro-batch whose rows are lessons of any tasks, each with the loss of its task.
+
+  The loss of a task is a mean over all the tokens of its lessons, which other micro-batches may hold.
+
+  Args:
+    picked: B lessons with their tasks.
+    tokens: [B, T] int32, their completions, padded.
+    mask: [B, T] bool, the tokens that are not padding.
+    live: [B] bool, rows that count; every token of the others is masked.
+    topk: K of the compiled programs.
+    dtype: of all numbers.
+
+  Returns:
+    The batch without rows, signal and advantages; what `signals.first` makes those of; and [B, T] bool, the tokens for
+    which the teacher gave no log-prob.
+  """
+  shown = mask & live[:, None]
+  counts = [sum(len(each.completion) for each in task.lessons) for task, _ in picked]
+  weights = shown / np.asarray(counts)[:, None]
+  losses = [loss_of(task, lesson) for task, lesson in picked]
+  policy_weights = [1.0 if isinstance(loss, JsdPg) else loss.policy_weight for loss in losses]
+  divergence_weights = [loss.jsd_weight if isinstance(loss, JsdPg) else loss.divergence_weight for loss in losses]
+  wide = *tokens.shape, topk
+  old, has_old, given = np.zeros(tokens.shape, dtype), np.zeros(len(picked), bool), np.zeros(len(picked), bool)
+  ids, log_probs, own = np.full(wide, -1, np.int32), np.zeros(wide, dtype), np.zeros(tokens.shape, dtype)
+  floored = np.zeros(tokens.shape, bool)
+  for row, (task, lesson) in enumerate(picked):
+    length = len(lesson.completion)
+    if lesson.sampling_log_probs is not None:
+      old[row, :length], has_old[row] = lesson.sampling_log_probs, True
+    if lesson.taught is not None:
+      count = np.shape(lesson.taught.top_ids)[1]
+      of_targets = np.asarray(lesson.taught.log_probs, dtype)
+      floor = task.loss.floor if isinstance(task.loss, JsdPg) else JsdPg.floor
+      given[row], floored[row, :length] = True, np.isneginf(of_targets)
+      ids[row, :length, :count], log_probs[row, :length, :count] = lesson.taught.top_ids, lesson.taught.top_log_probs
+      own[row, :length] = np.where(np.isneginf(of_targets), dtype(floor), of_targets)
+  inputs = TeacherInputs(
+    mixes=np.asarray([isinstance(loss, JsdPg) for loss in losses]),
+    mixture=np.asarray([loss.alpha for loss in losses], dtype),
+    design=np.asarray([isinstance(loss, JsdPg) and loss.form == 'design' for loss in losses]),
+    advantage=np.asarray([lesson.advantage for _, lesson in picked], dtype),
+    same=np.asarray([_same(task, lesson) for task, lesson in picked]),
+    has_old=has_old,
+    given=given,
+    given_ids=ids,
+    given_log_probs=log_probs,
+    given_own=own,
+  )
+  batch = Batch(
+    student=None,
+    teacher=None,
+    targets=tokens,
+    mask=shown.astype(dtype),
+    distill_coef=(weights * np.asarray(divergence_weights)[:, None]).astype(dtype),
+    policy_coef=(weights * np.asarray(policy_weights)[:, None]).astype(dtype),
+    entropy_coef=None,
+    old_log_probs=old,
+    advantages=None,
+    numbers=of_rows(losses, topk, dtype),
+  )
+  return batch, inputs, floored
+
+
+def loss_of(task: Task, lesson: Lesson) -> Loss:
+  """Return the loss of a lesson, without the regularizer if its teacher named only a handful of tokens."""
+  if lesson.taught is None or not isinstance(task.loss, JsdPg):
+    return task.loss
+  return jsd_pg.for_teacher(task.loss, np.shape(lesson.taught.top_ids)[1])
+
+
+def warnings_of(task: Task) -> tuple[str, ...]:
+  """Return a warning about the lessons that a teacher who names only a handful of tokens cannot give."""
+  named = [np.shape(lesson.taught.top_ids)[1] for lesson in task.lessons if lesson.taught is not None]
+  if not named or min(named) > jsd_pg.LITE:
+    return ()
+  begin = f'The teacher named {min(named)} tokens at a position'
+  if isinstance(task.loss, Sdpo):
+    lost = 'of all others the student learns how likely they are together, and not which of them the teacher prefers'
+  elif task.loss.jsd_weight:
+    lost = (
+      'the regulariser over its tokens was left out, and the student learns from the tokens of the completion alone, '
+      'not which others the teacher prefers'
+    )
+  else:
+    return ()
+  return (f'{begin}: {lost}. A teacher that names more, such as one with K = 100, teaches that, too.',)
+
+
+def _same(task: Task, lesson: Lesson) -> bool:
+  """Return whether student and teacher have the same factors and read the same prompt."""
+  return task.itself and lesson.teacher_prompt is not None and list(lesson.teacher_prompt) == list(lesson.prompt)

@@ -1,0 +1,122 @@
+"""The signals of teachers: over their own top K, or given by someone else, and what losses take from them once.
+
+A run's teacher reads its prompts in the update itself (`teacher.signal`), and its hidden states are the signal. The
+teachers of requests are scored once, before the first of a request's steps: their signal is the log-probs of K tokens.
+B rows, T completion tokens, K tokens of a support, D numbers of a hidden state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sdpo_jax.objective import jsd_pg
+from sdpo_jax.objective.log_probs import Scores, log_probs_of_ids, scores
+from sdpo_jax.types import TeacherSignal
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TeacherInputs:
+  """The inputs of the losses of B rows that concern the teacher, as arrays."""
+
+  mixes: Any  # [B] bool, the loss is `jsd_pg`: support and advantages come from the teacher.
+  mixture: Any  # [B] float32, alpha of the `jsd_pg` rows.
+  design: Any  # [B] bool, `form='design'`.
+  same: Any  # [B] bool, the teacher has the student's factors and reads the same prompt.
+  advantage: Any  # [B] float32, of the rows that are not `jsd_pg`.
+  has_old: Any  # [B] bool, the log-probs of the policy that drew the completion are known.
+  given: Any  # [B] bool, the teacher's scores are given: `Taught`.
+  given_ids: Any  # [B, T, K] int32.
+  given_log_probs: Any  # [B, T, K].
+  given_own: Any  # [B, T] log-probs of the targets.
+
+
+def first(
+  hidden: jax.Array,
+  teacher_hidden: jax.Array,
+  unembedding: jax.Array,
+  targets: jax.Array,
+  mask: jax.Array,
+  old: jax.Array,
+  inputs: TeacherInputs,
+  *,
+  k: int,
+  **settings: Any,
+) -> tuple[Scores, Scores, jax.Array, TeacherSignal, jax.Array, jax.Array]:
+  """Return what a micro-batch needs before its first step.
+
+  This is the student's and the teacher's scores, the teacher's states [B, T, D] and signal, advantages [B, T], and
+  log-probs [B, T] of the policy that drew the completions.
+  """
+  # The two programs that compute states may pad prompts to different lengths, and so round differently.
+  teacher_hidden = jnp.where(inputs.same[:, None, None], hidden, teacher_hidden)
+  theirs = scores(teacher_hidden, unembedding, targets, k, mask=mask, **settings)
+  rows, wide = inputs.given[:, None], inputs.given[:, None, None]
+  theirs = theirs.replace(
+    log_prob=jnp.where(rows, inputs.given_own, theirs.log_prob),
+    top_ids=jnp.where(wide, inputs.given_ids, theirs.top_ids),
+    top_log_probs=jnp.where(wide, inputs.given_log_probs, theirs.top_log_probs),
+  )
+  own = scores(hidden, unembedding, targets, k, mask=mask, **settings)
+  agreed = _agreed(hidden, teacher_hidden) & ~rows
+  theirs = theirs.replace(log_prob=jnp.where(agreed, own.log_prob, theirs.log_prob))
+  named = inputs.mixes | inputs.given
+  signal = _signal(own, theirs, teacher_hidden, unembedding, mask, named, agreed, **settings)
+  mixed, design = (
+    jsd_pg.advantages(own.log_prob, theirs.log_prob, inputs.mixture, form) for form in ('mixture', 'design')
+  )
+  by_teacher = jnp.where(inputs.design[:, None], design, mixed)
+  advantages = jnp.where(inputs.mixes[:, None], by_teacher, inputs.advantage[:, None])
+  old = jnp.where(inputs.has_old[:, None], old, own.log_prob)
+  return own, theirs, teacher_hidden, signal, jnp.where(mask, advantages, 0), old
+
+
+def support(
+  hidden: jax.Array,
+  teacher_hidden: jax.Array,
+  unembedding: jax.Array,
+  targets: jax.Array,
+  mask: jax.Array,
+  theirs: Scores,
+  named: jax.Array,
+  given: jax.Array,
+  *,
+  k: int,
+  **settings: Any,
+) -> TeacherSignal:
+  """Return the teacher's signal on the student's present support."""
+  own = scores(hidden, unembedding, targets, k, mask=mask, **settings)
+  agreed = _agreed(hidden, teacher_hidden) & ~given[:, None]
+  return _signal(own, theirs, teacher_hidden, unembedding, mask, named, agreed, **settings)
+
+
+def _agreed(hidden: jax.Array, teacher_hidden: jax.Array) -> jax.Array:
+  """Return where the states of student and teacher are equal bit by bit, [B, T] bool; their scores are equal there."""
+  return (hidden == teacher_hidden).all(-1)
+
+
+def _signal(
+  own: Scores,
+  theirs: Scores,
+  teacher_hidden: jax.Array,
+  unembedding: jax.Array,
+  mask: jax.Array,
+  named: jax.Array,
+  agreed: jax.Array,
+  **settings: Any,
+) -> TeacherSignal:
+  """Return the teacher's log-probs on the student's top K or, for `named` rows, on its own.
+
+  Where the two agree the signal names no token, so that the divergence and its gradient are exactly 0: the loss
+  computes the student's scores in a separate program, which rounds differently.
+  """
+  at_own = log_probs_of_ids(teacher_hidden, unembedding, own.top_ids, mask=mask, **settings)
+  wanted = named[:, None, None]
+  return TeacherSignal(
+    token_ids=jnp.where(agreed[..., None], -1, jnp.where(wanted, theirs.top_ids, own.top_ids)),
+    log_probs=jnp.where(wanted, theirs.top_log_probs, at_own),
+  )
