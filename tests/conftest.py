@@ -1,6 +1,8 @@
 """Test settings: quick compilation, eight fake CPU devices, strict rank promotion, slow tests, real data."""
 
 from collections.abc import Iterator
+import contextlib
+import ctypes
 import gc
 import importlib.util
 import math
@@ -103,6 +105,7 @@ def pytest_collection_finish():
   """Keep what is imported to the end: without it a collection of garbage takes no time, with it half a second."""
   gc.collect()
   gc.freeze()
+  gc.set_threshold(20_000, 20, 50)  # Tracing makes many objects, and little garbage.
   gc.enable()
 
 
@@ -114,14 +117,31 @@ def resident_bytes() -> float:
     return math.inf
 
 
+def return_memory() -> None:
+  """Give the system back what is free, where the C library can: it keeps gigabytes between what is still in use."""
+  with contextlib.suppress(OSError, AttributeError):
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def too_much() -> bool:
+  return len(devices.get_backend().live_executables()) > PROGRAMS or resident_bytes() > MEMORY
+
+
 @pytest.fixture(scope='module', autouse=True)
 def free_memory():
-  """Yield what was compiled goes at the end of a file once it is much: a process with all programs grows to 7 GB."""
+  """Yield what was compiled goes at the end of a file once it is much: a process with all programs grows to 7 GB.
+
+  Until then garbage is looked for in what the file itself has made only: there are millions of objects of programs.
+  """
   yield
-  gc.collect()
-  if len(devices.get_backend().live_executables()) > PROGRAMS or resident_bytes() > MEMORY:
-    jax.clear_caches()
+  if too_much():
+    gc.unfreeze()
     gc.collect()
+    if too_much():
+      jax.clear_caches()
+      gc.collect()
+      return_memory()
+  gc.freeze()
 
 
 @pytest.fixture(scope='module', autouse=True)
