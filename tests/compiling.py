@@ -1,10 +1,10 @@
 """How the tests compile: quickly in their own processes, and with XLA's defaults where it matters what users run.
 
-Most of a test's time goes to compiling programs that run once. So `prepare` asks XLA to optimise as little as it can,
-and all workers share one compilation cache. What a test says about the programs of users (their memory, their text,
-that two of them agree bit for bit) it says of programs compiled with XLA's defaults: by `compile_as_users` or with
-`users_options`, or in a child process without the flags, in which a test marked `as_users` runs as a whole. Commands
-get `users_environment`.
+Most of a test's time goes to compiling programs that run once. So `prepare` asks XLA to optimise as little as it can.
+To compile then takes no longer than to read from a compilation cache, so only commands have one, which they share. What
+a test says about the programs of users (their memory, their text, that two of them agree bit for bit) it says of
+programs compiled with XLA's defaults: by `compile_as_users` or with `users_options`, or in a child process without the
+flags, in which a test marked `as_users` runs as a whole. Commands get `users_environment`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPTIONS = {  # name: (in tests, XLA's default)
 }
 FLAGS = ' '.join(f'--{name}={str(value).lower()}' for name, (value, _) in OPTIONS.items())
 _SAVED = 'SDPO_TESTS_ENVIRONMENT'  # The variables that `prepare` changes as they were, in JSON.
-_CACHE = 'SDPO_TESTS_CACHE'  # The directory of compiled programs.
+_CACHE = 'SDPO_TESTS_CACHE'  # The directory of programs that commands compile.
 _REPORTS = 'SDPO_TESTS_REPORTS'  # Set in a child process: the file that gets the outcomes of its tests.
 
 
@@ -49,11 +49,7 @@ def prepare() -> pathlib.Path | None:
     flags = f'{before or ""} {FLAGS}'.strip()
     if _known(flags):
       os.environ['XLA_FLAGS'] = flags
-  if _REPORTS in os.environ:  # A program that is read back no longer knows what memory it takes.
-    jax.config.update('jax_enable_compilation_cache', False)
-  else:
-    jax.config.update('jax_compilation_cache_dir', os.environ[_CACHE])
-    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)
+  jax.config.update('jax_enable_compilation_cache', False)
   return made
 
 
