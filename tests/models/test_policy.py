@@ -1,7 +1,7 @@
 """The policy protocol: who fits it, and a frozen base changes neither states nor samples nor gradients."""
 
 import dataclasses
-import itertools
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from models.policy import Policy
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, put_rows
 from sdpo_jax.rollout.engine import Sampler
+from tests import tiers
 from tests.compiling import users_options
 from tests.golden.toy_policy import ToyPolicy
 from tests.models.small_policies import DEPTHS, NoText, make
@@ -38,29 +39,39 @@ def states_and_gradients(policy, base, trainable, row):
   return jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=users_options())(trainable, base)
 
 
-def grid():
-  """Every pair of a depth, a mesh and what is frozen occurs in the cells that are not slow."""
-  for i, (what, depth, meshes) in enumerate(itertools.product(FROZEN, DEPTHS, ('one device', 'eight devices'))):
-    slow = (i.bit_count() + 1) % 2
-    yield pytest.param(what, depth, meshes, id=f'{what}-{meshes}-{depth}', marks=pytest.mark.slow if slow else ())
+CELLS = [(what, depth, devices) for what in FROZEN for depth in DEPTHS for devices in ('one device', 'eight devices')]
+QUICK = (('embedding and MLP', 'shallow', 'eight devices'),)  # The others are slow.
 
 
-@pytest.mark.parametrize(('what', 'depth', 'devices'), list(grid()))
-def test_what_is_frozen_changes_no_state_and_no_gradient(what, depth, devices):
-  frozen, layers = FROZEN[what], DEPTHS[depth]
-  mesh = make_mesh(MeshConfig(4, 2)) if devices == 'eight devices' else None
+def mesh_of(devices):
+  return make_mesh(MeshConfig(4, 2)) if devices == 'eight devices' else None
+
+
+def rows_on(mesh):
   row = (
     np.random.default_rng(0).integers(1, 61, (8, 12), dtype=np.int32),
     np.tile(np.arange(12, dtype=np.int32), (8, 1)),
     np.ones((8, 12), np.int32),
   )
-  row = row if mesh is None else put_rows(mesh, row)
-  policy, nothing, params = make(layers, (), mesh)
+  return row if mesh is None else put_rows(mesh, row)
+
+
+@functools.cache
+def nothing_frozen(depth, devices):
+  """Return (loss, states) and gradients of the model that is trained whole."""
+  mesh = mesh_of(devices)
+  policy, nothing, params = make(DEPTHS[depth], (), mesh)
   assert nothing == {}
-  (expected_loss, expected), expected_gradient = states_and_gradients(policy, {}, params, row)
-  policy, base, trainable = make(layers, frozen, mesh)
-  (loss, hidden), gradient = states_and_gradients(policy, base, trainable, row)
-  assert_equal((loss, hidden), (expected_loss, expected))
+  return jax.device_get(states_and_gradients(policy, {}, params, rows_on(mesh)))
+
+
+@pytest.mark.parametrize(('what', 'depth', 'devices'), tiers.cases(CELLS, default=QUICK, slow=CELLS))
+def test_what_is_frozen_changes_no_state_and_no_gradient(what, depth, devices):
+  mesh = mesh_of(devices)
+  expected, expected_gradient = nothing_frozen(depth, devices)
+  policy, base, trainable = make(DEPTHS[depth], FROZEN[what], mesh)
+  found, gradient = states_and_gradients(policy, base, trainable, rows_on(mesh))
+  assert_equal(found, expected)
   wanted = parameters.trainable(policy.parameter_table())
   assert_equal(gradient, parameters.map_tree(lambda _, leaf: leaf, wanted, expected_gradient))
   assert all(np.any(leaf) for leaf in jax.tree.leaves(gradient))
@@ -73,11 +84,12 @@ def sampled(layers, frozen, mesh):
   return sampler.sample(base, trainable, [[3, 4, 5], [7] * 8], n=4, seed=1, step=0, max_tokens=12)
 
 
+@pytest.mark.slow  # By default test_kv_prefix.py draws samples beside a frozen model.
 @pytest.mark.parametrize(
   ('layers', 'mesh'),
   [
-    pytest.param(DEPTHS['shallow'], None, marks=pytest.mark.slow),
-    pytest.param(DEPTHS['shallow'], MeshConfig(4, 2), marks=pytest.mark.slow),
+    (DEPTHS['shallow'], None),
+    (DEPTHS['shallow'], MeshConfig(4, 2)),
     (DEPTHS['deep'], MeshConfig(4, 2)),
   ],
   ids=['shallow, one device', 'shallow, eight devices', 'deep, eight devices'],

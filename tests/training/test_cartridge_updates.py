@@ -91,7 +91,7 @@ class Case:
     )
 
 
-@functools.lru_cache(maxsize=1)  # Tests of a model follow each other.
+@functools.cache
 def case(name: str, within: bool, loss: tuple[Any, ...] = (0.0, None, True)) -> Case:
   """Return a slot for every token of the document, all but the first of them trained."""
   config, prefix = losses(*loss), KVPrefix(len(DOCUMENT), 1, within_windows=within)

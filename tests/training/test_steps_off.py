@@ -94,10 +94,13 @@ def wholes(settings, tmp_path_factory):
   return whole
 
 
+read = jax.jit(forward, static_argnums=0)
+
+
 def log_probs(session, trainable, prompts, rollouts) -> np.ndarray:
   """Log-probs of completions, float64, by one pass over prompt and completion: [N, T]."""
   rows = batching.token_rows(prompts, rollouts.completion_tokens, rollouts.completion_mask, 32)
-  hidden, unembedding = jax.jit(lambda tree: forward(session.policy, session.base, tree, rows))(trainable)
+  hidden, unembedding = read(session.policy, session.base, trainable, rows)
   scores = np.asarray(hidden, np.float64) @ np.asarray(unembedding, np.float64)[: session.policy.vocab_size].T
   scores -= np.logaddexp.reduce(scores, axis=-1, keepdims=True)
   taken = np.take_along_axis(scores, rollouts.completion_tokens[..., None], axis=-1)[..., 0]

@@ -22,7 +22,7 @@ import pytest
 from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sessions import exporting
-from tests import file_operations, tiny
+from tests import file_operations, tiers, tiny
 from tests.serving.sessions import session_history
 from tests.serving.sessions.session_history import DENY, RETENTION, account_of, find
 from tests.serving.store.store_cases import open_store
@@ -49,6 +49,11 @@ def recorded(recorder, folder: pathlib.Path, rounds: int) -> list[file_operation
   operations = file_operations.read_log(folder / 'log')
   assert file_operations.after(operations).now() == file_operations.read_tree(folder / 'disk')  # None escaped.
   return operations
+
+
+@pytest.fixture(scope='module')
+def two_rounds(recorder, tmp_path_factory) -> list[file_operations.Operation]:
+  return recorded(recorder, tmp_path_factory.mktemp('two_rounds'), 2)
 
 
 def check(account, promised: dict[tuple[str, int], list]) -> int:
@@ -120,11 +125,11 @@ class Judge:
   [(2, 25), pytest.param(5, 1, marks=pytest.mark.campaign), pytest.param(170, 401, marks=pytest.mark.campaign)],
 )
 def test_a_process_that_is_killed_at_any_write_loses_no_decision_and_learns_none_twice(
-  recorder, scratch, tmp_path, rounds, every
+  recorder, two_rounds, scratch, tmp_path, rounds, every
 ):
   judge, disk, promised = Judge(scratch), file_operations.Disk(), {}
   places = itertools.count()
-  for operation in recorded(recorder, tmp_path, rounds):
+  for operation in two_rounds if rounds == 2 else recorded(recorder, tmp_path, rounds):
     if operation.kind in CHANGES and next(places) % every == 0:
       judge.check(disk.now(), promised)
     disk.apply(operation)
@@ -136,10 +141,10 @@ def test_a_process_that_is_killed_at_any_write_loses_no_decision_and_learns_none
 
 
 @pytest.mark.parametrize('every', [1000, pytest.param(10, marks=pytest.mark.campaign)])
-def test_a_machine_that_fails_at_any_write_loses_no_decision_and_learns_none_twice(recorder, scratch, tmp_path, every):
+def test_a_machine_that_fails_at_any_write_loses_no_decision_and_learns_none_twice(two_rounds, scratch, every):
   judge, disk, promised = Judge(scratch), file_operations.Disk(), {}
   cases = itertools.count()
-  for operation in recorded(recorder, tmp_path, 2):
+  for operation in two_rounds:
     disk.apply(operation)
     if operation.kind == 'mark':
       said = json.loads(operation.path)
@@ -150,7 +155,7 @@ def test_a_machine_that_fails_at_any_write_loses_no_decision_and_learns_none_twi
   assert judge.opened > 10
 
 
-@pytest.mark.parametrize('kills', [2, pytest.param(20, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize('kills', tiers.cases((2, 20), slow=(2,)))
 def test_what_was_acknowledged_is_there_after_a_kill_while_all_sessions_learn(scratch, kills):
   with open_store(scratch / 'store') as store:
     session_history.prepare(account_of(store))
