@@ -168,7 +168,7 @@ def shrink(config, folder: pathlib.Path, model: pathlib.Path):
 
 # Every task and method; what is left combines them otherwise.
 KINDS = [
-  ({'task': 'chemistry'}, ()),
+  ({'task': 'chemistry'}, pytest.mark.slow),
   ({'task': 'livecodebench', 'method': 'grpo'}, pytest.mark.slow),
   ({'task': 'tooluse', 'method': 'grpo_on_policy'}, pytest.mark.slow),
   ({'task': 'livecodebench', 'teacher': 'trust_region'}, pytest.mark.slow),

@@ -14,6 +14,7 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.environments.judge import read_critique
 from sdpo_jax.environments.thinking import without_thinking
 from sdpo_jax.types import Example, Outcome
+from tests import tiers
 from tests.environments.processor_time import processor_seconds_at_most
 
 
@@ -146,7 +147,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize('bomb', BOMBS)
-@pytest.mark.parametrize('profile', ['clean', 'reference'])
+@pytest.mark.parametrize('profile', tiers.cases(('clean', 'reference'), default=('clean',), slow=('reference',)))
 @pytest.mark.parametrize('name', ['mcq', 'gpqa', 'mmlu_pro', 'tooluse'])
 def test_no_completion_hangs_or_ends_a_run(name, profile, bomb):
   example = Example('q', [], name, GOLD if name == 'tooluse' else 'B', name, {'split': 'train'})
@@ -250,7 +251,10 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize('reader', READERS)
+SLOW_READERS = [name for name in READERS if name.endswith(', reference')]
+
+
+@pytest.mark.parametrize('reader', tiers.cases(READERS, default=READERS.keys() - SLOW_READERS, slow=SLOW_READERS))
 def test_no_completion_is_read_in_time_that_grows_as_the_square_of_its_length(reader):
   for beginning, repeated in REPEATED:
     # Milliseconds if the time is proportional to the length, and otherwise minutes to hours.

@@ -45,6 +45,7 @@ def test_options_for_a_program_are_the_defaults_of_a_process_without_the_flags()
     assert facts(lowered().compile()) != expected
 
 
+@pytest.mark.slow  # So are all other tests with this marker.
 @pytest.mark.as_users
 def test_a_marked_test_runs_without_the_flags():
   assert compiling.FLAGS not in os.environ.get('XLA_FLAGS', '')

@@ -187,6 +187,7 @@ def test_a_model_directory_is_compared_with_its_sums(tmp_path):
     verify.verify(str(tmp_path), None, said.append)
 
 
+@pytest.mark.slow  # By default it is called, as above.
 def test_the_command(run):
   damage_array(run)
   done = tiny.launch('verify', f'--workdir={run}')

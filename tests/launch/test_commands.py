@@ -42,8 +42,8 @@ def config(folder):
 
 
 @pytest.fixture(scope='module')
-def run(folder, config):
-  """Return a finished run; what the commands say that it prints; and a run on a full disk."""
+def run(request, folder, config):
+  """Return a finished run; what the commands say that it prints; with the slow tests, a run on a full disk."""
   (folder / 'full.py').write_text(FULL_DISK + config.read_text())
   from_run, from_model = f'--workdir={folder}/run', f'--model={folder}/hf'
   flags = ['total_training_steps=2', 'sample_table_freq=2', 'sample_table_rows=3', 'record_top_tokens=3']
@@ -67,8 +67,9 @@ def run(folder, config):
     'evaluate the model': evaluate(from_model, 'model'),
     'export again': export,
     'check what learns nothing': ('check', [f'--config={config}', '--config.optimizer.lr=0']),
-    'full disk': ('train', [f'--config={folder}/full.py', *flags, f'--workdir={folder}/full']),
   }
+  if request.config.getoption('slow'):
+    commands['full disk'] = 'train', [f'--config={folder}/full.py', *flags, f'--workdir={folder}/full']
   done = dict(zip(commands, tiny.launch_many(list(commands.values()), folder / 'output', quick=True), strict=True))
   assert done['train'].returncode == 0, done['train'].stderr
   return done
@@ -193,7 +194,7 @@ def test_training_ends_with_a_table_and_the_next_commands(folder, run):
 
 
 def test_the_printed_commands_work(folder, run):
-  _, reported, looked, *done, again, odd, _ = run.values()
+  _, reported, looked, *done, again, odd = (done for name, done in run.items() if name != 'full disk')
   assert [command.returncode for command in done] == [0] * 5, [command.stderr for command in done]
   assert done[1].stdout == done[2].stdout != ''
   assert looked.returncode == 0 and looked.stderr == '' and '⟦<|im_end|>⟧' in looked.stdout, looked.stdout
@@ -227,6 +228,7 @@ def test_rollouts_have_their_tokens_and_what_else_was_likely(folder, run):
   assert [line.get('programs/compiled') for line in metrics] == [0] * len(metrics)
 
 
+@pytest.mark.slow
 def test_a_run_on_a_full_disk_says_so_in_a_sentence(folder, run):
   done = run['full disk']
   assert done.returncode == 2, done.stderr

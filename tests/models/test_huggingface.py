@@ -240,7 +240,8 @@ def test_a_block_of_layers_reads_no_other(original, read):
   assert read == {'model.layers.1.mlp.up_proj.weight': 16 * 6}
 
 
-@pytest.mark.parametrize('mesh', [pytest.param(None, marks=pytest.mark.slow), (2, 4)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize('mesh', [None, (2, 4)], ids=str)
 def test_loading_and_exporting_hold_little_of_a_model(mesh, tmp_path):
   """What numpy allocates on the way: a parameter and some bands, and a tensor; not the model, nor two parameters."""
   sizes = {'hidden_size': 256, 'intermediate_size': 2048, 'num_hidden_layers': 8, 'vocab_size': 512}

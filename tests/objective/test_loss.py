@@ -213,6 +213,7 @@ def test_bfloat16_states_give_float32_logits_and_bfloat16_gradients():
   np.testing.assert_allclose(loss, numpy_loss(rounded, CONFIGS['topk'])[0], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_one_gradient_may_be_left_out_or_both():
   x = arrays(problem(), jnp.float32)
   config = CONFIGS['topk']
@@ -501,6 +502,7 @@ def test_policy_gradient_alone_needs_no_teacher():
   assert 'divergence' not in aux
 
 
+@pytest.mark.slow  # By default test_golden.py has numbers of the reference.
 def test_the_reference_s_published_figures():
   """Values and gradient norms of lasgroup/SDPO 0e6d510 on sines and cosines, float32."""
   b, t, v = np.meshgrid(np.arange(2), np.arange(4), np.arange(8), indexing='ij')

@@ -72,6 +72,7 @@ def test_an_unembedding_that_is_not_trained_costs_nothing():
   assert held(with_it) - held(without) > 0.9 * 4 * VOCAB * WIDTH
 
 
+@pytest.mark.slow
 def test_without_it_the_logits_of_a_chunk_are_not_kept_either():
   """Only a span of them for the top K, whatever the vocabulary; the entropy bonus needs them again."""
   program, keeping = compiled(1024, False, entropy=False), compiled(1024, False)

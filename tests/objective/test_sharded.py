@@ -1,6 +1,7 @@
 """The objective with rows and vocabulary split over eight devices: the loss, per-token values and gradients of one."""
 
 import functools
+import itertools
 
 import chex
 import jax
@@ -13,6 +14,7 @@ from sdpo_jax.objective.log_probs import token_log_probs
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from sdpo_jax.objective.sharded import Layout
 from sdpo_jax.types import RowNumbers, TeacherSignal
+from tests import tiers
 from tests.compiling import compile_as_users
 from tests.golden.compiling import quick
 from tests.objective.objective_from_logits import objective_from_logits
@@ -176,7 +178,7 @@ def alone(case):
 
 
 # How parts are merged, of the top K and of the whole vocabulary, is the same code in all cases of either kind.
-DEFAULT = ('topk', 'full', 'sampled', 'grpo', 'external', 'rows', 'more_than_a_part')
+DEFAULT = ('topk', 'full', 'rows', 'more_than_a_part')
 
 
 def grid():
@@ -212,7 +214,8 @@ def test_a_mesh_gives_what_one_device_gives(case, shape):
 
 
 # Over a support at 0, over the vocabulary at 1.
-@pytest.mark.parametrize('case', ['renormalised', pytest.param('reverse', marks=pytest.mark.slow)])
+@pytest.mark.slow  # `rows` has such numbers by default.
+@pytest.mark.parametrize('case', ['renormalised', 'reverse'])
 def test_an_alpha_that_is_data_is_at_its_end_on_a_mesh_too(case):
   (loss, _), gradients = alone(case)
   with jax.enable_x64(True):
@@ -241,11 +244,7 @@ def test_in_float32(shape):
 
 @pytest.mark.parametrize(
   ('shape', 'block'),
-  [
-    pytest.param(shape, block, marks=() if (shape, block) in (((2, 4), 1000), ((1, 8), 2)) else pytest.mark.campaign)
-    for shape in SHAPES
-    for block in (2, 1000)
-  ],
+  tiers.cases(itertools.product(SHAPES, (2, 1000)), default=[((2, 4), 1000)], slow=[((1, 8), 2)]),
 )
 def test_equal_logits_at_the_boundary_are_chosen_by_their_index(shape, block):
   """Many entries tie, on both sides of the boundaries of the parts: the support is that of the unsharded formula."""
@@ -301,6 +300,7 @@ def test_scores_of_tokens(shape):
     chex.assert_trees_all_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_no_device_holds_more_than_its_part_of_the_vocabulary():
   """Neither unembeddings nor logits nor the gradient exist whole on a device, and hidden states travel in chunks."""
   layout, x = on_mesh((2, 4), arrays(jnp.float32))

@@ -191,7 +191,13 @@ def test_of_an_adapter_the_report_says_what_is_trained_and_what_is_frozen():
 
 
 @needs_compiler
-@pytest.mark.parametrize(('slice_', 'layers'), [('v5e:1x1', 9), ('v5e:2x2', 9)], ids=['read as it is', 'gathered'])
+@pytest.mark.parametrize(
+  ('slice_', 'layers'),
+  [
+    pytest.param('v5e:1x1', 9, id='read as it is', marks=pytest.mark.slow),
+    pytest.param('v5e:2x2', 9, id='gathered'),
+  ],
+)
 def test_a_plan_counts_a_frozen_base_as_often_as_it_is_there(slice_, layers):
   config, described = settings(), topology.describe(slice_)
   config.model.lora.rank = 8
@@ -307,6 +313,7 @@ WRONG = {  # What its sentence must hold → flags.
 }
 
 
+@pytest.mark.slow  # By default test_commands.py types wrong flags, and what a plan cannot use is refused below.
 @needs_compiler
 def test_wrong_input_ends_with_one_sentence(tmp_path):
   commands = [('plan', ['--config=configs/quickstart.py', *flags]) for flags in WRONG.values()]

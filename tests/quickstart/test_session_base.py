@@ -204,6 +204,7 @@ def conversation(task, label, said=None, demonstration=None):
   return Lesson([*messages, {'role': 'assistant', 'content': task.text(label)}], True, [len(messages)])
 
 
+@pytest.mark.slow
 def test_the_committed_model_has_favourites_and_understands_corrections_of_them(tokenizer):
   assert sum(path.stat().st_size for path in COMMITTED.iterdir()) <= 3 * 2**20
   policy, params = huggingface.load(COMMITTED, ModelConfig(dtype='float32', remat='none'))

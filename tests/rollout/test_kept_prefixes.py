@@ -113,7 +113,7 @@ SLOW = pytest.mark.slow
   'name, kernels',
   [
     ('grouped queries', False),
-    ('sliding windows', False),
+    pytest.param('sliding windows', False, marks=SLOW),
     pytest.param('gemma3', False, marks=SLOW),
     pytest.param('scanned layers', False, marks=pytest.mark.campaign),
     pytest.param('grouped queries', True, marks=pytest.mark.campaign),
@@ -135,7 +135,8 @@ def test_a_turn_prefills_its_new_tokens_only_and_draws_the_same(name, kernels, t
     assert (turn.reused, turn.prefilled) == (0, len(turn.prompt) - 1)
 
 
-@pytest.mark.parametrize('config, kernels', [(MeshConfig(), False), pytest.param(MeshConfig(4, 2), True, marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize('config, kernels', [(MeshConfig(), False), (MeshConfig(4, 2), True)])
 def test_on_a_mesh_a_conversation_goes_on_where_it_was(model, config, kernels):
   """Its next turn gets a slot of the shard that has its keys and values, though others are free."""
   mesh = make_mesh(config)
@@ -363,6 +364,7 @@ def test_without_kept_rows_an_engine_has_the_programs_that_it_had():
 
 
 @pytest.mark.tpu_compiler
+@pytest.mark.slow
 def test_a_tpu_continues_a_row_by_the_kernel_that_decodes():
   """What was kept and the tokens of a piece are two caches, and beside the rows there is next to nothing."""
   mesh, slots, prompts = tpu_programs.slice_mesh('v5e:2x2', 2, 2), 1024, 2

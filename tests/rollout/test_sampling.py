@@ -95,7 +95,7 @@ def test_truncation_keeps_what_transformers_keeps(vocabulary, knobs):
   np.testing.assert_allclose(weights / weights.sum(-1, keepdims=True), expected, rtol=1e-4, atol=1e-9)
 
 
-@pytest.mark.parametrize('vocabulary', [50, 1024, 3000])
+@pytest.mark.parametrize('vocabulary', [50, 1024, pytest.param(3000, marks=pytest.mark.slow)])
 def test_every_p_and_k_keeps_the_smallest_set(vocabulary):
   """Against sorting, over many random rows with a knob each."""
   rng = np.random.default_rng(0)
@@ -131,6 +131,7 @@ def test_logits_that_differ_by_less_than_their_weights_do():
   assert [np.flatnonzero(row).tolist() for row in kept] == [[2], [2, 3, 4], [2], [2, 3], [2, 3, 4]]
 
 
+@pytest.mark.slow
 def test_a_divided_vocabulary_stays_where_it_lies():
   """With the vocabulary over four devices no step gathers it, and what is drawn is the same."""
   rng = np.random.default_rng(5)
@@ -176,9 +177,13 @@ def test_tokens_that_cannot_be_drawn_never_are():
 @pytest.mark.parametrize(
   ('vocabulary', 'knobs'),
   [
-    pytest.param(vocabulary, knobs, marks=pytest.mark.campaign if vocabulary == 1024 and index != 6 else ())
-    for vocabulary in (12, 300, 1024)
-    for index, knobs in enumerate(KNOBS)
+    pytest.param(vocabulary, knobs, marks=own if knobs is KNOBS[-1] else marks)
+    for vocabulary, own, marks in (
+      (12, (), ()),
+      (300, (), pytest.mark.slow),
+      (1024, pytest.mark.slow, pytest.mark.campaign),
+    )
+    for knobs in KNOBS
   ],
 )
 def test_samples_follow_the_truncated_distribution(vocabulary, knobs):

@@ -281,7 +281,8 @@ def test_an_external_signal_in_the_batch_teaches_as_the_model_that_made_it(packe
 
 
 @both
-@pytest.mark.parametrize('tail', [pytest.param(False, marks=pytest.mark.slow), True], ids=['renormalised', 'tail'])
+@pytest.mark.slow
+@pytest.mark.parametrize('tail', [False, True], ids=['renormalised', 'tail'])
 def test_the_teachers_own_top_k_is_what_it_would_name_from_elsewhere(tail, devices):
   """Its most likely tokens by NumPy, handed over as an external signal."""
   k = 5

@@ -103,6 +103,7 @@ def test_the_first_step_is_on_policy_and_minimises_the_forward_divergence(config
   assert {leaf.shape[2] for leaf in jax.tree.leaves(moved.trainable)} == {15}  # The first slot is frozen.
 
 
+@pytest.mark.slow  # By default test_cartridge_updates.py has a slot for every token.
 def test_with_a_slot_for_every_token_there_is_nothing_to_learn(config, tmp_path):
   document, questions = texts_of(config)
   session, state = opened(changed(config, tokens=len(document)), tmp_path)

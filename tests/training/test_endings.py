@@ -136,7 +136,7 @@ STOPS = {
   'after an optimizer step, with a copy': (StartingState, 'donate', 3, {'keep_starting_state': True}, 1),
   'the evaluation': (Slots, 'advance', 4, {}, 2),
 }
-QUICK = ('after an optimizer step, with a copy', 'the evaluation')  # Others are slow.
+QUICK = ('after an optimizer step, with a copy',)  # Others are slow.
 
 
 def some_slow(names) -> list:
@@ -298,6 +298,7 @@ def test_a_run_that_an_alarm_stops_is_saved_and_goes_on_only_with_other_rules(ex
   assert [line.get('alarm/1') for line in lines] == [None, 1, 1]
 
 
+@pytest.mark.slow
 def test_an_alarm_before_there_is_a_checkpoint_stops_the_run(experiment, tmp_path):
   make, _ = experiment
   config = make(save_freq=1, test_freq=1)
@@ -306,6 +307,7 @@ def test_an_alarm_before_there_is_a_checkpoint_stops_the_run(experiment, tmp_pat
   assert result.step == 1 and 'no checkpoint with eval/odd/mean@2 to go back to' in result.stopped
 
 
+@pytest.mark.slow  # By default test_step.py skips such a step and test_skipped.py counts those in a row.
 def test_a_run_without_a_finite_gradient_stops_with_a_sentence_and_a_checkpoint(experiment, tmp_path):
   """The weights survive the first update or two, of which rounding decides; `trainer.max_skipped_steps` is three."""
   make, _ = experiment

@@ -100,6 +100,7 @@ def test_a_student_with_the_whole_document_writes_what_its_teacher_does(alone, t
   np.testing.assert_array_equal(*drawn)
 
 
+@pytest.mark.slow
 def test_a_run_on_the_teachers_text_compiles_everything_before_and_is_evaluated_by_the_student(alone, tmp_path):
   made = written_by(alone, 'teacher')
   made = dataclasses.replace(

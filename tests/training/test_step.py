@@ -19,6 +19,7 @@ from sdpo_jax.learning import batching
 from sdpo_jax.learning.update import MicroResult, make_update, place_state
 from sdpo_jax.training import step
 from sdpo_jax.training.specs import optimizer_spec, update_spec
+from tests import tiers
 from tests.generation_batches import per_token
 from tests.updates import VARIANTS, make_model, policy_shardings, run, samples_for, settings
 
@@ -45,7 +46,8 @@ def test_the_micro_batch_size_changes_nothing(name):
   assert any(abs(loss) > 1e-6 for loss in whole.losses)
 
 
-@pytest.mark.parametrize('name', ['ema', pytest.param('grpo', marks=pytest.mark.slow)])
+@pytest.mark.slow  # By default test_step_meshes.py compares both.
+@pytest.mark.parametrize('name', ['ema', 'grpo'])
 def test_eight_devices_agree_with_one(name):
   config = settings(**VARIANTS[name], actor__ppo_micro_batch_size=8)
   alone = run(config, samples_for(config))
@@ -54,20 +56,20 @@ def test_eight_devices_agree_with_one(name):
   chex.assert_trees_all_close(alone.state.trainable, together.state.trainable, atol=3e-5)
 
 
-def test_teachers_move_once_a_generation_batch_as_they_should():
+@pytest.mark.parametrize('name', tiers.cases(('ema', 'frozen', 'live'), default=('ema',), slow=('frozen', 'live')))
+def test_teachers_move_once_a_generation_batch_as_they_should(name):
   _, start = make_model()
-  for name in ('ema', 'frozen', 'live'):
-    config = settings(**VARIANTS[name], actor__ppo_mini_batch_size=1)
-    samples = samples_for(config)
-    state = run(config, samples).state
-    if name == 'live':
-      assert state.teacher == {}
-    elif name == 'frozen':
-      chex.assert_trees_all_equal(state.teacher, start)
-    else:
-      expected = jax.tree.map(lambda t, p: t * 0.95 + p * 0.05, start, state.trainable)
-      chex.assert_trees_all_close(state.teacher, expected, atol=1e-7)
-      assert float(abs(state.trainable['embedding'] - start['embedding']).max()) > 1e-4
+  config = settings(**VARIANTS[name], actor__ppo_mini_batch_size=1)
+  samples = samples_for(config)
+  state = run(config, samples).state
+  if name == 'live':
+    assert state.teacher == {}
+  elif name == 'frozen':
+    chex.assert_trees_all_equal(state.teacher, start)
+  else:
+    expected = jax.tree.map(lambda t, p: t * 0.95 + p * 0.05, start, state.trainable)
+    chex.assert_trees_all_close(state.teacher, expected, atol=1e-7)
+    assert float(abs(state.trainable['embedding'] - start['embedding']).max()) > 1e-4
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted():

@@ -225,6 +225,7 @@ def lines_of(workdir) -> list[dict]:
   ]
 
 
+@pytest.mark.slow  # By default test_endings.py has runs that graders and errors end.
 def test_a_run_that_ends_so_is_saved_and_repeats_the_batch_when_started_again(tmp_path, flaky):
   config = make_run(tmp_path / 'model')
   config.trainer.test_freq, config.trainer.total_training_steps = 0, 2

@@ -29,8 +29,8 @@ KERNELS = AttentionBackend('splash', interpret=True)
   ('name', 'frozen'),
   tiers.cases(
     itertools.product((*MODELS, *MORE), (0, 1, len(DOCUMENT))),
-    default=(('qwen3', 1), ('gemma3', len(DOCUMENT))),
-    slow=[('gemma3', 0), *((name, 1) for name in MODELS)],
+    default=(('qwen3', 1),),
+    slow=[('gemma3', 0), ('gemma3', len(DOCUMENT)), *((name, 1) for name in MODELS)],
   ),
 )
 def test_the_slots_of_a_text_say_what_the_text_says(name, frozen):
@@ -84,7 +84,7 @@ def test_layers_with_windows_see_all_slots_unless_told_otherwise():
   ('kernels', 'mesh'),
   [
     (False, (4, 2)),
-    (True, None),
+    pytest.param(True, None, marks=pytest.mark.slow),
     pytest.param(False, None, marks=pytest.mark.slow),
     pytest.param(True, (4, 2), marks=pytest.mark.slow),
   ],

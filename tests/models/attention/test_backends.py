@@ -310,9 +310,9 @@ def test_the_decoding_kernel_is_the_plain_formula(quantized, block, monkeypatch)
 @pytest.mark.parametrize(
   ('layers', 'mesh'),
   [
-    pytest.param(SHALLOW + 1, (4, 2), id='deep, eight devices'),
+    pytest.param(SHALLOW + 1, (4, 2), id='deep, eight devices', marks=pytest.mark.slow),
     pytest.param(SHALLOW + 1, None, id='deep', marks=pytest.mark.slow),
-    pytest.param(2, None, id='shallow', marks=pytest.mark.slow),
+    pytest.param(2, None, id='shallow'),
     pytest.param(2, (4, 2), id='shallow, eight devices', marks=pytest.mark.campaign),
   ],
 )

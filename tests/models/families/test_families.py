@@ -90,9 +90,8 @@ def greedy(policy, params, **settings):
 
 @families(
   'qwen3',
-  'olmo3',
   'gemma3',
-  slow=('llama', 'qwen2', 'mistral', 'qwen3, windows and biases', 'mistral, tanh'),
+  slow=('olmo3', 'llama', 'qwen2', 'mistral', 'qwen3, windows and biases', 'mistral, tanh'),
   more=True,
 )
 def test_samples_and_logits_are_those_of_transformers(made):

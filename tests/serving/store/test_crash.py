@@ -26,7 +26,7 @@ from sdpo_jax.serving.errors import NotFound, StorageFailed
 from sdpo_jax.serving.store import versions
 from sdpo_jax.serving.store.database import Database
 from sdpo_jax.serving.store.store import StoredResponse
-from tests import file_operations, tiny
+from tests import file_operations, tiers, tiny
 from tests.serving.store import store_history
 from tests.serving.store.store_cases import arrays, assert_same, open_store
 from tests.serving.store.store_history import RETENTION, ask, state_of
@@ -170,7 +170,7 @@ def test_a_machine_that_is_gone_has_lost_nothing_that_was_acknowledged(recorded,
 # Processes that are killed under load.
 
 
-@pytest.mark.parametrize('kills', [3, pytest.param(20, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize('kills', tiers.cases((3, 20), slow=(3,)))
 def test_what_was_acknowledged_is_there_after_a_kill_under_load(scratch, kills):
   store_history.prepare(scratch / 'store')
   draw, acknowledged, deleted = random.Random(kills), {}, set()
