@@ -35,7 +35,7 @@ def run(name: str, *arguments: str) -> str:
     text=True,
     check=False,
     cwd=tiny.REPOSITORY,
-    env={**tiny.environment(), 'PYTHONPATH': str(tiny.REPOSITORY)},
+    env={**tiny.environment(quick=True), 'PYTHONPATH': str(tiny.REPOSITORY)},
   )
   assert done.returncode == 0, done.stderr
   return done.stdout
@@ -45,6 +45,7 @@ def test_no_example_is_left_out():
   assert {path.name for path in EXAMPLES.glob('*.py')} - ELSEWHERE == {*RUNS, 'objective_on_arrays.py'}
 
 
+@pytest.mark.slow  # The call that it shows is made by every test of the objective.
 def test_the_objective_on_arrays_prints_a_loss_that_a_step_lowers():
   before, after = (
     float(re.search(pattern, found).group(1))

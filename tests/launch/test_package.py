@@ -10,7 +10,7 @@ import zipfile
 import pytest
 
 from sdpo_jax.config import beside, model_path
-from tests import compiling, tiny
+from tests import tiny
 
 ROOT = tiny.REPOSITORY
 PACKAGES = ('sdpo_jax', 'models', 'launch', 'configs')
@@ -28,7 +28,7 @@ def requirements(name: str) -> list[str]:
 
 
 def start(folder: pathlib.Path, *arguments: str, path: pathlib.Path = ROOT) -> subprocess.CompletedProcess:
-  environment = compiling.users_environment() | {'PYTHONPATH': str(path)}
+  environment = tiny.environment(quick=True) | {'PYTHONPATH': str(path)}
   command = [sys.executable, '-m', *arguments]
   return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 

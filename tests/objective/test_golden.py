@@ -28,7 +28,8 @@ def passed(report):
   [
     pytest.param('float64', ('chunks',), id='float64'),
     pytest.param('float64', ('logits',), id='float64, from logits', marks=pytest.mark.slow),
-    pytest.param('float32', loss.PATHS, id='float32', marks=pytest.mark.slow),
+    pytest.param('float32', ('chunks',), id='float32', marks=pytest.mark.slow),
+    pytest.param('float32', ('logits',), id='float32, from logits', marks=pytest.mark.campaign),
   ],
 )
 @pytest.mark.parametrize('shard', range(SHARDS))

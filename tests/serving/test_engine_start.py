@@ -25,6 +25,7 @@ from sdpo_jax.programs import noted_compilations
 from sdpo_jax.serving import program_folder
 from sdpo_jax.serving.engine import BASE, Engine, Feedback
 from sdpo_jax.serving.program_folder import HOUR, INDEX, KEPT, PROGRAM, ProgramFolder
+from tests import tiers
 from tests.compiling import without_cache
 from tests.letters import CONFIG, TOKENIZER
 from tests.serving.engines import SETTINGS, make_model, random_factors
@@ -306,8 +307,7 @@ def test_a_mesh_divides_pools_and_scores_as_one_device(model, tmp_path):
     np.testing.assert_array_equal(one.top_ids, other.top_ids)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('fsdp, tensor', [(2, 1), (4, 2)])
+@pytest.mark.parametrize('fsdp, tensor', tiers.cases([(2, 1), (4, 2)], slow=[(4, 2)]))
 def test_an_engine_on_a_mesh_does_what_one_device_does(model, tmp_path, fsdp, tensor):
   settings = dataclasses.replace(SETTINGS, training_rows=fsdp * tensor, rows=2 * fsdp)
   divided, whole = (

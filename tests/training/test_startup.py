@@ -60,7 +60,7 @@ def lines(folder) -> list[dict]:
   'count, changes',
   [
     # By default test_commands.py and test_divergence.py find that their runs compile nothing late.
-    pytest.param(1, {}, marks=pytest.mark.slow),
+    pytest.param(1, {}, marks=pytest.mark.campaign),  # Below on eight devices, and on one with more lengths.
     pytest.param(1, {'data__prompt_buckets': (64, 100), 'data__response_buckets': (16, 64)}, marks=pytest.mark.slow),
     pytest.param(1, {'actor__pack_sequences': True, 'rollout__max_batch_rows': 256}, marks=pytest.mark.slow),
     pytest.param(

@@ -101,7 +101,7 @@ def begin(running, adapter: str, keyed: bool) -> Person:
   return Person(running, f'{adapter}/sessions/{opened["session"]["id"]}', opened['token'], {}, None, keyed)
 
 
-@pytest.mark.parametrize('kills', tiers.cases((3, 20), slow=(3,)))
+@pytest.mark.parametrize('kills', tiers.cases((2, 20), slow=(2,)))
 def test_a_server_that_is_killed_while_people_deny_has_lost_nothing_and_learned_nothing_twice(tmp_path, kills):
   """By SIGKILL, while three people deny, two of them with one adapter; the last time it is told by SIGTERM."""
   draw, digests = random.Random(0), {}

@@ -306,7 +306,7 @@ def begin(running, name: str) -> tuple[str, str]:
   return f'/v1/continual/adapters/{made["id"]}', sample
 
 
-@pytest.mark.parametrize('kills', tiers.cases((3, 20), slow=(3,)))
+@pytest.mark.parametrize('kills', tiers.cases((2, 20), slow=(2,)))
 def test_a_server_that_is_killed_under_load_has_lost_nothing_and_learned_nothing_twice(tmp_path, kills):
   """By SIGKILL, while three clients learn and a fourth adapter rests; the last time it is told by SIGTERM."""
   draw, learners, known, score = random.Random(0), [], {}, None
@@ -351,6 +351,7 @@ def test_a_server_that_is_killed_under_load_has_lost_nothing_and_learned_nothing
   assert min(heads.values()) == 0 and sum(heads.values()) > 3 * kills
 
 
+@pytest.mark.slow  # By default test_keys.py makes and lists them.
 def test_a_key_is_made_and_listed_from_the_command_line(tmp_path):
   path = tmp_path / 'keys.jsonl'
   made = tiny.launch('serve_key', f'--keys={path}', '--owner=ada', '--name=laptop')
