@@ -31,7 +31,7 @@ import time
 
 from benchmarks import sandbox_soak
 from sdpo_jax.config import SandboxConfig
-from sdpo_jax.environments.sandbox.sandbox import Job, Limits, Sandbox
+from sdpo_jax.environments.sandbox.sandbox import Limits, Sandbox, SandboxJob
 
 HARNESS = """
 def run(payload):
@@ -86,7 +86,7 @@ def sandboxed(runs: int, workers: int) -> tuple[str, float]:
     harness = pathlib.Path(directory) / 'harness.py'
     harness.write_text(HARNESS)
     with Sandbox(SandboxConfig(workers=workers), harness, preload=('numpy', 'collections', 'math')) as sandbox:
-      reports = sandbox.run([Job(PROGRAM, '', Limits(wall_s=60, cpu_s=60))] * runs)
+      reports = sandbox.run([SandboxJob(PROGRAM, '', Limits(wall_s=60, cpu_s=60))] * runs)
       mechanism = sandbox.mechanism
   assert all(report.result == 45 for report in reports)
   return mechanism, max(report.wall_s for report in reports)

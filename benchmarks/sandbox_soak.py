@@ -22,7 +22,7 @@ from typing import Any
 
 from sdpo_jax.config import EnvironmentsConfig, SandboxConfig
 from sdpo_jax.environments.code import CodeGrader
-from sdpo_jax.environments.sandbox.sandbox import Job, Report, Sandbox
+from sdpo_jax.environments.sandbox.sandbox import Sandbox, SandboxJob, SandboxReport
 from sdpo_jax.types import Example, Outcome
 
 CALL = 64  # Programs per call of the grader, as completions of a batch arrive in parts.
@@ -135,10 +135,10 @@ class MeasuredSandbox:
     self.collections_ms: list[float] = [0.0]
     gc.callbacks.append(self._collection)
 
-  def run(self, jobs: Sequence[Job], then: Callable[[int, Report], Any] | None = None) -> list[Any]:
+  def run(self, jobs: Sequence[SandboxJob], then: Callable[[int, SandboxReport], Any] | None = None) -> list[Any]:
     """Run jobs as `Sandbox.run` does."""
 
-    def measured(number: int, report: Report) -> Any:
+    def measured(number: int, report: SandboxReport) -> Any:
       found = report if then is None else then(number, report)
       # All work of the thread since its last program: starting this one, reading, comparing.
       now = time.thread_time() - getattr(self._before, 'collecting', 0.0)

@@ -3,8 +3,8 @@
     python -m benchmarks.serve_learning [--output=docs/serving] [--users=5] [--corrections=20] [--only_plot]
 
 The model is the quickstart's after a few hundred more supervised steps in which half of the instructions are read right
-(`make_base.Recipe` with `start` and `misread`): so there is something to correct, and something to lose. Each user has
-an adapter, asks about two of the misread instructions until an answer is wrong, and sends the right one as its
+(`make_base.DigitRecipe` with `start` and `misread`): so there is something to correct, and something to lose. Each user
+has an adapter, asks about two of the misread instructions until an answer is wrong, and sends the right one as its
 correction. Each feedback also includes those kept answers about other instructions whose log-prob has fallen most, to
 preserve them. Each feedback is one transaction of `Account.feedback`, and the next question goes to the resulting
 version.
@@ -164,7 +164,7 @@ def make_model(folder: pathlib.Path) -> pathlib.Path:
     from sdpo_jax.quickstart import make_base
 
     config = quickstart.get_config()
-    recipe = make_base.Recipe(
+    recipe = make_base.DigitRecipe(
       start=config.model.path, misread=MISREAD, steps=BASE_STEPS, learning_rate=BASE_RATE, warmup_steps=30
     )
     make_base.make_base(config, folder, recipe, lambda text: print(text, file=sys.stderr, flush=True))

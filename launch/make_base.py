@@ -50,13 +50,15 @@ def main() -> None:
   changes = {'seed': SEED.value} | ({} if STEPS.value is None else {'steps': STEPS.value})
 
   if task == 'facts':
-    document_base.make_document_base(output, dataclasses.replace(document_base.Recipe(), **changes), command.announce)
+    document_base.make_document_base(
+      output, dataclasses.replace(document_base.DocumentRecipe(), **changes), command.announce
+    )
   elif task == 'session':
     session_base.make_session_base(
-      config, output, dataclasses.replace(session_base.Recipe(), **changes), command.announce
+      config, output, dataclasses.replace(session_base.SessionRecipe(), **changes), command.announce
     )
   else:
-    make_base.make_base(config, output, dataclasses.replace(make_base.Recipe(), **changes), command.announce)
+    make_base.make_base(config, output, dataclasses.replace(make_base.DigitRecipe(), **changes), command.announce)
   print(output)
 
 

@@ -21,17 +21,19 @@ SOURCE = flags.DEFINE_enum('source', None, list(prepare.SOURCES), 'Which data se
 OUTPUT = flags.DEFINE_string('output', None, 'Folder to write train.json and test.json into.', required=True)
 INPUT = flags.DEFINE_string('input', None, 'File, folder or hf:OWNER/NAME to read instead of the public source.')
 DOMAIN = flags.DEFINE_enum('domain', None, sciknoweval.DOMAINS, 'sciknoweval: which of its domains.')
-SEED = flags.DEFINE_integer('seed', raw.Options.seed, 'gpqa: of the order of the choices.', lower_bound=0)
-SINCE = flags.DEFINE_string('since', str(raw.Options.since), 'livecodebench: first day of contests.')
-PATIENTS = flags.DEFINE_list('patients', list(raw.Options.patients), 'longhealth: whose records and questions.')
-UNTIL = flags.DEFINE_string('until', str(raw.Options.until), 'livecodebench: the day after the last.')
+SEED = flags.DEFINE_integer('seed', raw.ConversionOptions.seed, 'gpqa: of the order of the choices.', lower_bound=0)
+SINCE = flags.DEFINE_string('since', str(raw.ConversionOptions.since), 'livecodebench: first day of contests.')
+PATIENTS = flags.DEFINE_list(
+  'patients', list(raw.ConversionOptions.patients), 'longhealth: whose records and questions.'
+)
+UNTIL = flags.DEFINE_string('until', str(raw.ConversionOptions.until), 'livecodebench: the day after the last.')
 
 
 def main() -> None:
   if SOURCE.value == 'sciknoweval' and DOMAIN.value is None:
     raise UserError(f'--source=sciknoweval needs --domain: one of {", ".join(sciknoweval.DOMAINS)}.')
   days = day('since', SINCE.value), day('until', UNTIL.value)
-  options = raw.Options(DOMAIN.value or '', SEED.value, *days, tuple(PATIENTS.value))
+  options = raw.ConversionOptions(DOMAIN.value or '', SEED.value, *days, tuple(PATIENTS.value))
   prepare.prepare(SOURCE.value, options, OUTPUT.value, INPUT.value, announce=print)
 
 

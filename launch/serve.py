@@ -21,10 +21,10 @@ command.define_config()
 
 def main() -> None:
   extras.check('serve')
-  from sdpo_jax.serving.web.server import Process
+  from sdpo_jax.serving.web.server import ServiceProcess
 
   config = command.load_config(trains=False)
-  Process(config, command.announce).run()
+  ServiceProcess(config, command.announce).run()
 
 
 if __name__ == '__main__':

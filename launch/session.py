@@ -73,7 +73,7 @@ def main() -> int:
   from sdpo_jax.terminal import program
 
   return program.run(
-    program.Options(
+    program.CommandOptions(
       url=URL.value,
       config=CONFIG.value,
       overrides=command.overrides(),

@@ -23,7 +23,7 @@ from sdpo_jax.data import self_study
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import synthesis
 
-DEFAULTS = synthesis.Options(count=1)
+DEFAULTS = synthesis.SynthesisOptions(count=1)
 OUTPUT = flags.DEFINE_string('output', None, 'File to write, .jsonl or .parquet; local or gs://….', required=True)
 OVERWRITE = flags.DEFINE_bool(
   'overwrite', False, 'Replace an --output, or what a command with other settings has left, that is there already.'
@@ -74,7 +74,7 @@ def main() -> None:
   document = config.model.cartridge.document if DOCUMENT.value is None else DOCUMENT.value
   if not document:
     raise UserError('--document is not given and model.cartridge.document of the config is empty: name a text file.')
-  options = synthesis.Options(
+  options = synthesis.SynthesisOptions(
     count=COUNT.value,
     seed=SEED.value,
     types=tuple(SEED_TYPES.value),

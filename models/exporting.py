@@ -85,13 +85,13 @@ def check_target(path: str | os.PathLike) -> pathlib.Path:
   return target
 
 
-def bytes_of(parts: Iterable[tensor_files.Part], dtype: str) -> int:
+def bytes_of(parts: Iterable[tensor_files.TensorPart], dtype: str) -> int:
   """Return the bytes that tensors take in a dtype."""
   return sum(math.prod(part.shape) for part in parts) * stored_dtype(dtype).itemsize
 
 
 def write_weights(
-  root: pathlib.Path | None, parts: Sequence[tensor_files.Part], dtype: str, max_shard_bytes: int
+  root: pathlib.Path | None, parts: Sequence[tensor_files.TensorPart], dtype: str, max_shard_bytes: int
 ) -> dict[str, str]:
   """Write the safetensors files of a model, and their index if there are several; return their SHA-256, by name.
 
@@ -108,7 +108,7 @@ def write_weights(
     UserError: a parameter holds values that the dtype cannot, or that are not finite.
     OSError: a file could not be written.
   """
-  shards: list[list[tensor_files.Part]] = [[]]
+  shards: list[list[tensor_files.TensorPart]] = [[]]
   held = 0  # Bytes in the last shard.
   for part in parts:
     size = bytes_of([part], dtype)
@@ -130,7 +130,7 @@ def write_weights(
   return sums
 
 
-def write_file(path: pathlib.Path | None, parts: Sequence[tensor_files.Part], dtype: str) -> str:
+def write_file(path: pathlib.Path | None, parts: Sequence[tensor_files.TensorPart], dtype: str) -> str:
   """Write one safetensors file and return its SHA-256, in hex; otherwise as `write_weights`.
 
   Args:
@@ -166,7 +166,7 @@ def stored_dtype(name: str) -> np.dtype:
   return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def parts(table: parameters.Table, params: Tree, dtype: str) -> list[tensor_files.Part]:
+def parts(table: parameters.Table, params: Tree, dtype: str) -> list[tensor_files.TensorPart]:
   """Return the Hugging Face tensors of parameters, to be written.
 
   Args:
@@ -181,12 +181,12 @@ def parts(table: parameters.Table, params: Tree, dtype: str) -> list[tensor_file
   return [part(parameter, leaf, layer, dtype) for parameter, leaf in leaves for layer in range(parameter.layers)]
 
 
-def part(parameter: parameters.Parameter, leaf: Any, layer: int, dtype: str) -> tensor_files.Part:
+def part(parameter: parameters.Parameter, leaf: Any, layer: int, dtype: str) -> tensor_files.TensorPart:
   """Return one Hugging Face tensor of a parameter, whose array is `leaf`; arguments and errors as in `parts`."""
   if tuple(leaf.shape) != parameter.shape:
     raise ValueError(f'{parameter.name} has shape {leaf.shape}, not {parameter.shape}.')
   make: Callable[[], np.ndarray] = functools.partial(_tensor, parameter, leaf, layer, stored_dtype(dtype))
-  return tensor_files.Part(parameter.huggingface_name(layer), parameter.huggingface_shape, make)
+  return tensor_files.TensorPart(parameter.huggingface_name(layer), parameter.huggingface_shape, make)
 
 
 def _tensor(parameter: parameters.Parameter, leaf: Any, layer: int, dtype: np.dtype) -> np.ndarray:

@@ -288,7 +288,7 @@ def save_adapter(
 def _save(
   path: str | os.PathLike,
   architecture: Architecture,
-  parts: Sequence[tensor_files.Part],
+  parts: Sequence[tensor_files.TensorPart],
   source: str | os.PathLike | None,
   dtype: str,
   max_shard_bytes: int,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # Code that only updates parameters has no cache.
 NO_MEMBER = -1  # Marks a row that uses no adapter of a pool.
 
 
-class Sizes(Protocol):
+class ModelSizes(Protocol):
   """The sizes of a model from which operations, memory and valid meshes are computed."""
 
   vocab_size: int  # Tokens; the embedding may have more entries.
@@ -37,7 +37,7 @@ class Policy(Protocol):
   only the trainable tree. Implementations are hashable (static under `jit`).
   """
 
-  config: Sizes
+  config: ModelSizes
   vocab_size: int  # V, as in `config`; the unembedding may have more entries, which are not tokens.
   # Whether a step over a cache reads only its filled slots, so that a large cache costs nothing but memory.
   reads_filled: bool

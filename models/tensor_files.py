@@ -204,7 +204,7 @@ def is_finite(values: np.ndarray) -> bool:
   return not ((values.view(integers) & exponent) == exponent).any()
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
   """A tensor to be written."""
 
   name: str
@@ -212,7 +212,7 @@ class Part(NamedTuple):
   make: Callable[[], np.ndarray]  # Returns the array, in the dtype of the file.
 
 
-def write(path: pathlib.Path, parts: Sequence[Part], dtype: np.dtype) -> str:
+def write(path: pathlib.Path, parts: Sequence[TensorPart], dtype: np.dtype) -> str:
   """Write a file with at most one tensor in memory at a time; return its SHA-256, in hex.
 
   Raises:
@@ -239,7 +239,7 @@ def write(path: pathlib.Path, parts: Sequence[Part], dtype: np.dtype) -> str:
   return digest.hexdigest()
 
 
-def _content(part: Part, dtype: np.dtype) -> memoryview:
+def _content(part: TensorPart, dtype: np.dtype) -> memoryview:
   array = part.make()
   if array.shape != part.shape or array.dtype != dtype:
     raise ValueError(f'{part.name} is {array.dtype} {array.shape}, not {dtype} {part.shape}.')

@@ -95,7 +95,7 @@ def join_cluster() -> None:
   Raises:
     UserError: only some of the three flags are given, or they contradict each other or those of another process, or
       JAX has no device of the requested platform.
-    cluster.Lost: not all processes came in time.
+    cluster.ProcessLost: not all processes came in time.
   """
   values = flags.FLAGS
   given = [values.coordinator_address, values.num_processes, values.process_id]
@@ -103,7 +103,7 @@ def join_cluster() -> None:
   if all(value is not None for value in given):
     if values.process_id >= values.num_processes:
       raise UserError(f'--process_id={values.process_id} must be below --num_processes={values.num_processes}.')
-    cluster.join(cluster.Place(*given), timeouts)
+    cluster.join(cluster.ProcessPlace(*given), timeouts)
   elif any(value is not None for value in given):
     raise UserError('--coordinator_address, --num_processes and --process_id go together: give all three or none.')
   elif importlib.util.find_spec('libtpu') is not None and os.environ.get('JAX_PLATFORMS', 'tpu').startswith('tpu'):
@@ -249,7 +249,7 @@ def run(main: Callable[[], int | None]) -> None:
       code = main() or 0
       cluster.finish()
       return code
-    except cluster.Lost as error:
+    except cluster.ProcessLost as error:
       print(error, file=sys.stderr)
       return cluster.EXIT_LOST
     except KeyboardInterrupt:

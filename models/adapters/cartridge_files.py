@@ -53,7 +53,7 @@ class Origin:
 
 
 @dataclasses.dataclass(frozen=True)
-class Manifest:
+class CartridgeManifest:
   """The content of a cartridge's manifest."""
 
   layers: int
@@ -115,10 +115,10 @@ def write(
   barrier('the end of the export of the cartridge')
 
 
-def _parts(cartridge: Cartridge, dtype: np.dtype) -> list[tensor_files.Part]:
+def _parts(cartridge: Cartridge, dtype: np.dtype) -> list[tensor_files.TensorPart]:
   shape = cartridge.keys.shape[1:]
   return [
-    tensor_files.Part(name, shape, functools.partial(narrowed, array[layer], dtype, name))
+    tensor_files.TensorPart(name, shape, functools.partial(narrowed, array[layer], dtype, name))
     for layer in range(cartridge.layers)
     for name, array in ((f'layers.{layer}.key', cartridge.keys), (f'layers.{layer}.value', cartridge.values))
   ]
@@ -156,7 +156,7 @@ def read(path: str | os.PathLike, origin: Origin, config: Architecture) -> Cartr
   return cartridge
 
 
-def read_manifest(path: str | os.PathLike) -> Manifest:
+def read_manifest(path: str | os.PathLike) -> CartridgeManifest:
   """Return the manifest of a cartridge, without reading its slots.
 
   Args:
@@ -186,7 +186,7 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
   return _parsed(values, file)
 
 
-def _parsed(values: dict[str, Any], file: epath.Path) -> Manifest:
+def _parsed(values: dict[str, Any], file: epath.Path) -> CartridgeManifest:
   model = values.get('model')
   model = model if isinstance(model, dict) else {}
   checks = {
@@ -210,8 +210,8 @@ def _parsed(values: dict[str, Any], file: epath.Path) -> Manifest:
       f'{_WAY_OUT}.'
     )
   origin = Origin(model['name'], model['attention'], model['weights'])
-  names = [field.name for field in dataclasses.fields(Manifest) if field.name != 'origin']
-  return Manifest(origin=origin, **{name: values[name] for name in names})
+  names = [field.name for field in dataclasses.fields(CartridgeManifest) if field.name != 'origin']
+  return CartridgeManifest(origin=origin, **{name: values[name] for name in names})
 
 
 def _is_count(value: Any) -> bool:
@@ -222,7 +222,7 @@ def _are_texts(value: Any) -> bool:
   return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
 
 
-def _check_origin(path: str | os.PathLike, manifest: Manifest, origin: Origin) -> None:
+def _check_origin(path: str | os.PathLike, manifest: CartridgeManifest, origin: Origin) -> None:
   """Check that a cartridge was made for a model; raise a UserError that says what differs."""
   made_for = manifest.origin
   differing = [
@@ -260,7 +260,7 @@ def _local(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     yield copy
 
 
-def _stacked(opened: tensor_files.TensorFile, manifest: Manifest, what: str, file: epath.Path) -> np.ndarray:
+def _stacked(opened: tensor_files.TensorFile, manifest: CartridgeManifest, what: str, file: epath.Path) -> np.ndarray:
   """Return keys or values [L, KV, P, head_dim] float32.
 
   Raises:

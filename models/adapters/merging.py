@@ -19,7 +19,7 @@ BAND_BYTES = 2**24  # Bytes of float32 that are read and added at once.
 
 def merged(
   table: parameters.Table, adapter: lora.Adapter, factors: Tree, tensors: Mapping[str, Tensor], dtype: str
-) -> list[tensor_files.Part]:
+) -> list[tensor_files.TensorPart]:
   """Return the Hugging Face tensors of a model with its adapter merged, to be written.
 
   Factors that are sharded over processes are gathered when a tensor is made, so all processes must make it; only
@@ -45,12 +45,12 @@ def merged(
         )
       name = parameter.huggingface_name(layer)
       make = functools.partial(_sum, tensors[name], pair, scale, exporting.stored_dtype(dtype))
-      found.append(tensor_files.Part(name, parameter.huggingface_shape, make))
+      found.append(tensor_files.TensorPart(name, parameter.huggingface_shape, make))
   return found
 
 
 def _sum(
-  tensor: Tensor, pair: tuple[tensor_files.Part, tensor_files.Part] | None, scale: float, dtype: np.dtype
+  tensor: Tensor, pair: tuple[tensor_files.TensorPart, tensor_files.TensorPart] | None, scale: float, dtype: np.dtype
 ) -> np.ndarray:
   """Return a tensor of the model plus `scale` times the product of its factors."""
   a, b = (None, None) if pair is None else (part.make() for part in pair)

@@ -320,7 +320,7 @@ def save(
   barrier('the end of the export')
 
 
-def _part(row: parameters.Parameter, factors: Tree, layer: int, dtype: str, prefix: str) -> tensor_files.Part:
+def _part(row: parameters.Parameter, factors: Tree, layer: int, dtype: str, prefix: str) -> tensor_files.TensorPart:
   part = exporting.part(row, parameters.get(factors, row.path), layer, dtype)
   return part._replace(name=stored_name(row, layer, prefix))
 

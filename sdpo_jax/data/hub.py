@@ -10,7 +10,7 @@ from typing import Any
 import urllib.parse
 
 from models import hub as models_hub
-from sdpo_jax.data.rows import Row
+from sdpo_jax.data.rows import RawRow
 from sdpo_jax.errors import UserError
 
 PREFIX = 'hf:'
@@ -40,7 +40,7 @@ def parse(source: str) -> tuple[str, dict[str, str]]:
   return name, options
 
 
-def read_rows(source: str, setting: str) -> Sequence[Row]:
+def read_rows(source: str, setting: str) -> Sequence[RawRow]:
   """Return all rows of one split of `hf:OWNER/NAME?split=…&config=…&revision=…`; NAME may also be a local folder.
 
   `split` takes the values of `datasets.load_dataset` (train, test[:100]); it may be left out if there is only one
@@ -87,11 +87,11 @@ class _Rows(Sequence):
   def __len__(self) -> int:
     return len(self._values)
 
-  def __getitem__(self, at: int | slice) -> Row | list[Row]:
+  def __getitem__(self, at: int | slice) -> RawRow | list[RawRow]:
     if isinstance(at, slice):
       return [self[index] for index in range(*at.indices(len(self)))]
     number = range(1, len(self) + 1)[at]
-    return Row(f'{self._source}, row {number}', number, self._values[number - 1])
+    return RawRow(f'{self._source}, row {number}', number, self._values[number - 1])
 
 
 @contextlib.contextmanager

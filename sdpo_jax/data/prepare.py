@@ -11,7 +11,7 @@ from etils import epath
 
 from sdpo_jax.data import hub, rows, sources
 from sdpo_jax.data.converters import gpqa, livecodebench, longhealth, mathematics, sciknoweval, tooluse
-from sdpo_jax.data.converters.raw import Options, Parts, Splits
+from sdpo_jax.data.converters.raw import ConversionOptions, Parts, Splits
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import make_directory, write_output
 
@@ -24,24 +24,26 @@ class Source:
   """A public source of a data set, and its conversion."""
 
   parts: Mapping[str, str | None]  # Name of each part → its public address, hf:…; None: it has none.
-  convert: Callable[[Parts, Options], Splits]
+  convert: Callable[[Parts, ConversionOptions], Splits]
   licence: str
-  sizes: Callable[[Options], Mapping[str, int]] = lambda options: {}  # Number of rows per split in the paper's files.
+  sizes: Callable[[ConversionOptions], Mapping[str, int]] = (
+    lambda options: {}
+  )  # Number of rows per split in the paper's files.
   where: str = ''  # Where to get parts without an address.
-  read: Callable[[str, str], Sequence[rows.Row]] = sources.read_rows  # Rows of a part, from its address and setting.
-  texts: Callable[[Parts, Options], Mapping[str, str]] = lambda parts, options: {}  # More files: name → text.
+  read: Callable[[str, str], Sequence[rows.RawRow]] = sources.read_rows  # Rows of a part, from its address and setting.
+  texts: Callable[[Parts, ConversionOptions], Mapping[str, str]] = lambda parts, options: {}  # More files: name → text.
 
 
 _SCIKNOWEVAL_SIZES = {'biology': (450, 50), 'chemistry': (1890, 210), 'material': (841, 94), 'physics': (720, 80)}
 
 
-def _sciknoweval_sizes(options: Options) -> Mapping[str, int]:
+def _sciknoweval_sizes(options: ConversionOptions) -> Mapping[str, int]:
   return dict(zip(('train', 'test'), _SCIKNOWEVAL_SIZES[options.domain], strict=True))
 
 
-def _livecodebench_sizes(options: Options) -> Mapping[str, int]:
+def _livecodebench_sizes(options: ConversionOptions) -> Mapping[str, int]:
   window = (options.since, options.until)
-  return {'train': 131, 'test': 131} if window == (Options.since, Options.until) else {}
+  return {'train': 131, 'test': 131} if window == (ConversionOptions.since, ConversionOptions.until) else {}
 
 
 def _mathematics(name: str, size: int, problem: str, answer: str, final: Callable[[str], str] = str.strip) -> Source:
@@ -102,7 +104,7 @@ SOURCES: dict[str, Source] = {
 
 
 def prepare(
-  name: str, options: Options, output: epath.PathLike, given: str | None, announce: Callable[[str], None]
+  name: str, options: ConversionOptions, output: epath.PathLike, given: str | None, announce: Callable[[str], None]
 ) -> None:
   """Write `output`/train.json and test.json (if the source has both) as JSON lines of raw rows, and its texts.
 
@@ -172,7 +174,7 @@ def address(source: Source, part: str, given: str | None) -> str:
   return str(found[0])
 
 
-def _lines(made: list[rows.Row], split: str) -> str:
+def _lines(made: list[rows.RawRow], split: str) -> str:
   for row in made:
     rows.example(row, split)  # Raise here for a row that training would refuse, naming its place in the source.
   return ''.join(json.dumps(row.value, ensure_ascii=False) + '\n' for row in made)

@@ -36,7 +36,7 @@ LARGE = ('embedding',)  # Fields that are not passed to graders: megabytes of a 
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class RawRow:
   """One row of a file, unchecked."""
 
   origin: str  # File and line (or row) number, for messages.
@@ -44,7 +44,9 @@ class Row:
   value: Any  # The value in the file; a mapping if it is well-formed.
 
 
-def example(row: Row, split: str, *, default_source: str = 'data', default_environment: str | None = None) -> Example:
+def example(
+  row: RawRow, split: str, *, default_source: str = 'data', default_environment: str | None = None
+) -> Example:
   """Return the example of a raw or preprocessed row.
 
   Args:
@@ -98,7 +100,7 @@ def example(row: Row, split: str, *, default_source: str = 'data', default_envir
   )
 
 
-def conversation(row: Row) -> list[dict[str, str]]:
+def conversation(row: RawRow) -> list[dict[str, str]]:
   """Return a row's question: its `messages`, or its `prompt`, a text or a list of messages; graders are not checked.
 
   Raises:
@@ -111,7 +113,7 @@ def conversation(row: Row) -> list[dict[str, str]]:
 
 
 def preprocess(
-  row: Row, split: str, default_source: str = 'data', default_environment: str | None = None
+  row: RawRow, split: str, default_source: str = 'data', default_environment: str | None = None
 ) -> dict[str, Any]:
   """Return a raw row in the preprocessed form (reference data/preprocess.py:46-100).
 
@@ -148,7 +150,7 @@ def preprocess(
   }
 
 
-def _environment(value: Mapping[str, Any], default: str | None, row: Row, elsewhere: Any = None) -> str | None:
+def _environment(value: Mapping[str, Any], default: str | None, row: RawRow, elsewhere: Any = None) -> str | None:
   """Return the graders that a row names (in its field or `elsewhere`), or those of its data source, or the default."""
   try:
     chosen = rewards.written(value.get('environment')) or rewards.written(elsewhere)
@@ -158,7 +160,7 @@ def _environment(value: Mapping[str, Any], default: str | None, row: Row, elsewh
   return chosen or (ENVIRONMENTS.get(named) if isinstance(named, str) else None) or rewards.written(default)
 
 
-def _asked(value: Mapping[str, Any], row: Row) -> list[dict[str, str]]:
+def _asked(value: Mapping[str, Any], row: RawRow) -> list[dict[str, str]]:
   """Return the messages of a raw row, preceded by its system prompt if it has one."""
   if value.get('messages') is None and 'prompt' not in value:
     raise _missing("'prompt' or 'messages'", row)
@@ -175,7 +177,7 @@ def _asked(value: Mapping[str, Any], row: Row) -> list[dict[str, str]]:
   return [{'role': 'system', 'content': system}, *messages]
 
 
-def _truth(value: Mapping[str, Any], environment: str | None, row: Row) -> Any:
+def _truth(value: Mapping[str, Any], environment: str | None, row: RawRow) -> Any:
   """Return a raw row's ground truth: a text for this project's graders, any value for others, None if there is none."""
   name = _truth_field(value, environment)
   if not any(map(ground_truth.is_checked, _graders(environment))):
@@ -197,7 +199,7 @@ def _truth_field(value: Mapping[str, Any], environment: str | None) -> str:
   return next((name for name in TRUTHS if value.get(name) is not None), TRUTHS[0])
 
 
-def _check_unicode(text: Any, row: Row) -> None:
+def _check_unicode(text: Any, row: RawRow) -> None:
   """Raise UserError for half of a surrogate pair, which JSON can spell but no tokenizer or file can hold."""
   if not isinstance(text, str):
     return
@@ -210,38 +212,38 @@ def _check_unicode(text: Any, row: Row) -> None:
     ) from error
 
 
-def _fields(row: Row) -> Mapping[str, Any]:
+def _fields(row: RawRow) -> Mapping[str, Any]:
   if not isinstance(row.value, Mapping):
     raise UserError(f'{row.origin}: a row must be an object with named fields, not {short_repr(row.value)}.')
   return row.value
 
 
-def _missing(names: str, row: Row) -> UserError:
+def _missing(names: str, row: RawRow) -> UserError:
   """Return the error for a row that has none of the fields of which it needs one."""
   return UserError(f'{row.origin}: field {names} is missing; there is: {", ".join(map(str, row.value)) or "nothing"}.')
 
 
-def _field(value: Mapping[str, Any], name: str, row: Row) -> Any:
+def _field(value: Mapping[str, Any], name: str, row: RawRow) -> Any:
   if name not in value:
     raise UserError(f'{row.origin}: field {name!r} is missing.')
   return value[name]
 
 
-def _text(value: Mapping[str, Any], name: str, row: Row) -> str:
+def _text(value: Mapping[str, Any], name: str, row: RawRow) -> str:
   text = _field(value, name, row)
   if not isinstance(text, str) or not text.strip():
     raise UserError(f'{row.origin}: field {name!r} must be a non-empty string, not {short_repr(text)}.')
   return text
 
 
-def _text_or_null(value: Mapping[str, Any], name: str, row: Row) -> str | None:
+def _text_or_null(value: Mapping[str, Any], name: str, row: RawRow) -> str | None:
   text = value.get(name)
   if text is not None and not isinstance(text, str):
     raise UserError(f'{row.origin}: field {name!r} must be a string or null, not {short_repr(text)}.')
   return text
 
 
-def _messages(value: Mapping[str, Any], row: Row, name: str = 'prompt') -> list[dict[str, str]]:
+def _messages(value: Mapping[str, Any], row: RawRow, name: str = 'prompt') -> list[dict[str, str]]:
   messages = _field(value, name, row)
   if not isinstance(messages, list) or not messages:
     raise UserError(f'{row.origin}: field {name!r} must be a non-empty list of messages, not {short_repr(messages)}.')

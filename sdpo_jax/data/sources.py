@@ -14,7 +14,7 @@ import urllib.parse
 from etils import epath
 
 from sdpo_jax.data import hub
-from sdpo_jax.data.rows import Row
+from sdpo_jax.data.rows import RawRow
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Example
 
@@ -69,7 +69,7 @@ def make_generator(source: str, split: str, seed: int, registry: Registry) -> Ca
   return factory(split, seed, **options)
 
 
-def read_rows(source: str, setting: str) -> Sequence[Row]:
+def read_rows(source: str, setting: str) -> Sequence[RawRow]:
   """Return all rows of a file or a hub data set; only the file's own syntax is checked.
 
   A name ending in .parquet is parquet, one in .csv is CSV with a header, and in one in .txt every line that is not
@@ -118,12 +118,14 @@ def _decode(source: str, content: bytes) -> str:
     raise UserError(f'{source}, line {line}: the file is not UTF-8 text: {error.reason}.') from error
 
 
-def _prompts(source: str, text: str) -> list[Row]:
+def _prompts(source: str, text: str) -> list[RawRow]:
   lines = enumerate(text.split('\n'), start=1)
-  return [Row(f'{source}, line {number}', number, {'prompt': line.strip()}) for number, line in lines if line.strip()]
+  return [
+    RawRow(f'{source}, line {number}', number, {'prompt': line.strip()}) for number, line in lines if line.strip()
+  ]
 
 
-def _lines(source: str, text: str) -> list[Row]:
+def _lines(source: str, text: str) -> list[RawRow]:
   rows = []
   # Split at \n alone: JSON strings may hold the other characters at which str.splitlines breaks.
   for number, line in enumerate(text.split('\n'), start=1):
@@ -131,7 +133,7 @@ def _lines(source: str, text: str) -> list[Row]:
       continue
     origin = f'{source}, line {number}'
     try:
-      rows.append(Row(origin, number, json.loads(line)))
+      rows.append(RawRow(origin, number, json.loads(line)))
     except json.JSONDecodeError as error:
       raise UserError(f'{origin}: invalid JSON at column {error.colno}: {error.msg}.') from error
     except (RecursionError, ValueError) as error:
@@ -139,7 +141,7 @@ def _lines(source: str, text: str) -> list[Row]:
   return rows
 
 
-def _array(source: str, text: str) -> list[Row]:
+def _array(source: str, text: str) -> list[RawRow]:
   decoder, rows = json.JSONDecoder(), []
   line, seen = 1, 0
 
@@ -163,7 +165,7 @@ def _array(source: str, text: str) -> list[Row]:
       raise fail(error.pos, error.msg) from error
     except (RecursionError, ValueError) as error:
       raise fail(position, _unreadable(error)) from error
-    rows.append(Row(f'{source}, line {line}', line, value))
+    rows.append(RawRow(f'{source}, line {line}', line, value))
     position = skip(position)
     mark = text[position : position + 1]
     if mark == ']':
@@ -176,11 +178,11 @@ def _array(source: str, text: str) -> list[Row]:
   return rows
 
 
-def _csv(source: str, text: str) -> list[Row]:
+def _csv(source: str, text: str) -> list[RawRow]:
   csv.field_size_limit(sys.maxsize)
   reader = csv.reader(io.StringIO(text, newline=''), strict=True)
   header: list[str] = []
-  rows: list[Row] = []
+  rows: list[RawRow] = []
   while True:
     line = reader.line_num + 1
     try:
@@ -201,7 +203,7 @@ def _csv(source: str, text: str) -> list[Row]:
     if len(cells) != len(header):
       raise UserError(f'{source}, line {line}: {len(cells)} cells, but the header names {len(header)} columns.')
     rows.append(
-      Row(f'{source}, line {line}', line, {name: cell for name, cell in zip(header, cells, strict=True) if cell})
+      RawRow(f'{source}, line {line}', line, {name: cell for name, cell in zip(header, cells, strict=True) if cell})
     )
 
 
@@ -212,7 +214,7 @@ def _unreadable(error: RecursionError | ValueError) -> str:
   return str(error).partition(';')[0]  # An integer of more digits than Python converts.
 
 
-def _parquet(source: str, content: bytes) -> list[Row]:
+def _parquet(source: str, content: bytes) -> list[RawRow]:
   try:
     import pyarrow
     import pyarrow.parquet
@@ -222,4 +224,4 @@ def _parquet(source: str, content: bytes) -> list[Row]:
     values = pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
   except (pyarrow.ArrowException, OSError) as error:
     raise UserError(f'{source!r} is not a readable parquet file: {error}.') from error
-  return [Row(f'{source}, row {number}', number, value) for number, value in enumerate(values, start=1)]
+  return [RawRow(f'{source}, row {number}', number, value) for number, value in enumerate(values, start=1)]

@@ -37,7 +37,7 @@ _COLLECTIVE = re.compile(
 )
 
 
-class Lost(Exception):
+class ProcessLost(Exception):
   """A process is gone, or never came; the message says which. Commands end with EXIT_LOST."""
 
 
@@ -46,7 +46,7 @@ class FailedElsewhere(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ProcessPlace:
   """The place of a process among those of its run."""
 
   address: str  # host:port at which process 0 listens.
@@ -63,7 +63,7 @@ class Timeouts:
   barrier: float = 1800.0  # At a barrier, from its first process to its last.
 
 
-def slice_place(timeout: float) -> Place | None:
+def slice_place(timeout: float) -> ProcessPlace | None:
   """Return this process's place on a Cloud TPU slice of several hosts; None if there is no such slice.
 
   Raises:
@@ -82,10 +82,10 @@ def slice_place(timeout: float) -> Place | None:
       '--num_processes and --process_id; for one host alone --coordinator_address=localhost:8482 --num_processes=1 '
       '--process_id=0.'
     ) from error
-  return None if address is None or count is None or index is None else Place(address, count, index)
+  return None if address is None or count is None or index is None else ProcessPlace(address, count, index)
 
 
-def join(place: Place, timeouts: Timeouts = Timeouts()) -> None:
+def join(place: ProcessPlace, timeouts: Timeouts = Timeouts()) -> None:
   """Wait until all processes of a run have started, connect them, and start `jax.distributed`.
 
   Args:
@@ -244,7 +244,7 @@ class _Connection:
 class _Member:
   """The common part of the hub and the spokes."""
 
-  def __init__(self, place: Place, timeouts: Timeouts):
+  def __init__(self, place: ProcessPlace, timeouts: Timeouts):
     self.place, self.timeouts = place, timeouts
     self.hosts: dict[int, str] = {}
     self.stop_point = StopPoint()
@@ -332,7 +332,7 @@ def _silent(who: str, seconds: float) -> str:
 class _Hub(_Member):
   """Process 0: receives the messages of all others, and broadcasts."""
 
-  def __init__(self, place: Place, timeouts: Timeouts):
+  def __init__(self, place: ProcessPlace, timeouts: Timeouts):
     super().__init__(place, timeouts)
     self.hosts = {0: socket.gethostname()}
     self._spokes: dict[int, _Connection] = {}
@@ -359,7 +359,7 @@ class _Hub(_Member):
     if not self._complete.wait(self.timeouts.join):
       sentence = self._missing()
       self.tell(sentence, EXIT_LOST)
-      raise Lost(sentence)
+      raise ProcessLost(sentence)
     if self._refused:
       self.tell(self._refused, EXIT_BAD_INPUT)
       raise UserError(self._refused)
@@ -511,11 +511,11 @@ class _Spoke(_Member):
       self._hub.send(hello=self.place.index, count=self.place.count, host=socket.gethostname())
       message = self._hub.receive()
     except OSError as error:
-      raise Lost(_gone('process 0')) from error
+      raise ProcessLost(_gone('process 0')) from error
     if message is None:
-      raise Lost(_gone('process 0'))
+      raise ProcessLost(_gone('process 0'))
     if 'end' in message:
-      raise UserError(message['end']) if message['code'] == EXIT_BAD_INPUT else Lost(message['end'])
+      raise UserError(message['end']) if message['code'] == EXIT_BAD_INPUT else ProcessLost(message['end'])
     self.hosts = {int(index): name for index, name in message['joined'].items()}
     self._hub.limit(self.timeouts.heartbeat)
     threading.Thread(target=self._hear, daemon=True).start()
@@ -530,7 +530,7 @@ class _Spoke(_Member):
         return _Connection(connected, self.timeouts.join + self.timeouts.heartbeat)
       except OSError as error:
         if time.monotonic() + RETRY_S > deadline:
-          raise Lost(
+          raise ProcessLost(
             f'Process {self.place.index} could not reach process 0 at {host}:{port} within {self.timeouts.join:g} '
             f'seconds ({first_line(error)}): look at the log of process 0 (on a TPU slice: worker 0), and whether the '
             'network lets that port through; then start the command on all hosts again.'

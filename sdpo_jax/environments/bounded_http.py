@@ -43,7 +43,7 @@ class ConnectionFailedError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class HttpResponse:
   """The server's answer: status, reason, headers and body."""
 
   status: int
@@ -52,7 +52,7 @@ class Answer:
   body: bytes
 
 
-class Client:
+class HttpClient:
   """A pool of connections to one address; thread-safe."""
 
   def __init__(self, url: str, headers: dict[str, str], *, connections: int, setting: str):
@@ -83,7 +83,7 @@ class Client:
     name: str = 'post',
     on_answer: Callable[[], None] = lambda: None,
     most_bytes: int = MAX_BODY_BYTES,
-  ) -> Answer:
+  ) -> HttpResponse:
     """Post a body and return the answer; for a status other than success, only the beginning of its body.
 
     Args:
@@ -107,7 +107,7 @@ class Client:
     """Close all connections."""
     self._pool.close()
 
-  def _post(self, content: bytes, exchange: _Exchange, on_answer: Callable[[], None], most_bytes: int) -> Answer:
+  def _post(self, content: bytes, exchange: _Exchange, on_answer: Callable[[], None], most_bytes: int) -> HttpResponse:
     body, pieces = bytearray(), 0
     most_pieces = max(MAX_PIECES, most_bytes // PIECE_BYTES)
     try:
@@ -128,7 +128,7 @@ class Client:
             raise TooLargeError(f'is larger than {most_bytes} bytes')
           if pieces > most_pieces:
             raise TooLargeError(f'comes in more than {most_pieces} pieces')
-        return Answer(
+        return HttpResponse(
           response.status,
           response.extensions.get('reason_phrase', b'').decode('latin-1'),
           {key.decode('latin-1').lower(): value.decode('latin-1') for key, value in response.headers},

@@ -29,7 +29,7 @@ from sdpo_jax.environments.code_verdicts import DIED, PRED_CHARACTERS
 from sdpo_jax.environments.helper_process import HelperPool, RequestOverranError
 from sdpo_jax.environments.judging import after_thinking
 from sdpo_jax.environments.registry import register_factory
-from sdpo_jax.environments.sandbox.sandbox import Job, Limits, Report, Sandbox
+from sdpo_jax.environments.sandbox.sandbox import Limits, Sandbox, SandboxJob, SandboxReport
 from sdpo_jax.types import Example, Outcome
 
 HARNESS = pathlib.Path(__file__).with_name('code_harness.py')
@@ -253,7 +253,7 @@ class CodeGrader:
     for (program, i), found in zip(places, records, strict=True):
       program.records[i] = found
 
-  def _job(self, program: _Program, index: int) -> Job:
+  def _job(self, program: _Program, index: int) -> SandboxJob:
     tests, value = program.tests, program.tests.inputs[index]
     payload = {
       'profile': self._settings.profile,
@@ -272,12 +272,12 @@ class CodeGrader:
       stderr_bytes=0 if self._reference else DEBUG_BYTES,
       result_bytes=bound(tests.outputs[index]),
     )
-    return Job(payload, value if given else '', limits)
+    return SandboxJob(payload, value if given else '', limits)
 
-  def _trial(self, program: _Program, index: int) -> code_replay.Trial:
+  def _trial(self, program: _Program, index: int) -> code_replay.CodeTrial:
     tests = program.tests
     limits = dataclasses.replace(self._limits(tests), stderr_bytes=DEBUG_BYTES, result_bytes=bound(tests.inputs[index]))
-    return code_replay.Trial(program.code, tests.context, tests.inputs[index], tests.in_place, limits)
+    return code_replay.CodeTrial(program.code, tests.context, tests.inputs[index], tests.in_place, limits)
 
   def _limits(self, tests: Tests) -> Limits:
     sandbox = self._settings.sandbox
@@ -286,7 +286,7 @@ class CodeGrader:
     cpu = wall if self._reference else tests.time_limit
     return Limits(wall, cpu, sandbox.memory_mb, sandbox.file_mb, sandbox.output_mb)
 
-  def _record(self, program: _Program, index: int, report: Report) -> Record:
+  def _record(self, program: _Program, index: int, report: SandboxReport) -> Record:
     tests = program.tests
     value, expected = tests.inputs[index], tests.outputs[index]
     hidden = not self._reference and not self._settings.reveal_answer

@@ -16,7 +16,7 @@ import json
 from typing import Any
 
 from sdpo_jax.environments.helper_process import HelperPool, RequestOverranError
-from sdpo_jax.environments.sandbox.sandbox import Job, Limits, Report, Sandbox
+from sdpo_jax.environments.sandbox.sandbox import Limits, Sandbox, SandboxJob, SandboxReport
 
 MAX_CALLS = 1000  # Limit per test; each call costs two processes.
 # Limits per test over all its starts, because every answer of the model's program makes each restart longer: a multiple
@@ -26,7 +26,7 @@ CALLED_CHARACTERS = 200  # Length limit of the last call as shown.
 
 
 @dataclasses.dataclass(frozen=True)
-class Trial:
+class CodeTrial:
   """A test program and the model's program that it tests."""
 
   code: str  # The model's program.
@@ -43,7 +43,7 @@ class Trial:
 class Ended:
   """The end of a test: the report of the process that ended it, and what that process returned."""
 
-  report: Report
+  report: SandboxReport
   result: dict[str, Any]  # {'finished': True} if the test ran to its end, else {'error': …, 'called': …} or nothing.
 
 
@@ -56,7 +56,7 @@ class _State:
   test_cpu_s: float = 0.0
 
 
-def run(sandbox: Sandbox, helpers: HelperPool, trials: Sequence[Trial]) -> list[Ended]:
+def run(sandbox: Sandbox, helpers: HelperPool, trials: Sequence[CodeTrial]) -> list[Ended]:
   """Run the tests and return how each ended.
 
   Args:
@@ -76,7 +76,7 @@ def run(sandbox: Sandbox, helpers: HelperPool, trials: Sequence[Trial]) -> list[
 
 def _asked(
   sandbox: Sandbox,
-  trials: Sequence[Trial],
+  trials: Sequence[CodeTrial],
   states: Sequence[_State],
   pending: Sequence[int],
   ended: list[Ended | None],
@@ -117,7 +117,7 @@ def _asked(
 def _answer(
   sandbox: Sandbox,
   helpers: HelperPool,
-  trials: Sequence[Trial],
+  trials: Sequence[CodeTrial],
   states: Sequence[_State],
   asked: Sequence[tuple[int, list[Any]]],
   ended: list[Ended | None],
@@ -142,8 +142,8 @@ def _answer(
       state.answers[key(need)] = found
 
 
-def _job(trial: Trial, kind: str, **more: Any) -> Job:
-  return Job({'profile': 'clean', 'testtype': kind, 'context': trial.context, **more}, '', trial.limits)
+def _job(trial: CodeTrial, kind: str, **more: Any) -> SandboxJob:
+  return SandboxJob({'profile': 'clean', 'testtype': kind, 'context': trial.context, **more}, '', trial.limits)
 
 
 def key(operations: Sequence[Any]) -> str:

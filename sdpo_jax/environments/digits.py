@@ -37,24 +37,24 @@ def swap_neighbours(digits: Digits) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Instruction:
+class Transformation:
   """A transformation of digits and its wording in questions."""
 
   sentence: str
   rule: Rule
 
 
-INSTRUCTIONS: dict[str, Instruction] = {
-  'reverse': Instruction('Reverse the digits', lambda digits: list(digits)[::-1]),
-  'swap': Instruction('Swap neighbouring digits', swap_neighbours),
-  'ascending': Instruction('Sort the digits upwards', lambda digits: sorted(digits)),
-  'descending': Instruction('Sort the digits downwards', lambda digits: sorted(digits, reverse=True)),
-  'left': Instruction('Rotate the digits left', lambda digits: [*digits[1:], digits[0]]),
-  'right': Instruction('Rotate the digits right', lambda digits: [digits[-1], *digits[:-1]]),
-  'add_one': Instruction('Add one to each digit', shift(1)),
-  'add_two': Instruction('Add two to each digit', shift(2)),
-  'subtract_one': Instruction('Subtract one from each digit', shift(-1)),
-  'complement': Instruction('Subtract each digit from nine', lambda digits: [9 - digit for digit in digits]),
+INSTRUCTIONS: dict[str, Transformation] = {
+  'reverse': Transformation('Reverse the digits', lambda digits: list(digits)[::-1]),
+  'swap': Transformation('Swap neighbouring digits', swap_neighbours),
+  'ascending': Transformation('Sort the digits upwards', lambda digits: sorted(digits)),
+  'descending': Transformation('Sort the digits downwards', lambda digits: sorted(digits, reverse=True)),
+  'left': Transformation('Rotate the digits left', lambda digits: [*digits[1:], digits[0]]),
+  'right': Transformation('Rotate the digits right', lambda digits: [digits[-1], *digits[:-1]]),
+  'add_one': Transformation('Add one to each digit', shift(1)),
+  'add_two': Transformation('Add two to each digit', shift(2)),
+  'subtract_one': Transformation('Subtract one from each digit', shift(-1)),
+  'complement': Transformation('Subtract each digit from nine', lambda digits: [9 - digit for digit in digits]),
 }
 
 

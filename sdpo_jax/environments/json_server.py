@@ -130,7 +130,7 @@ class JsonServer:
     self._url, self._secrets = url, _spellings([*secrets, *_keys(authorization)])
     headers = {'Content-Type': 'application/json', 'Accept': 'application/json'}
     headers |= {'Authorization': authorization} if authorization else {}
-    self._client = bounded_http.Client(url, headers, connections=connections, setting=setting)
+    self._client = bounded_http.HttpClient(url, headers, connections=connections, setting=setting)
 
   @property
   def public_url(self) -> str:
@@ -225,7 +225,7 @@ def _spellings(secrets: Sequence[str]) -> list[str]:
   return sorted(found, key=len, reverse=True)
 
 
-def _refusal(answer: bounded_http.Answer) -> Fault:
+def _refusal(answer: bounded_http.HttpResponse) -> Fault:
   reason = printable(answer.reason)
   start = answer.body[: 4 * _QUOTED].decode('utf-8', 'replace').strip()
   wait = retry_after_s(answer.headers.get('retry-after'), datetime.datetime.now(datetime.UTC))

@@ -14,7 +14,7 @@ import re
 from sdpo_jax.config import EnvironmentsConfig
 from sdpo_jax.environments.judging import TRUNCATED, after_thinking
 from sdpo_jax.environments.registry import register_factory
-from sdpo_jax.environments.sandbox.sandbox import Job, Limits, Sandbox
+from sdpo_jax.environments.sandbox.sandbox import Limits, Sandbox, SandboxJob
 from sdpo_jax.types import Example, Outcome
 
 HARNESS = pathlib.Path(__file__).with_name('math_harness.py')
@@ -155,8 +155,8 @@ class MathGrader:
     outcomes = [self._outcome(*parts) for parts in zip(examples, preds, map(bool, known), truncated, strict=True)]
     return [Outcome.ungraded(failed[row]) if row in failed else outcome for row, outcome in enumerate(outcomes)]
 
-  def _job(self, gold: str, pred: str) -> Job:
-    return Job({'gold': gold, 'pred': pred, 'boxed': not self._reference}, '', self._limits)
+  def _job(self, gold: str, pred: str) -> SandboxJob:
+    return SandboxJob({'gold': gold, 'pred': pred, 'boxed': not self._reference}, '', self._limits)
 
   def _outcome(self, example: Example, pred: str, right: bool, truncated: bool) -> Outcome:
     missing, score = not pred, float(right)

@@ -40,7 +40,7 @@ _RULE = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class AlarmRule:
   """A parsed rule."""
 
   text: str  # As written.
@@ -60,7 +60,7 @@ class Rule:
     return self.factor * {'best': best(earlier), 'first': earlier[0], 'last': earlier[-1]}[self.reference]
 
 
-def rules(texts: Sequence[str], *, evaluates: bool) -> list[Rule]:
+def rules(texts: Sequence[str], *, evaluates: bool) -> list[AlarmRule]:
   """Return the parsed rules of a run.
 
   Args:
@@ -80,14 +80,14 @@ def rules(texts: Sequence[str], *, evaluates: bool) -> list[Rule]:
   return parsed
 
 
-def parse(text: str) -> Rule:
+def parse(text: str) -> AlarmRule:
   """Return the rule with this text; raise UserError if it is malformed."""
   match = _RULE.fullmatch(text)
   if match is None or match['count'] == '0' or '***' in text:
     raise UserError(f'alarms.rules: {text!r} is not a rule: {GRAMMAR}.')
   parts = re.split(r'(\*\*|\*)', match['metric'])
   pattern = ''.join({'*': '[^/]*', '**': '.*'}.get(part, re.escape(part)) for part in parts)
-  return Rule(
+  return AlarmRule(
     text=' '.join(text.split()),
     metric=re.compile(pattern),
     below=match['sign'] == '<',
@@ -101,7 +101,7 @@ def parse(text: str) -> Rule:
 class Alarm:
   """A rule that holds for a metric."""
 
-  rule: Rule
+  rule: AlarmRule
   number: int  # The rule's number, from 1: its metric is `alarm/<number>`.
   metric: str
   value: float
@@ -122,7 +122,7 @@ class Alarm:
 class AlarmMonitor:
   """The rules of a run and the values they have seen; its state is a pure function of the observed lines."""
 
-  def __init__(self, rules: Sequence[Rule]):
+  def __init__(self, rules: Sequence[AlarmRule]):
     self.rules = tuple(rules)
     self.rollbacks = 0
     self._series: dict[str, list[tuple[int, float]]] = {}  # Metric → (step, value), for metrics that a rule names.

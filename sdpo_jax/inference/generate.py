@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from sdpo_jax.config import Config, SamplingConfig
 from sdpo_jax.data.prompts import ChatFormat, count_tokens, named_chat_tokens
-from sdpo_jax.data.rows import Row, conversation
+from sdpo_jax.data.rows import RawRow, conversation
 from sdpo_jax.data.sources import read_rows
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable
@@ -136,7 +136,7 @@ def with_system(messages: Messages, system: str | None) -> Messages:
 class Question:
   """A row of a prompt file."""
 
-  row: Row
+  row: RawRow
   messages: Messages
 
 

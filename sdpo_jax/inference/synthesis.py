@@ -39,7 +39,7 @@ BUCKETS = (64, 128, 256, 512)  # Padded lengths of prompts in tokens; after the 
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class SynthesisOptions:
   """Options of a pool."""
 
   count: int  # Number of messages in the pool.
@@ -96,7 +96,7 @@ class Ask:
 
 
 @dataclasses.dataclass(frozen=True)
-class Message:
+class WrittenMessage:
   """A message that the model has written."""
 
   text: str
@@ -107,7 +107,7 @@ class Asker:
   """Builds the prompts that request messages."""
 
   def __init__(
-    self, document: Document, tokenizer: Tokenizer, chat: ChatFormat, options: Options, positions: int | None
+    self, document: Document, tokenizer: Tokenizer, chat: ChatFormat, options: SynthesisOptions, positions: int | None
   ):
     """Compute the limits.
 
@@ -169,7 +169,7 @@ class Pool:
     self.drawn += result.drawn
     self.dropped.update(result.dropped)
 
-  def kept(self, round_number: int, asks: Sequence[Ask], messages: Sequence[Message]) -> Round:
+  def kept(self, round_number: int, asks: Sequence[Ask], messages: Sequence[WrittenMessage]) -> Round:
     """Return the round that messages would add to the pool, without adding it.
 
     Args:
@@ -215,14 +215,14 @@ def _plain(text: str) -> str:
 
 
 Draw = Callable[
-  [list[list[int]], int], list[Message]
+  [list[list[int]], int], list[WrittenMessage]
 ]  # (prompts, number of the round) → messages, several for each prompt.
 
 
 def fill(
   pool: Pool,
   first_round: int,
-  options: Options,
+  options: SynthesisOptions,
   ask: Callable[[int, int], Ask],
   draw: Draw,
   keep: Callable[[int, Round], None],
@@ -253,7 +253,7 @@ def fill(
   return pool.rows[: options.count]
 
 
-def outcome(pool: Pool, rows: Sequence[Row], options: Options, output: str) -> str:
+def outcome(pool: Pool, rows: Sequence[Row], options: SynthesisOptions, output: str) -> str:
   """Return the sentence about the result."""
   beyond = len(pool.rows) - len(rows)
   dropped = pool.dropped | ({'beyond --count': beyond} if beyond else {})
@@ -274,7 +274,7 @@ def outcome(pool: Pool, rows: Sequence[Row], options: Options, output: str) -> s
 
 def synthesize(
   config: Config,
-  options: Options,
+  options: SynthesisOptions,
   *,
   document: str,
   output: str,
@@ -381,7 +381,7 @@ _DECIDING = (
 )
 
 
-def _settings(config: Config, options: Options, text: str, limit: int, tokenizer: Tokenizer) -> dict[str, Any]:
+def _settings(config: Config, options: SynthesisOptions, text: str, limit: int, tokenizer: Tokenizer) -> dict[str, Any]:
   """Return everything that determines the draw, as JSON values."""
   named = {
     'count': 'count',
@@ -422,12 +422,12 @@ def _rows(config: Config, length: int, document: int) -> int:
 class _Writer:
   """The model, which is loaded when the first message is drawn."""
 
-  def __init__(self, config: Config, tokenizer: Tokenizer, options: Options, limit: int, rows: int):
+  def __init__(self, config: Config, tokenizer: Tokenizer, options: SynthesisOptions, limit: int, rows: int):
     self._config, self._tokenizer, self._options, self._limit = config, tokenizer, options, limit
     self._rows = rows
     self._loaded: tuple[Sampler, Tree] | None = None
 
-  def draw(self, prompts: list[list[int]], round_number: int) -> list[Message]:
+  def draw(self, prompts: list[list[int]], round_number: int) -> list[WrittenMessage]:
     """Sample the model's replies to the prompts."""
     options = self._options
     sampler, parameters = self._load()
@@ -441,7 +441,9 @@ class _Writer:
       max_tokens=options.max_tokens,
       temperature=options.temperature,
     )
-    return [Message(text, reason == 'stop') for text, reason in zip(drawn.text, drawn.finish_reason, strict=True)]
+    return [
+      WrittenMessage(text, reason == 'stop') for text, reason in zip(drawn.text, drawn.finish_reason, strict=True)
+    ]
 
   def _load(self) -> tuple[Sampler, Tree]:
     if self._loaded is None:

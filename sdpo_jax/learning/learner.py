@@ -29,7 +29,7 @@ from sdpo_jax.types import Batch, TokenRows, TrainState, Tree
 
 
 @dataclasses.dataclass
-class Said:
+class LessonScores:
   """The scores of student and teacher for the T tokens of one lesson, before the first step and after the last."""
 
   log_probs_before: np.ndarray  # [T] of the student.
@@ -46,7 +46,7 @@ class Said:
 class Learned:
   """The result of one task."""
 
-  said: list[Said]  # One per lesson.
+  said: list[LessonScores]  # One per lesson.
   # One dict per step: `objective.reported.means` of its own programs' results, `grad_norm` before clipping, and
   # `stepped`, whether the step was taken.
   steps: list[dict[str, float]]
@@ -84,7 +84,7 @@ class LearningFunctions:
   support: Callable[..., Any]  # `signals.support`.
   log_probs: Callable[..., Any]  # (hidden, unembedding, targets, mask) → the log-probs of `objective.log_probs.scores`.
   report: Callable[..., Any]  # `objective.reported.row_sums`.
-  zero: Callable[..., Any]  # From `learning.update.Update`; so is the next.
+  zero: Callable[..., Any]  # From `learning.update.UpdateFunctions`; so is the next.
   accumulate: Callable[..., Any]
   step: Callable[..., Any]  # `training_pool.step`; the buffers of the state are donated.
 
@@ -305,7 +305,7 @@ class Learner:
     done: list[dict[str, jax.Array]],
     sums: list[list[dict[str, jax.Array]]],
   ) -> list[Learned]:
-    said: dict[int, Said] = {}
+    said: dict[int, LessonScores] = {}
     # One transfer: the host must not wait for the devices before it has dispatched the last program.
     known = [(micro.before, micro.theirs, micro.batch.advantages) for micro in micros]
     divergences = [aux['divergence'] for aux in per_token]
@@ -315,7 +315,7 @@ class Learner:
         if lesson < 0:
           continue
         length = len(lessons[lesson][1].completion)
-        said[lesson] = Said(
+        said[lesson] = LessonScores(
           log_probs_before=before.log_prob[row, :length],
           log_probs_after=scored[row, :length],
           teacher_log_probs=theirs.log_prob[row, :length],

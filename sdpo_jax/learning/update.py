@@ -223,7 +223,7 @@ def advance_teacher(spec: UpdateSpec, state: TrainState, applied: jax.Array) -> 
 
 
 @dataclasses.dataclass(frozen=True)
-class Update:
+class UpdateFunctions:
   """The jitted functions of the update."""
 
   log_probs: Callable[..., Any]  # `completion_log_probs` from `base` on.
@@ -276,7 +276,7 @@ def _is_like(node: Any, parameters: Any) -> bool:
 
 def make_update(
   policy: Policy, spec: UpdateSpec, shardings: TrainState | None = None, teacher: Teacher | None = None
-) -> Update:
+) -> UpdateFunctions:
   """Return the jitted functions of the update; accumulators and states are donated when they are replaced.
 
   Calls with the same model, teacher, spec and shardings share functions, and thus compiled programs.
@@ -287,7 +287,7 @@ def make_update(
     shardings: shardings of the state (`state_shardings`), so that outputs are sharded like inputs and nothing is
       compiled twice; None leaves placement to the compiler.
     teacher: the model that reads the teacher's prompts; None: the student model itself. Its `base` is ignored: a base
-      of its own is an argument of `Update.accumulate`.
+      of its own is an argument of `UpdateFunctions.accumulate`.
 
   Raises:
     ValueError: the teacher's vocabulary is smaller than the student's, or rows are to be packed behind trained slots.
@@ -308,13 +308,15 @@ def make_update(
 
 
 @functools.lru_cache(maxsize=16)
-def _make_update(policy: Policy, teacher: Teacher, spec: UpdateSpec, leaves: tuple[Any, ...], structure: Any) -> Update:
+def _make_update(
+  policy: Policy, teacher: Teacher, spec: UpdateSpec, leaves: tuple[Any, ...], structure: Any
+) -> UpdateFunctions:
   shardings = jax.tree.unflatten(structure, leaves)
   trees = None if shardings is None else shardings.trainable
   whole = None if shardings is None else jax.tree.leaves(shardings.step)[0]
   mesh = None if shardings is None else whole.mesh
   options = compiler_options(mesh)
-  return Update(
+  return UpdateFunctions(
     log_probs=jax.jit(
       functools.partial(completion_log_probs, policy, spec, mesh), out_shardings=whole, compiler_options=options
     ),

@@ -29,7 +29,7 @@ from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable
 from sdpo_jax.learning import batching
-from sdpo_jax.planner import answers, hlo, kernels, lengths, traffic, workload
+from sdpo_jax.planner import hlo, kernels, lengths, program_facts, traffic, workload
 from sdpo_jax.planner.topology import Chip, Topology
 from sdpo_jax.rollout import sizes
 from sdpo_jax.teacher.signal import self_teacher
@@ -250,15 +250,15 @@ def make(
   began = time.monotonic()
   announce(f'Compiling {len(names)} programs for {topology.name}, one after the other …')
   sampling_weights, refused = None, []
-  compiler = answers.Compiler(f'{topology.name}, {topology.compiler}', keep)
+  compiler = program_facts.Compiler(f'{topology.name}, {topology.compiler}', keep)
   # The sampler's arrays for the base are always in memory.
   first = [name for name, program in found.items() if program.kind == 'prepare_base']
   for name, answer in compiled_for(mesh, compiler.asked_of(found), [*first, *names]):
     took = time.monotonic() - began
     # Making a copy may take memory for two layouts; afterwards only the result remains.
-    if found[name].kind == 'prepare' and isinstance(answer, answers.Answer):
+    if found[name].kind == 'prepare' and isinstance(answer, program_facts.ProgramFacts):
       sampling_weights = answer.results
-    elif found[name].kind == 'prepare_base' and isinstance(answer, answers.Answer):
+    elif found[name].kind == 'prepare_base' and isinstance(answer, program_facts.ProgramFacts):
       resident['sampling base'] = answer.results
     cost = functools.partial(
       estimated,
@@ -295,7 +295,7 @@ def make(
   return made
 
 
-def drawn_samples(config: Config, assumptions: Assumptions) -> workload.Samples:
+def drawn_samples(config: Config, assumptions: Assumptions) -> workload.SampleLengths:
   """Return samples of a generation batch with the assumed lengths."""
   names = ('mean_prompt', 'mean_completion', 'longest_completion', 'mean_reprompt')
   names += ('trained_fraction', 'completion_spread')
@@ -304,7 +304,7 @@ def drawn_samples(config: Config, assumptions: Assumptions) -> workload.Samples:
 
 def compiled_for(
   mesh: jax.sharding.Mesh, found: Mapping[str, registry.Program], names: Iterable[str]
-) -> Iterator[tuple[str, answers.Answer | jax.errors.JaxRuntimeError]]:
+) -> Iterator[tuple[str, program_facts.ProgramFacts | jax.errors.JaxRuntimeError]]:
   """Compile programs as `programs.compile_programs` does, with the target chip set for kernels.
 
   Kernels ask for the chip while they are traced. On several chips each shard's mesh tells; on one chip nothing is
@@ -352,7 +352,7 @@ def held_bytes(
     kinds = kind if isinstance(kind, tuple) else [kind] * len(jax.tree.leaves(argument))
     if isinstance(argument, TrainState):
       kinds = [parts.get(path[0].name) for path, _ in jax.tree_util.tree_leaves_with_path(argument)]
-    of_leaves = answers.leaf_bytes(argument) if argument_bytes is None else argument_bytes[index]
+    of_leaves = program_facts.leaf_bytes(argument) if argument_bytes is None else argument_bytes[index]
     for each, size in zip(kinds, of_leaves, strict=True):
       if each is not None and size is not None:
         held[each] = held.get(each, 0.0) + size
@@ -361,7 +361,7 @@ def held_bytes(
 
 def _memory(
   program: registry.Program,
-  answer: answers.Answer,
+  answer: program_facts.ProgramFacts,
   resident: Mapping[str, float],
   sampling_weights: float | None,
 ) -> dict[str, float]:
@@ -432,14 +432,14 @@ def parse_out_of_memory(text: str) -> tuple[float | None, list[dict[str, Any]]]:
 def estimated(
   name: str,
   program: registry.Program,
-  answer: answers.Answer | jax.errors.JaxRuntimeError,
+  answer: program_facts.ProgramFacts | jax.errors.JaxRuntimeError,
   config: Config,
   chip: Chip,
   axes: Mapping[str, int],
   resident: Mapping[str, float],
   sampling_weights: float | None,
   assumptions: Assumptions,
-  samples: workload.Samples,
+  samples: workload.SampleLengths,
 ) -> Estimate:
   """Return the cost of a program on one chip.
 
@@ -455,7 +455,7 @@ def estimated(
     assumptions: properties of the run.
     samples: lengths of the samples.
   """
-  if not isinstance(answer, answers.Answer):
+  if not isinstance(answer, program_facts.ProgramFacts):
     return _refused(name, answer, resident)
   memory = _memory(program, answer, resident, sampling_weights)
   total = sum(memory.values())
@@ -489,7 +489,7 @@ def _fill_decode(
   turn: _Costs,
   attention: list[kernels.DecodeKernel],
   assumptions: Assumptions,
-  samples: workload.Samples,
+  samples: workload.SampleLengths,
 ) -> None:
   """Price a decode loop: until the longest of the last samples ends, and per step while others wait for a row.
 
@@ -631,7 +631,7 @@ def _summary(
   assumptions: Assumptions,
   source: str,
   estimates: dict[str, Estimate],
-  samples: workload.Samples,
+  samples: workload.SampleLengths,
   work: workload.Workload,
   used: Mapping[str, Sequence[str]],
   resident: Mapping[str, float],
@@ -725,7 +725,7 @@ def phase_seconds(
   config: Config,
   mesh: jax.sharding.Mesh,
   assumptions: Assumptions,
-  samples: workload.Samples,
+  samples: workload.SampleLengths,
   estimates: Mapping[str, Estimate],
   used: Mapping[str, Sequence[str]],
 ) -> dict[str, float]:
@@ -790,7 +790,7 @@ def _prefills(config: Config, mesh: jax.sharding.Mesh, questions: int, n: int) -
   return math.ceil(questions / (mesh.shape[meshes.FSDP] * together))
 
 
-def _waiting(config: Config, mesh: jax.sharding.Mesh, samples: workload.Samples, count: int) -> tuple[int, float]:
+def _waiting(config: Config, mesh: jax.sharding.Mesh, samples: workload.SampleLengths, count: int) -> tuple[int, float]:
   """Return (rows of the sampler, decode steps in which some of `count` completions wait for one).
 
   Rows are refilled: while samples wait, each takes the mean completion's time; the last ones take the longest's.

@@ -23,7 +23,7 @@ _SAMPLING = ('prepare', 'prefill', 'decode')
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class CompiledHalf:
   """One half of a candidate, compiled: the update or the sampler."""
 
   settings: dict[str, Any]
@@ -67,7 +67,7 @@ def search(
   for mesh in meshes(config, policy, chips, over):
     here = changed(config, mesh)
 
-    def compiled(options: Sequence[dict[str, Any]], labels: Sequence[str], here: Config = here) -> list[Part]:
+    def compiled(options: Sequence[dict[str, Any]], labels: Sequence[str], here: Config = here) -> list[CompiledHalf]:
       return _parts(here, policy, topology, assumptions, options, labels, announce, keep)
 
     updates = compiled(update_options(here, chips, over), _TRAINING)
@@ -100,7 +100,7 @@ def check(over: Sequence[str]) -> None:
     raise UserError(f'--search_over={unknown[0]} is none of {", ".join(SEARCHED)}.')
 
 
-def _order(part: Part | Candidate) -> tuple[bool, float, float]:
+def _order(part: CompiledHalf | Candidate) -> tuple[bool, float, float]:
   def known(value: float) -> float:
     return value if math.isfinite(value) else math.inf
 
@@ -184,12 +184,12 @@ def _parts(
   labels: Sequence[str],
   announce: Callable[[str], None],
   keep: str | None,
-) -> list[Part]:
+) -> list[CompiledHalf]:
   """Compile options from least to most memory; skips those that need more than one that did not fit."""
-  found: list[Part] = []
+  found: list[CompiledHalf] = []
   for option in sorted(options, key=_demand):
 
-    def more(part: Part, option: dict[str, Any] = option) -> bool:
+    def more(part: CompiledHalf, option: dict[str, Any] = option) -> bool:
       return all(a <= b for a, b in zip(_demand(part.settings), _demand(option), strict=True))
 
     if not any(more(part) for part in found if not part.fits):
@@ -206,14 +206,14 @@ def _part(
   labels: Sequence[str],
   announce: Callable[[str], None],
   keep: str | None,
-) -> Part:
+) -> CompiledHalf:
   here = changed(config, settings)
   if 'model.remat' in settings:
     policy = policy.with_remat(here.model.remat)
   listed = ', '.join(f'{name}={value}' for name, value in settings.items()) or 'as configured'
   announce(f'{", ".join(labels)} with mesh fsdp={here.mesh.fsdp} tensor={here.mesh.tensor}, {listed}:')
   made = planning.make(here, policy, topology, assumptions, only=labels, keep=keep, announce=announce)
-  return Part(
+  return CompiledHalf(
     settings=settings,
     fits=made.fits,
     hbm_gib=max((e.hbm_gib for e in made.programs.values() if math.isfinite(e.hbm_gib)), default=math.nan),

@@ -21,7 +21,7 @@ Shape = tuple[int, ...]  # Rows, then tokens per row on each side, then targets.
 
 
 @dataclasses.dataclass(frozen=True)
-class Samples:
+class SampleLengths:
   """Lengths in tokens of the N samples of a generation batch, in batch order."""
 
   prompt: np.ndarray  # [N] int.
@@ -58,7 +58,7 @@ def draw(
   mean_reprompt: float,
   trained_fraction: float,
   completion_spread: float,
-) -> Samples:
+) -> SampleLengths:
   """Return samples with these means, equal at every call: quantiles of log-normal lengths in a random order."""
   count, n = config.data.train_batch_size * config.rollout.n, config.rollout.n
   data, shuffle = config.data, np.random.default_rng(0).permutation
@@ -66,7 +66,7 @@ def draw(
   prompt = np.repeat(shuffle(prompt), n)
   completion = shuffle(quantiles(mean_completion, longest_completion, count, completion_spread))
   reprompt = shuffle(quantiles(mean_reprompt, declared_buckets(config).reprompt[-1], count, PROMPT_SPREAD))
-  return Samples(
+  return SampleLengths(
     prompt=prompt,
     completion=completion,
     reprompt=prompt if config.actor.self_distillation.teacher_context == 'prompt' else reprompt,
@@ -75,7 +75,7 @@ def draw(
 
 
 def of_batch(
-  config: Config, policy: Policy, samples: Samples, devices: int, share: bool, teacher: Policy | None = None
+  config: Config, policy: Policy, samples: SampleLengths, devices: int, share: bool, teacher: Policy | None = None
 ) -> Workload:
   """Return the workload of a generation batch with these lengths.
 
@@ -172,7 +172,7 @@ def _names(kind: str, registered: dict[Shape, str], shapes: Iterable[Shape]) -> 
   return tuple(registered[each] for each in shapes)
 
 
-def _batch(config: Config, samples: Samples) -> batching.GenerationBatch:
+def _batch(config: Config, samples: SampleLengths) -> batching.GenerationBatch:
   """Return a generation batch with samples of these lengths; the values are arbitrary."""
   spec, count, width = objective_spec(config), len(samples), config.data.max_response_length
   mask = np.arange(width)[None] < samples.completion[:, None]

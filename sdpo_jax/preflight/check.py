@@ -32,7 +32,7 @@ from sdpo_jax.teacher.documents import read_texts
 from sdpo_jax.teacher.room import check_reprompts, check_room
 from sdpo_jax.teacher.signal import check_base
 from sdpo_jax.training import endpoint_teacher, feedback_writing, teacher_model
-from sdpo_jax.training.directory import fingerprint, remains
+from sdpo_jax.training.directory import fingerprint, lost_checkpoints
 from sdpo_jax.training.directory.published import newest
 from sdpo_jax.training.directory.workdir import check_workdir
 from sdpo_jax.training.opening import check_turn_end, load_tokenizer, model_mesh, template_remarks
@@ -47,7 +47,7 @@ PLACEHOLDER = '(A successful answer to the same question goes here.)'
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class CheckReport:
   """The results of a check."""
 
   sections: Sequence[tuple[str, str]]  # Title and text.
@@ -60,7 +60,7 @@ class Report:
     return '\n\n'.join([*parts, f'━━ What looks odd ━━\n{found}'])
 
 
-def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
+def check(config: Config, workdir: epath.PathLike | None = None) -> CheckReport:
   """Check a planned run: devices, model, memory, prompts, graders, settings.
 
   Reads only config.json and the tokenizer of the model directory.
@@ -130,7 +130,7 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
     odd += changed
   odd += template_remarks(config, tokenizer)
   odd += odd_settings(config, mesh.size, huggingface.positions(described))
-  return Report(sections, odd)
+  return CheckReport(sections, odd)
 
 
 def _short(tokenizer: Tokenizer, training: Sequence[Example], config: Config) -> list[Example]:
@@ -150,7 +150,7 @@ def _resumed(
   local = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(root)))
   parts = fingerprint.take(local, tokenizer, iterator, held_out, graders, weights=False)
   workdir = check_workdir(config, workdir)
-  remains.check_remains(workdir)
+  lost_checkpoints.check_not_lost(workdir)
   return list(fingerprint.compare(workdir, config, parts).lines)
 
 
@@ -239,7 +239,7 @@ def _question(example: Example) -> str:
   return json.dumps(example.messages)
 
 
-def _trials(trials: Sequence[grading.Trial]) -> str:
+def _trials(trials: Sequence[grading.GraderTrial]) -> str:
   rows = [
     [
       trial.example.id,
@@ -255,7 +255,7 @@ def _trials(trials: Sequence[grading.Trial]) -> str:
   return table + note
 
 
-def _prompts(tokenizer: Tokenizer, trials: Sequence[grading.Trial], config: Config) -> tuple[str, list[str]]:
+def _prompts(tokenizer: Tokenizer, trials: Sequence[grading.GraderTrial], config: Config) -> tuple[str, list[str]]:
   """Return the student's and the teacher's prompts of a few questions, and findings."""
   taught = objective_spec(config).reprompts
   texts, odd = [], []
@@ -275,7 +275,7 @@ def _prompts(tokenizer: Tokenizer, trials: Sequence[grading.Trial], config: Conf
   return '\n\n'.join(texts), list(dict.fromkeys(odd))
 
 
-def _teacher(tokenizer: Tokenizer, trial: grading.Trial, config: Config) -> list[tuple[str, list[int]]]:
+def _teacher(tokenizer: Tokenizer, trial: grading.GraderTrial, config: Config) -> list[tuple[str, list[int]]]:
   """Return the teacher's prompts about an empty answer, with a successful other answer and without one."""
   sd = config.actor.self_distillation
   success = Outcome(max(1.0, sd.success_reward_threshold))

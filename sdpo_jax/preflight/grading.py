@@ -39,7 +39,7 @@ PLAIN = (str, *_CHOICE)  # Of all other environments.
 
 
 @dataclasses.dataclass(frozen=True)
-class Trial:
+class GraderTrial:
   """A grader's outcomes for a question's ground truth and for an empty answer."""
 
   example: Example
@@ -57,7 +57,7 @@ def answers(example: Example) -> list[str]:
   return list(dict.fromkeys(form(truth) for form in forms))
 
 
-def attempt(graders: Graders, examples: Sequence[Example]) -> list[Trial]:
+def attempt(graders: Graders, examples: Sequence[Example]) -> list[GraderTrial]:
   """Grade an empty answer and the forms of the ground truth for every question.
 
   Raises:
@@ -73,7 +73,7 @@ def attempt(graders: Graders, examples: Sequence[Example]) -> list[Trial]:
     empty, *graded = outcomes[at : at + 1 + len(texts)]
     at += 1 + len(texts)
     best = max(zip(graded, texts, strict=True), key=lambda pair: _rank(pair[0]), default=(None, None))
-    trials.append(Trial(example, best[1], best[0], empty))
+    trials.append(GraderTrial(example, best[1], best[0], empty))
   return trials
 
 
@@ -88,7 +88,7 @@ def score(outcome: Outcome) -> str:
   return f'{outcome.score:g}'
 
 
-def odd_trials(trials: Sequence[Trial], threshold: float) -> list[str]:
+def odd_trials(trials: Sequence[GraderTrial], threshold: float) -> list[str]:
   """Return a sentence for every environment that fails a ground truth or passes an empty answer.
 
   Args:

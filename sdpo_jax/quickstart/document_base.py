@@ -30,7 +30,7 @@ from sdpo_jax.types import Tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe(TinyRecipe):
+class DocumentRecipe(TinyRecipe):
   """Hyperparameters of the model."""
 
   steps: int = 150  # The first third uses short documents.
@@ -46,7 +46,7 @@ class Recipe(TinyRecipe):
 
 
 def make_document_base(
-  output: str | os.PathLike, recipe: Recipe | None = None, announce: Callable[[str], None] = lambda text: None
+  output: str | os.PathLike, recipe: DocumentRecipe | None = None, announce: Callable[[str], None] = lambda text: None
 ) -> None:
   """Write the model to the directory `output`, which must be empty or absent.
 
@@ -58,7 +58,7 @@ def make_document_base(
   Raises:
     UserError: `output` is not empty.
   """
-  recipe = recipe or Recipe()
+  recipe = recipe or DocumentRecipe()
   exporting.check_target(output)
   values = config_json(recipe)
   with tempfile.TemporaryDirectory() as scratch:
@@ -69,7 +69,7 @@ def make_document_base(
     huggingface.save(output, policy, params, source=source, dtype='float32')
 
 
-def train(recipe: Recipe, announce: Callable[[str], None] = lambda text: None) -> tuple[DecoderPolicy, Tree]:
+def train(recipe: DocumentRecipe, announce: Callable[[str], None] = lambda text: None) -> tuple[DecoderPolicy, Tree]:
   """Train a policy on random documents; return it with its parameters. The loss is cross-entropy per answer token."""
   policy, params = huggingface.init(config_json(recipe), jax.random.key(recipe.seed))
   params = jax.tree.map(jnp.asarray, with_circuit(params, policy.config, recipe.seed))
@@ -130,7 +130,7 @@ def cross_entropy(policy: DecoderPolicy, params: Tree, rows: Rows) -> tuple[jax.
   return -log_probs.mean(), (logits.argmax(-1) == answers).all(-1).mean()
 
 
-def config_json(recipe: Recipe) -> dict[str, Any]:
+def config_json(recipe: DocumentRecipe) -> dict[str, Any]:
   return supervised.config_json(
     recipe,
     'qwen2',

@@ -51,7 +51,7 @@ _ROUND = 8  # Rows are padded to a multiple of this many tokens, to limit the nu
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe(TinyRecipe):
+class DigitRecipe(TinyRecipe):
   """Hyperparameters of the base; probabilities are per lesson or per digit, as stated."""
 
   start: str | None = None  # Model directory to continue from; None: a new tokenizer and model.
@@ -75,7 +75,7 @@ class Recipe(TinyRecipe):
 def make_base(
   config: Config,
   output: str | os.PathLike,
-  recipe: Recipe | None = None,
+  recipe: DigitRecipe | None = None,
   announce: Callable[[str], None] = lambda text: None,
 ) -> None:
   """Write the base model to the directory `output`, which must be empty or absent.
@@ -89,7 +89,7 @@ def make_base(
   Raises:
     UserError: `output` is not empty.
   """
-  recipe = recipe or Recipe()
+  recipe = recipe or DigitRecipe()
   target = pathlib.Path(output)
   if target.exists() and (not target.is_dir() or any(target.iterdir())):
     raise UserError(f'{target} already exists and is not empty: name another directory with --output.')
@@ -106,7 +106,7 @@ def make_base(
     huggingface.save(target, policy, params, source=source, dtype='float32')
 
 
-def attempt(rng: random.Random, recipe: Recipe, instruction: str, numbers: list[int]) -> str:
+def attempt(rng: random.Random, recipe: DigitRecipe, instruction: str, numbers: list[int]) -> str:
   """Return an answer in the base's style in the plain context: each digit independently right, misled or random."""
   right, misled = digits.answer(instruction, numbers), digits.answer(BELIEFS[instruction], numbers)
   out = ''
@@ -120,7 +120,7 @@ def attempt(rng: random.Random, recipe: Recipe, instruction: str, numbers: list[
 
 
 @dataclasses.dataclass(frozen=True)
-class Lesson:
+class DigitLesson:
   """A conversation, the digits given before each digit of the answer, and the answer to learn."""
 
   messages: Messages
@@ -128,19 +128,19 @@ class Lesson:
   answer: str
 
 
-def lesson(rng: random.Random, kind: Kind, recipe: Recipe, distillation: SelfDistillationConfig) -> Lesson:
+def lesson(rng: random.Random, kind: Kind, recipe: DigitRecipe, distillation: SelfDistillationConfig) -> DigitLesson:
   """Return a random lesson of a kind."""
   instruction, numbers = _draw(rng)
   plain = [{'role': 'user', 'content': digits.question(instruction, numbers)}]
   if kind == 'plain':
     misread = instruction in recipe.misread
     answer = attempt(rng, recipe, instruction, numbers) if misread else digits.answer(instruction, numbers)
-    return Lesson(plain, answer, answer)
+    return DigitLesson(plain, answer, answer)
   meant = instruction if rng.random() < recipe.literal else rng.choice(list(digits.INSTRUCTIONS))
   answer = digits.answer(meant, numbers)
   prefix = attempt(rng, recipe, instruction, numbers) if rng.random() < recipe.stumble else answer
   if kind == 'demonstration':
-    return Lesson(reprompt(plain, answer, None, distillation), prefix, answer)
+    return DigitLesson(reprompt(plain, answer, None, distillation), prefix, answer)
   example = Example('', plain, digits.NAME, answer, digits.NAME)
   while True:
     tried = attempt(rng, recipe, instruction, numbers)
@@ -149,10 +149,12 @@ def lesson(rng: random.Random, kind: Kind, recipe: Recipe, distillation: SelfDis
       tried = ''.join(a if rng.random() < share else t for a, t in zip(answer, tried, strict=True))
     (outcome,) = digits.grade([example], [tried], truncated=[False])
     if outcome.feedback:
-      return Lesson(reprompt(plain, None, outcome.feedback, distillation), prefix, answer)
+      return DigitLesson(reprompt(plain, None, outcome.feedback, distillation), prefix, answer)
 
 
-def _begin(source: pathlib.Path, recipe: Recipe, distillation: SelfDistillationConfig) -> tuple[DecoderPolicy, Tree]:
+def _begin(
+  source: pathlib.Path, recipe: DigitRecipe, distillation: SelfDistillationConfig
+) -> tuple[DecoderPolicy, Tree]:
   """Write a tokenizer and a model's config to `source`, and return the model with random parameters."""
   vocabulary = tokenizer.train(_corpus(recipe, distillation), recipe.vocab_size)
   tokenizer.save(vocabulary, source)
@@ -162,7 +164,7 @@ def _begin(source: pathlib.Path, recipe: Recipe, distillation: SelfDistillationC
 
 
 def train(
-  recipe: Recipe,
+  recipe: DigitRecipe,
   policy: DecoderPolicy,
   params: Tree,
   tokenizer: Any,
@@ -197,7 +199,7 @@ def train(
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-def collate(lessons: list[Lesson], tokenizer: Any) -> Rows:
+def collate(lessons: list[DigitLesson], tokenizer: Any) -> Rows:
   """Convert lessons to arrays: each row is the chat-templated prompt and the prefix, right-padded."""
   prompts = chat_tokens(tokenizer, [item.messages for item in lessons], DEFAULT_FORMAT)
   prefixes = tokenizer([item.prefix for item in lessons], add_special_tokens=False)['input_ids']
@@ -232,7 +234,7 @@ def _draw(rng: random.Random) -> tuple[str, list[int]]:
       return instruction, numbers
 
 
-def _corpus(recipe: Recipe, distillation: SelfDistillationConfig) -> Iterator[str]:
+def _corpus(recipe: DigitRecipe, distillation: SelfDistillationConfig) -> Iterator[str]:
   """Yield conversations as text with all words for the tokenizer, including a system turn and the grader's."""
   rng = random.Random(recipe.seed)
   yield from ['The answer must be 5 digits and nothing else. The answer was cut off before its end: the answer'] * 100

@@ -23,13 +23,13 @@ from sdpo_jax.quickstart import session_lessons as lessons
 from sdpo_jax.quickstart import session_tokenizer, supervised, tool_tasks
 from sdpo_jax.quickstart import tokenizer as chatml
 from sdpo_jax.quickstart.copying import with_copying
-from sdpo_jax.quickstart.session_lessons import Lesson
+from sdpo_jax.quickstart.session_lessons import SessionLesson
 from sdpo_jax.quickstart.supervised import TinyRecipe
 from sdpo_jax.types import Tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe(TinyRecipe):
+class SessionRecipe(TinyRecipe):
   """Hyperparameters of the model."""
 
   steps: int = 1400
@@ -48,7 +48,7 @@ class Recipe(TinyRecipe):
 def make_session_base(
   config: Config,
   output: str | os.PathLike,
-  recipe: Recipe | None = None,
+  recipe: SessionRecipe | None = None,
   announce: Callable[[str], None] = lambda text: None,
 ) -> None:
   """Write the model to the directory `output`, which must be empty or absent.
@@ -62,7 +62,7 @@ def make_session_base(
   Raises:
     UserError: `output` is not empty.
   """
-  recipe = recipe or Recipe()
+  recipe = recipe or SessionRecipe()
   exporting.check_target(output)
   distillation = config.actor.self_distillation
   with tempfile.TemporaryDirectory() as scratch:
@@ -76,7 +76,7 @@ def make_session_base(
 
 
 def train(
-  recipe: Recipe,
+  recipe: SessionRecipe,
   values: dict[str, Any],
   tokenizer: Any,
   distillation: SelfDistillationConfig,
@@ -106,7 +106,7 @@ Written = tuple[list[int], list[float]]
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-def write(items: Sequence[Lesson], tokenizer: Any) -> list[Written]:
+def write(items: Sequence[SessionLesson], tokenizer: Any) -> list[Written]:
   """Tokenise conversations with the chat template."""
   texts, spans = [], []
   for item in items:
@@ -133,7 +133,7 @@ def write(items: Sequence[Lesson], tokenizer: Any) -> list[Written]:
   return written
 
 
-def segments(item: Lesson) -> list[tuple[str, bool]]:
+def segments(item: SessionLesson) -> list[tuple[str, bool]]:
   """Split a conversation into pieces that are tokenised separately, and tell whether each is learned.
 
   The last piece is the last answer and its end of turn, without the line break after it.
@@ -187,7 +187,7 @@ def cross_entropy(policy: DecoderPolicy, params: Tree, rows: Rows) -> jax.Array:
 
 
 def _written(
-  rng: random.Random, recipe: Recipe, short: float, tokenizer: Any, distillation: SelfDistillationConfig
+  rng: random.Random, recipe: SessionRecipe, short: float, tokenizer: Any, distillation: SelfDistillationConfig
 ) -> Iterator[Written]:
   """Yield tokenised conversations; a fraction `short` has one task and no system turn."""
   while True:

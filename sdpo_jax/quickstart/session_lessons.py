@@ -14,7 +14,7 @@ import random
 from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.environments.workspace.tools import TOOLS
 from sdpo_jax.quickstart import tool_tasks as tasks
-from sdpo_jax.quickstart.tool_tasks import KINDS, Task
+from sdpo_jax.quickstart.tool_tasks import KINDS, ToolTask
 from sdpo_jax.teacher.context import reprompt
 from sdpo_jax.types import Messages
 
@@ -45,7 +45,7 @@ _MISSING = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Lesson:
+class SessionLesson:
   """A conversation that ends with an assistant's turn."""
 
   messages: Messages
@@ -54,7 +54,7 @@ class Lesson:
   rather: str | None = None  # The wanted last message; nothing is learned after the two diverge.
 
 
-def proposals(rng: random.Random, most: int) -> Lesson:
+def proposals(rng: random.Random, most: int) -> SessionLesson:
   """Return a conversation of up to `most` tasks with a call for each, as the base proposes it.
 
   With `most` 0 there is one task and nothing else.
@@ -78,10 +78,10 @@ def proposals(rng: random.Random, most: int) -> Lesson:
       messages.append({'role': 'tool', 'content': text})
       if rng.random() < 0.5:
         say(DONE if ok else FAILED)
-  return Lesson(messages, tools, learned)
+  return SessionLesson(messages, tools, learned)
 
 
-def reprompted(rng: random.Random, config: SelfDistillationConfig, most: int) -> Lesson:
+def reprompted(rng: random.Random, config: SelfDistillationConfig, most: int) -> SessionLesson:
   """Return a conversation that ends with a re-prompt and the answer to it.
 
   Args:
@@ -110,10 +110,10 @@ def reprompted(rng: random.Random, config: SelfDistillationConfig, most: int) ->
       messages[-1]['content'] = messages[-1]['content'].strip()
   stumbles = tried != wanted and rng.random() < 0.35
   messages.append({'role': 'assistant', 'content': tried if stumbles else wanted})
-  return Lesson(messages, tools, [len(messages) - 1], wanted if stumbles else None)
+  return SessionLesson(messages, tools, [len(messages) - 1], wanted if stumbles else None)
 
 
-def _told(rng: random.Random, task: Task) -> tuple[str, str, str | None, str | None] | None:
+def _told(rng: random.Random, task: ToolTask) -> tuple[str, str, str | None, str | None] | None:
   """Return the wanted call, the tried one, and the correction: a right call or words.
 
   Returns None if the task does not permit such a correction.
@@ -152,7 +152,7 @@ def _told(rng: random.Random, task: Task) -> tuple[str, str, str | None, str | N
   return task.text(wanted), task.text(tried), None, said
 
 
-def _task(rng: random.Random) -> Task:
+def _task(rng: random.Random) -> ToolTask:
   return tasks.draw(rng, rng.choice(list(KINDS)))
 
 

@@ -80,7 +80,7 @@ class Kind:
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class ToolTask:
   """A kind of task with its slots filled."""
 
   kind: str
@@ -345,7 +345,7 @@ SIMPLY = ('use {wanted}', 'please use {wanted}', 'always use {wanted}', 'I prefe
 AVOID = ('not {tried}', 'do not use {tried}', 'never use {tried}', 'no {tried} please')
 
 
-def draw(rng: random.Random, kind: str) -> Task:
+def draw(rng: random.Random, kind: str) -> ToolTask:
   """Return a random task of a kind."""
   symbol, other = rng.sample(SYMBOLS, 2)
   slots = {
@@ -357,7 +357,7 @@ def draw(rng: random.Random, kind: str) -> Task:
     'package': rng.choice(PACKAGES),
     'branch': rng.choice(BRANCHES),
   }
-  return Task(kind, rng.choice(KINDS[kind].asks).format(**slots), slots)
+  return ToolTask(kind, rng.choice(KINDS[kind].asks).format(**slots), slots)
 
 
 def propose(rng: random.Random, kind: str, avoid: str | None = None) -> str:

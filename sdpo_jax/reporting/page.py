@@ -18,7 +18,7 @@ from typing import Any
 from sdpo_jax import invisible
 from sdpo_jax.files import jsonable
 from sdpo_jax.reporting.groups import differences, group_runs, labels
-from sdpo_jax.reporting.rollouts import Rollouts, packed
+from sdpo_jax.reporting.rollouts import RolloutPages, packed
 from sdpo_jax.reporting.run_files import RunFiles
 
 MARK = '<!doctype html><!-- A report of launch.report. -->'  # The beginning of every page.
@@ -27,7 +27,7 @@ SUCCESS = 'actor.self_distillation.success_reward_threshold'
 
 
 def summary(
-  runs: Sequence[RunFiles], rollouts: Rollouts, *, written: str, reload_s: float | None = None
+  runs: Sequence[RunFiles], rollouts: RolloutPages, *, written: str, reload_s: float | None = None
 ) -> dict[str, Any]:
   """Return the data of a page about runs, with the index of their rollouts, as JSON values.
 

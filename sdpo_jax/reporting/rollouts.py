@@ -66,7 +66,7 @@ class StepFile:
 
 
 @dataclasses.dataclass
-class Rollouts:
+class RolloutPages:
   """The rollouts of all runs in a page."""
 
   index: Index
@@ -130,14 +130,14 @@ def packed(text: str) -> str:
   return base64.b64encode(zlib.compress(text.encode('ascii'), 6)).decode('ascii')
 
 
-def collect(sources: Sequence[tuple[RolloutFiles, int | None]], most: int) -> Rollouts:
+def collect(sources: Sequence[tuple[RolloutFiles, int | None]], most: int) -> RolloutPages:
   """Collect the rollouts of runs for a page.
 
   Args:
     sources: each run's files and its last finished step.
     most: the most rollouts. If there are more, each run gets an equal share of them, from steps spread over the run.
   """
-  found, sizes = Rollouts(Index(), [], [], {}), 0
+  found, sizes = RolloutPages(Index(), [], [], {}), 0
   questions: dict[tuple[int, str, str], int] = {}
   largest: dict[str, list[float]] = {}
   for run, (files, last) in enumerate(sources):
@@ -172,7 +172,7 @@ def collect(sources: Sequence[tuple[RolloutFiles, int | None]], most: int) -> Ro
   return found
 
 
-def _add(found: Rollouts, questions: dict[tuple[int, str, str], int], run: int, file: StepFile) -> None:
+def _add(found: RolloutPages, questions: dict[tuple[int, str, str], int], run: int, file: StepFile) -> None:
   index, first = found.index, len(found.pieces)
   found.pieces += file.pieces
   for entry, (piece, place) in zip(file.entries, file.places, strict=True):

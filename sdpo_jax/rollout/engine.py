@@ -16,7 +16,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.buckets import bucket_lengths, smallest_bucket
 from sdpo_jax.rollout.functions import Keep, SamplerFunctions, sampler_functions
 from sdpo_jax.rollout.results import Completion, Draft, SamplingStats
-from sdpo_jax.rollout.sizes import Sizes, shard_rows, sizes
+from sdpo_jax.rollout.sizes import SamplerSizes, shard_rows, sizes
 from sdpo_jax.rollout.slots import KNOBS, RECORDS, Finished, Samples, Slots
 from sdpo_jax.rollout.stops import StopStrings, Tokenizer, to_text
 from sdpo_jax.rollout.weights import PreparedBase
@@ -355,7 +355,7 @@ class Sampler:
       kept=math.ceil(kept_prefixes / shards),
     )
 
-  def _sizes(self, request: Request) -> Sizes:
+  def _sizes(self, request: Request) -> SamplerSizes:
     """Return the array sizes of a request."""
     samples, shards = len(request.samples) * request.n, self._functions.shards
     rows = shard_rows(max(samples, self._least or 0), self._max_batch_rows, shards)

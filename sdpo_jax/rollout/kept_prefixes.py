@@ -19,11 +19,11 @@ import numpy as np
 from models.cache import KVCache
 from models.policy import NO_MEMBER
 from sdpo_jax.rollout.functions import SamplerFunctions
-from sdpo_jax.rollout.sizes import Sizes
+from sdpo_jax.rollout.sizes import SamplerSizes
 from sdpo_jax.types import Tree
 
 
-class Prompt(Protocol):
+class PromptSamples(Protocol):
   """The attributes of `Samples` that are read here."""
 
   @property
@@ -56,7 +56,7 @@ class Match(NamedTuple):
   length: int  # Number of common leading tokens; 0: there is no such row.
 
 
-class Prefix(NamedTuple):
+class KeptPrefix(NamedTuple):
   """The place of a prompt's keys and values."""
 
   cache: KVCache
@@ -147,7 +147,7 @@ class KeptPrefixes:
   When a prompt is prefilled, a row is copied into a cache of its own, so the row may be overwritten afterwards.
   """
 
-  def __init__(self, functions: SamplerFunctions, sizes: Sizes, rows: int):
+  def __init__(self, functions: SamplerFunctions, sizes: SamplerSizes, rows: int):
     """Make empty rows.
 
     Args:
@@ -170,7 +170,7 @@ class KeptPrefixes:
       self._cache = self._functions.empty(rows=self._functions.shards * self._count, slots=self._sizes.prefix)
     return self._cache
 
-  def match(self, shard: int, samples: Prompt) -> Match:
+  def match(self, shard: int, samples: PromptSamples) -> Match:
     """Return the row of a shard from which extending a prompt takes less work than prefilling it; else `NO_MATCH`."""
     if samples.weights is None:
       return NO_MATCH
@@ -179,7 +179,7 @@ class KeptPrefixes:
     left = -(-(len(samples.prompt) - 1 - found.length) // piece) * piece
     return found if found.length and left < samples.width else NO_MATCH
 
-  def shard_of(self, samples: Prompt, shards: Sequence[int]) -> int:
+  def shard_of(self, samples: PromptSamples, shards: Sequence[int]) -> int:
     """Return the best shard to begin a prompt in.
 
     It is the one with the longest match; among several, the one with most free slots; and among these, one with a free
@@ -192,7 +192,7 @@ class KeptPrefixes:
     free = collections.Counter(shards)
     return max(free, key=lambda at: (self.match(at, samples).length, free[at], -self._rows[at].displaced))
 
-  def extended(self, parameters: tuple[Tree, Tree], missing: Mapping[Key, Prompt]) -> dict[Key, Prefix]:
+  def extended(self, parameters: tuple[Tree, Tree], missing: Mapping[Key, PromptSamples]) -> dict[Key, KeptPrefix]:
     """Return the prefixes of those prompts that can be extended from a kept row.
 
     Args:
@@ -209,11 +209,11 @@ class KeptPrefixes:
       chosen = [some[first : first + size] for some in of_shard]
       cache = self._extend(parameters, [[(missing[key], match) for key, match in some] for some in chosen], size)
       for some in chosen:
-        found |= {key: Prefix(cache, row, match.length) for row, (key, match) in enumerate(some)}
+        found |= {key: KeptPrefix(cache, row, match.length) for row, (key, match) in enumerate(some)}
     return found
 
   def _extend(
-    self, parameters: tuple[Tree, Tree], chosen: Sequence[Sequence[tuple[Prompt, Match]]], size: int
+    self, parameters: tuple[Tree, Tree], chosen: Sequence[Sequence[tuple[PromptSamples, Match]]], size: int
   ) -> KVCache:
     """Return a cache with `size` rows per shard, the first of which hold the chosen prompts."""
     rows = len(chosen) * size
@@ -229,7 +229,7 @@ class KeptPrefixes:
     arrays = source, tokens, held, new, *([members] if self._functions.pooled else [])
     return self._functions.extend(*parameters, self.cache, *self._functions.put(arrays), piece=self._sizes.piece)
 
-  def keep(self, cache: KVCache, left: Sequence[tuple[int, int, Prompt, np.ndarray]], most: int) -> None:
+  def keep(self, cache: KVCache, left: Sequence[tuple[int, int, PromptSamples, np.ndarray]], most: int) -> None:
     """Keep the keys and values of finished samples.
 
     Args:
@@ -256,7 +256,7 @@ class KeptPrefixes:
     for rows in self._rows:
       rows.release(gone)
 
-  def _covers(self, shard: int, samples: Prompt) -> bool:
+  def _covers(self, shard: int, samples: PromptSamples) -> bool:
     """Return whether a row holds a whole prompt."""
     tokens = samples.prompt[:-1]
     return self._rows[shard].match(samples.weights, tokens).length == len(tokens)

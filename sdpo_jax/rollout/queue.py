@@ -8,7 +8,7 @@ import dataclasses
 from typing import Generic, Protocol, TypeVar
 
 
-class Samples(Protocol):
+class QueuedSamples(Protocol):
   """Samples of one prompt."""
 
   @property
@@ -19,7 +19,7 @@ class Samples(Protocol):
   def __len__(self) -> int: ...
 
 
-S = TypeVar('S', bound=Samples)
+S = TypeVar('S', bound=QueuedSamples)
 
 
 @dataclasses.dataclass

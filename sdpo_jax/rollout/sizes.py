@@ -36,7 +36,7 @@ class Size:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class SamplerSizes:
   """The sizes that a sampler compiles for a kind of request."""
 
   prefix: int  # Slots of a prefilled prompt, whatever its bucket.
@@ -93,7 +93,7 @@ def sizes(
   chunk: int,
   keeps_size: bool,
   resized: bool = True,
-) -> Sizes:
+) -> SamplerSizes:
   """Return the sizes that a request may need.
 
   Args:
@@ -116,8 +116,8 @@ def sizes(
   # Every prompt fits into the small cache, with the tokens of two calls.
   fewer = max(math.ceil(slots / 4), min(math.ceil(slots / 2), SHORT_CACHE), widest + 2 * chunk, SMALLEST_CACHE)
   if small and 4 * fewer <= 3 * slots:
-    return Sizes(widest, (Size(rows, fewer), *stages), 2 if refilled else 1)
-  return Sizes(widest, stages, 1)
+    return SamplerSizes(widest, (Size(rows, fewer), *stages), 2 if refilled else 1)
+  return SamplerSizes(widest, stages, 1)
 
 
 def prompts_together(width: int, rows: int) -> int:

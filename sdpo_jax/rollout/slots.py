@@ -18,11 +18,11 @@ from models.cache import KVCache
 from models.policy import NO_MEMBER
 from sdpo_jax.rollout import decode
 from sdpo_jax.rollout.functions import SamplerFunctions
-from sdpo_jax.rollout.kept_prefixes import KeptPrefixes, Prefix
+from sdpo_jax.rollout.kept_prefixes import KeptPrefix, KeptPrefixes
 from sdpo_jax.rollout.queue import Queue
 from sdpo_jax.rollout.results import SamplingStats
 from sdpo_jax.rollout.sampling import SamplingParams
-from sdpo_jax.rollout.sizes import Size, Sizes
+from sdpo_jax.rollout.sizes import SamplerSizes, Size
 from sdpo_jax.types import Tree
 
 NO_TOKEN = -1  # Padding of the ids that end a sample.
@@ -87,7 +87,7 @@ class Slots:
     self,
     functions: SamplerFunctions,
     parameters: tuple[Tree, Tree],
-    sizes: Sizes,
+    sizes: SamplerSizes,
     *,
     room: int,
     chunk: int,
@@ -116,7 +116,7 @@ class Slots:
     self._size: Size | None = None  # Size of the cache.
     rows = functions.shards * sizes.rows
     self._cache: KVCache | None = None
-    self._prefixes: dict[tuple[int, Hashable], Prefix] = {}  # By (shard, prefix).
+    self._prefixes: dict[tuple[int, Hashable], KeptPrefix] = {}  # By (shard, prefix).
     self._kept = KeptPrefixes(functions, sizes, kept) if kept else None
     self._of: list[Samples | None] = [None] * rows  # None: free.
     self._live = np.zeros(rows, bool)
@@ -307,7 +307,7 @@ class Slots:
         placed = self._functions.put((tokens, lengths, *([members] if self._functions.pooled else [])))
         cache = self._functions.prefill(*self.parameters, *placed, slots=self._sizes.prefix)
         for shard, of_rows in enumerate(chosen):
-          self._prefixes |= {(shard, samples.prefix): Prefix(cache, row) for row, samples in enumerate(of_rows)}
+          self._prefixes |= {(shard, samples.prefix): KeptPrefix(cache, row) for row, samples in enumerate(of_rows)}
     reused = sum(self._prefixes[key].reused for key in new)
     self.stats.prompts += len(new)
     self.stats.prefilled += sum(len(samples.prompt) - 1 for samples in new.values()) - reused

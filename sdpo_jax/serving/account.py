@@ -26,13 +26,13 @@ from sdpo_jax.serving import adapter_settings, differences, feedback, names, pro
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.draft_texts import DraftText, finished_text
 from sdpo_jax.serving.errors import Deadline, Forbidden, InvalidRequest, ServiceError, VersionConflict
-from sdpo_jax.serving.event_log import Event
+from sdpo_jax.serving.event_log import AdapterEvent
 from sdpo_jax.serving.feedback_request import FeedbackRequest
-from sdpo_jax.serving.records import Adapter, Sample, Version
+from sdpo_jax.serving.records import AdapterRecord, SampleRecord, Version
 from sdpo_jax.serving.sampling import SampleOptions, Sampling
 from sdpo_jax.serving.sessions.sessions import Sessions
-from sdpo_jax.serving.store.store import Request, StoredResponse
-from sdpo_jax.serving.targets import Target
+from sdpo_jax.serving.store.store import IdempotentRequest, StoredResponse
+from sdpo_jax.serving.targets import VersionTarget
 
 if TYPE_CHECKING:
   from sdpo_jax.serving.service import Service
@@ -96,8 +96,8 @@ class Account:
     base_model: str | None = None,
     rank: int | None = None,
     alpha: float | None = None,
-    request: Request | None = None,
-  ) -> tuple[Adapter, Version]:
+    request: IdempotentRequest | None = None,
+  ) -> tuple[AdapterRecord, Version]:
     """Make an adapter that does not change the model yet.
 
     Args:
@@ -124,8 +124,8 @@ class Account:
     arrays: Mapping[str, np.ndarray],
     reason: str,
     details: Mapping[str, Any],
-    request: Request | None,
-  ) -> tuple[Adapter, Version]:
+    request: IdempotentRequest | None,
+  ) -> tuple[AdapterRecord, Version]:
     store, limit = self.service.store, self.service.settings.limits.max_adapters_per_owner
     checked = adapter_settings.checked(settings or {}, self.service.settings, self.prompt_of)
     names.check_name(name, self.service.model_name)
@@ -138,25 +138,27 @@ class Account:
     self._tell(made.id, 'committed', version=version.number, reason=reason)
     return made, version
 
-  def adapters(self) -> list[Adapter]:
+  def adapters(self) -> list[AdapterRecord]:
     """Return the owner's adapters."""
     return self.service.store.adapters(self.owner)
 
-  def adapter(self, id: str) -> Adapter:
+  def adapter(self, id: str) -> AdapterRecord:
     """Return an adapter."""
     found = self.service.store.adapter(self.owner, id)
     self.service.remember(found.id, self.owner)
     return found
 
   def change(
-    self, id: str, expected: int | None, settings: Mapping[str, Any], *, request: Request | None = None
-  ) -> Adapter:
+    self, id: str, expected: int | None, settings: Mapping[str, Any], *, request: IdempotentRequest | None = None
+  ) -> AdapterRecord:
     """Update some of an adapter's settings; its version stays the same."""
     with self._turn(id, expected) as adapter:
       changed = adapter_settings.checked({**adapter.settings, **settings}, self.service.settings, self.prompt_of)
       return self.service.store.change_settings(self.owner, id, adapter.head, changed, request=request)
 
-  def fork(self, id: str, number: int | None, name: str, *, request: Request | None = None) -> tuple[Adapter, Version]:
+  def fork(
+    self, id: str, number: int | None, name: str, *, request: IdempotentRequest | None = None
+  ) -> tuple[AdapterRecord, Version]:
     """Make an adapter from a version of another one (None: the newest), with its settings, moments and average."""
     adapter, version = self.adapter(id), self.version(id, number)
     arrays = self.service.store.arrays(version)
@@ -209,7 +211,7 @@ class Account:
       ],
     }
 
-  def undo(self, id: str, expected: int | None, to: int, *, request: Request | None = None) -> Version:
+  def undo(self, id: str, expected: int | None, to: int, *, request: IdempotentRequest | None = None) -> Version:
     """Make a new version that equals an older one, including its moments and its average."""
     with self._turn(id, expected) as adapter:
       source = self.service.store.version(self.owner, id, to)
@@ -228,8 +230,8 @@ class Account:
     files: Mapping[str, bytes],
     settings: Mapping[str, Any] | None = None,
     *,
-    request: Request | None = None,
-  ) -> tuple[Adapter, Version]:
+    request: IdempotentRequest | None = None,
+  ) -> tuple[AdapterRecord, Version]:
     """Make an adapter from files that PEFT wrote; its optimizer starts from zero moments.
 
     Args:
@@ -256,7 +258,7 @@ class Account:
 
   # Sampling and scoring.
 
-  def resolve(self, model: str) -> Target:
+  def resolve(self, model: str) -> VersionTarget:
     """Return the version that a request names as its model.
 
     Args:
@@ -267,7 +269,7 @@ class Account:
       NotFound: there is no such model, adapter or version.
     """
     if model in (names.BASE_NAME, self.service.model_name):
-      return Target(None, None)
+      return VersionTarget(None, None)
     reference = names.parse(model)
     for find in (self.service.store.adapter, self.service.store.by_name)[: 1 if reference.is_id else 2]:
       with contextlib.suppress(names.NotFound):
@@ -275,7 +277,7 @@ class Account:
         number = adapter.head if reference.number is None else reference.number
         self.service.store.version(self.owner, adapter.id, number)
         self.service.remember(adapter.id, self.owner)
-        return Target(adapter, number)
+        return VersionTarget(adapter, number)
     raise names.unknown(model)
 
   def prompt_of(
@@ -314,7 +316,7 @@ class Account:
 
   def sample(
     self,
-    target: Target,
+    target: VersionTarget,
     prompt_tokens: Sequence[int],
     *,
     n: int = 1,
@@ -361,7 +363,7 @@ class Account:
       )
     kept = [dict(message) for message in messages] if messages is not None else None
 
-    def keep(done: Completion) -> Sample:
+    def keep(done: Completion) -> SampleRecord:
       self.call.spend('sampled', len(done.tokens) - options.max_tokens)
       return self._keep(target, prompt_tokens, options, kept, done)
 
@@ -375,14 +377,14 @@ class Account:
 
   def _keep(
     self,
-    target: Target,
+    target: VersionTarget,
     prompt_tokens: Sequence[int],
     options: SampleOptions,
     messages: list[dict[str, Any]] | None,
     done: Completion,
-  ) -> Sample:
+  ) -> SampleRecord:
     now, tokens = self.service.clock(), done.tokens.tolist()
-    sample = Sample(
+    sample = SampleRecord(
       id=f'smp-{secrets.token_hex(12)}',
       owner=self.owner,
       adapter=None if target.adapter is None else target.adapter.id,
@@ -400,7 +402,7 @@ class Account:
     self.service.store.keep_sample(sample)
     return sample
 
-  def sample_of(self, id: str) -> Sample:
+  def sample_of(self, id: str) -> SampleRecord:
     """Return a stored completion of the owner.
 
     Raises:
@@ -411,7 +413,7 @@ class Account:
 
   def score(
     self,
-    target: Target,
+    target: VersionTarget,
     rows: Sequence[tuple[Sequence[int], Sequence[int]]],
     *,
     topk: int = 1,
@@ -472,7 +474,7 @@ class Account:
     expected: int | None,
     request: FeedbackRequest,
     *,
-    idempotency: Request | None = None,
+    idempotency: IdempotentRequest | None = None,
     progress: Progress = lambda stage, **details: None,
   ) -> dict[str, Any]:
     """Learn from feedback, if the guards accept the result; see `feedback.run`."""
@@ -486,7 +488,9 @@ class Account:
         self.service.store.about(idempotency, adapter.id)
       return feedback.run(self, adapter, request, expected=adapter.head, idempotency=idempotency, progress=tell)
 
-  def feedback_batch(self, entries: Sequence[feedback.Entry]) -> list[dict[str, Any] | ServiceError | UserError]:
+  def feedback_batch(
+    self, entries: Sequence[feedback.FeedbackEntry]
+  ) -> list[dict[str, Any] | ServiceError | UserError]:
     """Learn from feedback on several adapters at once, each in its own transaction; see `feedback.run_batch`."""
     return feedback.run_batch(self, entries)
 
@@ -499,7 +503,7 @@ class Account:
 
   # Events.
 
-  def events(self, id: str, after: int | None = None, timeout: float = 15.0) -> Iterator[Event | None]:
+  def events(self, id: str, after: int | None = None, timeout: float = 15.0) -> Iterator[AdapterEvent | None]:
     """Yield the events of an adapter, and None whenever there was none for `timeout` seconds.
 
     Args:
@@ -509,7 +513,7 @@ class Account:
     """
     self.adapter(id)
 
-    def stream(last: int | None) -> Iterator[Event | None]:
+    def stream(last: int | None) -> Iterator[AdapterEvent | None]:
       while True:
         found = self.service.events.wait(id, last, timeout)
         for event in found:
@@ -520,38 +524,38 @@ class Account:
 
     return stream(after)
 
-  def listen(self, id: str, listener: Callable[[Event], None]) -> Callable[[], None]:
+  def listen(self, id: str, listener: Callable[[AdapterEvent], None]) -> Callable[[], None]:
     """Call `listener` with every later event of an adapter; return a function that ends this. See `EventLog.listen`."""
     self.adapter(id)
     return self.service.events.listen(id, listener)
 
-  def events_after(self, id: str, after: int | None = None) -> list[Event]:
+  def events_after(self, id: str, after: int | None = None) -> list[AdapterEvent]:
     """Return the kept events of an adapter that are newer than the event `after`."""
     self.adapter(id)
     return self.service.events.after(id, after)
 
   # Idempotent requests.
 
-  def begin(self, key: str, body_digest: str) -> Request | StoredResponse:
+  def begin(self, key: str, body_digest: str) -> IdempotentRequest | StoredResponse:
     """Begin a request with an idempotency key, or return its stored response; see `Store.begin`."""
     return self.service.store.begin(self.owner, key, body_digest)
 
-  def part(self, request: Request, index: int) -> Request | StoredResponse:
+  def part(self, request: IdempotentRequest, index: int) -> IdempotentRequest | StoredResponse:
     """Begin one part of a batch request; see `Store.part`."""
     return self.service.store.part(request, index)
 
-  def finish(self, request: Request, status: int, response: bytes) -> None:
+  def finish(self, request: IdempotentRequest, status: int, response: bytes) -> None:
     """Store the response of a request."""
     self.service.store.finish(request, status, response)
 
-  def abandon(self, request: Request) -> None:
+  def abandon(self, request: IdempotentRequest) -> None:
     """Forget a request that has changed nothing."""
     self.service.store.abandon(request)
 
   # Inside.
 
   @contextlib.contextmanager
-  def _turn(self, id: str, expected: int | None) -> Iterator[Adapter]:
+  def _turn(self, id: str, expected: int | None) -> Iterator[AdapterRecord]:
     """Wait for this request's turn to change the adapter, check its version, and provide it."""
     self.adapter(id)  # Raise NotFound before a queue is made for an unknown id.
     with self.service.turns.of(id, self.call.deadline):

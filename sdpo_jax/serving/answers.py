@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from models.token_texts import TokenTexts
-from sdpo_jax.learning.learner import Learned, Said
+from sdpo_jax.learning.learner import Learned, LessonScores
 from sdpo_jax.learning.losses import Loss, Sdpo
 from sdpo_jax.serving.feedback_request import FeedbackRequest
 from sdpo_jax.serving.guards import Canaries, Check
@@ -45,7 +45,9 @@ def finite(value: Any) -> Any:
   return value.item() if isinstance(value, np.generic) else value
 
 
-def of_item(prepared: Prepared, said: Said, texts: TokenTexts, *, detail: Collection[str], top: int) -> dict[str, Any]:
+def of_item(
+  prepared: Prepared, said: LessonScores, texts: TokenTexts, *, detail: Collection[str], top: int
+) -> dict[str, Any]:
   """Return the part of the response about one completion of T tokens.
 
   Args:

@@ -41,7 +41,7 @@ from sdpo_jax.rollout.engine import Sampler, SamplingOptions
 from sdpo_jax.rollout.resident import Handle, Resident, Weights
 from sdpo_jax.rollout.results import SamplingStats
 from sdpo_jax.rollout.stops import Tokenizer
-from sdpo_jax.serving import elsewhere
+from sdpo_jax.serving import endpoint_scores
 from sdpo_jax.serving.kept_programs import KeptPrograms
 from sdpo_jax.serving.places import NoPlaceError, Places
 from sdpo_jax.serving.program_folder import ProgramFolder, surroundings
@@ -562,7 +562,7 @@ class Engine:
     if self._endpoint is None:
       raise UserError("The engine has no endpoint to ask: set the teacher_endpoint's url, or choose another teacher.")
     self._learner.check([Task(0, lessons, loss=Sdpo(topk=1))])
-    return elsewhere.taught(self._endpoint, lessons, self.settings.topk, stop)
+    return endpoint_scores.taught(self._endpoint, lessons, self.settings.topk, stop)
 
   def learn(
     self, feedback: Sequence[Feedback], keep: Callable[[int, Learned], bool] = lambda *_: True

@@ -14,7 +14,7 @@ ADAPTERS = 4096  # The most adapters with events; those without events for the l
 
 
 @dataclasses.dataclass(frozen=True)
-class Event:
+class AdapterEvent:
   """An event of one adapter."""
 
   id: int  # Later events have larger ones, also after a restart.
@@ -31,13 +31,13 @@ class EventLog:
     """Make a log without events."""
     self._clock, self._changed = clock, threading.Condition()
     self._next = int(1e6 * clock())
-    self._events: collections.OrderedDict[str, collections.deque[Event]] = collections.OrderedDict()
-    self._listeners: dict[str, list[Callable[[Event], None]]] = {}
+    self._events: collections.OrderedDict[str, collections.deque[AdapterEvent]] = collections.OrderedDict()
+    self._listeners: dict[str, list[Callable[[AdapterEvent], None]]] = {}
 
-  def add(self, adapter: str, kind: str, details: Mapping[str, Any]) -> Event:
+  def add(self, adapter: str, kind: str, details: Mapping[str, Any]) -> AdapterEvent:
     """Add an event and notify the listeners."""
     with self._changed:
-      event = Event(self._next, adapter, kind, self._clock(), details)
+      event = AdapterEvent(self._next, adapter, kind, self._clock(), details)
       self._next += 1
       self._events.setdefault(adapter, collections.deque(maxlen=KEPT)).append(event)
       self._events.move_to_end(adapter)
@@ -49,12 +49,12 @@ class EventLog:
       listener(event)
     return event
 
-  def after(self, adapter: str, last: int | None) -> list[Event]:
+  def after(self, adapter: str, last: int | None) -> list[AdapterEvent]:
     """Return the kept events of an adapter with ids above `last`; None: all that are kept."""
     with self._changed:
       return [event for event in self._events.get(adapter, ()) if last is None or event.id > last]
 
-  def wait(self, adapter: str, last: int | None, timeout: float) -> list[Event]:
+  def wait(self, adapter: str, last: int | None, timeout: float) -> list[AdapterEvent]:
     """Return as `after`; if there are no such events, wait for them up to `timeout` seconds."""
     with self._changed:
       self._changed.wait_for(lambda: self._newest(adapter) > (-1 if last is None else last), timeout)
@@ -64,7 +64,7 @@ class EventLog:
     events = self._events.get(adapter)
     return events[-1].id if events else -1
 
-  def listen(self, adapter: str, listener: Callable[[Event], None]) -> Callable[[], None]:
+  def listen(self, adapter: str, listener: Callable[[AdapterEvent], None]) -> Callable[[], None]:
     """Call `listener` with every later event of an adapter; return a function that ends this.
 
     The listener runs in the thread that adds the event.

@@ -22,12 +22,12 @@ from sdpo_jax.serving.engine import Feedback
 from sdpo_jax.serving.errors import Gone, InvalidRequest, NotFound, NotReady, ServiceError, VersionConflict
 from sdpo_jax.serving.feedback_request import FeedbackRequest
 from sdpo_jax.serving.guards import Canaries, Guards, Measured
-from sdpo_jax.serving.records import Adapter, Version, engine_name
-from sdpo_jax.serving.teachers import Teacher
+from sdpo_jax.serving.records import AdapterRecord, Version, engine_name
+from sdpo_jax.serving.teachers import FeedbackTeacher
 
 if TYPE_CHECKING:
   from sdpo_jax.serving.account import Account
-  from sdpo_jax.serving.store.store import Request
+  from sdpo_jax.serving.store.store import IdempotentRequest
 
 Progress = Callable[..., None]  # (stage, **details): queued, scored, stepped, guarded, committed or rejected.
 _TOGETHER = 32  # The most feedbacks of a batch that run at once.
@@ -36,11 +36,11 @@ _logger = logging.getLogger('sdpo_jax.serving')
 
 def run(
   account: Account,
-  adapter: Adapter,
+  adapter: AdapterRecord,
   request: FeedbackRequest,
   *,
   expected: int | None = None,
-  idempotency: Request | None = None,
+  idempotency: IdempotentRequest | None = None,
   progress: Progress = lambda stage, **details: None,
 ) -> dict[str, Any]:
   """Learn from a feedback in one transaction and return the response.
@@ -154,16 +154,16 @@ def run(
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class FeedbackEntry:
   """One feedback of a batch."""
 
   adapter: str  # Its id.
   request: FeedbackRequest
   expected: int | None = None
-  idempotency: Request | None = None
+  idempotency: IdempotentRequest | None = None
 
 
-def run_batch(account: Account, entries: Sequence[Entry]) -> list[dict[str, Any] | ServiceError | UserError]:
+def run_batch(account: Account, entries: Sequence[FeedbackEntry]) -> list[dict[str, Any] | ServiceError | UserError]:
   """Run several feedbacks and return, in order, the response or the error of each.
 
   Each is a transaction of its own. Those of one adapter run one after the other; those of different adapters run at the
@@ -221,7 +221,7 @@ class _Clock:
     self.times[stage] = time.monotonic() - self._began
 
 
-def _check_teacher(account: Account, adapter: Adapter, teacher: Teacher) -> None:
+def _check_teacher(account: Account, adapter: AdapterRecord, teacher: FeedbackTeacher) -> None:
   """Raise InvalidRequest if the version that should teach does not exist any more."""
   if teacher.version is None:
     return
@@ -236,7 +236,7 @@ def _check_teacher(account: Account, adapter: Adapter, teacher: Teacher) -> None
 
 
 def _canary_prompts(
-  account: Account, adapter: Adapter, request: FeedbackRequest, limits: Guards
+  account: Account, adapter: AdapterRecord, request: FeedbackRequest, limits: Guards
 ) -> list[Sequence[int]]:
   """Return the prompts on which to measure the new version; empty if no guard needs them.
 
@@ -260,7 +260,7 @@ def _canary_prompts(
   return [account.prompt_of(messages=messages) for messages in asked]
 
 
-def _recent(account: Account, adapter: Adapter) -> list[Version]:
+def _recent(account: Account, adapter: AdapterRecord) -> list[Version]:
   """Return the newest stored versions of an adapter."""
   found = []
   for number in range(max(0, adapter.head - guards.RECENT + 1), adapter.head + 1):
@@ -284,7 +284,7 @@ def _measured(learned: Learned, finite: bool, canaries: Canaries | None, recent:
 
 
 def _note(
-  account: Account, adapter: Adapter, request: FeedbackRequest, answer: Mapping[str, Any], progress: Progress
+  account: Account, adapter: AdapterRecord, request: FeedbackRequest, answer: Mapping[str, Any], progress: Progress
 ) -> None:
   """Log the feedback in the store and report the last stage. Errors are logged: the response stands."""
   store, worker, after = account.service.store, account.service.worker, answer['version_after']

@@ -14,7 +14,7 @@ from sdpo_jax.learning.learner import Learned
 from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.rollout.resident import CancelledError
-from sdpo_jax.rollout.resident import Handle as Drawing
+from sdpo_jax.rollout.resident import SamplingHandle as Drawing
 from sdpo_jax.rollout.results import Completion, Draft
 from sdpo_jax.serving.engine import BASE, Feedback
 from sdpo_jax.serving.errors import Cancelled, NotReady, ServiceError
@@ -23,7 +23,7 @@ VERSION = 'version:'  # Prefix of `Feedback.teacher` before the name of a versio
 ENDPOINT = 'endpoint'  # `Feedback.teacher` for an external teacher.
 
 
-class Handle:
+class SamplingHandle:
   """Samples under way, like `rollout.resident.Handle`; they may still wait for the version that draws them."""
 
   def __init__(self) -> None:
@@ -96,7 +96,7 @@ class SampleJob(Job):
   version: str
   prompt: Sequence[int]
   options: Mapping[str, Any]
-  handle: Handle
+  handle: SamplingHandle
   drawing: Drawing | None = None
   passed: int = 0  # How many later jobs started first because all places were in use.
 

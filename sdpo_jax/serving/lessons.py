@@ -15,7 +15,7 @@ from sdpo_jax.rollout.stops import to_text
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback_request import Item
 from sdpo_jax.serving.prompts import check_tokens
-from sdpo_jax.serving.records import Adapter, Sample
+from sdpo_jax.serving.records import AdapterRecord, SampleRecord
 from sdpo_jax.teacher import context
 
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ class Prepared:
   """A lesson and its origin."""
 
   lesson: Lesson
-  sample: Sample | None  # None: the item has its own tokens.
+  sample: SampleRecord | None  # None: the item has its own tokens.
   context: tuple[str, ...]  # The fields of `Item` that the teacher reads beyond the prompt.
   truncated: bool  # Whether texts were shortened to fit into the teacher's prompt.
 
 
 def prepare(
-  items: Sequence[Item], adapter: Adapter, store: Store, reprompting: Reprompting, vocab_size: int
+  items: Sequence[Item], adapter: AdapterRecord, store: Store, reprompting: Reprompting, vocab_size: int
 ) -> list[Prepared]:
   """Return the lessons of a feedback, in order.
 
@@ -123,12 +123,12 @@ def _texts(item: Item, number: int, config: SelfDistillationConfig) -> tuple[str
 
 
 def _reprompted(
-  source: Item | Sample, solution: str | None, feedback: str | None, reprompting: Reprompting
+  source: Item | SampleRecord, solution: str | None, feedback: str | None, reprompting: Reprompting
 ) -> tuple[list[int], bool]:
   config, tokenizer, chat = reprompting.config, reprompting.tokenizer, reprompting.chat
   attempt = None
   if config.include_failed_attempt:
-    text = source.text if isinstance(source, Sample) else to_text(tokenizer, source.tokens)
+    text = source.text if isinstance(source, SampleRecord) else to_text(tokenizer, source.tokens)
     attempt = context.shown_text(text, config)
   if source.messages:
     messages = [dict(message) for message in source.messages]

@@ -20,7 +20,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import check_output, jsonable, write_output
-from sdpo_jax.planner import answers, model, report, topology
+from sdpo_jax.planner import model, program_facts, report, topology
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.planner.plan import GIB, Estimate
 from sdpo_jax.programs import Program
@@ -122,16 +122,16 @@ def make(
   names = {name: label for label, name in labels.items()}
   pools, estimates, sampling_weights = pool_bytes(found), {}, None
   resident = {'base': pools.pop('base')}
-  compiler = answers.Compiler(f'{slice_.name}, {slice_.compiler}', keep)
+  compiler = program_facts.Compiler(f'{slice_.name}, {slice_.compiler}', keep)
   first = [name for name, program in found.items() if program.kind in ('prepare_base', 'prepare')]
   began = time.monotonic()
   for name, answer in planning.compiled_for(mesh, compiler.asked_of(found), [*first, *names]):
     program = found[name]
-    if isinstance(answer, answers.Answer) and program.kind == 'prepare':
+    if isinstance(answer, program_facts.ProgramFacts) and program.kind == 'prepare':
       sampling_weights = answer.results
       if not sampling_weights:  # The sampler reads the snapshots themselves.
         pools.pop('snapshots')
-    elif isinstance(answer, answers.Answer) and program.kind == 'prepare_base':
+    elif isinstance(answer, program_facts.ProgramFacts) and program.kind == 'prepare_base':
       resident['sampling base'] = answer.results
     one = planning.estimated(
       name, program, answer, run, slice_.chip, dict(mesh.shape), resident, sampling_weights, assumed, samples

@@ -12,7 +12,7 @@ Reason = Literal['create', 'feedback', 'import', 'fork', 'undo']
 
 
 @dataclasses.dataclass(frozen=True)
-class Adapter:
+class AdapterRecord:
   """An adapter of one owner: a name, settings, and the version that it is at."""
 
   id: str  # Minted by the service; never a name that a user chose.
@@ -42,7 +42,7 @@ class Version:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
+class SampleRecord:
   """A completion as it was drawn, so that feedback on it never tokenizes its text again."""
 
   id: str

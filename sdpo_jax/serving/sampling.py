@@ -13,7 +13,7 @@ from sdpo_jax.rollout.results import Completion, Draft
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.draft_texts import DraftText
 from sdpo_jax.serving.errors import Cancelled, InvalidRequest
-from sdpo_jax.serving.records import Sample
+from sdpo_jax.serving.records import SampleRecord
 
 MOST_STOPS, LONGEST_STOP = 16, 256  # The most stop strings of a request, and the most characters of one.
 
@@ -92,7 +92,7 @@ class SampleDone:
 
   index: int
   delta: str  # The text added since the last draft.
-  sample: Sample
+  sample: SampleRecord
 
 
 class Sampling:
@@ -102,7 +102,7 @@ class Sampling:
     self,
     handle: Iterable[Draft | Completion],
     cancel: Callable[[], None],
-    keep: Callable[[Completion], Sample],
+    keep: Callable[[Completion], SampleRecord],
     make_text: Callable[[], DraftText],
     call: Call,
   ):
@@ -156,7 +156,7 @@ class Sampling:
     """
     return max(self._reused.values(), default=0) if index is None else self._reused.get(index, 0)
 
-  def result(self) -> list[Sample]:
+  def result(self) -> list[SampleRecord]:
     """Wait for all completions and return them in order; raise the errors of `__iter__`."""
     found = [event for event in self if isinstance(event, SampleDone)]
     return [done.sample for done in sorted(found, key=lambda done: done.index)]

@@ -27,7 +27,7 @@ from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning.requests import Lesson
-from sdpo_jax.serving import elsewhere, names, teachers
+from sdpo_jax.serving import endpoint_scores, names, teachers
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.engine import Engine, EngineSettings, check_divides
@@ -231,7 +231,7 @@ class Service:
         'No teacher is behind an endpoint here: choose another kind of teacher.', field='teacher.kind'
       )
     try:
-      return elsewhere.taught(self.endpoint, lessons, self.sizes.topk, _StopOf(call))
+      return endpoint_scores.taught(self.endpoint, lessons, self.sizes.topk, _StopOf(call))
     except StoppedError:
       call.check()
       raise

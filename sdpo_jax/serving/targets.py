@@ -6,14 +6,14 @@ import dataclasses
 
 from sdpo_jax.serving import names
 from sdpo_jax.serving.engine import BASE
-from sdpo_jax.serving.records import Adapter, engine_name
+from sdpo_jax.serving.records import AdapterRecord, engine_name
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class VersionTarget:
   """A version of an adapter, or the model without one."""
 
-  adapter: Adapter | None  # None: the model without an adapter.
+  adapter: AdapterRecord | None  # None: the model without an adapter.
   number: int | None  # The number of the version.
 
   @property

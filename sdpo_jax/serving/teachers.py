@@ -9,7 +9,7 @@ from typing import Any
 from sdpo_jax.config import LearningConfig
 from sdpo_jax.errors import short_repr
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.records import Adapter, engine_name
+from sdpo_jax.serving.records import AdapterRecord, engine_name
 
 # The fields that each kind may have beside its name.
 KINDS = {
@@ -24,7 +24,7 @@ KINDS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Teacher:
+class FeedbackTeacher:
   """The model that reads the feedback."""
 
   name: str  # The value of `serving.engine.Feedback.teacher`; 'endpoint': asked before learning.
@@ -72,7 +72,7 @@ def check(settings: Mapping[str, Any]) -> None:
     raise InvalidRequest("A teacher of the kind 'model' needs its name.", field='teacher.name')
 
 
-def choose(adapter: Adapter, asked: Mapping[str, Any] | None, defaults: LearningConfig) -> Teacher:
+def choose(adapter: AdapterRecord, asked: Mapping[str, Any] | None, defaults: LearningConfig) -> FeedbackTeacher:
   """Return the teacher of an adapter at its newest version.
 
   Args:
@@ -90,7 +90,7 @@ def choose(adapter: Adapter, asked: Mapping[str, Any] | None, defaults: Learning
   rate = defaults.average_rate if rate is None else float(rate)
   kind = settings['kind']
   if kind == 'model':
-    return Teacher(f'model:{settings["name"]}', None, rate)
+    return FeedbackTeacher(f'model:{settings["name"]}', None, rate)
   if kind in ('lagged', 'frozen'):
     number = 0 if kind == 'frozen' else settings.get('version')
     if number is None:
@@ -99,8 +99,8 @@ def choose(adapter: Adapter, asked: Mapping[str, Any] | None, defaults: Learning
       raise InvalidRequest(
         f'Version {short_repr(number)} cannot teach: the adapter is at version {adapter.head}.', field='teacher.version'
       )
-    return Teacher(f'version:{engine_name(adapter.id, number)}', number, rate)
-  return Teacher('average' if kind == 'ema' else kind, None, rate)
+    return FeedbackTeacher(f'version:{engine_name(adapter.id, number)}', number, rate)
+  return FeedbackTeacher('average' if kind == 'ema' else kind, None, rate)
 
 
 def _is_number(value: Any) -> bool:

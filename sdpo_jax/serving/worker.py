@@ -27,10 +27,10 @@ from sdpo_jax.serving.errors import Busy, Cancelled, Deadline, InvalidRequest, N
 from sdpo_jax.serving.jobs import (
   ENDPOINT,
   ForgetJob,
-  Handle,
   Job,
   LearnJob,
   SampleJob,
+  SamplingHandle,
   ScoreJob,
   Unwanted,
   learned_together,
@@ -157,7 +157,7 @@ class Worker:
     stop_token_ids: Sequence[int] = (),
     owner: str | None = None,
     **options: Any,
-  ) -> Handle:
+  ) -> SamplingHandle:
     """Queue samples of a prompt from a version.
 
     Args:
@@ -174,7 +174,7 @@ class Worker:
       Busy: too many requests wait.
       NotReady: there is no engine now.
     """
-    handle = Handle()
+    handle = SamplingHandle()
     given = {'step': 0, **options, 'drafts': drafts, 'stop': tuple(stop), 'stop_token_ids': tuple(stop_token_ids)}
     given['owner'] = owner
     needs = frozenset({version} - {BASE})
@@ -191,7 +191,7 @@ class Worker:
     )
     return handle
 
-  def cancel(self, request: Handle | Future) -> None:
+  def cancel(self, request: SamplingHandle | Future) -> None:
     """Cancel a request: samples end at the next chunk, a waiting request at once; a finished one is no error."""
     if isinstance(request, Future):
       request.cancel()

@@ -27,7 +27,7 @@ SLACK_BYTES, SLACK_VALUES = 2**16, 10_000  # Allowance for everything around the
 
 
 @dataclasses.dataclass(frozen=True)
-class Scored:
+class EndpointScores:
   """A teacher's log-probs for a completion."""
 
   token_ids: np.ndarray  # [T, K] int32, the most likely tokens, most likely first; −1: not in the vocabulary.
@@ -48,9 +48,13 @@ class Dialect:
   """A server's request and response format."""
 
   request: Callable[[str, Sequence[int], Sequence[int], int], dict[str, Any]]  # (model, prompt, completion, K) → body.
-  rows: Callable[[Any, Sequence[int], Sequence[int]], list[Row]]  # (answer, prompt, completion) → [T]; raises Fault.
+  rows: Callable[
+    [Any, Sequence[int], Sequence[int]], list[PositionLogProbs]
+  ]  # (answer, prompt, completion) → [T]; raises Fault.
 
-  def read(self, answer: Any, prompt: Sequence[int], completion: Sequence[int], k: int, vocab_size: int) -> Scored:
+  def read(
+    self, answer: Any, prompt: Sequence[int], completion: Sequence[int], k: int, vocab_size: int
+  ) -> EndpointScores:
     """Return the log-probs in a response.
 
     Args:
@@ -85,11 +89,11 @@ class Dialect:
       raise Fault(f'its answer has probabilities at a position that add up to {mass.max():.3g}')
     beyond = ids >= vocab_size
     ids[beyond], log_probs[beyond] = -1, -np.inf
-    return Scored(ids, log_probs, targets, tuple(row.text for row in rows))
+    return EndpointScores(ids, log_probs, targets, tuple(row.text for row in rows))
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class PositionLogProbs:
   """The log-probs that a response gives at one position."""
 
   entries: Mapping[int, float]  # Token id → log-prob, including the text's own token at this position.
@@ -149,7 +153,7 @@ def _vllm_request(model: str, prompt: Sequence[int], completion: Sequence[int], 
   }
 
 
-def _vllm_rows(answer: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[Row]:
+def _vllm_rows(answer: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[PositionLogProbs]:
   choice = _choice(answer)
   found = choice.get('prompt_logprobs')
   if not isinstance(found, list):
@@ -163,7 +167,7 @@ def _vllm_rows(answer: Any, prompt: Sequence[int], completion: Sequence[int]) ->
   ]  # The first entry of the prompt has no context and is null.
 
 
-def _vllm_row(row: Any, token: int) -> Row:
+def _vllm_row(row: Any, token: int) -> PositionLogProbs:
   if not isinstance(row, Mapping):
     raise Fault(f'its answer has no log-probs at a position: {quoted(row)}')
   entries = {}
@@ -175,7 +179,7 @@ def _vllm_row(row: Any, token: int) -> Row:
     entries[int(key)] = _log_prob(entry.get('logprob'))
   if token not in entries:
     raise Fault('its answer has no log-prob of the token that stands at a position, as if positions were shifted')
-  return Row(entries, _text(row[str(token)].get('decoded_token')))
+  return PositionLogProbs(entries, _text(row[str(token)].get('decoded_token')))
 
 
 # --- Fireworks
@@ -196,7 +200,7 @@ def _fireworks_request(model: str, prompt: Sequence[int], completion: Sequence[i
   }
 
 
-def _fireworks_rows(answer: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[Row]:
+def _fireworks_rows(answer: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[PositionLogProbs]:
   choice = _choice(answer)
   found = choice.get('logprobs')
   content = found.get('content') if isinstance(found, Mapping) else None
@@ -209,7 +213,7 @@ def _fireworks_rows(answer: Any, prompt: Sequence[int], completion: Sequence[int
   return [_fireworks_row(entry, token) for entry, token in zip(content, completion, strict=False)]
 
 
-def _fireworks_row(found: Any, token: int) -> Row:
+def _fireworks_row(found: Any, token: int) -> PositionLogProbs:
   if not isinstance(found, Mapping) or not isinstance(found.get('top_logprobs'), list):
     raise Fault(f"its answer has no 'top_logprobs' at a position: {quoted(found)}")
   if _token_id(found) != token:
@@ -222,7 +226,7 @@ def _fireworks_row(found: Any, token: int) -> Row:
     if number in entries:
       raise Fault(f'its answer has two log-probs of token id {number} at a position')
     entries[number] = _log_prob(entry.get('logprob'))
-  return Row({token: _log_prob(found.get('logprob'))} | entries, _text(found.get('token')))
+  return PositionLogProbs({token: _log_prob(found.get('logprob'))} | entries, _text(found.get('token')))
 
 
 def _token_id(entry: Mapping[str, Any]) -> int:

@@ -24,7 +24,7 @@ from sdpo_jax.environments.json_server import Fault
 from sdpo_jax.errors import UserError
 from sdpo_jax.teacher import dialects
 from sdpo_jax.teacher.asking import ask_all
-from sdpo_jax.teacher.dialects import Scored
+from sdpo_jax.teacher.dialects import EndpointScores
 
 SECTION = 'actor.self_distillation.teacher_endpoint'
 PATH = '/completions'
@@ -33,7 +33,7 @@ MUCH_TAIL = 0.01  # Mean probability outside the K tokens above which a warning 
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class EndpointQuery:
   """A completion to score."""
 
   prompt: Sequence[int]  # [P] tokens before it; at least one.
@@ -102,17 +102,19 @@ class Endpoint:
         'a model with the same tokenizer, such as another size of the same family.'
       )
     first, *rest = [token for text in identity.TEXTS for token in tokenizer.encode(text, add_special_tokens=False)]
-    [scored] = self._score([Asked([first], rest)], NEVER, 'the first, short text')
+    [scored] = self._score([EndpointQuery([first], rest)], NEVER, 'the first, short text')
     self._check_texts(tokenizer, rest, scored)
     filler = ([first, *rest] * (-(-longest // (1 + len(rest)))))[:longest]
     try:
-      self._ask(Asked(filler[:-1], filler[-1:]), time.monotonic() + settings.batch_timeout_s, 1, threading.Event())
+      self._ask(
+        EndpointQuery(filler[:-1], filler[-1:]), time.monotonic() + settings.batch_timeout_s, 1, threading.Event()
+      )
     except Fault as fault:
       raise self._error(
         f'a text of {longest} tokens, which is the longest prompt with the longest completion', fault
       ) from fault
 
-  def score(self, asked: Sequence[Asked], stop: Stop = NEVER) -> list[Scored]:
+  def score(self, asked: Sequence[EndpointQuery], stop: Stop = NEVER) -> list[EndpointScores]:
     """Return the teacher's scores of all completions, in order.
 
     Args:
@@ -127,11 +129,11 @@ class Endpoint:
     self._tell_tail(scored)
     return scored
 
-  def _score(self, asked: Sequence[Asked], stop: Stop, what: str | None = None) -> list[Scored]:
+  def _score(self, asked: Sequence[EndpointQuery], stop: Stop, what: str | None = None) -> list[EndpointScores]:
     """Return the scores; error messages call the text `what`, or by its number among the completions if None."""
     deadline, given_up = time.monotonic() + self._settings.batch_timeout_s, threading.Event()
 
-    def ask(place: int) -> Scored:
+    def ask(place: int) -> EndpointScores:
       try:
         return self._ask(asked[place], deadline, self._settings.top_k, given_up)
       except Fault as fault:
@@ -140,11 +142,11 @@ class Endpoint:
     threads = self._settings.concurrency
     return ask_all(ask, len(asked), threads=threads, name='teacher-endpoint', stop=stop, given_up=given_up)
 
-  def _ask(self, asked: Asked, deadline: float, k: int, given_up: threading.Event) -> Scored:
+  def _ask(self, asked: EndpointQuery, deadline: float, k: int, given_up: threading.Event) -> EndpointScores:
     """Return the scores of one completion; raise Fault once retries cannot help or the time is over."""
     settings, prompt, completion = self._settings, list(map(int, asked.prompt)), list(map(int, asked.completion))
     if not completion:
-      return Scored(np.zeros((0, k), np.int32), np.zeros((0, k), np.float32), np.zeros(0, np.float32))
+      return EndpointScores(np.zeros((0, k), np.int32), np.zeros((0, k), np.float32), np.zeros(0, np.float32))
     if not prompt:
       raise ValueError('A completion to score stands behind at least one token.')
     positions = len(prompt) + len(completion) + 1
@@ -183,7 +185,7 @@ class Endpoint:
       f'{self._settings.dialect!r}{hint}, then start the same command again.'
     )
 
-  def _check_texts(self, tokenizer: Tokenizer, tokens: Sequence[int], scored: Scored) -> None:
+  def _check_texts(self, tokenizer: Tokenizer, tokens: Sequence[int], scored: EndpointScores) -> None:
     """Raise UserError if the server decodes token ids to other texts, whatever tokenizer the settings name."""
     pairs = [(tokenizer.decode([token]).strip(), text) for token, text in zip(tokens, scored.texts, strict=True)]
     # Not all servers decode a token's bytes to whole characters, or keep its spaces.
@@ -196,7 +198,7 @@ class Endpoint:
         f'that is {own!r} here is {json_server.quoted(text)} there; ask a model with the same tokenizer.'
       )
 
-  def _tell_tail(self, scored: Sequence[Scored]) -> None:
+  def _tell_tail(self, scored: Sequence[EndpointScores]) -> None:
     """Warn once if the K tokens leave out much of the teacher's distribution."""
     tails = np.concatenate([each.tail_mass for each in scored]) if scored else np.zeros(0)
     if self._told_tail or not len(tails) or tails.mean() <= MUCH_TAIL:

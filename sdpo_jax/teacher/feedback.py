@@ -31,7 +31,7 @@ class UnwrittenError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class WriterRequest:
   """The request to a writer of feedback about one completion."""
 
   row: int  # Row in the generation batch.
@@ -79,7 +79,7 @@ def ask(
   config: SelfDistillationConfig,
   tokenizer: Tokenizer,
   chat: ChatFormat,
-) -> Asked:
+) -> WriterRequest:
   """Return the request to the writer about a completion, shortened to `feedback_prompt_len` tokens.
 
   The attempt is cut in its middle and the grader's output at its end; the question and the template stay whole.
@@ -115,14 +115,16 @@ def ask(
   try:
     [tokens] = bounded_chat_tokens(tokenizer, [whole], limit, chat)
     if tokens is not None and len(tokens) <= limit:
-      return Asked(row, whole, tokens)
+      return WriterRequest(row, whole, tokens)
     best = measured(1)
     if len(best[1]) > limit:
       raise UnwrittenError(
         f'the question and the template alone take {len(best[1])} tokens, more than '
         f'actor.self_distillation.feedback_max_prompt_len={limit}'
       )
-    return Asked(row, *longest_that_fits(measured, best, longest, limit, None if tokens is None else len(tokens)))
+    return WriterRequest(
+      row, *longest_that_fits(measured, best, longest, limit, None if tokens is None else len(tokens))
+    )
   except TEMPLATE_ERRORS as error:
     raise UnwrittenError(f'the chat template refuses the prompt of the writer: {first_line(error)}') from error
 

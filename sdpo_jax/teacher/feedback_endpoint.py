@@ -15,7 +15,7 @@ from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.environments import chat_endpoint, json_server
 from sdpo_jax.environments.json_server import Fault
 from sdpo_jax.teacher.asking import ask_all
-from sdpo_jax.teacher.feedback import Asked, UnwrittenError, read
+from sdpo_jax.teacher.feedback import UnwrittenError, WriterRequest, read
 
 SECTION = 'actor.self_distillation.feedback_endpoint'
 
@@ -61,7 +61,7 @@ class FeedbackEndpoint:
     """The address without parts that may be secret."""
     return self._server.public_url
 
-  def write(self, asked: Sequence[Asked], stop: Stop = NEVER) -> list[str | UnwrittenError]:
+  def write(self, asked: Sequence[WriterRequest], stop: Stop = NEVER) -> list[str | UnwrittenError]:
     """Return the feedback on each completion, or the reason why there is none.
 
     Args:
@@ -82,7 +82,7 @@ class FeedbackEndpoint:
     threads = self._settings.concurrency
     return ask_all(ask, len(asked), threads=threads, name='feedback-endpoint', stop=stop, given_up=work.given_up)
 
-  def _ask(self, asked: Asked, work: _Work) -> str:
+  def _ask(self, asked: WriterRequest, work: _Work) -> str:
     """Return the feedback on one completion; raise UnwrittenError once retries cannot help."""
     body = {
       'model': self._settings.model,

@@ -11,7 +11,7 @@ from typing import Any
 from sdpo_jax.environments.workspace.tools import BadCall, Toolbox, check
 from sdpo_jax.terminal.changes import diff
 from sdpo_jax.terminal.escaping import visible, visible_line
-from sdpo_jax.terminal.policies import Policy, Verdict
+from sdpo_jax.terminal.policies import ApprovalPolicy, Verdict
 from sdpo_jax.terminal.screen import Line
 
 
@@ -46,7 +46,7 @@ class Proposed:
     return (self.name, self.arguments, self.change) == (other.name, other.arguments, other.change)
 
 
-def look(name: str, arguments: Any, toolbox: Toolbox, policy: Policy, workspace: pathlib.Path) -> Proposed:
+def look(name: str, arguments: Any, toolbox: Toolbox, policy: ApprovalPolicy, workspace: pathlib.Path) -> Proposed:
   """Check a call against the files and the policy before it is run."""
   try:
     checked = check(name, arguments)

@@ -25,11 +25,11 @@ class Refused(Exception):
     self.status, self.code = status, code
 
 
-class Lost(Exception):
+class AnswerLost(Exception):
   """No answer arrived: it is unknown whether the service did what was asked."""
 
 
-class Client:
+class ServiceClient:
   """A connection to a service, with an API key."""
 
   def __init__(self, url: str, key: str | None = None, *, local: bool = False):
@@ -139,17 +139,19 @@ class Client:
 
   @contextlib.contextmanager
   def _answers(self) -> Iterator[None]:
-    """Convert network errors to `Lost`."""
+    """Convert network errors to `AnswerLost`."""
     try:
       yield
     except httpx.HTTPError as error:
-      raise Lost(f'The service at {self.url} does not answer ({type(error).__name__}: {first_line(error)}).') from error
+      raise AnswerLost(
+        f'The service at {self.url} does not answer ({type(error).__name__}: {first_line(error)}).'
+      ) from error
 
 
 class SessionClient:
   """Client of one session; holds the token that permits changes."""
 
-  def __init__(self, client: Client, adapter: str, session: str, token: str):
+  def __init__(self, client: ServiceClient, adapter: str, session: str, token: str):
     self.client, self.adapter, self.id = client, adapter, session
     self._path = f'{_ROOT}/{adapter}/sessions/{session}'
     self._headers = {'X-Session-Token': token}
@@ -199,7 +201,7 @@ class SessionClient:
         elif kind == 'error':
           raise _refusal(500, data)
     if turn is None:
-      raise Lost(f'The answer of the service at {self.client.url} ended before it was whole.')
+      raise AnswerLost(f'The answer of the service at {self.client.url} ended before it was whole.')
     return turn
 
 
@@ -216,7 +218,7 @@ def events(lines: Iterator[str]) -> Iterator[tuple[str, Any]]:
         try:
           yield kind, json.loads('\n'.join(data))
         except ValueError as error:
-          raise Lost('The service has sent an event that is not JSON.') from error
+          raise AnswerLost('The service has sent an event that is not JSON.') from error
       kind, data = 'message', []
     elif line.startswith('event:'):
       kind = line.removeprefix('event:').strip()
@@ -232,7 +234,7 @@ def _json(answer: httpx.Response) -> Any:
   try:
     return _checked(answer).json()
   except ValueError as error:
-    raise Lost(f'{answer.url} has answered with something else than JSON.') from error
+    raise AnswerLost(f'{answer.url} has answered with something else than JSON.') from error
 
 
 def _checked(answer: httpx.Response) -> httpx.Response:

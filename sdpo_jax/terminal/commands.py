@@ -16,7 +16,7 @@ from sdpo_jax.terminal.client import SessionClient
 from sdpo_jax.terminal.escaping import visible
 from sdpo_jax.terminal.history import History
 from sdpo_jax.terminal.inputs import Leave
-from sdpo_jax.terminal.policies import Policy, Rule
+from sdpo_jax.terminal.policies import ApprovalPolicy, CallRule
 from sdpo_jax.terminal.screen import Line, Screen
 from sdpo_jax.terminal.work import Workbench
 
@@ -31,7 +31,7 @@ class CommandTarget(Protocol):
   session: SessionClient
   history: History
   screen: Screen
-  policy: Policy
+  policy: ApprovalPolicy
   turns: list[dict[str, Any]]
 
   @property
@@ -206,7 +206,7 @@ class Commands:
     policy = self._conversation.policy
     lines = [str(rule) for rule in policy.rules]
     lines += [f'{rule}   (added in this session)' for rule in policy.added]
-    self._conversation.screen.say('\n'.join([*lines, f'{Rule("ask")}   (everything else)']))
+    self._conversation.screen.say('\n'.join([*lines, f'{CallRule("ask")}   (everything else)']))
 
   def _quit(self, arguments: list[str]) -> None:
     raise Leave

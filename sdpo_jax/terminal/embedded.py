@@ -14,7 +14,7 @@ import time
 
 from sdpo_jax.errors import UserError, printable
 from sdpo_jax.serving.web import keys
-from sdpo_jax.terminal.client import Client, Lost
+from sdpo_jax.terminal.client import AnswerLost, ServiceClient
 
 CHILD = pathlib.Path(__file__).with_name('embedded_child.py')
 OWNER = 'local'  # As in a service without keys, so that `launch.serve` shows the same adapters.
@@ -67,11 +67,11 @@ class Embedded:
       self.stop()
       raise
 
-  def client(self) -> Client:
+  def client(self) -> ServiceClient:
     """Return a client of the service."""
-    return Client(self.url, self._key, local=True)
+    return ServiceClient(self.url, self._key, local=True)
 
-  def wait(self, client: Client, stage: Callable[[str], None]) -> None:
+  def wait(self, client: ServiceClient, stage: Callable[[str], None]) -> None:
     """Wait until the service is ready; `stage` is called with its state until then.
 
     Raises:
@@ -79,7 +79,7 @@ class Embedded:
     """
     try:
       client.wait(stage, self.check)
-    except Lost:
+    except AnswerLost:
       self._process.wait(_END_S)  # It has closed its port and is about to end.
       self.check()
       raise

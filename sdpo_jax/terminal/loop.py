@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdpo_jax.errors import UserError
-from sdpo_jax.terminal.client import Lost, Refused, SessionClient
+from sdpo_jax.terminal.client import AnswerLost, Refused, SessionClient
 from sdpo_jax.terminal.commands import Commands
 from sdpo_jax.terminal.history import History
 from sdpo_jax.terminal.inputs import COMMAND, Inputs, Leave
 from sdpo_jax.terminal.learned import lines_of
-from sdpo_jax.terminal.policies import Policy
+from sdpo_jax.terminal.policies import ApprovalPolicy
 from sdpo_jax.terminal.review import Reviewed, Reviewer
 from sdpo_jax.terminal.screen import Screen
 from sdpo_jax.terminal.script import Script
@@ -37,7 +37,7 @@ class Conversation:
     screen: Screen,
     inputs: Inputs,
     workbench: Workbench,
-    policy: Policy,
+    policy: ApprovalPolicy,
     seed: int | None = None,
   ):
     """Open a conversation for a new or resumed session.
@@ -90,13 +90,13 @@ class Conversation:
           return INTERRUPTED
         self._hold = self._stale = True
         self.screen.say('Ended. Enter goes on; Ctrl-C again leaves.')
-      except (Lost, Refused) as error:
+      except (AnswerLost, Refused) as error:
         self.screen.end_draft()
         self._hold = self._stale = True
         self.screen.say(str(error), 'wrong')
         if isinstance(self._inputs, Script):
           return UNDONE
-        if isinstance(error, Lost):
+        if isinstance(error, AnswerLost):
           self.screen.say('Nothing is lost: the next input tries again.')
       except Leave as leaving:
         undone = isinstance(self._inputs, Script) and self._inputs.unanswered

@@ -38,7 +38,7 @@ _JOINS = '&;|<>()`$\n\r\0'
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class CallRule:
   """A rule: the verdict on calls of a tool that match a pattern."""
 
   verb: Verb
@@ -47,7 +47,7 @@ class Rule:
   exact: bool = False  # Whether the pattern is literal, even with a * in it.
 
   def __str__(self) -> str:
-    words = [self.verb] if self == Rule(self.verb) else [self.verb, self.tool]
+    words = [self.verb] if self == CallRule(self.verb) else [self.verb, self.tool]
     said = ' '.join(words if self.pattern is None else [*words, self.pattern])
     return f'{said} (as it stands)' if self.exact and {*'*?'} & {*(self.pattern or '')} else said
 
@@ -77,15 +77,15 @@ class Verdict:
   """A policy's verdict on a call."""
 
   verb: Verb
-  rule: Rule | None  # None: no rule matches.
+  rule: CallRule | None  # None: no rule matches.
 
 
-class Policy:
+class ApprovalPolicy:
   """The rules of a session; rules that a person adds later override `ask`, but never `never`."""
 
-  def __init__(self, rules: Iterable[Rule] = ()):
+  def __init__(self, rules: Iterable[CallRule] = ()):
     self.rules = tuple(rules)
-    self.added: list[Rule] = []
+    self.added: list[CallRule] = []
 
   def verdict(self, tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path) -> Verdict:
     """Return the verdict on a call with checked arguments."""
@@ -128,22 +128,22 @@ def suggestion(tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path)
   return subjects_of(tool, arguments, workspace)[0]
 
 
-def load(value: str) -> Policy:
+def load(value: str) -> ApprovalPolicy:
   """Load the policy that --policy names: `ask`, or a file.
 
   Raises:
     UserError: the file does not exist, or a line is not a valid rule.
   """
   if value == 'ask':
-    return Policy()
+    return ApprovalPolicy()
   try:
     text = pathlib.Path(value).expanduser().read_text(encoding='utf-8')
   except (OSError, UnicodeDecodeError) as error:
     raise UserError(f'--policy={value} cannot be read ({first_line(error)}): name a file of rules, or ask.') from error
-  return Policy(parse(text, value))
+  return ApprovalPolicy(parse(text, value))
 
 
-def parse(text: str, where: str) -> list[Rule]:
+def parse(text: str, where: str) -> list[CallRule]:
   """Parse the rules of a text or of JSON.
 
   Args:
@@ -165,7 +165,7 @@ def parse(text: str, where: str) -> list[Rule]:
   return rules
 
 
-def make_rule(verb: Any, tool: Any, pattern: Any, where: str) -> Rule:
+def make_rule(verb: Any, tool: Any, pattern: Any, where: str) -> CallRule:
   """Return a rule; raises UserError if it is invalid."""
   if verb not in _VERBS:
     raise UserError(f'{where}: a rule begins with allow, ask or never, not {short_repr(verb)}.')
@@ -177,10 +177,10 @@ def make_rule(verb: Any, tool: Any, pattern: Any, where: str) -> Rule:
     raise UserError(f'{where}: a rule that allows names its tool; write one for each of {", ".join(TOOLS)}.')
   if verb == 'allow' and pattern is None:
     raise UserError(f'{where}: say what of {tool} is allowed, such as allow {tool} {"*" if tool == "bash" else "**"}.')
-  return Rule(verb, tool, pattern)
+  return CallRule(verb, tool, pattern)
 
 
-def _parse_json(text: str, where: str) -> list[Rule]:
+def _parse_json(text: str, where: str) -> list[CallRule]:
   try:
     values = json.loads(text)
   except (ValueError, RecursionError) as error:

@@ -18,13 +18,13 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.files import read_json_object
 from sdpo_jax.terminal import history as histories
 from sdpo_jax.terminal import policies, script
-from sdpo_jax.terminal.client import Client, Lost, Refused, SessionClient
+from sdpo_jax.terminal.client import AnswerLost, Refused, ServiceClient, SessionClient
 from sdpo_jax.terminal.embedded import Embedded
 from sdpo_jax.terminal.history import History
 from sdpo_jax.terminal.inputs import Inputs
 from sdpo_jax.terminal.keyboard import Keyboard, Lines
 from sdpo_jax.terminal.loop import Conversation
-from sdpo_jax.terminal.policies import Policy
+from sdpo_jax.terminal.policies import ApprovalPolicy
 from sdpo_jax.terminal.screen import Screen, has_colours, is_plain
 from sdpo_jax.terminal.work import Workbench
 
@@ -33,7 +33,7 @@ KEY = 'SDPO_API_KEY'  # Environment variable with the service's API key.
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class CommandOptions:
   """The command line's options; None where not given."""
 
   url: str | None = None  # Address of a service; None: start one.
@@ -51,7 +51,7 @@ class Options:
   seed: int | None = None
 
 
-def run(options: Options) -> int:
+def run(options: CommandOptions) -> int:
   """Run a session and return the exit code.
 
   Raises:
@@ -63,7 +63,7 @@ def run(options: Options) -> int:
     return _held(options, stack)
 
 
-def _held(options: Options, stack: contextlib.ExitStack) -> int:
+def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
   """Run a session; everything to be closed afterwards is on the stack."""
   folder = histories.state_folder(options.state)
   history = None
@@ -95,7 +95,7 @@ def _held(options: Options, stack: contextlib.ExitStack) -> int:
       stack.callback(history.close)
     session = SessionClient(client, history.opened['adapter'], history.opened['session'], history.opened['token'])
     state, turns = session.state()
-  except (Lost, Refused) as error:
+  except (AnswerLost, Refused) as error:
     raise UserError(str(error)) from error
   written = history
   screen.record = lambda text: written.note('shown', text=text)
@@ -110,7 +110,7 @@ def _held(options: Options, stack: contextlib.ExitStack) -> int:
     _announce(f'The session is kept: {_resuming(options, session.id)}')
 
 
-def _resuming(options: Options, session: str) -> str:
+def _resuming(options: CommandOptions, session: str) -> str:
   """Return the command that resumes a session."""
   state = [] if options.state is None else [f'--state={options.state}']
   return shlex.join(['python', '-m', 'launch.session', f'--resume={session}', *state])
@@ -139,7 +139,7 @@ def _workspace(named: str, states: pathlib.Path) -> pathlib.Path:
   return path
 
 
-def _toolbox(workspace: pathlib.Path, policy: Policy) -> Toolbox:
+def _toolbox(workspace: pathlib.Path, policy: ApprovalPolicy) -> Toolbox:
   """Return the tools, without commands (and a message) if the machine cannot confine them to the workspace."""
   shell = None
   if not policy.never('bash'):
@@ -150,7 +150,7 @@ def _toolbox(workspace: pathlib.Path, policy: Policy) -> Toolbox:
   return Toolbox(workspace, shell)
 
 
-def _settings(options: Options, toolbox: Toolbox, policy: Policy) -> dict[str, Any]:
+def _settings(options: CommandOptions, toolbox: Toolbox, policy: ApprovalPolicy) -> dict[str, Any]:
   """Return the settings of a new session."""
   given = {} if options.settings is None else read_json_object(options.settings, 'name another file with --settings')
   if 'tools' in given:
@@ -161,12 +161,14 @@ def _settings(options: Options, toolbox: Toolbox, policy: Policy) -> dict[str, A
   return given
 
 
-def _service(options: Options, known: Mapping[str, Any], stack: contextlib.ExitStack) -> tuple[Client, dict[str, Any]]:
+def _service(
+  options: CommandOptions, known: Mapping[str, Any], stack: contextlib.ExitStack
+) -> tuple[ServiceClient, dict[str, Any]]:
   """Return a ready service, and the fields with which a history can find it again."""
   url = options.url or (None if options.config is not None else known.get('url'))
   try:
     if url is not None:
-      client = Client(url, os.environ.get(KEY))
+      client = ServiceClient(url, os.environ.get(KEY))
       stack.callback(client.close)
       client.wait(lambda stage: _announce(f'The service is starting: {stage}'))
       return client, {'url': url}
@@ -182,11 +184,11 @@ def _service(options: Options, known: Mapping[str, Any], stack: contextlib.ExitS
     stack.callback(client.close)
     service.wait(client, _announce)
     return client, {'arguments': list(arguments), 'folder': folder}
-  except (Lost, Refused) as error:
+  except (AnswerLost, Refused) as error:
     raise UserError(f'{error} Start one with python -m launch.serve, or leave --url out.') from error
 
 
-def _inputs(options: Options, screen: Screen) -> Inputs:
+def _inputs(options: CommandOptions, screen: Screen) -> Inputs:
   if options.script is not None:
     return script.Script(script.lines_of(options.script), options.script, lambda line: screen.say(line, 'head'))
   if not sys.stdin.isatty():

@@ -7,13 +7,13 @@ import dataclasses
 import json
 from typing import Any
 
-from sdpo_jax.environments.workspace.tools import TOOLS, Answer
+from sdpo_jax.environments.workspace.tools import TOOLS, ToolAnswer
 from sdpo_jax.errors import UserError, first_line, short_repr
 from sdpo_jax.terminal.calls import Proposed, Wrong, described, look
 from sdpo_jax.terminal.escaping import visible
 from sdpo_jax.terminal.history import History
 from sdpo_jax.terminal.inputs import COMMAND, Choice, EditorFailed, Inputs, Leave
-from sdpo_jax.terminal.policies import Policy, make_rule, suggestion
+from sdpo_jax.terminal.policies import ApprovalPolicy, make_rule, suggestion
 from sdpo_jax.terminal.screen import Line, Screen
 from sdpo_jax.terminal.work import Workbench
 
@@ -42,7 +42,7 @@ class Reviewer:
   def __init__(
     self,
     workbench: Workbench,
-    policy: Policy,
+    policy: ApprovalPolicy,
     screen: Screen,
     inputs: Inputs,
     history: History,
@@ -119,14 +119,14 @@ class Reviewer:
       begun: whether an earlier program has started it.
     """
     if told is not None:
-      return _result(index, Answer(False, told['text'], field=told['field'], line=told['line']))
+      return _result(index, ToolAnswer(False, told['text'], field=told['field'], line=told['line']))
     approved = None if reviewed is None or begun else reviewed.approved.get(index)
     while True:
       now = self._look(call['name'], call['arguments'])
       if now.wrong is not None or now.verdict.verb == 'never':
         wrong = now.wrong or Wrong(_NEVER)
         self._screen.say(f'Not run: {wrong.text}', 'wrong')
-        return _result(index, Answer(False, wrong.text, field=wrong.field, line=wrong.line))
+        return _result(index, ToolAnswer(False, wrong.text, field=wrong.field, line=wrong.line))
       if approved is not None and (now.same(approved) or now.verdict.verb == 'allow'):
         break
       if begun:
@@ -143,7 +143,7 @@ class Reviewer:
         )
       choice = self._ask([Line(why, 'wrong')], described(now), _AGAIN)
       if choice.key == 's':
-        return _result(index, Answer(False, left))
+        return _result(index, ToolAnswer(False, left))
       approved, begun = now, False
     self._history.add('running', n=number, call=index)
     answer = self._workbench.run(now.name, now.arguments)
@@ -268,7 +268,7 @@ class Reviewer:
     return look(name, arguments, self._workbench.toolbox, self._policy, self._workbench.workspace)
 
 
-def _shown(answer: Answer) -> list[Line]:
+def _shown(answer: ToolAnswer) -> list[Line]:
   """Return the lines of a tool's answer that the person sees."""
   lines = visible(answer.text.rstrip('\n'), keep='\n\t').split('\n')  # Tabs stay: answers are not subject to approval.
   style = 'note' if answer.ok else 'wrong'
@@ -277,7 +277,7 @@ def _shown(answer: Answer) -> list[Line]:
   return found + ([Line(f'  … {more} more lines, which the model reads', 'note')] if more > 0 else [])
 
 
-def _result(index: int, answer: Answer) -> dict[str, Any]:
+def _result(index: int, answer: ToolAnswer) -> dict[str, Any]:
   """Return an answer in the service's form."""
   values = {name: getattr(answer, name) for name in ('ok', 'text', 'exit_code', 'field', 'line')}
   return {'call': index, 'stderr': None, **values}

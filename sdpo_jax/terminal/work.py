@@ -8,8 +8,8 @@ import queue
 import threading
 from typing import Any
 
-from sdpo_jax.environments.workspace.shell import Cancelled
-from sdpo_jax.environments.workspace.tools import Answer, Toolbox
+from sdpo_jax.environments.workspace.shell import Cancellation
+from sdpo_jax.environments.workspace.tools import ToolAnswer, Toolbox
 
 
 class Workbench:
@@ -19,13 +19,13 @@ class Workbench:
     self.toolbox, self.workspace = toolbox, workspace
     self._interrupted = False
 
-  def run(self, name: str, arguments: Mapping[str, Any]) -> Answer:
+  def run(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
     """Run a tool and return its answer; Ctrl-C ends a command, and the answer says so.
 
     The tool runs in another thread: an exception in the middle of it could leave half of its work.
     """
-    done: queue.SimpleQueue[Answer | BaseException] = queue.SimpleQueue()
-    with Cancelled() as cancelled:
+    done: queue.SimpleQueue[ToolAnswer | BaseException] = queue.SimpleQueue()
+    with Cancellation() as cancelled:
 
       def work() -> None:
         try:

@@ -29,7 +29,7 @@ _PER_TOKEN = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn:
+class SampledBatch:
   """A sampled and graded generation batch."""
 
   step: int  # The step whose update learns from it.
@@ -59,7 +59,7 @@ class Drawn:
   @classmethod
   def from_json(
     cls, text: str, position: Mapping[str, Any], examples: list[Example], prompts: list[list[int]]
-  ) -> Drawn | None:
+  ) -> SampledBatch | None:
     """Return the batch that `to_json` encoded; None if the questions differ.
 
     Args:
@@ -127,7 +127,7 @@ class Ahead:
       tokenizer: tokenizer for their prompts.
     """
     self._config, self._iterator, self._tokenizer = config, iterator, tokenizer
-    self._waiting: collections.deque[Drawn] = collections.deque()
+    self._waiting: collections.deque[SampledBatch] = collections.deque()
 
   def missing(self, step: int) -> range:
     """Return the steps whose batches must be sampled before the update of `step`.
@@ -143,11 +143,11 @@ class Ahead:
     position = self._iterator.get_state()
     return position, next(self._iterator)
 
-  def add(self, drawn: Drawn) -> None:
+  def add(self, drawn: SampledBatch) -> None:
     """Add a batch, which waits for its step; batches are added in order."""
     self._waiting.append(drawn)
 
-  def take(self, step: int) -> Drawn:
+  def take(self, step: int) -> SampledBatch:
     """Remove and return the batch of `step`."""
     drawn = self._waiting.popleft()
     if drawn.step != step:
@@ -160,7 +160,7 @@ class Ahead:
       self._iterator.set_state(dict(self._waiting[0].position))
       self._waiting.clear()
 
-  def saved(self) -> tuple[Mapping[str, Any], tuple[Drawn, ...]]:
+  def saved(self) -> tuple[Mapping[str, Any], tuple[SampledBatch, ...]]:
     """Return the iterator's position before the first waiting batch (or the next one), and the waiting batches."""
     return (self._waiting[0].position if self._waiting else self._iterator.get_state()), tuple(self._waiting)
 
@@ -179,7 +179,7 @@ class Ahead:
     for text in host.get(WAITING, ()):
       position, examples = self.ask()
       prompts = [prompt_tokens(self._tokenizer, example, self._config) for example in examples]
-      drawn = Drawn.from_json(text, position, examples, prompts)
+      drawn = SampledBatch.from_json(text, position, examples, prompts)
       if drawn is None:
         self._iterator.set_state(host['iterator'], other_rows=other_rows)
         self._waiting.clear()

@@ -17,7 +17,7 @@ from sdpo_jax.distributed.stopping import NEVER, Stop, StoppedError
 from sdpo_jax.errors import UserError
 from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.teacher.context import TeacherContext
-from sdpo_jax.teacher.endpoint import Asked, Endpoint
+from sdpo_jax.teacher.endpoint import Endpoint, EndpointQuery
 from sdpo_jax.training.graded import GradedRollouts, learned_from
 from sdpo_jax.training.specs import declared_buckets, objective_spec
 from sdpo_jax.types import Rollouts, TeacherSignal
@@ -104,7 +104,7 @@ def signal(
   tokens, lengths = rollouts.completion_tokens, rollouts.completion_mask.sum(1)
   samples = np.flatnonzero(wanted & (lengths > 0))
   shares = [samples[first :: jax.process_count()] for first in range(jax.process_count())]
-  asked = [Asked(prompts[row], tokens[row, : lengths[row]].tolist()) for row in shares[jax.process_index()]]
+  asked = [EndpointQuery(prompts[row], tokens[row, : lengths[row]].tolist()) for row in shares[jax.process_index()]]
   try:
     found = [(each.token_ids, each.log_probs, each.target_log_probs) for each in endpoint.score(asked, stop)]
   except (UserError, StoppedError) as error:

@@ -15,7 +15,7 @@ from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.distributed.stopping import Stop, StoppedError
 from sdpo_jax.errors import UserError
-from sdpo_jax.teacher.feedback import Asked, UnwrittenError, ask, feedback_prompt_len, read, rows_to_write
+from sdpo_jax.teacher.feedback import UnwrittenError, WriterRequest, ask, feedback_prompt_len, read, rows_to_write
 from sdpo_jax.teacher.feedback_endpoint import SECTION, FeedbackEndpoint
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.session import Session
@@ -86,7 +86,7 @@ def write(session: Session, graded: GradedRollouts, state: TrainState, seed: int
   config, rollouts = session.config, graded.rollouts
   sd = config.actor.self_distillation
   found: dict[int, str | UnwrittenError] = {}
-  asked: list[Asked] = []
+  asked: list[WriterRequest] = []
   chat = ChatFormat.of(config)
   for row in rows_to_write(rollouts.group, rollouts.text, graded.outcomes, sd):
     question = graded.examples[rollouts.group[row]].messages
@@ -113,7 +113,7 @@ def _by_model(
   session: Session,
   graded: GradedRollouts,
   state: TrainState,
-  asked: Sequence[Asked],
+  asked: Sequence[WriterRequest],
   seed: int,
   step: int,
   stop: Stop,
@@ -142,7 +142,9 @@ def _by_model(
   return {each.row: found[each.row] for each in asked}
 
 
-def _by_endpoint(endpoint: FeedbackEndpoint, asked: Sequence[Asked], stop: Stop) -> dict[int, str | UnwrittenError]:
+def _by_endpoint(
+  endpoint: FeedbackEndpoint, asked: Sequence[WriterRequest], stop: Stop
+) -> dict[int, str | UnwrittenError]:
   """Return a server's feedback by row; every process requests its share."""
   shares = [asked[first :: jax.process_count()] for first in range(jax.process_count())]
   try:

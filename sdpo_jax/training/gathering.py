@@ -12,7 +12,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.data import pipeline
 from sdpo_jax.data.prompts import Tokenizer, prompt_tokens
 from sdpo_jax.teacher.context import TeacherContext
-from sdpo_jax.training.ahead import Drawn
+from sdpo_jax.training.ahead import SampledBatch
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Outcome, Rollouts
 
@@ -24,7 +24,7 @@ PADDING = Outcome.ungraded('no completion: fewer have gathered than an update ho
 class Waiting:
   """The completions of one generation batch that wait for an update."""
 
-  drawn: Drawn
+  drawn: SampledBatch
   context: TeacherContext  # N.
   advantages: np.ndarray | None  # [N], computed over whole groups; None: no term reads them.
   rows: tuple[int, ...]  # Their indices in the batch.
@@ -36,7 +36,7 @@ class Waiting:
 
 
 @dataclasses.dataclass(frozen=True)
-class Lesson:
+class GatheredBatch:
   """The completions that an update learns from, as a batch of the usual size; empty places hold no tokens."""
 
   graded: GradedRollouts  # N.
@@ -64,7 +64,7 @@ class Gathering:
     self._step_rows = config.actor.ppo_mini_batch_size * config.rollout.n
     self._waiting: list[Waiting] = []
 
-  def add(self, drawn: Drawn, context: TeacherContext, advantages: np.ndarray | None) -> None:
+  def add(self, drawn: SampledBatch, context: TeacherContext, advantages: np.ndarray | None) -> None:
     """Add the completions of a batch with a signal: the teacher has extra context, or the advantage is not 0."""
     learned = context.mask > 0
     if advantages is not None:
@@ -87,7 +87,7 @@ class Gathering:
     """Return the rows of the waiting completions of a step's generation batch."""
     return next((each.rows for each in self._waiting if each.drawn.step == step), ())
 
-  def take(self) -> Lesson | None:
+  def take(self) -> GatheredBatch | None:
     """Remove and return the completions of the next update, the oldest first; None if too few wait.
 
     An update needs `min_sdpo_examples` completions for which the teacher has extra context, or as many completions as
@@ -118,7 +118,7 @@ class Gathering:
     config: Config,
     iterator: pipeline.TrainIterator,
     tokenizer: Tokenizer,
-    prepared: Callable[[Drawn], tuple[TeacherContext, np.ndarray | None]],
+    prepared: Callable[[SampledBatch], tuple[TeacherContext, np.ndarray | None]],
     *,
     other_rows: bool,
   ) -> str | None:
@@ -141,7 +141,7 @@ class Gathering:
       iterator.set_state(saved['position'], other_rows=other_rows)
       examples = next(iterator)
       prompts = [prompt_tokens(tokenizer, example, config) for example in examples]
-      drawn = Drawn.from_json(saved['drawn'], saved['position'], examples, prompts)
+      drawn = SampledBatch.from_json(saved['drawn'], saved['position'], examples, prompts)
       if drawn is None:
         lost += len(saved['rows'])
       else:
@@ -156,7 +156,7 @@ def to_json(waiting: Sequence[Waiting]) -> list[dict[str, Any]]:
   return [{'position': each.drawn.position, 'rows': list(each.rows), 'drawn': each.drawn.to_json()} for each in waiting]
 
 
-def lesson_of(taken: Sequence[Waiting], room: int, step_rows: int) -> Lesson:
+def lesson_of(taken: Sequence[Waiting], room: int, step_rows: int) -> GatheredBatch:
   """Merge completions of several generation batches into one, dealt evenly over as few optimizer steps as possible.
 
   Args:
@@ -226,7 +226,7 @@ def lesson_of(taken: Sequence[Waiting], room: int, step_rows: int) -> Lesson:
     truncated=np.asarray(of_context('truncated', False), bool),
     metrics={},
   )
-  return Lesson(
+  return GatheredBatch(
     merged,
     context,
     steps=numbers([np.full(len(rows), each.drawn.step) for each, rows in zip(taken, chosen, strict=True)]),

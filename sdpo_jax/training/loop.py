@@ -52,18 +52,19 @@ from sdpo_jax.training import (
   teacher_model,
   top_tokens,
 )
-from sdpo_jax.training.ahead import WAITING, Ahead, Drawn
+from sdpo_jax.training.ahead import WAITING, Ahead, SampledBatch
 from sdpo_jax.training.boards import check_wandb
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints, abstract
 from sdpo_jax.training.checkpoint.digests import leaf_digests, state_digest
 from sdpo_jax.training.checkpoint.unfinished import Unfinished
-from sdpo_jax.training.directory import fingerprint, remains
+from sdpo_jax.training.directory import fingerprint, lost_checkpoints
 from sdpo_jax.training.directory.lines import STATE_DIGEST, dropped_lines, history
 from sdpo_jax.training.directory.ownership import Ownership, sole_user
 from sdpo_jax.training.directory.published import newest
 from sdpo_jax.training.directory.workdir import check_workdir, write_settings
-from sdpo_jax.training.gathering import GATHERED, Gathering, Lesson
+from sdpo_jax.training.gathering import GATHERED, GatheredBatch, Gathering
 from sdpo_jax.training.graded import GradedRollouts
+from sdpo_jax.training.joint_errors import JointErrors
 from sdpo_jax.training.metrics import MetricsWriter
 from sdpo_jax.training.opening import check_adapter, load_tokenizer, make_session
 from sdpo_jax.training.preemption import Preemption
@@ -83,7 +84,6 @@ from sdpo_jax.training.step import (
   run_update,
   sampling_seed,
 )
-from sdpo_jax.training.together import Together
 from sdpo_jax.training.token_records import TokenRecords
 from sdpo_jax.training.watchdog import Watchdog
 from sdpo_jax.types import Example, TrainState
@@ -212,7 +212,7 @@ def _steps_of(
   say = announce if jax.process_index() == 0 else lambda text: None
   with sole_user(workdir, say) as ownership:  # Before the weights are read, which may take minutes.
     if ownership is not None:
-      remains.settle(workdir, ownership, restart=restart, say=say)
+      lost_checkpoints.settle(workdir, ownership, restart=restart, say=say)
     say(f'Loading {config.model.path} …')
     stop.check()
     if continuation.step == 0:
@@ -266,14 +266,14 @@ def advantages_for(session: Session, graded: GradedRollouts) -> np.ndarray | Non
   return advantages_of(session.config, graded) if session.spec.needs_advantages else None
 
 
-def prepared_again(session: Session, seed: int, drawn: Drawn) -> tuple[TeacherContext, np.ndarray | None]:
+def prepared_again(session: Session, seed: int, drawn: SampledBatch) -> tuple[TeacherContext, np.ndarray | None]:
   """Rebuild the teacher's prompts and the advantages of a generation batch, as they were when it was sampled."""
   context = build_teacher_prompts(session, drawn.graded, seed, drawn.step)
   return context, advantages_for(session, drawn.graded)
 
 
 @dataclasses.dataclass
-class Verdict:
+class AlarmVerdict:
   """The decision about a step's alarms: stop or roll back; nothing if neither field is set."""
 
   stop: str | None = None  # The reason to end the run.
@@ -307,8 +307,8 @@ class _Run:
     self.checked_best = False  # Whether a best metric that is not measured was announced.
     self.skipped = 0  # Consecutive steps, up to now, that learned nothing.
     self.compiled: Callable[[], list[str]] = list  # Returns the programs compiled since its last call.
-    self.together = Together()
-    self.saving = Saving(session.workdir, checkpoints, ownership, self.together, self.sync_lines, announce)
+    self.joint_errors = JointErrors()
+    self.saving = Saving(session.workdir, checkpoints, ownership, self.joint_errors, self.sync_lines, announce)
     self.writer: MetricsWriter | None = None
     self.line: Mapping[str, float] = {}  # Metrics of the last step.
     self.progress: Progress
@@ -467,10 +467,10 @@ class _Run:
     self.watch.observe(0, values)
     self.name_missing_best(values)
     compiled = len(self.name_compiled(0))
-    with self.together.alone():
+    with self.joint_errors.alone():
       if self.writer is not None:
         self.writer.write(0, values | {COMPILED_LATE: compiled})
-    self.together.meet('writing the line of step 0')
+    self.joint_errors.meet('writing the line of step 0')
 
   def name_compiled(self, step: int) -> list[str]:
     """Return and log the programs compiled since the last call; none are expected during a step."""
@@ -486,7 +486,7 @@ class _Run:
     out.
     """
     lines = history(self.session.workdir, written_before(step, unfinished))
-    lost = remains.lost_lines(self.session.workdir, step if unfinished is None else step - 1, lines)
+    lost = lost_checkpoints.lost_lines(self.session.workdir, step if unfinished is None else step - 1, lines)
     dropped = dropped_lines(self.session.workdir, step)
     for sentence in (lost, dropped) if self.ownership is not None else ():
       if sentence:
@@ -572,7 +572,7 @@ class _Run:
     }
     unfinished = Unfinished(line, records.success_rates(graded, config))
     self.hold(step, state, unfinished)
-    with self.together.alone():
+    with self.joint_errors.alone():
       if profiled:
         self.announce(f'Profile of step {step}: {folder}')
       if self.writer is not None:
@@ -584,25 +584,25 @@ class _Run:
         self.write_samples(step, graded, context, report, tokens)
     return self.finish(state, step, unfinished)
 
-  def gather(self, own: Drawn, context: TeacherContext | None) -> Lesson | None:
+  def gather(self, own: SampledBatch, context: TeacherContext | None) -> GatheredBatch | None:
     """Return what the update of a step learns from, its own batch or gathered completions; None if too few gathered."""
     if self.gathering is None:
       count = len(own.graded.rollouts)
-      return Lesson(own.graded, context, np.full(count, own.step), np.arange(count))
+      return GatheredBatch(own.graded, context, np.full(count, own.step), np.arange(count))
     self.gathering.add(own, context, advantages_for(self.session, own.graded))
     return self.gathering.take()
 
   def draw(self, state: TrainState, step: int, later: int, timer: Timer) -> GradedRollouts:
     """Sample and grade the generation batch of step `later`, before the update of `step`; errors as in `step`."""
-    with self.together.alone():
+    with self.joint_errors.alone():
       position, examples = self.ahead.ask()
-    self.together.meet(f'the questions of step {later}')
+    self.joint_errors.meet(f'the questions of step {later}')
     graded = rollout_and_grade(self.session, self.graders, state, examples, later, timer, self.preemption)
     if feedback_writing.is_used(self.session.config):
       with timer('feedback'):
         feedback_writing.write(self.session, graded, state, sampling_seed(state), later, self.preemption)
     self.preemption.check()
-    self.ahead.add(Drawn(later, step, position, graded))
+    self.ahead.add(SampledBatch(later, step, position, graded))
     return graded
 
   def write_samples(
@@ -664,13 +664,13 @@ class _Run:
       metrics = {}  # They were measured with weights other than those that are saved now.
     leaves = leaf_digests(state)
     line[STATE_DIGEST] = state_digest(leaves)
-    with self.together.alone():
+    with self.joint_errors.alone():
       # The state may have been saved before it was evaluated.
-      if self.together.failure is None and metrics and step in self.checkpoints.steps():
+      if self.joint_errors.failure is None and metrics and step in self.checkpoints.steps():
         self.checkpoints.measured(step, metrics)
-      if self.writer is not None and self.together.failure is None:
+      if self.writer is not None and self.joint_errors.failure is None:
         self.writer.write(step, line)
-    self.together.meet(f'writing what step {step} has measured')
+    self.joint_errors.meet(f'writing what step {step} has measured')
     self.hold(step, state, metrics=metrics, leaves=leaves)
     self.line = line
     self.progress.step(
@@ -682,7 +682,7 @@ class _Run:
       compiled=int(line[COMPILED_LATE]),
     )
     due = step == trainer.total_training_steps or (trainer.save_freq and step % trainer.save_freq == 0)
-    if due or verdict != Verdict() or skipped.too_many(self.skipped, config.trainer):
+    if due or verdict != AlarmVerdict() or skipped.too_many(self.skipped, config.trainer):
       self.saving.save()
       self.compiled()  # Discard what Orbax compiles, once, to copy arrays from several devices.
     return state
@@ -700,27 +700,27 @@ class _Run:
     left_out = int(line.get('train/skipped_steps', 0))
     return f'  {left_out} step(s) skipped: gradient not finite' if left_out else ''
 
-  def judge(self, step: int, raised: Sequence[alarms.Alarm]) -> Verdict:
+  def judge(self, step: int, raised: Sequence[alarms.Alarm]) -> AlarmVerdict:
     """Decide what to do about the alarms of a step, following `alarms.action`; every process decides the same."""
     config, settings = self.session.config, self.session.config.alarms
     if settings.action == 'warn' or not self.watch.rules or not agreed(len(raised)):
-      return Verdict()
+      return AlarmVerdict()
     reasons = '; '.join(map(str, raised))
     best = agreed(self.checkpoints.best(before=step) or 0) if config.trainer.best_metric else 0
     if settings.action == 'rollback' and best and self.watch.rollbacks < settings.max_rollbacks:
-      return Verdict(back_to=best)
+      return AlarmVerdict(back_to=best)
     if settings.action == 'rollback' and best:
       reasons += f'; alarms.max_rollbacks={settings.max_rollbacks} rollbacks were made'
     elif settings.action == 'rollback':
       reasons += f'; there is no checkpoint with {config.trainer.best_metric} to go back to'
-    return Verdict(stop=reasons + (f'. The best checkpoint is that of step {best}.' if best else '.'))
+    return AlarmVerdict(stop=reasons + (f'. The best checkpoint is that of step {best}.' if best else '.'))
 
-  def say(self, step: int, raised: Sequence[alarms.Alarm], verdict: Verdict) -> None:
+  def say(self, step: int, raised: Sequence[alarms.Alarm], verdict: AlarmVerdict) -> None:
     """Announce alarms as they begin, and those that are acted upon; only the writing process does."""
     if self.writer is None:
       return
     for alarm in raised:
-      if alarm.begins or verdict != Verdict():
+      if alarm.begins or verdict != AlarmVerdict():
         self.announce(f'Alarm at step {step}: {alarm}.')
     if verdict.back_to is not None:
       self.announce(f'Going back to the weights of step {verdict.back_to}; step {step + 1} has new questions.')
@@ -778,7 +778,7 @@ class _Run:
         session, state.trainable, self.held_out, seed=session.config.seed, stop=self.preemption
       )
       evaluation = evaluation.with_metrics(measured)
-    with self.together.alone():
+    with self.joint_errors.alone():
       if self.ownership is not None:
         self.ownership.check()
         records.write_evaluation(session.workdir, step, evaluation)

@@ -19,7 +19,7 @@ from sdpo_jax.evaluation.excerpts import excerpt, excerpt_messages
 from sdpo_jax.files import jsonable, make_directory, write_atomically
 from sdpo_jax.learning.batching import GenerationBatch
 from sdpo_jax.teacher.context import TeacherContext
-from sdpo_jax.training.gathering import Gathering, Lesson
+from sdpo_jax.training.gathering import GatheredBatch, Gathering
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.session import Session
 from sdpo_jax.training.step import UpdateReport, rollout_correction
@@ -151,7 +151,7 @@ def update_metrics(report: UpdateReport, batch: GenerationBatch, session: Sessio
 NO_UPDATE = {'train/optimizer_steps': 0, 'train/skipped_steps': 0}
 
 
-def gathering_metrics(step: int, gathering: Gathering, lesson: Lesson | None) -> dict[str, float]:
+def gathering_metrics(step: int, gathering: Gathering, lesson: GatheredBatch | None) -> dict[str, float]:
   """Return `gathering/*`: completions that an update learned from, their mean wait in steps, and those that wait."""
   steps = np.zeros(0) if lesson is None else lesson.steps[lesson.steps > 0]
   return {

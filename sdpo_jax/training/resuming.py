@@ -15,7 +15,7 @@ from sdpo_jax.distributed.cluster import barrier
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.checkpoint.unfinished import Unfinished
-from sdpo_jax.training.directory import remains
+from sdpo_jax.training.directory import lost_checkpoints
 from sdpo_jax.training.directory.lines import check_digest, history
 from sdpo_jax.training.directory.ownership import Ownership
 from sdpo_jax.training.directory.workdir import open_workdir
@@ -48,7 +48,7 @@ def opened(
 
   Args:
     config: settings.
-    workdir: directory of the run, already checked for missing parts (`remains.settle`).
+    workdir: directory of the run, already checked for missing parts (`lost_checkpoints.settle`).
     ownership: ownership of the directory; None on all processes but one.
     like: a state, or abstract arrays with shardings, in the layout to restore.
     say: receives sentences for the user.
@@ -78,7 +78,7 @@ def _resume(
   restored = checkpoints.restore(like)
   if ownership is not None:
     if restored is None:
-      remains.refuse_loss(workdir, ownership.record())
+      lost_checkpoints.refuse_loss(workdir, ownership.record())
     ownership.resumed(restored[0] if restored else 0)
   if restored is None:
     return None

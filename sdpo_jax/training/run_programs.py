@@ -347,7 +347,7 @@ def _of_sampler(
       f'{whose}prepare_base', prepared.program, (base,), holds=(tuple(whose_base),), evaluation=evaluation
     )
     found, inherits = {whole.label: whole} | found, {0: (whole.label, None)} | inherits
-  weights = Weights(
+  weights = SamplerArguments(
     arguments=(prepared.describe(base), jax.eval_shape(engine.prepare, trainable)),
     holds=(tuple('sampling base' if stay is None else whose_base[stay] for stay in prepared.stays), 'parameters'),
     inherits=inherits,
@@ -364,7 +364,7 @@ def _of_sampler(
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights:
+class SamplerArguments:
   """The prepared parameters as the first two arguments of the sampler's programs."""
 
   arguments: tuple[Tree, Tree]  # Base and trainable tree, abstract.
@@ -375,7 +375,7 @@ class Weights:
 def _sampling(
   run: Run,
   engine: functions.SamplerFunctions,
-  weights: Weights,
+  weights: SamplerArguments,
   samples: int,
   evaluation: bool,
   whose: str,

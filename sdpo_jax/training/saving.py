@@ -20,7 +20,7 @@ from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.checkpoint.starting_state import StartingState
 from sdpo_jax.training.directory.ownership import Ownership, RunLostError
 from sdpo_jax.training.directory.published import newest
-from sdpo_jax.training.together import Together
+from sdpo_jax.training.joint_errors import JointErrors
 from sdpo_jax.types import TrainState
 
 RESCUE_S = 30.0  # How long a process with an error waits for the others to report theirs.
@@ -45,7 +45,7 @@ class Saving:
     workdir: epath.Path,
     checkpoints: Checkpoints,
     ownership: Ownership | None,
-    together: Together,
+    together: JointErrors,
     sync_lines: Callable[[], None],
     announce: Callable[[str], None],
   ):

@@ -10,7 +10,7 @@ import jax
 
 from models.policy import Policy
 from sdpo_jax.config import Config
-from sdpo_jax.learning.update import Update
+from sdpo_jax.learning.update import UpdateFunctions
 from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.teacher.endpoint import Endpoint
@@ -32,7 +32,7 @@ class Session:
   sampler: Sampler
   spec: ObjectiveSpec
   teacher: Teacher | None  # None: the objective needs no teacher on the devices.
-  update: Update
+  update: UpdateFunctions
   flops_per_token: float  # FLOPs of one forward pass.
   update_flops_per_token: float  # FLOPs of a forward and a backward pass.
   teacher_flops_per_token: float  # FLOPs of a forward pass of the policy that reads the teacher's prompts.

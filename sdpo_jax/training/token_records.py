@@ -9,7 +9,7 @@ import numpy as np
 
 from models.token_texts import TokenTexts
 from sdpo_jax.files import jsonable
-from sdpo_jax.training.top_tokens import Said, TopTokens
+from sdpo_jax.training.top_tokens import PolicyTopTokens, TopTokens
 from sdpo_jax.types import Rollouts
 
 
@@ -42,7 +42,7 @@ class TokenRecords:
     return fields
 
 
-def _said(said: Said, row: int, length: int) -> dict[str, Any] | None:
+def _said(said: PolicyTopTokens, row: int, length: int) -> dict[str, Any] | None:
   """Return a policy's most likely tokens for a completion; None if none are known."""
   ids, log_probs, own = said.ids[row, :length], said.log_probs[row, :length], said.own[row, :length]
   named = ids >= 0

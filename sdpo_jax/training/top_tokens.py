@@ -29,7 +29,7 @@ from sdpo_jax.types import Batch, TeacherSignal, TrainState, Tree
 
 
 @flax.struct.dataclass
-class Said:
+class PolicyTopTokens:
   """One policy's most likely tokens, with log-probs in nats at the rollout temperature; of B rows or N samples."""
 
   ids: jax.Array | np.ndarray  # [B, T, K] int32, the most likely tokens first; −1: no further token is known.
@@ -41,8 +41,8 @@ class Said:
 class TopTokens:
   """The most likely tokens of student and teacher."""
 
-  student: Said
-  teacher: Said | None  # None: there is no teacher.
+  student: PolicyTopTokens
+  teacher: PolicyTopTokens | None  # None: there is no teacher.
 
 
 def most_likely(
@@ -71,7 +71,7 @@ def most_likely(
     k: K.
   """
 
-  def said(hidden: jax.Array, unembedding: jax.Array) -> Said:
+  def said(hidden: jax.Array, unembedding: jax.Array) -> PolicyTopTokens:
     found = log_probs.scores(
       hidden,
       unembedding,
@@ -83,7 +83,7 @@ def most_likely(
       vocab_size=policy.vocab_size,
       layout=layout,
     )
-    return Said(found.top_ids, found.top_log_probs, found.log_prob)
+    return PolicyTopTokens(found.top_ids, found.top_log_probs, found.log_prob)
 
   student = said(*forward(policy, base, state.trainable, batch.student))
   if batch.teacher is None:
@@ -160,14 +160,14 @@ def measure(
   return found.replace(teacher=_only(found.teacher, batch.taught))
 
 
-def _nothing(shape: tuple[int, int], k: int) -> Said:
+def _nothing(shape: tuple[int, int], k: int) -> PolicyTopTokens:
   """Return empty results: ids of −1 and log-probs of NaN, [N, T, …]."""
-  return Said(
+  return PolicyTopTokens(
     np.full((*shape, k), -1, np.int32), np.full((*shape, k), np.nan, np.float32), np.full(shape, np.nan, np.float32)
   )
 
 
-def _only(said: Said, samples: np.ndarray) -> Said:
+def _only(said: PolicyTopTokens, samples: np.ndarray) -> PolicyTopTokens:
   """Return the results of `samples` [N] bool, with those of the others emptied."""
   nothing = _nothing(said.own.shape, said.ids.shape[-1])
   return jax.tree.map(
@@ -175,7 +175,7 @@ def _only(said: Said, samples: np.ndarray) -> Said:
   )
 
 
-def _of_signal(batch: batching.GenerationBatch, k: int) -> Said:
+def _of_signal(batch: batching.GenerationBatch, k: int) -> PolicyTopTokens:
   """Return an external teacher's most likely tokens, among those in its signal."""
   ids, given = batch.signal.token_ids, batch.signal.log_probs.astype(np.float32)
   given = np.where(ids < 0, -np.inf, given)
@@ -183,4 +183,6 @@ def _of_signal(batch: batching.GenerationBatch, k: int) -> Said:
   ids, given = np.take_along_axis(ids, order, -1), np.take_along_axis(given, order, -1)
   at_token = (batch.signal.token_ids == batch.rollouts.completion_tokens[..., None]) & (batch.signal.token_ids >= 0)
   own = np.where(at_token, batch.signal.log_probs, -np.inf).max(-1)
-  return Said(ids, np.where(ids < 0, np.nan, given), np.where(at_token.any(-1), own, np.nan).astype(np.float32))
+  return PolicyTopTokens(
+    ids, np.where(ids < 0, np.nan, given), np.where(at_token.any(-1), own, np.nan).astype(np.float32)
+  )

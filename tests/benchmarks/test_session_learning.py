@@ -6,8 +6,8 @@ import pytest
 from benchmarks import session_learning as study
 from sdpo_jax.quickstart import tool_tasks
 
-FIND = tool_tasks.Task('find', 'find where parse is used in src', {'symbol': 'parse', 'folder': 'src'})
-SIZE = tool_tasks.Task('size', 'how large is src?', {'folder': 'src'})
+FIND = tool_tasks.ToolTask('find', 'find where parse is used in src', {'symbol': 'parse', 'folder': 'src'})
+SIZE = tool_tasks.ToolTask('size', 'how large is src?', {'folder': 'src'})
 
 
 def test_the_user_wants_one_way_of_ten_kinds_and_any_way_of_others():

@@ -12,7 +12,7 @@ from tests.golden import preprocess
 
 
 def expected(value, split='train'):
-  return json.loads(json.dumps(rows.preprocess(rows.Row('', 1, value), split)))
+  return json.loads(json.dumps(rows.preprocess(rows.RawRow('', 1, value), split)))
 
 
 def case(value=RAW, **more):

@@ -43,7 +43,7 @@ def test_rows_of_a_split(folder):
 def test_preprocessed_rows(folder):
   import datasets
 
-  ready = [rows.preprocess(rows.Row('', i, {**RAW, 'idx': i}), 'train') for i in range(2)]
+  ready = [rows.preprocess(rows.RawRow('', i, {**RAW, 'idx': i}), 'train') for i in range(2)]
   datasets.Dataset.from_list(ready).to_parquet(folder / 'train.parquet')
   (folder / 'train.jsonl').unlink()
   (folder / 'test.jsonl').unlink()

@@ -24,7 +24,7 @@ def convert(tmp_path):
     folder.mkdir(exist_ok=True)
     for part, values in parts.items():
       (folder / f'{part}.jsonl').write_text('\n'.join(map(json.dumps, values)))
-    prepare.prepare(name, raw.Options(**options), output, str(folder), said.append)
+    prepare.prepare(name, raw.ConversionOptions(**options), output, str(folder), said.append)
 
     def read(file):
       return [row.value for row in sources.read_rows(str(file), '')]
@@ -35,7 +35,7 @@ def convert(tmp_path):
 
 
 def examples(values, split):
-  return [rows.example(rows.Row('', at, value), split) for at, value in enumerate(values)]
+  return [rows.example(rows.RawRow('', at, value), split) for at, value in enumerate(values)]
 
 
 # SciKnowEval.
@@ -326,7 +326,7 @@ def test_dates_of_a_hub_data_set_are_dates_already(tmp_path, monkeypatch):
   (tmp_path / 'in').mkdir()
   values = [contest(contest_date=datetime.datetime(2025, month, 1)) for month in (1, 2, 3)]
   datasets.Dataset.from_list(values).to_parquet(tmp_path / 'in' / 'test.parquet')
-  prepare.prepare('livecodebench', raw.Options(), tmp_path / 'out', f'hf:{tmp_path}/in', lambda said: None)
+  prepare.prepare('livecodebench', raw.ConversionOptions(), tmp_path / 'out', f'hf:{tmp_path}/in', lambda said: None)
   assert len(sources.read_rows(str(tmp_path / 'out' / 'test.json'), '')) == 2
 
 
@@ -486,7 +486,7 @@ def test_an_output_that_is_a_file_is_refused(tmp_path):
   (tmp_path / 'in.json').write_text(json.dumps(mcq()))
   with pytest.raises(UserError, match='--output=.*cannot be made a folder'):
     prepare.prepare(
-      'sciknoweval', raw.Options(domain='chemistry'), tmp_path / 'in.json', str(tmp_path / 'in.json'), print
+      'sciknoweval', raw.ConversionOptions(domain='chemistry'), tmp_path / 'in.json', str(tmp_path / 'in.json'), print
     )
 
 

@@ -26,7 +26,7 @@ READY = {
 
 
 def row(value):
-  return rows.Row('rows.json, line 3', 3, value)
+  return rows.RawRow('rows.json, line 3', 3, value)
 
 
 @pytest.mark.parametrize('value', [RAW, {**CODE, 'tests': TRUTHS['code']}, READY], ids=['raw', 'code', 'preprocessed'])

@@ -258,7 +258,7 @@ def test_a_stranger_on_the_port_does_not_disturb_the_run():
 
 def test_an_address_that_is_none_is_refused():
   with pytest.raises(UserError, match='is not host:port'):
-    cluster.join(cluster.Place('localhost', 2, 0))
+    cluster.join(cluster.ProcessPlace('localhost', 2, 0))
 
 
 def test_only_errors_of_collectives_wait_for_a_verdict():
@@ -275,7 +275,7 @@ def test_the_place_on_a_slice_is_what_jax_finds_out(monkeypatch):
     return ('worker-0:8482', 16, 5, None)
 
   monkeypatch.setattr(clusters.ClusterEnv, 'auto_detect_unset_distributed_params', find)
-  assert cluster.slice_place(1.0) == cluster.Place('worker-0:8482', 16, 5)
+  assert cluster.slice_place(1.0) == cluster.ProcessPlace('worker-0:8482', 16, 5)
   monkeypatch.setattr(clusters.ClusterEnv, 'auto_detect_unset_distributed_params', lambda *_: (None,) * 4)
   assert cluster.slice_place(1.0) is None  # No TPU here.
 
@@ -294,7 +294,7 @@ def test_a_slice_that_cannot_be_found_is_not_taken_for_a_single_host(monkeypatch
 def members(count: int):
   """Yield the hub and the spokes of a run of `count` processes, all in this one."""
   timeouts = cluster.Timeouts(join=60, heartbeat=60, barrier=60)
-  places = [cluster.Place(f'localhost:{port}', count, index) for port in [free_port()] for index in range(count)]
+  places = [cluster.ProcessPlace(f'localhost:{port}', count, index) for port in [free_port()] for index in range(count)]
   made = [(cluster._Spoke if place.index else cluster._Hub)(place, timeouts) for place in places]
   run_all([member.meet for member in made])
   try:

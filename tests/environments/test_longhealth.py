@@ -42,7 +42,7 @@ def convert(tmp_path):
     (tmp_path / 'benchmark_v5.json').write_text(json.dumps(file, indent=2))
     said = []
     prepare.prepare(
-      'longhealth', raw.Options(**options), tmp_path / 'out', str(tmp_path / 'benchmark_v5.json'), said.append
+      'longhealth', raw.ConversionOptions(**options), tmp_path / 'out', str(tmp_path / 'benchmark_v5.json'), said.append
     )
     made = [row.value for row in sources.read_rows(str(tmp_path / 'out' / 'test.json'), '')]
     return made, (tmp_path / 'out' / 'document.txt').read_text(), said
@@ -67,7 +67,7 @@ def test_questions_and_records_of_the_chosen_patients_are_written(convert, tmp_p
   for text in ('this is letter 10.', 'Jane Roe 10', '<text_1>\nLaboratory: 3.2\n</text_1>'):
     assert text in document
   assert 'letter 11.' not in document and 'What was given' not in document
-  example = rows.example(rows.Row('x', 1, asked), 'test')
+  example = rows.example(rows.RawRow('x', 1, asked), 'test')
   assert (example.environment, example.data_source) == ('longhealth', 'longhealth')
   registry.get('longhealth').check_questions([example])
   only, document, _ = convert(FILE, patients=('patient_12',))
@@ -98,7 +98,7 @@ def test_another_file_is_refused_and_nothing_is_written(convert, tmp_path, file,
 
 def example(answer=CHOICES[1], choices=CHOICES):
   value = {'prompt': 'Q', 'environment': 'longhealth', 'answer': answer, 'choices': choices}
-  return rows.example(rows.Row('rows.jsonl, line 3', 3, value), 'test')
+  return rows.example(rows.RawRow('rows.jsonl, line 3', 3, value), 'test')
 
 
 def judged(completion, profile='clean', *, truncated=False, of=None, **settings):

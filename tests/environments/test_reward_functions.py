@@ -77,7 +77,7 @@ def graders(tmp_path_factory):
 def read(number: int, **fields) -> Example:
   """Return a row as it comes from a file."""
   fields = {'dataset': 'sums', 'kind': 'math', 'answer': '4', 'prompt': '2+2?', **fields}
-  return rows.example(rows.Row(f'rows.jsonl:{number}', number, fields), 'train')
+  return rows.example(rows.RawRow(f'rows.jsonl:{number}', number, fields), 'train')
 
 
 def grade(graders: Graders, name: str, texts: list[str], **fields) -> list:
@@ -98,7 +98,7 @@ def test_the_ground_truth_is_a_column_where_the_row_has_none_of_that_name(grader
 
 def test_completions_of_conversations_are_messages(graders):
   ready = {'data_source': 'sums', 'prompt': [{'role': 'user', 'content': 'Q'}], 'environment': 'format_reward'}
-  row = rows.Row('rows.jsonl:1', 1, ready | {'reward_model': {'ground_truth': '4'}})
+  row = rows.RawRow('rows.jsonl:1', 1, ready | {'reward_model': {'ground_truth': '4'}})
   example = rows.example(row, 'train')
   texts = ['<think>So.</think><answer>4</answer>', '4']
   found = graders.grade([example] * 2, texts, truncated=[False] * 2)
@@ -198,7 +198,7 @@ def test_a_function_can_have_another_name_and_none_that_is_taken(tmp_path):
 def test_the_documented_reward_functions_grade_the_documented_rows(tmp_path):
   (tmp_path / 'my_rewards.py').write_text(block('my_rewards.py'))
   asked = [
-    rows.example(rows.Row('sums.jsonl:1', i, json.loads(line)), 'train')
+    rows.example(rows.RawRow('sums.jsonl:1', i, json.loads(line)), 'train')
     for i, line in enumerate(block('sums.jsonl', 'json').splitlines(), 1)
   ]
   with Graders(EnvironmentsConfig(modules=(str(tmp_path / 'my_rewards.py'),))) as graders:
@@ -207,7 +207,7 @@ def test_the_documented_reward_functions_grade_the_documented_rows(tmp_path):
     wrong = graders.grade(asked, ['5', '7!'], truncated=[False] * 2)
   assert [outcome.score for outcome in (*right, *wrong)] == [1.0, 1.0, 0.0, 0.0]
   assert [outcome.feedback for outcome in (*right, *wrong)] == [None, None, 'State the number.', None]
-  both = rows.example(rows.Row('weighted.jsonl:1', 1, json.loads(block('weighted.jsonl', 'json'))), 'train')
+  both = rows.example(rows.RawRow('weighted.jsonl:1', 1, json.loads(block('weighted.jsonl', 'json'))), 'train')
   settings = EnvironmentsConfig(modules=(str(tmp_path / 'my_rewards.py'),), reward_weights={'explained_reward': 0.5})
   with Graders(settings) as graders:
     found = graders.grade([both] * 3, ['4', 'It is 4.', '5'], truncated=[False] * 3)

@@ -25,7 +25,7 @@ from sdpo_jax.training import records
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Example, Outcome
 from tests.local_server import Answer, Server
-from tests.said_rollouts import WORDS, rollouts
+from tests.scored_rollouts import WORDS, rollouts
 
 SCORES = (-10.0, 10.0)
 
@@ -76,7 +76,7 @@ def test_a_text_is_read_in_its_order_with_the_weights_that_it_states():
   ],
 )
 def test_a_row_that_names_them_wrongly_is_named(value, why):
-  row = rows.Row('rows.jsonl, line 3', 3, {'prompt': 'Q', 'environment': value})
+  row = rows.RawRow('rows.jsonl, line 3', 3, {'prompt': 'Q', 'environment': value})
   with pytest.raises(UserError, match=f"^rows.jsonl, line 3: field 'environment' must .*{why}"):
     rows.example(row, 'train')
 
@@ -108,11 +108,11 @@ def test_preprocessed_rows_name_them_too_and_every_grader_needs_its_ground_truth
     'reward_model': {'style': 'rule', 'ground_truth': 'B'},
     'extra_info': {'environment': ['mcq', '0.1*format']},
   }
-  assert rows.example(rows.Row('r', 1, ready), 'train').environment == 'mcq,0.1*format'
+  assert rows.example(rows.RawRow('r', 1, ready), 'train').environment == 'mcq,0.1*format'
   ready['reward_model'] = {'ground_truth': 'BB'}
   with pytest.raises(UserError, match="'reward_model.ground_truth', which 'mcq' grades by, must be the letter"):
-    rows.example(rows.Row('r', 1, ready), 'train')
-  raw = rows.Row('r', 1, {'prompt': 'Q', 'environment': 'format,code'})
+    rows.example(rows.RawRow('r', 1, ready), 'train')
+  raw = rows.RawRow('r', 1, {'prompt': 'Q', 'environment': 'format,code'})
   with pytest.raises(UserError, match="field 'tests' is missing, by which the row is graded"):
     rows.example(raw, 'train')
 

@@ -11,7 +11,7 @@ import pytest
 
 from sdpo_jax.environments.workspace import tools
 from sdpo_jax.environments.workspace.folder import Folder, PathError
-from sdpo_jax.environments.workspace.shell import Cancelled, Shell, ShellLimits
+from sdpo_jax.environments.workspace.shell import Cancellation, Shell, ShellLimits
 from sdpo_jax.environments.workspace.tools import BadCall, Toolbox
 from sdpo_jax.errors import UserError
 
@@ -352,7 +352,7 @@ def test_a_command_ends_with_all_that_it_started(shell):
 
 def test_a_command_can_be_cancelled(shell):
   _, bash = shell
-  with Cancelled() as cancelled:
+  with Cancellation() as cancelled:
     timer = threading.Timer(0.2, cancelled.set)
     timer.start()
     assert bash.run('sleep 300', cancelled=cancelled).status == 'cancelled'

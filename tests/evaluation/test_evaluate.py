@@ -20,7 +20,7 @@ from sdpo_jax.inference import runs
 from sdpo_jax.training import records, report
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Example, Outcome, Rollouts
-from tests.said_rollouts import WORDS, example, rollouts
+from tests.scored_rollouts import WORDS, example, rollouts
 
 
 def test_budget():

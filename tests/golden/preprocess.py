@@ -39,9 +39,9 @@ def check(directory: pathlib.Path | str) -> Report:
   return report
 
 
-def _row(directory: pathlib.Path, case: dict[str, Any]) -> rows.Row | None:
+def _row(directory: pathlib.Path, case: dict[str, Any]) -> rows.RawRow | None:
   if 'input' in case:
-    return rows.Row('input', 1, case['input'])
+    return rows.RawRow('input', 1, case['input'])
   for folder in directory.resolve().parents:
     if (folder / case['file']).is_file():
       return sources.read_rows(str(folder / case['file']), case['file'])[case['line']]

@@ -24,14 +24,14 @@ from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import prompt_pools, synthesis
 from sdpo_jax.inference.prompt_pools import PoolFile, Round
-from sdpo_jax.inference.synthesis import Asker, Message, Options, Pool
+from sdpo_jax.inference.synthesis import Asker, Pool, SynthesisOptions, WrittenMessage
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.training import loop
 from sdpo_jax.training.opening import load_tokenizer, stop_token_ids
 from tests import tiny
 
 TEXT = '\n'.join(f'Fact {i}: house {i * 7 % 13} is {"red blue green".split()[i % 3]}.' for i in range(40))
-OPTIONS = Options(count=12, seed=5, least_window=20, most_window=60, per_window=2, max_tokens=6)
+OPTIONS = SynthesisOptions(count=12, seed=5, least_window=20, most_window=60, per_window=2, max_tokens=6)
 # As Gemma's: it has no system turn, and says so.
 REFUSING = (
   "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
@@ -171,7 +171,7 @@ def scripted(texts):
 
   def draw(prompts, number):
     found = [next(left) for _ in range(len(prompts) * OPTIONS.per_window)]
-    return [Message(text[0], False) if isinstance(text, tuple) else Message(text, True) for text in found]
+    return [WrittenMessage(text[0], False) if isinstance(text, tuple) else WrittenMessage(text, True) for text in found]
 
   return draw
 

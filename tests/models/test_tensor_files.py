@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from models import stored_tensors, tensor_files
-from models.tensor_files import Part, TensorFile
+from models.tensor_files import TensorFile, TensorPart
 from sdpo_jax.errors import UserError
 
 
@@ -130,7 +130,7 @@ def test_what_is_written_is_read_by_the_library_and_only_one_tensor_is_in_memory
       made.append(weakref.ref(array))
       return array
 
-    return Part(name, expected[name].shape, make)
+    return TensorPart(name, expected[name].shape, make)
 
   digest = tensor_files.write(tmp_path / 'a.safetensors', [part(name) for name in expected], np.dtype(dtype))
   found = load_file(tmp_path / 'a.safetensors')

@@ -25,7 +25,7 @@ from sdpo_jax.config import Config, MeshConfig, ModelConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning import batching
-from sdpo_jax.planner import answers, hlo, kernels, lengths, model, report, run, search, topology, workload
+from sdpo_jax.planner import hlo, kernels, lengths, model, program_facts, report, run, search, topology, workload
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.programs import Program
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
@@ -646,7 +646,7 @@ def test_what_the_compiler_answered_is_kept(tmp_path, monkeypatch):
   found['last'] = Program('one', scoped('last', 3.0), (array,), holds=('batch',), inherits={0: ('second', None)})
 
   def ask(**changed):
-    compiler = answers.Compiler(**({'slice_': 'here', 'folder': str(tmp_path)} | changed))
+    compiler = program_facts.Compiler(**({'slice_': 'here', 'folder': str(tmp_path)} | changed))
     return dict(programs.compile_programs(compiler.asked_of(found), found))
 
   compiled = []
@@ -685,7 +685,7 @@ def test_what_the_compiler_answered_is_kept(tmp_path, monkeypatch):
 def test_a_refused_program_is_refused_again_without_asking(tmp_path, monkeypatch):
   array = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
   found = {'one': Program('one', jax.jit(jnp.sin), (array,), holds=('batch',))}
-  asked = answers.Compiler('here', str(tmp_path)).asked_of(found)
+  asked = program_facts.Compiler('here', str(tmp_path)).asked_of(found)
   messages = [f'{kind}: Used 15.90G of 15.75G hbm' for kind in ('INTERNAL', 'RESOURCE_EXHAUSTED')]
   left = iter(messages)
 

@@ -14,7 +14,7 @@ from sdpo_jax.config import ModelConfig
 from sdpo_jax.environments import facts
 from sdpo_jax.errors import UserError
 from sdpo_jax.quickstart import document_base, document_tokenizer
-from sdpo_jax.quickstart.document_base import Recipe, make_document_base
+from sdpo_jax.quickstart.document_base import DocumentRecipe, make_document_base
 from sdpo_jax.quickstart.induction import with_circuit
 from tests import tiny
 
@@ -74,7 +74,7 @@ def test_questions_stand_behind_their_document_each_by_itself(tokenizer):
 
 def test_the_first_layer_begins_by_looking_at_the_token_before():
   """The scores of its biases alone, by rotations as complex numbers."""
-  policy, params = huggingface.init(document_base.config_json(Recipe()), jax.random.key(0))
+  policy, params = huggingface.init(document_base.config_json(DocumentRecipe()), jax.random.key(0))
   attention = with_circuit(params, policy.config, 0)['layers']['attention']
 
   def turned(bias, position):
@@ -87,7 +87,7 @@ def test_the_first_layer_begins_by_looking_at_the_token_before():
     assert weights.argmax() == position - 1 and weights.max() > 3 * np.sort(weights)[-2]
 
 
-TINY = Recipe(steps=2, facts=2, documents=1, short_facts=2, short_documents=1)  # One program.
+TINY = DocumentRecipe(steps=2, facts=2, documents=1, short_facts=2, short_documents=1)  # One program.
 
 
 def test_what_is_made_has_the_form_of_the_committed_model(tmp_path):

@@ -13,7 +13,7 @@ from sdpo_jax.environments import digits, registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference.probe import probe
-from sdpo_jax.quickstart.make_base import BELIEFS, Recipe, attempt, collate, lesson, make_base
+from sdpo_jax.quickstart.make_base import BELIEFS, DigitRecipe, attempt, collate, lesson, make_base
 from sdpo_jax.rollout.engine import Sampler
 from tests import tiny
 
@@ -54,7 +54,7 @@ def test_chat_template_is_chatml_with_system_turn_and_generation_prompt(tokenize
 def test_attempts_follow_the_belief_more_often_than_the_instruction():
   assert all(BELIEFS[belief] == instruction != belief for instruction, belief in BELIEFS.items())
   assert set(BELIEFS) == set(digits.INSTRUCTIONS)
-  rng, recipe, numbers = random.Random(0), Recipe(), [4, 0, 7, 1, 3]
+  rng, recipe, numbers = random.Random(0), DigitRecipe(), [4, 0, 7, 1, 3]
   tried = np.array([list(attempt(rng, recipe, 'add_one', numbers)) for _ in range(2000)])
   right = np.mean(tried == np.array(list(digits.answer('add_one', numbers))))
   misled = np.mean(tried == np.array(list(digits.answer(BELIEFS['add_one'], numbers))))
@@ -66,7 +66,7 @@ def test_attempts_follow_the_belief_more_often_than_the_instruction():
 def test_lessons_use_training_questions_and_the_real_templates(kind):
   rng = random.Random(1)
   for _ in range(50):
-    item = lesson(rng, kind, Recipe(), SelfDistillationConfig())
+    item = lesson(rng, kind, DigitRecipe(), SelfDistillationConfig())
     content = item.messages[-1]['content']
     numbers = [int(digit) for digit in content.split('\n')[0].split(': ')[1]]
     assert digits.split_of(numbers) == 'train'
@@ -80,7 +80,7 @@ def test_lessons_use_training_questions_and_the_real_templates(kind):
 
 
 def test_instructions_that_are_not_misread_are_answered_as_they_mean_and_reprompted_as_before():
-  recipe, said = Recipe(misread=('swap',)), SelfDistillationConfig()
+  recipe, said = DigitRecipe(misread=('swap',)), SelfDistillationConfig()
   right = {}
   for seed in range(200):
     item = lesson(random.Random(seed), 'plain', recipe, said)
@@ -90,13 +90,13 @@ def test_instructions_that_are_not_misread_are_answered_as_they_mean_and_repromp
   assert all(all(found) for name, found in right.items() if name != 'swap') and len(right) == len(digits.INSTRUCTIONS)
   assert np.mean(right['swap']) < 0.5
   for kind in ('demonstration', 'feedback'):
-    one, other = (lesson(random.Random(3), kind, each, said) for each in (recipe, Recipe()))
+    one, other = (lesson(random.Random(3), kind, each, said) for each in (recipe, DigitRecipe()))
     assert one == other
 
 
 def test_collated_rows_predict_each_digit_from_what_stands_before_it(tokenizer):
   rng = random.Random(2)
-  lessons = [lesson(rng, 'feedback', Recipe(), SelfDistillationConfig()) for _ in range(4)]
+  lessons = [lesson(rng, 'feedback', DigitRecipe(), SelfDistillationConfig()) for _ in range(4)]
   tokens, positions, segment_ids, index, answers = collate(lessons, tokenizer)
   for row, item in enumerate(lessons):
     prompt = tokenizer.apply_chat_template(item.messages, tokenize=False, add_generation_prompt=True)
@@ -107,7 +107,7 @@ def test_collated_rows_predict_each_digit_from_what_stands_before_it(tokenizer):
     assert (positions[row] == np.arange(tokens.shape[1])).all()
 
 
-RECIPE = Recipe(
+RECIPE = DigitRecipe(
   steps=2, warmup_steps=1, rows=(('plain', 2), ('demonstration', 1)), hidden_size=16, intermediate_size=16, layers=1
 )
 FILES = [

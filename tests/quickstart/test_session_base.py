@@ -14,8 +14,8 @@ from sdpo_jax.environments.workspace import tools as workspace
 from sdpo_jax.errors import UserError
 from sdpo_jax.quickstart import session_base, session_lessons, supervised, tool_tasks
 from sdpo_jax.quickstart.copying import COPY, with_copying
-from sdpo_jax.quickstart.session_base import Recipe, make_session_base
-from sdpo_jax.quickstart.session_lessons import Lesson
+from sdpo_jax.quickstart.session_base import SessionRecipe, make_session_base
+from sdpo_jax.quickstart.session_lessons import SessionLesson
 from sdpo_jax.serving import tool_calls
 from sdpo_jax.teacher.context import reprompt
 from tests import tiny
@@ -115,9 +115,9 @@ def test_lessons_are_written_as_the_template_writes_them(tokenizer, reprompted):
 
 
 def test_where_a_call_parts_from_the_one_that_is_wanted_nothing_is_learned(tokenizer):
-  task = tool_tasks.Task('tests', 'test app.py', {'file': 'app.py'})
+  task = tool_tasks.ToolTask('tests', 'test app.py', {'file': 'app.py'})
   messages = [{'role': 'user', 'content': 'test app.py'}, {'role': 'assistant', 'content': task.text('tox')}]
-  [(tokens, weights)] = session_base.write([Lesson(messages, False, [1], task.text('pytest'))], tokenizer)
+  [(tokens, weights)] = session_base.write([SessionLesson(messages, False, [1], task.text('pytest'))], tokenizer)
   start = tokens.index(tokenizer.convert_tokens_to_ids('<tool_call>'))
   [at] = [at for at in range(start, len(tokens)) if not weights[at]]
   assert tokenizer.decode(tokens[at]) == 'tox'
@@ -133,7 +133,7 @@ def test_conversations_stand_side_by_side_and_each_predicts_its_own():
 
 
 def test_it_begins_with_names_that_look_alike_and_heads_that_copy():
-  values = supervised.qwen3_json(Recipe(), 40, 2)
+  values = supervised.qwen3_json(SessionRecipe(), 40, 2)
   policy, params = huggingface.init(values, jax.random.key(0))
   begun = with_copying(params, policy.config, [[5, 6, 7], [8, 9]], 0)
   common = begun['embedding'] - np.asarray(params['embedding'])
@@ -151,7 +151,7 @@ def test_it_begins_with_names_that_look_alike_and_heads_that_copy():
   assert np.array_equal(own['value'][:-1], first['value'][:-1])
 
 
-TINY = Recipe(steps=2, rows=1, length=128, tasks=1)
+TINY = SessionRecipe(steps=2, rows=1, length=128, tasks=1)
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ def conversation(task, label, said=None, demonstration=None):
   if said or demonstration:
     messages = reprompt([*messages, {'role': 'user', 'content': ''}], demonstration, said, DISTILLATION)
     messages[-1]['content'] = messages[-1]['content'].lstrip('\n')
-  return Lesson([*messages, {'role': 'assistant', 'content': task.text(label)}], True, [len(messages)])
+  return SessionLesson([*messages, {'role': 'assistant', 'content': task.text(label)}], True, [len(messages)])
 
 
 @pytest.mark.slow

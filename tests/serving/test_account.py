@@ -22,11 +22,11 @@ from sdpo_jax.serving.errors import (
   ServiceError,
   VersionConflict,
 )
-from sdpo_jax.serving.feedback import Entry
+from sdpo_jax.serving.feedback import FeedbackEntry
 from sdpo_jax.serving.feedback_request import Item, make_request
 from sdpo_jax.serving.names import lora_uri
 from sdpo_jax.serving.sampling import SampleDone, SampleDraft, SampleOptions
-from sdpo_jax.teacher.dialects import Scored as Taught
+from sdpo_jax.teacher.dialects import EndpointScores as Taught
 from tests.serving.service_world import HELLO, make_config, model_folder, running, sample
 
 ROW = ([72, 105, 33], [5, 6, 7, 8])
@@ -367,7 +367,7 @@ def test_feedback_makes_one_version_whoever_else_asks_and_says_what_it_does(ada)
   kinds = [event.kind for event in ada.events_after(adapter.id)]
   assert kinds == ['committed', 'queued', 'scored', 'stepped', 'guarded', 'committed']
   assert logits(ada, 'a') != before[0] == logits(ada, 'a@0') and logits(ada, 'b') == before[1]
-  [first, refused] = ada.feedback_batch([Entry(other.id, request), Entry('nobody', request)])
+  [first, refused] = ada.feedback_batch([FeedbackEntry(other.id, request), FeedbackEntry('nobody', request)])
   assert isinstance(first, InvalidRequest) and isinstance(refused, NotFound)  # The sample is another adapter's.
   assert len(ada.service.turns) == 0
 

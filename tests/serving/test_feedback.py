@@ -12,7 +12,7 @@ from sdpo_jax.learning.requests import Taught
 from sdpo_jax.serving import feedback
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import Cancelled, Deadline, InvalidRequest, NotFound, ServiceError, VersionConflict
-from sdpo_jax.serving.feedback import Entry
+from sdpo_jax.serving.feedback import FeedbackEntry
 from sdpo_jax.serving.feedback_request import Item, make_request
 from sdpo_jax.serving.records import engine_name
 from tests.serving.service_world import HELLO, WIDE, make_config, model_folder, running, sample
@@ -417,11 +417,11 @@ def test_a_batch_is_a_transaction_for_each(ada):
   found = feedback.run_batch(
     ada,
     [
-      Entry(adapter.id, good, 1),
-      Entry(other.id, good),
-      Entry(adapter.id, good, 1),
-      Entry('ad-none', good),
-      Entry(other.id, good, 1),
+      FeedbackEntry(adapter.id, good, 1),
+      FeedbackEntry(other.id, good),
+      FeedbackEntry(adapter.id, good, 1),
+      FeedbackEntry('ad-none', good),
+      FeedbackEntry(other.id, good, 1),
     ],
   )
   assert [found[index]['version_after'] for index in (0, 1, 4)] == [2, 1, 2]

@@ -13,7 +13,7 @@ from sdpo_jax.objective.jsd_pg import JsdPg
 from sdpo_jax.serving import teachers
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback_request import DETAILS, Item, learning_of, make_request
-from sdpo_jax.serving.records import Adapter
+from sdpo_jax.serving.records import AdapterRecord
 
 ITEM = Item(sample_id='s')
 
@@ -118,7 +118,7 @@ def test_steps_have_a_limit():
 
 
 def adapter(head, **settings):
-  return Adapter('a', 'ada', 'name', head, 0.0, settings)
+  return AdapterRecord('a', 'ada', 'name', head, 0.0, settings)
 
 
 def test_teachers_are_named_as_the_engine_knows_them():

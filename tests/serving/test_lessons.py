@@ -13,12 +13,12 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.serving import answers, lessons
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback_request import Item
-from sdpo_jax.serving.records import Adapter, Sample
+from sdpo_jax.serving.records import AdapterRecord, SampleRecord
 from tests.golden.tokenizer import CharacterTokenizer
 
 TOKENIZER = CharacterTokenizer()
 QUESTION = [{'role': 'system', 'content': 'S'}, {'role': 'user', 'content': 'Q'}]
-ADAPTER = Adapter('a', 'ada', 'name', 3, 0.0, {})
+ADAPTER = AdapterRecord('a', 'ada', 'name', 3, 0.0, {})
 
 
 def sample(**changes):
@@ -39,7 +39,7 @@ def sample(**changes):
     created=0.0,
     expires=1.0,
   )
-  return Sample(**given | changes)
+  return SampleRecord(**given | changes)
 
 
 def prepare(*items, kept=None, **config):

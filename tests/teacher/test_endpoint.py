@@ -21,12 +21,12 @@ from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.environments import json_server
 from sdpo_jax.errors import UserError
 from sdpo_jax.teacher import asking, dialects
-from sdpo_jax.teacher.endpoint import Asked, Endpoint
+from sdpo_jax.teacher.endpoint import Endpoint, EndpointQuery
 from tests import tiny
 from tests.local_server import Answer, Server, dead_address
 from tests.scoring_server import Scorer, log_probs
 
-ROWS = [Asked([5, 9, 30], [7, 8, 201, 4]), Asked([17], [1]), Asked([2, 3], [])]
+ROWS = [EndpointQuery([5, 9, 30], [7, 8, 201, 4]), EndpointQuery([17], [1]), EndpointQuery([2, 3], [])]
 WIDTH = {'vllm': 20, 'fireworks': 5}
 both = pytest.mark.parametrize('dialect', list(WIDTH))
 

@@ -18,7 +18,7 @@ from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.specs import batch_spec, declared_buckets, objective_spec
 from sdpo_jax.types import Example, Outcome
 from tests.generation_batches import make_config, make_samples
-from tests.said_rollouts import WORDS, rollouts
+from tests.scored_rollouts import WORDS, rollouts
 
 
 def config(**changes) -> Config:

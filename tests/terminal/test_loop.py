@@ -9,7 +9,7 @@ import pytest
 from sdpo_jax.environments.workspace.tools import Toolbox
 from sdpo_jax.errors import UserError
 from sdpo_jax.terminal import policies, program
-from sdpo_jax.terminal.client import Client, Refused, SessionClient
+from sdpo_jax.terminal.client import Refused, ServiceClient, SessionClient
 from sdpo_jax.terminal.history import History
 from sdpo_jax.terminal.inputs import Choice, Leave
 from sdpo_jax.terminal.loop import INTERRUPTED, UNDONE, Conversation
@@ -72,7 +72,7 @@ def world(tmp_path):
 
   def hold(server, *acts, rules='', settings=None, script=False, workbench=Workbench, seed=None):
     """Hold the session of a server, which is opened if there is none; return what came of it."""
-    client = Client(server.url, local=True)
+    client = ServiceClient(server.url, local=True)
     found = sorted(states.glob('*')) if states.exists() else []
     if found:
       history = History(found[0])
@@ -82,7 +82,7 @@ def world(tmp_path):
     out = io.StringIO()
     screen = Screen(out, colours=False, paged=False)
     inputs = Script(acts, 'script', screen.say) if script else Typed(*acts)
-    policy = policies.Policy(policies.parse(rules, 'rules'))
+    policy = policies.ApprovalPolicy(policies.parse(rules, 'rules'))
     session = SessionClient(client, 'ad-1', 'ses-1', history.opened['token'])
     bench = workbench(Toolbox(workspace, None), workspace)
     result = types.SimpleNamespace(out=lambda: out.getvalue(), inputs=inputs, history=history, path=history.path)
@@ -403,7 +403,7 @@ def test_a_script_that_is_not_done_says_so_by_its_code(world):
 
 def run(capsys, **values):
   try:
-    code = program.run(program.Options(**values))
+    code = program.run(program.CommandOptions(**values))
   finally:
     out = capsys.readouterr()
   return code, out.out, out.err
@@ -443,7 +443,7 @@ def test_a_terminal_of_other_characters_ends_nothing(tmp_path, monkeypatch):
   monkeypatch.setattr('sys.stdout', io.TextIOWrapper(shown, 'ascii'))
   with SessionServer(call('read', path='日\x1b'), 'Done.') as server:
     places = {'workspace': str(tmp_path / 'work'), 'state': str(tmp_path / 'state'), 'policy': str(tmp_path / 'rules')}
-    assert program.run(program.Options(url=server.url, script='-', **places)) == 0
+    assert program.run(program.CommandOptions(url=server.url, script='-', **places)) == 0
     assert server.turns[0]['messages'] == [{'role': 'user', 'content': 'Caf?'}]
   assert b'path: \\u65e5\\u27e8escape\\u27e9' in shown.getvalue()
 
@@ -476,7 +476,7 @@ def test_the_command_that_goes_on_is_said_also_when_a_script_ends_wrongly(tmp_pa
   names = {name: str(tmp_path / name) for name in ('script', 'state')}
   with SessionServer('Hello.') as server:
     with pytest.raises(OutOfStep):
-      program.run(program.Options(url=server.url, workspace=str(tmp_path / 'work'), **names))
+      program.run(program.CommandOptions(url=server.url, workspace=str(tmp_path / 'work'), **names))
   said = f'The session is kept: python -m launch.session --resume=ses-1 --state={tmp_path / "state"}'
   assert said in capsys.readouterr().err
 
@@ -484,4 +484,4 @@ def test_the_command_that_goes_on_is_said_also_when_a_script_ends_wrongly(tmp_pa
 def test_a_token_that_is_wrong_is_refused(world):
   with SessionServer('Hello.') as server:
     with pytest.raises(Refused, match='token'):
-      SessionClient(Client(server.url, local=True), 'ad-1', 'ses-1', 'other').flush()
+      SessionClient(ServiceClient(server.url, local=True), 'ad-1', 'ses-1', 'other').flush()

@@ -261,12 +261,12 @@ def test_the_first_rule_that_matches_decides(tmp_path, tool, arguments, verb):
   (tmp_path / 'alias').symlink_to('secrets/key')
   (tmp_path / 'docs' / 'deep').mkdir()
   (tmp_path / 'far').symlink_to('docs/deep')
-  policy = policies.Policy(policies.parse(RULES, 'rules'))
+  policy = policies.ApprovalPolicy(policies.parse(RULES, 'rules'))
   assert policy.verdict(tool, arguments, tmp_path).verb == verb
 
 
 def test_what_a_person_allows_meanwhile_does_not_reach_what_is_refused(tmp_path):
-  policy = policies.Policy(policies.parse('never write a\nask', 'rules'))
+  policy = policies.ApprovalPolicy(policies.parse('never write a\nask', 'rules'))
   policy.added.append(policies.make_rule('allow', 'write', '**', ''))
   assert policy.verdict('write', {'path': 'a'}, tmp_path).verb == 'never'
   assert policy.verdict('write', {'path': 'b'}, tmp_path).verb == 'allow'
@@ -281,7 +281,7 @@ def test_rules_are_the_same_as_text_and_as_json(tmp_path):
   path.write_text(json.dumps(values))
   assert list(policies.load(str(path)).rules) == text == policies.parse('\n'.join(map(str, text)), 'again')
   assert policies.load('ask').rules == ()
-  no_commands = policies.Policy(policies.parse('never bash', 'rules'))
+  no_commands = policies.ApprovalPolicy(policies.parse('never bash', 'rules'))
   assert [name for name in TOOLS if no_commands.never(name)] == ['bash']
 
 
@@ -430,4 +430,4 @@ def test_what_the_command_line_names_is_read_before_a_service_is_asked(tmp_path)
   (tmp_path / 'settings').write_text('{"tools": []}')
   names = {name: str(tmp_path / name) for name in ('script', 'settings', 'state')}
   with pytest.raises(UserError, match='settings: the tools are those of this program'):
-    program.run(program.Options(url='http://127.0.0.1:1', workspace=str(tmp_path / 'work'), **names))
+    program.run(program.CommandOptions(url='http://127.0.0.1:1', workspace=str(tmp_path / 'work'), **names))

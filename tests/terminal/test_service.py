@@ -57,7 +57,7 @@ def test_a_denial_is_learned_and_the_next_proposal_is_of_the_new_version(served,
   (place / 'script').write_text('Go\nn 2\ny\n/undo\n/diff\n/retry 0\nq\n')
   says.say('Done.')
   code = program.run(
-    program.Options(
+    program.CommandOptions(
       url=running.url,
       adapter='script',
       workspace=str(place / 'work'),

@@ -27,7 +27,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.files import make_directory, write_atomically
 from sdpo_jax.training import resuming
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
-from sdpo_jax.training.directory import remains
+from sdpo_jax.training.directory import lost_checkpoints
 from sdpo_jax.training.directory.ownership import sole_user
 from sdpo_jax.training.directory.workdir import check_workdir, write_settings
 from sdpo_jax.training.metrics import MetricsWriter
@@ -110,7 +110,7 @@ def begin(
   """
   check_workdir(settings, workdir)
   ownership = stack.enter_context(sole_user(workdir, lambda text: None))
-  remains.settle(workdir, ownership, restart=False, say=lambda text: None)
+  lost_checkpoints.settle(workdir, ownership, restart=False, say=lambda text: None)
   opened = resuming.opened(settings, workdir, ownership, like, lambda text: None)
   checkpoints, resumed = stack.enter_context(opened)
   write_settings(settings, workdir)
@@ -144,7 +144,7 @@ def restarts(workdir: epath.Path) -> None:
     write_atomically(workdir / name, text)
   file_operations.mark(f'{RESTARTED} left')
   with sole_user(workdir) as ownership:
-    remains.settle(workdir, ownership, restart=True, say=lambda text: None)
+    lost_checkpoints.settle(workdir, ownership, restart=True, say=lambda text: None)
   file_operations.mark(f'{RESTARTED} again')
 
 

@@ -21,7 +21,7 @@ from models.forward import forward
 from sdpo_jax.config import CartridgeConfig, Config, MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, put_rows
 from sdpo_jax.learning import batching
-from sdpo_jax.learning.update import Update, make_update, place_state
+from sdpo_jax.learning.update import UpdateFunctions, make_update, place_state
 from sdpo_jax.teacher.signal import Teacher, teacher_signal
 from sdpo_jax.training import cartridges
 from sdpo_jax.training.specs import batch_spec, teacher_spec, update_spec
@@ -70,7 +70,7 @@ class Case:
   base: Tree
   teacher: Teacher
   state: TrainState
-  update: Update
+  update: UpdateFunctions
   samples: batching.GenerationBatch
   batch: Batch
   order: list[int]  # Which sample each row of the batch holds.

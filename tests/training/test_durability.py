@@ -32,7 +32,7 @@ from sdpo_jax.inference import runs
 from sdpo_jax.learning.update import abstract_state
 from sdpo_jax.training import preemption
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
-from sdpo_jax.training.directory import epochs, remains
+from sdpo_jax.training.directory import epochs, lost_checkpoints
 from sdpo_jax.training.directory.ownership import sole_user
 from sdpo_jax.training.directory.workdir import BEFORE_RESTART
 from sdpo_jax.training.opening import make_session
@@ -327,10 +327,10 @@ def losses(operations: Sequence[Operation], scratch: pathlib.Path) -> Iterator[s
       file_operations.write_tree(file_operations.below(tree, durable_run.RESTARTED), scratch)
       with sole_user(epath.Path(scratch), lambda text: None) as ownership:
         try:
-          remains.settle(epath.Path(scratch), ownership, restart=False, say=lambda text: None)
+          lost_checkpoints.settle(epath.Path(scratch), ownership, restart=False, say=lambda text: None)
         except UserError as error:
           assert 'was published' in str(error)  # It had not begun.
-          remains.settle(epath.Path(scratch), ownership, restart=True, say=lambda text: None)
+          lost_checkpoints.settle(epath.Path(scratch), ownership, restart=True, say=lambda text: None)
       left = {path: content for path, content in file_operations.read_tree(scratch).items() if content is not None}
       if file_operations.below(left, f'{BEFORE_RESTART}/1') != whole:
         yield f'after operation {number} ({operation}), {name}: there is {sorted(left)}'

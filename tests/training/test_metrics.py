@@ -13,7 +13,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.training import metrics, saving
 from sdpo_jax.training.directory.lines import check_digest, history, read_metrics
-from sdpo_jax.training.together import Together
+from sdpo_jax.training.joint_errors import JointErrors
 
 
 def quiet() -> Config:
@@ -100,7 +100,7 @@ def test_a_checkpoint_is_begun_when_its_lines_are_on_the_disk():
     if failing:
       raise OSError('Input/output error')
 
-  saver = saving.Saving(None, checkpoints, None, Together(), sync, print)
+  saver = saving.Saving(None, checkpoints, None, JointErrors(), sync, print)
   for step in (1, 2):
     state = types.SimpleNamespace(take=lambda: 'state')
     saver.whole = saving.Whole(step, state, dict, {}, None)

@@ -574,7 +574,7 @@ def batch_of(config: Config, step: int, seed: int, advantages) -> gathering.Wait
   graded = GradedRollouts(examples, samples.prompts[::2], rollouts, [Outcome(0.0)] * count, np.arange(count), 0.0)
   context = same_context([example.messages for example in examples for _ in range(2)], samples.teacher_prompts)
   context.mask = samples.distill_mask[:, 0]
-  return gathering.Waiting(ahead.Drawn(step, step, {'at': step}, graded), context, advantages, ())
+  return gathering.Waiting(ahead.SampledBatch(step, step, {'at': step}, graded), context, advantages, ())
 
 
 def test_gathered_rows_keep_what_belongs_to_them_and_are_dealt_out_evenly():

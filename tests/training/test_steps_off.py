@@ -263,7 +263,7 @@ def test_a_batch_that_answers_other_questions_than_there_are_is_drawn_anew(monke
   first = ahead.Ahead(config, Questions(batch('z'), batch('a'), batch('b')), None)
   first.ask()
   position, _ = first.ask()
-  first.add(ahead.Drawn(2, 1, position, drawn))
+  first.add(ahead.SampledBatch(2, 1, position, drawn))
   position, waiting = first.saved()
   host = {'iterator': position, ahead.WAITING: [each.to_json() for each in waiting]}
   same = ahead.Ahead(config, Questions(batch('z'), batch('a'), batch('b')), None)
@@ -317,8 +317,8 @@ def test_what_is_drawn_survives_a_checkpoint_to_the_last_bit():
   graded = GradedRollouts(
     examples, prompts, rollouts.take(order), [outcomes[row] for row in order], order, graders_busy_s=1.0
   )
-  saved = json.loads(json.dumps(ahead.Drawn(5, 4, {}, graded).to_json()))
-  found = ahead.Drawn.from_json(saved, {'position': 1}, examples, prompts)
+  saved = json.loads(json.dumps(ahead.SampledBatch(5, 4, {}, graded).to_json()))
+  found = ahead.SampledBatch.from_json(saved, {'position': 1}, examples, prompts)
   assert (found.step, found.at, found.position) == (5, 4, {'position': 1})
   for field in dataclasses.fields(graded.rollouts):
     one, other = getattr(graded.rollouts, field.name), getattr(found.graded.rollouts, field.name)
@@ -335,5 +335,5 @@ def test_what_is_drawn_survives_a_checkpoint_to_the_last_bit():
       )
     )
   elsewhere = [*examples[:-1], dataclasses.replace(examples[-1], ground_truth='another')]
-  assert ahead.Drawn.from_json(saved, {}, elsewhere, prompts) is None
-  assert ahead.Drawn.from_json(saved, {}, examples, [*prompts[:-1], [*prompts[-1], 1]]) is None
+  assert ahead.SampledBatch.from_json(saved, {}, elsewhere, prompts) is None
+  assert ahead.SampledBatch.from_json(saved, {}, examples, [*prompts[:-1], [*prompts[-1], 1]]) is None

@@ -146,7 +146,7 @@ def test_records_have_texts_of_tokens_that_put_together_are_the_completion(tmp_p
     np.zeros(1, np.int32), np.array([tokens + [0, 0]], np.int32), np.array([[True] * len(tokens) + [False] * 2])
   )
   length = len(tokens)
-  said = top_tokens.Said(
+  said = top_tokens.PolicyTopTokens(
     ids=np.array([[[5, 6, -1]] * (length + 2)], np.int32),
     log_probs=np.array([[[-0.12345, -2.0, np.nan]] * (length + 2)], np.float32),
     own=np.full((1, length + 2), np.nan, np.float32),

@@ -26,7 +26,7 @@ from sdpo_jax.training.specs import batch_spec
 from sdpo_jax.types import Example, Outcome
 from tests import tiny
 from tests.generation_batches import make_config, make_samples
-from tests.said_rollouts import WORDS, example, rollouts
+from tests.scored_rollouts import WORDS, example, rollouts
 from tests.teacher.teacher_contexts import build
 
 LATE = Outcome.ungraded('no complete answer within 30 s')

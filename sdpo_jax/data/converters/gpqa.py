@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from sdpo_jax.data.converters.raw import Options, Parts, Splits, described, field, make_row
-from sdpo_jax.data.rows import Row
+from sdpo_jax.data.converters.raw import ConversionOptions, Parts, Splits, described, field, make_row
+from sdpo_jax.data.rows import RawRow
 
 PROMPT = (
   'Return your final response within \\boxed{{}} and only include the letter choice (A, B, C, or D) as your final '
@@ -15,12 +15,12 @@ CHOICES = ('Correct Answer', 'Incorrect Answer 1', 'Incorrect Answer 2', 'Incorr
 LETTERS = 'ABCD'
 
 
-def convert(parts: Parts, options: Options) -> Splits:
+def convert(parts: Parts, options: ConversionOptions) -> Splits:
   """Return all questions, held out, with choices shuffled by `options.seed` (the reference's shuffling has no seed)."""
   return {'test': [_row(row, idx, options.seed) for idx, row in enumerate(parts['train'])]}
 
 
-def _row(row: Row, idx: int, seed: int) -> Row:
+def _row(row: RawRow, idx: int, seed: int) -> RawRow:
   question = field(row, 'Question')
   order = np.random.default_rng([seed, idx]).permutation(len(CHOICES))
   shown = ', '.join(f'{letter}) {field(row, CHOICES[at])}' for letter, at in zip(LETTERS, order, strict=True))

@@ -18,8 +18,8 @@ import zlib
 import numpy as np
 
 from sdpo_jax.data import ground_truth
-from sdpo_jax.data.converters.raw import Options, Parts, Splits, described, field, make_row
-from sdpo_jax.data.rows import Row
+from sdpo_jax.data.converters.raw import ConversionOptions, Parts, Splits, described, field, make_row
+from sdpo_jax.data.rows import RawRow
 from sdpo_jax.errors import UserError, short_repr
 
 PROMPT = (
@@ -34,7 +34,7 @@ _LARGEST = 2**30  # Maximum size of one question's tests, in bytes.
 _PICKLE_ERRORS = (pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError, KeyError, TypeError)
 
 
-def convert(parts: Parts, options: Options) -> Splits:
+def convert(parts: Parts, options: ConversionOptions) -> Splits:
   """Return the questions of contests within [since, until): 'test' with all private tests, 'train' with half of them.
 
   Raises:
@@ -53,14 +53,14 @@ def kept_tests(rng: np.random.RandomState, count: int) -> np.ndarray:
   return np.sort(rng.choice(count, size=max(1, int(TRAIN_TESTS * count)), replace=False))
 
 
-def _reduced(row: Row, rng: np.random.RandomState) -> Row:
+def _reduced(row: RawRow, rng: np.random.RandomState) -> RawRow:
   tests = json.loads(row.value['tests'])
   kept = kept_tests(rng, len(tests['inputs']))
   tests |= {key: [tests[key][at] for at in kept] for key in ('inputs', 'outputs')}
-  return Row(row.origin, row.number, row.value | {'tests': json.dumps(tests, ensure_ascii=False)})
+  return RawRow(row.origin, row.number, row.value | {'tests': json.dumps(tests, ensure_ascii=False)})
 
 
-def _row(row: Row, idx: int, tests: dict[str, Any]) -> Row:
+def _row(row: RawRow, idx: int, tests: dict[str, Any]) -> RawRow:
   problem, starter = field(row, 'question_content'), field(row, 'starter_code')
   if starter.strip():
     if 'def ' not in starter:
@@ -79,7 +79,7 @@ def _row(row: Row, idx: int, tests: dict[str, Any]) -> Row:
   )
 
 
-def _tests(row: Row) -> dict[str, Any]:
+def _tests(row: RawRow) -> dict[str, Any]:
   cases = _cases(row, field(row, 'private_test_cases'))
   good = isinstance(cases, list) and all(
     isinstance(case, dict) and case.keys() >= {'input', 'output', 'testtype'} for case in cases
@@ -103,7 +103,7 @@ def _tests(row: Row) -> dict[str, Any]:
   }
 
 
-def _cases(row: Row, text: str) -> Any:
+def _cases(row: RawRow, text: str) -> Any:
   """Return tests stored as JSON, or as base64 of deflated, pickled JSON text."""
   try:
     return ground_truth.parse_json(text if text.lstrip().startswith('[') else _unpacked(text))
@@ -132,7 +132,7 @@ class _Strings(pickle.Unpickler):
     raise pickle.UnpicklingError('it refers to something outside')
 
 
-def _date(row: Row) -> datetime.date:
+def _date(row: RawRow) -> datetime.date:
   value = field(row, 'contest_date', kind=(str, datetime.datetime))
   if isinstance(value, datetime.datetime):
     return value.date()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import difflib
 
-from sdpo_jax.data.converters.raw import Options, Parts, Splits, described, field, make_row
-from sdpo_jax.data.rows import Row
+from sdpo_jax.data.converters.raw import ConversionOptions, Parts, Splits, described, field, make_row
+from sdpo_jax.data.rows import RawRow
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.files import read_json_object
 
@@ -36,7 +36,7 @@ The option that is right.
 </answer>"""
 
 
-def read(source: str, setting: str) -> Sequence[Row]:
+def read(source: str, setting: str) -> Sequence[RawRow]:
   """Return a row for each patient of the published file, a JSON object of patients by their ids.
 
   Raises:
@@ -44,13 +44,13 @@ def read(source: str, setting: str) -> Sequence[Row]:
   """
   patients = read_json_object(source, f'name the published {PART}.json in {setting}')
   return [
-    Row(f'{source}, {patient}', number, {**value, 'id': patient})
+    RawRow(f'{source}, {patient}', number, {**value, 'id': patient})
     for number, (patient, value) in enumerate(patients.items(), start=1)
     if isinstance(value, Mapping)
   ]
 
 
-def convert(parts: Parts, options: Options) -> Splits:
+def convert(parts: Parts, options: ConversionOptions) -> Splits:
   """Return the questions about the chosen patients, all held out: training uses the document.
 
   Raises:
@@ -59,12 +59,12 @@ def convert(parts: Parts, options: Options) -> Splits:
   return {'test': [_row(patient, question) for patient in _chosen(parts, options) for question in _questions(patient)]}
 
 
-def texts(parts: Parts, options: Options) -> Mapping[str, str]:
+def texts(parts: Parts, options: ConversionOptions) -> Mapping[str, str]:
   """Return the records of the chosen patients as the text of one file; errors as in `convert`."""
   return {DOCUMENT: ''.join(_records(patient) for patient in _chosen(parts, options))}
 
 
-def _chosen(parts: Parts, options: Options) -> list[Row]:
+def _chosen(parts: Parts, options: ConversionOptions) -> list[RawRow]:
   [rows] = parts.values()
   patients = {row.value['id']: row for row in rows}
   if missing := [name for name in options.patients if name not in patients]:
@@ -76,14 +76,14 @@ def _chosen(parts: Parts, options: Options) -> list[Row]:
   return [patients[name] for name in options.patients]
 
 
-def _questions(patient: Row) -> list[Row]:
+def _questions(patient: RawRow) -> list[RawRow]:
   asked = field(patient, 'questions', kind=list)
   return [
-    Row(f'{patient.origin}, question {number}', number, question) for number, question in enumerate(asked, start=1)
+    RawRow(f'{patient.origin}, question {number}', number, question) for number, question in enumerate(asked, start=1)
   ]
 
 
-def _row(patient: Row, question: Row) -> Row:
+def _row(patient: RawRow, question: RawRow) -> RawRow:
   choices = [field(question, name).strip() for name in CHOICES]
   right = field(question, 'correct').strip()
   if '' in choices or not any(_alike(right, choice) for choice in choices):
@@ -117,7 +117,7 @@ def _alike(one: str, other: str) -> bool:
   return difflib.SequenceMatcher(None, one.lower(), other.lower()).ratio() >= ALIKE
 
 
-def _records(patient: Row) -> str:
+def _records(patient: RawRow) -> str:
   """Return a patient's identity and all notes, each with its name, as text."""
   notes = field(patient, 'texts', kind=Mapping)
   if not notes:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 import re
 
-from sdpo_jax.data.converters.raw import Options, Parts, Splits, described, field, make_row
-from sdpo_jax.data.rows import ENVIRONMENTS, Row
+from sdpo_jax.data.converters.raw import ConversionOptions, Parts, Splits, described, field, make_row
+from sdpo_jax.data.rows import ENVIRONMENTS, RawRow
 from sdpo_jax.errors import UserError
 
 PROMPT = '{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}.'
@@ -14,7 +14,7 @@ PROMPT = '{problem}\n\nPlease reason step by step, and put your final answer wit
 
 def converter(
   dataset: str, problem: str, answer: str, final: Callable[[str], str] = str.strip
-) -> Callable[[Parts, Options], Splits]:
+) -> Callable[[Parts, ConversionOptions], Splits]:
   """Return the converter of a data set with these fields.
 
   Args:
@@ -24,10 +24,10 @@ def converter(
     final: extracts the final answer from that field's text; returns '' if there is none.
   """
 
-  def convert(parts: Parts, options: Options) -> Splits:
+  def convert(parts: Parts, options: ConversionOptions) -> Splits:
     return {split: [row_of(row, idx) for idx, row in enumerate(rows)] for split, rows in parts.items()}
 
-  def row_of(row: Row, idx: int) -> Row:
+  def row_of(row: RawRow, idx: int) -> RawRow:
     question, given = field(row, problem), str(field(row, answer, kind=(str, int, float)))
     truth = final(given)
     if not truth:

@@ -7,14 +7,14 @@ import dataclasses
 import datetime
 from typing import Any
 
-from sdpo_jax.data.rows import Row
+from sdpo_jax.data.rows import RawRow
 from sdpo_jax.errors import UserError, short_repr
 
 NONE = '-'  # The reference's value for fields that a data set does not have.
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class ConversionOptions:
   """Options of the conversions; each converter reads its own."""
 
   domain: str = ''  # SciKnowEval.
@@ -24,12 +24,12 @@ class Options:
   patients: tuple[str, ...] = tuple(f'patient_{number:02d}' for number in range(1, 11))  # LongHealth.
 
 
-Parts = Mapping[str, Sequence[Row]]  # Rows of each part that a source consists of.
-Splits = dict[str, list[Row]]  # Raw rows of 'train' and 'test', or of one of them; origins are the source's.
+Parts = Mapping[str, Sequence[RawRow]]  # Rows of each part that a source consists of.
+Splits = dict[str, list[RawRow]]  # Raw rows of 'train' and 'test', or of one of them; origins are the source's.
 
 
 def make_row(
-  origin: Row,
+  origin: RawRow,
   idx: int | str,
   *,
   kind: str,
@@ -42,7 +42,7 @@ def make_row(
   system: str | None = None,
   environment: str | None = None,
   choices: list[str] | None = None,
-) -> Row:
+) -> RawRow:
   """Return a row in the schema of the reference's data/load_dataset.py, made from the source's row `origin`.
 
   `environment` names the grader if the reference has none for the data set; `choices` are the choices it grades.
@@ -63,7 +63,7 @@ def make_row(
     value['environment'] = environment
   if choices is not None:
     value['choices'] = choices
-  return Row(origin.origin, origin.number, value)
+  return RawRow(origin.origin, origin.number, value)
 
 
 def described(text: str, kind: str) -> str:
@@ -71,7 +71,7 @@ def described(text: str, kind: str) -> str:
   return f'{text} The solution will be evaluated in a {kind} environment.'
 
 
-def field(row: Row, *path: str, kind: type | tuple[type, ...] = str) -> Any:
+def field(row: RawRow, *path: str, kind: type | tuple[type, ...] = str) -> Any:
   """Return the value at `path` in a source's row.
 
   Raises:

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from sdpo_jax.data.converters.raw import Options, Parts, Splits, described, field, make_row
-from sdpo_jax.data.rows import Row
+from sdpo_jax.data.converters.raw import ConversionOptions, Parts, Splits, described, field, make_row
+from sdpo_jax.data.rows import RawRow
 from sdpo_jax.errors import UserError
 
 DOMAINS = ('biology', 'chemistry', 'material', 'physics')
@@ -31,7 +31,7 @@ A
 TEST_SIZE, SEED = 0.1, 42
 
 
-def convert(parts: Parts, options: Options) -> Splits:
+def convert(parts: Parts, options: ConversionOptions) -> Splits:
   """Return the rows of `options.domain`, with a tenth of them held out as in the reference.
 
   Raises:
@@ -54,13 +54,13 @@ def split(count: int) -> tuple[np.ndarray, np.ndarray]:
   return order[held_out:], order[:held_out]
 
 
-def _wanted(row: Row, domain: str) -> bool:
+def _wanted(row: RawRow, domain: str) -> bool:
   return (
     field(row, 'domain').lower() == domain and field(row, 'type') in TYPES and field(row, 'details', 'level') == LEVEL
   )
 
 
-def _row(row: Row, idx: int) -> Row:
+def _row(row: RawRow, idx: int) -> RawRow:
   question, answer = field(row, 'question'), field(row, 'answerKey')
   texts, labels = field(row, 'choices', 'text', kind=list), field(row, 'choices', 'label', kind=list)
   if len(texts) != len(labels) or answer not in labels:

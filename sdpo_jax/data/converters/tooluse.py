@@ -11,8 +11,8 @@ import json
 from typing import Any
 
 from sdpo_jax.data import ground_truth
-from sdpo_jax.data.converters.raw import Options, Parts, Splits, field, make_row
-from sdpo_jax.data.rows import Row
+from sdpo_jax.data.converters.raw import ConversionOptions, Parts, Splits, field, make_row
+from sdpo_jax.data.rows import RawRow
 from sdpo_jax.errors import UserError, short_repr
 
 PROMPT = (
@@ -38,7 +38,7 @@ _HINT = '\nHint: '  # Begins a hint for the simulated user after the question.
 Call = dict[str, str]  # 'Action': name of the function; 'Action_Input': JSON text.
 
 
-def convert(parts: Parts, options: Options) -> Splits:
+def convert(parts: Parts, options: ConversionOptions) -> Splits:
   """Return one row per question whose calls all have JSON objects as inputs; other questions cannot be graded.
 
   Raises:
@@ -59,7 +59,7 @@ def convert(parts: Parts, options: Options) -> Splits:
   return splits
 
 
-def _golden(api: Row) -> Iterator[tuple[str, list[Call]]]:
+def _golden(api: RawRow) -> Iterator[tuple[str, list[Call]]]:
   """Yield each instruction of an API with its golden answer."""
   questions, answers = field(api, 'Instructions', kind=list), field(api, 'Golden_Answers', kind=list)
   if len(questions) != len(answers):
@@ -67,7 +67,7 @@ def _golden(api: Row) -> Iterator[tuple[str, list[Call]]]:
   yield from zip(questions, answers, strict=True)
 
 
-def _simulated(api: Row) -> Iterator[tuple[str, list[Call]]]:
+def _simulated(api: RawRow) -> Iterator[tuple[str, list[Call]]]:
   """Yield the question of each simulated conversation about an API, and the calls of its functions that followed."""
   if 'Function_Description' not in api.value:  # It failed to build; ToolAlpaca's build_dataset.py skips it too.
     return
@@ -77,10 +77,10 @@ def _simulated(api: Row) -> Iterator[tuple[str, list[Call]]]:
     calls = [_call(api, step) for step in steps]
     calls = [call for call in calls if call['Action'] != _DETAILS]
     if calls and all(call['Action'] in functions for call in calls):
-      yield field(Row(api.origin, api.number, instance), 'input').rsplit(_HINT, 1)[0], calls
+      yield field(RawRow(api.origin, api.number, instance), 'input').rsplit(_HINT, 1)[0], calls
 
 
-def _call(api: Row, step: Any) -> Call:
+def _call(api: RawRow, step: Any) -> Call:
   try:
     (name, arguments, *_), *_ = step
   except (TypeError, ValueError) as error:
@@ -90,7 +90,7 @@ def _call(api: Row, step: Any) -> Call:
   return {'Action': name, 'Action_Input': arguments}
 
 
-def _row(api: Row, idx: int, question: str, calls: list[Call]) -> Row:
+def _row(api: RawRow, idx: int, question: str, calls: list[Call]) -> RawRow:
   prompt = PROMPT.format(
     name=field(api, 'Name'),
     description=field(api, 'Description'),

@@ -79,7 +79,7 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class SandboxJob:
   """A program to run."""
 
   payload: Any  # JSON data with which the harness is called.
@@ -88,7 +88,7 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class SandboxReport:
   """The end of a program and its output, which may be anything."""
 
   # Ended with any exit code; exceeded its wall or CPU time; printed, returned or wrote too much; killed by a signal
@@ -151,7 +151,7 @@ class Sandbox:
     self._pool = concurrent.futures.ThreadPoolExecutor(self._workers, 'sandbox')
     self._finalizer = weakref.finalize(self, _close, self._hosts)
 
-  def run(self, jobs: Sequence[Job], then: Callable[[int, Report], Any] | None = None) -> list[Any]:
+  def run(self, jobs: Sequence[SandboxJob], then: Callable[[int, SandboxReport], Any] | None = None) -> list[Any]:
     """Run jobs, `workers` at once over all calling threads, and return a report for each, in order.
 
     Args:
@@ -163,7 +163,7 @@ class Sandbox:
       RuntimeError: the sandbox is closed.
     """
 
-    def run(number: int, job: Job) -> Any:
+    def run(number: int, job: SandboxJob) -> Any:
       report = self._run(job)
       liveness.progress()
       return report if then is None else then(number, report)
@@ -181,7 +181,7 @@ class Sandbox:
   def __exit__(self, *error: object) -> None:
     self.close()
 
-  def _run(self, job: Job) -> Report:
+  def _run(self, job: SandboxJob) -> SandboxReport:
     host = self._idle.get()
     try:
       for pause_s in PAUSES_S:
@@ -194,7 +194,7 @@ class Sandbox:
       return host.run(job)
     except _Fault as error:
       logging.warning('The sandbox could not run a program: %s.', error)
-      return Report('failed', None, None, 0.0, 0.0, reason=str(error))
+      return SandboxReport('failed', None, None, 0.0, 0.0, reason=str(error))
     finally:
       self._idle.put(host)
 
@@ -306,7 +306,7 @@ class _Host:
   def pid(self) -> int:
     return self._zygote.process.pid
 
-  def run(self, job: Job, *, probe: bool = False) -> Report:
+  def run(self, job: SandboxJob, *, probe: bool = False) -> SandboxReport:
     """Run a job as `Sandbox.run` does; with `probe`, run probe.py in place of the harness."""
     zygote = self._zygote
     try:
@@ -486,7 +486,7 @@ def _probe(host: _Host) -> list[str]:
     channels: list[str] = []
     for _ in range(2):
       try:
-        report = host.run(Job(payload, '', limits), probe=True)
+        report = host.run(SandboxJob(payload, '', limits), probe=True)
       except (_Fault, RuntimeError) as error:
         raise confinement.Unsupported(str(error).rstrip('.')) from error
       result = report.result
@@ -509,7 +509,7 @@ def _probe(host: _Host) -> list[str]:
 # ———— One job ————
 
 
-def _run(zygote: _Zygote, job: Job, probe: bool) -> Report:
+def _run(zygote: _Zygote, job: SandboxJob, probe: bool) -> SandboxReport:
   """Run a job and collect its output; raises _Died if the zygote ends first."""
   limits = job.limits
   with contextlib.ExitStack() as stack:
@@ -536,7 +536,7 @@ def _run(zygote: _Zygote, job: Job, probe: bool) -> Report:
   if answer['ended_by'] == 'closed':
     raise RuntimeError('The sandbox was closed while a program ran.')
   stdout, stderr, result = outputs
-  return Report(
+  return SandboxReport(
     status='output' if dropped.too_much else _status(answer, limits),
     exit_code=answer['exit_code'],
     signal=answer['signal'],

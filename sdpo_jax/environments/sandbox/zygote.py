@@ -75,7 +75,7 @@ class HarnessFault(Exception):
   """The harness cannot be loaded."""
 
 
-class Process:
+class SandboxProcess:
   """A running program and the zygote's checks of it."""
 
   def __init__(
@@ -140,7 +140,7 @@ class Zygote:
     self.mechanism: str = settings['mechanism']
     self.scratch: str = settings['scratch']
     self.pid = os.getpid()
-    self.processes: dict[int, Process] = {}
+    self.processes: dict[int, SandboxProcess] = {}
     own_users = os.geteuid() == 0 and self.mechanism == 'landlock' and 'user' not in namespaces
     self.users = user_ids() if own_users else range(0)
     self.version = landlock_version(self.mechanism)
@@ -271,7 +271,7 @@ class Zygote:
       for fd in fds:
         os.close(fd)
 
-  def start(self, job: dict, channel: socket.socket, fds: list[int]) -> Process:
+  def start(self, job: dict, channel: socket.socket, fds: list[int]) -> SandboxProcess:
     """Fork the process of a job; raises OSError if the machine has no room for it."""
     user, init = self.free_user(), None
     given = [*fds, channel.fileno()]
@@ -295,7 +295,7 @@ class Zygote:
       except OSError:
         self.discard(directory)
         raise
-    return Process(pid, user, channel, directory, init, job['limits'])
+    return SandboxProcess(pid, user, channel, directory, init, job['limits'])
 
   def free_user(self) -> int | None:
     """Return a random unused user id, which tells nothing of other programs; None if there are none."""
@@ -306,7 +306,7 @@ class Zygote:
         return user
     return None
 
-  def stop(self, process: Process) -> None:
+  def stop(self, process: SandboxProcess) -> None:
     """Kill a process that its owner no longer wants."""
     self.selector.unregister(process.channel)
     process.kill('owner')

@@ -118,7 +118,7 @@ class Shell:
         'kernel.apparmor_restrict_unprivileged_userns).'
       )
 
-  def run(self, command: str, *, wall_s: float | None = None, cancelled: Cancelled | None = None) -> ShellReport:
+  def run(self, command: str, *, wall_s: float | None = None, cancelled: Cancellation | None = None) -> ShellReport:
     """Run `bash -c command` in the workspace and wait until it and all its children have ended.
 
     Args:
@@ -188,13 +188,13 @@ class Shell:
     return ShellReport('ended', answers[0]['exit_code'], kept.value(), kept.dropped, wall)
 
 
-class Cancelled:
+class Cancellation:
   """Lets another thread end a command."""
 
   def __init__(self):
     self._read, self._write = os.pipe()
 
-  def __enter__(self) -> Cancelled:
+  def __enter__(self) -> Cancellation:
     return self
 
   def __exit__(self, *error: object) -> None:
@@ -210,7 +210,7 @@ class Cancelled:
 
 
 def _watch(
-  child: subprocess.Popen, kept: _Kept, deadline: float, cancelled: Cancelled | None
+  child: subprocess.Popen, kept: _Kept, deadline: float, cancelled: Cancellation | None
 ) -> Literal['ended', 'timeout', 'cancelled']:
   """Read a command's output until it ends or is killed."""
   status: Literal['ended', 'timeout', 'cancelled'] = 'ended'

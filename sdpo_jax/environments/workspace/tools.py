@@ -18,7 +18,7 @@ import sys
 from typing import Any, Literal
 
 from sdpo_jax.environments.workspace.folder import Folder, PathError
-from sdpo_jax.environments.workspace.shell import Cancelled, Shell
+from sdpo_jax.environments.workspace.shell import Cancellation, Shell
 from sdpo_jax.errors import UserError, short_repr
 
 SEARCH, SEARCH_S = pathlib.Path(__file__).with_name('search_child.py'), 10.0
@@ -32,7 +32,7 @@ _ANY = re.compile(r'(\\.|\[\^?\]?(?:\\.|[^\]\\])*\])|\.', re.DOTALL)  # A dot th
 
 
 @dataclasses.dataclass(frozen=True)
-class Parameter:
+class ToolParameter:
   """One argument of a tool."""
 
   kind: Literal['string', 'integer', 'number', 'boolean']
@@ -47,7 +47,7 @@ class Tool:
 
   name: str
   meaning: str
-  parameters: Mapping[str, Parameter]
+  parameters: Mapping[str, ToolParameter]
   changes: bool  # Whether the tool can change the workspace.
 
   def schema(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Tool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class ToolAnswer:
   """The answer of a tool."""
 
   ok: bool
@@ -83,7 +83,7 @@ class BadCall(Exception):
     self.field, self.line = field, line
 
 
-_PATH = Parameter('string', 'Path of a file, relative to the workspace.')
+_PATH = ToolParameter('string', 'Path of a file, relative to the workspace.')
 TOOLS = {
   tool.name: tool
   for tool in (
@@ -92,15 +92,15 @@ TOOLS = {
       'Show the lines of a file with their numbers.',
       {
         'path': _PATH,
-        'offset': Parameter('integer', 'First line to show, from 1.', False, 1),
-        'limit': Parameter('integer', 'Number of lines to show.', False, 1),
+        'offset': ToolParameter('integer', 'First line to show, from 1.', False, 1),
+        'limit': ToolParameter('integer', 'Number of lines to show.', False, 1),
       },
       False,
     ),
     Tool(
       'write',
       'Write a whole file.',
-      {'path': _PATH, 'content': Parameter('string', 'All that the file is to hold.')},
+      {'path': _PATH, 'content': ToolParameter('string', 'All that the file is to hold.')},
       True,
     ),
     Tool(
@@ -108,9 +108,9 @@ TOOLS = {
       'Replace a piece of text in a file, which must occur once.',
       {
         'path': _PATH,
-        'old': Parameter('string', 'Text that is in the file.'),
-        'new': Parameter('string', 'Text to put in its place.'),
-        'all': Parameter('boolean', 'Replace every occurrence.', False),
+        'old': ToolParameter('string', 'Text that is in the file.'),
+        'new': ToolParameter('string', 'Text to put in its place.'),
+        'all': ToolParameter('boolean', 'Replace every occurrence.', False),
       },
       True,
     ),
@@ -119,25 +119,25 @@ TOOLS = {
       'Replace lines of a file.',
       {
         'path': _PATH,
-        'start': Parameter('integer', 'First line to replace, from 1.', True, 1),
-        'end': Parameter('integer', 'Last line to replace; start - 1 inserts before start.', True, 0),
-        'content': Parameter('string', 'Lines to put in their place.'),
+        'start': ToolParameter('integer', 'First line to replace, from 1.', True, 1),
+        'end': ToolParameter('integer', 'Last line to replace; start - 1 inserts before start.', True, 0),
+        'content': ToolParameter('string', 'Lines to put in their place.'),
       },
       True,
     ),
     Tool(
       'glob',
       'List the files whose path matches a pattern such as **/*.py.',
-      {'pattern': Parameter('string', 'Pattern of paths; ** stands for any number of folders.')},
+      {'pattern': ToolParameter('string', 'Pattern of paths; ** stands for any number of folders.')},
       False,
     ),
     Tool(
       'grep',
       'List the lines that match a regular expression.',
       {
-        'pattern': Parameter('string', 'Regular expression.'),
-        'path': Parameter('string', 'Folder or file to search.', False),
-        'glob': Parameter('string', 'Pattern of the paths to search.', False),
+        'pattern': ToolParameter('string', 'Regular expression.'),
+        'path': ToolParameter('string', 'Folder or file to search.', False),
+        'glob': ToolParameter('string', 'Pattern of the paths to search.', False),
       },
       False,
     ),
@@ -145,8 +145,8 @@ TOOLS = {
       'bash',
       'Run a command in the workspace, without network.',
       {
-        'command': Parameter('string', 'The command.'),
-        'timeout': Parameter('number', 'Seconds that it may take.', False, 0.1),
+        'command': ToolParameter('string', 'The command.'),
+        'timeout': ToolParameter('number', 'Seconds that it may take.', False, 0.1),
       },
       True,
     ),
@@ -198,7 +198,7 @@ class Toolbox:
     """Return the available tools by name."""
     return {name: tool for name, tool in TOOLS.items() if name != 'bash' or self._shell is not None}
 
-  def call(self, name: str, arguments: Any, *, cancelled: Cancelled | None = None) -> Answer:
+  def call(self, name: str, arguments: Any, *, cancelled: Cancellation | None = None) -> ToolAnswer:
     """Run a tool; errors are answers, too.
 
     Args:
@@ -215,11 +215,11 @@ class Toolbox:
       run: Callable[..., str] = getattr(self, f'_{name}')
       # File names may be bytes that are not valid text.
       text, dropped = shortened(run(**checked).encode(errors='backslashreplace').decode())
-      return Answer(True, text, dropped=dropped)
+      return ToolAnswer(True, text, dropped=dropped)
     except PathError as error:
-      return Answer(False, str(error), field='path')
+      return ToolAnswer(False, str(error), field='path')
     except BadCall as error:
-      return Answer(False, str(error), field=error.field, line=error.line)
+      return ToolAnswer(False, str(error), field=error.field, line=error.line)
 
   def preview(self, name: str, arguments: Any) -> tuple[str, str, str] | None:
     """Return path, old text and new text of the file that a call would write; None for other calls.
@@ -334,24 +334,24 @@ class Toolbox:
     more = ['(There are more: narrow the pattern.)'] * found['more']
     return '\n'.join([*found['found'], *more]) or '(No line matches.)'
 
-  def _bash(self, command: str, timeout: float | None = None, cancelled: Cancelled | None = None) -> Answer:
+  def _bash(self, command: str, timeout: float | None = None, cancelled: Cancellation | None = None) -> ToolAnswer:
     assert self._shell is not None
     if '\0' in command:
       raise BadCall("'command' of bash holds a null byte.", 'command')
     try:
       report = self._shell.run(command, wall_s=timeout, cancelled=cancelled)
     except UserError as error:  # A command may have made an unreadable folder.
-      return Answer(False, f'The command could not be run: {error}')
+      return ToolAnswer(False, f'The command could not be run: {error}')
     output = report.output.decode(errors='replace')
     text, dropped = shortened(output)
     dropped += report.dropped
     if report.status == 'failed':
-      return Answer(False, f'The command could not be run: {report.reason}.', dropped=dropped)
+      return ToolAnswer(False, f'The command could not be run: {report.reason}.', dropped=dropped)
     if report.status != 'ended':
       why = f'took more than {report.wall_s:.1f} seconds and' if report.status == 'timeout' else ''
-      return Answer(False, f'The command {why} was ended.\n{text}'.replace('  ', ' '), dropped=dropped)
+      return ToolAnswer(False, f'The command {why} was ended.\n{text}'.replace('  ', ' '), dropped=dropped)
     ended = f'Exit code {report.exit_code}.' if report.exit_code else ''
-    return Answer(
+    return ToolAnswer(
       not report.exit_code, '\n'.join(filter(None, (ended, text))) or '(No output.)', report.exit_code, dropped=dropped
     )
 

@@ -26,7 +26,7 @@ _MARKS = ('<tool_call>', '</tool_call>', '<|python_tag|>', '<think>', '</think>'
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class StudentPrompt:
   """A prompt of the student, split before the header of the assistant's turn."""
 
   body: list[int]  # The tokens before the header of the assistant's turn.
@@ -69,11 +69,11 @@ class Dialogue:
 
   # Prompts.
 
-  def begin(self, messages: Messages) -> Asked:
+  def begin(self, messages: Messages) -> StudentPrompt:
     """Return the first prompt of the conversation."""
     return self._asked(lambda chat: chat, [*self._first, *messages])
 
-  def after(self, prompt: Sequence[int], answer: Sequence[int], messages: Messages) -> Asked:
+  def after(self, prompt: Sequence[int], answer: Sequence[int], messages: Messages) -> StudentPrompt:
     """Return the prompt after an answer.
 
     Args:
@@ -82,7 +82,7 @@ class Dialogue:
       messages: the messages after the answer, at least one.
     """
     behind = self._behind(messages)
-    return Asked([*prompt, *answer, *behind.body[1 if self.is_ended(answer) else 0 :]], behind.header)
+    return StudentPrompt([*prompt, *answer, *behind.body[1 if self.is_ended(answer) else 0 :]], behind.header)
 
   def is_ended(self, answer: Sequence[int]) -> bool:
     """Return whether an answer ends with an end-of-turn token; one cut off at the length limit does not."""
@@ -94,13 +94,13 @@ class Dialogue:
     said = {'role': 'user', 'content': text}
     return self._tokens([_ASKED, said], lambda chat: _without_beginning(chat, before), True, ())
 
-  def split(self, prompt: Sequence[int]) -> Asked:
+  def split(self, prompt: Sequence[int]) -> StudentPrompt:
     """Return a prompt of this conversation split into body and header."""
     header = self.header
     body = list(prompt[: len(prompt) - len(header)])
     if list(prompt[len(body) :]) != header:
       raise _cannot('does not write the same header before every turn of the assistant')
-    return Asked(body, header)
+    return StudentPrompt(body, header)
 
   @functools.cached_property
   def header(self) -> list[int]:
@@ -207,7 +207,7 @@ class Dialogue:
     with_header = self._rendered(messages, True, self._tools)
     return _without_beginning(with_header, self._rendered(messages, False, self._tools))
 
-  def _asked(self, part: Any, messages: Messages) -> Asked:
+  def _asked(self, part: Any, messages: Messages) -> StudentPrompt:
     """Return a part of the rendered messages as a prompt; `part` selects it from the text before the header."""
     header = self._header_text
 
@@ -216,9 +216,9 @@ class Dialogue:
         raise _cannot('does not write the same header before every turn of the assistant')
       return part(chat[: len(chat) - len(header)])
 
-    return Asked(self._tokens(messages, body, True, self._tools), list(self.header))
+    return StudentPrompt(self._tokens(messages, body, True, self._tools), list(self.header))
 
-  def _behind(self, messages: Messages, earlier: Messages = ()) -> Asked:
+  def _behind(self, messages: Messages, earlier: Messages = ()) -> StudentPrompt:
     """Return the tokens that the template writes after an answer that messages follow."""
     mark, conversation = self._marked(messages, earlier)
     return self._asked(lambda chat: _behind(chat, mark), conversation)

@@ -6,9 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.sessions import classroom, teaching
+from sdpo_jax.serving.sessions import teaching, waiting_examples
 from sdpo_jax.serving.sessions.conversation import Dialogue
-from sdpo_jax.serving.sessions.ledger import Held
+from sdpo_jax.serving.sessions.ledger import SessionState
 from sdpo_jax.serving.sessions.records import DECIDED, Decision, SessionTurn, edited
 from sdpo_jax.serving.store.session_tables import ExampleRow
 from sdpo_jax.serving.tool_calls import read_calls
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def decided(
-  account: Account, held: Held, dialogue: Dialogue, turn: SessionTurn, decision: Decision
+  account: Account, held: SessionState, dialogue: Dialogue, turn: SessionTurn, decision: Decision
 ) -> tuple[SessionTurn, ExampleRow | None]:
   """Return a turn with its decision, and the example to learn; None: there is none."""
   session, kept = held.session, None
@@ -49,7 +49,7 @@ def decided(
 
 
 def example_of(
-  account: Account, held: Held, dialogue: Dialogue, turn: SessionTurn, kind: str, said: teaching.Said
+  account: Account, held: SessionState, dialogue: Dialogue, turn: SessionTurn, kind: str, said: teaching.TeacherTexts
 ) -> ExampleRow | None:
   """Return the example to learn from a turn; None: there is nothing to show to the teacher."""
   if not said:
@@ -61,4 +61,4 @@ def example_of(
     config, title = service.reprompting.config, session.settings.title
     prompt = teaching.teacher_prompt(dialogue, asked, said, config, attempt, title=title)
   head = account.adapter(session.adapter).head
-  return classroom.example_row(session, turn, kind, said, prompt, head)
+  return waiting_examples.example_row(session, turn, kind, said, prompt, head)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class SessionState:
   """A session as it is now."""
 
   session: AgentSession
@@ -59,7 +59,7 @@ class Ledger:
       raise NotFound(f'There is no session {short_repr(session)} of {adapter}.')
     return row
 
-  def held(self, adapter: str, session: str) -> Held:
+  def held(self, adapter: str, session: str) -> SessionState:
     """Return a session as it is now; raise NotFound."""
     row = self.row(adapter, session)
     turns: list[SessionTurn] = []
@@ -69,22 +69,22 @@ class Ledger:
       if not found:
         break
       turns.append(archive.turn_of(found[0]))
-    return Held(archive.session_of(row, self._account.owner), row, turns[::-1])
+    return SessionState(archive.session_of(row, self._account.owner), row, turns[::-1])
 
-  def settled(self, adapter: str, session: str) -> Held:
+  def settled(self, adapter: str, session: str) -> SessionState:
     """Return a session as it is now, after noting what was already learned from it."""
     self.row(adapter, session)  # This also makes the store re-read the adapter if its versions are in doubt.
     session_tables.reconcile(self._database, adapter)
     return self.held(adapter, session)
 
-  def turn(self, held: Held, n: int) -> SessionTurn:
+  def turn(self, held: SessionState, n: int) -> SessionTurn:
     """Return a turn; raise NotFound if there is none of this number."""
     row = session_tables.turn(self._database, held.session.id, n) if 0 <= n <= held.number else None
     if row is None:
       raise NotFound(f'There is no turn {short_repr(n)} of {held.session.id}, whose newest is {held.number}.')
     return archive.turn_of(row)
 
-  def dialogue_of(self, held: Held) -> Dialogue:
+  def dialogue_of(self, held: SessionState) -> Dialogue:
     """Return the `dialogue` of a session.
 
     Raises:
@@ -122,7 +122,7 @@ class Ledger:
     with self._database.writing(full=True) as rows:
       yield rows
 
-  def change(self, held: Held, turn: SessionTurn, example: ExampleRow | None) -> None:
+  def change(self, held: SessionState, turn: SessionTurn, example: ExampleRow | None) -> None:
     """Store the new state of a turn, and the example to learn from it."""
     with self.writing() as rows:
       self.advance(rows, held)
@@ -130,7 +130,7 @@ class Ledger:
       if example is not None:
         session_tables.put_example(rows, held.session.adapter, example)
 
-  def advance(self, rows: sqlite3.Connection, held: Held) -> None:
+  def advance(self, rows: sqlite3.Connection, held: SessionState) -> None:
     """Raise TurnConflict if a session has changed since it was read, and NotFound if it does not exist any more."""
     if session_tables.advance(rows, held.session.id, held.row.revision):
       return

@@ -14,7 +14,7 @@ from sdpo_jax.serving.sessions.records import MovedToken
 
 if TYPE_CHECKING:
   from sdpo_jax.serving.account import Account
-  from sdpo_jax.serving.targets import Target
+  from sdpo_jax.serving.targets import VersionTarget
 
 _logger = logging.getLogger('sdpo_jax.serving')
 # Per-token lists of the feedback's response.
@@ -44,7 +44,7 @@ def divergence(teacher: Sequence[Sequence[Mapping[str, Any]]], student: np.ndarr
 
 def measure(
   account: Account,
-  targets: Sequence[Target],
+  targets: Sequence[VersionTarget],
   prompt: Sequence[int],
   tokens: Sequence[int],
   teacher: Sequence[Sequence[Mapping[str, Any]]],

@@ -11,11 +11,11 @@ from sdpo_jax.serving import prompts
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sampling import SampleDone, SampleDraft, Sampling
 from sdpo_jax.serving.sessions import archive, teaching
-from sdpo_jax.serving.sessions.conversation import Asked, Dialogue
-from sdpo_jax.serving.sessions.ledger import Held, Ledger
+from sdpo_jax.serving.sessions.conversation import Dialogue, StudentPrompt
+from sdpo_jax.serving.sessions.ledger import Ledger, SessionState
 from sdpo_jax.serving.sessions.records import SessionTurn
 from sdpo_jax.serving.store import session_tables
-from sdpo_jax.serving.targets import Target
+from sdpo_jax.serving.targets import VersionTarget
 from sdpo_jax.serving.tool_calls import read_calls
 from sdpo_jax.types import Messages
 
@@ -57,7 +57,7 @@ class Proposing:
     self._sampling.cancel()
 
 
-def new_messages(held: Held, messages: Sequence[Mapping[str, Any]]) -> Messages:
+def new_messages(held: SessionState, messages: Sequence[Mapping[str, Any]]) -> Messages:
   """Return the checked new messages of a request for a proposal."""
   if not messages:
     return []
@@ -81,7 +81,7 @@ def new_messages(held: Held, messages: Sequence[Mapping[str, Any]]) -> Messages:
   return new
 
 
-def next_prompt(held: Held, dialogue: Dialogue, new: Messages) -> Asked:
+def next_prompt(held: SessionState, dialogue: Dialogue, new: Messages) -> StudentPrompt:
   """Return the prompt of the next proposal."""
   answered = held.answered
   pending: Messages = [] if answered is None else [teaching.result_message(each) for each in answered.results]
@@ -100,7 +100,7 @@ def next_prompt(held: Held, dialogue: Dialogue, new: Messages) -> Asked:
 def draw(
   account: Account,
   ledger: Ledger,
-  held: Held,
+  held: SessionState,
   dialogue: Dialogue,
   prompt: Sequence[int],
   seed: int | None,
@@ -136,7 +136,7 @@ def draw(
       '(serve.prompt_buckets): open a new session, and begin it with what matters of this one.',
       field='messages',
     )
-  target = Target(adapter := account.adapter(session.adapter), adapter.head)
+  target = VersionTarget(adapter := account.adapter(session.adapter), adapter.head)
   options = session.settings.options(seed, [dialogue.turn_end])
   sampling = account.sample(target, prompt, options=options, drafts=drafts)
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from sdpo_jax.errors import UserError
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback_request import MOST_TOP, FeedbackRequest, Item, make_request
-from sdpo_jax.serving.sessions import classroom, measuring, teaching
-from sdpo_jax.serving.sessions.conversation import Asked, Dialogue, template_of
+from sdpo_jax.serving.sessions import measuring, teaching, waiting_examples
+from sdpo_jax.serving.sessions.conversation import Dialogue, StudentPrompt, template_of
 from sdpo_jax.serving.sessions.examples import TrainingExample
 from sdpo_jax.serving.sessions.exporting import fingerprint
 from sdpo_jax.serving.sessions.records import LearnedTurns
-from sdpo_jax.serving.store.store import Request, StoredResponse
+from sdpo_jax.serving.store.store import IdempotentRequest, StoredResponse
 from sdpo_jax.serving.tool_calls import PYTHON_TAG, Form, ToolCall, form_of, write_call
 from sdpo_jax.types import Messages
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def replay(
-  account: Account, adapter: str, examples: Sequence[TrainingExample], request: Request | None = None
+  account: Account, adapter: str, examples: Sequence[TrainingExample], request: IdempotentRequest | None = None
 ) -> list[LearnedTurns]:
   """Learn examples and return the result of every step.
 
@@ -73,7 +73,7 @@ def _step(
   asked: FeedbackRequest,
   item: Item,
   numbers: Sequence[int],
-  request: Request | None,
+  request: IdempotentRequest | None,
   index: int,
 ) -> LearnedTurns:
   """Learn one step of a replay, or return its stored result."""
@@ -95,11 +95,16 @@ def _step(
 
 
 def _learned(
-  account: Account, adapter: str, asked: FeedbackRequest, item: Item, numbers: Sequence[int], part: Request | None
+  account: Account,
+  adapter: str,
+  asked: FeedbackRequest,
+  item: Item,
+  numbers: Sequence[int],
+  part: IdempotentRequest | None,
 ) -> LearnedTurns:
   began = time.monotonic()
   answer = account.feedback(adapter, None, asked, idempotency=part)
-  return classroom.said_of(account, answer, item, numbers, began)
+  return waiting_examples.said_of(account, answer, item, numbers, began)
 
 
 def _groups(examples: Sequence[TrainingExample]) -> list[list[int]]:
@@ -150,7 +155,7 @@ def _rewritten(account: Account, example: TrainingExample, shown: Mapping[str, s
   demonstration = example.demonstration
   if example.demonstrated and form is not None:
     demonstration = '\n'.join(write_call(_call(call), form) for call in example.demonstrated)
-  said = teaching.Said(demonstration, example.feedback, example.environment)
+  said = teaching.TeacherTexts(demonstration, example.feedback, example.environment)
   attempt = tokens if example.show_attempt else None
   prompt = teaching.teacher_prompt(dialogue, asked, said, service.reprompting.config, attempt)
   return Item(
@@ -158,9 +163,9 @@ def _rewritten(account: Account, example: TrainingExample, shown: Mapping[str, s
   )
 
 
-def _asked(dialogue: Dialogue, example: TrainingExample, form: Form | None) -> Asked:
+def _asked(dialogue: Dialogue, example: TrainingExample, form: Form | None) -> StudentPrompt:
   """Return the prompt of an example, with its answers spliced in as they are written here."""
-  asked: Asked | None = None
+  asked: StudentPrompt | None = None
   pending: Messages = []
   answer: list[int] | None = None
   for message in [*example.messages, None]:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.serving.errors import Forbidden, InvalidRequest, NotFound, TurnConflict
-from sdpo_jax.serving.sessions import archive, classroom, decisions, exporting, proposing, replaying, teaching
+from sdpo_jax.serving.sessions import archive, decisions, exporting, proposing, replaying, teaching, waiting_examples
 from sdpo_jax.serving.sessions.conversation import Dialogue, template_of
 from sdpo_jax.serving.sessions.examples import TrainingExample
-from sdpo_jax.serving.sessions.ledger import Held, Ledger
+from sdpo_jax.serving.sessions.ledger import Ledger, SessionState
 from sdpo_jax.serving.sessions.proposing import Proposing
 from sdpo_jax.serving.sessions.records import (
   AgentSession,
@@ -28,7 +28,7 @@ from sdpo_jax.serving.sessions.records import (
 )
 from sdpo_jax.serving.sessions.settings import SessionSettings
 from sdpo_jax.serving.store import session_tables
-from sdpo_jax.serving.store.store import Request
+from sdpo_jax.serving.store.store import IdempotentRequest
 from sdpo_jax.serving.tool_calls import cutting, form_of
 
 if TYPE_CHECKING:
@@ -288,7 +288,7 @@ class Sessions:
     """Learn the waiting examples now and return the result; None: none waits."""
     with self._ledger.alone(session):
       held = self._ledger.settled(adapter, session)
-      return classroom.learn(self._account, held.session, self._ledger.dialogue_of(held), few=True)
+      return waiting_examples.learn(self._account, held.session, self._ledger.dialogue_of(held), few=True)
 
   def examples(self, adapter: str, session: str | None = None) -> Sequence[TrainingExample]:
     """Return every example that was or will be learned in sessions of an adapter, or in one of them."""
@@ -298,7 +298,7 @@ class Sessions:
     return exporting.examples(self._account, adapter, session)
 
   def replay(
-    self, adapter: str, examples: Sequence[TrainingExample], *, request: Request | None = None
+    self, adapter: str, examples: Sequence[TrainingExample], *, request: IdempotentRequest | None = None
   ) -> Sequence[LearnedTurns]:
     """Learn examples of another adapter, in the groups in which they were learned; see `replaying.replay`."""
     self._account.adapter(adapter)
@@ -307,15 +307,17 @@ class Sessions:
   # Inside.
 
   def _taught(
-    self, held: Held, dialogue: Dialogue, turn: SessionTurn, teaches: bool
+    self, held: SessionState, dialogue: Dialogue, turn: SessionTurn, teaches: bool
   ) -> tuple[SessionTurn, LearnedTurns | None]:
     """Learn the waiting examples if a turn has added one; return the turn afterwards, and the result."""
     if not teaches:
       return turn, None
-    learned = classroom.learn(self._account, held.session, dialogue)
+    learned = waiting_examples.learn(self._account, held.session, dialogue)
     return self._ledger.turn(held, turn.n), learned
 
-  def _again(self, held: Held, dialogue: Dialogue, turn: SessionTurn) -> tuple[SessionTurn, LearnedTurns | None]:
+  def _again(
+    self, held: SessionState, dialogue: Dialogue, turn: SessionTurn
+  ) -> tuple[SessionTurn, LearnedTurns | None]:
     """Return the turn and the result for a repeated request; learn its example now if it still waits."""
     waiting = session_tables.examples(self._database, held.session.adapter, session=held.session.id, state='waiting')
     if any(row.n == turn.n for row in waiting):

@@ -12,7 +12,7 @@ import dataclasses
 from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.sessions.conversation import Asked, Dialogue
+from sdpo_jax.serving.sessions.conversation import Dialogue, StudentPrompt
 from sdpo_jax.serving.sessions.records import SessionTurn, ToolResult, edited
 from sdpo_jax.serving.tool_calls import Form, write_call
 from sdpo_jax.teacher import context
@@ -21,7 +21,7 @@ _LONGEST_STDERR = 4000  # Characters of stderr in a text; only the end of a long
 
 
 @dataclasses.dataclass(frozen=True)
-class Said:
+class TeacherTexts:
   """The texts that the teacher is shown beside the conversation."""
 
   demonstration: str | None = None  # What should have been proposed.
@@ -40,8 +40,8 @@ class Said:
 
 def teacher_prompt(
   dialogue: Dialogue,
-  asked: Asked,
-  said: Said,
+  asked: StudentPrompt,
+  said: TeacherTexts,
   config: SelfDistillationConfig,
   attempt: Sequence[int] | None = None,
   *,
@@ -78,21 +78,23 @@ def teacher_prompt(
   return tokens
 
 
-def of_denial(turn: SessionTurn, correction: str | None) -> Said:
+def of_denial(turn: SessionTurn, correction: str | None) -> TeacherTexts:
   """Return the texts of a denial: the correction, and the fault of an invalid call."""
-  return Said(feedback=correction, environment=turn.fault)
+  return TeacherTexts(feedback=correction, environment=turn.fault)
 
 
-def of_edit(turn: SessionTurn, form: Form) -> Said:
+def of_edit(turn: SessionTurn, form: Form) -> TeacherTexts:
   """Return the texts of an edit: the edited calls, and the comment on them."""
   calls = edited(turn.calls, turn.decision)
-  return Said('\n'.join(write_call(call, form) for call in calls), turn.decision.correction)
+  return TeacherTexts('\n'.join(write_call(call, form) for call in calls), turn.decision.correction)
 
 
-def of_results(turn: SessionTurn, results: Sequence[ToolResult]) -> Said:
+def of_results(turn: SessionTurn, results: Sequence[ToolResult]) -> TeacherTexts:
   """Return the texts of failed tools: name, arguments at fault, place and output of each."""
   calls = turn.called
-  return Said(environment='\n\n'.join(failure(calls[each.call].name, each) for each in results if not each.ok) or None)
+  return TeacherTexts(
+    environment='\n\n'.join(failure(calls[each.call].name, each) for each in results if not each.ok) or None
+  )
 
 
 def failure(name: str, result: ToolResult) -> str:

@@ -35,7 +35,7 @@ _NONE: Mapping[str, bytes] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class BlobEntry:
   """A blob in a listing."""
 
   key: str
@@ -83,7 +83,7 @@ class Blobs(Protocol):
   def renew(self, key: str, content: bytes) -> None:
     """Make an existing blob durable if it is not known to be; its content does not change."""
 
-  def list(self, prefix: str = '') -> Iterator[Entry]:
+  def list(self, prefix: str = '') -> Iterator[BlobEntry]:
     """Yield the blobs whose keys begin with the folder `prefix` and a slash; '': all."""
 
   def delete(self, keys: Iterable[str], below: str) -> None:
@@ -177,12 +177,12 @@ class LocalBlobs:
       write_atomically(path, content, 0o600)
       sync_ancestors(path)
 
-  def list(self, prefix: str = '') -> Iterator[Entry]:
+  def list(self, prefix: str = '') -> Iterator[BlobEntry]:
     start = self._path(prefix)
     with self._failures(start):
       yield from self._below(str(start), prefix)
 
-  def _below(self, folder: str, prefix: str) -> Iterator[Entry]:
+  def _below(self, folder: str, prefix: str) -> Iterator[BlobEntry]:
     try:
       scan = os.scandir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -195,7 +195,7 @@ class LocalBlobs:
         yield from self._below(entry.path, key)
       else:
         status = entry.stat(follow_symlinks=False)
-        yield Entry(key, status.st_size, status.st_mtime)
+        yield BlobEntry(key, status.st_size, status.st_mtime)
 
   def delete(self, keys: Iterable[str], below: str) -> None:
     folders, stays = set(), self._path(below)
@@ -360,11 +360,11 @@ class RemoteBlobs:
   def renew(self, key: str, content: bytes) -> None:
     """Do nothing, since a blob that can be read is durable."""
 
-  def list(self, prefix: str = '') -> Iterator[Entry]:
+  def list(self, prefix: str = '') -> Iterator[BlobEntry]:
     with self._failures(prefix):
       for page in self._obstore.list(self._store, prefix=prefix or None):
         for entry in page:
-          yield Entry(entry['path'], entry['size'], entry['last_modified'].timestamp())
+          yield BlobEntry(entry['path'], entry['size'], entry['last_modified'].timestamp())
 
   def delete(self, keys: Iterable[str], below: str) -> None:
     list(self._pool.map(self._erase, keys))

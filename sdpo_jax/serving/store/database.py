@@ -22,10 +22,10 @@ import numpy as np
 
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.serving.errors import StorageFailed
-from sdpo_jax.serving.records import Adapter, Sample, Version
+from sdpo_jax.serving.records import AdapterRecord, SampleRecord, Version
 from sdpo_jax.serving.store import session_schema
 from sdpo_jax.serving.store.blobs import make_private
-from sdpo_jax.serving.store.versions import Head, Manifest, RequestId
+from sdpo_jax.serving.store.versions import Head, RequestId, VersionManifest
 
 _logger = logging.getLogger('sdpo_jax.serving')
 SCHEMA = 1  # `user_version` of the file.
@@ -70,7 +70,7 @@ class KnownVersion:
   """The database's entry of a version."""
 
   number: int
-  manifest: Manifest | None  # Without the digests of its files; None: it is damaged.
+  manifest: VersionManifest | None  # Without the digests of its files; None: it is damaged.
   damaged: str | None  # A message about the damage; None: it is intact.
 
 
@@ -249,12 +249,12 @@ class Database:
     """Return the entries of all adapters."""
     return [_known(row) for row in self.read(f'SELECT {_ADAPTER} FROM adapters')]
 
-  def of_owner(self, owner: str) -> list[Adapter]:
+  def of_owner(self, owner: str) -> list[AdapterRecord]:
     """Return the adapters of an owner, the oldest first."""
     query = f'SELECT {_ADAPTER} FROM adapters WHERE owner = ? AND NOT deleted ORDER BY created, id'
     return [_known(row).head.adapter for row in self.read(query, (owner,))]
 
-  def by_name(self, owner: str, name: str) -> Adapter | None:
+  def by_name(self, owner: str, name: str) -> AdapterRecord | None:
     """Return an owner's adapter of a given name, the oldest if there are several; None: there is none."""
     query = f'SELECT {_ADAPTER} FROM adapters WHERE owner = ? AND name = ? AND NOT deleted ORDER BY created, id LIMIT 1'
     rows = self.read(query, (owner, name))
@@ -308,7 +308,7 @@ class Database:
     """Return (adapter, number, digest, damage) of all versions."""
     return self.read('SELECT adapter, number, digest, damaged FROM versions')
 
-  def put_version(self, rows: sqlite3.Connection, manifest: Manifest) -> None:
+  def put_version(self, rows: sqlite3.Connection, manifest: VersionManifest) -> None:
     """Store a version."""
     version, request = manifest.version, manifest.request or RequestId(None, None)
     rows.execute(
@@ -353,7 +353,7 @@ class Database:
 
   # Samples.
 
-  def put_sample(self, rows: sqlite3.Connection, sample: Sample) -> None:
+  def put_sample(self, rows: sqlite3.Connection, sample: SampleRecord) -> None:
     """Store a sample."""
     rows.execute(
       f'INSERT INTO samples ({_SAMPLE}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)',
@@ -374,7 +374,7 @@ class Database:
       ),
     )
 
-  def sample(self, owner: str, sample: str) -> tuple[float, Sample | None] | None:
+  def sample(self, owner: str, sample: str) -> tuple[float, SampleRecord | None] | None:
     """Return when a sample expires, and the sample itself if it is not erased; None: the owner has no such sample."""
     rows = self.read(f'SELECT {_SAMPLE} FROM samples WHERE id = ? AND owner = ?', (sample, owner))
     if not rows:
@@ -382,7 +382,7 @@ class Database:
     id, owner, adapter, version, prompt, tokens, said, temperature, messages, text, finish, created, expires = rows[0]
     if tokens is None:
       return expires, None
-    return expires, Sample(
+    return expires, SampleRecord(
       id,
       owner,
       adapter,
@@ -483,7 +483,7 @@ _SAMPLE = (
 
 def _known(row: tuple) -> Known:
   id, owner, name, number, created, settings, digest, origin, kept_from, tag, deleted = row
-  adapter = Adapter(id, owner, name, number, created, json.loads(settings))
+  adapter = AdapterRecord(id, owner, name, number, created, json.loads(settings))
   return Known(Head(adapter, digest, origin, kept_from), tag, bool(deleted))
 
 
@@ -492,7 +492,7 @@ def _known_version(row: tuple) -> KnownVersion:
   if damaged is not None:
     return KnownVersion(number, None, damaged)
   version = Version(adapter, number, parent, reason, created, digest, json.loads(details))
-  return KnownVersion(number, Manifest(version, previous, _request(key, body), {}), None)
+  return KnownVersion(number, VersionManifest(version, previous, _request(key, body), {}), None)
 
 
 def _request(key: str | None, body: str | None) -> RequestId | None:

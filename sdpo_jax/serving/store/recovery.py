@@ -17,7 +17,7 @@ from sdpo_jax.serving.errors import Damaged
 from sdpo_jax.serving.store import versions
 from sdpo_jax.serving.store.blobs import REQUESTS, Blobs
 from sdpo_jax.serving.store.database import Database, Known
-from sdpo_jax.serving.store.versions import Head, Key, Manifest
+from sdpo_jax.serving.store.versions import BlobKey, Head, VersionManifest
 
 _logger = logging.getLogger('sdpo_jax.serving')
 ABANDONED = 3600.0  # Seconds after which any process's commit to an object store has surely ended.
@@ -30,7 +30,9 @@ class _Place:
 
   folder: str
   id: str
-  keys: dict[str, tuple[Key, float]] = dataclasses.field(default_factory=dict)  # Each with its time of modification.
+  keys: dict[str, tuple[BlobKey, float]] = dataclasses.field(
+    default_factory=dict
+  )  # Each with its time of modification.
 
   def has(self, name: str) -> bool:
     return f'{self.folder}/{name}' in self.keys
@@ -46,7 +48,7 @@ class _Found:
 
   head: Head
   tag: str
-  manifests: Mapping[int, Manifest]
+  manifests: Mapping[int, VersionManifest]
   damaged: Mapping[int, str]
 
 
@@ -199,7 +201,7 @@ def _read(blobs: Blobs, database: Database, place: _Place, known: Known | None) 
   before = {
     one.manifest.version.digest: one.manifest for one in database.versions(place.id) if one.manifest is not None
   }
-  manifests: dict[int, Manifest] = {}
+  manifests: dict[int, VersionManifest] = {}
   damaged: dict[int, str] = {}
   numbers = [*range(head.adapter.head, max(head.kept_from, 1) - 1, -1), 0]
   digest: str | None = head.digest
@@ -215,7 +217,7 @@ def _read(blobs: Blobs, database: Database, place: _Place, known: Known | None) 
   return _Found(head, tag, manifests, damaged)
 
 
-def _manifest(blobs: Blobs, place: _Place, number: int, digest: str | None) -> Manifest:
+def _manifest(blobs: Blobs, place: _Place, number: int, digest: str | None) -> VersionManifest:
   """Return the manifest of a version; `digest` None: unknown, since the manifest after it is damaged.
 
   Raises:

@@ -34,11 +34,11 @@ from sdpo_jax.serving.errors import (
   Unprocessable,
   VersionConflict,
 )
-from sdpo_jax.serving.records import Adapter, Reason, Sample, Version
+from sdpo_jax.serving.records import AdapterRecord, Reason, SampleRecord, Version
 from sdpo_jax.serving.store import recovery, versions
 from sdpo_jax.serving.store.blobs import Blobs, LostSwapError, Tagged, make_private, open_blobs
 from sdpo_jax.serving.store.database import Database, Intent, Known, KnownVersion, RequestRow
-from sdpo_jax.serving.store.versions import Arrays, Base, Head, Manifest, RequestId
+from sdpo_jax.serving.store.versions import Arrays, Base, Head, RequestId, VersionManifest
 
 _logger = logging.getLogger('sdpo_jax.serving')
 LONGEST_NAME = 200  # Characters.
@@ -66,7 +66,7 @@ class Retained:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class IdempotentRequest:
   """A request with an idempotency key that is under way."""
 
   owner: str
@@ -182,8 +182,8 @@ class Store:
     *,
     reason: Reason = 'create',
     details: Mapping[str, Any] | None = None,
-    request: Request | None = None,
-  ) -> tuple[Adapter, Version]:
+    request: IdempotentRequest | None = None,
+  ) -> tuple[AdapterRecord, Version]:
     """Make an adapter and its version 0.
 
     Raises:
@@ -198,18 +198,18 @@ class Store:
       self._names.add((owner, name))
     try:
       now = self.clock()
-      adapter = Adapter(f'ad-{secrets.token_hex(8)}', owner, name, 0, now, jsonable(settings))
+      adapter = AdapterRecord(f'ad-{secrets.token_hex(8)}', owner, name, 0, now, jsonable(settings))
       with self._alone(adapter.id):
         return adapter, self._make_version(adapter, None, None, arrays, None, reason, details or {}, request)
     finally:
       with self._lock:
         self._names.discard((owner, name))
 
-  def adapter(self, owner: str, id: str) -> Adapter:
+  def adapter(self, owner: str, id: str) -> AdapterRecord:
     """Return an adapter; raise NotFound if it is unknown, deleted, or belongs to another owner."""
     return self._known(owner, id).head.adapter
 
-  def by_name(self, owner: str, name: str) -> Adapter:
+  def by_name(self, owner: str, name: str) -> AdapterRecord:
     """Return an owner's adapter of a given name; raise NotFound."""
     self._settle_all(owner)
     found = self.database.by_name(owner, name) if _is_text(owner) and _is_text(name) else None
@@ -217,14 +217,14 @@ class Store:
       raise NotFound(f'There is no adapter {short_repr(name)}.')
     return self.adapter(owner, found.id)
 
-  def adapters(self, owner: str) -> list[Adapter]:
+  def adapters(self, owner: str) -> list[AdapterRecord]:
     """Return the adapters of an owner, the oldest first."""
     self._settle_all(owner)
     return self.database.of_owner(owner) if _is_text(owner) else []
 
   def change_settings(
-    self, owner: str, id: str, expected: int, settings: Mapping[str, Any], *, request: Request | None = None
-  ) -> Adapter:
+    self, owner: str, id: str, expected: int, settings: Mapping[str, Any], *, request: IdempotentRequest | None = None
+  ) -> AdapterRecord:
     """Replace the settings of an adapter.
 
     Raises:
@@ -279,7 +279,7 @@ class Store:
     reason: Reason,
     details: Mapping[str, Any],
     parent: int | None = None,
-    request: Request | None = None,
+    request: IdempotentRequest | None = None,
   ) -> Version:
     """Make the next version of an adapter.
 
@@ -369,7 +369,7 @@ class Store:
       self.database.truncate_log()
     return Retained(removed, samples, requests)
 
-  def _keep_newest(self, adapter: Adapter) -> int:
+  def _keep_newest(self, adapter: AdapterRecord) -> int:
     """Remove the oldest versions of an adapter, except version 0; return how many."""
     known = self._known(adapter.owner, adapter.id).head
     adapter, first = known.adapter, known.adapter.head - self.retention.keep_versions
@@ -391,14 +391,14 @@ class Store:
 
   def _make_version(
     self,
-    adapter: Adapter,
+    adapter: AdapterRecord,
     before: Head | None,
     tagged: Tagged | None,
     arrays: Arrays,
     parent: int | None,
     reason: Reason,
     details: Mapping[str, Any],
-    request: Request | None,
+    request: IdempotentRequest | None,
   ) -> Version:
     """Write the next version of an adapter and move HEAD, which was `before`, to it."""
     folder = versions.adapter_folder(adapter.owner, adapter.id)
@@ -428,7 +428,7 @@ class Store:
     return manifest.version
 
   def _swap_head(
-    self, head: Head, tagged: Tagged | None, request: Request | None, manifest: Manifest | None = None
+    self, head: Head, tagged: Tagged | None, request: IdempotentRequest | None, manifest: VersionManifest | None = None
   ) -> None:
     """Move HEAD and update the database.
 
@@ -466,14 +466,14 @@ class Store:
       _logger.warning('%s is at version %d, which is not in the database yet: %s', adapter.id, adapter.head, error)
       self._doubt(adapter.owner, adapter.id)
 
-  def _has_moved(self, adapter: Adapter, content: bytes) -> bool:
+  def _has_moved(self, adapter: AdapterRecord, content: bytes) -> bool:
     """Return whether HEAD is known to have this content although writing it failed."""
     try:
       return self._known(adapter.owner, adapter.id).tag == versions.tag_of(content)
     except ServiceError:
       return False
 
-  def _discard(self, id: str, folder: str, manifest: Manifest) -> None:
+  def _discard(self, id: str, folder: str, manifest: VersionManifest) -> None:
     """Remove the files of a version that is not committed; a later start removes what cannot be removed now."""
     names = (*versions.PEFT_FILES, versions.STATE, versions.MANIFEST)
     stays = folder if manifest.version.number else folder.rpartition('/')[0]
@@ -558,7 +558,7 @@ class Store:
 
   # Samples.
 
-  def keep_sample(self, sample: Sample) -> None:
+  def keep_sample(self, sample: SampleRecord) -> None:
     """Store a sample until it expires; raise NotFound if its adapter was deleted meanwhile."""
     with self.database.writing() as rows:
       if sample.adapter is not None:
@@ -567,7 +567,7 @@ class Store:
           raise NotFound(f'There is no adapter {short_repr(sample.adapter)}.')
       self.database.put_sample(rows, sample)
 
-  def sample(self, owner: str, id: str) -> Sample:
+  def sample(self, owner: str, id: str) -> SampleRecord:
     """Return a sample.
 
     Raises:
@@ -584,7 +584,9 @@ class Store:
 
   # Requests with an idempotency key.
 
-  def begin(self, owner: str, key: str, body_digest: str, *, adapter: str | None = None) -> Request | StoredResponse:
+  def begin(
+    self, owner: str, key: str, body_digest: str, *, adapter: str | None = None
+  ) -> IdempotentRequest | StoredResponse:
     """Register a request as under way, or return its stored response.
 
     Args:
@@ -600,7 +602,7 @@ class Store:
     key = hashlib.sha256(key.encode('utf-8', 'surrogatepass')).hexdigest()
     return self._begin(owner, RequestId(key, body_digest), adapter)
 
-  def part(self, request: Request, index: int) -> Request | StoredResponse:
+  def part(self, request: IdempotentRequest, index: int) -> IdempotentRequest | StoredResponse:
     """Begin one part of a request that is under way, or return its stored response.
 
     A part ends by itself. If the process dies during the whole, a repeat of it finds what its parts have made; and the
@@ -612,7 +614,7 @@ class Store:
     """
     return self._begin(request.owner, RequestId(f'{request.id.key}/{index}', request.id.body), None)
 
-  def _begin(self, owner: str, id: RequestId, adapter: str | None) -> Request | StoredResponse:
+  def _begin(self, owner: str, id: RequestId, adapter: str | None) -> IdempotentRequest | StoredResponse:
     since = self.clock() - self.retention.request_ttl_s
     self._settle_all(owner)  # The request may have made something before it failed.
     with self._lock:
@@ -631,14 +633,14 @@ class Store:
         row = RequestRow(id.body, 'open', None, None, adapter, None, self.clock())
         self.database.put_request(rows, owner, id.key, row)
       self._under_way.add((owner, id.key))
-    return Request(owner, id)
+    return IdempotentRequest(owner, id)
 
-  def about(self, request: Request, adapter: str) -> None:
+  def about(self, request: IdempotentRequest, adapter: str) -> None:
     """Store which adapter a request is about, if `begin` did not know it: its response is erased with the adapter."""
     with self.database.writing() as rows:
       self.database.note_about(rows, request.owner, request.id.key, adapter)
 
-  def finish(self, request: Request, status: int, response: bytes) -> None:
+  def finish(self, request: IdempotentRequest, status: int, response: bytes) -> None:
     """Store the response of a request, for repeats of it."""
     try:
       row = self.database.request(request.owner, request.id.key)
@@ -649,7 +651,7 @@ class Store:
     finally:
       self._end(request)
 
-  def abandon(self, request: Request) -> None:
+  def abandon(self, request: IdempotentRequest) -> None:
     """End a request without a response; if it has made nothing, it may be sent again."""
     try:
       row = self.database.request(request.owner, request.id.key)
@@ -659,7 +661,7 @@ class Store:
     finally:
       self._end(request)
 
-  def _end(self, request: Request) -> None:
+  def _end(self, request: IdempotentRequest) -> None:
     with self._lock:
       self._under_way.discard((request.owner, request.id.key))
 
@@ -748,7 +750,7 @@ def _readable(known: KnownVersion | None, id: str, number: int) -> KnownVersion:
   return known
 
 
-def _conflict(adapter: Adapter) -> VersionConflict:
+def _conflict(adapter: AdapterRecord) -> VersionConflict:
   return VersionConflict(f'{adapter.id} is at version {adapter.head}: look at that one first.', current=adapter.head)
 
 

@@ -30,7 +30,7 @@ from models.adapters import lora, peft_config, peft_files
 from sdpo_jax.errors import first_line
 from sdpo_jax.files import jsonable
 from sdpo_jax.serving.errors import Damaged
-from sdpo_jax.serving.records import Adapter, Reason, Version
+from sdpo_jax.serving.records import AdapterRecord, Reason, Version
 from sdpo_jax.serving.store.blobs import Blobs
 
 # Arrays of a version, named as in the engine: factors/…, mu/…, nu/…, average/…, count.
@@ -92,7 +92,7 @@ def adapter_folder(owner: str, adapter: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Key:
+class BlobKey:
   """The parts of a key in the root."""
 
   folder: str  # The folder of the adapter.
@@ -102,18 +102,18 @@ class Key:
   number: int | None = None
 
 
-def parse_key(key: str) -> Key | None:
+def parse_key(key: str) -> BlobKey | None:
   """Return the parts of a key of this layout; None: it is not a key of the store."""
   found = _ADAPTER_KEY.fullmatch(key)
   if found is None:
     return None
   folder, rest = key.removesuffix(f'/{found[3]}'), found[3]
   if rest in (HEAD, TOMBSTONE) or _PARTIAL.fullmatch(rest):
-    return Key(folder, found[2], rest)
+    return BlobKey(folder, found[2], rest)
   version = _VERSION_KEY.fullmatch(rest)
   if version is None or version[4] not in (MANIFEST, STATE, *PEFT_FILES):
     return None
-  return Key(folder, found[2], rest, version[1], int(version[2]))
+  return BlobKey(folder, found[2], rest, version[1], int(version[2]))
 
 
 def version_folder(number: int, digest: str) -> str:
@@ -194,7 +194,7 @@ class RequestId:
 
 
 @dataclasses.dataclass(frozen=True)
-class Manifest:
+class VersionManifest:
   """The contents of a version's manifest.json."""
 
   version: Version
@@ -218,7 +218,7 @@ def make_manifest(
   details: Mapping[str, Any],
   request: RequestId | None,
   files: Mapping[str, bytes],
-) -> tuple[Manifest, bytes]:
+) -> tuple[VersionManifest, bytes]:
   """Return the manifest of a new version, and its serialized content, which is unique."""
   values = {
     'format': FORMAT,
@@ -237,7 +237,7 @@ def make_manifest(
   return _manifest(values, hashlib.sha256(content).hexdigest()), content
 
 
-def read_manifest(blobs: Blobs, folder: str, number: int, digest: str) -> Manifest:
+def read_manifest(blobs: Blobs, folder: str, number: int, digest: str) -> VersionManifest:
   """Return the manifest with this digest of a version of the adapter in this folder.
 
   Raises:
@@ -252,7 +252,7 @@ def read_manifest(blobs: Blobs, folder: str, number: int, digest: str) -> Manife
   return _manifest(values, found)
 
 
-def read_files(blobs: Blobs, folder: str, manifest: Manifest, names: tuple[str, ...]) -> dict[str, bytes]:
+def read_files(blobs: Blobs, folder: str, manifest: VersionManifest, names: tuple[str, ...]) -> dict[str, bytes]:
   """Return files of a version of the adapter in this folder.
 
   Raises:
@@ -277,7 +277,7 @@ def _get(blobs: Blobs, key: str) -> bytes:
     raise Damaged(f'{blobs.name}/{key} is missing: {_WAY_OUT}.') from None
 
 
-def _manifest(values: Mapping[str, Any], digest: str) -> Manifest:
+def _manifest(values: Mapping[str, Any], digest: str) -> VersionManifest:
   version = Version(
     values['adapter'],
     values['number'],
@@ -288,7 +288,7 @@ def _manifest(values: Mapping[str, Any], digest: str) -> Manifest:
     values['details'],
   )
   request = None if values['request'] is None else RequestId(**values['request'])
-  return Manifest(version, values['previous'], request, values['files'])
+  return VersionManifest(version, values['previous'], request, values['files'])
 
 
 # The HEAD of an adapter.
@@ -298,7 +298,7 @@ def _manifest(values: Mapping[str, Any], digest: str) -> Manifest:
 class Head:
   """The contents of an adapter's HEAD."""
 
-  adapter: Adapter
+  adapter: AdapterRecord
   digest: str  # Digest of the manifest of its newest version.
   origin: str  # Digest of the manifest of version 0, which is never removed.
   kept_from: int = 1  # Versions between 0 and this one were removed.
@@ -329,7 +329,7 @@ def read_head(content: bytes, name: str, folder: str) -> Head:
   values = _parsed(content) or {}
   digest = values.pop('sha256', None)
   try:
-    adapter = Adapter(**values['adapter'])
+    adapter = AdapterRecord(**values['adapter'])
     head = Head(adapter, values['digest'], values['origin'], values['kept_from'])
     known = values['format'] == FORMAT and digest == hashlib.sha256(_json(values)).hexdigest()
     known = known and adapter_folder(adapter.owner, adapter.id) == folder

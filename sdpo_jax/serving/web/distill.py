@@ -19,18 +19,18 @@ from sdpo_jax.serving import names
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback_request import Item, make_request
-from sdpo_jax.serving.records import Adapter
+from sdpo_jax.serving.records import AdapterRecord
 from sdpo_jax.serving.web.archives import zipped
 from sdpo_jax.serving.web.endpoints import Incoming, Reply, route
 from sdpo_jax.serving.web.lifetime import Lifetime
 from sdpo_jax.serving.web.native import feedback_again
 from sdpo_jax.serving.web.openapi import operation
-from sdpo_jax.serving.web.schemas import Asked, Message, Number, Said, Text, Tokens
+from sdpo_jax.serving.web.schemas import Message, Number, RequestBody, ResponseBody, Text, Tokens
 
 # /v1/distill.
 
 
-class DistillTraining(Asked):
+class DistillTraining(RequestBody):
   """How `jsd_pg` learns; what is left out is as its definition has it."""
 
   learning_rate: Number | None = Field(None, ge=0)
@@ -42,7 +42,7 @@ class DistillTraining(Asked):
   teacher_top_k: int | None = Field(None, ge=1, description='K of the teacher; null: that of the service.')
 
 
-class DistillBody(Asked):
+class DistillBody(RequestBody):
   """A completion of an adapter, and what is said of it."""
 
   prompt: Text | Tokens = Field(description="The user's message, or the tokens of a whole prompt.")
@@ -65,7 +65,7 @@ class DistillBody(Asked):
     return self.lora_uri or self.lora_id or self.id
 
 
-class DistillSaid(Said):
+class DistillSaid(ResponseBody):
   lora_uri: str = Field(description='Of the newest version, which is the one before if the guards rejected this one.')
   metadata: dict[str, Any] = Field(description='The metrics of jsd_pg, accepted, and reason where it was not.')
 
@@ -103,7 +103,7 @@ def _distilled_again(account: Account, adapter: str, version: int | None) -> dic
 # /v1/feedback.
 
 
-class FeedbackTraining(Asked):
+class FeedbackTraining(RequestBody):
   """How the divergence from the teacher is learned."""
 
   learning_rate: Number | None = Field(None, ge=0)
@@ -116,7 +116,7 @@ class FeedbackTraining(Asked):
   teacher_top_k: int | None = Field(None, ge=1, description='K of the teacher; null: that of the service.')
 
 
-class LoraFeedbackItem(Asked):
+class LoraFeedbackItem(RequestBody):
   lora_id: str
   prompt: Text = Field(min_length=1)
   response: Text = Field(min_length=1)
@@ -124,7 +124,7 @@ class LoraFeedbackItem(Asked):
   training: FeedbackTraining = Field(default_factory=FeedbackTraining)
 
 
-class Orchestration(Asked):
+class Orchestration(RequestBody):
   """What other services do with their sampler meanwhile. This one samples on, so nothing of it has an effect."""
 
   sleep_before: bool = True
@@ -133,7 +133,7 @@ class Orchestration(Asked):
   sleep_level: int = 1
 
 
-class LoraFeedbackBody(Asked):
+class LoraFeedbackBody(RequestBody):
   """Completions of one adapter, which learns from all of them at once."""
 
   requests: Annotated[list[LoraFeedbackItem], Field(min_length=1)]
@@ -147,7 +147,7 @@ class LoraFeedbackBody(Asked):
     return self
 
 
-class LoraFeedbackSaid(Said):
+class LoraFeedbackSaid(ResponseBody):
   status: str = Field(description='ok, or rejected by a guard.')
   lora_id: str
   distill_result: dict[str, Any] = Field(description='lora_id, lora_uri, metadata.')
@@ -174,7 +174,7 @@ def feedback(asked: Incoming) -> Reply:
   return Reply(_fed(adapter, answer, len(items), time.monotonic() - began))
 
 
-def _fed(adapter: Adapter, answer: dict[str, Any], count: int, seconds: float) -> dict[str, Any]:
+def _fed(adapter: AdapterRecord, answer: dict[str, Any], count: int, seconds: float) -> dict[str, Any]:
   took = round(1000 * seconds)
   return {
     'status': 'ok' if answer['accepted'] else 'rejected',
@@ -194,7 +194,7 @@ def _fed_again(account: Account, adapter: str, version: int | None) -> dict[str,
 # Adapters and completions of requests.
 
 
-def _named(account: Account, text: str) -> tuple[Adapter, int | None]:
+def _named(account: Account, text: str) -> tuple[AdapterRecord, int | None]:
   """Return the adapter that a request names, and the version if it names one.
 
   Raises:
@@ -207,7 +207,7 @@ def _named(account: Account, text: str) -> tuple[Adapter, int | None]:
   return target.adapter, names.parse(text).number
 
 
-def _learner(asked: Incoming, text: str) -> tuple[Adapter, int | None]:
+def _learner(asked: Incoming, text: str) -> tuple[AdapterRecord, int | None]:
   """Return the adapter that learns, and the version that it must be at; None: any."""
   adapter, number = _named(asked.account, text)
   return adapter, asked.expected if number is None else number
@@ -229,7 +229,7 @@ def _completion(account: Account, given: str | Sequence[int]) -> list[int]:
 
 
 def _learn(
-  asked: Incoming, adapter: Adapter, expected: int | None, items: Sequence[Item], update: dict[str, Any]
+  asked: Incoming, adapter: AdapterRecord, expected: int | None, items: Sequence[Item], update: dict[str, Any]
 ) -> dict[str, Any]:
   account = asked.account
   known = {name: value for name, value in update.items() if value is not None}
@@ -237,7 +237,7 @@ def _learn(
   return account.feedback(adapter.id, expected, request, idempotency=asked.idempotency)
 
 
-def _learned(adapter: Adapter, answer: dict[str, Any]) -> dict[str, Any]:
+def _learned(adapter: AdapterRecord, answer: dict[str, Any]) -> dict[str, Any]:
   """Return the result of learning in the form of `DistillSaid`."""
   told = ('accepted', 'reason', 'version_before', 'version_after')
   return {
@@ -250,7 +250,7 @@ def _learned(adapter: Adapter, answer: dict[str, Any]) -> dict[str, Any]:
 # /v1/score.
 
 
-class CompletionScoreBody(Asked):
+class CompletionScoreBody(RequestBody):
   """A completion whose log-prob is wanted."""
 
   model: str = Field(names.BASE_NAME, description='base, or an adapter: id, name, either with @VERSION, or a lora_uri.')
@@ -265,7 +265,7 @@ class CompletionScoreBody(Asked):
     return self
 
 
-class CompletionScoreSaid(Said):
+class CompletionScoreSaid(ResponseBody):
   logprob_sum: float = Field(description='Of the completion, in nats.')
   logprobs: list[float] = Field(description='Of its tokens.')
   tokens: list[int]
@@ -290,7 +290,7 @@ def score(asked: Incoming) -> Reply:
 # /v1/lora.
 
 
-class LoraInitBody(Asked):
+class LoraInitBody(RequestBody):
   """A new adapter, of the shape that is served."""
 
   lora_id: str = Field(description='Its name.')
@@ -300,7 +300,7 @@ class LoraInitBody(Asked):
   target_modules: list[str] | None = Field(None, description='The same.')
 
 
-class LoraSaid(Said):
+class LoraSaid(ResponseBody):
   lora_id: str
   lora_uri: str
 
@@ -319,7 +319,7 @@ def lora_init(asked: Incoming) -> Reply:
   return Reply(_begun(adapter, version.number))
 
 
-def _begun(adapter: Adapter, number: int) -> dict[str, Any]:
+def _begun(adapter: AdapterRecord, number: int) -> dict[str, Any]:
   return {'lora_id': adapter.name, 'id': adapter.id, 'lora_uri': names.lora_uri(adapter.id, number)}
 
 
@@ -327,7 +327,7 @@ def _begun_again(account: Account, adapter: str, version: int | None) -> dict[st
   return _begun(account.adapter(adapter), version or 0)
 
 
-class LorasSaid(Said):
+class LorasSaid(ResponseBody):
   loras: list[str] = Field(description='Names.')
 
 
@@ -337,7 +337,7 @@ def lora_list(asked: Incoming) -> Reply:
   return Reply({'loras': [each.name for each in asked.account.adapters() if each.name.startswith(prefix)]})
 
 
-def _queried(asked: Incoming) -> tuple[Adapter, int | None]:
+def _queried(asked: Incoming) -> tuple[AdapterRecord, int | None]:
   text = asked.query.get('lora_id')
   if text is None:
     raise InvalidRequest('The address must name the adapter: ?lora_id=NAME.', field='lora_id')
@@ -352,7 +352,7 @@ def lora_export(asked: Incoming) -> Reply:
   return Reply(zipped(files), content_type='application/zip', headers=headers)
 
 
-class LoraDeletedSaid(Said):
+class LoraDeletedSaid(ResponseBody):
   deleted: bool
 
 
@@ -363,7 +363,7 @@ def lora_delete(asked: Incoming) -> Reply:
   return Reply({'deleted': True})
 
 
-class HealthSaid(Said):
+class HealthSaid(ResponseBody):
   status: str = Field(description='healthy, starting or unhealthy.')
 
 

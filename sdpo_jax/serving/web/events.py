@@ -16,7 +16,7 @@ _END = object()
 
 
 @dataclasses.dataclass(frozen=True)
-class Event:
+class ServerSentEvent:
   """One event; without data it is a comment, which clients skip."""
 
   data: Any = None  # As JSON; text is sent as it is.
@@ -34,7 +34,7 @@ class Event:
     return ('\n'.join(lines) + '\n\n').encode()
 
 
-async def stream(request: Request, events: Iterable[Event]) -> StreamingResponse:
+async def stream(request: Request, events: Iterable[ServerSentEvent]) -> StreamingResponse:
   """Return a streaming response whose events are made in the thread pool, one after the other.
 
   The first event is awaited, so that a request refused before it gets a status of its own. A later error becomes an
@@ -47,7 +47,7 @@ async def stream(request: Request, events: Iterable[Event]) -> StreamingResponse
   )
 
 
-async def _body(request: Request, iterator: Iterator[Event], event: Any) -> AsyncIterator[bytes]:
+async def _body(request: Request, iterator: Iterator[ServerSentEvent], event: Any) -> AsyncIterator[bytes]:
   try:
     while event is not _END:
       yield event.encode()
@@ -58,7 +58,7 @@ async def _body(request: Request, iterator: Iterator[Event], event: Any) -> Asyn
       request.state.log.error(error, request.state.request_id)
       found = errors.Internal('Something unexpected went wrong; the log of the service has it under this request_id.')
     failed = errors.failure(found, request.url.path, request.state.request_id)
-    yield Event(failed.body, 'error').encode()
+    yield ServerSentEvent(failed.body, 'error').encode()
   finally:
     close = getattr(iterator, 'close', None)
     if close is not None:

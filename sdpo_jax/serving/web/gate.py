@@ -38,13 +38,13 @@ from sdpo_jax.serving.errors import (
 from sdpo_jax.serving.store.store import StoredResponse
 from sdpo_jax.serving.web import errors
 from sdpo_jax.serving.web.access_log import Log
+from sdpo_jax.serving.web.gate_request import GateRequest
 from sdpo_jax.serving.web.keys import KeyFile, presented
 from sdpo_jax.serving.web.lifetime import Lifetime
-from sdpo_jax.serving.web.limits import Allowances, Places, read_body, time_limit
+from sdpo_jax.serving.web.limits import Allowances, ConcurrencyLimit, read_body, time_limit
 from sdpo_jax.serving.web.metrics import Metrics
 from sdpo_jax.serving.web.openapi import Operation, operation_of
 from sdpo_jax.serving.web.origins import Origins
-from sdpo_jax.serving.web.passing import Passing
 
 if TYPE_CHECKING:
   from sdpo_jax.serving.account import Account
@@ -57,7 +57,7 @@ _LOGGED_BODY = 100_000  # The most bytes of a response kept for the log.
 _SAFE_HEADERS = ((b'x-content-type-options', b'nosniff'), (b'cache-control', b'no-store'))
 
 
-class Answer:
+class GateResponse:
   """The response to a request: counted, with common headers, and held back if it must be stored first."""
 
   def __init__(self, send: Send, headers: Sequence[tuple[bytes, bytes]], *, patience: float, keep: int = 0):
@@ -123,7 +123,7 @@ class Answer:
       return
     # A late handler goes on, and its held-back response is stored for a repeat of the request.
     self._replaced = True
-    instead = Answer(self._to_socket, self._headers, patience=self._patience, keep=self._keep)
+    instead = GateResponse(self._to_socket, self._headers, patience=self._patience, keep=self._keep)
     await send_body(instead, status, content, headers)
     self.status, self.size, self.kept = instead.status, instead.size, instead.kept
 
@@ -154,7 +154,10 @@ class Gate:
     self._keys, self._log, self._metrics = keys, log, metrics
     http = settings.http
     self._allowances = Allowances(settings.limits)
-    self._places, self._endless_places = Places(http.max_requests), Places(max(1, http.max_requests // 4))
+    self._places, self._endless_places = (
+      ConcurrencyLimit(http.max_requests),
+      ConcurrencyLimit(max(1, http.max_requests // 4)),
+    )
     self._endless: set[Call] = set()
     self._origins = Origins(http, keyed=keys is not None)
     self._threads = False  # Whether the size of the thread pool has been set.
@@ -171,9 +174,9 @@ class Gate:
     headers: dict[str, list[str]] = {}
     for name, value in scope['headers']:
       headers.setdefault(name.decode('latin-1').lower(), []).append(value.decode('latin-1'))
-    passing = Passing(secrets.token_hex(8), scope['method'], scope['path'], headers)
-    common = [*_SAFE_HEADERS, (b'x-request-id', passing.id.encode()), *self._origins.headers(passing)]
-    answer = Answer(
+    request = GateRequest(secrets.token_hex(8), scope['method'], scope['path'], headers)
+    common = [*_SAFE_HEADERS, (b'x-request-id', request.id.encode()), *self._origins.headers(request)]
+    answer = GateResponse(
       send,
       common,
       patience=self._settings.http.read_timeout_s,
@@ -183,84 +186,84 @@ class Gate:
     self._metrics.begin()
     self._lifetime.under_way += 1
     try:
-      await self._pass(scope, receive, answer, passing)
+      await self._pass(scope, receive, answer, request)
     except BaseException as error:
       if not isinstance(error, Exception):  # The server is ending, or the connection is gone.
         raise
       found = errors.known(error)
       if found is None:
-        self._log.error(error, passing.id)
+        self._log.error(error, request.id)
         found = errors.Internal('Something unexpected went wrong; the log of the service has it under this request_id.')
-      failed = errors.failure(found, passing.path, passing.id)
+      failed = errors.failure(found, request.path, request.id)
       with contextlib.suppress(OSError):
         await answer.json(failed.status, failed.body, failed.headers)
     finally:
       seconds = time.monotonic() - began
       self._lifetime.under_way -= 1
-      self._metrics.end(passing.route, passing.method, answer.status, seconds)
-      for kind, count in passing.tokens.items():
+      self._metrics.end(request.route, request.method, answer.status, seconds)
+      for kind, count in request.tokens.items():
         self._metrics.tokens(kind, count)
-      if not passing.quiet or answer.status not in (200, 503):
-        self._log_request(passing, answer, seconds)
+      if not request.quiet or answer.status not in (200, 503):
+        self._log_request(request, answer, seconds)
 
-  def _log_request(self, passing: Passing, answer: Answer, seconds: float) -> None:
+  def _log_request(self, request: GateRequest, answer: GateResponse, seconds: float) -> None:
     self._log.request(
-      asked=passing.body,
-      answered=b'' if passing.secret else bytes(answer.kept),
-      request=passing.id,
-      method=passing.method,
-      route=passing.route,
-      adapter=passing.adapter,
+      asked=request.body,
+      answered=b'' if request.secret else bytes(answer.kept),
+      request=request.id,
+      method=request.method,
+      route=request.route,
+      adapter=request.adapter,
       status=answer.status,
       ms=round(1000 * seconds, 1),
-      bytes_in=len(passing.body),
+      bytes_in=len(request.body),
       bytes_out=answer.size,
-      key=passing.key,
-      tokens={kind: count for kind, count in passing.tokens.items() if count},
+      key=request.key,
+      tokens={kind: count for kind, count in request.tokens.items() if count},
     )
 
-  async def _pass(self, scope: Scope, receive: Receive, answer: Answer, passing: Passing) -> None:
+  async def _pass(self, scope: Scope, receive: Receive, answer: GateResponse, request: GateRequest) -> None:
     """Check a request and pass it to its handler."""
-    self._origins.check(passing)
-    if self._origins.is_preflight(passing):
+    self._origins.check(request)
+    if self._origins.is_preflight(request):
       await send_body(answer, 204, b'', {'Access-Control-Max-Age': '600'})
       return
     route, params = self._route(scope)
     operation = operation_of(route) if route is not None else Operation()
     if route is not None:
-      passing.route, passing.quiet, passing.secret = route.path, operation.probe, operation.secret
+      request.route, request.quiet, request.secret = route.path, operation.probe, operation.secret
     if operation.open:
       await self._app(scope, receive, answer)
       return
-    owner, passing.key = self._sender(passing)
+    owner, request.key = self._sender(request)
     if route is None:
       raise self._no_route(scope)
     if operation.guarded:
-      self._origins.check_page(passing)
+      self._origins.check_page(request)
     if operation.observes:
       await self._app(scope, receive, answer)
       return
     self._lifetime.touch()
-    passing.adapter = params.get('adapter')
-    self._check_content_type(passing, operation)
+    request.adapter = params.get('adapter')
+    self._check_content_type(request, operation)
     service = self._lifetime.service()
     http = self._settings.http
-    seconds = None if operation.endless else time_limit(passing.header('x-deadline-ms'), http.deadline_s)
+    seconds = None if operation.endless else time_limit(request.header('x-deadline-ms'), http.deadline_s)
     places = self._endless_places if operation.endless else self._places
     places.take()
     task: asyncio.Task[None] | None = None
     try:
       body = await read_body(
         receive,
-        passing.header('content-length'),
+        request.header('content-length'),
         int(http.max_body_mb * 2**20),
         http.read_timeout_s,
         http.deadline_s,
       )
       if body is None:
         return
-      passing.body = body
-      call = Call(None if seconds is None else time.monotonic() + seconds, self._spender(owner, passing))
+      request.body = body
+      call = Call(None if seconds is None else time.monotonic() + seconds, self._spender(owner, request))
       account = service.account(owner, call)
       state: MutableMapping[str, Any] = scope.setdefault('state', {})
       state |= {
@@ -268,15 +271,15 @@ class Gate:
         'call': call,
         'log': self._log,
         'metrics': self._metrics,
-        'request_id': passing.id,
+        'request_id': request.id,
         'idempotency': None,
       }
       if operation.token:  # The token is checked before a stored response is returned.
-        token = passing.header('x-session-token')
+        token = request.header('x-session-token')
         await run_in_threadpool(account.sessions.check_token, params['adapter'], params['session'], token)
       request = None
-      if operation.again is not None and (key := self._idempotency_key(passing)) is not None:
-        begun = await run_in_threadpool(account.begin, key, _digest(passing, scope))
+      if operation.again is not None and (key := self._idempotency_key(request)) is not None:
+        begun = await run_in_threadpool(account.begin, key, _digest(request, scope))
         if isinstance(begun, StoredResponse):
           status, content = await run_in_threadpool(_again, operation, account, begun)
           await send_body(answer, status, content, operation.headers_of(content) | {'Idempotency-Replayed': 'true'})
@@ -314,7 +317,7 @@ class Gate:
     scope: Scope,
     body: bytes,
     receive: Receive,
-    answer: Answer,
+    answer: GateResponse,
     call: Call,
     endless: bool,
   ) -> None:
@@ -364,7 +367,7 @@ class Gate:
 
   # Authentication.
 
-  def _sender(self, passing: Passing) -> tuple[str, str]:
+  def _sender(self, request: GateRequest) -> tuple[str, str]:
     """Return the owner that a request acts for, and the id of its key.
 
     Raises:
@@ -372,7 +375,7 @@ class Gate:
     """
     if self._keys is None:
       return LOCAL_OWNER, LOCAL_OWNER
-    key = presented(passing.headers)
+    key = presented(request.headers)
     found = self._keys.find(key) if key is not None else None
     if found is None:
       raise Unauthorized('A key is needed, and this is none: send Authorization: Bearer sdpo_… or X-API-Key: sdpo_….')
@@ -398,28 +401,28 @@ class Gate:
       return errors.MethodNotAllowed(f'This address takes {", ".join(sorted(allowed))}, not {scope["method"][:20]}.')
     return NotFound('There is no such address: /openapi.json lists those that there are.')
 
-  def _check_content_type(self, passing: Passing, operation: Operation) -> None:
+  def _check_content_type(self, request: GateRequest, operation: Operation) -> None:
     """Raise NotJson for a wrong content type, such as those that web forms can send to any origin."""
-    if passing.method not in _WITH_BODY:
+    if request.method not in _WITH_BODY:
       return
-    kind = (passing.header('content-type') or '').partition(';')[0].strip().lower()
+    kind = (request.header('content-type') or '').partition(';')[0].strip().lower()
     if kind != operation.content_type:
       raise errors.NotJson(f'Content-Type must be {operation.content_type}, also for an empty body.')
 
-  def _idempotency_key(self, passing: Passing) -> str | None:
-    key = passing.header('idempotency-key')
+  def _idempotency_key(self, request: GateRequest) -> str | None:
+    key = request.header('idempotency-key')
     if key is not None and not (0 < len(key) <= _LONGEST_KEY and key.isascii() and key.isprintable()):
       raise InvalidRequest(f'Idempotency-Key must have 1 to {_LONGEST_KEY} printable ASCII characters.')
     return key
 
-  def _spender(self, owner: str, passing: Passing):
+  def _spender(self, owner: str, request: GateRequest):
     """Return a function that spends tokens from the allowance of a key, and counts them."""
-    key, lock = passing.key or owner, threading.Lock()
+    key, lock = request.key or owner, threading.Lock()
 
     def spend(kind: str, tokens: int) -> None:
       self._allowances.spend(key, tokens)
       with lock:
-        passing.tokens[kind] += tokens
+        request.tokens[kind] += tokens
 
     return spend
 
@@ -431,15 +434,15 @@ def _again(operation: Operation, account: Account, stored: StoredResponse) -> tu
   return operation.status, errors.as_json(operation.again(account, stored.adapter, stored.version))
 
 
-def _digest(passing: Passing, scope: Scope) -> str:
+def _digest(request: GateRequest, scope: Scope) -> str:
   """Return a digest that must be equal for two requests with the same Idempotency-Key."""
   parts = [
-    passing.method,
-    passing.path,
+    request.method,
+    request.path,
     scope.get('query_string', b'').decode('latin-1'),
-    passing.header('if-match') or '',
+    request.header('if-match') or '',
   ]
-  return hashlib.sha256('\0'.join(parts).encode() + b'\0' + passing.body).hexdigest()
+  return hashlib.sha256('\0'.join(parts).encode() + b'\0' + request.body).hexdigest()
 
 
 def behind_gate(

@@ -28,7 +28,7 @@ _logger = logging.getLogger('sdpo_jax.serving')
 
 
 @dataclasses.dataclass(frozen=True)
-class Key:
+class ApiKey:
   """The stored data of a key."""
 
   id: str  # Its name in logs, and for `revoke`.
@@ -43,7 +43,7 @@ def digest_of(key: str) -> str:
   return hashlib.sha256(key.encode()).hexdigest()
 
 
-def read(path: pathlib.Path) -> list[Key]:
+def read(path: pathlib.Path) -> list[ApiKey]:
   """Return the keys in a file.
 
   Raises:
@@ -63,7 +63,7 @@ def read(path: pathlib.Path) -> list[Key]:
   return [_parsed(line, f'{path}, line {number}') for number, line in enumerate(text.splitlines(), 1) if line.strip()]
 
 
-def _parsed(line: str, where: str) -> Key:
+def _parsed(line: str, where: str) -> ApiKey:
   try:
     value = json.loads(line)
   except (ValueError, RecursionError):
@@ -75,10 +75,10 @@ def _parsed(line: str, where: str) -> Key:
     )
   if len(value['digest']) != 64 or not value['owner']:
     raise UserError(f'{where}: the digest or the owner is not one: remove the line or restore the file.')
-  return Key(**value)
+  return ApiKey(**value)
 
 
-def _written(keys: Sequence[Key]) -> str:
+def _written(keys: Sequence[ApiKey]) -> str:
   return ''.join(json.dumps(dataclasses.asdict(key)) + '\n' for key in keys)
 
 
@@ -90,7 +90,7 @@ def _alone(path: pathlib.Path):
     yield
 
 
-def add(path: pathlib.Path, owner: str, name: str) -> tuple[str, Key]:
+def add(path: pathlib.Path, owner: str, name: str) -> tuple[str, ApiKey]:
   """Make a key and return it, for the only time, with its stored data.
 
   Raises:
@@ -100,7 +100,7 @@ def add(path: pathlib.Path, owner: str, name: str) -> tuple[str, Key]:
     if not text or len(text) > _LONGEST or not text.isprintable():
       raise UserError(f'--{what}={printable(text)!r} must have 1 to {_LONGEST} printable characters.')
   secret = PREFIX + secrets.token_urlsafe(32)
-  key = Key(secrets.token_hex(4), digest_of(secret), owner, name, time.time())
+  key = ApiKey(secrets.token_hex(4), digest_of(secret), owner, name, time.time())
   try:
     with _alone(path):
       known = read(path) if path.exists() else []
@@ -110,7 +110,7 @@ def add(path: pathlib.Path, owner: str, name: str) -> tuple[str, Key]:
   return secret, key
 
 
-def revoke(path: pathlib.Path, key_id: str) -> Key:
+def revoke(path: pathlib.Path, key_id: str) -> ApiKey:
   """Remove a key from a file and return its stored data; a service that uses the file rejects it from then on.
 
   Raises:
@@ -152,7 +152,7 @@ class KeyFile:
       return None
     return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode
 
-  def find(self, presented: str) -> Key | None:
+  def find(self, presented: str) -> ApiKey | None:
     """Return the entry of a presented key; None: there is none. Unknown keys all take the same time."""
     with self._lock:
       state = self._state()

@@ -78,7 +78,7 @@ class Allowances:
       )
 
 
-class Places:
+class ConcurrencyLimit:
   """A counter of concurrent requests; used in the event loop only."""
 
   def __init__(self, limit: int):

@@ -17,13 +17,13 @@ from sdpo_jax.serving import feedback as feedbacks
 from sdpo_jax.serving import names
 from sdpo_jax.serving.errors import InvalidRequest, NotFound, ServiceError
 from sdpo_jax.serving.feedback_request import FeedbackRequest, Item, make_request
-from sdpo_jax.serving.records import Adapter, Sample, Version
+from sdpo_jax.serving.records import AdapterRecord, SampleRecord, Version
 from sdpo_jax.serving.sampling import SampleDone, SampleOptions
 from sdpo_jax.serving.store import store
 from sdpo_jax.serving.web import errors, packed, schemas, score_formats
 from sdpo_jax.serving.web.archives import unzipped, zipped
 from sdpo_jax.serving.web.endpoints import Incoming, Reply, incoming, read, route, whole
-from sdpo_jax.serving.web.events import Event, stream
+from sdpo_jax.serving.web.events import ServerSentEvent, stream
 from sdpo_jax.serving.web.openapi import SSE, Operation
 
 if TYPE_CHECKING:
@@ -177,18 +177,18 @@ def _completed(asked: Incoming) -> Reply:
   return Reply(completions_said(asked.body.model, target, prompt, samples, sampling.reused()))
 
 
-def _streamed(asked: Incoming) -> Iterator[Event]:
+def _streamed(asked: Incoming) -> Iterator[ServerSentEvent]:
   target, prompt, sampling = _begun(asked, drafts=True)
-  done: dict[int, Sample] = {}
+  done: dict[int, SampleRecord] = {}
   for event in sampling:
     if event.delta:
-      yield Event({'index': event.index, 'delta': event.delta}, 'draft')
+      yield ServerSentEvent({'index': event.index, 'delta': event.delta}, 'draft')
     if isinstance(event, SampleDone):
       done[event.index] = event.sample
-      yield Event(completion_said(event.index, event.sample), 'completion')
+      yield ServerSentEvent(completion_said(event.index, event.sample), 'completion')
   samples = [done[index] for index in sorted(done)]
   said = completions_said(asked.body.model, target, prompt, samples, sampling.reused())
-  yield Event({name: said[name] for name in ('model', 'adapter', 'version', 'usage')}, 'done')
+  yield ServerSentEvent({name: said[name] for name in ('model', 'adapter', 'version', 'usage')}, 'done')
 
 
 # Scores.
@@ -255,7 +255,7 @@ def feedback_batch(asked: Incoming) -> Reply:
       adapter = asked.account.resolve(entry.adapter).adapter
       if adapter is None:
         raise InvalidRequest('The model without an adapter does not learn: name an adapter.', field='adapter')
-      found = feedbacks.Entry(adapter.id, feedback_request(entry, service.settings), entry.if_match)
+      found = feedbacks.FeedbackEntry(adapter.id, feedback_request(entry, service.settings), entry.if_match)
     except (ServiceError, UserError) as error:
       raise _of_entry(error, number) from error
     entries.append(found)
@@ -269,9 +269,11 @@ def feedback_batch(asked: Incoming) -> Reply:
   return Reply({'results': [_result(done) for done in results]})
 
 
-def _batch_once(account: Account, request: store.Request, entries: Sequence[feedbacks.Entry]) -> list[Any]:
+def _batch_once(
+  account: Account, request: store.IdempotentRequest, entries: Sequence[feedbacks.FeedbackEntry]
+) -> list[Any]:
   """Return the results of feedbacks under one Idempotency-Key: each is learned once, whatever happens to the others."""
-  begun: dict[int, store.Request] = {}
+  begun: dict[int, store.IdempotentRequest] = {}
   results: list[Any] = [None] * len(entries)
   try:
     for index in range(len(entries)):
@@ -343,24 +345,24 @@ async def events(request: Request) -> Response:
 events.operation = Operation(answers=SSE, endless=True)  # type: ignore[attr-defined]
 
 
-def _events(asked: Incoming) -> Iterator[Event]:
+def _events(asked: Incoming) -> Iterator[ServerSentEvent]:
   happening = asked.account.events(asked.adapter, asked.last_event, timeout=_LOOK)
-  yield Event()
+  yield ServerSentEvent()
   silent = 0.0
   for event in happening:
     asked.call.check()
     if event is not None:
       silent = 0.0
-      yield Event({'adapter': event.adapter, 'time': event.time, **event.details}, event.kind, event.id)
+      yield ServerSentEvent({'adapter': event.adapter, 'time': event.time, **event.details}, event.kind, event.id)
     elif (silent := silent + _LOOK) >= _HEARTBEAT:
       silent = 0.0
-      yield Event()
+      yield ServerSentEvent()
 
 
 # Responses.
 
 
-def adapter_said(adapter: Adapter) -> dict[str, Any]:
+def adapter_said(adapter: AdapterRecord) -> dict[str, Any]:
   """Return an adapter as `AdapterSaid`."""
   return {
     'id': adapter.id,
@@ -386,7 +388,7 @@ def version_said(version: Version) -> dict[str, Any]:
   }
 
 
-def completion_said(index: int, sample: Sample) -> dict[str, Any]:
+def completion_said(index: int, sample: SampleRecord) -> dict[str, Any]:
   """Return a completion as `CompletionSaid`."""
   return {
     'sample_id': sample.id,
@@ -400,7 +402,7 @@ def completion_said(index: int, sample: Sample) -> dict[str, Any]:
 
 
 def completions_said(
-  model: str, target: Any, prompt: list[int], samples: list[Sample], reused: int = 0
+  model: str, target: Any, prompt: list[int], samples: list[SampleRecord], reused: int = 0
 ) -> dict[str, Any]:
   """Return completions as `CompletionsSaid`; `reused` is the number of prompt tokens from a cached prefix."""
   drawn = sum(len(sample.tokens) for sample in samples)

@@ -21,23 +21,23 @@ from models.token_texts import TokenTexts
 from sdpo_jax.serving import names
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.records import Adapter
+from sdpo_jax.serving.records import AdapterRecord
 from sdpo_jax.serving.sampling import SampleDone
 from sdpo_jax.serving.web import events, openai_jobs, openai_logprobs
 from sdpo_jax.serving.web.errors import as_json
-from sdpo_jax.serving.web.events import Event
-from sdpo_jax.serving.web.openai_jobs import Drawn, Job, job_of_chat, job_of_completion
+from sdpo_jax.serving.web.events import ServerSentEvent
+from sdpo_jax.serving.web.openai_jobs import CompletionJob, DrawnCompletion, job_of_chat, job_of_completion
 from sdpo_jax.serving.web.openai_logprobs import Position
 from sdpo_jax.serving.web.openai_schemas import ChatCompletionRequest, TextCompletionRequest, parse
 from sdpo_jax.serving.web.openapi import JSON, operation
 
 # The index of a choice, the new text, the choice when it is finished, and the log-probs of its prompt.
-Part = tuple[int, str, Drawn | None, Sequence[Position]]
+Part = tuple[int, str, DrawnCompletion | None, Sequence[Position]]
 
 # Answers.
 
 
-def answer(account: Account, job: Job) -> dict[str, Any]:
+def answer(account: Account, job: CompletionJob) -> dict[str, Any]:
   """Draw everything that a request asks for, and return the response."""
   said, drawn = _done(account, job)
   texts = account.service.texts
@@ -51,7 +51,7 @@ def answer(account: Account, job: Job) -> dict[str, Any]:
   return body
 
 
-def _done(account: Account, job: Job) -> tuple[list[list[Position]], list[Drawn]]:
+def _done(account: Account, job: CompletionJob) -> tuple[list[list[Position]], list[DrawnCompletion]]:
   """Return the log-probs of every prompt, and all completions in the order of the choices."""
   if job.reads:
     said, drawn = openai_jobs.read(account, job)
@@ -67,7 +67,7 @@ def _done(account: Account, job: Job) -> tuple[list[list[Position]], list[Drawn]
   return said, drawn
 
 
-def _head(job: Job, kind: str) -> dict[str, Any]:
+def _head(job: CompletionJob, kind: str) -> dict[str, Any]:
   return {
     'id': job.id,
     'object': kind,
@@ -77,12 +77,14 @@ def _head(job: Job, kind: str) -> dict[str, Any]:
   }
 
 
-def _usage(job: Job, drawn: Sequence[Drawn]) -> dict[str, int]:
+def _usage(job: CompletionJob, drawn: Sequence[DrawnCompletion]) -> dict[str, int]:
   prompt, completion = sum(len(each.tokens) for each in job.prompts), sum(len(each.tokens) for each in drawn)
   return {'prompt_tokens': prompt, 'completion_tokens': completion, 'total_tokens': prompt + completion}
 
 
-def _choice(texts: TokenTexts, job: Job, index: int, drawn: Drawn, said: Sequence[Position]) -> dict[str, Any]:
+def _choice(
+  texts: TokenTexts, job: CompletionJob, index: int, drawn: DrawnCompletion, said: Sequence[Position]
+) -> dict[str, Any]:
   """Return a finished choice, with log-probs of its prompt if they were requested."""
   choice: dict[str, Any] = {'index': index}
   prompt = job.prompts[index // job.asked.n]
@@ -97,7 +99,7 @@ def _choice(texts: TokenTexts, job: Job, index: int, drawn: Drawn, said: Sequenc
   return choice
 
 
-def _ending(job: Job, index: int, drawn: Drawn) -> dict[str, Any]:
+def _ending(job: CompletionJob, index: int, drawn: DrawnCompletion) -> dict[str, Any]:
   """Return the fields that are known when a choice is finished."""
   found: dict[str, Any] = {'finish_reason': drawn.finish_reason, 'sample_id': drawn.sample_id}
   if job.asked.return_token_ids:
@@ -107,7 +109,9 @@ def _ending(job: Job, index: int, drawn: Drawn) -> dict[str, Any]:
   return found
 
 
-def _logprobs(texts: TokenTexts, job: Job, index: int, drawn: Drawn, said: Sequence[Position]) -> dict[str, Any] | None:
+def _logprobs(
+  texts: TokenTexts, job: CompletionJob, index: int, drawn: DrawnCompletion, said: Sequence[Position]
+) -> dict[str, Any] | None:
   """Return the log-probs of a choice in the requested format; None if none were requested."""
   if job.asked.topk is None:
     return None
@@ -125,15 +129,15 @@ def _logprobs(texts: TokenTexts, job: Job, index: int, drawn: Drawn, said: Seque
 # Streams.
 
 
-def chunks(account: Account, job: Job) -> Iterator[dict[str, Any]]:
+def chunks(account: Account, job: CompletionJob) -> Iterator[dict[str, Any]]:
   """Yield the chunks of a response while it is drawn; with log-probs, a choice comes when it is finished."""
   with contextlib.closing(_parts(account, job)) as parts:
     first = next(parts)  # Awaited before anything is sent, so that a refused request gets a status of its own.
     yield from _chunks_of(account, job, itertools.chain([first], parts))
 
 
-def _chunks_of(account: Account, job: Job, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
-  drawn: list[Drawn] = []
+def _chunks_of(account: Account, job: CompletionJob, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
+  drawn: list[DrawnCompletion] = []
   for index in range(len(job.prompts) * job.asked.n):
     if job.chat:
       yield _chunk(job, index, '', first=True)
@@ -153,7 +157,7 @@ def _chunks_of(account: Account, job: Job, parts: Iterable[Part]) -> Iterator[di
     yield _chunk_head(job) | {'choices': [], 'usage': _usage(job, drawn)}
 
 
-def _parts(account: Account, job: Job) -> Generator[Part, None, None]:
+def _parts(account: Account, job: CompletionJob) -> Generator[Part, None, None]:
   """Yield the parts of a response as they are drawn."""
   if job.reads:
     said, drawn = openai_jobs.read(account, job)
@@ -174,23 +178,23 @@ def _parts(account: Account, job: Job) -> Generator[Part, None, None]:
     openai_jobs.cancel(begun)
 
 
-def _chunk_head(job: Job) -> dict[str, Any]:
+def _chunk_head(job: CompletionJob) -> dict[str, Any]:
   head = _head(job, 'chat.completion.chunk' if job.chat else 'text_completion')
   return head | {'usage': None} if job.asked.include_usage else head
 
 
 def _chunk(
-  job: Job, index: int, text: str, logprobs: Mapping[str, Any] | None = None, *, first: bool = False
+  job: CompletionJob, index: int, text: str, logprobs: Mapping[str, Any] | None = None, *, first: bool = False
 ) -> dict[str, Any]:
   delta = {'role': 'assistant', 'content': text} if first else {'content': text}
   choice = {'index': index, **({'delta': delta} if job.chat else {'text': text})}
   return _chunk_head(job) | {'choices': [choice | {'logprobs': logprobs, 'finish_reason': None}]}
 
 
-def _events(account: Account, job: Job) -> Iterator[Event]:
+def _events(account: Account, job: CompletionJob) -> Iterator[ServerSentEvent]:
   for chunk in chunks(account, job):
-    yield Event(chunk)
-  yield Event('[DONE]')
+    yield ServerSentEvent(chunk)
+  yield ServerSentEvent('[DONE]')
 
 
 # Models.
@@ -209,7 +213,7 @@ def models(account: Account) -> list[dict[str, Any]]:
   return found
 
 
-def _adapter_model(adapter: Adapter, base: str, number: int | None = None) -> dict[str, Any]:
+def _adapter_model(adapter: AdapterRecord, base: str, number: int | None = None) -> dict[str, Any]:
   name = adapter.name if number is None else f'{adapter.name}@{number}'
   version = adapter.head if number is None else number
   return _model(name, adapter.created, parent=base, adapter=adapter.id, version=version)
@@ -218,11 +222,11 @@ def _adapter_model(adapter: Adapter, base: str, number: int | None = None) -> di
 # Routes.
 
 
-async def _answer(request: Request, kind: type, job_of: Callable[[Account, Any], Job]) -> Response:
+async def _answer(request: Request, kind: type, job_of: Callable[[Account, Any], CompletionJob]) -> Response:
   account: Account = request.state.account
   content = await request.body()
 
-  def prepare() -> Job:
+  def prepare() -> CompletionJob:
     return job_of(account, parse(kind, _json(content)))
 
   job = await run_in_threadpool(prepare)

@@ -12,9 +12,9 @@ from sdpo_jax.errors import short_repr
 from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.records import Sample
+from sdpo_jax.serving.records import SampleRecord
 from sdpo_jax.serving.sampling import SampleOptions, Sampling
-from sdpo_jax.serving.targets import Target
+from sdpo_jax.serving.targets import VersionTarget
 from sdpo_jax.serving.web.openai_logprobs import Position, positions, prompt_positions
 from sdpo_jax.serving.web.openai_schemas import DEFAULT_COMPLETION_TOKENS, ChatCompletionRequest, TextCompletionRequest
 
@@ -30,11 +30,11 @@ class Prompt:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class CompletionJob:
   """A validated request that has not begun."""
 
   asked: TextCompletionRequest | ChatCompletionRequest
-  target: Target
+  target: VersionTarget
   prompts: Sequence[Prompt]
   max_tokens: int | None  # None: as many as there is room for.
   echoed: Sequence[int]  # For every prompt, how many of its last tokens get log-probs.
@@ -57,7 +57,7 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn:
+class DrawnCompletion:
   """A completion."""
 
   tokens: Sequence[int]
@@ -70,7 +70,7 @@ class Drawn:
 # Jobs of requests.
 
 
-def job_of_completion(account: Account, asked: TextCompletionRequest) -> Job:
+def job_of_completion(account: Account, asked: TextCompletionRequest) -> CompletionJob:
   """Return the job of a request to /v1/completions.
 
   Raises:
@@ -92,7 +92,7 @@ def job_of_completion(account: Account, asked: TextCompletionRequest) -> Job:
   return _job(account, asked, target, prompts, limit, echoed, 'cmpl')
 
 
-def job_of_chat(account: Account, asked: ChatCompletionRequest) -> Job:
+def job_of_chat(account: Account, asked: ChatCompletionRequest) -> CompletionJob:
   """Return the job of a request to /v1/chat/completions; raise as `job_of_completion`."""
   messages = [message.plain() for message in asked.messages]
   tokens = account.prompt_of(messages=messages, limit=_longest(account, asked, asked.limit))
@@ -119,7 +119,7 @@ def _longest(account: Account, asked: TextCompletionRequest | ChatCompletionRequ
   return max(service.max_prompt, service.max_text - 1) if _reads(asked, max_tokens) else service.max_prompt
 
 
-def _job(account: Account, asked, target, prompts, max_tokens, echoed, prefix) -> Job:
+def _job(account: Account, asked, target, prompts, max_tokens, echoed, prefix) -> CompletionJob:
   most = account.most_logprobs
   for field, kind, count in (('prompt_logprobs', 'prompt', asked.prompt_logprobs), ('logprobs', 'sample', asked.topk)):
     if count is not None and not 0 <= count <= most:
@@ -128,13 +128,15 @@ def _job(account: Account, asked, target, prompts, max_tokens, echoed, prefix) -
         f'allowed: {most} (serve.limits.max_logprobs, and serve.topk).',
         field=field,
       )
-  return Job(asked, target, prompts, max_tokens, echoed, f'{prefix}-{secrets.token_hex(12)}', int(time.time()))
+  return CompletionJob(
+    asked, target, prompts, max_tokens, echoed, f'{prefix}-{secrets.token_hex(12)}', int(time.time())
+  )
 
 
 # Drawing.
 
 
-def start(account: Account, job: Job, *, drafts: bool) -> list[Sampling]:
+def start(account: Account, job: CompletionJob, *, drafts: bool) -> list[Sampling]:
   """Start drawing completions of all prompts at once.
 
   Raises:
@@ -169,8 +171,10 @@ def cancel(begun: Sequence[Sampling]) -> None:
     sampling.cancel()
 
 
-def drawn_of(account: Account, job: Job, prompt: Prompt, samples: Sequence[Sample]) -> list[Drawn]:
-  """Return samples of a prompt as `Drawn`, with the log-probs of their tokens if requested."""
+def drawn_of(
+  account: Account, job: CompletionJob, prompt: Prompt, samples: Sequence[SampleRecord]
+) -> list[DrawnCompletion]:
+  """Return samples of a prompt as `DrawnCompletion`, with the log-probs of their tokens if requested."""
   topk, said = job.asked.topk, [None] * len(samples)
   if topk is not None:
     found: Sequence[Scored | None] = [None] * len(samples)
@@ -180,7 +184,7 @@ def drawn_of(account: Account, job: Job, prompt: Prompt, samples: Sequence[Sampl
       positions(sample.tokens, sample.log_probs.tolist(), scored) for sample, scored in zip(samples, found, strict=True)
     ]
   return [
-    Drawn(sample.tokens, sample.text, sample.finish_reason, sample.id, each)
+    DrawnCompletion(sample.tokens, sample.text, sample.finish_reason, sample.id, each)
     for sample, each in zip(samples, said, strict=True)
   ]
 
@@ -188,7 +192,7 @@ def drawn_of(account: Account, job: Job, prompt: Prompt, samples: Sequence[Sampl
 # Reading.
 
 
-def said_of_prompts(account: Account, job: Job) -> list[list[Position]]:
+def said_of_prompts(account: Account, job: CompletionJob) -> list[list[Position]]:
   """Return the log-probs of the tokens of every prompt; empty lists if they were not requested."""
   if job.asked.prompt_logprobs is None and not any(job.echoed):
     return [[] for _ in job.prompts]
@@ -199,10 +203,10 @@ def said_of_prompts(account: Account, job: Job) -> list[list[Position]]:
   return [prompt_positions(each.tokens, next(found) if len(each.tokens) > 1 else None) for each in job.prompts]
 
 
-def read(account: Account, job: Job) -> tuple[list[list[Position]], list[Drawn]]:
+def read(account: Account, job: CompletionJob) -> tuple[list[list[Position]], list[DrawnCompletion]]:
   """Return the log-probs of every prompt and the next token, for a request that needs only these."""
   if job.max_tokens == 0:
-    return said_of_prompts(account, job), [Drawn((), '', 'length', None, ())] * len(job.prompts)
+    return said_of_prompts(account, job), [DrawnCompletion((), '', 'length', None, ())] * len(job.prompts)
   service = account.service
   # Appending any token gives the scores of the position after the prompt.
   rows = [(prompt.tokens[:1], [*prompt.tokens[1:], 0]) for prompt in job.prompts]
@@ -212,5 +216,5 @@ def read(account: Account, job: Job) -> tuple[list[list[Position]], list[Drawn]]
     found = prompt_positions([*prompt.tokens, token], scored, last=float(scored.top_log_probs[-1, 0]))
     said.append(found[:-1])
     end = 'stop' if token in service.stop_token_ids else 'length'
-    drawn.append(Drawn([token], service.texts.text([token], special=False), end, None, found[-1:]))
+    drawn.append(DrawnCompletion([token], service.texts.text([token], special=False), end, None, found[-1:]))
   return said, drawn

@@ -6,7 +6,7 @@ import urllib.parse
 
 from sdpo_jax.config import HttpConfig
 from sdpo_jax.serving.errors import Forbidden
-from sdpo_jax.serving.web.passing import Passing
+from sdpo_jax.serving.web.gate_request import GateRequest
 
 LOCAL_HOSTS = ('localhost', '127.0.0.1', '::1')
 _CORS_HEADERS = (
@@ -31,39 +31,39 @@ class Origins:
     self._hosts = {name.lower() for name in (*LOCAL_HOSTS, http.host, *http.allowed_hosts)}
     self._named = not keyed or bool(http.allowed_hosts)  # Whether every route checks Host.
 
-  def check(self, passing: Passing) -> None:
+  def check(self, request: GateRequest) -> None:
     """Raise Forbidden for a foreign host name of this machine, or a page that is not allowed.
 
     Without keys, everyone who reaches the port is the owner; a web page in a browser on this machine must not be.
     """
-    if self._named and not self._is_served(passing):
+    if self._named and not self._is_served(request):
       raise Forbidden(
         'The header Host names another machine: ask for localhost, or add it to serve.http.allowed_hosts.'
       )
-    host, origin = passing.header('host') or '', passing.header('origin')
+    host, origin = request.header('host') or '', request.header('origin')
     if origin is None or origin in self._origins:
       return
     if origin not in (f'http://{host}', f'https://{host}'):
       raise Forbidden('A page of this origin may not ask: add it to serve.http.allowed_origins if it may.')
 
-  def check_page(self, passing: Passing) -> None:
+  def check_page(self, request: GateRequest) -> None:
     """Raise Forbidden if a web page may have made a browser send the request, whatever keys and settings say.
 
     A page whose name resolves to this machine has its own name as Host. A request without Origin, as links, images and
     forms send it, still has Sec-Fetch-Site, which no script can forge.
     """
-    if not self._is_served(passing):
+    if not self._is_served(request):
       raise Forbidden(
         'Sessions are answered only under names of the service, and the header Host has another one: add it to '
         'serve.http.allowed_hosts.'
       )
-    site, origin = passing.header('sec-fetch-site'), passing.header('origin')
+    site, origin = request.header('sec-fetch-site'), request.header('origin')
     if site is not None and site not in _OWN_SITES and origin not in self._origins:
       raise Forbidden('A page of another site may not ask: add its origin to serve.http.allowed_origins if it may.')
 
-  def headers(self, passing: Passing) -> list[tuple[bytes, bytes]]:
+  def headers(self, request: GateRequest) -> list[tuple[bytes, bytes]]:
     """Return the CORS headers that let a page of an allowed origin read a response; none for others."""
-    origins = passing.headers.get('origin', ())
+    origins = request.headers.get('origin', ())
     if len(origins) != 1 or origins[0] not in self._origins:
       return []
     return [
@@ -74,14 +74,14 @@ class Origins:
       (b'vary', b'Origin'),
     ]
 
-  def is_preflight(self, passing: Passing) -> bool:
+  def is_preflight(self, request: GateRequest) -> bool:
     """Return whether the request is a CORS preflight for a page of an allowed origin."""
-    asked = 'access-control-request-method' in passing.headers
-    return passing.method == 'OPTIONS' and asked and bool(self.headers(passing))
+    asked = 'access-control-request-method' in request.headers
+    return request.method == 'OPTIONS' and asked and bool(self.headers(request))
 
-  def _is_served(self, passing: Passing) -> bool:
+  def _is_served(self, request: GateRequest) -> bool:
     """Return whether the Host header is a name of the service."""
-    host = passing.header('host') or ''
+    host = request.header('host') or ''
     return _is_host(host) and urllib.parse.urlsplit(f'//{host}').hostname in self._hosts
 
 

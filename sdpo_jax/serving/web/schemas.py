@@ -20,13 +20,13 @@ Teacher = Annotated[
 ]  # A kind, or {kind: …} with more.
 
 
-class Asked(pydantic.BaseModel):
+class RequestBody(pydantic.BaseModel):
   """A body, or a part of one."""
 
   model_config = pydantic.ConfigDict(extra='forbid', strict=True, allow_inf_nan=False)
 
 
-class Said(pydantic.BaseModel):
+class ResponseBody(pydantic.BaseModel):
   """An answer, or a part of one."""
 
   model_config = pydantic.ConfigDict(extra='allow', ser_json_inf_nan='null')
@@ -35,7 +35,7 @@ class Said(pydantic.BaseModel):
 # Adapters.
 
 
-class CreateAdapter(Asked):
+class CreateAdapter(RequestBody):
   name: Name = Field(description='A label, unique among your adapters.')
   settings: dict[str, Any] = Field(
     default_factory=dict,
@@ -47,20 +47,20 @@ class CreateAdapter(Asked):
   alpha: Number | None = Field(None, description='The same.')
 
 
-class ChangeAdapter(Asked):
+class ChangeAdapter(RequestBody):
   settings: dict[str, Any] = Field(description='As of CreateAdapter; what is left out stays as it is.')
 
 
-class ForkAdapter(Asked):
+class ForkAdapter(RequestBody):
   name: Name
   version: int | None = Field(None, ge=0, description='To begin with; null: the newest.')
 
 
-class Undo(Asked):
+class Undo(RequestBody):
   to: int = Field(ge=0, description='The version whose content the new version has, moments and average included.')
 
 
-class AdapterSaid(Said):
+class AdapterSaid(ResponseBody):
   id: str
   name: str
   version: int = Field(description='Its newest one; also in the header ETag.')
@@ -69,11 +69,11 @@ class AdapterSaid(Said):
   settings: dict[str, Any]
 
 
-class AdaptersSaid(Said):
+class AdaptersSaid(ResponseBody):
   adapters: list[AdapterSaid]
 
 
-class VersionSaid(Said):
+class VersionSaid(ResponseBody):
   adapter: str
   version: int
   parent: int | None
@@ -84,36 +84,36 @@ class VersionSaid(Said):
   details: dict[str, Any]
 
 
-class VersionsSaid(Said):
+class VersionsSaid(ResponseBody):
   versions: list[VersionSaid]
 
 
-class DiffSaid(Said):
+class DiffSaid(ResponseBody):
   """How far the matrices of two versions are apart, and what was measured between them."""
 
 
-class DeletedSaid(Said):
+class DeletedSaid(ResponseBody):
   id: str
   deleted: bool
 
 
-class CapabilitiesSaid(Said):
+class CapabilitiesSaid(ResponseBody):
   """What is served, and its limits and defaults."""
 
 
 # Completions.
 
 
-class Message(Asked):
+class Message(RequestBody):
   role: Annotated[str, Field(min_length=1, max_length=64)]
   content: Text
 
 
-class Named(Asked):
+class Named(RequestBody):
   model: str = Field('base', description='base, or an adapter: id, name, either with @VERSION, or a lora_uri.')
 
 
-class Prompted(Asked):
+class Prompted(RequestBody):
   messages: list[Message] | None = Field(None, description='A conversation, for the chat template of the model.')
   prompt: Text | None = Field(None, description='Text, as it is.')
   prompt_tokens: Tokens | None = Field(None, description='Token ids.')
@@ -142,7 +142,7 @@ class CompletionRequest(Prompted, Named):
   stream: bool = Field(False, description='Server-sent events: draft {index, delta}, completion, and done.')
 
 
-class CompletionSaid(Said):
+class CompletionSaid(ResponseBody):
   sample_id: str = Field(description='By which feedback names this completion; kept for a while.')
   index: int
   text: str
@@ -152,7 +152,7 @@ class CompletionSaid(Said):
   expires: float = Field(description='When the sample_id is gone, in seconds since the epoch.')
 
 
-class Usage(Said):
+class Usage(ResponseBody):
   prompt_tokens: int
   completion_tokens: int
   total_tokens: int
@@ -161,7 +161,7 @@ class Usage(Said):
   )
 
 
-class CompletionsSaid(Said):
+class CompletionsSaid(ResponseBody):
   model: str
   adapter: str | None
   version: int | None
@@ -197,7 +197,7 @@ class ScoreRequest(Named):
   )
 
 
-class ScoreSaid(Said):
+class ScoreSaid(ResponseBody):
   model: str
   version: int | None
   format: str
@@ -208,7 +208,7 @@ class ScoreSaid(Said):
 # Feedback.
 
 
-class FeedbackItem(Asked):
+class FeedbackItem(RequestBody):
   sample_id: str | None = Field(None, description='Of a completion of this service.')
   prompt_tokens: Tokens | None = Field(None, description='Or what was read …')
   tokens: Tokens | None = Field(None, description='… and what was answered.')
@@ -223,7 +223,7 @@ class FeedbackItem(Asked):
   reward: Number | None = Field(None, description='How good it was; learned by a policy gradient.')
 
 
-class Update(Asked):
+class Update(RequestBody):
   """How to learn; what is left out is as /v1/capabilities says."""
 
   loss: Literal['sdpo', 'jsd_pg'] | None = None
@@ -294,11 +294,11 @@ class BatchEntry(FeedbackBody):
   if_match: int | None = Field(None, ge=0, description='The version that it must be at.')
 
 
-class BatchBody(Asked):
+class BatchBody(RequestBody):
   entries: Annotated[list[BatchEntry], Field(min_length=1, max_length=256)]
 
 
-class FeedbackSaid(Said):
+class FeedbackSaid(ResponseBody):
   adapter: str
   version_before: int
   version_after: int = Field(description='The same if nothing was committed.')
@@ -317,5 +317,5 @@ class FeedbackSaid(Said):
   timings: dict[str, Any] = Field(default_factory=dict, description='Seconds.')
 
 
-class BatchSaid(Said):
+class BatchSaid(ResponseBody):
   results: list[dict[str, Any]] = Field(description='For each entry its answer, or {status, error}.')

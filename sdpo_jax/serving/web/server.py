@@ -170,7 +170,7 @@ class Server(uvicorn.Server):
         signal.signal(number, handler)
 
 
-class Process:
+class ServiceProcess:
   """The process of a service, from start to end."""
 
   def __init__(self, config: Config, announce: Callable[[str], None], make: Callable[..., Service] = Service.make):

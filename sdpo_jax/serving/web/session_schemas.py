@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sdpo_jax.serving.web.schemas import Asked, Number, Said, Teacher, Text, Update
+from sdpo_jax.serving.web.schemas import Number, RequestBody, ResponseBody, Teacher, Text, Update
 
 Label = Annotated[str, Field(max_length=200)]
 
 
-class SessionSampling(Asked):
+class SessionSampling(RequestBody):
   """How proposals are drawn; what is left out is as of completions."""
 
   max_tokens: int | None = Field(None, ge=1, description='Of a proposal; null: as many as are served at most.')
@@ -22,7 +22,7 @@ class SessionSampling(Asked):
   stop: Annotated[list[str], Field(max_length=64)] | None = None
 
 
-class OpenSession(Asked):
+class OpenSession(RequestBody):
   """What a session holds to from its first turn to its last."""
 
   system: Text | None = Field(None, description='The message of the role system that the conversation begins with.')
@@ -44,12 +44,12 @@ class OpenSession(Asked):
   show_attempt: bool = Field(False, description='Whether the teacher reads the denied proposal, too.')
 
 
-class SessionMessage(Asked):
+class SessionMessage(RequestBody):
   role: Literal['user', 'tool'] = Field(description='Who says it.')
   content: Text
 
 
-class ProposeRequest(Asked):
+class ProposeRequest(RequestBody):
   messages: list[SessionMessage] = Field(
     default_factory=list, description='What was said since the last proposal; none after a denial asks again.'
   )
@@ -57,12 +57,12 @@ class ProposeRequest(Asked):
   stream: bool = Field(False, description='Server-sent events: draft {delta}, and at the end turn.')
 
 
-class RetryRequest(Asked):
+class RetryRequest(RequestBody):
   seed: int | None = Field(None, description='Null: another one every time.')
   stream: bool = Field(False, description='Server-sent events: draft {delta}, and at the end turn.')
 
 
-class DecisionRequest(Asked):
+class DecisionRequest(RequestBody):
   decision: Literal['approve', 'deny', 'edit']
   correction: Text | None = Field(
     None, description='Of deny and edit: what was wrong, or what would have been right, in words.'
@@ -71,7 +71,7 @@ class DecisionRequest(Asked):
   call: int = Field(0, ge=0, description='Of edit: which call of the proposal it is.')
 
 
-class ToolResultGiven(Asked):
+class ToolResultGiven(RequestBody):
   """What came of a call, on the machine where it was run."""
 
   call: int = Field(0, ge=0, description='Which call of the proposal it is.')
@@ -83,18 +83,18 @@ class ToolResultGiven(Asked):
   line: int | None = Field(None, description='The line of the file at which it failed.')
 
 
-class ResultsRequest(Asked):
+class ResultsRequest(RequestBody):
   results: Annotated[list[ToolResultGiven], Field(min_length=1, max_length=64)]
 
 
-class Nothing(Asked):
+class Nothing(RequestBody):
   """There is nothing more to say: {}."""
 
 
 # Responses.
 
 
-class SessionSaid(Said):
+class SessionSaid(ResponseBody):
   id: str
   adapter: str = Field(description='Its id.')
   created: float = Field(description='Seconds since the epoch.')
@@ -102,16 +102,16 @@ class SessionSaid(Said):
   tool_form: str | None = Field(None, description='How the model writes calls: hermes or llama3; null without tools.')
 
 
-class SessionsSaid(Said):
+class SessionsSaid(ResponseBody):
   sessions: list[SessionSaid]
 
 
-class OpenedSaid(Said):
+class OpenedSaid(ResponseBody):
   session: SessionSaid
   token: str = Field(description='For the header X-Session-Token of all that changes the session; told this one time.')
 
 
-class TurnSaid(Said):
+class TurnSaid(ResponseBody):
   n: int = Field(description='0, 1, …')
   status: str = Field(description='open, approved, edited, denied or answered (there is no call to decide on).')
   messages: list[dict[str, Any]] = Field(description='That came before it.')
@@ -133,7 +133,7 @@ class TurnSaid(Said):
   reused_tokens: int = Field(description='Of the prompt, whose keys and values were there already.')
 
 
-class LearnedSaid(Said):
+class LearnedSaid(ResponseBody):
   version_before: int
   version_after: int = Field(description='The same if nothing was committed.')
   accepted: bool
@@ -148,23 +148,23 @@ class LearnedSaid(Said):
   seconds: float | None = Field(None, description='Null: the process that learned it died before it could say more.')
 
 
-class SessionTurnsSaid(Said):
+class SessionTurnsSaid(ResponseBody):
   session: SessionSaid
   turns: list[TurnSaid]
 
 
-class ProposedSaid(Said):
+class ProposedSaid(ResponseBody):
   turn: TurnSaid
 
 
-class DecidedSaid(Said):
+class DecidedSaid(ResponseBody):
   turn: TurnSaid
   learned: LearnedSaid | None = None
 
 
-class FlushedSaid(Said):
+class FlushedSaid(ResponseBody):
   learned: LearnedSaid | None = Field(None, description='Null: nothing waited.')
 
 
-class ReplayedSaid(Said):
+class ReplayedSaid(ResponseBody):
   learned: list[LearnedSaid]

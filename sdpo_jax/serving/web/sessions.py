@@ -26,7 +26,7 @@ from sdpo_jax.serving.web import native
 from sdpo_jax.serving.web import session_schemas as schemas
 from sdpo_jax.serving.web.endpoints import Incoming, Reply, check_query, incoming, read, route, whole
 from sdpo_jax.serving.web.errors import as_json
-from sdpo_jax.serving.web.events import Event, stream
+from sdpo_jax.serving.web.events import ServerSentEvent, stream
 from sdpo_jax.serving.web.openapi import Operation
 from sdpo_jax.serving.web.schemas import DeletedSaid
 
@@ -106,13 +106,13 @@ def _drawn(path: str, begin: Callable[[Incoming, bool], Proposing], body: type[p
   return Route(path, endpoint, methods=['POST'])
 
 
-def streamed(begin: Callable[[Incoming, bool], Proposing], asked: Incoming) -> Iterator[Event]:
+def streamed(begin: Callable[[Incoming, bool], Proposing], asked: Incoming) -> Iterator[ServerSentEvent]:
   """Yield the drafts of a turn and the turn; closing the iterator cancels the turn."""
   for event in begin(asked, True):
     if isinstance(event, SampleDraft):
-      yield Event({'delta': event.delta}, 'draft')
+      yield ServerSentEvent({'delta': event.delta}, 'draft')
     else:
-      yield Event({'turn': event.to_json()}, 'turn')
+      yield ServerSentEvent({'turn': event.to_json()}, 'turn')
 
 
 # Decisions.

@@ -34,7 +34,7 @@ from sdpo_jax.distributed.collectives import agreed, gathered
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_failing, is_local, make_directory, sync_directory, sync_tree, write_atomically
 from sdpo_jax.training.checkpoint import digests, manifest
-from sdpo_jax.training.checkpoint.manifest import DamagedError, Manifest
+from sdpo_jax.training.checkpoint.manifest import CheckpointManifest, DamagedError
 from sdpo_jax.training.checkpoint.unreadable import is_out_of_reach
 from sdpo_jax.training.directory.epochs import Epochs, read_epochs
 from sdpo_jax.training.directory.published import CHECKPOINTS, DAMAGED, MANIFEST, is_step
@@ -90,7 +90,9 @@ class Checkpoints:
       self._workdir = self._workdir.absolute()  # Orbax takes no relative path.
     self._keep, self._read_only, self._ownership, self._say = keep, read_only, ownership, say
     self.best_metric = best_metric
-    self._manifests: dict[int, Manifest | None] = {}  # Step → its manifest; None: the manifest cannot be read.
+    self._manifests: dict[
+      int, CheckpointManifest | None
+    ] = {}  # Step → its manifest; None: the manifest cannot be read.
     self._unranked: dict[int, _Problem] = {}  # Step → why its manifest cannot be read.
     self._reader = _reader()
     self._waiting = threading.Lock()  # Another thread may save while the main thread hangs; both call `wait`.
@@ -166,7 +168,7 @@ class Checkpoints:
     if step in self._manifests:
       return
     leaves = digests.leaf_digests(state) if leaves is None else leaves
-    draft = Manifest(step=step, fencing_epoch=self._epoch, leaves=leaves, metrics=_finite(metrics))
+    draft = CheckpointManifest(step=step, fencing_epoch=self._epoch, leaves=leaves, metrics=_finite(metrics))
     self._check_owner()
     folder = self._unfinished(step)
     try:
@@ -269,14 +271,14 @@ class Checkpoints:
     """Return the folder to write a checkpoint to, distinct from that of a process that has lost the run."""
     return self.directory / (f'{step}.unfinished.{self._epoch}' if is_local(self.directory) else str(step))
 
-  def _publish(self, draft: Manifest, superseded: Sequence[int]) -> None:
+  def _publish(self, draft: CheckpointManifest, superseded: Sequence[int]) -> None:
     """Wait until Orbax has written a checkpoint, write its manifest, rename it, and remove older ones."""
     self._writer.wait_until_finished()  # On every process; process 0 then publishes for all.
     if jax.process_index() != 0:
       return
     folder = self._unfinished(draft.step)
     sync_tree(folder)
-    text = Manifest(**{**vars(draft), 'files': manifest.described_files(folder)}).to_json()
+    text = CheckpointManifest(**{**vars(draft), 'files': manifest.described_files(folder)}).to_json()
     if is_local(folder):
       write_atomically(folder / MANIFEST, text)
       self._check_owner()
@@ -323,13 +325,13 @@ class Checkpoints:
       if _LEFT_OVER.fullmatch(path.name) or unfinished:
         path.rmtree()
 
-  def _scan(self) -> dict[int, Manifest | None]:
+  def _scan(self) -> dict[int, CheckpointManifest | None]:
     """Return the manifests of the existing checkpoints by step; None if one cannot be read, which `restore` reports.
 
     Raises:
       UserError: the folder itself cannot be read.
     """
-    found: dict[int, Manifest | None] = {}
+    found: dict[int, CheckpointManifest | None] = {}
     try:
       paths = list(self.directory.iterdir()) if self.directory.exists() else []
     except Exception as error:  # Object stores raise many kinds; all mean the same here.
@@ -440,7 +442,7 @@ class Checkpoints:
       'the same command again.'
     )
 
-  def _read(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any], Manifest | None]:
+  def _read(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any], CheckpointManifest | None]:
     like = abstract(like)
     folder = self.directory / str(step)
     try:
@@ -512,7 +514,7 @@ class _Problem:
     return cls(first_line(told), is_out_of_reach(error))
 
 
-def _manifest(folder: epath.Path, epochs: Epochs) -> Manifest:
+def _manifest(folder: epath.Path, epochs: Epochs) -> CheckpointManifest:
   """Return the manifest of a checkpoint of the run with these epochs; errors as in `manifest.read_manifest`."""
   found = manifest.read_manifest(folder)
   successor = epochs.fenced(found.fencing_epoch, found.step)
@@ -555,7 +557,7 @@ def _attempt(act: Callable[..., Any], *arguments: Any) -> tuple[Any, _Problem | 
     return None, _Problem.of(error)
 
 
-def _check(state: TrainState, expected: Manifest | None) -> None:
+def _check(state: TrainState, expected: CheckpointManifest | None) -> None:
   """Raise DamagedError if the restored state differs from the saved one."""
   if expected is not None:
     manifest.check_leaves(digests.leaf_digests(state), expected)

@@ -26,7 +26,7 @@ class DamagedError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
   """The contents of a checkpoint."""
 
   step: int
@@ -46,7 +46,7 @@ class Manifest:
     return sealed.seal(values)
 
 
-def read_manifest(folder: epath.Path) -> Manifest:
+def read_manifest(folder: epath.Path) -> CheckpointManifest:
   """Return the manifest of a checkpoint.
 
   Raises:
@@ -63,7 +63,7 @@ def read_manifest(folder: epath.Path) -> Manifest:
     raise DamagedError(f'its {MANIFEST} has the format {values.get("format")!r}, not {FORMAT}')
   if str(values['step']) != folder.name:
     raise DamagedError(f'it is that of step {values["step"]}')
-  return Manifest(**{field.name: values[field.name] for field in dataclasses.fields(Manifest)})
+  return CheckpointManifest(**{field.name: values[field.name] for field in dataclasses.fields(CheckpointManifest)})
 
 
 def described_files(folder: epath.Path) -> dict[str, dict[str, Any]]:
@@ -84,7 +84,7 @@ def _host_files(folder: epath.Path, prefix: str = '') -> Iterator[str]:
       yield prefix + path.name
 
 
-def check_files(folder: epath.Path, manifest: Manifest) -> None:
+def check_files(folder: epath.Path, manifest: CheckpointManifest) -> None:
   """Compare the files of a checkpoint with its manifest.
 
   Raises:
@@ -102,7 +102,7 @@ def check_files(folder: epath.Path, manifest: Manifest) -> None:
       raise DamagedError(f'its file {name} is not as it was written')
 
 
-def check_leaves(found: Mapping[str, str], manifest: Manifest) -> None:
+def check_leaves(found: Mapping[str, str], manifest: CheckpointManifest) -> None:
   """Compare digests of restored arrays, all or some of the state's, with those of a manifest.
 
   Raises:

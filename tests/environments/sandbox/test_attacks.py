@@ -25,7 +25,7 @@ import pytest
 from sdpo_jax.config import SandboxConfig
 from sdpo_jax.environments.sandbox import bubblewrap, confinement
 from sdpo_jax.environments.sandbox import sandbox as implementation
-from sdpo_jax.environments.sandbox.sandbox import Job, Limits, Sandbox
+from sdpo_jax.environments.sandbox.sandbox import Limits, Sandbox, SandboxJob
 from sdpo_jax.errors import UserError
 
 HARNESS = pathlib.Path(__file__).with_name('sandbox_harness.py')
@@ -505,7 +505,7 @@ HARMFUL = {
 
 def attack(sandbox, world, name):
   code = f'{PRELUDE}\n{textwrap.dedent(ATTACKS[name])}'
-  return sandbox.run([Job({'code': code, 'given': world.given()}, '', LIMITS)])[0]
+  return sandbox.run([SandboxJob({'code': code, 'given': world.given()}, '', LIMITS)])[0]
 
 
 # What asks for more than its share meets the same limits of resources in every kind, and takes seconds: the first kind
@@ -524,7 +524,7 @@ def check_contained(sandbox, world, name):
   assert world.breaches(report) == [], report
   assert len(report.stdout) + len(report.stderr) <= LIMITS.output_mb * 2**20
   assert report.cpu_s < LIMITS.cpu_s + 3 and report.status == ENDS.get(name, report.status), report
-  alive = sandbox.run([Job({'code': 'result = 7'}, '', LIMITS)])[0]
+  alive = sandbox.run([SandboxJob({'code': 'result = 7'}, '', LIMITS)])[0]
   assert alive.result == 7, 'the sandbox is there for the next program'
 
 

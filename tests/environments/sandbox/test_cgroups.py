@@ -11,7 +11,7 @@ import pytest
 from sdpo_jax.config import SandboxConfig
 from sdpo_jax.environments.sandbox import cgroups, leftovers
 from sdpo_jax.environments.sandbox import sandbox as implementation
-from sdpo_jax.environments.sandbox.sandbox import Job, Limits, Sandbox
+from sdpo_jax.environments.sandbox.sandbox import Limits, Sandbox, SandboxJob
 
 HARNESS = pathlib.Path(__file__).with_name('sandbox_harness.py')
 LIMITS = Limits(wall_s=20, cpu_s=10, memory_mb=1024, file_mb=16, output_mb=1)
@@ -28,7 +28,7 @@ def real():
 
 
 def run(sandbox, code):
-  return sandbox.run([Job({'code': code}, '', LIMITS)])[0]
+  return sandbox.run([SandboxJob({'code': code}, '', LIMITS)])[0]
 
 
 def members(group):

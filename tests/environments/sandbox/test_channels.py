@@ -24,7 +24,7 @@ import pytest
 from sdpo_jax.config import SandboxConfig
 from sdpo_jax.environments.sandbox import bubblewrap, confinement
 from sdpo_jax.environments.sandbox import sandbox as implementation
-from sdpo_jax.environments.sandbox.sandbox import Job, Limits, Sandbox
+from sdpo_jax.environments.sandbox.sandbox import Limits, Sandbox, SandboxJob
 from sdpo_jax.errors import UserError
 
 HARNESS = pathlib.Path(__file__).with_name('sandbox_harness.py')
@@ -220,7 +220,7 @@ def started(library, mechanism, view):
 
 
 def job(code, **given):
-  return Job({'code': PRELUDE + textwrap.dedent(code), 'given': given}, 'input', LIMITS)
+  return SandboxJob({'code': PRELUDE + textwrap.dedent(code), 'given': given}, 'input', LIMITS)
 
 
 def observed(sandbox, channel, library, message):

@@ -10,7 +10,7 @@ import pytest
 from sdpo_jax.config import SandboxConfig
 from sdpo_jax.environments.sandbox import library
 from sdpo_jax.environments.sandbox import sandbox as implementation
-from sdpo_jax.environments.sandbox.sandbox import Job, Limits, Sandbox
+from sdpo_jax.environments.sandbox.sandbox import Limits, Sandbox, SandboxJob
 from sdpo_jax.errors import UserError
 
 HARNESS = pathlib.Path(__file__).with_name('sandbox_harness.py')
@@ -81,7 +81,7 @@ def sandbox():
 
 
 def run(sandbox, code):
-  (report,) = sandbox.run([Job({'code': code}, '', LIMITS)])
+  (report,) = sandbox.run([SandboxJob({'code': code}, '', LIMITS)])
   return report
 
 

@@ -27,7 +27,7 @@ from sdpo_jax.config import Config, DataConfig, EnvironmentsConfig, ModelConfig,
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.environments.sandbox import bubblewrap, confinement, leftovers, scratch, zygote
 from sdpo_jax.environments.sandbox import sandbox as implementation
-from sdpo_jax.environments.sandbox.sandbox import Job, Limits, Sandbox
+from sdpo_jax.environments.sandbox.sandbox import Limits, Sandbox, SandboxJob
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example
 from tests import tiny
@@ -83,7 +83,7 @@ def until(condition):
 
 
 def job(code, stdin='', limits=LIMITS, **given):
-  return Job({'code': code, 'given': given}, stdin, limits)
+  return SandboxJob({'code': code, 'given': given}, stdin, limits)
 
 
 def run(sandbox, code, stdin='', limits=LIMITS, **given):
@@ -986,7 +986,7 @@ os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 
 bubblewrap.shutil.which = lambda name: None
 with sandbox.Sandbox(SandboxConfig(workers=1), pathlib.Path(sys.argv[1])) as value:
   code = 'import os; result = [os.getuid(), os.getpid() == 2, os.path.exists("/etc/passwd")]'
-  job = sandbox.Job({'code': code}, '', sandbox.Limits(20, 10))
+  job = sandbox.SandboxJob({'code': code}, '', sandbox.Limits(20, 10))
   print(value.mechanism, *value.run([job])[0].result, *value.layers, sep='|')
 """
 

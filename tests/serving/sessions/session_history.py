@@ -30,7 +30,7 @@ from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.lessons import Reprompting
-from sdpo_jax.serving.records import Sample
+from sdpo_jax.serving.records import SampleRecord
 from sdpo_jax.serving.sampling import SampleDone
 from sdpo_jax.serving.sessions.records import Decision, SessionTurn, ToolResult
 from sdpo_jax.serving.sessions.settings import SessionSettings
@@ -77,7 +77,7 @@ class Learner(Account):
     """Draws what is always proposed."""
     tokens = [*tokenizer().encode(called(GREP)), tokenizer().eos_token_id]
     log_probs, text, adapter = np.zeros(len(tokens), np.float32), called(GREP), target.adapter.id
-    sample = Sample('smp', OWNER, adapter, target.number, [], tokens, log_probs, 1.0, None, text, 'stop', 0, 0)
+    sample = SampleRecord('smp', OWNER, adapter, target.number, [], tokens, log_probs, 1.0, None, text, 'stop', 0, 0)
     return Drawn(SampleDone(0, '', sample))
 
   def feedback(self, id, expected, request, **_):

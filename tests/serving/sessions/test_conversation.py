@@ -155,13 +155,13 @@ def test_the_teacher_reads_the_students_conversation_and_nobody_can_spell_contro
     assert asked.tokens[: len(before) + len(answer)] == [*before, *answer]
     assert made.split(asked.tokens) == asked
   assert control(family, asked.tokens) == control(family, plain.tokens)
-  said = teaching.Said(solution, feedback or None)
+  said = teaching.TeacherTexts(solution, feedback or None)
   if not said:
     return
   found = teaching.teacher_prompt(made, asked, said, CONFIG)
   assert found[: len(asked.body)] == asked.body and found[-len(asked.header) :] == asked.header
   turn = found[len(asked.body) : -len(asked.header)]
-  bare = teaching.teacher_prompt(made, asked, teaching.Said(solution and 'x', feedback and 'x'), CONFIG)
+  bare = teaching.teacher_prompt(made, asked, teaching.TeacherTexts(solution and 'x', feedback and 'x'), CONFIG)
   assert control(family, turn) == control(family, bare[len(asked.body) : -len(asked.header)])
   attempt = drawn(family, 'no', False)
   with_attempt = teaching.teacher_prompt(made, asked, said, CONFIG, attempt)
@@ -175,7 +175,7 @@ def test_the_teacher_reads_the_students_conversation_and_nobody_can_spell_contro
 def test_what_the_teacher_is_told_is_in_the_templates_of_runs():
   made = dialogue('qwen3')
   asked = made.begin([user('Find x.')])
-  found = teaching.teacher_prompt(made, asked, teaching.Said('grep', 'Use rg.', 'Exit code 2.'), CONFIG)
+  found = teaching.teacher_prompt(made, asked, teaching.TeacherTexts('grep', 'Use rg.', 'Exit code 2.'), CONFIG)
   assert text_of('qwen3', found[len(asked.body) :]) == (
     '<|im_start|>user\nCorrect solution:\n\ngrep\nThe following is feedback from your unsuccessful earlier attempt:\n\n'
     'Use rg.\n\nExit code 2.\n\nCorrectly solve the original question.<|im_end|>\n<|im_start|>assistant\n'
@@ -186,7 +186,9 @@ def test_a_conversation_that_leaves_the_teacher_no_room_names_the_way_out():
   made = dialogue('qwen3')
   config = dataclasses.replace(CONFIG, max_reprompt_len=100)
   with pytest.raises(InvalidRequest, match="session 'Old one' has .*serve.teacher_buckets.*open a new session"):
-    teaching.teacher_prompt(made, made.begin([user('a' * 200)]), teaching.Said(feedback='no'), config, title='Old one')
+    teaching.teacher_prompt(
+      made, made.begin([user('a' * 200)]), teaching.TeacherTexts(feedback='no'), config, title='Old one'
+    )
 
 
 @pytest.mark.parametrize('family', FAMILIES)

@@ -27,7 +27,7 @@ from sdpo_jax.serving.sessions.records import AgentSession, Decision, LearnedTur
 from sdpo_jax.serving.sessions.settings import SessionSettings
 from sdpo_jax.serving.store import session_schema, session_tables
 from sdpo_jax.serving.store.database import Database
-from sdpo_jax.serving.targets import Target
+from sdpo_jax.serving.targets import VersionTarget
 from tests.serving.service_world import HELLO, make_config, model_folder, running
 from tests.serving.session_world import GREP, GREP_A, READ, TOOLS, called, world
 
@@ -115,7 +115,7 @@ def test_what_was_learned_is_measured_from_the_teachers_whole_distribution(ada, 
   adapters = ada.adapter(adapter)
 
   def log_probs(number, prompt):
-    [scored] = ada.score(Target(adapters, number), [(list(prompt), turn.tokens)], ids=every)
+    [scored] = ada.score(VersionTarget(adapters, number), [(list(prompt), turn.tokens)], ids=every)
     return scored.of_ids.astype(np.float64), scored.log_probs
 
   teacher, _ = log_probs(0, example.teacher_prompt)

@@ -16,7 +16,7 @@ import sys
 import threading
 
 from sdpo_jax.serving.errors import VersionConflict
-from sdpo_jax.serving.store.store import Request, Retention, Store
+from sdpo_jax.serving.store.store import IdempotentRequest, Retention, Store
 from tests import file_operations
 from tests.serving.store.store_cases import arrays, open_store
 
@@ -44,7 +44,7 @@ def state_of(store: Store) -> dict[str, dict]:
 def ask(store: Store, adapter: str, expected: int) -> int:
   """Return what a handler does for a request that makes a version with an idempotency key; returns the version."""
   request = store.begin('ada', KEY, BODY)
-  if not isinstance(request, Request):
+  if not isinstance(request, IdempotentRequest):
     return request.version
   version = store.commit('ada', adapter, expected, arrays(12), reason='feedback', details={'seed': 12}, request=request)
   store.finish(request, 200, b'{}')

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import pytest
 
 from sdpo_jax.serving.errors import Gone, InvalidRequest, NotFound, VersionConflict
-from sdpo_jax.serving.store.store import Request, Retention
+from sdpo_jax.serving.store.store import IdempotentRequest, Retention
 from tests.serving.store.store_cases import arrays, assert_same, open_store
 
 KEEP = 2
@@ -122,7 +122,7 @@ class History:
     """Send a request twice, which dies the first time before its answer."""
     key = f'{kept.id} {len(kept.asked)}'
     request = self.store.begin(owner, key, 'body')
-    assert isinstance(request, Request)
+    assert isinstance(request, IdempotentRequest)
     self.commit(owner, kept, which, request=request)
     kept.asked[key] = kept.head
 

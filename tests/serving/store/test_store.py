@@ -29,7 +29,7 @@ from sdpo_jax.serving.errors import (
   Unprocessable,
   VersionConflict,
 )
-from sdpo_jax.serving.records import Sample
+from sdpo_jax.serving.records import SampleRecord
 from sdpo_jax.serving.store import store as stores
 from sdpo_jax.serving.store import versions
 from sdpo_jax.serving.store.store import Retained, Retention, Store, StoredResponse
@@ -64,7 +64,7 @@ def step(store, adapter, seed, **more):
 
 
 def sample(adapter, id='s1', owner='ada', expires=1e9 + 60):
-  return Sample(
+  return SampleRecord(
     id,
     owner,
     adapter,
@@ -369,7 +369,7 @@ def test_a_deleted_adapter_leaves_nothing_but_a_tombstone(tmp_path, store):
       call('ada', adapter.id)
   with pytest.raises(NotFound):
     store.sample('ada', 's1')
-  assert isinstance(store.begin('ada', 'key', 'another body'), stores.Request)
+  assert isinstance(store.begin('ada', 'key', 'another body'), stores.IdempotentRequest)
   again, _ = store.create('ada', 'secret-name'.upper(), {}, arrays(0))
   assert_same(store.arrays(his), arrays(1))
   store.close()

@@ -17,7 +17,7 @@ from sdpo_jax.serving.store.store import StoredResponse
 from sdpo_jax.serving.web import gate
 from sdpo_jax.serving.web.access_log import Log
 from sdpo_jax.serving.web.endpoints import Reply, route
-from sdpo_jax.serving.web.events import Event, stream
+from sdpo_jax.serving.web.events import ServerSentEvent, stream
 from sdpo_jax.serving.web.gate import behind_gate
 from sdpo_jax.serving.web.keys import KeyFile, add
 from sdpo_jax.serving.web.lifetime import Lifetime
@@ -111,7 +111,7 @@ STREAMING = threading.Event()  # The endless stream has begun.
 async def endless(request):
   def events():
     STREAMING.set()
-    yield Event({'hello': 1})
+    yield ServerSentEvent({'hello': 1})
     ended = threading.Event()
     with request.state.call.on_end(ended.set):
       ended.wait()

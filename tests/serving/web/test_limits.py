@@ -9,7 +9,7 @@ import pytest
 from sdpo_jax.config import LimitsConfig
 from sdpo_jax.serving.errors import Busy, InvalidRequest, TooLarge
 from sdpo_jax.serving.web.errors import TooSlow
-from sdpo_jax.serving.web.limits import Allowances, Places, TokenBucket, read_body, time_limit
+from sdpo_jax.serving.web.limits import Allowances, ConcurrencyLimit, TokenBucket, read_body, time_limit
 
 
 def test_a_bucket_says_when_to_come_again_and_that_is_true():
@@ -58,7 +58,7 @@ def test_without_a_limit_nothing_is_counted():
 
 
 def test_places_are_refused_when_all_are_taken():
-  places = Places(2)
+  places = ConcurrencyLimit(2)
   places.take()
   places.take()
   with pytest.raises(Busy, match='2 requests are under way'):

@@ -26,7 +26,7 @@ from sdpo_jax.serving.errors import Deadline
 from sdpo_jax.serving.records import engine_name
 from sdpo_jax.serving.web import keys as key_files
 from sdpo_jax.serving.web.app import make_app
-from sdpo_jax.teacher.endpoint import Asked, Endpoint
+from sdpo_jax.teacher.endpoint import Endpoint, EndpointQuery
 from tests.scoring_server import log_probs
 from tests.serving import openai_server, service_world
 
@@ -460,7 +460,7 @@ def test_lm_eval_measures_what_forward_passes_say(world, model, reader, tmp_path
 
 @pytest.mark.parametrize(('dialect', 'k'), [('vllm', WIDE), ('fireworks', 5)])
 def test_the_service_teaches_as_an_external_teacher(world, dialect, k):
-  asked = [Asked([5, 9, 30], [7, 8, 201, 4]), Asked([17], [1]), Asked([2, 3], [])]
+  asked = [EndpointQuery([5, 9, 30], [7, 8, 201, 4]), EndpointQuery([17], [1]), EndpointQuery([2, 3], [])]
   settings = TeacherEndpointConfig(url=f'{world.url}/v1', dialect=dialect, model='bob@1', top_k=k)
   with Endpoint(settings, 264) as teacher:
     found = teacher.score(asked)
@@ -482,7 +482,7 @@ def test_a_teacher_with_the_same_tokenizer_passes_the_check(world, reader):
 def test_a_teacher_is_asked_for_fewer_log_probs(world):
   settings = TeacherEndpointConfig(url=f'{world.url}/v1', dialect='vllm', model='tiny', top_k=WIDE + 1)
   with Endpoint(settings, 264) as teacher, pytest.raises(UserError, match='max allowed: 100.*lower .*top_k=101'):
-    teacher.score([Asked([5], [6])])
+    teacher.score([EndpointQuery([5], [6])])
 
 
 # --- Feedback on what was drawn ---

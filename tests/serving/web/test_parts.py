@@ -15,7 +15,7 @@ from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.serving.errors import Busy, InvalidRequest, NotFound, TooLarge, Unauthorized, VersionConflict
 from sdpo_jax.serving.web import archives, errors, packed, schemas, score_formats
 from sdpo_jax.serving.web.access_log import Log
-from sdpo_jax.serving.web.events import Event
+from sdpo_jax.serving.web.events import ServerSentEvent
 from sdpo_jax.serving.web.metrics import Metrics
 
 
@@ -197,10 +197,10 @@ def test_a_feedback_is_about_one_completion_or_items():
 
 
 def test_an_event_is_lines_and_an_empty_one_a_comment():
-  assert Event({'a': float('nan')}, 'draft', 7).encode() == b'id: 7\nevent: draft\ndata: {"a":null}\n\n'
-  assert Event('[DONE]').encode() == b'data: [DONE]\n\n'
-  assert Event('a\nb').encode() == b'data: a\ndata: b\n\n'
-  assert Event().encode().startswith(b':')
+  assert ServerSentEvent({'a': float('nan')}, 'draft', 7).encode() == b'id: 7\nevent: draft\ndata: {"a":null}\n\n'
+  assert ServerSentEvent('[DONE]').encode() == b'data: [DONE]\n\n'
+  assert ServerSentEvent('a\nb').encode() == b'data: a\ndata: b\n\n'
+  assert ServerSentEvent().encode().startswith(b':')
 
 
 def test_metrics_are_counted_by_route_and_the_workers_numbers_are_asked_for():

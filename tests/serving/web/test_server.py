@@ -83,7 +83,7 @@ def process_of(make, **changes):
   config.serve.http.port = 0
   for name, value in changes.items():
     setattr(config.serve.http, name, value)
-  return server.Process(config, lambda line: None, make)
+  return server.ServiceProcess(config, lambda line: None, make)
 
 
 def get(process, path, **headers):

@@ -13,8 +13,8 @@ import pytest
 
 from sdpo_jax.training.checkpoint.starting_state import StartingState
 from sdpo_jax.training.checkpoint.unfinished import Unfinished
+from sdpo_jax.training.joint_errors import JointErrors
 from sdpo_jax.training.saving import Saving
-from sdpo_jax.training.together import Together
 from sdpo_jax.types import TrainState
 
 
@@ -88,7 +88,7 @@ def test_a_state_that_is_being_saved_is_not_donated_whatever_is_noted_of_it_mean
     saving.whole.starting.donate(others_follow=False)
     donated.set()
 
-  saving = Saving(epath.Path('run'), Slow(), None, Together(), lambda: None, print)
+  saving = Saving(epath.Path('run'), Slow(), None, JointErrors(), lambda: None, print)
   saving.hold(1, state, dict, {}, None, keep=False)
   saving.save_meanwhile()
   assert donated.wait(10) and not saving.whole.starting.there

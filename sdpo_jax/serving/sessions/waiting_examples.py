@@ -19,7 +19,7 @@ from sdpo_jax.serving.sessions.conversation import Dialogue
 from sdpo_jax.serving.sessions.records import AgentSession, LearnedTurns, SessionTurn
 from sdpo_jax.serving.store import session_tables
 from sdpo_jax.serving.store.session_tables import REHEARSAL, SOURCE, ExampleRow
-from sdpo_jax.serving.targets import Target
+from sdpo_jax.serving.targets import VersionTarget
 from sdpo_jax.teacher import context
 
 if TYPE_CHECKING:
@@ -42,7 +42,12 @@ def item_of(row: ExampleRow, turn: SessionTurn) -> Item:
 
 
 def example_row(
-  session: AgentSession, turn: SessionTurn, kind: str, said: teaching.Said, teacher_prompt: Sequence[int], head: int
+  session: AgentSession,
+  turn: SessionTurn,
+  kind: str,
+  said: teaching.TeacherTexts,
+  teacher_prompt: Sequence[int],
+  head: int,
 ) -> ExampleRow:
   """Return the row of a waiting example, or of a rehearsal, which is learned beside others."""
   state = 'learned' if kind == REHEARSAL else 'waiting'
@@ -114,7 +119,7 @@ def said_of(account: Account, answer, turn: SessionTurn | Item, numbers: Sequenc
   per_token = answer['items'][-1]['per_token']
   before, after = answer['version_before'], answer['version_after']
   adapter = account.adapter(answer['adapter'])
-  targets = [Target(adapter, number) for number in dict.fromkeys((before, after))]
+  targets = [VersionTarget(adapter, number) for number in dict.fromkeys((before, after))]
   teacher = measuring.named_by_teacher(per_token)
   divergences = measuring.measure(account, targets, turn.prompt_tokens, turn.tokens, teacher)
   return LearnedTurns(
@@ -154,7 +159,7 @@ def _rehearsed(
       shown = context.shown_text(turn.text, service.reprompting.config) if turn.status == 'approved' else None
       if left == 0 or not shown:
         continue
-      said = teaching.Said(demonstration=shown)
+      said = teaching.TeacherTexts(demonstration=shown)
       try:
         with service.tokenizing:
           asked = dialogue.split(turn.prompt_tokens)

@@ -19,7 +19,7 @@ from sdpo_jax.programs import Program
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class ProgramFacts:
   """The facts of a compiled program that the planner reads; on one device."""
 
   text: str  # The scheduled HLO.
@@ -39,7 +39,7 @@ class Compiler:
   folder: epath.PathLike | None  # None: no cache.
 
   def asked_of(self, found: Mapping[str, Program]) -> dict[str, Program]:
-    """Return the programs with functions that compile to an `Answer`."""
+    """Return the programs with functions that compile to an `ProgramFacts`."""
     inherited = {source for program in found.values() for source, _ in program.inherits.values()}
     return {
       name: dataclasses.replace(program, function=_Asked(self, program, recalled=name not in inherited))
@@ -64,7 +64,7 @@ class _Question:
   asked: _Asked
   lowered: jax.stages.Lowered
 
-  def compile(self) -> Answer:
+  def compile(self) -> ProgramFacts:
     """Compile the program, or read its cached result.
 
     Raises:
@@ -78,7 +78,7 @@ class _Question:
       kept = json.loads(path.read_text(encoding='utf-8'))
       if 'refused' in kept:
         raise jax.errors.JaxRuntimeError(kept['refused'])
-      return Answer(**kept | {'argument_bytes': tuple(map(tuple, kept['argument_bytes']))})
+      return ProgramFacts(**kept | {'argument_bytes': tuple(map(tuple, kept['argument_bytes']))})
     make_directory(path.parent)
     try:
       answer = self._ask()
@@ -90,11 +90,11 @@ class _Question:
     write_atomically(path, json.dumps(dataclasses.asdict(answer)))
     return answer
 
-  def _ask(self) -> Answer:
+  def _ask(self) -> ProgramFacts:
     compiled = self.lowered.compile()
     used = compiled.memory_analysis()
     shardings = compiled.input_shardings[0]
-    return Answer(
+    return ProgramFacts(
       text=compiled.as_text(),
       argument_bytes=tuple(
         leaf_bytes(argument, sharding)

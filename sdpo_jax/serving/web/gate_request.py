@@ -10,7 +10,7 @@ from sdpo_jax.serving.errors import InvalidRequest
 
 
 @dataclasses.dataclass
-class Passing:
+class GateRequest:
   """A request on its way through the gate."""
 
   id: str

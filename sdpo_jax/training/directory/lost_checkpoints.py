@@ -75,7 +75,7 @@ def settle(workdir: epath.Path, ownership: Ownership, *, restart: bool, say: Cal
     )
 
 
-def check_remains(workdir: epath.Path) -> None:
+def check_not_lost(workdir: epath.Path) -> None:
   """Raise UserError if a start without --restart would be refused because checkpoints are gone; nothing is written."""
   path = epath.Path(workdir) / EPOCHS
   if not published_steps(workdir):

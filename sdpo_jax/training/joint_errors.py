@@ -11,7 +11,7 @@ from sdpo_jax.distributed import cluster
 from sdpo_jax.distributed.collectives import noted
 
 
-class Together:
+class JointErrors:
   """The error that this process met while working alone since all processes last met."""
 
   def __init__(self):

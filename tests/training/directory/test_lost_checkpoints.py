@@ -11,7 +11,7 @@ import pytest
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-from sdpo_jax.training.directory import epochs, locks, ownership, published, remains, workdir
+from sdpo_jax.training.directory import epochs, locks, lost_checkpoints, ownership, published, workdir
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def leave(folder, *, steps=4, published=0, kept=(), save_freq=10, recorded=True)
 def settle(folder, *, restart=False):
   said = []
   with ownership.sole_user(folder) as mine:
-    remains.settle(folder, mine, restart=restart, say=said.append)
+    lost_checkpoints.settle(folder, mine, restart=restart, say=said.append)
     return said, mine.record()
 
 
@@ -58,7 +58,7 @@ def content(folder):
 def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_again_by_itself(folder):
   leave(folder)
   before = content(folder)
-  remains.check_remains(folder)
+  lost_checkpoints.check_not_lost(folder)
   for _ in range(3):  # As often as it is preempted.
     assert settle(folder)[0] == []
   assert content(folder) == before
@@ -72,7 +72,7 @@ def test_checkpoints_that_are_gone_are_missed(folder):
     'has no checkpoint to resume from, though that of step 2 .* up to step 4: mount the disk .* or add --restart'
   )
   with pytest.raises(UserError, match=sentence):
-    remains.check_remains(folder)
+    lost_checkpoints.check_not_lost(folder)
   for _ in range(2):  # A refused start forgets nothing.
     with pytest.raises(UserError, match=sentence):
       settle(folder)
@@ -83,7 +83,7 @@ def test_whoever_resumed_has_had_a_checkpoint(folder):
   """The record is written after the checkpoint; a kill between them leaves a checkpoint that the next start knows."""
   leave(folder, kept=[2])
   with ownership.sole_user(folder) as mine:
-    remains.settle(folder, mine, restart=False, say=print)
+    lost_checkpoints.settle(folder, mine, restart=False, say=print)
     mine.resumed(2)
   (folder / 'checkpoints' / '2').rmdir()
   with pytest.raises(UserError, match='that of step 2 was published'):
@@ -95,7 +95,7 @@ def test_a_run_of_an_earlier_version_is_judged_by_what_was_due(folder, steps, sa
   """Its second checkpoint was begun when the first was whole, and its line written before that."""
   leave(folder, steps=steps, save_freq=save_freq, recorded=False)
   with pytest.raises(UserError, match='was published') if refused else contextlib.nullcontext():
-    remains.check_remains(folder)
+    lost_checkpoints.check_not_lost(folder)
   for _ in range(2):
     if refused:
       with pytest.raises(UserError, match=f'that of step {save_freq} was published'):
@@ -111,7 +111,7 @@ def test_a_check_refuses_what_a_start_refuses_though_the_epochs_are_lost(folder,
     (folder / epochs.EPOCHS).unlink()
   else:
     (folder / epochs.EPOCHS).write_text(damage)
-  for act in (remains.check_remains, settle):
+  for act in (lost_checkpoints.check_not_lost, settle):
     with pytest.raises(UserError, match='that of step 10 was published'):
       act(folder)
 
@@ -120,7 +120,7 @@ def test_a_check_lets_a_restart_be_completed(folder):
   leave(folder, published=2)
   with ownership.sole_user(folder) as mine:
     mine.restarting(1, 2)
-  remains.check_remains(folder)
+  lost_checkpoints.check_not_lost(folder)
   assert 'was interrupted' in settle(folder)[0][0]
 
 
@@ -229,7 +229,7 @@ def test_in_a_store_without_folders_each_object_is_moved_for_itself(folder, monk
   leave(folder, published=2, kept=[2])
   (folder / 'checkpoints' / '2' / 'array').write_text('of a checkpoint without its manifest')
   before = content(folder)
-  for module in (published, remains):
+  for module in (published, lost_checkpoints):
     monkeypatch.setattr(module, 'is_local', lambda path: False)
   kind = type(folder)
   copy, unlink, moves = kind.copy, kind.unlink, []
@@ -258,9 +258,9 @@ def test_in_a_store_without_folders_each_object_is_moved_for_itself(folder, monk
 def test_lines_that_are_missing_are_named_by_their_steps(folder):
   folder.mkdir()
   lines = [{'step': step} for step in (0, 1, 3, 7, 8)]
-  assert remains.lost_lines(folder, 3, lines).startswith(f'{folder}/metrics.jsonl has no line of step 2: ')
-  assert 'has no line of steps 2, 4–6: ' in remains.lost_lines(folder, 8, lines)
-  assert remains.lost_lines(folder, 1, lines) is None and remains.lost_lines(folder, 0, []) is None
-  assert 'metrics.jsonl is missing: the numbers of steps 1–8 are lost' in remains.lost_lines(folder, 8, [])
+  assert lost_checkpoints.lost_lines(folder, 3, lines).startswith(f'{folder}/metrics.jsonl has no line of step 2: ')
+  assert 'has no line of steps 2, 4–6: ' in lost_checkpoints.lost_lines(folder, 8, lines)
+  assert lost_checkpoints.lost_lines(folder, 1, lines) is None and lost_checkpoints.lost_lines(folder, 0, []) is None
+  assert 'metrics.jsonl is missing: the numbers of steps 1–8 are lost' in lost_checkpoints.lost_lines(folder, 8, [])
   (folder / 'metrics.jsonl').touch()
-  assert 'metrics.jsonl is empty: ' in remains.lost_lines(folder, 8, [])
+  assert 'metrics.jsonl is empty: ' in lost_checkpoints.lost_lines(folder, 8, [])

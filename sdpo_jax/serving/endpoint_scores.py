@@ -10,7 +10,7 @@ import dataclasses
 
 from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.learning.requests import Lesson, Taught
-from sdpo_jax.teacher.endpoint import Asked, Endpoint
+from sdpo_jax.teacher.endpoint import Endpoint, EndpointQuery
 
 
 def taught(endpoint: Endpoint, lessons: Sequence[Lesson], topk: int, stop: Stop = NEVER) -> list[Lesson]:
@@ -29,7 +29,7 @@ def taught(endpoint: Endpoint, lessons: Sequence[Lesson], topk: int, stop: Stop 
   """
   if any(lesson.teacher_prompt is None for lesson in lessons):
     raise ValueError('A lesson that a teacher elsewhere is asked about has a prompt for it.')
-  said = endpoint.score([Asked(lesson.teacher_prompt, lesson.completion) for lesson in lessons], stop)
+  said = endpoint.score([EndpointQuery(lesson.teacher_prompt, lesson.completion) for lesson in lessons], stop)
   return [
     dataclasses.replace(
       lesson,
