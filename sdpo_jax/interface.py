@@ -18,7 +18,7 @@ from etils import epath
 
 from sdpo_jax.config import Config, SamplingConfig, assign
 from sdpo_jax.config import files as config_files
-from sdpo_jax.data.prompts import ChatFormat, named_chat_tokens
+from sdpo_jax.data.prompts import named_chat_tokens
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError, short_repr
@@ -31,6 +31,7 @@ from sdpo_jax.training import loop
 from sdpo_jax.training.directory.lines import read_metrics as read_metrics
 from sdpo_jax.training.directory.workdir import ROWS
 from sdpo_jax.training.loop import Result, run_to_end
+from sdpo_jax.training.specs import chat_format
 from sdpo_jax.types import Messages
 
 Row = Mapping[str, Any]  # As docs/data.md describes them: 'prompt', and what the grader reads.
@@ -77,7 +78,7 @@ class Step:
     """
     session, state = self._stepped.session, self._stepped.state
     data = session.config.data
-    chat = ChatFormat.of(session.config)
+    chat = chat_format(session.config)
     [tokens] = named_chat_tokens(session.tokenizer, [_messages(prompt)], ['The prompt'], data.max_prompt_length, chat)
     if tokens is None or len(tokens) > data.max_prompt_length:
       raise UserError(f'The prompt is longer than data.max_prompt_length={data.max_prompt_length} tokens: shorten it.')

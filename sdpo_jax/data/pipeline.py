@@ -13,9 +13,9 @@ from typing import Any
 import grain
 import numpy as np
 
-from sdpo_jax.config import Config, rewards, round_shares
+from sdpo_jax.config import DataConfig, rewards, round_shares
 from sdpo_jax.data import rows, sources
-from sdpo_jax.data.prompts import Tokenizer, fits, fitting, name
+from sdpo_jax.data.prompts import PromptSpec, Tokenizer, fits, fitting, name
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Example
 
@@ -40,7 +40,9 @@ class TrainIterator:
 
   def __init__(
     self,
-    config: Config,
+    data: DataConfig,
+    prompts: PromptSpec,
+    seed: int,
     tokenizer: Tokenizer,
     registry: sources.Registry,
     *,
@@ -50,7 +52,9 @@ class TrainIterator:
     """Read and check every row.
 
     Args:
-      config: settings.
+      data: sources, and the number of questions of a batch.
+      prompts: how long a prompt may be.
+      seed: seed of the order, and of generators.
       tokenizer: tokenizer, for the length of prompts.
       registry: the module `sdpo_jax.environments.registry`.
       process_index: index of this process, from 0.
@@ -60,7 +64,6 @@ class TrainIterator:
       UserError: missing file, malformed row, over-long prompt, unknown environment or generator, fewer rows than a
         batch needs, or a batch that does not divide among the processes.
     """
-    data = config.data
     if data.train_batch_size % process_count:
       raise UserError(
         f'data.train_batch_size={data.train_batch_size} questions do not divide among {process_count} processes: make '
@@ -70,7 +73,13 @@ class TrainIterator:
     self._mine = slice(process_index * share, (process_index + 1) * share)
     self.environments: set[str] = set()  # The values of `Example.environment` of its questions.
     read = functools.partial(
-      read_examples, split='train', config=config, tokenizer=tokenizer, registry=registry, setting='data.train_files'
+      read_examples,
+      split='train',
+      data=data,
+      prompts=prompts,
+      tokenizer=tokenizer,
+      registry=registry,
+      setting='data.train_files',
     )
     files = {at: read([source]) for at, source in enumerate(data.train_files) if not sources.is_generator(source)}
     # Source → digest of its questions; for a generator, of those that are checked here.
@@ -85,12 +94,12 @@ class TrainIterator:
     self.rows = None if any(map(sources.is_generator, data.train_files)) else sum(map(len, files.values()))
     self._fingerprint = _fingerprint(files.values(), data.train_files)
     # Hashed, because Grain shuffles epoch e with seed + e: neighbouring seeds, or sources, would share epochs.
-    seeds = np.random.SeedSequence(config.seed % 2**63).generate_state(len(data.train_files))
+    seeds = np.random.SeedSequence(seed % 2**63).generate_state(len(data.train_files))
     shuffled = {at: grain.MapDataset.source(found).shuffle(int(seeds[at])) for at, found in files.items()}
     generators = {}
     for at, source in enumerate(data.train_files):
       if sources.is_generator(source):
-        generate, first = _checked_generator(source, 'train', config, tokenizer, registry)
+        generate, first = _checked_generator(source, 'train', prompts, seed, tokenizer, registry)
         self.environments |= {example.environment for example in first}
         self.digests[source] = digest(first)
         self.questions += first
@@ -167,7 +176,9 @@ def mix(parts: Sequence[grain.MapDataset], weights: Sequence[float]) -> grain.Ma
   return grain.MapDataset.range(sys.maxsize).map(element)
 
 
-def evaluation_examples(config: Config, tokenizer: Tokenizer, registry: sources.Registry) -> list[Example]:
+def evaluation_examples(
+  data: DataConfig, prompts: PromptSpec, tokenizer: Tokenizer, registry: sources.Registry
+) -> list[Example]:
   """Return the held-out questions: the first `data.val_max_samples` (None: all) of each source, in order.
 
   Generators get seed 0 unless their source sets another one, so that runs with different seeds are compared on the same
@@ -176,25 +187,26 @@ def evaluation_examples(config: Config, tokenizer: Tokenizer, registry: sources.
   Raises:
     UserError: as in `TrainIterator`, or a generator without `data.val_max_samples`.
   """
-  limit, setting = config.data.val_max_samples, 'data.val_files'
+  limit, setting = data.val_max_samples, 'data.val_files'
   examples: list[Example] = []
-  for source in config.data.val_files:
+  for source in data.val_files:
     if not sources.is_generator(source):
-      examples += read_examples([source], 'test', config, tokenizer, registry, setting=setting, limit=limit)
+      examples += read_examples([source], 'test', data, prompts, tokenizer, registry, setting=setting, limit=limit)
       continue
     if limit is None:
       raise UserError(f'{setting}: {source!r} is endless: set data.val_max_samples to the number of questions wanted.')
     generate = sources.make_generator(source, 'test', 0, registry)
     drawn = [generate(index) for index in range(limit)]
     check_environments(drawn, registry)
-    examples += fitting(tokenizer, drawn, config, source)
+    examples += fitting(tokenizer, drawn, prompts, source)
   return examples
 
 
 def read_examples(
   files: Sequence[str],
   split: str,
-  config: Config,
+  data: DataConfig,
+  prompts: PromptSpec,
   tokenizer: Tokenizer,
   registry: sources.Registry,
   *,
@@ -208,19 +220,23 @@ def read_examples(
   """
   examples: list[Example] = []
   for source in files:
-    found = examples_of_file(source, split, config, setting, limit)
+    found = examples_of_file(source, split, data.environment, setting, limit)
     check_environments(found, registry)
-    examples += fitting(tokenizer, found, config, source)
+    examples += fitting(tokenizer, found, prompts, source)
   return examples
 
 
-def examples_of_file(source: str, split: str, config: Config, setting: str, limit: int | None = None) -> list[Example]:
+def examples_of_file(
+  source: str, split: str, environment: str | None, setting: str, limit: int | None = None
+) -> list[Example]:
   """Return the examples of the first `limit` rows of a file (None: all), without checks of length and grader.
+
+  Rows that name no grader get `environment`.
 
   Raises:
     UserError: a row is faulty; the message names file and line of the first fault.
   """
-  defaults = {'default_source': sources.stem(source), 'default_environment': config.data.environment}
+  defaults = {'default_source': sources.stem(source), 'default_environment': environment}
   return [rows.example(row, split, **defaults) for row in sources.read_rows(source, setting)[:limit]]
 
 
@@ -241,18 +257,18 @@ def check_environments(examples: Sequence[Example], registry: sources.Registry) 
 
 
 def _checked_generator(
-  source: str, split: str, config: Config, tokenizer: Tokenizer, registry: sources.Registry
+  source: str, split: str, prompts: PromptSpec, seed: int, tokenizer: Tokenizer, registry: sources.Registry
 ) -> tuple[Callable[[int], Example | None], list[Example]]:
   """Return a generator that gives None for over-long questions to be left out, and its first questions."""
-  generate = sources.make_generator(source, split, config.seed, registry)
+  generate = sources.make_generator(source, split, seed, registry)
   # Too low a limit, or an unknown environment, ends the run before anything is compiled.
   first = [generate(index) for index in range(_PROBED)]
   check_environments(first, registry)
-  fitting(tokenizer, first, config, source)
+  fitting(tokenizer, first, prompts, source)
 
   def checked(index: int) -> Example | None:
     example = generate(index)
-    return example if fits(tokenizer, example, config) else None
+    return example if fits(tokenizer, example, prompts) else None
 
   return checked, first
 

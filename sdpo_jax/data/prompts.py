@@ -10,7 +10,6 @@ from typing import Any
 
 from models.chat_template import PROBE, TEMPLATE_ERRORS, has_system_turn
 from models.control_tokens import plain_messages
-from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.types import Example, Messages
 
@@ -33,16 +32,17 @@ class ChatFormat:
   # A document, or slots for one, precedes every conversation (`document_tokens`), whose tokens are those after it.
   behind_document: bool = False
 
-  @classmethod
-  def of(cls, config: Config) -> ChatFormat:
-    """Return the format that the settings describe."""
-    data = config.data
-    thinking = {} if data.enable_thinking is None else {'enable_thinking': data.enable_thinking}
-    variables = {**data.apply_chat_template_kwargs, **thinking}
-    return cls(variables, data.split_special_tokens, config.model.cartridge.used)
-
 
 DEFAULT_FORMAT = ChatFormat()
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptSpec:
+  """The conversion of questions to prompts of the student, and the longest prompt."""
+
+  chat: ChatFormat
+  limit: int  # Tokens of a prompt at most: data.max_prompt_length.
+  drops_longer: bool = False  # Questions with longer prompts are left out: data.filter_overlong_prompts.
 
 
 def chat_tokens(tokenizer: Tokenizer, conversations: Sequence[Messages], chat: ChatFormat) -> list[list[int]]:
@@ -220,41 +220,41 @@ def _refused(tokenizer: Tokenizer, messages: Messages, name: str, chat: ChatForm
   )
 
 
-def prompt_tokens(tokenizer: Tokenizer, example: Example, config: Config) -> list[int]:
+def prompt_tokens(tokenizer: Tokenizer, example: Example, spec: PromptSpec) -> list[int]:
   """Return the token ids of the student's prompt.
 
   Raises:
     UserError: it is longer than `data.max_prompt_length`, or refused by the chat template.
   """
-  [tokens] = _tokens(tokenizer, [example], config)
-  if tokens is None or len(tokens) > config.data.max_prompt_length:
-    raise _overlong(example, tokens, config)
+  [tokens] = _tokens(tokenizer, [example], spec)
+  if tokens is None or len(tokens) > spec.limit:
+    raise _overlong(example, tokens, spec)
   return tokens
 
 
-def fits(tokenizer: Tokenizer, example: Example, config: Config) -> bool:
+def fits(tokenizer: Tokenizer, example: Example, spec: PromptSpec) -> bool:
   """Return whether the prompt has at most `data.max_prompt_length` tokens.
 
   Raises:
     UserError: it has more and `data.filter_overlong_prompts` is off, or the chat template refuses it.
   """
-  return bool(_fitting(tokenizer, [example], config))
+  return bool(_fitting(tokenizer, [example], spec))
 
 
-def fitting(tokenizer: Tokenizer, examples: Sequence[Example], config: Config, origin: str) -> list[Example]:
+def fitting(tokenizer: Tokenizer, examples: Sequence[Example], spec: PromptSpec, origin: str) -> list[Example]:
   """Return the examples whose prompts have at most `data.max_prompt_length` tokens.
 
   Args:
     tokenizer: a transformers tokenizer with a chat template.
     examples: questions.
-    config: settings; with `data.filter_overlong_prompts` the others are left out and their number is logged.
+    spec: the limit, and whether the others are left out and their number is logged.
     origin: where the examples come from, for messages.
 
   Raises:
     UserError: a prompt is longer and rows are not to be filtered, or none is left, or the chat template refuses one.
   """
-  kept = _fitting(tokenizer, examples, config)
-  limit = config.data.max_prompt_length
+  kept = _fitting(tokenizer, examples, spec)
+  limit = spec.limit
   if examples and not kept:
     raise UserError(f'{origin}: every prompt is longer than data.max_prompt_length={limit} tokens: raise it.')
   if dropped := len(examples) - len(kept):
@@ -268,29 +268,29 @@ def fitting(tokenizer: Tokenizer, examples: Sequence[Example], config: Config, o
   return kept
 
 
-def _fitting(tokenizer: Tokenizer, examples: Sequence[Example], config: Config) -> list[Example]:
+def _fitting(tokenizer: Tokenizer, examples: Sequence[Example], spec: PromptSpec) -> list[Example]:
   kept = []
   for start in range(0, len(examples), _BATCH):
     part = examples[start : start + _BATCH]
-    for example, tokens in zip(part, _tokens(tokenizer, part, config), strict=True):
-      if tokens is not None and len(tokens) <= config.data.max_prompt_length:
+    for example, tokens in zip(part, _tokens(tokenizer, part, spec), strict=True):
+      if tokens is not None and len(tokens) <= spec.limit:
         kept.append(example)
-      elif not config.data.filter_overlong_prompts:
-        raise _overlong(example, tokens, config)
+      elif not spec.drops_longer:
+        raise _overlong(example, tokens, spec)
   return kept
 
 
-def _overlong(example: Example, tokens: Sequence[int] | None, config: Config) -> UserError:
-  limit = config.data.max_prompt_length
+def _overlong(example: Example, tokens: Sequence[int] | None, spec: PromptSpec) -> UserError:
+  limit = spec.limit
   return UserError(
     f'{name(example)}: the prompt has {count_tokens(tokens, limit)} with the chat template, more than '
     f'data.max_prompt_length={limit}: raise it, or set data.filter_overlong_prompts=true to leave such rows out.'
   )
 
 
-def _tokens(tokenizer: Tokenizer, examples: Sequence[Example], config: Config) -> list[list[int] | None]:
-  conversations, limit = [example.messages for example in examples], config.data.max_prompt_length
-  return named_chat_tokens(tokenizer, conversations, list(map(name, examples)), limit, ChatFormat.of(config))
+def _tokens(tokenizer: Tokenizer, examples: Sequence[Example], spec: PromptSpec) -> list[list[int] | None]:
+  conversations, limit = [example.messages for example in examples], spec.limit
+  return named_chat_tokens(tokenizer, conversations, list(map(name, examples)), limit, spec.chat)
 
 
 def name(example: Example) -> str:

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from sdpo_jax.config import Config
 from sdpo_jax.data.prompts import prompt_tokens
 from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.environments.grading import Graders
@@ -30,6 +29,7 @@ from sdpo_jax.evaluation.completions import (
   samples_by_source,
 )
 from sdpo_jax.evaluation.excerpts import excerpt, excerpt_messages
+from sdpo_jax.evaluation.spec import EvaluationSpec
 from sdpo_jax.files import jsonable
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.rollout.grading_thread import GradingThread
@@ -145,7 +145,7 @@ def evaluate(
   base: Tree,
   trainable: Tree,
   examples: Sequence[Example],
-  config: Config,
+  spec: EvaluationSpec,
   tokenizer: Any,
   graders: Graders,
   *,
@@ -159,7 +159,7 @@ def evaluate(
     base: frozen parameters.
     trainable: parameters to evaluate.
     examples: held-out questions.
-    config: settings (`val_kwargs`, prompt limits).
+    spec: prompts, sampling, and what is measured.
     tokenizer: a tokenizer with a chat template.
     graders: graders of the run.
     seed: seed of the sampling noise; the same seed gives the same samples.
@@ -169,24 +169,23 @@ def evaluate(
     UserError: a grader cannot work, or too few samples could be graded (`environments.max_ungraded_fraction`).
     StoppedError: the run was told to stop.
   """
-  kwargs = config.val_kwargs
-  with GradingThread(graders, examples, kwargs.n, stop) as grading:
+  with GradingThread(graders, examples, spec.n, stop) as grading:
     rollouts = sampler.sample(
       base,
       trainable,
-      [prompt_tokens(tokenizer, example, config) for example in examples],
-      n=kwargs.n,
-      **kwargs.method(),
-      max_tokens=config.data.max_response_length,
+      [prompt_tokens(tokenizer, example, spec.prompts) for example in examples],
+      n=spec.n,
+      **spec.method,
+      max_tokens=spec.max_tokens,
       seed=seed,
       step=0,
       on_finished=grading.add,
       between=stop.check,
     )
     outcomes = grading.outcomes()
-  check_graded(outcomes, config.environments.max_ungraded_fraction)
+  check_graded(outcomes, spec.max_ungraded_fraction)
   return Evaluation(
-    metrics=metrics_by_source(examples, rollouts, outcomes, kwargs.n, config.alarms.epistemic_words),
+    metrics=metrics_by_source(examples, rollouts, outcomes, spec.n, spec.epistemic_words),
     samples=_samples(examples, rollouts, outcomes),
   )
 

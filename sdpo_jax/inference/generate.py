@@ -9,7 +9,7 @@ import time
 from typing import Any, Literal
 
 from sdpo_jax.config import Config, SamplingConfig
-from sdpo_jax.data.prompts import ChatFormat, count_tokens, named_chat_tokens
+from sdpo_jax.data.prompts import count_tokens, named_chat_tokens
 from sdpo_jax.data.rows import RawRow, conversation
 from sdpo_jax.data.sources import read_rows
 from sdpo_jax.errors import UserError
@@ -19,6 +19,7 @@ from sdpo_jax.rollout.engine import SamplingOptions
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.training.opening import check_turn_end, make_sampler
 from sdpo_jax.training.session import Session
+from sdpo_jax.training.specs import chat_format
 from sdpo_jax.types import Messages, Tree
 
 _logger = logging.getLogger('sdpo_jax.sample')
@@ -60,7 +61,7 @@ class TextGenerator:
     """
     config = self.session.config
     limit = config.data.max_prompt_length
-    [tokens] = named_chat_tokens(self.session.tokenizer, [messages], [name], limit, ChatFormat.of(config))
+    [tokens] = named_chat_tokens(self.session.tokenizer, [messages], [name], limit, chat_format(config))
     if tokens is None or len(tokens) > limit:
       raise UserError(
         f'{name} has {count_tokens(tokens, limit)} with the chat template, the limit is {limit}: {way_out}, or start '

@@ -15,10 +15,8 @@ import sys
 import numpy as np
 
 from sdpo_jax.config import Config, SelfDistillationConfig
-from sdpo_jax.data import pipeline
 from sdpo_jax.data.grouping import first_of_same
-from sdpo_jax.data.prompts import ChatFormat, Tokenizer, chat_tokens, prompt_tokens
-from sdpo_jax.environments import registry
+from sdpo_jax.data.prompts import Tokenizer, chat_tokens, prompt_tokens
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.environments.outcomes import scores_of
 from sdpo_jax.errors import UserError
@@ -30,6 +28,8 @@ from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.rollout.grading_thread import GradingThread
 from sdpo_jax.teacher.context import TeacherContext, build_teacher_context
 from sdpo_jax.training.opening import check_adapter, check_turn_end, load_tokenizer, make_sampler, make_session
+from sdpo_jax.training.questions import held_out_questions
+from sdpo_jax.training.specs import chat_format, prompt_spec
 from sdpo_jax.types import Example, Outcome, Rollouts, Tree
 
 QUESTIONS = 128  # Default: enough to detect gaps of ten points, and cheap compared with a run.
@@ -86,10 +86,9 @@ def probe_model(
   check_turn_end(config, tokenizer)
   with Graders(config.environments) as graders:
     # Includes long rows, whose number is one of the findings.
-    unlimited = dataclasses.replace(config, data=dataclasses.replace(config.data, max_prompt_length=sys.maxsize))
-    rows = pipeline.evaluation_examples(unlimited, tokenizer, registry)
+    rows = held_out_questions(config, tokenizer, any_length=True)
     lengths = np.array(
-      [len(tokens) for tokens in chat_tokens(tokenizer, [row.messages for row in rows], ChatFormat.of(config))]
+      [len(tokens) for tokens in chat_tokens(tokenizer, [row.messages for row in rows], chat_format(config))]
     )
     fitting = np.flatnonzero(lengths <= config.data.max_prompt_length)
     if not len(fitting):
@@ -186,7 +185,7 @@ def probe(
     return np.where(np.isnan(scores), np.nan, scores >= threshold)
 
   n, temperature = config.rollout.n, config.rollout.temperature
-  prompts = [prompt_tokens(tokenizer, example, config) for example in examples]
+  prompts = [prompt_tokens(tokenizer, example, prompt_spec(config)) for example in examples]
   rollouts, outcomes = sample(examples, prompts, n, temperature, _STUDENT)
   success = correct(outcomes)
   group = rollouts.group
@@ -203,7 +202,7 @@ def probe(
       tokenizer,
       seed=config.seed,
       step=0,
-      chat=ChatFormat.of(config),
+      chat=chat_format(config),
     )
 
   context = build(sd)

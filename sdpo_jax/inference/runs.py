@@ -16,23 +16,22 @@ from models import tokenizer as tokenizers
 from models.adapters import cartridge_files, named_cartridges, peft_files, published_cartridges
 from models.parameters import map_table, merge, trainable
 from sdpo_jax.config import CartridgeConfig, Config, LoraConfig, ModelConfig, flatten, from_dict, is_listed
-from sdpo_jax.data import pipeline
 from sdpo_jax.distributed.mesh import parameter_sharding
-from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation.evaluate import Evaluation, evaluate
 from sdpo_jax.files import check_output, jsonable, write_output
 from sdpo_jax.learning.update import abstract_state
-from sdpo_jax.teacher.documents import read_document
 from sdpo_jax.training import cartridges, divergence
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints, only
 from sdpo_jax.training.directory import fingerprint
 from sdpo_jax.training.directory.published import newest
 from sdpo_jax.training.directory.workdir import saved_settings
+from sdpo_jax.training.documents import read_document
 from sdpo_jax.training.opening import check_adapter, check_turn_end, load_tokenizer, make_session, model_mesh
+from sdpo_jax.training.questions import held_out_questions
 from sdpo_jax.training.session import Session
-from sdpo_jax.training.specs import update_spec
+from sdpo_jax.training.specs import evaluation_spec, update_spec
 from sdpo_jax.types import TrainState, Tree
 
 _logger = logging.getLogger('sdpo_jax.runs')
@@ -345,11 +344,18 @@ def evaluate_source(
       announce(f'Not measured as the run evaluates itself in {workdir}/eval: {"; ".join(different)}.')
     if other := _other_document(config, session, workdir, step):
       announce(other)
-    examples = pipeline.evaluation_examples(session.config, session.tokenizer, registry)
+    examples = held_out_questions(session.config, session.tokenizer)
     graders.prepare({example.environment for example in examples})
     graders.check_questions(examples)
     evaluation = evaluate(
-      session.sampler, session.base, parameters, examples, session.config, session.tokenizer, graders, seed=config.seed
+      session.sampler,
+      session.base,
+      parameters,
+      examples,
+      evaluation_spec(session.config),
+      session.tokenizer,
+      graders,
+      seed=config.seed,
     )
     if session.config.trainer.test_divergence:
       evaluation = evaluation.with_metrics(divergence.measure(session, parameters, examples, seed=config.seed))

@@ -28,8 +28,9 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable, read_text
 from sdpo_jax.inference.prompt_pools import PoolFile, Round, Row
 from sdpo_jax.rollout.engine import Sampler
-from sdpo_jax.teacher.documents import context_length
+from sdpo_jax.training.documents import context_length
 from sdpo_jax.training.opening import check_turn_end, load_tokenizer, make_sampler, model_mesh, template_remarks
+from sdpo_jax.training.specs import chat_format
 from sdpo_jax.types import Tree
 
 ROUND = 512  # Messages drawn between writes of kept messages.
@@ -300,7 +301,7 @@ def synthesize(
       exists or cannot be written, or no message is usable.
   """
   options.check()
-  as_asked, slots = ChatFormat.of(config), config.model.cartridge.used  # Of the run.
+  as_asked, slots = chat_format(config), config.model.cartridge.used  # Of the run.
   config = _plain_model(config)
   main = jax.process_index() == 0
   text = read_text(document, 'name a text file in --document')

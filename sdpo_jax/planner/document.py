@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-from sdpo_jax.teacher.documents import check_length, check_slots, read_texts
+from sdpo_jax.training.documents import check_length, check_slots, read_texts
 from sdpo_jax.training.opening import load_tokenizer
 from sdpo_jax.training.specs import objective_spec
 

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import pathlib
-import sys
 
 from etils import epath
 import jax
@@ -17,9 +16,8 @@ from models import huggingface, model_files
 from models import parameters as parameter_tables
 from models.policy import Policy
 from sdpo_jax.config import Config, rewards
-from sdpo_jax.data import pipeline, sources
-from sdpo_jax.data.prompts import ChatFormat, Tokenizer
-from sdpo_jax.environments import registry
+from sdpo_jax.data import sources
+from sdpo_jax.data.prompts import Tokenizer
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
@@ -28,16 +26,17 @@ from sdpo_jax.preflight import grading, memory, prompts
 from sdpo_jax.preflight.settings import odd_settings
 from sdpo_jax.tables import aligned
 from sdpo_jax.teacher.context import build_teacher_context, shorten_middle
-from sdpo_jax.teacher.documents import read_texts
-from sdpo_jax.teacher.room import check_reprompts, check_room
 from sdpo_jax.teacher.signal import check_base
 from sdpo_jax.training import endpoint_teacher, feedback_writing, teacher_model
 from sdpo_jax.training.directory import fingerprint, lost_checkpoints
 from sdpo_jax.training.directory.published import newest
 from sdpo_jax.training.directory.workdir import check_workdir
+from sdpo_jax.training.documents import read_texts
 from sdpo_jax.training.opening import check_turn_end, load_tokenizer, model_mesh, template_remarks
+from sdpo_jax.training.questions import held_out_questions, training_questions
+from sdpo_jax.training.room import check_reprompts, check_room
 from sdpo_jax.training.run_programs import abstract_parameters
-from sdpo_jax.training.specs import objective_spec, teacher_spec
+from sdpo_jax.training.specs import chat_format, objective_spec, teacher_spec
 from sdpo_jax.types import Example, Outcome
 
 SHOWN = 3  # Questions for which prompts are shown and graders are tried.
@@ -100,8 +99,7 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> CheckReport:
   # Files of environments.modules register the graders and generators named by rows and sources.
   with Graders(config.environments) as graders:
     training = prompts.training_questions(config)
-    unlimited = dataclasses.replace(local, data=dataclasses.replace(config.data, max_prompt_length=sys.maxsize))
-    held_out = pipeline.evaluation_examples(unlimited, tokenizer, registry) if config.trainer.test_freq else []
+    held_out = held_out_questions(local, tokenizer, any_length=True) if config.trainer.test_freq else []
     text, found = _lengths(tokenizer, training, held_out, config)
     sections.append(('Lengths of prompts', text))
     odd += found
@@ -145,8 +143,8 @@ def _resumed(
   config: Config, root: pathlib.Path, workdir: epath.PathLike, tokenizer: Tokenizer, graders: Graders
 ) -> list[str]:
   """Return the changes that a run resumed in this directory would report; raises UserError for forbidden ones."""
-  iterator = pipeline.TrainIterator(config, tokenizer, registry)
-  held_out = pipeline.evaluation_examples(config, tokenizer, registry) if config.trainer.test_freq else []
+  iterator = training_questions(config, tokenizer)
+  held_out = held_out_questions(config, tokenizer) if config.trainer.test_freq else []
   local = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(root)))
   parts = fingerprint.take(local, tokenizer, iterator, held_out, graders, weights=False)
   workdir = check_workdir(config, workdir)
@@ -291,7 +289,7 @@ def _teacher(tokenizer: Tokenizer, trial: grading.GraderTrial, config: Config) -
       tokenizer,
       seed=config.seed,
       step=0,
-      chat=ChatFormat.of(config),
+      chat=chat_format(config),
     )
     if context.mask[-1]:
       what = 'a demonstration' if context.solutions[-1] is not None else 'the feedback on an empty answer'

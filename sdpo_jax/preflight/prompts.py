@@ -10,9 +10,10 @@ import numpy as np
 
 from sdpo_jax.config import Config
 from sdpo_jax.data import pipeline, sources
-from sdpo_jax.data.prompts import ChatFormat, Tokenizer, name, named_chat_tokens
+from sdpo_jax.data.prompts import Tokenizer, name, named_chat_tokens
 from sdpo_jax.environments import registry
 from sdpo_jax.errors import short_repr
+from sdpo_jax.training.specs import chat_format
 from sdpo_jax.types import Example
 
 MEASURED = 2000  # Prompts per setting whose length is measured, spread over its rows.
@@ -48,7 +49,7 @@ def training_questions(config: Config) -> list[Example]:
       generate = sources.make_generator(source, 'train', config.seed, registry)
       found += [generate(index) for index in range(DRAWN)]
     else:
-      found += pipeline.examples_of_file(source, 'train', config, 'data.train_files')
+      found += pipeline.examples_of_file(source, 'train', config.data.environment, 'data.train_files')
   pipeline.check_environments(found, registry)
   return found
 
@@ -56,7 +57,7 @@ def training_questions(config: Config) -> list[Example]:
 def student_tokens(tokenizer: Tokenizer, examples: Sequence[Example], config: Config) -> list[list[int]]:
   """Return the token ids of the student's prompts, of any length; raises UserError if the chat template fails."""
   conversations, names = [example.messages for example in examples], list(map(name, examples))
-  return named_chat_tokens(tokenizer, conversations, names, sys.maxsize, ChatFormat.of(config))
+  return named_chat_tokens(tokenizer, conversations, names, sys.maxsize, chat_format(config))
 
 
 def measure(tokenizer: Tokenizer, examples: Sequence[Example], config: Config, setting: str) -> Lengths:

@@ -23,7 +23,6 @@ from models.decoder import DecoderPolicy
 from models.families import registry
 from models.token_texts import TokenTexts
 from sdpo_jax.config import Config
-from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning.requests import Lesson
@@ -44,6 +43,7 @@ from sdpo_jax.serving.worker import Worker
 from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.training import teacher_model
 from sdpo_jax.training.opening import check_turn_end, load_tokenizer, model_mesh, stop_token_ids
+from sdpo_jax.training.specs import chat_format
 
 _logger = logging.getLogger('sdpo_jax.serving')
 TEND_SECONDS = 600.0  # Between two passes of retention.
@@ -82,7 +82,7 @@ class Service:
     self.store, self.worker, self.tokenizer, self.config, self.served = store, worker, tokenizer, config, served
     self.settings = config.serve
     self.sizes: EngineSettings = engine_settings(config)
-    self.chat = ChatFormat.of(config)
+    self.chat = chat_format(config)
     self.positions, self.endpoint, self.clock = positions, endpoint, clock
     self.turns, self.events = Turns(), EventLog(clock)
     topk = min(self.sizes.topk, served.policy.vocab_size)

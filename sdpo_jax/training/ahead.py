@@ -16,6 +16,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.data import pipeline
 from sdpo_jax.data.prompts import Tokenizer, prompt_tokens
 from sdpo_jax.training.graded import GradedRollouts
+from sdpo_jax.training.specs import prompt_spec
 from sdpo_jax.types import Example, Outcome, Rollouts
 
 WAITING = 'waiting'  # Key in a checkpoint's host state: the batches sampled ahead.
@@ -178,7 +179,7 @@ class Ahead:
     self._iterator.set_state(host['iterator'], other_rows=other_rows)
     for text in host.get(WAITING, ()):
       position, examples = self.ask()
-      prompts = [prompt_tokens(self._tokenizer, example, self._config) for example in examples]
+      prompts = [prompt_tokens(self._tokenizer, example, prompt_spec(self._config)) for example in examples]
       drawn = SampledBatch.from_json(text, position, examples, prompts)
       if drawn is None:
         self._iterator.set_state(host['iterator'], other_rows=other_rows)

@@ -17,8 +17,8 @@ from sdpo_jax.config import Config
 from sdpo_jax.distributed.mesh import replicated
 from sdpo_jax.programs import Program
 from sdpo_jax.rollout.weights import base_preparation
-from sdpo_jax.teacher.documents import Texts, prefix_of
 from sdpo_jax.teacher.signal import Teacher
+from sdpo_jax.training.documents import Texts, prefix_of
 from sdpo_jax.training.run_programs import abstract_table
 from sdpo_jax.training.session import Session
 from sdpo_jax.types import Tree

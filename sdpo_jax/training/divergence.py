@@ -21,7 +21,7 @@ from sdpo_jax.learning.update import layout
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training.session import Session
-from sdpo_jax.training.specs import batch_spec
+from sdpo_jax.training.specs import batch_spec, prompt_spec
 from sdpo_jax.types import Example, Rollouts, TeacherSignal, TokenRows, Tree
 
 # Metrics of an evaluation: the divergence on the student's completions, and on the teacher's.
@@ -117,7 +117,7 @@ def measure(
       'trainer.test_divergence=true compares a cartridge with the model that reads its document, and what is evaluated '
       'has no cartridge: leave trainer.test_divergence at false.'
     )
-  prompts = [prompt_tokens(session.tokenizer, example, config) for example in examples]
+  prompts = [prompt_tokens(session.tokenizer, example, prompt_spec(config)) for example in examples]
   writers = {
     ON_STUDENT: (session.sampler, session.base, trainable),
     ON_TEACHER: session.teacher_writer,

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from sdpo_jax.config import Config
-from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.distributed.stopping import Stop, StoppedError
 from sdpo_jax.errors import UserError
@@ -19,7 +18,7 @@ from sdpo_jax.teacher.feedback import UnwrittenError, WriterRequest, ask, feedba
 from sdpo_jax.teacher.feedback_endpoint import SECTION, FeedbackEndpoint
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.session import Session
-from sdpo_jax.training.specs import declared_buckets, objective_spec
+from sdpo_jax.training.specs import chat_format, declared_buckets, objective_spec
 from sdpo_jax.types import Outcome, TrainState
 
 NOISE = 0x5EEDBAC  # Separates the noise of feedback from that of completions, which have the same sample numbers.
@@ -87,7 +86,7 @@ def write(session: Session, graded: GradedRollouts, state: TrainState, seed: int
   sd = config.actor.self_distillation
   found: dict[int, str | UnwrittenError] = {}
   asked: list[WriterRequest] = []
-  chat = ChatFormat.of(config)
+  chat = chat_format(config)
   for row in rows_to_write(rollouts.group, rollouts.text, graded.outcomes, sd):
     question = graded.examples[rollouts.group[row]].messages
     try:

@@ -14,6 +14,7 @@ from sdpo_jax.data.prompts import Tokenizer, prompt_tokens
 from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.training.ahead import SampledBatch
 from sdpo_jax.training.graded import GradedRollouts
+from sdpo_jax.training.specs import prompt_spec
 from sdpo_jax.types import Outcome, Rollouts
 
 GATHERED = 'gathered'  # Key in a checkpoint's host state: the batches with waiting completions.
@@ -140,7 +141,7 @@ class Gathering:
     for saved in host.get(GATHERED, ()):
       iterator.set_state(saved['position'], other_rows=other_rows)
       examples = next(iterator)
-      prompts = [prompt_tokens(tokenizer, example, config) for example in examples]
+      prompts = [prompt_tokens(tokenizer, example, prompt_spec(config)) for example in examples]
       drawn = SampledBatch.from_json(saved['drawn'], saved['position'], examples, prompts)
       if drawn is None:
         lost += len(saved['rows'])

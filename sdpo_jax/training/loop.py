@@ -23,11 +23,9 @@ import numpy as np
 from models.token_texts import TokenTexts
 from sdpo_jax import liveness, programs
 from sdpo_jax.config import Config
-from sdpo_jax.data import pipeline
 from sdpo_jax.distributed.cluster import barrier
 from sdpo_jax.distributed.collectives import agreed, gathered
 from sdpo_jax.distributed.stopping import StoppedError
-from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
@@ -35,7 +33,6 @@ from sdpo_jax.evaluation.evaluate import evaluate
 from sdpo_jax.evaluation.names import nearest
 from sdpo_jax.learning.update import abstract_state, place_state
 from sdpo_jax.teacher.context import TeacherContext
-from sdpo_jax.teacher.documents import read_texts
 from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.teacher.feedback_endpoint import FeedbackEndpoint
 from sdpo_jax.training import (
@@ -62,6 +59,7 @@ from sdpo_jax.training.directory.lines import STATE_DIGEST, dropped_lines, histo
 from sdpo_jax.training.directory.ownership import Ownership, sole_user
 from sdpo_jax.training.directory.published import newest
 from sdpo_jax.training.directory.workdir import check_workdir, write_settings
+from sdpo_jax.training.documents import read_texts
 from sdpo_jax.training.gathering import GATHERED, GatheredBatch, Gathering
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.joint_errors import JointErrors
@@ -69,10 +67,11 @@ from sdpo_jax.training.metrics import MetricsWriter
 from sdpo_jax.training.opening import check_adapter, load_tokenizer, make_session
 from sdpo_jax.training.preemption import Preemption
 from sdpo_jax.training.progress import Progress
+from sdpo_jax.training.questions import held_out_questions, training_questions
 from sdpo_jax.training.resuming import UNFINISHED, written_before
 from sdpo_jax.training.saving import Saving
 from sdpo_jax.training.session import Session
-from sdpo_jax.training.specs import objective_spec, update_spec
+from sdpo_jax.training.specs import evaluation_spec, objective_spec, update_spec
 from sdpo_jax.training.step import (
   Timer,
   UpdateReport,
@@ -195,8 +194,8 @@ def _steps_of(
   announce: Callable[[str], None],
 ) -> Generator[Stepped, None, Result]:
   tokenizer = load_tokenizer(config)
-  iterator = pipeline.TrainIterator(config, tokenizer, registry)
-  held_out = pipeline.evaluation_examples(config, tokenizer, registry) if config.trainer.test_freq else []
+  iterator = training_questions(config, tokenizer)
+  held_out = held_out_questions(config, tokenizer) if config.trainer.test_freq else []
   graders.prepare(iterator.environments | {example.environment for example in held_out})
   startup.check_questions(config, tokenizer, graders, iterator.questions, held_out)
   teaches = objective_spec(config).needs_teacher
@@ -767,7 +766,7 @@ class _Run:
       session.base,
       state.trainable,
       self.held_out,
-      session.config,
+      evaluation_spec(session.config),
       session.tokenizer,
       self.graders,
       seed=session.config.seed,

@@ -15,17 +15,16 @@ from models import parameters as parameter_tables
 from models import tokenizer as tokenizers
 from models.policy import Policy
 from sdpo_jax.config import Config
-from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.distributed.mesh import check_divides, make_mesh
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning.optimizer import check_excluded
 from sdpo_jax.learning.update import abstract_state, make_update
 from sdpo_jax.rollout.engine import Sampler
-from sdpo_jax.teacher.documents import Texts, read_texts
 from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
 from sdpo_jax.training import cartridges, feedback_writing, teacher_model
+from sdpo_jax.training.documents import Texts, read_texts
 from sdpo_jax.training.session import Session
-from sdpo_jax.training.specs import declared_buckets, objective_spec, teacher_spec, update_spec
+from sdpo_jax.training.specs import chat_format, declared_buckets, objective_spec, teacher_spec, update_spec
 from sdpo_jax.types import Tree
 
 _logger = logging.getLogger('sdpo_jax.session')
@@ -57,7 +56,7 @@ def check_turn_end(config: Config, tokenizer: Any) -> None:
 
   A model that writes this token would continue after its answer, and every completion would end at its length limit.
   """
-  end = chat_template.turn_end(tokenizer, ChatFormat.of(config).variables)
+  end = chat_template.turn_end(tokenizer, chat_format(config).variables)
   if end is None or any(stop in end for stop in config.rollout.stop):
     return
   token, stops = tokenizer.convert_tokens_to_ids(end), stop_token_ids(config, tokenizer)
@@ -71,7 +70,7 @@ def check_turn_end(config: Config, tokenizer: Any) -> None:
 
 def template_remarks(config: Config, tokenizer: Any) -> list[str]:
   """Return a sentence about each possible mismatch of chat template and settings that may be intended."""
-  variables, remarks = ChatFormat.of(config).variables, []
+  variables, remarks = chat_format(config).variables, []
   if unread := [f'data.apply_chat_template_kwargs.{name}' for name in chat_template.unread(tokenizer, variables)]:
     remarks.append(f'The chat template does not read {" and ".join(unread)}, which changes nothing.')
   if chat_template.is_dated(tokenizer, variables):

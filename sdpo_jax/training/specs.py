@@ -6,6 +6,8 @@ import dataclasses
 from typing import Any
 
 from sdpo_jax.config import Config, OptimizerConfig
+from sdpo_jax.data.prompts import ChatFormat, PromptSpec
+from sdpo_jax.evaluation.spec import EvaluationSpec
 from sdpo_jax.learning.batching import BatchSpec
 from sdpo_jax.learning.optimizer import OptimizerSpec
 from sdpo_jax.learning.update import UpdateSpec
@@ -115,6 +117,31 @@ def update_spec(config: Config) -> UpdateSpec:
     teachers_support=config.actor.self_distillation.distillation_topk_of == 'teacher',
     packs=config.actor.pack_sequences,
     seed=config.seed,
+  )
+
+
+def chat_format(config: Config) -> ChatFormat:
+  """Return how messages become tokens."""
+  data = config.data
+  thinking = {} if data.enable_thinking is None else {'enable_thinking': data.enable_thinking}
+  variables = {**data.apply_chat_template_kwargs, **thinking}
+  return ChatFormat(variables, data.split_special_tokens, config.model.cartridge.used)
+
+
+def prompt_spec(config: Config) -> PromptSpec:
+  """Return how questions become prompts of the student."""
+  return PromptSpec(chat_format(config), config.data.max_prompt_length, config.data.filter_overlong_prompts)
+
+
+def evaluation_spec(config: Config) -> EvaluationSpec:
+  """Return how held-out questions are answered and measured."""
+  return EvaluationSpec(
+    prompt_spec(config),
+    config.val_kwargs.n,
+    config.val_kwargs.method(),
+    config.data.max_response_length,
+    config.environments.max_ungraded_fraction,
+    config.alarms.epistemic_words,
   )
 
 

@@ -18,9 +18,9 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.evaluation.names import check_best_metric
 from sdpo_jax.tables import counted
-from sdpo_jax.teacher.room import check_reprompts, check_room
 from sdpo_jax.training import feedback_writing, teacher_model
 from sdpo_jax.training.opening import check_turn_end, template_remarks
+from sdpo_jax.training.room import check_reprompts, check_room
 from sdpo_jax.training.run_programs import run_programs
 from sdpo_jax.training.session import Session
 from sdpo_jax.training.specs import objective_spec

@@ -16,7 +16,7 @@ import numpy as np
 from sdpo_jax import liveness
 from sdpo_jax.config import Config
 from sdpo_jax.data.grouping import first_of_same
-from sdpo_jax.data.prompts import ChatFormat, prompt_tokens
+from sdpo_jax.data.prompts import prompt_tokens
 from sdpo_jax.distributed.mesh import put_rows
 from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.environments.outcomes import check_graded, graded_of, scores_of
@@ -29,7 +29,7 @@ from sdpo_jax.teacher.context import TeacherContext, build_teacher_context, same
 from sdpo_jax.teacher.order import balanced_order
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training.graded import GradedRollouts, learned_from
-from sdpo_jax.training.specs import batch_spec, teacher_spec
+from sdpo_jax.training.specs import batch_spec, chat_format, prompt_spec, teacher_spec
 from sdpo_jax.types import Example, TeacherSignal, TokenRows, TrainState, Tree
 
 if TYPE_CHECKING:  # A session knows endpoints and samplers; a step need not.
@@ -59,7 +59,7 @@ def rollout_and_grade(
       can still be saved, and every process raises the error.
   """
   config = session.config
-  prompts = [prompt_tokens(session.tokenizer, example, config) for example in examples]
+  prompts = [prompt_tokens(session.tokenizer, example, prompt_spec(config)) for example in examples]
   sampler, base, trainable = session.writer(state.trainable)
   with GradingThread(graders, examples, config.rollout.n, stop) as grading:
     with timer('sample'):
@@ -119,7 +119,7 @@ def build_teacher_prompts(session: Session, graded: GradedRollouts, seed: int, s
     seed=seed,
     step=step,
     sample_ids=graded.sample_ids,
-    chat=ChatFormat.of(config),
+    chat=chat_format(config),
   )
 
 

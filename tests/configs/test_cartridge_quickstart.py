@@ -9,7 +9,7 @@ import pytest
 from configs import cartridge_quickstart
 from sdpo_jax.environments import facts
 from sdpo_jax.preflight import check
-from sdpo_jax.teacher.documents import read_texts
+from sdpo_jax.training.documents import read_texts
 from sdpo_jax.training.opening import load_tokenizer
 from tests import tiny
 

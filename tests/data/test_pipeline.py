@@ -15,6 +15,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.data import pipeline, prompts
 from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
+from sdpo_jax.training.specs import prompt_spec
 from sdpo_jax.types import Example
 from tests import tiny
 from tests.golden.tokenizer import CharacterTokenizer
@@ -67,9 +68,17 @@ def config(files=(), *, val=(), batch=4, seed=0, **data):
 
 def train(*args, process=(0, 1), **kwargs):
   index, count = process
-  return pipeline.TrainIterator(
-    config(*args, **kwargs), CharacterTokenizer(), Registry(), process_index=index, process_count=count
-  )
+  return iterator(config(*args, **kwargs), process_index=index, process_count=count)
+
+
+def iterator(made, tokenizer=None, registry=None, **kwargs):
+  """Return a `TrainIterator` of settings."""
+  tokenizer, registry = tokenizer or CharacterTokenizer(), registry or Registry()
+  return pipeline.TrainIterator(made.data, prompt_spec(made), made.seed, tokenizer, registry, **kwargs)
+
+
+def evaluation_examples(made):
+  return pipeline.evaluation_examples(made.data, prompt_spec(made), CharacterTokenizer(), Registry())
 
 
 def ids(batch):
@@ -264,9 +273,7 @@ def test_rows_of_a_hub_data_set_train_and_evaluate(tmp_path, monkeypatch):
   source = f'hf:{tmp_path}/set?split='
   it = train([source + 'train'])
   assert sorted(drawn(it, 2)) == [f'sciknoweval/{i}' for i in range(8)]
-  held_out = pipeline.evaluation_examples(
-    config(val=[source + 'test'], val_max_samples=2), CharacterTokenizer(), Registry()
-  )
+  held_out = evaluation_examples(config(val=[source + 'test'], val_max_samples=2))
   assert ids(held_out) == ['sciknoweval/0', 'sciknoweval/1']
 
 
@@ -286,10 +293,10 @@ def test_a_wrong_generator_is_named(source, message):
 
 def test_evaluation_takes_the_first_rows_of_each_source_in_order(write):
   val = [write([raw(i) for i in range(5)]), 'generator:toy']
-  examples = pipeline.evaluation_examples(config(val=val, val_max_samples=2, seed=7), CharacterTokenizer(), Registry())
+  examples = evaluation_examples(config(val=val, val_max_samples=2, seed=7))
   assert ids(examples) == ['sciknoweval/0', 'sciknoweval/1', 'test-0-0', 'test-0-1']
   with pytest.raises(UserError, match='set data.val_max_samples'):
-    pipeline.evaluation_examples(config(val=val), CharacterTokenizer(), Registry())
+    evaluation_examples(config(val=val))
 
 
 def test_an_overlong_prompt_names_the_row_and_the_setting(write, caplog):
@@ -324,7 +331,13 @@ def test_the_rows_of_the_documentation_train_as_they_are(tmp_path):
     file.write_text(block)
   made = config(environment='math')
   examples = pipeline.read_examples(
-    [*map(str, files)], 'train', made, CharacterTokenizer(), registry, setting='data.train_files'
+    [*map(str, files)],
+    'train',
+    made.data,
+    prompt_spec(made),
+    CharacterTokenizer(),
+    registry,
+    setting='data.train_files',
   )
   assert [(example.data_source, example.ground_truth) for example in examples] == [
     *(('rows', '42'), ('rows', '7'), ('rows', '42'), ('rows', '12'), ('tables', '42'))
@@ -346,9 +359,9 @@ def test_a_prompt_of_megabytes_is_refused_or_left_out_unread(write):
   files = [write([raw(i, 'x' * 2_000_000 if i == 2 else 'x' + ' ' * 3000 + '?') for i in range(5)])]
   tokenizer, made = Reader(), config(files, max_prompt_length=100)
   with pytest.raises(UserError, match=r'rows.json, line 3: the prompt has more than 200 tokens with the chat template'):
-    pipeline.TrainIterator(made, tokenizer, Registry())
+    iterator(made, tokenizer)
   made.data.filter_overlong_prompts = True
-  it = pipeline.TrainIterator(made, tokenizer, Registry())
+  it = iterator(made, tokenizer)
   assert {i for _ in range(9) for i in ids(next(it))} == {f'sciknoweval/{i}' for i in (0, 1, 3, 4)}
   assert tokenizer.read < 100_000
 
@@ -380,12 +393,15 @@ def test_a_malformed_row_ends_the_run_at_once(write):
 def test_prompt_tokens_are_the_chat_template_s():
   example = toy('train', 0)(0)
   made, tokenizer = config(max_prompt_length=60), CharacterTokenizer()
-  assert tokenizer.decode(prompts.prompt_tokens(tokenizer, example, made)) == '<|user|>\nq0<|end|>\n<|assistant|>\n'
+  assert (
+    tokenizer.decode(prompts.prompt_tokens(tokenizer, example, prompt_spec(made)))
+    == '<|user|>\nq0<|end|>\n<|assistant|>\n'
+  )
   made.data.enable_thinking = False
-  assert tokenizer.decode(prompts.prompt_tokens(tokenizer, example, made)).endswith('</think>\n\n')
+  assert tokenizer.decode(prompts.prompt_tokens(tokenizer, example, prompt_spec(made))).endswith('</think>\n\n')
   made.data.max_prompt_length = 10
   with pytest.raises(UserError, match='data.max_prompt_length=10'):
-    prompts.prompt_tokens(tokenizer, example, made)
+    prompts.prompt_tokens(tokenizer, example, prompt_spec(made))
 
 
 def test_a_row_that_the_chat_template_refuses_is_named(write):
@@ -397,7 +413,7 @@ def test_a_row_that_the_chat_template_refuses_is_named(write):
 
   files = [write([raw(i, system='s' if i == 3 else None) for i in range(5)])]
   with pytest.raises(UserError, match='rows.json, line 4: .*chat template refuses.*System role not supported'):
-    pipeline.TrainIterator(config(files), NoSystem(), Registry())
+    iterator(config(files), NoSystem())
 
 
 @pytest.fixture
@@ -436,11 +452,13 @@ def test_real_files_load_whole_and_every_prompt_passes_through_the_chat_template
       continue
     made = config(max_prompt_length=10**6)
     files = [f'{real}/{name}/{split}.json']
-    examples = pipeline.read_examples(files, split, made, tokenizer, AnyEnvironment(), setting='data.train_files')
+    examples = pipeline.read_examples(
+      files, split, made.data, prompt_spec(made), tokenizer, AnyEnvironment(), setting='data.train_files'
+    )
     assert len(examples) == size
     assert {e.environment for e in examples} == {'tooluse' if name == 'tooluse' else 'mcq'}
     for example in examples:
-      text = tokenizer.decode(prompts.prompt_tokens(tokenizer, example, made))
+      text = tokenizer.decode(prompts.prompt_tokens(tokenizer, example, prompt_spec(made)))
       assert text.count('<|im_start|>') == len(example.messages) + 1 and text.endswith('<|im_start|>assistant\n')
       assert len(example.messages) == (1 if name == 'tooluse' else 2)
 
@@ -458,6 +476,6 @@ def test_real_rows(real):
 def test_real_files_mix_by_weight(real):
   files = [f'{real}/sciknoweval/chemistry/train.json', f'{real}/tooluse/test.json']
   made = config(files, batch=10, max_prompt_length=10**5, source_weights=(4, 1))
-  it = pipeline.TrainIterator(made, CharacterTokenizer(), AnyEnvironment())
+  it = iterator(made, registry=AnyEnvironment())
   for _ in range(20):
     assert collections.Counter(e.environment for e in next(it)) == {'mcq': 8, 'tooluse': 2}

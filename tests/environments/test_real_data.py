@@ -18,6 +18,7 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.quickstart import tokenizer
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.teacher.context import build_teacher_context
+from sdpo_jax.training.specs import prompt_spec
 from tests import tiny
 
 N = 2
@@ -69,10 +70,16 @@ def test_the_whole_way_from_file_to_teacher_prompt(real, model, task, sizes):
   sampler = Sampler(policy, tokenizer, max_batch_rows=32, stop_token_ids=stop_token_ids(str(model), tokenizer))
   for split, size in sizes.items():
     examples = pipeline.read_examples(
-      [str(real / task / f'{split}.json')], split, config, tokenizer, registry, setting='data.train_files'
+      [str(real / task / f'{split}.json')],
+      split,
+      config.data,
+      prompt_spec(config),
+      tokenizer,
+      registry,
+      setting='data.train_files',
     )
     assert len(examples) == size
-    prompts = [prompt_tokens(tokenizer, example, config) for example in examples]
+    prompts = [prompt_tokens(tokenizer, example, prompt_spec(config)) for example in examples]
     rollouts = sampler.sample(
       {}, parameters, prompts, n=N, temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, max_tokens=4, seed=0, step=0
     )

@@ -16,11 +16,10 @@ import pytest
 
 from models import huggingface
 from sdpo_jax.config import CartridgeConfig, Config, MeshConfig, ModelConfig
-from sdpo_jax.data import pipeline, rows, self_study, sources
+from sdpo_jax.data import rows, self_study, sources
 from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.data.self_study import Document
 from sdpo_jax.distributed import accelerators
-from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import prompt_pools, synthesis
 from sdpo_jax.inference.prompt_pools import PoolFile, Round
@@ -28,6 +27,7 @@ from sdpo_jax.inference.synthesis import Asker, Pool, SynthesisOptions, WrittenM
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.training import loop
 from sdpo_jax.training.opening import load_tokenizer, stop_token_ids
+from sdpo_jax.training.questions import training_questions
 from tests import tiny
 
 TEXT = '\n'.join(f'Fact {i}: house {i * 7 % 13} is {"red blue green".split()[i % 3]}.' for i in range(40))
@@ -373,7 +373,7 @@ def test_what_other_settings_have_left_goes_with_overwrite(tmp_path):
 def test_the_rows_are_questions_of_a_run(made, config, tokenizer):
   folder, _, _ = made
   config = pool_config(config, folder)
-  iterator = pipeline.TrainIterator(config, tokenizer, registry)
+  iterator = training_questions(config, tokenizer)
   assert iterator.rows == 12 and iterator.environments == {'none'}
   found = [json.loads(line) for line in (folder / 'pool.jsonl').read_text().splitlines()]
   asked = sorted((example.data_source, example.messages[0]['content']) for example in iterator.questions)

@@ -17,6 +17,7 @@ from sdpo_jax.config import Config, SelfDistillationConfig
 from sdpo_jax.data import prompts
 from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.teacher.context import build_teacher_context
+from sdpo_jax.training.specs import chat_format, prompt_spec
 from sdpo_jax.types import Example, Outcome
 from tests import tiny
 
@@ -270,11 +271,11 @@ def test_the_student_is_asked_in_plain_text_and_the_settings_reach_the_template(
   tokenizer, config = make('byte_level'), Config()
   question = Example('1', conversation(INJECTED), 'toy', None, 'toy')
   end = tokenizer.convert_tokens_to_ids('<|im_end|>')
-  assert prompts.prompt_tokens(tokenizer, question, config).count(end) == 1
+  assert prompts.prompt_tokens(tokenizer, question, prompt_spec(config)).count(end) == 1
   config.data.apply_chat_template_kwargs = {'enable_thinking': False}
-  tokens = prompts.prompt_tokens(tokenizer, question, config)
+  tokens = prompts.prompt_tokens(tokenizer, question, prompt_spec(config))
   assert tokens.count(end) == 1 and tokenizer.decode(tokens).endswith('<think>\n\n</think>\n\n')
   config.data.split_special_tokens = False
-  assert prompts.prompt_tokens(tokenizer, question, config).count(end) == 3
+  assert prompts.prompt_tokens(tokenizer, question, prompt_spec(config)).count(end) == 3
   config.data.apply_chat_template_kwargs, config.data.enable_thinking = {}, False
-  assert prompts.ChatFormat.of(config) == ChatFormat({'enable_thinking': False}, split_special_tokens=False)
+  assert chat_format(config) == ChatFormat({'enable_thinking': False}, split_special_tokens=False)

@@ -14,9 +14,9 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.preflight.prompts import visible
 from sdpo_jax.teacher.context import build_teacher_context
-from sdpo_jax.teacher.room import check_reprompts
 from sdpo_jax.training import startup
 from sdpo_jax.training.opening import check_turn_end, stop_token_ids, template_remarks
+from sdpo_jax.training.room import check_reprompts
 from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.types import Example, Outcome
 from tests.models import tokenizer_styles

@@ -15,8 +15,8 @@ from sdpo_jax.config import CartridgeConfig, Config, MeshConfig, ModelConfig
 from sdpo_jax.data.prompts import ChatFormat, chat_tokens
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.learning.update import place_state
-from sdpo_jax.teacher.documents import read_texts
 from sdpo_jax.training import step
+from sdpo_jax.training.documents import read_texts
 from sdpo_jax.training.opening import load_tokenizer, make_session
 from sdpo_jax.training.specs import update_spec
 from sdpo_jax.types import Example

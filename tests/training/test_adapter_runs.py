@@ -19,8 +19,6 @@ from models import checksums
 from models.adapters import peft_config, peft_files
 from sdpo_jax import command
 from sdpo_jax.config import Config, LoraConfig
-from sdpo_jax.data import pipeline
-from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import probe, runs
@@ -30,6 +28,7 @@ from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.directory import fingerprint
 from sdpo_jax.training.directory.ownership import sole_user
 from sdpo_jax.training.directory.workdir import write_settings
+from sdpo_jax.training.questions import training_questions
 from sdpo_jax.training.specs import update_spec
 from tests import tiny
 
@@ -42,7 +41,7 @@ def begin(config, workdir):
   """Return what a run of one step leaves, but for the training: random factors, other ones of the teacher."""
   with Graders(config.environments) as graders:
     tokenizer = opening.load_tokenizer(config)
-    iterator = pipeline.TrainIterator(config, tokenizer, registry)
+    iterator = training_questions(config, tokenizer)
     parts = fingerprint.take(config, tokenizer, iterator, [], graders)
   made, factors = opening.make_session(config, workdir, tokenizer)
   with sole_user(workdir, print) as ownership:

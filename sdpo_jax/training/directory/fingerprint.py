@@ -30,12 +30,12 @@ from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.environments import grader_code, registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
-from sdpo_jax.teacher.documents import Texts, read_texts
 from sdpo_jax.training.directory import starts
 from sdpo_jax.training.directory.epochs import FENCING_EPOCH
 from sdpo_jax.training.directory.published import newest
 from sdpo_jax.training.directory.starts import Parts
 from sdpo_jax.training.directory.workdir import saved_settings
+from sdpo_jax.training.documents import Texts, read_texts
 from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.types import Example
 

@@ -29,6 +29,7 @@ from sdpo_jax.training.directory import fingerprint
 from sdpo_jax.training.directory import starts as history
 from sdpo_jax.training.directory.ownership import sole_user
 from sdpo_jax.training.directory.workdir import write_settings
+from sdpo_jax.training.questions import held_out_questions, training_questions
 from sdpo_jax.training.specs import update_spec
 from sdpo_jax.types import Example
 from tests import tiny
@@ -322,8 +323,8 @@ def begin(config, workdir):
   """Make what a run of one step leaves, but for the training."""
   with Graders(config.environments) as graders:
     tokenizer = opening.load_tokenizer(config)
-    iterator = pipeline.TrainIterator(config, tokenizer, registry)
-    held_out = pipeline.evaluation_examples(config, tokenizer, registry)
+    iterator = training_questions(config, tokenizer)
+    held_out = held_out_questions(config, tokenizer)
     parts = fingerprint.take(config, tokenizer, iterator, held_out, graders)
   made, parameters = opening.make_session(config, workdir, tokenizer)
   with sole_user(workdir, print) as ownership:

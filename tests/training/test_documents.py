@@ -15,7 +15,7 @@ from models import chat_template
 from sdpo_jax.config import CartridgeConfig, Config, LoraConfig
 from sdpo_jax.data.prompts import ChatFormat, chat_tokens, document_tokens
 from sdpo_jax.errors import UserError
-from sdpo_jax.teacher.documents import read_texts
+from sdpo_jax.training.documents import read_texts
 from sdpo_jax.training.opening import load_tokenizer
 from tests import tiny
 
@@ -166,7 +166,7 @@ def test_a_file_that_no_context_can_hold_is_not_read(config, tmp_path, monkeypat
   assert longest < 16
   with file.open('wb') as made:
     made.truncate(2**40)  # Takes no room.
-  monkeypatch.setattr('sdpo_jax.teacher.documents.read_text', lambda *_: pytest.fail('was read'))
+  monkeypatch.setattr('sdpo_jax.training.documents.read_text', lambda *_: pytest.fail('was read'))
   with pytest.raises(UserError, match=r'huge\.txt has 1,099,511,627,776 bytes, more than the 512 positions'):
     read_texts(config, tokenizer_of(config), teaches=True)
 

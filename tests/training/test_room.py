@@ -4,7 +4,8 @@ import pytest
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-from sdpo_jax.teacher import context, room
+from sdpo_jax.teacher import context
+from sdpo_jax.training import room
 from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.types import Example, Outcome
 from tests.golden.tokenizer import CharacterTokenizer

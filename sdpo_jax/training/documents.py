@@ -18,6 +18,7 @@ from sdpo_jax.distributed import accelerators
 from sdpo_jax.distributed.mesh import FSDP
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import file_size, read_text
+from sdpo_jax.training.specs import chat_format
 
 SECTION = 'model.cartridge'
 WHOLE_SHARE = 1 / 8  # Share of a chip's memory that a document may take if every device holds it whole.
@@ -97,7 +98,7 @@ def prefix_of(config: Config, policy: DecoderPolicy, length: int) -> KVPrefix:
 
 def _tokens(config: Config, tokenizer: Tokenizer, setting: str) -> list[int]:
   """Return the tokens of the file that a setting names, as placed before a conversation."""
-  file, chat = getattr(config.model.cartridge, setting), ChatFormat.of(config)
+  file, chat = getattr(config.model.cartridge, setting), chat_format(config)
   text = read_text(file, f'name a text file in {SECTION}.{setting}')
   if not text.strip():
     raise UserError(f'{file} is empty: name a file with text in {SECTION}.{setting}.')

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 import functools
 
 from sdpo_jax.config import Config, SelfDistillationConfig
-from sdpo_jax.data.prompts import ChatFormat, Tokenizer, chat_tokens, name, named_chat_tokens
+from sdpo_jax.data.prompts import Tokenizer, chat_tokens, name, named_chat_tokens
 from sdpo_jax.errors import UserError
 from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.teacher.context import reprompt, shorten_end, shorten_middle
+from sdpo_jax.training.specs import chat_format
 from sdpo_jax.types import Example
 
 _BATCH = 256  # Conversations tokenised in one call.
@@ -37,7 +38,7 @@ def check_reprompts(tokenizer: Tokenizer, examples: Sequence[Example], config: C
   for example in examples:
     if example.messages[-1]['role'] != 'user':
       asked, title = reprompt(example.messages, None, None, sd), f'{name(example)}, as the teacher is asked it'
-      named_chat_tokens(tokenizer, [asked], [title], sd.max_reprompt_len, ChatFormat.of(config))
+      named_chat_tokens(tokenizer, [asked], [title], sd.max_reprompt_len, chat_format(config))
 
 
 def check_room(tokenizer: Tokenizer, examples: Sequence[Example], config: Config, spec: ObjectiveSpec) -> None:
@@ -52,7 +53,7 @@ def check_room(tokenizer: Tokenizer, examples: Sequence[Example], config: Config
     config: settings.
     spec: whether the teacher is re-prompted at all.
   """
-  sd, chat = config.actor.self_distillation, ChatFormat.of(config)
+  sd, chat = config.actor.self_distillation, chat_format(config)
   if not spec.reprompts or sd.reprompt_truncation in ('left', 'right'):
     return
   for solution, feedback, attempt in _least_shown(sd):

@@ -1,0 +1,32 @@
+"""The questions that a run's settings name."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+from sdpo_jax.config import Config
+from sdpo_jax.data import pipeline
+from sdpo_jax.data.prompts import Tokenizer
+from sdpo_jax.environments import registry
+from sdpo_jax.training.specs import prompt_spec
+from sdpo_jax.types import Example
+
+
+def training_questions(config: Config, tokenizer: Tokenizer) -> pipeline.TrainIterator:
+  """Return the endless batches of a run; errors as in `TrainIterator`."""
+  return pipeline.TrainIterator(config.data, prompt_spec(config), config.seed, tokenizer, registry)
+
+
+def held_out_questions(config: Config, tokenizer: Tokenizer, *, any_length: bool = False) -> list[Example]:
+  """Return the questions of an evaluation; errors as in `pipeline.evaluation_examples`.
+
+  Args:
+    config: settings.
+    tokenizer: tokenizer of the model.
+    any_length: also those whose prompts are longer than the limit.
+  """
+  spec = prompt_spec(config)
+  if any_length:
+    spec = dataclasses.replace(spec, limit=sys.maxsize)
+  return pipeline.evaluation_examples(config.data, spec, tokenizer, registry)
