@@ -2,91 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-import dataclasses
-import functools
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
-from models.forward import forward
-from models.policy import Policy
 from sdpo_jax.data.prompts import prompt_tokens
-from sdpo_jax.distributed.mesh import compiler_options, put_rows, replicated
+from sdpo_jax.distributed.mesh import put_rows
 from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation.completions import samples_by_source
 from sdpo_jax.learning import batching
-from sdpo_jax.learning.update import layout
-from sdpo_jax.objective.loss import ObjectiveConfig, objective
-from sdpo_jax.teacher.signal import Teacher
+from sdpo_jax.learning.readings import divergence_program
 from sdpo_jax.training.session import Session
 from sdpo_jax.training.specs import batch_spec, prompt_spec
-from sdpo_jax.types import Example, Rollouts, TeacherSignal, TokenRows, Tree
+from sdpo_jax.types import Example, Rollouts, Tree
 
 # Metrics of an evaluation: the divergence on the student's completions, and on the teacher's.
 ON_STUDENT, ON_TEACHER = 'kl_on_student', 'kl_on_teacher'
-
-
-def completion_divergences(
-  student: Policy,
-  teacher: Teacher,
-  chunk_size: int,
-  mesh: jax.sharding.Mesh,
-  base: Tree,
-  trainable: Tree,
-  teacher_base: Tree | None,
-  rows: TokenRows,
-  targets: jax.Array,
-  mask: jax.Array,
-) -> jax.Array:
-  """Return KL(teacher‖student) of completion tokens over the whole vocabulary, at temperature 1: nats, [B, T].
-
-  Args:
-    student: the student's policy.
-    teacher: the model that reads the same rows after a context of its own; its `base` is ignored.
-    chunk_size: number of tokens whose logits exist at one time.
-    mesh: devices that share the rows.
-    base: the student's frozen parameters.
-    trainable: the student's trainable parameters.
-    teacher_base: frozen parameters of the teacher, `Teacher.base`.
-    rows: prompts with completions.
-    targets: [B, T] int32, the completions.
-    mask: [B, T] float32, 1 on completion tokens; elsewhere the result is 0.
-  """
-  hidden, unembedding = forward(student, base, trainable, rows)
-  own = dataclasses.replace(teacher, base=teacher_base).whole_base(base)
-  taught, of_teacher = forward(teacher.policy, own, {}, rows)
-  _, aux = objective(
-    hidden,
-    unembedding,
-    TeacherSignal(hidden=taught, unembedding=of_teacher),
-    targets=targets,
-    mask=mask,
-    distill_coef=mask,
-    config=ObjectiveConfig(alpha=0.0, distillation_topk=None, is_clip=None, chunk_size=chunk_size),
-    vocab_size=student.vocab_size,
-    layout=layout(mesh),
-  )
-  return aux['divergence']
-
-
-def divergence_program(
-  student: Policy, teacher: Teacher, chunk_size: int, mesh: jax.sharding.Mesh
-) -> Callable[..., jax.Array]:
-  """Return the jitted `completion_divergences` from `base` on; calls with the same arguments share it."""
-  return _divergence_program(student, dataclasses.replace(teacher, base=None), chunk_size, mesh)
-
-
-@functools.lru_cache(maxsize=16)
-def _divergence_program(
-  student: Policy, teacher: Teacher, chunk_size: int, mesh: jax.sharding.Mesh
-) -> Callable[..., jax.Array]:
-  return jax.jit(
-    functools.partial(completion_divergences, student, teacher, chunk_size, mesh),
-    out_shardings=replicated(mesh),
-    compiler_options=compiler_options(mesh),
-  )
 
 
 def measure(

@@ -30,17 +30,17 @@ from sdpo_jax import programs
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.learning import batching
+from sdpo_jax.learning.readings import divergence_program, top_tokens_program
 from sdpo_jax.learning.update import abstract_state, make_update
 from sdpo_jax.objective.spec import COEFFICIENTS, ObjectiveSpec
 from sdpo_jax.programs import EVALUATION, FEEDBACK, Program, Run
 from sdpo_jax.rollout import decode, functions, sizes
 from sdpo_jax.rollout.sampling import SamplingParams
 from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
-from sdpo_jax.training import divergence, feedback_writing, initial_policy, teacher_model
+from sdpo_jax.training import feedback_writing, initial_policy, teacher_model
 from sdpo_jax.training.checkpoint import digests
 from sdpo_jax.training.checkpoint.checkpoints import abstract
 from sdpo_jax.training.specs import batch_spec, declared_buckets, objective_spec, teacher_spec, update_spec
-from sdpo_jax.training.top_tokens import top_tokens_program
 from sdpo_jax.types import Batch, TeacherSignal, TokenRows, Tree
 
 
@@ -281,7 +281,7 @@ def divergence_programs(run: Run) -> dict[str, Program]:
     return {}
   found = _of_sampler(run, *_teacher(run), [(evaluated, True)], 'teacher/')
   declared, rows = declared_buckets(config), batching.micro_batch_rows(batch_spec(config), mesh.size)
-  score = divergence.divergence_program(run.policy, run.teacher, config.actor.logits_chunk_size, mesh)
+  score = divergence_program(run.policy, run.teacher, config.actor.logits_chunk_size, mesh)
   for response in declared.response:
     for prompt in declared.prompt:
       batch = abstract_batch(rows, prompt, None, response, spec=objective_spec(config), mesh=mesh)

@@ -14,6 +14,7 @@ from models.token_texts import TokenTexts
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.learning import batching
+from sdpo_jax.learning.readings import PolicyTopTokens, TopTokens
 from sdpo_jax.learning.update import make_update, place_state
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import top_tokens
@@ -146,14 +147,14 @@ def test_records_have_texts_of_tokens_that_put_together_are_the_completion(tmp_p
     np.zeros(1, np.int32), np.array([tokens + [0, 0]], np.int32), np.array([[True] * len(tokens) + [False] * 2])
   )
   length = len(tokens)
-  said = top_tokens.PolicyTopTokens(
+  said = PolicyTopTokens(
     ids=np.array([[[5, 6, -1]] * (length + 2)], np.int32),
     log_probs=np.array([[[-0.12345, -2.0, np.nan]] * (length + 2)], np.float32),
     own=np.full((1, length + 2), np.nan, np.float32),
   )
   nothing = top_tokens._only(said, np.zeros(1, bool))
   records = TokenRecords(
-    TokenTexts(tokenizer), rollouts, np.full((1, length + 2), 0.5, np.float32), top_tokens.TopTokens(said, nothing)
+    TokenTexts(tokenizer), rollouts, np.full((1, length + 2), 0.5, np.float32), TopTokens(said, nothing)
   )
   fields = json.loads(json.dumps(records.of(0), allow_nan=False))
   assert len(fields['tokens']) == length and fields['tokens'][-1] == tokenizer.eos_token
