@@ -66,7 +66,7 @@ def one_start(args: argparse.Namespace) -> dict[str, Any]:
   from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401  Imports are not measured.
 
   from configs import quickstart_lora  # noqa: F401
-  from sdpo_jax.programs import noted_compilations
+  from sdpo_jax.distributed.programs import noted_compilations
   from sdpo_jax.serving import engine as serving  # noqa: F401
   from sdpo_jax.training import opening  # noqa: F401
 

@@ -23,9 +23,9 @@ from models import parameters as parameter_tables
 from models.adapters.kv_prefix import KVPrefix
 from models.flops import forward_flops
 from models.policy import Policy
-from sdpo_jax import programs as registry
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.distributed import programs as registry
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable
 from sdpo_jax.learning import batching
@@ -305,7 +305,7 @@ def drawn_samples(config: Config, assumptions: Assumptions) -> workload.SampleLe
 def compiled_for(
   mesh: jax.sharding.Mesh, found: Mapping[str, registry.Program], names: Iterable[str]
 ) -> Iterator[tuple[str, program_facts.ProgramFacts | jax.errors.JaxRuntimeError]]:
-  """Compile programs as `programs.compile_programs` does, with the target chip set for kernels.
+  """Compile programs as `distributed.programs.compile_programs` does, with the target chip set for kernels.
 
   Kernels ask for the chip while they are traced. On several chips each shard's mesh tells; on one chip nothing is
   sharded, and the answer would be the device of this process.

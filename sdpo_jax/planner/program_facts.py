@@ -14,8 +14,8 @@ from typing import Any
 from etils import epath
 import jax
 
+from sdpo_jax.distributed.programs import Program
 from sdpo_jax.files import make_directory, write_atomically
-from sdpo_jax.programs import Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Compiler:
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-  """Stand-in for a jitted function with what `Program.lower` and `programs.compile_programs` use."""
+  """Stand-in for a jitted function with what `Program.lower` and `distributed.programs.compile_programs` use."""
 
   compiler: Compiler
   program: Program

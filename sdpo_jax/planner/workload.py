@@ -11,9 +11,9 @@ import numpy as np
 from models.flops import forward_flops, update_flops
 from models.policy import Policy
 from sdpo_jax.config import Config
+from sdpo_jax.distributed.programs import Program
 from sdpo_jax.learning import batching
 from sdpo_jax.planner.lengths import PROMPT_SPREAD, quantiles
-from sdpo_jax.programs import Program
 from sdpo_jax.training.specs import batch_spec, declared_buckets, objective_spec
 from sdpo_jax.types import Batch, Rollouts, TokenRows
 

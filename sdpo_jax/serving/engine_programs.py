@@ -1,7 +1,7 @@
 """The programs of an engine with the shapes of their arguments, for estimating their cost without running them.
 
 For the buckets P, Q and T of prompts, teachers' prompts and completions: the resident sampler's programs
-(`training.run_programs`); `student/P×T` and `teacher/Q×T` (states that predict the completion), `first/T` and
+(`rollout.programs`); `student/P×T` and `teacher/Q×T` (states that predict the completion), `first/T` and
 `support/T` (inputs of the losses from these states), `accumulate/P×T` (gradients of a micro-batch), `report/T` (sums to
 report), `log probs/T` (after the last step), `scores/T` and `ids/T` (for requests for scores). For the score buckets S:
 `text/1×S`, `text scores/S` and `text ids/S` (the same for whole texts). And `zero`, `step`, `put slot`, `get slot`,
@@ -24,6 +24,7 @@ from models.adapters import lora_pool
 from models.decoder import DecoderPolicy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.distributed.programs import Program
 from sdpo_jax.learning import training_pool
 from sdpo_jax.learning.learner import as_train_state, learning_functions
 from sdpo_jax.learning.losses import Sdpo, of_rows
@@ -31,11 +32,10 @@ from sdpo_jax.learning.scoring import mesh_of, scoring_functions
 from sdpo_jax.learning.signals import TeacherInputs
 from sdpo_jax.learning.training_pool import SlotState, StepSettings
 from sdpo_jax.objective import reported
-from sdpo_jax.programs import Program, Run
+from sdpo_jax.rollout.programs import SamplerSpec, sampler_programs
 from sdpo_jax.serving.engine import EngineSettings, pooled_policies
-from sdpo_jax.serving.settings import as_run, engine_settings
-from sdpo_jax.teacher.signal import Teacher
-from sdpo_jax.training.run_programs import abstract_parameters, resident_programs
+from sdpo_jax.serving.settings import engine_settings
+from sdpo_jax.training.run_programs import abstract_parameters
 from sdpo_jax.types import Batch, TokenRows, Tree
 
 
@@ -54,8 +54,24 @@ def engine_programs(config: Config, policy: DecoderPolicy, mesh: jax.sharding.Me
     _abstract_pool(pooled, dtype)
     for pooled, dtype in ((sampled, policy.dtype), (taught, 'float32'), (trained, 'float32'))
   )
-  run = Run(as_run(config), sampled, base, snapshots, mesh, settings.stop_ids, Teacher(sampled, {}))
-  found = resident_programs(run, settings.kept_prefixes)
+  sizes = SamplerSpec(
+    prompts=settings.prompt_buckets,
+    response=settings.response_buckets[-1],
+    max_rows=settings.rows,
+    least=settings.rows,
+    chunk=settings.decode_chunk,
+    stop_ids=settings.stop_ids,
+  )
+  found = sampler_programs(
+    sampled,
+    mesh,
+    base,
+    snapshots,
+    sizes,
+    [(settings.rows, False)],
+    resized=False,
+    kept_prefixes=settings.kept_prefixes,
+  )
   return (
     found
     | _of_learning(settings, (taught, teachers), (trained, slots), base, mesh)

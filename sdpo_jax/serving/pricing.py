@@ -18,12 +18,12 @@ from models.adapters import lora
 from models.decoder import DecoderPolicy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.distributed.programs import Program
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import check_output, jsonable, write_output
 from sdpo_jax.planner import model, program_facts, report, topology
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.planner.plan import GIB, Estimate
-from sdpo_jax.programs import Program
 from sdpo_jax.rollout import sizes
 from sdpo_jax.rollout.buckets import smallest_bucket
 from sdpo_jax.serving.engine import EngineSettings, check_divides, memory_for

@@ -15,7 +15,7 @@ from models.adapters.cartridge import Cartridge
 from models.decoder import DecoderPolicy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed.mesh import replicated
-from sdpo_jax.programs import Program
+from sdpo_jax.distributed.programs import Program
 from sdpo_jax.rollout.weights import base_preparation
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training.documents import Texts, prefix_of

@@ -21,8 +21,9 @@ import jax
 import numpy as np
 
 from models.token_texts import TokenTexts
-from sdpo_jax import liveness, programs
+from sdpo_jax import liveness
 from sdpo_jax.config import Config
+from sdpo_jax.distributed import programs
 from sdpo_jax.distributed.cluster import barrier
 from sdpo_jax.distributed.collectives import agreed, gathered
 from sdpo_jax.distributed.stopping import StoppedError

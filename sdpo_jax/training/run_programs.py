@@ -1,24 +1,18 @@
-"""The registered programs of a training run: those of the update and of the sampler in training and evaluation.
+"""The programs of a training run: those of the update and of the sampler in training and evaluation.
 
 Names of the update's: `score/P×T` (log-probs before the update, of all completions or of those that it leaves out),
 `initial/P×T` (the same of all under the initial policy), `top/P×R×T` (the most likely tokens, where `rollouts/` has
 them), `update/P×R×T` (prompt, teacher prompt and completion buckets), `zero`, `apply`, `finish`, `digest` (of the
-state, for metrics.jsonl and checkpoints). Names of the sampler's: `prepare` (its copy of the trainable parameters),
-`prepare_base` (its copy of what it does not read of the base itself, if there is any), `prefill/P×T` for every bucket
-of prompts and, for the largest and the sizes of `sdpo_jax.rollout.sizes`: `empty/P×T` (the cache at first), `admit/P×T`
-(a prompt's cache into the rows of its samples) and `decode/P×T`; of a cache that is small at first, with C slots,
-`admit/P×T@C`, `decode/P×T@C` and `resize/P×T@C`; of fewer rows R, `decode/P×T#R` and what leads there, `resize/P×T#R`,
-or `compact/P×T#R` where the cache keeps its size. What evaluation alone uses is `evaluation/…`: beside the sampler's,
-`divergence/P×T` and the programs of the teacher's sampler, `teacher/…`, where the divergence is measured. `feedback/…`
-are those of the sampler with which the student writes feedback.
+state, for metrics.jsonl and checkpoints). Those of the sampler are named in `rollout.programs`. What evaluation alone
+uses is `evaluation/…`: beside the sampler's, `divergence/P×T` and the programs of the teacher's sampler, `teacher/…`,
+where the divergence is measured. `feedback/…` are those of the sampler with which the student writes feedback.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -26,22 +20,34 @@ import jax.numpy as jnp
 
 from models import parameters as parameter_tables
 from models.policy import Policy
-from sdpo_jax import programs
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.distributed.programs import FEEDBACK, Program
 from sdpo_jax.learning import batching
 from sdpo_jax.learning.readings import divergence_program, top_tokens_program
 from sdpo_jax.learning.update import abstract_state, make_update
 from sdpo_jax.objective.spec import COEFFICIENTS, ObjectiveSpec
-from sdpo_jax.programs import EVALUATION, FEEDBACK, Program, Run
-from sdpo_jax.rollout import decode, functions, sizes
-from sdpo_jax.rollout.sampling import SamplingParams
+from sdpo_jax.rollout.programs import SamplerSpec, named, sampler_programs
 from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
 from sdpo_jax.training import feedback_writing, initial_policy, teacher_model
 from sdpo_jax.training.checkpoint import digests
 from sdpo_jax.training.checkpoint.checkpoints import abstract
 from sdpo_jax.training.specs import batch_spec, declared_buckets, objective_spec, teacher_spec, update_spec
 from sdpo_jax.types import Batch, TeacherSignal, TokenRows, Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """The run that would compile the programs."""
+
+  config: Config
+  policy: Policy
+  base: Tree  # Abstract arrays with shardings, like `trainable`.
+  trainable: Tree
+  mesh: jax.sharding.Mesh
+  stop_ids: int  # How many token ids end a completion.
+  teacher: Teacher  # The model that reads the teacher's prompts, its base as abstract arrays.
+  held_out: int | None = None  # Number of evaluation questions; None: not known.
 
 
 def run_programs(
@@ -76,7 +82,7 @@ def run_programs(
   teacher = teacher or self_teacher(policy, teacher_spec(config))
   teacher = dataclasses.replace(teacher, base=abstract(teacher.base))
   run = Run(config, policy, abstract(base), abstract(trainable), mesh, stop_ids, teacher, held_out)
-  return programs.registered_programs(run)
+  return update_programs(run) | sampling_programs(run) | feedback_programs(run) | divergence_programs(run)
 
 
 def abstract_parameters(policy: Policy, mesh: jax.sharding.Mesh) -> tuple[Tree, Tree]:
@@ -111,7 +117,6 @@ def abstract_table(table: parameter_tables.Table, mesh: jax.sharding.Mesh) -> Tr
   return parameter_tables.map_table(describe, table)
 
 
-@programs.register
 def update_programs(run: Run) -> dict[str, Program]:
   """Return the programs of the update, for every bucket of its micro-batches."""
   config, base, trainable, mesh = run.config, run.base, run.trainable, run.mesh
@@ -153,7 +158,7 @@ def update_programs(run: Run) -> dict[str, Program]:
     prompts = trained.prompts if spec.reads_teacher else tuple((prompt, None) for prompt in trained.prompt)
     for prompt, reprompt in prompts:
       lengths = (prompt, response) if reprompt is None else (prompt, reprompt, response)
-      found[_named('update', lengths)] = Program(
+      found[named('update', lengths)] = Program(
         'update',
         update.accumulate,
         (base, state, trainable, batch_of(prompt, reprompt, response, share=share), run.teacher.base),
@@ -163,7 +168,7 @@ def update_programs(run: Run) -> dict[str, Program]:
         options=meshes.compiler_options(mesh),
       )
       if config.trainer.records_top_tokens:
-        found[_named('top', lengths)] = Program(
+        found[named('top', lengths)] = Program(
           'top',
           top_tokens_program(run.policy, run.teacher, update_spec(config), mesh),
           (base, state, _without_coefficients(batch_of(prompt, reprompt, response, share=share)), run.teacher.base),
@@ -233,7 +238,6 @@ def abstract_batch(
   )
 
 
-@programs.register
 def sampling_programs(run: Run) -> dict[str, Program]:
   """Return the sampler's programs in training, and those that evaluation needs in addition.
 
@@ -249,7 +253,6 @@ def sampling_programs(run: Run) -> dict[str, Program]:
   return found | _of_sampler(run, *student, evaluation) if evaluation else found
 
 
-@programs.register
 def feedback_programs(run: Run) -> dict[str, Program]:
   """Return the programs of the sampler with which the student writes feedback on failures."""
   config = run.config
@@ -260,20 +263,6 @@ def feedback_programs(run: Run) -> dict[str, Program]:
   return _of_sampler(run, run.policy, run.base, run.trainable, [(samples, False)], FEEDBACK)
 
 
-def resident_programs(run: Run, kept_prefixes: int = 0) -> dict[str, Program]:
-  """Return the programs of a resident sampler, which serves requests of any kind (`rollout.resident`).
-
-  Args:
-    run: model and settings of the sampler.
-    kept_prefixes: rows that keep keys and values (`rollout.kept_prefixes`); if there are any, the programs include
-      `empty kept`, `keep` (copies a slot to a row) and `extend` (continues a row with the rest of a prompt).
-  """
-  samples = run.config.data.train_batch_size * run.config.rollout.n
-  requests = [(samples, False)]
-  return _of_sampler(run, run.policy, run.base, run.trainable, requests, resized=False, kept_prefixes=kept_prefixes)
-
-
-@programs.register
 def divergence_programs(run: Run) -> dict[str, Program]:
   """Return the additional programs of evaluations that measure the divergence: the teacher's sampler and the scorer."""
   config, mesh, evaluated = run.config, run.mesh, _evaluated(run)
@@ -285,7 +274,7 @@ def divergence_programs(run: Run) -> dict[str, Program]:
   for response in declared.response:
     for prompt in declared.prompt:
       batch = abstract_batch(rows, prompt, None, response, spec=objective_spec(config), mesh=mesh)
-      found[_named('divergence', (prompt, response), evaluation=True)] = Program(
+      found[named('divergence', (prompt, response), evaluation=True)] = Program(
         'divergence',
         score,
         (run.base, run.trainable, run.teacher.base, batch.student, batch.targets, batch.mask),
@@ -314,231 +303,17 @@ def _evaluated(run: Run) -> int:
 
 
 def _of_sampler(
-  run: Run,
-  policy: Policy,
-  base: Tree,
-  trainable: Tree,
-  requests: Sequence[tuple[int, bool]],
-  whose: str = '',
-  resized: bool = True,
-  kept_prefixes: int = 0,
+  run: Run, policy: Policy, base: Tree, trainable: Tree, requests: Sequence[tuple[int, bool]], whose: str = ''
 ) -> dict[str, Program]:
-  """Return the programs of one sampler.
-
-  Args:
-    run: the run that the sampler belongs to.
-    policy: policy that it samples from.
-    base: frozen parameters of the policy.
-    trainable: other parameters of the policy.
-    requests: (number of samples, whether only evaluation makes it) of each request; programs that an earlier request
-      uses are not listed again.
-    whose: prefix of the programs' kinds, unless they are those of the run's own sampler.
-    resized: as in `rollout.sizes.sizes`.
-    kept_prefixes: see `resident_programs`.
-  """
-  engine = functions.sampler_functions(policy, run.mesh, run.config.rollout.cache_dtype == 'int8')
-  prepared, evaluation = engine.prepare_base(base), requests[0][1]
-  students = {id(leaf) for leaf in jax.tree.leaves(run.base)}
-  whose_base = ['base' if id(leaf) in students else 'teacher base' for leaf in jax.tree.leaves(base)]
-  made = Program(f'{whose}prepare', engine.prepare, (trainable,), holds=('parameters',), evaluation=evaluation)
-  found, inherits = {made.label: made}, {1: (made.label, None)}
-  if prepared.program is not None:
-    whole = Program(
-      f'{whose}prepare_base', prepared.program, (base,), holds=(tuple(whose_base),), evaluation=evaluation
-    )
-    found, inherits = {whole.label: whole} | found, {0: (whole.label, None)} | inherits
-  weights = SamplerArguments(
-    arguments=(prepared.describe(base), jax.eval_shape(engine.prepare, trainable)),
-    holds=(tuple('sampling base' if stay is None else whose_base[stay] for stay in prepared.stays), 'parameters'),
-    inherits=inherits,
+  """Return the programs of one sampler of the run; see `sampler_programs`."""
+  config, declared = run.config, declared_buckets(run.config)
+  spec = SamplerSpec(
+    prompts=declared.prompt,
+    response=declared.response[-1],
+    max_rows=config.rollout.max_batch_rows,
+    least=config.data.train_batch_size * config.rollout.n,
+    chunk=config.rollout.decode_chunk,
+    stop_ids=run.stop_ids,
+    int8_cache=config.rollout.cache_dtype == 'int8',
   )
-  called: set[tuple[Any, ...]] = set()
-  for samples, evaluation in requests:
-    for name, program in _sampling(run, engine, weights, samples, evaluation, whose, resized, kept_prefixes).items():
-      shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(program.arguments))
-      key = program.kind, shapes, *program.static.items()
-      if key not in called:
-        called.add(key)
-        found[name] = program
-  return found
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplerArguments:
-  """The prepared parameters as the first two arguments of the sampler's programs."""
-
-  arguments: tuple[Tree, Tree]  # Base and trainable tree, abstract.
-  holds: tuple[tuple[str, ...], str]  # As in `Program`, as is the next.
-  inherits: dict[int, tuple[str, int | None]]
-
-
-def _sampling(
-  run: Run,
-  engine: functions.SamplerFunctions,
-  weights: SamplerArguments,
-  samples: int,
-  evaluation: bool,
-  whose: str,
-  resized: bool,
-  kept_prefixes: int,
-) -> dict[str, Program]:
-  """Return the sampler's programs for a request of `samples`, except those that prepare the parameters."""
-  config, mesh, shards = run.config, run.mesh, engine.shards
-  declared = declared_buckets(config)
-  response, chunk = declared.response[-1], config.rollout.decode_chunk
-  # Like the sampler of a session, which is built for at least the samples of a training step.
-  least = max(samples, config.data.train_batch_size * config.rollout.n)
-  rows = sizes.shard_rows(least, config.rollout.max_batch_rows, shards)
-  taken = sizes.sizes(
-    rows=rows,
-    refilled=samples > rows * shards,
-    widths=declared.prompt,
-    room=response,
-    chunk=chunk,
-    keeps_size=engine.keeps_size,
-    resized=resized,
-  )
-  whole, most = taken.stages[-1].slots, taken.rows * shards
-  found: dict[str, Program] = {}
-
-  def of_rows(rows: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-    return _of_rows(mesh, (rows,), dtype)
-
-  def members(rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    return (of_rows(rows),) if engine.pooled else ()
-
-  def cache(rows: int, length: int) -> Any:
-    shape = jax.eval_shape(functools.partial(engine.empty, rows=rows, slots=length))
-    return jax.tree.map(
-      lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-      shape,
-      functions.cache_shardings(mesh, shape),
-    )
-
-  def held(size: sizes.Size) -> Any:
-    """Return the cache of a size; a cache that keeps its size still has all rows in its stores."""
-    if not engine.keeps_size:
-      return cache(shards * size.rows, size.slots)
-    return cache(most, size.slots).replace(lengths=of_rows(shards * size.rows))
-
-  def suffix(before: sizes.Size, after: sizes.Size | None = None) -> str:
-    rows = (after or before).rows
-    return f'@{before.slots}' * (before.slots < whole) + f'#{shards * rows}' * (rows < taken.rows)
-
-  def add(
-    name: str,
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-    holds: Sequence[str | tuple[str, ...]],
-    *,
-    prompt: int = declared.prompt[-1],
-    suffix: str = '',
-    **more: Any,
-  ) -> None:
-    lengths = prompt, response
-    found[_named(whose + name, lengths, evaluation) + suffix] = Program(
-      whose + name, function, tuple(arguments), holds=tuple(holds), buckets=lengths, evaluation=evaluation, **more
-    )
-
-  together: dict[int, int] = {}  # Prompts prefilled together → the largest bucket for which that many are.
-  for prompt in declared.prompt:
-    prompts = shards * taken.prompts(prompt)
-    together[prompts] = prompt
-    add(
-      'prefill',
-      engine.prefill,
-      (*weights.arguments, _of_rows(mesh, (prompts, prompt), jnp.int32), of_rows(prompts), *members(prompts)),
-      (*weights.holds, 'batch', 'batch', *['batch'] * len(members(prompts))),
-      prompt=prompt,
-      capacity=taken.prefix,
-      rows=prompts,
-      inherits=weights.inherits,
-      static=dict(slots=taken.prefix),
-    )
-  first = taken.stages[0]
-  shape = dict(rows=most, slots=first.slots)
-  add('empty', engine.empty, (), (), suffix=suffix(first), capacity=first.slots, rows=most, static=shape)
-  for size in taken.stages[: taken.admitting]:
-    for prompts, prompt in together.items():
-      add(
-        'admit',
-        engine.copy,
-        (held(size), cache(prompts, taken.prefix), of_rows(most), of_rows(most), of_rows(shards)),
-        ('cache', 'cache', 'batch', 'batch', 'batch'),
-        prompt=prompt,
-        suffix=suffix(size),
-        capacity=size.slots,
-        rows=most,
-      )
-  if kept_prefixes:
-    kept = shards * math.ceil(kept_prefixes / shards)
-    more = dict(capacity=taken.prefix, rows=kept)
-    add('empty kept', engine.empty, (), (), static=dict(rows=kept, slots=taken.prefix), **more)
-    rows = cache(kept, taken.prefix)
-    indices = of_rows(most), of_rows(most), of_rows(shards)
-    add('keep', engine.copy, (rows, held(first), *indices), ('kept prefixes', 'cache', *['batch'] * 3), **more)
-    prompts = shards * taken.prompts(taken.prefix)
-    tokens, numbers = _of_rows(mesh, (prompts, taken.prefix), jnp.int32), of_rows(prompts)
-    add(
-      'extend',
-      engine.extend,
-      (*weights.arguments, rows, numbers, tokens, numbers, numbers, *members(prompts)),
-      (*weights.holds, 'kept prefixes', *['batch'] * (4 + len(members(prompts)))),
-      capacity=taken.prefix,
-      rows=prompts,
-      inherits=weights.inherits,
-      static=dict(piece=taken.piece),
-    )
-  for size in taken.stages:
-    rows = shards * size.rows
-    state = decode.DecodeState(
-      _sampling_params(mesh, rows, run.stop_ids), *[of_rows(rows)] * 2, of_rows(rows, bool), *members(rows)
-    )
-    add(
-      'decode',
-      engine.advance,
-      (*weights.arguments, held(size), state, jax.ShapeDtypeStruct((), jnp.int32)),
-      (*weights.holds, 'cache', 'batch', 'batch'),
-      suffix=suffix(size),
-      capacity=size.slots,
-      rows=rows,
-      inherits=weights.inherits,
-      static=dict(steps=chunk),
-    )
-  for before, after in taken.moves:
-    given, source, rows = held(before), of_rows(shards * after.rows), shards * after.rows
-    if engine.keeps_size:
-      holds = 'cache', 'cache', 'batch'
-      arguments = given.stores, given.lengths, source
-      add('compact', engine.compact, arguments, holds, suffix=suffix(before, after), capacity=whole, rows=rows)
-    else:
-      static = dict(slots=after.slots)
-      more = dict(suffix=suffix(before, after), capacity=after.slots, rows=rows, static=static)
-      add('resize', engine.resize, (given, source), ('cache', 'batch'), **more)
-  return found
-
-
-def _named(kind: str, lengths: Sequence[int], evaluation: bool = False) -> str:
-  return f'{EVALUATION if evaluation else ""}{kind}/{"×".join(map(str, lengths))}'
-
-
-def _of_rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-  if mesh.size == 1:  # The arrays come from the host without a sharding.
-    return jax.ShapeDtypeStruct(shape, dtype)
-  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(meshes.FSDP))
-  return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding if shape else meshes.replicated(mesh))
-
-
-def _sampling_params(mesh: jax.sharding.Mesh, rows: int, stop_ids: int) -> SamplingParams:
-  array = functools.partial(_of_rows, mesh)
-  return SamplingParams(
-    temperature=array((rows,), jnp.float32),
-    top_p=array((rows,), jnp.float32),
-    top_k=array((rows,), jnp.int32),
-    min_p=array((rows,), jnp.float32),
-    seed=array((rows,), jnp.uint32),
-    sample_id=array((rows,), jnp.int32),
-    step=array((rows,), jnp.int32),
-    max_tokens=array((rows,), jnp.int32),
-    stop_ids=array((rows, stop_ids), jnp.int32),
-  )
+  return sampler_programs(policy, run.mesh, base, trainable, spec, requests, whose, students_base=run.base)

@@ -11,8 +11,9 @@ import jax
 
 from models import parameters as parameter_tables
 from models.policy import Policy
-from sdpo_jax import liveness, programs
+from sdpo_jax import liveness
 from sdpo_jax.config import Config
+from sdpo_jax.distributed import programs
 from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError, first_line

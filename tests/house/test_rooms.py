@@ -22,7 +22,6 @@ ROOMS = """
   sdpo_jax.training.checkpoint
   sdpo_jax.reporting
   sdpo_jax.training.directory
-  sdpo_jax.programs
   sdpo_jax.training.specs sdpo_jax.training.documents
   sdpo_jax.learning
   sdpo_jax.evaluation

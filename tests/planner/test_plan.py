@@ -20,14 +20,14 @@ from benchmarks import tpu_plan
 from configs import quickstart, qwen3_8b_chemistry, qwen3_8b_livecodebench
 from models import huggingface
 from models.attention import splash
-from sdpo_jax import programs
 from sdpo_jax.config import Config, MeshConfig, ModelConfig
 from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.distributed import programs
+from sdpo_jax.distributed.programs import Program
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning import batching
 from sdpo_jax.planner import hlo, kernels, lengths, model, program_facts, report, run, search, topology, workload
 from sdpo_jax.planner import plan as planning
-from sdpo_jax.programs import Program
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
 from sdpo_jax.training.specs import batch_spec
 from tests import tiers, tiny

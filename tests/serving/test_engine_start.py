@@ -16,12 +16,12 @@ import pytest
 from models import huggingface, parameters
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
+from sdpo_jax.distributed.programs import noted_compilations
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import write_atomically
 from sdpo_jax.learning.losses import Sdpo
 from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.objective.jsd_pg import JsdPg
-from sdpo_jax.programs import noted_compilations
 from sdpo_jax.serving import program_folder
 from sdpo_jax.serving.engine import BASE, Engine, Feedback
 from sdpo_jax.serving.program_folder import HOUR, INDEX, KEPT, PROGRAM, ProgramFolder

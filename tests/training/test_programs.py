@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from models.attention.backend import AttentionBackend
-from sdpo_jax import programs as registry
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.distributed import programs as registry
 from sdpo_jax.learning import batching
 from sdpo_jax.learning.update import make_update, place_state
 from sdpo_jax.planner.plan import resident_bytes

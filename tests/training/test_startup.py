@@ -14,9 +14,9 @@ import pytest
 
 from models import huggingface
 from models.attention.backend import AttentionBackend
-from sdpo_jax import programs as registered
 from sdpo_jax.config import Config, MeshConfig
 from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.distributed import programs as registered
 from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout import sizes

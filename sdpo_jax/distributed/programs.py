@@ -1,8 +1,7 @@
-"""The registry of the programs that a run compiles, each with the shapes that it is called with.
+"""The programs that a run or a service compiles, each with the shapes that it is called with.
 
-A package that compiles something registers a source of programs (`register`). Everything that lowers, compiles or costs
-programs without running them, such as the planner, reads `registered_programs`; `compile_programs` compiles them in an
-order in which the shardings of every program's arguments are known.
+Everything that lowers, compiles or costs programs without running them, such as the planner, reads such a list;
+`compile_programs` compiles one in an order in which the shardings of every program's arguments are known.
 """
 
 from __future__ import annotations
@@ -14,11 +13,6 @@ import dataclasses
 from typing import Any
 
 import jax
-
-from models.policy import Policy
-from sdpo_jax.config import Config
-from sdpo_jax.teacher.signal import Teacher
-from sdpo_jax.types import Tree
 
 COMPILED = '/jax/core/compile/backend_compile_duration'  # What JAX reports when it compiles, or reads from its cache.
 FEEDBACK = 'feedback/'  # Prefix of the kinds of sampling programs with which the student writes feedback.
@@ -74,53 +68,13 @@ def _placed(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding | None) 
   return leaf if sharding is None else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-  """The run that would compile the programs, as described to their sources."""
-
-  config: Config
-  policy: Policy
-  base: Tree  # Abstract arrays with shardings, like `trainable`.
-  trainable: Tree
-  mesh: jax.sharding.Mesh
-  stop_ids: int  # How many token ids end a completion.
-  teacher: Teacher  # The model that reads the teacher's prompts, its base as abstract arrays.
-  held_out: int | None = None  # Number of evaluation questions; None: not known.
-
-
-Source = Callable[[Run], dict[str, Program]]
-_SOURCES: dict[str, Source] = {}
-
-
-def register(source: Source) -> Source:
-  """Register a source of programs, replacing one with the same qualified name; usable as a decorator."""
-  _SOURCES[f'{source.__module__}.{source.__qualname__}'] = source
-  return source
-
-
-def registered_programs(run: Run) -> dict[str, Program]:
-  """Return every program of a run by name, for all its declared buckets, from all registered sources.
-
-  Raises:
-    ValueError: two sources give a program the same name.
-  """
-  found: dict[str, Program] = {}
-  for source in _SOURCES.values():
-    programs = source(run)
-    twice = sorted(found.keys() & programs.keys())
-    if twice:
-      raise ValueError(f'Two sources register a program {twice[0]!r}.')
-    found |= programs
-  return found
-
-
 def compile_programs(
   found: Mapping[str, Program], names: Iterable[str]
 ) -> Iterator[tuple[str, jax.stages.Compiled | jax.errors.JaxRuntimeError]]:
   """Compile programs, each after those from which it inherits shardings.
 
   Args:
-    found: result of `registered_programs`.
+    found: programs by name.
     names: names of the programs to compile.
 
   Yields:

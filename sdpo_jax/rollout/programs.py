@@ -1,0 +1,277 @@
+"""The programs of a sampler with the shapes of their arguments.
+
+`prepare` (its copy of the trainable parameters), `prepare_base` (its copy of what it does not read of the base itself,
+if there is any), `prefill/P×T` for every bucket of prompts and, for the largest and the sizes of
+`sdpo_jax.rollout.sizes`: `empty/P×T` (the cache at first), `admit/P×T` (a prompt's cache into the rows of its samples)
+and `decode/P×T`; of a cache that is small at first, with C slots, `admit/P×T@C`, `decode/P×T@C` and `resize/P×T@C`; of
+fewer rows R, `decode/P×T#R` and what leads there, `resize/P×T#R`, or `compact/P×T#R` where the cache keeps its size.
+What evaluation alone uses is `evaluation/…`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from models.policy import Policy
+from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.distributed.programs import EVALUATION, Program
+from sdpo_jax.rollout import decode, functions, sizes
+from sdpo_jax.rollout.sampling import SamplingParams
+from sdpo_jax.types import Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerSpec:
+  """The sizes on which a sampler's programs depend, beside those of its model."""
+
+  prompts: tuple[int, ...]  # Buckets of prompts.
+  response: int  # The most tokens of a completion.
+  max_rows: int  # Completions that are drawn at one time.
+  least: int  # Samples for which the sampler is built at least: those of a training step.
+  chunk: int  # Tokens that are drawn between two looks at what has ended.
+  stop_ids: int  # How many token ids end a completion.
+  int8_cache: bool = False
+
+
+def sampler_programs(
+  policy: Policy,
+  mesh: jax.sharding.Mesh,
+  base: Tree,
+  trainable: Tree,
+  spec: SamplerSpec,
+  requests: Sequence[tuple[int, bool]],
+  whose: str = '',
+  *,
+  students_base: Tree | None = None,
+  resized: bool = True,
+  kept_prefixes: int = 0,
+) -> dict[str, Program]:
+  """Return the programs of one sampler.
+
+  Args:
+    policy: policy that it samples from.
+    mesh: mesh to run on.
+    base: frozen parameters of the policy, as abstract arrays.
+    trainable: other parameters of the policy.
+    spec: sizes.
+    requests: (number of samples, whether only evaluation makes it) of each request; programs that an earlier request
+      uses are not listed again.
+    whose: prefix of the programs' kinds, unless they are those of the run's own sampler.
+    students_base: frozen parameters of the student, if the policy may be another model's.
+    resized: as in `rollout.sizes.sizes`.
+    kept_prefixes: rows that keep keys and values (`rollout.kept_prefixes`); if there are any, the programs include
+      `empty kept`, `keep` (copies a slot to a row) and `extend` (continues a row with the rest of a prompt).
+  """
+  engine = functions.sampler_functions(policy, mesh, spec.int8_cache)
+  prepared, evaluation = engine.prepare_base(base), requests[0][1]
+  students = {id(leaf) for leaf in jax.tree.leaves(base if students_base is None else students_base)}
+  whose_base = ['base' if id(leaf) in students else 'teacher base' for leaf in jax.tree.leaves(base)]
+  made = Program(f'{whose}prepare', engine.prepare, (trainable,), holds=('parameters',), evaluation=evaluation)
+  found, inherits = {made.label: made}, {1: (made.label, None)}
+  if prepared.program is not None:
+    whole = Program(
+      f'{whose}prepare_base', prepared.program, (base,), holds=(tuple(whose_base),), evaluation=evaluation
+    )
+    found, inherits = {whole.label: whole} | found, {0: (whole.label, None)} | inherits
+  weights = SamplerArguments(
+    arguments=(prepared.describe(base), jax.eval_shape(engine.prepare, trainable)),
+    holds=(tuple('sampling base' if stay is None else whose_base[stay] for stay in prepared.stays), 'parameters'),
+    inherits=inherits,
+  )
+  called: set[tuple[Any, ...]] = set()
+  for samples, evaluation in requests:
+    for name, program in _sampling(
+      mesh, spec, engine, weights, samples, evaluation, whose, resized, kept_prefixes
+    ).items():
+      shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(program.arguments))
+      key = program.kind, shapes, *program.static.items()
+      if key not in called:
+        called.add(key)
+        found[name] = program
+  return found
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerArguments:
+  """The prepared parameters as the first two arguments of the sampler's programs."""
+
+  arguments: tuple[Tree, Tree]  # Base and trainable tree, abstract.
+  holds: tuple[tuple[str, ...], str]  # As in `Program`, as is the next.
+  inherits: dict[int, tuple[str, int | None]]
+
+
+def _sampling(
+  mesh: jax.sharding.Mesh,
+  spec: SamplerSpec,
+  engine: functions.SamplerFunctions,
+  weights: SamplerArguments,
+  samples: int,
+  evaluation: bool,
+  whose: str,
+  resized: bool,
+  kept_prefixes: int,
+) -> dict[str, Program]:
+  """Return the sampler's programs for a request of `samples`, except those that prepare the parameters."""
+  response, chunk, shards = spec.response, spec.chunk, engine.shards
+  rows = sizes.shard_rows(max(samples, spec.least), spec.max_rows, shards)
+  taken = sizes.sizes(
+    rows=rows,
+    refilled=samples > rows * shards,
+    widths=spec.prompts,
+    room=response,
+    chunk=chunk,
+    keeps_size=engine.keeps_size,
+    resized=resized,
+  )
+  whole, most = taken.stages[-1].slots, taken.rows * shards
+  found: dict[str, Program] = {}
+
+  def of_rows(rows: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    return _of_rows(mesh, (rows,), dtype)
+
+  def members(rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return (of_rows(rows),) if engine.pooled else ()
+
+  def cache(rows: int, length: int) -> Any:
+    shape = jax.eval_shape(functools.partial(engine.empty, rows=rows, slots=length))
+    return jax.tree.map(
+      lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+      shape,
+      functions.cache_shardings(mesh, shape),
+    )
+
+  def held(size: sizes.Size) -> Any:
+    """Return the cache of a size; a cache that keeps its size still has all rows in its stores."""
+    if not engine.keeps_size:
+      return cache(shards * size.rows, size.slots)
+    return cache(most, size.slots).replace(lengths=of_rows(shards * size.rows))
+
+  def suffix(before: sizes.Size, after: sizes.Size | None = None) -> str:
+    rows = (after or before).rows
+    return f'@{before.slots}' * (before.slots < whole) + f'#{shards * rows}' * (rows < taken.rows)
+
+  def add(
+    name: str,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    holds: Sequence[str | tuple[str, ...]],
+    *,
+    prompt: int = spec.prompts[-1],
+    suffix: str = '',
+    **more: Any,
+  ) -> None:
+    lengths = prompt, response
+    found[named(whose + name, lengths, evaluation) + suffix] = Program(
+      whose + name, function, tuple(arguments), holds=tuple(holds), buckets=lengths, evaluation=evaluation, **more
+    )
+
+  together: dict[int, int] = {}  # Prompts prefilled together → the largest bucket for which that many are.
+  for prompt in spec.prompts:
+    prompts = shards * taken.prompts(prompt)
+    together[prompts] = prompt
+    add(
+      'prefill',
+      engine.prefill,
+      (*weights.arguments, _of_rows(mesh, (prompts, prompt), jnp.int32), of_rows(prompts), *members(prompts)),
+      (*weights.holds, 'batch', 'batch', *['batch'] * len(members(prompts))),
+      prompt=prompt,
+      capacity=taken.prefix,
+      rows=prompts,
+      inherits=weights.inherits,
+      static=dict(slots=taken.prefix),
+    )
+  first = taken.stages[0]
+  shape = dict(rows=most, slots=first.slots)
+  add('empty', engine.empty, (), (), suffix=suffix(first), capacity=first.slots, rows=most, static=shape)
+  for size in taken.stages[: taken.admitting]:
+    for prompts, prompt in together.items():
+      add(
+        'admit',
+        engine.copy,
+        (held(size), cache(prompts, taken.prefix), of_rows(most), of_rows(most), of_rows(shards)),
+        ('cache', 'cache', 'batch', 'batch', 'batch'),
+        prompt=prompt,
+        suffix=suffix(size),
+        capacity=size.slots,
+        rows=most,
+      )
+  if kept_prefixes:
+    kept = shards * math.ceil(kept_prefixes / shards)
+    more = dict(capacity=taken.prefix, rows=kept)
+    add('empty kept', engine.empty, (), (), static=dict(rows=kept, slots=taken.prefix), **more)
+    rows = cache(kept, taken.prefix)
+    indices = of_rows(most), of_rows(most), of_rows(shards)
+    add('keep', engine.copy, (rows, held(first), *indices), ('kept prefixes', 'cache', *['batch'] * 3), **more)
+    prompts = shards * taken.prompts(taken.prefix)
+    tokens, numbers = _of_rows(mesh, (prompts, taken.prefix), jnp.int32), of_rows(prompts)
+    add(
+      'extend',
+      engine.extend,
+      (*weights.arguments, rows, numbers, tokens, numbers, numbers, *members(prompts)),
+      (*weights.holds, 'kept prefixes', *['batch'] * (4 + len(members(prompts)))),
+      capacity=taken.prefix,
+      rows=prompts,
+      inherits=weights.inherits,
+      static=dict(piece=taken.piece),
+    )
+  for size in taken.stages:
+    rows = shards * size.rows
+    state = decode.DecodeState(
+      _sampling_params(mesh, rows, spec.stop_ids), *[of_rows(rows)] * 2, of_rows(rows, bool), *members(rows)
+    )
+    add(
+      'decode',
+      engine.advance,
+      (*weights.arguments, held(size), state, jax.ShapeDtypeStruct((), jnp.int32)),
+      (*weights.holds, 'cache', 'batch', 'batch'),
+      suffix=suffix(size),
+      capacity=size.slots,
+      rows=rows,
+      inherits=weights.inherits,
+      static=dict(steps=chunk),
+    )
+  for before, after in taken.moves:
+    given, source, rows = held(before), of_rows(shards * after.rows), shards * after.rows
+    if engine.keeps_size:
+      holds = 'cache', 'cache', 'batch'
+      arguments = given.stores, given.lengths, source
+      add('compact', engine.compact, arguments, holds, suffix=suffix(before, after), capacity=whole, rows=rows)
+    else:
+      static = dict(slots=after.slots)
+      more = dict(suffix=suffix(before, after), capacity=after.slots, rows=rows, static=static)
+      add('resize', engine.resize, (given, source), ('cache', 'batch'), **more)
+  return found
+
+
+def named(kind: str, lengths: Sequence[int], evaluation: bool = False) -> str:
+  """Return the name of a program: its kind and its buckets."""
+  return f'{EVALUATION if evaluation else ""}{kind}/{"×".join(map(str, lengths))}'
+
+
+def _of_rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+  if mesh.size == 1:  # The arrays come from the host without a sharding.
+    return jax.ShapeDtypeStruct(shape, dtype)
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(meshes.FSDP))
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding if shape else meshes.replicated(mesh))
+
+
+def _sampling_params(mesh: jax.sharding.Mesh, rows: int, stop_ids: int) -> SamplingParams:
+  array = functools.partial(_of_rows, mesh)
+  return SamplingParams(
+    temperature=array((rows,), jnp.float32),
+    top_p=array((rows,), jnp.float32),
+    top_k=array((rows,), jnp.int32),
+    min_p=array((rows,), jnp.float32),
+    seed=array((rows,), jnp.uint32),
+    sample_id=array((rows,), jnp.int32),
+    step=array((rows,), jnp.int32),
+    max_tokens=array((rows,), jnp.int32),
+    stop_ids=array((rows, stop_ids), jnp.int32),
+  )
