@@ -14,7 +14,7 @@ from sdpo_jax.learning.learner import Learned
 from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.rollout.resident import CancelledError
-from sdpo_jax.rollout.resident import SamplingHandle as Drawing
+from sdpo_jax.rollout.resident import Handle as Drawing
 from sdpo_jax.rollout.results import Completion, Draft
 from sdpo_jax.serving.engine import BASE, Feedback
 from sdpo_jax.serving.errors import Cancelled, NotReady, ServiceError

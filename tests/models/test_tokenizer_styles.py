@@ -7,15 +7,15 @@ import pytest
 from models import chat_template, control_tokens
 from models import tokenizer as tokenizers
 from sdpo_jax.config import Config
-from sdpo_jax.data import pipeline, prompts
+from sdpo_jax.data import prompts
 from sdpo_jax.data.prompts import ChatFormat
-from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.preflight.prompts import visible
 from sdpo_jax.teacher.context import build_teacher_context
 from sdpo_jax.training import startup
 from sdpo_jax.training.opening import check_turn_end, stop_token_ids, template_remarks
+from sdpo_jax.training.questions import held_out_questions, training_questions
 from sdpo_jax.training.room import check_reprompts
 from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.types import Example, Outcome
@@ -173,9 +173,9 @@ def test_the_row_that_a_template_refuses_is_named(style, says, way_out, folders,
   config = Config()
   config.model.path, config.data.train_files, config.data.val_files = str(folders[style]), (str(path),), (str(path),)
   config.data.train_batch_size = 2
-  for read in (pipeline.TrainIterator, pipeline.evaluation_examples):
+  for read in (training_questions, held_out_questions):
     with pytest.raises(UserError) as error:
-      read(config, loaded[style], registry)
+      read(config, loaded[style])
     assert str(error.value).startswith(f"{path}, line 4: the model's chat template refuses these messages (")
     assert f': {says}; {way_out}' in str(error.value) and 'model.chat_template' in str(error.value)
 

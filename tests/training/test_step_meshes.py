@@ -19,7 +19,7 @@ from sdpo_jax.environments import registry
 from sdpo_jax.learning import batching
 from sdpo_jax.learning.update import make_update, place_state
 from sdpo_jax.teacher.context import build_teacher_context
-from sdpo_jax.training.specs import batch_spec, update_spec
+from sdpo_jax.training.specs import batch_spec, prompt_spec, update_spec
 from sdpo_jax.types import Outcome, Rollouts
 
 QUESTIONS, N, T = 4, 4, 8
@@ -52,7 +52,7 @@ def samples() -> batching.GenerationBatch:
   tokens = rng.integers(10, 200, (count, T)).astype(np.int32)
   mask = np.arange(T)[None] < rng.integers(1, T + 1, count)[:, None]
   group = np.repeat(np.arange(QUESTIONS, dtype=np.int32), N)
-  prompts = [prompt_tokens(tokenizer, examples[g], config) for g in group]
+  prompts = [prompt_tokens(tokenizer, examples[g], prompt_spec(config)) for g in group]
   zeros = np.zeros((count, T), np.float32)
   rollouts = Rollouts(
     group, np.zeros((count, 1), np.int32), np.ones((count, 1), bool), tokens * mask, mask, zeros, zeros, zeros,
