@@ -277,16 +277,18 @@ class Gate:
       if operation.token:  # The token is checked before a stored response is returned.
         token = request.header('x-session-token')
         await run_in_threadpool(account.sessions.check_token, params['adapter'], params['session'], token)
-      request = None
+      idempotent = None
       if operation.again is not None and (key := self._idempotency_key(request)) is not None:
         begun = await run_in_threadpool(account.begin, key, _digest(request, scope))
         if isinstance(begun, StoredResponse):
           status, content = await run_in_threadpool(_again, operation, account, begun)
           await send_body(answer, status, content, operation.headers_of(content) | {'Idempotency-Replayed': 'true'})
           return
-        request, answer.held = begun, []
-        state['idempotency'] = request
-      task = asyncio.create_task(self._handle(account, request, scope, body, receive, answer, call, operation.endless))
+        idempotent, answer.held = begun, []
+        state['idempotency'] = idempotent
+      task = asyncio.create_task(
+        self._handle(account, idempotent, scope, body, receive, answer, call, operation.endless)
+      )
       task.add_done_callback(lambda _: places.let_go())
       await self._wait(task, call, seconds)
     finally:
