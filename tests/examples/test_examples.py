@@ -1,5 +1,6 @@
 """Every script of examples/ runs as its docstring says, with fewer steps."""
 
+import json
 import re
 import subprocess
 import sys
@@ -26,6 +27,7 @@ RUNS = {  # Arguments, and what is printed.
   ),
 }
 ELSEWHERE = {'serve_client.py', 'session_client.py'}  # Run against a server by their own tests.
+ALONE = {'objective_on_arrays.py', 'one_step.py'}  # Run by tests of their own below.
 
 
 def run(name: str, *arguments: str) -> str:
@@ -42,7 +44,7 @@ def run(name: str, *arguments: str) -> str:
 
 
 def test_no_example_is_left_out():
-  assert {path.name for path in EXAMPLES.glob('*.py')} - ELSEWHERE == {*RUNS, 'objective_on_arrays.py'}
+  assert {path.name for path in EXAMPLES.glob('*.py')} - ELSEWHERE == {*RUNS, *ALONE}
 
 
 @pytest.mark.slow  # The call that it shows is made by every test of the objective.
@@ -63,3 +65,20 @@ def test_an_example_runs(name, tmp_path):
   assert re.search(printed, found), found
   if name == 'sweep.py':
     assert (tmp_path / 'curves.png').read_bytes().startswith(b'\x89PNG')
+
+
+@pytest.mark.slow
+def test_one_step_on_a_page_is_the_step_of_a_run(tmp_path):
+  *_, digest = run('one_step.py', '--config=configs/quickstart.py').split()
+  command = [sys.executable, '-m', 'launch.train', '--config=configs/quickstart.py', f'--workdir={tmp_path}/run']
+  settings = ['total_training_steps=1', 'val_before_train=false', 'test_freq=0']
+  subprocess.run(
+    [*command, *(f'--config.trainer.{setting}' for setting in settings)],
+    check=True,
+    cwd=tiny.REPOSITORY,
+    env=tiny.environment(quick=True),
+  )
+  [line] = (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()
+  assert json.loads(line)['state_digest'] == digest
+  with pytest.raises(AssertionError, match='without a teacher that is not re-prompted'):
+    run('one_step.py', '--config=configs/quickstart_grpo.py')
