@@ -57,8 +57,8 @@ class Handle:
 
   def __init__(self, samples: Samples, weights: Weights, stops: StopStrings, drafts: bool):
     self.weights = weights
-    self._samples, self._stops, self._drafts = samples, stops, drafts
-    self._left, self._ended = len(samples), False
+    self.samples, self.stops, self.wants_drafts = samples, stops, drafts
+    self.left, self._ended = len(samples), False  # `left`: samples that are not done.
     # Tokens of the prompt whose keys and values came from an earlier one, the maximum over finished samples.
     self.reused = 0
     self._events: queue.SimpleQueue[Draft | Completion | BaseException | None] = queue.SimpleQueue()
@@ -85,8 +85,10 @@ class Handle:
     """Whether all samples are done, the request was cancelled, or the sampler has ended."""
     return self._ended
 
-  def _tell(self, event: Draft | Completion | BaseException | None) -> None:
+  def tell(self, event: Draft | Completion | BaseException | None) -> None:
+    """Pass an event to whoever iterates, None after the last one; called by the sampler only."""
     self._ended = self._ended or not isinstance(event, (Draft, Completion))
+    self.left -= isinstance(event, Completion)
     self._events.put(event)
 
   def result(self) -> list[Completion]:
@@ -245,7 +247,7 @@ class Resident:
       self._failure, handles = error, list(self._handles.values())
       self._handles.clear()
     for handle in handles:
-      handle._tell(error)
+      handle.tell(error)
 
   def _turn(self) -> bool:
     self._work.clear()
@@ -260,7 +262,7 @@ class Resident:
     self._drafts = [
       (self._handles[samples], Draft(number, tokens))
       for samples, number, tokens in self._slots.running()
-      if self._handles[samples]._drafts
+      if self._handles[samples].wants_drafts
     ]
     return True
 
@@ -268,17 +270,17 @@ class Resident:
     """Add requests submitted, and remove those cancelled, since the last turn."""
     with self._lock:
       while self._new:
-        self._slots.add(self._new.popleft()._samples)
-      gone = {handle._samples: handle for handle in self._cancelled if handle._samples in self._handles}
+        self._slots.add(self._new.popleft().samples)
+      gone = {handle.samples: handle for handle in self._cancelled if handle.samples in self._handles}
       self._cancelled.clear()
       for samples in gone:
         del self._handles[samples]
     if gone:
       self._slots.remove(lambda samples: samples in gone)
       self._ended = [done for done in self._ended if done.samples not in gone]
-      self._drafts = [(handle, draft) for handle, draft in self._drafts if handle._samples not in gone]
+      self._drafts = [(handle, draft) for handle, draft in self._drafts if handle.samples not in gone]
     for handle in gone.values():
-      handle._tell(CancelledError('The request was cancelled.'))
+      handle.tell(CancelledError('The request was cancelled.'))
 
   def _tell(self) -> None:
     """Pass the results of the last turn to the handles."""
@@ -286,17 +288,16 @@ class Resident:
       handle = self._handles[done.samples]
       text = to_text(self._sampler.tokenizer, done.tokens.tolist())
       handle.reused = max(handle.reused, done.reused)
-      handle._tell(
+      handle.tell(
         Completion(done.number, done.tokens, **done.records, stopped=done.stopped, text=text, reused=done.reused)
       )
-      handle._left -= 1
-      if not handle._left:
+      if not handle.left:
         with self._lock:
           del self._handles[done.samples]
-        handle._tell(None)
+        handle.tell(None)
     for handle, draft in self._drafts:
-      handle._tell(draft)
+      handle.tell(draft)
     self._ended, self._drafts = [], []
 
   def _end(self, samples: Samples, tokens: np.ndarray, checked: int, done: bool) -> int | None:
-    return self._handles[samples]._stops.end(tokens, checked, done)
+    return self._handles[samples].stops.end(tokens, checked, done)

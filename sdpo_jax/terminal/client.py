@@ -75,8 +75,7 @@ class ServiceClient:
     said = None
     while True:
       alive()
-      with self._answers():
-        answer = self._http.get('/readyz')
+      answer = self._sent('GET', '/readyz')
       try:
         state = answer.json()
       except ValueError:
@@ -94,48 +93,57 @@ class ServiceClient:
 
   def adapter(self, name: str) -> dict[str, Any]:
     """Return the adapter with this name or id; creates one if no adapter has the name."""
-    found = self._get(_ROOT)['adapters']
+    found = self.get(_ROOT)['adapters']
     for adapter in found:
       if name in (adapter['name'], adapter['id']):
         return adapter
-    return self._post(_ROOT, {'name': name})
+    return self.post(_ROOT, {'name': name})
 
   def adapter_now(self, adapter: str) -> dict[str, Any]:
     """Return the current state of an adapter."""
-    return self._get(f'{_ROOT}/{adapter}')
+    return self.get(f'{_ROOT}/{adapter}')
 
   def versions(self, adapter: str) -> list[dict[str, Any]]:
     """Return the stored versions, oldest first."""
-    return self._get(f'{_ROOT}/{adapter}/versions')['versions']
+    return self.get(f'{_ROOT}/{adapter}/versions')['versions']
 
   def difference(self, adapter: str, before: int, after: int) -> dict[str, Any]:
     """Return the difference between two versions."""
-    return self._get(f'{_ROOT}/{adapter}/versions/{after}/diff', against=before)
+    return self.get(f'{_ROOT}/{adapter}/versions/{after}/diff', against=before)
 
   def undo(self, adapter: str, to: int) -> dict[str, Any]:
     """Create a new version equal to an older one and return it."""
-    return self._post(f'{_ROOT}/{adapter}/undo', {'to': to})
+    return self.post(f'{_ROOT}/{adapter}/undo', {'to': to})
 
   def export(self, adapter: str) -> bytes:
     """Return the newest version in PEFT's format, as a zip file."""
-    with self._answers():
-      answer = self._http.get(f'{_ROOT}/{adapter}/export')
-    return _checked(answer).content
+    return _checked(self._sent('GET', f'{_ROOT}/{adapter}/export')).content
 
   def open_session(self, adapter: str, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Open a session; return it and its token."""
-    answer = self._post(f'{_ROOT}/{adapter}/sessions', settings)
+    answer = self.post(f'{_ROOT}/{adapter}/sessions', settings)
     return answer['session'], answer['token']
 
-  def _get(self, path: str, **query: Any) -> Any:
-    with self._answers():
-      answer = self._http.get(path, params=query)
-    return _json(answer)
+  def get(self, path: str, **query: Any) -> Any:
+    """Return the decoded answer of a path; raises Refused if the service refuses, AnswerLost if it does not answer."""
+    return _json(self._sent('GET', path, params=query))
 
-  def _post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Any:
+  def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Any:
+    """Send a body to a path and return the decoded answer; raises as `get`."""
+    return _json(self._sent('POST', path, json=body, headers=headers))
+
+  @contextlib.contextmanager
+  def stream(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Iterator[Iterator[tuple[str, Any]]]:
+    """Send a body to a path and yield the events of the answer as they arrive; raises as `get`."""
+    with self._answers(), self._http.stream('POST', path, json=body | {'stream': True}, headers=headers) as answer:
+      if answer.status_code != 200:
+        answer.read()
+        _checked(answer)
+      yield events(answer.iter_lines())
+
+  def _sent(self, method: str, path: str, **more: Any) -> httpx.Response:
     with self._answers():
-      answer = self._http.post(path, json=body, headers=headers)
-    return _json(answer)
+      return self._http.request(method, path, **more)
 
   @contextlib.contextmanager
   def _answers(self) -> Iterator[None]:
@@ -158,7 +166,7 @@ class SessionClient:
 
   def state(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the session and its turns."""
-    answer = self.client._get(self._path)
+    answer = self.client.get(self._path)
     return answer['session'], answer['turns']
 
   def propose(
@@ -184,16 +192,12 @@ class SessionClient:
     return self._post('flush', {})['learned']
 
   def _post(self, path: str, body: Mapping[str, Any]) -> Any:
-    return self.client._post(f'{self._path}/{path}', body, self._headers)
+    return self.client.post(f'{self._path}/{path}', body, self._headers)
 
-  def _streamed(self, path: str, body: Mapping[str, Any], write: Callable[[str], None]) -> dict[str, Any]:
-    asked = {**body, 'stream': True}
+  def _streamed(self, path: str, body: dict[str, Any], write: Callable[[str], None]) -> dict[str, Any]:
     turn = None
-    with self.client._answers(), self.client._http.stream('POST', path, json=asked, headers=self._headers) as answer:
-      if answer.status_code != 200:
-        answer.read()
-        _checked(answer)
-      for kind, data in events(answer.iter_lines()):
+    with self.client.stream(path, body, self._headers) as arriving:
+      for kind, data in arriving:
         if kind == 'draft':
           write(data['delta'])
         elif kind == 'turn':
