@@ -144,15 +144,29 @@ def free_memory():
   gc.freeze()
 
 
+@contextlib.contextmanager
+def forgetting() -> Iterator[None]:
+  """Take away after the block what was registered in it: in a run, names stay, so nothing public removes them."""
+  tables = {'environment': registry._FACTORIES, 'generator': registry._GENERATORS}  # noqa: SLF001
+  known = {kind: table.keys() | registry._BUILT_IN[kind].keys() for kind, table in tables.items()}  # noqa: SLF001
+  yield
+  for kind, table in tables.items():
+    for name in table.keys() - known[kind]:
+      del table[name]
+
+
 @pytest.fixture(scope='module', autouse=True)
 def forget_names():
   """Yield what a file's tests register goes when they are done: experiments of two files register the same names."""
-  tables = (registry._FACTORIES, registry._GENERATORS)
-  known = [set(table) for table in tables]
-  yield
-  for kind, table, names in zip(('environment', 'generator'), tables, known, strict=True):
-    for name in table.keys() - names - registry._BUILT_IN[kind].keys():
-      del table[name]
+  with forgetting():
+    yield
+
+
+@pytest.fixture
+def registering():
+  """Return the registry of graders and generators; what a test registers in it goes when the test is done."""
+  with forgetting():
+    yield registry
 
 
 @pytest.fixture

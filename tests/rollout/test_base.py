@@ -35,8 +35,8 @@ def mesh_of(name):
   return mesh and make_mesh(mesh, jax.devices()[: mesh.fsdp * mesh.tensor])
 
 
-def make_sampler(policy, mesh):
-  return Sampler(policy, NoText(), prompt_buckets=(8,), response_buckets=(12,), mesh=mesh, resized=False)
+def make_sampler(policy, mesh, keep=None):
+  return Sampler(policy, NoText(), prompt_buckets=(8,), response_buckets=(12,), mesh=mesh, resized=False, keep=keep)
 
 
 def of_base(policy, base):
@@ -48,20 +48,13 @@ def pointers(tree):
   return [{shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards} for leaf in jax.tree.leaves(tree)]
 
 
-def counted(sampler):
-  """Make the sampler note what it prepares; return the notes."""
-  noted, prepare = [], sampler._base._prepare
-  sampler._base._prepare = lambda base: noted.append(base) or prepare(base)
-  return noted
-
-
 @pytest.mark.parametrize('where', MESHES)
 def test_arrays_that_agree_are_the_bases_own(where):
   """By the addresses of their buffers, on every device."""
   mesh = mesh_of(where)
-  policy, base, _ = make(DEPTHS['deep'], FROZEN, mesh, 'bfloat16')
+  policy, base, trainable = make(DEPTHS['deep'], FROZEN, mesh, 'bfloat16')
   base = of_base(policy, base)
-  prepared = make_sampler(policy, mesh)._base(base)
+  prepared, _ = make_sampler(policy, mesh).prepare(base, trainable)
   flat = jax.tree_util.tree_leaves_with_path(prepared)
   assert [path for path, _ in flat] == [path for path, _ in jax.tree_util.tree_leaves_with_path(base)]
   same = [one == other for one, other in zip(pointers(base), pointers(prepared), strict=True)]
@@ -75,12 +68,12 @@ def test_arrays_that_agree_are_the_bases_own(where):
 
 
 def test_other_dtypes_and_other_trees_are_copied():
-  policy, base, _ = make(DEPTHS['deep'], FROZEN, dtype='bfloat16')
-  prepared = make_sampler(policy, None)._base(base)
+  policy, base, trainable = make(DEPTHS['deep'], FROZEN, dtype='bfloat16')
+  prepared, _ = make_sampler(policy, None).prepare(base, trainable)
   for one, other in zip(jax.tree.leaves(base), jax.tree.leaves(prepared), strict=True):
     assert (one is other) == (one.dtype == other.dtype), one.shape  # float32 matrices are cast, norm weights stay.
-  policy, base, _ = make(DEPTHS['shallow'], FROZEN, dtype='bfloat16')
-  prepared = make_sampler(policy, None)._base(of_base(policy, base))
+  policy, base, trainable = make(DEPTHS['shallow'], FROZEN, dtype='bfloat16')
+  prepared, _ = make_sampler(policy, None).prepare(of_base(policy, base), trainable)
   assert set(prepared['layers']) == {0, 1}
   np.testing.assert_array_equal(prepared['layers'][1]['mlp']['up'], base['layers']['mlp']['up'][1].astype('bfloat16'))
 
@@ -93,8 +86,14 @@ def request(sampler, base, trainable, step=0):
 @pytest.mark.parametrize('layers', [DEPTHS['shallow'], pytest.param(DEPTHS['deep'], marks=pytest.mark.slow)])
 def test_a_base_is_prepared_once_and_another_anew(layers):
   policy, base, trainable = make(layers, FROZEN, dtype='bfloat16')
-  sampler = make_sampler(policy, None)
-  prepared = counted(sampler)
+  prepared = []
+
+  def noting(name, function):
+    if name != 'prepare_base':
+      return function
+    return lambda base: prepared.append(base) or function(base)
+
+  sampler = make_sampler(policy, None, noting)
   first = request(sampler, base, trainable)
   moved = jax.tree.map(lambda leaf: leaf + 1, trainable)
   assert not np.array_equal(request(sampler, base, moved)[1], first[1])  # The trainable tree is prepared every time.
@@ -116,17 +115,17 @@ def live_bytes():
 
 @pytest.mark.slow
 def test_a_copy_goes_with_the_sampler_and_when_another_base_comes():
-  policy, base, _ = make(DEPTHS['shallow'], FROZEN, dtype='bfloat16')
+  policy, base, trainable = make(DEPTHS['shallow'], FROZEN, dtype='bfloat16')
   others = [jax.tree.map(lambda leaf, by=by: leaf * by, base) for by in (2, 3)]
   sampler = make_sampler(policy, None)
   before = live_bytes()
-  sampler._base(base)
+  sampler.prepare(base, trainable)
   copy = live_bytes() - before
   # All of the base in half the bytes, and the embedding turned beside it; norm weights are as large as they were.
   shapes = jax.eval_shape(lambda tree: policy.cast(tree, {})[0], base)
   assert copy == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)) > 0
   for other in others:
-    sampler._base(other)
+    sampler.prepare(other, trainable)
     assert live_bytes() - before == copy
   del sampler
   assert live_bytes() == before

@@ -32,9 +32,14 @@ def model():
   return huggingface.init(CONFIG, jax.random.key(1))
 
 
-def make_sampler(model, **settings):
+def make_sampler(model, tokenizer=TOKENIZER, **settings):
   settings = dict(prompt_buckets=(32,), response_buckets=(24,), stop_token_ids=(30,)) | settings
-  return engine.Sampler(model[0], TOKENIZER, **settings)
+  return engine.Sampler(model[0], tokenizer, **settings)
+
+
+def spying(**wrappers):
+  """Return a `keep` that wraps the functions of these names."""
+  return lambda name, function: wrappers.get(name, lambda function: function)(function)
 
 
 def sample(sampler, model, prompts=PROMPTS, **settings):
@@ -110,22 +115,25 @@ def test_slots_and_buckets_change_no_sample(model, reference, settings):
 def test_a_growing_and_shrinking_cache_changes_no_sample(model, reference, monkeypatch, whole_at_once):
   """Also where rows are moved together, and with any order of arrival."""
   monkeypatch.setattr(sizes, 'SMALLEST_CACHE', 8)
-  taken, resize = [], sampler_functions(model[0], None).resize
+  taken = []
 
-  def spy(cache, source, slots):
-    taken.append((len(cache.lengths), kv_cache.slots(cache), len(source), slots))
-    return resize(cache, source, slots=slots)
+  def resizing(resize):
+    def spy(cache, source, slots):
+      taken.append((len(cache.lengths), kv_cache.slots(cache), len(source), slots))
+      return resize(cache, source, slots=slots)
 
-  sampler = make_sampler(model, max_batch_rows=8, decode_chunk=4, prompt_buckets=(8,), stop_token_ids=())
-  sampler._functions = dataclasses.replace(sampler._functions, resize=spy)
+    return spy
+
+  # Where there is nothing to wait for, stages are gone through as rows run out.
+  settings = dict(max_batch_rows=48 if whole_at_once else 8, decode_chunk=4, prompt_buckets=(8,), stop_token_ids=())
+  sampler = make_sampler(model, **settings, keep=spying(resize=resizing))
   prompts, lengths = (
     [[3, 4, 5], [7] * 4, [9, 1], [11]],
     np.array([2, 24, 24, 3, *[4] * 42, 3, 12]),
   )  # Long ones end first.
   whole = make_sampler(model, stop_token_ids=())
   expected = sample(whole, model, prompts, n=12, max_tokens=lengths)
-  if whole_at_once:  # Where there is nothing to wait for, stages are gone through as rows run out.
-    sampler._max_batch_rows = 48
+  if whole_at_once:
     assert_same_samples(sample(sampler, model, prompts, n=12, max_tokens=lengths), expected)
     assert taken == [(48, 18, 48, 36), (48, 36, 16, 36), (16, 36, 4, 36)]
     return
@@ -144,8 +152,8 @@ def test_a_growing_and_shrinking_cache_changes_no_sample(model, reference, monke
 def test_the_kernels_of_a_tpu_sample_the_same_from_a_cache_that_keeps_its_size(model, reference):
   policy, params = model
   kernels = dataclasses.replace(policy, backend=AttentionBackend('splash', interpret=True))
+  assert sampler_functions(kernels, None).keeps_size and not sampler_functions(policy, None).keeps_size
   sampler = make_sampler((kernels, params), max_batch_rows=6, decode_chunk=8)
-  assert sampler._functions.keeps_size and not sampler_functions(policy, None).keeps_size
   assert_same_samples(sample(sampler, (kernels, params)), reference)
 
 
@@ -181,14 +189,17 @@ def test_rows_that_run_out_are_left_behind_where_the_cache_keeps_its_size(layers
 
     params = parameters.map_tree(place, policy.parameter_table(), params)
   short = dict(prompt_buckets=(8,), response_buckets=(14,), decode_chunk=4)
-  sampler, moves = make_sampler((kernels, params), mesh=mesh, stop_token_ids=(), **short), []
-  functions = sampler._functions
+  moves, shards = [], sampler_functions(kernels, mesh).shards
 
-  def spy(stores, lengths, source):
-    moves.append((len(lengths), np.asarray(source).reshape(functions.shards, -1)))
-    return functions.compact(stores, lengths, source)
+  def compacting(compact):
+    def spy(stores, lengths, source):
+      moves.append((len(lengths), np.asarray(source).reshape(shards, -1)))
+      return compact(stores, lengths, source)
 
-  sampler._functions = dataclasses.replace(functions, compact=spy)
+    return spy
+
+  keep = spying(compact=compacting)
+  sampler = make_sampler((kernels, params), mesh=mesh, stop_token_ids=(), keep=keep, **short)
   assert_same_samples(sample(sampler, (kernels, params), **request), expected)
   assert [(before, source.size) for before, source in moves] == [(16, 8), (8, 4)]
   assert all((source >= source.shape[1]).any() for _, source in moves)
@@ -218,9 +229,8 @@ def test_completions_come_as_they_finish(model, reference):
   assert [done.sample for done in heard] == [done.sample for done in (*first, *rest)]
 
 
-def test_texts_are_made_while_the_device_is_at_work(model, monkeypatch):
-  sampler = make_sampler(model, max_batch_rows=6, decode_chunk=4)
-  functions, events = sampler._functions, []
+def test_texts_are_made_while_the_device_is_at_work(model):
+  events = []
 
   def noted(name, function):
     def call(*arguments, **settings):
@@ -229,10 +239,12 @@ def test_texts_are_made_while_the_device_is_at_work(model, monkeypatch):
 
     return call
 
-  sampler._functions = dataclasses.replace(
-    functions, advance=noted('advance', functions.advance), fetch=noted('fetch', functions.fetch)
-  )
-  monkeypatch.setattr(sampler, 'tokenizer', types.SimpleNamespace(decode=noted('text', decode_text)))
+  tokenizer = types.SimpleNamespace(decode=noted('text', decode_text))
+  keep = spying(advance=lambda advance: noted('advance', advance))
+  sampler = make_sampler(model, tokenizer=tokenizer, max_batch_rows=6, decode_chunk=4, keep=keep)
+  # That the host reads what was drawn shows nowhere else.
+  functions = sampler._functions  # noqa: SLF001
+  sampler._functions = dataclasses.replace(functions, fetch=noted('fetch', functions.fetch))  # noqa: SLF001
   sample(sampler, model)
   assert events.count('text') == 16
   looks = [after for before, after in itertools.pairwise(events) if before == 'fetch']

@@ -12,7 +12,6 @@ import pytest
 from models import huggingface
 from models import tokenizer as tokenizers
 from sdpo_jax.config import Config, EnvironmentsConfig, ModelConfig
-from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.engine import Sampler
@@ -50,10 +49,8 @@ class Recorder:
 
 
 @pytest.fixture
-def recorder(monkeypatch):
-  made = Recorder()
-  monkeypatch.setitem(registry._FACTORIES, 'recorder', lambda settings: made)
-  return made
+def recorder(registering):
+  return registering.register('recorder')(Recorder())
 
 
 def grading_of(*environments: str) -> GradingThread:
@@ -71,11 +68,11 @@ def until_it_ends() -> None:
   assert thread() is None
 
 
-def test_outcomes_are_those_of_grading_afterwards_in_whatever_order_completions_finish(monkeypatch, recorder):
+def test_outcomes_are_those_of_grading_afterwards_in_whatever_order_completions_finish(registering, recorder):
+  @registering.register('other')
   def other(examples, texts, *, truncated):
     return [Outcome(-1.0, text) for text in texts]
 
-  monkeypatch.setitem(registry._FACTORIES, 'other', lambda settings: other)
   recorder.go.set()
   environments = ('recorder', 'other', 'recorder')
   everything = [completion(sample, stopped=sample % 3 > 0) for sample in range(G * N)]
@@ -117,11 +114,15 @@ def test_who_is_told_to_stop_does_not_wait_for_a_grader(recorder):
       grading.outcomes()
   recorder.go.set()
   until_it_ends()
-  with GradingThread(graders, questions(*['recorder'] * G), N, types.SimpleNamespace(asked=told.is_set)) as grading:
+
+  def told_as_graders_end():
+    until_it_ends()
+    return True
+
+  stop = types.SimpleNamespace(asked=told_as_graders_end)
+  with GradingThread(graders, questions(*['recorder'] * G), N, stop) as grading:
     for sample in range(G * N):
       grading.add(completion(sample))
-    grading._close()
-    until_it_ends()
     assert len(grading.outcomes()) == G * N  # What is done by then is not thrown away.
 
 
@@ -207,13 +208,13 @@ def test_a_grader_that_is_closed_at_its_work_is_neither_asked_again_nor_made_aga
     graders.get('recorder')
 
 
-def test_a_grader_is_made_where_sampling_is_and_not_in_the_thread(monkeypatch):
+def test_a_grader_is_made_where_sampling_is_and_not_in_the_thread(registering):
   threads = []
 
   def grade(examples, texts, *, truncated):
     return [Outcome(0.0) for _ in texts]
 
-  monkeypatch.setitem(registry._FACTORIES, 'made', lambda settings: threads.append(threading.current_thread()) or grade)
+  registering.register_factory('made')(lambda settings: threads.append(threading.current_thread()) or grade)
   with grading_of('made') as grading:
     for sample in range(N):
       grading.add(completion(sample))

@@ -175,11 +175,12 @@ def test_many_continue_one_prompt_at_once_while_it_is_evicted(model):
 
 
 def test_samples_of_one_prompt_keep_it_once(model):
-  kept = resident(model, 4)
+  kept, other = resident(model, 2), [9, 8, 7, 6, 5, 4]
+  ask(kept, other)
   for _ in range(2):
     handle = kept.submit([3, 4, 5, 6, 7, 8], n=4, seed=1, step=0, max_tokens=8, owner='ada')
     finish(kept)
-    assert len(kept._slots._kept) == 1
+    assert ask(kept, other).reused == 5  # Nothing has taken its row.
   assert handle.reused == 5
   assert {done.reused for done in handle.result()} == {5}
 
@@ -263,41 +264,48 @@ def test_nothing_is_read_of_other_weights_or_of_another_owner(pooled):
     assert ask(kept, prompt, owner=None).reused == 0
 
 
+Held = collections.namedtuple('Held', 'row weights tokens time')
+
+
 def test_rows_are_those_that_were_used_last_and_of_one_beginning_the_longest():
   """Against a plain list: what is found has as many common tokens as any that was put in and not displaced since."""
-  draw, rows, held = np.random.default_rng(0), KeptRows(3, itertools.count()), []  # The one used longest ago first.
+  draw, rows = np.random.default_rng(0), KeptRows(3, itertools.count())
+  held, time = [], itertools.count()  # The one used longest ago first.
 
   def common(one, other):
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
   for _ in range(400):
     weights, tokens = int(draw.integers(2)), tuple(draw.integers(0, 2, draw.integers(1, 7)).tolist())
-    lengths = [common(own, tokens) if its == weights else 0 for its, own in held]
+    lengths = [common(old.tokens, tokens) if old.weights == weights else 0 for old in held]
     match = rows.match(weights, np.array(tokens))
     assert match.length == max(lengths, default=0)
     if draw.integers(5) == 0:
       rows.release(lambda its, weights=weights: its == weights)
-      held = [(its, own) for its, own in held if its != weights]
+      held = [old for old in held if old.weights != weights]
     elif draw.integers(2):
       if match.length:
-        candidates = [row for row, length in zip(held, lengths, strict=True) if length == match.length]
-        used = (weights, tuple(rows._rows[match.row].tokens.tolist()))
-        assert used in candidates
+        [used] = [old for old in held if old.row == match.row]
+        assert lengths[held.index(used)] == match.length
         rows.use(match.row)
         held.remove(used)
-        held.append(used)
+        held.append(used._replace(time=next(time)))
     else:
-      covering = [row for row in held if row[0] == weights and row[1][: len(tokens)] == tokens]
+      covering = [old for old in held if old.weights == weights and old.tokens[: len(tokens)] == tokens]
       row = rows.take(weights, np.array(tokens))
       assert (row is None) == bool(covering)
       if covering:
         held.remove(covering[0])
-        held.append(covering[0])
+        held.append(covering[0]._replace(time=next(time)))
       else:
-        held = [old for old in held if not (old[0] == weights and tokens[: len(old[1])] == old[1])]
-        held = [*held[-2:], (weights, tokens)]
-    assert [(its.weights, tuple(its.tokens.tolist())) for its in rows._rows.values()] == held
-    assert len(rows) == len(held) and sorted([*rows._rows, *rows._free]) == [0, 1, 2]
+        held = [old for old in held if not (old.weights == weights and tokens[: len(old.tokens)] == old.tokens)]
+        assert len(held) < 3 or row == held[0].row
+        held = [*held[-2:], Held(row, weights, tokens, next(time))]
+        assert {old.row for old in held} <= {0, 1, 2} and len({old.row for old in held}) == len(held)
+    assert [rows.match(old.weights, np.array(old.tokens)) for old in held] == [
+      (old.row, len(old.tokens)) for old in held
+    ]
+    assert len(rows) == len(held) and rows.displaced == (held[0].time if len(held) == 3 else -1)
 
 
 def test_a_beginning_is_not_read_from_a_row_where_that_takes_longer(model):
@@ -320,32 +328,32 @@ def draw(engine, version, prompt=(3, 4, 5, 6, 7, 8), owner='ada'):
 def test_versions_that_leave_an_engine_leave_nothing_behind(adapted, tmp_path):
   """Two places for four versions, one of which is erased and made anew with other factors under its old name."""
   settings = dict(prompt_buckets=(16,), snapshots=2)
-  kept, alone = (start(adapted, tmp_path / str(count), 4, kept_prefixes=count, **settings) for count in (8, 0))
-  rows = kept._resident._slots._kept
+  kept, alone = (start(adapted, tmp_path / str(count), 4, kept_prefixes=count, **settings) for count in (3, 0))
   for version, reused in (
+    (BASE, 0),
     ('0@0', 0),
     ('0@0', 5),
     ('1@0', 0),
     ('0@0', 5),
-    ('2@0', 0),  # Takes the place of 1@0.
+    ('2@0', 0),  # Takes the place of 1@0, and its row: that of the base was used longer ago.
     ('0@0', 5),
-    ('1@0', 0),  # Takes the place of 2@0.
-    (BASE, 0),
+    ('1@0', 0),  # Takes the place of 2@0, and its row.
     (BASE, 5),
+    ('0@0', 5),
   ):
     found, expected = draw(kept, version), draw(alone, version)
     assert found.reused == reused, version
     assert_same(found.result()[0], expected.result()[0])
-  assert len(rows) == 3
   kept.forget('0@0')
-  assert len(rows) == 2
+  assert draw(kept, BASE, prompt=(9, 8, 7, 6, 5, 4)).reused == 0  # In the row of 0@0, though 1@0 was used longer ago.
+  assert draw(kept, '1@0').reused == 5
   alone.forget('0@0')
   for engine in (kept, alone):
     engine.put('0@0', random_factors(adapted[0], 7))
   found, expected = draw(kept, '0@0'), draw(alone, '0@0')
   assert found.reused == 0
   assert_same(found.result()[0], expected.result()[0])
-  assert (kept.prefilled, kept.reused) == (6 * 5, 4 * 5) and alone.reused == 0
+  assert (kept.prefilled, kept.reused) == (7 * 5, 6 * 5) and alone.reused == 0
 
 
 def test_without_kept_rows_an_engine_has_the_programs_that_it_had():

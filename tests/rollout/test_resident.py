@@ -212,13 +212,14 @@ def test_threads_submit_while_one_turns(resident, expected):
     assert_same(found[index], expected(*request))
 
 
-def test_what_ends_the_sampler_reaches_all_who_wait_and_all_who_come(resident, monkeypatch):
-  handle = resident.submit([1, 2], n=1, seed=0, step=0, max_tokens=4)
-
-  def fail():
+def test_what_ends_the_sampler_reaches_all_who_wait_and_all_who_come(model):
+  def fail(*arguments, **settings):
     raise RuntimeError('the device is gone')
 
-  monkeypatch.setattr(resident._slots, 'advance', fail)
+  policy, base, members = model
+  keep = {'advance': fail}.get
+  resident = Resident(Sampler(policy, TOKENIZER, **SETTINGS, keep=keep), base, members[0], stop_ids=4)
+  handle = resident.submit([1, 2], n=1, seed=0, step=0, max_tokens=4)
   with pytest.raises(RuntimeError, match='is gone'):
     resident.turn()
   with pytest.raises(RuntimeError, match='is gone'):
