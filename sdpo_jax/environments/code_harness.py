@@ -418,7 +418,7 @@ def _reference(payload: dict, kind: str) -> dict:
       return {}
   try:
     # As the reference's reliability_guard leaves it; namedtuple needs it on Python 3.11.
-    sys._getframe = None
+    sys._getframe = None  # noqa: SLF001
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(debug):
       said = _reference_run(payload, kind, namespace, out)
   except BaseException as error:

@@ -25,7 +25,7 @@ FIRST_PAUSE_S = 1.0  # Pause before the second attempt; doubles before each furt
 LONGEST_PAUSE_S = 60.0
 SECRET_CHARACTERS = 6  # Minimum length: a port number is no secret and may occur in any text.
 _PARAMETER = re.compile(r'=\s*"?([^",;\s]+)')  # The values in `Token token="x", …`.
-_QUOTED = 200  # Characters of a server's answer that a message quotes.
+QUOTED = 200  # Characters of a server's answer that a message quotes.
 
 
 class Fault(Exception):
@@ -66,13 +66,13 @@ def retry_after_s(header: str | None, now: datetime.datetime) -> float | None:
 
 def quoted(value: Any) -> str:
   """Return a server's answer as messages quote it: shortened, on one line, control characters escaped."""
-  return short_repr(' '.join(value.split()) if isinstance(value, str) else value, _QUOTED)
+  return short_repr(' '.join(value.split()) if isinstance(value, str) else value, QUOTED)
 
 
 def printable(text: str) -> str:
   """Return a server's text for a message without quotes: shortened, on one line, no control characters."""
   text = ''.join(character if character.isprintable() else '\ufffd' for character in text)
-  return text if len(text) <= _QUOTED else text[:_QUOTED] + '…'
+  return text if len(text) <= QUOTED else text[:QUOTED] + '…'
 
 
 def read_address(url: str, setting: str, example: str) -> tuple[str, tuple[str, ...]]:
@@ -201,7 +201,7 @@ class JsonServer:
     except bounded_json.TooManyValuesError as error:
       raise Fault(f'its answer cannot be read: {error}') from error
     except ValueError as error:
-      start = quoted(answer.body[: 4 * _QUOTED].decode('utf-8', 'replace'))
+      start = quoted(answer.body[: 4 * QUOTED].decode('utf-8', 'replace'))
       raise Fault(f'its answer is not JSON ({printable(str(error))}): {start}') from error
 
 
@@ -227,7 +227,7 @@ def _spellings(secrets: Sequence[str]) -> list[str]:
 
 def _refusal(answer: bounded_http.HttpResponse) -> Fault:
   reason = printable(answer.reason)
-  start = answer.body[: 4 * _QUOTED].decode('utf-8', 'replace').strip()
+  start = answer.body[: 4 * QUOTED].decode('utf-8', 'replace').strip()
   wait = retry_after_s(answer.headers.get('retry-after'), datetime.datetime.now(datetime.UTC))
   return Fault(
     f'it answered with status {answer.status}'

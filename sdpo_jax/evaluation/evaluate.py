@@ -186,7 +186,7 @@ def evaluate(
   check_graded(outcomes, spec.max_ungraded_fraction)
   return Evaluation(
     metrics=metrics_by_source(examples, rollouts, outcomes, spec.n, spec.epistemic_words),
-    samples=_samples(examples, rollouts, outcomes),
+    samples=written(examples, rollouts, outcomes),
   )
 
 
@@ -248,7 +248,7 @@ def summary_names(n: int) -> list[str]:
   return [*summarize(values, n), *(f'maj@{k}' for k in reported_ks(n))]
 
 
-def _samples(examples: Sequence[Example], rollouts: Rollouts, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+def written(examples: Sequence[Example], rollouts: Rollouts, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
   """Return every sample as the JSON object to be written, with the `excerpt` of every text."""
   samples = []
   for number, (question, outcome) in enumerate(zip(rollouts.group, outcomes, strict=True)):

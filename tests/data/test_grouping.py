@@ -8,7 +8,6 @@ import pytest
 
 from sdpo_jax.config import Config
 from sdpo_jax.data import grouping
-from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.rollout.results import SamplingStats
 from sdpo_jax.training import step
@@ -64,14 +63,14 @@ class Sampler:
 
 @pytest.mark.parametrize(('grouped', 'taught'), [(False, [0]), (True, [0, 4, 5])])
 def test_a_success_teaches_the_failures_of_a_repeated_row_only_where_duplicates_are_grouped(
-  grouped, taught, monkeypatch
+  grouped, taught, monkeypatch, registering
 ):
   monkeypatch.setattr(step, 'sampling_seed', lambda state: 0)
 
+  @registering.register('row_1')
   def row_1_is_right(examples, texts, *, truncated):
     return [Outcome(float(text == '1')) for text in texts]
 
-  monkeypatch.setitem(registry._FACTORIES, ASKED.environment, lambda settings: row_1_is_right)
   config = Config()
   config.rollout.n = 2
   config.data.group_duplicates = grouped
@@ -84,8 +83,9 @@ def test_a_success_teaches_the_failures_of_a_repeated_row_only_where_duplicates_
     writer=lambda trainable: (Sampler(), None, trainable),
     base=None,
   )
-  other = dataclasses.replace(ASKED, ground_truth='43')
-  batch = [ASKED, other, dataclasses.replace(ASKED, id='again')]
+  asked = dataclasses.replace(ASKED, environment='row_1')
+  other = dataclasses.replace(asked, ground_truth='43')
+  batch = [asked, other, dataclasses.replace(asked, id='again')]
   state = types.SimpleNamespace(trainable=None)
   graded = step.rollout_and_grade(session, Graders(config.environments), state, batch, 0, step.Timer())
   context = step.build_teacher_prompts(session, graded, seed=0, step=0)

@@ -23,10 +23,10 @@ def count(value):
 @hypothesis.settings(max_examples=50)
 @hypothesis.given(VALUES, st.booleans())
 def test_values_are_read_as_by_python_and_their_number_is_never_too_small(value, ascii_only):
-  text = json.dumps(value, ensure_ascii=ascii_only)
-  assert bounded_json.loads(text.encode()) == value
-  outside = bounded_json._STRING.sub('', text)
-  assert count(value) <= bounded_json._most_values(outside) <= 2 * count(value)
+  text, values = json.dumps(value, ensure_ascii=ascii_only).encode(), count(value)
+  assert bounded_json.loads(text) == bounded_json.loads(text, 2 * values) == value
+  with pytest.raises(bounded_json.TooManyValuesError):
+    bounded_json.loads(text, values - 1)
 
 
 def test_values_are_bounded_and_text_is_not():

@@ -234,19 +234,22 @@ def test_half_a_character_that_a_program_makes_reaches_no_tokenizer(graders):
     assert outcome.score == 0.0 and outcome.feedback.encode() and outcome.metrics['pred'].encode() is not None
 
 
-def test_long_outputs_are_not_kept_and_the_shortest_are_still_the_ones_shown(graders):
+def test_long_outputs_are_not_kept_and_the_shortest_are_still_the_ones_shown(graders, monkeypatch):
   truth = unit_tests(['1', '2', '3'], ['0'] * 3, 'stdin')
   program = 'print("x" * (1_000_000 - int(input())))'
   said = run(graders, truth, program).feedback
   assert 'Test Case 3' in said and 'Test Case 2' in said and 'Test Case 1' not in said
-  grader = graders.get('code')
-  kept = []
-  grader._run, run_tests = lambda programs, part: (kept.extend(programs), run_tests(programs, part)), grader._run
-  try:
-    run(graders, truth, program)
-  finally:
-    del grader._run
-  assert all(len(record.actual) + len(record.written) < 10_000 for record in kept[0].records)
+  sandbox, kept = graders.get('code').sandbox, []
+  run_jobs = sandbox.run
+
+  def keeping(jobs, then):
+    records = run_jobs(jobs, then)
+    kept.extend(records)
+    return records
+
+  monkeypatch.setattr(sandbox, 'run', keeping)
+  run(graders, truth, program)
+  assert len(kept) == 3 and all(len(record.actual) + len(record.written) < 10_000 for record in kept)
 
 
 def test_missing_and_truncated_code(graders):

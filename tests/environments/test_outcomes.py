@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from sdpo_jax.config import Config, EnvironmentsConfig
-from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.environments.outcomes import checked
 from sdpo_jax.errors import UserError
@@ -141,9 +140,8 @@ class Moody:
 
 
 @pytest.fixture
-def moody(monkeypatch):
-  grader = Moody()
-  monkeypatch.setitem(registry._FACTORIES, 'moody', lambda settings: grader)
+def moody(registering):
+  grader = registering.register('moody')(Moody())
   yield grader
   grader.go.set()
 
@@ -190,9 +188,8 @@ def test_what_would_end_the_process_costs_a_completion(moody):
       grade(graders, 'a', 'user error')
 
 
-def test_what_fails_at_the_end_of_a_batch_or_of_a_run_costs_nothing(moody, monkeypatch, caplog):
-  other = Moody()
-  monkeypatch.setitem(registry._FACTORIES, 'other', lambda settings: other)
+def test_what_fails_at_the_end_of_a_batch_or_of_a_run_costs_nothing(moody, registering, caplog):
+  other = registering.register('other')(Moody())
   with Graders(EnvironmentsConfig()) as graders:
     graders.prepare(['other'])
     assert grade(graders, 'a') == [1.0]
@@ -200,13 +197,12 @@ def test_what_fails_at_the_end_of_a_batch_or_of_a_run_costs_nothing(moody, monke
   assert 'ZeroDivisionError' in caplog.text and caplog.text.count('in close') == 2
 
 
-def test_a_close_that_hangs_or_exits_does_not_keep_a_run_from_ending(moody, monkeypatch, caplog):
+def test_a_close_that_hangs_or_exits_does_not_keep_a_run_from_ending(moody, registering, caplog):
   def leave():
     raise SystemExit(0)
 
-  last = Moody()
+  last = registering.register('last')(Moody())
   moody.close, last.close = lambda: moody.go.wait(WAIT_S), leave
-  monkeypatch.setitem(registry._FACTORIES, 'last', lambda settings: last)
   with Graders(EnvironmentsConfig(grader_timeout_s=0.05)) as graders:
     graders.prepare(['moody'])
     graders.prepare(['last'])
@@ -214,11 +210,11 @@ def test_a_close_that_hangs_or_exits_does_not_keep_a_run_from_ending(moody, monk
 
 
 @pytest.mark.parametrize('error', [SystemExit(0), ImportError('No module named x')], ids=['exit', 'import'])
-def test_a_grader_that_cannot_be_made_is_named(monkeypatch, error):
+def test_a_grader_that_cannot_be_made_is_named(registering, error):
+  @registering.register_factory('late')
   def factory(settings):
     raise error
 
-  monkeypatch.setitem(registry._FACTORIES, 'late', factory)
   with (
     Graders(EnvironmentsConfig()) as graders,
     pytest.raises(UserError, match=f"The grader 'late' cannot be made: {type(error).__name__}: {error}."),

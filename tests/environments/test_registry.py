@@ -1,13 +1,14 @@
 """The registry, and the quickstart's digit task: grading, feedback, determinism, disjoint splits."""
 
 import itertools
+import subprocess
 import sys
-import types
 
 import pytest
 
 from sdpo_jax.environments import digits, registry
 from sdpo_jax.errors import UserError
+from tests import tiny
 
 
 def grade_one(example, completion, truncated=False):
@@ -126,32 +127,55 @@ def test_wrong_options_of_the_generator():
     make('validation', 0)
 
 
-def test_a_built_in_grader_that_cannot_be_imported_leaves_no_trace(monkeypatch):
-  """The cause is raised again at the next attempt, and the grader is there once it is mended."""
-  module = 'sdpo_jax.environments.multiple_choice'
-  names = ('mcq', 'gpqa', 'mmlu_pro')
-  for name in names:
-    monkeypatch.delitem(registry._FACTORIES, name, raising=False)
-  monkeypatch.delitem(sys.modules, module, raising=False)
-  attempts = []
+def in_a_new_process(code):
+  """Run code where no built-in grader is imported yet; return what it prints."""
+  done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=tiny.REPOSITORY)
+  assert not done.returncode, done.stderr
+  return done.stdout.splitlines()
 
-  def broken(name):
-    attempts.append(name)
-    registry._FACTORIES['mcq'] = None
+
+BROKEN = """
+import importlib.abc
+import importlib.util
+import sys
+from sdpo_jax.environments import registry
+
+class Half(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+  def find_spec(self, name, path, target=None):
+    return importlib.util.spec_from_loader(name, self) if name == 'sdpo_jax.environments.multiple_choice' else None
+
+  def exec_module(self, module):
+    registry.register_factory('mcq')(None)
     raise ImportError('half of it is missing')
 
-  with monkeypatch.context() as patched:
-    patched.setattr(registry, 'importlib', types.SimpleNamespace(import_module=broken))
-    for _ in range(2):
-      with pytest.raises(ImportError, match='half of it is missing'):
-        registry.require('gpqa')
-  assert attempts == [module, module] and 'mcq' not in registry._FACTORIES
-  registry.require('gpqa')
-  assert set(names) <= registry._FACTORIES.keys()
+sys.meta_path.insert(0, Half())
+for _ in range(2):
+  try:
+    registry.require('gpqa')
+  except ImportError as error:
+    print(error)
+del sys.meta_path[0]
+print(*(type(registry.get(name)).__name__ for name in ('gpqa', 'mcq', 'mmlu_pro')))
+"""
 
 
-def test_a_built_in_name_is_taken_before_its_module_is_imported(monkeypatch):
-  monkeypatch.delitem(registry._FACTORIES, 'math', raising=False)
-  monkeypatch.delitem(sys.modules, 'sdpo_jax.environments.mathematics', raising=False)
-  with pytest.raises(ValueError, match="The grader 'math' is already registered"):
-    registry.register('math')(None)
+def test_a_built_in_grader_that_cannot_be_imported_leaves_no_trace():
+  """The cause is raised again at the next attempt, and the grader is there once it is mended."""
+  *raised, found = in_a_new_process(BROKEN)
+  assert raised == ['half of it is missing'] * 2
+  assert found.split() == [type(registry.get(name)).__name__ for name in ('gpqa', 'mcq', 'mmlu_pro')]
+
+
+EARLY = """
+import sys
+from sdpo_jax.environments import registry
+assert 'sdpo_jax.environments.mathematics' not in sys.modules
+try:
+  registry.register('math')(None)
+except ValueError as error:
+  print(error)
+"""
+
+
+def test_a_built_in_name_is_taken_before_its_module_is_imported():
+  assert in_a_new_process(EARLY) == ["The grader 'math' is already registered."]

@@ -141,12 +141,11 @@ def test_feedback_comes_from_dicts_or_from_the_last_call(graders, name, said):
 
 
 @pytest.mark.parametrize('rewards', [np.array([1.0, 0.5]), (1, 0.5), [np.float32(1), {'score': 0.5}], [True, 0.5]])
-def test_rewards_may_come_as_any_sequence(rewards):
+def test_rewards_may_come_as_any_sequence(rewards, registering):
   example = Example('q', [], 'any', None, 'x')
+  registering.register_reward_function('any')(lambda completions: rewards)
   with Graders(EnvironmentsConfig()) as graders:
-    registry._FACTORIES['any'] = lambda settings: RewardGrader(lambda completions: rewards, 'any')
     found = graders.grade([example] * 2, ['a', 'b'], truncated=[False] * 2)
-    del registry._FACTORIES['any']
   assert [outcome.score for outcome in found] == [1.0, 0.5]
 
 

@@ -16,7 +16,6 @@ from sdpo_jax.data import rows, sources
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.environments.outcomes import scores_of
-from sdpo_jax.environments.reward_functions import RewardGrader
 from sdpo_jax.environments.weighted_sum import weighted_sum
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import evaluate
@@ -127,7 +126,7 @@ def test_no_grader_has_a_name_that_rows_could_not_say(name):
 
 
 @pytest.fixture
-def functions(monkeypatch):
+def functions(registering):
   """Register reward functions of fixed rewards: {name: [reward of completion '0', of '1', …]}."""
 
   def register(**given):
@@ -139,8 +138,7 @@ def functions(monkeypatch):
           raise next(value for value in found if isinstance(value, Exception))
         return found
 
-      grader = RewardGrader(function, name)
-      monkeypatch.setitem(registry._FACTORIES, name, lambda settings, grader=grader: grader)
+      registering.register_reward_function(name)(function)
 
   return register
 
@@ -313,7 +311,7 @@ def test_evaluations_measure_each_and_write_it_with_the_sample():
   assert found['mean@2'] == 0.875  # Of (1.25 + 0.25) / 2 and of 1.
   assert found['reward/f/mean@2'] == 0.75 and found['reward/g/mean@2'] == 1.0  # The latter of question a alone.
   assert {'reward/f/best@2', 'reward/f/worst@2', 'reward/g/std@2'} <= found.keys() and 'reward/f/maj@2' not in found
-  samples = evaluate._samples(batch.examples, batch.rollouts, OUTCOMES)
+  samples = evaluate.written(batch.examples, batch.rollouts, OUTCOMES)
   assert [sample.get('rewards') for sample in samples] == [{'f': 1.0, 'g': 1.0}, {'f': 0.0, 'g': 1.0}, {'f': 1.0}, None]
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from sdpo_jax.config import Config, EnvironmentsConfig
-from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.evaluation import completions, evaluate
 from sdpo_jax.inference import runs
@@ -94,7 +93,7 @@ def test_summary_names():
   assert evaluate.summarize(np.array([[1.0], [0.0]]), 1) == {'mean@1': 0.5}
 
 
-def test_each_completion_is_graded_by_its_own_environment(monkeypatch):
+def test_each_completion_is_graded_by_its_own_environment(registering):
   def grader(label):
     def grade(examples, completions, *, truncated):
       return [
@@ -104,8 +103,8 @@ def test_each_completion_is_graded_by_its_own_environment(monkeypatch):
 
     return grade
 
-  monkeypatch.setitem(registry._FACTORIES, 'one', lambda settings: grader('one'))
-  monkeypatch.setitem(registry._FACTORIES, 'two', lambda settings: grader('two'))
+  for label in ('one', 'two'):
+    registering.register(label)(grader(label))
   examples = [example('a', 'one'), example('b', 'two')]
   batch = rollouts(['yes', 'no', 'yes', 'yes'], [0, 0, 1, 1])
   asked = [examples[group] for group in batch.group]
@@ -267,7 +266,7 @@ def test_evaluations_with_huge_strange_and_infinite_content_are_written_and_read
   ]
   examples, batch = [example('a', 'x')], rollouts([huge, broken], [0, 0])
   measured = evaluate.Evaluation(
-    evaluate.metrics_by_source(examples, batch, outcomes, 2, WORDS), evaluate._samples(examples, batch, outcomes)
+    evaluate.metrics_by_source(examples, batch, outcomes, 2, WORDS), evaluate.written(examples, batch, outcomes)
   )
   records.write_evaluation(epath.Path(tmp_path), 7, measured)
   content = json.loads((tmp_path / 'eval' / '7.json').read_text(), parse_constant=pytest.fail)

@@ -399,7 +399,7 @@ class Zygote:
 
 def run(harness, directory: str, leave) -> None:
   """Run the payload and exit as Python does: threads joined, exit functions called, output flushed."""
-  write, dumps, shutdown, exit_functions = os.write, json.dumps, threading._shutdown, atexit._run_exitfuncs
+  write, dumps, shutdown, exit_functions = os.write, json.dumps, threading._shutdown, atexit._run_exitfuncs  # noqa: SLF001
   os.environ.clear()
   os.environ.update(HOME=directory, TMPDIR=directory, LANG='C.UTF-8')
   sys.argv = ['']

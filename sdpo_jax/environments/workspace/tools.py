@@ -295,7 +295,7 @@ class Toolbox:
     return text, ''.join([*lines[: start - 1], content, *lines[end:]])
 
   def _glob(self, pattern: str) -> str:
-    matches = _matcher(pattern).fullmatch
+    matches = matcher(pattern).fullmatch
     found = [name for name in self._folder.files() if matches(name)]
     shown = '\n'.join(found[:MAX_MATCHES])
     more = len(found) - MAX_MATCHES
@@ -308,7 +308,7 @@ class Toolbox:
       'folder': str(self._folder.path),
       'path': self._folder.readable(path),
       'pattern': pattern,
-      'names': _matcher(glob).pattern,
+      'names': matcher(glob).pattern,
       'max_file_bytes': MAX_FILE_BYTES,
       'max_line': MAX_LINE,
       'max_matches': MAX_MATCHES,
@@ -406,7 +406,7 @@ def _nearest(text: str, old: str) -> int | None:
   return next((number for number, line in enumerate(text.splitlines(), 1) if first and line.strip() == first), None)
 
 
-def _matcher(pattern: str) -> re.Pattern[str]:
+def matcher(pattern: str) -> re.Pattern[str]:
   """Return a regular expression for whole paths that match a pattern in which ** stands for any number of folders."""
   if not pattern or len(pattern) > MAX_PATTERN:
     raise BadCall(f"'pattern' must have between 1 and {MAX_PATTERN} characters.", 'pattern')

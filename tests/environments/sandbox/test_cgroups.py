@@ -12,6 +12,7 @@ from sdpo_jax.config import SandboxConfig
 from sdpo_jax.environments.sandbox import cgroups, leftovers
 from sdpo_jax.environments.sandbox import sandbox as implementation
 from sdpo_jax.environments.sandbox.sandbox import Limits, Sandbox, SandboxJob
+from tests.environments.sandbox.helper_process import group_of, pids
 
 HARNESS = pathlib.Path(__file__).with_name('sandbox_harness.py')
 LIMITS = Limits(wall_s=20, cpu_s=10, memory_mb=1024, file_mb=16, output_mb=1)
@@ -37,14 +38,14 @@ def members(group):
 
 def test_a_zygote_and_its_programs_are_in_a_group_that_ends_with_them(real):
   with Sandbox(SandboxConfig(workers=1), HARNESS) as sandbox:
-    group = sandbox._hosts[0]._group
+    group = group_of(sandbox)
     assert group.controllers == real.controllers
-    assert all(str(sandbox._hosts[0].pid) in pids for pids in members(group))
+    assert all(str(pids(sandbox)[0]) in within for within in members(group))
     assert f'cgroup v{group.version} ({", ".join(group.controllers)})' in sandbox.layers
     assert run(sandbox, 'result = 1').result == 1
-    os.kill(sandbox._hosts[0].pid, signal.SIGKILL)
+    os.kill(pids(sandbox)[0], signal.SIGKILL)
     assert run(sandbox, 'result = 2').result == 2
-    assert all(str(sandbox._hosts[0].pid) in pids for pids in members(group)), 'also after a restart'
+    assert all(str(pids(sandbox)[0]) in within for within in members(group)), 'also after a restart'
   assert not any(directory.exists() for directory in group.directories)
 
 
@@ -65,7 +66,7 @@ def test_nothing_of_a_program_stays_in_memory(real):
   if real.version != 1 or 'memory' not in real.controllers:
     pytest.skip('reads a file of version 1')
   with Sandbox(SandboxConfig(workers=1), HARNESS) as sandbox:
-    used = sandbox._hosts[0]._group.directories[real.controllers.index('memory')] / 'memory.stat'
+    used = group_of(sandbox).directories[real.controllers.index('memory')] / 'memory.stat'
 
     def shared():
       return int(dict(line.split() for line in used.read_text().splitlines())['total_shmem'])

@@ -26,6 +26,7 @@ from sdpo_jax.environments.sandbox import bubblewrap, confinement
 from sdpo_jax.environments.sandbox import sandbox as implementation
 from sdpo_jax.environments.sandbox.sandbox import Limits, Sandbox, SandboxJob
 from sdpo_jax.errors import UserError
+from tests.environments.sandbox.helper_process import pids
 
 HARNESS = pathlib.Path(__file__).with_name('sandbox_harness.py')
 LIMITS = Limits(wall_s=60, cpu_s=10, memory_mb=256, file_mb=4, output_mb=1)
@@ -236,7 +237,7 @@ def observed(sandbox, channel, library, message):
     ended = []
     thread = threading.Thread(target=lambda: ended.extend(sandbox.run([send])))
     thread.start()
-    while not (sending := [pid for host in sandbox._hosts for pid in descendants(host.pid) if sleeps(pid)]):
+    while not (sending := [pid for helper in pids(sandbox) for pid in descendants(helper) if sleeps(pid)]):
       assert not ended, ended
     (report,) = sandbox.run([receive])
     os.kill(sending[0], signal.SIGKILL)

@@ -12,6 +12,7 @@ from sdpo_jax.environments.sandbox import library
 from sdpo_jax.environments.sandbox import sandbox as implementation
 from sdpo_jax.environments.sandbox.sandbox import Limits, Sandbox, SandboxJob
 from sdpo_jax.errors import UserError
+from tests.environments.sandbox.helper_process import pids
 
 HARNESS = pathlib.Path(__file__).with_name('sandbox_harness.py')
 LIMITS = Limits(wall_s=60, cpu_s=20, memory_mb=512, file_mb=4, output_mb=1)
@@ -88,7 +89,7 @@ def run(sandbox, code):
 def test_programs_see_nothing_of_a_disk(sandbox):
   (layer,) = (layer for layer in sandbox.layers if 'view' in layer)
   assert layer.startswith('read-only view in memory (')
-  lines = pathlib.Path(f'/proc/{sandbox._hosts[0].pid}/mountinfo').read_text().splitlines()
+  lines = pathlib.Path(f'/proc/{pids(sandbox)[0]}/mountinfo').read_text().splitlines()
   assert lines and {line.partition(' - ')[2].split()[0] for line in lines} == {'tmpfs'}
 
 

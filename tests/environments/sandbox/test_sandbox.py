@@ -13,6 +13,7 @@ import resource
 import select
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from sdpo_jax.environments.sandbox.sandbox import Limits, Sandbox, SandboxJob
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example
 from tests import tiny
+from tests.environments.sandbox.helper_process import pids, scratch_of
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason='needs root')
 HARNESS = pathlib.Path(__file__).with_name('sandbox_harness.py')
@@ -361,7 +363,7 @@ for _ in range(600): os.mkdir('d' * 200); os.chdir('d' * 200)
 """
   report = run(shared, code)
   directory = report.stdout.strip()
-  assert directory.startswith(shared._hosts[0]._scratch), report
+  assert directory.startswith(scratch_of(shared)), report
   until(lambda: not os.path.exists(directory))
 
 
@@ -450,11 +452,11 @@ def test_a_tree_is_removed_without_following_links(tmp_path):
 
 def test_many_programs_leave_nothing_behind(sandbox):
   run(sandbox, '')
-  zygote = sandbox._hosts[0].pid
+  zygote = pids(sandbox)[0]
   open_here, open_there = (len(os.listdir(f'/proc/{pid}/fd')) for pid in ('self', zygote))
   reports = sandbox.run([job('result = 1')] * 300)
   assert sum(report.result for report in reports) == 300
-  assert len(os.listdir('/proc/self/fd')) == open_here and sandbox._hosts[0].pid == zygote
+  assert len(os.listdir('/proc/self/fd')) == open_here and pids(sandbox)[0] == zygote
   # The zygote closes its end after the last report, and then ends the namespace.
   until(lambda: len(os.listdir(f'/proc/{zygote}/fd')) <= open_there and programs(zygote) == [])
 
@@ -504,33 +506,33 @@ def started_at(pid):
 
 def test_a_zygote_that_dies_is_started_anew_and_the_program_rerun():
   with Sandbox(SandboxConfig(workers=2), HARNESS) as sandbox:
-    first = sandbox._hosts[0].pid
+    first = pids(sandbox)[0]
     os.kill(first, signal.SIGKILL)
     assert [report.result for report in sandbox.run([job('result = 5')] * 4)] == [5] * 4
-    assert sandbox._hosts[0].pid != first
+    assert pids(sandbox)[0] != first
 
 
 def test_without_its_seed_a_zygote_is_started_anew():
   with Sandbox(SandboxConfig(workers=2), HARNESS) as sandbox:
     assert run(sandbox, 'result = 1').result == 1
-    first = sandbox._hosts[0].pid
+    first = pids(sandbox)[0]
     until(lambda: not programs(first))
     (seed,), zygote = children(first), os.pidfd_open(first)
     os.kill(seed, signal.SIGKILL)
     assert gone(zygote)
-    assert run(sandbox, 'result = 5').result == 5 and sandbox._hosts[0].pid != first
+    assert run(sandbox, 'result = 5').result == 5 and pids(sandbox)[0] != first
 
 
 def test_a_program_under_which_the_zygote_dies_twice_fails_and_the_next_runs(monkeypatch):
-  send = implementation.socket.send_fds
+  send = socket.send_fds
 
   def deadly(control, *arguments):
     send(control, *arguments)
-    os.kill(sandbox._hosts[0].pid, signal.SIGKILL)
+    os.kill(pids(sandbox)[0], signal.SIGKILL)
 
   with Sandbox(SandboxConfig(workers=1), HARNESS) as sandbox:
     with monkeypatch.context() as patch:
-      patch.setattr(implementation.socket, 'send_fds', deadly)
+      patch.setattr(socket, 'send_fds', deadly)
       report = run(sandbox, 'import time; time.sleep(5)')
     assert report.status == 'failed' and 'ended twice' in report.reason
     assert run(sandbox, 'result = 1').result == 1
@@ -539,7 +541,7 @@ def test_a_program_under_which_the_zygote_dies_twice_fails_and_the_next_runs(mon
 def test_programs_end_with_the_zygote(sandbox):
   with Sandbox(SandboxConfig(workers=1), HARNESS) as own:
     reader, thread = watched(own)
-    os.kill(own._hosts[0].pid, signal.SIGKILL)
+    os.kill(pids(own)[0], signal.SIGKILL)
     assert gone(reader), 'the program has ended with it'
     own.close()
     thread.join()
@@ -547,7 +549,7 @@ def test_programs_end_with_the_zygote(sandbox):
 
 def watched(sandbox):
   """Return a descriptor that becomes readable when the program ends which a thread now runs, and the thread."""
-  zygote = sandbox._hosts[0].pid
+  zygote = pids(sandbox)[0]
 
   def waiting():
     try:
@@ -571,14 +573,15 @@ def gone(descriptor):
 OWNER = """
 import sys, threading
 from sdpo_jax.config import SandboxConfig
-from sdpo_jax.environments.sandbox.sandbox import Job, Limits, Sandbox
+from sdpo_jax.environments.sandbox.sandbox import Limits, Sandbox, SandboxJob
+from tests.environments.sandbox.helper_process import pids, scratch_of
 import pathlib
 sandbox = Sandbox(SandboxConfig(workers=1), pathlib.Path(sys.argv[1]))
 code = 'import os; print(os.getppid(), flush=True); os.write(4, b"x" * (2 << 20))'
 limits = Limits(60, 60)
-sleeping = Job({'code': 'import time; time.sleep(60)'}, '', limits)
+sleeping = SandboxJob({'code': 'import time; time.sleep(60)'}, '', limits)
 threading.Thread(target=sandbox.run, args=([sleeping],), daemon=True).start()
-print(sandbox._hosts[0].pid, sandbox._hosts[0]._scratch, flush=True)
+print(*pids(sandbox), scratch_of(sandbox), flush=True)
 sys.stdin.read()
 """
 
@@ -600,13 +603,14 @@ def test_everything_ends_when_the_owner_is_killed():
 LEAVER = """
 import os, sys, tempfile
 from sdpo_jax.environments.sandbox import sandbox
+from tests.environments.sandbox.helper_process import group_of, pids, scratch_of
 import pathlib
 tempfile.tempdir = sys.argv[2]
 sandbox.ATTEMPTS = (('landlock', False),)
 value = sandbox.Sandbox(sandbox.SandboxConfig(workers=1), pathlib.Path(sys.argv[1]))
-(host,) = value._hosts
-os.kill(host.pid, 9)
-print(host._scratch, *(host._group.directories if host._group else ()), flush=True)
+os.kill(*pids(value), 9)
+group = group_of(value)
+print(scratch_of(value), *(group.directories if group else ()), flush=True)
 os.kill(os.getpid(), 9)
 """
 
@@ -636,7 +640,7 @@ def test_what_is_left_where_everything_is_killed_is_removed_at_the_next_start(mo
     with Sandbox(SandboxConfig(workers=1), HARNESS):
       assert not any(map(os.path.exists, left))
     assert run(live, 'result = 1').result == 1, 'one that lives is left alone'
-    os.kill(live._hosts[0].pid, signal.SIGKILL)
+    os.kill(pids(live)[0], signal.SIGKILL)
     assert run(live, 'result = 2').result == 2
     with Sandbox(SandboxConfig(workers=1), HARNESS):
       assert run(live, 'result = 3').result == 3, 'also one that has started another zygote'
@@ -645,7 +649,7 @@ def test_what_is_left_where_everything_is_killed_is_removed_at_the_next_start(mo
 
 def test_closing_ends_programs_and_removes_directories():
   sandbox = Sandbox(SandboxConfig(workers=1), HARNESS)
-  zygote, directory = sandbox._hosts[0].pid, sandbox._hosts[0]._scratch
+  [zygote], directory = pids(sandbox), scratch_of(sandbox)
   program, thread = watched(sandbox)
   sandbox.close()
   sandbox.close()
@@ -659,16 +663,15 @@ def test_closing_ends_programs_and_removes_directories():
 
 
 def test_a_program_that_the_machine_has_no_room_for_is_tried_again(sandbox, monkeypatch):
-  attempts = []
+  attempts, socketpair = [], socket.socketpair
 
-  def short_of_memory(data):
-    attempts.append(data)
+  def short_of_memory(*arguments):
+    attempts.append(arguments)
     if len(attempts) <= 2:
       raise OSError(errno.ENOMEM, 'Cannot allocate memory')
-    return memory_file(data)
+    return socketpair(*arguments)
 
-  memory_file = implementation._memory_file
-  monkeypatch.setattr(implementation, '_memory_file', short_of_memory)
+  monkeypatch.setattr(socket, 'socketpair', short_of_memory)
   monkeypatch.setattr(implementation, 'PAUSES_S', (0.0, 0.0))
   assert run(sandbox, 'result = 3').result == 3
   attempts.clear()
@@ -721,7 +724,7 @@ def test_a_full_disk_fails_programs_and_nothing_else(monkeypatch, tmp_path):
       sandbox = Sandbox(SandboxConfig(workers=1), HARNESS)
     with sandbox:
       assert run(sandbox, 'result = 1').result == 1
-      until(lambda: os.listdir(sandbox._hosts[0]._scratch) == [])
+      until(lambda: os.listdir(scratch_of(sandbox)) == [])
       with contextlib.suppress(OSError):
         for index in range(8):
           (tmp_path / f'filler{index}').touch()
@@ -735,8 +738,8 @@ def test_a_full_disk_fails_programs_and_nothing_else(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize('environment', ['code', 'math'])
 def test_a_program_that_could_not_be_run_is_ungraded(monkeypatch, environment):
-  def nowhere(host, job, *, probe=False):
-    raise implementation._Fault('there is no memory')
+  def nowhere(*arguments):
+    raise OSError(errno.ENOMEM, 'there is no memory')
 
   tests = {'inputs': ['1'], 'outputs': ['1'], 'testtype': 'stdin', 'fn_name': '', 'time_limit': 1}
   truth, said = {
@@ -750,7 +753,7 @@ def test_a_program_that_could_not_be_run_is_ungraded(monkeypatch, environment):
     assert line.startswith(f'  sandbox    {environment}: ') and 'seccomp' in line
     with monkeypatch.context() as patch:
       patch.setattr(implementation, 'PAUSES_S', ())
-      patch.setattr(implementation._Host, 'run', nowhere)
+      patch.setattr(socket, 'socketpair', nowhere)
       (outcome,) = graders.grade([example], [said], truncated=[False])
     assert outcome.score is None and 'there is no memory' in outcome.reason
     (outcome,) = graders.grade([example], [said], truncated=[False])
@@ -764,7 +767,7 @@ def test_a_helper_that_cannot_be_started_again_fails_programs_until_it_can(monke
     raise BlockingIOError(errno.EAGAIN, 'Resource temporarily unavailable')
 
   with Sandbox(SandboxConfig(workers=1), HARNESS) as sandbox:
-    os.kill(sandbox._hosts[0].pid, signal.SIGKILL)
+    os.kill(pids(sandbox)[0], signal.SIGKILL)
     with monkeypatch.context() as patch:
       patch.setattr(implementation.subprocess, 'Popen', no_process)
       report = run(sandbox, 'result = 1')
@@ -913,7 +916,7 @@ os.wait()
     directory, environment, daemon = report.result
     assert set(environment) == {'HOME', 'TMPDIR', 'LANG'}
     until(lambda: not os.path.exists(directory))
-    assert not os.path.exists(f'/proc/{daemon}') and programs(sandbox._hosts[0].pid) == []
+    assert not os.path.exists(f'/proc/{daemon}') and programs(pids(sandbox)[0]) == []
     assert 'MemoryError' in run(sandbox, 'x = bytearray(400 << 20)').stderr
 
 
