@@ -64,10 +64,10 @@ def _share(root: pathlib.Path, names: Sequence[str]) -> Sequence[str]:
   stats = {name: (root / name).stat() for name in names}
   identities = {name: (stat.st_ino, stat.st_size, stat.st_ctime_ns) for name, stat in stats.items()}
   all_identities = gathered(identities, 'the comparison of the model with its SHA-256')
-  return _taken(all_identities, jax.process_index())
+  return files_to_compare(all_identities, jax.process_index())
 
 
-def _taken(identities: Sequence[Mapping[str, tuple[int, ...]]], process: int) -> list[str]:
+def files_to_compare(identities: Sequence[Mapping[str, tuple[int, ...]]], process: int) -> list[str]:
   """Return the files that a process compares, given the identities of each process's files."""
   taken = []
   for index, name in enumerate(sorted(set().union(*identities))):

@@ -67,7 +67,8 @@ def load(root: pathlib.Path) -> Tokenizer:
     names = {token['content'] for token in described['added_tokens']}
     for token in described['added_tokens']:  # User-defined symbols may be any text, even runs of spaces.
       token['special'] |= is_delimiter(token['content'], names)
-    tokenizer._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(described))
+    # The attribute that `backend_tokenizer` reads; nothing public sets it.
+    tokenizer._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(described))  # noqa: SLF001
     tokenizer.extra_special_tokens = [token['content'] for token in described['added_tokens'] if token['special']]
     if all(tokenizer.encode(text, add_special_tokens=False) == pieces.encode(text) for text in _TEXTS):
       return tokenizer

@@ -115,7 +115,8 @@ def _keep_embedded(tokenizer: Tokenizer, root: pathlib.Path, vocab_size: int) ->
   for role, text in tokenizer.special_tokens_map.items():
     if text in beyond.values():
       setattr(tokenizer, role, None)
-  tokenizer._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(described))
+  # The attribute that `backend_tokenizer` reads; nothing public sets it.
+  tokenizer._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(described))  # noqa: SLF001
   _logger.warning(
     '%s: the model has no embedding for %d special tokens of the tokenizer, such as %r, which are read as text.',
     root,

@@ -258,7 +258,7 @@ def run(main: Callable[[], int | None]) -> None:
       return EXIT_INTERRUPTED
     except Exception as error:
       cluster.await_verdict(error)
-      sentence = _sentence(error)
+      sentence = sentence_of(error)
       if sentence is None:
         if cluster.joined():
           traceback.print_exc()
@@ -274,7 +274,7 @@ def run(main: Callable[[], int | None]) -> None:
   app.run(wrapped, flags_parser=_parse)
 
 
-def _sentence(error: Exception) -> str | None:
+def sentence_of(error: Exception) -> str | None:
   """Return the message for the user; None if the error is not one that they can fix."""
   if isinstance(error, UserError):
     return str(error)

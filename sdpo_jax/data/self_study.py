@@ -71,15 +71,16 @@ def draw_request(draw: np.random.Generator, types: Sequence[str], weights: Seque
   kind = types[int(draw.choice(len(types), p=shares / shares.sum()))]
   requests = REQUESTS[kind]
   request = requests[int(draw.integers(len(requests)))]
-  return kind, _spelled(request, FORMATS[int(draw.integers(len(FORMATS)))])
+  return kind, spelled(request, FORMATS[int(draw.integers(len(FORMATS)))])
 
 
 def longest_requests(types: Sequence[str]) -> list[str]:
   """Return all requests of some seed types, with the longest format name in those that have a format."""
-  return [_spelled(request, max(FORMATS, key=len)) for kind in types for request in REQUESTS[kind]]
+  return [spelled(request, max(FORMATS, key=len)) for kind in types for request in REQUESTS[kind]]
 
 
-def _spelled(request: str, form: str) -> str:
+def spelled(request: str, form: str) -> str:
+  """Return a request of REQUESTS as a model is asked it, with a format's name where it has a place for one."""
   return f'{request.replace(_FORMAT, form)} {_ALONE}'
 
 

@@ -102,7 +102,7 @@ def join(place: ProcessPlace, timeouts: Timeouts = Timeouts()) -> None:
     return
   if _member is not None:
     raise RuntimeError('join() must be called once.')
-  member = _Hub(place, timeouts) if place.index == 0 else _Spoke(place, timeouts)
+  member = Hub(place, timeouts) if place.index == 0 else Spoke(place, timeouts)
   address = member.meet()
   _member = member
   # JAX's own timeouts are longer than ours, so that ours report first.
@@ -194,11 +194,12 @@ def await_verdict(error: BaseException) -> None:
 
   If a process is gone, this process ends here, with the sentence. Otherwise the error is this process's own.
   """
-  if _member is not None and (isinstance(error, FailedElsewhere) or _of_a_collective(error)):
+  if _member is not None and (isinstance(error, FailedElsewhere) or is_of_a_collective(error)):
     time.sleep(_member.timeouts.heartbeat)
 
 
-def _of_a_collective(error: BaseException) -> bool:
+def is_of_a_collective(error: BaseException) -> bool:
+  """Return whether an error, or one that it comes from, is as XLA raises it when a collective or the service fails."""
   seen: set[int] = set()
   links: list[BaseException | None] = [error]
   while links:
@@ -329,7 +330,7 @@ def _silent(who: str, seconds: float) -> str:
   )
 
 
-class _Hub(_Member):
+class Hub(_Member):
   """Process 0: receives the messages of all others, and broadcasts."""
 
   def __init__(self, place: ProcessPlace, timeouts: Timeouts):
@@ -497,7 +498,7 @@ class _Hub(_Member):
           spoke.send(**message)
 
 
-class _Spoke(_Member):
+class Spoke(_Member):
   """Any process other than process 0, connected to process 0."""
 
   _hub: _Connection
@@ -614,5 +615,5 @@ def _split(address: str) -> tuple[str, int]:
   return host, int(port)
 
 
-_member: _Hub | _Spoke | None = None
+_member: Hub | Spoke | None = None
 _alone = StopPoint()  # The stop point of a run of one process.

@@ -310,7 +310,7 @@ def synthesize(
   passages = Document(text, tokenizer)
   if not text.strip() or not len(passages):
     raise UserError(f'{document} is empty: name a file with text in --document.')
-  asker = Asker(passages, tokenizer, _silent(tokenizer, as_asked), options, context_length(config.model.path))
+  asker = Asker(passages, tokenizer, thinking_off(tokenizer, as_asked), options, context_length(config.model.path))
   file = PoolFile(output, _settings(config, options, text, asker.limit, tokenizer))
   left: list[Round] = []
   if main:
@@ -331,7 +331,7 @@ def synthesize(
     announce(remark)
   announce(f'{document} has {len(passages)} tokens, and a prompt about it at most {asker.limit}.')
   # Bounded by the memory that the run takes for its cache and, with a cartridge, for the document.
-  most = _rows(config, asker.limit + options.max_tokens, len(passages) if slots else 0)
+  most = rows_at_once(config, asker.limit + options.max_tokens, len(passages) if slots else 0)
   writer = _Writer(config, tokenizer, options, asker.limit, max_batch_rows or most)
   rows = fill(pool, len(left), options, asker.ask, writer.draw, keep, announce)
   if not rows:
@@ -357,7 +357,7 @@ def _plain_model(config: Config) -> Config:
   return dataclasses.replace(config, model=dataclasses.replace(config.model, lora=LoraConfig(), cartridge=slot))
 
 
-def _silent(tokenizer: Tokenizer, chat: ChatFormat) -> ChatFormat:
+def thinking_off(tokenizer: Tokenizer, chat: ChatFormat) -> ChatFormat:
   """Return the chat format with thinking turned off."""
   switch = 'enable_thinking'
   off = {} if chat_template.unread(tokenizer, [switch]) else {switch: False}
@@ -407,7 +407,7 @@ def _settings(config: Config, options: SynthesisOptions, text: str, limit: int, 
   }
 
 
-def _rows(config: Config, length: int, document: int) -> int:
+def rows_at_once(config: Config, length: int, document: int) -> int:
   """Return how many messages to draw at once, such that their cache fits the memory that a run uses instead.
 
   Args:

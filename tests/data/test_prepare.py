@@ -125,14 +125,13 @@ def test_a_row_that_training_would_refuse_is_refused_by_its_name_in_the_source(c
     convert('sciknoweval', {'test': [mcq(choices=labels, answerKey='1'), mcq()]}, domain='chemistry')
 
 
-def test_sizes_and_the_licence_are_announced(convert, monkeypatch):
+def test_sizes_and_the_licence_are_announced(convert):
   values = [mcq(number) for number in range(10)]
   _, said = convert('sciknoweval', {'test': values}, domain='chemistry')
   assert re.search(r'train.json: 9 rows; the file of the paper has 1890', said[0])
   assert said[2] == 'Licence of the data: MIT, as its data set card says.'
-  monkeypatch.setitem(prepare._SCIKNOWEVAL_SIZES, 'chemistry', (9, 1))
-  _, said = convert('sciknoweval', {'test': values}, domain='chemistry')
-  assert said[0].endswith('train.json: 9 rows.') and said[1].endswith('test.json: 1 rows.')
+  _, said = convert('sciknoweval', {'test': [mcq(number) for number in range(2100)]}, domain='chemistry')
+  assert said[0].endswith('train.json: 1,890 rows.') and said[1].endswith('test.json: 210 rows.')
 
 
 def test_a_domain_without_rows_says_so(convert):

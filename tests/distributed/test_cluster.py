@@ -262,12 +262,12 @@ def test_an_address_that_is_none_is_refused():
 
 
 def test_only_errors_of_collectives_wait_for_a_verdict():
-  assert cluster._of_a_collective(ValueError('UNKNOWN: Gloo AllGather failed: Connection reset by peer'))
+  assert cluster.is_of_a_collective(ValueError('UNKNOWN: Gloo AllGather failed: Connection reset by peer'))
   wrapped = UserError('A checkpoint could not be written.')
   wrapped.__cause__ = RuntimeError('DEADLINE_EXCEEDED: Barrier timed out.')
-  assert cluster._of_a_collective(wrapped)
-  assert not cluster._of_a_collective(RuntimeError('RESOURCE_EXHAUSTED: Out of memory.'))
-  assert not cluster._of_a_collective(UserError('Row 7 is bad.'))
+  assert cluster.is_of_a_collective(wrapped)
+  assert not cluster.is_of_a_collective(RuntimeError('RESOURCE_EXHAUSTED: Out of memory.'))
+  assert not cluster.is_of_a_collective(UserError('Row 7 is bad.'))
 
 
 def test_the_place_on_a_slice_is_what_jax_finds_out(monkeypatch):
@@ -295,7 +295,7 @@ def members(count: int):
   """Yield the hub and the spokes of a run of `count` processes, all in this one."""
   timeouts = cluster.Timeouts(join=60, heartbeat=60, barrier=60)
   places = [cluster.ProcessPlace(f'localhost:{port}', count, index) for port in [free_port()] for index in range(count)]
-  made = [(cluster._Spoke if place.index else cluster._Hub)(place, timeouts) for place in places]
+  made = [(cluster.Spoke if place.index else cluster.Hub)(place, timeouts) for place in places]
   run_all([member.meet for member in made])
   try:
     yield made

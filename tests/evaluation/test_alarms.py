@@ -236,7 +236,8 @@ def checkpoint(workdir, step: int):
   config = runs.run_config(workdir)
   session, parameters = make_session(config, workdir)
   checkpoints = Checkpoints(workdir, read_only=True)
-  state, host, _ = checkpoints._read(step, abstract_state(update_spec(config), parameters, session.mesh))
+  state = checkpoints.restore_step(step, abstract_state(update_spec(config), parameters, session.mesh))
+  host = json.loads((checkpoints.directory / str(step) / 'host' / 'metadata').read_text())
   steps = checkpoints.steps()
   checkpoints.close()
   return state, host, steps

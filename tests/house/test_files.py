@@ -162,7 +162,7 @@ def test_what_could_not_be_synced_is_not_published(tmp_path, monkeypatch, error)
   for sync in (files.sync_file, files.sync_tree):
     with pytest.raises(OSError, match='when it was synced'):
       sync(path if sync is files.sync_file else tmp_path)
-  sentence = command._sentence(raised.value)
+  sentence = command.sentence_of(raised.value)
   assert sentence.count('.') >= 1 and str(path) in sentence and 'start the same command again' in sentence
 
 

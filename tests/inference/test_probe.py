@@ -345,8 +345,12 @@ def test_the_probe_stops_where_a_run_does_and_takes_the_teachers_prompts(tmp_pat
   probing.probe_model(config)
   [sampler] = samplers
   session, _ = make_session(config, tmp_path)
-  assert sampler._stop_ids.tolist() == session.sampler._stop_ids.tolist() == [7, 65, 258]
-  assert session.sampler._prompt_buckets[-1] == 2048 and sampler._prompt_buckets[-1] == 4096
+  options = dict(n=1, seed=0, step=0, max_tokens=1)
+  for each, longest in ((session.sampler, 2048), (sampler, 4096)):
+    [samples] = each.request([[1] * longest], **options).samples
+    assert samples.stop_ids.tolist() == [7, 65, 258]
+    with pytest.raises(UserError, match=f'more than data.max_prompt_length={longest}'):
+      each.request([[1] * (longest + 1)], **options)
 
 
 @pytest.mark.slow

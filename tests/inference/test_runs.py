@@ -59,15 +59,16 @@ def test_a_run_opens_with_one_copy_of_the_weights(run, weights, field, step, mon
   def live():
     return sum(array.nbytes for array in jax.live_arrays())
 
-  read, before, during, restored = Checkpoints._read, live(), [], []
+  name, before, during, restored = 'restore' if step is None else 'restore_step', live(), [], []
+  restore = getattr(Checkpoints, name)
 
   def watched(*arguments):
     during.append(live() - before)
-    found = read(*arguments)
-    restored.append(found[0])
+    found = restore(*arguments)
+    restored.append(found[1] if step is None else found)
     return found
 
-  monkeypatch.setattr(Checkpoints, '_read', watched)
+  monkeypatch.setattr(Checkpoints, name, watched)
   _, parameters, found = runs.open_run(workdir, weights, step=step)
   assert found == 1
   chex.assert_trees_all_equal(parameters, getattr(state, field))

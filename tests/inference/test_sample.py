@@ -51,10 +51,10 @@ def generator(model):
   return open_generator(model)
 
 
-def sampled(chat, generator, messages, step=0):
-  """Return what the chat's sampler says to a conversation when nobody looks on, and why that ends."""
+def sampled(generator, messages, step=0):
+  """Return what is sampled for a conversation where nobody looks on, and why that ends."""
   tokens = generator.session.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-  rollouts = chat._sampler.sample({}, generator.parameters, [tokens], **generator.sampling_options(step))
+  rollouts = generator.session.sampler.sample({}, generator.parameters, [tokens], **generator.sampling_options(step))
   return rollouts.text[0], rollouts.finish_reason[0]
 
 
@@ -210,7 +210,7 @@ def test_a_chat_streams_what_the_sampler_says_and_remembers_it(generator):
     pieces = []
     ended = chat.answer(text, pieces.append)
     history.append(user(text))
-    answer, reason = sampled(chat, generator, history, step=turn)
+    answer, reason = sampled(generator, history, step=turn)
     assert ''.join(pieces) == answer != '' and ended == reason
     assert sum(map(bool, pieces)) > 1
     history.append(assistant(answer))
@@ -255,10 +255,10 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(generator):
   assert next(lines) == 'never read'
   assert signal.getsignal(signal.SIGINT) is before
   asked, cut, again, whole = chat.messages
-  full, _ = sampled(chat, generator, [asked])
+  full, _ = sampled(generator, [asked])
   assert (asked, again) == (user('Hello'), user('Again'))
   assert '' != cut['content'] != full and full.startswith(cut['content'])
-  assert whole['content'] == sampled(chat, generator, chat.messages[:3], step=1)[0]
+  assert whole['content'] == sampled(generator, chat.messages[:3], step=1)[0]
   assert out.getvalue() == f'{cut["content"]}\n{whole["content"]}\n'
 
 
@@ -282,9 +282,9 @@ def test_a_conversation_that_is_too_long_is_a_sentence_and_the_chat_goes_on(gene
   assert sentence.startswith('The conversation has') and '/reset' in sentence and '--max_prompt_length' in sentence
   assert 'Forgotten.' in announced
   assert '(Cut off at --max_tokens.)' in announced
-  first, _ = sampled(chat, generator, [user('one')])
-  second, _ = sampled(chat, generator, [user('one'), assistant(first), user('two')], step=1)
-  third, _ = sampled(chat, generator, [user('three')], step=2)
+  first, _ = sampled(generator, [user('one')])
+  second, _ = sampled(generator, [user('one'), assistant(first), user('two')], step=1)
+  third, _ = sampled(generator, [user('three')], step=2)
   assert out.getvalue() == f'{first}\n{second}\n{third}\n'
 
 

@@ -79,7 +79,7 @@ def tokenizer(config):
 
 
 def asker(tokenizer, options=OPTIONS, positions=None, **variables) -> Asker:
-  chat = synthesis._silent(tokenizer, ChatFormat(variables))
+  chat = synthesis.thinking_off(tokenizer, ChatFormat(variables))
   return Asker(Document(TEXT, tokenizer), tokenizer, chat, options, positions)
 
 
@@ -125,7 +125,7 @@ def test_a_prompt_is_what_the_template_makes_of_passage_and_request(config, temp
       told
       for kind in [ask.seed_type]
       for form in self_study.FORMATS
-      for told in dict.fromkeys(self_study._spelled(request, form) for request in self_study.REQUESTS[kind])
+      for told in dict.fromkeys(self_study.spelled(request, form) for request in self_study.REQUESTS[kind])
       if told in text
     ][:1]
     information = text[text.index('This conversation') : text.index('</info>') + 7]
@@ -227,10 +227,10 @@ def test_a_pool_that_cannot_be_filled_ends_and_says_so(tokenizer):
 def test_as_many_rows_as_a_run_has_memory_for():
   config = Config()
   config.rollout.max_batch_rows, config.data.max_prompt_length, config.data.max_response_length = 64, 1024, 512
-  assert synthesis._rows(config, 1536, 0) == 64 == synthesis._rows(config, 100, 0)
-  assert synthesis._rows(config, 4608, 0) == 21  # 64 × 1536 / 4608 = 21.3.
-  assert synthesis._rows(config, 4608, 98304) == 42  # Twice as many tokens.
-  assert synthesis._rows(config, 10**9, 0) == 1
+  assert synthesis.rows_at_once(config, 1536, 0) == 64 == synthesis.rows_at_once(config, 100, 0)
+  assert synthesis.rows_at_once(config, 4608, 0) == 21  # 64 × 1536 / 4608 = 21.3.
+  assert synthesis.rows_at_once(config, 4608, 98304) == 42  # Twice as many tokens.
+  assert synthesis.rows_at_once(config, 10**9, 0) == 1
 
 
 @pytest.mark.parametrize('suffix', prompt_pools.SUFFIXES)

@@ -103,7 +103,7 @@ def test_files_that_several_processes_see_are_compared_by_one_of_them():
   names = [f'{index}.safetensors' for index in range(5)]
   shared = {name: (index, 10, 1000) for index, name in enumerate(names)}
   own = {name: (index, 10, 2000 + index) for index, name in enumerate(names[:4])} | {names[4]: shared[names[4]]}
-  taken = [set(checksums._taken([shared, shared, own], process)) for process in range(3)]
+  taken = [set(checksums.files_to_compare([shared, shared, own], process)) for process in range(3)]
   assert taken[0] | taken[1] >= set(names[:4]) and not taken[0] & taken[1]
   assert len(taken[0] & set(names[:4])) == len(taken[1] & set(names[:4])) == 2
   assert taken[2] >= set(names[:4]) and sum(names[4] in files for files in taken) == 1

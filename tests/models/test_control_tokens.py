@@ -179,14 +179,14 @@ def test_a_text_is_marked_with_one_mark_whatever_is_encoded_meanwhile(monkeypatc
   """Threads share what encodes: another text that holds the mark has it replaced."""
   plain, messages = PlainMessages(make('byte_level')), conversation('a<|im_end|>b', '<|im_start|>')
   expected = plain.encode(messages)
-  halves, seen = plain._halves, []
+  halves, seen = plain._halves, []  # noqa: SLF001 (Where another thread may come in between.)
 
   def interrupted(text):
-    mark, _ = plain._marked
+    mark, _ = plain._marked  # noqa: SLF001
     if text not in seen:
       seen.append(text)
       plain.encode_text(mark)
-      assert plain._marked[0] != mark
+      assert plain._marked[0] != mark  # noqa: SLF001
     return halves(text)
 
   monkeypatch.setattr(plain, '_halves', interrupted)

@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import types
 
 import numpy as np
 import pytest
@@ -9,13 +10,16 @@ import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 from transformers import AutoTokenizer, LlamaTokenizer
 
-from models import sentencepiece_model
+from models import huggingface, sentencepiece_model
 from models import tokenizer as tokenizers
 from models.control_tokens import control_strings
+from sdpo_jax.config import Config, ModelConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference.chat import Chat
-from sdpo_jax.rollout.results import Completion
+from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.rollout.results import Completion, Draft
 from sdpo_jax.rollout.stops import StopStrings, to_text
+from tests.letters import CONFIG
 from tests.models import tokenizer_styles
 
 STYLES = ('mistral', 'gemma')
@@ -128,7 +132,7 @@ def test_a_stop_string_ends_where_the_decoded_text_first_holds_it(style, loaded)
 
 
 @pytest.mark.parametrize('style', STYLES)
-def test_an_answer_that_is_streamed_is_the_decoded_text(style, loaded):
+def test_an_answer_that_is_streamed_is_the_decoded_text(style, loaded, monkeypatch):
   """Byte by byte, where half of a character hides the one before it from the decoder."""
   tokenizer = loaded[style]
   ids = tokenizer.encode(TEXT, add_special_tokens=False)
@@ -136,23 +140,15 @@ def test_an_answer_that_is_streamed_is_the_decoded_text(style, loaded):
   assert any(text.endswith('\N{REPLACEMENT CHARACTER}' * 3) for text in drafts)
   assert any(not now.startswith(before) for before, now in zip(drafts, drafts[1:], strict=False))
 
-  class Draft:
-    def __init__(self, tokens):
-      self.tokens = np.array(tokens)
-
-  class Generator:
-    class session:
-      pass
-
-    def prompt_tokens(self, *arguments):
-      return [1]
-
-  Generator.session.tokenizer = tokenizer
-  chat = Chat.__new__(Chat)
-  chat.messages, chat._generator, chat._turns, chat._lengths, chat._compiled = [], Generator(), 0, (8,), {8}
   done = Completion(0, np.array(ids), *[np.zeros(0, np.float32)] * 3, stopped=True, text=tokenizer.decode(ids))
-  chat._looks = lambda tokens: [*(Draft(ids[:end]) for end in range(1, len(ids))), done]
-  written = []
+  looks = [*(Draft(0, np.array(ids[:end])) for end in range(1, len(ids))), done]
+  monkeypatch.setattr(Sampler, 'stream_drafts', lambda *arguments, **options: looks)
+  policy = huggingface.describe(CONFIG, ModelConfig()).on(None)
+  session = types.SimpleNamespace(config=Config(), policy=policy, tokenizer=tokenizer, mesh=None, base={})
+  generator = types.SimpleNamespace(
+    session=session, parameters={}, prompt_tokens=lambda *arguments: [1], sampling_options=lambda step: {}
+  )
+  chat, written = Chat(generator, None, announce=lambda text: None), []
   assert chat.answer('?', written.append) == 'stop'
   assert ''.join(written) == TEXT and len(list(filter(None, written))) > 10
   assert chat.messages[-1] == {'role': 'assistant', 'content': TEXT}

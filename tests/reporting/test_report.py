@@ -5,14 +5,16 @@ import hashlib
 import html.parser
 import json
 import re
+import subprocess
+import sys
 import zlib
 
 from etils.epath import backend
 import pytest
 
-from sdpo_jax import command
 from sdpo_jax.errors import UserError
 from sdpo_jax.reporting import groups, page, report, rollouts, run_files
+from tests import tiny
 from tests.reporting import report_runs
 from tests.reporting.report_runs import HOSTILE, config, metrics, rollout
 
@@ -230,8 +232,11 @@ def test_lines_that_are_no_rollouts_are_counted_and_values_of_other_types_left_o
 def test_top_tokens_that_do_not_fit_the_tokens_are_left_out(broken):
   said = rollout(1)['top_tokens']['student']
   top = {'student': said, 'teacher': broken, 'texts': {'1': 'a'}}
-  assert rollouts._top_tokens(top, ['a', 'b']) == {'student': said, 'teacher': None, 'texts': {'1': 'a'}}
-  assert rollouts._top_tokens(top | {'student': broken}, ['a', 'b']) is None
+  lines = [rollout(1) | {'tokens': ['a', 'b'], 'top_tokens': each} for each in (top, top | {'student': broken})]
+  [piece] = rollouts.pack(1, '\n'.join(map(json.dumps, lines)).encode()).pieces
+  shown, hidden = json.loads(zlib.decompress(base64.b64decode(piece)))
+  assert shown['top_tokens'] == {'student': said, 'teacher': None, 'texts': {'1': 'a'}}
+  assert 'top_tokens' not in hidden and hidden['tokens'] == ['a', 'b']
 
 
 def test_rollouts_of_unfinished_steps_wait_and_of_many_the_page_has_a_spread(tmp_path):
@@ -314,19 +319,40 @@ def test_a_page_that_is_not_followed_any_longer_does_not_wait_for_another(tmp_pa
   assert found.data('summary')['reload_s'] is None and said[-1].endswith('not followed any longer.')
 
 
-def test_a_flag_takes_every_value_behind_it(monkeypatch):
-  monkeypatch.setattr(command, '_lists', {'compare'})
+COMMAND = """
+import json
+import os
+import sys
+from absl import flags
+from sdpo_jax import command
 
-  def named(*arguments):
-    waiting = list(arguments)
-    found = command._each_named(waiting.pop(0), waiting)
-    return found, waiting
+command.define_list('compare', 'Runs.')
+flags.DEFINE_string('output', None, 'File.')
+cases = json.loads(sys.argv[1])
+for case in cases:
+  if not os.fork():
+    sys.argv[1:] = case
+    sys.stderr = sys.stdout
+    command.run(lambda: print(flags.FLAGS.compare, flags.FLAGS.output))
+  os.wait()
+"""
 
-  assert named('--compare', 'a', 'b', '--output=x') == (['--compare=a', '--compare=b'], ['--output=x'])
-  assert named('--compare=a', 'b') == (['--compare=a'], ['b'])
-  assert named('--compare', '--output=x') == (['--compare'], ['--output=x'])
-  assert named('--workdir', 'a') == (['--workdir'], ['a'])
-  assert named('compare', 'a') == (['compare'], ['a'])
+
+def test_a_flag_takes_every_value_behind_it():
+  cases = {
+    '--compare a b --output=x': "['a', 'b'] x",
+    '--compare a --compare b c': "['a', 'b', 'c'] None",
+    '--compare=a b': "'b' is not a flag",
+    '--output x --compare a': "['a'] x",
+    '--output x a': "'a' is not a flag",
+    'compare a': "'compare a' is not a flag",
+    '--compare': 'Missing value for flag --compare',
+  }
+  commands = json.dumps([each.split() for each in cases])
+  done = subprocess.run([sys.executable, '-c', COMMAND, commands], capture_output=True, text=True, cwd=tiny.REPOSITORY)
+  said = done.stdout.splitlines()
+  assert len(said) == len(cases), done
+  assert all(line.startswith(expected) for line, expected in zip(said, cases.values(), strict=True)), said
 
 
 def test_the_data_of_a_page_are_ascii(tmp_path):
