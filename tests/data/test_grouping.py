@@ -3,6 +3,7 @@
 import dataclasses
 import types
 
+import jax
 import numpy as np
 import pytest
 
@@ -63,10 +64,8 @@ class Sampler:
 
 @pytest.mark.parametrize(('grouped', 'taught'), [(False, [0]), (True, [0, 4, 5])])
 def test_a_success_teaches_the_failures_of_a_repeated_row_only_where_duplicates_are_grouped(
-  grouped, taught, monkeypatch, registering
+  grouped, taught, registering
 ):
-  monkeypatch.setattr(step, 'sampling_seed', lambda state: 0)
-
   @registering.register('row_1')
   def row_1_is_right(examples, texts, *, truncated):
     return [Outcome(float(text == '1')) for text in texts]
@@ -86,7 +85,7 @@ def test_a_success_teaches_the_failures_of_a_repeated_row_only_where_duplicates_
   asked = dataclasses.replace(ASKED, environment='row_1')
   other = dataclasses.replace(asked, ground_truth='43')
   batch = [asked, other, dataclasses.replace(asked, id='again')]
-  state = types.SimpleNamespace(trainable=None)
+  state = types.SimpleNamespace(trainable=None, rng=jax.random.key(0))
   graded = step.rollout_and_grade(session, Graders(config.environments), state, batch, 0, step.Timer())
   context = step.build_teacher_prompts(session, graded, seed=0, step=0)
   assert np.flatnonzero(context.mask).tolist() == taught

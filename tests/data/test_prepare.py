@@ -360,7 +360,7 @@ def test_tests_that_are_not_pickled_text_are_refused_and_run_nothing(convert, tm
 
 
 def test_tests_that_would_fill_the_memory_are_refused(convert, monkeypatch):
-  monkeypatch.setattr(livecodebench, '_LARGEST', 1000)
+  monkeypatch.setattr(livecodebench, 'LARGEST', 1000)
   with pytest.raises(UserError, match='it is larger than 1000 bytes'):
     convert('livecodebench', {'test': [contest(private_test_cases=packed(json.dumps([case(0)]) + ' ' * 10**6))]})
 

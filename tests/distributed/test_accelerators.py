@@ -1,5 +1,7 @@
 """Which devices a command uses: a platform that is not there ends in a sentence, and an absent TPU in silence."""
 
+import importlib.metadata
+import importlib.util
 import pathlib
 
 import jax
@@ -14,9 +16,8 @@ def machine(monkeypatch, tmp_path):
   """Return a machine with these device files and PCI devices, (vendor, class); platforms as JAX_PLATFORMS names
   them.
   """
-  chosen = []
 
-  def make(files=(), pci=(), platforms=None, plugins=False):
+  def make(files=(), pci=(), platforms=None, plugins=None):
     found = {'/sys/bus/pci/devices/*': [], **{pattern: [] for pattern in accelerators.TPU_FILES}}
     for number, (vendor, kind) in enumerate(pci):
       folder = tmp_path / str(number)
@@ -28,13 +29,14 @@ def machine(monkeypatch, tmp_path):
       [pattern] = [pattern for pattern in accelerators.TPU_FILES if pathlib.PurePath(file).match(pattern)]
       found[pattern].append(file)
     monkeypatch.setattr(accelerators.glob, 'glob', found.get)
-    monkeypatch.setattr(accelerators, '_has_plugins', lambda: plugins)
-    monkeypatch.setattr(accelerators, '_named', lambda: list(platforms or ()))
-    monkeypatch.setattr(jax.config, 'update', lambda name, value: chosen.append((name, value)))
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: 'spec' if plugins == 'package' else None)
+    monkeypatch.setattr(importlib.metadata, 'entry_points', lambda group: ['x'] if plugins == 'entry point' else [])
+    jax.config.update('jax_platforms', platforms and ','.join(platforms))
     monkeypatch.delenv('JAX_FORCE_TPU_INIT', raising=False)
-    return chosen
 
-  return make
+  before = jax.config.jax_platforms
+  yield make
+  jax.config.update('jax_platforms', before)
 
 
 # A network card of Google's is in every machine of its cloud; device files and classes as on v4 and v5e hosts.
@@ -46,14 +48,16 @@ def machine(monkeypatch, tmp_path):
     ({'pci': [('0x1ae0', '0x088000')]}, False),
     ({'files': ['/dev/accel0']}, False),
     ({'files': ['/dev/vfio/3']}, False),
-    ({'plugins': True}, False),
+    ({'plugins': 'package'}, False),
+    ({'plugins': 'entry point'}, False),
     ({'platforms': ['cuda']}, False),
   ],
 )
 def test_libtpu_is_left_alone_where_there_is_no_chip(machine, described, cpu):
-  chosen = machine(**described)
+  machine(**described)
+  before = jax.config.jax_platforms
   accelerators.skip_absent_tpu()
-  assert chosen == ([('jax_platforms', 'cpu')] if cpu else [])
+  assert jax.config.jax_platforms == ('cpu' if cpu else before) and before != 'cpu'
 
 
 def test_a_tpu_that_is_asked_for_and_absent_is_said_before_libtpu_is_loaded(machine, monkeypatch):

@@ -13,6 +13,7 @@ from sdpo_jax.config import SamplingConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import answer_files, generate
 from sdpo_jax.inference.chat import Chat, converse
+from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.rollout.results import Completion, Draft
 from tests import tiny
 
@@ -229,7 +230,7 @@ def test_half_of_a_character_waits_for_the_other_half(generator, monkeypatch):
   text = generator.session.tokenizer.decode(tokens, skip_special_tokens=True)
   looks.append(Completion(0, np.asarray(tokens), None, None, None, stopped=True, text=text))
   chat = Chat(generator, None, print)
-  monkeypatch.setattr(chat, '_looks', lambda tokens: iter(looks))
+  monkeypatch.setattr(Sampler, 'stream_drafts', lambda *arguments, **options: iter(looks))
   pieces = []
   assert chat.answer('x', pieces.append) == 'stop'
   assert [piece for piece in pieces if piece] == ['a', '€', 'b', '\ufffd\ufffdc', '\ufffd']
@@ -300,11 +301,12 @@ def test_what_was_thought_is_left_to_the_template(generator, monkeypatch):
   chat = Chat(generator, None, print)
   text, prompts = '<think>\nHm.\n</think>Yes.', []
 
-  def looks(tokens):
+  def looks(sampler, base, trainable, prompt_token_ids, **options):
+    [tokens] = prompt_token_ids
     prompts.append(generator.session.tokenizer.decode(tokens))
     yield Completion(0, np.zeros(1, int), None, None, None, stopped=True, text=text)
 
-  monkeypatch.setattr(chat, '_looks', looks)
+  monkeypatch.setattr(Sampler, 'stream_drafts', looks)
   for message in ('Is it?', 'Sure?'):
     chat.answer(message, lambda piece: None)
   assert chat.messages[1] == assistant(text)

@@ -25,6 +25,12 @@ def online(monkeypatch):
   hub.unreachable.cache_clear()
 
 
+def ask_by(monkeypatch, head):
+  """Let requests to the hub be answered by head(address)."""
+  session = types.SimpleNamespace(head=lambda address, timeout: head(address))
+  monkeypatch.setattr('huggingface_hub.get_session', lambda: session)
+
+
 def test_a_hub_that_answers_is_reachable_whatever_it_says(online, monkeypatch):
   class Refusing(http.server.BaseHTTPRequestHandler):
     def do_HEAD(self):
@@ -50,7 +56,7 @@ def test_a_hub_that_answers_is_reachable_whatever_it_says(online, monkeypatch):
     (errors.RepositoryNotFoundError, 'no such model, or a private one: correct the name, or run `hf auth login`'),
   ],
 )
-def test_a_model_that_is_not_for_everybody_is_said_with_the_way_to_it(kind, sentence, monkeypatch):
+def test_a_model_that_is_not_for_everybody_is_said_with_the_way_to_it(kind, sentence, online, monkeypatch):
   """The library's message begins with nothing but the status."""
   refused = kind(
     '401 Client Error.\n\nCannot access …', response=httpx2.Response(401, request=httpx2.Request('GET', 'x'))
@@ -59,7 +65,7 @@ def test_a_model_that_is_not_for_everybody_is_said_with_the_way_to_it(kind, sent
   def refuse(*_, **__):
     raise refused
 
-  monkeypatch.setattr(hub, 'unreachable', lambda: None)
+  ask_by(monkeypatch, lambda address: None)
   monkeypatch.setattr('huggingface_hub.snapshot_download', refuse)
   with pytest.raises(UserError, match=sentence):
     hub.fetch('meta-llama/X', ['config.json'])
@@ -69,12 +75,11 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(online, monkeypatch):
   """For models and data sets alike: two attempts in all, and none by the libraries."""
   requests = []
 
-  class Session:
-    def head(self, address, timeout):
-      requests.append(address)
-      raise httpx2.ConnectError('Name or service not known')
+  def unknown(address):
+    requests.append(address)
+    raise httpx2.ConnectError('Name or service not known')
 
-  monkeypatch.setattr('huggingface_hub.get_session', Session)
+  ask_by(monkeypatch, unknown)
   waits = types.SimpleNamespace(sleep=lambda seconds: pytest.fail('the library tries again'))
   monkeypatch.setattr('huggingface_hub.utils._http.time', waits)
   with pytest.raises(
@@ -88,14 +93,17 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(online, monkeypatch):
 
 def test_libraries_that_are_told_to_be_offline_are_not_second_guessed(online, monkeypatch):
   monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
-  monkeypatch.setattr(hub, '_knock', lambda address: pytest.fail('the hub was asked'))
+  ask_by(monkeypatch, lambda address: pytest.fail('the hub was asked'))
   assert hub.unreachable() is None
 
 
 def test_an_imported_datasets_library_is_told(online, monkeypatch):
+  def down(address):
+    raise httpx2.ConnectError('down')
+
   datasets = types.SimpleNamespace(config=types.SimpleNamespace(HF_HUB_OFFLINE=False))
   monkeypatch.setitem(sys.modules, 'datasets', datasets)
-  monkeypatch.setattr(hub, '_knock', lambda address: 'down')
+  ask_by(monkeypatch, down)
   assert 'cannot be reached from here (down)' in hub.unreachable()
   assert datasets.config.HF_HUB_OFFLINE
 
@@ -109,7 +117,7 @@ def test_weights_are_fetched_only_where_they_are_wanted(online, monkeypatch, tmp
   asked = []
   (tmp_path / 'config.json').write_text('{"model_type": "qwen3"}')
   (tmp_path / 'model.safetensors.index.json').write_text('{"weight_map": {"a": "model-1.safetensors"}}')
-  monkeypatch.setattr(hub, '_knock', lambda address: None)
+  ask_by(monkeypatch, lambda address: None)
   monkeypatch.setattr(huggingface.registry, 'read', lambda values, source: None)
 
   def download(name, allow_patterns):
@@ -127,7 +135,7 @@ def test_weights_are_fetched_only_where_they_are_wanted(online, monkeypatch, tmp
 def test_weights_of_the_hub_that_cannot_be_used_are_not_fetched(online, monkeypatch, tmp_path):
   asked = []
   (tmp_path / 'config.json').write_text('{"model_type": "unheard_of"}')
-  monkeypatch.setattr(hub, '_knock', lambda address: None)
+  ask_by(monkeypatch, lambda address: None)
   monkeypatch.setattr(
     'huggingface_hub.snapshot_download', lambda name, allow_patterns: asked.append(allow_patterns) or str(tmp_path)
   )

@@ -6,6 +6,7 @@ import sys
 import threading
 import types
 
+import jax
 import numpy as np
 import pytest
 
@@ -126,7 +127,7 @@ def test_who_is_told_to_stop_does_not_wait_for_a_grader(recorder):
     assert len(grading.outcomes()) == G * N  # What is done by then is not thrown away.
 
 
-def test_a_batch_is_graded_while_it_is_sampled(tmp_path, monkeypatch, recorder):
+def test_a_batch_is_graded_while_it_is_sampled(tmp_path, recorder):
   """Sampling here cannot end before a grader has been called."""
   tokenizer = tokenizers.load(tiny.make_model(tmp_path))
   policy, parameters = huggingface.load(tmp_path, ModelConfig(dtype='float32', remat='none'))
@@ -147,8 +148,7 @@ def test_a_batch_is_graded_while_it_is_sampled(tmp_path, monkeypatch, recorder):
   config.rollout.n, config.data.max_response_length = N, 8
   asked = types.SimpleNamespace(sample=sample, stats=SamplingStats())
   session = types.SimpleNamespace(config=config, tokenizer=tokenizer, writer=lambda trainable: (asked, {}, trainable))
-  monkeypatch.setattr(step, 'sampling_seed', lambda state: 0)
-  state = types.SimpleNamespace(trainable=parameters)
+  state = types.SimpleNamespace(trainable=parameters, rng=jax.random.key(0))
   with Graders(config.environments) as graders:
     graded = step.rollout_and_grade(session, graders, state, questions(*['recorder'] * G), 0, step.Timer())
   rollouts = graded.rollouts

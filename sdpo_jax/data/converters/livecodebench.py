@@ -30,7 +30,7 @@ PROMPT = (
 SIGNATURE = '\n\nYour solution should have the following signature: ```python\n{signature}\n```'
 TIME_LIMIT = 6  # Seconds per test.
 TRAIN_TESTS, SEED = 0.5, 0
-_LARGEST = 2**30  # Maximum size of one question's tests, in bytes.
+LARGEST = 2**30  # Maximum size of one question's tests, in bytes.
 _PICKLE_ERRORS = (pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError, KeyError, TypeError)
 
 
@@ -113,9 +113,9 @@ def _cases(row: RawRow, text: str) -> Any:
 
 def _unpacked(text: str) -> str:
   inflate = zlib.decompressobj()
-  content = inflate.decompress(base64.b64decode(text, validate=True), _LARGEST)
+  content = inflate.decompress(base64.b64decode(text, validate=True), LARGEST)
   if inflate.unconsumed_tail:
-    raise ValueError(f'it is larger than {_LARGEST} bytes')
+    raise ValueError(f'it is larger than {LARGEST} bytes')
   value = _Strings(io.BytesIO(content)).load()
   if not isinstance(value, str):
     raise ValueError(f'it is pickled {type(value).__name__} instead of text')
