@@ -104,7 +104,7 @@ def assert_same(found, expected):
     assert one.tokens.tolist() == other.tokens.tolist()
     assert (one.stopped, one.text) == (other.stopped, other.text)
     for name in ('sampling_log_probs', 'model_log_probs', 'entropy'):
-      np.testing.assert_allclose(getattr(one, name), getattr(other, name), atol=1e-5)
+      np.testing.assert_allclose(getattr(one, name), getattr(other, name), atol=3e-5)
 
 
 def test_requests_that_come_while_others_are_decoded_get_what_they_get_alone(resident, expected):
