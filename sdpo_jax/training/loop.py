@@ -18,9 +18,7 @@ from typing import Any
 
 from etils import epath
 import jax
-import numpy as np
 
-from models.token_texts import TokenTexts
 from sdpo_jax import liveness
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import programs
@@ -30,27 +28,23 @@ from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
-from sdpo_jax.evaluation.evaluate import evaluate
-from sdpo_jax.evaluation.names import nearest
 from sdpo_jax.learning.update import abstract_state, place_state
-from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.teacher.feedback_endpoint import FeedbackEndpoint
 from sdpo_jax.training import (
-  divergence,
   endpoint_teacher,
   feedback_writing,
   gathering,
   initial_policy,
   records,
   resuming,
-  samples,
   skipped,
   startup,
   teacher_model,
-  top_tokens,
 )
-from sdpo_jax.training.ahead import WAITING, Ahead, SampledBatch
+from sdpo_jax.training.ahead import WAITING, Ahead
+from sdpo_jax.training.alarm_watch import AlarmVerdict, AlarmWatch
+from sdpo_jax.training.around_step import AroundStep, prepared_again
 from sdpo_jax.training.boards import check_wandb
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints, abstract
 from sdpo_jax.training.checkpoint.digests import leaf_digests, state_digest
@@ -61,8 +55,8 @@ from sdpo_jax.training.directory.ownership import Ownership, sole_user
 from sdpo_jax.training.directory.published import newest
 from sdpo_jax.training.directory.workdir import check_workdir, write_settings
 from sdpo_jax.training.documents import read_texts
-from sdpo_jax.training.gathering import GATHERED, GatheredBatch, Gathering
-from sdpo_jax.training.graded import GradedRollouts
+from sdpo_jax.training.evaluations import Evaluations, evaluated
+from sdpo_jax.training.gathering import GATHERED, Gathering
 from sdpo_jax.training.joint_errors import JointErrors
 from sdpo_jax.training.metrics import MetricsWriter
 from sdpo_jax.training.opening import check_adapter, load_tokenizer, make_session
@@ -72,19 +66,9 @@ from sdpo_jax.training.questions import held_out_questions, training_questions
 from sdpo_jax.training.resuming import UNFINISHED, written_before
 from sdpo_jax.training.saving import Saving
 from sdpo_jax.training.session import Session
-from sdpo_jax.training.specs import evaluation_spec, objective_spec, update_spec
-from sdpo_jax.training.step import (
-  Timer,
-  UpdateReport,
-  advantages_of,
-  build_batch,
-  build_teacher_prompts,
-  pass_over,
-  rollout_and_grade,
-  run_update,
-  sampling_seed,
-)
-from sdpo_jax.training.token_records import TokenRecords
+from sdpo_jax.training.specs import objective_spec, update_spec
+from sdpo_jax.training.step import StateHolder, Timer, sampling_seed
+from sdpo_jax.training.step import step as take_step
 from sdpo_jax.training.watchdog import Watchdog
 from sdpo_jax.types import Example, TrainState
 
@@ -261,25 +245,6 @@ def _steps_of(
       return (yield from run(state, unfinished))
 
 
-def advantages_for(session: Session, graded: GradedRollouts) -> np.ndarray | None:
-  """Return the advantages [N] of a generation batch; None if no term of the loss reads them."""
-  return advantages_of(session.config, graded) if session.spec.needs_advantages else None
-
-
-def prepared_again(session: Session, seed: int, drawn: SampledBatch) -> tuple[TeacherContext, np.ndarray | None]:
-  """Rebuild the teacher's prompts and the advantages of a generation batch, as they were when it was sampled."""
-  context = build_teacher_prompts(session, drawn.graded, seed, drawn.step)
-  return context, advantages_for(session, drawn.graded)
-
-
-@dataclasses.dataclass
-class AlarmVerdict:
-  """The decision about a step's alarms: stop or roll back; nothing if neither field is set."""
-
-  stop: str | None = None  # The reason to end the run.
-  back_to: int | None = None  # The step whose checkpointed weights are restored.
-
-
 class _Run:
   """The loop over generation batches; the training state is passed through, the attributes are bookkeeping."""
 
@@ -295,19 +260,14 @@ class _Run:
     announce: Any,
     gathering: Gathering | None = None,
   ):
-    self.gathering = gathering  # None: every generation batch has an update of its own.
-    self.session, self.graders, self.ahead, self.held_out = session, graders, ahead, held_out
-    self.checkpoints, self.ownership = checkpoints, ownership
+    self.session, self.checkpoints, self.ownership = session, checkpoints, ownership
     self.preemption, self.announce = preemption, announce
-    evaluates = bool(session.config.trainer.test_freq)
-    self.watch = alarms.AlarmMonitor(alarms.rules(session.config.alarms.rules, evaluates=evaluates))
-    self.evaluations: dict[int, dict[str, float]] = {}  # Step → metrics; without those of steps that were undone.
-    self.stopped: str | None = None  # The alarm that stopped the run.
-    self.checked_rules = False  # Whether rules that match no metric were announced.
-    self.checked_best = False  # Whether a best metric that is not measured was announced.
+    self.joint_errors = JointErrors()
+    self.around = AroundStep(session, graders, ahead, gathering, self.joint_errors, preemption)
+    self.evaluations = Evaluations(session, graders, held_out, ownership, self.joint_errors, preemption)
+    self.alarms = AlarmWatch(session.config, checkpoints, None if ownership is None else announce)
     self.skipped = 0  # Consecutive steps, up to now, that learned nothing.
     self.compiled: Callable[[], list[str]] = list  # Returns the programs compiled since its last call.
-    self.joint_errors = JointErrors()
     self.saving = Saving(session.workdir, checkpoints, ownership, self.joint_errors, self.sync_lines, announce)
     self.writer: MetricsWriter | None = None
     self.line: Mapping[str, float] = {}  # Metrics of the last step.
@@ -350,8 +310,8 @@ class _Run:
       leaves: digests of its arrays; None: they are computed if the state is saved.
     """
     outstanding = {} if unfinished is None else {UNFINISHED: unfinished.to_json()}
-    position, waiting = self.ahead.saved()
-    gathered = () if self.gathering is None else self.gathering.saved()
+    position, waiting = self.around.ahead.saved()
+    gathered = () if self.around.gathering is None else self.around.gathering.saved()
 
     def host() -> dict[str, Any]:
       drawn = {WAITING: [batch.to_json() for batch in waiting]} if waiting else {}
@@ -388,24 +348,21 @@ class _Run:
     else:
       self.preemption.stage = 'end'
     self.saving.wait()
-    evaluations = {}
+    found = {}
     if self.writer is not None:
-      for line in self.writer.lines:
-        found = {key: value for key, value in line.items() if key.startswith('eval/')}
-        if found:
-          evaluations[line['step']] = found
+      found = {line['step']: values for line in self.writer.lines if (values := evaluated(line))}
       self.writer.close()
     step = self.saving.whole.step
-    if skipped.too_many(self.skipped, config.trainer) and not self.stopped and not preempted:
+    if skipped.too_many(self.skipped, config.trainer) and not self.alarms.stopped and not preempted:
       raise UserError(skipped.complaint(self.skipped, step, config.trainer))
-    prompt = _short_prompt(self.held_out)
+    prompt = _short_prompt(self.evaluations.questions)
     return Result(
       self.session.workdir,
       step,
       preempted,
-      evaluations,
+      found,
       prompt,
-      self.stopped,
+      self.alarms.stopped,
       self.skipped,
       deadline=self.preemption.deadline,
       exit_code=self.preemption.exit_code if preempted else 0,
@@ -421,7 +378,7 @@ class _Run:
     if unfinished is not None:
       state = self.finish(state, first, unfinished)
       yield from self.show(first, state)
-    if first == 0 and trainer.val_before_train and self.held_out:
+    if first == 0 and trainer.val_before_train and self.evaluations.questions:
       self.evaluate_first(state)
     for step in range(first + 1, trainer.total_training_steps + 1):
       if self.over:
@@ -442,7 +399,7 @@ class _Run:
   @property
   def over(self) -> bool:
     """Whether the run ends here even if steps are left: an alarm has stopped it, or it no longer learns."""
-    return self.stopped is not None or skipped.too_many(self.skipped, self.session.config.trainer)
+    return self.alarms.stopped is not None or skipped.too_many(self.skipped, self.session.config.trainer)
 
   def warm_up(self, state: TrainState) -> None:
     """Call the helpers that have small programs of their own, so that no step has to compile them."""
@@ -459,13 +416,12 @@ class _Run:
     """Evaluate before the first step."""
     self.progress.phase('evaluate')
     if self.writer is not None:
-      self.announce(f'Evaluating {len(self.held_out)} questions before the first step …')
+      self.announce(f'Evaluating {len(self.evaluations.questions)} questions before the first step …')
     timer = Timer()
     with timer('evaluate'):
-      values = self.evaluate(state, 0)
+      values = self.evaluations.run(state, 0)
     self.progress.evaluated(timer.seconds['evaluate'])
-    self.watch.observe(0, values)
-    self.name_missing_best(values)
+    self.alarms.begin(values)
     compiled = len(self.name_compiled(0))
     with self.joint_errors.alone():
       if self.writer is not None:
@@ -492,20 +448,11 @@ class _Run:
       if sentence:
         self.announce(sentence)
     self.skipped = skipped.in_a_row(lines)
-    raised = self.watch.replay(lines)
+    self.alarms.replay(step, lines)
     for line in lines:
-      found = {name: value for name, value in line.items() if name.startswith('eval/')}
-      if found:
-        self.evaluations[line['step']] = found
+      self.evaluations.recall(line)
       if line.get(alarms.ROLLBACK) is not None:
-        self.forget(int(line[alarms.ROLLBACK]))
-    # Restarted with the same rules, the run stays stopped; otherwise an automatic restart would keep training a run
-    # that has gone wrong.
-    if lines and lines[-1].get(alarms.STOP):
-      self.stopped = self.judge(step, raised).stop
-
-  def forget(self, after: int) -> None:
-    self.evaluations = {step: found for step, found in self.evaluations.items() if step <= after}
+        self.evaluations.forget(int(line[alarms.ROLLBACK]))
 
   def step(self, state: TrainState, step: int) -> TrainState:
     """Run one generation batch, with its evaluation, log line and checkpoint.
@@ -517,111 +464,24 @@ class _Run:
       StoppedError: the run was told to stop.
       UserError: the batch, or the evaluation, could not be graded.
     """
-    session, config, trainer = self.session, self.session.config, self.session.config.trainer
+    session, stop = self.session, self.preemption
     timer = Timer(self.progress.phase)
     folder = session.workdir / 'profile' / str(step)
-    profiled = step in trainer.profile_steps
-    stop, starting = self.preemption, self.saving.whole.starting
-    metrics: dict[str, float] = {}
+    profiled = step in session.config.trainer.profile_steps
     with jax.profiler.trace(str(folder)) if profiled else contextlib.nullcontext():
-      drawn = [self.draw(state, step, later, timer) for later in self.ahead.missing(step)]
-      own = self.ahead.take(step)
-      graded = own.graded
-      with timer('teach'):
-        context = build_teacher_prompts(session, graded, sampling_seed(state), step)
-        lesson = self.gather(own, context)
-        signal = None
-        if lesson is not None:
-          signal = endpoint_teacher.ask(session.endpoint, lesson.graded, lesson.context, session.spec, stop)
-      with timer('train'):
-        batch = None
-        if lesson is not None:
-          batch = build_batch(session, state, lesson.graded, lesson.context, metrics, stop, signal)
-      top = None
-      if batch is not None and trainer.records_top_tokens and trainer.writes_rollouts(step):
-        with timer('record'):
-          top = top_tokens.measure(session, state, batch, trainer.record_top_tokens, stop)
-      with timer('train'):
-        if batch is None:
-          state, report = pass_over(session, state, starting)
-        else:
-          state, report = run_update(session, state, batch, starting, stop)
+      state, taken = take_step(session, state, step, self.around, self.saving.whole.starting, timer, stop)
     self.hold(step, state, Unfinished())
-    metrics.update(records.rollout_metrics(graded, config))
-    if feedback_writing.is_used(config):
-      metrics.update(records.feedback_metrics(graded))
-    if lesson is None:
-      metrics.update(records.NO_UPDATE)
-    else:
-      metrics.update(records.update_metrics(report, batch, session))
-      metrics.update(records.divergence_metrics(report, batch, lesson.graded))
-    if self.gathering is not None:
-      metrics.update(records.gathering_metrics(step, self.gathering, lesson))
-      values = {} if lesson is None else lesson.of_batch(step, report.token_values, len(graded.rollouts))
-      report = dataclasses.replace(report, token_values=values)
-    if config.rollout.steps_off:
-      metrics['rollout/steps_off'] = step - own.at
-    metrics.update(records.throughput_metrics(session, drawn, report, timer.seconds))
-    if context is not None:
-      metrics.update(context.metrics)
-    line = {
-      **metrics,
-      **{f'time/{name}_s': value for name, value in timer.seconds.items()},
-      # Not one of the phases: graders work during them.
-      'time/graders_busy_s': sum(batch.graders_busy_s for batch in drawn),
-    }
-    unfinished = Unfinished(line, records.success_rates(graded, config))
+    gathering = self.around.gathering
+    line = records.step_metrics(session, step, taken, gathering, timer.seconds)
+    unfinished = Unfinished(line, records.success_rates(taken.own.graded, session.config))
     self.hold(step, state, unfinished)
     with self.joint_errors.alone():
       if profiled:
         self.announce(f'Profile of step {step}: {folder}')
       if self.writer is not None:
         self.writer.check()
-        advantages = None if batch is None else batch.advantages
-        if advantages is not None and self.gathering is not None:
-          advantages = lesson.of_batch(step, {'advantages': advantages}, len(graded.rollouts))['advantages']
-        tokens = TokenRecords(TokenTexts(session.tokenizer), graded.rollouts, advantages, top)
-        self.write_samples(step, graded, context, report, tokens)
+        records.write_step(session, step, taken, gathering, self.writer, self.announce)
     return self.finish(state, step, unfinished)
-
-  def gather(self, own: SampledBatch, context: TeacherContext | None) -> GatheredBatch | None:
-    """Return what the update of a step learns from, its own batch or gathered completions; None if too few gathered."""
-    if self.gathering is None:
-      count = len(own.graded.rollouts)
-      return GatheredBatch(own.graded, context, np.full(count, own.step), np.arange(count))
-    self.gathering.add(own, context, advantages_for(self.session, own.graded))
-    return self.gathering.take()
-
-  def draw(self, state: TrainState, step: int, later: int, timer: Timer) -> GradedRollouts:
-    """Sample and grade the generation batch of step `later`, before the update of `step`; errors as in `step`."""
-    with self.joint_errors.alone():
-      position, examples = self.ahead.ask()
-    self.joint_errors.meet(f'the questions of step {later}')
-    graded = rollout_and_grade(self.session, self.graders, state, examples, later, timer, self.preemption)
-    if feedback_writing.is_used(self.session.config):
-      with timer('feedback'):
-        feedback_writing.write(self.session, graded, state, sampling_seed(state), later, self.preemption)
-    self.preemption.check()
-    self.ahead.add(SampledBatch(later, step, position, graded))
-    return graded
-
-  def write_samples(
-    self,
-    step: int,
-    graded: GradedRollouts,
-    context: TeacherContext | None,
-    report: UpdateReport,
-    tokens: TokenRecords,
-  ) -> None:
-    """Write rollouts/<step>.jsonl and show samples, if they are due at this step."""
-    trainer = self.session.config.trainer
-    if trainer.writes_rollouts(step):
-      waiting = () if self.gathering is None else self.gathering.rows_of(step)
-      records.write_rollouts(self.session, step, graded, context, report, waiting, tokens)
-    if trainer.sample_table_freq and step % trainer.sample_table_freq == 0:
-      picked = samples.pick(graded, trainer.sample_table_rows)
-      self.announce(samples.as_text(step, picked))
-      self.writer.write_samples(step, picked)
 
   def finish(self, state: TrainState, step: int, unfinished: Unfinished) -> TrainState:
     """Finish a step whose generation batch has trained: its evaluation, alarms, metrics line and checkpoint.
@@ -635,32 +495,22 @@ class _Run:
     config, trainer = self.session.config, self.session.config.trainer
     timer = Timer(self.progress.phase)
     line = dict(unfinished.line)
-    evaluated = self.is_evaluated(step)
-    if evaluated:
+    due = self.evaluations.due(step)
+    if due:
       with timer('evaluate'):
-        line.update(self.evaluate(state, step))
+        line.update(self.evaluations.run(state, step))
       self.progress.evaluated(timer.seconds['evaluate'])
-    if self.evaluations:
-      line.update(records.gap_metrics(unfinished.success, self.evaluations[max(self.evaluations)]))
+    if self.evaluations.newest is not None:
+      line.update(records.gap_metrics(unfinished.success, self.evaluations.newest))
     metrics = {name: value for name, value in line.items() if not name.startswith('time/')}
     line.update({f'time/{name}_s': value for name, value in timer.seconds.items()})
     line[COMPILED_LATE] = len(self.name_compiled(step))
     self.skipped = skipped.after(self.skipped, line)
-    raised, fired = self.watch.observe(step, line)
-    line.update(fired)
-    if evaluated or not self.held_out:
-      self.name_idle_rules()
-      self.name_missing_best(metrics)
-    verdict = self.judge(step, raised)
-    self.say(step, raised, verdict)
+    verdict = self.alarms.after(step, line, metrics, whole=due or not self.evaluations.questions)
     note = self.note(line)
-    if verdict.stop is not None:
-      line[alarms.STOP] = 1.0
-      self.stopped = verdict.stop
-    elif verdict.back_to is not None:
-      line[alarms.ROLLBACK] = verdict.back_to
+    if verdict.back_to is not None:
       note += f'  rolled back to step {verdict.back_to}'
-      state = self.roll_back(state, verdict.back_to)
+      state = self.go_back(state, verdict.back_to)
       metrics = {}  # They were measured with weights other than those that are saved now.
     leaves = leaf_digests(state)
     line[STATE_DIGEST] = state_digest(leaves)
@@ -681,17 +531,20 @@ class _Run:
       note,
       compiled=int(line[COMPILED_LATE]),
     )
-    due = step == trainer.total_training_steps or (trainer.save_freq and step % trainer.save_freq == 0)
-    if due or verdict != AlarmVerdict() or skipped.too_many(self.skipped, config.trainer):
+    saves = step == trainer.total_training_steps or (trainer.save_freq and step % trainer.save_freq == 0)
+    if saves or verdict != AlarmVerdict() or skipped.too_many(self.skipped, config.trainer):
       self.saving.save()
       self.compiled()  # Discard what Orbax compiles, once, to copy arrays from several devices.
     return state
 
-  def is_evaluated(self, step: int) -> bool:
-    """Return whether a step ends with an evaluation."""
-    trainer = self.session.config.trainer
-    at_interval = bool(trainer.test_freq and step % trainer.test_freq == 0)
-    return bool(self.held_out) and (step == trainer.total_training_steps or at_interval)
+  def go_back(self, state: TrainState, step: int) -> TrainState:
+    """Return the state with the weights of a checkpoint; what came of the discarded weights is forgotten."""
+    state = roll_back(state, step, self.checkpoints, self.saving.whole.starting)
+    self.alarms.monitor.roll_back(step)
+    self.evaluations.forget(step)
+    self.around.start_again()
+    self.skipped = 0
+    return state
 
   def note(self, line: Mapping[str, float]) -> str:
     """Return a note for the step's line on the terminal: a missing update, or skipped optimizer steps."""
@@ -700,91 +553,16 @@ class _Run:
     left_out = int(line.get('train/skipped_steps', 0))
     return f'  {left_out} step(s) skipped: gradient not finite' if left_out else ''
 
-  def judge(self, step: int, raised: Sequence[alarms.Alarm]) -> AlarmVerdict:
-    """Decide what to do about the alarms of a step, following `alarms.action`; every process decides the same."""
-    config, settings = self.session.config, self.session.config.alarms
-    if settings.action == 'warn' or not self.watch.rules or not agreed(len(raised)):
-      return AlarmVerdict()
-    reasons = '; '.join(map(str, raised))
-    best = agreed(self.checkpoints.best(before=step) or 0) if config.trainer.best_metric else 0
-    if settings.action == 'rollback' and best and self.watch.rollbacks < settings.max_rollbacks:
-      return AlarmVerdict(back_to=best)
-    if settings.action == 'rollback' and best:
-      reasons += f'; alarms.max_rollbacks={settings.max_rollbacks} rollbacks were made'
-    elif settings.action == 'rollback':
-      reasons += f'; there is no checkpoint with {config.trainer.best_metric} to go back to'
-    return AlarmVerdict(stop=reasons + (f'. The best checkpoint is that of step {best}.' if best else '.'))
 
-  def say(self, step: int, raised: Sequence[alarms.Alarm], verdict: AlarmVerdict) -> None:
-    """Announce alarms as they begin, and those that are acted upon; only the writing process does."""
-    if self.writer is None:
-      return
-    for alarm in raised:
-      if alarm.begins or verdict != AlarmVerdict():
-        self.announce(f'Alarm at step {step}: {alarm}.')
-    if verdict.back_to is not None:
-      self.announce(f'Going back to the weights of step {verdict.back_to}; step {step + 1} has new questions.')
-
-  def name_idle_rules(self) -> None:
-    """Announce, once, the rules that match no metric, for example because a name is misspelt."""
-    if not self.checked_rules and jax.process_index() == 0:
-      for text in self.watch.unmatched():
-        self.announce(f'alarms.rules: {text!r} fits none of the metrics measured so far; see metrics.jsonl for names.')
-    self.checked_rules = True
-
-  def name_missing_best(self, metrics: Mapping[str, float]) -> None:
-    """Announce, once, that the metric named by `trainer.best_metric` is not measured."""
-    best = self.session.config.trainer.best_metric
-    if best is None or self.checked_best or not (best.startswith('eval/') or 'train/loss' in metrics):
-      return
-    if best not in metrics and jax.process_index() == 0:
-      self.announce(
-        f'trainer.best_metric={best} was not measured; until it is, no checkpoint counts as the best. Measured were '
-        f'{", ".join(nearest(best, metrics))} and others; see metrics.jsonl for names.'
-      )
-    self.checked_best = True
-
-  def roll_back(self, state: TrainState, step: int) -> TrainState:
-    """Restore student, teacher and optimizer state from a checkpoint; counters and random key stay as they are."""
-    barrier(f'the way back to step {step}')
-    like = abstract(state)
-    self.saving.whole.starting.donate(others_follow=False)  # Until the restore is done, the last checkpoint counts.
-    for leaf in jax.tree.leaves((state.trainable, state.opt_state, state.teacher)):
-      leaf.delete()  # There may be no room for both.
-    saved = self.checkpoints.restore_step(step, like)
-    self.watch.roll_back(step)
-    self.forget(step)
-    self.ahead.ask_again()  # Completions that the discarded weights sampled are not learned from.
-    if self.gathering is not None:
-      self.gathering.clear()
-    self.skipped = 0
-    return saved.replace(step=state.step, optimizer_step=state.optimizer_step, rng=state.rng)
-
-  def evaluate(self, state: TrainState, step: int) -> dict[str, float]:
-    session = self.session
-    evaluation = evaluate(
-      session.sampler,
-      session.base,
-      state.trainable,
-      self.held_out,
-      evaluation_spec(session.config),
-      session.tokenizer,
-      self.graders,
-      seed=session.config.seed,
-      stop=self.preemption,
-    )
-    if session.config.trainer.test_divergence:
-      measured = divergence.measure(
-        session, state.trainable, self.held_out, seed=session.config.seed, stop=self.preemption
-      )
-      evaluation = evaluation.with_metrics(measured)
-    with self.joint_errors.alone():
-      if self.ownership is not None:
-        self.ownership.check()
-        records.write_evaluation(session.workdir, step, evaluation)
-    logging.info('Evaluation at step %d: %s', step, evaluation.metrics)
-    self.evaluations[step] = evaluation.flat()
-    return self.evaluations[step]
+def roll_back(state: TrainState, step: int, checkpoints: Checkpoints, starting: StateHolder) -> TrainState:
+  """Restore student, teacher and optimizer state from a checkpoint; counters and random key stay as they are."""
+  barrier(f'the way back to step {step}')
+  like = abstract(state)
+  starting.donate(others_follow=False)  # Until the restore is done, the last checkpoint counts.
+  for leaf in jax.tree.leaves((state.trainable, state.opt_state, state.teacher)):
+    leaf.delete()  # There may be no room for both.
+  saved = checkpoints.restore_step(step, like)
+  return saved.replace(step=state.step, optimizer_step=state.optimizer_step, rng=state.rng)
 
 
 def _short_prompt(examples: Sequence[Example]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 import json
 import math
 
@@ -10,6 +11,7 @@ from etils import epath
 import jax
 import numpy as np
 
+from models.token_texts import TokenTexts
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.environments.outcomes import graded_of, scores_of
@@ -19,10 +21,12 @@ from sdpo_jax.evaluation.excerpts import excerpt, excerpt_messages
 from sdpo_jax.files import jsonable, make_directory, write_atomically
 from sdpo_jax.learning.batching import GenerationBatch
 from sdpo_jax.teacher.context import TeacherContext
+from sdpo_jax.training import feedback_writing, samples
 from sdpo_jax.training.gathering import GatheredBatch, Gathering
 from sdpo_jax.training.graded import GradedRollouts
+from sdpo_jax.training.metrics import MetricsWriter
 from sdpo_jax.training.session import Session
-from sdpo_jax.training.step import UpdateReport, rollout_correction
+from sdpo_jax.training.step import Taken, UpdateReport, rollout_correction
 from sdpo_jax.training.token_records import TokenRecords
 from sdpo_jax.types import Outcome
 
@@ -215,6 +219,62 @@ def throughput_metrics(
     done += session.teacher_flops_per_token * report.teacher.tokens
     metrics['throughput/mfu'] = done / (whole * devices * peak)
   return metrics
+
+
+def step_metrics(
+  session: Session, step: int, taken: Taken, gathering: Gathering | None, seconds: Mapping[str, float]
+) -> dict[str, float]:
+  """Return the metrics of a step without its evaluation: its line of metrics.jsonl, as far as it is known.
+
+  With gathering, the per-token values in `taken.report` are reduced to those of the step's own batch.
+  """
+  config, graded, learned, report = session.config, taken.own.graded, taken.learned, taken.report
+  metrics = taken.metrics | rollout_metrics(graded, config)
+  if feedback_writing.is_used(config):
+    metrics.update(feedback_metrics(graded))
+  if learned is None:
+    metrics.update(NO_UPDATE)
+  else:
+    metrics.update(update_metrics(report, taken.batch, session))
+    metrics.update(divergence_metrics(report, taken.batch, learned.graded))
+  if gathering is not None:
+    metrics.update(gathering_metrics(step, gathering, learned))
+    values = {} if learned is None else learned.of_batch(step, report.token_values, len(graded.rollouts))
+    taken.report = report = dataclasses.replace(report, token_values=values)
+  if config.rollout.steps_off:
+    metrics['rollout/steps_off'] = step - taken.own.at
+  metrics.update(throughput_metrics(session, taken.sampled, report, seconds))
+  if taken.context is not None:
+    metrics.update(taken.context.metrics)
+  return {
+    **metrics,
+    **{f'time/{name}_s': value for name, value in seconds.items()},
+    # Not one of the phases: graders work during them.
+    'time/graders_busy_s': sum(batch.graders_busy_s for batch in taken.sampled),
+  }
+
+
+def write_step(
+  session: Session,
+  step: int,
+  taken: Taken,
+  gathering: Gathering | None,
+  writer: MetricsWriter,
+  announce: Callable[[str], None],
+) -> None:
+  """Write rollouts/<step>.jsonl and show samples, if they are due at this step."""
+  trainer, graded = session.config.trainer, taken.own.graded
+  if trainer.writes_rollouts(step):
+    waiting = () if gathering is None else gathering.rows_of(step)
+    advantages = None if taken.batch is None else taken.batch.advantages
+    if advantages is not None and gathering is not None:
+      advantages = taken.learned.of_batch(step, {'advantages': advantages}, len(graded.rollouts))['advantages']
+    tokens = TokenRecords(TokenTexts(session.tokenizer), graded.rollouts, advantages, taken.read)
+    write_rollouts(session, step, graded, taken.context, taken.report, waiting, tokens)
+  if trainer.sample_table_freq and step % trainer.sample_table_freq == 0:
+    picked = samples.pick(graded, trainer.sample_table_rows)
+    announce(samples.as_text(step, picked))
+    writer.write_samples(step, picked)
 
 
 def write_rollouts(

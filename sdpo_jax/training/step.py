@@ -33,12 +33,89 @@ from sdpo_jax.training.specs import batch_spec, chat_format, prompt_spec, teache
 from sdpo_jax.types import Example, TeacherSignal, TokenRows, TrainState, Tree
 
 if TYPE_CHECKING:  # A session knows endpoints and samplers; a step need not.
+  from sdpo_jax.training.ahead import SampledBatch
+  from sdpo_jax.training.gathering import GatheredBatch
   from sdpo_jax.training.session import Session
 
 
 # How far the host runs ahead of the devices: by at least AHEAD micro-batches, so that the devices never wait for the
 # host, or by as many micro-batches as take AHEAD_S seconds, whichever is more.
 AHEAD, AHEAD_S = 2, 0.5
+
+
+class Hooks(Protocol):
+  """What may stand around the update of a step; a run's are `around_step.AroundStep`."""
+
+  def sample(self, state: TrainState, step: int, timer: Timer) -> tuple[list[GradedRollouts], SampledBatch]:
+    """Sample and grade; return what was sampled now, and the batch of the step."""
+
+  def gather(self, own: SampledBatch, context: TeacherContext | None) -> GatheredBatch | None:
+    """Return what the update learns from; None: nothing yet."""
+
+  def ask(self, learned: GatheredBatch) -> TeacherSignal | None:
+    """Return the signal of a teacher outside of the mesh; None: there is none."""
+
+  def read(self, state: TrainState, batch: batching.GenerationBatch, step: int, timer: Timer) -> Any:
+    """Return what is to be recorded of student and teacher before the update."""
+
+
+@dataclasses.dataclass
+class Taken:
+  """A step that was taken, with everything that its metrics and files are made from."""
+
+  sampled: list[GradedRollouts]  # What was sampled during it.
+  own: SampledBatch  # The batch of the step.
+  context: TeacherContext | None  # The teacher's prompts before its completions.
+  learned: GatheredBatch | None  # What the update learned from; None: there was no update.
+  batch: batching.GenerationBatch | None  # The same as arrays.
+  report: UpdateReport
+  metrics: dict[str, float]  # Of the weights of tokens.
+  read: Any = None  # Result of `Hooks.read`.
+
+
+def step(
+  session: Session,
+  state: TrainState,
+  number: int,
+  hooks: Hooks,
+  starting: StateHolder,
+  timer: Timer,
+  stop: Stop = NEVER,
+) -> tuple[TrainState, Taken]:
+  """Take one step: sample, grade, teach, update.
+
+  Args:
+    session: session of the run.
+    state: state before the step; donated once the update begins.
+    number: number of the step, from 1.
+    hooks: what stands around the update.
+    starting: holder of the state, told before the state is donated.
+    timer: measures the phases.
+    stop: whether the run is to stop.
+
+  Returns:
+    The state after the step, and what happened in it.
+
+  Raises:
+    StoppedError: the run was told to stop; the state is whole.
+    UserError: the batch could not be graded.
+  """
+  sampled, own = hooks.sample(state, number, timer)
+  with timer('teach'):
+    context = build_teacher_prompts(session, own.graded, sampling_seed(state), number)
+    learned = hooks.gather(own, context)
+    signal = None if learned is None else hooks.ask(learned)
+  metrics: dict[str, float] = {}
+  if learned is None:
+    with timer('train'):
+      state, report = pass_over(session, state, starting)
+    return state, Taken(sampled, own, context, None, None, report, metrics)
+  with timer('train'):
+    batch = build_batch(session, state, learned.graded, learned.context, metrics, stop, signal)
+  read = hooks.read(state, batch, number, timer)
+  with timer('train'):
+    state, report = run_update(session, state, batch, starting, stop)
+  return state, Taken(sampled, own, context, learned, batch, report, metrics, read)
 
 
 def rollout_and_grade(

@@ -1,7 +1,21 @@
 """An experiment whose questions, answers and feedback have many lengths."""
 
 from sdpo_jax.config import Config
+from sdpo_jax.environments import registry
+from sdpo_jax.types import Example, Outcome
 from tests import tiny
+
+
+@registry.register('startup')
+def grade(examples, completions, *, truncated):
+  return [Outcome(float(sum(text.encode()) % 2), 'x' * (sum(text.encode()) % 90)) for text in completions]
+
+
+@registry.register_generator('startup')
+def questions(split, seed):
+  return lambda index: Example(
+    f'{split}-{index}', [{'role': 'user', 'content': 'Q' * (1 + index * 37 % 60)}], 'startup', None, 'startup'
+  )
 
 
 def experiment(folder, **changes) -> Config:

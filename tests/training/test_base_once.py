@@ -17,7 +17,7 @@ from models import huggingface
 from sdpo_jax.config import Config, LoraConfig, ModelConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.planner import topology
-from sdpo_jax.training import loop, opening
+from sdpo_jax.training import loop, opening, step
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
 from tests import tiny
 from tests.compiling import without_cache
@@ -65,13 +65,13 @@ def test_a_run_holds_the_base_once_and_leaves_it_as_it_is(tmp_path, monkeypatch,
     sessions.append((made, jax.tree.map(np.array, made.base)))
     return made, trainable
 
-  def updated(current, state, *arguments, run=loop.run_update, **settings):
+  def updated(current, state, *arguments, run=step.run_update, **settings):
     result = run(current, state, *arguments, **settings)
     seen.append((alive() - before, jax.tree.map(lambda leaf: leaf.shape, result[0].teacher)))
     return result
 
   monkeypatch.setattr(loop, 'make_session', opened)
-  monkeypatch.setattr(loop, 'run_update', updated)
+  monkeypatch.setattr(step, 'run_update', updated)
   loop.train(of_lora(tmp_path, layers, **changes), tmp_path / 'run')
   lines = [json.loads(line) for line in (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()]
   assert [line['programs/compiled'] for line in lines] == [0.0] * 3

@@ -23,7 +23,8 @@ from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.rollout.slots import Slots
-from sdpo_jax.training import loop, preemption, records, watchdog
+from sdpo_jax.training import around_step, evaluations, loop, preemption, records, watchdog
+from sdpo_jax.training import step as one_step
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.checkpoint.manifest import read_manifest
 from sdpo_jax.training.checkpoint.starting_state import StartingState
@@ -131,7 +132,7 @@ def assert_becomes(config: Config, workdir: pathlib.Path, whole: pathlib.Path) -
 STOPS = {
   'the first evaluation': (Slots, 'advance', 1, {}, 0),
   'sampling': (Slots, 'advance', 3, {}, 1),
-  'before an optimizer step': (loop, 'run_update', 2, {}, 1),
+  'before an optimizer step': (one_step, 'run_update', 2, {}, 1),
   'after an optimizer step': (StartingState, 'donate', 3, {}, 2),
   'after an optimizer step, with a copy': (StartingState, 'donate', 3, {'keep_starting_state': True}, 1),
   'the evaluation': (Slots, 'advance', 4, {}, 2),
@@ -171,9 +172,9 @@ ENDS = {
     {'keep_starting_state': True},
     1,
   ),
-  'Ctrl-C from elsewhere': (loop, 'build_batch', 2, KeyboardInterrupt(), {}, 1),
+  'Ctrl-C from elsewhere': (one_step, 'build_batch', 2, KeyboardInterrupt(), {}, 1),
   'a full disk for rollouts': (records, 'write_rollouts', 2, OSError(28, 'No space left on device'), {}, 2),
-  'an evaluation': (loop, 'evaluate', 2, UserError('Mend the grader.'), {}, 2),
+  'an evaluation': (evaluations, 'evaluate', 2, UserError('Mend the grader.'), {}, 2),
   'a line that cannot be written': (MetricsWriter, 'write', 3, OSError(28, 'No space left on device'), {}, 2),
 }
 
@@ -208,7 +209,7 @@ def test_what_hangs_in_the_main_thread_does_not_keep_the_last_step_from_being_sa
       time.sleep(0.01)
 
   with monkeypatch.context() as patch:
-    before(patch, loop, 'rollout_and_grade', 2, hang)
+    before(patch, around_step, 'rollout_and_grade', 2, hang)
     result = loop.train(make(preemption_grace_s=120.0), tmp_path)
   assert result.preempted and result.step == 1
   assert_becomes(make(), tmp_path, whole)
@@ -232,7 +233,7 @@ def test_a_failure_of_the_last_save_does_not_hide_what_ended_the_run(experiment,
   make, _ = experiment
   said = []
   with monkeypatch.context() as patch:
-    before(patch, loop, 'build_batch', 2, fail(Broken('first')))
+    before(patch, one_step, 'build_batch', 2, fail(Broken('first')))
     before(patch, Checkpoints, 'save', 1, fail(UserError('The disk is full.')))
     with pytest.raises(Broken, match='first'):
       loop.train(make(), tmp_path, announce=said.append)

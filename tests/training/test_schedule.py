@@ -26,7 +26,8 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.learning import batching
 from sdpo_jax.teacher import feedback
 from sdpo_jax.teacher.context import build_teacher_context, same_context
-from sdpo_jax.training import ahead, feedback_writing, gathering, loop, records, saving, skipped
+from sdpo_jax.training import ahead, around_step, feedback_writing, gathering, loop, records, saving, skipped
+from sdpo_jax.training import step as one_step
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.opening import load_tokenizer
 from sdpo_jax.training.session import Session
@@ -388,7 +389,7 @@ class Whole:
 
 def run_whole(config: Config, folder) -> Whole:
   said: list[str] = []
-  lessons, trees, sessions, build = [], {}, [], loop.build_batch
+  lessons, trees, sessions, build = [], {}, [], one_step.build_batch
 
   def noted(session, state, graded, context, *rest):
     lessons.append((int(state.step) + 1, graded, context))
@@ -399,7 +400,7 @@ def run_whole(config: Config, folder) -> Whole:
     trees[stepped.step] = jax.device_get((stepped.state.trainable, stepped.state.teacher))
 
   with pytest.MonkeyPatch.context() as patched:
-    patched.setattr(loop, 'build_batch', noted)
+    patched.setattr(one_step, 'build_batch', noted)
     loop.train(config, folder, announce=said.append, on_step=after)
   assert '  updates    when 7 examples have gathered' in said
   assert '  feedback   on failures, written by the model itself' in said
@@ -507,7 +508,8 @@ def test_a_run_that_was_killed_goes_on_as_if_it_were_not(
   tiny_settings, whole, tmp_path, monkeypatch, where, number, save_freq
 ):
   config = gathers(tiny_settings, trainer__save_freq=save_freq)
-  calls, function = [], getattr(loop, where)
+  module = around_step if where == 'rollout_and_grade' else one_step
+  calls, function = [], getattr(module, where)
 
   def dying(*arguments):
     calls.append(1)
@@ -518,7 +520,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_were_not(
     raise Killed
 
   with monkeypatch.context() as patched:
-    patched.setattr(loop, where, dying)
+    patched.setattr(module, where, dying)
     patched.setattr(saving.Saving, 'rescue', lambda self, error: None)
     with pytest.raises(Killed):
       loop.train(config, tmp_path / 'run')
@@ -540,7 +542,7 @@ def test_a_killed_run_with_everything_at_once_goes_on(tiny_settings, tmp_path, m
     trainer__save_freq=2,
   )
   loop.train(config, tmp_path / 'whole')
-  calls, update = [], loop.run_update
+  calls, update = [], one_step.run_update
 
   def dying(*arguments):
     calls.append(1)
@@ -549,7 +551,7 @@ def test_a_killed_run_with_everything_at_once_goes_on(tiny_settings, tmp_path, m
     return update(*arguments)
 
   with monkeypatch.context() as patched:
-    patched.setattr(loop, 'run_update', dying)
+    patched.setattr(one_step, 'run_update', dying)
     patched.setattr(saving.Saving, 'rescue', lambda self, error: None)
     with pytest.raises(Killed):
       loop.train(config, tmp_path / 'run')

@@ -17,26 +17,12 @@ from models.attention.backend import AttentionBackend
 from sdpo_jax.config import Config, MeshConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.distributed import programs as registered
-from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout import sizes
 from sdpo_jax.training import loop, opening, run_programs, startup
 from sdpo_jax.training.checkpoint.manifest import read_manifest
-from sdpo_jax.types import Example, Outcome
 from tests.training.many_lengths import experiment
 from tests.updates import MODEL, make_model
-
-
-@registry.register('startup')
-def grade(examples, completions, *, truncated):
-  return [Outcome(float(sum(text.encode()) % 2), 'x' * (sum(text.encode()) % 90)) for text in completions]
-
-
-@registry.register_generator('startup')
-def questions(split, seed):
-  return lambda index: Example(
-    f'{split}-{index}', [{'role': 'user', 'content': 'Q' * (1 + index * 37 % 60)}], 'startup', None, 'startup'
-  )
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from models.forward import forward
 from sdpo_jax.config import Config, MeshConfig, overrides
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.learning import batching
-from sdpo_jax.training import ahead, loop, saving
+from sdpo_jax.training import ahead, around_step, loop, saving
+from sdpo_jax.training import step as steps
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Example, Outcome
 from tests import tiers, tiny
@@ -70,7 +71,7 @@ def wholes(settings, tmp_path_factory):
   folder, made = tmp_path_factory.mktemp('wholes'), {}
 
   def run(steps_off: int) -> Whole:
-    drawn, learned, build, roll_out = [], [], loop.build_batch, loop.rollout_and_grade
+    drawn, learned, build, roll_out = [], [], steps.build_batch, around_step.rollout_and_grade
 
     def noted(session, state, graded, *rest):
       learned.append((session, jax.device_get(state.trainable), graded))
@@ -81,8 +82,8 @@ def wholes(settings, tmp_path_factory):
       return roll_out(session, graders, state, examples, step, *rest)
 
     with pytest.MonkeyPatch.context() as patched:
-      patched.setattr(loop, 'build_batch', noted)
-      patched.setattr(loop, 'rollout_and_grade', counted)
+      patched.setattr(steps, 'build_batch', noted)
+      patched.setattr(around_step, 'rollout_and_grade', counted)
       loop.train(with_steps_off(settings, steps_off), folder / str(steps_off))
     return Whole(lines(folder / str(steps_off)), drawn, learned)
 
@@ -136,14 +137,14 @@ def test_a_policy_gradient_weighs_tokens_by_the_models_that_drew_them(settings, 
     actor=dataclasses.replace(config.actor, policy_loss=loss, ppo_mini_batch_size=1),
     algorithm=dataclasses.replace(config.algorithm, rollout_correction=correction),
   ).validate()
-  learned, build = [], loop.build_batch
+  learned, build = [], steps.build_batch
 
   def noted(session, state, *rest):
     batch = build(session, state, *rest)
     learned.append((session, jax.device_get(state.trainable), batch))
     return batch
 
-  monkeypatch.setattr(loop, 'build_batch', noted)
+  monkeypatch.setattr(steps, 'build_batch', noted)
   loop.train(config, tmp_path / 'run')
   for step, (session, trainable, batch) in enumerate(learned):
     mask = batch.rollouts.completion_mask
@@ -200,7 +201,8 @@ def test_a_run_that_was_killed_goes_on_as_if_it_were_not(
   """Killed before the sampling, before or after the update of a step; with what a checkpoint or nothing holds."""
   config = with_steps_off(settings, steps_off)
   config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, save_freq=save_freq))
-  calls, function = [], getattr(loop, where)
+  module = around_step if where == 'rollout_and_grade' else steps
+  calls, function = [], getattr(module, where)
 
   def dying(*arguments):
     calls.append(1)
@@ -211,7 +213,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_were_not(
     raise Killed
 
   with monkeypatch.context() as patched:
-    patched.setattr(loop, where, dying)
+    patched.setattr(module, where, dying)
     if not rescued:
       patched.setattr(saving.Saving, 'rescue', lambda self, error: None)
     with pytest.raises(Killed):

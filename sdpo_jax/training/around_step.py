@@ -1,0 +1,100 @@
+"""What a run puts around the update of a step: batches sampled ahead, gathered completions, an external teacher."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sdpo_jax.environments.grading import Graders
+from sdpo_jax.learning.batching import GenerationBatch
+from sdpo_jax.learning.readings import TopTokens
+from sdpo_jax.teacher.context import TeacherContext
+from sdpo_jax.training import endpoint_teacher, feedback_writing, top_tokens
+from sdpo_jax.training.ahead import Ahead, SampledBatch
+from sdpo_jax.training.gathering import GatheredBatch, Gathering
+from sdpo_jax.training.graded import GradedRollouts
+from sdpo_jax.training.joint_errors import JointErrors
+from sdpo_jax.training.preemption import Preemption
+from sdpo_jax.training.session import Session
+from sdpo_jax.training.step import Timer, advantages_of, build_teacher_prompts, rollout_and_grade, sampling_seed
+from sdpo_jax.types import TeacherSignal, TrainState
+
+
+class AroundStep:
+  """The hooks of `training.step.step` in a run, with what waits from one step to the next."""
+
+  def __init__(
+    self,
+    session: Session,
+    graders: Graders,
+    ahead: Ahead,
+    gathering: Gathering | None,
+    joint_errors: JointErrors,
+    preemption: Preemption,
+  ):
+    """Make the hooks of a run; without `gathering` every generation batch has an update of its own."""
+    self._session, self._graders, self.ahead, self.gathering = session, graders, ahead, gathering
+    self._joint_errors, self._preemption = joint_errors, preemption
+
+  def sample(self, state: TrainState, step: int, timer: Timer) -> tuple[list[GradedRollouts], SampledBatch]:
+    """Sample and grade the batches that are missing before the update of `step`.
+
+    Returns:
+      Those batches, and the batch of `step`, which may have been sampled before.
+
+    Raises:
+      StoppedError: the run was told to stop.
+      UserError: a batch could not be graded.
+    """
+    drawn = [self._draw(state, step, later, timer) for later in self.ahead.missing(step)]
+    return drawn, self.ahead.take(step)
+
+  def _draw(self, state: TrainState, step: int, later: int, timer: Timer) -> GradedRollouts:
+    with self._joint_errors.alone():
+      position, examples = self.ahead.ask()
+    self._joint_errors.meet(f'the questions of step {later}')
+    session, stop = self._session, self._preemption
+    graded = rollout_and_grade(session, self._graders, state, examples, later, timer, stop)
+    if feedback_writing.is_used(session.config):
+      with timer('feedback'):
+        feedback_writing.write(session, graded, state, sampling_seed(state), later, stop)
+    stop.check()
+    self.ahead.add(SampledBatch(later, step, position, graded))
+    return graded
+
+  def gather(self, own: SampledBatch, context: TeacherContext | None) -> GatheredBatch | None:
+    """Return what the update of a step learns from, its own batch or gathered completions; None if too few gathered."""
+    if self.gathering is None:
+      count = len(own.graded.rollouts)
+      return GatheredBatch(own.graded, context, np.full(count, own.step), np.arange(count))
+    self.gathering.add(own, context, advantages_for(self._session, own.graded))
+    return self.gathering.take()
+
+  def ask(self, learned: GatheredBatch) -> TeacherSignal | None:
+    """Return the scores of an external teacher; None: the teacher is in the mesh, or there is none."""
+    session = self._session
+    return endpoint_teacher.ask(session.endpoint, learned.graded, learned.context, session.spec, self._preemption)
+
+  def read(self, state: TrainState, batch: GenerationBatch, step: int, timer: Timer) -> TopTokens | None:
+    """Return the most likely tokens of student and teacher before the update, if rollouts/ has them at this step."""
+    trainer = self._session.config.trainer
+    if not (trainer.records_top_tokens and trainer.writes_rollouts(step)):
+      return None
+    with timer('record'):
+      return top_tokens.measure(self._session, state, batch, trainer.record_top_tokens, self._preemption)
+
+  def start_again(self) -> None:
+    """Drop what discarded weights have sampled, which is not learned from."""
+    self.ahead.ask_again()
+    if self.gathering is not None:
+      self.gathering.clear()
+
+
+def advantages_for(session: Session, graded: GradedRollouts) -> np.ndarray | None:
+  """Return the advantages [N] of a generation batch; None if no term of the loss reads them."""
+  return advantages_of(session.config, graded) if session.spec.needs_advantages else None
+
+
+def prepared_again(session: Session, seed: int, drawn: SampledBatch) -> tuple[TeacherContext, np.ndarray | None]:
+  """Rebuild the teacher's prompts and the advantages of a generation batch, as they were when it was sampled."""
+  context = build_teacher_prompts(session, drawn.graded, seed, drawn.step)
+  return context, advantages_for(session, drawn.graded)
