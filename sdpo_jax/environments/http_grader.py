@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sdpo_jax.config import EnvironmentsConfig, HttpGraderConfig
-from sdpo_jax.environments import json_server, remote
+from sdpo_jax.config import EnvironmentsConfig
+from sdpo_jax.environments import json_server
 from sdpo_jax.environments.outcomes import encodable
 from sdpo_jax.environments.registry import register_factory
+from sdpo_jax.environments.remote import RemoteGrader, number
 from sdpo_jax.types import Example, Outcome
 
 NAME = 'http'
@@ -21,41 +22,14 @@ MAX_METRICS, MAX_NAME = 100, 200  # Metrics per answer, and characters of a name
 
 
 @register_factory(NAME)
-def make(settings: EnvironmentsConfig) -> HttpGrader:
+def make(settings: EnvironmentsConfig) -> RemoteGrader:
   """Return the grader of `environments.http`; raises UserError if its address, or a key that it names, is missing."""
-  return HttpGrader(settings.http)
-
-
-class HttpGrader:
-  """Posts completions to `environments.http.url`."""
-
-  limits_itself = True
-
-  def __init__(self, settings: HttpGraderConfig):
-    prefix = 'environments.http'
-    url, secrets = json_server.read_address(settings.url, f'{prefix}.url', 'http://localhost:8000/grade')
-    self._remote = remote.Remote(
-      NAME,
-      url,
-      secrets=secrets,
-      authorization=json_server.read_secret(settings.authorization_env, f'{prefix}.authorization_env', required=True),
-      timeout_s=settings.timeout_s,
-      retries=settings.retries,
-      concurrency=settings.concurrency,
-      setting=f'{prefix}.url',
-    )
-
-  def __call__(self, examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
-    """Grade completions as `registry.Grader` says; raises UserError as `end_batch`, once no grade can be expected."""
-    bodies = [request(*parts) for parts in zip(examples, completions, truncated, strict=True)]
-    return self._remote.grade(examples, [lambda body=body: body for body in bodies], outcome)
-
-  def end_batch(self) -> None:
-    """End a batch as `registry.GraderFactory` says; raises UserError if the server graded none of it."""
-    self._remote.end_batch()
-
-  def close(self) -> None:
-    self._remote.close()
+  http, prefix = settings.http, 'environments.http'
+  url, secrets = json_server.read_address(http.url, f'{prefix}.url', 'http://localhost:8000/grade')
+  key = json_server.read_secret(http.authorization_env, f'{prefix}.authorization_env', required=True)
+  return RemoteGrader(
+    NAME, url, http, authorization=key, secrets=secrets, setting=f'{prefix}.url', body=request, read=outcome
+  )
 
 
 def request(example: Example, completion: str, truncated: bool) -> dict[str, Any]:
@@ -90,7 +64,7 @@ def outcome(answer: Any) -> Outcome:
         f"a name in 'metrics' of its answer is long or cannot be printed: {json_server.quoted(name)}"
       )
   return Outcome(
-    score=remote.number(answer['score'], 'score'),
+    score=number(answer['score'], 'score'),
     feedback=None if feedback is None else encodable(feedback),
     metrics={encodable(name): _metric(name, value) for name, value in (metrics or {}).items()},
   )
@@ -99,4 +73,4 @@ def outcome(answer: Any) -> Outcome:
 def _metric(name: str, value: Any) -> float | str:
   if isinstance(value, str):
     return encodable(value)
-  return float(value) if isinstance(value, bool) else remote.number(value, f'metrics.{name}')
+  return float(value) if isinstance(value, bool) else number(value, f'metrics.{name}')

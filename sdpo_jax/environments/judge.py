@@ -12,9 +12,10 @@ import secrets
 from typing import Any
 
 from sdpo_jax.config import EnvironmentsConfig, JudgeConfig
-from sdpo_jax.environments import chat_endpoint, json_server, remote
+from sdpo_jax.environments import chat_endpoint, json_server
 from sdpo_jax.environments.outcomes import encodable
 from sdpo_jax.environments.registry import register_factory
+from sdpo_jax.environments.remote import RemoteGrader
 from sdpo_jax.environments.thinking import without_thinking
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable
@@ -31,46 +32,23 @@ _VALUE = re.compile(rf'(?P<of>{_NUMBER})\s*(?:/\s*(?P<whole>{_NUMBER})|(?P<perce
 
 
 @register_factory(NAME)
-def make(settings: EnvironmentsConfig) -> Judge:
+def make(settings: EnvironmentsConfig) -> RemoteGrader:
   """Return the grader of `environments.judge`; raises UserError if the endpoint or the model's name is missing."""
-  return Judge(settings.judge)
-
-
-class Judge:
-  """Grades completions by asking `environments.judge.model`."""
-
-  limits_itself = True
-
-  def __init__(self, settings: JudgeConfig):
-    prefix = 'environments.judge'
-    url, secret = chat_endpoint.read_address(settings.base_url, f'{prefix}.base_url')
-    if not settings.model.strip():
-      raise UserError(f'{prefix}.model is empty: set it to the name of the judging model at the endpoint.')
-    key = json_server.read_secret(settings.api_key_env, f'{prefix}.api_key_env', required=False)
-    self._settings = settings
-    self._remote = remote.Remote(
-      NAME,
-      url,
-      secrets=secret,
-      authorization=f'Bearer {key}' if key else '',
-      timeout_s=settings.timeout_s,
-      retries=settings.retries,
-      concurrency=settings.concurrency,
-      setting=f'{prefix}.base_url',
-    )
-
-  def __call__(self, examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
-    """Grade completions as `registry.Grader` says; raises UserError as `end_batch`, once no grade can be expected."""
-    parts = zip(examples, completions, truncated, strict=True)
-    bodies = [lambda part=part: request(*part, self._settings, tag=secrets.token_hex(8)) for part in parts]
-    return self._remote.grade(examples, bodies, outcome)
-
-  def end_batch(self) -> None:
-    """End a batch as `registry.GraderFactory` says; raises UserError if the judge graded none of it."""
-    self._remote.end_batch()
-
-  def close(self) -> None:
-    self._remote.close()
+  judge, prefix = settings.judge, 'environments.judge'
+  url, hidden = chat_endpoint.read_address(judge.base_url, f'{prefix}.base_url')
+  if not judge.model.strip():
+    raise UserError(f'{prefix}.model is empty: set it to the name of the judging model at the endpoint.')
+  key = json_server.read_secret(judge.api_key_env, f'{prefix}.api_key_env', required=False)
+  return RemoteGrader(
+    NAME,
+    url,
+    judge,
+    authorization=f'Bearer {key}' if key else '',
+    secrets=hidden,
+    setting=f'{prefix}.base_url',
+    body=lambda *part: request(*part, judge, tag=secrets.token_hex(8)),
+    read=outcome,
+  )
 
 
 def request(example: Example, completion: str, truncated: bool, settings: JudgeConfig, *, tag: str) -> dict[str, Any]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 import dataclasses
+import functools
 import logging
 import random
 import threading
 from typing import Any
 
 from sdpo_jax import liveness
+from sdpo_jax.config import HttpGraderConfig, JudgeConfig
 from sdpo_jax.environments.json_server import Fault, JsonServer, pause_s, quoted
 from sdpo_jax.environments.outcomes import ungraded
 from sdpo_jax.errors import UserError
@@ -22,7 +24,8 @@ from sdpo_jax.types import Example, Outcome
 
 _LARGEST = 1e38  # Scores become float32.
 
-Body = Callable[[], Mapping[str, Any]]  # Called again for every attempt.
+# (question, completion, whether it was cut off) → what to post; called again for every attempt.
+Body = Callable[[Example, str, bool], Mapping[str, Any]]
 Reader = Callable[[Any], Outcome]  # From the JSON of an answer; raises Fault if it is not valid.
 
 
@@ -35,56 +38,56 @@ def number(value: Any, name: str) -> float:
   return float(value)
 
 
-class Remote:
-  """A server that grades; holds connections and threads until `close()`."""
+class RemoteGrader:
+  """A server that grades, as `registry.Grader`; holds connections and threads until `close()`."""
+
+  limits_itself = True
 
   def __init__(
     self,
     name: str,
     url: str,
+    settings: HttpGraderConfig | JudgeConfig,
     *,
     authorization: str,
     secrets: Sequence[str],
-    timeout_s: float,
-    retries: int,
-    concurrency: int,
     setting: str,
+    body: Body,
+    read: Reader,
   ):
     """Prepare the connections without opening any.
 
     Args:
       name: name of the environment, for messages.
       url: the address of all requests.
+      settings: time limit, retries and concurrency.
       authorization: the Authorization header; '': none. Never shown.
       secrets: other texts that must never be shown, such as parts of `url`.
-      timeout_s: seconds from the request to the end of the answer.
-      retries: attempts after the first one.
-      concurrency: the most concurrent requests.
       setting: name of the setting that holds the address, for messages.
+      body: makes the body to post for a completion.
+      read: converts an answer to an outcome.
     """
-    self._name, self._setting = name, setting
-    self._timeout_s, self._retries, self._concurrency = timeout_s, retries, concurrency
+    self._name, self._setting, self._body, self._read = name, setting, body, read
+    self._timeout_s, self._retries, self._concurrency = settings.timeout_s, settings.retries, settings.concurrency
     self._server = JsonServer(
-      url, authorization=authorization, secrets=secrets, connections=concurrency, setting=setting
+      url, authorization=authorization, secrets=secrets, connections=self._concurrency, setting=setting
     )
-    self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix=f'grader-{name}')
+    self._threads = ThreadPoolExecutor(self._concurrency, thread_name_prefix=f'grader-{name}')
     self._closing = threading.Event()
     self._worked = False  # It has graded something in an earlier batch.
-    self._batch = _Batch(concurrency)
+    self._batch = _Batch(self._concurrency)
 
-  def grade(self, examples: Sequence[Example], bodies: Sequence[Body], read: Reader) -> list[Outcome]:
-    """Return one outcome per body, in order; failed requests give ungraded outcomes and count in `end_batch`'s warning.
-
-    Args:
-      examples: [N] the question of each body.
-      bodies: [N] the bodies to post.
-      read: converts an answer to an outcome.
+  def __call__(
+    self, examples: Sequence[Example], completions: Sequence[str], *, truncated: Sequence[bool]
+  ) -> list[Outcome]:
+    """Grade completions; failed requests give ungraded outcomes and count in `end_batch`'s warning.
 
     Raises:
       UserError: as `end_batch`, as soon as the server is given up.
     """
     batch = self._batch
-    asked = [self._threads.submit(self._ask, body, read, batch) for body in bodies]
+    parts = zip(examples, completions, truncated, strict=True)
+    asked = [self._threads.submit(self._ask, functools.partial(self._body, *part), batch) for part in parts]
     outcomes, reasons = [], []
     for waiting in asked:
       try:
@@ -92,7 +95,7 @@ class Remote:
       except Fault as fault:
         reasons.append(self._server.redacted(str(fault)))
         outcomes.append(ungraded(f'{self._name}: {reasons[-1]}'))
-    batch.asked += len(bodies)
+    batch.asked += len(asked)
     batch.reasons += reasons
     batch.questions.update(example.id for example in examples)
     if batch.given_up:
@@ -132,12 +135,12 @@ class Remote:
         f'{self._server.public_url} ({self._setting}) answers, then start the same command again.'
       )
 
-  def _ask(self, body: Body, read: Reader, batch: _Batch) -> Outcome:
+  def _ask(self, body: Callable[[], Mapping[str, Any]], batch: _Batch) -> Outcome:
     for attempt in range(self._retries + 1):
       if batch.given_up:
         raise Fault(f'there was no answer to any of {batch.failed} requests before it')
       try:
-        outcome = read(self._post(body(), batch))
+        outcome = self._read(self._post(body(), batch))
         liveness.progress()
         return outcome
       except Fault as fault:

@@ -122,25 +122,15 @@ def _of_learning(
     tokens = array((rows, prompt + response), jnp.int32)
     return TokenRows(tokens, tokens, tokens, array((rows, response), jnp.int32), members=array((rows,), jnp.int32))
 
+  def of_states(kind: str, function: Callable[..., Any], tree: Tree, held: str, prompt: int, response: int) -> None:
+    arguments = base, tree, token_rows(prompt, response)
+    add(kind, function, arguments, ('base', held, 'batch'), (prompt, response), options=options)
+
   for response in settings.response_buckets:
     for prompt in settings.prompt_buckets:
-      add(
-        'student',
-        learning.states,
-        (base, slots, token_rows(prompt, response)),
-        ('base', 'slots', 'batch'),
-        (prompt, response),
-        options=options,
-      )
+      of_states('student', learning.states, slots, 'slots', prompt, response)
     for prompt in settings.teacher_buckets:
-      add(
-        'teacher',
-        scoring.states,
-        (base, teacher[1], token_rows(prompt, response)),
-        ('base', 'teachers', 'batch'),
-        (prompt, response),
-        options=options,
-      )
+      of_states('teacher', scoring.states, teacher[1], 'teachers', prompt, response)
     reads = f'student/{settings.prompt_buckets[-1]}×{response}'
     heard = f'teacher/{settings.teacher_buckets[-1]}×{response}'
     hidden, unembedding = jax.eval_shape(found[reads].function, *found[reads].arguments)
@@ -202,14 +192,7 @@ def _of_learning(
         options=options,
       )
   for length in settings.score_buckets:
-    add(
-      'text',
-      scoring.states,
-      (base, teacher[1], token_rows(1, length)),
-      ('base', 'teachers', 'batch'),
-      (1, length),
-      options=options,
-    )
+    of_states('text', scoring.states, teacher[1], 'teachers', 1, length)
     reads = f'text/1×{length}'
     hidden, unembedding = jax.eval_shape(found[reads].function, *found[reads].arguments)
     of_text, holds = {0: (reads, 0), 1: (reads, 1)}, ('states', 'base', 'batch', 'batch')
