@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 import dataclasses
-import json
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -76,22 +75,10 @@ def whole(text: str, name: str) -> int:
   return int(text)
 
 
-def etag(body: bytes) -> dict[str, str]:
-  """Return the ETag header with the version in a response, {} if it has none."""
-  try:
-    value = json.loads(body)
-  except ValueError:
-    return {}
-  found = value.get('version_after', value.get('version')) if isinstance(value, dict) else None
-  return {'ETag': f'"{found}"'} if isinstance(found, int) else {}
-
-
 def route(
   method: str,
   path: str,
   function: Callable[[Incoming], Reply],
-  *,
-  tagged: bool = False,
   **values: Any,
 ) -> Route:
   """Return the route of a function.
@@ -100,11 +87,10 @@ def route(
     method: the HTTP method.
     path: pattern of its path.
     function: called in the thread pool. The first line of its docstring is the route's summary.
-    tagged: whether the response has an ETag with its version.
-    **values: further fields of `Operation`.
+    **values: further fields of its `Operation`.
   """
   summary = (function.__doc__ or '').strip().split('\n')[0]
-  known = Operation(summary=summary, headers_of=etag if tagged else lambda body: {}, **values)
+  known = Operation(summary=summary, **values)
   allowed = tuple(known.query)
 
   async def endpoint(request: Request) -> Response:
@@ -128,7 +114,7 @@ def check_query(request: Request, allowed: Collection[str]) -> None:
 def _answer(function: Callable[[Incoming], Reply], known: Operation, request: Request, content: bytes) -> Response:
   reply = function(incoming(request, read(known.body, content)))
   body = reply.body if isinstance(reply.body, bytes) else as_json(reply.body)
-  headers = {**known.headers_of(body), **reply.headers}
+  headers = {**known.headers_of(reply.body), **reply.headers}
   return Response(body, reply.status or known.status, headers, reply.content_type)
 
 

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Mapping, MutableMapping, Sequence
 import contextlib
 import hashlib
+import json
 import secrets
 import threading
 import time
@@ -281,8 +282,7 @@ class Gate:
       if operation.again is not None and (key := self._idempotency_key(request)) is not None:
         begun = await run_in_threadpool(account.begin, key, _digest(request, scope))
         if isinstance(begun, StoredResponse):
-          status, content = await run_in_threadpool(_again, operation, account, begun)
-          await send_body(answer, status, content, operation.headers_of(content) | {'Idempotency-Replayed': 'true'})
+          await send_body(answer, *await run_in_threadpool(_again, operation, account, begun))
           return
         idempotent, answer.held = begun, []
         state['idempotency'] = idempotent
@@ -429,11 +429,15 @@ class Gate:
     return spend
 
 
-def _again(operation: Operation, account: Account, stored: StoredResponse) -> tuple[int, bytes]:
-  """Return the status and body for a repeated request: those stored, or rebuilt from what it made."""
-  if stored.response is not None and stored.status is not None:
-    return stored.status, stored.response
-  return operation.status, errors.as_json(operation.again(account, stored.adapter, stored.version))
+def _again(operation: Operation, account: Account, stored: StoredResponse) -> tuple[int, bytes, dict[str, str]]:
+  """Return the status, body and headers for a repeated request: those stored, or rebuilt from what it made."""
+  status, content = stored.status, stored.response
+  if content is not None and status is not None:
+    said = json.loads(content) if operation.tagged else None
+  else:
+    said = operation.again(account, stored.adapter, stored.version)
+    status, content = operation.status, errors.as_json(said)
+  return status, content, operation.headers_of(said) | {'Idempotency-Replayed': 'true'}
 
 
 def _digest(request: GateRequest, scope: Scope) -> str:

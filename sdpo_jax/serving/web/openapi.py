@@ -41,8 +41,12 @@ class Operation:
   guarded: bool = False
   token: bool = False  # Whether it needs the token of the session in its path.
   secret: bool = False  # Whether its response is never logged, even if bodies are.
-  # Headers derived from the body of a response, so that a stored response gets them again.
-  headers_of: Callable[[bytes], dict[str, str]] = lambda body: {}
+  tagged: bool = False  # Whether its response has an ETag with its version.
+
+  def headers_of(self, body: Any) -> dict[str, str]:
+    """Return the headers derived from the body of a response, before it is rendered: its ETag."""
+    found = body.get('version_after', body.get('version')) if self.tagged else None
+    return {'ETag': f'"{found}"'} if isinstance(found, int) else {}
 
 
 def operation(**values: Any) -> Callable[[_Handler], _Handler]:
