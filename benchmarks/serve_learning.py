@@ -271,7 +271,7 @@ def ask(account: Any, model: str, question: Question, seed: int) -> Any:
   messages = asked_in(question)
   [answer] = account.sample(
     account.resolve(model),
-    account.prompt_of(messages=messages),
+    account.service.prompt_of(messages=messages),
     options=SampleOptions(seed=seed),
     messages=messages,
   ).result()
@@ -318,7 +318,7 @@ def score_answers(account: Any, model: str, tests: Sequence[Question], prompts: 
   from sdpo_jax.environments import digits
 
   service = account.service
-  prompts = prompts or [account.prompt_of(messages=asked_in(question)) for question in tests]
+  prompts = prompts or [account.service.prompt_of(messages=asked_in(question)) for question in tests]
   tokens = service.tokenizer([digits.answer(*question) for question in tests], add_special_tokens=False)['input_ids']
   rows = [(prompt, [*own, service.tokenizer.eos_token_id]) for prompt, own in zip(prompts, tokens, strict=True)]
   return account.score(account.resolve(model), rows)
@@ -341,11 +341,11 @@ def grade(account: Any, model: str, tests: Sequence[Question]) -> list[Any]:
     handles = [
       worker.sample(
         target.engine_name,
-        account.prompt_of(messages=asked_in(question)),
+        account.service.prompt_of(messages=asked_in(question)),
         n=1,
         seed=start + row,
         step=0,
-        max_tokens=account.most_tokens,
+        max_tokens=account.service.max_completion,
       )
       for row, question in enumerate(part)
     ]
@@ -374,7 +374,7 @@ def teachers(service: Any) -> dict[str, Any]:
     ('shuffled_correction', deranged(right, 0), [None] * len(tests)),
   ):
     prompts = [
-      account.prompt_of(
+      account.service.prompt_of(
         messages=reprompt(asked_in(question), solution, text, service.reprompting.config),
         limit=service.sizes.teacher_buckets[-1],
       )

@@ -26,9 +26,14 @@ def number(value: float | None) -> float | None:
   return None if value is None or not math.isfinite(value) else float(value) + 0.0  # No −0.
 
 
+def rounded(values: np.ndarray) -> np.ndarray:
+  """Return an array as float64, rounded as in responses."""
+  return np.round(np.asarray(values, np.float64), _DIGITS) + 0.0  # No −0.
+
+
 def numbers(values: np.ndarray) -> list[Any]:
   """Return an array as nested lists of rounded numbers, with None where a value is not finite."""
-  exact = np.round(np.asarray(values, np.float64), _DIGITS) + 0.0  # No −0.
+  exact = rounded(values)
   if np.isfinite(exact).all():
     return exact.tolist()
   return np.where(np.isfinite(exact), exact.astype(object), None).tolist()

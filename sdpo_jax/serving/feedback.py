@@ -9,57 +9,64 @@ import dataclasses
 import logging
 import secrets
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from sdpo_jax.errors import UserError
-from sdpo_jax.learning.learner import Learned
+from sdpo_jax.learning.learner import Learned, LessonScores
 from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.serving import answers, guards, lessons, teachers
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.engine import Feedback
-from sdpo_jax.serving.errors import Gone, InvalidRequest, NotFound, NotReady, ServiceError, VersionConflict
+from sdpo_jax.serving.errors import Gone, InvalidRequest, NotFound, NotReady, ServiceError
 from sdpo_jax.serving.feedback_request import FeedbackRequest
 from sdpo_jax.serving.guards import Canaries, Guards, Measured
 from sdpo_jax.serving.records import AdapterRecord, Version, engine_name
+from sdpo_jax.serving.service_state import ServiceState
+from sdpo_jax.serving.store.store import IdempotentRequest, Store
 from sdpo_jax.serving.teachers import FeedbackTeacher
-
-if TYPE_CHECKING:
-  from sdpo_jax.serving.account import Account
-  from sdpo_jax.serving.store.store import IdempotentRequest
+from sdpo_jax.serving.tenant import Tenant
 
 Progress = Callable[..., None]  # (stage, **details): queued, scored, stepped, guarded, committed or rejected.
 _TOGETHER = 32  # The most feedbacks of a batch that run at once.
 _logger = logging.getLogger('sdpo_jax.serving')
 
 
-def run(
-  account: Account,
-  adapter: AdapterRecord,
+@dataclasses.dataclass(frozen=True)
+class FeedbackResult:
+  """The response to a feedback, and the scores that its items are made from."""
+
+  said: dict[str, Any]  # As JSON.
+  scores: Sequence[LessonScores]  # One for each item.
+
+
+def learn(
+  tenant: Tenant,
+  id: str,
+  expected: int | None,
   request: FeedbackRequest,
   *,
-  expected: int | None = None,
   idempotency: IdempotentRequest | None = None,
   progress: Progress = lambda stage, **details: None,
-) -> dict[str, Any]:
+) -> FeedbackResult:
   """Learn from a feedback in one transaction and return the response.
 
   Afterwards the adapter is one version further or unchanged. If anything raises before the commit, including `progress`
-  before 'committed', the adapter, the store and the engine are unchanged. The caller makes sure that nobody else
-  changes the adapter meanwhile; if the store has changed nevertheless, the commit is refused.
+  before 'committed', the adapter, the store and the engine are unchanged. Other changes of the adapter are waited for;
+  if the store has changed nevertheless, the commit is refused.
 
   Args:
-    account: of the owner.
-    adapter: the adapter that learns, in its present state.
-    request: what to learn.
+    tenant: the owner.
+    id: of the adapter that learns.
     expected: the version that the adapter must be at; None: any.
+    request: what to learn.
     idempotency: idempotency record stored with the commit, so that a repeated request does not learn twice.
     progress: called at every stage; it may raise to end the transaction.
 
   Raises:
     VersionConflict: the adapter is at another version.
-    NotFound: a sample, or the version that teaches, does not exist.
+    NotFound: the adapter, a sample, or the version that teaches, does not exist.
     Gone: a sample has expired.
     InvalidRequest: something cannot be learned.
     UserError: the same, from the engine.
@@ -67,19 +74,32 @@ def run(
     Deadline: the time was over before the commit.
     Cancelled: the sender left before the commit.
   """
-  if expected is not None and expected != adapter.head:
-    raise VersionConflict(
-      f'The adapter is at version {adapter.head}, and the request expects {expected}: look at what changed, and send '
-      f'it again with {adapter.head}.',
-      current=adapter.head,
-    )
-  service, call, clock = account.service, account.call, _Clock()
-  store, worker = service.store, service.worker
+
+  def tell(stage: str, **details: Any) -> None:
+    tenant.service.events.add(id, stage, details)
+    progress(stage, **details)
+
+  with tenant.turn(id, expected) as adapter:
+    if idempotency is not None:  # Its response quotes the samples, even if nothing is committed.
+      tenant.service.store.about(idempotency, adapter.id)
+    return _learn(tenant.service, tenant.call, adapter, request, idempotency, tell)
+
+
+def _learn(
+  service: ServiceState,
+  call: Call,
+  adapter: AdapterRecord,
+  request: FeedbackRequest,
+  idempotency: IdempotentRequest | None,
+  progress: Progress,
+) -> FeedbackResult:
+  """Run the transaction while nobody else changes the adapter."""
+  store, worker, clock = service.store, service.worker, _Clock()
   commits = request.mode == 'commit'
   limits = Guards.of(service.settings.guards, adapter.settings.get('guards'), request.guards)
   teacher = teachers.choose(adapter, request.teacher, service.settings.learning)
-  _check_teacher(account, adapter, teacher)
-  canary_prompts = _canary_prompts(account, adapter, request, limits)
+  _check_teacher(store, adapter, teacher)
+  canary_prompts = _canary_prompts(service, adapter, request, limits)
   prepared = lessons.prepare(request.items, adapter, store, service.reprompting, service.vocab_size)
   tokens = sum(_tokens(each.lesson, request.steps) for each in prepared)
   call.spend('learned', tokens)
@@ -120,7 +140,7 @@ def run(
     if finite and canary_prompts:
       similarity = limits.max_self_similarity is not None
       canaries = service.canaries.measure(new, canary_prompts, similarity=similarity, deadline=call.deadline)
-    recent = answers.recent_losses(_recent(account, adapter), request.loss)
+    recent = answers.recent_losses(_recent(store, adapter), request.loss)
     checks = guards.check(limits, _measured(learned, finite, canaries, recent))
     details = answers.details(request, teacher.said, prepared, learned, checks, canaries)
     accepted, reason = details['accepted'], details['reason']
@@ -149,8 +169,8 @@ def run(
   clock.through('committed' if committed is not None else 'rejected' if not accepted else 'dry_run')
   after = adapter.head if committed is None else committed.number
   answer = answers.make(adapter.id, adapter.head, after, details, items, clock.times)
-  _note(account, adapter, request, answer, progress)
-  return answer
+  _note(service, adapter, request, answer, progress)
+  return FeedbackResult(answer, learned.said)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +183,7 @@ class FeedbackEntry:
   idempotency: IdempotentRequest | None = None
 
 
-def run_batch(account: Account, entries: Sequence[FeedbackEntry]) -> list[dict[str, Any] | ServiceError | UserError]:
+def run_batch(tenant: Tenant, entries: Sequence[FeedbackEntry]) -> list[dict[str, Any] | ServiceError | UserError]:
   """Run several feedbacks and return, in order, the response or the error of each.
 
   Each is a transaction of its own. Those of one adapter run one after the other; those of different adapters run at the
@@ -178,9 +198,8 @@ def run_batch(account: Account, entries: Sequence[FeedbackEntry]) -> list[dict[s
     for index in indices:
       entry = entries[index]
       try:
-        found.append(
-          (index, account.feedback(entry.adapter, entry.expected, entry.request, idempotency=entry.idempotency))
-        )
+        done = learn(tenant, entry.adapter, entry.expected, entry.request, idempotency=entry.idempotency)
+        found.append((index, done.said))
       except (ServiceError, UserError) as error:
         found.append((index, error))
     return found
@@ -221,12 +240,12 @@ class _Clock:
     self.times[stage] = time.monotonic() - self._began
 
 
-def _check_teacher(account: Account, adapter: AdapterRecord, teacher: FeedbackTeacher) -> None:
+def _check_teacher(store: Store, adapter: AdapterRecord, teacher: FeedbackTeacher) -> None:
   """Raise InvalidRequest if the version that should teach does not exist any more."""
   if teacher.version is None:
     return
   try:
-    account.service.store.version(adapter.owner, adapter.id, teacher.version)
+    store.version(adapter.owner, adapter.id, teacher.version)
   except (NotFound, Gone) as error:
     raise InvalidRequest(
       f'Version {teacher.version} of the adapter, which is to teach, is not kept any more: choose another teacher, or '
@@ -236,7 +255,7 @@ def _check_teacher(account: Account, adapter: AdapterRecord, teacher: FeedbackTe
 
 
 def _canary_prompts(
-  account: Account, adapter: AdapterRecord, request: FeedbackRequest, limits: Guards
+  service: ServiceState, adapter: AdapterRecord, request: FeedbackRequest, limits: Guards
 ) -> list[Sequence[int]]:
   """Return the prompts on which to measure the new version; empty if no guard needs them.
 
@@ -257,15 +276,15 @@ def _canary_prompts(
   if not limits.on_canaries:
     return []
   asked = [[{'role': 'user', 'content': each}] if isinstance(each, str) else each for each in prompts]
-  return [account.prompt_of(messages=messages) for messages in asked]
+  return [service.prompt_of(messages=messages) for messages in asked]
 
 
-def _recent(account: Account, adapter: AdapterRecord) -> list[Version]:
+def _recent(store: Store, adapter: AdapterRecord) -> list[Version]:
   """Return the newest stored versions of an adapter."""
   found = []
   for number in range(max(0, adapter.head - guards.RECENT + 1), adapter.head + 1):
     try:
-      found.append(account.service.store.version(adapter.owner, adapter.id, number))
+      found.append(store.version(adapter.owner, adapter.id, number))
     except ServiceError:  # A removed or damaged version is left out of the comparison.
       continue
   return found
@@ -284,10 +303,14 @@ def _measured(learned: Learned, finite: bool, canaries: Canaries | None, recent:
 
 
 def _note(
-  account: Account, adapter: AdapterRecord, request: FeedbackRequest, answer: Mapping[str, Any], progress: Progress
+  service: ServiceState,
+  adapter: AdapterRecord,
+  request: FeedbackRequest,
+  answer: Mapping[str, Any],
+  progress: Progress,
 ) -> None:
   """Log the feedback in the store and report the last stage. Errors are logged: the response stands."""
-  store, worker, after = account.service.store, account.service.worker, answer['version_after']
+  store, worker, after = service.store, service.worker, answer['version_after']
   committed = after != answer['version_before']
   stage = 'committed' if committed else 'dry_run' if answer['accepted'] else 'rejected'
   texts = ('feedback', 'environment', 'correction', 'demonstration')

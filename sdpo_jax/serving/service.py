@@ -2,99 +2,48 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
-import functools
 import logging
-import math
 import pathlib
 import threading
-import time
 from typing import Any
 
 import jax
-import numpy as np
 
 from models import directories, huggingface, identity, model_files, parameters
 from models.adapters import peft_files
 from models.decoder import DecoderPolicy
 from models.families import registry
-from models.token_texts import TokenTexts
 from sdpo_jax.config import Config
-from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.errors import UserError
-from sdpo_jax.learning.requests import Lesson
-from sdpo_jax.serving import endpoint_scores, names, teachers
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.engine import Engine, EngineSettings, check_divides
-from sdpo_jax.serving.errors import InvalidRequest, NotFound, ServiceError
-from sdpo_jax.serving.event_log import EventLog
-from sdpo_jax.serving.guards import CanaryMeter
-from sdpo_jax.serving.lessons import Reprompting
 from sdpo_jax.serving.peft_transfer import Served
+from sdpo_jax.serving.service_state import ServiceState, short_name
 from sdpo_jax.serving.settings import engine_settings
 from sdpo_jax.serving.store.store import Retention, Store
 from sdpo_jax.serving.store.versions import Base
-from sdpo_jax.serving.turns import Turns
 from sdpo_jax.serving.worker import Worker
 from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.training import teacher_model
 from sdpo_jax.training.opening import check_turn_end, load_tokenizer, model_mesh, stop_token_ids
-from sdpo_jax.training.specs import chat_format
 
 _logger = logging.getLogger('sdpo_jax.serving')
 TEND_SECONDS = 600.0  # Between two passes of retention.
-_OWNERS = 100_000  # The most adapters whose owner is remembered.
 _DATABASE = 'service.sqlite'  # In a local root.
 _PROGRAMS = '~/.cache/sdpo_jax/engine'
 
 
-class Service:
-  """The state that the accounts of all owners share. Any thread may call."""
+class Service(ServiceState):
+  """The state that all owners share, from its start to its end. Any thread may call."""
 
-  def __init__(
-    self,
-    store: Store,
-    worker: Worker,
-    tokenizer: Any,
-    config: Config,
-    served: Served,
-    *,
-    positions: int | None = None,
-    endpoint: Endpoint | None = None,
-    clock: Callable[[], float] = time.time,
-  ):
-    """Make a service from its parts; `make` makes these from the settings.
-
-    Args:
-      store: adapters, versions and samples.
-      worker: the thread that owns the engine; it loads versions with `load`.
-      tokenizer: the model's tokenizer, with a chat template.
-      config: settings.
-      served: the shape of the adapters.
-      positions: the number of positions that the model was made for; None: unknown.
-      endpoint: the external teacher that `ask_endpoint` asks; None: there is none.
-      clock: returns seconds since the epoch.
-    """
-    self.store, self.worker, self.tokenizer, self.config, self.served = store, worker, tokenizer, config, served
-    self.settings = config.serve
-    self.sizes: EngineSettings = engine_settings(config)
-    self.chat = chat_format(config)
-    self.positions, self.endpoint, self.clock = positions, endpoint, clock
-    self.turns, self.events = Turns(), EventLog(clock)
-    topk = min(self.sizes.topk, served.policy.vocab_size)
-    self.texts = TokenTexts(tokenizer)
-    self.tokenizing = threading.Lock()  # Held while encoding: a tokenizer keeps the settings of a call as state.
-    longest = dataclasses.replace(config.actor.self_distillation, max_reprompt_len=self.sizes.teacher_buckets[-1])
-    self.reprompting = Reprompting(longest, tokenizer, self.chat, self.tokenizing)
-    self.canaries = CanaryMeter(
-      worker, tokens=min(config.serve.guards.canary_tokens, self.sizes.response_buckets[-1]), topk=topk
-    )
-    self._owners: collections.OrderedDict[str, str] = collections.OrderedDict()
-    self._lock, self._stopped = threading.Lock(), threading.Event()
+  def __init__(self, *parts: Any, **more: Any):
+    """Make a service from its parts, those of `ServiceState`; `make` makes these from the settings."""
+    super().__init__(*parts, **more)
+    self._stopped = threading.Event()
     self._tending: threading.Thread | None = None
 
   @classmethod
@@ -188,145 +137,6 @@ class Service:
     """
     return Account(self, owner, call or Call())
 
-  # Versions of the engine.
-
-  def remember(self, adapter: str, owner: str) -> None:
-    """Remember the owner of an adapter that has been looked up with this owner."""
-    with self._lock:
-      self._owners[adapter] = owner
-      self._owners.move_to_end(adapter)
-      if len(self._owners) > _OWNERS:
-        self._owners.popitem(last=False)
-
-  def load(self, engine_name: str) -> Mapping[str, np.ndarray]:
-    """Return the arrays of a version that the engine does not have.
-
-    Raises:
-      NotFound: the version does not exist any more.
-    """
-    adapter, _, number = engine_name.rpartition('@')
-    with self._lock:
-      owner = self._owners.get(adapter)
-    if owner is None or not number.isdecimal():
-      raise NotFound(f'There is no version {engine_name} of an adapter.')
-    return self.store.arrays(self.store.version(owner, adapter, int(number)))
-
-  # The external teacher.
-
-  def ask_endpoint(self, lessons: Sequence[Lesson], call: Call) -> list[Lesson]:
-    """Return lessons with the scores of the teacher behind the endpoint; the engine is not blocked meanwhile.
-
-    Args:
-      lessons: lessons with the prompt that the teacher reads.
-      call: the request; waiting ends with it.
-
-    Raises:
-      InvalidRequest: there is no endpoint.
-      UserError: the teacher returns nothing usable for a lesson.
-      Cancelled: the sender does not wait any more.
-      Deadline: the time of the request is over.
-    """
-    if self.endpoint is None:
-      raise InvalidRequest(
-        'No teacher is behind an endpoint here: choose another kind of teacher.', field='teacher.kind'
-      )
-    try:
-      return endpoint_scores.taught(self.endpoint, lessons, self.sizes.topk, _StopOf(call))
-    except StoppedError:
-      call.check()
-      raise
-
-  # Properties.
-
-  @property
-  def model_name(self) -> str:
-    """The name under which requests address the model without an adapter, beside 'base'."""
-    return self.settings.model_name or _last(self.config.model.path)
-
-  @property
-  def vocab_size(self) -> int:
-    """The number of tokens in the model's vocabulary."""
-    return self.served.policy.vocab_size
-
-  @functools.cached_property
-  def stop_token_ids(self) -> tuple[int, ...]:
-    """The ids of the tokens that end every completion."""
-    return tuple(stop_token_ids(self.config, self.tokenizer))
-
-  @functools.cached_property
-  def max_prompt(self) -> int:
-    """The most tokens of a prompt."""
-    return self.sizes.prompt_buckets[-1]
-
-  @functools.cached_property
-  def max_completion(self) -> int:
-    """The most tokens of a completion."""
-    return self.sizes.response_buckets[-1]
-
-  @functools.cached_property
-  def max_text(self) -> int:
-    """The most tokens of a text to be scored, prompt and completion together."""
-    sizes = self.sizes
-    return max(sizes.score_buckets[-1] + 1 if sizes.score_buckets else 0, self.max_prompt + self.max_completion)
-
-  def capabilities(self) -> dict[str, Any]:
-    """Return the model, limits and settings of the service, as JSON."""
-    serve, served = self.settings, self.served
-    return {
-      'model': {
-        'name': self.model_name,
-        'vocab_size': self.vocab_size,
-        'positions': self.positions,
-      },
-      'adapter': {
-        'rank': served.rank,
-        'alpha': None if served.rank is None or served.scale is None else served.scale * served.rank,
-        'target_modules': list(served.targets),
-        'parameters': sum(math.prod(row.shape) for row in parameters.trainable(served.policy.parameter_table())),
-      },
-      'tokens': {
-        'prompt': self.max_prompt,
-        'completion': self.max_completion,
-        'text': self.max_text,
-        'teacher_prompt': self.sizes.teacher_buckets[-1],
-        'topk': self.sizes.topk,
-        'logprobs': min(serve.limits.max_logprobs, self.sizes.topk),
-      },
-      'limits': dataclasses.asdict(serve.limits),
-      'learning': dataclasses.asdict(serve.learning),
-      'guards': dataclasses.asdict(serve.guards),
-      'teachers': sorted(
-        set(teachers.KINDS)
-        - ({'endpoint'} if self.endpoint is None else set())
-        - (set() if self.config.actor.self_distillation.teacher_model else {'model'})
-      ),
-      'teacher_models': [_last(name) for name in [self.config.actor.self_distillation.teacher_model] if name],
-      'losses': ['jsd_pg', 'sdpo'],
-      'samples_kept_s': serve.store.sample_ttl_s,
-      'versions_kept': serve.store.keep_versions or None,
-      'feedback_texts_kept': serve.store.keep_feedback_texts,
-      'lora_uri': names.lora_uri('ID', 0).replace('0', 'NUMBER'),
-    }
-
-
-@dataclasses.dataclass(frozen=True)
-class _StopOf:
-  """A `Stop` that is set when a request has ended."""
-
-  call: Call
-
-  def asked(self) -> bool:
-    """See `Stop`."""
-    try:
-      self.call.check()
-    except ServiceError:
-      return True
-    return False
-
-  def check(self) -> None:
-    """See `Stop`; raises the error that ended the request."""
-    self.call.check()
-
 
 def _endpoint_of(config: Config, tokenizer: Any, sizes: EngineSettings, vocab_size: int) -> Endpoint | None:
   """Return the configured external teacher, after checking that its server fits the settings; None: none is set."""
@@ -395,16 +205,11 @@ def _engine_maker(
     models = {}
     if other:
       teacher = teacher_model.load(config, mesh)
-      models[_last(other)] = teacher.policy, teacher.base
+      models[short_name(other)] = teacher.policy, teacher.base
     stops = stop_token_ids(config, tokenizer)
     return Engine(policy, frozen, tokenizer, sizes, folder, stops, models=models, programs=programs)
 
   return make_engine
-
-
-def _last(path: str) -> str:
-  """Return the name that requests use for a model: the last part of its path or name."""
-  return pathlib.PurePath(path.rstrip('/')).name
 
 
 def check_positions(sizes: EngineSettings, positions: int | None) -> None:

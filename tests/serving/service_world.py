@@ -57,7 +57,7 @@ def model_folder(folder: pathlib.Path) -> pathlib.Path:
 
 def sample(account: Account, model: str, *, seed: int = 0, n: int = 1, **options):
   """Completions of a greeting."""
-  prompt = account.prompt_of(messages=HELLO)
+  prompt = account.service.prompt_of(messages=HELLO)
   return account.sample(
     account.resolve(model), prompt, n=n, options=SampleOptions(seed=seed, **options), messages=HELLO
   ).result()

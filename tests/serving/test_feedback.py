@@ -283,7 +283,7 @@ def test_a_guard_that_says_no_leaves_the_version(ada, monkeypatch, guard, limit)
 def test_guards_measure_what_direct_passes_say(ada):
   adapter, drawn = learned(ada, {'canary_prompts': ['Hello', 'What?']})
   answer = ada.feedback(adapter.id, None, ask(ada, Item(sample_id=drawn.id, feedback=SAID)))
-  prompts = [ada.prompt_of(messages=[{'role': 'user', 'content': text}]) for text in ('Hello', 'What?')]
+  prompts = [ada.service.prompt_of(messages=[{'role': 'user', 'content': text}]) for text in ('Hello', 'What?')]
   canaries = ada.service.canaries.of_base(prompts)
   divergence, entropy = [], []
   for canary in canaries:
@@ -407,7 +407,7 @@ def test_an_adapter_that_has_moved_on_is_not_changed(ada):
     ada.feedback(adapter.id, 0, ask(ada, Item(sample_id=drawn.id, feedback=SAID)))
   assert conflict.value.current == 1
   with pytest.raises(VersionConflict):
-    feedback.run(ada, adapter, ask(ada, Item(sample_id=drawn.id)), expected=5)
+    feedback.learn(ada, adapter.id, 5, ask(ada, Item(sample_id=drawn.id)))
 
 
 def test_a_batch_is_a_transaction_for_each(ada):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sessions import teaching, waiting_examples
@@ -11,14 +10,12 @@ from sdpo_jax.serving.sessions.conversation import Dialogue
 from sdpo_jax.serving.sessions.ledger import SessionState
 from sdpo_jax.serving.sessions.records import DECIDED, Decision, SessionTurn, edited
 from sdpo_jax.serving.store.session_tables import ExampleRow
+from sdpo_jax.serving.tenant import Tenant
 from sdpo_jax.serving.tool_calls import read_calls
-
-if TYPE_CHECKING:
-  from sdpo_jax.serving.account import Account
 
 
 def decided(
-  account: Account, held: SessionState, dialogue: Dialogue, turn: SessionTurn, decision: Decision
+  tenant: Tenant, held: SessionState, dialogue: Dialogue, turn: SessionTurn, decision: Decision
 ) -> tuple[SessionTurn, ExampleRow | None]:
   """Return a turn with its decision, and the example to learn; None: there is none."""
   session, kept = held.session, None
@@ -31,34 +28,34 @@ def decided(
   if decision.kind == 'approve':
     return found, None
   if decision.kind == 'deny':
-    return found, example_of(account, held, dialogue, found, 'denial', teaching.of_denial(turn, decision.correction))
+    return found, example_of(tenant, held, dialogue, found, 'denial', teaching.of_denial(turn, decision.correction))
   if decision.call >= len(turn.calls):
     raise InvalidRequest(
       f'Turn {turn.n} has {len(turn.calls)} calls, and none of the number {decision.call}.', field='call'
     )
   calls = edited(turn.calls, decision)
-  with account.service.tokenizing:
+  with tenant.service.tokenizing:
     kept = dialogue.edited(turn.text, calls, session.tool_form)
-    plain = account.service.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    plain = tenant.service.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     if tuple(read_calls(dialogue.text_of(kept, (), plain), session.tool_form).calls) != calls:
       raise InvalidRequest(
         'These arguments cannot be written in the form of calls that the model knows.', field='arguments'
       )
   found = dataclasses.replace(found, kept_tokens=kept)
-  return found, example_of(account, held, dialogue, found, 'edit', teaching.of_edit(found, session.tool_form))
+  return found, example_of(tenant, held, dialogue, found, 'edit', teaching.of_edit(found, session.tool_form))
 
 
 def example_of(
-  account: Account, held: SessionState, dialogue: Dialogue, turn: SessionTurn, kind: str, said: teaching.TeacherTexts
+  tenant: Tenant, held: SessionState, dialogue: Dialogue, turn: SessionTurn, kind: str, said: teaching.TeacherTexts
 ) -> ExampleRow | None:
   """Return the example to learn from a turn; None: there is nothing to show to the teacher."""
   if not said:
     return None
-  session, service = held.session, account.service
+  session, service = held.session, tenant.service
   attempt = turn.tokens if session.settings.show_attempt else None
   with service.tokenizing:
     asked = dialogue.split(turn.prompt_tokens)
     config, title = service.reprompting.config, session.settings.title
     prompt = teaching.teacher_prompt(dialogue, asked, said, config, attempt, title=title)
-  head = account.adapter(session.adapter).head
+  head = tenant.adapter(session.adapter).head
   return waiting_examples.example_row(session, turn, kind, said, prompt, head)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from models import identity
 from sdpo_jax.data.prompts import Tokenizer
 from sdpo_jax.files import jsonable
+from sdpo_jax.serving.service_state import ServiceState
 from sdpo_jax.serving.sessions import archive, teaching
 from sdpo_jax.serving.sessions.conversation import Dialogue
 from sdpo_jax.serving.sessions.examples import TrainingExample
 from sdpo_jax.serving.sessions.records import AgentSession, SessionTurn
 from sdpo_jax.serving.store import session_tables
 from sdpo_jax.serving.store.session_tables import REHEARSAL, ExampleRow
+from sdpo_jax.serving.tenant import Tenant
 from sdpo_jax.serving.tool_calls import ToolCall
-
-if TYPE_CHECKING:
-  from sdpo_jax.serving.account import Account
-  from sdpo_jax.serving.service import Service
 
 
 @functools.lru_cache(maxsize=4)
@@ -29,7 +27,7 @@ def fingerprint(tokenizer: Tokenizer) -> str:
   return identity.digest([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template, ids])
 
 
-def written_by(service: Service) -> dict[str, Any]:
+def written_by(service: ServiceState) -> dict[str, Any]:
   """Return a record of how the messages of a session become tokens, including the tokenizer's fingerprint."""
   with service.tokenizing:
     mark = fingerprint(service.tokenizer)
@@ -37,15 +35,15 @@ def written_by(service: Service) -> dict[str, Any]:
   return {'tokenizer': mark, 'variables': jsonable(chat.variables), 'split_special_tokens': chat.split_special_tokens}
 
 
-def examples(account: Account, adapter: str, session: str | None) -> list[TrainingExample]:
+def examples(tenant: Tenant, adapter: str, session: str | None) -> list[TrainingExample]:
   """Return every example that was or will be learned in sessions of an adapter, in the order they were written.
 
   Args:
-    account: of the owner.
+    tenant: the owner.
     adapter: its id.
     session: the id of one of its sessions; None: all.
   """
-  service = account.service
+  service = tenant.service
   rows = session_tables.examples(service.store.database, adapter, session=session)
   rows = [row for row in rows if row.kind != REHEARSAL or row.versions]
   marks: dict[str, str] = {}
@@ -55,17 +53,17 @@ def examples(account: Account, adapter: str, session: str | None) -> list[Traini
     if found is not None:
       marks[id] = found.record['written']['tokenizer']
       numbers = {row.n for row in rows if row.session == id}
-      for turn, messages, ended in _histories(account, archive.session_of(found, account.owner), numbers):
-        contexts[id, turn.n] = archive.session_of(found, account.owner), turn, messages, ended
+      for turn, messages, ended in _histories(tenant, archive.session_of(found, tenant.owner), numbers):
+        contexts[id, turn.n] = archive.session_of(found, tenant.owner), turn, messages, ended
   known = [row for row in rows if (row.session, row.n) in contexts]
   return [_example(row, *contexts[row.session, row.n], marks[row.session]) for row in known]
 
 
 def _histories(
-  account: Account, session: AgentSession, numbers: set[int]
+  tenant: Tenant, session: AgentSession, numbers: set[int]
 ) -> Iterator[tuple[SessionTurn, list[dict[str, Any]], bool]]:
   """Yield turns of a session, each with the messages before it, and whether its answer ended the turn."""
-  service, settings = account.service, session.settings
+  service, settings = tenant.service, session.settings
   dialogue = Dialogue(
     service.tokenizer,
     service.chat,

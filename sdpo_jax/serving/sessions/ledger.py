@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import sqlite3
-from typing import TYPE_CHECKING
 
 from sdpo_jax.errors import short_repr
 from sdpo_jax.serving.errors import InvalidRequest, NotFound, TurnConflict
@@ -15,9 +14,7 @@ from sdpo_jax.serving.sessions.conversation import Dialogue
 from sdpo_jax.serving.sessions.records import AgentSession, SessionTurn
 from sdpo_jax.serving.store import session_tables
 from sdpo_jax.serving.store.session_tables import ExampleRow, SessionRow
-
-if TYPE_CHECKING:
-  from sdpo_jax.serving.account import Account
+from sdpo_jax.serving.tenant import Tenant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,14 +43,14 @@ class SessionState:
 class Ledger:
   """The sessions of an owner's adapters in the store."""
 
-  def __init__(self, account: Account):
+  def __init__(self, tenant: Tenant):
     """Make the ledger of one request of an owner."""
-    self._account, self._service = account, account.service
-    self._database = account.service.store.database
+    self._tenant, self._service = tenant, tenant.service
+    self._database = tenant.service.store.database
 
   def row(self, adapter: str, session: str) -> SessionRow:
     """Return the row of a session; raise NotFound if it does not exist or belongs to another owner."""
-    known = self._account.adapter(adapter)
+    known = self._tenant.adapter(adapter)
     row = session_tables.session(self._database, known.id, session)
     if row is None:
       raise NotFound(f'There is no session {short_repr(session)} of {adapter}.')
@@ -69,7 +66,7 @@ class Ledger:
       if not found:
         break
       turns.append(archive.turn_of(found[0]))
-    return SessionState(archive.session_of(row, self._account.owner), row, turns[::-1])
+    return SessionState(archive.session_of(row, self._tenant.owner), row, turns[::-1])
 
   def settled(self, adapter: str, session: str) -> SessionState:
     """Return a session as it is now, after noting what was already learned from it."""
@@ -112,8 +109,8 @@ class Ledger:
   @contextlib.contextmanager
   def alone(self, session: str) -> Iterator[None]:
     """Hold the lock of a session within the block."""
-    with self._service.turns.of(('session', session), self._account.call.deadline):
-      self._account.call.check()
+    with self._service.turns.of(('session', session), self._tenant.call.deadline):
+      self._tenant.call.check()
       yield
 
   @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sdpo_jax.environments.thinking import without_thinking
 from sdpo_jax.errors import short_repr
@@ -16,11 +16,9 @@ from sdpo_jax.serving.sessions.ledger import Ledger, SessionState
 from sdpo_jax.serving.sessions.records import SessionTurn
 from sdpo_jax.serving.store import session_tables
 from sdpo_jax.serving.targets import VersionTarget
+from sdpo_jax.serving.tenant import Tenant
 from sdpo_jax.serving.tool_calls import read_calls
 from sdpo_jax.types import Messages
-
-if TYPE_CHECKING:
-  from sdpo_jax.serving.account import Account
 
 _ROLES = ('user', 'assistant', 'tool')
 
@@ -98,7 +96,7 @@ def next_prompt(held: SessionState, dialogue: Dialogue, new: Messages) -> Studen
 
 
 def draw(
-  account: Account,
+  tenant: Tenant,
   ledger: Ledger,
   held: SessionState,
   dialogue: Dialogue,
@@ -113,7 +111,7 @@ def draw(
   """Draw the answer to a prompt.
 
   Args:
-    account: of the owner.
+    tenant: the owner.
     ledger: stores the turn.
     held: the session.
     dialogue: its conversation.
@@ -128,7 +126,7 @@ def draw(
     InvalidRequest: the prompt is too long.
     ServiceError, UserError: as `Account.sample`.
   """
-  session, service = held.session, account.service
+  session, service = held.session, tenant.service
   if len(prompt) > service.max_prompt:
     named = f' {session.settings.title!r}' if session.settings.title else ''
     raise InvalidRequest(
@@ -136,9 +134,9 @@ def draw(
       '(serve.prompt_buckets): open a new session, and begin it with what matters of this one.',
       field='messages',
     )
-  target = VersionTarget(adapter := account.adapter(session.adapter), adapter.head)
+  target = VersionTarget(adapter := tenant.adapter(session.adapter), adapter.head)
   options = session.settings.options(seed, [dialogue.turn_end])
-  sampling = account.sample(target, prompt, options=options, drafts=drafts)
+  sampling = tenant.sample(target, prompt, options=options, drafts=drafts)
 
   def finish(done: SampleDone) -> SessionTurn:
     sample = done.sample

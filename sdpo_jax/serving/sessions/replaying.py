@@ -9,26 +9,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import json
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sdpo_jax.errors import UserError
+from sdpo_jax.serving import feedback
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.feedback_request import MOST_TOP, FeedbackRequest, Item, make_request
-from sdpo_jax.serving.sessions import measuring, teaching, waiting_examples
+from sdpo_jax.serving.feedback_request import FeedbackRequest, Item, make_request
+from sdpo_jax.serving.sessions import teaching, waiting_examples
 from sdpo_jax.serving.sessions.conversation import Dialogue, StudentPrompt, template_of
 from sdpo_jax.serving.sessions.examples import TrainingExample
 from sdpo_jax.serving.sessions.exporting import fingerprint
 from sdpo_jax.serving.sessions.records import LearnedTurns
 from sdpo_jax.serving.store.store import IdempotentRequest, StoredResponse
+from sdpo_jax.serving.tenant import Tenant
 from sdpo_jax.serving.tool_calls import PYTHON_TAG, Form, ToolCall, form_of, write_call
 from sdpo_jax.types import Messages
 
-if TYPE_CHECKING:
-  from sdpo_jax.serving.account import Account
-
 
 def replay(
-  account: Account, adapter: str, examples: Sequence[TrainingExample], request: IdempotentRequest | None = None
+  tenant: Tenant, adapter: str, examples: Sequence[TrainingExample], request: IdempotentRequest | None = None
 ) -> list[LearnedTurns]:
   """Learn examples and return the result of every step.
 
@@ -36,17 +35,17 @@ def replay(
   last. All are checked before the first one is learned.
 
   Args:
-    account: of the owner.
+    tenant: the owner.
     adapter: the id of the adapter that learns.
     examples: of any adapter.
     request: the request's idempotency record: a repeated request continues after what it has already learned.
 
   Raises:
     InvalidRequest: an example cannot be rendered for this model; the error gives its number.
-    ServiceError, UserError: as `feedback.run`; what was learned before stays.
+    ServiceError, UserError: as `feedback.learn`; what was learned before stays.
   """
-  service, most = account.service, account.service.settings.limits.max_items
-  items = [_item(account, example, number) for number, example in enumerate(examples)]
+  service, most = tenant.service, tenant.service.settings.limits.max_items
+  items = [_item(tenant, example, number) for number, example in enumerate(examples)]
   steps = []
   for group in _groups(examples):
     for start in range(0, len(group), most):
@@ -59,16 +58,15 @@ def replay(
         service.settings,
         teacher=last.teacher,
         guards=last.guards,
-        detail=measuring.DETAIL,
-        top=MOST_TOP,
+        detail=(),
         source={'replayed': {'session': last.session, 'turns': numbers}},
       )
       steps.append((asked, items[part[-1]], numbers))
-  return [_step(account, adapter, *step, request, index) for index, step in enumerate(steps)]
+  return [_step(tenant, adapter, *step, request, index) for index, step in enumerate(steps)]
 
 
 def _step(
-  account: Account,
+  tenant: Tenant,
   adapter: str,
   asked: FeedbackRequest,
   item: Item,
@@ -78,24 +76,24 @@ def _step(
 ) -> LearnedTurns:
   """Learn one step of a replay, or return its stored result."""
   if request is None:
-    return _learned(account, adapter, asked, item, numbers, None)
-  part = account.part(request, index)
+    return _learned(tenant, adapter, asked, item, numbers, None)
+  part = tenant.service.store.part(request, index)
   if isinstance(part, StoredResponse):
     if part.response is not None:
       return LearnedTurns.from_json(json.loads(part.response))
-    made = account.version(adapter, part.version)
+    made = tenant.version(adapter, part.version)
     return LearnedTurns(made.parent, made.number, True, None, tuple(numbers))
   try:
-    learned = _learned(account, adapter, asked, item, numbers, part)
+    learned = _learned(tenant, adapter, asked, item, numbers, part)
   except BaseException:
-    account.abandon(part)
+    tenant.service.store.abandon(part)
     raise
-  account.finish(part, 200, json.dumps(learned.to_json()).encode())
+  tenant.service.store.finish(part, 200, json.dumps(learned.to_json()).encode())
   return learned
 
 
 def _learned(
-  account: Account,
+  tenant: Tenant,
   adapter: str,
   asked: FeedbackRequest,
   item: Item,
@@ -103,8 +101,8 @@ def _learned(
   part: IdempotentRequest | None,
 ) -> LearnedTurns:
   began = time.monotonic()
-  answer = account.feedback(adapter, None, asked, idempotency=part)
-  return waiting_examples.said_of(account, answer, item, numbers, began)
+  done = feedback.learn(tenant, adapter, None, asked, idempotency=part)
+  return waiting_examples.said_of(tenant, done, item, numbers, began)
 
 
 def _groups(examples: Sequence[TrainingExample]) -> list[list[int]]:
@@ -119,23 +117,23 @@ def _groups(examples: Sequence[TrainingExample]) -> list[list[int]]:
   return [sorted(groups[key], key=lambda number: examples[number].kind != 'rehearsal') for key in order]
 
 
-def _item(account: Account, example: TrainingExample, number: int) -> Item:
+def _item(tenant: Tenant, example: TrainingExample, number: int) -> Item:
   """Return the feedback item of an example for the model that is served here."""
-  service = account.service
+  service = tenant.service
   shown = {name: getattr(example, name) for name in ('feedback', 'environment', 'demonstration')}
   with service.tokenizing:
     if example.tokenizer == fingerprint(service.tokenizer):
       tokens = {name: list(getattr(example, name)) for name in ('prompt_tokens', 'tokens', 'teacher_prompt')}
       return Item(**tokens, log_probs=example.log_probs, **shown)
     try:
-      return _rewritten(account, example, shown)
+      return _rewritten(tenant, example, shown)
     except (InvalidRequest, UserError) as error:
       raise InvalidRequest(f'examples[{number}]: {error}', field=f'examples[{number}]') from error
 
 
-def _rewritten(account: Account, example: TrainingExample, shown: Mapping[str, str | None]) -> Item:
+def _rewritten(tenant: Tenant, example: TrainingExample, shown: Mapping[str, str | None]) -> Item:
   """Return an example rendered with the template and tokenizer here, so that no log-probs of its tokens are known."""
-  service = account.service
+  service = tenant.service
   form = form_of(template_of(service.tokenizer, example.tools)) if example.tools else None
   dialogue = Dialogue(service.tokenizer, service.chat, tools=example.tools, stop_token_ids=service.stop_token_ids)
   dialogue.check(form)

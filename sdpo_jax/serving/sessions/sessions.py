@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import hmac
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.serving.errors import Forbidden, InvalidRequest, NotFound, TurnConflict
@@ -29,10 +29,8 @@ from sdpo_jax.serving.sessions.records import (
 from sdpo_jax.serving.sessions.settings import SessionSettings
 from sdpo_jax.serving.store import session_tables
 from sdpo_jax.serving.store.store import IdempotentRequest
+from sdpo_jax.serving.tenant import Tenant
 from sdpo_jax.serving.tool_calls import cutting, form_of
-
-if TYPE_CHECKING:
-  from sdpo_jax.serving.account import Account
 
 
 class Sessions:
@@ -41,11 +39,11 @@ class Sessions:
   Methods raise NotFound for sessions and adapters of other owners, as those of `Account` do.
   """
 
-  def __init__(self, account: Account):
+  def __init__(self, tenant: Tenant):
     """Make the object that `Account.sessions` returns."""
-    self._account, self._service = account, account.service
-    self._database = account.service.store.database
-    self._ledger = Ledger(account)
+    self._tenant, self._service = tenant, tenant.service
+    self._database = tenant.service.store.database
+    self._ledger = Ledger(tenant)
 
   # Sessions.
 
@@ -64,7 +62,7 @@ class Sessions:
         conversations cannot be continued token by token.
       Forbidden: the adapter has reached the limit of sessions.
     """
-    service, known = self._service, self._account.adapter(adapter)
+    service, known = self._service, self._tenant.adapter(adapter)
     settings.check(service.settings, max_completion=service.max_completion, vocab_size=service.vocab_size)
     form = None
     if settings.tools:
@@ -105,12 +103,12 @@ class Sessions:
 
   def list(self, adapter: str) -> list[AgentSession]:
     """Return the sessions of an adapter, the oldest first."""
-    known = self._account.adapter(adapter)
+    known = self._tenant.adapter(adapter)
     return [archive.session_of(row, known.owner) for row in session_tables.sessions(self._database, known.id)]
 
   def get(self, adapter: str, session: str) -> AgentSession:
     """Return a session."""
-    return archive.session_of(self._ledger.row(adapter, session), self._account.owner)
+    return archive.session_of(self._ledger.row(adapter, session), self._tenant.owner)
 
   def turns(self, adapter: str, session: str) -> Sequence[SessionTurn]:
     """Return the turns of a session in order."""
@@ -170,7 +168,7 @@ class Sessions:
       with self._service.tokenizing:
         prompt = proposing.next_prompt(held, dialogue, new).tokens
     return proposing.draw(
-      self._account, self._ledger, held, dialogue, prompt, seed, drafts, number=held.number + 1, messages=new
+      self._tenant, self._ledger, held, dialogue, prompt, seed, drafts, number=held.number + 1, messages=new
     )
 
   def retry(self, adapter: str, session: str, n: int, *, seed: int | None = None, drafts: bool = False) -> Proposing:
@@ -187,7 +185,7 @@ class Sessions:
     turn = self._ledger.turn(held, n)
     dialogue = self._ledger.dialogue_of(held)
     return proposing.draw(
-      self._account,
+      self._tenant,
       self._ledger,
       held,
       dialogue,
@@ -217,7 +215,7 @@ class Sessions:
     Raises:
       TurnConflict: it is not the newest turn, or was decided differently.
       InvalidRequest: the decision does not fit the turn, or its lesson does not fit the teacher's prompt.
-      ServiceError, UserError: as `feedback.run`; the decision stands, but is not learned yet.
+      ServiceError, UserError: as `feedback.learn`; the decision stands, but is not learned yet.
     """
     with self._ledger.alone(session):
       held = self._ledger.settled(adapter, session)
@@ -232,7 +230,7 @@ class Sessions:
         return self._again(held, dialogue, turn)
       if n != held.number:
         raise TurnConflict(f'Turn {n} is not the newest, which is {held.number}: decide that one.', current=held.number)
-      decided, example = decisions.decided(self._account, held, dialogue, turn, decision)
+      decided, example = decisions.decided(self._tenant, held, dialogue, turn, decision)
       self._ledger.change(held, decided, example)
       return self._taught(held, dialogue, decided, example is not None)
 
@@ -277,7 +275,7 @@ class Sessions:
       answered, example = dataclasses.replace(turn, results=results), None
       if held.session.settings.learn_from_results:
         example = decisions.example_of(
-          self._account, held, dialogue, answered, 'result', teaching.of_results(turn, results)
+          self._tenant, held, dialogue, answered, 'result', teaching.of_results(turn, results)
         )
       self._ledger.change(held, answered, example)
       return self._taught(held, dialogue, answered, example is not None)
@@ -288,21 +286,21 @@ class Sessions:
     """Learn the waiting examples now and return the result; None: none waits."""
     with self._ledger.alone(session):
       held = self._ledger.settled(adapter, session)
-      return waiting_examples.learn(self._account, held.session, self._ledger.dialogue_of(held), few=True)
+      return waiting_examples.learn(self._tenant, held.session, self._ledger.dialogue_of(held), few=True)
 
   def examples(self, adapter: str, session: str | None = None) -> Sequence[TrainingExample]:
     """Return every example that was or will be learned in sessions of an adapter, or in one of them."""
-    self._account.adapter(adapter)
+    self._tenant.adapter(adapter)
     if session is not None:
       self._ledger.row(adapter, session)
-    return exporting.examples(self._account, adapter, session)
+    return exporting.examples(self._tenant, adapter, session)
 
   def replay(
     self, adapter: str, examples: Sequence[TrainingExample], *, request: IdempotentRequest | None = None
   ) -> Sequence[LearnedTurns]:
     """Learn examples of another adapter, in the groups in which they were learned; see `replaying.replay`."""
-    self._account.adapter(adapter)
-    return replaying.replay(self._account, adapter, examples, request)
+    self._tenant.adapter(adapter)
+    return replaying.replay(self._tenant, adapter, examples, request)
 
   # Inside.
 
@@ -312,7 +310,7 @@ class Sessions:
     """Learn the waiting examples if a turn has added one; return the turn afterwards, and the result."""
     if not teaches:
       return turn, None
-    learned = waiting_examples.learn(self._account, held.session, dialogue)
+    learned = waiting_examples.learn(self._tenant, held.session, dialogue)
     return self._ledger.turn(held, turn.n), learned
 
   def _again(

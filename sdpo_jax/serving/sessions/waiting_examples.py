@@ -10,20 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 import dataclasses
 import time
-from typing import TYPE_CHECKING
 
+from sdpo_jax.serving import feedback
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.feedback_request import MOST_TOP, Item, make_request
+from sdpo_jax.serving.feedback import FeedbackResult
+from sdpo_jax.serving.feedback_request import Item, make_request
 from sdpo_jax.serving.sessions import archive, measuring, teaching
 from sdpo_jax.serving.sessions.conversation import Dialogue
 from sdpo_jax.serving.sessions.records import AgentSession, LearnedTurns, SessionTurn
 from sdpo_jax.serving.store import session_tables
 from sdpo_jax.serving.store.session_tables import REHEARSAL, SOURCE, ExampleRow
 from sdpo_jax.serving.targets import VersionTarget
+from sdpo_jax.serving.tenant import Tenant
 from sdpo_jax.teacher import context
-
-if TYPE_CHECKING:
-  from sdpo_jax.serving.account import Account
 
 _PAGE = 16  # How many turns to read at a time when searching for approved ones.
 
@@ -54,50 +53,49 @@ def example_row(
   return ExampleRow(session.id, turn.n, kind, state, head, (), teacher_prompt, dataclasses.asdict(said))
 
 
-def learn(account: Account, session: AgentSession, dialogue: Dialogue, *, few: bool = False) -> LearnedTurns | None:
+def learn(tenant: Tenant, session: AgentSession, dialogue: Dialogue, *, few: bool = False) -> LearnedTurns | None:
   """Learn the waiting examples of a session and return the result; None: none waits.
 
   The caller makes sure that nobody else changes the session meanwhile.
 
   Args:
-    account: of the owner.
+    tenant: the owner.
     session: the session of the examples.
     dialogue: its conversation.
     few: whether to learn even if fewer than `min_sdpo_examples` wait.
 
   Raises:
-    ServiceError, UserError: as `feedback.run`; the examples keep waiting.
+    ServiceError, UserError: as `feedback.learn`; the examples keep waiting.
   """
-  settings, store = session.settings, account.service.store
+  settings, store = session.settings, tenant.service.store
   waiting = session_tables.examples(store.database, session.adapter, session=session.id, state='waiting')
-  adapter = account.adapter(session.adapter)
+  adapter = tenant.adapter(session.adapter)
   if not waiting:
     return None
   if len(waiting) < settings.min_sdpo_examples and not few:
     return LearnedTurns(adapter.head, adapter.head, False, None, (), len(waiting))
   began = time.monotonic()
-  most = account.service.settings.limits.max_items
+  most = tenant.service.settings.limits.max_items
   rows = waiting[: max(1, most - settings.rehearse)]
-  beside = list(_rehearsed(account, session, dialogue, rows, adapter.head))[: most - len(rows)]
-  turns = {n: _turn(account, session, n) for n in {row.n for row in (*rows, *beside)}}
+  beside = list(_rehearsed(tenant, session, dialogue, rows, adapter.head))[: most - len(rows)]
+  turns = {n: _turn(tenant, session, n) for n in {row.n for row in (*rows, *beside)}}
   everything = [*beside, *rows]
   numbers = sorted({row.n for row in rows})
   request = make_request(
     [item_of(row, turns[row.n]) for row in everything],
     settings.update,
-    account.service.settings,
+    tenant.service.settings,
     teacher=settings.teacher,
     guards=settings.guards,
-    detail=measuring.DETAIL,
-    top=MOST_TOP,
+    detail=(),
     source={SOURCE: {'id': session.id, 'turns': numbers, 'examples': [[row.n, row.kind] for row in everything]}},
   )
   if beside:
     with store.database.writing() as writing:
       for row in beside:
         session_tables.put_example(writing, session.adapter, row)
-  answer = account.feedback(session.adapter, None, request)
-  learned = said_of(account, answer, turns[rows[-1].n], numbers, began)
+  done = feedback.learn(tenant, session.adapter, None, request)
+  learned = said_of(tenant, done, turns[rows[-1].n], numbers, began)
   learned = dataclasses.replace(learned, waiting=len(waiting) - len(rows))
   references = [(row.session, row.n, row.kind) for row in (everything if learned.accepted else rows)]
   with store.database.writing(full=True) as writing:
@@ -106,22 +104,23 @@ def learn(account: Account, session: AgentSession, dialogue: Dialogue, *, few: b
   return learned
 
 
-def said_of(account: Account, answer, turn: SessionTurn | Item, numbers: Sequence[int], began: float) -> LearnedTurns:
+def said_of(
+  tenant: Tenant, done: FeedbackResult, turn: SessionTurn | Item, numbers: Sequence[int], began: float
+) -> LearnedTurns:
   """Return the summary of a feedback, with the divergence and the moved tokens of its last completion.
 
   Args:
-    account: of the owner.
-    answer: from `feedback.run`, with `measuring.DETAIL`.
+    tenant: the owner.
+    done: from `feedback.learn`.
     turn: the turn or item with the prompt and tokens of that completion.
     numbers: the turns that were learned from.
     began: when learning began, on the monotonic clock.
   """
-  per_token = answer['items'][-1]['per_token']
+  answer, scores = done.said, done.scores[-1]
   before, after = answer['version_before'], answer['version_after']
-  adapter = account.adapter(answer['adapter'])
+  adapter = tenant.adapter(answer['adapter'])
   targets = [VersionTarget(adapter, number) for number in dict.fromkeys((before, after))]
-  teacher = measuring.named_by_teacher(per_token)
-  divergences = measuring.measure(account, targets, turn.prompt_tokens, turn.tokens, teacher)
+  divergences = measuring.measure(tenant, targets, turn.prompt_tokens, turn.tokens, scores)
   return LearnedTurns(
     before,
     after,
@@ -131,24 +130,24 @@ def said_of(account: Account, answer, turn: SessionTurn | Item, numbers: Sequenc
     0,
     divergences[0],
     divergences[-1],
-    measuring.moved(per_token) if answer['accepted'] else (),
+    measuring.moved(turn.tokens, scores, tenant.service.texts) if answer['accepted'] else (),
     round(time.monotonic() - began, 6),
   )
 
 
-def _turn(account: Account, session: AgentSession, n: int) -> SessionTurn:
-  return archive.turn_of(session_tables.turn(account.service.store.database, session.id, n))
+def _turn(tenant: Tenant, session: AgentSession, n: int) -> SessionTurn:
+  return archive.turn_of(session_tables.turn(tenant.service.store.database, session.id, n))
 
 
 def _rehearsed(
-  account: Account, session: AgentSession, dialogue: Dialogue, rows: Sequence[ExampleRow], head: int
+  tenant: Tenant, session: AgentSession, dialogue: Dialogue, rows: Sequence[ExampleRow], head: int
 ) -> Iterator[ExampleRow]:
   """Yield examples of approved proposals, the newest first, each with itself as the demonstration.
 
   Proposals of which the teacher may read nothing, and those that leave it no room, are skipped: rehearsals only protect
   what was approved, and nobody has asked for any one of them.
   """
-  service, left = account.service, session.settings.rehearse
+  service, left = tenant.service, session.settings.rehearse
   before = max(row.n for row in rows) + 1
   while left > 0:
     page = session_tables.turns_back(service.store.database, session.id, before, _PAGE)

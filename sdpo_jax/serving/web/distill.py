@@ -216,7 +216,7 @@ def _learner(asked: Incoming, text: str) -> tuple[AdapterRecord, int | None]:
 def _item(account: Account, prompt: str | Sequence[int], response: str | Sequence[int], said: str | None) -> Item:
   """Return a completion with its feedback; a prompt given as text becomes a user message."""
   messages = [{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else None
-  prompt_tokens = account.prompt_of(messages=messages) if messages else account.prompt_of(tokens=prompt)
+  prompt_tokens = account.service.prompt_of(messages=messages) if messages else account.service.prompt_of(tokens=prompt)
   tokens = _completion(account, response)
   return Item(prompt_tokens=prompt_tokens, tokens=tokens, messages=messages, feedback=said)
 
@@ -225,7 +225,7 @@ def _completion(account: Account, given: str | Sequence[int]) -> list[int]:
   """Return the tokens of a completion; a text is encoded without a token that ends it."""
   if not isinstance(given, str):
     return list(given)
-  return account.prompt_of(text=given, limit=account.service.max_completion, add_special_tokens=False)
+  return account.service.prompt_of(text=given, limit=account.service.max_completion, add_special_tokens=False)
 
 
 def _learn(
@@ -276,11 +276,11 @@ def score(asked: Incoming) -> Reply:
   body, account = asked.body, asked.account
   target = account.resolve(body.model)
   if body.messages is not None:
-    prompt = account.prompt_of(messages=[message.model_dump() for message in body.messages])
+    prompt = account.service.prompt_of(messages=[message.model_dump() for message in body.messages])
   elif isinstance(body.prompt, str):
-    prompt = account.prompt_of(text=body.prompt)
+    prompt = account.service.prompt_of(text=body.prompt)
   else:
-    prompt = account.prompt_of(tokens=body.prompt)
+    prompt = account.service.prompt_of(tokens=body.prompt)
   tokens = _completion(account, body.completion)
   [scored] = account.score(target, [(prompt, tokens)], topk=0)
   log_probs = scored.log_probs.tolist()

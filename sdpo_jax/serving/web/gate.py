@@ -280,7 +280,7 @@ class Gate:
         await run_in_threadpool(account.sessions.check_token, params['adapter'], params['session'], token)
       idempotent = None
       if operation.again is not None and (key := self._idempotency_key(request)) is not None:
-        begun = await run_in_threadpool(account.begin, key, _digest(request, scope))
+        begun = await run_in_threadpool(service.store.begin, owner, key, _digest(request, scope))
         if isinstance(begun, StoredResponse):
           await send_body(answer, *await run_in_threadpool(_again, operation, account, begun))
           return
@@ -353,7 +353,7 @@ class Gate:
           kept, request_kept = answer.held_body, request
           request = None
           try:
-            await run_in_threadpool(account.finish, request_kept, answer.status, kept)
+            await run_in_threadpool(account.service.store.finish, request_kept, answer.status, kept)
           except ServiceError as error:  # The request is done all the same; a repeat is answered from what it made.
             self._log.error(error, scope['state']['request_id'])
         await answer.release()
@@ -361,7 +361,7 @@ class Gate:
       self._endless.discard(call)
       watcher.cancel()
       if request is not None:
-        await run_in_threadpool(account.abandon, request)
+        await run_in_threadpool(account.service.store.abandon, request)
 
   def _end_endless(self) -> None:
     for call in list(self._endless):

@@ -134,7 +134,7 @@ def import_adapter(asked: Incoming) -> Reply:
 
 def capabilities(asked: Incoming) -> Reply:
   """Return the served model with its limits and defaults."""
-  return Reply(asked.account.capabilities())
+  return Reply(asked.account.service.capabilities())
 
 
 # Completions.
@@ -154,7 +154,7 @@ completions.operation = Operation(body=schemas.CompletionRequest, response=schem
 def _begun(asked: Incoming, drafts: bool) -> tuple[Any, list[int], Any]:
   body: schemas.CompletionRequest = asked.body
   target = asked.account.resolve(body.model)
-  prompt = asked.account.prompt_of(messages=body.conversation(), text=body.prompt, tokens=body.prompt_tokens)
+  prompt = asked.account.service.prompt_of(messages=body.conversation(), text=body.prompt, tokens=body.prompt_tokens)
   options = SampleOptions(
     max_tokens=body.max_tokens,
     temperature=body.temperature,
@@ -197,20 +197,20 @@ def _streamed(asked: Incoming) -> Iterator[ServerSentEvent]:
 def score(asked: Incoming) -> Reply:
   """Return the log-probs of given tokens under a version, or under the model without an adapter."""
   body: schemas.ScoreRequest = asked.body
-  account, target = asked.account, asked.account.resolve(asked.body.model)
+  service, target = asked.account.service, asked.account.resolve(asked.body.model)
   rows, ids = [], []
   for number, row in enumerate(body.rows):
-    most = account.most_scored
-    prompt = account.prompt_of(messages=row.conversation(), text=row.prompt, tokens=row.prompt_tokens, limit=most)
-    tokens = account.prompt_of(text=row.completion, tokens=row.tokens, limit=most, add_special_tokens=False)
+    most = service.max_text
+    prompt = service.prompt_of(messages=row.conversation(), text=row.prompt, tokens=row.prompt_tokens, limit=most)
+    tokens = service.prompt_of(text=row.completion, tokens=row.tokens, limit=most, add_special_tokens=False)
     rows.append((prompt, tokens))
     if row.ids is not None:
       ids.append(_ids(row.ids, len(tokens), f'rows.{number}.ids'))
   if ids and (len(ids) != len(rows) or len({one.shape[1] for one in ids}) != 1):
     raise InvalidRequest('Send ids with every row or with none, as many for each token of all of them.', field='rows')
-  scored = account.score(target, rows, topk=body.topk, ids=ids or None)
+  scored = asked.account.score(target, rows, topk=body.topk, ids=ids or None)
   if body.format == 'packed':
-    return Reply(packed.pack(scored, account.service.vocab_size), content_type=packed.CONTENT_TYPE)
+    return Reply(packed.pack(scored, service.vocab_size), content_type=packed.CONTENT_TYPE)
   said: dict[str, Any] = {'model': body.model, 'version': target.number, 'format': body.format}
   if body.format == 'columns':
     return Reply(said | {'scale': score_formats.SCALE, 'rows': score_formats.as_columns(scored)})
@@ -277,7 +277,7 @@ def _batch_once(
   results: list[Any] = [None] * len(entries)
   try:
     for index in range(len(entries)):
-      part = account.part(request, index)
+      part = account.service.store.part(request, index)
       if isinstance(part, store.StoredResponse):
         results[index] = (
           feedback_again(account, part.adapter, part.version) if part.response is None else json.loads(part.response)
@@ -289,10 +289,10 @@ def _batch_once(
       results[index] = done
       if not isinstance(done, Exception):
         del begun[index]
-        account.finish(part, 200, errors.as_json(done))
+        account.service.store.finish(part, 200, errors.as_json(done))
   finally:
     for part in begun.values():
-      account.abandon(part)
+      account.service.store.abandon(part)
   return results
 
 

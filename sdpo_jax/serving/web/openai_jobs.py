@@ -82,10 +82,10 @@ def job_of_completion(account: Account, asked: TextCompletionRequest) -> Complet
   prompts = []
   for prompt in asked.prompts:
     if isinstance(prompt, str):
-      tokens = account.prompt_of(text=prompt, limit=longest, add_special_tokens=asked.add_special_tokens)
+      tokens = service.prompt_of(text=prompt, limit=longest, add_special_tokens=asked.add_special_tokens)
       prompts.append(Prompt(tokens, prompt))
     else:
-      prompts.append(Prompt(account.prompt_of(tokens=prompt, limit=longest), service.texts.text(prompt), special=True))
+      prompts.append(Prompt(service.prompt_of(tokens=prompt, limit=longest), service.texts.text(prompt), special=True))
   echoed = [0] * len(prompts)
   if asked.topk is not None and (asked.echo or asked.echo_last):
     echoed = [min(len(each.tokens), asked.echo_last or len(each.tokens)) for each in prompts]
@@ -95,7 +95,7 @@ def job_of_completion(account: Account, asked: TextCompletionRequest) -> Complet
 def job_of_chat(account: Account, asked: ChatCompletionRequest) -> CompletionJob:
   """Return the job of a request to /v1/chat/completions; raise as `job_of_completion`."""
   messages = [message.plain() for message in asked.messages]
-  tokens = account.prompt_of(messages=messages, limit=_longest(account, asked, asked.limit))
+  tokens = account.service.prompt_of(messages=messages, limit=_longest(account, asked, asked.limit))
   prompt = Prompt(tokens, messages=messages)
   return _job(account, asked, account.resolve(asked.model), [prompt], asked.limit, [0], 'chatcmpl')
 
@@ -120,7 +120,7 @@ def _longest(account: Account, asked: TextCompletionRequest | ChatCompletionRequ
 
 
 def _job(account: Account, asked, target, prompts, max_tokens, echoed, prefix) -> CompletionJob:
-  most = account.most_logprobs
+  most = account.service.max_logprobs
   for field, kind, count in (('prompt_logprobs', 'prompt', asked.prompt_logprobs), ('logprobs', 'sample', asked.topk)):
     if count is not None and not 0 <= count <= most:
       raise InvalidRequest(
@@ -199,7 +199,7 @@ def said_of_prompts(account: Account, job: CompletionJob) -> list[list[Position]
   # A single token has no log-prob.
   rows = [(prompt.tokens[:1], prompt.tokens[1:]) for prompt in job.prompts if len(prompt.tokens) > 1]
   # With the largest K, for the ranks of tokens that are not among the requested ones.
-  found = iter(account.score(job.target, rows, topk=account.most_logprobs))
+  found = iter(account.score(job.target, rows, topk=account.service.max_logprobs))
   return [prompt_positions(each.tokens, next(found) if len(each.tokens) > 1 else None) for each in job.prompts]
 
 
@@ -211,7 +211,7 @@ def read(account: Account, job: CompletionJob) -> tuple[list[list[Position]], li
   # Appending any token gives the scores of the position after the prompt.
   rows = [(prompt.tokens[:1], [*prompt.tokens[1:], 0]) for prompt in job.prompts]
   said, drawn = [], []
-  for prompt, scored in zip(job.prompts, account.score(job.target, rows, topk=account.most_logprobs), strict=True):
+  for prompt, scored in zip(job.prompts, account.score(job.target, rows, topk=service.max_logprobs), strict=True):
     token = int(scored.top_ids[-1, 0])
     found = prompt_positions([*prompt.tokens, token], scored, last=float(scored.top_log_probs[-1, 0]))
     said.append(found[:-1])

@@ -9,6 +9,7 @@ import sqlite3
 import numpy as np
 import pytest
 
+from sdpo_jax.serving import feedback
 from sdpo_jax.serving import guards as feedback_guards
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import (
@@ -133,7 +134,7 @@ def test_what_was_learned_is_measured_from_the_teachers_whole_distribution(ada, 
 
 
 def test_the_divergence_is_that_of_the_named_tokens_and_all_others_as_one():
-  teacher = [[{'token_id': 3, 'log_prob': math.log(0.5)}, {'token_id': 1, 'log_prob': math.log(0.2)}]]
+  teacher = [np.log([0.5, 0.2])]
   student = np.log([[0.25, 0.25]])
   expected = 0.5 * math.log(2) + 0.2 * math.log(0.2 / 0.25) + 0.3 * math.log(0.3 / 0.5)
   assert measuring.divergence(teacher, student) == pytest.approx(expected)
@@ -491,7 +492,7 @@ def test_a_template_without_tools_is_refused_by_name(tmp_path):
     assert raised.value.field == 'tools'
     session, _ = account.sessions.open(adapter, SessionSettings(sampling={'max_tokens': 4}))
     turn = account.sessions.propose(adapter, session.id, HELLO, seed=3).result()  # What the model itself draws.
-    assert turn.prompt_tokens == account.prompt_of(messages=HELLO) and 0 < len(turn.tokens) <= 4
+    assert turn.prompt_tokens == account.service.prompt_of(messages=HELLO) and 0 < len(turn.tokens) <= 4
     again = account.sessions.retry(adapter, session.id, 0, seed=3).result()
     assert again.tokens == turn.tokens
     after = account.sessions.propose(adapter, session.id, [{'role': 'user', 'content': 'a'}]).result()
@@ -697,7 +698,7 @@ def test_examples_are_written_anew_for_another_tokenizer(ada, script, service, m
   assert [message['role'] for message in example.messages] == ['system', 'user', 'assistant', 'tool']
   moved = dataclasses.replace(example, tokenizer='another', prompt_tokens=(1,), tokens=(1,), teacher_prompt=(1,))
   asked = []
-  monkeypatch.setattr(ada, 'feedback', lambda adapter, expected, request, **_: asked.append(request) or stop())
+  monkeypatch.setattr(feedback, 'learn', lambda tenant, id, expected, request, **_: asked.append(request) or stop())
 
   def stop():
     raise Cancelled('Enough is known.')

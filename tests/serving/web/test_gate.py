@@ -39,11 +39,18 @@ class Account:
     if token != f'token of {owner_of(adapter)} for {session}':
       raise Forbidden('This is not the token of the session.')
 
-  def begin(self, key, digest):
-    known = self.service.requests.get((self.owner, key))
+
+class RequestStore:
+  """What the gate asks of the store."""
+
+  def __init__(self, requests):
+    self.requests = requests
+
+  def begin(self, owner, key, digest):
+    known = self.requests.get((owner, key))
     if known is None:
-      self.service.requests[self.owner, key] = (digest, None)
-      return types.SimpleNamespace(owner=self.owner, key=key, digest=digest)
+      self.requests[owner, key] = (digest, None)
+      return types.SimpleNamespace(owner=owner, key=key, digest=digest)
     if known[0] != digest:
       raise Unprocessable('The key was used with another body.')
     if known[1] is None:
@@ -51,10 +58,10 @@ class Account:
     return known[1]
 
   def finish(self, request, status, response):
-    self.service.requests[request.owner, request.key] = request.digest, StoredResponse(status, response, None, None)
+    self.requests[request.owner, request.key] = request.digest, StoredResponse(status, response, None, None)
 
   def abandon(self, request):
-    self.service.requests.pop((request.owner, request.key))
+    self.requests.pop((request.owner, request.key))
 
 
 def owner_of(adapter):
@@ -69,6 +76,7 @@ class Service:
     ready.set()
     self.worker = types.SimpleNamespace(ready=ready, failure=None, stats={'waiting': 2})
     self.requests, self.calls = {}, collections.Counter()
+    self.store = RequestStore(self.requests)
 
   def account(self, owner, call):
     return Account(self, owner, call)
@@ -507,7 +515,7 @@ def test_an_answer_that_cannot_be_kept_is_sent(world, monkeypatch):
   def full(self, request, status, response):
     raise StorageFailed('The disk is full.')
 
-  monkeypatch.setattr(Account, 'finish', full)
+  monkeypatch.setattr(RequestStore, 'finish', full)
   response = world.client(**{'Idempotency-Key': 'k'}).post('/v1/continual/change/a', json={})
   assert (response.status_code, response.json()['version']) == (200, 1)
 
@@ -568,15 +576,12 @@ def test_a_request_that_failed_may_be_sent_again(world):
   assert world.service.calls['change'] == 2 and not world.service.requests
 
 
-def test_an_answer_that_was_lost_is_made_again_of_what_is_known(world):
+def test_an_answer_that_was_lost_is_made_again_of_what_is_known(world, monkeypatch):
   world.service.requests['local', 'k'] = None
   digests = []
-  real = Account.begin
-  try:
-    Account.begin = lambda self, key, digest: digests.append(digest) or StoredResponse(None, None, 'a', 4)
-    response = world.client(**{'Idempotency-Key': 'k'}).post('/v1/continual/change/a', json={})
-  finally:
-    Account.begin = real
+  lost = StoredResponse(None, None, 'a', 4)
+  monkeypatch.setattr(world.service.store, 'begin', lambda owner, key, digest: digests.append(digest) or lost)
+  response = world.client(**{'Idempotency-Key': 'k'}).post('/v1/continual/change/a', json={})
   assert response.json() == {'again': ['a', 4]} and response.headers['idempotency-replayed'] == 'true'
   assert not world.service.calls and len(digests[0]) == 64
 

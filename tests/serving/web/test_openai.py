@@ -570,7 +570,7 @@ def test_feedback_learns_by_the_divergence(world, dan):
 
 def test_a_completion_is_scored_behind_a_conversation(world, model, reader):
   status, answer = post(world, '/v1/score', {'messages': MESSAGES, 'completion': 'Hello'})
-  prompt, tokens = world.account.prompt_of(messages=MESSAGES), reader.encode('Hello')
+  prompt, tokens = world.account.service.prompt_of(messages=MESSAGES), reader.encode('Hello')
   expected = log_probs(*model, [*prompt, *tokens])[len(prompt) - 1 : -1][np.arange(5), tokens]
   assert status == 200 and answer['tokens'] == tokens
   np.testing.assert_allclose(answer['logprobs'], expected, atol=1e-4)
