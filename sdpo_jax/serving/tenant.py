@@ -114,16 +114,9 @@ class Tenant:
         deadline=self.call.deadline,
         owner=self.owner,
         drafts=drafts,
-        stop=tuple(options.stop),
-        stop_token_ids=tuple(options.stop_token_ids),
         n=n,
-        seed=options.seed,
         step=0,
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        min_p=options.min_p,
+        **vars(options),
       )
     kept = [dict(message) for message in messages] if messages is not None else None
 

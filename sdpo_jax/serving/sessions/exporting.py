@@ -35,6 +35,12 @@ def written_by(service: ServiceState) -> dict[str, Any]:
   return {'tokenizer': mark, 'variables': jsonable(chat.variables), 'split_special_tokens': chat.split_special_tokens}
 
 
+def dialogue_of(service: ServiceState, session: AgentSession) -> Dialogue:
+  """Return the conversion of a session's messages to tokens."""
+  system, tools, stops = session.settings.system, session.settings.tools, service.stop_token_ids
+  return Dialogue(service.tokenizer, service.chat, system=system, tools=tools, stop_token_ids=stops)
+
+
 def examples(tenant: Tenant, adapter: str, session: str | None) -> list[TrainingExample]:
   """Return every example that was or will be learned in sessions of an adapter, in the order they were written.
 
@@ -64,13 +70,7 @@ def _histories(
 ) -> Iterator[tuple[SessionTurn, list[dict[str, Any]], bool]]:
   """Yield turns of a session, each with the messages before it, and whether its answer ended the turn."""
   service, settings = tenant.service, session.settings
-  dialogue = Dialogue(
-    service.tokenizer,
-    service.chat,
-    system=settings.system,
-    tools=settings.tools,
-    stop_token_ids=service.stop_token_ids,
-  )
+  dialogue = dialogue_of(service, session)
   said: list[dict[str, Any]] = [] if settings.system is None else [{'role': 'system', 'content': settings.system}]
   pending: list[dict[str, Any]] = []
   for row in session_tables.turns(service.store.database, session.id):

@@ -82,7 +82,7 @@ class Ledger:
     return archive.turn_of(row)
 
   def dialogue_of(self, held: SessionState) -> Dialogue:
-    """Return the `dialogue` of a session.
+    """Return the conversion of a session's messages to tokens.
 
     Raises:
       InvalidRequest: the tokenizer or the template have changed since the session was opened.
@@ -93,18 +93,7 @@ class Ledger:
         'open a new one, or serve the old ones again (model.path, model.chat_template, '
         'data.apply_chat_template_kwargs). What it has taught stays learned, and its examples can be replayed.'
       )
-    return self.dialogue(held.session)
-
-  def dialogue(self, session: AgentSession) -> Dialogue:
-    """Return the conversion of a session's messages to tokens."""
-    service, settings = self._service, session.settings
-    return Dialogue(
-      service.tokenizer,
-      service.chat,
-      system=settings.system,
-      tools=settings.tools,
-      stop_token_ids=service.stop_token_ids,
-    )
+    return exporting.dialogue_of(self._service, held.session)
 
   @contextlib.contextmanager
   def alone(self, session: str) -> Iterator[None]:

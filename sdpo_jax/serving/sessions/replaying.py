@@ -75,34 +75,24 @@ def _step(
   index: int,
 ) -> LearnedTurns:
   """Learn one step of a replay, or return its stored result."""
-  if request is None:
-    return _learned(tenant, adapter, asked, item, numbers, None)
-  part = tenant.service.store.part(request, index)
+  store = tenant.service.store
+  part = None if request is None else store.part(request, index)
   if isinstance(part, StoredResponse):
     if part.response is not None:
       return LearnedTurns.from_json(json.loads(part.response))
     made = tenant.version(adapter, part.version)
     return LearnedTurns(made.parent, made.number, True, None, tuple(numbers))
   try:
-    learned = _learned(tenant, adapter, asked, item, numbers, part)
+    began = time.monotonic()
+    done = feedback.learn(tenant, adapter, None, asked, idempotency=part)
+    learned = waiting_examples.said_of(tenant, done, item, numbers, began)
   except BaseException:
-    tenant.service.store.abandon(part)
+    if part is not None:
+      store.abandon(part)
     raise
-  tenant.service.store.finish(part, 200, json.dumps(learned.to_json()).encode())
+  if part is not None:
+    store.finish(part, 200, json.dumps(learned.to_json()).encode())
   return learned
-
-
-def _learned(
-  tenant: Tenant,
-  adapter: str,
-  asked: FeedbackRequest,
-  item: Item,
-  numbers: Sequence[int],
-  part: IdempotentRequest | None,
-) -> LearnedTurns:
-  began = time.monotonic()
-  done = feedback.learn(tenant, adapter, None, asked, idempotency=part)
-  return waiting_examples.said_of(tenant, done, item, numbers, began)
 
 
 def _groups(examples: Sequence[TrainingExample]) -> list[list[int]]:

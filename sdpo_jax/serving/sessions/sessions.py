@@ -77,7 +77,7 @@ class Sessions:
           field='sampling.stop',
         )
     session = AgentSession(f'ses-{secrets.token_hex(8)}', known.id, known.owner, service.clock(), settings, form)
-    dialogue = self._ledger.dialogue(session)
+    dialogue = exporting.dialogue_of(service, session)
     with service.tokenizing:
       dialogue.check(form)
     written = exporting.written_by(service)

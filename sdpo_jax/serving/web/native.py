@@ -155,16 +155,7 @@ def _begun(asked: Incoming, drafts: bool) -> tuple[Any, list[int], Any]:
   body: schemas.CompletionRequest = asked.body
   target = asked.account.resolve(body.model)
   prompt = asked.account.service.prompt_of(messages=body.conversation(), text=body.prompt, tokens=body.prompt_tokens)
-  options = SampleOptions(
-    max_tokens=body.max_tokens,
-    temperature=body.temperature,
-    top_p=body.top_p,
-    top_k=body.top_k,
-    min_p=body.min_p,
-    seed=body.seed,
-    stop=body.stop,
-    stop_token_ids=body.stop_token_ids,
-  )
+  options = SampleOptions(**{field.name: getattr(body, field.name) for field in dataclasses.fields(SampleOptions)})
   sampling = asked.account.sample(
     target, prompt, n=body.n, options=options, drafts=drafts, messages=body.conversation()
   )
