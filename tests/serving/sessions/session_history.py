@@ -27,8 +27,11 @@ import transformers
 
 from sdpo_jax.config import Config, SelfDistillationConfig
 from sdpo_jax.data.prompts import ChatFormat
+from sdpo_jax.learning.learner import LessonScores
+from sdpo_jax.serving import feedback
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
+from sdpo_jax.serving.feedback import FeedbackResult
 from sdpo_jax.serving.lessons import Reprompting
 from sdpo_jax.serving.records import SampleRecord
 from sdpo_jax.serving.sampling import SampleDone
@@ -71,7 +74,7 @@ class Drawn:
 
 
 class Learner(Account):
-  """What an owner can do without an engine."""
+  """What an owner can do without an engine, beside `learn`."""
 
   def sample(self, target, prompt_tokens, **_) -> Drawn:
     """Draws what is always proposed."""
@@ -80,23 +83,17 @@ class Learner(Account):
     sample = SampleRecord('smp', OWNER, adapter, target.number, [], tokens, log_probs, 1.0, None, text, 'stop', 0, 0)
     return Drawn(SampleDone(0, '', sample))
 
-  def feedback(self, id, expected, request, **_):
-    """Commit a version that depends on nothing, as `feedback.run` commits one that was learned."""
-    with self._turn(id, expected) as adapter:
-      made = self.service.store.commit(
-        OWNER, id, adapter.head, arrays(adapter.head % 20), reason='feedback', details=request.source
-      )
-    count = len(request.items[-1].tokens)
-    lists = {name: [0] * count for name in ('token_ids', 'tokens', 'log_probs_before', 'log_probs_after')}
-    item = {'per_token': lists | {'top': [[]] * count}}
-    return {
-      'adapter': id,
-      'version_before': adapter.head,
-      'version_after': made.number,
-      'accepted': True,
-      'reason': None,
-      'items': [item],
-    }
+
+def learn(tenant, id, expected, request, **_) -> FeedbackResult:
+  """Commit a version that depends on nothing, as `feedback.learn` commits one that was learned."""
+  with tenant.turn(id, expected) as adapter:
+    made = tenant.service.store.commit(
+      OWNER, id, adapter.head, arrays(adapter.head % 20), reason='feedback', details=request.source
+    )
+  none, nothing = np.zeros(len(request.items[-1].tokens), np.float32), np.zeros((len(request.items[-1].tokens), 0))
+  scores = LessonScores(none, none, none, nothing.astype(np.int32), nothing, none, none, none)
+  said = {'adapter': id, 'version_before': adapter.head, 'version_after': made.number}
+  return FeedbackResult(said | {'accepted': True, 'reason': None}, [scores])
 
 
 def account_of(store: Store) -> Learner:
@@ -117,6 +114,7 @@ def account_of(store: Store) -> Learner:
     reprompting=Reprompting(config, tokenizer(), chat, lock),
     clock=store.clock,
     remember=lambda adapter, owner: None,
+    texts=None,  # No token moves, so that none is shown.
   )
   return Learner(service, OWNER, Call())
 
@@ -193,6 +191,7 @@ def load(folder: pathlib.Path) -> None:
 
 
 def main() -> None:
+  feedback.learn = learn
   folder = pathlib.Path(sys.argv[1])
   if sys.argv[2:] != ['load']:
     with open_store(folder, retention=RETENTION) as store:

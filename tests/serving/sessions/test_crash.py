@@ -20,6 +20,7 @@ import tempfile
 import pytest
 
 from sdpo_jax.data.prompts import ChatFormat
+from sdpo_jax.serving import feedback
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sessions import exporting
 from tests import file_operations, tiers, tiny
@@ -36,6 +37,12 @@ def scratch():
   memory = pathlib.Path('/dev/shm')
   with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
     yield pathlib.Path(folder)
+
+
+@pytest.fixture(autouse=True)
+def without_an_engine(monkeypatch):
+  """Learns as the recorded processes do."""
+  monkeypatch.setattr(feedback, 'learn', session_history.learn)
 
 
 def recorded(recorder, folder: pathlib.Path, rounds: int) -> list[file_operations.Operation]:
