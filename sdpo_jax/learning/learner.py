@@ -40,6 +40,8 @@ class LessonScores:
   advantages: np.ndarray  # [T].
   divergence: np.ndarray  # [T] before the first step.
   entropy: np.ndarray  # [T] of the student before the first step, in nats.
+  named_before: np.ndarray | None = None  # [T, K] of the student, of `teacher_top_ids`; None: `Task.measured` is off.
+  named_after: np.ndarray | None = None  # [T, K].
 
 
 @dataclasses.dataclass
@@ -73,6 +75,7 @@ class _Micro:
   theirs: Scores
   floored: jax.Array  # [B, T] bool.
   batch: Batch  # The batch of the first step.
+  named_before: jax.Array | None  # [B, T, K] of the student, of the teacher's tokens; None: no task wants them.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +261,12 @@ class Learner:
     )
     batch = batch.replace(old_log_probs=old_log_probs, advantages=advantages, signal=signal)
     rows = np.where(live, np.arange(self._rows) + chosen.start, -1)
-    return _Micro(rows, student, shown, tokens, teacher_hidden, named, inputs.given, before, theirs, floored, batch)
+    at_named = None
+    if any(task.measured for task, _ in picked):
+      at_named = self._scorer.of_ids(hidden, unembedding, theirs.top_ids, shown)
+    return _Micro(
+      rows, student, shown, tokens, teacher_hidden, named, inputs.given, before, theirs, floored, batch, at_named
+    )
 
   def _renewed(self, trainable: Tree, micro: _Micro) -> Batch:
     """Return the batch of a later step: the student's support is taken again, the teacher's own scores stay."""
@@ -273,10 +281,13 @@ class Learner:
     read = {name: per_token[name] for name in reported.READ}
     return self._functions.report(batch.replace(student=None, signal=None), read, floored)
 
-  def _score(self, trainable: Tree, micro: _Micro) -> jax.Array:
-    """Return the student's log-probs [B, T] of the completions."""
+  def _score(self, trainable: Tree, micro: _Micro) -> tuple[jax.Array, jax.Array | None]:
+    """Return the student's log-probs [B, T] of the completions, and [B, T, K] of the teacher's tokens, if wanted."""
     hidden, unembedding = self._functions.states(self._base, trainable, micro.student)
-    return self._functions.log_probs(hidden, unembedding, micro.targets, micro.mask)
+    at_named = None
+    if micro.named_before is not None:
+      at_named = self._scorer.of_ids(hidden, unembedding, micro.theirs.top_ids, micro.mask)
+    return self._functions.log_probs(hidden, unembedding, micro.targets, micro.mask), at_named
 
   def _token_rows(
     self, name: str, prompts: list[Sequence[int]], tokens: np.ndarray, mask: np.ndarray, members: list[int]
@@ -301,16 +312,18 @@ class Learner:
     lessons: list[tuple[Task, Lesson]],
     micros: list[_Micro],
     per_token: list[dict[str, jax.Array]],
-    after: list[jax.Array],
+    after: list[tuple[jax.Array, jax.Array | None]],
     done: list[dict[str, jax.Array]],
     sums: list[list[dict[str, jax.Array]]],
   ) -> list[Learned]:
     said: dict[int, LessonScores] = {}
     # One transfer: the host must not wait for the devices before it has dispatched the last program.
-    known = [(micro.before, micro.theirs, micro.batch.advantages) for micro in micros]
+    known = [(micro.before, micro.theirs, micro.batch.advantages, micro.named_before) for micro in micros]
     divergences = [aux['divergence'] for aux in per_token]
     known, divergences, after, done, sums = jax.device_get((known, divergences, after, done, sums))
-    for micro, (before, theirs, advantages), divergence, scored in zip(micros, known, divergences, after, strict=True):
+    for micro, (before, theirs, advantages, at_named), divergence, (scored, at_named_after) in zip(
+      micros, known, divergences, after, strict=True
+    ):
       for row, lesson in enumerate(micro.rows.tolist()):
         if lesson < 0:
           continue
@@ -324,6 +337,8 @@ class Learner:
           advantages=advantages[row, :length],
           divergence=divergence[row, :length],
           entropy=before.entropy[row, :length],
+          named_before=None if at_named is None else at_named[row, :length],
+          named_after=None if at_named_after is None else at_named_after[row, :length],
         )
     found = []
     for task in tasks:

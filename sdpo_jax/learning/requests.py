@@ -88,6 +88,7 @@ class Task:
   optimizer: AdamW = AdamW()
   steps: int = 1
   itself: bool = False  # The teacher has the factors of the slot, so that equal prompts give equal scores.
+  measured: bool = False  # Whether the student's log-probs of the tokens that the teacher names are wanted, too.
 
 
 def check(tasks: Sequence[Task], buckets: Mapping[str, Sequence[int]], topk: int, vocab_size: int) -> None:

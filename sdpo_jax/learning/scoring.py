@@ -120,6 +120,10 @@ class Scorer:
     """Return the states that predict the tokens of rows, and the unembedding; see `models.forward.forward`."""
     return self._states(self._base, trainable, rows)
 
+  def of_ids(self, hidden: jax.Array, unembedding: jax.Array, ids: jax.Array, mask: jax.Array) -> jax.Array:
+    """Return the log-probs [B, T, K] of tokens at states that predict them."""
+    return self._of_ids(hidden, unembedding, ids, mask)
+
   def score(
     self,
     trainable: Tree,

@@ -100,6 +100,7 @@ class Feedback:
   # lessons hold the teacher's log-probs; 'endpoint': likewise, filled in by `Engine.ask_endpoint`.
   teacher: str = 'live'
   average_rate: float = 0.05  # How far the average moves towards the new factors, from 0 to 1.
+  measured: bool = False  # As `Task.measured`.
 
   def __post_init__(self):
     if self.new == BASE:
@@ -595,7 +596,8 @@ class Engine:
         teacher, release = self._teacher_of(each)
         releases.append(release)
         itself = each.teacher in ('live', f'version:{each.version}')
-        tasks.append(Task(slot, each.lessons, teacher, each.loss, each.optimizer, each.steps, itself))
+        how = each.loss, each.optimizer, each.steps
+        tasks.append(Task(slot, each.lessons, teacher, *how, itself=itself, measured=each.measured))
       self._learner.check(tasks)
       tasks = [self._taught(each, task) for each, task in zip(feedback, tasks, strict=True)]
       state, self._slots = self._slots, None  # Its buffers are donated: they are gone if this fails.

@@ -119,6 +119,7 @@ def _learn(
     steps=request.steps,
     teacher=teacher.name,
     average_rate=teacher.average_rate,
+    measured=request.measured,
   )
   try:
     call.check()

@@ -73,6 +73,7 @@ class FeedbackRequest:
   top: int = 5  # How many of the teacher's tokens to list at every position.
   # The origin of the completions, as JSON, stored in the details of the new version; None: nothing is stored.
   source: Mapping[str, Any] | None = None
+  measured: bool = False  # Whether the student's log-probs of the tokens that the teacher names are wanted, too.
 
 
 def make_request(items: Sequence[Item], update: Mapping[str, Any], serve: ServeConfig, **more: Any) -> FeedbackRequest:

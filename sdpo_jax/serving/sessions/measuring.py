@@ -3,85 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-import logging
 
 import numpy as np
 
 from models.token_texts import TokenTexts
-from sdpo_jax.errors import UserError
 from sdpo_jax.learning.learner import LessonScores
 from sdpo_jax.serving.answers import rounded
-from sdpo_jax.serving.errors import ServiceError
 from sdpo_jax.serving.feedback_request import MOST_TOP
 from sdpo_jax.serving.sessions.records import MovedToken
-from sdpo_jax.serving.targets import VersionTarget
-from sdpo_jax.serving.tenant import Tenant
 
-_logger = logging.getLogger('sdpo_jax.serving')
 MOST_MOVED = 8
 _LEAST = 1e-8  # Lower bound of the tail's probability.
 
 
-def divergence(teacher: Sequence[np.ndarray], student: np.ndarray) -> float:
+def divergence(teacher: Sequence[np.ndarray], student: Sequence[np.ndarray]) -> float:
   """Return KL(teacher‖student), the mean over T positions, in nats.
 
   All tokens that the teacher does not name form one tail bucket, so that the result is a lower bound.
 
   Args:
-    teacher: [T] arrays with the log-probs of the tokens named at each position, as from `named_by_teacher`.
-    student: [T, M] log-probs of the same tokens; columns beyond the named ones are ignored.
+    teacher: T arrays with the log-probs of the tokens that are named at a position.
+    student: T arrays with its log-probs of the same tokens.
   """
   per_token = []
   for theirs, own in zip(teacher, student, strict=True):
-    ours = np.asarray(own[: len(theirs)], np.float64)
+    ours = np.asarray(own, np.float64)
     rest = [np.log(max(1 - np.exp(each).sum(), _LEAST)) for each in (theirs, ours)]
     theirs, ours = np.append(theirs, rest[0]), np.append(ours, rest[1])
     per_token.append(float(np.sum(np.exp(theirs) * (theirs - ours))))
   return float(np.mean(per_token))
 
 
-def named_by_teacher(scores: LessonScores) -> tuple[list[np.ndarray], list[np.ndarray]]:
-  """Return ids and log-probs of the tokens that the teacher names at each position with a finite log-prob."""
+def divergences(scores: LessonScores) -> tuple[float | None, float | None]:
+  """Return the `divergence` before and after the steps of a measured feedback; None where the teacher names nothing."""
   ids, log_probs = scores.teacher_top_ids[:, :MOST_TOP], rounded(scores.teacher_top_log_probs[:, :MOST_TOP])
   named = (ids >= 0) & np.isfinite(log_probs)
-  return [row[own] for row, own in zip(ids, named, strict=True)], [
-    row[own] for row, own in zip(log_probs, named, strict=True)
-  ]
-
-
-def measure(
-  tenant: Tenant,
-  targets: Sequence[VersionTarget],
-  prompt: Sequence[int],
-  tokens: Sequence[int],
-  scores: LessonScores,
-) -> list[float | None]:
-  """Return the `divergence` of each version; None where it could not be measured.
-
-  An error is logged: what was learned stands.
-
-  Args:
-    tenant: the owner.
-    targets: the versions.
-    prompt: tokens that the student reads.
-    tokens: [T], the answer.
-    scores: what the feedback on the answer has said of it.
-  """
-  named, teacher = named_by_teacher(scores)
-  ids = np.zeros((len(tokens), max(map(len, named), default=0)), np.int32)
-  if not ids.size:
-    return [None] * len(targets)
-  for row, each in zip(ids, named, strict=True):
-    row[: len(each)] = each
-  found: list[float | None] = []
-  for target in targets:
-    try:
-      [scored] = tenant.score(target, [(list(prompt), list(tokens))], topk=0, ids=[ids])
-      found.append(divergence(teacher, scored.of_ids))
-    except (ServiceError, UserError) as error:
-      _logger.warning('The divergence of %s from its teacher is not known: %s', target.engine_name, error)
-      found.append(None)
-  return found
+  if not named.any():
+    return None, None
+  teacher, *students = (
+    [row[own] for row, own in zip(rows[:, :MOST_TOP], named, strict=True)]
+    for rows in (log_probs, scores.named_before, scores.named_after)
+  )
+  before, after = (divergence(teacher, student) for student in students)
+  return before, after
 
 
 def moved(tokens: Sequence[int], scores: LessonScores, texts: TokenTexts) -> tuple[MovedToken, ...]:

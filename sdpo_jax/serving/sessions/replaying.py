@@ -59,6 +59,7 @@ def replay(
         teacher=last.teacher,
         guards=last.guards,
         detail=(),
+        measured=True,
         source={'replayed': {'session': last.session, 'turns': numbers}},
       )
       steps.append((asked, items[part[-1]], numbers))

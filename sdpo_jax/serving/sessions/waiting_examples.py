@@ -20,7 +20,6 @@ from sdpo_jax.serving.sessions.conversation import Dialogue
 from sdpo_jax.serving.sessions.records import AgentSession, LearnedTurns, SessionTurn
 from sdpo_jax.serving.store import session_tables
 from sdpo_jax.serving.store.session_tables import REHEARSAL, SOURCE, ExampleRow
-from sdpo_jax.serving.targets import VersionTarget
 from sdpo_jax.serving.tenant import Tenant
 from sdpo_jax.teacher import context
 
@@ -88,6 +87,7 @@ def learn(tenant: Tenant, session: AgentSession, dialogue: Dialogue, *, few: boo
     teacher=settings.teacher,
     guards=settings.guards,
     detail=(),
+    measured=True,
     source={SOURCE: {'id': session.id, 'turns': numbers, 'examples': [[row.n, row.kind] for row in everything]}},
   )
   if beside:
@@ -118,9 +118,7 @@ def said_of(
   """
   answer, scores = done.said, done.scores[-1]
   before, after = answer['version_before'], answer['version_after']
-  adapter = tenant.adapter(answer['adapter'])
-  targets = [VersionTarget(adapter, number) for number in dict.fromkeys((before, after))]
-  divergences = measuring.measure(tenant, targets, turn.prompt_tokens, turn.tokens, scores)
+  divergences = measuring.divergences(scores)
   return LearnedTurns(
     before,
     after,
@@ -129,7 +127,7 @@ def said_of(
     tuple(numbers),
     0,
     divergences[0],
-    divergences[-1],
+    divergences[after != before],
     measuring.moved(turn.tokens, scores, tenant.service.texts) if answer['accepted'] else (),
     round(time.monotonic() - began, 6),
   )
