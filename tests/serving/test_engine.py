@@ -226,6 +226,21 @@ def test_what_is_not_to_be_kept_leaves_nothing(model, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, engine.factors('0@1'), again.factors('0@1'))
 
 
+def test_a_measured_feedback_says_how_likely_the_teachers_tokens_are_to_both_versions(model, tmp_path):
+  """They are those of a score of each version; a feedback that is not measured has none."""
+  engine = start(model, tmp_path / 'shelf')
+  measured = feedback('0@0', '0@1', measured=True)
+  [learned] = engine.learn([measured])
+  [said], [each] = learned.said, measured.lessons
+  for version, found in (('0@0', said.named_before), ('0@1', said.named_after)):
+    [scored] = engine.score(version, [(each.prompt, each.completion)], ids=[said.teacher_top_ids])
+    assert found.shape == said.teacher_top_ids.shape
+    np.testing.assert_allclose(found, scored.of_ids, atol=1e-5)
+  assert not np.array_equal(said.named_before, said.named_after)
+  [alone] = engine.learn([feedback('1@0', '1@1')])
+  assert alone.said[0].named_before is None and alone.said[0].named_after is None
+
+
 def test_an_engine_whose_device_failed_learns_again(model, tmp_path, monkeypatch):
   engine = start(model, tmp_path / 'shelf')
   engine.learn([feedback('0@0', '0@1')])
