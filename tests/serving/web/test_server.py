@@ -75,7 +75,7 @@ class Slow:
     self.stopped.append(drain)
 
   def account(self, owner, call):
-    return types.SimpleNamespace(capabilities=dict)
+    return types.SimpleNamespace(service=types.SimpleNamespace(capabilities=dict))
 
 
 def process_of(make, **changes):
@@ -162,7 +162,8 @@ def test_requests_under_way_finish_and_new_ones_are_refused():
     go_on.wait()
     return {'done': True}
 
-  service.account = lambda owner, call: types.SimpleNamespace(capabilities=capabilities)
+  shared = types.SimpleNamespace(capabilities=capabilities)
+  service.account = lambda owner, call: types.SimpleNamespace(service=shared)
   process = process_of(lambda config, announce: service)
   answers = []
   with running(process):
