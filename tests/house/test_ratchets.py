@@ -11,13 +11,13 @@ import pytest
 from tests.house import sources
 
 # Lines of all files that are imported with a module, late imports included.
-CLOSURES = {'sdpo_jax.training.step': 12_000, 'sdpo_jax.learning.update': 5_700, 'sdpo_jax.objective.loss': 3_000}
+CLOSURES = {'sdpo_jax.training.step': 12_000, 'sdpo_jax.learning.update': 5_200, 'sdpo_jax.objective.loss': 2_900}
 # Modules in circles of imports; those for type checkers and in functions count.
 IN_CIRCLES = 0
 # Rooms below those that turn a Config into specs.
 BELOW = ('sdpo_jax.evaluation', 'sdpo_jax.rollout', 'sdpo_jax.teacher', 'sdpo_jax.objective', 'sdpo_jax.environments')
 BELOW += ('sdpo_jax.learning', 'sdpo_jax.data', 'sdpo_jax.distributed', 'models')
-CODE_LINES = 51_470
+CODE_LINES = 51_694
 
 
 @pytest.mark.parametrize('module', CLOSURES)
@@ -27,8 +27,9 @@ def test_what_is_read_to_understand_a_step_does_not_grow(module):
   assert sum(sources.lines(modules[name]) for name in read) <= CLOSURES[module]
 
 
-def test_no_further_module_is_in_a_circle():
-  assert sum(map(len, sources.circles(sources.imports(types=True)))) <= IN_CIRCLES
+def test_no_module_is_in_a_circle():
+  """Imports for type checkers and in functions count."""
+  assert sources.circles(sources.imports(types=True)) == []
 
 
 def test_configs_stay_at_the_edge():
