@@ -124,7 +124,7 @@ def draw(
 
   Raises:
     InvalidRequest: the prompt is too long.
-    ServiceError, UserError: as `Account.sample`.
+    ServiceError, UserError: as `Tenant.sample`.
   """
   session, service = held.session, tenant.service
   if len(prompt) > service.max_prompt:

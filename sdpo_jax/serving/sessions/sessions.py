@@ -148,7 +148,7 @@ class Sessions:
       TurnConflict: the newest proposal is not decided yet.
       Forbidden: the session has reached the limit of turns.
       InvalidRequest: there is nothing to answer, a message is invalid, or the prompt is too long.
-      ServiceError, UserError: as `Account.sample`.
+      ServiceError, UserError: as `Tenant.sample`.
     """
     held = self._ledger.held(adapter, session)
     new, newest = proposing.new_messages(held, messages), held.newest
