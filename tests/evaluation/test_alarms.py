@@ -92,7 +92,7 @@ def test_the_evaluation_before_the_first_step_is_a_value_but_no_alarm():
 
 def test_a_rollback_forgets_the_undone_steps_and_counts_anew():
   watched = watch('m < 0.5 * best for 2', 'n > 3 * last')
-  for step, value in enumerate([10, 10, 100, 4, 4], 1):
+  for step, value in enumerate([5, 10, 100, 4, 4], 1):
     raised, _ = watched.observe(step, {'m': value, 'n': 100.0 / value})
   assert [alarm.rule.text for alarm in raised] == ['m < 0.5 * best for 2']
   watched.roll_back(2)

@@ -287,7 +287,7 @@ def test_a_stopped_run_saves_and_leaves_its_exit_code(slice_of, worker, status):
   within(lambda: status() == '143', status)
 
 
-def test_a_start_waits_until_the_stopped_run_has_saved(slice_of, worker):
+def test_a_start_waits_until_the_stopped_run_has_saved(slice_of, worker, status):
   slice_of('start', *PLACE, '--', 'python3', '-c', TRAINER)
   worker.await_log('begins')
   worker.group()
@@ -298,6 +298,7 @@ def test_a_start_waits_until_the_stopped_run_has_saved(slice_of, worker):
   waits.join()
   assert code == 0, err
   worker.await_log('begins', 'saves', 'saved', 'begins')
+  assert status() == 'running'  # The exit code of the run before is gone.
 
 
 def test_a_watch_starts_a_stopped_run_again(slice_of, worker):

@@ -475,6 +475,10 @@ def test_lengths_come_from_a_runs_metrics(tmp_path):
     assert (assumed.mean_completion, assumed.longest_completion, assumed.trained_fraction) == (200, 900, 0.5)
     assert assumed.completion_spread == pytest.approx(0.8)
     assert assumed.mean_prompt == config.plan.mean_prompt
+  longer = [line(step, 500.0, 900.0) for step in range(1, 31)] + [line(step, 250.0, 800.0) for step in range(31, 51)]
+  (tmp_path / 'metrics.jsonl').write_text(''.join(json.dumps(values) + '\n' for values in longer))
+  assumed = planning.Assumptions.of(config, topology.CHIPS['v5e'], run=str(tmp_path))
+  assert (assumed.mean_completion, assumed.longest_completion) == (250, 800)  # Of the last 20 steps.
   prompts = {'rollout/prompt_length_mean': 150.0, 'teacher/prompt_length_mean': 650.0}
   (tmp_path / 'metrics.jsonl').write_text(json.dumps(line(1, 100.0, 900.0, **prompts)) + '\n')
   assumed = planning.Assumptions.of(config, topology.CHIPS['v5e'], run=str(tmp_path))

@@ -1,6 +1,7 @@
 """The quickstart's base model: its tokenizer, its lessons, the command, and what the committed one promises."""
 
 import dataclasses
+import json
 import random
 
 import numpy as np
@@ -128,7 +129,10 @@ def test_make_base_writes_a_model_directory_and_is_reproducible(tmp_path):
   assert sorted(path.name for path in (tmp_path / 'a').iterdir()) == FILES
   assert all((tmp_path / 'a' / name).read_bytes() == (tmp_path / 'b' / name).read_bytes() for name in FILES)
   policy, _ = huggingface.load(tmp_path / 'a', ModelConfig(dtype='float32'))
-  tokenizers.load(tmp_path / 'a', policy.vocab_size)
+  made = tokenizers.load(tmp_path / 'a', policy.vocab_size)
+  assert tokenizers.stop_token_ids(tmp_path / 'a', made) == (made.eos_token_id,)
+  described = 'tokenizer_config.json'
+  assert json.loads((tmp_path / 'a' / described).read_text()) == json.loads((COMMITTED / described).read_text())
   with pytest.raises(UserError, match='not empty'):
     make_base(Config(), tmp_path / 'a', RECIPE)
 

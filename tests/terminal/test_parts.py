@@ -1,5 +1,6 @@
 """The parts of the terminal program: what is made visible, which calls a policy allows, and what a history survives."""
 
+import difflib
 import io
 import json
 import os
@@ -90,6 +91,15 @@ def applied(before, lines):
       if mark != '-':
         new.append(text)
   return ''.join(new + old[at:])
+
+
+@pytest.mark.parametrize(
+  'before, after', [('', 'a\nb\n'), ('a\nb\n', ''), ('a\n', 'a\nb\n'), ('b\n' * 9, 'b\n' * 9 + 'a\n')]
+)
+def test_the_places_of_a_diff_are_written_as_elsewhere(before, after):
+  written = difflib.unified_diff(before.splitlines(keepends=True), after.splitlines(keepends=True))
+  expected = [line.strip() for line in written if line.startswith('@@')]
+  assert [line.text for line in diff('x', before, after) if line.style == 'place'] == expected != []
 
 
 def test_a_large_change_is_shown_whole_and_at_once():
