@@ -138,7 +138,7 @@ class RemoteGrader:
   def _ask(self, body: Callable[[], Mapping[str, Any]], batch: _Batch) -> Outcome:
     for attempt in range(self._retries + 1):
       if batch.given_up:
-        raise Fault(f'there was no answer to any of {batch.failed} requests before it')
+        raise Fault(f'there was no answer to any of {len(batch.causes)} requests before it ({batch.causes[-1]})')
       try:
         outcome = self._read(self._post(body(), batch))
         liveness.progress()
@@ -146,7 +146,7 @@ class RemoteGrader:
       except Fault as fault:
         last = not fault.again or attempt == self._retries
         if last or self._closing.wait(pause_s(attempt, fault.after_s, random.random())):
-          batch.count_failed()
+          batch.causes.append(str(fault))
           raise
     raise AssertionError('The last attempt returns or raises.')
 
@@ -181,15 +181,10 @@ class _Batch:
     self.questions: set[str] = set()
     self.reasons: list[str] = []  # Reasons for the completions that could not be graded.
     self.answered = False  # Whether there was any answer.
-    self.failed = 0  # Completions that have used all attempts that made sense.
+    self.causes: list[str] = []  # Of completions that have used all attempts that made sense.
     self._patience = patience
-    self._lock = threading.Lock()
-
-  def count_failed(self) -> None:
-    with self._lock:
-      self.failed += 1
 
   @property
   def given_up(self) -> bool:
     """Return whether as many completions as may be asked for at once got no answer at all."""
-    return not self.answered and self.failed >= self._patience
+    return not self.answered and len(self.causes) >= self._patience

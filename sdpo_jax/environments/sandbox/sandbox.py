@@ -284,7 +284,7 @@ class _Host:
     harness: pathlib.Path,
     preload: tuple[str, ...],
   ):
-    """Start a zygote for this number of concurrent `distributed.programs`; raises as `_Zygote`."""
+    """Start a zygote for this number of concurrent `programs`; raises as `_Zygote`."""
     self.mechanism, self.view = mechanism, view
     self._settings, self._harness, self._preload = settings, harness, preload
     self._lock = threading.Lock()

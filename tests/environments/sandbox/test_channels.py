@@ -341,21 +341,32 @@ del result[:50]  # Until the processor knows what is to come.
 @pytest.mark.slow
 @pytest.mark.parametrize('packages', [None, ()], ids=['disk', 'memory'])
 def test_a_name_that_another_has_looked_up_is_found_as_fast_as_any_in_memory(packages):
-  """Bits that arrive, of 512; by chance alone more than 332 of them do so once in ten billion times."""
+  """Bits that arrive, of 512; by chance alone more than 332 of them do so once in ten billion times.
+
+  What else the machine does may carry some of them now and then; a channel carries them every time.
+  """
   draw = random.Random(3)
-  right, count = 0, 64
   with Sandbox(SandboxConfig(workers=1, packages=packages), HARNESS) as sandbox:
     if not any('own tmpfs' in layer for layer in sandbox.layers):
       pytest.skip('there are no views here')
-    for tag in range(8):
-      bits = [draw.randrange(2) for _ in range(count)]
-      tag = f'{secrets.token_hex(8)} {tag} '  # The kernel remembers names from run to run.
-      reports = sandbox.run([job(LOOK_UP, bits=bits, tag=tag), job(TIME_OF_LOOK_UPS, tag=tag, count=count)])
-      assert [report.exit_code for report in reports] == [0, 0], reports
-      times = reports[1].result
-      middle = sorted(times)[sum(bits)]  # As many are called fast as there are.
-      right += sum((time < middle) == bool(bit) for time, bit in zip(times, bits, strict=True))
+    right = bits_that_arrive(sandbox, draw)
+    for _ in range(2):
+      if right > 332:
+        right = bits_that_arrive(sandbox, draw)
   assert right <= 332 if packages is not None else right > 332
+
+
+def bits_that_arrive(sandbox, draw, count=64):
+  right = 0
+  for tag in range(8):
+    bits = [draw.randrange(2) for _ in range(count)]
+    tag = f'{secrets.token_hex(8)} {tag} '  # The kernel remembers names from run to run.
+    reports = sandbox.run([job(LOOK_UP, bits=bits, tag=tag), job(TIME_OF_LOOK_UPS, tag=tag, count=count)])
+    assert [report.exit_code for report in reports] == [0, 0], reports
+    times = reports[1].result
+    middle = sorted(times)[sum(bits)]  # As many are called fast as there are.
+    right += sum((time < middle) == bool(bit) for time, bit in zip(times, bits, strict=True))
+  return right
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason='only root sees where another process waits')
