@@ -159,7 +159,7 @@ def feedback(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
   import numpy as np
 
   from sdpo_jax.learning.losses import Sdpo
-  from sdpo_jax.learning.requests import Lesson
+  from sdpo_jax.learning.requests import Lesson, UpdateOptions
   from sdpo_jax.objective.jsd_pg import JsdPg
   from sdpo_jax.serving.engine import Feedback
 
@@ -168,7 +168,9 @@ def feedback(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
   for number in range(4 * args.repeats):
     prompt, completion, said = (draw.integers(5, 60, size).tolist() for size in (40, RESPONSE, 80))
     loss = (Sdpo(topk=100), JsdPg())[number % 2]
-    request = Feedback(f'0@{number}', f'0@{number + 1}', [Lesson(prompt, completion, prompt + said)], loss=loss)
+    request = Feedback(
+      f'0@{number}', f'0@{number + 1}', [Lesson(prompt, completion, prompt + said)], UpdateOptions(loss)
+    )
     wall, cpu = time.perf_counter(), time.process_time()
     [came] = engine.learn([request])
     taken.setdefault(type(loss).__name__, []).append((time.perf_counter() - wall, time.process_time() - cpu))

@@ -40,7 +40,8 @@ class LessonScores:
   advantages: np.ndarray  # [T].
   divergence: np.ndarray  # [T] before the first step.
   entropy: np.ndarray  # [T] of the student before the first step, in nats.
-  named_before: np.ndarray | None = None  # [T, K] of the student, of `teacher_top_ids`; None: `Task.measured` is off.
+  # [T, K] of the student, of `teacher_top_ids`; None: `UpdateOptions.measured` is off.
+  named_before: np.ndarray | None = None
   named_after: np.ndarray | None = None  # [T, K].
 
 
@@ -205,8 +206,8 @@ class Learner:
     done: list[dict[str, Any]] = []  # One per step, for all slots.
     sums: list[list[dict[str, Any]]] = []  # One per step and micro-batch, for all rows.
     per_token: list[dict[str, Any]] = []
-    for number in range(max(task.steps for task in tasks)):
-      stepping = {task.slot for task in tasks if number < task.steps}
+    for number in range(max(task.update.steps for task in tasks)):
+      stepping = {task.slot for task in tasks if number < task.update.steps}
       grads, of_micros = self._functions.zero(state.trainable), []
       whole = as_train_state(state.trainable)
       for micro in micros:
@@ -262,7 +263,7 @@ class Learner:
     batch = batch.replace(old_log_probs=old_log_probs, advantages=advantages, signal=signal)
     rows = np.where(live, np.arange(self._rows) + chosen.start, -1)
     at_named = None
-    if any(task.measured for task, _ in picked):
+    if any(task.update.measured for task, _ in picked):
       at_named = self._scorer.of_ids(hidden, unembedding, theirs.top_ids, shown)
     return _Micro(
       rows, student, shown, tokens, teacher_hidden, named, inputs.given, before, theirs, floored, batch, at_named
@@ -302,7 +303,7 @@ class Learner:
     """Return the optimizer settings of all slots, with defaults for slots without a task."""
     own = [AdamW()] * self._slots
     for task in tasks:
-      own[task.slot] = task.optimizer
+      own[task.slot] = task.update.optimizer
     names = [field.name for field in dataclasses.fields(AdamW)]
     return StepSettings(**{name: np.asarray([getattr(each, name) for each in own], np.float32) for name in names})
 
@@ -355,7 +356,7 @@ class Learner:
           'grad_norm': float(step['grad_norm'][task.slot]),
           'stepped': bool(step['stepped'][task.slot]),
         }
-        for step, of_micros in zip(done[: task.steps], sums, strict=False)
+        for step, of_micros in zip(done[: task.update.steps], sums, strict=False)
       ]
       found.append(Learned([said[index] for index in own], steps, requests.warnings_of(task)))
     return found

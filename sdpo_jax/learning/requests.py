@@ -78,17 +78,24 @@ class Lesson:
 
 
 @dataclasses.dataclass(frozen=True)
+class UpdateOptions:
+  """How a request learns from its lessons."""
+
+  loss: Loss = Sdpo()
+  optimizer: AdamW = AdamW()
+  steps: int = 1
+  measured: bool = False  # Whether the student's log-probs of the tokens that the teacher names are wanted, too.
+
+
+@dataclasses.dataclass(frozen=True)
 class Task:
   """The lessons of one request."""
 
   slot: int  # The slot of the adapter that learns.
   lessons: Sequence[Lesson]
+  update: UpdateOptions = UpdateOptions()
   teacher: int = NO_MEMBER  # Index in the pool of teachers; NO_MEMBER: the model without an adapter.
-  loss: Loss = Sdpo()
-  optimizer: AdamW = AdamW()
-  steps: int = 1
   itself: bool = False  # The teacher has the factors of the slot, so that equal prompts give equal scores.
-  measured: bool = False  # Whether the student's log-probs of the tokens that the teacher names are wanted, too.
 
 
 def check(tasks: Sequence[Task], buckets: Mapping[str, Sequence[int]], topk: int, vocab_size: int) -> None:
@@ -109,11 +116,11 @@ def check(tasks: Sequence[Task], buckets: Mapping[str, Sequence[int]], topk: int
   for task in tasks:
     if not task.lessons:
       raise UserError('There is nothing to learn from: a task needs at least one completion.')
-    if not isinstance(task.steps, int) or task.steps < 1:
-      raise UserError(f'num_steps must be at least 1, not {task.steps}.')
-    if isinstance(task.loss, Sdpo) and task.loss.topk > topk:
-      raise UserError(f'topk={task.loss.topk} is more than the {topk} that the engine is compiled for.')
-    if isinstance(task.loss, JsdPg) and task.loss.support == 'union':
+    if not isinstance(task.update.steps, int) or task.update.steps < 1:
+      raise UserError(f'num_steps must be at least 1, not {task.update.steps}.')
+    if isinstance(task.update.loss, Sdpo) and task.update.loss.topk > topk:
+      raise UserError(f'topk={task.update.loss.topk} is more than the {topk} that the engine is compiled for.')
+    if isinstance(task.update.loss, JsdPg) and task.update.loss.support == 'union':
       raise UserError(
         "support='union' would double the tokens that every request is compiled for, and is not computed here: set "
         "support='teacher'."
@@ -198,7 +205,7 @@ def batch_of(
     if lesson.taught is not None:
       count = np.shape(lesson.taught.top_ids)[1]
       of_targets = np.asarray(lesson.taught.log_probs, dtype)
-      floor = task.loss.floor if isinstance(task.loss, JsdPg) else JsdPg.floor
+      floor = task.update.loss.floor if isinstance(task.update.loss, JsdPg) else JsdPg.floor
       given[row], floored[row, :length] = True, np.isneginf(of_targets)
       ids[row, :length, :count], log_probs[row, :length, :count] = lesson.taught.top_ids, lesson.taught.top_log_probs
       own[row, :length] = np.where(np.isneginf(of_targets), dtype(floor), of_targets)
@@ -231,9 +238,9 @@ def batch_of(
 
 def loss_of(task: Task, lesson: Lesson) -> Loss:
   """Return the loss of a lesson, without the regularizer if its teacher named only a handful of tokens."""
-  if lesson.taught is None or not isinstance(task.loss, JsdPg):
-    return task.loss
-  return jsd_pg.for_teacher(task.loss, np.shape(lesson.taught.top_ids)[1])
+  if lesson.taught is None or not isinstance(task.update.loss, JsdPg):
+    return task.update.loss
+  return jsd_pg.for_teacher(task.update.loss, np.shape(lesson.taught.top_ids)[1])
 
 
 def warnings_of(task: Task) -> tuple[str, ...]:
@@ -242,9 +249,9 @@ def warnings_of(task: Task) -> tuple[str, ...]:
   if not named or min(named) > jsd_pg.LITE:
     return ()
   begin = f'The teacher named {min(named)} tokens at a position'
-  if isinstance(task.loss, Sdpo):
+  if isinstance(task.update.loss, Sdpo):
     lost = 'of all others the student learns how likely they are together, and not which of them the teacher prefers'
-  elif task.loss.jsd_weight:
+  elif task.update.loss.jsd_weight:
     lost = (
       'the regulariser over its tokens was left out, and the student learns from the tokens of the completion alone, '
       'not which others the teacher prefers'

@@ -14,7 +14,7 @@ from sdpo_jax.teacher.endpoint import Endpoint, EndpointQuery
 
 
 def taught(endpoint: Endpoint, lessons: Sequence[Lesson], topk: int, stop: Stop = NEVER) -> list[Lesson]:
-  """Return lessons with the scores of an external teacher, for `teacher='endpoint'`. Any thread may call.
+  """Return lessons with the scores of an external teacher, for `teacher='given'`. Any thread may call.
 
   Args:
     endpoint: the teacher.

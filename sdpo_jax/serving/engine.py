@@ -29,29 +29,27 @@ from models.decoder import DecoderPolicy
 from models.policy import NO_MEMBER, Policy
 from sdpo_jax.config import ServeConfig
 from sdpo_jax.distributed.mesh import FSDP
-from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.errors import UserError, first_line, printable, short_repr
 from sdpo_jax.learning import training_pool
 from sdpo_jax.learning.learner import Learned, Learner
-from sdpo_jax.learning.losses import Loss, Sdpo
-from sdpo_jax.learning.requests import AdamW, Lesson, Task, Taught
+from sdpo_jax.learning.losses import Sdpo
+from sdpo_jax.learning.requests import Lesson, Task, Taught, UpdateOptions
 from sdpo_jax.learning.scoring import Scored, Scorer, check_ids, mesh_of
 from sdpo_jax.learning.training_pool import SlotState
 from sdpo_jax.rollout.engine import Sampler, SamplingOptions
 from sdpo_jax.rollout.resident import Handle, Resident, Weights
 from sdpo_jax.rollout.results import SamplingStats
 from sdpo_jax.rollout.stops import Tokenizer
-from sdpo_jax.serving import endpoint_scores
 from sdpo_jax.serving.kept_programs import KeptPrograms
 from sdpo_jax.serving.places import NoPlaceError, Places
 from sdpo_jax.serving.program_folder import ProgramFolder, surroundings
 from sdpo_jax.serving.shelf import Arrays, Shelf
 from sdpo_jax.teacher import averaging
-from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.types import Tree
 
 BASE = ''  # The version name that stands for the model without an adapter.
 _SCORED = dataclasses.fields(Scored)
+_SCORING = UpdateOptions(Sdpo(topk=1))  # Of rows that are only scored.
 _FACTORS, _MU, _NU, _COUNT, _AVERAGE = 'factors', 'mu', 'nu', 'count', 'average'  # Arrays of a version.
 
 
@@ -92,15 +90,12 @@ class Feedback:
   version: str  # The version that learns.
   new: str  # The name of the new version.
   lessons: Sequence[Lesson]
-  loss: Loss = Sdpo()
-  optimizer: AdamW = AdamW()
-  steps: int = 1
+  update: UpdateOptions = UpdateOptions()
   # 'live': the version itself; 'average': the average of its factors; 'base': the model without an adapter;
   # 'version:NAME': another version, such as an older one; 'model:NAME': one of the engine's other models; 'given': the
-  # lessons hold the teacher's log-probs; 'endpoint': likewise, filled in by `Engine.ask_endpoint`.
+  # lessons hold the teacher's log-probs.
   teacher: str = 'live'
   average_rate: float = 0.05  # How far the average moves towards the new factors, from 0 to 1.
-  measured: bool = False  # As `Task.measured`.
 
   def __post_init__(self):
     if self.new == BASE:
@@ -122,7 +117,6 @@ class Engine:
     stop_token_ids: Sequence[int] = (),
     models: Mapping[str, tuple[Policy, Tree]] = MappingProxyType({}),
     programs: pathlib.Path | None = None,
-    endpoint: Endpoint | None = None,
   ):
     """Make an engine without versions.
 
@@ -136,7 +130,6 @@ class Engine:
       models: other models that can teach, by name: policy and parameters, on the same devices. Their vocabularies begin
         with the tokens of this model.
       programs: folder of compiled programs, which `compile` fills; other engines may use it, too. None: none.
-      endpoint: the teacher that `ask_endpoint` asks; None: there is none.
 
     Raises:
       ValueError: the policy has no LoRA adapter, or another model has a smaller vocabulary.
@@ -145,7 +138,7 @@ class Engine:
     if not isinstance(policy.adapter, lora.Adapter):
       raise ValueError('An engine serves LoRA adapters: the policy must have one.')
     check_divides(settings, policy)
-    self._policy, self._base, self._endpoint = policy, base, endpoint
+    self._policy, self._base = policy, base
     self._table = parameters.trainable(policy.parameter_table())
     memory_bytes = settings.memory_bytes
     if memory_bytes is None:
@@ -296,7 +289,7 @@ class Engine:
       for index in range(max(len(prompts), len(teachers))):
         prompt, teacher = (lengths[min(index, len(lengths) - 1)] for lengths in (prompts, teachers))
         lesson = Lesson([0] * prompt, completion, [0] * teacher)
-        task = Task(0, [lesson], loss=Sdpo(topk=settings.topk), steps=2)
+        task = Task(0, [lesson], UpdateOptions(Sdpo(topk=settings.topk), steps=2))
         state, _ = self._learner.learn(state, self._teachers.factors, [task])
 
   # Versions.
@@ -507,7 +500,7 @@ class Engine:
     others = [index for index in range(len(rows)) if index not in set(texts)]
     if others:
       lessons = [Lesson([1], tokens, prompt) for prompt, tokens in (rows[index] for index in others)]
-      self._learner.check([Task(0, lessons, loss=Sdpo(topk=1))])
+      self._learner.check([Task(0, lessons, _SCORING)])
     member, release = self._teacher(version, _FACTORS)
     pool = self._teachers.factors
     found: dict[int, Scored] = {}
@@ -547,24 +540,6 @@ class Engine:
 
   # Learning.
 
-  def ask_endpoint(self, lessons: Sequence[Lesson], stop: Stop = NEVER) -> list[Lesson]:
-    """Return lessons with the log-probs of the teacher behind the endpoint, for `learn` with `teacher='endpoint'`.
-
-    Any thread may call; prefer one that does not own the engine, since the call waits for the network.
-
-    Args:
-      lessons: lessons with the prompt that the teacher reads.
-      stop: says when to stop waiting.
-
-    Raises:
-      UserError: there is no endpoint, a lesson cannot be learned, or the teacher returns nothing usable for one.
-      StoppedError: as `stop` said.
-    """
-    if self._endpoint is None:
-      raise UserError("The engine has no endpoint to ask: set the teacher_endpoint's url, or choose another teacher.")
-    self._learner.check([Task(0, lessons, loss=Sdpo(topk=1))])
-    return endpoint_scores.taught(self._endpoint, lessons, self.settings.topk, stop)
-
   def learn(
     self, feedback: Sequence[Feedback], keep: Callable[[int, Learned], bool] = lambda *_: True
   ) -> list[Learned]:
@@ -596,8 +571,7 @@ class Engine:
         teacher, release = self._teacher_of(each)
         releases.append(release)
         itself = each.teacher in ('live', f'version:{each.version}')
-        how = each.loss, each.optimizer, each.steps
-        tasks.append(Task(slot, each.lessons, teacher, *how, itself=itself, measured=each.measured))
+        tasks.append(Task(slot, each.lessons, each.update, teacher, itself))
       self._learner.check(tasks)
       tasks = [self._taught(each, task) for each, task in zip(feedback, tasks, strict=True)]
       state, self._slots = self._slots, None  # Its buffers are donated: they are gone if this fails.
@@ -671,25 +645,25 @@ class Engine:
     return dataclasses.replace(task, lessons=lessons)
 
   def _teacher_of(self, feedback: Feedback) -> tuple[int, Callable[[], None]]:
-    is_elsewhere = feedback.teacher in ('given', 'endpoint')
-    if any((lesson.taught is None) == is_elsewhere for lesson in feedback.lessons):
+    is_given = feedback.teacher == 'given'
+    if any((lesson.taught is None) == is_given for lesson in feedback.lessons):
       raise UserError(
-        f'teacher={feedback.teacher!r} goes with lessons that {"" if is_elsewhere else "do not "}say what the teacher '
-        "said: teacher='given' is for those that do, and an endpoint is asked by `Engine.ask_endpoint` before."
+        f'teacher={feedback.teacher!r} goes with lessons that {"" if is_given else "do not "}say what the teacher '
+        "said: teacher='given' is for those that do."
       )
     if feedback.teacher.startswith('model:') and feedback.teacher.removeprefix('model:') not in self._models:
       raise UserError(
         f'There is no model {short_repr(feedback.teacher.removeprefix("model:"))} to teach; there are: '
         f'{", ".join(self._models) or "none"}.'
       )
-    if is_elsewhere or feedback.teacher.startswith('model:'):
+    if is_given or feedback.teacher.startswith('model:'):
       return NO_MEMBER, lambda: None
     kinds = {'live': (feedback.version, _FACTORS), 'average': (feedback.version, _AVERAGE), 'base': (BASE, _FACTORS)}
     if feedback.teacher.startswith('version:'):
       return self._teacher(feedback.teacher.removeprefix('version:'), _FACTORS)
     if feedback.teacher not in kinds:
       raise UserError(
-        "teacher must be 'live', 'average', 'base', 'given', 'endpoint', or 'version:' or 'model:' with a name, not "
+        "teacher must be 'live', 'average', 'base', 'given', or 'version:' or 'model:' with a name, not "
         f'{feedback.teacher!r}.'
       )
     return self._teacher(*kinds[feedback.teacher])

@@ -101,7 +101,7 @@ def _learn(
   _check_teacher(store, adapter, teacher)
   canary_prompts = _canary_prompts(service, adapter, request, limits)
   prepared = lessons.prepare(request.items, adapter, store, service.reprompting, service.vocab_size)
-  tokens = sum(_tokens(each.lesson, request.steps) for each in prepared)
+  tokens = sum(_tokens(each.lesson, request.update.steps) for each in prepared)
   call.spend('learned', tokens)
   progress('queued', version=adapter.head, items=len(prepared))
   clock.through('queued')
@@ -114,17 +114,14 @@ def _learn(
     version=before,
     new=new,
     lessons=[each.lesson for each in prepared],
-    loss=request.loss,
-    optimizer=request.optimizer,
-    steps=request.steps,
+    update=request.update,
     teacher=teacher.name,
     average_rate=teacher.average_rate,
-    measured=request.measured,
   )
   try:
     call.check()
     if teacher.name == 'endpoint':
-      wanted = dataclasses.replace(wanted, lessons=service.ask_endpoint(wanted.lessons, call))
+      wanted = dataclasses.replace(wanted, lessons=service.ask_endpoint(wanted.lessons, call), teacher='given')
     learned = _wait(worker.learn(wanted, deadline=call.deadline), call)
   except BaseException:
     call.spend('learned', -tokens)
@@ -141,7 +138,7 @@ def _learn(
     if finite and canary_prompts:
       similarity = limits.max_self_similarity is not None
       canaries = service.canaries.measure(new, canary_prompts, similarity=similarity, deadline=call.deadline)
-    recent = answers.recent_losses(_recent(store, adapter), request.loss)
+    recent = answers.recent_losses(_recent(store, adapter), request.update.loss)
     checks = guards.check(limits, _measured(learned, finite, canaries, recent))
     details = answers.details(request, teacher.said, prepared, learned, checks, canaries)
     accepted, reason = details['accepted'], details['reason']

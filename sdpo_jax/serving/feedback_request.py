@@ -11,8 +11,8 @@ import numpy as np
 
 from sdpo_jax.config import LearningConfig, ServeConfig
 from sdpo_jax.errors import UserError, short_repr
-from sdpo_jax.learning.losses import Loss, Sdpo
-from sdpo_jax.learning.requests import AdamW
+from sdpo_jax.learning.losses import Sdpo
+from sdpo_jax.learning.requests import AdamW, UpdateOptions
 from sdpo_jax.objective.jsd_pg import JsdPg
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.types import Messages
@@ -47,7 +47,7 @@ class Item:
   prompt_tokens: Sequence[int] | None = None
   tokens: Sequence[int] | None = None
   # [T] of the tokens when they were drawn; None: the version that learns drew them.
-  log_probs: np.ndarray | None = None
+  log_probs: Sequence[float] | np.ndarray | None = None
   messages: Messages | None = None  # The conversation that the prompt was rendered from; None: text or tokens.
   feedback: str | None = None  # What is wrong with it, in words.
   environment: str | None = None  # The result of running it: the output of a tool, a test, a grader.
@@ -63,9 +63,7 @@ class FeedbackRequest:
   """The contents of one learning transaction."""
 
   items: Sequence[Item]
-  loss: Loss = Sdpo()
-  optimizer: AdamW = AdamW()
-  steps: int = 1
+  update: UpdateOptions = UpdateOptions()
   teacher: Mapping[str, Any] | None = None  # Teacher settings, as `teachers.choose` reads them; None: the adapter's.
   mode: Literal['commit', 'dry_run'] = 'commit'
   guards: Mapping[str, Any] | None = None  # Limits of this request, as `guards.Guards.of` reads them.
@@ -73,16 +71,18 @@ class FeedbackRequest:
   top: int = 5  # How many of the teacher's tokens to list at every position.
   # The origin of the completions, as JSON, stored in the details of the new version; None: nothing is stored.
   source: Mapping[str, Any] | None = None
-  measured: bool = False  # Whether the student's log-probs of the tokens that the teacher names are wanted, too.
 
 
-def make_request(items: Sequence[Item], update: Mapping[str, Any], serve: ServeConfig, **more: Any) -> FeedbackRequest:
+def make_request(
+  items: Sequence[Item], update: Mapping[str, Any], serve: ServeConfig, *, measured: bool = False, **more: Any
+) -> FeedbackRequest:
   """Return a checked request, with the service's defaults for everything that the client left out.
 
   Args:
     items: completions; they are checked.
     update: how to learn, as JSON: see `learning_of`.
     serve: settings of the service.
+    measured: see `UpdateOptions`.
     **more: further fields of `FeedbackRequest`.
 
   Raises:
@@ -96,15 +96,17 @@ def make_request(items: Sequence[Item], update: Mapping[str, Any], serve: ServeC
   for number, item in enumerate(items):
     check_item(item, number)
   rewarded = any(item.reward is not None for item in items)
-  loss, optimizer, steps = learning_of(update, serve.learning, serve.topk, rewarded=rewarded)
-  if not 1 <= steps <= limits.max_steps:
-    raise InvalidRequest(f'steps must be between 1 and {limits.max_steps}, not {short_repr(steps)}.', field='steps')
-  if rewarded and not (isinstance(loss, Sdpo) and loss.policy_weight > 0):
+  options = learning_of(update, serve.learning, serve.topk, rewarded=rewarded)
+  if not 1 <= options.steps <= limits.max_steps:
+    raise InvalidRequest(
+      f'steps must be between 1 and {limits.max_steps}, not {short_repr(options.steps)}.', field='steps'
+    )
+  if rewarded and not (isinstance(options.loss, Sdpo) and options.loss.policy_weight > 0):
     raise InvalidRequest(
       "A reward is learned by the policy gradient of loss='sdpo': leave policy_weight out, or set it above 0.",
       field='reward',
     )
-  request = FeedbackRequest(items, loss, optimizer, steps, **more)
+  request = FeedbackRequest(items, dataclasses.replace(options, measured=measured), **more)
   if request.mode not in ('commit', 'dry_run'):
     raise InvalidRequest(f"mode must be 'commit' or 'dry_run', not {short_repr(request.mode)}.", field='mode')
   unknown = [name for name in request.detail if name not in DETAILS]
@@ -128,7 +130,7 @@ def check_item(item: Item, number: int) -> None:
       f'{where} has a sample_id, whose log_probs and messages the service has: leave them out.', field=where
     )
   if item.log_probs is not None:
-    values = np.asarray(item.log_probs)
+    values = np.asarray(item.log_probs, np.float32)
     if values.shape != (len(item.tokens),) or not np.isfinite(values).all() or (values > 0).any():
       raise InvalidRequest(
         f'{where}: log_probs must be one number for each of the {len(item.tokens)} tokens, none above 0.', field=where
@@ -139,7 +141,7 @@ def check_item(item: Item, number: int) -> None:
 
 def learning_of(
   update: Mapping[str, Any], defaults: LearningConfig, topk: int, *, rewarded: bool = False
-) -> tuple[Loss, AdamW, int]:
+) -> UpdateOptions:
   """Return the loss, optimizer and number of steps that a client requests.
 
   Args:
@@ -194,7 +196,7 @@ def learning_of(
   if isinstance(steps, bool) or not isinstance(steps, int):
     raise InvalidRequest(f'steps must be a whole number, not {short_repr(steps)}.', field='steps')
   try:
-    return (Sdpo if name == 'sdpo' else JsdPg)(**loss), AdamW(**optimizer), steps
+    return UpdateOptions((Sdpo if name == 'sdpo' else JsdPg)(**loss), AdamW(**optimizer), steps)
   except UserError as error:
     raise InvalidRequest(str(error)) from error
 

@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.learning.learner import Learned
-from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.rollout.resident import CancelledError
 from sdpo_jax.rollout.resident import Handle as Drawing
@@ -20,7 +18,6 @@ from sdpo_jax.serving.engine import BASE, Feedback
 from sdpo_jax.serving.errors import Cancelled, NotReady, ServiceError
 
 VERSION = 'version:'  # Prefix of `Feedback.teacher` before the name of a version.
-ENDPOINT = 'endpoint'  # `Feedback.teacher` for an external teacher.
 
 
 class SamplingHandle:
@@ -70,13 +67,14 @@ class SamplingHandle:
       self._begun.set_exception(why)
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
+@dataclasses.dataclass(eq=False)
 class Job:
   """A request in the queue."""
 
-  needs: frozenset[str]  # Versions that the engine must have.
-  began: float  # The time of arrival on the worker's clock.
-  deadline: float | None = None  # On the same clock.
+  needs: frozenset[str] = frozenset()  # Versions that the engine must have.
+  deadline: float | None = None  # On the worker's clock.
+  _: dataclasses.KW_ONLY
+  began: float = 0.0  # The time at which it was queued, on the same clock.
   ended: str | None = None  # The name of the counter for a job that ended without an answer.
 
   @property
@@ -149,7 +147,6 @@ class LearnJob(_FutureJob):
   """The feedback of one version."""
 
   feedback: Feedback
-  asked: concurrent.futures.Future[list[Lesson]] | None = None  # Lessons, once the external teacher has scored them.
 
   def answer(self, learned: Learned) -> None:
     """Pass the result to whoever waits for the job."""
@@ -161,22 +158,6 @@ class ForgetJob(_FutureJob):
   """A version to be erased as soon as nothing uses it."""
 
   version: str
-
-
-class Unwanted:
-  """A `Stop` for the thread that asks an external teacher; it is set when nobody waits for the feedback any more."""
-
-  def __init__(self, future: concurrent.futures.Future):
-    self._future = future
-
-  def asked(self) -> bool:
-    """See `Stop`."""
-    return self._future.done()
-
-  def check(self) -> None:
-    """See `Stop`."""
-    if self._future.done():
-      raise StoppedError('Nobody waits for the feedback any more.')
 
 
 def needed(feedback: Feedback) -> frozenset[str]:
@@ -195,7 +176,7 @@ def runnable(jobs: Sequence[Job], present: Any) -> list[Job]:
     present: container of the versions that the engine has.
 
   Returns:
-    The jobs whose versions and external teachers' scores are present, and the requests to forget a version that no
+    The jobs whose versions are present, and the requests to forget a version that no
     earlier job needs. A later job that needs such a version waits.
   """
   found: list[Job] = []
@@ -207,7 +188,7 @@ def runnable(jobs: Sequence[Job], present: Any) -> list[Job]:
         found.append(job)
       forgotten.add(job.version)
     elif not job.needs & forgotten:
-      if all(version in present for version in job.needs) and not (isinstance(job, LearnJob) and job.asked):
+      if all(version in present for version in job.needs):
         found.append(job)
       wanted |= job.needs
   return found
@@ -233,7 +214,7 @@ def learned_together(jobs: Sequence[Job], *, slots: int, teachers: int, rows: in
       and len(picked) < slots
       and len(teaching) <= teachers
       and sum(len(each.lessons) for each in (feedback, *others)) <= rows
-      and all(each.steps == feedback.steps for each in others)
+      and all(each.update.steps == feedback.update.steps for each in others)
       and not {feedback.version, feedback.new} & {name for each in others for name in (each.version, each.new)}
     ):
       picked.append(job)

@@ -8,6 +8,8 @@ import statistics
 import threading
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.learning.requests import Lesson
@@ -93,7 +95,7 @@ def prepare(
       prompt=source.prompt_tokens,
       completion=source.tokens,
       teacher_prompt=teacher_prompt,
-      sampling_log_probs=source.log_probs,
+      sampling_log_probs=None if source.log_probs is None else np.asarray(source.log_probs, np.float32),
       advantage=0.0 if item.reward is None else item.reward - mean,
     )
     prepared.append(Prepared(lesson, sample, named, truncated))

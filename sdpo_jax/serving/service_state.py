@@ -18,7 +18,9 @@ from models import parameters
 from models.token_texts import TokenTexts
 from sdpo_jax.config import Config
 from sdpo_jax.distributed.stopping import StoppedError
-from sdpo_jax.learning.requests import Lesson
+from sdpo_jax.learning import requests
+from sdpo_jax.learning.losses import Sdpo
+from sdpo_jax.learning.requests import Lesson, Task, UpdateOptions
 from sdpo_jax.serving import endpoint_scores, names, prompts, teachers
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.engine import EngineSettings
@@ -151,7 +153,7 @@ class ServiceState:
 
     Raises:
       InvalidRequest: there is no endpoint.
-      UserError: the teacher returns nothing usable for a lesson.
+      UserError: a lesson cannot be learned, or the teacher returns nothing usable for one.
       Cancelled: the sender does not wait any more.
       Deadline: the time of the request is over.
     """
@@ -159,8 +161,11 @@ class ServiceState:
       raise InvalidRequest(
         'No teacher is behind an endpoint here: choose another kind of teacher.', field='teacher.kind'
       )
+    sizes = self.sizes
+    buckets = {'prompt': sizes.prompt_buckets, 'teacher': sizes.teacher_buckets, 'response': sizes.response_buckets}
+    requests.check([Task(0, lessons, UpdateOptions(Sdpo(topk=1)))], buckets, sizes.topk, self.vocab_size)
     try:
-      return endpoint_scores.taught(self.endpoint, lessons, self.sizes.topk, _StopOf(call))
+      return endpoint_scores.taught(self.endpoint, lessons, sizes.topk, _StopOf(call))
     except StoppedError:
       call.check()
       raise

@@ -27,7 +27,7 @@ KINDS = {
 class FeedbackTeacher:
   """The model that reads the feedback."""
 
-  name: str  # The value of `serving.engine.Feedback.teacher`; 'endpoint': asked before learning.
+  name: str  # The value of `serving.engine.Feedback.teacher`, or 'endpoint', which is asked before learning.
   version: int | None  # The adapter's version that must exist; None: none.
   average_rate: float  # The update rate of the average of the factors, used with every teacher.
 

@@ -25,14 +25,12 @@ from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.serving.engine import BASE, Engine, Feedback
 from sdpo_jax.serving.errors import Busy, Cancelled, Deadline, InvalidRequest, NotReady, ServiceError
 from sdpo_jax.serving.jobs import (
-  ENDPOINT,
   ForgetJob,
   Job,
   LearnJob,
   SampleJob,
   SamplingHandle,
   ScoreJob,
-  Unwanted,
   learned_together,
   needed,
   runnable,
@@ -44,7 +42,6 @@ from sdpo_jax.serving.shelf import Arrays
 Future = concurrent.futures.Future
 Answer = TypeVar('Answer')
 _READERS = 2  # Threads that read versions.
-_ASKERS = 8  # Threads that ask a teacher behind an endpoint.
 _BATCHES = 4  # Micro-batches learned or scored between two chunks of tokens, unless a single request has more lessons.
 _SHARE = 0.75  # The share of the memory for versions that `_trim` fills; the rest is headroom.
 _COUNTS = 'sampled', 'scored', 'learned', 'failed', 'cancelled', 'late', 'refused', 'loads', 'restarts', 'turns'
@@ -84,7 +81,6 @@ class Worker:
     self._max_waiting, self._clock = max_waiting, clock
     self._thread = threading.Thread(target=self._run, name='engine', daemon=True)
     self._readers = concurrent.futures.ThreadPoolExecutor(_READERS, 'versions')
-    self._askers = concurrent.futures.ThreadPoolExecutor(_ASKERS, 'endpoint')
     self._lock, self._wake = threading.Lock(), threading.Event()
     # Guarded by the lock: work that other threads queue for the worker's thread.
     self._inbox: collections.deque[Job | _Call] = collections.deque()
@@ -141,8 +137,7 @@ class Worker:
     self._wake.set()
     if started:
       self._thread.join()
-    for threads in (self._readers, self._askers):
-      threads.shutdown(wait=False, cancel_futures=True)
+    self._readers.shutdown(wait=False, cancel_futures=True)
 
   # Requests.
 
@@ -178,17 +173,7 @@ class Worker:
     given = {'step': 0, **options, 'drafts': drafts, 'stop': tuple(stop), 'stop_token_ids': tuple(stop_token_ids)}
     given['owner'] = owner
     needs = frozenset({version} - {BASE})
-    self._ask(
-      lambda began: SampleJob(
-        version=version,
-        prompt=list(prompt),
-        options=given,
-        handle=handle,
-        needs=needs,
-        began=began,
-        deadline=deadline,
-      )
-    )
+    self._queue(SampleJob(needs, deadline, version=version, prompt=list(prompt), options=given, handle=handle))
     return handle
 
   def cancel(self, request: SamplingHandle | Future) -> None:
@@ -223,38 +208,23 @@ class Worker:
       lengths = [len(tokens) for _, tokens in rows]
       if len(shapes) != 1 or False in shapes or [len(own) for own in ids] != lengths:
         raise InvalidRequest('ids must be as many for every token of every row.', field='ids')
-    job = self._ask(
-      lambda began: ScoreJob(
-        version=version,
-        rows=rows,
-        topk=topk,
-        ids=ids,
-        needs=frozenset({version} - {BASE}),
-        began=began,
-        deadline=deadline,
-      )
-    )
+    job = ScoreJob(frozenset({version} - {BASE}), deadline, version=version, rows=rows, topk=topk, ids=ids)
+    self._queue(job)
     return job.future
 
   def learn(self, feedback: Feedback, *, deadline: float | None = None) -> Future[Learned]:
     """Queue feedback to be learned; the engine has the new version when the future is done.
 
     If a gradient was not finite, there is no new version. Otherwise only the engine holds it: call `stored` once it has
-    been stored, or `forget` to discard it. If the teacher is an endpoint, another thread asks it first.
+    been stored, or `forget` to discard it.
 
     Raises:
       Busy: too many requests wait.
       NotReady: there is no engine now.
     """
-
-    def make(began: float) -> LearnJob:
-      job = LearnJob(feedback=feedback, needs=needed(feedback), began=began, deadline=deadline)
-      if feedback.teacher == ENDPOINT and any(lesson.taught is None for lesson in feedback.lessons):
-        job.asked = self._askers.submit(self._engine.ask_endpoint, feedback.lessons, Unwanted(job.future))
-        job.asked.add_done_callback(lambda _: self._wake.set())
-      return job
-
-    return self._ask(make).future
+    job = LearnJob(needed(feedback), deadline, feedback=feedback)
+    self._queue(job)
+    return job.future
 
   # Versions.
 
@@ -316,7 +286,7 @@ class Worker:
     Raises:
       NotReady: the worker has ended.
     """
-    jobs = [ForgetJob(version=version, needs=frozenset(), began=self._clock()) for version in versions]
+    jobs = [ForgetJob(version=version) for version in versions]
     for job in jobs:
       self._leave(job)
     for job in jobs:
@@ -338,8 +308,8 @@ class Worker:
 
   # Work queued by other threads.
 
-  def _ask(self, make: Callable[[float], Job]) -> Any:
-    """Queue a request and return it."""
+  def _queue(self, job: Job) -> None:
+    """Queue a request, or raise why it cannot be taken now."""
     with self._lock:
       if self._refusal is not None:
         raise NotReady(self._refusal)
@@ -349,11 +319,10 @@ class Worker:
         raise Busy(
           f'{self._unfinished} requests wait, as many as may: come again in {seconds:.1f} s.', retry_after=seconds
         )
-      job = make(self._clock())
+      job.began = self._clock()
       self._unfinished += 1
       self._inbox.append(job)
     self._wake.set()
-    return job
 
   def _call(self, do: Callable[[Engine], Answer]) -> Future[Answer]:
     """Schedule a function to be called with the engine before the next chunk."""
@@ -431,7 +400,7 @@ class Worker:
       raise _EngineLostError from error
 
   def _hear(self, engine: Engine) -> None:
-    """Take in new requests, answers of endpoints, and versions that reader threads have loaded."""
+    """Take in new requests, and versions that reader threads have loaded."""
     self._wake.clear()
     while self._inbox:
       work = self._inbox.popleft()
@@ -439,11 +408,6 @@ class Worker:
         self._waiting.append(work)
       else:
         work.do(engine)
-    for job in [job for job in self._waiting if isinstance(job, LearnJob) and job.asked and job.asked.done()]:
-      try:
-        job.feedback, job.asked = dataclasses.replace(job.feedback, lessons=job.asked.result()), None
-      except Exception as error:
-        self._end(engine, job, _refused(error), 'failed')
     for version, future in [(version, future) for version, future in self._loading.items() if future.done()]:
       del self._loading[version]
       try:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sdpo_jax.errors import UserError
-from sdpo_jax.learning.requests import Lesson, Task, Taught
+from sdpo_jax.learning.requests import Lesson, Task, Taught, UpdateOptions
 from sdpo_jax.objective import reported
 from sdpo_jax.objective.jsd_pg import JsdPg
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
@@ -72,7 +72,7 @@ def _task(settings: JsdPg, case: dict, topk: int) -> Task:
       known[row, :length],
     )
     lessons.append(Lesson([0], targets[row, :length], None, case['old_log_probs'][row, :length], taught=taught))
-  return Task(slot=0, lessons=lessons, loss=settings)
+  return Task(slot=0, lessons=lessons, update=UpdateOptions(settings))
 
 
 def _evaluate(settings: JsdPg, case: dict, largest: np.ndarray, dtype: str):

@@ -17,7 +17,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.learning import batching, training_pool
 from sdpo_jax.learning.learner import Learner
 from sdpo_jax.learning.losses import Sdpo
-from sdpo_jax.learning.requests import AdamW, Lesson, Task, Taught
+from sdpo_jax.learning.requests import AdamW, Lesson, Task, Taught, UpdateOptions
 from sdpo_jax.learning.update import apply_gradients, init_state, make_update
 from sdpo_jax.objective.jsd_pg import LITE, JsdPg
 from sdpo_jax.training.specs import update_spec
@@ -67,6 +67,14 @@ def fresh(adapters):
   return training_pool.fresh(stacked(adapters[0], adapters[2]))
 
 
+def task_of(slot, lessons, teacher=NO_MEMBER, **update):
+  return Task(slot, lessons, UpdateOptions(**update), teacher)
+
+
+def with_update(task, **changes):
+  return dataclasses.replace(task, update=dataclasses.replace(task.update, **changes))
+
+
 def lesson(seed, *, old=False, advantage=0.0, teacher_prompt=None):
   draw = np.random.default_rng(seed)
   prompt, completion = (draw.integers(1, 60, draw.integers(*sizes)).tolist() for sizes in ((1, 8), (2, 7)))
@@ -80,13 +88,13 @@ def lesson(seed, *, old=False, advantage=0.0, teacher_prompt=None):
 def sdpo_alone(adapters, teachers, task, steps):
   """(factors, gradient norms) after the real update of a run of one adapter, row by row with the run's own settings."""
   policy, base, factors = adapters
-  config, loss = Config(), task.loss
+  config, loss, optimizer = Config(), task.update.loss, task.update.optimizer
   sd = config.actor.self_distillation
   sd.alpha, sd.is_clip, sd.distillation_topk = loss.alpha, loss.is_clip, loss.topk
   sd.teacher_regularization = 'ema'
   config.algorithm.rollout_correction.rollout_is = None
-  config.optimizer.lr, config.optimizer.lr_warmup_steps = task.optimizer.learning_rate, 0
-  config.optimizer.weight_decay, config.optimizer.grad_clip = task.optimizer.weight_decay, task.optimizer.max_grad_norm
+  config.optimizer.lr, config.optimizer.lr_warmup_steps = optimizer.learning_rate, 0
+  config.optimizer.weight_decay, config.optimizer.grad_clip = optimizer.weight_decay, optimizer.max_grad_norm
   state = init_state(update_spec(config), factors[task.slot])
   state = state.replace(teacher=lora_pool.member(teachers, task.teacher))
   update, norms = make_update(policy, update_spec(config)), []
@@ -131,9 +139,9 @@ def test_tasks_that_are_learned_together_end_as_runs_of_their_own(adapters, teac
   micro-batches.
   """
   tasks = [
-    Task(0, [lesson(1), lesson(2, old=True)], teacher=1, loss=Sdpo(alpha=0.0, topk=3), optimizer=OPTIMIZER, steps=2),
-    Task(2, [lesson(3, old=True)], teacher=0, loss=Sdpo(alpha=1.0, topk=K, is_clip=None), optimizer=OPTIMIZER),
-    Task(
+    task_of(0, [lesson(1), lesson(2, old=True)], teacher=1, loss=Sdpo(alpha=0.0, topk=3), optimizer=OPTIMIZER, steps=2),
+    task_of(2, [lesson(3, old=True)], teacher=0, loss=Sdpo(alpha=1.0, topk=K, is_clip=None), optimizer=OPTIMIZER),
+    task_of(
       1,
       [lesson(4, advantage=1.5), lesson(5, old=True, advantage=-0.5)],
       teacher=1,
@@ -143,11 +151,11 @@ def test_tasks_that_are_learned_together_end_as_runs_of_their_own(adapters, teac
   ]
   state, learned = learner.learn(fresh(adapters), teachers, tasks)
   for task, found in zip(tasks, learned, strict=True):
-    expected, norms = sdpo_alone(adapters, teachers, task, task.steps)
+    expected, norms = sdpo_alone(adapters, teachers, task, task.update.steps)
     np.testing.assert_allclose([step['grad_norm'] for step in found.steps], norms, rtol=2e-4)
     assert found.stepped and len(found.said) == len(task.lessons)
     assert_close(training_pool.slot_of(state, task.slot).trainable, expected, 3e-5)
-    assert int(training_pool.slot_of(state, task.slot).moments.count) == task.steps
+    assert int(training_pool.slot_of(state, task.slot).moments.count) == task.update.steps
   assert max(step['grad_norm'] for found in learned for step in found.steps) > OPTIMIZER.max_grad_norm
 
 
@@ -184,8 +192,8 @@ def test_jsd_pg_of_a_request_is_the_formula(adapters, teachers, learner, form):
   each = dataclasses.replace(each, sampling_log_probs=np.float32(known + np.linspace(-0.3, 0.3, len(known))))
   plain = AdamW(learning_rate=1e-3, weight_decay=0.0, max_grad_norm=np.inf)
   # Beside another request, in whose rows the loss is another.
-  other = Task(0, [lesson(8)], teacher=0, loss=Sdpo(topk=K), optimizer=plain)
-  task = Task(1, [each], teacher=1, loss=loss, optimizer=plain)
+  other = task_of(0, [lesson(8)], teacher=0, loss=Sdpo(topk=K), optimizer=plain)
+  task = task_of(1, [each], teacher=1, loss=loss, optimizer=plain)
   _, (_, found) = learner.learn(fresh(adapters), teachers, [other, task])
 
   taught = said_by(policy, base, lora_pool.member(teachers, 1), each.teacher_prompt, each.completion)
@@ -225,7 +233,7 @@ def test_jsd_pg_of_a_request_is_the_formula(adapters, teachers, learner, form):
 def step_by_hand(adapters, teachers, task, advantages, old):
   """Return what is reported of the second of two steps, in float64, from logits alone."""
   policy, base, factors = adapters
-  now, loss, sums = factors[task.slot], task.loss, dict.fromkeys(('pg', 'd', 'a', 'up', 'r', 'c', 'n'), 0.0)
+  now, loss, sums = factors[task.slot], task.update.loss, dict.fromkeys(('pg', 'd', 'a', 'up', 'r', 'c', 'n'), 0.0)
   for each, advantage, before in zip(task.lessons, advantages, old, strict=True):
     at = np.arange(len(each.completion)), each.completion
     own = said_by(policy, base, now, each.prompt, each.completion)
@@ -275,17 +283,17 @@ def test_what_is_reported_of_a_step_is_the_formula(adapters, teachers, learner):
     return dataclasses.replace(each, sampling_log_probs=np.float32(known + np.linspace(-0.4, 0.4, len(known))))
 
   tasks = [
-    Task(0, [drawn_by(0, 51), drawn_by(0, 52)], 1, JsdPg(alpha=0.3), optimizer=fast, steps=2),
-    Task(
+    task_of(0, [drawn_by(0, 51), drawn_by(0, 52)], 1, loss=JsdPg(alpha=0.3), optimizer=fast, steps=2),
+    task_of(
       1,
       [drawn_by(1, 53, 1.5), drawn_by(1, 54, -0.5)],
       0,
-      Sdpo(alpha=0.3, topk=5, is_clip=1.1, policy_weight=0.7, divergence_weight=0.4),
+      loss=Sdpo(alpha=0.3, topk=5, is_clip=1.1, policy_weight=0.7, divergence_weight=0.4),
       optimizer=fast,
       steps=2,
     ),
   ]
-  once, _ = learner.learn(fresh(adapters), teachers, [dataclasses.replace(task, steps=1) for task in tasks])
+  once, _ = learner.learn(fresh(adapters), teachers, [with_update(task, steps=1) for task in tasks])
   _, learned = learner.learn(fresh(adapters), teachers, tasks)
   for task, found in zip(tasks, learned, strict=True):
     advantages = [np.float64(said.advantages) for said in found.said]
@@ -302,7 +310,7 @@ def test_what_is_reported_of_a_step_is_the_formula(adapters, teachers, learner):
 
 @pytest.mark.parametrize('optimizer', [dict(learning_rate=1e38), dict(learning_rate=1e31, weight_decay=1.0)])
 def test_a_step_into_numbers_that_are_too_large_is_not_taken(adapters, teachers, learner, optimizer):
-  task = Task(0, [lesson(71)], teacher=0, loss=Sdpo(topk=K), optimizer=AdamW(**optimizer))
+  task = task_of(0, [lesson(71)], teacher=0, loss=Sdpo(topk=K), optimizer=AdamW(**optimizer))
   state, (found,) = learner.learn(fresh(adapters), teachers, [task])
   assert not found.stepped and np.isfinite(found.steps[0]['loss'])
   jax.tree.map(
@@ -320,7 +328,7 @@ def test_a_teacher_that_names_a_handful_of_tokens_teaches_without_the_regularise
     return dataclasses.replace(each, teacher_prompt=None, taught=said)
 
   few, many = (
-    Task(slot, [said_of(count)], loss=JsdPg(), optimizer=OPTIMIZER) for slot, count in enumerate((LITE, LITE + 1))
+    task_of(slot, [said_of(count)], loss=JsdPg(), optimizer=OPTIMIZER) for slot, count in enumerate((LITE, LITE + 1))
   )
   _, (lite, whole) = learner.learn(fresh(adapters), teachers, [few, many])
   [warning] = lite.warnings
@@ -328,7 +336,7 @@ def test_a_teacher_that_names_a_handful_of_tokens_teaches_without_the_regularise
   assert lite.steps[0]['loss'] == pytest.approx(lite.steps[0]['pg_loss'])
   assert whole.steps[0]['loss'] == pytest.approx(whole.steps[0]['pg_loss'] + 0.5 * whole.steps[0]['jsd_reg'])
   assert whole.steps[0]['jsd_reg'] > 1e-3
-  _, (bucket,) = learner.learn(fresh(adapters), teachers, [dataclasses.replace(few, loss=Sdpo(topk=K))])
+  _, (bucket,) = learner.learn(fresh(adapters), teachers, [with_update(few, loss=Sdpo(topk=K))])
   assert 'how likely they are together' in bucket.warnings[0]
 
 
@@ -339,7 +347,7 @@ def test_a_token_that_the_teacher_has_said_nothing_of_has_the_floor_and_is_count
   said[0] = -np.inf
   ids, log_probs = np.tile(np.arange(3, dtype=np.int32), (length, 1)), np.full((length, 3), -2.0, np.float32)
   given = dataclasses.replace(each, teacher_prompt=None, taught=Taught(ids, log_probs, said))
-  _, (found,) = learner.learn(fresh(adapters), teachers, [Task(0, [given], loss=JsdPg(floor=-9.0))])
+  _, (found,) = learner.learn(fresh(adapters), teachers, [task_of(0, [given], loss=JsdPg(floor=-9.0))])
   assert found.steps[0]['floored_fraction'] == pytest.approx(1 / length)
   np.testing.assert_array_equal(found.said[0].teacher_log_probs, np.where(np.isneginf(said), -9.0, said))
 
@@ -348,7 +356,7 @@ def gradient_of(learner, adapters, teachers, task):
   """Return the first moments after one step of Adam, (1 − β₁) times the gradient."""
   state, _ = learner.learn(fresh(adapters), teachers, [task])
   mu = training_pool.slot_of(state, task.slot).moments.mu
-  return jax.tree.map(lambda leaf: np.asarray(leaf) / (1 - task.optimizer.beta1), mu)
+  return jax.tree.map(lambda leaf: np.asarray(leaf) / (1 - task.update.optimizer.beta1), mu)
 
 
 @pytest.mark.parametrize('loss', [Sdpo(topk=K), Sdpo(topk=K, alpha=0.0), JsdPg()], ids=['jsd', 'forward', 'jsd_pg'])
@@ -360,20 +368,22 @@ def test_a_teacher_that_reads_and_knows_the_same_teaches_nothing(adapters, learn
   each = lesson(11)
   each = dataclasses.replace(each, teacher_prompt=each.prompt)
   still = AdamW(weight_decay=0.0)
-  _, (found,) = learner.learn(fresh(adapters), pool, [Task(2, [each], teacher=1, loss=loss, optimizer=still)])
+  _, (found,) = learner.learn(fresh(adapters), pool, [task_of(2, [each], teacher=1, loss=loss, optimizer=still)])
   [said] = found.said
   for name in ('advantages', 'divergence'):
     np.testing.assert_allclose(getattr(said, name), 0, atol=1e-6)
   np.testing.assert_allclose(said.log_probs_before, said.teacher_log_probs, rtol=1e-6, atol=1e-6)
   assert found.steps[0]['grad_norm'] < 1e-4
   # And the model without an adapter does not agree with the adapter.
-  _, (other,) = learner.learn(fresh(adapters), pool, [Task(2, [each], teacher=NO_MEMBER, loss=loss, optimizer=still)])
+  _, (other,) = learner.learn(
+    fresh(adapters), pool, [task_of(2, [each], teacher=NO_MEMBER, loss=loss, optimizer=still)]
+  )
   assert other.said[0].divergence.max() > 1e-3
 
 
 def test_slots_without_a_task_keep_every_bit_and_the_others_do_not_depend_on_company(adapters, teachers, learner):
-  task = Task(1, [lesson(21), lesson(22)], teacher=0, loss=Sdpo(topk=K), optimizer=OPTIMIZER, steps=2)
-  other = Task(2, [lesson(23)], teacher=1, loss=JsdPg(), optimizer=OPTIMIZER)
+  task = task_of(1, [lesson(21), lesson(22)], teacher=0, loss=Sdpo(topk=K), optimizer=OPTIMIZER, steps=2)
+  other = task_of(2, [lesson(23)], teacher=1, loss=JsdPg(), optimizer=OPTIMIZER)
   alone, (first,) = learner.learn(fresh(adapters), teachers, [task])
   both, (second, _) = learner.learn(fresh(adapters), teachers, [task, other])
   for slot in (0, 2):
@@ -389,7 +399,7 @@ def test_slots_without_a_task_keep_every_bit_and_the_others_do_not_depend_on_com
 
 def test_later_requests_compile_nothing(adapters, teachers, learner):
   state, _ = learner.learn(
-    fresh(adapters), teachers, [Task(0, [lesson(31)], loss=Sdpo(topk=K), optimizer=OPTIMIZER, steps=2)]
+    fresh(adapters), teachers, [task_of(0, [lesson(31)], loss=Sdpo(topk=K), optimizer=OPTIMIZER, steps=2)]
   )
   names = []
 
@@ -400,7 +410,7 @@ def test_later_requests_compile_nothing(adapters, teachers, learner):
   jax.monitoring.register_event_duration_secs_listener(listen)
   try:
     changed = dataclasses.replace(OPTIMIZER, learning_rate=1e-4, beta2=0.99)
-    learner.learn(state, teachers, [Task(1, [lesson(31)], teacher=0, loss=JsdPg(alpha=0.6), optimizer=changed)])
+    learner.learn(state, teachers, [task_of(1, [lesson(31)], teacher=0, loss=JsdPg(alpha=0.6), optimizer=changed)])
   finally:
     jax.monitoring.unregister_event_duration_listener(listen)
   assert names == []
@@ -408,8 +418,8 @@ def test_later_requests_compile_nothing(adapters, teachers, learner):
 
 def test_a_gradient_that_is_not_finite_is_said_and_changes_nothing(adapters, teachers, learner):
   broken = dataclasses.replace(lesson(41), sampling_log_probs=None, advantage=3e38)
-  task = Task(0, [broken], teacher=0, loss=Sdpo(topk=K, policy_weight=1e9), optimizer=OPTIMIZER)
-  fine = Task(1, [lesson(42)], teacher=0, loss=Sdpo(topk=K), optimizer=OPTIMIZER)
+  task = task_of(0, [broken], teacher=0, loss=Sdpo(topk=K, policy_weight=1e9), optimizer=OPTIMIZER)
+  fine = task_of(1, [lesson(42)], teacher=0, loss=Sdpo(topk=K), optimizer=OPTIMIZER)
   state, (first, second) = learner.learn(fresh(adapters), teachers, [task, fine])
   assert not first.stepped and second.stepped
   jax.tree.map(
@@ -450,9 +460,9 @@ def test_numbers_of_an_optimizer_that_are_none_are_refused(name):
 )
 def test_what_cannot_be_learned_is_refused_before_anything_changes(learner, change, said):
   with pytest.raises(UserError, match=said):
-    learner.check([dataclasses.replace(Task(0, [lesson(1)], loss=Sdpo(topk=K)), **change)])
+    learner.check([task_of(**{'slot': 0, 'lessons': [lesson(1)], 'loss': Sdpo(topk=K), **change})])
   with pytest.raises(ValueError, match='one slot'):
-    learner.check([Task(0, [lesson(1)], loss=Sdpo(topk=K))] * 2)
+    learner.check([task_of(0, [lesson(1)], loss=Sdpo(topk=K))] * 2)
 
 
 @pytest.mark.parametrize('wrong', [dict(alpha=1.5), dict(policy_weight=-1.0), dict(is_clip=0.0), dict(topk=0)])

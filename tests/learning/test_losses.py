@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from models.forward import forward
-from sdpo_jax.learning.requests import Lesson, Task
+from sdpo_jax.learning.requests import Lesson, Task, UpdateOptions
 from sdpo_jax.learning.update import init_state, make_update
 from sdpo_jax.objective.jsd_pg import JsdPg
 from sdpo_jax.objective.log_probs import scores
@@ -164,7 +164,7 @@ def test_jsd_pg_with_a_teacher_that_is_scored_once():
       Lesson([1], targets[row, :length], [1, 2], np.asarray(old)[row, :length])
       for row, length in enumerate(MASK.sum(1).astype(int))
     ]
-    task = Task(slot=0, lessons=lessons, loss=loss)
+    task = Task(slot=0, lessons=lessons, update=UpdateOptions(loss))
     batch, _ = first_batch(task, hidden, states, unembedding, topk=K, vocab_size=policy.vocab_size)
     return batch.replace(student=student)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sdpo_jax.errors import UserError
-from sdpo_jax.learning.requests import Lesson, Task, Taught
+from sdpo_jax.learning.requests import Lesson, Task, Taught, UpdateOptions
 from sdpo_jax.objective import jsd_pg, reported
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from tests.learning.first_batches import first_batch
@@ -46,7 +46,7 @@ def prepared(x, settings, in_mesh=False):
     taught = None if in_mesh else Taught(top, at_top, known)
     lessons.append(Lesson([1], own, [1, 2] if in_mesh else None, x['old'][row, :length], taught=taught))
   batch, floored = first_batch(
-    Task(slot=0, lessons=lessons, loss=settings),
+    Task(slot=0, lessons=lessons, update=UpdateOptions(settings)),
     jnp.asarray(x['logits']),
     jnp.asarray(log_probs),
     jnp.eye(V),

@@ -8,7 +8,7 @@ import numpy as np
 from models import huggingface, parameters
 from sdpo_jax.config import LoraConfig, ModelConfig
 from sdpo_jax.learning.losses import Sdpo
-from sdpo_jax.learning.requests import AdamW, Lesson
+from sdpo_jax.learning.requests import AdamW, Lesson, UpdateOptions
 from sdpo_jax.serving.engine import Engine, EngineSettings, Feedback
 from tests.letters import CONFIG, TOKENIZER
 
@@ -58,4 +58,4 @@ def lesson(seed):
 
 
 def feedback(version, new, seed=0, **changes):
-  return Feedback(version, new, [lesson(seed)], loss=Sdpo(topk=8), optimizer=OPTIMIZER, **changes)
+  return Feedback(version, new, [lesson(seed)], UpdateOptions(Sdpo(topk=8), OPTIMIZER), **changes)

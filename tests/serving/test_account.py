@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from sdpo_jax.errors import UserError
 from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
@@ -402,6 +403,9 @@ def test_a_teacher_behind_an_endpoint_is_asked_and_learned_from(ada, monkeypatch
     'Say more.' in ada.service.tokenizer.decode(list(asked.prompt))
     and 'endpoint' in ada.service.capabilities()['teachers']
   )
+  with pytest.raises(UserError, match='no token id'):
+    ada.service.ask_endpoint([Lesson([1], [10**6], [3])], Call())
+  assert ada.service.endpoint.asked == [asked]  # Nobody pays for the scores of what cannot be learned.
   call = Call()
   call.end()
   with pytest.raises(Cancelled):

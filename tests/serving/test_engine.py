@@ -14,10 +14,10 @@ from sdpo_jax.config import TeacherEndpointConfig
 from sdpo_jax.environments import json_server
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning.losses import Sdpo
-from sdpo_jax.learning.requests import AdamW, Taught
+from sdpo_jax.learning.requests import AdamW, Taught, UpdateOptions
 from sdpo_jax.objective.jsd_pg import JsdPg
 from sdpo_jax.rollout.results import Completion
-from sdpo_jax.serving import shelf
+from sdpo_jax.serving import endpoint_scores, shelf
 from sdpo_jax.serving.engine import BASE, Engine, Feedback
 from sdpo_jax.serving.places import NoPlaceError
 from sdpo_jax.teacher.endpoint import Endpoint
@@ -229,7 +229,8 @@ def test_what_is_not_to_be_kept_leaves_nothing(model, tmp_path):
 def test_a_measured_feedback_says_how_likely_the_teachers_tokens_are_to_both_versions(model, tmp_path):
   """They are those of a score of each version; a feedback that is not measured has none."""
   engine = start(model, tmp_path / 'shelf')
-  measured = feedback('0@0', '0@1', measured=True)
+  measured = feedback('0@0', '0@1')
+  measured = dataclasses.replace(measured, update=dataclasses.replace(measured.update, measured=True))
   [learned] = engine.learn([measured])
   [said], [each] = learned.said, measured.lessons
   for version, found in (('0@0', said.named_before), ('0@1', said.named_after)):
@@ -298,7 +299,8 @@ def test_another_model_teaches_as_it_does_from_elsewhere(model, tmp_path):
   expected = 0.5 * (p * np.log(p / m)).sum(-1) + 0.5 * (q * np.log(q / m)).sum(-1)
   np.testing.assert_allclose(came.said[0].divergence, expected, atol=1e-5)
   few = dataclasses.replace(given, taught=Taught(ids[:, :2], top[:, :2], own))
-  engine.learn([dataclasses.replace(request, version='b@1', new='b@2', lessons=[few], teacher='given', loss=JsdPg())])
+  update = dataclasses.replace(request.update, loss=JsdPg())
+  engine.learn([dataclasses.replace(request, version='b@1', new='b@2', lessons=[few], teacher='given', update=update)])
   jax.tree.map(
     lambda one, other: np.testing.assert_allclose(one, other, atol=1e-6), engine.factors('a@1'), engine.factors('b@1')
   )
@@ -324,7 +326,7 @@ def test_a_teacher_that_agrees_teaches_exactly_nothing(model, tmp_path, loss):
   plain = dataclasses.replace(each, teacher_prompt=each.prompt)
 
   def learned(engine, version, teacher, lesson=plain):
-    [came] = engine.learn([Feedback(version, 'new', [lesson], loss, still, steps=2, teacher=teacher)])
+    [came] = engine.learn([Feedback(version, 'new', [lesson], UpdateOptions(loss, still, steps=2), teacher)])
     before, after = engine.factors(version), engine.factors('new')
     engine.forget('new')
     return came, before, after
@@ -362,7 +364,7 @@ def test_a_teacher_elsewhere_that_agrees_teaches_nothing_but_rounding(model, tmp
   for number, (teacher, lesson_) in enumerate(
     (('model:same', each), ('given', dataclasses.replace(each, teacher_prompt=None, taught=taught)))
   ):
-    [came] = engine.learn([Feedback('fresh', str(number), [lesson_], loss, AdamW(), teacher=teacher)])
+    [came] = engine.learn([Feedback('fresh', str(number), [lesson_], UpdateOptions(loss), teacher)])
     assert abs(came.said[0].advantages).max() < 1e-6 and abs(came.steps[0]['loss']) < 1e-6
 
 
@@ -376,16 +378,14 @@ def test_an_endpoint_is_asked_before_the_engine_learns(model, tmp_path, monkeypa
   with Server(scorer) as server:
     asked = TeacherEndpointConfig(url=server.url, dialect=dialect, model='m', tokenizer='t', top_k=named, retries=0)
     with Endpoint(asked, policy.vocab_size) as endpoint, futures.ThreadPoolExecutor(1) as elsewhere:
-      engine = Engine(policy, base, TOKENIZER, SETTINGS, tmp_path, models={'same': (same, base)}, endpoint=endpoint)
+      engine = Engine(policy, base, TOKENIZER, SETTINGS, tmp_path, models={'same': (same, base)})
       for name in 'ab':
         engine.put(f'{name}@0', random_factors(policy, 0))
-      taught = elsewhere.submit(engine.ask_endpoint, [lesson(0), lesson(1)]).result()
-      with pytest.raises(UserError, match='no token id'):
-        engine.ask_endpoint([dataclasses.replace(lesson(0), completion=[99])])
+      taught = elsewhere.submit(endpoint_scores.taught, endpoint, [lesson(0), lesson(1)], SETTINGS.topk).result()
   assert len(server.bodies) == 2
   loss = JsdPg(jsd_weight=0.5 if named > 5 else 0.0)
-  [there] = engine.learn([Feedback('a@0', 'a@1', taught, JsdPg(), OPTIMIZER, teacher='endpoint')])
-  [here] = engine.learn([Feedback('b@0', 'b@1', [lesson(0), lesson(1)], loss, OPTIMIZER, teacher='model:same')])
+  [there] = engine.learn([Feedback('a@0', 'a@1', taught, UpdateOptions(JsdPg(), OPTIMIZER), 'given')])
+  [here] = engine.learn([Feedback('b@0', 'b@1', [lesson(0), lesson(1)], UpdateOptions(loss, OPTIMIZER), 'model:same')])
   for name in ('loss', 'mean_advantage', 'grad_norm'):
     assert there.steps[0][name] == pytest.approx(here.steps[0][name], rel=1e-4, abs=1e-6)
   assert bool(there.warnings) == (named <= 5) and there.steps[0]['floored_fraction'] == 0
@@ -411,8 +411,8 @@ def test_what_is_wrong_is_refused_and_changes_nothing(model, tmp_path):
     (lambda: engine.learn([feedback('0@0', 'x'), feedback('1@0', 'x')]), 'name what comes of them alike'),
     (lambda: engine.learn([feedback('0@0', BASE)]), 'needs a name'),
     (lambda: feedback('0@0', 'x', average_rate=float('nan')), 'average_rate must be between 0 and 1'),
-    (lambda: engine.learn([feedback('0@0', 'x', teacher='endpoint')]), 'asked by `Engine.ask_endpoint` before'),
-    (lambda: engine.ask_endpoint([lesson(0)]), 'no endpoint to ask'),
+    (lambda: engine.learn([feedback('0@0', 'x', teacher='given')]), "teacher='given' is for those that do"),
+    (lambda: engine.learn([feedback('0@0', 'x', teacher='endpoint')]), 'teacher must be'),
     (lambda: engine.put(BASE, random_factors(model[0], 0)), 'needs a name'),
     (lambda: engine.restore(BASE, engine.state('0@0')), 'needs a name'),
     (lambda: engine.submit('0@0', [99], n=1, seed=0, step=0, max_tokens=1), 'token'),

@@ -20,7 +20,7 @@ from sdpo_jax.distributed.programs import noted_compilations
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import write_atomically
 from sdpo_jax.learning.losses import Sdpo
-from sdpo_jax.learning.requests import Lesson
+from sdpo_jax.learning.requests import Lesson, UpdateOptions
 from sdpo_jax.objective.jsd_pg import JsdPg
 from sdpo_jax.serving import program_folder
 from sdpo_jax.serving.engine import BASE, Engine, Feedback
@@ -73,8 +73,8 @@ def every_request(engine, policy):
         kinds = 'live', 'average', 'base', *(f'model:{name}' for name in engine._models)
         loss, kind = (Sdpo(topk=4), JsdPg(), Sdpo(topk=8))[number % 3], kinds[number % len(kinds)]
         version, new = f'put@{number}', f'put@{number + 1}'
-        request = Feedback(version, new, lessons, loss=loss, steps=2, teacher=kind)
-        other = Feedback('new@0', f'other@{number}', lessons[:1], loss=loss, teacher='version:put@0')
+        request = Feedback(version, new, lessons, UpdateOptions(loss, steps=2), kind)
+        other = Feedback('new@0', f'other@{number}', lessons[:1], UpdateOptions(loss), 'version:put@0')
         found += [said.log_probs_after for came in engine.learn([request, other]) for said in came.said]
         found += jax.tree.leaves(engine.factors(new))
         number += 1

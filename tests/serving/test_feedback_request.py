@@ -8,7 +8,7 @@ import pytest
 
 from sdpo_jax.config import LearningConfig, ServeConfig
 from sdpo_jax.learning.losses import Sdpo
-from sdpo_jax.learning.requests import AdamW
+from sdpo_jax.learning.requests import AdamW, UpdateOptions
 from sdpo_jax.objective.jsd_pg import JsdPg
 from sdpo_jax.serving import teachers
 from sdpo_jax.serving.errors import InvalidRequest
@@ -23,22 +23,22 @@ def learning(update, topk=20, **changes):
 
 
 def test_what_is_left_out_is_as_the_service_says():
-  assert learning({}) == (Sdpo(topk=20), AdamW(), 1)
-  assert learning({}, topk=5, alpha=0.25, is_clip=None, steps=3)[0] == Sdpo(alpha=0.25, topk=5, is_clip=None)
-  assert learning({'alpha': None, 'is_clip': None})[0] == Sdpo(topk=20, is_clip=None)
-  assert learning({}, loss='jsd_pg', jsd_weight=0.25)[0] == JsdPg(jsd_weight=0.25)
-  loss, optimizer, steps = learning(
-    {'loss': 'jsd_pg', 'clip_eps': 0.1, 'max_grad_norm': None, 'beta1': 0.5, 'steps': 2}
+  assert learning({}) == UpdateOptions(Sdpo(topk=20))
+  assert learning({}, topk=5, alpha=0.25, is_clip=None, steps=3) == UpdateOptions(
+    Sdpo(alpha=0.25, topk=5, is_clip=None), steps=3
   )
-  assert (loss, steps) == (JsdPg(clip_eps=0.1), 2)
-  assert optimizer == AdamW(max_grad_norm=math.inf, beta1=0.5)
+  assert learning({'alpha': None, 'is_clip': None}).loss == Sdpo(topk=20, is_clip=None)
+  assert learning({}, loss='jsd_pg', jsd_weight=0.25).loss == JsdPg(jsd_weight=0.25)
+  update = {'loss': 'jsd_pg', 'clip_eps': 0.1, 'max_grad_norm': None, 'beta1': 0.5, 'steps': 2}
+  optimizer = AdamW(max_grad_norm=math.inf, beta1=0.5)
+  assert learning(update) == UpdateOptions(JsdPg(clip_eps=0.1), optimizer, 2)
 
 
 @pytest.mark.parametrize(('name', 'alpha'), [('forward_kl', 0.0), ('reverse_kl', 1.0), ('jsd', 0.5)])
 def test_divergences_have_names(name, alpha):
-  assert learning({'divergence': name})[0].alpha == alpha
-  assert learning({'divergence': name}, alpha=0.3)[0].alpha == alpha
-  assert learning({'divergence': 'jsd', 'alpha': 0.3})[0].alpha == 0.3
+  assert learning({'divergence': name}).loss.alpha == alpha
+  assert learning({'divergence': name}, alpha=0.3).loss.alpha == alpha
+  assert learning({'divergence': 'jsd', 'alpha': 0.3}).loss.alpha == 0.3
 
 
 @pytest.mark.parametrize(
@@ -77,10 +77,10 @@ def test_what_cannot_be_learned_with_is_refused_by_name(update, said):
 
 def test_a_reward_turns_the_policy_gradient_on():
   serve = ServeConfig()
-  assert make_request([ITEM], {}, serve).loss.policy_weight == 0
+  assert make_request([ITEM], {}, serve).update.loss.policy_weight == 0
   rewarded = dataclasses.replace(ITEM, reward=1.0)
-  assert make_request([rewarded], {}, serve).loss.policy_weight == 1.0
-  assert make_request([rewarded], {'policy_weight': 0.5}, serve).loss.policy_weight == 0.5
+  assert make_request([rewarded], {}, serve).update.loss.policy_weight == 1.0
+  assert make_request([rewarded], {'policy_weight': 0.5}, serve).update.loss.policy_weight == 0.5
   for update in ({'policy_weight': 0}, {'loss': 'jsd_pg'}):
     with pytest.raises(InvalidRequest, match='A reward is learned by the policy gradient'):
       make_request([rewarded], update, serve)

@@ -129,13 +129,6 @@ class Stand:
       self.versions[each.new] = {'of': each.version}
     return [Learned([], [{'stepped': True}]) for _ in feedback]
 
-  def ask_endpoint(self, lessons, stop):
-    self._called('ask')
-    if not lessons[0].completion:
-      raise UserError('The endpoint says nothing.')
-    stop.check()
-    return [dataclasses.replace(lesson, teacher_prompt=None, taught='said') for lesson in lessons]
-
   def fresh(self, seed):
     return {'seed': seed}
 
@@ -311,25 +304,6 @@ def test_one_that_is_refused_is_refused_alone(made):
     with pytest.raises(InvalidRequest):
       made.worker.score(BASE, rows, ids=ids)
   assert not made.worker.failure and made.worker.stats['unfinished'] == 0
-
-
-def test_a_teacher_elsewhere_is_asked_while_others_go_on(made):
-  made.worker.put('own', {})
-  gates = held(made, 'ask')
-  learned, unwanted = (made.worker.learn(lessons('own', new, teacher='endpoint')) for new in ('next', 'never'))
-  wrong = made.worker.learn(Feedback('own', 'wrong', [Lesson([1], [], [3])], teacher='endpoint'))
-  until(lambda: made.log.count(('ask',)) == 3)
-  assert made.worker.learn(lessons('own', 'other')).result(LONG).stepped
-  made.worker.cancel(unwanted)
-  gates['ask'].set()
-  assert learned.result(LONG).stepped and unwanted.cancelled()
-  with pytest.raises(InvalidRequest, match='says nothing'):
-    wrong.result(LONG)
-  until(lambda: made.worker.stats['unfinished'] == 0)
-  assert [each for each in made.log if each[0] == 'learn'] == [('learn', 'other'), ('learn', 'next')]
-  # What a teacher has said already is not asked again.
-  said = Feedback('own', 'said', [Lesson([1], [2], None, taught='said')], teacher='endpoint')
-  assert made.worker.learn(said).result(LONG).stepped and made.log.count(('ask',)) == 3
 
 
 def test_whoever_waits_for_a_place_gets_one(made):

@@ -77,7 +77,7 @@ class SessionSettings:
     if self.teacher is not None:
       teachers.check(self.teacher)
     Guards.of(serve.guards, self.guards)
-    _, _, steps = learning_of(self.update, serve.learning, serve.topk)
+    steps = learning_of(self.update, serve.learning, serve.topk).steps
     if not 1 <= steps <= serve.limits.max_steps:
       raise InvalidRequest(
         f'steps must be between 1 and {serve.limits.max_steps}, not {short_repr(steps)}.', field='update.steps'

@@ -314,12 +314,7 @@ def feedback_request(body: schemas.FeedbackBody, settings: Any) -> FeedbackReque
   Raises:
     InvalidRequest: something cannot be learned.
   """
-  items = []
-  for given in body.all_items():
-    values = {name: getattr(given, name) for name in schemas.FeedbackItem.model_fields}
-    values['messages'] = None if given.messages is None else [message.model_dump() for message in given.messages]
-    values['log_probs'] = None if given.log_probs is None else np.asarray(given.log_probs, np.float32)
-    items.append(Item(**values))
+  items = [Item(**given.model_dump()) for given in body.all_items()]
   more = {name: getattr(body, name) for name in ('teacher', 'mode', 'guards')}
   more |= {name: getattr(body, name) for name in ('detail', 'top') if getattr(body, name) is not None}
   return make_request(items, body.update.model_dump(exclude_unset=True), settings, **more)
