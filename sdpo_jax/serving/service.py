@@ -40,11 +40,7 @@ _PROGRAMS = '~/.cache/sdpo_jax/engine'
 class Service(ServiceState):
   """The state that all owners share, from its start to its end. Any thread may call."""
 
-  def __init__(self, *parts: Any, **more: Any):
-    """Make a service from its parts, those of `ServiceState`; `make` makes these from the settings."""
-    super().__init__(*parts, **more)
-    self._stopped = threading.Event()
-    self._tending: threading.Thread | None = None
+  _tending: threading.Thread | None = None  # None: `start` was not called.
 
   @classmethod
   def make(
@@ -104,12 +100,14 @@ class Service(ServiceState):
   def start(self) -> None:
     """Start the engine's thread, which loads the model and compiles, and the thread that applies retention."""
     self.worker.start()
+    self._stopped = threading.Event()
     self._tending = threading.Thread(target=self._tend, name='retention', daemon=True)
     self._tending.start()
 
   def stop(self, drain: float = 0.0) -> None:
     """Refuse new work, give requests under way `drain` seconds to finish, and close the store."""
-    self._stopped.set()
+    if self._tending is not None:
+      self._stopped.set()
     try:
       self.worker.stop(drain)
     finally:
