@@ -17,11 +17,18 @@ from sdpo_jax.errors import UserError
 MALFORMED_PATTERN = (re.error, OverflowError, RecursionError)
 
 
-def setting(default: Any, doc: str) -> Any:
-  """Return a dataclass field with a default (for a section: its class) and a documentation string."""
+def setting(default: Any, doc: str, allowed: Any = None) -> Any:
+  """Return a dataclass field with a default (for a section: its class), a documentation string and a range of numbers.
+
+  Args:
+    default: its value, or the class that makes it.
+    doc: what it does, for users.
+    allowed: a `ranges.Range`, if it has one that does not depend on other settings.
+  """
+  metadata = {'doc': doc, 'range': allowed}
   if isinstance(default, type):
-    return dataclasses.field(default_factory=default, metadata={'doc': doc})
-  return dataclasses.field(default=default, metadata={'doc': doc})
+    return dataclasses.field(default_factory=default, metadata=metadata)
+  return dataclasses.field(default=default, metadata=metadata)
 
 
 def is_number(value: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from sdpo_jax.config.fields import flatten_hints, type_name, unknown_setting
 from sdpo_jax.config.overrides import describe
-from sdpo_jax.config.ranges import RANGES
+from sdpo_jax.config.ranges import Range, ranges_of
 
 WIDTH = 110
 
@@ -23,25 +23,24 @@ def settings_help(config: Any, part: str = '') -> str:
   Raises:
     UserError: there is no such setting.
   """
-  hints = flatten_hints(config)
+  hints, ranges = flatten_hints(config), ranges_of(config)
+  values = {name: _values(hint, ranges.get(name)) for name, hint in hints.items()}
   known = describe(config)
   found = [row for row in known if row[0] == part or row[0].startswith(part.rstrip('.') + '.')] if part else known
   found = found or [row for row in known if row[0].startswith(part)]
-  found = found or [
-    row for row in known if part.lower() in f'{row[0]} {_values(row[0], hints[row[0]])} {row[2]}'.lower()
-  ]
+  found = found or [row for row in known if part.lower() in f'{row[0]} {values[row[0]]} {row[2]}'.lower()]
   if not found:
     raise unknown_setting(config, part)
-  return '\n'.join(_entry(name, value, hints[name], doc) for name, value, doc in found)
+  return '\n'.join(_entry(name, value, values[name], doc) for name, value, doc in found)
 
 
-def _entry(name: str, value: Any, hint: Any, doc: str) -> str:
+def _entry(name: str, value: Any, values: str, doc: str) -> str:
   said = textwrap.wrap(doc, WIDTH, initial_indent='      ', subsequent_indent='      ', break_on_hyphens=False)
-  return '\n'.join([f'--config.{name}={value!r}', f'      [{_values(name, hint)}]', *said])
+  return '\n'.join([f'--config.{name}={value!r}', f'      [{values}]', *said])
 
 
-def _values(name: str, hint: Any) -> str:
-  allowed = RANGES.get(name)
+def _values(hint: Any, allowed: Range | None) -> str:
+  """Return which values a setting takes, for users."""
   if allowed is None:
     return type_name(hint)
   *kinds, last = type_name(hint).split(' or ')

@@ -6,8 +6,9 @@ import dataclasses
 from typing import Any, Literal
 
 from sdpo_jax.config.fields import setting
+from sdpo_jax.config.ranges import BATCHES, EVERY, MIB, NOT_NEGATIVE, POSITIVE, SECONDS, TOKENS, VERSIONS, Range
 from sdpo_jax.config.service import GuardsConfig, HttpConfig, LearningConfig, LimitsConfig, StoreConfig
-from sdpo_jax.objective_settings import AGGREGATIONS, TOPK_METHODS
+from sdpo_jax.objective_settings import AGGREGATIONS, ALPHA, TOPK_METHODS
 
 
 @dataclasses.dataclass
@@ -16,8 +17,9 @@ class LoraConfig:
     None,
     'Rank of the factors: the model is frozen, in model.dtype, and only the factors are trained. None: no adapter, all '
     'parameters are trained.',
+    Range(at_least=1, why='None trains all parameters'),
   )
-  alpha: float = setting(32.0, 'The factors count alpha / rank.')
+  alpha: float = setting(32.0, 'The factors count alpha / rank.', POSITIVE)
   use_rslora: bool = setting(False, 'They count alpha / √rank instead (rank-stabilised LoRA, arXiv 2312.03732).')
   target_modules: tuple[str, ...] = setting(
     ('all-linear',),
@@ -48,8 +50,11 @@ class CartridgeConfig:
     None,
     'Key-value slots, P: the model is frozen, in model.dtype, and the slots are trained to stand for a document (arXiv '
     '2506.06266). None: no cartridge.',
+    Range(at_least=1, unit='slots', why='None trains no cartridge'),
   )
-  num_frozen_tokens: int = setting(1, 'Slots, the first ones, that are not trained: an attention sink.')
+  num_frozen_tokens: int = setting(
+    1, 'Slots, the first ones, that are not trained: an attention sink.', Range(at_least=0, unit='slots')
+  )
   document: str = setting(
     '',
     "Text file, local or gs://…, that the teacher reads before every prompt: the system message, where the model's "
@@ -101,6 +106,7 @@ class ModelConfig:
     None,
     'The embedding and the unembedding get rows up to a multiple of this, so that mesh.tensor divides them; such rows '
     'are never sampled, normalised over or exported. None: 1024 for 32768 tokens or more, else 1.',
+    Range(above=0, unit='rows'),
   )
   remat: Literal['none', 'full', 'save_attention', 'dots'] = setting(
     'full',
@@ -140,17 +146,20 @@ class DataConfig:
     (),
     'Share of each of train_files in the batches, in their order, e.g. 7,3; empty: files form one set, generators take '
     'turns with it.',
+    Range(above=0, why='leave a source that is not wanted out of data.train_files'),
   )
-  train_batch_size: int = setting(32, 'Questions per generation batch.')
+  train_batch_size: int = setting(32, 'Questions per generation batch.', Range(above=0, unit='questions'))
   group_duplicates: bool = setting(
     False, 'Rows of a batch that ask the same form one group, sharing demonstrations and the mean of the advantages.'
   )
-  max_prompt_length: int = setting(2048, 'Tokens of a chat-templated prompt at most.')
-  max_response_length: int = setting(8192, 'Tokens of a completion at most.')
+  max_prompt_length: int = setting(2048, 'Tokens of a chat-templated prompt at most.', TOKENS)
+  max_response_length: int = setting(8192, 'Tokens of a completion at most.', TOKENS)
   filter_overlong_prompts: bool = setting(
     False, 'Leave rows with a longer prompt out (counted in the log) instead of ending with an error.'
   )
-  val_max_samples: int | None = setting(None, 'Use only the first rows of val_files; needed for endless generators.')
+  val_max_samples: int | None = setting(
+    None, 'Use only the first rows of val_files; needed for endless generators.', Range(above=0, unit='rows')
+  )
   enable_thinking: bool | None = setting(
     None, "Another name for apply_chat_template_kwargs.enable_thinking; None leaves the template's default."
   )
@@ -168,24 +177,30 @@ class DataConfig:
     (),
     'Lengths to which prompts are padded; the limit is always one of them. Empty: a quarter of the limit (at least '
     '128 tokens) and the limit. A program is compiled for each combination of lengths.',
+    TOKENS,
   )
   response_buckets: tuple[int, ...] = setting(
-    (), 'Lengths to which completions are padded; empty: a sixteenth of the limit, a quarter, and the limit.'
+    (), 'Lengths to which completions are padded; empty: a sixteenth of the limit, a quarter, and the limit.', TOKENS
   )
   reprompt_buckets: tuple[int, ...] = setting(
     (),
     "Lengths to which the teacher's prompts are padded; empty: as for prompts. If this and prompt_buckets are both "
     'empty, short prompts go with short teacher prompts and long with long, which halves the number of programs.',
+    TOKENS,
   )
 
 
 @dataclasses.dataclass
 class SamplingConfig:
-  n: int = setting(8, 'Completions per question.')
-  temperature: float = setting(1.0, 'Sampling temperature.')
-  top_p: float = setting(1.0, 'Keep the smallest set of tokens with at least this probability.')
-  top_k: int = setting(-1, 'Keep the k most likely tokens; -1 keeps all.')
-  min_p: float = setting(0.0, 'Drop tokens less likely than this fraction of the most likely one.')
+  n: int = setting(8, 'Completions per question.', Range(above=0, unit='completions'))
+  temperature: float = setting(1.0, 'Sampling temperature.', Range(above=0, why='the objective divides logits by it'))
+  top_p: float = setting(
+    1.0, 'Keep the smallest set of tokens with at least this probability.', Range(above=0, at_most=1)
+  )
+  top_k: int = setting(-1, 'Keep the k most likely tokens; -1 keeps all.', Range(above=0, also=(-1,), unit='tokens'))
+  min_p: float = setting(
+    0.0, 'Drop tokens less likely than this fraction of the most likely one.', Range(at_least=0, below=1)
+  )
 
   def method(self) -> dict[str, Any]:
     """Return the sampling method as the sampler's arguments: temperature and truncation."""
@@ -204,13 +219,16 @@ class RolloutConfig(SamplingConfig):
     0,
     'How many steps ahead completions are drawn: those of step t by the model as it was before the update of step t − '
     'steps_off; 0: on-policy. Rehearses, in one program, schedules in which sampling does not wait for the update.',
+    Range(at_least=0, at_most=8, unit='generation batches'),
   )
   stop: tuple[str, ...] = setting((), "Strings that end a completion, beside the model's own end-of-turn tokens.")
   stop_token_ids: tuple[int, ...] = setting((), "Token ids that end a completion, beside the model's own.")
   max_batch_rows: int = setting(
-    256, 'Completions decoded at once, at least one a shard of mesh.fsdp; bounds the key-value cache.'
+    256,
+    'Completions decoded at once, at least one a shard of mesh.fsdp; bounds the key-value cache.',
+    Range(above=0, unit='completions'),
   )
-  decode_chunk: int = setting(32, 'Tokens drawn at most in every row before finished ones give way to others.')
+  decode_chunk: int = setting(32, 'Tokens drawn at most in every row before finished ones give way to others.', TOKENS)
   cache_dtype: Literal['auto', 'int8'] = setting(
     'auto',
     "Dtype of the key-value cache. 'auto': model.dtype; 'int8': about half the memory of bfloat16, with one scale per "
@@ -220,9 +238,11 @@ class RolloutConfig(SamplingConfig):
 
 @dataclasses.dataclass
 class ValKwargs(SamplingConfig):
-  n: int = setting(4, 'Completions per question.')
-  temperature: float = setting(0.6, 'Sampling temperature; 0 is greedy.')
-  top_p: float = setting(0.95, 'Keep the smallest set of tokens with at least this probability.')
+  n: int = setting(4, 'Completions per question.', Range(above=0, unit='completions'))
+  temperature: float = setting(0.6, 'Sampling temperature; 0 is greedy.', NOT_NEGATIVE)
+  top_p: float = setting(
+    0.95, 'Keep the smallest set of tokens with at least this probability.', Range(above=0, at_most=1)
+  )
 
 
 @dataclasses.dataclass
@@ -242,17 +262,23 @@ class TeacherEndpointConfig:
     '', "Directory or hub name with that model's tokenizer, which is compared with the student's at every start."
   )
   top_k: int = setting(
-    100, "Log-probs per token: the divergence is over the teacher's K most likely tokens, with a bucket for the rest."
+    100,
+    "Log-probs per token: the divergence is over the teacher's K most likely tokens, with a bucket for the rest.",
+    Range(at_least=1, unit='tokens'),
   )
   api_key_env: str = setting(
     '', 'Environment variable with the key that is sent as a bearer token; empty: none is sent.'
   )
-  timeout_s: float = setting(120.0, 'Seconds within which the answer about one completion must be complete.')
+  timeout_s: float = setting(120.0, 'Seconds within which the answer about one completion must be complete.', SECONDS)
   batch_timeout_s: float = setting(
-    1800.0, 'Seconds within which all completions of a generation batch must be scored, or the run ends.'
+    1800.0, 'Seconds within which all completions of a generation batch must be scored, or the run ends.', SECONDS
   )
-  retries: int = setting(3, 'Attempts after the first, with growing pauses, as for environments.http.')
-  concurrency: int = setting(16, 'Requests under way at once, of each process of the run.')
+  retries: int = setting(
+    3, 'Attempts after the first, with growing pauses, as for environments.http.', Range(at_least=0, unit='requests')
+  )
+  concurrency: int = setting(
+    16, 'Requests under way at once, of each process of the run.', Range(above=0, unit='requests')
+  )
 
   @property
   def used(self) -> bool:
@@ -269,9 +295,13 @@ class FeedbackEndpointConfig:
   )
   model: str = setting('', 'Name of the writing model there.')
   api_key_env: str = setting('', 'Environment variable with the key that is sent as a bearer token; empty: none is.')
-  timeout_s: float = setting(120.0, 'Seconds within which an answer must be complete.')
-  retries: int = setting(3, 'Attempts after the first, with growing pauses, as for environments.http.')
-  concurrency: int = setting(16, 'Requests under way at once, of each process of the run.')
+  timeout_s: float = setting(120.0, 'Seconds within which an answer must be complete.', SECONDS)
+  retries: int = setting(
+    3, 'Attempts after the first, with growing pauses, as for environments.http.', Range(at_least=0, unit='requests')
+  )
+  concurrency: int = setting(
+    16, 'Requests under way at once, of each process of the run.', Range(above=0, unit='requests')
+  )
 
 
 @dataclasses.dataclass
@@ -279,9 +309,13 @@ class SelfDistillationConfig:
   full_logit_distillation: bool = setting(
     True, 'Distil distributions; false: the sampled token only (alpha must be 1).'
   )
-  alpha: float = setting(0.5, '0: KL(teacher‖student), 1: KL(student‖teacher), between: generalised Jensen–Shannon.')
+  alpha: float = setting(
+    0.5,
+    '0: KL(teacher‖student), 1: KL(student‖teacher), between: generalised Jensen–Shannon.',
+    Range(at_least=ALPHA[0], at_most=ALPHA[1]),
+  )
   distillation_topk: int | None = setting(
-    100, 'Support: the K most likely tokens of distillation_topk_of; None: whole vocabulary.'
+    100, 'Support: the K most likely tokens of distillation_topk_of; None: whole vocabulary.', TOKENS
   )
   distillation_topk_of: Literal['student', 'teacher'] = setting(
     'student',
@@ -295,7 +329,9 @@ class SelfDistillationConfig:
   distillation_add_tail: bool = setting(
     True, 'Add a bucket for the rest of the vocabulary; false renormalises the top K.'
   )
-  is_clip: float | None = setting(2.0, 'Upper clip of the importance ratio of the sampled token; None: no ratio.')
+  is_clip: float | None = setting(
+    2.0, 'Upper clip of the importance ratio of the sampled token; None: no ratio.', POSITIVE
+  )
   success_reward_threshold: float = setting(0.5, 'A completion whose score reaches this is a success.')
   teacher_regularization: Literal['ema', 'lora_ema', 'trust-region', 'restart', 'frozen', 'base', 'live'] = setting(
     'ema',
@@ -312,9 +348,13 @@ class SelfDistillationConfig:
     'this is on-policy distillation. See docs/teachers.md.',
   )
   teacher_endpoint: TeacherEndpointConfig = setting(TeacherEndpointConfig, 'A teacher that a server answers for.')
-  teacher_update_rate: float = setting(0.05, 'EMA rate per generation batch, or the mixing weight of the trust region.')
+  teacher_update_rate: float = setting(
+    0.05, 'EMA rate per generation batch, or the mixing weight of the trust region.', Range(at_least=0, at_most=1)
+  )
   teacher_restart_interval: int | None = setting(
-    None, "Generation batches between two restarts of the teacher; for teacher_regularization='restart' only."
+    None,
+    "Generation batches between two restarts of the teacher; for teacher_regularization='restart' only.",
+    Range(at_least=1, unit='generation batches'),
   )
   teacher_context: Literal['reprompt', 'prompt'] = setting(
     'reprompt',
@@ -323,7 +363,7 @@ class SelfDistillationConfig:
     'another model. Then every completion is taught, graded or not, and demonstrations, feedback and lengths of the '
     'teacher have no effect.',
   )
-  max_reprompt_len: int = setting(10240, "Tokens of the teacher's chat-templated prompt at most.")
+  max_reprompt_len: int = setting(10240, "Tokens of the teacher's chat-templated prompt at most.", TOKENS)
   reprompt_truncation: Literal['content', 'right', 'left', 'error'] = setting(
     'content',
     'Over-long teacher prompts: shorten the demonstration and feedback; or, as the reference, cut tokens from the '
@@ -381,9 +421,10 @@ class SelfDistillationConfig:
   feedback_max_prompt_len: int | None = setting(
     None,
     'Tokens of that at most, the chat template included; attempt and output are shortened. None: max_reprompt_len.',
+    TOKENS,
   )
-  feedback_max_tokens: int = setting(512, 'Tokens of written feedback at most.')
-  feedback_temperature: float = setting(0.0, 'Sampling temperature of the writer; 0 is greedy.')
+  feedback_max_tokens: int = setting(512, 'Tokens of written feedback at most.', TOKENS)
+  feedback_temperature: float = setting(0.0, 'Sampling temperature of the writer; 0 is greedy.', NOT_NEGATIVE)
   feedback_keeps_output: bool = setting(
     True, "Where include_environment_feedback shows the grader's own feedback, it stays in front of what is written."
   )
@@ -392,9 +433,9 @@ class SelfDistillationConfig:
 @dataclasses.dataclass
 class PolicyLossConfig:
   loss_mode: Literal['sdpo', 'vanilla'] = setting('sdpo', 'sdpo: self-distillation; vanilla: GRPO with dual-clip PPO.')
-  clip_ratio_low: float = setting(0.2, 'PPO: lower clip of the ratio.')
-  clip_ratio_high: float = setting(0.28, 'PPO: upper clip of the ratio.')
-  clip_ratio_c: float = setting(3.0, 'PPO: bound of the loss for negative advantages (dual clip).')
+  clip_ratio_low: float = setting(0.2, 'PPO: lower clip of the ratio.', NOT_NEGATIVE)
+  clip_ratio_high: float = setting(0.28, 'PPO: upper clip of the ratio.', NOT_NEGATIVE)
+  clip_ratio_c: float = setting(3.0, 'PPO: bound of the loss for negative advantages (dual clip).', Range(above=1))
   norm_adv_by_std_in_grpo: bool = setting(False, 'GRPO: divide advantages by the standard deviation of the group.')
 
 
@@ -407,37 +448,41 @@ class ActorConfig:
     None,
     "Consecutive sequences that share a denominator; None: the whole optimizer batch. 1 is the reference's runs "
     '(its denominators are per micro-batch of one).',
+    Range(above=0, unit='sequences'),
   )
   loss_scale_factor: float | None = setting(
-    None, 'Divisor of seq-mean-token-sum-norm; None: max_response_length, as the reference.'
+    None, 'Divisor of seq-mean-token-sum-norm; None: max_response_length, as the reference.', POSITIVE
   )
   entropy_coeff: float = setting(0.0, 'Weight of an entropy bonus.')
   kl_loss_coef: float = setting(
     0.0,
     'Weight of a penalty on the KL divergence from the initial policy, of which a copy in model.dtype is then kept on '
     'the devices; 0: no penalty and no copy. See docs/optimization.md.',
+    NOT_NEGATIVE,
   )
   kl_loss_type: Literal['k1', 'k2', 'k3'] = setting(
     'k3',
     "How the divergence is estimated from a sampled token, with x = log π − log π₀ and π₀ the initial policy; 'k1' "
     "(verl: kl): x, whose gradient is zero on average; 'k2' (mse): x²/2; 'k3' (low_var_kl): exp(−x) + x − 1.",
   )
-  ppo_mini_batch_size: int = setting(32, 'Questions per optimizer step.')
-  ppo_micro_batch_size: int = setting(8, 'Sequences per forward and backward pass; changes memory, never a gradient.')
+  ppo_mini_batch_size: int = setting(32, 'Questions per optimizer step.', Range(above=0, unit='questions'))
+  ppo_micro_batch_size: int = setting(
+    8, 'Sequences per forward and backward pass; changes memory, never a gradient.', Range(above=0, unit='sequences')
+  )
   pack_sequences: bool = setting(
     False,
     'Pack short samples into rows, as segments that do not see each other, which leaves little padding. Each '
     'micro-batch has the smallest lengths of data.*_buckets that hold it. Samples in a row that have the same teacher '
     'prompt share one copy of it, unless layers of the model have windows.',
   )
-  ppo_epochs: int = setting(1, 'Passes over a generation batch.')
-  logits_chunk_size: int = setting(512, 'Tokens whose logits exist at one time in the objective.')
+  ppo_epochs: int = setting(1, 'Passes over a generation batch.', POSITIVE)
+  logits_chunk_size: int = setting(512, 'Tokens whose logits exist at one time in the objective.', TOKENS)
 
 
 @dataclasses.dataclass
 class RolloutCorrectionConfig:
   rollout_is: Literal['token'] | None = setting('token', "Weights exp(old log-prob − sampler's log-prob) per token.")
-  rollout_is_threshold: float = setting(2.0, 'Upper clip of these weights.')
+  rollout_is_threshold: float = setting(2.0, 'Upper clip of these weights.', POSITIVE)
   rollout_is_batch_normalize: bool = setting(False, 'Divide the weights by their mean over the generation batch.')
 
 
@@ -449,13 +494,16 @@ class AlgorithmConfig:
     'plus policy_gradient_coef times the loss of GRPO, with the advantages of all graded completions and the clips of '
     'actor.policy_loss.',
   )
-  sdpo_coef: float = setting(1.0, "Weight of the divergence in mode='hybrid'; 0: none, and no teacher: GRPO.")
-  policy_gradient_coef: float = setting(1.0, "Weight of the policy gradient in mode='hybrid'; 0: none.")
+  sdpo_coef: float = setting(
+    1.0, "Weight of the divergence in mode='hybrid'; 0: none, and no teacher: GRPO.", NOT_NEGATIVE
+  )
+  policy_gradient_coef: float = setting(1.0, "Weight of the policy gradient in mode='hybrid'; 0: none.", NOT_NEGATIVE)
   min_sdpo_examples: int = setting(
     0,
     'Completions of which the teacher knows more that must have gathered, over several generation batches if need be, '
     'for an update; what exceeds data.train_batch_size × rollout.n waits for the next one. 0: every batch has an '
     'update. See docs/sessions.md.',
+    Range(at_least=0, unit='completions'),
   )
   rollout_correction: RolloutCorrectionConfig = setting(
     RolloutCorrectionConfig, 'Weights for the difference of sampler and trainer.'
@@ -470,8 +518,10 @@ class OptimizerConfig:
     "and columns, no momentum; 'lion': signs of momenta; 'muon': orthogonal momenta for the matrices inside the layers "
     'and AdamW for the other parameters. See docs/optimization.md.',
   )
-  lr: float = setting(1e-5, 'Learning rate after the warm-up.')
-  lr_warmup_steps: int = setting(10, 'Generation batches of linear warm-up from 0 (the first has rate 0); 0: none.')
+  lr: float = setting(1e-5, 'Learning rate after the warm-up.', NOT_NEGATIVE)
+  lr_warmup_steps: int = setting(
+    10, 'Generation batches of linear warm-up from 0 (the first has rate 0); 0: none.', EVERY
+  )
   lr_scheduler_type: Literal['constant', 'cosine', 'linear'] = setting(
     'constant',
     'Learning rate after the warm-up: constant, or falling to lr · min_lr_ratio along a cosine or a straight line.',
@@ -480,25 +530,28 @@ class OptimizerConfig:
     None,
     'Generation batches, those of the warm-up included, after which the rate is lr · min_lr_ratio and stays there; '
     'None: trainer.total_training_steps, which a resumed run may then not change.',
+    BATCHES,
   )
-  min_lr_ratio: float = setting(0.0, 'Fraction of lr that is left after the decay.')
+  min_lr_ratio: float = setting(0.0, 'Fraction of lr that is left after the decay.', Range(at_least=0, at_most=1))
   betas: tuple[float, ...] = setting(
     (0.9, 0.999),
     "Decay rates of AdamW's moments; for lion, those of the update and of the momentum (its authors use 0.9,0.99).",
+    Range(at_least=0, below=1),
   )
-  eps: float = setting(1e-8, 'AdamW epsilon.')
-  momentum: float = setting(0.95, "Decay of muon's momentum.")
+  eps: float = setting(1e-8, 'AdamW epsilon.', POSITIVE)
+  momentum: float = setting(0.95, "Decay of muon's momentum.", Range(at_least=0, below=1))
   weight_decay: float = setting(
     0.01,
     'Decoupled weight decay, on all parameters but those of weight_decay_exclude and the slots of a cartridge; sgd has '
     'none.',
+    NOT_NEGATIVE,
   )
   weight_decay_exclude: tuple[str, ...] = setting(
     (),
     'Regular expressions; parameters in whose names one of them is found do not decay, e.g. norm,embedding. Each must '
     'be found in some name. Empty: all decay, as in the reference.',
   )
-  grad_clip: float = setting(1.0, 'Global gradient norm at most.')
+  grad_clip: float = setting(1.0, 'Global gradient norm at most.', POSITIVE)
   mu_dtype: Literal['float32', 'bfloat16'] = setting('float32', 'Dtype of the first moment or momentum.')
 
   def decay_steps(self, total_training_steps: int) -> int:
@@ -508,8 +561,8 @@ class OptimizerConfig:
 
 @dataclasses.dataclass
 class TrainerConfig:
-  total_training_steps: int = setting(100, 'Generation batches.')
-  test_freq: int = setting(5, 'Evaluate every so many generation batches and at the end; 0: never.')
+  total_training_steps: int = setting(100, 'Generation batches.', BATCHES)
+  test_freq: int = setting(5, 'Evaluate every so many generation batches and at the end; 0: never.', EVERY)
   val_before_train: bool = setting(True, 'Evaluate before the first step.')
   test_divergence: bool = setting(
     False,
@@ -517,21 +570,24 @@ class TrainerConfig:
     'completions that the student draws and on others that the teacher draws: eval/<task>/kl_on_student and '
     'kl_on_teacher.',
   )
-  save_freq: int = setting(5, 'Checkpoint every so many generation batches and at the end; 0: only at the end.')
+  save_freq: int = setting(5, 'Checkpoint every so many generation batches and at the end; 0: only at the end.', EVERY)
   max_skipped_steps: int = setting(
     3,
     'End the run, with a checkpoint and exit code 2, after this many generation batches in a row in which no gradient '
     'was finite, so that every optimizer step was skipped; 0: never.',
+    EVERY,
   )
   watchdog_report_s: float | None = setting(
     1800.0,
     'Say so, and write where every thread stands to stalls/, after so many seconds without any progress: no program '
     'compiled, no token drawn, no completion graded, no micro-batch trained. None: never.',
+    SECONDS,
   )
   watchdog_limit_s: float | None = setting(
     None,
     'End the run with exit code 70 after so many seconds without any progress, saving what can be saved; the same '
     'command resumes. Must be longer than the longest compilation and the longest call of a grader. None: never.',
+    SECONDS,
   )
   accept_changes: tuple[str, ...] = setting(
     (),
@@ -540,17 +596,20 @@ class TrainerConfig:
     'data.environment, the document of a cartridge), graders (their code and all of environments.*). What is accepted '
     'is said and kept in fingerprint.json.',
   )
-  max_ckpt_to_keep: int = setting(2, 'Latest checkpoints kept.')
+  max_ckpt_to_keep: int = setting(2, 'Latest checkpoints kept.', Range(above=0, unit='checkpoints'))
   best_metric: str | None = setting(None, 'Also keep the checkpoint with the largest value of this metric.')
   batch_order: Literal['sampled', 'balanced'] = setting(
     'sampled', "Order of a generation batch: as sampled, or the reference's length-balanced zig-zag."
   )
-  balance_partitions: int = setting(1, "Partitions of the balanced order (the reference's data-parallel ranks).")
+  balance_partitions: int = setting(
+    1, "Partitions of the balanced order (the reference's data-parallel ranks).", POSITIVE
+  )
   preemption_grace_s: float = setting(
     20.0,
     'Seconds from SIGTERM or Ctrl-C to the end of the process. The last finished step is saved in them, what is under '
     'way is given up; whatever has not ended then (a checkpoint that takes longer, a grader that hangs) is cut off, '
     'and the last whole checkpoint counts.',
+    SECONDS,
   )
   keep_starting_state: bool = setting(
     False,
@@ -559,19 +618,23 @@ class TrainerConfig:
     'devices. Without it such a batch is ended first when the run is told to stop, and after an error the last '
     'checkpoint counts.',
   )
-  rollout_save_freq: int = setting(1, 'Write rollouts/<step>.jsonl every so many steps; 0: never.')
+  rollout_save_freq: int = setting(1, 'Write rollouts/<step>.jsonl every so many steps; 0: never.', EVERY)
   record_top_tokens: int = setting(
     0,
     'Put so many of the most likely tokens of student and teacher at every position into rollouts/<step>.jsonl, with '
     'their log-probs, for launch.report: a forward pass of both more in these steps, and about 50 bytes for each of '
     'them. 0: none.',
+    Range(at_least=0, unit='tokens'),
   )
   sample_table_freq: int = setting(
     0,
     'Show samples (prompt, completion, score, feedback) every so many generation batches, on the terminal, in '
     'TensorBoard and in Weights & Biases; 0: never.',
+    EVERY,
   )
-  sample_table_rows: int = setting(4, 'Samples shown each time, spread over the generation batch.')
+  sample_table_rows: int = setting(
+    4, 'Samples shown each time, spread over the generation batch.', Range(above=0, unit='samples')
+  )
   tensorboard: bool = setting(True, 'Write tensorboard/.')
   wandb_project: str | None = setting(None, 'Also log to this Weights & Biases project; needs wandb installed.')
   profile_steps: tuple[int, ...] = setting((), 'Steps of which a profiler trace is written to profile/.')
@@ -597,7 +660,7 @@ class AlarmsConfig:
     'What a rule that holds does: say so; end the run with exit code 3; or go back to the weights of the best '
     'checkpoint (by trainer.best_metric) and go on with the next questions.',
   )
-  max_rollbacks: int = setting(2, 'Rollbacks of a run at most; an alarm after them stops it.')
+  max_rollbacks: int = setting(2, 'Rollbacks of a run at most; an alarm after them stops it.', NOT_NEGATIVE)
   epistemic_words: tuple[str, ...] = setting(
     ('wait', 'hmm', 'perhaps', 'maybe', 'alternatively', 'actually', 'seems', 'might', 'likely', 'check'),
     'Words of doubt and checking that are counted in completions (arXiv 2603.24472).',
@@ -612,13 +675,17 @@ class SandboxConfig:
   allow_unsandboxed: bool = setting(
     False, 'Run model-written code with limits but without confinement where no mechanism works. Dangerous.'
   )
-  workers: int | None = setting(None, 'Programs that run at once; None: one a CPU core.')
-  memory_mb: int = setting(
-    1024, 'Memory of a program at most, beyond what the interpreter and preloaded modules take, MiB.'
+  workers: int | None = setting(
+    None, 'Programs that run at once; None: one a CPU core.', Range(above=0, unit='processes')
   )
-  file_mb: int = setting(16, 'What a program has in its scratch directory at most, MiB; a larger file is an error.')
+  memory_mb: int = setting(
+    1024, 'Memory of a program at most, beyond what the interpreter and preloaded modules take, MiB.', MIB
+  )
+  file_mb: int = setting(
+    16, 'What a program has in its scratch directory at most, MiB; a larger file is an error.', MIB
+  )
   output_mb: int = setting(
-    8, 'What a program prints, and its result, at most, MiB; the rest is dropped and the program ended.'
+    8, 'What a program prints, and its result, at most, MiB; the rest is dropped and the program ended.', MIB
   )
   packages: tuple[str, ...] | None = setting(
     None,
@@ -636,11 +703,13 @@ class HttpGraderConfig:
     'environment variable, for what must not be saved.',
   )
   authorization_env: str = setting('', 'Environment variable whose value is sent as the Authorization header.')
-  timeout_s: float = setting(30.0, 'Seconds within which an answer must be complete.')
+  timeout_s: float = setting(30.0, 'Seconds within which an answer must be complete.', SECONDS)
   retries: int = setting(
-    3, 'Attempts after the first, with growing pauses, on time-outs, lost connections and the statuses 429 and 5xx.'
+    3,
+    'Attempts after the first, with growing pauses, on time-outs, lost connections and the statuses 429 and 5xx.',
+    Range(at_least=0, unit='requests'),
   )
-  concurrency: int = setting(16, 'Requests under way at once.')
+  concurrency: int = setting(16, 'Requests under way at once.', Range(above=0, unit='requests'))
 
 
 @dataclasses.dataclass
@@ -660,13 +729,15 @@ class JudgeConfig:
     '(useless) to 1 (right).',
     'What the judge is asked; may use {question}, {completion} (which comes in tags of its own) and {ground_truth}.',
   )
-  temperature: float = setting(0.0, 'Sampling temperature of the judge.')
-  max_tokens: int = setting(1024, 'Tokens of a critique at most.')
-  timeout_s: float = setting(120.0, 'Seconds within which a critique must be complete.')
+  temperature: float = setting(0.0, 'Sampling temperature of the judge.', NOT_NEGATIVE)
+  max_tokens: int = setting(1024, 'Tokens of a critique at most.', TOKENS)
+  timeout_s: float = setting(120.0, 'Seconds within which a critique must be complete.', SECONDS)
   retries: int = setting(
-    3, 'Attempts after the first, with growing pauses, as for environments.http and where a critique has no score.'
+    3,
+    'Attempts after the first, with growing pauses, as for environments.http and where a critique has no score.',
+    Range(at_least=0, unit='requests'),
   )
-  concurrency: int = setting(16, 'Requests under way at once.')
+  concurrency: int = setting(16, 'Requests under way at once.', Range(above=0, unit='requests'))
 
 
 @dataclasses.dataclass
@@ -689,6 +760,7 @@ class EnvironmentsConfig:
     0.5,
     'End the run, after saving it, when more than this fraction of the completions of a batch or an evaluation could '
     'not be graded; 1: never.',
+    Range(at_least=0, at_most=1),
   )
   score_range: tuple[float, ...] = setting(
     (-1000.0, 1000.0), 'Smallest and largest valid score; a completion with any other score is ungraded.'
@@ -697,6 +769,7 @@ class EnvironmentsConfig:
     300.0,
     'Time limit of one call of a grader, for one completion or for a batch; code, math, http and judge have time '
     'limits of their own.',
+    SECONDS,
   )
   sandbox: SandboxConfig = setting(SandboxConfig, 'Where model-written code runs.')
   http: HttpGraderConfig = setting(HttpGraderConfig, 'A grader behind an address.')
@@ -705,11 +778,16 @@ class EnvironmentsConfig:
 
 @dataclasses.dataclass
 class MeshConfig:
-  fsdp: int = setting(-1, 'Devices over which parameters and batch are sharded; -1: all that are left.')
+  fsdp: int = setting(
+    -1,
+    'Devices over which parameters and batch are sharded; -1: all that are left.',
+    Range(above=0, also=(-1,), unit='devices'),
+  )
   tensor: int | None = setting(
     None,
     'Devices over which heads, MLP and vocabulary are sharded: a group that samples together; -1: all that are left. '
     'None: as few as hold the weights of the sampler in a sixth of their memory (1 on a CPU).',
+    Range(above=0, also=(-1,), unit='devices'),
   )
 
 
@@ -717,35 +795,48 @@ class MeshConfig:
 class ServeConfig:
   """An engine that serves many adapters of one model (docs/engine.md), its compiled sizes, and its service."""
 
-  prompt_buckets: tuple[int, ...] = setting((), 'Lengths to which prompts are padded; empty: those of training.')
-  teacher_buckets: tuple[int, ...] = setting((), "The same of teachers' prompts.")
-  response_buckets: tuple[int, ...] = setting((), 'The same of completions.')
+  prompt_buckets: tuple[int, ...] = setting(
+    (), 'Lengths to which prompts are padded; empty: those of training.', TOKENS
+  )
+  teacher_buckets: tuple[int, ...] = setting((), "The same of teachers' prompts.", TOKENS)
+  response_buckets: tuple[int, ...] = setting((), 'The same of completions.', TOKENS)
   score_buckets: tuple[int, ...] = setting(
     (),
     'Lengths to which whole texts are padded whose tokens are scored; empty: that of the longest prompt and the '
     'longest completion together.',
+    TOKENS,
   )
-  rows: int = setting(16, 'Completions decoded at once, a multiple of the devices of mesh.fsdp.')
+  rows: int = setting(
+    16, 'Completions decoded at once, a multiple of the devices of mesh.fsdp.', Range(above=0, unit='completions')
+  )
   training_rows: int = setting(
-    4, 'Completions of a micro-batch of scoring and learning, a multiple of the devices of the mesh.'
+    4,
+    'Completions of a micro-batch of scoring and learning, a multiple of the devices of the mesh.',
+    Range(above=0, unit='completions'),
   )
-  snapshots: int = setting(8, 'Versions of adapters on the devices to sample from at once.')
-  teachers: int = setting(8, 'Versions of adapters on the devices to score with at once.')
-  slots: int = setting(8, 'Versions of adapters on the devices in training at once.')
-  topk: int = setting(100, 'K, tokens of the support of a loss, or of an answer about scores, at most.')
-  decode_chunk: int = setting(8, 'Tokens drawn at most in every row before requests are admitted and answered.')
-  stop_ids: int = setting(8, 'Tokens that may end a completion, at most.')
+  snapshots: int = setting(8, 'Versions of adapters on the devices to sample from at once.', VERSIONS)
+  teachers: int = setting(8, 'Versions of adapters on the devices to score with at once.', VERSIONS)
+  slots: int = setting(8, 'Versions of adapters on the devices in training at once.', VERSIONS)
+  topk: int = setting(
+    100,
+    'K, tokens of the support of a loss, or of an answer about scores, at most.',
+    Range(above=0, at_most=256, unit='tokens'),
+  )
+  decode_chunk: int = setting(8, 'Tokens drawn at most in every row before requests are admitted and answered.', TOKENS)
+  stop_ids: int = setting(8, 'Tokens that may end a completion, at most.', TOKENS)
   kept_prefixes: int = setting(
     8,
     'Prompts with their completions whose keys and values stay, so that the next turn of a conversation prefills its '
     'new tokens only; each part of mesh.fsdp has as many as any other. 0: none, and what is drawn never depends, by '
     'rounding, on what was asked before.',
+    Range(at_least=0, unit='prompts'),
   )
-  logits_chunk_size: int = setting(256, 'Tokens whose logits exist at one time.')
+  logits_chunk_size: int = setting(256, 'Tokens whose logits exist at one time.', TOKENS)
   memory_mb: int | None = setting(
     None,
     'Of versions of adapters in host memory; others are in files. None: twice what all places on the devices hold, '
     '1024 at least, and a quarter of the memory of the host at most.',
+    MIB,
   )
   product: Literal['auto', 'gather', 'masked'] = setting(
     'auto',
@@ -769,21 +860,28 @@ class ServeConfig:
 class PlanConfig:
   """The assumptions of launch.plan about a run; nothing else reads them."""
 
-  mean_prompt: float | None = setting(None, 'Mean length of prompts; None: the limit.')
-  mean_completion: float | None = setting(None, 'Mean length of completions; None: half of the longest.')
-  longest_completion: float | None = setting(None, 'Length that no completion exceeds; None: the limit.')
-  mean_reprompt: float | None = setting(None, "Mean length of the teacher's prompts; None: the limit.")
-  trained_fraction: float = setting(1.0, 'Fraction of the samples that have a signal and pass through the update.')
+  mean_prompt: float | None = setting(None, 'Mean length of prompts; None: the limit.', TOKENS)
+  mean_completion: float | None = setting(None, 'Mean length of completions; None: half of the longest.', TOKENS)
+  longest_completion: float | None = setting(None, 'Length that no completion exceeds; None: the limit.', TOKENS)
+  mean_reprompt: float | None = setting(None, "Mean length of the teacher's prompts; None: the limit.", TOKENS)
+  trained_fraction: float = setting(
+    1.0, 'Fraction of the samples that have a signal and pass through the update.', Range(above=0, at_most=1)
+  )
   document_tokens: int | None = setting(
     None,
     'Tokens of the document that the teacher of a cartridge reads; None: those of model.cartridge.document, which is '
     'then read, with the tokenizer of model.path.',
+    TOKENS,
   )
   evaluation_questions: int | None = setting(
-    None, 'Held-out questions, unless data.val_max_samples is set; None: as many as fill the sampler once.'
+    None,
+    'Held-out questions, unless data.val_max_samples is set; None: as many as fill the sampler once.',
+    Range(above=0, unit='questions'),
   )
   price_per_chip_hour: float | None = setting(
-    None, 'US dollars; None: a list price for a run, and no cost is printed of an engine.'
+    None,
+    'US dollars; None: a list price for a run, and no cost is printed of an engine.',
+    Range(at_least=0, unit='US dollars'),
   )
 
 
@@ -792,7 +890,7 @@ class Sections:
   """All settings, as sections; `settings.Config` adds validation and serialisation."""
 
   name: str = setting('run', 'Name of the experiment; the default workdir is runs/<name>.')
-  seed: int = setting(0, 'Seed of everything random.')
+  seed: int = setting(0, 'Seed of everything random.', Range(at_least=0, below=2**63))
   model: ModelConfig = setting(ModelConfig, 'The policy.')
   data: DataConfig = setting(DataConfig, 'What is asked.')
   rollout: RolloutConfig = setting(RolloutConfig, 'How training completions are sampled.')
