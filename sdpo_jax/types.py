@@ -171,6 +171,14 @@ class RowNumbers:
   tail: jax.Array | None = None
 
 
+# Fields of `Batch` that hold the weights of the terms of the loss.
+COEFFICIENTS = ('distill_coef', 'policy_coef', 'entropy_coef', 'kl_coef')
+# Coefficient → what its term reads of each token beside what all terms share.
+READS = {'policy_coef': 'advantages', 'kl_coef': 'initial_log_probs'}
+# Fields of `Batch` that are numbers [B, T] and that `objective` takes by the same names.
+NUMBERS = (*COEFFICIENTS, 'old_log_probs', 'sampling_log_probs', *READS.values())
+
+
 @flax.struct.dataclass
 class Batch:
   """Device arrays of one update (or of one micro-batch of it)."""

@@ -14,9 +14,9 @@ import numpy as np
 from models.policy import Policy
 from sdpo_jax.learning import packing
 from sdpo_jax.objective.aggregation import loss_coefficients
-from sdpo_jax.objective.spec import COEFFICIENTS, ObjectiveSpec
+from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import Buckets, bucket
-from sdpo_jax.types import Batch, Rollouts, TeacherSignal, TokenRows
+from sdpo_jax.types import COEFFICIENTS, READS, Batch, Rollouts, TeacherSignal, TokenRows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -508,9 +508,8 @@ def _micro_batch(
     targets=fit(rollouts.completion_tokens),
     mask=fit_float(rollouts.completion_mask),
     old_log_probs=fit_float(batch.old_log_probs),
-    advantages=fit_float(batch.advantages) if 'policy_coef' in coef else None,
     sampling_log_probs=fit_float(batch.sampling_log_probs) if coef else None,
-    initial_log_probs=fit_float(batch.initial_log_probs) if 'kl_coef' in coef else None,
+    **{read: fit_float(getattr(batch, read)) if name in coef else None for name, read in READS.items()},
     signal=jax.tree.map(fit, batch.signal),
     **{name: None for name in COEFFICIENTS} | {name: fit(values, held) for name, values in coef.items()},
   )

@@ -30,7 +30,7 @@ from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.teacher import averaging
 from sdpo_jax.teacher.averaging import TeacherSpec
 from sdpo_jax.teacher.signal import Teacher, on_own_top_k, teacher_signal
-from sdpo_jax.types import Batch, TokenRows, TrainState, Tree
+from sdpo_jax.types import NUMBERS, Batch, TokenRows, TrainState, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,14 +161,7 @@ def accumulate(
       signal,
       targets=batch.targets,
       mask=batch.mask,
-      distill_coef=batch.distill_coef,
-      policy_coef=batch.policy_coef,
-      entropy_coef=batch.entropy_coef,
-      kl_coef=batch.kl_coef,
-      old_log_probs=batch.old_log_probs,
-      advantages=batch.advantages,
-      sampling_log_probs=batch.sampling_log_probs,
-      initial_log_probs=batch.initial_log_probs,
+      **{name: getattr(batch, name) for name in NUMBERS},
       config=spec.objective,
       vocab_size=policy.vocab_size,
       layout=layout(mesh),

@@ -15,14 +15,9 @@ from sdpo_jax.objective import vocabulary
 from sdpo_jax.objective.fused import FusedSettings, SharedInputs, fused_loss
 from sdpo_jax.objective.row_numbers import first_entries, of_tokens
 from sdpo_jax.objective.sharded import Layout, VocabShard
-from sdpo_jax.objective.terms import (
-  Auxiliary,
-  TermScalars,
-  TermSettings,
-  TokenInputs,
-)
+from sdpo_jax.objective.terms import Auxiliary, TermScalars, TermSettings, TokenInputs
 from sdpo_jax.objective_settings import TOPK_METHODS, check_divergence, known_number
-from sdpo_jax.types import RowNumbers, TeacherSignal
+from sdpo_jax.types import NUMBERS, READS, RowNumbers, TeacherSignal
 
 Aux = dict[str, jax.Array]
 
@@ -95,19 +90,12 @@ def objective(
   targets: jax.Array,
   mask: jax.Array,
   distill_coef: jax.Array | None,
-  policy_coef: jax.Array | None = None,
-  entropy_coef: jax.Array | None = None,
-  old_log_probs: jax.Array | None = None,
-  advantages: jax.Array | None = None,
-  config: ObjectiveConfig = ObjectiveConfig(),
-  support: jax.Array | None = None,
   *,
-  sampling_log_probs: jax.Array | None = None,
-  kl_coef: jax.Array | None = None,
-  initial_log_probs: jax.Array | None = None,
+  config: ObjectiveConfig = ObjectiveConfig(),
   vocab_size: int | None = None,
   layout: Layout | None = None,
   numbers: RowNumbers | None = None,
+  **inputs: jax.Array | None,
 ) -> tuple[jax.Array, Aux]:
   """Return Σ distill_coef·w·ratio·D + Σ policy_coef·w·ℓ_ppo − Σ entropy_coef·H + Σ kl_coef·k, over unmasked tokens.
 
@@ -141,20 +129,14 @@ def objective(
     targets: [B, T] int32, the completion.
     mask: [B, T], 0 on tokens that are not computed at all.
     distill_coef: [B, T] weight of the divergence; None with teacher None.
-    policy_coef: [B, T] weight of the policy-gradient loss; None: none.
-    entropy_coef: [B, T] weight of the entropy bonus; None: none.
-    old_log_probs: [B, T] of the policy before the update; None: the current ones, without gradient.
-    advantages: [B, T]; required with policy_coef.
     config: compile-time settings.
-    support: [B, T, K] int32, token ids to use in place of the student's top K; negative = none.
-    sampling_log_probs: [B, T] under the distribution that the targets were drawn from; None: w is 1.
-    kl_coef: [B, T] weight of the KL divergence from the initial policy; None: none.
-    initial_log_probs: [B, T] of the targets under the initial policy, at the temperature; required with kl_coef.
     vocab_size: V, the number of leading entries of all unembeddings that are tokens; the others are ignored and
       receive no gradient. None: all.
     layout: how the arguments, then global arrays, are sharded over a mesh; None: one device.
     numbers: [B] each, replacing those of `config`; None: all rows use `config`. `topk` is the number of leading entries
       that count, of any support, at most its K.
+    **inputs: the other fields of `TokenInputs` that callers give, [B, T] or [B, T, K]: `policy_coef`, `entropy_coef`
+      and `kl_coef`, the weights of further terms; what these read; and `support`. Absent or None: none.
 
   Returns:
     the loss (scalar, at least float32) and a dict without gradient: scalars `distillation_loss`, `policy_loss`,
@@ -174,22 +156,15 @@ def objective(
     _assert_tokens(targets, mask, [], [teacher.token_ids])
     _assert_states(targets, teacher.hidden, teacher.unembedding)
     _assert_states(targets, teacher.mix_hidden, teacher.mix_unembedding)
-    _check_signal(teacher, support)
+    _check_signal(teacher, inputs.get('support'))
   tokens = token_inputs(
     teacher,
     TokenInputs(
       targets=targets,
       mask=mask,
       distill_coef=distill_coef,
-      policy_coef=policy_coef,
-      entropy_coef=entropy_coef,
-      old_log_probs=old_log_probs,
-      advantages=advantages,
-      support=support,
-      sampling_log_probs=sampling_log_probs,
-      kl_coef=kl_coef,
-      initial_log_probs=initial_log_probs,
       numbers=token_numbers(numbers, config, targets.shape),
+      **inputs,
     ),
   )
   entries = student_unembedding.shape[0]
@@ -293,17 +268,14 @@ def token_inputs(teacher: TeacherSignal | None, given: TokenInputs) -> TokenInpu
   Raises:
     ValueError: an argument that a term needs is missing, or one that no term reads is there.
   """
-  numbers = given.distill_coef, given.policy_coef, given.entropy_coef, given.old_log_probs, given.advantages
-  numbers += given.sampling_log_probs, given.kl_coef, given.initial_log_probs
-  _assert_tokens(given.targets, given.mask, list(numbers), [given.support])
+  _assert_tokens(given.targets, given.mask, [getattr(given, name) for name in NUMBERS], [given.support])
   if teacher is not None and given.distill_coef is None:
     raise ValueError('distill_coef is required with a teacher.')
   if teacher is None and given.distill_coef is not None and given.support is not None:
     raise ValueError('support is of no use without a teacher.')
-  if given.policy_coef is not None and given.advantages is None:
-    raise ValueError('advantages are required with policy_coef.')
-  if given.kl_coef is not None and given.initial_log_probs is None:
-    raise ValueError('initial_log_probs are required with kl_coef.')
+  for coefficient, read in READS.items():
+    if getattr(given, coefficient) is not None and getattr(given, read) is None:
+      raise ValueError(f'{read} are required with {coefficient}.')
   if given.numbers is not None and given.numbers.topk is not None:
     support, token_ids = (
       None if ids is None else first_entries(ids, given.numbers.topk)
@@ -313,8 +285,7 @@ def token_inputs(teacher: TeacherSignal | None, given: TokenInputs) -> TokenInpu
     teacher = None if teacher is None else teacher.replace(token_ids=token_ids)
   tokens = given.replace(
     distill_coef=given.distill_coef if teacher is not None else None,
-    advantages=given.advantages if given.policy_coef is not None else None,
-    initial_log_probs=given.initial_log_probs if given.kl_coef is not None else None,
+    **{read: None for coefficient, read in READS.items() if getattr(given, coefficient) is None},
   )
   if teacher is not None:
     tokens = tokens.replace(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-# Fields of `Batch` that hold the weights of the terms.
-COEFFICIENTS = ('distill_coef', 'policy_coef', 'entropy_coef', 'kl_coef')
+from sdpo_jax.types import COEFFICIENTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +39,11 @@ class ObjectiveSpec:
   def needs_advantages(self) -> bool:
     """Whether the update reads advantages."""
     return self.policy_gradient
+
+  @property
+  def trains_all(self) -> bool:
+    """Whether a term applies to all graded samples, also to those without a teacher or an advantage."""
+    return self.entropy_bonus or self.kl_penalty
 
   @property
   def needs_initial_policy(self) -> bool:

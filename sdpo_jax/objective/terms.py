@@ -66,7 +66,10 @@ def alpha_of(settings: TermSettings, scalars: TermScalars) -> jax.Array | float:
 
 @flax.struct.dataclass
 class TokenInputs:
-  """Per-token arguments of the caller, without gradient; a term whose coefficient is None is left out."""
+  """Per-token arguments of the caller, without gradient; a term whose coefficient is None is left out.
+
+  [N], or [B, T] as `objective` receives them.
+  """
 
   targets: jax.Array  # [N] int32, the completion.
   mask: jax.Array  # [N], 0 on tokens that are not computed.
@@ -74,11 +77,14 @@ class TokenInputs:
   policy_coef: jax.Array | None = None  # [N] weight of the policy-gradient loss.
   entropy_coef: jax.Array | None = None  # [N] weight of the entropy bonus.
   kl_coef: jax.Array | None = None  # [N] weight of the KL divergence from the initial policy.
-  old_log_probs: jax.Array | None = None  # [N] of the policy before the update; None: the current ones.
-  sampling_log_probs: jax.Array | None = None  # [N] of the sampler, for weights of tokens; None: no weights.
-  advantages: jax.Array | None = None  # [N], with `policy_coef`.
-  initial_log_probs: jax.Array | None = None  # [N] of the initial policy, with `kl_coef`.
-  support: jax.Array | None = None  # [N, K] int32, in place of the student's top K.
+  # [N] of the policy before the update; None: the current ones, without gradient.
+  old_log_probs: jax.Array | None = None
+  # [N] under the distribution that the targets were drawn from, for weights w of tokens; None: w is 1.
+  sampling_log_probs: jax.Array | None = None
+  advantages: jax.Array | None = None  # [N], required with `policy_coef`.
+  # [N] of the targets under the initial policy, at the temperature; required with `kl_coef`.
+  initial_log_probs: jax.Array | None = None
+  support: jax.Array | None = None  # [N, K] int32, token ids in place of the student's top K; negative = none.
   teacher_hidden: jax.Array | None = None  # [N, D] of an in-mesh teacher.
   mix_hidden: jax.Array | None = None  # [N, D] of the student in the teacher's context, for the trust region.
   token_ids: jax.Array | None = None  # [N, K] int32 of an external teacher, negative = none.

@@ -115,7 +115,7 @@ def of_batch(
     pairs = zip((prompts + samples.completion)[chosen].tolist(), samples.completion[chosen].tolist(), strict=True)
     return sum(flops(reader, 1, whole, completion) for whole, completion in pairs)
 
-  moved = samples.trained | (spec.terms.entropy_bonus or spec.terms.kl_penalty)  # These terms apply to all samples.
+  moved = samples.trained | spec.terms.trains_all
   student = forward(samples.prompt, moved, update_flops)
   taught = forward(samples.reprompt, samples.trained, reader=teacher or policy) if spec.terms.reads_teacher else 0.0
   return Workload(

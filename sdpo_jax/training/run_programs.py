@@ -26,14 +26,14 @@ from sdpo_jax.distributed.programs import FEEDBACK, Program
 from sdpo_jax.learning import batching
 from sdpo_jax.learning.readings import divergence_program, top_tokens_program
 from sdpo_jax.learning.update import abstract_state, make_update
-from sdpo_jax.objective.spec import COEFFICIENTS, ObjectiveSpec
+from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.rollout.programs import SamplerSpec, named, sampler_programs
 from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
 from sdpo_jax.training import feedback_writing, initial_policy, teacher_model
 from sdpo_jax.training.checkpoint import digests
 from sdpo_jax.training.checkpoint.checkpoints import abstract
 from sdpo_jax.training.specs import batch_spec, declared_buckets, objective_spec, teacher_spec, update_spec
-from sdpo_jax.types import Batch, TeacherSignal, TokenRows, Tree
+from sdpo_jax.types import COEFFICIENTS, Batch, TeacherSignal, TokenRows, Tree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -110,11 +110,10 @@ def _program(chunk_size: int, vocab_block: int):
       batch.targets,
       batch.mask,
       batch.distill_coef,
-      batch.policy_coef,
-      None,
-      batch.old_log_probs,
-      batch.advantages,
-      ObjectiveConfig(chunk_size=chunk_size, vocab_block=vocab_block),
+      policy_coef=batch.policy_coef,
+      old_log_probs=batch.old_log_probs,
+      advantages=batch.advantages,
+      config=ObjectiveConfig(chunk_size=chunk_size, vocab_block=vocab_block),
       numbers=batch.numbers,
     )
 

@@ -101,8 +101,8 @@ def test_log_probs_and_gradients_are_the_same_and_pads_get_none(models):
     def total(tree, loss=loss, policy=policy):
       hidden, unembedding = loss(tree)
       every = np.ones(completions.shape, np.float32)
-      return objective(hidden, unembedding, None, completions, every, None, every, every, advantages=every,
-                       vocab_size=policy.vocab_size)[0]  # fmt: skip
+      terms = {name: every for name in ('policy_coef', 'entropy_coef', 'advantages')}
+      return objective(hidden, unembedding, None, completions, every, None, vocab_size=policy.vocab_size, **terms)[0]
 
     results.append((log_probs, entropy, jax.jit(jax.grad(total))(parameters)))
   (log_probs, entropy, small), (padded_log_probs, padded_entropy, large) = results

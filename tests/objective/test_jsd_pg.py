@@ -72,10 +72,9 @@ def evaluate(logits, batch):
   traced.append(logits.shape)
 
   def value(logits):
-    return objective(
-      logits, jnp.eye(V), batch.signal, batch.targets, batch.mask, batch.distill_coef, batch.policy_coef, None,
-      batch.old_log_probs, batch.advantages, ObjectiveConfig(chunk_size=3), numbers=batch.numbers,
-    )  # fmt: skip
+    terms = {name: getattr(batch, name) for name in ('policy_coef', 'old_log_probs', 'advantages')}
+    arrays = logits, jnp.eye(V), batch.signal, batch.targets, batch.mask, batch.distill_coef
+    return objective(*arrays, config=ObjectiveConfig(chunk_size=3), numbers=batch.numbers, **terms)
 
   return jax.value_and_grad(value, has_aux=True)(logits)
 

@@ -22,10 +22,10 @@ def compiled(tokens, unembedding_gradient, full=False, entropy=True):
   def value(trained, fixed):
     x = trained | fixed
     teacher = TeacherSignal(hidden=x['teacher'], unembedding=x['teacher_unembedding'])
-    return objective(
-      x['hidden'], x['unembedding'], teacher, x['targets'], x['mask'], x['mask'], x['mask'],
-      x['mask'] if entropy else None, x['mask'], x['mask'], config=config,
-    )  # fmt: skip
+    terms = {name: x['mask'] for name in ('policy_coef', 'old_log_probs', 'advantages')}
+    terms['entropy_coef'] = x['mask'] if entropy else None
+    arrays = x['hidden'], x['unembedding'], teacher, x['targets'], x['mask'], x['mask']
+    return objective(*arrays, config=config, **terms)
 
   states = jax.ShapeDtypeStruct((2, tokens // 2, WIDTH), jnp.float32)
   matrix = jax.ShapeDtypeStruct((VOCAB, WIDTH), jnp.float32)
