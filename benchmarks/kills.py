@@ -28,8 +28,7 @@ import traceback
 
 # Modules of a run, imported before the fork.
 from sdpo_jax import command  # noqa: F401
-from sdpo_jax.training import loop, report  # noqa: F401
-from sdpo_jax.training.directory.published import MANIFEST
+from sdpo_jax.training.directory.published_checkpoints import MANIFEST
 
 TINY = {
   'data.train_batch_size': 4,

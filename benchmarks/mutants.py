@@ -159,7 +159,7 @@ MUTANTS = (
     ('the base is right too seldom', 'draw < recipe.noise + recipe.right', 'draw < recipe.right'),
   ),
   *_in(
-    'sdpo_jax/quickstart/tokenizer.py',
+    'sdpo_jax/quickstart/small_tokenizer.py',
     'tests/quickstart/test_make_base.py',
     ('digits merge', r"r'\p{N}|\p{L}+", r"r'\p{N}+|\p{L}+"),
     ('a turn ends with another token', "'eos_token': end,", "'eos_token': END_OF_TEXT,"),
@@ -210,7 +210,7 @@ MUTANTS = (
     ),
   ),
   *_in(
-    'sdpo_jax/preflight/grading.py',
+    'sdpo_jax/preflight/grader_trials.py',
     'tests/preflight/test_check.py',
     ('the form that is graded worst is tried', 'best = max(zip(graded', 'best = min(zip(graded'),
   ),
@@ -220,7 +220,7 @@ MUTANTS = (
     ('copies are not divided over a group', 'shards = mesh.shape[TENSOR] if TENSOR in', 'shards = 1 if TENSOR in'),
   ),
   *_in(
-    'sdpo_jax/preflight/prompts.py',
+    'sdpo_jax/preflight/prompt_lengths.py',
     'tests/preflight/test_check.py',
     (
       'a length at an edge is in the wrong bin',
@@ -229,7 +229,7 @@ MUTANTS = (
     ),
   ),
   *_in(
-    'sdpo_jax/preflight/settings.py',
+    'sdpo_jax/preflight/doubtful_settings.py',
     'tests/preflight/test_check.py',
     (
       'a warm-up as long as the run looks right',
@@ -291,7 +291,7 @@ MUTANTS = (
     ('a loss is compared with too few', 'if len(recent) < LEAST_RECENT:', 'if len(recent) < LEAST_RECENT - 1:'),
   ),
   *_in(
-    'sdpo_jax/serving/sampling.py',
+    'sdpo_jax/serving/sample_requests.py',
     'tests/serving/test_prompts.py',
     ('a seed below 0 reaches the sampler', 'seed=seed % 2**32', 'seed=seed'),
   ),

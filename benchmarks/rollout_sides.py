@@ -76,7 +76,7 @@ def sdpo_jax(checkpoint: str) -> tuple[Run, dict[str, str]]:
 
   from models import huggingface
   from sdpo_jax.config import ModelConfig
-  from sdpo_jax.rollout.engine import Sampler
+  from sdpo_jax.rollout.sampler import Sampler
 
   policy, params = huggingface.load(checkpoint, ModelConfig(path=checkpoint, dtype='float32', remat='none'))
   samplers: dict[tuple[int, ...], tuple[Sampler, Callable[[], int]]] = {}

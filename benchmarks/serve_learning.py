@@ -266,7 +266,7 @@ def content(account: Any, adapter: str, draw: np.random.Generator) -> list[Any]:
 
 def ask(account: Any, model: str, question: Question, seed: int) -> Any:
   """Return an answer to the question, sampled as in training and stored by the service."""
-  from sdpo_jax.serving.sampling import SampleOptions
+  from sdpo_jax.serving.sample_requests import SampleOptions
 
   messages = asked_in(question)
   [answer] = account.sample(

@@ -149,8 +149,8 @@ def work(
     rehearse: approved proposals that are trained on together with a correction.
     before: result of `right` for the model without an adapter.
   """
-  from sdpo_jax.serving.sessions.records import Decision, ToolResult
-  from sdpo_jax.serving.sessions.settings import SessionSettings
+  from sdpo_jax.serving.sessions.session_records import Decision, ToolResult
+  from sdpo_jax.serving.sessions.session_settings import SessionSettings
 
   account = service.account(f'user {seed}, {arm}')
   settings = {'teacher': {'kind': arm if arm in TEACHERS else TEACHERS[0]}}

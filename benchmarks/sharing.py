@@ -56,7 +56,7 @@ def prefill(policy: Any, parameters: Any, args: argparse.Namespace) -> dict[str,
   """Compare one prefill per prompt with one per sample."""
   import numpy as np
 
-  from sdpo_jax.rollout.engine import Sampler
+  from sdpo_jax.rollout.sampler import Sampler
 
   sampler = Sampler(policy, NoText(), max_batch_rows=args.prompts * args.n)
   rng = np.random.default_rng(0)

@@ -67,7 +67,7 @@ class Ours:
     from sdpo_jax.config import Config
     from sdpo_jax.distributed import mesh as meshes
     from sdpo_jax.learning.update import make_update, place_state
-    from sdpo_jax.rollout.engine import Sampler
+    from sdpo_jax.rollout.sampler import Sampler
     from sdpo_jax.training.specs import update_spec
 
     groups = len(work['prompts'])

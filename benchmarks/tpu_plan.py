@@ -26,7 +26,7 @@ from absl import app, flags
 from models import parameters
 from sdpo_jax.config import Config
 from sdpo_jax.config.fields import flatten
-from sdpo_jax.planner import model, report, search, topology
+from sdpo_jax.planner import model, plan_text, search, topology
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.preflight import memory
 from sdpo_jax.tables import markdown
@@ -173,7 +173,7 @@ def compute(point: Point, keep: str | None = None) -> dict[str, Any]:
   for program in numbers['programs'].values():
     # Compile time is not a property of the programs.
     del program['compile_seconds']
-  return numbers | {'settings': stated(point), 'report': report.text(plan)}
+  return numbers | {'settings': stated(point), 'report': plan_text.text(plan)}
 
 
 def arithmetic(point: Point) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import jax
 
 from sdpo_jax import command
 from sdpo_jax.inference import runs
-from sdpo_jax.training import report
+from sdpo_jax.training import closing_text
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run; its newest checkpoint is evaluated.')
 STEP = flags.DEFINE_integer('step', None, 'Evaluate the checkpoint of this step of the run instead.', lower_bound=1)
@@ -46,7 +46,7 @@ def main() -> None:
     announce=command.announce,
   )
   if jax.process_index() == 0:
-    print(report.evaluation_table(evaluation, config.val_kwargs.n))
+    print(closing_text.evaluation_table(evaluation, config.val_kwargs.n))
 
 
 if __name__ == '__main__':

@@ -18,7 +18,7 @@ from absl import flags
 import jax
 
 from sdpo_jax import command
-from sdpo_jax.training import loop, preemption, report
+from sdpo_jax.training import closing_text, loop, preemption
 
 WORKDIR = flags.DEFINE_string(
   'workdir', None, 'Directory of the run, local or gs://; runs/<name of the config> if unset.'
@@ -45,7 +45,7 @@ def main() -> int:
   if jax.process_index() == 0:
     model = config.model
     trained = 'adapter' if model.lora.used else 'cartridge' if model.cartridge.used else 'model'
-    print(report.summary(result, flags.FLAGS.config, command.overrides(), trained=trained), flush=True)
+    print(closing_text.summary(result, flags.FLAGS.config, command.overrides(), trained=trained), flush=True)
   if result.stopped:
     return loop.EXIT_ALARM
   return result.exit_code

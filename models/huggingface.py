@@ -20,7 +20,7 @@ from models.adapters.cartridge import check_fits
 from models.adapters.kv_prefix import KVPrefix
 from models.architecture import Architecture
 from models.decoder import DecoderPolicy
-from models.families import registry
+from models.families import known_families
 from models.families.table import parameter_table
 from models.model_files import open_model, read_json, resolve
 from sdpo_jax.config import CartridgeConfig, ModelConfig
@@ -63,7 +63,7 @@ def load(
   if config.lora.path:
     adapter_root = peft_files.resolve(config.lora.path)
     check_files(adapter_root, edited=True)
-    known_name = registry.family_of(policy.config).known_name
+    known_name = known_families.family_of(policy.config).known_name
     factors = peft_files.load_factors(adapter_root, lora.without_factors(table), known_name, mesh)
   else:
     place = functools.partial(placing.put, mesh)
@@ -119,12 +119,12 @@ def read_policy(path: str | os.PathLike, config: ModelConfig) -> DecoderPolicy:
     UserError: missing or malformed config.json, unsupported architecture.
   """
   root = resolve(path, weights=False)
-  return _policy(registry.read(read_json(root, 'config.json'), str(root / 'config.json')), config)
+  return _policy(known_families.read(read_json(root, 'config.json'), str(root / 'config.json')), config)
 
 
 def describe(config_json: dict[str, Any], config: ModelConfig) -> DecoderPolicy:
   """Return the policy that the contents of a config.json describe."""
-  return _policy(registry.read(config_json), config)
+  return _policy(known_families.read(config_json), config)
 
 
 def positions(config_json: dict[str, Any]) -> int | None:
@@ -138,7 +138,7 @@ def _policy(model: Architecture, config: ModelConfig) -> DecoderPolicy:
   architecture = dataclasses.replace(model, vocab_multiple=multiple)
   table = parameter_table(architecture)
   if config.lora.path:
-    adapter = peft_files.read_adapter(config.lora.path, table, registry.family_of(architecture).known_name)
+    adapter = peft_files.read_adapter(config.lora.path, table, known_families.family_of(architecture).known_name)
   else:
     adapter = _prefix(config.cartridge, architecture) or lora.from_config(config.lora, table)
   return DecoderPolicy(architecture, config.dtype, config.remat, adapter=adapter)
@@ -275,7 +275,7 @@ def save_adapter(
     policy.adapter,
     policy.base_policy().parameter_table(),
     factors,
-    prefix=registry.family_of(policy.config).module_prefix(read_json(root, 'config.json')),
+    prefix=known_families.family_of(policy.config).module_prefix(read_json(root, 'config.json')),
     base=name,
     fingerprint=fingerprint,
     use_rslora=use_rslora,
@@ -299,7 +299,7 @@ def _save(
   else:
     exporting.check_target(path)
     origin = None if source is None else resolve(source, weights=False)
-    family = registry.family_of(architecture)
+    family = known_families.family_of(architecture)
     values = family.write(architecture) if origin is None else family.exported(read_json(origin, 'config.json'))
     # transformers 4 wrote torch_dtype; readers of the source must be able to read the copy.
     values = values | {'torch_dtype' if 'torch_dtype' in values and 'dtype' not in values else 'dtype': dtype}

@@ -12,7 +12,7 @@ from typing import Any
 from models import checksums, directories, parameters, stored_tensors, tensor_files
 from models.adapters import peft_config
 from models.architecture import Architecture
-from models.families import registry
+from models.families import known_families
 from models.families.family import NAMES
 from models.families.table import parameter_table
 from models.tensor_files import DTYPES, Tensor
@@ -38,7 +38,7 @@ def resolve(path: str | os.PathLike, weights: bool = True, setting: str = 'model
   if weights and not directories.is_local(path):
     # The architecture first: gigabytes of weights that we cannot use are not worth fetching. Nor are those that the
     # index does not name: some publishers store them a second time.
-    registry.read(read_json(root, 'config.json'), f'{path}/config.json')
+    known_families.read(read_json(root, 'config.json'), f'{path}/config.json')
     files = stored_tensors.weight_files(stored_tensors.read_index(root))
     root = directories.fetch(path, (*COMPANIONS, *files), setting, 'model')
   return root
@@ -78,7 +78,7 @@ def open_model(root: pathlib.Path, *, compare_heads: bool = True) -> Iterator[di
   Raises:
     UserError: as in `huggingface.load`, but values are not checked to be finite.
   """
-  architecture = registry.read(read_json(root, 'config.json'), str(root / 'config.json'))
+  architecture = known_families.read(read_json(root, 'config.json'), str(root / 'config.json'))
   with stored_tensors.open_tensors(root) as stored:
     tensors, head = _of_model(root, architecture, parameter_table(architecture), stored)
     if compare_heads and head is not None and not tensor_files.are_equal(head, tensors[NAMES['embedding']]):
@@ -97,7 +97,7 @@ def _of_model(
   Raises:
     UserError: a tensor, which the message names, is missing, unexpected, duplicate, or has another shape or dtype.
   """
-  known_name = registry.family_of(config).known_name
+  known_name = known_families.family_of(config).known_name
   expected = {p.huggingface_name(layer): p for p in table for layer in range(p.layers)}
   tensors: dict[str, Tensor] = {}
   unexpected, head = [], None

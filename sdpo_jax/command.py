@@ -20,7 +20,7 @@ from absl import logging as absl_logging
 import jax
 
 from sdpo_jax.config import CartridgeConfig, Config, LoraConfig
-from sdpo_jax.config import files as config_files
+from sdpo_jax.config import config_files as config_files
 from sdpo_jax.config.help import settings_help
 from sdpo_jax.distributed import accelerators, cluster
 from sdpo_jax.errors import UserError, first_line

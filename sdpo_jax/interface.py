@@ -17,7 +17,7 @@ from typing import Any, Literal
 from etils import epath
 
 from sdpo_jax.config import Config, SamplingConfig, assign
-from sdpo_jax.config import files as config_files
+from sdpo_jax.config import config_files as config_files
 from sdpo_jax.data.prompts import named_chat_tokens
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.environments import registry

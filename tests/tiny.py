@@ -183,7 +183,8 @@ import atexit, gc, json, os, runpy, sys, threading
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from sdpo_jax import command
 from sdpo_jax.inference import runs
-from sdpo_jax.training import loop, report
+from sdpo_jax.training import loop
+from sdpo_jax.training import closing_text
 gc.collect()
 gc.freeze()
 results = []

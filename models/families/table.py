@@ -7,7 +7,7 @@ import math
 
 from models import parameters
 from models.architecture import Architecture
-from models.families.registry import family_of
+from models.families.known_families import family_of
 
 
 @functools.cache

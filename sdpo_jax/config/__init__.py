@@ -44,9 +44,9 @@ from sdpo_jax.config.schema import ServeConfig as ServeConfig
 from sdpo_jax.config.schema import TeacherEndpointConfig as TeacherEndpointConfig
 from sdpo_jax.config.schema import TrainerConfig as TrainerConfig
 from sdpo_jax.config.schema import ValKwargs as ValKwargs
-from sdpo_jax.config.service import GuardsConfig as GuardsConfig
-from sdpo_jax.config.service import HttpConfig as HttpConfig
-from sdpo_jax.config.service import LearningConfig as LearningConfig
-from sdpo_jax.config.service import LimitsConfig as LimitsConfig
-from sdpo_jax.config.service import StoreConfig as StoreConfig
-from sdpo_jax.config.settings import Config as Config
+from sdpo_jax.config.serve import GuardsConfig as GuardsConfig
+from sdpo_jax.config.serve import HttpConfig as HttpConfig
+from sdpo_jax.config.serve import LearningConfig as LearningConfig
+from sdpo_jax.config.serve import LimitsConfig as LimitsConfig
+from sdpo_jax.config.serve import StoreConfig as StoreConfig
+from sdpo_jax.config.validated import Config as Config

@@ -9,7 +9,7 @@ from typing import Any
 import urllib.parse
 
 from sdpo_jax.config.fields import check_types, flatten, parse, parse_entry, unknown_setting
-from sdpo_jax.config.settings import Config
+from sdpo_jax.config.validated import Config
 from sdpo_jax.errors import UserError
 
 # Settings that may differ when a run is resumed: they do not change what is learned, bit for bit.

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from sdpo_jax.config.fields import setting
 from sdpo_jax.config.ranges import BATCHES, EVERY, MIB, NOT_NEGATIVE, POSITIVE, SECONDS, TOKENS, VERSIONS, Range
-from sdpo_jax.config.service import GuardsConfig, HttpConfig, LearningConfig, LimitsConfig, StoreConfig
+from sdpo_jax.config.serve import GuardsConfig, HttpConfig, LearningConfig, LimitsConfig, StoreConfig
 from sdpo_jax.objective_settings import AGGREGATIONS, ALPHA, TOPK_METHODS
 
 

@@ -9,7 +9,7 @@ import urllib.parse
 
 from etils import epath
 
-from sdpo_jax.data import hub, rows, sources
+from sdpo_jax.data import hub_datasets, rows, sources
 from sdpo_jax.data.converters import gpqa, livecodebench, longhealth, mathematics, sciknoweval, tooluse
 from sdpo_jax.data.converters.raw import ConversionOptions, Parts, Splits
 from sdpo_jax.errors import UserError
@@ -157,10 +157,10 @@ def address(source: Source, part: str, given: str | None) -> str:
       names = ' and '.join(f'{name}.json' for name in source.parts)
       raise UserError(f'--input must name the folder that holds {names}: {source.where}.')
     return public
-  if hub.is_hub(given):
-    name, options = hub.parse(given)
-    split = hub.parse(public)[1]['split'] if public else part
-    return f'{hub.PREFIX}{name}?{urllib.parse.urlencode({"split": split} | options, safe="/[]:")}'
+  if hub_datasets.is_hub(given):
+    name, options = hub_datasets.parse(given)
+    split = hub_datasets.parse(public)[1]['split'] if public else part
+    return f'{hub_datasets.PREFIX}{name}?{urllib.parse.urlencode({"split": split} | options, safe="/[]:")}'
   if not epath.Path(given).is_dir():
     if len(source.parts) > 1:
       raise UserError(f'--input={given} must be the folder of {" and ".join(source.parts)} ({", ".join(SUFFIXES)}).')

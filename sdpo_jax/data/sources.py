@@ -13,7 +13,7 @@ import urllib.parse
 
 from etils import epath
 
-from sdpo_jax.data import hub
+from sdpo_jax.data import hub_datasets
 from sdpo_jax.data.rows import RawRow
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Example
@@ -33,7 +33,7 @@ class Registry(Protocol):
 
 def stem(source: str) -> str:
   """Return the base name of a file or hub data set: `rows` for gs://bucket/rows.jsonl and hf:me/rows?split=train."""
-  name = hub.parse(source)[0] if hub.is_hub(source) else source
+  name = hub_datasets.parse(source)[0] if hub_datasets.is_hub(source) else source
   return epath.Path(name).stem or name
 
 
@@ -83,8 +83,8 @@ def read_rows(source: str, setting: str) -> Sequence[RawRow]:
   Raises:
     UserError: no such file, not readable, not in one of these formats (the line is named), or without rows.
   """
-  if hub.is_hub(source):
-    return hub.read_rows(source, setting)
+  if hub_datasets.is_hub(source):
+    return hub_datasets.read_rows(source, setting)
   content = _read(source, setting)
   if source.endswith('.parquet'):
     rows = _parquet(source, content)

@@ -28,11 +28,11 @@ from sdpo_jax.evaluation.completions import (
   reward_values,
   samples_by_source,
 )
+from sdpo_jax.evaluation.evaluation_spec import EvaluationSpec
 from sdpo_jax.evaluation.excerpts import excerpt, excerpt_messages
-from sdpo_jax.evaluation.spec import EvaluationSpec
 from sdpo_jax.files import jsonable
-from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.rollout.grading_thread import GradingThread
+from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.types import Example, Outcome, Rollouts, Tree
 
 BOOTSTRAPS = 1000  # Resamples and their seed: reference metric_utils.py:511.

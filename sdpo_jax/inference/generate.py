@@ -15,8 +15,8 @@ from sdpo_jax.data.sources import read_rows
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable
 from sdpo_jax.inference.runs import open_source, run_config
-from sdpo_jax.rollout.engine import SamplingOptions
 from sdpo_jax.rollout.results import Completion
+from sdpo_jax.rollout.sampler import SamplingOptions
 from sdpo_jax.training.opening import check_turn_end, make_sampler
 from sdpo_jax.training.session import Session
 from sdpo_jax.training.specs import chat_format

@@ -24,8 +24,8 @@ from sdpo_jax.evaluation.completions import describe
 from sdpo_jax.evaluation.evaluate import best_at_k, reported_ks
 from sdpo_jax.files import check_output, write_output
 from sdpo_jax.inference.probe_report import recommend
-from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.rollout.grading_thread import GradingThread
+from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.teacher.context import TeacherContext, build_teacher_context
 from sdpo_jax.training.opening import check_adapter, check_turn_end, load_tokenizer, make_sampler, make_session
 from sdpo_jax.training.questions import held_out_questions

@@ -25,7 +25,7 @@ from sdpo_jax.learning.update import abstract_state
 from sdpo_jax.training import cartridges, divergence
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints, only
 from sdpo_jax.training.directory import fingerprint
-from sdpo_jax.training.directory.published import newest
+from sdpo_jax.training.directory.published_checkpoints import newest
 from sdpo_jax.training.directory.workdir import saved_settings
 from sdpo_jax.training.documents import read_document
 from sdpo_jax.training.opening import check_adapter, check_turn_end, load_tokenizer, make_session, model_mesh

@@ -27,7 +27,7 @@ from sdpo_jax.environments.thinking import without_thinking
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable, read_text
 from sdpo_jax.inference.prompt_pools import PoolFile, Round, Row
-from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.training.documents import context_length
 from sdpo_jax.training.opening import check_turn_end, load_tokenizer, make_sampler, model_mesh, template_remarks
 from sdpo_jax.training.specs import chat_format

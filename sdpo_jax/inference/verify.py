@@ -24,7 +24,7 @@ from sdpo_jax.training.directory import lock_owner, starts
 from sdpo_jax.training.directory.epochs import EPOCHS, FENCING_EPOCH, Epochs, of_starts, parse, read_epochs
 from sdpo_jax.training.directory.lines import METRICS, STATE_DIGEST, spans
 from sdpo_jax.training.directory.locks import LOCK
-from sdpo_jax.training.directory.published import DAMAGED, is_step
+from sdpo_jax.training.directory.published_checkpoints import DAMAGED, is_step
 from sdpo_jax.training.directory.starts import FINGERPRINT
 from sdpo_jax.training.directory.workdir import BEFORE_RESTART
 

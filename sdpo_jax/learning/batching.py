@@ -14,7 +14,7 @@ import numpy as np
 from models.policy import Policy
 from sdpo_jax.learning import packing
 from sdpo_jax.objective.aggregation import loss_coefficients
-from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import Buckets, bucket
 from sdpo_jax.types import COEFFICIENTS, READS, Batch, Rollouts, TeacherSignal, TokenRows
 

@@ -22,7 +22,7 @@ from sdpo_jax.learning.update import UpdateSpec, layout, make_update
 from sdpo_jax.objective import reported
 from sdpo_jax.objective.log_probs import Scores, scores
 from sdpo_jax.objective.loss import ObjectiveConfig
-from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import smallest_bucket
 from sdpo_jax.rollout.functions import Keep
 from sdpo_jax.types import Batch, TokenRows, TrainState, Tree

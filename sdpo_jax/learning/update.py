@@ -25,8 +25,8 @@ from sdpo_jax.distributed.mesh import TENSOR, compiler_options, replicated
 from sdpo_jax.learning.optimizer import OptimizerSpec, learning_rate, make_optimizer, take_step
 from sdpo_jax.objective import log_probs
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
+from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.objective.sharded import Layout
-from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.teacher import averaging
 from sdpo_jax.teacher.averaging import TeacherSpec
 from sdpo_jax.teacher.signal import Teacher, on_own_top_k, teacher_signal

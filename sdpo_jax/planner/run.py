@@ -9,7 +9,7 @@ import json
 from models import huggingface
 from sdpo_jax.config import Config
 from sdpo_jax.files import check_output, jsonable, write_output
-from sdpo_jax.planner import document, model, report
+from sdpo_jax.planner import document, model, plan_text
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.planner.search import SEARCHED, check, search
 from sdpo_jax.planner.topology import compile_only, describe
@@ -62,11 +62,11 @@ def plan(
   made = planning.make(
     config, policy, slice_, assumptions, source=source, everything=everything, keep=keep, announce=announce
   )
-  show(report.text(made))
+  show(plan_text.text(made))
   numbers = made.to_json()
   if search_over:
     found = search(config, policy, slice_, assumptions, search_over, announce, keep)
-    show('\n' + report.search(found))
+    show('\n' + plan_text.search(found))
     numbers['search'] = jsonable([dataclasses.asdict(result) for result in found])
   if output is not None:
     write_output(output, json.dumps(numbers, indent=2) + '\n')

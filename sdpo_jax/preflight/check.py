@@ -21,15 +21,15 @@ from sdpo_jax.data.prompts import Tokenizer
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
-from sdpo_jax.evaluation.names import check_best_metric
-from sdpo_jax.preflight import grading, memory, prompts
-from sdpo_jax.preflight.settings import odd_settings
+from sdpo_jax.evaluation.known_metrics import check_best_metric
+from sdpo_jax.preflight import grader_trials, memory, prompt_lengths
+from sdpo_jax.preflight.doubtful_settings import odd_settings
 from sdpo_jax.tables import aligned
 from sdpo_jax.teacher.context import build_teacher_context, shorten_middle
 from sdpo_jax.teacher.signal import check_base
 from sdpo_jax.training import endpoint_teacher, feedback_writing, teacher_model
 from sdpo_jax.training.directory import fingerprint, lost_checkpoints
-from sdpo_jax.training.directory.published import newest
+from sdpo_jax.training.directory.published_checkpoints import newest
 from sdpo_jax.training.directory.workdir import check_workdir
 from sdpo_jax.training.documents import read_texts
 from sdpo_jax.training.opening import check_turn_end, load_tokenizer, model_mesh, template_remarks
@@ -98,22 +98,22 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> CheckReport:
   odd += found
   # Files of environments.modules register the graders and generators named by rows and sources.
   with Graders(config.environments) as graders:
-    training = prompts.training_questions(config)
+    training = prompt_lengths.training_questions(config)
     held_out = held_out_questions(local, tokenizer, any_length=True) if config.trainer.test_freq else []
     text, found = _lengths(tokenizer, training, held_out, config)
     sections.append(('Lengths of prompts', text))
     odd += found
-    examples = prompts.spread(training, SHOWN)
+    examples = prompt_lengths.spread(training, SHOWN)
     graders.prepare({example.environment for example in (*training, *held_out)})
     tasks = {example.data_source for example in held_out}
     check_best_metric(config.trainer.best_metric, tasks, config.val_kwargs.n, config.alarms.epistemic_words)
     check_reprompts(tokenizer, training, config, spec)
     check_room(tokenizer, _short(tokenizer, training, config), config, spec)
     graders.check_questions([*training, *held_out])
-    trials = grading.attempt(graders, _one_of_each(examples, training, held_out))
+    trials = grader_trials.attempt(graders, _one_of_each(examples, training, held_out))
     changed = None if workdir is None else _resumed(config, root, workdir, tokenizer, graders)
   sections.append(('Graders', _trials(trials)))
-  odd += grading.odd_trials(trials, config.actor.self_distillation.success_reward_threshold)
+  odd += grader_trials.odd_trials(trials, config.actor.self_distillation.success_reward_threshold)
   text, found = _prompts(tokenizer, trials[: len(examples)], config)
   sections.append(('Prompts', text))
   odd += found
@@ -133,8 +133,8 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> CheckReport:
 
 def _short(tokenizer: Tokenizer, training: Sequence[Example], config: Config) -> list[Example]:
   """Return the questions within the run's length limits, among those that are measured."""
-  chosen = prompts.spread(training, prompts.MEASURED)
-  tokens = prompts.student_tokens(tokenizer, chosen, config)
+  chosen = prompt_lengths.spread(training, prompt_lengths.MEASURED)
+  tokens = prompt_lengths.student_tokens(tokenizer, chosen, config)
   limit = config.data.max_prompt_length
   return [example for example, ids in zip(chosen, tokens, strict=True) if len(ids) <= limit]
 
@@ -207,8 +207,8 @@ def _lengths(
   for setting, examples in (('data.train_files', training), ('data.val_files', held_out)):
     if not examples:
       continue
-    found = prompts.measure(tokenizer, examples, config, setting)
-    texts.append(prompts.histogram(found))
+    found = prompt_lengths.measure(tokenizer, examples, config, setting)
+    texts.append(prompt_lengths.histogram(found))
     if found.over:
       what = 'they are left out' if data.filter_overlong_prompts else 'the run ends at its start'
       odd.append(
@@ -237,13 +237,13 @@ def _question(example: Example) -> str:
   return json.dumps(example.messages)
 
 
-def _trials(trials: Sequence[grading.GraderTrial]) -> str:
+def _trials(trials: Sequence[grader_trials.GraderTrial]) -> str:
   rows = [
     [
       trial.example.id,
       trial.example.environment,
-      '–' if trial.right is None else grading.score(trial.right),
-      grading.score(trial.empty),
+      '–' if trial.right is None else grader_trials.score(trial.right),
+      grader_trials.score(trial.empty),
     ]
     for trial in trials
   ]
@@ -253,14 +253,16 @@ def _trials(trials: Sequence[grading.GraderTrial]) -> str:
   return table + note
 
 
-def _prompts(tokenizer: Tokenizer, trials: Sequence[grading.GraderTrial], config: Config) -> tuple[str, list[str]]:
+def _prompts(
+  tokenizer: Tokenizer, trials: Sequence[grader_trials.GraderTrial], config: Config
+) -> tuple[str, list[str]]:
   """Return the student's and the teacher's prompts of a few questions, and findings."""
   taught = objective_spec(config).reprompts
   texts, odd = [], []
   for trial in trials:
     example = trial.example
-    [student] = prompts.student_tokens(tokenizer, [example], config)
-    parts = [f'{prompts.title(example)}\n── student, {len(student)} tokens ──\n{_shown(tokenizer, student)}']
+    [student] = prompt_lengths.student_tokens(tokenizer, [example], config)
+    parts = [f'{prompt_lengths.title(example)}\n── student, {len(student)} tokens ──\n{_shown(tokenizer, student)}']
     if taught:
       try:
         parts += [
@@ -273,7 +275,7 @@ def _prompts(tokenizer: Tokenizer, trials: Sequence[grading.GraderTrial], config
   return '\n\n'.join(texts), list(dict.fromkeys(odd))
 
 
-def _teacher(tokenizer: Tokenizer, trial: grading.GraderTrial, config: Config) -> list[tuple[str, list[int]]]:
+def _teacher(tokenizer: Tokenizer, trial: grader_trials.GraderTrial, config: Config) -> list[tuple[str, list[int]]]:
   """Return the teacher's prompts about an empty answer, with a successful other answer and without one."""
   sd = config.actor.self_distillation
   success = Outcome(max(1.0, sd.success_reward_threshold))
@@ -298,5 +300,5 @@ def _teacher(tokenizer: Tokenizer, trial: grading.GraderTrial, config: Config) -
 
 
 def _shown(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-  text = prompts.visible(tokenizer, tokens)
+  text = prompt_lengths.visible(tokenizer, tokens)
   return shorten_middle(text, LONGEST, f'\n[… {len(text) - LONGEST:,} characters …]\n')

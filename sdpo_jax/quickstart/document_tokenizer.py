@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokeniz
 from tokenizers.models import BPE
 
 from sdpo_jax.environments import facts
-from sdpo_jax.quickstart import tokenizer as chatml
-from sdpo_jax.quickstart.tokenizer import END_OF_TEXT
+from sdpo_jax.quickstart import small_tokenizer as chatml
+from sdpo_jax.quickstart.small_tokenizer import END_OF_TEXT
 
 BEGIN, ASK = '<|document|>', '<|ask|>'
 SPACE = 'Ġ'  # The space in byte-level vocabularies. A token is a word with the space before it.

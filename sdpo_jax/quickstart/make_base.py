@@ -28,7 +28,7 @@ from sdpo_jax.config import Config, ModelConfig, SelfDistillationConfig
 from sdpo_jax.data.prompts import DEFAULT_FORMAT, chat_tokens
 from sdpo_jax.environments import digits
 from sdpo_jax.errors import UserError
-from sdpo_jax.quickstart import supervised, tokenizer
+from sdpo_jax.quickstart import small_tokenizer, supervised
 from sdpo_jax.quickstart.supervised import TinyRecipe
 from sdpo_jax.teacher.context import reprompt
 from sdpo_jax.types import Example, Messages, Tree
@@ -156,9 +156,9 @@ def _begin(
   source: pathlib.Path, recipe: DigitRecipe, distillation: SelfDistillationConfig
 ) -> tuple[DecoderPolicy, Tree]:
   """Write a tokenizer and a model's config to `source`, and return the model with random parameters."""
-  vocabulary = tokenizer.train(_corpus(recipe, distillation), recipe.vocab_size)
-  tokenizer.save(vocabulary, source)
-  values = supervised.qwen3_json(recipe, vocabulary.get_vocab_size(), vocabulary.token_to_id(tokenizer.END))
+  vocabulary = small_tokenizer.train(_corpus(recipe, distillation), recipe.vocab_size)
+  small_tokenizer.save(vocabulary, source)
+  values = supervised.qwen3_json(recipe, vocabulary.get_vocab_size(), vocabulary.token_to_id(small_tokenizer.END))
   supervised.write_description(source, values)
   return huggingface.init(values, jax.random.key(recipe.seed))
 

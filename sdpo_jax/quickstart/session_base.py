@@ -21,7 +21,7 @@ from models.decoder import DecoderPolicy
 from sdpo_jax.config import Config, SelfDistillationConfig
 from sdpo_jax.quickstart import session_lessons as lessons
 from sdpo_jax.quickstart import session_tokenizer, supervised, tool_tasks
-from sdpo_jax.quickstart import tokenizer as chatml
+from sdpo_jax.quickstart import small_tokenizer as chatml
 from sdpo_jax.quickstart.copying import with_copying
 from sdpo_jax.quickstart.session_lessons import SessionLesson
 from sdpo_jax.quickstart.supervised import TinyRecipe

@@ -12,8 +12,8 @@ import re
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from sdpo_jax.quickstart import tokenizer as chatml
-from sdpo_jax.quickstart.tokenizer import END, END_OF_TEXT, START
+from sdpo_jax.quickstart import small_tokenizer as chatml
+from sdpo_jax.quickstart.small_tokenizer import END, END_OF_TEXT, START
 
 OPEN, CLOSE = '<tool_call>', '</tool_call>'  # Text that models write, as in Qwen3; not special tokens.
 # The prompt has only the names of the tools. Tool turns look like user turns.

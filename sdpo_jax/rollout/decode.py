@@ -3,7 +3,7 @@
 `prefill` computes the caches of prompts, which `models.cache.copy_rows` copies into the rows of their samples; `extend`
 computes them from a cached beginning of the prompt; `advance` takes a few steps, each of which draws one token in every
 row, and returns the tokens. The host decides which sample a row holds, and when the next sample gets it
-(`sdpo_jax.rollout.engine`).
+(`sdpo_jax.rollout.sampler`).
 """
 
 from __future__ import annotations

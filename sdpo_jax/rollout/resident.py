@@ -16,8 +16,8 @@ import numpy as np
 
 from models.policy import NO_MEMBER
 from sdpo_jax.errors import UserError
-from sdpo_jax.rollout.engine import Sampler, SamplingOptions
 from sdpo_jax.rollout.results import Completion, Draft, SamplingStats
+from sdpo_jax.rollout.sampler import Sampler, SamplingOptions
 from sdpo_jax.rollout.slots import Finished, Samples
 from sdpo_jax.rollout.stops import StopStrings, to_text
 from sdpo_jax.types import Tree

@@ -16,7 +16,7 @@ import numpy as np
 
 from models.adapters import peft_files
 from sdpo_jax.errors import UserError, short_repr
-from sdpo_jax.serving import adapter_settings, differences, feedback, names
+from sdpo_jax.serving import adapter_names, adapter_settings, differences, feedback
 from sdpo_jax.serving.errors import Forbidden, InvalidRequest, ServiceError
 from sdpo_jax.serving.event_log import AdapterEvent
 from sdpo_jax.serving.feedback_request import FeedbackRequest
@@ -80,7 +80,7 @@ class Account(Tenant):
   ) -> tuple[AdapterRecord, Version]:
     store, limit = self.service.store, self.service.settings.limits.max_adapters_per_owner
     checked = adapter_settings.checked(settings or {}, self.service.settings, self.service.prompt_of)
-    names.check_name(name, self.service.model_name)
+    adapter_names.check_name(name, self.service.model_name)
     with self.service.turns.of(('owner', self.owner), self.call.deadline):
       self.call.check()
       if len(store.adapters(self.owner)) >= limit:
@@ -109,7 +109,7 @@ class Account(Tenant):
     """Make an adapter from a version of another one (None: the newest), with its settings, moments and average."""
     adapter, version = self.adapter(id), self.version(id, number)
     arrays = self.service.store.arrays(version)
-    details = {'from': names.lora_uri(adapter.id, version.number)}
+    details = {'from': adapter_names.lora_uri(adapter.id, version.number)}
     return self._create(name, adapter.settings, arrays, 'fork', details, request)
 
   def delete(self, id: str, expected: int | None) -> None:
@@ -187,7 +187,7 @@ class Account(Tenant):
       TooLarge: the files are larger than such an adapter can be.
       Forbidden: as `create`.
     """
-    names.check_name(name, self.service.model_name)
+    adapter_names.check_name(name, self.service.model_name)
     factors = self.service.served.factors(files)
     fresh = self.service.worker.fresh(0)  # Moments and count of a version that has learned nothing.
     own = {f'{kind}/{row}': value for kind in ('factors', 'average') for row, value in factors.items()}
@@ -210,17 +210,17 @@ class Account(Tenant):
     Raises:
       NotFound: there is no such model, adapter or version.
     """
-    if model in (names.BASE_NAME, self.service.model_name):
+    if model in (adapter_names.BASE_NAME, self.service.model_name):
       return VersionTarget(None, None)
-    reference = names.parse(model)
+    reference = adapter_names.parse(model)
     for find in (self.service.store.adapter, self.service.store.by_name)[: 1 if reference.is_id else 2]:
-      with contextlib.suppress(names.NotFound):
+      with contextlib.suppress(adapter_names.NotFound):
         adapter = find(self.owner, reference.adapter)
         number = adapter.head if reference.number is None else reference.number
         self.service.store.version(self.owner, adapter.id, number)
         self.service.remember(adapter.id, self.owner)
         return VersionTarget(adapter, number)
-    raise names.unknown(model)
+    raise adapter_names.unknown(model)
 
   def sample_of(self, id: str) -> SampleRecord:
     """Return a stored completion of the owner.
@@ -295,7 +295,7 @@ class Account(Tenant):
 
   def _check_served(self, base_model: str | None, rank: int | None, alpha: float | None) -> None:
     served, service = self.service.served, self.service
-    if base_model is not None and base_model not in (service.model_name, names.BASE_NAME):
+    if base_model is not None and base_model not in (service.model_name, adapter_names.BASE_NAME):
       raise InvalidRequest(
         f'{short_repr(base_model)} is not served here: leave base_model out, or name {service.model_name}.',
         field='base_model',

@@ -7,7 +7,7 @@ from typing import Any
 
 from sdpo_jax.config import ServeConfig
 from sdpo_jax.errors import short_repr
-from sdpo_jax.serving import prompts, teachers
+from sdpo_jax.serving import request_prompts, teachers
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.guards import Guards
 from sdpo_jax.types import Messages
@@ -70,4 +70,4 @@ def _messages_of(canary: Any) -> Messages:
   Raises:
     InvalidRequest: it is neither.
   """
-  return prompts.conversation([{'role': 'user', 'content': canary}] if isinstance(canary, str) else canary)
+  return request_prompts.conversation([{'role': 'user', 'content': canary}] if isinstance(canary, str) else canary)

@@ -36,9 +36,9 @@ from sdpo_jax.learning.losses import Sdpo
 from sdpo_jax.learning.requests import Lesson, Task, Taught, UpdateOptions
 from sdpo_jax.learning.scoring import Scored, Scorer, check_ids, mesh_of
 from sdpo_jax.learning.training_pool import SlotState
-from sdpo_jax.rollout.engine import Sampler, SamplingOptions
 from sdpo_jax.rollout.resident import Handle, Resident, Weights
 from sdpo_jax.rollout.results import SamplingStats
+from sdpo_jax.rollout.sampler import Sampler, SamplingOptions
 from sdpo_jax.rollout.stops import Tokenizer
 from sdpo_jax.serving.kept_programs import KeptPrograms
 from sdpo_jax.serving.places import NoPlaceError, Places

@@ -1,7 +1,7 @@
 """The programs of an engine with the shapes of their arguments, for estimating their cost without running them.
 
 For the buckets P, Q and T of prompts, teachers' prompts and completions: the resident sampler's programs
-(`rollout.programs`); `student/P×T` and `teacher/Q×T` (states that predict the completion), `first/T` and
+(`rollout.sampler_programs`); `student/P×T` and `teacher/Q×T` (states that predict the completion), `first/T` and
 `support/T` (inputs of the losses from these states), `accumulate/P×T` (gradients of a micro-batch), `report/T` (sums to
 report), `log probs/T` (after the last step), `scores/T` and `ids/T` (for requests for scores). For the score buckets S:
 `text/1×S`, `text scores/S` and `text ids/S` (the same for whole texts). And `zero`, `step`, `put slot`, `get slot`,
@@ -32,9 +32,9 @@ from sdpo_jax.learning.scoring import mesh_of, scoring_functions
 from sdpo_jax.learning.signals import TeacherInputs
 from sdpo_jax.learning.training_pool import SlotState, StepSettings
 from sdpo_jax.objective import reported
-from sdpo_jax.rollout.programs import SamplerSpec, sampler_programs
+from sdpo_jax.rollout.sampler_programs import SamplerSpec, sampler_programs
 from sdpo_jax.serving.engine import EngineSettings, pooled_policies
-from sdpo_jax.serving.settings import engine_settings
+from sdpo_jax.serving.engine_settings import engine_settings
 from sdpo_jax.training.run_programs import abstract_parameters
 from sdpo_jax.types import Batch, TokenRows, Tree
 

@@ -16,8 +16,8 @@ from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.rollout.stops import to_text
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback_request import Item
-from sdpo_jax.serving.prompts import check_tokens
 from sdpo_jax.serving.records import AdapterRecord, SampleRecord
+from sdpo_jax.serving.request_prompts import check_tokens
 from sdpo_jax.teacher import context
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import numpy as np
 from models import parameters
 from models.adapters import lora, peft_config, peft_files
 from models.decoder import DecoderPolicy
-from models.families import registry
+from models.families import known_families
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.files import read_json_object
 from sdpo_jax.learning import training_pool
@@ -111,7 +111,7 @@ class Served:
 
   def _read(self, root: pathlib.Path) -> dict[str, np.ndarray]:
     _check_patterns(read_json_object(root / peft_config.FILE, 'send the file that PEFT has written'))
-    known_name = registry.family_of(self.policy.config).known_name
+    known_name = known_families.family_of(self.policy.config).known_name
     if peft_files.read_adapter(root, self.table, known_name) != self.adapter:
       raise UserError(f'The adapter has another shape than is served here, which is {self.described()}.')
     known = peft_files.base_of(root)

@@ -21,14 +21,14 @@ from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.distributed.programs import Program
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import check_output, jsonable, write_output
-from sdpo_jax.planner import model, program_facts, report, topology
+from sdpo_jax.planner import model, plan_text, program_facts, topology
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.planner.plan import GIB, Estimate
 from sdpo_jax.rollout import sizes
 from sdpo_jax.rollout.buckets import smallest_bucket
 from sdpo_jax.serving.engine import EngineSettings, check_divides, memory_for
 from sdpo_jax.serving.engine_programs import engine_programs
-from sdpo_jax.serving.settings import as_run, engine_settings
+from sdpo_jax.serving.engine_settings import as_run, engine_settings
 from sdpo_jax.tables import markdown
 from sdpo_jax.training.opening import model_mesh
 
@@ -272,7 +272,7 @@ def text(plan: EnginePlan) -> str:
   parts = [
     f'An engine for adapters of {plan.adapter:,} parameters beside {plan.parameters:,} ({plan.model}) on '
     f'{plan.topology}: {plan.chips} chips, mesh {mesh}; {plan.compiler}.',
-    report.memory(plan.programs, plan.hbm_limit_gib),
+    plan_text.memory(plan.programs, plan.hbm_limit_gib),
     f'On the devices at once: {settings.snapshots} versions to sample from, {settings.teachers} to score with and '
     f'{settings.slots} in training. A version takes {1024 * plan.version_gib:,.0f} MiB on the host, whose memory of '
     f'{settings.memory_bytes / GIB:g} GiB holds {plan.versions_in_memory}; others are in files.',
@@ -280,7 +280,7 @@ def text(plan: EnginePlan) -> str:
   for label, estimate in plan.programs.items():
     if estimate.error is not None:
       parts.append(f'{label}: {estimate.error}')
-  parts.append(report.times(plan.programs))
+  parts.append(plan_text.times(plan.programs))
   rows = [[what, f'{1e3 * seconds:.3g}'] for what, seconds in plan.feedback_s.items()]
   parts.append(markdown(['a feedback', 'ms'], [*rows, ['together', f'{1e3 * plan.latency_s:.3g}']]))
   lengths = plan.lengths

@@ -15,15 +15,15 @@ import jax
 from models import directories, huggingface, identity, model_files, parameters
 from models.adapters import peft_files
 from models.decoder import DecoderPolicy
-from models.families import registry
+from models.families import known_families
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.engine import Engine, EngineSettings, check_divides
+from sdpo_jax.serving.engine_settings import engine_settings
 from sdpo_jax.serving.peft_transfer import Served
 from sdpo_jax.serving.service_state import ServiceState, short_name
-from sdpo_jax.serving.settings import engine_settings
 from sdpo_jax.serving.store.store import Retention, Store
 from sdpo_jax.serving.store.versions import Base
 from sdpo_jax.serving.worker import Worker
@@ -165,7 +165,7 @@ def _base_of(config: Config, described: DecoderPolicy, values: Mapping[str, Any]
     fingerprint=identity.of_base(model.path),
     adapter=described.adapter,
     table=described.base_policy().parameter_table(),
-    prefix=registry.family_of(described.config).module_prefix(values),
+    prefix=known_families.family_of(described.config).module_prefix(values),
     use_rslora=given.use_rslora,
   )
 

@@ -21,15 +21,15 @@ from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.learning import requests
 from sdpo_jax.learning.losses import Sdpo
 from sdpo_jax.learning.requests import Lesson, Task, UpdateOptions
-from sdpo_jax.serving import endpoint_scores, names, prompts, teachers
+from sdpo_jax.serving import adapter_names, endpoint_scores, request_prompts, teachers
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.engine import EngineSettings
+from sdpo_jax.serving.engine_settings import engine_settings
 from sdpo_jax.serving.errors import InvalidRequest, NotFound, ServiceError
 from sdpo_jax.serving.event_log import EventLog
 from sdpo_jax.serving.guards import CanaryMeter
 from sdpo_jax.serving.lessons import Reprompting
 from sdpo_jax.serving.peft_transfer import Served
-from sdpo_jax.serving.settings import engine_settings
 from sdpo_jax.serving.store.store import Store
 from sdpo_jax.serving.turns import Turns
 from sdpo_jax.serving.worker import Worker
@@ -131,7 +131,7 @@ class ServiceState:
       InvalidRequest: none or several forms are given, the prompt is invalid, or it is too long.
     """
     with self.tokenizing:
-      return prompts.tokens_of(
+      return request_prompts.tokens_of(
         self.tokenizer,
         self.chat,
         self.vocab_size,
@@ -244,7 +244,7 @@ class ServiceState:
       'samples_kept_s': serve.store.sample_ttl_s,
       'versions_kept': serve.store.keep_versions or None,
       'feedback_texts_kept': serve.store.keep_feedback_texts,
-      'lora_uri': names.lora_uri('ID', 0).replace('0', 'NUMBER'),
+      'lora_uri': adapter_names.lora_uri('ID', 0).replace('0', 'NUMBER'),
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from sdpo_jax.serving import names
+from sdpo_jax.serving import adapter_names
 from sdpo_jax.serving.engine import BASE
 from sdpo_jax.serving.records import AdapterRecord, engine_name
 
@@ -24,4 +24,4 @@ class VersionTarget:
   @property
   def lora_uri(self) -> str | None:
     """The URI of the version; None: it is the model without an adapter."""
-    return None if self.adapter is None else names.lora_uri(self.adapter.id, self.number)
+    return None if self.adapter is None else adapter_names.lora_uri(self.adapter.id, self.number)

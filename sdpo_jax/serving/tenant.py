@@ -15,12 +15,12 @@ import numpy as np
 from sdpo_jax.errors import short_repr
 from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.rollout.results import Completion
-from sdpo_jax.serving import prompts
+from sdpo_jax.serving import request_prompts
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.draft_texts import DraftText, finished_text
 from sdpo_jax.serving.errors import Deadline, InvalidRequest, VersionConflict
 from sdpo_jax.serving.records import AdapterRecord, SampleRecord, Version
-from sdpo_jax.serving.sampling import SampleOptions, Sampling
+from sdpo_jax.serving.sample_requests import SampleOptions, Sampling
 from sdpo_jax.serving.service_state import ServiceState
 from sdpo_jax.serving.targets import VersionTarget
 
@@ -181,8 +181,8 @@ class Tenant:
       UserError: a row or topk is too large.
     """
     for number, (prompt, tokens) in enumerate(rows):
-      prompts.check_tokens(prompt, self.service.vocab_size, f'rows[{number}].prompt')
-      prompts.check_tokens(tokens, self.service.vocab_size, f'rows[{number}].tokens')
+      request_prompts.check_tokens(prompt, self.service.vocab_size, f'rows[{number}].prompt')
+      request_prompts.check_tokens(tokens, self.service.vocab_size, f'rows[{number}].tokens')
     for number, (asked, (_, tokens)) in enumerate(zip(ids or (), rows, strict=bool(ids))):
       if asked.shape[:1] != (len(tokens),) or asked.ndim != 2:
         raise InvalidRequest(

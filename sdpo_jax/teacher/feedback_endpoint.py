@@ -15,7 +15,7 @@ from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.environments import chat_endpoint, json_server
 from sdpo_jax.environments.json_server import Fault
 from sdpo_jax.teacher.asking import ask_all
-from sdpo_jax.teacher.feedback import UnwrittenError, WriterRequest, read
+from sdpo_jax.teacher.written_feedback import UnwrittenError, WriterRequest, read
 
 SECTION = 'actor.self_distillation.feedback_endpoint'
 

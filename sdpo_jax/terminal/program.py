@@ -23,9 +23,9 @@ from sdpo_jax.terminal.embedded import Embedded
 from sdpo_jax.terminal.history import History
 from sdpo_jax.terminal.inputs import Inputs
 from sdpo_jax.terminal.keyboard import Keyboard, Lines
-from sdpo_jax.terminal.loop import Conversation
 from sdpo_jax.terminal.policies import ApprovalPolicy
 from sdpo_jax.terminal.screen import Screen, has_colours, is_plain
+from sdpo_jax.terminal.session_loop import Conversation
 from sdpo_jax.terminal.work import Workbench
 
 DEFAULT_CONFIG = 'configs/session_quickstart.py'

@@ -11,7 +11,7 @@ import jax
 from sdpo_jax.config import Config
 from sdpo_jax.distributed.collectives import agreed
 from sdpo_jax.evaluation import alarms
-from sdpo_jax.evaluation.names import nearest
+from sdpo_jax.evaluation.known_metrics import nearest
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 
 

@@ -15,7 +15,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.distributed.stopping import NEVER, Stop, StoppedError
 from sdpo_jax.errors import UserError
-from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.teacher.endpoint import Endpoint, EndpointQuery
 from sdpo_jax.training.graded import GradedRollouts, learned_from

@@ -8,7 +8,7 @@ from typing import Any
 
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.evaluation.evaluate import evaluate
-from sdpo_jax.training import divergence, records
+from sdpo_jax.training import divergence, step_records
 from sdpo_jax.training.directory.ownership import Ownership
 from sdpo_jax.training.joint_errors import JointErrors
 from sdpo_jax.training.preemption import Preemption
@@ -74,7 +74,7 @@ class Evaluations:
     with self._joint_errors.alone():
       if self._ownership is not None:
         self._ownership.check()
-        records.write_evaluation(session.workdir, step, evaluation)
+        step_records.write_evaluation(session.workdir, step, evaluation)
     logging.info('Evaluation at step %d: %s', step, evaluation.metrics)
     self._by_step[step] = evaluation.flat()
     return self._by_step[step]

@@ -14,8 +14,15 @@ from sdpo_jax.config import Config
 from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.distributed.stopping import Stop, StoppedError
 from sdpo_jax.errors import UserError
-from sdpo_jax.teacher.feedback import UnwrittenError, WriterRequest, ask, feedback_prompt_len, read, rows_to_write
 from sdpo_jax.teacher.feedback_endpoint import SECTION, FeedbackEndpoint
+from sdpo_jax.teacher.written_feedback import (
+  UnwrittenError,
+  WriterRequest,
+  ask,
+  feedback_prompt_len,
+  read,
+  rows_to_write,
+)
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.session import Session
 from sdpo_jax.training.specs import chat_format, declared_buckets, objective_spec

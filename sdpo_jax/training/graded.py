@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from sdpo_jax.environments.outcomes import graded_of
-from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.rollout.results import SamplingStats
 from sdpo_jax.types import Example, Outcome, Rollouts
 

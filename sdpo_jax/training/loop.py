@@ -36,10 +36,10 @@ from sdpo_jax.training import (
   feedback_writing,
   gathering,
   initial_policy,
-  records,
   resuming,
   skipped,
   startup,
+  step_records,
   teacher_model,
 )
 from sdpo_jax.training.ahead import WAITING, Ahead
@@ -52,7 +52,7 @@ from sdpo_jax.training.checkpoint.unfinished import Unfinished
 from sdpo_jax.training.directory import fingerprint, lost_checkpoints
 from sdpo_jax.training.directory.lines import STATE_DIGEST, dropped_lines, history
 from sdpo_jax.training.directory.ownership import Ownership, sole_user
-from sdpo_jax.training.directory.published import newest
+from sdpo_jax.training.directory.published_checkpoints import newest
 from sdpo_jax.training.directory.workdir import check_workdir, write_settings
 from sdpo_jax.training.documents import read_texts
 from sdpo_jax.training.evaluations import Evaluations, evaluated
@@ -472,15 +472,15 @@ class _Run:
       state, taken = take_step(session, state, step, self.around, self.saving.whole.starting, timer, stop)
     self.hold(step, state, Unfinished())
     gathering = self.around.gathering
-    line = records.step_metrics(session, step, taken, gathering, timer.seconds)
-    unfinished = Unfinished(line, records.success_rates(taken.own.graded, session.config))
+    line = step_records.step_metrics(session, step, taken, gathering, timer.seconds)
+    unfinished = Unfinished(line, step_records.success_rates(taken.own.graded, session.config))
     self.hold(step, state, unfinished)
     with self.joint_errors.alone():
       if profiled:
         self.announce(f'Profile of step {step}: {folder}')
       if self.writer is not None:
         self.writer.check()
-        records.write_step(session, step, taken, gathering, self.writer, self.announce)
+        step_records.write_step(session, step, taken, gathering, self.writer, self.announce)
     return self.finish(state, step, unfinished)
 
   def finish(self, state: TrainState, step: int, unfinished: Unfinished) -> TrainState:
@@ -501,7 +501,7 @@ class _Run:
         line.update(self.evaluations.run(state, step))
       self.progress.evaluated(timer.seconds['evaluate'])
     if self.evaluations.newest is not None:
-      line.update(records.gap_metrics(unfinished.success, self.evaluations.newest))
+      line.update(step_records.gap_metrics(unfinished.success, self.evaluations.newest))
     metrics = {name: value for name, value in line.items() if not name.startswith('time/')}
     line.update({f'time/{name}_s': value for name, value in timer.seconds.items()})
     line[COMPILED_LATE] = len(self.name_compiled(step))

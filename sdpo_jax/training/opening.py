@@ -19,7 +19,7 @@ from sdpo_jax.distributed.mesh import check_divides, make_mesh
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning.optimizer import check_excluded
 from sdpo_jax.learning.update import abstract_state, make_update
-from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
 from sdpo_jax.training import cartridges, feedback_writing, teacher_model
 from sdpo_jax.training.documents import Texts, read_texts

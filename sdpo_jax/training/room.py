@@ -8,7 +8,7 @@ import functools
 from sdpo_jax.config import Config, SelfDistillationConfig
 from sdpo_jax.data.prompts import Tokenizer, chat_tokens, name, named_chat_tokens
 from sdpo_jax.errors import UserError
-from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.teacher.context import reprompt, shorten_end, shorten_middle
 from sdpo_jax.training.specs import chat_format
 from sdpo_jax.types import Example

@@ -3,9 +3,10 @@
 Names of the update's: `score/P×T` (log-probs before the update, of all completions or of those that it leaves out),
 `initial/P×T` (the same of all under the initial policy), `top/P×R×T` (the most likely tokens, where `rollouts/` has
 them), `update/P×R×T` (prompt, teacher prompt and completion buckets), `zero`, `apply`, `finish`, `digest` (of the
-state, for metrics.jsonl and checkpoints). Those of the sampler are named in `rollout.programs`. What evaluation alone
-uses is `evaluation/…`: beside the sampler's, `divergence/P×T` and the programs of the teacher's sampler, `teacher/…`,
-where the divergence is measured. `feedback/…` are those of the sampler with which the student writes feedback.
+state, for metrics.jsonl and checkpoints). Those of the sampler are named in `rollout.sampler_programs`. What evaluation
+alone uses is `evaluation/…`: beside the sampler's, `divergence/P×T` and the programs of the teacher's sampler,
+`teacher/…`, where the divergence is measured. `feedback/…` are those of the sampler with which the student writes
+feedback.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from sdpo_jax.distributed.programs import FEEDBACK, Program
 from sdpo_jax.learning import batching
 from sdpo_jax.learning.readings import divergence_program, top_tokens_program
 from sdpo_jax.learning.update import abstract_state, make_update
-from sdpo_jax.objective.spec import ObjectiveSpec
-from sdpo_jax.rollout.programs import SamplerSpec, named, sampler_programs
+from sdpo_jax.objective.objective_spec import ObjectiveSpec
+from sdpo_jax.rollout.sampler_programs import SamplerSpec, named, sampler_programs
 from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
 from sdpo_jax.training import feedback_writing, initial_policy, teacher_model
 from sdpo_jax.training.checkpoint import digests

@@ -19,7 +19,7 @@ from sdpo_jax.training import preemption
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.checkpoint.starting_state import StartingState
 from sdpo_jax.training.directory.ownership import Ownership, RunLostError
-from sdpo_jax.training.directory.published import newest
+from sdpo_jax.training.directory.published_checkpoints import newest
 from sdpo_jax.training.joint_errors import JointErrors
 from sdpo_jax.types import TrainState
 

@@ -11,8 +11,8 @@ import jax
 from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.learning.update import UpdateFunctions
-from sdpo_jax.objective.spec import ObjectiveSpec
-from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.objective.objective_spec import ObjectiveSpec
+from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.teacher.feedback_endpoint import FeedbackEndpoint
 from sdpo_jax.teacher.signal import Teacher

@@ -7,12 +7,12 @@ from typing import Any
 
 from sdpo_jax.config import Config, OptimizerConfig
 from sdpo_jax.data.prompts import ChatFormat, PromptSpec
-from sdpo_jax.evaluation.spec import EvaluationSpec
+from sdpo_jax.evaluation.evaluation_spec import EvaluationSpec
 from sdpo_jax.learning.batching import BatchSpec
 from sdpo_jax.learning.optimizer import OptimizerSpec
 from sdpo_jax.learning.update import UpdateSpec
 from sdpo_jax.objective.loss import ObjectiveConfig
-from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import RESPONSES, Buckets, bucket_lengths
 from sdpo_jax.teacher.averaging import TeacherSpec
 

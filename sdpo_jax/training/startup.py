@@ -17,7 +17,7 @@ from sdpo_jax.distributed import programs
 from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError, first_line
-from sdpo_jax.evaluation.names import check_best_metric
+from sdpo_jax.evaluation.known_metrics import check_best_metric
 from sdpo_jax.tables import counted
 from sdpo_jax.training import feedback_writing, teacher_model
 from sdpo_jax.training.opening import check_turn_end, template_remarks

@@ -7,7 +7,7 @@ import pytest
 from configs import quickstart, quickstart_grpo, quickstart_lora
 from models import huggingface, parameters
 from sdpo_jax.config.fields import flatten
-from sdpo_jax.preflight.settings import odd_settings
+from sdpo_jax.preflight.doubtful_settings import odd_settings
 from tests import tiny
 
 CHANGED = {

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from sdpo_jax.data import hub, rows, sources
+from sdpo_jax.data import hub_datasets, rows, sources
 from sdpo_jax.errors import UserError
 from tests.data.reference_rows import CALLS, RAW
 
@@ -103,6 +103,6 @@ def test_an_option_reaches_the_library(monkeypatch):
 
   seen = {}
   monkeypatch.setattr(datasets, 'load_dataset', lambda *args, **options: seen.update(options, path=args) or [{'a': 1}])
-  (row,) = hub.read_rows('hf:owner/name?split=test&config=main&revision=refs/pr/6', 'data.train_files')
+  (row,) = hub_datasets.read_rows('hf:owner/name?split=test&config=main&revision=refs/pr/6', 'data.train_files')
   assert seen == {'path': ('owner/name',), 'name': 'main', 'split': 'test', 'revision': 'refs/pr/6'}
   assert row.value == {'a': 1}

@@ -15,8 +15,8 @@ from sdpo_jax.data import pipeline
 from sdpo_jax.data.prompts import prompt_tokens
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
-from sdpo_jax.quickstart import tokenizer
-from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.quickstart import small_tokenizer
+from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.teacher.context import build_teacher_context
 from sdpo_jax.training.specs import prompt_spec
 from tests import tiny
@@ -41,7 +41,7 @@ def model(real, tmp_path_factory):
   lines = [
     line for name in ('sciknoweval/chemistry', 'tooluse') for line in open(real / name / 'test.json', encoding='utf-8')
   ]
-  tokenizer.save(tokenizer.train([json.loads(line)['prompt'] for line in lines], 4096), folder)
+  small_tokenizer.save(small_tokenizer.train([json.loads(line)['prompt'] for line in lines], 4096), folder)
   return folder
 
 
@@ -67,7 +67,9 @@ def test_the_whole_way_from_file_to_teacher_prompt(real, model, task, sizes):
   config.data.max_prompt_length = 2048
   tokenizer = AutoTokenizer.from_pretrained(model)
   policy, parameters = huggingface.load(model, ModelConfig(dtype='float32', remat='none'))
-  sampler = Sampler(policy, tokenizer, max_batch_rows=32, stop_token_ids=stop_token_ids(str(model), tokenizer))
+  sampler = Sampler(
+    policy, small_tokenizer, max_batch_rows=32, stop_token_ids=stop_token_ids(str(model), small_tokenizer)
+  )
   for split, size in sizes.items():
     examples = pipeline.read_examples(
       [str(real / task / f'{split}.json')],
@@ -79,7 +81,7 @@ def test_the_whole_way_from_file_to_teacher_prompt(real, model, task, sizes):
       setting='data.train_files',
     )
     assert len(examples) == size
-    prompts = [prompt_tokens(tokenizer, example, prompt_spec(config)) for example in examples]
+    prompts = [prompt_tokens(small_tokenizer, example, prompt_spec(config)) for example in examples]
     rollouts = sampler.sample(
       {}, parameters, prompts, n=N, temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, max_tokens=4, seed=0, step=0
     )

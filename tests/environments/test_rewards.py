@@ -19,8 +19,8 @@ from sdpo_jax.environments.outcomes import scores_of
 from sdpo_jax.environments.weighted_sum import weighted_sum
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import evaluate
-from sdpo_jax.preflight import grading as preflight
-from sdpo_jax.training import records
+from sdpo_jax.preflight import grader_trials as preflight
+from sdpo_jax.training import step_records
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Example, Outcome
 from tests.local_server import Answer, Server
@@ -297,12 +297,12 @@ OUTCOMES = [
 
 
 def test_each_is_a_metric_over_the_completions_to_which_it_applies():
-  metrics = records.rollout_metrics(batch_of(OUTCOMES), Config())
+  metrics = step_records.rollout_metrics(batch_of(OUTCOMES), Config())
   assert metrics['rollout/score_mean'] == 2.5 / 3 and metrics['rollout/success_rate'] == 2 / 3  # Of the sum.
   assert metrics['rollout/reward/f'] == pytest.approx(2 / 3, rel=1e-15) and metrics['rollout/reward/g'] == 1.0
   assert metrics['rollout/reward_std/f'] == pytest.approx(np.std([1, 0, 1]), rel=1e-15)
   single = [Outcome(1.0)] * 4
-  assert not [name for name in records.rollout_metrics(batch_of(single), Config()) if 'reward' in name]
+  assert not [name for name in step_records.rollout_metrics(batch_of(single), Config()) if 'reward' in name]
 
 
 def test_evaluations_measure_each_and_write_it_with_the_sample():
@@ -317,7 +317,7 @@ def test_evaluations_measure_each_and_write_it_with_the_sample():
 
 def test_rollouts_hold_each(tmp_path):
   session = types.SimpleNamespace(workdir=epath.Path(tmp_path))
-  records.write_rollouts(session, 1, batch_of(OUTCOMES), None, types.SimpleNamespace(token_values={}))
+  step_records.write_rollouts(session, 1, batch_of(OUTCOMES), None, types.SimpleNamespace(token_values={}))
   lines = [json.loads(line) for line in (tmp_path / 'rollouts' / '1.jsonl').read_text().splitlines()]
   assert [(line['score'], line.get('rewards')) for line in lines] == [
     (1.25, {'f': 1.0, 'g': 1.0}),

@@ -16,7 +16,7 @@ from sdpo_jax.config import Config, EnvironmentsConfig
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.evaluation import completions, evaluate
 from sdpo_jax.inference import runs
-from sdpo_jax.training import records, report
+from sdpo_jax.training import closing_text, step_records
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Example, Outcome, Rollouts
 from tests.scored_rollouts import WORDS, example, rollouts
@@ -196,12 +196,12 @@ def graded(examples: list[Example], batch: Rollouts, outcomes: list[Outcome]) ->
 
 def test_a_batch_of_several_sources_is_described_as_a_whole_and_by_source():
   examples, batch = [example('a', 'x'), example('b', 'y')], rollouts(['t'] * 4, [0, 1, 1, 0])
-  found = records.rollout_metrics(graded(examples, batch, code_outcomes()), Config())
+  found = step_records.rollout_metrics(graded(examples, batch, code_outcomes()), Config())
   assert found['rollout/success_rate'] == 0.25 and found['rollout/solved_group_fraction'] == 0.5
   assert found['rollout/source_x/success_rate'] == 0.5 and found['rollout/source_y/success_rate'] == 0.0
   assert found['rollout/source_x/acc_mean'] == 0.625 and found['rollout/acc_mean'] == 0.625
   assert found['rollout/source_y/format_valid_fraction'] == 0.5
-  one = records.rollout_metrics(graded([example('a', 'x')] * 2, batch, code_outcomes()), Config())
+  one = step_records.rollout_metrics(graded([example('a', 'x')] * 2, batch, code_outcomes()), Config())
   assert not [name for name in one if 'source_x' in name]
   assert {name.removeprefix('rollout/source_x/') for name in found if 'source_x' in name} == {
     name.removeprefix('rollout/') for name in one
@@ -217,20 +217,20 @@ def test_the_divergence_of_a_batch_of_several_sources_is_logged_by_source():
   divergence = np.array([[1, 2, 90], [4, 90, 90], [5, 6, np.nan], [90, 90, 90]], np.float32)
   measured = types.SimpleNamespace(token_values={'divergence': divergence})
   drawn = graded([example('a', 'x'), example('b', 'y')], batch, code_outcomes())
-  found = records.divergence_metrics(measured, generation, drawn)
+  found = step_records.divergence_metrics(measured, generation, drawn)
   assert found == {'teacher/source_x/divergence': 1.5, 'teacher/source_y/divergence': 5.0}
   one = graded([example('a', 'x')] * 2, batch, code_outcomes())
-  assert records.divergence_metrics(measured, generation, one) == {}
+  assert step_records.divergence_metrics(measured, generation, one) == {}
   without = types.SimpleNamespace(token_values={})  # A policy gradient has none.
-  assert records.divergence_metrics(without, generation, drawn) == {}
+  assert step_records.divergence_metrics(without, generation, drawn) == {}
 
 
 def test_the_gap_is_success_in_training_minus_held_out_mean():
   examples, batch = [example('a', 'x'), example('b', 'y')], rollouts(['t'] * 4, [0, 1, 1, 0])
   evaluated = {'eval/source_x/mean@4': 0.125, 'eval/source_x/acc/mean@4': 0.9, 'eval/other/mean@4': 1.0}
-  rates = records.success_rates(graded(examples, batch, code_outcomes()), Config())
-  assert records.gap_metrics(rates, evaluated) == {'gap/source_x': 0.375}
-  assert records.gap_metrics(rates, {}) == {}
+  rates = step_records.success_rates(graded(examples, batch, code_outcomes()), Config())
+  assert step_records.gap_metrics(rates, evaluated) == {'gap/source_x': 0.375}
+  assert step_records.gap_metrics(rates, {}) == {}
 
 
 def is_excerpt(written: str, text: str) -> bool:
@@ -246,7 +246,7 @@ def test_rollouts_are_written_with_excerpts_of_long_texts(tmp_path):
   session = types.SimpleNamespace(workdir=epath.Path(tmp_path))
   context = types.SimpleNamespace(mask=[1, 0], messages=[asked.messages, asked.messages])
   batch = graded([asked], batch, [Outcome(1.0, long), Outcome(0.0, None)])
-  records.write_rollouts(session, 3, batch, context, types.SimpleNamespace(token_values={}))
+  step_records.write_rollouts(session, 3, batch, context, types.SimpleNamespace(token_values={}))
   first, second = map(json.loads, (tmp_path / 'rollouts' / '3.jsonl').read_text().splitlines())
   written = (
     first['completion'],
@@ -268,7 +268,7 @@ def test_evaluations_with_huge_strange_and_infinite_content_are_written_and_read
   measured = evaluate.Evaluation(
     evaluate.metrics_by_source(examples, batch, outcomes, 2, WORDS), evaluate.written(examples, batch, outcomes)
   )
-  records.write_evaluation(epath.Path(tmp_path), 7, measured)
+  step_records.write_evaluation(epath.Path(tmp_path), 7, measured)
   content = json.loads((tmp_path / 'eval' / '7.json').read_text(), parse_constant=pytest.fail)
   assert content['step'] == 7
   assert content['metrics']['source_x']['mean@2'] == 0.25
@@ -284,25 +284,25 @@ def test_the_table_has_a_row_a_source_and_leaves_out_what_no_source_has():
     [example('a', 'x')] * 2, rollouts(['t'] * 4, [0, 0, 1, 1]), code_outcomes(), 2, WORDS
   )
   plain = {'source_y': {'mean@2': 0.5, 'best@2': 0.75, 'questions': 1000.0, 'truncated_fraction': 0.125}}
-  header, _, first, second = report.evaluation_table(evaluate.Evaluation(metrics | plain, []), 2).splitlines()
+  header, _, first, second = closing_text.evaluation_table(evaluate.Evaluation(metrics | plain, []), 2).splitlines()
   assert header.split('  ')[0] == 'held-out' and 'acc/mean@2' in header and 'format valid' in header
   assert first.split()[:2] == ['source_x', '0.2500'] and '0.6250' in first
   assert second.split()[:4] == ['source_y', '0.5000', '0.7500', '–'] and second.split()[-1] == '1,000'
   assert '12.5%' in second
-  header = report.evaluation_table(evaluate.Evaluation(plain, []), 2).splitlines()[0]
+  header = closing_text.evaluation_table(evaluate.Evaluation(plain, []), 2).splitlines()[0]
   assert 'maj@2' not in header and 'format valid' not in header and 'ungraded' not in header
   plain['source_y']['ungraded_fraction'] = 0.25
-  header, _, line = report.evaluation_table(evaluate.Evaluation(plain, []), 2).splitlines()
+  header, _, line = closing_text.evaluation_table(evaluate.Evaluation(plain, []), 2).splitlines()
   assert 'ungraded' in header and '25.0%' in line
 
 
 def test_the_summary_of_a_run_shows_score_and_mean_acc_whatever_the_task_is_called():
   names = ('mean@2', 'std@2', 'best@2', 'worst@2', 'maj@2', 'acc/mean@2', 'acc/best@2', 'tests/mean@2', 'questions')
   flat = [f'eval/{task}/{name}' for task in ('a/b', 'a') for name in names]
-  assert [name for name in report.headlines(flat) if name.startswith('eval/a/b/')] == [
+  assert [name for name in closing_text.headlines(flat) if name.startswith('eval/a/b/')] == [
     f'eval/a/b/{name}' for name in ('mean@2', 'best@2', 'maj@2', 'acc/mean@2')
   ]
-  assert len(report.headlines(flat)) == 8
+  assert len(closing_text.headlines(flat)) == 8
 
 
 def test_settings_that_make_an_evaluation_another_one_are_named():

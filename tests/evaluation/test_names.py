@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sdpo_jax.errors import UserError
-from sdpo_jax.evaluation import evaluate, names
+from sdpo_jax.evaluation import evaluate, known_metrics
 from sdpo_jax.types import Example, Outcome, Rollouts
 
 
@@ -35,10 +35,10 @@ def measured(tasks, n, words):
 def test_all_that_an_evaluation_measures_was_known_but_for_what_graders_add(n, words):
   tasks = ['math', 'me/rows']
   found = measured(tasks, n, words)
-  known = set(names.evaluation_names(tasks, n, words))
+  known = set(known_metrics.evaluation_names(tasks, n, words))
   assert {name for name in found if '/steps/' not in name} == known
   for name in found:
-    names.check_best_metric(name, tasks, n, words)
+    known_metrics.check_best_metric(name, tasks, n, words)
 
 
 @pytest.mark.parametrize(
@@ -56,15 +56,15 @@ def test_all_that_an_evaluation_measures_was_known_but_for_what_graders_add(n, w
 )
 def test_a_metric_that_nothing_measures_is_refused_with_the_nearest(name, sentence):
   with pytest.raises(UserError, match=f'^trainer.best_metric={name} .*{sentence}'):
-    names.check_best_metric(name, ['math', 'me/rows'], 4, ())
+    known_metrics.check_best_metric(name, ['math', 'me/rows'], 4, ())
 
 
 @pytest.mark.parametrize('name', [None, 'rollout/score_mean', 'eval/math/acc/mean@4', 'eval/me/rows/a/b/best@2'])
 def test_what_may_be_measured_is_taken(name):
-  names.check_best_metric(name, ['math', 'me/rows'], 4, ())
+  known_metrics.check_best_metric(name, ['math', 'me/rows'], 4, ())
 
 
 def test_a_metric_of_evaluations_needs_one():
   with pytest.raises(UserError, match='and there is none: set data.val_files and trainer.test_freq'):
-    names.check_best_metric('eval/math/mean@4', [], 4, ())
-  names.check_best_metric('train/loss', [], 4, ())
+    known_metrics.check_best_metric('eval/math/mean@4', [], 4, ())
+  known_metrics.check_best_metric('train/loss', [], 4, ())

@@ -73,5 +73,5 @@ def test_every_module_is_in_a_room_and_no_arrow_points_up():
 
 
 def test_an_arrow_that_points_up_is_seen():
-  assert floor_of('sdpo_jax.training.loop') < floor_of('sdpo_jax.rollout.engine') < floor_of('models.attention.splash')
+  assert floor_of('sdpo_jax.training.loop') < floor_of('sdpo_jax.rollout.sampler') < floor_of('models.attention.splash')
   assert floor_of('sdpo_jax.types') > floor_of('sdpo_jax.config.schema') and floor_of('numpy') is None

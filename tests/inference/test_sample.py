@@ -13,8 +13,8 @@ from sdpo_jax.config import SamplingConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import answer_files, generate
 from sdpo_jax.inference.chat import Chat, converse
-from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.rollout.results import Completion, Draft
+from sdpo_jax.rollout.sampler import Sampler
 from tests import tiny
 
 # As Qwen3's: of an earlier answer, what stands before </think> is left out.

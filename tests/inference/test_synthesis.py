@@ -24,7 +24,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.inference import prompt_pools, synthesis
 from sdpo_jax.inference.prompt_pools import PoolFile, Round
 from sdpo_jax.inference.synthesis import Asker, Pool, SynthesisOptions, WrittenMessage
-from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.training import loop
 from sdpo_jax.training.opening import load_tokenizer, stop_token_ids
 from sdpo_jax.training.questions import training_questions

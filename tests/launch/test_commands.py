@@ -20,7 +20,7 @@ import tensorstore
 from configs import quickstart
 from sdpo_jax import command
 from sdpo_jax.errors import UserError
-from sdpo_jax.training import loop, report
+from sdpo_jax.training import closing_text, loop
 from sdpo_jax.training.directory import workdir as workdirs
 from tests import tiny
 
@@ -297,7 +297,8 @@ def test_ungraded_samples_are_named_beside_the_numbers_of_the_others():
       for step, fraction in enumerate(fractions)
     }
     return [
-      line.split() for line in report.summary(loop.Result(epath.Path('a'), 1, False, found, 'q'), 'c.py').splitlines()
+      line.split()
+      for line in closing_text.summary(loop.Result(epath.Path('a'), 1, False, found, 'q'), 'c.py').splitlines()
     ]
 
   assert ['x/mean@2', '100.0%', '100.0%'] in lines(0.0, 0.375)
@@ -310,7 +311,7 @@ def test_the_divergences_that_evaluations_measured_are_shown_at_the_end():
     0: {'eval/x/mean@2': 0.0, 'eval/x/kl_on_student': 3.5},
     4: {'eval/x/mean@2': 1.0, 'eval/x/kl_on_student': 0.01234, 'eval/x/kl_on_teacher': 0.5},
   }
-  text = report.summary(loop.Result(epath.Path('a'), 4, False, found, 'q'), 'c.py')
+  text = closing_text.summary(loop.Result(epath.Path('a'), 4, False, found, 'q'), 'c.py')
   assert ['x/kl_on_student', '3.5000', '0.0123'] in [line.split() for line in text.splitlines()]
   assert ['x/kl_on_teacher', '–', '0.5000'] in [line.split() for line in text.splitlines()]
 
@@ -318,13 +319,13 @@ def test_the_divergences_that_evaluations_measured_are_shown_at_the_end():
 @pytest.mark.parametrize('trained', ['model', 'adapter', 'cartridge'])
 def test_the_last_command_names_what_it_exports(trained):
   result = loop.Result(epath.Path('runs/a'), 2, False, {}, 'Q')
-  last = report.summary(result, 'c.py', trained=trained).splitlines()[-1]
+  last = closing_text.summary(result, 'c.py', trained=trained).splitlines()[-1]
   assert last == f'  python -m launch.export --workdir=runs/a --output=my_{trained}'
 
 
 def test_next_commands_are_quoted_and_repeat_the_settings():
   result = loop.Result(epath.Path('a b'), 3, False, {0: {'eval/x/mean@2': 0.0}, 3: {'eval/x/mean@2': 1.0}}, "it's")
-  text = report.summary(result, 'c.py', [('optimizer.lr', '1')])
+  text = closing_text.summary(result, 'c.py', [('optimizer.lr', '1')])
   evaluate, sample, _ = [shlex.split(line) for line in text.splitlines() if line.startswith('  python')]
   assert evaluate[2:] == [
     'launch.evaluate',
@@ -335,7 +336,7 @@ def test_next_commands_are_quoted_and_repeat_the_settings():
   ]
   assert sample[3:] == ['--workdir=a b', "--prompt=it's", '--temperature=0']
   stopped = loop.Result(epath.Path('x'), 0, True, {}, '')
-  assert 'starts again' in report.summary(stopped, 'c.py')
+  assert 'starts again' in closing_text.summary(stopped, 'c.py')
 
 
 def test_settings_of_which_only_the_beginning_is_read_end_quietly(monkeypatch):

@@ -16,7 +16,7 @@ import optax
 import pytest
 
 from models import published
-from models.families import registry
+from models.families import known_families
 from models.families.table import parameter_table
 from models.parameters import get, map_table, map_tree
 from sdpo_jax.config import Config, MeshConfig, OptimizerConfig, differences
@@ -25,7 +25,7 @@ from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning import optimizer as optimizers
 from sdpo_jax.learning import update
-from sdpo_jax.preflight.settings import odd_settings
+from sdpo_jax.preflight.doubtful_settings import odd_settings
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.specs import optimizer_spec, update_spec
 from tests.config.valid_config import valid
@@ -48,7 +48,7 @@ OTHERS = ('adafactor', 'lion', 'muon')
 @functools.cache
 def table():
   """Return some of the parameters of a model, of every kind that it has."""
-  whole = parameter_table(registry.read(WIDE))
+  whole = parameter_table(known_families.read(WIDE))
   return tuple(parameter for parameter in whole if any(parameter.name.endswith(name) for name in KEPT))
 
 
@@ -245,7 +245,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_state_alone_and_a_checkpoint_h
 
 def test_every_parameter_of_every_published_model_is_the_matrix_or_vector_that_its_tensors_are():
   for name in published.names():
-    for parameter in parameter_table(registry.read(published.config_json(name))):
+    for parameter in parameter_table(known_families.read(published.config_json(name))):
       sides = parameter.huggingface_shape[::-1] if parameter.transpose else parameter.huggingface_shape
       padding = (parameter.padding, 0)[: len(sides)]
       assert optimizers._matrix_shape(parameter) == tuple(map(sum, zip(sides, padding, strict=True))), (name, parameter)
@@ -281,7 +281,7 @@ def test_a_pattern_that_excludes_nothing_is_named_with_some_names():
 def test_the_patterns_that_the_help_suggests_are_those_of_every_published_model():
   (suggested,) = re.findall(r'e\.g\.\s+([\w,]+)\.', settings_help(Config(), 'optimizer.weight_decay_exclude'))
   for name in published.names():
-    parameters = parameter_table(registry.read(published.config_json(name)))
+    parameters = parameter_table(known_families.read(published.config_json(name)))
     optimizers.check_excluded(suggested.split(','), [parameter.name for parameter in parameters])
 
 

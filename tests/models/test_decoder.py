@@ -15,7 +15,7 @@ from models import cache as kv_cache
 from models import huggingface, parameters
 from models.cache import SHALLOW
 from models.decoder import DecoderPolicy
-from models.families import registry
+from models.families import known_families
 from sdpo_jax.config import ModelConfig
 from tests.compiling import compile_as_users
 
@@ -200,7 +200,7 @@ def test_the_program_does_not_grow_with_depth():
   sizes = []
   for layers in (2, 24):
     values = {**SIZES, 'model_type': 'qwen3', 'num_hidden_layers': layers}
-    policy = DecoderPolicy(registry.read(values), 'bfloat16', 'full')
+    policy = DecoderPolicy(known_families.read(values), 'bfloat16', 'full')
     shapes = parameters.abstract(policy.parameter_table())
     row = (jax.ShapeDtypeStruct((2, 16), jnp.int32),) * 3
     sizes.append(len(jax.jit(jax.grad(functools.partial(_loss, policy))).lower(shapes, row).as_text()))

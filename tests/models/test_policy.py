@@ -12,7 +12,7 @@ from models import flops, parameters
 from models.policy import Policy
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, put_rows
-from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.rollout.sampler import Sampler
 from tests import tiers
 from tests.compiling import users_options
 from tests.golden.toy_policy import ToyPolicy

@@ -16,8 +16,8 @@ from models.control_tokens import control_strings
 from sdpo_jax.config import Config, ModelConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference.chat import Chat
-from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.rollout.results import Completion, Draft
+from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.rollout.stops import StopStrings, to_text
 from tests.letters import CONFIG
 from tests.models import tokenizer_styles

@@ -11,7 +11,7 @@ from sdpo_jax.data import prompts
 from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
-from sdpo_jax.preflight.prompts import visible
+from sdpo_jax.preflight.prompt_lengths import visible
 from sdpo_jax.teacher.context import build_teacher_context
 from sdpo_jax.training import startup
 from sdpo_jax.training.opening import check_turn_end, stop_token_ids, template_remarks

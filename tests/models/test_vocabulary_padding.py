@@ -15,7 +15,7 @@ from sdpo_jax.config import Config, ModelConfig
 from sdpo_jax.learning import update
 from sdpo_jax.learning.batching import token_rows
 from sdpo_jax.objective.loss import objective
-from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.training.specs import update_spec
 from tests import tiny
 

@@ -14,7 +14,7 @@ from models.adapters.kv_prefix import KVPrefix
 from sdpo_jax.config import CartridgeConfig, Config
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
-from sdpo_jax.planner import document, report, topology, workload
+from sdpo_jax.planner import document, plan_text, topology, workload
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.preflight import memory
 from sdpo_jax.training import cartridges
@@ -88,7 +88,7 @@ def test_a_plan_names_what_slots_and_document_take_as_a_check_does():
   # The norms are whole on every chip, in float32.
   model = (2 * (MATRICES + SLOT * FROZEN)) / 4 + 4 * NORMS
   assert plan.base_gib * planning.GIB == pytest.approx(model, rel=0.01)
-  text = report.text(plan)
+  text = plan_text.text(plan)
   assert 'The cartridge has 64 slots: 63 trained,' in text and 'and 1 frozen, counted with the base.' in text
   assert "Keys and values of the document's 3,000 tokens take" in text
   policy = huggingface.describe(SIZES, config.model)
@@ -117,7 +117,7 @@ def test_reading_a_document_is_planned_with_what_is_in_memory_then(fsdp):
   assert ('gathered base' in read.hbm) == ('gather document' in plan.programs) == (fsdp > 1)
   # Each part attends to itself and to all of the document, in nine layers.
   assert read.kernel_seconds['splash fwd [table]'] > 0
-  assert 'It is read once per run, in 3 parts, which takes' in report.cartridge(plan)
+  assert 'It is read once per run, in 3 parts, which takes' in plan_text.cartridge(plan)
 
 
 def test_a_document_is_as_long_as_the_settings_say_or_its_tokenizer():

@@ -18,8 +18,8 @@ from sdpo_jax.planner import topology
 from sdpo_jax.serving import pricing
 from sdpo_jax.serving.engine import Engine, EngineSettings
 from sdpo_jax.serving.engine_programs import engine_programs
+from sdpo_jax.serving.engine_settings import engine_settings
 from sdpo_jax.serving.kept_programs import KeptPrograms
-from sdpo_jax.serving.settings import engine_settings
 from tests.letters import TOKENIZER
 from tests.planner.planned_engines import RANK, SIZES, leaves, on_one_device, settings
 

@@ -26,7 +26,7 @@ from sdpo_jax.distributed import programs
 from sdpo_jax.distributed.programs import Program
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning import batching
-from sdpo_jax.planner import hlo, kernels, lengths, model, program_facts, report, run, search, topology, workload
+from sdpo_jax.planner import hlo, kernels, lengths, model, plan_text, program_facts, run, search, topology, workload
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
 from sdpo_jax.training.specs import batch_spec
@@ -121,7 +121,7 @@ def test_evaluation_in_the_same_program_costs_what_its_settings_ask_for(made):
 @needs_compiler
 def test_the_report_and_the_json_hold_every_program(made):
   plan, *_ = made
-  text = report.text(plan)
+  text = plan_text.text(plan)
   for label in plan.programs:
     assert f'| {label} ' in text
   for kind in ('[compiler]', '[arithmetic]'):
@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_said_with_its_size():
   plan = planning.make(config, policy, slice_, planning.Assumptions.of(config, slice_.chip), only=['apply'])
   assert not plan.fits
   assert plan.programs['apply'].hbm_gib > slice_.chip.hbm_gib
-  assert 'DOES NOT FIT: apply' in report.text(plan)
+  assert 'DOES NOT FIT: apply' in plan_text.text(plan)
   json.dumps(plan.to_json(), allow_nan=False)
 
 
@@ -184,7 +184,7 @@ def test_of_an_adapter_the_report_says_what_is_trained_and_what_is_frozen():
   # Of the factors an axis as long as the rank is never divided: at worst every chip has half of each.
   assert plan.trained * 4 / 4 <= held['parameters'] * planning.GIB <= plan.trained * 4 / 2 + 64
   assert held['optimizer'] == pytest.approx(2 * held['parameters'], rel=0.01)
-  first, *_ = report.text(plan).split('\n\n')
+  first, *_ = plan_text.text(plan).split('\n\n')
   assert first.startswith(
     '2.18 million parameters (small), of which 77,824 are trained and the others frozen, on v5e:2x2:'
   )
@@ -211,8 +211,8 @@ def test_a_plan_counts_a_frozen_base_as_often_as_it_is_there(slice_, layers):
   matrices = 2 * (2 * 1024 * 256 + layers * (2 * 256 * 512 + 2 * 256 * 256 + 3 * 256 * 512))
   found, own = plan.base_gib * planning.GIB, plan.sampling_base_gib * planning.GIB
   assert matrices / plan.chips <= found <= matrices / plan.chips + norms
-  sentence = report.base(plan)
-  assert sentence in report.text(plan)
+  sentence = plan_text.base(plan)
+  assert sentence in plan_text.text(plan)
   if divided == 1:
     assert own == 0 and 'prepare_base' not in plan.programs
     assert sentence.endswith('is there once: student, teacher and sampler read the same arrays.')
@@ -236,7 +236,7 @@ def test_a_base_that_the_sampler_cannot_hold_is_not_said_to_be_there_once():
   refused = planning.Estimate('prepare_base', {}, math.nan, fits=False, error='RESOURCE_EXHAUSTED')
   mesh = {'fsdp': 8, 'tensor': 1}
   plan = types.SimpleNamespace(base_gib=1.9, sampling_base_gib=0.0, mesh=mesh, programs={'prepare_base': refused})
-  assert report.base(plan).endswith('(mesh.fsdp=8 divides it and the sampler gathers it), which do not fit.')
+  assert plan_text.base(plan).endswith('(mesh.fsdp=8 divides it and the sampler gathers it), which do not fit.')
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_the_memory_of_what_is_trained_beside_a_model_is_called_that(trained, na
     'teacher base': 1.0,
     'sampling weights': 0.25,
   }
-  table = report.memory({'decode': planning.Estimate('decode', held, 5.25, True)}, 15.75, trained)
+  table = plan_text.memory({'decode': planning.Estimate('decode', held, 5.25, True)}, 15.75, trained)
   assert [name.strip() for name in table.splitlines()[0].split('|')][2:-3] == names
 
 
@@ -817,7 +817,7 @@ def test_a_search_ranks_what_fits_by_speed_and_the_rest_by_size(monkeypatch):
   assert len(tried) == len(set(tried))
   failing = [result.hbm_gib for result in found if not result.fits]
   assert failing == sorted(failing)
-  assert '--config.mesh.tensor=8' in report.search(found)
+  assert '--config.mesh.tensor=8' in plan_text.search(found)
   with pytest.raises(UserError, match='weather'):
     search.search(config, policy, slice_, None, ['weather'])
 

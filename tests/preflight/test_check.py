@@ -18,8 +18,8 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.planner import model as sizes
 from sdpo_jax.planner import topology
-from sdpo_jax.preflight import check, grading, memory, prompts
-from sdpo_jax.preflight.settings import odd_settings
+from sdpo_jax.preflight import check, grader_trials, memory, prompt_lengths
+from sdpo_jax.preflight.doubtful_settings import odd_settings
 from sdpo_jax.training.opening import model_mesh
 from sdpo_jax.types import Example, Outcome
 from tests import tiny
@@ -120,13 +120,13 @@ def test_a_special_token_is_told_from_text_that_looks_like_it(model):
   tokenizer = tokenizers.load(model)
   end = tokenizer.convert_tokens_to_ids('<|im_end|>')
   spelled = [tokenizer.convert_tokens_to_ids(letter) for letter in '<|im_end|>']
-  text = prompts.visible(tokenizer, [*spelled, end, *spelled])
+  text = prompt_lengths.visible(tokenizer, [*spelled, end, *spelled])
   assert text == '<|im_end|>⟦<|im_end|>⟧<|im_end|>'
 
 
 def test_a_histogram_counts_every_prompt_once():
   tokens = np.array([1, 10, 11, 20, 21, 79, 80, 81, 500])
-  text = prompts.histogram(prompts.Lengths('data.train_files', tokens, 9, 80))
+  text = prompt_lengths.histogram(prompt_lengths.Lengths('data.train_files', tokens, 9, 80))
   assert 'max 500; limit 80' in text.splitlines()[0]
   counts = [int(line.split()[-1]) for line in text.splitlines()[1:]]
   assert counts == [2, 2, 1, 0, 0, 0, 0, 2, 2] and sum(counts) == len(tokens)
@@ -143,9 +143,9 @@ TRUTHS = [
 @pytest.mark.parametrize('profile', ['clean', 'reference'])
 def test_ground_truths_are_written_as_their_graders_want_them(profile):
   with Graders(EnvironmentsConfig(profile=profile)) as graders:
-    trials = grading.attempt(graders, TRUTHS)
+    trials = grader_trials.attempt(graders, TRUTHS)
   assert [(trial.right.score, trial.empty.score) for trial in trials] == [(1.0, 0.0)] * len(TRUTHS)
-  assert grading.odd_trials(trials, 0.5) == []
+  assert grader_trials.odd_trials(trials, 0.5) == []
 
 
 @pytest.fixture(scope='module')
@@ -178,7 +178,7 @@ def erring():
 )
 def test_a_grader_that_errs_is_named(erring, name, truth, sentences):
   with Graders(EnvironmentsConfig()) as graders:
-    found = grading.odd_trials(grading.attempt(graders, [Example('q', [], name, truth, 'x')]), 0.5)
+    found = grader_trials.odd_trials(grader_trials.attempt(graders, [Example('q', [], name, truth, 'x')]), 0.5)
   assert len(found) == len(sentences)
   assert all(sentence in text and repr(name) in text for sentence, text in zip(sentences, found, strict=True))
 

@@ -15,7 +15,7 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference.probe import probe
 from sdpo_jax.quickstart.make_base import BELIEFS, DigitRecipe, attempt, collate, lesson, make_base
-from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.rollout.sampler import Sampler
 from tests import tiny
 
 COMMITTED = tiny.REPOSITORY / 'configs' / 'quickstart_model'

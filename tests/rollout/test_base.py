@@ -15,7 +15,7 @@ from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed import programs as registry
 from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.planner.plan import resident_bytes
-from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.rollout.weights import PreparedBase
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
 from tests.models.small_policies import DEPTHS, NoText, make

@@ -14,7 +14,8 @@ from models.attention.backend import AttentionBackend
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
 from sdpo_jax.errors import UserError
-from sdpo_jax.rollout import engine, queue, results, sizes, slots
+from sdpo_jax.rollout import queue, results, sizes, slots
+from sdpo_jax.rollout import sampler as samplers
 from sdpo_jax.rollout.buckets import bucket_lengths, smallest_bucket
 from sdpo_jax.rollout.functions import sampler_functions
 from sdpo_jax.rollout.stops import StopStrings
@@ -34,7 +35,7 @@ def model():
 
 def make_sampler(model, tokenizer=TOKENIZER, **settings):
   settings = dict(prompt_buckets=(32,), response_buckets=(24,), stop_token_ids=(30,)) | settings
-  return engine.Sampler(model[0], tokenizer, **settings)
+  return samplers.Sampler(model[0], tokenizer, **settings)
 
 
 def spying(**wrappers):

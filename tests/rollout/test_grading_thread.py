@@ -15,9 +15,9 @@ from models import tokenizer as tokenizers
 from sdpo_jax.config import Config, EnvironmentsConfig, ModelConfig
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
-from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.rollout.grading_thread import GradingThread, StoppedError
 from sdpo_jax.rollout.results import SamplingStats
+from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.training import step
 from sdpo_jax.types import Outcome
 from tests import tiny

@@ -10,7 +10,8 @@ import pytest
 from models import huggingface, parameters
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
-from sdpo_jax.rollout import decode, engine, queue, sampling, sizes, slots
+from sdpo_jax.rollout import decode, queue, sampling, sizes, slots
+from sdpo_jax.rollout import sampler as samplers
 
 CONFIG = dict(
   model_type='qwen3',
@@ -108,7 +109,7 @@ def check(model, request_, rollouts):
 def draw(model, request_, **settings):
   prompts, of_samples = request_
   settings = dict(prompt_buckets=(24,), response_buckets=(ROOM,), stop_token_ids=(EOS,), max_batch_rows=8) | settings
-  sampler = engine.Sampler(model[0], NO_TEXT, **settings)
+  sampler = samplers.Sampler(model[0], NO_TEXT, **settings)
   return sampler.sample({}, model[1], prompts, **of_samples)
 
 

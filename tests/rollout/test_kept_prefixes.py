@@ -19,10 +19,10 @@ from models.attention.backend import AttentionBackend
 from sdpo_jax.config import LoraConfig, MeshConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
 from sdpo_jax.rollout import sizes
-from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.rollout.functions import sampler_functions
 from sdpo_jax.rollout.kept_prefixes import KeptRows
 from sdpo_jax.rollout.resident import CancelledError, Resident, Weights
+from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.serving.engine import BASE
 from tests import tpu_programs
 from tests.letters import CONFIG, TOKENIZER

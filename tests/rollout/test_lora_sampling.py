@@ -11,7 +11,7 @@ import pytest
 from models import huggingface, parameters
 from models.adapters import lora
 from sdpo_jax.config import LoraConfig, ModelConfig
-from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.rollout.sampler import Sampler
 from tests.models.adapters.lora_policies import deltas
 from tests.models.small_policies import CONFIG
 

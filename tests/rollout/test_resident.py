@@ -13,9 +13,9 @@ from models.adapters import lora_pool
 from models.adapters.lora_pool import LoraPool
 from sdpo_jax.config import LoraConfig, ModelConfig
 from sdpo_jax.errors import UserError
-from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.rollout.resident import CancelledError, Resident, Weights
 from sdpo_jax.rollout.results import Completion, Draft
+from sdpo_jax.rollout.sampler import Sampler
 from tests.letters import CONFIG, TOKENIZER, decode_text
 
 MEMBERS, SAMPLES = 3, 3

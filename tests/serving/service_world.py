@@ -10,7 +10,7 @@ import jax
 
 from sdpo_jax.config import Config
 from sdpo_jax.serving.account import Account
-from sdpo_jax.serving.sampling import SampleOptions
+from sdpo_jax.serving.sample_requests import SampleOptions
 from sdpo_jax.serving.service import Service
 from tests import compiling, tiny
 

@@ -6,9 +6,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from sdpo_jax.data.prompts import ChatFormat
-from sdpo_jax.serving import prompts
+from sdpo_jax.serving import request_prompts
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.sampling import LONGEST_STOP, MOST_STOPS, SampleOptions
+from sdpo_jax.serving.sample_requests import LONGEST_STOP, MOST_STOPS, SampleOptions
 from tests.tiny import make_tokenizer
 
 VOCABULARY, LIMIT = 264, 40
@@ -23,7 +23,7 @@ def tokenizer(tmp_path_factory):
 
 
 def tokens_of(tokenizer, **prompt):
-  return prompts.tokens_of(tokenizer, ChatFormat(), VOCABULARY, LIMIT, **prompt)
+  return request_prompts.tokens_of(tokenizer, ChatFormat(), VOCABULARY, LIMIT, **prompt)
 
 
 def test_a_prompt_is_a_conversation_a_text_or_tokens(tokenizer):

@@ -12,9 +12,9 @@ from sdpo_jax.terminal import policies, program
 from sdpo_jax.terminal.client import Refused, ServiceClient, SessionClient
 from sdpo_jax.terminal.history import History
 from sdpo_jax.terminal.inputs import Choice, Leave
-from sdpo_jax.terminal.loop import INTERRUPTED, UNDONE, Conversation
 from sdpo_jax.terminal.screen import Screen
 from sdpo_jax.terminal.script import OutOfStep, Script
+from sdpo_jax.terminal.session_loop import INTERRUPTED, UNDONE, Conversation
 from sdpo_jax.terminal.work import Workbench
 from tests.local_server import dead_address
 from tests.terminal.session_server import SessionServer, call

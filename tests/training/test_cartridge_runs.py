@@ -25,7 +25,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.inference import probe, runs
 from sdpo_jax.learning.optimizer import make_optimizer
 from sdpo_jax.preflight import check
-from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.training import loop, step
 from sdpo_jax.training.directory import fingerprint
 from sdpo_jax.training.opening import stop_token_ids

@@ -14,7 +14,7 @@ from sdpo_jax.config import Config, MeshConfig, ModelConfig
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import runs
-from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.training import divergence, loop
 from sdpo_jax.training.opening import stop_token_ids
 from sdpo_jax.types import Example

@@ -23,7 +23,7 @@ from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.rollout.slots import Slots
-from sdpo_jax.training import around_step, evaluations, loop, preemption, records, watchdog
+from sdpo_jax.training import around_step, evaluations, loop, preemption, step_records, watchdog
 from sdpo_jax.training import step as one_step
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.checkpoint.manifest import read_manifest
@@ -173,7 +173,7 @@ ENDS = {
     1,
   ),
   'Ctrl-C from elsewhere': (one_step, 'build_batch', 2, KeyboardInterrupt(), {}, 1),
-  'a full disk for rollouts': (records, 'write_rollouts', 2, OSError(28, 'No space left on device'), {}, 2),
+  'a full disk for rollouts': (step_records, 'write_rollouts', 2, OSError(28, 'No space left on device'), {}, 2),
   'an evaluation': (evaluations, 'evaluate', 2, UserError('Mend the grader.'), {}, 2),
   'a line that cannot be written': (MetricsWriter, 'write', 3, OSError(28, 'No space left on device'), {}, 2),
 }
@@ -194,7 +194,7 @@ def test_whatever_ends_it_the_last_whole_state_is_saved_and_named(experiment, tm
   if saved is not None:
     there = f'The checkpoint of step {saved} is on disk; the same command resumes from it.'
   assert said[-1] == there
-  if owner is records:  # The file of a step that was trained is not written later.
+  if owner is step_records:  # The file of a step that was trained is not written later.
     (tmp_path / 'rollouts' / '2.jsonl').write_text((whole / 'rollouts' / '2.jsonl').read_text())
   assert_becomes(make(), tmp_path, whole)
 

@@ -14,8 +14,8 @@ import pytest
 from sdpo_jax.config import Differences, MeshConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
-from sdpo_jax.preflight.settings import odd_settings
-from sdpo_jax.training import initial_policy, records, step
+from sdpo_jax.preflight.doubtful_settings import odd_settings
+from sdpo_jax.training import initial_policy, step, step_records
 from sdpo_jax.training.directory import fingerprint, starts
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Example, Outcome
@@ -84,7 +84,7 @@ def test_a_run_is_measured_from_its_start_and_moves_away_from_it():
     state, report = step.run_update(session, state, samples)
     mask = samples.rollouts.completion_mask
     gap = report.token_values['log_prob'][mask].astype(np.float64) - before[mask]
-    metrics = records.update_metrics(report, samples, session)
+    metrics = step_records.update_metrics(report, samples, session)
     assert metrics['train/kl_loss'] == pytest.approx((np.exp(-gap) + gap - 1).mean(), rel=1e-3, abs=1e-7)
     measured.append(metrics['train/kl_loss'])
   assert abs(measured[0]) < 1e-7 < 5e-6 < measured[1]

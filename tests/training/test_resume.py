@@ -18,7 +18,7 @@ from sdpo_jax.inference import runs
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.directory import ownership
 from sdpo_jax.training.directory.lines import STATE_DIGEST
-from sdpo_jax.training.directory.published import MANIFEST
+from sdpo_jax.training.directory.published_checkpoints import MANIFEST
 from sdpo_jax.training.opening import make_session
 from sdpo_jax.training.preemption import EXIT_PREEMPTED
 from tests import tiny

@@ -16,7 +16,7 @@ import pytest
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.learning import batching
-from sdpo_jax.training import records, step
+from sdpo_jax.training import step, step_records
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.specs import batch_spec, objective_spec
 from sdpo_jax.types import Example, Outcome
@@ -62,7 +62,7 @@ def test_weights_from_inside_are_those_of_a_scoring_pass(loss_mode):
     assert (ratio[np.isfinite(ratio) & mask] == 1).all()
   # Metrics are of all rows, those without a signal too.
   np.testing.assert_allclose(inside.log_probs, scored, rtol=1e-5, atol=1e-5)
-  metrics = records.update_metrics(inside, batch, session)
+  metrics = step_records.update_metrics(inside, batch, session)
   _, expected_metrics = step.rollout_correction(session, scored, batch)
   assert {name for name in metrics if name.startswith('rollout_corr/')} == expected_metrics.keys()
   assert expected_metrics['rollout_corr/rollout_is_mean'] == pytest.approx(

@@ -12,7 +12,7 @@ from models import huggingface
 from sdpo_jax.config import Config, MeshConfig, ModelConfig
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.errors import UserError
-from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.training import loop, step
 from sdpo_jax.training.opening import stop_token_ids
 from sdpo_jax.training.run_programs import run_programs

@@ -24,9 +24,9 @@ from sdpo_jax.distributed.stopping import NEVER
 from sdpo_jax.environments.outcomes import graded_of
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning import batching
-from sdpo_jax.teacher import feedback
+from sdpo_jax.teacher import written_feedback
 from sdpo_jax.teacher.context import build_teacher_context, same_context
-from sdpo_jax.training import ahead, around_step, feedback_writing, gathering, loop, records, saving, skipped
+from sdpo_jax.training import ahead, around_step, feedback_writing, gathering, loop, saving, skipped, step_records
 from sdpo_jax.training import step as one_step
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.opening import load_tokenizer
@@ -302,7 +302,7 @@ def test_what_a_server_writes_stands_behind_the_graders_and_its_faults_cost_sing
   body = server.bodies[1]
   assert (body['model'], body['temperature'], body['max_tokens']) == ('critic', 0.0, 512)
   assert all(part in body['messages'][0]['content'] for part in ('Question:\nQ', 'Attempt:\ntry 1', 'said:\nno'))
-  metrics = records.feedback_metrics(graded)
+  metrics = step_records.feedback_metrics(graded)
   assert (metrics['feedback/asked'], metrics['feedback/failed'], metrics['feedback/characters_mean']) == (3, 1, 8)
 
 
@@ -321,9 +321,9 @@ def test_only_graded_failures_whose_teacher_reads_it_get_feedback(tiny_settings)
   outcomes = outcomes_of(0.0, 1.0, None, 0.2, 0.0, 1.0)
   group, texts = [0, 0, 0, 1, 2, 2], ['a', 'b', 'c', 'd', 'e', '<think>only']
   sd = tiny_settings.actor.self_distillation
-  assert feedback.rows_to_write(group, texts, outcomes, sd) == [3, 4]
+  assert written_feedback.rows_to_write(group, texts, outcomes, sd) == [3, 4]
   both = dataclasses.replace(sd, environment_feedback_only_without_solution=False)
-  assert feedback.rows_to_write(group, texts, outcomes, both) == [0, 3, 4]
+  assert written_feedback.rows_to_write(group, texts, outcomes, both) == [0, 3, 4]
 
 
 def test_a_writers_prompt_is_shortened_to_its_limit(tiny_settings):
@@ -334,13 +334,15 @@ def test_a_writers_prompt_is_shortened_to_its_limit(tiny_settings):
     feedback_prompt_template='{prompt}|{attempt}|{output}',
   )
   question = [{'role': 'user', 'content': 'Why?'}]
-  asked = feedback.ask(7, question, 'a' * 5000 + 'z', 'E' * 300, sd, tokenizer, ChatFormat())
+  asked = written_feedback.ask(7, question, 'a' * 5000 + 'z', 'E' * 300, sd, tokenizer, ChatFormat())
   text = asked.messages[0]['content']
   assert asked.row == 7 and 70 < len(asked.tokens) <= 80
   assert text.startswith('Why?|aaa') and 'z|EEE' in text and text.endswith('...')
-  with pytest.raises(feedback.UnwrittenError, match='feedback_max_prompt_len=20'):
-    feedback.ask(7, question, 'a', None, dataclasses.replace(sd, feedback_max_prompt_len=20), tokenizer, ChatFormat())
-  assert '(nothing)' in feedback.ask(7, question, 'a', ' ', sd, tokenizer, ChatFormat()).messages[0]['content']
+  with pytest.raises(written_feedback.UnwrittenError, match='feedback_max_prompt_len=20'):
+    written_feedback.ask(
+      7, question, 'a', None, dataclasses.replace(sd, feedback_max_prompt_len=20), tokenizer, ChatFormat()
+    )
+  assert '(nothing)' in written_feedback.ask(7, question, 'a', ' ', sd, tokenizer, ChatFormat()).messages[0]['content']
 
 
 def test_successes_that_are_not_taught_are_demonstrations_only(tiny_settings):

@@ -11,7 +11,7 @@ import pytest
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.learning import batching
 from sdpo_jax.rollout.results import SamplingStats
-from sdpo_jax.training import records, step
+from sdpo_jax.training import step, step_records
 from sdpo_jax.training.specs import batch_spec
 from tests.generation_batches import make_config, make_samples
 
@@ -38,7 +38,7 @@ def test_throughput_counts_live_tokens_and_fill_the_rest(monkeypatch):
       student.add(micro, micro.batch.student)
       teacher.add(micro, micro.batch.teacher)
     report = types.SimpleNamespace(student=student, teacher=teacher)
-    found[padding] = records.throughput_metrics(session, [graded], report, seconds)
+    found[padding] = step_records.throughput_metrics(session, [graded], report, seconds)
   sampled, devices = lengths.sum(), jax.device_count()
   flops = 10 * (sampled + sum(map(len, prompts))) + 25 * trained + 7 * taught
   expected = {
@@ -62,5 +62,5 @@ def test_a_step_without_a_signal_has_no_fill():
   graded = types.SimpleNamespace(rollouts=make_samples(make_config()).rollouts, prompts=[], sampling=SamplingStats())
   report = types.SimpleNamespace(student=step.Filled(), teacher=step.Filled())
   session = types.SimpleNamespace(flops_per_token=1.0, update_flops_per_token=3.0, teacher_flops_per_token=1.0)
-  found = records.throughput_metrics(session, [graded], report, {'sample': 1.0})
+  found = step_records.throughput_metrics(session, [graded], report, {'sample': 1.0})
   assert not any('fill_t' in name for name in found) and found['throughput/fill_sample'] == 0

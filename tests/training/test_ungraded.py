@@ -20,7 +20,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import evaluate
 from sdpo_jax.learning import batching
 from sdpo_jax.objective_settings import AGGREGATIONS
-from sdpo_jax.training import loop, records
+from sdpo_jax.training import loop, step_records
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.specs import batch_spec
 from sdpo_jax.types import Example, Outcome
@@ -137,7 +137,7 @@ def test_a_source_without_a_graded_sample_has_no_mean_but_is_described():
   assert np.isnan(found['mean@2']) and found['ungraded_fraction'] == 1.0 and found['truncated_fraction'] == 0.5
   assert not [name for name in found if '@' in name and name != 'mean@2']
   graded = GradedRollouts([example('a', 'x')], [[1]], batch, [LATE] * 2, np.arange(2), 0.0)
-  metrics = records.rollout_metrics(graded, Config())
+  metrics = step_records.rollout_metrics(graded, Config())
   assert np.isnan(metrics['rollout/score_mean']) and metrics['rollout/ungraded_fraction'] == 1.0
 
 
@@ -151,13 +151,13 @@ def test_a_batch_is_described_by_its_graded_samples():
     np.arange(4),
     0.0,
   )
-  metrics = records.rollout_metrics(graded, Config())
+  metrics = step_records.rollout_metrics(graded, Config())
   assert metrics['rollout/score_mean'] == metrics['rollout/success_rate'] == 0.5
   assert metrics['rollout/solved_group_fraction'] == 1.0 and metrics['rollout/acc_mean'] == 0.75
   assert metrics['rollout/ungraded_fraction'] == 0.5
   assert metrics['rollout/prompt_length_mean'] == (3 * 1 + 9) / 4
-  rates = records.success_rates(graded, Config())
-  assert records.gap_metrics(rates, {'eval/source_x/mean@4': 0.25}) == {'gap/source_x': 0.25}
+  rates = step_records.success_rates(graded, Config())
+  assert step_records.gap_metrics(rates, {'eval/source_x/mean@4': 0.25}) == {'gap/source_x': 0.25}
 
 
 # ———— Too many ————

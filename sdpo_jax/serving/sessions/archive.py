@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
-from sdpo_jax.serving.sessions.records import AgentSession, Decision, LearnedTurns, SessionTurn, ToolResult
-from sdpo_jax.serving.sessions.settings import SessionSettings
+from sdpo_jax.serving.sessions.session_records import AgentSession, Decision, LearnedTurns, SessionTurn, ToolResult
+from sdpo_jax.serving.sessions.session_settings import SessionSettings
 from sdpo_jax.serving.store.session_tables import SessionRow, TurnRow
 from sdpo_jax.serving.tool_calls import ToolCall
 

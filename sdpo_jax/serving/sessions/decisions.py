@@ -8,7 +8,7 @@ from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sessions import teaching, waiting_examples
 from sdpo_jax.serving.sessions.conversation import Dialogue
 from sdpo_jax.serving.sessions.ledger import SessionState
-from sdpo_jax.serving.sessions.records import DECIDED, Decision, SessionTurn, edited
+from sdpo_jax.serving.sessions.session_records import DECIDED, Decision, SessionTurn, edited
 from sdpo_jax.serving.store.session_tables import ExampleRow
 from sdpo_jax.serving.tenant import Tenant
 from sdpo_jax.serving.tool_calls import read_calls

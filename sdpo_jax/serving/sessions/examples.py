@@ -10,7 +10,7 @@ import numpy as np
 
 from sdpo_jax.errors import short_repr
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.sessions import fields
+from sdpo_jax.serving.sessions import json_fields
 
 Kind = Literal['denial', 'edit', 'result', 'rehearsal']
 KINDS = ('denial', 'edit', 'result', 'rehearsal')
@@ -64,7 +64,7 @@ class TrainingExample:
       InvalidRequest: a field is invalid; the error names it.
     """
     names = [field.name for field in dataclasses.fields(cls)]
-    said = dict(fields.known(values, ('format', *names), 'An example'))
+    said = dict(json_fields.known(values, ('format', *names), 'An example'))
     if said.pop('format', None) != FORMAT:
       raise InvalidRequest('The example is none that this version of sdpo_jax has exported.', field='format')
     missing = [name for name in names if name not in said]
@@ -86,15 +86,15 @@ def _one_of(*allowed: str):
 
 
 def _objects(value: Any, field: str) -> tuple[dict[str, Any], ...]:
-  return tuple(fields.listed(value, field, 2**20, fields.mapping))
+  return tuple(json_fields.listed(value, field, 2**20, json_fields.mapping))
 
 
 def _wholes(value: Any, field: str) -> tuple[int, ...]:
-  return tuple(fields.listed(value, field, 2**24, _whole))
+  return tuple(json_fields.listed(value, field, 2**24, _whole))
 
 
 def _whole(value: Any, field: str) -> int:
-  return fields.whole(value, field, 0, 2**31 - 1)
+  return json_fields.whole(value, field, 0, 2**31 - 1)
 
 
 def _messages(value: Any, field: str) -> tuple[dict[str, Any], ...]:
@@ -103,17 +103,17 @@ def _messages(value: Any, field: str) -> tuple[dict[str, Any], ...]:
     if not isinstance(message.get('role'), str) or not isinstance(message.get('content'), str):
       raise InvalidRequest(f"{field}[{number}] needs 'role' and 'content', two texts.", field=f'{field}[{number}]')
     if 'calls' in message:  # A message of the assistant.
-      fields.text(message.get('said'), f'{field}[{number}].said')
+      json_fields.text(message.get('said'), f'{field}[{number}].said')
       _calls(message['calls'], f'{field}[{number}].calls')
   return found
 
 
 def _log_probs(value: Any, field: str) -> np.ndarray:
-  return np.asarray(fields.listed(value, field, 2**24, fields.finite), np.float32)
+  return np.asarray(json_fields.listed(value, field, 2**24, json_fields.finite), np.float32)
 
 
 def _optional_object(value: Any, field: str) -> dict[str, Any] | None:
-  return None if value is None else fields.mapping(value, field)
+  return None if value is None else json_fields.mapping(value, field)
 
 
 def _calls(value: Any, field: str) -> tuple[dict[str, Any], ...]:
@@ -126,7 +126,7 @@ def _calls(value: Any, field: str) -> tuple[dict[str, Any], ...]:
 
 
 _READ = {
-  'session': fields.text,
+  'session': json_fields.text,
   'turn': _whole,
   'kind': _one_of(*KINDS),
   'state': _one_of(*STATES),
@@ -135,21 +135,21 @@ _READ = {
   'messages': _messages,
   'tools': _objects,
   'tool_form': lambda value, field: None if value is None else _one_of('hermes', 'llama3')(value, field),
-  'text': fields.text,
-  'said': fields.text,
-  'ended': fields.flag,
+  'text': json_fields.text,
+  'said': json_fields.text,
+  'ended': json_fields.flag,
   'calls': _calls,
-  'demonstration': fields.optional_text,
+  'demonstration': json_fields.optional_text,
   'demonstrated': _calls,
-  'feedback': fields.optional_text,
-  'environment': fields.optional_text,
+  'feedback': json_fields.optional_text,
+  'environment': json_fields.optional_text,
   'prompt_tokens': _wholes,
   'tokens': _wholes,
   'log_probs': _log_probs,
   'teacher_prompt': _wholes,
-  'tokenizer': fields.text,
+  'tokenizer': json_fields.text,
   'teacher': _optional_object,
-  'update': fields.mapping,
+  'update': json_fields.mapping,
   'guards': _optional_object,
-  'show_attempt': fields.flag,
+  'show_attempt': json_fields.flag,
 }

@@ -9,9 +9,9 @@ import sqlite3
 
 from sdpo_jax.errors import short_repr
 from sdpo_jax.serving.errors import InvalidRequest, NotFound, TurnConflict
-from sdpo_jax.serving.sessions import archive, exporting
+from sdpo_jax.serving.sessions import archive, example_export
 from sdpo_jax.serving.sessions.conversation import Dialogue
-from sdpo_jax.serving.sessions.records import AgentSession, SessionTurn
+from sdpo_jax.serving.sessions.session_records import AgentSession, SessionTurn
 from sdpo_jax.serving.store import session_tables
 from sdpo_jax.serving.store.session_tables import ExampleRow, SessionRow
 from sdpo_jax.serving.tenant import Tenant
@@ -87,13 +87,13 @@ class Ledger:
     Raises:
       InvalidRequest: the tokenizer or the template have changed since the session was opened.
     """
-    if held.row.record['written'] != exporting.written_by(self._service):
+    if held.row.record['written'] != example_export.written_by(self._service):
       raise InvalidRequest(
         f'The session {held.session.id} was opened with another tokenizer or chat template than the service has now: '
         'open a new one, or serve the old ones again (model.path, model.chat_template, '
         'data.apply_chat_template_kwargs). What it has taught stays learned, and its examples can be replayed.'
       )
-    return exporting.dialogue_of(self._service, held.session)
+    return example_export.dialogue_of(self._service, held.session)
 
   @contextlib.contextmanager
   def alone(self, session: str) -> Iterator[None]:

@@ -10,7 +10,7 @@ from models.token_texts import TokenTexts
 from sdpo_jax.learning.learner import LessonScores
 from sdpo_jax.serving.answers import rounded
 from sdpo_jax.serving.feedback_request import MOST_TOP
-from sdpo_jax.serving.sessions.records import MovedToken
+from sdpo_jax.serving.sessions.session_records import MovedToken
 
 MOST_MOVED = 8
 _LEAST = 1e-8  # Lower bound of the tail's probability.

@@ -7,13 +7,13 @@ from typing import Any
 
 from sdpo_jax.environments.thinking import without_thinking
 from sdpo_jax.errors import short_repr
-from sdpo_jax.serving import prompts
+from sdpo_jax.serving import request_prompts
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.sampling import SampleDone, SampleDraft, Sampling
+from sdpo_jax.serving.sample_requests import SampleDone, SampleDraft, Sampling
 from sdpo_jax.serving.sessions import archive, teaching
 from sdpo_jax.serving.sessions.conversation import Dialogue, StudentPrompt
 from sdpo_jax.serving.sessions.ledger import Ledger, SessionState
-from sdpo_jax.serving.sessions.records import SessionTurn
+from sdpo_jax.serving.sessions.session_records import SessionTurn
 from sdpo_jax.serving.store import session_tables
 from sdpo_jax.serving.targets import VersionTarget
 from sdpo_jax.serving.tenant import Tenant
@@ -59,7 +59,7 @@ def new_messages(held: SessionState, messages: Sequence[Mapping[str, Any]]) -> M
   """Return the checked new messages of a request for a proposal."""
   if not messages:
     return []
-  new = prompts.conversation(messages)
+  new = request_prompts.conversation(messages)
   begins = not held.turns and held.session.settings.system is None
   for number, message in enumerate(new):
     if message['role'] not in _ROLES and not (begins and number == 0 and message['role'] == 'system'):

@@ -17,9 +17,9 @@ from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback_request import FeedbackRequest, Item, make_request
 from sdpo_jax.serving.sessions import teaching, waiting_examples
 from sdpo_jax.serving.sessions.conversation import Dialogue, StudentPrompt, template_of
+from sdpo_jax.serving.sessions.example_export import fingerprint
 from sdpo_jax.serving.sessions.examples import TrainingExample
-from sdpo_jax.serving.sessions.exporting import fingerprint
-from sdpo_jax.serving.sessions.records import LearnedTurns
+from sdpo_jax.serving.sessions.session_records import LearnedTurns
 from sdpo_jax.serving.store.store import IdempotentRequest, StoredResponse
 from sdpo_jax.serving.tenant import Tenant
 from sdpo_jax.serving.tool_calls import PYTHON_TAG, Form, ToolCall, form_of, write_call

@@ -14,19 +14,27 @@ from typing import Any
 
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.serving.errors import Forbidden, InvalidRequest, NotFound, TurnConflict
-from sdpo_jax.serving.sessions import archive, decisions, exporting, proposing, replaying, teaching, waiting_examples
+from sdpo_jax.serving.sessions import (
+  archive,
+  decisions,
+  example_export,
+  proposing,
+  replaying,
+  teaching,
+  waiting_examples,
+)
 from sdpo_jax.serving.sessions.conversation import Dialogue, template_of
 from sdpo_jax.serving.sessions.examples import TrainingExample
 from sdpo_jax.serving.sessions.ledger import Ledger, SessionState
 from sdpo_jax.serving.sessions.proposing import Proposing
-from sdpo_jax.serving.sessions.records import (
+from sdpo_jax.serving.sessions.session_records import (
   AgentSession,
   Decision,
   LearnedTurns,
   SessionTurn,
   ToolResult,
 )
-from sdpo_jax.serving.sessions.settings import SessionSettings
+from sdpo_jax.serving.sessions.session_settings import SessionSettings
 from sdpo_jax.serving.store import session_tables
 from sdpo_jax.serving.store.store import IdempotentRequest
 from sdpo_jax.serving.tenant import Tenant
@@ -77,10 +85,10 @@ class Sessions:
           field='sampling.stop',
         )
     session = AgentSession(f'ses-{secrets.token_hex(8)}', known.id, known.owner, service.clock(), settings, form)
-    dialogue = exporting.dialogue_of(service, session)
+    dialogue = example_export.dialogue_of(service, session)
     with service.tokenizing:
       dialogue.check(form)
-    written = exporting.written_by(service)
+    written = example_export.written_by(service)
     token = f'sst-{secrets.token_urlsafe(32)}'
     with self._ledger.writing() as rows:
       head = self._database.known(known.id)
@@ -293,7 +301,7 @@ class Sessions:
     self._tenant.adapter(adapter)
     if session is not None:
       self._ledger.row(adapter, session)
-    return exporting.examples(self._tenant, adapter, session)
+    return example_export.examples(self._tenant, adapter, session)
 
   def replay(
     self, adapter: str, examples: Sequence[TrainingExample], *, request: IdempotentRequest | None = None

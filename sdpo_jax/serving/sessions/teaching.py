@@ -13,7 +13,7 @@ from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sessions.conversation import Dialogue, StudentPrompt
-from sdpo_jax.serving.sessions.records import SessionTurn, ToolResult, edited
+from sdpo_jax.serving.sessions.session_records import SessionTurn, ToolResult, edited
 from sdpo_jax.serving.tool_calls import Form, write_call
 from sdpo_jax.teacher import context
 

@@ -17,7 +17,7 @@ from sdpo_jax.serving.feedback import FeedbackResult
 from sdpo_jax.serving.feedback_request import Item, make_request
 from sdpo_jax.serving.sessions import archive, measuring, teaching
 from sdpo_jax.serving.sessions.conversation import Dialogue
-from sdpo_jax.serving.sessions.records import AgentSession, LearnedTurns, SessionTurn
+from sdpo_jax.serving.sessions.session_records import AgentSession, LearnedTurns, SessionTurn
 from sdpo_jax.serving.store import session_tables
 from sdpo_jax.serving.store.session_tables import REHEARSAL, SOURCE, ExampleRow
 from sdpo_jax.serving.tenant import Tenant

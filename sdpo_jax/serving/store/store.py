@@ -35,7 +35,7 @@ from sdpo_jax.serving.errors import (
   VersionConflict,
 )
 from sdpo_jax.serving.records import AdapterRecord, Reason, SampleRecord, Version
-from sdpo_jax.serving.store import recovery, versions
+from sdpo_jax.serving.store import store_recovery, versions
 from sdpo_jax.serving.store.blobs import Blobs, LostSwapError, Tagged, make_private, open_blobs
 from sdpo_jax.serving.store.database import Database, Intent, Known, KnownVersion, RequestRow
 from sdpo_jax.serving.store.versions import Arrays, Base, Head, RequestId, VersionManifest
@@ -149,7 +149,7 @@ class Store:
         rows = Database(database, _identify(blobs, base))
         held.callback(rows.close)
         store = cls(blobs, rows, base, retention, clock, held)
-        store._lost.update(recovery.recover(blobs, rows, clock()))
+        store._lost.update(store_recovery.recover(blobs, rows, clock()))
       except StorageFailed as error:
         raise UserError(f'The store cannot be opened: {error}') from error
       store._held = held.pop_all()
@@ -261,7 +261,7 @@ class Store:
       self._doubt(owner, id)  # Until all is erased.
       with contextlib.suppress(FileExistsError):
         self.blobs.put_new(folder, {versions.TOMBSTONE: tombstone.encode()})
-      recovery.erase(self.blobs, self.database, folder, id)
+      store_recovery.erase(self.blobs, self.database, folder, id)
       with self._lock:
         self._doubtful.pop(id, None)
         self._lost.pop(id, None)
@@ -493,7 +493,7 @@ class Store:
       self._known(owner, id)
       tagged = self.blobs.tagged(key)
       if tagged is None:
-        raise recovery.no_head(self.blobs, folder)
+        raise store_recovery.no_head(self.blobs, folder)
     head = versions.read_head(tagged.content, f'{self.blobs.name}/{key}', folder)
     if head.adapter.head != expected:
       raise _conflict(head.adapter)
@@ -535,7 +535,7 @@ class Store:
     """Re-read an adapter from the root if its entry is in doubt; the caller holds its lock."""
     folder = self._doubtful.get(id)
     if folder is not None:
-      recovery.settle(self.blobs, self.database, folder, id, self.clock())
+      store_recovery.settle(self.blobs, self.database, folder, id, self.clock())
       with self._lock:
         self._doubtful.pop(id, None)
 

@@ -11,14 +11,14 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from sdpo_jax.config import ServeConfig
-from sdpo_jax.serving.web import console, distill, native, openai, openapi, sessions
-from sdpo_jax.serving.web import metrics as metric
+from sdpo_jax.serving.web import console, distill, native, openai, openapi, session_routes
+from sdpo_jax.serving.web import prometheus as metric
 from sdpo_jax.serving.web.access_log import Log
 from sdpo_jax.serving.web.gate import behind_gate
 from sdpo_jax.serving.web.keys import KeyFile
 from sdpo_jax.serving.web.lifetime import Lifetime
-from sdpo_jax.serving.web.metrics import Metrics
 from sdpo_jax.serving.web.openapi import operation
+from sdpo_jax.serving.web.prometheus import Metrics
 
 if TYPE_CHECKING:
   from sdpo_jax.serving.service import Service
@@ -46,7 +46,12 @@ def make_app(
   lifetime = lifetime or Lifetime(service)
   log = log or Log(bodies=settings.http.log_bodies)
   metrics = Metrics(lambda: _stats(lifetime), lambda: lifetime.ready)
-  routes = [*_own_routes(lifetime, metrics, keys is not None), *console.routes(), *native.ROUTES, *sessions.ROUTES]
+  routes = [
+    *_own_routes(lifetime, metrics, keys is not None),
+    *console.routes(),
+    *native.ROUTES,
+    *session_routes.ROUTES,
+  ]
   routes += [*openai.ROUTES, *distill.routes(lifetime)]
   return behind_gate(routes, lifetime, settings, keys, log, metrics)
 

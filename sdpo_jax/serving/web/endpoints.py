@@ -15,12 +15,12 @@ from starlette.routing import Route
 
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.web.errors import as_json
+from sdpo_jax.serving.web.error_responses import as_json
 from sdpo_jax.serving.web.openapi import JSON, Operation
 
 if TYPE_CHECKING:
   from sdpo_jax.serving.account import Account
-  from sdpo_jax.serving.web.metrics import Metrics
+  from sdpo_jax.serving.web.prometheus import Metrics
 
 _ETAG = re.compile(r'"(\d{1,9})"')
 

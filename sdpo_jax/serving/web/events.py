@@ -10,7 +10,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
-from sdpo_jax.serving.web import errors
+from sdpo_jax.serving.web import error_responses
 
 _END = object()
 
@@ -27,7 +27,7 @@ class ServerSentEvent:
     """Return the lines of the event."""
     if self.data is None:
       return b': still here\n\n'
-    text = self.data if isinstance(self.data, str) else errors.as_json(self.data).decode()
+    text = self.data if isinstance(self.data, str) else error_responses.as_json(self.data).decode()
     lines = [f'id: {self.id}'] if self.id is not None else []
     lines += [f'event: {self.event}'] if self.event is not None else []
     lines += [f'data: {line}' for line in text.split('\n')]
@@ -53,11 +53,13 @@ async def _body(request: Request, iterator: Iterator[ServerSentEvent], event: An
       yield event.encode()
       event = await run_in_threadpool(next, iterator, _END)
   except Exception as error:
-    found = errors.known(error)
+    found = error_responses.known(error)
     if found is None:
       request.state.log.error(error, request.state.request_id)
-      found = errors.Internal('Something unexpected went wrong; the log of the service has it under this request_id.')
-    failed = errors.failure(found, request.url.path, request.state.request_id)
+      found = error_responses.Internal(
+        'Something unexpected went wrong; the log of the service has it under this request_id.'
+      )
+    failed = error_responses.failure(found, request.url.path, request.state.request_id)
     yield ServerSentEvent(failed.body, 'error').encode()
   finally:
     close = getattr(iterator, 'close', None)

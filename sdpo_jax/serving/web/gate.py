@@ -37,15 +37,15 @@ from sdpo_jax.serving.errors import (
   Unauthorized,
 )
 from sdpo_jax.serving.store.store import StoredResponse
-from sdpo_jax.serving.web import errors
+from sdpo_jax.serving.web import error_responses
 from sdpo_jax.serving.web.access_log import Log
 from sdpo_jax.serving.web.gate_request import GateRequest
 from sdpo_jax.serving.web.keys import KeyFile, presented
 from sdpo_jax.serving.web.lifetime import Lifetime
 from sdpo_jax.serving.web.limits import Allowances, ConcurrencyLimit, read_body, time_limit
-from sdpo_jax.serving.web.metrics import Metrics
 from sdpo_jax.serving.web.openapi import Operation, operation_of
 from sdpo_jax.serving.web.origins import Origins
+from sdpo_jax.serving.web.prometheus import Metrics
 
 if TYPE_CHECKING:
   from sdpo_jax.serving.account import Account
@@ -118,7 +118,7 @@ class GateResponse:
     """Respond with JSON unless a response has begun; a held-back one is replaced."""
     if self.closed or self._replaced or (self.status and self.held is None):
       return
-    content = errors.as_json(body)
+    content = error_responses.as_json(body)
     if self.held is None:
       await send_body(self, status, content, headers)
       return
@@ -191,11 +191,13 @@ class Gate:
     except BaseException as error:
       if not isinstance(error, Exception):  # The server is ending, or the connection is gone.
         raise
-      found = errors.known(error)
+      found = error_responses.known(error)
       if found is None:
         self._log.error(error, request.id)
-        found = errors.Internal('Something unexpected went wrong; the log of the service has it under this request_id.')
-      failed = errors.failure(found, request.path, request.id)
+        found = error_responses.Internal(
+          'Something unexpected went wrong; the log of the service has it under this request_id.'
+        )
+      failed = error_responses.failure(found, request.path, request.id)
       with contextlib.suppress(OSError):
         await answer.json(failed.status, failed.body, failed.headers)
     finally:
@@ -400,7 +402,9 @@ class Gate:
       for method in route.methods or ()
     }
     if allowed:
-      return errors.MethodNotAllowed(f'This address takes {", ".join(sorted(allowed))}, not {scope["method"][:20]}.')
+      return error_responses.MethodNotAllowed(
+        f'This address takes {", ".join(sorted(allowed))}, not {scope["method"][:20]}.'
+      )
     return NotFound('There is no such address: /openapi.json lists those that there are.')
 
   def _check_content_type(self, request: GateRequest, operation: Operation) -> None:
@@ -409,7 +413,7 @@ class Gate:
       return
     kind = (request.header('content-type') or '').partition(';')[0].strip().lower()
     if kind != operation.content_type:
-      raise errors.NotJson(f'Content-Type must be {operation.content_type}, also for an empty body.')
+      raise error_responses.NotJson(f'Content-Type must be {operation.content_type}, also for an empty body.')
 
   def _idempotency_key(self, request: GateRequest) -> str | None:
     key = request.header('idempotency-key')
@@ -436,7 +440,7 @@ def _again(operation: Operation, account: Account, stored: StoredResponse) -> tu
     said = json.loads(content) if operation.tagged else None
   else:
     said = operation.again(account, stored.adapter, stored.version)
-    status, content = operation.status, errors.as_json(said)
+    status, content = operation.status, error_responses.as_json(said)
   return status, content, operation.headers_of(said) | {'Idempotency-Replayed': 'true'}
 
 

@@ -12,7 +12,7 @@ from starlette.types import Message, Receive
 
 from sdpo_jax.config import LimitsConfig
 from sdpo_jax.serving.errors import Busy, InvalidRequest, TooLarge
-from sdpo_jax.serving.web.errors import TooSlow
+from sdpo_jax.serving.web.error_responses import TooSlow
 
 _LARGEST_HEADER_MS = 10**9
 

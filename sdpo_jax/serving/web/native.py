@@ -13,14 +13,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sdpo_jax.errors import UserError
+from sdpo_jax.serving import adapter_names
 from sdpo_jax.serving import feedback as feedbacks
-from sdpo_jax.serving import names
 from sdpo_jax.serving.errors import InvalidRequest, NotFound, ServiceError
 from sdpo_jax.serving.feedback_request import FeedbackRequest, Item, make_request
 from sdpo_jax.serving.records import AdapterRecord, SampleRecord, Version
-from sdpo_jax.serving.sampling import SampleDone, SampleOptions
+from sdpo_jax.serving.sample_requests import SampleDone, SampleOptions
 from sdpo_jax.serving.store import store
-from sdpo_jax.serving.web import errors, packed, schemas, score_formats
+from sdpo_jax.serving.web import error_responses, packed, schemas, score_formats
 from sdpo_jax.serving.web.archives import unzipped, zipped
 from sdpo_jax.serving.web.endpoints import Incoming, Reply, incoming, read, route, whole
 from sdpo_jax.serving.web.events import ServerSentEvent, stream
@@ -280,7 +280,7 @@ def _batch_once(
       results[index] = done
       if not isinstance(done, Exception):
         del begun[index]
-        account.service.store.finish(part, 200, errors.as_json(done))
+        account.service.store.finish(part, 200, error_responses.as_json(done))
   finally:
     for part in begun.values():
       account.service.store.abandon(part)
@@ -293,7 +293,7 @@ def _batch_again(account: Account, adapter: str, version: int | None) -> dict[st
 
 def _of_entry(error: ServiceError | UserError, number: int) -> Exception:
   """Return an error with the number of the batch entry that it is about, before any entry has begun."""
-  known = errors.known(error)
+  known = error_responses.known(error)
   if isinstance(known, (InvalidRequest, NotFound)):
     field = f'entries.{number}' + (f'.{known.field}' if known.field else '')
     return type(known)(f'entries[{number}]: {known}', field=field)
@@ -303,8 +303,8 @@ def _of_entry(error: ServiceError | UserError, number: int) -> Exception:
 def _result(done: Any) -> Any:
   if not isinstance(done, Exception):
     return done
-  known = errors.known(done)
-  failed = errors.failure(known, ROOT, '')
+  known = error_responses.known(done)
+  failed = error_responses.failure(known, ROOT, '')
   return {'status': failed.status, **failed.body}
 
 
@@ -354,7 +354,7 @@ def adapter_said(adapter: AdapterRecord) -> dict[str, Any]:
     'id': adapter.id,
     'name': adapter.name,
     'version': adapter.head,
-    'lora_uri': names.lora_uri(adapter.id, adapter.head),
+    'lora_uri': adapter_names.lora_uri(adapter.id, adapter.head),
     'created': adapter.created,
     'settings': dict(adapter.settings),
   }
@@ -369,7 +369,7 @@ def version_said(version: Version) -> dict[str, Any]:
     'reason': version.reason,
     'created': version.created,
     'digest': version.digest,
-    'lora_uri': names.lora_uri(version.adapter, version.number),
+    'lora_uri': adapter_names.lora_uri(version.adapter, version.number),
     'details': dict(version.details),
   }
 

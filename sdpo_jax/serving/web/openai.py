@@ -18,13 +18,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from models.token_texts import TokenTexts
-from sdpo_jax.serving import names
+from sdpo_jax.serving import adapter_names
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.records import AdapterRecord
-from sdpo_jax.serving.sampling import SampleDone
+from sdpo_jax.serving.sample_requests import SampleDone
 from sdpo_jax.serving.web import events, openai_jobs, openai_logprobs
-from sdpo_jax.serving.web.errors import as_json
+from sdpo_jax.serving.web.error_responses import as_json
 from sdpo_jax.serving.web.events import ServerSentEvent
 from sdpo_jax.serving.web.openai_jobs import CompletionJob, DrawnCompletion, job_of_chat, job_of_completion
 from sdpo_jax.serving.web.openai_logprobs import Position
@@ -73,7 +73,7 @@ def _head(job: CompletionJob, kind: str) -> dict[str, Any]:
     'object': kind,
     'created': job.created,
     'model': job.asked.model,
-    'system_fingerprint': job.target.lora_uri or names.BASE_NAME,  # The exact version that drew the tokens.
+    'system_fingerprint': job.target.lora_uri or adapter_names.BASE_NAME,  # The exact version that drew the tokens.
   }
 
 

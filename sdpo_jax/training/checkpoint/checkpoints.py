@@ -37,7 +37,7 @@ from sdpo_jax.training.checkpoint import digests, manifest
 from sdpo_jax.training.checkpoint.manifest import CheckpointManifest, DamagedError
 from sdpo_jax.training.checkpoint.unreadable import is_out_of_reach
 from sdpo_jax.training.directory.epochs import Epochs, read_epochs
-from sdpo_jax.training.directory.published import CHECKPOINTS, DAMAGED, MANIFEST, is_step
+from sdpo_jax.training.directory.published_checkpoints import CHECKPOINTS, DAMAGED, MANIFEST, is_step
 from sdpo_jax.types import TrainState
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from etils import epath
 
 from sdpo_jax.training.checkpoint import digests
 from sdpo_jax.training.directory import sealed
-from sdpo_jax.training.directory.published import MANIFEST
+from sdpo_jax.training.directory.published_checkpoints import MANIFEST
 
 FORMAT = 1
 _ARRAYS = 'd'  # The name of the folders in which Orbax's storage keeps array data.

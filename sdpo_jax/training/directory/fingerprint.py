@@ -32,7 +32,7 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.training.directory import starts
 from sdpo_jax.training.directory.epochs import FENCING_EPOCH
-from sdpo_jax.training.directory.published import newest
+from sdpo_jax.training.directory.published_checkpoints import newest
 from sdpo_jax.training.directory.starts import Parts
 from sdpo_jax.training.directory.workdir import saved_settings
 from sdpo_jax.training.documents import Texts, read_texts

@@ -22,8 +22,8 @@ from sdpo_jax.training.directory.epochs import EPOCHS, Epochs
 from sdpo_jax.training.directory.lines import METRICS, spans
 from sdpo_jax.training.directory.locks import unwritable
 from sdpo_jax.training.directory.ownership import Ownership
-from sdpo_jax.training.directory.published import published_steps
-from sdpo_jax.training.directory.recovery import numbers, reached, recorded
+from sdpo_jax.training.directory.published_checkpoints import published_steps
+from sdpo_jax.training.directory.reconstructed_starts import numbers, reached, recorded
 from sdpo_jax.training.directory.workdir import BEFORE_RESTART, RESULTS
 
 _logger = logging.getLogger('sdpo_jax.remains')

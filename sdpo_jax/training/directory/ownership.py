@@ -27,7 +27,7 @@ import jax
 
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_local
-from sdpo_jax.training.directory import epochs, guarded_files, lock_owner, recovery
+from sdpo_jax.training.directory import epochs, guarded_files, lock_owner, reconstructed_starts
 from sdpo_jax.training.directory.lock_owner import Owner
 from sdpo_jax.training.directory.locks import LOCK, FileLock, Lock, ObjectLock, Say, occupied, unwritable
 
@@ -218,7 +218,9 @@ def take(workdir: epath.Path, say: Say, clock: Clock = Clock()) -> Ownership:
     former = lock_owner.parse(content)
     if content:
       _await_end(workdir, lock, content, former, say, clock)
-    mine = lock_owner.this_process(max(recovery.largest_epoch(workdir), former.fencing_epoch if former else 0) + 1)
+    mine = lock_owner.this_process(
+      max(reconstructed_starts.largest_epoch(workdir), former.fencing_epoch if former else 0) + 1
+    )
     if not lock.write(mine.to_json().encode()):
       raise occupied(workdir, lock_owner.parse(lock.read()))
     mine, seen = _begin(workdir, records, lock, mine, say)
@@ -267,7 +269,7 @@ def _begin(
   """Write the new epoch; return this process with it, and the new content of `epochs.json`."""
   while True:
     seen = records.read(epochs.EPOCHS)
-    record = recovery.recorded(workdir, seen.content, say)
+    record = reconstructed_starts.recorded(workdir, seen.content, say)
     found = lock_owner.parse(lock.read())
     if found is None or found.token != mine.token:  # Another start took the lock after this one's lease had expired.
       raise occupied(workdir, found)

@@ -22,7 +22,7 @@ from sdpo_jax.files import (
 from sdpo_jax.training.directory.epochs import EPOCHS
 from sdpo_jax.training.directory.lines import METRICS, raw_lines
 from sdpo_jax.training.directory.locks import unwritable
-from sdpo_jax.training.directory.published import CHECKPOINTS, DAMAGED
+from sdpo_jax.training.directory.published_checkpoints import CHECKPOINTS, DAMAGED
 from sdpo_jax.training.directory.starts import FINGERPRINT
 
 WANDB_ID = 'wandb_id'  # The id of the run's page on Weights & Biases.

@@ -15,7 +15,7 @@ from models.attention.backend import AttentionBackend
 from sdpo_jax.config import Config, MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, put_rows
 from sdpo_jax.learning.update import make_update
-from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training.specs import update_spec
 from tests import tiers

@@ -17,7 +17,7 @@ import transformers
 
 from models import checksums, huggingface, identity, model_files, parameters
 from models.adapters import peft_config, peft_files
-from models.families import registry
+from models.families import known_families
 from sdpo_jax.config import LoraConfig, MeshConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.errors import UserError
@@ -112,7 +112,7 @@ def export(path, folder, policy, factors, **options):
   table = policy.base_policy().parameter_table()
   values = model_files.read_json(folder, 'config.json')
   options = {
-    'prefix': registry.family_of(policy.config).module_prefix(values),
+    'prefix': known_families.family_of(policy.config).module_prefix(values),
     'base': str(folder),
     'fingerprint': identity.of_base(folder),
   } | options

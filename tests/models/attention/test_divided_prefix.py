@@ -23,7 +23,7 @@ from sdpo_jax.config import CartridgeConfig, Config, MeshConfig, ModelConfig
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding, put_rows
 from sdpo_jax.rollout import weights
-from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.training import documents
 from tests import tiers
 from tests.models.adapters.prefixed_models import DOCUMENT, after_document, model, rows

@@ -9,7 +9,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models import published
-from models.families import registry
+from models.families import known_families
 from models.families.table import parameter_table
 from models.rope import frequencies
 from sdpo_jax.errors import UserError
@@ -35,8 +35,8 @@ def test_published_models_are_read_as_transformers_reads_them(name):
   """Tensors and their shapes, windows and angles of every layer, from the file of either version of transformers."""
   values = published.config_json(name)
   config = in_transformers(values)
-  read = registry.read(values)
-  assert registry.read(json.loads(json.dumps(config.to_dict()))) == read
+  read = known_families.read(values)
+  assert known_families.read(json.loads(json.dumps(config.to_dict()))) == read
   with torch.device('meta'):
     tensors = transformers.AutoModelForCausalLM.from_config(config).state_dict()
   if read.tied:
@@ -72,10 +72,10 @@ def angles(config, kind):
 
 @pytest.mark.parametrize('name', published.names())
 def test_what_is_written_of_a_published_model_is_read_as_the_same(name):
-  read = registry.read(published.config_json(name))
-  written = json.loads(json.dumps(registry.family_of(read).write(read)))
-  assert registry.read(written) == read
-  assert registry.read(json.loads(json.dumps(in_transformers(written).to_dict()))) == read
+  read = known_families.read(published.config_json(name))
+  written = json.loads(json.dumps(known_families.family_of(read).write(read)))
+  assert known_families.read(written) == read
+  assert known_families.read(json.loads(json.dumps(in_transformers(written).to_dict()))) == read
 
 
 def test_a_text_config_that_says_next_to_nothing_is_completed_as_transformers_does():
@@ -89,9 +89,9 @@ def test_a_text_config_that_says_next_to_nothing_is_completed_as_transformers_do
     'sliding_window': 1024,
   }
   whole = {'model_type': 'gemma3', 'text_config': text, 'vision_config': {'model_type': 'siglip_vision_model'}}
-  read = registry.read(whole)
-  assert read == registry.read(published.config_json('google/gemma-3-4b-it'))
-  assert registry.read(json.loads(json.dumps(in_transformers(whole).to_dict()))) == read
+  read = known_families.read(whole)
+  assert read == known_families.read(published.config_json('google/gemma-3-4b-it'))
+  assert known_families.read(json.loads(json.dumps(in_transformers(whole).to_dict()))) == read
 
 
 MISSING = {  # Keys that older files lack, and what they mean then.
@@ -112,9 +112,9 @@ SMALL = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_lay
 def test_missing_keys_mean_what_they_mean_to_transformers(model_type):
   given, expected = MISSING[model_type]
   values = SMALL | {'model_type': model_type} | given
-  read = registry.read(values)
+  read = known_families.read(values)
   assert {name: getattr(read, name) for name in expected} == expected
-  assert registry.read(json.loads(json.dumps(in_transformers(values).to_dict()))) == read
+  assert known_families.read(json.loads(json.dumps(in_transformers(values).to_dict()))) == read
 
 
 YARN = dict(rope_type='yarn', factor=4.0, original_max_position_embeddings=64)
@@ -198,4 +198,4 @@ REFUSED = {
 @pytest.mark.parametrize(('changes', 'message'), REFUSED.values(), ids=REFUSED)
 def test_what_is_not_supported_is_refused_by_name(changes, message):
   with pytest.raises(UserError, match=f'^model/config.json: {message}'):
-    registry.read(SMALL | changes, 'model/config.json')
+    known_families.read(SMALL | changes, 'model/config.json')

@@ -23,7 +23,7 @@ from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning import batching
 from sdpo_jax.learning.update import make_update, place_state
-from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.training.specs import batch_spec, update_spec
 from tests import updates
 from tests.models.family_models import MODELS, MORE, SIZES, TOKENIZER, VOCABULARY, reference, reference_that_sees_images

@@ -34,9 +34,9 @@ from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.feedback import FeedbackResult
 from sdpo_jax.serving.lessons import Reprompting
 from sdpo_jax.serving.records import SampleRecord
-from sdpo_jax.serving.sampling import SampleDone
-from sdpo_jax.serving.sessions.records import Decision, SessionTurn, ToolResult
-from sdpo_jax.serving.sessions.settings import SessionSettings
+from sdpo_jax.serving.sample_requests import SampleDone
+from sdpo_jax.serving.sessions.session_records import Decision, SessionTurn, ToolResult
+from sdpo_jax.serving.sessions.session_settings import SessionSettings
 from sdpo_jax.serving.store.store import Retention, Store
 from sdpo_jax.serving.turns import Turns
 from tests import file_operations, tiny

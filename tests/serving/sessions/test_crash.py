@@ -22,7 +22,7 @@ import pytest
 from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.serving import feedback
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.sessions import exporting
+from sdpo_jax.serving.sessions import example_export
 from tests import file_operations, tiers, tiny
 from tests.serving.sessions import session_history
 from tests.serving.sessions.session_history import DENY, RETENTION, account_of, find
@@ -210,7 +210,7 @@ def test_a_session_is_not_gone_on_with_by_another_template(scratch, monkeypatch)
     account.sessions.propose(*where).result()
     [mark] = {each.tokenizer for each in account.sessions.examples(adapter)}
     for whose, name, value in (
-      (exporting, 'fingerprint', lambda tokenizer: 'another'),
+      (example_export, 'fingerprint', lambda tokenizer: 'another'),
       (account.service, 'chat', ChatFormat({'enable_thinking': False})),
     ):
       with monkeypatch.context() as patch:

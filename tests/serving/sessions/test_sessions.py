@@ -21,11 +21,11 @@ from sdpo_jax.serving.errors import (
   TurnConflict,
 )
 from sdpo_jax.serving.feedback_request import Item, make_request
-from sdpo_jax.serving.sampling import SampleDraft
+from sdpo_jax.serving.sample_requests import SampleDraft
 from sdpo_jax.serving.sessions import measuring
 from sdpo_jax.serving.sessions.examples import TrainingExample
-from sdpo_jax.serving.sessions.records import AgentSession, Decision, LearnedTurns, SessionTurn, ToolResult
-from sdpo_jax.serving.sessions.settings import SessionSettings
+from sdpo_jax.serving.sessions.session_records import AgentSession, Decision, LearnedTurns, SessionTurn, ToolResult
+from sdpo_jax.serving.sessions.session_settings import SessionSettings
 from sdpo_jax.serving.store import session_schema, session_tables
 from sdpo_jax.serving.store.database import Database
 from sdpo_jax.serving.targets import VersionTarget

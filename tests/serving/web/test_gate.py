@@ -21,8 +21,8 @@ from sdpo_jax.serving.web.events import ServerSentEvent, stream
 from sdpo_jax.serving.web.gate import behind_gate
 from sdpo_jax.serving.web.keys import KeyFile, add
 from sdpo_jax.serving.web.lifetime import Lifetime
-from sdpo_jax.serving.web.metrics import Metrics
 from sdpo_jax.serving.web.openapi import Operation
+from sdpo_jax.serving.web.prometheus import Metrics
 from tests.serving.web.foreign_pages import FOREIGN
 
 LOCAL = 'http://localhost'

@@ -8,7 +8,7 @@ import pytest
 
 from sdpo_jax.config import LimitsConfig
 from sdpo_jax.serving.errors import Busy, InvalidRequest, TooLarge
-from sdpo_jax.serving.web.errors import TooSlow
+from sdpo_jax.serving.web.error_responses import TooSlow
 from sdpo_jax.serving.web.limits import Allowances, ConcurrencyLimit, TokenBucket, read_body, time_limit
 
 

@@ -13,10 +13,10 @@ from starlette.exceptions import HTTPException
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.serving.errors import Busy, InvalidRequest, NotFound, TooLarge, Unauthorized, VersionConflict
-from sdpo_jax.serving.web import archives, errors, packed, schemas, score_formats
+from sdpo_jax.serving.web import archives, error_responses, packed, schemas, score_formats
 from sdpo_jax.serving.web.access_log import Log
 from sdpo_jax.serving.web.events import ServerSentEvent
-from sdpo_jax.serving.web.metrics import Metrics
+from sdpo_jax.serving.web.prometheus import Metrics
 
 
 def scored(tokens, topk, vocab_size, ids=0, seed=0):
@@ -37,16 +37,16 @@ def test_scores_of_1024_tokens_with_k_100_are_as_small_as_they_are_to_be():
   rows = [scored(1024, 100, 151_936)]
   # The worst case: all ids have six digits.
   rows[0].top_ids[:] = 100_000 + rows[0].top_ids % 51_936
-  columns = errors.as_json({'rows': score_formats.as_columns(rows)})
+  columns = error_responses.as_json({'rows': score_formats.as_columns(rows)})
   small = packed.pack(rows, 151_936)
   assert len(columns) <= 1.5e6
   assert len(small) <= 0.5e6
 
 
 def test_whatever_was_kept_can_be_answered():
-  said = errors.as_json({'text': 'é\ud800', 'number': np.inf, 'whole': 'é'})
+  said = error_responses.as_json({'text': 'é\ud800', 'number': np.inf, 'whole': 'é'})
   assert json.loads(said) == {'text': 'é\ud800', 'number': None, 'whole': 'é'}
-  assert errors.as_json('é') == '"é"'.encode()
+  assert error_responses.as_json('é') == '"é"'.encode()
 
 
 def test_columns_give_log_probs_to_half_a_unit():
@@ -135,26 +135,26 @@ def test_a_zip_that_is_no_adapter_is_refused_and_none_is_unpacked_without_end(co
 
 
 def test_errors_have_a_status_headers_and_the_shape_of_their_route():
-  busy = errors.failure(Busy('Come later.', retry_after=0.3), '/v1/continual/score', 'id')
+  busy = error_responses.failure(Busy('Come later.', retry_after=0.3), '/v1/continual/score', 'id')
   assert busy.status == 429 and busy.headers == {'Retry-After': '1', 'retry-after-ms': '300'}
   assert busy.body == {'error': {'code': 'busy', 'message': 'Come later.'}}
-  conflict = errors.failure(VersionConflict('Not that.', current=7), '/v1/continual/adapters/x/feedback', 'id')
+  conflict = error_responses.failure(VersionConflict('Not that.', current=7), '/v1/continual/adapters/x/feedback', 'id')
   assert conflict.status == 412 and conflict.headers == {'ETag': '"7"'}
   assert conflict.body['error']['current_version'] == 7
-  openai = errors.failure(NotFound('None.', field='model'), '/v1/chat/completions', 'id')
+  openai = error_responses.failure(NotFound('None.', field='model'), '/v1/chat/completions', 'id')
   assert openai.body == {
     'error': {'message': 'None.', 'type': 'not_found_error', 'param': 'model', 'code': 'not_found'}
   }
-  assert errors.failure(Unauthorized('Who?'), '/v1/models', 'id').headers == {'WWW-Authenticate': 'Bearer'}
-  internal = errors.failure(errors.Internal('Oh.'), '/v1/models', 'abc')
+  assert error_responses.failure(Unauthorized('Who?'), '/v1/models', 'id').headers == {'WWW-Authenticate': 'Bearer'}
+  internal = error_responses.failure(error_responses.Internal('Oh.'), '/v1/models', 'abc')
   assert internal.status == 500 and internal.body['error']['request_id'] == 'abc'
 
 
 def test_what_a_client_could_have_caused_is_known_and_nothing_else():
-  assert errors.known(UserError('Set it.')).status == 400
-  assert errors.known(HTTPException(404)).status == 404
-  assert errors.known(HTTPException(405, headers={'Allow': 'GET'})).status == 405
-  assert errors.known(KeyError('secret')) is None and errors.known(MemoryError()) is None
+  assert error_responses.known(UserError('Set it.')).status == 400
+  assert error_responses.known(HTTPException(404)).status == 404
+  assert error_responses.known(HTTPException(405, headers={'Allow': 'GET'})).status == 405
+  assert error_responses.known(KeyError('secret')) is None and error_responses.known(MemoryError()) is None
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_what_a_client_could_have_caused_is_known_and_nothing_else():
 def test_a_wrong_body_is_named_by_its_field_and_never_quoted(body, field, sentence):
   with pytest.raises(ValueError) as caught:
     schemas.CreateAdapter.model_validate_json(body)
-  said = errors.known(caught.value)
+  said = error_responses.known(caught.value)
   assert said.status == 400 and sentence in str(said)
   if field is not None:
     assert said.field == field
@@ -183,7 +183,7 @@ def test_a_wrong_body_is_named_by_its_field_and_never_quoted(body, field, senten
 def test_values_of_a_body_are_not_in_its_error():
   with pytest.raises(ValueError) as caught:
     schemas.FeedbackBody.model_validate_json('{"sample_id": 5, "feedback": ["a secret prompt"], "mode": "secret"}')
-  said = str(errors.known(caught.value))
+  said = str(error_responses.known(caught.value))
   assert 'secret' not in said and 'more fields are wrong' in said
 
 

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import Cancelled
-from sdpo_jax.serving.web import endpoints, session_schemas, sessions
+from sdpo_jax.serving.web import endpoints, session_routes, session_schemas
 from sdpo_jax.serving.web.access_log import Log
 from sdpo_jax.serving.web.app import make_app
 from sdpo_jax.serving.web.gate import LOCAL_OWNER
@@ -238,7 +238,7 @@ def test_of_a_stream_that_nobody_reads_to_the_end_no_turn_is_left(world, ends):
     last_event=None,
     metrics=None,
   )
-  stream = sessions.streamed(sessions.propose, asked)
+  stream = session_routes.streamed(session_routes.propose, asked)
   assert next(stream).event == 'draft'
   if ends == 'its reader closes it':
     stream.close()
@@ -301,10 +301,10 @@ def test_examples_travel_as_lines_and_are_learned_by_another_adapter(world):
   opened.decide(0, DENIAL)
   found = world.open.get(f'{opened.adapter}/examples?session={opened.session["id"]}')
   lines = found.content.splitlines()
-  assert found.headers['content-type'] == sessions.NDJSON and len(lines) == 1 and 'Be brief.' in lines[0].decode()
+  assert found.headers['content-type'] == session_routes.NDJSON and len(lines) == 1 and 'Be brief.' in lines[0].decode()
   assert world.open.get(f'{opened.adapter}/examples').content == found.content
   assert world.open.get(f'{other.adapter}/examples').content == b''
-  asked = {'content': found.content, 'headers': {'Content-Type': sessions.NDJSON, 'Idempotency-Key': 'replay'}}
+  asked = {'content': found.content, 'headers': {'Content-Type': session_routes.NDJSON, 'Idempotency-Key': 'replay'}}
   first, again = (world.open.post(f'{other.adapter}/replay', **asked) for _ in range(2))
   assert first.status_code == 200 and first.content == again.content, first.text
   assert [each['version_after'] for each in first.json()['learned']] == [1] and other.version == 1
@@ -317,7 +317,7 @@ def test_a_replay_that_was_cut_short_goes_on_where_it_was(world):
   opened.propose()
   opened.decide(1, DENIAL)
   lines = world.open.get(f'{opened.adapter}/examples').content
-  asked = {'content': lines, 'headers': {'Content-Type': sessions.NDJSON, 'Idempotency-Key': 'cut'}}
+  asked = {'content': lines, 'headers': {'Content-Type': session_routes.NDJSON, 'Idempotency-Key': 'cut'}}
   first = world.open.post(f'{other.adapter}/replay', **asked).json()['learned']
   assert [each['version_after'] for each in first] == [1, 2] == [each['turns'][0] + 1 for each in first]
   key, database = hashlib.sha256(b'cut').hexdigest(), world.service.store.database
@@ -343,7 +343,7 @@ def test_a_replay_that_was_cut_short_goes_on_where_it_was(world):
 @pytest.mark.parametrize('line', [b'', b'{}', b'[]', b'nothing', b'{"session": 3}', b'\xff', b'[' * 100_000])
 def test_lines_that_are_no_examples_are_refused_by_their_number(world, line):
   opened = Opened(world)
-  refused = world.open.post(f'{opened.adapter}/replay', content=line, headers={'Content-Type': sessions.NDJSON})
+  refused = world.open.post(f'{opened.adapter}/replay', content=line, headers={'Content-Type': session_routes.NDJSON})
   assert code(refused) == (400, 'invalid_request') and opened.version == 0
   assert ('Line 1' if line else 'no example') in refused.json()['error']['message']
 
@@ -425,7 +425,7 @@ BODIES = {
   'turns': {'json': {'messages': HELLO}},
   'decision': {'json': {'decision': 'approve'}},
   'results': {'json': {'results': [{'call': 0, 'ok': True, 'text': ''}]}},
-  'replay': {'content': b'{}', 'headers': {'Content-Type': sessions.NDJSON}},
+  'replay': {'content': b'{}', 'headers': {'Content-Type': session_routes.NDJSON}},
 }
 
 
@@ -438,12 +438,12 @@ def asked_of(opened, method, pattern, headers):
 
 
 def of_sessions():
-  return [(method, route) for route in sessions.ROUTES for method in sorted(route.methods - {'HEAD'})]
+  return [(method, route) for route in session_routes.ROUTES for method in sorted(route.methods - {'HEAD'})]
 
 
 def test_every_route_of_sessions_is_guarded_and_every_change_of_one_needs_its_token(world):
   below = [route for route in world.open.app.routes if isinstance(route, Route) and 'session' in route.path]
-  assert {route.path for route in below} <= {route.path for route in sessions.ROUTES} and len(below) == 9
+  assert {route.path for route in below} <= {route.path for route in session_routes.ROUTES} and len(below) == 9
   assert len(of_sessions()) == 11
   for method, route in of_sessions():
     known = route.endpoint.operation

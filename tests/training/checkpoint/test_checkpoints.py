@@ -30,7 +30,7 @@ from sdpo_jax.training.checkpoint.checkpoints import SKIPPED, Checkpoints, only
 from sdpo_jax.training.checkpoint.manifest import DamagedError
 from sdpo_jax.training.checkpoint.unreadable import is_out_of_reach
 from sdpo_jax.training.directory import epochs
-from sdpo_jax.training.directory.published import DAMAGED, newest
+from sdpo_jax.training.directory.published_checkpoints import DAMAGED, newest
 from sdpo_jax.training.specs import update_spec
 from sdpo_jax.types import TrainState
 from tests import tiers, tiny

@@ -11,7 +11,7 @@ import pytest
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-from sdpo_jax.training.directory import epochs, locks, lost_checkpoints, ownership, published, workdir
+from sdpo_jax.training.directory import epochs, locks, lost_checkpoints, ownership, published_checkpoints, workdir
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def leave(folder, *, steps=4, published=0, kept=(), save_freq=10, recorded=True)
   if recorded:
     with ownership.sole_user(folder) as mine:
       mine.resumed(0)
-      mine.published(published)
+      mine.published(published_checkpoints)
   folder.mkdir(parents=True, exist_ok=True)
   (folder / 'config.json').write_text(config.to_json())
   epoch = {'fencing_epoch': 1} if recorded else {}
@@ -229,7 +229,7 @@ def test_in_a_store_without_folders_each_object_is_moved_for_itself(folder, monk
   leave(folder, published=2, kept=[2])
   (folder / 'checkpoints' / '2' / 'array').write_text('of a checkpoint without its manifest')
   before = content(folder)
-  for module in (published, lost_checkpoints):
+  for module in (published_checkpoints, lost_checkpoints):
     monkeypatch.setattr(module, 'is_local', lambda path: False)
   kind = type(folder)
   copy, unlink, moves = kind.copy, kind.unlink, []

@@ -13,7 +13,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.training import metrics
 from sdpo_jax.training.checkpoint import checkpoints, manifest
-from sdpo_jax.training.directory import epochs, guarded_files, lock_owner, locks, ownership, recovery
+from sdpo_jax.training.directory import epochs, guarded_files, lock_owner, locks, ownership, reconstructed_starts
 from sdpo_jax.training.directory import lines as lines_module
 from tests import tiny
 from tests.training.directory import object_store
@@ -28,11 +28,11 @@ def store(monkeypatch):
   monkeypatch.setattr(guarded_files, 'RETRIES', {'max_retries': 3, 'initial_delay': '1ms', 'max_delay': '2ms'})
   # TensorStore does it all here; gcsfs need not be installed.
   monkeypatch.setattr(lines_module, 'raw_lines', lambda workdir: lines(guarded_files.Objects(FOLDER)))
-  monkeypatch.setattr(recovery, 'raw_lines', lines_module.raw_lines)
-  monkeypatch.setattr(recovery, 'published_steps', lambda workdir: [])
-  monkeypatch.setattr(recovery, 'due', lambda workdir: 0)
-  monkeypatch.setattr(recovery, 'folders', lambda workdir: [])
-  monkeypatch.setattr(recovery, 'of_starts', lambda workdir: epochs.Epochs())
+  monkeypatch.setattr(reconstructed_starts, 'raw_lines', lines_module.raw_lines)
+  monkeypatch.setattr(reconstructed_starts, 'published_steps', lambda workdir: [])
+  monkeypatch.setattr(reconstructed_starts, 'due', lambda workdir: 0)
+  monkeypatch.setattr(reconstructed_starts, 'folders', lambda workdir: [])
+  monkeypatch.setattr(reconstructed_starts, 'of_starts', lambda workdir: epochs.Epochs())
   monkeypatch.setattr(lines_module, 'read_epochs', lambda workdir: epochs.parse(read(epochs.EPOCHS), FOLDER))
   with object_store.ObjectStore() as server:
     for name, value in server.environment().items():

@@ -10,8 +10,8 @@ import numpy as np
 
 from sdpo_jax.errors import short_repr
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.sessions import fields
-from sdpo_jax.serving.sessions.settings import SessionSettings
+from sdpo_jax.serving.sessions import json_fields
+from sdpo_jax.serving.sessions.session_settings import SessionSettings
 from sdpo_jax.serving.tool_calls import MAX_CALLS, Form, ToolCall
 
 Status = Literal['open', 'approved', 'edited', 'denied', 'answered']
@@ -47,11 +47,11 @@ class Decision:
   @classmethod
   def from_json(cls, values: Any) -> Decision:
     """Return a decision of {"decision" or "kind", "correction"?, "arguments"?, "call"?}; raise InvalidRequest."""
-    said = dict(fields.known(values, ('decision', 'kind', 'correction', 'arguments', 'call'), 'A decision'))
+    said = dict(json_fields.known(values, ('decision', 'kind', 'correction', 'arguments', 'call'), 'A decision'))
     kind = said.get('decision', said.get('kind'))
     if kind not in KINDS:
       raise InvalidRequest(f'decision must be one of {", ".join(KINDS)}, not {short_repr(kind)}.', field='decision')
-    correction = fields.optional_text(said.get('correction'), 'correction')
+    correction = json_fields.optional_text(said.get('correction'), 'correction')
     arguments, call = said.get('arguments'), said.get('call')
     if (arguments is None) == (kind == 'edit'):
       raise InvalidRequest(
@@ -67,8 +67,8 @@ class Decision:
     return cls(
       kind,
       correction if correction is not None and correction.strip() else None,
-      None if arguments is None else fields.mapping(arguments, 'arguments'),
-      0 if call is None else fields.whole(call, 'call', 0, MAX_CALLS - 1),
+      None if arguments is None else json_fields.mapping(arguments, 'arguments'),
+      0 if call is None else json_fields.whole(call, 'call', 0, MAX_CALLS - 1),
     )
 
   def to_json(self) -> dict[str, Any]:
@@ -92,18 +92,18 @@ class ToolResult:
   @classmethod
   def from_json(cls, values: Any) -> ToolResult:
     """Return a result read from JSON; raise InvalidRequest."""
-    said = fields.known(values, [field.name for field in dataclasses.fields(cls)], 'A result')
+    said = json_fields.known(values, [field.name for field in dataclasses.fields(cls)], 'A result')
     for name in ('call', 'ok', 'text'):
       if name not in said:
         raise InvalidRequest(f'A result needs {name}.', field=name)
     return cls(
-      fields.whole(said['call'], 'call', 0, MAX_CALLS - 1),
-      fields.flag(said['ok'], 'ok'),
-      fields.text(said['text'], 'text'),
-      fields.optional_whole(said.get('exit_code'), 'exit_code', -(2**31), 2**31 - 1),
-      fields.optional_text(said.get('stderr'), 'stderr'),
-      fields.optional_text(said.get('field'), 'field'),
-      fields.optional_whole(said.get('line'), 'line', 0, 2**53),
+      json_fields.whole(said['call'], 'call', 0, MAX_CALLS - 1),
+      json_fields.flag(said['ok'], 'ok'),
+      json_fields.text(said['text'], 'text'),
+      json_fields.optional_whole(said.get('exit_code'), 'exit_code', -(2**31), 2**31 - 1),
+      json_fields.optional_text(said.get('stderr'), 'stderr'),
+      json_fields.optional_text(said.get('field'), 'field'),
+      json_fields.optional_whole(said.get('line'), 'line', 0, 2**53),
     )
 
   def to_json(self) -> dict[str, Any]:

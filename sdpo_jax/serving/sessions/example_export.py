@@ -13,7 +13,7 @@ from sdpo_jax.serving.service_state import ServiceState
 from sdpo_jax.serving.sessions import archive, teaching
 from sdpo_jax.serving.sessions.conversation import Dialogue
 from sdpo_jax.serving.sessions.examples import TrainingExample
-from sdpo_jax.serving.sessions.records import AgentSession, SessionTurn
+from sdpo_jax.serving.sessions.session_records import AgentSession, SessionTurn
 from sdpo_jax.serving.store import session_tables
 from sdpo_jax.serving.store.session_tables import REHEARSAL, ExampleRow
 from sdpo_jax.serving.tenant import Tenant

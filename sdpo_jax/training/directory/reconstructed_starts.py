@@ -16,7 +16,7 @@ from etils import epath
 from sdpo_jax.training.directory import epochs, sealed
 from sdpo_jax.training.directory.epochs import FENCING_EPOCH, Epochs, of_starts
 from sdpo_jax.training.directory.lines import raw_lines
-from sdpo_jax.training.directory.published import CHECKPOINTS, DAMAGED, MANIFEST, is_step, published_steps
+from sdpo_jax.training.directory.published_checkpoints import CHECKPOINTS, DAMAGED, MANIFEST, is_step, published_steps
 from sdpo_jax.training.directory.workdir import saved_settings
 
 _NAMED = re.compile(r'\d+\.(?:unfinished|deleted)\.(\d+)')  # Folders named with their writer's epoch.

@@ -9,7 +9,7 @@ import pathlib
 
 from sdpo_jax.config.locations import model_path
 from sdpo_jax.config.overrides import override
-from sdpo_jax.config.settings import Config
+from sdpo_jax.config.validated import Config
 from sdpo_jax.errors import UserError
 
 

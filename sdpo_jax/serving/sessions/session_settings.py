@@ -12,8 +12,8 @@ from sdpo_jax.serving import teachers
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback_request import learning_of
 from sdpo_jax.serving.guards import Guards
-from sdpo_jax.serving.sampling import SampleOptions
-from sdpo_jax.serving.sessions import fields
+from sdpo_jax.serving.sample_requests import SampleOptions
+from sdpo_jax.serving.sessions import json_fields
 
 MOST_TOOLS = 128
 LONGEST_TITLE = 200  # Characters.
@@ -46,25 +46,25 @@ class SessionSettings:
       InvalidRequest: a field is invalid; the error names it.
     """
     names = [field.name for field in dataclasses.fields(cls)]
-    said = {name: value for name, value in fields.known(values, names, 'A session').items() if value is not None}
+    said = {name: value for name, value in json_fields.known(values, names, 'A session').items() if value is not None}
     read = {
-      'system': fields.text,
-      'tools': lambda value, field: tuple(fields.listed(value, field, MOST_TOOLS, _tool)),
-      'title': lambda value, field: fields.text(value, field, longest=LONGEST_TITLE),
-      'min_sdpo_examples': lambda value, field: fields.whole(value, field, 1, 2**31 - 1),
-      'teacher': lambda value, field: fields.mapping(teachers.settings_of(value), field),
-      'update': fields.mapping,
-      'guards': fields.mapping,
+      'system': json_fields.text,
+      'tools': lambda value, field: tuple(json_fields.listed(value, field, MOST_TOOLS, _tool)),
+      'title': lambda value, field: json_fields.text(value, field, longest=LONGEST_TITLE),
+      'min_sdpo_examples': lambda value, field: json_fields.whole(value, field, 1, 2**31 - 1),
+      'teacher': lambda value, field: json_fields.mapping(teachers.settings_of(value), field),
+      'update': json_fields.mapping,
+      'guards': json_fields.mapping,
       'sampling': _sampling,
-      'learn_from_results': fields.flag,
-      'rehearse': lambda value, field: fields.whole(value, field, 0, 2**31 - 1),
-      'show_attempt': fields.flag,
+      'learn_from_results': json_fields.flag,
+      'rehearse': lambda value, field: json_fields.whole(value, field, 0, 2**31 - 1),
+      'show_attempt': json_fields.flag,
     }
     return cls(**{name: read[name](value, name) for name, value in said.items()})
 
   def to_json(self) -> dict[str, Any]:
     """Return the settings in the form that `from_json` reads."""
-    return fields.jsonable(dataclasses.asdict(self), 'settings')
+    return json_fields.jsonable(dataclasses.asdict(self), 'settings')
 
   def check(self, serve: ServeConfig, *, max_completion: int, vocab_size: int) -> None:
     """Raise InvalidRequest for settings that the service does not support.
@@ -103,7 +103,7 @@ class SessionSettings:
 
 def _tool(value: Any, field: str) -> dict[str, Any]:
   """Return the JSON schema of a tool: {"type": "function", "function": {"name": …, "parameters": …}}."""
-  tool = fields.mapping(value, field)
+  tool = json_fields.mapping(value, field)
   function = tool.get('function', tool)
   if not isinstance(function, Mapping) or not isinstance(function.get('name'), str) or not function['name']:
     raise InvalidRequest(
@@ -114,7 +114,7 @@ def _tool(value: Any, field: str) -> dict[str, Any]:
 
 
 def _sampling(value: Any, field: str) -> dict[str, Any]:
-  said = fields.mapping(value, field)
+  said = json_fields.mapping(value, field)
   for name in said:
     if name not in _SAMPLING:
       raise InvalidRequest(

@@ -17,15 +17,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.sampling import SampleDraft
+from sdpo_jax.serving.sample_requests import SampleDraft
 from sdpo_jax.serving.sessions.examples import TrainingExample
 from sdpo_jax.serving.sessions.proposing import Proposing
-from sdpo_jax.serving.sessions.records import AgentSession, Decision, LearnedTurns, SessionTurn, ToolResult
-from sdpo_jax.serving.sessions.settings import SessionSettings
+from sdpo_jax.serving.sessions.session_records import AgentSession, Decision, LearnedTurns, SessionTurn, ToolResult
+from sdpo_jax.serving.sessions.session_settings import SessionSettings
 from sdpo_jax.serving.web import native
 from sdpo_jax.serving.web import session_schemas as schemas
 from sdpo_jax.serving.web.endpoints import Incoming, Reply, check_query, incoming, read, route, whole
-from sdpo_jax.serving.web.errors import as_json
+from sdpo_jax.serving.web.error_responses import as_json
 from sdpo_jax.serving.web.events import ServerSentEvent, stream
 from sdpo_jax.serving.web.openapi import Operation
 from sdpo_jax.serving.web.schemas import DeletedSaid
