@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from starlette.routing import Route
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.web.error_responses import as_json
+from sdpo_jax.serving.web.events import ServerSentEvent, stream
 from sdpo_jax.serving.web.openapi import JSON, Operation
 
 if TYPE_CHECKING:
@@ -102,6 +103,31 @@ def route(
   endpoint.__doc__ = function.__doc__
   endpoint.__name__ = getattr(function, '__name__', 'endpoint')
   return Route(path, endpoint, methods=[method])
+
+
+def drawing_route(
+  path: str, at_once: Callable[[Incoming], Reply], drawn: Callable[[Incoming], Iterator[ServerSentEvent]], **values: Any
+) -> Route:
+  """Return the route of something that is drawn: answered as a whole or, if the body says `stream`, by events.
+
+  Args:
+    path: pattern of its path, for POST.
+    at_once: returns the answer as a whole; its docstring is the route's.
+    drawn: yields the events; closing the iterator cancels what is drawn.
+    **values: further fields of its `Operation`, with the `body`.
+  """
+  whole_route = route('POST', path, at_once, **values)
+
+  async def endpoint(request: Request) -> Response:
+    known = read(values['body'], await request.body())
+    if not known.stream:
+      return await whole_route.endpoint(request)
+    check_query(request, ())
+    return await stream(request, drawn(incoming(request, known)))
+
+  endpoint.operation = whole_route.endpoint.operation  # type: ignore[attr-defined]
+  endpoint.__doc__ = at_once.__doc__
+  return Route(path, endpoint, methods=['POST'])
 
 
 def check_query(request: Request, allowed: Collection[str]) -> None:

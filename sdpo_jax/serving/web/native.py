@@ -22,7 +22,7 @@ from sdpo_jax.serving.sample_requests import SampleDone, SampleOptions
 from sdpo_jax.serving.store import store
 from sdpo_jax.serving.web import error_responses, packed, schemas, score_formats
 from sdpo_jax.serving.web.archives import unzipped, zipped
-from sdpo_jax.serving.web.endpoints import Incoming, Reply, incoming, read, route, whole
+from sdpo_jax.serving.web.endpoints import Incoming, Reply, drawing_route, incoming, route, whole
 from sdpo_jax.serving.web.events import ServerSentEvent, stream
 from sdpo_jax.serving.web.openapi import SSE, Operation
 
@@ -140,17 +140,6 @@ def capabilities(asked: Incoming) -> Reply:
 # Completions.
 
 
-async def completions(request: Request) -> Response:
-  """Draw completions; each is stored under a sample_id for feedback."""
-  body = read(schemas.CompletionRequest, await request.body())
-  if not body.stream:
-    return await _completions(request)
-  return await stream(request, _streamed(incoming(request, body)))
-
-
-completions.operation = Operation(body=schemas.CompletionRequest, response=schemas.CompletionsSaid)  # type: ignore[attr-defined]
-
-
 def _begun(asked: Incoming, drafts: bool) -> tuple[Any, list[int], Any]:
   body: schemas.CompletionRequest = asked.body
   target = asked.account.resolve(body.model)
@@ -162,7 +151,8 @@ def _begun(asked: Incoming, drafts: bool) -> tuple[Any, list[int], Any]:
   return target, prompt, sampling
 
 
-def _completed(asked: Incoming) -> Reply:
+def completions(asked: Incoming) -> Reply:
+  """Draw completions; each is stored under a sample_id for feedback."""
   target, prompt, sampling = _begun(asked, drafts=False)
   samples = sampling.result()
   return Reply(completions_said(asked.body.model, target, prompt, samples, sampling.reused()))
@@ -428,9 +418,6 @@ def feedback_again(account: Any, adapter: str, version: int | None) -> dict[str,
 
 
 _VERSION = {'version': 'Number of a version; the newest if it is left out.'}
-_completions = route(
-  'POST', f'{ROOT}/completions', _completed, body=schemas.CompletionRequest, response=schemas.CompletionsSaid
-).endpoint
 ROUTES: list[Route] = [
   route('GET', '/v1/capabilities', capabilities, response=schemas.CapabilitiesSaid),
   route('GET', f'{ROOT}/adapters', list_adapters, response=schemas.AdaptersSaid),
@@ -508,6 +495,8 @@ ROUTES: list[Route] = [
     response=schemas.BatchSaid,
     again=_batch_again,
   ),
-  Route(f'{ROOT}/completions', completions, methods=['POST']),
+  drawing_route(
+    f'{ROOT}/completions', completions, _streamed, body=schemas.CompletionRequest, response=schemas.CompletionsSaid
+  ),
   route('POST', f'{ROOT}/score', score, body=schemas.ScoreRequest, response=schemas.ScoreSaid),
 ]

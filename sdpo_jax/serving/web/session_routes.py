@@ -7,13 +7,12 @@ token (`Operation.token`): an approved call is run on somebody's machine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+import functools
 import json
 import time
 from typing import Any
 
 import pydantic
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
 from sdpo_jax.serving.errors import InvalidRequest
@@ -24,10 +23,9 @@ from sdpo_jax.serving.sessions.session_records import AgentSession, Decision, Le
 from sdpo_jax.serving.sessions.session_settings import SessionSettings
 from sdpo_jax.serving.web import native
 from sdpo_jax.serving.web import session_schemas as schemas
-from sdpo_jax.serving.web.endpoints import Incoming, Reply, check_query, incoming, read, route, whole
+from sdpo_jax.serving.web.endpoints import Incoming, Reply, drawing_route, route, whole
 from sdpo_jax.serving.web.error_responses import as_json
-from sdpo_jax.serving.web.events import ServerSentEvent, stream
-from sdpo_jax.serving.web.openapi import Operation
+from sdpo_jax.serving.web.events import ServerSentEvent
 from sdpo_jax.serving.web.schemas import DeletedSaid
 
 _SESSIONS = f'{native.ADAPTER}/sessions'
@@ -91,19 +89,9 @@ def _drawn(path: str, begin: Callable[[Incoming, bool], Proposing], body: type[p
   def at_once(asked: Incoming) -> Reply:
     return Reply({'turn': begin(asked, False).result().to_json()})
 
+  at_once.__doc__ = begin.__doc__
   said: dict[str, Any] = {'body': body, 'response': schemas.ProposedSaid, 'guarded': True, 'token': True}
-  answered = route('POST', path, at_once, **said).endpoint
-
-  async def endpoint(request: Request) -> Response:
-    known = read(body, await request.body())
-    if not known.stream:
-      return await answered(request)
-    check_query(request, ())
-    return await stream(request, streamed(begin, incoming(request, known)))
-
-  endpoint.__doc__ = begin.__doc__
-  endpoint.operation = Operation(**said)  # type: ignore[attr-defined]
-  return Route(path, endpoint, methods=['POST'])
+  return drawing_route(path, at_once, functools.partial(streamed, begin), **said)
 
 
 def streamed(begin: Callable[[Incoming, bool], Proposing], asked: Incoming) -> Iterator[ServerSentEvent]:
