@@ -478,7 +478,7 @@ def test_every_source_has_a_licence_line_and_addresses_that_can_be_read():
     assert source.licence and (all(source.parts.values()) or source.where)
     for part, public in source.parts.items():
       if public:
-        assert prepare.hub.parse(public)[1]['split'] == part
+        assert prepare.hub_datasets.parse(public)[1]['split'] == part
 
 
 def test_an_output_that_is_a_file_is_refused(tmp_path):

@@ -67,9 +67,7 @@ def test_the_whole_way_from_file_to_teacher_prompt(real, model, task, sizes):
   config.data.max_prompt_length = 2048
   tokenizer = AutoTokenizer.from_pretrained(model)
   policy, parameters = huggingface.load(model, ModelConfig(dtype='float32', remat='none'))
-  sampler = Sampler(
-    policy, small_tokenizer, max_batch_rows=32, stop_token_ids=stop_token_ids(str(model), small_tokenizer)
-  )
+  sampler = Sampler(policy, tokenizer, max_batch_rows=32, stop_token_ids=stop_token_ids(str(model), tokenizer))
   for split, size in sizes.items():
     examples = pipeline.read_examples(
       [str(real / task / f'{split}.json')],
@@ -81,7 +79,7 @@ def test_the_whole_way_from_file_to_teacher_prompt(real, model, task, sizes):
       setting='data.train_files',
     )
     assert len(examples) == size
-    prompts = [prompt_tokens(small_tokenizer, example, prompt_spec(config)) for example in examples]
+    prompts = [prompt_tokens(tokenizer, example, prompt_spec(config)) for example in examples]
     rollouts = sampler.sample(
       {}, parameters, prompts, n=N, temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, max_tokens=4, seed=0, step=0
     )

@@ -118,7 +118,7 @@ def test_weights_are_fetched_only_where_they_are_wanted(online, monkeypatch, tmp
   (tmp_path / 'config.json').write_text('{"model_type": "qwen3"}')
   (tmp_path / 'model.safetensors.index.json').write_text('{"weight_map": {"a": "model-1.safetensors"}}')
   ask_by(monkeypatch, lambda address: None)
-  monkeypatch.setattr(huggingface.registry, 'read', lambda values, source: None)
+  monkeypatch.setattr(huggingface.known_families, 'read', lambda values, source: None)
 
   def download(name, allow_patterns):
     asked.append({file for file in names if any(fnmatch.fnmatch(file, pattern) for pattern in allow_patterns)})

@@ -128,7 +128,7 @@ class Sandbox:
   """Runs untrusted programs; thread-safe."""
 
   def __init__(self, settings: SandboxConfig, harness: pathlib.Path, *, preload: Sequence[str] = ()):
-    """Start the strongest mechanism that withstands the attacks of probe.py on this machine.
+    """Start the strongest mechanism that withstands the attacks of self_test.py on this machine.
 
     Args:
       settings: `environments.sandbox`.
@@ -307,7 +307,7 @@ class _Host:
     return self._zygote.process.pid
 
   def run(self, job: SandboxJob, *, probe: bool = False) -> SandboxReport:
-    """Run a job as `Sandbox.run` does; with `probe`, run probe.py in place of the harness."""
+    """Run a job as `Sandbox.run` does; with `probe`, run self_test.py in place of the harness."""
     zygote = self._zygote
     try:
       return _run(zygote, job, probe)
@@ -352,7 +352,7 @@ class _Host:
     readable, packages = installation()
     files = [
       HERE / name
-      for name in ('zygote.py', 'confinement.py', 'library.py', 'scratch.py', 'seed.py', 'view.py', 'probe.py')
+      for name in ('zygote.py', 'confinement.py', 'library.py', 'scratch.py', 'seed.py', 'view.py', 'self_test.py')
     ]
     settings = {
       'mechanism': self.mechanism,
@@ -457,7 +457,7 @@ def _close(hosts: Sequence[_Host]) -> None:
 
 
 def _probe(host: _Host) -> list[str]:
-  """Return the channels between programs, found by running probe.py twice, with another program in between.
+  """Return the channels between programs, found by running self_test.py twice, with another program in between.
 
   Raises:
     confinement.Unsupported: a program could do something forbidden, or failed at something permitted.

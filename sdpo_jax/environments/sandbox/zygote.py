@@ -162,7 +162,7 @@ class Zygote:
       self.harness = load(settings['harness'])
     except Exception as error:
       raise HarnessFault(f'{type(error).__name__}: {error}') from error
-    self.probe = load(os.path.join(HERE, 'probe.py'))
+    self.probe = load(os.path.join(HERE, 'self_test.py'))
     confinement.call('prctl', PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if os.path.exists('/proc/self/oom_score_adj'):
       with open('/proc/self/oom_score_adj', 'w') as file:

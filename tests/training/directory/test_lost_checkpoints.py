@@ -27,7 +27,7 @@ def leave(folder, *, steps=4, published=0, kept=(), save_freq=10, recorded=True)
   if recorded:
     with ownership.sole_user(folder) as mine:
       mine.resumed(0)
-      mine.published(published_checkpoints)
+      mine.published(published)
   folder.mkdir(parents=True, exist_ok=True)
   (folder / 'config.json').write_text(config.to_json())
   epoch = {'fencing_epoch': 1} if recorded else {}
