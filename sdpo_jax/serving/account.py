@@ -5,7 +5,7 @@ Adapters and samples are looked up with their owner, so that those of other owne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import hashlib
@@ -20,7 +20,7 @@ from sdpo_jax.serving import adapter_names, adapter_settings, differences, feedb
 from sdpo_jax.serving.errors import Forbidden, InvalidRequest, ServiceError
 from sdpo_jax.serving.event_log import AdapterEvent
 from sdpo_jax.serving.feedback_request import FeedbackRequest
-from sdpo_jax.serving.records import AdapterRecord, SampleRecord, Version
+from sdpo_jax.serving.records import AdapterRecord, Version
 from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.store.store import IdempotentRequest
 from sdpo_jax.serving.targets import VersionTarget
@@ -222,15 +222,6 @@ class Account(Tenant):
         return VersionTarget(adapter, number)
     raise adapter_names.unknown(model)
 
-  def sample_of(self, id: str) -> SampleRecord:
-    """Return a stored completion of the owner.
-
-    Raises:
-      NotFound: there is none.
-      Gone: it has expired.
-    """
-    return self.service.store.sample(self.owner, id)
-
   # Learning.
 
   def feedback(
@@ -280,16 +271,6 @@ class Account(Tenant):
           yield None
 
     return stream(after)
-
-  def listen(self, id: str, listener: Callable[[AdapterEvent], None]) -> Callable[[], None]:
-    """Call `listener` with every later event of an adapter; return a function that ends this. See `EventLog.listen`."""
-    self.adapter(id)
-    return self.service.events.listen(id, listener)
-
-  def events_after(self, id: str, after: int | None = None) -> list[AdapterEvent]:
-    """Return the kept events of an adapter that are newer than the event `after`."""
-    self.adapter(id)
-    return self.service.events.after(id, after)
 
   # Inside.
 

@@ -25,17 +25,16 @@ class AdapterEvent:
 
 
 class EventLog:
-  """The recent events of many adapters, and their listeners. Any thread may call."""
+  """The recent events of many adapters. Any thread may call."""
 
   def __init__(self, clock: Callable[[], float] = time.time):
     """Make a log without events."""
     self._clock, self._changed = clock, threading.Condition()
     self._next = int(1e6 * clock())
     self._events: collections.OrderedDict[str, collections.deque[AdapterEvent]] = collections.OrderedDict()
-    self._listeners: dict[str, list[Callable[[AdapterEvent], None]]] = {}
 
   def add(self, adapter: str, kind: str, details: Mapping[str, Any]) -> AdapterEvent:
-    """Add an event and notify the listeners."""
+    """Add an event and wake those who wait for one."""
     with self._changed:
       event = AdapterEvent(self._next, adapter, kind, self._clock(), details)
       self._next += 1
@@ -43,10 +42,7 @@ class EventLog:
       self._events.move_to_end(adapter)
       if len(self._events) > ADAPTERS:
         self._events.popitem(last=False)
-      listeners = tuple(self._listeners.get(adapter, ()))
       self._changed.notify_all()
-    for listener in listeners:
-      listener(event)
     return event
 
   def after(self, adapter: str, last: int | None) -> list[AdapterEvent]:
@@ -63,24 +59,6 @@ class EventLog:
   def _newest(self, adapter: str) -> int:
     events = self._events.get(adapter)
     return events[-1].id if events else -1
-
-  def listen(self, adapter: str, listener: Callable[[AdapterEvent], None]) -> Callable[[], None]:
-    """Call `listener` with every later event of an adapter; return a function that ends this.
-
-    The listener runs in the thread that adds the event.
-    """
-    with self._changed:
-      self._listeners.setdefault(adapter, []).append(listener)
-
-    def stop() -> None:
-      with self._changed:
-        listeners = self._listeners.get(adapter, [])
-        if listener in listeners:
-          listeners.remove(listener)
-        if not listeners:
-          self._listeners.pop(adapter, None)
-
-    return stop
 
   def forget(self, adapter: str) -> None:
     """Drop all events of an adapter."""

@@ -141,7 +141,7 @@ def test_samples_are_kept_with_what_feedback_needs(ada):
     f.tokens for f in sample(ada, 'a', seed=3, n=3)
   ]
   for one in found:
-    kept = ada.sample_of(one.id)
+    kept = ada.service.store.sample(ada.owner, one.id)
     assert (kept.adapter, kept.version, kept.messages) == (adapter.id, 1, HELLO)
     assert kept.prompt_tokens == ada.service.prompt_of(messages=HELLO) and list(kept.tokens) == list(one.tokens)
     assert kept.expires - kept.created == ada.service.settings.store.sample_ttl_s
@@ -324,29 +324,26 @@ def test_what_is_deleted_is_gone_everywhere(ada):
   for ask in (
     lambda: ada.adapter(adapter.id),
     lambda: ada.resolve('a'),
-    lambda: ada.sample_of(drawn.id),
+    lambda: ada.service.store.sample(ada.owner, drawn.id),
     lambda: ada.service.load(f'{adapter.id}@1'),
   ):
     with pytest.raises(NotFound):
       ask()
-  engine = ada.service.worker._engine
-  assert f'{adapter.id}@0' not in engine and f'{adapter.id}@1' not in engine and ada.adapters() == []
+  for number in (0, 1):  # The engine has none of them either.
+    with pytest.raises(NotFound):
+      ada.service.worker.arrays(f'{adapter.id}@{number}')
+  assert ada.adapters() == []
   assert ada.create('a')[0].id != adapter.id
 
 
 def test_events_tell_what_happened_and_go_on_from_the_last_one(ada):
   adapter, _ = ada.create('a')
-  [made] = ada.events_after(adapter.id)
-  heard = []
-  stop = ada.listen(adapter.id, heard.append)
+  [made] = ada.service.events.after(adapter.id, None)
   stream = ada.events(adapter.id, after=made.id, timeout=0.0)
   assert next(stream) is None
   ada.undo(adapter.id, 0, 0)
   event = next(stream)
-  assert (event.kind, dict(event.details)) == ('committed', {'version': 1, 'reason': 'undo'}) and heard == [event]
-  stop()
-  ada.delete(adapter.id, None)
-  assert heard == [event]
+  assert (event.kind, dict(event.details)) == ('committed', {'version': 1, 'reason': 'undo'})
 
 
 def test_feedback_makes_one_version_whoever_else_asks_and_says_what_it_does(ada):
@@ -366,7 +363,7 @@ def test_feedback_makes_one_version_whoever_else_asks_and_says_what_it_does(ada)
     found = list(threads.map(ask, range(4)))
   [answer] = [each for each in found if each != 1]
   assert (answer['version_before'], answer['version_after'], answer['accepted']) == (0, 1, True)
-  kinds = [event.kind for event in ada.events_after(adapter.id)]
+  kinds = [event.kind for event in ada.service.events.after(adapter.id, None)]
   assert kinds == ['committed', 'queued', 'scored', 'stepped', 'guarded', 'committed']
   assert logits(ada, 'a') != before[0] == logits(ada, 'a@0') and logits(ada, 'b') == before[1]
   [first, refused] = ada.feedback_batch([FeedbackEntry(other.id, request), FeedbackEntry('nobody', request)])
@@ -421,7 +418,7 @@ def test_what_is_drawn_while_its_adapter_is_deleted_is_not_kept(ada):
     kept += [event.sample for event in sampling]
   for one in kept:
     with pytest.raises(NotFound):
-      ada.sample_of(one.id)
+      ada.service.store.sample(ada.owner, one.id)
 
 
 def methods_of_an_adapter():
@@ -441,32 +438,35 @@ ARGUMENTS = {  # Beside the id.
   'diff': (0, 0),
   'undo': (None, 0),
   'export_peft': (),
-  'sample_of': (),
   'feedback': (None, None),
   'turn': (None,),
   'events': (),
-  'listen': (print,),
-  'events_after': (),
 }
 
 
-@pytest.mark.parametrize('name', [*methods_of_an_adapter()])
+@pytest.mark.parametrize('name', [*methods_of_an_adapter(), 'sample'])
 def test_what_is_anothers_is_not_there(service, name):
   """By every way to it; a method that is new must be added to ARGUMENTS."""
   eve, ada = service.account('eve'), service.account('ada')
   foreign = {adapter.name: adapter for adapter in ada.adapters()}.get('mine') or ada.create('mine')[0]
   [drawn] = sample(ada, 'mine')
-  known = drawn.id if name == 'sample_of' else foreign.id
+  known = drawn.id if name == 'sample' else foreign.id
+
+  def ask(account, id):
+    if name == 'sample':
+      return account.service.store.sample(account.owner, id)
+    return getattr(account, name)(id, *ARGUMENTS[name])
+
   head = ada.adapter(foreign.id)
   said = set()
   for id in (known, known[:-4] + '0000', 'x', '../..', '', 'ad-\ud800', known.upper()):
     with pytest.raises(NotFound) as raised:
-      found = getattr(eve, name)(id, *ARGUMENTS[name])
+      found = ask(eve, id)
       with found if name == 'turn' else contextlib.nullcontext():  # A block does nothing before it is entered.
         pass
     said.add(str(raised.value).replace(repr(id), 'ID'))
   assert len(said) == 1 and ada.adapter(foreign.id) == head and eve.adapters() == []
-  assert getattr(ada, name)(known, *ARGUMENTS[name]) if name in ('adapter', 'versions', 'sample_of') else True
+  assert ask(ada, known) if name in ('adapter', 'versions', 'sample') else True
 
 
 @pytest.mark.parametrize('form', ['{}', '{}@0', 'sdpo://{}@0', 'sdpo://{}', '{}@7'])
@@ -492,7 +492,7 @@ def test_versions_are_there_after_a_restart_and_read_when_they_are_used(model, t
     again = service.account('ada')
     assert again.adapter(adapter.id).head == 1 and service.worker.stats.get('loads', 0) == 0
     assert logits(again, 'a') == before and service.worker.stats['loads'] == 1
-    assert again.sample_of(drawn.id).text == drawn.text
+    assert service.store.sample(again.owner, drawn.id).text == drawn.text
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def replay(
     ServiceError, UserError: as `feedback.learn`; what was learned before stays.
   """
   service, most = tenant.service, tenant.service.settings.limits.max_items
-  items = [_item(tenant, example, number) for number, example in enumerate(examples)]
+  items = [item_of(tenant, example, number) for number, example in enumerate(examples)]
   steps = []
   for group in _groups(examples):
     for start in range(0, len(group), most):
@@ -108,7 +108,7 @@ def _groups(examples: Sequence[TrainingExample]) -> list[list[int]]:
   return [sorted(groups[key], key=lambda number: examples[number].kind != 'rehearsal') for key in order]
 
 
-def _item(tenant: Tenant, example: TrainingExample, number: int) -> Item:
+def item_of(tenant: Tenant, example: TrainingExample, number: int) -> Item:
   """Return the feedback item of an example for the model that is served here."""
   service = tenant.service
   shown = {name: getattr(example, name) for name in ('feedback', 'environment', 'demonstration')}

@@ -92,7 +92,7 @@ def test_a_completion_is_drawn_and_kept(client, world, reader):
   again = complete(client, max_tokens=6, seed=7).choices[0]
   assert choice.text == again.text and choice.sample_id != again.sample_id
   assert complete(client, max_tokens=6, seed=8).choices[0].text != choice.text
-  kept = world.account.sample_of(choice.sample_id)
+  kept = world.account.service.store.sample(world.account.owner, choice.sample_id)
   assert kept.tokens == choice.token_ids and kept.text == choice.text and kept.version is None
   assert choice.prompt_token_ids == reader.encode('Hello') == kept.prompt_tokens
   assert answer.object == 'text_completion' and answer.model == 'tiny' and answer.system_fingerprint == 'base'
@@ -103,7 +103,7 @@ def test_a_completion_is_drawn_and_kept(client, world, reader):
 def test_a_chat_is_answered_by_the_chat_template(client, world, reader):
   answer = client.chat.completions.create(model='tiny', messages=MESSAGES, max_completion_tokens=4, seed=3)
   [choice] = answer.choices
-  kept = world.account.sample_of(choice.sample_id)
+  kept = world.account.service.store.sample(world.account.owner, choice.sample_id)
   assert reader.decode(kept.prompt_tokens) == '<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n'
   assert kept.messages == MESSAGES and choice.message.role == 'assistant' and choice.message.content == kept.text
   unlimited = client.chat.completions.create(model='tiny', messages=MESSAGES, seed=3, stop=None).choices[0]
@@ -191,7 +191,7 @@ def test_a_chat_tells_the_bytes_of_its_tokens(client, world, model):
     model='tiny', messages=MESSAGES, max_tokens=8, seed=5, n=2, temperature=1.5, logprobs=True, top_logprobs=3
   )
   for choice in answer.choices:
-    kept, content = world.account.sample_of(choice.sample_id), choice.logprobs.content
+    kept, content = world.account.service.store.sample(world.account.owner, choice.sample_id), choice.logprobs.content
     assert len(content) == len(kept.tokens)
     said = log_probs(*model, [*kept.prompt_tokens, *kept.tokens])[len(kept.prompt_tokens) - 1 : -1]
     for row, token, each in zip(said, kept.tokens, content, strict=True):
