@@ -11,7 +11,7 @@ from sdpo_jax.serving.errors import Cancelled, Deadline, ServiceError
 
 
 class Call:
-  """A request under way, which another thread can end."""
+  """A request under way, which another thread can end; it is the `Stop` of what computes for it."""
 
   def __init__(
     self,
@@ -42,6 +42,10 @@ class Call:
     for listener in listeners:
       listener()
 
+  def asked(self) -> bool:
+    """Return whether the request has ended; see `Stop`."""
+    return self._ended is not None or (self.deadline is not None and self._clock() >= self.deadline)
+
   def check(self) -> None:
     """Raise the error that ended the request, if it has ended.
 
@@ -51,7 +55,7 @@ class Call:
     """
     if self._ended is not None:
       raise self._ended
-    if self.deadline is not None and self._clock() >= self.deadline:
+    if self.asked():
       raise Deadline('The time of the request was over before it was done: nothing was changed.')
 
   @contextlib.contextmanager

@@ -25,7 +25,7 @@ from sdpo_jax.serving import adapter_names, endpoint_scores, request_prompts, te
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.engine import EngineSettings
 from sdpo_jax.serving.engine_settings import engine_settings
-from sdpo_jax.serving.errors import InvalidRequest, NotFound, ServiceError
+from sdpo_jax.serving.errors import InvalidRequest, NotFound
 from sdpo_jax.serving.event_log import EventLog
 from sdpo_jax.serving.guards import CanaryMeter
 from sdpo_jax.serving.lessons import Reprompting
@@ -165,7 +165,7 @@ class ServiceState:
     buckets = {'prompt': sizes.prompt_buckets, 'teacher': sizes.teacher_buckets, 'response': sizes.response_buckets}
     requests.check([Task(0, lessons, UpdateOptions(Sdpo(topk=1)))], buckets, sizes.topk, self.vocab_size)
     try:
-      return endpoint_scores.taught(self.endpoint, lessons, sizes.topk, _StopOf(call))
+      return endpoint_scores.taught(self.endpoint, lessons, sizes.topk, call)
     except StoppedError:
       call.check()
       raise
@@ -246,25 +246,6 @@ class ServiceState:
       'feedback_texts_kept': serve.store.keep_feedback_texts,
       'lora_uri': adapter_names.lora_uri('ID', 0).replace('0', 'NUMBER'),
     }
-
-
-@dataclasses.dataclass(frozen=True)
-class _StopOf:
-  """A `Stop` that is set when a request has ended."""
-
-  call: Call
-
-  def asked(self) -> bool:
-    """See `Stop`."""
-    try:
-      self.call.check()
-    except ServiceError:
-      return True
-    return False
-
-  def check(self) -> None:
-    """See `Stop`; raises the error that ended the request."""
-    self.call.check()
 
 
 def short_name(path: str) -> str:
