@@ -17,7 +17,6 @@ from sdpo_jax.config.overrides import RESUMABLE as RESUMABLE
 from sdpo_jax.config.overrides import ROUNDING as ROUNDING
 from sdpo_jax.config.overrides import Differences as Differences
 from sdpo_jax.config.overrides import assign as assign
-from sdpo_jax.config.overrides import describe as describe
 from sdpo_jax.config.overrides import differences as differences
 from sdpo_jax.config.overrides import from_dict as from_dict
 from sdpo_jax.config.overrides import is_listed as is_listed

@@ -92,21 +92,8 @@ def _check_model(model: schema.ModelConfig) -> None:
 
 
 def _check_lora(lora: schema.LoraConfig) -> None:
-  default = type(lora)()
-  for field in dataclasses.fields(lora):
-    value, unset = getattr(lora, field.name), getattr(default, field.name)
-    if field.name == 'path':
-      continue
-    _require(
-      not lora.path or _same(value, unset),
-      f'model.lora.{field.name}={value} and model.lora.path={lora.path}: rank, alpha and matrices of an adapter to '
-      f'start from are its own; leave model.lora.{field.name} at {unset}.',
-    )
-    _require(
-      lora.rank is not None or _same(value, unset),
-      f'model.lora.{field.name}={value} has no effect without an adapter: set model.lora.rank, or leave '
-      f'model.lora.{field.name} at {unset}.',
-    )
+  own = 'rank, alpha and matrices of an adapter'
+  _check_effects(lora, 'model.lora', 'rank', 'an adapter', own, ('path',))
   _require(
     bool(lora.target_modules), 'model.lora.target_modules is empty: name the matrices with factors, or all-linear.'
   )
@@ -124,21 +111,44 @@ def _check_lora(lora: schema.LoraConfig) -> None:
       _require(number and bool(pattern), f'model.lora.{setting}: {pattern!r}: {value!r} must be {what}.')
 
 
+def _check_effects(
+  section: schema.LoraConfig | schema.CartridgeConfig,
+  prefix: str,
+  switch: str,
+  what: str,
+  own: str,
+  kept: Sequence[str],
+) -> None:
+  """Raise UserError for a setting without effect: there is nothing that it describes, or what it describes is given.
+
+  Args:
+    section: settings of what is trained, with the `path` of one to start from.
+    prefix: name of the section.
+    switch: name of the setting that asks for a new one.
+    what: what the section describes.
+    own: what one to start from brings with it.
+    kept: settings that have an effect on one to start from, too.
+  """
+  default = type(section)()
+  for field in dataclasses.fields(section):
+    name, value, unset = field.name, getattr(section, field.name), getattr(default, field.name)
+    _require(
+      not section.path or name in kept or _same(value, unset),
+      f'{prefix}.{name}={value} and {prefix}.path={section.path}: {own} to start from are its own; leave '
+      f'{prefix}.{name} at {unset}.',
+    )
+    _require(
+      section.used or _same(value, unset),
+      f'{prefix}.{name}={value} has no effect without {what}: set {prefix}.{switch}, or leave {prefix}.{name} at '
+      f'{unset}.',
+    )
+
+
 def _check_cartridge(config: schema.Sections) -> None:
   cartridge, sd = config.model.cartridge, config.actor.self_distillation
-  default, tokens = type(cartridge)(), cartridge.tokens
-  for field in dataclasses.fields(cartridge):
-    name, value, unset = field.name, getattr(cartridge, field.name), getattr(default, field.name)
-    _require(
-      not cartridge.path or name in ('path', 'document', 'divide_document') or value == unset,
-      f'model.cartridge.{name}={value} and model.cartridge.path={cartridge.path}: slots and windows of a cartridge to '
-      f'start from are its own; leave model.cartridge.{name} at {unset}.',
-    )
-    _require(
-      cartridge.used or value == unset,
-      f'model.cartridge.{name}={value} has no effect without a cartridge: set model.cartridge.tokens, or leave '
-      f'model.cartridge.{name} at {unset}.',
-    )
+  tokens, own = cartridge.tokens, 'slots and windows of a cartridge'
+  kept = ('path', 'document', 'divide_document')
+  _check_effects(cartridge, 'model.cartridge', 'tokens', 'a cartridge', own, kept)
   if not cartridge.used:
     _require(
       config.plan.document_tokens is None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 import dataclasses
 import difflib
 import json
@@ -61,17 +62,15 @@ def flatten(config: Any, prefix: str = '', like: Any = None) -> dict[str, Any]:
   return flat
 
 
-def flatten_hints(config: Any, prefix: str = '') -> dict[str, Any]:
-  """Return the types of the settings of a config by dotted name."""
+def settings(config: Any, prefix: str = '') -> Iterator[tuple[str, Any, Any, dataclasses.Field]]:
+  """Yield (dotted name, value, type, field) of every setting of a config."""
   hints = typing.get_type_hints(type(config))
-  flat: dict[str, Any] = {}
   for field in dataclasses.fields(config):
     value = getattr(config, field.name)
     if dataclasses.is_dataclass(value):
-      flat |= flatten_hints(value, f'{prefix}{field.name}.')
+      yield from settings(value, f'{prefix}{field.name}.')
     else:
-      flat[prefix + field.name] = hints[field.name]
-  return flat
+      yield prefix + field.name, value, hints[field.name], field
 
 
 def takes_none(hint: Any) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from sdpo_jax.config.fields import flatten_hints, type_name, unknown_setting
-from sdpo_jax.config.overrides import describe
-from sdpo_jax.config.ranges import Range, ranges_of
+from sdpo_jax.config.fields import settings, type_name, unknown_setting
+from sdpo_jax.config.ranges import Range
 
 WIDTH = 110
 
@@ -23,15 +22,16 @@ def settings_help(config: Any, part: str = '') -> str:
   Raises:
     UserError: there is no such setting.
   """
-  hints, ranges = flatten_hints(config), ranges_of(config)
-  values = {name: _values(hint, ranges.get(name)) for name, hint in hints.items()}
-  known = describe(config)
+  known = [
+    (name, value, _values(hint, field.metadata['range']), field.metadata['doc'])
+    for name, value, hint, field in settings(config)
+  ]
   found = [row for row in known if row[0] == part or row[0].startswith(part.rstrip('.') + '.')] if part else known
   found = found or [row for row in known if row[0].startswith(part)]
-  found = found or [row for row in known if part.lower() in f'{row[0]} {values[row[0]]} {row[2]}'.lower()]
+  found = found or [row for row in known if part.lower() in f'{row[0]} {row[2]} {row[3]}'.lower()]
   if not found:
     raise unknown_setting(config, part)
-  return '\n'.join(_entry(name, value, values[name], doc) for name, value, doc in found)
+  return '\n'.join(_entry(*row) for row in found)
 
 
 def _entry(name: str, value: Any, values: str, doc: str) -> str:

@@ -218,16 +218,11 @@ def override(config: Config, name: str, text: str) -> None:
   Raises:
     UserError: the setting is unknown (similar names are listed), or the text does not have its type.
   """
-  target: Any = config
-  *sections, leaf = name.split('.')
-  for position, section in enumerate(sections, start=1):
-    target = getattr(target, section, None)
-    if isinstance(target, dict):
-      target['.'.join([*sections[position:], leaf])] = parse_entry(text)
-      return
-    if not dataclasses.is_dataclass(target):
-      raise unknown_setting(config, name)
-  hints = typing.get_type_hints(type(target))
+  target, leaf = _place(config, name)
+  if isinstance(target, dict):
+    target[leaf] = parse_entry(text)
+    return
+  hints = _hints(target)
   if leaf not in hints:
     raise unknown_setting(config, name)
   if dataclasses.is_dataclass(hints[leaf]):
@@ -247,27 +242,24 @@ def assign(config: Config, name: str, value: Any) -> None:
   if isinstance(value, str):
     override(config, name, value)
     return
-  target: Any = config
-  *sections, leaf = name.split('.')
-  for section in sections:
-    target = getattr(target, section, None)
-    if not dataclasses.is_dataclass(target):
-      raise unknown_setting(config, name)
-  if leaf not in typing.get_type_hints(type(target)):
+  target, leaf = _place(config, name)
+  if leaf not in _hints(target):
     raise unknown_setting(config, name)
   setattr(target, leaf, tuple(value) if isinstance(value, list) else value)
 
 
-def describe(config: Any, prefix: str = '') -> list[tuple[str, Any, str]]:
-  """Return (dotted name, value, documentation) of every setting."""
-  rows = []
-  for field in dataclasses.fields(config):
-    value = getattr(config, field.name)
-    if dataclasses.is_dataclass(value):
-      rows += describe(value, f'{prefix}{field.name}.')
-    else:
-      rows.append((prefix + field.name, value, field.metadata['doc']))
-  return rows
+def _place(config: Config, name: str) -> tuple[Any, str]:
+  """Return where the setting with dotted `name` is, a section or an object, and the name that it has there."""
+  target, leaf = config, name
+  while '.' in leaf and not isinstance(target, dict):
+    section, leaf = leaf.split('.', maxsplit=1)
+    target = getattr(target, section, None)
+  return target, leaf
+
+
+def _hints(section: Any) -> dict[str, Any]:
+  """Return the types in a section by name; none in anything else."""
+  return typing.get_type_hints(type(section)) if dataclasses.is_dataclass(section) else {}
 
 
 def from_dict(values: dict[str, Any]) -> Config:
@@ -280,10 +272,7 @@ def from_dict(values: dict[str, Any]) -> Config:
   """
   config = Config()
   for name, value in (BEFORE | flatten(values, like=Config())).items():
-    *sections, leaf = name.split('.')
-    target: Any = config
-    for section in sections:
-      target = getattr(target, section, None)
+    target, leaf = _place(config, name)
     if not dataclasses.is_dataclass(target) or not hasattr(target, leaf):
       raise UserError(
         f'config.json of the run holds {name!r}, which this version does not know: use the version that wrote it.'

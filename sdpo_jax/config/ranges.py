@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from sdpo_jax.config.fields import flatten, flatten_hints, takes_none
+from sdpo_jax.config.fields import settings, takes_none
 from sdpo_jax.errors import UserError
 
 
@@ -58,29 +58,16 @@ TOKENS, BATCHES, SECONDS, MIB, BYTES, VERSIONS, REQUESTS = (
 EVERY = Range(at_least=0, unit='generation batches')  # 0 stands for never or none.
 
 
-def ranges_of(config: Any, prefix: str = '') -> dict[str, Range]:
-  """Return the ranges that the settings of a config declare, by dotted name.
+def check_ranges(config: Any) -> None:
+  """Raise UserError for the first setting with a number outside its range; types must have been checked.
 
   Conditions that depend on another setting are in `checks`.
   """
-  found: dict[str, Range] = {}
-  for field in dataclasses.fields(config):
-    value = getattr(config, field.name)
-    if dataclasses.is_dataclass(value):
-      found |= ranges_of(value, f'{prefix}{field.name}.')
-    elif field.metadata['range'] is not None:
-      found[prefix + field.name] = field.metadata['range']
-  return found
-
-
-def check_ranges(config: Any) -> None:
-  """Raise UserError for the first setting with a number outside its range; types must have been checked."""
-  hints, values = flatten_hints(config), flatten(config)
-  for name, allowed in ranges_of(config).items():
-    value = values[name]
-    for number in value if isinstance(value, list) else [value]:
-      if number is not None and not allowed.holds(number):
+  for name, value, hint, field in settings(config):
+    allowed = field.metadata['range']
+    for number in value if isinstance(value, list | tuple) else [value]:
+      if allowed is not None and number is not None and not allowed.holds(number):
         lie = 'lie' if str(allowed).startswith('in ') else 'be'
-        none = ' or None' if takes_none(hints[name]) else ''
+        none = ' or None' if takes_none(hint) else ''
         why = f': {allowed.why}' if allowed.why else ''
         raise UserError(f'{name} must {lie} {allowed}{none}, not {number}{why}.')

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 import dataclasses
-import functools
 import hashlib
 import json
 import sys
@@ -72,16 +71,12 @@ class TrainIterator:
     share = data.train_batch_size // process_count
     self._mine = slice(process_index * share, (process_index + 1) * share)
     self.environments: set[str] = set()  # The values of `Example.environment` of its questions.
-    read = functools.partial(
-      read_examples,
-      split='train',
-      data=data,
-      prompts=prompts,
-      tokenizer=tokenizer,
-      registry=registry,
-      setting='data.train_files',
-    )
-    files = {at: read([source]) for at, source in enumerate(data.train_files) if not sources.is_generator(source)}
+    setting = 'data.train_files'
+    files = {
+      at: read_examples(source, 'train', data, prompts, tokenizer, registry, setting=setting)
+      for at, source in enumerate(data.train_files)
+      if not sources.is_generator(source)
+    }
     # Source → digest of its questions; for a generator, of those that are checked here.
     self.digests = {data.train_files[at]: digest(examples) for at, examples in files.items()}
     if files and not data.source_weights:
@@ -191,7 +186,7 @@ def evaluation_examples(
   examples: list[Example] = []
   for source in data.val_files:
     if not sources.is_generator(source):
-      examples += read_examples([source], 'test', data, prompts, tokenizer, registry, setting=setting, limit=limit)
+      examples += read_examples(source, 'test', data, prompts, tokenizer, registry, setting=setting, limit=limit)
       continue
     if limit is None:
       raise UserError(f'{setting}: {source!r} is endless: set data.val_max_samples to the number of questions wanted.')
@@ -203,7 +198,7 @@ def evaluation_examples(
 
 
 def read_examples(
-  files: Sequence[str],
+  source: str,
   split: str,
   data: DataConfig,
   prompts: PromptSpec,
@@ -213,17 +208,14 @@ def read_examples(
   setting: str,
   limit: int | None = None,
 ) -> list[Example]:
-  """Return the checked examples of the first `limit` rows of each file, in order.
+  """Return the checked examples of the first `limit` rows of a file, in order.
 
   Raises:
     UserError: a row is faulty; the message names file and line of the first fault.
   """
-  examples: list[Example] = []
-  for source in files:
-    found = examples_of_file(source, split, data.environment, setting, limit)
-    check_environments(found, registry)
-    examples += fitting(tokenizer, found, prompts, source)
-  return examples
+  found = examples_of_file(source, split, data.environment, setting, limit)
+  check_environments(found, registry)
+  return fitting(tokenizer, found, prompts, source)
 
 
 def examples_of_file(

@@ -102,20 +102,18 @@ class Instruction:
   @property
   def cycles(self) -> int | None:
     """Return the compiler's estimate; None if there is none."""
-    match = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
-    return int(match.group(1)) if match else None
+    text = self._first(r'"estimated_cycles":"(\d+)"')
+    return int(text) if text else None
 
   @property
   def op_name(self) -> str:
     """Return the operation's name in the traced program."""
-    match = re.search(r'op_name="([^"]*)"', self.attributes)
-    return match.group(1) if match else ''
+    return self._first(r'op_name="([^"]*)"')
 
   @property
   def target(self) -> str:
     """Return the target of a custom call."""
-    match = re.search(r'custom_call_target="([^"]*)"', self.attributes)
-    return match.group(1) if match else ''
+    return self._first(r'custom_call_target="([^"]*)"')
 
   def attribute(self, name: str) -> str | None:
     """Return the value of the first attribute `name=value`, without its braces or brackets."""
@@ -124,10 +122,11 @@ class Instruction:
 
   def called(self, *names: str) -> list[str]:
     """Return the computations that the attributes `names` refer to."""
-    return [name for key in names for name in _NAME.findall(self._braced(key))]
+    return [name for key in names for name in _NAME.findall(self._first(rf'\b{key}=(\{{[^}}]*\}}|%[\w.\-]+)'))]
 
-  def _braced(self, key: str) -> str:
-    match = re.search(rf'\b{key}=(\{{[^}}]*\}}|%[\w.\-]+)', self.attributes)
+  def _first(self, pattern: str) -> str:
+    """Return the group of the first match of a pattern in the attributes; empty if there is none."""
+    match = re.search(pattern, self.attributes)
     return match.group(1) if match else ''
 
 
@@ -314,14 +313,8 @@ def trip_count(module: Module, loop: Instruction, frame: _Frame) -> int | None:
   counted = _count(module, loop, frame)
   if counted is not None:
     return counted
-  scope = SCOPE.search(_outer_scope(loop.op_name))
+  scope = SCOPE.search(loop.op_name.rpartition('/while/body')[2])  # Not of the loops around it.
   return int(scope.group(1)) if scope else None
-
-
-def _outer_scope(op_name: str) -> str:
-  """Return the part of a loop's name after the loops around it."""
-  parts = re.split(r'/while/body', op_name)
-  return parts[-1]
 
 
 def _count(module: Module, loop: Instruction, frame: _Frame) -> int | None:

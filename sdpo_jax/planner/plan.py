@@ -18,6 +18,7 @@ import time
 from typing import Any
 
 import jax
+import numpy as np
 
 from models import parameters as parameter_tables
 from models.adapters.kv_prefix import KVPrefix
@@ -296,10 +297,20 @@ def make(
 
 
 def drawn_samples(config: Config, assumptions: Assumptions) -> workload.SampleLengths:
-  """Return samples of a generation batch with the assumed lengths."""
-  names = ('mean_prompt', 'mean_completion', 'longest_completion', 'mean_reprompt')
-  names += ('trained_fraction', 'completion_spread')
-  return workload.draw(config, **{name: getattr(assumptions, name) for name in names})
+  """Return samples of the assumed lengths, equal at every call: quantiles of log-normal lengths in a random order."""
+  data, n, a = config.data, config.rollout.n, assumptions
+  count, shuffle = data.train_batch_size * n, np.random.default_rng(0).permutation
+  prompt = lengths.quantiles(a.mean_prompt, data.max_prompt_length, count // n, lengths.PROMPT_SPREAD)
+  prompt = np.repeat(shuffle(prompt), n)
+  completion = shuffle(lengths.quantiles(a.mean_completion, a.longest_completion, count, a.completion_spread))
+  limit = declared_buckets(config).reprompt[-1]
+  reprompt = shuffle(lengths.quantiles(a.mean_reprompt, limit, count, lengths.PROMPT_SPREAD))
+  return workload.SampleLengths(
+    prompt=prompt,
+    completion=completion,
+    reprompt=prompt if config.actor.self_distillation.teacher_context == 'prompt' else reprompt,
+    trained=shuffle(np.arange(count) < max(round(a.trained_fraction * count), 1)),
+  )
 
 
 def compiled_for(
@@ -645,8 +656,9 @@ def _summary(
     'update': work.useful_flops,
     'score': work.scored_flops,
     'initial': work.initial_flops,
+    # Counted as one forward pass over all tokens of a completion and its prompt.
     'decode': sum(
-      decode_flops(policy, prompt, completion)
+      forward_flops(policy, 1, prompt + completion, completion)
       for prompt, completion in zip(samples.prompt.tolist(), samples.completion.tolist(), strict=True)
     ),
   }
@@ -797,8 +809,3 @@ def _waiting(config: Config, mesh: jax.sharding.Mesh, samples: workload.SampleLe
   """
   rows = _rows(config, mesh, count) * mesh.shape[meshes.FSDP]
   return rows, max(count / rows - 1, 0) * float(samples.completion.mean())
-
-
-def decode_flops(policy: Policy, prompt: int, completion: int) -> float:
-  """Return the FLOPs of sampling one completion, counted as one forward pass over all its tokens."""
-  return forward_flops(policy, 1, prompt + completion, completion)

@@ -42,27 +42,22 @@ class Compiler:
     """Return the programs with functions that compile to an `ProgramFacts`."""
     inherited = {source for program in found.values() for source, _ in program.inherits.values()}
     return {
-      name: dataclasses.replace(program, function=_Asked(self, program, recalled=name not in inherited))
+      name: dataclasses.replace(program, function=_Question(self, program, recalled=name not in inherited))
       for name, program in found.items()
     }
 
 
 @dataclasses.dataclass(frozen=True)
-class _Asked:
+class _Question:
   """Stand-in for a jitted function with what `Program.lower` and `distributed.programs.compile_programs` use."""
 
   compiler: Compiler
   program: Program
   recalled: bool
+  lowered: jax.stages.Lowered | None = None  # None: not yet.
 
   def lower(self, *arguments: Any, **static: Any) -> _Question:
-    return _Question(self, self.program.function.lower(*arguments, **static))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Question:
-  asked: _Asked
-  lowered: jax.stages.Lowered
+    return dataclasses.replace(self, lowered=self.program.function.lower(*arguments, **static))
 
   def compile(self) -> ProgramFacts:
     """Compile the program, or read its cached result.
@@ -70,8 +65,8 @@ class _Question:
     Raises:
       JaxRuntimeError: the compiler rejects the program.
     """
-    folder = self.asked.compiler.folder
-    if folder is None or not self.asked.recalled:
+    folder = self.compiler.folder
+    if folder is None or not self.recalled:
       return self._ask()
     path = epath.Path(folder) / f'{self._key()}.json'
     if path.exists():
@@ -97,8 +92,7 @@ class _Question:
     return ProgramFacts(
       text=compiled.as_text(),
       argument_bytes=tuple(
-        leaf_bytes(argument, sharding)
-        for argument, sharding in zip(self.asked.program.arguments, shardings, strict=True)
+        leaf_bytes(argument, sharding) for argument, sharding in zip(self.program.arguments, shardings, strict=True)
       ),
       arguments_in_all=used.argument_size_in_bytes,
       results=used.output_size_in_bytes,
@@ -115,9 +109,9 @@ class _Question:
     names = re.findall(r'loc\("((?:jit\(|[^"]*/)[^"]*)"\(|loc\("([^"]*)"\)', self.lowered.as_text(debug_info=True))
     options = [os.environ.get(name, '') for name in ('XLA_FLAGS', 'LIBTPU_INIT_ARGS')]
     parts = [
-      self.asked.compiler.slice_,
+      self.compiler.slice_,
       *options,
-      *(f'{name}={value}' for name, value in sorted(self.asked.program.options.items())),
+      *(f'{name}={value}' for name, value in sorted(self.program.options.items())),
       self.lowered.as_text(),
       *sorted({operation or argument for operation, argument in names}),
     ]

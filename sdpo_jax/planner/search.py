@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 import copy
 import dataclasses
+import functools
 import math
 from typing import Any
 
 from models.policy import Policy
-from sdpo_jax.config import Config
+from sdpo_jax.config import Config, assign
 from sdpo_jax.errors import UserError
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.planner.topology import Topology
@@ -63,19 +64,16 @@ def search(
   """
   check(over)
   chips = len(topology.devices)
+  plan = functools.partial(planning.make, topology=topology, assumptions=assumptions, keep=keep, announce=announce)
   results: list[Candidate] = []
   for mesh in meshes(config, policy, chips, over):
     here = changed(config, mesh)
-
-    def compiled(options: Sequence[dict[str, Any]], labels: Sequence[str], here: Config = here) -> list[CompiledHalf]:
-      return _parts(here, policy, topology, assumptions, options, labels, announce, keep)
-
-    updates = compiled(update_options(here, chips, over), _TRAINING)
-    samplers = compiled(sampling_options(here, over), _SAMPLING)
-
+    updates = _halves(here, policy, update_options(here, chips, over), _TRAINING, plan, announce)
+    samplers = _halves(here, policy, sampling_options(here, over), _SAMPLING, plan, announce)
     quickest_update, quickest_sampler = min(updates, key=_order), min(samplers, key=_order)
-    pairs = [(update, quickest_sampler) for update in updates] + [(quickest_update, sampler) for sampler in samplers]
-    for update, sampler in {id(u) * 31 + id(s): (u, s) for u, s in pairs}.values():
+    pairs = [(update, quickest_sampler) for update in updates]
+    pairs += [(quickest_update, sampler) for sampler in samplers if sampler is not quickest_sampler]
+    for update, sampler in pairs:
       results.append(
         Candidate(
           settings=mesh | update.settings | sampler.settings,
@@ -157,11 +155,7 @@ def changed(config: Config, settings: dict[str, Any]) -> Config:
   """Return a validated copy with other settings."""
   other = copy.deepcopy(config)
   for name, value in settings.items():
-    *sections, leaf = name.split('.')
-    target: Any = other
-    for section in sections:
-      target = getattr(target, section)
-    setattr(target, leaf, value)
+    assign(other, name, value)
   return other.validate()
 
 
@@ -175,15 +169,13 @@ def _demand(settings: dict[str, Any]) -> tuple[int, ...]:
   )
 
 
-def _parts(
+def _halves(
   config: Config,
   policy: Policy,
-  topology: Topology,
-  assumptions: planning.Assumptions,
   options: Sequence[dict[str, Any]],
   labels: Sequence[str],
+  plan: Callable[..., planning.Plan],
   announce: Callable[[str], None],
-  keep: str | None,
 ) -> list[CompiledHalf]:
   """Compile options from least to most memory; skips those that need more than one that did not fit."""
   found: list[CompiledHalf] = []
@@ -193,26 +185,24 @@ def _parts(
       return all(a <= b for a, b in zip(_demand(part.settings), _demand(option), strict=True))
 
     if not any(more(part) for part in found if not part.fits):
-      found.append(_part(config, policy, topology, assumptions, option, labels, announce, keep))
+      found.append(_half(config, policy, option, labels, plan, announce))
   return found
 
 
-def _part(
+def _half(
   config: Config,
   policy: Policy,
-  topology: Topology,
-  assumptions: planning.Assumptions,
   settings: dict[str, Any],
   labels: Sequence[str],
+  plan: Callable[..., planning.Plan],
   announce: Callable[[str], None],
-  keep: str | None,
 ) -> CompiledHalf:
   here = changed(config, settings)
   if 'model.remat' in settings:
     policy = policy.with_remat(here.model.remat)
   listed = ', '.join(f'{name}={value}' for name, value in settings.items()) or 'as configured'
   announce(f'{", ".join(labels)} with mesh fsdp={here.mesh.fsdp} tensor={here.mesh.tensor}, {listed}:')
-  made = planning.make(here, policy, topology, assumptions, only=labels, keep=keep, announce=announce)
+  made = plan(here, policy, only=labels)
   return CompiledHalf(
     settings=settings,
     fits=made.fits,

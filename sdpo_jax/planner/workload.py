@@ -13,8 +13,7 @@ from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed.programs import Program
 from sdpo_jax.learning import batching
-from sdpo_jax.planner.lengths import PROMPT_SPREAD, quantiles
-from sdpo_jax.training.specs import batch_spec, declared_buckets, objective_spec
+from sdpo_jax.training.specs import batch_spec, objective_spec
 from sdpo_jax.types import Batch, Rollouts, TokenRows
 
 Shape = tuple[int, ...]  # Rows, then tokens per row on each side, then targets.
@@ -47,31 +46,6 @@ class Workload:
   useful_flops: float  # Operations in updates that live tokens require.
   scored_flops: float  # The same for scoring.
   initial_flops: float  # The same for scoring by the initial policy.
-
-
-def draw(
-  config: Config,
-  *,
-  mean_prompt: float,
-  mean_completion: float,
-  longest_completion: float,
-  mean_reprompt: float,
-  trained_fraction: float,
-  completion_spread: float,
-) -> SampleLengths:
-  """Return samples with these means, equal at every call: quantiles of log-normal lengths in a random order."""
-  count, n = config.data.train_batch_size * config.rollout.n, config.rollout.n
-  data, shuffle = config.data, np.random.default_rng(0).permutation
-  prompt = quantiles(mean_prompt, data.max_prompt_length, count // n, PROMPT_SPREAD)
-  prompt = np.repeat(shuffle(prompt), n)
-  completion = shuffle(quantiles(mean_completion, longest_completion, count, completion_spread))
-  reprompt = shuffle(quantiles(mean_reprompt, declared_buckets(config).reprompt[-1], count, PROMPT_SPREAD))
-  return SampleLengths(
-    prompt=prompt,
-    completion=completion,
-    reprompt=prompt if config.actor.self_distillation.teacher_context == 'prompt' else reprompt,
-    trained=shuffle(np.arange(count) < max(round(trained_fraction * count), 1)),
-  )
 
 
 def of_batch(

@@ -14,17 +14,22 @@ from sdpo_jax.config import (
   Config,
   Differences,
   OptimizerConfig,
-  describe,
   differences,
   flatten,
   from_dict,
   override,
 )
 from sdpo_jax.config.checks import CHANGES
+from sdpo_jax.config.fields import settings
 from sdpo_jax.config.help import settings_help
-from sdpo_jax.config.ranges import check_ranges, ranges_of
+from sdpo_jax.config.ranges import check_ranges
 from sdpo_jax.errors import UserError
 from tests.config.valid_config import valid
+
+
+def documented():
+  """Return the documentation of every setting by name."""
+  return {name: field.metadata['doc'] for name, _, _, field in settings(Config())}
 
 
 class Validation(parameterized.TestCase):
@@ -205,7 +210,7 @@ def test_none_is_none_for_every_setting_that_may_be_none():
 
 
 def test_every_setting_is_documented():
-  for name, _, doc in describe(Config()):
+  for name, doc in documented().items():
     assert re.search(r'[.:;]', doc) and len(doc) > 10, name
 
 
@@ -422,7 +427,7 @@ def test_settings_are_found_by_section_beginning_word_or_value(part, names):
 )
 def test_a_setting_is_shown_with_default_type_values_unit_and_meaning(name, described):
   shown = settings_help(Config(), name).splitlines()
-  value, (doc,) = flatten(Config())[name], [doc for known, _, doc in describe(Config()) if known == name]
+  value, doc = flatten(Config())[name], documented()[name]
   assert shown[0].startswith(f'--config.{name}=') and repr(value).strip('[]') in shown[0]
   assert shown[1].strip() == described and ' '.join(' '.join(shown[2:]).split()) == doc
   assert max(map(len, shown)) <= 120
@@ -467,6 +472,7 @@ def test_a_range_is_checked_at_its_bounds(name, taken, refused):
 
 
 def test_every_number_has_a_range():
-  values, ranges = flatten(Config()), ranges_of(Config())
+  ranged = {name for name, _, _, field in settings(Config()) if field.metadata['range'] is not None}
+  values = flatten(Config())
   numbers = {name for name, value in values.items() if isinstance(value, int | float) and not isinstance(value, bool)}
-  assert numbers - set(ranges) <= {'actor.self_distillation.success_reward_threshold', 'actor.entropy_coeff'}
+  assert numbers - ranged <= {'actor.self_distillation.success_reward_threshold', 'actor.entropy_coeff'}

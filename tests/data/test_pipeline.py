@@ -330,15 +330,17 @@ def test_the_rows_of_the_documentation_train_as_they_are(tmp_path):
   for file, block in zip(files, blocks, strict=True):
     file.write_text(block)
   made = config(environment='math')
-  examples = pipeline.read_examples(
-    [*map(str, files)],
-    'train',
-    made.data,
-    prompt_spec(made),
-    CharacterTokenizer(),
-    registry,
-    setting='data.train_files',
-  )
+  examples = []
+  for file in files:
+    examples += pipeline.read_examples(
+      str(file),
+      'train',
+      made.data,
+      prompt_spec(made),
+      CharacterTokenizer(),
+      registry,
+      setting='data.train_files',
+    )
   assert [(example.data_source, example.ground_truth) for example in examples] == [
     *(('rows', '42'), ('rows', '7'), ('rows', '42'), ('rows', '12'), ('tables', '42'))
   ]
@@ -451,9 +453,9 @@ def test_real_files_load_whole_and_every_prompt_passes_through_the_chat_template
     if size is None:
       continue
     made = config(max_prompt_length=10**6)
-    files = [f'{real}/{name}/{split}.json']
+    file = f'{real}/{name}/{split}.json'
     examples = pipeline.read_examples(
-      files, split, made.data, prompt_spec(made), tokenizer, AnyEnvironment(), setting='data.train_files'
+      file, split, made.data, prompt_spec(made), tokenizer, AnyEnvironment(), setting='data.train_files'
     )
     assert len(examples) == size
     assert {e.environment for e in examples} == {'tooluse' if name == 'tooluse' else 'mcq'}

@@ -70,7 +70,7 @@ def test_the_whole_way_from_file_to_teacher_prompt(real, model, task, sizes):
   sampler = Sampler(policy, tokenizer, max_batch_rows=32, stop_token_ids=stop_token_ids(str(model), tokenizer))
   for split, size in sizes.items():
     examples = pipeline.read_examples(
-      [str(real / task / f'{split}.json')],
+      str(real / task / f'{split}.json'),
       split,
       config.data,
       prompt_spec(config),
