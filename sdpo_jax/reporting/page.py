@@ -24,6 +24,8 @@ from sdpo_jax.reporting.run_files import RunFiles
 MARK = '<!doctype html><!-- A report of launch.report. -->'  # The beginning of every page.
 SCRIPTS = ('data.js', 'text.js', 'charts.js', 'overview.js', 'tokens.js', 'rollouts.js', 'main.js')
 SUCCESS = 'actor.self_distillation.success_reward_threshold'
+# What the page's script reads of a run as it is, beside its directory and threshold.
+_SHOWN = ('name', 'settings', 'series', 'resumed', 'alarms', 'rollbacks', 'stopped', 'last', 'total', 'over')
 
 
 def summary(
@@ -55,17 +57,8 @@ def summary(
 def _of_run(run: RunFiles) -> dict[str, Any]:
   threshold = run.settings.get(SUCCESS)
   return {
-    'name': run.name,
+    **{name: getattr(run, name) for name in _SHOWN},
     'workdir': str(run.workdir),
-    'settings': run.settings,
-    'series': run.series,
-    'resumed': run.resumed,
-    'alarms': run.alarms,
-    'rollbacks': run.rollbacks,
-    'stopped': run.stopped,
-    'last': run.last,
-    'total': run.total,
-    'over': run.over,
     'threshold': threshold if isinstance(threshold, int | float) and not isinstance(threshold, bool) else 1.0,
   }
 

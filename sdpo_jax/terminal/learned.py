@@ -29,7 +29,8 @@ def lines_of(learned: Mapping[str, Any] | None, least: int) -> list[Line]:
     return [Line(f'Not learned: a guard has refused it, and version {before} stays ({why}).', 'wrong')]
   seconds = '' if learned['seconds'] is None else f' in {learned["seconds"]:.2f} s'
   turns = ', '.join(map(str, learned['turns']))
-  lines = [Line(f'Learned: version {before} → {after}{seconds}, from {_counted(learned["turns"])} {turns}.', 'good')]
+  noun = 'turn' if len(learned['turns']) == 1 else 'turns'
+  lines = [Line(f'Learned: version {before} → {after}{seconds}, from {noun} {turns}.', 'good')]
   if learned['divergence_before'] is not None:
     later = learned['divergence_after']
     change = '' if later is None else f' → {later:.4f}'
@@ -45,10 +46,10 @@ def lines_of(learned: Mapping[str, Any] | None, least: int) -> list[Line]:
 def _moved(moved: list[Mapping[str, Any]]) -> list[str]:
   if not moved:
     return []
-  rows = [
-    (_token(one['text']), str(one['position']), f'{one["before"]:.3f}', f'{one["after"]:.3f}', _signed(one))
-    for one in moved
-  ]
+  rows = []
+  for one in moved:
+    before, after = one['before'], one['after']
+    rows.append((_token(one['text']), str(one['position']), f'{before:.3f}', f'{after:.3f}', f'{after - before:+.3f}'))
   table = aligned(('token', 'position', 'log-prob before', 'after', 'change'), rows)
   return ['Tokens that moved most:', *('  ' + line for line in table.split('\n'))]
 
@@ -56,11 +57,3 @@ def _moved(moved: list[Mapping[str, Any]]) -> list[str]:
 def _token(text: str) -> str:
   shown = f'‘{visible(text, keep=" ")}’'
   return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + '…'
-
-
-def _signed(one: Mapping[str, Any]) -> str:
-  return f'{one["after"] - one["before"]:+.3f}'
-
-
-def _counted(turns: list[int]) -> str:
-  return 'turn' if len(turns) == 1 else 'turns'
