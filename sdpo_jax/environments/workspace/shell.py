@@ -6,7 +6,6 @@ error. shell_child.py sets them up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
 import json
@@ -26,14 +25,14 @@ from sdpo_jax.environments.sandbox import cgroups
 from sdpo_jax.errors import UserError
 
 CHILD = pathlib.Path(__file__).with_name('shell_child.py')
-SANDBOX = pathlib.Path(cgroups.__file__).parent  # Folder of the confinement's modules.
 # Paths that a command may read where they exist. Only the parts of /etc that programs need to start.
 SYSTEM = ('/usr', '/bin', '/sbin', '/lib', '/lib32', '/lib64', '/libx32', '/opt')
 ETC = (
   *('passwd', 'group', 'hosts', 'nsswitch.conf', 'localtime', 'ld.so.cache', 'ld.so.conf', 'ld.so.conf.d'),
   *('alternatives', 'ssl/certs', 'ca-certificates', 'mime.types', 'bash.bashrc', 'gitconfig', 'magic'),
 )
-_CLOSED = ('/', '/proc', '/sys', '/dev', '/run', '/etc', '/usr', '/bin', '/sbin', '/lib', '/lib64', '/opt')
+_CLOSED = ('/', '/usr', '/bin', '/sbin', '/lib', '/lib64', '/opt')
+_CLOSED_WITH_ALL_BELOW = ('/proc', '/sys', '/dev', '/run', '/etc')
 _CHUNK = 2**16
 
 
@@ -70,16 +69,12 @@ class Shell:
     self,
     workspace: pathlib.Path,
     limits: ShellLimits = ShellLimits(),
-    readable: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
   ):
     """Make a shell and test it with a command that does nothing.
 
     Args:
       workspace: a folder, the only one that commands can change.
       limits: limits of each command.
-      readable: further folders that commands may read, such as that of a compiler.
-      environment: variables of commands besides PATH, HOME and LANG; this process's own are not passed on.
 
     Raises:
       UserError: the workspace is no folder, or one of the system, or the machine does not allow what keeps commands in
@@ -88,9 +83,7 @@ class Shell:
     self._workspace = pathlib.Path(os.path.realpath(workspace))
     if not self._workspace.is_dir():
       raise UserError(f'The workspace {workspace} is not a folder.')
-    if str(self._workspace) in _CLOSED or any(
-      self._workspace.is_relative_to(closed) for closed in ('/proc', '/sys', '/dev', '/run', '/etc')
-    ):
+    if str(self._workspace) in _CLOSED or any(map(self._workspace.is_relative_to, _CLOSED_WITH_ALL_BELOW)):
       raise UserError(f'The workspace {workspace} is a folder of the system: name one of your own.')
     if str(self._workspace) in ('/tmp', '/var/tmp'):
       raise UserError(f'The workspace {workspace} is shared by everybody: name a folder within it.')
@@ -98,16 +91,15 @@ class Shell:
     bash = shutil.which('bash', path='/usr/bin:/bin:/usr/local/bin')
     if bash is None:
       raise UserError('There is no bash on this machine, so that an agent cannot run commands: allow it none.')
-    own = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *readable)}
+    own = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix)}
     found = [*SYSTEM, *(f'/etc/{name}' for name in ETC), *sorted(own)]
     self._readable = [path for path in found if os.path.lexists(path)]
     self._bash = bash
-    self._environment = {
+    self._environment = {  # Nothing of this process's own.
       'PATH': f'{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin',
       'HOME': '/tmp',
       'LANG': 'C.UTF-8',
       'TERM': 'dumb',
-      **(environment or {}),
     }
     tried = self.run(':')
     if tried.status != 'ended' or tried.exit_code != 0:
@@ -159,7 +151,7 @@ class Shell:
       stack.callback(os.close, answer)
       try:
         child = subprocess.Popen(
-          [sys.executable, '-I', str(CHILD), str(SANDBOX), str(os.getpid()), str(request.fileno()), str(told)],
+          [sys.executable, '-I', str(CHILD), str(os.getpid()), str(request.fileno()), str(told)],
           stdin=subprocess.DEVNULL,
           stdout=subprocess.PIPE,
           stderr=subprocess.STDOUT,
