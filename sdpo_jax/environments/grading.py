@@ -138,15 +138,7 @@ class Graders:
     Raises:
       UserError: a grader could not grade any completion; the message says what to do.
     """
-    for name, grader in list(self._made.items()):
-      if not hasattr(grader, 'end_batch'):
-        continue
-      try:
-        self._call(name, grader, grader.end_batch)
-      except UserError:
-        raise
-      except Exception as error:  # Every completion already has its outcome.
-        logging.warning('The end_batch() of the grader %r failed: %r', name, error)
+    self._tell('end_batch', UserError)  # If it fails otherwise, every completion already has its outcome.
 
   def close(self) -> None:
     """End the processes and connections that graders hold, even while another thread grades.
@@ -154,13 +146,7 @@ class Graders:
     Each grader's close() has the time limit of a call.
     """
     self._closed = True
-    for name, grader in list(self._made.items()):
-      if not hasattr(grader, 'close'):
-        continue
-      try:
-        self._call(name, grader, grader.close)
-      except Exception as error:  # Close the others, and report the error that ended the run.
-        logging.warning('The close() of the grader %r failed: %r', name, error)
+    self._tell('close')  # If it fails, close the others, and report the error that ended the run.
     self._made.clear()
     for names in self._metric_names.values():
       names.end()
@@ -248,6 +234,18 @@ class Graders:
         wrong[0].reason,
       )
     return [self._metric_names[name].kept(outcome) for outcome in sound]
+
+  def _tell(self, method: str, *raised: type[Exception]) -> None:
+    """Call a method of all graders that have it; log its exceptions, except those to be `raised`."""
+    for name, grader in list(self._made.items()):
+      if not hasattr(grader, method):
+        continue
+      try:
+        self._call(name, grader, getattr(grader, method))
+      except raised:
+        raise
+      except Exception as error:
+        logging.warning('The %s() of the grader %r failed: %r', method, name, error)
 
   def _call(self, name: str, grader: registry.Grader, function: Callable[[], Any]) -> Any:
     seconds = None if getattr(grader, 'limits_itself', False) else self._settings.grader_timeout_s

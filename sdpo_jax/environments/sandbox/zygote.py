@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Generator
+import contextlib
 import fcntl
 import gc
 import importlib
@@ -93,10 +94,8 @@ class SandboxProcess:
     self.ended_by = self.ended_by or reason
     self.next_check = float('inf')
     for target in (-self.pid, self.pid):
-      try:
+      with contextlib.suppress(ProcessLookupError):  # The group is gone or does not exist yet.
         os.kill(target, signal.SIGKILL)
-      except ProcessLookupError:
-        pass  # The group is gone or does not exist yet.
 
   def check(self, now: float, proc: int | None) -> None:
     """Kill the program if it exceeds a limit that the kernel does not check; always takes little time.
@@ -154,10 +153,8 @@ class Zygote:
     ]
     sys.path += [path for path in settings['packages'] if path not in sys.path]
     for name in [*LINKED, *settings['preload']]:
-      try:
+      with contextlib.suppress(ImportError):  # Programs that need it fail as they would without a zygote.
         importlib.import_module(name)
-      except ImportError:
-        continue  # Programs that need it fail as they would without a zygote.
     try:
       self.harness = load(settings['harness'])
     except Exception as error:
@@ -280,7 +277,7 @@ class Zygote:
       with self.ids.separate() as (init, namespace):
         self.inits.add(init)
         try:
-          pid = self.seed.fork(for_program(job, user, view.SCRATCH), given, namespace)
+          pid = self.seed.fork(encoded(job | {'user': user, 'directory': view.SCRATCH}), given, namespace)
         except OSError:
           os.kill(init, signal.SIGKILL)
           raise
@@ -291,7 +288,7 @@ class Zygote:
       if self.mechanism == 'bubblewrap':  # There programs share one user and run one after the other.
         os.chmod(self.scratch, 0o100)
       try:
-        pid = self.seed.fork(for_program(job, user, directory), given)
+        pid = self.seed.fork(encoded(job | {'user': user, 'directory': directory}), given)
       except OSError:
         self.discard(directory)
         raise
@@ -392,7 +389,7 @@ class Zygote:
         confinement.restrict_calls(self.filter or confinement.filter_program(os.getpid()))
     except (OSError, ValueError) as error:
       reason = getattr(error, 'strerror', None) or error
-      os.write(channel, json.dumps({'fault': f'a program cannot be confined: {reason}'}).encode())
+      os.write(channel, encoded({'fault': f'a program cannot be confined: {reason}'}))
       return False
     return True
 
@@ -570,14 +567,11 @@ def advance(work: Generator[None, None, bool]) -> bool | None:
 
 def landlock_version(mechanism: str) -> int:
   """Return the Landlock version to use, 0 for none; raises confinement.Unsupported if the mechanism requires one."""
-  if mechanism == 'none':
-    return 0
-  try:
+  if mechanism == 'landlock':
     return confinement.landlock_version()
-  except confinement.Unsupported:
-    if mechanism == 'landlock':
-      raise
-    return 0
+  with contextlib.suppress(confinement.Unsupported):
+    return confinement.landlock_version() if mechanism == 'bubblewrap' else 0
+  return 0
 
 
 def threads(pid: int, proc: int | None) -> int:
@@ -591,17 +585,14 @@ def threads(pid: int, proc: int | None) -> int:
     return 0
 
 
-def for_program(job: dict, user: int | None, directory: str) -> bytes:
-  """Return a job's message to its process."""
-  return json.dumps({'limits': job['limits'], 'probe': job['probe'], 'user': user, 'directory': directory}).encode()
+def encoded(message: dict) -> bytes:
+  return json.dumps(message).encode()
 
 
 def send(channel: socket.socket, report: dict) -> None:
   """Send a message to the owner, who may be gone."""
-  try:
-    channel.send(json.dumps(report).encode())
-  except OSError:
-    pass
+  with contextlib.suppress(OSError):
+    channel.send(encoded(report))
 
 
 def main() -> None:
@@ -614,9 +605,9 @@ def main() -> None:
   try:
     zygote = Zygote(control, settings)
   except Exception as error:
-    control.send(json.dumps({'fault': str(error), 'harness': isinstance(error, HarnessFault)}).encode())
+    control.send(encoded({'fault': str(error), 'harness': isinstance(error, HarnessFault)}))
     return
-  control.send(json.dumps({'layers': zygote.layers, 'entered': zygote.entered, 'copied': zygote.copied}).encode())
+  control.send(encoded({'layers': zygote.layers, 'entered': zygote.entered, 'copied': zygote.copied}))
   zygote.serve()
 
 

@@ -169,15 +169,13 @@ class Shell:
       with contextlib.suppress(BlockingIOError):  # The ended process has written nothing.
         said = os.read(answer, _CHUNK)
     wall = time.monotonic() - began
-    answers = [json.loads(line) for line in said.splitlines()]
-    failed = next((found['failed'] for found in answers if 'failed' in found), None)
-    if status != 'ended':
-      return ShellReport(status, None, kept.value(), kept.dropped, wall)
-    if failed is not None or not answers:
-      return ShellReport(
-        'failed', None, kept.value(), kept.dropped, wall, failed or 'it ended before its command began'
-      )
-    return ShellReport('ended', answers[0]['exit_code'], kept.value(), kept.dropped, wall)
+    told = {name: value for line in said.splitlines() for name, value in json.loads(line).items()}
+    exit_code, reason = None, ''
+    if status == 'ended' and ('failed' in told or not told):
+      status, reason = 'failed', told.get('failed', 'it ended before its command began')
+    elif status == 'ended':
+      exit_code = told['exit_code']
+    return ShellReport(status, exit_code, kept.value(), kept.dropped, wall, reason)
 
 
 class Cancellation:
