@@ -260,8 +260,7 @@ def shared_files(workspace: pathlib.Path) -> list[pathlib.Path]:
   Raises:
     OSError: the folder cannot be read.
   """
-  found: dict[tuple[int, int], list[pathlib.Path]] = {}
-  links: dict[tuple[int, int], int] = {}
+  found: dict[tuple[int, int, int], list[pathlib.Path]] = {}  # By device, inode and number of links.
 
   def fail(error: OSError) -> None:
     raise error
@@ -274,7 +273,5 @@ def shared_files(workspace: pathlib.Path) -> list[pathlib.Path]:
       except FileNotFoundError:  # Removed meanwhile.
         continue
       if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
-        inode = status.st_dev, status.st_ino
-        found.setdefault(inode, []).append(path)
-        links[inode] = status.st_nlink
-  return [path for inode, paths in found.items() if len(paths) < links[inode] for path in paths]
+        found.setdefault((status.st_dev, status.st_ino, status.st_nlink), []).append(path)
+  return [path for (_, _, links), paths in found.items() if len(paths) < links for path in paths]
