@@ -116,11 +116,7 @@ class MathGrader:
       result_bytes=len('false'),
     )
     self._sandbox = Sandbox(settings.sandbox, HARNESS)
-
-  @property
-  def layers(self) -> list[str]:
-    """Return a description of each layer that confines the programs."""
-    return self._sandbox.layers
+    self.layers = self._sandbox.layers  # Descriptions of the layers that confine the comparisons.
 
   def close(self) -> None:
     """Close the sandbox."""
