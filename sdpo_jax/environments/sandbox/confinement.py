@@ -128,27 +128,6 @@ ALLOWED = {
   'membarrier': (324, 283),
   'arch_prctl': (158, None),
 }
-# Calls that are allowed only for some arguments; see `_rules`.
-CHECKED = {
-  'fsync': (74, 82),
-  'fdatasync': (75, 83),
-  'open': (2, None),
-  'openat': (257, 56),
-  'fcntl': (72, 25),
-  'ioctl': (16, 29),
-  'prctl': (157, 167),
-  'prlimit64': (302, 261),
-  'kill': (62, 129),
-  'tgkill': (234, 131),
-  'clone': (56, 220),
-  'close_range': (436, 436),
-  'futex': (202, 98),
-  'madvise': (28, 233),
-  'sched_getaffinity': (204, 123),
-  'clock_gettime': (228, 113),
-  'clock_getres': (229, 114),
-  'clock_nanosleep': (230, 115),
-}
 # Calls that Python lacks, at least in some builds.
 OWN = {
   'memfd_create': (319, 279),
@@ -175,6 +154,7 @@ LOAD, EQUAL, AT_LEAST, ANY_BIT, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
 PASS = (RETURN, 0, 0, ALLOW)
 Instruction = tuple[int, int, int, int]
+SELF = -1  # Instead of an operand, none of which is negative.
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # Offsets in struct seccomp_data; arguments have 8 bytes, low word first.
 
 O_ACCMODE, O_TRUNC, O_TMPFILE = 0o3, 0o1000, 0o20000000  # O_TMPFILE's own bit; the same on both machines.
@@ -325,7 +305,8 @@ def filter_program(pid: int, column: int | None = None) -> bytes:
   calls), so that a program sees an exception.
   """
   rules = [(numbers, [PASS]) for numbers in ALLOWED.values()]
-  rules += [(CHECKED[name], rule) for name, rule in _rules(pid).items()]
+  for *numbers, rule in CHECKED.values():
+    rules.append((numbers, [(*what, pid if operand == SELF else operand) for *what, operand in rule]))
   # Includes the x32 calls of x86_64, which have large numbers.
   others = [(AT_LEAST, 0, 1, NEW_CALLS), fail(errno.ENOSYS), fail(errno.EPERM)]
   return assembled(machine() if column is None else column, fail(errno.ENOSYS), rules, others)
@@ -334,7 +315,7 @@ def filter_program(pid: int, column: int | None = None) -> bytes:
 def assembled(
   column: int,
   foreign: Instruction,
-  rules: Iterable[tuple[tuple[int | None, int | None], Sequence[Instruction]]],
+  rules: Iterable[tuple[Sequence[int | None], Sequence[Instruction]]],
   others: Sequence[Instruction],
 ) -> bytes:
   """Return a seccomp filter; the instructions for every call must end with a return.
@@ -367,43 +348,11 @@ def _flags(argument: int) -> list[Instruction]:
   ]
 
 
-def _rules(pid: int) -> dict[str, list[Instruction]]:
-  """Return the instructions for every call in `CHECKED`; each list ends with returns."""
-  clock = [load(0), (AT_LEAST, 0, 1, CLOCKS), fail(errno.EPERM), PASS]
-  return {
-    # Succeeds without doing anything: a program's files need not outlive it, and syncing one of Python's files would
-    # make the disk flush everybody's data.
-    'fsync': [fail(0)],
-    'fdatasync': [fail(0)],
-    'open': _flags(1),
-    'openat': _flags(2),
-    'fcntl': _one_of(1, FCNTL_COMMANDS),
-    'ioctl': _one_of(1, IOCTL_REQUESTS),
-    'prctl': _one_of(0, PRCTL_OPTIONS),
-    'prlimit64': _one_of(0, (0, pid)),
-    'kill': _signal(pid, 1),
-    'tgkill': _signal(pid, 2),
-    'clone': [load(0), (AND, 0, 0, THREAD), (EQUAL, 0, 1, THREAD), PASS, fail(errno.EPERM)],
-    'close_range': [load(2), (ANY_BIT, 0, 1, CLOSE_RANGE_UNSHARE), fail(errno.EPERM), PASS],
-    'futex': [
-      load(1),
-      (ANY_BIT, 0, 1, FUTEX_PRIVATE),
-      PASS,
-      *_one_of(1, [call | clock for call in SHARED_FUTEXES for clock in (0, FUTEX_CLOCK_REALTIME)]),
-    ],
-    'madvise': _one_of(2, ADVICE),
-    'sched_getaffinity': _one_of(0, (0, pid)),
-    'clock_gettime': clock,
-    'clock_getres': clock,
-    'clock_nanosleep': clock,
-  }
-
-
-def _signal(pid: int, argument: int) -> list[Instruction]:
+def _signal(argument: int) -> list[Instruction]:
   """Return the instructions that allow a signal, given as an argument, to the process itself only."""
   return [
     load(0),
-    (EQUAL, 1, 0, pid),
+    (EQUAL, 1, 0, SELF),
     fail(errno.EPERM),
     load(argument),
     (AT_LEAST, 0, 1, LAST_SIGNAL + 1),
@@ -425,3 +374,31 @@ def load(argument: int) -> Instruction:
 def fail(code: int) -> Instruction:
   """Return the instruction that lets the call fail with an error code; 0: succeed without doing anything."""
   return (RETURN, 0, 0, ERRNO | code)
+
+
+_CLOCK = [load(0), (AT_LEAST, 0, 1, CLOCKS), fail(errno.EPERM), PASS]
+_SHARED = [operation | clock for operation in SHARED_FUTEXES for clock in (0, FUTEX_CLOCK_REALTIME)]
+# Calls that are allowed only for some arguments: their numbers on each machine, and the instructions for them, which
+# end with returns. SELF stands for the program's process id.
+CHECKED: dict[str, tuple[int | None, int | None, list[Instruction]]] = {
+  # Succeeds without doing anything: a program's files need not outlive it, and syncing one of Python's files would
+  # make the disk flush everybody's data.
+  'fsync': (74, 82, [fail(0)]),
+  'fdatasync': (75, 83, [fail(0)]),
+  'open': (2, None, _flags(1)),
+  'openat': (257, 56, _flags(2)),
+  'fcntl': (72, 25, _one_of(1, FCNTL_COMMANDS)),
+  'ioctl': (16, 29, _one_of(1, IOCTL_REQUESTS)),
+  'prctl': (157, 167, _one_of(0, PRCTL_OPTIONS)),
+  'prlimit64': (302, 261, _one_of(0, (0, SELF))),
+  'kill': (62, 129, _signal(1)),
+  'tgkill': (234, 131, _signal(2)),
+  'clone': (56, 220, [load(0), (AND, 0, 0, THREAD), (EQUAL, 0, 1, THREAD), PASS, fail(errno.EPERM)]),
+  'close_range': (436, 436, [load(2), (ANY_BIT, 0, 1, CLOSE_RANGE_UNSHARE), fail(errno.EPERM), PASS]),
+  'futex': (202, 98, [load(1), (ANY_BIT, 0, 1, FUTEX_PRIVATE), PASS, *_one_of(1, _SHARED)]),
+  'madvise': (28, 233, _one_of(2, ADVICE)),
+  'sched_getaffinity': (204, 123, _one_of(0, (0, SELF))),
+  'clock_gettime': (228, 113, _CLOCK),
+  'clock_getres': (229, 114, _CLOCK),
+  'clock_nanosleep': (230, 115, _CLOCK),
+}
