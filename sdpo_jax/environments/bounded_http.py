@@ -63,8 +63,7 @@ class HttpClient:
       UserError: the environment names a proxy that cannot be used.
     """
     parsed = httpx2.URL(url)
-    target = {'scheme': parsed.raw_scheme, 'host': parsed.raw_host, 'port': parsed.port, 'target': parsed.raw_path}
-    self._url = httpcore2.URL(**target)
+    self._url = _parts(parsed)
     self._headers = [(name.encode(), value.encode()) for name, value in headers.items()]
     self._headers += [(b'Accept-Encoding', b'identity')]
     self._backend = _Backend()
@@ -226,9 +225,8 @@ def _pool(url: httpx2.URL, backend: _Backend, connections: int, setting: str) ->
       f'{setting}: the environment names a proxy for this address that is none of http or https: correct HTTP_PROXY, '
       'HTTPS_PROXY or ALL_PROXY, or list the host in NO_PROXY.'
     )
-  raw = proxy.url
-  return httpcore2.HTTPProxy(
-    proxy_url=httpcore2.URL(scheme=raw.raw_scheme, host=raw.raw_host, port=raw.port, target=raw.raw_path),
-    proxy_auth=proxy.raw_auth,
-    **options,
-  )
+  return httpcore2.HTTPProxy(proxy_url=_parts(proxy.url), proxy_auth=proxy.raw_auth, **options)
+
+
+def _parts(url: httpx2.URL) -> httpcore2.URL:
+  return httpcore2.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)

@@ -127,7 +127,7 @@ class SandboxReport:
     return self.stderr_bytes.decode(errors='replace')
 
 
-class Sandbox:
+class Sandbox(contextlib.AbstractContextManager['Sandbox']):
   """Runs untrusted programs; thread-safe."""
 
   def __init__(self, settings: SandboxConfig, harness: pathlib.Path, *, preload: Sequence[str] = ()):
@@ -177,9 +177,6 @@ class Sandbox:
     """End all programs and helper processes and remove their files; may be called twice."""
     self._finalizer()
     self._pool.shutdown()
-
-  def __enter__(self) -> Sandbox:
-    return self
 
   def __exit__(self, *error: object) -> None:
     self.close()
@@ -536,14 +533,12 @@ def _run(zygote: _Zygote, job: SandboxJob, probe: bool) -> SandboxReport:
     answer, (stdout, stderr, result), dropped, too_much = _collect(channel, readers, limits)
   if 'fault' in answer:
     raise _Fault(answer['fault'])
-  if answer['ended_by'] == 'closed':
+  ended_by = answer.pop('ended_by')
+  if ended_by == 'closed':
     raise RuntimeError('The sandbox was closed while a program ran.')
   return SandboxReport(
-    status='output' if too_much else _status(answer, limits),
-    exit_code=answer['exit_code'],
-    signal=answer['signal'],
-    wall_s=answer['wall_s'],
-    cpu_s=answer['cpu_s'],
+    'output' if too_much else _status(ended_by, answer['signal'], answer['cpu_s'], limits),
+    **answer,
     result_bytes=result,
     stdout_bytes=stdout,
     stderr_bytes=stderr,
@@ -621,13 +616,15 @@ def _receive(channel: socket.socket) -> bytes:
     return channel.recv(MESSAGE)
 
 
-def _status(answer: dict, limits: Limits) -> Literal['ended', 'timeout', 'output', 'killed']:
-  if answer['ended_by'] in ('timeout', 'output'):
-    return answer['ended_by']
-  if answer['signal'] is None:
+def _status(
+  ended_by: str | None, number: int | None, cpu_s: float, limits: Limits
+) -> Literal['ended', 'timeout', 'output', 'killed']:
+  if ended_by in ('timeout', 'output'):
+    return ended_by
+  if number is None:
     return 'ended'
-  over = answer['signal'] == signal.SIGKILL and answer['cpu_s'] >= limits.cpu_s
-  return 'timeout' if over or answer['signal'] == signal.SIGXCPU else 'killed'
+  over = number == signal.SIGKILL and cpu_s >= limits.cpu_s
+  return 'timeout' if over or number == signal.SIGXCPU else 'killed'
 
 
 def _memory_file(data: bytes) -> io.FileIO:

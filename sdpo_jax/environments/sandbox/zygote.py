@@ -511,14 +511,12 @@ def watch(owner: int | None) -> int | None:
 def strays(known: set[int]) -> list[int]:
   """Return the children of this process that are not `known`: left behind by an unconfined program."""
   found = []
-  for name in filter(str.isdigit, os.listdir('/proc')):
-    try:
-      with open(f'/proc/{name}/stat') as file:
-        parent = file.read().rpartition(')')[2].split()[1]
-    except OSError:
-      continue
-    if int(parent) == os.getpid() and int(name) not in known:
-      found.append(int(name))
+  for pid in map(int, filter(str.isdigit, os.listdir('/proc'))):
+    with contextlib.suppress(OSError):
+      with open(f'/proc/{pid}/stat') as file:
+        parent = int(file.read().rpartition(')')[2].split()[1])
+      if parent == os.getpid() and pid not in known:
+        found.append(pid)
   return found
 
 

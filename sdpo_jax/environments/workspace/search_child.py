@@ -26,9 +26,11 @@ def main() -> None:
     return
   folder = folders.Folder(pathlib.Path(request['folder']))
   found: list[str] = []
-  for name in names_below(folder, request['path']):
-    if not matches(name):
-      continue
+  try:
+    names = list(folder.files(request['path']))
+  except folders.PathError:  # It is a file.
+    names = [folder.relative(request['path'])]
+  for name in filter(matches, names):
     try:
       content = folder.read(name, request['max_file_bytes'])
     except folders.PathError:
@@ -42,14 +44,6 @@ def main() -> None:
           json.dump({'found': found[:-1], 'more': True}, sys.stdout)
           return
   json.dump({'found': found, 'more': False}, sys.stdout)
-
-
-def names_below(folder, path: str) -> list[str]:
-  """Return the names of the files below a folder, or the name of a file itself."""
-  try:
-    return list(folder.files(path))
-  except folders.PathError:
-    return [folder.relative(path)]
 
 
 if __name__ == '__main__':

@@ -178,14 +178,11 @@ class Shell:
     return ShellReport(status, exit_code, kept.value(), kept.dropped, wall, reason)
 
 
-class Cancellation:
+class Cancellation(contextlib.AbstractContextManager['Cancellation']):
   """Lets another thread end a command."""
 
   def __init__(self):
     self._read, self._write = os.pipe()
-
-  def __enter__(self) -> Cancellation:
-    return self
 
   def __exit__(self, *error: object) -> None:
     os.close(self._read)
