@@ -247,10 +247,12 @@ class CodeGrader:
 
   def _job(self, program: _Program, index: int) -> SandboxJob:
     tests, value = program.tests, program.tests.inputs[index]
+    # The reference fails before it runs the program if the expected output is not a string.
+    fails = self._reference and tests.testtype == 'stdin' and not isinstance(tests.outputs[index], str)
     payload = {
       'profile': self._settings.profile,
       'testtype': tests.testtype,
-      'code': '' if self._reference and _has_no_strip(tests, index) else program.code,
+      'code': '' if fails else program.code,
       'input': value,
       'fn_name': tests.fn_name,
       'context': tests.context,
@@ -344,11 +346,6 @@ def _unfinished(tests: Tests, index: int, actual: str) -> Record:
 
 
 _NO_CODE = Record(0, None, None, NO_CODE, False, written=repr(NO_CODE))
-
-
-def _has_no_strip(tests: Tests, index: int) -> bool:
-  """Return whether the reference fails before it runs the program, as the expected output is not a string."""
-  return tests.testtype == 'stdin' and not isinstance(tests.outputs[index], str)
 
 
 def _outcome(program: _Program, reference: bool) -> Outcome:

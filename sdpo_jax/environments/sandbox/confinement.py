@@ -128,14 +128,12 @@ ALLOWED = {
   'membarrier': (324, 283),
   'arch_prctl': (158, None),
 }
-# Calls that Python lacks, at least in some builds.
+# Further calls that Python lacks, at least in some builds.
 OWN = {
   'memfd_create': (319, 279),
   'pidfd_open': (434, 434),
   'capset': (126, 91),
   'seccomp': (317, 277),
-  'prctl': (157, 167),
-  'close_range': (436, 436),
   'landlock_create_ruleset': (444, 444),
   'landlock_add_rule': (445, 445),
   'landlock_restrict_self': (446, 446),
@@ -206,11 +204,11 @@ def machine() -> int:
 
 
 def call(name: str, *arguments: int | bytes) -> int:
-  """Make a system call of `OWN` and return its result; raises OSError naming the call.
+  """Make a system call of `OWN` or `CHECKED` and return its result; raises OSError naming the call.
 
   Bytes are passed by their address: text, or a structure that the kernel only reads.
   """
-  numbers = (OWN[name][machine()], *arguments)
+  numbers = ((OWN.get(name) or CHECKED[name])[machine()], *arguments)
   result = _libc.syscall(*(value if isinstance(value, bytes) else ctypes.c_long(value) for value in numbers))
   if result < 0:
     code = ctypes.get_errno()

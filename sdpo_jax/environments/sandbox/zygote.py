@@ -50,7 +50,6 @@ MAX_ENTRIES = 4096  # Files and directories per program.
 MAX_DESCRIPTORS = 64
 MAX_THREADS = 64
 UID_BASE, UIDS, MAX_SLOTS = 2_000_000_000, 2**16, 1024  # Unused user ids for the programs of a privileged owner.
-NOBODY = 65534
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -65,11 +64,8 @@ def load(path: str) -> types.ModuleType:
 
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-confinement = load(os.path.join(HERE, 'confinement.py'))
-library = load(os.path.join(HERE, 'library.py'))
-scratch = load(os.path.join(HERE, 'scratch.py'))
-seed = load(os.path.join(HERE, 'seed.py'))
-view = load(os.path.join(HERE, 'view.py'))
+MODULES = ('confinement', 'library', 'scratch', 'seed', 'view')  # Each after those that it needs.
+confinement, library, scratch, seed, view = (load(os.path.join(HERE, f'{name}.py')) for name in MODULES)
 
 
 class HarnessFault(Exception):
@@ -203,9 +199,7 @@ class Zygote:
 
   def serve(self) -> None:
     """Run jobs until the owner ends or closes the socket."""
-    wake_r, wake_w = os.pipe()
-    for end in (wake_r, wake_w):
-      os.set_blocking(end, False)
+    wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
     self.selector = selectors.DefaultSelector()
@@ -480,8 +474,8 @@ def user_ids() -> range:
     for inside, _, count in (map(int, line.split()) for line in file):
       if inside <= first and first + MAX_SLOTS <= inside + count:
         return range(first, first + MAX_SLOTS)
-      if inside <= NOBODY < inside + count:
-        found = range(NOBODY, NOBODY + 1)
+      if inside <= view.NOBODY < inside + count:
+        found = range(view.NOBODY, view.NOBODY + 1)
   return found
 
 

@@ -88,13 +88,12 @@ class Shell:
     if str(self._workspace) in ('/tmp', '/var/tmp'):
       raise UserError(f'The workspace {workspace} is shared by everybody: name a folder within it.')
     self._limits = limits
-    bash = shutil.which('bash', path='/usr/bin:/bin:/usr/local/bin')
-    if bash is None:
+    self._bash = shutil.which('bash', path='/usr/bin:/bin:/usr/local/bin')
+    if self._bash is None:
       raise UserError('There is no bash on this machine, so that an agent cannot run commands: allow it none.')
-    own = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix)}
-    found = [*SYSTEM, *(f'/etc/{name}' for name in ETC), *sorted(own)]
+    python = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix)}
+    found = [*SYSTEM, *(f'/etc/{name}' for name in ETC), *sorted(python)]
     self._readable = [path for path in found if os.path.lexists(path)]
-    self._bash = bash
     self._environment = {  # Nothing of this process's own.
       'PATH': f'{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin',
       'HOME': '/tmp',
