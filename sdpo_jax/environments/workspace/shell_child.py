@@ -213,8 +213,8 @@ def refusing(column: int) -> bytes:
   """Return the seccomp filter of commands: denies `REFUSED`, new namespaces, and typing into a terminal."""
   refused, missing, permitted = confinement.fail(errno.EPERM), confinement.fail(errno.ENOSYS), confinement.PASS
   new = [confinement.load(0), (confinement.ANY_BIT, 0, 1, NAMESPACES), refused, permitted]
-  equal, typing = confinement.EQUAL, [confinement.load(1)]
-  typing += [(equal, 1, 0, TIOCSTI), (equal, 0, 1, TIOCLINUX), refused, permitted]
+  typing = [confinement.load(1), (confinement.EQUAL, 1, 0, TIOCSTI), (confinement.EQUAL, 0, 1, TIOCLINUX)]
+  typing += [refused, permitted]
   rules = [(numbers, [refused]) for numbers in REFUSED.values()]
   rules.append((CLONE3, [missing]))  # Its flags are in memory; libraries take clone then.
   rules += [(confinement.CHECKED['clone'], new), (confinement.CHECKED['ioctl'], typing)]
