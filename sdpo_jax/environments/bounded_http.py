@@ -8,7 +8,6 @@ redirect is followed, no cookie is kept, and no header is repeated in a log.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-import contextlib
 import dataclasses
 import math
 import threading
@@ -28,10 +27,6 @@ MAX_PIECES = 10_000  # Limit per body: reading a piece costs as much as reading 
 PIECE_BYTES = 512  # Larger bodies that callers expect may come in pieces of this size.
 CONNECT_TIMEOUT_S = 10.0  # Upper limit: a server that runs accepts a connection quickly, however long it thinks.
 WRITE_BYTES = 2**14  # Bytes per write, so that the deadline is checked between writes.
-
-
-class LateError(Exception):
-  """The complete answer did not arrive before the deadline."""
 
 
 class TooLargeError(Exception):
@@ -68,8 +63,7 @@ class HttpClient:
       UserError: the environment names a proxy that cannot be used.
     """
     parsed = httpx2.URL(url)
-    target = {'scheme': parsed.raw_scheme, 'host': parsed.raw_host, 'port': parsed.port, 'target': parsed.raw_path}
-    self._url = httpcore2.URL(**target)
+    self._url = _parts(parsed)
     self._headers = [(name.encode(), value.encode()) for name, value in headers.items()]
     self._headers += [(b'Accept-Encoding', b'identity')]
     self._backend = _Backend()
@@ -94,14 +88,12 @@ class HttpClient:
       most_bytes: limit of the answer's body.
 
     Raises:
-      LateError, TooLargeError, ConnectionFailedError: as their classes say.
+      OverranError: the complete answer did not arrive in time.
+      TooLargeError, ConnectionFailedError: as their classes say.
     """
     # A name lookup cannot be interrupted; the thread that waits for it ends later.
     exchange = _Exchange(time.monotonic() + timeout_s)
-    try:
-      return call_within(lambda: self._post(content, exchange, on_answer, most_bytes), timeout_s, name)
-    except OverranError as error:
-      raise LateError from error
+    return call_within(lambda: self._post(content, exchange, on_answer, most_bytes), timeout_s, name)
 
   def close(self) -> None:
     """Close all connections."""
@@ -110,11 +102,11 @@ class HttpClient:
   def _post(self, content: bytes, exchange: _Exchange, on_answer: Callable[[], None], most_bytes: int) -> HttpResponse:
     body, pieces = bytearray(), 0
     most_pieces = max(MAX_PIECES, most_bytes // PIECE_BYTES)
+    self._backend.thread.exchange = exchange
     try:
-      with (
-        self._backend.during(exchange),
-        self._pool.stream('POST', self._url, headers=self._headers, content=content, extensions=TIMEOUTS) as response,
-      ):
+      with self._pool.stream(
+        'POST', self._url, headers=self._headers, content=content, extensions=TIMEOUTS
+      ) as response:
         on_answer()
         exchange.most = exchange.received + most_bytes + MAX_HEAD_BYTES
         exchange.too_much = f'is larger than {most_bytes} bytes'
@@ -135,7 +127,7 @@ class HttpClient:
           bytes(body),
         )
     except httpcore2.TimeoutException as error:
-      raise LateError from error
+      raise OverranError('the deadline has passed') from error
     except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.ProxyError) as error:
       raise ConnectionFailedError(f'{type(error).__name__}: {error}') from error
 
@@ -154,10 +146,10 @@ class _Exchange:
     self.too_much = f'begins with more than {MAX_HEAD_BYTES} bytes of headers'
 
   def left_s(self) -> float:
-    """Return the seconds until the deadline; raises LateError when none are left."""
+    """Return the seconds until the deadline; raises OverranError when none are left."""
     left = self.deadline - time.monotonic()
     if left <= 0:
-      raise LateError
+      raise OverranError('the deadline has passed')
     return left
 
 
@@ -166,20 +158,7 @@ class _Backend(httpcore2.NetworkBackend):
 
   def __init__(self):
     self._inner = httpcore2.SyncBackend()
-    self._current = threading.local()
-
-  @contextlib.contextmanager
-  def during(self, exchange: _Exchange):
-    """Apply the deadline of this request to the operations of the calling thread."""
-    self._current.exchange = exchange
-    try:
-      yield
-    finally:
-      del self._current.exchange
-
-  @property
-  def exchange(self) -> _Exchange:
-    return self._current.exchange
+    self.thread = threading.local()  # Its `exchange` is the request of a thread, which does no other.
 
   def connect_tcp(
     self,
@@ -189,7 +168,7 @@ class _Backend(httpcore2.NetworkBackend):
     local_address: str | None = None,
     socket_options: Iterable[Any] | None = None,
   ) -> httpcore2.NetworkStream:
-    limit = min(self.exchange.left_s(), CONNECT_TIMEOUT_S)
+    limit = min(self.thread.exchange.left_s(), CONNECT_TIMEOUT_S)
     return _Stream(self, self._inner.connect_tcp(host, port, limit, local_address, socket_options))
 
 
@@ -198,7 +177,7 @@ class _Stream(httpcore2.NetworkStream):
     self._backend, self._inner = backend, inner
 
   def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-    exchange = self._backend.exchange
+    exchange = self._backend.thread.exchange
     if exchange.received > exchange.most:
       raise TooLargeError(exchange.too_much)
     # Read just enough to exceed the limit: the parser has its own limit and its own error message.
@@ -208,7 +187,7 @@ class _Stream(httpcore2.NetworkStream):
 
   def write(self, buffer: bytes, timeout: float | None = None) -> None:
     for start in range(0, len(buffer), WRITE_BYTES):
-      self._inner.write(buffer[start : start + WRITE_BYTES], self._backend.exchange.left_s())
+      self._inner.write(buffer[start : start + WRITE_BYTES], self._backend.thread.exchange.left_s())
 
   def close(self) -> None:
     self._inner.close()
@@ -216,7 +195,7 @@ class _Stream(httpcore2.NetworkStream):
   def start_tls(
     self, ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None
   ) -> httpcore2.NetworkStream:
-    left = self._backend.exchange.left_s()
+    left = self._backend.thread.exchange.left_s()
     return _Stream(self._backend, self._inner.start_tls(ssl_context, server_hostname, left))
 
   def get_extra_info(self, info: str) -> Any:
@@ -246,9 +225,8 @@ def _pool(url: httpx2.URL, backend: _Backend, connections: int, setting: str) ->
       f'{setting}: the environment names a proxy for this address that is none of http or https: correct HTTP_PROXY, '
       'HTTPS_PROXY or ALL_PROXY, or list the host in NO_PROXY.'
     )
-  raw = proxy.url
-  return httpcore2.HTTPProxy(
-    proxy_url=httpcore2.URL(scheme=raw.raw_scheme, host=raw.raw_host, port=raw.port, target=raw.raw_path),
-    proxy_auth=proxy.raw_auth,
-    **options,
-  )
+  return httpcore2.HTTPProxy(proxy_url=_parts(proxy.url), proxy_auth=proxy.raw_auth, **options)
+
+
+def _parts(url: httpx2.URL) -> httpcore2.URL:
+  return httpcore2.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)

@@ -178,12 +178,8 @@ class CodeGrader:
     self._settings = settings
     self._reference = settings.profile == 'reference'
     self.sandbox = Sandbox(settings.sandbox, HARNESS, preload=PRELOAD)
+    self.layers = self.sandbox.layers  # Descriptions of the layers that confine the programs.
     self._helpers = HelperPool(pathlib.Path(code_verdicts.__file__), HELPERS)
-
-  @property
-  def layers(self) -> list[str]:
-    """Return a description of each layer that confines the programs."""
-    return self.sandbox.layers
 
   def close(self) -> None:
     """Close the sandbox."""
@@ -205,16 +201,11 @@ class CodeGrader:
     first = None if self._reference else FIRST_TESTS
     self._run(running, slice(0, first))
     if first is not None:
-
-      def slow(program: _Program) -> bool:
-        return all(record.actual == TIME_OUT for record in program.records[:first])
-
       for program in running:
-        if slow(program):
-          program.records[first:] = [
-            _late(program.tests, i) for i in range(min(first, len(program.records)), len(program.records))
-          ]
-      self._run([program for program in running if not slow(program)], slice(first, None))
+        if all(record.actual == TIME_OUT for record in program.records[:first]):
+          rest = range(len(program.records))[first:]
+          program.records[first:] = [_unfinished(program.tests, i, TIME_OUT) for i in rest]
+      self._run(running, slice(first, None))
     return [
       Outcome.ungraded(program.failed) if program.failed else _outcome(program, self._reference) for program in programs
     ]
@@ -236,12 +227,13 @@ class CodeGrader:
     if code is None:
       return _Program(None, None, truncated, [_NO_CODE])
     tests = read_tests_reference(parsed)
-    records = [_dead(tests, index) if tests.dies else None for index in range(len(tests.inputs))]
+    records = [_unfinished(tests, index, DIED) if tests.dies else None for index in range(len(tests.inputs))]
     return _Program(code, tests, truncated, records)
 
   def _run(self, programs: Sequence[_Program], part: slice) -> None:
-    """Run the tests in the slice `part` of all programs and record their results."""
+    """Run the tests in the slice `part` of all programs that have no record yet, and record their results."""
     places = [(program, i) for program in programs for i in range(len(program.records))[part]]
+    places = [(program, i) for program, i in places if program.records[i] is None]
     apart = [place for place in places if place[0].tests.testtype == 'code' and not self._reference]
     found = code_replay.run(self.sandbox, self._helpers, [self._trial(*place) for place in apart])
     for place, ended in zip(apart, found, strict=True):
@@ -255,10 +247,12 @@ class CodeGrader:
 
   def _job(self, program: _Program, index: int) -> SandboxJob:
     tests, value = program.tests, program.tests.inputs[index]
+    # The reference fails before it runs the program if the expected output is not a string.
+    fails = self._reference and tests.testtype == 'stdin' and not isinstance(tests.outputs[index], str)
     payload = {
       'profile': self._settings.profile,
       'testtype': tests.testtype,
-      'code': '' if self._reference and _has_no_strip(tests, index) else program.code,
+      'code': '' if fails else program.code,
       'input': value,
       'fn_name': tests.fn_name,
       'context': tests.context,
@@ -293,7 +287,7 @@ class CodeGrader:
     if report.status == 'failed':
       program.failed = f'The sandbox could not run the program: {report.reason}.'
     if report.status in ('timeout', 'failed'):
-      return _late(tests, index)
+      return _unfinished(tests, index, TIME_OUT)
     question = {
       'profile': self._settings.profile,
       'testtype': tests.testtype,
@@ -317,7 +311,7 @@ class CodeGrader:
     if ended.report.status == 'failed':
       program.failed = f'The sandbox could not run the program: {ended.report.reason}.'
     if ended.report.status in ('timeout', 'failed'):
-      return _late(program.tests, index)
+      return _unfinished(program.tests, index, TIME_OUT)
     hidden = not self._settings.reveal_answer
     error, called = ended.result.get('error', ''), ended.result.get('called', '')[: code_replay.CALLED_CHARACTERS]
     if hidden and error.startswith('AssertionError') and _IN not in error:
@@ -344,23 +338,14 @@ def bound(expected: Any) -> int:
   return RESULT_BYTES + RESULT_PER_CHARACTER * len(expected if isinstance(expected, str) else str(expected))
 
 
-def _late(tests: Tests, index: int) -> Record:
+def _unfinished(tests: Tests, index: int, actual: str) -> Record:
+  """Return the record of a test without a result: TIME_OUT or DIED."""
   value, expected = tests.inputs[index], tests.outputs[index]
-  return Record(index, value, None if expected is None else str(expected), TIME_OUT, False, written=repr(TIME_OUT))
+  shown = None if expected is None else str(expected)
+  return Record(index, value, shown, actual, False, written=repr(actual), mentions_error=actual == DIED)
 
 
 _NO_CODE = Record(0, None, None, NO_CODE, False, written=repr(NO_CODE))
-
-
-def _has_no_strip(tests: Tests, index: int) -> bool:
-  """Return whether the reference fails before it runs the program, as the expected output is not a string."""
-  return tests.testtype == 'stdin' and not isinstance(tests.outputs[index], str)
-
-
-def _dead(tests: Tests, index: int) -> Record:
-  expected = tests.outputs[index]
-  shown = None if expected is None else str(expected)
-  return Record(index, tests.inputs[index], shown, DIED, False, written=repr(DIED), mentions_error=True)
 
 
 def _outcome(program: _Program, reference: bool) -> Outcome:

@@ -320,10 +320,8 @@ class _Talk:
 
   def value(self, operation: dict, answer: dict) -> object:
     made = 'repr' not in answer
-    if made and 'object' not in operation:
-      # The object's construction comes after earlier operations, which the answer did not need.
-      self.done.append(operation)
-    elif 'object' in operation:
+    if made or 'object' in operation:
+      # An object's construction comes after earlier operations, which the answer did not need.
       self.done.append(operation)
     return _Object(self, len(self.done) - 1) if made else _read_literal(answer['repr'])
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 import dataclasses
 import json
-from typing import Any
+from typing import Any, Literal
 
 from sdpo_jax.environments.helper_process import HelperPool, RequestOverranError
 from sdpo_jax.environments.sandbox.sandbox import Limits, Sandbox, SandboxJob, SandboxReport
@@ -48,12 +48,20 @@ class Ended:
 
 
 @dataclasses.dataclass
-class _State:
+class _Test:
+  """A test on its way, and how it ended."""
+
+  trial: CodeTrial
   answers: dict[str, Any] = dataclasses.field(default_factory=dict)  # Keyed by the JSON of the operations.
   characters: int = 0  # Length of all answers.
   sent: int = 0  # Characters of answers sent, over all starts of the test.
   cpu_s: float = 0.0  # CPU seconds of the model's program.
   test_cpu_s: float = 0.0
+  ended: Ended | None = None
+
+  def end(self, report: SandboxReport, status: Literal['timeout', 'output']) -> None:
+    """End the test at a limit that it reached over several processes."""
+    self.ended = Ended(dataclasses.replace(report, status=status), {})
 
 
 def run(sandbox: Sandbox, helpers: HelperPool, trials: Sequence[CodeTrial]) -> list[Ended]:
@@ -64,82 +72,58 @@ def run(sandbox: Sandbox, helpers: HelperPool, trials: Sequence[CodeTrial]) -> l
     helpers: processes of code_verdicts.py that parse the answers of the model's programs.
     trials: the tests.
   """
-  ended: list[Ended | None] = [None] * len(trials)
-  states = [_State() for _ in trials]
-  pending = list(range(len(trials)))
-  while pending:
-    asked = _asked(sandbox, trials, states, pending, ended)
-    _answer(sandbox, helpers, trials, states, asked, ended)
-    pending = [number for number, _ in asked if ended[number] is None]
-  return ended
+  tests = [_Test(trial) for trial in trials]
+  while pending := [test for test in tests if test.ended is None]:
+    _answer(sandbox, helpers, _asked(sandbox, pending))
+  return [test.ended for test in tests]
 
 
-def _asked(
-  sandbox: Sandbox,
-  trials: Sequence[CodeTrial],
-  states: Sequence[_State],
-  pending: Sequence[int],
-  ended: list[Ended | None],
-) -> list[tuple[int, list[Any]]]:
-  """Run tests with the known answers; return (test, operations) for unanswered calls and fill `ended` for the rest."""
+def _asked(sandbox: Sandbox, tests: Sequence[_Test]) -> list[tuple[_Test, list[Any]]]:
+  """Run tests with the known answers; return those with an unanswered call and its operations, and end the others."""
   jobs = []
-  for number in pending:
-    limits = dataclasses.replace(trials[number].limits, result_bytes=None)
-    job = _job(
-      trials[number],
-      'replay',
-      test=trials[number].test,
-      answers=states[number].answers,
-      in_place=trials[number].in_place,
-    )
-    jobs.append(dataclasses.replace(job, limits=limits))
+  for test in tests:
+    trial = test.trial
+    job = _job(trial, 'replay', test=trial.test, answers=test.answers, in_place=trial.in_place)
+    jobs.append(dataclasses.replace(job, limits=dataclasses.replace(trial.limits, result_bytes=None)))
   asked = []
-  for number, report in zip(pending, sandbox.run(jobs), strict=True):
+  for test, report in zip(tests, sandbox.run(jobs), strict=True):
     # The harness alone writes this, in a process that never held the model's program: strings in a few objects.
     result = report.result if report.status == 'ended' and isinstance(report.result, dict) else {}
-    state = states[number]
-    state.test_cpu_s += max(0.0, report.cpu_s - START_S)
-    state.sent += state.characters
+    test.test_cpu_s += max(0.0, report.cpu_s - START_S)
+    test.sent += test.characters
     if 'need' not in result:
-      ended[number] = Ended(report, result)
-    elif state.test_cpu_s > MAX_REPLAY * trials[number].limits.cpu_s:
-      ended[number] = Ended(dataclasses.replace(report, status='timeout'), {})
-    elif state.sent > MAX_SENT:
-      ended[number] = Ended(dataclasses.replace(report, status='output'), {})
-    elif len(states[number].answers) >= MAX_CALLS:
+      test.ended = Ended(report, result)
+    elif test.test_cpu_s > MAX_REPLAY * test.trial.limits.cpu_s:
+      test.end(report, 'timeout')
+    elif test.sent > MAX_SENT:
+      test.end(report, 'output')
+    elif len(test.answers) >= MAX_CALLS:
       said = f'ProcessError: the test calls the program more than {MAX_CALLS} times'
-      ended[number] = Ended(report, {'error': said})
+      test.ended = Ended(report, {'error': said})
     else:
-      asked.append((number, result['need']))
+      asked.append((test, result['need']))
   return asked
 
 
-def _answer(
-  sandbox: Sandbox,
-  helpers: HelperPool,
-  trials: Sequence[CodeTrial],
-  states: Sequence[_State],
-  asked: Sequence[tuple[int, list[Any]]],
-  ended: list[Ended | None],
-) -> None:
+def _answer(sandbox: Sandbox, helpers: HelperPool, asked: Sequence[tuple[_Test, list[Any]]]) -> None:
   """Ask the model's programs; a program that ends without an answer or has used up its time ends its test."""
-  jobs = [_job(trials[number], 'operations', code=trials[number].code, operations=need) for number, need in asked]
-  for (number, need), report in zip(asked, sandbox.run(jobs), strict=True):
-    state, limits = states[number], trials[number].limits
-    state.cpu_s += report.cpu_s
+  jobs = [_job(test.trial, 'operations', code=test.trial.code, operations=need) for test, need in asked]
+  for (test, need), report in zip(asked, sandbox.run(jobs), strict=True):
+    limits = test.trial.limits
+    test.cpu_s += report.cpu_s
     if report.status != 'ended' or not report.result_bytes.startswith(b'{'):
-      ended[number] = Ended(report, {})
-    elif state.cpu_s > limits.cpu_s:
-      ended[number] = Ended(dataclasses.replace(report, status='timeout'), {})
+      test.ended = Ended(report, {})
+    elif test.cpu_s > limits.cpu_s:
+      test.end(report, 'timeout')
     else:
       try:
         found = helpers.ask({}, report.result_bytes, b'', b'')
       except RequestOverranError:
         found = {'raised': 'TypeError', 'message': 'the answer of the program cannot be read'}
-      state.characters += sum(len(part) for part in found.values() if isinstance(part, str))
-      if state.characters > limits.output_mb * 2**20:
-        ended[number] = Ended(dataclasses.replace(report, status='output'), {})
-      state.answers[key(need)] = found
+      test.characters += sum(len(part) for part in found.values() if isinstance(part, str))
+      if test.characters > limits.output_mb * 2**20:
+        test.end(report, 'output')
+      test.answers[key(need)] = found
 
 
 def _job(trial: CodeTrial, kind: str, **more: Any) -> SandboxJob:

@@ -124,20 +124,22 @@ def parts_of(result: bytes, cut: bool) -> dict[str, Any]:
   A program may have forged the result, so only fields of the right type are returned. If the result was `cut` off,
   these are the fields before the value itself, which comes last.
   """
-  try:
-    said = json.loads(result)
-  except (ValueError, RecursionError):
-    said = None
+  said = _parsed(result)
   if said is None and cut:
-    try:
-      said = json.loads(result[: result.find(b', "whole": ')] + b'}')
-    except (ValueError, RecursionError):
-      said = None
+    said = _parsed(result[: result.find(b', "whole": ')] + b'}')
   if not isinstance(said, dict):
     return {}
   kinds = dict.fromkeys(('output', 'repr', 'error', 'whole', 'debug', 'unsent'), str)
   kinds |= {'characters': int, 'debug_lines': int, 'mentions': bool}
   return {name: said[name] for name, kind in kinds.items() if type(said.get(name)) is kind}
+
+
+def _parsed(text: bytes) -> Any:
+  """Parse JSON; return None if it is invalid or nested too deeply."""
+  try:
+    return json.loads(text)
+  except (ValueError, RecursionError):
+    return None
 
 
 def _clean(question: dict, said: dict, stdout: bytes) -> dict:
@@ -237,10 +239,7 @@ def ending(question: dict) -> str:
 
 def answer_of(result: bytes) -> dict:
   """Return the valid fields of a model program's answer, for the stand-ins of a test program (code_replay.py)."""
-  try:
-    said = json.loads(result)
-  except (ValueError, RecursionError):
-    said = None
+  said = _parsed(result)
 
   def is_short(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= LITERAL_CHARACTERS

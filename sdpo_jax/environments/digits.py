@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from sdpo_jax.environments.judging import grader
 from sdpo_jax.environments.registry import register, register_generator
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example, Outcome
@@ -119,20 +120,13 @@ def generate(split: str, seed: int, *, length: int | str = LENGTH) -> Callable[[
   return example
 
 
-@register(NAME)
-def grade(examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
+def judge(example: Example, completion: str, truncated: bool) -> Outcome:
   """Score 1 if the digits are exactly right (ignoring white space around them), else 0.
 
   Metrics: acc, the fraction of digits that are right; pred, the answer for a majority vote; incorrect_format, 1 for an
   answer that is not the right number of digits or was cut off; format_valid, the opposite.
   """
-  return [
-    _grade(str(example.ground_truth), completion.strip(), cut)
-    for example, completion, cut in zip(examples, completions, truncated, strict=True)
-  ]
-
-
-def _grade(expected: str, got: str, truncated: bool) -> Outcome:
+  expected, got = str(example.ground_truth), completion.strip()
   wanted = f'the answer must be {len(expected)} digits and nothing else.'
   if truncated:
     return _outcome(0.0, got, f'The answer was cut off before its end: {wanted}', incorrect_format=True)
@@ -155,3 +149,6 @@ def _outcome(acc: float, pred: str, said: str, incorrect_format: bool = False) -
     'format_valid': float(not incorrect_format),
   }
   return Outcome(score=float(acc == 1.0), feedback=said, metrics=metrics)
+
+
+grade = register(NAME)(grader(judge))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sdpo_jax.environments.judging import grader
 from sdpo_jax.environments.registry import register, register_generator
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.files import read_text
@@ -129,16 +130,16 @@ def generate(
   return example
 
 
-@register(NAME)
-def grade(examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
+def judge(example: Example, completion: str, truncated: bool) -> Outcome:
   """Score 1 for exactly the two values, else 0; the closing ';' may be missing, as where sampling stopped at it.
 
   Metrics: acc, the fraction of the two values that are right; pred, the answer for a majority vote.
   """
-  return [
-    _grade(_values(str(example.ground_truth)), _values(completion))
-    for example, completion in zip(examples, completions, strict=True)
-  ]
+  expected, got = _values(str(example.ground_truth)), _values(completion)
+  right = sum(e == g for e, g in zip(expected, got, strict=False))  # The answer may have fewer or more words.
+  acc = right / len(expected) if len(got) <= len(expected) else 0.0
+  feedback = '' if acc == 1 else f'Wrong: the document says {" ".join(expected)!r}.'
+  return Outcome(score=float(acc == 1), feedback=feedback, metrics={'acc': acc, 'pred': ' '.join(got)})
 
 
 def _values(text: str) -> list[str]:
@@ -146,8 +147,4 @@ def _values(text: str) -> list[str]:
   return words[:-1] if words and words[-1] == END else words
 
 
-def _grade(expected: list[str], got: list[str]) -> Outcome:
-  right = sum(e == g for e, g in zip(expected, got, strict=False))  # The answer may have fewer or more words.
-  acc = right / len(expected) if len(got) <= len(expected) else 0.0
-  feedback = '' if acc == 1 else f'Wrong: the document says {" ".join(expected)!r}.'
-  return Outcome(score=float(acc == 1), feedback=feedback, metrics={'acc': acc, 'pred': ' '.join(got)})
+grade = register(NAME)(grader(judge))

@@ -128,7 +128,8 @@ def _read(file: pathlib.Path, name: str) -> tuple[set[str], list[tuple[pathlib.P
     if name != _EVERYTHING and name not in _bound(statement):
       continue
     if isinstance(statement, ast.Import | ast.ImportFrom):
-      needed += [place for alias in statement.names for place in _imported(statement, alias, name, file)]
+      used = [alias for alias in statement.names if name in (_EVERYTHING, _name_of(alias))]
+      needed += [place for alias in used for place in _imported(statement, alias, file)]
       continue
     parts.add(_hash('\n'.join(_meaning(statement)).encode()))
     inner = list(ast.walk(statement))
@@ -152,7 +153,7 @@ def _bound(statement: ast.stmt) -> set[str]:
   if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
     return {statement.name}
   if isinstance(statement, ast.Import | ast.ImportFrom):
-    return {(alias.asname or alias.name).partition('.')[0] for alias in statement.names}
+    return set(map(_name_of, statement.names))
   if isinstance(statement, ast.Expr):
     return {_root(statement.value.func)} if isinstance(statement.value, ast.Call) else set()
   if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Delete):
@@ -161,6 +162,10 @@ def _bound(statement: ast.stmt) -> set[str]:
   inner = [node for node in ast.iter_child_nodes(statement) if isinstance(node, ast.stmt)]
   handlers = [node for handler in getattr(statement, 'handlers', []) for node in handler.body]
   return {name for node in (*inner, *handlers) for name in _bound(node)}
+
+
+def _name_of(alias: ast.alias) -> str:
+  return (alias.asname or alias.name).partition('.')[0]
 
 
 def _root(node: ast.expr) -> str:
@@ -193,15 +198,13 @@ def _late(node: ast.AST, file: pathlib.Path) -> Iterator[tuple[pathlib.Path, str
   """Yield the definitions that an import nested in a function or another statement needs."""
   if isinstance(node, ast.Import | ast.ImportFrom):
     for alias in node.names:
-      yield from _imported(node, alias, _EVERYTHING, file)
+      yield from _imported(node, alias, file)
 
 
 def _imported(
-  node: ast.Import | ast.ImportFrom, alias: ast.alias, name: str, file: pathlib.Path
+  node: ast.Import | ast.ImportFrom, alias: ast.alias, file: pathlib.Path
 ) -> Iterator[tuple[pathlib.Path, str]]:
-  """Yield the definitions that an import needs from counted files; `name` is what the importer uses."""
-  if name not in (_EVERYTHING, (alias.asname or alias.name).partition('.')[0]):
-    return
+  """Yield the definitions that a part of an import needs from counted files."""
   if isinstance(node, ast.Import):
     yield from ((path, _EVERYTHING) for path in _files(alias.name))
     return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
 import importlib.util
 import logging
 import pathlib
@@ -23,7 +24,7 @@ from sdpo_jax.types import Example, Outcome
 PATIENCE = 2  # Overruns of single completions after which the rest of a call is abandoned.
 
 
-class Graders:
+class Graders(contextlib.AbstractContextManager['Graders']):
   """The graders of a run, made from settings on first use and closed at the run's end.
 
   A grader that raises, hangs, or returns an invalid score affects only the completions concerned, not the run: they are
@@ -81,14 +82,18 @@ class Graders:
     Raises:
       UserError: a grader cannot grade these questions.
     """
-    by_grader: dict[str, list[Example]] = defaultdict(list)
-    for example in examples:
-      for name in self._weights_of(example.environment):
-        by_grader[name].append(example)
-    for name, asked in by_grader.items():
+    for name, rows in self._rows_of(examples).items():
       grader = self.get(name)
       if hasattr(grader, 'check_questions'):
-        grader.check_questions(asked)
+        grader.check_questions([examples[row] for row in rows])
+
+  def _rows_of(self, examples: Sequence[Example]) -> dict[str, list[int]]:
+    """Return the rows that each grader judges, by name; raises UserError as `prepare`."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for row, example in enumerate(examples):
+      for name in self._weights_of(example.environment):
+        found[name].append(row)
+    return found
 
   def describe(self) -> list[str]:
     """Describe each way in which graders confine the programs they run, a line each; see `layers` of a grader."""
@@ -119,16 +124,12 @@ class Graders:
       UserError: a question names an unknown grader, or a grader returns the wrong number of outcomes or finds that it
         cannot grade at all.
     """
-    weights = [self._weights_of(example.environment) for example in examples]
-    by_grader: dict[str, list[int]] = defaultdict(list)
-    for row, names in enumerate(weights):
-      for name in names:
-        by_grader[name].append(row)
     found: list[dict[str, Outcome]] = [{} for _ in examples]  # For each completion, by grader.
-    for name, rows in by_grader.items():
+    for name, rows in self._rows_of(examples).items():
       parts = [(examples[row], completions[row], truncated[row]) for row in rows]
       for row, outcome in zip(rows, self._grade(name, parts), strict=True):
         found[row][name] = outcome
+    weights = [self._weights_of(example.environment) for example in examples]
     scores = self._settings.score_range
     return [weighted_sum(parts, outcomes, scores) for parts, outcomes in zip(weights, found, strict=True)]
 
@@ -138,15 +139,7 @@ class Graders:
     Raises:
       UserError: a grader could not grade any completion; the message says what to do.
     """
-    for name, grader in list(self._made.items()):
-      if not hasattr(grader, 'end_batch'):
-        continue
-      try:
-        self._call(name, grader, grader.end_batch)
-      except UserError:
-        raise
-      except Exception as error:  # Every completion already has its outcome.
-        logging.warning('The end_batch() of the grader %r failed: %r', name, error)
+    self._tell('end_batch', UserError)  # If it fails otherwise, every completion already has its outcome.
 
   def close(self) -> None:
     """End the processes and connections that graders hold, even while another thread grades.
@@ -154,19 +147,10 @@ class Graders:
     Each grader's close() has the time limit of a call.
     """
     self._closed = True
-    for name, grader in list(self._made.items()):
-      if not hasattr(grader, 'close'):
-        continue
-      try:
-        self._call(name, grader, grader.close)
-      except Exception as error:  # Close the others, and report the error that ended the run.
-        logging.warning('The close() of the grader %r failed: %r', name, error)
+    self._tell('close')  # If it fails, close the others, and report the error that ended the run.
     self._made.clear()
     for names in self._metric_names.values():
       names.end()
-
-  def __enter__(self) -> Graders:
-    return self
 
   def __exit__(self, *_: object) -> None:
     self.close()
@@ -248,6 +232,18 @@ class Graders:
         wrong[0].reason,
       )
     return [self._metric_names[name].kept(outcome) for outcome in sound]
+
+  def _tell(self, method: str, *raised: type[Exception]) -> None:
+    """Call a method of all graders that have it; log its exceptions, except those to be `raised`."""
+    for name, grader in list(self._made.items()):
+      if not hasattr(grader, method):
+        continue
+      try:
+        self._call(name, grader, getattr(grader, method))
+      except raised:
+        raise
+      except Exception as error:
+        logging.warning('The %s() of the grader %r failed: %r', method, name, error)
 
   def _call(self, name: str, grader: registry.Grader, function: Callable[[], Any]) -> Any:
     seconds = None if getattr(grader, 'limits_itself', False) else self._settings.grader_timeout_s

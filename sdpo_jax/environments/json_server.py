@@ -18,6 +18,7 @@ import httpx2
 
 from sdpo_jax.config.addresses import VARIABLE
 from sdpo_jax.environments import bounded_http, bounded_json
+from sdpo_jax.environments.time_limit import OverranError
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.files import jsonable
 
@@ -137,11 +138,6 @@ class JsonServer:
     """Return the address without the parts that may be secret."""
     return self.redacted(_public(httpx2.URL(self._url)))
 
-  @property
-  def has_secrets(self) -> bool:
-    """Return whether there is anything that must not be shown."""
-    return bool(self._secrets)
-
   def redacted(self, text: str) -> str:
     """Remove the keys that were sent to the server from a text."""
     for secret in self._secrets:
@@ -178,7 +174,7 @@ class JsonServer:
     content = json.dumps(jsonable(body)).encode()
     try:
       answer = self._client.post(content, timeout_s, name=name, on_answer=on_answer, most_bytes=most_bytes)
-    except bounded_http.LateError as error:
+    except OverranError as error:
       raise Fault(f'no complete answer within {timeout_s:g} s', again=True) from error
     except bounded_http.TooLargeError as error:
       raise Fault(f'its answer {error}') from error

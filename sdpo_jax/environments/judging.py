@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sdpo_jax.environments.registry import Grader
+from sdpo_jax.config import EnvironmentsConfig
+from sdpo_jax.environments.registry import Grader, GraderFactory
 from sdpo_jax.types import Example, Outcome
 
 Rule = Callable[[Example, str, bool], Outcome]  # From a question, a completion and whether it was truncated.
@@ -19,6 +20,22 @@ def grader(rule: Rule) -> Grader:
     return [rule(*parts) for parts in zip(examples, completions, truncated, strict=True)]
 
   return grade
+
+
+def by_profile(reference: Rule, clean: Callable[..., Outcome]) -> GraderFactory:
+  """Return a factory of graders that judge each completion on its own by the rule of the settings' profile.
+
+  Args:
+    reference: the rule of the reference profile.
+    clean: that of the clean profile; takes as a fourth argument whether the feedback reveals the answer.
+  """
+
+  def make(settings: EnvironmentsConfig) -> Grader:
+    if settings.profile == 'reference':
+      return grader(reference)
+    return grader(lambda *parts: clean(*parts, settings.reveal_answer))
+
+  return make
 
 
 def outcome(
@@ -37,6 +54,12 @@ def outcome(
   incorrect = int(not format_valid) if incorrect_format is None else incorrect_format
   metrics = {'acc': score, 'pred': pred, 'incorrect_format': incorrect, 'format_valid': float(format_valid)}
   return Outcome(score, feedback, metrics)
+
+
+def unanswered(truncated: bool, wanted: str) -> Outcome:
+  """Return the outcome of a completion without an answer; `wanted` says how to write one."""
+  cut = f'{TRUNCATED} before it answered: be shorter, and {wanted}'
+  return outcome(False, '', False, cut if truncated else f'Your answer had the wrong format: {wanted}')
 
 
 def after_thinking(completion: str) -> str:

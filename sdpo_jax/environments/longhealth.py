@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 
 from sdpo_jax.config import EnvironmentsConfig
-from sdpo_jax.environments.judging import TRUNCATED, Rule, after_thinking, grader, outcome
+from sdpo_jax.environments.judging import after_thinking, by_profile, outcome, unanswered
 from sdpo_jax.environments.multiple_choice import CLOSE, OPEN, TAGGED
 from sdpo_jax.environments.registry import Grader, register_factory
 from sdpo_jax.errors import UserError, short_repr
@@ -34,26 +34,21 @@ def reference(example: Example, completion: str, truncated: bool) -> Outcome:
   return outcome(pred == str(example.ground_truth).strip().lower(), pred, found)
 
 
-def clean(reveal_answer: bool) -> Rule:
-  """Return a rule: 1 iff the last <answer>…</answer> after the thinking is the right option, up to a few letters."""
-
-  def rule(example: Example, completion: str, truncated: bool) -> Outcome:
-    options = example.columns[CHOICES]
-    wanted = f'put one of the options, exactly as it is written, between {OPEN} and {CLOSE}.'
-    tagged = TAGGED.findall(after_thinking(completion))
-    if not tagged:
-      cut = f'{TRUNCATED} before it answered: be shorter, and {wanted}'
-      return outcome(False, '', False, cut if truncated else f'Your answer had the wrong format: {wanted}')
-    pred = meant(tagged[-1], options)
-    if pred is None:
-      return outcome(False, '', False, f'Your answer is none of the options: {wanted}')
-    right = meant(str(example.ground_truth), options)
-    revealed = f' The right answer is {short_repr(right, 200)}.' if reveal_answer else ''
-    return outcome(
-      pred == right, pred, True, '' if pred == right else f'Your answer, {short_repr(pred, 200)}, is wrong.{revealed}'
-    )
-
-  return rule
+def clean(example: Example, completion: str, truncated: bool, reveal_answer: bool) -> Outcome:
+  """Score 1 iff the last <answer>…</answer> after the thinking is the right option, up to a few letters."""
+  options = example.columns[CHOICES]
+  wanted = f'put one of the options, exactly as it is written, between {OPEN} and {CLOSE}.'
+  tagged = TAGGED.findall(after_thinking(completion))
+  if not tagged:
+    return unanswered(truncated, wanted)
+  pred = meant(tagged[-1], options)
+  if pred is None:
+    return outcome(False, '', False, f'Your answer is none of the options: {wanted}')
+  right = meant(str(example.ground_truth), options)
+  if pred == right:
+    return outcome(True, pred, True)
+  revealed = f' The right answer is {short_repr(right, 200)}.' if reveal_answer else ''
+  return outcome(False, pred, True, f'Your answer, {short_repr(pred, 200)}, is wrong.{revealed}')
 
 
 def meant(answer: str, options: Sequence[str]) -> str | None:
@@ -92,17 +87,16 @@ class _Longhealth:
     for example in examples:
       options = example.columns.get(CHOICES)
       listed = isinstance(options, list) and all(isinstance(option, str) and option.strip() for option in options)
+      where = example.extra.get('origin', example.id)
       if not listed or len(options) < 2:
-        where = example.extra.get('origin', example.id)
         raise UserError(
           f'{where}: field {CHOICES!r}, from which {NAME!r} takes the options, must be a list of at least two texts, '
           f'not {short_repr(options)}.'
         )
       if meant(str(example.ground_truth), options) is None:
-        where = example.extra.get('origin', example.id)
         raise UserError(f'{where}: the answer {short_repr(example.ground_truth)} is none of the {CHOICES!r}, or two.')
 
 
 @register_factory(NAME)
 def _make(settings: EnvironmentsConfig) -> Grader:
-  return _Longhealth(grader(reference if settings.profile == 'reference' else clean(settings.reveal_answer)))
+  return _Longhealth(by_profile(reference, clean)(settings))

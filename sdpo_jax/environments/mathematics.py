@@ -116,11 +116,7 @@ class MathGrader:
       result_bytes=len('false'),
     )
     self._sandbox = Sandbox(settings.sandbox, HARNESS)
-
-  @property
-  def layers(self) -> list[str]:
-    """Return a description of each layer that confines the programs."""
-    return self._sandbox.layers
+    self.layers = self._sandbox.layers  # Descriptions of the layers that confine the comparisons.
 
   def close(self) -> None:
     """Close the sandbox."""
@@ -146,7 +142,8 @@ class MathGrader:
         for example, pred in zip(examples, preds, strict=True)
       ]
     open_rows = [row for row, verdict in enumerate(known) if verdict is None]
-    jobs = [self._job(str(examples[row].ground_truth), preds[row]) for row in open_rows]
+    asked = [{'gold': str(examples[row].ground_truth), 'pred': preds[row]} for row in open_rows]
+    jobs = [SandboxJob({**answers, 'boxed': not self._reference}, '', self._limits) for answers in asked]
     failed: dict[int, str] = {}
     for row, report in zip(open_rows, self._sandbox.run(jobs), strict=True):
       known[row] = report.result is True  # An answer that overruns or breaks the parser is wrong.
@@ -154,9 +151,6 @@ class MathGrader:
         failed[row] = f'The sandbox could not compare the answer: {report.reason}.'
     outcomes = [self._outcome(*parts) for parts in zip(examples, preds, map(bool, known), truncated, strict=True)]
     return [Outcome.ungraded(failed[row]) if row in failed else outcome for row, outcome in enumerate(outcomes)]
-
-  def _job(self, gold: str, pred: str) -> SandboxJob:
-    return SandboxJob({'gold': gold, 'pred': pred, 'boxed': not self._reference}, '', self._limits)
 
   def _outcome(self, example: Example, pred: str, right: bool, truncated: bool) -> Outcome:
     missing, score = not pred, float(right)

@@ -8,12 +8,11 @@ profiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 import re
 
-from sdpo_jax.config import EnvironmentsConfig
-from sdpo_jax.environments.judging import TRUNCATED, Rule, after_thinking, grader, outcome
-from sdpo_jax.environments.registry import Grader, register_factory
+from sdpo_jax.environments.judging import after_thinking, by_profile, outcome, unanswered
+from sdpo_jax.environments.registry import register_factory
 from sdpo_jax.types import Example, Outcome
 
 OPEN, CLOSE = '<answer>', '</answer>'
@@ -58,32 +57,21 @@ def reference_mmlu_pro(example: Example, completion: str, truncated: bool) -> Ou
   return Outcome(score, None, {'acc': score, 'pred': pred, 'incorrect_format': int(not valid), 'format_valid': valid})
 
 
-def clean_mcq(reveal_answer: bool) -> Rule:
-  """Return a rule: 1 iff the letter in the last <answer>…</answer> is right; '(B)', 'b.', 'B: because' are letters."""
-
-  def rule(example: Example, completion: str, truncated: bool) -> Outcome:
-    wanted = f'put only the letter of the right option between {OPEN} and {CLOSE}.'
-    return _judged(example, _tagged_letter(after_thinking(completion)), truncated, wanted, reveal_answer)
-
-  return rule
+def clean_mcq(example: Example, completion: str, truncated: bool, reveal_answer: bool) -> Outcome:
+  """Score 1 iff the letter in the last <answer>…</answer> is right; '(B)', 'b.', 'B: because' are letters."""
+  wanted = f'put only the letter of the right option between {OPEN} and {CLOSE}.'
+  return _judged(example, _tagged_letter(after_thinking(completion)), truncated, wanted, reveal_answer)
 
 
-def clean_stated(letters: str) -> Callable[[bool], Rule]:
-  """Return a rule: 1 iff the choice stated last is right: \\boxed{B}, 'the answer is B', or else a single capital."""
-
-  def make(reveal_answer: bool) -> Rule:
-    def rule(example: Example, completion: str, truncated: bool) -> Outcome:
-      text = after_thinking(completion)
-      pred = _tagged_letter(text)
-      for pattern in _STATED:
-        if not pred:
-          pred = next((letter for letter in reversed(_letters(pattern, text)) if letter in letters), '')
-      wanted = 'end with "The answer is X.", X being the letter of the right option.'
-      return _judged(example, pred, truncated, wanted, reveal_answer)
-
-    return rule
-
-  return make
+def clean_stated(letters: str, example: Example, completion: str, truncated: bool, reveal_answer: bool) -> Outcome:
+  """Score 1 iff the choice stated last is right: \\boxed{B}, 'the answer is B', or else a single capital."""
+  text = after_thinking(completion)
+  pred = _tagged_letter(text)
+  for pattern in _STATED:
+    if not pred:
+      pred = next((letter for letter in reversed(_letters(pattern, text)) if letter in letters), '')
+  wanted = 'end with "The answer is X.", X being the letter of the right option.'
+  return _judged(example, pred, truncated, wanted, reveal_answer)
 
 
 def _tagged_letter(text: str) -> str:
@@ -99,20 +87,13 @@ def _letters(pattern: re.Pattern[str], text: str) -> list[str]:
 def _judged(example: Example, pred: str, truncated: bool, wanted: str, reveal_answer: bool) -> Outcome:
   truth = str(example.ground_truth).strip().upper()
   if not pred:
-    cut = f'{TRUNCATED} before it answered: be shorter, and {wanted}'
-    return outcome(False, '', False, cut if truncated else f'Your answer had the wrong format: {wanted}')
+    return unanswered(truncated, wanted)
   if pred == truth:
     return outcome(True, pred, True)
   revealed = f' The right answer is {truth}.' if reveal_answer else ''
   return outcome(False, pred, True, f'Your answer, {pred}, is wrong.{revealed}')
 
 
-def _register(name: str, reference: Rule, clean: Callable[[bool], Rule]) -> None:
-  @register_factory(name)
-  def make(settings: EnvironmentsConfig) -> Grader:
-    return grader(reference if settings.profile == 'reference' else clean(settings.reveal_answer))
-
-
-_register('mcq', reference_mcq, clean_mcq)
-_register('gpqa', reference_gpqa, clean_stated('ABCD'))
-_register('mmlu_pro', reference_mmlu_pro, clean_stated('ABCDEFGHIJ'))
+register_factory('mcq')(by_profile(reference_mcq, clean_mcq))
+register_factory('gpqa')(by_profile(reference_gpqa, functools.partial(clean_stated, 'ABCD')))
+register_factory('mmlu_pro')(by_profile(reference_mmlu_pro, functools.partial(clean_stated, 'ABCDEFGHIJ')))

@@ -159,11 +159,6 @@ def get_generator(name: str) -> QuestionGenerator:
   return _find(_GENERATORS, 'generator', name)
 
 
-def generator_names() -> tuple[str, ...]:
-  """Return the names of all question generators, sorted."""
-  return _names(_GENERATORS, 'generator')
-
-
 def _names(table: dict[str, Any], kind: str) -> tuple[str, ...]:
   return tuple(sorted(table.keys() | _BUILT_IN[kind].keys()))
 

@@ -140,7 +140,9 @@ class RemoteGrader:
       if batch.given_up:
         raise Fault(f'there was no answer to any of {len(batch.causes)} requests before it ({batch.causes[-1]})')
       try:
-        outcome = self._read(self._post(body(), batch))
+        outcome = self._read(
+          self._server.ask(body(), self._timeout_s, name=f'grader-{self._name}', on_answer=batch.answered.set)
+        )
         liveness.progress()
         return outcome
       except Fault as fault:
@@ -150,18 +152,8 @@ class RemoteGrader:
           raise
     raise AssertionError('The last attempt returns or raises.')
 
-  def _post(self, body: Mapping[str, Any], batch: _Batch) -> Any:
-    """Post a body and return the JSON of the answer; raises Fault."""
-
-    def answered() -> None:
-      batch.answered = True
-
-    return self._server.ask(body, self._timeout_s, name=f'grader-{self._name}', on_answer=answered)
-
   def _without_secrets(self, outcome: Outcome) -> Outcome:
     """Remove keys from an outcome, which a server may have repeated from the request."""
-    if not self._server.has_secrets:
-      return outcome
     metrics = {
       self._server.redacted(name): self._server.redacted(value) if isinstance(value, str) else value
       for name, value in outcome.metrics.items()
@@ -180,11 +172,11 @@ class _Batch:
     self.asked = 0  # Number of completions.
     self.questions: set[str] = set()
     self.reasons: list[str] = []  # Reasons for the completions that could not be graded.
-    self.answered = False  # Whether there was any answer.
+    self.answered = threading.Event()  # There was an answer.
     self.causes: list[str] = []  # Of completions that have used all attempts that made sense.
     self._patience = patience
 
   @property
   def given_up(self) -> bool:
     """Return whether as many completions as may be asked for at once got no answer at all."""
-    return not self.answered and len(self.causes) >= self._patience
+    return not self.answered.is_set() and len(self.causes) >= self._patience

@@ -88,9 +88,10 @@ class RewardGrader:
     """Provide the function to call and whether no other call can change its attributes."""
     with self._lock:
       if self._called.running:  # The running call has been abandoned; otherwise there would be no second one.
-        fresh = _copied(self._called.function)
-        if fresh is not self._called.function:
-          self._called = _Called(fresh)
+        with contextlib.suppress(Exception):  # User-defined classes may raise anything.
+          fresh = copy.copy(self._called.function)
+          if fresh is not self._called.function:  # A plain function is its own copy.
+            self._called = _Called(fresh)
       called = self._called
       called.running += 1
       alone = called.running == 1
@@ -138,13 +139,13 @@ class RewardGrader:
     return list(values)
 
   def _outcome(self, reward: Any, feedback: Any) -> Outcome:
+    rest: dict[str, Any] = {}
     if isinstance(reward, Mapping):
       rest = dict(reward)
       if 'score' not in rest:
         raise UserError(f"The reward function {self._name!r} must give its dicts a 'score', not {short_repr(reward)}.")
       reward, feedback = rest.pop('score'), rest.pop('feedback', feedback)
-      return Outcome(reward, feedback, rest) if reward is not None else Outcome.not_applicable(NOT_APPLICABLE)
-    return Outcome(reward, feedback) if reward is not None else Outcome.not_applicable(NOT_APPLICABLE)
+    return Outcome(reward, feedback, rest) if reward is not None else Outcome.not_applicable(NOT_APPLICABLE)
 
 
 @dataclasses.dataclass
@@ -153,14 +154,6 @@ class _Called:
 
   function: Callable[..., Any]
   running: int = 0
-
-
-def _copied(function: Callable[..., Any]) -> Callable[..., Any]:
-  """Return a shallow copy of an object, or the object itself if it cannot be copied, such as a function."""
-  try:
-    return copy.copy(function)
-  except Exception:  # User-defined classes may raise anything.
-    return function
 
 
 def _rows(examples: Sequence[Example]) -> list[dict[str, Any]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import concurrent.futures
 import threading
-from typing import Any, TypeVar
+from typing import TypeVar
 
 Result = TypeVar('Result')
 
@@ -27,23 +28,18 @@ def call_within(function: Callable[[], Result], seconds: float | None, name: str
     EndedError: it raised a BaseException that is not an Exception, which must not end the caller's thread.
     Exception: any exception that it raised.
   """
-  results: list[Any] = []
-  errors: list[BaseException] = []
-  done = threading.Event()
+  called: concurrent.futures.Future[Result] = concurrent.futures.Future()
 
   def work() -> None:
     try:
-      results.append(function())
+      called.set_result(function())
     except BaseException as error:  # Raised again in the waiting thread.
-      errors.append(error)
-    finally:
-      done.set()
+      called.set_exception(error)
 
   threading.Thread(target=work, name=name, daemon=True).start()
-  if not done.wait(seconds):
+  if not concurrent.futures.wait([called], seconds).done:
     raise OverranError(f'no answer within {seconds:g} s')
-  if not errors:
-    return results[0]
-  if isinstance(errors[0], Exception):
-    raise errors[0]
-  raise EndedError(repr(errors[0])) from errors[0]
+  error = called.exception()
+  if error is None or isinstance(error, Exception):
+    return called.result()
+  raise EndedError(repr(error)) from error

@@ -16,9 +16,8 @@ import json
 import re
 from typing import Any
 
-from sdpo_jax.config import EnvironmentsConfig
-from sdpo_jax.environments.judging import TRUNCATED, Rule, after_thinking, grader, outcome
-from sdpo_jax.environments.registry import Grader, register_factory
+from sdpo_jax.environments.judging import TRUNCATED, after_thinking, by_profile, outcome
+from sdpo_jax.environments.registry import register_factory
 from sdpo_jax.errors import short_repr
 from sdpo_jax.types import Example, Outcome
 
@@ -138,27 +137,23 @@ def same(left: Any, right: Any) -> bool:
   return left == right
 
 
-def clean_tooluse(reveal_answer: bool) -> Rule:
-  """Return a rule: 1 iff the calls are those of the ground truth, in any order, each with its own arguments."""
-
-  def rule(example: Example, completion: str, truncated: bool) -> Outcome:
-    expected, got = truth_of(example.ground_truth), calls_of(after_thinking(completion))
-    missing = list(expected)
-    wrong = []  # Calls that are not expected.
-    for number, call in enumerate(got, 1):
-      match = next((i for i, (name, value) in enumerate(missing) if name == call[0] and same(value, call[1])), None)
-      if match is None:
-        wrong.append((number, call))
-      else:
-        missing.pop(match)
-    said = ' '.join(itertools.islice(_faults(wrong, missing, len(got), truncated), MAX_FAULTS))
-    if said and reveal_answer:
-      said += ' Expected: ' + '; '.join(f'{name} {json.dumps(value, ensure_ascii=False)}' for name, value in expected)
-    pred = json.dumps(sorted(got, key=repr), ensure_ascii=False, sort_keys=True)
-    valid = bool(got) and all(name and isinstance(value, dict) for name, value in got)
-    return outcome(not said, pred, valid or (not got and not expected), said)
-
-  return rule
+def clean_tooluse(example: Example, completion: str, truncated: bool, reveal_answer: bool) -> Outcome:
+  """Score 1 iff the calls are those of the ground truth, in any order, each with its own arguments."""
+  expected, got = truth_of(example.ground_truth), calls_of(after_thinking(completion))
+  missing = list(expected)
+  wrong = []  # Calls that are not expected.
+  for number, call in enumerate(got, 1):
+    match = next((i for i, (name, value) in enumerate(missing) if name == call[0] and same(value, call[1])), None)
+    if match is None:
+      wrong.append((number, call))
+    else:
+      missing.pop(match)
+  said = ' '.join(itertools.islice(_faults(wrong, missing, len(got), truncated), MAX_FAULTS))
+  if said and reveal_answer:
+    said += ' Expected: ' + '; '.join(f'{name} {json.dumps(value, ensure_ascii=False)}' for name, value in expected)
+  pred = json.dumps(sorted(got, key=repr), ensure_ascii=False, sort_keys=True)
+  valid = bool(got) and all(name and isinstance(value, dict) for name, value in got)
+  return outcome(not said, pred, valid or (not got and not expected), said)
 
 
 def _faults(wrong: list[tuple[int, Call]], missing: list[Call], made: int, truncated: bool) -> Iterator[str]:
@@ -197,7 +192,4 @@ def _argument_faults(got: Any, expected: Any) -> str:
   return ', '.join(faults) + '.'
 
 
-@register_factory('tooluse')
-def make(settings: EnvironmentsConfig) -> Grader:
-  """Return a grader of tool use in the settings' profile."""
-  return grader(reference_tooluse if settings.profile == 'reference' else clean_tooluse(settings.reveal_answer))
+register_factory('tooluse')(by_profile(reference_tooluse, clean_tooluse))

@@ -60,12 +60,7 @@ class Evaluation:
 
 def reported_ks(n: int) -> list[int]:
   """Return the k of best@k, worst@k and maj@k for n samples: 2, 4, 8, … and n itself, as the reference reports."""
-  ks = []
-  k = 2
-  while k < n:
-    ks.append(k)
-    k *= 2
-  return [*ks, n] if n > 1 else []
+  return [*(2**power for power in range(1, (n - 1).bit_length())), n] if n > 1 else []
 
 
 @functools.cache
@@ -233,11 +228,8 @@ def _summaries(outcomes: Sequence[Outcome], n: int) -> dict[str, float]:
     summary = summarize(of_questions(metric_values(outcomes, name)), n, winners)
     found.update({f'{name}/{key}': value for key, value in summary.items()})
   for grader in reward_names(outcomes):
-    values = reward_values(outcomes, grader)
-    given = [values[rows] for rows in graded]
-    summary = summarize(
-      [of_question[~np.isnan(of_question)] for of_question in given if not np.isnan(of_question).all()], n
-    )
+    given = [values[~np.isnan(values)] for values in of_questions(reward_values(outcomes, grader))]
+    summary = summarize([values for values in given if values.size], n)
     found.update({f'reward/{grader}/{key}': value for key, value in summary.items()})
   return found
 

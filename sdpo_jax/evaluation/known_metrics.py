@@ -57,13 +57,9 @@ def check_best_metric(name: str | None, tasks: Collection[str], n: int, words: S
     )
   known = evaluation_names(tasks, n, words)
   summaries = summary_names(n)
-  added = [
-    rest
-    for task in tasks
-    if name.startswith(f'{EVALUATION}{task}/')
-    for rest in [name.removeprefix(f'{EVALUATION}{task}/')]
-    if rest.rpartition('/')[0] and rest.rpartition('/')[2] in summaries
-  ]
+  folders = [f'{EVALUATION}{task}/' for task in tasks]
+  metrics = [name.removeprefix(folder).rpartition('/') for folder in folders if name.startswith(folder)]
+  added = any(metric and summary in summaries for metric, _, summary in metrics)
   if name not in known and not added:
     raise UserError(
       f'{setting} is not among the metrics of an evaluation of {", ".join(sorted(tasks))} with val_kwargs.n={n}; near '

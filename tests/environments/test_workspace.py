@@ -395,7 +395,7 @@ def test_a_folder_of_the_system_is_no_workspace(path):
 def test_where_namespaces_are_not_allowed_there_are_no_commands(tmp_path, monkeypatch):
   child = tmp_path / 'child.py'
   child.write_text(
-    'import os, sys\nos.write(int(sys.argv[4]), b\'{"failed": "namespaces are not allowed here"}\\n\')\n'
+    'import os, sys\nos.write(int(sys.argv[-1]), b\'{"failed": "namespaces are not allowed here"}\\n\')\n'
   )
   monkeypatch.setattr('sdpo_jax.environments.workspace.shell.CHILD', child)
   (tmp_path / 'work').mkdir()

@@ -8,7 +8,7 @@ are those of linux/landlock.h, linux/seccomp.h and linux/audit.h.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import ctypes
 import errno
 import os
@@ -128,35 +128,12 @@ ALLOWED = {
   'membarrier': (324, 283),
   'arch_prctl': (158, None),
 }
-# Calls that are allowed only for some arguments; see `_rules`.
-CHECKED = {
-  'fsync': (74, 82),
-  'fdatasync': (75, 83),
-  'open': (2, None),
-  'openat': (257, 56),
-  'fcntl': (72, 25),
-  'ioctl': (16, 29),
-  'prctl': (157, 167),
-  'prlimit64': (302, 261),
-  'kill': (62, 129),
-  'tgkill': (234, 131),
-  'clone': (56, 220),
-  'close_range': (436, 436),
-  'futex': (202, 98),
-  'madvise': (28, 233),
-  'sched_getaffinity': (204, 123),
-  'clock_gettime': (228, 113),
-  'clock_getres': (229, 114),
-  'clock_nanosleep': (230, 115),
-}
-# Calls that Python lacks, at least in some builds.
+# Further calls that Python lacks, at least in some builds.
 OWN = {
   'memfd_create': (319, 279),
   'pidfd_open': (434, 434),
   'capset': (126, 91),
   'seccomp': (317, 277),
-  'prctl': (157, 167),
-  'close_range': (436, 436),
   'landlock_create_ruleset': (444, 444),
   'landlock_add_rule': (445, 445),
   'landlock_restrict_self': (446, 446),
@@ -173,6 +150,9 @@ NEW_CALLS = 424  # From here on both machines use the same numbers, and librarie
 # linux/filter.h: load a word, compare, and, return; the second field is (jump if true, jump if false).
 LOAD, EQUAL, AT_LEAST, ANY_BIT, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
+PASS = (RETURN, 0, 0, ALLOW)
+Instruction = tuple[int, int, int, int]
+SELF = -1  # Instead of an operand, none of which is negative.
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # Offsets in struct seccomp_data; arguments have 8 bytes, low word first.
 
 O_ACCMODE, O_TRUNC, O_TMPFILE = 0o3, 0o1000, 0o20000000  # O_TMPFILE's own bit; the same on both machines.
@@ -223,10 +203,13 @@ def machine() -> int:
   return column
 
 
-def call(name: str, *arguments: int) -> int:
-  """Make a system call of `OWN` and return its result; raises OSError naming the call."""
-  number = OWN[name][machine()]
-  result = _libc.syscall(ctypes.c_long(number), *(ctypes.c_long(argument) for argument in arguments))
+def call(name: str, *arguments: int | bytes) -> int:
+  """Make a system call of `OWN` or `CHECKED` and return its result; raises OSError naming the call.
+
+  Bytes are passed by their address: text, or a structure that the kernel only reads.
+  """
+  numbers = ((OWN.get(name) or CHECKED[name])[machine()], *arguments)
+  result = _libc.syscall(*(value if isinstance(value, bytes) else ctypes.c_long(value) for value in numbers))
   if result < 0:
     code = ctypes.get_errno()
     raise OSError(code, f'{name}: {os.strerror(code)}')
@@ -263,9 +246,7 @@ def drop_privileges(uid: int | None) -> None:
       raise OSError(
         error.errno, f'root cannot become user {uid} ({error.strerror}): run as an ordinary user'
       ) from error
-  header = ctypes.create_string_buffer(struct.pack('=Ii', 0x20080522, 0))
-  nothing = ctypes.create_string_buffer(24)
-  call('capset', ctypes.addressof(header), ctypes.addressof(nothing))
+  call('capset', struct.pack('=Ii', 0x20080522, 0), bytes(24))
   # A change of user makes /proc/self, and with it /dev/stdin, inaccessible to the process itself.
   call('prctl', PR_SET_DUMPABLE, 1, 0, 0, 0)
   call('prctl', PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -293,16 +274,13 @@ def restrict_files(version: int, readable: Sequence[int], scratch: int, stdin: i
     stdin: descriptor of a file that may also be opened by name for reading.
   """
   handled = (1 << FILE_RIGHTS[min(version, max(FILE_RIGHTS))]) - 1
-  fields = [handled, NETWORK if version >= 4 else 0, SCOPES if version >= 6 else 0]
-  fields = fields[: 1 + (version >= 4) + (version >= 6)]
-  attributes = ctypes.create_string_buffer(struct.pack(f'={len(fields)}Q', *fields), 8 * len(fields))
-  ruleset = call('landlock_create_ruleset', ctypes.addressof(attributes), 8 * len(fields), 0)
+  fields = [handled] + [NETWORK] * (version >= 4) + [SCOPES] * (version >= 6)
+  ruleset = call('landlock_create_ruleset', struct.pack(f'={len(fields)}Q', *fields), 8 * len(fields), 0)
   rules = [*((directory, READ) for directory in readable), (scratch, SCRATCH & handled)]
   if stdin is not None:
     rules.append((stdin, READ_FILE))
   for opened, rights in rules:
-    rule = ctypes.create_string_buffer(struct.pack('=Qi', rights, opened), 12)
-    call('landlock_add_rule', ruleset, 1, ctypes.addressof(rule), 0)
+    call('landlock_add_rule', ruleset, 1, struct.pack('=Qi', rights, opened), 0)
   call('landlock_restrict_self', ruleset, QUIET if version >= 7 else 0)
   os.close(ruleset)
 
@@ -311,10 +289,9 @@ def restrict_files(version: int, readable: Sequence[int], scratch: int, stdin: i
 
 
 def restrict_calls(program: bytes) -> None:
-  """Install a filter of `filter_program` for this process and its threads; call `drop_privileges` before."""
+  """Install a filter of `assembled` for this process and its threads; call `drop_privileges` before."""
   instructions = ctypes.create_string_buffer(program, len(program))
-  header = ctypes.create_string_buffer(struct.pack('HxxxxxxP', len(program) // 8, ctypes.addressof(instructions)))
-  call('seccomp', 1, 0, ctypes.addressof(header))
+  call('seccomp', 1, 0, struct.pack('HxxxxxxP', len(program) // 8, ctypes.addressof(instructions)))
 
 
 def filter_program(pid: int, column: int | None = None) -> bytes:
@@ -325,97 +302,101 @@ def filter_program(pid: int, column: int | None = None) -> bytes:
   All other calls fail with EPERM, or with ENOSYS where that makes libraries fall back (clone3, openat2 and newer
   calls), so that a program sees an exception.
   """
-  column = machine() if column is None else column
-  code = [
-    (LOAD, 0, 0, ARCHITECTURE),
-    (EQUAL, 1, 0, AUDIT_ARCH[column]),
-    _fail(errno.ENOSYS),  # 32-bit calls on a 64-bit machine.
-    (LOAD, 0, 0, NUMBER),
-  ]
-  for numbers in ALLOWED.values():
-    if numbers[column] is not None:
-      code += [(EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, ALLOW)]
-  for name, rule in _rules(pid).items():
-    if CHECKED[name][column] is not None:
-      code += [(EQUAL, 0, len(rule), CHECKED[name][column]), *rule]
+  rules = [(numbers, [PASS]) for numbers in ALLOWED.values()]
+  for *numbers, rule in CHECKED.values():
+    rules.append((numbers, [(*what, pid if operand == SELF else operand) for *what, operand in rule]))
   # Includes the x32 calls of x86_64, which have large numbers.
-  code += [(AT_LEAST, 0, 1, NEW_CALLS), _fail(errno.ENOSYS), _fail(errno.EPERM)]
-  return b''.join(struct.pack('=HBBI', *instruction) for instruction in code)
+  others = [(AT_LEAST, 0, 1, NEW_CALLS), fail(errno.ENOSYS), fail(errno.EPERM)]
+  return assembled(machine() if column is None else column, fail(errno.ENOSYS), rules, others)
 
 
-def _flags(argument: int) -> list[tuple[int, int, int, int]]:
+def assembled(
+  column: int,
+  foreign: Instruction,
+  rules: Iterable[tuple[Sequence[int | None], Sequence[Instruction]]],
+  others: Sequence[Instruction],
+) -> bytes:
+  """Return a seccomp filter; the instructions for every call must end with a return.
+
+  Args:
+    column: the machine, a column of the tables.
+    foreign: what to return for 32-bit calls on a 64-bit machine, which have other numbers.
+    rules: the numbers of a call on both machines, and the instructions for it.
+    others: the instructions for all other calls.
+  """
+  code = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, AUDIT_ARCH[column]), foreign, (LOAD, 0, 0, NUMBER)]
+  for numbers, rule in rules:
+    if numbers[column] is not None:
+      code += [(EQUAL, 0, len(rule), numbers[column]), *rule]
+  return b''.join(struct.pack('=HBBI', *instruction) for instruction in (*code, *others))
+
+
+def _flags(argument: int) -> list[Instruction]:
   """Return the instructions that check the flags with which a file is opened."""
   return [
-    _load(argument),
+    load(argument),
     # The survey of written bytes would not count a file without a name.
     (ANY_BIT, 0, 1, O_TMPFILE),
-    _fail(errno.EOPNOTSUPP),
+    fail(errno.EOPNOTSUPP),
     # Before version 3, Landlock lets a reader truncate a file: so here only with O_RDONLY.
     (AND, 0, 0, O_TRUNC | O_ACCMODE),
     (EQUAL, 0, 1, O_TRUNC),
-    _fail(errno.EPERM),
-    (RETURN, 0, 0, ALLOW),
+    fail(errno.EPERM),
+    PASS,
   ]
 
 
-def _rules(pid: int) -> dict[str, list[tuple[int, int, int, int]]]:
-  """Return the instructions for every call in `CHECKED`; each list ends with returns."""
-  clock = [_load(0), (AT_LEAST, 0, 1, CLOCKS), _fail(errno.EPERM), (RETURN, 0, 0, ALLOW)]
-  return {
-    # Succeeds without doing anything: a program's files need not outlive it, and syncing one of Python's files would
-    # make the disk flush everybody's data.
-    'fsync': [_fail(0)],
-    'fdatasync': [_fail(0)],
-    'open': _flags(1),
-    'openat': _flags(2),
-    'fcntl': _one_of(1, FCNTL_COMMANDS),
-    'ioctl': _one_of(1, IOCTL_REQUESTS),
-    'prctl': _one_of(0, PRCTL_OPTIONS),
-    'prlimit64': _one_of(0, (0, pid)),
-    'kill': _signal(pid, 1),
-    'tgkill': _signal(pid, 2),
-    'clone': [_load(0), (AND, 0, 0, THREAD), (EQUAL, 0, 1, THREAD), (RETURN, 0, 0, ALLOW), _fail(errno.EPERM)],
-    'close_range': [
-      _load(2),
-      (ANY_BIT, 0, 1, CLOSE_RANGE_UNSHARE),
-      _fail(errno.EPERM),
-      (RETURN, 0, 0, ALLOW),
-    ],
-    'futex': [
-      _load(1),
-      (ANY_BIT, 0, 1, FUTEX_PRIVATE),
-      (RETURN, 0, 0, ALLOW),
-      *_one_of(1, [call | clock for call in SHARED_FUTEXES for clock in (0, FUTEX_CLOCK_REALTIME)]),
-    ],
-    'madvise': _one_of(2, ADVICE),
-    'sched_getaffinity': _one_of(0, (0, pid)),
-    'clock_gettime': clock,
-    'clock_getres': clock,
-    'clock_nanosleep': clock,
-  }
-
-
-def _signal(pid: int, argument: int) -> list[tuple[int, int, int, int]]:
+def _signal(argument: int) -> list[Instruction]:
   """Return the instructions that allow a signal, given as an argument, to the process itself only."""
   return [
-    _load(0),
-    (EQUAL, 1, 0, pid),
-    _fail(errno.EPERM),
-    _load(argument),
+    load(0),
+    (EQUAL, 1, 0, SELF),
+    fail(errno.EPERM),
+    load(argument),
     (AT_LEAST, 0, 1, LAST_SIGNAL + 1),
-    _fail(errno.EPERM),
-    (RETURN, 0, 0, ALLOW),
+    fail(errno.EPERM),
+    PASS,
   ]
 
 
-def _one_of(argument: int, values: Sequence[int]) -> list[tuple[int, int, int, int]]:
-  checks = [instruction for value in values for instruction in ((EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW))]
-  return [_load(argument), *checks, _fail(errno.EPERM)]
+def _one_of(argument: int, values: Sequence[int]) -> list[Instruction]:
+  checks = [instruction for value in values for instruction in ((EQUAL, 0, 1, value), PASS)]
+  return [load(argument), *checks, fail(errno.EPERM)]
 
 
-def _load(argument: int) -> tuple[int, int, int, int]:
+def load(argument: int) -> Instruction:
+  """Return the instruction that loads the low word of an argument, counted from 0."""
   return (LOAD, 0, 0, ARGUMENTS + 8 * argument)
 
 
-def _fail(code: int) -> tuple[int, int, int, int]:
+def fail(code: int) -> Instruction:
+  """Return the instruction that lets the call fail with an error code; 0: succeed without doing anything."""
   return (RETURN, 0, 0, ERRNO | code)
+
+
+_CLOCK = [load(0), (AT_LEAST, 0, 1, CLOCKS), fail(errno.EPERM), PASS]
+_SHARED = [operation | clock for operation in SHARED_FUTEXES for clock in (0, FUTEX_CLOCK_REALTIME)]
+# Calls that are allowed only for some arguments: their numbers on each machine, and the instructions for them, which
+# end with returns. SELF stands for the program's process id.
+CHECKED: dict[str, tuple[int | None, int | None, list[Instruction]]] = {
+  # Succeeds without doing anything: a program's files need not outlive it, and syncing one of Python's files would
+  # make the disk flush everybody's data.
+  'fsync': (74, 82, [fail(0)]),
+  'fdatasync': (75, 83, [fail(0)]),
+  'open': (2, None, _flags(1)),
+  'openat': (257, 56, _flags(2)),
+  'fcntl': (72, 25, _one_of(1, FCNTL_COMMANDS)),
+  'ioctl': (16, 29, _one_of(1, IOCTL_REQUESTS)),
+  'prctl': (157, 167, _one_of(0, PRCTL_OPTIONS)),
+  'prlimit64': (302, 261, _one_of(0, (0, SELF))),
+  'kill': (62, 129, _signal(1)),
+  'tgkill': (234, 131, _signal(2)),
+  'clone': (56, 220, [load(0), (AND, 0, 0, THREAD), (EQUAL, 0, 1, THREAD), PASS, fail(errno.EPERM)]),
+  'close_range': (436, 436, [load(2), (ANY_BIT, 0, 1, CLOSE_RANGE_UNSHARE), fail(errno.EPERM), PASS]),
+  'futex': (202, 98, [load(1), (ANY_BIT, 0, 1, FUTEX_PRIVATE), PASS, *_one_of(1, _SHARED)]),
+  'madvise': (28, 233, _one_of(2, ADVICE)),
+  'sched_getaffinity': (204, 123, _one_of(0, (0, SELF))),
+  'clock_gettime': (228, 113, _CLOCK),
+  'clock_getres': (229, 114, _CLOCK),
+  'clock_nanosleep': (230, 115, _CLOCK),
+}

@@ -46,16 +46,13 @@ def remove_abandoned(parent: str | pathlib.Path, remove: Callable[[str], object]
 
 
 def _remove_if_abandoned(directory: str, remove: Callable[[str], object]) -> None:
-  try:
+  # It has just been removed, is held, belongs to another user, or is not a directory.
+  with contextlib.suppress(OSError):
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-  except OSError:  # It has just been removed, belongs to another user, or is not a directory.
-    return
-  try:
-    status = os.fstat(descriptor)
-    if status.st_uid == os.geteuid() and time.time() - status.st_mtime > STALE_S:
-      fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      remove(directory)
-  except OSError:
-    return
-  finally:
-    os.close(descriptor)
+    try:
+      status = os.fstat(descriptor)
+      if status.st_uid == os.geteuid() and time.time() - status.st_mtime > STALE_S:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove(directory)
+    finally:
+      os.close(descriptor)

@@ -33,7 +33,10 @@ def files(standard: Sequence[str], packages: Sequence[str], names: set[str]) -> 
   """
   found: list[str] = []
   for directory in standard:
-    found += [os.path.join(directory, name) for name in sorted(os.listdir(directory)) if not _left_out(name)]
+    names_here = [
+      name for name in os.listdir(directory) if name not in LEFT_OUT and not name.startswith(STATIC_LIBRARY)
+    ]
+    found += [os.path.join(directory, name) for name in sorted(names_here)]
   for directory in packages:
     found += [os.path.join(directory, entry) for entry in sorted(entries(directory, names))]
   return list(_below(found))
@@ -113,10 +116,6 @@ def _record(info: str) -> tuple[set[str], list[str]]:
     elif top not in ('', '.', '..'):
       found.add(top)
   return found, _REQUIREMENT.findall(texts['METADATA'])
-
-
-def _left_out(name: str) -> bool:
-  return name in LEFT_OUT or name.startswith(STATIC_LIBRARY)
 
 
 def _module(entry: str) -> str:

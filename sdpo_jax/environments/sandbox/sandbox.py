@@ -7,10 +7,10 @@ process and the program, not through the zygote. docs/sandbox.md says which atta
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import concurrent.futures
 import contextlib
-import ctypes
 import dataclasses
 import fcntl
 import importlib.util
@@ -108,12 +108,15 @@ class SandboxReport:
 
   @property
   def result(self) -> Any:
-    """Return the harness's result; None if it did not return, or the bytes are not JSON.
+    """Return the harness's result; None if it did not return, or the bytes are not JSON or nested too deeply.
 
     Parsing takes a hundred times the memory of the text, and seconds for megabytes of brackets: use this only where
       `Limits.result_bytes` is small.
     """
-    return _json(self.result_bytes)
+    try:
+      return json.loads(self.result_bytes)
+    except (ValueError, RecursionError):
+      return None
 
   @property
   def stdout(self) -> str:
@@ -124,7 +127,7 @@ class SandboxReport:
     return self.stderr_bytes.decode(errors='replace')
 
 
-class Sandbox:
+class Sandbox(contextlib.AbstractContextManager['Sandbox']):
   """Runs untrusted programs; thread-safe."""
 
   def __init__(self, settings: SandboxConfig, harness: pathlib.Path, *, preload: Sequence[str] = ()):
@@ -174,9 +177,6 @@ class Sandbox:
     """End all programs and helper processes and remove their files; may be called twice."""
     self._finalizer()
     self._pool.shutdown()
-
-  def __enter__(self) -> Sandbox:
-    return self
 
   def __exit__(self, *error: object) -> None:
     self.close()
@@ -516,7 +516,7 @@ def _run(zygote: _Zygote, job: SandboxJob, probe: bool) -> SandboxReport:
     try:
       stdin = stack.enter_context(_memory_file(job.stdin.encode('utf-8', 'surrogatepass')))
       payload = stack.enter_context(_memory_file(json.dumps(job.payload).encode()))
-      channel, theirs = stack.enter_context(_channel())
+      channel, theirs = map(stack.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
       readers, writers = zip(*(stack.enter_context(_pipe()) for _ in range(3)), strict=True)
     except OSError as error:  # No memory or descriptor left, in this process or the machine.
       raise _Fault(f'a program cannot be given its input ({error.strerror})') from error
@@ -530,43 +530,38 @@ def _run(zygote: _Zygote, job: SandboxJob, probe: bool) -> SandboxReport:
       raise _Died from error
     for file in (stdin, payload, theirs, *writers):
       file.close()
-    answer, outputs, dropped = _collect(channel, readers, limits)
+    answer, (stdout, stderr, result), dropped, too_much = _collect(channel, readers, limits)
   if 'fault' in answer:
     raise _Fault(answer['fault'])
-  if answer['ended_by'] == 'closed':
+  ended_by = answer.pop('ended_by')
+  if ended_by == 'closed':
     raise RuntimeError('The sandbox was closed while a program ran.')
-  stdout, stderr, result = outputs
   return SandboxReport(
-    status='output' if dropped.too_much else _status(answer, limits),
-    exit_code=answer['exit_code'],
-    signal=answer['signal'],
-    wall_s=answer['wall_s'],
-    cpu_s=answer['cpu_s'],
+    'output' if too_much else _status(ended_by, answer['signal'], answer['cpu_s'], limits),
+    **answer,
     result_bytes=result,
     stdout_bytes=stdout,
     stderr_bytes=stderr,
-    dropped={name: count for name, count in dropped.counts.items() if count},
+    dropped=dropped,
   )
-
-
-@dataclasses.dataclass
-class _Dropped:
-  counts: dict[str, int]  # Bytes, by pipe name.
-  too_much: bool = False  # A limit was exceeded, so the program was ended.
 
 
 def _collect(
   channel: socket.socket, readers: Sequence[io.FileIO], limits: Limits
-) -> tuple[dict, list[bytes], _Dropped]:
-  """Return the zygote's answer, the kept bytes of each pipe, and how much was dropped."""
+) -> tuple[dict, list[bytes], dict[str, int], bool]:
+  """Collect what comes from a program until it has ended.
+
+  Returns:
+    the zygote's answer, the kept bytes of each pipe, the number of dropped ones of the pipes with any, and whether a
+    limit was exceeded, so that the program was ended.
+  """
   names = {reader.fileno(): index for index, reader in enumerate(readers)}
   outputs = [bytearray() for _ in readers]
   most = limits.output_mb * MIB
   kept = [most if limit is None else limit for limit in (limits.stdout_bytes, limits.stderr_bytes, limits.result_bytes)]
   printed, returned = [most], [min(most, kept[2])]
   left = dict(zip(names, (printed, printed, returned), strict=True))
-  dropped = _Dropped(dict.fromkeys(PIPES, 0))
-  open_ends = set(names)
+  dropped, too_much = collections.Counter[str](), False
   poll, answered = select.poll(), select.poll()
   answered.register(channel, select.POLLIN)
   for fd in [*names, channel.fileno()]:
@@ -575,21 +570,23 @@ def _collect(
 
   def read(fd: int) -> int:
     """Read once and return the number of bytes; 0 if nothing is available now."""
+    nonlocal too_much
     try:
       data = os.read(fd, CHUNK)
     except BlockingIOError:
       return 0
     index = names[fd]
     room = min(left[fd][0], kept[index] - len(outputs[index]))
-    dropped.counts[PIPES[index]] += max(0, len(data) - room)
-    if len(data) > left[fd][0] and not dropped.too_much:
-      dropped.too_much = True
-      _tell(channel)
+    dropped[PIPES[index]] += max(0, len(data) - room)
+    if len(data) > left[fd][0] and not too_much:
+      too_much = True
+      with contextlib.suppress(OSError):  # The program may already have ended.
+        channel.send(b'end')
     outputs[index] += data[:room]
     left[fd][0] -= min(left[fd][0], len(data))
-    if not data and fd in open_ends:
-      open_ends.remove(fd)
-      poll.unregister(fd)
+    if not data:
+      with contextlib.suppress(KeyError):  # The pipe's end has been seen before.
+        poll.unregister(fd)
     return len(data)
 
   deadline = time.monotonic() + limits.wall_s + GRACE_S
@@ -607,9 +604,9 @@ def _collect(
   if not answer:
     raise _Died
   for fd in names:
-    while read(fd) and not dropped.too_much:
+    while read(fd) and not too_much:
       pass
-  return json.loads(answer), [bytes(output) for output in outputs], dropped
+  return json.loads(answer), list(map(bytes, outputs)), dict(+dropped), too_much
 
 
 def _receive(channel: socket.socket) -> bytes:
@@ -619,35 +616,20 @@ def _receive(channel: socket.socket) -> bytes:
     return channel.recv(MESSAGE)
 
 
-def _tell(channel: socket.socket) -> None:
-  """Ask the zygote to end the program, which may already have ended."""
-  try:
-    channel.send(b'end')
-  except OSError:
-    pass
-
-
-def _status(answer: dict, limits: Limits) -> Literal['ended', 'timeout', 'output', 'killed']:
-  if answer['ended_by'] in ('timeout', 'output'):
-    return answer['ended_by']
-  if answer['signal'] is None:
+def _status(
+  ended_by: str | None, number: int | None, cpu_s: float, limits: Limits
+) -> Literal['ended', 'timeout', 'output', 'killed']:
+  if ended_by in ('timeout', 'output'):
+    return ended_by
+  if number is None:
     return 'ended'
-  over = answer['signal'] == signal.SIGKILL and answer['cpu_s'] >= limits.cpu_s
-  return 'timeout' if over or answer['signal'] == signal.SIGXCPU else 'killed'
-
-
-def _json(raw: bytes) -> Any:
-  """Parse JSON; return None if it is invalid or nested too deeply."""
-  try:
-    return json.loads(raw)
-  except (ValueError, RecursionError):
-    return None
+  over = number == signal.SIGKILL and cpu_s >= limits.cpu_s
+  return 'timeout' if over or number == signal.SIGXCPU else 'killed'
 
 
 def _memory_file(data: bytes) -> io.FileIO:
   """Return an anonymous, immutable file with these contents, positioned at its beginning."""
-  name = ctypes.create_string_buffer(b'sandbox')
-  file = open(confinement.call('memfd_create', ctypes.addressof(name), MFD_CLOEXEC | MFD_ALLOW_SEALING), 'r+b', 0)
+  file = open(confinement.call('memfd_create', b'sandbox', MFD_CLOEXEC | MFD_ALLOW_SEALING), 'r+b', 0)
   view = memoryview(data)
   while view:
     view = view[file.write(view) :]
@@ -661,10 +643,3 @@ def _pipe() -> Iterator[tuple[io.FileIO, io.FileIO]]:
   reader, writer = os.pipe()
   with open(reader, 'rb', 0) as reading, open(writer, 'wb', 0) as writing:
     yield reading, writing
-
-
-@contextlib.contextmanager
-def _channel() -> Iterator[tuple[socket.socket, socket.socket]]:
-  ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-  with ours, theirs:
-    yield ours, theirs

@@ -8,6 +8,7 @@ library only.
 from __future__ import annotations
 
 from collections.abc import Generator
+import contextlib
 import os
 import stat
 
@@ -92,16 +93,13 @@ def held(directory: str, pid: int, proc: int) -> Generator[None, None, dict[tupl
 
 def _names(path: str, here: int) -> list[str]:
   """Return the names in a directory below the open one `here`; none if it is gone."""
-  try:
+  with contextlib.suppress(OSError):
     opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=here)
-  except OSError:
-    return []
-  try:
-    return os.listdir(opened)
-  except OSError:
-    return []
-  finally:
-    os.close(opened)
+    try:
+      return os.listdir(opened)
+    finally:
+      os.close(opened)
+  return []
 
 
 def remove(path: str) -> None:

@@ -32,6 +32,7 @@ THREAD_BYTES = 1024  # Start of the C library's record of a thread, which contai
 _python, _libc = ctypes.pythonapi, ctypes.PyDLL(None, use_errno=True)  # Neither releases the interpreter's lock.
 for _hook in (_python.PyOS_BeforeFork, _python.PyOS_AfterFork_Parent, _python.PyOS_AfterFork_Child):
   _hook.restype = None
+_libc.pthread_self.restype = ctypes.c_void_p
 _libc.syscall.restype = None  # Ensures that no process id is ever stored.
 
 Program = Callable[[bytes, list[int]], None]  # Called with a job and its descriptors, in the job's process.
@@ -155,9 +156,7 @@ def _clone(seed: tuple[int, int]) -> None:
 
 def _words_of_thread() -> list[int]:
   """Return the start of the C library's record of this thread, as 32-bit integers."""
-  pthread_self = ctypes.CDLL(None).pthread_self
-  pthread_self.restype = ctypes.c_void_p
-  return list(struct.unpack(f'={THREAD_BYTES // 4}i', ctypes.string_at(pthread_self(), THREAD_BYTES)))
+  return list(struct.unpack(f'={THREAD_BYTES // 4}i', ctypes.string_at(_libc.pthread_self(), THREAD_BYTES)))
 
 
 def _thread_id_addresses(parent: int, before: Sequence[int]) -> list[int]:
@@ -170,11 +169,9 @@ def _thread_id_addresses(parent: int, before: Sequence[int]) -> list[int]:
     parent: process id of the parent when it had one thread.
     before: the parent's words at that time.
   """
-  pthread_self = ctypes.CDLL(None).pthread_self
-  pthread_self.restype = ctypes.c_void_p
-  own, after = threading.get_native_id(), _words_of_thread()
+  own, here, after = threading.get_native_id(), _libc.pthread_self(), _words_of_thread()
   pairs = enumerate(zip(before, after, strict=True))
-  return [pthread_self() + 4 * at for at, (old, new) in pairs if (old, new) == (parent, own)]
+  return [here + 4 * at for at, (old, new) in pairs if (old, new) == (parent, own)]
 
 
 def _keep_only(descriptors: Sequence[int]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
-import ctypes
 import errno
 import os
 import signal
@@ -68,12 +67,8 @@ def separate() -> list[str]:
   try:
     confinement.call('unshare', CLONE_NEWNS)
   except OSError:
-    user, group = os.geteuid(), os.getegid()
     try:
-      confinement.call('unshare', CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID)
-      for name, text in (('setgroups', 'deny'), ('gid_map', f'{NOBODY} {group} 1'), ('uid_map', f'{NOBODY} {user} 1')):
-        with open(f'/proc/self/{name}', 'w') as file:
-          file.write(text)
+      own_users(NOBODY, NOBODY, CLONE_NEWNS | CLONE_NEWPID)
       child = os.fork()
     except OSError as error:
       raise confinement.Unsupported(f'namespaces are not allowed here ({error.strerror})') from error
@@ -89,6 +84,15 @@ def separate() -> list[str]:
   return found
 
 
+def own_users(user: int, group: int, others: int) -> None:
+  """Move this process to a user namespace, where it has these ids, and to the namespaces `others`; raises OSError."""
+  maps = {'setgroups': 'deny', 'gid_map': f'{group} {os.getegid()} 1', 'uid_map': f'{user} {os.geteuid()} 1'}
+  confinement.call('unshare', CLONE_NEWUSER | others)
+  for name, text in maps.items():
+    with open(f'/proc/self/{name}', 'w') as file:
+      file.write(text)
+
+
 def processes(at: str) -> int | None:
   """Return an open, unnamed /proc of this process's PID namespace; None if it is unavailable.
 
@@ -101,8 +105,7 @@ def processes(at: str) -> int | None:
   except OSError:  # For example in a container that hides parts of its own /proc.
     return None
   opened = os.open(at, os.O_PATH | os.O_DIRECTORY)
-  name = ctypes.create_string_buffer(os.fsencode(at))
-  confinement.call('umount2', ctypes.addressof(name), MNT_DETACH)
+  confinement.call('umount2', os.fsencode(at), MNT_DETACH)
   return opened
 
 
@@ -142,20 +145,29 @@ def build(
     with open(at + INIT, 'wb') as file:
       file.write(executable(confinement.machine()))
     os.chmod(at + INIT, 0o555)
-    os.chdir(at)
-    here = ctypes.create_string_buffer(b'.')
-    confinement.call('pivot_root', ctypes.addressof(here), ctypes.addressof(here))
-    confinement.call('umount2', ctypes.addressof(here), MNT_DETACH)
-    os.chdir('/')
+    enter(at)
     with contextlib.suppress(OSError):  # Where nothing can be removed, it is a bubblewrap's and ends with it.
       os.rmdir(os.path.basename(at), dir_fd=parent)
     os.close(parent)
     make_read_only('/')
-    for path in ('/', *readable):
-      if not os.statvfs(path).f_flag & os.ST_RDONLY:  # On a writable mount, reading can update a file's access time.
-        raise OSError(errno.EROFS, 'it can be written to', path)
+    check_read_only('/', *readable)
   except OSError as error:
     raise confinement.Unsupported(f'a file system of Python alone cannot be made here ({error})') from error
+
+
+def enter(at: str) -> None:
+  """Make the mount at `at` the root and working directory of this process, and leave the old root."""
+  os.chdir(at)
+  confinement.call('pivot_root', b'.', b'.')
+  confinement.call('umount2', b'.', MNT_DETACH)
+  os.chdir('/')
+
+
+def check_read_only(*paths: str) -> None:
+  """Raise OSError if one of these lies on a writable mount, where reading can update a file's access time."""
+  for path in paths:
+    if not os.statvfs(path).f_flag & os.ST_RDONLY:
+      raise OSError(errno.EROFS, 'it can be written to', path)
 
 
 def own_files(size: int, entries: int, user: int | None, stdin: int) -> None:
@@ -273,15 +285,15 @@ def reach(paths: Sequence[str]) -> None:
 
 def make_read_only(path: str) -> None:
   """Make the mount at `path` and all mounts below it read-only in this namespace; raises OSError before Linux 5.12."""
-  name = ctypes.create_string_buffer(os.fsencode(path))
-  attributes = ctypes.create_string_buffer(struct.pack('=4Q', READ_ONLY, 0, 0, 0), 32)
-  confinement.call(
-    'mount_setattr', AT_FDCWD, ctypes.addressof(name), AT_RECURSIVE, ctypes.addressof(attributes), len(attributes)
-  )
+  set_attributes(path, READ_ONLY, AT_RECURSIVE)
+
+
+def set_attributes(path: str, attributes: int, flags: int) -> None:
+  """Add attributes to the mount at `path` by mount_setattr(2)."""
+  given = struct.pack('=4Q', attributes, 0, 0, 0)
+  confinement.call('mount_setattr', AT_FDCWD, os.fsencode(path), flags, given, len(given))
 
 
 def mount(source: str, target: str, kind: str, flags: int, data: str = '') -> None:
   """Call mount(2)."""
-  texts = [ctypes.create_string_buffer(os.fsencode(text)) for text in (source, target, kind, data)]
-  one, two, three, last = map(ctypes.addressof, texts)
-  confinement.call('mount', one, two, three, flags, last)
+  confinement.call('mount', *map(os.fsencode, (source, target, kind)), flags, os.fsencode(data))

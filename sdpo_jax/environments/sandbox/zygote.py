@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Generator
+import contextlib
 import fcntl
 import gc
 import importlib
@@ -49,7 +50,6 @@ MAX_ENTRIES = 4096  # Files and directories per program.
 MAX_DESCRIPTORS = 64
 MAX_THREADS = 64
 UID_BASE, UIDS, MAX_SLOTS = 2_000_000_000, 2**16, 1024  # Unused user ids for the programs of a privileged owner.
-NOBODY = 65534
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -64,11 +64,8 @@ def load(path: str) -> types.ModuleType:
 
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-confinement = load(os.path.join(HERE, 'confinement.py'))
-library = load(os.path.join(HERE, 'library.py'))
-scratch = load(os.path.join(HERE, 'scratch.py'))
-seed = load(os.path.join(HERE, 'seed.py'))
-view = load(os.path.join(HERE, 'view.py'))
+MODULES = ('confinement', 'library', 'scratch', 'seed', 'view')  # Each after those that it needs.
+confinement, library, scratch, seed, view = (load(os.path.join(HERE, f'{name}.py')) for name in MODULES)
 
 
 class HarnessFault(Exception):
@@ -93,10 +90,8 @@ class SandboxProcess:
     self.ended_by = self.ended_by or reason
     self.next_check = float('inf')
     for target in (-self.pid, self.pid):
-      try:
+      with contextlib.suppress(ProcessLookupError):  # The group is gone or does not exist yet.
         os.kill(target, signal.SIGKILL)
-      except ProcessLookupError:
-        pass  # The group is gone or does not exist yet.
 
   def check(self, now: float, proc: int | None) -> None:
     """Kill the program if it exceeds a limit that the kernel does not check; always takes little time.
@@ -154,10 +149,8 @@ class Zygote:
     ]
     sys.path += [path for path in settings['packages'] if path not in sys.path]
     for name in [*LINKED, *settings['preload']]:
-      try:
+      with contextlib.suppress(ImportError):  # Programs that need it fail as they would without a zygote.
         importlib.import_module(name)
-      except ImportError:
-        continue  # Programs that need it fail as they would without a zygote.
     try:
       self.harness = load(settings['harness'])
     except Exception as error:
@@ -206,9 +199,7 @@ class Zygote:
 
   def serve(self) -> None:
     """Run jobs until the owner ends or closes the socket."""
-    wake_r, wake_w = os.pipe()
-    for end in (wake_r, wake_w):
-      os.set_blocking(end, False)
+    wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
     self.selector = selectors.DefaultSelector()
@@ -280,7 +271,7 @@ class Zygote:
       with self.ids.separate() as (init, namespace):
         self.inits.add(init)
         try:
-          pid = self.seed.fork(for_program(job, user, view.SCRATCH), given, namespace)
+          pid = self.seed.fork(encoded(job | {'user': user, 'directory': view.SCRATCH}), given, namespace)
         except OSError:
           os.kill(init, signal.SIGKILL)
           raise
@@ -291,7 +282,7 @@ class Zygote:
       if self.mechanism == 'bubblewrap':  # There programs share one user and run one after the other.
         os.chmod(self.scratch, 0o100)
       try:
-        pid = self.seed.fork(for_program(job, user, directory), given)
+        pid = self.seed.fork(encoded(job | {'user': user, 'directory': directory}), given)
       except OSError:
         self.discard(directory)
         raise
@@ -392,7 +383,7 @@ class Zygote:
         confinement.restrict_calls(self.filter or confinement.filter_program(os.getpid()))
     except (OSError, ValueError) as error:
       reason = getattr(error, 'strerror', None) or error
-      os.write(channel, json.dumps({'fault': f'a program cannot be confined: {reason}'}).encode())
+      os.write(channel, encoded({'fault': f'a program cannot be confined: {reason}'}))
       return False
     return True
 
@@ -483,8 +474,8 @@ def user_ids() -> range:
     for inside, _, count in (map(int, line.split()) for line in file):
       if inside <= first and first + MAX_SLOTS <= inside + count:
         return range(first, first + MAX_SLOTS)
-      if inside <= NOBODY < inside + count:
-        found = range(NOBODY, NOBODY + 1)
+      if inside <= view.NOBODY < inside + count:
+        found = range(view.NOBODY, view.NOBODY + 1)
   return found
 
 
@@ -514,14 +505,12 @@ def watch(owner: int | None) -> int | None:
 def strays(known: set[int]) -> list[int]:
   """Return the children of this process that are not `known`: left behind by an unconfined program."""
   found = []
-  for name in filter(str.isdigit, os.listdir('/proc')):
-    try:
-      with open(f'/proc/{name}/stat') as file:
-        parent = file.read().rpartition(')')[2].split()[1]
-    except OSError:
-      continue
-    if int(parent) == os.getpid() and int(name) not in known:
-      found.append(int(name))
+  for pid in map(int, filter(str.isdigit, os.listdir('/proc'))):
+    with contextlib.suppress(OSError):
+      with open(f'/proc/{pid}/stat') as file:
+        parent = int(file.read().rpartition(')')[2].split()[1])
+      if parent == os.getpid() and pid not in known:
+        found.append(pid)
   return found
 
 
@@ -570,14 +559,11 @@ def advance(work: Generator[None, None, bool]) -> bool | None:
 
 def landlock_version(mechanism: str) -> int:
   """Return the Landlock version to use, 0 for none; raises confinement.Unsupported if the mechanism requires one."""
-  if mechanism == 'none':
-    return 0
-  try:
+  if mechanism == 'landlock':
     return confinement.landlock_version()
-  except confinement.Unsupported:
-    if mechanism == 'landlock':
-      raise
-    return 0
+  with contextlib.suppress(confinement.Unsupported):
+    return confinement.landlock_version() if mechanism == 'bubblewrap' else 0
+  return 0
 
 
 def threads(pid: int, proc: int | None) -> int:
@@ -591,17 +577,14 @@ def threads(pid: int, proc: int | None) -> int:
     return 0
 
 
-def for_program(job: dict, user: int | None, directory: str) -> bytes:
-  """Return a job's message to its process."""
-  return json.dumps({'limits': job['limits'], 'probe': job['probe'], 'user': user, 'directory': directory}).encode()
+def encoded(message: dict) -> bytes:
+  return json.dumps(message).encode()
 
 
 def send(channel: socket.socket, report: dict) -> None:
   """Send a message to the owner, who may be gone."""
-  try:
-    channel.send(json.dumps(report).encode())
-  except OSError:
-    pass
+  with contextlib.suppress(OSError):
+    channel.send(encoded(report))
 
 
 def main() -> None:
@@ -614,9 +597,9 @@ def main() -> None:
   try:
     zygote = Zygote(control, settings)
   except Exception as error:
-    control.send(json.dumps({'fault': str(error), 'harness': isinstance(error, HarnessFault)}).encode())
+    control.send(encoded({'fault': str(error), 'harness': isinstance(error, HarnessFault)}))
     return
-  control.send(json.dumps({'layers': zygote.layers, 'entered': zygote.entered, 'copied': zygote.copied}).encode())
+  control.send(encoded({'layers': zygote.layers, 'entered': zygote.entered, 'copied': zygote.copied}))
   zygote.serve()
 
 

@@ -156,11 +156,10 @@ class Folder:
       os.close(descriptor)
 
   def _open(self, name: str, flags: int) -> int:
-    how = ctypes.create_string_buffer(struct.pack('=3Q', flags, 0, _RESOLVE), 24)
-    text = ctypes.create_string_buffer(os.fsencode(name))
+    how = struct.pack('=3Q', flags, 0, _RESOLVE)
+    number, root, size = map(ctypes.c_long, (OPENAT2, self._root, len(how)))
     for _ in range(8):  # EAGAIN: a concurrent rename.
-      numbers = (OPENAT2, self._root, ctypes.addressof(text), ctypes.addressof(how), 24)
-      found = _libc.syscall(*(ctypes.c_long(number) for number in numbers))
+      found = _libc.syscall(number, root, os.fsencode(name), how, size)
       if found >= 0:
         return found
       code = ctypes.get_errno()

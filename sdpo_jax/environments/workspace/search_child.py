@@ -1,21 +1,22 @@
 """Regular expression search in the files of a folder, in a process that can be killed: some never finish.
 
-Reads a JSON request from standard input and writes the answer to standard output. Loaded by path; standard library and
+Reads a JSON request from standard input and writes the answer to standard output. Run by path; standard library and
 folder.py only.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import pathlib
 import re
 import sys
-import types
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+folders = importlib.import_module('folder')
 
 
 def main() -> None:
-  folders = load(pathlib.Path(__file__).with_name('folder.py'))
   request = json.load(sys.stdin)
   try:
     expression = re.compile(request['pattern'])
@@ -25,9 +26,11 @@ def main() -> None:
     return
   folder = folders.Folder(pathlib.Path(request['folder']))
   found: list[str] = []
-  for name in names_below(folders, folder, request['path']):
-    if not matches(name):
-      continue
+  try:
+    names = list(folder.files(request['path']))
+  except folders.PathError:  # It is a file.
+    names = [folder.relative(request['path'])]
+  for name in filter(matches, names):
     try:
       content = folder.read(name, request['max_file_bytes'])
     except folders.PathError:
@@ -41,22 +44,6 @@ def main() -> None:
           json.dump({'found': found[:-1], 'more': True}, sys.stdout)
           return
   json.dump({'found': found, 'more': False}, sys.stdout)
-
-
-def names_below(folders: types.ModuleType, folder, path: str) -> list[str]:
-  """Return the names of the files below a folder, or the name of a file itself."""
-  try:
-    return list(folder.files(path))
-  except folders.PathError:
-    return [folder.relative(path)]
-
-
-def load(path: pathlib.Path) -> types.ModuleType:
-  spec = importlib.util.spec_from_file_location(path.stem, path)
-  module = importlib.util.module_from_spec(spec)
-  sys.modules[path.stem] = module
-  spec.loader.exec_module(module)
-  return module
 
 
 if __name__ == '__main__':

@@ -6,7 +6,6 @@ error. shell_child.py sets them up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
 import json
@@ -26,14 +25,14 @@ from sdpo_jax.environments.sandbox import cgroups
 from sdpo_jax.errors import UserError
 
 CHILD = pathlib.Path(__file__).with_name('shell_child.py')
-SANDBOX = pathlib.Path(cgroups.__file__).parent  # Folder of the confinement's modules.
 # Paths that a command may read where they exist. Only the parts of /etc that programs need to start.
 SYSTEM = ('/usr', '/bin', '/sbin', '/lib', '/lib32', '/lib64', '/libx32', '/opt')
 ETC = (
   *('passwd', 'group', 'hosts', 'nsswitch.conf', 'localtime', 'ld.so.cache', 'ld.so.conf', 'ld.so.conf.d'),
   *('alternatives', 'ssl/certs', 'ca-certificates', 'mime.types', 'bash.bashrc', 'gitconfig', 'magic'),
 )
-_CLOSED = ('/', '/proc', '/sys', '/dev', '/run', '/etc', '/usr', '/bin', '/sbin', '/lib', '/lib64', '/opt')
+_CLOSED = ('/', '/usr', '/bin', '/sbin', '/lib', '/lib64', '/opt')
+_CLOSED_WITH_ALL_BELOW = ('/proc', '/sys', '/dev', '/run', '/etc')
 _CHUNK = 2**16
 
 
@@ -70,16 +69,12 @@ class Shell:
     self,
     workspace: pathlib.Path,
     limits: ShellLimits = ShellLimits(),
-    readable: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
   ):
     """Make a shell and test it with a command that does nothing.
 
     Args:
       workspace: a folder, the only one that commands can change.
       limits: limits of each command.
-      readable: further folders that commands may read, such as that of a compiler.
-      environment: variables of commands besides PATH, HOME and LANG; this process's own are not passed on.
 
     Raises:
       UserError: the workspace is no folder, or one of the system, or the machine does not allow what keeps commands in
@@ -88,26 +83,22 @@ class Shell:
     self._workspace = pathlib.Path(os.path.realpath(workspace))
     if not self._workspace.is_dir():
       raise UserError(f'The workspace {workspace} is not a folder.')
-    if str(self._workspace) in _CLOSED or any(
-      self._workspace.is_relative_to(closed) for closed in ('/proc', '/sys', '/dev', '/run', '/etc')
-    ):
+    if str(self._workspace) in _CLOSED or any(map(self._workspace.is_relative_to, _CLOSED_WITH_ALL_BELOW)):
       raise UserError(f'The workspace {workspace} is a folder of the system: name one of your own.')
     if str(self._workspace) in ('/tmp', '/var/tmp'):
       raise UserError(f'The workspace {workspace} is shared by everybody: name a folder within it.')
     self._limits = limits
-    bash = shutil.which('bash', path='/usr/bin:/bin:/usr/local/bin')
-    if bash is None:
+    self._bash = shutil.which('bash', path='/usr/bin:/bin:/usr/local/bin')
+    if self._bash is None:
       raise UserError('There is no bash on this machine, so that an agent cannot run commands: allow it none.')
-    own = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *readable)}
-    found = [*SYSTEM, *(f'/etc/{name}' for name in ETC), *sorted(own)]
+    python = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix)}
+    found = [*SYSTEM, *(f'/etc/{name}' for name in ETC), *sorted(python)]
     self._readable = [path for path in found if os.path.lexists(path)]
-    self._bash = bash
-    self._environment = {
+    self._environment = {  # Nothing of this process's own.
       'PATH': f'{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin',
       'HOME': '/tmp',
       'LANG': 'C.UTF-8',
       'TERM': 'dumb',
-      **(environment or {}),
     }
     tried = self.run(':')
     if tried.status != 'ended' or tried.exit_code != 0:
@@ -159,7 +150,7 @@ class Shell:
       stack.callback(os.close, answer)
       try:
         child = subprocess.Popen(
-          [sys.executable, '-I', str(CHILD), str(SANDBOX), str(os.getpid()), str(request.fileno()), str(told)],
+          [sys.executable, '-I', str(CHILD), str(os.getpid()), str(request.fileno()), str(told)],
           stdin=subprocess.DEVNULL,
           stdout=subprocess.PIPE,
           stderr=subprocess.STDOUT,
@@ -177,25 +168,20 @@ class Shell:
       with contextlib.suppress(BlockingIOError):  # The ended process has written nothing.
         said = os.read(answer, _CHUNK)
     wall = time.monotonic() - began
-    answers = [json.loads(line) for line in said.splitlines()]
-    failed = next((found['failed'] for found in answers if 'failed' in found), None)
-    if status != 'ended':
-      return ShellReport(status, None, kept.value(), kept.dropped, wall)
-    if failed is not None or not answers:
-      return ShellReport(
-        'failed', None, kept.value(), kept.dropped, wall, failed or 'it ended before its command began'
-      )
-    return ShellReport('ended', answers[0]['exit_code'], kept.value(), kept.dropped, wall)
+    told = {name: value for line in said.splitlines() for name, value in json.loads(line).items()}
+    exit_code, reason = None, ''
+    if status == 'ended' and ('failed' in told or not told):
+      status, reason = 'failed', told.get('failed', 'it ended before its command began')
+    elif status == 'ended':
+      exit_code = told['exit_code']
+    return ShellReport(status, exit_code, kept.value(), kept.dropped, wall, reason)
 
 
-class Cancellation:
+class Cancellation(contextlib.AbstractContextManager['Cancellation']):
   """Lets another thread end a command."""
 
   def __init__(self):
     self._read, self._write = os.pipe()
-
-  def __enter__(self) -> Cancellation:
-    return self
 
   def __exit__(self, *error: object) -> None:
     os.close(self._read)
@@ -270,8 +256,7 @@ def shared_files(workspace: pathlib.Path) -> list[pathlib.Path]:
   Raises:
     OSError: the folder cannot be read.
   """
-  found: dict[tuple[int, int], list[pathlib.Path]] = {}
-  links: dict[tuple[int, int], int] = {}
+  found: dict[tuple[int, int, int], list[pathlib.Path]] = {}  # By device, inode and number of links.
 
   def fail(error: OSError) -> None:
     raise error
@@ -284,7 +269,5 @@ def shared_files(workspace: pathlib.Path) -> list[pathlib.Path]:
       except FileNotFoundError:  # Removed meanwhile.
         continue
       if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
-        inode = status.st_dev, status.st_ino
-        found.setdefault(inode, []).append(path)
-        links[inode] = status.st_nlink
-  return [path for inode, paths in found.items() if len(paths) < links[inode] for path in paths]
+        found.setdefault((status.st_dev, status.st_ino, status.st_nlink), []).append(path)
+  return [path for (_, _, links), paths in found.items() if len(paths) < links for path in paths]

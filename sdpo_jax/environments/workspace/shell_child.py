@@ -2,24 +2,24 @@
 
 Three processes take part: this one, outside, which waits; the first process of a new PID namespace, which sets up the
 command's file system and reaps its orphans; and the command. Everything that was started ends with the command. See
-`man 7 mount_namespaces`, `user_namespaces` and `pid_namespaces`. Loaded by path; standard library only.
+`man 7 mount_namespaces`, `user_namespaces` and `pid_namespaces`. Run by path: standard library, and modules of the
+sandbox that need no more.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
-import importlib.util
+import importlib
 import json
 import os
 import resource
 import signal
-import stat
-import struct
 import sys
-import types
 from typing import Any
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), 'sandbox'))
+confinement, _, view = map(importlib.import_module, ('confinement', 'library', 'view'))  # `view` needs the others.
 
 MIB = 2**20
 DEVICES = ('null', 'zero', 'full', 'random', 'urandom')
@@ -27,10 +27,7 @@ LINKS = {'fd': '/proc/self/fd', 'stdin': '/proc/self/fd/0', 'stdout': '/proc/sel
 # Calls that commands do not need and in which kernels have had bugs, or that reach beyond the namespaces; x86_64,
 # aarch64.
 REFUSED = {
-  'mount': (165, 40),
-  'umount2': (166, 39),
-  'pivot_root': (155, 41),
-  'mount_setattr': (442, 442),
+  **{name: confinement.OWN[name] for name in ('mount', 'umount2', 'pivot_root', 'mount_setattr', 'unshare', 'setns')},
   'open_tree': (428, 428),
   'move_mount': (429, 429),
   'fsopen': (430, 430),
@@ -38,8 +35,6 @@ REFUSED = {
   'fsmount': (432, 432),
   'fspick': (433, 433),
   'chroot': (161, 51),
-  'unshare': (272, 97),
-  'setns': (308, 268),
   'ptrace': (101, 117),
   'process_vm_readv': (310, 270),
   'process_vm_writev': (311, 271),
@@ -76,30 +71,17 @@ REFUSED = {
   'sethostname': (170, 161),
   'setdomainname': (171, 162),
 }
-CLONE, CLONE3 = (56, 220), 435
-IOCTL = (16, 29)
+CLONE3 = (435, 435)
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C  # Type into the terminal from which this was started.
 NAMESPACES = 0x20000 | 0x2000000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000
-X32 = 0x40000000
+X32, KILL = 0x40000000, 0x80000000
 FAILED = 'failed'
 TEMPORARY = ('/tmp', '/var/tmp')
 NOSUID_NODEV = 0x2 | 0x4  # MOUNT_ATTR_…
 
 
-def load(folder: str, name: str) -> types.ModuleType:
-  """Load the module in a file, under the file's name."""
-  spec = importlib.util.spec_from_file_location(name, os.path.join(folder, f'{name}.py'))
-  module = importlib.util.module_from_spec(spec)
-  sys.modules[name] = module
-  spec.loader.exec_module(module)
-  return module
-
-
 def main() -> None:
-  parent, request, answer = (int(argument) for argument in sys.argv[2:5])
-  confinement = load(sys.argv[1], 'confinement')
-  load(sys.argv[1], 'library')
-  view = load(sys.argv[1], 'view')
+  parent, request, answer = map(int, sys.argv[1:])
   with open(request, 'rb') as file:
     job = json.load(file)
   for door in job['doors']:  # Entries to a control group.
@@ -107,7 +89,9 @@ def main() -> None:
     os.close(door)
   confinement.die_with_parent(parent)
   try:
-    separate(confinement, view)
+    # One thread runs here, as a new user namespace requires.
+    others = view.CLONE_NEWNS | view.CLONE_NEWPID | view.CLONE_NEWNET | view.CLONE_NEWIPC | view.CLONE_NEWUTS
+    view.own_users(os.geteuid(), os.getegid(), others)
     first = os.fork()
   except OSError as error:
     tell(answer, {FAILED: f'namespaces are not allowed here ({error})'})
@@ -117,19 +101,20 @@ def main() -> None:
     return
   confinement.die_with_parent(0)
   try:
-    build(confinement, view, job)
+    build(job)
   except OSError as error:
     tell(answer, {FAILED: f'the file system of the command cannot be made ({error})'})
     os._exit(1)
   program = refusing(confinement.machine())
   command = os.fork()
   if not command:
-    run(confinement, program, job, answer)
+    run(program, job, answer)
   os.set_inheritable(answer, False)
   for descriptor in (0, 1, 2):  # So the reader of the output sees its end.
     os.close(descriptor)
-  status = reap(command)
-  tell(answer, {'exit_code': os.waitstatus_to_exitcode(status)})
+  while (ended := os.wait())[0] != command:
+    pass  # An orphan of the command.
+  tell(answer, {'exit_code': os.waitstatus_to_exitcode(ended[1])})
   os._exit(0)  # Ends everything that the command has left running.
 
 
@@ -137,32 +122,7 @@ def tell(answer: int, what: dict[str, Any]) -> None:
   os.write(answer, json.dumps(what).encode() + b'\n')
 
 
-def reap(command: int) -> int:
-  """Wait for the command and return its status."""
-  while True:
-    process, status = os.wait()
-    if process == command:
-      return status
-
-
-def separate(confinement: types.ModuleType, view: types.ModuleType) -> None:
-  """Move this process, which has one thread, and its forks to new namespaces."""
-  user, group = os.geteuid(), os.getegid()
-  confinement.call(
-    'unshare',
-    view.CLONE_NEWUSER
-    | view.CLONE_NEWNS
-    | view.CLONE_NEWPID
-    | view.CLONE_NEWNET
-    | view.CLONE_NEWIPC
-    | view.CLONE_NEWUTS,
-  )
-  for name, text in (('setgroups', 'deny'), ('gid_map', f'{group} {group} 1'), ('uid_map', f'{user} {user} 1')):
-    with open(f'/proc/self/{name}', 'w') as file:
-      file.write(text)
-
-
-def build(confinement: types.ModuleType, view: types.ModuleType, job: dict[str, Any]) -> None:
+def build(job: dict[str, Any]) -> None:
   """Make this process's root a read-only file system of system directories, with the workspace."""
   at, workspace = job['at'], job['workspace']
   view.mount('none', '/', '', view.MS_REC | view.MS_PRIVATE)
@@ -170,7 +130,7 @@ def build(confinement: types.ModuleType, view: types.ModuleType, job: dict[str, 
   within = [path for path in job['readable'] if is_temporary(path)]
   for path in job['readable']:
     if path not in within:
-      place(view, path, at + path)
+      place(path, at + path)
   for name in ('/dev', '/proc', '/run', *TEMPORARY):
     os.makedirs(at + name, exist_ok=True)
   for name in DEVICES:
@@ -187,7 +147,7 @@ def build(confinement: types.ModuleType, view: types.ModuleType, job: dict[str, 
   for name in TEMPORARY:
     view.mount('tmpfs', at + name, 'tmpfs', view.MS_NOSUID | view.MS_NODEV, f'mode=1777,size={job["tmp_mb"]}m')
   for path in within:
-    place(view, path, at + path)
+    place(path, at + path)
     view.make_read_only(at + path)
   if is_temporary(workspace):
     os.makedirs(at + workspace, exist_ok=True)
@@ -197,45 +157,35 @@ def build(confinement: types.ModuleType, view: types.ModuleType, job: dict[str, 
     if error.errno == errno.EINVAL:
       raise OSError(errno.EINVAL, 'something is mounted within the workspace: take it away', workspace) from error
     raise
-  name, attributes = (
-    ctypes.create_string_buffer(os.fsencode(at + workspace)),
-    ctypes.create_string_buffer(struct.pack('=4Q', NOSUID_NODEV, 0, 0, 0), 32),
-  )
-  confinement.call('mount_setattr', view.AT_FDCWD, ctypes.addressof(name), 0, ctypes.addressof(attributes), 32)
+  view.set_attributes(at + workspace, NOSUID_NODEV, 0)
   for path in job['shared']:  # Files with a hard link outside of the workspace.
     view.mount(path, at + path, '', view.MS_BIND)
     view.make_read_only(at + path)
-  os.chdir(at)
-  here = ctypes.create_string_buffer(b'.')
-  confinement.call('pivot_root', ctypes.addressof(here), ctypes.addressof(here))
-  confinement.call('umount2', ctypes.addressof(here), view.MNT_DETACH)
+  view.enter(at)
   os.chdir(workspace)
-  for path in ('/', *(path for path in job['readable'] if not os.path.islink(path))):
-    if not os.statvfs(path).f_flag & os.ST_RDONLY:
-      raise OSError(errno.EROFS, 'it can be written to', path)
+  view.check_read_only('/', *(path for path in job['readable'] if not os.path.islink(path)))
 
 
 def is_temporary(path: str) -> bool:
   return any(path.startswith(f'{name}/') for name in TEMPORARY)
 
 
-def place(view: types.ModuleType, path: str, to: str) -> None:
+def place(path: str, to: str) -> None:
   """Mount a directory or a file of the machine at a new path, or link to one."""
   if os.path.lexists(to):
     return
+  os.makedirs(os.path.dirname(to), exist_ok=True)
   if os.path.islink(path):
-    os.makedirs(os.path.dirname(to), exist_ok=True)
     os.symlink(os.readlink(path), to)
     return
-  if stat.S_ISDIR(os.stat(path).st_mode):
-    os.makedirs(to)
+  if os.path.isdir(path):
+    os.mkdir(to)
   else:
-    os.makedirs(os.path.dirname(to), exist_ok=True)
     os.close(os.open(to, os.O_CREAT | os.O_WRONLY, 0o444))
   view.mount(path, to, '', view.MS_BIND | view.MS_REC)
 
 
-def run(confinement: types.ModuleType, program: bytes, job: dict[str, Any], answer: int) -> None:
+def run(program: bytes, job: dict[str, Any], answer: int) -> None:
   """Execute the command in place of this process."""
   try:
     os.setsid()
@@ -261,36 +211,15 @@ def run(confinement: types.ModuleType, program: bytes, job: dict[str, Any], answ
 
 def refusing(column: int) -> bytes:
   """Return the seccomp filter of commands: denies `REFUSED`, new namespaces, and typing into a terminal."""
-  confinement = sys.modules['confinement']
-  load_, equal, at_least, any_bit, leave = 0x20, 0x15, 0x35, 0x45, 0x06
-  allow, fail, kill = 0x7FFF0000, 0x00050000, 0x80000000
-  code = [
-    (load_, 0, 0, confinement.ARCHITECTURE),
-    (equal, 1, 0, confinement.AUDIT_ARCH[column]),
-    (leave, 0, 0, kill),  # 32-bit calls have other numbers.
-    (load_, 0, 0, confinement.NUMBER),
-  ]
-  if not column:
-    code += [(at_least, 0, 1, X32), (leave, 0, 0, fail | errno.ENOSYS)]
-  for numbers in REFUSED.values():
-    if numbers[column] is not None:
-      code += [(equal, 0, 1, numbers[column]), (leave, 0, 0, fail | errno.EPERM)]
-  code += [(equal, 0, 1, CLONE3), (leave, 0, 0, fail | errno.ENOSYS)]  # Flags in memory; libraries take clone.
-  code += [
-    (equal, 0, 4, CLONE[column]),
-    (load_, 0, 0, confinement.ARGUMENTS),
-    (any_bit, 0, 1, NAMESPACES),
-    (leave, 0, 0, fail | errno.EPERM),
-    (leave, 0, 0, allow),
-    (equal, 0, 5, IOCTL[column]),
-    (load_, 0, 0, confinement.ARGUMENTS + 8),
-    (equal, 1, 0, TIOCSTI),
-    (equal, 0, 1, TIOCLINUX),
-    (leave, 0, 0, fail | errno.EPERM),
-    (leave, 0, 0, allow),
-    (leave, 0, 0, allow),
-  ]
-  return b''.join(struct.pack('=HBBI', *instruction) for instruction in code)
+  refused, missing, permitted = confinement.fail(errno.EPERM), confinement.fail(errno.ENOSYS), confinement.PASS
+  new = [confinement.load(0), (confinement.ANY_BIT, 0, 1, NAMESPACES), refused, permitted]
+  typing = [confinement.load(1), (confinement.EQUAL, 1, 0, TIOCSTI), (confinement.EQUAL, 0, 1, TIOCLINUX)]
+  typing += [refused, permitted]
+  rules = [(numbers, [refused]) for numbers in REFUSED.values()]
+  rules.append((CLONE3, [missing]))  # Its flags are in memory; libraries take clone then.
+  rules += [(confinement.CHECKED['clone'], new), (confinement.CHECKED['ioctl'], typing)]
+  others = [(confinement.AT_LEAST, 0, 1, X32), missing] * (column == confinement.X86_64)
+  return confinement.assembled(column, (confinement.RETURN, 0, 0, KILL), rules, [*others, permitted])
 
 
 if __name__ == '__main__':

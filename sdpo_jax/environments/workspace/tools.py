@@ -228,16 +228,13 @@ class Toolbox:
       BadCall: the call would fail.
     """
     checked = check(name, arguments)
+    changes = {'write': self._written, 'edit': self._edited, 'edit_lines': self._with_lines}
+    if name not in changes:
+      return None
     try:
-      if name == 'write':
-        return checked['path'], self._text_or_empty(checked['path']), checked['content']
-      if name == 'edit':
-        return checked['path'], *self._edited(**checked)
-      if name == 'edit_lines':
-        return checked['path'], *self._with_lines(**checked)
+      return checked['path'], *changes[name](**checked)
     except PathError as error:
       raise BadCall(str(error), 'path') from error
-    return None
 
   def _read(self, path: str, offset: int = 1, limit: int = 2000) -> str:
     lines = self._text(path).splitlines()
@@ -249,7 +246,7 @@ class Toolbox:
     return text + (f'\n({left} more lines)' if left else '') if lines else '(The file is empty.)'
 
   def _write(self, path: str, content: str) -> str:
-    self._text_or_empty(path)
+    self._written(path, content)
     there = self._folder.write(path, encoded(content))
     count = len(content.splitlines())
     return f'{"Replaced" if there else "Wrote"} {path}: {count} line{"" if count == 1 else "s"}.'
@@ -361,16 +358,16 @@ class Toolbox:
     except UnicodeDecodeError as error:
       raise PathError(f'{path} is not text in UTF-8.') from error
 
-  def _text_or_empty(self, path: str) -> str:
-    """Return the text of a file, '' if it is missing; raises PathError if it is not text.
+  def _written(self, path: str, content: str) -> tuple[str, str]:
+    """Return the text of a file, '' if it is missing, and the new one; raises PathError if the old one is not text.
 
     A change to such a file could not be shown to anybody.
     """
     try:
-      return self._text(path)
+      return self._text(path), content
     except PathError as error:
       if isinstance(error.__cause__, FileNotFoundError):
-        return ''
+        return '', content
       raise
 
 
