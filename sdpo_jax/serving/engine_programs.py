@@ -4,8 +4,8 @@ For the buckets P, Q and T of prompts, teachers' prompts and completions: the re
 (`rollout.sampler_programs`); `student/P×T` and `teacher/Q×T` (states that predict the completion), `first/T` and
 `support/T` (inputs of the losses from these states), `accumulate/P×T` (gradients of a micro-batch), `report/T` (sums to
 report), `log probs/T` (after the last step), `scores/T` and `ids/T` (for requests for scores). For the score buckets S:
-`text/1×S`, `text scores/S` and `text ids/S` (the same for whole texts). And `zero`, `step`, `put slot`, `get slot`,
-`put snapshot`, `put teacher`.
+`text/1×S`, `text scores/S` and `text ids/S` (the same for whole texts). If another model can teach, `model/Q×T` and
+`model scores/T`. And `zero`, `step`, `put slot`, `get slot`, `put snapshot`, `put teacher`.
 """
 
 from __future__ import annotations
@@ -35,17 +35,21 @@ from sdpo_jax.objective import reported
 from sdpo_jax.rollout.sampler_programs import SamplerSpec, sampler_programs
 from sdpo_jax.serving.engine import EngineSettings, pooled_policies
 from sdpo_jax.serving.engine_settings import engine_settings
+from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training.run_programs import abstract_parameters
 from sdpo_jax.types import Batch, TokenRows, Tree
 
 
-def engine_programs(config: Config, policy: DecoderPolicy, mesh: jax.sharding.Mesh) -> dict[str, Program]:
+def engine_programs(
+  config: Config, policy: DecoderPolicy, mesh: jax.sharding.Mesh, model: Teacher | None = None
+) -> dict[str, Program]:
   """Return every program of an engine by name, for all its declared buckets.
 
   Args:
     config: settings; `serve` holds the sizes.
     policy: the model with a LoRA adapter, on the mesh.
     mesh: the mesh to run on.
+    model: another model that can teach, with abstract arrays; None: there is none.
   """
   settings = engine_settings(config)
   base, _ = abstract_parameters(policy, mesh)
@@ -74,7 +78,7 @@ def engine_programs(config: Config, policy: DecoderPolicy, mesh: jax.sharding.Me
   )
   return (
     found
-    | _of_learning(settings, (taught, teachers), (trained, slots), base, mesh)
+    | _of_learning(settings, (taught, teachers), (trained, slots), base, mesh, model)
     | _of_pools(policy, trained, snapshots, teachers, slots, mesh)
   )
 
@@ -94,6 +98,7 @@ def _of_learning(
   student: tuple[DecoderPolicy, Tree],
   base: Tree,
   mesh: jax.sharding.Mesh,
+  model: Teacher | None,
 ) -> dict[str, Program]:
   """Return the programs of scoring and learning.
 
@@ -103,6 +108,7 @@ def _of_learning(
     student: policy and pool of the training slots.
     base: frozen parameters.
     mesh: the mesh to run on.
+    model: another model that can teach; None: there is none.
   """
   policy, slots = student
   learning = learning_functions(policy, settings.topk, settings.logits_chunk_size)
@@ -191,6 +197,8 @@ def _of_learning(
         (prompt, response),
         options=options,
       )
+  if model is not None:
+    _add_model(add, model, settings, policy.vocab_size, token_rows, array, options)
   for length in settings.score_buckets:
     of_states('text', scoring.states, teacher[1], 'teachers', 1, length)
     reads = f'text/1×{length}'
@@ -206,6 +214,45 @@ def _of_learning(
   active = jax.ShapeDtypeStruct((settings.slots,), bool)
   add('step', learning.step, (state, slots, stepped, active), (_slot_parts(state), 'gradients', 'batch', 'batch'))
   return found
+
+
+def _add_model(
+  add: Callable[..., None],
+  model: Teacher,
+  settings: EngineSettings,
+  vocab_size: int,
+  token_rows: Callable[[int, int], TokenRows],
+  array: Callable[..., jax.ShapeDtypeStruct],
+  options: Any,
+) -> None:
+  """Add the programs in which another model scores completions.
+
+  Args:
+    add: adds a program, as in `_of_learning`; so do the next but two.
+    model: the other model.
+    settings: sizes.
+    vocab_size: V of the model that learns.
+    token_rows: makes the rows of a prompt and a completion.
+    array: makes an array of rows.
+    options: of the compiler.
+  """
+  scoring = scoring_functions(model.policy, settings.topk, settings.logits_chunk_size, vocab_size)
+  for response in settings.response_buckets:
+    for prompt in settings.teacher_buckets:
+      arguments = model.base, {}, token_rows(prompt, response).replace(members=None)
+      holds, buckets = ('teacher base', 'batch', 'batch'), (prompt, response)
+      add('model', scoring.states, arguments, holds, buckets, options=options)
+    hidden, unembedding = jax.eval_shape(scoring.states, *arguments)
+    targets, shown = (array((settings.training_rows, response), dtype) for dtype in (jnp.int32, bool))
+    reads = f'model/{settings.teacher_buckets[-1]}×{response}'
+    add(
+      'model scores',
+      scoring.scores,
+      (hidden, unembedding, targets, shown),
+      ('states', 'teacher base', 'batch', 'batch'),
+      (response,),
+      inherits={0: (reads, 0), 1: (reads, 1)},
+    )
 
 
 def _of_pools(

@@ -31,6 +31,7 @@ from sdpo_jax.serving.engine_programs import engine_programs
 from sdpo_jax.serving.engine_settings import as_run, engine_settings
 from sdpo_jax.tables import markdown
 from sdpo_jax.training.opening import model_mesh
+from sdpo_jax.training.run_programs import abstract_teacher
 
 # Bytes per second between host and devices; an assumption, not from a compiler or a data sheet.
 HOST_LINK = 8e9
@@ -108,7 +109,8 @@ def make(
   mesh = model_mesh(config, policy, slice_.devices)
   policy = policy.on(mesh, config.model.attention)
   check_divides(settings, policy)
-  found = engine_programs(config, policy, mesh)
+  other = abstract_teacher(config, mesh) if config.actor.self_distillation.teacher_model else None
+  found = engine_programs(config, policy, mesh, other)
   assumed = planning.Assumptions.of(run, slice_.chip, price=price)
   samples = planning.drawn_samples(run, assumed)
   lengths = {
@@ -122,6 +124,9 @@ def make(
   names = {name: label for label, name in labels.items()}
   pools, estimates, sampling_weights = pool_bytes(found), {}, None
   resident = {'base': pools.pop('base')}
+  if other is not None:
+    resident |= planning.held_bytes(next(program for program in found.values() if program.kind == 'model'))
+    resident = {part: resident[part] for part in ('base', 'teacher base')}
   compiler = program_facts.Compiler(f'{slice_.name}, {slice_.compiler}', keep)
   first = [name for name, program in found.items() if program.kind in ('prepare_base', 'prepare')]
   began = time.monotonic()

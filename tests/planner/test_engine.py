@@ -3,6 +3,7 @@ hand.
 """
 
 import dataclasses
+import json
 import math
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from models import huggingface, parameters
-from sdpo_jax.config import Config, MeshConfig
+from sdpo_jax.config import Config, MeshConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.errors import UserError
 from sdpo_jax.planner import plan as planning
@@ -20,6 +21,8 @@ from sdpo_jax.serving.engine import Engine, EngineSettings
 from sdpo_jax.serving.engine_programs import engine_programs
 from sdpo_jax.serving.engine_settings import engine_settings
 from sdpo_jax.serving.kept_programs import KeptPrograms
+from sdpo_jax.teacher.signal import Teacher
+from sdpo_jax.training.run_programs import abstract_table
 from tests.letters import TOKENIZER
 from tests.planner.planned_engines import RANK, SIZES, leaves, on_one_device, settings
 
@@ -32,6 +35,8 @@ CALLED = {
   'text_states': 'text',
   'text_scores': 'text scores',
   'text_of_ids': 'text ids',
+  'model:larger_states': 'model',
+  'model:larger_scores': 'model scores',
   'copy': 'admit',
   'advance': 'decode',
   'log_probs': 'log probs',
@@ -69,8 +74,9 @@ def test_the_sizes_of_an_engine_are_those_that_the_settings_say():
   assert EngineSettings((16,), (32,), (8,)).kept_prefixes == 8
 
 
-@pytest.mark.parametrize('shape', [(1, 1), pytest.param((4, 2), marks=pytest.mark.slow)])
-def test_the_programs_that_are_planned_are_those_that_an_engine_calls(tmp_path, monkeypatch, shape):
+@pytest.mark.parametrize('shape, taught', [((1, 1), True), pytest.param((4, 2), False, marks=pytest.mark.slow)])
+def test_the_programs_that_are_planned_are_those_that_an_engine_calls(tmp_path, monkeypatch, shape, taught):
+  """With another model that teaches, and without."""
   config = settings(response_buckets=(8,))
   mesh = make_mesh(MeshConfig(*shape), jax.devices()[: math.prod(shape)])
   policy = huggingface.describe(SIZES, config.model).on(mesh)
@@ -85,10 +91,15 @@ def test_the_programs_that_are_planned_are_those_that_an_engine_calls(tmp_path, 
 
   monkeypatch.setattr(KeptPrograms, '_made', noted)
   base = parameters.initialise(parameters.frozen(policy.parameter_table()), jax.random.key(0), 0.1)
-  Engine(policy, base, TOKENIZER, engine_settings(config), tmp_path).compile(lambda _: None)
+  other, models = None, {}
+  if taught:
+    larger = huggingface.describe(SIZES | {'vocab_size': 512}, ModelConfig(dtype='float32')).on(mesh)
+    values = parameters.initialise(larger.parameter_table(), jax.random.key(1), 0.1)
+    other, models = Teacher(larger, abstract_table(larger.parameter_table(), mesh)), {'larger': (larger, values)}
+  Engine(policy, base, TOKENIZER, engine_settings(config), tmp_path, models=models).compile(lambda _: None)
   planned = {
     (PUT.get(program.kind, program.kind), *leaves(program.arguments), tuple(program.static.items()))
-    for program in engine_programs(config, policy, mesh).values()
+    for program in engine_programs(config, policy, mesh, other).values()
   }
   for kind in {each[0] for each in called | planned}:
     assert {each[1:] for each in called if each[0] == kind} == {each[1:] for each in planned if each[0] == kind}, kind
@@ -109,15 +120,17 @@ def test_pools_and_cache_take_what_they_hold():
   assert pricing.pool_bytes(on_one_device(settings(kept_prefixes=0)))['kept prefixes'] == 0
 
 
-def planned(monkeypatch, config, **more):
+def planned(monkeypatch, config, held=None, **more):
   """Return the plan of an engine on one chip, each of whose programs takes as many seconds as `SECONDS` says, and no
-  memory.
+  memory; `held` gets what lies on the chip whichever program runs.
   """
 
   def answered(mesh, found, names):
     return ((name, None) for name in names)
 
-  def estimated(name, program, *_):
+  def estimated(name, program, answer, run, chip, shape, resident, *_):
+    if held is not None:
+      held.update(resident)
     return planning.Estimate(
       name, {}, 0.0, True, seconds=SECONDS.get(program.kind, 100.0), busy_step_seconds=SECONDS['a token of all rows']
     )
@@ -208,3 +221,15 @@ def test_an_engine_is_planned_for_four_chips():
   assert math.isfinite(plan.latency_s) and math.isfinite(plan.sampled_feedbacks_per_hour)
   text = pricing.text(plan)
   assert 'DOES NOT FIT' not in text and 'feedbacks an hour' in text
+
+
+def test_another_model_that_teaches_is_planned_with(tmp_path, monkeypatch):
+  config = settings()
+  for name in ('own', 'other'):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / 'config.json').write_text(json.dumps(SIZES | {'rms_norm_eps': 1e-6, 'rope_theta': 1e4}))
+  config.model.path, config.actor.self_distillation.teacher_model = str(tmp_path / 'own'), str(tmp_path / 'other')
+  config.data.max_prompt_length, config.data.max_response_length = 16, 16
+  held = {}
+  assert {'model', 'model scores'} <= set(planned(monkeypatch, config, held).programs)
+  assert held['teacher base'] == held['base'] > 0  # They are of one size, in one dtype.
