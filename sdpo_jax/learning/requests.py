@@ -84,7 +84,8 @@ class UpdateOptions:
   loss: Loss = Sdpo()
   optimizer: AdamW = AdamW()
   steps: int = 1
-  measured: bool = False  # Whether the student's log-probs of the tokens that the teacher names are wanted, too.
+  # Also return the student's log-probs of the teacher's top tokens, before and after the steps.
+  measured: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The signals of teachers: over their own top K, or given by someone else, and what losses take from them once.
+"""The log-probs of the teacher that the losses of requests read: over its own top K, or given by another scorer.
 
 A run's teacher reads its prompts in the update itself (`teacher.signal`), and its hidden states are the signal. The
 teachers of requests are scored once, before the first of a request's steps: their signal is the log-probs of K tokens.
@@ -47,10 +47,11 @@ def first(
   k: int,
   **settings: Any,
 ) -> tuple[Scores, Scores, jax.Array, TeacherSignal, jax.Array, jax.Array]:
-  """Return what a micro-batch needs before its first step.
+  """Score a micro-batch under student and teacher, before any step.
 
-  This is the student's and the teacher's scores, the teacher's states [B, T, D] and signal, advantages [B, T], and
-  log-probs [B, T] of the policy that drew the completions.
+  Returns:
+    The student's and the teacher's scores, the teacher's states [B, T, D] and its signal, the advantages [B, T], and
+    the log-probs [B, T] of the policy that drew the completions.
   """
   # The two programs that compute states may pad prompts to different lengths, and so round differently.
   teacher_hidden = jnp.where(inputs.same[:, None, None], hidden, teacher_hidden)

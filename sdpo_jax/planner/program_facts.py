@@ -39,7 +39,7 @@ class Compiler:
   folder: epath.PathLike | None  # None: no cache.
 
   def asked_of(self, found: Mapping[str, Program]) -> dict[str, Program]:
-    """Return the programs with functions that compile to an `ProgramFacts`."""
+    """Replace the function of each program by a stand-in whose compilation returns `ProgramFacts`."""
     inherited = {source for program in found.values() for source, _ in program.inherits.values()}
     return {
       name: dataclasses.replace(program, function=_Question(self, program, recalled=name not in inherited))

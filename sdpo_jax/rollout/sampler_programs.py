@@ -148,7 +148,7 @@ def _sampling(
     )
 
   def held(size: sizes.Size) -> Any:
-    """Return the cache of a size; a cache that keeps its size still has all rows in its stores."""
+    """Return the abstract cache of a size; one that is never resized has arrays for the largest number of rows."""
     if not engine.keeps_size:
       return cache(shards * size.rows, size.slots)
     return cache(most, size.slots).replace(lengths=of_rows(shards * size.rows))

@@ -43,6 +43,7 @@ from sdpo_jax.rollout.stops import Tokenizer
 from sdpo_jax.serving.kept_programs import KeptPrograms
 from sdpo_jax.serving.places import NoPlaceError, Places
 from sdpo_jax.serving.program_folder import ProgramFolder, surroundings
+from sdpo_jax.serving.records import TEACHING_MODEL, TEACHING_VERSION
 from sdpo_jax.serving.shelf import Arrays, Shelf
 from sdpo_jax.teacher import averaging
 from sdpo_jax.types import Tree
@@ -215,7 +216,7 @@ class Engine:
         prompt_buckets=settings.teacher_buckets,
         response_buckets=settings.response_buckets,
         vocab_size=policy.vocab_size,
-        name=f'model:{name}',
+        name=TEACHING_MODEL + name,
         **sizes,
       )
     slots_lie = mesh and training_pool.shardings(table, mesh)
@@ -570,7 +571,7 @@ class Engine:
         slot = self._slot(each.version, taken)
         teacher, release = self._teacher_of(each)
         releases.append(release)
-        itself = each.teacher in ('live', f'version:{each.version}')
+        itself = each.teacher in ('live', TEACHING_VERSION + each.version)
         tasks.append(Task(slot, each.lessons, each.update, teacher, itself))
       self._learner.check(tasks)
       tasks = [self._taught(each, task) for each, task in zip(feedback, tasks, strict=True)]
@@ -632,9 +633,9 @@ class Engine:
 
   def _taught(self, feedback: Feedback, task: Task) -> Task:
     """Return the task with the log-probs of another model, if the feedback names one as its teacher."""
-    if not feedback.teacher.startswith('model:'):
+    if not feedback.teacher.startswith(TEACHING_MODEL):
       return task
-    scorer = self._models[feedback.teacher.removeprefix('model:')]
+    scorer = self._models[feedback.teacher.removeprefix(TEACHING_MODEL)]
     said = scorer.score({}, [(lesson.teacher_prompt, lesson.completion) for lesson in task.lessons])
     lessons = [
       dataclasses.replace(
@@ -651,16 +652,18 @@ class Engine:
         f'teacher={feedback.teacher!r} goes with lessons that {"" if is_given else "do not "}say what the teacher '
         "said: teacher='given' is for those that do."
       )
-    if feedback.teacher.startswith('model:') and feedback.teacher.removeprefix('model:') not in self._models:
+    if (
+      feedback.teacher.startswith(TEACHING_MODEL) and feedback.teacher.removeprefix(TEACHING_MODEL) not in self._models
+    ):
       raise UserError(
-        f'There is no model {short_repr(feedback.teacher.removeprefix("model:"))} to teach; there are: '
+        f'There is no model {short_repr(feedback.teacher.removeprefix(TEACHING_MODEL))} to teach; there are: '
         f'{", ".join(self._models) or "none"}.'
       )
-    if is_given or feedback.teacher.startswith('model:'):
+    if is_given or feedback.teacher.startswith(TEACHING_MODEL):
       return NO_MEMBER, lambda: None
     kinds = {'live': (feedback.version, _FACTORS), 'average': (feedback.version, _AVERAGE), 'base': (BASE, _FACTORS)}
-    if feedback.teacher.startswith('version:'):
-      return self._teacher(feedback.teacher.removeprefix('version:'), _FACTORS)
+    if feedback.teacher.startswith(TEACHING_VERSION):
+      return self._teacher(feedback.teacher.removeprefix(TEACHING_VERSION), _FACTORS)
     if feedback.teacher not in kinds:
       raise UserError(
         "teacher must be 'live', 'average', 'base', 'given', or 'version:' or 'model:' with a name, not "

@@ -51,7 +51,7 @@ class EventLog:
       return [event for event in self._events.get(adapter, ()) if last is None or event.id > last]
 
   def wait(self, adapter: str, last: int | None, timeout: float) -> list[AdapterEvent]:
-    """Return as `after`; if there are no such events, wait for them up to `timeout` seconds."""
+    """Return the events with ids above `last`, after waiting up to `timeout` seconds for the first of them."""
     with self._changed:
       self._changed.wait_for(lambda: self._newest(adapter) > (-1 if last is None else last), timeout)
     return self.after(adapter, last)

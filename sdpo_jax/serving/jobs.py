@@ -16,8 +16,7 @@ from sdpo_jax.rollout.resident import Handle as Drawing
 from sdpo_jax.rollout.results import Completion, Draft
 from sdpo_jax.serving.engine import BASE, Feedback
 from sdpo_jax.serving.errors import Cancelled, NotReady, ServiceError
-
-VERSION = 'version:'  # Prefix of `Feedback.teacher` before the name of a version.
+from sdpo_jax.serving.records import TEACHING_VERSION
 
 
 class SamplingHandle:
@@ -163,8 +162,8 @@ class ForgetJob(_FutureJob):
 def needed(feedback: Feedback) -> frozenset[str]:
   """Return the versions that a feedback needs in the engine."""
   names = {feedback.version}
-  if feedback.teacher.startswith(VERSION):
-    names.add(feedback.teacher.removeprefix(VERSION))
+  if feedback.teacher.startswith(TEACHING_VERSION):
+    names.add(feedback.teacher.removeprefix(TEACHING_VERSION))
   return frozenset(names - {BASE})
 
 

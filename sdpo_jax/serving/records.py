@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+# Prefixes of `engine.Feedback.teacher` before the name of a version, or of another model.
+TEACHING_VERSION, TEACHING_MODEL = 'version:', 'model:'
 Reason = Literal['create', 'feedback', 'import', 'fork', 'undo']
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from sdpo_jax.config import LearningConfig
 from sdpo_jax.errors import short_repr
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.records import AdapterRecord, engine_name
+from sdpo_jax.serving.records import TEACHING_MODEL, TEACHING_VERSION, AdapterRecord, engine_name
 
 # The fields that each kind may have beside its name.
 KINDS = {
@@ -90,7 +90,7 @@ def choose(adapter: AdapterRecord, asked: Mapping[str, Any] | None, defaults: Le
   rate = defaults.average_rate if rate is None else float(rate)
   kind = settings['kind']
   if kind == 'model':
-    return FeedbackTeacher(f'model:{settings["name"]}', None, rate)
+    return FeedbackTeacher(TEACHING_MODEL + settings['name'], None, rate)
   if kind in ('lagged', 'frozen'):
     number = 0 if kind == 'frozen' else settings.get('version')
     if number is None:
@@ -99,7 +99,7 @@ def choose(adapter: AdapterRecord, asked: Mapping[str, Any] | None, defaults: Le
       raise InvalidRequest(
         f'Version {short_repr(number)} cannot teach: the adapter is at version {adapter.head}.', field='teacher.version'
       )
-    return FeedbackTeacher(f'version:{engine_name(adapter.id, number)}', number, rate)
+    return FeedbackTeacher(TEACHING_VERSION + engine_name(adapter.id, number), number, rate)
   return FeedbackTeacher('average' if kind == 'ema' else kind, None, rate)
 
 

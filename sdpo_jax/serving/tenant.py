@@ -33,7 +33,7 @@ class Tenant:
   """
 
   def __init__(self, service: ServiceState, owner: str, call: Call):
-    """Make the account of a request.
+    """Bind an owner to a request.
 
     Args:
       service: the state that all owners share.

@@ -61,7 +61,7 @@ def run_programs(
   teacher: Teacher | None = None,
   held_out: int | None = None,
 ) -> dict[str, Program]:
-  """Return every registered program of a run by name, for all its declared buckets.
+  """Return every program of a run by name, for all its declared buckets.
 
   Args:
     config: settings.

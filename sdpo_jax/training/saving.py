@@ -75,7 +75,9 @@ class Saving:
     *,
     keep: bool,
   ) -> None:
-    """Note that the run can continue from `state`; a later call may add what is known of it. Arguments as in `Whole`.
+    """Make `state` the one that a checkpoint would hold; called again once its metrics or digests are known.
+
+    Arguments as in `Whole`.
 
     Args:
       keep: as in `StartingState`.

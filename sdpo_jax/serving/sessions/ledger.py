@@ -57,7 +57,7 @@ class Ledger:
     return row
 
   def held(self, adapter: str, session: str) -> SessionState:
-    """Return a session as it is now; raise NotFound."""
+    """Read a session and its newest turns, back to one that joined the conversation; raise NotFound if absent."""
     row = self.row(adapter, session)
     turns: list[SessionTurn] = []
     while not turns or not turns[-1].joins:

@@ -77,7 +77,7 @@ def recover(blobs: Blobs, database: Database, now: float) -> dict[str, tuple[str
 
 
 def settle(blobs: Blobs, database: Database, folder: str, id: str, now: float) -> None:
-  """Do the same as `recover` for one adapter, which nobody else in this process uses meanwhile.
+  """Recover one adapter as `recover` does all of them; nobody else in this process may use it meanwhile.
 
   Raises:
     Damaged: its HEAD cannot be read, and the database does not know it.
@@ -130,7 +130,7 @@ def _places(blobs: Blobs, prefix: str) -> dict[str, _Place]:
 
 
 def _put_right(blobs: Blobs, database: Database, places: Iterable[_Place], now: float) -> dict[str, tuple[str, str]]:
-  """Do the same as `recover` for some adapters."""
+  """Bring the database in line with the files of some adapters; return those that are damaged, and why."""
   intents = {intent.adapter: intent for intent in database.intents()}
   damaged = {adapter for adapter, _, _, why in database.version_names() if why is not None}
   lost: dict[str, tuple[str, str]] = {}

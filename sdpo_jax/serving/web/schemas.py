@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from sdpo_jax.serving.feedback_request import DETAILS
+from sdpo_jax.serving.feedback_request import DETAILS, MOST_TOP
 from sdpo_jax.serving.teachers import settings_of
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -267,7 +267,9 @@ class FeedbackBody(FeedbackItem):
   detail: list[str] | None = Field(
     None, description=f'Which lists per token the answer has, of {", ".join(DETAILS)}; null: all.'
   )
-  top: int | None = Field(None, ge=0, le=20, description="How many of the teacher's tokens are named at a position.")
+  top: int | None = Field(
+    None, ge=0, le=MOST_TOP, description="How many of the teacher's tokens are named at a position."
+  )
 
   def all_items(self) -> list[FeedbackItem]:
     """Return the completions of the feedback.
