@@ -362,6 +362,141 @@ MUTANTS = (
       'outcomes[name].wanted:',
     ),
   ),
+  *_in(
+    'sdpo_jax/objective/divergences.py',
+    'tests/objective/test_loss.py',
+    (
+      'the mixture has the other weights',
+      'student_log_probs + jnp.log1p(-alpha), teacher_log_probs + jnp.log(alpha)',
+      'student_log_probs + jnp.log(alpha), teacher_log_probs + jnp.log1p(-alpha)',
+    ),
+  ),
+  *_in(
+    'sdpo_jax/objective/terms.py',
+    'tests/objective/test_loss.py',
+    (
+      'the ratio has a lower bound',
+      'jnp.minimum(unclipped, scalars.is_clip)',
+      'jnp.maximum(unclipped, scalars.is_clip)',
+    ),
+    ('entropy is punished', "loss -= sums['entropy_bonus']", "loss += sums['entropy_bonus']"),
+    ('weights of the sampler are not bounded', 'scalars.rollout_is_threshold)', 'jnp.inf)'),
+  ),
+  *_in(
+    'sdpo_jax/objective/policy_gradient.py',
+    'tests/objective/test_golden.py',
+    ('the dual clip holds for every advantage', 'jnp.where(advantages < 0, jnp.minimum', 'jnp.where(True, jnp.minimum'),
+  ),
+  *_in(
+    'sdpo_jax/teacher/averaging.py',
+    'tests/teacher/test_averaging.py',
+    (
+      'the average moves by the rest',
+      'teacher * (1 - rate) + parameter * rate',
+      'teacher * rate + parameter * (1 - rate)',
+    ),
+  ),
+  *_in(
+    'sdpo_jax/teacher/order.py',
+    'tests/teacher/test_order.py',
+    ('a partition ends with its longest', 'ranked[1::2][::-1]\n  return', 'ranked[1::2]\n  return'),
+  ),
+  *_in(
+    'sdpo_jax/teacher/context.py',
+    'tests/teacher/test_context.py',
+    ('a success may only show itself', 'if candidate != row]', 'if candidate == row]'),
+    ('a score at the threshold is a failure', '>= np.float32(threshold)', '> np.float32(threshold)'),
+    ('the end of a long text is lost', 'text[len(text) - length // 2 :]', 'text[len(text) - length // 4 :]'),
+  ),
+  *_in(
+    'sdpo_jax/learning/losses.py',
+    'tests/objective/test_jsd_pg.py',
+    ('alpha of jsd_pg is not mirrored', "'alpha': 1.0 - loss.alpha", "'alpha': loss.alpha"),
+    ('advantages of jsd_pg are clipped from below', "'clip_ratio_c': math.inf", "'clip_ratio_c': 1.5"),
+  ),
+  *_in(
+    'sdpo_jax/learning/requests.py',
+    'tests/learning/test_learner.py',
+    ('rows of padding count', 'shown = mask & live[:, None]', 'shown = mask'),
+  ),
+  *_in(
+    'sdpo_jax/learning/optimizer.py',
+    'tests/learning/test_optimizer.py',
+    ('small gradients are scaled up', 'jnp.minimum(1.0, max_norm / (norm + CLIP_EPS))', 'max_norm / (norm + CLIP_EPS)'),
+  ),
+  *_in(
+    'sdpo_jax/learning/packing.py',
+    'tests/learning/test_batching.py',
+    (
+      'a token is predicted from itself',
+      'np.concatenate([[last], np.arange(place, place + count - 1)])',
+      'np.arange(place, place + count)',
+    ),
+  ),
+  *_in(
+    'sdpo_jax/rollout/buckets.py',
+    'tests/learning/test_batching.py',
+    ('a text does not fit a bucket of its length', 'if bucket >= length)', 'if bucket > length)'),
+  ),
+  *_in(
+    'sdpo_jax/rollout/sampling.py',
+    'tests/rollout/test_sampling.py',
+    ('every sample of a step gets the same numbers', ', step), sample_id)', ', step), step)'),
+    ('the log-prob is not of the distribution drawn from', 'shifted_at / temperature -', 'shifted_at -'),
+    ('entropy has the wrong sign', 'jnp.log(model_total) - moment', 'jnp.log(model_total) + moment'),
+  ),
+  *_in(
+    'sdpo_jax/rollout/stops.py',
+    'tests/rollout/test_engine.py',
+    ('a stop string over two chunks is missed', 'tokens[max(0, checked - self._reach) :]', 'tokens[checked:]'),
+  ),
+  *_in(
+    'models/adapters/lora.py',
+    'tests/models/adapters/test_lora.py',
+    ('rsLoRA scales like LoRA', 'math.sqrt(rank) if use_rslora else rank', 'rank'),
+    ('factors stand in layers that have none', 'if i in layers else 0.0', 'if True else 0.0'),
+  ),
+  *_in(
+    'models/adapters/merging.py',
+    'tests/models/adapters/test_peft.py',
+    ('factors are merged without their scale', 'np.float32(scale) * (b', '(b'),
+  ),
+  *_in(
+    'models/rope.py',
+    'tests/models/test_rope.py',
+    ('stretched positions are shrunk', 'plain / np.float32(rope.factor)', 'plain * np.float32(rope.factor)'),
+    ('fast pairs of YaRN are slowed', 'kept = 1 - slowed', 'kept = slowed'),
+  ),
+  *_in(
+    'sdpo_jax/environments/digits.py',
+    'tests/environments/test_rewards.py',
+    ('the last digit of an odd number is lost', 'else digits[i] for i in', 'else 0 for i in'),
+    ('a list of digits is tested and trained on', "== 0 else 'train'", "== 0 else 'test'"),
+  ),
+  *_in(
+    'sdpo_jax/environments/thinking.py',
+    'tests/teacher/test_context.py',
+    ('what a model was cut off thinking is shown', ' + rest.partition(_OPEN)[0]', ' + rest'),
+  ),
+  *_in(
+    'sdpo_jax/data/pipeline.py',
+    'tests/data/test_pipeline.py',
+    (
+      'every process reads the same rows',
+      'slice(process_index * share, (process_index + 1) * share)',
+      'slice(0, share)',
+    ),
+  ),
+  *_in(
+    'sdpo_jax/planner/lengths.py',
+    'tests/planner/test_plan.py::test_lengths_have_the_mean_and_the_limit_that_were_given',
+    ('every length is the median', '(i + 0.5) / count', '0.5'),
+  ),
+  *_in(
+    'sdpo_jax/training/gathering.py',
+    'tests/training/test_schedule.py',
+    ('an update waits for one example too many', 'self.examples < self._least and', 'self.examples <= self._least and'),
+  ),
 )
 
 
