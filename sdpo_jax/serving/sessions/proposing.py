@@ -160,6 +160,7 @@ def draw(
       created=service.clock(),
     )
     if joins:
+      tenant.call.check()  # A turn that nobody has seen would stand in the way of the next one.
       with ledger.writing() as rows:
         ledger.advance(rows, held)
         session_tables.put_turn(rows, session.id, session.adapter, archive.turn_row(turn))
