@@ -23,6 +23,7 @@ def problem(seed=0):
   ids = np.argsort(-teacher, -1)[..., :K]
   ids[0, 0, -2:] = -1  # It may name fewer.
   targets = np.where(rng.random((B, T)) < 0.5, ids[..., 0], rng.integers(0, V, (B, T)))
+  now = np.take_along_axis(logits, targets[..., None], -1)[..., 0] - np.log(np.exp(logits).sum(-1))
   return {
     'logits': logits,
     'teacher': teacher,
@@ -30,7 +31,7 @@ def problem(seed=0):
     'student_ids': np.argsort(-logits, -1)[..., :OWN],
     'targets': targets,
     'mask': np.array([[1, 1, 1, 0], [1, 1, 1, 1]], float),
-    'old': -2 + rng.standard_normal((B, T)),
+    'old': now + 1.5 * rng.standard_normal((B, T)),  # Ratios far from 1 on both sides.
   }
 
 

@@ -152,6 +152,17 @@ def test_content_truncation_fits_and_never_cuts_question_instruction_or_header(s
     assert built.prompt_tokens == full.prompt_tokens
 
 
+def test_the_middle_is_left_out_and_the_beginning_may_have_a_character_more():
+  assert [context.shorten_middle('abcdefgh', length, '|') for length in (9, 8, 7, 4, 1, 0)] == [
+    'abcdefgh',
+    'abcdefgh',
+    'abcd|fgh',
+    'ab|gh',
+    'a|',
+    '|',
+  ]
+
+
 def test_a_shortened_demonstration_keeps_its_beginning_and_its_end():
   solution = 'Plan: ' + 'x' * 500 + ' <answer>B</answer>'
   built = build(['bad', solution], [0, 1], max_reprompt_len=250)
