@@ -230,7 +230,7 @@ def test_of_a_stream_that_nobody_reads_to_the_end_no_turn_is_left(world, ends):
   asked = endpoints.Incoming(
     account=world.service.account(LOCAL_OWNER, call),
     call=call,
-    body=session_schemas.ProposeRequest.model_validate({'messages': HELLO, 'stream': True}),
+    body=session_schemas.ProposeRequest.model_validate({'messages': HELLO, 'stream': True, 'seed': 3}),
     path={'adapter': opened.session['adapter'], 'session': opened.session['id']},
     query={},
     expected=None,
