@@ -418,51 +418,24 @@ def feedback_again(account: Any, adapter: str, version: int | None) -> dict[str,
 
 
 _VERSION = {'version': 'Number of a version; the newest if it is left out.'}
+_CHANGED: dict[str, Any] = {'response': schemas.AdapterSaid, 'again': _adapter_again, 'tagged': True}
+_MADE: dict[str, Any] = {'status': 201, **_CHANGED}
 ROUTES: list[Route] = [
   route('GET', '/v1/capabilities', capabilities, response=schemas.CapabilitiesSaid),
   route('GET', f'{ROOT}/adapters', list_adapters, response=schemas.AdaptersSaid),
-  route(
-    'POST',
-    f'{ROOT}/adapters',
-    create_adapter,
-    body=schemas.CreateAdapter,
-    response=schemas.AdapterSaid,
-    status=201,
-    again=_adapter_again,
-    tagged=True,
-  ),
+  route('POST', f'{ROOT}/adapters', create_adapter, body=schemas.CreateAdapter, **_MADE),
   route(
     'POST',
     f'{ROOT}/adapters/import',
     import_adapter,
-    response=schemas.AdapterSaid,
-    status=201,
     content_type='application/zip',
     query={'name': 'Of the new adapter.'},
-    again=_adapter_again,
-    tagged=True,
+    **_MADE,
   ),
   route('GET', ADAPTER, get_adapter, response=schemas.AdapterSaid, tagged=True),
-  route(
-    'PATCH',
-    ADAPTER,
-    change_adapter,
-    body=schemas.ChangeAdapter,
-    response=schemas.AdapterSaid,
-    again=_adapter_again,
-    tagged=True,
-  ),
+  route('PATCH', ADAPTER, change_adapter, body=schemas.ChangeAdapter, **_CHANGED),
   route('DELETE', ADAPTER, delete_adapter, response=schemas.DeletedSaid),
-  route(
-    'POST',
-    f'{ADAPTER}/fork',
-    fork_adapter,
-    body=schemas.ForkAdapter,
-    response=schemas.AdapterSaid,
-    status=201,
-    again=_adapter_again,
-    tagged=True,
-  ),
+  route('POST', f'{ADAPTER}/fork', fork_adapter, body=schemas.ForkAdapter, **_MADE),
   route(
     'POST', f'{ADAPTER}/undo', undo, body=schemas.Undo, response=schemas.VersionSaid, again=_version_again, tagged=True
   ),
