@@ -142,20 +142,10 @@ def details(
   )
 
 
-def loss_name(loss: Loss) -> str:
-  """Return the name of a loss in requests."""
-  return 'sdpo' if isinstance(loss, Sdpo) else 'jsd_pg'
-
-
 def canary(canaries: Canaries) -> dict[str, Any]:
   """Return the measurements on canary prompts without the completions."""
   found = dataclasses.asdict(canaries)
   return {name: value for name, value in found.items() if not name.endswith('completions')}
-
-
-def first_loss(learned: Learned) -> float | None:
-  """Return the loss before the first step."""
-  return number(learned.steps[0]['loss'])
 
 
 def make(
@@ -188,7 +178,7 @@ def make(
 
 def loss_said(loss: Loss) -> dict[str, Any]:
   """Return a loss with its name and parameters, as JSON."""
-  return {'name': loss_name(loss), **dataclasses.asdict(loss)}
+  return {'name': 'sdpo' if isinstance(loss, Sdpo) else 'jsd_pg', **dataclasses.asdict(loss)}
 
 
 def recent_losses(versions: Sequence[Version], loss: Loss) -> list[float]:

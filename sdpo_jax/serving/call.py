@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+import concurrent.futures
 import contextlib
 import threading
 import time
+from typing import Any
 
 from sdpo_jax.serving.errors import Cancelled, Deadline, ServiceError
 
@@ -57,6 +59,24 @@ class Call:
       raise self._ended
     if self.asked():
       raise Deadline('The time of the request was over before it was done: nothing was changed.')
+
+  def result(self, future: concurrent.futures.Future, timeout: float | None = None) -> Any:
+    """Wait for a future of the worker, which is cancelled if the request ends before it has begun.
+
+    Args:
+      future: result that the request needs.
+      timeout: seconds to wait at most; None: no limit.
+
+    Raises:
+      Cancelled: the sender ended the request.
+      TimeoutError: it is not done within `timeout`.
+    """
+    with self.on_end(future.cancel):
+      try:
+        return future.result(timeout)
+      except concurrent.futures.CancelledError:
+        self.check()
+        raise
 
   @contextlib.contextmanager
   def on_end(self, listener: Callable[[], None]) -> Iterator[None]:

@@ -122,7 +122,8 @@ def _learn(
     call.check()
     if teacher.name == 'endpoint':
       wanted = dataclasses.replace(wanted, lessons=service.ask_endpoint(wanted.lessons, call), teacher='given')
-    learned = _wait(worker.learn(wanted, deadline=call.deadline), call)
+    # Once learning has begun, wait in any case: only then is it known whether there is a version to forget.
+    learned: Learned = call.result(worker.learn(wanted, deadline=call.deadline))
   except BaseException:
     call.spend('learned', -tokens)
     raise
@@ -215,19 +216,6 @@ def _tokens(lesson: Lesson, steps: int) -> int:
   return len(lesson.teacher_prompt or ()) + length + steps * (len(lesson.prompt) + length)
 
 
-def _wait(learning: concurrent.futures.Future[Learned], call: Call) -> Learned:
-  """Wait for the engine to learn; a request that ends before learning began is not learned.
-
-  Once learning has begun, this waits in any case: only then is it known whether there is a version to forget.
-  """
-  with call.on_end(learning.cancel):
-    try:
-      return learning.result()
-    except concurrent.futures.CancelledError:
-      call.check()
-      raise
-
-
 class _Clock:
   """A stopwatch that records the seconds until each stage was finished."""
 
@@ -293,7 +281,7 @@ def _all_finite(arrays: Iterable[np.ndarray]) -> bool:
 
 
 def _measured(learned: Learned, finite: bool, canaries: Canaries | None, recent: Sequence[float]) -> Measured:
-  loss = answers.first_loss(learned)
+  loss = answers.number(learned.steps[0]['loss'])
   ratio = None if loss is None else guards.loss_ratio(loss, recent)
   if canaries is None:
     return Measured(finite, ratio)

@@ -176,18 +176,13 @@ class Tenant:
       ids: [T, M] int32 for each row, further tokens whose log-probs to return.
 
     Raises:
-      InvalidRequest: a row is invalid.
+      InvalidRequest: a row is invalid, or `ids` are not as many for every token of every row.
       Busy: as `sample`.
       UserError: a row or topk is too large.
     """
     for number, (prompt, tokens) in enumerate(rows):
       request_prompts.check_tokens(prompt, self.service.vocab_size, f'rows[{number}].prompt')
       request_prompts.check_tokens(tokens, self.service.vocab_size, f'rows[{number}].tokens')
-    for number, (asked, (_, tokens)) in enumerate(zip(ids or (), rows, strict=bool(ids))):
-      if asked.shape[:1] != (len(tokens),) or asked.ndim != 2:
-        raise InvalidRequest(
-          f'rows[{number}].ids must be a list of token ids for each token.', field=f'rows[{number}].ids'
-        )
     if not rows:
       return []
     with self.spending('scored', sum(len(prompt) + len(tokens) for prompt, tokens in rows)):
@@ -202,14 +197,10 @@ class Tenant:
       Cancelled: the sender does not wait any more.
     """
     left = None if self.call.deadline is None else max(0.0, self.call.deadline - time.monotonic())
-    with self.call.on_end(future.cancel):
-      try:
-        return future.result(left)
-      except TimeoutError:
-        if future.done():
-          raise
-        future.cancel()
-        raise Deadline('The time of the request was over before it was done: nothing was changed.') from None
-      except concurrent.futures.CancelledError:
-        self.call.check()
+    try:
+      return self.call.result(future, left)
+    except TimeoutError:
+      if future.done():
         raise
+      future.cancel()
+      raise Deadline('The time of the request was over before it was done: nothing was changed.') from None

@@ -277,12 +277,9 @@ def score(asked: Incoming) -> Reply:
   """Return the log-prob of a completion."""
   body, account = asked.body, asked.account
   target = account.resolve(body.model)
-  if body.messages is not None:
-    prompt = account.service.prompt_of(messages=[message.model_dump() for message in body.messages])
-  elif isinstance(body.prompt, str):
-    prompt = account.service.prompt_of(text=body.prompt)
-  else:
-    prompt = account.service.prompt_of(tokens=body.prompt)
+  messages = None if body.messages is None else [message.model_dump() for message in body.messages]
+  form = 'text' if isinstance(body.prompt, str) else 'tokens'
+  prompt = account.service.prompt_of(messages=messages, **{form: body.prompt})
   tokens = _completion(account, body.completion)
   [scored] = account.score(target, [(prompt, tokens)], topk=0)
   log_probs = scored.log_probs.tolist()

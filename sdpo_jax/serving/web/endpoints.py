@@ -60,7 +60,6 @@ class Reply:
   """The response of a handler."""
 
   body: Any  # As JSON, or bytes.
-  status: int | None = None  # None: that of the route.
   content_type: str = JSON
   headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -141,7 +140,7 @@ def _answer(function: Callable[[Incoming], Reply], known: Operation, request: Re
   reply = function(incoming(request, read(known.body, content)))
   body = reply.body if isinstance(reply.body, bytes) else as_json(reply.body)
   headers = {**known.headers_of(reply.body), **reply.headers}
-  return Response(body, reply.status or known.status, headers, reply.content_type)
+  return Response(body, known.status, headers, reply.content_type)
 
 
 def read(schema: type[pydantic.BaseModel] | None, content: bytes) -> Any:

@@ -293,8 +293,7 @@ def _of_entry(error: ServiceError | UserError, number: int) -> Exception:
 def _result(done: Any) -> Any:
   if not isinstance(done, Exception):
     return done
-  known = error_responses.known(done)
-  failed = error_responses.failure(known, ROOT, '')
+  failed = error_responses.failure(error_responses.known(done), ROOT, '')
   return {'status': failed.status, **failed.body}
 
 
