@@ -469,8 +469,12 @@ MUTANTS = (
   ),
   *_in(
     'sdpo_jax/environments/digits.py',
-    'tests/environments/test_rewards.py',
+    'tests/environments/test_digits.py',
     ('the last digit of an odd number is lost', 'else digits[i] for i in', 'else 0 for i in'),
+  ),
+  *_in(
+    'sdpo_jax/environments/digits.py',
+    'tests/environments/test_registry.py',
     ('a list of digits is tested and trained on', "== 0 else 'train'", "== 0 else 'test'"),
   ),
   *_in(
