@@ -475,7 +475,7 @@ MUTANTS = (
   *_in(
     'sdpo_jax/environments/digits.py',
     'tests/environments/test_registry.py',
-    ('a list of digits is tested and trained on', "== 0 else 'train'", "== 0 else 'test'"),
+    ('more than a fifth of the lists are held out', '% HELD_OUT == 0', '% HELD_OUT <= 1'),
   ),
   *_in(
     'sdpo_jax/environments/thinking.py',
