@@ -7,9 +7,16 @@ import pathlib
 import re
 from typing import Any
 
-from models import hub, model_files, published
+from models import hub, huggingface, model_files, published
+from models.decoder import DecoderPolicy
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
+
+
+def read(config: Config, model_config: str | None = None) -> tuple[DecoderPolicy, str]:
+  """Return the policy that a run would train and the source of its sizes; arguments and errors as for `sizes`."""
+  values, source = sizes(config, model_config)
+  return huggingface.describe(values, config.model), source
 
 
 def sizes(config: Config, model_config: str | None = None) -> tuple[dict[str, Any], str]:

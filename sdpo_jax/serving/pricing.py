@@ -12,7 +12,6 @@ import math
 import time
 from typing import Any
 
-from models import huggingface
 from models import parameters as parameter_tables
 from models.adapters import lora
 from models.decoder import DecoderPolicy
@@ -332,9 +331,8 @@ def plan(
   if output is not None:
     check_output(output)
   slice_ = topology.describe(slice_name)
-  values, source = model.sizes(config, model_config)
+  policy, source = model.read(config, model_config)
   announce(f'The model: {source}.')
-  policy = huggingface.describe(values, config.model)
   made = make(config, policy, slice_, source=source, price=price, keep=keep, announce=announce)
   show(text(made))
   if output is not None:

@@ -35,12 +35,6 @@ from tests import tiers, tiny
 needs_compiler = pytest.mark.tpu_compiler
 
 
-def described(config, model_config=None):
-  """Return the policy that a run would train, and the source of its sizes."""
-  sizes, source = model.sizes(config, model_config)
-  return huggingface.describe(sizes, config.model), source
-
-
 SIZES = {
   'model_type': 'qwen3',
   'vocab_size': 1024,
@@ -143,7 +137,7 @@ def test_the_report_and_the_json_hold_every_program(made):
 def test_what_does_not_fit_is_said_with_its_size():
   config = qwen3_8b_chemistry.get_config()
   slice_ = topology.describe('v5e:1x1')
-  policy, _ = described(config)
+  policy, _ = model.read(config)
   plan = planning.make(config, policy, slice_, planning.Assumptions.of(config, slice_.chip), only=['apply'])
   assert not plan.fits
   assert plan.programs['apply'].hbm_gib > slice_.chip.hbm_gib
@@ -337,7 +331,7 @@ def test_wrong_input_ends_with_one_sentence(tmp_path):
 def test_useful_operations_of_the_papers_update():
   """64 rows of 2048 + 8192 tokens, student and teacher alike: 733 TFLOP a chip of 64, counted by hand."""
   config = qwen3_8b_chemistry.get_config()
-  policy, _ = described(config)
+  policy, _ = model.read(config)
   student = planning.forward_flops(policy, 64, 10240, 8192)
   assert 4 * student / 64 == pytest.approx(733e12, rel=0.005)
 
@@ -352,7 +346,7 @@ def test_micro_batches_are_those_of_the_runs_own_batching(mean, micro):
   config = qwen3_8b_chemistry.get_config()
   config.actor.ppo_micro_batch_size, config.actor.pack_sequences = 64, True
   config.plan.mean_completion = config.plan.longest_completion = mean
-  policy, _ = described(config)
+  policy, _ = model.read(config)
   samples = lengths_of(config)
   packed = workload.of_batch(config, policy, samples, 64, share=False)
   assert len(packed.updates) == micro
@@ -370,7 +364,7 @@ def test_the_update_of_livecodebench_on_64_chips_is_mostly_padding():
   """Eight sequences per optimizer step: 8 of 64 rows are live, and of these what the declared lengths leave."""
   config = qwen3_8b_livecodebench.get_config()
   config.plan.trained_fraction = 0.75
-  policy, _ = described(config)
+  policy, _ = model.read(config)
   samples = lengths_of(config)
   work = workload.of_batch(config, policy, samples, 64, share=False)
   assert len(work.updates) == 32 and work.rows == 32 * 64 and work.live_rows == 192
@@ -392,7 +386,7 @@ def test_every_micro_batch_has_a_registered_program(name):
   config = importlib.import_module(f'configs.{"qwen3_8b_chemistry" if name == "packed" else name}').get_config()
   config.actor.pack_sequences = name == 'packed'
   config.actor.kl_loss_coef = 0.1 if name in ('packed', 'qwen3_8b_livecodebench') else 0.0
-  policy, _ = described(config)
+  policy, _ = model.read(config)
   mesh = meshes.make_mesh(MeshConfig(fsdp=4, tensor=2), jax.devices())
   found = run_programs(config, policy, *abstract_parameters(policy, mesh), mesh)
   work = workload.of_batch(config, policy, lengths_of(config), 8, batching.shares_prompts(batch_spec(config), policy))
@@ -712,20 +706,20 @@ def test_a_refused_program_is_refused_again_without_asking(tmp_path, monkeypatch
 
 def test_sizes_come_from_a_directory_a_file_the_table_or_the_hub(tmp_path, monkeypatch):
   config = qwen3_8b_chemistry.get_config()
-  policy, source = described(config)
+  policy, source = model.read(config)
   assert 'Qwen/Qwen3-8B' in source
   assert sum(math.prod(p.shape) for p in policy.parameter_table()) == pytest.approx(8.19e9, rel=0.002)
   (tmp_path / 'config.json').write_text(json.dumps(SIZES))
   for path in (tmp_path, tmp_path / 'config.json'):
     config.model.path = str(path)
-    assert described(config)[0].config.hidden_size == 256
+    assert model.read(config)[0].config.hidden_size == 256
   config.model.path = 'someone/else'
   monkeypatch.setattr(model, '_download', lambda name: SIZES | {'hidden_size': 512})
-  assert described(config)[0].config.hidden_size == 512
-  assert described(config, str(tmp_path / 'config.json'))[0].config.hidden_size == 256
+  assert model.read(config)[0].config.hidden_size == 512
+  assert model.read(config, str(tmp_path / 'config.json'))[0].config.hidden_size == 256
   config.model.path = str(tmp_path / 'nothing')
   with pytest.raises(UserError, match='--model_config'):
-    described(config)
+    model.read(config)
 
 
 def test_a_hub_that_cannot_be_reached_is_said(monkeypatch):
@@ -738,7 +732,7 @@ def test_a_hub_that_cannot_be_reached_is_said(monkeypatch):
   config = qwen3_8b_chemistry.get_config()
   config.model.path = 'someone/else'
   with pytest.raises(UserError, match='--model_config=FILE.json'):
-    described(config)
+    model.read(config)
 
 
 @pytest.mark.parametrize(
@@ -788,7 +782,7 @@ def test_an_output_that_cannot_be_written_is_found_before_anything_is_compiled(t
 
 def test_a_search_ranks_what_fits_by_speed_and_the_rest_by_size(monkeypatch):
   config = qwen3_8b_chemistry.get_config()
-  policy, _ = described(config)
+  policy, _ = model.read(config)
 
   tried = []
 
