@@ -343,17 +343,17 @@ del result[:50]  # Until the processor knows what is to come.
 def test_a_name_that_another_has_looked_up_is_found_as_fast_as_any_in_memory(packages):
   """Bits that arrive, of 512; by chance alone more than 332 of them do so once in ten billion times.
 
-  What else the machine does may carry some of them now and then; a channel carries them every time.
+  What else the machine does may carry some of them now and then, or drown a channel: one of three tries counts.
   """
   draw = random.Random(3)
   with Sandbox(SandboxConfig(workers=1, packages=packages), HARNESS) as sandbox:
     if not any('own tmpfs' in layer for layer in sandbox.layers):
       pytest.skip('there are no views here')
-    right = bits_that_arrive(sandbox, draw)
-    for _ in range(2):
-      if right > 332:
-        right = bits_that_arrive(sandbox, draw)
-  assert right <= 332 if packages is not None else right > 332
+    for _ in range(3):
+      arrived = bits_that_arrive(sandbox, draw) > 332
+      if arrived == (packages is None):
+        break
+  assert arrived == (packages is None)
 
 
 def bits_that_arrive(sandbox, draw, count=64):
