@@ -48,7 +48,7 @@ spec = session.spec
 beside = {
   'a teacher that is not re-prompted': not spec.reprompts,
   'a teacher behind an endpoint': spec.external_support,
-  'actor.kl_loss_coef': spec.needs_initial_policy,
+  'actor.kl_loss_coef': bool(spec.references),
   'actor.self_distillation.feedback_model': config.actor.self_distillation.feedback_model,
   'algorithm.min_sdpo_examples': config.algorithm.min_sdpo_examples,
   'rollout.steps_off': config.rollout.steps_off,

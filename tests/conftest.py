@@ -41,7 +41,7 @@ TESTS = pathlib.Path(__file__).parent
 LONGEST = """
   training/test_resume.py planner/test_plan.py models/attention/test_tpu.py training/test_durability.py
   training/test_cartridge_updates.py objective/test_golden.py examples/test_examples.py
-  models/families/test_families.py training/test_base_once.py training/test_initial_policy.py planner/test_engine.py
+  models/families/test_families.py training/test_base_once.py training/test_reference_policies.py planner/test_engine.py
   training/test_cartridge_processes.py training/test_startup.py serving/test_engine_start.py teacher/test_kinds.py
   rollout/test_engine.py training/checkpoint/test_checkpoints.py training/test_endings.py launch/test_commands.py
   evaluation/test_alarms.py teacher/test_lora_teachers.py models/test_policy.py training/test_step_meshes.py

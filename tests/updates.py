@@ -145,8 +145,8 @@ def samples_for(config: Config) -> batching.GenerationBatch:
     samples = dataclasses.replace(samples, teacher_prompts=None, advantages=advantages)
   if objective_spec(config).needs_old_log_probs:
     samples = dataclasses.replace(samples, old_log_probs=samples.rollouts.model_log_probs - 4)
-  if objective_spec(config).needs_initial_policy:
-    samples = dataclasses.replace(samples, initial_log_probs=samples.rollouts.model_log_probs - 3)
+  if objective_spec(config).references:
+    samples = dataclasses.replace(samples, references={'initial': samples.rollouts.model_log_probs - 3})
   return samples
 
 

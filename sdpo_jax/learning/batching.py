@@ -16,7 +16,7 @@ from sdpo_jax.learning import packing
 from sdpo_jax.objective.aggregation import loss_coefficients
 from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import Buckets, bucket
-from sdpo_jax.types import COEFFICIENTS, READS, Batch, Rollouts, TeacherSignal, TokenRows
+from sdpo_jax.types import COEFFICIENTS, Batch, Rollouts, TeacherSignal, TokenRows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,23 +109,15 @@ class GenerationBatch:
   policy_weights: np.ndarray | None = None
   # [N, T] float32, log-probs of the sampler, if the update computes such a factor from them; None: it does not.
   sampling_log_probs: np.ndarray | None = None
-  initial_log_probs: np.ndarray | None = None  # [N, T] under the initial policy; None: no term reads them.
+  # [N, T] float32 each, log-probs under the policies that terms read, `ObjectiveSpec.references`.
+  references: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
   signal: TeacherSignal | None = None  # From an external teacher: token_ids and log_probs [N, T, K].
   present: np.ndarray | None = None  # [N] bool, samples that exist; None: all. The others have no tokens.
 
   def __post_init__(self):
     shape = self.rollouts.completion_mask.shape
-    names = (
-      'distill_mask',
-      'advantages',
-      'old_log_probs',
-      'distill_weights',
-      'policy_weights',
-      'sampling_log_probs',
-      'initial_log_probs',
-    )
-    for name in names:
-      value = getattr(self, name)
+    names = ('distill_mask', 'advantages', 'old_log_probs', 'distill_weights', 'policy_weights', 'sampling_log_probs')
+    for name, value in ({name: getattr(self, name) for name in names} | self.references).items():
       if value is not None:
         chex.assert_shape(value, shape, custom_message=name)
         chex.assert_type(value, float)
@@ -509,7 +501,8 @@ def _micro_batch(
     mask=fit_float(rollouts.completion_mask),
     old_log_probs=fit_float(batch.old_log_probs),
     sampling_log_probs=fit_float(batch.sampling_log_probs) if coef else None,
-    **{read: fit_float(getattr(batch, read)) if name in coef else None for name, read in READS.items()},
+    advantages=fit_float(batch.advantages) if 'policy_coef' in coef else None,
+    **{f'{name}_log_probs': fit_float(values) if coef else None for name, values in batch.references.items()},
     signal=jax.tree.map(fit, batch.signal),
     **{name: None for name in COEFFICIENTS} | {name: fit(values, held) for name, values in coef.items()},
   )

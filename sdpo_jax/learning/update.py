@@ -27,6 +27,7 @@ from sdpo_jax.objective import log_probs
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.objective.sharded import Layout
+from sdpo_jax.objective.terms import POLICY_METRICS, TEACHER_METRICS
 from sdpo_jax.teacher import averaging
 from sdpo_jax.teacher.averaging import TeacherSpec
 from sdpo_jax.teacher.signal import Teacher, on_own_top_k, teacher_signal
@@ -87,23 +88,7 @@ def init_state(spec: UpdateSpec, trainable: Tree, table: Table = ()) -> TrainSta
 
 
 # The objective's per-token quantities that are fetched from the devices, if it computes them, for metrics and files.
-PER_TOKEN = (
-  'log_prob',
-  'entropy',
-  'divergence',
-  'ratio',
-  'ratio_clipped',
-  'student_tail',
-  'teacher_entropy',
-  'teacher_tail',
-  'teacher_coverage',
-  'teacher_top1_in_support',
-  'ppo_ratio',
-  'ppo_clipped',
-  'ppo_clipped_lower',
-  'ppo_kl',
-  'initial_kl',
-)
+PER_TOKEN = ('log_prob', 'entropy', *TEACHER_METRICS.values(), *POLICY_METRICS.values())
 
 
 @dataclasses.dataclass

@@ -6,6 +6,9 @@ import dataclasses
 
 from sdpo_jax.types import COEFFICIENTS
 
+# Fixed policies that a term may compare the student to: it reads log-probs under them, `Batch.<name>_log_probs`.
+REFERENCES = ('initial',)
+
 
 @dataclasses.dataclass(frozen=True)
 class ObjectiveSpec:
@@ -46,9 +49,9 @@ class ObjectiveSpec:
     return self.entropy_bonus or self.kl_penalty
 
   @property
-  def needs_initial_policy(self) -> bool:
-    """Whether the trainer computes log-probs of the completions under the policy as it was at the start."""
-    return self.kl_penalty
+  def references(self) -> tuple[str, ...]:
+    """Those of `REFERENCES` under which the trainer computes log-probs of the completions."""
+    return ('initial',) if self.kl_penalty else ()
 
   @property
   def needs_old_log_probs(self) -> bool:

@@ -21,6 +21,26 @@ from sdpo_jax.types import RowNumbers
 
 Metrics = dict[str, jax.Array]
 
+# Metric → per-token quantity of the objective, averaged over the distilled tokens.
+TEACHER_METRICS = {
+  'teacher/divergence': 'divergence',
+  'teacher/entropy': 'teacher_entropy',
+  'teacher/tail_mass': 'teacher_tail',
+  'teacher/topk_coverage': 'teacher_coverage',
+  'teacher/top1_in_support': 'teacher_top1_in_support',
+  'teacher/student_tail_mass': 'student_tail',
+  'train/ratio': 'ratio',
+  'train/ratio_clipped_fraction': 'ratio_clipped',
+}
+# The same over all completion tokens: for the policy gradient those with an advantage, for the KL penalty all.
+POLICY_METRICS = {
+  'train/ppo_ratio': 'ppo_ratio',
+  'train/ppo_clipped_fraction': 'ppo_clipped',
+  'train/ppo_clipped_lower_fraction': 'ppo_clipped_lower',
+  'train/ppo_kl': 'ppo_kl',
+  'train/kl_loss': 'initial_kl',  # Without its coefficient.
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class TermSettings:

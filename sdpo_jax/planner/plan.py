@@ -30,6 +30,7 @@ from sdpo_jax.distributed import programs as registry
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable
 from sdpo_jax.learning import batching
+from sdpo_jax.objective.objective_spec import REFERENCES
 from sdpo_jax.planner import hlo, kernels, lengths, program_facts, traffic, workload
 from sdpo_jax.planner.topology import Chip, Topology
 from sdpo_jax.rollout import sizes
@@ -47,7 +48,8 @@ HOP = 0.7e-6
 # rows, refilling them, and starting the next chunk.
 HOST_CHUNK, HOST_ROW = 2e-3, 15e-6
 # Memory that is always in use, whichever program runs.
-RESIDENT = ('base', 'sampling base', 'parameters', 'optimizer', 'teacher', 'teacher base', 'initial policy')
+RESIDENT = ('base', 'sampling base', 'parameters', 'optimizer', 'teacher', 'teacher base')
+RESIDENT += tuple(f'{name} policy' for name in REFERENCES)
 # Label of the program that reads part of a document, while only the model and the document are in memory.
 READING = 'read document'
 BEFORE_THE_RUN = {'gather document': ('base',), READING: ('base', 'teacher base')}
@@ -345,7 +347,7 @@ def select(found: Mapping[str, registry.Program], everything: bool, used: Iterab
 def resident_bytes(found: Mapping[str, registry.Program]) -> dict[str, float]:
   """Return the bytes on one device by kind of argument; those in `RESIDENT` stay in memory whichever program runs."""
   held: dict[str, float] = {}
-  for kind in ('initial', 'update', 'apply'):
+  for kind in (*REFERENCES, 'update', 'apply'):
     held |= next((held_bytes(program) for program in found.values() if program.kind == kind), {})
   return {part: size for part, size in held.items() if part in RESIDENT}
 
@@ -655,7 +657,7 @@ def _summary(
   useful = {
     'update': work.useful_flops,
     'score': work.scored_flops,
-    'initial': work.initial_flops,
+    **dict.fromkeys(REFERENCES, work.reference_flops),
     # Counted as one forward pass over all tokens of a completion and its prompt.
     'decode': sum(
       forward_flops(policy, 1, prompt + completion, completion)
@@ -774,7 +776,7 @@ def phase_seconds(
     copy = seconds(estimates['prepare']) if have('prepare') else 0.0
     prefill, phases['decode'] = sampling('prefill', 'decode', config.data.train_batch_size, config.rollout.n)
     phases = {'prefill': copy + prefill} | phases
-  for phase in ('initial', 'score', 'update'):
+  for phase in (*REFERENCES, 'score', 'update'):
     if have(phase):
       phases[phase] = micro_batches(phase)
   if have('zero', 'apply', 'finish'):

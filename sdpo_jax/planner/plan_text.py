@@ -7,6 +7,7 @@ import math
 from typing import Literal
 
 from sdpo_jax.distributed.mesh import FSDP
+from sdpo_jax.objective.objective_spec import REFERENCES
 from sdpo_jax.planner.plan import Estimate, Plan
 from sdpo_jax.planner.search import Candidate
 from sdpo_jax.tables import counted, markdown
@@ -19,7 +20,7 @@ _MEMORY = (
   'optimizer',
   'teacher',
   'teacher base',
-  'initial policy',
+  *(f'{name} policy' for name in REFERENCES),
   'snapshots',
   'teachers',
   'slots',
@@ -68,7 +69,7 @@ def _beside_base(trained: str) -> dict[str, str]:
     'parameters': trained,
     'teacher': f"teacher's {trained}",
     'teacher base': 'document' if trained == 'slots' else 'teacher base',
-    'initial policy': f'initial {trained}',
+    **{f'{name} policy': f'{name} {trained}' for name in REFERENCES},
     'sampling weights': f"sampler's {trained}",
   }
 

@@ -12,6 +12,7 @@ from typing import Any
 from models.policy import Policy
 from sdpo_jax.config import Config, assign
 from sdpo_jax.errors import UserError
+from sdpo_jax.objective.objective_spec import REFERENCES
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.planner.topology import Topology
 
@@ -19,7 +20,7 @@ SEARCHED = ('mesh', 'micro_batch', 'remat', 'rows')
 _MICRO = (1, 2, 4)  # Rows per chip.
 _ROWS = (64, 128, 256, 384, 512, 1024)
 REMATS = ('full', 'save_attention', 'dots', 'none')  # From least to most memory.
-_TRAINING = ('initial', 'score', 'update')
+_TRAINING = (*REFERENCES, 'score', 'update')
 _SAMPLING = ('prepare', 'prefill', 'decode')
 
 

@@ -13,6 +13,7 @@ from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed.programs import Program
 from sdpo_jax.learning import batching
+from sdpo_jax.objective.objective_spec import REFERENCES
 from sdpo_jax.training.specs import batch_spec, objective_spec
 from sdpo_jax.types import Batch, Rollouts, TokenRows
 
@@ -38,14 +39,14 @@ class Workload:
 
   updates: tuple[Shape, ...]  # One per micro-batch.
   scores: tuple[Shape, ...]
-  initials: tuple[Shape, ...]  # Scoring by the initial policy.
+  references: tuple[Shape, ...]  # Scoring by a reference policy.
   live_rows: int  # Rows in updates that hold a sample.
   rows: int
   live_tokens: int  # Tokens in updates, on the student's and teacher's sides, that are not padding.
   tokens: int
   useful_flops: float  # Operations in updates that live tokens require.
   scored_flops: float  # The same for scoring.
-  initial_flops: float  # The same for scoring by the initial policy.
+  reference_flops: float  # The same for scoring by a reference policy.
 
 
 def of_batch(
@@ -77,7 +78,7 @@ def of_batch(
     scored[:] = True
   elif spec.terms.weighs_in_update:
     scored[batching.left_out(batch, spec)] = True
-  whole = np.full(len(samples), spec.terms.needs_initial_policy)
+  whole = np.full(len(samples), bool(spec.terms.references))
 
   def scores(chosen: np.ndarray) -> tuple[Shape, ...]:
     micros = batching.student_micro_batches(batch, spec, devices, np.flatnonzero(chosen))
@@ -95,14 +96,14 @@ def of_batch(
   return Workload(
     updates=tuple(updates) * epochs,
     scores=scores(scored),
-    initials=scores(whole),
+    references=scores(whole),
     live_rows=epochs * live_rows,
     rows=epochs * rows,
     live_tokens=epochs * live_tokens,
     tokens=epochs * tokens,
     useful_flops=epochs * (student + taught),
     scored_flops=forward(samples.prompt, scored),
-    initial_flops=forward(samples.prompt, whole),
+    reference_flops=forward(samples.prompt, whole),
   )
 
 
@@ -114,7 +115,7 @@ def shape(batch: Batch) -> Shape:
 
 
 def program_shape(program: Program) -> Shape:
-  """Return the `shape` of the micro-batches for a program of kind 'update', 'score' or 'initial'.
+  """Return the `shape` of the micro-batches for a program of kind 'update', 'score' or of `REFERENCES`.
 
   Raises:
     ValueError: the program takes no micro-batches.
@@ -133,9 +134,10 @@ def used(found: dict[str, Program], work: Workload) -> dict[str, tuple[str, ...]
   Raises:
     ValueError: no program is registered for a micro-batch's shape.
   """
+  passes = {'update': work.updates, 'score': work.scores, **dict.fromkeys(REFERENCES, work.references)}
   return {
     kind: _names(kind, {program_shape(p): name for name, p in found.items() if p.kind == kind}, shapes)
-    for kind, shapes in (('update', work.updates), ('score', work.scores), ('initial', work.initials))
+    for kind, shapes in passes.items()
   }
 
 
@@ -168,5 +170,5 @@ def _batch(config: Config, samples: SampleLengths) -> batching.GenerationBatch:
     advantages=signal if spec.needs_advantages else None,
     old_log_probs=zeros if spec.needs_old_log_probs else None,
     sampling_log_probs=zeros if spec.weighs_in_update else None,
-    initial_log_probs=zeros if spec.needs_initial_policy else None,
+    references=dict.fromkeys(spec.references, zeros),
   )

@@ -19,7 +19,7 @@ from sdpo_jax.learning import batching
 from sdpo_jax.learning.update import abstract_state
 from sdpo_jax.rollout.functions import cache_shardings, sampler_functions
 from sdpo_jax.rollout.sizes import shard_rows
-from sdpo_jax.training import cartridges, feedback_writing, initial_policy, teacher_model
+from sdpo_jax.training import cartridges, feedback_writing, reference_policies, teacher_model
 from sdpo_jax.training.run_programs import abstract_parameters, abstract_teacher
 from sdpo_jax.training.specs import batch_spec, declared_buckets, objective_spec, update_spec
 from sdpo_jax.types import Tree
@@ -59,8 +59,10 @@ def estimate(config: Config, policy: Policy, mesh: jax.sharding.Mesh, document: 
     'optimizer': _bytes(state.opt_state),
     'teacher': _bytes(state.teacher),
   }
-  if objective_spec(config).needs_initial_policy:
-    held['initial policy'] = _bytes(initial_policy.abstract(policy.parameter_table(), trainable, config.model.dtype))
+  references = reference_policies.abstract(
+    objective_spec(config), policy.parameter_table(), trainable, config.model.dtype
+  )
+  held |= {f'{name} policy': _bytes(reference) for name, reference in references.items()}
   if document:
     held['document'] = _bytes(cartridges.abstract_document_teacher(config, policy, mesh, document).base)
   if teacher_model.is_used(config):

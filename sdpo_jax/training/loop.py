@@ -35,7 +35,7 @@ from sdpo_jax.training import (
   endpoint_teacher,
   feedback_writing,
   gathering,
-  initial_policy,
+  reference_policies,
   resuming,
   skipped,
   startup,
@@ -205,8 +205,7 @@ def _steps_of(
     session.endpoint, session.feedback_endpoint = endpoint, writer
     stop.check()
     table = session.policy.parameter_table()
-    if session.spec.needs_initial_policy:
-      session.initial = initial_policy.of_parameters(table, parameters, config.model.dtype)
+    session.references = reference_policies.of_parameters(session.spec, table, parameters, config.model.dtype)
     like = abstract_state(update_spec(config), parameters, session.mesh, table)
     with (
       Watchdog(config.trainer, workdir, announce, stop.give_up),

@@ -30,11 +30,11 @@ from sdpo_jax.learning.update import abstract_state, make_update
 from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.rollout.sampler_programs import SamplerSpec, named, sampler_programs
 from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
-from sdpo_jax.training import feedback_writing, initial_policy, teacher_model
+from sdpo_jax.training import feedback_writing, reference_policies, teacher_model
 from sdpo_jax.training.checkpoint import digests
 from sdpo_jax.training.checkpoint.checkpoints import abstract
 from sdpo_jax.training.specs import batch_spec, declared_buckets, objective_spec, teacher_spec, update_spec
-from sdpo_jax.types import COEFFICIENTS, Batch, TeacherSignal, TokenRows, Tree
+from sdpo_jax.types import COEFFICIENTS, NUMBERS, Batch, TeacherSignal, TokenRows, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,9 +129,8 @@ def update_programs(run: Run) -> dict[str, Program]:
   scored = {}  # Kind → parameters under which completions are scored, and the trees that a device holds then.
   if spec.computes_log_probs or spec.weighs_in_update:
     scored['score'] = trainable, 'parameters'
-  if spec.needs_initial_policy:
-    initial = initial_policy.abstract(run.policy.parameter_table(), trainable, config.model.dtype)
-    scored['initial'] = initial, 'initial policy'
+  references = reference_policies.abstract(spec, run.policy.parameter_table(), trainable, config.model.dtype)
+  scored |= {name: (reference, f'{name} policy') for name, reference in references.items()}
   found = {
     'zero': Program('zero', update.zero, (trainable,), holds=('parameters',)),
     'apply': Program('apply', update.apply, (state, trainable), holds=('state', 'gradients')),
@@ -184,8 +183,7 @@ def update_programs(run: Run) -> dict[str, Program]:
 
 def _without_coefficients(batch: Batch) -> Batch:
   """Return a micro-batch without coefficients, as `batching.reading_micro_batches` makes it."""
-  weighs = ('old_log_probs', 'advantages', 'sampling_log_probs', 'initial_log_probs', 'signal', *COEFFICIENTS)
-  return batch.replace(**dict.fromkeys(weighs))
+  return batch.replace(**dict.fromkeys((*NUMBERS, 'signal')))
 
 
 def abstract_batch(
@@ -234,7 +232,7 @@ def abstract_batch(
     old_log_probs=per_token if spec.needs_old_log_probs else None,
     advantages=per_token if spec.needs_advantages else None,
     sampling_log_probs=per_token if spec.weighs_in_update else None,
-    initial_log_probs=per_token if spec.needs_initial_policy else None,
+    **{f'{name}_log_probs': per_token for name in spec.references},
     signal=None if spec.external_support is None else external_signal(spec.external_support),
   )
 

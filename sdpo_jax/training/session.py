@@ -37,8 +37,8 @@ class Session:
   update_flops_per_token: float  # FLOPs of a forward and a backward pass.
   teacher_flops_per_token: float  # FLOPs of a forward pass of the policy that reads the teacher's prompts.
   endpoint: Endpoint | None = None  # A teacher behind an endpoint.
-  # Trainable parameters at the start of the run (`initial_policy`); None: the objective does not need them.
-  initial: Tree | None = None
+  # Trainable parameters of the `reference_policies` that the objective needs.
+  references: dict[str, Tree] = dataclasses.field(default_factory=dict)
   teachers_sampler: Sampler | None = None  # None: the teacher writes nothing.
   feedback_sampler: Sampler | None = None  # The sampler for the student's own feedback; None: it writes none.
   feedback_endpoint: FeedbackEndpoint | None = None  # A server that writes feedback.

@@ -244,9 +244,9 @@ def build_batch(
     batch.advantages = per_token(advantages_of(config, graded))
   if spec.weighs_in_update:
     batch.sampling_log_probs = rollouts.sampling_log_probs
-  if spec.needs_initial_policy:
-    initial = PolicyLogProbs(session, session.initial, batch, np.flatnonzero(graded_rows))
-    batch.initial_log_probs = initial.fetch(stop=stop)
+  for name, reference in session.references.items():
+    log_probs = PolicyLogProbs(session, reference, batch, np.flatnonzero(graded_rows))
+    batch.references[name] = log_probs.fetch(stop=stop)
   if not spec.computes_log_probs:
     return batch
   log_probs = PolicyLogProbs(session, state.trainable, batch).fetch(stop=stop)

@@ -20,6 +20,7 @@ from sdpo_jax.evaluation.evaluate import Evaluation
 from sdpo_jax.evaluation.excerpts import excerpt, excerpt_messages
 from sdpo_jax.files import jsonable, make_directory, write_atomically
 from sdpo_jax.learning.batching import GenerationBatch
+from sdpo_jax.objective.terms import POLICY_METRICS, TEACHER_METRICS
 from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.training import feedback_writing, samples
 from sdpo_jax.training.gathering import GatheredBatch, Gathering
@@ -108,27 +109,6 @@ def gap_metrics(rates: Mapping[str, float], evaluated: Mapping[str, float]) -> d
     if held_out and held_out[0] is not None and math.isfinite(held_out[0]):
       gaps[f'gap/{source}'] = rate - held_out[0]
   return gaps
-
-
-# Metric → per-token quantity of the objective, averaged over the distilled tokens.
-TEACHER_METRICS = {
-  'teacher/divergence': 'divergence',
-  'teacher/entropy': 'teacher_entropy',
-  'teacher/tail_mass': 'teacher_tail',
-  'teacher/topk_coverage': 'teacher_coverage',
-  'teacher/top1_in_support': 'teacher_top1_in_support',
-  'teacher/student_tail_mass': 'student_tail',
-  'train/ratio': 'ratio',
-  'train/ratio_clipped_fraction': 'ratio_clipped',
-}
-# The same over all completion tokens: for the policy gradient those with an advantage, for the KL penalty all.
-POLICY_METRICS = {
-  'train/ppo_ratio': 'ppo_ratio',
-  'train/ppo_clipped_fraction': 'ppo_clipped',
-  'train/ppo_clipped_lower_fraction': 'ppo_clipped_lower',
-  'train/ppo_kl': 'ppo_kl',
-  'train/kl_loss': 'initial_kl',  # Without its coefficient.
-}
 
 
 def update_metrics(report: UpdateReport, batch: GenerationBatch, session: Session) -> dict[str, float]:

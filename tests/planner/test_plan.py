@@ -393,8 +393,8 @@ def test_every_micro_batch_has_a_registered_program(name):
   used = workload.used(found, work)
   assert len(used['update']) == len(work.updates) > 0
   assert {found[name].kind for name in used['update']} == {'update'}
-  assert len(used['initial']) == len(work.initials) and bool(work.initials) == bool(config.actor.kl_loss_coef)
-  assert {found[name].kind for name in used['initial']} == ({'initial'} if work.initials else set())
+  assert len(used['initial']) == len(work.references) and bool(work.references) == bool(config.actor.kl_loss_coef)
+  assert {found[name].kind for name in used['initial']} == ({'initial'} if work.references else set())
   with pytest.raises(ValueError, match='No program of kind'):
     workload.used({}, work)
 

@@ -82,7 +82,7 @@ def samples() -> batching.GenerationBatch:
     advantages=zeros,
     distill_weights=weights,
     policy_weights=weights,
-    initial_log_probs=(-5 + rng.normal(size=(count, T))).astype(np.float32),
+    references={'initial': (-5 + rng.normal(size=(count, T))).astype(np.float32)},
   )
 
 

@@ -305,7 +305,7 @@ def _learned(config: Config) -> tuple[str, ...]:
   They include weights and factors if the run is held near the initial policy or starts from a cartridge, and the
   weights if the base is frozen, since no checkpoint holds it.
   """
-  if objective_spec(config).needs_initial_policy:
+  if objective_spec(config).references:
     return (*LEARNED, *LOADED)
   if config.model.cartridge.path:  # Some of its slots may be frozen.
     return (*LEARNED, *LOADED)

@@ -14,10 +14,12 @@ import pytest
 from sdpo_jax.config import Differences, MeshConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
+from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.preflight.doubtful_settings import odd_settings
-from sdpo_jax.training import initial_policy, step, step_records
+from sdpo_jax.training import reference_policies, step, step_records
 from sdpo_jax.training.directory import fingerprint, starts
 from sdpo_jax.training.graded import GradedRollouts
+from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.types import Example, Outcome
 from tests import tiny
 from tests.resumed_runs import lines_without_time
@@ -30,12 +32,13 @@ def test_it_is_a_copy_in_compute_dtype_that_lies_as_the_parameters_do():
   policy, parameters = make_model()
   mesh = meshes.make_mesh(MeshConfig(fsdp=4, tensor=2), jax.devices())
   placed = jax.device_put(parameters, policy_shardings(policy, parameters, mesh))
-  found = initial_policy.of_parameters(policy.parameter_table(), placed, 'bfloat16')
+  spec = ObjectiveSpec(True, False, kl_penalty=True)
+  found = reference_policies.of_parameters(spec, policy.parameter_table(), placed, 'bfloat16')['initial']
   assert found['final_norm'].dtype == jnp.float32 and found['layers']['mlp']['up'].dtype == jnp.bfloat16
   jax.tree.map(
     lambda ours, theirs: np.testing.assert_array_equal(ours, np.asarray(theirs).astype(ours.dtype)), found, parameters
   )
-  described = initial_policy.abstract(policy.parameter_table(), placed, 'bfloat16')
+  described = reference_policies.abstract(spec, policy.parameter_table(), placed, 'bfloat16')['initial']
   chex.assert_trees_all_equal_shapes_and_dtypes(found, described)
   assert jax.tree.map(lambda leaf: leaf.sharding, placed) == jax.tree.map(lambda leaf: leaf.sharding, described)
   assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), found, placed)))
@@ -57,30 +60,31 @@ def test_its_log_probs_are_computed_once_of_what_is_graded_and_only_where_they_a
     asked.append((trainable, int((np.asarray(rows.segment_ids).max(1) > 0).sum())))
     return jnp.full(targets.shape, -2.0, jnp.float32), None
 
-  session, state = start(config, initial='of the start')
+  held = dict.fromkeys(objective_spec(config).references, 'of the start')
+  session, state = start(config, references=held)
   session.update = types.SimpleNamespace(log_probs=log_probs)
   samples = samples_for(config)
   outcomes = [Outcome(1.0)] * 7 + [Outcome.ungraded('no answer')]
   batch = step.build_batch(session, state, graded_batch(samples, outcomes), None, {})
   if not coefficient:
-    assert batch.initial_log_probs is None and not asked
+    assert batch.references == {} and not asked
     return
   assert {parameters for parameters, _ in asked} == {'of the start'} and sum(rows for _, rows in asked) == 7
   mask = batch.rollouts.completion_mask & (np.arange(8) < 7)[:, None]
-  np.testing.assert_array_equal(batch.initial_log_probs, np.where(mask, np.float32(-2), 0))
+  np.testing.assert_array_equal(batch.references['initial'], np.where(mask, np.float32(-2), 0))
 
 
 def test_a_run_is_measured_from_its_start_and_moves_away_from_it():
   config = settings(**PENALISED)
   session, state = start(config)
-  session.initial = jax.tree.map(jnp.copy, state.trainable)
+  initial = jax.tree.map(jnp.copy, state.trainable)
   samples = samples_for(config)
   measured, before = [], None
   for _ in range(2):
-    samples.initial_log_probs = step.PolicyLogProbs(session, session.initial, samples).fetch()
+    samples.references['initial'] = step.PolicyLogProbs(session, initial, samples).fetch()
     if before is not None:
-      np.testing.assert_array_equal(samples.initial_log_probs, before)
-    before = samples.initial_log_probs
+      np.testing.assert_array_equal(samples.references['initial'], before)
+    before = samples.references['initial']
     state, report = step.run_update(session, state, samples)
     mask = samples.rollouts.completion_mask
     gap = report.token_values['log_prob'][mask].astype(np.float64) - before[mask]
