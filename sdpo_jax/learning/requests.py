@@ -127,11 +127,11 @@ def check(tasks: Sequence[Task], buckets: Mapping[str, Sequence[int]], topk: int
         "support='teacher'."
       )
     for lesson in task.lessons:
-      _check_lesson(lesson, buckets, topk, vocab_size)
+      check_lesson(lesson, buckets, topk, vocab_size)
 
 
-def _check_lesson(lesson: Lesson, buckets: Mapping[str, Sequence[int]], topk: int, vocab_size: int) -> None:
-  """Raise UserError for a lesson that cannot be learned."""
+def check_lesson(lesson: Lesson, buckets: Mapping[str, Sequence[int]], topk: int, vocab_size: int) -> None:
+  """Raise UserError for a lesson that cannot be learned; the arguments are those of `check`."""
   if (lesson.teacher_prompt is None) == (lesson.taught is None):
     raise ValueError('A lesson has either a prompt of the teacher, or what a teacher said.')
   texts = {'prompt': ('The prompt', lesson.prompt), 'response': ('The completion', lesson.completion)}

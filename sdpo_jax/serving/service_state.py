@@ -19,8 +19,7 @@ from models.token_texts import TokenTexts
 from sdpo_jax.config import Config
 from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.learning import requests
-from sdpo_jax.learning.losses import Sdpo
-from sdpo_jax.learning.requests import Lesson, Task, UpdateOptions
+from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.serving import adapter_names, endpoint_scores, request_prompts, teachers
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.engine import EngineSettings
@@ -163,7 +162,8 @@ class ServiceState:
       )
     sizes = self.sizes
     buckets = {'prompt': sizes.prompt_buckets, 'teacher': sizes.teacher_buckets, 'response': sizes.response_buckets}
-    requests.check([Task(0, lessons, UpdateOptions(Sdpo(topk=1)))], buckets, sizes.topk, self.vocab_size)
+    for lesson in lessons:
+      requests.check_lesson(lesson, buckets, sizes.topk, self.vocab_size)
     try:
       return endpoint_scores.taught(self.endpoint, lessons, sizes.topk, call)
     except StoppedError:
