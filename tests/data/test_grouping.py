@@ -81,6 +81,7 @@ def test_a_success_teaches_the_failures_of_a_repeated_row_only_where_duplicates_
     tokenizer=CharacterTokenizer(),
     writer=lambda trainable: (Sampler(), None, trainable),
     base=None,
+    references={},
   )
   asked = dataclasses.replace(ASKED, environment='row_1')
   other = dataclasses.replace(asked, ground_truth='43')

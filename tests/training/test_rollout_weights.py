@@ -95,6 +95,7 @@ def test_all_rows_are_scored_only_where_the_update_cannot_weigh_them(changes, be
     config=config,
     spec=objective_spec(config),
     base={},
+    references={},
     mesh=meshes.make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]),
     update=types.SimpleNamespace(log_probs=log_probs),
   )
