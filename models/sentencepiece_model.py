@@ -56,9 +56,10 @@ def load(root: pathlib.Path) -> Tokenizer:
   named = json.loads(settings.read_text(encoding='utf-8')) if settings.is_file() else {}
   roles = {role: getattr(pieces, number)() for role, number in _ROLES.items() if role not in named}
   roles = {role: pieces.id_to_piece(number) for role, number in roles.items() if number >= 0}
+  # Llama's class first: from 5.24 on, transformers builds one for a Mistral that puts a space after each control token.
   for make in (
-    lambda: AutoTokenizer.from_pretrained(root, trust_remote_code=False),
     lambda: LlamaTokenizer.from_pretrained(root, **roles),
+    lambda: AutoTokenizer.from_pretrained(root, trust_remote_code=False),
   ):
     tokenizer = make()
     described = json.loads(tokenizer.backend_tokenizer.to_str())
