@@ -41,10 +41,9 @@ from sdpo_jax.rollout.results import SamplingStats
 from sdpo_jax.rollout.sampler import Sampler, SamplingOptions
 from sdpo_jax.rollout.stops import Tokenizer
 from sdpo_jax.serving.kept_programs import KeptPrograms
-from sdpo_jax.serving.places import NoPlaceError, Places
 from sdpo_jax.serving.program_folder import ProgramFolder, surroundings
 from sdpo_jax.serving.records import TEACHING_MODEL, TEACHING_VERSION
-from sdpo_jax.serving.shelf import Arrays, Shelf
+from sdpo_jax.serving.shelf import Arrays, NoPlaceError, Places, Shelf
 from sdpo_jax.teacher import averaging
 from sdpo_jax.types import Tree
 

@@ -36,8 +36,7 @@ from sdpo_jax.serving.jobs import (
   runnable,
   scored_together,
 )
-from sdpo_jax.serving.places import NoPlaceError
-from sdpo_jax.serving.shelf import Arrays
+from sdpo_jax.serving.shelf import Arrays, NoPlaceError
 
 Future = concurrent.futures.Future
 Answer = TypeVar('Answer')

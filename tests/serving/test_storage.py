@@ -10,8 +10,7 @@ import pytest
 
 from sdpo_jax.errors import UserError
 from sdpo_jax.serving import shelf as shelves
-from sdpo_jax.serving.places import NoPlaceError, Places
-from sdpo_jax.serving.shelf import Shelf
+from sdpo_jax.serving.shelf import NoPlaceError, Places, Shelf
 
 
 def test_the_place_that_was_let_go_longest_ago_is_given_away_first():
