@@ -124,7 +124,7 @@ def make_engine(
 
 def sampling(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
   """Compare rows with one adapter, several adapters and none."""
-  from sdpo_jax.serving.engine import BASE
+  from sdpo_jax.serving.records import BASE
 
   def side(versions: list[str]) -> Any:
     def draw(step: int) -> int:

@@ -20,10 +20,9 @@ from sdpo_jax.serving import adapter_names, adapter_settings, differences, feedb
 from sdpo_jax.serving.errors import Forbidden, InvalidRequest, ServiceError
 from sdpo_jax.serving.event_log import AdapterEvent
 from sdpo_jax.serving.feedback_request import FeedbackRequest
-from sdpo_jax.serving.records import AdapterRecord, Version
+from sdpo_jax.serving.records import AdapterRecord, Version, VersionTarget
 from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.store.store import IdempotentRequest
-from sdpo_jax.serving.targets import VersionTarget
 from sdpo_jax.serving.tenant import Tenant
 
 _LARGEST = 10  # How many of the most changed matrices a diff lists.

@@ -42,12 +42,11 @@ from sdpo_jax.rollout.sampler import Sampler, SamplingOptions
 from sdpo_jax.rollout.stops import Tokenizer
 from sdpo_jax.serving.kept_programs import KeptPrograms
 from sdpo_jax.serving.program_folder import ProgramFolder, surroundings
-from sdpo_jax.serving.records import TEACHING_MODEL, TEACHING_VERSION
+from sdpo_jax.serving.records import BASE, TEACHING_MODEL, TEACHING_VERSION
 from sdpo_jax.serving.shelf import Arrays, NoPlaceError, Places, Shelf
 from sdpo_jax.teacher import averaging
 from sdpo_jax.types import Tree
 
-BASE = ''  # The version name that stands for the model without an adapter.
 _SCORED = dataclasses.fields(Scored)
 _SCORING = UpdateOptions(Sdpo(topk=1))  # Of rows that are only scored.
 _FACTORS, _MU, _NU, _COUNT, _AVERAGE = 'factors', 'mu', 'nu', 'count', 'average'  # Arrays of a version.

@@ -16,8 +16,8 @@ import numpy as np
 
 from sdpo_jax.config import GuardsConfig
 from sdpo_jax.errors import short_repr
-from sdpo_jax.serving.engine import BASE
 from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.records import BASE
 
 if TYPE_CHECKING:
   from sdpo_jax.serving.worker import Worker

@@ -14,9 +14,9 @@ from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.rollout.resident import CancelledError
 from sdpo_jax.rollout.resident import Handle as Drawing
 from sdpo_jax.rollout.results import Completion, Draft
-from sdpo_jax.serving.engine import BASE, Feedback
+from sdpo_jax.serving.engine import Feedback
 from sdpo_jax.serving.errors import Cancelled, NotReady, ServiceError
-from sdpo_jax.serving.records import TEACHING_VERSION
+from sdpo_jax.serving.records import BASE, TEACHING_VERSION
 
 
 class SamplingHandle:

@@ -1,4 +1,4 @@
-"""The records of the service: adapters, their versions, and the samples drawn from them."""
+"""The records of the service: adapters, their versions, and the samples drawn from them; and what requests aim at."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from sdpo_jax.serving import adapter_names
+
+BASE = ''  # The version name that stands for the model without an adapter.
 # Prefixes of `engine.Feedback.teacher` before the name of a version, or of another model.
 TEACHING_VERSION, TEACHING_MODEL = 'version:', 'model:'
 Reason = Literal['create', 'feedback', 'import', 'fork', 'undo']
@@ -60,6 +63,24 @@ class SampleRecord:
   finish_reason: Literal['stop', 'length']
   created: float  # Seconds since the epoch.
   expires: float  # Seconds since the epoch; the sample is gone afterwards.
+
+
+@dataclasses.dataclass(frozen=True)
+class VersionTarget:
+  """A version of an adapter, or the model without one."""
+
+  adapter: AdapterRecord | None  # None: the model without an adapter.
+  number: int | None  # The number of the version.
+
+  @property
+  def engine_name(self) -> str:
+    """The name of the version in the engine."""
+    return BASE if self.adapter is None else engine_name(self.adapter.id, self.number)
+
+  @property
+  def lora_uri(self) -> str | None:
+    """The URI of the version; None: it is the model without an adapter."""
+    return None if self.adapter is None else adapter_names.lora_uri(self.adapter.id, self.number)
 
 
 def engine_name(adapter: str, number: int) -> str:

@@ -19,10 +19,9 @@ from sdpo_jax.serving import request_prompts
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.draft_texts import DraftText, finished_text
 from sdpo_jax.serving.errors import Deadline, InvalidRequest, VersionConflict
-from sdpo_jax.serving.records import AdapterRecord, SampleRecord, Version
+from sdpo_jax.serving.records import AdapterRecord, SampleRecord, Version, VersionTarget
 from sdpo_jax.serving.sample_requests import SampleOptions, Sampling
 from sdpo_jax.serving.service_state import ServiceState
-from sdpo_jax.serving.targets import VersionTarget
 
 
 class Tenant:

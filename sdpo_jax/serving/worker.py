@@ -22,7 +22,7 @@ import numpy as np
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.learning.learner import Learned
 from sdpo_jax.learning.scoring import Scored
-from sdpo_jax.serving.engine import BASE, Engine, Feedback
+from sdpo_jax.serving.engine import Engine, Feedback
 from sdpo_jax.serving.errors import Busy, Cancelled, Deadline, InvalidRequest, NotReady, ServiceError
 from sdpo_jax.serving.jobs import (
   ForgetJob,
@@ -36,6 +36,7 @@ from sdpo_jax.serving.jobs import (
   runnable,
   scored_together,
 )
+from sdpo_jax.serving.records import BASE
 from sdpo_jax.serving.shelf import Arrays, NoPlaceError
 
 Future = concurrent.futures.Future

@@ -23,7 +23,7 @@ from sdpo_jax.rollout.functions import sampler_functions
 from sdpo_jax.rollout.kept_prefixes import KeptRows
 from sdpo_jax.rollout.resident import CancelledError, Resident, Weights
 from sdpo_jax.rollout.sampler import Sampler
-from sdpo_jax.serving.engine import BASE
+from sdpo_jax.serving.records import BASE
 from tests import tpu_programs
 from tests.letters import CONFIG, TOKENIZER
 from tests.planner.planned_engines import leaves, on_one_device

@@ -18,7 +18,8 @@ from sdpo_jax.learning.requests import AdamW, Taught, UpdateOptions
 from sdpo_jax.objective.jsd_pg import JsdPg
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.serving import endpoint_scores, shelf
-from sdpo_jax.serving.engine import BASE, Engine, Feedback
+from sdpo_jax.serving.engine import Engine, Feedback
+from sdpo_jax.serving.records import BASE
 from sdpo_jax.serving.shelf import NoPlaceError
 from sdpo_jax.teacher.endpoint import Endpoint
 from tests.letters import CONFIG, TOKENIZER

@@ -23,8 +23,9 @@ from sdpo_jax.learning.losses import Sdpo
 from sdpo_jax.learning.requests import Lesson, UpdateOptions
 from sdpo_jax.objective.jsd_pg import JsdPg
 from sdpo_jax.serving import program_folder
-from sdpo_jax.serving.engine import BASE, Engine, Feedback
+from sdpo_jax.serving.engine import Engine, Feedback
 from sdpo_jax.serving.program_folder import HOUR, INDEX, KEPT, PROGRAM, ProgramFolder
+from sdpo_jax.serving.records import BASE
 from tests import tiers
 from tests.compiling import without_cache
 from tests.letters import CONFIG, TOKENIZER

@@ -9,13 +9,13 @@ from sdpo_jax.environments.thinking import without_thinking
 from sdpo_jax.errors import short_repr
 from sdpo_jax.serving import request_prompts
 from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.records import VersionTarget
 from sdpo_jax.serving.sample_requests import SampleDone, SampleDraft, Sampling
 from sdpo_jax.serving.sessions import archive, teaching
 from sdpo_jax.serving.sessions.conversation import Dialogue, StudentPrompt
 from sdpo_jax.serving.sessions.ledger import Ledger, SessionState
 from sdpo_jax.serving.sessions.session_records import SessionTurn
 from sdpo_jax.serving.store import session_tables
-from sdpo_jax.serving.targets import VersionTarget
 from sdpo_jax.serving.tenant import Tenant
 from sdpo_jax.serving.tool_calls import read_calls
 from sdpo_jax.types import Messages

@@ -12,9 +12,8 @@ from sdpo_jax.errors import short_repr
 from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.records import SampleRecord
+from sdpo_jax.serving.records import SampleRecord, VersionTarget
 from sdpo_jax.serving.sample_requests import SampleOptions, Sampling
-from sdpo_jax.serving.targets import VersionTarget
 from sdpo_jax.serving.web.openai_logprobs import Position, positions, prompt_positions
 from sdpo_jax.serving.web.openai_schemas import DEFAULT_COMPLETION_TOKENS, ChatCompletionRequest, TextCompletionRequest
 

@@ -22,6 +22,7 @@ from sdpo_jax.serving.errors import (
   TurnConflict,
 )
 from sdpo_jax.serving.feedback_request import Item, make_request
+from sdpo_jax.serving.records import VersionTarget
 from sdpo_jax.serving.sample_requests import SampleDraft
 from sdpo_jax.serving.sessions import measuring
 from sdpo_jax.serving.sessions.examples import TrainingExample
@@ -29,7 +30,6 @@ from sdpo_jax.serving.sessions.session_records import AgentSession, Decision, Le
 from sdpo_jax.serving.sessions.session_settings import SessionSettings
 from sdpo_jax.serving.store import session_schema, session_tables
 from sdpo_jax.serving.store.database import Database
-from sdpo_jax.serving.targets import VersionTarget
 from tests.serving.service_world import HELLO, make_config, model_folder, running
 from tests.serving.session_world import GREP, GREP_A, READ, TOOLS, called, world
 
