@@ -122,13 +122,13 @@ def count_cache(sampler: Any) -> Callable[[], int]:
   for name in ('stats', 'account'):  # `account` is the former name, in older checkouts.
     if hasattr(sampler, name):
       return lambda: getattr(sampler, name).cache_bytes
-  programs, seen = sampler._programs, []
+  programs, seen = sampler._programs, []  # noqa: SLF001 (Older checkouts count nowhere.)
 
   def advance(base: Any, trainable: Any, params: Any, state: Any, limit: Any) -> Any:
     seen.append(sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache)))
     return programs.advance(base, trainable, params, state, limit)
 
-  sampler._programs = dataclasses.replace(programs, advance=advance)
+  sampler._programs = dataclasses.replace(programs, advance=advance)  # noqa: SLF001 (As above.)
   return lambda: max(seen)
 
 

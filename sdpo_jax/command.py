@@ -126,7 +126,7 @@ def load_config(*, trains: bool = True) -> Config:
     UserError: no such file, no get_config() in it, arguments that it does not take, or a setting that is unknown or
       wrong.
   """
-  config = config_files.read(flags.FLAGS.config, _overrides)
+  config = config_files.read(flags.FLAGS.config, overrides())
   for flag, own in (('adapter', 'rank, alpha and matrices of an adapter'), ('cartridge', 'the slots of a cartridge')):
     if flag in flags.FLAGS and getattr(flags.FLAGS, flag) is not None:  # Commands that start from one have the flag.
       _start_from(config, flag, getattr(flags.FLAGS, flag), own)
@@ -148,7 +148,7 @@ def _start_from(config: Config, flag: str, path: str, own: str) -> None:
     )
     raise UserError(f'--{flag} is empty: name {where}, or leave it out.')
   section = {'adapter': 'model.lora.', 'cartridge': 'model.cartridge.'}[flag]
-  for name, text in _overrides:
+  for name, text in overrides():
     if name.startswith(section) and name != 'model.cartridge.document':
       raise UserError(f'--{flag}={path} and --config.{name}={text}: {own} are its own; leave one of them out.')
   if flag == 'adapter':
@@ -157,7 +157,7 @@ def _start_from(config: Config, flag: str, path: str, own: str) -> None:
     config.model.cartridge = CartridgeConfig(path=path, document=config.model.cartridge.document)
 
 
-def _parse(arguments: Sequence[str]) -> list[str]:
+def parse(arguments: Sequence[str]) -> list[str]:
   """Parse a command line with absl, after taking the `--config.…` overrides out; return the remaining arguments."""
   rest, waiting = [], list(arguments)
   while waiting:
@@ -271,7 +271,7 @@ def run(main: Callable[[], int | None]) -> None:
 
   for flag in flags.FLAGS.flags_by_module_dict()[__name__]:  # --help shows them beside the command's own flags.
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
-  app.run(wrapped, flags_parser=_parse)
+  app.run(wrapped, flags_parser=parse)
 
 
 def sentence_of(error: Exception) -> str | None:

@@ -115,7 +115,7 @@ def _lion(spec: OptimizerSpec, by_name: Mapping[str, Parameter]) -> optax.Gradie
 
 def _adafactor(spec: OptimizerSpec, by_name: Mapping[str, Parameter]) -> optax.GradientTransformation:
   transform = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
-  return _by_layer(lambda _: transform, by_name, _matrix_shape, jax.vmap)
+  return _by_layer(lambda _: transform, by_name, matrix_shape, jax.vmap)
 
 
 def _muon(spec: OptimizerSpec, by_name: Mapping[str, Parameter]) -> optax.GradientTransformation:
@@ -126,7 +126,7 @@ def _muon(spec: OptimizerSpec, by_name: Mapping[str, Parameter]) -> optax.Gradie
     return _map_named(label, tree, by_name)
 
   def of_layer(parameter: Parameter) -> optax.GradientTransformation:
-    rms = MUON_RMS * math.sqrt(max(_matrix_shape(parameter)))
+    rms = MUON_RMS * math.sqrt(max(matrix_shape(parameter)))
     axes = optax.contrib.MuonDimensionNumbers(*matrix_axes(parameter))
     orthogonal = optax.contrib.scale_by_muon(
       beta=spec.momentum, mu_dtype=jnp.dtype(spec.mu_dtype), weight_dimension_numbers=axes
@@ -169,7 +169,7 @@ def _layer_shape(parameter: Parameter) -> tuple[int, ...]:
   return parameter.shape[int(parameter.stacked) :]
 
 
-def _matrix_shape(parameter: Parameter) -> tuple[int, ...]:
+def matrix_shape(parameter: Parameter) -> tuple[int, ...]:
   """Return the shape of one layer of a parameter as a matrix (two numbers) or as a vector (one)."""
   shape = _layer_shape(parameter)
   groups = matrix_axes(parameter) or (range(len(shape)),)

@@ -699,7 +699,7 @@ def _summary(
     device_hours_per_100_steps=hours,
     cost_per_100_steps=hours * assumptions.price,
     bottleneck=_bottleneck(phases),
-    warnings=_warnings(config, mesh),
+    warnings=idle_warnings(config, mesh),
     base_gib=resident.get('base', 0.0) / GIB,
     sampling_base_gib=resident.get('sampling base', 0.0) / GIB,
     **_cartridge(policy, resident),
@@ -716,7 +716,7 @@ def _cartridge(policy: Policy, resident: Mapping[str, float]) -> dict[str, float
   return {'slots': prefix.slots, 'frozen_slots': prefix.frozen, **sizes}
 
 
-def _warnings(config: Config, mesh: jax.sharding.Mesh) -> list[str]:
+def idle_warnings(config: Config, mesh: jax.sharding.Mesh) -> list[str]:
   """Return warnings about settings that leave devices idle."""
   sequences = config.actor.ppo_mini_batch_size * config.rollout.n
   if sequences >= mesh.size:

@@ -93,7 +93,7 @@ class Preemption:
 
   def __exit__(self, *_: object) -> None:
     cluster.on_stop(None)
-    self._restore()
+    self.restore_handlers()
     self._mouth.close()  # This ends the thread.
     self._thread.join()
     self._ear.close()
@@ -118,7 +118,7 @@ class Preemption:
     if np.any(multihost_utils.process_allgather(np.array(self.asked()))):
       raise StoppedError
 
-  def _restore(self) -> None:
+  def restore_handlers(self) -> None:
     """Restore the previous signal handlers."""
     global _listening
     if not self._previous:
@@ -250,7 +250,7 @@ def end_by(deadline: float, code: int) -> None:
 def _leave_to_the_parent() -> None:
   """Restore the signal handlers in a forked child, whose signals must not stop the run."""
   if _listening is not None:
-    _listening._restore()
+    _listening.restore_handlers()
 
 
 os.register_at_fork(after_in_child=_leave_to_the_parent)

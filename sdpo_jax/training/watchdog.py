@@ -155,7 +155,8 @@ def stacks() -> str:
   """Return the Python stacks of all threads of this process, the main thread's first."""
   names = {thread.ident: thread.name for thread in threading.enumerate()}
   main = threading.main_thread().ident
-  frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+  standing = sys._current_frames()  # noqa: SLF001 (Python has no other way to them, and documents this one.)
+  frames = sorted(standing.items(), key=lambda item: item[0] != main)
   return '\n'.join(
     f'Thread {names.get(ident, "of another library")}:\n{"".join(traceback.format_stack(frame))}'
     for ident, frame in frames

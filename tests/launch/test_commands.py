@@ -345,7 +345,7 @@ def test_settings_of_which_only_the_beginning_is_read_end_quietly(monkeypatch):
   with os.fdopen(writing, 'w') as unread:
     monkeypatch.setattr('sys.stdout', unread)
     with pytest.raises(SystemExit) as ended:
-      command._parse(['launch.train', '--help_settings'])
+      command.parse(['launch.train', '--help_settings'])
   assert ended.value.code == 141
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from models.forward import forward
+from sdpo_jax.distributed.programs import noted_compilations
 from sdpo_jax.learning.requests import Lesson, Task, UpdateOptions
 from sdpo_jax.learning.update import init_state, make_update
 from sdpo_jax.objective.jsd_pg import JsdPg
@@ -168,11 +169,11 @@ def test_jsd_pg_with_a_teacher_that_is_scored_once():
     batch, _ = first_batch(task, hidden, states, unembedding, topk=K, vocab_size=policy.vocab_size)
     return batch.replace(student=student)
 
-  programs = update.accumulate._cache_size()
-  for request in (JsdPg(jsd_weight=3.0), JsdPg(alpha=0.75, clip_eps=0.4, form='design')):
-    batch = batch_of_request(request, told, x['old'])
-    check(batch, lambda factors: jsd_pg_by_hand.by_hand(x, request, logits_of(factors, PROMPT), in_mesh=True)[0])  # noqa: B023
-  assert update.accumulate._cache_size() - programs == 1
+  with noted_compilations() as compiled:
+    for request in (JsdPg(jsd_weight=3.0), JsdPg(alpha=0.75, clip_eps=0.4, form='design')):
+      batch = batch_of_request(request, told, x['old'])
+      check(batch, lambda factors: jsd_pg_by_hand.by_hand(x, request, logits_of(factors, PROMPT), in_mesh=True)[0])  # noqa: B023
+    assert compiled().count('jit(accumulate)') == 1
   # The same model with the same context teaches nothing, and nothing changes.
   same = batch_of_request(JsdPg(), hidden, own.log_prob)
   assert not same.advantages.any() and (same.signal.token_ids < 0).all()

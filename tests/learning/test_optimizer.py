@@ -248,7 +248,7 @@ def test_every_parameter_of_every_published_model_is_the_matrix_or_vector_that_i
     for parameter in parameter_table(known_families.read(published.config_json(name))):
       sides = parameter.huggingface_shape[::-1] if parameter.transpose else parameter.huggingface_shape
       padding = (parameter.padding, 0)[: len(sides)]
-      assert optimizers._matrix_shape(parameter) == tuple(map(sum, zip(sides, padding, strict=True))), (name, parameter)
+      assert optimizers.matrix_shape(parameter) == tuple(map(sum, zip(sides, padding, strict=True))), (name, parameter)
   known = {parameter.name: optimizers.matrix_axes(parameter) for parameter in table()}
   assert known['layers.attention.key'] == ((0,), (1, 2)) and known['layers.attention.output'] == ((0, 1), (2,))
   assert known['embedding'] == ((0,), (1,)) and known['layers.attention.key_bias'] is known['final_norm'] is None

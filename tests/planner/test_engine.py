@@ -80,16 +80,20 @@ def test_the_programs_that_are_planned_are_those_that_an_engine_calls(tmp_path, 
   config = settings(response_buckets=(8,))
   mesh = make_mesh(MeshConfig(*shape), jax.devices()[: math.prod(shape)])
   policy = huggingface.describe(SIZES, config.model).on(mesh)
-  made, called = KeptPrograms._made, set()
+  keep, called = KeptPrograms.keep, set()
 
-  def noted(self, name, function, arguments, static, key):
-    called.add((CALLED.get(name, name), *leaves(arguments), tuple(static.items())))
-    if name in SAMPLING:
-      return made(self, name, function, arguments, static, key)
-    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, *arguments))
-    return lambda *_: zeros
+  def noted(self, name, function):
+    kept = keep(self, name, function)
 
-  monkeypatch.setattr(KeptPrograms, '_made', noted)
+    def call(*arguments, **static):
+      called.add((CALLED.get(name, name), *leaves(arguments), tuple(static.items())))
+      if name in SAMPLING:
+        return kept(*arguments, **static)
+      return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, *arguments))
+
+    return call
+
+  monkeypatch.setattr(KeptPrograms, 'keep', noted)
   base = parameters.initialise(parameters.frozen(policy.parameter_table()), jax.random.key(0), 0.1)
   other, models = None, {}
   if taught:

@@ -376,9 +376,9 @@ def test_the_update_of_livecodebench_on_64_chips_is_mostly_padding():
   assert work.live_tokens == (samples.prompt + samples.reprompt + 2 * samples.completion)[live].sum()
   assert 0.01 < work.live_tokens / work.tokens < 0.06
   mesh = meshes.make_mesh(MeshConfig(fsdp=8, tensor=1), jax.devices())
-  assert not planning._warnings(config, mesh)  # Eight sequences for eight devices.
+  assert not planning.idle_warnings(config, mesh)  # Eight sequences for eight devices.
   config.rollout.n = 4
-  assert 'has 4 sequences for 8 devices' in planning._warnings(config, mesh)[0]
+  assert 'has 4 sequences for 8 devices' in planning.idle_warnings(config, mesh)[0]
 
 
 @pytest.mark.parametrize('name', ['qwen3_8b_chemistry', 'qwen3_8b_chemistry_grpo', 'qwen3_8b_livecodebench', 'packed'])

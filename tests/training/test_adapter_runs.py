@@ -338,14 +338,14 @@ def load_config(tmp_path, monkeypatch):
     '  config.model.lora, config.trainer.test_freq = LoraConfig(rank=3, alpha=5.0), 0\n  return config\n'
   )
 
-  def load(adapter, *overrides, defined=True):
+  def load(adapter, *given, defined=True):
     values = flags.FlagValues()
     flags.DEFINE_string('config', str(path), '', flag_values=values)
     if defined:
       flags.DEFINE_string('adapter', adapter, '', flag_values=values)
     values.mark_as_parsed()
     monkeypatch.setattr(flags, 'FLAGS', values)
-    monkeypatch.setattr(command, '_overrides', list(overrides))
+    monkeypatch.setattr(command, 'overrides', lambda: list(given))
     return command.load_config()
 
   return load

@@ -105,7 +105,7 @@ class PatientProtocol(H11Protocol):
     self._look()
     # Silent connections would otherwise use up the connections and file descriptors of the process.
     if len(self.connections) > self.most and self.waiting:
-      next(iter(self.waiting))._give_up()
+      next(iter(self.waiting)).give_up()
 
   def data_received(self, data: bytes) -> None:
     super().data_received(data)
@@ -125,7 +125,7 @@ class PatientProtocol(H11Protocol):
     if self.cycle is not None and not self.cycle.response_complete:
       self._stop()
     elif self._timer is None:
-      self._timer = self.loop.call_later(self.patience, self._give_up)
+      self._timer = self.loop.call_later(self.patience, self.give_up)
       self.waiting[self] = None
 
   def _stop(self) -> None:
@@ -134,7 +134,8 @@ class PatientProtocol(H11Protocol):
       self._timer.cancel()
       self._timer = None
 
-  def _give_up(self) -> None:
+  def give_up(self) -> None:
+    """Close the connection, for which its sender has let too much time pass."""
     self._stop()
     if not self.transport.is_closing():
       self.transport.close()
