@@ -42,7 +42,7 @@ class HelperPool:
       RuntimeError: the processes cannot be started.
     """
     self._script = script
-    self._idle: queue.SimpleQueue[_Helper] = queue.SimpleQueue()
+    self._idle: queue.SimpleQueue[_Helper | None] = queue.SimpleQueue()  # None: one that has ended, to be replaced.
     self._all: set[_Helper] = set()
     self._lock = threading.Lock()
     self._finalizer = weakref.finalize(self, _close, self._all, os.getpid())
@@ -60,12 +60,16 @@ class HelperPool:
     helper = self._idle.get()
     try:
       for attempt in range(2):
+        helper = helper or self._start()
         try:
           answer = helper.ask(request)
           break
-        except (OSError, EOFError) as error:
-          code = self._end(helper)
-          helper = self._start()
+        except BaseException as error:
+          # Whatever the reason: another request must not read what this process may still answer.
+          ended, helper = helper, None
+          code = self._end(ended)
+          if not isinstance(error, OSError | EOFError):
+            raise
           if -code in _BY_THE_REQUEST:
             raise RequestOverranError from error
           if attempt or isinstance(error, TimeoutError):
@@ -80,7 +84,8 @@ class HelperPool:
 
   def close(self) -> None:
     """End the processes; may be called twice."""
-    self._finalizer()
+    with self._lock:  # A process that is being started is ended too.
+      self._finalizer()
 
   def _start(self) -> _Helper:
     with self._lock:
@@ -91,9 +96,10 @@ class HelperPool:
       return helper
 
   def _end(self, helper: _Helper) -> int:
+    code = helper.end()
     with self._lock:
       self._all.discard(helper)
-    return helper.end()
+    return code
 
 
 class _Helper:
@@ -122,6 +128,9 @@ class _Helper:
         errors.seek(0)
         last = errors.read().decode(errors='replace').strip().splitlines()[-1:]
         raise RuntimeError(f'A process that compares results cannot be started: {"".join(last) or error}.') from error
+      except BaseException:
+        self.end()
+        raise
 
   def ask(self, request: Sequence[bytes]) -> dict[str, Any]:
     """Send a request and return its answer; raises OSError or EOFError if the process ended or hangs."""

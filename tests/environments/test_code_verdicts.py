@@ -2,6 +2,7 @@
 
 # ruff: noqa: E501 (a program is one line)
 
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -87,6 +88,49 @@ def test_helpers_end_with_their_pool_and_those_that_cannot_start_are_told_of(hel
   (tmp_path / 'broken.py').write_text('import no_such_module')
   with pytest.raises(RuntimeError, match="cannot be started: ModuleNotFoundError: No module named 'no_such_module'"):
     HelperPool(tmp_path / 'broken.py', 1)
+
+
+class InterruptedAtWork(BaseException):
+  pass
+
+
+def test_nobody_reads_the_answer_to_an_interrupted_request(helpers):
+  def interrupt(number, frame):
+    raise InterruptedAtWork
+
+  interrupted = ask(helpers)['pid']
+  before = signal.signal(signal.SIGALRM, interrupt)
+  try:
+    with pytest.raises(InterruptedAtWork):  # By the helper itself, before it answers.
+      ask(helpers, 'os.kill(os.getppid(), signal.SIGALRM)', b'abc', b'', b'')
+  finally:
+    signal.signal(signal.SIGALRM, before)
+  answer = ask(helpers)
+  assert answer['sizes'] == [0, 0, 0] and answer['pid'] != interrupted
+  assert not pathlib.Path(f'/proc/{interrupted}').exists()
+
+
+def test_a_request_is_not_blamed_for_an_earlier_one_after_which_no_helper_could_start(helpers, tmp_path):
+  script = tmp_path / 'script.py'
+  whole = script.read_text()
+  script.write_text('import no_such_module')
+  with pytest.raises(RequestOverranError):
+    ask(helpers, 'os.abort()')
+  with pytest.raises(RuntimeError, match='cannot be started'):
+    ask(helpers)
+  script.write_text(whole)
+  assert ask(helpers)['sizes'] == [0, 0, 0]
+
+
+def test_a_helper_that_starts_while_its_pool_is_closed_ends_with_it(helpers, tmp_path):
+  script, pipe, killed = tmp_path / 'script.py', tmp_path / 'pipe', str(tmp_path / 'killed')
+  os.mkfifo(pipe)
+  script.write_text(f'import os\nopen({str(pipe)!r}, "w").write(str(os.getpid()))\n{script.read_text()}')
+  with concurrent.futures.ThreadPoolExecutor(1) as thread:
+    thread.submit(ask, helpers, f'os.path.exists({killed!r}) or os.mkdir({killed!r}) or os.kill(os.getpid(), 9)')
+    pid = pipe.read_text()  # The second process is being started.
+    helpers.close()
+  assert not pathlib.Path(f'/proc/{pid}').exists()
 
 
 # ———— Programs ————
