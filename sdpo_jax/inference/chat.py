@@ -86,7 +86,7 @@ class Chat:
 
   def _looks(self, tokens: list[int]) -> Iterator[Any]:
     session, options = self._generator.session, self._generator.sampling_options(step=self._turns)
-    return self._sampler.stream_drafts(session.base, self._generator.parameters, [tokens], **options)
+    return self._sampler.stream(session.base, self._generator.parameters, [tokens], drafts=True, **options)
 
   def _settled(self, tokens: list[int]) -> str:
     """Return the text that later tokens cannot change: an incomplete last character decodes to replacements."""

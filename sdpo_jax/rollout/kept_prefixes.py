@@ -11,7 +11,7 @@ import collections
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 import dataclasses
 import itertools
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,34 +19,9 @@ import numpy as np
 from models.cache import KVCache
 from models.policy import NO_MEMBER
 from sdpo_jax.rollout.functions import SamplerFunctions
+from sdpo_jax.rollout.queue import Samples
 from sdpo_jax.rollout.sizes import SamplerSizes
 from sdpo_jax.types import Tree
-
-
-class PromptSamples(Protocol):
-  """The attributes of `Samples` that are read here."""
-
-  @property
-  def prompt(self) -> np.ndarray:
-    """Token ids of the prompt, [length] int32."""
-    ...
-
-  @property
-  def width(self) -> int:
-    """The bucket of the prompt."""
-    ...
-
-  @property
-  def weights(self) -> Hashable:
-    """Key shared by prompts that may reuse each other's keys and values; None: the prompt reuses none."""
-    ...
-
-  @property
-  def member(self) -> int:
-    """Index of the pooled adapter that reads the prompt."""
-    ...
-
-  def __len__(self) -> int: ...
 
 
 class Match(NamedTuple):
@@ -170,7 +145,7 @@ class KeptPrefixes:
       self._cache = self._functions.empty(rows=self._functions.shards * self._count, slots=self._sizes.prefix)
     return self._cache
 
-  def match(self, shard: int, samples: PromptSamples) -> Match:
+  def match(self, shard: int, samples: Samples) -> Match:
     """Return the row of a shard from which extending a prompt takes less work than prefilling it; else `NO_MATCH`."""
     if samples.weights is None:
       return NO_MATCH
@@ -179,7 +154,7 @@ class KeptPrefixes:
     left = -(-(len(samples.prompt) - 1 - found.length) // piece) * piece
     return found if found.length and left < samples.width else NO_MATCH
 
-  def shard_of(self, samples: PromptSamples, shards: Sequence[int]) -> int:
+  def shard_of(self, samples: Samples, shards: Sequence[int]) -> int:
     """Return the best shard to begin a prompt in.
 
     It is the one with the longest match; among several, the one with most free slots; and among these, one with a free
@@ -192,7 +167,7 @@ class KeptPrefixes:
     free = collections.Counter(shards)
     return max(free, key=lambda at: (self.match(at, samples).length, free[at], -self._rows[at].displaced))
 
-  def extended(self, parameters: tuple[Tree, Tree], missing: Mapping[Key, PromptSamples]) -> dict[Key, KeptPrefix]:
+  def extended(self, parameters: tuple[Tree, Tree], missing: Mapping[Key, Samples]) -> dict[Key, KeptPrefix]:
     """Return the prefixes of those prompts that can be extended from a kept row.
 
     Args:
@@ -213,7 +188,7 @@ class KeptPrefixes:
     return found
 
   def _extend(
-    self, parameters: tuple[Tree, Tree], chosen: Sequence[Sequence[tuple[PromptSamples, Match]]], size: int
+    self, parameters: tuple[Tree, Tree], chosen: Sequence[Sequence[tuple[Samples, Match]]], size: int
   ) -> KVCache:
     """Return a cache with `size` rows per shard, the first of which hold the chosen prompts."""
     rows = len(chosen) * size
@@ -229,7 +204,7 @@ class KeptPrefixes:
     arrays = source, tokens, held, new, *([members] if self._functions.pooled else [])
     return self._functions.extend(*parameters, self.cache, *self._functions.put(arrays), piece=self._sizes.piece)
 
-  def keep(self, cache: KVCache, left: Sequence[tuple[int, int, PromptSamples, np.ndarray]], most: int) -> None:
+  def keep(self, cache: KVCache, left: Sequence[tuple[int, int, Samples, np.ndarray]], most: int) -> None:
     """Keep the keys and values of finished samples.
 
     Args:
@@ -256,7 +231,7 @@ class KeptPrefixes:
     for rows in self._rows:
       rows.release(gone)
 
-  def _covers(self, shard: int, samples: PromptSamples) -> bool:
+  def _covers(self, shard: int, samples: Samples) -> bool:
     """Return whether a row holds a whole prompt."""
     tokens = samples.prompt[:-1]
     return self._rows[shard].match(samples.weights, tokens).length == len(tokens)

@@ -1,58 +1,75 @@
-"""The queue of samples that wait for a slot: which sample is next, and in which shard."""
+"""Samples of prompts, and the queue in which they wait for a slot: which sample is next, and in which shard."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 import dataclasses
-from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from models.policy import NO_MEMBER
+
+KNOBS = {  # Fields of `SamplingParams` that may differ between the samples of a prompt, with their dtypes.
+  'max_tokens': np.int32,
+  'temperature': np.float32,
+  'top_p': np.float32,
+  'top_k': np.int32,
+  'min_p': np.float32,
+}
 
 
-class QueuedSamples(Protocol):
-  """Samples of one prompt."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Samples:
+  """n samples of one prompt, with everything that they depend on."""
 
-  @property
-  def prefix(self) -> Hashable:
-    """Key shared by samples that begin with the same keys and values."""
-    ...
+  prompt: np.ndarray  # [length] int32, of at least one token.
+  width: int  # The bucket of the prompt.
+  first: int  # The number of the first sample; the others have the next ones.
+  knobs: Mapping[str, np.ndarray]  # [n] each: the values of `KNOBS`.
+  stop_ids: np.ndarray  # [M] int32.
+  seed: int
+  step: int  # Number of the generation batch.
+  prefix: Hashable  # Equal for samples whose prompts have the same tokens and are read with the same weights.
+  member: int = NO_MEMBER  # The pooled adapter that their rows use.
+  # Equal for prompts that may reuse each other's keys and values, however old; None: the prompt reuses none.
+  weights: Hashable = None
 
-  def __len__(self) -> int: ...
-
-
-S = TypeVar('S', bound=QueuedSamples)
+  def __len__(self) -> int:
+    return len(self.knobs['max_tokens'])
 
 
 @dataclasses.dataclass
-class _Unit(Generic[S]):
+class _Unit:
   """Consecutive samples of a prompt that wait in one shard."""
 
-  samples: S
+  samples: Samples
   first: int
   end: int
 
 
-class Queue(Generic[S]):
+class Queue:
   """A queue of samples, handed to shards prompt by prompt, so that few shards prefill the same prompt.
 
   A shard that finds no more prompts takes half of the samples that another shard has left of its prompt.
   """
 
-  def __init__(self, shards: int, waiting: Iterable[S] = ()):
+  def __init__(self, shards: int, waiting: Iterable[Samples] = ()):
     """Make a queue for `shards` shards, in which the samples `waiting` wait in this order."""
-    self._waiting: collections.deque[_Unit[S]] = collections.deque()
+    self._waiting: collections.deque[_Unit] = collections.deque()
     self._prefixes: collections.Counter[Hashable] = collections.Counter()  # Prefixes of prompts without a shard.
-    self._units: list[_Unit[S] | None] = [None] * shards
+    self._units: list[_Unit | None] = [None] * shards
     self.left = 0  # Number of samples.
     for samples in waiting:
       self.add(samples)
 
-  def add(self, samples: S) -> None:
+  def add(self, samples: Samples) -> None:
     """Append the samples of a prompt, at least one."""
     self._waiting.append(_Unit(samples, 0, len(samples)))
     self._prefixes[samples.prefix] += 1
     self.left += len(samples)
 
-  def remove(self, gone: Callable[[S], bool]) -> None:
+  def remove(self, gone: Callable[[Samples], bool]) -> None:
     """Remove the samples that are `gone`."""
     waiting = [unit for unit in self._waiting if not gone(unit.samples)]
     self._waiting = collections.deque(waiting)
@@ -60,7 +77,7 @@ class Queue(Generic[S]):
     self._units = [None if unit is None or gone(unit.samples) else unit for unit in self._units]
     self.left = sum(unit.end - unit.first for unit in (*self._waiting, *self._units) if unit is not None)
 
-  def take(self, shard: int) -> tuple[S, int] | None:
+  def take(self, shard: int) -> tuple[Samples, int] | None:
     """Return (samples of a prompt, index among them) for a free slot of the shard; None if no sample is left."""
     if not self.left:
       return None
@@ -74,7 +91,7 @@ class Queue(Generic[S]):
     return taken
 
   @property
-  def head(self) -> S | None:
+  def head(self) -> Samples | None:
     """The first samples that were not handed to a shard yet; None if there are none."""
     return self._waiting[0].samples if self._waiting else None
 
@@ -87,14 +104,14 @@ class Queue(Generic[S]):
     unit = self._units[shard]
     return (unit is not None and unit.samples.prefix == prefix) or self._prefixes[prefix] > 0
 
-  def _next(self) -> _Unit[S]:
+  def _next(self) -> _Unit:
     unit = self._waiting.popleft()
     self._prefixes[unit.samples.prefix] -= 1
     if not self._prefixes[unit.samples.prefix]:
       del self._prefixes[unit.samples.prefix]
     return unit
 
-  def _steal(self) -> _Unit[S]:
+  def _steal(self) -> _Unit:
     most = max((unit for unit in self._units if unit is not None), key=lambda unit: unit.end - unit.first)
     middle = (most.first + most.end) // 2
     stolen = _Unit(most.samples, middle, most.end)

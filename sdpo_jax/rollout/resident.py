@@ -16,10 +16,11 @@ import numpy as np
 
 from models.policy import NO_MEMBER
 from sdpo_jax.errors import UserError
+from sdpo_jax.rollout.queue import Samples
 from sdpo_jax.rollout.results import Completion, Draft, SamplingStats
 from sdpo_jax.rollout.sampler import Sampler, SamplingOptions
-from sdpo_jax.rollout.slots import Finished, Samples
-from sdpo_jax.rollout.stops import StopStrings, to_text
+from sdpo_jax.rollout.slots import Finished
+from sdpo_jax.rollout.stops import StopStrings
 from sdpo_jax.types import Tree
 
 # Option of a request → (types, description of the allowed values, test for them).
@@ -286,11 +287,8 @@ class Resident:
     """Pass the results of the last turn to the handles."""
     for done in self._ended:
       handle = self._handles[done.samples]
-      text = to_text(self._sampler.tokenizer, done.tokens.tolist())
       handle.reused = max(handle.reused, done.reused)
-      handle.tell(
-        Completion(done.number, done.tokens, **done.records, stopped=done.stopped, text=text, reused=done.reused)
-      )
+      handle.tell(done.completion(self._sampler.tokenizer))
       if not handle.left:
         with self._lock:
           del self._handles[done.samples]

@@ -15,10 +15,11 @@ from sdpo_jax import liveness
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.buckets import bucket_lengths, smallest_bucket
 from sdpo_jax.rollout.functions import Keep, SamplerFunctions, sampler_functions
+from sdpo_jax.rollout.queue import KNOBS, Samples
 from sdpo_jax.rollout.results import Completion, Draft, SamplingStats
 from sdpo_jax.rollout.sizes import SamplerSizes, shard_rows, sizes
-from sdpo_jax.rollout.slots import KNOBS, RECORDS, Finished, Samples, Slots
-from sdpo_jax.rollout.stops import StopStrings, Tokenizer, to_text
+from sdpo_jax.rollout.slots import RECORDS, Finished, Slots
+from sdpo_jax.rollout.stops import StopStrings, Tokenizer
 from sdpo_jax.rollout.weights import PreparedBase
 from sdpo_jax.types import Rollouts, Tree
 
@@ -153,7 +154,7 @@ class Sampler:
     tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
     numbers = {name: np.zeros(shape, np.float32) for name in RECORDS}
     reasons, texts = [''] * total, [''] * total
-    for done in self._stream(base, trainable, request, between=between):
+    for done in self._stream(base, trainable, request, between):
       length = len(done.tokens)
       tokens[done.sample, :length], mask[done.sample, :length] = done.tokens, True
       for name, values in numbers.items():
@@ -184,8 +185,9 @@ class Sampler:
     *,
     numbers: Sequence[int] | None = None,
     between: Callable[[], None] = lambda: None,
+    drafts: bool = False,
     **options: Unpack[SamplingOptions],
-  ) -> Iterator[Completion]:
+  ) -> Iterator[Any]:
     """Return an iterator of completions as they finish; the next steps run while the caller handles one.
 
     Args:
@@ -194,6 +196,7 @@ class Sampler:
       prompt_token_ids: token ids of each prompt, at least one.
       numbers: number of the first sample of each prompt, from which the others count on; None: 0, n, 2·n and so on.
       between: called before every `decode_chunk` tokens; an exception ends the request.
+      drafts: whether a `Draft` of each unfinished sample is also yielded every `decode_chunk` tokens.
       **options: `SamplingOptions`.
 
     Returns:
@@ -206,17 +209,7 @@ class Sampler:
     if numbers is not None:
       pairs = zip(request.samples, numbers, strict=True)
       request = dataclasses.replace(request, samples=[dataclasses.replace(each, first=first) for each, first in pairs])
-    return self._stream(base, trainable, request, between=between)
-
-  def stream_drafts(
-    self,
-    base: Tree,
-    trainable: Tree,
-    prompt_token_ids: Sequence[Sequence[int]],
-    **options: Unpack[SamplingOptions],
-  ) -> Iterator[Draft | Completion]:
-    """Return an iterator as `stream` that also yields a draft of each unfinished sample every `decode_chunk` tokens."""
-    return self._stream(base, trainable, self.request(prompt_token_ids, **options), drafts=True)
+    return self._stream(base, trainable, request, between, drafts)
 
   def request(
     self,
@@ -288,12 +281,7 @@ class Sampler:
     return room
 
   def _stream(
-    self,
-    base: Tree,
-    trainable: Tree,
-    request: Request,
-    drafts: bool = False,
-    between: Callable[[], None] = lambda: None,
+    self, base: Tree, trainable: Tree, request: Request, between: Callable[[], None], drafts: bool = False
   ) -> Iterator[Any]:
     """Yield completions and, with `drafts`, drafts of the others."""
     slots = Slots(
@@ -375,7 +363,6 @@ class Sampler:
     self, ended: Sequence[Finished], running: Sequence[tuple[Samples, int, np.ndarray]]
   ) -> Iterator[Draft | Completion]:
     for done in ended:
-      text = to_text(self.tokenizer, done.tokens.tolist())
-      yield Completion(done.number, done.tokens, **done.records, stopped=done.stopped, text=text)
+      yield done.completion(self.tokenizer)
     for _, number, tokens in running:
       yield Draft(number, tokens)

@@ -23,6 +23,7 @@ from models.policy import Policy
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.distributed.programs import EVALUATION, Program
 from sdpo_jax.rollout import decode, functions, sizes
+from sdpo_jax.rollout.queue import KNOBS
 from sdpo_jax.rollout.sampling import SamplingParams
 from sdpo_jax.types import Tree
 
@@ -265,13 +266,9 @@ def _of_rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any) -> jax
 def _sampling_params(mesh: jax.sharding.Mesh, rows: int, stop_ids: int) -> SamplingParams:
   array = functools.partial(_of_rows, mesh)
   return SamplingParams(
-    temperature=array((rows,), jnp.float32),
-    top_p=array((rows,), jnp.float32),
-    top_k=array((rows,), jnp.int32),
-    min_p=array((rows,), jnp.float32),
+    **{name: array((rows,), dtype) for name, dtype in KNOBS.items()},
     seed=array((rows,), jnp.uint32),
     sample_id=array((rows,), jnp.int32),
     step=array((rows,), jnp.int32),
-    max_tokens=array((rows,), jnp.int32),
     stop_ids=array((rows, stop_ids), jnp.int32),
   )

@@ -6,7 +6,7 @@ have the same number of slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 import dataclasses
 import math
 
@@ -19,22 +19,16 @@ from models.policy import NO_MEMBER
 from sdpo_jax.rollout import decode
 from sdpo_jax.rollout.functions import SamplerFunctions
 from sdpo_jax.rollout.kept_prefixes import KeptPrefix, KeptPrefixes
-from sdpo_jax.rollout.queue import Queue
-from sdpo_jax.rollout.results import SamplingStats
+from sdpo_jax.rollout.queue import KNOBS, Queue, Samples
+from sdpo_jax.rollout.results import Completion, SamplingStats
 from sdpo_jax.rollout.sampling import SamplingParams
 from sdpo_jax.rollout.sizes import SamplerSizes, Size
+from sdpo_jax.rollout.stops import Tokenizer, to_text
 from sdpo_jax.types import Tree
 
 NO_TOKEN = -1  # Padding of the ids that end a sample.
 REFILLS = 16  # The decode loop is interrupted for a refill when one slot in this many is done.
 RECORDS = ('sampling_log_probs', 'model_log_probs', 'entropy')
-KNOBS = {  # Fields of `SamplingParams` that may differ between the samples of a prompt, with their dtypes.
-  'max_tokens': np.int32,
-  'temperature': np.float32,
-  'top_p': np.float32,
-  'top_k': np.int32,
-  'min_p': np.float32,
-}
 
 
 def closed_up(held: np.ndarray, rows: int) -> np.ndarray:
@@ -43,26 +37,6 @@ def closed_up(held: np.ndarray, rows: int) -> np.ndarray:
   behind = held[held >= rows]
   source[np.setdiff1d(source, held)[: len(behind)]] = behind
   return source
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Samples:
-  """n samples of one prompt, with everything that they depend on."""
-
-  prompt: np.ndarray  # [length] int32, of at least one token.
-  width: int  # The bucket of the prompt.
-  first: int  # The number of the first sample; the others have the next ones.
-  knobs: Mapping[str, np.ndarray]  # [n] each: the values of `KNOBS`.
-  stop_ids: np.ndarray  # [M] int32.
-  seed: int
-  step: int  # Number of the generation batch.
-  prefix: Hashable  # Equal for samples whose prompts have the same tokens and are read with the same weights.
-  member: int = NO_MEMBER  # The pooled adapter that their rows use.
-  # Equal for prompts that may reuse each other's keys and values, however old; None: the prompt reuses none.
-  weights: Hashable = None
-
-  def __len__(self) -> int:
-    return len(self.knobs['max_tokens'])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +48,12 @@ class Finished:
   tokens: np.ndarray  # [length] int32.
   records: dict[str, np.ndarray]  # [length] float32 each: the values of `RECORDS`.
   stopped: bool  # Whether a stop id or stop string ended it.
-  reused: int = 0  # Tokens of the prompt whose keys and values were reused from an earlier one.
+  reused: int  # Tokens of the prompt whose keys and values were reused from an earlier one.
+
+  def completion(self, tokenizer: Tokenizer) -> Completion:
+    """Return the sample with its text."""
+    text = to_text(tokenizer, self.tokens.tolist())
+    return Completion(self.number, self.tokens, **self.records, stopped=self.stopped, text=text, reused=self.reused)
 
 
 class Slots:
@@ -231,8 +210,8 @@ class Slots:
       if done:
         records = {name: records[slot, :length].copy() for name, records in self._records.items()}
         tokens = self._tokens[slot, :length].copy()
-        numbers = int(self._number[slot]), int(self._reused[slot])
-        finished.append(Finished(self._of[slot], numbers[0], tokens, records, stopped, numbers[1]))
+        number, reused = int(self._number[slot]), int(self._reused[slot])
+        finished.append(Finished(self._of[slot], number, tokens, records, stopped, reused))
         leaving.append(slot)
         self.stats.tokens += length
     self._leave(leaving)
@@ -342,20 +321,9 @@ class Slots:
       self._cache = functions.resize(self._cache, source, slots=size.slots)
     self._size = size
     self._of = [self._of[slot] for slot in order.tolist()]
-    for name in (
-      '_live',
-      '_number',
-      '_seed',
-      '_step',
-      '_member',
-      '_stop_ids',
-      '_held',
-      '_reused',
-      '_token',
-      '_drawn',
-      '_tokens',
-    ):
-      setattr(self, name, getattr(self, name)[order])
+    for name, values in vars(self).items():
+      if isinstance(values, np.ndarray):  # All have an entry for every slot.
+        setattr(self, name, values[order])
     for kept in (self._knobs, self._records):
       kept |= {name: values[order] for name, values in kept.items()}
 

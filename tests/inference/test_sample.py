@@ -230,7 +230,7 @@ def test_half_of_a_character_waits_for_the_other_half(generator, monkeypatch):
   text = generator.session.tokenizer.decode(tokens, skip_special_tokens=True)
   looks.append(Completion(0, np.asarray(tokens), None, None, None, stopped=True, text=text))
   chat = Chat(generator, None, print)
-  monkeypatch.setattr(Sampler, 'stream_drafts', lambda *arguments, **options: iter(looks))
+  monkeypatch.setattr(Sampler, 'stream', lambda *arguments, **options: iter(looks))
   pieces = []
   assert chat.answer('x', pieces.append) == 'stop'
   assert [piece for piece in pieces if piece] == ['a', '€', 'b', '\ufffd\ufffdc', '\ufffd']
@@ -306,7 +306,7 @@ def test_what_was_thought_is_left_to_the_template(generator, monkeypatch):
     prompts.append(generator.session.tokenizer.decode(tokens))
     yield Completion(0, np.zeros(1, int), None, None, None, stopped=True, text=text)
 
-  monkeypatch.setattr(Sampler, 'stream_drafts', looks)
+  monkeypatch.setattr(Sampler, 'stream', looks)
   for message in ('Is it?', 'Sure?'):
     chat.answer(message, lambda piece: None)
   assert chat.messages[1] == assistant(text)

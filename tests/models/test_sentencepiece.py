@@ -148,7 +148,7 @@ def test_an_answer_that_is_streamed_is_the_decoded_text(style, loaded, monkeypat
 
   done = Completion(0, np.array(ids), *[np.zeros(0, np.float32)] * 3, stopped=True, text=tokenizer.decode(ids))
   looks = [*(Draft(0, np.array(ids[:end])) for end in range(1, len(ids))), done]
-  monkeypatch.setattr(Sampler, 'stream_drafts', lambda *arguments, **options: looks)
+  monkeypatch.setattr(Sampler, 'stream', lambda *arguments, **options: looks)
   policy = huggingface.describe(CONFIG, ModelConfig()).on(None)
   session = types.SimpleNamespace(config=Config(), policy=policy, tokenizer=tokenizer, mesh=None, base={})
   generator = types.SimpleNamespace(

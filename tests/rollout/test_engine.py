@@ -260,7 +260,7 @@ def test_drafts_are_completions_as_far_as_they_are_drawn(model, reference):
     make_sampler(model, max_batch_rows=6, decode_chunk=4),
     make_sampler(model, max_batch_rows=6, decode_chunk=4, stop=(stop,)),
   ):
-    seen = list(sampler.stream_drafts({}, model[1], PROMPTS, **settings))
+    seen = list(sampler.stream({}, model[1], PROMPTS, drafts=True, **settings))
     done = {item.sample: item for item in seen if isinstance(item, results.Completion)}
     drafts = {number: [] for number in done}
     for item in seen:
