@@ -149,8 +149,7 @@ def work(
     rehearse: approved proposals that are trained on together with a correction.
     before: result of `right` for the model without an adapter.
   """
-  from sdpo_jax.serving.sessions.session_records import Decision, ToolResult
-  from sdpo_jax.serving.sessions.session_settings import SessionSettings
+  from sdpo_jax.serving.sessions.session_records import Decision, SessionSettings, ToolResult
 
   account = service.account(f'user {seed}, {arm}')
   settings = {'teacher': {'kind': arm if arm in TEACHERS else TEACHERS[0]}}
@@ -165,9 +164,9 @@ def work(
   for turn, task in enumerate(asked):
     if session is None or tasks == TASKS:
       (session, _), tasks = account.sessions.open(adapter.id, options), 0
-    proposed = account.sessions.propose(
+    [proposed] = account.sessions.propose(
       adapter.id, session.id, [{'role': 'user', 'content': task.ask}], seed=1000 * seed + turn
-    ).result()
+    )
     tasks, way = tasks + 1, None
     if proposed.fault is None and len(proposed.calls) == 1:
       [call] = proposed.calls

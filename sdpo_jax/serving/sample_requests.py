@@ -117,7 +117,7 @@ class Sampling:
     """
     self._handle, self.cancel, self._keep, self._make_text, self._call = handle, cancel, keep, make_text, call
     self._texts: dict[int, DraftText] = {}
-    self._reused: dict[int, int] = {}
+    self.reused = 0  # The most prompt tokens of a finished completion that came from a cached prefix.
 
   def __iter__(self) -> Iterator[SampleDraft | SampleDone]:
     """Yield drafts, if requested, and every completion once; the rest is cancelled when the reader stops.
@@ -142,19 +142,11 @@ class Sampling:
   def _seen(self, event: Draft | Completion) -> SampleDraft | SampleDone | None:
     text = self._texts.setdefault(event.sample, self._make_text())
     if isinstance(event, Completion):
-      self._reused[event.sample] = event.reused
+      self.reused = max(self.reused, event.reused)
       sample = self._keep(event)
       return SampleDone(event.sample, text.finish(sample.text), sample)
     delta = text.draft(event.tokens.tolist())
     return SampleDraft(event.sample, delta, event.tokens.tolist()) if delta else None
-
-  def reused(self, index: int | None = None) -> int:
-    """Return how many prompt tokens of a finished completion came from a cached prefix.
-
-    Args:
-      index: which completion; None: the largest number of all.
-    """
-    return max(self._reused.values(), default=0) if index is None else self._reused.get(index, 0)
 
   def result(self) -> list[SampleRecord]:
     """Wait for all completions and return them in order; raise the errors of `__iter__`."""

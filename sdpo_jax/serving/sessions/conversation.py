@@ -13,11 +13,15 @@ import functools
 from typing import Any
 
 from models import chat_template as templates
+from models import identity
 from models.chat_template import PROBE, TEMPLATE_ERRORS
 from models.control_tokens import plain_messages
 from sdpo_jax.data.prompts import ChatFormat, Tokenizer
 from sdpo_jax.errors import first_line
+from sdpo_jax.files import jsonable
 from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.service_state import ServiceState
+from sdpo_jax.serving.sessions.session_records import AgentSession
 from sdpo_jax.serving.tool_calls import Form, ToolCall, write_call
 from sdpo_jax.types import Messages
 
@@ -140,14 +144,16 @@ class Dialogue:
 
   # Answers.
 
-  def text_of(self, answer: Sequence[int], stop: Sequence[str], plain: str) -> str:
+  def text_of(self, answer: Sequence[int], stop: Sequence[str] = (), plain: str | None = None) -> str:
     """Return the text of an answer including the tags of calls and thinking, even if these are special tokens.
 
     Args:
       answer: tokens.
       stop: strings that end it.
-      plain: its text without special tokens.
+      plain: its text without special tokens; None: it is decoded here.
     """
+    if plain is None:
+      plain = self._tokenizer.decode(answer, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     if not any(token in self._special_marks for token in answer):
       return plain
     text, piece = '', []
@@ -258,6 +264,27 @@ class Dialogue:
     if not self._chat.split_special_tokens:
       return self._encode(text)
     return plain_messages(self._tokenizer).encode_text(text)
+
+
+@functools.lru_cache(maxsize=4)
+def fingerprint(tokenizer: Tokenizer) -> str:
+  """Return a digest of a tokenizer and its chat template; if it is equal, tokens have the same meaning."""
+  ids = [tokenizer.encode(text, add_special_tokens=False) for text in identity.TEXTS]
+  return identity.digest([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template, ids])
+
+
+def written_by(service: ServiceState) -> dict[str, Any]:
+  """Return a record of how the messages of a session become tokens, including the tokenizer's fingerprint."""
+  with service.tokenizing:
+    mark = fingerprint(service.tokenizer)
+  chat = service.chat
+  return {'tokenizer': mark, 'variables': jsonable(chat.variables), 'split_special_tokens': chat.split_special_tokens}
+
+
+def dialogue_of(service: ServiceState, session: AgentSession) -> Dialogue:
+  """Return the conversion of a session's messages to tokens."""
+  system, tools, stops = session.settings.system, session.settings.tools, service.stop_token_ids
+  return Dialogue(service.tokenizer, service.chat, system=system, tools=tools, stop_token_ids=stops)
 
 
 def template_of(tokenizer: Tokenizer, tools: Sequence[Any]) -> str | None:

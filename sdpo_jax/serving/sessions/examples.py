@@ -1,8 +1,8 @@
-"""Training examples of turns, with everything that is needed to learn them again elsewhere."""
+"""The examples of sessions, exported with their conversations so that they can be learned again elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 from typing import Any, Literal
 
@@ -10,7 +10,12 @@ import numpy as np
 
 from sdpo_jax.errors import short_repr
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.sessions import json_fields
+from sdpo_jax.serving.sessions import json_fields, session_tables, teaching
+from sdpo_jax.serving.sessions.conversation import dialogue_of
+from sdpo_jax.serving.sessions.session_records import AgentSession, SessionExample, SessionTurn
+from sdpo_jax.serving.sessions.session_tables import REHEARSAL
+from sdpo_jax.serving.tenant import Tenant
+from sdpo_jax.serving.tool_calls import ToolCall
 
 Kind = Literal['denial', 'edit', 'result', 'rehearsal']
 KINDS = ('denial', 'edit', 'result', 'rehearsal')
@@ -74,6 +79,81 @@ class TrainingExample:
     if len(read['log_probs']) != len(read['tokens']) or not read['tokens'] or not read['prompt_tokens']:
       raise InvalidRequest('An example has tokens, a prompt, and one of log_probs for each token.', field='log_probs')
     return cls(**read)
+
+
+def exported(tenant: Tenant, adapter: str, session: str | None) -> list[TrainingExample]:
+  """Return every example that was or will be learned in sessions of an adapter, in the order they were written.
+
+  Args:
+    tenant: the owner.
+    adapter: its id.
+    session: the id of one of its sessions; None: all.
+  """
+  database = tenant.service.store.database
+  found = session_tables.examples(database, adapter, **({} if session is None else {'session': session}))
+  found = [each for each in found if each.kind != REHEARSAL or each.versions]
+  contexts: dict[tuple[str, int], tuple[AgentSession, SessionTurn, list[dict[str, Any]], bool]] = {}
+  for id in dict.fromkeys(each.session for each in found):
+    known = session_tables.session(database, adapter, id)
+    if known is not None:
+      numbers = {each.n for each in found if each.session == id}
+      for turn, messages, ended in _histories(tenant, known, numbers):
+        contexts[id, turn.n] = known, turn, messages, ended
+  return [_exported(each, *contexts[each.session, each.n]) for each in found if (each.session, each.n) in contexts]
+
+
+def _histories(
+  tenant: Tenant, session: AgentSession, numbers: set[int]
+) -> Iterator[tuple[SessionTurn, list[dict[str, Any]], bool]]:
+  """Yield turns of a session, each with the messages before it, and whether its answer ended the turn."""
+  service, settings = tenant.service, session.settings
+  dialogue = dialogue_of(service, session)
+  said: list[dict[str, Any]] = [] if settings.system is None else [{'role': 'system', 'content': settings.system}]
+  pending: list[dict[str, Any]] = []
+  for turn in session_tables.turns(service.store.database, session.id):
+    pending += [dict(message) for message in turn.messages]
+    if turn.n in numbers:
+      yield turn, [*said, *pending], dialogue.is_ended(turn.tokens)
+    if turn.joins:
+      text = turn.text
+      if turn.kept_tokens is not None:
+        with service.tokenizing:
+          text = dialogue.text_of(turn.kept_tokens)
+      said += [*pending, {'role': 'assistant', 'content': text, 'calls': _as_json(turn.called), 'said': turn.said}]
+      pending = [teaching.result_message(result) for result in turn.results]
+
+
+def _exported(
+  example: SessionExample, session: AgentSession, turn: SessionTurn, messages: list[dict[str, Any]], ended: bool
+) -> TrainingExample:
+  settings, rehearsed = session.settings, example.kind == REHEARSAL and not turn.said
+  return TrainingExample(
+    session=session.id,
+    turn=turn.n,
+    kind=example.kind,
+    state=example.state,
+    versions=tuple(example.versions),
+    drawn_by=turn.version,
+    messages=tuple(messages),
+    tools=tuple(settings.tools),
+    tool_form=session.tool_form,
+    text=turn.text,
+    said=turn.said,
+    ended=ended,
+    calls=tuple(_as_json(turn.calls)),
+    demonstrated=tuple(_as_json(turn.called if example.kind == 'edit' else turn.calls if rehearsed else ())),
+    prompt_tokens=tuple(turn.prompt_tokens),
+    tokens=tuple(turn.tokens),
+    log_probs=turn.log_probs,
+    teacher_prompt=tuple(example.teacher_prompt),
+    tokenizer=session.written['tokenizer'],
+    **dataclasses.asdict(example.said),
+    **{name: getattr(settings, name) for name in ('teacher', 'update', 'guards', 'show_attempt')},
+  )
+
+
+def _as_json(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+  return [dataclasses.asdict(call) for call in calls]
 
 
 def _one_of(*allowed: str):

@@ -1,8 +1,8 @@
-"""Proposals: their prompts, and their events while they are drawn."""
+"""Proposals: their prompts, and how they are drawn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sdpo_jax.environments.thinking import without_thinking
@@ -10,49 +10,15 @@ from sdpo_jax.errors import short_repr
 from sdpo_jax.serving import request_prompts
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.records import VersionTarget
-from sdpo_jax.serving.sample_requests import SampleDone, SampleDraft, Sampling
-from sdpo_jax.serving.sessions import archive, teaching
+from sdpo_jax.serving.sample_requests import SampleDraft
+from sdpo_jax.serving.sessions import session_tables, teaching
 from sdpo_jax.serving.sessions.conversation import Dialogue, StudentPrompt
-from sdpo_jax.serving.sessions.ledger import Ledger, SessionState
-from sdpo_jax.serving.sessions.session_records import SessionTurn
-from sdpo_jax.serving.store import session_tables
+from sdpo_jax.serving.sessions.session_records import SessionState, SessionTurn
 from sdpo_jax.serving.tenant import Tenant
-from sdpo_jax.serving.tool_calls import read_calls
+from sdpo_jax.serving.tool_calls import Proposal, read_calls
 from sdpo_jax.types import Messages
 
 _ROLES = ('user', 'assistant', 'tool')
-
-
-class Proposing:
-  """An iterator over the events of a proposal."""
-
-  def __init__(self, sampling: Sampling, finish: Callable[[SampleDone], SessionTurn]):
-    """Wrap a proposal that is being drawn.
-
-    Args:
-      sampling: draws it.
-      finish: makes its turn and stores it.
-    """
-    self._sampling, self._finish = sampling, finish
-
-  def __iter__(self) -> Iterator[SampleDraft | SessionTurn]:
-    """Yield drafts, if requested, and the turn; drawing is cancelled when the reader stops.
-
-    Raises:
-      TurnConflict: something else has changed the session meanwhile.
-      ServiceError: as `Sampling`.
-    """
-    for event in self._sampling:
-      yield self._finish(event) if isinstance(event, SampleDone) else event
-
-  def result(self) -> SessionTurn:
-    """Wait for the turn and return it; raise the errors of `__iter__`."""
-    *_, turn = self
-    return turn
-
-  def cancel(self) -> None:
-    """Cancel the proposal."""
-    self._sampling.cancel()
 
 
 def new_messages(held: SessionState, messages: Sequence[Mapping[str, Any]]) -> Messages:
@@ -97,33 +63,32 @@ def next_prompt(held: SessionState, dialogue: Dialogue, new: Messages) -> Studen
 
 def draw(
   tenant: Tenant,
-  ledger: Ledger,
   held: SessionState,
   dialogue: Dialogue,
   prompt: Sequence[int],
+  messages: Messages,
+  number: int,
+  *,
   seed: int | None,
   drafts: bool,
-  *,
-  number: int,
-  messages: Messages,
   joins: bool = True,
-) -> Proposing:
-  """Draw the answer to a prompt.
+) -> Iterator[SampleDraft | SessionTurn]:
+  """Draw the answer to a prompt; the iterator yields drafts, if requested, and the turn.
 
   Args:
     tenant: the owner.
-    ledger: stores the turn.
     held: the session.
     dialogue: its conversation.
     prompt: token ids.
+    messages: the messages before the turn.
+    number: number of the turn.
     seed: seed of the proposal; None: a random one.
     drafts: whether to also yield drafts.
-    number: number of the turn.
-    messages: the messages before the turn.
     joins: whether to store it as the session's newest turn.
 
   Raises:
     InvalidRequest: the prompt is too long.
+    TurnConflict: something else has changed the session meanwhile; raised when the turn is drawn.
     ServiceError, UserError: as `Tenant.sample`.
   """
   session, service = held.session, tenant.service
@@ -138,32 +103,37 @@ def draw(
   options = session.settings.options(seed, [dialogue.turn_end])
   sampling = tenant.sample(target, prompt, options=options, drafts=drafts)
 
-  def finish(done: SampleDone) -> SessionTurn:
-    sample = done.sample
-    text = dialogue.text_of(sample.tokens, options.stop, sample.text)
-    proposal = read_calls(text, session.tool_form) if session.tool_form else None
-    calls, fault = ((), None) if proposal is None else (tuple(proposal.calls), proposal.fault)
-    turn = SessionTurn(
-      n=number,
-      messages=tuple(dict(message) for message in messages),
-      version=adapter.head,
-      sample_id=sample.id,
-      prompt_tokens=list(prompt),
-      tokens=list(sample.tokens),
-      log_probs=sample.log_probs,
-      text=text,
-      said=without_thinking(text).strip() if proposal is None else proposal.text,
-      calls=calls,
-      fault=fault,
-      status='open' if calls or fault or not joins else 'answered',
-      reused_tokens=sampling.reused(done.index),
-      created=service.clock(),
-    )
-    if joins:
-      tenant.call.check()  # A turn that nobody has seen would stand in the way of the next one.
-      with ledger.writing() as rows:
-        ledger.advance(rows, held)
-        session_tables.put_turn(rows, session.id, session.adapter, archive.turn_row(turn))
-    return turn
+  def events() -> Iterator[SampleDraft | SessionTurn]:
+    for event in sampling:
+      if isinstance(event, SampleDraft):
+        yield event
+        continue
+      sample = event.sample
+      text = dialogue.text_of(sample.tokens, options.stop, sample.text)
+      proposal = (
+        read_calls(text, session.tool_form) if session.tool_form else Proposal(without_thinking(text).strip(), (), None)
+      )
+      turn = SessionTurn(
+        n=number,
+        messages=[dict(message) for message in messages],
+        version=adapter.head,
+        sample_id=sample.id,
+        prompt_tokens=list(prompt),
+        tokens=list(sample.tokens),
+        log_probs=sample.log_probs,
+        text=text,
+        said=proposal.text,
+        calls=tuple(proposal.calls),
+        fault=proposal.fault,
+        status='open' if proposal.calls or proposal.fault or not joins else 'answered',
+        reused_tokens=sampling.reused,
+        created=service.clock(),
+      )
+      if joins:
+        tenant.call.check()  # A turn that nobody has seen would stand in the way of the next one.
+        with service.store.database.writing(full=True) as rows:
+          session_tables.advance(rows, session, held.number)
+          session_tables.put_turn(rows, session, turn)
+      yield turn
 
-  return Proposing(sampling, finish)
+  return events()

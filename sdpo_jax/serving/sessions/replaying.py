@@ -16,10 +16,9 @@ from sdpo_jax.serving import feedback
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback_request import FeedbackRequest, Item, make_request
 from sdpo_jax.serving.sessions import teaching, waiting_examples
-from sdpo_jax.serving.sessions.conversation import Dialogue, StudentPrompt, template_of
-from sdpo_jax.serving.sessions.example_export import fingerprint
+from sdpo_jax.serving.sessions.conversation import Dialogue, StudentPrompt, fingerprint, template_of
 from sdpo_jax.serving.sessions.examples import TrainingExample
-from sdpo_jax.serving.sessions.session_records import LearnedTurns
+from sdpo_jax.serving.sessions.session_records import LearnedTurns, TeacherTexts
 from sdpo_jax.serving.store.store import IdempotentRequest, StoredResponse
 from sdpo_jax.serving.tenant import Tenant
 from sdpo_jax.serving.tool_calls import PYTHON_TAG, Form, ToolCall, form_of, write_call
@@ -144,7 +143,7 @@ def _rewritten(tenant: Tenant, example: TrainingExample, shown: Mapping[str, str
   demonstration = example.demonstration
   if example.demonstrated and form is not None:
     demonstration = '\n'.join(write_call(_call(call), form) for call in example.demonstrated)
-  said = teaching.TeacherTexts(demonstration, example.feedback, example.environment)
+  said = TeacherTexts(demonstration, example.feedback, example.environment)
   attempt = tokens if example.show_attempt else None
   prompt = teaching.teacher_prompt(dialogue, asked, said, service.reprompting.config, attempt)
   return Item(

@@ -1,4 +1,4 @@
-"""The records of sessions: the session, its turns, decisions, tool results, and what was learned."""
+"""The records of sessions: the session and its settings, its turns, decisions, tool results, and what was learned."""
 
 from __future__ import annotations
 
@@ -8,15 +8,103 @@ from typing import Any, Literal
 
 import numpy as np
 
+from sdpo_jax.config import ServeConfig
 from sdpo_jax.errors import short_repr
+from sdpo_jax.serving import teachers
 from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.feedback_request import learning_of
+from sdpo_jax.serving.guards import Guards
+from sdpo_jax.serving.sample_requests import SampleOptions
 from sdpo_jax.serving.sessions import json_fields
-from sdpo_jax.serving.sessions.session_settings import SessionSettings
 from sdpo_jax.serving.tool_calls import MAX_CALLS, Form, ToolCall
 
 Status = Literal['open', 'approved', 'edited', 'denied', 'answered']
 KINDS = ('approve', 'deny', 'edit')
 DECIDED = {'approve': 'approved', 'deny': 'denied', 'edit': 'edited'}  # The status after each decision.
+MOST_TOOLS = 128
+LONGEST_TITLE = 200  # Characters.
+_SAMPLING = ('max_tokens', 'temperature', 'top_p', 'top_k', 'min_p', 'stop')
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionSettings:
+  """How a session draws proposals, and how it learns from decisions."""
+
+  system: str | None = None  # The system message; None: none, or what the chat template writes by itself.
+  tools: Sequence[Mapping[str, Any]] = dataclasses.field(default_factory=list)  # As chat templates take them.
+  title: str = ''
+  min_sdpo_examples: int = 1  # How many examples are learned together; fewer wait.
+  teacher: Mapping[str, Any] | None = None  # As `teachers.choose` reads it; None: the adapter's.
+  update: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # As `feedback_request.learning_of` reads it.
+  guards: Mapping[str, Any] | None = None  # Limits of the session, as `guards.Guards.of` reads them.
+  sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Its keys are among `_SAMPLING`.
+  learn_from_results: bool = False  # Whether to learn from failed tools, too.
+  # How many of the newest approved proposals to learn beside a correction, as their own demonstrations.
+  rehearse: int = 0
+  # Whether the teacher also reads the denied proposal. The paper measures that it then teaches worse (Table 6).
+  show_attempt: bool = False
+
+  @classmethod
+  def from_json(cls, values: Any) -> SessionSettings:
+    """Return the settings of a request, each of which may be absent; `check` compares them with the service's limits.
+
+    Raises:
+      InvalidRequest: a field is invalid; the error names it.
+    """
+    names = [field.name for field in dataclasses.fields(cls)]
+    said = {name: value for name, value in json_fields.known(values, names, 'A session').items() if value is not None}
+    read = {
+      'system': json_fields.text,
+      'tools': lambda value, field: json_fields.listed(value, field, MOST_TOOLS, _tool),
+      'title': lambda value, field: json_fields.text(value, field, longest=LONGEST_TITLE),
+      'min_sdpo_examples': lambda value, field: json_fields.whole(value, field, 1, 2**31 - 1),
+      'teacher': lambda value, field: json_fields.mapping(teachers.settings_of(value), field),
+      'update': json_fields.mapping,
+      'guards': json_fields.mapping,
+      'sampling': _sampling,
+      'learn_from_results': json_fields.flag,
+      'rehearse': lambda value, field: json_fields.whole(value, field, 0, 2**31 - 1),
+      'show_attempt': json_fields.flag,
+    }
+    return cls(**{name: read[name](value, name) for name, value in said.items()})
+
+  def to_json(self) -> dict[str, Any]:
+    """Return the settings as clients see them: fields of `SessionSettings` by name."""
+    return dataclasses.asdict(self)
+
+  def check(self, serve: ServeConfig, *, max_completion: int, vocab_size: int) -> None:
+    """Raise InvalidRequest for settings that the service does not support.
+
+    Args:
+      serve: settings of the service.
+      max_completion: the most tokens of a completion.
+      vocab_size: number of tokens in the model's vocabulary.
+    """
+    if self.teacher is not None:
+      teachers.check(self.teacher)
+    Guards.of(serve.guards, self.guards)
+    steps = learning_of(self.update, serve.learning, serve.topk).steps
+    if not 1 <= steps <= serve.limits.max_steps:
+      raise InvalidRequest(
+        f'steps must be between 1 and {serve.limits.max_steps}, not {short_repr(steps)}.', field='update.steps'
+      )
+    together = self.min_sdpo_examples + self.rehearse
+    if together > serve.limits.max_items:
+      raise InvalidRequest(
+        f'min_sdpo_examples={self.min_sdpo_examples} and rehearse={self.rehearse} are {together} completions to be '
+        f'learned together, and {serve.limits.max_items} are at most (serve.limits.max_items): lower one of them.',
+        field='min_sdpo_examples',
+      )
+    self.options(None).checked(max_completion=max_completion, vocab_size=vocab_size)
+
+  def options(self, seed: int | None, stop_token_ids: Sequence[int] = ()) -> SampleOptions:
+    """Return the sampling options of proposals.
+
+    Args:
+      seed: seed of one proposal; None: a random one.
+      stop_token_ids: tokens that end a proposal, beside the model's own.
+    """
+    return SampleOptions(**self.sampling, seed=seed, stop_token_ids=tuple(stop_token_ids))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,14 +113,17 @@ class AgentSession:
 
   id: str  # 'ses-…'.
   adapter: str  # Its id.
-  owner: str
   created: float  # Seconds since the epoch.
   settings: SessionSettings
   tool_form: Form | None  # How the model writes calls; None: the session has no tools.
+  written: Mapping[str, Any]  # How its messages become tokens, `conversation.written_by`.
+  token: str  # The SHA-256 of its token, in hex.
+  revision: int = 0  # The number of its changes.
 
   def to_json(self) -> dict[str, Any]:
     """Return the session as clients see it."""
-    return {**_shallow(self), 'settings': self.settings.to_json()}
+    shown = {name: getattr(self, name) for name in ('id', 'adapter', 'created', 'settings', 'tool_form')}
+    return {**shown, 'settings': self.settings.to_json()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +137,9 @@ class Decision:
 
   @classmethod
   def from_json(cls, values: Any) -> Decision:
-    """Return a decision of {"decision" or "kind", "correction"?, "arguments"?, "call"?}; raise InvalidRequest."""
-    said = dict(json_fields.known(values, ('decision', 'kind', 'correction', 'arguments', 'call'), 'A decision'))
-    kind = said.get('decision', said.get('kind'))
+    """Return a request's decision, {"decision", "correction"?, "arguments"?, "call"?}; raise InvalidRequest."""
+    said = json_fields.known(values, ('decision', 'correction', 'arguments', 'call'), 'A decision')
+    kind = said.get('decision')
     if kind not in KINDS:
       raise InvalidRequest(f'decision must be one of {", ".join(KINDS)}, not {short_repr(kind)}.', field='decision')
     correction = json_fields.optional_text(said.get('correction'), 'correction')
@@ -72,7 +163,7 @@ class Decision:
     )
 
   def to_json(self) -> dict[str, Any]:
-    """Return the decision in the form that `from_json` reads."""
+    """Return the decision as clients see it: fields of `Decision` by name."""
     found = {'kind': self.kind, 'correction': self.correction}
     return {**found, 'arguments': dict(self.arguments), 'call': self.call} if self.kind == 'edit' else found
 
@@ -91,7 +182,7 @@ class ToolResult:
 
   @classmethod
   def from_json(cls, values: Any) -> ToolResult:
-    """Return a result read from JSON; raise InvalidRequest."""
+    """Return a request's result; raise InvalidRequest."""
     said = json_fields.known(values, [field.name for field in dataclasses.fields(cls)], 'A result')
     for name in ('call', 'ok', 'text'):
       if name not in said:
@@ -105,10 +196,6 @@ class ToolResult:
       json_fields.optional_text(said.get('field'), 'field'),
       json_fields.optional_whole(said.get('line'), 'line', 0, 2**53),
     )
-
-  def to_json(self) -> dict[str, Any]:
-    """Return the result in the form that `from_json` reads."""
-    return dataclasses.asdict(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,8 +234,7 @@ class LearnedTurns:
 
   def to_json(self) -> dict[str, Any]:
     """Return the result in the form that `from_json` reads."""
-    found = dataclasses.asdict(self)
-    return {**found, 'turns': list(found['turns']), 'moved': list(found['moved'])}
+    return dataclasses.asdict(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,18 +277,67 @@ class SessionTurn:
 
   def to_json(self) -> dict[str, Any]:
     """Return the turn as clients see it: all but the log-probs."""
-    found = {name: value for name, value in _shallow(self).items() if name != 'log_probs'}
     return {
-      **found,
-      'messages': [dict(message) for message in self.messages],
-      'prompt_tokens': list(self.prompt_tokens),
-      'tokens': list(self.tokens),
-      'kept_tokens': None if self.kept_tokens is None else list(self.kept_tokens),
-      'calls': [{'name': call.name, 'arguments': dict(call.arguments)} for call in self.calls],
+      **{name: value for name, value in vars(self).items() if name != 'log_probs'},
+      'calls': [dataclasses.asdict(call) for call in self.calls],
       'decision': None if self.decision is None else self.decision.to_json(),
-      'results': [result.to_json() for result in self.results],
+      'results': [dataclasses.asdict(result) for result in self.results],
       'learned': None if self.learned is None else self.learned.to_json(),
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionState:
+  """A session as it is now."""
+
+  session: AgentSession
+  turns: Sequence[SessionTurn]  # From the newest turn that is part of the conversation on; all if none is.
+
+  @property
+  def newest(self) -> SessionTurn | None:
+    return self.turns[-1] if self.turns else None
+
+  @property
+  def number(self) -> int:
+    """The number of the newest turn, −1 if there is none."""
+    return self.turns[-1].n if self.turns else -1
+
+  @property
+  def answered(self) -> SessionTurn | None:
+    """The newest turn that is part of the conversation."""
+    return self.turns[0] if self.turns and self.turns[0].joins else None
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherTexts:
+  """The texts that the teacher is shown beside the conversation."""
+
+  demonstration: str | None = None  # What should have been proposed.
+  feedback: str | None = None  # A person's comment on the proposal.
+  environment: str | None = None  # The result of running it.
+
+  @property
+  def whole(self) -> str | None:
+    """The text to show as feedback; None: there is none."""
+    return '\n\n'.join(text for text in (self.feedback, self.environment) if text) or None
+
+  def __bool__(self) -> bool:
+    """Return whether there is any text to show."""
+    return any(text and text.strip() for text in dataclasses.astuple(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionExample:
+  """What is to be learned from a turn."""
+
+  session: str
+  n: int  # The number of the turn.
+  kind: str  # A turn has at most one example of each kind.
+  state: Literal['waiting', 'learned', 'rejected']  # Rejected: by a guard.
+  head: int  # The adapter's version when this was written; it can only be learned in a later one.
+  versions: Sequence[int]  # The versions in which it was learned.
+  teacher_prompt: Sequence[int]
+  said: TeacherTexts
 
 
 def edited(calls: Sequence[ToolCall], decision: Decision) -> tuple[ToolCall, ...]:
@@ -211,5 +346,28 @@ def edited(calls: Sequence[ToolCall], decision: Decision) -> tuple[ToolCall, ...
   return (*calls[: decision.call], changed, *calls[decision.call + 1 :])
 
 
-def _shallow(record: Any) -> dict[str, Any]:
-  return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+def _tool(value: Any, field: str) -> dict[str, Any]:
+  """Return the JSON schema of a tool: {"type": "function", "function": {"name": …, "parameters": …}}."""
+  tool = json_fields.mapping(value, field)
+  function = tool.get('function', tool)
+  if not isinstance(function, Mapping) or not isinstance(function.get('name'), str) or not function['name']:
+    raise InvalidRequest(
+      f'{field} must be {{"type": "function", "function": {{"name": …, "description": …, "parameters": …}}}}.',
+      field=field,
+    )
+  return tool
+
+
+def _sampling(value: Any, field: str) -> dict[str, Any]:
+  said = json_fields.mapping(value, field)
+  for name in said:
+    if name not in _SAMPLING:
+      raise InvalidRequest(
+        f'sampling has no {short_repr(name)}; there are {", ".join(_SAMPLING)}.', field=f'sampling.{name}'
+      )
+  stop = said.get('stop')
+  if isinstance(stop, str):
+    said['stop'] = [stop]
+  elif stop is not None and not isinstance(stop, list):
+    raise InvalidRequest(f'sampling.stop must be a list of texts, not {short_repr(stop)}.', field='sampling.stop')
+  return {name: each for name, each in said.items() if each is not None}

@@ -5,7 +5,8 @@ The conversation is stored here, as token ids. A denied proposal leaves it: the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import hashlib
 import hmac
@@ -14,31 +15,25 @@ from typing import Any
 
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.serving.errors import Forbidden, InvalidRequest, NotFound, TurnConflict
-from sdpo_jax.serving.sessions import (
-  archive,
-  decisions,
-  example_export,
-  proposing,
-  replaying,
-  teaching,
-  waiting_examples,
-)
-from sdpo_jax.serving.sessions.conversation import Dialogue, template_of
+from sdpo_jax.serving.sample_requests import SampleDraft
+from sdpo_jax.serving.sessions import examples, proposing, replaying, session_tables, teaching, waiting_examples
+from sdpo_jax.serving.sessions.conversation import Dialogue, dialogue_of, template_of, written_by
 from sdpo_jax.serving.sessions.examples import TrainingExample
-from sdpo_jax.serving.sessions.ledger import Ledger, SessionState
-from sdpo_jax.serving.sessions.proposing import Proposing
 from sdpo_jax.serving.sessions.session_records import (
+  DECIDED,
   AgentSession,
   Decision,
   LearnedTurns,
+  SessionSettings,
+  SessionState,
   SessionTurn,
+  TeacherTexts,
   ToolResult,
+  edited,
 )
-from sdpo_jax.serving.sessions.session_settings import SessionSettings
-from sdpo_jax.serving.store import session_tables
 from sdpo_jax.serving.store.store import IdempotentRequest
 from sdpo_jax.serving.tenant import Tenant
-from sdpo_jax.serving.tool_calls import cutting, form_of
+from sdpo_jax.serving.tool_calls import cutting, form_of, read_calls, write_call
 
 
 class Sessions:
@@ -51,7 +46,6 @@ class Sessions:
     """Make the object that `Account.sessions` returns."""
     self._tenant, self._service = tenant, tenant.service
     self._database = tenant.service.store.database
-    self._ledger = Ledger(tenant)
 
   # Sessions.
 
@@ -84,13 +78,12 @@ class Sessions:
           'out.',
           field='sampling.stop',
         )
-    session = AgentSession(f'ses-{secrets.token_hex(8)}', known.id, known.owner, service.clock(), settings, form)
-    dialogue = example_export.dialogue_of(service, session)
+    id, token, created = f'ses-{secrets.token_hex(8)}', f'sst-{secrets.token_urlsafe(32)}', service.clock()
+    session = AgentSession(id, known.id, created, settings, form, written_by(service), _digest(token))
+    dialogue = dialogue_of(service, session)
     with service.tokenizing:
       dialogue.check(form)
-    written = example_export.written_by(service)
-    token = f'sst-{secrets.token_urlsafe(32)}'
-    with self._ledger.writing() as rows:
+    with self._database.writing(full=True) as rows:
       head = self._database.known(known.id)
       if head is None or head.deleted:
         raise NotFound(f'There is no adapter {short_repr(adapter)}.')
@@ -100,34 +93,35 @@ class Sessions:
           f'The adapter has {most} sessions, as many as one may have (serve.limits.max_sessions_per_adapter): delete '
           'one.'
         )
-      session_tables.put_session(rows, archive.session_row(session, _digest(token), written))
+      session_tables.put_session(rows, session)
     return session, token
 
   def check_token(self, adapter: str, session: str, token: str | None) -> None:
     """Raise Forbidden unless `token` is the one that the session was opened with."""
-    row = self._ledger.row(adapter, session)
-    if token is None or not hmac.compare_digest(_digest(token), row.token):
+    known = self.get(adapter, session)
+    if token is None or not hmac.compare_digest(_digest(token), known.token):
       raise Forbidden('The session needs the token that it was opened with, in the header X-Session-Token.')
 
   def list(self, adapter: str) -> list[AgentSession]:
     """Return the sessions of an adapter, the oldest first."""
-    known = self._tenant.adapter(adapter)
-    return [archive.session_of(row, known.owner) for row in session_tables.sessions(self._database, known.id)]
+    return session_tables.sessions(self._database, self._tenant.adapter(adapter).id)
 
   def get(self, adapter: str, session: str) -> AgentSession:
-    """Return a session."""
-    return archive.session_of(self._ledger.row(adapter, session), self._tenant.owner)
+    """Return a session; raise NotFound if it does not exist or belongs to another owner."""
+    known = session_tables.session(self._database, self._tenant.adapter(adapter).id, session)
+    if known is None:
+      raise NotFound(f'There is no session {short_repr(session)} of {adapter}.')
+    return known
 
   def turns(self, adapter: str, session: str) -> Sequence[SessionTurn]:
     """Return the turns of a session in order."""
-    self._ledger.row(adapter, session)
-    return [archive.turn_of(row) for row in session_tables.turns(self._database, session)]
+    return session_tables.turns(self._database, self.get(adapter, session).id)
 
   def delete(self, adapter: str, session: str) -> None:
     """Erase a session, its turns and its examples; what the adapter has learned stays."""
-    with self._ledger.alone(session):
-      self._ledger.row(adapter, session)
-      with self._ledger.writing() as rows:
+    with self._alone(session):
+      self.get(adapter, session)
+      with self._database.writing(full=True) as rows:
         session_tables.erase_session(rows, session)
       self._database.truncate_log()
 
@@ -141,7 +135,7 @@ class Sessions:
     *,
     seed: int | None = None,
     drafts: bool = False,
-  ) -> Proposing:
+  ) -> Iterator[SampleDraft | SessionTurn]:
     """Draw the next proposal from the newest version of the adapter.
 
     Args:
@@ -158,7 +152,7 @@ class Sessions:
       InvalidRequest: there is nothing to answer, a message is invalid, or the prompt is too long.
       ServiceError, UserError: as `Tenant.sample`.
     """
-    held = self._ledger.held(adapter, session)
+    held = self._held(adapter, session)
     new, newest = proposing.new_messages(held, messages), held.newest
     if newest is not None and newest.status == 'open':
       raise TurnConflict(
@@ -169,17 +163,17 @@ class Sessions:
       raise Forbidden(
         f'The session has {most} turns, as many as one may have (serve.limits.max_turns_per_session): open a new one.'
       )
-    dialogue = self._ledger.dialogue_of(held)
+    dialogue = self._dialogue_of(held.session)
     if not new and newest is not None and newest.status == 'denied':
       prompt = list(newest.prompt_tokens)
     else:
       with self._service.tokenizing:
         prompt = proposing.next_prompt(held, dialogue, new).tokens
-    return proposing.draw(
-      self._tenant, self._ledger, held, dialogue, prompt, seed, drafts, number=held.number + 1, messages=new
-    )
+    return proposing.draw(self._tenant, held, dialogue, prompt, new, held.number + 1, seed=seed, drafts=drafts)
 
-  def retry(self, adapter: str, session: str, n: int, *, seed: int | None = None, drafts: bool = False) -> Proposing:
+  def retry(
+    self, adapter: str, session: str, n: int, *, seed: int | None = None, drafts: bool = False
+  ) -> Iterator[SampleDraft | SessionTurn]:
     """Draw an alternative to a turn from the newest version; it does not join the conversation and is not stored.
 
     Args:
@@ -189,21 +183,10 @@ class Sessions:
       seed: as in `propose`.
       drafts: as in `propose`.
     """
-    held = self._ledger.held(adapter, session)
-    turn = self._ledger.turn(held, n)
-    dialogue = self._ledger.dialogue_of(held)
-    return proposing.draw(
-      self._tenant,
-      self._ledger,
-      held,
-      dialogue,
-      turn.prompt_tokens,
-      seed,
-      drafts,
-      number=n,
-      messages=turn.messages,
-      joins=False,
-    )
+    held = self._held(adapter, session)
+    turn = self._turn(held, n)
+    dialogue, prompt, messages = self._dialogue_of(held.session), turn.prompt_tokens, turn.messages
+    return proposing.draw(self._tenant, held, dialogue, prompt, messages, n, seed=seed, drafts=drafts, joins=False)
 
   def decide(self, adapter: str, session: str, n: int, decision: Decision) -> tuple[SessionTurn, LearnedTurns | None]:
     """Decide on the newest proposal, and learn from the decision.
@@ -225,10 +208,8 @@ class Sessions:
       InvalidRequest: the decision does not fit the turn, or its lesson does not fit the teacher's prompt.
       ServiceError, UserError: as `feedback.learn`; the decision stands, but is not learned yet.
     """
-    with self._ledger.alone(session):
-      held = self._ledger.settled(adapter, session)
-      turn = self._ledger.turn(held, n)
-      dialogue = self._ledger.dialogue_of(held)
+    with self._settled(adapter, session) as (held, dialogue):
+      turn = self._turn(held, n)
       if turn.decision is not None:
         if turn.decision != decision:
           raise TurnConflict(
@@ -238,9 +219,8 @@ class Sessions:
         return self._again(held, dialogue, turn)
       if n != held.number:
         raise TurnConflict(f'Turn {n} is not the newest, which is {held.number}: decide that one.', current=held.number)
-      decided, example = decisions.decided(self._tenant, held, dialogue, turn, decision)
-      self._ledger.change(held, decided, example)
-      return self._taught(held, dialogue, decided, example is not None)
+      decided, said = self._decided(held.session, dialogue, turn, decision)
+      return self._change(held, dialogue, decided, 'edit' if decision.kind == 'edit' else 'denial', said)
 
   def results(
     self, adapter: str, session: str, n: int, results: Sequence[ToolResult]
@@ -261,10 +241,8 @@ class Sessions:
       InvalidRequest: the results do not match the calls of the turn.
       ServiceError, UserError: as `decide`.
     """
-    with self._ledger.alone(session):
-      held = self._ledger.settled(adapter, session)
-      turn = self._ledger.turn(held, n)
-      dialogue = self._ledger.dialogue_of(held)
+    with self._settled(adapter, session) as (held, dialogue):
+      turn = self._turn(held, n)
       results = tuple(sorted(results, key=lambda result: result.call))
       if turn.results:
         if turn.results != results:
@@ -280,28 +258,23 @@ class Sessions:
         raise InvalidRequest(
           f'Turn {n} has {len(turn.calls)} calls, and its results must be one for each of them.', field='results'
         )
-      answered, example = dataclasses.replace(turn, results=results), None
-      if held.session.settings.learn_from_results:
-        example = decisions.example_of(
-          self._tenant, held, dialogue, answered, 'result', teaching.of_results(turn, results)
-        )
-      self._ledger.change(held, answered, example)
-      return self._taught(held, dialogue, answered, example is not None)
+      learns = held.session.settings.learn_from_results
+      said = teaching.of_results(turn, results) if learns else TeacherTexts()
+      return self._change(held, dialogue, dataclasses.replace(turn, results=results), 'result', said)
 
   # Learning.
 
   def flush(self, adapter: str, session: str) -> LearnedTurns | None:
     """Learn the waiting examples now and return the result; None: none waits."""
-    with self._ledger.alone(session):
-      held = self._ledger.settled(adapter, session)
-      return waiting_examples.learn(self._tenant, held.session, self._ledger.dialogue_of(held), few=True)
+    with self._settled(adapter, session) as (held, dialogue):
+      return waiting_examples.learn(self._tenant, held.session, dialogue, few=True)
 
   def examples(self, adapter: str, session: str | None = None) -> Sequence[TrainingExample]:
     """Return every example that was or will be learned in sessions of an adapter, or in one of them."""
     self._tenant.adapter(adapter)
     if session is not None:
-      self._ledger.row(adapter, session)
-    return example_export.examples(self._tenant, adapter, session)
+      self.get(adapter, session)
+    return examples.exported(self._tenant, adapter, session)
 
   def replay(
     self, adapter: str, examples: Sequence[TrainingExample], *, request: IdempotentRequest | None = None
@@ -312,22 +285,109 @@ class Sessions:
 
   # Inside.
 
-  def _taught(
-    self, held: SessionState, dialogue: Dialogue, turn: SessionTurn, teaches: bool
+  def _held(self, adapter: str, session: str) -> SessionState:
+    """Read a session and its newest turns, back to one that joined the conversation; raise NotFound if absent."""
+    known = self.get(adapter, session)
+    turns: list[SessionTurn] = []
+    while not turns or not turns[-1].joins:
+      found = session_tables.turns_back(self._database, session, turns[-1].n if turns else 2**62, 1)
+      if not found:
+        break
+      turns += found
+    return SessionState(known, turns[::-1])
+
+  @contextlib.contextmanager
+  def _settled(self, adapter: str, session: str) -> Iterator[tuple[SessionState, Dialogue]]:
+    """Hold the lock of a session, and provide it as it is after noting what was already learned from it."""
+    with self._alone(session):
+      self.get(adapter, session)  # This also makes the store re-read the adapter if its versions are in doubt.
+      session_tables.reconcile(self._database, adapter)
+      held = self._held(adapter, session)
+      yield held, self._dialogue_of(held.session)
+
+  @contextlib.contextmanager
+  def _alone(self, session: str) -> Iterator[None]:
+    """Hold the lock of a session within the block."""
+    with self._service.turns.of(('session', session), self._tenant.call.deadline):
+      self._tenant.call.check()
+      yield
+
+  def _turn(self, held: SessionState, n: int) -> SessionTurn:
+    """Return a turn; raise NotFound if there is none of this number."""
+    turn = session_tables.turn(self._database, held.session.id, n) if 0 <= n <= held.number else None
+    if turn is None:
+      raise NotFound(f'There is no turn {short_repr(n)} of {held.session.id}, whose newest is {held.number}.')
+    return turn
+
+  def _dialogue_of(self, session: AgentSession) -> Dialogue:
+    """Return the conversion of a session's messages to tokens.
+
+    Raises:
+      InvalidRequest: the tokenizer or the template have changed since the session was opened.
+    """
+    if session.written != written_by(self._service):
+      raise InvalidRequest(
+        f'The session {session.id} was opened with another tokenizer or chat template than the service has now: '
+        'open a new one, or serve the old ones again (model.path, model.chat_template, '
+        'data.apply_chat_template_kwargs). What it has taught stays learned, and its examples can be replayed.'
+      )
+    return dialogue_of(self._service, session)
+
+  def _decided(
+    self, session: AgentSession, dialogue: Dialogue, turn: SessionTurn, decision: Decision
+  ) -> tuple[SessionTurn, TeacherTexts]:
+    """Return a turn with its decision, and what the teacher is to be shown of it."""
+    decided = dataclasses.replace(turn, decision=decision, status=DECIDED[decision.kind])
+    if decision.kind != 'deny' and turn.calls and turn.fault is not None:
+      raise InvalidRequest(
+        f'Turn {turn.n} also has a call that cannot be read ({turn.fault}): deny it, so that nothing is done by half.',
+        field='decision',
+      )
+    if decision.kind == 'approve':
+      return decided, TeacherTexts()
+    if decision.kind == 'deny':
+      return decided, TeacherTexts(feedback=decision.correction, environment=turn.fault)
+    if decision.call >= len(turn.calls):
+      raise InvalidRequest(
+        f'Turn {turn.n} has {len(turn.calls)} calls, and none of the number {decision.call}.', field='call'
+      )
+    calls = edited(turn.calls, decision)
+    with self._service.tokenizing:
+      kept = dialogue.edited(turn.text, calls, session.tool_form)
+      if tuple(read_calls(dialogue.text_of(kept), session.tool_form).calls) != calls:
+        raise InvalidRequest(
+          'These arguments cannot be written in the form of calls that the model knows.', field='arguments'
+        )
+    written = '\n'.join(write_call(call, session.tool_form) for call in calls)
+    return dataclasses.replace(decided, kept_tokens=kept), TeacherTexts(written, decision.correction)
+
+  def _change(
+    self, held: SessionState, dialogue: Dialogue, turn: SessionTurn, kind: str, said: TeacherTexts
   ) -> tuple[SessionTurn, LearnedTurns | None]:
-    """Learn the waiting examples if a turn has added one; return the turn afterwards, and the result."""
-    if not teaches:
-      return turn, None
+    """Store the new state of a turn with the example to learn from it, if any text is said; then learn what waits."""
+    example = waiting_examples.example_of(self._tenant, held.session, dialogue, turn, kind, said)
+    with self._database.writing(full=True) as rows:
+      session_tables.advance(rows, held.session, held.number)
+      session_tables.change_turn(rows, held.session, turn)
+      if example is not None:
+        session_tables.put_example(rows, held.session.adapter, example)
+    return self._taught(held, dialogue, turn) if example is not None else (turn, None)
+
+  def _taught(
+    self, held: SessionState, dialogue: Dialogue, turn: SessionTurn
+  ) -> tuple[SessionTurn, LearnedTurns | None]:
+    """Learn the waiting examples after a turn has added one; return the turn afterwards, and the result."""
     learned = waiting_examples.learn(self._tenant, held.session, dialogue)
-    return self._ledger.turn(held, turn.n), learned
+    return self._turn(held, turn.n), learned
 
   def _again(
     self, held: SessionState, dialogue: Dialogue, turn: SessionTurn
   ) -> tuple[SessionTurn, LearnedTurns | None]:
     """Return the turn and the result for a repeated request; learn its example now if it still waits."""
-    waiting = session_tables.examples(self._database, held.session.adapter, session=held.session.id, state='waiting')
-    if any(row.n == turn.n for row in waiting):
-      return self._taught(held, dialogue, turn, True)
+    session = held.session
+    waiting = session_tables.examples(self._database, session.adapter, session=session.id, state='waiting')
+    if any(example.n == turn.n for example in waiting):
+      return self._taught(held, dialogue, turn)
     return turn, turn.learned
 
 

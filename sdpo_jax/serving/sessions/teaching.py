@@ -7,35 +7,15 @@ turn. If the whole does not fit, the feedback is shortened, never the conversati
 from __future__ import annotations
 
 from collections.abc import Sequence
-import dataclasses
 
 from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sessions.conversation import Dialogue, StudentPrompt
-from sdpo_jax.serving.sessions.session_records import SessionTurn, ToolResult, edited
-from sdpo_jax.serving.tool_calls import Form, write_call
+from sdpo_jax.serving.sessions.session_records import SessionTurn, TeacherTexts, ToolResult
 from sdpo_jax.teacher import context
 
 _LONGEST_STDERR = 4000  # Characters of stderr in a text; only the end of a longer one is shown.
-
-
-@dataclasses.dataclass(frozen=True)
-class TeacherTexts:
-  """The texts that the teacher is shown beside the conversation."""
-
-  demonstration: str | None = None  # What should have been proposed.
-  feedback: str | None = None  # A person's comment on the proposal.
-  environment: str | None = None  # The result of running it.
-
-  @property
-  def whole(self) -> str | None:
-    """The text to show as feedback; None: there is none."""
-    return '\n\n'.join(text for text in (self.feedback, self.environment) if text) or None
-
-  def __bool__(self) -> bool:
-    """Return whether there is any text to show."""
-    return any(text and text.strip() for text in dataclasses.astuple(self))
 
 
 def teacher_prompt(
@@ -76,17 +56,6 @@ def teacher_prompt(
       'new session.'
     ) from error
   return tokens
-
-
-def of_denial(turn: SessionTurn, correction: str | None) -> TeacherTexts:
-  """Return the texts of a denial: the correction, and the fault of an invalid call."""
-  return TeacherTexts(feedback=correction, environment=turn.fault)
-
-
-def of_edit(turn: SessionTurn, form: Form) -> TeacherTexts:
-  """Return the texts of an edit: the edited calls, and the comment on them."""
-  calls = edited(turn.calls, turn.decision)
-  return TeacherTexts('\n'.join(write_call(call, form) for call in calls), turn.decision.correction)
 
 
 def of_results(turn: SessionTurn, results: Sequence[ToolResult]) -> TeacherTexts:

@@ -8,48 +8,52 @@ and no decision is lost.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+import contextlib
 import dataclasses
 import time
 
+import numpy as np
+
+from models.token_texts import TokenTexts
+from sdpo_jax.learning.learner import LessonScores
 from sdpo_jax.serving import feedback
+from sdpo_jax.serving.answers import rounded
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback import FeedbackResult
-from sdpo_jax.serving.feedback_request import Item, make_request
-from sdpo_jax.serving.sessions import archive, measuring, teaching
+from sdpo_jax.serving.feedback_request import MOST_TOP, Item, make_request
+from sdpo_jax.serving.sessions import session_tables, teaching
 from sdpo_jax.serving.sessions.conversation import Dialogue
-from sdpo_jax.serving.sessions.session_records import AgentSession, LearnedTurns, SessionTurn
-from sdpo_jax.serving.store import session_tables
-from sdpo_jax.serving.store.session_tables import REHEARSAL, SOURCE, ExampleRow
+from sdpo_jax.serving.sessions.session_records import (
+  AgentSession,
+  LearnedTurns,
+  MovedToken,
+  SessionExample,
+  SessionTurn,
+  TeacherTexts,
+)
+from sdpo_jax.serving.sessions.session_tables import REHEARSAL, SOURCE
 from sdpo_jax.serving.tenant import Tenant
 from sdpo_jax.teacher import context
 
+MOST_MOVED = 8
+_LEAST = 1e-8  # Lower bound of the tail's probability.
 _PAGE = 16  # How many turns to read at a time when searching for approved ones.
 
 
-def item_of(row: ExampleRow, turn: SessionTurn) -> Item:
-  """Return the feedback item of an example."""
-  return Item(
-    prompt_tokens=turn.prompt_tokens,
-    tokens=turn.tokens,
-    log_probs=turn.log_probs,
-    feedback=row.record['feedback'],
-    environment=row.record['environment'],
-    demonstration=row.record['demonstration'],
-    teacher_prompt=row.teacher_prompt,
-  )
-
-
-def example_row(
-  session: AgentSession,
-  turn: SessionTurn,
-  kind: str,
-  said: teaching.TeacherTexts,
-  teacher_prompt: Sequence[int],
-  head: int,
-) -> ExampleRow:
-  """Return the row of a waiting example, or of a rehearsal, which is learned beside others."""
+def example_of(
+  tenant: Tenant, session: AgentSession, dialogue: Dialogue, turn: SessionTurn, kind: str, said: TeacherTexts
+) -> SessionExample | None:
+  """Return the example to learn from a turn; None: there is nothing to show to the teacher."""
+  if not said:
+    return None
+  service, settings = tenant.service, session.settings
+  attempt = turn.tokens if settings.show_attempt and kind != REHEARSAL else None
+  with service.tokenizing:
+    asked = dialogue.split(turn.prompt_tokens)
+    prompt = teaching.teacher_prompt(dialogue, asked, said, service.reprompting.config, attempt, title=settings.title)
+  # Rehearsals do not wait: they are learned beside others.
   state = 'learned' if kind == REHEARSAL else 'waiting'
-  return ExampleRow(session.id, turn.n, kind, state, head, (), teacher_prompt, dataclasses.asdict(said))
+  return SessionExample(session.id, turn.n, kind, state, tenant.adapter(session.adapter).head, (), prompt, said)
 
 
 def learn(tenant: Tenant, session: AgentSession, dialogue: Dialogue, *, few: bool = False) -> LearnedTurns | None:
@@ -75,33 +79,59 @@ def learn(tenant: Tenant, session: AgentSession, dialogue: Dialogue, *, few: boo
     return LearnedTurns(adapter.head, adapter.head, False, None, (), len(waiting))
   began = time.monotonic()
   most = tenant.service.settings.limits.max_items
-  rows = waiting[: max(1, most - settings.rehearse)]
-  beside = list(_rehearsed(tenant, session, dialogue, rows, adapter.head))[: most - len(rows)]
-  turns = {n: _turn(tenant, session, n) for n in {row.n for row in (*rows, *beside)}}
-  everything = [*beside, *rows]
-  numbers = sorted({row.n for row in rows})
+  learning = waiting[: max(1, most - settings.rehearse)]
+  beside = list(_rehearsed(tenant, session, dialogue, max(each.n for each in learning)))[: most - len(learning)]
+  everything = [*beside, *learning]
+  turns = {n: session_tables.turn(store.database, session.id, n) for n in {each.n for each in everything}}
+  numbers = sorted({each.n for each in learning})
   request = make_request(
-    [item_of(row, turns[row.n]) for row in everything],
+    [_item(each, turns[each.n]) for each in everything],
     settings.update,
     tenant.service.settings,
     teacher=settings.teacher,
     guards=settings.guards,
     detail=(),
     measured=True,
-    source={SOURCE: {'id': session.id, 'turns': numbers, 'examples': [[row.n, row.kind] for row in everything]}},
+    source={SOURCE: {'id': session.id, 'turns': numbers, 'examples': [[each.n, each.kind] for each in everything]}},
   )
   if beside:
-    with store.database.writing() as writing:
-      for row in beside:
-        session_tables.put_example(writing, session.adapter, row)
+    with store.database.writing() as rows:
+      for each in beside:
+        session_tables.put_example(rows, session.adapter, each)
   done = feedback.learn(tenant, session.adapter, None, request)
-  learned = said_of(tenant, done, turns[rows[-1].n], numbers, began)
-  learned = dataclasses.replace(learned, waiting=len(waiting) - len(rows))
-  references = [(row.session, row.n, row.kind) for row in (everything if learned.accepted else rows)]
-  with store.database.writing(full=True) as writing:
-    version = learned.version_after if learned.accepted else None
-    session_tables.note_learned(writing, references, version, learned.to_json())
+  learned = said_of(tenant, done, turns[learning[-1].n], numbers, began)
+  learned = dataclasses.replace(learned, waiting=len(waiting) - len(learning))
+  references = [(session.id, each.n, each.kind) for each in (everything if learned.accepted else learning)]
+  with store.database.writing(full=True) as rows:
+    session_tables.note_learned(rows, references, learned.version_after if learned.accepted else None, learned)
   return learned
+
+
+def _item(example: SessionExample, turn: SessionTurn) -> Item:
+  tokens = {name: getattr(turn, name) for name in ('prompt_tokens', 'tokens', 'log_probs')}
+  return Item(**tokens, **dataclasses.asdict(example.said), teacher_prompt=example.teacher_prompt)
+
+
+def _rehearsed(tenant: Tenant, session: AgentSession, dialogue: Dialogue, newest: int) -> Iterator[SessionExample]:
+  """Yield examples of approved proposals up to a turn, the newest first, each with itself as the demonstration.
+
+  Proposals of which the teacher may read nothing, and those that leave it no room, are skipped: rehearsals only protect
+  what was approved, and nobody has asked for any one of them.
+  """
+  service, left, before = tenant.service, session.settings.rehearse, newest + 1
+  while left > 0 and (page := session_tables.turns_back(service.store.database, session.id, before, _PAGE)):
+    before = page[-1].n
+    for turn in page:
+      if left == 0 or turn.status != 'approved':
+        continue
+      said = TeacherTexts(demonstration=context.shown_text(turn.text, service.reprompting.config))
+      with contextlib.suppress(InvalidRequest):
+        if (example := example_of(tenant, session, dialogue, turn, REHEARSAL, said)) is not None:
+          left -= 1
+          yield example
+
+
+# Measuring.
 
 
 def said_of(
@@ -118,7 +148,7 @@ def said_of(
   """
   answer, scores = done.said, done.scores[-1]
   before, after = answer['version_before'], answer['version_after']
-  divergences = measuring.divergences(scores)
+  divergences = _divergences(scores)
   return LearnedTurns(
     before,
     after,
@@ -128,40 +158,49 @@ def said_of(
     0,
     divergences[0],
     divergences[after != before],
-    measuring.moved(turn.tokens, scores, tenant.service.texts) if answer['accepted'] else (),
+    _moved(turn.tokens, scores, tenant.service.texts) if answer['accepted'] else (),
     round(time.monotonic() - began, 6),
   )
 
 
-def _turn(tenant: Tenant, session: AgentSession, n: int) -> SessionTurn:
-  return archive.turn_of(session_tables.turn(tenant.service.store.database, session.id, n))
+def divergence(teacher: Sequence[np.ndarray], student: Sequence[np.ndarray]) -> float:
+  """Return KL(teacher‖student), the mean over T positions, in nats.
 
+  All tokens that the teacher does not name form one tail bucket, so that the result is a lower bound.
 
-def _rehearsed(
-  tenant: Tenant, session: AgentSession, dialogue: Dialogue, rows: Sequence[ExampleRow], head: int
-) -> Iterator[ExampleRow]:
-  """Yield examples of approved proposals, the newest first, each with itself as the demonstration.
-
-  Proposals of which the teacher may read nothing, and those that leave it no room, are skipped: rehearsals only protect
-  what was approved, and nobody has asked for any one of them.
+  Args:
+    teacher: T arrays with the log-probs of the tokens that are named at a position.
+    student: T arrays with its log-probs of the same tokens.
   """
-  service, left = tenant.service, session.settings.rehearse
-  before = max(row.n for row in rows) + 1
-  while left > 0:
-    page = session_tables.turns_back(service.store.database, session.id, before, _PAGE)
-    if not page:
-      return
-    for turn in map(archive.turn_of, page):
-      before = turn.n
-      shown = context.shown_text(turn.text, service.reprompting.config) if turn.status == 'approved' else None
-      if left == 0 or not shown:
-        continue
-      said = teaching.TeacherTexts(demonstration=shown)
-      try:
-        with service.tokenizing:
-          asked = dialogue.split(turn.prompt_tokens)
-          prompt = teaching.teacher_prompt(dialogue, asked, said, service.reprompting.config)
-      except InvalidRequest:
-        continue
-      left -= 1
-      yield example_row(session, turn, REHEARSAL, said, prompt, head)
+  per_token = []
+  for theirs, own in zip(teacher, student, strict=True):
+    ours = np.asarray(own, np.float64)
+    rest = [np.log(max(1 - np.exp(each).sum(), _LEAST)) for each in (theirs, ours)]
+    theirs, ours = np.append(theirs, rest[0]), np.append(ours, rest[1])
+    per_token.append(float(np.sum(np.exp(theirs) * (theirs - ours))))
+  return float(np.mean(per_token))
+
+
+def _divergences(scores: LessonScores) -> tuple[float | None, float | None]:
+  """Return the `divergence` before and after the steps of a measured feedback; None where the teacher names nothing."""
+  ids, log_probs = scores.teacher_top_ids[:, :MOST_TOP], rounded(scores.teacher_top_log_probs[:, :MOST_TOP])
+  named = (ids >= 0) & np.isfinite(log_probs)
+  if not named.any():
+    return None, None
+  teacher, *students = (
+    [row[own] for row, own in zip(rows[:, :MOST_TOP], named, strict=True)]
+    for rows in (log_probs, scores.named_before, scores.named_after)
+  )
+  before, after = (divergence(teacher, student) for student in students)
+  return before, after
+
+
+def _moved(tokens: Sequence[int], scores: LessonScores, texts: TokenTexts) -> tuple[MovedToken, ...]:
+  """Return the tokens of an answer whose log-probs changed most, the largest change first."""
+  before, after = rounded(scores.log_probs_before), rounded(scores.log_probs_after)
+  both = np.isfinite(before) & np.isfinite(after)
+  change = np.where(both, after, 0) - np.where(both, before, 0)
+  most = [position for position in np.argsort(-abs(change), kind='stable')[:MOST_MOVED].tolist() if change[position]]
+  return tuple(
+    MovedToken(at, int(tokens[at]), texts.text_of(int(tokens[at])), float(before[at]), float(after[at])) for at in most
+  )

@@ -23,7 +23,6 @@ import numpy as np
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.serving.errors import StorageFailed
 from sdpo_jax.serving.records import AdapterRecord, SampleRecord, Version
-from sdpo_jax.serving.store import session_schema
 from sdpo_jax.serving.store.blobs import make_private
 from sdpo_jax.serving.store.versions import Head, RequestId, VersionManifest
 
@@ -53,6 +52,22 @@ CREATE TABLE requests (
 CREATE INDEX requests_of_adapter ON requests (adapter);
 CREATE TABLE feedback (id INTEGER PRIMARY KEY, adapter TEXT NOT NULL, record TEXT NOT NULL);
 CREATE INDEX feedback_of_adapter ON feedback (adapter);
+"""
+SESSION_TABLES = frozenset({'sessions', 'session_turns', 'session_examples'})  # `session_tables` has their rows.
+_SESSION_TABLES = """
+CREATE TABLE IF NOT EXISTS sessions (
+  id TEXT PRIMARY KEY, adapter TEXT NOT NULL, created REAL NOT NULL, token TEXT NOT NULL, revision INTEGER NOT NULL,
+  record TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS sessions_of_adapter ON sessions (adapter);
+CREATE TABLE IF NOT EXISTS session_turns (
+  session TEXT NOT NULL, n INTEGER NOT NULL, adapter TEXT NOT NULL, prompt_tokens BLOB NOT NULL, tokens BLOB NOT NULL,
+  log_probs BLOB NOT NULL, kept_tokens BLOB, record TEXT NOT NULL, PRIMARY KEY (session, n));
+CREATE INDEX IF NOT EXISTS session_turns_of_adapter ON session_turns (adapter);
+CREATE TABLE IF NOT EXISTS session_examples (
+  id INTEGER PRIMARY KEY, session TEXT NOT NULL, n INTEGER NOT NULL, kind TEXT NOT NULL, adapter TEXT NOT NULL,
+  state TEXT NOT NULL, head INTEGER NOT NULL, versions TEXT NOT NULL, teacher_prompt BLOB NOT NULL,
+  record TEXT NOT NULL, UNIQUE (session, n, kind));
+CREATE INDEX IF NOT EXISTS session_examples_of_adapter ON session_examples (adapter, state)
 """
 
 
@@ -175,10 +190,10 @@ class Database:
   def _add_tables(self) -> None:
     """Make the tables of sessions, which files of earlier versions of this program lack."""
     names = {name for (name,) in self.read("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if session_schema.NAMES <= names:
+    if SESSION_TABLES <= names:
       return
     with self.writing(full=True) as rows:
-      for statement in session_schema.TABLES.split(';'):
+      for statement in _SESSION_TABLES.split(';'):
         rows.execute(statement)
 
   def _move_aside(self, why: str) -> None:
@@ -289,7 +304,7 @@ class Database:
     rows.execute('DELETE FROM adapters WHERE id = ?', (adapter,))
     wholes = "SELECT owner, substr(key, 1, instr(key, '/') - 1) FROM requests WHERE adapter = ? AND key LIKE '%/%'"
     rows.execute(f'DELETE FROM requests WHERE (owner, key) IN ({wholes})', (adapter,))
-    for table in ('versions', 'intents', 'samples', 'requests', 'feedback', *session_schema.NAMES):
+    for table in ('versions', 'intents', 'samples', 'requests', 'feedback', *SESSION_TABLES):
       rows.execute(f'DELETE FROM {table} WHERE adapter = ?', (adapter,))
 
   # Versions.

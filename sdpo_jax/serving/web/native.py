@@ -155,7 +155,7 @@ def completions(asked: Incoming) -> Reply:
   """Draw completions; each is stored under a sample_id for feedback."""
   target, prompt, sampling = _begun(asked, drafts=False)
   samples = sampling.result()
-  return Reply(completions_said(asked.body.model, target, prompt, samples, sampling.reused()))
+  return Reply(completions_said(asked.body.model, target, prompt, samples, sampling.reused))
 
 
 def _streamed(asked: Incoming) -> Iterator[ServerSentEvent]:
@@ -168,7 +168,7 @@ def _streamed(asked: Incoming) -> Iterator[ServerSentEvent]:
       done[event.index] = event.sample
       yield ServerSentEvent(completion_said(event.index, event.sample), 'completion')
   samples = [done[index] for index in sorted(done)]
-  said = completions_said(asked.body.model, target, prompt, samples, sampling.reused())
+  said = completions_said(asked.body.model, target, prompt, samples, sampling.reused)
   yield ServerSentEvent({name: said[name] for name in ('model', 'adapter', 'version', 'usage')}, 'done')
 
 

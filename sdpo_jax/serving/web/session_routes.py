@@ -18,9 +18,13 @@ from starlette.routing import Route
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sample_requests import SampleDraft
 from sdpo_jax.serving.sessions.examples import TrainingExample
-from sdpo_jax.serving.sessions.proposing import Proposing
-from sdpo_jax.serving.sessions.session_records import AgentSession, Decision, LearnedTurns, SessionTurn, ToolResult
-from sdpo_jax.serving.sessions.session_settings import SessionSettings
+from sdpo_jax.serving.sessions.session_records import (
+  Decision,
+  LearnedTurns,
+  SessionSettings,
+  SessionTurn,
+  ToolResult,
+)
 from sdpo_jax.serving.web import native
 from sdpo_jax.serving.web import session_schemas as schemas
 from sdpo_jax.serving.web.endpoints import Incoming, Reply, drawing_route, route, whole
@@ -32,11 +36,12 @@ _SESSIONS = f'{native.ADAPTER}/sessions'
 _SESSION = _SESSIONS + '/{session}'
 _TURN = _SESSION + '/turns/{n}'
 NDJSON = 'application/x-ndjson'
+Proposal = Iterator[SampleDraft | SessionTurn]
 
 
 def list_sessions(asked: Incoming) -> Reply:
   """List the sessions of an adapter, the oldest first."""
-  return Reply({'sessions': [session_said(each) for each in asked.account.sessions.list(asked.adapter)]})
+  return Reply({'sessions': [each.to_json() for each in asked.account.sessions.list(asked.adapter)]})
 
 
 def open_session(asked: Incoming) -> Reply:
@@ -48,7 +53,7 @@ def open_session(asked: Incoming) -> Reply:
   opened, token = asked.account.sessions.open(
     asked.adapter, SessionSettings.from_json(body.model_dump(exclude_unset=True))
   )
-  said = {'session': session_said(opened), 'token': token}
+  said = {'session': opened.to_json(), 'token': token}
   return Reply(said, headers={'Location': f'{_SESSIONS.format(adapter=opened.adapter)}/{opened.id}'})
 
 
@@ -57,7 +62,7 @@ def get_session(asked: Incoming) -> Reply:
   sessions = asked.account.sessions
   found = sessions.get(asked.adapter, asked.path['session'])
   turns = sessions.turns(asked.adapter, asked.path['session'])
-  return Reply({'session': session_said(found), 'turns': [turn.to_json() for turn in turns]})
+  return Reply({'session': found.to_json(), 'turns': [turn.to_json() for turn in turns]})
 
 
 def delete_session(asked: Incoming) -> Reply:
@@ -69,7 +74,7 @@ def delete_session(asked: Incoming) -> Reply:
 # Proposals.
 
 
-def propose(asked: Incoming, drafts: bool) -> Proposing:
+def propose(asked: Incoming, drafts: bool) -> Proposal:
   """Draw the next proposal, which joins the conversation."""
   body: schemas.ProposeRequest = asked.body
   _check_text(asked, 'messages', [message.content for message in body.messages])
@@ -77,24 +82,25 @@ def propose(asked: Incoming, drafts: bool) -> Proposing:
   return asked.account.sessions.propose(asked.adapter, asked.path['session'], messages, seed=body.seed, drafts=drafts)
 
 
-def retry(asked: Incoming, drafts: bool) -> Proposing:
+def retry(asked: Incoming, drafts: bool) -> Proposal:
   """Draw an alternative to a turn from the newest version, for comparison."""
   where = asked.adapter, asked.path['session'], _turn(asked)
   return asked.account.sessions.retry(*where, seed=asked.body.seed, drafts=drafts)
 
 
-def _drawn(path: str, begin: Callable[[Incoming, bool], Proposing], body: type[pydantic.BaseModel]) -> Route:
+def _drawn(path: str, begin: Callable[[Incoming, bool], Proposal], body: type[pydantic.BaseModel]) -> Route:
   """Return the route of an operation that draws a turn, as a whole or as a stream."""
 
   def at_once(asked: Incoming) -> Reply:
-    return Reply({'turn': begin(asked, False).result().to_json()})
+    [turn] = begin(asked, False)
+    return Reply({'turn': turn.to_json()})
 
   at_once.__doc__ = begin.__doc__
   said: dict[str, Any] = {'body': body, 'response': schemas.ProposedSaid, 'guarded': True, 'token': True}
   return drawing_route(path, at_once, functools.partial(streamed, begin), **said)
 
 
-def streamed(begin: Callable[[Incoming, bool], Proposing], asked: Incoming) -> Iterator[ServerSentEvent]:
+def streamed(begin: Callable[[Incoming, bool], Proposal], asked: Incoming) -> Iterator[ServerSentEvent]:
   """Yield the drafts of a turn and the turn; closing the iterator cancels the turn."""
   for event in begin(asked, True):
     if isinstance(event, SampleDraft):
@@ -216,11 +222,6 @@ def _check_size(field: str, texts: Iterable[str], most: int, setting: str) -> No
 
 
 # Responses.
-
-
-def session_said(session: AgentSession) -> dict[str, Any]:
-  """Return a session as `SessionSaid`."""
-  return {name: value for name, value in session.to_json().items() if name != 'owner'}
 
 
 def outcome(learned: LearnedTurns) -> str:

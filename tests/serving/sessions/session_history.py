@@ -35,8 +35,7 @@ from sdpo_jax.serving.feedback import FeedbackResult
 from sdpo_jax.serving.lessons import Reprompting
 from sdpo_jax.serving.records import SampleRecord
 from sdpo_jax.serving.sample_requests import SampleDone
-from sdpo_jax.serving.sessions.session_records import Decision, SessionTurn, ToolResult
-from sdpo_jax.serving.sessions.session_settings import SessionSettings
+from sdpo_jax.serving.sessions.session_records import Decision, SessionSettings, SessionTurn, ToolResult
 from sdpo_jax.serving.store.store import Retention, Store
 from sdpo_jax.serving.turns import Turns
 from tests import file_operations, tiny
@@ -62,15 +61,13 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
 class Drawn:
   """Stands in the place of a `Sampling` whose completion is drawn."""
 
+  reused = 0  # Nothing is kept of other prompts.
+
   def __init__(self, done: SampleDone):
     self._done = done
 
   def __iter__(self) -> Iterator[SampleDone]:
     yield self._done
-
-  def reused(self, index: int) -> int:
-    """Nothing is kept of other prompts."""
-    return 0
 
 
 class Learner(Account):
@@ -147,7 +144,7 @@ def step(account: Learner, where: tuple[str, str], number: int, told: Callable[[
   turn = turns[-1] if turns else None
   if turn is None or turn.status != 'open':
     begins = turn is None or turn.joins and not turn.results
-    turn = account.sessions.propose(*where, _HI if begins else ()).result()
+    [turn] = account.sessions.propose(*where, _HI if begins else ())
     told(where[1], turn)
   decision = (DENY, DENY, EDIT, DENY, DENY_ONLY)[(turn.n + number) % 5]
   turn, _ = account.sessions.decide(*where, turn.n, decision)

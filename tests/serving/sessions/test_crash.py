@@ -22,7 +22,7 @@ import pytest
 from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.serving import feedback
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.sessions import example_export
+from sdpo_jax.serving.sessions import conversation
 from tests import file_operations, tiers, tiny
 from tests.serving.sessions import session_history
 from tests.serving.sessions.session_history import DENY, RETENTION, account_of, find
@@ -205,12 +205,12 @@ def test_a_session_is_not_gone_on_with_by_another_template(scratch, monkeypatch)
   with open_store(scratch / 'disk') as store:
     account = account_of(store)
     adapter, _ = where = session_history.prepare(account)[0]
-    account.sessions.propose(*where, [{'role': 'user', 'content': 'Hi'}]).result()
+    next(account.sessions.propose(*where, [{'role': 'user', 'content': 'Hi'}]))
     account.sessions.decide(*where, 0, DENY)
-    account.sessions.propose(*where).result()
+    next(account.sessions.propose(*where))
     [mark] = {each.tokenizer for each in account.sessions.examples(adapter)}
     for whose, name, value in (
-      (example_export, 'fingerprint', lambda tokenizer: 'another'),
+      (conversation, 'fingerprint', lambda tokenizer: 'another'),
       (account.service, 'chat', ChatFormat({'enable_thinking': False})),
     ):
       with monkeypatch.context() as patch:

@@ -24,12 +24,17 @@ from sdpo_jax.serving.errors import (
 from sdpo_jax.serving.feedback_request import Item, make_request
 from sdpo_jax.serving.records import VersionTarget
 from sdpo_jax.serving.sample_requests import SampleDraft
-from sdpo_jax.serving.sessions import measuring
+from sdpo_jax.serving.sessions import session_tables, waiting_examples
 from sdpo_jax.serving.sessions.examples import TrainingExample
-from sdpo_jax.serving.sessions.session_records import AgentSession, Decision, LearnedTurns, SessionTurn, ToolResult
-from sdpo_jax.serving.sessions.session_settings import SessionSettings
-from sdpo_jax.serving.store import session_schema, session_tables
-from sdpo_jax.serving.store.database import Database
+from sdpo_jax.serving.sessions.session_records import (
+  AgentSession,
+  Decision,
+  LearnedTurns,
+  SessionSettings,
+  SessionTurn,
+  ToolResult,
+)
+from sdpo_jax.serving.store.database import SESSION_TABLES, Database
 from tests.serving.service_world import HELLO, make_config, model_folder, running
 from tests.serving.session_world import GREP, GREP_A, READ, TOOLS, called, world
 
@@ -70,7 +75,8 @@ def opened(account, adapter=None, **settings):
 def proposed(account, script, where, text, messages=HI):
   """Return a proposal that says this."""
   script.say(text)
-  return account.sessions.propose(*where, messages).result()
+  [turn] = account.sessions.propose(*where, messages)
+  return turn
 
 
 def denied(account, script, where, *, messages=HI, text=None, correction='Use r.'):
@@ -128,7 +134,7 @@ def test_what_was_learned_is_measured_from_the_teachers_whole_distribution(ada, 
   assert whole[1] < whole[0] and learned.divergence_after < learned.divergence_before
   assert [each.position for each in learned.moved] == sorted(
     range(len(own)), key=lambda position: -abs(moved[position] - own[position])
-  )[: measuring.MOST_MOVED]
+  )[: waiting_examples.MOST_MOVED]
   for each in learned.moved:
     assert each.token == turn.tokens[each.position]
     np.testing.assert_allclose([each.before, each.after], [own[each.position], moved[each.position]], atol=1e-4)
@@ -138,7 +144,7 @@ def test_the_divergence_is_that_of_the_named_tokens_and_all_others_as_one():
   teacher = [np.log([0.5, 0.2])]
   student = np.log([[0.25, 0.25]])
   expected = 0.5 * math.log(2) + 0.2 * math.log(0.2 / 0.25) + 0.3 * math.log(0.3 / 0.5)
-  assert measuring.divergence(teacher, student) == pytest.approx(expected)
+  assert waiting_examples.divergence(teacher, student) == pytest.approx(expected)
 
 
 def test_the_conversation_goes_on_with_what_was_approved_and_what_tools_answered(ada, script, service):
@@ -305,7 +311,7 @@ def test_a_retry_is_the_newest_versions_and_joins_nothing(ada, script):
   where = opened(ada)
   denied(ada, script, where)
   script.say(called(READ))
-  turn = ada.sessions.retry(*where, 0).result()
+  [turn] = ada.sessions.retry(*where, 0)
   assert (turn.n, turn.version, turn.status) == (0, 1, 'open') and turn.calls[0].name == 'r'
   assert [each.version for each in ada.sessions.turns(*where)] == [0]
   assert ada.service.store.sample(ada.owner, turn.sample_id).version == 1
@@ -365,7 +371,7 @@ def test_of_two_who_decide_at_once_one_does(ada, script, service):
 def test_of_two_proposals_at_once_one_is_kept(ada, script):
   where = opened(ada)
   script.say('One.', 'Two.')
-  first, second = iter(ada.sessions.propose(*where, HI)), iter(ada.sessions.propose(*where, HI))
+  first, second = ada.sessions.propose(*where, HI), ada.sessions.propose(*where, HI)
   kept = next(first)
   with pytest.raises(TurnConflict, match='changed the session meanwhile'):
     next(second)
@@ -492,11 +498,11 @@ def test_a_template_without_tools_is_refused_by_name(tmp_path):
       opened(account, adapter)
     assert raised.value.field == 'tools'
     session, _ = account.sessions.open(adapter, SessionSettings(sampling={'max_tokens': 4}))
-    turn = account.sessions.propose(adapter, session.id, HELLO, seed=3).result()  # What the model itself draws.
+    [turn] = account.sessions.propose(adapter, session.id, HELLO, seed=3)  # What the model itself draws.
     assert turn.prompt_tokens == account.service.prompt_of(messages=HELLO) and 0 < len(turn.tokens) <= 4
-    again = account.sessions.retry(adapter, session.id, 0, seed=3).result()
+    [again] = account.sessions.retry(adapter, session.id, 0, seed=3)
     assert again.tokens == turn.tokens
-    after = account.sessions.propose(adapter, session.id, [{'role': 'user', 'content': 'a'}]).result()
+    [after] = account.sessions.propose(adapter, session.id, [{'role': 'user', 'content': 'a'}])
     assert after.prompt_tokens[: len(turn.prompt_tokens) + len(turn.tokens)] == [*turn.prompt_tokens, *turn.tokens]
     assert account.sessions.decide(adapter, session.id, 1, DENY)[1].accepted
 
@@ -547,7 +553,7 @@ def test_a_session_is_its_owners_and_needs_its_token(ada, service):
 def rows_of(service, *names):
   """How many rows of the tables of sessions name one of these."""
   count = 0
-  for table in session_schema.NAMES:
+  for table in SESSION_TABLES:
     for row in service.store.database.read(f'SELECT * FROM {table}'):
       count += any(name in map(str, row) for name in names)
   return count
@@ -577,13 +583,13 @@ def test_a_proposal_of_a_session_that_was_deleted_meanwhile_is_kept_nowhere(ada,
   proposing = ada.sessions.propose(*where, HI)
   ada.sessions.delete(*where)
   with pytest.raises(NotFound):
-    proposing.result()
+    next(proposing)
   assert rows_of(service, where[1]) == 0
   where = opened(ada, where[0])
   proposing = ada.sessions.propose(*where, HI)
   ada.delete(where[0], None)
   with pytest.raises(NotFound):
-    proposing.result()
+    next(proposing)
   assert rows_of(service, where[0]) == 0
 
 
@@ -650,7 +656,7 @@ def test_a_file_without_the_tables_gets_them(tmp_path):
   path = tmp_path / 'a.sqlite'
   Database(path, 'root').close()
   with sqlite3.connect(path) as connection:
-    for table in session_schema.NAMES:
+    for table in SESSION_TABLES:
       connection.execute(f'DROP TABLE {table}')
     connection.execute("INSERT INTO feedback (adapter, record) VALUES ('a', '{}')")
   connection.close()
@@ -719,13 +725,12 @@ def test_records_are_json_and_back():
   learned = LearnedTurns(0, 1, True, None, (0,), 0, 0.5, 0.25, (), 0.1)
   assert LearnedTurns.from_json(json.loads(json.dumps(learned.to_json()))) == learned
   for decision in (DENY, APPROVE, Decision('edit', 'x', {'a': [1]}, 2)):
-    assert Decision.from_json(json.loads(json.dumps(decision.to_json()))) == decision
+    assert Decision(**json.loads(json.dumps(decision.to_json()))) == decision
   settings = SessionSettings.from_json(
     {'tools': TOOLS, 'teacher': 'ema', 'update': {'steps': 2}, 'sampling': {'stop': 'x'}}
   )
-  assert SessionSettings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
-  assert {field.name for field in dataclasses.fields(AgentSession)} == AgentSession(
-    'a', 'b', 'c', 0.0, settings, None
-  ).to_json().keys()
+  assert SessionSettings(**json.loads(json.dumps(settings.to_json()))) == settings
+  session = AgentSession('a', 'b', 0.0, settings, None, {}, 'digest')
+  assert list(session.to_json()) == ['id', 'adapter', 'created', 'settings', 'tool_form']
   turn = SessionTurn(0, HI, 1, 's', [1], [2], np.zeros(1, np.float32), 't', 't', (), None, 'open', 0.0)
   assert turn.to_json().keys() == {field.name for field in dataclasses.fields(SessionTurn)} - {'log_probs'}

@@ -1,0 +1,236 @@
+"""The tables of sessions in the database: sessions, their turns, and the examples to learn from them.
+
+Rows are acknowledged, and on the disk, when their transaction ends. All rows name their adapter and are erased with it.
+An example waits for a version whose details name it: if a process dies between the commit of the version and the note
+of it here, `reconcile` makes the note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import json
+import sqlite3
+
+import numpy as np
+
+from sdpo_jax.serving.errors import NotFound, TurnConflict
+from sdpo_jax.serving.sessions.session_records import (
+  AgentSession,
+  Decision,
+  LearnedTurns,
+  SessionExample,
+  SessionSettings,
+  SessionTurn,
+  TeacherTexts,
+  ToolResult,
+)
+from sdpo_jax.serving.store.database import Database
+from sdpo_jax.serving.tool_calls import ToolCall
+
+REHEARSAL = 'rehearsal'  # The kind of examples that are learned beside others, any number of times.
+SOURCE = 'session'  # Key in the details of a version: {'id': …, 'turns': […], 'examples': [[n, kind], …]}.
+_SESSION = 'id, adapter, created, token, revision, record'
+_TURN = 'n, prompt_tokens, tokens, log_probs, kept_tokens, record'
+_EXAMPLE = 'session, n, kind, state, head, versions, teacher_prompt, record'
+
+# Reading.
+
+
+def session(database: Database, adapter: str, id: str) -> AgentSession | None:
+  """Return a session of an adapter; None: there is none of this id."""
+  rows = database.read(f'SELECT {_SESSION} FROM sessions WHERE id = ? AND adapter = ?', (id, adapter))
+  return _session(rows[0]) if rows else None
+
+
+def sessions(database: Database, adapter: str) -> list[AgentSession]:
+  """Return the sessions of an adapter, the oldest first."""
+  query = f'SELECT {_SESSION} FROM sessions WHERE adapter = ? ORDER BY created, id'
+  return [_session(row) for row in database.read(query, (adapter,))]
+
+
+def turns(database: Database, session: str) -> list[SessionTurn]:
+  """Return the turns of a session in order."""
+  query = f'SELECT {_TURN} FROM session_turns WHERE session = ? ORDER BY n'
+  return [_turn(row) for row in database.read(query, (session,))]
+
+
+def turn(database: Database, session: str, n: int) -> SessionTurn | None:
+  """Return a turn of a session; None: there is none of this number."""
+  rows = database.read(f'SELECT {_TURN} FROM session_turns WHERE session = ? AND n = ?', (session, n))
+  return _turn(rows[0]) if rows else None
+
+
+def turns_back(database: Database, session: str, before: int, count: int) -> list[SessionTurn]:
+  """Return up to `count` turns of a session with numbers below `before`, the newest first."""
+  query = f'SELECT {_TURN} FROM session_turns WHERE session = ? AND n < ? ORDER BY n DESC LIMIT ?'
+  return [_turn(row) for row in database.read(query, (session, before, count))]
+
+
+def examples(database: Database, adapter: str, **only: str) -> list[SessionExample]:
+  """Return an adapter's examples in the order they were written; `only`: of one `session`, or in one `state`."""
+  chosen = ''.join(f' AND {column} = ?' for column in only)
+  query = f'SELECT {_EXAMPLE} FROM session_examples WHERE adapter = ?{chosen} ORDER BY id'
+  return [_example(row) for row in database.read(query, (adapter, *only.values()))]
+
+
+# Writing, within a transaction.
+
+
+def put_session(rows: sqlite3.Connection, session: AgentSession) -> None:
+  """Insert a session."""
+  record = {'settings': session.settings.to_json(), 'tool_form': session.tool_form, 'written': session.written}
+  values = (session.id, session.adapter, session.created, session.token, session.revision, json.dumps(record))
+  rows.execute(f'INSERT INTO sessions ({_SESSION}) VALUES (?, ?, ?, ?, ?, ?)', values)
+
+
+def advance(rows: sqlite3.Connection, session: AgentSession, newest: int) -> None:
+  """Increment the revision of a session whose newest turn is `newest`.
+
+  Raises:
+    TurnConflict: it has changed since it was read.
+    NotFound: it does not exist any more.
+  """
+  query = 'UPDATE sessions SET revision = revision + 1 WHERE id = ? AND revision = ?'
+  if rows.execute(query, (session.id, session.revision)).rowcount == 1:
+    return
+  if not rows.execute('SELECT 1 FROM sessions WHERE id = ?', (session.id,)).fetchall():
+    raise NotFound(f'There is no session {session.id} any more.')
+  raise TurnConflict(
+    'Something else has changed the session meanwhile: look at its turns, and ask again.', current=newest
+  )
+
+
+def put_turn(rows: sqlite3.Connection, session: AgentSession, turn: SessionTurn) -> None:
+  """Insert a turn."""
+  log_probs = np.asarray(turn.log_probs, '<f4').tobytes()
+  values = (turn.n, _bytes(turn.prompt_tokens), _bytes(turn.tokens), log_probs, _kept(turn), _record(turn))
+  rows.execute(
+    f'INSERT INTO session_turns (session, adapter, {_TURN}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)',
+    (session.id, session.adapter, *values),
+  )
+
+
+def change_turn(rows: sqlite3.Connection, session: AgentSession, turn: SessionTurn) -> None:
+  """Replace the record of a turn, and its tokens in the conversation."""
+  query = 'UPDATE session_turns SET record = ?, kept_tokens = ? WHERE session = ? AND n = ?'
+  rows.execute(query, (_record(turn), _kept(turn), session.id, turn.n))
+
+
+def put_example(rows: sqlite3.Connection, adapter: str, example: SessionExample) -> None:
+  """Insert an example, unless there is one of the same turn and kind."""
+  values = (example.session, example.n, example.kind, example.state, example.head, json.dumps(list(example.versions)))
+  said = json.dumps(dataclasses.asdict(example.said))
+  rows.execute(
+    f'INSERT OR IGNORE INTO session_examples (adapter, {_EXAMPLE}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)',
+    (adapter, *values, _bytes(example.teacher_prompt), said),
+  )
+
+
+def note_learned(
+  rows: sqlite3.Connection, references: Iterable[tuple[str, int, str]], version: int | None, learned: LearnedTurns
+) -> None:
+  """Store that examples were learned in a version, and the result in their turns.
+
+  Args:
+    rows: the connection of the transaction.
+    references: session, turn and kind of each example; missing ones are skipped.
+    version: None: a guard has rejected it.
+    learned: the result, which the turns keep.
+  """
+  for session, n, kind in references:
+    found = rows.execute(
+      'SELECT id, versions FROM session_examples WHERE session = ? AND n = ? AND kind = ?', (session, n, kind)
+    ).fetchall()
+    for id, versions in found:
+      every = {*json.loads(versions), *([] if version is None else [version])}
+      values = ('learned' if every else 'rejected', json.dumps(sorted(every)), id)
+      rows.execute('UPDATE session_examples SET state = ?, versions = ? WHERE id = ?', values)
+    if kind != REHEARSAL:
+      query = 'SELECT record FROM session_turns WHERE session = ? AND n = ?'
+      for (record,) in rows.execute(query, (session, n)).fetchall():
+        values = (json.dumps({**json.loads(record), 'learned': learned.to_json()}), session, n)
+        rows.execute('UPDATE session_turns SET record = ? WHERE session = ? AND n = ?', values)
+
+
+def erase_session(rows: sqlite3.Connection, session: str) -> None:
+  """Erase a session, its turns and its examples."""
+  rows.execute('DELETE FROM sessions WHERE id = ?', (session,))
+  for table in ('session_turns', 'session_examples'):
+    rows.execute(f'DELETE FROM {table} WHERE session = ?', (session,))
+
+
+# Recovery of notes.
+
+
+def reconcile(database: Database, adapter: str) -> None:
+  """Mark the waiting examples of an adapter that were learned already according to its versions."""
+  waiting = examples(database, adapter, state='waiting')
+  if not waiting:
+    return
+  open_ones = {(example.session, example.n, example.kind) for example in waiting}
+  query = (
+    "SELECT number, details FROM versions WHERE adapter = ? AND number > ? AND reason = 'feedback' ORDER BY number"
+  )
+  for number, details in database.read(query, (adapter, min(example.head for example in waiting))):
+    source = json.loads(details).get(SOURCE)
+    if not isinstance(source, Mapping):
+      continue
+    named = [(source['id'], n, kind) for n, kind in source['examples']]
+    if open_ones.isdisjoint(named):
+      continue
+    said = LearnedTurns(number - 1, number, True, None, source['turns'])
+    with database.writing(full=True) as rows:
+      note_learned(rows, named, number, said)
+
+
+# Rows.
+
+
+def _session(row: tuple) -> AgentSession:
+  id, adapter, created, token, revision, record = row
+  record = json.loads(record)
+  settings = SessionSettings(**record['settings'])
+  return AgentSession(id, adapter, created, settings, record['tool_form'], record['written'], token, revision)
+
+
+def _turn(row: tuple) -> SessionTurn:
+  n, prompt, tokens, log_probs, kept, record = row
+  said = json.loads(record)
+  return SessionTurn(
+    **{
+      **said,
+      'n': n,
+      'prompt_tokens': _ids(prompt),
+      'tokens': _ids(tokens),
+      'log_probs': np.frombuffer(log_probs, '<f4'),
+      'kept_tokens': None if kept is None else _ids(kept),
+      'calls': tuple(ToolCall(**call) for call in said['calls']),
+      'decision': None if said['decision'] is None else Decision(**said['decision']),
+      'results': tuple(ToolResult(**result) for result in said['results']),
+      'learned': None if said['learned'] is None else LearnedTurns.from_json(said['learned']),
+    }
+  )
+
+
+def _record(turn: SessionTurn) -> str:
+  """Return the fields of a turn that have no column of their own."""
+  columns = ('n', 'prompt_tokens', 'tokens', 'kept_tokens')
+  return json.dumps({name: value for name, value in turn.to_json().items() if name not in columns})
+
+
+def _kept(turn: SessionTurn) -> bytes | None:
+  return None if turn.kept_tokens is None else _bytes(turn.kept_tokens)
+
+
+def _example(row: tuple) -> SessionExample:
+  *first, versions, teacher_prompt, said = row
+  return SessionExample(*first, json.loads(versions), _ids(teacher_prompt), TeacherTexts(**json.loads(said)))
+
+
+def _bytes(tokens: Sequence[int]) -> bytes:
+  return np.asarray(tokens, '<i4').tobytes()
+
+
+def _ids(content: bytes) -> list[int]:
+  return np.frombuffer(content, '<i4').tolist()
