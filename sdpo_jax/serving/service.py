@@ -101,7 +101,7 @@ class Service(ServiceState):
     """Start the engine's thread, which loads the model and compiles, and the thread that applies retention."""
     self.worker.start()
     self._stopped = threading.Event()
-    self._tending = threading.Thread(target=self._tend, name='retention', daemon=True)
+    self._tending = threading.Thread(target=self.tend, args=(self._stopped,), name='retention', daemon=True)
     self._tending.start()
 
   def stop(self, drain: float = 0.0) -> None:
@@ -117,13 +117,14 @@ class Service(ServiceState):
         self.endpoint.close()
       self.store.close()
 
-  def _tend(self) -> None:
+  def tend(self, stopped: threading.Event) -> None:
+    """Remove what the retention settings let go, from time to time until `stopped` is set."""
     while True:
       try:
         self.store.retain(self.clock())
       except Exception:  # The next pass tries again; nobody waits for it.
         _logger.exception('What the retention settings let go could not be removed; it is tried again.')
-      if self._stopped.wait(TEND_SECONDS):
+      if stopped.wait(TEND_SECONDS):
         return
 
   def account(self, owner: str, call: Call | None = None) -> Account:

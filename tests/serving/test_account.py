@@ -517,7 +517,7 @@ def test_a_service_on_a_mesh_does_what_one_on_a_device_does(service, model, tmp_
 
 
 def test_what_is_not_kept_is_removed_from_time_to_time_whatever_goes_wrong(service, monkeypatch):
-  asked, done = [], threading.Event()
+  asked, done, stopped = [], threading.Event(), threading.Event()
 
   def retain(now):
     asked.append(now)
@@ -527,12 +527,11 @@ def test_what_is_not_kept_is_removed_from_time_to_time_whatever_goes_wrong(servi
 
   monkeypatch.setattr(service.store, 'retain', retain)
   monkeypatch.setattr('sdpo_jax.serving.service.TEND_SECONDS', 0.0)
-  thread = threading.Thread(target=service._tend, daemon=True)
+  thread = threading.Thread(target=service.tend, args=(stopped,), daemon=True)
   thread.start()
   done.wait()
-  service._stopped.set()
+  stopped.set()
   thread.join()
-  service._stopped.clear()
   assert len(asked) >= 2
 
 

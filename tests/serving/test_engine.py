@@ -19,6 +19,7 @@ from sdpo_jax.objective.jsd_pg import JsdPg
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.serving import endpoint_scores, shelf
 from sdpo_jax.serving.engine import Engine, Feedback
+from sdpo_jax.serving.kept_programs import KeptPrograms
 from sdpo_jax.serving.records import BASE
 from sdpo_jax.serving.shelf import NoPlaceError
 from sdpo_jax.teacher.endpoint import Endpoint
@@ -244,17 +245,26 @@ def test_a_measured_feedback_says_how_likely_the_teachers_tokens_are_to_both_ver
 
 
 def test_an_engine_whose_device_failed_learns_again(model, tmp_path, monkeypatch):
-  engine = start(model, tmp_path / 'shelf')
+  keep, failing = KeptPrograms.keep, set()
+
+  def fragile(self, name, function):
+    kept = keep(self, name, function)
+
+    def call(*arguments, **static):
+      if name in failing:
+        raise RuntimeError('out of memory')
+      return kept(*arguments, **static)
+
+    return call
+
+  with monkeypatch.context() as patched:
+    patched.setattr(KeptPrograms, 'keep', fragile)
+    engine = start(model, tmp_path / 'shelf')
   engine.learn([feedback('0@0', '0@1')])
-
-  def fail(*_):
-    raise RuntimeError('out of memory')
-
-  with monkeypatch.context() as broken:
-    functions = dataclasses.replace(engine._learner._functions, step=fail)
-    broken.setattr(engine._learner, '_functions', functions)
-    with pytest.raises(RuntimeError, match='out of memory'):
-      engine.learn([feedback('0@1', '0@2'), feedback('1@0', '1@1')])
+  failing.add('step')
+  with pytest.raises(RuntimeError, match='out of memory'):
+    engine.learn([feedback('0@1', '0@2'), feedback('1@0', '1@1')])
+  failing.clear()
   assert '0@2' not in engine
   engine.learn([feedback('0@1', '0@2'), feedback('1@0', '1@1')])
   calm = start(model, tmp_path / 'calm')

@@ -46,7 +46,7 @@ def make_engine(model, folder, settings=SETTINGS, **more):
   return Engine(policy, base, TOKENIZER, settings, folder, stop_token_ids=(30,), **more)
 
 
-def every_request(engine, policy):
+def every_request(engine, policy, models=()):
   """All kinds of requests, in every bucket; returns what came of them."""
   settings, found = engine.settings, []
   engine.create('new@0', seed=1)
@@ -71,7 +71,7 @@ def every_request(engine, policy):
     for prompt in settings.prompt_buckets:
       for teacher in settings.teacher_buckets:
         lessons = [Lesson([3] * prompt, [5 + row] * response, [6] * teacher) for row in range(3)]
-        kinds = 'live', 'average', 'base', *(f'model:{name}' for name in engine._models)
+        kinds = 'live', 'average', 'base', *(f'model:{name}' for name in models)
         loss, kind = (Sdpo(topk=4), JsdPg(), Sdpo(topk=8))[number % 3], kinds[number % len(kinds)]
         version, new = f'put@{number}', f'put@{number + 1}'
         request = Feedback(version, new, lessons, UpdateOptions(loss, steps=2), kind)
@@ -103,10 +103,11 @@ def test_no_request_compiles_anything_and_neither_does_a_second_start(model, tmp
     more_lines = [line for line in lines if 'stay on the devices' in line]
     made = len(lines) - 2 - len(more_lines)  # Beside the first and the last line.
     assert len(noted()) == made
-    found = every_request(engine, model[0])
+    found = every_request(engine, model[0], more.get('models', ()))
     assert noted() == []
   held = settings.kept_prefixes * (8 * 2 * 2 * 16 * 4 + 4)  # Tokens, keys and values, heads, numbers of a head, bytes.
-  assert engine._resident.kept_bytes == held and len(more_lines) == bool(held)
+  assert engine._resident.kept_bytes == held  # noqa: SLF001 (The line has whole MiB.)
+  assert len(more_lines) == bool(held)
   assert lines[-1].startswith(f'  {made} compiled and 0 read in ') and len(set(lines)) == len(lines)
   assert (tmp_path / 'programs').stat().st_mode & 0o777 == 0o700
   assert len(list((tmp_path / 'programs').glob(f'*{PROGRAM}'))) == made
@@ -115,7 +116,7 @@ def test_no_request_compiles_anything_and_neither_does_a_second_start(model, tmp
     again = make_engine(model, tmp_path / 'b', settings, **more)
     again.compile(lines.append)
     assert lines[-1].startswith(f'  0 compiled and {made} read in ')
-    other = every_request(again, model[0])
+    other = every_request(again, model[0], more.get('models', ()))
     assert noted() == []
   for one, two in zip(found, other, strict=True):
     np.testing.assert_array_equal(one, two)
@@ -195,12 +196,12 @@ class Planted:
 
 def test_a_program_that_the_runtime_refuses_is_compiled_anew(folder, tmp_path, caplog):
   """As of a file whose digest is entered, and whose content JAX does not take."""
-  own = folder()
+  [index] = (tmp_path / 'programs').glob(f'*{INDEX}')
   content = pickle.dumps((b'no executable', {'y': 0}))
   digest = hashlib.sha256(content).hexdigest()
   write_atomically(tmp_path / 'programs' / (digest + PROGRAM), content, mode=0o600)
-  own._digests['times 2'] = digest
-  assert run(own, 'times 2') is None and 'compiled anew' in caplog.text
+  index.write_text(json.dumps({'times 2': digest}))
+  assert run(folder(), 'times 2') is None and 'compiled anew' in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -238,7 +239,7 @@ def test_programs_of_engines_that_are_gone_go(folder, tmp_path):
     for path in (tmp_path / 'programs').glob(f'*{PROGRAM}'):
       os.utime(path, (number, number))
     own.save()
-    [index] = [path for path in (tmp_path / 'programs').glob(f'*{INDEX}') if path.name == own._name]
+    index = max((tmp_path / 'programs').glob(f'*{INDEX}'), key=lambda path: path.stat().st_mtime)
     os.utime(index, (number, number))
   assert run(folder(str(KEPT)), 'times 2') == [0, 2 + KEPT, 2 * (2 + KEPT)]
   indices, programs = ([*(tmp_path / 'programs').glob(f'*{end}')] for end in (INDEX, PROGRAM))
@@ -268,10 +269,10 @@ def test_two_processes_may_fill_a_folder_at_once_and_a_full_disk_is_no_error(fol
 def test_programs_that_do_not_fit_are_said_by_the_settings_to_change(model, tmp_path, monkeypatch):
   engine = make_engine(model, tmp_path / 'shelf')
 
-  def exhausted():
+  def exhausted(*_, **__):
     raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: out of memory')
 
-  monkeypatch.setattr(engine, '_rehearse', exhausted)
+  monkeypatch.setattr(jax.stages.Lowered, 'compile', exhausted)
   with pytest.raises(UserError, match='lower rows, training_rows'):
     engine.compile(lambda line: None)
 
@@ -297,7 +298,8 @@ def test_a_mesh_divides_pools_and_scores_as_one_device(model, tmp_path):
       make_engine((policy, base), tmp_path / 'none', dataclasses.replace(settings, **wrong))
   divided, whole = (make_engine(each, tmp_path / str(at), settings) for at, each in enumerate(((policy, base), model)))
   for row in parameters.trainable(policy.parameter_table()):
-    spec = parameters.get(divided._snapshots.factors, row.path).sharding.spec
+    pool = divided._snapshots.factors  # noqa: SLF001 (Where versions lie changes no result.)
+    spec = parameters.get(pool, row.path).sharding.spec
     expected = ['tensor' if axis in ('heads', 'kv_heads', 'mlp') else None for axis in row.axes]
     assert list(spec) == [expected[0], None, *expected[1:]]  # Behind the layers: the versions.
   rows = [([4] * length, [5, 6, 7]) for length in (3, 7)]

@@ -11,6 +11,7 @@ import pytest
 from sdpo_jax.learning.requests import Taught
 from sdpo_jax.serving import feedback
 from sdpo_jax.serving.call import Call
+from sdpo_jax.serving.engine import Engine
 from sdpo_jax.serving.errors import Cancelled, Deadline, InvalidRequest, NotFound, ServiceError, VersionConflict
 from sdpo_jax.serving.feedback import FeedbackEntry
 from sdpo_jax.serving.feedback_request import Item, make_request
@@ -170,7 +171,7 @@ def test_a_trial_says_what_a_commit_does_and_changes_nothing(ada):
 
 
 def break_learn(service, monkeypatch):
-  monkeypatch.setattr(service.worker._engine, 'learn', fail)
+  monkeypatch.setattr(Engine, 'learn', fail)
 
 
 def break_measure(service, monkeypatch):

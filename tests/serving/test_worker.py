@@ -18,6 +18,7 @@ from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.rollout.resident import CancelledError
 from sdpo_jax.rollout.results import Completion
+from sdpo_jax.rollout.slots import Slots
 from sdpo_jax.serving.engine import Engine, EngineSettings, Feedback
 from sdpo_jax.serving.errors import Busy, Cancelled, Deadline, InvalidRequest, NotFound, NotReady, ServiceError
 from sdpo_jax.serving.records import BASE
@@ -205,6 +206,20 @@ def until(holds):
   raise AssertionError('It never was so.')
 
 
+def queued(worker):
+  """Return the jobs that wait, and those that the worker's thread has yet to hear of."""
+  return [*worker._inbox, *worker._waiting]  # noqa: SLF001 (Nothing else tells of single jobs.)
+
+
+def refuses(worker):
+  """Return whether new requests are refused; one that is not is left to the worker."""
+  try:
+    worker.score(BASE, [([1], [2])])
+  except NotReady:
+    return True
+  return False
+
+
 def held(made, *methods):
   """Lets the engine stop at its next call of these methods, and returns what lets it go on."""
   gates = {name: threading.Event() for name in methods}
@@ -371,7 +386,7 @@ def test_time_that_is_over_and_requests_that_nobody_wants(made):
 def test_an_idle_worker_does_nothing(made):
   made.worker.score('1@0', [([1], [2])]).result(LONG)
   before = made.worker.stats['turns']
-  until(lambda: made.worker._wake.is_set() is False)
+  until(lambda: made.worker._wake.is_set() is False)  # noqa: SLF001 (Nothing else tells that it rests.)
   for _ in range(50):
     made.worker.arrays('1@0')
   assert made.worker.stats['turns'] <= before + 2
@@ -404,7 +419,7 @@ def test_a_version_is_forgotten_when_nothing_uses_it(made):
   until(lambda: made.log[-1] == ('turn',))
   with concurrent.futures.ThreadPoolExecutor() as threads:
     erased = threads.submit(made.worker.forget, '1@0')
-    until(lambda: made.worker._inbox or any(job.needs == frozenset() for job in made.worker._waiting))
+    until(lambda: any(not job.needs for job in queued(made.worker)))
     del made.store['1@0']
     after = made.worker.score('1@0', [([1], [2])])
     gates['turn'].set()
@@ -423,7 +438,7 @@ def test_the_end_lets_what_is_under_way_be_done(made):
   waiting = made.worker.learn(lessons('1@0'))
   with concurrent.futures.ThreadPoolExecutor() as threads:
     ended = threads.submit(made.worker.stop, 100.0)
-    until(lambda: made.worker._stop_at is not None)
+    until(lambda: refuses(made.worker))
     with pytest.raises(NotReady, match='ends'):
       made.worker.score(BASE, [([1], [2])])
     gates['turn'].set()
@@ -444,7 +459,7 @@ def test_the_end_does_not_wait_for_ever(made):
   put = made.worker.score('2@0', [([1], [2])])  # Its version is never read.
   with concurrent.futures.ThreadPoolExecutor() as threads:
     ended = threads.submit(made.worker.stop, 0.0)
-    until(lambda: made.worker._stop_at is not None)
+    until(lambda: refuses(made.worker))
     gates['turn'].set()
     ended.result(LONG)
   for left in (handle.result, put.result):
@@ -664,10 +679,10 @@ def test_an_engine_whose_sampler_failed_is_made_anew(model, tmp_path, monkeypatc
   worker.put('own', worker.arrays('0@0'))
   with monkeypatch.context() as broken:
 
-    def fail():
+    def fail(self):
       raise RuntimeError('the device is gone')
 
-    broken.setattr(worker._engine._resident._slots, 'advance', fail)
+    broken.setattr(Slots, 'advance', fail)
     with pytest.raises(NotReady, match='device is gone|while it sampled'):
       worker.sample('own', [3, 4, 5], n=2, seed=0, max_tokens=8).result()
   until(worker.ready.is_set)

@@ -314,13 +314,14 @@ def feedback_request(body: schemas.FeedbackBody, settings: Any) -> FeedbackReque
 
 async def events(request: Request) -> Response:
   """Stream the events of an adapter: queued, scored, stepped, guarded, committed, rejected; Last-Event-ID resumes."""
-  return await stream(request, _events(incoming(request, b'')))
+  return await stream(request, event_stream(incoming(request, b'')))
 
 
 events.operation = Operation(answers=SSE, endless=True)  # type: ignore[attr-defined]
 
 
-def _events(asked: Incoming) -> Iterator[ServerSentEvent]:
+def event_stream(asked: Incoming) -> Iterator[ServerSentEvent]:
+  """Yield the events of an adapter as they happen, with a heartbeat after a silence; the first says nothing."""
   happening = asked.account.events(asked.adapter, asked.last_event, timeout=_LOOK)
   yield ServerSentEvent()
   silent = 0.0

@@ -289,7 +289,7 @@ def test_events_tell_what_happened_and_read_on(world):
     last_event=known[3].id,
     metrics=None,
   )
-  stream = native._events(asked)
+  stream = native.event_stream(asked)
   said = [next(stream) for _ in range(3)]
   assert said[0].data is None and [each.event for each in said[1:]] == ['guarded', 'committed']
   assert said[2].data['version'] == 1 and said[2].id == known[5].id
