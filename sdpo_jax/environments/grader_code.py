@@ -24,7 +24,6 @@ PROJECT = ('sdpo_jax', 'models', 'configs', 'launch', 'benchmarks')
 # Modules around the built-in graders that do not affect grading.
 MACHINERY = (
   '__init__',
-  'bounded_http',
   'grader_code',
   'grading',
   'helper_process',

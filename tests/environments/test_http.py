@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from sdpo_jax.config import Config, EnvironmentsConfig, HttpGraderConfig
-from sdpo_jax.environments import bounded_http, json_server, registry
+from sdpo_jax.environments import json_server, registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable
@@ -350,9 +350,9 @@ def test_headers_are_read_up_to_their_limit_however_they_arrive(monkeypatch):
       return None
 
   monkeypatch.setattr(httpcore2.SyncBackend, 'connect_tcp', lambda *arguments: Endless())
-  client = bounded_http.HttpClient('http://127.0.0.1', {}, connections=1, setting='')
-  with contextlib.closing(client), pytest.raises(bounded_http.TooLargeError, match='more than 65536 bytes of headers'):
-    client.post(b'', timeout_s=60)
+  server = json_server.JsonServer('http://127.0.0.1', authorization='', secrets=(), connections=1, setting='')
+  with contextlib.closing(server), pytest.raises(json_server.Fault, match='more than 65536 bytes of headers'):
+    server.ask({}, 60, name='test')
   assert sum(handed) == 2**16 + 1
 
 
