@@ -353,7 +353,7 @@ MUTANTS = (
     ('a test may have no time', '0 < limit <= _LONGEST', '0 <= limit <= _LONGEST'),
   ),
   *_in(
-    'sdpo_jax/environments/weighted_sum.py',
+    'sdpo_jax/environments/grading.py',
     'tests/environments/test_rewards.py',
     ('a sum is rounded at every term', 'return math.fsum(terms)', 'return sum(terms)'),
     (

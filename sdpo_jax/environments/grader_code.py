@@ -33,7 +33,6 @@ MACHINERY = (
   'remote',
   'reward_functions',
   'time_limit',
-  'weighted_sum',
 )
 SETTINGS = 'get_config'  # A config file may define graders; its settings are compared separately.
 UNKNOWN = 'not known'

@@ -5,23 +5,28 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import contextlib
+import dataclasses
 import importlib.util
 import logging
+import math
 import pathlib
 import sys
+import threading
 from typing import Any
 
 from sdpo_jax.config import EnvironmentsConfig, rewards
 from sdpo_jax.environments import registry
-from sdpo_jax.environments.metric_names import MetricNames
 from sdpo_jax.environments.outcomes import checked, ungraded
 from sdpo_jax.environments.reward_functions import is_reward_function
 from sdpo_jax.environments.time_limit import EndedError, OverranError, call_within
-from sdpo_jax.environments.weighted_sum import weighted_sum
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Example, Outcome
 
 PATIENCE = 2  # Overruns of single completions after which the rest of a call is abandoned.
+# Metrics that a run uses; the completion takes them from the first grader that reports them.
+MEANINGFUL = ('acc', 'pred', 'format_valid')
+# Metric names per grader, run and process: each becomes a curve, a column and a line of every report.
+MAX_NAMES = 200
 
 
 class Graders(contextlib.AbstractContextManager['Graders']):
@@ -41,7 +46,7 @@ class Graders(contextlib.AbstractContextManager['Graders']):
     self._settings = settings
     self._made: dict[str, registry.Grader] = {}
     self._weights: dict[str, dict[str, float]] = {}  # By grader name, for every `Example.environment` so far.
-    self._metric_names: dict[str, MetricNames] = {}
+    self._metric_names: dict[str, _MetricNames] = {}
     self._closed = False
     load_modules(settings.modules)
     for name in settings.reward_weights:
@@ -165,7 +170,7 @@ class Graders(contextlib.AbstractContextManager['Graders']):
     if name not in self._made:
       try:
         self._made[name] = registry.get(name, self._settings)
-        self._metric_names[name] = MetricNames(name)
+        self._metric_names[name] = _MetricNames(name)
       except UserError:
         raise
       except (Exception, SystemExit) as error:  # User-defined factories may raise anything.
@@ -258,6 +263,103 @@ def _without(name: str, example: Example, error: Exception) -> Outcome:
   said = error.__cause__ if isinstance(error, EndedError) else error
   logging.warning('The grader %r raised for a completion of %s, which is ungraded: %r', name, example.id, said)
   return ungraded(f'the grader {name!r} raised {short_repr(said, 200)}')
+
+
+class _MetricNames:
+  """The names that a grader has reported so far; thread-safe."""
+
+  def __init__(self, grader: str):
+    self._grader = grader
+    self._names: set[str] = set()
+    self._dropped = 0  # Number of dropped values.
+    self._lock = threading.Lock()
+
+  def kept(self, outcome: Outcome) -> Outcome:
+    """Return the outcome with metrics of the first `MAX_NAMES` names only; logs the first time it drops one."""
+    with self._lock:
+      for name in outcome.metrics:
+        if len(self._names) < MAX_NAMES:
+          self._names.add(name)
+      further = [name for name in outcome.metrics if name not in self._names]
+      if further and not self._dropped:
+        logging.warning(
+          'The grader %r has given metrics of more than %d names; further ones, such as %s, are dropped.',
+          self._grader,
+          MAX_NAMES,
+          short_repr(further[0]),
+        )
+      self._dropped += len(further)
+    if not further:
+      return outcome
+    metrics = {name: value for name, value in outcome.metrics.items() if name in self._names}
+    return dataclasses.replace(outcome, metrics=metrics)
+
+  def end(self) -> None:
+    """Log how many values were dropped, at the end of a run."""
+    with self._lock:
+      dropped, self._dropped = self._dropped, 0
+    if dropped:
+      logging.warning(
+        'The grader %r gave %d metrics under more names than the %d that a run keeps: they were dropped.',
+        self._grader,
+        dropped,
+        MAX_NAMES,
+      )
+
+
+def weighted_sum(
+  weights: Mapping[str, float], outcomes: Mapping[str, Outcome], score_range: Sequence[float]
+) -> Outcome:
+  """Return Σ weight · score over the graders that apply, or the reason why there is none.
+
+  A single grader of weight 1 is left as it is. A grader that does not apply is left out of the sum, as TRL's
+  GRPOTrainer does for a reward function that returns None. If a grader with a weight could not grade, the completion is
+  ungraded. A grader of weight 0 contributes only feedback and metrics, and may fail. The sum is rounded once, so that
+  rewards of 1 with weights of 0.7, 0.2 and 0.1 give 1.
+
+  Args:
+    weights: weights of a question's graders by name, in its order; at least one is not 0.
+    outcomes: outcomes by the same names, each already `checked`.
+    score_range: as for `checked`.
+  """
+  if list(weights.values()) == [1.0]:
+    return next(iter(outcomes.values()))
+  counting = [name for name, weight in weights.items() if weight]
+  for name in counting:
+    if not outcomes[name].graded and outcomes[name].applicable:
+      return ungraded(f'{name}: {outcomes[name].reason}')
+  if not any(outcomes[name].wanted for name in counting):
+    return Outcome.unwanted(f'none of its graders gives scores ({", ".join(counting)})')
+  if not any(outcomes[name].graded for name in counting):
+    return Outcome.not_applicable(f'none of its rewards applies ({", ".join(counting)})')
+  applied = {name: outcomes[name] for name in weights if outcomes[name].graded}
+  said = [outcome.feedback for outcome in applied.values() if outcome.feedback and outcome.feedback.strip()]
+  total = Outcome(
+    score=_exact_sum([weights[name] * outcome.score for name, outcome in applied.items()]),
+    feedback='\n\n'.join(dict.fromkeys(said)) or None,
+    metrics=_metrics(applied) if len(weights) > 1 else next(iter(applied.values())).metrics,
+  )
+  found = checked(total, score_range)
+  given = {name: outcome.score for name, outcome in applied.items()}
+  return dataclasses.replace(found, rewards=given) if found.graded else found
+
+
+def _exact_sum(terms: Sequence[float]) -> float:
+  """Return the sum, rounded once; infinite or NaN if a term or the sum is."""
+  try:
+    return math.fsum(terms)
+  except (OverflowError, ValueError):  # Finite terms whose sum overflows, or infinities of both signs.
+    return sum(terms)
+
+
+def _metrics(outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
+  """Return the metrics of several graders as `<grader>/<metric>`, and `MEANINGFUL` ones also under their own name."""
+  found = {f'{name}/{key}': value for name, outcome in outcomes.items() for key, value in outcome.metrics.items()}
+  for key in MEANINGFUL:
+    given = [outcome.metrics[key] for outcome in outcomes.values() if key in outcome.metrics]
+    if given:
+      found[key] = given[0]
+  return found
 
 
 _loaded: set[pathlib.Path] = set()

@@ -14,9 +14,8 @@ import pytest
 from sdpo_jax.config import Config, EnvironmentsConfig, HttpGraderConfig, differences, flatten, override, rewards
 from sdpo_jax.data import rows, sources
 from sdpo_jax.environments import registry
-from sdpo_jax.environments.grading import Graders
+from sdpo_jax.environments.grading import Graders, weighted_sum
 from sdpo_jax.environments.outcomes import scores_of
-from sdpo_jax.environments.weighted_sum import weighted_sum
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import evaluate
 from sdpo_jax.preflight import grader_trials as preflight
