@@ -30,6 +30,7 @@ from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Messages, Outcome
 
 _Asked = TypeVar('_Asked')
+_Texts = tuple[str | None, str | None, str | None]  # Solution, feedback and the student's own attempt, or None each.
 _CUT_MIDDLE = '\n...\n'  # Replaces the removed middle of a demonstration.
 _CUT_END = '...'  # Ends a shortened feedback.
 _SLACK = 4  # Tokens of max_reprompt_len that shortening may leave unused, to search less.
@@ -155,7 +156,7 @@ def same_context(messages: Sequence[Messages], prompts: Sequence[list[int]]) -> 
 def build_teacher_context(
   messages: Sequence[Messages],
   group: Sequence[Hashable] | np.ndarray,
-  texts: Sequence[str],
+  completions: Sequence[str],
   outcomes: Sequence[Outcome],
   config: SelfDistillationConfig,
   tokenizer: Tokenizer,
@@ -175,7 +176,7 @@ def build_teacher_context(
   Args:
     messages: [N] the question of each completion.
     group: [N] completions of one question share a value.
-    texts: [N] completions without special tokens.
+    completions: [N] texts without special tokens.
     outcomes: [N] their grades.
     config: settings.
     tokenizer: a transformers tokenizer with a chat template.
@@ -189,7 +190,7 @@ def build_teacher_context(
     UserError: a prompt does not fit `max_reprompt_len` and cannot or must not be shortened, or the chat template
       refuses a prompt.
   """
-  count = len(texts)
+  count = len(completions)
   sample_ids = np.arange(count) if sample_ids is None else sample_ids
   group = list(group)
   graded = graded_of(outcomes)
@@ -198,7 +199,7 @@ def build_teacher_context(
   solutions: list[str | None] = []
   used: list[str | None] = []
   attempts: list[str | None] = []
-  shown = [shown_text(text, config) for text in texts]
+  shown = [shown_text(completion, config) for completion in completions]
   for row in range(count):
     right = successes.get(group[row], ())
     taught = config.teach_successes or row not in right
@@ -214,9 +215,10 @@ def build_teacher_context(
     used.append(None if shown_instead or not taught else feedback[row])
   mask = np.array([s is not None or f is not None for s, f in zip(solutions, used, strict=True)], np.float32)
 
+  texts = list(zip(solutions, used, attempts, strict=True))
   prompts = [
     reprompt(question, solution, said, config, attempt)
-    for question, solution, said, attempt in zip(messages, solutions, used, attempts, strict=True)
+    for question, (solution, said, attempt) in zip(messages, texts, strict=True)
   ]
   # Completions of a group often share their prompt: each distinct one is tokenised once.
   keys = [tuple((message['role'], message['content']) for message in prompt) for prompt in prompts]
@@ -226,17 +228,7 @@ def build_teacher_context(
   found = named_chat_tokens(tokenizer, asked, names, config.max_reprompt_len, chat)
   tokens = dict(zip(distinct, found, strict=True))
   fitted = {
-    key: _fit(
-      messages[row],
-      prompts[row],
-      solutions[row],
-      used[row],
-      attempts[row],
-      tokens[key],
-      config,
-      tokenizer,
-      chat,
-    )
+    key: _fit(messages[row], prompts[row], texts[row], tokens[key], config, tokenizer, chat)
     for key, row in distinct.items()
   }
   truncated = np.array([fitted[key][2] for key in keys], bool)
@@ -299,7 +291,7 @@ def reprompted(
     messages = [*messages, {'role': 'user', 'content': ''}]
   asked = reprompt(messages, solution, feedback, config, attempt)
   [tokens] = named_chat_tokens(tokenizer, [asked], ["The teacher's prompt"], config.max_reprompt_len, chat)
-  _, tokens, truncated = _fit(messages, asked, solution, feedback, attempt, tokens, config, tokenizer, chat, setting)
+  _, tokens, truncated = _fit(messages, asked, (solution, feedback, attempt), tokens, config, tokenizer, chat, setting)
   return tokens, truncated
 
 
@@ -372,21 +364,13 @@ def fitted(
     UserError: the prompt does not fit with texts of one character.
   """
 
-  def shortened(length: int) -> tuple[None, list[int]]:
-    texts = shorten_middle(solution, length), shorten_end(feedback, length), shorten_middle(attempt, length)
-    return None, written(*texts)
-
-  longest = max(len(text or '') for text in (solution, feedback, attempt))
-  whole = shortened(longest)[1] if longest <= _LONG * limit else None
+  texts = solution, feedback, attempt
+  whole = written(*texts) if _longest(texts) <= _LONG * limit else None
   if whole is not None and len(whole) <= limit:
     return whole, False
-  best = shortened(1)
-  if len(best[1]) > limit:
-    raise UserError(
-      f'{setting}={limit} leaves no room for a demonstration or feedback: the prompt and the instruction alone take '
-      f'{len(best[1])} tokens; raise it above data.max_prompt_length plus the templates.'
-    )
-  return longest_that_fits(shortened, best, longest, limit, None if whole is None else len(whole))[1], True
+  alone = 'the prompt and the instruction alone take {} tokens'
+  _, tokens = _shortened(lambda *texts: (None, written(*texts)), texts, limit, whole, setting, alone)
+  return tokens, True
 
 
 def _feedback(outcome: Outcome, config: SelfDistillationConfig) -> str | None:
@@ -403,14 +387,12 @@ def _feedback(outcome: Outcome, config: SelfDistillationConfig) -> str | None:
 def _fit(
   messages: Messages,
   prompt: Messages,
-  solution: str | None,
-  feedback: str | None,
-  tried: str | None,
+  texts: _Texts,
   tokens: list[int] | None,
   config: SelfDistillationConfig,
   tokenizer: Tokenizer,
   chat: ChatFormat,
-  name: str = _LIMIT,
+  setting: str = _LIMIT,
 ) -> tuple[Messages, list[int], bool]:
   """Return the conversation, its tokens and whether they had to be shortened; `tokens` is None if far too many."""
   limit = config.max_reprompt_len
@@ -420,53 +402,77 @@ def _fit(
     return prompt, (tokens or chat_tokens_of_cut(tokenizer, prompt, limit, chat, _beginning)[0])[:limit], True
   if config.reprompt_truncation == 'left':
     return prompt, (tokens or chat_tokens_of_cut(tokenizer, prompt, limit, chat, _end)[0])[-limit:], True
-  if solution is None and feedback is None:  # The row is not taught: its prompt is never read.
+  if texts[:2] == (None, None):  # The row is not taught: its prompt is never read.
     return prompt, tokens or chat_tokens(tokenizer, [prompt], chat)[0], False
   if config.reprompt_truncation == 'error':
     raise UserError(
-      f"A teacher's prompt has {count_tokens(tokens, limit)}, more than {name}={limit}: raise it, or set "
+      f"A teacher's prompt has {count_tokens(tokens, limit)}, more than {setting}={limit}: raise it, or set "
       'actor.self_distillation.reprompt_truncation=content to shorten demonstrations and feedback.'
     )
 
-  def attempt(length: int) -> tuple[Messages, list[int]]:
-    shorter = reprompt(
-      messages,
-      shorten_middle(solution, length),
-      shorten_end(feedback, length),
-      config,
-      shorten_middle(tried, length),
-    )
+  def written(solution: str | None, feedback: str | None, attempt: str | None) -> tuple[Messages, list[int]]:
+    shorter = reprompt(messages, solution, feedback, config, attempt)
     return shorter, chat_tokens(tokenizer, [shorter], chat)[0]
 
-  best = attempt(1)
-  if len(best[1]) > limit:
+  alone = 'the question and the instruction alone take {} tokens with the chat template'
+  return *_shortened(written, texts, limit, tokens, setting, alone), True
+
+
+def _longest(texts: _Texts) -> int:
+  return max(len(text or '') for text in texts)
+
+
+def _shortened(
+  written: Callable[[str | None, str | None, str | None], tuple[_Asked, list[int]]],
+  texts: _Texts,
+  limit: int,
+  whole: Sequence[int] | None,
+  setting: str,
+  alone: str,
+) -> tuple[_Asked, list[int]]:
+  """Return the prompt, and its tokens, with the longest beginnings and ends of the texts that fit.
+
+  Args:
+    written: maps texts to the prompt with them, and its tokens.
+    texts: the whole texts.
+    limit: maximum number of tokens.
+    whole: tokens of the prompt with whole texts; None: far too many.
+    setting: name of the setting of the limit, for error messages.
+    alone: what takes too many tokens even without texts, for error messages, with a place for their number.
+
+  Raises:
+    UserError: the prompt does not fit with texts of one character.
+  """
+  solution, feedback, tried = texts
+
+  def attempt(length: int) -> tuple[_Asked, list[int]]:
+    return written(shorten_middle(solution, length), shorten_end(feedback, length), shorten_middle(tried, length))
+
+  found = longest_that_fits(attempt, _longest(texts), limit, whole)
+  if len(found[1]) > limit:
     raise UserError(
-      f'{name}={limit} leaves no room for a demonstration or feedback: the question and the instruction alone take '
-      f'{len(best[1])} tokens with the chat template; raise it above data.max_prompt_length plus the templates.'
+      f'{setting}={limit} leaves no room for a demonstration or feedback: {alone.format(len(found[1]))}; raise it '
+      'above data.max_prompt_length plus the templates.'
     )
-  longest = max(len(text or '') for text in (solution, feedback, tried))
-  return *longest_that_fits(attempt, best, longest, limit, None if tokens is None else len(tokens)), True
+  return found
 
 
 def longest_that_fits(
-  attempt: Callable[[int], tuple[_Asked, list[int]]],
-  best: tuple[_Asked, list[int]],
-  longest: int,
-  limit: int,
-  whole: int | None,
+  attempt: Callable[[int], tuple[_Asked, list[int]]], longest: int, limit: int, whole: Sequence[int] | None
 ) -> tuple[_Asked, list[int]]:
-  """Return nearly the longest of the shortened prompts that fit.
+  """Return nearly the longest of the shortened prompts that fit; if none does, the shortest, which is too long.
 
   Args:
     attempt: maps the number of characters that each text may have to (prompt, its tokens).
-    best: result of `attempt` for one character, which fits.
     longest: characters of the longest text.
     limit: maximum number of tokens.
-    whole: number of tokens of the prompt with whole texts; None: far too many.
+    whole: tokens of the prompt with whole texts; None: far too many.
   """
-  low, high = 1, longest
+  low, high, best = 1, longest, attempt(1)
+  if len(best[1]) > limit:
+    return best
   if whole is not None:
-    above = whole
+    above = len(whole)
   else:  # From below, so that the time depends on the limit and not on the length of the texts.
     length = _GUESS * limit
     while length < high and len((candidate := attempt(length))[1]) <= limit:

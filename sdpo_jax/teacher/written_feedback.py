@@ -116,17 +116,15 @@ def ask(
     [tokens] = bounded_chat_tokens(tokenizer, [whole], limit, chat)
     if tokens is not None and len(tokens) <= limit:
       return WriterRequest(row, whole, tokens)
-    best = measured(1)
-    if len(best[1]) > limit:
-      raise UnwrittenError(
-        f'the question and the template alone take {len(best[1])} tokens, more than '
-        f'actor.self_distillation.feedback_max_prompt_len={limit}'
-      )
-    return WriterRequest(
-      row, *longest_that_fits(measured, best, longest, limit, None if tokens is None else len(tokens))
-    )
+    messages, found = longest_that_fits(measured, longest, limit, tokens)
   except TEMPLATE_ERRORS as error:
     raise UnwrittenError(f'the chat template refuses the prompt of the writer: {first_line(error)}') from error
+  if len(found) > limit:
+    raise UnwrittenError(
+      f'the question and the template alone take {len(found)} tokens, more than '
+      f'actor.self_distillation.feedback_max_prompt_len={limit}'
+    )
+  return WriterRequest(row, messages, found)
 
 
 def feedback_prompt_len(config: SelfDistillationConfig) -> int:
