@@ -128,6 +128,38 @@ class Assumptions:
     return assumed
 
 
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+  """A run on a slice: everything that the costs of its programs depend on but the programs themselves."""
+
+  config: Config
+  chip: Chip
+  mesh: jax.sharding.Mesh
+  assumptions: Assumptions
+
+  @functools.cached_property
+  def samples(self) -> workload.SampleLengths:
+    """Samples of the assumed lengths."""
+    return drawn_samples(self.config, self.assumptions)
+
+  def rows(self, samples: int) -> int:
+    """Return the rows per shard in the sampler."""
+    return sizes.shard_rows(samples, self.config.rollout.max_batch_rows, self.mesh.shape[meshes.FSDP])
+
+  def prefills(self, questions: int, n: int) -> int:
+    """Return the number of prefill calls for `questions` with `n` completions each."""
+    together = sizes.prompts_together(declared_buckets(self.config).prompt[-1], self.rows(questions * n))
+    return math.ceil(questions / (self.mesh.shape[meshes.FSDP] * together))
+
+  def waiting(self, count: int) -> tuple[int, float]:
+    """Return (rows of the sampler, decode steps in which some of `count` completions wait for one).
+
+    Rows are refilled: while samples wait, each takes the mean completion's time; the last ones take the longest's.
+    """
+    rows = self.rows(count) * self.mesh.shape[meshes.FSDP]
+    return rows, max(count / rows - 1, 0) * float(self.samples.completion.mean())
+
+
 @dataclasses.dataclass
 class Estimate:
   """One program on one chip; times are per execution."""
@@ -239,10 +271,10 @@ def make(
   if assumptions.document:
     reading, parts = cartridges.reading_programs(config, policy, base, mesh, assumptions.document)
     found = reading | found
-  samples = drawn_samples(config, assumptions)
+  scenario = Scenario(config, topology.chip, mesh, assumptions)
   reader = teacher or self_teacher(policy, teacher_spec(config))
   share = batching.shares_prompts(batch_spec(config), *reader.readers(policy, teacher_spec(config)))
-  work = workload.of_batch(config, policy, samples, mesh.size, share, reader.policy)
+  work = workload.of_batch(config, policy, scenario.samples, mesh.size, share, reader.policy)
   used = workload.used(found, work)
   labels = select(found, everything, [name for names in used.values() for name in names])
   if only is not None:
@@ -263,25 +295,14 @@ def make(
       sampling_weights = answer.results
     elif found[name].kind == 'prepare_base' and isinstance(answer, program_facts.ProgramFacts):
       resident['sampling base'] = answer.results
-    cost = functools.partial(
-      estimated,
-      answer=answer,
-      config=config,
-      chip=topology.chip,
-      axes=dict(mesh.shape),
-      resident=resident,
-      sampling_weights=sampling_weights,
-      assumptions=assumptions,
-      samples=samples,
-    )
-    estimate = cost(name, found[name])
+    estimate = estimated(scenario, name, found[name], answer, resident, sampling_weights)
     estimate.compile_seconds = took
     if name in names or (name in first and estimate.error is not None):
       estimates[names.get(name, name)] = estimate
     if names.get(name) == 'decode' and config.trainer.test_freq and registry.EVALUATION + name not in found:
       # The same program; the cost of truncated sampling is decided at run time.
       same = dataclasses.replace(found[name], evaluation=True)
-      estimates[same.label] = cost(registry.EVALUATION + name, same)
+      estimates[same.label] = estimated(scenario, registry.EVALUATION + name, same, answer, resident, sampling_weights)
     said = f'{estimate.hbm_gib:.2f} GiB, {estimate.seconds:.3g} s' if estimate.error is None else estimate.error
     announce(f'  {name}: {said} (compiled in {took:.0f} s)')
     if estimate.error is not None:
@@ -291,7 +312,7 @@ def make(
     if label not in estimates:
       error = f'could not be compiled: it continues {", ".join(refused)}, refused for want of memory or worse'
       estimates[label] = Estimate(name, {}, math.nan, fits=False, error=error)
-  made = _summary(config, policy, topology, mesh, assumptions, source, estimates, samples, work, used, resident)
+  made = _summary(scenario, policy, topology, source, estimates, work, used, resident)
   read = estimates.get(READING)
   if read is not None:
     made.reading_parts, made.reading_seconds = parts, math.nan if read.error else parts * read.seconds
@@ -443,38 +464,30 @@ def parse_out_of_memory(text: str) -> tuple[float | None, list[dict[str, Any]]]:
 
 
 def estimated(
+  scenario: Scenario,
   name: str,
   program: registry.Program,
   answer: program_facts.ProgramFacts | jax.errors.JaxRuntimeError,
-  config: Config,
-  chip: Chip,
-  axes: Mapping[str, int],
   resident: Mapping[str, float],
   sampling_weights: float | None,
-  assumptions: Assumptions,
-  samples: workload.SampleLengths,
 ) -> Estimate:
   """Return the cost of a program on one chip.
 
   Args:
+    scenario: where it runs, and how completions are sampled.
     name: the program's name.
     program: the compiled program.
     answer: the compiler's result.
-    config: settings, including how completions are sampled.
-    chip: the chip on which it runs.
-    axes: the mesh axes.
     resident: bytes that are always in use.
     sampling_weights: bytes of the sampler's copy of the trainable parameters; None: unknown.
-    assumptions: properties of the run.
-    samples: lengths of the samples.
   """
   if not isinstance(answer, program_facts.ProgramFacts):
     return _refused(name, answer, resident)
-  memory = _memory(program, answer, resident, sampling_weights)
+  chip, memory = scenario.chip, _memory(program, answer, resident, sampling_weights)
   total = sum(memory.values())
   estimate = Estimate(name, memory, total, fits=total <= chip.hbm_gib)
   module = hlo.parse(answer.text)
-  branch = 'cheapest' if program.kind == 'decode' and not _truncates(config, program) else 'dearest'
+  branch = 'cheapest' if program.kind == 'decode' and not _truncates(scenario.config, program) else 'dearest'
   once = hlo.trace(module, unknown_trips=1, branch=branch)
   estimate.hottest = [
     {'op_name': name, 'seconds': taken / chip.clock, 'times': count} for name, taken, count in hlo.hottest(once, 12)
@@ -482,48 +495,34 @@ def estimated(
   estimate.copies = [_described(buffer) for buffer in hlo.copies(once, 3)]
   estimate.buffers = [_described(buffer) for buffer in hlo.largest(once, limit=5)]
   if program.kind != 'decode':
-    _fill(estimate, _costs(once, chip, axes), 1.0)
+    _fill(estimate, _costs(once, scenario), 1.0)
     estimate.unbounded = [loop.op_name or loop.name for loop in once.unbounded]
     return estimate
   # Cost per step of the loop: one more iteration without one-time costs.
-  none = _costs(hlo.trace(module, unknown_trips=0, branch=branch), chip, axes)
-  turn = _minus(_costs(once, chip, axes), none)
-  _fill_decode(
-    estimate, program, none, turn, [kernels.decode_kernel(k, chip) for k in turn.decoding], assumptions, samples
-  )
+  none = _costs(hlo.trace(module, unknown_trips=0, branch=branch), scenario)
+  _fill_decode(estimate, scenario, program, none, _minus(_costs(once, scenario), none))
   estimate.step_reads = traffic.of_step(module, program.static['steps'], branch)
   return estimate
 
 
-def _fill_decode(
-  estimate: Estimate,
-  program: registry.Program,
-  none: _Costs,
-  turn: _Costs,
-  attention: list[kernels.DecodeKernel],
-  assumptions: Assumptions,
-  samples: workload.SampleLengths,
-) -> None:
+def _fill_decode(estimate: Estimate, scenario: Scenario, program: registry.Program, none: _Costs, turn: _Costs) -> None:
   """Price a decode loop: until the longest of the last samples ends, and per step while others wait for a row.
 
   Args:
     estimate: receives the costs.
+    scenario: the lengths of prompts and samples.
     program: the loop.
     none: one-time costs in a chunk of steps.
     turn: costs of one more step without attention to the cache.
-    attention: a step's kernels that attend to the cache and to the chunk's own tokens.
-    assumptions: properties of the run.
-    samples: lengths of the samples.
   """
-  chunk, steps = program.static['steps'], int(samples.completion.max())
+  completions, prompt = scenario.samples.completion, scenario.assumptions.mean_prompt
+  chunk, steps = program.static['steps'], int(completions.max())
+  # A step's kernels attend to the cache and to the chunk's own tokens.
+  attention = [kernels.decode_kernel(kernel, scenario.chip) for kernel in turn.decoding]
+  live = [lengths.live_blocks(completions, prompt, kernel.block, kernel.blocks) for kernel in attention]
 
   def cache_seconds(when: str) -> float:
-    return sum(
-      kernel.seconds(
-        lengths.live_blocks(samples.completion, assumptions.mean_prompt, kernel.block, kernel.blocks)[when]
-      )
-      for kernel in attention
-    )
+    return sum(kernel.seconds(blocks[when]) for kernel, blocks in zip(attention, live, strict=True))
 
   # Between two chunks the host checks every row while the device waits.
   none.sources['host'] = HOST_CHUNK + HOST_ROW * (program.rows or 0)
@@ -575,7 +574,8 @@ class _Costs:
   decoding: list[hlo.Kernel]  # Kernels that attend to the cache; their time is not in `sources`.
 
 
-def _costs(trace: hlo.Trace, chip: Chip, axes: Mapping[str, int]) -> _Costs:
+def _costs(trace: hlo.Trace, scenario: Scenario) -> _Costs:
+  chip, axes = scenario.chip, dict(scenario.mesh.shape)
   sent = hlo.collectives(trace, axes)
   wire: dict[str, float] = {}
   for collective in sent:
@@ -637,20 +637,17 @@ def _fill(estimate: Estimate, costs: _Costs, times: float) -> None:
 
 
 def _summary(
-  config: Config,
+  scenario: Scenario,
   policy: Policy,
   topology: Topology,
-  mesh: jax.sharding.Mesh,
-  assumptions: Assumptions,
   source: str,
   estimates: dict[str, Estimate],
-  samples: workload.SampleLengths,
   work: workload.Workload,
   used: Mapping[str, Sequence[str]],
   resident: Mapping[str, float],
 ) -> Plan:
-  chips = mesh.size
-  phases = phase_seconds(config, mesh, assumptions, samples, estimates, used)
+  samples, chips = scenario.samples, scenario.mesh.size
+  phases = phase_seconds(scenario, estimates, used)
   total = sum(phases.values())
   hours = 100 * total * chips / 3600
   table = policy.parameter_table()
@@ -665,7 +662,7 @@ def _summary(
     ),
   }
   drawn = int(samples.completion.sum())
-  rows, waiting = _waiting(config, mesh, samples, len(samples))
+  rows, waiting = scenario.waiting(len(samples))
   sampler_steps = waiting + samples.completion.max()
 
   def rate(flops: float, seconds: float) -> float:
@@ -675,13 +672,13 @@ def _summary(
     topology=topology.name,
     compiler=topology.compiler,
     chips=chips,
-    mesh=dict(mesh.shape),
+    mesh=dict(scenario.mesh.shape),
     model=source,
     parameters=parameter_tables.count(table),
     trained=parameter_tables.count(parameter_tables.trainable(table)),
     hbm_limit_gib=topology.chip.hbm_gib,
     fits=all(estimate.fits for estimate in estimates.values()),
-    assumptions=assumptions,
+    assumptions=scenario.assumptions,
     programs=estimates,
     phases=phases,
     step_seconds=total,
@@ -697,9 +694,9 @@ def _summary(
     },
     micro_batches=dict(collections.Counter(name for names in used.values() for name in names)),
     device_hours_per_100_steps=hours,
-    cost_per_100_steps=hours * assumptions.price,
+    cost_per_100_steps=hours * scenario.assumptions.price,
     bottleneck=_bottleneck(phases),
-    warnings=idle_warnings(config, mesh),
+    warnings=idle_warnings(scenario.config, scenario.mesh),
     base_gib=resident.get('base', 0.0) / GIB,
     sampling_base_gib=resident.get('sampling base', 0.0) / GIB,
     **_cartridge(policy, resident),
@@ -736,23 +733,16 @@ def _bottleneck(phases: Mapping[str, float]) -> str:
 
 
 def phase_seconds(
-  config: Config,
-  mesh: jax.sharding.Mesh,
-  assumptions: Assumptions,
-  samples: workload.SampleLengths,
-  estimates: Mapping[str, Estimate],
-  used: Mapping[str, Sequence[str]],
+  scenario: Scenario, estimates: Mapping[str, Estimate], used: Mapping[str, Sequence[str]]
 ) -> dict[str, float]:
   """Return the seconds per generation batch by phase; evaluation is spread over the steps.
 
   Args:
-    config: settings.
-    mesh: the devices.
-    assumptions: properties of the run.
-    samples: lengths of the samples.
+    scenario: the run.
     estimates: estimates by label or name.
     used: programs from `workload.used`. A micro-batch whose program has no estimate takes the time of the largest.
   """
+  config = scenario.config
   by_name = {estimate.name: estimate for estimate in estimates.values()}
 
   def have(*labels: str) -> bool:
@@ -765,8 +755,8 @@ def phase_seconds(
     return sum(seconds(by_name.get(name, estimates[kind])) for name in used[kind])
 
   def sampling(prefill: str, decode: str, questions: int, n: int) -> tuple[float, float]:
-    prefills = _prefills(config, mesh, questions, n)
-    _, waiting = _waiting(config, mesh, samples, questions * n)
+    prefills = scenario.prefills(questions, n)
+    _, waiting = scenario.waiting(questions * n)
     first, loop = estimates[prefill], estimates[decode]
     more = waiting * seconds(loop, 'busy_step_seconds') if waiting else 0.0
     return prefills * seconds(first), seconds(loop) + more
@@ -784,30 +774,10 @@ def phase_seconds(
     each = seconds(estimates['zero']) + seconds(estimates['apply'])
     after = seconds(estimates['finish']) + (seconds(estimates['digest']) if have('digest') else 0.0)
     phases['optimizer'] = steps * each + after
-  questions = assumptions.evaluation_questions
+  questions = scenario.assumptions.evaluation_questions
   if questions and config.trainer.test_freq and have('prefill', 'decode'):
     own = [
       registry.EVALUATION + label if have(registry.EVALUATION + label) else label for label in ('prefill', 'decode')
     ]
     phases['evaluation'] = sum(sampling(*own, questions, config.val_kwargs.n)) / config.trainer.test_freq
   return phases
-
-
-def _rows(config: Config, mesh: jax.sharding.Mesh, samples: int) -> int:
-  """Return the rows per shard in the sampler."""
-  return sizes.shard_rows(samples, config.rollout.max_batch_rows, mesh.shape[meshes.FSDP])
-
-
-def _prefills(config: Config, mesh: jax.sharding.Mesh, questions: int, n: int) -> int:
-  """Return the number of prefill calls for `questions` with `n` completions each."""
-  together = sizes.prompts_together(declared_buckets(config).prompt[-1], _rows(config, mesh, questions * n))
-  return math.ceil(questions / (mesh.shape[meshes.FSDP] * together))
-
-
-def _waiting(config: Config, mesh: jax.sharding.Mesh, samples: workload.SampleLengths, count: int) -> tuple[int, float]:
-  """Return (rows of the sampler, decode steps in which some of `count` completions wait for one).
-
-  Rows are refilled: while samples wait, each takes the mean completion's time; the last ones take the longest's.
-  """
-  rows = _rows(config, mesh, count) * mesh.shape[meshes.FSDP]
-  return rows, max(count / rows - 1, 0) * float(samples.completion.mean())

@@ -111,7 +111,7 @@ def make(
   other = abstract_teacher(config, mesh) if config.actor.self_distillation.teacher_model else None
   found = engine_programs(config, policy, mesh, other)
   assumed = planning.Assumptions.of(run, slice_.chip, price=price)
-  samples = planning.drawn_samples(run, assumed)
+  scenario = planning.Scenario(run, slice_.chip, mesh, assumed)
   lengths = {
     'prompt': assumed.mean_prompt,
     'completion': assumed.mean_completion,
@@ -137,9 +137,7 @@ def make(
         pools.pop('snapshots')
     elif isinstance(answer, program_facts.ProgramFacts) and program.kind == 'prepare_base':
       resident['sampling base'] = answer.results
-    one = planning.estimated(
-      name, program, answer, run, slice_.chip, dict(mesh.shape), resident, sampling_weights, assumed, samples
-    )
+    one = planning.estimated(scenario, name, program, answer, resident, sampling_weights)
     one.compile_seconds = time.monotonic() - began
     _add_pools(one, program, pools, sampling_weights or 0.0, slice_.chip.hbm_gib)
     if name in names or one.error is not None:

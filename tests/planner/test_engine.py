@@ -132,7 +132,7 @@ def planned(monkeypatch, config, held=None, **more):
   def answered(mesh, found, names):
     return ((name, None) for name in names)
 
-  def estimated(name, program, answer, run, chip, shape, resident, *_):
+  def estimated(scenario, name, program, answer, resident, *_):
     if held is not None:
       held.update(resident)
     return planning.Estimate(

@@ -414,9 +414,9 @@ def test_a_step_adds_up():
   estimates |= {'decode': one('decode', 60.0, busy=2.0), 'update': one('update/large', 8.0)}
   estimates['update/small'] = one('update/small', 1.0)
   assumptions = planning.Assumptions.of(config, topology.CHIPS['v5e'])
-  samples = lengths_of(config)
   used = {'score': ('score',) * 4, 'update': ('update/small', 'update/small', 'update/unplanned', 'update/large')}
-  phases = planning.phase_seconds(config, mesh, assumptions, samples, estimates, used)
+  scenario = planning.Scenario(config, topology.CHIPS['v5e'], mesh, assumptions)
+  phases = planning.phase_seconds(scenario, estimates, used)
   # 32 questions × 8 samples through 128 slots: half of them wait as long as a completion of 8192 tokens takes. Of the
   # micro-batches, the one whose program has no estimate takes the time of the largest. Evaluation is in: 64 questions ×
   # 16 samples, 8 times as many as slots, every 5 steps.
