@@ -8,10 +8,10 @@ import sys
 from typing import Any
 
 from models.architecture import Activation, Architecture
-from models.families.family import Json
 from models.rope import Rope
 from sdpo_jax.errors import UserError, short_repr
 
+Json = dict[str, Any]
 FULL, SLIDING = 'full_attention', 'sliding_attention'
 ACTIVATIONS: Mapping[str, Activation] = {'silu': 'silu', 'gelu_pytorch_tanh': 'gelu_tanh'}
 ROPE_KINDS = ('default', 'linear', 'llama3', 'yarn')
@@ -22,12 +22,15 @@ REFUSED: Mapping[str, str] = {
   'use_bidirectional_attention': 'attention to later tokens',
   'quantization_config': 'quantised weights',
 }
+# Field of `Architecture` → key; the last two have defaults.
 _SIZES = {
   'vocab_size': 'vocab_size',
   'hidden_size': 'hidden_size',
   'intermediate_size': 'intermediate_size',
   'layers': 'num_hidden_layers',
   'heads': 'num_attention_heads',
+  'kv_heads': 'num_key_value_heads',
+  'head_dim': 'head_dim',
 }
 
 
@@ -56,7 +59,7 @@ def fields(values: Json, source: str, activation_key: str = 'hidden_act') -> dic
       `source` and the key.
   """
   refuse(values, source)
-  sizes = {field: size(values, key, source) for field, key in _SIZES.items()}
+  sizes = {field: size(values, key, source) for field, key in list(_SIZES.items())[:-2]}
   heads, width = sizes['heads'], sizes['hidden_size']
   sizes['kv_heads'] = size(values, 'num_key_value_heads', source) if values.get('num_key_value_heads') else heads
   if heads % sizes['kv_heads']:
@@ -87,6 +90,15 @@ def fields(values: Json, source: str, activation_key: str = 'hidden_act') -> dic
     if values.get('initializer_range') == 0
     else number(values, 'initializer_range', source, 0.02),
   }
+
+
+def attention_biases(values: Json, source: str) -> dict[str, bool]:
+  """Return `qkv_bias` and `output_bias` of an architecture whose projections in attention have biases, or none has.
+
+  Raises:
+    UserError: attention_bias is not a boolean.
+  """
+  return dict.fromkeys(('qkv_bias', 'output_bias'), flag(values, 'attention_bias', source))
 
 
 def size(values: Json, key: str, source: str) -> int:
@@ -309,13 +321,7 @@ def written(architecture: Architecture, model_type: str, writer: str, activation
   return {
     'architectures': [writer],
     'model_type': model_type,
-    'vocab_size': a.vocab_size,
-    'hidden_size': a.hidden_size,
-    'intermediate_size': a.intermediate_size,
-    'num_hidden_layers': a.layers,
-    'num_attention_heads': a.heads,
-    'num_key_value_heads': a.kv_heads,
-    'head_dim': a.head_dim,
+    **{key: getattr(a, field) for field, key in _SIZES.items()},
     activation_key: next(name for name, activation in ACTIVATIONS.items() if activation == a.activation),
     'rms_norm_eps': a.norm_eps,
     'tie_word_embeddings': a.tied,

@@ -7,8 +7,9 @@ import dataclasses
 from typing import Any
 
 from models.architecture import Architecture
+from models.families import config_json
+from models.families.config_json import Json
 
-Json = dict[str, Any]
 _LAYER = 'model.layers.{layer}.'
 # Parameter name → tensor name in most families.
 NAMES: Mapping[str, str] = {
@@ -42,37 +43,46 @@ POST_NORM_NAMES: Mapping[str, str] = {
 }
 
 
-def same_name(name: str) -> str:
-  """Return the name unchanged."""
-  return name
-
-
-def whole_model(values: Json) -> str:
-  """Return the prefix of module names in a model that is not part of a larger one."""
-  del values
-  return 'model.'
-
-
-def same_values(values: Json) -> Json:
-  """Return the contents of a config.json unchanged."""
-  return values
-
-
 @dataclasses.dataclass(frozen=True)
 class Family:
   """The file format of a family of models: config.json and tensor names, as in transformers."""
 
   name: str  # `Architecture.family`.
-  model_types: tuple[str, ...]  # Values of model_type in config.json.
-  # Returns the architecture that the contents of a config.json (and the name of its file) describe; raises UserError.
-  read: Callable[[Json, str], Architecture]
-  # Returns the contents of a config.json from which transformers builds the same model.
-  write: Callable[[Architecture], Json]
+  model_types: tuple[str, ...]  # Values of model_type in config.json; exports have the last.
+  writer: str  # The class of transformers that builds the model.
+  defaults: Json  # Entries that a config.json may lack.
+  # Returns the fields of `Architecture` in which the family differs from others, from the contents of a config.json (or
+  # the defaults), the number of layers and the name of the file; raises UserError.
+  fields: Callable[[Json, int, str], dict[str, Any]]
+  # Returns the entries of a config.json for these fields.
+  entries: Callable[[Architecture], Json]
   names: Mapping[str, str] = dataclasses.field(default_factory=lambda: NAMES)  # Parameter name → tensor name.
+  activation_key: str = 'hidden_act'  # Entry of config.json for the MLP's activation.
+  # Returns the part of a config.json that is about the text model, given its contents and the name of the file.
+  text: Callable[[Json, str], Json] = lambda values, source: values
   # Maps a tensor name in a file to the one in `names`; None: the tensor belongs to a part that is not trained.
-  known_name: Callable[[str], str | None] = same_name
+  known_name: Callable[[str], str | None] = lambda name: name
   # Returns the contents of an export's config.json, given those of the original model.
-  exported: Callable[[Json], Json] = same_values
+  exported: Callable[[Json], Json] = lambda values: values
   # Returns the prefix of the text model's module names in the model that transformers builds from a config.json.
-  module_prefix: Callable[[Json], str] = whole_model
+  module_prefix: Callable[[Json], str] = lambda values: 'model.'
   left_out: tuple[str, ...] = ()  # Files of a model directory for parts that are not trained.
+
+  def read(self, values: Json, source: str) -> Architecture:
+    """Return the architecture that the contents of a config.json describe.
+
+    Args:
+      values: the contents.
+      source: name of the file, for error messages.
+
+    Raises:
+      UserError: something is missing, wrong or not supported; the message names it and `source`.
+    """
+    values = self.defaults | self.text(values, source)
+    common = config_json.fields(values, source, self.activation_key)
+    return Architecture(self.name, **common, **self.fields(values, common['layers'], source))
+
+  def write(self, architecture: Architecture) -> Json:
+    """Return the contents of a config.json from which transformers builds the same model."""
+    common = config_json.written(architecture, self.model_types[-1], self.writer, self.activation_key)
+    return common | self.entries(architecture)

@@ -7,10 +7,12 @@ six layers have a window and a rotary embedding of their own.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from models.architecture import Architecture
 from models.families import config_json
-from models.families.family import NAMES, POST_NORM_NAMES, Family, Json
+from models.families.config_json import Json
+from models.families.family import NAMES, POST_NORM_NAMES, Family
 from sdpo_jax.errors import UserError
 
 WHOLE, TEXT = 'gemma3', 'gemma3_text'
@@ -38,17 +40,11 @@ _PREFIXES = re.compile(r'(language_model\.(?=lm_head\.)|language_model\.model\.|
 _OF_WHOLE = ('bos_token_id', 'eos_token_id', 'pad_token_id', 'tie_word_embeddings', 'torch_dtype', 'dtype')
 
 
-def read(values: Json, source: str) -> Architecture:
-  """See `Family.read`."""
-  config_json.refuse(values, source)
-  values = DEFAULTS | text_values(values, source)
-  fields = config_json.fields(values, source, 'hidden_activation')
+def fields(values: Json, layers: int, source: str) -> dict[str, Any]:
+  """See `Family.fields`."""
   period = config_json.size(values, 'sliding_window_pattern', source)
-  kinds = config_json.layer_kinds(values, config_json.every(period, fields['layers']), source)
-  bias = config_json.flag(values, 'attention_bias', source)
-  return Architecture(
-    'gemma3',
-    **fields,
+  kinds = config_json.layer_kinds(values, config_json.every(period, layers), source)
+  return {
     **config_json.ropes_by_kind(
       values,
       kinds,
@@ -56,15 +52,20 @@ def read(values: Json, source: str) -> Architecture:
       config_json.number(values, 'rope_theta', source, FULL_THETA),
       config_json.number(values, 'rope_local_base_freq', source, SLIDING_THETA),
     ),
-    windows=config_json.windows(values, kinds, source),
-    norm_placement='both',
-    norm_offset=1.0,
-    query_key_norm='head',
-    query_pre_attn_scalar=config_json.size(values, 'query_pre_attn_scalar', source),
-    embedding_scale=fields['hidden_size'] ** 0.5,
-    qkv_bias=bias,
-    output_bias=bias,
-  )
+    'windows': config_json.windows(values, kinds, source),
+    'norm_placement': 'both',
+    'norm_offset': 1.0,
+    'query_key_norm': 'head',
+    'query_pre_attn_scalar': config_json.size(values, 'query_pre_attn_scalar', source),
+    'embedding_scale': values['hidden_size'] ** 0.5,
+    **config_json.attention_biases(values, source),
+  }
+
+
+def text(values: Json, source: str) -> Json:
+  """See `Family.text`."""
+  config_json.refuse(values, source)
+  return text_values(values, source)
 
 
 def text_values(values: Json, source: str = 'config.json') -> Json:
@@ -80,10 +81,9 @@ def text_values(values: Json, source: str = 'config.json') -> Json:
   return values['text_config'] | {key: values[key] for key in _OF_WHOLE if key in values}
 
 
-def write(architecture: Architecture) -> Json:
-  """See `Family.write`."""
+def entries(architecture: Architecture) -> Json:
+  """See `Family.entries`."""
   return {
-    **config_json.written(architecture, TEXT, 'Gemma3ForCausalLM', 'hidden_activation'),
     **config_json.ropes_by_kind_json(architecture),
     'attention_bias': architecture.qkv_bias,
     'query_pre_attn_scalar': architecture.query_pre_attn_scalar,
@@ -118,9 +118,13 @@ _FILES_FOR_IMAGES = ('preprocessor_config.json', 'processor_config.json')
 FAMILY = Family(
   'gemma3',
   (WHOLE, TEXT),
-  read,
-  write,
+  'Gemma3ForCausalLM',
+  DEFAULTS,
+  fields,
+  entries,
   NAMES | POST_NORM_NAMES,
+  'hidden_activation',
+  text,
   known_name,
   exported,
   module_prefix,

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from models.architecture import Architecture
 from models.families import gemma3, llama, mistral, olmo3, qwen2, qwen3
-from models.families.family import Family, Json
+from models.families.config_json import Json
+from models.families.family import Family
 from sdpo_jax.errors import UserError
 
 FAMILIES: Mapping[str, Family] = {

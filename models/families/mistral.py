@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from models.architecture import Architecture
 from models.families import config_json
-from models.families.family import Family, Json
+from models.families.config_json import Json
+from models.families.family import Family
 
 DEFAULTS: Json = {'num_key_value_heads': 8, 'hidden_act': 'silu', 'rms_norm_eps': 1e-6, 'sliding_window': 4096}
 
 
-def read(values: Json, source: str) -> Architecture:
-  """See `Family.read`."""
-  values = DEFAULTS | values
-  fields = config_json.fields(values, source)
+def fields(values: Json, layers: int, source: str) -> dict[str, Any]:
+  """See `Family.fields`."""
   window = None if values['sliding_window'] is None else config_json.size(values, 'sliding_window', source)
-  return Architecture(
-    'mistral',
-    **fields,
-    ropes=(config_json.rope(values, source),),
-    windows=None if window is None else (window,) * fields['layers'],
-  )
-
-
-def write(architecture: Architecture) -> Json:
-  """See `Family.write`."""
   return {
-    **config_json.written(architecture, 'mistral', 'MistralForCausalLM'),
+    'ropes': (config_json.rope(values, source),),
+    'windows': None if window is None else (window,) * layers,
+  }
+
+
+def entries(architecture: Architecture) -> Json:
+  """See `Family.entries`."""
+  return {
     **config_json.rope_of_all_json(architecture),
     'sliding_window': None if architecture.windows is None else architecture.windows[0],
   }
 
 
-FAMILY = Family('mistral', ('mistral',), read, write)
+FAMILY = Family('mistral', ('mistral',), 'MistralForCausalLM', DEFAULTS, fields, entries)

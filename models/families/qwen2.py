@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from models.architecture import Architecture
 from models.families import config_json, sliding
-from models.families.family import Family, Json
+from models.families.config_json import Json
+from models.families.family import Family
 
 DEFAULTS: Json = sliding.DEFAULTS | {'num_key_value_heads': 32, 'hidden_act': 'silu', 'rms_norm_eps': 1e-6}
 
 
-def read(values: Json, source: str) -> Architecture:
-  """See `Family.read`."""
-  values = DEFAULTS | values
-  fields = config_json.fields(values, source)
-  return Architecture(
-    'qwen2',
-    **fields,
-    ropes=(config_json.rope(values, source),),
-    windows=sliding.read(values, fields['layers'], source),
-    qkv_bias=True,
-  )
-
-
-def write(architecture: Architecture) -> Json:
-  """See `Family.write`."""
+def fields(values: Json, layers: int, source: str) -> dict[str, Any]:
+  """See `Family.fields`."""
   return {
-    **config_json.written(architecture, 'qwen2', 'Qwen2ForCausalLM'),
-    **config_json.rope_of_all_json(architecture),
-    **sliding.write(architecture),
+    'ropes': (config_json.rope(values, source),),
+    'windows': sliding.read(values, layers, source),
+    'qkv_bias': True,
   }
 
 
-FAMILY = Family('qwen2', ('qwen2',), read, write)
+def entries(architecture: Architecture) -> Json:
+  """See `Family.entries`."""
+  return config_json.rope_of_all_json(architecture) | sliding.write(architecture)
+
+
+FAMILY = Family('qwen2', ('qwen2',), 'Qwen2ForCausalLM', DEFAULTS, fields, entries)

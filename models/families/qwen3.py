@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from models.architecture import Architecture
 from models.families import config_json, sliding
-from models.families.family import Family, Json
+from models.families.config_json import Json
+from models.families.family import Family
 
 DEFAULTS: Json = sliding.DEFAULTS | {
   'num_key_value_heads': 32,
@@ -14,30 +17,23 @@ DEFAULTS: Json = sliding.DEFAULTS | {
 }
 
 
-def read(values: Json, source: str) -> Architecture:
-  """See `Family.read`."""
-  values = DEFAULTS | values
-  fields = config_json.fields(values, source)
-  bias = config_json.flag(values, 'attention_bias', source)
-  return Architecture(
-    'qwen3',
-    **fields,
-    ropes=(config_json.rope(values, source),),
-    windows=sliding.read(values, fields['layers'], source),
-    query_key_norm='head',
-    qkv_bias=bias,
-    output_bias=bias,
-  )
-
-
-def write(architecture: Architecture) -> Json:
-  """See `Family.write`; transformers from 4.51 on reads it."""
+def fields(values: Json, layers: int, source: str) -> dict[str, Any]:
+  """See `Family.fields`."""
   return {
-    **config_json.written(architecture, 'qwen3', 'Qwen3ForCausalLM'),
+    'ropes': (config_json.rope(values, source),),
+    'windows': sliding.read(values, layers, source),
+    'query_key_norm': 'head',
+    **config_json.attention_biases(values, source),
+  }
+
+
+def entries(architecture: Architecture) -> Json:
+  """See `Family.entries`; transformers from 4.51 on reads them."""
+  return {
     **config_json.rope_of_all_json(architecture),
     'attention_bias': architecture.qkv_bias,
     **sliding.write(architecture),
   }
 
 
-FAMILY = Family('qwen3', ('qwen3',), read, write)
+FAMILY = Family('qwen3', ('qwen3',), 'Qwen3ForCausalLM', DEFAULTS, fields, entries)

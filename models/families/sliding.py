@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from models.architecture import Architecture
 from models.families import config_json
-from models.families.family import Json
+from models.families.config_json import Json
 from sdpo_jax.errors import UserError, short_repr
 
 DEFAULTS: Json = {'use_sliding_window': False, 'sliding_window': 4096, 'max_window_layers': 28}
