@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import functools
 import json
@@ -10,6 +10,7 @@ import math
 import os
 import pathlib
 import shutil
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jax
@@ -19,6 +20,7 @@ import numpy as np
 
 from models import checksums, file_lock, parameters, tensor_files
 from models.stored_tensors import INDEX, WEIGHTS
+from sdpo_jax.distributed.cluster import barrier
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_full, is_local, make_directory, sync_directory, sync_tree
 from sdpo_jax.types import Tree
@@ -85,59 +87,87 @@ def check_target(path: str | os.PathLike) -> pathlib.Path:
   return target
 
 
-def bytes_of(parts: Iterable[tensor_files.TensorPart], dtype: str) -> int:
+def write_directory(
+  path: str | os.PathLike,
+  parts: Sequence[tensor_files.TensorPart],
+  dtype: str,
+  *,
+  weights: str = WEIGHTS,
+  max_shard_bytes: float = math.inf,
+  companions: Iterable[pathlib.Path] = (),
+  texts: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+  """Write a directory of tensors, copies of other files and texts, with the SHA-256 of all of them.
+
+  It appears under its name only when it is complete and on the disk. In a run of several processes all call this, and
+  process 0 writes.
+
+  Args:
+    path: directory to make; it must not hold files.
+    parts: the tensors.
+    dtype: dtype of the tensors.
+    weights: name of the file of the tensors if there is one.
+    max_shard_bytes: maximum bytes of tensors in a file, unless it holds only one; several files get an index.
+    companions: files to copy.
+    texts: files to write, name → content, also in place of copies.
+
+  Raises:
+    UserError: `path` already holds files or cannot be written, or a parameter holds values that the dtype cannot, or
+      that are not finite.
+  """
+  if jax.process_index() != 0:
+    _write_weights(None, parts, dtype, weights, max_shard_bytes)
+  else:
+    with new_directory(path, _bytes_of(parts, dtype)) as partial:
+      for file in companions:
+        shutil.copyfile(file, partial / file.name)
+      for name, text in texts.items():
+        (partial / name).write_text(text, encoding='utf-8')
+      checksums.write(partial, _write_weights(partial, parts, dtype, weights, max_shard_bytes))
+  barrier('the end of the export')
+
+
+def _bytes_of(parts: Iterable[tensor_files.TensorPart], dtype: str) -> int:
   """Return the bytes that tensors take in a dtype."""
   return sum(math.prod(part.shape) for part in parts) * stored_dtype(dtype).itemsize
 
 
-def write_weights(
-  root: pathlib.Path | None, parts: Sequence[tensor_files.TensorPart], dtype: str, max_shard_bytes: int
+def _write_weights(
+  root: pathlib.Path | None,
+  parts: Sequence[tensor_files.TensorPart],
+  dtype: str,
+  only: str,
+  max_shard_bytes: float,
 ) -> dict[str, str]:
-  """Write the safetensors files of a model, and their index if there are several; return their SHA-256, by name.
+  """Write safetensors files, and their index if there are several; return their SHA-256, by name.
 
   One tensor is in memory at a time. Parameters that are sharded over processes are gathered tensor by tensor, so all
-  processes must call this together.
-
-  Args:
-    root: the directory; None: this process writes nothing.
-    parts: the tensors.
-    dtype: dtype of the tensors.
-    max_shard_bytes: maximum bytes of tensors in a file, unless it holds only one.
-
-  Raises:
-    UserError: a parameter holds values that the dtype cannot, or that are not finite.
-    OSError: a file could not be written.
+  processes must call this together; `root` is None in those that write nothing.
   """
   shards: list[list[tensor_files.TensorPart]] = [[]]
   held = 0  # Bytes in the last shard.
   for part in parts:
-    size = bytes_of([part], dtype)
+    size = _bytes_of([part], dtype)
     if shards[-1] and held + size > max_shard_bytes:
       shards.append([])
       held = 0
     shards[-1].append(part)
     held += size
   count = len(shards)
-  names = [WEIGHTS] if count == 1 else [f'model-{i + 1:05d}-of-{count:05d}.safetensors' for i in range(count)]
+  names = [only] if count == 1 else [f'model-{i + 1:05d}-of-{count:05d}.safetensors' for i in range(count)]
   files = zip(names, shards, strict=True)
-  sums = {name: write_file(None if root is None else root / name, shard, dtype) for name, shard in files}
+  sums = {name: _write_file(None if root is None else root / name, shard, dtype) for name, shard in files}
   if count > 1 and root is not None:
     index = {
-      'metadata': {'total_size': bytes_of(parts, dtype)},
+      'metadata': {'total_size': _bytes_of(parts, dtype)},
       'weight_map': {part.name: name for name, shard in zip(names, shards, strict=True) for part in shard},
     }
     (root / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + '\n', encoding='utf-8')
   return sums
 
 
-def write_file(path: pathlib.Path | None, parts: Sequence[tensor_files.TensorPart], dtype: str) -> str:
-  """Write one safetensors file and return its SHA-256, in hex; otherwise as `write_weights`.
-
-  Args:
-    path: path of the file; None: this process writes nothing.
-    parts: the tensors.
-    dtype: dtype of the tensors.
-  """
+def _write_file(path: pathlib.Path | None, parts: Sequence[tensor_files.TensorPart], dtype: str) -> str:
+  """Write one safetensors file and return its SHA-256, in hex; without a path, only make the tensors."""
   if path is not None:
     return tensor_files.write(path, parts, stored_dtype(dtype))
   for part in parts:
@@ -145,20 +175,11 @@ def write_file(path: pathlib.Path | None, parts: Sequence[tensor_files.TensorPar
   return ''
 
 
-def copy_companions(source: pathlib.Path, target: pathlib.Path, left_out: Sequence[str] = ()) -> None:
-  """Copy all files except weights: tokenizer, chat template, generation_config.json, licence.
-
-  Args:
-    source: the model directory.
-    target: the directory of the export.
-    left_out: names of files that are not copied.
-  """
+def companions(source: pathlib.Path) -> list[pathlib.Path]:
+  """Return the files of a model directory except weights: tokenizer, chat template, generation_config.json, licence."""
   weights = ('.safetensors', '.safetensors.index.json', '.bin', '.bin.index.json', '.pt', '.pth', '.gguf', '.onnx')
-  for file in source.iterdir():
-    if not file.is_file() or file.name.startswith('.') or file.name in left_out:
-      continue
-    if not file.name.endswith((*weights, checksums.SUMS)):
-      shutil.copyfile(file, target / file.name)
+  files = (file for file in source.iterdir() if file.is_file() and not file.name.startswith('.'))
+  return [file for file in files if not file.name.endswith((*weights, checksums.SUMS))]
 
 
 def stored_dtype(name: str) -> np.dtype:

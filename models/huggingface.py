@@ -24,12 +24,12 @@ from models.families import known_families
 from models.families.table import parameter_table
 from models.model_files import open_model, read_json, resolve
 from sdpo_jax.config import CartridgeConfig, ModelConfig
-from sdpo_jax.distributed.cluster import barrier
 from sdpo_jax.types import Tree
 
 _logger = logging.getLogger('sdpo_jax.models')
 # Vocabularies of at least LARGE tokens get rows up to a multiple of 1024: 8 shards of whole 128-lane tiles.
 LARGE, LARGE_MULTIPLE = 32768, 1024
+SHARD_BYTES = 5 * 10**9  # Default limit of a file of weights.
 
 
 def load(
@@ -180,7 +180,7 @@ def save(
   *,
   source: str | os.PathLike | None = None,
   dtype: Literal['float32', 'bfloat16', 'float16'] = 'bfloat16',
-  max_shard_bytes: int = 5 * 10**9,
+  max_shard_bytes: int = SHARD_BYTES,
   texts: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
   """Write a model directory that transformers loads.
@@ -204,9 +204,9 @@ def save(
       that the dtype cannot, or that are not finite.
   """
   if policy.adapter is not None:
-    raise ValueError('The policy has an adapter: write that by save_adapter, or the model with it by save_merged.')
+    raise ValueError('The policy has an adapter: write that by peft_files.save, or the model with it by save_merged.')
   parts = exporting.parts(policy.parameter_table(), params, dtype)
-  _save(path, policy.config, parts, source, dtype, max_shard_bytes, texts)
+  _save(path, policy.config, parts, source, dtype, texts, max_shard_bytes)
 
 
 def save_merged(
@@ -216,7 +216,6 @@ def save_merged(
   source: str | os.PathLike,
   *,
   dtype: Literal['float32', 'bfloat16', 'float16'] = 'float32',
-  max_shard_bytes: int = 5 * 10**9,
   texts: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
   """Write a model directory in which the products of the adapter's factors are added to the model's matrices.
@@ -229,7 +228,6 @@ def save_merged(
     factors: nested dict of arrays.
     source: the model directory.
     dtype: as in `save`.
-    max_shard_bytes: as in `save`.
     texts: as in `save`.
 
   Raises:
@@ -238,51 +236,7 @@ def save_merged(
   table = policy.base_policy().parameter_table()
   with open_model(resolve(source)) as tensors:
     parts = merging.merged(table, policy.adapter, factors, tensors, dtype)
-    _save(path, policy.config, parts, source, dtype, max_shard_bytes, texts)
-
-
-def save_adapter(
-  path: str | os.PathLike,
-  policy: DecoderPolicy,
-  factors: Tree,
-  source: str | os.PathLike,
-  *,
-  name: str,
-  fingerprint: Mapping[str, Any],
-  use_rslora: bool = False,
-  dtype: Literal['float32', 'bfloat16', 'float16'] = 'float32',
-  texts: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-  """Write the adapter of a model, see `models.adapters.peft_files.save`.
-
-  Args:
-    path: directory to make; it must not hold files.
-    policy: policy of the model with its adapter.
-    factors: nested dict of arrays.
-    source: the model directory, whose tokenizer files are copied.
-    name: path or name of the model.
-    fingerprint: fingerprint of the model, from `models.identity.of_base`.
-    use_rslora: whether alphas are those of rank-stabilised LoRA.
-    dtype: dtype of the stored tensors.
-    texts: files to write, name → content, in place of the model's.
-
-  Raises:
-    UserError: as in `save`.
-  """
-  root = resolve(source, weights=False)
-  peft_files.save(
-    path,
-    policy.adapter,
-    policy.base_policy().parameter_table(),
-    factors,
-    prefix=known_families.family_of(policy.config).module_prefix(read_json(root, 'config.json')),
-    base=name,
-    fingerprint=fingerprint,
-    use_rslora=use_rslora,
-    companions=root,
-    texts=texts,
-    dtype=dtype,
-  )
+    _save(path, policy.config, parts, source, dtype, texts)
 
 
 def _save(
@@ -291,24 +245,17 @@ def _save(
   parts: Sequence[tensor_files.TensorPart],
   source: str | os.PathLike | None,
   dtype: str,
-  max_shard_bytes: int,
   texts: Mapping[str, str],
+  max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
-  if jax.process_index() != 0:
-    exporting.write_weights(None, parts, dtype, max_shard_bytes)
+  family = known_families.family_of(architecture)
+  if source is None:
+    values, companions = family.write(architecture), []
   else:
-    exporting.check_target(path)
-    origin = None if source is None else resolve(source, weights=False)
-    family = known_families.family_of(architecture)
-    values = family.write(architecture) if origin is None else family.exported(read_json(origin, 'config.json'))
-    # transformers 4 wrote torch_dtype; readers of the source must be able to read the copy.
-    values = values | {'torch_dtype' if 'torch_dtype' in values and 'dtype' not in values else 'dtype': dtype}
-    with exporting.new_directory(path, exporting.bytes_of(parts, dtype)) as partial:
-      if origin is not None:
-        exporting.copy_companions(origin, partial, family.left_out)
-      for name, text in texts.items():
-        (partial / name).write_text(text, encoding='utf-8')
-      (partial / 'config.json').write_text(json.dumps(values, indent=2) + '\n', encoding='utf-8')
-      sums = exporting.write_weights(partial, parts, dtype, max_shard_bytes)
-      checksums.write(partial, sums)
-  barrier('the end of the export')
+    origin = resolve(source, weights=False)
+    values = family.exported(read_json(origin, 'config.json'))
+    companions = [file for file in exporting.companions(origin) if file.name not in family.left_out]
+  # transformers 4 wrote torch_dtype; readers of the source must be able to read the copy.
+  values = values | {'torch_dtype' if 'torch_dtype' in values and 'dtype' not in values else 'dtype': dtype}
+  texts = {**texts, 'config.json': json.dumps(values, indent=2) + '\n'}
+  exporting.write_directory(path, parts, dtype, max_shard_bytes=max_shard_bytes, companions=companions, texts=texts)

@@ -9,21 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
 import pathlib
 import re
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import numpy as np
 
-from models import checksums, directories, exporting, parameters, placing, tensor_files
+from models import checksums, directories, exporting, model_files, parameters, placing, tensor_files
 from models.adapters import lora, peft_config
+from models.decoder import DecoderPolicy
+from models.families import known_families
 from models.tensor_files import DTYPES, Tensor, TensorFile
-from sdpo_jax.distributed.cluster import barrier
+from sdpo_jax.config import ModelConfig
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.files import read_json_object
 from sdpo_jax.types import Tree
@@ -264,16 +267,49 @@ def base_of(path: str | os.PathLike) -> dict[str, Any] | None:
   return values
 
 
+@dataclasses.dataclass(frozen=True)
+class AdapterBase:
+  """The model that adapters belong to, and their common shape."""
+
+  name: str  # Path or hub name, for adapter_config.json.
+  fingerprint: Mapping[str, Any]  # Fingerprint of the model (`models.identity.of_base`).
+  adapter: lora.Adapter
+  table: parameters.Table  # The table of the model without factors.
+  prefix: str = 'model.'  # The prefix of transformers' module names; another if the text model is part of a larger one.
+  use_rslora: bool = False  # Whether alphas are those of rank-stabilised LoRA.
+
+  @classmethod
+  def of(cls, model: ModelConfig, policy: DecoderPolicy, fingerprint: Mapping[str, Any]) -> Self:
+    """Return the base of the adapter that the settings of a model describe."""
+    root = model_files.resolve(model.path)
+    given = read_config(model.lora.path) if model.lora.path else model.lora
+    return cls(
+      name=str(root.resolve()) if directories.is_local(model.path) else model.path,
+      fingerprint=fingerprint,
+      adapter=policy.adapter,
+      table=policy.base_policy().parameter_table(),
+      prefix=known_families.family_of(policy.config).module_prefix(model_files.read_json(root, 'config.json')),
+      use_rslora=given.use_rslora,
+    )
+
+  @functools.cached_property
+  def rows(self) -> parameters.Table:
+    """The factors of an adapter."""
+    return lora.factors(self.adapter.extended(self.table, 'float32'))
+
+  @functools.cached_property
+  def config(self) -> Mapping[str, Any]:
+    """The contents of adapter_config.json."""
+    modules = peft_config.respelled(peft_config.same_names(self.table), self.prefix)
+    whole = self.prefix == 'model.'
+    return peft_config.contents(self.adapter, modules, whole=whole, use_rslora=self.use_rslora, base=self.name)
+
+
 def save(
   path: str | os.PathLike,
-  adapter: lora.Adapter,
-  table: parameters.Table,
+  base: AdapterBase,
   factors: Tree,
   *,
-  prefix: str,
-  base: str,
-  fingerprint: Mapping[str, Any],
-  use_rslora: bool = False,
   companions: pathlib.Path | None = None,
   texts: Mapping[str, str] = MappingProxyType({}),
   dtype: Literal['float32', 'bfloat16', 'float16'] = 'float32',
@@ -285,13 +321,8 @@ def save(
 
   Args:
     path: directory to make; it must not hold files.
-    adapter: which matrices have factors.
-    table: table of the model without factors.
+    base: the base model, and which matrices have factors.
     factors: nested dict of arrays.
-    prefix: prefix of the base model's module names: 'model.', unless the text model is part of a larger one.
-    base: path or name of the base model.
-    fingerprint: fingerprint of the base model (`models.identity.of_base`).
-    use_rslora: whether alphas are those of rank-stabilised LoRA.
     companions: the base model's directory, whose tokenizer files are copied.
     texts: files to write, name → content, in place of those.
     dtype: dtype of the stored tensors.
@@ -300,24 +331,17 @@ def save(
     UserError: `path` already holds files or cannot be written, or a factor holds values that the dtype cannot, or that
       are not finite.
   """
-  rows = lora.factors(adapter.extended(table, 'float32'))
-  parts = [_part(row, factors, layer, dtype, prefix) for row, layer in held(adapter, rows)]
-  if jax.process_index() != 0:
-    exporting.write_file(None, parts, dtype)
-  else:
-    exporting.check_target(path)
-    modules = peft_config.respelled(peft_config.same_names(table), prefix)
-    values = peft_config.contents(adapter, modules, whole=prefix == 'model.', use_rslora=use_rslora, base=base)
-    with exporting.new_directory(path, exporting.bytes_of(parts, dtype)) as partial:
-      if companions is not None:
-        others = [file.name for file in companions.iterdir() if not _TOKENIZER.fullmatch(file.name)]
-        exporting.copy_companions(companions, partial, others)
-      for name, text in texts.items():
-        (partial / name).write_text(text, encoding='utf-8')
-      for name, content in ((peft_config.FILE, values), (BASE, {'format': BASE_FORMAT, **fingerprint})):
-        (partial / name).write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
-      checksums.write(partial, {WEIGHTS: exporting.write_file(partial / WEIGHTS, parts, dtype)})
-  barrier('the end of the export')
+  parts = [_part(row, factors, layer, dtype, base.prefix) for row, layer in held(base.adapter, base.rows)]
+  files = [] if companions is None else exporting.companions(companions)
+  values = {peft_config.FILE: base.config, BASE: {'format': BASE_FORMAT, **base.fingerprint}}
+  exporting.write_directory(
+    path,
+    parts,
+    dtype,
+    weights=WEIGHTS,
+    companions=[file for file in files if _TOKENIZER.fullmatch(file.name)],
+    texts={**texts, **{name: json.dumps(content, indent=2) + '\n' for name, content in values.items()}},
+  )
 
 
 def _part(row: parameters.Parameter, factors: Tree, layer: int, dtype: str, prefix: str) -> tensor_files.TensorPart:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from etils import epath
 import jax
 
-from models import directories, exporting, huggingface, identity, model_files
+from models import exporting, huggingface, identity, model_files
 from models import tokenizer as tokenizers
 from models.adapters import cartridge_files, named_cartridges, peft_files, published_cartridges
 from models.parameters import map_table, merge, trainable
@@ -498,17 +498,6 @@ def _export_adapter(
   if merged:
     huggingface.save_merged(output, policy, factors, model.path, dtype=dtype, texts=texts)
     return step
-  root = model_files.resolve(model.path)
-  given = peft_files.read_config(model.lora.path) if model.lora.path else model.lora
-  huggingface.save_adapter(
-    output,
-    policy,
-    factors,
-    root,
-    name=str(root.resolve()) if directories.is_local(model.path) else model.path,
-    fingerprint=identity.of_base(model.path),
-    use_rslora=given.use_rslora,
-    dtype=dtype,
-    texts=texts,
-  )
+  base = peft_files.AdapterBase.of(model, policy, identity.of_base(model.path))
+  peft_files.save(output, base, factors, companions=model_files.resolve(model.path), texts=texts, dtype=dtype)
   return step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
 import logging
@@ -12,10 +12,7 @@ from typing import Any
 
 import jax
 
-from models import directories, huggingface, identity, model_files, parameters
-from models.adapters import peft_files
-from models.decoder import DecoderPolicy
-from models.families import known_families
+from models import huggingface, identity, model_files, parameters
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.serving.account import Account
@@ -76,7 +73,7 @@ class Service(ServiceState):
       check_turn_end(config, tokenizer)
     except UserError as error:  # The only harm is that completions are longer than necessary.
       _logger.warning('%s', error)
-    base = _base_of(config, described, values)
+    base = Base.of(model, described, identity.of_base(model.path))
     database = _database_of(config)
     with contextlib.ExitStack() as opened:
       endpoint = _endpoint_of(config, tokenizer, sizes, described.vocab_size)
@@ -149,26 +146,6 @@ def _endpoint_of(config: Config, tokenizer: Any, sizes: EngineSettings, vocab_si
     endpoint.close()
     raise
   return endpoint
-
-
-def _base_of(config: Config, described: DecoderPolicy, values: Mapping[str, Any]) -> Base:
-  """Return the identity of the model that all adapters of the store share.
-
-  Args:
-    config: settings.
-    described: the model with its adapter.
-    values: contents of the model's config.json.
-  """
-  model = config.model
-  given = peft_files.read_config(model.lora.path) if model.lora.path else model.lora
-  return Base(
-    name=str(model_files.resolve(model.path).resolve()) if directories.is_local(model.path) else model.path,
-    fingerprint=identity.of_base(model.path),
-    adapter=described.adapter,
-    table=described.base_policy().parameter_table(),
-    prefix=known_families.family_of(described.config).module_prefix(values),
-    use_rslora=given.use_rslora,
-  )
 
 
 def _database_of(config: Config) -> pathlib.Path:

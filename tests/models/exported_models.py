@@ -1,8 +1,11 @@
 """A small published model, and exports of an adapter of it."""
 
+import pathlib
+
 import jax
 
 from models import huggingface, parameters
+from models.adapters import peft_files
 from sdpo_jax.config import LoraConfig, ModelConfig
 
 CONFIG = {
@@ -28,6 +31,7 @@ def export_adapter(output, model, mesh=None):
   policy, params = huggingface.load(model, config, mesh)
   _, factors = parameters.split(policy.parameter_table(), params)
   factors = jax.tree.map(lambda leaf: leaf + 0.05, factors)
-  about = dict(name='model', fingerprint={'weights': {'values': '0'}})
-  huggingface.save_adapter(f'{output}_adapter', policy, factors, model, **about)
+  table = policy.base_policy().parameter_table()
+  base = peft_files.AdapterBase('model', {'weights': {'values': '0'}}, policy.adapter, table)
+  peft_files.save(f'{output}_adapter', base, factors, companions=pathlib.Path(model))
   huggingface.save_merged(f'{output}_merged', policy, factors, model)

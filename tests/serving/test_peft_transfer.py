@@ -34,12 +34,8 @@ def written(folder, shape, seed=0):
   )
   peft_files.save(
     folder / 'adapter',
-    shape.adapter,
-    shape.table,
+    peft_files.AdapterBase('b', {'weights': FINGERPRINT}, shape.adapter, shape.table),
     tree,
-    prefix='model.',
-    base='b',
-    fingerprint={'weights': FINGERPRINT},
   )
   files = {name: (folder / 'adapter' / name).read_bytes() for name in (CONFIG_FILE, WEIGHTS, BASE)}
   return files, {row.name: parameters.get(tree, row.path) for row in parameters.trainable(policy.parameter_table())}

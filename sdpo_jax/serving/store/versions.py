@@ -25,8 +25,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from models import parameters
-from models.adapters import lora, peft_config, peft_files
+from models.adapters import peft_config, peft_files
 from sdpo_jax.errors import first_line
 from sdpo_jax.files import jsonable
 from sdpo_jax.serving.errors import Damaged
@@ -46,27 +45,8 @@ _VERSION_KEY = re.compile(r'versions/(([0-9]{8,})-([0-9a-f]{12}))/([a-z_]+\.(?:j
 
 
 @dataclasses.dataclass(frozen=True)
-class Base:
+class Base(peft_files.AdapterBase):
   """The model that all adapters of a root belong to, and their common shape."""
-
-  name: str  # Path or hub name, for adapter_config.json.
-  fingerprint: Mapping[str, Any]  # Fingerprint of the model (`models.identity.of_base`).
-  adapter: lora.Adapter
-  table: parameters.Table  # The table of the model without factors.
-  prefix: str = 'model.'  # The prefix of transformers' module names.
-  use_rslora: bool = False
-
-  @functools.cached_property
-  def rows(self) -> parameters.Table:
-    """The factors of an adapter."""
-    return lora.factors(self.adapter.extended(self.table, 'float32'))
-
-  @functools.cached_property
-  def config(self) -> Mapping[str, Any]:
-    """The contents of adapter_config.json."""
-    modules = peft_config.respelled(peft_config.same_names(self.table), self.prefix)
-    whole = self.prefix == 'model.'
-    return peft_config.contents(self.adapter, modules, whole=whole, use_rslora=self.use_rslora, base=self.name)
 
   @functools.cached_property
   def described(self) -> Mapping[str, Any]:

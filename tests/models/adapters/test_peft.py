@@ -15,9 +15,8 @@ from safetensors.numpy import load_file, save_file
 import torch
 import transformers
 
-from models import checksums, huggingface, identity, model_files, parameters
+from models import checksums, huggingface, identity, parameters
 from models.adapters import peft_config, peft_files
-from models.families import known_families
 from sdpo_jax.config import LoraConfig, MeshConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.errors import UserError
@@ -108,15 +107,10 @@ def moved(policy, params, seed=0):
   return factors, parameters.merge(base, factors)
 
 
-def export(path, folder, policy, factors, **options):
-  table = policy.base_policy().parameter_table()
-  values = model_files.read_json(folder, 'config.json')
-  options = {
-    'prefix': known_families.family_of(policy.config).module_prefix(values),
-    'base': str(folder),
-    'fingerprint': identity.of_base(folder),
-  } | options
-  peft_files.save(path, policy.adapter, table, factors, **options)
+def export(path, folder, policy, factors, use_rslora=False, **options):
+  model = ModelConfig(path=str(folder), lora=LoraConfig(use_rslora=use_rslora))
+  base = peft_files.AdapterBase.of(model, policy, identity.of_base(folder))
+  peft_files.save(path, base, factors, **options)
   return path
 
 
