@@ -8,12 +8,13 @@ import pathlib
 import re
 
 from models import hub, remote_files
+from sdpo_jax import files
 from sdpo_jax.errors import UserError
 
 
 def is_local(path: str | os.PathLike) -> bool:
   """Return whether `path` is a directory of this machine."""
-  return not remote_files.is_remote(path) and pathlib.Path(path).expanduser().is_dir()
+  return files.is_local(path) and pathlib.Path(path).expanduser().is_dir()
 
 
 def fetch(path: str | os.PathLike, patterns: Sequence[str], setting: str, what: str) -> pathlib.Path:
@@ -31,7 +32,7 @@ def fetch(path: str | os.PathLike, patterns: Sequence[str], setting: str, what: 
     UserError: there is no such directory.
   """
   local = pathlib.Path(path).expanduser()
-  if remote_files.is_remote(path):
+  if not files.is_local(path):
     return remote_files.fetch(str(path), tuple(patterns), setting, what)
   if local.is_dir():
     return local

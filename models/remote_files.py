@@ -32,11 +32,6 @@ STREAMS = 4  # Files that are copied at once.
 _Identity = list[int]  # Bytes, and seconds since 1970 (0 if the store does not say).
 
 
-def is_remote(path: str | os.PathLike) -> bool:
-  """Return whether `path` is in an object store (gs://bucket/folder)."""
-  return '://' in str(path)
-
-
 @functools.cache
 def fetch(address: str, patterns: Sequence[str], setting: str = 'model.path', what: str = 'model') -> pathlib.Path:
   """Return the local copy of a remote model directory, after copying files that are missing or have changed.

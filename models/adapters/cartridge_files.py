@@ -20,6 +20,7 @@ import numpy as np
 
 from models import checksums, exporting, identity, tensor_files
 from models.adapters.cartridge import Cartridge, check, check_fits, narrowed
+from models.adapters.kv_prefix import KVPrefix
 from models.architecture import Architecture
 from sdpo_jax.distributed.cluster import barrier
 from sdpo_jax.errors import UserError, first_line, printable, short_repr
@@ -53,18 +54,17 @@ class Origin:
 
 
 @dataclasses.dataclass(frozen=True)
-class CartridgeManifest:
-  """The content of a cartridge's manifest."""
+class Description:
+  """The properties of a cartridge that can be read without its model."""
 
   layers: int
   kv_heads: int
   head_dim: int
-  slots: int  # P; slot i is at position i, and the text continues at position P.
-  frozen: int  # F.
-  within_windows: bool
-  origin: Origin
-  sha256: str  # SHA-256 of the tensors' file.
-  about: Mapping[str, str]  # Notes of the program that made it: the document, the step.
+  prefix: KVPrefix
+  sha256: str  # SHA-256 of the file that holds its slots.
+  origin: Origin | None = None  # None: a published one, which does not say it.
+  # Notes of the program that made it: the document, the step.
+  about: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def write(
@@ -136,7 +136,7 @@ def read(path: str | os.PathLike, origin: Origin, config: Architecture) -> Cartr
     UserError: the directory is missing, damaged or of a later version, or its cartridge belongs to another model.
   """
   manifest = read_manifest(path)
-  _check_origin(path, manifest, origin)
+  _check_origin(path, manifest.origin, origin)
   check_file(_place(path, TENSORS), _WAY_OUT)
   with _local(path) as file:
     try:
@@ -150,14 +150,14 @@ def read(path: str | os.PathLike, origin: Origin, config: Architecture) -> Cartr
       )
     with tensor_files.TensorFile(file) as opened:
       keys, values = (_stacked(opened, manifest, name, _place(path, TENSORS)) for name in ('key', 'value'))
-  cartridge = Cartridge(keys, values, manifest.frozen, manifest.within_windows)
+  cartridge = Cartridge(keys, values, manifest.prefix.frozen, manifest.prefix.within_windows)
   check(cartridge, str(path))
   check_fits(cartridge, config, str(path))
   return cartridge
 
 
-def read_manifest(path: str | os.PathLike) -> CartridgeManifest:
-  """Return the manifest of a cartridge, without reading its slots.
+def read_manifest(path: str | os.PathLike) -> Description:
+  """Return what the manifest of a cartridge says, without reading its slots.
 
   Args:
     path: path of the directory, local or in an object store.
@@ -186,7 +186,7 @@ def read_manifest(path: str | os.PathLike) -> CartridgeManifest:
   return _parsed(values, file)
 
 
-def _parsed(values: dict[str, Any], file: epath.Path) -> CartridgeManifest:
+def _parsed(values: dict[str, Any], file: epath.Path) -> Description:
   model = values.get('model')
   model = model if isinstance(model, dict) else {}
   checks = {
@@ -210,8 +210,9 @@ def _parsed(values: dict[str, Any], file: epath.Path) -> CartridgeManifest:
       f'{_WAY_OUT}.'
     )
   origin = Origin(model['name'], model['attention'], model['weights'])
-  names = [field.name for field in dataclasses.fields(CartridgeManifest) if field.name != 'origin']
-  return CartridgeManifest(origin=origin, **{name: values[name] for name in names})
+  prefix = KVPrefix(values['slots'], values['frozen'], values['within_windows'])
+  own = {name: values[name] for name in ('layers', 'kv_heads', 'head_dim', 'sha256', 'about')}
+  return Description(**own, prefix=prefix, origin=origin)
 
 
 def _is_count(value: Any) -> bool:
@@ -222,9 +223,8 @@ def _are_texts(value: Any) -> bool:
   return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
 
 
-def _check_origin(path: str | os.PathLike, manifest: CartridgeManifest, origin: Origin) -> None:
+def _check_origin(path: str | os.PathLike, made_for: Origin, origin: Origin) -> None:
   """Check that a cartridge was made for a model; raise a UserError that says what differs."""
-  made_for = manifest.origin
   differing = [
     what
     for what, left, right in (
@@ -260,13 +260,13 @@ def _local(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     yield copy
 
 
-def _stacked(opened: tensor_files.TensorFile, manifest: CartridgeManifest, what: str, file: epath.Path) -> np.ndarray:
+def _stacked(opened: tensor_files.TensorFile, manifest: Description, what: str, file: epath.Path) -> np.ndarray:
   """Return keys or values [L, KV, P, head_dim] float32.
 
   Raises:
     UserError: a layer is missing, or has another shape or dtype than the manifest says.
   """
-  shape = (manifest.kv_heads, manifest.slots, manifest.head_dim)
+  shape = (manifest.kv_heads, manifest.prefix.slots, manifest.head_dim)
   if len(opened.tensors) != 2 * manifest.layers:  # Before making a list as long as the manifest claims.
     raise UserError(
       f'{file} holds {len(opened.tensors)} tensors, and a cartridge of {manifest.layers} layers two each: {_WAY_OUT}.'

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-import dataclasses
 import functools
 import logging
 import os
@@ -11,28 +9,17 @@ import pathlib
 
 from etils import epath
 
-from models import checksums, directories, remote_files
+from models import checksums, directories
 from models.adapters import cartridge_files, published_cartridges
 from models.adapters.cartridge import Cartridge, check_fits
-from models.adapters.kv_prefix import KVPrefix
+from models.adapters.cartridge_files import Description
 from models.architecture import Architecture
 from sdpo_jax.errors import UserError, first_line, printable
-from sdpo_jax.files import check_file
+from sdpo_jax.files import check_file, is_local
 
 SETTING = 'model.cartridge.path'
 _FILES = (cartridge_files.MANIFEST, cartridge_files.TENSORS, published_cartridges.CONFIG, '*.pt')
 _logger = logging.getLogger('sdpo_jax.models')
-
-
-@dataclasses.dataclass(frozen=True)
-class Description:
-  """The properties of a cartridge that can be read without its model."""
-
-  layers: int
-  kv_heads: int
-  head_dim: int
-  prefix: KVPrefix
-  sha256: str  # SHA-256 of the file that holds its slots.
 
 
 def describe(path: str | os.PathLike) -> Description:
@@ -46,17 +33,9 @@ def describe(path: str | os.PathLike) -> Description:
   """
   place = _resolve(path)
   if _is_ours(place):
-    manifest = cartridge_files.read_manifest(place)
-    prefix = KVPrefix(manifest.slots, manifest.frozen, manifest.within_windows)
-    return Description(manifest.layers, manifest.kv_heads, manifest.head_dim, prefix, manifest.sha256)
+    return cartridge_files.read_manifest(place)
   stats = [part.stat() for part in (place, _tensors(place), place / published_cartridges.CONFIG) if part.exists()]
   return _describe_published(place, tuple((stat.st_mtime_ns, stat.st_size) for stat in stats))
-
-
-def about(path: str | os.PathLike) -> Mapping[str, str]:
-  """Return the notes stored with a cartridge (none with published ones); arguments and errors as in `describe`."""
-  place = _resolve(path)
-  return cartridge_files.read_manifest(place).about if _is_ours(place) else {}
 
 
 def read(path: str | os.PathLike, model: str | os.PathLike, config: Architecture) -> Cartridge:
@@ -99,7 +78,7 @@ def _describe_published(place: pathlib.Path, identity: tuple[tuple[int, int], ..
 
 def _resolve(path: str | os.PathLike) -> epath.Path | pathlib.Path:
   """Return the local directory or .pt file of a cartridge, or its remote directory if in this project's format."""
-  if remote_files.is_remote(path):
+  if not is_local(path):
     try:
       if _is_ours(epath.Path(path)):
         return epath.Path(path)

@@ -377,7 +377,7 @@ def _other_document(config: Config, session: Session, workdir: str | None, step:
   if workdir is not None:
     taught = fingerprint.trained_document(workdir, newest(workdir) if step is None else step)
   else:
-    taught = named_cartridges.about(slots.path).get(DIGEST)
+    taught = named_cartridges.describe(slots.path).about.get(DIGEST)
   if taught is None:
     return None
   model = dataclasses.replace(session.config.model, cartridge=CartridgeConfig(path=slots.path, document=document))

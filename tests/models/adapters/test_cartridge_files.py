@@ -223,7 +223,7 @@ def test_arrays_that_are_no_cartridge_are_not_written(model, tmp_path, changes, 
 def test_a_cartridge_in_a_bucket_is_read_and_not_written(bucket, model, tmp_path):
   cartridge_files.write(bucket / 'models' / 'made', make(), origin_of(model))
   assert_equal(read('gs://here/models/made', model), make())
-  assert cartridge_files.read_manifest('gs://here/models/made').slots == 16
+  assert cartridge_files.read_manifest('gs://here/models/made').prefix.slots == 16
   (bucket / 'models' / 'made' / 'cartridge.safetensors').unlink()
   with pytest.raises(UserError, match=r'gs://here/models/made/cartridge\.safetensors could not be copied'):
     read('gs://here/models/made', model)
