@@ -149,21 +149,23 @@ def filling(length: int, parts: int | None = None) -> KVPrefix:
   return KVPrefix(length, length, within_windows=True, parts=parts, filling=True)
 
 
+def _rows(policy: Policy, prefix: KVPrefix) -> Table:
+  return prefix.rows(policy.base_policy().parameter_table(), policy.dtype)
+
+
 def _placed(policy: Policy, prefix: KVPrefix) -> Tree | None:
   """Return the shardings of a prefix's slots; None: they are on the default device."""
   mesh = policy.backend.mesh
   if mesh is None:
     return None
-  table = prefix.rows(policy.base_policy().parameter_table(), policy.dtype)
-  return map_table(lambda row: parameter_sharding(mesh, row.axes, row.shape), table)
+  return map_table(lambda row: parameter_sharding(mesh, row.axes, row.shape), _rows(policy, prefix))
 
 
 def empty_slots(policy: Policy, prefix: KVPrefix) -> Tree:
   """Return slots to be filled, placed on their devices."""
-  table = prefix.rows(policy.base_policy().parameter_table(), policy.dtype)
 
   def make() -> Tree:
-    return map_table(lambda row: jnp.zeros(row.shape, row.dtype), table)
+    return map_table(lambda row: jnp.zeros(row.shape, row.dtype), _rows(policy, prefix))
 
   return jax.jit(make, out_shardings=_placed(policy, prefix))()
 
@@ -258,10 +260,7 @@ def joined(prefix: KVPrefix, base: Tree, trained: Tree) -> tuple[jax.Array, jax.
 
 def place(policy: Policy, prefix: KVPrefix, keys: jax.Array, values: jax.Array) -> tuple[Tree, Tree]:
   """Return `slots` on the devices of a policy's parameters; arguments as there."""
-  table, mesh = prefix.rows(policy.base_policy().parameter_table(), policy.dtype), policy.backend.mesh
-  placed = None
-  if mesh is not None:
-    rows = map_table(lambda row: parameter_sharding(mesh, row.axes, row.shape), table)
-    placed = split(table, rows)
+  placed = _placed(policy, prefix)
+  shardings = None if placed is None else split(_rows(policy, prefix), placed)
   make = functools.partial(slots, prefix, dtype=policy.dtype)
-  return jax.jit(make, out_shardings=placed)(keys, values)
+  return jax.jit(make, out_shardings=shardings)(keys, values)

@@ -70,14 +70,19 @@ def linear(table: Table) -> Table:
   return tuple(parameter for parameter in table if parameter.stacked and parameter.transpose)
 
 
+def is_factor(name: str) -> bool:
+  """Return whether a parameter of this name, or with a path that ends so, is a factor."""
+  return name.endswith((f'_{A}', f'_{B}'))
+
+
 def factors(table: Table) -> Table:
   """Return the parameters of a table that are factors."""
-  return tuple(parameter for parameter in table if parameter.name.endswith((f'_{A}', f'_{B}')))
+  return tuple(parameter for parameter in table if is_factor(parameter.name))
 
 
 def without_factors(table: Table) -> Table:
   """Return the parameters of a table that are not factors."""
-  return tuple(parameter for parameter in table if not parameter.name.endswith((f'_{A}', f'_{B}')))
+  return tuple(parameter for parameter in table if not is_factor(parameter.name))
 
 
 def _factors(matrix: Parameter, rank: int) -> tuple[Parameter, Parameter]:
@@ -200,7 +205,7 @@ def matched(patterns: Iterable[str], table: Table, source: str) -> set[Module]:
   found: set[Module] = set()
   for pattern in patterns:
     if pattern == ALL_LINEAR:
-      found |= {(parameter.name, layer) for parameter in linear(table) for layer in range(parameter.layers)}
+      found |= names(table).keys()
       continue
     whole = _components(pattern, source)
     chosen = {module for module, known in names(table).items() if any(map(whole.search, known))}

@@ -70,7 +70,7 @@ class LoraPool:
 
     def arrange(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
       name = path[-1].key
-      if not name.endswith((f'_{lora.A}', f'_{lora.B}')):
+      if not lora.is_factor(name):
         return leaf
       if name.endswith(lora.A):
         leaf = jnp.moveaxis(leaf, -1, axis + 1)

@@ -300,11 +300,7 @@ def _alpha(target: lora.Target, layer: int, use_rslora: bool) -> float:
 
 def same_names(table: Table) -> dict[lora.Module, str]:
   """Return the names of the matrices of the layers in transformers."""
-  return {
-    (parameter.name, layer): lora.module_name(parameter, layer)
-    for parameter in lora.linear(table)
-    for layer in range(parameter.layers)
-  }
+  return {module: known[-1] for module, known in lora.names(table).items()}
 
 
 def respelled(modules: Mapping[lora.Module, str], prefix: str) -> dict[lora.Module, str]:
