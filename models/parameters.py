@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 import math
 from typing import Any, Literal
@@ -64,6 +64,20 @@ class Parameter:
   def huggingface_name(self, layer: int = 0) -> str:
     return self.huggingface.format(layer=layer)
 
+  def groups(self) -> Iterator[tuple[int, int, int]]:
+    """Yield the size of each axis of a Hugging Face tensor, in our order, and the first and end of our axes of it.
+
+    Our axes are counted without the layers axis.
+    """
+    shape = self.shape[1:] if self.stacked else self.shape
+    axis = 0
+    for size in self.huggingface_shape[::-1] if self.transpose else self.huggingface_shape:
+      end = axis + 1
+      while math.prod(shape[axis:end]) < size:
+        end += 1
+      yield size, axis, end
+      axis = end
+
   def from_huggingface(self, tensor: Any, block: Bounds) -> np.ndarray:
     """Return a block of one Hugging Face tensor in our layout (without the layers axis), in its own dtype.
 
@@ -77,17 +91,12 @@ class Parameter:
     """
     shape = self.shape[1:] if self.stacked else self.shape
     ranges, covered, cuts = [], [], []
-    axis = 0
-    for size in self.huggingface_shape[::-1] if self.transpose else self.huggingface_shape:
-      end = axis + 1
-      while math.prod(shape[axis:end]) < size:
-        end += 1
+    for size, axis, end in self.groups():
       (start, stop), inner = block[axis], shape[axis + 1 : end]
       first, last = start * math.prod(inner), min(stop * math.prod(inner), size)
       ranges.append(slice(first, last) if first < last else slice(0, 0))  # safetensors wants a start within the axis.
       covered += [stop - start, *inner]
       cuts += [slice(None), *(slice(*bounds) for bounds in block[axis + 1 : end])]
-      axis = end
     part = tensor[tuple(ranges[::-1] if self.transpose else ranges)]
     part = part.T if self.transpose else part
     if self.padding and len(part) < covered[0]:

@@ -38,7 +38,7 @@ def place(parameter: parameters.Parameter, tensors: Mapping[str, Tensor], mesh: 
 
 def _send(parameter: parameters.Parameter, tensors: Mapping[str, Tensor], mesh: jax.sharding.Mesh | None) -> jax.Array:
   if mesh is None:
-    return jax.device_put(read_blocks(parameter, tensors, [_whole(parameter.shape)])[0])
+    return jax.device_put(read_whole(parameter, tensors))
   sharding = parameter_sharding(mesh, parameter.axes, parameter.shape)
   blocks = {
     device: tuple(part.indices(size)[:2] for part, size in zip(index, parameter.shape, strict=True))
@@ -56,6 +56,12 @@ def put(mesh: jax.sharding.Mesh | None, parameter: parameters.Parameter, values:
     return jax.device_put(values)
   sharding = parameter_sharding(mesh, parameter.axes, parameter.shape)
   return jax.make_array_from_callback(parameter.shape, sharding, lambda index: values[index])
+
+
+def read_whole(parameter: parameters.Parameter, tensors: Mapping[str, Tensor]) -> np.ndarray:
+  """Return a parameter on the host; arguments and errors as in `read_blocks`."""
+  [whole] = read_blocks(parameter, tensors, [tuple((0, size) for size in parameter.shape)])
+  return whole
 
 
 def read_blocks(
@@ -106,17 +112,8 @@ class _Layout:
   @classmethod
   def of(cls, parameter: parameters.Parameter) -> _Layout:
     shape = parameter.shape[1:] if parameter.stacked else parameter.shape
-    sizes = parameter.huggingface_shape[::-1] if parameter.transpose else parameter.huggingface_shape
-    groups, axis = (
-      [],
-      0,
-    )  # For every axis of the tensor, in our order: our first axis of it, and the tensor's entries per entry of that.
-    for size in sizes:
-      end = axis + 1
-      while math.prod(shape[axis:end]) < size:
-        end += 1
-      groups.append((axis, math.prod(shape[axis + 1 : end])))
-      axis = end
+    # For every axis of the tensor, in our order: our first axis of it, and the tensor's entries per entry of that.
+    groups = [(axis, math.prod(shape[axis + 1 : end])) for _, axis, end in parameter.groups()]
     (row_axis, rows), *rest = groups[::-1] if parameter.transpose else groups
     column_axis, columns = rest[0] if rest else (None, 1)
     row_bytes = 4 * math.prod(parameter.huggingface_shape[1:])
@@ -196,10 +193,6 @@ def _check_finite(tensor: Tensor, values: np.ndarray) -> None:
       'finite (NaN or infinite), with which nothing can be trained or sampled: get the file again, or export the model '
       'anew from a checkpoint that works.'
     )
-
-
-def _whole(shape: Sequence[int]) -> parameters.Bounds:
-  return tuple((0, size) for size in shape)
 
 
 def _hull(bounds: Sequence[tuple[int, int]]) -> tuple[int, int]:

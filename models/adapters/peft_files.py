@@ -115,8 +115,7 @@ def load_factors(
 def host_factors(path: str | os.PathLike, table: parameters.Table, known_name: KnownName) -> dict[str, np.ndarray]:
   """Return the factors of an adapter on the host, by their names in the table; otherwise as `load_factors`."""
   with _opened_whole(path, table, known_name) as (rows, tensors):
-    whole = {row.name: tuple((0, size) for size in row.shape) for row in rows}
-    return {row.name: placing.read_blocks(row, tensors, [whole[row.name]])[0] for row in rows}
+    return {row.name: placing.read_whole(row, tensors) for row in rows}
 
 
 @contextlib.contextmanager
