@@ -281,6 +281,16 @@ class _Member:
       del self._passed[name]
       return self._notes.pop(name)
 
+  def received(self, connection: _Connection, index: int) -> dict[str, Any]:
+    """Return the next message of a process; if it is silent or gone, the message that ends the run for that."""
+    try:
+      message = connection.receive()
+    except TimeoutError:
+      return {'end': _silent(self.called(index), self.timeouts.heartbeat), 'code': EXIT_LOST}
+    except OSError:
+      message = None
+    return {'end': _gone(self.called(index)), 'code': EXIT_LOST} if message is None else message
+
   def ask_to_stop(self) -> None:
     """Tell all processes that this one was told to stop."""
     raise NotImplementedError
@@ -418,16 +428,9 @@ class Hub(_Member):
   def _hear(self, index: int, spoke: _Connection) -> None:
     """Receive the messages of another process until the end of the run."""
     while True:
-      try:
-        message = spoke.receive()
-      except TimeoutError:
-        message = {'end': _silent(self.called(index), self.timeouts.heartbeat), 'code': EXIT_LOST}
-      except OSError:
-        message = None
+      message = self.received(spoke, index)
       if self._over:
         return
-      if message is None:
-        message = {'end': _gone(self.called(index)), 'code': EXIT_LOST}
       if 'end' in message:
         self.end(message['end'], message['code'], told=message['end'], but=index)
       if 'arrive' in message:
@@ -540,22 +543,15 @@ class Spoke(_Member):
 
   def _hear(self) -> None:
     while True:
-      try:
-        message = self._hub.receive()
-      except TimeoutError:
-        message = {'end': _silent(self.called(0), self.timeouts.heartbeat), 'code': EXIT_LOST}
-      except OSError:
-        message = None
-      if message is not None and 'passed' in message:
+      message = self.received(self._hub, 0)
+      if 'passed' in message:
         self.passed(message['passed'], {int(index): note for index, note in message['notes'].items()})
-      if message is not None and 'stop' in message:
+      if 'stop' in message:
         self._send(at=self.freeze())
-      if message is not None and 'leave' in message:
+      if 'leave' in message:
         self.stop_point.settle(message['leave'])
       if self._over:
         return
-      if message is None:
-        message = {'end': _gone(self.called(0)), 'code': EXIT_LOST}
       if 'end' in message:
         self.end(message['end'], message['code'])
 
