@@ -35,16 +35,16 @@ MODEL = flags.DEFINE_string('model', None, 'Model that writes the prompts; model
 COUNT = flags.DEFINE_integer('count', 2048, 'Prompts to write.', lower_bound=1)
 SEED = flags.DEFINE_integer('seed', DEFAULTS.seed, 'Seed of windows, requests and sampling.', lower_bound=0)
 SEED_TYPES = flags.DEFINE_list(
-  'seed_types', list(DEFAULTS.types), f'Kinds of requests, of {", ".join(self_study.REQUESTS)}.'
+  'seed_types', list(DEFAULTS.seed_types), f'Kinds of requests, of {", ".join(self_study.REQUESTS)}.'
 )
 SEED_WEIGHTS = flags.DEFINE_list(
   'seed_weights', [], 'How often each is drawn, relative to the others; equally if unset.'
 )
 MIN_WINDOW = flags.DEFINE_integer(
-  'min_window', DEFAULTS.least_window, 'Tokens of the shortest window of the document.', lower_bound=1
+  'min_window', DEFAULTS.min_window, 'Tokens of the shortest window of the document.', lower_bound=1
 )
 MAX_WINDOW = flags.DEFINE_integer(
-  'max_window', DEFAULTS.most_window, 'Tokens of the longest window of the document.', lower_bound=1
+  'max_window', DEFAULTS.max_window, 'Tokens of the longest window of the document.', lower_bound=1
 )
 PER_WINDOW = flags.DEFINE_integer(
   'per_window',
@@ -77,10 +77,10 @@ def main() -> None:
   options = synthesis.SynthesisOptions(
     count=COUNT.value,
     seed=SEED.value,
-    types=tuple(SEED_TYPES.value),
-    weights=tuple(map(weight, SEED_WEIGHTS.value)),
-    least_window=MIN_WINDOW.value,
-    most_window=MAX_WINDOW.value,
+    seed_types=tuple(SEED_TYPES.value),
+    seed_weights=tuple(map(weight, SEED_WEIGHTS.value)),
+    min_window=MIN_WINDOW.value,
+    max_window=MAX_WINDOW.value,
     per_window=PER_WINDOW.value,
     temperature=TEMPERATURE.value,
     max_tokens=MAX_TOKENS.value,

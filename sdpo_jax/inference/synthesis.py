@@ -41,14 +41,14 @@ BUCKETS = (64, 128, 256, 512)  # Padded lengths of prompts in tokens; after the 
 
 @dataclasses.dataclass(frozen=True)
 class SynthesisOptions:
-  """Options of a pool."""
+  """Options of a pool, named as the flags of its command."""
 
   count: int  # Number of messages in the pool.
   seed: int = 0
-  types: tuple[str, ...] = self_study.DEFAULT_TYPES  # Keys of `self_study.REQUESTS`.
-  weights: tuple[float, ...] = ()  # Relative frequencies of the types; empty: equal.
-  least_window: int = 512  # Tokens of the document.
-  most_window: int = 4096
+  seed_types: tuple[str, ...] = self_study.DEFAULT_TYPES  # Keys of `self_study.REQUESTS`.
+  seed_weights: tuple[float, ...] = ()  # Relative frequencies of the types; empty: equal.
+  min_window: int = 512  # Tokens of the document.
+  max_window: int = 4096
   per_window: int = 4  # Messages per window and request, which share the prompt's prefill.
   temperature: float = 0.6
   max_tokens: int = 512  # Per message.
@@ -60,22 +60,22 @@ class SynthesisOptions:
 
   def check(self) -> None:
     """Raise UserError if options contradict each other."""
-    if unknown := [kind for kind in self.types if kind not in self_study.REQUESTS]:
+    if unknown := [kind for kind in self.seed_types if kind not in self_study.REQUESTS]:
       raise UserError(f'--seed_types: {unknown[0]!r} must be one of {", ".join(self_study.REQUESTS)}.')
-    if not self.types or len(set(self.types)) < len(self.types):
-      raise UserError(f'--seed_types={",".join(self.types)} must name at least one type, and each once.')
-    if self.weights and len(self.weights) != len(self.types):
+    if not self.seed_types or len(set(self.seed_types)) < len(self.seed_types):
+      raise UserError(f'--seed_types={",".join(self.seed_types)} must name at least one type, and each once.')
+    if self.seed_weights and len(self.seed_weights) != len(self.seed_types):
       raise UserError(
-        f'--seed_weights has {len(self.weights)} numbers for {len(self.types)} seed types ({", ".join(self.types)}): '
-        'give one for each, or leave it out.'
+        f'--seed_weights has {len(self.seed_weights)} numbers for {len(self.seed_types)} seed types '
+        f'({", ".join(self.seed_types)}): give one for each, or leave it out.'
       )
-    if not all(math.isfinite(weight) and weight > 0 for weight in self.weights):
+    if not all(math.isfinite(weight) and weight > 0 for weight in self.seed_weights):
       raise UserError(
         '--seed_weights must be positive numbers: leave a type out of --seed_types if it is not to be drawn.'
       )
-    if self.weights and not math.isfinite(sum(self.weights)):
+    if self.seed_weights and not math.isfinite(sum(self.seed_weights)):
       raise UserError(
-        f'--seed_weights={",".join(f"{weight:g}" for weight in self.weights)} have no finite sum: lower them.'
+        f'--seed_weights={",".join(f"{weight:g}" for weight in self.seed_weights)} have no finite sum: lower them.'
       )
     if not math.isfinite(self.temperature):
       raise UserError(f'--temperature={self.temperature:g} must be a finite number.')
@@ -83,8 +83,8 @@ class SynthesisOptions:
       raise UserError(
         f'--per_window={self.per_window} is more than the {ROUND} messages that are drawn at once: lower it.'
       )
-    if self.least_window > self.most_window:
-      raise UserError(f'--min_window={self.least_window} is more than --max_window={self.most_window}: lower it.')
+    if self.min_window > self.max_window:
+      raise UserError(f'--min_window={self.min_window} is more than --max_window={self.max_window}: lower it.')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,13 +124,13 @@ class Asker:
     """
     self._document, self._tokenizer, self._chat, self._options = document, tokenizer, chat, options
     self._system = self_study.writes_system(tokenizer, chat)
-    requests = self_study.longest_requests(options.types)
+    requests = self_study.longest_requests(options.seed_types)
     frames = chat_tokens(tokenizer, [self._conversation('', request) for request in requests], chat)
-    frame, window = max(map(len, frames)), min(options.most_window, len(document))
+    frame, window = max(map(len, frames)), min(options.max_window, len(document))
     self.limit = frame + window + SPARE  # Tokens of a prompt.
     if positions is not None and self.limit + options.max_tokens > positions:
       raise UserError(
-        f'--max_window={options.most_window} and --max_tokens={options.max_tokens}: a passage of {window} tokens, a '
+        f'--max_window={options.max_window} and --max_tokens={options.max_tokens}: a passage of {window} tokens, a '
         f'request about it ({frame + SPARE}) and the message are more than the {positions} positions '
         '(max_position_embeddings) of the model: lower one of them.'
       )
@@ -142,8 +142,9 @@ class Asker:
     """Return the request at a place in a round, which is independent of all sampling settings and always the same."""
     options, document = self._options, self._document
     draw = np.random.default_rng([options.seed, round_number, number])
-    kind, request = self_study.draw_request(draw, options.types, options.weights or (1.0,) * len(options.types))
-    start, end = document.draw_window(draw, options.least_window, options.most_window)
+    weights = options.seed_weights or (1.0,) * len(options.seed_types)
+    kind, request = self_study.draw_request(draw, options.seed_types, weights)
+    start, end = document.draw_window(draw, options.min_window, options.max_window)
     while True:
       [tokens] = chat_tokens(self._tokenizer, [self._conversation(document.passage((start, end)), request)], self._chat)
       excess = len(tokens) - self.limit
@@ -384,20 +385,8 @@ _DECIDING = (
 
 def _settings(config: Config, options: SynthesisOptions, text: str, limit: int, tokenizer: Tokenizer) -> dict[str, Any]:
   """Return everything that determines the draw, as JSON values."""
-  named = {
-    'count': 'count',
-    'seed': 'seed',
-    'types': 'seed_types',
-    'weights': 'seed_weights',
-    'least_window': 'min_window',
-    'most_window': 'max_window',
-    'per_window': 'per_window',
-    'temperature': 'temperature',
-    'max_tokens': 'max_tokens',
-  }
-  given = {f'--{flag}': getattr(options, field) for field, flag in named.items()}
   return {
-    **{name: list(value) if isinstance(value, tuple) else value for name, value in given.items()},
+    **{f'--{name}': value for name, value in jsonable(dataclasses.asdict(options)).items()},
     'the document': hashlib.sha256(text.encode()).hexdigest()[:16],
     'the model': identity.of_weights(config.model.path)['values'],
     'model.dtype': config.model.dtype,

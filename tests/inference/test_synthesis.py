@@ -31,7 +31,7 @@ from sdpo_jax.training.questions import training_questions
 from tests import tiny
 
 TEXT = '\n'.join(f'Fact {i}: house {i * 7 % 13} is {"red blue green".split()[i % 3]}.' for i in range(40))
-OPTIONS = SynthesisOptions(count=12, seed=5, least_window=20, most_window=60, per_window=2, max_tokens=6)
+OPTIONS = SynthesisOptions(count=12, seed=5, min_window=20, max_window=60, per_window=2, max_tokens=6)
 # As Gemma's: it has no system turn, and says so.
 REFUSING = (
   "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
@@ -112,7 +112,7 @@ def test_a_prompt_is_what_the_template_makes_of_passage_and_request(config, temp
       config, model=dataclasses.replace(config.model, chat_template=str(tmp_path / 'template.jinja'))
     )
   tokenizer = load_tokenizer(config)
-  options = dataclasses.replace(OPTIONS, types=tuple(self_study.REQUESTS))
+  options = dataclasses.replace(OPTIONS, seed_types=tuple(self_study.REQUESTS))
   ours, variables = asker(tokenizer, options), {'enable_thinking': False} if template == SWITCHED else {}
   starts = set()
   for number in range(8):
@@ -135,7 +135,7 @@ def test_a_prompt_is_what_the_template_makes_of_passage_and_request(config, temp
       messages = [{'role': 'user', 'content': f'{information}\n\n{request}'}]
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **variables)
     assert ask.tokens == expected and len(expected) <= ours.limit
-    assert ours.ask(3, number) == ask and {'generic'} | {*options.types} >= {ask.seed_type}
+    assert ours.ask(3, number) == ask and {'generic'} | {*options.seed_types} >= {ask.seed_type}
     starts.add(start)
   assert len(starts) > 4 and ours.ask(4, 0) != ours.ask(3, 0)
   assert ('<think></think>' in text) == (template == SWITCHED)
@@ -403,16 +403,16 @@ def test_a_run_trains_on_a_pool_and_logs_each_seed_type(made, config, tmp_path):
 @pytest.mark.parametrize(
   ('changes', 'says'),
   [
-    ({'types': ('questions',)}, "--seed_types: 'questions' must be one of structuring, summarization, question,"),
-    ({'types': ()}, '--seed_types= must name at least one type'),
-    ({'types': ('question', 'question')}, 'each once'),
-    ({'weights': (1.0,)}, '--seed_weights has 1 numbers for 5 seed types'),
-    ({'weights': (1.0, 1, 1, 0, 1)}, '--seed_weights must be positive'),
-    ({'weights': (1.0, 1, 1, float('nan'), 1)}, '--seed_weights must be positive'),
-    ({'types': ('question', 'creative'), 'weights': (1e308, 1e308)}, '--seed_weights=.* have no finite sum'),
+    ({'seed_types': ('questions',)}, "--seed_types: 'questions' must be one of structuring, summarization, question,"),
+    ({'seed_types': ()}, '--seed_types= must name at least one type'),
+    ({'seed_types': ('question', 'question')}, 'each once'),
+    ({'seed_weights': (1.0,)}, '--seed_weights has 1 numbers for 5 seed types'),
+    ({'seed_weights': (1.0, 1, 1, 0, 1)}, '--seed_weights must be positive'),
+    ({'seed_weights': (1.0, 1, 1, float('nan'), 1)}, '--seed_weights must be positive'),
+    ({'seed_types': ('question', 'creative'), 'seed_weights': (1e308, 1e308)}, '--seed_weights=.* have no finite sum'),
     ({'temperature': float('nan')}, '--temperature=nan must be a finite number'),
     ({'per_window': 513}, '--per_window=513 is more than the 512 messages'),
-    ({'least_window': 61}, '--min_window=61 is more than --max_window=60'),
+    ({'min_window': 61}, '--min_window=61 is more than --max_window=60'),
     (
       {'max_tokens': 1800},
       r'a passage of 60 tokens, .* the 2048 positions \(max_position_embeddings\) of the model: lower',
