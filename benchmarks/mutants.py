@@ -183,10 +183,14 @@ MUTANTS = (
     'sdpo_jax/inference/probe.py',
     'tests/inference/test_probe.py',
     ('an error is not corrected for few questions', ' * len(sums) / (len(sums) - 1))', ')'),
+  ),
+  *_in(
+    'sdpo_jax/inference/probe_report.py',
+    'tests/inference/test_probe.py',
     (
       'feedback is shown with the demonstration',
-      'dict(include_demonstration=False,',
-      'dict(include_demonstration=True,',
+      "{'include_demonstration': False,",
+      "{'include_demonstration': True,",
     ),
   ),
   *_in(

@@ -23,7 +23,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation.completions import describe
 from sdpo_jax.evaluation.evaluate import best_at_k, reported_ks
 from sdpo_jax.files import check_output, write_output
-from sdpo_jax.inference.probe_report import recommend
+from sdpo_jax.inference.probe_report import RULES, recommend
 from sdpo_jax.rollout.grading_thread import GradingThread
 from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.teacher.context import TeacherContext, build_teacher_context
@@ -299,14 +299,8 @@ def contexts(sd: SelfDistillationConfig) -> dict[str, SelfDistillationConfig]:
   """Return settings that show the teacher only the demonstration, only the feedback, or both."""
   # Only the configured context may end a run for an overlong prompt.
   truncation = 'content' if sd.reprompt_truncation == 'error' else sd.reprompt_truncation
-  shown = {
-    'solution': dict(include_demonstration=True, include_environment_feedback=False),
-    'feedback': dict(include_demonstration=False, include_environment_feedback=True),
-    'both': dict(
-      include_demonstration=True, include_environment_feedback=True, environment_feedback_only_without_solution=False
-    ),
-  }
-  return {name: dataclasses.replace(sd, reprompt_truncation=truncation, **changes) for name, changes in shown.items()}
+  names = 'solution', 'feedback', 'both'
+  return {name: dataclasses.replace(sd, reprompt_truncation=truncation, **RULES[name][1]) for name in names}
 
 
 def mean_and_error(values: np.ndarray, group: np.ndarray) -> tuple[float, float | None]:

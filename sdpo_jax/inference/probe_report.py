@@ -19,25 +19,24 @@ NO_RUN_UNGRADED = 0.2
 FORMAT_VALID = 0.8
 
 _PREFIX = 'actor.self_distillation'
-# The rules by which settings choose the teacher's context, and how to set them.
-RULES = {
+_BOTH = {'include_demonstration': True, 'include_environment_feedback': True}
+# The rules by which settings choose the teacher's context: what it reads, and the settings.
+RULES: Mapping[str, tuple[str, Mapping[str, bool]]] = {
   'solution': (
     'a demonstration only',
-    f'{_PREFIX}.include_demonstration=true, {_PREFIX}.include_environment_feedback=false',
+    {'include_demonstration': True, 'include_environment_feedback': False},
   ),
   'feedback': (
     'feedback only',
-    f'{_PREFIX}.include_demonstration=false, {_PREFIX}.include_environment_feedback=true',
+    {'include_demonstration': False, 'include_environment_feedback': True},
   ),
   'feedback_without_solution': (
     'a demonstration, or feedback where there is none',
-    f'{_PREFIX}.include_demonstration=true, {_PREFIX}.include_environment_feedback=true, '
-    f'{_PREFIX}.environment_feedback_only_without_solution=true',
+    {**_BOTH, 'environment_feedback_only_without_solution': True},
   ),
   'both': (
     'a demonstration and feedback together',
-    f'{_PREFIX}.include_demonstration=true, {_PREFIX}.include_environment_feedback=true, '
-    f'{_PREFIX}.environment_feedback_only_without_solution=false',
+    {**_BOTH, 'environment_feedback_only_without_solution': False},
   ),
 }
 
@@ -45,11 +44,10 @@ RULES = {
 def configured_rule(config: Config) -> str:
   """Return the key in `RULES` of the configured rule."""
   sd = config.actor.self_distillation
-  if not sd.include_demonstration:
-    return 'feedback'
-  if not sd.include_environment_feedback:
-    return 'solution'
-  return 'feedback_without_solution' if sd.environment_feedback_only_without_solution else 'both'
+  as_configured = (
+    name for name, (_, chosen) in RULES.items() if all(getattr(sd, field) == value for field, value in chosen.items())
+  )
+  return next(as_configured, 'feedback')
 
 
 def recommend(numbers: Mapping[str, float], config: Config) -> list[str]:
@@ -152,7 +150,8 @@ def _context(numbers: Mapping[str, float], config: Config) -> list[str]:
   told = ', '.join(f'{_points(gains[name])} with {RULES[name][0]}' for name in gains)
   text = f'Over all completions the teacher is ahead by {told}.'
   if best != own and believed(numbers, f'rule/{best}/over_configured'):
-    return [f'{text} The best of these is not the configured one: consider {RULES[best][1]}.']
+    changes = ', '.join(f'{_PREFIX}.{name}={str(value).lower()}' for name, value in RULES[best][1].items())
+    return [f'{text} The best of these is not the configured one: consider {changes}.']
   if gains[best] - gains[own] <= 0:
     return [f'{text} The configured one is the best of these.']
   return [f'{text} None of these is measurably better than the configured one.']
