@@ -10,22 +10,10 @@ from models.parameters import Table
 from sdpo_jax.types import Tree
 
 if TYPE_CHECKING:  # Code that only updates parameters has no cache.
+  from models.architecture import Architecture
   from models.cache import KVCache
 
 NO_MEMBER = -1  # Marks a row that uses no adapter of a pool.
-
-
-class ModelSizes(Protocol):
-  """The sizes of a model from which operations, memory and valid meshes are computed."""
-
-  vocab_size: int  # Tokens; the embedding may have more entries.
-  hidden_size: int  # D.
-  intermediate_size: int  # Width of the MLP.
-  layers: int
-  heads: int  # Query heads.
-  kv_heads: int  # Key and value heads.
-  head_dim: int
-  windows: tuple[int, ...] | None  # Per layer, number of positions seen (0: all); None: all layers see all.
 
 
 @runtime_checkable
@@ -37,7 +25,7 @@ class Policy(Protocol):
   only the trainable tree. Implementations are hashable (static under `jit`).
   """
 
-  config: ModelSizes
+  config: Architecture
   vocab_size: int  # V, as in `config`; the unembedding may have more entries, which are not tokens.
   # Whether a step over a cache reads only its filled slots, so that a large cache costs nothing but memory.
   reads_filled: bool
@@ -122,36 +110,3 @@ class Policy(Protocol):
   def with_recent(self, cache: KVCache, length: int) -> KVCache:
     """Return the cache with room for `length` more tokens in every row, until `models.cache.commit` is called."""
     ...
-
-
-class PolicyBase:
-  """Defaults for a small policy that runs on any mesh unchanged, casts nothing and does not sample.
-
-  Subclasses define `config`, `vocab_size`, `parameter_table` and `apply`.
-  """
-
-  reads_filled = False
-  shares_prefixes = False
-  pooled = False
-
-  def on(self, mesh: jax.sharding.Mesh | None, attention_setting: str = 'auto') -> Policy:
-    """Return the policy itself."""
-    del mesh, attention_setting
-    return self
-
-  def with_remat(self, remat: str) -> Policy:
-    """Return the policy itself."""
-    del remat
-    return self
-
-  def cast(self, base: Tree, trainable: Tree) -> tuple[Tree, Tree]:
-    """Return both trees as they are."""
-    return base, trainable
-
-  def init_cache(self, batch_size: int, length: int, quantized: bool = False) -> KVCache:
-    """Raise NotImplementedError: the policy does not sample."""
-    raise NotImplementedError(f'{type(self).__name__} has no cache to sample with.')
-
-  def with_recent(self, cache: KVCache, length: int) -> KVCache:
-    """Raise NotImplementedError: the policy does not sample."""
-    raise NotImplementedError(f'{type(self).__name__} has no cache to sample with.')

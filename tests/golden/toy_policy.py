@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from models.parameters import Parameter, Table, merge
-from models.policy import PolicyBase
 
 
 @dataclasses.dataclass(frozen=True)
-class ToyPolicy(PolicyBase):
-  """h_t = 0.8·h_{t−1} + mask_t·(E[token_t] + P[position_t]); logits_t = tanh(h_t)·W."""
+class ToyPolicy:
+  """h_t = 0.8·h_{t−1} + mask_t·(E[token_t] + P[position_t]); logits_t = tanh(h_t)·W.
+
+  It runs on any mesh unchanged, casts nothing and does not sample.
+  """
 
   vocab_size: int
   hidden_size: int = 6
@@ -22,6 +24,7 @@ class ToyPolicy(PolicyBase):
   # It has neither attention nor MLP.
   intermediate_size = layers = heads = kv_heads = head_dim = 0
   windows = None
+  reads_filled = shares_prefixes = pooled = False
 
   @property
   def config(self) -> ToyPolicy:
@@ -46,3 +49,23 @@ class ToyPolicy(PolicyBase):
 
     _, states = jax.lax.scan(step, jnp.zeros_like(inputs[:, 0]), inputs.swapaxes(0, 1))
     return jnp.tanh(states).swapaxes(0, 1), params['W'].T, None
+
+  def on(self, mesh, attention_setting='auto'):
+    """See `models.policy.Policy`."""
+    del mesh, attention_setting
+    return self
+
+  def with_remat(self, remat):
+    """See `models.policy.Policy`."""
+    del remat
+    return self
+
+  def cast(self, base, trainable):
+    """See `models.policy.Policy`."""
+    return base, trainable
+
+  def init_cache(self, batch_size, length, quantized=False):
+    """See `models.policy.Policy`."""
+    raise NotImplementedError('ToyPolicy has no cache to sample with.')
+
+  with_recent = init_cache
