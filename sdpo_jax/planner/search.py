@@ -180,33 +180,14 @@ def _halves(
 ) -> list[CompiledHalf]:
   """Compile options from least to most memory; skips those that need more than one that did not fit."""
   found: list[CompiledHalf] = []
-  for option in sorted(options, key=_demand):
-
-    def more(part: CompiledHalf, option: dict[str, Any] = option) -> bool:
-      return all(a <= b for a, b in zip(_demand(part.settings), _demand(option), strict=True))
-
-    if not any(more(part) for part in found if not part.fits):
-      found.append(_half(config, policy, option, labels, plan, announce))
+  for settings in sorted(options, key=_demand):
+    refused = [_demand(half.settings) for half in found if not half.fits]
+    if any(all(a <= b for a, b in zip(less, _demand(settings), strict=True)) for less in refused):
+      continue
+    here = changed(config, settings)
+    listed = ', '.join(f'{name}={value}' for name, value in settings.items()) or 'as configured'
+    announce(f'{", ".join(labels)} with mesh fsdp={here.mesh.fsdp} tensor={here.mesh.tensor}, {listed}:')
+    made = plan(here, policy.with_remat(here.model.remat) if 'model.remat' in settings else policy, only=labels)
+    sizes = [estimate.hbm_gib for estimate in made.programs.values() if math.isfinite(estimate.hbm_gib)]
+    found.append(CompiledHalf(settings, made.fits, max(sizes, default=math.nan), made.step_seconds))
   return found
-
-
-def _half(
-  config: Config,
-  policy: Policy,
-  settings: dict[str, Any],
-  labels: Sequence[str],
-  plan: Callable[..., planning.Plan],
-  announce: Callable[[str], None],
-) -> CompiledHalf:
-  here = changed(config, settings)
-  if 'model.remat' in settings:
-    policy = policy.with_remat(here.model.remat)
-  listed = ', '.join(f'{name}={value}' for name, value in settings.items()) or 'as configured'
-  announce(f'{", ".join(labels)} with mesh fsdp={here.mesh.fsdp} tensor={here.mesh.tensor}, {listed}:')
-  made = plan(here, policy, only=labels)
-  return CompiledHalf(
-    settings=settings,
-    fits=made.fits,
-    hbm_gib=max((e.hbm_gib for e in made.programs.values() if math.isfinite(e.hbm_gib)), default=math.nan),
-    seconds=made.step_seconds,
-  )
