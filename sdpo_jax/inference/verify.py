@@ -106,11 +106,17 @@ class _Audit:
 
   def findings(self) -> Iterator[Finding]:
     """Yield findings, one item after the other."""
-    yield from self._lock()
-    yield from self._read('config.json', lambda: f'the settings of {run_config(self._workdir).name}', needed=True)
-    yield from self._read(EPOCHS, self._record)
-    yield from self._read(FINGERPRINT, lambda: _count(len(starts.read(self._workdir)), 'start'))
-    yield from self._metrics()
+    for name, findings in (
+      (LOCK, self._lock()),
+      ('config.json', self._read('config.json', lambda: f'the settings of {run_config(self._workdir).name}', True)),
+      (EPOCHS, self._read(EPOCHS, self._record)),
+      (FINGERPRINT, self._read(FINGERPRINT, lambda: _count(len(starts.read(self._workdir)), 'start'))),
+      (METRICS, self._metrics()),
+    ):
+      try:
+        yield from findings
+      except UserError as error:  # The file cannot be read.
+        yield Finding(DAMAGE, name, str(error))
     yield from self._checkpoints()
     yield from self._lost()
     for folder in ('rollouts', 'eval'):
@@ -138,11 +144,7 @@ class _Audit:
     path = self._workdir / LOCK
     if not path.exists():
       return
-    try:
-      found = lock_owner.parse(read_bytes(path, 'make it readable, or remove it'))
-    except UserError as error:
-      yield Finding(DAMAGE, LOCK, str(error))
-      return
+    found = lock_owner.parse(read_bytes(path, 'make it readable, or remove it'))
     if found is None:
       yield Finding(NOTE, LOCK, 'names no process')
     elif not found.released:
@@ -154,16 +156,12 @@ class _Audit:
       }
       yield Finding(NOTE, LOCK, f'{found} {says[lock_owner.state(found)]}')
 
-  def _read(self, name: str, act: Callable[[], str], *, needed: bool = False) -> Iterator[Finding]:
+  def _read(self, name: str, act: Callable[[], str], needed: bool = False) -> Iterator[Finding]:
     """Read a file of the run and yield the finding."""
-    if not (self._workdir / name).exists():
-      if needed:
-        yield Finding(DAMAGE, name, 'is missing')
-      return
-    try:
+    if (self._workdir / name).exists():
       yield Finding(WHOLE, name, act())
-    except UserError as error:
-      yield Finding(DAMAGE, name, str(error))
+    elif needed:
+      yield Finding(DAMAGE, name, 'is missing')
 
   def _record(self) -> str:
     path = self._workdir / EPOCHS
@@ -182,11 +180,7 @@ class _Audit:
       return
     steps: list[int] = []
     foreign: list[int] = []
-    try:
-      content = read_bytes(path, 'make it readable')
-    except UserError as error:
-      yield Finding(DAMAGE, METRICS, str(error))
-      return
+    content = read_bytes(path, 'make it readable')
     self._bytes = len(content)
     texts = content.split(b'\n')
     cut = texts.pop()  # The text after the last newline.
