@@ -15,27 +15,25 @@ STEP = 4  # Each default bucket is a quarter of the next.
 PROMPTS, RESPONSES = 2, 3  # Number of default buckets.
 
 
-def bucket_lengths(declared: Sequence[int], limit: int | None, count: int = PROMPTS) -> tuple[int, ...]:
+def bucket_lengths(declared: Sequence[int], limit: int, count: int = PROMPTS) -> tuple[int, ...]:
   """Return the lengths to pad to, ascending.
 
   Args:
     declared: lengths in tokens, in any order; empty: the default buckets.
-    limit: the largest length, which is a bucket itself; longer declared ones are left out. None: no limit.
+    limit: the largest length, which is a bucket itself; longer declared ones are left out.
     count: maximum number of default buckets: the limit, a quarter of it, a sixteenth …, rounded up to multiples of
       SHORTEST tokens.
-
-  Returns:
-    The buckets; empty, which stands for all powers of two, if nothing is declared and there is no limit.
   """
-  if limit is None:
-    return tuple(sorted(set(declared)))
   if not declared:
     declared = [math.ceil(limit / STEP**part / SHORTEST) * SHORTEST for part in range(1, count)]
   return tuple(sorted({length for length in declared if length < limit} | {limit}))
 
 
 def smallest_bucket(lengths: Sequence[int], length: int) -> int | None:
-  """Return the smallest of `lengths` (from `bucket_lengths`) that holds `length` tokens; None if none does."""
+  """Return the smallest of the ascending `lengths` that holds `length` tokens; None if none does.
+
+  No lengths stand for all powers of two.
+  """
   if not lengths:
     return max(SMALLEST, 1 << (length - 1).bit_length())
   return next((bucket for bucket in lengths if bucket >= length), None)

@@ -13,7 +13,7 @@ import numpy as np
 from models.policy import Policy
 from sdpo_jax import liveness
 from sdpo_jax.errors import UserError
-from sdpo_jax.rollout.buckets import bucket_lengths, smallest_bucket
+from sdpo_jax.rollout.buckets import smallest_bucket
 from sdpo_jax.rollout.functions import Keep, SamplerFunctions, sampler_functions
 from sdpo_jax.rollout.queue import KNOBS, Samples
 from sdpo_jax.rollout.results import Completion, Draft, SamplingStats
@@ -67,8 +67,6 @@ class Sampler:
     stop: Sequence[str] = (),
     stop_token_ids: Sequence[int] = (),
     mesh: jax.sharding.Mesh | None = None,
-    max_prompt_length: int | None = None,
-    max_response_length: int | None = None,
     decode_chunk: int = 32,
     quantized: bool = False,
     resized: bool = True,
@@ -80,14 +78,12 @@ class Sampler:
     Args:
       policy: the language model.
       tokenizer: a transformers tokenizer, for text and stop strings.
-      prompt_buckets: lengths to which prompts are padded; empty: powers of two up to the limit.
+      prompt_buckets: lengths to which prompts are padded, the largest of which is their limit; empty: powers of two.
       response_buckets: the same for completions; a request uses the smallest that holds its largest max_tokens.
       max_batch_rows: number of slots, i.e. of completions decoded at once.
       stop: strings that end a completion. The token that completes one is the completion's last.
       stop_token_ids: tokens that end a completion, and are part of it.
       mesh: rows are spread over its devices; None: the default device.
-      max_prompt_length: limit of prompts; None: the largest bucket.
-      max_response_length: limit of max_tokens; None: the largest bucket.
       decode_chunk: maximum number of tokens drawn in every row before the host reads them. Changes no sample.
       quantized: hold keys and values as int8, in about half the memory of bfloat16. Changes probabilities slightly.
       resized: let the cache grow and shrink with the live samples, where that pays; False: it always has its largest
@@ -98,13 +94,13 @@ class Sampler:
 
     Raises:
       UserError: an empty stop string.
-      ValueError: `least` without buckets or a limit of prompts.
+      ValueError: `least` without buckets of prompts.
     """
     if any(not text for text in stop):
       raise UserError('rollout.stop holds an empty string, which would end every completion at once: remove it.')
     self.tokenizer = tokenizer
-    self._prompt_buckets = bucket_lengths(prompt_buckets, max_prompt_length)
-    self._response_buckets = bucket_lengths(response_buckets, max_response_length)
+    self._prompt_buckets = tuple(sorted(set(prompt_buckets)))
+    self._response_buckets = tuple(sorted(set(response_buckets)))
     self._max_batch_rows = max_batch_rows
     self._stops = StopStrings(tokenizer, stop)
     self._stop_ids = np.asarray(sorted(set(stop_token_ids)) or [-1], np.int32)
@@ -112,7 +108,7 @@ class Sampler:
     self._functions: SamplerFunctions = functions if keep is None else functions.kept(keep)
     self._base = PreparedBase(self._functions.prepare_base)
     if least is not None and not self._prompt_buckets:
-      raise ValueError('A sampler for at least so many samples needs prompt_buckets or max_prompt_length.')
+      raise ValueError('A sampler for at least so many samples needs prompt_buckets.')
     self._chunk, self._resized, self._least = decode_chunk, resized, least
     self.stats = SamplingStats()  # Statistics of the last request.
 

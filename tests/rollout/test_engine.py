@@ -431,7 +431,7 @@ def test_rows_are_divided_over_the_mesh(model):
 )
 def test_wrong_requests_say_what_to_do(model, prompts, settings, says):
   with pytest.raises(UserError, match=says):
-    sample(make_sampler(model, prompt_buckets=(), max_prompt_length=64), model, prompts, **settings)
+    sample(make_sampler(model, prompt_buckets=(64,)), model, prompts, **settings)
 
 
 def test_an_empty_stop_string_is_refused(model):

@@ -131,7 +131,7 @@ def test_a_batch_is_graded_while_it_is_sampled(tmp_path, recorder):
   """Sampling here cannot end before a grader has been called."""
   tokenizer = tokenizers.load(tiny.make_model(tmp_path))
   policy, parameters = huggingface.load(tmp_path, ModelConfig(dtype='float32', remat='none'))
-  sampler = Sampler(policy, tokenizer, max_batch_rows=4, max_response_length=8, decode_chunk=4)
+  sampler = Sampler(policy, tokenizer, max_batch_rows=4, response_buckets=(8,), decode_chunk=4)
   finished = []
 
   def sample(*arguments, on_finished, **settings):
