@@ -36,13 +36,9 @@ def main() -> None:
   command.join_cluster()
   evaluation = runs.evaluate_to_file(
     config,
-    workdir=WORKDIR.value,
-    model=MODEL.value,
+    runs.RunOrModel(WORKDIR.value, MODEL.value, STEP.value, flags.FLAGS.adapter, flags.FLAGS.cartridge),
     output=OUTPUT.value,
-    step=STEP.value,
     overwrite=OVERWRITE.value,
-    adapter=flags.FLAGS.adapter,
-    cartridge=flags.FLAGS.cartridge,
     announce=command.announce,
   )
   if jax.process_index() == 0:

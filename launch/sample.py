@@ -32,6 +32,7 @@ from sdpo_jax import command
 from sdpo_jax.config import SamplingConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import answer_files, chat, generate
+from sdpo_jax.inference.runs import RunOrModel
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run; its newest checkpoint answers.')
 STEP = flags.DEFINE_integer('step', None, 'The checkpoint of this step of the run answers instead.', lower_bound=1)
@@ -135,7 +136,8 @@ def main() -> int | None:
     chat_template=CHAT_TEMPLATE.value,
   )
   try:
-    generator = generate.open_generator(WORKDIR.value, MODEL.value, STEP.value, options, ADAPTER.value, CARTRIDGE.value)
+    source = RunOrModel(WORKDIR.value, MODEL.value, STEP.value, ADAPTER.value, CARTRIDGE.value)
+    generator = generate.open_generator(source, options)
     if questions is not None:
       write_answers(generator, questions)
     elif CHAT.value:

@@ -190,9 +190,7 @@ def evaluate(
   config = copy.deepcopy(config)
   with _graded_by(config, grader):
     config.validate()
-    return runs.evaluate_source(
-      config, workdir=workdir, model=model, step=step, adapter=adapter, cartridge=cartridge, announce=announce
-    )
+    return runs.evaluate_source(config, runs.RunOrModel(workdir, model, step, adapter, cartridge), announce)
 
 
 def generator(
@@ -234,7 +232,7 @@ def generator(
   accelerators.prepare()
   sampling = SamplingConfig(n=n, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
   options = GenerationOptions(sampling=sampling, max_tokens=max_tokens, seed=seed, dtype=dtype)
-  return open_generator(workdir, model, step, options, adapter, cartridge)
+  return open_generator(runs.RunOrModel(workdir, model, step, adapter, cartridge), options)
 
 
 def export(

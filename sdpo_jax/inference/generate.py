@@ -14,7 +14,7 @@ from sdpo_jax.data.rows import RawRow, conversation
 from sdpo_jax.data.sources import read_rows
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable
-from sdpo_jax.inference.runs import open_source, run_config
+from sdpo_jax.inference.runs import RunOrModel, open_source, run_config
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.rollout.sampler import SamplingOptions
 from sdpo_jax.training.opening import check_turn_end, make_sampler
@@ -87,23 +87,14 @@ class TextGenerator:
     return self.session.sampler.sample(self.session.base, self.parameters, [tokens], **self.sampling_options()).text
 
 
-def open_generator(
-  workdir: str | None,
-  model: str | None,
-  step: int | None,
-  options: GenerationOptions,
-  adapter: str | None = None,
-  cartridge: str | None = None,
-) -> TextGenerator:
-  """Open a run (its newest checkpoint, or that of `step`) or a Hugging Face directory to generate text.
-
-  A Hugging Face directory may be combined with an `adapter` or a `cartridge`.
+def open_generator(source: RunOrModel, options: GenerationOptions) -> TextGenerator:
+  """Open a run or a Hugging Face model to generate text.
 
   Raises:
     UserError: as `open_source`.
   """
-  config = Config() if workdir is None else run_config(workdir)
-  if workdir is None:
+  config = Config() if source.workdir is None else run_config(source.workdir)
+  if source.workdir is None:
     config.model.dtype = 'float32'
   data = dataclasses.replace(
     config.data,
@@ -114,9 +105,7 @@ def open_generator(
   )
   rollout = dataclasses.replace(config.rollout, max_batch_rows=options.max_batch_rows or config.rollout.max_batch_rows)
   config = dataclasses.replace(config, data=data, rollout=rollout)
-  session, parameters = open_source(
-    workdir, model, config, step, options.dtype, options.chat_template, adapter, cartridge
-  )
+  session, parameters = open_source(source, config, options.dtype, options.chat_template)
   try:
     check_turn_end(session.config, session.tokenizer)
   except UserError as error:  # The announcements before it can be read all the same.

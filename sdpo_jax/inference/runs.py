@@ -173,47 +173,59 @@ def _check_model(workdir: epath.PathLike, config: Config, tokenizer: Any, step: 
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class RunOrModel:
+  """A run, or a Hugging Face model, which may be combined with an adapter or a cartridge from another directory."""
+
+  workdir: str | None = None
+  model: str | None = None
+  step: int | None = None  # Of the run's checkpoint; None: the newest readable one.
+  adapter: str | None = None
+  cartridge: str | None = None
+
+  def check(self) -> None:
+    """Raise UserError if neither or both are named, or something that the one named does not go with."""
+    adapter, cartridge = self.adapter, self.cartridge
+    if (self.workdir is None) == (self.model is None):
+      raise UserError('Name one of --workdir=DIR (a run) and --model=HF_DIR (a model directory).')
+    if adapter == '':
+      raise UserError('--adapter is empty: name a directory or an adapter on the hub, or leave it out.')
+    if cartridge == '':
+      raise UserError('--cartridge is empty: name a directory, a .pt file or a name on the hub, or leave it out.')
+    if adapter is not None and cartridge is not None:
+      raise UserError(f'--adapter={adapter} and --cartridge={cartridge}: a model has one of them; leave the other out.')
+    for flag, given in (('adapter', adapter), ('cartridge', cartridge)):
+      if self.workdir is not None and given is not None:
+        raise UserError(
+          f'--{flag}={given} goes with --model=HF_DIR: a run has its own, which --workdir takes; leave one of them out.'
+        )
+    if self.workdir is None and self.step is not None:
+      raise UserError('--step is about the checkpoints of a run: name it with --workdir, or leave --step out.')
+
+
 def open_source(
-  workdir: str | None,
-  model: str | None,
+  source: RunOrModel,
   config: Config | None,
-  step: int | None = None,
   dtype: Literal['float32', 'bfloat16'] | None = None,
   chat_template: str | None = None,
-  adapter: str | None = None,
-  cartridge: str | None = None,
   teaches: bool = False,
 ) -> tuple[Session, Tree]:
-  """Open a run (its newest checkpoint, or that of `step`) or a Hugging Face directory.
+  """Open a run or a Hugging Face directory; return a session and parameters.
 
-  Returns a session and parameters. A directory may be combined with an adapter or a cartridge from another one. `dtype`
-  sets the session's compute dtype and `chat_template` a file with its template; by default they are the run's, or those
-  of `config` for a directory. A session that `teaches` includes the teacher of a cartridge, which reads the document of
-  `config`.
+  `dtype` sets the session's compute dtype and `chat_template` a file with its template; by default they are the run's,
+  or those of `config` for a directory. A session that `teaches` includes the teacher of a cartridge, which reads the
+  document of `config`.
 
   Raises:
-    UserError: neither or both are named, a step of a model directory, or an adapter or cartridge for a run.
+    UserError: as `RunOrModel.check`, or what is named cannot be opened.
   """
-  if (workdir is None) == (model is None):
-    raise UserError('Name one of --workdir=DIR (a run) and --model=HF_DIR (a model directory).')
-  if adapter == '':
-    raise UserError('--adapter is empty: name a directory or an adapter on the hub, or leave it out.')
-  if cartridge == '':
-    raise UserError('--cartridge is empty: name a directory, a .pt file or a name on the hub, or leave it out.')
-  if adapter is not None and cartridge is not None:
-    raise UserError(f'--adapter={adapter} and --cartridge={cartridge}: a model has one of them; leave the other out.')
-  for flag, given in (('adapter', adapter), ('cartridge', cartridge)):
-    if workdir is not None and given is not None:
-      raise UserError(
-        f'--{flag}={given} goes with --model=HF_DIR: a run has its own, which --workdir takes; leave one of them out.'
-      )
-  if workdir is not None:
+  source.check()
+  model, adapter, cartridge = source.model, source.adapter, source.cartridge
+  if source.workdir is not None:
     session, parameters, _ = open_run(
-      workdir, config=config, step=step, dtype=dtype, chat_template=chat_template, teaches=teaches
+      source.workdir, config=config, step=source.step, dtype=dtype, chat_template=chat_template, teaches=teaches
     )
     return session, parameters
-  if step is not None:
-    raise UserError('--step is about the checkpoints of a run: name it with --workdir, or leave --step out.')
   config = config or Config()
   lora, slots = config.model.lora, config.model.cartridge
   for flag, section, path in (('adapter', 'lora', lora.path), ('cartridge', 'cartridge', slots.path)):
@@ -267,27 +279,19 @@ def measured_otherwise(trained: Config, config: Config) -> list[str]:
 
 def evaluate_to_file(
   config: Config,
+  source: RunOrModel,
   *,
-  workdir: str | None,
-  model: str | None,
   output: str,
-  step: int | None = None,
   overwrite: bool = False,
-  adapter: str | None = None,
-  cartridge: str | None = None,
   announce: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
   """Evaluate like `evaluate_source`; write the metrics to `output` and the samples beside it.
 
   Args:
     config: as in `evaluate_source`.
-    workdir: as in `evaluate_source`.
-    model: as in `evaluate_source`.
+    source: as in `evaluate_source`.
     output: JSON file.
-    step: as in `evaluate_source`.
     overwrite: whether existing files may be replaced.
-    adapter: as in `evaluate_source`.
-    cartridge: as in `evaluate_source`.
     announce: as in `evaluate_source`.
 
   Raises:
@@ -297,9 +301,7 @@ def evaluate_to_file(
   samples = target.with_suffix('.samples.jsonl')
   for path in (target, samples):
     check_output(path, overwrite=overwrite)
-  evaluation = evaluate_source(
-    config, workdir=workdir, model=model, step=step, adapter=adapter, cartridge=cartridge, announce=announce
-  )
+  evaluation = evaluate_source(config, source, announce)
   if jax.process_index() == 0:
     write_output(target, json.dumps(jsonable(evaluation.metrics), indent=2, allow_nan=False) + '\n')
     write_output(samples, ''.join(json.dumps(sample, allow_nan=False) + '\n' for sample in evaluation.samples))
@@ -307,14 +309,7 @@ def evaluate_to_file(
 
 
 def evaluate_source(
-  config: Config,
-  *,
-  workdir: str | None,
-  model: str | None,
-  step: int | None = None,
-  adapter: str | None = None,
-  cartridge: str | None = None,
-  announce: Callable[[str], None] = lambda text: None,
+  config: Config, source: RunOrModel, announce: Callable[[str], None] = lambda text: None
 ) -> Evaluation:
   """Evaluate a run or a model on `config.data.val_files`.
 
@@ -322,27 +317,22 @@ def evaluate_source(
 
   Args:
     config: settings.
-    workdir: a run's directory.
-    model: a Hugging Face directory to use instead.
-    step: the checkpoint's step; None: the newest.
-    adapter: directory of an adapter for the Hugging Face model.
-    cartridge: directory of a cartridge for it.
+    source: the run or the model.
     announce: called with a sentence if the results cannot be compared with the run's own evaluations.
 
   Raises:
-    UserError: neither or both of workdir and model are given, or there are no held-out rows.
+    UserError: as `open_source`, or there are no held-out rows.
   """
   if not config.data.val_files:
     raise UserError('data.val_files of the config is empty: there is nothing to evaluate on.')
   with Graders(config.environments) as graders:
-    session, parameters = open_source(
-      workdir, model, config, step, adapter=adapter, cartridge=cartridge, teaches=config.trainer.test_divergence
-    )
+    session, parameters = open_source(source, config, teaches=config.trainer.test_divergence)
+    workdir = source.workdir
     check_turn_end(session.config, session.tokenizer)
     different = measured_otherwise(run_config(workdir), config) if workdir is not None else []
     if different:
       announce(f'Not measured as the run evaluates itself in {workdir}/eval: {"; ".join(different)}.')
-    if other := _other_document(config, session, workdir, step):
+    if other := _other_document(config, session, source):
       announce(other)
     examples = held_out_questions(session.config, session.tokenizer)
     graders.prepare({example.environment for example in examples})
@@ -362,20 +352,20 @@ def evaluate_source(
   return evaluation
 
 
-def _other_document(config: Config, session: Session, workdir: str | None, step: int | None) -> str | None:
+def _other_document(config: Config, session: Session, source: RunOrModel) -> str | None:
   """Return a sentence if a cartridge's document differs from that of the settings; None if equal or unknown.
 
   Args:
     config: settings of the evaluation.
     session: session with the cartridge, if there is one.
-    workdir: the cartridge's run; None: it is from a directory.
-    step: the checkpoint's step; None: the newest.
+    source: where the cartridge is from.
   """
   document, slots = config.model.cartridge.document, session.config.model.cartridge
   if not document or not slots.used:
     return None
+  workdir = source.workdir
   if workdir is not None:
-    taught = fingerprint.trained_document(workdir, newest(workdir) if step is None else step)
+    taught = fingerprint.trained_document(workdir, newest(workdir) if source.step is None else source.step)
   else:
     taught = named_cartridges.describe(slots.path).about.get(DIGEST)
   if taught is None:

@@ -345,4 +345,4 @@ def test_the_best_checkpoint_can_be_asked_for_by_its_step(experiment):
   with pytest.raises(UserError, match=r'--step=9: .* has checkpoints of the steps \[1, 2, 3, 4, 5, 6\]'):
     runs.open_run(folder / 'whole', step=9)
   with pytest.raises(UserError, match='--step is about the checkpoints of a run'):
-    runs.open_source(None, 'model', None, step=2)
+    runs.open_source(runs.RunOrModel(model='model', step=2), None)

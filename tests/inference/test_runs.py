@@ -100,7 +100,7 @@ def test_a_template_of_ones_own_is_that_of_the_run_and_of_its_exports(tmp_path, 
 
   def prompt(chat_template=None):
     options = generate.GenerationOptions(SamplingConfig(n=1), 4, max_prompt_length=32, chat_template=chat_template)
-    generator = generate.open_generator(str(tmp_path / 'run'), None, None, options)
+    generator = generate.open_generator(runs.RunOrModel(str(tmp_path / 'run')), options)
     tokens = generator.prompt_tokens([{'role': 'user', 'content': '1'}], '--prompt')
     return generator.session.tokenizer.decode(tokens)
 
@@ -121,7 +121,7 @@ def test_an_evaluation_of_answers_that_never_end_is_refused(tmp_path):
   with pytest.raises(
     UserError, match=r'add 257 to rollout\.stop_token_ids, or to eos_token_id in generation_config\.json'
   ):
-    runs.evaluate_to_file(config, workdir=None, model=str(model), output=str(tmp_path / 'out.json'))
+    runs.evaluate_to_file(config, runs.RunOrModel(model=str(model)), output=str(tmp_path / 'out.json'))
 
 
 def test_an_export_does_not_replace_a_file(run, tmp_path):

@@ -13,6 +13,7 @@ from sdpo_jax.config import SamplingConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import answer_files, generate
 from sdpo_jax.inference.chat import Chat, converse
+from sdpo_jax.inference.runs import RunOrModel
 from sdpo_jax.rollout.results import Completion, Draft
 from sdpo_jax.rollout.sampler import Sampler
 from tests import tiny
@@ -44,7 +45,7 @@ def model(tmp_path_factory):
 
 def open_generator(model, **changes):
   options = dict(sampling=SamplingConfig(n=1), max_tokens=40, seed=3, max_prompt_length=256) | changes
-  return generate.open_generator(None, str(model), None, generate.GenerationOptions(**options))
+  return generate.open_generator(RunOrModel(model=str(model)), generate.GenerationOptions(**options))
 
 
 @pytest.fixture(scope='module')

@@ -189,43 +189,43 @@ def test_a_form_that_a_run_does_not_have_is_refused(kept, tmp_path):
 def test_an_adapter_is_opened_with_its_model_and_not_with_a_run(run, exported):
   config, workdir, made, state = run
   alone = dataclasses.replace(config, model=dataclasses.replace(config.model, path='', lora=LoraConfig(rank=2)))
-  opened, factors = runs.open_source(None, config.model.path, alone, adapter=str(exported))
+  opened, factors = runs.open_source(runs.RunOrModel(model=config.model.path, adapter=str(exported)), alone)
   np.testing.assert_array_equal(our_logits(opened, factors), our_logits(made, state.trainable))
   with pytest.raises(UserError, match='--adapter=.* goes with --model=HF_DIR: a run has its own'):
-    runs.open_source(str(workdir), None, config, adapter=str(exported))
+    runs.open_source(runs.RunOrModel(str(workdir), adapter=str(exported)), config)
   with pytest.raises(UserError, match='--adapter is empty'):
-    runs.open_source(None, config.model.path, alone, adapter='')
+    runs.open_source(runs.RunOrModel(model=config.model.path, adapter=''), alone)
   with pytest.raises(UserError, match='--cartridge is empty'):
-    runs.open_source(None, config.model.path, alone, cartridge='')
+    runs.open_source(runs.RunOrModel(model=config.model.path, cartridge=''), alone)
   alone.model.lora = LoraConfig(path=str(exported))
   with pytest.raises(UserError, match='model.lora.path=.* of the config: name that as --adapter'):
-    runs.open_source(None, config.model.path, alone)
+    runs.open_source(runs.RunOrModel(model=config.model.path), alone)
 
 
 def test_an_adapter_of_another_base_is_refused_by_its_fingerprint(run, exported, tmp_path, caplog):
   config = run[0]
   other = tmp_path / 'other'
   shutil.copytree(config.model.path, other)
-  opened, _ = runs.open_source(None, str(other), None, adapter=str(exported))
+  opened, _ = runs.open_source(runs.RunOrModel(model=str(other), adapter=str(exported)), None)
   assert opened.policy.adapter is not None and not caplog.records  # A copy of the base is the base.
   other_weights(other)
   with pytest.raises(UserError, match=r'belongs to another model than .*other: its base_fingerprint\.json says'):
-    runs.open_source(None, str(other), None, adapter=str(exported))
+    runs.open_source(runs.RunOrModel(model=str(other), adapter=str(exported)), None)
   adapter = tmp_path / 'adapter'
   shutil.copytree(exported, adapter)
   for damaged in ('{"format": 2}', '{"format": 1, "weights": {"values": "0"}, "architecture": [1]}'):
     (adapter / peft_files.BASE).write_text(damaged)
     with pytest.raises(UserError, match='is not a fingerprint in the format 1'):
-      runs.open_source(None, str(other), None, adapter=str(adapter))
+      runs.open_source(runs.RunOrModel(model=str(other), adapter=str(adapter)), None)
   (adapter / peft_files.BASE).unlink()
-  runs.open_source(None, str(other), None, adapter=str(adapter))
+  runs.open_source(runs.RunOrModel(model=str(other), adapter=str(adapter)), None)
   assert 'whether' in caplog.text and 'cannot be known but by its shapes' in caplog.text
   caplog.clear()
   values = json.loads((epath.Path(config.model.path) / 'config.json').read_text())
   shutil.copyfile(f'{config.model.path}/model.safetensors', other / 'model.safetensors')
   (other / 'config.json').write_text(json.dumps(values | {'rope_theta': 5000.0}))
   checksums.write(other)
-  runs.open_source(None, str(other), None, adapter=str(exported))
+  runs.open_source(runs.RunOrModel(model=str(other), adapter=str(exported)), None)
   assert 'rope_theta was 10000.0 and is now 5000.0' in caplog.text
 
 

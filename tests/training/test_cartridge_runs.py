@@ -183,7 +183,9 @@ def test_a_cartridge_is_exported_read_and_trained_on(run, tmp_path):
   expected = drawn(session, slots)
   assert runs.export(str(workdir), str(tmp_path / 'ours'), 'student') == 2
   alone = dataclasses.replace(made, model=dataclasses.replace(made.model, cartridge=CartridgeConfig()))
-  opened_again, again = runs.open_source(None, made.model.path, alone, cartridge=str(tmp_path / 'ours'))
+  opened_again, again = runs.open_source(
+    runs.RunOrModel(model=made.model.path, cartridge=str(tmp_path / 'ours')), alone
+  )
   jax.tree.map(np.testing.assert_array_equal, again, slots)
   jax.tree.map(np.testing.assert_array_equal, opened_again.base, session.base)
   np.testing.assert_array_equal(drawn(opened_again, again), expected)
@@ -209,7 +211,7 @@ def test_a_cartridge_is_exported_read_and_trained_on(run, tmp_path):
   assert kept.keys() == {'trainable_keys', 'trainable_values', 'fixed_keys', 'fixed_values'}
   np.testing.assert_array_equal(published_cartridges.read(tmp_path / 'first').cartridge.keys, found.keys)
   # What others can serve is taken back, though it does not say whose it is.
-  served, again = runs.open_source(None, made.model.path, alone, cartridge=str(tmp_path / 'theirs'))
+  served, again = runs.open_source(runs.RunOrModel(model=made.model.path, cartridge=str(tmp_path / 'theirs')), alone)
   jax.tree.map(np.testing.assert_array_equal, (again, served.base), (slots, session.base))
   digests = [
     fingerprint._started_from(changed(onwards, path=str(tmp_path / path)).model)
@@ -262,7 +264,7 @@ def test_an_evaluation_says_that_a_cartridge_is_of_another_document(run, tmp_pat
   def said(document, **source):
     heard, asked = [], dataclasses.replace(changed(made, document=str(document)), data=data, trainer=trainer)
     output = tmp_path / f'{len(list(tmp_path.iterdir()))}.json'
-    runs.evaluate_to_file(asked, output=str(output), announce=heard.append, **source)
+    runs.evaluate_to_file(asked, runs.RunOrModel(**source), output=str(output), announce=heard.append)
     return [line for line in heard if 'document' in line]
 
   (tmp_path / 'same.txt').write_text(TEXT)
@@ -307,12 +309,12 @@ def test_what_does_not_go_with_a_cartridge_is_refused(run, tmp_path, tmp_path_fa
   with pytest.raises(UserError, match='the teacher of this run has no weights of its own'):
     runs.export(str(workdir), str(tmp_path / 'out'), 'teacher')
   with pytest.raises(UserError, match='--cartridge=dir goes with --model=HF_DIR: a run has its own'):
-    runs.open_source(str(workdir), None, made, cartridge='dir')
+    runs.open_source(runs.RunOrModel(str(workdir), cartridge='dir'), made)
   with pytest.raises(UserError, match='--adapter=a and --cartridge=b: a model has one of them'):
-    runs.open_source(None, made.model.path, made, adapter='a', cartridge='b')
+    runs.open_source(runs.RunOrModel(model=made.model.path, adapter='a', cartridge='b'), made)
   of_path = dataclasses.replace(made, model=dataclasses.replace(made.model, cartridge=CartridgeConfig(path='c')))
   with pytest.raises(UserError, match='model.cartridge.path=c of the config: name that as --cartridge'):
-    runs.open_source(None, made.model.path, of_path)
+    runs.open_source(runs.RunOrModel(model=made.model.path), of_path)
   assert not list(tmp_path.iterdir())
 
 

@@ -78,7 +78,7 @@ def test_a_run_and_the_command_measure_the_same(alone, tmp_path):
   assert first['programs/compiled'] == second['programs/compiled'] == 0
   assert any('evaluation/divergence/64×4' in line for line in said)
   assert second['eval/rows/kl_on_student'] < first['eval/rows/kl_on_student']
-  found = runs.evaluate_to_file(alone, workdir=str(tmp_path / 'run'), model=None, output=str(tmp_path / 'eval.json'))
+  found = runs.evaluate_to_file(alone, runs.RunOrModel(str(tmp_path / 'run')), output=str(tmp_path / 'eval.json'))
   for name in ('kl_on_student', 'kl_on_teacher'):
     np.testing.assert_allclose(found.metrics['rows'][name], second[f'eval/rows/{name}'], rtol=1e-6)
   assert (
@@ -94,4 +94,4 @@ def test_what_has_no_teacher_with_a_document_is_refused(alone, tmp_path):
   sd = dataclasses.replace(alone.actor.self_distillation, teacher_regularization='ema')
   whole = dataclasses.replace(alone, model=plain, actor=dataclasses.replace(alone.actor, self_distillation=sd))
   with pytest.raises(UserError, match='has no cartridge: leave trainer.test_divergence at false'):
-    runs.evaluate_to_file(whole, workdir=None, model=plain.path, output=str(tmp_path / 'eval.json'))
+    runs.evaluate_to_file(whole, runs.RunOrModel(model=plain.path), output=str(tmp_path / 'eval.json'))

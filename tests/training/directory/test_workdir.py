@@ -158,10 +158,10 @@ def test_an_evaluation_does_not_replace_another(tmp_path):
   for name in ('e.json', 'e.samples.jsonl'):
     (tmp_path / name).write_text(json.dumps('kept'))
     with pytest.raises(UserError, match=f'{name} already exists: .* --overwrite'):
-      runs.evaluate_to_file(config, workdir=None, model=None, output=str(tmp_path / 'e.json'))
+      runs.evaluate_to_file(config, runs.RunOrModel(), output=str(tmp_path / 'e.json'))
     # With it, the command goes on to its next check.
     with pytest.raises(UserError, match='Name one of --workdir'):
-      runs.evaluate_to_file(config, workdir=None, model=None, output=str(tmp_path / 'e.json'), overwrite=True)
+      runs.evaluate_to_file(config, runs.RunOrModel(), output=str(tmp_path / 'e.json'), overwrite=True)
     assert (tmp_path / name).read_text() == '"kept"'
     (tmp_path / name).unlink()
 
