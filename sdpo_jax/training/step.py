@@ -406,7 +406,7 @@ class _Results:
       self.fetch()
 
 
-class _Ahead:
+class DispatchLimit:
   """A limit on how far the host runs ahead of the devices: `AHEAD` micro-batches, or `AHEAD_S` seconds of them.
 
   Without the limit the host would already have dispatched the whole batch, which cannot be recalled, when it learns
@@ -479,7 +479,7 @@ def run_update(
     scored = PolicyLogProbs(session, state.trainable, batch, batching.left_out(batch, spec))
   results = _Results(batch.rollouts.completion_tokens.shape)
   of_student, of_teacher = Filled(), Filled()
-  ahead, taken = _Ahead(), 0
+  ahead, taken = DispatchLimit(), 0
   steps = batching.mini_batches(spec, batch.present)
 
   def may_stop() -> bool:

@@ -47,7 +47,7 @@ def measure(
     said = jax.device_get(most(session.base, state, arrays, teacher.base, k=k))
     jax.tree.map(lambda values, target, micro=micro: micro.scatter(values, target), said, found)
   if batch.signal is not None:
-    return found.replace(teacher=_of_signal(batch, k))
+    return found.replace(teacher=of_signal(batch, k))
   if found.teacher is None:
     return found
   return found.replace(teacher=_only(found.teacher, batch.taught))
@@ -68,7 +68,7 @@ def _only(said: PolicyTopTokens, samples: np.ndarray) -> PolicyTopTokens:
   )
 
 
-def _of_signal(batch: batching.GenerationBatch, k: int) -> PolicyTopTokens:
+def of_signal(batch: batching.GenerationBatch, k: int) -> PolicyTopTokens:
   """Return an external teacher's most likely tokens, among those in its signal."""
   ids, given = batch.signal.token_ids, batch.signal.log_probs.astype(np.float32)
   given = np.where(ids < 0, -np.inf, given)

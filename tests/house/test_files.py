@@ -171,7 +171,7 @@ def test_a_file_system_that_cannot_sync_is_named_once(tmp_path, monkeypatch, cap
     raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
   monkeypatch.setattr(os, 'fsync', fail)
-  monkeypatch.setattr(files, '_cannot_sync', set())
+  monkeypatch.setattr(files, '_cannot_sync', set())  # In a process it is said once, and nothing else forgets it.
   files.write_atomically(tmp_path / 'a', 'text')
   files.write_atomically(tmp_path / 'b', 'text')
   assert (tmp_path / 'b').read_text() == 'text'

@@ -81,7 +81,7 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(online, monkeypatch):
 
   ask_by(monkeypatch, unknown)
   waits = types.SimpleNamespace(sleep=lambda seconds: pytest.fail('the library tries again'))
-  monkeypatch.setattr('huggingface_hub.utils._http.time', waits)
+  monkeypatch.setattr('huggingface_hub.utils._http.time', waits)  # `time.sleep` itself is ours, too.
   with pytest.raises(
     UserError, match=r"'no/model' is not a directory here, and https://\S+ cannot be reached from here"
   ):

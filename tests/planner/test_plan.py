@@ -714,7 +714,8 @@ def test_sizes_come_from_a_directory_a_file_the_table_or_the_hub(tmp_path, monke
     config.model.path = str(path)
     assert model.read(config)[0].config.hidden_size == 256
   config.model.path = 'someone/else'
-  monkeypatch.setattr(model, '_download', lambda name: SIZES | {'hidden_size': 512})
+  (tmp_path / 'downloaded.json').write_text(json.dumps(SIZES | {'hidden_size': 512}))
+  monkeypatch.setattr('huggingface_hub.hf_hub_download', lambda *_: str(tmp_path / 'downloaded.json'))
   assert model.read(config)[0].config.hidden_size == 512
   assert model.read(config, str(tmp_path / 'config.json'))[0].config.hidden_size == 256
   config.model.path = str(tmp_path / 'nothing')

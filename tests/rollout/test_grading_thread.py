@@ -171,7 +171,7 @@ def test_a_grader_that_ends_the_run_ends_it_at_the_next_completion(recorder):
 def test_nothing_that_ends_the_thread_is_lost(monkeypatch, recorder, error):
   recorder.error = error
   if not isinstance(error, UserError):  # As if grading itself had a fault, whatever the graders do.
-    monkeypatch.setattr(Graders, '_grade', lambda self, name, parts: recorder([], [], truncated=[]))
+    monkeypatch.setattr(Graders, 'grade_part', lambda *_, truncated: recorder([], [], truncated=[]))
   with pytest.raises(type(error)) as raised, grading_of() as grading:
     grading.add(completion(0))
     assert recorder.called.wait(WAIT_S)

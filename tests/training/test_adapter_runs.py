@@ -375,13 +375,12 @@ def test_a_resume_compares_all_matrices_and_what_they_count(run):
 
   def digest(**settings):
     lora = dataclasses.replace(config.model.lora, **settings)
-    return fingerprint._adapter(dataclasses.replace(config, model=dataclasses.replace(config.model, lora=lora)))
+    return fingerprint.adapter_layout(dataclasses.replace(config, model=dataclasses.replace(config.model, lora=lora)))
 
   assert digest() == digest(alpha_pattern={'attention': 6}) != {}
   changes = {}, {'alpha': 6.5}, {'rank': 3}, {'use_rslora': False}
   assert len({digest(**changed)['scales'] for changed in changes}) == 4
   for changed, other in (({'alpha': 6.5}, False), ({'rank': 3}, True), ({'target_modules': ('attention',)}, True)):
     assert (digest(**changed)['matrices'] != digest()['matrices']) == other
-  assert (
-    fingerprint._adapter(dataclasses.replace(config, model=dataclasses.replace(config.model, lora=LoraConfig()))) == {}
-  )
+  whole = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=LoraConfig()))
+  assert fingerprint.adapter_layout(whole) == {}

@@ -108,9 +108,9 @@ def test_a_resumed_run_hides_the_events_that_it_repeats(tmp_path):
 
 def test_a_full_disk_is_said_by_tensorboard(tmp_path, monkeypatch):
   """A thread that writes would lose the error, and whoever waits for it would wait for ever."""
-  board = boards.TensorBoard(epath.Path(tmp_path))
   full = open('/dev/full', 'wb')
-  monkeypatch.setattr(board._writer._py_recordio_writer, '_writer', full)
+  monkeypatch.setattr('tensorboardX.record_writer.open_file', lambda path: full)
+  board = boards.TensorBoard(epath.Path(tmp_path))
   with pytest.raises(OSError, match='No space left'):
     board.numbers(1, {'a': 1.0})
   with pytest.raises(OSError, match='No space left'):

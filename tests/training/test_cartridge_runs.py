@@ -214,10 +214,10 @@ def test_a_cartridge_is_exported_read_and_trained_on(run, tmp_path):
   served, again = runs.open_source(runs.RunOrModel(model=made.model.path, cartridge=str(tmp_path / 'theirs')), alone)
   jax.tree.map(np.testing.assert_array_equal, (again, served.base), (slots, session.base))
   digests = [
-    fingerprint._started_from(changed(onwards, path=str(tmp_path / path)).model)
+    fingerprint.starting_values(changed(onwards, path=str(tmp_path / path)).model)
     for path in ('theirs', 'theirs/cartridge.pt')
   ]
-  assert digests[0] == digests[1] != fingerprint._started_from(onwards.model)
+  assert digests[0] == digests[1] != fingerprint.starting_values(onwards.model)
   # In transformers, behind what a server loads.
   reference = transformers.AutoModelForCausalLM.from_pretrained(made.model.path).eval()
   _, (question, _) = texts_of(made)

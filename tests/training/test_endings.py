@@ -75,9 +75,8 @@ def task():
       f'{split}-{index}', [{'role': 'user', 'content': f'{split} {index}'}], 'odd', None, 'odd'
     )
 
-  registry._FACTORIES['odd'], registry._GENERATORS['odd'] = (lambda settings: grade), questions
-  yield
-  del registry._FACTORIES['odd'], registry._GENERATORS['odd']
+  registry.register('odd')(grade)
+  registry.register_generator('odd')(questions)
 
 
 @pytest.fixture(scope='module')
@@ -246,7 +245,7 @@ def test_a_failure_of_the_last_save_does_not_hide_what_ended_the_run(experiment,
 def test_graders_that_hang_are_reported_and_end_the_run_where_a_limit_is_set(experiment, tmp_path, monkeypatch):
   make, whole = experiment
   hung, release, said = threading.Event(), threading.Event(), []
-  grade = registry._FACTORIES['odd'](None)
+  grade = registry.get('odd')
 
   def sometimes(examples, completions, *, truncated):
     if examples[0].id.startswith('train-2'):
@@ -260,7 +259,7 @@ def test_graders_that_hang_are_reported_and_end_the_run_where_a_limit_is_set(exp
   with monkeypatch.context() as patch:
     patch.setattr(loop, 'Watchdog', clock)
     patch.setattr(watchdog, 'LOOKS', 2000)
-    patch.setitem(registry._FACTORIES, 'odd', lambda settings: sometimes)
+    patch.setattr(registry, 'get', lambda name, settings: sometimes)
     result = loop.train(make(watchdog_report_s=60.0, watchdog_limit_s=100.0), tmp_path, announce=said.append)
     release.set()
   assert (result.preempted, result.exit_code, result.step) == (True, 70, 1) and steps_on_disk(tmp_path) == [1]

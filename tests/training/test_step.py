@@ -117,7 +117,7 @@ def test_the_host_works_ahead_and_fetches_a_step_at_once(monkeypatch):
     events.append(f'teacher {finite}')
     return state
 
-  def make(*arguments, make=batching._micro_batch):
+  def make(*arguments, make=batching.MicroBatch):
     events.append('make')
     return make(*arguments)
 
@@ -126,7 +126,7 @@ def test_the_host_works_ahead_and_fetches_a_step_at_once(monkeypatch):
     events.append('fetch' if whole else 'wait')
     return tree
 
-  monkeypatch.setattr(batching, '_micro_batch', make)
+  monkeypatch.setattr(batching, 'MicroBatch', make)
   monkeypatch.setattr(jax, 'device_get', device_get)
   update = types.SimpleNamespace(zero=lambda _: {}, accumulate=accumulate, apply=apply, advance_teacher=advance_teacher)
   session = types.SimpleNamespace(
@@ -161,7 +161,7 @@ def test_the_devices_are_handed_half_a_second_of_micro_batches_or_two(monkeypatc
 
   monkeypatch.setattr(jax, 'block_until_ready', wait)
   monkeypatch.setattr(step, 'time', types.SimpleNamespace(monotonic=lambda: clock[0]))
-  ahead = step._Ahead()
+  ahead = step.DispatchLimit()
   for number in range(100):
     ahead.wait()
     under_way.add(number)

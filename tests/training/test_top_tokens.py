@@ -128,12 +128,12 @@ def test_of_a_teacher_elsewhere_they_are_what_it_named():
     signal=TeacherSignal(token_ids=ids, log_probs=given),
     rollouts=dataclasses.replace(batch.rollouts, completion_tokens=tokens),
   )
-  said = top_tokens._of_signal(batch, 2)
+  said = top_tokens.of_signal(batch, 2)
   assert said.ids[0, 0].tolist() == [9, 7]
   np.testing.assert_allclose(np.exp(said.log_probs[0, 0]), [0.7, 0.2], rtol=1e-6)
   first = np.argwhere(batch.rollouts.completion_mask)[0]
   assert np.exp(said.own[tuple(first)]) == pytest.approx(0.2)
-  other = top_tokens._of_signal(dataclasses.replace(batch, rollouts=make_samples(config, seed=4).rollouts), 3)
+  other = top_tokens.of_signal(dataclasses.replace(batch, rollouts=make_samples(config, seed=4).rollouts), 3)
   assert other.ids[0, 0].tolist() == [9, 7, -1] and np.isnan(other.log_probs[0, 0, 2])
   assert np.isnan(other.own[make_samples(config, seed=4).rollouts.completion_tokens > 10]).all()
 
@@ -152,7 +152,7 @@ def test_records_have_texts_of_tokens_that_put_together_are_the_completion(tmp_p
     log_probs=np.array([[[-0.12345, -2.0, np.nan]] * (length + 2)], np.float32),
     own=np.full((1, length + 2), np.nan, np.float32),
   )
-  nothing = top_tokens._only(said, np.zeros(1, bool))
+  nothing = PolicyTopTokens(np.full_like(said.ids, -1), np.full_like(said.log_probs, np.nan), said.own)
   records = TokenRecords(
     TokenTexts(tokenizer), rollouts, np.full((1, length + 2), 0.5, np.float32), TopTokens(said, nothing)
   )

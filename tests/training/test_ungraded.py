@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from sdpo_jax.config import Config
-from sdpo_jax.environments import registry
 from sdpo_jax.environments.outcomes import check_graded
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import evaluate
@@ -190,7 +189,7 @@ class Flaky:
 
 
 @pytest.fixture
-def flaky(monkeypatch):
+def flaky(registering):
   grader = Flaky()
 
   def questions(split, seed):
@@ -202,8 +201,8 @@ def flaky(monkeypatch):
   def grade(*arguments, **options):
     return grader.grade(*arguments, **options)
 
-  monkeypatch.setitem(registry._FACTORIES, 'flaky', lambda settings: grade)
-  monkeypatch.setitem(registry._GENERATORS, 'flaky', questions)
+  registering.register('flaky')(grade)
+  registering.register_generator('flaky')(questions)
   return grader
 
 

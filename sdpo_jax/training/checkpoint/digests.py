@@ -29,14 +29,14 @@ import numpy as np
 from sdpo_jax.distributed.mesh import replicated
 
 # For each lane: the multiplier of a position, an offset, and the two multipliers of `_mixed`; all multipliers are odd.
-_CONSTANTS = (
+CONSTANTS = (
   (0x9E3779B1, 0x243F6A88, 0x85EBCA6B, 0xC2B2AE35),
   (0x85EBCA77, 0x85A308D3, 0x7FEB352D, 0x846CA68B),
   (0xC2B2AE3D, 0x13198A2E, 0x9E485565, 0xEF1D6B47),
   (0x27D4EB2F, 0x03707344, 0x21F0AAAD, 0xD35A2D97),
 )
-LANES = len(_CONSTANTS)
-_BLOCK = 2**15  # Number of elements that `block_sums` processes at once.
+LANES = len(CONSTANTS)
+BLOCK = 2**15  # Number of elements that `block_sums` processes at once.
 
 
 def leaf_digests(state: Any) -> dict[str, str]:
@@ -96,7 +96,7 @@ def leaf_sums(leaf: jax.Array) -> jax.Array:
     leaf = jax.random.key_data(leaf)
   leaf = leaf if leaf.ndim else leaf[None]
   words = _words(leaf)
-  leading = _leading_axes(leaf.shape, len(words))
+  leading = leading_axes(leaf.shape, len(words))
   low = _row_major(leaf.shape, range(leading, leaf.ndim))
   high = _scrambled(_row_major(leaf.shape, range(leading))) if leading else np.uint32(0)
   lanes = tuple(jnp.zeros(leaf.shape, jnp.uint32) for _ in range(LANES))
@@ -122,20 +122,20 @@ def block_sums(values: np.ndarray, origin: Sequence[int], shape: Sequence[int]) 
   if not shape:
     values, origin, shape = values[None], (0,), (1,)
   count = max(values.dtype.itemsize // 4, 1)
-  leading = _leading_axes(shape, count)
+  leading = leading_axes(shape, count)
   held = np.uint64(math.prod(shape[leading:]))
   rows = np.ascontiguousarray(values).reshape(-1, values.shape[-1])
   strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
   width = max(values.shape[-1], 1)
   sums = np.zeros(LANES, np.uint32)
-  for first in range(0, len(rows), max(_BLOCK // width, 1)):
-    part = rows[first : first + max(_BLOCK // width, 1)]
+  for first in range(0, len(rows), max(BLOCK // width, 1)):
+    part = rows[first : first + max(BLOCK // width, 1)]
     places = np.unravel_index(np.arange(first, first + len(part)), values.shape[:-1]) if values.ndim > 1 else ()
     begins = np.full(len(part), origin[-1], np.uint64)
     for place, start, stride in zip(places, origin, strides, strict=False):
       begins += (place.astype(np.uint64) + np.uint64(start)) * np.uint64(stride)
-    for column in range(0, width, _BLOCK):
-      block = np.ascontiguousarray(part[:, column : column + _BLOCK])
+    for column in range(0, width, BLOCK):
+      block = np.ascontiguousarray(part[:, column : column + BLOCK])
       numbers = begins[:, None] + np.arange(column, column + block.shape[1], dtype=np.uint64)
       low = (numbers % held).astype(np.uint32)
       high = _scrambled((numbers // held).astype(np.uint32)) if leading else np.uint32(0)
@@ -149,7 +149,7 @@ def block_sums(values: np.ndarray, origin: Sequence[int], shape: Sequence[int]) 
 def _terms(word: Any, low: Any, high: Any) -> list[Any]:
   """Return each lane's terms for words at positions (low, high); uint32 arrays of NumPy or JAX."""
   low = _scrambled(low)
-  return [_mixed(word, low, high, *map(np.uint32, constants)) for constants in _CONSTANTS]
+  return [_mixed(word, low, high, *map(np.uint32, constants)) for constants in CONSTANTS]
 
 
 def _mixed(word: Any, low: Any, high: Any, spread: Any, offset: Any, first: Any, second: Any) -> Any:
@@ -165,7 +165,7 @@ def _scrambled(position: Any) -> Any:
   return position ^ (position >> np.uint32(16))
 
 
-def _leading_axes(shape: Sequence[int], words: int) -> int:
+def leading_axes(shape: Sequence[int], words: int) -> int:
   """Return how many leading axes the high word of a position numbers; 0 for an array of up to 2^32 words.
 
   Args:

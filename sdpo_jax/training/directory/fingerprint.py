@@ -139,7 +139,7 @@ def take(
   parts = {
     'tokenizer': identity.of_tokenizer(config.model.path, tokenizer),
     'model': identity.of_architecture(config.model.path),
-    'adapter': _adapter(config) | _digest_of(texts.initial, 'text of the slots'),
+    'adapter': adapter_layout(config) | _digest_of(texts.initial, 'text of the slots'),
     'document': _digest_of(texts.document, TOKENS),
     'teacher': _teacher(config, weights=weights),
     'data': iterator.digests | {f'code of {source}': _generator_code(source) for source in generators},
@@ -156,7 +156,7 @@ def take(
   }
   if weights:
     parts['weights'] = identity.of_weights(config.model.path)
-    parts['factors'] = _started_from(config.model)
+    parts['factors'] = starting_values(config.model)
   _check_alike(gathered(parts, 'the comparison of tokenizers, data and graders'))
   return parts
 
@@ -173,7 +173,7 @@ def _teacher(config: Config, *, weights: bool) -> dict[str, str]:
   return identity.of_architecture(path) | (identity.of_weights(path) if weights else {})
 
 
-def _adapter(config: Config) -> dict[str, str]:
+def adapter_layout(config: Config) -> dict[str, str]:
   """Return digests of an adapter's layout, without the trained values; empty if all parameters are trained.
 
   For LoRA, these are the matrices with factors, the ranks and the scales; for a cartridge, the slots.
@@ -189,7 +189,7 @@ def _adapter(config: Config) -> dict[str, str]:
   }
 
 
-def _started_from(model: ModelConfig) -> dict[str, str]:
+def starting_values(model: ModelConfig) -> dict[str, str]:
   """Return digests of the adapter or cartridge that a run starts from."""
   if model.lora.path:
     return identity.of_adapter(model.lora.path)
@@ -375,7 +375,7 @@ def adapter_changes(workdir: epath.PathLike, config: Config, step: int) -> list[
   Raises:
     UserError: as in `starts.read`, or model or adapter cannot be read.
   """
-  before, now = starts.trained_by(starts.read(workdir), step) or {}, _adapter(config)
+  before, now = starts.trained_by(starts.read(workdir), step) or {}, adapter_layout(config)
   known = {name: digest for name, digest in before.get('adapter', now).items() if name in now}
   return _changes(['adapter'], {'adapter': known}, {'adapter': now})
 

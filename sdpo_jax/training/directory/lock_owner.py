@@ -44,7 +44,7 @@ def this_process(fencing_epoch: int) -> Owner:
     host=socket.gethostname(),
     pid=os.getpid(),
     started=_started(os.getpid()),
-    machine=_machine(),
+    machine=machine_digest(),
     boot=_boot(),
     namespace=_namespace(),
     since=datetime.datetime.now(datetime.UTC).strftime('%Y-%m-%d %H:%M:%S UTC'),
@@ -71,7 +71,7 @@ def state(owner: Owner) -> str:
   if owner.released:
     return GONE
   if owner.boot != _boot():
-    restarted = owner.boot and owner.machine and (owner.host, owner.machine) == (socket.gethostname(), _machine())
+    restarted = owner.boot and owner.machine and (owner.host, owner.machine) == (socket.gethostname(), machine_digest())
     return GONE if restarted else ELSEWHERE
   if owner.namespace != _namespace() or (not owner.boot and owner.host != socket.gethostname()):
     return ELSEWHERE
@@ -88,7 +88,8 @@ def same_kernel(owner: Owner) -> bool:
   return bool(owner.boot) and owner.boot == _boot()
 
 
-def _machine() -> str:
+def machine_digest() -> str:
+  """Return digits that identify this machine; empty: it has no id."""
   try:
     text = pathlib.Path('/etc/machine-id').read_text().strip()
   except OSError:  # Not Linux, or a container.

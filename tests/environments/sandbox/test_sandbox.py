@@ -722,7 +722,7 @@ def test_a_full_disk_fails_programs_and_nothing_else(monkeypatch, tmp_path):
   try:
     monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
     with only('landlock', view=False):
-      monkeypatch.setattr(implementation, '_probe', lambda host: [])
+      monkeypatch.setattr(implementation, '_probe', lambda host: [])  # It would need more room than there is.
       sandbox = Sandbox(SandboxConfig(workers=1), HARNESS)
     with sandbox:
       assert run(sandbox, 'result = 1').result == 1

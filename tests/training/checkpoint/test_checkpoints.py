@@ -10,6 +10,7 @@ import resource
 import shutil
 import tempfile
 import threading
+import types
 
 import chex
 from etils import epath
@@ -20,6 +21,7 @@ import pytest
 import tensorstore
 
 from models import huggingface
+from sdpo_jax import files
 from sdpo_jax.config import Config, MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.errors import UserError
@@ -258,7 +260,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(tmp
 
 def test_what_another_process_cannot_read_nobody_takes(tmp_path, caplog, monkeypatch):
   reading = save_steps(tmp_path, {1: {}, 2: {}})
-  problem = checkpoint_module._Problem('the bucket lost a part', out_of_reach=False)
+  problem = types.SimpleNamespace(reason='the bucket lost a part', out_of_reach=False)
   theirs = {'the end of reading the checkpoint of step 2': problem}
   monkeypatch.setattr(checkpoint_module, 'gathered', lambda value, what: [value, theirs.get(what, value)])
   step, state, _ = reading.restore(make_state(0))
@@ -446,12 +448,13 @@ class Owner:
 
 
 def test_who_has_lost_the_run_publishes_nothing(tmp_path):
-  first = save_steps(tmp_path, {1: {}}, ownership=Owner(1))
-  first._ownership.checks = 1  # It is lost while the checkpoint is written.
+  owner = Owner(1)
+  first = save_steps(tmp_path, {1: {}}, ownership=owner)
+  owner.checks = 1  # It is lost while the checkpoint is written.
   first.save(2, make_state(2), {}, {})
   with pytest.raises(UserError, match='taken the run over'):
     first.wait()
-  assert first.steps() == [1] and first._ownership.known == [1]
+  assert first.steps() == [1] and owner.known == [1]
   again = save_steps(tmp_path, {2: {}}, ownership=Owner(2))
   with pytest.raises(UserError, match='taken the run over'):
     first.save(2, make_state(2), {}, {})
@@ -563,10 +566,15 @@ def test_what_a_killed_process_leaves_is_no_checkpoint_and_is_removed(tmp_path):
 
 
 def test_a_checkpoint_that_cannot_be_removed_is_named_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
-  def fail(self, step):
-    raise PermissionError(errno.EACCES, 'Permission denied')
+  local = type(epath.Path(tmp_path))
+  rename = local.rename
 
-  monkeypatch.setattr(Checkpoints, '_remove', fail)
+  def fail(path, target):
+    if path.name == '1':
+      raise PermissionError(errno.EACCES, 'Permission denied')
+    return rename(path, target)
+
+  monkeypatch.setattr(local, 'rename', fail)
   save_steps(tmp_path, {1: {}, 2: {}}, keep=1)
   assert 'old checkpoint of step 1 cannot be removed' in caplog.text
   assert Checkpoints(tmp_path, read_only=True).restore(make_state(0))[0] == 2
@@ -672,15 +680,15 @@ def test_setting_aside_finds_a_free_name_and_goes_on_after_an_interruption(tmp_p
     largest_file(tmp_path / 'checkpoints' / str(step)).write_bytes(b'')
   for name in ('2', '2.2'):
     (tmp_path / DAMAGED / name).mkdir(parents=True)
-  moved, move = [], Checkpoints._move
+  made, make = [], files.make_directory
 
-  def interrupted(self, folder):
-    if moved:
+  def interrupted(folder):
+    if made.count(DAMAGED) == 1:  # One was set aside.
       raise OSError(errno.EIO, 'Input/output error')
-    moved.append(folder.name)
-    move(self, folder)
+    made.append(folder.name)
+    make(folder)
 
-  monkeypatch.setattr(Checkpoints, '_move', interrupted)
+  monkeypatch.setattr(checkpoint_module, 'make_directory', interrupted)
   with pytest.raises(UserError, match='damaged checkpoint .*3 cannot be moved'):
     Checkpoints(tmp_path).restore(make_state(0))
   monkeypatch.undo()

@@ -24,7 +24,7 @@ def scrambled(number: int) -> int:
 
 def term(word: int, position: int, high: int, lane: int) -> int:
   """Return the module's formula in Python's integers."""
-  spread, offset, first, second = digests._CONSTANTS[lane]
+  spread, offset, first, second = digests.CONSTANTS[lane]
   word = (word ^ (scrambled(position) * spread + offset & ONES)) * first & ONES
   word = ((word ^ word >> 15) + high & ONES) * second & ONES
   return word ^ word >> 16
@@ -32,7 +32,7 @@ def term(word: int, position: int, high: int, lane: int) -> int:
 
 def undone(value: int, position: int, high: int, lane: int) -> int:
   """Return the inverse of `term` for a position."""
-  spread, offset, first, second = digests._CONSTANTS[lane]
+  spread, offset, first, second = digests.CONSTANTS[lane]
   value ^= value >> 16
   value = (value * pow(second, -1, 2**32) - high) & ONES
   value ^= value >> 15 ^ value >> 30
@@ -133,7 +133,7 @@ def test_shape_dtype_and_path_are_part_of_the_digest():
 
 def test_blocks_of_an_array_add_up_to_it(monkeypatch):
   array = random_bits('float32', (5, 7, 3))
-  monkeypatch.setattr(digests, '_BLOCK', 11)
+  monkeypatch.setattr(digests, 'BLOCK', 11)
   for sizes in ((2, 3, 2), (5, 7, 1), (1, 1, 3), (4, 7, 3)):
     origins = itertools.product(*(range(0, length, size) for length, size in zip(array.shape, sizes, strict=True)))
     parts = []
@@ -165,7 +165,7 @@ def test_positions_of_a_huge_array_are_two_words():
 def test_the_words_of_positions_are_the_same_on_devices(monkeypatch):
   """With a smaller word, so that an array of two words of positions is small."""
   array = random_bits('float32', (6, 4, 5))
-  monkeypatch.setattr(digests, '_leading_axes', lambda shape, words: 1)
+  monkeypatch.setattr(digests, 'leading_axes', lambda shape, words: 1)
   assert np.asarray(digests.leaf_sums(jnp.asarray(array))).tolist() == whole_sums(array).tolist()
 
 

@@ -129,11 +129,13 @@ def test_a_process_does_not_train_twice_in_a_directory(folder):
 
 @pytest.mark.parametrize('number', [errno.EROFS, errno.EACCES])
 def test_a_directory_that_cannot_be_written_is_named(folder, monkeypatch, number):
-  def refuse(*_, **__):
-    raise OSError(number, os.strerror(number))
+  def refuse(path, *more, opened=os.open, **named):
+    if str(path).endswith(locks.LOCK):
+      raise OSError(number, os.strerror(number))
+    return opened(path, *more, **named)
 
   folder.mkdir()
-  monkeypatch.setattr(locks.FileLock, '_open', refuse)
+  monkeypatch.setattr(os, 'open', refuse)
   with pytest.raises(
     UserError, match=f'The run directory .* cannot be written .*{os.strerror(number)}.* choose another'
   ):
@@ -201,7 +203,7 @@ def test_a_process_of_another_host_is_waited_for(folder):
 
 def test_without_locks_the_process_itself_is_looked_at(folder, monkeypatch):
   lockless(monkeypatch)
-  monkeypatch.setattr(lock_owner, '_machine', lambda: 'this')
+  monkeypatch.setattr(lock_owner, 'machine_digest', lambda: 'this')
   said = []
   written(folder)  # This very process, as it were another run.
   with pytest.raises(UserError, match=f'process {os.getpid()},'):
@@ -239,7 +241,7 @@ def test_whoever_lost_the_run_notices_and_leaves_everything_as_it_is(folder, mon
   writer = metrics.MetricsWriter(folder, config, ownership=former)
   writer.write(1, {'a': 1.0})
   (folder / locks.LOCK).write_text(dataclasses.replace(beat, **ELSEWHERE).to_json())  # As seen from another host.
-  locks.FileLock._held.clear()  # Nor does that host know what this process has locked.
+  locks.FileLock._held.clear()  # noqa: SLF001 (That host does not know what this process has locked.)
   newer = take(folder)
   before = {path.name: path.read_bytes() for path in folder.iterdir()}
   sentence = (

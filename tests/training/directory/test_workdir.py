@@ -5,6 +5,7 @@ import json
 import os
 
 from etils import epath
+import orbax.checkpoint
 import pytest
 
 from sdpo_jax.config import Config
@@ -142,14 +143,13 @@ def test_checkpoints_that_cannot_be_written_are_named_when_they_are_closed(tmp_p
   """The loop closes them while another error is on its way, which must not end as the storage library's traceback."""
   opened = checkpoints.Checkpoints(tmp_path)
 
-  def fail():
+  def fail(writer, close=orbax.checkpoint.AsyncCheckpointer.close):
+    close(writer)
     raise ValueError('RESOURCE_EXHAUSTED: no space')
 
-  closing = opened._writer.close
-  monkeypatch.setattr(opened._writer, 'close', fail)
+  monkeypatch.setattr(orbax.checkpoint.AsyncCheckpointer, 'close', fail)
   with pytest.raises(UserError, match='A checkpoint could not be written .*RESOURCE_EXHAUSTED'):
     opened.close()
-  closing()
 
 
 def test_an_evaluation_does_not_replace_another(tmp_path):
