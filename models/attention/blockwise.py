@@ -28,20 +28,9 @@ def attention(
   tile_bytes: int,
   residuals: str,
   parents: tuple[jax.Array, jax.Array] | None = None,
-) -> jax.Array:
-  """Return the output of `with_normaliser` alone; arguments as there."""
-  return _whole(_attention, query, key, value, first, tile_bytes, residuals, parents)[0]
-
-
-def with_normaliser(
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  first: jax.Array,
-  tile_bytes: int,
-  residuals: str,
-  parents: tuple[jax.Array, jax.Array] | None = None,
-) -> tuple[jax.Array, jax.Array]:
+  *,
+  normaliser: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
   """Compute grouped-query softmax attention; query i sees the slots first[i] … i; scores and softmax in float32.
 
   Args:
@@ -53,14 +42,11 @@ def with_normaliser(
     residuals: name under which a rematerialisation policy may save output and log-normalisers.
     parents: (parent of each query, segment of each key), both [B, S] int32: a query also sees the keys of its parent,
       which come before it. A parent that no key's segment equals stands for none.
+    normaliser: whether to return the log-normalisers, too.
 
   Returns:
-    Output [B, S, H, head_dim] in the dtype of `query`, and the log-normalisers [B, S, H] float32 of the scores.
+    Output [B, S, H, head_dim] in the dtype of `query`, or that and the log-normalisers [B, S, H] float32 of the scores.
   """
-  return _whole(_attention_and_normaliser, query, key, value, first, tile_bytes, residuals, parents)
-
-
-def _whole(function, query, key, value, first, tile_bytes, residuals, parents):
   batch, length, heads, head_dim = query.shape
   kv_heads = key.shape[2]
   rows, chunk = _tile(batch, length, heads, tile_bytes)
@@ -75,7 +61,9 @@ def _whole(function, query, key, value, first, tile_bytes, residuals, parents):
   def by_row(array: jax.Array) -> jax.Array:
     return jnp.moveaxis(array, 3, 1).reshape(batch, length + padding, heads, *array.shape[4:])[:, :length]
 
-  return jax.tree.map(by_row, function(rows, chunk, residuals, *arrays))
+  function = _attention_and_normaliser if normaliser else _attention
+  results = jax.tree.map(by_row, function(rows, chunk, residuals, *arrays))
+  return results if normaliser else results[0]
 
 
 def _tile(batch: int, length: int, heads: int, tile_bytes: int) -> tuple[int, int]:

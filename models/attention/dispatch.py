@@ -143,7 +143,7 @@ def _xla(backend, windows, query, key, value, segment_ids, starts, window_index,
   if prefix is None:
     return blockwise.attention(*arguments)
   to_prefix = _to_prefix(_plainly(backend), query, prefix, travel)
-  return shared_prefix.merged(blockwise.with_normaliser(*arguments), to_prefix)
+  return shared_prefix.merged(blockwise.attention(*arguments, normaliser=True), to_prefix)
 
 
 def _plainly(backend: AttentionBackend) -> Callable[[jax.Array, Prefix], SoftmaxPart]:
@@ -161,7 +161,7 @@ def _splash(backend, windows, query, key, value, segment_ids, starts, window_ind
     return _choose(branches, window_index, query, key, value, segment_ids, prefix)
 
   def beside(window, query, key, value, segment_ids, prefix):
-    own = splash.with_normaliser(query, key, value, segment_ids, window, **options)
+    own = splash.attention(query, key, value, segment_ids, window, normaliser=True, **options)
     if window and prefix.first is not None:
       to_prefix = _plainly(backend)(query, _tail(prefix, window, travel))
     else:

@@ -32,7 +32,8 @@ def attention(
   residuals: str,
   interpret: bool = False,
   parents: jax.Array | None = None,
-) -> jax.Array:
+  normaliser: bool = False,
+) -> jax.Array | SoftmaxPart:
   """Compute causal grouped-query softmax attention within segments; scores and softmax in float32.
 
   Args:
@@ -45,11 +46,26 @@ def attention(
     interpret: run without a TPU.
     parents: [B, S] int32, another segment that a query sees, which comes before it; 0: none. Without a gradient and a
       window.
+    normaliser: whether to return the log-normalisers, too; without a gradient and parents.
 
   Returns:
-    [B, S, H, head_dim] in the dtype of `query`.
+    [B, S, H, head_dim] in the dtype of `query`, or that and the log-normalisers [B, S, H].
   """
-  to_segments, segment_ids, parents = _to_own_row(query, key, value, segment_ids, parents, window, residuals, interpret)
+  length, heads = query.shape[1:3]
+  block = block_size(length)
+  room = -length % block
+  arrays = [_widened(array, room) for array in (query, key, value)]
+  segment_ids, parents = jax.tree.map(lambda ids: jnp.pad(ids, ((0, 0), (0, room))), (segment_ids, parents))
+  mask = masks.LocalMask((length + room,) * 2, (window - 1, 0), 0) if window else masks.CausalMask((length + room,) * 2)
+  splash = _splash(mask, heads, (block, block), residuals, interpret)
+
+  def to_segments(query_segments, **options):
+    """Return the kernel's results if every query sees the segment of its number."""
+    return _by_row(splash(**options), *arrays, query_segments, segment_ids)
+
+  if normaliser:
+    mixed, (total,) = to_segments(segment_ids, save_residuals=True)
+    return _narrowed(mixed, query), total.swapaxes(1, 2)[:, :length]
 
   def to_parents_too():
     own, (total,) = to_segments(segment_ids, save_residuals=True)
@@ -61,38 +77,6 @@ def attention(
   # Rows without parents, which are most, need only one pass.
   mixed = to_own() if parents is None else lax.cond(jnp.any(parents > 0), to_parents_too, to_own)
   return _narrowed(mixed, query)
-
-
-def with_normaliser(
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  segment_ids: jax.Array,
-  window: int,
-  *,
-  residuals: str,
-  interpret: bool = False,
-) -> SoftmaxPart:
-  """Compute `attention` and also return the log-normalisers [B, S, H]; there is no gradient."""
-  to_segments, segment_ids, _ = _to_own_row(query, key, value, segment_ids, None, window, residuals, interpret)
-  mixed, (total,) = to_segments(segment_ids, save_residuals=True)
-  return _narrowed(mixed, query), total.swapaxes(1, 2)[:, : query.shape[1]]
-
-
-def _to_own_row(query, key, value, segment_ids, parents, window, residuals, interpret):
-  """Return the kernel, as a function of the segment that every query sees, and the padded segments and parents."""
-  length, heads = query.shape[1:3]
-  block = block_size(length)
-  room = -length % block
-  arrays = [_widened(array, room) for array in (query, key, value)]
-  segment_ids, parents = jax.tree.map(lambda ids: jnp.pad(ids, ((0, 0), (0, room))), (segment_ids, parents))
-  mask = masks.LocalMask((length + room,) * 2, (window - 1, 0), 0) if window else masks.CausalMask((length + room,) * 2)
-  splash = _splash(mask, heads, (block, block), residuals, interpret)
-
-  def to_segments(query_segments, **options):
-    return _by_row(splash(**options), *arrays, query_segments, segment_ids)
-
-  return to_segments, segment_ids, parents
 
 
 def attention_after(
