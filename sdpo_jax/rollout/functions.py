@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 import dataclasses
 import functools
 from typing import Any
@@ -53,6 +53,22 @@ class SamplerFunctions:
   # memory of a second cache. `compact` moves live rows to the front.
   keeps_size: bool
   pooled: bool  # The trainable tree is a pool of adapters, of which every row uses one or none.
+
+  def copied(self, into: KVCache, rows: KVCache, moves: Iterable[tuple[int, int, int]], most: int) -> KVCache:
+    """Return a cache with copies of the rows of another; the first cache is donated.
+
+    Args:
+      into: cache to copy into.
+      rows: cache to copy from.
+      moves: (shard, row to copy, row to copy it to), counted within the shard.
+      most: maximum number of moves of a shard.
+    """
+    source, target = (np.zeros((self.shards, most), np.int32) for _ in range(2))
+    count = np.zeros(self.shards, np.int32)
+    for shard, row, to in moves:
+      source[shard, count[shard]], target[shard, count[shard]] = row, to
+      count[shard] += 1
+    return self.copy(into, rows, *self.put((source.reshape(-1), target.reshape(-1), count)))
 
   def kept(self, keep: Keep) -> SamplerFunctions:
     """Return the same functions, with `keep` applied to every jitted one, for example to cache compiled programs."""

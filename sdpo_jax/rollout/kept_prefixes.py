@@ -212,19 +212,16 @@ class KeptPrefixes:
       left: (shard, slot in the shard, samples, tokens in the slot) of each sample.
       most: number of slots of a shard.
     """
-    source, target = (np.zeros((self._functions.shards, most), np.int32) for _ in range(2))
-    count = np.zeros(self._functions.shards, np.int32)
+    moves = []
     for shard, slot, samples, tokens in left:
       # Which of a prompt's samples a conversation continues is not known: one of them is kept, for its prompt.
       if samples.weights is None or not len(tokens) or (len(samples) > 1 and self._covers(shard, samples)):
         continue
       row = self._rows[shard].take(samples.weights, tokens[: self._sizes.prefix])
       if row is not None:
-        source[shard, count[shard]], target[shard, count[shard]] = slot, row
-        count[shard] += 1
-    if count.any():
-      indices = self._functions.put((source.reshape(-1), target.reshape(-1), count))
-      self._cache = self._functions.copy(self.cache, cache, *indices)
+        moves.append((shard, slot, row))
+    if moves:
+      self._cache = self._functions.copied(self.cache, cache, moves, most)
 
   def release(self, gone: Callable[[Hashable], bool]) -> None:
     """Free the rows of weights that are `gone`."""

@@ -284,8 +284,6 @@ class Sampler:
       self._functions,
       self.prepare(base, trainable),
       self._sizes(request),
-      room=request.room,
-      chunk=self._chunk,
       stop_ids=len(self._stop_ids),
       # Prompts of the same bucket are adjacent, so that they are prefilled together.
       waiting=sorted(request.samples, key=lambda samples: samples.width),
@@ -318,12 +316,12 @@ class Sampler:
       stop_ids: maximum number of tokens that end a sample.
       kept_prefixes: minimum number of rows that keep the keys and values of finished samples, split evenly over shards.
     """
-    room, shards = self._response_buckets[-1], self._functions.shards
+    shards = self._functions.shards
     kept = sizes(
       rows=shard_rows(self._max_batch_rows, self._max_batch_rows, shards),
       refilled=True,
       widths=self._prompt_buckets,
-      room=room,
+      room=self._response_buckets[-1],
       chunk=self._chunk,
       keeps_size=self._functions.keeps_size,
       resized=False,
@@ -332,8 +330,6 @@ class Sampler:
       self._functions,
       parameters,
       kept,
-      room=room,
-      chunk=self._chunk,
       stop_ids=stop_ids,
       closed=False,
       kept=math.ceil(kept_prefixes / shards),

@@ -39,6 +39,8 @@ class Size:
 class SamplerSizes:
   """The sizes that a sampler compiles for a kind of request."""
 
+  room: int  # Maximum number of tokens of a completion.
+  chunk: int  # Maximum number of tokens drawn per call of the decode loop.
   prefix: int  # Slots of a prefilled prompt, whatever its bucket.
   stages: tuple[Size, ...]  # Sizes of the cache, in the order in which it may have them.
   admitting: int  # Number of stages, from the first, in which samples are admitted.
@@ -116,8 +118,8 @@ def sizes(
   # Every prompt fits into the small cache, with the tokens of two calls.
   fewer = max(math.ceil(slots / 4), min(math.ceil(slots / 2), SHORT_CACHE), widest + 2 * chunk, SMALLEST_CACHE)
   if small and 4 * fewer <= 3 * slots:
-    return SamplerSizes(widest, (Size(rows, fewer), *stages), 2 if refilled else 1)
-  return SamplerSizes(widest, stages, 1)
+    return SamplerSizes(room, chunk, widest, (Size(rows, fewer), *stages), 2 if refilled else 1)
+  return SamplerSizes(room, chunk, widest, stages, 1)
 
 
 def prompts_together(width: int, rows: int) -> int:

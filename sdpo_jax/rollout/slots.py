@@ -68,8 +68,6 @@ class Slots:
     parameters: tuple[Tree, Tree],
     sizes: SamplerSizes,
     *,
-    room: int,
-    chunk: int,
     stop_ids: int,
     waiting: Iterable[Samples] = (),
     closed: bool = True,
@@ -82,18 +80,16 @@ class Slots:
       parameters: base and trainable tree, prepared. Between two turns they may be replaced by assignment, with trees
         that hold the same weights for all samples under way.
       sizes: sizes of the arrays.
-      room: maximum number of tokens of a completion.
-      chunk: maximum number of tokens drawn per call of `advance`.
       stop_ids: M, maximum number of tokens that end a sample.
       waiting: samples, in the order in which they get slots.
       closed: no other samples will come; False: a free slot is always worth an interruption.
       kept: rows of each shard that keep the keys and values of finished samples, for prompts that begin with them.
     """
     self.stats, self.parameters = SamplingStats(), parameters
-    self._functions, self._sizes, self._chunk, self._closed = functions, sizes, chunk, closed
+    self._functions, self._sizes, self._closed = functions, sizes, closed
     self._queue = Queue(functions.shards, waiting)
     self._size: Size | None = None  # Size of the cache.
-    rows = functions.shards * sizes.rows
+    rows, room = functions.shards * sizes.rows, sizes.room
     self._cache: KVCache | None = None
     self._prefixes: dict[tuple[int, Hashable], KeptPrefix] = {}  # By (shard, prefix).
     self._kept = KeptPrefixes(functions, sizes, kept) if kept else None
@@ -175,7 +171,7 @@ class Slots:
     # Copies, since the host changes its arrays while the steps run.
     state = self._functions.put(jax.tree.map(np.copy, state))
     self._cache, drawn = self._functions.advance(
-      *self.parameters, self._cache, state, np.int32(enough), steps=self._chunk
+      *self.parameters, self._cache, state, np.int32(enough), steps=self._sizes.chunk
     )
     return drawn
 
@@ -295,12 +291,12 @@ class Slots:
   def _fit(self, ending: bool) -> None:
     """Give the cache the slots that live samples need for the next steps and, if `ending`, fewer rows."""
     live = self._live
-    needed = int(self._held[live].max()) + self._chunk
+    needed = int(self._held[live].max()) + self._sizes.chunk
     rows = self._per_shard
     if ending:
       left = int((self._knobs['max_tokens'] - self._drawn)[live].max())
       # If all samples end within the next steps, shrinking does not pay, unless the cache must be resized anyway.
-      if left > self._chunk or needed > self._size.slots:
+      if left > self._sizes.chunk or needed > self._size.slots:
         rows = int(live.reshape(self._functions.shards, -1).sum(1).max())
     for size in self._sizes.path(self._size, needed, rows):
       if self._cache is None:
@@ -332,22 +328,16 @@ class Slots:
     of_cache: dict[int, list[tuple[int, int, int]]] = {}
     for shard, slot, prefix in admitted:
       cache, row, _ = self._prefixes[shard, prefix]
-      of_cache.setdefault(id(cache), [cache]).append((shard, slot, row))
-    for cache, *places in of_cache.values():
-      source, target = (np.zeros((self._functions.shards, self._per_shard), np.int32) for _ in range(2))
-      count = np.zeros(self._functions.shards, np.int32)
-      for shard, slot, row in places:
-        source[shard, count[shard]], target[shard, count[shard]] = row, slot
-        count[shard] += 1
-      indices = self._functions.put((source.reshape(-1), target.reshape(-1), count))
-      self._cache = self._functions.copy(self._cache, cache, *indices)
+      of_cache.setdefault(id(cache), [cache]).append((shard, row, slot))
+    for cache, *moves in of_cache.values():
+      self._cache = self._functions.copied(self._cache, cache, moves, self._per_shard)
 
   def _count_bytes(self) -> None:
     caches = {id(prefix.cache): prefix.cache for prefix in self._prefixes.values()}.values()
     held = sum(leaf.nbytes for cache in (self._cache, *caches) for leaf in jax.tree.leaves(cache))
     held += self.kept_bytes
     # The recent tokens of every row are held in addition to the cache.
-    held += self._chunk * len(self._of) * self._slot_bytes()
+    held += self._sizes.chunk * len(self._of) * self._slot_bytes()
     self.stats.cache_bytes = max(self.stats.cache_bytes, held)
 
   def _slot_bytes(self) -> int:
