@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 import hashlib
 import math
 import re
@@ -333,8 +334,8 @@ def synthesize(
   announce(f'{document} has {len(passages)} tokens, and a prompt about it at most {asker.limit}.')
   # Bounded by the memory that the run takes for its cache and, with a cartridge, for the document.
   most = rows_at_once(config, asker.limit + options.max_tokens, len(passages) if slots else 0)
-  writer = _Writer(config, tokenizer, options, asker.limit, max_batch_rows or most)
-  rows = fill(pool, len(left), options, asker.ask, writer.draw, keep, announce)
+  draw = _drawing(config, tokenizer, options, asker.limit, max_batch_rows or most)
+  rows = fill(pool, len(left), options, asker.ask, draw, keep, announce)
   if not rows:
     if main:
       file.discard()
@@ -409,18 +410,27 @@ def rows_at_once(config: Config, length: int, document: int) -> int:
   return max(min((rows * own + document) // length, rows), 1)
 
 
-class _Writer:
-  """The model, which is loaded when the first message is drawn."""
+def _drawing(config: Config, tokenizer: Tokenizer, options: SynthesisOptions, limit: int, rows: int) -> Draw:
+  """Return the function that samples the model's replies to prompts; the model is loaded when the first are drawn."""
 
-  def __init__(self, config: Config, tokenizer: Tokenizer, options: SynthesisOptions, limit: int, rows: int):
-    self._config, self._tokenizer, self._options, self._limit = config, tokenizer, options, limit
-    self._rows = rows
-    self._loaded: tuple[Sampler, Tree] | None = None
+  @functools.cache
+  def loaded() -> tuple[Sampler, Tree]:
+    mesh = model_mesh(config, huggingface.read_policy(config.model.path, config.model))
+    policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh)
+    data = dataclasses.replace(
+      config.data,
+      max_prompt_length=limit,
+      prompt_buckets=(*BUCKETS, *range(2 * BUCKETS[-1], limit, BUCKETS[-1])),
+      max_response_length=options.max_tokens,
+      response_buckets=(options.max_tokens,),
+    )
+    rollout = dataclasses.replace(config.rollout, max_batch_rows=rows)
+    sized = dataclasses.replace(config, data=data, rollout=rollout)
+    least = options.round_size * options.per_window
+    return make_sampler(sized, policy.base_policy(), tokenizer, mesh, least=least), parameters
 
-  def draw(self, prompts: list[list[int]], round_number: int) -> list[WrittenMessage]:
-    """Sample the model's replies to the prompts."""
-    options = self._options
-    sampler, parameters = self._load()
+  def draw(prompts: list[list[int]], round_number: int) -> list[WrittenMessage]:
+    sampler, parameters = loaded()
     drawn = sampler.sample(
       parameters,
       {},
@@ -435,20 +445,4 @@ class _Writer:
       WrittenMessage(text, reason == 'stop') for text, reason in zip(drawn.text, drawn.finish_reason, strict=True)
     ]
 
-  def _load(self) -> tuple[Sampler, Tree]:
-    if self._loaded is None:
-      config, options = self._config, self._options
-      mesh = model_mesh(config, huggingface.read_policy(config.model.path, config.model))
-      policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh)
-      data = dataclasses.replace(
-        config.data,
-        max_prompt_length=self._limit,
-        prompt_buckets=(*BUCKETS, *range(2 * BUCKETS[-1], self._limit, BUCKETS[-1])),
-        max_response_length=options.max_tokens,
-        response_buckets=(options.max_tokens,),
-      )
-      rollout = dataclasses.replace(config.rollout, max_batch_rows=self._rows)
-      config = dataclasses.replace(config, data=data, rollout=rollout)
-      least = options.round_size * options.per_window
-      self._loaded = make_sampler(config, policy.base_policy(), self._tokenizer, mesh, least=least), parameters
-    return self._loaded
+  return draw
