@@ -85,7 +85,7 @@ class Array:
     return self.size * ITEM_BITS.get(self.dtype, 0) // 8
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Instruction:
   name: str
   opcode: str
@@ -93,6 +93,7 @@ class Instruction:
   operands: tuple[str, ...]
   attributes: str  # The rest of the line, backend_config included.
   literal: str = ''  # The text in parentheses: the value of a constant or the number of a parameter.
+  computation: Computation | None = dataclasses.field(default=None, repr=False)  # The one that it is part of.
 
   @property
   def bytes(self) -> int:
@@ -124,15 +125,26 @@ class Instruction:
     """Return the computations that the attributes `names` refer to."""
     return [name for key in names for name in _NAME.findall(self._first(rf'\b{key}=(\{{[^}}]*\}}|%[\w.\-]+)'))]
 
+  @functools.cached_property
+  def fused(self) -> Computation | None:
+    """Return the computation of a fusion; None for other instructions."""
+    return self.computation.module.computations[self.called('calls')[0]] if self.opcode == 'fusion' else None
+
+  @property
+  def read(self) -> list[Array]:
+    """Return the types of the operands."""
+    return [array for name in self.operands for array in self.computation.instructions[name].arrays]
+
   def _first(self, pattern: str) -> str:
     """Return the group of the first match of a pattern in the attributes; empty if there is none."""
     match = re.search(pattern, self.attributes)
     return match.group(1) if match else ''
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Computation:
   name: str
+  module: Module = dataclasses.field(repr=False)
   instructions: dict[str, Instruction]
   root: str = ''
 
@@ -153,7 +165,6 @@ class Execution:
   """A top-level instruction and its number of executions."""
 
   instruction: Instruction
-  computation: Computation
   count: float
   frame: _Frame  # The call stack of its computation.
 
@@ -164,22 +175,21 @@ def parse(text: str) -> Module:
   Raises:
     ValueError: the text has no entry computation, or an instruction cannot be parsed.
   """
-  computations: dict[str, Computation] = {}
-  entry, current = '', None
+  module, current = Module({}, ''), None
   for line in _logical_lines(text):
     header = _COMPUTATION.match(line)
     if header:
-      current = Computation(header.group(2), {})
-      computations[current.name] = current
-      entry = current.name if header.group(1) else entry
+      current = Computation(header.group(2), module, {})
+      module.computations[current.name] = current
+      module.entry = current.name if header.group(1) else module.entry
     elif current is not None and (match := _INSTRUCTION.match(line)):
-      instruction = _instruction(match.group(2), line[match.end() :])
+      instruction = _instruction(match.group(2), line[match.end() :], current)
       current.instructions[instruction.name] = instruction
       if match.group(1):
         current.root = instruction.name
-  if not entry:
+  if not module.entry:
     raise ValueError('The text holds no ENTRY computation.')
-  return Module(computations, entry)
+  return module
 
 
 def _logical_lines(text: str) -> Iterator[str]:
@@ -197,7 +207,7 @@ def _logical_lines(text: str) -> Iterator[str]:
     yield held
 
 
-def _instruction(name: str, rest: str) -> Instruction:
+def _instruction(name: str, rest: str, computation: Computation) -> Instruction:
   end = _closing(rest, 0) if rest.startswith('(') else re.match(r'\S+', rest).end()
   match = re.compile(r' ?([\w\-]+)\(').match(rest, end)
   if match is None:
@@ -211,6 +221,7 @@ def _instruction(name: str, rest: str) -> Instruction:
     operands=tuple(_NAME.findall(inside)),
     attributes=rest[stop:],
     literal=inside if match.group(1) in ('constant', 'parameter') else '',
+    computation=computation,
   )
 
 
@@ -247,7 +258,6 @@ class _Frame:
 class Trace:
   """Everything that a program runs, and the loops with an unknown trip count."""
 
-  module: Module
   executions: list[Execution]
   unbounded: list[Instruction]
 
@@ -274,11 +284,11 @@ def trace(module: Module, *, unknown_trips: int = 1, branch: Literal['dearest', 
 
   def visit(frame: _Frame, count: float) -> None:
     for instruction in frame.computation.instructions.values():
-      executions.append(Execution(instruction, frame.computation, count, frame))
+      executions.append(Execution(instruction, count, frame))
       called = _subprograms(instruction)
       times = count
       if instruction.opcode == 'while':
-        trips = trip_count(module, instruction, frame)
+        trips = trip_count(instruction, frame)
         if trips is None:
           unbounded.append(instruction)
           trips = unknown_trips
@@ -289,7 +299,7 @@ def trace(module: Module, *, unknown_trips: int = 1, branch: Literal['dearest', 
         visit(_Frame(module.computations[name], frame, instruction), times)
 
   visit(_Frame(module.computations[module.entry]), 1)
-  return Trace(module, executions, unbounded)
+  return Trace(executions, unbounded)
 
 
 def _subprograms(instruction: Instruction) -> list[str]:
@@ -305,35 +315,36 @@ def _subprograms(instruction: Instruction) -> list[str]:
   return []
 
 
-def trip_count(module: Module, loop: Instruction, frame: _Frame) -> int | None:
+def trip_count(loop: Instruction, frame: _Frame) -> int | None:
   """Return the trips of a `while`, from its annotation, the constants of its condition, or its named scope."""
   known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
   if known:
     return int(known.group(1))
-  counted = _count(module, loop, frame)
+  counted = _count(loop, frame)
   if counted is not None:
     return counted
   scope = SCOPE.search(loop.op_name.rpartition('/while/body')[2])  # Not of the loops around it.
   return int(scope.group(1)) if scope else None
 
 
-def _count(module: Module, loop: Instruction, frame: _Frame) -> int | None:
+def _count(loop: Instruction, frame: _Frame) -> int | None:
   """Return the trips of a loop `for i in range(start, stop, step)`; None for any other."""
+  computations = loop.computation.module.computations
   (body,), (condition,) = loop.called('body'), loop.called('condition')
-  inner = _Frame(module.computations[condition], frame, loop)
-  compare, at = _through_fusions(module, inner, inner.computation.root)
+  inner = _Frame(computations[condition], frame, loop)
+  compare, at = _through_fusions(inner, inner.computation.root)
   if compare is None or compare.opcode != 'compare':
     return None
   direction = compare.attribute('direction')
-  left, right = (_element(module, at, operand) for operand in compare.operands)
+  left, right = (_element(at, operand) for operand in compare.operands)
   if direction in ('GT', 'GE'):
     left, right, direction = right, left, {'GT': 'LT', 'GE': 'LE'}[direction]
   if direction not in ('LT', 'LE') or not isinstance(left, int):
     return None
   index = left
-  stop = right.value if isinstance(right, _Constant) else _invariant(module, loop, frame, right)
-  start = _constant(module, frame, _operand_element(module, frame, loop, index))
-  step = _step(module, module.computations[body], index)
+  stop = right.value if isinstance(right, _Constant) else _invariant(loop, frame, right)
+  start = _constant(frame, _operand_element(frame, loop, index))
+  step = _step(computations[body], index)
   if stop is None or start is None or not step or step < 0:
     return None
   return max(0, -(-(stop + (direction == 'LE') - start) // step))
@@ -344,7 +355,7 @@ class _Constant:
   value: int
 
 
-def _through_fusions(module: Module, frame: _Frame, name: str) -> tuple[Instruction | None, _Frame]:
+def _through_fusions(frame: _Frame, name: str) -> tuple[Instruction | None, _Frame]:
   """Follow copies and fusions to the instruction that makes a value; return it with the frame of its operands."""
   while True:
     instruction = frame.computation.instructions.get(name)
@@ -353,7 +364,7 @@ def _through_fusions(module: Module, frame: _Frame, name: str) -> tuple[Instruct
     if instruction.opcode in ('copy', 'bitcast', 'convert', 'reshape'):
       name = instruction.operands[0]
     elif instruction.opcode == 'fusion':
-      frame = _Frame(module.computations[instruction.called('calls')[0]], frame, instruction)
+      frame = _Frame(instruction.fused, frame, instruction)
       name = frame.computation.root
     elif instruction.opcode == 'parameter' and frame.call is not None and frame.call.opcode == 'fusion':
       name, frame = frame.call.operands[int(instruction.literal)], frame.caller
@@ -361,16 +372,16 @@ def _through_fusions(module: Module, frame: _Frame, name: str) -> tuple[Instruct
       return instruction, frame
 
 
-def _element(module: Module, frame: _Frame, name: str) -> int | _Constant | None:
+def _element(frame: _Frame, name: str) -> int | _Constant | None:
   """Return a value as a constant, or as an index into its computation's tuple parameter."""
-  instruction, frame = _through_fusions(module, frame, name)
+  instruction, frame = _through_fusions(frame, name)
   if instruction is None:
     return None
   if instruction.opcode == 'constant':
     value = _literal(instruction)
     return None if value is None else _Constant(value)
   if instruction.opcode == 'get-tuple-element':
-    source, _ = _through_fusions(module, frame, instruction.operands[0])
+    source, _ = _through_fusions(frame, instruction.operands[0])
     if source is not None and source.opcode == 'parameter':
       return int(instruction.attribute('index'))
   return None
@@ -381,48 +392,48 @@ def _literal(constant: Instruction) -> int | None:
   return int(text) if re.fullmatch(r'-?\d+', text) else None
 
 
-def _operand_element(module: Module, frame: _Frame, loop: Instruction, index: int) -> str | None:
+def _operand_element(frame: _Frame, loop: Instruction, index: int) -> str | None:
   """Return the name of the initial value of element `index` of a loop's tuple."""
-  source, _ = _through_fusions(module, frame, loop.operands[0])
+  source, _ = _through_fusions(frame, loop.operands[0])
   return source.operands[index] if source is not None and source.opcode == 'tuple' else None
 
 
-def _constant(module: Module, frame: _Frame, name: str | None) -> int | None:
+def _constant(frame: _Frame, name: str | None) -> int | None:
   """Return the constant value of a name, looked up through enclosing loops and calls."""
   if name is None:
     return None
-  instruction, at = _through_fusions(module, frame, name)
+  instruction, at = _through_fusions(frame, name)
   if instruction is None:
     return None
   if instruction.opcode == 'constant':
     return _literal(instruction)
-  index = _element(module, at, instruction.name)
+  index = _element(at, instruction.name)
   if isinstance(index, int) and at.call is not None and at.call.opcode == 'while':
-    return _invariant(module, at.call, at.caller, index)
+    return _invariant(at.call, at.caller, index)
   return None
 
 
-def _invariant(module: Module, loop: Instruction, frame: _Frame, index: int | None) -> int | None:
+def _invariant(loop: Instruction, frame: _Frame, index: int | None) -> int | None:
   """Return the constant in element `index` of a loop's tuple, if the body passes it on unchanged."""
   if index is None:
     return None
-  body = module.computations[loop.called('body')[0]]
+  body = loop.computation.module.computations[loop.called('body')[0]]
   root = body.instructions[body.root]
-  if root.opcode != 'tuple' or _element(module, _Frame(body), root.operands[index]) != index:
+  if root.opcode != 'tuple' or _element(_Frame(body), root.operands[index]) != index:
     return None
-  return _constant(module, frame, _operand_element(module, frame, loop, index))
+  return _constant(frame, _operand_element(frame, loop, index))
 
 
-def _step(module: Module, body: Computation, index: int) -> int | None:
+def _step(body: Computation, index: int) -> int | None:
   """Return the constant that a body adds to element `index` of its tuple."""
   root = body.instructions[body.root]
   if root.opcode != 'tuple':
     return None
   frame = _Frame(body)
-  instruction, at = _through_fusions(module, frame, root.operands[index])
+  instruction, at = _through_fusions(frame, root.operands[index])
   if instruction is None or instruction.opcode != 'add':
     return None
-  values = [_element(module, at, operand) for operand in instruction.operands]
+  values = [_element(at, operand) for operand in instruction.operands]
   constants = [value.value for value in values if isinstance(value, _Constant)]
   return constants[0] if index in values and len(constants) == 1 else None
 
@@ -452,36 +463,26 @@ def matmul_flops(trace: Trace) -> float:
   """Return the FLOPs of matrix products and convolutions (a multiply-add counts as two)."""
 
   @functools.cache
-  def inside(name: str) -> int:
-    computation = trace.module.computations[name]
-    return sum(flops(instruction, computation) for instruction in computation.instructions.values())
-
-  def flops(instruction: Instruction, computation: Computation) -> int:
+  def flops(instruction: Instruction) -> int:
     if instruction.opcode == 'dot':
-      return _dot_flops(instruction, computation)
+      return _dot_flops(instruction)
     if instruction.opcode == 'convolution':
-      return _convolution_flops(instruction, computation)
-    if instruction.opcode == 'fusion':
-      return sum(inside(name) for name in instruction.called('calls'))
-    return 0
+      return _convolution_flops(instruction)
+    fused = instruction.fused
+    return 0 if fused is None else sum(map(flops, fused.instructions.values()))
 
-  return sum(flops(execution.instruction, execution.computation) * execution.count for execution in trace.executions)
-
-
-def operands(instruction: Instruction, computation: Computation) -> list[Array]:
-  """Return the types of an instruction's operands."""
-  return [array for name in instruction.operands for array in computation.instructions[name].arrays]
+  return sum(flops(execution.instruction) * execution.count for execution in trace.executions)
 
 
-def _dot_flops(instruction: Instruction, computation: Computation) -> int:
-  left = operands(instruction, computation)[0]
+def _dot_flops(instruction: Instruction) -> int:
+  left = instruction.read[0]
   contracted = [int(axis) for axis in (instruction.attribute('lhs_contracting_dims') or '').split(',') if axis]
   return 2 * instruction.arrays[0].size * math.prod(left.shape[axis] for axis in contracted)
 
 
-def _convolution_flops(instruction: Instruction, computation: Computation) -> int:
+def _convolution_flops(instruction: Instruction) -> int:
   """Count the products that meet neither padding nor holes: batched matrix products are written as convolutions."""
-  left, right = operands(instruction, computation)[:2]
+  left, right = instruction.read[:2]
   labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', instruction.attributes)
   left_labels, right_labels, out_labels = labels.groups()
   out = instruction.arrays[0]
@@ -541,29 +542,28 @@ def reads(trace: Trace) -> list[Read]:
   """
   found = []
   for execution in trace.executions:
-    instruction, computation = execution.instruction, execution.computation
+    instruction = execution.instruction
     if instruction.opcode in FREE - {'slice-start'} or instruction.target in FREE_CALLS or _subprograms(instruction):
       continue
     for name in dict.fromkeys(instruction.operands):
       # A tuple of results is taken apart before it is read.
-      arrays = computation.instructions[name].arrays
+      arrays = instruction.computation.instructions[name].arrays
       if len(arrays) != 1 or arrays[0].space != 0:
         continue
-      size = _read_of(trace.module, instruction, computation, name)
+      size = _read_of(instruction, name)
       if size:
-        source = _source(trace.module, execution.frame, name)
+        source = _source(execution.frame, name)
         found.append(Read(instruction, arrays[0], source, size, execution.count))
   return found
 
 
-def _read_of(module: Module, instruction: Instruction, computation: Computation, name: str) -> int:
+def _read_of(instruction: Instruction, name: str) -> int:
   """Return the bytes that an instruction needs of its operand `name`."""
-  whole = computation.instructions[name].bytes
+  whole = instruction.computation.instructions[name].bytes
   places = [place for place, operand in enumerate(instruction.operands) if operand == name]
-  if instruction.opcode == 'fusion':
-    inner = module.computations[instruction.called('calls')[0]]
-    parameters = inner.parameters()
-    return min(whole, sum(_needed(module, inner, parameters[place]) for place in places))
+  if instruction.fused is not None:
+    parameters = instruction.fused.parameters()
+    return min(whole, sum(_needed(instruction.fused, parameters[place]) for place in places))
   if places != [0]:
     return whole
   if instruction.opcode == 'slice-start':
@@ -573,7 +573,7 @@ def _read_of(module: Module, instruction: Instruction, computation: Computation,
   return 0 if instruction.opcode == 'dynamic-update-slice' else whole
 
 
-def _needed(module: Module, computation: Computation, name: str) -> int:
+def _needed(computation: Computation, name: str) -> int:
   """Return the bytes that a fused computation needs of its value `name`."""
   whole = computation.instructions[name].bytes
   if name == computation.root:
@@ -581,38 +581,37 @@ def _needed(module: Module, computation: Computation, name: str) -> int:
   total = 0
   for user in computation.instructions.values():
     if name in user.operands:
-      if user.opcode in ('bitcast', 'tuple') or _is_bitcast(module, user):
-        total += _needed(module, computation, user.name)
+      if user.opcode in ('bitcast', 'tuple') or _is_bitcast(user):
+        total += _needed(computation, user.name)
       else:
-        total += _read_of(module, user, computation, name)
+        total += _read_of(user, name)
   return min(total, whole)
 
 
-def _is_bitcast(module: Module, instruction: Instruction) -> bool:
+def _is_bitcast(instruction: Instruction) -> bool:
   """Return whether an instruction is a fusion of only a bitcast."""
-  if instruction.opcode != 'fusion':
-    return False
-  inner = module.computations[instruction.called('calls')[0]]
-  return all(nested.opcode in ('parameter', 'bitcast') for nested in inner.instructions.values())
+  return instruction.fused is not None and all(
+    nested.opcode in ('parameter', 'bitcast') for nested in instruction.fused.instructions.values()
+  )
 
 
-def _source(module: Module, frame: _Frame, name: str) -> Instruction:
+def _source(frame: _Frame, name: str) -> Instruction:
   """Return the producer of a value, followed through copies, branches and (by initial values) loops."""
-  instruction, at = _through_fusions(module, frame, name)
+  instruction, at = _through_fusions(frame, name)
   if instruction.opcode in ('copy-done', 'copy-start', 'opt-barrier'):
-    return _source(module, at, instruction.operands[0])
+    return _source(at, instruction.operands[0])
   if instruction.opcode == 'parameter' and at.call is not None:
-    return _source(module, at.caller, _handed(at))
+    return _source(at.caller, _handed(at))
   if instruction.opcode != 'get-tuple-element':
     return instruction
-  packed, at = _through_fusions(module, at, instruction.operands[0])
+  packed, at = _through_fusions(at, instruction.operands[0])
   while packed.opcode == 'while' or (packed.opcode == 'parameter' and at.call is not None):
     inside = packed.opcode == 'parameter'
     name, frame = (_handed(at), at.caller) if inside else (packed.operands[0], at)
-    packed, at = _through_fusions(module, frame, name)
+    packed, at = _through_fusions(frame, name)
   if packed.opcode != 'tuple':
     return packed
-  return _source(module, at, packed.operands[int(instruction.attribute('index'))])
+  return _source(at, packed.operands[int(instruction.attribute('index'))])
 
 
 def _handed(frame: _Frame) -> str:
@@ -657,14 +656,14 @@ def collectives(trace: Trace, axes: Mapping[str, int]) -> list[Collective]:
   """
   found: dict[tuple[str, tuple[str, ...], bool], list[float]] = {}
 
-  def add(instruction: Instruction, computation: Computation, count: float, scattered: bool) -> None:
+  def add(instruction: Instruction, count: float, scattered: bool) -> None:
     kind = instruction.opcode.removesuffix('-start')
     config = instruction.attributes.partition('backend_config=')[2]
     asynchronous = instruction.opcode.endswith('-start') or 'async_collective_fusion_config' in config
     group = replica_group(instruction, math.prod(axes.values()))
     if len(group) < 2:
       return
-    arrays = [operands(instruction, computation), instruction.arrays]
+    arrays = [instruction.read, instruction.arrays]
     payload = max(sum(array.bytes for array in side) for side in arrays)
     if instruction.opcode in ('all-gather-start', 'collective-permute-start'):
       payload = max(array.bytes for array in instruction.arrays)  # Its results include the operand.
@@ -680,17 +679,16 @@ def collectives(trace: Trace, axes: Mapping[str, int]) -> list[Collective]:
       'async_collective_fusion_config' in instruction.attributes for instruction in computation.instructions.values()
     ) and not any(instruction.target == 'AsyncCollectiveStart' for instruction in computation.instructions.values())
     for instruction in computation.instructions.values():
-      look(instruction, computation, count, scattered, counted=not continues)
+      look(instruction, count, scattered, counted=not continues)
 
-  def look(instruction: Instruction, computation: Computation, count: float, scattered: bool, counted: bool) -> None:
+  def look(instruction: Instruction, count: float, scattered: bool, counted: bool) -> None:
     if instruction.opcode.removesuffix('-start') in COLLECTIVES and counted:
-      add(instruction, computation, count, scattered)
-    if instruction.opcode == 'fusion':
-      for name in instruction.called('calls'):
-        within(trace.module.computations[name], count, 'AllReduceScatter' in instruction.attributes)
+      add(instruction, count, scattered)
+    if instruction.fused is not None:
+      within(instruction.fused, count, 'AllReduceScatter' in instruction.attributes)
 
   for execution in trace.executions:
-    look(execution.instruction, execution.computation, execution.count, scattered=False, counted=True)
+    look(execution.instruction, execution.count, scattered=False, counted=True)
   return sorted(
     (Collective(*key, *sums) for key, sums in found.items()), key=lambda collective: collective.wire, reverse=True
   )
@@ -770,26 +768,23 @@ def kernels(trace: Trace) -> list[Kernel]:
   """Return every instruction that does work but has no estimate, except collectives and loops."""
   found = []
   for execution in trace.executions:
-    instruction, computation = execution.instruction, execution.computation
+    instruction = execution.instruction
     if instruction.cycles is not None or instruction.opcode in FREE or _subprograms(instruction):
       continue
-    kind, source = _kernel_kind(trace.module, instruction, computation)
+    kind, at = _kernel_kind(instruction)
     if kind is not None:
-      at, place = source
-      arguments = tuple(operands(at, place))
-      moved = _moved(trace.module, at, place)
-      found.append(Kernel(kind, instruction.name, at.op_name, arguments, at.arrays, moved, execution.count))
+      moved = _moved(at)
+      found.append(Kernel(kind, instruction.name, at.op_name, tuple(at.read), at.arrays, moved, execution.count))
   return found
 
 
-def _moved(module: Module, instruction: Instruction, computation: Computation) -> int:
+def _moved(instruction: Instruction) -> int:
   """Return the bytes that an instruction reads and writes."""
-  if instruction.opcode == 'fusion':
-    inner = module.computations[instruction.called('calls')[0]]
-    root = inner.instructions[inner.root]
+  if instruction.fused is not None:
+    root = instruction.fused.instructions[instruction.fused.root]
     if root.opcode in ('dynamic-update-slice', 'scatter', 'gather', 'dynamic-slice'):
-      return _moved(module, root, inner)
-  arguments = [sum(array.bytes for array in computation.instructions[name].arrays) for name in instruction.operands]
+      return _moved(root)
+  arguments = [instruction.computation.instructions[name].bytes for name in instruction.operands]
   if instruction.opcode == 'dynamic-update-slice':
     return 2 * arguments[1]
   if instruction.opcode == 'scatter':
@@ -799,27 +794,22 @@ def _moved(module: Module, instruction: Instruction, computation: Computation) -
   return sum(arguments) + instruction.bytes
 
 
-def _kernel_kind(
-  module: Module, instruction: Instruction, computation: Computation
-) -> tuple[str | None, tuple[Instruction, Computation]]:
-  own = instruction, computation
+def _kernel_kind(instruction: Instruction) -> tuple[str | None, Instruction]:
+  """Return the kind of a kernel, None for no kernel, and the instruction that it is, which may be in a fusion."""
   opcode = instruction.opcode
   # Asynchronous operations overlap with other work.
   if opcode.endswith(('-start', '-done')) or opcode in COLLECTIVES:
-    return None, own
+    return None, instruction
   if opcode == 'custom-call':
-    return _call_kind(instruction), own
-  if opcode == 'fusion':
-    for name in instruction.called('calls'):
-      inner = module.computations[name]
-      for nested in inner.instructions.values():
-        if nested.opcode.removesuffix('-start') in COLLECTIVES or nested.target.startswith('AsyncCollective'):
-          return None, own
-        if nested.opcode == 'sort':
-          return 'sort', (nested, inner)
-        if nested.opcode == 'custom-call' and _call_kind(nested) not in (None, 'other'):
-          return _call_kind(nested), (nested, inner)
-  return ('sort' if opcode == 'sort' else 'other'), own
+    return _call_kind(instruction), instruction
+  for nested in () if instruction.fused is None else instruction.fused.instructions.values():
+    if nested.opcode.removesuffix('-start') in COLLECTIVES or nested.target.startswith('AsyncCollective'):
+      return None, instruction
+    if nested.opcode == 'sort':
+      return 'sort', nested
+    if nested.opcode == 'custom-call' and _call_kind(nested) not in (None, 'other'):
+      return _call_kind(nested), nested
+  return ('sort' if opcode == 'sort' else 'other'), instruction
 
 
 def _call_kind(call: Instruction) -> str | None:
@@ -868,10 +858,9 @@ def copies(trace: Trace, limit: int = 10) -> list[Buffer]:
   """
 
   def copies_something(instruction: Instruction) -> bool:
-    if instruction.opcode != 'fusion':
+    if instruction.fused is None:
       return instruction.opcode in ('copy', 'copy-start', 'transpose')
-    inner = trace.module.computations[instruction.called('calls')[0]]
-    return copies_something(inner.instructions[inner.root])
+    return copies_something(instruction.fused.instructions[instruction.fused.root])
 
   return largest(trace, limit=limit, of=copies_something)
 
