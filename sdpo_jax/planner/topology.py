@@ -7,6 +7,7 @@ import importlib.util
 import math
 import os
 import re
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -42,46 +43,28 @@ class Chip:
   longest: int  # Chips along an axis of the largest slice; with more the compiler aborts the process.
 
 
-def _data_sheet(kind: str) -> dict[str, float | None]:
-  chip = accelerators.find(kind)
-  return {'hbm_gib': chip.memory_gib, 'flops': chip.flops}
+def _chip(name: str, kind: str, **properties: Any) -> Chip:
+  """Return a chip whose memory and peak are those of a kind of accelerator."""
+  known = accelerators.find(kind)
+  return Chip(name, known.memory_gib, known.flops, **properties)
 
 
-CHIPS = {
-  'v5e': Chip(
-    name='v5e',
-    hbm_bandwidth=819e9,
-    clock=1.5e9,
-    ici_bandwidth=100e9,
-    price=1.20,
-    smallest='2x2',
-    slices=('1x1', '2x2', '2x4', '4x4', '4x8', '8x8', '8x16', '16x16'),
-    longest=16,
-    **_data_sheet('TPU v5 lite'),
-  ),
-  'v6e': Chip(
-    name='v6e',
-    hbm_bandwidth=1638e9,
-    clock=1.75e9,
-    ici_bandwidth=180e9,
-    price=2.70,
-    smallest='2x2',
-    slices=('1x1', '2x2', '2x4', '4x4', '4x8', '8x8', '8x16', '16x16'),
-    longest=16,
-    **_data_sheet('TPU v6'),
-  ),
-  'v5p': Chip(
-    name='v5p',
-    hbm_bandwidth=2765e9,
-    clock=1.75e9,
-    ici_bandwidth=270e9,
-    price=4.20,
-    smallest='2x2x1',
-    slices=('1x1x1', '2x2x1', '2x2x2', '2x4x4', '4x4x4', '4x4x8', '8x8x8'),
-    longest=28,
-    **_data_sheet('TPU v5'),
-  ),
+_PLANE = {
+  'smallest': '2x2',
+  'slices': ('1x1', '2x2', '2x4', '4x4', '4x8', '8x8', '8x16', '16x16'),
+  'longest': 16,
 }
+_CUBE = {
+  'smallest': '2x2x1',
+  'slices': ('1x1x1', '2x2x1', '2x2x2', '2x4x4', '4x4x4', '4x4x8', '8x8x8'),
+  'longest': 28,
+}
+_CHIPS = (
+  _chip('v5e', 'TPU v5 lite', hbm_bandwidth=819e9, clock=1.5e9, ici_bandwidth=100e9, price=1.20, **_PLANE),
+  _chip('v6e', 'TPU v6', hbm_bandwidth=1638e9, clock=1.75e9, ici_bandwidth=180e9, price=2.70, **_PLANE),
+  _chip('v5p', 'TPU v5', hbm_bandwidth=2765e9, clock=1.75e9, ici_bandwidth=270e9, price=4.20, **_CUBE),
+)
+CHIPS = {chip.name: chip for chip in _CHIPS}
 
 
 @dataclasses.dataclass(frozen=True)
