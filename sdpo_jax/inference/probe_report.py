@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import math
 
 from sdpo_jax.config import Config
@@ -77,17 +77,13 @@ def believed(numbers: Mapping[str, float], name: str) -> bool:
   return name in numbers and numbers[name] > ERRORS * numbers.get(f'{name}_se', math.inf)
 
 
-def _broken(numbers: Mapping[str, float]) -> list[str]:
-  found = []
+def _broken(numbers: Mapping[str, float]) -> Iterator[str]:
   if numbers['completion/ungraded'] > NO_RUN_UNGRADED:
-    found.append(
-      f'The grader could not grade {_percent(numbers["completion/ungraded"])} of the completions: mend it first.'
-    )
+    yield f'The grader could not grade {_percent(numbers["completion/ungraded"])} of the completions: mend it first.'
   if numbers['student/sampled'] >= MASTERED:
-    found.append(
+    yield (
       f'The student is right with {_percent(numbers["student/sampled"])} of its samples already: take harder questions.'
     )
-  return found
 
 
 def _against_sdpo(numbers: Mapping[str, float]) -> list[str]:
@@ -157,22 +153,21 @@ def _context(numbers: Mapping[str, float], config: Config) -> list[str]:
   return [f'{text} None of these is measurably better than the configured one.']
 
 
-def _signal(numbers: Mapping[str, float], distils: bool) -> list[str]:
+def _signal(numbers: Mapping[str, float], distils: bool) -> Iterator[str]:
   """Return sentences on the other method's signal, and a warning where the signal is weak."""
   questions = numbers['signal/sdpo_questions' if distils else 'signal/grpo_questions']
-  found = []
   if NO_SIGNAL <= questions < LITTLE_SIGNAL:
-    found.append(f'Only {_percent(questions)} of the questions carry a signal: progress will be slow at first.')
+    yield f'Only {_percent(questions)} of the questions carry a signal: progress will be slow at first.'
   other = numbers['signal/grpo_questions' if distils else 'signal/sdpo_questions']
   name = 'GRPO would learn from' if distils else 'SDPO with these settings would have a teacher at'
-  return [*found, f'For comparison, {name} {_percent(other)} of the questions.']
+  yield f'For comparison, {name} {_percent(other)} of the questions.'
 
 
-def _limits(numbers: Mapping[str, float], config: Config) -> list[str]:
-  data, found = config.data, []
+def _limits(numbers: Mapping[str, float], config: Config) -> Iterator[str]:
+  data = config.data
   if numbers.get('prompt/over_limit', 0) > 0:
     share, longest = _percent(numbers['prompt/over_limit']), int(numbers['prompt/tokens_max'])
-    found.append(
+    yield (
       f'{share} of the prompts exceed data.max_prompt_length={data.max_prompt_length} and are left out (the longest '
       f'has {longest} tokens): raise it if they matter.'
       if data.filter_overlong_prompts
@@ -180,36 +175,33 @@ def _limits(numbers: Mapping[str, float], config: Config) -> list[str]:
       f'it to {longest} or set data.filter_overlong_prompts=true.'
     )
   if numbers['completion/truncated'] > TRUNCATED:
-    found.append(
+    yield (
       f'{_percent(numbers["completion/truncated"])} of the completions are cut off at data.max_response_length='
       f'{data.max_response_length}: raise it, or the run learns to answer within it before anything else.'
     )
   if numbers.get('teacher/truncated', 0) > max(TRUNCATED, 2 * numbers['completion/truncated']):
-    found.append(
+    yield (
       f'With the context {_percent(numbers["teacher/truncated"])} of the answers are cut off, more than without: the '
       'gap is larger than measured if data.max_response_length is raised.'
     )
   if numbers.get('reprompt/truncated', 0) > TRUNCATED:
-    found.append(
+    yield (
       f"{_percent(numbers['reprompt/truncated'])} of the teacher's prompts do not fit {_PREFIX}.max_reprompt_len="
       f'{config.actor.self_distillation.max_reprompt_len} (the longest has {int(numbers["reprompt/tokens_max"])} '
       'tokens): raise it.'
     )
-  return found
 
 
-def _grading(numbers: Mapping[str, float]) -> list[str]:
-  found = []
+def _grading(numbers: Mapping[str, float]) -> Iterator[str]:
   if UNGRADED < numbers['completion/ungraded'] <= NO_RUN_UNGRADED:
-    found.append(
+    yield (
       f'The grader could not grade {_percent(numbers["completion/ungraded"])} of the completions, which are left out.'
     )
   if numbers.get('completion/format_valid', 1.0) < FORMAT_VALID:
-    found.append(
+    yield (
       f'Only {_percent(numbers["completion/format_valid"])} of the completions have the format that the grader reads: '
       'a part of what is learned will be the format; see that the prompt states it.'
     )
-  return found
 
 
 def summary(numbers: Mapping[str, float], advice: list[str]) -> str:
