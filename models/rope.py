@@ -35,22 +35,15 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
   exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
   wavelengths = np.float32(rope.theta) ** exponents  # Divided by 2π.
   plain = np.float32(1) / wavelengths
-  return {'default': _plain, 'linear': _linear, 'llama3': _llama3, 'yarn': _yarn}[rope.kind](rope, plain, wavelengths)
+  if rope.kind == 'default':
+    return plain
+  if rope.kind == 'linear':
+    return plain / np.float32(rope.factor)
+  return _llama3(rope, plain) if rope.kind == 'llama3' else _yarn(rope, plain, wavelengths)
 
 
-def _plain(rope: Rope, plain: np.ndarray, wavelengths: np.ndarray) -> np.ndarray:
-  del rope, wavelengths
-  return plain
-
-
-def _linear(rope: Rope, plain: np.ndarray, wavelengths: np.ndarray) -> np.ndarray:
-  del wavelengths
-  return plain / np.float32(rope.factor)
-
-
-def _llama3(rope: Rope, plain: np.ndarray, wavelengths: np.ndarray) -> np.ndarray:
+def _llama3(rope: Rope, plain: np.ndarray) -> np.ndarray:
   """Return frequencies of which low ones are divided by the factor, high ones stay, others are interpolated."""
-  del wavelengths
   factor, low, high = np.float32(rope.factor), np.float32(rope.low_freq_factor), np.float32(rope.high_freq_factor)
   original = np.float32(rope.original_max_position_embeddings)
   lengths = np.float32(2 * math.pi) / plain
