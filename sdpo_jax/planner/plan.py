@@ -285,10 +285,9 @@ def make(
   began = time.monotonic()
   announce(f'Compiling {len(names)} programs for {topology.name}, one after the other …')
   sampling_weights, refused = None, []
-  compiler = program_facts.Compiler(f'{topology.name}, {topology.compiler}', keep)
   # The sampler's arrays for the base are always in memory.
   first = [name for name, program in found.items() if program.kind == 'prepare_base']
-  for name, answer in compiled_for(mesh, compiler.asked_of(found), [*first, *names]):
+  for name, answer in compiled_for(topology, mesh, found, [*first, *names], keep):
     took = time.monotonic() - began
     # Making a copy may take memory for two layouts; afterwards only the result remains.
     if found[name].kind == 'prepare' and isinstance(answer, program_facts.ProgramFacts):
@@ -337,15 +336,27 @@ def drawn_samples(config: Config, assumptions: Assumptions) -> workload.SampleLe
 
 
 def compiled_for(
-  mesh: jax.sharding.Mesh, found: Mapping[str, registry.Program], names: Iterable[str]
+  topology: Topology,
+  mesh: jax.sharding.Mesh,
+  found: Mapping[str, registry.Program],
+  names: Iterable[str],
+  keep: str | None,
 ) -> Iterator[tuple[str, program_facts.ProgramFacts | jax.errors.JaxRuntimeError]]:
   """Compile programs as `distributed.programs.compile_programs` does, with the target chip set for kernels.
 
   Kernels ask for the chip while they are traced. On several chips each shard's mesh tells; on one chip nothing is
   sharded, and the answer would be the device of this process.
+
+  Args:
+    topology: the slice.
+    mesh: mesh over its chips.
+    found: programs by name.
+    names: names of the programs to compile.
+    keep: folder of cached compiler results; None: no cache.
   """
+  asked = program_facts.asked_of(found, f'{topology.name}, {topology.compiler}', keep)
   with jax.set_mesh(mesh) if mesh.size == 1 else contextlib.nullcontext():
-    yield from registry.compile_programs(found, names)
+    yield from registry.compile_programs(asked, names)
 
 
 def select(found: Mapping[str, registry.Program], everything: bool, used: Iterable[str] = ()) -> dict[str, str]:

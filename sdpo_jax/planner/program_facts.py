@@ -31,29 +31,30 @@ class ProgramFacts:
   output_shardings: Any = None  # For programs that others inherit from; these are compiled every time.
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiler:
-  """Compiles programs for one slice, or reads results from the cache."""
+def asked_of(found: Mapping[str, Program], compiler: str, folder: epath.PathLike | None) -> dict[str, Program]:
+  """Replace the function of each program by a stand-in whose compilation returns `ProgramFacts`.
 
-  slice_: str  # Name of the slice and of the compiler.
-  folder: epath.PathLike | None  # None: no cache.
-
-  def asked_of(self, found: Mapping[str, Program]) -> dict[str, Program]:
-    """Replace the function of each program by a stand-in whose compilation returns `ProgramFacts`."""
-    inherited = {source for program in found.values() for source, _ in program.inherits.values()}
-    return {
-      name: dataclasses.replace(program, function=_Question(self, program, recalled=name not in inherited))
-      for name, program in found.items()
-    }
+  Args:
+    found: programs by name.
+    compiler: name of the slice and of the compiler.
+    folder: folder of cached results; None: no cache.
+  """
+  inherited = {source for program in found.values() for source, _ in program.inherits.values()}
+  return {
+    name: dataclasses.replace(
+      program, function=_Question(program, compiler, folder=None if name in inherited else folder)
+    )
+    for name, program in found.items()
+  }
 
 
 @dataclasses.dataclass(frozen=True)
 class _Question:
   """Stand-in for a jitted function with what `Program.lower` and `distributed.programs.compile_programs` use."""
 
-  compiler: Compiler
   program: Program
-  recalled: bool
+  compiler: str
+  folder: epath.PathLike | None  # None: the result is not cached.
   lowered: jax.stages.Lowered | None = None  # None: not yet.
 
   def lower(self, *arguments: Any, **static: Any) -> _Question:
@@ -65,10 +66,9 @@ class _Question:
     Raises:
       JaxRuntimeError: the compiler rejects the program.
     """
-    folder = self.compiler.folder
-    if folder is None or not self.recalled:
+    if self.folder is None:
       return self._ask()
-    path = epath.Path(folder) / f'{self._key()}.json'
+    path = epath.Path(self.folder) / f'{self._key()}.json'
     if path.exists():
       kept = json.loads(path.read_text(encoding='utf-8'))
       if 'refused' in kept:
@@ -109,7 +109,7 @@ class _Question:
     names = re.findall(r'loc\("((?:jit\(|[^"]*/)[^"]*)"\(|loc\("([^"]*)"\)', self.lowered.as_text(debug_info=True))
     options = [os.environ.get(name, '') for name in ('XLA_FLAGS', 'LIBTPU_INIT_ARGS')]
     parts = [
-      self.compiler.slice_,
+      self.compiler,
       *options,
       *(f'{name}={value}' for name, value in sorted(self.program.options.items())),
       self.lowered.as_text(),

@@ -224,9 +224,14 @@ def _sampling(
     )
   for size in taken.stages:
     rows = shards * size.rows
-    state = decode.DecodeState(
-      _sampling_params(mesh, rows, spec.stop_ids), *[of_rows(rows)] * 2, of_rows(rows, bool), *members(rows)
+    params = SamplingParams(
+      **{name: of_rows(rows, dtype) for name, dtype in KNOBS.items()},
+      seed=of_rows(rows, jnp.uint32),
+      sample_id=of_rows(rows),
+      step=of_rows(rows),
+      stop_ids=_of_rows(mesh, (rows, spec.stop_ids), jnp.int32),
     )
+    state = decode.DecodeState(params, *[of_rows(rows)] * 2, of_rows(rows, bool), *members(rows))
     add(
       'decode',
       engine.advance,
@@ -261,14 +266,3 @@ def _of_rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any) -> jax
     return jax.ShapeDtypeStruct(shape, dtype)
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(meshes.FSDP))
   return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding if shape else meshes.replicated(mesh))
-
-
-def _sampling_params(mesh: jax.sharding.Mesh, rows: int, stop_ids: int) -> SamplingParams:
-  array = functools.partial(_of_rows, mesh)
-  return SamplingParams(
-    **{name: array((rows,), dtype) for name, dtype in KNOBS.items()},
-    seed=array((rows,), jnp.uint32),
-    sample_id=array((rows,), jnp.int32),
-    step=array((rows,), jnp.int32),
-    stop_ids=array((rows, stop_ids), jnp.int32),
-  )

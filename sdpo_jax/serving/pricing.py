@@ -126,10 +126,9 @@ def make(
   if other is not None:
     resident |= planning.held_bytes(next(program for program in found.values() if program.kind == 'model'))
     resident = {part: resident[part] for part in ('base', 'teacher base')}
-  compiler = program_facts.Compiler(f'{slice_.name}, {slice_.compiler}', keep)
   first = [name for name, program in found.items() if program.kind in ('prepare_base', 'prepare')]
   began = time.monotonic()
-  for name, answer in planning.compiled_for(mesh, compiler.asked_of(found), [*first, *names]):
+  for name, answer in planning.compiled_for(slice_, mesh, found, [*first, *names], keep):
     program = found[name]
     if isinstance(answer, program_facts.ProgramFacts) and program.kind == 'prepare':
       sampling_weights = answer.results

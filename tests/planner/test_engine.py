@@ -129,7 +129,7 @@ def planned(monkeypatch, config, held=None, **more):
   memory; `held` gets what lies on the chip whichever program runs.
   """
 
-  def answered(mesh, found, names):
+  def answered(topology, mesh, found, names, keep):
     return ((name, None) for name in names)
 
   def estimated(scenario, name, program, answer, resident, *_):

@@ -651,8 +651,8 @@ def test_what_the_compiler_answered_is_kept(tmp_path, monkeypatch):
   found['last'] = Program('one', scoped('last', 3.0), (array,), holds=('batch',), inherits={0: ('second', None)})
 
   def ask(**changed):
-    compiler = program_facts.Compiler(**({'slice_': 'here', 'folder': str(tmp_path)} | changed))
-    return dict(programs.compile_programs(compiler.asked_of(found), found))
+    asked = program_facts.asked_of(found, **({'compiler': 'here', 'folder': str(tmp_path)} | changed))
+    return dict(programs.compile_programs(asked, found))
 
   compiled = []
   compile_ = jax.stages.Lowered.compile
@@ -681,7 +681,7 @@ def test_what_the_compiler_answered_is_kept(tmp_path, monkeypatch):
   ask()
   assert len(compiled) == 8
   found['first'] = dataclasses.replace(found['first'], options={})
-  ask(slice_='elsewhere')
+  ask(compiler='elsewhere')
   assert len(compiled) == 11
   ask(folder=None)
   assert len(compiled) == 14
@@ -690,7 +690,7 @@ def test_what_the_compiler_answered_is_kept(tmp_path, monkeypatch):
 def test_a_refused_program_is_refused_again_without_asking(tmp_path, monkeypatch):
   array = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
   found = {'one': Program('one', jax.jit(jnp.sin), (array,), holds=('batch',))}
-  asked = program_facts.Compiler('here', str(tmp_path)).asked_of(found)
+  asked = program_facts.asked_of(found, 'here', str(tmp_path))
   messages = [f'{kind}: Used 15.90G of 15.75G hbm' for kind in ('INTERNAL', 'RESOURCE_EXHAUSTED')]
   left = iter(messages)
 
