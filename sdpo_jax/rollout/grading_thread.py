@@ -71,7 +71,7 @@ class GradingThread:
     self._given_up = False  # Outcomes of completions not graded yet are no longer needed.
     self._outcomes: dict[int, Outcome] = {}  # By number of the completion.
     self._error: BaseException | None = None
-    self._busy_s = 0.0
+    self.busy_s = 0.0  # Seconds in which this process's graders were at work.
     # A grader that hangs must not keep a run from ending.
     self._thread = threading.Thread(target=self._work, name='grading', daemon=True)
 
@@ -84,11 +84,6 @@ class GradingThread:
       self._waiting.clear()
       self._given_up = True
     self._close()
-
-  @property
-  def busy_s(self) -> float:
-    """Seconds in which this process's graders were at work."""
-    return self._busy_s
 
   def add(self, completion: Completion) -> None:
     """Add a finished completion, whether or not it belongs to this process's share.
@@ -151,7 +146,7 @@ class GradingThread:
           [completion.text for completion in finished],
           truncated=[not completion.stopped for completion in finished],
         )
-        self._busy_s += time.monotonic() - start
+        self.busy_s += time.monotonic() - start
         liveness.progress()
         self._outcomes.update(zip((completion.sample for completion in finished), graded, strict=True))
       if not self._given_up:

@@ -17,7 +17,7 @@ import numpy as np
 from models.policy import NO_MEMBER
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.queue import Samples
-from sdpo_jax.rollout.results import Completion, Draft, SamplingStats
+from sdpo_jax.rollout.results import Completion, Draft
 from sdpo_jax.rollout.sampler import Sampler, SamplingOptions
 from sdpo_jax.rollout.slots import Finished
 from sdpo_jax.rollout.stops import StopStrings
@@ -59,7 +59,8 @@ class Handle:
   def __init__(self, samples: Samples, weights: Weights, stops: StopStrings, drafts: bool):
     self.weights = weights
     self.samples, self.stops, self.wants_drafts = samples, stops, drafts
-    self.left, self._ended = len(samples), False  # `left`: samples that are not done.
+    self.left = len(samples)  # Samples that are not done.
+    self.done = False  # Whether all samples are done, the request was cancelled, or the sampler has ended.
     # Tokens of the prompt whose keys and values came from an earlier one, the maximum over finished samples.
     self.reused = 0
     self._events: queue.SimpleQueue[Draft | Completion | BaseException | None] = queue.SimpleQueue()
@@ -81,14 +82,9 @@ class Handle:
         return
       raise event
 
-  @property
-  def done(self) -> bool:
-    """Whether all samples are done, the request was cancelled, or the sampler has ended."""
-    return self._ended
-
   def tell(self, event: Draft | Completion | BaseException | None) -> None:
     """Pass an event to whoever iterates, None after the last one; called by the sampler only."""
-    self._ended = self._ended or not isinstance(event, (Draft, Completion))
+    self.done = self.done or not isinstance(event, (Draft, Completion))
     self.left -= isinstance(event, Completion)
     self._events.put(event)
 
@@ -130,6 +126,7 @@ class Resident:
       raise ValueError(f'{sampler.stop_ids} tokens end every sample, more than stop_ids={stop_ids}.')
     self._base = base
     self._slots = sampler.open_slots(sampler.prepare(base, trainable), stop_ids, kept_prefixes)
+    self.stats = self._slots.stats  # Counts over all requests.
     self._lock = threading.Lock()
     self._work = threading.Event()  # Something was submitted or cancelled since the last turn.
     self._new: collections.deque[Handle] = collections.deque()
@@ -138,11 +135,6 @@ class Resident:
     self._ended: list[Finished] = []
     self._drafts: list[tuple[Handle, Draft]] = []
     self._failure: BaseException | None = None
-
-  @property
-  def stats(self) -> SamplingStats:
-    """Counts over all requests."""
-    return self._slots.stats
 
   @property
   def in_use(self) -> collections.Counter[int]:
