@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import dataclasses
 import functools
 from typing import Any
 
@@ -123,11 +124,14 @@ def attention_after(
   return _narrowed(_by_row(splash(), *arrays, query_segments, key_segments), query)
 
 
+@dataclasses.dataclass(frozen=True)
 class _After(masks.Mask):
   """The mask of queries with a window after a prefix, of which they see all slots, or only those in the window."""
 
-  def __init__(self, size: tuple[int, int], slots: int, window: int, within: bool):
-    self.size, self.slots, self.window, self.within = size, slots, window, within
+  size: tuple[int, int]
+  slots: int
+  window: int
+  within: bool
 
   @property
   def shape(self) -> tuple[int, int]:
@@ -138,15 +142,6 @@ class _After(masks.Mask):
     distance = rows[:, None] + self.slots - columns[None]
     seen = (distance >= 0) & (distance < self.window)
     return seen if self.within else seen | (columns < self.slots)[None]
-
-  def _identity(self) -> tuple[object, ...]:
-    return self.size, self.slots, self.window, self.within
-
-  def __eq__(self, other: object) -> bool:
-    return isinstance(other, _After) and self._identity() == other._identity()
-
-  def __hash__(self) -> int:
-    return hash(self._identity())
 
 
 def to_prefix(query: jax.Array, prefix: Prefix, *, residuals: str, interpret: bool = False) -> SoftmaxPart:
