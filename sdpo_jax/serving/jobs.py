@@ -19,53 +19,6 @@ from sdpo_jax.serving.errors import Cancelled, NotReady, ServiceError
 from sdpo_jax.serving.records import BASE, TEACHING_VERSION
 
 
-class SamplingHandle:
-  """Samples under way, like `rollout.resident.Handle`; they may still wait for the version that draws them."""
-
-  def __init__(self) -> None:
-    self._begun: concurrent.futures.Future[Drawing] = concurrent.futures.Future()
-    self.cancelled = False  # Whether somebody has cancelled them.
-    self._why: ServiceError | None = None
-
-  def __iter__(self) -> Iterator[Draft | Completion]:
-    """Yield drafts and completions until all samples are done.
-
-    Raises:
-      ServiceError: why there are no more: the request was cancelled or refused, its time is over, or the engine failed.
-    """
-    drawing = self._begun.result()
-    try:
-      yield from drawing
-    except CancelledError:
-      raise self._why or Cancelled('The completions were cancelled.') from None
-    except Exception as error:
-      raise self._why or NotReady('The engine failed while it sampled: send the request again.') from error
-
-  @property
-  def done(self) -> bool:
-    """Whether all samples are done, or no more will come."""
-    return self._begun.done() and (self._begun.exception() is not None or self._begun.result().done)
-
-  @property
-  def reused(self) -> int:
-    """The number of prompt tokens whose keys and values came from a cached prefix, as the finished samples report."""
-    return self._begun.result().reused if self._begun.done() and self._begun.exception() is None else 0
-
-  def result(self) -> list[Completion]:
-    """Wait for all samples and return them in order; raise the errors of `__iter__`."""
-    return sorted((event for event in self if isinstance(event, Completion)), key=lambda done: done.sample)
-
-  def begin(self, drawing: Drawing) -> None:
-    """Hand over the samples that have started."""
-    self._begun.set_result(drawing)
-
-  def end(self, why: ServiceError) -> None:
-    """Set the error that ends the samples; samples that have started must be cancelled, too."""
-    self._why = why
-    if not self._begun.done():
-      self._begun.set_exception(why)
-
-
 @dataclasses.dataclass(eq=False)
 class Job:
   """A request in the queue."""
@@ -88,21 +41,45 @@ class Job:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class SampleJob(Job):
-  """A request for samples of one prompt."""
+  """A request for samples of one prompt; any thread may read them, also before the version that draws them is there."""
 
   version: str
   prompt: Sequence[int]
   options: Mapping[str, Any]
-  handle: SamplingHandle
+  cancelled: bool = False
   drawing: Drawing | None = None
   passed: int = 0  # How many later jobs started first because all places were in use.
+  _begun: concurrent.futures.Future[Drawing] = dataclasses.field(default_factory=concurrent.futures.Future)
+  _why: ServiceError | None = None  # Why it was ended.
 
-  @property
-  def cancelled(self) -> bool:
-    return self.handle.cancelled
+  def __iter__(self) -> Iterator[Draft | Completion]:
+    """Yield drafts and completions until all samples are done.
+
+    Raises:
+      ServiceError: why there are no more: the request was cancelled or refused, its time is over, or the engine failed.
+    """
+    drawing = self._begun.result()
+    try:
+      yield from drawing
+    except CancelledError:
+      raise self._why or Cancelled('The completions were cancelled.') from None
+    except Exception as error:
+      raise self._why or NotReady('The engine failed while it sampled: send the request again.') from error
+
+  def result(self) -> list[Completion]:
+    """Wait for all samples and return them in order; raise the errors of `__iter__`."""
+    return sorted((event for event in self if isinstance(event, Completion)), key=lambda done: done.sample)
+
+  def begin(self, drawing: Drawing) -> None:
+    """Hand over the samples that have started."""
+    self.drawing = drawing
+    self._begun.set_result(drawing)
 
   def fail(self, error: ServiceError) -> None:
-    self.handle.end(error)
+    """End the samples with an error; those that have started must be cancelled, too."""
+    self._why = error
+    if not self._begun.done():
+      self._begun.set_exception(error)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

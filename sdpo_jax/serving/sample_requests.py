@@ -1,4 +1,7 @@
-"""Completions on request: the sampling options, and the events while they are drawn."""
+"""Completions on request: the sampling options, and the events and texts while they are drawn.
+
+Text that was shown is never taken back, and stop strings never appear.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ import secrets
 from sdpo_jax.config import is_number
 from sdpo_jax.errors import short_repr
 from sdpo_jax.rollout.results import Completion, Draft
+from sdpo_jax.rollout.stops import StopStrings, Tokenizer, to_text
 from sdpo_jax.serving.call import Call
-from sdpo_jax.serving.draft_texts import DraftText
 from sdpo_jax.serving.errors import Cancelled, InvalidRequest
 from sdpo_jax.serving.records import SampleRecord
 
 MOST_STOPS, LONGEST_STOP = 16, 256  # The most stop strings of a request, and the most characters of one.
+_UNFINISHED = '\ufffd'  # The replacement character, which decoders write for an incomplete character.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +104,7 @@ class Sampling:
 
   def __init__(
     self,
-    handle: Iterable[Draft | Completion],
+    drawn: Iterable[Draft | Completion],
     cancel: Callable[[], None],
     keep: Callable[[Completion], SampleRecord],
     make_text: Callable[[], DraftText],
@@ -109,14 +113,13 @@ class Sampling:
     """Wrap the completions that the worker draws.
 
     Args:
-      handle: the worker's handle.
+      drawn: the worker's job.
       cancel: cancels the completions.
       keep: stores a completion and returns it as a sample.
       make_text: makes the text of a completion of which nothing is shown yet.
       call: the request; when it ends, the completions are cancelled.
     """
-    self._handle, self.cancel, self._keep, self._make_text, self._call = handle, cancel, keep, make_text, call
-    self._texts: dict[int, DraftText] = {}
+    self._drawn, self.cancel, self._keep, self._make_text, self._call = drawn, cancel, keep, make_text, call
     self.reused = 0  # The most prompt tokens of a finished completion that came from a cached prefix.
 
   def __iter__(self) -> Iterator[SampleDraft | SampleDone]:
@@ -127,28 +130,95 @@ class Sampling:
       Deadline: its time is over.
       ServiceError: as the worker.
     """
+    texts: dict[int, DraftText] = {}
     with contextlib.ExitStack() as stack:
       stack.callback(self.cancel)
       stack.enter_context(self._call.on_end(self.cancel))
       try:
-        for event in self._handle:
-          found = self._seen(event)
-          if found is not None:
-            yield found
+        for event in self._drawn:
+          text = texts.setdefault(event.sample, self._make_text())
+          if isinstance(event, Completion):
+            self.reused = max(self.reused, event.reused)
+            sample = self._keep(event)
+            yield SampleDone(event.sample, text.finish(sample.text), sample)
+          elif delta := text.draft(event.tokens.tolist()):
+            yield SampleDraft(event.sample, delta, event.tokens.tolist())
       except Cancelled:
         self._call.check()  # Says why.
         raise
-
-  def _seen(self, event: Draft | Completion) -> SampleDraft | SampleDone | None:
-    text = self._texts.setdefault(event.sample, self._make_text())
-    if isinstance(event, Completion):
-      self.reused = max(self.reused, event.reused)
-      sample = self._keep(event)
-      return SampleDone(event.sample, text.finish(sample.text), sample)
-    delta = text.draft(event.tokens.tolist())
-    return SampleDraft(event.sample, delta, event.tokens.tolist()) if delta else None
 
   def result(self) -> list[SampleRecord]:
     """Wait for all completions and return them in order; raise the errors of `__iter__`."""
     found = [event for event in self if isinstance(event, SampleDone)]
     return [done.sample for done in sorted(found, key=lambda done: done.index)]
+
+
+# Texts.
+
+
+def finished_text(tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[str]) -> str:
+  """Return the text of a completion up to its first stop string, without special tokens.
+
+  Args:
+    tokenizer: the model's tokenizer.
+    tokens: the whole completion.
+    stop: strings that end it. Special tokens count as text in them.
+  """
+  text = to_text(tokenizer, tokens)
+  end = _first(text, stop)
+  if end is not None:
+    return text[:end]
+  count = StopStrings(tokenizer, stop).find(list(tokens))
+  if count is None:
+    return text
+  # The string spans a special token, which the text does not show.
+  end = _first(to_text(tokenizer, tokens[:count], special=True), stop)
+  while count and len(to_text(tokenizer, tokens[:count], special=True)) > (end or 0):
+    count -= 1
+  return to_text(tokenizer, tokens[:count])
+
+
+class DraftText:
+  """The text of a completion under way, and the part of it that has been shown."""
+
+  def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+    """Make the text of a completion without tokens."""
+    self.shown = ''
+    self._tokenizer, self._stop = tokenizer, tuple(stop)
+
+  def draft(self, tokens: Sequence[int]) -> str:
+    """Return the further text that can be shown: no half character, nothing that may begin a stop string.
+
+    Args:
+      tokens: all tokens drawn so far.
+    """
+    text = to_text(self._tokenizer, tokens).rstrip(_UNFINISHED)
+    end = _first(text, self._stop)
+    text = text[:end] if end is not None else text[: len(text) - _held_back(text, self._stop)]
+    return self._more(text)
+
+  def finish(self, text: str) -> str:
+    """Return the rest of the finished text that has not been shown."""
+    if text.startswith(self.shown):
+      return self._more(text)
+    return ''  # A tokenizer that rewrites what it has written: what was shown cannot be taken back.
+
+  def _more(self, text: str) -> str:
+    if not text.startswith(self.shown):
+      return ''
+    more, self.shown = text[len(self.shown) :], text
+    return more
+
+
+def _first(text: str, stop: Sequence[str]) -> int | None:
+  """Return the position of the first stop string; None: there is none."""
+  return min((at for at in (text.find(each) for each in stop) if at >= 0), default=None)
+
+
+def _held_back(text: str, stop: Sequence[str]) -> int:
+  """Return how many characters at the end of a text may begin a stop string."""
+  longest = max((len(each) - 1 for each in stop), default=0)
+  for length in range(min(longest, len(text)), 0, -1):
+    if any(each.startswith(text[-length:]) for each in stop):
+      return length
+  return 0

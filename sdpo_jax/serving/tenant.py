@@ -17,10 +17,9 @@ from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.serving import request_prompts
 from sdpo_jax.serving.call import Call
-from sdpo_jax.serving.draft_texts import DraftText, finished_text
 from sdpo_jax.serving.errors import Deadline, InvalidRequest, VersionConflict
 from sdpo_jax.serving.records import AdapterRecord, SampleRecord, Version, VersionTarget
-from sdpo_jax.serving.sample_requests import SampleOptions, Sampling
+from sdpo_jax.serving.sample_requests import DraftText, SampleOptions, Sampling, finished_text
 from sdpo_jax.serving.service_state import ServiceState
 
 
@@ -107,7 +106,7 @@ class Tenant:
       raise InvalidRequest(f'n must be between 1 and {most}, not {short_repr(n)}.', field='n')
     options = (options or SampleOptions()).checked(max_completion=service.max_completion, vocab_size=service.vocab_size)
     with self.spending('sampled', n * options.max_tokens):
-      handle = service.worker.sample(
+      job = service.worker.sample(
         target.engine_name,
         prompt_tokens,
         deadline=self.call.deadline,
@@ -117,46 +116,36 @@ class Tenant:
         step=0,
         **vars(options),
       )
-    kept = [dict(message) for message in messages] if messages is not None else None
+    conversation = [dict(message) for message in messages] if messages is not None else None
 
     def keep(done: Completion) -> SampleRecord:
       self.call.spend('sampled', len(done.tokens) - options.max_tokens)
-      return self._keep(target, prompt_tokens, options, kept, done)
+      now, tokens = service.clock(), done.tokens.tolist()
+      sample = SampleRecord(
+        id=f'smp-{secrets.token_hex(12)}',
+        owner=self.owner,
+        adapter=None if target.adapter is None else target.adapter.id,
+        version=target.number,
+        prompt_tokens=list(prompt_tokens),
+        tokens=tokens,
+        log_probs=done.model_log_probs,
+        temperature=options.temperature,
+        messages=conversation,
+        text=finished_text(service.tokenizer, tokens, options.stop),
+        finish_reason='stop' if done.stopped else 'length',
+        created=now,
+        expires=now + service.settings.store.sample_ttl_s,
+      )
+      service.store.keep_sample(sample)
+      return sample
 
     return Sampling(
-      handle,
-      functools.partial(service.worker.cancel, handle),
+      job,
+      functools.partial(service.worker.cancel, job),
       keep,
-      lambda: DraftText(service.tokenizer, options.stop),
+      functools.partial(DraftText, service.tokenizer, options.stop),
       self.call,
     )
-
-  def _keep(
-    self,
-    target: VersionTarget,
-    prompt_tokens: Sequence[int],
-    options: SampleOptions,
-    messages: list[dict[str, Any]] | None,
-    done: Completion,
-  ) -> SampleRecord:
-    now, tokens = self.service.clock(), done.tokens.tolist()
-    sample = SampleRecord(
-      id=f'smp-{secrets.token_hex(12)}',
-      owner=self.owner,
-      adapter=None if target.adapter is None else target.adapter.id,
-      version=target.number,
-      prompt_tokens=list(prompt_tokens),
-      tokens=tokens,
-      log_probs=done.model_log_probs,
-      temperature=options.temperature,
-      messages=messages,
-      text=finished_text(self.service.tokenizer, tokens, options.stop),
-      finish_reason='stop' if done.stopped else 'length',
-      created=now,
-      expires=now + self.service.settings.store.sample_ttl_s,
-    )
-    self.service.store.keep_sample(sample)
-    return sample
 
   def score(
     self,

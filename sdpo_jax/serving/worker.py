@@ -29,7 +29,6 @@ from sdpo_jax.serving.jobs import (
   Job,
   LearnJob,
   SampleJob,
-  SamplingHandle,
   ScoreJob,
   learned_together,
   needed,
@@ -152,14 +151,14 @@ class Worker:
     stop_token_ids: Sequence[int] = (),
     owner: str | None = None,
     **options: Any,
-  ) -> SamplingHandle:
+  ) -> SampleJob:
     """Queue samples of a prompt from a version.
 
     Args:
       version: its name in the engine; `BASE`: the model without an adapter.
       prompt: token ids.
       deadline: on the worker's clock; unfinished samples end then.
-      drafts: whether the handle also yields drafts.
+      drafts: whether the job also yields drafts.
       stop: strings that end a sample.
       stop_token_ids: tokens that end a sample.
       owner: see `Engine.submit`.
@@ -169,14 +168,13 @@ class Worker:
       Busy: too many requests wait.
       NotReady: there is no engine now.
     """
-    handle = SamplingHandle()
     given = {'step': 0, **options, 'drafts': drafts, 'stop': tuple(stop), 'stop_token_ids': tuple(stop_token_ids)}
     given['owner'] = owner
-    needs = frozenset({version} - {BASE})
-    self._queue(SampleJob(needs, deadline, version=version, prompt=list(prompt), options=given, handle=handle))
-    return handle
+    job = SampleJob(frozenset({version} - {BASE}), deadline, version=version, prompt=list(prompt), options=given)
+    self._queue(job)
+    return job
 
-  def cancel(self, request: SamplingHandle | Future) -> None:
+  def cancel(self, request: SampleJob | Future) -> None:
     """Cancel a request: samples end at the next chunk, a waiting request at once; a finished one is no error."""
     if isinstance(request, Future):
       request.cancel()
@@ -482,8 +480,7 @@ class Worker:
         continue
       self._waiting.remove(job)
       self._touch(job)
-      job.drawing = drawing
-      job.handle.begin(drawing)
+      job.begin(drawing)
       self._drawing.append(job)
       for earlier in passed:
         earlier.passed += 1

@@ -13,8 +13,8 @@ from models import huggingface, parameters
 from models.adapters import lora
 from sdpo_jax.config import LoraConfig, ModelConfig
 from sdpo_jax.serving import adapter_names, differences, event_log
-from sdpo_jax.serving.draft_texts import DraftText, finished_text
 from sdpo_jax.serving.errors import Deadline, InvalidRequest, NotFound
+from sdpo_jax.serving.sample_requests import DraftText, finished_text
 from sdpo_jax.serving.turns import Turns
 from tests.letters import CONFIG
 
