@@ -96,226 +96,209 @@ class ToolTask:
     return next((way.label for way in KINDS[self.kind].ways if way.call(self.slots) == call), None)
 
 
-def _bash(label: str, command: str) -> Way:
-  return Way(label, 'bash', {'command': command})
+def _kind(asks: Sequence[str], ways: Mapping[str, str | tuple[str, Mapping[str, Any]]]) -> Kind:
+  """Return a kind from its ways by label: each a command, or the name and the arguments of another tool."""
+  calls = {label: ('bash', {'command': way}) if isinstance(way, str) else way for label, way in ways.items()}
+  return Kind(asks, [Way(label, *call) for label, call in calls.items()])
 
 
 KINDS: dict[str, Kind] = {
-  'find': Kind(
+  'find': _kind(
     ('find where {symbol} is used in {folder}', 'where is {symbol} used in {folder}?', 'look for {symbol} in {folder}'),
-    (
-      _bash('grep -r', 'grep -r {symbol} {folder}'),
-      _bash('rg', 'rg {symbol} {folder}'),
-      _bash('git grep', 'git grep {symbol} {folder}'),
-      Way('the grep tool', 'grep', {'pattern': '{symbol}', 'path': '{folder}'}),
-    ),
+    {
+      'grep -r': 'grep -r {symbol} {folder}',
+      'rg': 'rg {symbol} {folder}',
+      'git grep': 'git grep {symbol} {folder}',
+      'the grep tool': ('grep', {'pattern': '{symbol}', 'path': '{folder}'}),
+    },
   ),
-  'mention': Kind(
+  'mention': _kind(
     ('which files in {folder} mention {symbol}?', 'list the files in {folder} that have {symbol}'),
-    (
-      _bash('grep -r', 'grep -rl {symbol} {folder}'),
-      _bash('rg', 'rg -l {symbol} {folder}'),
-      _bash('git grep', 'git grep -l {symbol} {folder}'),
-    ),
+    {
+      'grep -r': 'grep -rl {symbol} {folder}',
+      'rg': 'rg -l {symbol} {folder}',
+      'git grep': 'git grep -l {symbol} {folder}',
+    },
   ),
-  'count': Kind(
+  'count': _kind(
     ('count the lines with {symbol} in {folder}', 'how often does {symbol} occur in {folder}?'),
-    (
-      _bash('grep -r', 'grep -rc {symbol} {folder}'),
-      _bash('rg', 'rg -c {symbol} {folder}'),
-      _bash('git grep', 'git grep -c {symbol} {folder}'),
-    ),
+    {
+      'grep -r': 'grep -rc {symbol} {folder}',
+      'rg': 'rg -c {symbol} {folder}',
+      'git grep': 'git grep -c {symbol} {folder}',
+    },
   ),
-  'rename': Kind(
+  'rename': _kind(
     (
       'rename {symbol} to {other} in {file}',
       'in {file} call {symbol} {other}',
       'replace {symbol} by {other} in {file}',
     ),
-    (
-      _bash('sed', 'sed -i s/{symbol}/{other}/g {file}'),
-      Way('the edit tool', 'edit', {'path': '{file}', 'old': '{symbol}', 'new': '{other}', 'all': True}),
-      _bash('perl', 'perl -pi -e s/{symbol}/{other}/g {file}'),
-    ),
+    {
+      'sed': 'sed -i s/{symbol}/{other}/g {file}',
+      'the edit tool': ('edit', {'path': '{file}', 'old': '{symbol}', 'new': '{other}', 'all': True}),
+      'perl': 'perl -pi -e s/{symbol}/{other}/g {file}',
+    },
   ),
-  'drop': Kind(
+  'drop': _kind(
     ('take {symbol} out of {file}', 'remove the word {symbol} from {file}'),
-    (
-      _bash('sed', 'sed -i s/{symbol}//g {file}'),
-      Way('the edit tool', 'edit', {'path': '{file}', 'old': '{symbol}', 'new': '', 'all': True}),
-      _bash('perl', 'perl -pi -e s/{symbol}//g {file}'),
-    ),
+    {
+      'sed': 'sed -i s/{symbol}//g {file}',
+      'the edit tool': ('edit', {'path': '{file}', 'old': '{symbol}', 'new': '', 'all': True}),
+      'perl': 'perl -pi -e s/{symbol}//g {file}',
+    },
   ),
-  'constant': Kind(
+  'constant': _kind(
     ('put {symbol} = {number} at the top of {file}', 'begin {file} with {symbol} = {number}'),
-    (
-      Way('the write tool', 'write', {'path': '{file}', 'content': '{symbol} = {number}'}),
-      Way('edit_lines', 'edit_lines', {'path': '{file}', 'start': '1', 'end': '0', 'content': '{symbol} = {number}'}),
-      _bash('sed', "sed -i '1i {symbol} = {number}' {file}"),
-    ),
+    {
+      'the write tool': ('write', {'path': '{file}', 'content': '{symbol} = {number}'}),
+      'edit_lines': ('edit_lines', {'path': '{file}', 'start': '1', 'end': '0', 'content': '{symbol} = {number}'}),
+      'sed': "sed -i '1i {symbol} = {number}' {file}",
+    },
   ),
-  'line': Kind(
+  'line': _kind(
     ('make line {number} of {file} say {symbol}', 'write {symbol} into line {number} of {file}'),
-    (
-      _bash('sed', "sed -i '{number}c {symbol}' {file}"),
-      Way(
-        'edit_lines', 'edit_lines', {'path': '{file}', 'start': '{number}', 'end': '{number}', 'content': '{symbol}'}
-      ),
-    ),
+    {
+      'sed': "sed -i '{number}c {symbol}' {file}",
+      'edit_lines': ('edit_lines', {'path': '{file}', 'start': '{number}', 'end': '{number}', 'content': '{symbol}'}),
+    },
   ),
-  'create': Kind(
+  'create': _kind(
     ('make a file {file} that says {symbol}', 'create {file} with {symbol} in it'),
-    (
-      Way('the write tool', 'write', {'path': '{file}', 'content': '{symbol}'}),
-      _bash('echo', 'echo {symbol} > {file}'),
-    ),
+    {'the write tool': ('write', {'path': '{file}', 'content': '{symbol}'}), 'echo': 'echo {symbol} > {file}'},
   ),
-  'list': Kind(
+  'list': _kind(
     ('list the python files in {folder}', 'which python files are in {folder}?'),
-    (
-      _bash('find', "find {folder} -name '*.py'"),
-      _bash('fd', 'fd -e py . {folder}'),
-      Way('the glob tool', 'glob', {'pattern': '{folder}/**/*.py'}),
-    ),
+    {
+      'find': "find {folder} -name '*.py'",
+      'fd': 'fd -e py . {folder}',
+      'the glob tool': ('glob', {'pattern': '{folder}/**/*.py'}),
+    },
   ),
-  'locate': Kind(
+  'locate': _kind(
     ('where is the file {file}?', 'find the file {file}'),
-    (
-      _bash('find', 'find . -name {file}'),
-      _bash('fd', 'fd {file}'),
-      Way('the glob tool', 'glob', {'pattern': '**/{file}'}),
-    ),
+    {'find': 'find . -name {file}', 'fd': 'fd {file}', 'the glob tool': ('glob', {'pattern': '**/{file}'})},
   ),
-  'show': Kind(
+  'show': _kind(
     ('show {file}', 'what does {file} say?', 'open {file}'),
-    (_bash('cat', 'cat {file}'), Way('the read tool', 'read', {'path': '{file}'}), _bash('less', 'less {file}')),
+    {'cat': 'cat {file}', 'the read tool': ('read', {'path': '{file}'}), 'less': 'less {file}'},
   ),
-  'head': Kind(
+  'head': _kind(
     ('show the first {number} lines of {file}', 'how does {file} begin? {number} lines'),
-    (
-      _bash('head', 'head -n {number} {file}'),
-      Way('the read tool', 'read', {'path': '{file}', 'limit': '{number}'}),
-      _bash('sed', 'sed -n 1,{number}p {file}'),
-    ),
+    {
+      'head': 'head -n {number} {file}',
+      'the read tool': ('read', {'path': '{file}', 'limit': '{number}'}),
+      'sed': 'sed -n 1,{number}p {file}',
+    },
   ),
-  'tests': Kind(
+  'tests': _kind(
     ('run the tests in {file}', 'test {file}', 'do the tests of {file} pass?'),
-    (
-      _bash('unittest', 'python -m unittest {file}'),
-      _bash('pytest', 'pytest -q {file}'),
-      _bash('tox', 'tox -- {file}'),
-    ),
+    {'unittest': 'python -m unittest {file}', 'pytest': 'pytest -q {file}', 'tox': 'tox -- {file}'},
   ),
-  'test': Kind(
+  'test': _kind(
     ('run the test {symbol} of {file}', 'does the test {symbol} in {file} pass?'),
-    (
-      _bash('unittest', 'python -m unittest {file} -k {symbol}'),
-      _bash('pytest', 'pytest -q {file} -k {symbol}'),
-      _bash('tox', 'tox -- {file} -k {symbol}'),
-    ),
+    {
+      'unittest': 'python -m unittest {file} -k {symbol}',
+      'pytest': 'pytest -q {file} -k {symbol}',
+      'tox': 'tox -- {file} -k {symbol}',
+    },
   ),
-  'install': Kind(
+  'install': _kind(
     ('install {package}', 'we need {package}', 'add the package {package}'),
-    (
-      _bash('pip', 'pip install {package}'),
-      _bash('uv', 'uv pip install {package}'),
-      _bash('conda', 'conda install {package}'),
-      _bash('poetry', 'poetry add {package}'),
-    ),
+    {
+      'pip': 'pip install {package}',
+      'uv': 'uv pip install {package}',
+      'conda': 'conda install {package}',
+      'poetry': 'poetry add {package}',
+    },
   ),
-  'uninstall': Kind(
+  'uninstall': _kind(
     ('uninstall {package}', 'we do not need {package}', 'remove the package {package}'),
-    (
-      _bash('pip', 'pip uninstall {package}'),
-      _bash('uv', 'uv pip uninstall {package}'),
-      _bash('conda', 'conda remove {package}'),
-      _bash('poetry', 'poetry remove {package}'),
-    ),
+    {
+      'pip': 'pip uninstall {package}',
+      'uv': 'uv pip uninstall {package}',
+      'conda': 'conda remove {package}',
+      'poetry': 'poetry remove {package}',
+    },
   ),
-  'version': Kind(
+  'version': _kind(
     ('which version of {package} do we have?', 'tell me about the package {package}'),
-    (_bash('pip', 'pip show {package}'), _bash('uv', 'uv pip show {package}'), _bash('conda', 'conda list {package}')),
+    {'pip': 'pip show {package}', 'uv': 'uv pip show {package}', 'conda': 'conda list {package}'},
   ),
-  'run': Kind(
+  'run': _kind(
     ('run {file}', 'start {file}', 'what does {file} print?'),
-    (_bash('python', 'python {file}'), _bash('uv', 'uv run {file}'), _bash('pypy', 'pypy {file}')),
+    {'python': 'python {file}', 'uv': 'uv run {file}', 'pypy': 'pypy {file}'},
   ),
-  'profile': Kind(
+  'profile': _kind(
     ('how fast is {file}?', 'profile {file}'),
-    (
-      _bash('python', 'python -m cProfile {file}'),
-      _bash('uv', 'uv run -m cProfile {file}'),
-      _bash('pypy', 'pypy -m cProfile {file}'),
-    ),
+    {'python': 'python -m cProfile {file}', 'uv': 'uv run -m cProfile {file}', 'pypy': 'pypy -m cProfile {file}'},
   ),
-  'delete': Kind(
+  'delete': _kind(
     ('delete {file}', 'throw {file} away', 'we do not need the file {file}'),
-    (_bash('rm', 'rm {file}'), _bash('git', 'git rm {file}'), _bash('trash', 'trash {file}')),
+    {'rm': 'rm {file}', 'git': 'git rm {file}', 'trash': 'trash {file}'},
   ),
-  'clear': Kind(
+  'clear': _kind(
     ('delete the folder {folder}', 'throw all of {folder} away'),
-    (_bash('rm', 'rm -r {folder}'), _bash('git', 'git rm -r {folder}'), _bash('trash', 'trash {folder}')),
+    {'rm': 'rm -r {folder}', 'git': 'git rm -r {folder}', 'trash': 'trash {folder}'},
   ),
-  'move': Kind(
+  'move': _kind(
     ('move {file} to {folder}', 'put {file} into {folder}'),
-    (_bash('mv', 'mv {file} {folder}'), _bash('git', 'git mv {file} {folder}')),
+    {'mv': 'mv {file} {folder}', 'git': 'git mv {file} {folder}'},
   ),
-  'format': Kind(
+  'format': _kind(
     ('format {file}', 'make {file} pretty', 'tidy up {file}'),
-    (_bash('black', 'black {file}'), _bash('ruff', 'ruff format {file}'), _bash('yapf', 'yapf -i {file}')),
+    {'black': 'black {file}', 'ruff': 'ruff format {file}', 'yapf': 'yapf -i {file}'},
   ),
-  'lint': Kind(
+  'lint': _kind(
     ('check the style of {file}', 'lint {file}'),
-    (_bash('flake8', 'flake8 {file}'), _bash('ruff', 'ruff check {file}'), _bash('pylint', 'pylint {file}')),
+    {'flake8': 'flake8 {file}', 'ruff': 'ruff check {file}', 'pylint': 'pylint {file}'},
   ),
-  'imports': Kind(
+  'imports': _kind(
     ('sort the imports of {file}', 'put the imports of {file} in order'),
-    (_bash('isort', 'isort {file}'), _bash('ruff', 'ruff check --select I --fix {file}')),
+    {'isort': 'isort {file}', 'ruff': 'ruff check --select I --fix {file}'},
   ),
-  'types': Kind(
+  'types': _kind(
     ('check the types in {file}', 'are the types in {file} right?'),
-    (_bash('mypy', 'mypy {file}'), _bash('pyright', 'pyright {file}')),
+    {'mypy': 'mypy {file}', 'pyright': 'pyright {file}'},
   ),
-  'switch': Kind(
+  'switch': _kind(
     ('switch to the branch {branch}', 'go to the branch {branch}'),
-    (_bash('git checkout', 'git checkout {branch}'), _bash('git switch', 'git switch {branch}')),
+    {'git checkout': 'git checkout {branch}', 'git switch': 'git switch {branch}'},
   ),
-  'branch': Kind(
+  'branch': _kind(
     ('make the branch {branch}', 'begin a branch {branch}'),
-    (_bash('git checkout', 'git checkout -b {branch}'), _bash('git switch', 'git switch -c {branch}')),
+    {'git checkout': 'git checkout -b {branch}', 'git switch': 'git switch -c {branch}'},
   ),
-  'undo': Kind(
+  'undo': _kind(
     ('undo the changes in {file}', 'take back what changed in {file}'),
-    (
-      _bash('git checkout', 'git checkout -- {file}'),
-      _bash('git restore', 'git restore {file}'),
-      _bash('git stash', 'git stash push {file}'),
-    ),
+    {
+      'git checkout': 'git checkout -- {file}',
+      'git restore': 'git restore {file}',
+      'git stash': 'git stash push {file}',
+    },
   ),
-  'changes': Kind(('what changed in {file}?', 'show the changes in {file}'), (_bash('git diff', 'git diff {file}'),)),
-  'author': Kind(
-    ('who wrote {file}?', 'who changed {file}?'),
-    (_bash('git blame', 'git blame {file}'), _bash('git log', 'git log {file}')),
+  'changes': _kind(('what changed in {file}?', 'show the changes in {file}'), {'git diff': 'git diff {file}'}),
+  'author': _kind(
+    ('who wrote {file}?', 'who changed {file}?'), {'git blame': 'git blame {file}', 'git log': 'git log {file}'}
   ),
-  'commit': Kind(('commit {file}', 'commit the changes in {file}'), (_bash('git commit', 'git commit {file}'),)),
-  'length': Kind(('how many lines has {file}?', 'count the lines of {file}'), (_bash('wc', 'wc -l {file}'),)),
-  'size': Kind(
-    ('how large is {folder}?', 'what is the size of {folder}?'),
-    (_bash('du', 'du -sh {folder}'), _bash('dust', 'dust {folder}')),
+  'commit': _kind(('commit {file}', 'commit the changes in {file}'), {'git commit': 'git commit {file}'}),
+  'length': _kind(('how many lines has {file}?', 'count the lines of {file}'), {'wc': 'wc -l {file}'}),
+  'size': _kind(
+    ('how large is {folder}?', 'what is the size of {folder}?'), {'du': 'du -sh {folder}', 'dust': 'dust {folder}'}
   ),
-  'copy': Kind(
+  'copy': _kind(
     ('copy {file} to {folder}', 'put a copy of {file} into {folder}'),
-    (_bash('cp', 'cp {file} {folder}'), _bash('rsync', 'rsync {file} {folder}')),
+    {'cp': 'cp {file} {folder}', 'rsync': 'rsync {file} {folder}'},
   ),
-  'folder': Kind(('make the folder {folder}', 'create a folder {folder}'), (_bash('mkdir', 'mkdir -p {folder}'),)),
-  'script': Kind(('make {file} executable', 'let me run {file} as a program'), (_bash('chmod', 'chmod +x {file}'),)),
-  'image': Kind(
+  'folder': _kind(('make the folder {folder}', 'create a folder {folder}'), {'mkdir': 'mkdir -p {folder}'}),
+  'script': _kind(('make {file} executable', 'let me run {file} as a program'), {'chmod': 'chmod +x {file}'}),
+  'image': _kind(
     ('build the image {branch}', 'make an image {branch}'),
-    (_bash('docker', 'docker build -t {branch} .'), _bash('podman', 'podman build -t {branch} .')),
+    {'docker': 'docker build -t {branch} .', 'podman': 'podman build -t {branch} .'},
   ),
-  'container': Kind(
+  'container': _kind(
     ('run the image {branch}', 'start the image {branch}'),
-    (_bash('docker', 'docker run {branch}'), _bash('podman', 'podman run {branch}')),
+    {'docker': 'docker run {branch}', 'podman': 'podman run {branch}'},
   ),
 }
 
