@@ -35,18 +35,12 @@ from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 
 FILE = 'configs/cartridge.py'
+MODELS = (
+  'llama3_2_1b', 'llama3_2_3b', 'llama3_1_8b', 'qwen3_1_7b', 'qwen3_4b', 'qwen3_8b', 'qwen2_5_7b', 'mistral_7b',
+  'gemma3_4b',
+)  # fmt: skip
 # Model → how many of the eight devices share the key-value heads of the document.
-TENSOR = {
-  'llama3_2_1b': 8,
-  'llama3_2_3b': 8,
-  'llama3_1_8b': 8,
-  'qwen3_1_7b': 8,
-  'qwen3_4b': 8,
-  'qwen3_8b': 8,
-  'qwen2_5_7b': 4,
-  'mistral_7b': 8,
-  'gemma3_4b': 4,
-}
+TENSOR = dict.fromkeys(MODELS, 8) | {'qwen2_5_7b': 4, 'gemma3_4b': 4}
 PAGE = 16  # Slots per page; servers cut off an incomplete page.
 
 

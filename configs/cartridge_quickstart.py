@@ -12,15 +12,14 @@ the model answers 8 % of the questions, and after 1000 steps, taught by itself w
 temperature 1 (90 % after 200). No reference answer is trained on: they only grade the evaluations.
 """
 
+from configs import facts
 from sdpo_jax.config import Config, beside
 
 
 def get_config(document: str = beside(__file__, 'facts_document.txt')) -> Config:
   """Return the run that trains 16 slots on a document."""
-  config = Config(name='cartridge_quickstart')
-  config.model.path = beside(__file__, 'facts_model')
-  config.model.dtype = 'float32'
-  config.model.remat = 'none'
+  config = facts.get_config()
+  config.name = 'cartridge_quickstart'
   config.model.cartridge.tokens = 16
   config.model.cartridge.document = document
   config.data.train_files = (f'generator:facts?document={document}&shown=no',)
@@ -33,8 +32,6 @@ def get_config(document: str = beside(__file__, 'facts_document.txt')) -> Config
   config.data.response_buckets = (3,)
   config.rollout.n = 1
   config.val_kwargs.n = 4
-  config.val_kwargs.temperature = 1.0
-  config.val_kwargs.top_p = 1.0
   config.actor.ppo_mini_batch_size = 48
   config.actor.ppo_micro_batch_size = 48
   sd = config.actor.self_distillation

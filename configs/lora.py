@@ -22,18 +22,12 @@ from typing import get_args
 from configs import models, paper
 from sdpo_jax.config import Config
 
+MODELS = (
+  'qwen3_4b', 'qwen3_8b', 'qwen2_5_3b', 'qwen2_5_7b', 'llama3_2_3b', 'llama3_1_8b', 'mistral_7b', 'olmo3_7b',
+  'gemma3_4b',
+)  # fmt: skip
 # Model → completions decoded at once on its smallest slice of v5e.
-MAX_BATCH_ROWS = {
-  'qwen3_4b': 32,
-  'qwen3_8b': 32,
-  'qwen2_5_3b': 32,
-  'qwen2_5_7b': 32,
-  'llama3_2_3b': 32,
-  'llama3_1_8b': 32,
-  'mistral_7b': 32,
-  'olmo3_7b': 16,
-  'gemma3_4b': 32,
-}
+MAX_BATCH_ROWS = dict.fromkeys(MODELS, 32) | {'olmo3_7b': 16}
 RANK, ALPHA = 16, 32.0
 LEARNING_RATE = 10  # The ratio to the learning rate for training all parameters.
 

@@ -52,39 +52,26 @@ PREPARED = {
   'tooluse': '--source=tooluse --input=TOOLALPACA_DATA',
   'livecodebench': '--source=livecodebench',
 }
-# (task, model, method) → per cent before training, and the best within one and within five hours: Table 3, mean@16.
-# LiveCodeBench: before training and at step 80, mean@4 of `score`: Table 9.
+# (task, model) → per cent before training, and the best within one and within five hours of each `Method`: mean@16.
+TABLE_3 = {
+  ('chemistry', 'qwen3_8b'): (41.2, (73.2, 80.9), (65.9, 74.5), (63.3, 63.4)),
+  ('physics', 'qwen3_8b'): (59.2, (66.6, 75.6), (63.8, 72.7), (63.6, 63.6)),
+  ('biology', 'qwen3_8b'): (30.8, (50.6, 56.8), (35.1, 59.9), (49.8, 49.8)),
+  ('materials', 'qwen3_8b'): (58.9, (72.1, 78.4), (74.3, 77.1), (73.9, 74.1)),
+  ('tooluse', 'qwen3_8b'): (57.5, (68.0, 68.5), (64.9, 67.7), (60.2, 65.7)),
+  ('chemistry', 'olmo3_7b'): (22.8, (68.0, 80.0), (39.7, 56.7), (51.4, 57.5)),
+  ('physics', 'olmo3_7b'): (37.7, (59.9, 66.1), (55.3, 63.3), (62.7, 62.7)),
+  ('biology', 'olmo3_7b'): (16.2, (48.0, 52.8), (35.6, 55.8), (49.8, 49.8)),
+  ('materials', 'olmo3_7b'): (36.7, (73.7, 79.1), (70.9, 75.0), (73.3, 73.5)),
+  ('tooluse', 'olmo3_7b'): (39.3, (60.8, 62.1), (56.4, 65.0), (56.8, 60.6)),
+}
+# (task, model, method) → per cent before training, and at the times of Table 3. LiveCodeBench: before training and at
+# step 80, mean@4 of `score`: Table 9.
 PAPER = {
-  ('chemistry', 'qwen3_8b', 'sdpo'): (41.2, 73.2, 80.9),
-  ('chemistry', 'qwen3_8b', 'grpo'): (41.2, 65.9, 74.5),
-  ('chemistry', 'qwen3_8b', 'grpo_on_policy'): (41.2, 63.3, 63.4),
-  ('physics', 'qwen3_8b', 'sdpo'): (59.2, 66.6, 75.6),
-  ('physics', 'qwen3_8b', 'grpo'): (59.2, 63.8, 72.7),
-  ('physics', 'qwen3_8b', 'grpo_on_policy'): (59.2, 63.6, 63.6),
-  ('biology', 'qwen3_8b', 'sdpo'): (30.8, 50.6, 56.8),
-  ('biology', 'qwen3_8b', 'grpo'): (30.8, 35.1, 59.9),
-  ('biology', 'qwen3_8b', 'grpo_on_policy'): (30.8, 49.8, 49.8),
-  ('materials', 'qwen3_8b', 'sdpo'): (58.9, 72.1, 78.4),
-  ('materials', 'qwen3_8b', 'grpo'): (58.9, 74.3, 77.1),
-  ('materials', 'qwen3_8b', 'grpo_on_policy'): (58.9, 73.9, 74.1),
-  ('tooluse', 'qwen3_8b', 'sdpo'): (57.5, 68.0, 68.5),
-  ('tooluse', 'qwen3_8b', 'grpo'): (57.5, 64.9, 67.7),
-  ('tooluse', 'qwen3_8b', 'grpo_on_policy'): (57.5, 60.2, 65.7),
-  ('chemistry', 'olmo3_7b', 'sdpo'): (22.8, 68.0, 80.0),
-  ('chemistry', 'olmo3_7b', 'grpo'): (22.8, 39.7, 56.7),
-  ('chemistry', 'olmo3_7b', 'grpo_on_policy'): (22.8, 51.4, 57.5),
-  ('physics', 'olmo3_7b', 'sdpo'): (37.7, 59.9, 66.1),
-  ('physics', 'olmo3_7b', 'grpo'): (37.7, 55.3, 63.3),
-  ('physics', 'olmo3_7b', 'grpo_on_policy'): (37.7, 62.7, 62.7),
-  ('biology', 'olmo3_7b', 'sdpo'): (16.2, 48.0, 52.8),
-  ('biology', 'olmo3_7b', 'grpo'): (16.2, 35.6, 55.8),
-  ('biology', 'olmo3_7b', 'grpo_on_policy'): (16.2, 49.8, 49.8),
-  ('materials', 'olmo3_7b', 'sdpo'): (36.7, 73.7, 79.1),
-  ('materials', 'olmo3_7b', 'grpo'): (36.7, 70.9, 75.0),
-  ('materials', 'olmo3_7b', 'grpo_on_policy'): (36.7, 73.3, 73.5),
-  ('tooluse', 'olmo3_7b', 'sdpo'): (39.3, 60.8, 62.1),
-  ('tooluse', 'olmo3_7b', 'grpo'): (39.3, 56.4, 65.0),
-  ('tooluse', 'olmo3_7b', 'grpo_on_policy'): (39.3, 56.8, 60.6),
+  (task, model, method): (before, *best)
+  for (task, model), (before, *of_methods) in TABLE_3.items()
+  for method, best in zip(get_args(Method), of_methods, strict=True)
+} | {
   ('livecodebench', 'qwen3_8b', 'sdpo'): (27.9, 48.8),
   ('livecodebench', 'qwen3_8b', 'grpo'): (27.9, 41.2),
 }
@@ -311,34 +298,29 @@ def markdown() -> str:
     '```',
     '',
     'Other models with the same recipes: `configs/models.py`.',
-    '',
-    '## Science and tool use: Table 3, mean@16 in per cent, before / best within 1 h / 5 h',
-    '',
-    '| command | paper |',
-    '|---|---|',
   ]
-  lines += [_line(key, PAPER[key]) for key in PAPER if key[0] != 'livecodebench']
-  lines += [
-    '',
-    '## LiveCodeBench v6: Table 9, `score` mean@4 in per cent, before / at step 80',
-    '',
-    '| command | paper |',
-    '|---|---|',
-  ]
-  lines += [_line(key, PAPER[key]) for key in PAPER if key[0] == 'livecodebench']
-  lines += ['', '## Teachers: Table 4, best / average per cent until step 90', '', '| command | paper |', '|---|---|']
-  for teacher, values in PAPER_TEACHERS.items():
-    lines.append(_line(('livecodebench', 'qwen3_8b', 'sdpo'), [f'{v} ± {e}' for v, e in values], f',teacher={teacher}'))
-  lines += [
-    '',
-    '## What the teacher is shown: Table 6, per cent of the initial teacher / of the student by step 60',
-    '',
-    '| command | paper |',
-    '|---|---|',
-  ]
-  for shown, values in PAPER_SHOWN.items():
-    lines.append(_line(('livecodebench', 'qwen3_8b', 'sdpo'), [f'{v} ± {e}' for v, e in values], f',shown={shown}'))
+  code = 'livecodebench', 'qwen3_8b', 'sdpo'
+  tables = {
+    'Science and tool use: Table 3, mean@16 in per cent, before / best within 1 h / 5 h': [
+      _line(key, PAPER[key]) for key in PAPER if key[0] != 'livecodebench'
+    ],
+    'LiveCodeBench v6: Table 9, `score` mean@4 in per cent, before / at step 80': [
+      _line(key, PAPER[key]) for key in PAPER if key[0] == 'livecodebench'
+    ],
+    'Teachers: Table 4, best / average per cent until step 90': [
+      _line(code, _spread(values), f',teacher={teacher}') for teacher, values in PAPER_TEACHERS.items()
+    ],
+    'What the teacher is shown: Table 6, per cent of the initial teacher / of the student by step 60': [
+      _line(code, _spread(values), f',shown={shown}') for shown, values in PAPER_SHOWN.items()
+    ],
+  }
+  for title, rows in tables.items():
+    lines += ['', f'## {title}', '', '| command | paper |', '|---|---|', *rows]
   return '\n'.join(lines) + '\n'
+
+
+def _spread(values: Sequence[tuple[float, float]]) -> list[str]:
+  return [f'{value} ± {error}' for value, error in values]
 
 
 def _line(key: tuple[str, str, str], numbers: Sequence[Any], more: str = '') -> str:
