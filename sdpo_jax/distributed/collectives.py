@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 import pickle
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 
 from sdpo_jax.distributed import cluster
 from sdpo_jax.distributed.cluster import barrier
+from sdpo_jax.distributed.stopping import StoppedError
+from sdpo_jax.errors import UserError
 
 PART = 2**16  # Bytes that each process sends at once.
 
@@ -52,3 +55,31 @@ def gathered(value: Any, what: str) -> list[Any]:
     [multihost_utils.process_allgather(part).reshape(len(sizes), -1) for part in padded], axis=1
   )
   return [pickle.loads(row[:size].tobytes()) for row, size in zip(everything, sizes, strict=True)]
+
+
+def divided(count: int, work: Callable[[range], Sequence[Any]], what: str) -> list[Any]:
+  """Divide work on items among the processes, and return the results of all items, in order, on every process.
+
+  Args:
+    count: number of items.
+    work: returns the results of the items with the given numbers.
+    what: as in `gathered`.
+
+  Raises:
+    UserError: `work` raised it on a process; on every process.
+    StoppedError: likewise.
+  """
+  processes = jax.process_count()
+  shares = [range(first, count, processes) for first in range(processes)]
+  try:
+    own = work(shares[jax.process_index()])
+  except (UserError, StoppedError) as error:
+    if processes == 1:
+      raise
+    own = error  # The other processes wait for this share and must learn of the error.
+  results = [None] * count
+  for share, found in zip(shares, gathered(own, what), strict=True):
+    if isinstance(found, UserError | StoppedError):
+      raise found
+    results[share.start :: share.step] = found
+  return results

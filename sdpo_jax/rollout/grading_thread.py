@@ -10,9 +10,8 @@ from typing import Protocol
 import jax
 
 from sdpo_jax import liveness
-from sdpo_jax.distributed.collectives import gathered
+from sdpo_jax.distributed.collectives import divided
 from sdpo_jax.distributed.stopping import NEVER, Stop, StoppedError
-from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.types import Example, Outcome
 
@@ -110,27 +109,14 @@ class GradingThread:
     self._close()
     while self._thread.is_alive() and not self._stop.asked():
       self._thread.join(STOP_S)
-    total, count = len(self._examples) * self._n, jax.process_count()
-    shares = [range(first, total, count) for first in range(count)]
-    outcomes: list[Outcome | None] = [None] * total
-    for samples, graded in zip(shares, gathered(self._share(shares), 'the end of grading'), strict=True):
-      if isinstance(graded, UserError | StoppedError):
-        raise graded
-      for sample, outcome in zip(samples, graded, strict=True):
-        outcomes[sample] = outcome
-    return outcomes
+    return divided(len(self._examples) * self._n, self._graded, 'the end of grading')
 
-  def _share(self, shares: Sequence[range]) -> list[Outcome] | UserError | StoppedError:
+  def _graded(self, samples: range) -> list[Outcome]:
     if self._thread.is_alive():
-      return StoppedError()
-    try:
-      if self._error is not None:
-        raise self._error
-    except UserError as error:
-      if jax.process_count() == 1:
-        raise
-      return error  # The other processes wait for this share and need the error.
-    return [self._outcomes[sample] for sample in shares[jax.process_index()]]
+      raise StoppedError
+    if self._error is not None:
+      raise self._error
+    return [self._outcomes[sample] for sample in samples]
 
   def _close(self) -> None:
     with self._changed:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 
-import jax
 import numpy as np
 
 from models import huggingface
 from models.control_tokens import Tokenizer
 from sdpo_jax.config import Config
-from sdpo_jax.distributed.collectives import gathered
-from sdpo_jax.distributed.stopping import NEVER, Stop, StoppedError
-from sdpo_jax.errors import UserError
+from sdpo_jax.distributed.collectives import divided
+from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.teacher.endpoint import Endpoint, EndpointQuery
@@ -25,21 +23,18 @@ from sdpo_jax.types import Rollouts, TeacherSignal
 NO_TOKEN = -1
 
 
-@contextlib.contextmanager
-def opened(config: Config) -> Iterator[Endpoint | None]:
-  """Provide the teacher endpoint of the settings, not contacted yet; None if the settings name none.
+def opened(config: Config) -> contextlib.AbstractContextManager[Endpoint | None]:
+  """Return a context with the teacher endpoint of the settings, not contacted yet; None if the settings name none.
 
   Raises:
     UserError: no address is set, or an environment variable is missing.
   """
   support = objective_spec(config).external_support
   if support is None:
-    yield None
-    return
+    return contextlib.nullcontext()
   vocab_size = huggingface.read_policy(config.model.path, config.model).vocab_size
   settings = dataclasses.replace(config.actor.self_distillation.teacher_endpoint, top_k=support)
-  with Endpoint(settings, vocab_size) as endpoint:
-    yield endpoint
+  return Endpoint(settings, vocab_size)
 
 
 def check(endpoint: Endpoint, config: Config, tokenizer: Tokenizer) -> None:
@@ -103,21 +98,17 @@ def signal(
   """
   tokens, lengths = rollouts.completion_tokens, rollouts.completion_mask.sum(1)
   samples = np.flatnonzero(wanted & (lengths > 0))
-  shares = [samples[first :: jax.process_count()] for first in range(jax.process_count())]
-  asked = [EndpointQuery(prompts[row], tokens[row, : lengths[row]].tolist()) for row in shares[jax.process_index()]]
-  try:
-    found = [(each.token_ids, each.log_probs, each.target_log_probs) for each in endpoint.score(asked, stop)]
-  except (UserError, StoppedError) as error:
-    if jax.process_count() == 1:
-      raise
-    found = error  # The other processes wait for this share and must learn of the error.
+
+  def score(share: range) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    rows = samples[share.start :: share.step]
+    asked = [EndpointQuery(prompts[row], tokens[row, : lengths[row]].tolist()) for row in rows]
+    return [(each.token_ids, each.log_probs, each.target_log_probs) for each in endpoint.score(asked, stop)]
+
   shape = (*tokens.shape, spec.external_support)
   ids, log_probs = np.full(shape, NO_TOKEN, np.int32), np.zeros(shape, np.float32)
-  for rows, share in zip(shares, gathered(found, 'the end of scoring by the teacher'), strict=True):
-    if isinstance(share, UserError | StoppedError):
-      raise share
-    for row, (likeliest, values, of_targets) in zip(rows, share, strict=True):
-      if spec.samples_divergence:
-        likeliest, values = tokens[row, : lengths[row], None], of_targets[:, None]
-      ids[row, : lengths[row]], log_probs[row, : lengths[row]] = likeliest, values
+  found = divided(len(samples), score, 'the end of scoring by the teacher')
+  for row, (likeliest, values, of_targets) in zip(samples, found, strict=True):
+    if spec.samples_divergence:
+      likeliest, values = tokens[row, : lengths[row], None], of_targets[:, None]
+    ids[row, : lengths[row]], log_probs[row, : lengths[row]] = likeliest, values
   return TeacherSignal(token_ids=ids, log_probs=log_probs)

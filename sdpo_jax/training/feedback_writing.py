@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import logging
 
-import jax
 import numpy as np
 
 from sdpo_jax.config import Config
-from sdpo_jax.distributed.collectives import gathered
-from sdpo_jax.distributed.stopping import Stop, StoppedError
+from sdpo_jax.distributed.collectives import divided
+from sdpo_jax.distributed.stopping import Stop
 from sdpo_jax.errors import UserError
 from sdpo_jax.teacher.feedback_endpoint import SECTION, FeedbackEndpoint
 from sdpo_jax.teacher.written_feedback import (
@@ -58,18 +57,15 @@ def sampler_settings(config: Config) -> Config:
   )
 
 
-@contextlib.contextmanager
-def opened(config: Config) -> Iterator[FeedbackEndpoint | None]:
-  """Provide the endpoint that writes feedback, not contacted yet; None if the settings name none.
+def opened(config: Config) -> contextlib.AbstractContextManager[FeedbackEndpoint | None]:
+  """Return a context with the endpoint that writes feedback, not contacted yet; None if the settings name none.
 
   Raises:
     UserError: no address is set, or an environment variable is missing.
   """
   if not is_used(config) or writes_itself(config):
-    yield None
-    return
-  with FeedbackEndpoint(config.actor.self_distillation) as endpoint:
-    yield endpoint
+    return contextlib.nullcontext()
+  return FeedbackEndpoint(config.actor.self_distillation)
 
 
 def write(session: Session, graded: GradedRollouts, state: TrainState, seed: int, step: int, stop: Stop) -> None:
@@ -152,19 +148,12 @@ def _by_endpoint(
   endpoint: FeedbackEndpoint, asked: Sequence[WriterRequest], stop: Stop
 ) -> dict[int, str | UnwrittenError]:
   """Return a server's feedback by row; every process requests its share."""
-  shares = [asked[first :: jax.process_count()] for first in range(jax.process_count())]
-  try:
-    said: list[str | UnwrittenError] | StoppedError = endpoint.write(shares[jax.process_index()], stop)
-  except StoppedError as error:
-    if jax.process_count() == 1:
-      raise
-    said = error  # The other processes wait for this share and must learn of the error.
-  found = {}
-  for share, written in zip(shares, gathered(said, 'the end of writing feedback'), strict=True):
-    if isinstance(written, StoppedError):
-      raise written
-    found |= {each.row: text for each, text in zip(share, written, strict=True)}
-  return found
+
+  def write(share: range) -> list[str | UnwrittenError]:
+    return endpoint.write([asked[place] for place in share], stop)
+
+  written = divided(len(asked), write, 'the end of writing feedback')
+  return {each.row: text for each, text in zip(asked, written, strict=True)}
 
 
 def _check(session: Session, found: dict[int, str | UnwrittenError], step: int) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from models import huggingface, tokenizer
 from sdpo_jax.config import Config, ModelConfig, TeacherEndpointConfig
+from sdpo_jax.distributed import collectives
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.environments import json_server
 from sdpo_jax.errors import UserError
@@ -129,23 +130,23 @@ def test_processes_share_the_requests_and_have_the_same(teacher, monkeypatch):
     batch = make_samples(config)
     alone = ask(config, batch)
     together = len(server.bodies)
-    monkeypatch.setattr(endpoint_teacher.jax, 'process_count', lambda: 2)
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
     shares = []
     for process in range(2):
-      monkeypatch.setattr(endpoint_teacher.jax, 'process_index', lambda process=process: process)
-      monkeypatch.setattr(endpoint_teacher, 'gathered', lambda found, what: shares.append(found) or [[], []])
+      monkeypatch.setattr(jax, 'process_index', lambda process=process: process)
+      monkeypatch.setattr(collectives, 'gathered', lambda found, what: shares.append(found) or [[], []])
       with pytest.raises(ValueError):  # Shares are missing.
         ask(config, batch)
     assert len(server.bodies) == 2 * together and all(0 < len(share) < together for share in shares)
-    monkeypatch.setattr(endpoint_teacher.jax, 'process_index', lambda: 0)
-    monkeypatch.setattr(endpoint_teacher, 'gathered', lambda found, what: shares)
+    monkeypatch.setattr(jax, 'process_index', lambda: 0)
+    monkeypatch.setattr(collectives, 'gathered', lambda found, what: shares)
     found = ask(config, batch)
     np.testing.assert_array_equal(found.token_ids, alone.token_ids)
     np.testing.assert_array_equal(found.log_probs, alone.log_probs)
-    monkeypatch.setattr(endpoint_teacher, 'gathered', lambda found, what: [found, UserError('Not here.')])
+    monkeypatch.setattr(collectives, 'gathered', lambda found, what: [found, UserError('Not here.')])
     with pytest.raises(UserError, match='Not here'):
       ask(config, batch)
-  monkeypatch.setattr(endpoint_teacher, 'gathered', lambda found, what: [found, shares[1]])
+  monkeypatch.setattr(collectives, 'gathered', lambda found, what: [found, shares[1]])
   with pytest.raises(UserError, match='has not scored completion'):  # The server is gone.
     ask(config, batch)
 
