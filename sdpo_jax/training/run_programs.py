@@ -11,7 +11,7 @@ feedback.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -124,7 +124,6 @@ def update_programs(run: Run) -> dict[str, Program]:
   spec = objective_spec(config)
   state = abstract_state(update_spec(config), trainable, mesh, run.policy.parameter_table())
   update = make_update(run.policy, update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state), run.teacher)
-  rows = batching.micro_batch_rows(batch_spec(config), mesh.size)
   leaves = jax.tree.leaves(state)
   scored = {}  # Kind → parameters under which completions are scored, and the trees that a device holds then.
   if spec.computes_log_probs or spec.weighs_in_update:
@@ -139,46 +138,48 @@ def update_programs(run: Run) -> dict[str, Program]:
     ),
     'digest': Program('digest', digests.program(leaves), (leaves,), holds=('state',)),
   }
-  batch_of = functools.partial(abstract_batch, rows, spec=spec, mesh=mesh)
+  batch_of = functools.partial(abstract_batch, _rows(run), spec=spec, mesh=mesh)
   trained = declared_buckets(config)
   share = batching.shares_prompts(batch_spec(config), *run.teacher.readers(run.policy, teacher_spec(config)))
   for response in trained.response:
     for kind, (parameters, held) in scored.items():
       for prompt in trained.prompt:
         batch = batch_of(prompt, None, response)
-        found[f'{kind}/{prompt}×{response}'] = Program(
-          kind,
-          update.log_probs,
-          (base, parameters, batch.student, batch.targets),
-          holds=('base', held, 'batch', 'batch'),
-          buckets=(prompt, response),
-          rows=rows,
-          options=meshes.compiler_options(mesh),
-        )
+        arguments, holds = (base, parameters, batch.student, batch.targets), ('base', held, 'batch', 'batch')
+        found |= _of_micro_batch(run, kind, (prompt, response), update.log_probs, arguments, holds)
     prompts = trained.prompts if spec.reads_teacher else tuple((prompt, None) for prompt in trained.prompt)
     for prompt, reprompt in prompts:
       lengths = (prompt, response) if reprompt is None else (prompt, reprompt, response)
-      found[named('update', lengths)] = Program(
-        'update',
-        update.accumulate,
-        (base, state, trainable, batch_of(prompt, reprompt, response, share=share), run.teacher.base),
-        holds=('base', 'state', 'gradients', 'batch', 'teacher base'),
-        buckets=lengths,
-        rows=rows,
-        options=meshes.compiler_options(mesh),
-      )
+      batch = batch_of(prompt, reprompt, response, share=share)
+      arguments = base, state, trainable, batch, run.teacher.base
+      holds = 'base', 'state', 'gradients', 'batch', 'teacher base'
+      found |= _of_micro_batch(run, 'update', lengths, update.accumulate, arguments, holds)
       if config.trainer.records_top_tokens:
-        found[named('top', lengths)] = Program(
-          'top',
-          top_tokens_program(run.policy, run.teacher, update_spec(config), mesh),
-          (base, state, _without_coefficients(batch_of(prompt, reprompt, response, share=share)), run.teacher.base),
-          static={'k': config.trainer.record_top_tokens},
-          holds=('base', 'state', 'batch', 'teacher base'),
-          buckets=lengths,
-          rows=rows,
-          options=meshes.compiler_options(mesh),
-        )
+        most = top_tokens_program(run.policy, run.teacher, update_spec(config), mesh)
+        arguments = base, state, _without_coefficients(batch), run.teacher.base
+        holds, static = ('base', 'state', 'batch', 'teacher base'), {'k': config.trainer.record_top_tokens}
+        found |= _of_micro_batch(run, 'top', lengths, most, arguments, holds, static=static)
   return found
+
+
+def _rows(run: Run) -> int:
+  """Return the rows of a micro-batch."""
+  return batching.micro_batch_rows(batch_spec(run.config), run.mesh.size)
+
+
+def _of_micro_batch(
+  run: Run,
+  kind: str,
+  lengths: tuple[int, ...],
+  function: Callable[..., Any],
+  arguments: tuple[Any, ...],
+  holds: tuple[str, ...],
+  **more: Any,
+) -> dict[str, Program]:
+  """Return a program that processes the rows of a micro-batch, by its name; the arguments are those of `Program`."""
+  options = meshes.compiler_options(run.mesh)
+  program = Program(kind, function, arguments, holds=holds, buckets=lengths, rows=_rows(run), options=options, **more)
+  return {named(kind, lengths, program.evaluation): program}
 
 
 def _without_coefficients(batch: Batch) -> Batch:
@@ -268,21 +269,14 @@ def divergence_programs(run: Run) -> dict[str, Program]:
   if not config.trainer.test_divergence or not evaluated:
     return {}
   found = _of_sampler(run, *_teacher(run), [(evaluated, True)], 'teacher/')
-  declared, rows = declared_buckets(config), batching.micro_batch_rows(batch_spec(config), mesh.size)
+  declared = declared_buckets(config)
   score = divergence_program(run.policy, run.teacher, config.actor.logits_chunk_size, mesh)
   for response in declared.response:
     for prompt in declared.prompt:
-      batch = abstract_batch(rows, prompt, None, response, spec=objective_spec(config), mesh=mesh)
-      found[named('divergence', (prompt, response), evaluation=True)] = Program(
-        'divergence',
-        score,
-        (run.base, run.trainable, run.teacher.base, batch.student, batch.targets, batch.mask),
-        holds=('base', 'parameters', 'teacher base', 'batch', 'batch', 'batch'),
-        buckets=(prompt, response),
-        rows=rows,
-        evaluation=True,
-        options=meshes.compiler_options(mesh),
-      )
+      batch = abstract_batch(_rows(run), prompt, None, response, spec=objective_spec(config), mesh=mesh)
+      arguments = run.base, run.trainable, run.teacher.base, batch.student, batch.targets, batch.mask
+      holds = 'base', 'parameters', 'teacher base', 'batch', 'batch', 'batch'
+      found |= _of_micro_batch(run, 'divergence', (prompt, response), score, arguments, holds, evaluation=True)
   return found
 
 
