@@ -169,67 +169,52 @@ def lesson_of(taken: Sequence[Waiting], room: int, step_rows: int) -> GatheredBa
   steps = -(-count // step_rows)
   order = np.arange(count)
   places = order % steps * step_rows + order // steps
-  groups = np.cumsum([0, *(len(each.drawn.graded.examples) for each in taken)])
-  graded = [each.drawn.graded for each in taken]
-  chosen = [np.asarray(each.rows) for each in taken]
-  parts = [each.rollouts.take(rows) for each, rows in zip(graded, chosen, strict=True)]
-  pairs = [(each, int(row)) for each in taken for row in each.rows]
 
-  def placed(values: Sequence[Any], filler: Any) -> list[Any]:
-    found = [filler] * room
-    for place, value in zip(places.tolist(), values, strict=True):
-      found[place] = value
-    return found
+  def merged(values: Sequence[Any], filler: Any = 0) -> Any:
+    """Return the taken rows of each batch's values, lists or arrays [rows, …], at their places; elsewhere `filler`.
 
-  def numbers(values: Sequence[np.ndarray]) -> np.ndarray:
-    """Return arrays [rows, …] of all parts, scattered to their places and padded with zeros."""
-    width = max(each.shape[1:] for each in values)
+    Arrays are padded with zeros.
+    """
+    if not isinstance(values[0], np.ndarray):
+      picked = [own[row] for own, each in zip(values, taken, strict=True) for row in each.rows]
+      found = [filler] * room
+      for place, value in zip(places.tolist(), picked, strict=True):
+        found[place] = value
+      return found
+    width = max(own.shape[1:] for own in values)
     found = np.zeros((room, *width), values[0].dtype)
     at = 0
-    for each in values:
-      found[(places[at : at + len(each)], *(slice(size) for size in each.shape[1:]))] = each
-      at += len(each)
+    for own, each in zip(values, taken, strict=True):
+      here = places[at : at + len(each.rows)]
+      found[(here, *(slice(size) for size in own.shape[1:]))] = own[list(each.rows)]
+      at += len(each.rows)
     return found
 
-  rollouts = {
-    field.name: numbers([getattr(part, field.name) for part in parts])
-    for field in dataclasses.fields(Rollouts)
-    if field.name not in ('group', 'finish_reason', 'text')
-  }
-  rollouts['group'] = numbers(
-    [part.group + np.asarray(first, part.group.dtype) for part, first in zip(parts, groups[:-1], strict=True)]
-  )
-  rollouts['finish_reason'] = placed([reason for part in parts for reason in part.finish_reason], 'stop')
-  rollouts['text'] = placed([text for part in parts for text in part.text], '')
-  advantages = None
-  if taken[0].advantages is not None:
-    advantages = numbers([each.advantages[rows] for each, rows in zip(taken, chosen, strict=True)])
-  merged = GradedRollouts(
+  def merged_fields(records: Sequence[Any], **fillers: Any) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(records[0]) if field.name != 'metrics']
+    return {name: merged([getattr(each, name) for each in records], fillers.get(name, 0)) for name in names}
+
+  graded = [each.drawn.graded for each in taken]
+  counts = [len(each.rollouts) for each in graded]
+  rollouts, groups = [], 0
+  for each in graded:
+    rollouts.append(dataclasses.replace(each.rollouts, group=each.rollouts.group + groups))
+    groups += len(each.examples)
+  whole = GradedRollouts(
     examples=[example for each in graded for example in each.examples],
     prompts=[prompt for each in graded for prompt in each.prompts],
-    rollouts=Rollouts(**rollouts),
-    outcomes=placed([each.drawn.graded.outcomes[row] for each, row in pairs], PADDING),
-    sample_ids=numbers([each.sample_ids[rows] for each, rows in zip(graded, chosen, strict=True)]),
+    rollouts=Rollouts(**merged_fields(rollouts, finish_reason='stop', text='')),
+    outcomes=merged([each.outcomes for each in graded], PADDING),
+    sample_ids=merged([each.sample_ids for each in graded]),
     graders_busy_s=0.0,
-    advantages=advantages,
-    present=numbers([np.ones(len(rows), bool) for rows in chosen]),
+    advantages=None if taken[0].advantages is None else merged([each.advantages for each in taken]),
+    present=merged([np.ones(size, bool) for size in counts]),
   )
-
-  def of_context(name: str, filler: Any) -> list[Any]:
-    return placed([getattr(each.context, name)[row] for each, row in pairs], filler)
-
-  context = TeacherContext(
-    messages=of_context('messages', []),
-    prompt_tokens=of_context('prompt_tokens', []),
-    mask=np.asarray(of_context('mask', 0), np.float32),
-    solutions=of_context('solutions', None),
-    feedback=of_context('feedback', None),
-    truncated=np.asarray(of_context('truncated', False), bool),
-    metrics={},
-  )
+  contexts = [each.context for each in taken]
+  empty = dict(messages=[], prompt_tokens=[], solutions=None, feedback=None)
   return GatheredBatch(
-    merged,
-    context,
-    steps=numbers([np.full(len(rows), each.drawn.step) for each, rows in zip(taken, chosen, strict=True)]),
-    rows=numbers(chosen),
+    whole,
+    TeacherContext(**merged_fields(contexts, **empty), metrics={}),
+    steps=merged([np.full(size, each.drawn.step) for each, size in zip(taken, counts, strict=True)]),
+    rows=merged([np.arange(size) for size in counts]),
   )
