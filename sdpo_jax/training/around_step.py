@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from sdpo_jax.environments.grading import Graders
@@ -19,21 +21,16 @@ from sdpo_jax.training.step import Timer, advantages_of, build_teacher_prompts, 
 from sdpo_jax.types import TeacherSignal, TrainState
 
 
+@dataclasses.dataclass(frozen=True)
 class AroundStep:
   """The hooks of `training.step.step` in a run, with what waits from one step to the next."""
 
-  def __init__(
-    self,
-    session: Session,
-    graders: Graders,
-    ahead: Ahead,
-    gathering: Gathering | None,
-    joint_errors: JointErrors,
-    preemption: Preemption,
-  ):
-    """Make the hooks of a run; without `gathering` every generation batch has an update of its own."""
-    self._session, self._graders, self.ahead, self.gathering = session, graders, ahead, gathering
-    self._joint_errors, self._preemption = joint_errors, preemption
+  session: Session
+  graders: Graders
+  ahead: Ahead
+  gathering: Gathering | None  # None: every generation batch has an update of its own.
+  joint_errors: JointErrors
+  preemption: Preemption
 
   def sample(self, state: TrainState, step: int, timer: Timer) -> tuple[list[GradedRollouts], SampledBatch]:
     """Sample and grade the batches that are missing before the update of `step`.
@@ -49,11 +46,11 @@ class AroundStep:
     return drawn, self.ahead.take(step)
 
   def _draw(self, state: TrainState, step: int, later: int, timer: Timer) -> GradedRollouts:
-    with self._joint_errors.alone():
+    with self.joint_errors.alone():
       position, examples = self.ahead.ask()
-    self._joint_errors.meet(f'the questions of step {later}')
-    session, stop = self._session, self._preemption
-    graded = rollout_and_grade(session, self._graders, state, examples, later, timer, stop)
+    self.joint_errors.meet(f'the questions of step {later}')
+    session, stop = self.session, self.preemption
+    graded = rollout_and_grade(session, self.graders, state, examples, later, timer, stop)
     if feedback_writing.is_used(session.config):
       with timer('feedback'):
         feedback_writing.write(session, graded, state, sampling_seed(state), later, stop)
@@ -66,21 +63,21 @@ class AroundStep:
     if self.gathering is None:
       count = len(own.graded.rollouts)
       return GatheredBatch(own.graded, context, np.full(count, own.step), np.arange(count))
-    self.gathering.add(own, context, advantages_for(self._session, own.graded))
+    self.gathering.add(own, context, advantages_for(self.session, own.graded))
     return self.gathering.take()
 
   def ask(self, learned: GatheredBatch) -> TeacherSignal | None:
     """Return the scores of an external teacher; None: the teacher is in the mesh, or there is none."""
-    session = self._session
-    return endpoint_teacher.ask(session.endpoint, learned.graded, learned.context, session.spec, self._preemption)
+    session = self.session
+    return endpoint_teacher.ask(session.endpoint, learned.graded, learned.context, session.spec, self.preemption)
 
   def read(self, state: TrainState, batch: GenerationBatch, step: int, timer: Timer) -> TopTokens | None:
     """Return the most likely tokens of student and teacher before the update, if rollouts/ has them at this step."""
-    trainer = self._session.config.trainer
+    trainer = self.session.config.trainer
     if not (trainer.records_top_tokens and trainer.writes_rollouts(step)):
       return None
     with timer('record'):
-      return top_tokens.measure(self._session, state, batch, trainer.record_top_tokens, self._preemption)
+      return top_tokens.measure(self.session, state, batch, trainer.record_top_tokens, self.preemption)
 
   def start_again(self) -> None:
     """Drop what discarded weights have sampled, which is not learned from."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+import dataclasses
 import logging
 from typing import Any
 
@@ -17,46 +18,41 @@ from sdpo_jax.training.specs import evaluation_spec
 from sdpo_jax.types import Example, TrainState
 
 
+@dataclasses.dataclass
 class Evaluations:
   """What the evaluations of a run measured; without those of steps that were undone."""
 
-  def __init__(
-    self,
-    session: Session,
-    graders: Graders,
-    held_out: Sequence[Example],
-    ownership: Ownership | None,
-    joint_errors: JointErrors,
-    preemption: Preemption,
-  ):
-    """Start without evaluations; the process with `ownership` writes their files."""
-    self._session, self._graders, self.questions = session, graders, held_out
-    self._ownership, self._joint_errors, self._preemption = ownership, joint_errors, preemption
-    self._by_step: dict[int, dict[str, float]] = {}
+  session: Session
+  graders: Graders
+  questions: Sequence[Example]  # Held-out ones.
+  ownership: Ownership | None  # Of the process that writes the files; None on all others.
+  joint_errors: JointErrors
+  preemption: Preemption
+  by_step: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict, init=False)
 
   @property
   def newest(self) -> Mapping[str, float] | None:
     """The metrics of the last evaluation; None: there was none."""
-    return self._by_step[max(self._by_step)] if self._by_step else None
+    return self.by_step[max(self.by_step)] if self.by_step else None
 
   def due(self, step: int) -> bool:
     """Return whether a step ends with an evaluation."""
-    trainer = self._session.config.trainer
+    trainer = self.session.config.trainer
     at_interval = bool(trainer.test_freq and step % trainer.test_freq == 0)
     return bool(self.questions) and (step == trainer.total_training_steps or at_interval)
 
   def recall(self, line: Mapping[str, Any]) -> None:
     """Note the evaluation in a line of metrics.jsonl, if there is one."""
     if found := evaluated(line):
-      self._by_step[line['step']] = found
+      self.by_step[line['step']] = found
 
   def forget(self, after: int) -> None:
     """Drop the evaluations of steps that are undone."""
-    self._by_step = {step: found for step, found in self._by_step.items() if step <= after}
+    self.by_step = {step: found for step, found in self.by_step.items() if step <= after}
 
   def run(self, state: TrainState, step: int) -> dict[str, float]:
     """Evaluate the student after a step, and return its metrics."""
-    session, seed, stop = self._session, self._session.config.seed, self._preemption
+    session, seed, stop = self.session, self.session.config.seed, self.preemption
     evaluation = evaluate(
       session.sampler,
       session.base,
@@ -64,20 +60,20 @@ class Evaluations:
       self.questions,
       evaluation_spec(session.config),
       session.tokenizer,
-      self._graders,
+      self.graders,
       seed=seed,
       stop=stop,
     )
     if session.config.trainer.test_divergence:
       measured = divergence.measure(session, state.trainable, self.questions, seed=seed, stop=stop)
       evaluation = evaluation.with_metrics(measured)
-    with self._joint_errors.alone():
-      if self._ownership is not None:
-        self._ownership.check()
+    with self.joint_errors.alone():
+      if self.ownership is not None:
+        self.ownership.check()
         step_records.write_evaluation(session.workdir, step, evaluation)
     logging.info('Evaluation at step %d: %s', step, evaluation.metrics)
-    self._by_step[step] = evaluation.flat()
-    return self._by_step[step]
+    self.by_step[step] = evaluation.flat()
+    return self.by_step[step]
 
 
 def evaluated(line: Mapping[str, Any]) -> dict[str, float]:
