@@ -48,6 +48,7 @@ from sdpo_jax.training.around_step import AroundStep, prepared_again
 from sdpo_jax.training.boards import check_wandb
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints, abstract
 from sdpo_jax.training.checkpoint.digests import leaf_digests, state_digest
+from sdpo_jax.training.checkpoint.starting_state import StartingState
 from sdpo_jax.training.checkpoint.unfinished import Unfinished
 from sdpo_jax.training.directory import fingerprint, lost_checkpoints
 from sdpo_jax.training.directory.lines import STATE_DIGEST, dropped_lines, history
@@ -67,7 +68,7 @@ from sdpo_jax.training.resuming import UNFINISHED, written_before
 from sdpo_jax.training.saving import Saving
 from sdpo_jax.training.session import Session
 from sdpo_jax.training.specs import objective_spec, update_spec
-from sdpo_jax.training.step import StateHolder, Timer, sampling_seed
+from sdpo_jax.training.step import Timer, sampling_seed
 from sdpo_jax.training.step import step as take_step
 from sdpo_jax.training.watchdog import Watchdog
 from sdpo_jax.types import Example, TrainState
@@ -553,7 +554,7 @@ class _Run:
     return f'  {left_out} step(s) skipped: gradient not finite' if left_out else ''
 
 
-def roll_back(state: TrainState, step: int, checkpoints: Checkpoints, starting: StateHolder) -> TrainState:
+def roll_back(state: TrainState, step: int, checkpoints: Checkpoints, starting: StartingState) -> TrainState:
   """Restore student, teacher and optimizer state from a checkpoint; counters and random key stay as they are."""
   barrier(f'the way back to step {step}')
   like = abstract(state)

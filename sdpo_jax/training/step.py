@@ -34,6 +34,7 @@ from sdpo_jax.types import Example, TeacherSignal, TokenRows, TrainState, Tree
 
 if TYPE_CHECKING:  # A session knows endpoints and samplers; a step need not.
   from sdpo_jax.training.ahead import SampledBatch
+  from sdpo_jax.training.checkpoint.starting_state import StartingState
   from sdpo_jax.training.gathering import GatheredBatch
   from sdpo_jax.training.session import Session
 
@@ -78,7 +79,7 @@ def step(
   state: TrainState,
   number: int,
   hooks: Hooks,
-  starting: StateHolder,
+  starting: StartingState,
   timer: Timer,
   stop: Stop = NEVER,
 ) -> tuple[TrainState, Taken]:
@@ -432,24 +433,11 @@ class DispatchLimit:
       self._last = now
 
 
-class StateHolder(Protocol):
-  """The holder of the state from which a batch starts, told when it is donated (`checkpoint.starting_state`)."""
-
-  @property
-  def there(self) -> bool:
-    """Whether the run could still continue from that state."""
-    ...
-
-  def donate(self, *, others_follow: bool) -> None:
-    """Release the arrays, which are about to be overwritten; `others_follow`: further optimizer steps come after."""
-    ...
-
-
 def run_update(
   session: Session,
   state: TrainState,
   batch: batching.GenerationBatch,
-  starting: StateHolder | None = None,
+  starting: StartingState | None = None,
   stop: Stop = NEVER,
 ) -> tuple[TrainState, UpdateReport]:
   """Take all optimizer steps of a generation batch, then move the teacher.
@@ -530,7 +518,7 @@ def run_update(
   )
 
 
-def pass_over(session: Session, state: TrainState, starting: StateHolder) -> tuple[TrainState, UpdateReport]:
+def pass_over(session: Session, state: TrainState, starting: StartingState) -> tuple[TrainState, UpdateReport]:
   """End a generation batch without an update: the step counter advances, but no weight of the student changes.
 
   A teacher that restarts every few generation batches may restart after this one, too.

@@ -51,10 +51,6 @@ _COMMITTED = 'commit_success.txt'  # Orbax's last object in a store that cannot 
 _logger = logging.getLogger('sdpo_jax.checkpoints')
 
 
-def _warn(text: str) -> None:
-  _logger.warning('%s', text)
-
-
 class Checkpoints:
   """The checkpoints of one run, written asynchronously; a step's checkpoint exists completely or not at all.
 
@@ -70,7 +66,7 @@ class Checkpoints:
     best_metric: str | None = None,
     read_only: bool = False,
     ownership: Ownership | None = None,
-    say: Callable[[str], None] = _warn,
+    say: Callable[[str], None] = _logger.warning,
   ):
     """Open the checkpoints of `workdir`.
 

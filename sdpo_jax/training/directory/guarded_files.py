@@ -8,7 +8,7 @@ credentials. Elsewhere the content is compared before it is replaced; callers th
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 from etils import epath
 
@@ -28,10 +28,13 @@ class Seen:
   generation: Any = None
 
 
-class Records(Protocol):
-  """Small files of one directory, each replaced only if its content is still the one last seen."""
+class Files:
+  """The records in any directory that etils opens; on a disk, a file is replaced atomically."""
 
-  exclusive: bool  # Whether only one of two processes that replace the same content succeeds.
+  exclusive = False  # Whether only one of two processes that replace the same content succeeds.
+
+  def __init__(self, workdir: epath.Path):
+    self._workdir = workdir
 
   def read(self, name: str) -> Seen:
     """Return the content of a file.
@@ -39,27 +42,6 @@ class Records(Protocol):
     Raises:
       UserError: it cannot be read.
     """
-    ...
-
-  def replace(self, name: str, content: bytes, seen: Seen) -> Seen | None:
-    """Replace the content `seen`; return None, and leave the file as it is, if it has other content by now.
-
-    Raises:
-      OSError: it cannot be written.
-      UserError: it cannot be written, in an object store.
-    """
-    ...
-
-
-class Files:
-  """The records in any directory that etils opens; on a disk, a file is replaced atomically."""
-
-  exclusive = False
-
-  def __init__(self, workdir: epath.Path):
-    self._workdir = workdir
-
-  def read(self, name: str) -> Seen:
     path = self._workdir / name
     check_file(path, 'move it away')
     try:
@@ -70,6 +52,11 @@ class Files:
       raise UserError(f'{path} cannot be read ({first_line(error)}): see that its file system works.') from error
 
   def replace(self, name: str, content: bytes, seen: Seen) -> Seen | None:
+    """Replace the content `seen`; return None, and leave the file as it is, if it has other content by now.
+
+    Raises:
+      OSError: it cannot be written.
+    """
     if self.read(name).content != seen.content:
       return None
     write_atomically(self._workdir / name, content.decode())
@@ -94,6 +81,7 @@ class Objects:
       raise self._unreachable(error) from error
 
   def read(self, name: str) -> Seen:
+    """As in `Files`."""
     try:
       found = self._store.read(name).result()
     except _REFUSED as error:
@@ -101,6 +89,7 @@ class Objects:
     return Seen(found.value if found.state == 'value' else None, found.stamp.generation)
 
   def replace(self, name: str, content: bytes, seen: Seen) -> Seen | None:
+    """As in `Files`; raise UserError if the object cannot be written."""
     try:
       generation = self._store.write(name, content, if_equal=seen.generation).result().generation
     except _REFUSED as error:
@@ -116,6 +105,10 @@ class Objects:
       f'{self._workdir} cannot be reached or may not be written ({first_line(error)}): see to the network and the '
       'credentials, then start the same command again.'
     )
+
+
+# Small files of one directory, each replaced only if its content is still the one last seen.
+Records = Files | Objects
 
 
 def open_records(workdir: epath.Path) -> Records:

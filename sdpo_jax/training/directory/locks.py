@@ -7,7 +7,7 @@ import errno
 import fcntl
 import os
 import stat
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from etils import epath
 
@@ -21,18 +21,6 @@ _LOCK_BYTES = 1024
 WAY_OUT = 'wait until it ends, or choose another --workdir'
 
 Say = Callable[[str], None]
-
-
-class Lock(Protocol):
-  """A lock that names the owner of a run directory."""
-
-  def read(self) -> bytes | None: ...
-
-  def write(self, content: bytes) -> bool:
-    """Replace the content last read or written; return False if another process has replaced it."""
-    ...
-
-  def close(self) -> None: ...
 
 
 class FileLock:
@@ -101,6 +89,7 @@ class FileLock:
     return os.pread(self._descriptor, 1 << 16, 0)
 
   def write(self, content: bytes) -> bool:
+    """Replace the content; return True, since no other process can have done so."""
     padded = content.ljust(_LOCK_BYTES)  # Of constant length and within a page, so that no reader sees half of it.
     os.pwrite(self._descriptor, padded, 0)
     os.ftruncate(self._descriptor, len(padded))
@@ -128,12 +117,16 @@ class ObjectLock:
     return self._seen.content
 
   def write(self, content: bytes) -> bool:
+    """Replace the content last read or written; return False if another process has replaced it."""
     seen = self._records.replace(LOCK, content, self._seen)
     self._seen = seen or self._seen
     return seen is not None
 
   def close(self) -> None:
     pass
+
+
+Lock = FileLock | ObjectLock  # A lock that names the owner of a run directory.
 
 
 def occupied(workdir: epath.Path, other: Owner | None) -> UserError:

@@ -37,10 +37,6 @@ BEATS = 4  # Renewals within a lease.
 _logger = logging.getLogger('sdpo_jax.ownership')
 
 
-def _warn(text: str) -> None:
-  _logger.warning('%s', text)
-
-
 class RunLostError(UserError):
   """Another process has taken over the run; nothing more may be written."""
 
@@ -182,7 +178,7 @@ class Ownership:
 
 
 @contextlib.contextmanager
-def sole_user(workdir: epath.Path, say: Say = _warn) -> Iterator[Ownership | None]:
+def sole_user(workdir: epath.Path, say: Say = _logger.warning) -> Iterator[Ownership | None]:
   """Own a run directory within the context, keeping other starts out; gives None on all processes but process 0.
 
   The directory is created if needed. Two starts that write to it would mix their lines and checkpoints.
