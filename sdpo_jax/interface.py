@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 from etils import epath
 
-from sdpo_jax.config import Config, SamplingConfig, assign
+from sdpo_jax.config import Config, SamplingConfig
 from sdpo_jax.config import config_files as config_files
+from sdpo_jax.config.overrides import assign
 from sdpo_jax.data.prompts import named_chat_tokens
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.environments import registry

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.parameters import Parameter, Table, frozen_in
-from sdpo_jax.config import MALFORMED_PATTERN, LoraConfig
+from sdpo_jax.config import LoraConfig
+from sdpo_jax.config.fields import MALFORMED_PATTERN
 from sdpo_jax.errors import UserError, short_repr
 
 A, B = 'lora_a', 'lora_b'  # Suffixes of the names of factors.

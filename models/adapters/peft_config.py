@@ -11,7 +11,7 @@ from typing import Any
 
 from models.adapters import lora
 from models.parameters import Table
-from sdpo_jax.config import MALFORMED_PATTERN, is_number
+from sdpo_jax.config.fields import MALFORMED_PATTERN, is_number
 from sdpo_jax.errors import UserError, short_repr
 
 FILE = 'adapter_config.json'

@@ -5,25 +5,7 @@ the setting, otherwise those of the field. A file under `configs/` builds a `Con
 setting.
 """
 
-from sdpo_jax.config.checks import round_shares as round_shares
-from sdpo_jax.config.fields import MALFORMED_PATTERN as MALFORMED_PATTERN
-from sdpo_jax.config.fields import flatten as flatten
-from sdpo_jax.config.fields import is_number as is_number
 from sdpo_jax.config.locations import beside as beside
-from sdpo_jax.config.locations import model_path as model_path
-from sdpo_jax.config.overrides import ACCEPTABLE as ACCEPTABLE
-from sdpo_jax.config.overrides import NAMED as NAMED
-from sdpo_jax.config.overrides import RESUMABLE as RESUMABLE
-from sdpo_jax.config.overrides import ROUNDING as ROUNDING
-from sdpo_jax.config.overrides import Differences as Differences
-from sdpo_jax.config.overrides import assign as assign
-from sdpo_jax.config.overrides import differences as differences
-from sdpo_jax.config.overrides import from_dict as from_dict
-from sdpo_jax.config.overrides import is_listed as is_listed
-from sdpo_jax.config.overrides import override as override
-from sdpo_jax.config.schema import ActorConfig as ActorConfig
-from sdpo_jax.config.schema import AlarmsConfig as AlarmsConfig
-from sdpo_jax.config.schema import AlgorithmConfig as AlgorithmConfig
 from sdpo_jax.config.schema import CartridgeConfig as CartridgeConfig
 from sdpo_jax.config.schema import DataConfig as DataConfig
 from sdpo_jax.config.schema import EnvironmentsConfig as EnvironmentsConfig
@@ -33,19 +15,14 @@ from sdpo_jax.config.schema import LoraConfig as LoraConfig
 from sdpo_jax.config.schema import MeshConfig as MeshConfig
 from sdpo_jax.config.schema import ModelConfig as ModelConfig
 from sdpo_jax.config.schema import OptimizerConfig as OptimizerConfig
-from sdpo_jax.config.schema import PolicyLossConfig as PolicyLossConfig
-from sdpo_jax.config.schema import RolloutConfig as RolloutConfig
-from sdpo_jax.config.schema import RolloutCorrectionConfig as RolloutCorrectionConfig
 from sdpo_jax.config.schema import SamplingConfig as SamplingConfig
 from sdpo_jax.config.schema import SandboxConfig as SandboxConfig
 from sdpo_jax.config.schema import SelfDistillationConfig as SelfDistillationConfig
 from sdpo_jax.config.schema import ServeConfig as ServeConfig
 from sdpo_jax.config.schema import TeacherEndpointConfig as TeacherEndpointConfig
 from sdpo_jax.config.schema import TrainerConfig as TrainerConfig
-from sdpo_jax.config.schema import ValKwargs as ValKwargs
 from sdpo_jax.config.serve import GuardsConfig as GuardsConfig
 from sdpo_jax.config.serve import HttpConfig as HttpConfig
 from sdpo_jax.config.serve import LearningConfig as LearningConfig
 from sdpo_jax.config.serve import LimitsConfig as LimitsConfig
-from sdpo_jax.config.serve import StoreConfig as StoreConfig
 from sdpo_jax.config.validated import Config as Config

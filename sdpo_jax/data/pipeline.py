@@ -12,7 +12,8 @@ from typing import Any
 import grain
 import numpy as np
 
-from sdpo_jax.config import DataConfig, rewards, round_shares
+from sdpo_jax.config import DataConfig, rewards
+from sdpo_jax.config.checks import round_shares
 from sdpo_jax.data import rows, sources
 from sdpo_jax.data.prompts import PromptSpec, Tokenizer, fits, fitting, name
 from sdpo_jax.errors import UserError, short_repr

@@ -15,7 +15,9 @@ from models import exporting, huggingface, identity, model_files
 from models import tokenizer as tokenizers
 from models.adapters import cartridge_files, named_cartridges, peft_files, published_cartridges
 from models.parameters import map_table, merge, trainable
-from sdpo_jax.config import CartridgeConfig, Config, LoraConfig, ModelConfig, flatten, from_dict, is_listed
+from sdpo_jax.config import CartridgeConfig, Config, LoraConfig, ModelConfig
+from sdpo_jax.config.fields import flatten
+from sdpo_jax.config.overrides import from_dict, is_listed
 from sdpo_jax.distributed.mesh import parameter_sharding
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError

@@ -19,7 +19,8 @@ import jax
 import numpy as np
 
 from models import chat_template, huggingface, identity
-from sdpo_jax.config import CartridgeConfig, Config, LoraConfig, flatten
+from sdpo_jax.config import CartridgeConfig, Config, LoraConfig
+from sdpo_jax.config.fields import flatten
 from sdpo_jax.data import self_study
 from sdpo_jax.data.prompts import ChatFormat, Tokenizer, bounded_chat_tokens, chat_tokens
 from sdpo_jax.data.self_study import Document

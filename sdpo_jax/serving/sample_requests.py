@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import secrets
 
-from sdpo_jax.config import is_number
+from sdpo_jax.config.fields import is_number
 from sdpo_jax.errors import short_repr
 from sdpo_jax.rollout.results import Completion, Draft
 from sdpo_jax.rollout.stops import StopStrings, Tokenizer, to_text

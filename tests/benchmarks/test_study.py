@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from benchmarks import study
-from sdpo_jax.config import Config, override
+from sdpo_jax.config import Config
+from sdpo_jax.config.overrides import override
 from sdpo_jax.environments import facts
 
 

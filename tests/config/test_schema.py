@@ -8,20 +8,11 @@ from absl.testing import parameterized
 import pytest
 
 from configs import qwen3_8b_chemistry, qwen3_8b_chemistry_grpo, qwen3_8b_livecodebench
-from sdpo_jax.config import (
-  ACCEPTABLE,
-  ROUNDING,
-  Config,
-  Differences,
-  OptimizerConfig,
-  differences,
-  flatten,
-  from_dict,
-  override,
-)
+from sdpo_jax.config import Config, OptimizerConfig
 from sdpo_jax.config.checks import CHANGES
-from sdpo_jax.config.fields import settings
+from sdpo_jax.config.fields import flatten, settings
 from sdpo_jax.config.help import settings_help
+from sdpo_jax.config.overrides import ACCEPTABLE, ROUNDING, Differences, differences, from_dict, override
 from sdpo_jax.config.ranges import check_ranges
 from sdpo_jax.errors import UserError
 from tests.config.valid_config import valid

@@ -11,7 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from sdpo_jax.config import Config, EnvironmentsConfig, HttpGraderConfig, differences, flatten, override, rewards
+from sdpo_jax.config import Config, EnvironmentsConfig, HttpGraderConfig, rewards
+from sdpo_jax.config.fields import flatten
+from sdpo_jax.config.overrides import differences, override
 from sdpo_jax.data import rows, sources
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders, weighted_sum

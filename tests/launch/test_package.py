@@ -9,7 +9,8 @@ import zipfile
 
 import pytest
 
-from sdpo_jax.config import beside, model_path
+from sdpo_jax.config import beside
+from sdpo_jax.config.locations import model_path
 from tests import tiny
 
 ROOT = tiny.REPOSITORY

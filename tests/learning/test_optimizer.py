@@ -19,8 +19,9 @@ from models import published
 from models.families import known_families
 from models.families.table import parameter_table
 from models.parameters import get, map_table, map_tree
-from sdpo_jax.config import Config, MeshConfig, OptimizerConfig, differences
+from sdpo_jax.config import Config, MeshConfig, OptimizerConfig
 from sdpo_jax.config.help import settings_help
+from sdpo_jax.config.overrides import differences
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning import optimizer as optimizers

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sdpo_jax.config import Differences, MeshConfig
+from sdpo_jax.config import MeshConfig
+from sdpo_jax.config.overrides import Differences
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
 from sdpo_jax.objective.objective_spec import ObjectiveSpec

@@ -24,7 +24,8 @@ from models import huggingface, identity
 from models.adapters import named_cartridges
 from models.adapters.kv_prefix import KVPrefix
 import sdpo_jax
-from sdpo_jax.config import ROUNDING, Config, Differences, ModelConfig, differences, rewards
+from sdpo_jax.config import Config, ModelConfig, rewards
+from sdpo_jax.config.overrides import ROUNDING, Differences, differences
 from sdpo_jax.data import pipeline, sources
 from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.environments import grader_code, registry

@@ -8,7 +8,8 @@ from typing import Any
 from etils import epath
 import jax
 
-from sdpo_jax.config import Config, differences
+from sdpo_jax.config import Config
+from sdpo_jax.config.overrides import differences
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import (
   is_local,
