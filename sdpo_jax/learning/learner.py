@@ -66,9 +66,7 @@ class _Micro:
   """A micro-batch with rows of any tasks, on the devices, and its scores before the first step."""
 
   rows: np.ndarray  # [B] index of the lesson; −1: padding.
-  student: TokenRows
   mask: jax.Array  # [B, T].
-  targets: jax.Array  # [B, T].
   teacher_hidden: jax.Array  # [B, T, D].
   named: jax.Array  # [B] bool, the support is the tokens that the teacher named.
   given: jax.Array  # [B] bool, the teacher's scores are given: `Taught`.
@@ -254,28 +252,26 @@ class Learner:
     batch, teacher, shown, floored, inputs, named = on_devices(
       self._policy, (batch, teacher, shown, floored, inputs, inputs.mixes | inputs.given)
     )
-    student, tokens = batch.student, batch.targets
-    hidden, unembedding = self._functions.states(self._base, state.trainable, student)
+    hidden, unembedding = self._functions.states(self._base, state.trainable, batch.student)
     teacher_hidden, _ = self._scorer.states(teachers, teacher)
     before, theirs, teacher_hidden, signal, advantages, old_log_probs = self._functions.first(
-      hidden, teacher_hidden, unembedding, tokens, shown, batch.old_log_probs, inputs
+      hidden, teacher_hidden, unembedding, batch.targets, shown, batch.old_log_probs, inputs
     )
     batch = batch.replace(old_log_probs=old_log_probs, advantages=advantages, signal=signal)
     rows = np.where(live, np.arange(self._rows) + chosen.start, -1)
     at_named = None
     if any(task.update.measured for task, _ in picked):
       at_named = self._scorer.of_ids(hidden, unembedding, theirs.top_ids, shown)
-    return _Micro(
-      rows, student, shown, tokens, teacher_hidden, named, inputs.given, before, theirs, floored, batch, at_named
-    )
+    return _Micro(rows, shown, teacher_hidden, named, inputs.given, before, theirs, floored, batch, at_named)
 
   def _renewed(self, trainable: Tree, micro: _Micro) -> Batch:
     """Return the batch of a later step: the student's support is taken again, the teacher's own scores stay."""
-    hidden, unembedding = self._functions.states(self._base, trainable, micro.student)
+    batch = micro.batch
+    hidden, unembedding = self._functions.states(self._base, trainable, batch.student)
     signal = self._functions.support(
-      hidden, micro.teacher_hidden, unembedding, micro.targets, micro.mask, micro.theirs, micro.named, micro.given
+      hidden, micro.teacher_hidden, unembedding, batch.targets, micro.mask, micro.theirs, micro.named, micro.given
     )
-    return micro.batch.replace(signal=signal)
+    return batch.replace(signal=signal)
 
   def _reported(self, batch: Batch, per_token: Mapping[str, jax.Array], floored: jax.Array) -> dict[str, jax.Array]:
     """Return the sums to report for each row of a step, [B] each; see `reported.row_sums`."""
@@ -284,11 +280,11 @@ class Learner:
 
   def _score(self, trainable: Tree, micro: _Micro) -> tuple[jax.Array, jax.Array | None]:
     """Return the student's log-probs [B, T] of the completions, and [B, T, K] of the teacher's tokens, if wanted."""
-    hidden, unembedding = self._functions.states(self._base, trainable, micro.student)
+    hidden, unembedding = self._functions.states(self._base, trainable, micro.batch.student)
     at_named = None
     if micro.named_before is not None:
       at_named = self._scorer.of_ids(hidden, unembedding, micro.theirs.top_ids, micro.mask)
-    return self._functions.log_probs(hidden, unembedding, micro.targets, micro.mask), at_named
+    return self._functions.log_probs(hidden, unembedding, micro.batch.targets, micro.mask), at_named
 
   def _token_rows(
     self, name: str, prompts: list[Sequence[int]], tokens: np.ndarray, mask: np.ndarray, members: list[int]

@@ -66,15 +66,8 @@ def of_rows(losses: list[Loss], topk: int | None = None, dtype: type[np.floating
         'clip_ratio_high': loss.clip_eps,
         'clip_ratio_c': math.inf,
       }
-    return {
-      'alpha': loss.alpha,
-      'is_clip': loss.is_clip or 0.0,
-      'topk': loss.topk,
-      'tail': 1.0,
-      'clip_ratio_low': loss.clip_ratio_low,
-      'clip_ratio_high': loss.clip_ratio_high,
-      'clip_ratio_c': loss.clip_ratio_c,
-    }
+    same = ('alpha', 'topk', 'clip_ratio_low', 'clip_ratio_high', 'clip_ratio_c')
+    return {name: getattr(loss, name) for name in same} | {'is_clip': loss.is_clip or 0.0, 'tail': 1.0}
 
   rows = [of_row(loss) for loss in losses]
   return RowNumbers(

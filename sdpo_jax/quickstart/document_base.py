@@ -46,19 +46,20 @@ class DocumentRecipe(TinyRecipe):
 
 
 def make_document_base(
-  output: str | os.PathLike, recipe: DocumentRecipe | None = None, announce: Callable[[str], None] = lambda text: None
+  output: str | os.PathLike,
+  recipe: DocumentRecipe = DocumentRecipe(),
+  announce: Callable[[str], None] = lambda text: None,
 ) -> None:
   """Write the model to the directory `output`, which must be empty or absent.
 
   Args:
     output: Hugging Face model directory to make.
-    recipe: hyperparameters; None: the committed model's.
+    recipe: hyperparameters; by default the committed model's.
     announce: called with the progress.
 
   Raises:
     UserError: `output` is not empty.
   """
-  recipe = recipe or DocumentRecipe()
   exporting.check_target(output)
   values = config_json(recipe)
   with tempfile.TemporaryDirectory() as scratch:

@@ -75,7 +75,7 @@ class DigitRecipe(TinyRecipe):
 def make_base(
   config: Config,
   output: str | os.PathLike,
-  recipe: DigitRecipe | None = None,
+  recipe: DigitRecipe = DigitRecipe(),
   announce: Callable[[str], None] = lambda text: None,
 ) -> None:
   """Write the base model to the directory `output`, which must be empty or absent.
@@ -83,13 +83,12 @@ def make_base(
   Args:
     config: settings with the re-prompting templates that the base learns to read.
     output: Hugging Face model directory to make.
-    recipe: hyperparameters; None: the committed model's.
+    recipe: hyperparameters; by default the committed model's.
     announce: called with the progress.
 
   Raises:
     UserError: `output` is not empty.
   """
-  recipe = recipe or DigitRecipe()
   target = pathlib.Path(output)
   if target.exists() and (not target.is_dir() or any(target.iterdir())):
     raise UserError(f'{target} already exists and is not empty: name another directory with --output.')

@@ -48,7 +48,7 @@ class SessionRecipe(TinyRecipe):
 def make_session_base(
   config: Config,
   output: str | os.PathLike,
-  recipe: SessionRecipe | None = None,
+  recipe: SessionRecipe = SessionRecipe(),
   announce: Callable[[str], None] = lambda text: None,
 ) -> None:
   """Write the model to the directory `output`, which must be empty or absent.
@@ -56,13 +56,12 @@ def make_session_base(
   Args:
     config: settings with the re-prompting templates that it learns to read.
     output: Hugging Face model directory to make.
-    recipe: hyperparameters; None: the committed model's.
+    recipe: hyperparameters; by default the committed model's.
     announce: called with the progress.
 
   Raises:
     UserError: `output` is not empty.
   """
-  recipe = recipe or SessionRecipe()
   exporting.check_target(output)
   distillation = config.actor.self_distillation
   with tempfile.TemporaryDirectory() as scratch:

@@ -57,13 +57,7 @@ TOKENS = 'tokens'  # Entry of the document's part.
 MATRICES, SLOTS = ARRAYS = 'matrices', 'slots'  # Entries of the adapter's part: what arrays a checkpoint holds.
 LOADED = ('weights', 'factors')  # Parts that a run reads at its beginning; later values are in its checkpoints.
 # Part → the entry of trainer.accept_changes that accepts it, if it has another name.
-ENTRIES = {
-  'weights': 'model',
-  'adapter': 'model',
-  'factors': 'model',
-  'document': 'data',
-  'teacher': 'model',
-}
+ENTRIES = dict.fromkeys(('weights', 'adapter', 'factors', 'teacher'), 'model') | {'document': 'data'}
 # Parts whose changes are only announced → the meaning of a change.
 NAMED = {
   'weights': 'model.path holds other weights than at the start (the run goes on with those of its checkpoint)',

@@ -88,20 +88,22 @@ def same_kernel(owner: Owner) -> bool:
   return bool(owner.boot) and owner.boot == _boot()
 
 
+def _text(path: str) -> str:
+  """Return the text of a system file; empty if there is none: not on Linux, in a container, of an ended process."""
+  try:
+    return pathlib.Path(path).read_text(errors='replace').strip()
+  except OSError:
+    return ''
+
+
 def machine_digest() -> str:
   """Return digits that identify this machine; empty: it has no id."""
-  try:
-    text = pathlib.Path('/etc/machine-id').read_text().strip()
-  except OSError:  # Not Linux, or a container.
-    return ''
+  text = _text('/etc/machine-id')
   return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ''  # The id itself is confidential.
 
 
 def _boot() -> str:
-  try:
-    return pathlib.Path('/proc/sys/kernel/random/boot_id').read_text().strip()
-  except OSError:  # Not Linux.
-    return ''
+  return _text('/proc/sys/kernel/random/boot_id')
 
 
 def _namespace() -> str:
@@ -113,11 +115,8 @@ def _namespace() -> str:
 
 def _fields(pid: int) -> list[str] | None:
   """Return the fields of /proc/PID/stat after the name, the state first; None if there is no such process."""
-  try:
-    text = pathlib.Path(f'/proc/{pid}/stat').read_text(errors='replace')
-  except OSError:
-    return None
-  return text.rpartition(')')[2].split()  # A name may hold spaces and brackets.
+  text = _text(f'/proc/{pid}/stat')
+  return text.rpartition(')')[2].split() if text else None  # A name may hold spaces and brackets.
 
 
 def _started(pid: int) -> int | None:
