@@ -12,6 +12,13 @@ from sdpo_jax.config.fields import check_types, flatten, parse, parse_entry, unk
 from sdpo_jax.config.validated import Config
 from sdpo_jax.errors import UserError
 
+# Sections that say how a server is called.
+SERVERS = (
+  'environments.http',
+  'environments.judge',
+  'actor.self_distillation.teacher_endpoint',
+  'actor.self_distillation.feedback_endpoint',
+)
 # Settings that may differ when a run is resumed: they do not change what is learned, bit for bit.
 RESUMABLE = (
   'name',
@@ -43,29 +50,14 @@ RESUMABLE = (
   'trainer.watchdog_limit_s',
   'alarms',
   'environments.max_ungraded_fraction',
-  # How a grader is called, not how it judges.
   'environments.sandbox.workers',
   'environments.sandbox.allow_unsandboxed',
+  # How a grader, a teacher or a writer of feedback is called, not how it judges.
+  *(f'{server}.{name}' for server in SERVERS for name in ('timeout_s', 'retries', 'concurrency')),
+  *(f'{server}.api_key_env' for server in SERVERS if server != 'environments.http'),
   'environments.http.authorization_env',
-  'environments.http.timeout_s',
-  'environments.http.retries',
-  'environments.http.concurrency',
-  'environments.judge.api_key_env',
-  'environments.judge.timeout_s',
-  'environments.judge.retries',
-  'environments.judge.concurrency',
-  # How a teacher is called; its tokenizer is compared with the student's at every start.
-  'actor.self_distillation.teacher_endpoint.tokenizer',
-  'actor.self_distillation.teacher_endpoint.api_key_env',
-  'actor.self_distillation.teacher_endpoint.timeout_s',
   'actor.self_distillation.teacher_endpoint.batch_timeout_s',
-  'actor.self_distillation.teacher_endpoint.retries',
-  'actor.self_distillation.teacher_endpoint.concurrency',
-  # How a writer of feedback is called.
-  'actor.self_distillation.feedback_endpoint.api_key_env',
-  'actor.self_distillation.feedback_endpoint.timeout_s',
-  'actor.self_distillation.feedback_endpoint.retries',
-  'actor.self_distillation.feedback_endpoint.concurrency',
+  'actor.self_distillation.teacher_endpoint.tokenizer',  # Compared with the student's at every start.
   'serve',
   'plan',
 )
