@@ -16,7 +16,7 @@ from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.learning import batching, requests, signals, training_pool
 from sdpo_jax.learning.packing import padded
 from sdpo_jax.learning.requests import AdamW, Lesson, Task
-from sdpo_jax.learning.scoring import Scored, Scorer, mesh_of, on_devices
+from sdpo_jax.learning.scoring import CompiledSizes, Scored, Scorer, mesh_of, on_devices
 from sdpo_jax.learning.training_pool import SlotState, StepSettings
 from sdpo_jax.learning.update import UpdateSpec, layout, make_update
 from sdpo_jax.objective import reported
@@ -24,7 +24,6 @@ from sdpo_jax.objective.log_probs import Scores, scores
 from sdpo_jax.objective.loss import ObjectiveConfig
 from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import smallest_bucket
-from sdpo_jax.rollout.functions import Keep
 from sdpo_jax.types import Batch, TokenRows, TrainState, Tree
 
 
@@ -139,14 +138,11 @@ class Learner:
     policy: DecoderPolicy,
     teacher_policy: DecoderPolicy,
     base: Tree,
+    sizes: CompiledSizes,
     *,
-    topk: int,
-    rows: int,
     prompt_buckets: Sequence[int],
     teacher_buckets: Sequence[int],
     response_buckets: Sequence[int],
-    chunk_size: int = 256,
-    keep: Keep = lambda _, function: function,
   ):
     """Make a learner.
 
@@ -154,30 +150,22 @@ class Learner:
       policy: the model with a `LoraPool` of the training slots.
       teacher_policy: the same model with the pool of teachers.
       base: frozen parameters of both.
-      topk: K, the most tokens of a support.
-      rows: number of rows of a micro-batch.
+      sizes: the other sizes.
       prompt_buckets: lengths to which students' prompts are padded.
       teacher_buckets: lengths to which teachers' prompts are padded.
       response_buckets: lengths to which completions are padded.
-      chunk_size: number of tokens whose logits exist at one time.
-      keep: maps (name, jitted function) to the function to call in its place.
     """
     self._policy, self._base = policy, base
-    self._topk, self._rows = topk, rows
+    self._topk, self._rows = sizes.topk, sizes.rows
     self._buckets = {'prompt': prompt_buckets, 'teacher': teacher_buckets, 'response': response_buckets}
     self._slots = policy.adapter.members
-    functions = learning_functions(policy, topk, chunk_size)
-    names = [field.name for field in dataclasses.fields(functions)]
-    self._functions = dataclasses.replace(functions, **{name: keep(name, getattr(functions, name)) for name in names})
+    functions = learning_functions(policy, sizes.topk, sizes.chunk_size)
+    kept = {
+      field.name: sizes.keep(field.name, getattr(functions, field.name)) for field in dataclasses.fields(functions)
+    }
+    self._functions = dataclasses.replace(functions, **kept)
     self._scorer = Scorer(
-      teacher_policy,
-      base,
-      topk=topk,
-      rows=rows,
-      prompt_buckets=teacher_buckets,
-      response_buckets=response_buckets,
-      chunk_size=chunk_size,
-      keep=keep,
+      teacher_policy, base, sizes, prompt_buckets=teacher_buckets, response_buckets=response_buckets
     )
 
   def learn(self, state: SlotState, teachers: Tree, tasks: Sequence[Task]) -> tuple[SlotState, list[Learned]]:

@@ -78,6 +78,17 @@ def on_devices(policy: Policy, rows: Tree) -> Tree:
   return rows if mesh is None else meshes.put_rows(mesh, rows)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompiledSizes:
+  """The sizes for which scoring and learning are compiled, apart from lengths."""
+
+  topk: int  # K, the most tokens of a support.
+  rows: int  # Of a micro-batch.
+  chunk_size: int = 256  # Number of tokens whose logits exist at one time.
+  # Maps (name, jitted function) to the function to call in its place.
+  keep: Keep = lambda _, function: function
+
+
 class Scorer:
   """A policy with the buckets for which it is compiled."""
 
@@ -85,35 +96,29 @@ class Scorer:
     self,
     policy: Policy,
     base: Tree,
+    sizes: CompiledSizes,
     *,
-    topk: int,
-    rows: int,
     prompt_buckets: Sequence[int],
     response_buckets: Sequence[int],
-    chunk_size: int = 256,
     vocab_size: int | None = None,
     name: str = 'teacher',
-    keep: Keep = lambda _, function: function,
   ):
     """Make a scorer.
 
     Args:
       policy: the model.
       base: its frozen parameters.
-      topk: K.
-      rows: number of rows of a forward pass.
+      sizes: the other sizes.
       prompt_buckets: lengths to which prompts are padded.
       response_buckets: lengths to which the tokens after them are padded.
-      chunk_size: number of tokens whose logits exist at one time.
       vocab_size: V, the size of the vocabulary to score; None: the policy's, which may be larger.
-      name: prefix of the functions' names, unique among the scorers with the same `keep`.
-      keep: maps (name, jitted function) to the function to call in its place.
+      name: prefix of the functions' names, unique among the scorers with the same `sizes.keep`.
     """
-    self._policy, self._base, self._topk, self._rows = policy, base, topk, rows
+    self._policy, self._base, self._topk, self._rows = policy, base, sizes.topk, sizes.rows
     self._prompt_buckets, self._response_buckets = prompt_buckets, response_buckets
-    functions = scoring_functions(policy, topk, chunk_size, vocab_size or policy.vocab_size)
+    functions = scoring_functions(policy, sizes.topk, sizes.chunk_size, vocab_size or policy.vocab_size)
     self._states, self._scores, self._of_ids = (
-      keep(f'{name}_{part.name}', getattr(functions, part.name)) for part in dataclasses.fields(functions)
+      sizes.keep(f'{name}_{part.name}', getattr(functions, part.name)) for part in dataclasses.fields(functions)
     )
 
   def states(self, trainable: Tree, rows: TokenRows) -> tuple[jax.Array, jax.Array]:

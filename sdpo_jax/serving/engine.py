@@ -16,7 +16,7 @@ import os
 import pathlib
 import time
 from types import MappingProxyType
-from typing import Any, Literal, Unpack
+from typing import Literal, Unpack
 
 import jax
 import numpy as np
@@ -34,7 +34,7 @@ from sdpo_jax.learning import training_pool
 from sdpo_jax.learning.learner import Learned, Learner
 from sdpo_jax.learning.losses import Sdpo
 from sdpo_jax.learning.requests import Lesson, Task, Taught, UpdateOptions
-from sdpo_jax.learning.scoring import Scored, Scorer, check_ids, mesh_of
+from sdpo_jax.learning.scoring import CompiledSizes, Scored, Scorer, check_ids, mesh_of
 from sdpo_jax.learning.training_pool import SlotState
 from sdpo_jax.rollout.resident import Handle, Resident, Weights
 from sdpo_jax.rollout.results import SamplingStats
@@ -182,27 +182,22 @@ class Engine:
     )
     self._rehearsed = SamplingStats()  # Counts of the calls in `_rehearse`.
     self._sampling: list[tuple[Handle, str]] = []
-    sizes: dict[str, Any] = dict(
+    sizes = CompiledSizes(
       topk=settings.topk, rows=settings.training_rows, chunk_size=settings.logits_chunk_size, keep=keep
     )
     self._learner = Learner(
       trained,
       taught,
       base,
+      sizes,
       prompt_buckets=settings.prompt_buckets,
       teacher_buckets=settings.teacher_buckets,
       response_buckets=settings.response_buckets,
-      **sizes,
     )
     self._texts: Scorer | None = None
     if settings.score_buckets:
       self._texts = Scorer(
-        taught,
-        base,
-        prompt_buckets=(1,),
-        response_buckets=settings.score_buckets,
-        name='text',
-        **sizes,
+        taught, base, sizes, prompt_buckets=(1,), response_buckets=settings.score_buckets, name='text'
       )
     self._models: dict[str, Scorer] = {}
     for name, (other, its_parameters) in models.items():
@@ -211,11 +206,11 @@ class Engine:
       self._models[name] = Scorer(
         other,
         its_parameters,
+        sizes,
         prompt_buckets=settings.teacher_buckets,
         response_buckets=settings.response_buckets,
         vocab_size=policy.vocab_size,
         name=TEACHING_MODEL + name,
-        **sizes,
       )
     slots_lie = mesh and training_pool.shardings(table, mesh)
     put_slot = jax.jit(training_pool.with_slot, donate_argnums=0, out_shardings=slots_lie)

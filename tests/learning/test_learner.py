@@ -18,6 +18,7 @@ from sdpo_jax.learning import batching, training_pool
 from sdpo_jax.learning.learner import Learner
 from sdpo_jax.learning.losses import Sdpo
 from sdpo_jax.learning.requests import AdamW, Lesson, Task, Taught, UpdateOptions
+from sdpo_jax.learning.scoring import CompiledSizes
 from sdpo_jax.learning.update import apply_gradients, init_state, make_update
 from sdpo_jax.objective.jsd_pg import LITE, JsdPg
 from sdpo_jax.training.specs import update_spec
@@ -45,8 +46,7 @@ def learner(adapters):
     of(MEMBERS),
     of(2),
     base,
-    topk=K,
-    rows=ROWS,
+    CompiledSizes(topk=K, rows=ROWS),
     prompt_buckets=(4, 8),
     teacher_buckets=(12,),
     response_buckets=(6,),

@@ -5,7 +5,7 @@ import numpy as np
 
 from models import huggingface, parameters
 from sdpo_jax.config import ModelConfig
-from sdpo_jax.learning.scoring import Scorer
+from sdpo_jax.learning.scoring import CompiledSizes, Scorer
 from tests.letters import CONFIG
 
 LENGTH, TOPK = 3000, 16
@@ -19,9 +19,8 @@ def test_a_long_row_in_one_chunk_and_in_three_is_the_same():
   ids = draw.integers(0, policy.vocab_size, (LENGTH, 5)).astype(np.int32)
 
   def said(chunk_size):
-    scorer = Scorer(
-      policy, values, topk=TOPK, rows=1, prompt_buckets=(8,), response_buckets=(LENGTH,), chunk_size=chunk_size
-    )
+    sizes = CompiledSizes(topk=TOPK, rows=1, chunk_size=chunk_size)
+    scorer = Scorer(policy, values, sizes, prompt_buckets=(8,), response_buckets=(LENGTH,))
     return scorer.score({}, [row], ids=[ids])[0]
 
   whole, parts = said(LENGTH), said(LENGTH // 3)
