@@ -45,12 +45,17 @@ FULL = 0.9  # Fraction of a device's memory above which an estimate looks odd.
 PLACEHOLDER = '(A successful answer to the same question goes here.)'
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class CheckReport:
   """The results of a check."""
 
-  sections: Sequence[tuple[str, str]]  # Title and text.
-  odd: Sequence[str]  # A sentence for everything that looks like a mistake.
+  sections: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # Title and text.
+  odd: list[str] = dataclasses.field(default_factory=list)  # A sentence for everything that looks like a mistake.
+
+  def add(self, title: str, text: str, odd: Sequence[str]) -> None:
+    """Add a section, and what looks odd in it."""
+    self.sections.append((title, text))
+    self.odd += odd
 
   def text(self) -> str:
     """Return the report for a terminal, with odd findings at its end."""
@@ -88,21 +93,17 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> CheckReport:
   with endpoint_teacher.opened(local) as endpoint, feedback_writing.opened(local):
     if endpoint is not None:
       endpoint_teacher.check(endpoint, local, tokenizer)
-  sections, odd = [], []
+  report = CheckReport()
 
   document = 0
   if config.model.cartridge.used:
     document = len(read_texts(local, tokenizer, teaches=spec.needs_teacher).document or ())
-  text, found = _machine(local, policy, mesh, document)
-  sections.append(('Model and devices', text))
-  odd += found
+  report.add('Model and devices', *_machine(local, policy, mesh, document))
   # Files of environments.modules register the graders and generators named by rows and sources.
   with Graders(config.environments) as graders:
     training = prompt_lengths.training_questions(config)
     held_out = held_out_questions(local, tokenizer, any_length=True) if config.trainer.test_freq else []
-    text, found = _lengths(tokenizer, training, held_out, config)
-    sections.append(('Lengths of prompts', text))
-    odd += found
+    report.add('Lengths of prompts', *_lengths(tokenizer, training, held_out, config))
     examples = prompt_lengths.spread(training, SHOWN)
     graders.prepare({example.environment for example in (*training, *held_out)})
     tasks = {example.data_source for example in held_out}
@@ -112,11 +113,9 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> CheckReport:
     graders.check_questions([*training, *held_out])
     trials = grader_trials.attempt(graders, _one_of_each(examples, training, held_out))
     changed = None if workdir is None else _resumed(config, root, workdir, tokenizer, graders)
-  sections.append(('Graders', _trials(trials)))
-  odd += grader_trials.odd_trials(trials, config.actor.self_distillation.success_reward_threshold)
-  text, found = _prompts(tokenizer, trials[: len(examples)], config)
-  sections.append(('Prompts', text))
-  odd += found
+  threshold = config.actor.self_distillation.success_reward_threshold
+  report.add('Graders', _trials(trials), grader_trials.odd_trials(trials, threshold))
+  report.add('Prompts', *_prompts(tokenizer, trials[: len(examples)], config))
   described = json.loads((root / 'config.json').read_text(encoding='utf-8'))
   if changed is not None:
     nothing = (
@@ -124,11 +123,10 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> CheckReport:
       if newest(workdir)
       else 'There is no checkpoint here: the run would begin at step 0.'
     )
-    sections.append((f'Resuming {workdir}', '\n'.join(changed) or nothing))
-    odd += changed
-  odd += template_remarks(config, tokenizer)
-  odd += odd_settings(config, mesh.size, huggingface.positions(described))
-  return CheckReport(sections, odd)
+    report.add(f'Resuming {workdir}', '\n'.join(changed) or nothing, changed)
+  report.odd += template_remarks(config, tokenizer)
+  report.odd += odd_settings(config, mesh.size, huggingface.positions(described))
+  return report
 
 
 def _short(tokenizer: Tokenizer, training: Sequence[Example], config: Config) -> list[Example]:

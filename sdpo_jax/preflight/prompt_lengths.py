@@ -76,15 +76,8 @@ def spread(examples: Sequence[Example], count: int) -> list[Example]:
 def histogram(lengths: Lengths) -> str:
   """Return the distribution of lengths as lines of text: equal bins up to the limit, and one line beyond it."""
   tokens, limit = lengths.tokens, lengths.limit
-  numbers = '  '.join(
-    f'{title} {value:,.0f}'
-    for title, value in [
-      ('mean', tokens.mean()),
-      ('p50', np.percentile(tokens, 50)),
-      ('p95', np.percentile(tokens, 95)),
-      ('max', tokens.max()),
-    ]
-  )
+  p50, p95 = np.percentile(tokens, [50, 95])
+  numbers = f'mean {tokens.mean():,.0f}  p50 {p50:,.0f}  p95 {p95:,.0f}  max {tokens.max():,.0f}'
   measured = f'{len(tokens)} of {lengths.rows} questions' if len(tokens) < lengths.rows else f'{lengths.rows} questions'
   edges = np.unique(np.linspace(0, limit, min(BINS, limit) + 1).astype(int))
   counts = [int(((tokens > low) & (tokens <= high)).sum()) for low, high in zip(edges, edges[1:], strict=False)]
