@@ -144,6 +144,16 @@ class Ahead:
     position = self._iterator.get_state()
     return position, next(self._iterator)
 
+  def seek(self, position: Mapping[str, Any], *, other_rows: bool) -> None:
+    """Continue with the questions at a saved position; arguments and errors as in `TrainIterator.set_state`."""
+    self._iterator.set_state(position, other_rows=other_rows)
+
+  def read(self, text: str) -> SampledBatch | None:
+    """Return the batch that `SampledBatch.to_json` encoded, if it answers the next questions; else None."""
+    position, examples = self.ask()
+    prompts = [prompt_tokens(self._tokenizer, example, prompt_spec(self._config)) for example in examples]
+    return SampledBatch.from_json(text, position, examples, prompts)
+
   def add(self, drawn: SampledBatch) -> None:
     """Add a batch, which waits for its step; batches are added in order."""
     self._waiting.append(drawn)
@@ -176,13 +186,11 @@ class Ahead:
       A sentence for the user if batches are dropped because they answer other questions; else None.
     """
     self._waiting.clear()
-    self._iterator.set_state(host['iterator'], other_rows=other_rows)
+    self.seek(host['iterator'], other_rows=other_rows)
     for text in host.get(WAITING, ()):
-      position, examples = self.ask()
-      prompts = [prompt_tokens(self._tokenizer, example, prompt_spec(self._config)) for example in examples]
-      drawn = SampledBatch.from_json(text, position, examples, prompts)
+      drawn = self.read(text)
       if drawn is None:
-        self._iterator.set_state(host['iterator'], other_rows=other_rows)
+        self.seek(host['iterator'], other_rows=other_rows)
         self._waiting.clear()
         return 'The completions that were drawn ahead answer other questions than there are now; they are drawn anew.'
       self.add(drawn)

@@ -9,12 +9,9 @@ from typing import Any
 import numpy as np
 
 from sdpo_jax.config import Config
-from sdpo_jax.data import pipeline
-from sdpo_jax.data.prompts import Tokenizer, prompt_tokens
 from sdpo_jax.teacher.context import TeacherContext
-from sdpo_jax.training.ahead import SampledBatch
+from sdpo_jax.training.ahead import Ahead, SampledBatch
 from sdpo_jax.training.graded import GradedRollouts
-from sdpo_jax.training.specs import prompt_spec
 from sdpo_jax.types import Outcome, Rollouts
 
 GATHERED = 'gathered'  # Key in a checkpoint's host state: the batches with waiting completions.
@@ -116,20 +113,16 @@ class Gathering:
   def restore(
     self,
     host: Mapping[str, Any],
-    config: Config,
-    iterator: pipeline.TrainIterator,
-    tokenizer: Tokenizer,
+    ahead: Ahead,
     prepared: Callable[[SampledBatch], tuple[TeacherContext, np.ndarray | None]],
     *,
     other_rows: bool,
   ) -> str | None:
-    """Restore the waiting completions from a checkpoint; the iterator's position afterwards is unspecified.
+    """Restore the waiting completions from a checkpoint; the position among the questions is unspecified afterwards.
 
     Args:
       host: host state in the checkpoint.
-      config: settings.
-      iterator: iterator from which the questions are read again.
-      tokenizer: tokenizer for their prompts.
+      ahead: reads the questions again.
       prepared: returns the teacher's prompts and the advantages of a batch, as when it was sampled.
       other_rows: whether the questions may have changed since the checkpoint was saved.
 
@@ -139,10 +132,8 @@ class Gathering:
     self.clear()
     lost = 0
     for saved in host.get(GATHERED, ()):
-      iterator.set_state(saved['position'], other_rows=other_rows)
-      examples = next(iterator)
-      prompts = [prompt_tokens(tokenizer, example, prompt_spec(config)) for example in examples]
-      drawn = SampledBatch.from_json(saved['drawn'], saved['position'], examples, prompts)
+      ahead.seek(saved['position'], other_rows=other_rows)
+      drawn = ahead.read(saved['drawn'])
       if drawn is None:
         lost += len(saved['rows'])
       else:

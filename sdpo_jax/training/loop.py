@@ -225,7 +225,7 @@ def _steps_of(
         other_rows, lost = 'data' in config.trainer.accept_changes, []
         if waiting is not None:
           again = functools.partial(prepared_again, session, sampling_seed(state))
-          lost.append(waiting.restore(resumed.host, config, iterator, tokenizer, again, other_rows=other_rows))
+          lost.append(waiting.restore(resumed.host, ahead, again, other_rows=other_rows))
         lost.append(ahead.restore(resumed.host, other_rows=other_rows))
         announce(f'Resuming {workdir} at {resumed}.')
         for sentence in filter(None, lost):
