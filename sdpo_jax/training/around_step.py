@@ -13,7 +13,7 @@ from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.training import endpoint_teacher, feedback_writing, top_tokens
 from sdpo_jax.training.ahead import Ahead, SampledBatch
 from sdpo_jax.training.gathering import GatheredBatch, Gathering
-from sdpo_jax.training.graded import GradedRollouts
+from sdpo_jax.training.graded import GradedRollouts, learned_from
 from sdpo_jax.training.joint_errors import JointErrors
 from sdpo_jax.training.preemption import Preemption
 from sdpo_jax.training.session import Session
@@ -67,9 +67,18 @@ class AroundStep:
     return self.gathering.take()
 
   def ask(self, learned: GatheredBatch) -> TeacherSignal | None:
-    """Return the scores of an external teacher; None: the teacher is in the mesh, or there is none."""
-    session = self.session
-    return endpoint_teacher.ask(session.endpoint, learned.graded, learned.context, session.spec, self.preemption)
+    """Return the scores of an external teacher; None: the teacher is in the mesh, or there is none.
+
+    Raises:
+      UserError: the teacher could not score a completion; the state is intact.
+      StoppedError: the run was told to stop; the state is intact.
+    """
+    endpoint, spec, context = self.session.endpoint, self.session.spec, learned.context
+    if endpoint is None:
+      return None
+    wanted = (context.mask > 0) & learned_from(spec, learned.graded)
+    rollouts = learned.graded.rollouts
+    return endpoint_teacher.signal(endpoint, context.prompt_tokens, rollouts, wanted, spec, self.preemption)
 
   def read(self, state: TrainState, batch: GenerationBatch, step: int, timer: Timer) -> TopTokens | None:
     """Return the most likely tokens of student and teacher before the update, if rollouts/ has them at this step."""

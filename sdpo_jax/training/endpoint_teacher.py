@@ -14,9 +14,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.distributed.collectives import divided
 from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.objective.objective_spec import ObjectiveSpec
-from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.teacher.endpoint import Endpoint, EndpointQuery
-from sdpo_jax.training.graded import GradedRollouts, learned_from
 from sdpo_jax.training.specs import declared_buckets, objective_spec
 from sdpo_jax.types import Rollouts, TeacherSignal
 
@@ -46,32 +44,6 @@ def check(endpoint: Endpoint, config: Config, tokenizer: Tokenizer) -> None:
   declared = declared_buckets(config)
   prompt = declared.reprompt[-1] if objective_spec(config).reprompts else declared.prompt[-1]
   endpoint.check(config.model.path, tokenizer, prompt + config.data.max_response_length)
-
-
-def ask(
-  endpoint: Endpoint | None,
-  graded: GradedRollouts,
-  context: TeacherContext | None,
-  spec: ObjectiveSpec,
-  stop: Stop = NEVER,
-) -> TeacherSignal | None:
-  """Return the signal of a teacher at an endpoint for a graded batch; None if there is no such teacher.
-
-  Args:
-    endpoint: the teacher; None: there is none.
-    graded: completions with their outcomes.
-    context: the teacher's prompts.
-    spec: terms of the loss.
-    stop: whether the run is to stop; a stop does not wait for answers.
-
-  Raises:
-    UserError: the teacher could not score a completion; the state is intact.
-    StoppedError: `stop` asked the run to stop; the state is intact.
-  """
-  if endpoint is None:
-    return None
-  wanted = (context.mask > 0) & learned_from(spec, graded)
-  return signal(endpoint, context.prompt_tokens, graded.rollouts, wanted, spec, stop)
 
 
 def signal(

@@ -219,7 +219,7 @@ def build_batch(
     context: the teacher's prompts; None: there is no teacher.
     metrics: receives `rollout_corr/*` if log-probs are computed.
     stop: whether the run is to stop; checked before every micro-batch whose log-probs are fetched.
-    signal: result of `endpoint_teacher.ask`; None: the teacher, if there is one, is on the devices.
+    signal: result of `endpoint_teacher.signal`; None: the teacher, if there is one, is on the devices.
 
   Raises:
     StoppedError: `stop` asked the run to stop; the state is intact.

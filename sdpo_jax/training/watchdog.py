@@ -46,7 +46,7 @@ HINTS = {
 
 
 class Watchdog:
-  """A watchdog that runs from `start` to `stop`, or within a `with` block."""
+  """A watchdog that runs within a `with` block."""
 
   def __init__(
     self,
@@ -73,19 +73,13 @@ class Watchdog:
     self._thread = threading.Thread(target=self._watch, name='watchdog', daemon=True)
 
   def __enter__(self) -> Watchdog:
-    self.start()
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    self.stop()
-
-  def start(self) -> None:
     liveness.begin('start')
     if self._times():
       self._await_interpreter()
       self._thread.start()
+    return self
 
-  def stop(self) -> None:
+  def __exit__(self, *_: object) -> None:
     self._over.set()
     if self._times():
       self._thread.join()
