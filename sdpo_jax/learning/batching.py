@@ -134,10 +134,33 @@ class GenerationBatch:
   def __len__(self) -> int:
     return len(self.prompts)
 
+  @functools.cached_property
+  def lengths(self) -> np.ndarray:
+    """The number of completion tokens of each sample, [N] int."""
+    return np.count_nonzero(self.rollouts.completion_mask, axis=1)
+
   @property
   def taught(self) -> np.ndarray:
     """Samples for which the teacher has extra context, [N] bool."""
     return _taught(self, np.arange(len(self)))
+
+  def scatter(self, samples: Sequence[Sequence[int]], values: np.ndarray, target: np.ndarray) -> None:
+    """Write per-token values of rows to their samples' places.
+
+    Args:
+      samples: samples of each row, in order.
+      values: [rows, W, …], per-token values of the rows.
+      target: [N, T, …], array to write to.
+    """
+    chex.assert_equal_rank([values, target])
+    chex.assert_axis_dimension(values, 0, len(samples))
+    chex.assert_axis_dimension(target, 0, len(self))
+    for row, held in enumerate(samples):
+      start = 0
+      for sample in held:
+        length = self.lengths[sample]
+        target[sample, :length] = values[row, start : start + length]
+        start += length
 
 
 def _taught(batch: GenerationBatch, samples: np.ndarray) -> np.ndarray:
@@ -197,36 +220,11 @@ class MicroBatch:
 
   batch: Batch
   samples: list[list[int]]  # Indices in the generation batch of each row's samples; padding rows hold none.
-  lengths: np.ndarray  # [N] completion tokens of every sample of the generation batch.
-
-  def scatter(self, values: np.ndarray, target: np.ndarray) -> None:
-    """Write per-token values [rows, W, …] of the rows to their samples' places in `target` [N, T, …]."""
-    chex.assert_equal_rank([values, target])
-    chex.assert_axis_dimension(values, 0, len(self.samples))
-    chex.assert_axis_dimension(target, 0, len(self.lengths))
-    scatter(self.samples, self.lengths, values, target)
 
   def tokens(self, side: TokenRows) -> int:
     """Return the number of tokens on one side, student or teacher, without padding."""
     chex.assert_rank(side.segment_ids, 2)
     return int(np.count_nonzero(side.segment_ids))
-
-
-def scatter(samples: Sequence[Sequence[int]], lengths: np.ndarray, values: np.ndarray, target: np.ndarray) -> None:
-  """Write per-token values [rows, W, …] of rows to their samples' places in `target` [N, T, …].
-
-  Args:
-    samples: samples of each row, in order.
-    lengths: [N], the number of completion tokens of every sample.
-    values: per-token values of the rows.
-    target: array to write to.
-  """
-  for row, held in enumerate(samples):
-    start = 0
-    for sample in held:
-      length = lengths[sample]
-      target[sample, :length] = values[row, start : start + length]
-      start += length
 
 
 def micro_batches(
@@ -301,22 +299,19 @@ def _split(
 ) -> Iterator[MicroBatch]:
   """Yield micro-batches of the samples `samples[live]`, whose coefficients are `coef[name][live]`."""
   size = micro_batch_rows(spec, multiple)
-  lengths = np.count_nonzero(batch.rollouts.completion_mask, axis=1)
   if spec.packs:
-    held = [[int(live[i]) for i in row] for row in _packed(batch, samples[live], lengths, spec, size, share)]
+    held = [[int(live[i]) for i in row] for row in _packed(batch, samples[live], spec, size, share)]
   else:
     prompts = batch.teacher_prompts or batch.prompts
-    key = lengths[samples] + np.array([len(prompts[sample]) for sample in samples])
+    key = batch.lengths[samples] + np.array([len(prompts[sample]) for sample in samples])
     held = [[int(i)] for i in live[np.argsort(key[live], kind='stable')]]
   for start in range(0, len(held), size):
-    yield _micro_batch(batch, coef, held[start : start + size], samples, lengths, size, spec, share)
+    yield _micro_batch(batch, coef, held[start : start + size], samples, size, spec, share)
 
 
-def _packed(
-  batch: GenerationBatch, samples: np.ndarray, lengths: np.ndarray, spec: BatchSpec, size: int, share: bool
-) -> list[list[int]]:
+def _packed(batch: GenerationBatch, samples: np.ndarray, spec: BatchSpec, size: int, share: bool) -> list[list[int]]:
   """Return, for every packed row, the indices into `samples` of the samples that it holds."""
-  sizes, prompts, shared = _sizes(batch, samples, lengths), None, None
+  sizes, prompts, shared = _sizes(batch, samples), None, None
   if share and batch.teacher_prompts is not None:
     prompts, shared = _teacher_prompts(batch, samples)
   _check_prompts(spec, batch)
@@ -329,7 +324,7 @@ def _packed(
     student, _, targets = sizes[list(row)].sum(0).tolist()
     if batch.teacher_prompts is None:
       return student, 0, targets
-    return student, sum(packing.taken(_teacher_parts(batch, samples[list(row)], lengths), share)), targets
+    return student, sum(packing.taken(_teacher_parts(batch, samples[list(row)]), share)), targets
 
   def cost(rows: list[tuple[int, ...]]) -> int:
     """Return the total cost (`_cost`) of the bucket lengths of all micro-batches."""
@@ -378,14 +373,14 @@ def _holding(
   )
 
 
-def _sizes(batch: GenerationBatch, samples: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def _sizes(batch: GenerationBatch, samples: np.ndarray) -> np.ndarray:
   """Return the tokens that each sample takes in a student row, in a teacher row, and as targets: [M, 3]."""
   teacher = np.zeros(len(samples), np.int64)
   if batch.teacher_prompts is not None:
     read = _taught(batch, samples)
-    teacher[read] = [len(batch.teacher_prompts[i]) + lengths[i] for i in samples[read]]
-  student = [len(batch.prompts[i]) + lengths[i] for i in samples]
-  return np.stack([np.array(student, np.int64), teacher, lengths[samples].astype(np.int64)], axis=1)
+    teacher[read] = [len(batch.teacher_prompts[i]) + batch.lengths[i] for i in samples[read]]
+  student = [len(batch.prompts[i]) + batch.lengths[i] for i in samples]
+  return np.stack([np.array(student, np.int64), teacher, batch.lengths[samples].astype(np.int64)], axis=1)
 
 
 def _teacher_prompts(batch: GenerationBatch, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -401,20 +396,19 @@ def _teacher_prompts(batch: GenerationBatch, samples: np.ndarray) -> tuple[np.nd
   return np.array(keys, np.int64), shared
 
 
-def _parts(
-  batch: GenerationBatch, prompts: list[list[int]], samples: Sequence[int], lengths: np.ndarray, read: np.ndarray
-) -> packing.Parts:
+def _parts(batch: GenerationBatch, prompts: list[list[int]], samples: Sequence[int], read: np.ndarray) -> packing.Parts:
   """Return (prompt, completion) of each sample; the prompt is None where `read` [len(samples)] is false."""
   completions = batch.rollouts.completion_tokens
   return [
-    (prompts[i] if is_read else None, completions[i, : lengths[i]]) for i, is_read in zip(samples, read, strict=True)
+    (prompts[i] if is_read else None, completions[i, : batch.lengths[i]])
+    for i, is_read in zip(samples, read, strict=True)
   ]
 
 
-def _teacher_parts(batch: GenerationBatch, samples: Sequence[int], lengths: np.ndarray) -> packing.Parts:
+def _teacher_parts(batch: GenerationBatch, samples: Sequence[int]) -> packing.Parts:
   # For these samples only: this runs once per row, and the mask of the whole batch is [N, T].
   read = _taught(batch, np.asarray(samples, np.int64))
-  return _parts(batch, batch.teacher_prompts, samples, lengths, read)
+  return _parts(batch, batch.teacher_prompts, samples, read)
 
 
 def _check_prompts(spec: BatchSpec, batch: GenerationBatch) -> None:
@@ -460,18 +454,17 @@ def _micro_batch(
   coef: dict[str, np.ndarray],
   held: list[list[int]],
   samples: np.ndarray,
-  lengths: np.ndarray,
   size: int,
   spec: BatchSpec,
   share: bool,
 ) -> MicroBatch:
   """Return the micro-batch of `size` rows in which row r holds the samples `samples[i]` for i in `held[r]`."""
-  rollouts = batch.rollouts
+  rollouts, lengths = batch.rollouts, batch.lengths
   held = held + [[]] * (size - len(held))
   ids = [[int(samples[i]) for i in row] for row in held]
   targets = max(sum(int(lengths[i]) for i in row) for row in ids)
-  student = [_parts(batch, batch.prompts, row, lengths, np.ones(len(row), bool)) for row in ids]
-  teacher = [] if batch.teacher_prompts is None else [_teacher_parts(batch, row, lengths) for row in ids]
+  student = [_parts(batch, batch.prompts, row, np.ones(len(row), bool)) for row in ids]
+  teacher = [] if batch.teacher_prompts is None else [_teacher_parts(batch, row) for row in ids]
   prompt, reprompt, width = _lengths(
     batch,
     spec,
@@ -506,4 +499,4 @@ def _micro_batch(
     signal=jax.tree.map(fit, batch.signal),
     **{name: None for name in COEFFICIENTS} | {name: fit(values, held) for name, values in coef.items()},
   )
-  return MicroBatch(arrays, ids, lengths)
+  return MicroBatch(arrays, ids)

@@ -91,5 +91,5 @@ def _divergences(
     stop.check()
     arrays = put_rows(mesh, (micro.batch.student, micro.batch.targets, micro.batch.mask))
     values = score(session.base, trainable, session.teacher.base, *arrays)
-    micro.scatter(jax.device_get(values), found)
+    batch.scatter(micro.samples, jax.device_get(values), found)
   return found

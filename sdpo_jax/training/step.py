@@ -304,12 +304,12 @@ class PolicyLogProbs:
     self, session: Session, trainable: Tree, batch: batching.GenerationBatch, samples: np.ndarray | None = None
   ):
     """Start computing the log-probs of `samples` ([M] int; None: all samples) under the parameters `trainable`."""
-    self._rollouts = batch.rollouts
+    self._batch = batch
     self._pending = []
     for micro in batching.student_micro_batches(batch, batch_spec(session.config), session.mesh.size, samples):
       student, targets = put_rows(session.mesh, (micro.batch.student, micro.batch.targets))
       log_probs, _ = session.update.log_probs(session.base, trainable, student, targets)
-      self._pending.append((micro.samples, micro.lengths, log_probs))
+      self._pending.append((micro.samples, log_probs))
 
   def fetch(self, result: np.ndarray | None = None, stop: Stop = NEVER) -> np.ndarray:
     """Wait for the log-probs and return them as [N, T].
@@ -322,12 +322,12 @@ class PolicyLogProbs:
       StoppedError: `stop` asked the run to stop.
     """
     if result is None:
-      result = np.zeros(self._rollouts.completion_tokens.shape, np.float32)
-    for *_, log_probs in self._pending:
+      result = np.zeros(self._batch.rollouts.completion_tokens.shape, np.float32)
+    for _, log_probs in self._pending:
       log_probs.copy_to_host_async()
-    for samples, lengths, log_probs in self._pending:
+    for samples, log_probs in self._pending:
       stop.check()
-      batching.scatter(samples, lengths, jax.device_get(log_probs), result)
+      self._batch.scatter(samples, jax.device_get(log_probs), result)
     return result
 
 
@@ -366,20 +366,20 @@ class UpdateReport:
 class _Results:
   """Results of optimizer steps, left on the devices and fetched while a later step runs."""
 
-  def __init__(self, shape: tuple[int, int]):
+  def __init__(self, batch: batching.GenerationBatch):
     self.losses: list[float] = []
     self.reports: list[dict[str, np.ndarray]] = []
     self.token_values: dict[str, np.ndarray] = {}
-    self._shape = shape
-    self._waiting: collections.deque[tuple[list[tuple[Any, np.ndarray, MicroResult]], Any]] = collections.deque()
+    self._batch = batch
+    self._waiting: collections.deque[tuple[list[tuple[Any, MicroResult]], Any]] = collections.deque()
 
-  def add(self, micros: list[tuple[Any, np.ndarray, MicroResult]], report: Any) -> None:
+  def add(self, micros: list[tuple[Any, MicroResult]], report: Any) -> None:
     """Add the results of an optimizer step, and fetch those of the step before it.
 
     The devices thus have work during the fetch, and never hold the results of more than two steps.
 
     Args:
-      micros: (samples of each row, completion lengths [N], result) of each micro-batch.
+      micros: (samples of each row, result) of each micro-batch.
       report: report of the step.
     """
     self._waiting.append((micros, report))
@@ -394,13 +394,14 @@ class _Results:
   def fetch(self) -> None:
     """Fetch the results of the oldest pending step in one transfer."""
     micros, report = self._waiting.popleft()
-    results, report = jax.device_get(([(result.loss, result.aux) for *_, result in micros], report))
+    results, report = jax.device_get(([(result.loss, result.aux) for _, result in micros], report))
     self.reports.append(report)
     self.losses.append(sum(float(loss) for loss, _ in results))
-    for (samples, lengths, _), (_, aux) in zip(micros, results, strict=True):
+    shape = self._batch.rollouts.completion_tokens.shape
+    for (samples, _), (_, aux) in zip(micros, results, strict=True):
       for name, value in aux.items():
-        target = self.token_values.setdefault(name, np.full(self._shape, np.nan, np.float32))
-        batching.scatter(samples, lengths, value, target)
+        target = self.token_values.setdefault(name, np.full(shape, np.nan, np.float32))
+        self._batch.scatter(samples, value, target)
 
   def fetch_all(self) -> None:
     while self._waiting:
@@ -465,7 +466,7 @@ def run_update(
   if batch.sampling_log_probs is not None:
     # The update computes the log-probs of the samples it trains on; metrics need those of the other samples too.
     scored = PolicyLogProbs(session, state.trainable, batch, batching.left_out(batch, spec))
-  results = _Results(batch.rollouts.completion_tokens.shape)
+  results = _Results(batch)
   of_student, of_teacher = Filled(), Filled()
   ahead, taken = DispatchLimit(), 0
   steps = batching.mini_batches(spec, batch.present)
@@ -483,7 +484,7 @@ def run_update(
           stop.check()
         arrays = put_rows(session.mesh, micro.batch)
         grads, result = update.accumulate(session.base, state, grads, arrays, teacher.base)
-        micros.append((micro.samples, micro.lengths, result))
+        micros.append((micro.samples, result))
         ahead.add(result.loss)
         liveness.progress()
         of_student.add(micro, micro.batch.student)

@@ -5,6 +5,8 @@ N completions of T tokens; K most likely tokens of a position.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import numpy as np
 
@@ -45,7 +47,7 @@ def measure(
     stop.check()
     arrays = put_rows(session.mesh, micro.batch)
     said = jax.device_get(most(session.base, state, arrays, teacher.base, k=k))
-    jax.tree.map(lambda values, target, micro=micro: micro.scatter(values, target), said, found)
+    jax.tree.map(functools.partial(batch.scatter, micro.samples), said, found)
   if batch.signal is not None:
     return found.replace(teacher=of_signal(batch, k))
   if found.teacher is None:

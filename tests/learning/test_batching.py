@@ -102,7 +102,7 @@ def test_packed_micro_batches_have_the_cheapest_declared_lengths_that_hold_them(
     ]
     # A row of the student goes forward and backward, for one forward pass of the teacher.
     assert shape in possible and 3 * shape[0] + shape[1] == min(3 * a + b for a, b, _ in possible)
-    micro.scatter(np.asarray(micro.batch.distill_coef > 0, np.float64), found)
+    samples.scatter(micro.samples, np.asarray(micro.batch.distill_coef > 0, np.float64), found)
   np.testing.assert_array_equal(found, expected)
 
 
@@ -182,7 +182,7 @@ def test_a_packed_batch_holds_what_an_unpacked_one_does(size):
   assert sorted(held(micros)) == [0, 2, 3, 5]
   assert len({micro.batch.student.tokens.shape + micro.batch.teacher.tokens.shape for micro in micros}) == 1
   for micro in micros:
-    micro.scatter(micro.batch.distill_coef, found)
+    samples.scatter(micro.samples, micro.batch.distill_coef, found)
     for row, ids in enumerate(micro.samples):
       start = 0
       for segment, sample in enumerate(ids, 1):
@@ -229,7 +229,7 @@ def test_denominators_do_not_depend_on_the_micro_batch(size, mode):
   config = make_config(loss_agg_mode=mode, ppo_micro_batch_size=size)
   found = np.zeros_like(expected)
   for micro in batching.micro_batches(samples, np.arange(8), batch_spec(config)):
-    micro.scatter(micro.batch.distill_coef, found)
+    samples.scatter(micro.samples, micro.batch.distill_coef, found)
   np.testing.assert_array_equal(found, expected)
   mask = samples.rollouts.completion_mask * samples.distill_mask
   by_hand = {

@@ -104,8 +104,8 @@ def step(shape: tuple[int, int], pack: bool):
   for micro in micros:
     grads, result = update.accumulate({}, state, grads, meshes.put_rows(mesh, micro.batch))
     loss += float(result.loss)
-    micro.scatter(np.asarray(result.aux['divergence']), divergence)
-    micro.scatter(np.asarray(result.aux['initial_kl']), estimates)
+    data.scatter(micro.samples, np.asarray(result.aux['divergence']), divergence)
+    data.scatter(micro.samples, np.asarray(result.aux['initial_kl']), estimates)
   gradients = of_tokens(policy, grads)
   state, _ = update.apply(state, grads)
   return loss, gradients, of_tokens(policy, state.trainable), divergence, estimates
