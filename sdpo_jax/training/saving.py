@@ -37,33 +37,21 @@ class Whole:
   leaves: Mapping[str, str] | None  # The digests of its arrays, if known.
 
 
+@dataclasses.dataclass
 class Saving:
   """The last whole state, saved when due, while the training thread hangs, and before an error ends the run."""
 
-  def __init__(
-    self,
-    workdir: epath.Path,
-    checkpoints: Checkpoints,
-    ownership: Ownership | None,
-    together: JointErrors,
-    sync_lines: Callable[[], None],
-    announce: Callable[[str], None],
-  ):
-    """Prepare saving to `workdir`.
+  workdir: epath.Path  # The directory of the run.
+  checkpoints: Checkpoints
+  ownership: Ownership | None  # None on all processes but one.
+  joint_errors: JointErrors
+  sync_lines: Callable[[], None]  # Blocks until the lines written so far are on disk, as a checkpoint requires.
+  announce: Callable[[str], None]  # Receives sentences for the user.
+  whole: Whole = dataclasses.field(init=False)
 
-    Args:
-      workdir: directory of the run.
-      checkpoints: checkpoints of the run.
-      ownership: ownership of the directory; None on all processes but one.
-      together: coordination of the run's processes.
-      sync_lines: blocks until the metrics lines written so far are on disk, as a checkpoint requires.
-      announce: receives sentences for the user.
-    """
-    self._workdir, self._checkpoints, self._ownership = workdir, checkpoints, ownership
-    self._together, self._sync_lines, self._announce = together, sync_lines, announce
+  def __post_init__(self):
     self._busy = threading.Lock()  # Another thread may save while the training thread hangs.
     self._starting: StartingState | None = None
-    self.whole: Whole
 
   def hold(
     self,
@@ -104,22 +92,22 @@ class Saving:
       with whole.starting.held() as state:
         if state is not None and self._is_due(whole):
           self._save(whole, state)
-      self._checkpoints.wait()
+      self.checkpoints.wait()
 
   def wait(self) -> None:
     """Block until everything is written; errors as in `Checkpoints.wait`."""
     with self._busy:
-      self._checkpoints.wait()
+      self.checkpoints.wait()
 
   def _is_due(self, whole: Whole) -> bool:
-    return whole.step > 0 and whole.step not in self._checkpoints.steps()
+    return whole.step > 0 and whole.step not in self.checkpoints.steps()
 
   def _save(self, whole: Whole, state: TrainState) -> None:
-    with self._together.alone():
-      self._sync_lines()
-    self._together.meet(f'syncing the lines up to step {whole.step}')
+    with self.joint_errors.alone():
+      self.sync_lines()
+    self.joint_errors.meet(f'syncing the lines up to step {whole.step}')
     barrier(f'the checkpoint of step {whole.step}')
-    self._checkpoints.save(whole.step, state, whole.host(), whole.metrics, whole.leaves)
+    self.checkpoints.save(whole.step, state, whole.host(), whole.metrics, whole.leaves)
 
   def rescue(self, error: BaseException) -> None:
     """Save the last whole state before `error` ends the run, and announce which step is on disk.
@@ -132,15 +120,15 @@ class Saving:
     try:
       # The other processes get here if they have the same error; otherwise nothing can be saved together.
       if cluster.exchange_notes('the end by an error', within_s=RESCUE_S) is None:
-        self._announce('The other processes go on without this one: nothing more is saved.')
+        self.announce('The other processes go on without this one: nothing more is saved.')
       else:
         if not self.whole.starting.on_devices:
           traceback.clear_frames(error.__traceback__)  # The frames hold arrays for which there is no room any more.
-        if self._ownership is not None:
-          self._ownership.check()
+        if self.ownership is not None:
+          self.ownership.check()
         self.save()
         self.wait()
     except Exception as second:
-      self._announce(f'The state of step {self.whole.step} could not be saved: {first_line(second)}')
+      self.announce(f'The state of step {self.whole.step} could not be saved: {first_line(second)}')
     if first:
-      self._announce(preemption.what_is_there(functools.partial(newest, self._workdir)))
+      self.announce(preemption.what_is_there(functools.partial(newest, self.workdir)))
