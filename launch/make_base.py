@@ -8,7 +8,6 @@
 The same seed gives the same model with the same versions on the same machine; elsewhere one that is just as good.
 """
 
-import dataclasses
 import pathlib
 
 from absl import flags
@@ -50,15 +49,11 @@ def main() -> None:
   changes = {'seed': SEED.value} | ({} if STEPS.value is None else {'steps': STEPS.value})
 
   if task == 'facts':
-    document_base.make_document_base(
-      output, dataclasses.replace(document_base.DocumentRecipe(), **changes), command.announce
-    )
+    document_base.make_document_base(output, document_base.DocumentRecipe(**changes), command.announce)
   elif task == 'session':
-    session_base.make_session_base(
-      config, output, dataclasses.replace(session_base.SessionRecipe(), **changes), command.announce
-    )
+    session_base.make_session_base(config, output, session_base.SessionRecipe(**changes), command.announce)
   else:
-    make_base.make_base(config, output, dataclasses.replace(make_base.DigitRecipe(), **changes), command.announce)
+    make_base.make_base(config, output, make_base.DigitRecipe(**changes), command.announce)
   print(output)
 
 

@@ -107,27 +107,23 @@ Rows = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 def write(items: Sequence[SessionLesson], tokenizer: Any) -> list[Written]:
   """Tokenise conversations with the chat template."""
-  texts, spans = [], []
-  for item in items:
-    pieces = segments(item)
-    spans.append(len(pieces))
-    texts += [text for text, _ in pieces]
-  ids = iter(tokenizer(texts, add_special_tokens=False)['input_ids'])
+  pieces = [segments(item) for item in items]
+  ids = iter(tokenizer([text for own in pieces for text, _ in own], add_special_tokens=False)['input_ids'])
   rather = iter(
     tokenizer([item.rather for item in items if item.rather] or [''], add_special_tokens=False)['input_ids']
   )
   written = []
-  for item in items:
+  for item, parts in zip(items, pieces, strict=True):
     tokens: list[int] = []
     weights: list[float] = []
-    for _, learned in segments(item):
+    for _, learned in parts:
       own = next(ids)
       tokens += own
       weights += [float(learned)] * len(own)
     if item.rather is not None:  # From here on the call differs from the wanted one.
       wanted, start = next(rather), len(tokens) - len(own)
-      parts = next(at for at, (a, b) in enumerate(zip(wanted, own, strict=False)) if a != b)
-      weights[start + parts] = 0.0
+      departure = next(at for at, (a, b) in enumerate(zip(wanted, own, strict=False)) if a != b)
+      weights[start + departure] = 0.0
     written.append((tokens, weights))
   return written
 
