@@ -104,16 +104,11 @@ def readable(size: float) -> str:
 
 def _bytes(tree: Any) -> float:
   """Return the bytes of abstract arrays on one device."""
-  return float(
-    sum(
-      math.prod(leaf.sharding.shard_shape(leaf.shape)) * (8 if _is_key(leaf) else leaf.dtype.itemsize)
-      for leaf in jax.tree.leaves(tree)
-    )
-  )
-
-
-def _is_key(leaf: jax.ShapeDtypeStruct) -> bool:
-  return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+  total = 0.0
+  for leaf in jax.tree.leaves(tree):
+    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+    total += math.prod(leaf.sharding.shard_shape(leaf.shape)) * (8 if is_key else leaf.dtype.itemsize)
+  return total
 
 
 def _prepared(policy: Policy, mesh: jax.sharding.Mesh, base: Tree) -> parameter_tables.Table:
@@ -144,11 +139,7 @@ def _cache(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> float:
   slots = declared.prompt[-1] + declared.response[-1]
   quantized = config.rollout.cache_dtype == 'int8'
   cache = jax.eval_shape(lambda: policy.init_cache(rows, slots, quantized))
-  placed = cache_shardings(mesh, cache)
-  sizes = jax.tree.map(
-    lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize, cache, placed
-  )
-  return float(sum(jax.tree.leaves(sizes)))
+  return _bytes(jax.tree.map(lambda leaf, place: leaf.update(sharding=place), cache, cache_shardings(mesh, cache)))
 
 
 def _activations(config: Config, policy: Policy, mesh: jax.sharding.Mesh, item: int) -> float:

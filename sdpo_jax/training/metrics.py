@@ -42,11 +42,11 @@ class MetricsWriter:
     self._ownership = ownership
     self._records = open_records(workdir) if not is_local(workdir) else None
     self._seen: Seen | None = None  # The content in the store.
-    self._lines: list[dict[str, Any]] = []
+    self.lines: list[dict[str, Any]] = []
     while True:
       if self._records is not None:
         self._seen = self._records.read(METRICS)
-      self._lines = history(workdir, resume_step)
+      self.lines = history(workdir, resume_step)
       if self._rewrite():
         break
       self.check()  # This process is still the owner, so lines that another process has written are left out.
@@ -61,7 +61,7 @@ class MetricsWriter:
   def _rewrite(self) -> bool:
     """Write all lines; return False if another process has written meanwhile."""
     self.check()
-    text = ''.join(json.dumps(line) + '\n' for line in self._lines)
+    text = ''.join(json.dumps(line) + '\n' for line in self.lines)
     if self._records is None or self._seen is None:
       write_atomically(self._path, text)
       return True
@@ -78,7 +78,7 @@ class MetricsWriter:
     measured = {key: value if isinstance(value, str) else jsonable(float(value)) for key, value in values.items()}
     epoch = {} if self._ownership is None else {FENCING_EPOCH: self._ownership.epoch}
     line = {'step': step} | epoch | measured
-    self._lines.append(line)
+    self.lines.append(line)
     if is_local(self._path):
       self.check()
       append(self._path, json.dumps(line) + '\n')
@@ -109,10 +109,6 @@ class MetricsWriter:
     """Show samples of a step on the boards; call it before `write`, since a board's steps never go back."""
     for board in self._boards:
       board.samples(step, samples)
-
-  @property
-  def lines(self) -> list[dict[str, Any]]:
-    return self._lines
 
   def close(self) -> None:
     """Close the boards, and block until all lines are on disk; errors as in `sync`."""

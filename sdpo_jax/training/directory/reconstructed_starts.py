@@ -35,11 +35,7 @@ def recorded(workdir: epath.Path, content: bytes | None, say: Callable[[str], No
       return epochs.parse(content, workdir / epochs.EPOCHS)
     except epochs.DamagedEpochsError as error:
       say(str(error))
-  return _recovered(workdir)
-
-
-def _recovered(workdir: epath.Path) -> Epochs:
-  """Return the epochs of a run without `epochs.json`: those of `fingerprint.json`, and the last step published."""
+  # The epochs of `fingerprint.json`, and the last step published.
   record = of_starts(workdir)
   published = max([record.published, *published_steps(workdir)]) or due(workdir)
   return dataclasses.replace(record, published=published)
