@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import dataclasses
 import json
 import math
-import pathlib
 
 from etils import epath
 import jax
@@ -112,7 +111,7 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> CheckReport:
     check_room(tokenizer, _short(tokenizer, training, config), config, spec)
     graders.check_questions([*training, *held_out])
     trials = grader_trials.attempt(graders, _one_of_each(examples, training, held_out))
-    changed = None if workdir is None else _resumed(config, root, workdir, tokenizer, graders)
+    changed = None if workdir is None else _resumed(config, local, workdir, tokenizer, graders)
   threshold = config.actor.self_distillation.success_reward_threshold
   report.add('Graders', _trials(trials), grader_trials.odd_trials(trials, threshold))
   report.add('Prompts', *_prompts(tokenizer, trials[: len(examples)], config))
@@ -138,12 +137,11 @@ def _short(tokenizer: Tokenizer, training: Sequence[Example], config: Config) ->
 
 
 def _resumed(
-  config: Config, root: pathlib.Path, workdir: epath.PathLike, tokenizer: Tokenizer, graders: Graders
+  config: Config, local: Config, workdir: epath.PathLike, tokenizer: Tokenizer, graders: Graders
 ) -> list[str]:
   """Return the changes that a run resumed in this directory would report; raises UserError for forbidden ones."""
   iterator = training_questions(config, tokenizer)
   held_out = held_out_questions(config, tokenizer) if config.trainer.test_freq else []
-  local = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(root)))
   parts = fingerprint.take(local, tokenizer, iterator, held_out, graders, weights=False)
   workdir = check_workdir(config, workdir)
   lost_checkpoints.check_not_lost(workdir)

@@ -18,15 +18,9 @@ def odd_settings(config: Config, devices: int, positions: int | None) -> list[st
     devices: number of the run's devices.
     positions: the model's max_position_embeddings, a limit on a row's tokens; None: unknown.
   """
-  return [
-    *(
-      sentence
-      for check in (_learning, _signal, _sampling, _evaluation, _cartridge, _safety)
-      for sentence in check(config)
-    ),
-    *_batches(config, devices),
-    *_lengths(config, positions),
-  ]
+  checks = (_learning, _signal, _sampling, _evaluation, _cartridge, _safety)
+  found = [sentence for check in checks for sentence in check(config)]
+  return [*found, *_batches(config, devices), *_lengths(config, positions)]
 
 
 def _learning(config: Config) -> Iterator[str]:

@@ -102,22 +102,20 @@ def odd_trials(trials: Sequence[GraderTrial], threshold: float) -> list[str]:
       if outcome is None or not outcome.wanted:
         continue
       if outcome.score is None:
-        sentences.setdefault(
-          (environment, 'ungraded'),
-          f'The grader {environment!r} cannot grade {"the ground truth" if kind == "truth" else "an empty answer"} of '
-          f'{trial.example.id}: {outcome.reason}.',
-        )
+        kind, what = 'ungraded', 'the ground truth' if kind == 'truth' else 'an empty answer'
+        sentence = f'The grader {environment!r} cannot grade {what} of {trial.example.id}: {outcome.reason}.'
       elif kind == 'truth' and outcome.score < threshold:
-        sentences.setdefault(
-          (environment, kind),
+        sentence = (
           f'The grader {environment!r} gives the ground truth of {trial.example.id} the score {score(outcome)}, below '
           f'the success_reward_threshold of {threshold:g}, written as {short_repr(trial.answer)}: look at the row, the '
-          'grader and the threshold.',
+          'grader and the threshold.'
         )
       elif kind == 'empty' and outcome.score >= threshold:
-        sentences.setdefault(
-          (environment, kind),
+        sentence = (
           f'The grader {environment!r} gives an empty answer to {trial.example.id} the score {score(outcome)}, which '
-          'counts as a success: look at the grader and at actor.self_distillation.success_reward_threshold.',
+          'counts as a success: look at the grader and at actor.self_distillation.success_reward_threshold.'
         )
+      else:
+        continue
+      sentences.setdefault((environment, kind), sentence)
   return list(sentences.values())
