@@ -29,6 +29,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Literal, get_args
 
 from sdpo_jax.config import Config
+from sdpo_jax.config.overrides import assign
 from sdpo_jax.errors import UserError
 
 Task = Literal['chemistry', 'physics', 'biology', 'materials', 'tooluse', 'livecodebench']
@@ -106,6 +107,19 @@ QUESTIONS = {
   'materials': (370, 0, 94),
   'tooluse': (1080, 0, 68),
   'livecodebench': (700, 300, 131),
+}
+# Settings of the two recipes. Section 3 (science and tool use): JSD, top-100 with tail, EMA 0.05, no feedback, one step
+# per batch; Section 4 (LiveCodeBench v6): reverse KL, top-20, EMA 0.01, feedback, 32 optimizer steps per batch.
+RECIPES = {
+  'val_kwargs.n': (16, 4),
+  'actor.ppo_mini_batch_size': (32, 1),
+  'optimizer.lr': (1e-5, 1e-6),
+  'optimizer.lr_warmup_steps': (10, 0),
+  'trainer.total_training_steps': (150, 90),
+  'actor.self_distillation.alpha': (0.5, 1.0),
+  'actor.self_distillation.distillation_topk': (100, 20),
+  'actor.self_distillation.teacher_update_rate': (0.05, 0.01),
+  'actor.self_distillation.include_environment_feedback': (False, True),
 }
 
 
@@ -199,7 +213,8 @@ def recipe(name: str, model: str, task: str, data: str, method: str = 'sdpo') ->
   sd.max_reprompt_len = 10240
   sd.is_clip = 2.0
   sd.success_reward_threshold = 0.5
-  (_rich_feedback if task == 'livecodebench' else _generalization)(config)
+  for setting, of_sections in RECIPES.items():
+    assign(config, setting, of_sections[task == 'livecodebench'])
   if method != 'sdpo':
     _grpo(config, on_policy=method == 'grpo_on_policy')
   return config
@@ -216,34 +231,6 @@ def _as_the_reference(config: Config) -> None:
   sd.demonstration = 'first'
   sd.thinking_rule = 'closed'
   sd.reprompt_truncation = 'right'
-
-
-def _generalization(config: Config) -> None:
-  """Set up Section 3 (science and tool use): JSD, top-100 with tail, EMA 0.05, no feedback, one step per batch."""
-  config.val_kwargs.n = 16
-  config.actor.ppo_mini_batch_size = 32
-  config.optimizer.lr = 1e-5
-  config.optimizer.lr_warmup_steps = 10
-  config.trainer.total_training_steps = 150
-  sd = config.actor.self_distillation
-  sd.alpha = 0.5
-  sd.distillation_topk = 100
-  sd.teacher_update_rate = 0.05
-  sd.include_environment_feedback = False
-
-
-def _rich_feedback(config: Config) -> None:
-  """Set up Section 4 (LiveCodeBench v6): reverse KL, top-20, EMA 0.01, feedback, 32 optimizer steps per batch."""
-  config.val_kwargs.n = 4
-  config.actor.ppo_mini_batch_size = 1
-  config.optimizer.lr = 1e-6
-  config.optimizer.lr_warmup_steps = 0
-  config.trainer.total_training_steps = 90
-  sd = config.actor.self_distillation
-  sd.alpha = 1.0
-  sd.distillation_topk = 20
-  sd.teacher_update_rate = 0.01
-  sd.include_environment_feedback = True
 
 
 def _grpo(config: Config, *, on_policy: bool) -> None:
