@@ -30,7 +30,7 @@ class Teacher:
   - the same model with a fixed context of its own, such as a document: a policy that puts it before the tokens, with
     the document's keys and values in its base: `Teacher(policy_with_slots, slots, beside_student=True)`.
 
-  `make_session` builds the first, or accepts any of them. An external teacher is not a `Teacher`: its signal is part
+  `make_session` builds the one that the settings name. An external teacher is not a `Teacher`: its signal is part
   of the `Batch`.
   """
 

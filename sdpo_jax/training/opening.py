@@ -111,7 +111,6 @@ def make_session(
   config: Config,
   workdir: epath.PathLike,
   tokenizer: Any = None,
-  teacher: Teacher | None = None,
   texts: Texts | None = None,
   teaches: bool = False,
 ) -> tuple[Session, Tree]:
@@ -121,8 +120,6 @@ def make_session(
     config: settings.
     workdir: directory of the run.
     tokenizer: a tokenizer with a chat template; None: that of the model directory.
-    teacher: the model that reads the teacher's prompts, with its base on the run's mesh; None: the model itself, which
-      reads the document of `texts`, if there is one, before the prompts.
     texts: texts of a cartridge, if there is one; None: they are read as needed.
     teaches: whether a teacher is needed: its document is read, or the separate teacher model of the settings is loaded.
 
@@ -139,14 +136,15 @@ def make_session(
   check_excluded(config.optimizer.weight_decay_exclude, [parameter.name for parameter in trained])
   mesh = model_mesh(config, described)
   policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh, seed=config.seed)
+  teacher: Teacher | None = None  # The model itself.
   if config.model.cartridge.used:
     texts = texts or read_texts(config, tokenizer, teaches=teaches and spec.needs_teacher)
-    if texts.document is not None and teacher is None:
+    if texts.document is not None:
       teacher = cartridges.document_teacher(config, policy, parameters, texts.document)
     parameters = cartridges.with_slots(config, policy, parameters, texts)
   base, trainable = parameter_tables.split(policy.parameter_table(), parameters)
   state = abstract_state(update_spec(config), trainable, mesh, policy.parameter_table())
-  if teacher is None and teaches and teacher_model.is_used(config):
+  if teaches and teacher_model.is_used(config):
     teacher = teacher_model.load(config, mesh)
   if spec.reads_teacher and teacher is None and not teacher_model.is_used(config):
     check_base(teacher_spec(config), base)

@@ -19,28 +19,29 @@ STATE_DIGEST = 'state_digest'  # Key in a line: the digest of the state at the e
 _logger = logging.getLogger('sdpo_jax.metrics')
 
 
-def read_metrics(workdir: epath.PathLike, last: int | None = None) -> list[dict[str, Any]]:
+def read_metrics(workdir: epath.PathLike) -> list[dict[str, Any]]:
   """Return the lines of `metrics.jsonl` that are the run's, without a last line cut off by a crash.
 
   Lines that a process wrote after another one had taken over the run are left out; a warning names their steps.
 
-  Args:
-    workdir: directory of the run.
-    last: last step whose lines are returned; None: all.
-
   Raises:
     UserError: it is not a file, cannot be read, or holds a line that is not an object with a step.
   """
-  dropped = dropped_lines(workdir, last)
+  dropped = dropped_lines(workdir)
   if dropped is not None:
     _logger.warning('%s', dropped)
-  return _lines(workdir, last)[0]
+  return _lines(workdir, None)[0]
 
 
 def dropped_lines(workdir: epath.PathLike, last: int | None = None) -> str | None:
   """Return a sentence about the lines that are not the run's; None if there are none.
 
-  Arguments and errors as in `read_metrics`.
+  Args:
+    workdir: directory of the run.
+    last: last step whose lines count; None: all.
+
+  Raises:
+    UserError: as in `read_metrics`.
   """
   _, foreign = _lines(workdir, last)
   if not foreign:
