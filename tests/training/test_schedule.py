@@ -635,6 +635,22 @@ def test_a_full_update_waits_for_no_further_examples():
   assert waits.examples == 2 and waits.take().graded.present.all() and waits.rows == 6
 
 
+def test_what_waits_is_saved_again_at_the_position_of_the_rows_as_they_are():
+  """Otherwise a run that went on with other rows once could not be resumed a second time."""
+  config = make_config()
+  batch = dataclasses.replace(batch_of(config, 3, 0, np.ones(8)), rows=(1, 2))
+  sought = []
+  again = types.SimpleNamespace(
+    seek=lambda position, other_rows: sought.append((position, other_rows)),
+    read=lambda text: dataclasses.replace(batch.drawn, position={'at': 'today'}),
+  )
+  waits, host = gathering.Gathering(config), {gathering.GATHERED: gathering.to_json([batch])}
+  prepared = batch.context, batch.advantages
+  assert waits.restore(host, again, lambda drawn: prepared, other_rows=True) is None
+  assert sought == [({'at': 3}, True)] and waits.rows_of(3) == (1, 2)
+  assert [each.drawn.position for each in waits.saved()] == [{'at': 'today'}]
+
+
 def test_batches_without_an_update_say_nothing_of_gradients_that_are_not_finite():
   bad, good, none = ({'train/optimizer_steps': s, 'train/skipped_steps': k} for s, k in ((2, 2), (2, 1), (0, 0)))
   assert skipped.in_a_row([good, bad, none, none, bad, none]) == 2
