@@ -25,7 +25,7 @@ from sdpo_jax.teacher.written_feedback import (
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.session import Session
 from sdpo_jax.training.specs import chat_format, declared_buckets, objective_spec
-from sdpo_jax.types import Outcome, TrainState
+from sdpo_jax.types import TrainState
 
 NOISE = 0x5EEDBAC  # Separates the noise of feedback from that of completions, which have the same sample numbers.
 
@@ -101,14 +101,9 @@ def write(session: Session, graded: GradedRollouts, state: TrainState, seed: int
   elif asked:
     found |= _by_endpoint(session.feedback_endpoint, asked, stop)
   for row, said in found.items():
-    graded.outcomes[row] = _with(graded.outcomes[row], said)
+    field = {'unwritten': str(said)} if isinstance(said, UnwrittenError) else {'written': said}
+    graded.outcomes[row] = dataclasses.replace(graded.outcomes[row], **field)
   _check(session, found, step)
-
-
-def _with(outcome: Outcome, said: str | UnwrittenError) -> Outcome:
-  if isinstance(said, UnwrittenError):
-    return dataclasses.replace(outcome, unwritten=str(said))
-  return dataclasses.replace(outcome, written=said)
 
 
 def _by_model(
