@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -88,7 +89,7 @@ class Preemption:
         # The handler itself does nothing: Python writes the signal's number to the socket, whatever the thread does.
         self._previous[number] = signal.signal(number, lambda number, frame: None)
     self._thread.start()
-    cluster.on_stop(self._heard_elsewhere)
+    cluster.on_stop(functools.partial(self._say, _ELSEWHERE))
     return self
 
   def __exit__(self, *_: object) -> None:
@@ -138,9 +139,6 @@ class Preemption:
   def exit_code(self) -> int:
     """The code with which the process ends after it has stopped."""
     return EXIT_PREEMPTED if self.given_up is None else EXIT_STALLED
-
-  def _heard_elsewhere(self) -> None:
-    self._say(_ELSEWHERE)
 
   def _say(self, number: int) -> None:
     with contextlib.suppress(OSError):  # The run is over.

@@ -156,7 +156,9 @@ def update_programs(run: Run) -> dict[str, Program]:
       found |= _of_micro_batch(run, 'update', lengths, update.accumulate, arguments, holds)
       if config.trainer.records_top_tokens:
         most = top_tokens_program(run.policy, run.teacher, update_spec(config), mesh)
-        arguments = base, state, _without_coefficients(batch), run.teacher.base
+        # Without coefficients, as `batching.reading_micro_batches` makes it.
+        batch = batch.replace(**dict.fromkeys((*NUMBERS, 'signal')))
+        arguments = base, state, batch, run.teacher.base
         holds, static = ('base', 'state', 'batch', 'teacher base'), {'k': config.trainer.record_top_tokens}
         found |= _of_micro_batch(run, 'top', lengths, most, arguments, holds, static=static)
   return found
@@ -180,11 +182,6 @@ def _of_micro_batch(
   options = meshes.compiler_options(run.mesh)
   program = Program(kind, function, arguments, holds=holds, buckets=lengths, rows=_rows(run), options=options, **more)
   return {named(kind, lengths, program.evaluation): program}
-
-
-def _without_coefficients(batch: Batch) -> Batch:
-  """Return a micro-batch without coefficients, as `batching.reading_micro_batches` makes it."""
-  return batch.replace(**dict.fromkeys((*NUMBERS, 'signal')))
 
 
 def abstract_batch(
