@@ -109,25 +109,23 @@ def type_name(hint: Any) -> str:
 
 
 def _matches(value: Any, hint: Any) -> bool:
-  for kind in _alternatives(hint):
-    if typing.get_origin(kind) is Literal:
-      if value in typing.get_args(kind):
-        return True
-    elif typing.get_origin(kind) is tuple:
-      if isinstance(value, tuple | list) and all(_matches(item, typing.get_args(kind)[0]) for item in value):
-        return True
-    elif typing.get_origin(kind) is dict:
-      if isinstance(value, dict) and _is_json(value):
-        return True
-    elif kind is float:
-      if is_number(value):
-        return True
-    elif kind is int:
-      if isinstance(value, int) and not isinstance(value, bool):
-        return True
-    elif isinstance(value, kind):
-      return True
-  return False
+  return any(_is_of(value, kind) for kind in _alternatives(hint))
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+  """Return whether a value is of one alternative of a type."""
+  origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+  if origin is Literal:
+    return value in arguments
+  if origin is tuple:
+    return isinstance(value, tuple | list) and all(_matches(item, arguments[0]) for item in value)
+  if origin is dict:
+    return isinstance(value, dict) and _is_json(value)
+  if kind is float:
+    return is_number(value)
+  if kind is int:
+    return isinstance(value, int) and not isinstance(value, bool)
+  return isinstance(value, kind)
 
 
 def _is_json(value: Any) -> bool:
