@@ -6,7 +6,6 @@ regardless of tokenizer.json): byte-level BPE in which the letters of a known wo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 import pathlib
 
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
@@ -32,18 +31,9 @@ _PIECES = (
 )
 
 
-def _merges(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-  """Yield the BPE merges that build every word."""
-  seen = set()
-  for word in words:
-    for end in range(1, len(word)):
-      pair = word[:end], word[end]
-      if pair not in seen:
-        seen.add(pair)
-        yield pair
-
-
-_MERGES = tuple(_merges([SPACE + word for word in (facts.END, *facts.KEYS, *facts.FIRST, *facts.SECOND)]))
+_WORDS = [SPACE + word for word in (facts.END, *facts.KEYS, *facts.FIRST, *facts.SECOND)]
+# The BPE merges that build every word.
+_MERGES = tuple(dict.fromkeys((word[:end], word[end]) for word in _WORDS for end in range(1, len(word))))
 _TOKENS = (
   END_OF_TEXT,
   BEGIN,
