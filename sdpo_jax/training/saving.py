@@ -116,7 +116,6 @@ class Saving:
     """
     if isinstance(error, RunLostError):
       return  # The directory, and thus the next start, belongs to another process.
-    first = jax.process_index() == 0
     try:
       # The other processes get here if they have the same error; otherwise nothing can be saved together.
       if cluster.exchange_notes('the end by an error', within_s=RESCUE_S) is None:
@@ -130,5 +129,5 @@ class Saving:
         self.wait()
     except Exception as second:
       self.announce(f'The state of step {self.whole.step} could not be saved: {first_line(second)}')
-    if first:
+    if jax.process_index() == 0:
       self.announce(preemption.what_is_there(functools.partial(newest, self.workdir)))

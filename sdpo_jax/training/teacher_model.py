@@ -55,10 +55,8 @@ def read_policy(config: Config) -> DecoderPolicy:
     UserError: as in `check`, except for the tokenizer.
   """
   settings = model_config(config)
-  policy, student = (
-    huggingface.read_policy(settings.path, settings),
-    huggingface.read_policy(config.model.path, config.model),
-  )
+  policy = huggingface.read_policy(settings.path, settings)
+  student = huggingface.read_policy(config.model.path, config.model)
   if policy.vocab_size < student.vocab_size:
     raise UserError(
       f'{SETTING}={settings.path} knows {policy.vocab_size} tokens and the student {student.vocab_size}, so that there '
