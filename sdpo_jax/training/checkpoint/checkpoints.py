@@ -86,9 +86,8 @@ class Checkpoints:
       self._workdir = self._workdir.absolute()  # Orbax takes no relative path.
     self._keep, self._read_only, self._ownership, self._say = keep, read_only, ownership, say
     self.best_metric = best_metric
-    self._manifests: dict[
-      int, CheckpointManifest | None
-    ] = {}  # Step → its manifest; None: the manifest cannot be read.
+    # Step → its manifest; None: the manifest cannot be read.
+    self._manifests: dict[int, CheckpointManifest | None] = {}
     self._unranked: dict[int, _Problem] = {}  # Step → why its manifest cannot be read.
     self._reader = _reader()
     self._waiting = threading.Lock()  # Another thread may save while the main thread hangs; both call `wait`.

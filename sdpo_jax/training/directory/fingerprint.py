@@ -198,13 +198,9 @@ def _generator_code(source: str) -> str:
 def _check_alike(everybody: Sequence[Parts]) -> None:
   """Raise UserError if two processes would learn from different inputs."""
   first = everybody[0]
+  names = [*LEARNED, *(name for name in LOADED if name in first)]
   for number, other in enumerate(everybody[1:], 1):
-    found = _changes(
-      [*LEARNED, *(name for name in LOADED if name in first)],
-      first,
-      other,
-      f'is {{}} on process 0 and {{}} on process {number}',
-    )
+    found = _changes(names, first, other, f'is {{}} on process 0 and {{}} on process {number}')
     if found:
       raise UserError(
         f'The processes of this run do not have the same files: {_listed(found)}. Copy those of one host to all.'
@@ -255,14 +251,12 @@ def compare(
     return Continuation(parts, step, Differences([], [], {}, []))
   settings = differences(saved_settings(workdir), config) if settings is None else settings
   before = starts.trained_by(starts.read(workdir), step)
-  unknown = (
-    []
-    if before is not None
-    else [
+  unknown = []
+  if before is None:
+    unknown.append(
       f'{epath.Path(workdir) / starts.FINGERPRINT} does not say with which tokenizer, data and graders the steps up to '
       f'{step} were made: that they are the same now is not checked. From now on it is.'
-    ]
-  )
+    )
   before = {name: part for name, part in (before or {}).items() if name in parts}
   if 'adapter' in before and any(before['adapter'].get(name) != parts['adapter'].get(name) for name in ARRAYS):
     raise UserError(
@@ -300,9 +294,7 @@ def _learned(config: Config) -> tuple[str, ...]:
   They include weights and factors if the run is held near the initial policy or starts from a cartridge, and the
   weights if the base is frozen, since no checkpoint holds it.
   """
-  if objective_spec(config).references:
-    return (*LEARNED, *LOADED)
-  if config.model.cartridge.path:  # Some of its slots may be frozen.
+  if objective_spec(config).references or config.model.cartridge.path:  # Some of its slots may be frozen.
     return (*LEARNED, *LOADED)
   return (*LEARNED, 'weights') if config.model.frozen else LEARNED
 
