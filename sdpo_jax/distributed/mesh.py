@@ -176,6 +176,13 @@ def replicated(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec())
 
 
+def abstract(tree: Any, shardings: Any) -> Any:
+  """Return the shapes and dtypes of a tree's arrays with other shardings, as abstract arrays."""
+  return jax.tree.map(
+    lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree, shardings
+  )
+
+
 def put_rows(mesh: Mesh, tree: Any) -> Any:
   """Return host arrays of rows as sharded arrays; every process holds the whole value and contributes its part."""
   sharding, whole = batch_sharding(mesh), replicated(mesh)

@@ -21,7 +21,7 @@ from models.adapters.slot_names import is_slots
 from models.forward import forward
 from models.parameters import Table
 from models.policy import Policy
-from sdpo_jax.distributed.mesh import TENSOR, compiler_options, replicated
+from sdpo_jax.distributed.mesh import TENSOR, abstract, compiler_options, replicated
 from sdpo_jax.learning.optimizer import OptimizerSpec, learning_rate, make_optimizer, take_step
 from sdpo_jax.objective import log_probs
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
@@ -323,8 +323,4 @@ def place_state(spec: UpdateSpec, trainable: Tree, mesh: jax.sharding.Mesh, tabl
 def abstract_state(spec: UpdateSpec, trainable: Tree, mesh: jax.sharding.Mesh, table: Table = ()) -> TrainState:
   """Return the shapes, dtypes and shardings of `place_state` as abstract arrays."""
   shapes = jax.eval_shape(functools.partial(init_state, spec, table=table), trainable)
-  return jax.tree.map(
-    lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-    shapes,
-    state_shardings(shapes, trainable, mesh),
-  )
+  return abstract(shapes, state_shardings(shapes, trainable, mesh))

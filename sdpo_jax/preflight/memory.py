@@ -14,6 +14,7 @@ from models import parameters as parameter_tables
 from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import accelerators
+from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.distributed.mesh import FSDP, RULES, TENSOR, parameter_sharding
 from sdpo_jax.learning import batching
 from sdpo_jax.learning.update import abstract_state
@@ -139,7 +140,7 @@ def _cache(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> float:
   slots = declared.prompt[-1] + declared.response[-1]
   quantized = config.rollout.cache_dtype == 'int8'
   cache = jax.eval_shape(lambda: policy.init_cache(rows, slots, quantized))
-  return _bytes(jax.tree.map(lambda leaf, place: leaf.update(sharding=place), cache, cache_shardings(mesh, cache)))
+  return _bytes(meshes.abstract(cache, cache_shardings(mesh, cache)))
 
 
 def _activations(config: Config, policy: Policy, mesh: jax.sharding.Mesh, item: int) -> float:

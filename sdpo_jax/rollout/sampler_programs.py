@@ -142,11 +142,7 @@ def _sampling(
 
   def cache(rows: int, length: int) -> Any:
     shape = jax.eval_shape(functools.partial(engine.empty, rows=rows, slots=length))
-    return jax.tree.map(
-      lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-      shape,
-      functions.cache_shardings(mesh, shape),
-    )
+    return meshes.abstract(shape, functions.cache_shardings(mesh, shape))
 
   def held(size: sizes.Size) -> Any:
     """Return the abstract cache of a size; one that is never resized has arrays for the largest number of rows."""

@@ -34,14 +34,11 @@ def of_parameters(spec: ObjectiveSpec, table: Table, parameters: Tree, dtype: st
 
 def abstract(spec: ObjectiveSpec, table: Table, parameters: Tree, dtype: str) -> dict[str, Tree]:
   """Return `of_parameters` as abstract arrays, from arrays or abstract arrays."""
-  return {
-    name: jax.tree.map(
-      lambda leaf, like: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding),
-      jax.eval_shape(functools.partial(_cast, table, dtype), parameters),
-      parameters,
-    )
-    for name in spec.references
-  }
+  shapes = jax.eval_shape(functools.partial(_cast, table, dtype), parameters)
+  placed = jax.tree.map(
+    lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own.sharding), shapes, parameters
+  )
+  return dict.fromkeys(spec.references, placed)
 
 
 def _cast(table: Table, dtype: str, parameters: Tree) -> Tree:
