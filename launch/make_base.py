@@ -40,7 +40,7 @@ _TASK_OF = {'facts_model': 'facts', 'session_model': 'session'}  # By the folder
 
 
 def main() -> None:
-  config = command.load_config()
+  config = command.load_config(trains=False)
   task = TASK.value or _TASK_OF.get(pathlib.PurePath(config.model.path).name, 'digits')
   if task == 'document':
     write_document(OUTPUT.value, SEED.value)

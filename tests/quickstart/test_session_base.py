@@ -169,6 +169,14 @@ def test_what_is_made_has_the_form_of_the_committed_model(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_command_makes_it_with_the_settings_of_a_service(tmp_path):
+  line = '--config=configs/session_quickstart.py', '--steps=1', f'--output={tmp_path / "made"}'
+  done = tiny.launch('make_base', *line)
+  assert done.returncode == 0, done.stderr
+  assert (tmp_path / 'made' / 'config.json').read_bytes() == (COMMITTED / 'config.json').read_bytes()
+
+
+@pytest.mark.slow
 def test_the_same_seed_makes_the_same_model(tmp_path):
   for name in ('a', 'b'):
     make_session_base(Config(), tmp_path / name, TINY)
