@@ -47,7 +47,7 @@ def summary(
       'runs': [_of_run(run) for run in runs],
       'groups': [{'label': label, 'runs': group} for label, group in zip(labels(runs, groups), groups, strict=True)],
       'differences': differences(runs, groups),
-      'rollouts': vars(rollouts.index),
+      'rollouts': rollouts.index,
       'full': rollouts.full,
       'remarks': [*(f'{run.name}: {text}' for run in runs for text in run.remarks), *rollouts.remarks],
     }

@@ -42,7 +42,7 @@ class Reporter:
     written = datetime.datetime.now(datetime.UTC).strftime('%Y-%m-%d %H:%M:%S UTC')
     known = page.summary(runs, rollouts, written=written, reload_s=None if over else reload_s)
     title = ' · '.join(run.name for run in runs[:3]) + (' …' if len(runs) > 3 else '')
-    return page.render(title, known, rollouts.pieces), runs, len(rollouts.index)
+    return page.render(title, known, rollouts.pieces), runs, len(rollouts)
 
 
 def write_report(

@@ -27,25 +27,10 @@ CREDIT = 10.0  # Limit of the log-prob difference between student and teacher, i
 _FILE = re.compile(r'(\d{1,12})\.jsonl')
 
 
-@dataclasses.dataclass
-class Index:
-  """Columns that the list of rollouts shows and filters by, with one entry per rollout."""
-
-  run: list[int] = dataclasses.field(default_factory=list)
-  step: list[int] = dataclasses.field(default_factory=list)
-  question: list[int] = dataclasses.field(default_factory=list)  # Index into `questions`.
-  score: list[float | None] = dataclasses.field(default_factory=list)
-  length: list[int | None] = dataclasses.field(default_factory=list)  # Tokens.
-  divergence: list[float | None] = dataclasses.field(default_factory=list)  # Mean over the tokens.
-  taught: list[int] = dataclasses.field(default_factory=list)  # 1: a teacher read a separate prompt.
-  said: list[str] = dataclasses.field(default_factory=list)  # The beginning of the completion.
-  cut: list[int] = dataclasses.field(default_factory=list)  # 1: it ended at the token limit.
-  piece: list[int] = dataclasses.field(default_factory=list)  # The piece that holds it, at index `place`.
-  place: list[int] = dataclasses.field(default_factory=list)
-  questions: list[dict[str, str]] = dataclasses.field(default_factory=list)  # `id` and the beginning of `text`.
-
-  def __len__(self) -> int:
-    return len(self.step)
+# What the list of rollouts shows and filters by. `question` is an index into the questions; `length` is in tokens;
+# `divergence` is the mean over them; `taught` is 1 if a teacher read a separate prompt; `said` is the beginning of the
+# completion; `cut` is 1 if it ended at the token limit; `piece` is the piece that holds it, at index `place`.
+COLUMNS = ('run', 'step', 'question', 'score', 'length', 'divergence', 'taught', 'said', 'cut', 'piece', 'place')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +38,7 @@ class StepFile:
   """The rollouts of one file, checked and packed."""
 
   step: int
-  entries: tuple[Mapping[str, Any], ...]  # The index's fields of each rollout.
+  entries: tuple[dict[str, Any], ...]  # The index's fields of each rollout.
   pieces: tuple[str, ...]  # Compressed JSON arrays in base 64.
   places: tuple[tuple[int, int], ...]  # (piece, place) of each entry.
   unreadable: int  # Lines that are not rollouts, except a truncated last one.
@@ -69,10 +54,13 @@ class StepFile:
 class RolloutPages:
   """The rollouts of all runs in a page."""
 
-  index: Index
+  index: dict[str, list[Any]]  # Each of `COLUMNS` with an entry per rollout; `questions`: `id` and beginning of `text`.
   pieces: list[str]
   remarks: list[str]  # Sentences about what is left out.
   full: dict[str, float]  # By name of a colouring, the value that gets the full colour.
+
+  def __len__(self) -> int:
+    return len(self.index['step'])
 
 
 class RolloutFiles:
@@ -137,7 +125,7 @@ def collect(sources: Sequence[tuple[RolloutFiles, int | None]], most: int) -> Ro
     sources: each run's files and its last finished step.
     most: the most rollouts. If there are more, each run gets an equal share of them, from steps spread over the run.
   """
-  found, sizes = RolloutPages(Index(), [], [], {}), 0
+  found, sizes = RolloutPages({name: [] for name in (*COLUMNS, 'questions')}, [], [], {}), 0
   questions: dict[tuple[int, str, str], int] = {}
   largest: dict[str, list[float]] = {}
   for run, (files, last) in enumerate(sources):
@@ -178,15 +166,11 @@ def _add(found: RolloutPages, questions: dict[tuple[int, str, str], int], run: i
   for entry, (piece, place) in zip(file.entries, file.places, strict=True):
     key = run, entry['id'], entry['question']
     if key not in questions:
-      questions[key] = len(index.questions)
-      index.questions.append({'id': entry['id'], 'text': entry['question']})
-    index.run.append(run)
-    index.step.append(file.step)
-    index.question.append(questions[key])
-    for name in ('score', 'length', 'divergence', 'taught', 'said', 'cut'):
-      getattr(index, name).append(entry[name])
-    index.piece.append(first + piece)
-    index.place.append(place)
+      questions[key] = len(index['questions'])
+      index['questions'].append({'id': entry['id'], 'text': entry['question']})
+    row = entry | {'run': run, 'step': file.step, 'question': questions[key], 'piece': first + piece, 'place': place}
+    for name in COLUMNS:
+      index[name].append(row[name])
 
 
 def _spread(steps: Sequence[int]) -> Iterator[int]:
