@@ -93,16 +93,6 @@ def scaled_ema_rate(rate: float, batch_ratio: float) -> float:
   return 1.0 if rate == 1 else -math.expm1(batch_ratio * math.log1p(-rate))
 
 
-def base_alone() -> TeacherTransform:
-  """Return a teacher that is the frozen base without the trainable part; its tree is an empty dict."""
-  return live()
-
-
-def trust_region() -> TeacherTransform:
-  """Return a teacher that keeps the initial weights; its logits are mixed with the student's (paper Eq. 16)."""
-  return frozen()
-
-
 def restart(every: int) -> TeacherTransform:
   """Return a teacher that is the student at the last multiple of `every` generation batches (≥ 1).
 
@@ -123,12 +113,12 @@ def make(spec: TeacherSpec) -> TeacherTransform:
   """Return the transformation that `TeacherSpec.regularization` names."""
   return {
     'live': live,
-    'base': base_alone,
+    'base': live,  # The frozen base without the trainable part: there is no tree of the teacher's own.
     'frozen': frozen,
     'ema': lambda: ema(spec.update_rate),
     'lora_ema': lambda: ema(spec.update_rate),
     'restart': lambda: restart(spec.restart_interval),
-    'trust-region': trust_region,
+    'trust-region': frozen,  # Its logits are mixed with the student's (paper Eq. 16).
   }[spec.regularization]()
 
 

@@ -37,7 +37,7 @@ def test_live_teacher_stores_nothing_and_is_the_student():
   assert own is student and mixed is None
 
 
-@pytest.mark.parametrize('transform', [averaging.frozen(), averaging.trust_region(), averaging.ema(0.0)])
+@pytest.mark.parametrize('transform', [averaging.frozen(), averaging.ema(0.0)])
 def test_teachers_that_never_move(transform):
   student = tree()
   teacher = transform.init(student)
