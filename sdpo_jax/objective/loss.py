@@ -72,15 +72,8 @@ class ObjectiveConfig:
   @property
   def term_scalars(self) -> TermScalars:
     """The scalars of the terms."""
-    return TermScalars(
-      alpha=self.alpha,
-      is_clip=math.inf if self.is_clip is None else self.is_clip,
-      rollout_is_threshold=self.rollout_is_threshold,
-      temperature=self.temperature,
-      clip_ratio_low=self.clip_ratio_low,
-      clip_ratio_high=self.clip_ratio_high,
-      clip_ratio_c=self.clip_ratio_c,
-    )
+    own = {field.name: getattr(self, field.name) for field in dataclasses.fields(TermScalars)}
+    return TermScalars(**own | {'is_clip': math.inf if self.is_clip is None else self.is_clip})
 
 
 def objective(
