@@ -79,22 +79,10 @@ def create(memory_bytes: int, processes: int) -> Group | None:
 
 def _create_unified(parents: Sequence[pathlib.Path], limits: dict[str, int]) -> Group | None:
   """Create a group of version 2 in the first of `parents` that allows it and has both controllers."""
+  required = {'memory.max': str(limits['memory']), 'pids.max': str(limits['pids'])}
+  optional = {'memory.swap.max': '0', 'memory.oom.group': '0', 'io.weight': 'default 10'}
   for parent in parents:
-    with contextlib.suppress(OSError):
-      leftovers.remove_abandoned(parent, lambda path: _removed(pathlib.Path(path)))
-      directory = _make(parent)
-      with contextlib.suppress(OSError):  # A parent that holds processes must not have groups with controllers.
-        if set(CONTROLLERS) - set((directory / 'cgroup.controllers').read_text().split()):
-          (parent / 'cgroup.subtree_control').write_text(' '.join(f'+{name}' for name in CONTROLLERS))
-      try:
-        (directory / 'memory.max').write_text(str(limits['memory']))
-        (directory / 'pids.max').write_text(str(limits['pids']))
-      except OSError:
-        _removed(directory)
-        continue
-      for name, value in {'memory.swap.max': '0', 'memory.oom.group': '0', 'io.weight': 'default 10'}.items():
-        if (directory / name).exists():
-          (directory / name).write_text(value)
+    if (directory := _make(parent, required, optional)) is not None:
       return _group(2, limits, {name: directory for name in CONTROLLERS})
   return None
 
@@ -104,17 +92,35 @@ def _create_split(parents: dict[str, pathlib.Path], limits: dict[str, int]) -> G
   files = {'memory': ('memory.limit_in_bytes', 'memory.memsw.limit_in_bytes'), 'pids': ('pids.max',)}
   made: dict[str, pathlib.Path] = {}
   for name, parent in parents.items():
-    with contextlib.suppress(OSError):
-      leftovers.remove_abandoned(parent, lambda path: _removed(pathlib.Path(path)))
-      directory = _make(parent)
-      try:
-        for file in files[name]:
-          if file == files[name][0] or (directory / file).exists():
-            (directory / file).write_text(str(limits[name]))
-        made[name] = directory
-      except OSError:
-        _removed(directory)
+    first, *others = files[name]
+    limit = str(limits[name])
+    if (directory := _make(parent, {first: limit}, dict.fromkeys(others, limit))) is not None:
+      made[name] = directory
   return _group(1, limits, made) if made else None
+
+
+def _make(parent: pathlib.Path, required: dict[str, str], optional: dict[str, str]) -> pathlib.Path | None:
+  """Make a directory in `parent` with these contents of its files, the optional ones where they exist.
+
+  Returns None, and undoes the attempt, if that is not allowed.
+  """
+  with contextlib.suppress(OSError):
+    leftovers.remove_abandoned(parent, lambda path: _removed(pathlib.Path(path)))
+    directory = parent / f'{leftovers.PREFIX}{os.getpid()}-{secrets.token_hex(4)}'
+    directory.mkdir()
+    try:
+      # Version 2 alone has this file. A parent that holds processes must not have groups with controllers.
+      with contextlib.suppress(OSError):
+        if set(CONTROLLERS) - set((directory / 'cgroup.controllers').read_text().split()):
+          (parent / 'cgroup.subtree_control').write_text(' '.join(f'+{name}' for name in CONTROLLERS))
+      for name, value in {**required, **optional}.items():
+        if name in required or (directory / name).exists():
+          (directory / name).write_text(value)
+    except OSError:
+      _removed(directory)
+    else:
+      return directory
+  return None
 
 
 def _unified() -> list[pathlib.Path]:
@@ -160,12 +166,6 @@ def _below(point: pathlib.Path, root: str, path: str) -> pathlib.Path:
   """Return the directory of the group `path` in a hierarchy whose `root` is mounted at `point`."""
   relative = os.path.relpath(path, root)
   return point if relative.startswith('..') else point / relative
-
-
-def _make(parent: pathlib.Path) -> pathlib.Path:
-  directory = parent / f'{leftovers.PREFIX}{os.getpid()}-{secrets.token_hex(4)}'
-  directory.mkdir()
-  return directory
 
 
 def _group(version: int, limits: dict[str, int], directories: dict[str, pathlib.Path]) -> Group:
