@@ -9,6 +9,7 @@ from sdpo_jax.config.locations import beside as beside
 from sdpo_jax.config.schema import CartridgeConfig as CartridgeConfig
 from sdpo_jax.config.schema import DataConfig as DataConfig
 from sdpo_jax.config.schema import EnvironmentsConfig as EnvironmentsConfig
+from sdpo_jax.config.schema import FeedbackEndpointConfig as FeedbackEndpointConfig
 from sdpo_jax.config.schema import HttpGraderConfig as HttpGraderConfig
 from sdpo_jax.config.schema import JudgeConfig as JudgeConfig
 from sdpo_jax.config.schema import LoraConfig as LoraConfig

@@ -1,15 +1,64 @@
-"""Many requests to a server, sent by a few threads while the run watches for a request to stop."""
+"""Clients of servers, and many requests that a few threads send while the run watches for a request to stop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 import threading
-from typing import TypeVar
+from typing import Self, TypeVar
 
+from sdpo_jax.config import FeedbackEndpointConfig, TeacherEndpointConfig
 from sdpo_jax.distributed.stopping import Stop, StoppedError
+from sdpo_jax.environments import json_server
+from sdpo_jax.errors import UserError
 
 STOP_S = 0.5  # Seconds between checks whether the run is to stop, while it waits for answers.
 Answer = TypeVar('Answer')
+
+
+class EndpointClient:
+  """A client of an OpenAI-compatible server; holds connections until `close()`."""
+
+  def __init__(self, settings: TeacherEndpointConfig | FeedbackEndpointConfig, section: str, path: str):
+    """Prepare the client; no connection is made yet.
+
+    Args:
+      settings: the address up to and including its version, the key, and how many requests are sent at once.
+      section: name of these settings, for messages.
+      path: what is added to the address.
+
+    Raises:
+      UserError: the address or an environment variable is missing, or the address continues after the version.
+    """
+    setting, example = f'{section}.url', 'http://localhost:8000/v1'
+    url, secrets = json_server.read_address(settings.url, setting, example)
+    url = url.rstrip('/')
+    if url.endswith(path):
+      raise UserError(f'{setting} must end before {path}, which is added to it, as in {example}.')
+    key = json_server.read_secret(settings.api_key_env, f'{section}.api_key_env', required=True)
+    self._server = json_server.JsonServer(
+      url + path,
+      authorization=f'Bearer {key}' if key else '',
+      secrets=secrets,
+      connections=settings.concurrency,
+      setting=setting,
+    )
+    self._closing = threading.Event()
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  def close(self) -> None:
+    """Close the connections; requests under way are not retried."""
+    self._closing.set()
+    self._server.close()
+
+  @property
+  def public_url(self) -> str:
+    """The address without parts that may be secret."""
+    return self._server.public_url
 
 
 def ask_all(

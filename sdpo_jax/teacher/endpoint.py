@@ -23,11 +23,10 @@ from sdpo_jax.environments import json_server
 from sdpo_jax.environments.json_server import Fault
 from sdpo_jax.errors import UserError
 from sdpo_jax.teacher import dialects
-from sdpo_jax.teacher.asking import ask_all
+from sdpo_jax.teacher.asking import EndpointClient, ask_all
 from sdpo_jax.teacher.dialects import EndpointScores
 
 SECTION = 'actor.self_distillation.teacher_endpoint'
-PATH = '/completions'
 SAME_TEXTS = 0.9  # Share of a few tokens that must have the same text at the server.
 MUCH_TAIL = 0.01  # Mean probability outside the K tokens above which a warning is logged.
 
@@ -40,8 +39,8 @@ class EndpointQuery:
   completion: Sequence[int]  # [T].
 
 
-class Endpoint:
-  """Client of the configured teacher endpoint; holds connections until `close()`."""
+class Endpoint(EndpointClient):
+  """Client of the configured teacher endpoint."""
 
   def __init__(self, settings: TeacherEndpointConfig, vocab_size: int):
     """Prepare the client; no connection is made yet.
@@ -51,35 +50,12 @@ class Endpoint:
       vocab_size: vocabulary size of the student.
 
     Raises:
-      UserError: the address or an environment variable is missing.
+      UserError: as in `EndpointClient`.
     """
-    url, secrets = json_server.read_address(settings.url, f'{SECTION}.url', 'http://localhost:8000/v1')
-    url = url.rstrip('/')
-    if url.endswith(PATH):
-      raise UserError(f'{SECTION}.url must end before {PATH}, which is added to it, as in http://localhost:8000/v1.')
-    key = json_server.read_secret(settings.api_key_env, f'{SECTION}.api_key_env', required=True)
+    super().__init__(settings, SECTION, '/completions')
     self._settings, self._vocab_size = settings, vocab_size
     self._dialect = dialects.DIALECTS[settings.dialect]
-    self._server = json_server.JsonServer(
-      url + PATH,
-      authorization=f'Bearer {key}' if key else '',
-      secrets=secrets,
-      connections=settings.concurrency,
-      setting=f'{SECTION}.url',
-    )
-    self._closing = threading.Event()
     self._told_tail = False
-
-  def __enter__(self) -> Endpoint:
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    self.close()
-
-  def close(self) -> None:
-    """Close the connections; requests under way are not retried."""
-    self._closing.set()
-    self._server.close()
 
   def check(self, model: str, tokenizer: Tokenizer, longest: int) -> None:
     """Check with a short and a longest request that the server is the teacher that the settings describe.
@@ -180,7 +156,7 @@ class Endpoint:
     if 'max allowed' in str(fault) or 'limits them' in str(fault):
       hint = f', lower {SECTION}.top_k={self._settings.top_k} or raise the limit of the server (vLLM: --max-logprobs)'
     return UserError(
-      f'The teacher at {self._server.public_url} ({SECTION}.url) has not scored {what}: '
+      f'The teacher at {self.public_url} ({SECTION}.url) has not scored {what}: '
       f'{self._server.redacted(str(fault))}. See that it serves {self._settings.model!r} to dialect='
       f'{self._settings.dialect!r}{hint}, then start the same command again.'
     )
@@ -194,7 +170,7 @@ class Endpoint:
     if known and same < SAME_TEXTS * len(known):
       own, text = next(pair for pair in known if pair[0] != pair[1])
       raise UserError(
-        f'The teacher at {self._server.public_url} ({SECTION}.url) has another tokenizer than the student: a token '
+        f'The teacher at {self.public_url} ({SECTION}.url) has another tokenizer than the student: a token '
         f'that is {own!r} here is {json_server.quoted(text)} there; ask a model with the same tokenizer.'
       )
 

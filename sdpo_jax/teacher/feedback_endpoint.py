@@ -14,14 +14,14 @@ from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.environments import chat_endpoint, json_server
 from sdpo_jax.environments.json_server import Fault
-from sdpo_jax.teacher.asking import ask_all
+from sdpo_jax.teacher.asking import EndpointClient, ask_all
 from sdpo_jax.teacher.written_feedback import UnwrittenError, WriterRequest, read
 
 SECTION = 'actor.self_distillation.feedback_endpoint'
 
 
-class FeedbackEndpoint:
-  """Client of the configured feedback endpoint; holds connections until `close()`."""
+class FeedbackEndpoint(EndpointClient):
+  """Client of the configured feedback endpoint."""
 
   def __init__(self, config: SelfDistillationConfig):
     """Prepare the client; no connection is made yet.
@@ -30,36 +30,10 @@ class FeedbackEndpoint:
       config: settings, with a `feedback_endpoint`.
 
     Raises:
-      UserError: the address or an environment variable is missing.
+      UserError: as in `EndpointClient`.
     """
-    settings = config.feedback_endpoint
-    url, secrets = chat_endpoint.read_address(settings.url, f'{SECTION}.url')
-    key = json_server.read_secret(settings.api_key_env, f'{SECTION}.api_key_env', required=True)
-    self._config, self._settings = config, settings
-    self._server = json_server.JsonServer(
-      url,
-      authorization=f'Bearer {key}' if key else '',
-      secrets=secrets,
-      connections=settings.concurrency,
-      setting=f'{SECTION}.url',
-    )
-    self._closing = threading.Event()
-
-  def __enter__(self) -> FeedbackEndpoint:
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    self.close()
-
-  def close(self) -> None:
-    """Close the connections; requests under way are not retried."""
-    self._closing.set()
-    self._server.close()
-
-  @property
-  def public_url(self) -> str:
-    """The address without parts that may be secret."""
-    return self._server.public_url
+    super().__init__(config.feedback_endpoint, SECTION, chat_endpoint.PATH)
+    self._config, self._settings = config, config.feedback_endpoint
 
   def write(self, asked: Sequence[WriterRequest], stop: Stop = NEVER) -> list[str | UnwrittenError]:
     """Return the feedback on each completion, or the reason why there is none.
