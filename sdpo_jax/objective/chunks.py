@@ -1,15 +1,55 @@
-"""A loop over the tokens that count, in chunks."""
+"""Passes over tokens and the vocabulary: their settings, and a loop over the tokens that count, in chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import dataclasses
+from typing import Any, Self
 
 import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
 
+from sdpo_jax.objective import vocabulary
+from sdpo_jax.objective.sharded import DeviceResult, Layout, VocabShard, over_devices
 from sdpo_jax.types import Tree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassSettings:
+  """Settings of a pass over the vocabulary that are fixed at compile time."""
+
+  chunk_size: int  # Tokens of a device whose logits exist at one time.
+  vocab_block: int  # Entries handled at one time within a chunk.
+  topk: int | None = None  # K; None: the most likely tokens are not wanted.
+  topk_method: str = 'exact'
+  shard: VocabShard
+  layout: Layout | None  # None: one device.
+
+  @classmethod
+  def of(cls, vocab_size: int, layout: Layout | None, vocab_block: int | None, **settings: Any) -> Self:
+    """Return the settings on the devices of `layout`; without a `vocab_block`, with the platform's."""
+    shard = VocabShard(vocab_size) if layout is None else layout.shard(vocab_size)
+    block = vocab_block or vocabulary.default_block(None if layout is None else layout.platform)
+    return cls(shard=shard, layout=layout, vocab_block=block, **settings)
+
+  @property
+  def lockstep_axes(self) -> tuple[str, ...]:
+    """The axes over which devices exchange data within a chunk."""
+    return () if self.layout is None else self.layout.batch_axes
+
+  def padded(self, unembedding: jax.Array) -> jax.Array:
+    """Return [R, D] as `Layout.padded` does."""
+    return unembedding if self.layout is None else self.layout.padded(unembedding)
+
+  def over_devices(
+    self, local: Callable[..., DeviceResult], hidden: jax.Array, unembedding: jax.Array, tokens: Tree, shared: Tree
+  ) -> DeviceResult:
+    """Return the results of `local`, as `sharded.over_devices` does."""
+    if self.layout is None:
+      return local(hidden, unembedding, tokens, shared)
+    return over_devices(self.layout, self.shard, local, hidden, unembedding, tokens, shared)
 
 
 def over_active_tokens(

@@ -20,9 +20,9 @@ from jax import lax
 import jax.numpy as jnp
 
 from sdpo_jax.objective import divergences, vocabulary
-from sdpo_jax.objective.chunks import over_active_tokens
+from sdpo_jax.objective.chunks import PassSettings, over_active_tokens
 from sdpo_jax.objective.row_numbers import first_entries
-from sdpo_jax.objective.sharded import DeviceResult, Layout, VocabShard, over_devices
+from sdpo_jax.objective.sharded import DeviceResult, VocabShard
 from sdpo_jax.objective.terms import (
   Auxiliary,
   StudentView,
@@ -36,17 +36,11 @@ from sdpo_jax.objective.terms import (
 from sdpo_jax.objective.vocabulary import OfBlock, VocabScan
 
 
-@dataclasses.dataclass(frozen=True)
-class FusedSettings:
-  """Settings of the loss that are fixed at compile time."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusedSettings(PassSettings):
+  """Settings of the loss that are fixed at compile time; the top K is the student's."""
 
   terms: TermSettings
-  topk: int | None  # K of the student's top K.
-  topk_method: str
-  chunk_size: int  # Tokens of a device whose logits exist at one time.
-  vocab_block: int  # Entries handled at one time within a chunk.
-  shard: VocabShard
-  layout: Layout | None
 
 
 @flax.struct.dataclass
@@ -111,10 +105,7 @@ _fused_loss.defvjp(_fused_loss_fwd, _fused_loss_bwd, symbolic_zeros=True)
 def _evaluate(settings: FusedSettings, wanted: Wanted, hidden, unembedding, tokens, shared):
   """Return the loss, the auxiliary results and the gradients by (hidden, unembedding), None if not wanted."""
   evaluate = functools.partial(_evaluate_here, settings, wanted)
-  if settings.layout is None:
-    result = evaluate(hidden, unembedding, tokens, shared)
-  else:
-    result = over_devices(settings.layout, settings.shard, evaluate, hidden, unembedding, tokens, shared)
+  result = settings.over_devices(evaluate, hidden, unembedding, tokens, shared)
   (loss, sums), (per_token, by_hidden), by_unembedding = result.sums, result.per_token, result.by_unembedding
   if by_unembedding is not None:
     by_unembedding = by_unembedding.astype(unembedding.dtype)
@@ -149,7 +140,7 @@ def _evaluate_here(settings: FusedSettings, wanted: Wanted, hidden, unembedding,
     (per_token, by_hidden),
     (jnp.zeros((), dtype), sums, accumulator),
     add_chunk,
-    () if settings.layout is None else settings.layout.batch_axes,
+    settings.lockstep_axes,
   )
   return DeviceResult(sums=(loss, sums), per_token=outputs, by_unembedding=accumulator)
 

@@ -8,7 +8,6 @@ tokens of a chunk in a group of devices that share a vocabulary, c of them on ea
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import chex
@@ -18,8 +17,8 @@ from jax import lax
 import jax.numpy as jnp
 
 from sdpo_jax.objective import divergences, vocabulary
-from sdpo_jax.objective.chunks import over_active_tokens
-from sdpo_jax.objective.sharded import DeviceResult, Layout, VocabShard, over_devices
+from sdpo_jax.objective.chunks import PassSettings, over_active_tokens
+from sdpo_jax.objective.sharded import DeviceResult, Layout
 
 # Tokens handled at a time where the logits of all their K candidates, or their gradient, are held too.
 CHUNK = 256
@@ -56,7 +55,7 @@ def token_log_probs(
     `divergences.log_floor`.
   """
   _check(hidden, unembedding, targets, temperature, mask)
-  settings = _Settings.of(unembedding, chunk_size, vocab_block, vocab_size, layout, topk=None)
+  settings = PassSettings.of(vocab_size or len(unembedding), layout, vocab_block, chunk_size=chunk_size)
   log_probs, entropy = _scores(settings, hidden, unembedding, targets, temperature, mask)
   return log_probs.reshape(targets.shape), entropy.reshape(targets.shape)
 
@@ -109,7 +108,8 @@ def scores(
   _check(hidden, unembedding, targets, temperature, mask)
   if k <= 0:
     raise ValueError(f'k must be positive, not {k}.')
-  settings = _Settings.of(unembedding, chunk_size, vocab_block, vocab_size, layout, topk=k, topk_method=topk_method)
+  vocab_size = vocab_size or len(unembedding)
+  settings = PassSettings.of(vocab_size, layout, vocab_block, chunk_size=chunk_size, topk=k, topk_method=topk_method)
   found = _scores(settings, hidden, unembedding, targets, temperature, mask)
   return Scores(*(value.reshape(*targets.shape, *value.shape[1:]) for value in found))
 
@@ -148,9 +148,9 @@ def log_probs_of_ids(
   """
   chex.assert_rank(ids, 3)
   _check(hidden, unembedding, ids[..., 0], temperature, mask)
-  settings = _Settings.of(unembedding, chunk_size, vocab_block, vocab_size, layout, topk=None)
+  settings = PassSettings.of(vocab_size or len(unembedding), layout, vocab_block, chunk_size=chunk_size)
   tokens = _tokens(ids, temperature, mask)
-  unembedding = unembedding if layout is None else layout.padded(unembedding)
+  unembedding = settings.padded(unembedding)
   found = _of_ids(settings, hidden.reshape(-1, hidden.shape[-1]), unembedding, tokens)
   return found.reshape(ids.shape)
 
@@ -169,36 +169,6 @@ def _check(hidden, unembedding, targets, temperature, mask) -> None:
   chex.assert_shape(temperature, targets.shape[:1] if jnp.ndim(temperature) else ())
   if mask is not None:
     chex.assert_equal_shape([targets, mask])
-
-
-@dataclasses.dataclass(frozen=True)
-class _Settings:
-  """Compile-time settings of a pass over the vocabulary."""
-
-  chunk_size: int
-  vocab_block: int
-  shard: VocabShard
-  layout: Layout | None
-  topk: int | None  # K; None: the most likely tokens are not wanted.
-  topk_method: str
-
-  @classmethod
-  def of(cls, unembedding, chunk_size, vocab_block, vocab_size, layout, topk, topk_method='exact') -> _Settings:
-    vocab_size = vocab_size or unembedding.shape[0]
-    shard = VocabShard(vocab_size) if layout is None else layout.shard(vocab_size)
-    block = vocab_block or vocabulary.default_block(None if layout is None else layout.platform)
-    return cls(chunk_size, block, shard, layout, topk, topk_method)
-
-  @property
-  def lockstep_axes(self) -> tuple[str, ...]:
-    """The axes over which devices exchange data within a chunk."""
-    return () if self.layout is None else self.layout.batch_axes
-
-  def over_devices(self, evaluate, hidden, unembedding, tokens, shared=()) -> DeviceResult:
-    """Run `evaluate` on every device with its own part of the arguments."""
-    if self.layout is None:
-      return evaluate(hidden, unembedding, tokens, shared)
-    return over_devices(self.layout, self.shard, evaluate, hidden, unembedding, tokens, shared)
 
 
 @flax.struct.dataclass
@@ -224,10 +194,10 @@ def _tokens(ids: jax.Array, temperature: float | jax.Array, mask: jax.Array | No
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _scores(settings: _Settings, hidden, unembedding, targets, temperature, mask) -> tuple[jax.Array, ...]:
+def _scores(settings: PassSettings, hidden, unembedding, targets, temperature, mask) -> tuple[jax.Array, ...]:
   """Return log-probs and entropies [N] of targets, and with `topk` the most likely ids and their log-probs [N, K]."""
   dtype = vocabulary.logits_dtype(hidden)
-  unembedding = unembedding if settings.layout is None else settings.layout.padded(unembedding)
+  unembedding = settings.padded(unembedding)
   hidden = lax.stop_gradient(hidden).reshape(-1, hidden.shape[-1])
   tokens, shared = (targets.reshape(-1), jnp.ones(targets.size, bool) if mask is None else mask.reshape(-1)), ()
   if jnp.ndim(temperature):
@@ -244,7 +214,7 @@ def _scores(settings: _Settings, hidden, unembedding, targets, temperature, mask
   ).per_token
 
 
-def _scores_here(settings: _Settings, hidden, unembedding, tokens, temperature) -> DeviceResult:
+def _scores_here(settings: PassSettings, hidden, unembedding, tokens, temperature) -> DeviceResult:
   """Return `_scores` for a device's own tokens: hidden [n, D], tokens (targets [n], mask [n], own temperature [n])."""
   targets, mask, *own_temperature = tokens
   dtype, shard = vocabulary.logits_dtype(hidden), settings.shard
@@ -283,7 +253,7 @@ def _scores_here(settings: _Settings, hidden, unembedding, tokens, temperature) 
   return DeviceResult(sums=(), per_token=outputs)
 
 
-def _most_likely(settings: _Settings, largest, own_normaliser) -> tuple[jax.Array, jax.Array]:
+def _most_likely(settings: PassSettings, largest, own_normaliser) -> tuple[jax.Array, jax.Array]:
   """Return ids and log-probs [c, K] of the most likely tokens, from the largest logits of each part."""
   values, ids = vocabulary.largest_of_all(settings.shard, largest, min(settings.topk, settings.shard.vocab_size))
   log_probs = values - own_normaliser[:, None]
@@ -299,11 +269,11 @@ def _most_likely(settings: _Settings, largest, own_normaliser) -> tuple[jax.Arra
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _of_ids(settings: _Settings, hidden, unembedding, tokens):
+def _of_ids(settings: PassSettings, hidden, unembedding, tokens):
   return _of_ids_and_normaliser(settings, hidden, unembedding, tokens)[0]
 
 
-def _of_ids_fwd(settings: _Settings, hidden, unembedding, tokens):
+def _of_ids_fwd(settings: PassSettings, hidden, unembedding, tokens):
   wanted = hidden.perturbed, unembedding.perturbed
   hidden, unembedding, tokens = jax.tree.map(lambda x: x.value, (hidden, unembedding, tokens))
   log_probs, live, normaliser = _of_ids_and_normaliser(settings, hidden, unembedding, tokens)
@@ -312,13 +282,13 @@ def _of_ids_fwd(settings: _Settings, hidden, unembedding, tokens):
   return log_probs, (flags, hidden, unembedding, tokens, live, normaliser)
 
 
-def _of_ids_bwd(settings: _Settings, residuals, cotangent):
+def _of_ids_bwd(settings: PassSettings, residuals, cotangent):
   if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
     return None, None, None
   flags, hidden, unembedding, tokens, live, normaliser = residuals
   evaluate = functools.partial(_gradient_here, settings, tuple(flag is not None for flag in flags))
   slopes = jnp.where(live, cotangent, 0)
-  result = settings.over_devices(evaluate, hidden, unembedding, (tokens, slopes, normaliser))
+  result = settings.over_devices(evaluate, hidden, unembedding, (tokens, slopes, normaliser), ())
   by_unembedding = result.by_unembedding
   return result.per_token, None if by_unembedding is None else by_unembedding.astype(unembedding.dtype), None
 
@@ -326,13 +296,13 @@ def _of_ids_bwd(settings: _Settings, residuals, cotangent):
 _of_ids.defvjp(_of_ids_fwd, _of_ids_bwd, symbolic_zeros=True)
 
 
-def _of_ids_and_normaliser(settings: _Settings, hidden, unembedding, tokens) -> tuple[jax.Array, ...]:
+def _of_ids_and_normaliser(settings: PassSettings, hidden, unembedding, tokens) -> tuple[jax.Array, ...]:
   """Return log-probs [N, M], whether each id has a nonzero probability [N, M] bool, and normalisers [N]."""
   evaluate = functools.partial(_of_ids_here, settings)
-  return settings.over_devices(evaluate, hidden, unembedding, tokens).per_token
+  return settings.over_devices(evaluate, hidden, unembedding, tokens, ()).per_token
 
 
-def _logits_of_group(settings: _Settings, hidden, unembedding, temperature, valid):
+def _logits_of_group(settings: PassSettings, hidden, unembedding, temperature, valid):
   """Return the group's states [C, D] and temperatures [C, 1], and a function that gives logits by blocks."""
   dtype, shard = vocabulary.logits_dtype(hidden), settings.shard
   hidden = shard.gather(jnp.where(valid[:, None], hidden, 0))
@@ -340,7 +310,7 @@ def _logits_of_group(settings: _Settings, hidden, unembedding, temperature, vali
   return hidden, divisor, vocabulary.logits_of_blocks(hidden, unembedding, divisor)
 
 
-def _of_ids_here(settings: _Settings, hidden, unembedding, tokens, shared) -> DeviceResult:
+def _of_ids_here(settings: PassSettings, hidden, unembedding, tokens, shared) -> DeviceResult:
   del shared
   dtype, shard = vocabulary.logits_dtype(hidden), settings.shard
 
@@ -369,7 +339,7 @@ def _of_ids_here(settings: _Settings, hidden, unembedding, tokens, shared) -> De
   return DeviceResult(sums=(), per_token=outputs)
 
 
-def _gradient_here(settings: _Settings, wanted: tuple[bool, bool], hidden, unembedding, tokens, shared) -> DeviceResult:
+def _gradient_here(settings: PassSettings, wanted, hidden, unembedding, tokens, shared) -> DeviceResult:
   """Return the gradients by a device's own hidden states [n, D] and by its part of the unembedding, where wanted.
 
   The gradient by the logit of v is Σ_m slope_m·(1[v = id_m] − p_v).

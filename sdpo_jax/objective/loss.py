@@ -11,10 +11,9 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from sdpo_jax.objective import vocabulary
 from sdpo_jax.objective.fused import FusedSettings, SharedInputs, fused_loss
 from sdpo_jax.objective.row_numbers import first_entries, of_tokens
-from sdpo_jax.objective.sharded import Layout, VocabShard
+from sdpo_jax.objective.sharded import Layout
 from sdpo_jax.objective.terms import Auxiliary, TermScalars, TermSettings, TokenInputs
 from sdpo_jax.objective_settings import TOPK_METHODS, check_divergence, known_number
 from sdpo_jax.types import NUMBERS, READS, RowNumbers, TeacherSignal
@@ -163,28 +162,25 @@ def objective(
   entries = student_unembedding.shape[0]
   if vocab_size is not None and not 0 < vocab_size <= entries:
     raise ValueError(f'vocab_size={vocab_size} is not among the {entries} rows of the unembedding.')
+  settings = FusedSettings.of(
+    vocab_size or entries,
+    layout,
+    config.vocab_block,
+    chunk_size=config.chunk_size,
+    topk=config.distillation_topk,
+    topk_method=config.topk_method,
+    terms=fixed_terms(config, numbers),
+  )
   shared = SharedInputs(config.term_scalars)
   if teacher is not None:
     matrices = teacher.unembedding, teacher.mix_unembedding
     if config.term_settings.kind == 'full':
       # The divergence meets student and teacher entry by entry, and models pad their vocabularies differently.
       matrices = jax.tree.map(functools.partial(_of_entries, entries), matrices)
-    if layout is not None:
-      matrices = jax.tree.map(layout.padded, matrices)
+    matrices = jax.tree.map(settings.padded, matrices)
     teacher_unembedding, mix_unembedding, mix_rate = _detached((*matrices, teacher.mix_rate))
     shared = shared.replace(teacher_unembedding=teacher_unembedding, mix_unembedding=mix_unembedding, mix_rate=mix_rate)
-  shard = VocabShard(vocab_size or entries)
-  if layout is not None:
-    shard, student_unembedding = layout.shard(vocab_size or entries), layout.padded(student_unembedding)
-  settings = FusedSettings(
-    terms=fixed_terms(config, numbers),
-    topk=config.distillation_topk,
-    topk_method=config.topk_method,
-    chunk_size=config.chunk_size,
-    vocab_block=config.vocab_block or vocabulary.default_block(None if layout is None else layout.platform),
-    shard=shard,
-    layout=layout,
-  )
+  student_unembedding = settings.padded(student_unembedding)
   hidden = student_hidden.reshape(-1, student_hidden.shape[-1])
   loss, aux = fused_loss(settings, hidden, student_unembedding, tokens, shared)
   return loss, unflattened(aux, targets.shape)

@@ -70,7 +70,7 @@ def distillation_of(log_prob, entropy):
 
 def fused_loss_of(hidden, unembedding, mask):
   config = ObjectiveConfig()
-  settings = FusedSettings(config.term_settings, K, 'exact', 2, V, VocabShard(V), None)
+  settings = FusedSettings.of(V, None, V, chunk_size=2, topk=K, terms=config.term_settings)
   tokens = terms.TokenInputs(jnp.zeros(mask.shape, int), mask, policy_coef=mask, advantages=mask)
   return fused_loss(settings, hidden, unembedding, tokens, SharedInputs(config.term_scalars))
 
