@@ -87,9 +87,8 @@ class Outcome:
 
   score: float | None  # Compared with `success_reward_threshold`; None: ungraded.
   feedback: str | None = None  # What was wrong, in words; None or blank: nothing to say.
-  metrics: Mapping[str, Any] = dataclasses.field(
-    default_factory=dict
-  )  # e.g. acc, pred (str, for maj@k), incorrect_format.
+  # For example acc, pred (str, for maj@k), incorrect_format.
+  metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   reason: str | None = None  # Why there is no score, in words for people; no model ever reads it.
   applicable: bool = True  # False: no score, because the grader is not meant for such questions.
   # With several graders, or a weighted one: the reward of each that applies, by grader name, before weighting.
@@ -126,9 +125,8 @@ class TokenRows:
   tokens: jax.Array  # [B, S] int32.
   positions: jax.Array  # [B, S] int32, restarted at 0 for each segment without a parent.
   segment_ids: jax.Array  # [B, S] int32, 0 = padding; tokens attend only within their segment and to its parent.
-  target_index: (
-    jax.Array
-  )  # [B, T] int32, position in the row whose hidden state predicts completion token t (0 where masked).
+  # [B, T] int32, position in the row whose hidden state predicts completion token t (0 where masked).
+  target_index: jax.Array
   parents: jax.Array | None = None  # [B, S] int32, parent of the token's segment, 0: none; None: no segment has one.
   members: jax.Array | None = None  # [B] int32, the pooled adapter that each row uses, negative: none; None: no pool.
 
@@ -191,15 +189,13 @@ class Batch:
   distill_coef: jax.Array | None  # [B, T] float32, of the divergence.
   policy_coef: jax.Array | None  # [B, T] float32, of the policy gradient.
   entropy_coef: jax.Array | None  # [B, T] float32, of the entropy bonus.
-  old_log_probs: (
-    jax.Array | None
-  )  # [B, T], of the policy before the update; None: the current ones, detached (on-policy).
+  # [B, T], of the policy before the update; None: the current ones, detached (on-policy).
+  old_log_probs: jax.Array | None
   advantages: jax.Array | None  # [B, T] float32; None: no term reads them.
   # [B, T] under the distribution that the targets were drawn from, for weights of tokens; None: the loss applies none.
   sampling_log_probs: jax.Array | None = None
-  kl_coef: jax.Array | None = (
-    None  # [B, T] float32, of the KL divergence from the initial policy; a weight like those above.
-  )
+  # [B, T] float32, of the KL divergence from the initial policy; a weight like those above.
+  kl_coef: jax.Array | None = None
   initial_log_probs: jax.Array | None = None  # [B, T] of the initial policy; None: no term reads them.
   signal: TeacherSignal | None = None  # From an external teacher: `token_ids` and `log_probs` [B, T, K].
   numbers: RowNumbers | None = None  # Per-row numbers, replacing the run's; None: all rows use the run's.

@@ -26,9 +26,8 @@ class Source:
   parts: Mapping[str, str | None]  # Name of each part → its public address, hf:…; None: it has none.
   convert: Callable[[Parts, ConversionOptions], Splits]
   licence: str
-  sizes: Callable[[ConversionOptions], Mapping[str, int]] = (
-    lambda options: {}
-  )  # Number of rows per split in the paper's files.
+  # Number of rows per split in the paper's files.
+  sizes: Callable[[ConversionOptions], Mapping[str, int]] = lambda options: {}
   where: str = ''  # Where to get parts without an address.
   read: Callable[[str, str], Sequence[rows.RawRow]] = sources.read_rows  # Rows of a part, from its address and setting.
   texts: Callable[[Parts, ConversionOptions], Mapping[str, str]] = lambda parts, options: {}  # More files: name → text.

@@ -33,9 +33,8 @@ class EndpointScores:
   token_ids: np.ndarray  # [T, K] int32, the most likely tokens, most likely first; −1: not in the vocabulary.
   log_probs: np.ndarray  # [T, K] float32 of these; nats, at temperature 1.
   target_log_probs: np.ndarray  # [T] float32 of the completion's own tokens.
-  texts: tuple[str | None, ...] = dataclasses.field(
-    default=(), repr=False
-  )  # [T] of these tokens, as the server has them.
+  # [T] of these tokens, as the server has them.
+  texts: tuple[str | None, ...] = dataclasses.field(default=(), repr=False)
 
   @property
   def tail_mass(self) -> np.ndarray:
@@ -48,9 +47,8 @@ class Dialect:
   """A server's request and response format."""
 
   request: Callable[[str, Sequence[int], Sequence[int], int], dict[str, Any]]  # (model, prompt, completion, K) → body.
-  rows: Callable[
-    [Any, Sequence[int], Sequence[int]], list[PositionLogProbs]
-  ]  # (answer, prompt, completion) → [T]; raises Fault.
+  # (answer, prompt, completion) → [T]; raises Fault.
+  rows: Callable[[Any, Sequence[int], Sequence[int]], list[PositionLogProbs]]
 
   def read(
     self, answer: Any, prompt: Sequence[int], completion: Sequence[int], k: int, vocab_size: int
@@ -162,9 +160,8 @@ def _vllm_rows(answer: Any, prompt: Sequence[int], completion: Sequence[int]) ->
   _check_echo(whole, choice.get('prompt_token_ids'))
   if len(found) != len(whole):
     raise Fault(f'its answer has log-probs at {len(found)} positions, and {len(whole)} tokens were sent')
-  return [
-    _vllm_row(row, token) for row, token in zip(found[len(prompt) :], completion, strict=True)
-  ]  # The first entry of the prompt has no context and is null.
+  # The first entry of the prompt has no context and is null.
+  return [_vllm_row(row, token) for row, token in zip(found[len(prompt) :], completion, strict=True)]
 
 
 def _vllm_row(row: Any, token: int) -> PositionLogProbs:
