@@ -129,9 +129,9 @@ def too_much() -> bool:
 
 @pytest.fixture(scope='module', autouse=True)
 def free_memory():
-  """Yield what was compiled goes at the end of a file once it is much: a process with all programs grows to 7 GB.
+  """Drop compiled programs at the end of a file once they are many; a process that keeps all of them grows to 7 GB.
 
-  Until then garbage is looked for in what the file itself has made only: there are millions of objects of programs.
+  Until then the collector looks only at objects of this file: those of compiled programs number millions.
   """
   yield
   if too_much():
@@ -157,7 +157,7 @@ def forgetting() -> Iterator[None]:
 
 @pytest.fixture(scope='module', autouse=True)
 def forget_names():
-  """Yield what a file's tests register goes when they are done: experiments of two files register the same names."""
+  """Remove what a file's tests registered when they are done; experiments of two files register the same names."""
   with forgetting():
     yield
 

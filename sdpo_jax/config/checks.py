@@ -119,7 +119,7 @@ def _check_effects(
   own: str,
   kept: Sequence[str],
 ) -> None:
-  """Raise UserError for a setting without effect: there is nothing that it describes, or what it describes is given.
+  """Raise UserError for settings of an adapter or cartridge that does not exist, or whose file fixes them.
 
   Args:
     section: settings of what is trained, with the `path` of one to start from.

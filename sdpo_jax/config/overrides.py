@@ -241,7 +241,7 @@ def assign(config: Config, name: str, value: Any) -> None:
 
 
 def _place(config: Config, name: str) -> tuple[Any, str]:
-  """Return where the setting with dotted `name` is, a section or an object, and the name that it has there."""
+  """Return the section or JSON object that holds the setting with dotted `name`, and its name in there."""
   target, leaf = config, name
   while '.' in leaf and not isinstance(target, dict):
     section, leaf = leaf.split('.', maxsplit=1)

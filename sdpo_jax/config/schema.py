@@ -834,7 +834,7 @@ class ServeConfig:
   logits_chunk_size: int = setting(256, 'Tokens whose logits exist at one time.', TOKENS)
   memory_mb: int | None = setting(
     None,
-    'Of versions of adapters in host memory; others are in files. None: twice what all places on the devices hold, '
+    'Host memory for versions of adapters; others are in files. None: twice what all places on the devices hold, '
     '1024 at least, and a quarter of the memory of the host at most.',
     MIB,
   )
@@ -887,7 +887,7 @@ class PlanConfig:
 
 @dataclasses.dataclass
 class Sections:
-  """All settings, as sections; `settings.Config` adds validation and serialisation."""
+  """All settings, as sections; `validated.Config` adds validation and serialisation."""
 
   name: str = setting('run', 'Name of the experiment; the default workdir is runs/<name>.')
   seed: int = setting(0, 'Seed of everything random.', Range(at_least=0, below=2**63))
@@ -896,7 +896,7 @@ class Sections:
   rollout: RolloutConfig = setting(RolloutConfig, 'How training completions are sampled.')
   val_kwargs: ValKwargs = setting(ValKwargs, 'How evaluation completions are sampled.')
   actor: ActorConfig = setting(ActorConfig, 'What is minimised.')
-  algorithm: AlgorithmConfig = setting(AlgorithmConfig, 'Corrections around it.')
+  algorithm: AlgorithmConfig = setting(AlgorithmConfig, 'Mode, weights of the terms, correction of rollouts.')
   optimizer: OptimizerConfig = setting(OptimizerConfig, 'How the parameters move.')
   trainer: TrainerConfig = setting(TrainerConfig, 'The loop.')
   environments: EnvironmentsConfig = setting(EnvironmentsConfig, 'The graders.')

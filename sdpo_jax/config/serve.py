@@ -130,7 +130,7 @@ class LearningConfig:
   clip_eps: float = setting(0.2, "Of 'jsd_pg': clip of the ratio.", Range(above=0, below=1))
   jsd_weight: float = setting(0.5, "Of 'jsd_pg': weight of its regulariser.", NOT_NEGATIVE)
   betas: tuple[float, ...] = setting((0.9, 0.999), 'Decay rates of the moments of AdamW.', Range(at_least=0, below=1))
-  weight_decay: float = setting(0.01, 'Of the factors, decoupled.', NOT_NEGATIVE)
+  weight_decay: float = setting(0.01, 'Decoupled weight decay of the factors.', NOT_NEGATIVE)
   max_grad_norm: float = setting(1.0, 'Norm to which gradients are clipped.', POSITIVE)
   teacher: Literal['live', 'ema', 'lagged', 'base', 'frozen'] = setting(
     'live',

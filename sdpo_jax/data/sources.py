@@ -77,7 +77,7 @@ def read_rows(source: str, setting: str) -> Sequence[RawRow]:
   are texts; an empty cell is a missing field.
 
   Args:
-    source: path, local or any that etils.epath opens (gs://…), or hf:OWNER/NAME?split=… (see `hub.read_rows`).
+    source: path, local or any that etils.epath opens (gs://…), or hf:OWNER/NAME?split=… (see `hub_datasets.read_rows`).
     setting: name of the setting that holds the source, for messages.
 
   Raises:

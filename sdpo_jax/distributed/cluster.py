@@ -41,7 +41,7 @@ class ProcessLost(Exception):
   """A process is gone, or never came; the message says which. Commands end with EXIT_LOST."""
 
 
-class FailedElsewhere(Exception):
+class PeerFailed(Exception):
   """Another process has met an error and is about to report it; commands wait for its sentence, and end with it."""
 
 
@@ -194,7 +194,7 @@ def await_verdict(error: BaseException) -> None:
 
   If a process is gone, this process ends here, with the sentence. Otherwise the error is this process's own.
   """
-  if _member is not None and (isinstance(error, FailedElsewhere) or is_of_a_collective(error)):
+  if _member is not None and (isinstance(error, PeerFailed) or is_of_a_collective(error)):
     time.sleep(_member.timeouts.heartbeat)
 
 

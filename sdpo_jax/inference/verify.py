@@ -121,7 +121,7 @@ class _Audit:
     yield from self._lost()
     for folder in ('rollouts', 'eval'):
       yield from self._results(folder)
-    yield from self._remains()
+    yield from self._leftovers()
 
   def summary(self, damaged: int) -> str:
     """Return a sentence on what would be lost if the run stopped now."""
@@ -302,7 +302,7 @@ class _Audit:
         yield Finding(DAMAGE, f'{name}/{path.name}', wrong)
     yield Finding(WHOLE, name, _count(whole, 'file'))
 
-  def _remains(self) -> Iterator[Finding]:
+  def _leftovers(self) -> Iterator[Finding]:
     for name, text in ((DAMAGED, 'set aside as damaged'), (BEFORE_RESTART, 'moved away by --restart')):
       folder = self._workdir / name
       held = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []

@@ -1,1 +1,1 @@
-"""What learns: rows and losses, the optimizer step, and the training slots of a service."""
+"""Learning of runs and of the service: batches, losses, gradients, the optimizer step, training slots."""

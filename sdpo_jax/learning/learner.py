@@ -68,7 +68,7 @@ class _Micro:
   mask: jax.Array  # [B, T].
   teacher_hidden: jax.Array  # [B, T, D].
   named: jax.Array  # [B] bool, the support is the tokens that the teacher named.
-  given: jax.Array  # [B] bool, the teacher's scores are given: `Taught`.
+  given: jax.Array  # [B] bool, the lesson brings the teacher's scores: `Taught`.
   before: Scores
   theirs: Scores
   floored: jax.Array  # [B, T] bool.
@@ -81,18 +81,18 @@ class LearningFunctions:
   """The jitted functions of learning; the losses of the rows of a micro-batch are data to all of them."""
 
   states: Callable[..., Any]  # `models.forward.forward` without the policy.
-  first: Callable[..., Any]  # `signals.first` with its static arguments bound; so is the next.
-  support: Callable[..., Any]  # `signals.support`.
+  first: Callable[..., Any]  # `signals.first` with its static arguments bound.
+  support: Callable[..., Any]  # `signals.support` with its static arguments bound.
   log_probs: Callable[..., Any]  # (hidden, unembedding, targets, mask) → the log-probs of `objective.log_probs.scores`.
   report: Callable[..., Any]  # `objective.reported.row_sums`.
-  zero: Callable[..., Any]  # From `learning.update.UpdateFunctions`; so is the next.
-  accumulate: Callable[..., Any]
+  zero: Callable[..., Any]  # `update.UpdateFunctions.zero`.
+  accumulate: Callable[..., Any]  # `update.UpdateFunctions.accumulate`.
   step: Callable[..., Any]  # `training_pool.step`; the buffers of the state are donated.
 
 
 @functools.lru_cache(maxsize=16)
 def learning_functions(policy: DecoderPolicy, topk: int, chunk_size: int) -> LearningFunctions:
-  """Return the functions, which learners of equal models and sizes share together with their compiled programs.
+  """Return the jitted functions of learning; equal arguments share them and their compiled programs.
 
   On a mesh, rows are divided over all devices, and factors keep the layout of `lora_pool.shardings`.
   """

@@ -1,4 +1,4 @@
-"""What a run reads of student and teacher without learning: their most likely tokens, and their divergence.
+"""Forward passes of a run that train nothing: the most likely tokens of student and teacher, and their divergence.
 
 N completions of T tokens; K most likely tokens of a position; B rows of a micro-batch.
 """

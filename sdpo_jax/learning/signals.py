@@ -1,4 +1,4 @@
-"""The log-probs of the teacher that the losses of requests read: over its own top K, or given by another scorer.
+"""The teacher's log-probs for the losses of requests: of the student's top K, of its own, or as given.
 
 A run's teacher reads its prompts in the update itself (`teacher.signal`), and its hidden states are the signal. The
 teachers of requests are scored once, before the first of a request's steps: their signal is the log-probs of K tokens.
@@ -29,7 +29,7 @@ class TeacherInputs:
   same: Any  # [B] bool, the teacher has the student's factors and reads the same prompt.
   advantage: Any  # [B] float32, of the rows that are not `jsd_pg`.
   has_old: Any  # [B] bool, the log-probs of the policy that drew the completion are known.
-  given: Any  # [B] bool, the teacher's scores are given: `Taught`.
+  given: Any  # [B] bool, the lesson brings the teacher's scores: `Taught`.
   given_ids: Any  # [B, T, K] int32.
   given_log_probs: Any  # [B, T, K].
   given_own: Any  # [B, T] log-probs of the targets.
@@ -89,7 +89,7 @@ def support(
   k: int,
   **settings: Any,
 ) -> TeacherSignal:
-  """Return the teacher's signal on the student's present support."""
+  """Return the teacher's signal after a step: on its own tokens in `named` rows, else on the student's new top K."""
   own = scores(hidden, unembedding, targets, k, mask=mask, **settings)
   agreed = _agreed(hidden, teacher_hidden) & ~given[:, None]
   return _signal(own, theirs, teacher_hidden, unembedding, mask, named, agreed, **settings)

@@ -148,7 +148,7 @@ class Scenario:
 
   def prefills(self, questions: int, n: int) -> int:
     """Return the number of prefill calls for `questions` with `n` completions each."""
-    together = sizes.prompts_together(declared_buckets(self.config).prompt[-1], self.rows(questions * n))
+    together = sizes.prompts_per_prefill(declared_buckets(self.config).prompt[-1], self.rows(questions * n))
     return math.ceil(questions / (self.mesh.shape[meshes.FSDP] * together))
 
   def waiting(self, count: int) -> tuple[int, float]:

@@ -62,7 +62,7 @@ class SamplerSizes:
 
   def prompts(self, width: int) -> int:
     """Return how many prompts of a shard are prefilled together in a bucket of `width` tokens."""
-    return prompts_together(width, self.rows)
+    return prompts_per_prefill(width, self.rows)
 
   def path(self, now: Size | None, needed: int, live: int) -> tuple[Size, ...]:
     """Return the stages that a cache goes through, one after the other, to reach the size that it should have.
@@ -122,7 +122,7 @@ def sizes(
   return SamplerSizes(room, chunk, widest, stages, 1)
 
 
-def prompts_together(width: int, rows: int) -> int:
+def prompts_per_prefill(width: int, rows: int) -> int:
   """Return how many prompts of a shard with `rows` rows are prefilled together in a bucket of `width` tokens."""
   return min(math.ceil(PREFILL_TOKENS / width), rows)
 

@@ -23,7 +23,7 @@ def checked(settings: Mapping[str, Any], serve: ServeConfig, prompt_of: Callable
     settings: `teacher`, a kind or a mapping (`teachers.check`); `guards`, limits by name (`guards.Guards.of`);
       `canary_prompts`, texts or conversations.
     serve: settings of the service.
-    prompt_of: `Account.prompt_of`, which tokenizes prompts.
+    prompt_of: `ServiceState.prompt_of`, which tokenizes prompts.
 
   Raises:
     InvalidRequest: a setting is not allowed; the error names the field.

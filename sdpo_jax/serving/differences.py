@@ -56,10 +56,10 @@ def changes(
 def total(matrices: list[MatrixChange]) -> MatrixChange:
   """Return the change of all matrices taken as one."""
 
-  def together(name: str) -> float:
+  def norm(name: str) -> float:
     return math.hypot(*(getattr(each, name) for each in matrices))
 
-  return MatrixChange('all', together('before'), together('after'), together('change'))
+  return MatrixChange('all', norm('before'), norm('after'), norm('change'))
 
 
 def _factors(row: Parameter, target: lora.Target, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -46,7 +46,7 @@ class InFlight(ServiceError):
   status, code = 409, 'in_flight'
 
 
-class _ElsewhereError(ServiceError):
+class _StateConflict(ServiceError):
   """The state has moved on: it is at `current`, and the request assumes another."""
 
   def __init__(self, message: str, *, current: int, field: str | None = None):
@@ -54,7 +54,7 @@ class _ElsewhereError(ServiceError):
     self.current = current
 
 
-class TurnConflict(_ElsewhereError):
+class TurnConflict(_StateConflict):
   """A session is at another turn than the request assumes.
 
   `current` is the number of its newest turn, −1 if there is none.
@@ -67,7 +67,7 @@ class Gone(ServiceError):
   status, code = 410, 'gone'
 
 
-class VersionConflict(_ElsewhereError):
+class VersionConflict(_StateConflict):
   """The adapter is at another version than the request expects."""
 
   status, code = 412, 'version_conflict'

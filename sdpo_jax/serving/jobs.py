@@ -170,7 +170,7 @@ def runnable(jobs: Sequence[Job], present: Any) -> list[Job]:
   return found
 
 
-def learned_together(jobs: Sequence[Job], *, slots: int, teachers: int, rows: int) -> list[LearnJob]:
+def learn_batch(jobs: Sequence[Job], *, slots: int, teachers: int, rows: int) -> list[LearnJob]:
   """Return the first job, which learns, and later ones that can learn in the same steps.
 
   Args:
@@ -197,7 +197,7 @@ def learned_together(jobs: Sequence[Job], *, slots: int, teachers: int, rows: in
   return picked
 
 
-def scored_together(jobs: Sequence[Job], *, rows: int) -> list[tuple[ScoreJob, int]]:
+def score_batch(jobs: Sequence[Job], *, rows: int) -> list[tuple[ScoreJob, int]]:
   """Return the first job, which scores, and later ones of the same version, each with its number of rows to score now.
 
   Args:

@@ -232,7 +232,7 @@ def _summary(
   feedback = {what: seconds(name) for what, name in _of_feedback(settings, lengths).items()} | alone
   together = min(settings.training_rows, settings.slots)  # Each with another version.
   shards = mesh.shape[meshes.FSDP]
-  prompts = shards * sizes.prompts_together(settings.prompt_buckets[-1], settings.rows // shards)
+  prompts = shards * sizes.prompts_per_prefill(settings.prompt_buckets[-1], settings.rows // shards)
   prefill, decode = (estimates[kind].name if kind in estimates else '' for kind in ('prefill', 'decode'))
   a_token = seconds(decode, 'busy_step_seconds') / settings.rows
   # One completion per version, which must be put among the snapshots first.

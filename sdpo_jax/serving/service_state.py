@@ -117,7 +117,7 @@ class ServiceState:
     limit: int | None = None,
     add_special_tokens: bool = True,
   ) -> list[int]:
-    """Return the token ids of a prompt that is given in one of three forms; see `prompts.tokens_of`.
+    """Return the token ids of a prompt that is given in one of three forms; see `request_prompts.tokens_of`.
 
     Args:
       messages: a conversation, rendered by the chat template of the model.

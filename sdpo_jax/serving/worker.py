@@ -30,10 +30,10 @@ from sdpo_jax.serving.jobs import (
   LearnJob,
   SampleJob,
   ScoreJob,
-  learned_together,
+  learn_batch,
   needed,
   runnable,
-  scored_together,
+  score_batch,
 )
 from sdpo_jax.serving.records import BASE
 from sdpo_jax.serving.shelf import Arrays, NoPlaceError
@@ -504,8 +504,8 @@ class Worker:
   def _learn(self, engine: Engine, jobs: Sequence[Job]) -> None:
     settings = engine.settings
     rows = _BATCHES * settings.training_rows
-    together = learned_together(jobs, slots=settings.slots, teachers=settings.teachers, rows=rows)
-    wanted = [job for job in together if self._claimed(job)]
+    batch = learn_batch(jobs, slots=settings.slots, teachers=settings.teachers, rows=rows)
+    wanted = [job for job in batch if self._claimed(job)]
     if not wanted:
       return
     try:
@@ -522,8 +522,8 @@ class Worker:
       job.answer(learned)
 
   def _score(self, engine: Engine, jobs: Sequence[Job]) -> None:
-    together = scored_together(jobs, rows=_BATCHES * engine.settings.training_rows)
-    wanted = [(job, count) for job, count in together if self._claimed(job)]
+    batch = score_batch(jobs, rows=_BATCHES * engine.settings.training_rows)
+    wanted = [(job, count) for job, count in batch if self._claimed(job)]
     if not wanted:
       return
     parts = [slice(len(job.found), len(job.found) + count) for job, count in wanted]

@@ -55,7 +55,7 @@ class AlarmWatch:
     self._name_missing_best(values)
 
   def after(self, step: int, line: dict[str, Any], metrics: Mapping[str, float], *, whole: bool) -> AlarmVerdict:
-    """Return what follows from the metrics of a step, and write it into their line.
+    """Return the verdict on the metrics of a step, and add the alarms to their line.
 
     Args:
       step: number of the step.

@@ -89,7 +89,7 @@ class AroundStep:
       return top_tokens.measure(self.session, state, batch, trainer.record_top_tokens, self.preemption)
 
   def start_again(self) -> None:
-    """Drop what discarded weights have sampled, which is not learned from."""
+    """Drop the batches that weights undone by a rollback have sampled."""
     self.ahead.ask_again()
     if self.gathering is not None:
       self.gathering.clear()

@@ -20,7 +20,7 @@ from sdpo_jax.types import Example, TrainState
 
 @dataclasses.dataclass
 class Evaluations:
-  """What the evaluations of a run measured; without those of steps that were undone."""
+  """The results of a run's evaluations, except those that a rollback undid."""
 
   session: Session
   graders: Graders

@@ -32,11 +32,11 @@ class JointErrors:
 
     Raises:
       Exception: this process failed; its own error.
-      cluster.FailedElsewhere: another process failed, and reports at what.
+      cluster.PeerFailed: another process failed, and reports at what.
     """
     failure, self.failure = self.failure, None
     failed = noted('' if failure is None else type(failure).__name__, what)
     if failure is not None:
       raise failure
     if failed:
-      raise cluster.FailedElsewhere(f'process {min(failed)} failed at {what}')
+      raise cluster.PeerFailed(f'process {min(failed)} failed at {what}')

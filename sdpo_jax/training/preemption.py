@@ -40,7 +40,7 @@ HELD_UP = 0.5  # Fraction of the grace period after which another thread saves i
 SAYING_S = 1.0  # Maximum time to wait for a message to be printed.
 LISTING_S = 2.0  # Maximum time to wait for the list of checkpoints at the deadline.
 # Codes sent in place of a signal number: another process was told to stop; this process was given up.
-_ELSEWHERE, _GIVEN_UP = 0, 255
+_BY_CLUSTER, _GIVEN_UP = 0, 255
 
 # The part of a run that a signal interrupts: before there is anything to save; the steps; after the last step.
 Stage = Literal['start', 'steps', 'end']
@@ -89,7 +89,7 @@ class Preemption:
         # The handler itself does nothing: Python writes the signal's number to the socket, whatever the thread does.
         self._previous[number] = signal.signal(number, lambda number, frame: None)
     self._thread.start()
-    cluster.on_stop(functools.partial(self._say, _ELSEWHERE))
+    cluster.on_stop(functools.partial(self._say, _BY_CLUSTER))
     return self
 
   def __exit__(self, *_: object) -> None:
@@ -162,7 +162,7 @@ class Preemption:
         return
       now = time.monotonic()
       for number in heard:
-        if number not in (_ELSEWHERE, _GIVEN_UP, *SIGNALS):
+        if number not in (_BY_CLUSTER, _GIVEN_UP, *SIGNALS):
           continue  # Another signal with a handler of Python's.
         if first is None:
           first, name = now, self._tell(number, now)
@@ -189,10 +189,10 @@ class Preemption:
     if number == _GIVEN_UP:
       name = str(self.given_up)
     else:
-      name = 'Another process was told to stop' if number == _ELSEWHERE else signal.Signals(number).name
+      name = 'Another process was told to stop' if number == _BY_CLUSTER else signal.Signals(number).name
     self.deadline = now + self._limit()
     self._save_at = now + HELD_UP * self._limit()
-    if number != _ELSEWHERE:
+    if number != _BY_CLUSTER:
       cluster.ask_to_stop()
     with contextlib.suppress(OSError, ValueError, OverranError):  # The output may have no reader, or no longer.
       call_within(lambda: print(f'\n{name}: {_ANSWERS[self.stage]}', file=sys.stderr, flush=True), SAYING_S, 'saying')

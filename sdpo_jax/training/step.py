@@ -45,13 +45,13 @@ AHEAD, AHEAD_S = 2, 0.5
 
 
 class Hooks(Protocol):
-  """What may stand around the update of a step; a run's are `around_step.AroundStep`."""
+  """Callbacks of `step`: sampling, gathering, an outside teacher, recording; a run's are `around_step.AroundStep`."""
 
   def sample(self, state: TrainState, step: int, timer: Timer) -> tuple[list[GradedRollouts], SampledBatch]:
     """Sample and grade; return what was sampled now, and the batch of the step."""
 
   def gather(self, own: SampledBatch, context: TeacherContext | None) -> GatheredBatch | None:
-    """Return what the update learns from; None: nothing yet."""
+    """Return the completions that the update learns from; None: too few have gathered."""
 
   def ask(self, learned: GatheredBatch) -> TeacherSignal | None:
     """Return the signal of a teacher outside of the mesh; None: there is none."""

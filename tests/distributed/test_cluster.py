@@ -304,7 +304,7 @@ def members(count: int):
 
 
 def run_all(functions) -> list:
-  """Return what they return, each called in a thread of its own."""
+  """Call each function in a thread of its own, and return their results."""
   with concurrent.futures.ThreadPoolExecutor(len(functions)) as pool:
     return [future.result(60) for future in [pool.submit(function) for function in functions]]
 

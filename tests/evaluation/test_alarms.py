@@ -190,7 +190,7 @@ MetricsWriter.write = write_and_die
 
 @pytest.fixture(scope='module')
 def experiment(tmp_path_factory):
-  """Run of one experiment: rolled back, then stopped; the same, killed and started again."""
+  """Run one experiment twice: rolled back, then stopped; the same, killed and started again."""
   folder = tmp_path_factory.mktemp('alarms')
   config = tiny.make_experiment(folder)
   killed = {

@@ -108,6 +108,11 @@ def takes(name: str, path: pathlib.Path) -> list[str]:
   ]
 
 
+def defined(path: pathlib.Path) -> set[str]:
+  """Return the names of a file's classes and functions, also of those in others."""
+  return {node.name for node in ast.walk(_tree(path)) if isinstance(node, (ast.ClassDef, *_FUNCTIONS))}
+
+
 def public_classes(path: pathlib.Path) -> list[str]:
   """Return the names of the classes that a file defines for others."""
   return [node.name for node in _tree(path).body if isinstance(node, ast.ClassDef) and node.name[0] != '_']

@@ -44,7 +44,8 @@ def test_both_pages_have_that_script_and_no_other_such_set():
   with TestClient(make_app(None, Config().serve, lifetime=Lifetime(None)), base_url='http://localhost') as client:
     scripts = client.get('/console.js').text, page.render('', {}, [])
   for script in scripts:
-    assert script.count(invisible.SCRIPT) == 1 and 'matchAll(INVISIBLE)' in script or 'replace(INVISIBLE' in script
+    assert script.count(invisible.SCRIPT) == 1
+    assert 'matchAll(INVISIBLE)' in script or 'replace(INVISIBLE' in script
     assert not re.search(r'\\p\{|\\u\{?(?:200b|202e|e000)', script.replace(invisible.SCRIPT, ''), re.IGNORECASE)
 
 

@@ -5,6 +5,7 @@ says, with how much and why.
 """
 
 import collections
+import re
 
 import pytest
 
@@ -45,6 +46,20 @@ def test_configs_stay_at_the_edge():
 def test_no_two_public_classes_share_a_name():
   names = collections.Counter(name for path in sources.files().values() for name in sources.public_classes(path))
   assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_names_are_words_of_the_field():
+  """Such as queue, lease, pool, request; `…Said` is what /openapi.json calls the answers of the service."""
+  vague = re.compile('(?i)classroom|elsewhere|together|remains|passing')
+  classes = re.compile('_?[A-Z].*(Said|Held|Asked)|_?(Said|Held|Asked)([A-Z].*)?$')
+  found = {
+    name
+    for module, path in sources.files().items()
+    for name in sources.defined(path)
+    if vague.search(name) or classes.match(name)
+    if not (module.startswith('sdpo_jax.serving.web.') and name.endswith('Said'))
+  }
+  assert not found
 
 
 # File names that two rooms have, and why. Commands and presets are named as users type them.

@@ -58,9 +58,9 @@ registry._FACTORIES['parity'] = lambda settings: hang_at(['train-4'])
 
 @pytest.fixture(scope='module')
 def ends(request, tmp_path_factory):
-  """Run of one experiment: left in peace; killed at moments and started again; told to stop while a grader hangs.
+  """Run one experiment three times: undisturbed; killed and started again; stopped while a grader hangs.
 
-  The last with the slow tests only, which start more runs and compare them with these: they compile as users do.
+  The last is part of the slow tests, which start more runs and compare them with these; all compile as users do.
   """
   folder = tmp_path_factory.mktemp('resume')
   config = tiny.make_experiment(folder)

@@ -169,9 +169,8 @@ class LocalBlobs:
         write_atomically(path, content, 0o600)
 
   def renew(self, key: str, content: bytes) -> None:
-
-    # Its directory may not have been synced. After a failed fsync another one proves nothing, so the file is written
-    # again.
+    # The blob's directory may not have been synced. After a failed fsync another one proves nothing, so the file is
+    # written again.
     path = self._path(key)
     with self._failures(path):
       write_atomically(path, content, 0o600)

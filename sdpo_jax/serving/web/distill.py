@@ -31,7 +31,7 @@ from sdpo_jax.serving.web.schemas import Message, Number, RequestBody, ResponseB
 
 
 class DistillTraining(RequestBody):
-  """How `jsd_pg` learns; what is left out is as its definition has it."""
+  """How `jsd_pg` learns; absent fields take the defaults of its definition."""
 
   learning_rate: Number | None = Field(None, ge=0)
   alpha: Number = Field(0.5, gt=0, lt=1, description="The student's share of the mixture.")

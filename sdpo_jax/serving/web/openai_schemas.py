@@ -142,7 +142,7 @@ class TextCompletionRequest(_Request):
     return self.logprobs
 
   @pydantic.model_validator(mode='after')
-  def _goes_together(self):
+  def _fields_agree(self):
     if not self.prompt or [] in self.prompts or '' in self.prompts:
       raise ValueError('prompt is empty: it needs at least one token.')
     if self.topk is not None and self.topk < 0:
@@ -199,7 +199,7 @@ class ChatCompletionRequest(_Request):
     return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
   @pydantic.model_validator(mode='after')
-  def _goes_together(self):
+  def _fields_agree(self):
     if self.top_logprobs is not None and not self.logprobs:
       raise ValueError('top_logprobs goes with logprobs=true.')
     if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:

@@ -224,7 +224,7 @@ class FeedbackItem(RequestBody):
 
 
 class Update(RequestBody):
-  """How to learn; what is left out is as /v1/capabilities says."""
+  """How to learn; absent fields take the defaults of /v1/capabilities."""
 
   loss: Literal['sdpo', 'jsd_pg'] | None = None
   divergence: Literal['forward_kl', 'reverse_kl', 'jsd'] | None = Field(

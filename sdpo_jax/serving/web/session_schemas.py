@@ -12,7 +12,7 @@ Label = Annotated[str, Field(max_length=200)]
 
 
 class SessionSampling(RequestBody):
-  """How proposals are drawn; what is left out is as of completions."""
+  """How proposals are drawn; absent fields take the defaults of completions."""
 
   max_tokens: int | None = Field(None, ge=1, description='Of a proposal; null: as many as are served at most.')
   temperature: Number | None = Field(None, ge=0)
@@ -23,7 +23,7 @@ class SessionSampling(RequestBody):
 
 
 class OpenSession(RequestBody):
-  """What a session holds to from its first turn to its last."""
+  """The settings of a session, fixed when it is opened."""
 
   system: Text | None = Field(None, description='The message of the role system that the conversation begins with.')
   tools: list[dict[str, Any]] = Field(
@@ -114,7 +114,7 @@ class OpenedSaid(ResponseBody):
 class TurnSaid(ResponseBody):
   n: int = Field(description='0, 1, …')
   status: str = Field(description='open, approved, edited, denied or answered (there is no call to decide on).')
-  messages: list[dict[str, Any]] = Field(description='That came before it.')
+  messages: list[dict[str, Any]] = Field(description='Messages between the turn before and this one.')
   version: int = Field(description='Of the adapter, which drew it.')
   sample_id: str
   prompt_tokens: list[int]
@@ -138,7 +138,7 @@ class LearnedSaid(ResponseBody):
   version_after: int = Field(description='The same if nothing was committed.')
   accepted: bool
   reason: str | None = Field(None, description='Why not.')
-  turns: list[int] = Field(description='That it was learned from.')
+  turns: list[int] = Field(description='Turns that were learned from.')
   waiting: int = Field(description='Examples that wait until there are min_sdpo_examples.')
   divergence_before: float | None = Field(None, description='Mean per token of the answer, teacher‖student, in nats.')
   divergence_after: float | None = Field(None, description='The same of the new version.')

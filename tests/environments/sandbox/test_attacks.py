@@ -514,7 +514,7 @@ GREEDY = tuple(ATTACKS)[tuple(ATTACKS).index('memory') :]
 
 
 def kinds(*quick):
-  """Of the sandbox; all but these are slow."""
+  """Return a decorator that runs a test in every kind of sandbox; those not in `quick` are slow."""
   cases = [pytest.param(kind, marks=() if kind in quick else pytest.mark.slow) for kind in KINDS]
   return pytest.mark.parametrize('sandbox', cases, indirect=True, scope='module')
 

@@ -31,7 +31,7 @@ FINGERPRINT = {'weights': {'model': 'one'}, 'architecture': {'hidden_size': '8'}
 
 @functools.cache
 def tiny_base(rank=2, targets=('attention.query', 'layers.1.mlp.down'), **sizes) -> Base:
-  """Of a tiny model; one of the matrices has factors in one of two layers only."""
+  """Return the base of a tiny model; one of its matrices has factors in one of two layers only."""
   config = ModelConfig(dtype='float32', lora=LoraConfig(rank=rank, alpha=4.0, target_modules=targets))
   policy = huggingface.describe(SIZES | sizes, config)
   return Base('tiny/base', FINGERPRINT, policy.adapter, policy.base_policy().parameter_table())
