@@ -2,6 +2,7 @@
 
 from concurrent import futures
 import dataclasses
+import re
 import types
 
 import jax
@@ -27,6 +28,7 @@ from tests.letters import CONFIG, TOKENIZER
 from tests.local_server import Server
 from tests.scoring_server import Scorer as EndpointScorer
 from tests.serving.engines import OPTIMIZER, SETTINGS, feedback, lesson, make_model, random_factors, start
+from tests.tiny import REPOSITORY
 
 
 @pytest.fixture(scope='module')
@@ -508,3 +510,20 @@ def test_a_new_adapter_says_what_the_model_says(model, tmp_path):
     assert one.tokens.tolist() == other.tokens.tolist()
     np.testing.assert_array_equal(one.model_log_probs, other.model_log_probs)
   assert any(np.asarray(leaf).any() for leaf in jax.tree.leaves(engine.factors('new@0')))
+
+
+def test_the_program_of_the_docs_runs(model, tmp_path):
+  """Its lengths are replaced by those of these tests."""
+  program = re.findall(r'```python\n(.*?)```', (REPOSITORY / 'docs' / 'engine.md').read_text(), re.DOTALL)[0]
+  for shown, small in {
+    'prompt_buckets=(512,), teacher_buckets=(1024,), response_buckets=(512,)': '**vars(SETTINGS)',
+    'max_tokens=256': 'max_tokens=8',
+    'Sdpo(alpha=0.5)': 'Sdpo(alpha=0.5, topk=8)',
+  }.items():
+    assert program.count(shown) == 1
+    program = program.replace(shown, small)
+  policy, base = model
+  names = {'SETTINGS': SETTINGS, 'policy': policy, 'base': base, 'tokenizer': TOKENIZER, 'folder': tmp_path / 'shelf'}
+  names |= {'prompt': [3, 4, 5], 'prompt_with_the_feedback': [3, 4, 5, 6], 'stop_token_ids': (30,)}
+  exec(program, names)
+  assert names['learned'].stepped and 'ada@1' in names['engine']
