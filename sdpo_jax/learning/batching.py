@@ -33,7 +33,7 @@ class BatchSpec:
   aggregation: str = 'token-mean'  # The three arguments of `loss_coefficients`.
   group_size: int | None = None
   scale: float | None = None
-  weights: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)  # Of the loss's terms, in the order of `COEFFICIENTS`.
+  weights: tuple[float, ...] = (1.0,) * len(COEFFICIENTS)  # Of the loss's terms.
 
 
 def shares_prompts(spec: BatchSpec, *readers: Policy) -> bool:
