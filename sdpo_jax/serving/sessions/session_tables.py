@@ -25,7 +25,7 @@ from sdpo_jax.serving.sessions.session_records import (
   TeacherTexts,
   ToolResult,
 )
-from sdpo_jax.serving.store.database import Database
+from sdpo_jax.serving.store.database import Database, put
 from sdpo_jax.serving.tool_calls import ToolCall
 
 REHEARSAL = 'rehearsal'  # The kind of examples that are learned beside others, any number of times.
@@ -80,8 +80,8 @@ def examples(database: Database, adapter: str, **only: str) -> list[SessionExamp
 def put_session(rows: sqlite3.Connection, session: AgentSession) -> None:
   """Insert a session."""
   record = {'settings': session.settings.to_json(), 'tool_form': session.tool_form, 'written': session.written}
-  values = (session.id, session.adapter, session.created, session.token, session.revision, json.dumps(record))
-  rows.execute(f'INSERT INTO sessions ({_SESSION}) VALUES (?, ?, ?, ?, ?, ?)', values)
+  columns = {name: getattr(session, name) for name in ('id', 'adapter', 'created', 'token', 'revision')}
+  put(rows, 'sessions', {**columns, 'record': json.dumps(record)})
 
 
 def advance(rows: sqlite3.Connection, session: AgentSession, newest: int) -> None:
@@ -103,12 +103,17 @@ def advance(rows: sqlite3.Connection, session: AgentSession, newest: int) -> Non
 
 def put_turn(rows: sqlite3.Connection, session: AgentSession, turn: SessionTurn) -> None:
   """Insert a turn."""
-  log_probs = np.asarray(turn.log_probs, '<f4').tobytes()
-  values = (turn.n, _bytes(turn.prompt_tokens), _bytes(turn.tokens), log_probs, _kept(turn), _record(turn))
-  rows.execute(
-    f'INSERT INTO session_turns (session, adapter, {_TURN}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)',
-    (session.id, session.adapter, *values),
-  )
+  values = {
+    'session': session.id,
+    'n': turn.n,
+    'adapter': session.adapter,
+    'prompt_tokens': _bytes(turn.prompt_tokens),
+    'tokens': _bytes(turn.tokens),
+    'log_probs': np.asarray(turn.log_probs, '<f4').tobytes(),
+    'kept_tokens': _kept(turn),
+    'record': _record(turn),
+  }
+  put(rows, 'session_turns', values)
 
 
 def change_turn(rows: sqlite3.Connection, session: AgentSession, turn: SessionTurn) -> None:
@@ -119,12 +124,13 @@ def change_turn(rows: sqlite3.Connection, session: AgentSession, turn: SessionTu
 
 def put_example(rows: sqlite3.Connection, adapter: str, example: SessionExample) -> None:
   """Insert an example, unless there is one of the same turn and kind."""
-  values = (example.session, example.n, example.kind, example.state, example.head, json.dumps(list(example.versions)))
-  said = json.dumps(dataclasses.asdict(example.said))
-  rows.execute(
-    f'INSERT OR IGNORE INTO session_examples (adapter, {_EXAMPLE}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)',
-    (adapter, *values, _bytes(example.teacher_prompt), said),
-  )
+  columns = {name: getattr(example, name) for name in ('session', 'n', 'kind', 'state', 'head')}
+  written = {
+    'versions': json.dumps(list(example.versions)),
+    'teacher_prompt': _bytes(example.teacher_prompt),
+    'record': json.dumps(dataclasses.asdict(example.said)),
+  }
+  put(rows, 'session_examples', {'adapter': adapter, **columns, **written}, conflict='IGNORE')
 
 
 def note_learned(

@@ -6,7 +6,7 @@ is on the disk when it ends; others survive the end of the process, but perhaps 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import json
@@ -16,7 +16,7 @@ import pathlib
 import secrets
 import sqlite3
 import threading
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -241,7 +241,10 @@ class Database:
   def read(self, query: str, values: Sequence[Any] = ()) -> list[tuple]:
     """Return the rows of a query."""
     with self._lock, self._failures():
-      return self._connection.execute(query, values).fetchall()
+      try:
+        return self._connection.execute(query, values).fetchall()
+      except UnicodeEncodeError:  # A value has half a surrogate pair, which JSON can hold and no row does.
+        return []
 
   @contextlib.contextmanager
   def _failures(self) -> Iterator[None]:
@@ -279,21 +282,8 @@ class Database:
     """Store the contents of an adapter's HEAD, and drop the versions that it says were removed."""
     adapter = head.adapter
     self.drop_versions(rows, adapter.id, 1, head.kept_from)
-    rows.execute(
-      f'INSERT OR REPLACE INTO adapters ({_ADAPTER}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)',
-      (
-        adapter.id,
-        adapter.owner,
-        adapter.name,
-        adapter.head,
-        adapter.created,
-        json.dumps(adapter.settings),
-        head.digest,
-        head.origin,
-        head.kept_from,
-        tag,
-      ),
-    )
+    own = {name: getattr(head, name) for name in ('digest', 'origin', 'kept_from')} | {'tag': tag}
+    put(rows, 'adapters', vars(adapter) | own | {'settings': json.dumps(adapter.settings)}, conflict='REPLACE')
 
   def mark_deleted(self, rows: sqlite3.Connection, adapter: str) -> None:
     """Hide an adapter whose data are to be erased."""
@@ -326,27 +316,12 @@ class Database:
   def put_version(self, rows: sqlite3.Connection, manifest: VersionManifest) -> None:
     """Store a version."""
     version, request = manifest.version, manifest.request or RequestId(None, None)
-    rows.execute(
-      f'INSERT OR REPLACE INTO versions ({_VERSION}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL)',
-      (
-        version.adapter,
-        version.number,
-        version.parent,
-        version.reason,
-        version.created,
-        version.digest,
-        manifest.previous,
-        json.dumps(version.details),
-        request.key,
-        request.body,
-      ),
-    )
+    made = {'previous': manifest.previous, 'request_key': request.key, 'request_body': request.body}
+    put(rows, 'versions', vars(version) | made | {'details': json.dumps(version.details)}, conflict='REPLACE')
 
   def put_damaged(self, rows: sqlite3.Connection, adapter: str, number: int, damaged: str) -> None:
     """Store that a version is damaged."""
-    rows.execute(
-      'INSERT OR REPLACE INTO versions (adapter, number, damaged) VALUES (?, ?, ?)', (adapter, number, damaged)
-    )
+    put(rows, 'versions', {'adapter': adapter, 'number': number, 'damaged': damaged}, conflict='REPLACE')
 
   def drop_versions(self, rows: sqlite3.Connection, adapter: str, first: int, end: int) -> None:
     """Drop the versions of an adapter with numbers from `first` up to but not including `end`."""
@@ -356,7 +331,7 @@ class Database:
 
   def intend(self, rows: sqlite3.Connection, intent: Intent) -> None:
     """Store the intent that a version becomes the newest."""
-    rows.execute('INSERT OR REPLACE INTO intents VALUES (?, ?, ?)', dataclasses.astuple(intent))
+    put(rows, 'intents', vars(intent), conflict='REPLACE')
 
   def intents(self) -> list[Intent]:
     """Return the versions that may or may not have become the newest."""
@@ -370,48 +345,31 @@ class Database:
 
   def put_sample(self, rows: sqlite3.Connection, sample: SampleRecord) -> None:
     """Store a sample."""
-    rows.execute(
-      f'INSERT INTO samples ({_SAMPLE}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)',
-      (
-        sample.id,
-        sample.owner,
-        sample.adapter,
-        sample.version,
-        np.asarray(sample.prompt_tokens, '<i4').tobytes(),
-        np.asarray(sample.tokens, '<i4').tobytes(),
-        np.asarray(sample.log_probs, '<f4').tobytes(),
-        sample.temperature,
-        None if sample.messages is None else json.dumps(list(sample.messages)),
-        json.dumps(sample.text),
-        sample.finish_reason,
-        sample.created,
-        sample.expires,
-      ),
-    )
+    values = {
+      'prompt_tokens': np.asarray(sample.prompt_tokens, '<i4').tobytes(),
+      'tokens': np.asarray(sample.tokens, '<i4').tobytes(),
+      'log_probs': np.asarray(sample.log_probs, '<f4').tobytes(),
+      'messages': None if sample.messages is None else json.dumps(list(sample.messages)),
+      'text': json.dumps(sample.text),
+    }
+    put(rows, 'samples', vars(sample) | values)
 
   def sample(self, owner: str, sample: str) -> tuple[float, SampleRecord | None] | None:
     """Return when a sample expires, and the sample itself if it is not erased; None: the owner has no such sample."""
-    rows = self.read(f'SELECT {_SAMPLE} FROM samples WHERE id = ? AND owner = ?', (sample, owner))
+    rows = self.read(f'SELECT {", ".join(_SAMPLE)} FROM samples WHERE id = ? AND owner = ?', (sample, owner))
     if not rows:
       return None
-    id, owner, adapter, version, prompt, tokens, said, temperature, messages, text, finish, created, expires = rows[0]
-    if tokens is None:
-      return expires, None
-    return expires, SampleRecord(
-      id,
-      owner,
-      adapter,
-      version,
-      np.frombuffer(prompt, '<i4').tolist(),
-      np.frombuffer(tokens, '<i4').tolist(),
-      np.frombuffer(said, '<f4'),
-      temperature,
-      None if messages is None else json.loads(messages),
-      json.loads(text),
-      finish,
-      created,
-      expires,
-    )
+    found = dict(zip(_SAMPLE, rows[0], strict=True))
+    if found['tokens'] is None:
+      return found['expires'], None
+    values = {
+      'prompt_tokens': np.frombuffer(found['prompt_tokens'], '<i4').tolist(),
+      'tokens': np.frombuffer(found['tokens'], '<i4').tolist(),
+      'log_probs': np.frombuffer(found['log_probs'], '<f4'),
+      'messages': None if found['messages'] is None else json.loads(found['messages']),
+      'text': json.loads(found['text']),
+    }
+    return found['expires'], SampleRecord(**found | values)
 
   def expire_samples(self, rows: sqlite3.Connection, now: float, forgotten: float) -> int:
     """Erase the contents of expired samples and return how many were erased.
@@ -445,11 +403,7 @@ class Database:
 
   def put_request(self, rows: sqlite3.Connection, owner: str, key: str, row: RequestRow) -> None:
     """Store a request."""
-    rows.execute(
-      'INSERT OR REPLACE INTO requests (body, state, status, response, adapter, version, created, owner, key) '
-      'VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)',
-      (*dataclasses.astuple(row), owner, key),
-    )
+    put(rows, 'requests', {**vars(row), 'owner': owner, 'key': key}, conflict='REPLACE')
 
   def drop_request(self, rows: sqlite3.Connection, owner: str, key: str) -> None:
     """Drop a request."""
@@ -480,7 +434,7 @@ class Database:
 
   def put_feedback(self, rows: sqlite3.Connection, adapter: str, record: dict[str, Any]) -> None:
     """Add a record to the log of an adapter."""
-    rows.execute('INSERT INTO feedback (adapter, record) VALUES (?, ?)', (adapter, json.dumps(record)))
+    put(rows, 'feedback', {'adapter': adapter, 'record': json.dumps(record)})
 
   def feedback(self, adapter: str) -> list[dict[str, Any]]:
     """Return the log of an adapter, the oldest first."""
@@ -490,10 +444,19 @@ class Database:
 
 _ADAPTER = 'id, owner, name, head, created, settings, digest, origin, kept_from, tag, deleted'
 _VERSION = 'adapter, number, parent, reason, created, digest, previous, details, request_key, request_body, damaged'
-_SAMPLE = (
-  'id, owner, adapter, version, prompt_tokens, tokens, log_probs, temperature, messages, text, finish_reason, created, '
-  'expires'
-)
+_SAMPLE = [field.name for field in dataclasses.fields(SampleRecord)]
+
+
+def put(
+  rows: sqlite3.Connection,
+  table: str,
+  values: Mapping[str, Any],
+  *,
+  conflict: Literal['ABORT', 'IGNORE', 'REPLACE'] = 'ABORT',
+) -> None:
+  """Insert a row, given by its columns; `conflict`: what SQLite does if there is a row with the same key."""
+  columns, places = ', '.join(values), ', '.join('?' * len(values))
+  rows.execute(f'INSERT OR {conflict} INTO {table} ({columns}) VALUES ({places})', tuple(values.values()))
 
 
 def _known(row: tuple) -> Known:
@@ -507,8 +470,5 @@ def _known_version(row: tuple) -> KnownVersion:
   if damaged is not None:
     return KnownVersion(number, None, damaged)
   version = Version(adapter, number, parent, reason, created, digest, json.loads(details))
-  return KnownVersion(number, VersionManifest(version, previous, _request(key, body), {}), None)
-
-
-def _request(key: str | None, body: str | None) -> RequestId | None:
-  return None if key is None else RequestId(key, body)
+  request = None if key is None else RequestId(key, body)
+  return KnownVersion(number, VersionManifest(version, previous, request, {}), None)

@@ -37,8 +37,9 @@ from sdpo_jax.serving.errors import (
 from sdpo_jax.serving.records import AdapterRecord, Reason, SampleRecord, Version
 from sdpo_jax.serving.store import store_recovery, versions
 from sdpo_jax.serving.store.blobs import Blobs, LostSwapError, Tagged, make_private, open_blobs
-from sdpo_jax.serving.store.database import Database, Intent, Known, KnownVersion, RequestRow
+from sdpo_jax.serving.store.database import Database, Intent, Known, RequestRow
 from sdpo_jax.serving.store.versions import Arrays, Base, Head, RequestId, VersionManifest
+from sdpo_jax.serving.tool_calls import flaw_of
 
 _logger = logging.getLogger('sdpo_jax.serving')
 LONGEST_NAME = 200  # Characters.
@@ -212,7 +213,7 @@ class Store:
   def by_name(self, owner: str, name: str) -> AdapterRecord:
     """Return an owner's adapter of a given name; raise NotFound."""
     self._settle_all(owner)
-    found = self.database.by_name(owner, name) if _is_text(owner) and _is_text(name) else None
+    found = self.database.by_name(owner, name)
     if found is None:
       raise NotFound(f'There is no adapter {short_repr(name)}.')
     return self.adapter(owner, found.id)
@@ -220,7 +221,7 @@ class Store:
   def adapters(self, owner: str) -> list[AdapterRecord]:
     """Return the adapters of an owner, the oldest first."""
     self._settle_all(owner)
-    return self.database.of_owner(owner) if _is_text(owner) else []
+    return self.database.of_owner(owner)
 
   def change_settings(
     self, owner: str, id: str, expected: int, settings: Mapping[str, Any], *, request: IdempotentRequest | None = None
@@ -326,7 +327,12 @@ class Store:
       )
     if not 0 <= number <= head.adapter.head:
       raise NotFound(f'There is no version {short_repr(number)} of {id}, which is at {head.adapter.head}.')
-    return _readable(self.database.version(id, number), id, number).manifest.version
+    known = self.database.version(id, number)
+    if known is None:
+      raise Damaged(f'The version {number} of {id} is missing: restore it from a copy, or undo to another version.')
+    if known.manifest is None:
+      raise Damaged(known.damaged)
+    return known.manifest.version
 
   def arrays(self, version: Version) -> Arrays:
     """Return the arrays of a version, bit for bit as they were committed.
@@ -519,7 +525,7 @@ class Store:
     if self._doubtful.get(id) == versions.adapter_folder(owner, id):
       with self._alone(id):
         self._settle(id)
-    known = self.database.known(id) if _is_text(id) else None
+    known = self.database.known(id)
     if known is None or known.deleted or known.head.adapter.owner != owner:
       lost = self._lost_of(owner, id)
       raise NotFound(f'There is no adapter {short_repr(id)}.') if lost is None else Damaged(lost)
@@ -574,7 +580,7 @@ class Store:
       NotFound: it does not exist or belongs to another owner.
       Gone: it has expired.
     """
-    found = self.database.sample(owner, id) if _is_text(owner) and _is_text(id) else None
+    found = self.database.sample(owner, id)
     if found is None:
       raise NotFound(f'There is no sample {short_repr(id)}.')
     expires, sample = found
@@ -742,29 +748,12 @@ def _lock(held: contextlib.ExitStack, path: pathlib.Path, setting: str) -> None:
     raise UserError(f'{setting} cannot be locked ({first_line(error)}): name one that can be written to.') from error
 
 
-def _readable(known: KnownVersion | None, id: str, number: int) -> KnownVersion:
-  if known is None:
-    raise Damaged(f'The version {number} of {id} is missing: restore it from a copy, or undo to another version.')
-  if known.manifest is None:
-    raise Damaged(known.damaged)
-  return known
-
-
 def _conflict(adapter: AdapterRecord) -> VersionConflict:
   return VersionConflict(f'{adapter.id} is at version {adapter.head}: look at that one first.', current=adapter.head)
 
 
 def _check_name(owner: str, name: str) -> None:
-  if not 0 < len(name) <= LONGEST_NAME or not _is_text(name):
+  if not 0 < len(name) <= LONGEST_NAME or flaw_of(name):
     raise InvalidRequest(f'The name of an adapter has 1 to {LONGEST_NAME} characters of UTF-8.', field='name')
-  if not _is_text(owner):
+  if flaw_of(owner):
     raise InvalidRequest('The name of an owner has to be UTF-8.')
-
-
-def _is_text(value: str) -> bool:
-  """Return whether a text can be written as UTF-8: half a surrogate pair, which JSON can hold, cannot."""
-  try:
-    value.encode('utf-8')
-  except UnicodeEncodeError:
-    return False
-  return True

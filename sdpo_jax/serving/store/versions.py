@@ -258,15 +258,8 @@ def _get(blobs: Blobs, key: str) -> bytes:
 
 
 def _manifest(values: Mapping[str, Any], digest: str) -> VersionManifest:
-  version = Version(
-    values['adapter'],
-    values['number'],
-    values['parent'],
-    values['reason'],
-    values['created'],
-    digest,
-    values['details'],
-  )
+  names = ('adapter', 'number', 'parent', 'reason', 'created', 'details')
+  version = Version(digest=digest, **{name: values[name] for name in names})
   request = None if values['request'] is None else RequestId(**values['request'])
   return VersionManifest(version, values['previous'], request, values['files'])
 
