@@ -48,7 +48,7 @@ def _marked(mark: str, lines: list[str], style: str) -> list[Line]:
 
 
 def _groups(old: list[str], new: list[str]) -> list[list[tuple[str, int, int, int, int]]]:
-  """Return the changes as `difflib.SequenceMatcher.get_grouped_opcodes` does, but also for large files."""
+  """Return the changes in groups with the lines around them, also of files too large to compare all lines."""
   same = len(os.path.commonprefix([old, new]))
   left_old, left_new = old[same:], new[same:]
   tail = len(os.path.commonprefix([left_old[::-1], left_new[::-1]]))
@@ -57,24 +57,14 @@ def _groups(old: list[str], new: list[str]) -> list[list[tuple[str, int, int, in
     inner = difflib.SequenceMatcher(None, middle_old, middle_new, autojunk=False).get_opcodes()
   else:
     inner = [('replace', 0, len(middle_old), 0, len(middle_new))]
-  before, after = min(same, _CONTEXT), min(tail, _CONTEXT)
-  codes = [('equal', same - before, same, same - before, same)]
-  codes += [(tag, *(place + same for place in places)) for tag, *places in inner]
   old_end, new_end = same + len(middle_old), same + len(middle_new)
-  codes.append(('equal', old_end, old_end + after, new_end, new_end + after))
-  return _split([code for code in codes if code[1] < code[2] or code[3] < code[4]])
-
-
-def _split(codes: list[tuple[str, int, int, int, int]]) -> list[list[tuple[str, int, int, int, int]]]:
-  """Split opcodes into groups wherever more unchanged lines lie between them than are shown."""
-  groups: list[list[tuple[str, int, int, int, int]]] = [[]]
-  for tag, old_from, old_to, new_from, new_to in codes:
-    if tag == 'equal' and old_to - old_from > 2 * _CONTEXT:
-      groups[-1].append((tag, old_from, old_from + _CONTEXT, new_from, new_from + _CONTEXT))
-      groups.append([])
-      old_from, new_from = old_to - _CONTEXT, new_to - _CONTEXT
-    groups[-1].append((tag, old_from, old_to, new_from, new_to))
-  return groups
+  matcher = difflib.SequenceMatcher()
+  matcher.opcodes = [  # Instead of what it would find itself.
+    ('equal', 0, same, 0, same),
+    *((tag, *(place + same for place in places)) for tag, *places in inner),
+    ('equal', old_end, len(old), new_end, len(new)),
+  ]
+  return list(matcher.get_grouped_opcodes(_CONTEXT))
 
 
 def _range(start: int, end: int) -> str:

@@ -69,7 +69,7 @@ class ServiceClient:
       alive: raises an error if the service has ended.
 
     Raises:
-      Lost: there is no service.
+      AnswerLost: there is no service.
       UserError: the service has failed or is stopping.
     """
     said = None
@@ -213,7 +213,7 @@ def events(lines: Iterator[str]) -> Iterator[tuple[str, Any]]:
   """Yield kind and data of server-sent events, without comments.
 
   Raises:
-    Lost: the data are not valid JSON.
+    AnswerLost: the data are not valid JSON.
   """
   kind, data = 'message', []
   for line in lines:

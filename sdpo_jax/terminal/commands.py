@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import io
 import pathlib
 import shlex
-from typing import Any, Protocol
+from typing import Any
 import zipfile
 
 from sdpo_jax.errors import UserError, first_line, printable, short_repr
@@ -25,34 +25,35 @@ t tell the model what is wrong with it, without a lesson · v view the rest of i
 In a text: Enter sends it, Alt-Enter begins a new line. Ctrl-C ends what is running; twice leaves."""
 
 
-class CommandTarget(Protocol):
-  """The parts of a conversation that commands use."""
-
-  session: SessionClient
-  history: History
-  screen: Screen
-  policy: ApprovalPolicy
-  turns: list[dict[str, Any]]
-
-  @property
-  def workbench(self) -> Workbench:
-    """Return the workbench that runs the tools."""
-    ...
-
-  def seed_of(self, number: int) -> int | None:
-    """Return the seed with which a turn is drawn again; None: any seed."""
-    ...
-
-  def learned(self, learned: Mapping[str, Any] | None) -> None:
-    """Record and show what was learned without a decision."""
-    ...
-
-
 class Commands:
   """The commands of one conversation."""
 
-  def __init__(self, conversation: CommandTarget):
-    self._conversation = conversation
+  def __init__(
+    self,
+    session: SessionClient,
+    turns: Sequence[Mapping[str, Any]],
+    history: History,
+    screen: Screen,
+    workbench: Workbench,
+    policy: ApprovalPolicy,
+    learned: Callable[[Mapping[str, Any] | None], None],
+    seed_of: Callable[[int], int | None],
+  ):
+    """Make the commands.
+
+    Args:
+      session: the session in the service.
+      turns: its turns, which the conversation keeps up to date.
+      history: its local history.
+      screen: shows everything.
+      workbench: runs the tools.
+      policy: says which calls are asked about.
+      learned: records and shows what was learned without a decision.
+      seed_of: returns the seed with which a turn is drawn again; None: any seed.
+    """
+    self._session, self._client, self._turns = session, session.client, turns
+    self._history, self._screen, self._workbench, self._policy = history, screen, workbench, policy
+    self._learned, self._seed_of = learned, seed_of
     self._table: dict[str, tuple[Callable[[list[str]], None], str, int]] = {
       '/help': (self._help, '/help                what can be typed', 0),
       '/undo': (self._undo, '/undo [VERSION]      the version before, or an older one, becomes the newest again', 1),
@@ -65,9 +66,9 @@ class Commands:
       '/export': (self._export, '/export DIR          the newest version as PEFT reads it', 1),
       '/retry': (self._retry, '/retry [TURN]        what the newest version says instead, beside what was said', 1),
       '/flush': (self._flush, '/flush               learns at once what waits for more examples', 0),
-      '/history': (self._history, '/history             the conversation so far', 0),
-      '/session': (self._session, '/session             this session: id, adapter, service, workspace, history', 0),
-      '/policy': (self._policy, '/policy              the rules by which calls are allowed, asked for or refused', 0),
+      '/history': (self._talk, '/history             the conversation so far', 0),
+      '/session': (self._about, '/session             this session: id, adapter, service, workspace, history', 0),
+      '/policy': (self._rules, '/policy              the rules by which calls are allowed, asked for or refused', 0),
       '/quit': (self._quit, '/quit                leaves; --resume goes on', 0),
     }
 
@@ -77,7 +78,7 @@ class Commands:
     Raises:
       UserError: the command does not exist or cannot be done.
       Leave: the command ends the program.
-      Lost, Refused: raised by requests to the service.
+      AnswerLost, Refused: raised by requests to the service.
     """
     try:
       name, *arguments = shlex.split(line)
@@ -91,33 +92,25 @@ class Commands:
       raise UserError(f'{name} takes {limit}: {" ".join(usage.split())}.')
     function(arguments)
 
-  @property
-  def _client(self) -> Any:
-    return self._conversation.session.client
-
-  @property
-  def _adapter(self) -> str:
-    return self._conversation.session.adapter
-
   def _help(self, arguments: list[str]) -> None:
     usages = [usage for _, usage, _ in self._table.values()]
-    self._conversation.screen.say('\n'.join([*usages, _KEYS]))
+    self._screen.say('\n'.join([*usages, _KEYS]))
 
   def _undo(self, arguments: list[str]) -> None:
     if arguments:
       to = _whole(arguments[0], '/undo VERSION')
     else:
-      versions = self._client.versions(self._adapter)
+      versions = self._client.versions(self._session.adapter)
       to = versions[-1]['parent']
       if to is None:
         raise UserError(f'Version {versions[-1]["version"]} is the first: there is nothing to undo.')
-    made = self._client.undo(self._adapter, to)
-    self._conversation.history.add('undone', to=to, version=made['version'])
-    self._conversation.screen.say(f'Version {made["version"]} is what version {to} was.', 'good')
+    made = self._client.undo(self._session.adapter, to)
+    self._history.add('undone', to=to, version=made['version'])
+    self._screen.say(f'Version {made["version"]} is what version {to} was.', 'good')
 
   def _versions(self, arguments: list[str]) -> None:
     rows = []
-    for version in self._client.versions(self._adapter):
+    for version in self._client.versions(self._session.adapter):
       parent = '' if version['parent'] is None else str(version['parent'])
       rows.append((str(version['version']), parent, str(version['reason']), _said_of(version['details'])))
     self._table_of(('version', 'parent', 'reason', 'about'), rows)
@@ -128,13 +121,13 @@ class Commands:
     if arguments:
       before, after = (_whole(each, '/diff A B') for each in arguments)
     else:
-      newest = self._client.versions(self._adapter)[-1]
+      newest = self._client.versions(self._session.adapter)[-1]
       after, before = newest['version'], newest['parent']
       if before is None:
         raise UserError(f'Version {after} is the first: name two versions, /diff A B.')
-    found = self._client.difference(self._adapter, before, after)
+    found = self._client.difference(self._session.adapter, before, after)
     rows = [_norms(found['total']), *map(_norms, found['largest'])]
-    self._conversation.screen.say(f'From version {before} to {after}, Frobenius norms:')
+    self._screen.say(f'From version {before} to {after}, Frobenius norms:')
     self._table_of(('matrix', 'before', 'after', 'change'), rows)
 
   def _export(self, arguments: list[str]) -> None:
@@ -143,7 +136,7 @@ class Commands:
     folder = pathlib.Path(arguments[0]).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
       raise UserError(f'{folder} is there already: name a folder that is empty or new.')
-    content = self._client.export(self._adapter)
+    content = self._client.export(self._session.adapter)
     try:
       make_directory(folder)
       with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -154,66 +147,63 @@ class Commands:
           write_atomically(folder / name, archive.read(name))
     except (OSError, zipfile.BadZipFile) as error:
       raise UserError(f'{folder} cannot be written ({first_line(error)}): name another folder.') from error
-    self._conversation.screen.say(f'Exported to {folder}: {", ".join(sorted(archive.namelist()))}.', 'good')
+    self._screen.say(f'Exported to {folder}: {", ".join(sorted(archive.namelist()))}.', 'good')
 
   def _retry(self, arguments: list[str]) -> None:
-    conversation = self._conversation
-    turns = {turn['n']: turn for turn in conversation.turns}
-    decided = [turn['n'] for turn in conversation.turns if turn['status'] != 'open'] or list(turns)
+    turns = {turn['n']: turn for turn in self._turns}
+    decided = [turn['n'] for turn in self._turns if turn['status'] != 'open'] or list(turns)
     if not decided:
       raise UserError('There is no turn yet: say something first.')
     number = _whole(arguments[0], '/retry TURN') if arguments else decided[-1]
     if number not in turns:
       raise UserError(f'There is no turn {number}; there are 0 to {max(turns)}.')
     old = turns[number]
-    new = conversation.session.retry(number, conversation.seed_of(number), lambda text: None)
-    conversation.history.add('retried', n=number, text=new['text'], version=new['version'])
-    conversation.screen.beside(
+    new = self._session.retry(number, self._seed_of(number), lambda text: None)
+    self._history.add('retried', n=number, text=new['text'], version=new['version'])
+    self._screen.beside(
       (f'turn {number}, version {old["version"]}', old['text']), (f'again, version {new["version"]}', new['text'])
     )
 
   def _flush(self, arguments: list[str]) -> None:
-    learned = self._conversation.session.flush()
+    learned = self._session.flush()
     if learned is None:
-      self._conversation.screen.say('Nothing waits.')
-    self._conversation.learned(learned)
+      self._screen.say('Nothing waits.')
+    self._learned(learned)
 
-  def _history(self, arguments: list[str]) -> None:
+  def _talk(self, arguments: list[str]) -> None:
     lines: list[Line] = []
-    for turn in self._conversation.turns:
+    for turn in self._turns:
       for message in turn['messages']:
         lines += _spoken(message['role'], message['content'])
       lines += _spoken(f'turn {turn["n"]} (version {turn["version"]}, {turn["status"]})', turn['text'])
       correction = (turn['decision'] or {}).get('correction')
       if correction is not None:
         lines += _spoken('correction', correction)
-    self._conversation.screen.show(lines or [Line('Nothing has been said yet.', 'note')])
+    self._screen.show(lines or [Line('Nothing has been said yet.', 'note')])
 
-  def _session(self, arguments: list[str]) -> None:
-    conversation = self._conversation
-    adapter = self._client.adapter_now(self._adapter)
+  def _about(self, arguments: list[str]) -> None:
+    adapter = self._client.adapter_now(self._session.adapter)
     rows = [
-      ('session', conversation.session.id),
+      ('session', self._session.id),
       ('adapter', f'{adapter["name"]} ({adapter["id"]}), version {adapter["version"]}'),
       ('service', self._client.url),
-      ('workspace', str(conversation.workbench.workspace)),
-      ('tools', ', '.join(conversation.workbench.toolbox.tools)),
-      ('history', str(conversation.history.path)),
+      ('workspace', str(self._workbench.workspace)),
+      ('tools', ', '.join(self._workbench.toolbox.tools)),
+      ('history', str(self._history.path)),
     ]
-    conversation.screen.say('\n'.join(f'{name:<10} {value}' for name, value in rows))
+    self._screen.say('\n'.join(f'{name:<10} {value}' for name, value in rows))
 
-  def _policy(self, arguments: list[str]) -> None:
-    policy = self._conversation.policy
-    lines = [str(rule) for rule in policy.rules]
-    lines += [f'{rule}   (added in this session)' for rule in policy.added]
-    self._conversation.screen.say('\n'.join([*lines, f'{CallRule("ask")}   (everything else)']))
+  def _rules(self, arguments: list[str]) -> None:
+    lines = [str(rule) for rule in self._policy.rules]
+    lines += [f'{rule}   (added in this session)' for rule in self._policy.added]
+    self._screen.say('\n'.join([*lines, f'{CallRule("ask")}   (everything else)']))
 
   def _quit(self, arguments: list[str]) -> None:
     raise Leave
 
   def _table_of(self, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     shown = [tuple(visible(cell, keep='') for cell in row) for row in rows]
-    self._conversation.screen.show(Line(line) for line in aligned(header, shown).split('\n'))
+    self._screen.show(Line(line) for line in aligned(header, shown).split('\n'))
 
 
 def _whole(text: str, usage: str) -> int:

@@ -52,12 +52,12 @@ class Conversation:
       policy: says which calls are asked about.
       seed: makes proposals repeatable; None: a different seed for each.
     """
-    self.session, self.history, self.screen, self.policy = session, history, screen, policy
+    self.session, self.history, self.screen = session, history, screen
     self._inputs, self._workbench, self._seed = inputs, workbench, seed
     self._least = settings.get('min_sdpo_examples', 1)
     self._reviewer = Reviewer(workbench, policy, screen, inputs, history, self._command)
-    self._commands = Commands(self)
     self.turns: list[dict[str, Any]] = []
+    self._commands = Commands(session, self.turns, history, screen, workbench, policy, self._learned, self._seed_of)
     self._waiting = undelivered(history)  # Texts that the model has not yet received.
     self._reviewed: Reviewed | None = None  # Approvals of the newest turn in this program.
     self._hold = False  # Whether to wait for the person before the next step.
@@ -68,13 +68,9 @@ class Conversation:
     """Return the newest turn; None if there is none yet."""
     return self.turns[-1] if self.turns else None
 
-  def seed_of(self, number: int) -> int | None:
+  def _seed_of(self, number: int) -> int | None:
     """Return the seed with which a turn is drawn, first and again; None: any seed."""
     return None if self._seed is None else self._seed + number
-
-  @property
-  def workbench(self) -> Workbench:
-    return self._workbench
 
   def run(self) -> int:
     """Run until the person leaves; return the exit code."""
@@ -151,7 +147,7 @@ class Conversation:
   def _catch_up(self) -> None:
     """Fetch the session's state, and send again what the service may not have received."""
     known = self.turn
-    _, self.turns = self.session.state()
+    _, self.turns[:] = self.session.state()
     self._stale = False
     turn = self.turn
     if turn is None:
@@ -170,7 +166,7 @@ class Conversation:
     after = self.turn['n'] if self.turn is not None else -1
     self.history.add('asking', after=after, messages=len(messages))
     try:
-      turn = self.session.propose(messages, self.seed_of(after + 1), self.screen.draft)
+      turn = self.session.propose(messages, self._seed_of(after + 1), self.screen.draft)
     except Refused as error:
       if messages and error.status in _NOT_TAKEN:  # Later messages could not be accepted either.
         self.history.add('unsaid', why=str(error))
@@ -230,7 +226,7 @@ class Conversation:
     self.screen.show(lines_of(answer['learned'], self._least))
     self._hold = self._workbench.interrupted()
 
-  def learned(self, learned: Mapping[str, Any] | None) -> None:
+  def _learned(self, learned: Mapping[str, Any] | None) -> None:
     """Record and show what was learned without a decision."""
     self.history.add('learned', learned=learned)
     self.screen.show(lines_of(learned, self._least))
