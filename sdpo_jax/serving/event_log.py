@@ -53,12 +53,7 @@ class EventLog:
   def wait(self, adapter: str, last: int | None, timeout: float) -> list[AdapterEvent]:
     """Return the events with ids above `last`, after waiting up to `timeout` seconds for the first of them."""
     with self._changed:
-      self._changed.wait_for(lambda: self._newest(adapter) > (-1 if last is None else last), timeout)
-    return self.after(adapter, last)
-
-  def _newest(self, adapter: str) -> int:
-    events = self._events.get(adapter)
-    return events[-1].id if events else -1
+      return self._changed.wait_for(lambda: self.after(adapter, last), timeout)
 
   def forget(self, adapter: str) -> None:
     """Drop all events of an adapter."""

@@ -79,11 +79,6 @@ class Screen:
       left, rows = others, rows - len(pieces)
     return shown, left
 
-  @property
-  def width(self) -> int | None:
-    """Return the columns if two texts may stand side by side; otherwise None."""
-    return shutil.get_terminal_size().columns if self._console is not None else None
-
   def show(self, lines: Iterable[Line]) -> None:
     """Show and record lines."""
     shown = list(lines)
@@ -130,8 +125,7 @@ class Screen:
 
   def beside(self, left: tuple[str, str], right: tuple[str, str]) -> None:
     """Show two texts with their titles, side by side if there is room."""
-    width = self.width
-    column = 0 if width is None else (width - 3) // 2
+    column = 0 if self._console is None else (shutil.get_terminal_size().columns - 3) // 2
     if column < 40:
       for title, text in (left, right):
         self.say(title, 'head')

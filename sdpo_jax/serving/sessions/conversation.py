@@ -67,7 +67,7 @@ class Dialogue:
       stop_token_ids: tokens with which the model ends completions; those that the template also writes end a turn.
     """
     template = template_of(tokenizer, tools) or ''
-    self._ends = {token for token in stop_token_ids if _name(tokenizer, token) in template}
+    self._ends = {token for token in stop_token_ids if tokenizer.decode([token], skip_special_tokens=False) in template}
     self._tokenizer, self._chat, self._tools = tokenizer, chat, list(tools)
     self._first = [] if system is None else [{'role': 'system', 'content': system}]
 
@@ -96,7 +96,7 @@ class Dialogue:
     """Return the tokens of a user turn after another message, with the header of the assistant's turn after it."""
     before = self._rendered([_ASKED], False, ())
     said = {'role': 'user', 'content': text}
-    return self._tokens([_ASKED, said], lambda chat: _without_beginning(chat, before), True, ())
+    return self._tokens([_ASKED, said], lambda chat: _without_beginning(chat, before), ())
 
   def split(self, prompt: Sequence[int]) -> StudentPrompt:
     """Return a prompt of this conversation split into body and header."""
@@ -138,7 +138,7 @@ class Dialogue:
       if any(text.count(message['content']) != shape.count(message) for message in shape):
         raise _cannot('does not write every message once, as it is')
     whole = self.begin([asked])
-    if whole.tokens != self._tokens([*self._first, asked], lambda chat: chat, True, self._tools):
+    if whole.tokens != self._tokens([*self._first, asked], lambda chat: chat, self._tools):
       raise _cannot("writes a header of the assistant's turn that is not a token by itself")
     self.said_behind(PROBE)
 
@@ -222,7 +222,7 @@ class Dialogue:
         raise _cannot('does not write the same header before every turn of the assistant')
       return part(chat[: len(chat) - len(header)])
 
-    return StudentPrompt(self._tokens(messages, body, True, self._tools), list(self.header))
+    return StudentPrompt(self._tokens(messages, body, self._tools), list(self.header))
 
   def _behind(self, messages: Messages, earlier: Messages = ()) -> StudentPrompt:
     """Return the tokens that the template writes after an answer that messages follow."""
@@ -246,12 +246,12 @@ class Dialogue:
     except TEMPLATE_ERRORS as error:
       raise _refused(messages, error) from error
 
-  def _tokens(self, messages: Messages, part: Any, header: bool, tools: Sequence[Any]) -> list[int]:
+  def _tokens(self, messages: Messages, part: Any, tools: Sequence[Any]) -> list[int]:
     if not self._chat.split_special_tokens:
-      return self._encode(part(self._rendered(messages, header, tools)))
+      return self._encode(part(self._rendered(messages, True, tools)))
     try:
       plain = plain_messages(self._tokenizer)
-      return plain.encode(messages, header, tools=tools, part=part, **self._chat.variables)
+      return plain.encode(messages, True, tools=tools, part=part, **self._chat.variables)
     except TEMPLATE_ERRORS as error:
       raise _refused(messages, error) from error
 
@@ -293,11 +293,6 @@ def template_of(tokenizer: Tokenizer, tools: Sequence[Any]) -> str | None:
   if isinstance(template, Mapping) and tools:
     return template.get('tool_use', template.get('default'))
   return templates.text_of(tokenizer)
-
-
-def _name(tokenizer: Tokenizer, token: int) -> str:
-  """Return the text with which a template writes a token."""
-  return tokenizer.decode([token], skip_special_tokens=False)
 
 
 def _behind(chat: str, mark: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from sdpo_jax.errors import UserError
 from sdpo_jax.serving import feedback
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.feedback_request import FeedbackRequest, Item, make_request
+from sdpo_jax.serving.feedback_request import FeedbackRequest, Item
 from sdpo_jax.serving.sessions import teaching, waiting_examples
 from sdpo_jax.serving.sessions.conversation import Dialogue, StudentPrompt, fingerprint, template_of
 from sdpo_jax.serving.sessions.examples import TrainingExample
@@ -43,7 +43,7 @@ def replay(
     InvalidRequest: an example cannot be rendered for this model; the error gives its number.
     ServiceError, UserError: as `feedback.learn`; what was learned before stays.
   """
-  service, most = tenant.service, tenant.service.settings.limits.max_items
+  most = tenant.service.settings.limits.max_items
   items = [item_of(tenant, example, number) for number, example in enumerate(examples)]
   steps = []
   for group in _groups(examples):
@@ -51,16 +51,8 @@ def replay(
       part = group[start : start + most]
       last = examples[part[-1]]
       numbers = sorted({examples[number].turn for number in part})
-      asked = make_request(
-        [items[number] for number in part],
-        last.update,
-        service.settings,
-        teacher=last.teacher,
-        guards=last.guards,
-        detail=(),
-        measured=True,
-        source={'replayed': {'session': last.session, 'turns': numbers}},
-      )
+      source = {'replayed': {'session': last.session, 'turns': numbers}}
+      asked = waiting_examples.request_of(tenant, [items[number] for number in part], last, source)
       steps.append((asked, items[part[-1]], numbers))
   return [_step(tenant, adapter, *step, request, index) for index, step in enumerate(steps)]
 

@@ -294,10 +294,6 @@ class SessionState:
   turns: Sequence[SessionTurn]  # From the newest turn that is part of the conversation on; all if none is.
 
   @property
-  def newest(self) -> SessionTurn | None:
-    return self.turns[-1] if self.turns else None
-
-  @property
   def number(self) -> int:
     """The number of the newest turn, −1 if there is none."""
     return self.turns[-1].n if self.turns else -1

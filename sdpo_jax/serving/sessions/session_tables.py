@@ -110,7 +110,7 @@ def put_turn(rows: sqlite3.Connection, session: AgentSession, turn: SessionTurn)
     'prompt_tokens': _bytes(turn.prompt_tokens),
     'tokens': _bytes(turn.tokens),
     'log_probs': np.asarray(turn.log_probs, '<f4').tobytes(),
-    'kept_tokens': _kept(turn),
+    'kept_tokens': _bytes(turn.kept_tokens),
     'record': _record(turn),
   }
   put(rows, 'session_turns', values)
@@ -119,7 +119,7 @@ def put_turn(rows: sqlite3.Connection, session: AgentSession, turn: SessionTurn)
 def change_turn(rows: sqlite3.Connection, session: AgentSession, turn: SessionTurn) -> None:
   """Replace the record of a turn, and its tokens in the conversation."""
   query = 'UPDATE session_turns SET record = ?, kept_tokens = ? WHERE session = ? AND n = ?'
-  rows.execute(query, (_record(turn), _kept(turn), session.id, turn.n))
+  rows.execute(query, (_record(turn), _bytes(turn.kept_tokens), session.id, turn.n))
 
 
 def put_example(rows: sqlite3.Connection, adapter: str, example: SessionExample) -> None:
@@ -210,7 +210,7 @@ def _turn(row: tuple) -> SessionTurn:
       'prompt_tokens': _ids(prompt),
       'tokens': _ids(tokens),
       'log_probs': np.frombuffer(log_probs, '<f4'),
-      'kept_tokens': None if kept is None else _ids(kept),
+      'kept_tokens': _ids(kept),
       'calls': tuple(ToolCall(**call) for call in said['calls']),
       'decision': None if said['decision'] is None else Decision(**said['decision']),
       'results': tuple(ToolResult(**result) for result in said['results']),
@@ -225,18 +225,14 @@ def _record(turn: SessionTurn) -> str:
   return json.dumps({name: value for name, value in turn.to_json().items() if name not in columns})
 
 
-def _kept(turn: SessionTurn) -> bytes | None:
-  return None if turn.kept_tokens is None else _bytes(turn.kept_tokens)
-
-
 def _example(row: tuple) -> SessionExample:
   *first, versions, teacher_prompt, said = row
   return SessionExample(*first, json.loads(versions), _ids(teacher_prompt), TeacherTexts(**json.loads(said)))
 
 
-def _bytes(tokens: Sequence[int]) -> bytes:
-  return np.asarray(tokens, '<i4').tobytes()
+def _bytes(tokens: Sequence[int] | None) -> bytes | None:
+  return None if tokens is None else np.asarray(tokens, '<i4').tobytes()
 
 
-def _ids(content: bytes) -> list[int]:
-  return np.frombuffer(content, '<i4').tolist()
+def _ids(content: bytes | None) -> list[int] | None:
+  return None if content is None else np.frombuffer(content, '<i4').tolist()

@@ -153,7 +153,7 @@ class Sessions:
       ServiceError, UserError: as `Tenant.sample`.
     """
     held = self._held(adapter, session)
-    new, newest = proposing.new_messages(held, messages), held.newest
+    new, newest = proposing.new_messages(held, messages), held.turns[-1] if held.turns else None
     if newest is not None and newest.status == 'open':
       raise TurnConflict(
         f'Turn {newest.n} is not decided yet: approve, edit or deny it before the next one.', current=newest.n

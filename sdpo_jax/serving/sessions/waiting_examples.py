@@ -7,10 +7,11 @@ and no decision is lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import time
+from typing import Any
 
 import numpy as np
 
@@ -20,14 +21,16 @@ from sdpo_jax.serving import feedback
 from sdpo_jax.serving.answers import rounded
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback import FeedbackResult
-from sdpo_jax.serving.feedback_request import MOST_TOP, Item, make_request
+from sdpo_jax.serving.feedback_request import MOST_TOP, FeedbackRequest, Item, make_request
 from sdpo_jax.serving.sessions import session_tables, teaching
 from sdpo_jax.serving.sessions.conversation import Dialogue
+from sdpo_jax.serving.sessions.examples import TrainingExample
 from sdpo_jax.serving.sessions.session_records import (
   AgentSession,
   LearnedTurns,
   MovedToken,
   SessionExample,
+  SessionSettings,
   SessionTurn,
   TeacherTexts,
 )
@@ -84,16 +87,9 @@ def learn(tenant: Tenant, session: AgentSession, dialogue: Dialogue, *, few: boo
   everything = [*beside, *learning]
   turns = {n: session_tables.turn(store.database, session.id, n) for n in {each.n for each in everything}}
   numbers = sorted({each.n for each in learning})
-  request = make_request(
-    [_item(each, turns[each.n]) for each in everything],
-    settings.update,
-    tenant.service.settings,
-    teacher=settings.teacher,
-    guards=settings.guards,
-    detail=(),
-    measured=True,
-    source={SOURCE: {'id': session.id, 'turns': numbers, 'examples': [[each.n, each.kind] for each in everything]}},
-  )
+  source = {'id': session.id, 'turns': numbers, 'examples': [[each.n, each.kind] for each in everything]}
+  items = [_item(each, turns[each.n]) for each in everything]
+  request = request_of(tenant, items, settings, {SOURCE: source})
   if beside:
     with store.database.writing() as rows:
       for each in beside:
@@ -105,6 +101,32 @@ def learn(tenant: Tenant, session: AgentSession, dialogue: Dialogue, *, few: boo
   with store.database.writing(full=True) as rows:
     session_tables.note_learned(rows, references, learned.version_after if learned.accepted else None, learned)
   return learned
+
+
+def request_of(
+  tenant: Tenant, items: Sequence[Item], settings: SessionSettings | TrainingExample, source: Mapping[str, Any]
+) -> FeedbackRequest:
+  """Return the request to learn from completions as the settings of their session say.
+
+  Args:
+    tenant: the owner.
+    items: the completions.
+    settings: of the session, or an example that names them.
+    source: the origin of the completions, for the details of the new version.
+
+  Raises:
+    InvalidRequest: something cannot be learned.
+  """
+  return make_request(
+    items,
+    settings.update,
+    tenant.service.settings,
+    teacher=settings.teacher,
+    guards=settings.guards,
+    detail=(),
+    measured=True,
+    source=source,
+  )
 
 
 def _item(example: SessionExample, turn: SessionTurn) -> Item:

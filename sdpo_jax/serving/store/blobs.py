@@ -129,7 +129,7 @@ class LocalBlobs:
 
   def put_new(self, folder: str, contents: Mapping[str, bytes], last: Mapping[str, bytes] = _NONE) -> None:
     # Nobody reads the folder before a HEAD names it, so that the order of the blobs does not matter.
-    where = self._path(folder)
+    where = self._root / folder
     with self._failures(where):
       make_directory(where.parent)
       where.mkdir(exist_ok=True)
@@ -143,7 +143,7 @@ class LocalBlobs:
         each.result()
 
   def get(self, key: str) -> bytes:
-    path = self._path(key)
+    path = self._root / key
     with self._failures(path):
       return _read(path)
 
@@ -155,7 +155,7 @@ class LocalBlobs:
     return Tagged(content, _tag(content))
 
   def swap(self, key: str, content: bytes, expected: Tagged | None) -> None:
-    path = self._path(key)
+    path = self._root / key
     with self._failures(path):
       make_directory(path.parent)
       # Makes the compare-and-swap atomic even against processes without the store's lock, such as tools.
@@ -171,13 +171,13 @@ class LocalBlobs:
   def renew(self, key: str, content: bytes) -> None:
     # The blob's directory may not have been synced. After a failed fsync another one proves nothing, so the file is
     # written again.
-    path = self._path(key)
+    path = self._root / key
     with self._failures(path):
       write_atomically(path, content, 0o600)
       sync_ancestors(path)
 
   def list(self, prefix: str = '') -> Iterator[BlobEntry]:
-    start = self._path(prefix)
+    start = self._root / prefix
     with self._failures(start):
       yield from self._below(str(start), prefix)
 
@@ -197,9 +197,9 @@ class LocalBlobs:
         yield BlobEntry(key, status.st_size, status.st_mtime)
 
   def delete(self, keys: Iterable[str], below: str) -> None:
-    folders, stays = set(), self._path(below)
+    folders, stays = set(), self._root / below
     for key in keys:
-      path = self._path(key)
+      path = self._root / key
       with self._failures(path):
         path.unlink(missing_ok=True)
         folders.add(path.parent)
@@ -209,9 +209,6 @@ class LocalBlobs:
 
   def close(self) -> None:
     self._pool.shutdown()
-
-  def _path(self, key: str) -> pathlib.Path:
-    return self._root / key
 
   @contextlib.contextmanager
   def _failures(self, path: pathlib.Path) -> Iterator[None]:

@@ -90,15 +90,6 @@ class KnownVersion:
 
 
 @dataclasses.dataclass(frozen=True)
-class Intent:
-  """A version that was about to become its adapter's newest."""
-
-  adapter: str
-  folder: str  # The folder of the adapter.
-  version: str  # The name of its folder.
-
-
-@dataclasses.dataclass(frozen=True)
 class RequestRow:
   """The state of a request with an idempotency key."""
 
@@ -309,9 +300,9 @@ class Database:
     rows = self.read(f'SELECT {_VERSION} FROM versions WHERE adapter = ? AND number = ?', (adapter, number))
     return _known_version(rows[0]) if rows else None
 
-  def version_names(self) -> list[tuple[str, int, str | None, str | None]]:
-    """Return (adapter, number, digest, damage) of all versions."""
-    return self.read('SELECT adapter, number, digest, damaged FROM versions')
+  def damaged(self) -> set[str]:
+    """Return the ids of the adapters of which a version is damaged."""
+    return {adapter for (adapter,) in self.read('SELECT adapter FROM versions WHERE damaged IS NOT NULL')}
 
   def put_version(self, rows: sqlite3.Connection, manifest: VersionManifest) -> None:
     """Store a version."""
@@ -329,13 +320,9 @@ class Database:
 
   # Intents.
 
-  def intend(self, rows: sqlite3.Connection, intent: Intent) -> None:
-    """Store the intent that a version becomes the newest."""
-    put(rows, 'intents', vars(intent), conflict='REPLACE')
-
-  def intents(self) -> list[Intent]:
-    """Return the versions that may or may not have become the newest."""
-    return [Intent(*row) for row in self.read('SELECT adapter, folder, version FROM intents')]
+  def intents(self) -> dict[str, str]:
+    """Return the versions that may or may not have become the newest: the id of the adapter → their folder name."""
+    return dict(self.read('SELECT adapter, version FROM intents'))
 
   def drop_intent(self, rows: sqlite3.Connection, adapter: str) -> None:
     """Drop the intent of an adapter, whose outcome is known."""
@@ -431,10 +418,6 @@ class Database:
     return rows.execute("DELETE FROM requests WHERE created <= ? AND state != 'open'", (before,)).rowcount
 
   # Feedback.
-
-  def put_feedback(self, rows: sqlite3.Connection, adapter: str, record: dict[str, Any]) -> None:
-    """Add a record to the log of an adapter."""
-    put(rows, 'feedback', {'adapter': adapter, 'record': json.dumps(record)})
 
   def feedback(self, adapter: str) -> list[dict[str, Any]]:
     """Return the log of an adapter, the oldest first."""

@@ -37,7 +37,7 @@ from sdpo_jax.serving.errors import (
 from sdpo_jax.serving.records import AdapterRecord, Reason, SampleRecord, Version
 from sdpo_jax.serving.store import store_recovery, versions
 from sdpo_jax.serving.store.blobs import Blobs, LostSwapError, Tagged, make_private, open_blobs
-from sdpo_jax.serving.store.database import Database, Intent, Known, RequestRow
+from sdpo_jax.serving.store.database import Database, Known, RequestRow, put
 from sdpo_jax.serving.store.versions import Arrays, Base, Head, RequestId, VersionManifest
 from sdpo_jax.serving.tool_calls import flaw_of
 
@@ -424,7 +424,8 @@ class Store:
     try:
       self.blobs.put_new(place, files, last={versions.MANIFEST: content})
       with self.database.writing(full=True) as rows:
-        self.database.intend(rows, Intent(adapter.id, folder, manifest.folder))
+        intent = {'adapter': adapter.id, 'folder': folder, 'version': manifest.folder}
+        put(rows, 'intents', intent, conflict='REPLACE')
     except BaseException:
       self._discard(adapter.id, folder, manifest)
       raise
@@ -684,7 +685,7 @@ class Store:
     if not self.retention.keep_feedback_texts:
       record = without_texts(record)
     with self.database.writing() as rows:
-      self.database.put_feedback(rows, adapter, record)
+      put(rows, 'feedback', {'adapter': adapter, 'record': json.dumps(record)})
 
   def feedback(self, owner: str, adapter: str) -> list[dict[str, Any]]:
     """Return the feedback log of an adapter, the oldest record first; raise NotFound as `adapter`."""

@@ -131,8 +131,8 @@ def _places(blobs: Blobs, prefix: str) -> dict[str, _Place]:
 
 def _put_right(blobs: Blobs, database: Database, places: Iterable[_Place], now: float) -> dict[str, tuple[str, str]]:
   """Bring the database in line with the files of some adapters; return those that are damaged, and why."""
-  intents = {intent.adapter: intent for intent in database.intents()}
-  damaged = {adapter for adapter, _, _, why in database.version_names() if why is not None}
+  intents = database.intents()
+  damaged = database.damaged()
   lost: dict[str, tuple[str, str]] = {}
   kept, wanted = [], []
   for place in places:
@@ -175,7 +175,7 @@ def _put_right(blobs: Blobs, database: Database, places: Iterable[_Place], now: 
   if news:
     _note(database, news)
   for place in kept:
-    _remove_garbage(blobs, database, place, {intents[place.id].version} if place.id in intents else set(), now)
+    _remove_garbage(blobs, database, place, {intents[place.id]} if place.id in intents else set(), now)
   stale = intents.keys() & {place.id for place in kept}
   if stale:
     with database.writing(full=True) as rows:

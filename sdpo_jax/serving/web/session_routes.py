@@ -47,9 +47,8 @@ def list_sessions(asked: Incoming) -> Reply:
 def open_session(asked: Incoming) -> Reply:
   """Open a session and return it with its token, which is returned only once."""
   body: schemas.OpenSession = asked.body
-  limits = asked.account.service.settings.limits
-  _check_size('system', [body.system or ''], limits.max_message_bytes, 'serve.limits.max_message_bytes')
-  _check_size('tools', [json.dumps(body.tools)], limits.max_tools_bytes, 'serve.limits.max_tools_bytes')
+  _check_size(asked, 'system', [body.system or ''])
+  _check_size(asked, 'tools', [json.dumps(body.tools)], 'max_tools_bytes')
   opened, token = asked.account.sessions.open(
     asked.adapter, SessionSettings.from_json(body.model_dump(exclude_unset=True))
   )
@@ -77,7 +76,7 @@ def delete_session(asked: Incoming) -> Reply:
 def propose(asked: Incoming, drafts: bool) -> Proposal:
   """Draw the next proposal, which joins the conversation."""
   body: schemas.ProposeRequest = asked.body
-  _check_text(asked, 'messages', [message.content for message in body.messages])
+  _check_size(asked, 'messages', [message.content for message in body.messages])
   messages = [message.model_dump() for message in body.messages]
   return asked.account.sessions.propose(asked.adapter, asked.path['session'], messages, seed=body.seed, drafts=drafts)
 
@@ -115,21 +114,21 @@ def streamed(begin: Callable[[Incoming, bool], Proposal], asked: Incoming) -> It
 def decide(asked: Incoming) -> Reply:
   """Approve, deny or edit a proposal; a denial or an edit is learned."""
   body: schemas.DecisionRequest = asked.body
-  _check_text(asked, 'correction', [body.correction or ''])
-  _check_text(asked, 'arguments', [json.dumps(body.arguments)])
+  _check_size(asked, 'correction', [body.correction or ''])
+  _check_size(asked, 'arguments', [json.dumps(body.arguments)])
   decision = Decision.from_json(body.model_dump(exclude_unset=True))
   began = time.monotonic()
   turn, learned = _once(asked).decide(asked.adapter, asked.path['session'], _turn(asked), decision)
   asked.metrics.decision(body.decision, time.monotonic() - began)
-  return _decided(asked, turn, learned)
+  return Reply({'turn': turn.to_json(), 'learned': _counted(asked, learned)})
 
 
 def results(asked: Incoming) -> Reply:
   """Add the results of a proposal's calls; failures are learned if the session's settings say so."""
   given = [ToolResult.from_json(each.model_dump()) for each in asked.body.results]
-  _check_text(asked, 'results', [text for each in given for text in (each.text, each.stderr or '')])
+  _check_size(asked, 'results', [text for each in given for text in (each.text, each.stderr or '')])
   turn, learned = _once(asked).results(asked.adapter, asked.path['session'], _turn(asked), given)
-  return _decided(asked, turn, learned)
+  return Reply({'turn': turn.to_json(), 'learned': _counted(asked, learned)})
 
 
 def flush(asked: Incoming) -> Reply:
@@ -138,15 +137,15 @@ def flush(asked: Incoming) -> Reply:
   return Reply({'learned': _counted(asked, learned)})
 
 
-def _decided(asked: Incoming, turn: SessionTurn, learned: LearnedTurns | None) -> Reply:
-  return Reply({'turn': turn.to_json(), 'learned': _counted(asked, learned)})
-
-
 def _counted(asked: Incoming, learned: LearnedTurns | None) -> dict[str, Any] | None:
   """Return the result of learning as `LearnedSaid`, and count it in the metrics."""
   if learned is None:
     return None
-  asked.metrics.session_learned(outcome(learned))
+  if learned.version_after != learned.version_before:
+    outcome = 'committed'
+  else:
+    outcome = 'waiting' if learned.reason is None else 'rejected'
+  asked.metrics.session_learned(outcome)
   return learned.to_json()
 
 
@@ -207,28 +206,17 @@ def _turn(asked: Incoming) -> int:
   return whole(asked.path['n'], 'The number of a turn')
 
 
-def _check_text(asked: Incoming, field: str, texts: Iterable[str]) -> None:
-  most = asked.account.service.settings.limits.max_message_bytes
-  _check_size(field, texts, most, 'serve.limits.max_message_bytes')
-
-
-def _check_size(field: str, texts: Iterable[str], most: int, setting: str) -> None:
-  """Raise InvalidRequest if texts together are longer than a setting allows."""
+def _check_size(asked: Incoming, field: str, texts: Iterable[str], setting: str = 'max_message_bytes') -> None:
+  """Raise InvalidRequest if texts together are longer than a setting of serve.limits allows."""
+  most = getattr(asked.account.service.settings.limits, setting)
   size = sum(len(text.encode('utf-8', 'surrogatepass')) for text in texts)
   if size > most:
     raise InvalidRequest(
-      f'{field} has {size} bytes, and {most} are taken at most ({setting}): shorten it.', field=field
+      f'{field} has {size} bytes, and {most} are taken at most (serve.limits.{setting}): shorten it.', field=field
     )
 
 
-# Responses.
-
-
-def outcome(learned: LearnedTurns) -> str:
-  """Return the outcome of learning, for the metrics."""
-  if learned.version_after != learned.version_before:
-    return 'committed'
-  return 'waiting' if learned.reason is None else 'rejected'
+# Routes.
 
 
 def _decided_again(account: Any, adapter: str, version: int | None) -> dict[str, Any]:
