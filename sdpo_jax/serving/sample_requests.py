@@ -195,17 +195,12 @@ class DraftText:
     text = to_text(self._tokenizer, tokens).rstrip(_UNFINISHED)
     end = _first(text, self._stop)
     text = text[:end] if end is not None else text[: len(text) - _held_back(text, self._stop)]
-    return self._more(text)
+    return self.finish(text)
 
   def finish(self, text: str) -> str:
-    """Return the rest of the finished text that has not been shown."""
-    if text.startswith(self.shown):
-      return self._more(text)
-    return ''  # A tokenizer that rewrites what it has written: what was shown cannot be taken back.
-
-  def _more(self, text: str) -> str:
+    """Return the part of a text that has not been shown, and show it."""
     if not text.startswith(self.shown):
-      return ''
+      return ''  # A tokenizer that rewrites what it has written: what was shown cannot be taken back.
     more, self.shown = text[len(self.shown) :], text
     return more
 

@@ -46,6 +46,7 @@ PYTHON_TAG = '<|python_tag|>'  # Llama 3's tag before a call that is not the who
 _ARGUMENTS = {'hermes': 'arguments', 'llama3': 'parameters'}
 _DECODER = json.JSONDecoder()
 _SEPARATOR = re.compile(r'[\s;]*')
+_HALF = re.compile('[\ud800-\udfff]')  # Half of a surrogate pair, which JSON can hold and UTF-8 cannot.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,21 +187,13 @@ def flaw_of(value: Any) -> str | None:
       return f'objects and lists in more than {MAX_DEPTH} others'
     if isinstance(found, float) and not math.isfinite(found):
       return 'a number that is not finite'
-    if isinstance(found, str) and not _is_whole(found):
+    if isinstance(found, str) and _HALF.search(found):
       return 'half of a character'
     if isinstance(found, Mapping):
       left += [(each, depth + 1) for each in (*found, *found.values())]
     elif isinstance(found, list):
       left += [(each, depth + 1) for each in found]
   return None
-
-
-def _is_whole(text: str) -> bool:
-  try:
-    text.encode()
-  except UnicodeEncodeError:
-    return False
-  return True
 
 
 def _proposal(said: Sequence[str], calls: Sequence[ToolCall], fault: str | None) -> Proposal:

@@ -61,7 +61,11 @@ def mapping(value: Any, field: str) -> dict[str, Any]:
   """Return an object; raise InvalidRequest unless it is one that JSON can hold."""
   if not isinstance(value, Mapping):
     raise InvalidRequest(f'{field} must be an object, not {short_repr(value)}.', field=field)
-  return jsonable(dict(value), field)
+  try:
+    found = json.loads(json.dumps(dict(value), allow_nan=False))
+  except (TypeError, ValueError, RecursionError) as error:
+    raise InvalidRequest(f'{field} holds what JSON cannot: {error}.', field=field) from error
+  return _sound(found, field)
 
 
 def listed(value: Any, field: str, most: int, each: Callable[[Any, str], Any]) -> list[Any]:
@@ -76,15 +80,6 @@ def finite(value: Any, field: str) -> float:
   if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
     raise InvalidRequest(f'{field} must be a number, not {short_repr(value)}.', field=field)
   return float(value)
-
-
-def jsonable(value: Any, field: str) -> Any:
-  """Return a value after a round trip through JSON; raise InvalidRequest for what JSON cannot hold."""
-  try:
-    found = json.loads(json.dumps(value, allow_nan=False))
-  except (TypeError, ValueError, RecursionError) as error:
-    raise InvalidRequest(f'{field} holds what JSON cannot: {error}.', field=field) from error
-  return _sound(found, field)
 
 
 def _sound(value: Any, field: str) -> Any:
