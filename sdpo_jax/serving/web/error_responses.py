@@ -24,6 +24,7 @@ from sdpo_jax.serving.errors import (
   Unauthorized,
   VersionConflict,
 )
+from sdpo_jax.serving.web.access_log import Log
 
 # Routes whose errors have the native format; all others below /v1 have OpenAI's.
 NATIVE = (
@@ -117,6 +118,15 @@ def invalid(error: pydantic.ValidationError) -> InvalidRequest:
   more = len(error.errors(include_url=False, include_context=False, include_input=False)) - 1
   others = f' ({more} more fields are wrong)' if more > 1 else ' (one more field is wrong)' if more else ''
   return InvalidRequest(f'{path or "The body"}: {complaint}{others}.', field=path or None)
+
+
+def any_failure(error: BaseException, path: str, request_id: str, log: Log) -> Failure:
+  """Return the response to an error at a path; an error that no client could have caused is logged."""
+  found = known(error)
+  if found is None:
+    log.error(error, request_id)
+    found = Internal('Something unexpected went wrong; the log of the service has it under this request_id.')
+  return failure(found, path, request_id)
 
 
 def failure(error: ServiceError, path: str, request_id: str) -> Failure:

@@ -53,13 +53,8 @@ async def _body(request: Request, iterator: Iterator[ServerSentEvent], event: An
       yield event.encode()
       event = await run_in_threadpool(next, iterator, _END)
   except Exception as error:
-    found = error_responses.known(error)
-    if found is None:
-      request.state.log.error(error, request.state.request_id)
-      found = error_responses.Internal(
-        'Something unexpected went wrong; the log of the service has it under this request_id.'
-      )
-    failed = error_responses.failure(found, request.url.path, request.state.request_id)
+    state = request.state
+    failed = error_responses.any_failure(error, request.url.path, state.request_id, state.log)
     yield ServerSentEvent(failed.body, 'error').encode()
   finally:
     close = getattr(iterator, 'close', None)

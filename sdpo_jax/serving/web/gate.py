@@ -191,13 +191,7 @@ class Gate:
     except BaseException as error:
       if not isinstance(error, Exception):  # The server is ending, or the connection is gone.
         raise
-      found = error_responses.known(error)
-      if found is None:
-        self._log.error(error, request.id)
-        found = error_responses.Internal(
-          'Something unexpected went wrong; the log of the service has it under this request_id.'
-        )
-      failed = error_responses.failure(found, request.path, request.id)
+      failed = error_responses.any_failure(error, request.path, request.id, self._log)
       with contextlib.suppress(OSError):
         await answer.json(failed.status, failed.body, failed.headers)
     finally:
