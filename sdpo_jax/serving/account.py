@@ -80,8 +80,7 @@ class Account(Tenant):
     store, limit = self.service.store, self.service.settings.limits.max_adapters_per_owner
     checked = adapter_settings.checked(settings or {}, self.service.settings, self.service.prompt_of)
     adapter_names.check_name(name, self.service.model_name)
-    with self.service.turns.of(('owner', self.owner), self.call.deadline):
-      self.call.check()
+    with self.service.turns.of(('owner', self.owner), self.call):
       if len(store.adapters(self.owner)) >= limit:
         raise Forbidden(f'There are {limit} adapters, as many as one owner may have: delete one that is not needed.')
       made, version = store.create(self.owner, name, checked, arrays, reason=reason, details=details, request=request)

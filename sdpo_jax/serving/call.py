@@ -1,8 +1,9 @@
-"""The state of one request below the HTTP layer: its deadline, its cancellation, and its token allowance."""
+"""One request below the HTTP layer: its deadline, cancellation and token allowance, and its turn to change a thing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import collections
+from collections.abc import Callable, Hashable, Iterator
 import concurrent.futures
 import contextlib
 import threading
@@ -93,3 +94,52 @@ class Call:
       with self._lock:
         if listener in self._listeners:
           self._listeners.remove(listener)
+
+
+class Turns:
+  """Fair locks by key: changes of one thing wait for each other in order of arrival, and for no others.
+
+  Nothing is stored for a key that nobody waits for.
+  """
+
+  def __init__(self):
+    """Make locks that nobody holds."""
+    self._lock = threading.Lock()
+    self._queues: dict[Hashable, collections.deque[threading.Event]] = {}  # The holder, then those who wait.
+
+  def __len__(self) -> int:
+    """Return the number of keys whose lock somebody holds."""
+    with self._lock:
+      return len(self._queues)
+
+  @contextlib.contextmanager
+  def of(self, thing: Hashable, call: Call) -> Iterator[None]:
+    """Hold the lock of a key within the block.
+
+    Args:
+      thing: the key, such as the id of an adapter.
+      call: the request that waits for it, until its deadline.
+
+    Raises:
+      Deadline: its time is over.
+      Cancelled: the sender does not wait any more.
+    """
+    turn = threading.Event()
+    with self._lock:
+      queue = self._queues.setdefault(thing, collections.deque())
+      queue.append(turn)
+      if queue[0] is turn:
+        turn.set()
+    try:
+      timeout = None if call.deadline is None else max(0.0, call.deadline - time.monotonic())
+      if not turn.wait(timeout):
+        raise Deadline('Other changes of the adapter took all the time that this one had: ask again, or give it more.')
+      call.check()
+      yield
+    finally:
+      with self._lock:
+        queue.remove(turn)
+        if not queue:
+          del self._queues[thing]
+        else:
+          queue[0].set()

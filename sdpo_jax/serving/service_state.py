@@ -21,7 +21,7 @@ from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.learning import requests
 from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.serving import adapter_names, endpoint_scores, request_prompts, teachers
-from sdpo_jax.serving.call import Call
+from sdpo_jax.serving.call import Call, Turns
 from sdpo_jax.serving.engine import EngineSettings
 from sdpo_jax.serving.engine_settings import engine_settings
 from sdpo_jax.serving.errors import InvalidRequest, NotFound
@@ -30,7 +30,6 @@ from sdpo_jax.serving.guards import CanaryMeter
 from sdpo_jax.serving.lessons import Reprompting
 from sdpo_jax.serving.peft_transfer import Served
 from sdpo_jax.serving.store.store import Store
-from sdpo_jax.serving.turns import Turns
 from sdpo_jax.serving.worker import Worker
 from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.training.opening import stop_token_ids

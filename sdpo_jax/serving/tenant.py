@@ -55,8 +55,7 @@ class Tenant:
   def turn(self, id: str, expected: int | None) -> Iterator[AdapterRecord]:
     """Wait for this request's turn to change the adapter, check its version, and provide it."""
     self.adapter(id)  # Raise NotFound before a queue is made for an unknown id.
-    with self.service.turns.of(id, self.call.deadline):
-      self.call.check()
+    with self.service.turns.of(id, self.call):
       adapter = self.adapter(id)
       if expected is not None and expected != adapter.head:
         raise VersionConflict(

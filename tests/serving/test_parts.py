@@ -13,9 +13,9 @@ from models import huggingface, parameters
 from models.adapters import lora
 from sdpo_jax.config import LoraConfig, ModelConfig
 from sdpo_jax.serving import adapter_names, differences, event_log
+from sdpo_jax.serving.call import Call, Turns
 from sdpo_jax.serving.errors import Deadline, InvalidRequest, NotFound
 from sdpo_jax.serving.sample_requests import DraftText, finished_text
-from sdpo_jax.serving.turns import Turns
 from tests.letters import CONFIG
 
 
@@ -58,11 +58,11 @@ def test_turns_come_in_the_order_of_asking_and_nothing_is_kept():
 
   def change(number):
     waiting[number].set()
-    with turns.of('a'):
+    with turns.of('a', Call()):
       order.append(number)
 
-  with turns.of('a'):
-    with turns.of('b'):
+  with turns.of('a', Call()):
+    with turns.of('b', Call()):
       assert len(turns) == 2
     for number in range(8):
       threads.append(threading.Thread(target=change, args=(number,)))
@@ -70,7 +70,7 @@ def test_turns_come_in_the_order_of_asking_and_nothing_is_kept():
       waiting[number].wait()
       while len(turns._queues['a']) < number + 2:  # noqa: SLF001 (Nothing else tells who waits.)
         pass
-    with pytest.raises(Deadline), turns.of('a', deadline=time.monotonic()):
+    with pytest.raises(Deadline), turns.of('a', Call(deadline=time.monotonic())):
       pass
   for thread in threads:
     thread.join()
@@ -79,9 +79,9 @@ def test_turns_come_in_the_order_of_asking_and_nothing_is_kept():
 
 def test_a_turn_ends_also_where_a_change_fails():
   turns = Turns()
-  with pytest.raises(ValueError), turns.of('a'):
+  with pytest.raises(ValueError), turns.of('a', Call()):
     raise ValueError
-  with turns.of('a', deadline=time.monotonic()):
+  with turns.of('a', Call(deadline=time.monotonic() + 10)):
     assert len(turns) == 1
   assert len(turns) == 0
 

@@ -119,7 +119,7 @@ class Sessions:
 
   def delete(self, adapter: str, session: str) -> None:
     """Erase a session, its turns and its examples; what the adapter has learned stays."""
-    with self._alone(session):
+    with self._service.turns.of(('session', session), self._tenant.call):
       self.get(adapter, session)
       with self._database.writing(full=True) as rows:
         session_tables.erase_session(rows, session)
@@ -299,18 +299,11 @@ class Sessions:
   @contextlib.contextmanager
   def _settled(self, adapter: str, session: str) -> Iterator[tuple[SessionState, Dialogue]]:
     """Hold the lock of a session, and provide it as it is after noting what was already learned from it."""
-    with self._alone(session):
+    with self._service.turns.of(('session', session), self._tenant.call):
       self.get(adapter, session)  # This also makes the store re-read the adapter if its versions are in doubt.
       session_tables.reconcile(self._database, adapter)
       held = self._held(adapter, session)
       yield held, self._dialogue_of(held.session)
-
-  @contextlib.contextmanager
-  def _alone(self, session: str) -> Iterator[None]:
-    """Hold the lock of a session within the block."""
-    with self._service.turns.of(('session', session), self._tenant.call.deadline):
-      self._tenant.call.check()
-      yield
 
   def _turn(self, held: SessionState, n: int) -> SessionTurn:
     """Return a turn; raise NotFound if there is none of this number."""

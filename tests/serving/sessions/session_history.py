@@ -30,14 +30,13 @@ from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.learning.learner import LessonScores
 from sdpo_jax.serving import feedback
 from sdpo_jax.serving.account import Account
-from sdpo_jax.serving.call import Call
+from sdpo_jax.serving.call import Call, Turns
 from sdpo_jax.serving.feedback import FeedbackResult
 from sdpo_jax.serving.lessons import Reprompting
 from sdpo_jax.serving.records import SampleRecord
 from sdpo_jax.serving.sample_requests import SampleDone
 from sdpo_jax.serving.sessions.session_records import Decision, SessionSettings, SessionTurn, ToolResult
 from sdpo_jax.serving.store.store import Retention, Store
-from sdpo_jax.serving.turns import Turns
 from tests import file_operations, tiny
 from tests.serving.session_world import GREP, TEMPLATE, TOOLS, called
 from tests.serving.store.store_cases import arrays, open_store
