@@ -315,10 +315,8 @@ class RemoteBlobs:
 
   def put_new(self, folder: str, contents: Mapping[str, bytes], last: Mapping[str, bytes] = _NONE) -> None:
     for part in (contents, last):
-      self._create_all(folder, part)
-
-  def _create_all(self, folder: str, contents: Mapping[str, bytes]) -> None:
-    list(self._pool.map(lambda item: self._create(f'{folder}/{item[0]}', item[1]), contents.items()))
+      keys = [f'{folder}/{name}' for name in part]
+      list(self._pool.map(self._create, keys, part.values()))
 
   def _create(self, key: str, content: bytes) -> None:
     with self._failures(key):

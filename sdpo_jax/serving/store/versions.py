@@ -61,14 +61,10 @@ class Base(peft_files.AdapterBase):
     return {f'{kind}/{row.name}': row.shape for kind in kinds for row in self.rows} | {_COUNT: ()}
 
 
-def owner_digest(owner: str) -> str:
-  """Return the digest that stands for an owner in keys."""
-  return hashlib.sha256(owner.encode('utf-8', 'surrogatepass')).hexdigest()[:32]
-
-
 def adapter_folder(owner: str, adapter: str) -> str:
   """Return the folder of an adapter of an owner."""
-  return f'users/{owner_digest(owner)}/adapters/{adapter}'
+  digest = hashlib.sha256(owner.encode('utf-8', 'surrogatepass')).hexdigest()[:32]
+  return f'users/{digest}/adapters/{adapter}'
 
 
 @dataclasses.dataclass(frozen=True)
