@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from models.architecture import Architecture
-from models.families import gemma3, llama, mistral, olmo3, qwen2, qwen3
+from models.families import gemma3, llama, mistral, olmo3, qwen
 from models.families.config_json import Json
 from models.families.family import Family
 from sdpo_jax.errors import UserError
 
-FAMILIES: Mapping[str, Family] = {
-  module.FAMILY.name: module.FAMILY for module in (qwen3, qwen2, llama, mistral, olmo3, gemma3)
-}
+_ALL = (qwen.QWEN3, qwen.QWEN2, llama.FAMILY, mistral.FAMILY, olmo3.FAMILY, gemma3.FAMILY)
+FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}
 BY_MODEL_TYPE: Mapping[str, Family] = {kind: family for family in FAMILIES.values() for kind in family.model_types}
 # Why model types similar to the supported ones are not supported.
 REASONS: Mapping[str, str] = {

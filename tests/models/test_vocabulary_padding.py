@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from models import huggingface
 from models import tokenizer as tokenizers
-from models.families import qwen3
+from models.families import qwen
 from sdpo_jax.config import Config, ModelConfig
 from sdpo_jax.learning import update
 from sdpo_jax.learning.batching import token_rows
@@ -40,7 +40,7 @@ def test_pads_are_rows_of_zeros(models):
   np.testing.assert_array_equal(large['embedding'][:264], small['embedding'])
   assert not np.any(large['embedding'][264:])
   fresh = huggingface.init(
-    {**qwen3.FAMILY.write(padded.config), 'vocab_size': 264},
+    {**qwen.QWEN3.write(padded.config), 'vocab_size': 264},
     jax.random.key(0),
     ModelConfig(dtype='float32', vocab_multiple=MULTIPLE),
   )[1]
@@ -48,7 +48,7 @@ def test_pads_are_rows_of_zeros(models):
 
 
 def test_large_vocabularies_are_padded_by_themselves(models):
-  values = qwen3.FAMILY.write(models[1][0][0].config)
+  values = qwen.QWEN3.write(models[1][0][0].config)
 
   def rows(size):
     return huggingface.describe({**values, 'vocab_size': size}, ModelConfig()).config.padded_vocab_size
