@@ -132,17 +132,13 @@ def meshes(config: Config, policy: Policy, chips: int, over: Sequence[str]) -> l
 
 def update_options(config: Config, chips: int, over: Sequence[str]) -> list[dict[str, Any]]:
   """Return the updates to try: micro-batches of one, two and four rows per chip, with every remat policy."""
-  rows = config.actor.ppo_mini_batch_size * config.rollout.n
-  sizes = [chips * size for size in _MICRO if chips * size <= max(rows, chips)] if 'micro_batch' in over else [None]
-  remats = REMATS if 'remat' in over else [None]
-  return [
-    {
-      **({} if size is None else {'actor.ppo_micro_batch_size': size}),
-      **({} if remat is None else {'model.remat': remat}),
-    }
-    for size in sizes
-    for remat in remats
-  ]
+  micro, remats = [{}], [{}]
+  if 'micro_batch' in over:
+    most = max(config.actor.ppo_mini_batch_size * config.rollout.n, chips)
+    micro = [{'actor.ppo_micro_batch_size': chips * size} for size in _MICRO if chips * size <= most]
+  if 'remat' in over:
+    remats = [{'model.remat': remat} for remat in REMATS]
+  return [one | other for one in micro for other in remats]
 
 
 def sampling_options(config: Config, over: Sequence[str]) -> list[dict[str, Any]]:
