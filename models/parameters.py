@@ -219,16 +219,6 @@ def in_compute_dtype(table: Table, tree: Tree, dtype: str) -> Tree:
   return map_tree(lambda p, leaf: leaf.astype(dtype if p.compute else jnp.float32), table, tree)
 
 
-def abstract(table: Table) -> Tree:
-  """Return the tree of jax.ShapeDtypeStruct that the table describes."""
-  return map_table(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.dtype(p.dtype)), table)
-
-
-def logical_axes(table: Table) -> Tree:
-  """Return the tree of logical axis names (a tuple per parameter)."""
-  return map_table(lambda p: p.axes, table)
-
-
 def count(table: Table) -> int:
   """Return the number of scalars in all parameters of the table."""
   return sum(math.prod(p.shape) for p in table)

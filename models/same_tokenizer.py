@@ -10,24 +10,6 @@ from models import identity, tokenizer
 from models.control_tokens import Tokenizer
 
 
-def digests(path: str | os.PathLike) -> dict[str, str]:
-  """Return digests of the meaning of a tokenizer's ids; unlike `identity.of_tokenizer`, without chat and stops.
-
-  They do not depend on the format of the files: a tokenizer saved by another version of the library has the same.
-
-  Args:
-    path: model directory or hub name.
-
-  Returns:
-    vocabulary (every id with its text), merges (or the scores by which characters are joined to tokens),
-    special_tokens (the added ones).
-
-  Raises:
-    UserError: the tokenizer is missing or damaged.
-  """
-  return _digests(tokenizer.read(path))
-
-
 def difference(path: str | os.PathLike, other: str | os.PathLike) -> str | None:
   """Return a phrase that says how two models' tokenizers differ; None if their token ids mean the same.
 
@@ -52,6 +34,14 @@ def difference(path: str | os.PathLike, other: str | os.PathLike) -> str | None:
 
 
 def _digests(read: Tokenizer) -> dict[str, str]:
+  """Return digests of the meaning of a tokenizer's ids; unlike `identity.of_tokenizer`, without chat and stops.
+
+  They do not depend on the format of the files: a tokenizer saved by another version of the library has the same.
+
+  Returns:
+    vocabulary (every id with its text), merges (or the scores by which characters are joined to tokens),
+    special_tokens (the added ones).
+  """
   added = sorted((number, token.content) for number, token in read.added_tokens_decoder.items())
   return {
     'vocabulary': identity.digest(sorted(read.get_vocab().items())),

@@ -14,11 +14,10 @@ import jax
 from models import exporting, huggingface, identity, model_files
 from models import tokenizer as tokenizers
 from models.adapters import cartridge_files, named_cartridges, peft_files, published_cartridges
-from models.parameters import map_table, merge, trainable
+from models.parameters import merge, trainable
 from sdpo_jax.config import CartridgeConfig, Config, LoraConfig, ModelConfig
 from sdpo_jax.config.fields import flatten
 from sdpo_jax.config.overrides import from_dict, is_listed
-from sdpo_jax.distributed.mesh import parameter_sharding
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation.evaluate import Evaluation, evaluate
@@ -32,6 +31,7 @@ from sdpo_jax.training.directory.workdir import saved_settings
 from sdpo_jax.training.documents import read_document
 from sdpo_jax.training.opening import check_adapter, check_turn_end, load_tokenizer, make_session, model_mesh
 from sdpo_jax.training.questions import held_out_questions
+from sdpo_jax.training.run_programs import abstract_table
 from sdpo_jax.training.session import Session
 from sdpo_jax.training.specs import evaluation_spec, update_spec
 from sdpo_jax.types import TrainState, Tree
@@ -477,13 +477,7 @@ def _export_adapter(
   tokenizer = load_tokenizer(config)
   policy = huggingface.read_policy(model.path, model)
   mesh, table = model_mesh(config, policy), policy.parameter_table()
-  rows = trainable(table)
-  described = map_table(
-    lambda row: jax.ShapeDtypeStruct(
-      row.shape, jax.numpy.dtype(row.dtype), sharding=parameter_sharding(mesh, row.axes, row.shape)
-    ),
-    rows,
-  )
+  described = abstract_table(trainable(table), mesh)
   factors, step = _restored(workdir, weights, abstract_state(update_spec(config), described, mesh, table), step, config)
   _check_model(workdir, config, tokenizer, step)
   texts = tokenizers.exported(model.path, tokenizer, model.chat_template)

@@ -31,7 +31,6 @@ def test_neither_chat_nor_layout_of_the_file_make_another_tokenizer(folders):
   del settings['chat_template']  # As of a base model.
   (other / 'tokenizer_config.json').write_text(json.dumps(settings | {'eos_token': '<|endoftext|>'}))
   assert same_tokenizer.difference(one, other) is None
-  assert same_tokenizer.digests(one) == same_tokenizer.digests(other)
 
 
 def swap(values):

@@ -13,10 +13,10 @@ from models import huggingface, parameters
 from models.adapters import lora
 from models.adapters.lora_pool import LoraPool
 from sdpo_jax.config import Config, LoraConfig, ModelConfig
-from sdpo_jax.distributed.mesh import make_mesh, replicated
+from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.learning.update import abstract_state, make_update
 from sdpo_jax.planner import hlo
-from sdpo_jax.training.run_programs import abstract_batch
+from sdpo_jax.training.run_programs import abstract_batch, abstract_table
 from sdpo_jax.training.specs import objective_spec, update_spec
 from tests.compiling import compile_as_users
 from tests.models.small_policies import CONFIG
@@ -37,9 +37,7 @@ def compiled(rank, remat='none', pool=None):
   config = Config(model=settings)
   config.actor.self_distillation.distillation_topk = TOPK
   table = policy.parameter_table()
-  tree = jax.tree.map(
-    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated(mesh)), parameters.abstract(table)
-  )
+  tree = abstract_table(table, mesh)
   base, trainable = parameters.split(table, tree)
   state = abstract_state(update_spec(config), trainable, mesh, table)
   update = make_update(policy, update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state))
