@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 import threading
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -17,23 +17,8 @@ from sdpo_jax.types import Example, Outcome
 
 STOP_S = 0.5  # Seconds between checks for a request to stop, while waiting for graders.
 
-
-class BatchGrader(Protocol):
-  """A grader of the completions of a batch, part by part, such as `environments.grading.Graders`."""
-
-  def prepare(self, environments: Iterable[str]) -> None:
-    """Prepare for questions of these environments; raise UserError if they cannot be graded."""
-    ...
-
-  def grade_part(
-    self, examples: Sequence[Example], completions: Sequence[str], *, truncated: Sequence[bool]
-  ) -> list[Outcome]:
-    """Return the outcomes [M] of some completions of a batch; raise UserError if no part of it can be graded."""
-    ...
-
-  def end_batch(self) -> None:
-    """End a batch whose parts were all graded; raise UserError if none of it could be graded."""
-    ...
+if TYPE_CHECKING:  # A step need not know how answers are graded.
+  from sdpo_jax.environments.grading import Graders
 
 
 class GradingThread:
@@ -46,7 +31,7 @@ class GradingThread:
   its number.
   """
 
-  def __init__(self, graders: BatchGrader, examples: Sequence[Example], n: int, stop: Stop = NEVER):
+  def __init__(self, graders: Graders, examples: Sequence[Example], n: int, stop: Stop = NEVER):
     """Make the thread; enter it as a context before sampling.
 
     Leaving it early gives up completions that are not graded yet, without waiting for a grader.

@@ -136,12 +136,6 @@ class Resident:
     self._drafts: list[tuple[Handle, Draft]] = []
     self._failure: BaseException | None = None
 
-  @property
-  def in_use(self) -> collections.Counter[int]:
-    """Number of requests under way by member of the pool."""
-    with self._lock:
-      return collections.Counter(handle.weights.member for handle in self._handles.values())
-
   def submit(
     self,
     prompt: Sequence[int],

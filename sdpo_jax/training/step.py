@@ -24,7 +24,7 @@ from sdpo_jax.learning import batching
 from sdpo_jax.learning.update import MicroResult
 from sdpo_jax.objective.advantages import grpo_advantages
 from sdpo_jax.objective.importance import mismatch, rollout_is_weights
-from sdpo_jax.rollout.grading_thread import BatchGrader, GradingThread
+from sdpo_jax.rollout.grading_thread import GradingThread
 from sdpo_jax.teacher.context import TeacherContext, build_teacher_context, same_context
 from sdpo_jax.teacher.order import balanced_order
 from sdpo_jax.teacher.signal import Teacher
@@ -33,6 +33,7 @@ from sdpo_jax.training.specs import batch_spec, chat_format, prompt_spec, teache
 from sdpo_jax.types import Example, TeacherSignal, TokenRows, TrainState, Tree
 
 if TYPE_CHECKING:  # A session knows endpoints and samplers; a step need not.
+  from sdpo_jax.environments.grading import Graders
   from sdpo_jax.training.ahead import SampledBatch
   from sdpo_jax.training.checkpoint.starting_state import StartingState
   from sdpo_jax.training.gathering import GatheredBatch
@@ -121,7 +122,7 @@ def step(
 
 def rollout_and_grade(
   session: Session,
-  graders: BatchGrader,
+  graders: Graders,
   state: TrainState,
   examples: list[Example],
   step: int,
