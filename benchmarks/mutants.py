@@ -138,7 +138,7 @@ MUTANTS = (
     'sdpo_jax/reporting/rollouts.py',
     'tests/reporting/test_report.py',
     ('a line under way counts as broken', 'whole or number < len(lines)', '1'),
-    ('a rollout is looked for in the pieces of the first file', 'append(first + piece)', 'append(piece)'),
+    ('a rollout is looked for in the pieces of the first file', "'piece': first + piece", "'piece': piece"),
     ('steps are not spread over the run', 'middle = (low + high) // 2', 'middle = high - 1'),
     ('the strongest colour is an outlier', 'int(0.8 * (', 'int(1.0 * ('),
     ('unfinished steps are shown', 'last is None or step <= last', 'True'),
