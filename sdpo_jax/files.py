@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 import contextlib
 import errno
+import functools
 import json
 import logging
 import math
@@ -316,3 +317,16 @@ def jsonable(value: Any) -> Any:
   if isinstance(value, float):
     return value if math.isfinite(value) else None
   return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def as_json(value: Any) -> bytes:
+  """Return a value as compact JSON; non-finite numbers become null, and lone surrogates are escaped."""
+  write = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(',', ':'))
+  try:
+    return write(value).encode()
+  except (TypeError, ValueError):  # Arrays or non-finite numbers: converting every value is far slower than writing.
+    text = write(jsonable(value))
+  try:
+    return text.encode()
+  except UnicodeEncodeError:
+    return json.dumps(json.loads(text), separators=(',', ':')).encode()

@@ -11,8 +11,8 @@ from starlette.testclient import TestClient
 from sdpo_jax import invisible
 from sdpo_jax.config import Config
 from sdpo_jax.reporting import page
+from sdpo_jax.serving.web.admission import Lifetime
 from sdpo_jax.serving.web.app import make_app
-from sdpo_jax.serving.web.lifetime import Lifetime
 from sdpo_jax.terminal import escaping
 
 # What versions of Unicode differ in is left out: characters that are not assigned in the one that Python knows.

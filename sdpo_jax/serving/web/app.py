@@ -12,13 +12,11 @@ from starlette.routing import Route
 
 from sdpo_jax.config import ServeConfig
 from sdpo_jax.serving.web import console, distill, native, openai, openapi, session_routes
-from sdpo_jax.serving.web import prometheus as metric
-from sdpo_jax.serving.web.access_log import Log
+from sdpo_jax.serving.web.admission import Lifetime
+from sdpo_jax.serving.web.endpoints import operation
 from sdpo_jax.serving.web.gate import behind_gate
 from sdpo_jax.serving.web.keys import KeyFile
-from sdpo_jax.serving.web.lifetime import Lifetime
-from sdpo_jax.serving.web.openapi import operation
-from sdpo_jax.serving.web.prometheus import Metrics
+from sdpo_jax.serving.web.telemetry import CONTENT_TYPE, Log, Metrics
 
 if TYPE_CHECKING:
   from sdpo_jax.serving.service import Service
@@ -84,9 +82,9 @@ def _own_routes(lifetime: Lifetime, metrics: Metrics, needs_key: bool) -> list[R
     status = 'draining' if lifetime.draining else 'starting'
     return JSONResponse({'status': status, 'stage': lifetime.stage}, 503, {'Retry-After': '1'})
 
-  @operation(summary='Counters for Prometheus.', answers=metric.CONTENT_TYPE, observes=True, probe=True)
+  @operation(summary='Counters for Prometheus.', answers=CONTENT_TYPE, observes=True, probe=True)
   async def scrape(request: Request) -> Response:
-    return PlainTextResponse(metrics.text(), media_type=metric.CONTENT_TYPE)
+    return PlainTextResponse(metrics.text(), media_type=CONTENT_TYPE)
 
   @operation(summary='All routes and fields, as an OpenAPI document for programs.', open=True)
   async def described(request: Request) -> Response:

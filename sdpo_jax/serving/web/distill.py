@@ -20,11 +20,10 @@ from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback_request import Item, make_request
 from sdpo_jax.serving.records import AdapterRecord
+from sdpo_jax.serving.web.admission import Lifetime
 from sdpo_jax.serving.web.archives import zipped
-from sdpo_jax.serving.web.endpoints import Incoming, Reply, route
-from sdpo_jax.serving.web.lifetime import Lifetime
+from sdpo_jax.serving.web.endpoints import Incoming, Reply, operation, route
 from sdpo_jax.serving.web.native import feedback_again
-from sdpo_jax.serving.web.openapi import operation
 from sdpo_jax.serving.web.schemas import Message, Number, RequestBody, ResponseBody, Text, Tokens
 
 # /v1/distill.

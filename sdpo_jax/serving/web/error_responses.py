@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import dataclasses
-import functools
-import json
 import math
 from typing import Any
 
@@ -13,7 +11,6 @@ import pydantic
 from starlette.exceptions import HTTPException
 
 from sdpo_jax.errors import UserError, printable
-from sdpo_jax.files import jsonable
 from sdpo_jax.serving.errors import (
   Busy,
   InvalidRequest,
@@ -43,19 +40,6 @@ _OPENAI_TYPES = {
   409: 'conflict_error',
   429: 'rate_limit_error',
 }
-
-
-def as_json(value: Any) -> bytes:
-  """Return a value as compact JSON; non-finite numbers become null, and lone surrogates are escaped."""
-  write = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(',', ':'))
-  try:
-    return write(value).encode()
-  except (TypeError, ValueError):  # Arrays or non-finite numbers: converting every value is far slower than writing.
-    text = write(jsonable(value))
-  try:
-    return text.encode()
-  except UnicodeEncodeError:
-    return json.dumps(json.loads(text), separators=(',', ':')).encode()
 
 
 class MethodNotAllowed(ServiceError):

@@ -10,6 +10,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
+from sdpo_jax.files import as_json
 from sdpo_jax.serving.web import error_responses
 
 _END = object()
@@ -27,7 +28,7 @@ class ServerSentEvent:
     """Return the lines of the event."""
     if self.data is None:
       return b': still here\n\n'
-    text = self.data if isinstance(self.data, str) else error_responses.as_json(self.data).decode()
+    text = self.data if isinstance(self.data, str) else as_json(self.data).decode()
     lines = [f'id: {self.id}'] if self.id is not None else []
     lines += [f'event: {self.event}'] if self.event is not None else []
     lines += [f'data: {line}' for line in text.split('\n')]

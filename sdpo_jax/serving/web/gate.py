@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, MutableMapping, Sequence
 import contextlib
+import functools
 import hashlib
 import json
 import secrets
@@ -27,6 +28,7 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sdpo_jax.config import ServeConfig
+from sdpo_jax.files import as_json
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import (
   Deadline,
@@ -38,14 +40,11 @@ from sdpo_jax.serving.errors import (
 )
 from sdpo_jax.serving.store.store import StoredResponse
 from sdpo_jax.serving.web import error_responses
-from sdpo_jax.serving.web.access_log import Log
-from sdpo_jax.serving.web.gate_request import GateRequest
+from sdpo_jax.serving.web.admission import Allowances, ConcurrencyLimit, Lifetime, read_body, time_limit
+from sdpo_jax.serving.web.endpoints import Operation, operation_of
 from sdpo_jax.serving.web.keys import KeyFile, presented
-from sdpo_jax.serving.web.lifetime import Lifetime
-from sdpo_jax.serving.web.limits import Allowances, ConcurrencyLimit, read_body, time_limit
-from sdpo_jax.serving.web.openapi import Operation, operation_of
-from sdpo_jax.serving.web.origins import Origins
-from sdpo_jax.serving.web.prometheus import Metrics
+from sdpo_jax.serving.web.origins import GateRequest, Origins
+from sdpo_jax.serving.web.telemetry import Log, Metrics
 
 if TYPE_CHECKING:
   from sdpo_jax.serving.account import Account
@@ -118,7 +117,7 @@ class GateResponse:
     """Respond with JSON unless a response has begun; a held-back one is replaced."""
     if self.closed or self._replaced or (self.status and self.held is None):
       return
-    content = error_responses.as_json(body)
+    content = as_json(body)
     if self.held is None:
       await send_body(self, status, content, headers)
       return
@@ -151,14 +150,14 @@ class Gate:
     log: Log,
     metrics: Metrics,
   ):
-    self._app, self._routes, self._lifetime, self._settings = app, routes, lifetime, settings
+    self._app, self._lifetime, self._settings = app, lifetime, settings
+    self._routes = [(route, operation_of(route)) for route in routes if isinstance(route, Route)]
     self._keys, self._log, self._metrics = keys, log, metrics
     http = settings.http
     self._allowances = Allowances(settings.limits)
-    self._places, self._endless_places = (
-      ConcurrencyLimit(http.max_requests),
-      ConcurrencyLimit(max(1, http.max_requests // 4)),
-    )
+    self._counting = threading.Lock()  # Held while tokens of a request are counted.
+    self._places = ConcurrencyLimit(http.max_requests)
+    self._endless_places = ConcurrencyLimit(max(1, http.max_requests // 4))
     self._endless: set[Call] = set()
     self._origins = Origins(http, keyed=keys is not None)
     self._threads = False  # Whether the size of the thread pool has been set.
@@ -201,23 +200,20 @@ class Gate:
       for kind, count in request.tokens.items():
         self._metrics.tokens(kind, count)
       if not request.quiet or answer.status not in (200, 503):
-        self._log_request(request, answer, seconds)
-
-  def _log_request(self, request: GateRequest, answer: GateResponse, seconds: float) -> None:
-    self._log.request(
-      asked=request.body,
-      answered=b'' if request.secret else bytes(answer.kept),
-      request=request.id,
-      method=request.method,
-      route=request.route,
-      adapter=request.adapter,
-      status=answer.status,
-      ms=round(1000 * seconds, 1),
-      bytes_in=len(request.body),
-      bytes_out=answer.size,
-      key=request.key,
-      tokens={kind: count for kind, count in request.tokens.items() if count},
-    )
+        self._log.request(
+          asked=request.body,
+          answered=b'' if request.secret else bytes(answer.kept),
+          request=request.id,
+          method=request.method,
+          route=request.route,
+          adapter=request.adapter,
+          status=answer.status,
+          ms=round(1000 * seconds, 1),
+          bytes_in=len(request.body),
+          bytes_out=answer.size,
+          key=request.key,
+          tokens={kind: count for kind, count in request.tokens.items() if count},
+        )
 
   async def _pass(self, scope: Scope, receive: Receive, answer: GateResponse, request: GateRequest) -> None:
     """Check a request and pass it to its handler."""
@@ -225,8 +221,7 @@ class Gate:
     if self._origins.is_preflight(request):
       await send_body(answer, 204, b'', {'Access-Control-Max-Age': '600'})
       return
-    route, params = self._route(scope)
-    operation = operation_of(route) if route is not None else Operation()
+    route, operation, params = self._route(scope)
     if route is not None:
       request.route, request.quiet, request.secret = route.path, operation.probe, operation.secret
     if operation.open:
@@ -260,7 +255,8 @@ class Gate:
       if body is None:
         return
       request.body = body
-      call = Call(None if seconds is None else time.monotonic() + seconds, self._spender(owner, request))
+      deadline = None if seconds is None else time.monotonic() + seconds
+      call = Call(deadline, functools.partial(self._spend, request))
       account = service.account(owner, call)
       state: MutableMapping[str, Any] = scope.setdefault('state', {})
       state |= {
@@ -275,7 +271,10 @@ class Gate:
         token = request.header('x-session-token')
         await run_in_threadpool(account.sessions.check_token, params['adapter'], params['session'], token)
       idempotent = None
-      if operation.again is not None and (key := self._idempotency_key(request)) is not None:
+      key = request.header('idempotency-key') if operation.again is not None else None
+      if key is not None:
+        if not (0 < len(key) <= _LONGEST_KEY and key.isascii() and key.isprintable()):
+          raise InvalidRequest(f'Idempotency-Key must have 1 to {_LONGEST_KEY} printable ASCII characters.')
         begun = await run_in_threadpool(service.store.begin, owner, key, _digest(request, scope))
         if isinstance(begun, StoredResponse):
           await send_body(answer, *await run_in_threadpool(_again, operation, account, begun))
@@ -381,19 +380,17 @@ class Gate:
 
   # The request.
 
-  def _route(self, scope: Scope) -> tuple[Route | None, Mapping[str, Any]]:
-    for route in self._routes:
+  def _route(self, scope: Scope) -> tuple[Route | None, Operation, Mapping[str, Any]]:
+    """Return the route of a request with its operation and what its path names; None: there is none."""
+    for route, operation in self._routes:
       match, child = route.matches(scope)
-      if match == Match.FULL and isinstance(route, Route):
-        return route, child.get('path_params', {})
-    return None, {}
+      if match == Match.FULL:
+        return route, operation, child['path_params']
+    return None, Operation(), {}
 
   def _no_route(self, scope: Scope) -> ServiceError:
     allowed = {
-      method
-      for route in self._routes
-      if isinstance(route, Route) and route.matches(scope)[0] == Match.PARTIAL
-      for method in route.methods or ()
+      method for route, _ in self._routes if route.matches(scope)[0] == Match.PARTIAL for method in route.methods or ()
     }
     if allowed:
       return error_responses.MethodNotAllowed(
@@ -409,22 +406,11 @@ class Gate:
     if kind != operation.content_type:
       raise error_responses.NotJson(f'Content-Type must be {operation.content_type}, also for an empty body.')
 
-  def _idempotency_key(self, request: GateRequest) -> str | None:
-    key = request.header('idempotency-key')
-    if key is not None and not (0 < len(key) <= _LONGEST_KEY and key.isascii() and key.isprintable()):
-      raise InvalidRequest(f'Idempotency-Key must have 1 to {_LONGEST_KEY} printable ASCII characters.')
-    return key
-
-  def _spender(self, owner: str, request: GateRequest):
-    """Return a function that spends tokens from the allowance of a key, and counts them."""
-    key, lock = request.key or owner, threading.Lock()
-
-    def spend(kind: str, tokens: int) -> None:
-      self._allowances.spend(key, tokens)
-      with lock:
-        request.tokens[kind] += tokens
-
-    return spend
+  def _spend(self, request: GateRequest, kind: str, tokens: int) -> None:
+    """Spend tokens from the allowance of the request's key, and count them."""
+    self._allowances.spend(request.key, tokens)
+    with self._counting:
+      request.tokens[kind] += tokens
 
 
 def _again(operation: Operation, account: Account, stored: StoredResponse) -> tuple[int, bytes, dict[str, str]]:
@@ -434,7 +420,7 @@ def _again(operation: Operation, account: Account, stored: StoredResponse) -> tu
     said = json.loads(content) if operation.tagged else None
   else:
     said = operation.again(account, stored.adapter, stored.version)
-    status, content = operation.status, error_responses.as_json(said)
+    status, content = operation.status, as_json(said)
   return status, content, operation.headers_of(said) | {'Idempotency-Replayed': 'true'}
 
 

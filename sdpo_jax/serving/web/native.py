@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sdpo_jax.errors import UserError
+from sdpo_jax.files import as_json
 from sdpo_jax.serving import adapter_names
 from sdpo_jax.serving import feedback as feedbacks
 from sdpo_jax.serving.errors import InvalidRequest, NotFound, ServiceError
@@ -22,9 +23,8 @@ from sdpo_jax.serving.sample_requests import SampleDone, SampleOptions
 from sdpo_jax.serving.store import store
 from sdpo_jax.serving.web import error_responses, packed, schemas, score_formats
 from sdpo_jax.serving.web.archives import unzipped, zipped
-from sdpo_jax.serving.web.endpoints import Incoming, Reply, drawing_route, incoming, route, whole
+from sdpo_jax.serving.web.endpoints import SSE, Incoming, Operation, Reply, incoming, route, whole
 from sdpo_jax.serving.web.events import ServerSentEvent, stream
-from sdpo_jax.serving.web.openapi import SSE, Operation
 
 if TYPE_CHECKING:
   from sdpo_jax.serving.account import Account
@@ -270,7 +270,7 @@ def _batch_once(
       results[index] = done
       if not isinstance(done, Exception):
         del begun[index]
-        account.service.store.finish(part, 200, error_responses.as_json(done))
+        account.service.store.finish(part, 200, as_json(done))
   finally:
     for part in begun.values():
       account.service.store.abandon(part)
@@ -468,8 +468,13 @@ ROUTES: list[Route] = [
     response=schemas.BatchSaid,
     again=_batch_again,
   ),
-  drawing_route(
-    f'{ROOT}/completions', completions, _streamed, body=schemas.CompletionRequest, response=schemas.CompletionsSaid
+  route(
+    'POST',
+    f'{ROOT}/completions',
+    completions,
+    _streamed,
+    body=schemas.CompletionRequest,
+    response=schemas.CompletionsSaid,
   ),
   route('POST', f'{ROOT}/score', score, body=schemas.ScoreRequest, response=schemas.ScoreSaid),
 ]

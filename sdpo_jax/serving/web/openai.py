@@ -18,18 +18,18 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from models.token_texts import TokenTexts
+from sdpo_jax.files import as_json
 from sdpo_jax.serving import adapter_names
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.records import AdapterRecord
 from sdpo_jax.serving.sample_requests import SampleDone
 from sdpo_jax.serving.web import events, openai_jobs, openai_logprobs
-from sdpo_jax.serving.web.error_responses import as_json
+from sdpo_jax.serving.web.endpoints import JSON, operation
 from sdpo_jax.serving.web.events import ServerSentEvent
 from sdpo_jax.serving.web.openai_jobs import CompletionJob, DrawnCompletion, job_of_chat, job_of_completion
 from sdpo_jax.serving.web.openai_logprobs import Position
 from sdpo_jax.serving.web.openai_schemas import ChatCompletionRequest, TextCompletionRequest, parse
-from sdpo_jax.serving.web.openapi import JSON, operation
 
 # The index of a choice, the new text, the choice when it is finished, and the log-probs of its prompt.
 Part = tuple[int, str, DrawnCompletion | None, Sequence[Position]]

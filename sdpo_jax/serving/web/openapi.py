@@ -1,72 +1,20 @@
-"""The operation of every route, declared beside its handler: for the gate, /openapi.json and /docs."""
+"""The document of all routes, for programs (/openapi.json) and for people (/docs)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 import html
 import json
 import re
-from typing import Any, TypeVar
+from typing import Any
 
 import pydantic
 from pydantic.json_schema import models_json_schema
 from starlette.routing import BaseRoute, Route
 
-JSON, SSE = 'application/json', 'text/event-stream'
-_Handler = TypeVar('_Handler', bound=Callable[..., Any])
+from sdpo_jax.serving.web.endpoints import JSON, Operation, operation_of
+
 _PARAMETER = re.compile(r'{(\w+)(?::\w+)?}')
-
-
-@dataclasses.dataclass(frozen=True)
-class Operation:
-  """The properties of a route beside its path, its methods and its handler."""
-
-  summary: str = ''
-  body: type[pydantic.BaseModel] | None = None  # Schema of its body; None: it has none, or it is not JSON.
-  response: type[pydantic.BaseModel] | None = None  # Schema of its response; None: not described.
-  status: int = 200
-  content_type: str = JSON  # The content type of the body.
-  answers: str = JSON  # The content type of the response.
-  query: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Name → meaning.
-  # For routes that run once per Idempotency-Key: maps (account, id of the adapter, version that the
-  # request made) to the body of a response that was lost with its process. None: every request runs.
-  again: Callable[[Any, str, int | None], Any] | None = None
-  open: bool = False  # Whether it needs no key, and is answered before the service is ready.
-  probe: bool = False  # Whether it is called so often that the log leaves it out.
-  observes: bool = False  # Whether it needs a key and nothing else, and is answered before the service is ready.
-  endless: bool = False  # Whether it streams until its sender disconnects.
-  # Whether Host must be a name of the service, and only pages of serve.http.allowed_origins may call it, even with
-  # keys.
-  guarded: bool = False
-  token: bool = False  # Whether it needs the token of the session in its path.
-  secret: bool = False  # Whether its response is never logged, even if bodies are.
-  tagged: bool = False  # Whether its response has an ETag with its version.
-
-  def headers_of(self, body: Any) -> dict[str, str]:
-    """Return the headers derived from the body of a response, before it is rendered: its ETag."""
-    found = body.get('version_after', body.get('version')) if self.tagged else None
-    return {'ETag': f'"{found}"'} if isinstance(found, int) else {}
-
-
-def operation(**values: Any) -> Callable[[_Handler], _Handler]:
-  """Return a decorator that attaches an `Operation` to a handler."""
-
-  def say(handler: _Handler) -> _Handler:
-    handler.operation = Operation(**values)  # type: ignore[attr-defined]
-    return handler
-
-  return say
-
-
-def operation_of(route: BaseRoute) -> Operation:
-  """Return the operation of a route; without a summary it gets the first line of the handler's docstring."""
-  endpoint = getattr(route, 'endpoint', None)
-  known = getattr(endpoint, 'operation', None) or Operation()
-  if not known.summary and endpoint is not None:
-    first = (getattr(endpoint, '__doc__', None) or '').strip().split('\n')[0]
-    known = dataclasses.replace(known, summary=first)
-  return known
 
 
 class ErrorBody(pydantic.BaseModel):

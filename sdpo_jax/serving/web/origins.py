@@ -1,12 +1,14 @@
-"""The origin of a request: the name by which it reaches this machine, and the web page that sends it."""
+"""A request on its way through the gate: the name by which it reaches this machine, and the web page that sends it."""
 
 from __future__ import annotations
 
+import collections
+from collections.abc import Mapping, Sequence
+import dataclasses
 import urllib.parse
 
 from sdpo_jax.config import HttpConfig
-from sdpo_jax.serving.errors import Forbidden
-from sdpo_jax.serving.web.gate_request import GateRequest
+from sdpo_jax.serving.errors import Forbidden, InvalidRequest
 
 LOCAL_HOSTS = ('localhost', '127.0.0.1', '::1')
 _CORS_HEADERS = (
@@ -15,6 +17,34 @@ _CORS_HEADERS = (
 _CORS_EXPOSED = 'ETag, Retry-After, retry-after-ms, X-Request-Id, Idempotency-Replayed'
 # Sec-Fetch-Site of requests from the service's own page, and of addresses that a person has typed.
 _OWN_SITES = ('same-origin', 'none')
+
+
+@dataclasses.dataclass
+class GateRequest:
+  """A request on its way through the gate."""
+
+  id: str
+  method: str
+  path: str
+  headers: Mapping[str, Sequence[str]]
+  route: str = '(none)'  # The pattern of its path.
+  adapter: str | None = None  # The adapter named in its path.
+  key: str | None = None  # The id of the key, never the key.
+  body: bytes = b''
+  quiet: bool = False  # Whether only unexpected responses are logged, since it is a frequent health check.
+  secret: bool = False  # Whether its response is never logged, even if bodies are.
+  tokens: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+  def header(self, name: str) -> str | None:
+    """Return the value of a header that may be sent once; None: it was not sent.
+
+    Raises:
+      InvalidRequest: it was sent several times.
+    """
+    values = self.headers.get(name, ())
+    if len(values) > 1:
+      raise InvalidRequest(f'The header {name} was sent {len(values)} times: send it once.')
+    return values[0] if values else None
 
 
 class Origins:

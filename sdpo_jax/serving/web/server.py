@@ -22,10 +22,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from sdpo_jax.config import Config, HttpConfig
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.serving.service import Service
-from sdpo_jax.serving.web.access_log import Forward, Log
+from sdpo_jax.serving.web.admission import Lifetime
 from sdpo_jax.serving.web.app import make_app
 from sdpo_jax.serving.web.keys import KeyFile
-from sdpo_jax.serving.web.lifetime import Lifetime
+from sdpo_jax.serving.web.telemetry import Forward, Log
 
 _LOOK = 0.1  # Seconds between two polls.
 _KEEP_ALIVE = 30  # Seconds that a connection may stay open without a request.
@@ -243,7 +243,7 @@ class ServiceProcess:
 
     try:
       service = self._make(self._config, announce=note)
-      self.lifetime.started(service)
+      self.lifetime.present = service
       service.start()
     except BaseException as error:
       self.lifetime.failure = error

@@ -15,6 +15,7 @@ from typing import Any
 import pydantic
 from starlette.routing import Route
 
+from sdpo_jax.files import as_json
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sample_requests import SampleDraft
 from sdpo_jax.serving.sessions.examples import TrainingExample
@@ -27,8 +28,7 @@ from sdpo_jax.serving.sessions.session_records import (
 )
 from sdpo_jax.serving.web import native
 from sdpo_jax.serving.web import session_schemas as schemas
-from sdpo_jax.serving.web.endpoints import Incoming, Reply, drawing_route, route, whole
-from sdpo_jax.serving.web.error_responses import as_json
+from sdpo_jax.serving.web.endpoints import Incoming, Reply, route, whole
 from sdpo_jax.serving.web.events import ServerSentEvent
 from sdpo_jax.serving.web.schemas import DeletedSaid
 
@@ -96,7 +96,7 @@ def _drawn(path: str, begin: Callable[[Incoming, bool], Proposal], body: type[py
 
   at_once.__doc__ = begin.__doc__
   said: dict[str, Any] = {'body': body, 'response': schemas.ProposedSaid, 'guarded': True, 'token': True}
-  return drawing_route(path, at_once, functools.partial(streamed, begin), **said)
+  return route('POST', path, at_once, functools.partial(streamed, begin), **said)
 
 
 def streamed(begin: Callable[[Incoming, bool], Proposal], asked: Incoming) -> Iterator[ServerSentEvent]:

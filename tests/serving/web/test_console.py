@@ -10,9 +10,9 @@ from starlette.testclient import TestClient
 from benchmarks import chromium
 from sdpo_jax.config import Config
 from sdpo_jax.serving.web import console
+from sdpo_jax.serving.web.admission import Lifetime
 from sdpo_jax.serving.web.app import make_app
 from sdpo_jax.serving.web.keys import KeyFile, add
-from sdpo_jax.serving.web.lifetime import Lifetime
 from tests.serving import openai_server, session_world
 
 FILES = ('/console', '/console.css', '/console.js')

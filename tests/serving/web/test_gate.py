@@ -15,14 +15,12 @@ from sdpo_jax.config import ServeConfig
 from sdpo_jax.serving.errors import Forbidden, InFlight, InvalidRequest, StorageFailed, Unprocessable
 from sdpo_jax.serving.store.store import StoredResponse
 from sdpo_jax.serving.web import gate
-from sdpo_jax.serving.web.access_log import Log
-from sdpo_jax.serving.web.endpoints import Reply, route
+from sdpo_jax.serving.web.admission import Lifetime
+from sdpo_jax.serving.web.endpoints import Operation, Reply, route
 from sdpo_jax.serving.web.events import ServerSentEvent, stream
 from sdpo_jax.serving.web.gate import behind_gate
 from sdpo_jax.serving.web.keys import KeyFile, add
-from sdpo_jax.serving.web.lifetime import Lifetime
-from sdpo_jax.serving.web.openapi import Operation
-from sdpo_jax.serving.web.prometheus import Metrics
+from sdpo_jax.serving.web.telemetry import Log, Metrics
 from tests.serving.web.foreign_pages import FOREIGN
 
 LOCAL = 'http://localhost'
@@ -610,7 +608,7 @@ def test_if_match_that_is_no_version_is_refused(world, value):
 def test_before_the_service_is_ready_and_when_it_ends_requests_are_refused():
   world = World(ready=False)
   assert code(world.client().get('/v1/continual/whoami')) == (503, 'not_ready')
-  world.lifetime.started(world.service)
+  world.lifetime.present = world.service
   assert world.client().get('/v1/continual/whoami').status_code == 200
   world.service.worker.failure = RuntimeError('a secret')
   response = world.client().get('/v1/continual/whoami')

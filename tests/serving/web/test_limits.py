@@ -8,8 +8,8 @@ import pytest
 
 from sdpo_jax.config import LimitsConfig
 from sdpo_jax.serving.errors import Busy, InvalidRequest, TooLarge
+from sdpo_jax.serving.web.admission import Allowances, ConcurrencyLimit, TokenBucket, read_body, time_limit
 from sdpo_jax.serving.web.error_responses import TooSlow
-from sdpo_jax.serving.web.limits import Allowances, ConcurrencyLimit, TokenBucket, read_body, time_limit
 
 
 def test_a_bucket_says_when_to_come_again_and_that_is_true():

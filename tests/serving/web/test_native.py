@@ -17,9 +17,9 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from sdpo_jax.serving.web import packed
-from sdpo_jax.serving.web.access_log import Log
 from sdpo_jax.serving.web.app import make_app
 from sdpo_jax.serving.web.keys import KeyFile, add
+from sdpo_jax.serving.web.telemetry import Log
 from tests.serving import service_world
 
 ROOT = '/v1/continual'

@@ -11,12 +11,12 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from sdpo_jax.errors import UserError
+from sdpo_jax.files import as_json
 from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.serving.errors import Busy, InvalidRequest, NotFound, TooLarge, Unauthorized, VersionConflict
 from sdpo_jax.serving.web import archives, error_responses, packed, schemas, score_formats
-from sdpo_jax.serving.web.access_log import Log
 from sdpo_jax.serving.web.events import ServerSentEvent
-from sdpo_jax.serving.web.prometheus import Metrics
+from sdpo_jax.serving.web.telemetry import Log, Metrics
 
 
 def scored(tokens, topk, vocab_size, ids=0, seed=0):
@@ -37,16 +37,16 @@ def test_scores_of_1024_tokens_with_k_100_are_as_small_as_they_are_to_be():
   rows = [scored(1024, 100, 151_936)]
   # The worst case: all ids have six digits.
   rows[0].top_ids[:] = 100_000 + rows[0].top_ids % 51_936
-  columns = error_responses.as_json({'rows': score_formats.as_columns(rows)})
+  columns = as_json({'rows': score_formats.as_columns(rows)})
   small = packed.pack(rows, 151_936)
   assert len(columns) <= 1.5e6
   assert len(small) <= 0.5e6
 
 
 def test_whatever_was_kept_can_be_answered():
-  said = error_responses.as_json({'text': 'é\ud800', 'number': np.inf, 'whole': 'é'})
+  said = as_json({'text': 'é\ud800', 'number': np.inf, 'whole': 'é'})
   assert json.loads(said) == {'text': 'é\ud800', 'number': None, 'whole': 'é'}
-  assert error_responses.as_json('é') == '"é"'.encode()
+  assert as_json('é') == '"é"'.encode()
 
 
 def test_columns_give_log_probs_to_half_a_unit():

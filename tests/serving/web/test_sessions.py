@@ -14,10 +14,10 @@ from starlette.testclient import TestClient
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import Cancelled
 from sdpo_jax.serving.web import endpoints, session_routes, session_schemas
-from sdpo_jax.serving.web.access_log import Log
 from sdpo_jax.serving.web.app import make_app
 from sdpo_jax.serving.web.gate import LOCAL_OWNER
 from sdpo_jax.serving.web.keys import KeyFile, add
+from sdpo_jax.serving.web.telemetry import Log
 from tests.serving import service_world, session_world
 from tests.serving.web.foreign_pages import FOREIGN
 

@@ -9,7 +9,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from sdpo_jax import invisible
-from sdpo_jax.serving.web.openapi import operation
+from sdpo_jax.serving.web.endpoints import operation
 
 _FILES = {'console': 'text/html', 'console.css': 'text/css', 'console.js': 'text/javascript'}  # Path → its type.
 # Only its own files and routes, and no embedding in other pages, so that users approve what they see.

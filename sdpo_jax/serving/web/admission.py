@@ -1,4 +1,4 @@
-"""Limits per sender: tokens per minute, concurrent requests, body size, time."""
+"""Whether a request is let in: the life cycle of the service, and limits of tokens, concurrency, size and time."""
 
 from __future__ import annotations
 
@@ -7,14 +7,75 @@ from collections.abc import Callable
 import math
 import threading
 import time
+from typing import TYPE_CHECKING
 
 from starlette.types import Message, Receive
 
 from sdpo_jax.config import LimitsConfig
-from sdpo_jax.serving.errors import Busy, InvalidRequest, TooLarge
+from sdpo_jax.serving.errors import Busy, InvalidRequest, NotReady, TooLarge
 from sdpo_jax.serving.web.error_responses import TooSlow
 
+if TYPE_CHECKING:  # Only for annotations: this module does not depend on the service at run time.
+  from sdpo_jax.serving.service import Service
+
 _LARGEST_HEADER_MS = 10**9
+
+
+class Lifetime:
+  """The state of the service for the HTTP layer, from before it exists until it ends; any thread may call."""
+
+  def __init__(self, service: Service | None = None, clock: Callable[[], float] = time.monotonic):
+    self._clock = clock
+    self.present = service  # The service; None: it does not exist yet.
+    self.failure: BaseException | None = None  # The error that ended the start.
+    self.stage = 'reading the model'  # The present stage of the start, for /readyz.
+    self.draining = False  # Whether the service finishes its requests and accepts no new ones.
+    self._listeners: list[Callable[[], None]] = []
+    self._last_request = clock()
+    self.under_way = 0  # The number of requests; used in the event loop only.
+
+  @property
+  def ready(self) -> bool:
+    """Whether requests are accepted."""
+    there = self.present is not None and self.present.worker.ready.is_set()
+    return there and not self.draining and not self.why_not()
+
+  def on_drain(self, listener: Callable[[], None]) -> None:
+    """Call `listener` when `drain` is called."""
+    self._listeners.append(listener)
+
+  def drain(self) -> None:
+    """Refuse new work from now on."""
+    self.draining = True
+    for listener in self._listeners:
+      listener()
+
+  def why_not(self) -> str:
+    """Return a sentence on why the engine has failed for good; empty: it has not."""
+    failure = self.failure or (self.present.worker.failure if self.present is not None else None)
+    return f'The engine has failed ({type(failure).__name__}): see the log of the service.' if failure else ''
+
+  def service(self) -> Service:
+    """Return the service for a request.
+
+    Raises:
+      NotReady: it is not ready yet, or accepts no requests any more.
+    """
+    if self.draining:
+      raise NotReady('The service is shutting down: ask the next one.')
+    if self.why_not():
+      raise NotReady(self.why_not())
+    if self.present is None or not self.present.worker.ready.is_set():
+      raise NotReady(f'The service is starting ({self.stage}): /readyz says when it is ready.')
+    return self.present
+
+  def touch(self) -> None:
+    """Note that a request has come."""
+    self._last_request = self._clock()
+
+  def idle_for(self) -> float:
+    """Return the seconds since the last request."""
+    return 0.0 if self.under_way else self._clock() - self._last_request
 
 
 class TokenBucket:
