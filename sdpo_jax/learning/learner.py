@@ -155,7 +155,7 @@ class Learner:
       teacher_buckets: lengths to which teachers' prompts are padded.
       response_buckets: lengths to which completions are padded.
     """
-    self._policy, self._base = policy, base
+    self._mesh, self._vocab_size, self._base = mesh_of(policy), policy.vocab_size, base
     self._topk, self._rows = sizes.topk, sizes.rows
     self._buckets = {'prompt': prompt_buckets, 'teacher': teacher_buckets, 'response': response_buckets}
     self._slots = policy.adapter.members
@@ -221,7 +221,7 @@ class Learner:
 
   def check(self, tasks: Sequence[Task]) -> None:
     """Raise UserError for a task that `learn` cannot do; no device is touched."""
-    requests.check(tasks, self._buckets, self._topk, self._policy.vocab_size)
+    requests.check(tasks, self._buckets, self._topk, self._vocab_size)
 
   def _prepare(self, state: SlotState, teachers: Tree, lessons: list[tuple[Task, Lesson]], chosen: range) -> _Micro:
     """Return some lessons as a micro-batch, with the scores of student and teacher."""
@@ -238,7 +238,7 @@ class Learner:
     batch, inputs, floored = requests.batch_of(picked, tokens, mask, live, self._topk)
     batch, shown = batch.replace(student=student), mask & live[:, None]
     batch, teacher, shown, floored, inputs, named = on_devices(
-      self._policy, (batch, teacher, shown, floored, inputs, inputs.mixes | inputs.given)
+      self._mesh, (batch, teacher, shown, floored, inputs, inputs.mixes | inputs.given)
     )
     hidden, unembedding = self._functions.states(self._base, state.trainable, batch.student)
     teacher_hidden, _ = self._scorer.states(teachers, teacher)

@@ -72,9 +72,8 @@ def mesh_of(policy: Policy) -> jax.sharding.Mesh | None:
   return policy.backend.mesh if policy.backend.divided else None
 
 
-def on_devices(policy: Policy, rows: Tree) -> Tree:
-  """Return host arrays of rows, placed on the mesh if the policy has one."""
-  mesh = mesh_of(policy)
+def on_devices(mesh: jax.sharding.Mesh | None, rows: Tree) -> Tree:
+  """Return host arrays of rows, placed on the mesh from `mesh_of`."""
   return rows if mesh is None else meshes.put_rows(mesh, rows)
 
 
@@ -114,7 +113,7 @@ class Scorer:
       vocab_size: V, the size of the vocabulary to score; None: the policy's, which may be larger.
       name: prefix of the functions' names, unique among the scorers with the same `sizes.keep`.
     """
-    self._policy, self._base, self._topk, self._rows = policy, base, sizes.topk, sizes.rows
+    self._mesh, self._base, self._topk, self._rows = mesh_of(policy), base, sizes.topk, sizes.rows
     self._prompt_buckets, self._response_buckets = prompt_buckets, response_buckets
     functions = scoring_functions(policy, sizes.topk, sizes.chunk_size, vocab_size or policy.vocab_size)
     self._states, self._scores, self._of_ids = (
@@ -157,7 +156,7 @@ class Scorer:
       token_rows = batching.token_rows([prompt for prompt, _ in picked], tokens, mask, width)
       if member is not None:
         token_rows = token_rows.replace(members=np.full(self._rows, member, np.int32))
-      token_rows, placed, shown = on_devices(self._policy, (token_rows, tokens, mask))
+      token_rows, placed, shown = on_devices(self._mesh, (token_rows, tokens, mask))
       hidden, unembedding = self.states(trainable, token_rows)
       said = jax.device_get(self._scores(hidden, unembedding, placed, shown))
       of_ids = None
@@ -168,7 +167,7 @@ class Scorer:
         wanted = np.full((*tokens.shape, parts * self._topk), -1, np.int32)
         for row, own in enumerate(ids[start : start + self._rows]):
           wanted[row, : len(own), :count_of_ids] = own
-        asked = on_devices(self._policy, np.split(wanted, parts, axis=2))
+        asked = on_devices(self._mesh, np.split(wanted, parts, axis=2))
         answers = jax.device_get([self._of_ids(hidden, unembedding, part, shown) for part in asked])
         of_ids = np.concatenate(answers, axis=2)[:, :, :count_of_ids]
       for row, (_, own_tokens) in enumerate(picked[:count]):

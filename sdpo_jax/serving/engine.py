@@ -137,7 +137,7 @@ class Engine:
     if not isinstance(policy.adapter, lora.Adapter):
       raise ValueError('An engine serves LoRA adapters: the policy must have one.')
     check_divides(settings, policy)
-    self._policy, self._base = policy, base
+    self._vocab_size = policy.vocab_size
     self._table = parameters.trainable(policy.parameter_table())
     memory_bytes = settings.memory_bytes
     if memory_bytes is None:
@@ -256,7 +256,7 @@ class Engine:
     settings = self.settings
     zeros = parameters.map_table(lambda row: np.zeros(row.shape, np.float32), self._table)
     for pool in (self._snapshots, self._teachers):
-      pool.with_member(0, zeros)
+      pool.put(0, zeros)
     self._resident.use(self._snapshots.factors)
     # The last prompt continues from the cached prefix of the one before.
     for width in (*settings.prompt_buckets, *settings.prompt_buckets[-1:] * bool(settings.kept_prefixes)):
@@ -409,7 +409,7 @@ class Engine:
       NoPlaceError: all snapshots are in use.
       UserError: as `Resident.submit`, or there is no such version.
     """
-    check_ids('The prompt', prompt, self._policy.vocab_size)
+    check_ids('The prompt', prompt, self._vocab_size)
     if version == BASE:
       return self._resident.submit(prompt, owner=owner, **options)
     arrays = self._arrays(version)
@@ -487,7 +487,7 @@ class Engine:
     if not 0 <= topk <= self.settings.topk:
       raise UserError(f'topk must be between 0 and {self.settings.topk}, not {short_repr(topk)}.')
     for prompt, tokens in rows:
-      check_ids('A row to be scored', [*prompt, *tokens], self._policy.vocab_size)
+      check_ids('A row to be scored', [*prompt, *tokens], self._vocab_size)
     if ids is not None and [np.ndim(own) == 2 and len(own) for own in ids] != [len(tokens) for _, tokens in rows]:
       raise UserError('The ids whose log-probs are wanted must have as many rows as there are tokens, for every text.')
     texts = [index for index, (prompt, tokens) in enumerate(rows) if self._is_text(prompt, tokens)]
@@ -567,7 +567,9 @@ class Engine:
         itself = each.teacher in ('live', TEACHING_VERSION + each.version)
         tasks.append(Task(slot, each.lessons, each.update, teacher, itself))
       self._learner.check(tasks)
-      tasks = [self._taught(each, task) for each, task in zip(feedback, tasks, strict=True)]
+      for index, each in enumerate(feedback):
+        if each.teacher.startswith(TEACHING_MODEL):
+          tasks[index] = self._taught(each, tasks[index])
       state, self._slots = self._slots, None  # Its buffers are donated: they are gone if this fails.
       state, learned = self._learner.learn(state, self._teachers.factors, tasks)
       self._slots = state
@@ -625,9 +627,7 @@ class Engine:
     self._shelf.put(feedback.new, _arrays_of(factors, mu, nu, mean, np.asarray(own.moments.count)))
 
   def _taught(self, feedback: Feedback, task: Task) -> Task:
-    """Return the task with the log-probs of another model, if the feedback names one as its teacher."""
-    if not feedback.teacher.startswith(TEACHING_MODEL):
-      return task
+    """Return the task with the log-probs of another model, which the feedback names as its teacher."""
     scorer = self._models[feedback.teacher.removeprefix(TEACHING_MODEL)]
     said = scorer.score({}, [(lesson.teacher_prompt, lesson.completion) for lesson in task.lessons])
     lessons = [
@@ -749,13 +749,9 @@ class _Pool:
     self.factors: Tree = lora_pool.empty(policy.parameter_table(), policy.backend.mesh, dtype)
     self._with_member = with_member
 
-  def with_member(self, index: int, factors: Tree) -> Tree:
-    """Return the factors of all places with those of one place replaced."""
-    return self._with_member(self.factors, np.int32(index), factors)
-
   def put(self, index: int, factors: Tree) -> None:
     """Put factors into a place that nothing uses."""
-    self.factors = self.with_member(index, factors)
+    self.factors = self._with_member(self.factors, np.int32(index), factors)
 
 
 def _behind(ids: np.ndarray, more: int) -> np.ndarray:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from sdpo_jax.learning.learner import Learned
 from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.rollout.resident import CancelledError
 from sdpo_jax.rollout.resident import Handle as Drawing
@@ -123,10 +122,6 @@ class LearnJob(_FutureJob):
   """The feedback of one version."""
 
   feedback: Feedback
-
-  def answer(self, learned: Learned) -> None:
-    """Pass the result to whoever waits for the job."""
-    self.future.set_result(learned)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

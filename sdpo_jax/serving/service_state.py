@@ -71,7 +71,8 @@ class ServiceState:
     self.chat = chat_format(config)
     self.positions, self.endpoint, self.clock = positions, endpoint, clock
     self.turns, self.events = Turns(), EventLog(clock)
-    topk = min(self.sizes.topk, served.policy.vocab_size)
+    self.vocab_size = served.policy.vocab_size
+    topk = min(self.sizes.topk, self.vocab_size)
     self.texts = TokenTexts(tokenizer)
     self.tokenizing = threading.Lock()  # Held while encoding: a tokenizer keeps the settings of a call as state.
     longest = dataclasses.replace(config.actor.self_distillation, max_reprompt_len=self.sizes.teacher_buckets[-1])
@@ -175,11 +176,6 @@ class ServiceState:
   def model_name(self) -> str:
     """The name under which requests address the model without an adapter, beside 'base'."""
     return self.settings.model_name or short_name(self.config.model.path)
-
-  @property
-  def vocab_size(self) -> int:
-    """The number of tokens in the model's vocabulary."""
-    return self.served.policy.vocab_size
 
   @functools.cached_property
   def stop_token_ids(self) -> tuple[int, ...]:

@@ -70,8 +70,7 @@ class Shelf:
         raise ValueError(f'The version {version} is there already.')
       for array in arrays.values():
         array.setflags(write=False)
-      self._spill(_size(arrays))
-      self._remember(version, arrays)
+      self._admit(version, arrays)
 
   def get(self, version: str) -> Arrays:
     """Return the arrays of a version; they cannot be changed.
@@ -85,8 +84,7 @@ class Shelf:
         self._memory.move_to_end(version)
         return self._memory[version]
       arrays = self._read(version)
-      self._spill(_size(arrays))
-      self._remember(version, arrays)
+      self._admit(version, arrays)
       return arrays
 
   def drop(self, version: str) -> None:
@@ -97,26 +95,25 @@ class Shelf:
       if self._digests.pop(version, None) is not None:
         self._file(version).unlink(missing_ok=True)
 
-  def _remember(self, version: str, arrays: Arrays) -> None:
-    self._memory[version] = arrays
-    self._bytes += _size(arrays)
-
-  def _spill(self, more: int) -> None:
-    """Make room for so many bytes, or as many as possible; versions that have a file are not written again."""
-    while self._memory and self._bytes + more > self._limit:
-      version, arrays = next(iter(self._memory.items()))
-      if version not in self._digests:
-        content = safetensors.numpy.save({name: np.asarray(array, order='C') for name, array in arrays.items()})
+  def _admit(self, version: str, arrays: Arrays) -> None:
+    """Take a version into memory, after making as much room as possible; others that have a file are not written."""
+    size = _size(arrays)
+    while self._memory and self._bytes + size > self._limit:
+      oldest, old = next(iter(self._memory.items()))
+      if oldest not in self._digests:
+        content = safetensors.numpy.save({name: np.asarray(array, order='C') for name, array in old.items()})
         try:
-          write_atomically(self._file(version), content)
+          write_atomically(self._file(oldest), content)
         except OSError as error:
           raise UserError(
             f'{self._folder} cannot be written ({first_line(error)}), so that there is no place for more adapters: '
             'make room there, or name another folder.'
           ) from error
-        self._digests[version] = hashlib.sha256(content).hexdigest()
-      del self._memory[version]
-      self._bytes -= _size(arrays)
+        self._digests[oldest] = hashlib.sha256(content).hexdigest()
+      del self._memory[oldest]
+      self._bytes -= _size(old)
+    self._memory[version] = arrays
+    self._bytes += size
 
   def _read(self, version: str) -> Arrays:
     digest, file = self._digests[version], self._file(version)
@@ -176,7 +173,13 @@ class Places:
     """
     filled = version in self._index
     if not filled:
-      self._index[version] = self._next()
+      if self._free:
+        self._index[version] = self._free.pop()
+      elif self._idle:
+        longest, _ = self._idle.popitem(last=False)
+        self._index[version] = self._index.pop(longest)
+      else:
+        raise NoPlaceError(f'All {len(self._index)} places are in use.')
     self._users[version] += 1
     self._idle.pop(version, None)
     return Place(self._index[version], filled)
@@ -222,11 +225,3 @@ class Places:
     else:
       self._idle.pop(version)
       self._idle[new] = None
-
-  def _next(self) -> int:
-    if self._free:
-      return self._free.pop()
-    if not self._idle:
-      raise NoPlaceError(f'All {len(self._index)} places are in use.')
-    version, _ = self._idle.popitem(last=False)
-    return self._index.pop(version)

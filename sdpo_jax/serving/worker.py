@@ -81,8 +81,8 @@ class Worker:
     self._thread = threading.Thread(target=self._run, name='engine', daemon=True)
     self._readers = concurrent.futures.ThreadPoolExecutor(_READERS, 'versions')
     self._lock, self._wake = threading.Lock(), threading.Event()
-    # Guarded by the lock: work that other threads queue for the worker's thread.
-    self._inbox: collections.deque[Job | _Call] = collections.deque()
+    # Guarded by the lock: requests, and functions to be called with the engine ahead of the queue.
+    self._inbox: collections.deque[Job | tuple[Callable[[Engine], Any], Future]] = collections.deque()
     self._unfinished = 0  # Requests that wait or are under way.
     # Why new requests are refused; None: they are accepted.
     self._refusal: str | None = 'The engine was not started yet.'
@@ -92,6 +92,7 @@ class Worker:
     self._pace, self._last_end = 0.0, clock()  # Seconds between the ends of requests, on average.
     # Used by the worker's thread alone; other threads only read `_engine`.
     self._engine: Engine | None = None
+    self._most = 0  # How many versions may be in memory.
     self._waiting: list[Job] = []
     self._drawing: list[SampleJob] = []
     self._loading: dict[str, Future[Arrays]] = {}
@@ -324,11 +325,11 @@ class Worker:
 
   def _call(self, do: Callable[[Engine], Answer]) -> Future[Answer]:
     """Schedule a function to be called with the engine before the next chunk."""
-    call = _Call(do)
-    self._leave(call)
-    return call.future
+    future: Future[Answer] = Future()
+    self._leave((do, future))
+    return future
 
-  def _leave(self, work: Job | _Call) -> None:
+  def _leave(self, work: Job | tuple[Callable[[Engine], Any], Future]) -> None:
     with self._lock:
       if self._closed or self._thread.ident is None:
         raise NotReady(self._refusal)
@@ -349,6 +350,7 @@ class Worker:
         self._close(f'There is no engine: {first_line(error)}', _plain(error))
         return
       self._engine, self.failure = engine, None
+      self._most = max(2, int(_SHARE * engine.settings.memory_bytes / engine.version_bytes))
       self._own, self._rescued = set(self._rescued), {}
       with self._lock:
         if self._stop_at is None:
@@ -385,11 +387,15 @@ class Worker:
       self._fetch(engine)
       moved |= self._begin(engine)
       moved |= self._work(engine)
-      busy = self._turn(engine)
-      moved |= self._collect()
+      if self._drawing:
+        moved |= self._turn(engine)
+        moved |= self._collect()
       self._trim(engine)
-      if not (moved or busy):
-        self._rest()
+      if not moved:  # Wait for new work or for the next deadline.
+        times = [job.deadline for job in self._waiting if job.deadline is not None]
+        if self._stop_at is not None:
+          times.append(self._stop_at)
+        self._wake.wait(max(0.0, min(times) - self._clock()) if times else None)
 
   def _turn(self, engine: Engine) -> bool:
     try:
@@ -405,7 +411,11 @@ class Worker:
       if isinstance(work, Job):
         self._waiting.append(work)
       else:
-        work.do(engine)
+        do, future = work
+        try:
+          future.set_result(do(engine))
+        except Exception as error:
+          future.set_exception(_refused(error))
     for version, future in [(version, future) for version, future in self._loading.items() if future.done()]:
       del self._loading[version]
       try:
@@ -449,9 +459,8 @@ class Worker:
   def _fetch(self, engine: Engine) -> None:
     """Start loading the versions that waiting requests need, in order, no more at a time than memory holds."""
     pinned: set[str] = set()
-    most = self._most(engine)
     for job in self._waiting:
-      if not job.needs or (pinned and len(pinned | job.needs) > most):
+      if not job.needs or (pinned and len(pinned | job.needs) > self._most):
         continue
       pinned |= job.needs
       for version in job.needs:
@@ -464,7 +473,7 @@ class Worker:
   def _begin(self, engine: Engine) -> bool:
     """Start sampling for every waiting request that can start; return whether any did."""
     moved, passed = False, []
-    for job in [job for job in self._runnable(engine) if isinstance(job, SampleJob)]:
+    for job in [job for job in runnable(self._waiting, engine) if isinstance(job, SampleJob)]:
       if any(earlier.passed >= engine.settings.rows for earlier in passed):
         break  # It has been overtaken often enough: it gets the next free place.
       try:
@@ -489,7 +498,7 @@ class Worker:
 
   def _work(self, engine: Engine) -> bool:
     """Erase versions, then learn or score for the first such request; return whether anything was done."""
-    jobs = self._runnable(engine)
+    jobs = runnable(self._waiting, engine)
     moved = False
     for job in jobs:
       if isinstance(job, ForgetJob):
@@ -519,7 +528,7 @@ class Worker:
       self._touch(job)
       self._waiting.remove(job)
       self._ended(job, 'learned')
-      job.answer(learned)
+      job.future.set_result(learned)
 
   def _score(self, engine: Engine, jobs: Sequence[Job]) -> None:
     batch = score_batch(jobs, rows=_BATCHES * engine.settings.training_rows)
@@ -609,26 +618,12 @@ class Worker:
 
   def _trim(self, engine: Engine) -> None:
     """Drop the least recently used versions that can be loaded again, until the rest fits into memory."""
-    more = len(self._kept) + len(self._own) - self._most(engine)
+    more = len(self._kept) + len(self._own) - self._most
     if more <= 0:
       return
     for version in [version for version in self._kept if version not in self._pinned][:more]:
       engine.drop(version)
       del self._kept[version]
-
-  def _most(self, engine: Engine) -> int:
-    """Return how many versions may be in memory."""
-    return max(2, int(_SHARE * engine.settings.memory_bytes / engine.version_bytes))
-
-  def _rest(self) -> None:
-    """Wait for new work or for the next deadline."""
-    times = [job.deadline for job in self._waiting if job.deadline is not None]
-    if self._stop_at is not None:
-      times.append(self._stop_at)
-    self._wake.wait(max(0.0, min(times) - self._clock()) if times else None)
-
-  def _runnable(self, engine: Engine) -> list[Job]:
-    return runnable(self._waiting, engine) if self._waiting else []
 
   def _touch(self, job: Job) -> None:
     """Mark the versions of a request as just used."""
@@ -701,21 +696,8 @@ class Worker:
       elif isinstance(work, Job):
         self._end(None, work, NotReady(why), 'failed')
       else:
-        work.future.set_exception(NotReady(why))
-
-
-class _Call:
-  """A function that is called with the engine before the next chunk, ahead of the queue."""
-
-  def __init__(self, function: Callable[[Engine], Any]):
-    self.future: Future = Future()
-    self._function = function
-
-  def do(self, engine: Engine) -> None:
-    try:
-      self.future.set_result(self._function(engine))
-    except Exception as error:
-      self.future.set_exception(_refused(error))
+        _, future = work
+        future.set_exception(NotReady(why))
 
 
 def _refused(error: Exception) -> ServiceError:
