@@ -213,9 +213,11 @@ def correct(
     texts: texts to send in place of the right answers; None: the right answers.
   """
   from sdpo_jax.environments import digits
+  from sdpo_jax.serving import feedback
+  from sdpo_jax.serving.account import Account
   from sdpo_jax.serving.feedback_request import Item, make_request
 
-  account = service.account(f'user {seed}, {arm}')
+  account = Account(service, f'user {seed}, {arm}')
   adapter, _ = account.create('mine', {'teacher': {'kind': 'base'}}, seed=seed)
   draw = np.random.default_rng(seed)
   tests = [(name, digits_of(draw, 'test')) for name in instructions() for _ in range(HELD_OUT)]
@@ -237,7 +239,7 @@ def correct(
     items = [Item(sample_id=answer.id, correction=text)]
     items += [Item(sample_id=sample.id) for sample in fading(account, adapter.id, kept)]
     request = make_request(items, UPDATE, service.settings, detail=(), top=0)
-    run.rejected += not account.feedback(adapter.id, number - run.rejected, request)['accepted']
+    run.rejected += not feedback.learn(account, adapter.id, number - run.rejected, request).said['accepted']
     run.curve.append(accuracy(account, adapter.id, tests))
   run.sampled.append(sampled(account, adapter.id, tests))
   return run
@@ -360,9 +362,10 @@ def grade(account: Any, model: str, tests: Sequence[Question]) -> list[Any]:
 def teachers(service: Any) -> dict[str, Any]:
   """Return the probability of the right answer for the teacher in each context: how much there is to distil."""
   from sdpo_jax.environments import digits
+  from sdpo_jax.serving.account import Account
   from sdpo_jax.teacher.context import reprompt
 
-  account, draw = service.account('observer'), np.random.default_rng(1)
+  account, draw = Account(service, 'observer'), np.random.default_rng(1)
   tests = [(name, digits_of(draw, 'train')) for name in MISREAD for _ in range(HELD_OUT)]
   said = [outcome.feedback or None for outcome in grade(account, 'base', tests)]
   right = [digits.answer(*question) for question in tests]
@@ -387,14 +390,15 @@ def teachers(service: Any) -> dict[str, Any]:
 
 def make_bystander(service: Any) -> tuple[Any, str]:
   """Make a user who has learned one thing and then does nothing."""
+  from sdpo_jax.serving import feedback
+  from sdpo_jax.serving.account import Account
   from sdpo_jax.serving.feedback_request import Item, make_request
 
-  account = service.account('bystander')
+  account = Account(service, 'bystander')
   adapter, _ = account.create('mine', {'teacher': {'kind': 'base'}}, seed=7)
   answer = ask(account, adapter.id, (MISREAD[0], [1, 2, 3, 4, 5]), seed=0)
-  account.feedback(
-    adapter.id, 0, make_request([Item(sample_id=answer.id, correction='21435')], UPDATE, service.settings)
-  )
+  request = make_request([Item(sample_id=answer.id, correction='21435')], UPDATE, service.settings)
+  feedback.learn(account, adapter.id, 0, request)
   return account, adapter.id
 
 

@@ -65,10 +65,12 @@ def main() -> None:
 
 def measure(args: argparse.Namespace, results: pathlib.Path) -> None:
   """Write all data of the figure and the table, with intermediate results after every run."""
+  from sdpo_jax.serving.account import Account
+
   began, runs = time.process_time(), []
   with running() as service:
     seeds = range(args.seed, args.seed + args.seeds)
-    untrained = {seed: right(service.account('observer'), 'base', schemas(), held_out(seed)) for seed in seeds}
+    untrained = {seed: right(Account(service, 'observer'), 'base', schemas(), held_out(seed)) for seed in seeds}
     for seed in seeds:
       for arm in args.arms.split(','):
         found = work(service, arm, seed, args.turns, args.update, args.rehearse, untrained[seed])
@@ -149,9 +151,11 @@ def work(
     rehearse: approved proposals that are trained on together with a correction.
     before: result of `right` for the model without an adapter.
   """
+  from sdpo_jax.serving.account import Account
   from sdpo_jax.serving.sessions.session_records import Decision, SessionSettings, ToolResult
+  from sdpo_jax.serving.sessions.sessions import Sessions
 
-  account = service.account(f'user {seed}, {arm}')
+  account = Account(service, f'user {seed}, {arm}')
   settings = {'teacher': {'kind': arm if arm in TEACHERS else TEACHERS[0]}}
   adapter, _ = account.create('mine', settings, seed=seed)
   tools = schemas()
@@ -163,8 +167,8 @@ def work(
   session, tasks = None, 0
   for turn, task in enumerate(asked):
     if session is None or tasks == TASKS:
-      (session, _), tasks = account.sessions.open(adapter.id, options), 0
-    [proposed] = account.sessions.propose(
+      (session, _), tasks = Sessions(account).open(adapter.id, options), 0
+    [proposed] = Sessions(account).propose(
       adapter.id, session.id, [{'role': 'user', 'content': task.ask}], seed=1000 * seed + turn
     )
     tasks, way = tasks + 1, None
@@ -174,15 +178,15 @@ def work(
     denied.append(not wanted(task, way))
     if denied[-1]:
       words = None if arm == SILENT else said[turn](way)
-      _, learned = account.sessions.decide(adapter.id, session.id, proposed.n, Decision('deny', words))
+      _, learned = Sessions(account).decide(adapter.id, session.id, proposed.n, Decision('deny', words))
       if learned is not None:
         rejected += not learned.accepted
         seconds.append(learned.seconds)
         divergence.append([learned.divergence_before, learned.divergence_after])
       session = None
     else:
-      account.sessions.decide(adapter.id, session.id, proposed.n, Decision('approve'))
-      account.sessions.results(adapter.id, session.id, proposed.n, [ToolResult(0, True, RESULT)])
+      Sessions(account).decide(adapter.id, session.id, proposed.n, Decision('approve'))
+      Sessions(account).results(adapter.id, session.id, proposed.n, [ToolResult(0, True, RESULT)])
   after = right(account, adapter.id, tools, held_out(seed))
   groups = {
     'held_out': [True] * len(before),

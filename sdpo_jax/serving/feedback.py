@@ -17,6 +17,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.learning.learner import Learned, LessonScores
 from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.serving import answers, guards, lessons, teachers
+from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.engine import Feedback
 from sdpo_jax.serving.errors import Gone, InvalidRequest, NotFound, NotReady, ServiceError
@@ -26,7 +27,6 @@ from sdpo_jax.serving.records import AdapterRecord, Version, engine_name
 from sdpo_jax.serving.service_state import ServiceState
 from sdpo_jax.serving.store.store import IdempotentRequest, Store
 from sdpo_jax.serving.teachers import FeedbackTeacher
-from sdpo_jax.serving.tenant import Tenant
 
 Progress = Callable[..., None]  # (stage, **details): queued, scored, stepped, guarded, committed or rejected.
 _TOGETHER = 32  # The most feedbacks of a batch that run at once.
@@ -42,7 +42,7 @@ class FeedbackResult:
 
 
 def learn(
-  tenant: Tenant,
+  account: Account,
   id: str,
   expected: int | None,
   request: FeedbackRequest,
@@ -57,7 +57,7 @@ def learn(
   if the store has changed nevertheless, the commit is refused.
 
   Args:
-    tenant: the owner.
+    account: the owner's, in this request.
     id: of the adapter that learns.
     expected: the version that the adapter must be at; None: any.
     request: what to learn.
@@ -76,13 +76,13 @@ def learn(
   """
 
   def tell(stage: str, **details: Any) -> None:
-    tenant.service.events.add(id, stage, details)
+    account.service.events.add(id, stage, details)
     progress(stage, **details)
 
-  with tenant.turn(id, expected) as adapter:
+  with account.turn(id, expected) as adapter:
     if idempotency is not None:  # Its response quotes the samples, even if nothing is committed.
-      tenant.service.store.about(idempotency, adapter.id)
-    return _learn(tenant.service, tenant.call, adapter, request, idempotency, tell)
+      account.service.store.about(idempotency, adapter.id)
+    return _learn(account.service, account.call, adapter, request, idempotency, tell)
 
 
 def _learn(
@@ -182,7 +182,7 @@ class FeedbackEntry:
   idempotency: IdempotentRequest | None = None
 
 
-def run_batch(tenant: Tenant, entries: Sequence[FeedbackEntry]) -> list[dict[str, Any] | ServiceError | UserError]:
+def run_batch(account: Account, entries: Sequence[FeedbackEntry]) -> list[dict[str, Any] | ServiceError | UserError]:
   """Run several feedbacks and return, in order, the response or the error of each.
 
   Each is a transaction of its own. Those of one adapter run one after the other; those of different adapters run at the
@@ -197,7 +197,7 @@ def run_batch(tenant: Tenant, entries: Sequence[FeedbackEntry]) -> list[dict[str
     for index in indices:
       entry = entries[index]
       try:
-        done = learn(tenant, entry.adapter, entry.expected, entry.request, idempotency=entry.idempotency)
+        done = learn(account, entry.adapter, entry.expected, entry.request, idempotency=entry.idempotency)
         found.append((index, done.said))
       except (ServiceError, UserError) as error:
         found.append((index, error))

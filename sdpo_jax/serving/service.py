@@ -15,8 +15,6 @@ import jax
 from models import huggingface, identity, model_files, parameters
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-from sdpo_jax.serving.account import Account
-from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.engine import Engine, EngineSettings, check_divides
 from sdpo_jax.serving.engine_settings import engine_settings
 from sdpo_jax.serving.peft_transfer import Served
@@ -123,15 +121,6 @@ class Service(ServiceState):
         _logger.exception('What the retention settings let go could not be removed; it is tried again.')
       if stopped.wait(TEND_SECONDS):
         return
-
-  def account(self, owner: str, call: Call | None = None) -> Account:
-    """Return the operations of one owner.
-
-    Args:
-      owner: the owner of the adapters.
-      call: the request on whose behalf they run; None: a request without a deadline.
-    """
-    return Account(self, owner, call or Call())
 
 
 def _endpoint_of(config: Config, tokenizer: Any, sizes: EngineSettings, vocab_size: int) -> Endpoint | None:

@@ -30,7 +30,7 @@ class Running:
   @property
   def account(self) -> Account:
     """That of its only owner, who needs no key."""
-    return self.service.account(LOCAL_OWNER)
+    return Account(self.service, LOCAL_OWNER)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import transformers
 
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning.requests import Lesson
+from sdpo_jax.serving import feedback
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.adapter_names import lora_uri
 from sdpo_jax.serving.call import Call
@@ -48,7 +49,7 @@ def service(model, tmp_path_factory):
 @pytest.fixture
 def ada(service, request):
   """Return an owner without adapters."""
-  return service.account(f'ada of {request.node.name}')
+  return Account(service, f'ada of {request.node.name}')
 
 
 def moved(arrays, seed=0):
@@ -119,8 +120,8 @@ def test_names_are_an_owners_own(ada, service):
   ada.create('same')
   with pytest.raises(InvalidRequest, match='already'):
     ada.create('same')
-  other, _ = service.account('somebody').create('same')
-  assert service.account('somebody').resolve('same').adapter == other
+  other, _ = Account(service, 'somebody').create('same')
+  assert Account(service, 'somebody').resolve('same').adapter == other
 
 
 def test_no_owner_has_more_adapters_than_are_allowed(ada, service, monkeypatch):
@@ -177,7 +178,7 @@ def test_a_stop_string_ends_a_completion_and_is_not_in_its_text(ada):
 
 def test_what_a_request_may_spend_is_asked_for_before_and_given_back(service):
   spent = []
-  account = service.account('spender', Call(spend=lambda kind, tokens: spent.append((kind, tokens))))
+  account = Account(service, 'spender', Call(spend=lambda kind, tokens: spent.append((kind, tokens))))
   found = sample(account, 'base', n=2)
   assert spent[0] == ('sampled', 16) and sum(tokens for _, tokens in spent) == sum(len(one.tokens) for one in found)
   account.score(account.resolve('base'), [ROW])
@@ -186,7 +187,7 @@ def test_what_a_request_may_spend_is_asked_for_before_and_given_back(service):
 
 def test_a_request_that_has_ended_changes_nothing_and_gets_nothing(service, ada):
   adapter, _ = ada.create('a')
-  late = service.account(ada.owner, Call(deadline=0.0))
+  late = Account(service, ada.owner, Call(deadline=0.0))
   with pytest.raises(Deadline):
     late.undo(adapter.id, 0, 0)
   with pytest.raises(Deadline):
@@ -194,7 +195,7 @@ def test_a_request_that_has_ended_changes_nothing_and_gets_nothing(service, ada)
   with pytest.raises(Deadline):
     sample(late, 'a')
   call = Call()
-  left = service.account(ada.owner, call)
+  left = Account(service, ada.owner, call)
   call.end()
   with pytest.raises(Cancelled):
     left.change(adapter.id, 0, {'teacher': 'base'})
@@ -355,7 +356,7 @@ def test_feedback_makes_one_version_whoever_else_asks_and_says_what_it_does(ada)
 
   def ask(_):
     try:
-      return ada.feedback(adapter.id, 0, request)
+      return feedback.learn(ada, adapter.id, 0, request).said
     except VersionConflict as error:
       return error.current
 
@@ -366,7 +367,7 @@ def test_feedback_makes_one_version_whoever_else_asks_and_says_what_it_does(ada)
   kinds = [event.kind for event in ada.service.events.after(adapter.id, None)]
   assert kinds == ['committed', 'queued', 'scored', 'stepped', 'guarded', 'committed']
   assert logits(ada, 'a') != before[0] == logits(ada, 'a@0') and logits(ada, 'b') == before[1]
-  [first, refused] = ada.feedback_batch([FeedbackEntry(other.id, request), FeedbackEntry('nobody', request)])
+  [first, refused] = feedback.run_batch(ada, [FeedbackEntry(other.id, request), FeedbackEntry('nobody', request)])
   assert isinstance(first, InvalidRequest) and isinstance(refused, NotFound)  # The sample is another adapter's.
   assert len(ada.service.turns) == 0
 
@@ -390,10 +391,10 @@ def test_a_teacher_behind_an_endpoint_is_asked_and_learned_from(ada, monkeypatch
   [drawn] = sample(ada, 'a')
   request = make_request([Item(sample_id=drawn.id, feedback='Say more.')], {}, ada.service.settings)
   with pytest.raises(InvalidRequest, match='No teacher is behind an endpoint'):
-    ada.feedback(adapter.id, None, request)
+    feedback.learn(ada, adapter.id, None, request)
   assert 'endpoint' not in ada.service.capabilities()['teachers']
   monkeypatch.setattr(ada.service, 'endpoint', Elsewhere(ada))
-  answer = ada.feedback(adapter.id, None, request)
+  answer = feedback.learn(ada, adapter.id, None, request).said
   [asked] = ada.service.endpoint.asked
   assert answer['accepted'] and answer['version_after'] == 1 and list(asked.completion) == list(drawn.tokens)
   assert (
@@ -438,16 +439,15 @@ ARGUMENTS = {  # Beside the id.
   'diff': (0, 0),
   'undo': (None, 0),
   'export_peft': (),
-  'feedback': (None, None),
   'turn': (None,),
   'events': (),
 }
 
 
-@pytest.mark.parametrize('name', [*methods_of_an_adapter(), 'sample'])
+@pytest.mark.parametrize('name', [*methods_of_an_adapter(), 'sample', 'feedback'])
 def test_what_is_anothers_is_not_there(service, name):
   """By every way to it; a method that is new must be added to ARGUMENTS."""
-  eve, ada = service.account('eve'), service.account('ada')
+  eve, ada = Account(service, 'eve'), Account(service, 'ada')
   foreign = {adapter.name: adapter for adapter in ada.adapters()}.get('mine') or ada.create('mine')[0]
   [drawn] = sample(ada, 'mine')
   known = drawn.id if name == 'sample' else foreign.id
@@ -455,6 +455,8 @@ def test_what_is_anothers_is_not_there(service, name):
   def ask(account, id):
     if name == 'sample':
       return account.service.store.sample(account.owner, id)
+    if name == 'feedback':
+      return feedback.learn(account, id, None, None)
     return getattr(account, name)(id, *ARGUMENTS[name])
 
   head = ada.adapter(foreign.id)
@@ -471,7 +473,7 @@ def test_what_is_anothers_is_not_there(service, name):
 
 @pytest.mark.parametrize('form', ['{}', '{}@0', 'sdpo://{}@0', 'sdpo://{}', '{}@7'])
 def test_a_foreign_model_is_as_unknown_as_one_that_there_is_not(service, form):
-  eve, ada = service.account('eve'), service.account('ada')
+  eve, ada = Account(service, 'eve'), Account(service, 'ada')
   foreign = {adapter.name: adapter for adapter in ada.adapters()}.get('mine') or ada.create('mine')[0]
   said = set()
   for id in (foreign.id, foreign.id[:-4] + '0000', 'mine', 'yours'):
@@ -484,12 +486,12 @@ def test_a_foreign_model_is_as_unknown_as_one_that_there_is_not(service, form):
 def test_versions_are_there_after_a_restart_and_read_when_they_are_used(model, tmp_path):
   config = make_config(model, tmp_path / 'root')
   with running(config) as service:
-    ada = service.account('ada')
+    ada = Account(service, 'ada')
     adapter, _ = ada.create('a')
     learn(ada, adapter.id)
     before, [drawn] = logits(ada, 'a'), sample(ada, 'a')
   with running(config) as service:
-    again = service.account('ada')
+    again = Account(service, 'ada')
     assert again.adapter(adapter.id).head == 1 and service.worker.stats.get('loads', 0) == 0
     assert logits(again, 'a') == before and service.worker.stats['loads'] == 1
     assert service.store.sample(again.owner, drawn.id).text == drawn.text
@@ -500,14 +502,14 @@ def test_a_service_on_a_mesh_does_what_one_on_a_device_does(service, model, tmp_
   config = make_config(model, tmp_path / 'root')
   config.serve.rows = config.serve.training_rows = 8
   config.serve.programs = str(tmp_path / 'programs')
-  alone, said = service.account('mesh'), []
+  alone, said = Account(service, 'mesh'), []
   with running(config, devices=8) as on_mesh:
-    for account in (alone, on_mesh.account('mesh')):
+    for account in (alone, Account(on_mesh, 'mesh')):
       adapter, _ = account.create('a', seed=1)
       learn(account, adapter.id)
       [drawn] = sample(account, 'a', seed=3)
       request = make_request([Item(sample_id=drawn.id, feedback='Say more.')], {}, account.service.settings)
-      answer = account.feedback(adapter.id, 1, request)
+      answer = feedback.learn(account, adapter.id, 1, request).said
       assert answer['accepted'] and account.export_peft(adapter.id, 2)
       said.append((list(drawn.tokens), logits(account, 'a@1')[0], logits(account, 'a@2')[0]))
   (tokens, before, after), (tokens_of_mesh, before_of_mesh, after_of_mesh) = said

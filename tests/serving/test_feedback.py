@@ -10,6 +10,7 @@ import pytest
 
 from sdpo_jax.learning.requests import Taught
 from sdpo_jax.serving import feedback
+from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.engine import Engine
 from sdpo_jax.serving.errors import Cancelled, Deadline, InvalidRequest, NotFound, ServiceError, VersionConflict
@@ -35,11 +36,16 @@ def service(tmp_path_factory):
 @pytest.fixture
 def ada(service, request):
   """Return an owner without adapters."""
-  return service.account(f'ada of {request.node.name}')
+  return Account(service, f'ada of {request.node.name}')
 
 
 def ask(account, *items, update=LOSSES[0], **more):
   return make_request(items, update, account.service.settings, **more)
+
+
+def fed(account, *asked, **more):
+  """Return the response to a feedback."""
+  return feedback.learn(account, *asked, **more).said
 
 
 def learned(account, settings=None, versions=1):
@@ -47,7 +53,7 @@ def learned(account, settings=None, versions=1):
   adapter, _ = account.create('one', settings, seed=0)
   for seed in range(versions):
     [drawn] = sample(account, adapter.id, seed=seed)
-    account.feedback(adapter.id, None, ask(account, Item(sample_id=drawn.id, feedback=f'{SAID}{seed}')))
+    fed(account, adapter.id, None, ask(account, Item(sample_id=drawn.id, feedback=f'{SAID}{seed}')))
   [drawn] = sample(account, adapter.id, seed=versions)
   return account.adapter(adapter.id), drawn
 
@@ -74,7 +80,7 @@ def per_token(answer, name):
 @pytest.mark.parametrize('update', LOSSES)
 def test_a_teacher_who_knows_nothing_more_teaches_exactly_nothing(ada, update):
   adapter, drawn = learned(ada)
-  answer = ada.feedback(adapter.id, None, ask(ada, Item(sample_id=drawn.id), update=update, mode='dry_run'))
+  answer = fed(ada, adapter.id, None, ask(ada, Item(sample_id=drawn.id), update=update, mode='dry_run'))
   for name in ('advantages', 'divergence'):
     assert answer['items'][0]['per_token'][name] == [0.0] * len(drawn.tokens)
   assert [answer['metrics'][name] for name in ('loss', 'pg_loss', 'jsd_reg', 'grad_norm', 'mean_advantage')] == [
@@ -87,7 +93,7 @@ def test_a_teacher_who_knows_nothing_more_teaches_exactly_nothing(ada, update):
 def test_the_answer_is_what_direct_passes_and_the_formulas_say(ada, update):
   adapter, drawn = learned(ada)
   item = Item(sample_id=drawn.id, feedback=SAID, correction='B')
-  answer = ada.feedback(adapter.id, 1, ask(ada, item, update={**update, 'weight_decay': 0.1}))
+  answer = fed(ada, adapter.id, 1, ask(ada, item, update={**update, 'weight_decay': 0.1}))
   assert (answer['version_before'], answer['version_after'], answer['accepted']) == (1, 2, True)
   assert json.loads(json.dumps(answer, allow_nan=False)) == answer
   before, after = (scored(ada, engine_name(adapter.id, number), drawn.prompt_tokens, drawn.tokens) for number in (1, 2))
@@ -154,13 +160,13 @@ def test_a_trial_says_what_a_commit_does_and_changes_nothing(ada):
   known, versions = arrays(ada, adapter), ada.service.worker.stats['versions']
   item, stages = Item(sample_id=drawn.id, feedback=SAID), []
   trial, tried = (
-    ada.feedback(adapter.id, None, ask(ada, item, mode='dry_run'), progress=lambda stage, **_: stages.append(stage))
+    fed(ada, adapter.id, None, ask(ada, item, mode='dry_run'), progress=lambda stage, **_: stages.append(stage))
     for _ in range(2)
   )
   assert stages == [*STAGES, 'dry_run'] * 2 and trial['version_after'] == 1 and trial['accepted']
   assert arrays(ada, adapter) == known and ada.service.worker.stats['versions'] == versions
   stages.clear()
-  done = ada.feedback(adapter.id, None, ask(ada, item), progress=lambda stage, **_: stages.append(stage))
+  done = fed(ada, adapter.id, None, ask(ada, item), progress=lambda stage, **_: stages.append(stage))
   assert stages == [*STAGES, 'committed'] and done['version_after'] == 2
   for name in ('items', 'metrics', 'guards'):
     assert trial[name] == tried[name] == done[name]
@@ -210,7 +216,7 @@ def test_whatever_fails_leaves_everything_as_it_was(ada, service, monkeypatch, b
   request = ask(ada, Item(sample_id=drawn.id, feedback=SAID))
   spent = []
   call = Call(spend=lambda kind, tokens: spent.append(tokens))
-  account = service.account(ada.owner, call)
+  account = Account(service, ada.owner, call)
 
   def progress(stage, **_):
     if stage == broken:
@@ -222,15 +228,15 @@ def test_whatever_fails_leaves_everything_as_it_was(ada, service, monkeypatch, b
     if callable(broken):
       broken(service, patched)
     with pytest.raises((OSError, ServiceError)):
-      account.feedback(adapter.id, None, request, progress=progress)
+      fed(account, adapter.id, None, request, progress=progress)
   assert [arrays(ada, each) for each in (adapter, other)] == known
   assert service.worker.stats['versions'] == versions
   # The next one is as if nothing had been.
-  done = ada.feedback(adapter.id, 1, request)
+  done = fed(ada, adapter.id, 1, request)
   assert done['version_after'] == 2
   twin, _ = ada.fork(adapter.id, 1, 'twin')
   assert (
-    ada.feedback(twin.id, 0, dataclasses.replace(request, items=[of_tokens(drawn, SAID)]))['metrics'] == done['metrics']
+    fed(ada, twin.id, 0, dataclasses.replace(request, items=[of_tokens(drawn, SAID)]))['metrics'] == done['metrics']
   )
 
 
@@ -249,8 +255,12 @@ def test_what_is_noted_after_the_commit_cannot_undo_it(ada, service, monkeypatch
   adapter, drawn = learned(ada)
   monkeypatch.setattr(service.store, 'note_feedback', fail)
   seen = []
-  done = ada.feedback(
-    adapter.id, None, ask(ada, Item(sample_id=drawn.id, feedback=SAID)), progress=lambda stage, **_: seen.append(stage)
+  done = fed(
+    ada,
+    adapter.id,
+    None,
+    ask(ada, Item(sample_id=drawn.id, feedback=SAID)),
+    progress=lambda stage, **_: seen.append(stage),
   )
   assert done['version_after'] == ada.adapter(adapter.id).head == 2 and seen[-1] == 'committed'
 
@@ -268,8 +278,8 @@ def test_a_guard_that_says_no_leaves_the_version(ada, monkeypatch, guard, limit)
     limit = 0.5
   request = ask(ada, Item(sample_id=drawn.id, feedback=SAID), guards={guard: limit})
   stages = []
-  answer = ada.feedback(
-    adapter.id, versions, request, progress=lambda stage, **said: stages.append((stage, said.get('reason')))
+  answer = fed(
+    ada, adapter.id, versions, request, progress=lambda stage, **said: stages.append((stage, said.get('reason')))
   )
   assert (answer['version_before'], answer['version_after'], answer['accepted']) == (versions, versions, False)
   assert guard in answer['reason'] and stages[-2:] == [('guarded', answer['reason']), ('rejected', answer['reason'])]
@@ -277,13 +287,13 @@ def test_a_guard_that_says_no_leaves_the_version(ada, monkeypatch, guard, limit)
   assert (said['guard'], said['limit']) == (guard, limit) and said['value'] is not None
   assert arrays(ada, adapter)[0] == known
   assert ada.service.store.feedback(ada.owner, adapter.id)[-1]['accepted'] is False
-  passed = ada.feedback(adapter.id, versions, dataclasses.replace(request, guards={guard: None}, mode='dry_run'))
+  passed = fed(ada, adapter.id, versions, dataclasses.replace(request, guards={guard: None}, mode='dry_run'))
   assert passed['accepted'] and passed['canary']['prompts'] == 2
 
 
 def test_guards_measure_what_direct_passes_say(ada):
   adapter, drawn = learned(ada, {'canary_prompts': ['Hello', 'What?']})
-  answer = ada.feedback(adapter.id, None, ask(ada, Item(sample_id=drawn.id, feedback=SAID)))
+  answer = fed(ada, adapter.id, None, ask(ada, Item(sample_id=drawn.id, feedback=SAID)))
   prompts = [ada.service.prompt_of(messages=[{'role': 'user', 'content': text}]) for text in ('Hello', 'What?')]
   canaries = ada.service.canaries.of_base(prompts)
   divergence, entropy = [], []
@@ -304,7 +314,7 @@ def test_guards_measure_what_direct_passes_say(ada):
 def test_a_limit_that_the_user_sets_needs_canary_prompts(ada):
   adapter, drawn = learned(ada)
   with pytest.raises(InvalidRequest, match='max_kl_to_base is measured on canary prompts'):
-    ada.feedback(adapter.id, None, ask(ada, Item(sample_id=drawn.id), guards={'max_kl_to_base': 1.0}))
+    fed(ada, adapter.id, None, ask(ada, Item(sample_id=drawn.id), guards={'max_kl_to_base': 1.0}))
 
 
 @pytest.mark.parametrize('learning_rate', [1e30, 3e38])
@@ -312,38 +322,38 @@ def test_versions_that_are_not_finite_are_never_kept(ada, learning_rate):
   adapter, drawn = learned(ada)
   known = arrays(ada, adapter)[0]
   request = ask(ada, Item(sample_id=drawn.id, feedback=SAID), update={'learning_rate': learning_rate, 'steps': 2})
-  answer = ada.feedback(adapter.id, None, request)
+  answer = fed(ada, adapter.id, None, request)
   assert not answer['accepted'] and 'not finite' in answer['reason'] and answer['version_after'] == 1
   assert json.dumps(answer, allow_nan=False) and arrays(ada, adapter)[0] == known
 
 
 def test_stale_samples_are_weighted_and_foreign_ones_are_not_there(ada, service):
   adapter, drawn = learned(ada)
-  ada.feedback(adapter.id, 1, ask(ada, Item(sample_id=drawn.id, feedback=SAID)))
-  stale = ada.feedback(adapter.id, 2, ask(ada, Item(sample_id=drawn.id, feedback=SAID), mode='dry_run'))
+  fed(ada, adapter.id, 1, ask(ada, Item(sample_id=drawn.id, feedback=SAID)))
+  stale = fed(ada, adapter.id, 2, ask(ada, Item(sample_id=drawn.id, feedback=SAID), mode='dry_run'))
   assert stale['items'][0]['sample_version'] == 1 and stale['metrics']['mean_is_ratio'] != 1
-  given = ada.feedback(adapter.id, 2, ask(ada, of_tokens(drawn, SAID), mode='dry_run'))
+  given = fed(ada, adapter.id, 2, ask(ada, of_tokens(drawn, SAID), mode='dry_run'))
   assert given['metrics'] == stale['metrics']
   other, _ = ada.create('other')
   with pytest.raises(InvalidRequest, match='is of another adapter'):
-    ada.feedback(other.id, None, ask(ada, Item(sample_id=drawn.id)))
-  assert ada.feedback(other.id, None, ask(ada, of_tokens(drawn)))['accepted']
-  eve = service.account('eve')
+    fed(ada, other.id, None, ask(ada, Item(sample_id=drawn.id)))
+  assert fed(ada, other.id, None, ask(ada, of_tokens(drawn)))['accepted']
+  eve = Account(service, 'eve')
   own, _ = eve.create('mine')
   with pytest.raises(NotFound) as foreign:
-    eve.feedback(own.id, None, ask(eve, Item(sample_id=drawn.id)))
+    fed(eve, own.id, None, ask(eve, Item(sample_id=drawn.id)))
   with pytest.raises(NotFound) as unknown:
-    eve.feedback(own.id, None, ask(eve, Item(sample_id='smp-none')))
+    fed(eve, own.id, None, ask(eve, Item(sample_id='smp-none')))
   assert str(foreign.value).replace(drawn.id, 'smp-none') == str(unknown.value)
   [of_base] = sample(ada, 'base')
-  assert ada.feedback(other.id, None, ask(ada, Item(sample_id=of_base.id, feedback=SAID)))['accepted']
+  assert fed(ada, other.id, None, ask(ada, Item(sample_id=of_base.id, feedback=SAID)))['accepted']
 
 
 @pytest.mark.parametrize('kind', ['ema', 'base', 'frozen', 'lagged'])
 def test_teachers_of_an_adapter_say_what_direct_passes_say(ada, kind):
   teacher = {'kind': kind, **({'every': 1} if kind == 'lagged' else {'rate': 0.5} if kind == 'ema' else {})}
   adapter, drawn = learned(ada, {'teacher': teacher}, versions=2)
-  answer = ada.feedback(adapter.id, None, ask(ada, Item(sample_id=drawn.id), mode='dry_run'))
+  answer = fed(ada, adapter.id, None, ask(ada, Item(sample_id=drawn.id), mode='dry_run'))
   name = {'base': '', 'frozen': engine_name(adapter.id, 0), 'lagged': engine_name(adapter.id, 1)}.get(kind)
   if kind == 'ema':
     known = ada.service.worker.arrays(engine_name(adapter.id, 2))
@@ -368,20 +378,20 @@ def test_a_teacher_elsewhere_who_names_a_handful_of_tokens_is_said_to(ada, servi
 
   request = ask(ada, Item(sample_id=drawn.id, feedback=SAID), update=LOSSES[1], teacher={'kind': 'endpoint'})
   with pytest.raises(InvalidRequest, match='No teacher is behind an endpoint'):
-    ada.feedback(adapter.id, None, request)
+    fed(ada, adapter.id, None, request)
   monkeypatch.setattr(service, 'ask_endpoint', answered)
-  answer = ada.feedback(adapter.id, None, request)
+  answer = fed(ada, adapter.id, None, request)
   assert answer['accepted'] and 'named 3 tokens' in answer['warnings'][0]
   assert answer['metrics']['floored_fraction'] == 1.0 and (per_token(answer, 'teacher_log_probs') == -20).all()
   assert [len(row) for row in answer['items'][0]['per_token']['top']] == [3] * len(drawn.tokens)
   with pytest.raises(InvalidRequest, match="no model 'large' to teach"):
-    ada.feedback(adapter.id, None, dataclasses.replace(request, teacher={'kind': 'model', 'name': 'large'}))
+    fed(ada, adapter.id, None, dataclasses.replace(request, teacher={'kind': 'model', 'name': 'large'}))
 
 
 def test_a_reward_makes_what_was_drawn_likelier(ada):
   adapter, drawn = learned(ada)
   for reward in (1.0, -1.0):
-    answer = ada.feedback(adapter.id, None, ask(ada, Item(sample_id=drawn.id, reward=reward), mode='dry_run'))
+    answer = fed(ada, adapter.id, None, ask(ada, Item(sample_id=drawn.id, reward=reward), mode='dry_run'))
     assert np.sign(answer['metrics']['mean_log_prob_change']) == reward
     assert per_token(answer, 'advantages').tolist() == [reward] * len(drawn.tokens)
 
@@ -395,7 +405,7 @@ def test_several_steps_are_all_reported(ada):
     detail=(),
     top=0,
   )
-  answer = ada.feedback(adapter.id, None, request)
+  answer = fed(ada, adapter.id, None, request)
   assert [set(step) >= {'loss', 'grad_norm', 'stepped'} for step in answer['steps']] == [True] * 3
   losses = [step['loss'] for step in answer['steps']]
   assert losses == sorted(losses, reverse=True) and answer['metrics']['loss'] == losses[-1]
@@ -405,7 +415,7 @@ def test_several_steps_are_all_reported(ada):
 def test_an_adapter_that_has_moved_on_is_not_changed(ada):
   adapter, drawn = learned(ada)
   with pytest.raises(VersionConflict) as conflict:
-    ada.feedback(adapter.id, 0, ask(ada, Item(sample_id=drawn.id, feedback=SAID)))
+    fed(ada, adapter.id, 0, ask(ada, Item(sample_id=drawn.id, feedback=SAID)))
   assert conflict.value.current == 1
   with pytest.raises(VersionConflict):
     feedback.learn(ada, adapter.id, 5, ask(ada, Item(sample_id=drawn.id)))

@@ -9,12 +9,12 @@ from typing import Any, Literal
 import numpy as np
 
 from sdpo_jax.errors import short_repr
+from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sessions import json_fields, session_tables, teaching
 from sdpo_jax.serving.sessions.conversation import dialogue_of
 from sdpo_jax.serving.sessions.session_records import AgentSession, SessionExample, SessionTurn
 from sdpo_jax.serving.sessions.session_tables import REHEARSAL
-from sdpo_jax.serving.tenant import Tenant
 from sdpo_jax.serving.tool_calls import ToolCall
 
 Kind = Literal['denial', 'edit', 'result', 'rehearsal']
@@ -81,7 +81,7 @@ class TrainingExample:
     return cls(**read)
 
 
-def exported(tenant: Tenant, adapter: str, session: str | None) -> list[TrainingExample]:
+def exported(tenant: Account, adapter: str, session: str | None) -> list[TrainingExample]:
   """Return every example that was or will be learned in sessions of an adapter, in the order they were written.
 
   Args:
@@ -103,7 +103,7 @@ def exported(tenant: Tenant, adapter: str, session: str | None) -> list[Training
 
 
 def _histories(
-  tenant: Tenant, session: AgentSession, numbers: set[int]
+  tenant: Account, session: AgentSession, numbers: set[int]
 ) -> Iterator[tuple[SessionTurn, list[dict[str, Any]], bool]]:
   """Yield turns of a session, each with the messages before it, and whether its answer ended the turn."""
   service, settings = tenant.service, session.settings

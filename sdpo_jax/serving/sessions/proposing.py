@@ -8,13 +8,13 @@ from typing import Any
 from sdpo_jax.environments.thinking import without_thinking
 from sdpo_jax.errors import short_repr
 from sdpo_jax.serving import request_prompts
+from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.records import VersionTarget
 from sdpo_jax.serving.sample_requests import SampleDraft
 from sdpo_jax.serving.sessions import session_tables, teaching
 from sdpo_jax.serving.sessions.conversation import Dialogue, StudentPrompt
 from sdpo_jax.serving.sessions.session_records import SessionState, SessionTurn
-from sdpo_jax.serving.tenant import Tenant
 from sdpo_jax.serving.tool_calls import Proposal, read_calls
 from sdpo_jax.types import Messages
 
@@ -62,7 +62,7 @@ def next_prompt(held: SessionState, dialogue: Dialogue, new: Messages) -> Studen
 
 
 def draw(
-  tenant: Tenant,
+  tenant: Account,
   held: SessionState,
   dialogue: Dialogue,
   prompt: Sequence[int],
@@ -89,7 +89,7 @@ def draw(
   Raises:
     InvalidRequest: the prompt is too long.
     TurnConflict: something else has changed the session meanwhile; raised when the turn is drawn.
-    ServiceError, UserError: as `Tenant.sample`.
+    ServiceError, UserError: as `Account.sample`.
   """
   session, service = held.session, tenant.service
   if len(prompt) > service.max_prompt:

@@ -13,6 +13,7 @@ from typing import Any
 
 from sdpo_jax.errors import UserError
 from sdpo_jax.serving import feedback
+from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback_request import FeedbackRequest, Item
 from sdpo_jax.serving.sessions import teaching, waiting_examples
@@ -20,13 +21,12 @@ from sdpo_jax.serving.sessions.conversation import Dialogue, StudentPrompt, fing
 from sdpo_jax.serving.sessions.examples import TrainingExample
 from sdpo_jax.serving.sessions.session_records import LearnedTurns, TeacherTexts
 from sdpo_jax.serving.store.store import IdempotentRequest, StoredResponse
-from sdpo_jax.serving.tenant import Tenant
 from sdpo_jax.serving.tool_calls import PYTHON_TAG, Form, ToolCall, form_of, write_call
 from sdpo_jax.types import Messages
 
 
 def replay(
-  tenant: Tenant, adapter: str, examples: Sequence[TrainingExample], request: IdempotentRequest | None = None
+  tenant: Account, adapter: str, examples: Sequence[TrainingExample], request: IdempotentRequest | None = None
 ) -> list[LearnedTurns]:
   """Learn examples and return the result of every step.
 
@@ -58,7 +58,7 @@ def replay(
 
 
 def _step(
-  tenant: Tenant,
+  tenant: Account,
   adapter: str,
   asked: FeedbackRequest,
   item: Item,
@@ -99,7 +99,7 @@ def _groups(examples: Sequence[TrainingExample]) -> list[list[int]]:
   return [sorted(groups[key], key=lambda number: examples[number].kind != 'rehearsal') for key in order]
 
 
-def item_of(tenant: Tenant, example: TrainingExample, number: int) -> Item:
+def item_of(tenant: Account, example: TrainingExample, number: int) -> Item:
   """Return the feedback item of an example for the model that is served here."""
   service = tenant.service
   shown = {name: getattr(example, name) for name in ('feedback', 'environment', 'demonstration')}
@@ -113,7 +113,7 @@ def item_of(tenant: Tenant, example: TrainingExample, number: int) -> Item:
       raise InvalidRequest(f'examples[{number}]: {error}', field=f'examples[{number}]') from error
 
 
-def _rewritten(tenant: Tenant, example: TrainingExample, shown: Mapping[str, str | None]) -> Item:
+def _rewritten(tenant: Account, example: TrainingExample, shown: Mapping[str, str | None]) -> Item:
   """Return an example rendered with the template and tokenizer here, so that no log-probs of its tokens are known."""
   service = tenant.service
   form = form_of(template_of(service.tokenizer, example.tools)) if example.tools else None

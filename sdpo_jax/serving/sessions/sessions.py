@@ -14,6 +14,7 @@ import secrets
 from typing import Any
 
 from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import Forbidden, InvalidRequest, NotFound, TurnConflict
 from sdpo_jax.serving.sample_requests import SampleDraft
 from sdpo_jax.serving.sessions import examples, proposing, replaying, session_tables, teaching, waiting_examples
@@ -32,7 +33,6 @@ from sdpo_jax.serving.sessions.session_records import (
   edited,
 )
 from sdpo_jax.serving.store.store import IdempotentRequest
-from sdpo_jax.serving.tenant import Tenant
 from sdpo_jax.serving.tool_calls import cutting, form_of, read_calls, write_call
 
 
@@ -42,7 +42,7 @@ class Sessions:
   Methods raise NotFound for sessions and adapters of other owners, as those of `Account` do.
   """
 
-  def __init__(self, tenant: Tenant):
+  def __init__(self, tenant: Account):
     """Make the object that `Account.sessions` returns."""
     self._tenant, self._service = tenant, tenant.service
     self._database = tenant.service.store.database
@@ -150,7 +150,7 @@ class Sessions:
       TurnConflict: the newest proposal is not decided yet.
       Forbidden: the session has reached the limit of turns.
       InvalidRequest: there is nothing to answer, a message is invalid, or the prompt is too long.
-      ServiceError, UserError: as `Tenant.sample`.
+      ServiceError, UserError: as `Account.sample`.
     """
     held = self._held(adapter, session)
     new, newest = proposing.new_messages(held, messages), held.turns[-1] if held.turns else None

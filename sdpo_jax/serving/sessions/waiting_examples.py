@@ -18,6 +18,7 @@ import numpy as np
 from models.token_texts import TokenTexts
 from sdpo_jax.learning.learner import LessonScores
 from sdpo_jax.serving import feedback
+from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.answers import rounded
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback import FeedbackResult
@@ -35,7 +36,6 @@ from sdpo_jax.serving.sessions.session_records import (
   TeacherTexts,
 )
 from sdpo_jax.serving.sessions.session_tables import REHEARSAL, SOURCE
-from sdpo_jax.serving.tenant import Tenant
 from sdpo_jax.teacher import context
 
 MOST_MOVED = 8
@@ -44,7 +44,7 @@ _PAGE = 16  # How many turns to read at a time when searching for approved ones.
 
 
 def example_of(
-  tenant: Tenant, session: AgentSession, dialogue: Dialogue, turn: SessionTurn, kind: str, said: TeacherTexts
+  tenant: Account, session: AgentSession, dialogue: Dialogue, turn: SessionTurn, kind: str, said: TeacherTexts
 ) -> SessionExample | None:
   """Return the example to learn from a turn; None: there is nothing to show to the teacher."""
   if not said:
@@ -59,7 +59,7 @@ def example_of(
   return SessionExample(session.id, turn.n, kind, state, tenant.adapter(session.adapter).head, (), prompt, said)
 
 
-def learn(tenant: Tenant, session: AgentSession, dialogue: Dialogue, *, few: bool = False) -> LearnedTurns | None:
+def learn(tenant: Account, session: AgentSession, dialogue: Dialogue, *, few: bool = False) -> LearnedTurns | None:
   """Learn the waiting examples of a session and return the result; None: none waits.
 
   The caller makes sure that nobody else changes the session meanwhile.
@@ -104,7 +104,7 @@ def learn(tenant: Tenant, session: AgentSession, dialogue: Dialogue, *, few: boo
 
 
 def request_of(
-  tenant: Tenant, items: Sequence[Item], settings: SessionSettings | TrainingExample, source: Mapping[str, Any]
+  tenant: Account, items: Sequence[Item], settings: SessionSettings | TrainingExample, source: Mapping[str, Any]
 ) -> FeedbackRequest:
   """Return the request to learn from completions as the settings of their session say.
 
@@ -134,7 +134,7 @@ def _item(example: SessionExample, turn: SessionTurn) -> Item:
   return Item(**tokens, **dataclasses.asdict(example.said), teacher_prompt=example.teacher_prompt)
 
 
-def _rehearsed(tenant: Tenant, session: AgentSession, dialogue: Dialogue, newest: int) -> Iterator[SessionExample]:
+def _rehearsed(tenant: Account, session: AgentSession, dialogue: Dialogue, newest: int) -> Iterator[SessionExample]:
   """Yield examples of approved proposals up to a turn, the newest first, each with itself as the demonstration.
 
   Proposals of which the teacher may read nothing, and those that leave it no room, are skipped: rehearsals only protect
@@ -157,7 +157,7 @@ def _rehearsed(tenant: Tenant, session: AgentSession, dialogue: Dialogue, newest
 
 
 def said_of(
-  tenant: Tenant, done: FeedbackResult, turn: SessionTurn | Item, numbers: Sequence[int], began: float
+  tenant: Account, done: FeedbackResult, turn: SessionTurn | Item, numbers: Sequence[int], began: float
 ) -> LearnedTurns:
   """Return the summary of a feedback, with the divergence and the moved tokens of its last completion.
 

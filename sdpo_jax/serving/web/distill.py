@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from sdpo_jax.serving import adapter_names
+from sdpo_jax.serving import feedback as feedbacks
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback_request import Item, make_request
@@ -233,7 +234,7 @@ def _learn(
   account = asked.account
   known = {name: value for name, value in update.items() if value is not None}
   request = make_request(items, known, account.service.settings, detail=(), top=0)
-  return account.feedback(adapter.id, expected, request, idempotency=asked.idempotency)
+  return feedbacks.learn(account, adapter.id, expected, request, idempotency=asked.idempotency).said
 
 
 def _learned(adapter: AdapterRecord, answer: dict[str, Any]) -> dict[str, Any]:

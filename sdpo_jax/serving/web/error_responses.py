@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import math
 from typing import Any
@@ -21,7 +21,6 @@ from sdpo_jax.serving.errors import (
   Unauthorized,
   VersionConflict,
 )
-from sdpo_jax.serving.web.access_log import Log
 
 # Routes whose errors have the native format; all others below /v1 have OpenAI's.
 NATIVE = (
@@ -104,11 +103,20 @@ def invalid(error: pydantic.ValidationError) -> InvalidRequest:
   return InvalidRequest(f'{path or "The body"}: {complaint}{others}.', field=path or None)
 
 
-def any_failure(error: BaseException, path: str, request_id: str, log: Log) -> Failure:
-  """Return the response to an error at a path; an error that no client could have caused is logged."""
+def failure_of(
+  error: Exception, path: str, request_id: str, unexpected: Callable[[Exception, str], None]
+) -> Failure:
+  """Return the response to any error at a path.
+
+  Args:
+    error: what a handler raised.
+    path: of the request.
+    request_id: under which the log has the error.
+    unexpected: logs an error that no client could have caused.
+  """
   found = known(error)
   if found is None:
-    log.error(error, request_id)
+    unexpected(error, request_id)
     found = Internal('Something unexpected went wrong; the log of the service has it under this request_id.')
   return failure(found, path, request_id)
 

@@ -55,7 +55,7 @@ async def _body(request: Request, iterator: Iterator[ServerSentEvent], event: An
       event = await run_in_threadpool(next, iterator, _END)
   except Exception as error:
     state = request.state
-    failed = error_responses.any_failure(error, request.url.path, state.request_id, state.log)
+    failed = error_responses.failure_of(error, request.url.path, state.request_id, state.log.error)
     yield ServerSentEvent(failed.body, 'error').encode()
   finally:
     close = getattr(iterator, 'close', None)

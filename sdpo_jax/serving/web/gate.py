@@ -15,7 +15,7 @@ import json
 import secrets
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio.to_thread
 from starlette.applications import Starlette
@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sdpo_jax.config import ServeConfig
 from sdpo_jax.files import as_json
+from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import (
   Deadline,
@@ -38,6 +39,7 @@ from sdpo_jax.serving.errors import (
   ServiceError,
   Unauthorized,
 )
+from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.store.store import StoredResponse
 from sdpo_jax.serving.web import error_responses
 from sdpo_jax.serving.web.admission import Allowances, ConcurrencyLimit, Lifetime, read_body, time_limit
@@ -45,9 +47,6 @@ from sdpo_jax.serving.web.endpoints import Operation, operation_of
 from sdpo_jax.serving.web.keys import KeyFile, presented
 from sdpo_jax.serving.web.origins import GateRequest, Origins
 from sdpo_jax.serving.web.telemetry import Log, Metrics
-
-if TYPE_CHECKING:
-  from sdpo_jax.serving.account import Account
 
 LOCAL_OWNER = 'local'  # The owner of all adapters if there are no keys.
 GRACE = 5.0  # Seconds after its time limit in which a handler may still respond.
@@ -190,7 +189,7 @@ class Gate:
     except BaseException as error:
       if not isinstance(error, Exception):  # The server is ending, or the connection is gone.
         raise
-      failed = error_responses.any_failure(error, request.path, request.id, self._log)
+      failed = error_responses.failure_of(error, request.path, request.id, self._log.error)
       with contextlib.suppress(OSError):
         await answer.json(failed.status, failed.body, failed.headers)
     finally:
@@ -257,7 +256,7 @@ class Gate:
       request.body = body
       deadline = None if seconds is None else time.monotonic() + seconds
       call = Call(deadline, functools.partial(self._spend, request))
-      account = service.account(owner, call)
+      account = Account(service, owner, call)
       state: MutableMapping[str, Any] = scope.setdefault('state', {})
       state |= {
         'account': account,
@@ -269,7 +268,7 @@ class Gate:
       }
       if operation.token:  # The token is checked before a stored response is returned.
         token = request.header('x-session-token')
-        await run_in_threadpool(account.sessions.check_token, params['adapter'], params['session'], token)
+        await run_in_threadpool(Sessions(account).check_token, params['adapter'], params['session'], token)
       idempotent = None
       key = request.header('idempotency-key') if operation.again is not None else None
       if key is not None:

@@ -215,7 +215,7 @@ def _ids(ids: list[list[int]], count: int, field: str) -> np.ndarray:
 def feedback(asked: Incoming) -> Reply:
   """Learn from feedback on completions in one transaction, which makes a new version or is rejected by the guards."""
   request = feedback_request(asked.body, asked.account.service.settings)
-  answer = asked.account.feedback(asked.adapter, asked.expected, request, idempotency=asked.idempotency)
+  answer = feedbacks.learn(asked.account, asked.adapter, asked.expected, request, idempotency=asked.idempotency).said
   asked.metrics.feedback(outcome(answer))
   return Reply(answer)
 
@@ -241,7 +241,7 @@ def feedback_batch(asked: Incoming) -> Reply:
       raise _of_entry(error, number) from error
     entries.append(found)
   if asked.idempotency is None:
-    results = asked.account.feedback_batch(entries)
+    results = feedbacks.run_batch(asked.account, entries)
   else:
     results = _batch_once(asked.account, asked.idempotency, entries)
   for done in results:
@@ -266,7 +266,7 @@ def _batch_once(
       else:
         begun[index] = part
     todo = [dataclasses.replace(entries[index], idempotency=part) for index, part in begun.items()]
-    for (index, part), done in zip(list(begun.items()), account.feedback_batch(todo), strict=True):
+    for (index, part), done in zip(list(begun.items()), feedbacks.run_batch(account, todo), strict=True):
       results[index] = done
       if not isinstance(done, Exception):
         del begun[index]

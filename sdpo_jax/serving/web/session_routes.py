@@ -26,6 +26,7 @@ from sdpo_jax.serving.sessions.session_records import (
   SessionTurn,
   ToolResult,
 )
+from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.web import native
 from sdpo_jax.serving.web import session_schemas as schemas
 from sdpo_jax.serving.web.endpoints import Incoming, Reply, route, whole
@@ -41,7 +42,7 @@ Proposal = Iterator[SampleDraft | SessionTurn]
 
 def list_sessions(asked: Incoming) -> Reply:
   """List the sessions of an adapter, the oldest first."""
-  return Reply({'sessions': [each.to_json() for each in asked.account.sessions.list(asked.adapter)]})
+  return Reply({'sessions': [each.to_json() for each in Sessions(asked.account).list(asked.adapter)]})
 
 
 def open_session(asked: Incoming) -> Reply:
@@ -49,7 +50,7 @@ def open_session(asked: Incoming) -> Reply:
   body: schemas.OpenSession = asked.body
   _check_size(asked, 'system', [body.system or ''])
   _check_size(asked, 'tools', [json.dumps(body.tools)], 'max_tools_bytes')
-  opened, token = asked.account.sessions.open(
+  opened, token = Sessions(asked.account).open(
     asked.adapter, SessionSettings.from_json(body.model_dump(exclude_unset=True))
   )
   said = {'session': opened.to_json(), 'token': token}
@@ -58,7 +59,7 @@ def open_session(asked: Incoming) -> Reply:
 
 def get_session(asked: Incoming) -> Reply:
   """Return a session with all its turns."""
-  sessions = asked.account.sessions
+  sessions = Sessions(asked.account)
   found = sessions.get(asked.adapter, asked.path['session'])
   turns = sessions.turns(asked.adapter, asked.path['session'])
   return Reply({'session': found.to_json(), 'turns': [turn.to_json() for turn in turns]})
@@ -66,7 +67,7 @@ def get_session(asked: Incoming) -> Reply:
 
 def delete_session(asked: Incoming) -> Reply:
   """Delete the session, and with it its turns; what the adapter has learned from it stays."""
-  asked.account.sessions.delete(asked.adapter, asked.path['session'])
+  Sessions(asked.account).delete(asked.adapter, asked.path['session'])
   return Reply({'id': asked.path['session'], 'deleted': True})
 
 
@@ -78,13 +79,13 @@ def propose(asked: Incoming, drafts: bool) -> Proposal:
   body: schemas.ProposeRequest = asked.body
   _check_size(asked, 'messages', [message.content for message in body.messages])
   messages = [message.model_dump() for message in body.messages]
-  return asked.account.sessions.propose(asked.adapter, asked.path['session'], messages, seed=body.seed, drafts=drafts)
+  return Sessions(asked.account).propose(asked.adapter, asked.path['session'], messages, seed=body.seed, drafts=drafts)
 
 
 def retry(asked: Incoming, drafts: bool) -> Proposal:
   """Draw an alternative to a turn from the newest version, for comparison."""
   where = asked.adapter, asked.path['session'], _turn(asked)
-  return asked.account.sessions.retry(*where, seed=asked.body.seed, drafts=drafts)
+  return Sessions(asked.account).retry(*where, seed=asked.body.seed, drafts=drafts)
 
 
 def _drawn(path: str, begin: Callable[[Incoming, bool], Proposal], body: type[pydantic.BaseModel]) -> Route:
@@ -154,7 +155,7 @@ def _counted(asked: Incoming, learned: LearnedTurns | None) -> dict[str, Any] | 
 
 def examples(asked: Incoming) -> Reply:
   """Return every example that was or will be learned, one per line."""
-  found = asked.account.sessions.examples(asked.adapter, asked.query.get('session'))
+  found = Sessions(asked.account).examples(asked.adapter, asked.query.get('session'))
   return Reply(b''.join(as_json(example.to_json()) + b'\n' for example in found), content_type=NDJSON)
 
 
@@ -199,7 +200,7 @@ def _once(asked: Incoming) -> Any:
   if asked.idempotency is not None:
     adapter = asked.account.adapter(asked.adapter)
     asked.account.service.store.about(asked.idempotency, adapter.id)
-  return asked.account.sessions
+  return Sessions(asked.account)
 
 
 def _turn(asked: Incoming) -> int:

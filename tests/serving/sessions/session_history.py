@@ -36,6 +36,7 @@ from sdpo_jax.serving.lessons import Reprompting
 from sdpo_jax.serving.records import SampleRecord
 from sdpo_jax.serving.sample_requests import SampleDone
 from sdpo_jax.serving.sessions.session_records import Decision, SessionSettings, SessionTurn, ToolResult
+from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.store.store import Retention, Store
 from tests import file_operations, tiny
 from tests.serving.session_world import GREP, TEMPLATE, TOOLS, called
@@ -126,30 +127,30 @@ def prepare(account: Learner) -> list[tuple[str, str]]:
   """Make the adapters and the sessions; return their ids."""
   adapters = [account.service.store.create(OWNER, f'one {number}', {}, arrays(0))[0].id for number in range(ADAPTERS)]
   return [
-    (adapters[number % ADAPTERS], account.sessions.open(adapters[number % ADAPTERS], settings_of(number))[0].id)
+    (adapters[number % ADAPTERS], Sessions(account).open(adapters[number % ADAPTERS], settings_of(number))[0].id)
     for number in range(SESSIONS)
   ]
 
 
 def find(account: Learner) -> list[tuple[str, str]]:
   """Return the sessions that there are, in order."""
-  found = [(each.id, session) for each in account.adapters() for session in account.sessions.list(each.id)]
+  found = [(each.id, session) for each in account.adapters() for session in Sessions(account).list(each.id)]
   return [(adapter, session.id) for adapter, session in sorted(found, key=lambda each: int(each[1].settings.title))]
 
 
 def step(account: Learner, where: tuple[str, str], number: int, told: Callable[[str, SessionTurn], None]) -> None:
   """Proposes and decides once in a session: mostly a denial; calls `told` with every turn that was acknowledged."""
-  turns = account.sessions.turns(*where)
+  turns = Sessions(account).turns(*where)
   turn = turns[-1] if turns else None
   if turn is None or turn.status != 'open':
     begins = turn is None or turn.joins and not turn.results
-    [turn] = account.sessions.propose(*where, _HI if begins else ())
+    [turn] = Sessions(account).propose(*where, _HI if begins else ())
     told(where[1], turn)
   decision = (DENY, DENY, EDIT, DENY, DENY_ONLY)[(turn.n + number) % 5]
-  turn, _ = account.sessions.decide(*where, turn.n, decision)
+  turn, _ = Sessions(account).decide(*where, turn.n, decision)
   told(where[1], turn)
   if decision is EDIT:
-    turn, _ = account.sessions.results(*where, turn.n, [FAILED])
+    turn, _ = Sessions(account).results(*where, turn.n, [FAILED])
     told(where[1], turn)
 
 

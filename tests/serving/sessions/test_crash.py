@@ -23,6 +23,7 @@ from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.serving import feedback
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sessions import conversation
+from sdpo_jax.serving.sessions.sessions import Sessions
 from tests import file_operations, tiers, tiny
 from tests.serving.sessions import session_history
 from tests.serving.sessions.session_history import DENY, RETENTION, account_of, find
@@ -69,7 +70,7 @@ def check(account, promised: dict[tuple[str, int], list]) -> int:
   Returns how many turns are denied.
   """
   places = find(account)
-  found = {session: {turn.n: turn for turn in account.sessions.turns(adapter, session)} for adapter, session in places}
+  found = {session: {turn.n: turn for turn in Sessions(account).turns(adapter, session)} for adapter, session in places}
   for (session, n), (_, _, status, learned, results) in promised.items():
     turn = found[session][n]
     assert status in ('open', turn.status) and len(turn.results) >= results, (session, n)
@@ -81,14 +82,14 @@ def check(account, promised: dict[tuple[str, int], list]) -> int:
     for turn in found[session].values():
       assert turn.status != 'open' or turn is newest
     if newest.decision is not None:  # As a client does that has had no answer.
-      account.sessions.decide(adapter, session, newest.n, newest.decision)
+      Sessions(account).decide(adapter, session, newest.n, newest.decision)
       if newest.results:
-        account.sessions.results(adapter, session, newest.n, newest.results)
-    account.sessions.flush(adapter, session)
+        Sessions(account).results(adapter, session, newest.n, newest.results)
+    Sessions(account).flush(adapter, session)
   for adapter in account.adapters():
     # Every version but the first was learned in a session, and what a version learned from is learned in no other.
-    turns = [turn for id, session in places if id == adapter.id for turn in account.sessions.turns(id, session)]
-    examples = account.sessions.examples(adapter.id)
+    turns = [turn for id, session in places if id == adapter.id for turn in Sessions(account).turns(id, session)]
+    examples = Sessions(account).examples(adapter.id)
     versions = [example.versions for example in examples if example.kind != 'rehearsal']
     assert all(len(each) == 1 for each in versions) and not any(each.state == 'waiting' for each in examples)
     head = account.adapter(adapter.id).head
@@ -205,10 +206,10 @@ def test_a_session_is_not_gone_on_with_by_another_template(scratch, monkeypatch)
   with open_store(scratch / 'disk') as store:
     account = account_of(store)
     adapter, _ = where = session_history.prepare(account)[0]
-    next(account.sessions.propose(*where, [{'role': 'user', 'content': 'Hi'}]))
-    account.sessions.decide(*where, 0, DENY)
-    next(account.sessions.propose(*where))
-    [mark] = {each.tokenizer for each in account.sessions.examples(adapter)}
+    next(Sessions(account).propose(*where, [{'role': 'user', 'content': 'Hi'}]))
+    Sessions(account).decide(*where, 0, DENY)
+    next(Sessions(account).propose(*where))
+    [mark] = {each.tokenizer for each in Sessions(account).examples(adapter)}
     for whose, name, value in (
       (conversation, 'fingerprint', lambda tokenizer: 'another'),
       (account.service, 'chat', ChatFormat({'enable_thinking': False})),
@@ -216,16 +217,16 @@ def test_a_session_is_not_gone_on_with_by_another_template(scratch, monkeypatch)
       with monkeypatch.context() as patch:
         patch.setattr(whose, name, value)
         for change in (
-          lambda: account.sessions.decide(*where, 1, DENY),
-          lambda: account.sessions.retry(*where, 0),
-          lambda: account.sessions.flush(*where),
+          lambda: Sessions(account).decide(*where, 1, DENY),
+          lambda: Sessions(account).retry(*where, 0),
+          lambda: Sessions(account).flush(*where),
         ):
           with pytest.raises(InvalidRequest, match='opened with another tokenizer or chat template'):
             change()
-        assert account.sessions.turns(*where)[1].status == 'open'
-        assert {each.tokenizer for each in account.sessions.examples(adapter)} == {mark}
-    assert account.sessions.decide(*where, 1, DENY)[0].status == 'denied'
+        assert Sessions(account).turns(*where)[1].status == 'open'
+        assert {each.tokenizer for each in Sessions(account).examples(adapter)} == {mark}
+    assert Sessions(account).decide(*where, 1, DENY)[0].status == 'denied'
     with monkeypatch.context() as patch:
       patch.setattr(account.service, 'chat', ChatFormat(split_special_tokens=False))
       with pytest.raises(InvalidRequest, match='another tokenizer'):
-        account.sessions.propose(*where)
+        Sessions(account).propose(*where)

@@ -12,6 +12,7 @@ import pytest
 
 from sdpo_jax.serving import feedback
 from sdpo_jax.serving import guards as feedback_guards
+from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import (
   Cancelled,
@@ -34,6 +35,7 @@ from sdpo_jax.serving.sessions.session_records import (
   SessionTurn,
   ToolResult,
 )
+from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.store.database import SESSION_TABLES, Database
 from tests.serving.service_world import HELLO, make_config, model_folder, running
 from tests.serving.session_world import GREP, GREP_A, READ, TOOLS, called, world
@@ -62,27 +64,27 @@ def script(running_world):
 @pytest.fixture
 def ada(running_world, request):
   """Return an owner without adapters."""
-  return running_world[0].account(f'ada of {request.node.name}')
+  return Account(running_world[0], f'ada of {request.node.name}')
 
 
 def opened(account, adapter=None, **settings):
   """Return a session, of a new adapter unless one is named."""
   adapter = adapter or account.create('one', seed=0)[0].id
-  session, _ = account.sessions.open(adapter, SessionSettings.from_json({'tools': TOOLS, **settings}))
+  session, _ = Sessions(account).open(adapter, SessionSettings.from_json({'tools': TOOLS, **settings}))
   return adapter, session.id
 
 
 def proposed(account, script, where, text, messages=HI):
   """Return a proposal that says this."""
   script.say(text)
-  [turn] = account.sessions.propose(*where, messages)
+  [turn] = Sessions(account).propose(*where, messages)
   return turn
 
 
 def denied(account, script, where, *, messages=HI, text=None, correction='Use r.'):
   """Return a proposal that is denied; what was learned."""
   turn = proposed(account, script, where, text or called(GREP), messages)
-  return account.sessions.decide(*where, turn.n, Decision('deny', correction))[1]
+  return Sessions(account).decide(*where, turn.n, Decision('deny', correction))[1]
 
 
 def head(account, where):
@@ -96,7 +98,7 @@ def test_a_denied_proposal_is_learned_and_the_next_one_is_the_new_versions(ada, 
   adapter, session = where = opened(ada)
   first = proposed(ada, script, where, called(GREP))
   assert first.status == 'open' and [call.name for call in first.calls] == ['g'] and first.version == 0
-  turn, learned = ada.sessions.decide(*where, 0, DENY)
+  turn, learned = Sessions(ada).decide(*where, 0, DENY)
   assert turn.status == 'denied' and learned.accepted and learned.turns == (0,) and turn.learned == learned
   assert (learned.version_before, learned.version_after) == (0, 1) and head(ada, where) == 1
   assert learned.moved and all(each.before != each.after for each in learned.moved)
@@ -104,11 +106,11 @@ def test_a_denied_proposal_is_learned_and_the_next_one_is_the_new_versions(ada, 
   second = proposed(ada, script, where, called(READ), ())
   script.reused = 0
   assert (first.reused_tokens, second.reused_tokens) == (0, 7)
-  assert [each.reused_tokens for each in ada.sessions.turns(*where)] == [0, 7]
+  assert [each.reused_tokens for each in Sessions(ada).turns(*where)] == [0, 7]
   assert second.version == 1 and second.prompt_tokens == first.prompt_tokens and second.n == 1
   assert [version for version, _ in script.asked[-2:]] == [f'{adapter}@0', f'{adapter}@1']
   assert ada.version(adapter).details['session'] == {'id': session, 'turns': [0], 'examples': [[0, 'denial']]}
-  kept = ada.sessions.turns(*where)
+  kept = Sessions(ada).turns(*where)
   assert [each.n for each in kept] == [0, 1] and kept[1].to_json() == second.to_json()
   np.testing.assert_array_equal(kept[1].log_probs, second.log_probs)
 
@@ -117,8 +119,8 @@ def test_what_was_learned_is_measured_from_the_teachers_whole_distribution(ada, 
   """The divergence is compared with one from all log-probs, and the moved tokens with scores of both versions."""
   adapter, _ = where = opened(ada)
   turn = proposed(ada, script, where, called(GREP))
-  _, learned = ada.sessions.decide(*where, 0, DENY)
-  [example] = ada.sessions.examples(adapter)
+  _, learned = Sessions(ada).decide(*where, 0, DENY)
+  [example] = Sessions(ada).examples(adapter)
   every = [np.tile(np.arange(service.vocab_size, dtype=np.int32), (len(turn.tokens), 1))]
   adapters = ada.adapter(adapter)
 
@@ -151,14 +153,14 @@ def test_the_conversation_goes_on_with_what_was_approved_and_what_tools_answered
   where = opened(ada)
   denied(ada, script, where, correction=None)
   first = proposed(ada, script, where, called(GREP), ())
-  turn, learned = ada.sessions.decide(*where, 1, APPROVE)
+  turn, learned = Sessions(ada).decide(*where, 1, APPROVE)
   assert (turn.status, learned) == ('approved', None)
   with pytest.raises(InvalidRequest, match='nothing to answer'):
-    ada.sessions.propose(*where)
-  turn, learned = ada.sessions.results(*where, 1, [ToolResult(0, True, 'a:x')])
+    Sessions(ada).propose(*where)
+  turn, learned = Sessions(ada).results(*where, 1, [ToolResult(0, True, 'a:x')])
   assert learned is None and turn.results[0].text == 'a:x' and turn.status == 'approved'
   with pytest.raises(InvalidRequest, match='results of turn 1 are in the conversation already'):
-    ada.sessions.propose(*where, [{'role': 'tool', 'content': 'a:x'}])
+    Sessions(ada).propose(*where, [{'role': 'tool', 'content': 'a:x'}])
   second = proposed(ada, script, where, 'Done.', ())
   assert second.prompt_tokens[: len(first.prompt_tokens) + len(first.tokens)] == [*first.prompt_tokens, *first.tokens]
   text = service.tokenizer.decode(second.prompt_tokens)
@@ -189,14 +191,14 @@ def test_an_edit_teaches_the_edited_call_and_stands_in_the_conversation(ada, scr
     (Decision('edit', arguments={'</tool_call>': 1}), 'form'),
   ):
     with pytest.raises(InvalidRequest, match=why):
-      ada.sessions.decide(*where, 0, edit)
-  turn, learned = ada.sessions.decide(*where, 0, Decision('edit', arguments={'p': 'a'}))
+      Sessions(ada).decide(*where, 0, edit)
+  turn, learned = Sessions(ada).decide(*where, 0, Decision('edit', arguments={'p': 'a'}))
   assert turn.status == 'edited' and turn.called[0].arguments == {'p': 'a'} and turn.calls == first.calls
   assert learned.accepted and learned.turns == (0,)
-  [example] = ada.sessions.examples(adapter)
+  [example] = Sessions(ada).examples(adapter)
   assert (example.kind, example.demonstration) == ('edit', called(GREP_A)) and list(example.tokens) == first.tokens
   assert called(GREP_A) in service.tokenizer.decode(example.teacher_prompt)
-  ada.sessions.results(*where, 0, [ToolResult(0, True, 'ok')])
+  Sessions(ada).results(*where, 0, [ToolResult(0, True, 'ok')])
   second = proposed(ada, script, where, 'Done.', ())
   kept = [*first.prompt_tokens, *service.tokenizer.encode(called(GREP_A)), service.tokenizer.eos_token_id]
   assert second.prompt_tokens[: len(kept)] == kept
@@ -205,39 +207,39 @@ def test_an_edit_teaches_the_edited_call_and_stands_in_the_conversation(ada, scr
 def test_an_answer_without_a_call_can_be_denied(ada, script):
   where = opened(ada, tools=[])
   assert proposed(ada, script, where, called(GREP)).status == 'answered'  # There are no tools, so there is no call.
-  turn, learned = ada.sessions.decide(*where, 0, DENY)
+  turn, learned = Sessions(ada).decide(*where, 0, DENY)
   assert turn.status == 'denied' and learned.accepted
   assert proposed(ada, script, where, 'Yes', ()).n == 1
-  assert ada.sessions.decide(*where, 1, APPROVE)[0].status == 'approved'
+  assert Sessions(ada).decide(*where, 1, APPROVE)[0].status == 'approved'
 
 
 def test_a_call_that_cannot_be_read_teaches_why(ada, script):
   adapter, _ = where = opened(ada)
   turn = proposed(ada, script, where, '<tool_call>{')
   assert turn.status == 'open' and '</tool_call> is missing' in turn.fault
-  _, learned = ada.sessions.decide(*where, 0, Decision('deny'))
-  [example] = ada.sessions.examples(adapter)
+  _, learned = Sessions(ada).decide(*where, 0, Decision('deny'))
+  [example] = Sessions(ada).examples(adapter)
   assert learned.accepted and example.environment == turn.fault and example.feedback is None
   half = proposed(ada, script, where, called(GREP) + '<tool_call>', ())
   assert half.calls and half.fault
   with pytest.raises(InvalidRequest, match='nothing is done by half'):
-    ada.sessions.decide(*where, 1, APPROVE)
+    Sessions(ada).decide(*where, 1, APPROVE)
 
 
 def test_tools_that_failed_are_lessons_where_the_session_says_so(ada, script):
   adapter, _ = where = opened(ada, learn_from_results=True, title='Tools')
   proposed(ada, script, where, called(GREP))
-  ada.sessions.decide(*where, 0, APPROVE)
+  Sessions(ada).decide(*where, 0, APPROVE)
   failed = ToolResult(0, False, 'No.', exit_code=2, stderr='x: bad', field='p', line=3)
   with pytest.raises(InvalidRequest, match='one for each of them'):
-    ada.sessions.results(*where, 0, [failed, failed])
-  turn, learned = ada.sessions.results(*where, 0, [failed])
-  [example] = ada.sessions.examples(adapter)
+    Sessions(ada).results(*where, 0, [failed, failed])
+  turn, learned = Sessions(ada).results(*where, 0, [failed])
+  [example] = Sessions(ada).examples(adapter)
   assert example.environment == 'The tool g failed (exit code 2, argument p, line 3).\nNo.\nstderr: x: bad'
   assert learned.accepted and turn.learned == learned and turn.status == 'approved'
-  assert ada.sessions.results(*where, 0, [failed]) == (turn, learned)
+  assert Sessions(ada).results(*where, 0, [failed]) == (turn, learned)
   with pytest.raises(TurnConflict, match='other results'):
-    ada.sessions.results(*where, 0, [ToolResult(0, True, 'x')])
+    Sessions(ada).results(*where, 0, [ToolResult(0, True, 'x')])
 
 
 def test_examples_wait_until_there_are_enough_and_are_learned_together(ada, script):
@@ -245,14 +247,14 @@ def test_examples_wait_until_there_are_enough_and_are_learned_together(ada, scri
   for waiting in (1, 2):
     learned = denied(ada, script, where, messages=HI if waiting == 1 else ())
     assert learned == LearnedTurns(0, 0, False, None, (), waiting)
-  assert [example.state for example in ada.sessions.examples(adapter)] == ['waiting'] * 2
+  assert [example.state for example in Sessions(ada).examples(adapter)] == ['waiting'] * 2
   learned = denied(ada, script, where, messages=())
   assert learned.turns == (0, 1, 2) and learned.waiting == 0 and head(ada, where) == 1
-  assert {turn.learned for turn in ada.sessions.turns(*where)} == {learned}
+  assert {turn.learned for turn in Sessions(ada).turns(*where)} == {learned}
   assert ada.version(adapter).details['optimizer']['learning_rate'] == 1e-3
-  assert ada.sessions.flush(*where) is None
+  assert Sessions(ada).flush(*where) is None
   denied(ada, script, where, messages=())
-  assert ada.sessions.flush(*where).turns == (3,) and head(ada, where) == 2
+  assert Sessions(ada).flush(*where).turns == (3,) and head(ada, where) == 2
 
 
 def test_what_one_step_does_not_hold_goes_on_waiting_and_is_counted(ada, script, service, monkeypatch):
@@ -260,33 +262,33 @@ def test_what_one_step_does_not_hold_goes_on_waiting_and_is_counted(ada, script,
   for number in range(3):
     denied(ada, script, where, messages=() if number else HI)
   monkeypatch.setattr(service.settings.limits, 'max_items', 2)
-  learned = ada.sessions.flush(*where)
+  learned = Sessions(ada).flush(*where)
   assert (learned.turns, learned.waiting) == ((0, 1), 1)
-  learned = ada.sessions.flush(*where)
-  assert (learned.turns, learned.waiting) == ((2,), 0) and ada.sessions.flush(*where) is None
+  learned = Sessions(ada).flush(*where)
+  assert (learned.turns, learned.waiting) == ((2,), 0) and Sessions(ada).flush(*where) is None
 
 
 def test_what_was_right_is_rehearsed_beside_a_correction(ada, script):
   adapter, session = where = opened(ada, rehearse=1)
   for number, text in enumerate((READ, GREP_A)):
     proposed(ada, script, where, called(text), HI if number == 0 else ())
-    ada.sessions.decide(*where, number, APPROVE)
-    ada.sessions.results(*where, number, [ToolResult(0, True, '')])
+    Sessions(ada).decide(*where, number, APPROVE)
+    Sessions(ada).results(*where, number, [ToolResult(0, True, '')])
   learned = denied(ada, script, where, messages=())
   assert learned.turns == (2,)
   assert ada.version(adapter).details['session']['examples'] == [[1, 'rehearsal'], [2, 'denial']]
-  correction, rehearsed = ada.sessions.examples(adapter, session)
+  correction, rehearsed = Sessions(ada).examples(adapter, session)
   assert (rehearsed.turn, rehearsed.kind, rehearsed.demonstration) == (1, 'rehearsal', called(GREP_A))
   assert rehearsed.versions == correction.versions == (1,)
   denied(ada, script, where, messages=())
-  assert [each.versions for each in ada.sessions.examples(adapter)] == [(1,), (1, 2), (2,)]
+  assert [each.versions for each in Sessions(ada).examples(adapter)] == [(1,), (1, 2), (2,)]
 
 
 def test_a_teacher_may_read_the_attempt(ada, script, service):
   adapter, _ = where = opened(ada, show_attempt=True, teacher='base')
   turn = proposed(ada, script, where, called(GREP))
-  ada.sessions.decide(*where, 0, DENY)
-  [example] = ada.sessions.examples(adapter)
+  Sessions(ada).decide(*where, 0, DENY)
+  [example] = Sessions(ada).examples(adapter)
   assert list(example.teacher_prompt[: len(turn.prompt_tokens) + 6]) == [*turn.prompt_tokens, *turn.tokens]
   assert ada.version(adapter).details['teacher'] == 'base'
 
@@ -300,7 +302,7 @@ def test_every_kind_of_teacher_reads_the_same_conversation(ada, script, service)
   for kind in kinds:
     _, session = where = opened(ada, adapter, teacher={'kind': kind} | ({'every': 2} if kind == 'lagged' else {}))
     denied(ada, script, where)
-    [turn], [example] = ada.sessions.turns(*where), ada.sessions.examples(adapter, session)
+    [turn], [example] = Sessions(ada).turns(*where), Sessions(ada).examples(adapter, session)
     body, asked = turn.prompt_tokens[: -len(header)], list(example.teacher_prompt)
     assert turn.prompt_tokens == [*body, *header] and asked[: len(body)] == body and asked[-len(header) :] == header
     assert example.teacher['kind'] == kind
@@ -311,18 +313,18 @@ def test_a_retry_is_the_newest_versions_and_joins_nothing(ada, script):
   where = opened(ada)
   denied(ada, script, where)
   script.say(called(READ))
-  [turn] = ada.sessions.retry(*where, 0)
+  [turn] = Sessions(ada).retry(*where, 0)
   assert (turn.n, turn.version, turn.status) == (0, 1, 'open') and turn.calls[0].name == 'r'
-  assert [each.version for each in ada.sessions.turns(*where)] == [0]
+  assert [each.version for each in Sessions(ada).turns(*where)] == [0]
   assert ada.service.store.sample(ada.owner, turn.sample_id).version == 1
 
 
 def test_drafts_come_before_the_turn(ada, script):
   where = opened(ada)
   script.say('Hi.')
-  *drafts, turn = ada.sessions.propose(*where, HI, drafts=True)
+  *drafts, turn = Sessions(ada).propose(*where, HI, drafts=True)
   assert all(isinstance(each, SampleDraft) for each in drafts) and drafts[0].delta == 'H'
-  assert turn.text == 'Hi.' and ada.sessions.turns(*where)[0].text == 'Hi.'
+  assert turn.text == 'Hi.' and Sessions(ada).turns(*where)[0].text == 'Hi.'
 
 
 # What does not go.
@@ -332,22 +334,22 @@ def test_what_is_decided_stays_decided(ada, script):
   where = opened(ada)
   proposed(ada, script, where, called(GREP))
   with pytest.raises(TurnConflict, match='not decided yet') as raised:
-    ada.sessions.propose(*where)
+    Sessions(ada).propose(*where)
   assert raised.value.current == 0
-  turn, learned = ada.sessions.decide(*where, 0, DENY)
-  assert ada.sessions.decide(*where, 0, DENY) == (turn, learned) and head(ada, where) == 1
+  turn, learned = Sessions(ada).decide(*where, 0, DENY)
+  assert Sessions(ada).decide(*where, 0, DENY) == (turn, learned) and head(ada, where) == 1
   for other in (APPROVE, Decision('deny', 'Use x.')):
     with pytest.raises(TurnConflict, match='denied already'):
-      ada.sessions.decide(*where, 0, other)
+      Sessions(ada).decide(*where, 0, other)
   with pytest.raises(TurnConflict, match='results belong to'):
-    ada.sessions.results(*where, 0, [ToolResult(0, True, 'x')])
+    Sessions(ada).results(*where, 0, [ToolResult(0, True, 'x')])
   answered = proposed(ada, script, where, 'Yes.', ())
   proposed(ada, script, where, 'No.', HI)
   with pytest.raises(TurnConflict, match='not the newest') as raised:
-    ada.sessions.decide(*where, answered.n, DENY)
+    Sessions(ada).decide(*where, answered.n, DENY)
   assert raised.value.current == 2 and head(ada, where) == 1
   with pytest.raises(NotFound, match='no turn 7'):
-    ada.sessions.decide(*where, 7, DENY)
+    Sessions(ada).decide(*where, 7, DENY)
 
 
 def test_of_two_who_decide_at_once_one_does(ada, script, service):
@@ -356,13 +358,13 @@ def test_of_two_who_decide_at_once_one_does(ada, script, service):
 
   def decide(decision):
     try:
-      return service.account(ada.owner).sessions.decide(*where, 0, decision)[0].status
+      return Sessions(Account(service, ada.owner)).decide(*where, 0, decision)[0].status
     except TurnConflict:
       return 'conflict'
 
   with concurrent.futures.ThreadPoolExecutor(8) as pool:
     found = list(pool.map(decide, [DENY, APPROVE, Decision('deny', 'Other.'), DENY] * 4))
-  [turn] = ada.sessions.turns(*where)
+  [turn] = Sessions(ada).turns(*where)
   won = {'denied': [DENY, Decision('deny', 'Other.')], 'approved': [APPROVE]}[turn.status]
   assert turn.decision in won and 'conflict' in found and turn.status in found
   assert head(ada, where) == (turn.status == 'denied')
@@ -371,23 +373,23 @@ def test_of_two_who_decide_at_once_one_does(ada, script, service):
 def test_of_two_proposals_at_once_one_is_kept(ada, script):
   where = opened(ada)
   script.say('One.', 'Two.')
-  first, second = ada.sessions.propose(*where, HI), ada.sessions.propose(*where, HI)
+  first, second = Sessions(ada).propose(*where, HI), Sessions(ada).propose(*where, HI)
   kept = next(first)
   with pytest.raises(TurnConflict, match='changed the session meanwhile'):
     next(second)
-  assert [turn.text for turn in ada.sessions.turns(*where)] == [kept.text]
+  assert [turn.text for turn in Sessions(ada).turns(*where)] == [kept.text]
 
 
 def test_an_adapter_may_have_moved_on(ada, script, service):
   adapter, _ = where = opened(ada)
   proposed(ada, script, where, called(GREP))
   said = make_request([Item(prompt_tokens=[72], tokens=[73], feedback='No.')], {}, service.settings)
-  ada.feedback(adapter, None, said)
-  _, learned = ada.sessions.decide(*where, 0, DENY)
+  feedback.learn(ada, adapter, None, said)
+  _, learned = Sessions(ada).decide(*where, 0, DENY)
   assert (learned.version_before, learned.version_after) == (1, 2)
   ada.undo(adapter, None, 0)
   assert proposed(ada, script, where, called(READ), ()).version == 3
-  assert ada.sessions.decide(*where, 0, DENY)[1] == learned  # An undo does not make it learn again.
+  assert Sessions(ada).decide(*where, 0, DENY)[1] == learned  # An undo does not make it learn again.
   assert head(ada, where) == 3
 
 
@@ -399,24 +401,24 @@ def test_a_guard_leaves_the_turn_denied_and_the_version_as_it_was(ada, script, m
   learned = denied(ada, script, where, messages=())
   assert not learned.accepted and 'max_loss_ratio' in learned.reason and learned.version_after == 1 == head(ada, where)
   assert learned.divergence_after == learned.divergence_before and learned.moved == ()
-  turn = ada.sessions.turns(*where)[1]
+  turn = Sessions(ada).turns(*where)[1]
   assert turn.status == 'denied' and turn.learned == learned
-  assert [each.state for each in ada.sessions.examples(where[0])] == ['learned', 'rejected']
-  assert ada.sessions.decide(*where, 1, DENY) == (turn, learned)
+  assert [each.state for each in Sessions(ada).examples(where[0])] == ['learned', 'rejected']
+  assert Sessions(ada).decide(*where, 1, DENY) == (turn, learned)
 
 
 def test_a_conversation_that_is_too_long_names_itself_and_the_way_out(ada, script):
   where = opened(ada, title='Long one')
   with pytest.raises(InvalidRequest, match="'Long one' has .* 64 are read.*open a new session"):
-    ada.sessions.propose(*where, [{'role': 'user', 'content': 'a' * 60}])
-  assert ada.sessions.turns(*where) == []
+    Sessions(ada).propose(*where, [{'role': 'user', 'content': 'a' * 60}])
+  assert Sessions(ada).turns(*where) == []
 
 
 def test_a_session_does_not_need_the_samples(ada, script, service):
   where = opened(ada)
   proposed(ada, script, where, called(GREP))
   service.store.retain(service.clock() + 10 * service.settings.store.sample_ttl_s)
-  assert ada.sessions.decide(*where, 0, DENY)[1].accepted
+  assert Sessions(ada).decide(*where, 0, DENY)[1].accepted
 
 
 @pytest.mark.parametrize(
@@ -486,25 +488,25 @@ def test_what_is_none_is_refused_by_its_field(read, said, field):
 def test_messages_that_cannot_be_are_refused(ada, messages, why):
   where = opened(ada, system='S')
   with pytest.raises(InvalidRequest, match=why):
-    ada.sessions.propose(*where, messages)
+    Sessions(ada).propose(*where, messages)
 
 
 def test_a_template_without_tools_is_refused_by_name(tmp_path):
   config = make_config(model_folder(tmp_path / 'model'), tmp_path / 'root')
   with running(config) as service:
-    account = service.account('ada')
+    account = Account(service, 'ada')
     adapter = account.create('one')[0].id
     with pytest.raises(InvalidRequest, match='knows no tools') as raised:
       opened(account, adapter)
     assert raised.value.field == 'tools'
-    session, _ = account.sessions.open(adapter, SessionSettings(sampling={'max_tokens': 4}))
-    [turn] = account.sessions.propose(adapter, session.id, HELLO, seed=3)  # What the model itself draws.
+    session, _ = Sessions(account).open(adapter, SessionSettings(sampling={'max_tokens': 4}))
+    [turn] = Sessions(account).propose(adapter, session.id, HELLO, seed=3)  # What the model itself draws.
     assert turn.prompt_tokens == account.service.prompt_of(messages=HELLO) and 0 < len(turn.tokens) <= 4
-    [again] = account.sessions.retry(adapter, session.id, 0, seed=3)
+    [again] = Sessions(account).retry(adapter, session.id, 0, seed=3)
     assert again.tokens == turn.tokens
-    [after] = account.sessions.propose(adapter, session.id, [{'role': 'user', 'content': 'a'}])
+    [after] = Sessions(account).propose(adapter, session.id, [{'role': 'user', 'content': 'a'}])
     assert after.prompt_tokens[: len(turn.prompt_tokens) + len(turn.tokens)] == [*turn.prompt_tokens, *turn.tokens]
-    assert account.sessions.decide(adapter, session.id, 1, DENY)[1].accepted
+    assert Sessions(account).decide(adapter, session.id, 1, DENY)[1].accepted
 
 
 # Whose it is.
@@ -512,22 +514,22 @@ def test_a_template_without_tools_is_refused_by_name(tmp_path):
 
 def test_a_session_is_its_owners_and_needs_its_token(ada, service):
   adapter = ada.create('one', seed=0)[0].id
-  session, token = ada.sessions.open(adapter, SessionSettings(title='Mine'))
+  session, token = Sessions(ada).open(adapter, SessionSettings(title='Mine'))
   assert token.startswith('sst-') and token not in json.dumps(session.to_json())
-  ada.sessions.check_token(adapter, session.id, token)
+  Sessions(ada).check_token(adapter, session.id, token)
   for other in (None, '', 'sst-', token[:-1], token + 'x', '\ud800'):
     with pytest.raises(Forbidden, match='X-Session-Token'):
-      ada.sessions.check_token(adapter, session.id, other)
-  assert ada.sessions.list(adapter) == [session] == [ada.sessions.get(adapter, session.id)]
-  eve = service.account('eve')
+      Sessions(ada).check_token(adapter, session.id, other)
+  assert Sessions(ada).list(adapter) == [session] == [Sessions(ada).get(adapter, session.id)]
+  eve = Account(service, 'eve')
   own = eve.create('own')[0].id
   asked = [
-    lambda adapter: eve.sessions.open(adapter, SessionSettings()),
-    eve.sessions.list,
-    eve.sessions.examples,
-    lambda adapter: eve.sessions.replay(adapter, []),
+    lambda adapter: Sessions(eve).open(adapter, SessionSettings()),
+    Sessions(eve).list,
+    Sessions(eve).examples,
+    lambda adapter: Sessions(eve).replay(adapter, []),
     *(
-      lambda adapter, method=method, more=more: getattr(eve.sessions, method)(adapter, session.id, *more)
+      lambda adapter, method=method, more=more: getattr(Sessions(eve), method)(adapter, session.id, *more)
       for method, more in {
         'check_token': (token,),
         'get': (),
@@ -565,10 +567,10 @@ def test_what_is_deleted_is_erased(ada, script, service):
   other = opened(ada, adapter)
   denied(ada, script, other)
   assert rows_of(service, session) == 3 and rows_of(service, adapter) == 6
-  ada.sessions.delete(*where)
+  Sessions(ada).delete(*where)
   assert rows_of(service, session) == 0 and rows_of(service, adapter) == 3
   with pytest.raises(NotFound):
-    ada.sessions.turns(*where)
+    Sessions(ada).turns(*where)
   content = b''.join(
     path.read_bytes() for path in pathlib.Path(service.settings.store.root).glob('*.sqlite*') if path.is_file()
   )
@@ -580,13 +582,13 @@ def test_what_is_deleted_is_erased(ada, script, service):
 def test_a_proposal_of_a_session_that_was_deleted_meanwhile_is_kept_nowhere(ada, script, service):
   where = opened(ada)
   script.say('Yes.', 'Yes.')
-  proposing = ada.sessions.propose(*where, HI)
-  ada.sessions.delete(*where)
+  proposing = Sessions(ada).propose(*where, HI)
+  Sessions(ada).delete(*where)
   with pytest.raises(NotFound):
     next(proposing)
   assert rows_of(service, where[1]) == 0
   where = opened(ada, where[0])
-  proposing = ada.sessions.propose(*where, HI)
+  proposing = Sessions(ada).propose(*where, HI)
   ada.delete(where[0], None)
   with pytest.raises(NotFound):
     next(proposing)
@@ -610,13 +612,13 @@ def test_a_decision_that_was_not_learned_is_learned_when_it_is_sent_again(ada, s
 
   ended.spend = Ending().spend
   with pytest.raises(Cancelled):
-    service.account(ada.owner, ended).sessions.decide(*where, 0, DENY)
-  [turn] = ada.sessions.turns(*where)
+    Sessions(Account(service, ada.owner, ended)).decide(*where, 0, DENY)
+  [turn] = Sessions(ada).turns(*where)
   assert turn.status == 'denied' and turn.learned is None and head(ada, where) == 0
   second = proposed(ada, script, where, called(READ), ())  # The conversation does not wait for it.
-  turn, learned = ada.sessions.decide(*where, 0, DENY)
+  turn, learned = Sessions(ada).decide(*where, 0, DENY)
   assert learned.accepted and turn.learned == learned and head(ada, where) == 1
-  assert ada.sessions.decide(*where, second.n, APPROVE)[1] is None
+  assert Sessions(ada).decide(*where, second.n, APPROVE)[1] is None
 
 
 def test_what_was_learned_and_not_noted_is_not_learned_again(ada, script, service, monkeypatch):
@@ -629,11 +631,11 @@ def test_what_was_learned_and_not_noted_is_not_learned_again(ada, script, servic
   with monkeypatch.context() as patched:
     patched.setattr(session_tables, 'note_learned', fail)
     with pytest.raises(StorageFailed):
-      ada.sessions.decide(*where, 0, DENY)
-  assert head(ada, where) == 1 and ada.sessions.turns(*where)[0].learned is None
-  turn, learned = ada.sessions.decide(*where, 0, DENY)
+      Sessions(ada).decide(*where, 0, DENY)
+  assert head(ada, where) == 1 and Sessions(ada).turns(*where)[0].learned is None
+  turn, learned = Sessions(ada).decide(*where, 0, DENY)
   assert (learned.version_before, learned.version_after, learned.turns) == (0, 1, (0,)) and head(ada, where) == 1
-  assert turn.learned == learned and ada.sessions.flush(*where) is None
+  assert turn.learned == learned and Sessions(ada).flush(*where) is None
 
 
 def test_a_decision_that_cannot_be_kept_is_none(ada, script, monkeypatch):
@@ -646,10 +648,10 @@ def test_a_decision_that_cannot_be_kept_is_none(ada, script, monkeypatch):
   with monkeypatch.context() as patched:
     patched.setattr(session_tables, 'put_example', fail)
     with pytest.raises(StorageFailed):
-      ada.sessions.decide(*where, 0, DENY)
-  [turn] = ada.sessions.turns(*where)
+      Sessions(ada).decide(*where, 0, DENY)
+  [turn] = Sessions(ada).turns(*where)
   assert turn.status == 'open' and turn.decision is None and head(ada, where) == 0
-  assert ada.sessions.decide(*where, 0, APPROVE)[0].status == 'approved'
+  assert Sessions(ada).decide(*where, 0, APPROVE)[0].status == 'approved'
 
 
 def test_a_file_without_the_tables_gets_them(tmp_path):
@@ -671,11 +673,11 @@ def test_a_file_without_the_tables_gets_them(tmp_path):
 def test_examples_travel_as_json_and_are_learned_by_another_adapter_as_they_were(ada, script, service):
   adapter, _ = where = opened(ada, min_sdpo_examples=2, rehearse=1)
   proposed(ada, script, where, called(READ))
-  ada.sessions.decide(*where, 0, APPROVE)
-  ada.sessions.results(*where, 0, [ToolResult(0, True, 'ok')])
+  Sessions(ada).decide(*where, 0, APPROVE)
+  Sessions(ada).results(*where, 0, [ToolResult(0, True, 'ok')])
   for _ in range(3):
     denied(ada, script, where, messages=())
-  lines = [json.dumps(example.to_json()) for example in ada.sessions.examples(adapter)]
+  lines = [json.dumps(example.to_json()) for example in Sessions(ada).examples(adapter)]
   examples = [TrainingExample.from_json(json.loads(line)) for line in lines]
   assert [(example.kind, example.state) for example in examples] == [
     ('denial', 'learned'),
@@ -685,7 +687,7 @@ def test_examples_travel_as_json_and_are_learned_by_another_adapter_as_they_were
   ]
   assert [example.to_json() for example in examples] == [json.loads(line) for line in lines]
   other, _ = ada.create('two', seed=0)
-  learned = ada.sessions.replay(other.id, examples)
+  learned = Sessions(ada).replay(other.id, examples)
   assert [each.turns for each in learned] == [(0, 1, 2), (3,)] and all(each.accepted for each in learned)
   one, two = (service.store.arrays(ada.version(id, 1)) for id in (adapter, other.id))
   for name in one:
@@ -697,11 +699,11 @@ def test_examples_are_written_anew_for_another_tokenizer(ada, script, service, m
   """What it would be if the texts had been said here: the tokenizer is the same, but does not count as such."""
   adapter, _ = where = opened(ada, system='S')
   proposed(ada, script, where, called(GREP))
-  ada.sessions.decide(*where, 0, APPROVE)
-  ada.sessions.results(*where, 0, [ToolResult(0, True, 'ok')])
+  Sessions(ada).decide(*where, 0, APPROVE)
+  Sessions(ada).results(*where, 0, [ToolResult(0, True, 'ok')])
   denied(ada, script, where, messages=())
-  turn = ada.sessions.turns(*where)[1]
-  [example] = ada.sessions.examples(adapter)
+  turn = Sessions(ada).turns(*where)[1]
+  [example] = Sessions(ada).examples(adapter)
   assert [message['role'] for message in example.messages] == ['system', 'user', 'assistant', 'tool']
   moved = dataclasses.replace(example, tokenizer='another', prompt_tokens=(1,), tokens=(1,), teacher_prompt=(1,))
   asked = []
@@ -712,13 +714,13 @@ def test_examples_are_written_anew_for_another_tokenizer(ada, script, service, m
 
   other, _ = ada.create('two', seed=0)
   with pytest.raises(Cancelled):
-    ada.sessions.replay(other.id, [moved])
+    Sessions(ada).replay(other.id, [moved])
   [item] = asked[0].items
   assert item.prompt_tokens == turn.prompt_tokens and item.tokens == turn.tokens and item.log_probs is None
   assert item.teacher_prompt == list(example.teacher_prompt)
   too_long = dataclasses.replace(moved, messages=({'role': 'user', 'content': 'a' * 100},))
   with pytest.raises(InvalidRequest, match=r'examples\[1\]: its conversation has'):
-    ada.sessions.replay(other.id, [moved, too_long])
+    Sessions(ada).replay(other.id, [moved, too_long])
 
 
 def test_records_are_json_and_back():

@@ -31,7 +31,6 @@ class Account:
 
   def __init__(self, service, owner, call):
     self.service, self.owner, self.call = service, owner, call
-    self.sessions = self
 
   def check_token(self, adapter, session, token):
     if token != f'token of {owner_of(adapter)} for {session}':
@@ -76,8 +75,12 @@ class Service:
     self.requests, self.calls = {}, collections.Counter()
     self.store = RequestStore(self.requests)
 
-  def account(self, owner, call):
-    return Account(self, owner, call)
+
+@pytest.fixture(autouse=True)
+def accounts(monkeypatch):
+  """Let the gate make accounts that are their own sessions."""
+  monkeypatch.setattr(gate, 'Account', Account)
+  monkeypatch.setattr(gate, 'Sessions', lambda account: account)
 
 
 def change(asked):

@@ -16,6 +16,7 @@ import pytest
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.web import packed
 from sdpo_jax.serving.web.app import make_app
 from sdpo_jax.serving.web.keys import KeyFile, add
@@ -279,7 +280,7 @@ def test_events_tell_what_happened_and_read_on(world):
 
   call = Call()
   asked = endpoints.Incoming(
-    account=world.service.account('ada', call),
+    account=Account(world.service, 'ada', call),
     call=call,
     body=b'',
     path={},

@@ -22,6 +22,7 @@ from models import huggingface
 from models import tokenizer as tokenizers
 from sdpo_jax.config import ModelConfig, TeacherEndpointConfig
 from sdpo_jax.errors import UserError
+from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import Deadline
 from sdpo_jax.serving.records import engine_name
 from sdpo_jax.serving.web import keys as key_files
@@ -384,7 +385,7 @@ def test_what_goes_wrong_in_a_stream_is_told_in_it(client, world, monkeypatch):
 
 def test_what_is_somebody_elses_is_not_there(client, world):
   """On every route that names an adapter, a foreign one is answered as one that there is not."""
-  eve = world.service.account('eve')
+  eve = Account(world.service, 'eve')
   secret, _ = eve.create('secret')
   adapter = f'{secret.id}@0'
 

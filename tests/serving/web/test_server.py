@@ -74,8 +74,8 @@ class Slow:
   def stop(self, drain):
     self.stopped.append(drain)
 
-  def account(self, owner, call):
-    return types.SimpleNamespace(service=types.SimpleNamespace(capabilities=dict))
+  def capabilities(self):
+    return {}
 
 
 def process_of(make, **changes):
@@ -162,8 +162,7 @@ def test_requests_under_way_finish_and_new_ones_are_refused():
     go_on.wait()
     return {'done': True}
 
-  shared = types.SimpleNamespace(capabilities=capabilities)
-  service.account = lambda owner, call: types.SimpleNamespace(service=shared)
+  service.capabilities = capabilities
   process = process_of(lambda config, announce: service)
   answers = []
   with running(process):

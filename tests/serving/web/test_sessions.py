@@ -11,8 +11,10 @@ import pytest
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import Cancelled
+from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.web import endpoints, session_routes, session_schemas
 from sdpo_jax.serving.web.app import make_app
 from sdpo_jax.serving.web.gate import LOCAL_OWNER
@@ -228,10 +230,11 @@ def test_a_stream_ends_with_the_turn_that_an_answer_holds(world):
 def test_of_a_stream_that_nobody_reads_to_the_end_no_turn_is_left(world, ends):
   opened, call = Opened(world), Call()
   asked = endpoints.Incoming(
-    account=world.service.account(LOCAL_OWNER, call),
+    account=Account(world.service, LOCAL_OWNER, call),
     call=call,
     body=session_schemas.ProposeRequest.model_validate({'messages': HELLO, 'stream': True, 'seed': 3}),
-    path={'adapter': opened.session['adapter'], 'session': opened.session['id']},
+    path={'session': opened.session['id']},
+    adapter=opened.session['adapter'],
     query={},
     expected=None,
     idempotency=None,
@@ -474,9 +477,9 @@ def test_reading_changes_nothing(world, door):
 
   def state():
     owner, adapter = 'ada' if door == 'keyed' else LOCAL_OWNER, opened.session['adapter']
-    account = world.service.account(owner)
-    turns = [turn.to_json() for turn in account.sessions.turns(adapter, opened.session['id'])]
-    return turns, account.versions(adapter), account.sessions.list(adapter)
+    account = Account(world.service, owner)
+    turns = [turn.to_json() for turn in Sessions(account).turns(adapter, opened.session['id'])]
+    return turns, account.versions(adapter), Sessions(account).list(adapter)
 
   before = state()
   for method, route in of_sessions():
