@@ -24,10 +24,9 @@ from sdpo_jax.rollout.results import Completion
 from sdpo_jax.serving import adapter_names, adapter_settings, differences, request_prompts
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import Deadline, Forbidden, InvalidRequest, VersionConflict
-from sdpo_jax.serving.event_log import AdapterEvent
 from sdpo_jax.serving.records import AdapterRecord, SampleRecord, Version, VersionTarget
 from sdpo_jax.serving.sample_requests import DraftText, SampleOptions, Sampling, finished_text
-from sdpo_jax.serving.service_state import ServiceState
+from sdpo_jax.serving.service_state import AdapterEvent, ServiceState
 from sdpo_jax.serving.store.store import IdempotentRequest
 
 _LARGEST = 10  # How many of the most changed matrices a diff lists.

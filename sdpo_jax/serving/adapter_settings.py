@@ -7,8 +7,9 @@ from typing import Any
 
 from sdpo_jax.config import ServeConfig
 from sdpo_jax.errors import short_repr
-from sdpo_jax.serving import request_prompts, teachers
+from sdpo_jax.serving import request_prompts
 from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.feedback_request import check_teacher, teacher_settings
 from sdpo_jax.serving.guards import Guards
 from sdpo_jax.types import Messages
 
@@ -20,7 +21,7 @@ def checked(settings: Mapping[str, Any], serve: ServeConfig, prompt_of: Callable
   """Return settings in the form that is stored, as JSON; absent or None values take the service's defaults.
 
   Args:
-    settings: `teacher`, a kind or a mapping (`teachers.check`); `guards`, limits by name (`guards.Guards.of`);
+    settings: `teacher`, a kind or a mapping (`check_teacher`); `guards`, limits by name (`guards.Guards.of`);
       `canary_prompts`, texts or conversations.
     serve: settings of the service.
     prompt_of: `ServiceState.prompt_of`, which tokenizes prompts.
@@ -36,10 +37,10 @@ def checked(settings: Mapping[str, Any], serve: ServeConfig, prompt_of: Callable
   found: dict[str, Any] = {}
   teacher, guards, canaries = (settings.get(field) for field in FIELDS)
   if teacher is not None:
-    teacher = teachers.settings_of(teacher)
+    teacher = teacher_settings(teacher)
     if not isinstance(teacher, Mapping):
       raise InvalidRequest(f'teacher must be a kind or an object, not {short_repr(teacher)}.', field='teacher')
-    teachers.check(teacher)
+    check_teacher(teacher)
     found['teacher'] = dict(teacher)
   if guards is not None:
     if not isinstance(guards, Mapping):

@@ -21,11 +21,6 @@ _DIGITS = 7  # Decimal places of numbers that were float32.
 _LISTS = ('log_probs_before', 'log_probs_after', 'teacher_log_probs', 'advantages', 'divergence', 'entropy')
 
 
-def number(value: float | None) -> float | None:
-  """Return a number in a form that JSON can hold: None if it is not finite."""
-  return None if value is None or not math.isfinite(value) else float(value) + 0.0  # No −0.
-
-
 def rounded(values: np.ndarray) -> np.ndarray:
   """Return an array as float64, rounded as in responses."""
   return np.round(np.asarray(values, np.float64), _DIGITS) + 0.0  # No −0.
@@ -40,13 +35,13 @@ def numbers(values: np.ndarray) -> list[Any]:
 
 
 def finite(value: Any) -> Any:
-  """Return nested dicts and lists with None in place of every number that is not finite."""
+  """Return nested dicts and lists, or a number, with None in place of every number that is not finite."""
   if isinstance(value, Mapping):
     return {str(key): finite(each) for key, each in value.items()}
   if isinstance(value, (list, tuple)):
     return [finite(each) for each in value]
   if isinstance(value, (float, np.floating)):
-    return number(value)
+    return float(value) + 0.0 if math.isfinite(value) else None  # No −0.
   return value.item() if isinstance(value, np.generic) else value
 
 
@@ -87,8 +82,8 @@ def of_item(
     'truncated': prepared.truncated,
     'teacher_prompt_tokens': len(prepared.lesson.teacher_prompt or ()),
     'num_tokens': len(tokens),
-    'mean_log_prob_before': number(float(np.mean(said.log_probs_before))),
-    'mean_log_prob_after': number(float(np.mean(said.log_probs_after))),
+    'mean_log_prob_before': finite(float(np.mean(said.log_probs_before))),
+    'mean_log_prob_after': finite(float(np.mean(said.log_probs_after))),
     'per_token': per_token,
   }
 
@@ -146,34 +141,6 @@ def canary(canaries: Canaries) -> dict[str, Any]:
   """Return the measurements on canary prompts without the completions."""
   found = dataclasses.asdict(canaries)
   return {name: value for name, value in found.items() if not name.endswith('completions')}
-
-
-def make(
-  adapter: str,
-  before: int,
-  after: int,
-  known: Mapping[str, Any],
-  items: Sequence[Mapping[str, Any]],
-  timings: Mapping[str, float],
-) -> dict[str, Any]:
-  """Return the response to a feedback.
-
-  Args:
-    adapter: id of the adapter that learned.
-    before: its version before.
-    after: its version now, the same if nothing was committed.
-    known: from `details`.
-    items: from `of_item`.
-    timings: seconds from the start until each stage was finished.
-  """
-  return {
-    'adapter': adapter,
-    'version_before': before,
-    'version_after': after,
-    **known,
-    'items': list(items),
-    'timings': {stage: round(seconds, 6) for stage, seconds in timings.items()},
-  }
 
 
 def loss_said(loss: Loss) -> dict[str, Any]:

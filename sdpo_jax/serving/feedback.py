@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -15,18 +15,16 @@ import numpy as np
 
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning.learner import Learned, LessonScores
-from sdpo_jax.learning.requests import Lesson
-from sdpo_jax.serving import answers, guards, lessons, teachers
+from sdpo_jax.serving import answers, guards, lessons
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.engine import Feedback
 from sdpo_jax.serving.errors import Gone, InvalidRequest, NotFound, NotReady, ServiceError
-from sdpo_jax.serving.feedback_request import FeedbackRequest
-from sdpo_jax.serving.guards import Canaries, Guards, Measured
+from sdpo_jax.serving.feedback_request import FeedbackRequest, FeedbackTeacher, choose_teacher
+from sdpo_jax.serving.guards import Guards, Measured
 from sdpo_jax.serving.records import AdapterRecord, Version, engine_name
-from sdpo_jax.serving.service_state import ServiceState
+from sdpo_jax.serving.service_state import EventLog, ServiceState
 from sdpo_jax.serving.store.store import IdempotentRequest, Store
-from sdpo_jax.serving.teachers import FeedbackTeacher
 
 Progress = Callable[..., None]  # (stage, **details): queued, scored, stepped, guarded, committed or rejected.
 _TOGETHER = 32  # The most feedbacks of a batch that run at once.
@@ -75,14 +73,29 @@ def learn(
     Cancelled: the sender left before the commit.
   """
 
-  def tell(stage: str, **details: Any) -> None:
-    account.service.events.add(id, stage, details)
-    progress(stage, **details)
-
   with account.turn(id, expected) as adapter:
     if idempotency is not None:  # Its response quotes the samples, even if nothing is committed.
       account.service.store.about(idempotency, adapter.id)
-    return _learn(account.service, account.call, adapter, request, idempotency, tell)
+    stages = _Stages(account.service.events, adapter.id, progress)
+    return _learn(account.service, account.call, adapter, request, idempotency, stages)
+
+
+class _Stages:
+  """The stages of a transaction: each is told to all who listen, and the seconds until it was finished are recorded."""
+
+  def __init__(self, events: EventLog, adapter: str, progress: Progress):
+    self._events, self._adapter, self._progress = events, adapter, progress
+    self._began, self.times = time.monotonic(), {}
+
+  def reach(self, stage: str, **details: Any) -> None:
+    """Tell of a stage; what listens may raise."""
+    self._events.add(self._adapter, stage, details)
+    self._progress(stage, **details)
+    self.finish(stage)
+
+  def finish(self, stage: str) -> None:
+    """Record the time of a stage."""
+    self.times[stage] = time.monotonic() - self._began
 
 
 def _learn(
@@ -91,37 +104,35 @@ def _learn(
   adapter: AdapterRecord,
   request: FeedbackRequest,
   idempotency: IdempotentRequest | None,
-  progress: Progress,
+  stages: _Stages,
 ) -> FeedbackResult:
   """Run the transaction while nobody else changes the adapter."""
-  store, worker, clock = service.store, service.worker, _Clock()
+  store, worker, update = service.store, service.worker, request.update
   commits = request.mode == 'commit'
   limits = Guards.of(service.settings.guards, adapter.settings.get('guards'), request.guards)
-  teacher = teachers.choose(adapter, request.teacher, service.settings.learning)
+  teacher = choose_teacher(adapter, request.teacher, service.settings.learning)
   _check_teacher(store, adapter, teacher)
   canary_prompts = _canary_prompts(service, adapter, request, limits)
   prepared = lessons.prepare(request.items, adapter, store, service.reprompting, service.vocab_size)
-  tokens = sum(_tokens(each.lesson, request.update.steps) for each in prepared)
+  learning = [each.lesson for each in prepared]
+  # One pass of the teacher over each lesson, and one of the student per step.
+  tokens = sum(
+    len(each.teacher_prompt or ()) + update.steps * len(each.prompt) + (1 + update.steps) * len(each.completion)
+    for each in learning
+  )
   call.spend('learned', tokens)
-  progress('queued', version=adapter.head, items=len(prepared))
-  clock.through('queued')
+  stages.reach('queued', version=adapter.head, items=len(prepared))
 
   before = engine_name(adapter.id, adapter.head)
   new = engine_name(adapter.id, adapter.head + 1)
   if not commits:  # A name that no later commit can have.
     new = f'{before}-trial-{secrets.token_hex(8)}'
-  wanted = Feedback(
-    version=before,
-    new=new,
-    lessons=[each.lesson for each in prepared],
-    update=request.update,
-    teacher=teacher.name,
-    average_rate=teacher.average_rate,
-  )
   try:
     call.check()
-    if teacher.name == 'endpoint':
-      wanted = dataclasses.replace(wanted, lessons=service.ask_endpoint(wanted.lessons, call), teacher='given')
+    asked = teacher.name
+    if asked == 'endpoint':
+      learning, asked = service.ask_endpoint(learning, call), 'given'
+    wanted = Feedback(before, new, learning, update, asked, teacher.average_rate)
     # Once learning has begun, wait in any case: only then is it known whether there is a version to forget.
     learned: Learned = call.result(worker.learn(wanted, deadline=call.deadline))
   except BaseException:
@@ -130,21 +141,24 @@ def _learn(
   committed: Version | None = None
   try:
     for stage in ('scored', 'stepped'):  # Both stages are one call of the engine.
-      progress(stage, steps=len(learned.steps))
-      clock.through(stage)
+      stages.reach(stage, steps=len(learned.steps))
     call.check()
     arrays = worker.arrays(new) if learned.stepped else None
-    finite = arrays is not None and _all_finite([*arrays.values(), *(each.log_probs_after for each in learned.said)])
+    finite = arrays is not None and all(
+      bool(np.isfinite(each).all()) for each in (*arrays.values(), *(said.log_probs_after for said in learned.said))
+    )
     canaries = None
     if finite and canary_prompts:
       similarity = limits.max_self_similarity is not None
       canaries = service.canaries.measure(new, canary_prompts, similarity=similarity, deadline=call.deadline)
-    recent = answers.recent_losses(_recent(store, adapter), request.update.loss)
-    checks = guards.check(limits, _measured(learned, finite, canaries, recent))
-    details = answers.details(request, teacher.said, prepared, learned, checks, canaries)
+    recent = answers.recent_losses(_recent(store, adapter), update.loss)
+    measured = Measured(finite, guards.loss_ratio(answers.finite(learned.steps[0]['loss']), recent))
+    if canaries is not None:
+      on_canaries = {name: getattr(canaries, name) for name in ('kl_to_base', 'entropy', 'self_similarity')}
+      measured = dataclasses.replace(measured, **on_canaries)
+    details = answers.details(request, teacher.said, prepared, learned, guards.check(limits, measured), canaries)
     accepted, reason = details['accepted'], details['reason']
-    progress('guarded', accepted=accepted, reason=reason)
-    clock.through('guarded')
+    stages.reach('guarded', accepted=accepted, reason=reason)
     # The response is made before the commit, since nothing may fail afterwards.
     items = [
       answers.of_item(each, said, service.texts, detail=request.detail, top=request.top)
@@ -165,10 +179,17 @@ def _learn(
     if committed is None:
       with contextlib.suppress(NotReady):  # Then no engine has the version.
         worker.forget(new)
-  clock.through('committed' if committed is not None else 'rejected' if not accepted else 'dry_run')
-  after = adapter.head if committed is None else committed.number
-  answer = answers.make(adapter.id, adapter.head, after, details, items, clock.times)
-  _note(service, adapter, request, answer, progress)
+  last = 'committed' if committed is not None else 'rejected' if not accepted else 'dry_run'
+  stages.finish(last)
+  answer = {
+    'adapter': adapter.id,
+    'version_before': adapter.head,
+    'version_after': adapter.head if committed is None else committed.number,
+    **details,
+    'items': items,
+    'timings': {stage: round(seconds, 6) for stage, seconds in stages.times.items()},
+  }
+  _note(service, adapter, request, answer, last, stages)
   return FeedbackResult(answer, learned.said)
 
 
@@ -208,22 +229,6 @@ def run_batch(account: Account, entries: Sequence[FeedbackEntry]) -> list[dict[s
   with concurrent.futures.ThreadPoolExecutor(min(len(by_adapter), _TOGETHER), 'batch') as pool:
     done = dict(each for part in pool.map(one_after_the_other, by_adapter.values()) for each in part)
   return [done[index] for index in range(len(entries))]
-
-
-def _tokens(lesson: Lesson, steps: int) -> int:
-  """Return the number of tokens that a lesson computes: one pass of the teacher, and one of the student per step."""
-  length = len(lesson.completion)
-  return len(lesson.teacher_prompt or ()) + length + steps * (len(lesson.prompt) + length)
-
-
-class _Clock:
-  """A stopwatch that records the seconds until each stage was finished."""
-
-  def __init__(self):
-    self._began, self.times = time.monotonic(), {}
-
-  def through(self, stage: str) -> None:
-    self.times[stage] = time.monotonic() - self._began
 
 
 def _check_teacher(store: Store, adapter: AdapterRecord, teacher: FeedbackTeacher) -> None:
@@ -276,29 +281,16 @@ def _recent(store: Store, adapter: AdapterRecord) -> list[Version]:
   return found
 
 
-def _all_finite(arrays: Iterable[np.ndarray]) -> bool:
-  return all(bool(np.isfinite(array).all()) for array in arrays)
-
-
-def _measured(learned: Learned, finite: bool, canaries: Canaries | None, recent: Sequence[float]) -> Measured:
-  loss = answers.number(learned.steps[0]['loss'])
-  ratio = None if loss is None else guards.loss_ratio(loss, recent)
-  if canaries is None:
-    return Measured(finite, ratio)
-  return Measured(finite, ratio, canaries.kl_to_base, canaries.entropy, canaries.self_similarity)
-
-
 def _note(
   service: ServiceState,
   adapter: AdapterRecord,
   request: FeedbackRequest,
   answer: Mapping[str, Any],
-  progress: Progress,
+  stage: str,
+  stages: _Stages,
 ) -> None:
   """Log the feedback in the store and report the last stage. Errors are logged: the response stands."""
   store, worker, after = service.store, service.worker, answer['version_after']
-  committed = after != answer['version_before']
-  stage = 'committed' if committed else 'dry_run' if answer['accepted'] else 'rejected'
   texts = ('feedback', 'environment', 'correction', 'demonstration')
   record = {
     **{name: answer[name] for name in ('version_before', 'version_after', 'accepted', 'reason', 'metrics')},
@@ -309,11 +301,11 @@ def _note(
     ],
   }
   actions: list[Callable[[], None]] = []
-  if committed:
+  if stage == 'committed':
     actions.append(lambda: worker.stored(engine_name(adapter.id, after)))
   if request.mode == 'commit':
     actions.append(lambda: store.note_feedback(adapter.owner, adapter.id, record))
-  actions.append(lambda: progress(stage, version=after, accepted=answer['accepted'], reason=answer['reason']))
+  actions.append(lambda: stages.reach(stage, version=after, accepted=answer['accepted'], reason=answer['reason']))
   for action in actions:
     try:
       action()

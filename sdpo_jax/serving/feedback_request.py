@@ -1,4 +1,4 @@
-"""Requests to learn from feedback: completions, what users said about them, and how to learn."""
+"""Requests to learn from feedback: completions, what users said about them, how to learn, and from which teacher."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sdpo_jax.learning.losses import Sdpo
 from sdpo_jax.learning.requests import AdamW, UpdateOptions
 from sdpo_jax.objective.jsd_pg import JsdPg
 from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.records import TEACHING_MODEL, TEACHING_VERSION, AdapterRecord, engine_name
 from sdpo_jax.types import Messages
 
 # Per-token lists that a response may contain for a completion.
@@ -30,6 +31,16 @@ DETAILS = (
   'top',
 )
 MOST_TOP = 20  # The most tokens of the teacher per position in a response.
+# The fields that each kind may have beside its name.
+TEACHERS = {
+  'live': (),
+  'ema': ('rate',),
+  'lagged': ('every', 'version'),
+  'frozen': (),
+  'base': (),
+  'model': ('name',),
+  'endpoint': (),
+}
 _DIVERGENCES = {'forward_kl': 0.0, 'reverse_kl': 1.0, 'jsd': 0.5}
 _SDPO = tuple(field.name for field in dataclasses.fields(Sdpo))
 _JSD_PG = tuple(field.name for field in dataclasses.fields(JsdPg))
@@ -64,7 +75,7 @@ class FeedbackRequest:
 
   items: Sequence[Item]
   update: UpdateOptions = UpdateOptions()
-  teacher: Mapping[str, Any] | None = None  # Teacher settings, as `teachers.choose` reads them; None: the adapter's.
+  teacher: Mapping[str, Any] | None = None  # Teacher settings, as `choose_teacher` reads them; None: the adapter's.
   mode: Literal['commit', 'dry_run'] = 'commit'
   guards: Mapping[str, Any] | None = None  # Limits of this request, as `guards.Guards.of` reads them.
   detail: Sequence[str] = DETAILS  # The per-token lists to include in the response.
@@ -223,3 +234,89 @@ def _number(field: str, value: Any) -> float:
   if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:  # NaN.
     raise InvalidRequest(f'{field} must be a number, not {short_repr(value)}.', field=field)
   return value
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedbackTeacher:
+  """The model that reads the feedback."""
+
+  name: str  # The value of `serving.engine.Feedback.teacher`, or 'endpoint', which is asked before learning.
+  version: int | None  # The adapter's version that must exist; None: none.
+  average_rate: float  # The update rate of the average of the factors, used with every teacher.
+
+  @property
+  def said(self) -> str:
+    """The teacher's name in responses: as in requests, or a version by its name."""
+    return 'ema' if self.name == 'average' else self.name
+
+
+def teacher_settings(said: Any) -> Any:
+  """Return teacher settings as a mapping if only the kind is given; anything else is returned unchanged."""
+  return {'kind': said} if isinstance(said, str) else said
+
+
+def check_teacher(settings: Mapping[str, Any]) -> None:
+  """Raise InvalidRequest for invalid settings of a teacher."""
+  kind = settings.get('kind')
+  if not isinstance(kind, str) or kind not in TEACHERS:
+    raise InvalidRequest(
+      f"The teacher's kind must be one of {', '.join(TEACHERS)}, not {short_repr(kind)}.", field='teacher.kind'
+    )
+  for field in settings:
+    if field != 'kind' and field not in TEACHERS[kind]:
+      raise InvalidRequest(
+        f'A teacher of the kind {kind!r} has no {short_repr(field)}; it takes: '
+        f'{", ".join(TEACHERS[kind]) or "nothing else"}.',
+        field='teacher',
+      )
+  rate = settings.get('rate')
+  if rate is not None and not (_is_number(rate) and 0 <= rate <= 1):
+    raise InvalidRequest(f"The teacher's rate must be between 0 and 1, not {short_repr(rate)}.", field='teacher.rate')
+  for field, least in (('every', 1), ('version', 0)):
+    value = settings.get(field)
+    if value is not None and not (_is_number(value) and isinstance(value, int) and value >= least):
+      raise InvalidRequest(
+        f"The teacher's {field} must be a whole number of {least} or more, not {short_repr(value)}.",
+        field=f'teacher.{field}',
+      )
+  if settings.get('every') is not None and settings.get('version') is not None:
+    raise InvalidRequest("A lagged teacher has either 'every' or 'version', not both.", field='teacher')
+  if kind == 'model' and not isinstance(settings.get('name'), str):
+    raise InvalidRequest("A teacher of the kind 'model' needs its name.", field='teacher.name')
+
+
+def choose_teacher(
+  adapter: AdapterRecord, asked: Mapping[str, Any] | None, defaults: LearningConfig
+) -> FeedbackTeacher:
+  """Return the teacher of an adapter at its newest version.
+
+  Args:
+    adapter: an adapter whose settings may hold `teacher`.
+    asked: settings of a request that take precedence; None: there are none.
+    defaults: settings for an adapter without any.
+
+  Raises:
+    InvalidRequest: there is no such teacher.
+  """
+  own = adapter.settings.get('teacher') or {'kind': defaults.teacher}
+  settings = own if asked is None else asked
+  check_teacher(settings)
+  rate = own.get('rate', settings.get('rate'))
+  rate = defaults.average_rate if rate is None else float(rate)
+  kind = settings['kind']
+  if kind == 'model':
+    return FeedbackTeacher(TEACHING_MODEL + settings['name'], None, rate)
+  if kind in ('lagged', 'frozen'):
+    number = 0 if kind == 'frozen' else settings.get('version')
+    if number is None:
+      number = max(0, adapter.head - (settings.get('every') or defaults.lag))
+    if number > adapter.head:
+      raise InvalidRequest(
+        f'Version {short_repr(number)} cannot teach: the adapter is at version {adapter.head}.', field='teacher.version'
+      )
+    return FeedbackTeacher(TEACHING_VERSION + engine_name(adapter.id, number), number, rate)
+  return FeedbackTeacher('average' if kind == 'ema' else kind, None, rate)
+
+
+def _is_number(value: Any) -> bool:
+  return isinstance(value, (int, float)) and not isinstance(value, bool)

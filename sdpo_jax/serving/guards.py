@@ -162,9 +162,9 @@ def _grams(tokens: Sequence[int]) -> collections.Counter[tuple[int, ...]]:
   return collections.Counter(tuple(tokens[at : at + length]) for at in range(max(1, len(tokens) - length + 1)))
 
 
-def loss_ratio(loss: float, recent: Sequence[float]) -> float | None:
-  """Return |loss| divided by the median of recent |losses|; None: there are too few of these."""
-  if len(recent) < LEAST_RECENT:
+def loss_ratio(loss: float | None, recent: Sequence[float]) -> float | None:
+  """Return |loss| divided by the median of recent |losses|; None: there are too few of these, or no loss."""
+  if loss is None or len(recent) < LEAST_RECENT:
     return None
   return abs(loss) / max(statistics.median(map(abs, recent)), _SMALL_LOSS)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import statistics
 import threading
@@ -12,13 +12,15 @@ import numpy as np
 
 from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.data.prompts import ChatFormat
-from sdpo_jax.learning.requests import Lesson
+from sdpo_jax.distributed.stopping import NEVER, Stop
+from sdpo_jax.learning.requests import Lesson, Taught
 from sdpo_jax.rollout.stops import to_text
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback_request import Item
 from sdpo_jax.serving.records import AdapterRecord, SampleRecord
 from sdpo_jax.serving.request_prompts import check_tokens
 from sdpo_jax.teacher import context
+from sdpo_jax.teacher.endpoint import Endpoint, EndpointQuery
 
 if TYPE_CHECKING:
   from sdpo_jax.serving.store.store import Store
@@ -84,13 +86,13 @@ def prepare(
       for name in ('prompt_tokens', 'tokens'):
         check_tokens(getattr(item, name), vocab_size, f'items[{number}].{name}')
     source = item if sample is None else sample
-    solution, feedback, named = _texts(item, number, reprompting.config)
+    shown = _texts(item, number, reprompting.config)
     teacher_prompt, truncated = source.prompt_tokens, False
     if item.teacher_prompt is not None:
       teacher_prompt = item.teacher_prompt
-    elif named:
+    elif shown:
       with reprompting.lock:
-        teacher_prompt, truncated = _reprompted(source, solution, feedback, reprompting)
+        teacher_prompt, truncated = _reprompted(source, shown, reprompting)
     lesson = Lesson(
       prompt=source.prompt_tokens,
       completion=source.tokens,
@@ -98,12 +100,12 @@ def prepare(
       sampling_log_probs=None if source.log_probs is None else np.asarray(source.log_probs, np.float32),
       advantage=0.0 if item.reward is None else item.reward - mean,
     )
-    prepared.append(Prepared(lesson, sample, named, truncated))
+    prepared.append(Prepared(lesson, sample, tuple(shown), truncated))
   return prepared
 
 
-def _texts(item: Item, number: int, config: SelfDistillationConfig) -> tuple[str | None, str | None, tuple[str, ...]]:
-  """Return the texts to show as solution and as feedback, and the fields that they come from."""
+def _texts(item: Item, number: int, config: SelfDistillationConfig) -> dict[str, str]:
+  """Return the texts to show to the teacher, by the fields that they come from."""
   shown: dict[str, str] = {}
   for name in ('correction', 'demonstration', 'feedback', 'environment'):
     text = getattr(item, name)
@@ -117,16 +119,17 @@ def _texts(item: Item, number: int, config: SelfDistillationConfig) -> tuple[str
           field=f'items[{number}].{name}',
         )
     shown[name] = text
-
-  def joined(*names: str) -> str | None:
-    return '\n\n'.join(shown[name] for name in names if name in shown) or None
-
-  return joined('correction', 'demonstration'), joined('feedback', 'environment'), tuple(shown)
+  return shown
 
 
 def _reprompted(
-  source: Item | SampleRecord, solution: str | None, feedback: str | None, reprompting: Reprompting
+  source: Item | SampleRecord, shown: Mapping[str, str], reprompting: Reprompting
 ) -> tuple[list[int], bool]:
+  """Return the teacher's prompt with texts from `_texts`, and whether they were shortened."""
+  solution, feedback = (
+    '\n\n'.join(shown[name] for name in names if name in shown) or None
+    for names in (('correction', 'demonstration'), ('feedback', 'environment'))
+  )
   config, tokenizer, chat = reprompting.config, reprompting.tokenizer, reprompting.chat
   attempt = None
   if config.include_failed_attempt:
@@ -137,3 +140,32 @@ def _reprompted(
     return context.reprompted(messages, solution, feedback, config, tokenizer, chat, attempt, setting=_SETTING)
   prompt = source.prompt_tokens
   return context.reprompted_behind(prompt, solution, feedback, config, tokenizer, chat, attempt, setting=_SETTING)
+
+
+def taught(endpoint: Endpoint, lessons: Sequence[Lesson], topk: int, stop: Stop = NEVER) -> list[Lesson]:
+  """Return lessons with the scores of an external teacher, for `teacher='given'`. Any thread may call.
+
+  This needs neither a device nor an engine, so that other requests do not wait for an answer over the network.
+
+  Args:
+    endpoint: the teacher.
+    lessons: lessons with the prompt that the teacher reads before each completion.
+    topk: how many of the tokens that the teacher names to take, the likeliest first; at most the engine's K.
+    stop: says when to stop waiting.
+
+  Raises:
+    ValueError: a lesson has no prompt for the teacher.
+    UserError: the teacher returns nothing usable for a lesson.
+    StoppedError: as `stop` said.
+  """
+  if any(lesson.teacher_prompt is None for lesson in lessons):
+    raise ValueError('A lesson that a teacher elsewhere is asked about has a prompt for it.')
+  said = endpoint.score([EndpointQuery(lesson.teacher_prompt, lesson.completion) for lesson in lessons], stop)
+  return [
+    dataclasses.replace(
+      lesson,
+      teacher_prompt=None,
+      taught=Taught(each.token_ids[:, :topk], each.log_probs[:, :topk], each.target_log_probs),
+    )
+    for lesson, each in zip(lessons, said, strict=True)
+  ]

@@ -1,4 +1,4 @@
-"""What the requests of all owners share: the store, the engine's thread, and what turns texts into tokens."""
+"""What the requests of all owners share: the store, the engine's thread, what turns texts into tokens, and events."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ from sdpo_jax.config import Config
 from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.learning import requests
 from sdpo_jax.learning.requests import Lesson
-from sdpo_jax.serving import adapter_names, endpoint_scores, request_prompts, teachers
+from sdpo_jax.serving import adapter_names, feedback_request, lessons, request_prompts
 from sdpo_jax.serving.call import Call, Turns
 from sdpo_jax.serving.engine import EngineSettings
 from sdpo_jax.serving.engine_settings import engine_settings
 from sdpo_jax.serving.errors import InvalidRequest, NotFound
-from sdpo_jax.serving.event_log import EventLog
 from sdpo_jax.serving.guards import CanaryMeter
-from sdpo_jax.serving.lessons import Reprompting
 from sdpo_jax.serving.peft_transfer import Served
 from sdpo_jax.serving.store.store import Store
 from sdpo_jax.serving.worker import Worker
@@ -36,6 +34,56 @@ from sdpo_jax.training.opening import stop_token_ids
 from sdpo_jax.training.specs import chat_format
 
 _OWNERS = 100_000  # The most adapters whose owner is remembered.
+KEPT_EVENTS = 256  # Events of an adapter.
+_ADAPTERS = 4096  # The most adapters with events; those without events for the longest time are dropped first.
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterEvent:
+  """An event of one adapter."""
+
+  id: int  # Later events have larger ones, also after a restart.
+  adapter: str
+  kind: str  # queued, scored, stepped, guarded, committed, rejected …
+  time: float  # Seconds since the epoch.
+  details: Mapping[str, Any]  # As JSON.
+
+
+class EventLog:
+  """The recent events of many adapters. Any thread may call."""
+
+  def __init__(self, clock: Callable[[], float] = time.time):
+    """Make a log without events."""
+    self._clock, self._changed = clock, threading.Condition()
+    self._next = int(1e6 * clock())
+    self._events: collections.OrderedDict[str, collections.deque[AdapterEvent]] = collections.OrderedDict()
+
+  def add(self, adapter: str, kind: str, details: Mapping[str, Any]) -> AdapterEvent:
+    """Add an event and wake those who wait for one."""
+    with self._changed:
+      event = AdapterEvent(self._next, adapter, kind, self._clock(), details)
+      self._next += 1
+      self._events.setdefault(adapter, collections.deque(maxlen=KEPT_EVENTS)).append(event)
+      self._events.move_to_end(adapter)
+      if len(self._events) > _ADAPTERS:
+        self._events.popitem(last=False)
+      self._changed.notify_all()
+    return event
+
+  def after(self, adapter: str, last: int | None) -> list[AdapterEvent]:
+    """Return the kept events of an adapter with ids above `last`; None: all that are kept."""
+    with self._changed:
+      return [event for event in self._events.get(adapter, ()) if last is None or event.id > last]
+
+  def wait(self, adapter: str, last: int | None, timeout: float) -> list[AdapterEvent]:
+    """Return the events with ids above `last`, after waiting up to `timeout` seconds for the first of them."""
+    with self._changed:
+      return self._changed.wait_for(lambda: self.after(adapter, last), timeout)
+
+  def forget(self, adapter: str) -> None:
+    """Drop all events of an adapter."""
+    with self._changed:
+      self._events.pop(adapter, None)
 
 
 class ServiceState:
@@ -76,7 +124,7 @@ class ServiceState:
     self.texts = TokenTexts(tokenizer)
     self.tokenizing = threading.Lock()  # Held while encoding: a tokenizer keeps the settings of a call as state.
     longest = dataclasses.replace(config.actor.self_distillation, max_reprompt_len=self.sizes.teacher_buckets[-1])
-    self.reprompting = Reprompting(longest, tokenizer, self.chat, self.tokenizing)
+    self.reprompting = lessons.Reprompting(longest, tokenizer, self.chat, self.tokenizing)
     self.canaries = CanaryMeter(
       worker, tokens=min(config.serve.guards.canary_tokens, self.sizes.response_buckets[-1]), topk=topk
     )
@@ -143,11 +191,11 @@ class ServiceState:
 
   # The external teacher.
 
-  def ask_endpoint(self, lessons: Sequence[Lesson], call: Call) -> list[Lesson]:
+  def ask_endpoint(self, asked: Sequence[Lesson], call: Call) -> list[Lesson]:
     """Return lessons with the scores of the teacher behind the endpoint; the engine is not blocked meanwhile.
 
     Args:
-      lessons: lessons with the prompt that the teacher reads.
+      asked: lessons with the prompt that the teacher reads.
       call: the request; waiting ends with it.
 
     Raises:
@@ -162,10 +210,10 @@ class ServiceState:
       )
     sizes = self.sizes
     buckets = {'prompt': sizes.prompt_buckets, 'teacher': sizes.teacher_buckets, 'response': sizes.response_buckets}
-    for lesson in lessons:
+    for lesson in asked:
       requests.check_lesson(lesson, buckets, sizes.topk, self.vocab_size)
     try:
-      return endpoint_scores.taught(self.endpoint, lessons, sizes.topk, call)
+      return lessons.taught(self.endpoint, asked, sizes.topk, call)
     except StoppedError:
       call.check()
       raise
@@ -230,7 +278,7 @@ class ServiceState:
       'learning': dataclasses.asdict(serve.learning),
       'guards': dataclasses.asdict(serve.guards),
       'teachers': sorted(
-        set(teachers.KINDS)
+        set(feedback_request.TEACHERS)
         - ({'endpoint'} if self.endpoint is None else set())
         - (set() if self.config.actor.self_distillation.teacher_model else {'model'})
       ),

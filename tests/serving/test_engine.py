@@ -18,7 +18,7 @@ from sdpo_jax.learning.losses import Sdpo
 from sdpo_jax.learning.requests import AdamW, Taught, UpdateOptions
 from sdpo_jax.objective.jsd_pg import JsdPg
 from sdpo_jax.rollout.results import Completion
-from sdpo_jax.serving import endpoint_scores, shelf
+from sdpo_jax.serving import lessons, shelf
 from sdpo_jax.serving.engine import Engine, Feedback
 from sdpo_jax.serving.kept_programs import KeptPrograms
 from sdpo_jax.serving.records import BASE
@@ -394,7 +394,7 @@ def test_an_endpoint_is_asked_before_the_engine_learns(model, tmp_path, monkeypa
       engine = Engine(policy, base, TOKENIZER, SETTINGS, tmp_path, models={'same': (same, base)})
       for name in 'ab':
         engine.put(f'{name}@0', random_factors(policy, 0))
-      taught = elsewhere.submit(endpoint_scores.taught, endpoint, [lesson(0), lesson(1)], SETTINGS.topk).result()
+      taught = elsewhere.submit(lessons.taught, endpoint, [lesson(0), lesson(1)], SETTINGS.topk).result()
   assert len(server.bodies) == 2
   loss = JsdPg(jsd_weight=0.5 if named > 5 else 0.0)
   [there] = engine.learn([Feedback('a@0', 'a@1', taught, UpdateOptions(JsdPg(), OPTIMIZER), 'given')])

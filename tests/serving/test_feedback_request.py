@@ -10,9 +10,8 @@ from sdpo_jax.config import LearningConfig, ServeConfig
 from sdpo_jax.learning.losses import Sdpo
 from sdpo_jax.learning.requests import AdamW, UpdateOptions
 from sdpo_jax.objective.jsd_pg import JsdPg
-from sdpo_jax.serving import teachers
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.feedback_request import DETAILS, Item, learning_of, make_request
+from sdpo_jax.serving.feedback_request import DETAILS, Item, choose_teacher, learning_of, make_request
 from sdpo_jax.serving.records import AdapterRecord
 
 ITEM = Item(sample_id='s')
@@ -125,11 +124,11 @@ def test_teachers_are_named_as_the_engine_knows_them():
   defaults = LearningConfig()
 
   def name(head=5, asked=None, **settings):
-    return teachers.choose(adapter(head, **settings), asked, defaults).name
+    return choose_teacher(adapter(head, **settings), asked, defaults).name
 
   assert name() == 'live' and name(teacher={'kind': 'base'}) == 'base' and name(teacher={'kind': 'ema'}) == 'average'
-  assert teachers.choose(adapter(5), {'kind': 'ema'}, defaults).said == 'ema'
-  assert teachers.choose(adapter(5), {'kind': 'frozen'}, defaults).said == 'version:a@0'
+  assert choose_teacher(adapter(5), {'kind': 'ema'}, defaults).said == 'ema'
+  assert choose_teacher(adapter(5), {'kind': 'frozen'}, defaults).said == 'version:a@0'
   assert name(teacher={'kind': 'frozen'}) == 'version:a@0'
   assert name(teacher={'kind': 'lagged', 'every': 2}) == 'version:a@3'
   assert name(teacher={'kind': 'lagged', 'every': 9}) == 'version:a@0'
@@ -137,10 +136,10 @@ def test_teachers_are_named_as_the_engine_knows_them():
   assert name(teacher={'kind': 'lagged', 'version': 4}) == 'version:a@4'
   assert name(asked={'kind': 'model', 'name': 'large'}, teacher={'kind': 'base'}) == 'model:large'
   ema = adapter(1, teacher={'kind': 'ema', 'rate': 0.5})
-  assert teachers.choose(ema, None, defaults).average_rate == 0.5
+  assert choose_teacher(ema, None, defaults).average_rate == 0.5
   # The average moves on by the adapter's rate whoever teaches this time.
-  assert teachers.choose(ema, {'kind': 'live'}, defaults).average_rate == 0.5
-  assert teachers.choose(adapter(1), None, defaults).average_rate == defaults.average_rate
+  assert choose_teacher(ema, {'kind': 'live'}, defaults).average_rate == 0.5
+  assert choose_teacher(adapter(1), None, defaults).average_rate == defaults.average_rate
 
 
 @pytest.mark.parametrize(
@@ -162,4 +161,4 @@ def test_teachers_are_named_as_the_engine_knows_them():
 )
 def test_teachers_that_are_none_are_refused(settings, said):
   with pytest.raises(InvalidRequest, match=said):
-    teachers.choose(adapter(5, teacher={'kind': 'live'}), settings, LearningConfig())
+    choose_teacher(adapter(5, teacher={'kind': 'live'}), settings, LearningConfig())

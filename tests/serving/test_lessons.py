@@ -120,4 +120,4 @@ def test_what_is_not_finite_is_null():
   assert answers.numbers(values) == [[1.0, None], [None, 0.0]]
   found = answers.finite({'a': np.float32(np.inf), 'b': [(np.int32(3), float('nan'))], 'c': True, 'd': None})
   assert json.dumps(found, allow_nan=False) == '{"a": null, "b": [[3, null]], "c": true, "d": null}'
-  assert str(answers.number(-0.0)) == '0.0'
+  assert str(answers.finite(-0.0)) == '0.0'

@@ -12,10 +12,11 @@ import pytest
 from models import huggingface, parameters
 from models.adapters import lora
 from sdpo_jax.config import LoraConfig, ModelConfig
-from sdpo_jax.serving import adapter_names, differences, event_log
+from sdpo_jax.serving import adapter_names, differences, service_state
 from sdpo_jax.serving.call import Call, Turns
 from sdpo_jax.serving.errors import Deadline, InvalidRequest, NotFound
 from sdpo_jax.serving.sample_requests import DraftText, finished_text
+from sdpo_jax.serving.service_state import EventLog
 from tests.letters import CONFIG
 
 
@@ -87,7 +88,7 @@ def test_a_turn_ends_also_where_a_change_fails():
 
 
 def test_events_can_be_read_on_from_any_of_them():
-  log, heard = event_log.EventLog(clock=lambda: 100.0), []
+  log, heard = EventLog(clock=lambda: 100.0), []
   made = [log.add('a', 'queued', {'n': n}) for n in range(3)]
   log.add('b', 'queued', {})
   assert [event.details['n'] for event in log.after('a', None)] == [0, 1, 2]
@@ -98,18 +99,18 @@ def test_events_can_be_read_on_from_any_of_them():
   late = log.add('c', 'queued', {})
   waiter.join()
   assert heard[-1] == late
-  later = event_log.EventLog(clock=lambda: 101.0)
+  later = EventLog(clock=lambda: 101.0)
   assert later.add('a', 'queued', {}).id > late.id
   log.forget('a')
   assert log.after('a', None) == []
 
 
 def test_events_are_bounded(monkeypatch):
-  monkeypatch.setattr(event_log, 'ADAPTERS', 3)
-  log = event_log.EventLog()
-  for number in range(2 * event_log.KEPT):
+  monkeypatch.setattr(service_state, '_ADAPTERS', 3)
+  log = EventLog()
+  for number in range(2 * service_state.KEPT_EVENTS):
     log.add('a', 'queued', {'n': number})
-  assert len(log.after('a', None)) == event_log.KEPT
+  assert len(log.after('a', None)) == service_state.KEPT_EVENTS
   for name in 'bcd':
     log.add(name, 'queued', {})
   assert log.after('a', None) == []

@@ -10,9 +10,8 @@ import numpy as np
 
 from sdpo_jax.config import ServeConfig
 from sdpo_jax.errors import short_repr
-from sdpo_jax.serving import teachers
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.feedback_request import learning_of
+from sdpo_jax.serving.feedback_request import check_teacher, learning_of, teacher_settings
 from sdpo_jax.serving.guards import Guards
 from sdpo_jax.serving.sample_requests import SampleOptions
 from sdpo_jax.serving.sessions import json_fields
@@ -34,7 +33,7 @@ class SessionSettings:
   tools: Sequence[Mapping[str, Any]] = dataclasses.field(default_factory=list)  # As chat templates take them.
   title: str = ''
   min_sdpo_examples: int = 1  # How many examples are learned together; fewer wait.
-  teacher: Mapping[str, Any] | None = None  # As `teachers.choose` reads it; None: the adapter's.
+  teacher: Mapping[str, Any] | None = None  # As `feedback_request.choose_teacher` reads it; None: the adapter's.
   update: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # As `feedback_request.learning_of` reads it.
   guards: Mapping[str, Any] | None = None  # Limits of the session, as `guards.Guards.of` reads them.
   sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Its keys are among `_SAMPLING`.
@@ -58,7 +57,7 @@ class SessionSettings:
       'tools': lambda value, field: json_fields.listed(value, field, MOST_TOOLS, _tool),
       'title': lambda value, field: json_fields.text(value, field, longest=LONGEST_TITLE),
       'min_sdpo_examples': lambda value, field: json_fields.whole(value, field, 1, 2**31 - 1),
-      'teacher': lambda value, field: json_fields.mapping(teachers.settings_of(value), field),
+      'teacher': lambda value, field: json_fields.mapping(teacher_settings(value), field),
       'update': json_fields.mapping,
       'guards': json_fields.mapping,
       'sampling': _sampling,
@@ -81,7 +80,7 @@ class SessionSettings:
       vocab_size: number of tokens in the model's vocabulary.
     """
     if self.teacher is not None:
-      teachers.check(self.teacher)
+      check_teacher(self.teacher)
     Guards.of(serve.guards, self.guards)
     steps = learning_of(self.update, serve.learning, serve.topk).steps
     if not 1 <= steps <= serve.limits.max_steps:

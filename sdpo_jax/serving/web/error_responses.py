@@ -103,9 +103,7 @@ def invalid(error: pydantic.ValidationError) -> InvalidRequest:
   return InvalidRequest(f'{path or "The body"}: {complaint}{others}.', field=path or None)
 
 
-def failure_of(
-  error: Exception, path: str, request_id: str, unexpected: Callable[[Exception, str], None]
-) -> Failure:
+def failure_of(error: Exception, path: str, request_id: str, unexpected: Callable[[Exception, str], None]) -> Failure:
   """Return the response to any error at a path.
 
   Args:

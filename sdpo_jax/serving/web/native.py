@@ -303,7 +303,7 @@ def feedback_request(body: schemas.FeedbackBody, settings: Any) -> FeedbackReque
   Raises:
     InvalidRequest: something cannot be learned.
   """
-  items = [Item(**given.model_dump()) for given in body.all_items()]
+  items = [Item(**given.model_dump()) for given in body.items]
   more = {name: getattr(body, name) for name in ('teacher', 'mode', 'guards')}
   more |= {name: getattr(body, name) for name in ('detail', 'top') if getattr(body, name) is not None}
   return make_request(items, body.update.model_dump(exclude_unset=True), settings, **more)

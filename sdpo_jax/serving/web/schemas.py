@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from sdpo_jax.serving.feedback_request import DETAILS, MOST_TOP
-from sdpo_jax.serving.teachers import settings_of
+from sdpo_jax.serving.feedback_request import DETAILS, MOST_TOP, teacher_settings
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(max_length=1_000_000)]
@@ -16,7 +15,7 @@ Text = Annotated[str, Field(max_length=4_000_000)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Teacher = Annotated[
-  dict[str, Any], pydantic.BeforeValidator(settings_of, json_schema_input_type=str | dict[str, Any])
+  dict[str, Any], pydantic.BeforeValidator(teacher_settings, json_schema_input_type=str | dict[str, Any])
 ]  # A kind, or {kind: …} with more.
 
 
@@ -271,23 +270,15 @@ class FeedbackBody(FeedbackItem):
     None, ge=0, le=MOST_TOP, description="How many of the teacher's tokens are named at a position."
   )
 
-  def all_items(self) -> list[FeedbackItem]:
-    """Return the completions of the feedback.
-
-    Raises:
-      ValueError: there are items beside the fields of a single completion.
-    """
+  @pydantic.model_validator(mode='after')
+  def _items_or_one(self):
+    """Let `items` hold the completions in any case."""
     names = FeedbackItem.model_fields
     own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
     if self.items is None:
-      return [FeedbackItem(**own)]
-    if own:
+      self.items = [FeedbackItem(**own)]
+    elif own:
       raise ValueError(f'{min(own)} belongs into one of items, or items must be left out')
-    return self.items
-
-  @pydantic.model_validator(mode='after')
-  def _items_or_one(self):
-    self.all_items()
     return self
 
 

@@ -189,9 +189,9 @@ def test_values_of_a_body_are_not_in_its_error():
 
 def test_a_feedback_is_about_one_completion_or_items():
   one = schemas.FeedbackBody(sample_id='s', feedback='Too long.')
-  assert [item.sample_id for item in one.all_items()] == ['s']
+  assert [item.sample_id for item in one.items] == ['s']
   several = schemas.FeedbackBody(items=[{'sample_id': 'a'}, {'sample_id': 'b', 'reward': 1.0}])
-  assert [item.sample_id for item in several.all_items()] == ['a', 'b']
+  assert [item.sample_id for item in several.items] == ['a', 'b']
   with pytest.raises(ValueError, match='feedback belongs into one of items'):
     schemas.FeedbackBody(items=[{'sample_id': 'a'}], feedback='Too long.')
 
