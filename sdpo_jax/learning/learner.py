@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -199,7 +199,8 @@ class Learner:
       for micro in micros:
         batch = micro.batch if number == 0 else self._renewed(state.trainable, micro)
         grads, result = self._functions.accumulate(self._base, whole, grads, batch)
-        of_micros.append(self._reported(batch, result.aux, micro.floored))
+        read = {name: result.aux[name] for name in reported.READ}
+        of_micros.append(self._functions.report(batch.replace(student=None, signal=None), read, micro.floored))
         if number == 0:
           per_token.append(result.aux)
       active = np.isin(np.arange(self._slots), list(stepping))
@@ -260,11 +261,6 @@ class Learner:
       hidden, micro.teacher_hidden, unembedding, batch.targets, micro.mask, micro.theirs, micro.named, micro.given
     )
     return batch.replace(signal=signal)
-
-  def _reported(self, batch: Batch, per_token: Mapping[str, jax.Array], floored: jax.Array) -> dict[str, jax.Array]:
-    """Return the sums to report for each row of a step, [B] each; see `reported.row_sums`."""
-    read = {name: per_token[name] for name in reported.READ}
-    return self._functions.report(batch.replace(student=None, signal=None), read, floored)
 
   def _score(self, trainable: Tree, micro: _Micro) -> tuple[jax.Array, jax.Array | None]:
     """Return the student's log-probs [B, T] of the completions, and [B, T, K] of the teacher's tokens, if wanted."""

@@ -215,7 +215,13 @@ def batch_of(
     mixture=np.asarray([loss.alpha for loss in losses], dtype),
     design=np.asarray([isinstance(loss, JsdPg) and loss.form == 'design' for loss in losses]),
     advantage=np.asarray([lesson.advantage for _, lesson in picked], dtype),
-    same=np.asarray([_same(task, lesson) for task, lesson in picked]),
+    # Student and teacher have the same factors and read the same prompt.
+    same=np.asarray(
+      [
+        task.itself and lesson.teacher_prompt is not None and list(lesson.teacher_prompt) == list(lesson.prompt)
+        for task, lesson in picked
+      ]
+    ),
     has_old=has_old,
     given=given,
     given_ids=ids,
@@ -260,8 +266,3 @@ def warnings_of(task: Task) -> tuple[str, ...]:
   else:
     return ()
   return (f'{begin}: {lost}. A teacher that names more, such as one with K = 100, teaches that, too.',)
-
-
-def _same(task: Task, lesson: Lesson) -> bool:
-  """Return whether student and teacher have the same factors and read the same prompt."""
-  return task.itself and lesson.teacher_prompt is not None and list(lesson.teacher_prompt) == list(lesson.prompt)

@@ -125,7 +125,7 @@ def details(
       'loss': loss_said(request.update.loss),
       'optimizer': dataclasses.asdict(request.update.optimizer),
       'num_steps': request.update.steps,
-      'teacher': teacher,
+      'teacher': 'ema' if teacher == 'average' else teacher,  # As in requests, or a version by its name.
       'warnings': list(learned.warnings),
       'samples': [each.sample.id for each in prepared if each.sample is not None],
       'metrics': metrics(learned),

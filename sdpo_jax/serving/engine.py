@@ -331,7 +331,10 @@ class Engine:
     Raises:
       UserError: there is no such version.
     """
-    return MappingProxyType(self._arrays(version))
+    try:
+      return MappingProxyType(self._shelf.get(version))
+    except KeyError:
+      raise UserError(f'There is no version {version} of an adapter.') from None
 
   def restore(self, version: str, arrays: Arrays) -> None:
     """Make a version from arrays that `state` returned, here or in another engine for adapters of this shape.
@@ -373,7 +376,7 @@ class Engine:
 
   def factors(self, version: str, kind: Literal['factors', 'average'] = 'factors') -> Tree:
     """Return the factors of a version, or their average, on the host, nested as in the parameter table."""
-    return self._tree(self._arrays(version), kind)
+    return self._tree(self.state(version), kind)
 
   def forget(self, version: str) -> None:
     """Erase a version that nothing uses; a missing version is no error.
@@ -412,7 +415,7 @@ class Engine:
     check_ids('The prompt', prompt, self._vocab_size)
     if version == BASE:
       return self._resident.submit(prompt, owner=owner, **options)
-    arrays = self._arrays(version)
+    arrays = self.state(version)
     place = self._snapshot_places.take(version)
     try:
       if not place.filled:
@@ -603,7 +606,7 @@ class Engine:
       raise UserError('The model without an adapter does not learn: name a version.')
     if version in taken:
       raise UserError(f'{version} is to learn twice at once: let it learn one after the other.')
-    arrays = self._arrays(version)
+    arrays = self.state(version)
     place = self._slot_places.take(version)
     taken.append(version)
     if self._slots is None:
@@ -621,7 +624,7 @@ class Engine:
     """Store the contents of a slot as the new version that the feedback names."""
     own = jax.device_get(self._get_slot(self._slots, np.int32(slot)))
     rate = np.float32(feedback.average_rate)
-    before = self._arrays(feedback.version)
+    before = self.state(feedback.version)
     factors, mu, nu = (self._flat(tree) for tree in (own.trainable, own.moments.mu, own.moments.nu))
     mean = {name: averaging.average(before[f'{_AVERAGE}/{name}'], value, rate) for name, value in factors.items()}
     self._shelf.put(feedback.new, _arrays_of(factors, mu, nu, mean, np.asarray(own.moments.count)))
@@ -668,7 +671,7 @@ class Engine:
     """Return the place of a teacher, filled, and a function that releases it."""
     if version == BASE:
       return NO_MEMBER, lambda: None
-    arrays, key = self._arrays(version), (kind, version)
+    arrays, key = self.state(version), (kind, version)
     place = self._teacher_places.take(key)
     if not place.filled:
       try:
@@ -680,12 +683,6 @@ class Engine:
     return place.index, functools.partial(self._teacher_places.let_go, key)
 
   # Arrays of versions.
-
-  def _arrays(self, version: str) -> Arrays:
-    try:
-      return self._shelf.get(version)
-    except KeyError:
-      raise UserError(f'There is no version {version} of an adapter.') from None
 
   def _tree(self, arrays: Arrays, kind: str) -> Tree:
     return parameters.map_table(lambda row: arrays[f'{kind}/{row.name}'], self._table)

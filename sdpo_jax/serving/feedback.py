@@ -72,7 +72,6 @@ def learn(
     Deadline: the time was over before the commit.
     Cancelled: the sender left before the commit.
   """
-
   with account.turn(id, expected) as adapter:
     if idempotency is not None:  # Its response quotes the samples, even if nothing is committed.
       account.service.store.about(idempotency, adapter.id)
@@ -85,17 +84,13 @@ class _Stages:
 
   def __init__(self, events: EventLog, adapter: str, progress: Progress):
     self._events, self._adapter, self._progress = events, adapter, progress
-    self._began, self.times = time.monotonic(), {}
+    self.began, self.times = time.monotonic(), {}
 
   def reach(self, stage: str, **details: Any) -> None:
     """Tell of a stage; what listens may raise."""
     self._events.add(self._adapter, stage, details)
     self._progress(stage, **details)
-    self.finish(stage)
-
-  def finish(self, stage: str) -> None:
-    """Record the time of a stage."""
-    self.times[stage] = time.monotonic() - self._began
+    self.times[stage] = time.monotonic() - self.began
 
 
 def _learn(
@@ -156,7 +151,7 @@ def _learn(
     if canaries is not None:
       on_canaries = {name: getattr(canaries, name) for name in ('kl_to_base', 'entropy', 'self_similarity')}
       measured = dataclasses.replace(measured, **on_canaries)
-    details = answers.details(request, teacher.said, prepared, learned, guards.check(limits, measured), canaries)
+    details = answers.details(request, teacher.name, prepared, learned, guards.check(limits, measured), canaries)
     accepted, reason = details['accepted'], details['reason']
     stages.reach('guarded', accepted=accepted, reason=reason)
     # The response is made before the commit, since nothing may fail afterwards.
@@ -180,7 +175,7 @@ def _learn(
       with contextlib.suppress(NotReady):  # Then no engine has the version.
         worker.forget(new)
   last = 'committed' if committed is not None else 'rejected' if not accepted else 'dry_run'
-  stages.finish(last)
+  stages.times[last] = time.monotonic() - stages.began
   answer = {
     'adapter': adapter.id,
     'version_before': adapter.head,

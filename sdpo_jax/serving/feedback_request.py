@@ -244,11 +244,6 @@ class FeedbackTeacher:
   version: int | None  # The adapter's version that must exist; None: none.
   average_rate: float  # The update rate of the average of the factors, used with every teacher.
 
-  @property
-  def said(self) -> str:
-    """The teacher's name in responses: as in requests, or a version by its name."""
-    return 'ema' if self.name == 'average' else self.name
-
 
 def teacher_settings(said: Any) -> Any:
   """Return teacher settings as a mapping if only the kind is given; anything else is returned unchanged."""

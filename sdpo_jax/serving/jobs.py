@@ -15,7 +15,6 @@ from sdpo_jax.rollout.resident import Handle as Drawing
 from sdpo_jax.rollout.results import Completion, Draft
 from sdpo_jax.serving.engine import Feedback
 from sdpo_jax.serving.errors import Cancelled, NotReady, ServiceError
-from sdpo_jax.serving.records import BASE, TEACHING_VERSION
 
 
 @dataclasses.dataclass(eq=False)
@@ -85,19 +84,14 @@ class SampleJob(Job):
 class _FutureJob(Job):
   future: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
   alone: bool = False  # Run it alone, since it failed together with others.
-  _claimed: bool = False
+  claimed: bool = False  # Whether it has begun and cannot be cancelled any more.
 
   @property
   def cancelled(self) -> bool:
     return self.future.cancelled()
 
-  def claim(self) -> bool:
-    """Return whether the job is still wanted; from now on it cannot be cancelled."""
-    self._claimed = self._claimed or self.future.set_running_or_notify_cancel()
-    return self._claimed
-
   def fail(self, error: ServiceError) -> None:
-    if self._claimed or self.future.set_running_or_notify_cancel():
+    if self.claimed or self.future.set_running_or_notify_cancel():
       self.future.set_exception(error)
 
 
@@ -129,14 +123,6 @@ class ForgetJob(_FutureJob):
   """A version to be erased as soon as nothing uses it."""
 
   version: str
-
-
-def needed(feedback: Feedback) -> frozenset[str]:
-  """Return the versions that a feedback needs in the engine."""
-  names = {feedback.version}
-  if feedback.teacher.startswith(TEACHING_VERSION):
-    names.add(feedback.teacher.removeprefix(TEACHING_VERSION))
-  return frozenset(names - {BASE})
 
 
 def runnable(jobs: Sequence[Job], present: Any) -> list[Job]:

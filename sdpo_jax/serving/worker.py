@@ -31,11 +31,10 @@ from sdpo_jax.serving.jobs import (
   SampleJob,
   ScoreJob,
   learn_batch,
-  needed,
   runnable,
   score_batch,
 )
-from sdpo_jax.serving.records import BASE
+from sdpo_jax.serving.records import BASE, TEACHING_VERSION
 from sdpo_jax.serving.shelf import Arrays, NoPlaceError
 
 Future = concurrent.futures.Future
@@ -100,6 +99,7 @@ class Worker:
     # Versions that can be loaded again, least recently used first.
     self._kept: collections.OrderedDict[str, None] = collections.OrderedDict()
     self._own: set[str] = set()  # Versions that only the engine has.
+    self._stored: collections.deque[str] = collections.deque()  # Those that other threads say `load` can read.
     self._rescued: dict[str, Arrays] = {}  # Their arrays while a new engine is made.
 
   # Life.
@@ -221,7 +221,10 @@ class Worker:
       Busy: too many requests wait.
       NotReady: there is no engine now.
     """
-    job = LearnJob(needed(feedback), deadline, feedback=feedback)
+    needs = {feedback.version}
+    if feedback.teacher.startswith(TEACHING_VERSION):
+      needs.add(feedback.teacher.removeprefix(TEACHING_VERSION))
+    job = LearnJob(frozenset(needs - {BASE}), deadline, feedback=feedback)
     self._queue(job)
     return job.future
 
@@ -260,13 +263,8 @@ class Worker:
 
   def stored(self, version: str) -> None:
     """Note that `load` can read a version from now on, so that the engine may drop it."""
-
-    def keep(_: Engine) -> None:
-      if version in self._own:
-        self._own.remove(version)
-        self._kept[version] = None
-
-    self._call(keep)
+    self._stored.append(version)
+    self._wake.set()
 
   def fresh(self, seed: int) -> Arrays:
     """Return the arrays of a new version that does not change the model; the engine does not keep them.
@@ -382,7 +380,7 @@ class Worker:
       self._counts['turns'] += 1
       self._hear(engine)
       moved = self._end_what_is_over(engine)
-      if self._finished(engine):
+      if self._stop_at is not None and self._finished(engine):
         return
       self._fetch(engine)
       moved |= self._begin(engine)
@@ -390,7 +388,9 @@ class Worker:
       if self._drawing:
         moved |= self._turn(engine)
         moved |= self._collect()
-      self._trim(engine)
+      more = len(self._kept) + len(self._own) - self._most
+      if more > 0:
+        self._trim(engine, more)
       if not moved:  # Wait for new work or for the next deadline.
         times = [job.deadline for job in self._waiting if job.deadline is not None]
         if self._stop_at is not None:
@@ -406,6 +406,11 @@ class Worker:
   def _hear(self, engine: Engine) -> None:
     """Take in new requests, and versions that reader threads have loaded."""
     self._wake.clear()
+    while self._stored:
+      version = self._stored.popleft()
+      if version in self._own:
+        self._own.remove(version)
+        self._kept[version] = None
     while self._inbox:
       work = self._inbox.popleft()
       if isinstance(work, Job):
@@ -443,9 +448,7 @@ class Worker:
     return moved
 
   def _finished(self, engine: Engine) -> bool:
-    """Return whether the worker should end: it was stopped, and has no work or no time left."""
-    if self._stop_at is None:
-      return False
+    """Return whether the worker, which was stopped, should end: it has no work or no time left."""
     if not (self._waiting or self._drawing or self._loading or self._inbox):
       return True
     if self._clock() < self._stop_at:
@@ -574,7 +577,8 @@ class Worker:
 
   def _claimed(self, job: LearnJob | ScoreJob) -> bool:
     """Return whether a job that is about to run is still wanted; remove it otherwise."""
-    if not job.claim():
+    job.claimed = job.claimed or job.future.set_running_or_notify_cancel()
+    if not job.claimed:
       self._waiting.remove(job)
       self._ended(job, 'cancelled')
       return False
@@ -616,11 +620,8 @@ class Worker:
       self._ended(job, job.ended or 'sampled')
     return bool(done)
 
-  def _trim(self, engine: Engine) -> None:
-    """Drop the least recently used versions that can be loaded again, until the rest fits into memory."""
-    more = len(self._kept) + len(self._own) - self._most
-    if more <= 0:
-      return
+  def _trim(self, engine: Engine, more: int) -> None:
+    """Drop as many versions that can be loaded again as memory does not hold, the least recently used first."""
     for version in [version for version in self._kept if version not in self._pinned][:more]:
       engine.drop(version)
       del self._kept[version]

@@ -12,7 +12,8 @@ named by HEAD or by the manifest of the next version. All other files are the re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import collections
+from collections.abc import Mapping, Sequence, Set
 import dataclasses
 import functools
 import hashlib
@@ -25,6 +26,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from models import parameters
 from models.adapters import peft_config, peft_files
 from sdpo_jax.errors import first_line
 from sdpo_jax.files import jsonable
@@ -47,6 +49,18 @@ _VERSION_KEY = re.compile(r'versions/(([0-9]{8,})-([0-9a-f]{12}))/([a-z_]+\.(?:j
 @dataclasses.dataclass(frozen=True)
 class Base(peft_files.AdapterBase):
   """The model that all adapters of a root belong to, and their common shape."""
+
+  @functools.cached_property
+  def tensors(self) -> Sequence[tuple[str, parameters.Parameter, int]]:
+    """The tensors of PEFT's file of a version: name, the factor that it is of, and the layer."""
+    held = peft_files.held(self.adapter, self.rows)
+    return [(peft_files.stored_name(row, layer, self.prefix), row, layer) for row, layer in held]
+
+  @functools.cached_property
+  def partly_held(self) -> Set[str]:
+    """The names of the arrays of factors that some layers do not have."""
+    layers = collections.Counter(row.name for _, row, _ in self.tensors)
+    return {f'{_FACTORS}/{row.name}' for row in self.rows if layers[row.name] < row.layers}
 
   @functools.cached_property
   def described(self) -> Mapping[str, Any]:
@@ -109,13 +123,10 @@ def files_of(base: Base, arrays: Arrays) -> dict[str, bytes]:
   wrong = {name for name in base.shapes.keys() | arrays.keys() if not _fits(base, name, arrays.get(name))}
   if wrong:
     raise ValueError(f'The arrays {sorted(wrong)[:3]} are not those of an adapter with the shape of this base.')
-  tensors = {
-    peft_files.stored_name(row, layer, base.prefix): row.to_huggingface(arrays[f'{_FACTORS}/{row.name}'][layer])
-    for row, layer in peft_files.held(base.adapter, base.rows)
-  }
+  tensors = {name: row.to_huggingface(arrays[f'{_FACTORS}/{row.name}'][layer]) for name, row, layer in base.tensors}
   state = {name: np.asarray(arrays[name], order='C') for name in base.shapes if not name.startswith(f'{_FACTORS}/')}
   # If some layers have no factors of a matrix, PEFT's files do not hold its whole array.
-  state |= {name: np.asarray(arrays[name], order='C') for name in _partly_held(base)}
+  state |= {name: np.asarray(arrays[name], order='C') for name in base.partly_held}
   return {
     peft_config.FILE: (json.dumps(base.config, indent=2) + '\n').encode(),
     peft_files.WEIGHTS: safetensors.numpy.save(tensors, {'format': 'pt'}),
@@ -133,13 +144,11 @@ def arrays_of(base: Base, files: Mapping[str, bytes]) -> dict[str, np.ndarray]:
     tensors, found = (safetensors.numpy.load(files[name]) for name in (peft_files.WEIGHTS, STATE))
   except safetensors.SafetensorError as error:
     raise ValueError(first_line(error)) from error
-  partly = _partly_held(base)
   layers: dict[str, list[np.ndarray]] = {}
-  for row, layer in peft_files.held(base.adapter, base.rows):
-    if f'{_FACTORS}/{row.name}' not in partly:
-      tensor = tensors[peft_files.stored_name(row, layer, base.prefix)]
+  for name, row, _ in base.tensors:
+    if f'{_FACTORS}/{row.name}' not in base.partly_held:
       whole = tuple((0, size) for size in row.shape[1:])
-      layers.setdefault(f'{_FACTORS}/{row.name}', []).append(row.from_huggingface(tensor, whole))
+      layers.setdefault(f'{_FACTORS}/{row.name}', []).append(row.from_huggingface(tensors[name], whole))
   found = {name: found.get(name) if name not in layers else np.stack(layers[name]) for name in base.shapes}
   wrong = [name for name, array in found.items() if not _fits(base, name, array)]
   if wrong:
@@ -150,12 +159,6 @@ def arrays_of(base: Base, files: Mapping[str, bytes]) -> dict[str, np.ndarray]:
 def _fits(base: Base, name: str, array: np.ndarray | None) -> bool:
   dtype = np.int32 if name == _COUNT else np.float32
   return array is not None and array.shape == base.shapes.get(name) and array.dtype == dtype
-
-
-def _partly_held(base: Base) -> set[str]:
-  """Return the names of factors that some layers do not have."""
-  held = [row.name for row, _ in peft_files.held(base.adapter, base.rows)]
-  return {f'{_FACTORS}/{row.name}' for row in base.rows if held.count(row.name) < row.layers}
 
 
 # The manifest of a version.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
@@ -43,7 +42,7 @@ def make_app(
   """
   lifetime = lifetime or Lifetime(service)
   log = log or Log(bodies=settings.http.log_bodies)
-  metrics = Metrics(lambda: _stats(lifetime), lambda: lifetime.ready)
+  metrics = Metrics(lifetime)
   routes = [
     *_own_routes(lifetime, metrics, keys is not None),
     *console.routes(),
@@ -52,10 +51,6 @@ def make_app(
   ]
   routes += [*openai.ROUTES, *distill.routes(lifetime)]
   return behind_gate(routes, lifetime, settings, keys, log, metrics)
-
-
-def _stats(lifetime: Lifetime) -> Mapping[str, Any]:
-  return {} if lifetime.present is None else lifetime.present.worker.stats
 
 
 def _own_routes(lifetime: Lifetime, metrics: Metrics, needs_key: bool) -> list[Route]:

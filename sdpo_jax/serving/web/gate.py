@@ -182,7 +182,6 @@ class Gate:
       keep=_LOGGED_BODY if self._log.bodies else 0,
     )
     began = time.monotonic()
-    self._metrics.begin()
     self._lifetime.under_way += 1
     try:
       await self._pass(scope, receive, answer, request)
@@ -199,9 +198,9 @@ class Gate:
       for kind, count in request.tokens.items():
         self._metrics.tokens(kind, count)
       if not request.quiet or answer.status not in (200, 503):
-        self._log.request(
-          asked=request.body,
-          answered=b'' if request.secret else bytes(answer.kept),
+        self._log.write(
+          'request',
+          bodies={'asked': request.body, 'answered': b'' if request.secret else bytes(answer.kept)},
           request=request.id,
           method=request.method,
           route=request.route,
@@ -236,7 +235,10 @@ class Gate:
       return
     self._lifetime.touch()
     request.adapter = params.get('adapter')
-    self._check_content_type(request, operation)
+    if request.method in _WITH_BODY:  # Web forms can send some types to any origin.
+      kind = (request.header('content-type') or '').partition(';')[0].strip().lower()
+      if kind != operation.content_type:
+        raise error_responses.NotJson(f'Content-Type must be {operation.content_type}, also for an empty body.')
     service = self._lifetime.service()
     http = self._settings.http
     seconds = None if operation.endless else time_limit(request.header('x-deadline-ms'), http.deadline_s)
@@ -396,14 +398,6 @@ class Gate:
         f'This address takes {", ".join(sorted(allowed))}, not {scope["method"][:20]}.'
       )
     return NotFound('There is no such address: /openapi.json lists those that there are.')
-
-  def _check_content_type(self, request: GateRequest, operation: Operation) -> None:
-    """Raise NotJson for a wrong content type, such as those that web forms can send to any origin."""
-    if request.method not in _WITH_BODY:
-      return
-    kind = (request.header('content-type') or '').partition(';')[0].strip().lower()
-    if kind != operation.content_type:
-      raise error_responses.NotJson(f'Content-Type must be {operation.content_type}, also for an empty body.')
 
   def _spend(self, request: GateRequest, kind: str, tokens: int) -> None:
     """Spend tokens from the allowance of the request's key, and count them."""

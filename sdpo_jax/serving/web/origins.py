@@ -110,16 +110,12 @@ class Origins:
     return request.method == 'OPTIONS' and asked and bool(self.headers(request))
 
   def _is_served(self, request: GateRequest) -> bool:
-    """Return whether the Host header is a name of the service."""
+    """Return whether the Host header is a name of the service: no spaces, slashes, user or characters beyond ASCII."""
     host = request.header('host') or ''
-    return _is_host(host) and urllib.parse.urlsplit(f'//{host}').hostname in self._hosts
-
-
-def _is_host(text: str) -> bool:
-  """Return whether a text is a valid Host header: no spaces, slashes, user or characters beyond ASCII."""
-  if not text or not text.isascii() or any(letter in text for letter in ' /\\@?#,\t'):
-    return False
-  try:
-    return urllib.parse.urlsplit(f'//{text}').hostname is not None and urllib.parse.urlsplit(f'//{text}').port != 0
-  except ValueError:
-    return False
+    if not host.isascii() or any(letter in host for letter in ' /\\@?#,\t'):
+      return False
+    try:
+      found = urllib.parse.urlsplit(f'//{host}')
+      return found.hostname in self._hosts and found.port != 0
+    except ValueError:
+      return False

@@ -19,6 +19,8 @@ from typing import Any, TextIO
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, exposition
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from sdpo_jax.serving.web.admission import Lifetime
+
 CONTENT_TYPE = exposition.CONTENT_TYPE_LATEST
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _LONGEST_BODY = 20_000  # The most characters of a body in the log.
@@ -38,20 +40,16 @@ class Log:
     self._stream, self._clock, self.bodies = stream, clock, bodies
     self._lock = threading.Lock()
 
-  def write(self, event: str, **values: Any) -> None:
-    """Write a line; failures to write are ignored."""
+  def write(self, event: str, *, bodies: Mapping[str, bytes] | None = None, **values: Any) -> None:
+    """Write a line, with bodies by name if these are logged; failures to write are ignored."""
+    if self.bodies:
+      values |= {name: _shown(body) for name, body in (bodies or {}).items()}
     line = json.dumps({'time': round(self._clock(), 3), 'event': event, **values}, default=str)
     with self._lock:
       try:
         print(line, file=self._stream or sys.stderr, flush=True)
       except (OSError, ValueError):  # The reader of the stream is gone, or the stream is closed.
         return
-
-  def request(self, *, asked: bytes, answered: bytes, **values: Any) -> None:
-    """Write the line of a request, with its bodies if these are logged."""
-    if self.bodies:
-      values |= {'asked': _shown(asked), 'answered': _shown(answered)}
-    self.write('request', **values)
 
   def error(self, error: BaseException, request_id: str) -> None:
     """Write the place and type of an unexpected error; the message, which may quote a prompt, only with bodies."""
@@ -82,15 +80,10 @@ class Forward(logging.Handler):
 class Metrics:
   """The metrics of one service."""
 
-  def __init__(self, stats: Callable[[], Mapping[str, float]], ready: Callable[[], bool]):
-    """Make metrics.
-
-    Args:
-      stats: returns the worker's numbers by name.
-      ready: returns whether all programs are compiled.
-    """
+  def __init__(self, lifetime: Lifetime):
+    """Make the metrics of a service, which need not be there yet."""
     self._registry = CollectorRegistry()
-    self._registry.register(_Stats(stats))
+    self._registry.register(_Stats(lifetime))
     self._requests = Counter(
       'sdpo_requests', 'Requests answered.', ['route', 'method', 'status'], registry=self._registry
     )
@@ -115,18 +108,13 @@ class Metrics:
     self._learned = Counter(
       'sdpo_session_learned', 'What sessions have learned, by what came of it.', ['outcome'], registry=self._registry
     )
-    self._under_way = Gauge('sdpo_requests_under_way', 'Requests that are worked on.', registry=self._registry)
-    Gauge('sdpo_ready', 'Whether all programs are compiled.', registry=self._registry).set_function(
-      lambda: float(ready())
-    )
-
-  def begin(self) -> None:
-    """Count a request that has begun."""
-    self._under_way.inc()
+    under_way = Gauge('sdpo_requests_under_way', 'Requests that are worked on.', registry=self._registry)
+    under_way.set_function(lambda: lifetime.under_way)
+    ready = Gauge('sdpo_ready', 'Whether all programs are compiled.', registry=self._registry)
+    ready.set_function(lambda: float(lifetime.ready))
 
   def end(self, route: str, method: str, status: int, seconds: float) -> None:
     """Count a request that has ended; `route` is the pattern of its path, never the path."""
-    self._under_way.dec()
     self._requests.labels(route, method, str(status)).inc()
     self._seconds.labels(route).observe(seconds)
 
@@ -157,11 +145,12 @@ class Metrics:
 class _Stats:
   """A collector that reads the worker's numbers when they are scraped."""
 
-  def __init__(self, stats: Callable[[], Mapping[str, float]]):
-    self._stats = stats
+  def __init__(self, lifetime: Lifetime):
+    self._lifetime = lifetime
 
   def collect(self) -> Iterable[Metric]:
-    for name, value in sorted(self._stats().items()):
+    service = self._lifetime.present
+    for name, value in sorted(service.worker.stats.items()) if service is not None else ():
       if isinstance(value, (int, float)):
         metric = 'sdpo_engine_' + re.sub(r'\W', '_', name)
         yield GaugeMetricFamily(metric, f'Of the engine: {name.replace("_", " ")}.', value=float(value))

@@ -161,7 +161,7 @@ class World:
       section = self.settings.limits if name in ('tokens_per_minute', 'burst_tokens') else self.settings.http
       setattr(section, name, value)
     self.lifetime = Lifetime(self.service if ready else None)
-    self.metrics = Metrics(lambda: self.service.worker.stats, lambda: self.lifetime.ready)
+    self.metrics = Metrics(self.lifetime)
     log = Log(self.logged, bodies=bodies)
     self.app = behind_gate(routes, self.lifetime, self.settings, keys, log, self.metrics)
 

@@ -2,6 +2,8 @@
 
 import io
 import json
+import threading
+import types
 import zipfile
 
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from sdpo_jax.files import as_json
 from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.serving.errors import Busy, InvalidRequest, NotFound, TooLarge, Unauthorized, VersionConflict
 from sdpo_jax.serving.web import archives, error_responses, packed, schemas, score_formats
+from sdpo_jax.serving.web.admission import Lifetime
 from sdpo_jax.serving.web.events import ServerSentEvent
 from sdpo_jax.serving.web.telemetry import Log, Metrics
 
@@ -204,8 +207,10 @@ def test_an_event_is_lines_and_an_empty_one_a_comment():
 
 
 def test_metrics_are_counted_by_route_and_the_workers_numbers_are_asked_for():
-  metrics = Metrics(lambda: {'waiting': 3, 'name': 'x'}, lambda: True)
-  metrics.begin()
+  ready = threading.Event()
+  ready.set()
+  worker = types.SimpleNamespace(ready=ready, failure=None, stats={'waiting': 3, 'name': 'x'})
+  metrics = Metrics(Lifetime(types.SimpleNamespace(worker=worker)))
   metrics.end('/v1/continual/adapters/{adapter}', 'GET', 200, 0.02)
   metrics.tokens('sampled', 12)
   metrics.tokens('sampled', -2)
@@ -220,7 +225,7 @@ def test_the_log_has_bodies_and_messages_of_errors_only_where_they_are_asked_for
   for bodies in (False, True):
     stream = io.StringIO()
     log = Log(stream, bodies=bodies, clock=lambda: 1.0)
-    log.request(asked=b'a secret prompt', answered=b'a secret answer', status=200)
+    log.write('request', bodies={'asked': b'a secret prompt', 'answered': b'a secret answer'}, status=200)
     try:
       raise ValueError('a secret value')
     except ValueError as error:
