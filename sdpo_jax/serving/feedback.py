@@ -15,7 +15,8 @@ import numpy as np
 
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning.learner import Learned, LessonScores
-from sdpo_jax.serving import answers, guards, lessons
+from sdpo_jax.learning.losses import Loss, Sdpo
+from sdpo_jax.serving import guards, lessons
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.engine import Feedback
@@ -146,17 +147,17 @@ def _learn(
     if finite and canary_prompts:
       similarity = limits.max_self_similarity is not None
       canaries = service.canaries.measure(new, canary_prompts, similarity=similarity, deadline=call.deadline)
-    recent = answers.recent_losses(_recent(store, adapter), update.loss)
-    measured = Measured(finite, guards.loss_ratio(answers.finite(learned.steps[0]['loss']), recent))
+    recent = recent_losses(_recent(store, adapter), update.loss)
+    measured = Measured(finite, guards.loss_ratio(lessons.finite(learned.steps[0]['loss']), recent))
     if canaries is not None:
       on_canaries = {name: getattr(canaries, name) for name in ('kl_to_base', 'entropy', 'self_similarity')}
       measured = dataclasses.replace(measured, **on_canaries)
-    details = answers.details(request, teacher.name, prepared, learned, guards.check(limits, measured), canaries)
+    details = _details(request, teacher.name, prepared, learned, guards.check(limits, measured), canaries)
     accepted, reason = details['accepted'], details['reason']
     stages.reach('guarded', accepted=accepted, reason=reason)
     # The response is made before the commit, since nothing may fail afterwards.
     items = [
-      answers.of_item(each, said, service.texts, detail=request.detail, top=request.top)
+      lessons.of_item(each, said, service.texts, detail=request.detail, top=request.top)
       for each, said in zip(prepared, learned.said, strict=True)
     ]
     call.check()
@@ -186,6 +187,74 @@ def _learn(
   }
   _note(service, adapter, request, answer, last, stages)
   return FeedbackResult(answer, learned.said)
+
+
+def _details(
+  request: FeedbackRequest,
+  teacher: str,
+  prepared: Sequence[lessons.Prepared],
+  learned: Learned,
+  checks: Sequence[guards.Check],
+  canaries: guards.Canaries | None,
+) -> dict[str, Any]:
+  """Return the details that a new version stores: the response without the items and the timings."""
+  measured = None
+  if canaries is not None:  # Without the completions.
+    measured = {name: value for name, value in vars(canaries).items() if not name.endswith('completions')}
+  reason = next((each.reason for each in checks if not each.passed), None)
+  return lessons.finite(
+    {
+      'mode': request.mode,
+      'accepted': reason is None,
+      'reason': reason,
+      'loss': loss_said(request.update.loss),
+      'optimizer': dataclasses.asdict(request.update.optimizer),
+      'num_steps': request.update.steps,
+      'teacher': 'ema' if teacher == 'average' else teacher,  # As in requests, or a version by its name.
+      'warnings': list(learned.warnings),
+      'samples': [each.sample.id for each in prepared if each.sample is not None],
+      'metrics': _metrics(learned),
+      'steps': learned.steps,
+      'guards': [dataclasses.asdict(each) for each in checks],
+      'canary': measured,
+      **(request.source or {}),
+    }
+  )
+
+
+def _metrics(learned: Learned) -> dict[str, float]:
+  """Return the metrics of the last step, as its programs computed them, under their published names.
+
+  Means over the tokens are added: `mean_log_prob_change`, over all steps; `teacher_gap`, the teacher's log-probs minus
+  the student's before the steps; and `entropy` of the student before the steps.
+  """
+  found = {name: value for name, value in learned.steps[-1].items() if name != 'stepped'}
+  before, after, theirs, entropy = (
+    np.concatenate([getattr(each, name) for each in learned.said]).astype(np.float64)
+    for name in ('log_probs_before', 'log_probs_after', 'teacher_log_probs', 'entropy')
+  )
+  return found | {
+    'mean_log_prob_change': (after - before).mean(),
+    'teacher_gap': (theirs - before).mean(),
+    'entropy': entropy.mean(),
+  }
+
+
+def loss_said(loss: Loss) -> dict[str, Any]:
+  """Return a loss with its name and parameters, as JSON."""
+  return {'name': 'sdpo' if isinstance(loss, Sdpo) else 'jsd_pg', **dataclasses.asdict(loss)}
+
+
+def recent_losses(versions: Sequence[Version], loss: Loss) -> list[float]:
+  """Return the losses before the first step of the feedbacks that made these versions.
+
+  Feedbacks with other loss parameters are left out: a KL is many times the Jensen-Shannon divergence of the same two
+  distributions.
+  """
+  told = lessons.finite(loss_said(loss))
+  kept = [version.details for version in versions if version.reason == 'feedback']
+  losses = [each['steps'][0]['loss'] for each in kept if each['loss'] == told]
+  return [float(each) for each in losses if each is not None]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,18 +1,24 @@
-"""Lessons from users' feedback on completions: the prompts of student and teacher, and the advantages."""
+"""Lessons from users' feedback on completions, and what the response says of each.
+
+A lesson has the prompts of student and teacher, and the advantage; the response has the scores of every token, as JSON.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 import dataclasses
+import math
 import statistics
 import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from models.token_texts import TokenTexts
 from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.distributed.stopping import NEVER, Stop
+from sdpo_jax.learning.learner import LessonScores
 from sdpo_jax.learning.requests import Lesson, Taught
 from sdpo_jax.rollout.stops import to_text
 from sdpo_jax.serving.errors import InvalidRequest
@@ -25,6 +31,8 @@ from sdpo_jax.teacher.endpoint import Endpoint, EndpointQuery
 if TYPE_CHECKING:
   from sdpo_jax.serving.store.store import Store
 
+_DIGITS = 7  # Decimal places of numbers that were float32.
+_LISTS = ('log_probs_before', 'log_probs_after', 'teacher_log_probs', 'advantages', 'divergence', 'entropy')
 _SETTING = 'serve.teacher_buckets'  # The setting that limits the teacher's prompt, for error messages.
 
 
@@ -169,3 +177,73 @@ def taught(endpoint: Endpoint, lessons: Sequence[Lesson], topk: int, stop: Stop 
     )
     for lesson, each in zip(lessons, said, strict=True)
   ]
+
+
+# The response.
+
+
+def of_item(
+  prepared: Prepared, said: LessonScores, texts: TokenTexts, *, detail: Collection[str], top: int
+) -> dict[str, Any]:
+  """Return the part of the response about one completion of T tokens.
+
+  Args:
+    prepared: its lesson.
+    said: the scores of student and teacher.
+    texts: the texts of tokens.
+    detail: the lists to include, from `feedback_request.DETAILS`.
+    top: how many of the teacher's tokens to list at every position.
+  """
+  tokens = [int(token) for token in prepared.lesson.completion]
+  sample = prepared.sample
+  per_token: dict[str, list[Any]] = {}
+  if 'token_ids' in detail:
+    per_token['token_ids'] = tokens
+  if 'tokens' in detail:
+    per_token['tokens'] = [texts.text_of(token) for token in tokens]
+  per_token |= {name: numbers(getattr(said, name)) for name in _LISTS if name in detail}
+  if 'top' in detail and top:
+    rows = zip(said.teacher_top_ids[:, :top].tolist(), numbers(said.teacher_top_log_probs[:, :top]), strict=True)
+    per_token['top'] = [
+      [
+        {'token_id': token, 'token': texts.text_of(token), 'log_prob': value}
+        for token, value in zip(ids, values, strict=True)
+        if token >= 0
+      ]
+      for ids, values in rows
+    ]
+  return {
+    'sample_id': None if sample is None else sample.id,
+    'sample_version': None if sample is None else sample.version,
+    'context': list(prepared.context),
+    'truncated': prepared.truncated,
+    'teacher_prompt_tokens': len(prepared.lesson.teacher_prompt or ()),
+    'num_tokens': len(tokens),
+    'mean_log_prob_before': finite(float(np.mean(said.log_probs_before))),
+    'mean_log_prob_after': finite(float(np.mean(said.log_probs_after))),
+    'per_token': per_token,
+  }
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+  """Return an array as float64, rounded as in responses."""
+  return np.round(np.asarray(values, np.float64), _DIGITS) + 0.0  # No −0.
+
+
+def numbers(values: np.ndarray) -> list[Any]:
+  """Return an array as nested lists of rounded numbers, with None where a value is not finite."""
+  exact = rounded(values)
+  if np.isfinite(exact).all():
+    return exact.tolist()
+  return np.where(np.isfinite(exact), exact.astype(object), None).tolist()
+
+
+def finite(value: Any) -> Any:
+  """Return nested dicts and lists, or a number, with None in place of every number that is not finite."""
+  if isinstance(value, Mapping):
+    return {str(key): finite(each) for key, each in value.items()}
+  if isinstance(value, (list, tuple)):
+    return [finite(each) for each in value]
+  if isinstance(value, (float, np.floating)):
+    return float(value) + 0.0 if math.isfinite(value) else None  # No −0.
+  return value.item() if isinstance(value, np.generic) else value

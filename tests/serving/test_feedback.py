@@ -189,7 +189,7 @@ def break_arrays(service, monkeypatch):
 
 
 def break_answer(service, monkeypatch):
-  monkeypatch.setattr(feedback.answers, 'of_item', fail)
+  monkeypatch.setattr(feedback.lessons, 'of_item', fail)
 
 
 def break_commit(service, monkeypatch):

@@ -9,8 +9,9 @@ import pytest
 
 from sdpo_jax.config import GuardsConfig
 from sdpo_jax.learning.losses import Sdpo
-from sdpo_jax.serving import answers, guards
+from sdpo_jax.serving import guards, lessons
 from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.feedback import recent_losses
 from sdpo_jax.serving.guards import Guards, Measured
 from sdpo_jax.serving.records import Version
 
@@ -106,7 +107,7 @@ def test_only_losses_with_the_same_parameters_are_compared():
   """A KL is many times the Jensen-Shannon divergence of the same two distributions."""
   jsd, kl = Sdpo(alpha=0.5, is_clip=None), Sdpo(alpha=0.0, is_clip=None)
   versions = [
-    Version('a', number, number - 1, reason, 0.0, '', {'loss': answers.finite(answers.loss_said(loss)), 'steps': steps})
+    Version('a', number, number - 1, reason, 0.0, '', {'loss': lessons.finite(loss_said(loss)), 'steps': steps})
     for number, (reason, loss, steps) in enumerate(
       [
         ('feedback', jsd, [{'loss': 0.1}, {'loss': 7.0}]),
@@ -117,4 +118,4 @@ def test_only_losses_with_the_same_parameters_are_compared():
       ]
     )
   ]
-  assert answers.recent_losses(versions, jsd) == [0.1, 0.2] and answers.recent_losses(versions, kl) == [2.0]
+  assert recent_losses(versions, jsd) == [0.1, 0.2] and recent_losses(versions, kl) == [2.0]

@@ -10,7 +10,7 @@ import pytest
 from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.errors import UserError
-from sdpo_jax.serving import answers, lessons
+from sdpo_jax.serving import lessons
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback_request import Item
 from sdpo_jax.serving.records import AdapterRecord, SampleRecord
@@ -117,7 +117,7 @@ def test_tokens_that_are_none_are_refused(field, tokens):
 
 def test_what_is_not_finite_is_null():
   values = np.float32([[1, np.nan], [-np.inf, -0.0]])
-  assert answers.numbers(values) == [[1.0, None], [None, 0.0]]
-  found = answers.finite({'a': np.float32(np.inf), 'b': [(np.int32(3), float('nan'))], 'c': True, 'd': None})
+  assert lessons.numbers(values) == [[1.0, None], [None, 0.0]]
+  found = lessons.finite({'a': np.float32(np.inf), 'b': [(np.int32(3), float('nan'))], 'c': True, 'd': None})
   assert json.dumps(found, allow_nan=False) == '{"a": null, "b": [[3, null]], "c": true, "d": null}'
-  assert str(answers.finite(-0.0)) == '0.0'
+  assert str(lessons.finite(-0.0)) == '0.0'

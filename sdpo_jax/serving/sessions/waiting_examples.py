@@ -19,10 +19,10 @@ from models.token_texts import TokenTexts
 from sdpo_jax.learning.learner import LessonScores
 from sdpo_jax.serving import feedback
 from sdpo_jax.serving.account import Account
-from sdpo_jax.serving.answers import rounded
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback import FeedbackResult
 from sdpo_jax.serving.feedback_request import MOST_TOP, FeedbackRequest, Item, make_request
+from sdpo_jax.serving.lessons import rounded
 from sdpo_jax.serving.sessions import session_tables, teaching
 from sdpo_jax.serving.sessions.conversation import Dialogue
 from sdpo_jax.serving.sessions.examples import TrainingExample
