@@ -32,6 +32,7 @@ from sdpo_jax.serving.store.store import IdempotentRequest
 _LARGEST = 10  # How many of the most changed matrices a diff lists.
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Account:
   """The operations of one owner in one request. Any thread may call.
 
@@ -40,15 +41,9 @@ class Account:
   VersionConflict if it is at another one, and wait for other changes of the same adapter.
   """
 
-  def __init__(self, service: ServiceState, owner: str, call: Call | None = None):
-    """Bind an owner to a request.
-
-    Args:
-      service: the state that all owners share.
-      owner: the owner of the adapters.
-      call: the request on whose behalf the operations run; None: a request without a deadline.
-    """
-    self.service, self.owner, self.call = service, owner, call or Call()
+  service: ServiceState  # The state that all owners share.
+  owner: str
+  call: Call = dataclasses.field(default_factory=Call)  # The request on whose behalf the operations run.
 
   # Adapters.
 

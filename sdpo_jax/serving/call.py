@@ -6,6 +6,7 @@ import collections
 from collections.abc import Callable, Hashable, Iterator
 import concurrent.futures
 import contextlib
+import dataclasses
 import threading
 import time
 from typing import Any
@@ -13,27 +14,18 @@ from typing import Any
 from sdpo_jax.serving.errors import Cancelled, Deadline, ServiceError
 
 
+@dataclasses.dataclass(eq=False)
 class Call:
   """A request under way, which another thread can end; it is the `Stop` of what computes for it."""
 
-  def __init__(
-    self,
-    deadline: float | None = None,
-    spend: Callable[[str, int], None] = lambda kind, tokens: None,
-    clock: Callable[[], float] = time.monotonic,
-  ):
-    """Make a request.
-
-    Args:
-      deadline: on the monotonic clock; None: there is none.
-      spend: called with 'sampled', 'scored' or 'learned' and a number of tokens before they are computed; it raises
-        Busy if they exceed the allowance. A negative number refunds tokens that were not needed.
-      clock: returns the time in seconds.
-    """
-    self.deadline, self.spend, self._clock = deadline, spend, clock
-    self._lock = threading.Lock()
-    self._ended: ServiceError | None = None
-    self._listeners: list[Callable[[], None]] = []
+  deadline: float | None = None  # On the clock; None: there is none.
+  # Called with 'sampled', 'scored' or 'learned' and a number of tokens before they are computed; it raises Busy if they
+  # exceed the allowance. A negative number refunds tokens that were not needed.
+  spend: Callable[[str, int], None] = lambda kind, tokens: None
+  clock: Callable[[], float] = time.monotonic  # Returns the time in seconds.
+  _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, init=False)
+  _ended: ServiceError | None = dataclasses.field(default=None, init=False)
+  _listeners: list[Callable[[], None]] = dataclasses.field(default_factory=list, init=False)
 
   def end(self, error: ServiceError | None = None) -> None:
     """End the request, from any thread; the first error counts, Cancelled if none is given."""
@@ -47,7 +39,7 @@ class Call:
 
   def asked(self) -> bool:
     """Return whether the request has ended; see `Stop`."""
-    return self._ended is not None or (self.deadline is not None and self._clock() >= self.deadline)
+    return self._ended is not None or (self.deadline is not None and self.clock() >= self.deadline)
 
   def check(self) -> None:
     """Raise the error that ended the request, if it has ended.

@@ -311,10 +311,17 @@ class Engine:
 
   def _first_of(self, factors: Tree) -> dict[str, np.ndarray]:
     """Return the arrays of a version that starts from these factors."""
-    factors = self._checked(factors)
-    mu, nu = ({name: np.zeros_like(value) for name, value in factors.items()} for _ in range(2))
-    average = {name: value.copy() for name, value in factors.items()}
-    return _arrays_of(factors, mu, nu, average, np.zeros((), np.int32))
+    arrays = self._flat(_FACTORS, factors)
+    for row in self._table:
+      array = arrays[f'{_FACTORS}/{row.name}']
+      if array.shape != row.shape:
+        raise UserError(f'{row.name} has the shape {array.shape}, and the engine serves {row.shape}.')
+      if not training_pool.fits(array):
+        raise UserError(f'{row.name} holds a value that is not finite, or too large: such an adapter is not served.')
+    zeros = parameters.map_table(lambda row: np.zeros(row.shape, np.float32), self._table)
+    for kind, tree in ((_MU, zeros), (_NU, zeros), (_AVERAGE, factors)):
+      arrays |= self._flat(kind, tree)
+    return arrays | {_COUNT: np.zeros((), np.int32)}
 
   def fresh(self, seed: int) -> Arrays:
     """Return the arrays that `create` would give a new version; the engine does not keep them."""
@@ -625,9 +632,13 @@ class Engine:
     own = jax.device_get(self._get_slot(self._slots, np.int32(slot)))
     rate = np.float32(feedback.average_rate)
     before = self.state(feedback.version)
-    factors, mu, nu = (self._flat(tree) for tree in (own.trainable, own.moments.mu, own.moments.nu))
-    mean = {name: averaging.average(before[f'{_AVERAGE}/{name}'], value, rate) for name, value in factors.items()}
-    self._shelf.put(feedback.new, _arrays_of(factors, mu, nu, mean, np.asarray(own.moments.count)))
+    arrays = {_COUNT: np.asarray(own.moments.count)}
+    for kind, tree in ((_FACTORS, own.trainable), (_MU, own.moments.mu), (_NU, own.moments.nu)):
+      arrays |= self._flat(kind, tree)
+    for row in self._table:
+      average, value = before[f'{_AVERAGE}/{row.name}'], arrays[f'{_FACTORS}/{row.name}']
+      arrays[f'{_AVERAGE}/{row.name}'] = averaging.average(average, value, rate)
+    self._shelf.put(feedback.new, arrays)
 
   def _taught(self, feedback: Feedback, task: Task) -> Task:
     """Return the task with the log-probs of another model, which the feedback names as its teacher."""
@@ -687,17 +698,9 @@ class Engine:
   def _tree(self, arrays: Arrays, kind: str) -> Tree:
     return parameters.map_table(lambda row: arrays[f'{kind}/{row.name}'], self._table)
 
-  def _flat(self, tree: Tree) -> dict[str, np.ndarray]:
-    return {row.name: np.array(parameters.get(tree, row.path), np.float32) for row in self._table}
-
-  def _checked(self, factors: Tree) -> dict[str, np.ndarray]:
-    flat = self._flat(factors)
-    for row in self._table:
-      if flat[row.name].shape != row.shape:
-        raise UserError(f'{row.name} has the shape {flat[row.name].shape}, and the engine serves {row.shape}.')
-      if not training_pool.fits(flat[row.name]):
-        raise UserError(f'{row.name} holds a value that is not finite, or too large: such an adapter is not served.')
-    return flat
+  def _flat(self, kind: str, tree: Tree) -> dict[str, np.ndarray]:
+    """Return a copy of a tree as the arrays of a version."""
+    return {f'{kind}/{row.name}': np.array(parameters.get(tree, row.path), np.float32) for row in self._table}
 
 
 def _check_name(version: str) -> None:
@@ -765,10 +768,3 @@ def _last(scored: Scored, count: int) -> Scored:
 
 def _own_state(factors: Tree, mu: Tree, nu: Tree, count: np.ndarray) -> SlotState:
   return SlotState(factors, optax.ScaleByAdamState(count, mu, nu))
-
-
-def _arrays_of(factors: Arrays, mu: Arrays, nu: Arrays, average: Arrays, count: np.ndarray) -> Arrays:
-  """Return the arrays of a version under the names that the shelf uses."""
-  kinds = {_FACTORS: factors, _MU: mu, _NU: nu, _AVERAGE: average}
-  named = {f'{kind}/{name}': value for kind, arrays in kinds.items() for name, value in arrays.items()}
-  return named | {_COUNT: count}

@@ -80,17 +80,20 @@ def learn(
     return _learn(account.service, account.call, adapter, request, idempotency, stages)
 
 
+@dataclasses.dataclass
 class _Stages:
   """The stages of a transaction: each is told to all who listen, and the seconds until it was finished are recorded."""
 
-  def __init__(self, events: EventLog, adapter: str, progress: Progress):
-    self._events, self._adapter, self._progress = events, adapter, progress
-    self.began, self.times = time.monotonic(), {}
+  events: EventLog
+  adapter: str  # Its id.
+  progress: Progress
+  began: float = dataclasses.field(default_factory=time.monotonic)
+  times: dict[str, float] = dataclasses.field(default_factory=dict)
 
   def reach(self, stage: str, **details: Any) -> None:
     """Tell of a stage; what listens may raise."""
-    self._events.add(self._adapter, stage, details)
-    self._progress(stage, **details)
+    self.events.add(self.adapter, stage, details)
+    self.progress(stage, **details)
     self.times[stage] = time.monotonic() - self.began
 
 
@@ -147,7 +150,7 @@ def _learn(
     if finite and canary_prompts:
       similarity = limits.max_self_similarity is not None
       canaries = service.canaries.measure(new, canary_prompts, similarity=similarity, deadline=call.deadline)
-    recent = recent_losses(_recent(store, adapter), update.loss)
+    recent = recent_losses(store, adapter, update.loss)
     measured = Measured(finite, guards.loss_ratio(lessons.finite(learned.steps[0]['loss']), recent))
     if canaries is not None:
       on_canaries = {name: getattr(canaries, name) for name in ('kl_to_base', 'entropy', 'self_similarity')}
@@ -245,16 +248,21 @@ def loss_said(loss: Loss) -> dict[str, Any]:
   return {'name': 'sdpo' if isinstance(loss, Sdpo) else 'jsd_pg', **dataclasses.asdict(loss)}
 
 
-def recent_losses(versions: Sequence[Version], loss: Loss) -> list[float]:
-  """Return the losses before the first step of the feedbacks that made these versions.
+def recent_losses(store: Store, adapter: AdapterRecord, loss: Loss) -> list[float]:
+  """Return the losses before the first step of the feedbacks that made the newest versions of an adapter.
 
   Feedbacks with other loss parameters are left out: a KL is many times the Jensen-Shannon divergence of the same two
   distributions.
   """
-  told = lessons.finite(loss_said(loss))
-  kept = [version.details for version in versions if version.reason == 'feedback']
-  losses = [each['steps'][0]['loss'] for each in kept if each['loss'] == told]
-  return [float(each) for each in losses if each is not None]
+  told, found = lessons.finite(loss_said(loss)), []
+  for number in range(max(0, adapter.head - guards.RECENT + 1), adapter.head + 1):
+    try:
+      version = store.version(adapter.owner, adapter.id, number)
+    except ServiceError:  # A removed or damaged version is left out of the comparison.
+      continue
+    if version.reason == 'feedback' and version.details['loss'] == told:
+      found.append(version.details['steps'][0]['loss'])
+  return [float(each) for each in found if each is not None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,17 +340,6 @@ def _canary_prompts(
     return []
   asked = [[{'role': 'user', 'content': each}] if isinstance(each, str) else each for each in prompts]
   return [service.prompt_of(messages=messages) for messages in asked]
-
-
-def _recent(store: Store, adapter: AdapterRecord) -> list[Version]:
-  """Return the newest stored versions of an adapter."""
-  found = []
-  for number in range(max(0, adapter.head - guards.RECENT + 1), adapter.head + 1):
-    try:
-      found.append(store.version(adapter.owner, adapter.id, number))
-    except ServiceError:  # A removed or damaged version is left out of the comparison.
-      continue
-  return found
 
 
 def _note(

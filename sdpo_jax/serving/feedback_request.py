@@ -294,8 +294,9 @@ def choose_teacher(
     InvalidRequest: there is no such teacher.
   """
   own = adapter.settings.get('teacher') or {'kind': defaults.teacher}
+  if asked is not None:
+    check_teacher(asked)
   settings = own if asked is None else asked
-  check_teacher(settings)
   rate = own.get('rate', settings.get('rate'))
   rate = defaults.average_rate if rate is None else float(rate)
   kind = settings['kind']

@@ -1,6 +1,7 @@
 """Guards decide over numbers: each can be turned off, and what is not a number is never let through."""
 
 import math
+import types
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,9 +12,9 @@ from sdpo_jax.config import GuardsConfig
 from sdpo_jax.learning.losses import Sdpo
 from sdpo_jax.serving import guards, lessons
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.feedback import recent_losses
+from sdpo_jax.serving.feedback import loss_said, recent_losses
 from sdpo_jax.serving.guards import Guards, Measured
-from sdpo_jax.serving.records import Version
+from sdpo_jax.serving.records import AdapterRecord, Version
 
 GOOD = Measured(finite=True, loss_ratio=1.0, kl_to_base=0.1, entropy=1.0, self_similarity=0.2)
 LIMITS = Guards(max_kl_to_base=0.5, min_entropy=0.3, max_loss_ratio=4.0, max_self_similarity=0.8)
@@ -118,4 +119,6 @@ def test_only_losses_with_the_same_parameters_are_compared():
       ]
     )
   ]
-  assert recent_losses(versions, jsd) == [0.1, 0.2] and recent_losses(versions, kl) == [2.0]
+  store = types.SimpleNamespace(version=lambda owner, id, number: versions[number])
+  adapter = AdapterRecord('a', 'ada', 'mine', len(versions) - 1, 0.0, {})
+  assert recent_losses(store, adapter, jsd) == [0.1, 0.2] and recent_losses(store, adapter, kl) == [2.0]

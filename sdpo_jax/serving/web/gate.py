@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, MutableMapping, Sequence
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -42,10 +43,17 @@ from sdpo_jax.serving.errors import (
 from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.store.store import StoredResponse
 from sdpo_jax.serving.web import error_responses
-from sdpo_jax.serving.web.admission import Allowances, ConcurrencyLimit, Lifetime, read_body, time_limit
+from sdpo_jax.serving.web.admission import (
+  Allowances,
+  ConcurrencyLimit,
+  GateRequest,
+  Lifetime,
+  Origins,
+  read_body,
+  time_limit,
+)
 from sdpo_jax.serving.web.endpoints import Operation, operation_of
 from sdpo_jax.serving.web.keys import KeyFile, presented
-from sdpo_jax.serving.web.origins import GateRequest, Origins
 from sdpo_jax.serving.web.telemetry import Log, Metrics
 
 LOCAL_OWNER = 'local'  # The owner of all adapters if there are no keys.
@@ -56,25 +64,21 @@ _LOGGED_BODY = 100_000  # The most bytes of a response kept for the log.
 _SAFE_HEADERS = ((b'x-content-type-options', b'nosniff'), (b'cache-control', b'no-store'))
 
 
+@dataclasses.dataclass
 class GateResponse:
   """The response to a request: counted, with common headers, and held back if it must be stored first."""
 
-  def __init__(self, send: Send, headers: Sequence[tuple[bytes, bytes]], *, patience: float, keep: int = 0):
-    """Make a response.
-
-    Args:
-      send: the ASGI function that sends to the client.
-      headers: default headers, which the handler may override.
-      patience: seconds within which the client must accept each part.
-      keep: how many bytes of the body to keep.
-    """
-    self._to_socket, self._headers, self._patience, self._keep = send, headers, patience, keep
-    self.status, self.size = 0, 0
-    self.kept = bytearray()  # The first `keep` bytes of the body sent.
-    self.held: list[Message] | None = None  # Messages held back until `release`; None: they are sent at once.
-    self._replaced = False  # Another response was sent; the held-back one is stored but never sent.
-    self.closed = False  # Whether all further messages are dropped.
-    self.complete = False
+  to_socket: Send  # Sends to the client.
+  headers: Sequence[tuple[bytes, bytes]]  # Defaults, which the handler may override.
+  patience: float  # Seconds within which the client must accept each part.
+  keep: int  # How many bytes of the body to keep.
+  status: int = 0
+  size: int = 0  # Bytes of the body.
+  kept: bytearray = dataclasses.field(default_factory=bytearray)  # The first `keep` bytes of the body sent.
+  held: list[Message] | None = None  # Messages held back until `release`; None: they are sent at once.
+  replaced: bool = False  # Another response was sent; the held-back one is stored but never sent.
+  closed: bool = False  # Whether all further messages are dropped.
+  complete: bool = False
 
   async def __call__(self, message: Message) -> None:
     if self.closed:
@@ -82,12 +86,12 @@ class GateResponse:
     if message['type'] == 'http.response.start':
       self.status = message['status']
       own = {name.lower() for name, _ in message['headers']}
-      added = [(name, value) for name, value in self._headers if name not in own]
+      added = [(name, value) for name, value in self.headers if name not in own]
       message = message | {'headers': [*message['headers'], *added]}
     else:
       body = message.get('body', b'')
       self.size += len(body)
-      self.kept += body[: max(0, self._keep - len(self.kept))]
+      self.kept += body[: max(0, self.keep - len(self.kept))]
       self.complete = not message.get('more_body', False)
     if self.held is not None:
       self.held.append(message)
@@ -96,10 +100,10 @@ class GateResponse:
 
   async def _send(self, message: Message) -> None:
     try:
-      await asyncio.wait_for(self._to_socket(message), self._patience)
+      await asyncio.wait_for(self.to_socket(message), self.patience)
     except TimeoutError:
       self.closed = True
-      raise OSError(f'The answer was not taken within {self._patience:g} seconds.') from None
+      raise OSError(f'The answer was not taken within {self.patience:g} seconds.') from None
 
   @property
   def held_body(self) -> bytes:
@@ -109,20 +113,20 @@ class GateResponse:
   async def release(self) -> None:
     """Send what was held back."""
     waiting, self.held = self.held or [], None
-    for message in waiting if not self._replaced else ():
+    for message in waiting if not self.replaced else ():
       await self._send(message)
 
   async def json(self, status: int, body: Any, headers: Mapping[str, str]) -> None:
     """Respond with JSON unless a response has begun; a held-back one is replaced."""
-    if self.closed or self._replaced or (self.status and self.held is None):
+    if self.closed or self.replaced or (self.status and self.held is None):
       return
     content = as_json(body)
     if self.held is None:
       await send_body(self, status, content, headers)
       return
     # A late handler goes on, and its held-back response is stored for a repeat of the request.
-    self._replaced = True
-    instead = GateResponse(self._to_socket, self._headers, patience=self._patience, keep=self._keep)
+    self.replaced = True
+    instead = GateResponse(self.to_socket, self.headers, self.patience, self.keep)
     await send_body(instead, status, content, headers)
     self.status, self.size, self.kept = instead.status, instead.size, instead.kept
 
@@ -175,12 +179,7 @@ class Gate:
       headers.setdefault(name.decode('latin-1').lower(), []).append(value.decode('latin-1'))
     request = GateRequest(secrets.token_hex(8), scope['method'], scope['path'], headers)
     common = [*_SAFE_HEADERS, (b'x-request-id', request.id.encode()), *self._origins.headers(request)]
-    answer = GateResponse(
-      send,
-      common,
-      patience=self._settings.http.read_timeout_s,
-      keep=_LOGGED_BODY if self._log.bodies else 0,
-    )
+    answer = GateResponse(send, common, self._settings.http.read_timeout_s, _LOGGED_BODY if self._log.bodies else 0)
     began = time.monotonic()
     self._lifetime.under_way += 1
     try:
@@ -194,9 +193,7 @@ class Gate:
     finally:
       seconds = time.monotonic() - began
       self._lifetime.under_way -= 1
-      self._metrics.end(request.route, request.method, answer.status, seconds)
-      for kind, count in request.tokens.items():
-        self._metrics.tokens(kind, count)
+      self._metrics.end(request.route, request.method, answer.status, seconds, request.tokens)
       if not request.quiet or answer.status not in (200, 503):
         self._log.write(
           'request',

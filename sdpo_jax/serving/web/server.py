@@ -249,15 +249,11 @@ class ServiceProcess:
       self.lifetime.failure = error
 
   async def _serve(self) -> None:
-    ending = asyncio.create_task(self._watch())
-    await self._server.serve([self._socket])
-    ending.cancel()
-
-  async def _watch(self) -> None:
-    """Watch the service until it should end, and end it."""
+    """Serve, watch the service until it should end, and end it."""
+    serving = asyncio.create_task(self._server.serve([self._socket]))
     began, lifetime, idle = time.monotonic(), self.lifetime, self._config.serve.http.idle_shutdown_s
     told = False
-    while not lifetime.draining and lifetime.failure is None:
+    while not (lifetime.draining or lifetime.failure or serving.done()):
       await asyncio.sleep(_LOOK)
       worker = lifetime.present.worker if lifetime.present is not None else None
       if worker is not None and worker.failure is not None and not told:
@@ -272,6 +268,7 @@ class ServiceProcess:
     lifetime.drain()
     await self._end()
     self._server.should_exit = True
+    await serving
 
   async def _end(self) -> None:
     """Let requests finish within serve.http.drain_s, and then close the service."""

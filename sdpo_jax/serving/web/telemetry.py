@@ -113,15 +113,21 @@ class Metrics:
     ready = Gauge('sdpo_ready', 'Whether all programs are compiled.', registry=self._registry)
     ready.set_function(lambda: float(lifetime.ready))
 
-  def end(self, route: str, method: str, status: int, seconds: float) -> None:
-    """Count a request that has ended; `route` is the pattern of its path, never the path."""
+  def end(self, route: str, method: str, status: int, seconds: float, tokens: Mapping[str, int]) -> None:
+    """Count a request that has ended.
+
+    Args:
+      route: the pattern of its path, never the path.
+      method: its HTTP method.
+      status: of the response.
+      seconds: from the request to the end of its answer.
+      tokens: those spent, by kind; refunds are not subtracted, since counters never decrease.
+    """
     self._requests.labels(route, method, str(status)).inc()
     self._seconds.labels(route).observe(seconds)
-
-  def tokens(self, kind: str, count: int) -> None:
-    """Count tokens; refunds are not subtracted, since counters never decrease."""
-    if count > 0:
-      self._tokens.labels(kind).inc(count)
+    for kind, count in tokens.items():
+      if count > 0:
+        self._tokens.labels(kind).inc(count)
 
   def feedback(self, outcome: str) -> None:
     """Count a feedback: committed, rejected or dry_run."""

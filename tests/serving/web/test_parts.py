@@ -211,9 +211,8 @@ def test_metrics_are_counted_by_route_and_the_workers_numbers_are_asked_for():
   ready.set()
   worker = types.SimpleNamespace(ready=ready, failure=None, stats={'waiting': 3, 'name': 'x'})
   metrics = Metrics(Lifetime(types.SimpleNamespace(worker=worker)))
-  metrics.end('/v1/continual/adapters/{adapter}', 'GET', 200, 0.02)
-  metrics.tokens('sampled', 12)
-  metrics.tokens('sampled', -2)
+  metrics.end('/v1/continual/adapters/{adapter}', 'GET', 200, 0.02, {'sampled': 12})
+  metrics.end('/v1/score', 'POST', 429, 0.02, {'sampled': -2})
   metrics.feedback('committed')
   text = metrics.text().decode()
   assert 'sdpo_requests_total{method="GET",route="/v1/continual/adapters/{adapter}",status="200"} 1.0' in text
