@@ -188,7 +188,13 @@ class Learner:
       self._prepare(state, teachers, lessons, range(start, min(start + self._rows, len(lessons))))
       for start in range(0, len(lessons), self._rows)
     ]
-    settings = self._settings(tasks)
+    optimizers = [AdamW()] * self._slots  # The defaults for slots without a task.
+    for task in tasks:
+      optimizers[task.slot] = task.update.optimizer
+    names = [field.name for field in dataclasses.fields(AdamW)]
+    settings = StepSettings(
+      **{name: np.asarray([getattr(each, name) for each in optimizers], np.float32) for name in names}
+    )
     done: list[dict[str, Any]] = []  # One per step, for all slots.
     sums: list[list[dict[str, Any]]] = []  # One per step and micro-batch, for all rows.
     per_token: list[dict[str, Any]] = []
@@ -278,14 +284,6 @@ class Learner:
 
   def _room(self, name: str, sequences: Sequence[Sequence[int]]) -> int:
     return smallest_bucket(self._buckets[name], max(map(len, sequences)))
-
-  def _settings(self, tasks: Sequence[Task]) -> StepSettings:
-    """Return the optimizer settings of all slots, with defaults for slots without a task."""
-    own = [AdamW()] * self._slots
-    for task in tasks:
-      own[task.slot] = task.update.optimizer
-    names = [field.name for field in dataclasses.fields(AdamW)]
-    return StepSettings(**{name: np.asarray([getattr(each, name) for each in own], np.float32) for name in names})
 
   def _learned(
     self,

@@ -21,7 +21,7 @@ from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.engine import Feedback
 from sdpo_jax.serving.errors import Gone, InvalidRequest, NotFound, NotReady, ServiceError
-from sdpo_jax.serving.feedback_request import FeedbackRequest, FeedbackTeacher, choose_teacher
+from sdpo_jax.serving.feedback_request import FeedbackRequest, choose_teacher
 from sdpo_jax.serving.guards import Guards, Measured
 from sdpo_jax.serving.records import AdapterRecord, Version, engine_name
 from sdpo_jax.serving.service_state import EventLog, ServiceState
@@ -110,7 +110,8 @@ def _learn(
   commits = request.mode == 'commit'
   limits = Guards.of(service.settings.guards, adapter.settings.get('guards'), request.guards)
   teacher = choose_teacher(adapter, request.teacher, service.settings.learning)
-  _check_teacher(store, adapter, teacher)
+  if teacher.version is not None:
+    _check_teacher(store, adapter, teacher.version)
   canary_prompts = _canary_prompts(service, adapter, request, limits)
   prepared = lessons.prepare(request.items, adapter, store, service.reprompting, service.vocab_size)
   learning = [each.lesson for each in prepared]
@@ -303,15 +304,13 @@ def run_batch(account: Account, entries: Sequence[FeedbackEntry]) -> list[dict[s
   return [done[index] for index in range(len(entries))]
 
 
-def _check_teacher(store: Store, adapter: AdapterRecord, teacher: FeedbackTeacher) -> None:
+def _check_teacher(store: Store, adapter: AdapterRecord, version: int) -> None:
   """Raise InvalidRequest if the version that should teach does not exist any more."""
-  if teacher.version is None:
-    return
   try:
-    store.version(adapter.owner, adapter.id, teacher.version)
+    store.version(adapter.owner, adapter.id, version)
   except (NotFound, Gone) as error:
     raise InvalidRequest(
-      f'Version {teacher.version} of the adapter, which is to teach, is not kept any more: choose another teacher, or '
+      f'Version {version} of the adapter, which is to teach, is not kept any more: choose another teacher, or '
       'let the service keep more versions (serve.store.keep_versions).',
       field='teacher',
     ) from error

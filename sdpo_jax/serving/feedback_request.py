@@ -192,7 +192,9 @@ def learning_of(
   if name == 'sdpo':
     loss = {'alpha': defaults.alpha, 'topk': defaults.topk or topk, 'is_clip': defaults.is_clip}
     loss |= {'policy_weight': 1.0} if rewarded else {}
-    loss |= {field: said[field] for field in _SDPO if field in said} | _divergence(said)
+    loss |= {field: said[field] for field in _SDPO if field in said}
+    if 'divergence' in said:
+      loss['alpha'] = _alpha(said['divergence'], said.get('alpha'))
     if _number('topk', loss['topk']) > topk:
       raise InvalidRequest(
         f'topk={short_repr(loss["topk"])} is more than the {topk} that the engine is compiled for.', field='topk'
@@ -212,22 +214,19 @@ def learning_of(
     raise InvalidRequest(str(error)) from error
 
 
-def _divergence(said: Mapping[str, Any]) -> dict[str, float]:
-  """Return the alpha that a named divergence stands for, as a field of `Sdpo`."""
-  name = said.get('divergence')
-  if name is None:
-    return {}
+def _alpha(name: Any, alpha: Any) -> float:
+  """Return the alpha of `Sdpo` that a named divergence stands for; with 'jsd' another one may be given."""
   if name not in _DIVERGENCES:
     raise InvalidRequest(
       f'divergence must be one of {", ".join(_DIVERGENCES)}, not {short_repr(name)}.', field='divergence'
     )
-  alpha = said.get('alpha', _DIVERGENCES[name])
+  alpha = _DIVERGENCES[name] if alpha is None else alpha
   fits = 0 < _number('alpha', alpha) < 1 if name == 'jsd' else alpha == _DIVERGENCES[name]
   if not fits:
     raise InvalidRequest(
       f'divergence={name!r} and alpha={alpha} are different losses: send one of them.', field='alpha'
     )
-  return {'alpha': alpha}
+  return alpha
 
 
 def _number(field: str, value: Any) -> float:

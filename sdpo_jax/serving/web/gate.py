@@ -222,7 +222,7 @@ class Gate:
     if operation.open:
       await self._app(scope, receive, answer)
       return
-    owner, request.key = self._sender(request)
+    owner, request.key = (LOCAL_OWNER, LOCAL_OWNER) if self._keys is None else self._sender(self._keys, request)
     if route is None:
       raise self._no_route(scope)
     if operation.guarded:
@@ -362,16 +362,14 @@ class Gate:
 
   # Authentication.
 
-  def _sender(self, request: GateRequest) -> tuple[str, str]:
+  def _sender(self, keys: KeyFile, request: GateRequest) -> tuple[str, str]:
     """Return the owner that a request acts for, and the id of its key.
 
     Raises:
       Unauthorized: it has no valid key.
     """
-    if self._keys is None:
-      return LOCAL_OWNER, LOCAL_OWNER
     key = presented(request.headers)
-    found = self._keys.find(key) if key is not None else None
+    found = keys.find(key) if key is not None else None
     if found is None:
       raise Unauthorized('A key is needed, and this is none: send Authorization: Bearer sdpo_… or X-API-Key: sdpo_….')
     return found.owner, found.id
