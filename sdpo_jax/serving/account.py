@@ -21,9 +21,9 @@ from models.adapters import peft_files
 from sdpo_jax.errors import short_repr
 from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.rollout.results import Completion
-from sdpo_jax.serving import adapter_names, adapter_settings, differences, request_prompts
+from sdpo_jax.serving import adapter_settings, differences, records, request_prompts
 from sdpo_jax.serving.call import Call
-from sdpo_jax.serving.errors import Deadline, Forbidden, InvalidRequest, VersionConflict
+from sdpo_jax.serving.errors import Deadline, Forbidden, InvalidRequest, NotFound, VersionConflict
 from sdpo_jax.serving.records import AdapterRecord, SampleRecord, Version, VersionTarget
 from sdpo_jax.serving.sample_requests import DraftText, SampleOptions, Sampling, finished_text
 from sdpo_jax.serving.service_state import AdapterEvent, ServiceState
@@ -113,7 +113,7 @@ class Account:
   ) -> tuple[AdapterRecord, Version]:
     store, limit = self.service.store, self.service.settings.limits.max_adapters_per_owner
     checked = adapter_settings.checked(settings or {}, self.service.settings, self.service.prompt_of)
-    adapter_names.check_name(name, self.service.model_name)
+    records.check_name(name, self.service.model_name)
     with self.service.turns.of(('owner', self.owner), self.call):
       if len(store.adapters(self.owner)) >= limit:
         raise Forbidden(f'There are {limit} adapters, as many as one owner may have: delete one that is not needed.')
@@ -141,7 +141,7 @@ class Account:
     """Make an adapter from a version of another one (None: the newest), with its settings, moments and average."""
     adapter, version = self.adapter(id), self.version(id, number)
     arrays = self.service.store.arrays(version)
-    details = {'from': adapter_names.lora_uri(adapter.id, version.number)}
+    details = {'from': records.lora_uri(adapter.id, version.number)}
     return self._create(name, adapter.settings, arrays, 'fork', details, request)
 
   def delete(self, id: str, expected: int | None) -> None:
@@ -219,7 +219,7 @@ class Account:
       TooLarge: the files are larger than such an adapter can be.
       Forbidden: as `create`.
     """
-    adapter_names.check_name(name, self.service.model_name)
+    records.check_name(name, self.service.model_name)
     factors = self.service.served.factors(files)
     fresh = self.service.worker.fresh(0)  # Moments and count of a version that has learned nothing.
     own = {f'{kind}/{row}': value for kind in ('factors', 'average') for row, value in factors.items()}
@@ -242,17 +242,17 @@ class Account:
     Raises:
       NotFound: there is no such model, adapter or version.
     """
-    if model in (adapter_names.BASE_NAME, self.service.model_name):
+    if model in (records.BASE_NAME, self.service.model_name):
       return VersionTarget(None, None)
-    reference = adapter_names.parse(model)
+    reference = records.parse(model)
     for find in (self.service.store.adapter, self.service.store.by_name)[: 1 if reference.is_id else 2]:
-      with contextlib.suppress(adapter_names.NotFound):
+      with contextlib.suppress(NotFound):
         adapter = find(self.owner, reference.adapter)
         number = adapter.head if reference.number is None else reference.number
         self.service.store.version(self.owner, adapter.id, number)
         self.service.remember(adapter.id, self.owner)
         return VersionTarget(adapter, number)
-    raise adapter_names.unknown(model)
+    raise records.unknown(model)
 
   @contextlib.contextmanager
   def spending(self, kind: str, tokens: int) -> Iterator[None]:
@@ -408,7 +408,7 @@ class Account:
 
   def _check_served(self, base_model: str | None, rank: int | None, alpha: float | None) -> None:
     served, service = self.service.served, self.service
-    if base_model is not None and base_model not in (service.model_name, adapter_names.BASE_NAME):
+    if base_model is not None and base_model not in (service.model_name, records.BASE_NAME):
       raise InvalidRequest(
         f'{short_repr(base_model)} is not served here: leave base_model out, or name {service.model_name}.',
         field='base_model',

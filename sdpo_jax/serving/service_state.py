@@ -20,7 +20,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.learning import requests
 from sdpo_jax.learning.requests import Lesson
-from sdpo_jax.serving import adapter_names, feedback_request, lessons, request_prompts
+from sdpo_jax.serving import feedback_request, lessons, records, request_prompts
 from sdpo_jax.serving.call import Call, Turns
 from sdpo_jax.serving.engine import EngineSettings
 from sdpo_jax.serving.engine_settings import engine_settings
@@ -287,7 +287,7 @@ class ServiceState:
       'samples_kept_s': serve.store.sample_ttl_s,
       'versions_kept': serve.store.keep_versions or None,
       'feedback_texts_kept': serve.store.keep_feedback_texts,
-      'lora_uri': adapter_names.lora_uri('ID', 0).replace('0', 'NUMBER'),
+      'lora_uri': records.lora_uri('ID', 0).replace('0', 'NUMBER'),
     }
 
 

@@ -15,7 +15,6 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.serving import feedback
 from sdpo_jax.serving.account import Account
-from sdpo_jax.serving.adapter_names import lora_uri
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import (
   Cancelled,
@@ -28,6 +27,7 @@ from sdpo_jax.serving.errors import (
 )
 from sdpo_jax.serving.feedback import FeedbackEntry
 from sdpo_jax.serving.feedback_request import Item, make_request
+from sdpo_jax.serving.records import lora_uri
 from sdpo_jax.serving.sample_requests import SampleDone, SampleDraft, SampleOptions
 from sdpo_jax.teacher.dialects import EndpointScores as Taught
 from tests.serving.service_world import HELLO, make_config, model_folder, running, sample

@@ -12,7 +12,7 @@ import pytest
 from models import huggingface, parameters
 from models.adapters import lora
 from sdpo_jax.config import LoraConfig, ModelConfig
-from sdpo_jax.serving import adapter_names, differences, service_state
+from sdpo_jax.serving import differences, records, service_state
 from sdpo_jax.serving.call import Call, Turns
 from sdpo_jax.serving.errors import Deadline, InvalidRequest, NotFound
 from sdpo_jax.serving.sample_requests import DraftText, finished_text
@@ -21,16 +21,16 @@ from tests.letters import CONFIG
 
 
 def test_an_address_means_a_version_and_a_name_its_newest():
-  uri = adapter_names.lora_uri('adp1', 7)
-  assert adapter_names.parse(uri) == adapter_names.Reference('adp1', 7, is_id=True)
-  assert adapter_names.parse('greeter') == adapter_names.Reference('greeter', None, is_id=False)
-  assert adapter_names.parse('greeter@12') == adapter_names.Reference('greeter', 12, is_id=False)
+  uri = records.lora_uri('adp1', 7)
+  assert records.parse(uri) == records.Reference('adp1', 7, is_id=True)
+  assert records.parse('greeter') == records.Reference('greeter', None, is_id=False)
+  assert records.parse('greeter@12') == records.Reference('greeter', 12, is_id=False)
 
 
 @given(st.text(max_size=40))
 def test_anything_else_is_unknown(text):
   try:
-    found = adapter_names.parse(text)
+    found = records.parse(text)
   except NotFound as error:
     assert len(str(error)) < 400
   else:
@@ -43,15 +43,15 @@ def test_anything_else_is_unknown(text):
 )
 def test_no_path_and_no_other_address_is_taken(uri):
   with pytest.raises(NotFound):
-    adapter_names.parse(uri)
+    records.parse(uri)
 
 
 @pytest.mark.parametrize('name', ['', 'a b', 'a/b', 'a@1', '-a', 'a' * 65, 'base', 'tiny', 7, 'ä'])
 def test_a_name_is_short_and_plain_and_not_the_models(name):
   with pytest.raises(InvalidRequest) as raised:
-    adapter_names.check_name(name, 'tiny')
+    records.check_name(name, 'tiny')
   assert raised.value.field == 'name'
-  assert adapter_names.check_name('my-adapter_2.0', 'tiny') == 'my-adapter_2.0'
+  assert records.check_name('my-adapter_2.0', 'tiny') == 'my-adapter_2.0'
 
 
 def test_turns_come_in_the_order_of_asking_and_nothing_is_kept():

@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from sdpo_jax.serving import adapter_names
 from sdpo_jax.serving import feedback as feedbacks
+from sdpo_jax.serving import records
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback_request import Item, make_request
@@ -204,7 +204,7 @@ def _named(account: Account, text: str) -> tuple[AdapterRecord, int | None]:
   target = account.resolve(text)
   if target.adapter is None:
     raise InvalidRequest(f'{text} is the model without an adapter: name one of your adapters.', field='lora_id')
-  return target.adapter, adapter_names.parse(text).number
+  return target.adapter, records.parse(text).number
 
 
 def _learner(asked: Incoming, text: str) -> tuple[AdapterRecord, int | None]:
@@ -242,7 +242,7 @@ def _learned(adapter: AdapterRecord, answer: dict[str, Any]) -> dict[str, Any]:
   told = ('accepted', 'reason', 'version_before', 'version_after')
   return {
     'lora_id': adapter.name,
-    'lora_uri': adapter_names.lora_uri(adapter.id, answer['version_after']),
+    'lora_uri': records.lora_uri(adapter.id, answer['version_after']),
     'metadata': {**answer['metrics'], **{name: answer[name] for name in told}},
   }
 
@@ -254,7 +254,7 @@ class CompletionScoreBody(RequestBody):
   """A completion whose log-prob is wanted."""
 
   model: str = Field(
-    adapter_names.BASE_NAME, description='base, or an adapter: id, name, either with @VERSION, or a lora_uri.'
+    records.BASE_NAME, description='base, or an adapter: id, name, either with @VERSION, or a lora_uri.'
   )
   messages: list[Message] | None = Field(None, description='The conversation before it.')
   prompt: Text | Tokens | None = Field(None, description='Or a text or tokens.')
@@ -319,7 +319,7 @@ def lora_init(asked: Incoming) -> Reply:
 
 
 def _begun(adapter: AdapterRecord, number: int) -> dict[str, Any]:
-  return {'lora_id': adapter.name, 'id': adapter.id, 'lora_uri': adapter_names.lora_uri(adapter.id, number)}
+  return {'lora_id': adapter.name, 'id': adapter.id, 'lora_uri': records.lora_uri(adapter.id, number)}
 
 
 def _begun_again(account: Account, adapter: str, version: int | None) -> dict[str, Any]:

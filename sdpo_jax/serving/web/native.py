@@ -14,8 +14,8 @@ from starlette.routing import Route
 
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import as_json
-from sdpo_jax.serving import adapter_names
 from sdpo_jax.serving import feedback as feedbacks
+from sdpo_jax.serving import records
 from sdpo_jax.serving.errors import InvalidRequest, NotFound, ServiceError
 from sdpo_jax.serving.feedback_request import FeedbackRequest, Item, make_request
 from sdpo_jax.serving.records import AdapterRecord, SampleRecord, Version
@@ -344,7 +344,7 @@ def adapter_said(adapter: AdapterRecord) -> dict[str, Any]:
     'id': adapter.id,
     'name': adapter.name,
     'version': adapter.head,
-    'lora_uri': adapter_names.lora_uri(adapter.id, adapter.head),
+    'lora_uri': records.lora_uri(adapter.id, adapter.head),
     'created': adapter.created,
     'settings': dict(adapter.settings),
   }
@@ -359,7 +359,7 @@ def version_said(version: Version) -> dict[str, Any]:
     'reason': version.reason,
     'created': version.created,
     'digest': version.digest,
-    'lora_uri': adapter_names.lora_uri(version.adapter, version.number),
+    'lora_uri': records.lora_uri(version.adapter, version.number),
     'details': dict(version.details),
   }
 
