@@ -213,7 +213,13 @@ class Learner:
       state, step_said = self._functions.step(state, grads, settings, active)
       done.append(step_said)
       sums.append(of_micros)
-    after = [self._score(state.trainable, micro) for micro in micros]
+    after = []  # The student's log-probs [B, T] of the completions, and [B, T, K] of the teacher's tokens, if wanted.
+    for micro in micros:
+      hidden, unembedding = self._functions.states(self._base, state.trainable, micro.batch.student)
+      at_named = None
+      if micro.named_before is not None:
+        at_named = self._scorer.of_ids(hidden, unembedding, micro.theirs.top_ids, micro.mask)
+      after.append((self._functions.log_probs(hidden, unembedding, micro.batch.targets, micro.mask), at_named))
     return state, self._learned(tasks, lessons, micros, per_token, after, done, sums)
 
   def score(
@@ -267,14 +273,6 @@ class Learner:
       hidden, micro.teacher_hidden, unembedding, batch.targets, micro.mask, micro.theirs, micro.named, micro.given
     )
     return batch.replace(signal=signal)
-
-  def _score(self, trainable: Tree, micro: _Micro) -> tuple[jax.Array, jax.Array | None]:
-    """Return the student's log-probs [B, T] of the completions, and [B, T, K] of the teacher's tokens, if wanted."""
-    hidden, unembedding = self._functions.states(self._base, trainable, micro.batch.student)
-    at_named = None
-    if micro.named_before is not None:
-      at_named = self._scorer.of_ids(hidden, unembedding, micro.theirs.top_ids, micro.mask)
-    return self._functions.log_probs(hidden, unembedding, micro.batch.targets, micro.mask), at_named
 
   def _token_rows(
     self, name: str, prompts: list[Sequence[int]], tokens: np.ndarray, mask: np.ndarray, members: list[int]

@@ -176,11 +176,6 @@ class Origins:
       (b'vary', b'Origin'),
     ]
 
-  def is_preflight(self, request: GateRequest) -> bool:
-    """Return whether the request is a CORS preflight for a page of an allowed origin."""
-    asked = 'access-control-request-method' in request.headers
-    return request.method == 'OPTIONS' and asked and bool(self.headers(request))
-
   def _is_served(self, request: GateRequest) -> bool:
     """Return whether the Host header is a name of the service: no spaces, slashes, user or characters beyond ASCII."""
     host = request.header('host') or ''

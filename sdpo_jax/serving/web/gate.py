@@ -213,7 +213,8 @@ class Gate:
   async def _pass(self, scope: Scope, receive: Receive, answer: GateResponse, request: GateRequest) -> None:
     """Check a request and pass it to its handler."""
     self._origins.check(request)
-    if self._origins.is_preflight(request):
+    asks_for_page = request.method == 'OPTIONS' and 'access-control-request-method' in request.headers
+    if asks_for_page and self._origins.headers(request):  # A CORS preflight for a page of an allowed origin.
       await send_body(answer, 204, b'', {'Access-Control-Max-Age': '600'})
       return
     route, operation, params = self._route(scope)
