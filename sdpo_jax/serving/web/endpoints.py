@@ -143,8 +143,7 @@ def route(
       body has no such field.
     **values: further fields of its `Operation`.
   """
-  summary = (function.__doc__ or '').strip().split('\n')[0]
-  known = Operation(summary=summary, **values)
+  known = Operation(**values)
 
   def answer(request: Request, content: bytes) -> Response | Iterator[ServerSentEvent]:
     body = content if known.body is None else known.body.model_validate_json(content or b'{}')

@@ -184,9 +184,7 @@ class Gate:
     self._lifetime.under_way += 1
     try:
       await self._pass(scope, receive, answer, request)
-    except BaseException as error:
-      if not isinstance(error, Exception):  # The server is ending, or the connection is gone.
-        raise
+    except Exception as error:  # Others say that the server is ending, or the connection is gone.
       failed = error_responses.failure_of(error, request.path, request.id, self._log.error)
       with contextlib.suppress(OSError):
         await answer.json(failed.status, failed.body, failed.headers)
