@@ -41,7 +41,7 @@ from sdpo_jax.serving.errors import (
   Unauthorized,
 )
 from sdpo_jax.serving.sessions.sessions import Sessions
-from sdpo_jax.serving.store.store import StoredResponse
+from sdpo_jax.serving.store.store import IdempotentRequest, StoredResponse
 from sdpo_jax.serving.web import error_responses
 from sdpo_jax.serving.web.admission import (
   Allowances,
@@ -278,9 +278,8 @@ class Gate:
           return
         idempotent, answer.held = begun, []
         state['idempotency'] = idempotent
-      task = asyncio.create_task(
-        self._handle(account, idempotent, scope, body, receive, answer, call, operation.endless)
-      )
+      handled = self._handle(scope, receive, answer, request, account, idempotent, operation.endless)
+      task = asyncio.create_task(handled)
       task.add_done_callback(lambda _: places.let_go())
       await self._wait(task, call, seconds)
     finally:
@@ -306,23 +305,22 @@ class Gate:
 
   async def _handle(
     self,
-    account: Account,
-    request: Any,
     scope: Scope,
-    body: bytes,
     receive: Receive,
     answer: GateResponse,
-    call: Call,
+    request: GateRequest,
+    account: Account,
+    idempotent: IdempotentRequest | None,
     endless: bool,
   ) -> None:
     """Run the handler, and end the request when its sender disconnects."""
-    gone, given = asyncio.Event(), False
+    call, gone, given = account.call, asyncio.Event(), False
 
     async def replay() -> Message:
       nonlocal given
       if not given:
         given = True
-        return {'type': 'http.request', 'body': body, 'more_body': False}
+        return {'type': 'http.request', 'body': request.body, 'more_body': False}
       await gone.wait()
       return {'type': 'http.disconnect'}
 
@@ -340,20 +338,19 @@ class Gate:
         self._end_endless()
     try:
       await self._app(scope, replay, answer)
-      if request is not None:
+      if idempotent is not None:
         if answer.status < 400 and answer.complete:
-          kept, request_kept = answer.held_body, request
-          request = None
+          done, idempotent = idempotent, None
           try:
-            await run_in_threadpool(account.service.store.finish, request_kept, answer.status, kept)
+            await run_in_threadpool(account.service.store.finish, done, answer.status, answer.held_body)
           except ServiceError as error:  # The request is done all the same; a repeat is answered from what it made.
-            self._log.error(error, scope['state']['request_id'])
+            self._log.error(error, request.id)
         await answer.release()
     finally:
       self._endless.discard(call)
       watcher.cancel()
-      if request is not None:
-        await run_in_threadpool(account.service.store.abandon, request)
+      if idempotent is not None:
+        await run_in_threadpool(account.service.store.abandon, idempotent)
 
   def _end_endless(self) -> None:
     for call in list(self._endless):
