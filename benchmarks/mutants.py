@@ -292,7 +292,7 @@ MUTANTS = (
     'tests/serving/test_guards.py',
     ('a value at its limit is rejected', 'sign * value <= sign * limit', 'sign * value < sign * limit'),
     ('the divergence is the reverse one', 'np.exp(p) * (p - q)', 'np.exp(q) * (q - p)'),
-    ('a loss is compared with too few', 'if len(recent) < LEAST_RECENT:', 'if len(recent) < LEAST_RECENT - 1:'),
+    ('a loss is compared with too few', 'len(recent) < LEAST_RECENT:', 'len(recent) < LEAST_RECENT - 1:'),
   ),
   *_in(
     'sdpo_jax/serving/sample_requests.py',
