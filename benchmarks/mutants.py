@@ -288,6 +288,51 @@ MUTANTS = (
     ('a check that finds something succeeds', 'return ODD if report.odd else 0', 'return 0'),
   ),
   *_in(
+    'sdpo_jax/serving/engine.py',
+    'tests/serving/test_engine.py',
+    ('the average is of the version before', 'averaging.average(average, value, rate)', 'average'),
+    ('the live teacher is another adapter', "'live': (feedback.version, _FACTORS)", "'live': (BASE, _FACTORS)"),
+  ),
+  *_in(
+    'sdpo_jax/serving/worker.py',
+    'tests/serving/test_worker.py',
+    (
+      'one more may wait than is allowed',
+      'self._unfinished >= self._max_waiting',
+      'self._unfinished > self._max_waiting',
+    ),
+  ),
+  *_in(
+    'sdpo_jax/serving/feedback.py',
+    'tests/serving/test_feedback.py',
+    ('a dry run makes a version', 'if accepted and commits:', 'if accepted:'),
+    ('what failed is paid for', "call.spend('learned', -tokens)", "call.spend('learned', 0)"),
+  ),
+  *_in(
+    'sdpo_jax/serving/store/store.py',
+    'tests/serving/store/test_store.py',
+    (
+      'adapters of others are found',
+      'known.deleted or known.head.adapter.owner != owner:',
+      'known.deleted:',
+    ),
+    ('samples never expire', 'sample is None or expires <= self.clock()', 'sample is None'),
+  ),
+  *_in(
+    'sdpo_jax/serving/web/admission.py',
+    'tests/serving/web/test_gate.py',
+    (
+      'a host that ends like ours is ours',
+      'found.hostname in self._hosts',
+      'any((found.hostname or "").endswith(host) for host in self._hosts)',
+    ),
+  ),
+  *_in(
+    'sdpo_jax/serving/web/admission.py',
+    'tests/serving/web/test_limits.py',
+    ('a large request is never let in', 'self._level < min(tokens, self._burst):', 'self._level < tokens:'),
+  ),
+  *_in(
     'sdpo_jax/serving/guards.py',
     'tests/serving/test_guards.py',
     ('a value at its limit is rejected', 'sign * value <= sign * limit', 'sign * value < sign * limit'),
@@ -307,6 +352,17 @@ MUTANTS = (
       "if further := found.keys() - {'name', key, 'id', 'type'}:",
       'if further := set():',
     ),
+  ),
+  *_in(
+    'sdpo_jax/training/step.py',
+    'tests/training/test_step.py',
+    ('outcomes stay while completions move', '[outcomes[sample] for sample in order]', 'outcomes'),
+    ('a question that stands twice is two', 'if config.data.group_duplicates:', 'if False:'),
+  ),
+  *_in(
+    'sdpo_jax/training/checkpoint/checkpoints.py',
+    'tests/training/checkpoint/test_checkpoints.py',
+    ('the worst checkpoint is kept', 'return max(ranked)[1]', 'return min(ranked)[1]'),
   ),
   *_in(
     'sdpo_jax/training/skipped.py',
@@ -422,6 +478,47 @@ MUTANTS = (
     'sdpo_jax/learning/requests.py',
     'tests/learning/test_learner.py',
     ('rows of padding count', 'shown = mask & live[:, None]', 'shown = mask'),
+  ),
+  *_in(
+    'sdpo_jax/learning/learner.py',
+    'tests/learning/test_learner.py',
+    ('a request steps once more than it wants', 'if number < task.update.steps}', 'if number <= task.update.steps}'),
+    ('later steps keep the first support', 'micro.batch if number == 0 else', 'micro.batch if number >= 0 else'),
+  ),
+  *_in(
+    'sdpo_jax/learning/signals.py',
+    'tests/learning/test_learner.py',
+    (
+      'the ratio forgets who drew the completion',
+      'jnp.where(inputs.has_old[:, None], old, own',
+      'jnp.where(False, old, own',
+    ),
+    (
+      'given scores are not read',
+      'jnp.where(rows, inputs.given_own, theirs',
+      'jnp.where(False, inputs.given_own, theirs',
+    ),
+  ),
+  *_in(
+    'sdpo_jax/learning/training_pool.py',
+    'tests/learning/test_training_pool.py',
+    (
+      'a step into infinity is taken',
+      'active & jnp.stack([fits(leaf) for leaf in jax.tree.leaves(moved)]).all()',
+      'active',
+    ),
+    ('weights do not decay', 'add_decayed_weights(settings.weight_decay)', 'add_decayed_weights(0.0)'),
+  ),
+  *_in(
+    'sdpo_jax/learning/batching.py',
+    'tests/learning/test_batching.py',
+    ('what could not be graded is learned', 'mask[samples] & graded[:, None])', 'mask[samples])'),
+    ('samples without an advantage are read', 'moves &= batch.advantages[samples] != 0', 'moves &= True'),
+  ),
+  *_in(
+    'sdpo_jax/learning/update.py',
+    'tests/training/test_skipped.py',
+    ('a teacher follows a step not taken', 'jnp.where(applied > 0, new, old)', 'jnp.where(applied >= 0, new, old)'),
   ),
   *_in(
     'sdpo_jax/learning/optimizer.py',
