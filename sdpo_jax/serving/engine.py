@@ -16,7 +16,7 @@ import os
 import pathlib
 import time
 from types import MappingProxyType
-from typing import Literal, Unpack
+from typing import Any, Literal, Unpack
 
 import jax
 import numpy as np
@@ -159,9 +159,8 @@ class Engine:
     keep = self._programs.keep
 
     sampled, taught, trained = pooled_policies(policy, settings)
-    mesh, table = mesh_of(policy), trained.parameter_table()
-    pool_lies = mesh and lora_pool.shardings(table, mesh)
-    with_member = keep('with_member', jax.jit(lora_pool.with_member, out_shardings=pool_lies))
+    functions = {name: keep(name, function) for name, function in pool_functions(trained).items()}
+    with_member, self._put_slot, self._get_slot = (functions[name] for name in ('with_member', 'put_slot', 'get_slot'))
     self._snapshots, self._snapshot_places = _Pool(sampled, policy.dtype, with_member), Places(settings.snapshots)
     self._teachers, self._teacher_places = _Pool(taught, 'float32', with_member), Places(settings.teachers)
     self._slots: SlotState | None = None  # None: to be made again.
@@ -212,10 +211,6 @@ class Engine:
         vocab_size=policy.vocab_size,
         name=TEACHING_MODEL + name,
       )
-    slots_lie = mesh and training_pool.shardings(table, mesh)
-    put_slot = jax.jit(training_pool.with_slot, donate_argnums=0, out_shardings=slots_lie)
-    self._put_slot = keep('put_slot', put_slot)
-    self._get_slot = keep('get_slot', jax.jit(training_pool.slot_of))
 
   # Start.
 
@@ -740,6 +735,22 @@ def pooled_policies(
     return dataclasses.replace(policy, adapter=LoraPool(policy.adapter, members, product))
 
   return pooled(settings.snapshots, True), pooled(settings.teachers, False), pooled(settings.slots, False)
+
+
+def pool_functions(policy: DecoderPolicy) -> dict[str, Callable[..., Any]]:
+  """Return the jitted functions that copy versions into pools and slots, and from a slot back.
+
+  Args:
+    policy: the model with the pool of the training slots.
+  """
+  mesh, table = mesh_of(policy), policy.parameter_table()
+  pool_lies = mesh and lora_pool.shardings(table, mesh)
+  slots_lie = mesh and training_pool.shardings(table, mesh)
+  return {
+    'with_member': jax.jit(lora_pool.with_member, out_shardings=pool_lies),
+    'put_slot': jax.jit(training_pool.with_slot, donate_argnums=0, out_shardings=slots_lie),
+    'get_slot': jax.jit(training_pool.slot_of),
+  }
 
 
 class _Pool:

@@ -25,15 +25,14 @@ from models.decoder import DecoderPolicy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.distributed.programs import Program
-from sdpo_jax.learning import training_pool
 from sdpo_jax.learning.learner import as_train_state, learning_functions
 from sdpo_jax.learning.losses import Sdpo, of_rows
-from sdpo_jax.learning.scoring import mesh_of, scoring_functions
+from sdpo_jax.learning.scoring import scoring_functions
 from sdpo_jax.learning.signals import TeacherInputs
 from sdpo_jax.learning.training_pool import SlotState, StepSettings
 from sdpo_jax.objective import reported
 from sdpo_jax.rollout.sampler_programs import SamplerSpec, sampler_programs
-from sdpo_jax.serving.engine import EngineSettings, pooled_policies
+from sdpo_jax.serving.engine import EngineSettings, pool_functions, pooled_policies
 from sdpo_jax.serving.engine_settings import engine_settings
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training.run_programs import abstract_parameters
@@ -269,20 +268,13 @@ def _of_pools(
   )
   count, index = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
   version, state = SlotState(own, optax.ScaleByAdamState(count, own, own)), _abstract_slots(slots, mesh)
-  own_mesh, table = mesh_of(trained), trained.parameter_table()
-  parts = _slot_parts(state)
-  put = jax.jit(lora_pool.with_member, out_shardings=own_mesh and lora_pool.shardings(table, own_mesh))
-  slots_lie = own_mesh and training_pool.shardings(table, own_mesh)
+  functions, parts = pool_functions(trained), _slot_parts(state)
+  put, put_slot, get_slot = (functions[name] for name in ('with_member', 'put_slot', 'get_slot'))
   return {
     'put snapshot': Program('put snapshot', put, (snapshots, index, own), holds=('snapshots', 'batch', 'batch')),
     'put teacher': Program('put teacher', put, (teachers, index, own), holds=('teachers', 'batch', 'batch')),
-    'put slot': Program(
-      'put slot',
-      jax.jit(training_pool.with_slot, donate_argnums=0, out_shardings=slots_lie),
-      (state, index, version),
-      holds=(parts, 'batch', 'batch'),
-    ),
-    'get slot': Program('get slot', jax.jit(training_pool.slot_of), (state, index), holds=(parts, 'batch')),
+    'put slot': Program('put slot', put_slot, (state, index, version), holds=(parts, 'batch', 'batch')),
+    'get slot': Program('get slot', get_slot, (state, index), holds=(parts, 'batch')),
   }
 
 
