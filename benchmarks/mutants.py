@@ -482,7 +482,6 @@ MUTANTS = (
   *_in(
     'sdpo_jax/learning/learner.py',
     'tests/learning/test_learner.py',
-    ('a request steps once more than it wants', 'if number < task.update.steps}', 'if number <= task.update.steps}'),
     ('later steps keep the first support', 'micro.batch if number == 0 else', 'micro.batch if number >= 0 else'),
   ),
   *_in(
@@ -502,22 +501,30 @@ MUTANTS = (
   *_in(
     'sdpo_jax/learning/training_pool.py',
     'tests/learning/test_training_pool.py',
+    ('weights do not decay', 'add_decayed_weights(settings.weight_decay)', 'add_decayed_weights(0.0)'),
+  ),
+  *_in(
+    'sdpo_jax/learning/training_pool.py',
+    'tests/learning/test_learner.py',
     (
       'a step into infinity is taken',
       'active & jnp.stack([fits(leaf) for leaf in jax.tree.leaves(moved)]).all()',
       'active',
     ),
-    ('weights do not decay', 'add_decayed_weights(settings.weight_decay)', 'add_decayed_weights(0.0)'),
   ),
   *_in(
     'sdpo_jax/learning/batching.py',
     'tests/learning/test_batching.py',
-    ('what could not be graded is learned', 'mask[samples] & graded[:, None])', 'mask[samples])'),
     ('samples without an advantage are read', 'moves &= batch.advantages[samples] != 0', 'moves &= True'),
   ),
   *_in(
+    'sdpo_jax/learning/batching.py',
+    'tests/training/test_ungraded.py',
+    ('what could not be graded is learned', 'mask[samples] & graded[:, None])', 'mask[samples])'),
+  ),
+  *_in(
     'sdpo_jax/learning/update.py',
-    'tests/training/test_skipped.py',
+    'tests/training/test_step.py',
     ('a teacher follows a step not taken', 'jnp.where(applied > 0, new, old)', 'jnp.where(applied >= 0, new, old)'),
   ),
   *_in(

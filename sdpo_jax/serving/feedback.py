@@ -120,14 +120,13 @@ def _learn(
     len(each.teacher_prompt or ()) + update.steps * len(each.prompt) + (1 + update.steps) * len(each.completion)
     for each in learning
   )
-  call.spend('learned', tokens)
-  stages.reach('queued', version=adapter.head, items=len(prepared))
-
   before = engine_name(adapter.id, adapter.head)
   new = engine_name(adapter.id, adapter.head + 1)
   if not commits:  # A name that no later commit can have.
     new = f'{before}-trial-{secrets.token_hex(8)}'
+  call.spend('learned', tokens)
   try:
+    stages.reach('queued', version=adapter.head, items=len(prepared))
     call.check()
     asked = teacher.name
     if asked == 'endpoint':

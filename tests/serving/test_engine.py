@@ -138,6 +138,20 @@ def test_texts_beyond_the_buckets_are_scored_as_they_are_in_parts(model, tmp_pat
       long.score('0@0', [empty])
 
 
+def test_a_version_is_its_own_teacher_unless_another_is_named(model, tmp_path):
+  engine = start(model, tmp_path / 'shelf', 2)
+  taught = {}
+  for teacher in ('live', 'version:0@0', 'version:1@0', 'base'):
+    [learned] = engine.learn([feedback('0@0', f'of {teacher}', teacher=teacher)])
+    taught[teacher] = learned.said[0].teacher_log_probs
+  np.testing.assert_array_equal(taught['live'], taught['version:0@0'])
+  prompt, completion = (list(part) for part in (lesson(0).teacher_prompt, lesson(0).completion))
+  for teacher, version in (('live', '0@0'), ('version:1@0', '1@0'), ('base', BASE)):
+    [scored] = engine.score(version, [(prompt, completion)])
+    np.testing.assert_allclose(taught[teacher], scored.log_probs, atol=1e-5)
+    assert teacher == 'live' or np.abs(taught[teacher] - taught['live']).max() > 1e-2
+
+
 def test_a_version_is_restored_as_it_was(model, tmp_path):
   one, other = start(model, tmp_path / 'a', 2), start(model, tmp_path / 'b', 0)
   one.learn([feedback('0@0', '0@1', teacher='average')])

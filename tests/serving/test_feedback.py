@@ -231,6 +231,8 @@ def test_whatever_fails_leaves_everything_as_it_was(ada, service, monkeypatch, b
       fed(account, adapter.id, None, request, progress=progress)
   assert [arrays(ada, each) for each in (adapter, other)] == known
   assert service.worker.stats['versions'] == versions
+  # What was learned and thrown away is paid for.
+  assert spent[0] > 0 and sum(spent) == (0 if broken in (break_learn, 'queued') else spent[0])
   # The next one is as if nothing had been.
   done = fed(ada, adapter.id, 1, request)
   assert done['version_after'] == 2

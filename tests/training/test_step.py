@@ -19,6 +19,7 @@ from sdpo_jax.learning import batching
 from sdpo_jax.learning.update import MicroResult, make_update, place_state
 from sdpo_jax.training import step
 from sdpo_jax.training.specs import optimizer_spec, update_spec
+from sdpo_jax.types import Example, Outcome
 from tests import tiers
 from tests.generation_batches import per_token
 from tests.updates import VARIANTS, make_model, policy_shardings, run, samples_for, settings
@@ -223,3 +224,33 @@ def test_adamw_and_clipping_are_torchs():
     ours = jax.tree.map(lambda p, u: p - config.lr * u, ours, updates)
     assert float(our_norm) == pytest.approx(float(norm), rel=1e-6)
     np.testing.assert_allclose(ours['w'], parameter.detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_balanced_batch_keeps_each_completion_with_its_outcome(monkeypatch):
+  """And a question that stands in it twice is one group, where the settings say so."""
+  config = settings(trainer__batch_order='balanced', data__group_duplicates=True)
+  drawn = samples_for(config).rollouts
+  count, n = len(drawn), config.rollout.n
+  drawn = dataclasses.replace(drawn, group=np.arange(count) // n, text=[str(sample) for sample in range(count)])
+  asked = ['a', 'b', 'a', 'c']
+  examples = [Example('', [{'role': 'user', 'content': text}], 'exact', '', '') for text in asked]
+
+  def sample(*_, on_finished, **__):
+    for number, text in enumerate(drawn.text):
+      on_finished(types.SimpleNamespace(sample=number, text=text, stopped=True))
+    return drawn
+
+  sampler = types.SimpleNamespace(sample=sample, stats=None)
+  session = types.SimpleNamespace(config=config, tokenizer=None, writer=lambda _: (sampler, {}, {}))
+  graders = types.SimpleNamespace(
+    prepare=lambda _: None,
+    grade_part=lambda _, texts, truncated: [Outcome(0.0, text) for text in texts],
+    end_batch=lambda: None,
+  )
+  monkeypatch.setattr(step, 'prompt_tokens', lambda *_: [1])
+  state = types.SimpleNamespace(trainable={}, rng=jax.random.key(0))
+  graded = step.rollout_and_grade(session, graders, state, examples, 1, step.Timer())
+  texts = [int(text) for text in graded.rollouts.text]
+  assert texts != sorted(texts) and sorted(texts) == list(range(count))
+  assert [int(outcome.feedback) for outcome in graded.outcomes] == texts == graded.sample_ids.tolist()
+  np.testing.assert_array_equal(graded.rollouts.group, np.array([0, 1, 0, 3])[np.array(texts) // n])

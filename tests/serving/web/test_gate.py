@@ -222,7 +222,16 @@ def test_names_of_this_machine_are_answered(world, host):
 
 @pytest.mark.parametrize(
   'host',
-  ['evil.example', 'localhost.evil.example', '127.0.0.1.evil.example', 'a@localhost', 'localhost/..', '', '[::2]'],
+  [
+    'evil.example',
+    'localhost.evil.example',
+    'evil-localhost',
+    '127.0.0.1.evil.example',
+    'a@localhost',
+    'localhost/..',
+    '',
+    '[::2]',
+  ],
 )
 def test_without_keys_no_other_name_is_answered(world, host):
   response = world.client(Host=host).get('/v1/continual/whoami')

@@ -25,6 +25,18 @@ def test_a_bucket_says_when_to_come_again_and_that_is_true():
   assert bucket.take(20) == 0
 
 
+def test_a_request_for_more_than_a_bucket_holds_is_let_in_when_it_is_full():
+  now = [0.0]
+  bucket = TokenBucket(10, 100, lambda: now[0])
+  assert bucket.take(300) == 0
+  now[0] += 20.0
+  assert bucket.take(1) == pytest.approx(0.1)  # The level is 0 again.
+  now[0] += 9.0
+  assert bucket.take(300) == pytest.approx(1)
+  now[0] += 1.0
+  assert bucket.take(300) == 0
+
+
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(1, 300)), max_size=60))
 def test_no_more_than_the_burst_and_the_rate_are_ever_had(requests):
   now, had, largest = [0.0], 0, 0
