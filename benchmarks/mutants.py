@@ -306,7 +306,11 @@ MUTANTS = (
     'sdpo_jax/serving/feedback.py',
     'tests/serving/test_feedback.py',
     ('a dry run makes a version', 'if accepted and commits:', 'if accepted:'),
-    ('what failed is paid for', "call.spend('learned', -tokens)", "call.spend('learned', 0)"),
+  ),
+  *_in(
+    'sdpo_jax/serving/account.py',
+    'tests/serving/test_feedback.py',
+    ('what failed is paid for', 'self.call.spend(kind, -tokens)', 'self.call.spend(kind, 0)'),
   ),
   *_in(
     'sdpo_jax/serving/store/store.py',

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import hashlib
 import secrets
-import time
 from typing import Any
 
 import numpy as np
@@ -372,9 +371,8 @@ class Account:
       Deadline: the request has no time left.
       Cancelled: the sender does not wait any more.
     """
-    left = None if self.call.deadline is None else max(0.0, self.call.deadline - time.monotonic())
     try:
-      return self.call.result(future, left)
+      return self.call.result(future, self.call.left)
     except TimeoutError:
       if future.done():
         raise

@@ -41,6 +41,11 @@ class Call:
     """Return whether the request has ended; see `Stop`."""
     return self._ended is not None or (self.deadline is not None and self.clock() >= self.deadline)
 
+  @property
+  def left(self) -> float | None:
+    """The seconds until the deadline, not below 0; None: there is none."""
+    return None if self.deadline is None else max(0.0, self.deadline - self.clock())
+
   def check(self) -> None:
     """Raise the error that ended the request, if it has ended.
 
@@ -123,8 +128,7 @@ class Turns:
       if queue[0] is turn:
         turn.set()
     try:
-      timeout = None if call.deadline is None else max(0.0, call.deadline - time.monotonic())
-      if not turn.wait(timeout):
+      if not turn.wait(call.left):
         raise Deadline('Other changes of the adapter took all the time that this one had: ask again, or give it more.')
       call.check()
       yield

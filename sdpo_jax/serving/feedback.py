@@ -18,7 +18,6 @@ from sdpo_jax.learning.learner import Learned, LessonScores
 from sdpo_jax.learning.losses import Loss, Sdpo
 from sdpo_jax.serving import guards, lessons
 from sdpo_jax.serving.account import Account
-from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.engine import Feedback
 from sdpo_jax.serving.errors import Gone, InvalidRequest, NotFound, NotReady, ServiceError
 from sdpo_jax.serving.feedback_request import FeedbackRequest, choose_teacher
@@ -77,7 +76,7 @@ def learn(
     if idempotency is not None:  # Its response quotes the samples, even if nothing is committed.
       account.service.store.about(idempotency, adapter.id)
     stages = _Stages(account.service.events, adapter.id, progress)
-    return _learn(account.service, account.call, adapter, request, idempotency, stages)
+    return _learn(account, adapter, request, idempotency, stages)
 
 
 @dataclasses.dataclass
@@ -98,15 +97,15 @@ class _Stages:
 
 
 def _learn(
-  service: ServiceState,
-  call: Call,
+  account: Account,
   adapter: AdapterRecord,
   request: FeedbackRequest,
   idempotency: IdempotentRequest | None,
   stages: _Stages,
 ) -> FeedbackResult:
   """Run the transaction while nobody else changes the adapter."""
-  store, worker, update = service.store, service.worker, request.update
+  service, call, update = account.service, account.call, request.update
+  store, worker = service.store, service.worker
   commits = request.mode == 'commit'
   limits = Guards.of(service.settings.guards, adapter.settings.get('guards'), request.guards)
   teacher = choose_teacher(adapter, request.teacher, service.settings.learning)
@@ -124,8 +123,7 @@ def _learn(
   new = engine_name(adapter.id, adapter.head + 1)
   if not commits:  # A name that no later commit can have.
     new = f'{before}-trial-{secrets.token_hex(8)}'
-  call.spend('learned', tokens)
-  try:
+  with account.spending('learned', tokens):
     stages.reach('queued', version=adapter.head, items=len(prepared))
     call.check()
     asked = teacher.name
@@ -134,9 +132,6 @@ def _learn(
     wanted = Feedback(before, new, learning, update, asked, teacher.average_rate)
     # Once learning has begun, wait in any case: only then is it known whether there is a version to forget.
     learned: Learned = call.result(worker.learn(wanted, deadline=call.deadline))
-  except BaseException:
-    call.spend('learned', -tokens)
-    raise
   committed: Version | None = None
   try:
     for stage in ('scored', 'stepped'):  # Both stages are one call of the engine.
