@@ -81,15 +81,15 @@ class TrainingExample:
     return cls(**read)
 
 
-def exported(tenant: Account, adapter: str, session: str | None) -> list[TrainingExample]:
+def exported(account: Account, adapter: str, session: str | None) -> list[TrainingExample]:
   """Return every example that was or will be learned in sessions of an adapter, in the order they were written.
 
   Args:
-    tenant: the owner.
+    account: the owner.
     adapter: its id.
     session: the id of one of its sessions; None: all.
   """
-  database = tenant.service.store.database
+  database = account.service.store.database
   found = session_tables.examples(database, adapter, **({} if session is None else {'session': session}))
   found = [each for each in found if each.kind != REHEARSAL or each.versions]
   contexts: dict[tuple[str, int], tuple[AgentSession, SessionTurn, list[dict[str, Any]], bool]] = {}
@@ -97,16 +97,16 @@ def exported(tenant: Account, adapter: str, session: str | None) -> list[Trainin
     known = session_tables.session(database, adapter, id)
     if known is not None:
       numbers = {each.n for each in found if each.session == id}
-      for turn, messages, ended in _histories(tenant, known, numbers):
+      for turn, messages, ended in _histories(account, known, numbers):
         contexts[id, turn.n] = known, turn, messages, ended
   return [_exported(each, *contexts[each.session, each.n]) for each in found if (each.session, each.n) in contexts]
 
 
 def _histories(
-  tenant: Account, session: AgentSession, numbers: set[int]
+  account: Account, session: AgentSession, numbers: set[int]
 ) -> Iterator[tuple[SessionTurn, list[dict[str, Any]], bool]]:
   """Yield turns of a session, each with the messages before it, and whether its answer ended the turn."""
-  service, settings = tenant.service, session.settings
+  service, settings = account.service, session.settings
   dialogue = dialogue_of(service, session)
   said: list[dict[str, Any]] = [] if settings.system is None else [{'role': 'system', 'content': settings.system}]
   pending: list[dict[str, Any]] = []

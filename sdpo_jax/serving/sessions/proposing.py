@@ -62,7 +62,7 @@ def next_prompt(held: SessionState, dialogue: Dialogue, new: Messages) -> Studen
 
 
 def draw(
-  tenant: Account,
+  account: Account,
   held: SessionState,
   dialogue: Dialogue,
   prompt: Sequence[int],
@@ -76,7 +76,7 @@ def draw(
   """Draw the answer to a prompt; the iterator yields drafts, if requested, and the turn.
 
   Args:
-    tenant: the owner.
+    account: the owner.
     held: the session.
     dialogue: its conversation.
     prompt: token ids.
@@ -91,7 +91,7 @@ def draw(
     TurnConflict: something else has changed the session meanwhile; raised when the turn is drawn.
     ServiceError, UserError: as `Account.sample`.
   """
-  session, service = held.session, tenant.service
+  session, service = held.session, account.service
   if len(prompt) > service.max_prompt:
     named = f' {session.settings.title!r}' if session.settings.title else ''
     raise InvalidRequest(
@@ -99,9 +99,9 @@ def draw(
       '(serve.prompt_buckets): open a new session, and begin it with what matters of this one.',
       field='messages',
     )
-  target = VersionTarget(adapter := tenant.adapter(session.adapter), adapter.head)
+  target = VersionTarget(adapter := account.adapter(session.adapter), adapter.head)
   options = session.settings.options(seed, [dialogue.turn_end])
-  sampling = tenant.sample(target, prompt, options=options, drafts=drafts)
+  sampling = account.sample(target, prompt, options=options, drafts=drafts)
 
   def events() -> Iterator[SampleDraft | SessionTurn]:
     for event in sampling:
@@ -130,7 +130,7 @@ def draw(
         created=service.clock(),
       )
       if joins:
-        tenant.call.check()  # A turn that nobody has seen would stand in the way of the next one.
+        account.call.check()  # A turn that nobody has seen would stand in the way of the next one.
         with service.store.database.writing(full=True) as rows:
           session_tables.advance(rows, session, held.number)
           session_tables.put_turn(rows, session, turn)

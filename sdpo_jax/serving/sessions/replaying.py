@@ -26,7 +26,7 @@ from sdpo_jax.types import Messages
 
 
 def replay(
-  tenant: Account, adapter: str, examples: Sequence[TrainingExample], request: IdempotentRequest | None = None
+  account: Account, adapter: str, examples: Sequence[TrainingExample], request: IdempotentRequest | None = None
 ) -> list[LearnedTurns]:
   """Learn examples and return the result of every step.
 
@@ -34,7 +34,7 @@ def replay(
   last. All are checked before the first one is learned.
 
   Args:
-    tenant: the owner.
+    account: the owner.
     adapter: the id of the adapter that learns.
     examples: of any adapter.
     request: the request's idempotency record: a repeated request continues after what it has already learned.
@@ -43,8 +43,8 @@ def replay(
     InvalidRequest: an example cannot be rendered for this model; the error gives its number.
     ServiceError, UserError: as `feedback.learn`; what was learned before stays.
   """
-  most = tenant.service.settings.limits.max_items
-  items = [item_of(tenant, example, number) for number, example in enumerate(examples)]
+  most = account.service.settings.limits.max_items
+  items = [item_of(account, example, number) for number, example in enumerate(examples)]
   steps = []
   for group in _groups(examples):
     for start in range(0, len(group), most):
@@ -52,13 +52,13 @@ def replay(
       last = examples[part[-1]]
       numbers = sorted({examples[number].turn for number in part})
       source = {'replayed': {'session': last.session, 'turns': numbers}}
-      asked = waiting_examples.request_of(tenant, [items[number] for number in part], last, source)
+      asked = waiting_examples.request_of(account, [items[number] for number in part], last, source)
       steps.append((asked, items[part[-1]], numbers))
-  return [_step(tenant, adapter, *step, request, index) for index, step in enumerate(steps)]
+  return [_step(account, adapter, *step, request, index) for index, step in enumerate(steps)]
 
 
 def _step(
-  tenant: Account,
+  account: Account,
   adapter: str,
   asked: FeedbackRequest,
   item: Item,
@@ -67,17 +67,17 @@ def _step(
   index: int,
 ) -> LearnedTurns:
   """Learn one step of a replay, or return its stored result."""
-  store = tenant.service.store
+  store = account.service.store
   part = None if request is None else store.part(request, index)
   if isinstance(part, StoredResponse):
     if part.response is not None:
       return LearnedTurns.from_json(json.loads(part.response))
-    made = tenant.version(adapter, part.version)
+    made = account.version(adapter, part.version)
     return LearnedTurns(made.parent, made.number, True, None, tuple(numbers))
   try:
     began = time.monotonic()
-    done = feedback.learn(tenant, adapter, None, asked, idempotency=part)
-    learned = waiting_examples.said_of(tenant, done, item, numbers, began)
+    done = feedback.learn(account, adapter, None, asked, idempotency=part)
+    learned = waiting_examples.said_of(account, done, item, numbers, began)
   except BaseException:
     if part is not None:
       store.abandon(part)
@@ -99,23 +99,23 @@ def _groups(examples: Sequence[TrainingExample]) -> list[list[int]]:
   return [sorted(groups[key], key=lambda number: examples[number].kind != 'rehearsal') for key in order]
 
 
-def item_of(tenant: Account, example: TrainingExample, number: int) -> Item:
+def item_of(account: Account, example: TrainingExample, number: int) -> Item:
   """Return the feedback item of an example for the model that is served here."""
-  service = tenant.service
+  service = account.service
   shown = {name: getattr(example, name) for name in ('feedback', 'environment', 'demonstration')}
   with service.tokenizing:
     if example.tokenizer == fingerprint(service.tokenizer):
       tokens = {name: list(getattr(example, name)) for name in ('prompt_tokens', 'tokens', 'teacher_prompt')}
       return Item(**tokens, log_probs=example.log_probs, **shown)
     try:
-      return _rewritten(tenant, example, shown)
+      return _rewritten(account, example, shown)
     except (InvalidRequest, UserError) as error:
       raise InvalidRequest(f'examples[{number}]: {error}', field=f'examples[{number}]') from error
 
 
-def _rewritten(tenant: Account, example: TrainingExample, shown: Mapping[str, str | None]) -> Item:
+def _rewritten(account: Account, example: TrainingExample, shown: Mapping[str, str | None]) -> Item:
   """Return an example rendered with the template and tokenizer here, so that no log-probs of its tokens are known."""
-  service = tenant.service
+  service = account.service
   form = form_of(template_of(service.tokenizer, example.tools)) if example.tools else None
   dialogue = Dialogue(service.tokenizer, service.chat, tools=example.tools, stop_token_ids=service.stop_token_ids)
   dialogue.check(form)

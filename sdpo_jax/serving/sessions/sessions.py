@@ -42,10 +42,10 @@ class Sessions:
   Methods raise NotFound for sessions and adapters of other owners, as those of `Account` do.
   """
 
-  def __init__(self, tenant: Account):
+  def __init__(self, account: Account):
     """Make the object that `Account.sessions` returns."""
-    self._tenant, self._service = tenant, tenant.service
-    self._database = tenant.service.store.database
+    self._account, self._service = account, account.service
+    self._database = account.service.store.database
 
   # Sessions.
 
@@ -64,7 +64,7 @@ class Sessions:
         conversations cannot be continued token by token.
       Forbidden: the adapter has reached the limit of sessions.
     """
-    service, known = self._service, self._tenant.adapter(adapter)
+    service, known = self._service, self._account.adapter(adapter)
     settings.check(service.settings, max_completion=service.max_completion, vocab_size=service.vocab_size)
     form = None
     if settings.tools:
@@ -104,11 +104,11 @@ class Sessions:
 
   def list(self, adapter: str) -> list[AgentSession]:
     """Return the sessions of an adapter, the oldest first."""
-    return session_tables.sessions(self._database, self._tenant.adapter(adapter).id)
+    return session_tables.sessions(self._database, self._account.adapter(adapter).id)
 
   def get(self, adapter: str, session: str) -> AgentSession:
     """Return a session; raise NotFound if it does not exist or belongs to another owner."""
-    known = session_tables.session(self._database, self._tenant.adapter(adapter).id, session)
+    known = session_tables.session(self._database, self._account.adapter(adapter).id, session)
     if known is None:
       raise NotFound(f'There is no session {short_repr(session)} of {adapter}.')
     return known
@@ -119,7 +119,7 @@ class Sessions:
 
   def delete(self, adapter: str, session: str) -> None:
     """Erase a session, its turns and its examples; what the adapter has learned stays."""
-    with self._service.turns.of(('session', session), self._tenant.call):
+    with self._service.turns.of(('session', session), self._account.call):
       self.get(adapter, session)
       with self._database.writing(full=True) as rows:
         session_tables.erase_session(rows, session)
@@ -169,7 +169,7 @@ class Sessions:
     else:
       with self._service.tokenizing:
         prompt = proposing.next_prompt(held, dialogue, new).tokens
-    return proposing.draw(self._tenant, held, dialogue, prompt, new, held.number + 1, seed=seed, drafts=drafts)
+    return proposing.draw(self._account, held, dialogue, prompt, new, held.number + 1, seed=seed, drafts=drafts)
 
   def retry(
     self, adapter: str, session: str, n: int, *, seed: int | None = None, drafts: bool = False
@@ -186,7 +186,7 @@ class Sessions:
     held = self._held(adapter, session)
     turn = self._turn(held, n)
     dialogue, prompt, messages = self._dialogue_of(held.session), turn.prompt_tokens, turn.messages
-    return proposing.draw(self._tenant, held, dialogue, prompt, messages, n, seed=seed, drafts=drafts, joins=False)
+    return proposing.draw(self._account, held, dialogue, prompt, messages, n, seed=seed, drafts=drafts, joins=False)
 
   def decide(self, adapter: str, session: str, n: int, decision: Decision) -> tuple[SessionTurn, LearnedTurns | None]:
     """Decide on the newest proposal, and learn from the decision.
@@ -267,21 +267,21 @@ class Sessions:
   def flush(self, adapter: str, session: str) -> LearnedTurns | None:
     """Learn the waiting examples now and return the result; None: none waits."""
     with self._settled(adapter, session) as (held, dialogue):
-      return waiting_examples.learn(self._tenant, held.session, dialogue, few=True)
+      return waiting_examples.learn(self._account, held.session, dialogue, few=True)
 
   def examples(self, adapter: str, session: str | None = None) -> Sequence[TrainingExample]:
     """Return every example that was or will be learned in sessions of an adapter, or in one of them."""
-    self._tenant.adapter(adapter)
+    self._account.adapter(adapter)
     if session is not None:
       self.get(adapter, session)
-    return examples.exported(self._tenant, adapter, session)
+    return examples.exported(self._account, adapter, session)
 
   def replay(
     self, adapter: str, examples: Sequence[TrainingExample], *, request: IdempotentRequest | None = None
   ) -> Sequence[LearnedTurns]:
     """Learn examples of another adapter, in the groups in which they were learned; see `replaying.replay`."""
-    self._tenant.adapter(adapter)
-    return replaying.replay(self._tenant, adapter, examples, request)
+    self._account.adapter(adapter)
+    return replaying.replay(self._account, adapter, examples, request)
 
   # Inside.
 
@@ -299,7 +299,7 @@ class Sessions:
   @contextlib.contextmanager
   def _settled(self, adapter: str, session: str) -> Iterator[tuple[SessionState, Dialogue]]:
     """Hold the lock of a session, and provide it as it is after noting what was already learned from it."""
-    with self._service.turns.of(('session', session), self._tenant.call):
+    with self._service.turns.of(('session', session), self._account.call):
       self.get(adapter, session)  # This also makes the store re-read the adapter if its versions are in doubt.
       session_tables.reconcile(self._database, adapter)
       held = self._held(adapter, session)
@@ -358,7 +358,7 @@ class Sessions:
     self, held: SessionState, dialogue: Dialogue, turn: SessionTurn, kind: str, said: TeacherTexts
   ) -> tuple[SessionTurn, LearnedTurns | None]:
     """Store the new state of a turn with the example to learn from it, if any text is said; then learn what waits."""
-    example = waiting_examples.example_of(self._tenant, held.session, dialogue, turn, kind, said)
+    example = waiting_examples.example_of(self._account, held.session, dialogue, turn, kind, said)
     with self._database.writing(full=True) as rows:
       session_tables.advance(rows, held.session, held.number)
       session_tables.change_turn(rows, held.session, turn)
@@ -370,7 +370,7 @@ class Sessions:
     self, held: SessionState, dialogue: Dialogue, turn: SessionTurn
   ) -> tuple[SessionTurn, LearnedTurns | None]:
     """Learn the waiting examples after a turn has added one; return the turn afterwards, and the result."""
-    learned = waiting_examples.learn(self._tenant, held.session, dialogue)
+    learned = waiting_examples.learn(self._account, held.session, dialogue)
     return self._turn(held, turn.n), learned
 
   def _again(

@@ -44,28 +44,28 @@ _PAGE = 16  # How many turns to read at a time when searching for approved ones.
 
 
 def example_of(
-  tenant: Account, session: AgentSession, dialogue: Dialogue, turn: SessionTurn, kind: str, said: TeacherTexts
+  account: Account, session: AgentSession, dialogue: Dialogue, turn: SessionTurn, kind: str, said: TeacherTexts
 ) -> SessionExample | None:
   """Return the example to learn from a turn; None: there is nothing to show to the teacher."""
   if not said:
     return None
-  service, settings = tenant.service, session.settings
+  service, settings = account.service, session.settings
   attempt = turn.tokens if settings.show_attempt and kind != REHEARSAL else None
   with service.tokenizing:
     asked = dialogue.split(turn.prompt_tokens)
     prompt = teaching.teacher_prompt(dialogue, asked, said, service.reprompting.config, attempt, title=settings.title)
   # Rehearsals do not wait: they are learned beside others.
   state = 'learned' if kind == REHEARSAL else 'waiting'
-  return SessionExample(session.id, turn.n, kind, state, tenant.adapter(session.adapter).head, (), prompt, said)
+  return SessionExample(session.id, turn.n, kind, state, account.adapter(session.adapter).head, (), prompt, said)
 
 
-def learn(tenant: Account, session: AgentSession, dialogue: Dialogue, *, few: bool = False) -> LearnedTurns | None:
+def learn(account: Account, session: AgentSession, dialogue: Dialogue, *, few: bool = False) -> LearnedTurns | None:
   """Learn the waiting examples of a session and return the result; None: none waits.
 
   The caller makes sure that nobody else changes the session meanwhile.
 
   Args:
-    tenant: the owner.
+    account: the owner.
     session: the session of the examples.
     dialogue: its conversation.
     few: whether to learn even if fewer than `min_sdpo_examples` wait.
@@ -73,29 +73,29 @@ def learn(tenant: Account, session: AgentSession, dialogue: Dialogue, *, few: bo
   Raises:
     ServiceError, UserError: as `feedback.learn`; the examples keep waiting.
   """
-  settings, store = session.settings, tenant.service.store
+  settings, store = session.settings, account.service.store
   waiting = session_tables.examples(store.database, session.adapter, session=session.id, state='waiting')
-  adapter = tenant.adapter(session.adapter)
+  adapter = account.adapter(session.adapter)
   if not waiting:
     return None
   if len(waiting) < settings.min_sdpo_examples and not few:
     return LearnedTurns(adapter.head, adapter.head, False, None, (), len(waiting))
   began = time.monotonic()
-  most = tenant.service.settings.limits.max_items
+  most = account.service.settings.limits.max_items
   learning = waiting[: max(1, most - settings.rehearse)]
-  beside = list(_rehearsed(tenant, session, dialogue, max(each.n for each in learning)))[: most - len(learning)]
+  beside = list(_rehearsed(account, session, dialogue, max(each.n for each in learning)))[: most - len(learning)]
   everything = [*beside, *learning]
   turns = {n: session_tables.turn(store.database, session.id, n) for n in {each.n for each in everything}}
   numbers = sorted({each.n for each in learning})
   source = {'id': session.id, 'turns': numbers, 'examples': [[each.n, each.kind] for each in everything]}
   items = [_item(each, turns[each.n]) for each in everything]
-  request = request_of(tenant, items, settings, {SOURCE: source})
+  request = request_of(account, items, settings, {SOURCE: source})
   if beside:
     with store.database.writing() as rows:
       for each in beside:
         session_tables.put_example(rows, session.adapter, each)
-  done = feedback.learn(tenant, session.adapter, None, request)
-  learned = said_of(tenant, done, turns[learning[-1].n], numbers, began)
+  done = feedback.learn(account, session.adapter, None, request)
+  learned = said_of(account, done, turns[learning[-1].n], numbers, began)
   learned = dataclasses.replace(learned, waiting=len(waiting) - len(learning))
   references = [(session.id, each.n, each.kind) for each in (everything if learned.accepted else learning)]
   with store.database.writing(full=True) as rows:
@@ -104,12 +104,12 @@ def learn(tenant: Account, session: AgentSession, dialogue: Dialogue, *, few: bo
 
 
 def request_of(
-  tenant: Account, items: Sequence[Item], settings: SessionSettings | TrainingExample, source: Mapping[str, Any]
+  account: Account, items: Sequence[Item], settings: SessionSettings | TrainingExample, source: Mapping[str, Any]
 ) -> FeedbackRequest:
   """Return the request to learn from completions as the settings of their session say.
 
   Args:
-    tenant: the owner.
+    account: the owner.
     items: the completions.
     settings: of the session, or an example that names them.
     source: the origin of the completions, for the details of the new version.
@@ -120,7 +120,7 @@ def request_of(
   return make_request(
     items,
     settings.update,
-    tenant.service.settings,
+    account.service.settings,
     teacher=settings.teacher,
     guards=settings.guards,
     detail=(),
@@ -134,13 +134,13 @@ def _item(example: SessionExample, turn: SessionTurn) -> Item:
   return Item(**tokens, **dataclasses.asdict(example.said), teacher_prompt=example.teacher_prompt)
 
 
-def _rehearsed(tenant: Account, session: AgentSession, dialogue: Dialogue, newest: int) -> Iterator[SessionExample]:
+def _rehearsed(account: Account, session: AgentSession, dialogue: Dialogue, newest: int) -> Iterator[SessionExample]:
   """Yield examples of approved proposals up to a turn, the newest first, each with itself as the demonstration.
 
   Proposals of which the teacher may read nothing, and those that leave it no room, are skipped: rehearsals only protect
   what was approved, and nobody has asked for any one of them.
   """
-  service, left, before = tenant.service, session.settings.rehearse, newest + 1
+  service, left, before = account.service, session.settings.rehearse, newest + 1
   while left > 0 and (page := session_tables.turns_back(service.store.database, session.id, before, _PAGE)):
     before = page[-1].n
     for turn in page:
@@ -148,7 +148,7 @@ def _rehearsed(tenant: Account, session: AgentSession, dialogue: Dialogue, newes
         continue
       said = TeacherTexts(demonstration=context.shown_text(turn.text, service.reprompting.config))
       with contextlib.suppress(InvalidRequest):
-        if (example := example_of(tenant, session, dialogue, turn, REHEARSAL, said)) is not None:
+        if (example := example_of(account, session, dialogue, turn, REHEARSAL, said)) is not None:
           left -= 1
           yield example
 
@@ -157,12 +157,12 @@ def _rehearsed(tenant: Account, session: AgentSession, dialogue: Dialogue, newes
 
 
 def said_of(
-  tenant: Account, done: FeedbackResult, turn: SessionTurn | Item, numbers: Sequence[int], began: float
+  account: Account, done: FeedbackResult, turn: SessionTurn | Item, numbers: Sequence[int], began: float
 ) -> LearnedTurns:
   """Return the summary of a feedback, with the divergence and the moved tokens of its last completion.
 
   Args:
-    tenant: the owner.
+    account: the owner.
     done: from `feedback.learn`.
     turn: the turn or item with the prompt and tokens of that completion.
     numbers: the turns that were learned from.
@@ -180,7 +180,7 @@ def said_of(
     0,
     divergences[0],
     divergences[after != before],
-    _moved(turn.tokens, scores, tenant.service.texts) if answer['accepted'] else (),
+    _moved(turn.tokens, scores, account.service.texts) if answer['accepted'] else (),
     round(time.monotonic() - began, 6),
   )
 
