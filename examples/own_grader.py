@@ -3,7 +3,8 @@
   python examples/own_grader.py --workdir=runs/own_grader
 
 The tiny model of the quickstart learns to reverse digits; the grader describes the errors in words, and the model
-learns from this feedback. 40 steps take about a minute on two CPU cores.
+learns from this feedback. The words are those of `sdpo_jax/environments/digits.py`: so small a model reads no others.
+40 steps take about a minute on two CPU cores, and lead from almost no right answer to almost only right ones.
 """
 
 import argparse
@@ -17,8 +18,9 @@ def reversal(completions, answer, **_):
   """Score completions, with feedback on which digit of a wrong one is wrong."""
 
   def outcome(said, right):
-    wrong = [f'Digit {at} must be {digit}.' for at, digit in enumerate(right, 1) if said[at - 1 : at] != digit]
-    return {'score': float(said == right), 'feedback': ' '.join(wrong)}
+    pairs = enumerate(zip(right, said, strict=False), 1)
+    wrong = [f'Digit {at} is wrong: expected {digit}, got {got}.' for at, (digit, got) in pairs if got != digit]
+    return {'score': float(said == right), 'feedback': '\n'.join(wrong)}
 
   return [outcome(said.strip(), right) for said, right in zip(completions, answer, strict=True)]
 

@@ -2,11 +2,13 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 
 import pytest
 
+from sdpo_jax.environments import digits
 from tests import tiny
 
 EXAMPLES = tiny.REPOSITORY / 'examples'
@@ -45,6 +47,13 @@ def run(name: str, *arguments: str) -> str:
 
 def test_no_example_is_left_out():
   assert {path.name for path in EXAMPLES.glob('*.py')} - ELSEWHERE == {*RUNS, *ALONE}
+
+
+def test_the_own_grader_says_what_is_wrong_in_the_words_that_the_tiny_model_was_taught():
+  reversal = runpy.run_path(str(EXAMPLES / 'own_grader.py'))['reversal']
+  wrong, right = reversal(completions=['11706\n', '31704'], answer=['31704', '31704'])
+  assert wrong == {'score': 0.0, 'feedback': digits.feedback('31704', '11706')}
+  assert right == {'score': 1.0, 'feedback': ''}
 
 
 @pytest.mark.slow  # The call that it shows is made by every test of the objective.
