@@ -50,6 +50,8 @@ def _one(pair: tuple[float | None, float | None]) -> float:
   return next(value for value in pair if value is not None)
 
 
+# Whole numbers and seconds without another upper bound are below this: arrays index with int32, and clocks overflow.
+MOST = 2**31
 POSITIVE, NOT_NEGATIVE = Range(above=0), Range(at_least=0)
 TOKENS, BATCHES, SECONDS, MIB, BYTES, VERSIONS, REQUESTS = (
   Range(above=0, unit=unit)
@@ -66,8 +68,13 @@ def check_ranges(config: Any) -> None:
   for name, value, hint, field in settings(config):
     allowed = field.metadata['range']
     for number in value if isinstance(value, list | tuple) else [value]:
-      if allowed is not None and number is not None and not allowed.holds(number):
+      if allowed is None or number is None:
+        continue
+      if not allowed.holds(number):
         lie = 'lie' if str(allowed).startswith('in ') else 'be'
         none = ' or None' if takes_none(hint) else ''
         why = f': {allowed.why}' if allowed.why else ''
         raise UserError(f'{name} must {lie} {allowed}{none}, not {number}{why}.')
+      bounded = allowed.at_most is not None or allowed.below is not None or allowed.unit == 'bytes'
+      if not bounded and (isinstance(number, int) or allowed.unit == 'seconds') and number >= MOST:
+        raise UserError(f'{name} must be below 2^31, not {number}.')

@@ -71,6 +71,8 @@ class Validation(parameterized.TestCase):
     ('serve.learning.topk', 101, 'more than serve.topk=100'),
     ('serve.learning.steps', 17, 'more than serve.limits.max_steps=16'),
     ('serve.guards.max_self_similarity', 1.5, r'must lie in \(0, 1\] or None, not 1.5'),
+    ('rollout.top_k', 10**20, r'rollout.top_k must be below 2\^31, not 1'),
+    ('trainer.watchdog_limit_s', 1e20, r'watchdog_limit_s must be below 2\^31'),
   )
   def test_a_wrong_setting_is_named_with_the_way_out(self, name, value, sentence):
     config = valid().validate()
