@@ -27,7 +27,7 @@ from sdpo_jax.training.session import Session
 from sdpo_jax.training.specs import chat_format, declared_buckets, objective_spec, teacher_spec, update_spec
 from sdpo_jax.types import Tree
 
-_logger = logging.getLogger('sdpo_jax.session')
+_logger = logging.getLogger('sdpo_jax.training')
 
 
 def load_tokenizer(config: Config) -> Any:

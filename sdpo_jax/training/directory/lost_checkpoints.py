@@ -26,7 +26,7 @@ from sdpo_jax.training.directory.published_checkpoints import published_steps
 from sdpo_jax.training.directory.reconstructed_starts import numbers, reached, recorded
 from sdpo_jax.training.directory.workdir import BEFORE_RESTART, RESULTS
 
-_logger = logging.getLogger('sdpo_jax.remains')
+_logger = logging.getLogger('sdpo_jax.checkpoints')
 
 
 def settle(workdir: epath.Path, ownership: Ownership, *, restart: bool, say: Callable[[str], None]) -> None:
