@@ -486,6 +486,7 @@ MUTANTS = (
   *_in(
     'sdpo_jax/learning/learner.py',
     'tests/learning/test_learner.py',
+    ('a request steps once more than it wants', 'if number < task.update.steps}', 'if number <= task.update.steps}'),
     ('later steps keep the first support', 'micro.batch if number == 0 else', 'micro.batch if number >= 0 else'),
   ),
   *_in(

@@ -159,6 +159,19 @@ def test_tasks_that_are_learned_together_end_as_runs_of_their_own(adapters, teac
   assert max(step['grad_norm'] for found in learned for step in found.steps) > OPTIMIZER.max_grad_norm
 
 
+def test_a_request_takes_the_steps_that_it_wants_beside_one_that_wants_more(adapters, teachers, learner):
+  tasks = [
+    task_of(slot, [lesson(91 + slot)], teacher=slot, loss=Sdpo(topk=K), optimizer=OPTIMIZER, steps=steps)
+    for slot, steps in ((0, 1), (1, 3))
+  ]
+  state, learned = learner.learn(fresh(adapters), teachers, tasks)
+  for task, found in zip(tasks, learned, strict=True):
+    alone, _ = learner.learn(fresh(adapters), teachers, [task])
+    slot = training_pool.slot_of(state, task.slot)
+    assert int(slot.moments.count) == len(found.steps) == task.update.steps
+    assert_close(slot.trainable, training_pool.slot_of(alone, task.slot).trainable, 3e-5)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def logits_of(policy, base, trainable, rows):
   hidden, unembedding = forward(policy, base, trainable, rows)
