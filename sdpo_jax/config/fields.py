@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 import dataclasses
 import difflib
+import functools
 import json
 import re
 import sys
@@ -64,13 +65,19 @@ def flatten(config: Any, prefix: str = '', like: Any = None) -> dict[str, Any]:
 
 def settings(config: Any, prefix: str = '') -> Iterator[tuple[str, Any, Any, dataclasses.Field]]:
   """Yield (dotted name, value, type, field) of every setting of a config."""
-  hints = typing.get_type_hints(type(config))
+  hints = types_of(type(config))
   for field in dataclasses.fields(config):
     value = getattr(config, field.name)
     if dataclasses.is_dataclass(value):
       yield from settings(value, f'{prefix}{field.name}.')
     else:
       yield prefix + field.name, value, hints[field.name], field
+
+
+@functools.cache
+def types_of(section: type) -> dict[str, Any]:
+  """Return the types of the fields of a section's class by name; kept, since reading annotations is slow."""
+  return typing.get_type_hints(section)
 
 
 def takes_none(hint: Any) -> bool:
@@ -209,7 +216,7 @@ def check_types(config: Any) -> None:
 
 
 def _check_section(section: Any, prefix: str, config: Any) -> None:
-  hints = typing.get_type_hints(type(section))
+  hints = types_of(type(section))
   unknown = vars(section).keys() - hints.keys()
   if unknown:
     raise unknown_setting(config, prefix + min(unknown))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import dataclasses
-import typing
 from typing import Any
 import urllib.parse
 
-from sdpo_jax.config.fields import check_types, flatten, parse, parse_entry, unknown_setting
+from sdpo_jax.config.fields import check_types, flatten, parse, parse_entry, types_of, unknown_setting
 from sdpo_jax.config.validated import Config
 from sdpo_jax.errors import UserError
 
@@ -251,7 +250,7 @@ def _place(config: Config, name: str) -> tuple[Any, str]:
 
 def _hints(section: Any) -> dict[str, Any]:
   """Return the types in a section by name; none in anything else."""
-  return typing.get_type_hints(type(section)) if dataclasses.is_dataclass(section) else {}
+  return types_of(type(section)) if dataclasses.is_dataclass(section) else {}
 
 
 def from_dict(values: dict[str, Any]) -> Config:
