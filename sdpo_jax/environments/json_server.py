@@ -390,7 +390,7 @@ class _Stream(httpcore2.NetworkStream):
 def _pool(url: httpx2.URL, backend: _Backend, connections: int, setting: str) -> httpcore2.ConnectionPool:
   """Return a connection pool for an address, through the proxy that the environment names (HTTPS_PROXY and so on)."""
   options = {
-    'ssl_context': httpx2.create_ssl_context(),
+    'ssl_context': httpx2.create_ssl_context() if url.scheme == 'https' else None,  # Takes a while to make.
     # Callers limit how many are in use; connections of abandoned requests must not make others wait.
     'max_connections': None,
     'max_keepalive_connections': connections,
