@@ -55,6 +55,7 @@ class Server:
 
     class Handler(http.server.BaseHTTPRequestHandler):
       protocol_version = 'HTTP/1.1'
+      disable_nagle_algorithm = True  # An answer is several writes.
 
       def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers['Content-Length'])))

@@ -187,6 +187,7 @@ class SessionServer:
 
     class Handler(http.server.BaseHTTPRequestHandler):
       protocol_version = 'HTTP/1.1'
+      disable_nagle_algorithm = True  # An answer is several writes.
 
       def do_GET(self):
         self._reply('GET', None)

@@ -79,6 +79,7 @@ class S3:
   def _handler(server) -> type[http.server.BaseHTTPRequestHandler]:
     class Handler(http.server.BaseHTTPRequestHandler):
       protocol_version = 'HTTP/1.1'
+      disable_nagle_algorithm = True  # An answer is several writes.
 
       def do(self) -> None:
         url = urllib.parse.urlsplit(self.path)
