@@ -257,9 +257,9 @@ SLOW_READERS = [name for name in READERS if name.endswith(', reference')]
 @pytest.mark.parametrize('reader', tiers.cases(READERS, default=READERS.keys() - SLOW_READERS, slow=SLOW_READERS))
 def test_no_completion_is_read_in_time_that_grows_as_the_square_of_its_length(reader):
   for beginning, repeated in REPEATED:
-    # Milliseconds if the time is proportional to the length, and otherwise minutes to hours.
-    with processor_seconds_at_most(30):
-      READERS[reader](beginning + repeated * (1_000_000 // len(repeated)))
+    # Milliseconds if the time is proportional to the length, and otherwise a minute or more.
+    with processor_seconds_at_most(3):
+      READERS[reader](beginning + repeated * (300_000 // len(repeated)))
 
 
 def test_names_that_feedback_repeats_are_short():

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import functools
-import gc
 import io
 import itertools
 import json
@@ -452,13 +451,13 @@ def test_a_tree_is_removed_without_following_links(tmp_path):
 
 
 def test_many_programs_leave_nothing_behind(sandbox):
-  gc.collect()  # Files that other tests have left open would be closed in between.
   run(sandbox, '')
   zygote = pids(sandbox)[0]
   open_here, open_there = (len(os.listdir(f'/proc/{pid}/fd')) for pid in ('self', zygote))
   reports = sandbox.run([job('result = 1')] * 300)
   assert sum(report.result for report in reports) == 300
-  assert len(os.listdir('/proc/self/fd')) == open_here and pids(sandbox)[0] == zygote
+  # What other tests have left open may be closed meanwhile.
+  assert len(os.listdir('/proc/self/fd')) <= open_here and pids(sandbox)[0] == zygote
   # The zygote closes its end after the last report, and then ends the namespace.
   until(lambda: len(os.listdir(f'/proc/{zygote}/fd')) <= open_there and programs(zygote) == [])
 
