@@ -13,6 +13,7 @@ import subprocess
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
+os.environ.setdefault('OPENBLAS_NUM_THREADS', '1')  # Its threads spin for 0.2 seconds in each process that starts.
 
 from etils.epath import backend
 from fsspec.implementations.local import LocalFileSystem
@@ -63,7 +64,7 @@ LONGEST = """
   models/test_exporting.py training/test_programs.py training/test_divergence.py inference/test_synthesis.py
   environments/test_user_environment.py learning/test_training_pool.py
 """.split()
-PROGRAMS = 500  # Compiled, with the traces that led to them: about 1.6 GB.
+PROGRAMS = 1000  # Compiled, with the traces that led to them: about 3 GB.
 MEMORY = 3 * 2**30  # Bytes that a process may have; traces of programs for TPUs take them too.
 
 
@@ -136,11 +137,9 @@ def free_memory():
   yield
   if too_much():
     gc.unfreeze()
+    jax.clear_caches()
     gc.collect()
-    if too_much():
-      jax.clear_caches()
-      gc.collect()
-      return_memory()
+    return_memory()
   gc.freeze()
 
 
