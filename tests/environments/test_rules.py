@@ -258,7 +258,7 @@ SLOW_READERS = [name for name in READERS if name.endswith(', reference')]
 def test_no_completion_is_read_in_time_that_grows_as_the_square_of_its_length(reader):
   for beginning, repeated in REPEATED:
     # Milliseconds if the time is proportional to the length, and otherwise a minute or more.
-    with processor_seconds_at_most(3):
+    with processor_seconds_at_most(2.5):
       READERS[reader](beginning + repeated * (300_000 // len(repeated)))
 
 
