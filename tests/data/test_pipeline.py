@@ -171,7 +171,7 @@ def drawn(iterator, batches):
   ('weights', 'shares'), [((7, 3), (7, 3)), ((0.7, 0.3), (7, 3)), ((1, 2), (1, 2)), ((0.1, 0.005), (20, 1))]
 )
 def test_each_source_has_exactly_its_share_of_every_round_however_large_it_is(write, weights, shares):
-  files = [write([raw(i) for i in range(30)], 'few.json'), write([raw(100 + i) for i in range(200)], 'many.json')]
+  files = [write([raw(i) for i in range(3)], 'few.json'), write([raw(100 + i) for i in range(20)], 'many.json')]
   it = train(files, batch=sum(shares), source_weights=weights)
   for _ in range(12):
     few = sum(int(i.split('/')[1]) < 100 for i in drawn(it, 1))
