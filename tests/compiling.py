@@ -50,6 +50,8 @@ def prepare() -> pathlib.Path | None:
     if _known(flags):
       os.environ['XLA_FLAGS'] = flags
   jax.config.update('jax_enable_compilation_cache', False)
+  if _REPORTS not in os.environ:
+    jax.config.update('jax_traceback_in_locations_limit', 0)  # Where each operation was written: 5 % of the time.
   return made
 
 
