@@ -5,7 +5,6 @@ import contextlib
 import ctypes
 import gc
 import importlib.util
-import math
 import os
 import pathlib
 import shutil
@@ -19,7 +18,6 @@ from etils.epath import backend
 from fsspec.implementations.local import LocalFileSystem
 import hypothesis
 import jax
-from jax.extend import backend as devices
 import pytest
 
 from models import remote_files
@@ -64,8 +62,7 @@ LONGEST = """
   models/test_exporting.py training/test_programs.py training/test_divergence.py inference/test_synthesis.py
   environments/test_user_environment.py learning/test_training_pool.py
 """.split()
-PROGRAMS = 1000  # Compiled, with the traces that led to them: about 3 GB.
-MEMORY = 3 * 2**30  # Bytes that a process may have; traces of programs for TPUs take them too.
+SHARE = 0.2  # Of the machine's memory, that a process may keep: three workers share it with what they start.
 
 
 def pytest_addoption(parser):
@@ -110,12 +107,12 @@ def pytest_collection_finish():
   gc.enable()
 
 
-def resident_bytes() -> float:
-  """Return the memory of this process; endless where the system does not say."""
+def resident_share() -> float:
+  """Return how much of the machine's memory this process has, from 0 to 1; all where the system does not say."""
   try:
-    return int(pathlib.Path('/proc/self/statm').read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
+    return int(pathlib.Path('/proc/self/statm').read_text().split()[1]) / os.sysconf('SC_PHYS_PAGES')
   except OSError:
-    return math.inf
+    return 1.0
 
 
 def return_memory() -> None:
@@ -124,18 +121,14 @@ def return_memory() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def too_much() -> bool:
-  return len(devices.get_backend().live_executables()) > PROGRAMS or resident_bytes() > MEMORY
-
-
 @pytest.fixture(scope='module', autouse=True)
 def free_memory():
-  """Drop compiled programs at the end of a file once they are many; a process that keeps all of them grows to 7 GB.
+  """Drop compiled programs at the end of a file once they take much memory: a process that keeps all grows to 7 GB.
 
   Until then the collector looks only at objects of this file: those of compiled programs number millions.
   """
   yield
-  if too_much():
+  if resident_share() > SHARE:
     gc.unfreeze()
     jax.clear_caches()
     gc.collect()
