@@ -71,6 +71,7 @@ def made():
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_memory_by_kind_is_the_models(made):
   plan, policy, _ = made
   parameters = 4 * sum(math.prod(p.shape) for p in policy.parameter_table())
@@ -91,6 +92,7 @@ def test_memory_by_kind_is_the_models(made):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_a_decode_loop_costs_a_step_times_the_longest_completion(made):
   plan, _, said = made
   decode = plan.programs['decode']
@@ -112,6 +114,7 @@ def test_a_decode_loop_costs_a_step_times_the_longest_completion(made):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_evaluation_in_the_same_program_costs_what_its_settings_ask_for(made):
   plan, *_ = made
   decode, held_out = plan.programs['decode'], plan.programs['evaluation/decode']
@@ -120,6 +123,7 @@ def test_evaluation_in_the_same_program_costs_what_its_settings_ask_for(made):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_the_report_and_the_json_hold_every_program(made):
   plan, *_ = made
   text = plan_text.text(plan)
