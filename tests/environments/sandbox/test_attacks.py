@@ -529,7 +529,7 @@ def check_contained(sandbox, world, name):
 
 
 @pytest.mark.parametrize('name', [name for name in ATTACKS if name not in GREEDY])
-@kinds('landlock', 'bubblewrap, no Landlock')  # Those that other versions of Landlock know are below.
+@kinds('landlock', 'landlock 1, shared', 'bubblewrap, no Landlock')
 def test_an_attack_is_contained(sandbox, world, name):
   check_contained(sandbox, world, name)
 
