@@ -25,6 +25,16 @@ class Answer:
     return self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
 
 
+class RequestHandler(http.server.BaseHTTPRequestHandler):
+  """Keeps connections open, answers at once, and prints nothing; the base of handlers of the servers of tests."""
+
+  protocol_version = 'HTTP/1.1'
+  disable_nagle_algorithm = True  # An answer is several writes: each would wait until the client has the one before.
+
+  def log_message(self, *_: object) -> None:
+    pass
+
+
 class Server:
   """Asks `respond(body)` for the answer to every POST, behind `tls` if given; the address is `url`."""
 
@@ -53,10 +63,7 @@ class Server:
   def _handler(self) -> type[http.server.BaseHTTPRequestHandler]:
     server = self
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-      protocol_version = 'HTTP/1.1'
-      disable_nagle_algorithm = True  # An answer is several writes.
-
+    class Handler(RequestHandler):
       def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers['Content-Length'])))
         with server._lock:
@@ -77,9 +84,6 @@ class Server:
             self.send_header(name, value)
           self.end_headers()
           self.wfile.write(content)
-
-      def log_message(self, *_):
-        pass
 
     return Handler
 

@@ -13,6 +13,7 @@ from typing import Any
 import zipfile
 
 from sdpo_jax.serving.tool_calls import ToolCall, read_calls, write_call
+from tests.local_server import RequestHandler
 
 TOKEN = 'sst-the-token'
 _ADAPTER = {'id': 'ad-1', 'name': 'mine', 'version': 0}
@@ -185,10 +186,7 @@ class SessionServer:
   def _handler(self) -> type[http.server.BaseHTTPRequestHandler]:
     server = self
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-      protocol_version = 'HTTP/1.1'
-      disable_nagle_algorithm = True  # An answer is several writes.
-
+    class Handler(RequestHandler):
       def do_GET(self):
         self._reply('GET', None)
 
@@ -216,9 +214,6 @@ class SessionServer:
           self.send_header('Content-Length', str(len(content)))
           self.end_headers()
           self.wfile.write(content)
-
-      def log_message(self, *_):
-        pass
 
     return Handler
 

@@ -13,6 +13,8 @@ import threading
 import urllib.parse
 from xml.sax import saxutils
 
+from tests.local_server import RequestHandler
+
 PAGE = 7  # Objects of a list at once.
 
 
@@ -77,10 +79,7 @@ class S3:
     return f'<ListBucketResult>{cut}{more}{"".join(parts)}</ListBucketResult>'.encode()
 
   def _handler(server) -> type[http.server.BaseHTTPRequestHandler]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-      protocol_version = 'HTTP/1.1'
-      disable_nagle_algorithm = True  # An answer is several writes.
-
+    class Handler(RequestHandler):
       def do(self) -> None:
         url = urllib.parse.urlsplit(self.path)
         name = urllib.parse.unquote(url.path).removeprefix('/bucket').removeprefix('/')
@@ -103,9 +102,6 @@ class S3:
         self.wfile.write(content)
 
       do_GET = do_PUT = do_POST = do
-
-      def log_message(self, *_: object) -> None:
-        pass
 
     return Handler
 

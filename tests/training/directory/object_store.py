@@ -14,6 +14,8 @@ import re
 import threading
 import urllib.parse
 
+from tests.local_server import RequestHandler
+
 
 @dataclasses.dataclass
 class Object:
@@ -109,10 +111,7 @@ class ObjectStore:
   def _handler(self) -> type[http.server.BaseHTTPRequestHandler]:
     store = self
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-      protocol_version = 'HTTP/1.1'
-      disable_nagle_algorithm = True
-
+    class Handler(RequestHandler):
       def answer(self, status, body=b'', headers=None):
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         kind = 'application/octet-stream' if isinstance(body, bytes) else 'application/json'
@@ -234,8 +233,5 @@ class ObjectStore:
           self.connection.shutdown(2)
 
       do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = handle_request
-
-      def log_message(self, *_):
-        pass
 
     return Handler
