@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import gc
 import importlib.util
+import math
 import os
 import pathlib
 import shutil
@@ -62,7 +63,8 @@ LONGEST = """
   models/test_exporting.py training/test_programs.py training/test_divergence.py inference/test_synthesis.py
   environments/test_user_environment.py learning/test_training_pool.py
 """.split()
-SHARE = 0.2  # Of the machine's memory, that a process may keep: three workers share it with what they start.
+# Bytes that a process may keep: three workers share the machine, or a container in it, with what they start.
+MEMORY = min(5 * 2**30, os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') // 5)
 
 
 def pytest_addoption(parser):
@@ -107,12 +109,12 @@ def pytest_collection_finish():
   gc.enable()
 
 
-def resident_share() -> float:
-  """Return how much of the machine's memory this process has, from 0 to 1; all where the system does not say."""
+def resident_bytes() -> float:
+  """Return the memory of this process; endless where the system does not say."""
   try:
-    return int(pathlib.Path('/proc/self/statm').read_text().split()[1]) / os.sysconf('SC_PHYS_PAGES')
+    return int(pathlib.Path('/proc/self/statm').read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
   except OSError:
-    return 1.0
+    return math.inf
 
 
 def return_memory() -> None:
@@ -128,7 +130,7 @@ def free_memory():
   Until then the collector looks only at objects of this file: those of compiled programs number millions.
   """
   yield
-  if resident_share() > SHARE:
+  if resident_bytes() > MEMORY:
     gc.unfreeze()
     jax.clear_caches()
     gc.collect()
