@@ -187,7 +187,6 @@ from sdpo_jax.training import loop
 from sdpo_jax.training import closing_text
 gc.collect()
 gc.freeze()
-gc.set_threshold(20_000, 20, 50)
 results = []
 for name, arguments, out, err in json.load(sys.stdin):
   child = os.fork()

@@ -71,7 +71,7 @@ def made():
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.slow  # By default single programs are planned: one that does not fit, and those of a frozen base.
 def test_memory_by_kind_is_the_models(made):
   plan, policy, _ = made
   parameters = 4 * sum(math.prod(p.shape) for p in policy.parameter_table())
