@@ -16,8 +16,8 @@ import time
 
 import numpy as np
 
-from configs import paper
 from sdpo_jax.config import Config
+from sdpo_jax.configs import paper
 from sdpo_jax.learning import batching
 from sdpo_jax.training import step
 from sdpo_jax.training.specs import batch_spec

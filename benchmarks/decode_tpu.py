@@ -20,10 +20,10 @@ from typing import Any
 from absl import app, flags
 
 from benchmarks import tpu_plan
-from configs import qwen3_8b_chemistry
-from models.policy import Policy
 from sdpo_jax.config import Config
+from sdpo_jax.configs import qwen3_8b_chemistry
 from sdpo_jax.files import jsonable
+from sdpo_jax.models.policy import Policy
 from sdpo_jax.planner import model, topology
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.tables import markdown

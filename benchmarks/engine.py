@@ -65,7 +65,7 @@ def one_start(args: argparse.Namespace) -> dict[str, Any]:
   """Return the cost of this process's start."""
   from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401  Imports are not measured.
 
-  from configs import quickstart_lora  # noqa: F401
+  from sdpo_jax.configs import quickstart_lora  # noqa: F401
   from sdpo_jax.distributed.programs import noted_compilations
   from sdpo_jax.serving import engine as serving  # noqa: F401
   from sdpo_jax.training import opening  # noqa: F401
@@ -90,8 +90,8 @@ def make_engine(
   import jax
   import numpy as np
 
-  from configs import quickstart_lora
-  from models import parameters
+  from sdpo_jax.configs import quickstart_lora
+  from sdpo_jax.models import parameters
   from sdpo_jax.serving.engine import Engine, EngineSettings
   from sdpo_jax.training.opening import make_session
 

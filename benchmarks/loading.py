@@ -63,9 +63,9 @@ def generate(folder: pathlib.Path, gigabytes: float) -> None:
   import numpy as np
   from safetensors.numpy import save_file
 
-  from models import checksums, huggingface
-  from models.stored_tensors import INDEX
   from sdpo_jax.config import ModelConfig
+  from sdpo_jax.models import checksums, huggingface
+  from sdpo_jax.models.stored_tensors import INDEX
 
   layers, vocabulary = 24, 65536
   width = next(w for w in range(256, 16384, 256) if 2 * (layers * 12 * w * w + 2 * vocabulary * w) >= gigabytes * 1e9)
@@ -113,9 +113,9 @@ def measure(folder: pathlib.Path, devices: int) -> dict[str, Any]:
   import jax
 
   jax.config.update('jax_num_cpu_devices', devices)
-  from models import huggingface, placing
   from sdpo_jax.config import MeshConfig, ModelConfig
   from sdpo_jax.distributed.mesh import make_mesh
+  from sdpo_jax.models import huggingface, placing
 
   size = sum(file.stat().st_size for file in folder.glob('*.safetensors'))
   speed, work = {}, {}

@@ -74,8 +74,8 @@ def sdpo_jax(checkpoint: str) -> tuple[Run, dict[str, str]]:
   import jax
   import numpy as np
 
-  from models import huggingface
   from sdpo_jax.config import ModelConfig
+  from sdpo_jax.models import huggingface
   from sdpo_jax.rollout.sampler import Sampler
 
   policy, params = huggingface.load(checkpoint, ModelConfig(path=checkpoint, dtype='float32', remat='none'))

@@ -160,7 +160,7 @@ def instructions() -> list[str]:
 def make_model(folder: pathlib.Path) -> pathlib.Path:
   """Make the model that misreads some instructions and reads the others right, unless it exists; return its path."""
   if not (folder / 'config.json').exists():
-    from configs import quickstart
+    from sdpo_jax.configs import quickstart
     from sdpo_jax.quickstart import make_base
 
     config = quickstart.get_config()
@@ -174,7 +174,7 @@ def make_model(folder: pathlib.Path) -> pathlib.Path:
 @contextlib.contextmanager
 def running(model: pathlib.Path) -> Iterator[Any]:
   """Provide a running service with the quickstart's sizes and an empty store; stops it at the end."""
-  from configs import quickstart_lora
+  from sdpo_jax.configs import quickstart_lora
   from sdpo_jax.serving.service import Service
 
   config = quickstart_lora.get_config()

@@ -102,7 +102,7 @@ def means(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 @contextlib.contextmanager
 def running() -> Iterator[Any]:
   """Provide a running service of the configuration with an empty store; stops it at the end."""
-  from configs import session_quickstart
+  from sdpo_jax.configs import session_quickstart
   from sdpo_jax.serving.service import Service
 
   config = session_quickstart.get_config()

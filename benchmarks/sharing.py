@@ -34,7 +34,7 @@ def main() -> None:
   one_core()
   import jax
 
-  from models import huggingface
+  from sdpo_jax.models import huggingface
 
   values = MODELS[args.model] | {'model_type': 'qwen3', 'tie_word_embeddings': True}
   policy, parameters = huggingface.init(values, jax.random.key(0))

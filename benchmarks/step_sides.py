@@ -63,10 +63,10 @@ class Ours:
     import jax
     import numpy as np
 
-    from models import huggingface, parameters
     from sdpo_jax.config import Config
     from sdpo_jax.distributed import mesh as meshes
     from sdpo_jax.learning.update import make_update, place_state
+    from sdpo_jax.models import huggingface, parameters
     from sdpo_jax.rollout.sampler import Sampler
     from sdpo_jax.training.specs import update_spec
 

@@ -23,9 +23,9 @@ from typing import Any
 
 from absl import app, flags
 
-from models import parameters
 from sdpo_jax.config import Config
 from sdpo_jax.config.fields import flatten
+from sdpo_jax.models import parameters
 from sdpo_jax.planner import model, plan_text, search, topology
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.preflight import memory

@@ -30,8 +30,8 @@ device to 1. The records of all ten LongHealth patients exceed the context of Qw
 (`--patients=patient_01`).
 """
 
-from configs import models, paper
 from sdpo_jax.config import Config
+from sdpo_jax.configs import models, paper
 from sdpo_jax.errors import UserError
 
 FILE = 'configs/cartridge.py'

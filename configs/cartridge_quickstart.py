@@ -12,8 +12,8 @@ the model answers 8 % of the questions, and after 1000 steps, taught by itself w
 temperature 1 (90 % after 200). No reference answer is trained on: they only grade the evaluations.
 """
 
-from configs import facts
 from sdpo_jax.config import Config, beside
+from sdpo_jax.configs import facts
 
 
 def get_config(document: str = beside(__file__, 'facts_document.txt')) -> Config:

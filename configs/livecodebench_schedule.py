@@ -27,8 +27,8 @@ With feedback=endpoint, any OpenAI-compatible server writes the feedback:
 
 from typing import get_args
 
-from configs import lora, models, paper
 from sdpo_jax.config import Config
+from sdpo_jax.configs import lora, models, paper
 
 QUESTIONS, COMPLETIONS, EXAMPLES = 16, 4, 8
 STEPS = 160  # Generation batches.

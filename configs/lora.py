@@ -19,8 +19,8 @@ a starting point. `rollout.max_batch_rows` is the largest value for the smallest
 
 from typing import get_args
 
-from configs import models, paper
 from sdpo_jax.config import Config
+from sdpo_jax.configs import models, paper
 
 MODELS = (
   'qwen3_4b', 'qwen3_8b', 'qwen2_5_3b', 'qwen2_5_7b', 'llama3_2_3b', 'llama3_1_8b', 'mistral_7b', 'olmo3_7b',

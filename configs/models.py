@@ -18,8 +18,8 @@ larger ones. The lengths that the planner assumes are those that the paper measu
 
 from typing import get_args
 
-from configs import paper
 from sdpo_jax.config import Config
+from sdpo_jax.configs import paper
 
 MODELS = {
   'qwen3_0_6b': 'Qwen/Qwen3-0.6B',

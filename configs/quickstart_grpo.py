@@ -3,8 +3,8 @@
 python -m launch.train --config=configs/quickstart_grpo.py
 """
 
-from configs import quickstart
 from sdpo_jax.config import Config
+from sdpo_jax.configs import quickstart
 
 
 def get_config() -> Config:

@@ -8,8 +8,8 @@ factors (lora_ema) collapses. docs/lora.md has the curves and other ranks. Rank 
 large models see `configs/lora.py`.
 """
 
-from configs import quickstart
 from sdpo_jax.config import Config
+from sdpo_jax.configs import quickstart
 
 
 def get_config() -> Config:

@@ -6,8 +6,8 @@
 Paper, Table 3: mean@16 41.2 % before, 73.2 % within one hour, 80.9 % within five hours on 4 GH200 (about 150 steps).
 """
 
-from configs import paper
 from sdpo_jax.config import Config
+from sdpo_jax.configs import paper
 
 
 def get_config() -> Config:

@@ -5,8 +5,8 @@
 Paper, Table 3: mean@16 41.2 % before, 65.9 % within one hour, 74.5 % within five hours on 4 GH200.
 """
 
-from configs import paper
 from sdpo_jax.config import Config
+from sdpo_jax.configs import paper
 
 
 def get_config() -> Config:

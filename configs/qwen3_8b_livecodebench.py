@@ -6,8 +6,8 @@
 Paper: score/mean@4 27.9 % before, 48.8 % after 80 steps (GRPO 41.2 %), on 4 GH200.
 """
 
-from configs import paper
 from sdpo_jax.config import Config
+from sdpo_jax.configs import paper
 
 
 def get_config() -> Config:

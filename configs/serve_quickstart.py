@@ -6,8 +6,8 @@ It listens on http://127.0.0.1:8420 and is ready after about a minute the first 
 then on. Adapters of rank 16 are kept in runs/service. docs/serving.md explains the next steps.
 """
 
-from configs import quickstart_lora
 from sdpo_jax.config import Config
+from sdpo_jax.configs import quickstart_lora
 
 
 def get_config() -> Config:

@@ -1,24 +1,28 @@
-"""The commands."""
+"""The commands, one module each: `python -m launch.NAME` in a checkout, `sdpo NAME` once installed."""
 
-import importlib.util
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
 import pathlib
 import sys
 
 
-def _check_packages() -> None:
-  """Exit with one sentence if another package of the same name would be imported instead of this project's."""
-  root = pathlib.Path(__file__).resolve().parent.parent
-  for name in ('sdpo_jax', 'models', 'configs'):
-    spec = importlib.util.find_spec(name)
-    found = None if spec is None or spec.origin is None else pathlib.Path(spec.origin).resolve()
-    if found is None or root / name not in found.parents:
-      what = (
-        'is not installed' if found is None else f'is found in {found.parent if found.stem == "__init__" else found}'
-      )
-      sys.exit(
-        f'The package {name!r} of sdpo_jax {what}, where {root / name} is needed: rename yours, start the command in '
-        'another directory, or install sdpo_jax again.'
-      )
-
-
-_check_packages()
+def main() -> None:
+  """Run `sdpo NAME …`, the console script: the module of that name beside this file."""
+  files = {path.stem: path for path in sorted(pathlib.Path(__file__).parent.glob('[a-z]*.py'))}
+  script, name, *arguments = [*sys.argv, '--help'][: max(2, len(sys.argv))]
+  if name in ('--help', '-h', 'help'):
+    print('sdpo NAME [flags], where NAME is one of these; sdpo NAME --help lists its flags.\n')
+    for name, path in files.items():
+      print(f'  {name:<14}{(ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]}')
+  elif name == '--version':
+    print(importlib.import_module('sdpo_jax').__version__)
+  elif name in files:
+    sys.argv = [f'{script} {name}', *arguments]
+    importlib.import_module('sdpo_jax.command').run(importlib.import_module(f'sdpo_jax.launch.{name}').main)
+  else:
+    near = ''.join(f', did you mean {match}' for match in difflib.get_close_matches(name, files, 1))
+    print(f'{name!r} is no command{near}? sdpo --help lists them.', file=sys.stderr)
+    sys.exit(2)

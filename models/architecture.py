@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from models.rope import Rope
+from sdpo_jax.models.rope import Rope
 
 Activation = Literal['silu', 'gelu_tanh']
 
@@ -14,7 +14,7 @@ Activation = Literal['silu', 'gelu_tanh']
 class Architecture:
   """Sizes and constants of a decoder-only transformer; static under `jit`."""
 
-  family: str  # Name in `models.families`, which determines its config.json and the names of its tensors.
+  family: str  # Name in `sdpo_jax.models.families`, which determines its config.json and the names of its tensors.
   vocab_size: int  # Tokens; the embedding may have more entries.
   hidden_size: int  # D.
   intermediate_size: int  # Width of the MLP.

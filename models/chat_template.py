@@ -9,8 +9,8 @@ from typing import Any
 from etils import epath
 import jinja2
 
-from models.control_tokens import Tokenizer, control_strings
 from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.models.control_tokens import Tokenizer, control_strings
 
 # Errors of a template on a conversation that it was not made for, raised on purpose or by its handling of messages.
 TEMPLATE_ERRORS = (

@@ -13,16 +13,16 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from models import cache as kv_cache
-from models import parameters
-from models.adapters import kv_prefix, lora, lora_pool, slot_names
-from models.architecture import Activation, Architecture
-from models.attention import dispatch
-from models.attention.backend import AttentionBackend, choose_backend, distinct_windows
-from models.attention.prefix import Prefix
-from models.families.table import parameter_table
-from models.rope import rotate, rotation
 from sdpo_jax.distributed.mesh import gathered_by_layer
+from sdpo_jax.models import cache as kv_cache
+from sdpo_jax.models import parameters
+from sdpo_jax.models.adapters import kv_prefix, lora, lora_pool, slot_names
+from sdpo_jax.models.architecture import Activation, Architecture
+from sdpo_jax.models.attention import dispatch
+from sdpo_jax.models.attention.backend import AttentionBackend, choose_backend, distinct_windows
+from sdpo_jax.models.attention.prefix import Prefix
+from sdpo_jax.models.families.table import parameter_table
+from sdpo_jax.models.rope import rotate, rotation
 from sdpo_jax.types import Tree
 
 AnyAdapter = lora.Adapter | lora_pool.LoraPool | kv_prefix.KVPrefix
@@ -385,7 +385,7 @@ def _graph(config: Architecture, adapter: AnyAdapter | None, unrolled: bool) -> 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderPolicy:
-  """A decoder as a pure function of its parameters (`models.policy.Policy`); static under `jit`.
+  """A decoder as a pure function of its parameters (`sdpo_jax.models.policy.Policy`); static under `jit`.
 
   Full fine-tuning, the default, leaves the base empty. With an adapter all parameters are in the base, and its factors
   or slots are the trainable tree. Without one, parameters whose names begin with one of `frozen` are in the base.
@@ -415,16 +415,16 @@ class DecoderPolicy:
     return isinstance(self.adapter, lora_pool.LoraPool)
 
   def on(self, mesh: jax.sharding.Mesh | None, attention_setting: str = 'auto') -> DecoderPolicy:
-    """See `models.policy.Policy.on`."""
+    """See `sdpo_jax.models.policy.Policy.on`."""
     backend = choose_backend(attention_setting, self.dtype, self.config.head_dim, mesh)
     return dataclasses.replace(self, backend=backend)
 
   def with_remat(self, remat: str) -> DecoderPolicy:
-    """See `models.policy.Policy.with_remat`."""
+    """See `sdpo_jax.models.policy.Policy.with_remat`."""
     return dataclasses.replace(self, remat=remat)
 
   def parameter_table(self) -> parameters.Table:
-    """See `models.policy.Policy.parameter_table`.
+    """See `sdpo_jax.models.policy.Policy.parameter_table`.
 
     Raises:
       ValueError: no parameter has a name that begins with an entry of `frozen`.
@@ -438,10 +438,10 @@ class DecoderPolicy:
     return dataclasses.replace(self, adapter=None)
 
   def cast(self, base: Tree, trainable: Tree) -> tuple[Tree, Tree]:
-    """See `models.policy.Policy.cast`.
+    """See `sdpo_jax.models.policy.Policy.cast`.
 
-    Parameters are in compute dtype, except norm weights, which stay float32. A shallow model (`models.cache.SHALLOW`)
-    has a tree per layer under 'layers' instead of stacked arrays, and, if it is not sharded, an additional unembedding
+    Parameters are in compute dtype, except norm weights, which stay float32. A shallow model (`cache.SHALLOW`) has a
+    tree per layer under 'layers' instead of stacked arrays, and, if it is not sharded, an additional unembedding
     [D, V]: with few rows, a CPU multiplies by it, which is half of such a model's step, in four fifths of the time.
     """
     return self._cast(base), self._cast(trainable)
@@ -470,7 +470,7 @@ class DecoderPolicy:
     parents: jax.Array | None = None,
     members: jax.Array | None = None,
   ) -> tuple[jax.Array, jax.Array, kv_cache.KVCache | None]:
-    """See `models.policy.Policy.apply`.
+    """See `sdpo_jax.models.policy.Policy.apply`.
 
     Hidden states and unembedding are in compute dtype. States of padding (segment 0) are finite and without meaning.
     """
@@ -487,12 +487,12 @@ class DecoderPolicy:
     return hidden, decoder.output_matrix() if turned is None else turned.T, cache
 
   def init_cache(self, batch_size: int, length: int, quantized: bool = False) -> kv_cache.KVCache:
-    """See `models.policy.Policy.init_cache`."""
+    """See `sdpo_jax.models.policy.Policy.init_cache`."""
     stacked = self.backend.stacked_cache or self.config.layers > kv_cache.SHALLOW
     return self._empty(batch_size, length, jnp.int8 if quantized else jnp.dtype(self.dtype), stacked)
 
   def with_recent(self, cache: kv_cache.KVCache, length: int) -> kv_cache.KVCache:
-    """See `models.policy.Policy.with_recent`."""
+    """See `sdpo_jax.models.policy.Policy.with_recent`."""
     dtype = jax.tree.leaves(cache.stores.keys)[0].dtype
     empty = self._empty(cache.lengths.shape[0], length, dtype, cache.stores.stacked)
     return cache.replace(recent=kv_cache.Recent(empty.stores, jnp.zeros((), jnp.int32)))

@@ -7,9 +7,9 @@ import os
 import pathlib
 import re
 
-from models import hub, remote_files
 from sdpo_jax import files
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import hub, remote_files
 
 
 def is_local(path: str | os.PathLike) -> bool:

@@ -18,11 +18,11 @@ from jax.experimental import multihost_utils
 import ml_dtypes
 import numpy as np
 
-from models import checksums, file_lock, parameters, tensor_files
-from models.stored_tensors import INDEX, WEIGHTS
 from sdpo_jax.distributed.cluster import barrier
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_full, is_local, make_directory, sync_directory, sync_tree
+from sdpo_jax.models import checksums, file_lock, parameters, tensor_files
+from sdpo_jax.models.stored_tensors import INDEX, WEIGHTS
 from sdpo_jax.types import Tree
 
 BAND_BYTES = 2**24  # Bytes of float32 that are fetched at once, for parameters that are one tensor.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from models import parameters
-from models.adapters import slot_names
-from models.policy import Policy
+from sdpo_jax.models import parameters
+from sdpo_jax.models.adapters import slot_names
+from sdpo_jax.models.policy import Policy
 
 
 def forward_flops_per_token(table: parameters.Table) -> float:

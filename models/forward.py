@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from models.policy import Policy
+from sdpo_jax.models.policy import Policy
 from sdpo_jax.types import TokenRows, Tree
 
 

@@ -14,16 +14,16 @@ from typing import Any, Literal
 
 import jax
 
-from models import checksums, exporting, parameters, placing, stored_tensors, tensor_files
-from models.adapters import lora, merging, peft_files, slot_names
-from models.adapters.cartridge import check_fits
-from models.adapters.kv_prefix import KVPrefix
-from models.architecture import Architecture
-from models.decoder import DecoderPolicy
-from models.families import known_families
-from models.families.table import parameter_table
-from models.model_files import open_model, read_json, resolve
 from sdpo_jax.config import CartridgeConfig, ModelConfig
+from sdpo_jax.models import checksums, exporting, parameters, placing, stored_tensors, tensor_files
+from sdpo_jax.models.adapters import lora, merging, peft_files, slot_names
+from sdpo_jax.models.adapters.cartridge import check_fits
+from sdpo_jax.models.adapters.kv_prefix import KVPrefix
+from sdpo_jax.models.architecture import Architecture
+from sdpo_jax.models.decoder import DecoderPolicy
+from sdpo_jax.models.families import known_families
+from sdpo_jax.models.families.table import parameter_table
+from sdpo_jax.models.model_files import open_model, read_json, resolve
 from sdpo_jax.types import Tree
 
 _logger = logging.getLogger('sdpo_jax.models')
@@ -152,7 +152,7 @@ def _prefix(config: CartridgeConfig, architecture: Architecture) -> KVPrefix | N
   """
   slots, frozen, within_windows = config.tokens, config.num_frozen_tokens, config.sliding_window == 'windowed'
   if config.path:
-    from models.adapters import named_cartridges  # Needed only to start from a cartridge.
+    from sdpo_jax.models.adapters import named_cartridges  # Needed only to start from a cartridge.
 
     described = named_cartridges.describe(config.path)
     check_fits(described, architecture, config.path)

@@ -8,13 +8,13 @@ import os
 import pathlib
 from typing import Any
 
-from models import tensor_digest
-from models.adapters import peft_files
-from models.control_tokens import control_strings
-from models.model_files import open_model, read_json, resolve
-from models.tensor_files import TensorFile
-from models.tokenizer import Tokenizer, stop_token_ids
 from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.models import tensor_digest
+from sdpo_jax.models.adapters import peft_files
+from sdpo_jax.models.control_tokens import control_strings
+from sdpo_jax.models.model_files import open_model, read_json, resolve
+from sdpo_jax.models.tensor_files import TensorFile
+from sdpo_jax.models.tokenizer import Tokenizer, stop_token_ids
 
 # Entries of config.json about its writer, about the stored dtype, or for generation only.
 INFORMATIVE = ('_name_or_path', 'architectures', 'dtype', 'torch_dtype', 'transformers_version', 'use_cache')
@@ -46,7 +46,7 @@ def of_tokenizer(path: str | os.PathLike, tokenizer: Tokenizer) -> dict[str, str
 
   Args:
     path: model directory or hub name.
-    tokenizer: from `models.tokenizer.load`.
+    tokenizer: from `sdpo_jax.models.tokenizer.load`.
 
   Returns:
     vocabulary; rules (merges, normalisation, splitting); special_tokens, also those that end a completion;
@@ -79,7 +79,7 @@ def of_architecture(path: str | os.PathLike) -> dict[str, str]:
 
 
 def of_weights(path: str | os.PathLike) -> dict[str, str]:
-  """Return the number of a model's tensors, and their digest (`models.tensor_digest.of_tensors`).
+  """Return the number of a model's tensors, and their digest (`sdpo_jax.models.tensor_digest.of_tensors`).
 
   Raises:
     UserError: the files do not hold the model that config.json describes.

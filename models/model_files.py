@@ -9,14 +9,14 @@ import os
 import pathlib
 from typing import Any
 
-from models import checksums, directories, parameters, stored_tensors, tensor_files
-from models.adapters import peft_config
-from models.architecture import Architecture
-from models.families import known_families
-from models.families.family import NAMES
-from models.families.table import parameter_table
-from models.tensor_files import DTYPES, Tensor
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import checksums, directories, parameters, stored_tensors, tensor_files
+from sdpo_jax.models.adapters import peft_config
+from sdpo_jax.models.architecture import Architecture
+from sdpo_jax.models.families import known_families
+from sdpo_jax.models.families.family import NAMES
+from sdpo_jax.models.families.table import parameter_table
+from sdpo_jax.models.tensor_files import DTYPES, Tensor
 
 COMPANIONS = ('*.json', '*.jinja', '*.model', '*.txt', checksums.SUMS)  # Files that are fetched in addition to weights.
 # Tensors that some writers store although they follow from config.json.

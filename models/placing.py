@@ -13,10 +13,10 @@ import os
 import jax
 import numpy as np
 
-from models import parameters
-from models.tensor_files import Tensor, is_finite
 from sdpo_jax.distributed.mesh import parameter_sharding
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import parameters
+from sdpo_jax.models.tensor_files import Tensor, is_finite
 
 READERS = 4  # Maximum number of threads.
 BAND_ROWS = 128  # Rows of a tensor read and converted at once; cache lines of our layout are then written whole.

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import jax
 
-from models.parameters import Table
+from sdpo_jax.models.parameters import Table
 from sdpo_jax.types import Tree
 
 if TYPE_CHECKING:  # Code that only updates parameters has no cache.
-  from models.architecture import Architecture
-  from models.cache import KVCache
+  from sdpo_jax.models.architecture import Architecture
+  from sdpo_jax.models.cache import KVCache
 
 NO_MEMBER = -1  # Marks a row that uses no adapter of a pool.
 
@@ -37,7 +37,7 @@ class Policy(Protocol):
   def parameter_table(self) -> Table:
     """Return shape, dtype, logical axes, initialiser and Hugging Face layout of every parameter.
 
-    `Parameter.frozen` says which of the two trees holds it; see `models.parameters.frozen` and `trainable`.
+    `Parameter.frozen` says which of the two trees holds it; see `sdpo_jax.models.parameters.frozen` and `trainable`.
     """
     ...
 
@@ -108,5 +108,5 @@ class Policy(Protocol):
     ...
 
   def with_recent(self, cache: KVCache, length: int) -> KVCache:
-    """Return the cache with room for `length` more tokens in every row, until `models.cache.commit` is called."""
+    """Return the cache with room for `length` more tokens in every row, until `cache.commit` is called."""
     ...

@@ -19,9 +19,9 @@ import shutil
 
 from etils import epath
 
-from models import file_lock
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import make_directory, sync_directory, sync_file, write_atomically
+from sdpo_jax.models import file_lock
 
 _logger = logging.getLogger('sdpo_jax.models')
 FOLDER = 'SDPO_MODELS'  # The environment variable that names where copies are kept.

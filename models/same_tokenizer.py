@@ -6,8 +6,8 @@ import json
 import os
 from typing import Any
 
-from models import identity, tokenizer
-from models.control_tokens import Tokenizer
+from sdpo_jax.models import identity, tokenizer
+from sdpo_jax.models.control_tokens import Tokenizer
 
 
 def difference(path: str | os.PathLike, other: str | os.PathLike) -> str | None:

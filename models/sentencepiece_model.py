@@ -14,8 +14,8 @@ from typing import Any
 
 import tokenizers
 
-from models.control_tokens import Tokenizer, is_delimiter
 from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.models.control_tokens import Tokenizer, is_delimiter
 
 FILE = 'tokenizer.model'
 # Files that transformers prefers to a SentencePiece model.

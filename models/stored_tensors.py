@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import contextlib
 import pathlib
 
-from models.tensor_files import Tensor, TensorFile
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.files import read_json_object
+from sdpo_jax.models.tensor_files import Tensor, TensorFile
 
 WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'

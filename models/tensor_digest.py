@@ -8,7 +8,7 @@ import hashlib
 import ml_dtypes
 import numpy as np
 
-from models.tensor_files import Tensor
+from sdpo_jax.models.tensor_files import Tensor
 
 SPOTS, SPOT_VALUES = 4, 2048  # Places of a tensor that are read, and values at each.
 

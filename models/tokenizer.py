@@ -9,11 +9,11 @@ import pathlib
 
 import tokenizers
 
-from models import chat_template as templates
-from models import sentencepiece_model
-from models.control_tokens import Tokenizer, control_strings
-from models.model_files import read_json, resolve
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import chat_template as templates
+from sdpo_jax.models import sentencepiece_model
+from sdpo_jax.models.control_tokens import Tokenizer, control_strings
+from sdpo_jax.models.model_files import read_json, resolve
 
 _logger = logging.getLogger('sdpo_jax.models')
 

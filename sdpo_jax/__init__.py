@@ -7,10 +7,14 @@ one of them is first used; `__init__.pyi` declares them for type checkers.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 __version__ = '0.1.0'
 _INTERFACE = ('Step', 'evaluate', 'export', 'generator', 'load_config', 'read_metrics', 'steps', 'train')
+
+if not os.path.isdir(f'{__path__[0]}/models'):  # In a checkout models, launch and configs lie beside this package.
+  __path__.append(os.path.dirname(__path__[0]))
 
 
 def __getattr__(name: str) -> Any:

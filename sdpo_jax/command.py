@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import importlib.util
 import logging
 import os
+import pathlib
 import re
 import signal
 import sys
@@ -19,6 +20,7 @@ from absl import app, flags
 from absl import logging as absl_logging
 import jax
 
+from sdpo_jax.command_lines import as_typed
 from sdpo_jax.config import CartridgeConfig, Config, LoraConfig
 from sdpo_jax.config import config_files as config_files
 from sdpo_jax.config.help import settings_help
@@ -120,12 +122,15 @@ def load_config(*, trains: bool = True) -> Config:
   """Return the validated configuration that the command line names, with its overrides.
 
   Args:
-    trains: whether the command needs the data of a run.
+    trains: whether the command needs the data of a run. Then modules of the working directory can be imported, after
+      those of installed packages.
 
   Raises:
     UserError: no such file, no get_config() in it, arguments that it does not take, or a setting that is unknown or
       wrong.
   """
+  if trains:
+    config_files.make_importable(pathlib.Path.cwd())
   config = config_files.read(flags.FLAGS.config, overrides())
   for flag, own in (('adapter', 'rank, alpha and matrices of an adapter'), ('cartridge', 'the slots of a cartridge')):
     if flag in flags.FLAGS and getattr(flags.FLAGS, flag) is not None:  # Commands that start from one have the flag.
@@ -269,8 +274,10 @@ def run(main: Callable[[], int | None]) -> None:
     finally:
       signal.signal(signal.SIGINT, signal.SIG_DFL)  # From here Ctrl-C ends the process without a traceback.
 
-  for flag in flags.FLAGS.flags_by_module_dict()[__name__]:  # --help shows them beside the command's own flags.
-    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+  for module in {__name__, main.__module__} - {'__main__'}:  # --help shows the flags of both.
+    for flag in flags.FLAGS.flags_by_module_dict().get(module, ()):
+      flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+  sys.modules['__main__'].__doc__ = as_typed(sys.modules[main.__module__].__doc__ or '')
   app.run(wrapped, flags_parser=parse)
 
 

@@ -21,8 +21,8 @@ import hypothesis
 import jax
 import pytest
 
-from models import remote_files
 from sdpo_jax.environments import registry
+from sdpo_jax.models import remote_files
 from tests import compiling, file_operations
 
 gc.disable()  # Until everything is collected: what is imported stays, and to look for garbage in it takes seconds.

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from models import checksums, huggingface
 from sdpo_jax.config import ModelConfig
+from sdpo_jax.models import checksums, huggingface
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.types import Rollouts
 from tests import compiling

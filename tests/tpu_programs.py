@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models import parameters
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
+from sdpo_jax.models import parameters
 from sdpo_jax.rollout.functions import cache_shardings
 
 SMALL = dict(

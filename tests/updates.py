@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import huggingface
 from sdpo_jax.config import Config, MeshConfig, ModelConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.learning import batching
 from sdpo_jax.learning.batching import GenerationBatch
 from sdpo_jax.learning.update import make_update, place_state
+from sdpo_jax.models import huggingface
 from sdpo_jax.training import step
 from sdpo_jax.training.specs import batch_spec, objective_spec, update_spec
 from tests.generation_batches import make_config, make_samples, per_token

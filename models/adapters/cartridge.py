@@ -8,9 +8,9 @@ from typing import Protocol
 import ml_dtypes
 import numpy as np
 
-from models.adapters.kv_prefix import KVPrefix
-from models.tensor_files import is_finite
 from sdpo_jax.errors import UserError
+from sdpo_jax.models.adapters.kv_prefix import KVPrefix
+from sdpo_jax.models.tensor_files import is_finite
 
 
 class HeadSizes(Protocol):
@@ -26,8 +26,8 @@ class Cartridge:
   """Keys and values of P slots, which all tokens of the text after them attend to in every layer.
 
   Slot i is at position i, so its keys are normalised and rotated like those of a token there, in the layout of
-  `models.rope` (number j of a head is paired with number j + head_dim / 2). Values are as the model projects them. The
-  text continues at position P.
+  `sdpo_jax.models.rope` (number j of a head is paired with number j + head_dim / 2). Values are as the model projects
+  them. The text continues at position P.
   """
 
   keys: np.ndarray  # [L, KV, P, head_dim] float32.

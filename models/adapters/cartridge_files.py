@@ -18,13 +18,13 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from models import checksums, exporting, identity, tensor_files
-from models.adapters.cartridge import Cartridge, check, check_fits, narrowed
-from models.adapters.kv_prefix import KVPrefix
-from models.architecture import Architecture
 from sdpo_jax.distributed.cluster import barrier
 from sdpo_jax.errors import UserError, first_line, printable, short_repr
 from sdpo_jax.files import check_file, is_local, jsonable, read_json_object
+from sdpo_jax.models import checksums, exporting, identity, tensor_files
+from sdpo_jax.models.adapters.cartridge import Cartridge, check, check_fits, narrowed
+from sdpo_jax.models.adapters.kv_prefix import KVPrefix
+from sdpo_jax.models.architecture import Architecture
 
 TENSORS = 'cartridge.safetensors'  # `layers.{i}.key` and `layers.{i}.value`, each [KV, P, head_dim].
 MANIFEST = 'cartridge.json'

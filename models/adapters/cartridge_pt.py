@@ -19,8 +19,8 @@ import zipfile
 import ml_dtypes
 import numpy as np
 
-from models.adapters.cartridge import Cartridge, check, narrowed
 from sdpo_jax.errors import UserError, first_line, short_repr
+from sdpo_jax.models.adapters.cartridge import Cartridge, check, narrowed
 
 Spelling = Literal['fixed', 'frozen']
 DTYPES = ('float32', 'bfloat16', 'float16')

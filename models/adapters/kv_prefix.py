@@ -16,12 +16,12 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from models import cache as kv_cache
-from models.adapters.slot_names import FROZEN_KEY, FROZEN_VALUE, KEY, VALUE
-from models.attention.splash import block_size
-from models.parameters import Parameter, Table, frozen_in, get, map_table, nest, split
-from models.policy import Policy
 from sdpo_jax.distributed.mesh import FSDP, parameter_sharding
+from sdpo_jax.models import cache as kv_cache
+from sdpo_jax.models.adapters.slot_names import FROZEN_KEY, FROZEN_VALUE, KEY, VALUE
+from sdpo_jax.models.attention.splash import block_size
+from sdpo_jax.models.parameters import Parameter, Table, frozen_in, get, map_table, nest, split
+from sdpo_jax.models.policy import Policy
 from sdpo_jax.types import Tree
 
 AXES = ('layers', 'kv_heads', None, 'head_dim')  # Logical axes of keys and values, [L, KV, P, head_dim].

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.parameters import Parameter, Table, frozen_in
 from sdpo_jax.config import LoraConfig
 from sdpo_jax.config.fields import MALFORMED_PATTERN
 from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.models.parameters import Parameter, Table, frozen_in
 
 A, B = 'lora_a', 'lora_b'  # Suffixes of the names of factors.
 ALL_LINEAR = 'all-linear'  # As in PEFT and verl: every matrix of the layers.

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from models.adapters import lora
-from models.parameters import Parameter, Table, map_table, trainable
 from sdpo_jax.distributed.mesh import FSDP, parameter_sharding
+from sdpo_jax.models.adapters import lora
+from sdpo_jax.models.parameters import Parameter, Table, map_table, trainable
 from sdpo_jax.types import Tree
 
 AXIS = 1  # Axis of the adapters in every array of factors.

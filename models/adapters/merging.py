@@ -8,10 +8,10 @@ import functools
 import jax
 import numpy as np
 
-from models import exporting, parameters, tensor_files
-from models.adapters import lora
-from models.tensor_files import Tensor, is_finite
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import exporting, parameters, tensor_files
+from sdpo_jax.models.adapters import lora
+from sdpo_jax.models.tensor_files import Tensor, is_finite
 from sdpo_jax.types import Tree
 
 BAND_BYTES = 2**24  # Bytes of float32 that are read and added at once.

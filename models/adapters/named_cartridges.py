@@ -9,13 +9,13 @@ import pathlib
 
 from etils import epath
 
-from models import checksums, directories
-from models.adapters import cartridge_files, published_cartridges
-from models.adapters.cartridge import Cartridge, check_fits
-from models.adapters.cartridge_files import Description
-from models.architecture import Architecture
 from sdpo_jax.errors import UserError, first_line, printable
 from sdpo_jax.files import check_file, is_local
+from sdpo_jax.models import checksums, directories
+from sdpo_jax.models.adapters import cartridge_files, published_cartridges
+from sdpo_jax.models.adapters.cartridge import Cartridge, check_fits
+from sdpo_jax.models.adapters.cartridge_files import Description
+from sdpo_jax.models.architecture import Architecture
 
 SETTING = 'model.cartridge.path'
 _FILES = (cartridge_files.MANIFEST, cartridge_files.TENSORS, published_cartridges.CONFIG, '*.pt')

@@ -9,10 +9,10 @@ import math
 import re
 from typing import Any
 
-from models.adapters import lora
-from models.parameters import Table
 from sdpo_jax.config.fields import MALFORMED_PATTERN, is_number
 from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.models.adapters import lora
+from sdpo_jax.models.parameters import Table
 
 FILE = 'adapter_config.json'
 VERSION = '0.21.2'  # Version of PEFT whose format is written.

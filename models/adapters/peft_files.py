@@ -1,7 +1,7 @@
 """Directories of adapters, as PEFT writes and reads them: adapter_config.json and adapter_model.safetensors.
 
 Directories written here also have a base_fingerprint.json, which says which model the adapter belongs to, and
-SHA256SUMS. Factors are read onto the devices like the parameters of a model (`models.placing`).
+SHA256SUMS. Factors are read onto the devices like the parameters of a model (`sdpo_jax.models.placing`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any, Literal, Self
 import jax
 import numpy as np
 
-from models import checksums, directories, exporting, model_files, parameters, placing, tensor_files
-from models.adapters import lora, peft_config
-from models.decoder import DecoderPolicy
-from models.families import known_families
-from models.tensor_files import DTYPES, Tensor, TensorFile
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.files import read_json_object
+from sdpo_jax.models import checksums, directories, exporting, model_files, parameters, placing, tensor_files
+from sdpo_jax.models.adapters import lora, peft_config
+from sdpo_jax.models.decoder import DecoderPolicy
+from sdpo_jax.models.families import known_families
+from sdpo_jax.models.tensor_files import DTYPES, Tensor, TensorFile
 from sdpo_jax.types import Tree
 
 _logger = logging.getLogger('sdpo_jax.models')
@@ -271,7 +271,7 @@ class AdapterBase:
   """The model that adapters belong to, and their common shape."""
 
   name: str  # Path or hub name, for adapter_config.json.
-  fingerprint: Mapping[str, Any]  # Fingerprint of the model (`models.identity.of_base`).
+  fingerprint: Mapping[str, Any]  # Fingerprint of the model (`sdpo_jax.models.identity.of_base`).
   adapter: lora.Adapter
   table: parameters.Table  # The table of the model without factors.
   prefix: str = 'model.'  # The prefix of transformers' module names; another if the text model is part of a larger one.

@@ -15,13 +15,13 @@ from typing import Any, Literal
 import jax
 import yaml
 
-from models import exporting
-from models.adapters import cartridge_pt
-from models.adapters.cartridge import Cartridge, check
-from models.adapters.kv_prefix import KVPrefix
 from sdpo_jax.distributed.cluster import barrier
 from sdpo_jax.errors import UserError, first_line, short_repr
 from sdpo_jax.files import is_local, read_text
+from sdpo_jax.models import exporting
+from sdpo_jax.models.adapters import cartridge_pt
+from sdpo_jax.models.adapters.cartridge import Cartridge, check
+from sdpo_jax.models.adapters.kv_prefix import KVPrefix
 
 TENSORS, CONFIG = 'cartridge.pt', 'config.yaml'
 PAGE = 16  # Slots of a server's page; it cuts off slots that do not fill a page.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from models.parameters import Parameter, Path
+from sdpo_jax.models.parameters import Parameter, Path
 
 KEY, VALUE = 'prefix.key', 'prefix.value'  # Names of the trained slots in a layer.
 FROZEN_KEY, FROZEN_VALUE = 'prefix.frozen_key', 'prefix.frozen_value'

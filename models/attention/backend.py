@@ -11,9 +11,9 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.attention.splash import LANES
 from sdpo_jax.distributed.mesh import FSDP, TENSOR
 from sdpo_jax.errors import UserError
+from sdpo_jax.models.attention.splash import LANES
 
 Kind = Literal['xla', 'splash', 'cudnn']
 CPU_TILE, DEVICE_TILE = 2**20, 2**28  # Bytes: a CPU's tile should stay in its cache, a GPU's should fill the device.
@@ -42,7 +42,7 @@ class AttentionBackend:
 
   @property
   def halves(self) -> bool:
-    """Whether rotary embeddings swap halves of heads (`models.rope.rotate`)."""
+    """Whether rotary embeddings swap halves of heads (`sdpo_jax.models.rope.rotate`)."""
     return self.kind == 'splash'
 
   @property

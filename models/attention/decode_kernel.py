@@ -19,9 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from models.attention.blockwise import MASKED
-from models.attention.prefix import Prefix, SoftmaxPart
-from models.cache import Stores
+from sdpo_jax.models.attention.blockwise import MASKED
+from sdpo_jax.models.attention.prefix import Prefix, SoftmaxPart
+from sdpo_jax.models.cache import Stores
 
 BLOCK = 1024  # Slots; keys and values of two blocks are in flight, 1 MiB in bfloat16.
 

@@ -11,12 +11,12 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 
-from models.attention import blockwise, decode_kernel, divided, splash
-from models.attention import prefix as shared_prefix
-from models.attention.backend import AttentionBackend
-from models.attention.prefix import Prefix, SoftmaxPart
-from models.cache import Stores
 from sdpo_jax.distributed.mesh import FSDP, TENSOR
+from sdpo_jax.models.attention import blockwise, decode_kernel, divided, splash
+from sdpo_jax.models.attention import prefix as shared_prefix
+from sdpo_jax.models.attention.backend import AttentionBackend
+from sdpo_jax.models.attention.prefix import Prefix, SoftmaxPart
+from sdpo_jax.models.cache import Stores
 
 # Finite, so that a row of padding (which attends to nothing) has finite outputs and gradients.
 MASKED = blockwise.MASKED
@@ -242,7 +242,7 @@ def attend_stacks(
   window: jax.Array | int,
   prefix: Prefix | None = None,
 ) -> jax.Array:
-  """Compute attention to stacked caches with `models.attention.decode_kernel`, on each device's own rows and heads."""
+  """Compute attention to stacked caches with `attention.decode_kernel`, on each device's own rows and heads."""
   rows, heads = backend.axes(query.shape[0], parts[0][0].keys.shape[2], sampling=True)
   head_dim, width = query.shape[-1], parts[0][0].keys.shape[-1]
   travel = _travel(backend, prefix, rows, heads)
@@ -276,8 +276,8 @@ def attend(query: jax.Array, *parts: tuple[Stores, jax.Array], prefix: Prefix | 
 
   Args:
     query: [B, S, H, head_dim], rotated and scaled. H is a multiple of KV; consecutive heads share keys.
-    *parts: (a layer's stores from `models.cache.layer_of`, mask [B, S, C] bool from `visible`); the softmax runs over
-      the keys of all parts.
+    *parts: (a layer's stores from `cache.layer_of`, mask [B, S, C] bool from `visible`); the softmax runs
+      over the keys of all parts.
     prefix: keys and values that all rows share, included in the softmax; None: there are none.
 
   Returns:

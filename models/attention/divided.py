@@ -17,8 +17,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from models.attention.prefix import Prefix, SoftmaxPart
 from sdpo_jax.distributed.mesh import FSDP, TENSOR
+from sdpo_jax.models.attention.prefix import Prefix, SoftmaxPart
 
 
 @dataclasses.dataclass(frozen=True)

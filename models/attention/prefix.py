@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from models.attention.blockwise import MASKED
+from sdpo_jax.models.attention.blockwise import MASKED
 
 # (output [B, S, H, head_dim], log-normaliser [B, S, H] float32) of a softmax over some keys.
 SoftmaxPart = tuple[jax.Array, jax.Array]
@@ -35,7 +35,7 @@ class Prefix:
   trained: bool = flax.struct.field(pytree_node=False, default=False)
   # [] int32, the number of leading slots that are filled; None: all.
   filled: jax.Array | None = None
-  # Whether the slots are sharded over a mesh, so that queries are sent to them (`models.attention.divided`).
+  # Whether the slots are sharded over a mesh, so that queries are sent to them (`sdpo_jax.models.attention.divided`).
   divided: bool = flax.struct.field(pytree_node=False, default=False)
 
 

@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 import jax.numpy as jnp
 import numpy as np
 
-from models.attention.prefix import Prefix, SoftmaxPart, merged
+from sdpo_jax.models.attention.prefix import Prefix, SoftmaxPart, merged
 
 LANES = 128
 # Larger is faster (6.2 ms forward and 18.6 backward for 1024 at S = 10 240, 32 heads, by the compiled schedules).

@@ -7,9 +7,9 @@ import math
 import sys
 from typing import Any
 
-from models.architecture import Activation, Architecture
-from models.rope import Rope
 from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.models.architecture import Activation, Architecture
+from sdpo_jax.models.rope import Rope
 
 Json = dict[str, Any]
 FULL, SLIDING = 'full_attention', 'sliding_attention'

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 import dataclasses
 from typing import Any
 
-from models.architecture import Architecture
-from models.families import config_json
-from models.families.config_json import Json
+from sdpo_jax.models.architecture import Architecture
+from sdpo_jax.models.families import config_json
+from sdpo_jax.models.families.config_json import Json
 
 _LAYER = 'model.layers.{layer}.'
 # Parameter name → tensor name in most families.

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from models.architecture import Architecture
-from models.families import config_json
-from models.families.config_json import Json
-from models.families.family import NAMES, POST_NORM_NAMES, Family
 from sdpo_jax.errors import UserError
+from sdpo_jax.models.architecture import Architecture
+from sdpo_jax.models.families import config_json
+from sdpo_jax.models.families.config_json import Json
+from sdpo_jax.models.families.family import NAMES, POST_NORM_NAMES, Family
 
 WHOLE, TEXT = 'gemma3', 'gemma3_text'
 # Defaults of transformers for entries missing in a text_config; published ones have few entries.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from models.architecture import Architecture
-from models.families import gemma3, llama, mistral, olmo3, qwen
-from models.families.config_json import Json
-from models.families.family import Family
 from sdpo_jax.errors import UserError
+from sdpo_jax.models.architecture import Architecture
+from sdpo_jax.models.families import gemma3, llama, mistral, olmo3, qwen
+from sdpo_jax.models.families.config_json import Json
+from sdpo_jax.models.families.family import Family
 
 _ALL = (qwen.QWEN3, qwen.QWEN2, llama.FAMILY, mistral.FAMILY, olmo3.FAMILY, gemma3.FAMILY)
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from models.architecture import Architecture
-from models.families import config_json
-from models.families.config_json import Json
-from models.families.family import Family
+from sdpo_jax.models.architecture import Architecture
+from sdpo_jax.models.families import config_json
+from sdpo_jax.models.families.config_json import Json
+from sdpo_jax.models.families.family import Family
 
 DEFAULTS: Json = {'num_key_value_heads': 8, 'hidden_act': 'silu', 'rms_norm_eps': 1e-6, 'sliding_window': 4096}
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from models.architecture import Architecture
-from models.families import config_json
-from models.families.config_json import Json
-from models.families.family import Family
 from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.models.architecture import Architecture
+from sdpo_jax.models.families import config_json
+from sdpo_jax.models.families.config_json import Json
+from sdpo_jax.models.families.family import Family
 
 SWITCH = 'use_sliding_window'
 DEFAULTS: Json = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import math
 
-from models import parameters
-from models.architecture import Architecture
-from models.families.known_families import family_of
+from sdpo_jax.models import parameters
+from sdpo_jax.models.architecture import Architecture
+from sdpo_jax.models.families.known_families import family_of
 
 
 @functools.cache

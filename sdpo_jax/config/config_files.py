@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 import importlib.util
 import inspect
+import os
 import pathlib
+import sys
 
 from sdpo_jax.config.locations import model_path
 from sdpo_jax.config.overrides import override
@@ -19,6 +21,7 @@ def read(text: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
   Args:
     text: FILE.py, or FILE.py:name=value,… with arguments of its `get_config()`. If a file `configs/…` does not exist,
       the one of this installation is read. A `model.path` that does not exist is looked for beside the file.
+      So are modules that it or a grader imports, after those of installed packages.
     overrides: (setting, text) pairs, in order: see `override`.
 
   Raises:
@@ -35,6 +38,8 @@ def read(text: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
   if spec is None or spec.loader is None:
     raise UserError(f'--config={path} is not a Python file.')
   module = importlib.util.module_from_spec(spec)
+  if path.resolve().parent != _own_folder():
+    make_importable(path.parent)
   try:
     spec.loader.exec_module(module)
   except SyntaxError as error:
@@ -57,12 +62,21 @@ def read(text: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
   return config
 
 
+def make_importable(folder: pathlib.Path) -> None:
+  """Let modules in a folder be imported by their names, unless the name is one of an installed package."""
+  if str(folder.resolve()) not in map(os.path.realpath, sys.path):
+    sys.path.append(str(folder.resolve()))
+
+
+def _own_folder() -> pathlib.Path:
+  return pathlib.Path(importlib.util.find_spec('sdpo_jax.configs').origin).resolve().parent
+
+
 def _shipped(path: pathlib.Path) -> pathlib.Path | None:
   """Return the path of a config `configs/…` in this installation; None if the path is another one or does not exist."""
-  spec = importlib.util.find_spec('configs')
-  if path.parts[:1] != ('configs',) or '..' in path.parts or spec is None or spec.origin is None:
+  if path.parts[:1] != ('configs',) or '..' in path.parts:
     return None
-  shipped = pathlib.Path(spec.origin).parents[1] / path
+  shipped = _own_folder().joinpath(*path.parts[1:])
   return shipped if shipped.is_file() else None
 
 

@@ -9,9 +9,9 @@ import pathlib
 from typing import Any
 import urllib.parse
 
-from models import hub as models_hub
 from sdpo_jax.data.rows import RawRow
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import hub as models_hub
 
 PREFIX = 'hf:'
 _OPTIONS = ('split', 'config', 'revision')

@@ -8,9 +8,9 @@ import dataclasses
 import logging
 from typing import Any
 
-from models.chat_template import PROBE, TEMPLATE_ERRORS, has_system_turn
-from models.control_tokens import plain_messages
 from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.models.chat_template import PROBE, TEMPLATE_ERRORS, has_system_turn
+from sdpo_jax.models.control_tokens import plain_messages
 from sdpo_jax.types import Example, Messages
 
 Tokenizer = Any  # A transformers tokenizer with a chat template.

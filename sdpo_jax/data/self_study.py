@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from models.chat_template import PROBE, TEMPLATE_ERRORS
 from sdpo_jax.data.prompts import ChatFormat, Tokenizer
 from sdpo_jax.errors import UserError
+from sdpo_jax.models.chat_template import PROBE, TEMPLATE_ERRORS
 from sdpo_jax.types import Messages
 
 FORMATS = ('JSON', 'YAML', 'TOML', 'INI', 'XML', 'plain text')

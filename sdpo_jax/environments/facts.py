@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sdpo_jax.command_lines import command_line
 from sdpo_jax.environments.judging import grader
 from sdpo_jax.environments.registry import register, register_generator
 from sdpo_jax.errors import UserError, short_repr
@@ -64,7 +65,7 @@ def read(file: str) -> Document:
   Raises:
     UserError: the file cannot be read, or differs from what `write` writes in more than white space.
   """
-  way_out = 'name a document that `python -m launch.make_base --task=document` wrote'
+  way_out = f'name a document that `{command_line("make_base", "--task=document")}` wrote'
   words = read_text(file, way_out).split()
   parts = [words[at : at + 4] for at in range(0, len(words), 4)]
   for number, part in enumerate(parts, start=1):

@@ -20,7 +20,6 @@ from typing import Any
 
 ROOM_FOLDER = pathlib.Path(__file__).resolve().parent  # The built-in graders.
 PACKAGE_FOLDER = ROOM_FOLDER.parent
-PROJECT = ('sdpo_jax', 'models', 'configs', 'launch', 'benchmarks')
 # Modules around the built-in graders that do not affect grading.
 MACHINERY = (
   '__init__',
@@ -224,8 +223,8 @@ def _module(path: pathlib.Path) -> list[pathlib.Path]:
 def _files(name: str) -> list[pathlib.Path]:
   """Return the file of a module if it counts, without importing anything."""
   top, *rest = name.split('.')
-  if top in PROJECT:
-    return [file for file in _module(PACKAGE_FOLDER.parent.joinpath(top, *rest)) if top == 'sdpo_jax' and _counts(file)]
+  if top == PACKAGE_FOLDER.name:
+    return [file for file in _module(PACKAGE_FOLDER.joinpath(*rest)) if _counts(file)]
   try:
     spec = importlib.util.find_spec(top)
   except (ImportError, ValueError):

@@ -11,10 +11,6 @@ from typing import Any, Literal
 from etils import epath
 import jax
 
-from models import exporting, huggingface, identity, model_files
-from models import tokenizer as tokenizers
-from models.adapters import cartridge_files, named_cartridges, peft_files, published_cartridges
-from models.parameters import merge, trainable
 from sdpo_jax.config import CartridgeConfig, Config, LoraConfig, ModelConfig
 from sdpo_jax.config.fields import flatten
 from sdpo_jax.config.overrides import from_dict, is_listed
@@ -23,6 +19,10 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation.evaluate import Evaluation, evaluate
 from sdpo_jax.files import check_output, jsonable, write_output
 from sdpo_jax.learning.update import abstract_state
+from sdpo_jax.models import exporting, huggingface, identity, model_files
+from sdpo_jax.models import tokenizer as tokenizers
+from sdpo_jax.models.adapters import cartridge_files, named_cartridges, peft_files, published_cartridges
+from sdpo_jax.models.parameters import merge, trainable
 from sdpo_jax.training import cartridges, divergence
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints, only
 from sdpo_jax.training.directory import fingerprint

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from models import chat_template, huggingface, identity
 from sdpo_jax.config import CartridgeConfig, Config, LoraConfig
 from sdpo_jax.config.fields import flatten
 from sdpo_jax.data import self_study
@@ -29,6 +28,7 @@ from sdpo_jax.environments.thinking import without_thinking
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable, read_text
 from sdpo_jax.inference.prompt_pools import PoolFile, Round, Row
+from sdpo_jax.models import chat_template, huggingface, identity
 from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.training.documents import context_length
 from sdpo_jax.training.opening import check_turn_end, load_tokenizer, make_sampler, model_mesh, template_remarks

@@ -11,11 +11,11 @@ from typing import Any
 
 from etils import epath
 
-from models import checksums, huggingface, model_files
 from sdpo_jax.errors import UserError, first_line, short_repr
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.files import read_bytes
 from sdpo_jax.inference.runs import run_config
+from sdpo_jax.models import checksums, huggingface, model_files
 from sdpo_jax.training.checkpoint import manifest
 from sdpo_jax.training.checkpoint.checkpoints import NO_MANIFEST
 from sdpo_jax.training.checkpoint.stored_arrays import stored_digest

@@ -11,8 +11,8 @@ import chex
 import jax
 import numpy as np
 
-from models.policy import Policy
 from sdpo_jax.learning import packing
+from sdpo_jax.models.policy import Policy
 from sdpo_jax.objective.aggregation import loss_coefficients
 from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import Buckets, bucket

@@ -10,8 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from models.decoder import DecoderPolicy
-from models.forward import forward
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.learning import batching, requests, signals, training_pool
 from sdpo_jax.learning.packing import padded
@@ -19,6 +17,8 @@ from sdpo_jax.learning.requests import AdamW, Lesson, Task
 from sdpo_jax.learning.scoring import CompiledSizes, Scored, Scorer, mesh_of, on_devices
 from sdpo_jax.learning.training_pool import SlotState, StepSettings
 from sdpo_jax.learning.update import UpdateSpec, layout, make_update
+from sdpo_jax.models.decoder import DecoderPolicy
+from sdpo_jax.models.forward import forward
 from sdpo_jax.objective import reported
 from sdpo_jax.objective.log_probs import Scores, scores
 from sdpo_jax.objective.loss import ObjectiveConfig
@@ -80,7 +80,7 @@ class _Micro:
 class LearningFunctions:
   """The jitted functions of learning; the losses of the rows of a micro-batch are data to all of them."""
 
-  states: Callable[..., Any]  # `models.forward.forward` without the policy.
+  states: Callable[..., Any]  # `sdpo_jax.models.forward.forward` without the policy.
   first: Callable[..., Any]  # `signals.first` with its static arguments bound.
   support: Callable[..., Any]  # `signals.support` with its static arguments bound.
   log_probs: Callable[..., Any]  # (hidden, unembedding, targets, mask) → the log-probs of `objective.log_probs.scores`.

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from models.adapters.slot_names import is_slots
-from models.parameters import Parameter, Table
 from sdpo_jax.errors import UserError
+from sdpo_jax.models.adapters.slot_names import is_slots
+from sdpo_jax.models.parameters import Parameter, Table
 from sdpo_jax.types import Tree
 
 # `torch.nn.utils.clip_grad_norm_` divides by norm + 1e-6.

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.forward import forward
-from models.policy import Policy
 from sdpo_jax.distributed.mesh import compiler_options, replicated
 from sdpo_jax.learning.update import UpdateSpec, layout
+from sdpo_jax.models.forward import forward
+from sdpo_jax.models.policy import Policy
 from sdpo_jax.objective import log_probs
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from sdpo_jax.objective.sharded import Layout

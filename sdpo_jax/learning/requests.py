@@ -8,11 +8,11 @@ import math
 
 import numpy as np
 
-from models.policy import NO_MEMBER
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning.losses import Loss, Sdpo, of_rows
 from sdpo_jax.learning.scoring import check_ids
 from sdpo_jax.learning.signals import TeacherInputs
+from sdpo_jax.models.policy import NO_MEMBER
 from sdpo_jax.objective import jsd_pg
 from sdpo_jax.objective.jsd_pg import JsdPg
 from sdpo_jax.rollout.buckets import smallest_bucket

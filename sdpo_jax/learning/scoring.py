@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from models.forward import forward
-from models.policy import Policy
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning import batching
 from sdpo_jax.learning.packing import padded
 from sdpo_jax.learning.update import layout
+from sdpo_jax.models.forward import forward
+from sdpo_jax.models.policy import Policy
 from sdpo_jax.objective.log_probs import Scores, log_probs_of_ids, scores
 from sdpo_jax.rollout.buckets import smallest_bucket
 from sdpo_jax.rollout.functions import Keep
@@ -39,7 +39,7 @@ class Scored:
 class ScoringFunctions:
   """The jitted functions of scoring with one policy."""
 
-  states: Callable[..., Any]  # `models.forward.forward` without the policy.
+  states: Callable[..., Any]  # `sdpo_jax.models.forward.forward` without the policy.
   scores: Callable[..., Any]  # (hidden, unembedding, targets, mask): `objective.log_probs.scores`.
   of_ids: Callable[..., Any]  # (hidden, unembedding, ids, mask): `objective.log_probs.log_probs_of_ids`.
 
@@ -121,7 +121,7 @@ class Scorer:
     )
 
   def states(self, trainable: Tree, rows: TokenRows) -> tuple[jax.Array, jax.Array]:
-    """Return the states that predict the tokens of rows, and the unembedding; see `models.forward.forward`."""
+    """Return the states that predict the tokens of rows, and the unembedding; see `sdpo_jax.models.forward.forward`."""
     return self._states(self._base, trainable, rows)
 
   def of_ids(self, hidden: jax.Array, unembedding: jax.Array, ids: jax.Array, mask: jax.Array) -> jax.Array:

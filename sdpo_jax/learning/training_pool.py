@@ -14,10 +14,10 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 import numpy as np
 import optax
 
-from models.adapters import lora_pool
-from models.parameters import Table
 from sdpo_jax.distributed.mesh import replicated
 from sdpo_jax.learning.optimizer import take_step
+from sdpo_jax.models.adapters import lora_pool
+from sdpo_jax.models.parameters import Table
 from sdpo_jax.types import Tree
 
 

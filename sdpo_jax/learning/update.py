@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from models import parameters as parameter_tables
-from models.adapters.slot_names import is_slots
-from models.forward import forward
-from models.parameters import Table
-from models.policy import Policy
 from sdpo_jax.distributed.mesh import TENSOR, abstract, compiler_options, replicated
 from sdpo_jax.learning.optimizer import OptimizerSpec, learning_rate, make_optimizer, take_step
+from sdpo_jax.models import parameters as parameter_tables
+from sdpo_jax.models.adapters.slot_names import is_slots
+from sdpo_jax.models.forward import forward
+from sdpo_jax.models.parameters import Table
+from sdpo_jax.models.policy import Policy
 from sdpo_jax.objective import log_probs
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from sdpo_jax.objective.objective_spec import ObjectiveSpec

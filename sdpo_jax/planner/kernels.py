@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from models.attention import decode_kernel as decode_attention
-from models.attention import splash
+from sdpo_jax.models.attention import decode_kernel as decode_attention
+from sdpo_jax.models.attention import splash
 from sdpo_jax.planner import hlo
 from sdpo_jax.planner.topology import CHIPS, Chip
 

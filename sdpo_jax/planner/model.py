@@ -7,10 +7,10 @@ import pathlib
 import re
 from typing import Any
 
-from models import hub, huggingface, model_files, published
-from models.decoder import DecoderPolicy
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import hub, huggingface, model_files, published
+from sdpo_jax.models.decoder import DecoderPolicy
 
 
 def read(config: Config, model_config: str | None = None) -> tuple[DecoderPolicy, str]:
@@ -23,7 +23,7 @@ def sizes(config: Config, model_config: str | None = None) -> tuple[dict[str, An
   """Return the config.json of a run's model and its source; no weights are read or downloaded.
 
   Args:
-    config: settings; model.path may be a directory, a model of `models.published`, or another hub name.
+    config: settings; model.path may be a directory, a model of `sdpo_jax.models.published`, or another hub name.
     model_config: a config.json to use instead.
 
   Raises:

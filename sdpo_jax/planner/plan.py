@@ -20,16 +20,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from models import parameters as parameter_tables
-from models.adapters.kv_prefix import KVPrefix
-from models.flops import forward_flops
-from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.distributed import programs as registry
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable
 from sdpo_jax.learning import batching
+from sdpo_jax.models import parameters as parameter_tables
+from sdpo_jax.models.adapters.kv_prefix import KVPrefix
+from sdpo_jax.models.flops import forward_flops
+from sdpo_jax.models.policy import Policy
 from sdpo_jax.objective.objective_spec import REFERENCES
 from sdpo_jax.planner import hlo, kernels, lengths, program_facts, traffic, workload
 from sdpo_jax.planner.topology import Chip, Topology

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import json
 
-from models import huggingface
 from sdpo_jax.config import Config
 from sdpo_jax.files import check_output, jsonable, write_output
+from sdpo_jax.models import huggingface
 from sdpo_jax.planner import document, model, plan_text
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.planner.search import SEARCHED, check, search

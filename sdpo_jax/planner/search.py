@@ -9,10 +9,10 @@ import functools
 import math
 from typing import Any
 
-from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.config.overrides import assign
 from sdpo_jax.errors import UserError
+from sdpo_jax.models.policy import Policy
 from sdpo_jax.objective.objective_spec import REFERENCES
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.planner.topology import Topology

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from models.attention import decode_kernel
+from sdpo_jax.models.attention import decode_kernel
 from sdpo_jax.planner import hlo, kernels
 
 # Arguments of the program `decode.advance`, by name prefix.

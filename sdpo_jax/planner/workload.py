@@ -8,11 +8,11 @@ import dataclasses
 import jax
 import numpy as np
 
-from models.flops import forward_flops, update_flops
-from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed.programs import Program
 from sdpo_jax.learning import batching
+from sdpo_jax.models.flops import forward_flops, update_flops
+from sdpo_jax.models.policy import Policy
 from sdpo_jax.objective.objective_spec import REFERENCES
 from sdpo_jax.training.specs import batch_spec, objective_spec
 from sdpo_jax.types import Batch, Rollouts, TokenRows

@@ -11,9 +11,6 @@ from etils import epath
 import jax
 import numpy as np
 
-from models import huggingface, model_files
-from models import parameters as parameter_tables
-from models.policy import Policy
 from sdpo_jax.config import Config, rewards
 from sdpo_jax.data import sources
 from sdpo_jax.data.prompts import Tokenizer
@@ -21,6 +18,9 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.evaluation.known_metrics import check_best_metric
+from sdpo_jax.models import huggingface, model_files
+from sdpo_jax.models import parameters as parameter_tables
+from sdpo_jax.models.policy import Policy
 from sdpo_jax.preflight import grader_trials, memory, prompt_lengths
 from sdpo_jax.preflight.doubtful_settings import odd_settings
 from sdpo_jax.tables import aligned

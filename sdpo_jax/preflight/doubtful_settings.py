@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from models.adapters.published_cartridges import PAGE
 from sdpo_jax.config import Config, rewards
 from sdpo_jax.data import sources
+from sdpo_jax.models.adapters.published_cartridges import PAGE
 from sdpo_jax.training.specs import objective_spec
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import jax
 
-from models import parameters as parameter_tables
-from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.distributed.mesh import FSDP, RULES, TENSOR, parameter_sharding
 from sdpo_jax.learning import batching
 from sdpo_jax.learning.update import abstract_state
+from sdpo_jax.models import parameters as parameter_tables
+from sdpo_jax.models.policy import Policy
 from sdpo_jax.rollout.functions import cache_shardings, sampler_functions
 from sdpo_jax.rollout.sizes import shard_rows
 from sdpo_jax.training import cartridges, feedback_writing, reference_policies, teacher_model

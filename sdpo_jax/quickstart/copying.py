@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from models.architecture import Architecture
+from sdpo_jax.models.architecture import Architecture
 from sdpo_jax.types import Tree
 
 ALIKE = 0.08  # Standard deviation of the component that a group's tokens share.

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from models import exporting, huggingface
-from models.decoder import DecoderPolicy
 from sdpo_jax.environments import facts
+from sdpo_jax.models import exporting, huggingface
+from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.quickstart import document_tokenizer as tokenizer
 from sdpo_jax.quickstart import supervised
 from sdpo_jax.quickstart.induction import with_circuit

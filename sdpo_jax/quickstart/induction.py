@@ -10,8 +10,8 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from models.architecture import Architecture
-from models.rope import frequencies
+from sdpo_jax.models.architecture import Architecture
+from sdpo_jax.models.rope import frequencies
 from sdpo_jax.types import Tree
 
 NEAR_PAIRS, NEAR = 7, 4.0  # Fastest rotary pairs of a head, which find the token before; scale of their biases.

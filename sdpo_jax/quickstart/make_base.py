@@ -21,13 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import huggingface, model_files
-from models import tokenizer as tokenizers
-from models.decoder import DecoderPolicy
 from sdpo_jax.config import Config, ModelConfig, SelfDistillationConfig
 from sdpo_jax.data.prompts import DEFAULT_FORMAT, chat_tokens
 from sdpo_jax.environments import digits
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import huggingface, model_files
+from sdpo_jax.models import tokenizer as tokenizers
+from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.quickstart import small_tokenizer, supervised
 from sdpo_jax.quickstart.supervised import TinyRecipe
 from sdpo_jax.teacher.context import reprompt

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import exporting, huggingface
-from models import tokenizer as tokenizers
-from models.decoder import DecoderPolicy
 from sdpo_jax.config import Config, SelfDistillationConfig
+from sdpo_jax.models import exporting, huggingface
+from sdpo_jax.models import tokenizer as tokenizers
+from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.quickstart import session_lessons as lessons
 from sdpo_jax.quickstart import session_tokenizer, supervised, tool_tasks
 from sdpo_jax.quickstart import small_tokenizer as chatml

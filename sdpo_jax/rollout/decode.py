@@ -1,8 +1,8 @@
 """Prefill and the decode loop as pure functions of a batch of rows, each of its own length.
 
-`prefill` computes the caches of prompts, which `models.cache.copy_rows` copies into the rows of their samples; `extend`
-computes them from a cached beginning of the prompt; `advance` takes a few steps, each of which draws one token in every
-row, and returns the tokens. The host decides which sample a row holds, and when the next sample gets it
+`prefill` computes the caches of prompts, which `sdpo_jax.models.cache.copy_rows` copies into the rows of their samples;
+`extend` computes them from a cached beginning of the prompt; `advance` takes a few steps, each of which draws one token
+in every row, and returns the tokens. The host decides which sample a row holds, and when the next sample gets it
 (`sdpo_jax.rollout.sampler`).
 """
 
@@ -15,9 +15,9 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from models import cache as kv_cache
-from models.cache import KVCache
-from models.policy import Policy
+from sdpo_jax.models import cache as kv_cache
+from sdpo_jax.models.cache import KVCache
+from sdpo_jax.models.policy import Policy
 from sdpo_jax.rollout import sampling
 from sdpo_jax.types import Tree
 
@@ -117,7 +117,7 @@ def extend(
     new: [G] int32, how many of these tokens each row gets.
     members: [G] int32, see `Policy.apply`.
     piece: static, tokens of a row that go through the model at once.
-    commit: `models.cache.commit`, or a function that does the same in each shard of a mesh.
+    commit: `sdpo_jax.models.cache.commit`, or a function that does the same in each shard of a mesh.
 
   Returns:
     The cache; slots after the tokens of a row are undefined.
@@ -165,7 +165,7 @@ def advance(
     state: state of the B rows.
     enough: [] int32, number of rows that must be done to interrupt the loop.
     steps: static, maximum number of steps.
-    commit: `models.cache.commit`, or a function that does the same in each shard of a mesh.
+    commit: `sdpo_jax.models.cache.commit`, or a function that does the same in each shard of a mesh.
 
   Returns:
     The cache, in which rows that are done are empty, and the tokens drawn.

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from models import cache as kv_cache
-from models.cache import KVCache
-from models.policy import Policy
 from sdpo_jax.distributed.mesh import FSDP, RULES
+from sdpo_jax.models import cache as kv_cache
+from sdpo_jax.models.cache import KVCache
+from sdpo_jax.models.policy import Policy
 from sdpo_jax.rollout import decode
 from sdpo_jax.rollout.weights import BasePreparation, base_preparation, preparing_trainable
 from sdpo_jax.types import Tree
@@ -38,11 +38,11 @@ class SamplerFunctions:
   # [rows, P], held [rows], new [rows], members, *, piece); a row begins with the first `held` tokens of its source.
   extend: Callable[..., KVCache]
   empty: Callable[..., KVCache]  # (*, rows, slots), rows of all shards.
-  # `models.cache.copy_rows` in each shard: source and target [rows], count [S]; donates the first cache.
+  # `sdpo_jax.models.cache.copy_rows` in each shard: source and target [rows], count [S]; donates the first cache.
   copy: Callable[..., KVCache]
   # (cache, source [rows], *, slots): a new cache of these rows, with `slots` slots each.
   resize: Callable[..., KVCache]
-  # `models.cache.compact` in each shard: (stores, lengths, source [rows]); donates the stores.
+  # `sdpo_jax.models.cache.compact` in each shard: (stores, lengths, source [rows]); donates the stores.
   compact: Callable[..., KVCache]
   # `decode.advance` without the policy; donates the cache.
   advance: Callable[..., tuple[KVCache, decode.Drawn]]

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from models.cache import KVCache
-from models.policy import NO_MEMBER
+from sdpo_jax.models.cache import KVCache
+from sdpo_jax.models.policy import NO_MEMBER
 from sdpo_jax.rollout.functions import SamplerFunctions
 from sdpo_jax.rollout.queue import Samples
 from sdpo_jax.rollout.sizes import SamplerSizes

@@ -8,7 +8,7 @@ import dataclasses
 
 import numpy as np
 
-from models.policy import NO_MEMBER
+from sdpo_jax.models.policy import NO_MEMBER
 
 KNOBS = {  # Fields of `SamplingParams` that may differ between the samples of a prompt, with their dtypes.
   'max_tokens': np.int32,

@@ -14,8 +14,8 @@ from typing import Unpack
 
 import numpy as np
 
-from models.policy import NO_MEMBER
 from sdpo_jax.errors import UserError
+from sdpo_jax.models.policy import NO_MEMBER
 from sdpo_jax.rollout.queue import Samples
 from sdpo_jax.rollout.results import Completion, Draft
 from sdpo_jax.rollout.sampler import Sampler, SamplingOptions

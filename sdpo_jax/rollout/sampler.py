@@ -10,9 +10,9 @@ from typing import Any, Required, TypedDict, Unpack
 import jax
 import numpy as np
 
-from models.policy import Policy
 from sdpo_jax import liveness
 from sdpo_jax.errors import UserError
+from sdpo_jax.models.policy import Policy
 from sdpo_jax.rollout.buckets import smallest_bucket
 from sdpo_jax.rollout.functions import Keep, SamplerFunctions, sampler_functions
 from sdpo_jax.rollout.queue import KNOBS, Samples

@@ -19,9 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.policy import Policy
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.distributed.programs import EVALUATION, Program
+from sdpo_jax.models.policy import Policy
 from sdpo_jax.rollout import decode, functions, sizes
 from sdpo_jax.rollout.queue import KNOBS
 from sdpo_jax.rollout.sampling import SamplingParams

@@ -13,9 +13,9 @@ import math
 import jax
 import numpy as np
 
-from models import cache as kv_cache
-from models.cache import KVCache
-from models.policy import NO_MEMBER
+from sdpo_jax.models import cache as kv_cache
+from sdpo_jax.models.cache import KVCache
+from sdpo_jax.models.policy import NO_MEMBER
 from sdpo_jax.rollout import decode
 from sdpo_jax.rollout.functions import SamplerFunctions
 from sdpo_jax.rollout.kept_prefixes import KeptPrefix, KeptPrefixes

@@ -12,9 +12,9 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.adapters.slot_names import names_slots
-from models.policy import Policy
 from sdpo_jax.distributed.mesh import FSDP
+from sdpo_jax.models.adapters.slot_names import names_slots
+from sdpo_jax.models.policy import Policy
 from sdpo_jax.types import Tree
 
 

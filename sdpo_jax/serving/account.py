@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from models.adapters import peft_files
 from sdpo_jax.errors import short_repr
 from sdpo_jax.learning.scoring import Scored
+from sdpo_jax.models.adapters import peft_files
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.serving import adapter_settings, differences, records, request_prompts
 from sdpo_jax.serving.call import Call

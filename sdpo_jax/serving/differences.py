@@ -8,8 +8,8 @@ import math
 
 import numpy as np
 
-from models.adapters import lora
-from models.parameters import Parameter, Table
+from sdpo_jax.models.adapters import lora
+from sdpo_jax.models.parameters import Parameter, Table
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,11 +22,6 @@ import jax
 import numpy as np
 import optax
 
-from models import parameters
-from models.adapters import lora, lora_pool
-from models.adapters.lora_pool import LoraPool
-from models.decoder import DecoderPolicy
-from models.policy import NO_MEMBER, Policy
 from sdpo_jax.config import ServeConfig
 from sdpo_jax.distributed.mesh import FSDP
 from sdpo_jax.errors import UserError, first_line, printable, short_repr
@@ -36,6 +31,11 @@ from sdpo_jax.learning.losses import Sdpo
 from sdpo_jax.learning.requests import Lesson, Task, Taught, UpdateOptions
 from sdpo_jax.learning.scoring import CompiledSizes, Scored, Scorer, check_ids, mesh_of
 from sdpo_jax.learning.training_pool import SlotState
+from sdpo_jax.models import parameters
+from sdpo_jax.models.adapters import lora, lora_pool
+from sdpo_jax.models.adapters.lora_pool import LoraPool
+from sdpo_jax.models.decoder import DecoderPolicy
+from sdpo_jax.models.policy import NO_MEMBER, Policy
 from sdpo_jax.rollout.resident import Handle, Resident, Weights
 from sdpo_jax.rollout.results import SamplingStats
 from sdpo_jax.rollout.sampler import Sampler, SamplingOptions

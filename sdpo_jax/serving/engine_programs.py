@@ -19,9 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from models import parameters
-from models.adapters import lora_pool
-from models.decoder import DecoderPolicy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.distributed.programs import Program
@@ -30,6 +27,9 @@ from sdpo_jax.learning.losses import Sdpo, of_rows
 from sdpo_jax.learning.scoring import scoring_functions
 from sdpo_jax.learning.signals import TeacherInputs
 from sdpo_jax.learning.training_pool import SlotState, StepSettings
+from sdpo_jax.models import parameters
+from sdpo_jax.models.adapters import lora_pool
+from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.objective import reported
 from sdpo_jax.rollout.sampler_programs import SamplerSpec, sampler_programs
 from sdpo_jax.serving.engine import EngineSettings, pool_functions, pooled_policies

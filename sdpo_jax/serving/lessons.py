@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from models.token_texts import TokenTexts
 from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.learning.learner import LessonScores
 from sdpo_jax.learning.requests import Lesson, Taught
+from sdpo_jax.models.token_texts import TokenTexts
 from sdpo_jax.rollout.stops import to_text
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback_request import Item

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from models import parameters
-from models.adapters import lora, peft_config, peft_files
-from models.decoder import DecoderPolicy
-from models.families import known_families
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.files import read_json_object
 from sdpo_jax.learning import training_pool
+from sdpo_jax.models import parameters
+from sdpo_jax.models.adapters import lora, peft_config, peft_files
+from sdpo_jax.models.decoder import DecoderPolicy
+from sdpo_jax.models.families import known_families
 from sdpo_jax.serving.errors import InvalidRequest, TooLarge
 
 LARGEST_HEADER = 2**20  # Bytes of the names and shapes of a safetensors file.
@@ -32,7 +32,7 @@ class Served:
   """The shape of all adapters of a service, and the model that they belong to."""
 
   policy: DecoderPolicy  # The model with the adapter.
-  weights: Mapping[str, Any]  # The weights' part of the model's fingerprint, `models.identity.of_weights`.
+  weights: Mapping[str, Any]  # The weights' part of the model's fingerprint, `sdpo_jax.models.identity.of_weights`.
 
   @property
   def adapter(self) -> lora.Adapter:

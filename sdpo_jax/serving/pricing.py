@@ -12,14 +12,14 @@ import math
 import time
 from typing import Any
 
-from models import parameters as parameter_tables
-from models.adapters import lora
-from models.decoder import DecoderPolicy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.distributed.programs import Program
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import check_output, jsonable, write_output
+from sdpo_jax.models import parameters as parameter_tables
+from sdpo_jax.models.adapters import lora
+from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.planner import model, plan_text, program_facts, topology
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.planner.plan import GIB, Estimate

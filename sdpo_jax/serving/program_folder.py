@@ -27,15 +27,15 @@ from jax.experimental import serialize_executable
 
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_local, remove_partials, write_atomically
+from sdpo_jax.models import identity
 from sdpo_jax.serving.store.blobs import make_private
+from sdpo_jax.training.directory.fingerprint import own_files
 
 PACKAGES = 'jax', 'jaxlib', 'libtpu', 'flax', 'optax', 'numpy'
 VARIABLES = 'XLA_FLAGS', 'LIBTPU_INIT_ARGS'
 INDEX, PROGRAM = '.index.json', '.program'  # Suffixes of file names.
 HOUR = 3600.0  # The age at which a file that is in no index is taken to be of a killed process.
 KEPT = 4  # Indices; beyond these, the one of the engine, flags or versions used longest ago is removed.
-_ROOT = pathlib.Path(__file__).parents[2]
-_SOURCES = 'sdpo_jax', 'models'  # Folders whose code the programs are made from.
 
 _logger = logging.getLogger('sdpo_jax.serving')
 
@@ -48,7 +48,7 @@ def surroundings(devices: Sequence[jax.Device]) -> dict[str, Any]:
       versions[package] = importlib.metadata.version(package)
   return {
     'versions': {'python': sys.version, 'pickle': pickle.HIGHEST_PROTOCOL} | versions,
-    'sources': _digest_of_sources(),
+    'sources': identity.digest(own_files()),
     'variables': {name: os.environ.get(name) for name in VARIABLES},
     # JAX's settings, except those of its cache, which do not change programs.
     'settings': {name: repr(value) for name, value in sorted(jax.config.values.items()) if 'cache' not in name},
@@ -57,16 +57,6 @@ def surroundings(devices: Sequence[jax.Device]) -> dict[str, Any]:
     'processor': _processor() if devices[0].platform == 'cpu' else platform.machine(),
     'process': [jax.process_index(), jax.process_count()],
   }
-
-
-def _digest_of_sources() -> str:
-  digest = hashlib.sha256()
-  for folder in _SOURCES:
-    for path in sorted((_ROOT / folder).rglob('*.py')):
-      content = path.read_bytes()
-      digest.update(f'{path.relative_to(_ROOT)} {len(content)}\n'.encode())
-      digest.update(content)
-  return digest.hexdigest()
 
 
 def _processor() -> str:

@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 
-from models import huggingface, identity, model_files, parameters
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import huggingface, identity, model_files, parameters
 from sdpo_jax.serving.engine import Engine, EngineSettings, check_divides
 from sdpo_jax.serving.engine_settings import engine_settings
 from sdpo_jax.serving.peft_transfer import Served

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from models import parameters
-from models.token_texts import TokenTexts
 from sdpo_jax.config import Config
 from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.learning import requests
 from sdpo_jax.learning.requests import Lesson
+from sdpo_jax.models import parameters
+from sdpo_jax.models.token_texts import TokenTexts
 from sdpo_jax.serving import feedback_request, lessons, records, request_prompts
 from sdpo_jax.serving.call import Call, Turns
 from sdpo_jax.serving.engine import EngineSettings

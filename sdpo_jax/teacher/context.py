@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from models.control_tokens import plain_messages
 from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.data.prompts import (
   DEFAULT_FORMAT,
@@ -27,6 +26,7 @@ from sdpo_jax.data.prompts import (
 from sdpo_jax.environments.outcomes import graded_of, scores_of
 from sdpo_jax.environments.thinking import without_closed_thinking, without_thinking
 from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.models.control_tokens import plain_messages
 from sdpo_jax.types import Messages, Outcome
 
 _Asked = TypeVar('_Asked')

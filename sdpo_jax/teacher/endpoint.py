@@ -14,14 +14,14 @@ import time
 
 import numpy as np
 
-from models import identity, model_files, same_tokenizer
-from models.control_tokens import Tokenizer
 from sdpo_jax import liveness
 from sdpo_jax.config import TeacherEndpointConfig
 from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.environments import json_server
 from sdpo_jax.environments.json_server import Fault
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import identity, model_files, same_tokenizer
+from sdpo_jax.models.control_tokens import Tokenizer
 from sdpo_jax.teacher import dialects
 from sdpo_jax.teacher.asking import EndpointClient, ask_all
 from sdpo_jax.teacher.dialects import EndpointScores

@@ -6,10 +6,10 @@ import dataclasses
 
 import jax
 
-from models import parameters
-from models.forward import forward
-from models.policy import Policy
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import parameters
+from sdpo_jax.models.forward import forward
+from sdpo_jax.models.policy import Policy
 from sdpo_jax.objective import log_probs
 from sdpo_jax.objective.loss import ObjectiveConfig
 from sdpo_jax.objective.sharded import Layout

@@ -7,13 +7,13 @@ import dataclasses
 
 import numpy as np
 
-from models.chat_template import TEMPLATE_ERRORS
 from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.data.prompts import ChatFormat, Tokenizer, bounded_chat_tokens, chat_tokens
 from sdpo_jax.environments.chat_endpoint import conversation
 from sdpo_jax.environments.outcomes import encodable, graded_of, scores_of
 from sdpo_jax.environments.thinking import without_thinking
 from sdpo_jax.errors import first_line
+from sdpo_jax.models.chat_template import TEMPLATE_ERRORS
 from sdpo_jax.teacher.context import (
   longest_that_fits,
   shorten_end,

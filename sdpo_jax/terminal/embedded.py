@@ -43,7 +43,7 @@ class Embedded:
     self._log = inside / 'service.log'
     self._key, _ = keys.add(inside / 'keys.jsonl', OWNER, 'session')
     own = {'host': '127.0.0.1', 'port': '0', 'keys': str(inside / 'keys.jsonl'), 'idle_shutdown_s': 'None'}
-    command = [sys.executable, '-m', 'launch.serve', *arguments]
+    command = [sys.executable, '-m', 'sdpo_jax.launch.serve', *arguments]
     command += [f'--config.serve.http.{name}={value}' for name, value in own.items()]
     root = str(pathlib.Path(__file__).parents[2])  # Root of the packages of this process.
     path = os.pathsep.join(filter(None, (root, os.environ.get('PYTHONPATH'))))

@@ -8,10 +8,10 @@ import dataclasses
 import io
 import os
 import pathlib
-import shlex
 import sys
 from typing import Any
 
+from sdpo_jax.command_lines import command_line
 from sdpo_jax.environments.workspace.shell import Shell
 from sdpo_jax.environments.workspace.tools import Toolbox
 from sdpo_jax.errors import UserError
@@ -113,7 +113,7 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
 def _resuming(options: CommandOptions, session: str) -> str:
   """Return the command that resumes a session."""
   state = [] if options.state is None else [f'--state={options.state}']
-  return shlex.join(['python', '-m', 'launch.session', f'--resume={session}', *state])
+  return command_line('session', f'--resume={session}', *state)
 
 
 def _announce(text: str) -> None:
@@ -185,7 +185,7 @@ def _service(
     service.wait(client, _announce)
     return client, {'arguments': list(arguments), 'folder': folder}
   except (AnswerLost, Refused) as error:
-    raise UserError(f'{error} Start one with python -m launch.serve, or leave --url out.') from error
+    raise UserError(f'{error} Start one with {command_line("serve")}, or leave --url out.') from error
 
 
 def _inputs(options: CommandOptions, screen: Screen) -> Inputs:

@@ -9,13 +9,13 @@ import functools
 import jax
 import numpy as np
 
-from models import parameters
-from models.adapters import kv_prefix, named_cartridges
-from models.adapters.cartridge import Cartridge
-from models.decoder import DecoderPolicy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed.mesh import replicated
 from sdpo_jax.distributed.programs import Program
+from sdpo_jax.models import parameters
+from sdpo_jax.models.adapters import kv_prefix, named_cartridges
+from sdpo_jax.models.adapters.cartridge import Cartridge
+from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.rollout.weights import base_preparation
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training.documents import Texts, prefix_of

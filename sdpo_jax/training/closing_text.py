@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+import os
 import re
-import shlex
 
+from sdpo_jax.command_lines import command_line
 from sdpo_jax.evaluation.evaluate import Evaluation
 from sdpo_jax.tables import aligned
 from sdpo_jax.training.divergence import ON_STUDENT, ON_TEACHER
@@ -58,17 +59,13 @@ def summary(
     ]
     lines += ['', aligned(['held-out accuracy', f'step {first}', f'step {last}'], rows)]
   settings = [f'--config.{name}={text}' for name, text in overrides]
-  lines += ['', 'Next:']
+  where, exported = f'--workdir={workdir}', f'--output={os.path.basename(workdir)}_{trained}'
+  following = [('sample', where, f'--prompt={result.example_prompt}', '--temperature=0'), ('export', where, exported)]
   if result.evaluations:
     output = f'--output={workdir}/evaluation.json'
-    lines.append(_command('evaluate', f'--config={config_path}', *settings, f'--workdir={workdir}', output))
-  lines.append(_command('sample', f'--workdir={workdir}', f'--prompt={result.example_prompt}', '--temperature=0'))
-  lines.append(_command('export', f'--workdir={workdir}', f'--output=my_{trained}'))
+    following.insert(0, ('evaluate', f'--config={config_path}', *settings, where, output))
+  lines += ['', 'Next:', *(f'  {command_line(*words)}' for words in following)]
   return '\n'.join(lines)
-
-
-def _command(name: str, *arguments: str) -> str:
-  return '  ' + shlex.join(['python', '-m', f'launch.{name}', *arguments])
 
 
 def headlines(names: Iterable[str]) -> list[str]:

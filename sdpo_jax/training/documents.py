@@ -8,16 +8,16 @@ import math
 
 import jax.numpy as jnp
 
-from models import huggingface, model_files
-from models.adapters.kv_prefix import KVPrefix
-from models.chat_template import PROBE, TEMPLATE_ERRORS, has_system_turn
-from models.decoder import DecoderPolicy
 from sdpo_jax.config import Config
 from sdpo_jax.data.prompts import ChatFormat, Tokenizer, chat_tokens, document_tokens
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.distributed.mesh import FSDP
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import file_size, read_text
+from sdpo_jax.models import huggingface, model_files
+from sdpo_jax.models.adapters.kv_prefix import KVPrefix
+from sdpo_jax.models.chat_template import PROBE, TEMPLATE_ERRORS, has_system_turn
+from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.training.specs import chat_format
 
 SECTION = 'model.cartridge'

@@ -8,11 +8,11 @@ import dataclasses
 
 import numpy as np
 
-from models import huggingface
-from models.control_tokens import Tokenizer
 from sdpo_jax.config import Config
 from sdpo_jax.distributed.collectives import divided
 from sdpo_jax.distributed.stopping import NEVER, Stop
+from sdpo_jax.models import huggingface
+from sdpo_jax.models.control_tokens import Tokenizer
 from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.teacher.endpoint import Endpoint, EndpointQuery
 from sdpo_jax.training.specs import declared_buckets, objective_spec

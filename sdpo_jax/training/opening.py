@@ -10,15 +10,15 @@ from typing import Any
 from etils import epath
 import jax
 
-from models import chat_template, flops, huggingface, identity
-from models import parameters as parameter_tables
-from models import tokenizer as tokenizers
-from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed.mesh import check_divides, make_mesh
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning.optimizer import check_excluded
 from sdpo_jax.learning.update import abstract_state, make_update
+from sdpo_jax.models import chat_template, flops, huggingface, identity
+from sdpo_jax.models import parameters as parameter_tables
+from sdpo_jax.models import tokenizer as tokenizers
+from sdpo_jax.models.policy import Policy
 from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
 from sdpo_jax.training import cartridges, feedback_writing, teacher_model

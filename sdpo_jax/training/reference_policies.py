@@ -11,7 +11,7 @@ import functools
 
 import jax
 
-from models.parameters import Table, in_compute_dtype, trainable
+from sdpo_jax.models.parameters import Table, in_compute_dtype, trainable
 from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.types import Tree
 

@@ -19,14 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models import parameters as parameter_tables
-from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.distributed.programs import FEEDBACK, Program
 from sdpo_jax.learning import batching
 from sdpo_jax.learning.readings import divergence_program, top_tokens_program
 from sdpo_jax.learning.update import abstract_state, make_update
+from sdpo_jax.models import parameters as parameter_tables
+from sdpo_jax.models.policy import Policy
 from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.rollout.sampler_programs import SamplerSpec, named, sampler_programs
 from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher

@@ -8,9 +8,9 @@ from typing import Any
 from etils import epath
 import jax
 
-from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.learning.update import UpdateFunctions
+from sdpo_jax.models.policy import Policy
 from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.teacher.endpoint import Endpoint

@@ -9,15 +9,16 @@ from typing import Any
 
 import jax
 
-from models import parameters as parameter_tables
-from models.policy import Policy
 from sdpo_jax import liveness
+from sdpo_jax.command_lines import command_line
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import programs
 from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.evaluation.known_metrics import check_best_metric
+from sdpo_jax.models import parameters as parameter_tables
+from sdpo_jax.models.policy import Policy
 from sdpo_jax.tables import counted
 from sdpo_jax.training import feedback_writing, teacher_model
 from sdpo_jax.training.opening import check_turn_end, template_remarks
@@ -180,7 +181,7 @@ def compile_programs(
       raise UserError(
         f'The program {name} does not fit into the memory of the devices ({first_line(compiled)}): lower '
         'rollout.max_batch_rows, actor.ppo_micro_batch_size or the largest lengths, or use more devices; '
-        '`python -m launch.plan` says what takes how much.'
+        f'`{command_line("plan")}` says what takes how much.'
       ) from compiled
     now = time.monotonic()
     liveness.progress()

@@ -11,7 +11,6 @@ from etils import epath
 import jax
 import numpy as np
 
-from models.token_texts import TokenTexts
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.environments.outcomes import graded_of, scores_of
@@ -20,6 +19,7 @@ from sdpo_jax.evaluation.evaluate import Evaluation
 from sdpo_jax.evaluation.excerpts import excerpt, excerpt_messages
 from sdpo_jax.files import jsonable, make_directory, write_atomically
 from sdpo_jax.learning.batching import GenerationBatch
+from sdpo_jax.models.token_texts import TokenTexts
 from sdpo_jax.objective.terms import POLICY_METRICS, TEACHER_METRICS
 from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.training import feedback_writing, samples

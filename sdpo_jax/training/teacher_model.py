@@ -6,11 +6,11 @@ import dataclasses
 
 import jax
 
-from models import huggingface, model_files, same_tokenizer
-from models.decoder import DecoderPolicy
 from sdpo_jax.config import CartridgeConfig, Config, LoraConfig, ModelConfig
 from sdpo_jax.distributed.mesh import check_divides
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import huggingface, model_files, same_tokenizer
+from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training.specs import declared_buckets, objective_spec
 

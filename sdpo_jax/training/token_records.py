@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from models.token_texts import TokenTexts
 from sdpo_jax.files import jsonable
 from sdpo_jax.learning.readings import PolicyTopTokens, TopTokens
+from sdpo_jax.models.token_texts import TokenTexts
 from sdpo_jax.types import Rollouts
 
 

@@ -7,13 +7,13 @@ import re
 from absl.testing import parameterized
 import pytest
 
-from configs import qwen3_8b_chemistry, qwen3_8b_chemistry_grpo, qwen3_8b_livecodebench
 from sdpo_jax.config import Config, OptimizerConfig
 from sdpo_jax.config.checks import CHANGES
 from sdpo_jax.config.fields import flatten, settings
 from sdpo_jax.config.help import settings_help
 from sdpo_jax.config.overrides import ACCEPTABLE, ROUNDING, Differences, differences, from_dict, override
 from sdpo_jax.config.ranges import check_ranges
+from sdpo_jax.configs import qwen3_8b_chemistry, qwen3_8b_chemistry_grpo, qwen3_8b_livecodebench
 from sdpo_jax.errors import UserError
 from tests.config.valid_config import valid
 

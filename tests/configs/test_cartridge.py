@@ -2,10 +2,10 @@
 
 import pytest
 
-from configs import cartridge, models
-from models import huggingface, parameters, published
-from models.adapters.slot_names import is_slots
+from sdpo_jax.configs import cartridge, models
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import huggingface, parameters, published
+from sdpo_jax.models.adapters.slot_names import is_slots
 
 
 @pytest.mark.parametrize('model', cartridge.TENSOR)

@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from configs import cartridge_quickstart
+from sdpo_jax.configs import cartridge_quickstart
 from sdpo_jax.environments import facts
 from sdpo_jax.preflight import check
 from sdpo_jax.training.documents import read_texts

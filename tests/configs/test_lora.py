@@ -4,10 +4,10 @@ from typing import get_args
 
 import pytest
 
-from configs import lora, models, paper
-from models import huggingface, parameters, published
 from sdpo_jax.config.fields import flatten
+from sdpo_jax.configs import lora, models, paper
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import huggingface, parameters, published
 
 
 @pytest.mark.parametrize('model', lora.MAX_BATCH_ROWS)

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from configs import models, paper
-from models import published
 from sdpo_jax import config as config_lib
+from sdpo_jax.configs import models, paper
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import published
 
 
 @pytest.mark.parametrize('model', models.MODELS)

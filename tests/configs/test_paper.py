@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from configs import paper
+from sdpo_jax.configs import paper
 from sdpo_jax.errors import UserError
 from sdpo_jax.training import loop
 from tests import tiny

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from configs import quickstart, quickstart_grpo, quickstart_lora
-from models import huggingface, parameters
 from sdpo_jax.config.fields import flatten
+from sdpo_jax.configs import quickstart, quickstart_grpo, quickstart_lora
+from sdpo_jax.models import huggingface, parameters
 from sdpo_jax.preflight.doubtful_settings import odd_settings
 from tests import tiny
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from models import huggingface
-from models.tokenizer import stop_token_ids
 from sdpo_jax.config import Config, EnvironmentsConfig, ModelConfig
 from sdpo_jax.data import pipeline
 from sdpo_jax.data.prompts import prompt_tokens
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
+from sdpo_jax.models import huggingface
+from sdpo_jax.models.tokenizer import stop_token_ids
 from sdpo_jax.quickstart import small_tokenizer
 from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.teacher.context import build_teacher_context

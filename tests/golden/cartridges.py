@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from models.adapters import cartridge_pt
-from models.adapters.cartridge import Cartridge
 from sdpo_jax.errors import UserError
+from sdpo_jax.models.adapters import cartridge_pt
+from sdpo_jax.models.adapters.cartridge import Cartridge
 from tests.golden.report import Report, load
 
 SPELLINGS = ('fixed', 'frozen')

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from models.parameters import Parameter, Table, merge
+from sdpo_jax.models.parameters import Parameter, Table, merge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ToyPolicy:
     return tuple(Parameter((name,), shape, (None, None), 'normal', name, shape) for name, shape in shapes.items())
 
   def apply(self, base, trainable, tokens, positions, segment_ids, cache=None, parents=None):
-    """See `models.policy.Policy`."""
+    """See `sdpo_jax.models.policy.Policy`."""
     params = merge(base, trainable)
     inputs = params['E'][tokens] + params['P'][positions]
     inputs = jnp.where((segment_ids > 0)[..., None], inputs, 0)
@@ -51,21 +51,21 @@ class ToyPolicy:
     return jnp.tanh(states).swapaxes(0, 1), params['W'].T, None
 
   def on(self, mesh, attention_setting='auto'):
-    """See `models.policy.Policy`."""
+    """See `sdpo_jax.models.policy.Policy`."""
     del mesh, attention_setting
     return self
 
   def with_remat(self, remat):
-    """See `models.policy.Policy`."""
+    """See `sdpo_jax.models.policy.Policy`."""
     del remat
     return self
 
   def cast(self, base, trainable):
-    """See `models.policy.Policy`."""
+    """See `sdpo_jax.models.policy.Policy`."""
     return base, trainable
 
   def init_cache(self, batch_size, length, quantized=False):
-    """See `models.policy.Policy`."""
+    """See `sdpo_jax.models.policy.Policy`."""
     raise NotImplementedError('ToyPolicy has no cache to sample with.')
 
   with_recent = init_cache

@@ -18,7 +18,13 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, *_FUNCTIONS)
 def files(root: pathlib.Path = ROOT) -> dict[str, pathlib.Path]:
   """Return the product's files by the names of their modules."""
   paths = sorted(path for package in PACKAGES for path in (root / package).rglob('*.py'))
-  return {'.'.join(path.relative_to(root).with_suffix('').parts).removesuffix('.__init__'): path for path in paths}
+  return {module_of(path, root): path for path in paths}
+
+
+def module_of(path: pathlib.Path, root: pathlib.Path = ROOT) -> str:
+  """Return the name under which a file of the product is imported."""
+  name = '.'.join(path.relative_to(root).with_suffix('').parts).removesuffix('.__init__')
+  return name if name.startswith('sdpo_jax') else f'sdpo_jax.{name}'
 
 
 @functools.cache

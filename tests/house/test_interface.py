@@ -6,10 +6,10 @@ import json
 import jax
 import pytest
 
-from configs import quickstart
 import sdpo_jax
 from sdpo_jax import interface
 from sdpo_jax.config import Config
+from sdpo_jax.configs import quickstart
 from sdpo_jax.environments import registry
 from tests import tiny
 

@@ -17,7 +17,7 @@ CLOSURES = {'sdpo_jax.training.step': 11_600, 'sdpo_jax.learning.update': 5_100,
 IN_CIRCLES = 0
 # Rooms below those that turn a Config into specs.
 BELOW = ('sdpo_jax.evaluation', 'sdpo_jax.rollout', 'sdpo_jax.teacher', 'sdpo_jax.objective', 'sdpo_jax.environments')
-BELOW += ('sdpo_jax.learning', 'sdpo_jax.data', 'sdpo_jax.distributed', 'models')
+BELOW += ('sdpo_jax.learning', 'sdpo_jax.data', 'sdpo_jax.distributed', 'sdpo_jax.models')
 CODE_LINES = 49_840
 
 
@@ -71,7 +71,7 @@ SHARED = {
 
 
 def test_no_two_rooms_have_a_file_of_one_name():
-  modules = [name for name in sources.files() if not name.startswith(('launch.', 'configs.'))]
+  modules = [name for name in sources.files() if not name.startswith(('sdpo_jax.launch.', 'sdpo_jax.configs.'))]
   packages = {name.rpartition('.')[0] for name in modules}
   names = collections.Counter(name.rpartition('.')[2] for name in modules if name not in packages)
   assert {name for name, count in names.items() if count > 1} == set(SHARED)

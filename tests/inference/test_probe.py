@@ -9,13 +9,13 @@ import re
 import numpy as np
 import pytest
 
-from models import tokenizer as tokenizers
 from sdpo_jax.config import Config
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import probe as probing
 from sdpo_jax.inference import probe_report
 from sdpo_jax.inference.probe import contexts, mean_and_error, probe, probe_to_file
+from sdpo_jax.models import tokenizer as tokenizers
 from sdpo_jax.training.opening import make_session
 from sdpo_jax.types import Example, Rollouts
 from tests import tiny

@@ -6,12 +6,12 @@ import pytest
 from safetensors.numpy import load_file
 import transformers
 
-from models import checksums, huggingface
-from models.stored_tensors import WEIGHTS
 from sdpo_jax.config import Config, SamplingConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import generate, runs
 from sdpo_jax.learning.update import place_state
+from sdpo_jax.models import checksums, huggingface
+from sdpo_jax.models.stored_tensors import WEIGHTS
 from sdpo_jax.training.checkpoint.checkpoints import SKIPPED, Checkpoints
 from sdpo_jax.training.opening import make_session
 from sdpo_jax.training.specs import update_spec

@@ -8,12 +8,12 @@ import subprocess
 import numpy as np
 import pytest
 
-from models import checksums
 from sdpo_jax.config import SamplingConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import answer_files, generate
 from sdpo_jax.inference.chat import Chat, converse
 from sdpo_jax.inference.runs import RunOrModel
+from sdpo_jax.models import checksums
 from sdpo_jax.rollout.results import Completion, Draft
 from sdpo_jax.rollout.sampler import Sampler
 from tests import tiny

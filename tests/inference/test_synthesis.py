@@ -14,7 +14,6 @@ import jax
 import numpy as np
 import pytest
 
-from models import huggingface
 from sdpo_jax.config import CartridgeConfig, Config, MeshConfig, ModelConfig
 from sdpo_jax.data import rows, self_study, sources
 from sdpo_jax.data.prompts import ChatFormat
@@ -24,6 +23,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.inference import prompt_pools, synthesis
 from sdpo_jax.inference.prompt_pools import PoolFile, Round
 from sdpo_jax.inference.synthesis import Asker, Pool, SynthesisOptions, WrittenMessage
+from sdpo_jax.models import huggingface
 from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.training import loop
 from sdpo_jax.training.opening import load_tokenizer, stop_token_ids

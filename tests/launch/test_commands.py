@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import tensorstore
 
-from configs import quickstart
 from sdpo_jax import command
+from sdpo_jax.configs import quickstart
 from sdpo_jax.errors import UserError
 from sdpo_jax.training import closing_text, loop
 from sdpo_jax.training.directory import workdir as workdirs
@@ -320,7 +320,7 @@ def test_the_divergences_that_evaluations_measured_are_shown_at_the_end():
 def test_the_last_command_names_what_it_exports(trained):
   result = loop.Result(epath.Path('runs/a'), 2, False, {}, 'Q')
   last = closing_text.summary(result, 'c.py', trained=trained).splitlines()[-1]
-  assert last == f'  python -m launch.export --workdir=runs/a --output=my_{trained}'
+  assert last == f'  python -m launch.export --workdir=runs/a --output=a_{trained}'
 
 
 def test_next_commands_are_quoted_and_repeat_the_settings():

@@ -2,10 +2,11 @@
 
 import os
 import pathlib
+import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
-import zipfile
 
 import pytest
 
@@ -28,26 +29,43 @@ def requirements(name: str) -> list[str]:
   ]
 
 
-def start(folder: pathlib.Path, *arguments: str, path: pathlib.Path = ROOT) -> subprocess.CompletedProcess:
-  environment = tiny.environment(quick=True) | {'PYTHONPATH': str(path)}
-  command = [sys.executable, '-m', *arguments]
+def start(folder: pathlib.Path, *arguments: str, installed: pathlib.Path) -> subprocess.CompletedProcess:
+  """Run the console script of an installation in a folder."""
+  command = [sys.executable, str(installed / 'bin' / 'sdpo'), *arguments]
+  environment = tiny.environment(quick=True) | {'PYTHONPATH': str(installed)}
   return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope='module')
+def installed(tmp_path_factory):
+  """Install the wheel of the files that git knows, apart from the packages of the tests."""
+  folder = tmp_path_factory.mktemp('package')
+  listed = subprocess.run(['git', 'ls-files', '-z'], cwd=ROOT, capture_output=True, text=True, check=True)
+  for name in listed.stdout.split('\0')[:-1]:  # A copy, since setuptools leaves what it builds beside the sources.
+    (folder / 'sources' / name).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(ROOT / name, folder / 'sources' / name)
+  pip = [
+    sys.executable,
+    '-m',
+    'pip',
+    'install',
+    '--quiet',
+    '--no-deps',
+    '--no-compile',
+    '--target',
+    folder / 'installed',
+  ]
+  built = subprocess.run([*pip, folder / 'sources'], capture_output=True, text=True, check=False)
+  if 'No matching distribution found for setuptools' in built.stderr:
+    pytest.skip('there is no package index to take setuptools from')
+  assert built.returncode == 0, built.stderr
+  return folder / 'installed'
 
 
 def test_extras_are_the_requirement_files():
   extras = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['optional-dependencies']
   files = {path.stem.removeprefix('requirements-') for path in ROOT.glob('requirements-*.txt')}
   assert extras == {name: requirements(f'requirements-{name}.txt') for name in files}
-
-
-@pytest.mark.parametrize('name', PACKAGES[:2] + PACKAGES[3:])
-def test_a_package_of_the_user_in_the_place_of_ours_is_named(tmp_path, name):
-  (tmp_path / name).mkdir()
-  (tmp_path / name / '__init__.py').write_text('')
-  done = start(tmp_path, 'launch.train', '--config=configs/quickstart.py')
-  assert done.returncode == 1
-  [sentence] = done.stderr.strip().splitlines()
-  assert sentence.startswith(f'The package {name!r} of sdpo_jax is found in {tmp_path / name}') and 'rename' in sentence
 
 
 def test_files_beside_a_config_are_found_from_anywhere(tmp_path, monkeypatch):
@@ -66,32 +84,61 @@ def test_files_beside_a_config_are_found_from_anywhere(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_wheel_runs_in_an_empty_folder(tmp_path):
-  """The files of git, and nothing else, are in the wheel; the first command of the README runs with it."""
-  built = subprocess.run(
-    [sys.executable, '-m', 'pip', 'wheel', '--no-deps', '--wheel-dir', tmp_path, '.'],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  if 'No matching distribution found for setuptools' in built.stderr:
-    pytest.skip('there is no package index to take setuptools from')
-  assert built.returncode == 0, built.stderr
-  [wheel] = tmp_path.glob('*.whl')
-  installed, empty = tmp_path / 'installed', tmp_path / 'empty'
-  empty.mkdir()
-  with zipfile.ZipFile(wheel) as archive:
-    held = {name for name in archive.namelist() if '.dist-info/' not in name}
-    archive.extractall(installed)
+def test_the_wheel_takes_one_name_and_holds_the_files_of_git(installed):
+  assert {path.name for path in installed.iterdir() if path.suffix != '.dist-info'} == {'bin', 'sdpo_jax'}
+  assert [path.name for path in (installed / 'bin').iterdir()] == ['sdpo']
+  held = {path.relative_to(installed).as_posix() for path in (installed / 'sdpo_jax').rglob('*') if path.is_file()}
   listed = subprocess.run(['git', 'ls-files', *PACKAGES], cwd=ROOT, capture_output=True, text=True, check=True)
-  assert held == set(listed.stdout.split())
+  assert held == {name if name.startswith('sdpo_jax/') else f'sdpo_jax/{name}' for name in listed.stdout.split()}
+
+
+@pytest.mark.slow
+def test_the_console_script_runs_in_an_empty_folder(installed, tmp_path):
   steps = '--config.trainer.total_training_steps=1'
-  done = start(empty, 'launch.train', '--config=configs/quickstart.py', steps, path=installed)
+  done = start(tmp_path, 'train', '--config=configs/quickstart.py', steps, installed=installed)
   assert done.returncode == 0, done.stderr
-  assert (empty / 'runs' / 'quickstart' / 'metrics.jsonl').is_file()
-  shipped = start(empty, 'launch.check', '--config=configs/cartridge_quickstart.py', path=installed)
-  assert shipped.returncode == 0, shipped.stderr
-  missing = start(empty, 'launch.check', '--config=configs/none.py', path=installed)
+  assert (tmp_path / 'runs' / 'quickstart' / 'metrics.jsonl').is_file()
+  printed = [shlex.split(line) for line in done.stdout.split('Next:')[1].splitlines() if line.strip()]
+  assert [line[:2] for line in printed] == [['sdpo', name] for name in ('evaluate', 'sample', 'export')]
+  for _, *arguments in printed[1:]:
+    done = start(tmp_path, *arguments, installed=installed)
+    assert done.returncode == 0, done.stderr
+  assert sorted(os.listdir(tmp_path)) == ['quickstart_model', 'runs']
+  assert (tmp_path / 'quickstart_model' / 'model.safetensors').is_file()
+  missing = start(tmp_path, 'check', '--config=configs/none.py', installed=installed)
   assert missing.returncode == 2 and 'there is no such file' in missing.stderr
-  assert os.listdir(empty) == ['runs']
+  helped = start(tmp_path, 'check', '--help', installed=installed)
+  assert helped.returncode == 0 and '  sdpo check --config=configs/quickstart.py\n' in helped.stdout
+  assert '--config' in helped.stdout and '--help_settings' in helped.stdout
+
+
+GRADER = """
+
+def odd(examples, completions, *, truncated):
+  return [Outcome(float(sum(text.encode()) % 2), 'Be odd.') for text in completions]
+"""
+PROJECTS = {  # What a user's project holds → how its config file gets the grader.
+  'a package models': ({'models/__init__.py': '', 'models/mynet.py': GRADER}, 'from models.mynet import odd'),
+  'a folder models': ({'models/mynet.py': GRADER}, 'from models.mynet import odd'),
+  'a file models.py': ({'models.py': GRADER}, 'from models import odd'),
+  'a package configs': ({'configs/__init__.py': GRADER}, 'from configs import odd'),
+  'a file launch.py': ({'launch.py': GRADER}, 'import launch\nodd = launch.odd'),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', PROJECTS)
+def test_projects_with_packages_of_these_names_import_their_own(installed, tmp_path, name):
+  held, imported = PROJECTS[name]
+  for path, text in held.items():
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).write_text(f'from sdpo_jax.types import Outcome\n{text}')
+  config = tiny.make_experiment(tmp_path / 'experiments')  # Below the working directory, which has the project's code.
+  before, rest = config.read_text().split("@registry.register('parity')")
+  after = rest[rest.index('@registry.register_generator') :].replace(
+    'total_training_steps = 3', 'total_training_steps = 1'
+  )
+  config.write_text(f"{before}{imported}\nregistry.register('parity')(odd)\n\n\n{after}")
+  done = start(tmp_path, 'train', f'--config={config.relative_to(tmp_path)}', installed=installed)
+  assert done.returncode == 0, done.stderr
+  assert '1 step done' in done.stdout

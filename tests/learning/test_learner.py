@@ -8,10 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.adapters import lora_pool
-from models.adapters.lora_pool import LoraPool
-from models.forward import forward
-from models.policy import NO_MEMBER
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning import batching, training_pool
@@ -20,6 +16,10 @@ from sdpo_jax.learning.losses import Sdpo
 from sdpo_jax.learning.requests import AdamW, Lesson, Task, Taught, UpdateOptions
 from sdpo_jax.learning.scoring import CompiledSizes
 from sdpo_jax.learning.update import apply_gradients, init_state, make_update
+from sdpo_jax.models.adapters import lora_pool
+from sdpo_jax.models.adapters.lora_pool import LoraPool
+from sdpo_jax.models.forward import forward
+from sdpo_jax.models.policy import NO_MEMBER
 from sdpo_jax.objective.jsd_pg import LITE, JsdPg
 from sdpo_jax.training.specs import update_spec
 from sdpo_jax.types import Batch

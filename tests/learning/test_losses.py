@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.forward import forward
 from sdpo_jax.distributed.programs import noted_compilations
 from sdpo_jax.learning.requests import Lesson, Task, UpdateOptions
 from sdpo_jax.learning.update import init_state, make_update
+from sdpo_jax.models.forward import forward
 from sdpo_jax.objective.jsd_pg import JsdPg
 from sdpo_jax.objective.log_probs import scores
 from sdpo_jax.training.specs import update_spec

@@ -15,10 +15,6 @@ import numpy as np
 import optax
 import pytest
 
-from models import published
-from models.families import known_families
-from models.families.table import parameter_table
-from models.parameters import get, map_table, map_tree
 from sdpo_jax.config import Config, MeshConfig, OptimizerConfig
 from sdpo_jax.config.help import settings_help
 from sdpo_jax.config.overrides import differences
@@ -26,6 +22,10 @@ from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning import optimizer as optimizers
 from sdpo_jax.learning import update
+from sdpo_jax.models import published
+from sdpo_jax.models.families import known_families
+from sdpo_jax.models.families.table import parameter_table
+from sdpo_jax.models.parameters import get, map_table, map_tree
 from sdpo_jax.preflight.doubtful_settings import odd_settings
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.specs import optimizer_spec, update_spec

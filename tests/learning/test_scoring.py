@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 
-from models import huggingface, parameters
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.learning.scoring import CompiledSizes, Scorer
+from sdpo_jax.models import huggingface, parameters
 from tests.letters import CONFIG
 
 LENGTH, TOPK = 3000, 16

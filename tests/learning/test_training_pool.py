@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.adapters import lora_pool
 from sdpo_jax.config import Config
 from sdpo_jax.learning import training_pool
 from sdpo_jax.learning.training_pool import StepSettings
 from sdpo_jax.learning.update import apply_gradients, init_state, make_update
+from sdpo_jax.models.adapters import lora_pool
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training.specs import update_spec
 from sdpo_jax.types import Batch, TokenRows

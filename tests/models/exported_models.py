@@ -4,9 +4,9 @@ import pathlib
 
 import jax
 
-from models import huggingface, parameters
-from models.adapters import peft_files
 from sdpo_jax.config import LoraConfig, ModelConfig
+from sdpo_jax.models import huggingface, parameters
+from sdpo_jax.models.adapters import peft_files
 
 CONFIG = {
   'architectures': ['Qwen3ForCausalLM'],

@@ -33,7 +33,7 @@ LLAMA3 = dict(
   high_freq_factor=4.0,
   original_max_position_embeddings=16,
 )
-DEEP = 9  # More layers than are decoded one by one, so that their loop is compiled (`models.cache.SHALLOW`).
+DEEP = 9  # More layers than are decoded one by one, so that their loop is compiled (`sdpo_jax.models.cache.SHALLOW`).
 MODELS = {
   'qwen3': ('Qwen3', dict(head_dim=16, tie_word_embeddings=True, rope_parameters=DEFAULT)),
   'qwen2': (

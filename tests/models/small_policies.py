@@ -4,10 +4,10 @@ import dataclasses
 
 import jax
 
-from models import cache as kv_cache
-from models import huggingface, parameters
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.distributed.mesh import parameter_sharding
+from sdpo_jax.models import cache as kv_cache
+from sdpo_jax.models import huggingface, parameters
 
 CONFIG = dict(
   model_type='qwen3',

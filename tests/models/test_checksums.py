@@ -8,9 +8,9 @@ import subprocess
 import jax
 import pytest
 
-from models import checksums, huggingface
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import checksums, huggingface
 from tests import tiny
 from tests.training_states import flipped
 

@@ -11,11 +11,11 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 import transformers
 
-from models import tokenizer as models_tokenizer
-from models.control_tokens import PlainMessages, control_strings, plain_messages
 from sdpo_jax.config import Config, SelfDistillationConfig
 from sdpo_jax.data import prompts
 from sdpo_jax.data.prompts import ChatFormat
+from sdpo_jax.models import tokenizer as models_tokenizer
+from sdpo_jax.models.control_tokens import PlainMessages, control_strings, plain_messages
 from sdpo_jax.teacher.context import build_teacher_context
 from sdpo_jax.training.specs import chat_format, prompt_spec
 from sdpo_jax.types import Example, Outcome

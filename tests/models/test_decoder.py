@@ -11,12 +11,12 @@ import pytest
 import torch
 import transformers
 
-from models import cache as kv_cache
-from models import huggingface, parameters
-from models.cache import SHALLOW
-from models.decoder import DecoderPolicy
-from models.families import known_families
 from sdpo_jax.config import ModelConfig
+from sdpo_jax.models import cache as kv_cache
+from sdpo_jax.models import huggingface, parameters
+from sdpo_jax.models.cache import SHALLOW
+from sdpo_jax.models.decoder import DecoderPolicy
+from sdpo_jax.models.families import known_families
 from tests.compiling import compile_as_users
 
 torch.set_num_threads(1)

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from models import exporting, file_lock, huggingface, parameters, tensor_files
 from sdpo_jax.config import MeshConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import exporting, file_lock, huggingface, parameters, tensor_files
 from tests import tiny
 from tests.local_server import free_port
 from tests.models.exported_models import CONFIG, export_adapter
@@ -84,7 +84,7 @@ def test_what_a_killed_export_left_is_replaced(made, tmp_path):
   """One that was killed while it wrote; its name appears nowhere until another one is complete."""
   program = """
 import os, pathlib, signal, sys
-from models import exporting
+from sdpo_jax.models import exporting
 with exporting.new_directory(sys.argv[1], 1) as partial:
   (partial / 'model.safetensors').write_text('half')
   os.kill(os.getpid(), signal.SIGKILL)
@@ -166,7 +166,7 @@ TOGETHER = """
 import sys
 import jax
 from absl import flags
-from models import huggingface, parameters
+from sdpo_jax.models import huggingface, parameters
 from sdpo_jax import command
 from sdpo_jax.config import MeshConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh

@@ -10,9 +10,9 @@ import httpx2
 from huggingface_hub import errors
 import pytest
 
-from models import hub, huggingface, model_files
 from sdpo_jax.data import hub_datasets as rows_of_hub
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import hub, huggingface, model_files
 
 
 @pytest.fixture

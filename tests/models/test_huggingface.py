@@ -18,11 +18,11 @@ from safetensors.numpy import load_file, save_file
 import torch
 import transformers
 
-from models import huggingface, parameters, placing, stored_tensors, tensor_files
-from models.checksums import SUMS
 from sdpo_jax.config import MeshConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import huggingface, parameters, placing, stored_tensors, tensor_files
+from sdpo_jax.models.checksums import SUMS
 from tests.models.exported_models import CONFIG
 
 torch.set_num_threads(1)

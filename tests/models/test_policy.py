@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import flops, parameters
-from models.policy import Policy
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, put_rows
+from sdpo_jax.models import flops, parameters
+from sdpo_jax.models.policy import Policy
 from sdpo_jax.rollout.sampler import Sampler
 from tests import tiers
 from tests.compiling import users_options

@@ -2,8 +2,8 @@
 
 import pytest
 
-from models import huggingface, parameters, published
 from sdpo_jax.config import ModelConfig
+from sdpo_jax.models import huggingface, parameters, published
 
 # Parameters as the hub counts them in the model's files, but for what is there twice (a tied unembedding) and for
 # Gemma 3's vision tower.

@@ -10,11 +10,11 @@ import chex
 from etils.epath import backend
 import pytest
 
-from models import huggingface, model_files, remote_files
-from models import tokenizer as tokenizers
-from models.adapters import peft_files
 from sdpo_jax.config import LoraConfig, ModelConfig
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import huggingface, model_files, remote_files
+from sdpo_jax.models import tokenizer as tokenizers
+from sdpo_jax.models.adapters import peft_files
 from tests import tiny
 from tests.models.exported_models import export_adapter
 

@@ -9,9 +9,9 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from models.families import config_json
-from models.rope import Rope, frequencies, rotation
 from sdpo_jax.errors import UserError
+from sdpo_jax.models.families import config_json
+from sdpo_jax.models.rope import Rope, frequencies, rotation
 
 LLAMA3 = dict(
   rope_type='llama3',

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from models import same_tokenizer
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import same_tokenizer
 from tests import tiny
 
 

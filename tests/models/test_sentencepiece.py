@@ -10,12 +10,12 @@ import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 from transformers import AutoTokenizer, LlamaTokenizer
 
-from models import huggingface, sentencepiece_model
-from models import tokenizer as tokenizers
-from models.control_tokens import control_strings
 from sdpo_jax.config import Config, ModelConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference.chat import Chat
+from sdpo_jax.models import huggingface, sentencepiece_model
+from sdpo_jax.models import tokenizer as tokenizers
+from sdpo_jax.models.control_tokens import control_strings
 from sdpo_jax.rollout.results import Completion, Draft
 from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.rollout.stops import StopStrings, to_text

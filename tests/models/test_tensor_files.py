@@ -12,9 +12,9 @@ import pytest
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
-from models import stored_tensors, tensor_files
-from models.tensor_files import TensorFile, TensorPart
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import stored_tensors, tensor_files
+from sdpo_jax.models.tensor_files import TensorFile, TensorPart
 
 
 def encoded(header, data=b'', length=None):

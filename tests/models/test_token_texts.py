@@ -4,8 +4,8 @@ tokenizer.
 
 import pytest
 
-from models import tokenizer as tokenizers
-from models.token_texts import TokenTexts
+from sdpo_jax.models import tokenizer as tokenizers
+from sdpo_jax.models.token_texts import TokenTexts
 from tests import tiny
 from tests.models import tokenizer_styles
 from tests.models.tokenizer_styles import STYLES

@@ -6,10 +6,10 @@ import shutil
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from models import chat_template
-from models import tokenizer as tokenizers_module
 from sdpo_jax.data import prompts
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import chat_template
+from sdpo_jax.models import tokenizer as tokenizers_module
 from sdpo_jax.rollout.stops import to_text
 
 MESSAGES = [{'role': 'user', 'content': 'a b'}]

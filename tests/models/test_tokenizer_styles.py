@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from models import chat_template, control_tokens
-from models import tokenizer as tokenizers
 from sdpo_jax.config import Config
 from sdpo_jax.data import prompts
 from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import chat_template, control_tokens
+from sdpo_jax.models import tokenizer as tokenizers
 from sdpo_jax.preflight.prompt_lengths import visible
 from sdpo_jax.teacher.context import build_teacher_context
 from sdpo_jax.training import startup

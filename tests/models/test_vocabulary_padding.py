@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from models import huggingface
-from models import tokenizer as tokenizers
-from models.families import qwen
 from sdpo_jax.config import Config, ModelConfig
 from sdpo_jax.learning import update
 from sdpo_jax.learning.batching import token_rows
+from sdpo_jax.models import huggingface
+from sdpo_jax.models import tokenizer as tokenizers
+from sdpo_jax.models.families import qwen
 from sdpo_jax.objective.loss import objective
 from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.training.specs import update_spec

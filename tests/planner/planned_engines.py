@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from models import huggingface
 from sdpo_jax.config import Config, MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh
+from sdpo_jax.models import huggingface
 from sdpo_jax.serving.engine_programs import engine_programs
 
 # Two layers of 4 key-value heads of 16 numbers; a slot has a key and a value in each.

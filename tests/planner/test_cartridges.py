@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from models import huggingface
-from models.adapters.kv_prefix import KVPrefix
 from sdpo_jax.config import CartridgeConfig, Config
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import huggingface
+from sdpo_jax.models.adapters.kv_prefix import KVPrefix
 from sdpo_jax.planner import document, plan_text, topology, workload
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.preflight import memory

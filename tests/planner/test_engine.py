@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from models import huggingface, parameters
 from sdpo_jax.config import Config, MeshConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import huggingface, parameters
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.planner import topology
 from sdpo_jax.serving import pricing

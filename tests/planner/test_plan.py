@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 
 from benchmarks import tpu_plan
-from configs import quickstart, qwen3_8b_chemistry, qwen3_8b_livecodebench
-from models import huggingface
-from models.attention import splash
 from sdpo_jax.config import Config, MeshConfig, ModelConfig
+from sdpo_jax.configs import quickstart, qwen3_8b_chemistry, qwen3_8b_livecodebench
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.distributed import programs
 from sdpo_jax.distributed.programs import Program
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning import batching
+from sdpo_jax.models import huggingface
+from sdpo_jax.models.attention import splash
 from sdpo_jax.planner import hlo, kernels, lengths, model, plan_text, program_facts, run, search, topology, workload
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs

@@ -5,8 +5,8 @@
 import pytest
 
 from benchmarks import decode_tpu, tpu_plan
-from configs import quickstart
-from models import huggingface
+from sdpo_jax.configs import quickstart
+from sdpo_jax.models import huggingface
 from sdpo_jax.planner import hlo, topology, traffic
 from sdpo_jax.planner import plan as planning
 from tests import tiny

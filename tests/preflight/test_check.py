@@ -9,13 +9,13 @@ import jax.monitoring
 import numpy as np
 import pytest
 
-from configs import paper, quickstart
-from models import huggingface
-from models import tokenizer as tokenizers
 from sdpo_jax.config import EnvironmentsConfig
+from sdpo_jax.configs import paper, quickstart
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import huggingface
+from sdpo_jax.models import tokenizer as tokenizers
 from sdpo_jax.planner import model as sizes
 from sdpo_jax.planner import topology
 from sdpo_jax.preflight import check, grader_trials, memory, prompt_lengths

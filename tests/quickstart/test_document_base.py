@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from models import huggingface
-from models import tokenizer as tokenizers
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.environments import facts
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import huggingface
+from sdpo_jax.models import tokenizer as tokenizers
 from sdpo_jax.quickstart import document_base, document_tokenizer
 from sdpo_jax.quickstart.document_base import DocumentRecipe, make_document_base
 from sdpo_jax.quickstart.induction import with_circuit

@@ -7,13 +7,13 @@ import random
 import numpy as np
 import pytest
 
-from models import huggingface
-from models import tokenizer as tokenizers
 from sdpo_jax.config import Config, ModelConfig, SelfDistillationConfig
 from sdpo_jax.environments import digits, registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference.probe import probe
+from sdpo_jax.models import huggingface
+from sdpo_jax.models import tokenizer as tokenizers
 from sdpo_jax.quickstart.make_base import BELIEFS, DigitRecipe, attempt, collate, lesson, make_base
 from sdpo_jax.rollout.sampler import Sampler
 from tests import tiny

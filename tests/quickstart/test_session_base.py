@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import huggingface
-from models import tokenizer as tokenizers
 from sdpo_jax.config import Config, ModelConfig
 from sdpo_jax.environments.workspace import tools as workspace
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import huggingface
+from sdpo_jax.models import tokenizer as tokenizers
 from sdpo_jax.quickstart import session_base, session_lessons, supervised, tool_tasks
 from sdpo_jax.quickstart.copying import COPY, with_copying
 from sdpo_jax.quickstart.session_base import SessionRecipe, make_session_base

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import parameters
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed import programs as registry
 from sdpo_jax.distributed.mesh import make_mesh
+from sdpo_jax.models import parameters
 from sdpo_jax.planner.plan import resident_bytes
 from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.rollout.weights import PreparedBase

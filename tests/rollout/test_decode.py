@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 
-from models import cache as kv_cache
-from models import huggingface
 from sdpo_jax.config import ModelConfig
+from sdpo_jax.models import cache as kv_cache
+from sdpo_jax.models import huggingface
 from sdpo_jax.rollout import decode, sampling
 from tests.compiling import compile_as_users
 

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from models import cache as kv_cache
-from models import huggingface, parameters
-from models.attention.backend import AttentionBackend
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import cache as kv_cache
+from sdpo_jax.models import huggingface, parameters
+from sdpo_jax.models.attention.backend import AttentionBackend
 from sdpo_jax.rollout import queue, results, sizes, slots
 from sdpo_jax.rollout import sampler as samplers
 from sdpo_jax.rollout.buckets import bucket_lengths, smallest_bucket

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 import pytest
 
-from models import huggingface
-from models import tokenizer as tokenizers
 from sdpo_jax.config import Config, EnvironmentsConfig, ModelConfig
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import huggingface
+from sdpo_jax.models import tokenizer as tokenizers
 from sdpo_jax.rollout.grading_thread import GradingThread, StoppedError
 from sdpo_jax.rollout.results import SamplingStats
 from sdpo_jax.rollout.sampler import Sampler

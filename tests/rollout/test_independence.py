@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import huggingface, parameters
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
+from sdpo_jax.models import huggingface, parameters
 from sdpo_jax.rollout import decode, queue, sampling, sizes, slots
 from sdpo_jax.rollout import sampler as samplers
 

@@ -12,12 +12,12 @@ import jax
 import numpy as np
 import pytest
 
-from models import huggingface, parameters
-from models.adapters import lora_pool
-from models.adapters.lora_pool import LoraPool
-from models.attention.backend import AttentionBackend
 from sdpo_jax.config import LoraConfig, MeshConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
+from sdpo_jax.models import huggingface, parameters
+from sdpo_jax.models.adapters import lora_pool
+from sdpo_jax.models.adapters.lora_pool import LoraPool
+from sdpo_jax.models.attention.backend import AttentionBackend
 from sdpo_jax.rollout import sizes
 from sdpo_jax.rollout.functions import sampler_functions
 from sdpo_jax.rollout.kept_prefixes import KeptRows

@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from models import huggingface, parameters
-from models.adapters import lora
 from sdpo_jax.config import LoraConfig, ModelConfig
+from sdpo_jax.models import huggingface, parameters
+from sdpo_jax.models.adapters import lora
 from sdpo_jax.rollout.sampler import Sampler
 from tests.models.adapters.lora_policies import deltas
 from tests.models.small_policies import CONFIG

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import huggingface, parameters
-from models.adapters import lora_pool
-from models.adapters.lora_pool import LoraPool
 from sdpo_jax.config import LoraConfig, ModelConfig
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import huggingface, parameters
+from sdpo_jax.models.adapters import lora_pool
+from sdpo_jax.models.adapters.lora_pool import LoraPool
 from sdpo_jax.rollout.resident import CancelledError, Resident, Weights
 from sdpo_jax.rollout.results import Completion, Draft
 from sdpo_jax.rollout.sampler import Sampler

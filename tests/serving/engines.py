@@ -5,10 +5,10 @@ import dataclasses
 import jax
 import numpy as np
 
-from models import huggingface, parameters
 from sdpo_jax.config import LoraConfig, ModelConfig
 from sdpo_jax.learning.losses import Sdpo
 from sdpo_jax.learning.requests import AdamW, Lesson, UpdateOptions
+from sdpo_jax.models import huggingface, parameters
 from sdpo_jax.serving.engine import Engine, EngineSettings, Feedback
 from tests.letters import CONFIG, TOKENIZER
 

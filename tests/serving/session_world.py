@@ -14,7 +14,7 @@ import pathlib
 import numpy as np
 import transformers
 
-from models import checksums
+from sdpo_jax.models import checksums
 from sdpo_jax.rollout.results import Completion, Draft
 from sdpo_jax.serving.service import Service
 from tests import tiny

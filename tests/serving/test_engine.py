@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import huggingface
 from sdpo_jax.config import TeacherEndpointConfig
 from sdpo_jax.environments import json_server
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning.losses import Sdpo
 from sdpo_jax.learning.requests import AdamW, Taught, UpdateOptions
+from sdpo_jax.models import huggingface
 from sdpo_jax.objective.jsd_pg import JsdPg
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.serving import lessons, shelf

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 
-from models import huggingface, parameters
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
 from sdpo_jax.distributed.programs import noted_compilations
@@ -21,6 +20,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.files import write_atomically
 from sdpo_jax.learning.losses import Sdpo
 from sdpo_jax.learning.requests import Lesson, UpdateOptions
+from sdpo_jax.models import huggingface, parameters
 from sdpo_jax.objective.jsd_pg import JsdPg
 from sdpo_jax.serving import program_folder
 from sdpo_jax.serving.engine import Engine, Feedback

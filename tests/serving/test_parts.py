@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from models import huggingface, parameters
-from models.adapters import lora
 from sdpo_jax.config import LoraConfig, ModelConfig
+from sdpo_jax.models import huggingface, parameters
+from sdpo_jax.models.adapters import lora
 from sdpo_jax.serving import differences, records, service_state
 from sdpo_jax.serving.call import Call, Turns
 from sdpo_jax.serving.errors import Deadline, InvalidRequest, NotFound

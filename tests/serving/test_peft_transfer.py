@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from models import huggingface, parameters
-from models.adapters import peft_files
 from sdpo_jax.config import LoraConfig, ModelConfig
+from sdpo_jax.models import huggingface, parameters
+from sdpo_jax.models.adapters import peft_files
 from sdpo_jax.serving.errors import InvalidRequest, ServiceError, TooLarge
 from sdpo_jax.serving.peft_transfer import LARGEST_CONFIG, LARGEST_HEADER, Served
 from tests.letters import CONFIG

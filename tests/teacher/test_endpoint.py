@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from models import huggingface, tokenizer
 from sdpo_jax.config import ModelConfig, TeacherEndpointConfig
 from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.environments import json_server
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import huggingface, tokenizer
 from sdpo_jax.teacher import asking, dialects
 from sdpo_jax.teacher.endpoint import Endpoint, EndpointQuery
 from tests import tiny

@@ -16,13 +16,13 @@ import numpy as np
 import optax
 import pytest
 
-from models import huggingface
-from models import parameters as parameter_tables
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning.batching import GenerationBatch
 from sdpo_jax.learning.update import make_update, place_state, state_shardings
+from sdpo_jax.models import huggingface
+from sdpo_jax.models import parameters as parameter_tables
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import step
 from sdpo_jax.training.opening import make_session

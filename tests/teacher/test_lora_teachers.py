@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from models import parameters
-from models.adapters import lora
-from models.forward import forward
 from sdpo_jax.config import LoraConfig, MeshConfig, ModelConfig
 from sdpo_jax.distributed.mesh import parameter_sharding
 from sdpo_jax.learning.update import abstract_state, place_state
+from sdpo_jax.models import parameters
+from sdpo_jax.models.adapters import lora
+from sdpo_jax.models.forward import forward
 from sdpo_jax.teacher.signal import Teacher, teacher_signal
 from sdpo_jax.training import step
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints

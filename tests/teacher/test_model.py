@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import huggingface
 from sdpo_jax.config import Config, MeshConfig, ModelConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning.update import make_update, place_state
+from sdpo_jax.models import huggingface
 from sdpo_jax.preflight import memory
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import step, teacher_model

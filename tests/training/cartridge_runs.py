@@ -10,11 +10,11 @@ import pathlib
 import jax
 import numpy as np
 
-from models import huggingface
 from sdpo_jax.config import CartridgeConfig, Config, MeshConfig, ModelConfig
 from sdpo_jax.data.prompts import ChatFormat, chat_tokens
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.learning.update import place_state
+from sdpo_jax.models import huggingface
 from sdpo_jax.training import step
 from sdpo_jax.training.documents import read_texts
 from sdpo_jax.training.opening import load_tokenizer, make_session

@@ -15,14 +15,14 @@ from safetensors.numpy import load_file, save_file
 import torch
 import transformers
 
-from models import checksums
-from models.adapters import peft_config, peft_files
 from sdpo_jax import command
 from sdpo_jax.config import Config, LoraConfig
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import probe, runs
 from sdpo_jax.learning.update import place_state
+from sdpo_jax.models import checksums
+from sdpo_jax.models.adapters import peft_config, peft_files
 from sdpo_jax.training import loop, opening
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.directory import fingerprint

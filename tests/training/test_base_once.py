@@ -13,9 +13,9 @@ import jax
 import numpy as np
 import pytest
 
-from models import huggingface
 from sdpo_jax.config import Config, LoraConfig, ModelConfig
 from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.models import huggingface
 from sdpo_jax.planner import topology
 from sdpo_jax.training import loop, opening, step
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs

@@ -13,17 +13,17 @@ import pytest
 import torch
 import transformers
 
-from models import huggingface, identity
-from models import parameters as parameter_tables
-from models.adapters import cartridge_files, kv_prefix, published_cartridges
-from models.adapters.kv_prefix import KVPrefix
-from models.forward import forward
 from sdpo_jax.config import CartridgeConfig, Config, MeshConfig, ModelConfig
 from sdpo_jax.data.prompts import ChatFormat, chat_tokens
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import probe, runs
 from sdpo_jax.learning.optimizer import make_optimizer
+from sdpo_jax.models import huggingface, identity
+from sdpo_jax.models import parameters as parameter_tables
+from sdpo_jax.models.adapters import cartridge_files, kv_prefix, published_cartridges
+from sdpo_jax.models.adapters.kv_prefix import KVPrefix
+from sdpo_jax.models.forward import forward
 from sdpo_jax.preflight import check
 from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.training import loop, step

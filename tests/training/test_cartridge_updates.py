@@ -13,15 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import parameters
-from models.adapters import kv_prefix
-from models.adapters.kv_prefix import KVPrefix
-from models.decoder import DecoderPolicy
-from models.forward import forward
 from sdpo_jax.config import CartridgeConfig, Config, MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, put_rows
 from sdpo_jax.learning import batching
 from sdpo_jax.learning.update import UpdateFunctions, make_update, place_state
+from sdpo_jax.models import parameters
+from sdpo_jax.models.adapters import kv_prefix
+from sdpo_jax.models.adapters.kv_prefix import KVPrefix
+from sdpo_jax.models.decoder import DecoderPolicy
+from sdpo_jax.models.forward import forward
 from sdpo_jax.teacher.signal import Teacher, teacher_signal
 from sdpo_jax.training import cartridges
 from sdpo_jax.training.specs import batch_spec, teacher_spec, update_spec

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from models import huggingface
 from sdpo_jax.config import Config, MeshConfig, ModelConfig
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import runs
+from sdpo_jax.models import huggingface
 from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.training import divergence, loop
 from sdpo_jax.training.opening import stop_token_ids

@@ -11,10 +11,10 @@ import shutil
 
 import pytest
 
-from models import chat_template
 from sdpo_jax.config import CartridgeConfig, Config, LoraConfig
 from sdpo_jax.data.prompts import ChatFormat, chat_tokens, document_tokens
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import chat_template
 from sdpo_jax.training.documents import read_texts
 from sdpo_jax.training.opening import load_tokenizer
 from tests import tiny

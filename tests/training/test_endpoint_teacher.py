@@ -9,12 +9,12 @@ import jax
 import numpy as np
 import pytest
 
-from models import huggingface, tokenizer
 from sdpo_jax.config import Config, ModelConfig, TeacherEndpointConfig
 from sdpo_jax.distributed import collectives
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.environments import json_server
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import huggingface, tokenizer
 from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.training import endpoint_teacher
 from sdpo_jax.training.loop import train

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.attention.backend import AttentionBackend
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.distributed import programs as registry
 from sdpo_jax.learning import batching
 from sdpo_jax.learning.update import make_update, place_state
+from sdpo_jax.models.attention.backend import AttentionBackend
 from sdpo_jax.planner.plan import resident_bytes
 from sdpo_jax.training.checkpoint.checkpoints import abstract
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs

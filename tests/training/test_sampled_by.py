@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from models import huggingface
 from sdpo_jax.config import Config, MeshConfig, ModelConfig
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import huggingface
 from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.training import loop, step
 from sdpo_jax.training.opening import stop_token_ids

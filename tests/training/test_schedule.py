@@ -15,15 +15,15 @@ import jax
 import numpy as np
 import pytest
 
-from configs import livecodebench_schedule, paper
-from models.forward import forward
 from sdpo_jax.config import Config, MeshConfig
+from sdpo_jax.configs import livecodebench_schedule, paper
 from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.distributed.stopping import NEVER
 from sdpo_jax.environments.outcomes import graded_of
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning import batching
+from sdpo_jax.models.forward import forward
 from sdpo_jax.teacher import written_feedback
 from sdpo_jax.teacher.context import build_teacher_context, same_context
 from sdpo_jax.training import ahead, around_step, feedback_writing, gathering, loop, saving, skipped, step_records

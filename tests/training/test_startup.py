@@ -12,12 +12,12 @@ from etils import epath
 import jax
 import pytest
 
-from models import huggingface
-from models.attention.backend import AttentionBackend
 from sdpo_jax.config import Config, MeshConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.distributed import programs as registered
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import huggingface
+from sdpo_jax.models.attention.backend import AttentionBackend
 from sdpo_jax.rollout import sizes
 from sdpo_jax.training import loop, opening, run_programs, startup
 from sdpo_jax.training.checkpoint.manifest import read_manifest

@@ -8,16 +8,16 @@ import numpy as np
 import optax
 import pytest
 
-from configs import quickstart
-from models import huggingface
-from models import parameters as parameter_tables
-from models import tokenizer as tokenizers
 from sdpo_jax.config import Config, MeshConfig
+from sdpo_jax.configs import quickstart
 from sdpo_jax.data.prompts import prompt_tokens
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.environments import registry
 from sdpo_jax.learning import batching
 from sdpo_jax.learning.update import make_update, place_state
+from sdpo_jax.models import huggingface
+from sdpo_jax.models import parameters as parameter_tables
+from sdpo_jax.models import tokenizer as tokenizers
 from sdpo_jax.teacher.context import build_teacher_context
 from sdpo_jax.training.specs import batch_spec, prompt_spec, update_spec
 from sdpo_jax.types import Outcome, Rollouts

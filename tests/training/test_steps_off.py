@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from models.forward import forward
 from sdpo_jax.config import Config, MeshConfig, overrides
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.learning import batching
+from sdpo_jax.models.forward import forward
 from sdpo_jax.training import ahead, around_step, loop, saving
 from sdpo_jax.training import step as steps
 from sdpo_jax.training.graded import GradedRollouts

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import tokenizer as tokenizers
-from models.token_texts import TokenTexts
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.learning import batching
 from sdpo_jax.learning.readings import PolicyTopTokens, TopTokens
 from sdpo_jax.learning.update import make_update, place_state
+from sdpo_jax.models import tokenizer as tokenizers
+from sdpo_jax.models.token_texts import TokenTexts
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import top_tokens
 from sdpo_jax.training.specs import update_spec

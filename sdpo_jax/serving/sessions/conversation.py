@@ -12,13 +12,13 @@ import dataclasses
 import functools
 from typing import Any
 
-from models import chat_template as templates
-from models import identity
-from models.chat_template import PROBE, TEMPLATE_ERRORS
-from models.control_tokens import plain_messages
 from sdpo_jax.data.prompts import ChatFormat, Tokenizer
 from sdpo_jax.errors import first_line
 from sdpo_jax.files import jsonable
+from sdpo_jax.models import chat_template as templates
+from sdpo_jax.models import identity
+from sdpo_jax.models.chat_template import PROBE, TEMPLATE_ERRORS
+from sdpo_jax.models.control_tokens import plain_messages
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.service_state import ServiceState
 from sdpo_jax.serving.sessions.session_records import AgentSession

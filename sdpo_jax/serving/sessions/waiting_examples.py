@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from models.token_texts import TokenTexts
 from sdpo_jax.learning.learner import LessonScores
+from sdpo_jax.models.token_texts import TokenTexts
 from sdpo_jax.serving import feedback
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import InvalidRequest

@@ -20,9 +20,9 @@ import threading
 import time
 from typing import Any
 
-from models import file_lock
 from sdpo_jax.errors import UserError, first_line, short_repr
 from sdpo_jax.files import is_local, jsonable
+from sdpo_jax.models import file_lock
 from sdpo_jax.serving.errors import (
   Damaged,
   Gone,

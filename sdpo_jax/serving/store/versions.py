@@ -26,10 +26,10 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from models import parameters
-from models.adapters import peft_config, peft_files
 from sdpo_jax.errors import first_line
 from sdpo_jax.files import jsonable
+from sdpo_jax.models import parameters
+from sdpo_jax.models.adapters import peft_config, peft_files
 from sdpo_jax.serving.errors import Damaged
 from sdpo_jax.serving.records import AdapterRecord, Reason, Version
 from sdpo_jax.serving.store.blobs import Blobs

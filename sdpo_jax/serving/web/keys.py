@@ -17,6 +17,7 @@ import threading
 import time
 from typing import Any
 
+from sdpo_jax.command_lines import command_line
 from sdpo_jax.errors import UserError, first_line, printable
 from sdpo_jax.files import make_directory, write_atomically
 from sdpo_jax.serving.store.blobs import locked
@@ -55,12 +56,15 @@ def read(path: pathlib.Path) -> list[ApiKey]:
       text = file.read()
   except (OSError, UnicodeDecodeError) as error:
     raise UserError(
-      f'The file of keys {path} cannot be read ({first_line(error)}): python -m launch.serve_key --keys={path} '
-      '--owner=NAME makes it.'
+      f'The file of keys {path} cannot be read ({first_line(error)}): {_way_to_add(path)} makes it.'
     ) from error
   if not stat.S_ISREG(mode) or mode & 0o077:
     raise UserError(f'Others can read or change the file of keys {path}: chmod 600 {path}.')
   return [_parsed(line, f'{path}, line {number}') for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+
+
+def _way_to_add(path: pathlib.Path) -> str:
+  return command_line('serve_key', f'--keys={path}', '--owner=NAME')
 
 
 def _parsed(line: str, where: str) -> ApiKey:
@@ -143,7 +147,7 @@ class KeyFile:
     self._seen: Any = self._state()
     self._keys = read(path)
     if not self._keys:
-      raise UserError(f'{path} has no key: python -m launch.serve_key --keys={path} --owner=NAME makes one.')
+      raise UserError(f'{path} has no key: {_way_to_add(path)} makes one.')
 
   def _state(self) -> Any:
     try:

@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from models.token_texts import TokenTexts
 from sdpo_jax.files import as_json
+from sdpo_jax.models.token_texts import TokenTexts
 from sdpo_jax.serving import records
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import InvalidRequest

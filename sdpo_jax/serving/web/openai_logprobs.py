@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from models.token_texts import TokenTexts
 from sdpo_jax.learning.scoring import Scored
+from sdpo_jax.models.token_texts import TokenTexts
 
 MINUS_INFINITY = -9999.0  # Stands for −inf, which JSON cannot hold.
 

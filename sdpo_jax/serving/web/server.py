@@ -19,6 +19,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from sdpo_jax.command_lines import command_line
 from sdpo_jax.config import Config, HttpConfig
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.serving.service import Service
@@ -53,7 +54,7 @@ def open_keys(http: HttpConfig) -> KeyFile | None:
   if not is_local(http.host):
     raise UserError(
       f'serve.http.host={http.host} can be reached from other machines, and serve.http.keys is None: make a key with '
-      'python -m launch.serve_key --keys=FILE --owner=NAME and name that file, or listen on 127.0.0.1.'
+      f'{command_line("serve_key", "--keys=FILE", "--owner=NAME")} and name that file, or listen on 127.0.0.1.'
     )
   return None
 

@@ -19,10 +19,6 @@ from typing import TYPE_CHECKING, Any
 from etils import epath
 import jax
 
-import models
-from models import huggingface, identity
-from models.adapters import named_cartridges
-from models.adapters.kv_prefix import KVPrefix
 import sdpo_jax
 from sdpo_jax.config import Config, ModelConfig, rewards
 from sdpo_jax.config.overrides import ROUNDING, Differences, differences
@@ -31,6 +27,10 @@ from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.environments import grader_code, registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
+import sdpo_jax.models
+from sdpo_jax.models import huggingface, identity
+from sdpo_jax.models.adapters import named_cartridges
+from sdpo_jax.models.adapters.kv_prefix import KVPrefix
 from sdpo_jax.training.directory import starts
 from sdpo_jax.training.directory.epochs import FENCING_EPOCH
 from sdpo_jax.training.directory.published_checkpoints import newest
@@ -223,11 +223,13 @@ def software() -> dict[str, str]:
 
 
 def own_files() -> dict[str, str]:
-  """Return the digest of every file of this project that a run imports, by its path from the project's root."""
-  # The packages know their locations; a path relative to this file would break if it were moved.
-  folders = [pathlib.Path(package.__file__).resolve().parent for package in (models, sdpo_jax)]
-  files = [(path.relative_to(folder.parent), path) for folder in folders for path in folder.rglob('*.py')]
-  return {name.as_posix(): identity.digest(path.read_bytes()) for name, path in sorted(files)}
+  """Return the digest of every file of this project that a run imports, by its path in an installation."""
+  files = {}
+  for name, package in (('sdpo_jax', sdpo_jax), ('sdpo_jax/models', sdpo_jax.models)):  # Apart in a checkout.
+    folder = pathlib.Path(package.__file__).resolve().parent
+    files |= {f'{name}/{path.relative_to(folder).as_posix()}': path for path in folder.rglob('*.py')}
+  beside = 'sdpo_jax/launch/', 'sdpo_jax/configs/'
+  return {name: identity.digest(files[name].read_bytes()) for name in sorted(files) if not name.startswith(beside)}
 
 
 def compare(

@@ -4,10 +4,10 @@ import numpy as np
 import torch
 import transformers
 
-from models import huggingface
-from models.adapters import cartridge_files
-from models.adapters.cartridge import Cartridge
 from sdpo_jax.config import ModelConfig
+from sdpo_jax.models import huggingface
+from sdpo_jax.models.adapters import cartridge_files
+from sdpo_jax.models.adapters.cartridge import Cartridge
 from tests import tiny
 
 GOLDEN = tiny.REPOSITORY / 'tests' / 'golden' / 'data' / 'cartridges'

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import huggingface, parameters
-from models.adapters import lora
 from sdpo_jax.config import LoraConfig, ModelConfig
 from sdpo_jax.distributed.mesh import parameter_sharding
+from sdpo_jax.models import huggingface, parameters
+from sdpo_jax.models.adapters import lora
 from tests.models.small_policies import CONFIG
 
 

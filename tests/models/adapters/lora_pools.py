@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import huggingface, parameters
-from models.adapters import lora_pool
-from models.adapters.lora_pool import LoraPool
 from sdpo_jax.config import LoraConfig, ModelConfig
+from sdpo_jax.models import huggingface, parameters
+from sdpo_jax.models.adapters import lora_pool
+from sdpo_jax.models.adapters.lora_pool import LoraPool
 from tests.models.small_policies import CONFIG
 
 MEMBERS, ROWS, LENGTH = 3, 5, 7

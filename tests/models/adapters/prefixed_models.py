@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import huggingface, parameters
-from models.adapters import kv_prefix
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.distributed.mesh import parameter_sharding
+from sdpo_jax.models import huggingface, parameters
+from sdpo_jax.models.adapters import kv_prefix
 from tests.models.family_models import MODELS, MORE, SIZES, VOCABULARY
 
 DOCUMENT = np.random.default_rng(1).integers(1, VOCABULARY, 21).tolist()

@@ -17,11 +17,11 @@ import torch
 import transformers
 import yaml
 
-from models import huggingface
-from models.adapters import cartridge, cartridge_files, cartridge_pt, kv_prefix, published_cartridges
-from models.adapters.cartridge import Cartridge
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import huggingface
+from sdpo_jax.models.adapters import cartridge, cartridge_files, cartridge_pt, kv_prefix, published_cartridges
+from sdpo_jax.models.adapters.cartridge import Cartridge
 from tests import tiny
 from tests.golden import __main__ as golden
 from tests.golden import cartridges as golden_cartridges

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import flops, parameters
-from models.adapters import kv_prefix
-from models.adapters.kv_prefix import KVPrefix
-from models.attention.backend import AttentionBackend
 from sdpo_jax.config import Config, MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, put_rows
 from sdpo_jax.learning.update import make_update
+from sdpo_jax.models import flops, parameters
+from sdpo_jax.models.adapters import kv_prefix
+from sdpo_jax.models.adapters.kv_prefix import KVPrefix
+from sdpo_jax.models.attention.backend import AttentionBackend
 from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training.specs import update_spec

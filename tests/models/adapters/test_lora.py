@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import cache as kv_cache
-from models import flops, parameters
-from models.adapters import lora
 from sdpo_jax.config import Config, LoraConfig
 from sdpo_jax.distributed.mesh import make_mesh, put_rows
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import cache as kv_cache
+from sdpo_jax.models import flops, parameters
+from sdpo_jax.models.adapters import lora
 from tests.models.adapters.lora_policies import make, merged
 
 DEPTHS = {'shallow': 3, 'deep': kv_cache.SHALLOW + 1}

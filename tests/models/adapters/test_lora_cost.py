@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from models import huggingface, parameters
-from models.adapters import lora
-from models.adapters.lora_pool import LoraPool
 from sdpo_jax.config import Config, LoraConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.learning.update import abstract_state, make_update
+from sdpo_jax.models import huggingface, parameters
+from sdpo_jax.models.adapters import lora
+from sdpo_jax.models.adapters.lora_pool import LoraPool
 from sdpo_jax.planner import hlo
 from sdpo_jax.training.run_programs import abstract_batch, abstract_table
 from sdpo_jax.training.specs import objective_spec, update_spec

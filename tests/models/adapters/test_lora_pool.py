@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.adapters import lora_pool
-from models.policy import NO_MEMBER
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh
+from sdpo_jax.models.adapters import lora_pool
+from sdpo_jax.models.policy import NO_MEMBER
 from tests.models.adapters.lora_pools import LENGTH, MEMBERS, ROWS, make_pool, pooled, stacked
 
 ROW_MEMBERS = np.array([2, 0, NO_MEMBER, 2, 1], np.int32)

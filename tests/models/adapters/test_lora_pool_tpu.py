@@ -7,8 +7,8 @@ from jax import lax
 import jax.numpy as jnp
 import pytest
 
-from models.adapters import lora, lora_pool
-from models.adapters.lora_pool import LoraPool, choose_product
+from sdpo_jax.models.adapters import lora, lora_pool
+from sdpo_jax.models.adapters.lora_pool import LoraPool, choose_product
 from sdpo_jax.planner import hlo, topology
 
 LAYERS, WIDTH, INNER, RANK, ROWS = 8, 4096, 12288, 16, 64

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from models import huggingface
-from models.adapters import cartridge_files, named_cartridges, published_cartridges
-from models.adapters.kv_prefix import KVPrefix
 from sdpo_jax.config import CartridgeConfig, ModelConfig
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import huggingface
+from sdpo_jax.models.adapters import cartridge_files, named_cartridges, published_cartridges
+from sdpo_jax.models.adapters.kv_prefix import KVPrefix
 from tests import tiny
 from tests.models.adapters import cartridges
 from tests.models.adapters.cartridges import assert_equal, config_of, make, origin_of

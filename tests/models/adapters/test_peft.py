@@ -15,11 +15,11 @@ from safetensors.numpy import load_file, save_file
 import torch
 import transformers
 
-from models import checksums, huggingface, identity, parameters
-from models.adapters import peft_config, peft_files
 from sdpo_jax.config import LoraConfig, MeshConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import checksums, huggingface, identity, parameters
+from sdpo_jax.models.adapters import peft_config, peft_files
 from sdpo_jax.serving.store.store import Store
 from sdpo_jax.serving.store.versions import Base
 from tests import tiers

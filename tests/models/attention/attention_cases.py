@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.attention import dispatch
-from models.attention.backend import AttentionBackend
+from sdpo_jax.models.attention import dispatch
+from sdpo_jax.models.attention.backend import AttentionBackend
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 # Segment ids of rows of 40 slots: packed with padding between and behind, one segment, nothing at all, full.

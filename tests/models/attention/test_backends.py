@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import cache as kv_cache
-from models import huggingface
-from models.attention import decode_kernel, dispatch
-from models.attention.backend import AttentionBackend, choose_backend, distinct_windows
-from models.cache import SHALLOW, Stores, quantize
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import cache as kv_cache
+from sdpo_jax.models import huggingface
+from sdpo_jax.models.attention import decode_kernel, dispatch
+from sdpo_jax.models.attention.backend import AttentionBackend, choose_backend, distinct_windows
+from sdpo_jax.models.cache import SHALLOW, Stores, quantize
 from tests.compiling import compile_as_users
 from tests.models.attention.attention_cases import (
   HEAD_DIM,

@@ -11,17 +11,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
-from models import cache as kv_cache
-from models import huggingface, parameters
-from models.adapters import kv_prefix, slot_names
-from models.adapters.kv_prefix import KVPrefix
-from models.attention import dispatch
-from models.attention.backend import AttentionBackend
-from models.attention.prefix import Prefix
-from models.cache import SHALLOW, Stores
 from sdpo_jax.config import CartridgeConfig, Config, MeshConfig, ModelConfig
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding, put_rows
+from sdpo_jax.models import cache as kv_cache
+from sdpo_jax.models import huggingface, parameters
+from sdpo_jax.models.adapters import kv_prefix, slot_names
+from sdpo_jax.models.adapters.kv_prefix import KVPrefix
+from sdpo_jax.models.attention import dispatch
+from sdpo_jax.models.attention.backend import AttentionBackend
+from sdpo_jax.models.attention.prefix import Prefix
+from sdpo_jax.models.cache import SHALLOW, Stores
 from sdpo_jax.rollout import weights
 from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.training import documents

@@ -13,11 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
-from models import huggingface, parameters
-from models.adapters import kv_prefix
-from models.adapters.kv_prefix import KVPrefix
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.distributed.mesh import compiler_options
+from sdpo_jax.models import huggingface, parameters
+from sdpo_jax.models.adapters import kv_prefix
+from sdpo_jax.models.adapters.kv_prefix import KVPrefix
 from sdpo_jax.rollout.functions import sampler_functions
 from tests.tpu_programs import FORWARD, PREFIXED, abstract_cache, abstract_parameters, kernels, over_rows, slice_mesh
 

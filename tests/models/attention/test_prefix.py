@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.attention import decode_kernel, dispatch, prefix
-from models.attention.backend import AttentionBackend
-from models.attention.prefix import Prefix
-from models.cache import Stores
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh
+from sdpo_jax.models.attention import decode_kernel, dispatch, prefix
+from sdpo_jax.models.attention.backend import AttentionBackend
+from sdpo_jax.models.attention.prefix import Prefix
+from sdpo_jax.models.cache import Stores
 from tests.models.attention.attention_cases import (
   HEAD_DIM,
   HEADS,

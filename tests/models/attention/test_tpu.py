@@ -11,12 +11,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
-from models import huggingface, parameters
-from models.adapters.kv_prefix import KVPrefix
-from models.attention import dispatch
-from models.attention.backend import AttentionBackend
-from models.attention.prefix import Prefix
 from sdpo_jax.config import LoraConfig, ModelConfig
+from sdpo_jax.models import huggingface, parameters
+from sdpo_jax.models.adapters.kv_prefix import KVPrefix
+from sdpo_jax.models.attention import dispatch
+from sdpo_jax.models.attention.backend import AttentionBackend
+from sdpo_jax.models.attention.prefix import Prefix
 from sdpo_jax.planner import hlo
 from sdpo_jax.rollout import decode
 from sdpo_jax.rollout.functions import sampler_functions

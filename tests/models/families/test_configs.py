@@ -8,11 +8,11 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from models import published
-from models.families import known_families
-from models.families.table import parameter_table
-from models.rope import frequencies
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import published
+from sdpo_jax.models.families import known_families
+from sdpo_jax.models.families.table import parameter_table
+from sdpo_jax.models.rope import frequencies
 
 ONE_EACH = (
   'Qwen/Qwen3-0.6B',

@@ -16,13 +16,13 @@ import safetensors.numpy
 import torch
 import transformers
 
-from models import huggingface, parameters
-from models.attention.backend import AttentionBackend
 from sdpo_jax.config import MeshConfig, ModelConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning import batching
 from sdpo_jax.learning.update import make_update, place_state
+from sdpo_jax.models import huggingface, parameters
+from sdpo_jax.models.attention.backend import AttentionBackend
 from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.training.specs import batch_spec, update_spec
 from tests import updates

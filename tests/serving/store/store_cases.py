@@ -7,8 +7,8 @@ import pathlib
 
 import numpy as np
 
-from models import huggingface
 from sdpo_jax.config import LoraConfig, ModelConfig
+from sdpo_jax.models import huggingface
 from sdpo_jax.serving.store.store import Store
 from sdpo_jax.serving.store.versions import Base
 

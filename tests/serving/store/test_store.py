@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from models.adapters import peft_files
 from sdpo_jax.errors import UserError
+from sdpo_jax.models.adapters import peft_files
 from sdpo_jax.serving.errors import (
   Damaged,
   Gone,

@@ -18,10 +18,10 @@ import openai
 import pytest
 
 from benchmarks import sessions as sessions_benchmark
-from models import huggingface
-from models import tokenizer as tokenizers
 from sdpo_jax.config import ModelConfig, TeacherEndpointConfig
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import huggingface
+from sdpo_jax.models import tokenizer as tokenizers
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import Deadline
 from sdpo_jax.serving.records import engine_name

@@ -5,9 +5,9 @@ silence.
 import numpy as np
 import pytest
 
-from models import tokenizer as tokenizers
-from models.token_texts import TokenTexts
 from sdpo_jax.learning.scoring import Scored
+from sdpo_jax.models import tokenizer as tokenizers
+from sdpo_jax.models.token_texts import TokenTexts
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.web import openai_logprobs
 from sdpo_jax.serving.web.openai_schemas import ChatCompletionRequest, TextCompletionRequest, parse

@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 import tensorstore
 
-from models import huggingface
 from sdpo_jax import files
 from sdpo_jax.config import Config, MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning.update import abstract_state, place_state
+from sdpo_jax.models import huggingface
 from sdpo_jax.training.checkpoint import checkpoints as checkpoint_module
 from sdpo_jax.training.checkpoint import digests, manifest
 from sdpo_jax.training.checkpoint.checkpoints import SKIPPED, Checkpoints, only

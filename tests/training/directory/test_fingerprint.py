@@ -13,8 +13,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 import torch
 
-from models import identity
-from models import tokenizer as tokenizers
 from sdpo_jax.config import Config
 from sdpo_jax.data import pipeline
 from sdpo_jax.environments import grader_code, registry
@@ -22,6 +20,8 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import runs
 from sdpo_jax.learning.update import place_state
+from sdpo_jax.models import identity
+from sdpo_jax.models import tokenizer as tokenizers
 from sdpo_jax.preflight import check
 from sdpo_jax.training import loop, opening
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
@@ -371,9 +371,9 @@ def test_a_run_that_goes_on_unchanged_says_nothing_and_is_noted(run):
 
 def test_every_file_of_the_program_is_part_of_the_software():
   files = fingerprint.own_files()
-  for package in ('models', 'sdpo_jax'):
-    there = {path.relative_to(tiny.REPOSITORY).as_posix() for path in (tiny.REPOSITORY / package).rglob('*.py')}
-    assert there and {name for name in files if name.startswith(f'{package}/')} == there
+  there = [path for package in ('models', 'sdpo_jax') for path in (tiny.REPOSITORY / package).rglob('*.py')]
+  named = [path.relative_to(tiny.REPOSITORY).as_posix() for path in there]
+  assert set(files) == {name if name.startswith('sdpo_jax/') else f'sdpo_jax/{name}' for name in named}
   assert files['sdpo_jax/training/loop.py'] == identity.digest(pathlib.Path(loop.__file__).read_bytes())
   assert identity.digest(files) in fingerprint.software()['sdpo_jax']
 

@@ -1,0 +1,32 @@
+"""How the user types our commands: as the one that runs was typed, so that a printed command can be pasted."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+
+import sdpo_jax
+
+
+def command_line(name: str, *arguments: str) -> str:
+  """Return a command of `launch/` with its arguments, quoted for a shell.
+
+  It is `sdpo NAME`, `python -m sdpo_jax.launch.NAME` or, in a checkout, `python -m launch.NAME`, as this process was
+  started; in a program of the user's own, what works with this copy of the package.
+  """
+  spec = sys.modules['__main__'].__spec__  # Of what `python -m` runs; None for a file.
+  package = '' if spec is None else spec.name.rpartition('.')[0]
+  if package in ('launch', 'sdpo_jax.launch'):
+    words = ['python', '-m', f'{package}.{name}']
+  elif os.path.basename(sys.argv[0]).startswith('sdpo ') or os.path.isdir(f'{sdpo_jax.__path__[0]}/launch'):
+    words = ['sdpo', name]
+  else:
+    words = ['python', '-m', f'launch.{name}']
+  return shlex.join([*words, *arguments])
+
+
+def as_typed(text: str) -> str:
+  """Return a text with every `python -m launch.NAME` in it as `command_line` writes it."""
+  return re.sub(r'python -m launch\.(\w+)', lambda found: command_line(found[1]), text)
