@@ -33,6 +33,8 @@ from typing import Any
 
 import numpy as np
 
+from sdpo_jax import extras
+
 MISREAD = ('swap', 'descending', 'right', 'add_two', 'subtract_one')  # One of each pair that the quickstart confuses.
 HELD_OUT = 24  # Questions per instruction.
 KEPT, SHOWN = 80, 47  # Answers that a user was content with, and how many of them a feedback includes.
@@ -416,10 +418,7 @@ def fingerprint(account: Any, adapter: str) -> str:
 
 def plot(results: dict[str, Any], target: pathlib.Path) -> None:
   """Plot the accuracy after every correction: mean over users, and range from lowest to highest."""
-  import matplotlib
-
-  matplotlib.use('Agg')
-  import matplotlib.pyplot as plt
+  plt = extras.pyplot()
 
   titles = {'corrected': 'the two corrected instructions', 'elsewhere': 'the eight others'}
   figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.8), sharey=True, constrained_layout=True)

@@ -29,6 +29,8 @@ from typing import Any
 
 import numpy as np
 
+from sdpo_jax import extras
+
 TEACHERS = ('base', 'live', 'ema', 'lagged')  # The configured one first.
 SHUFFLED, SILENT = 'shuffled', 'silent'
 # Kinds of tasks without a preference; any way of doing them is right.
@@ -311,10 +313,7 @@ def scored(account: Any, model: str, tools: Sequence[Any], tests: Sequence[tuple
 
 def plot(results: Mapping[str, Any], target: pathlib.Path) -> None:
   """Plot denials over the turns, by arm: the fraction among the last twenty, mean and range over users."""
-  import matplotlib
-
-  matplotlib.use('Agg')
-  import matplotlib.pyplot as plt
+  plt = extras.pyplot()
 
   window = 20
   figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.8), sharey=True, constrained_layout=True)

@@ -28,6 +28,7 @@ from typing import Any
 from absl import app, flags
 import numpy as np
 
+from sdpo_jax import extras
 from sdpo_jax.environments import facts
 from sdpo_jax.files import write_output
 
@@ -350,10 +351,7 @@ def table(results: Results, columns: Sequence[Column]) -> str:
 
 def plot(results: Results, panels: Sequence[Panel], target: pathlib.Path) -> None:
   """Plot learning curves: mean over seeds, and range from lowest to highest."""
-  import matplotlib
-
-  matplotlib.use('Agg')
-  import matplotlib.pyplot as plt
+  plt = extras.pyplot()
 
   figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.8), constrained_layout=True)
   before = None  # The panel to the left.

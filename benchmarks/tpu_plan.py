@@ -23,6 +23,7 @@ from typing import Any
 
 from absl import app, flags
 
+from sdpo_jax import extras
 from sdpo_jax.config import Config
 from sdpo_jax.config.fields import flatten
 from sdpo_jax.models import parameters
@@ -385,10 +386,7 @@ def pages(results: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 def draw(results: dict[str, dict[str, Any]], file: pathlib.Path) -> None:
   """Plot the time per step by phase, and memory and bytes sent, over the points."""
-  import matplotlib
-
-  matplotlib.use('Agg')
-  from matplotlib import pyplot
+  pyplot = extras.pyplot()
 
   names = [
     name.replace(' (', '\n(').replace(' ', '\n') + ('' if plan['fits'] else '\n(does not fit)')

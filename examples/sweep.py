@@ -3,7 +3,7 @@
   python examples/sweep.py --output=runs/sweep
 
 Every run has its own directory, so that an interrupted sweep resumes where it stopped. 2 rates × 2 seeds × 60 steps
-take about three minutes on two CPU cores.
+take about three minutes on two CPU cores. The plot needs matplotlib (requirements-figures.txt).
 """
 
 import argparse

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 from sdpo_jax.errors import UserError
 
 # Name of the extra → (what needs it, its packages).
 EXTRAS = {
   'serve': ('The service', ('starlette', 'uvicorn', 'pydantic', 'obstore', 'prometheus_client')),
-  'session': ('The terminal program', ('prompt_toolkit', 'rich', 'httpx')),
+  'figures': ('A figure', ('matplotlib',)),
+  'session': ('The terminal program', ('prompt_toolkit',)),
 }
 
 
@@ -26,3 +28,14 @@ def check(extra: str) -> None:
       f'{what} needs {", ".join(missing)}, not installed here: pip install -r requirements-{extra}.txt, or the extra '
       f'sdpo_jax[{extra}].'
     )
+
+
+def pyplot() -> Any:
+  """Return `matplotlib.pyplot`, which draws into files here; raises as `check`."""
+  check('figures')
+  import matplotlib
+
+  matplotlib.use('Agg')
+  import matplotlib.pyplot
+
+  return matplotlib.pyplot

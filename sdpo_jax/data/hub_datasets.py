@@ -1,20 +1,37 @@
-"""Rows of Hugging Face hub data sets, read with the `datasets` library."""
+"""Hugging Face hub data sets: which of their files hold a split, by their card or else by the files' names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-import contextlib
-import logging
+import collections
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+import glob
 import pathlib
-from typing import Any
+import re
 import urllib.parse
 
-from sdpo_jax.data.rows import RawRow
+from fsspec.utils import glob_translate
+import yaml
+
 from sdpo_jax.errors import UserError
-from sdpo_jax.models import hub as models_hub
+from sdpo_jax.models import hub
 
 PREFIX = 'hf:'
+READABLE = ('.parquet', '.jsonl', '.json', '.csv')
+# The branch where the hub keeps a public set of another format as parquet files, CONFIG/SPLIT/0000.parquet.
+CONVERTED = 'refs/convert/parquet'
 _OPTIONS = ('split', 'config', 'revision')
+_CARD = 'README.md'
+# Split → words for it in names of files and folders, as the hub's documentation lists them.
+_WORDS = {
+  'train': ('train', 'training'),
+  'validation': ('validation', 'valid', 'dev', 'val'),
+  'test': ('test', 'testing', 'eval', 'evaluation'),
+}
+_SHARD = re.compile(r'(.+)-\d{5}-of-\d{5}')
+_SLICE = re.compile(r'([^\[\]]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?')
+
+Splits = dict[str, list[str]]  # Split → names of its files, in the order of their rows.
+Slice = tuple[str | None, str | None]  # Rows of a split, as numbers or percentages: ('10%', None).
 
 
 def is_hub(source: str) -> bool:
@@ -40,74 +57,150 @@ def parse(source: str) -> tuple[str, dict[str, str]]:
   return name, options
 
 
-def read_rows(source: str, setting: str) -> Sequence[RawRow]:
-  """Return all rows of one split of `hf:OWNER/NAME?split=…&config=…&revision=…`; NAME may also be a local folder.
+def files(source: str, setting: str) -> list[tuple[list[pathlib.Path], Slice]]:
+  """Return the files of each split that a source names, and which of the split's rows it asks for.
 
-  `split` takes the values of `datasets.load_dataset` (train, test[:100]); it may be left out if there is only one
-  split. Data sets downloaded before are read from the cache of `datasets`.
+  Args:
+    source: `hf:OWNER/NAME?split=…&config=…&revision=…`; NAME may also be a local folder. `split` is that of
+      `datasets.load_dataset` (train, test[:100], train[90%:], train+test) and may be left out if there is only one.
+    setting: name of the setting that holds the source, for messages.
 
   Raises:
-    UserError: malformed source, no such data set, configuration or split, no network, or no rows.
+    UserError: malformed source, no such data set, config or split, no files that can be read, or no network.
   """
   name, options = parse(source)
-  unreachable = None if pathlib.Path(name).exists() else models_hub.unreachable()
+  where, revision = f'{setting}: {source!r}', options.get('revision')
+  folder = pathlib.Path(name)
+  local = folder.is_dir()
+
+  def named(revision: str | None) -> list[str]:
+    return _below(folder) if local else hub.names(name, folder, setting, revision)
+
+  if not local:
+    folder = hub.fetch(name, [_CARD], setting, hub.DATA_SET, revision)
+  configs, default = _configs(folder, named(revision), where)
+  if not any(configs.values()) and revision is None and not local:
+    revision = CONVERTED
+    folder = hub.fetch(name, [_CARD], setting, hub.DATA_SET, revision)
+    configs, default = _converted(named(revision)), None
+  splits = _of_config(configs, options.get('config', default), where)
+  parts = list(_parts(options.get('split'), list(splits), where))
+  if not local:
+    wanted = [glob.escape(file) for split, _ in parts for file in splits[split]]
+    folder = hub.fetch(name, wanted, setting, hub.DATA_SET, revision)
+  return [([folder / file for file in splits[split]], rows) for split, rows in parts]
+
+
+def taken(rows: Sequence, part: Slice) -> Sequence:
+  """Return the rows of a slice; percentages are rounded to whole rows."""
+  start, stop = (
+    bound if bound is None else round(int(bound[:-1]) * len(rows) / 100) if bound.endswith('%') else int(bound)
+    for bound in part
+  )
+  return rows[start:stop]
+
+
+def _below(folder: pathlib.Path) -> list[str]:
+  paths = (path.relative_to(folder) for path in folder.rglob('*') if path.is_file())
+  return sorted(path.as_posix() for path in paths if not any(part.startswith('.') for part in path.parts))
+
+
+def _configs(folder: pathlib.Path, names: Sequence[str], where: str) -> tuple[dict[str, Splits], str | None]:
+  """Return the configs of a data set and the name of its default one, as its card says or, without, its files."""
+  card = folder / _CARD
+  text = card.read_text(encoding='utf-8', errors='replace') if card.is_file() else ''
+  front = re.match(r'---\s*\n(.*?)\n---', text, re.DOTALL)
   try:
-    import datasets
-  except ImportError as error:
-    raise UserError(f'{source!r} is read with the datasets library: pip install datasets.') from error
-  try:
-    with _quiet('datasets', 'huggingface_hub'):
-      found = datasets.load_dataset(
-        name, name=options.get('config'), split=options.get('split'), revision=options.get('revision')
-      )
-    if isinstance(found, datasets.DatasetDict):
-      if len(found) != 1:
-        raise UserError(f'{setting}: {source!r} does not name a split: add ?split= with one of {", ".join(found)}.')
-      (found,) = found.values()
-  except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
-    if unreachable:
-      raise UserError(
-        f'{setting}: {source!r} has not been downloaded to this machine, and {unreachable}: connect it, or name a file.'
-      ) from error
-    raise UserError(
-      f'{setting}: {source!r} cannot be loaded: {_reason(error)}. Check name, split and config; a hub data set needs a '
-      'network the first time, and `hf auth login` if its owner restricts access.'
-    ) from error
-  if not len(found):
-    raise UserError(f'{setting}: {source!r} holds no rows.')
-  return _Rows(source, found)
+    said = yaml.safe_load(front[1]) if front else None
+    declared = {str(config['config_name']): config for config in (said or {}).get('configs') or ()}
+    found = {name: _declared(config, names) for name, config in declared.items()}
+  except (yaml.YAMLError, AttributeError, KeyError, TypeError, re.error) as error:
+    raise UserError(f'{where}: the configs in its {_CARD} cannot be read: {str(error).splitlines()[0]}.') from error
+  if not found:
+    return {'default': _by_names(_readable(names))}, 'default'
+  marked = [name for name, config in declared.items() if config.get('default') or name == 'default']
+  return found, next(iter(marked or (found if len(found) == 1 else ())), None)
 
 
-class _Rows(Sequence):
-  """Rows that stay on disk until they are accessed; some data sets are larger than a machine's memory."""
-
-  def __init__(self, source: str, values: Sequence[Any]):
-    self._source, self._values = source, values
-
-  def __len__(self) -> int:
-    return len(self._values)
-
-  def __getitem__(self, at: int | slice) -> RawRow | list[RawRow]:
-    if isinstance(at, slice):
-      return [self[index] for index in range(*at.indices(len(self)))]
-    number = range(1, len(self) + 1)[at]
-    return RawRow(f'{self._source}, row {number}', number, self._values[number - 1])
-
-
-@contextlib.contextmanager
-def _quiet(*names: str) -> Iterator[None]:
-  """Silence the log messages of these libraries while they fail; their exceptions hold the same text."""
-  levels = {name: logging.getLogger(name).level for name in names}
-  for name in names:
-    logging.getLogger(name).setLevel(logging.CRITICAL)
-  try:
-    yield
-  finally:
-    for name, level in levels.items():
-      logging.getLogger(name).setLevel(level)
+def _declared(config: Mapping, names: Sequence[str]) -> Splits:
+  """Return the files of a config in a card: `data_files` are patterns, a list of {split, path}, or split → patterns."""
+  folder = str(config.get('data_dir') or '').strip('/')
+  given = config.get('data_files')
+  if given is None:
+    inside = [name for name in names if not folder or name.startswith(f'{folder}/')]
+    return _by_names(_readable(inside))
+  if isinstance(given, Mapping):
+    patterns = dict(given)
+  elif isinstance(given, str) or all(isinstance(one, str) for one in given):
+    patterns = {'train': given}
+  else:
+    patterns = {one['split']: one['path'] for one in given}
+  found = {}
+  for split, paths in patterns.items():
+    paths = [paths] if isinstance(paths, str) else paths
+    matching = [re.compile(glob_translate(f'{folder}/{path}'.removeprefix('/').removeprefix('./'))) for path in paths]
+    found[str(split)] = _readable(name for name in names if any(pattern.match(name) for pattern in matching))
+  return {split: held for split, held in found.items() if held}
 
 
-def _reason(error: BaseException) -> str:
-  """Return the first line of the library's error message, or of its cause if the message says nothing."""
-  cause: Any = error.__cause__ if str(error).startswith('An error occurred') and error.__cause__ else error
-  return str(cause).strip().partition('\n')[0].rstrip('.') or type(cause).__name__
+def _readable(names: Iterable[str]) -> list[str]:
+  """Return the names that end in the most frequent of the suffixes that can be read."""
+  held = [name for name in names if pathlib.PurePosixPath(name).suffix in READABLE]
+  counts = collections.Counter(pathlib.PurePosixPath(name).suffix for name in held)
+  chosen = max(counts, key=lambda suffix: (counts[suffix], -READABLE.index(suffix)), default='')
+  return sorted(name for name in held if name.endswith(chosen))
+
+
+def _by_names(names: Sequence[str]) -> Splits:
+  """Return the splits that files are named after, or else their folders, or else a split train with all of them."""
+  paths = [pathlib.PurePosixPath(name) for name in names]
+  shards = {str(path): match[1] for path in paths if (match := _SHARD.fullmatch(path.stem))}
+  in_names = {str(path): split for path in paths if (split := _split_in(path.stem))}
+  in_folders = {str(path): split for path in paths if (split := _split_in(str(path.parent)))}
+  found: Splits = {}
+  for name, split in (shards or in_names or in_folders or dict.fromkeys(names, 'train')).items():
+    found.setdefault(split, []).append(name)
+  order = list(_WORDS)
+  return dict(sorted(found.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+
+
+def _split_in(text: str) -> str | None:
+  words = re.split(r'[^a-z0-9]+', text.lower())
+  return next((split for split, known in _WORDS.items() if any(word in words for word in known)), None)
+
+
+def _converted(names: Sequence[str]) -> dict[str, Splits]:
+  """Return the configs on the branch of converted files."""
+  found: dict[str, Splits] = {}
+  for name in sorted(names):
+    config, split, *rest = name.split('/')
+    if rest and name.endswith('.parquet'):  # Of large sets only a part is converted, in the folder partial-SPLIT.
+      found.setdefault(config, {}).setdefault(split, []).append(name)
+  return found
+
+
+def _of_config(configs: Mapping[str, Splits], config: str | None, where: str) -> Splits:
+  configs = {name: splits for name, splits in configs.items() if splits}
+  if not configs:
+    raise UserError(f'{where} has no files of rows that can be read here ({", ".join(READABLE)}).')
+  if config is None and len(configs) == 1:
+    return next(iter(configs.values()))
+  if config not in configs:
+    what = 'has several configs: add config= with' if config is None else f'has no config {config!r}: choose from'
+    raise UserError(f'{where} {what} {", ".join(configs)}.')
+  return configs[config]
+
+
+def _parts(wanted: str | None, splits: Sequence[str], where: str) -> Iterator[tuple[str, Slice]]:
+  """Yield the split and the slice of each part of train[:10%]+test."""
+  if wanted is None:
+    if len(splits) > 1:
+      raise UserError(f'{where} does not name a split: add split= with one of {", ".join(splits)}.')
+    wanted = splits[0]
+  for part in wanted.split('+'):
+    match = _SLICE.fullmatch(part.strip())
+    if match is None:
+      raise UserError(f'{where}: {part!r} is not a split NAME or NAME[start:stop], in rows or, with a %, in percent.')
+    if match[1] not in splits:
+      raise UserError(f'{where} has no split {match[1]!r}: choose from {", ".join(splits)}.')
+    yield match[1], (match[2], match[3])

@@ -167,8 +167,8 @@ def address(source: Source, part: str, given: str | None) -> str:
   found = [file for suffix in SUFFIXES if (file := epath.Path(given) / f'{part}{suffix}').exists()]
   if len(found) != 1:
     raise UserError(
-      f'--input={given} must hold one file {part} ({", ".join(SUFFIXES)}), not {len(found)}; a folder that the '
-      f'datasets library reads is named hf:{given}.'
+      f'--input={given} must hold one file {part} ({", ".join(SUFFIXES)}), not {len(found)}; a folder in '
+      f'the layout of a hub data set is named hf:{given}.'
     )
   return str(found[0])
 

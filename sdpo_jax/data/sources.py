@@ -77,14 +77,30 @@ def read_rows(source: str, setting: str) -> Sequence[RawRow]:
   are texts; an empty cell is a missing field.
 
   Args:
-    source: path, local or any that etils.epath opens (gs://…), or hf:OWNER/NAME?split=… (see `hub_datasets.read_rows`).
+    source: path, local or any that etils.epath opens (gs://…), or hf:OWNER/NAME?split=… (see `hub_datasets.files`).
     setting: name of the setting that holds the source, for messages.
 
   Raises:
     UserError: no such file, not readable, not in one of these formats (the line is named), or without rows.
   """
   if hub_datasets.is_hub(source):
-    return hub_datasets.read_rows(source, setting)
+    rows = _of_hub(source, setting)
+  else:
+    rows = _of_file(source, setting)
+  if not rows:
+    raise UserError(f'{setting}: {source!r} holds no rows.')
+  return rows
+
+
+def _of_hub(source: str, setting: str) -> list[RawRow]:
+  values = []
+  for files, part in hub_datasets.files(source, setting):
+    rows = [row.value for file in files for row in _of_file(str(file), setting)]
+    values += hub_datasets.taken(rows, part)
+  return [RawRow(f'{source}, row {number}', number, value) for number, value in enumerate(values, start=1)]
+
+
+def _of_file(source: str, setting: str) -> list[RawRow]:
   content = _read(source, setting)
   if source.endswith('.parquet'):
     rows = _parquet(source, content)
@@ -95,8 +111,6 @@ def read_rows(source: str, setting: str) -> Sequence[RawRow]:
   else:
     text = _decode(source, content)
     rows = _array(source, text) if text.lstrip().startswith('[') else _lines(source, text)
-  if not rows:
-    raise UserError(f'{setting}: {source!r} holds no rows.')
   return rows
 
 

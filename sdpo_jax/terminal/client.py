@@ -8,7 +8,7 @@ import json
 import time
 from typing import Any
 
-import httpx
+import httpx2
 
 from sdpo_jax.errors import UserError, first_line, printable
 
@@ -44,8 +44,8 @@ class ServiceClient:
       UserError: the address is invalid.
     """
     try:
-      address = httpx.URL(url)
-    except (httpx.InvalidURL, TypeError) as error:
+      address = httpx2.URL(url)
+    except (httpx2.InvalidURL, TypeError) as error:
       raise UserError(
         f'--url={printable(url)} is no address ({first_line(error)}): http://127.0.0.1:8420 is one.'
       ) from error
@@ -53,10 +53,10 @@ class ServiceClient:
       raise UserError(f'--url={printable(url)} is no address of a service: http://127.0.0.1:8420 is one.')
     self.url = url.rstrip('/')
     headers = {} if key is None else {'Authorization': f'Bearer {key}'}
-    timeout = httpx.Timeout(_ANSWER_S, connect=_CONNECT_S)
+    timeout = httpx2.Timeout(_ANSWER_S, connect=_CONNECT_S)
     # Without TLS, skip loading certificates, which takes longer than everything else here.
     verify = address.scheme == 'https'
-    self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=not local, verify=verify)
+    self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=not local, verify=verify)
 
   def close(self) -> None:
     self._http.close()
@@ -141,7 +141,7 @@ class ServiceClient:
         _checked(answer)
       yield events(answer.iter_lines())
 
-  def _sent(self, method: str, path: str, **more: Any) -> httpx.Response:
+  def _sent(self, method: str, path: str, **more: Any) -> httpx2.Response:
     with self._answers():
       return self._http.request(method, path, **more)
 
@@ -150,7 +150,7 @@ class ServiceClient:
     """Convert network errors to `AnswerLost`."""
     try:
       yield
-    except httpx.HTTPError as error:
+    except httpx2.HTTPError as error:
       raise AnswerLost(
         f'The service at {self.url} does not answer ({type(error).__name__}: {first_line(error)}).'
       ) from error
@@ -234,14 +234,14 @@ def _seeded(seed: int | None) -> dict[str, int]:
   return {} if seed is None else {'seed': seed}
 
 
-def _json(answer: httpx.Response) -> Any:
+def _json(answer: httpx2.Response) -> Any:
   try:
     return _checked(answer).json()
   except ValueError as error:
     raise AnswerLost(f'{answer.url} has answered with something else than JSON.') from error
 
 
-def _checked(answer: httpx.Response) -> httpx.Response:
+def _checked(answer: httpx2.Response) -> httpx2.Response:
   """Return an answer; raises Refused if it is an error."""
   if answer.is_success:
     return answer

@@ -1,20 +1,21 @@
-"""Hub data sets: named by hf:…, read by the datasets library; without a network, from folders that it accepts."""
+"""Hub data sets: named by hf:…, their splits found as the library `datasets` finds them; from folders and a hub."""
 
 import json
-import logging
 
+import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from sdpo_jax.data import hub_datasets, rows, sources
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import hub as models_hub
+from tests import hub_server
 from tests.data.reference_rows import CALLS, RAW
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-  import datasets  # With pandas.
-
-  monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', tmp_path / 'cache')
+def folder(tmp_path):
   made = tmp_path / 'set'
   made.mkdir()
   tool_use = {
@@ -30,6 +31,25 @@ def folder(tmp_path, monkeypatch):
   return made
 
 
+def write(home, **files):
+  """Write files by name, with / for __ and a . for the last _: rows of them, or a card's text."""
+  for name, values in files.items():
+    path = home / '.'.join(name.replace('__', '/').rsplit('_', 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == '.parquet':
+      pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{'at': value} for value in values]), path)
+    elif path.suffix == '.csv':
+      path.write_text('at\n' + ''.join(f'{value}\n' for value in values))
+    elif path.suffix == '.md':
+      path.write_text(values)
+    else:
+      path.write_text(''.join(json.dumps({'at': value}) + '\n' for value in values))
+
+
+def read(source):
+  return [int(row.value['at']) for row in sources.read_rows(source, 'data.train_files')]
+
+
 def test_rows_of_a_split(folder):
   found = sources.read_rows(f'hf:{folder}?split=train', 'data.train_files')
   assert [r.number for r in found] == [1, 2, 3, 4, 5]
@@ -41,8 +61,6 @@ def test_rows_of_a_split(folder):
 
 
 def test_preprocessed_rows(folder):
-  import datasets
-
   ready = [rows.preprocess(rows.RawRow('', i, {**RAW, 'idx': i}), 'train') for i in range(2)]
   datasets.Dataset.from_list(ready).to_parquet(folder / 'train.parquet')
   (folder / 'train.jsonl').unlink()
@@ -51,20 +69,89 @@ def test_preprocessed_rows(folder):
   assert [rows.example(r, 'train').messages for r in found] == [r['prompt'] for r in ready]
 
 
-def test_a_slice_of_a_split(folder):
-  assert len(sources.read_rows(f'hf:{folder}?split=train[1:3]', 'data.train_files')) == 2
-  found = sources.read_rows(f'hf:{folder}?split=train', 'data.train_files')
-  assert [r.value['idx'] for r in found[3:]] == [3, 4] and found[-1].number == 5 and len(found[:None]) == 5
-  with pytest.raises(IndexError):
-    found[5]
+SLICES = ['train[1:3]', 'train[-2:]', 'train[:60%]', 'train[30%:]', 'train[:-1]', 'train+test[:1]', 'test+train[4:]']
+
+
+@pytest.mark.parametrize('split', SLICES)
+def test_slices_and_sums_are_those_of_datasets(tmp_path, monkeypatch, split):
+  monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', tmp_path / 'cache')
+  write(tmp_path / 'set', train_jsonl=range(7), test_jsonl=range(10, 13))
+  wanted = datasets.load_dataset(str(tmp_path / 'set'), split=split)['at']
+  assert read(f'hf:{tmp_path}/set?split={split}'.replace('+', '%2B').replace('%:', '%25:').replace('%]', '%25]')) == [
+    *wanted
+  ]
+
+
+CARD = """---
+license: mit
+configs:
+- config_name: easy
+  data_files: easy/*.jsonl
+- config_name: hard
+  default: true
+  data_files:
+  - split: train
+    path: ["hard/a*.jsonl", "hard/more.jsonl"]
+  - split: dev
+    path: hard/b.jsonl
+---
+# A set
+"""
+LAYOUTS = {  # Files, source options → the splits as `datasets` finds them, compared one by one.
+  'names': dict(train_jsonl=[1], test_jsonl=[2], validation_jsonl=[3]),
+  'words in names': {'my-training-set_jsonl': [1], 'my_eval_jsonl': [2]},
+  'folders': dict(data__train__a_csv=[1, 2], data__test__b_csv=[3], data__train__c_csv=[4]),
+  'shards': {
+    'data__train-00000-of-00002_parquet': [1, 2],
+    'data__train-00001-of-00002_parquet': [3],
+    'data__odd-00000-of-00001_parquet': [4],
+  },
+  'one file': dict(questions_parquet=[1, 2]),
+  'no split': dict(a_jsonl=[1], b_jsonl=[2]),
+  'the most frequent format': dict(train_jsonl=[1], test_jsonl=[2], train_csv=[3]),
+}
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_splits_are_found_as_datasets_finds_them(tmp_path, monkeypatch, layout):
+  monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', tmp_path / 'cache')
+  write(tmp_path / 'set', **LAYOUTS[layout])
+  wanted = datasets.load_dataset(str(tmp_path / 'set'))
+  assert {split: read(f'hf:{tmp_path}/set?split={split}') for split in wanted} == {
+    split: [*wanted[split]['at']] for split in wanted
+  }
+  with pytest.raises(UserError, match=f'has no split .none.: choose from {", ".join(wanted)}'):
+    read(f'hf:{tmp_path}/set?split=none')
+
+
+def test_the_configs_of_a_card_are_those_of_datasets(tmp_path, monkeypatch):
+  monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', tmp_path / 'cache')
+  files = dict(easy__x_jsonl=[1], easy__deep__y_jsonl=[9], hard__a1_jsonl=[2], hard__a2_jsonl=[3])
+  write(tmp_path, **files, hard__more_jsonl=[4], hard__b_jsonl=[5], README_md=CARD)
+  for config, split in (('easy', 'train'), ('hard', 'train'), ('hard', 'dev')):
+    wanted = datasets.load_dataset(str(tmp_path), config, split=split)
+    assert read(f'hf:{tmp_path}?config={config}&split={split}') == wanted['at'][:]
+  assert read(f'hf:{tmp_path}?split=dev') == [5]  # The config that the card says is the default.
+  with pytest.raises(UserError, match="has no config 'main': choose from easy, hard"):
+    read(f'hf:{tmp_path}?config=main')
+  (tmp_path / 'README.md').write_text(CARD.replace('  default: true\n', ''))
+  with pytest.raises(UserError, match='has several configs: add config= with easy, hard'):
+    read(f'hf:{tmp_path}?split=dev')
+  for wrong in ('configs: 3', 'configs: [a]', 'configs:\n- config_name: x\n  data_files: [{"a": 1}]', '}: {'):
+    (tmp_path / 'README.md').write_text(f'---\n{wrong}\n---\n')
+    with pytest.raises(UserError, match=r'the configs in its README.md cannot be read: .') as raised:
+      read(f'hf:{tmp_path}?split=dev')
+    assert '\n' not in str(raised.value)
 
 
 @pytest.mark.parametrize(
   ('query', 'message'),
   [
-    ('', 'does not name a split: add \\?split= with one of train, test'),
-    ('?split=dev', "cannot be loaded: Unknown split \"dev\". Should be one of \\['train', 'test'\\]"),
-    ('?split=test&config=main', "cannot be loaded: BuilderConfig 'main' not found"),
+    ('', 'does not name a split: add split= with one of train, test'),
+    ('?split=dev', "has no split 'dev': choose from train, test"),
+    ('?split=test[0]', "'test\\[0\\]' is not a split NAME or NAME\\[start:stop\\]"),
+    ('?split=test[2:]', 'holds no rows'),
+    ('?split=test&config=main', "has no config 'main': choose from default"),
     ('?splits=test', "there is no option 'splits'"),
     ('?split', 'is not hf:OWNER/NAME'),
   ],
@@ -76,8 +163,12 @@ def test_a_wrong_option_is_named(folder, query, message):
 
 def test_what_cannot_be_reached_ends_with_a_sentence_that_names_it(tmp_path):
   for source, message in (
-    ('hf:nobody/nothing?split=test', "data.val_files: 'hf:nobody/nothing.split=test' cannot be loaded: Couldn't reach"),
-    (f'hf:{tmp_path}/missing?split=test', "cannot be loaded: Couldn't find any data file"),
+    (
+      'hf:no/set?split=test',
+      "data.val_files='no/set' is not a directory here, and it cannot be loaded",
+    ),
+    (f'hf:{tmp_path}/missing?split=test', "/missing' is not a directory here, and it cannot be loaded"),
+    (f'hf:{tmp_path}?split=test', 'has no files of rows that can be read here'),
     ('hf:?split=test', 'the name is missing'),
   ):
     with pytest.raises(UserError, match=message) as raised:
@@ -85,24 +176,62 @@ def test_what_cannot_be_reached_ends_with_a_sentence_that_names_it(tmp_path):
     assert '\n' not in str(raised.value)
 
 
-def test_a_broken_file_of_a_data_set_is_reported_once(folder, capfd):
+def test_a_broken_file_of_a_data_set_is_named_with_its_line(folder):
   (folder / 'train.jsonl').write_text('{"a": 1}\n{"a": \n')
-  with pytest.raises(UserError, match='cannot be loaded: .*JSON parse error'):
+  with pytest.raises(UserError, match='train.jsonl, line 2: invalid JSON'):
     sources.read_rows(f'hf:{folder}?split=train', 'data.train_files')
-  assert 'JSON parse error' not in capfd.readouterr().err
 
 
-def test_the_log_level_of_the_library_is_left_as_it_was(folder):
-  logging.getLogger('datasets').setLevel(logging.ERROR)
-  sources.read_rows(f'hf:{folder}?split=train', 'data.train_files')
-  assert logging.getLogger('datasets').level == logging.ERROR
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+  """Serve a hub of data sets, with an empty cache before it."""
+  served = hub_server.Hub(tmp_path / 'hub')
+  with hub_server.serving(served) as address:
+    for name, value in hub_server.constants(address, tmp_path / 'cache').items():
+      monkeypatch.setattr(f'huggingface_hub.constants.{name}', value)
+    models_hub.unreachable.cache_clear()
+    yield served
+  models_hub.unreachable.cache_clear()
 
 
-def test_an_option_reaches_the_library(monkeypatch):
-  import datasets
+def test_a_data_set_of_the_hub_is_downloaded_once_and_only_its_split(hub, monkeypatch):
+  home = hub.folder / 'me' / 'rows'
+  write(home / 'main', README_md='# Rows', train_parquet=[1, 2, 3], test_parquet=[4], **{'a[1]_txt': [1]})
+  write(home / 'v1', train_parquet=[7])
+  assert read('hf:me/rows?split=train[1:]') == [2, 3] == read('hf:me/rows?split=train[1:]')
+  fetched = [path.rpartition('/')[2] for path in hub.asked if '/resolve/' in path]
+  assert 'train.parquet' in fetched and not {'test.parquet', 'a[1].txt'} & set(fetched)
+  assert read('hf:me/rows?revision=v1') == [7]
+  monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
+  count = len(hub.asked)
+  assert read('hf:me/rows?split=train') == [1, 2, 3] and len(hub.asked) == count
+  with pytest.raises(UserError, match="has no split 'test': choose from train"):
+    read('hf:me/rows?split=test')  # It was not downloaded.
 
-  seen = {}
-  monkeypatch.setattr(datasets, 'load_dataset', lambda *args, **options: seen.update(options, path=args) or [{'a': 1}])
-  (row,) = hub_datasets.read_rows('hf:owner/name?split=test&config=main&revision=refs/pr/6', 'data.train_files')
-  assert seen == {'path': ('owner/name',), 'name': 'main', 'split': 'test', 'revision': 'refs/pr/6'}
-  assert row.value == {'a': 1}
+
+def test_a_set_in_another_format_is_read_as_the_hub_has_converted_it(hub):
+  home = hub.folder / 'me' / 'script'
+  write(home / 'main', rows_arrow=[1])
+  write(home / 'refs%2Fconvert%2Fparquet', **{'main__train__0000_parquet': [1, 2], 'main__test__0000_parquet': [3]})
+  assert read('hf:me/script?split=train') == [1, 2] and read('hf:me/script?config=main&split=test') == [3]
+
+
+@pytest.mark.parametrize(
+  ('source', 'message'),
+  [
+    ('hf:me/none', "data.train_files='me/none' .* there is no such data set, or a private one: .* `hf auth login`"),
+    ('hf:me/rows?revision=v9', "data.train_files='me/rows' .* it has no such revision"),
+    ('hf:me/script', "data.train_files='me/script' .* it has no such revision"),
+    ('hf:a/b/c', "data.train_files='a/b/c' is not a directory here"),
+  ],
+)
+def test_what_the_hub_does_not_have_is_said_by_name(hub, source, message):
+  write(hub.folder / 'me' / 'rows' / 'main', train_parquet=[1])
+  write(hub.folder / 'me' / 'script' / 'main', rows_arrow=[1])
+  with pytest.raises(UserError, match=message) as raised:
+    read(source)
+  assert '\n' not in str(raised.value)
+
+
+def test_percentages_of_rows_are_rounded_as_datasets_does():
+  assert [len(hub_datasets.taken(range(7), (None, f'{percent}%'))) for percent in (0, 7, 8, 50, 100)] == [0, 0, 1, 4, 7]

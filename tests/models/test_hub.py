@@ -2,7 +2,6 @@
 
 import fnmatch
 import http.server
-import sys
 import threading
 import types
 
@@ -10,7 +9,7 @@ import httpx2
 from huggingface_hub import errors
 import pytest
 
-from sdpo_jax.data import hub_datasets as rows_of_hub
+from sdpo_jax.data import sources
 from sdpo_jax.errors import UserError
 from sdpo_jax.models import hub, huggingface, model_files
 
@@ -86,8 +85,8 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(online, monkeypatch):
     UserError, match=r"'no/model' is not a directory here, and https://\S+ cannot be reached from here"
   ):
     huggingface.load('no/model', None)
-  with pytest.raises(UserError, match=r"data.train_files: 'hf:no/rows' has not been downloaded .* cannot be reached"):
-    rows_of_hub.read_rows('hf:no/rows', 'data.train_files')
+  with pytest.raises(UserError, match=r"data.train_files='no/rows' is not a directory here, and .* cannot be reached"):
+    sources.read_rows('hf:no/rows', 'data.train_files')
   assert len(requests) == hub.ATTEMPTS
 
 
@@ -95,17 +94,6 @@ def test_libraries_that_are_told_to_be_offline_are_not_second_guessed(online, mo
   monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
   ask_by(monkeypatch, lambda address: pytest.fail('the hub was asked'))
   assert hub.unreachable() is None
-
-
-def test_an_imported_datasets_library_is_told(online, monkeypatch):
-  def down(address):
-    raise httpx2.ConnectError('down')
-
-  datasets = types.SimpleNamespace(config=types.SimpleNamespace(HF_HUB_OFFLINE=False))
-  monkeypatch.setitem(sys.modules, 'datasets', datasets)
-  ask_by(monkeypatch, down)
-  assert 'cannot be reached from here (down)' in hub.unreachable()
-  assert datasets.config.HF_HUB_OFFLINE
 
 
 def test_weights_are_fetched_only_where_they_are_wanted(online, monkeypatch, tmp_path):
