@@ -1,4 +1,7 @@
 from sdpo_jax.errors import UserError as UserError
+from sdpo_jax.interface import Callback as Callback
+from sdpo_jax.interface import Config as Config
+from sdpo_jax.interface import Result as Result
 from sdpo_jax.interface import Step as Step
 from sdpo_jax.interface import evaluate as evaluate
 from sdpo_jax.interface import export as export

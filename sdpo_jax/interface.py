@@ -5,20 +5,24 @@ Everything here is also available from the package itself, e.g. `sdpo_jax.train`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 import contextlib
 import copy
 import dataclasses
+import functools
 import hashlib
+import inspect
 import json
 import os
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from etils import epath
 
-from sdpo_jax.config import Config, SamplingConfig
-from sdpo_jax.config import config_files as config_files
+from sdpo_jax.config import Config, config_files, rewards
+from sdpo_jax.config.fields import matches, type_name, types_of
 from sdpo_jax.config.overrides import assign
+from sdpo_jax.config.ranges import check_ranges
+from sdpo_jax.config.schema import ValKwargs
 from sdpo_jax.data.prompts import named_chat_tokens
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.environments import registry
@@ -26,11 +30,12 @@ from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.evaluation.evaluate import Evaluation
 from sdpo_jax.files import jsonable, make_directory, write_atomically
 from sdpo_jax.inference import runs
-from sdpo_jax.inference.generate import GenerationOptions, TextGenerator, open_generator
+from sdpo_jax.inference.generate import GenerationOptions, TextGenerator, as_messages, open_generator
 from sdpo_jax.rollout.stops import to_text
 from sdpo_jax.training import loop
-from sdpo_jax.training.directory.lines import read_metrics as read_metrics
+from sdpo_jax.training.directory import lines
 from sdpo_jax.training.directory.workdir import ROWS
+from sdpo_jax.training.evaluations import evaluated
 from sdpo_jax.training.loop import Result, run_to_end
 from sdpo_jax.training.specs import chat_format
 from sdpo_jax.types import Messages
@@ -38,7 +43,30 @@ from sdpo_jax.types import Messages
 Row = Mapping[str, Any]  # As docs/data.md describes them: 'prompt', and what the grader reads.
 
 
-def load_config(file: str, changes: Mapping[str, Any] | None = None) -> Config:
+# A grader (`registry.Grader`), a reward function in TRL's form, or the name of a built-in grader; with a weight.
+GraderLike = Callable | str
+WeightedGrader = tuple[GraderLike, float]
+Checked = TypeVar('Checked', bound=Callable[..., Any])
+
+
+def _typed(function: Checked) -> Checked:
+  """Let a function raise a UserError for an argument that is not of its annotated type, before it does anything."""
+  signature = inspect.signature(function)
+
+  @functools.wraps(function)
+  def checked(*arguments: Any, **named: Any) -> Any:
+    hints = types_of(function)
+    for name, value in signature.bind(*arguments, **named).arguments.items():
+      # `_graded_by` takes a grader apart, and `sample` and `generate` a prompt.
+      if name in hints.keys() - {'grader', 'prompt'} and not matches(value, hints[name]):
+        raise UserError(f'{function.__name__}: {name}={short_repr(value)} is not {type_name(hints[name])}.')
+    return function(*arguments, **named)
+
+  return checked  # type: ignore[return-value]  # It has the signature of the function.
+
+
+@_typed
+def load_config(file: str | os.PathLike, changes: Mapping[str, Any] | None = None) -> Config:
   """Return the settings of a config file; they may be changed freely and are checked when they are used.
 
   Args:
@@ -48,8 +76,13 @@ def load_config(file: str, changes: Mapping[str, Any] | None = None) -> Config:
   Raises:
     UserError: there is no such file, or no such setting.
   """
-  config = config_files.read(file)
+  return _changed(config_files.read(os.fspath(file)), changes)
+
+
+def _changed(config: Config, changes: Mapping[str, Any] | None) -> Config:
   for name, value in (changes or {}).items():
+    if not isinstance(name, str):
+      raise UserError(f'changes has {short_repr(name)} for a setting: name it by a text.')
     assign(config, name, value)
   return config
 
@@ -62,6 +95,7 @@ class Step:
   metrics: Mapping[str, float]  # Its line of metrics.jsonl.
   _stepped: loop.Stepped
 
+  @_typed
   def sample(
     self, prompt: str | Messages, *, n: int = 1, max_tokens: int | None = None, temperature: float = 1.0, seed: int = 0
   ) -> list[str]:
@@ -80,7 +114,7 @@ class Step:
     session, state = self._stepped.session, self._stepped.state
     data = session.config.data
     chat = chat_format(session.config)
-    [tokens] = named_chat_tokens(session.tokenizer, [_messages(prompt)], ['The prompt'], data.max_prompt_length, chat)
+    [tokens] = named_chat_tokens(session.tokenizer, [as_messages(prompt)], ['The prompt'], data.max_prompt_length, chat)
     if tokens is None or len(tokens) > data.max_prompt_length:
       raise UserError(f'The prompt is longer than data.max_prompt_length={data.max_prompt_length} tokens: shorten it.')
     limit = data.max_response_length if max_tokens is None else max_tokens
@@ -93,32 +127,78 @@ class Step:
     return [to_text(session.tokenizer, done.tokens.tolist()) for done in completions]
 
 
+class Callback:
+  """Base class of what looks on at a run; override what you need. What a method raises ends the run, which is saved."""
+
+  def on_step(self, step: Step) -> None:
+    """Look at a finished step."""
+
+  def on_evaluation(self, step: Step, metrics: Mapping[str, float]) -> None:
+    """Look at a finished step that was evaluated, and the metrics of that, `eval/<task>/…`."""
+
+  def on_end(self, result: Result) -> None:
+    """Look at a run that has ended and is saved."""
+
+
+@_typed
 def train(
-  config: Config,
-  workdir: epath.PathLike,
+  config: Config | str | os.PathLike | None = None,
+  workdir: str | os.PathLike | None = None,
   *,
+  model: str | os.PathLike | None = None,
+  changes: Mapping[str, Any] | None = None,
   rows: Iterable[Row] | None = None,
   held_out: Iterable[Row] | None = None,
-  grader: Callable[..., Any] | None = None,
+  grader: GraderLike | WeightedGrader | Sequence[GraderLike | WeightedGrader] | None = None,
   on_step: Callable[[Step], None] | None = None,
+  callbacks: Sequence[Callback] = (),
   restart: bool = False,
   announce: Callable[[str], None] = lambda text: None,
 ) -> Result:
   """Train or resume a run, as `python -m launch.train` does; arguments and errors as in `steps`.
 
-  `on_step` is called after every step. If it raises, the run ends and its last complete state is saved.
+  `on_step`, and the methods of `callbacks`, are called after every step. If one raises, the run ends and its last
+  complete state is saved.
   """
-  made = steps(config, workdir, rows=rows, held_out=held_out, grader=grader, restart=restart, announce=announce)
-  return run_to_end(made, on_step)
+  if wrong := [callback for callback in callbacks if not isinstance(callback, Callback)]:
+    raise UserError(f'callbacks has {short_repr(wrong[0])}, which is no sdpo_jax.Callback: pass a function as on_step.')
+  made = steps(
+    config,
+    workdir,
+    model=model,
+    changes=changes,
+    rows=rows,
+    held_out=held_out,
+    grader=grader,
+    restart=restart,
+    announce=announce,
+  )
+
+  def follow(step: Step) -> None:
+    if on_step is not None:
+      on_step(step)
+    metrics = evaluated(step.metrics)
+    for callback in callbacks:
+      callback.on_step(step)
+      if metrics:
+        callback.on_evaluation(step, metrics)
+
+  result = run_to_end(made, follow)
+  for callback in callbacks:
+    callback.on_end(result)
+  return result
 
 
+@_typed
 def steps(
-  config: Config,
-  workdir: epath.PathLike,
+  config: Config | str | os.PathLike | None = None,
+  workdir: str | os.PathLike | None = None,
   *,
+  model: str | os.PathLike | None = None,
+  changes: Mapping[str, Any] | None = None,
   rows: Iterable[Row] | None = None,
   held_out: Iterable[Row] | None = None,
-  grader: Callable[..., Any] | None = None,
+  grader: GraderLike | WeightedGrader | Sequence[GraderLike | WeightedGrader] | None = None,
   restart: bool = False,
   announce: Callable[[str], None] = lambda text: None,
 ) -> Generator[Step, None, Result]:
@@ -128,20 +208,44 @@ def steps(
   into the run's directory, and the run's settings refer to them there.
 
   Args:
-    config: settings; they are copied.
-    workdir: local or gs:// directory of the run.
+    config: settings, which are copied, or a config file; None: the defaults, for which `model` is needed.
+    workdir: local or gs:// directory of the run; None: runs/<name of the config>, as for the command.
+    model: the model to train instead of the config's: a directory or a name on the hub.
+    changes: setting → value, as in `load_config`, made in the copy.
     rows: questions to train on, instead of data.train_files.
     held_out: questions to evaluate on, instead of data.val_files; None: no evaluations if `rows` are given.
-    grader: grades the rows that name no grader: a grader (`registry.Grader`) or a reward function in TRL's form. Pass
-      it again to resume the run.
+    grader: grades the rows that name no grader: a grader (`registry.Grader`), a reward function in TRL's form or the
+      name of a built-in grader, or several of them, each alone or as a pair with its weight; their weighted scores are
+      added. Pass functions again to resume the run.
     restart: begin at step 0 if the checkpoints of the run are gone.
     announce: receives messages for the user, e.g. `print`.
 
   Raises:
     UserError: an error that the caller can fix, in one sentence.
   """
+  if config is None and model is None:
+    raise UserError('Name a config, or the model to train with the default settings: train(model=…, rows=…, grader=…).')
+  if config is None:
+    config = Config(name=os.path.basename(os.path.normpath(model)))
+  config = load_config(config) if not isinstance(config, Config) else copy.deepcopy(config)
+  if model is not None:
+    config.model.path = os.fspath(model)
+  _changed(config, changes)
+  return _steps(
+    config, f'runs/{config.name}' if workdir is None else workdir, rows, held_out, grader, restart, announce
+  )
+
+
+def _steps(
+  config: Config,
+  workdir: str | os.PathLike,
+  rows: Iterable[Row] | None,
+  held_out: Iterable[Row] | None,
+  grader: Any,
+  restart: bool,
+  announce: Callable[[str], None],
+) -> Generator[Step, None, Result]:
   accelerators.prepare()
-  config = copy.deepcopy(config)
   if rows is not None:
     config.data.train_files = (_written(rows, workdir, 'train'),)
     config.data.val_files, config.data.val_max_samples = (), None
@@ -161,21 +265,22 @@ def steps(
         del stepped
 
 
+@_typed
 def evaluate(
-  config: Config,
+  config: Config | str | os.PathLike,
   *,
-  workdir: str | None = None,
-  model: str | None = None,
+  workdir: str | os.PathLike | None = None,
+  model: str | os.PathLike | None = None,
   step: int | None = None,
-  adapter: str | None = None,
-  cartridge: str | None = None,
-  grader: Callable[..., Any] | None = None,
+  adapter: str | os.PathLike | None = None,
+  cartridge: str | os.PathLike | None = None,
+  grader: GraderLike | WeightedGrader | Sequence[GraderLike | WeightedGrader] | None = None,
   announce: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
   """Return metrics and all samples of a run or a model on data.val_files, as `python -m launch.evaluate` does.
 
   Args:
-    config: settings; they are copied.
+    config: settings, which are copied, or a config file.
     workdir: directory of a run.
     model: a Hugging Face directory or a name on the hub, instead of a run.
     step: which checkpoint of the run; None: the newest.
@@ -188,21 +293,23 @@ def evaluate(
     UserError: as in `steps`.
   """
   accelerators.prepare()
-  config = copy.deepcopy(config)
+  config = load_config(config) if not isinstance(config, Config) else copy.deepcopy(config)
   with _graded_by(config, grader):
     config.validate()
-    return runs.evaluate_source(config, runs.RunOrModel(workdir, model, step, adapter, cartridge), announce)
+    return runs.evaluate_source(config, _source(workdir, model, step, adapter, cartridge), announce)
 
 
+@_typed
 def generator(
-  workdir: str | None = None,
+  workdir: str | os.PathLike | None = None,
   *,
-  model: str | None = None,
+  model: str | os.PathLike | None = None,
   step: int | None = None,
-  adapter: str | None = None,
-  cartridge: str | None = None,
+  adapter: str | os.PathLike | None = None,
+  cartridge: str | os.PathLike | None = None,
   n: int = 1,
   max_tokens: int = 256,
+  max_prompt_length: int | None = None,
   temperature: float = 0.6,
   top_p: float = 0.95,
   top_k: int = -1,
@@ -220,6 +327,7 @@ def generator(
     cartridge: a cartridge for the model: a directory, a .pt file or a name on the hub.
     n: completions per prompt.
     max_tokens: limit of each completion.
+    max_prompt_length: limit of a prompt with the chat template, in tokens; None: that of the run, or 2,048.
     temperature: 0 is greedy.
     top_p: keep the smallest set of tokens with this probability.
     top_k: keep the k most likely tokens; −1 keeps all.
@@ -231,14 +339,20 @@ def generator(
     UserError: there is no such run or model.
   """
   accelerators.prepare()
-  sampling = SamplingConfig(n=n, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-  options = GenerationOptions(sampling=sampling, max_tokens=max_tokens, seed=seed, dtype=dtype)
-  return open_generator(runs.RunOrModel(workdir, model, step, adapter, cartridge), options)
+  sampling = ValKwargs(n=n, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+  check_ranges(sampling)
+  limits = ('max_tokens', max_tokens, 1), ('max_prompt_length', max_prompt_length, 1), ('seed', seed, 0)
+  for name, value, least in limits:
+    if value is not None and value < least:
+      raise UserError(f'{name} must be at least {least}, not {value}.')
+  options = GenerationOptions(sampling, max_tokens, seed, max_prompt_length, dtype=dtype)
+  return open_generator(_source(workdir, model, step, adapter, cartridge), options)
 
 
+@_typed
 def export(
-  workdir: str,
-  output: str,
+  workdir: str | os.PathLike,
+  output: str | os.PathLike,
   *,
   weights: Literal['student', 'teacher'] = 'student',
   format: runs.Format | None = None,
@@ -259,23 +373,46 @@ def export(
     UserError: as in `runs.export`.
   """
   accelerators.prepare()
-  return runs.export(workdir, output, weights, dtype, step, format)
+  return runs.export(os.fspath(workdir), os.fspath(output), weights, dtype, step, format)
 
 
-def _messages(prompt: str | Messages) -> Messages:
-  return [{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else prompt
+@_typed
+def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
+  """Return the lines of a run's metrics.jsonl, without those of a process from which another had taken the run.
+
+  Raises:
+    UserError: there is no run, or a line cannot be read.
+  """
+  if not (epath.Path(workdir) / 'config.json').exists():
+    raise UserError(f'{workdir} holds no run: name the workdir of one.')
+  return lines.read_metrics(workdir)
+
+
+def _source(
+  workdir: str | os.PathLike | None,
+  model: str | os.PathLike | None,
+  step: int | None,
+  adapter: str | os.PathLike | None,
+  cartridge: str | os.PathLike | None,
+) -> runs.RunOrModel:
+  if (workdir is None) == (model is None):
+    raise UserError('Name either workdir, a run, or model, a directory or a name on the hub.')
+  workdir, model, adapter, cartridge = (
+    path if path is None else os.fspath(path) for path in (workdir, model, adapter, cartridge)
+  )
+  return runs.RunOrModel(workdir, model, step, adapter, cartridge)
 
 
 def _written(rows: Iterable[Row], workdir: epath.PathLike, name: str) -> str:
   """Write rows into a run's directory and return the path, which is the same for the same rows."""
-  lines = []
+  written = []
   for number, row in enumerate(rows):
     if not isinstance(row, Mapping):
       raise UserError(f'Row {number} is {short_repr(row)}: rows are mappings with a prompt, see docs/data.md.')
-    lines.append(json.dumps(jsonable(row), allow_nan=False) + '\n')  # In ASCII: texts may hold lone surrogates.
-  if not lines:
+    written.append(json.dumps(jsonable(row), allow_nan=False) + '\n')  # In ASCII: texts may hold lone surrogates.
+  if not written:
     raise UserError('There are no rows: hand over at least one.')
-  text = ''.join(lines)
+  text = ''.join(written)
   folder = epath.Path(workdir) / ROWS / hashlib.sha256(text.encode()).hexdigest()[:16]
   path = folder / f'{name}.jsonl'  # Evaluations report the questions under this name.
   if not path.exists():
@@ -285,24 +422,48 @@ def _written(rows: Iterable[Row], workdir: epath.PathLike, name: str) -> str:
 
 
 @contextlib.contextmanager
-def _graded_by(config: Config, grader: Callable[..., Any] | None) -> Generator[None]:
-  """Register a grader for the rows that name none, while the block runs."""
+def _graded_by(config: Config, grader: Any) -> Generator[None]:
+  """Register the graders of the rows that name none, while the block runs."""
   if grader is None:
     yield
     return
-  name = getattr(grader, '__name__', type(grader).__name__).strip('<>')
-  with contextlib.ExitStack() as registering:
-    try:
-      registering.enter_context(registry.registered(name, grader))
-    except ValueError as error:
+  pair = isinstance(grader, tuple) and len(grader) == 2 and not isinstance(grader[1], GraderLike)
+  found: dict[str, Any] = {}
+  texts = []
+  for entry in grader if isinstance(grader, list | tuple) and not pair else [grader]:
+    function, *weight = entry if isinstance(entry, tuple) and len(entry) == 2 else [entry]
+    if not isinstance(function, GraderLike):
       raise UserError(
-        f'The grader cannot be called {name!r} ({str(error).rstrip(".")}): rename the function.'
-      ) from error
-    config.data.environment = name
+        f'grader has {short_repr(entry)}: each is a function, the name of a grader, or a pair of one and its weight.'
+      )
+    name = function if isinstance(function, str) else getattr(function, '__name__', type(function).__name__).strip('<>')
+    try:
+      texts.append(str(rewards.Reward(name, *(rewards.weight_of(name, value) for value in weight))))
+      rewards.parse(','.join(texts))
+    except rewards.UnreadableRewards as error:
+      raise UserError(f'grader {error}.') from error
+    found[name] = function
+  if not found:
+    raise UserError('grader is empty: leave it out, or name a grader.')
+  with contextlib.ExitStack() as registering:
+    for name, function in found.items():
+      if isinstance(function, str):
+        registry.require(name)
+        continue
+      try:
+        registering.enter_context(registry.registered(name, function))
+      except ValueError as error:
+        raise UserError(
+          f'The grader cannot be called {name!r} ({str(error).rstrip(".")}): rename the function.'
+        ) from error
+    config.data.environment = ','.join(texts)
     yield
 
 
 __all__ = (
+  'Callback',
+  'Config',
+  'Result',
   'Step',
   'evaluate',
   'export',

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import difflib
 import functools
@@ -115,7 +115,8 @@ def type_name(hint: Any) -> str:
   return ' or '.join(names)
 
 
-def _matches(value: Any, hint: Any) -> bool:
+def matches(value: Any, hint: Any) -> bool:
+  """Return whether a value is of a type, which is one of settings or an abstract one of collections."""
   return any(_is_of(value, kind) for kind in _alternatives(hint))
 
 
@@ -125,14 +126,16 @@ def _is_of(value: Any, kind: Any) -> bool:
   if origin is Literal:
     return value in arguments
   if origin is tuple:
-    return isinstance(value, tuple | list) and all(_matches(item, arguments[0]) for item in value)
+    return isinstance(value, tuple | list) and all(matches(item, arguments[0]) for item in value)
   if origin is dict:
     return isinstance(value, dict) and _is_json(value)
+  if origin in (Iterable, Sequence):
+    return isinstance(value, origin) and not isinstance(value, str | bytes | Mapping)
   if kind is float:
     return is_number(value)
   if kind is int:
     return isinstance(value, int) and not isinstance(value, bool)
-  return isinstance(value, kind)
+  return kind is Any or isinstance(value, origin or kind)
 
 
 def _is_json(value: Any) -> bool:
@@ -224,5 +227,5 @@ def _check_section(section: Any, prefix: str, config: Any) -> None:
     value = getattr(section, field.name)
     if dataclasses.is_dataclass(value):
       _check_section(value, f'{prefix}{field.name}.', config)
-    elif not _matches(value, hints[field.name]):
+    elif not matches(value, hints[field.name]):
       raise UserError(f'{prefix}{field.name}={value!r} is not {type_name(hints[field.name])}.')

@@ -94,7 +94,11 @@ def register(name: str) -> Callable[[Grader], Grader]:
   """Return a decorator that registers a grader under `name`; raises ValueError if the name is taken."""
 
   def add(grader: Grader) -> Grader:
-    register_factory(name)(lambda settings: grader)
+    def factory(settings: EnvironmentsConfig) -> Grader:
+      return grader
+
+    factory.made_by = grader
+    register_factory(name)(factory)
     return grader
 
   return add
@@ -117,11 +121,14 @@ def register_reward_function(name: str) -> Callable[[Registered], Registered]:
 @contextlib.contextmanager
 def registered(name: str, function: Any) -> Iterator[None]:
   """Register a grader, or a reward function in TRL's form, for the duration of a block; raises as `register`."""
+  before = _FACTORIES.get(name)
   register(name)(RewardGrader(function, name) if is_reward_function(function) else function)
   try:
     yield
   finally:
     del _FACTORIES[name]
+    if before is not None:
+      _FACTORIES[name] = before
 
 
 def is_registered_reward_function(function: Any) -> bool:
@@ -175,13 +182,21 @@ def _adder(table: dict[str, Any], kind: str, name: str) -> Callable[[Registered]
   def add(function: Registered) -> Registered:
     # A built-in name is reserved before its module is imported, except for that module.
     reserved = name in _BUILT_IN[kind] and _module(kind, name) not in sys.modules
-    if name in table or reserved:
+    if reserved or (name in table and _origin(table[name]) != _origin(function)):
       noun = 'grader' if kind == 'environment' else kind
       raise ValueError(f'The {noun} {name!r} is already registered.')
     table[name] = function
     return function
 
   return add
+
+
+def _origin(function: Any) -> Any:
+  """Return where something was defined: equal for a config file or a notebook cell that is run again."""
+  function = getattr(function, 'made_by', function)  # A grader, behind the factory that `register` makes.
+  function = getattr(function, 'function', function)  # A reward function, behind its grader.
+  defined = function if hasattr(function, '__qualname__') else type(function)
+  return function if '<lambda>' in defined.__qualname__ else (defined.__module__, defined.__qualname__)
 
 
 def _find(table: dict[str, Any], kind: str, name: str) -> Any:

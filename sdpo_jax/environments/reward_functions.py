@@ -49,7 +49,7 @@ class RewardGrader:
   """
 
   def __init__(self, function: Callable[..., Any], name: str):
-    self._function, self._name = function, name
+    self.function, self._name = function, name
     self._called = _Called(function)
     self._lock = threading.Lock()
     self._warned = False
@@ -119,7 +119,7 @@ class RewardGrader:
     names = _fields(rows) | self._known
     columns = {name: [row.get(name) for row in rows] for name in names}
     there = {'trainer_state': None, **columns, 'prompts': prompts, 'completions': said}
-    parameters = inspect.signature(self._function).parameters.values()
+    parameters = inspect.signature(self.function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
       taken = there
     else:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import logging
 import time
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from sdpo_jax.config import Config, SamplingConfig
 from sdpo_jax.data.prompts import count_tokens, named_chat_tokens
 from sdpo_jax.data.rows import RawRow, conversation
 from sdpo_jax.data.sources import read_rows
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.files import jsonable
 from sdpo_jax.inference.runs import RunOrModel, open_source, run_config
 from sdpo_jax.rollout.results import Completion
@@ -76,15 +76,43 @@ class TextGenerator:
       n=options.sampling.n, seed=options.seed, step=step, max_tokens=options.max_tokens, **options.sampling.method()
     )
 
-  def generate(self, prompt: str | Messages) -> list[str]:
-    """Return the n completions of a prompt, a user's message or a conversation.
+  @overload
+  def generate(self, prompt: str | Messages) -> list[str]: ...
+  @overload
+  def generate(self, prompt: Sequence[str]) -> list[list[str]]: ...
+  def generate(self, prompt: str | Messages | Sequence[str]) -> list[str] | list[list[str]]:
+    """Return the n completions of a prompt, a user's message or a conversation; of several messages, those of each.
 
     Raises:
-      UserError: the prompt is too long.
+      UserError: a prompt is too long, or of another type.
     """
-    messages = [{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else prompt
-    tokens = self.prompt_tokens(messages, '--prompt')
-    return self.session.sampler.sample(self.session.base, self.parameters, [tokens], **self.sampling_options()).text
+    several = isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(one, str) for one in prompt)
+    names = [f'Prompt {number}' for number in range(1, len(prompt) + 1)] if several else ['The prompt']
+    conversations = map(as_messages, prompt if several else [prompt])
+    prompts = [self.prompt_tokens(messages, name) for messages, name in zip(conversations, names, strict=True)]
+    options = self.sampling_options()
+    texts = self.session.sampler.sample(self.session.base, self.parameters, prompts, **options).text
+    n = options['n']
+    return [texts[at : at + n] for at in range(0, len(texts), n)] if several else texts
+
+
+def as_messages(prompt: str | Messages) -> Messages:
+  """Return a prompt, a user's message or a conversation, as a conversation.
+
+  Raises:
+    UserError: it is neither.
+  """
+  if isinstance(prompt, str):
+    return [{'role': 'user', 'content': prompt}]
+  if not isinstance(prompt, list | tuple) or not prompt or not all(map(_is_message, prompt)):
+    raise UserError(
+      f'The prompt {short_repr(prompt)} is neither a text nor a list of messages, dicts with texts as role and content.'
+    )
+  return list(prompt)
+
+
+def _is_message(value: Any) -> bool:
+  return isinstance(value, Mapping) and all(isinstance(value.get(name), str) for name in ('role', 'content'))
 
 
 def open_generator(source: RunOrModel, options: GenerationOptions) -> TextGenerator:

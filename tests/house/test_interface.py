@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 
 import jax
 import pytest
@@ -151,6 +152,102 @@ def test_a_grader_with_the_name_of_another_is_refused(config, tmp_path):
 
   with pytest.raises(sdpo_jax.UserError, match="cannot be called 'math'"):
     sdpo_jax.train(config, tmp_path, rows=ROWS, grader=math)
+
+
+def right(completions, **_):
+  return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+  ('call', 'said'),
+  [
+    (lambda config, path: sdpo_jax.load_config(3), 'load_config: file=3 is not str or PathLike'),
+    (lambda config, path: sdpo_jax.load_config('c.py', ['seed']), r"changes=\['seed'\] is not Mapping or None"),
+    (lambda config, path: sdpo_jax.train(), 'Name a config, or the model to train'),
+    (lambda config, path: sdpo_jax.train(3), 'train: config=3 is not Config or str or PathLike or None'),
+    (lambda config, path: sdpo_jax.steps(config, 3), 'steps: workdir=3 is not str'),
+    (lambda config, path: sdpo_jax.train(config, path, rows='Q'), "rows='Q' is not Iterable"),
+    (lambda config, path: sdpo_jax.train(config, path, rows=ROWS, grader=3), 'grader has 3: each is a function'),
+    (lambda config, path: sdpo_jax.train(config, path, rows=ROWS, grader=[]), 'grader is empty'),
+    (
+      lambda config, path: sdpo_jax.train(config, path, rows=ROWS, grader=[odd, odd]),
+      "the grader 'odd' once, not twice",
+    ),
+    (lambda config, path: sdpo_jax.train(config, path, rows=ROWS, grader=[(odd, 'x')]), "'odd' a finite number .*'x'"),
+    (lambda config, path: sdpo_jax.train(config, path, rows=ROWS, grader=['none', 'od']), "no environment 'od'"),
+    (lambda config, path: sdpo_jax.train(config, path, on_step=3), 'on_step=3 is not Callable or None'),
+    (lambda config, path: sdpo_jax.train(config, path, callbacks=[print]), 'is no sdpo_jax.Callback'),
+    (lambda config, path: sdpo_jax.train(config, path, restart='yes'), "restart='yes' is not bool"),
+    (lambda config, path: sdpo_jax.evaluate(config, model=config.model.path, step='1'), "step='1' is not int or None"),
+    (lambda config, path: sdpo_jax.evaluate(config), 'Name either workdir, a run, or model'),
+    (lambda config, path: sdpo_jax.generator(model=config.model.path, n=0), 'n must be positive, not 0'),
+    (
+      lambda config, path: sdpo_jax.generator(model=config.model.path, temperature='hot'),
+      "temperature='hot' is not float",
+    ),
+    (lambda config, path: sdpo_jax.generator(model=config.model.path, max_tokens=0), 'max_tokens must be at least 1'),
+    (
+      lambda config, path: sdpo_jax.export(path, path / 'out', weights='both'),
+      "weights='both' is not 'student' or 'teacher'",
+    ),
+    (lambda config, path: sdpo_jax.read_metrics(path), 'holds no run: name the workdir of one'),
+  ],
+)
+def test_arguments_of_other_types_are_refused_before_anything_is_made(config, tmp_path, call, said):
+  with pytest.raises(sdpo_jax.UserError, match=said):
+    call(config, tmp_path)
+  assert not list(tmp_path.rglob('checkpoints'))
+
+
+def test_several_graders_count_by_their_weights_and_callbacks_look_on(config, tmp_path):
+  seen = []
+
+  class Look(sdpo_jax.Callback):
+    def on_step(self, step):
+      seen.append(step.number)
+
+    def on_evaluation(self, step, metrics):
+      seen.append((step.number, sorted({name.split('/')[1] for name in metrics})))
+
+    def on_end(self, result):
+      seen.append(result.step)
+
+  changes = {'trainer.total_training_steps': 2, 'trainer.val_before_train': False}
+  graders = [odd, (right, 0.5)]
+  sdpo_jax.train(config, tmp_path, changes=changes, rows=ROWS, held_out=ROWS[:2], grader=graders, callbacks=[Look()])
+  assert seen == [1, 2, (2, ['held_out']), 2]
+  line = sdpo_jax.read_metrics(tmp_path)[-1]
+  assert line['rollout/score_mean'] == pytest.approx(line['rollout/reward/odd'] + 0.5)
+  assert config.trainer.total_training_steps == 3 and not {'odd', 'right'} & set(registry.names())
+
+
+def test_a_model_is_trained_without_a_config(config, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  changes = {'trainer.total_training_steps': 1, 'data.train_batch_size': 2, 'actor.ppo_mini_batch_size': 2}
+  changes |= {'data.max_prompt_length': 32, 'data.max_response_length': 4, 'model.dtype': 'float32', 'rollout.n': 4}
+  changes |= {'actor.self_distillation.max_reprompt_len': 256, 'trainer.tensorboard': False}
+  result = sdpo_jax.train(model=config.model.path, changes=changes, rows=ROWS, grader=odd)
+  assert result.step == 1 and (tmp_path / 'runs' / os.path.basename(config.model.path) / 'metrics.jsonl').is_file()
+
+
+def test_a_config_file_that_registers_graders_is_loaded_again(tmp_path):
+  path = tiny.make_experiment(tmp_path)
+  path.write_text(path.read_text().replace("'parity'", "'parity again'"))
+  first, second = sdpo_jax.load_config(path), sdpo_jax.load_config(str(path))
+  assert first == second and 'parity again' in registry.names()
+  with pytest.raises(ValueError, match='already registered'):
+    registry.register('parity again')(right)
+
+
+def test_prompts_are_texts_lists_of_them_or_messages(whole):
+  generator = sdpo_jax.generator(whole[0], temperature=0, max_tokens=3, n=2)
+  each = [generator.generate(prompt) for prompt in ('Q1', 'Q2')]
+  assert generator.generate(['Q1', 'Q2']) == generator.generate(('Q1', 'Q2')) == each and len(each[0]) == 2
+  for wrong in (3, None, [], ['Q', 3], [{'role': 'user'}], {'role': 'user', 'content': 'Q'}):
+    with pytest.raises(sdpo_jax.UserError, match='is neither a text nor a list of messages'):
+      generator.generate(wrong)
+  with pytest.raises(sdpo_jax.UserError, match=r'Prompt 2 has .* the limit is 32'):
+    generator.generate(['Q1', 'Q' * 300])
 
 
 def test_the_package_shows_what_it_offers():
