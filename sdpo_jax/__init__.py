@@ -11,8 +11,7 @@ import os
 from typing import Any
 
 __version__ = '0.1.0'
-_INTERFACE = ('Callback', 'Config', 'Result', 'Step', 'evaluate', 'export', 'generator', 'load_config', 'read_metrics')
-_INTERFACE += ('steps', 'train')
+_INTERFACE = 'Callback Config Result Step evaluate export generator load_config read_metrics steps train'.split()
 
 if not os.path.isdir(f'{__path__[0]}/models'):  # In a checkout models, launch and configs lie beside this package.
   __path__.append(os.path.dirname(__path__[0]))

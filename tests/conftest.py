@@ -70,6 +70,7 @@ MEMORY = min(5 * 2**30, os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
 def pytest_addoption(parser):
   parser.addoption('--datasets', default=None, help='folder with the real data sets; tests that want them skip without')
   parser.addoption('--slow', action='store_true', help='also run tests marked slow')
+  parser.addoption('--docs', action='store_true', help='also run the code of the pages, marked docs')
   parser.addoption('--campaigns', action='store_true', help='also run tests marked campaign')
 
 
@@ -86,9 +87,10 @@ def pytest_collection_modifyitems(config, items):
   items.sort(key=lambda item: place.get(item.path, len(place)))
   slow = not config.getoption('--slow') and pytest.mark.skip(reason='slow: run with --slow')
   campaign = not config.getoption('--campaigns') and pytest.mark.skip(reason='campaign: run with --campaigns')
+  docs = not config.getoption('--docs') and pytest.mark.skip(reason='docs: run with --docs')
   tpu = importlib.util.find_spec('libtpu') is None and pytest.mark.skip(reason='libtpu is not installed')
   for item in items:
-    for name, skip in (('slow', slow), ('campaign', campaign), ('tpu_compiler', tpu)):
+    for name, skip in (('slow', slow), ('docs', docs), ('campaign', campaign), ('tpu_compiler', tpu)):
       if skip and item.get_closest_marker(name):
         item.add_marker(skip)
 
