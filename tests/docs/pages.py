@@ -93,7 +93,7 @@ class Page:
 
   def _command(self, command: str, block: Block) -> None:
     print(f'$ {command}', flush=True)
-    words = shlex.split(command, comments=True)
+    words = shlex.split(command.replace('\\\n', ''), comments=True)
     if words[-1] == '&':
       self._serve(words[:-1])
     elif words[:2] == ['python', '-m'] and words[2].startswith('launch.') and not set(words) & {'|', '>', '&&', ';'}:
@@ -140,6 +140,7 @@ def _forked(module: str, arguments: list[str]) -> int:
   child = os.fork()
   if child:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+  multiprocessing.process._children.clear()  # noqa: SLF001 (Those of the parent, which the exit functions would end.)
   code = 1
   try:
     sys.argv = [f'{module.replace(".", "/")}.py', *arguments]
