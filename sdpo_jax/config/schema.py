@@ -296,7 +296,7 @@ class FeedbackEndpointConfig:
     '${NAME} as in environments.http.url.',
   )
   model: str = setting('', 'Name of the writing model there.')
-  api_key_env: str = setting('', 'Environment variable with the key that is sent as a bearer token; empty: none is.')
+  api_key_env: str = setting('', 'Environment variable with the bearer token to send, never logged; empty: none.')
   timeout_s: float = setting(120.0, 'Seconds within which an answer must be complete.', SECONDS)
   retries: int = setting(
     3, 'Attempts after the first, with growing pauses, as for environments.http.', Range(at_least=0, unit='requests')
@@ -504,7 +504,7 @@ class AlgorithmConfig:
     0,
     'Completions of which the teacher knows more that must have gathered, over several generation batches if need be, '
     'for an update; what exceeds data.train_batch_size × rollout.n waits for the next one. 0: every batch has an '
-    'update. See docs/sessions.md.',
+    'update. Several optimizer steps of an update share them evenly. See docs/sessions.md.',
     Range(at_least=0, unit='completions'),
   )
   rollout_correction: RolloutCorrectionConfig = setting(

@@ -56,6 +56,7 @@ def test_what_a_page_shows_works(page, tmp_path):
   for name in LINKED:
     (tmp_path / name).symlink_to(tiny.REPOSITORY / name)
   variables = tiny.environment() | {'PYTHONPATH': str(tiny.REPOSITORY), 'NO_COLOR': '1'}
+  variables['XDG_STATE_HOME'] = str(tmp_path / 'state')
   variables['PATH'] = f'{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'
   command = [sys.executable, '-m', 'tests.docs.pages', page]
   done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
