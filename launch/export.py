@@ -1,8 +1,8 @@
 """Writes what a run has trained, by default from its newest checkpoint, for other programs and commands.
 
-  python -m launch.export --workdir=runs/quickstart --output=my_model
-  python -m launch.export --workdir=runs/quickstart_lora --output=my_adapter
-  python -m launch.export --workdir=runs/quickstart_lora --output=my_model --format=merged
+  python -m launch.export --workdir=runs/quickstart --output=quickstart_model
+  python -m launch.export --workdir=runs/quickstart_lora --output=quickstart_lora_adapter
+  python -m launch.export --workdir=runs/quickstart_lora --output=quickstart_lora_model --format=merged
   python -m launch.export --workdir=runs/my_cartridge --output=served --format=cartridge_pt --dtype=bfloat16
 
 If the run trained all parameters, it writes a Hugging Face model directory for `transformers`. If it trained an adapter
