@@ -4,7 +4,7 @@
 
 The base model (`configs/quickstart_model`, made by `python -m launch.make_base`) misreads its instructions about digits
 and is right in a few per cent of its sampled answers. Given the grader's feedback on an attempt, or a successful one,
-it answers far better; SDPO distils that into the plain context. See the README for the expected curves.
+it answers far better; SDPO distils that into the plain context. docs/method.md has the expected curves.
 """
 
 from sdpo_jax.config import Config, beside

@@ -6,6 +6,7 @@ import atexit
 import dataclasses
 import json
 import multiprocessing.connection
+import multiprocessing.util
 import os
 import re
 import runpy
@@ -93,7 +94,7 @@ class Page:
 
   def _command(self, command: str, block: Block) -> None:
     print(f'$ {command}', flush=True)
-    words = shlex.split(command, comments=True)
+    words = shlex.split(command.replace('\\\n', ' '), comments=True)
     if words[-1] == '&':
       self._serve(words[:-1])
     elif words[:2] == ['python', '-m'] and words[2].startswith('launch.') and not set(words) & {'|', '>', '&&', ';'}:
@@ -141,6 +142,7 @@ def _forked(module: str, arguments: list[str]) -> int:
   if child:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
   code = 1
+  atexit.unregister(multiprocessing.util._exit_function)  # noqa: SLF001 (The interpreter is no child of this fork.)
   try:
     sys.argv = [f'{module.replace(".", "/")}.py', *arguments]
     runpy.run_module(module, run_name='__main__', alter_sys=True)
