@@ -8,6 +8,7 @@ import pathlib
 import re
 
 from sdpo_jax import files
+from sdpo_jax.config.locations import shipped
 from sdpo_jax.errors import UserError
 from sdpo_jax.models import hub, remote_files
 
@@ -20,7 +21,8 @@ def is_local(path: str | os.PathLike) -> bool:
 def fetch(path: str | os.PathLike, patterns: Sequence[str], setting: str, what: str) -> pathlib.Path:
   """Return the local directory for `path`: itself, a copy of gs://…, or the hub's snapshot of a name.
 
-  A path whose parent directory exists, or that is written as a path (/…, ./…, ~/…), never accesses the network.
+  A path whose parent directory exists, or that is written as a path (/…, ./…, ~/…), never accesses the network. If a
+  path `configs/…` does not exist, that of this installation counts.
 
   Args:
     path: path of the directory, or name on the hub.
@@ -36,6 +38,8 @@ def fetch(path: str | os.PathLike, patterns: Sequence[str], setting: str, what: 
     return remote_files.fetch(str(path), tuple(patterns), setting, what)
   if local.is_dir():
     return local
+  if (own := shipped(local)) is not None:
+    return own
   if not re.fullmatch(r'[\w.-]+/[\w.-]+', str(path)) or str(path).startswith('.') or local.parent.is_dir():
     raise UserError(
       f'The {what} directory {local} does not exist: set {setting} to one that does, or to a name on the hub.'

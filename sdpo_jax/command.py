@@ -35,6 +35,7 @@ _OVERRIDE = re.compile(r'--?config\.([A-Za-z0-9_.]+)(?:=(.*))?', re.DOTALL)
 _HELP_SETTINGS = re.compile(r'--?help_?settings(?:=(.*))?', re.DOTALL)
 _overrides: list[tuple[str, str]] = []
 _lists: set[str] = set()  # Flags of `define_list`.
+_words: list[str] = []  # The flag of `define_words`.
 
 
 flags.DEFINE_string(
@@ -74,6 +75,13 @@ def define_list(name: str, meaning: str) -> flags.FlagHolder[list[str]]:
   """Define a flag with several values, `--name=A --name=B` or `--name A B`, as a shell expands `--name runs/*`."""
   _lists.add(name)
   return flags.DEFINE_multi_string(name, [], meaning)
+
+
+def define_words(name: str, meaning: str) -> flags.FlagHolder[list[str]]:
+  """Define a list whose values are the words that belong to no flag, `sdpo compare A B`, or follow `--name`."""
+  _words.append(name)
+  flags.FLAGS.set_gnu_getopt(True)  # Flags may follow words.
+  return define_list(name, meaning)
 
 
 def define_cluster() -> None:
@@ -200,6 +208,9 @@ def parse(arguments: Sequence[str]) -> list[str]:
     if missing:
       sentence = f'--{missing.group(1)}=… is required'
     raise SystemExit(_complain(f'{sentence} (--help lists the flags).')) from error
+  if _words:
+    flags.FLAGS[_words[0]].value = [*flags.FLAGS[_words[0]].value, *left[1:]]
+    left = left[:1]
   if len(left) > 1:
     raise SystemExit(
       _complain(f'{" ".join(left[1:])!r} is not a flag; flags are written --name=value (--help lists them).')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import json
+import re
 from typing import Any
 
 from sdpo_jax.config.overrides import RESUMABLE
@@ -11,6 +12,7 @@ from sdpo_jax.reporting.run_files import RunFiles
 
 SEED = 'seed'
 SHOWN = 3  # Differing settings in the label of a group.
+_HANDED_OVER = re.compile(r'.*/(?=rows/[0-9a-f]{16}/)')  # The directory of a run that holds its rows, by their digest.
 
 
 def group_runs(runs: Sequence[RunFiles]) -> list[list[int]]:
@@ -57,11 +59,15 @@ def labels(runs: Sequence[RunFiles], groups: Sequence[Sequence[int]]) -> list[st
 
 def _learned(run: RunFiles) -> dict[str, Any]:
   """Return a run's settings that affect what is learned, except its seed."""
-  return {
+  learned = {
     name: value
     for name, value in run.settings.items()
     if name != SEED and not any(name == each or name.startswith(f'{each}.') for each in RESUMABLE)
   }
+  files = learned.get('data.train_files')
+  if isinstance(files, list):
+    learned['data.train_files'] = [_HANDED_OVER.sub('', str(file)) for file in files]
+  return learned
 
 
 def _written(value: Any) -> str:

@@ -67,6 +67,7 @@ def run(request, folder, config):
     'evaluate the model': evaluate(from_model, 'model'),
     'export again': export,
     'check what learns nothing': ('check', [f'--config={config}', '--config.optimizer.lr=0']),
+    'compare': ('compare', [f'{folder}/run', '--metric=eval/*/mean@2', f'--output={folder}/c.json']),
   }
   if request.config.getoption('slow'):
     commands['full disk'] = 'train', [f'--config={folder}/full.py', *flags, f'--workdir={folder}/full']
@@ -96,6 +97,7 @@ def wrong_inputs(folder, config) -> dict[str, tuple[list[str], str]]:
   (folder / 'foreign.jsonl').write_text(json.dumps(row | {'environment': 'juggling'}) + '\n')
   (folder / 'broken.py').write_text('def get_config(:\n')
   (folder / 'empty.py').write_text('')
+  (folder / 'columns.csv').write_text('a,b\n1,2\n')
 
   def train(*rest):
     return ['train', f'--config={config}', f'--workdir={folder}/never', *rest]
@@ -136,6 +138,14 @@ def wrong_inputs(folder, config) -> dict[str, tuple[list[str], str]]:
     ),
     'sample of nothing': (['sample', '--prompt=x', f'--workdir={folder}/nothing'], 'is not a run'),
     'report of nothing': (['report', f'--workdir={folder}/nothing'], 'is not a directory'),
+    'compare nothing': (['compare'], 'Name the directories of the runs to compare'),
+    'compare what is no run': (['compare', '--metric=x', f'{folder}/nothing', 'b'], 'nothing is not a directory'),
+    'init over a folder': (['init', '--data=x.csv', '--model=y', f'--output={folder}'], 'name one that does not exist'),
+    'init without rows': (['init', f'--data={folder}/none.csv', '--model=y'], '--data: there is no file'),
+    'init of unknown columns': (
+      ['init', f'--data={folder}/columns.csv', '--model=y', '--answer_column=b'],
+      'there are a, b: name other columns in --prompt_column',
+    ),
     'report of a run twice': (['report', '--workdir=a', '--compare', 'b', 'a'], 'a is named twice'),
     'export of nothing': (['export', f'--workdir={folder}/nothing', f'--output={folder}/out'], 'is not a run'),
     'check a missing model': (['check', f'--config={config}', f'--config.model.path={folder}/nothing'], 'nothing'),
@@ -194,7 +204,7 @@ def test_training_ends_with_a_table_and_the_next_commands(folder, run):
 
 
 def test_the_printed_commands_work(folder, run):
-  _, reported, looked, *done, again, odd = (done for name, done in run.items() if name != 'full disk')
+  _, reported, looked, *done, again, odd = (done for name, done in run.items() if name not in ('full disk', 'compare'))
   assert [command.returncode for command in done] == [0] * 5, [command.stderr for command in done]
   assert done[1].stdout == done[2].stdout != ''
   assert looked.returncode == 0 and looked.stderr == '' and '⟦<|im_end|>⟧' in looked.stdout, looked.stdout
@@ -209,6 +219,15 @@ def test_the_printed_commands_work(folder, run):
   assert again.returncode == 2 and 'is not empty' in again.stderr
   page = (folder / 'run' / 'report.html').read_text()
   assert reported.returncode == 0 and 'step 2; 16 rollouts.' in reported.stderr and page.startswith('<!doctype html>')
+
+
+def test_runs_are_compared_by_their_names_as_words(folder, run):
+  done, found = run['compare'], json.loads((folder / 'c.json').read_text())
+  assert (done.returncode, done.stderr) == (0, '') and set(found['metrics']) == {
+    'eval/parity/mean@2',
+    'eval/parity/acc/mean@2',
+  }
+  assert list(found['arms']['arm 1']['runs'].values()) == [f'{folder}/run'] and f'{folder}/run' in done.stdout
 
 
 def test_rollouts_have_their_tokens_and_what_else_was_likely(folder, run):

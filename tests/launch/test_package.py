@@ -12,6 +12,8 @@ import pytest
 
 from sdpo_jax.config import beside
 from sdpo_jax.config.locations import model_path
+from sdpo_jax.errors import UserError
+from sdpo_jax.models import model_files
 from tests import tiny
 
 ROOT = tiny.REPOSITORY
@@ -83,6 +85,16 @@ def test_files_beside_a_config_are_found_from_anywhere(tmp_path, monkeypatch):
   assert model_path('my_model', config) == str(config.parent / 'my_model')
 
 
+def test_models_of_the_installation_are_found_from_anywhere(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  shipped = ROOT / 'configs' / 'quickstart_model'
+  assert model_files.resolve('configs/quickstart_model') == shipped
+  with pytest.raises(UserError, match='configs/none'):
+    model_files.resolve('configs/none', weights=False)
+  (tmp_path / 'configs' / 'quickstart_model').mkdir(parents=True)  # The user's own comes first.
+  assert model_files.resolve('configs/quickstart_model', weights=False) == pathlib.Path('configs/quickstart_model')
+
+
 @pytest.mark.slow
 def test_the_wheel_takes_one_name_and_holds_the_files_of_git(installed):
   assert {path.name for path in installed.iterdir() if path.suffix != '.dist-info'} == {'bin', 'sdpo_jax'}
@@ -110,6 +122,22 @@ def test_the_console_script_runs_in_an_empty_folder(installed, tmp_path):
   helped = start(tmp_path, 'check', '--help', installed=installed)
   assert helped.returncode == 0 and '  sdpo check --config=configs/quickstart.py\n' in helped.stdout
   assert '--config' in helped.stdout and '--help_settings' in helped.stdout
+
+
+@pytest.mark.slow
+def test_a_csv_file_trains_after_two_commands_in_an_empty_folder(installed, tmp_path):
+  rows = '\n'.join(f'Name number {number}.,Number {number}' for number in range(10))
+  (tmp_path / 'my.csv').write_text(f'question,answer\n{rows}\n')
+  done = start(tmp_path, 'init', '--data=my.csv', '--model=configs/quickstart_model', installed=installed)
+  assert done.returncode == 0 and done.stderr == '', done.stderr
+  command = shlex.split(done.stdout.splitlines()[-1])
+  assert command == ['sdpo', 'train', '--config=my/config.py']
+  # Shorter than what init guesses, so that there is less to compile.
+  lengths = ('data.max_response_length=16', 'actor.self_distillation.max_reprompt_len=128', 'rollout.n=2')
+  short = [f'--config.{name}' for name in (*lengths, 'val_kwargs.n=2', 'trainer.total_training_steps=1')]
+  done = start(tmp_path, *command[1:], *short, installed=installed)
+  assert done.returncode == 0 and '1 step done; the run is in runs/my.' in done.stdout, done.stderr
+  assert 'held_out/mean@2' in done.stdout
 
 
 GRADER = """
