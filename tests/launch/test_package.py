@@ -170,3 +170,53 @@ def test_projects_with_packages_of_these_names_import_their_own(installed, tmp_p
   done = start(tmp_path, 'train', f'--config={config.relative_to(tmp_path)}', installed=installed)
   assert done.returncode == 0, done.stderr
   assert '1 step done' in done.stdout
+
+
+TYPED = """
+import sdpo_jax
+
+
+def odd(completions: list[str], answer: list[int], **_: object) -> list[float]:
+  return [1.0 for _ in completions]
+
+
+class Look(sdpo_jax.Callback):
+  def on_step(self, step: sdpo_jax.Step) -> None:
+    print(step.number, step.metrics['train/loss'])
+
+
+config: sdpo_jax.Config = sdpo_jax.load_config('configs/quickstart.py', {'optimizer.lr': 1e-4})
+config.optimizer.lr = 1e-3
+rows = [{'prompt': 'Q', 'answer': 1}]
+result: sdpo_jax.Result = sdpo_jax.train(config, rows=rows, grader=[odd, ('math', 0.5)], callbacks=[Look()])
+score: float = result.evaluations[3]['eval/x/mean@4']
+answers: list[str] = sdpo_jax.generator('runs/x').generate('Q')
+each: list[list[str]] = sdpo_jax.generator(model='m').generate(['Q', 'R'])
+for step in sdpo_jax.steps(config, 'runs/y'):
+  texts: list[str] = step.sample('Q', n=2)
+try:
+  done: int = sdpo_jax.export('runs/x', 'model', format='peft')
+except sdpo_jax.UserError as error:
+  print(error)
+metrics: dict[str, dict[str, float]] = sdpo_jax.evaluate(config, workdir='runs/x').metrics
+sdpo_jax.train(3)
+"""
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_the_interface_of_the_wheel(installed, tmp_path):
+  (tmp_path / 'program.py').write_text(TYPED)
+  options = ['--strict', '--follow-imports=silent', '--disable-error-code=import-untyped', '--no-error-summary']
+  checked = ['program.py', *(installed / 'sdpo_jax' / name for name in ('interface.py', '__init__.pyi'))]
+  done = subprocess.run(
+    [sys.executable, '-m', 'mypy', *options, *checked],
+    cwd=tmp_path,
+    env=os.environ | {'MYPYPATH': str(installed)},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  [complaint] = done.stdout.splitlines()  # About the last line alone, which is wrong.
+  assert complaint.startswith(
+    f'program.py:{len(TYPED.splitlines())}: error: Argument 1 to "train" has incompatible type'
+  )
