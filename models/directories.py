@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 import os
 import pathlib
-import re
 
 from sdpo_jax import files
 from sdpo_jax.config.locations import shipped
+from sdpo_jax.config.privacy import is_hub_name
 from sdpo_jax.errors import UserError
 from sdpo_jax.models import hub, remote_files
 
@@ -40,7 +40,7 @@ def fetch(path: str | os.PathLike, patterns: Sequence[str], setting: str, what: 
     return local
   if (own := shipped(local)) is not None:
     return own
-  if not re.fullmatch(r'[\w.-]+/[\w.-]+', str(path)) or str(path).startswith('.') or local.parent.is_dir():
+  if not is_hub_name(str(path)):
     raise UserError(
       f'The {what} directory {local} does not exist: set {setting} to one that does, or to a name on the hub.'
     )

@@ -360,6 +360,8 @@ def export(
   format: runs.Format | None = None,
   dtype: Literal['float32', 'bfloat16', 'float16'] = 'float32',
   step: int | None = None,
+  push: str | None = None,
+  private: bool = False,
 ) -> int:
   """Export what a run has trained for other programs, as `python -m launch.export` does; return the step exported.
 
@@ -370,12 +372,14 @@ def export(
     format: see `runs.export`; None: the first format that suits the run.
     dtype: the dtype of the stored tensors.
     step: which checkpoint; None: the newest.
+    push: OWNER/NAME of a model on the Hugging Face hub to which the directory is uploaded, too.
+    private: whether to make that model private.
 
   Raises:
     UserError: as in `runs.export`.
   """
   accelerators.prepare()
-  return runs.export(os.fspath(workdir), os.fspath(output), weights, dtype, step, format)
+  return runs.export(os.fspath(workdir), os.fspath(output), weights, dtype, step, format, push, private)
 
 
 @_typed

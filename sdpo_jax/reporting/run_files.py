@@ -10,6 +10,7 @@ from typing import Any
 
 from etils import epath
 
+from sdpo_jax.config.privacy import public_settings
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.files import read_text
@@ -25,8 +26,9 @@ Series = dict[str, tuple[list[int], list[float]]]
 class RunFiles:
   """The contents of a run's files, without rollouts."""
 
-  workdir: epath.Path
+  workdir: epath.Path  # Not for publication, unlike the name.
   settings: Mapping[str, Any]  # By dotted name; empty if config.json is missing or unreadable.
+  shown: Mapping[str, Any]  # Settings as they may be published.
   series: Series
   resumed: tuple[int, ...]  # Steps from which later starts resumed.
   alarms: tuple[Mapping[str, Any], ...]  # Rules with the steps at which they fired: `alarms_of`.
@@ -38,7 +40,7 @@ class RunFiles:
   @property
   def name(self) -> str:
     """Return the run's display name, that of its directory."""
-    return self.workdir.name or str(self.workdir)
+    return self.workdir.name or 'run'
 
   @property
   def total(self) -> int | None:
@@ -53,8 +55,8 @@ class RunFiles:
     return done or self.stopped is not None
 
 
-def read_run(workdir: epath.PathLike) -> RunFiles:
-  """Read the files of a run, which may still be training.
+def read_run(workdir: epath.PathLike, *, texts: bool = True) -> RunFiles:
+  """Read the files of a run, which may still be training; without `texts` no templates are among the shown settings.
 
   Raises:
     UserError: there is no run, or metrics.jsonl cannot be read.
@@ -91,6 +93,7 @@ def read_run(workdir: epath.PathLike) -> RunFiles:
   return RunFiles(
     workdir,
     settings,
+    {name: value for name, value in public_settings(settings).items() if texts or not name.endswith('template')},
     series_of(lines),
     resumed,
     alarms_of(lines, settings.get('alarms.rules')),

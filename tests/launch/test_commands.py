@@ -218,7 +218,9 @@ def test_the_printed_commands_work(folder, run):
   assert len(samples) == 4 and {'prompt', 'completion', 'score', 'feedback'} <= set(samples[0])
   assert again.returncode == 2 and 'is not empty' in again.stderr
   page = (folder / 'run' / 'report.html').read_text()
-  assert reported.returncode == 0 and 'step 2; 16 rollouts.' in reported.stderr and page.startswith('<!doctype html>')
+  assert (
+    reported.returncode == 0 and 'step 2; 16 rollouts; 0.' in reported.stderr and page.startswith('<!doctype html>')
+  )
 
 
 def test_runs_are_compared_by_their_names_as_words(folder, run):
