@@ -106,7 +106,7 @@ def probe_model(
       'prompt/over_limit': float(np.mean(lengths > config.data.max_prompt_length)),
     }
     check_adapter(config)
-    session, trainable = make_session(config, '.', tokenizer)
+    session, trainable = make_session(config, '.', tokenizer, refit=True)
     sampler = make_sampler(config, session.policy, tokenizer, session.mesh, reprompts=True)
     return numbers | probe(config, sampler, session.base, trainable, tokenizer, graders, examples, announce)
 

@@ -84,7 +84,7 @@ def open_run(
     slots = dataclasses.replace(model.cartridge, document=config.model.cartridge.document)
     model = dataclasses.replace(model, cartridge=slots)
   config = dataclasses.replace(config or trained, model=model)
-  session, parameters = make_session(config, workdir, teaches=teaches)
+  session, parameters = make_session(config, workdir, teaches=teaches, refit=True)
   like = abstract_state(update_spec(trained), parameters, session.mesh, session.policy.parameter_table())
   del parameters  # There may be no room for both these and the checkpoint's.
   parameters, step = _restored(workdir, weights, like, step, session.config)
@@ -243,7 +243,7 @@ def open_source(
   settings = _changed(settings, dtype, chat_template)
   config = dataclasses.replace(config, model=settings)
   check_adapter(config)
-  return make_session(config, workdir='.', teaches=teaches)
+  return make_session(config, workdir='.', teaches=teaches, refit=True)
 
 
 # Settings that affect an evaluation.
@@ -476,7 +476,7 @@ def _export_adapter(
   model = config.model
   tokenizer = load_tokenizer(config)
   policy = huggingface.read_policy(model.path, model)
-  mesh, table = model_mesh(config, policy), policy.parameter_table()
+  mesh, table = model_mesh(config, policy, refit=True), policy.parameter_table()
   described = abstract_table(trainable(table), mesh)
   factors, step = _restored(workdir, weights, abstract_state(update_spec(config), described, mesh, table), step, config)
   _check_model(workdir, config, tokenizer, step)

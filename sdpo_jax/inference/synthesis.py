@@ -416,7 +416,7 @@ def _drawing(config: Config, tokenizer: Tokenizer, options: SynthesisOptions, li
 
   @functools.cache
   def loaded() -> tuple[Sampler, Tree]:
-    mesh = model_mesh(config, huggingface.read_policy(config.model.path, config.model))
+    mesh = model_mesh(config, huggingface.read_policy(config.model.path, config.model), refit=True)
     policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh)
     data = dataclasses.replace(
       config.data,
