@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pathlib
 
@@ -31,3 +32,16 @@ def model_path(path: str, config_file: pathlib.Path) -> str:
   if not path or '://' in path or os.path.isabs(path) or os.path.exists(path):
     return path
   return beside(str(config_file), path) if (config_file.parent / path).is_dir() else path
+
+
+def shipped_folder() -> pathlib.Path:
+  """Return the folder of the configs of this installation, and of the models beside them."""
+  return pathlib.Path(importlib.util.find_spec('sdpo_jax.configs').origin).resolve().parent
+
+
+def shipped(path: pathlib.Path) -> pathlib.Path | None:
+  """Return where `configs/…` is in this installation; None if the path is another one or nothing is there."""
+  if path.parts[:1] != ('configs',) or '..' in path.parts:
+    return None
+  found = shipped_folder().joinpath(*path.parts[1:])
+  return found if found.exists() else None
