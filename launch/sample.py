@@ -16,7 +16,7 @@ holds the finished completions in the order in which they finished: an interrupt
 --output, the objects go to stdout, each once all before it are finished.
 
 --chat: streams an answer to every line of input, and remembers the conversation. /reset forgets it; Ctrl-C ends an
-answer; /exit or Ctrl-D ends the chat. Only answers go to stdout.
+answer; /exit, /quit or Ctrl-D ends the chat; /help says so. Only answers go to stdout.
 
 The same prompt, settings and seed give the same completions: those of --prompt are those of the first row of --prompts
 and, for --n=1, the first answer of --chat.
