@@ -25,7 +25,7 @@ from sdpo_jax.config import CartridgeConfig, Config, LoraConfig
 from sdpo_jax.config import config_files as config_files
 from sdpo_jax.config.help import settings_help
 from sdpo_jax.distributed import accelerators, cluster
-from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.errors import UserError, did_you_mean, first_line
 from sdpo_jax.files import is_failing, is_full
 
 EXIT_BAD_INPUT = cluster.EXIT_BAD_INPUT
@@ -199,6 +199,8 @@ def parse(arguments: Sequence[str]) -> list[str]:
     missing = re.search(r'Flag --(\w+) must have a value', sentence)
     if missing:
       sentence = f'--{missing.group(1)}=… is required'
+    if fixed := re.search(r'=(\S*): value should be one of <(.*)>', sentence):
+      sentence += did_you_mean(fixed[1], fixed[2].split('|')).rstrip('.')
     raise SystemExit(_complain(f'{sentence} (--help lists the flags).')) from error
   if len(left) > 1:
     raise SystemExit(

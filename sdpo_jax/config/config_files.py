@@ -12,7 +12,7 @@ import sys
 from sdpo_jax.config.locations import model_path, shipped, shipped_folder
 from sdpo_jax.config.overrides import override
 from sdpo_jax.config.validated import Config
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, did_you_mean
 
 
 def read(text: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
@@ -32,7 +32,10 @@ def read(text: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
   if not path.is_file():
     found = shipped(path)
     if found is None or not found.is_file():
-      raise UserError(f'--config={path}: there is no such file; those of this project are in configs/.')
+      known = [f'configs/{file.name}' for file in shipped_folder().glob('[a-z]*.py')]
+      raise UserError(
+        f'--config={path}: there is no such file; those of this project are in configs/{did_you_mean(str(path), known)}'
+      )
     path = found
   spec = importlib.util.spec_from_file_location(f'config_{path.stem}', path)
   if spec is None or spec.loader is None:

@@ -13,7 +13,7 @@ import types
 import typing
 from typing import Any, Literal
 
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, did_you_mean
 
 # The errors of `re.compile` for malformed regular expressions, including large repetitions and deep nesting.
 MALFORMED_PATTERN = (re.error, OverflowError, RecursionError)
@@ -115,6 +115,13 @@ def type_name(hint: Any) -> str:
   return ' or '.join(names)
 
 
+def _mistyped(name: str, value: Any, hint: Any) -> UserError:
+  """Return the error for a value that is not of its setting's type, with the allowed one that is most like it."""
+  literals = (kind for kind in _alternatives(hint) if typing.get_origin(kind) is Literal)
+  fixed = (known for kind in literals for known in typing.get_args(kind))
+  return UserError(f'{name}={value!r} is not {type_name(hint)}{did_you_mean(value, fixed)}')
+
+
 def _matches(value: Any, hint: Any) -> bool:
   return any(_is_of(value, kind) for kind in _alternatives(hint))
 
@@ -188,7 +195,7 @@ def parse(name: str, text: str, hint: Any) -> Any:
         continue
       if is_number(value):
         return value
-  raise UserError(f'{name}={text!r} is not {type_name(hint)}.')
+  raise _mistyped(name, text, hint)
 
 
 def _is_list(text: str) -> bool:
@@ -225,4 +232,4 @@ def _check_section(section: Any, prefix: str, config: Any) -> None:
     if dataclasses.is_dataclass(value):
       _check_section(value, f'{prefix}{field.name}.', config)
     elif not _matches(value, hints[field.name]):
-      raise UserError(f'{prefix}{field.name}={value!r} is not {type_name(hints[field.name])}.')
+      raise _mistyped(prefix + field.name, value, hints[field.name])

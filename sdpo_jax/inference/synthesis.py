@@ -25,7 +25,7 @@ from sdpo_jax.data.prompts import ChatFormat, Tokenizer, bounded_chat_tokens, ch
 from sdpo_jax.data.self_study import Document
 from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.environments.thinking import without_thinking
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, did_you_mean
 from sdpo_jax.files import jsonable, read_text
 from sdpo_jax.inference.prompt_pools import PoolFile, Round, Row
 from sdpo_jax.models import chat_template, huggingface, identity
@@ -63,7 +63,8 @@ class SynthesisOptions:
   def check(self) -> None:
     """Raise UserError if options contradict each other."""
     if unknown := [kind for kind in self.seed_types if kind not in self_study.REQUESTS]:
-      raise UserError(f'--seed_types: {unknown[0]!r} must be one of {", ".join(self_study.REQUESTS)}.')
+      near = did_you_mean(unknown[0], self_study.REQUESTS)
+      raise UserError(f'--seed_types: {unknown[0]!r} must be one of {", ".join(self_study.REQUESTS)}{near}')
     if not self.seed_types or len(set(self.seed_types)) < len(self.seed_types):
       raise UserError(f'--seed_types={",".join(self.seed_types)} must name at least one type, and each once.')
     if self.seed_weights and len(self.seed_weights) != len(self.seed_types):

@@ -102,10 +102,12 @@ def wrong_inputs(folder, config) -> dict[str, tuple[list[str], str]]:
 
   return {
     'no config': (['train'], '--config=… is required'),
+    'similar config': (['train', '--config=configs/quikstart.py'], "did you mean 'configs/quickstart.py'?"),
     'no such config': (['train', '--config=nowhere.py'], 'nowhere.py: there is no such file'),
     'config with an error': (['train', f'--config={folder}/broken.py'], 'is not valid Python'),
     'config without get_config': (['train', f'--config={folder}/empty.py'], 'has no function get_config()'),
     'unknown flag': (train('--wrkdir=x'), "Unknown command line flag 'wrkdir'"),
+    'none of the values': (['export', '--weights=studnt'], "<student|teacher>; did you mean 'student'? (--help lists"),
     'not a flag': (train('quickly'), "'quickly' is not a flag"),
     'unknown setting': (train('--config.actor.alpha=1'), "no setting 'actor.alpha'"),
     'wrong type': (train('--config.optimizer.lr=fast'), "optimizer.lr='fast' is not float"),
