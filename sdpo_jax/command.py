@@ -23,9 +23,10 @@ import jax
 from sdpo_jax.command_lines import as_typed
 from sdpo_jax.config import CartridgeConfig, Config, LoraConfig
 from sdpo_jax.config import config_files as config_files
+from sdpo_jax.config.fields import did_you_mean
 from sdpo_jax.config.help import settings_help
 from sdpo_jax.distributed import accelerators, cluster
-from sdpo_jax.errors import UserError, did_you_mean, first_line
+from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_failing, is_full
 
 EXIT_BAD_INPUT = cluster.EXIT_BAD_INPUT

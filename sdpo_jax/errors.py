@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-import difflib
 import reprlib
 from typing import Any
 
@@ -18,18 +16,6 @@ class UserError(Exception):
 def first_line(error: BaseException) -> str:
   """Return the first line of an error's message, at most 300 characters; the name of its type if it has no message."""
   return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-
-
-def did_you_mean(given: Any, known: Iterable[Any]) -> str:
-  """Return the end of a sentence about a name that is not known: the question which is meant, if one is like it.
-
-  Args:
-    given: what was given; no name is like what is not a text.
-    known: what could have been given; names are compared without regard to case.
-  """
-  names = {name.lower(): name for name in known if isinstance(name, str)}
-  near = difflib.get_close_matches(given.lower(), names, 1) if isinstance(given, str) else []
-  return f'; did you mean {names[near[0]]!r}?' if near else '.'
 
 
 def short_repr(value: Any, limit: int = 60) -> str:

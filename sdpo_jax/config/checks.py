@@ -14,12 +14,12 @@ import math
 import re
 
 from sdpo_jax.config.addresses import check_address
-from sdpo_jax.config.fields import MALFORMED_PATTERN, check_types, is_number
+from sdpo_jax.config.fields import MALFORMED_PATTERN, check_types, did_you_mean, is_number
 from sdpo_jax.config.optimizers import READS
 from sdpo_jax.config.ranges import check_ranges
 import sdpo_jax.config.rewards as rewards
 import sdpo_jax.config.schema as schema
-from sdpo_jax.errors import UserError, did_you_mean
+from sdpo_jax.errors import UserError
 from sdpo_jax.objective_settings import check_divergence
 
 TEMPLATE_FIELDS = {

@@ -9,10 +9,11 @@ import os
 import pathlib
 import sys
 
+from sdpo_jax.config.fields import did_you_mean
 from sdpo_jax.config.locations import model_path, shipped, shipped_folder
 from sdpo_jax.config.overrides import override
 from sdpo_jax.config.validated import Config
-from sdpo_jax.errors import UserError, did_you_mean
+from sdpo_jax.errors import UserError
 
 
 def read(text: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:

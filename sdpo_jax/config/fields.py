@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import dataclasses
 import difflib
 import functools
@@ -13,7 +13,7 @@ import types
 import typing
 from typing import Any, Literal
 
-from sdpo_jax.errors import UserError, did_you_mean
+from sdpo_jax.errors import UserError
 
 # The errors of `re.compile` for malformed regular expressions, including large repetitions and deep nesting.
 MALFORMED_PATTERN = (re.error, OverflowError, RecursionError)
@@ -94,6 +94,18 @@ def unknown_setting(config: Any, name: str) -> UserError:
   return UserError(
     f'There is no setting {name!r}' + (f'; did you mean {hint}?' if hint else '; --help_settings lists all of them.')
   )
+
+
+def did_you_mean(given: Any, known: Iterable[Any]) -> str:
+  """Return the end of a sentence about a name that is not known: the question which is meant, if one is like it.
+
+  Args:
+    given: what was given; no name is like what is not a text.
+    known: what could have been given; names are compared without regard to case.
+  """
+  names = {name.lower(): name for name in known if isinstance(name, str)}
+  near = difflib.get_close_matches(given.lower(), names, 1) if isinstance(given, str) else []
+  return f'; did you mean {names[near[0]]!r}?' if near else '.'
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:

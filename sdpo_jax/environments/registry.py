@@ -15,8 +15,9 @@ import sys
 from typing import Any, Protocol, TypeVar
 
 from sdpo_jax.config import EnvironmentsConfig, rewards
+from sdpo_jax.config.fields import did_you_mean
 from sdpo_jax.environments.reward_functions import RewardGrader, is_reward_function
-from sdpo_jax.errors import UserError, did_you_mean
+from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example, Outcome
 
 

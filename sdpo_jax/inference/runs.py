@@ -27,7 +27,7 @@ from sdpo_jax.training import cartridges, divergence
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints, only
 from sdpo_jax.training.directory import fingerprint
 from sdpo_jax.training.directory.published_checkpoints import newest
-from sdpo_jax.training.directory.workdir import saved_settings
+from sdpo_jax.training.directory.workdir import located, no_run, saved_settings
 from sdpo_jax.training.documents import read_document
 from sdpo_jax.training.opening import check_adapter, check_turn_end, load_tokenizer, make_session, model_mesh
 from sdpo_jax.training.questions import held_out_questions
@@ -46,10 +46,11 @@ def run_config(workdir: epath.PathLike) -> Config:
   Raises:
     UserError: there is no run, or its settings cannot be read.
   """
-  path = epath.Path(workdir) / 'config.json'
-  if not path.exists():
-    raise UserError(f'--workdir={workdir} is not a run: there is no {path.name} in it.')
-  return from_dict(saved_settings(workdir))
+  workdir = located(workdir)
+  settings = saved_settings(workdir) if (workdir / 'config.json').exists() else {}
+  if settings.keys().isdisjoint(vars(Config())):
+    raise no_run(workdir)
+  return from_dict(settings)
 
 
 def open_run(

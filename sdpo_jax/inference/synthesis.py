@@ -19,13 +19,13 @@ import jax
 import numpy as np
 
 from sdpo_jax.config import CartridgeConfig, Config, LoraConfig
-from sdpo_jax.config.fields import flatten
+from sdpo_jax.config.fields import did_you_mean, flatten
 from sdpo_jax.data import self_study
 from sdpo_jax.data.prompts import ChatFormat, Tokenizer, bounded_chat_tokens, chat_tokens
 from sdpo_jax.data.self_study import Document
 from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.environments.thinking import without_thinking
-from sdpo_jax.errors import UserError, did_you_mean
+from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable, read_text
 from sdpo_jax.inference.prompt_pools import PoolFile, Round, Row
 from sdpo_jax.models import chat_template, huggingface, identity

@@ -10,8 +10,9 @@ import math
 from typing import Any
 
 from sdpo_jax.config import Config
+from sdpo_jax.config.fields import did_you_mean
 from sdpo_jax.config.overrides import assign
-from sdpo_jax.errors import UserError, did_you_mean
+from sdpo_jax.errors import UserError
 from sdpo_jax.models.policy import Policy
 from sdpo_jax.objective.objective_spec import REFERENCES
 from sdpo_jax.planner import plan as planning

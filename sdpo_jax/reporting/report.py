@@ -13,6 +13,7 @@ from sdpo_jax.files import check_output, read_bytes, write_output
 from sdpo_jax.reporting import page
 from sdpo_jax.reporting.rollouts import RolloutFiles, collect
 from sdpo_jax.reporting.run_files import RunFiles, read_run
+from sdpo_jax.training.directory.workdir import located
 
 REPORT = 'report.html'  # File in the run's directory, unless another one is named.
 RELOAD_S = 10.0  # Least seconds after which a page that is being updated checks for a newer one.
@@ -22,7 +23,7 @@ class Reporter:
   """Reads runs repeatedly, but unchanged files only once."""
 
   def __init__(self, workdirs: Sequence[epath.PathLike], max_rollouts: int):
-    self._workdirs = [epath.Path(workdir) for workdir in workdirs]
+    self._workdirs = [located(workdir) for workdir in workdirs]
     self._files = [RolloutFiles(workdir) for workdir in self._workdirs]
     self._max_rollouts = max_rollouts
 
@@ -75,7 +76,7 @@ def write_report(
       raise UserError('--workdir and --compare take directories of runs, and one of them is empty.')
     if each in workdirs[:place]:
       raise UserError(f'{each} is named twice: name each run once.')
-  target = str(epath.Path(workdir) / REPORT) if output is None else output
+  target = str(located(workdir) / REPORT) if output is None else output
   reporter = Reporter(workdirs, max_rollouts)
   text, runs, count = reporter.page(_reload_s(follow_s))  # Fails before writing if there is no run.
   _check_target(target)

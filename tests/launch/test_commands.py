@@ -137,7 +137,7 @@ def wrong_inputs(folder, config) -> dict[str, tuple[list[str], str]]:
       'bad.jsonl already exists: name another file, or add --overwrite',
     ),
     'sample of nothing': (['sample', '--prompt=x', f'--workdir={folder}/nothing'], 'is not a run'),
-    'report of nothing': (['report', f'--workdir={folder}/nothing'], 'is not a directory'),
+    'report of nothing': (['report', f'--workdir={folder}/nothing'], 'is not a run: there is no such directory'),
     'report of a run twice': (['report', '--workdir=a', '--compare', 'b', 'a'], 'a is named twice'),
     'export of nothing': (['export', f'--workdir={folder}/nothing', f'--output={folder}/out'], 'is not a run'),
     'check a missing model': (['check', f'--config={config}', f'--config.model.path={folder}/nothing'], 'nothing'),
