@@ -19,10 +19,8 @@ process 0 writes.
 import sys
 
 from absl import flags
-import jax
 
 from sdpo_jax import command
-from sdpo_jax.inference import runs
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 STEP = flags.DEFINE_integer('step', None, 'Step of the checkpoint to export; the newest if unset.', lower_bound=1)
@@ -41,6 +39,10 @@ command.define_cluster()
 
 
 def main() -> None:
+  import jax
+
+  from sdpo_jax.inference import runs
+
   command.join_cluster()
   step = runs.export(WORKDIR.value, OUTPUT.value, WEIGHTS.value, DTYPE.value, STEP.value, FORMAT.value)
   if jax.process_index() == 0:

@@ -11,17 +11,18 @@ it is rewritten while the run is in progress, and reloads itself. See docs/repor
 from absl import flags
 
 from sdpo_jax import command
-from sdpo_jax.reporting import report
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run, local or gs://.', required=True)
 COMPARE = command.define_list('compare', 'Directories of other runs to show beside it, such as --compare DIR DIR')
-OUTPUT = flags.DEFINE_string('output', None, f'File for the page; by default {report.REPORT} in --workdir.')
+OUTPUT = flags.DEFINE_string('output', None, 'File for the page; by default report.html in --workdir.')
 MAX_ROLLOUTS = flags.DEFINE_integer('max_rollouts', 10_000, 'Rollouts that the page holds at most.', lower_bound=0)
 FOLLOW = flags.DEFINE_bool('follow', False, 'Write the page anew while the run goes on, until it ends or Ctrl-C.')
 INTERVAL_S = flags.DEFINE_float('interval_s', 10.0, 'Seconds between two looks at the run, with --follow.', 1.0)
 
 
 def main() -> None:
+  from sdpo_jax.reporting import report
+
   report.write_report(
     WORKDIR.value,
     COMPARE.value,

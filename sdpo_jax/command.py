@@ -18,14 +18,13 @@ os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')  # It would advi
 
 from absl import app, flags
 from absl import logging as absl_logging
-import jax
 
 from sdpo_jax.command_lines import as_typed
 from sdpo_jax.config import CartridgeConfig, Config, LoraConfig
 from sdpo_jax.config import config_files as config_files
 from sdpo_jax.config.fields import did_you_mean
 from sdpo_jax.config.help import settings_help
-from sdpo_jax.distributed import accelerators, cluster
+from sdpo_jax.distributed import cluster
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_failing, is_full
 
@@ -100,6 +99,10 @@ def join_cluster() -> None:
       JAX has no device of the requested platform.
     cluster.ProcessLost: not all processes came in time.
   """
+  import jax
+
+  from sdpo_jax.distributed import accelerators
+
   values = flags.FLAGS
   given = [values.coordinator_address, values.num_processes, values.process_id]
   timeouts = cluster.Timeouts(values.join_timeout_s, values.heartbeat_timeout_s, values.straggler_timeout_s)
@@ -251,6 +254,8 @@ def run(main: Callable[[], int | None]) -> None:
   """
 
   def wrapped(_: Any) -> int:
+    from sdpo_jax.distributed import accelerators  # Late, as in `main`, so that `--help` does not wait for JAX.
+
     _quiet()
     accelerators.prepare()
     try:

@@ -32,7 +32,7 @@ from sdpo_jax.training.questions import held_out_questions
 from sdpo_jax.training.specs import chat_format, prompt_spec
 from sdpo_jax.types import Example, Outcome, Rollouts, Tree
 
-QUESTIONS = 128  # Default: enough to detect gaps of ten points, and cheap compared with a run.
+QUESTIONS = 128  # As of launch.probe: enough to detect gaps of ten points, and cheap compared with a run.
 _STUDENT, _TEACHER, _PLAIN, _CONTEXTS = range(4)  # Numbers of the sample batches, so that none share their noise.
 
 
