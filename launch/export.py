@@ -23,10 +23,8 @@ process 0 writes.
 import sys
 
 from absl import flags
-import jax
 
 from sdpo_jax import command
-from sdpo_jax.inference import runs
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 STEP = flags.DEFINE_integer('step', None, 'Step of the checkpoint to export; the newest if unset.', lower_bound=1)
@@ -47,6 +45,10 @@ command.define_cluster()
 
 
 def main() -> None:
+  import jax
+
+  from sdpo_jax.inference import runs
+
   command.join_cluster()
   form, push = FORMAT.value, PUSH.value
   step = runs.export(WORKDIR.value, OUTPUT.value, WEIGHTS.value, DTYPE.value, STEP.value, form, push, PRIVATE.value)

@@ -13,11 +13,10 @@ with a band. With --follow it is rewritten while the run is in progress, and rel
 from absl import flags
 
 from sdpo_jax import command
-from sdpo_jax.reporting import report
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run, local or gs://.', required=True)
 COMPARE = command.define_list('compare', 'Directories of other runs to show beside it, such as --compare DIR DIR')
-OUTPUT = flags.DEFINE_string('output', None, f'File for the page; by default {report.REPORT} in --workdir.')
+OUTPUT = flags.DEFINE_string('output', None, 'File for the page; by default report.html in --workdir.')
 MAX_ROLLOUTS = flags.DEFINE_integer('max_rollouts', 10_000, 'Rollouts that the page holds at most.', lower_bound=0)
 MAX_MB = flags.DEFINE_float('max_mb', report.MAX_MB, 'Megabytes that the page has at most.', lower_bound=1)
 NO_TEXTS = flags.DEFINE_bool('no_texts', False, 'Leave out prompts, completions, feedback and templates.')
@@ -26,6 +25,8 @@ INTERVAL_S = flags.DEFINE_float('interval_s', 10.0, 'Seconds between two looks a
 
 
 def main() -> None:
+  from sdpo_jax.reporting import report
+
   report.write_report(
     WORKDIR.value,
     COMPARE.value,

@@ -14,13 +14,14 @@ from, a file of the model is damaged, or bad input.
 from absl import flags
 
 from sdpo_jax import command
-from sdpo_jax.inference import verify
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run, local or gs://.')
 MODEL = flags.DEFINE_string('model', None, 'Hugging Face model directory to check, instead of a run.')
 
 
 def main() -> int:
+  from sdpo_jax.inference import verify
+
   try:
     return verify.verify(WORKDIR.value, MODEL.value, lambda text: print(text, flush=True))
   except BrokenPipeError:

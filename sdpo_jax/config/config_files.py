@@ -9,7 +9,8 @@ import os
 import pathlib
 import sys
 
-from sdpo_jax.config.locations import configs_folder, model_path, shipped
+from sdpo_jax.config.fields import did_you_mean
+from sdpo_jax.config.locations import model_path, shipped, shipped_folder
 from sdpo_jax.config.overrides import override
 from sdpo_jax.config.validated import Config
 from sdpo_jax.errors import UserError
@@ -30,15 +31,18 @@ def read(text: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
   """
   path, arguments = _file_and_arguments(text)
   if not path.is_file():
-    own = shipped(path)
-    if own is None or not own.is_file():
-      raise UserError(f'--config={path}: there is no such file; those of this project are in configs/.')
-    path = own
+    found = shipped(path)
+    if found is None or not found.is_file():
+      known = [f'configs/{file.name}' for file in shipped_folder().glob('[a-z]*.py')]
+      raise UserError(
+        f'--config={path}: there is no such file; those of this project are in configs/{did_you_mean(str(path), known)}'
+      )
+    path = found
   spec = importlib.util.spec_from_file_location(f'config_{path.stem}', path)
   if spec is None or spec.loader is None:
     raise UserError(f'--config={path} is not a Python file.')
   module = importlib.util.module_from_spec(spec)
-  if path.resolve().parent != configs_folder():
+  if path.resolve().parent != shipped_folder():
     make_importable(path.parent)
   try:
     spec.loader.exec_module(module)

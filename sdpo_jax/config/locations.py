@@ -34,14 +34,14 @@ def model_path(path: str, config_file: pathlib.Path) -> str:
   return beside(str(config_file), path) if (config_file.parent / path).is_dir() else path
 
 
-def configs_folder() -> pathlib.Path:
-  """Return the folder of this installation's configs and of the small models beside them."""
+def shipped_folder() -> pathlib.Path:
+  """Return the folder of the configs of this installation, and of the models beside them."""
   return pathlib.Path(importlib.util.find_spec('sdpo_jax.configs').origin).resolve().parent
 
 
 def shipped(path: pathlib.Path) -> pathlib.Path | None:
-  """Return the path of a file or folder `configs/…` in this installation, or None if it has no such file."""
+  """Return where `configs/…` is in this installation; None if the path is another one or nothing is there."""
   if path.parts[:1] != ('configs',) or '..' in path.parts:
     return None
-  found = configs_folder().joinpath(*path.parts[1:])
+  found = shipped_folder().joinpath(*path.parts[1:])
   return found if found.exists() else None

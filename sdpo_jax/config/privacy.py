@@ -33,8 +33,8 @@ _PLACE = re.compile(rf'(?<!\w)[A-Za-z][\w+.-]{{,19}}://[^{_END}]*|(?<![\w*<}}/~-
 
 
 def is_hub_name(path: str) -> bool:
-  """Return whether a path can only be a name on the hub: OWNER/NAME, and there is no folder OWNER here."""
-  return bool(re.fullmatch(r'(?!\.)[\w.-]+/[\w.-]+', path)) and not pathlib.Path(path).parent.is_dir()
+  """Return whether a path can only be a name on the hub: OWNER/NAME, and no folder OWNER is here, nor configs/NAME."""
+  return bool(re.fullmatch(r'(?!\.|configs/)[\w.-]+/[\w.-]+', path)) and not pathlib.Path(path).parent.is_dir()
 
 
 def public_place(place: str, *, hub: bool = True) -> str:

@@ -618,7 +618,9 @@ class TrainerConfig:
     'devices. Without it such a batch is ended first when the run is told to stop, and after an error the last '
     'checkpoint counts.',
   )
-  rollout_save_freq: int = setting(1, 'Write rollouts/<step>.jsonl every so many steps; 0: never.', EVERY)
+  rollout_save_freq: int = setting(
+    1, 'Write rollouts/<step>.jsonl every so many steps, and of the first and the last one; 0: never.', EVERY
+  )
   record_top_tokens: int = setting(
     0,
     'Put so many of the most likely tokens of student and teacher at every position into rollouts/<step>.jsonl, with '
@@ -641,7 +643,8 @@ class TrainerConfig:
 
   def writes_rollouts(self, step: int) -> bool:
     """Return whether rollouts/<step>.jsonl is written at this step."""
-    return bool(self.rollout_save_freq) and step % self.rollout_save_freq == 0
+    every = self.rollout_save_freq
+    return bool(every) and (step % every == 0 or step in (1, self.total_training_steps))
 
   @property
   def records_top_tokens(self) -> bool:

@@ -31,7 +31,7 @@ from sdpo_jax.training import cartridges, divergence
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints, only
 from sdpo_jax.training.directory import fingerprint
 from sdpo_jax.training.directory.published_checkpoints import newest
-from sdpo_jax.training.directory.workdir import saved_settings
+from sdpo_jax.training.directory.workdir import located, no_run, saved_settings
 from sdpo_jax.training.documents import read_document
 from sdpo_jax.training.opening import check_adapter, check_turn_end, load_tokenizer, make_session, model_mesh
 from sdpo_jax.training.questions import held_out_questions
@@ -50,10 +50,11 @@ def run_config(workdir: epath.PathLike) -> Config:
   Raises:
     UserError: there is no run, or its settings cannot be read.
   """
-  path = epath.Path(workdir) / 'config.json'
-  if not path.exists():
-    raise UserError(f'--workdir={workdir} is not a run: there is no {path.name} in it.')
-  return from_dict(saved_settings(workdir))
+  workdir = located(workdir)
+  settings = saved_settings(workdir) if (workdir / 'config.json').exists() else {}
+  if settings.keys().isdisjoint(vars(Config())):
+    raise no_run(workdir)
+  return from_dict(settings)
 
 
 def open_run(
@@ -88,7 +89,7 @@ def open_run(
     slots = dataclasses.replace(model.cartridge, document=config.model.cartridge.document)
     model = dataclasses.replace(model, cartridge=slots)
   config = dataclasses.replace(config or trained, model=model)
-  session, parameters = make_session(config, workdir, teaches=teaches)
+  session, parameters = make_session(config, workdir, teaches=teaches, refit=True)
   like = abstract_state(update_spec(trained), parameters, session.mesh, session.policy.parameter_table())
   del parameters  # There may be no room for both these and the checkpoint's.
   parameters, step = _restored(workdir, weights, like, step, session.config)
@@ -247,7 +248,7 @@ def open_source(
   settings = _changed(settings, dtype, chat_template)
   config = dataclasses.replace(config, model=settings)
   check_adapter(config)
-  return make_session(config, workdir='.', teaches=teaches)
+  return make_session(config, workdir='.', teaches=teaches, refit=True)
 
 
 # Settings that affect an evaluation.
@@ -502,7 +503,7 @@ def _export_adapter(config: Config, made: Exported, output: str, step: int | Non
   model, workdir, weights, dtype = config.model, made.workdir, made.weights, made.dtype
   tokenizer = load_tokenizer(config)
   policy = huggingface.read_policy(model.path, model)
-  mesh, table = model_mesh(config, policy), policy.parameter_table()
+  mesh, table = model_mesh(config, policy, refit=True), policy.parameter_table()
   described = abstract_table(trainable(table), mesh)
   factors, step = _restored(workdir, weights, abstract_state(update_spec(config), described, mesh, table), step, config)
   _check_model(workdir, config, tokenizer, step)

@@ -14,6 +14,7 @@ from sdpo_jax.reporting import page
 from sdpo_jax.reporting.rollouts import RolloutFiles, RolloutPages, collect
 from sdpo_jax.reporting.run_files import RunFiles, read_run
 from sdpo_jax.tables import counted
+from sdpo_jax.training.directory.workdir import located
 
 REPORT = 'report.html'  # File in the run's directory, unless another one is named.
 MAX_MB = 25.0  # What most mail servers and code hosts take, unless another limit is given.
@@ -26,7 +27,7 @@ class Reporter:
   def __init__(
     self, workdirs: Sequence[epath.PathLike], max_rollouts: int, max_mb: float = MAX_MB, *, texts: bool = True
   ):
-    self._workdirs, self._texts = [epath.Path(workdir) for workdir in workdirs], texts
+    self._workdirs, self._texts = [located(workdir) for workdir in workdirs], texts
     self._files = [RolloutFiles(workdir, texts=texts) for workdir in self._workdirs]
     self._max_rollouts, self._max_bytes = max_rollouts, int(max_mb * 1e6)
 
@@ -98,7 +99,7 @@ def write_report(
       raise UserError('--workdir and --compare take directories of runs, and one of them is empty.')
     if each in workdirs[:place]:
       raise UserError(f'{each} is named twice: name each run once.')
-  target = str(epath.Path(workdir) / REPORT) if output is None else output
+  target = str(located(workdir) / REPORT) if output is None else output
   reporter = Reporter(workdirs, max_rollouts, max_mb, texts=texts)
   text, runs, count = reporter.page(_reload_s(follow_s))  # Fails before writing if there is no run.
   _check_target(target)

@@ -16,6 +16,7 @@ from sdpo_jax.evaluation import alarms
 from sdpo_jax.files import read_text
 from sdpo_jax.training.directory import starts
 from sdpo_jax.training.directory.lines import METRICS, dropped_lines, read_metrics
+from sdpo_jax.training.directory.workdir import located, no_run
 
 CONFIG = 'config.json'
 # Metric → (steps, values) from the lines that have it.
@@ -61,22 +62,11 @@ def read_run(workdir: epath.PathLike, *, texts: bool = True) -> RunFiles:
   Raises:
     UserError: there is no run, or metrics.jsonl cannot be read.
   """
-  workdir = epath.Path(workdir)
-  try:
-    there = workdir.is_dir()
-  except Exception as error:  # Object stores raise many types, also if their package is missing.
-    raise UserError(
-      f'{workdir} cannot be read ({first_line(error)}): see that the name is right and that you may read there.'
-    ) from error
-  if not there:
-    raise UserError(f'{workdir} is not a directory: name the --workdir of a run.')
+  workdir = located(workdir)
   has_metrics, has_settings = ((workdir / name).exists() for name in (METRICS, CONFIG))
   settings, remarks = _settings(workdir) if has_settings else ({}, [f'{CONFIG} is not there.'])
   if not has_metrics and 'trainer.total_training_steps' not in settings:
-    raise UserError(
-      f'{workdir} holds no run: there is neither a {METRICS} nor the {CONFIG} of one; name the --workdir of '
-      'launch.train.'
-    )
+    raise no_run(workdir)
   lines = read_metrics(workdir)
   if dropped := dropped_lines(workdir):
     remarks.append(dropped)

@@ -13,7 +13,7 @@ import pytest
 from sdpo_jax.config import beside
 from sdpo_jax.config.locations import model_path
 from sdpo_jax.errors import UserError
-from sdpo_jax.models import model_files
+from sdpo_jax.models import directories, model_files
 from tests import tiny
 
 ROOT = tiny.REPOSITORY
@@ -85,14 +85,14 @@ def test_files_beside_a_config_are_found_from_anywhere(tmp_path, monkeypatch):
   assert model_path('my_model', config) == str(config.parent / 'my_model')
 
 
-def test_models_of_the_installation_are_found_from_anywhere(tmp_path, monkeypatch):
+def test_the_models_of_the_project_are_found_from_anywhere(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  shipped = ROOT / 'configs' / 'quickstart_model'
-  assert model_files.resolve('configs/quickstart_model') == shipped
-  with pytest.raises(UserError, match='configs/none'):
-    model_files.resolve('configs/none', weights=False)
-  (tmp_path / 'configs' / 'quickstart_model').mkdir(parents=True)  # The user's own comes first.
-  assert model_files.resolve('configs/quickstart_model', weights=False) == pathlib.Path('configs/quickstart_model')
+  path = 'configs/quickstart_model'
+  assert model_files.resolve(path) == ROOT / path and directories.is_local(path)
+  with pytest.raises(UserError, match='The model directory configs/quick_model does not exist: set model.path'):
+    model_files.resolve('configs/quick_model')  # Which is not looked for on the hub.
+  (tmp_path / path).mkdir(parents=True)
+  assert model_files.resolve(path) == pathlib.Path(path)  # The working directory comes first.
 
 
 @pytest.mark.slow

@@ -97,10 +97,10 @@ def test_lines_of_a_process_that_had_lost_the_run_are_left_out(tmp_path):
 @pytest.mark.parametrize(
   'files, sentence',
   [
-    (None, 'is not a directory: name the --workdir of a run'),
-    ({}, 'holds no run: there is neither a metrics.jsonl nor the config.json of one'),
-    ({'config.json': '{"model_type": "qwen3"}'}, 'holds no run'),
-    ({'config.json': 'no JSON'}, 'holds no run'),
+    (None, 'is not a run: there is no such directory'),
+    ({}, 'is not a run: it is an empty directory'),
+    ({'config.json': '{"model_type": "qwen3"}'}, 'is not a run: its config.json is not that of a run'),
+    ({'config.json': 'no JSON'}, 'is not a run: its config.json is not that of a run'),
     ({'metrics.jsonl': '{"epoch": 1}\n{"epoch": 2}\n'}, 'line 1 is not an object with a whole number as its step'),
     ({'metrics.jsonl': 'loss,step\n1,2\n'}, 'line 1 is not JSON'),
   ],
@@ -122,7 +122,7 @@ def test_a_bucket_without_access_is_named_in_one_sentence(tmp_path, monkeypatch)
     raise ImportError('gcsfs is not installed')
 
   monkeypatch.setattr(backend.fsspec_backend, 'fs', refuse)
-  with pytest.raises(UserError, match=r'gs:/?/?here/run cannot be read \(gcsfs is not installed\)'):
+  with pytest.raises(UserError, match=r'--workdir=gs://here/run needs a package that is not installed: gcsfs is'):
     report.write_report('gs://here/run', [], None, max_rollouts=10, say=pytest.fail)
 
 
