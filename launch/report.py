@@ -18,7 +18,7 @@ WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run, local or gs:
 COMPARE = command.define_list('compare', 'Directories of other runs to show beside it, such as --compare DIR DIR')
 OUTPUT = flags.DEFINE_string('output', None, 'File for the page; by default report.html in --workdir.')
 MAX_ROLLOUTS = flags.DEFINE_integer('max_rollouts', 10_000, 'Rollouts that the page holds at most.', lower_bound=0)
-MAX_MB = flags.DEFINE_float('max_mb', report.MAX_MB, 'Megabytes that the page has at most.', lower_bound=1)
+MAX_MB = flags.DEFINE_float('max_mb', None, 'Megabytes that the page has at most; 25 if unset.', lower_bound=1)
 NO_TEXTS = flags.DEFINE_bool('no_texts', False, 'Leave out prompts, completions, feedback and templates.')
 FOLLOW = flags.DEFINE_bool('follow', False, 'Write the page anew while the run goes on, until it ends or Ctrl-C.')
 INTERVAL_S = flags.DEFINE_float('interval_s', 10.0, 'Seconds between two looks at the run, with --follow.', 1.0)
@@ -32,7 +32,7 @@ def main() -> None:
     COMPARE.value,
     OUTPUT.value,
     max_rollouts=MAX_ROLLOUTS.value,
-    max_mb=MAX_MB.value,
+    max_mb=MAX_MB.value or report.MAX_MB,
     texts=not NO_TEXTS.value,
     follow_s=INTERVAL_S.value if FOLLOW.value else None,
     say=command.announce,
