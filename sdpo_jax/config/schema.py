@@ -709,7 +709,7 @@ class HttpGraderConfig:
     'Attempts after the first, with growing pauses, on time-outs, lost connections and the statuses 429 and 5xx.',
     Range(at_least=0, unit='requests'),
   )
-  concurrency: int = setting(16, 'Requests under way at once.', Range(above=0, unit='requests'))
+  concurrency: int = setting(16, 'Requests under way at once, of each process.', Range(above=0, unit='requests'))
 
 
 @dataclasses.dataclass
@@ -737,7 +737,7 @@ class JudgeConfig:
     'Attempts after the first, with growing pauses, as for environments.http and where a critique has no score.',
     Range(at_least=0, unit='requests'),
   )
-  concurrency: int = setting(16, 'Requests under way at once.', Range(above=0, unit='requests'))
+  concurrency: int = setting(16, 'Requests under way at once, of each process.', Range(above=0, unit='requests'))
 
 
 @dataclasses.dataclass

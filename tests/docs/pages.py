@@ -6,6 +6,7 @@ import atexit
 import dataclasses
 import json
 import multiprocessing.connection
+import multiprocessing.process
 import os
 import re
 import runpy
@@ -140,6 +141,7 @@ def _forked(module: str, arguments: list[str]) -> int:
   child = os.fork()
   if child:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+  multiprocessing.process._children.clear()  # noqa: SLF001 (A process ends those of its own; these are its parent's.)
   code = 1
   try:
     sys.argv = [f'{module.replace(".", "/")}.py', *arguments]
