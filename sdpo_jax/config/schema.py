@@ -339,7 +339,7 @@ class SelfDistillationConfig:
     "for by name; 'trust-region' (or trust_region): the initial ones, "
     "with the student's logits mixed in; 'restart': the student as it was at the last multiple of "
     "teacher_restart_interval; 'frozen': the initial ones; 'base': the frozen base alone, without what is trained on "
-    "it; 'live': the student's.",
+    "it, which a new adapter's 'frozen' equals at more cost; 'live': the student's.",
   )
   teacher_model: str = setting(
     '',
