@@ -339,7 +339,7 @@ class SelfDistillationConfig:
     "for by name; 'trust-region' (or trust_region): the initial ones, "
     "with the student's logits mixed in; 'restart': the student as it was at the last multiple of "
     "teacher_restart_interval; 'frozen': the initial ones; 'base': the frozen base alone, without what is trained on "
-    "it; 'live': the student's.",
+    "it, which a new adapter's 'frozen' equals at more cost; 'live': the student's.",
   )
   teacher_model: str = setting(
     '',
@@ -712,7 +712,7 @@ class HttpGraderConfig:
     'Attempts after the first, with growing pauses, on time-outs, lost connections and the statuses 429 and 5xx.',
     Range(at_least=0, unit='requests'),
   )
-  concurrency: int = setting(16, 'Requests under way at once.', Range(above=0, unit='requests'))
+  concurrency: int = setting(16, 'Requests under way at once, of each process.', Range(above=0, unit='requests'))
 
 
 @dataclasses.dataclass
@@ -740,7 +740,7 @@ class JudgeConfig:
     'Attempts after the first, with growing pauses, as for environments.http and where a critique has no score.',
     Range(at_least=0, unit='requests'),
   )
-  concurrency: int = setting(16, 'Requests under way at once.', Range(above=0, unit='requests'))
+  concurrency: int = setting(16, 'Requests under way at once, of each process.', Range(above=0, unit='requests'))
 
 
 @dataclasses.dataclass

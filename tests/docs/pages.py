@@ -6,7 +6,7 @@ import atexit
 import dataclasses
 import json
 import multiprocessing.connection
-import multiprocessing.util
+import multiprocessing.process
 import os
 import re
 import runpy
@@ -141,8 +141,8 @@ def _forked(module: str, arguments: list[str]) -> int:
   child = os.fork()
   if child:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+  multiprocessing.process._children.clear()  # noqa: SLF001 (A process ends those of its own; these are its parent's.)
   code = 1
-  atexit.unregister(multiprocessing.util._exit_function)  # noqa: SLF001 (The interpreter is no child of this fork.)
   try:
     sys.argv = [f'{module.replace(".", "/")}.py', *arguments]
     runpy.run_module(module, run_name='__main__', alter_sys=True)
