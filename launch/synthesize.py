@@ -3,10 +3,17 @@
   python -m launch.synthesize --config=configs/report.py --document=report.txt --output=prompts.parquet --count=2048
   python -m launch.train --config=configs/report.py --config.data.train_files=prompts.parquet
 
-The model of the config, without the config's cartridge or adapter, reads a random window of the document and a request
-of a random seed type, and writes what a user might ask: see docs/cartridges.md. The file has rows as runs read them,
-with the environment `none`, the seed type as their data source (`dataset`), and the window (`window_start`,
-`window_end`, tokens of the document).
+The model of the config, without the config's cartridge or adapter, reads a random window of the document, as a system
+message where the chat template has one, and a request of a random seed type, and writes what a user might ask: see
+docs/cartridges.md. The file has rows as runs read them, with the environment `none`, the seed type as their data source
+(`dataset`), and the window (`window_start`, `window_end`, tokens of the document).
+
+  structuring    asks for a part as JSON, YAML, TOML, INI, XML or plain text, with exact names, dates and numbers
+  summarization  asks for a summary of a part that it names
+  question       asks for a fact, a detail, or what two statements say together
+  use_case       asks for help with a task of somebody who works with the document
+  creative       asks for something imaginative about its content
+  generic        asks anything; drawn only if --seed_types names it
 
 The same seed gives the same prompts. An interrupted command continues where it stopped when it is repeated; finished
 prompts are in OUTPUT.parts meanwhile, and OUTPUT appears when it is complete. Several processes (the flags below)

@@ -25,7 +25,8 @@ class LoraConfig:
     ('all-linear',),
     'Matrices with factors: all-linear, or regular expressions, each of which must match whole parts of a name between '
     "dots, e.g. attention, mlp, q_proj or 'layers.[0-3].mlp'. Names are layers.<layer>.attention.query and "
-    "transformers' model.layers.<layer>.self_attn.q_proj.",
+    "transformers' model.layers.<layer>.self_attn.q_proj. On a command line commas separate patterns; write one that "
+    'has a comma as a JSON list.',
   )
   exclude_modules: tuple[str, ...] = setting((), 'The same for matrices without factors, among those chosen.')
   rank_pattern: dict[str, Any] = setting(
@@ -212,8 +213,9 @@ class RolloutConfig(SamplingConfig):
   sampled_by: Literal['student', 'teacher'] = setting(
     'student',
     "Who writes the completions that are learned from. 'student': the model that is trained, on-policy; 'teacher': of "
-    'a cartridge, the model that reads the document, as where cartridges are trained on a data set made beforehand. '
-    'Evaluations are always answered by the student.',
+    'a cartridge, the model that reads the document, as where cartridges are trained on a data set made beforehand; '
+    'where mesh.fsdp divides the model, its sampler gathers weights of its own. Evaluations are always answered by the '
+    'student.',
   )
   steps_off: int = setting(
     0,

@@ -333,7 +333,7 @@ def synthesize(
 
   for remark in template_remarks(config, tokenizer):
     announce(remark)
-  announce(f'{document} has {len(passages)} tokens, and a prompt about it at most {asker.limit}.')
+  announce(f'{document} has {len(passages)} tokens without a template, and a prompt about it at most {asker.limit}.')
   # Bounded by the memory that the run takes for its cache and, with a cartridge, for the document.
   most = rows_at_once(config, asker.limit + options.max_tokens, len(passages) if slots else 0)
   draw = _drawing(config, tokenizer, options, asker.limit, max_batch_rows or most)

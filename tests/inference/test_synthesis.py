@@ -302,7 +302,7 @@ def test_a_model_writes_a_pool(made, config, tokenizer):
   kept = {text.strip() for text, reason in zip(written.text, written.finish_reason, strict=True) if reason == 'stop'}
   first = {row['prompt'][0]['content'] for row in found if row['id'].startswith('0-')}
   assert first == kept - {''} != set()
-  assert said[0].endswith(f'has {len(TEXT)} tokens, and a prompt about it at most {own.limit}.')
+  assert said[0].endswith(f'has {len(TEXT)} tokens without a template, and a prompt about it at most {own.limit}.')
   assert said[-1].startswith(f'{folder}/pool.jsonl: 12 prompts (')
 
 
