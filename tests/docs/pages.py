@@ -93,7 +93,7 @@ class Page:
 
   def _command(self, command: str, block: Block) -> None:
     print(f'$ {command}', flush=True)
-    words = shlex.split(command, comments=True)
+    words = shlex.split(command.replace('\\\n', ' '), comments=True)
     if words[-1] == '&':
       self._serve(words[:-1])
     elif words[:2] == ['python', '-m'] and words[2].startswith('launch.') and not set(words) & {'|', '>', '&&', ';'}:
