@@ -95,7 +95,7 @@ class ModelConfig:
   path: str = setting(
     '',
     'Hugging Face model: a directory (config.json, safetensors, tokenizer with a chat template), local or gs://…, or a '
-    'name on the hub. See docs/models.md and docs/loading.md.',
+    'name on the hub. See docs/models.md.',
   )
   chat_template: str | None = setting(
     None,
