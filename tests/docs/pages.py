@@ -140,6 +140,7 @@ def _forked(module: str, arguments: list[str]) -> int:
   child = os.fork()
   if child:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+  multiprocessing.process._children.clear()  # noqa: SLF001 (Those of the parent, which the exit functions would end.)
   code = 1
   try:
     sys.argv = [f'{module.replace(".", "/")}.py', *arguments]
