@@ -96,7 +96,7 @@ class ModelConfig:
   path: str = setting(
     '',
     'Hugging Face model: a directory (config.json, safetensors, tokenizer with a chat template), local or gs://…, or a '
-    'name on the hub. See docs/models.md and docs/loading.md.',
+    'name on the hub. See docs/models.md.',
   )
   chat_template: str | None = setting(
     None,
@@ -868,7 +868,11 @@ class PlanConfig:
   mean_prompt: float | None = setting(None, 'Mean length of prompts; None: the limit.', TOKENS)
   mean_completion: float | None = setting(None, 'Mean length of completions; None: half of the longest.', TOKENS)
   longest_completion: float | None = setting(None, 'Length that no completion exceeds; None: the limit.', TOKENS)
-  mean_reprompt: float | None = setting(None, "Mean length of the teacher's prompts; None: the limit.", TOKENS)
+  mean_reprompt: float | None = setting(
+    None,
+    "Mean length of the teacher's prompts; None: the limit, and with teacher_context='prompt' that of prompts.",
+    TOKENS,
+  )
   trained_fraction: float = setting(
     1.0, 'Fraction of the samples that have a signal and pass through the update.', Range(above=0, at_most=1)
   )
