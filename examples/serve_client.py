@@ -17,7 +17,11 @@ import sys
 from typing import Any
 
 import httpx2
-import openai
+
+try:
+  import openai
+except ModuleNotFoundError:
+  sys.exit('This example asks with the package openai, which is not installed: pip install openai.')
 
 NAME = 'reverse'
 DIGITS = '40713 92856 13579 60042 27183 81828 31415 16180 57721 44721 70710 14142'.split()

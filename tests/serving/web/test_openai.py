@@ -655,3 +655,9 @@ def test_the_benchmark_of_sessions_measures_every_denial(world):
   whole, parts = found['denial_to_first_token_ms'], (found['decision_ms'], found['first_token_ms'])
   # Of two, the median is the mean, and so the parts add up, but for rounding.
   assert abs(whole['p50'] - sum(part['p50'] for part in parts)) <= 0.2 and found['feedback_ms']['p50'] > 0
+
+
+def test_the_example_client_says_what_to_install(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'openai', None)
+  with pytest.raises(SystemExit, match='which is not installed: pip install openai'):
+    runpy.run_path('examples/serve_client.py')
