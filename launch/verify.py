@@ -3,9 +3,9 @@
   python -m launch.verify --workdir=runs/mine
   python -m launch.verify --model=my_model
 
-Nothing is changed, and the run may be in progress. Prints a line per item: `ok`, `note` or `damaged`. Every array and
-file of every checkpoint is compared with the digests in its manifest, every file of a model with those in its
-SHA256SUMS.
+Nothing is changed, the run may be in progress, and neither a model nor an accelerator is needed. Prints a line per
+item: `ok`, `note` or `damaged`. Every array and file of every checkpoint is compared with the digests in its manifest,
+every file of a model with those in its SHA256SUMS.
 
 Exit codes: 0 all is intact; 1 something is damaged, and an intact checkpoint remains; 2 there is nothing to resume
 from, a file of the model is damaged, or bad input.

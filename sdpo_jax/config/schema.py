@@ -220,7 +220,8 @@ class RolloutConfig(SamplingConfig):
   steps_off: int = setting(
     0,
     'How many steps ahead completions are drawn: those of step t by the model as it was before the update of step t − '
-    'steps_off; 0: on-policy. Rehearses, in one program, schedules in which sampling does not wait for the update.',
+    'steps_off; 0: on-policy. Rehearses, in one program, schedules in which sampling does not wait for the update. '
+    'Noise belongs to the batch, not to the step that draws it.',
     Range(at_least=0, at_most=8, unit='generation batches'),
   )
   stop: tuple[str, ...] = setting((), "Strings that end a completion, beside the model's own end-of-turn tokens.")
@@ -594,9 +595,9 @@ class TrainerConfig:
   accept_changes: tuple[str, ...] = setting(
     (),
     'Resume although some of this is not what it was when the run was saved. Any of: tokenizer, model (its '
-    'config.json, model.path and, with actor.kl_loss_coef, weights), data (rows, data.train_files and '
-    'data.environment, the document of a cartridge), graders (their code and all of environments.*). What is accepted '
-    'is said and kept in fingerprint.json.',
+    'config.json, model.path, model.lora.path and, with actor.kl_loss_coef or an adapter, weights), data (rows, '
+    'data.train_files and data.environment, the document of a cartridge), graders (their code and all of '
+    'environments.*). What is accepted is said and kept in fingerprint.json.',
   )
   max_ckpt_to_keep: int = setting(2, 'Latest checkpoints kept.', Range(above=0, unit='checkpoints'))
   best_metric: str | None = setting(None, 'Also keep the checkpoint with the largest value of this metric.')
