@@ -26,7 +26,7 @@ def get_config() -> Config:
   config.data.response_buckets = (8,)
   config.data.reprompt_buckets = (96,)
   config.rollout.n = 8
-  config.rollout.max_batch_rows = 512
+  config.rollout.max_batch_rows = 128  # Those of a step, so that evaluations use its programs.
   # Held-out accuracy is measured with unmodified sampling, as in training.
   config.val_kwargs.n = 4
   config.val_kwargs.temperature = 1.0
