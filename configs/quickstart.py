@@ -4,7 +4,7 @@
 
 The base model (`configs/quickstart_model`, made by `python -m launch.make_base`) misreads its instructions about digits
 and is right in a few per cent of its sampled answers. Given the grader's feedback on an attempt, or a successful one,
-it answers far better; SDPO distils that into the plain context. See the README for the expected curves.
+it answers far better; SDPO distils that into the plain context. docs/method.md has the expected curves.
 """
 
 from sdpo_jax.config import Config, beside
@@ -26,7 +26,7 @@ def get_config() -> Config:
   config.data.response_buckets = (8,)
   config.data.reprompt_buckets = (96,)
   config.rollout.n = 8
-  config.rollout.max_batch_rows = 512
+  config.rollout.max_batch_rows = 128  # Those of a step, so that evaluations use its programs.
   # Held-out accuracy is measured with unmodified sampling, as in training.
   config.val_kwargs.n = 4
   config.val_kwargs.temperature = 1.0

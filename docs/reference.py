@@ -34,8 +34,14 @@ def pages() -> dict[str, str]:
 
 def home(readme: str) -> str:
   """Return README.md with the links that work on the site; what lies outside docs/ is only named there."""
-  readme = readme.replace('](docs/', '](')
-  return re.sub(r'\[([^\]]+)\]\((?!https?:|#)(?![\w/]+\.(?:md|png|svg|gif)[)#])[^)]*\)', r'\1', readme)
+
+  def link(found: re.Match[str]) -> str:
+    text, target = found.groups()
+    if target.startswith(('docs/', 'http', '#')):
+      return f'[{text}]({target.removeprefix("docs/")})'
+    return text
+
+  return re.sub(r'\[([^\]]*)\]\(([^)]*)\)', link, readme)
 
 
 def settings_page() -> str:

@@ -13,10 +13,8 @@ sentence.
 """
 
 from absl import flags
-import jax
 
 from sdpo_jax import command
-from sdpo_jax.preflight import check
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run that is to be resumed; nothing is written there.')
 command.define_config()
@@ -26,6 +24,10 @@ ODD = 1
 
 
 def main() -> int:
+  import jax
+
+  from sdpo_jax.preflight import check
+
   config = command.load_config()
   command.join_cluster()
   report = check.check(config, WORKDIR.value)

@@ -12,11 +12,8 @@ are those of --workdir, which may be a run in progress, or of --model. Prints a 
 """
 
 from absl import flags
-import jax
 
 from sdpo_jax import command
-from sdpo_jax.inference import runs
-from sdpo_jax.training import closing_text
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run; its newest checkpoint is evaluated.')
 STEP = flags.DEFINE_integer('step', None, 'Evaluate the checkpoint of this step of the run instead.', lower_bound=1)
@@ -32,6 +29,11 @@ command.define_cluster()
 
 
 def main() -> None:
+  import jax
+
+  from sdpo_jax.inference import runs
+  from sdpo_jax.training import closing_text
+
   config = command.load_config()
   command.join_cluster()
   evaluation = runs.evaluate_to_file(

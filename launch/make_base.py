@@ -11,13 +11,10 @@ The same seed gives the same model with the same versions on the same machine; e
 import pathlib
 
 from absl import flags
-import numpy as np
 
 from sdpo_jax import command
-from sdpo_jax.environments import facts
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import check_output, write_output
-from sdpo_jax.quickstart import document_base, make_base, session_base
 
 OUTPUT = flags.DEFINE_string(
   'output', None, 'Directory to make; model.path of the config if unset. It must be empty. Or file to write.'
@@ -40,6 +37,8 @@ _TASK_OF = {'facts_model': 'facts', 'session_model': 'session'}  # By the folder
 
 
 def main() -> None:
+  from sdpo_jax.quickstart import document_base, make_base, session_base
+
   config = command.load_config(trains=False)
   task = TASK.value or _TASK_OF.get(pathlib.PurePath(config.model.path).name, 'digits')
   if task == 'document':
@@ -65,6 +64,10 @@ def write_document(output: str | None, seed: int) -> None:
   """
   if output is None:
     raise UserError('--task=document needs --output: the text file to write.')
+  import numpy as np
+
+  from sdpo_jax.environments import facts
+
   check_output(output, overwrite=False)
   # Without a line break at the end, which would be one more token.
   write_output(output, facts.write(facts.draw(np.random.default_rng(seed))))

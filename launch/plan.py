@@ -13,18 +13,26 @@ from absl import flags
 
 from sdpo_jax import command
 from sdpo_jax.errors import UserError
-from sdpo_jax.planner import run
-from sdpo_jax.serving import pricing
 
 TOPOLOGY = flags.DEFINE_string('topology', None, 'The slice: v5e:8x8, v5e:1x1 (one chip), v6e:4x4, …', required=True)
 OUTPUT = flags.DEFINE_string('output', None, 'JSON file for all numbers.')
 MODEL_CONFIG = flags.DEFINE_string('model_config', None, 'A config.json to use instead of that of model.path.')
-ALL = flags.DEFINE_bool('all', False, 'Compile every bucket and cache stage, not only the largest of each kind.')
+ALL = flags.DEFINE_bool(
+  'all', False, 'Compile every bucket and cache stage, not only the largest of each kind and those that a step runs.'
+)
 SEARCH = flags.DEFINE_bool(
   'search', False, 'Try other meshes, micro-batches, remat and rows decoded at once; rank them.'
 )
-SEARCH_OVER = flags.DEFINE_list('search_over', list(run.SEARCHED), f'What --search varies: {", ".join(run.SEARCHED)}.')
-PRICE = flags.DEFINE_float('price', None, 'US dollars per chip-hour; a list price if unset.', lower_bound=0.0)
+SEARCH_OVER = flags.DEFINE_list(
+  'search_over', None, 'What --search varies: mesh, micro_batch, remat, rows; all of it if unset.'
+)
+PRICE = flags.DEFINE_float(
+  'price',
+  None,
+  'US dollars per chip-hour; if unset plan.price_per_chip_hour, else an on-demand list price of one region (v5e 1.20, '
+  'v6e 2.70, v5p 4.20): look yours up.',
+  lower_bound=0.0,
+)
 LENGTHS = flags.DEFINE_string(
   'lengths', None, 'Directory or metrics.jsonl of a run whose lengths count instead of the settings plan.….'
 )
@@ -37,6 +45,9 @@ command.define_adapter('As of launch.train.')
 
 
 def main() -> None:
+  from sdpo_jax.planner import run
+  from sdpo_jax.serving import pricing
+
   run.compile_only()
   common = dict(
     output=OUTPUT.value,
@@ -55,7 +66,7 @@ def main() -> None:
     command.load_config(),
     TOPOLOGY.value,
     everything=ALL.value,
-    search_over=SEARCH_OVER.value if SEARCH.value else (),
+    search_over=(SEARCH_OVER.value or run.SEARCHED) if SEARCH.value else (),
     lengths_of=LENGTHS.value,
     **common,
   )

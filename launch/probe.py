@@ -11,18 +11,19 @@ feedback or both, how many questions carry a signal, and what does not fit the c
 from absl import flags
 
 from sdpo_jax import command
-from sdpo_jax.inference import probe, probe_report
 
 OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the numbers and the recommendation.')
 OVERWRITE = flags.DEFINE_bool('overwrite', False, 'Replace an --output that already exists.')
 MAX_QUESTIONS = flags.DEFINE_integer(
-  'max_questions', probe.QUESTIONS, 'Questions at most, a seeded draw from the held-out ones.', lower_bound=1
+  'max_questions', 128, 'Questions at most, a seeded draw from the held-out ones.', lower_bound=1
 )
 command.define_config()
 command.define_adapter('The model is probed with it.')
 
 
 def main() -> None:
+  from sdpo_jax.inference import probe, probe_report
+
   numbers, advice = probe.probe_to_file(
     command.load_config(),
     output=OUTPUT.value,

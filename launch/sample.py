@@ -16,23 +16,27 @@ holds the finished completions in the order in which they finished: an interrupt
 --output, the objects go to stdout, each once all before it are finished.
 
 --chat: streams an answer to every line of input, and remembers the conversation. /reset forgets it; Ctrl-C ends an
-answer; /exit or Ctrl-D ends the chat. Only answers go to stdout.
+answer; /exit, /quit or Ctrl-D ends the chat; /help says so. Only answers go to stdout.
 
 The same prompt, settings and seed give the same completions: those of --prompt are those of the first row of --prompts
 and, for --n=1, the first answer of --chat.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import sys
+from typing import TYPE_CHECKING
 
 from absl import flags
 
 from sdpo_jax import command
 from sdpo_jax.config import SamplingConfig
 from sdpo_jax.errors import UserError
-from sdpo_jax.inference import answer_files, chat, generate
-from sdpo_jax.inference.runs import RunOrModel
+
+if TYPE_CHECKING:  # Imported where they are used, so that --help does not wait for them.
+  from sdpo_jax.inference import generate
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run; its newest checkpoint answers.')
 STEP = flags.DEFINE_integer('step', None, 'The checkpoint of this step of the run answers instead.', lower_bound=1)
@@ -95,7 +99,9 @@ def check_flags() -> None:
 
 
 def write_answer(generator: generate.TextGenerator) -> None:
-  texts = generator.generate(generate.with_system([{'role': 'user', 'content': PROMPT.value}], SYSTEM.value))
+  from sdpo_jax.inference.generate import with_system
+
+  texts = generator.generate(with_system([{'role': 'user', 'content': PROMPT.value}], SYSTEM.value))
   for number, text in enumerate(texts, start=1):
     if len(texts) > 1:
       sys.stdout.write(f'--- completion {number} of {len(texts)} ---\n')
@@ -103,7 +109,10 @@ def write_answer(generator: generate.TextGenerator) -> None:
 
 
 def write_answers(generator: generate.TextGenerator, questions: list[generate.Question]) -> None:
-  records = generate.generate_all(generator, questions, command.announce)
+  from sdpo_jax.inference import answer_files
+  from sdpo_jax.inference.generate import generate_all
+
+  records = generate_all(generator, questions, command.announce)
   if OUTPUT.value is None:
     answer_files.write_in_order(sys.stdout, records)
   else:
@@ -111,6 +120,8 @@ def write_answers(generator: generate.TextGenerator, questions: list[generate.Qu
 
 
 def hold_chat(generator: generate.TextGenerator) -> None:
+  from sdpo_jax.inference import chat
+
   read = input
   if sys.stdin.isatty() and sys.stdout.isatty():
     with contextlib.suppress(ImportError):  # If Python has readline, lines can be edited.
@@ -120,6 +131,9 @@ def hold_chat(generator: generate.TextGenerator) -> None:
 
 
 def main() -> int | None:
+  from sdpo_jax.inference import answer_files, generate
+  from sdpo_jax.inference.runs import RunOrModel
+
   check_flags()
   questions = None if PROMPTS.value is None else generate.read_questions(PROMPTS.value, SYSTEM.value)
   if OUTPUT.value is not None:

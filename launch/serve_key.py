@@ -16,7 +16,6 @@ from absl import flags
 
 from sdpo_jax import command
 from sdpo_jax.errors import UserError
-from sdpo_jax.serving.web import keys
 
 FILE = flags.DEFINE_string('keys', None, 'File of the keys, made if it is not there.', required=True)
 OWNER = flags.DEFINE_string('owner', None, 'Whose adapters a new key reaches.')
@@ -25,6 +24,8 @@ REVOKE = flags.DEFINE_string('revoke', None, 'Id of a key that is to be refused 
 
 
 def main() -> None:
+  from sdpo_jax.serving.web import keys
+
   path = pathlib.Path(FILE.value).expanduser()
   if OWNER.value is not None and REVOKE.value is not None:
     raise UserError('--owner makes a key and --revoke takes one away: give one of them.')

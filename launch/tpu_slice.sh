@@ -194,7 +194,7 @@ create() {
 install() {
   local folder
   folder=$(mktemp -d)
-  (cd "$(dirname "${BASH_SOURCE[0]}")/.." && git ls-files -z | tar --null --files-from=- -czf "$folder/code.tar.gz")
+  (cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && git ls-files -z | tar --null --files-from=- -czf "$folder/code.tar.gz")
   run_gcloud compute tpus tpu-vm scp "$folder/code.tar.gz" "$name:sdpo_jax.tar.gz" "--zone=$zone" \
     ${project:+"--project=$project"} --worker=all
   rm -rf "$folder"

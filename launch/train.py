@@ -15,10 +15,8 @@ began; 143 told to stop by SIGTERM or Ctrl-C: the last finished step is saved, w
 """
 
 from absl import flags
-import jax
 
 from sdpo_jax import command
-from sdpo_jax.training import closing_text, loop, preemption
 
 WORKDIR = flags.DEFINE_string(
   'workdir', None, 'Directory of the run, local or gs://; runs/<name of the config> if unset.'
@@ -36,6 +34,10 @@ command.define_cluster()
 
 
 def main() -> int:
+  import jax
+
+  from sdpo_jax.training import closing_text, loop, preemption
+
   config = command.load_config()
   command.join_cluster()
   workdir = WORKDIR.value or f'runs/{config.name}'

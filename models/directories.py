@@ -5,22 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 import os
 import pathlib
-import re
 
 from sdpo_jax import files
+from sdpo_jax.config.locations import shipped
+from sdpo_jax.config.privacy import is_hub_name
 from sdpo_jax.errors import UserError
 from sdpo_jax.models import hub, remote_files
 
 
 def is_local(path: str | os.PathLike) -> bool:
-  """Return whether `path` is a directory of this machine."""
-  return files.is_local(path) and pathlib.Path(path).expanduser().is_dir()
+  """Return whether `path` is a directory of this machine, `fetch` of which downloads nothing."""
+  return files.is_local(path) and _place(path).is_dir()
+
+
+def _place(path: str | os.PathLike) -> pathlib.Path:
+  """Return where a local path is: `configs/…` in this installation if the working directory has no such thing."""
+  local = pathlib.Path(path).expanduser()
+  return local if local.exists() else shipped(local) or local
 
 
 def fetch(path: str | os.PathLike, patterns: Sequence[str], setting: str, what: str) -> pathlib.Path:
   """Return the local directory for `path`: itself, a copy of gs://…, or the hub's snapshot of a name.
 
-  A path whose parent directory exists, or that is written as a path (/…, ./…, ~/…), never accesses the network.
+  A path whose parent directory exists, or that is written as a path (/…, ./…, ~/…, configs/…), never accesses the
+  network. `configs/…` is that of the working directory, or else of this installation.
 
   Args:
     path: path of the directory, or name on the hub.
@@ -31,12 +39,12 @@ def fetch(path: str | os.PathLike, patterns: Sequence[str], setting: str, what: 
   Raises:
     UserError: there is no such directory.
   """
-  local = pathlib.Path(path).expanduser()
+  local = _place(path)
   if not files.is_local(path):
     return remote_files.fetch(str(path), tuple(patterns), setting, what)
   if local.is_dir():
     return local
-  if not re.fullmatch(r'[\w.-]+/[\w.-]+', str(path)) or str(path).startswith('.') or local.parent.is_dir():
+  if not is_hub_name(str(path)):
     raise UserError(
       f'The {what} directory {local} does not exist: set {setting} to one that does, or to a name on the hub.'
     )

@@ -121,10 +121,15 @@ def write_directory(
     with new_directory(path, _bytes_of(parts, dtype)) as partial:
       for file in companions:
         shutil.copyfile(file, partial / file.name)
-      for name, text in texts.items():
-        (partial / name).write_text(text, encoding='utf-8')
-      checksums.write(partial, _write_weights(partial, parts, dtype, weights, max_shard_bytes))
+      write_texts(partial, texts, _write_weights(partial, parts, dtype, weights, max_shard_bytes))
   barrier('the end of the export')
+
+
+def write_texts(root: pathlib.Path, texts: Mapping[str, str], known: Mapping[str, str] = MappingProxyType({})) -> None:
+  """Write the last files of a directory, name → content, and the SHA-256 of all its files, some of which are known."""
+  for name, text in texts.items():
+    (root / name).write_text(text, encoding='utf-8')
+  checksums.write(root, known)
 
 
 def _bytes_of(parts: Iterable[tensor_files.TensorPart], dtype: str) -> int:

@@ -1,11 +1,13 @@
-"""Downloads from the Hugging Face hub; its libraries retry for half a minute, so reachability is checked once first."""
+"""Downloads from and uploads to the Hugging Face hub; its libraries retry long, so reachability is checked first."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 import contextlib
 import functools
+import os
 import pathlib
+import shlex
 import time
 
 from sdpo_jax.errors import UserError, first_line
@@ -15,6 +17,8 @@ TIMEOUT_S = 10.0  # Timeout of an attempt.
 PAUSE_S = 1.0  # Pause between two attempts.
 
 
+# Files of an earlier upload that programs would read instead of, or together with, those of a new one.
+STALE = ('model*.safetensors*', 'adapter_*', 'base_fingerprint.json', 'cartridge.*', 'config.json', 'config.yaml')
 DATA_SET = 'data set'  # Of the kinds of `fetch`, the one with a name space of its own on the hub.
 
 
@@ -70,6 +74,67 @@ def _explained(name: str, setting: str, what: str) -> Iterator[None]:
       ) from error
     why = _why(error, name, what)
     raise UserError(f'{where}, and it cannot be loaded from the Hugging Face hub: {why}') from error
+
+
+def check_push(name: str) -> None:
+  """Raise UserError if it is certain that nothing can be pushed to a model on the hub."""
+  from huggingface_hub import HfApi
+
+  with _pushing(name, 'nothing was exported'):
+    if HfApi().whoami().get('auth', {}).get('accessToken', {}).get('role') == 'read':
+      raise ValueError('the token that is logged in may only read: run `hf auth login` with one that may write')
+
+
+def push(folder: str | os.PathLike, name: str, *, private: bool) -> None:
+  """Upload a directory to a model on the hub, which is made if it is not there.
+
+  Weights, adapters and cartridges of an earlier upload are removed from its newest version.
+
+  Args:
+    folder: the directory.
+    name: OWNER/NAME.
+    private: whether only those with access may see it.
+
+  Raises:
+    UserError: it cannot be uploaded, or is to be private and is public already; the directory stays.
+  """
+  from huggingface_hub import HfApi
+
+  upload = shlex.join(['hf', 'upload', name, str(folder), *(['--private'] if private else [])])
+  with _pushing(name, f'what was exported is in {folder}, and `{upload}` uploads it'):
+    api = HfApi()
+    api.create_repo(name, private=private or None, exist_ok=True)
+    if private and not api.model_info(name).private:
+      raise ValueError('it is there and public: name another model, or leave --private out')
+    api.upload_folder(
+      repo_id=name, folder_path=folder, commit_message='Export of sdpo_jax', delete_patterns=list(STALE)
+    )
+
+
+@contextlib.contextmanager
+def _pushing(name: str, state: str) -> Iterator[None]:
+  """Raise what goes wrong in a push as a UserError that also says the `state` in which it leaves things."""
+  import httpx2
+  from huggingface_hub import constants, errors
+  from huggingface_hub.utils import validate_repo_id
+
+  try:
+    if name.count('/') != 1:
+      raise ValueError('write it as OWNER/NAME')
+    validate_repo_id(name)
+    if reason := unreachable() or ('HF_HUB_OFFLINE is set' if constants.is_offline_mode() else None):
+      raise ValueError(f'{reason}: let this machine reach the hub, or leave --push out')
+    yield
+  except (httpx2.HTTPError, OSError, ValueError, RuntimeError) as error:
+    cause = error.__cause__ if isinstance(error.__cause__, errors.HfHubHTTPError) else error
+    status = cause.response.status_code if isinstance(cause, errors.HfHubHTTPError) else None
+    if isinstance(error, errors.LocalTokenNotFoundError) or status == 401:
+      why = 'nobody is logged in here, or with a token that the hub does not know: run `hf auth login`'
+    elif status == 403:
+      why = f'you may not write there ({cause.server_message}): name a model of yours, with a token that may write'
+    else:
+      why = _why(cause, name, 'model').rstrip('.')
+    raise UserError(f'--push={name}: {why}; {state}.') from error
 
 
 def _why(error: Exception, name: str, what: str) -> str:

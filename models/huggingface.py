@@ -255,6 +255,7 @@ def _save(
     origin = resolve(source, weights=False)
     values = family.exported(read_json(origin, 'config.json'))
     companions = [file for file in exporting.companions(origin) if file.name not in family.left_out]
+  values = {name: value for name, value in values.items() if name != '_name_or_path'}  # A folder of the source's maker.
   # transformers 4 wrote torch_dtype; readers of the source must be able to read the copy.
   values = values | {'torch_dtype' if 'torch_dtype' in values and 'dtype' not in values else 'dtype': dtype}
   texts = {**texts, 'config.json': json.dumps(values, indent=2) + '\n'}

@@ -81,18 +81,32 @@ def read(path: str | os.PathLike) -> Tokenizer:
   root = resolve(path, weights=False)
   if not any((root / name).is_file() for name in ('tokenizer.json', 'tokenizer.model', 'vocab.json')):
     raise UserError(f'{root} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json).')
-  from transformers import AutoTokenizer
-
   try:
     if sentencepiece_model.alone(root):
       tokenizer = sentencepiece_model.load(root)
+    elif _is_as_stored(root):
+      from transformers import PreTrainedTokenizerFast
+
+      tokenizer = PreTrainedTokenizerFast.from_pretrained(root)
     else:  # The same whether or not mistral-common is installed.
+      from transformers import AutoTokenizer
+
       tokenizer = AutoTokenizer.from_pretrained(root, mistral_format=False, trust_remote_code=False)
   except UserError:
     raise
   except Exception as error:  # The tokenizers library raises bare Exceptions for a damaged file.
     raise UserError(f'The tokenizer in {root} cannot be read: {error}') from error
   return tokenizer
+
+
+def _is_as_stored(root: pathlib.Path) -> bool:
+  """Return whether `AutoTokenizer`, which may import PyTorch, would read tokenizer.json as it is."""
+  if not all((root / name).is_file() for name in ('tokenizer.json', 'tokenizer_config.json', 'config.json')):
+    return False
+  named = read_json(root, 'tokenizer_config.json')
+  # Of other model types, such as qwen2, it may know better than the directory.
+  known = read_json(root, 'config.json').get('model_type') in ('qwen3', 'llama')
+  return known and named.get('tokenizer_class') == 'PreTrainedTokenizerFast' and 'auto_map' not in named
 
 
 def _keep_embedded(tokenizer: Tokenizer, root: pathlib.Path, vocab_size: int) -> None:

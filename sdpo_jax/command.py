@@ -18,13 +18,13 @@ os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')  # It would advi
 
 from absl import app, flags
 from absl import logging as absl_logging
-import jax
 
 from sdpo_jax.command_lines import as_typed
 from sdpo_jax.config import CartridgeConfig, Config, LoraConfig
 from sdpo_jax.config import config_files as config_files
+from sdpo_jax.config.fields import did_you_mean
 from sdpo_jax.config.help import settings_help
-from sdpo_jax.distributed import accelerators, cluster
+from sdpo_jax.distributed import cluster
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_failing, is_full
 
@@ -35,6 +35,7 @@ _OVERRIDE = re.compile(r'--?config\.([A-Za-z0-9_.]+)(?:=(.*))?', re.DOTALL)
 _HELP_SETTINGS = re.compile(r'--?help_?settings(?:=(.*))?', re.DOTALL)
 _overrides: list[tuple[str, str]] = []
 _lists: set[str] = set()  # Flags of `define_list`.
+_words: list[str] = []  # The flag of `define_words`.
 
 
 flags.DEFINE_string(
@@ -76,6 +77,13 @@ def define_list(name: str, meaning: str) -> flags.FlagHolder[list[str]]:
   return flags.DEFINE_multi_string(name, [], meaning)
 
 
+def define_words(name: str, meaning: str) -> flags.FlagHolder[list[str]]:
+  """Define a list whose values are the words that belong to no flag, `sdpo compare A B`, or follow `--name`."""
+  _words.append(name)
+  flags.FLAGS.set_gnu_getopt(True)  # Flags may follow words.
+  return define_list(name, meaning)
+
+
 def define_cluster() -> None:
   """Define the flags that join several processes to one run."""
   flags.DEFINE_string('coordinator_address', None, 'host:port of process 0 of a run of several processes.')
@@ -99,6 +107,10 @@ def join_cluster() -> None:
       JAX has no device of the requested platform.
     cluster.ProcessLost: not all processes came in time.
   """
+  import jax
+
+  from sdpo_jax.distributed import accelerators
+
   values = flags.FLAGS
   given = [values.coordinator_address, values.num_processes, values.process_id]
   timeouts = cluster.Timeouts(values.join_timeout_s, values.heartbeat_timeout_s, values.straggler_timeout_s)
@@ -199,7 +211,12 @@ def parse(arguments: Sequence[str]) -> list[str]:
     missing = re.search(r'Flag --(\w+) must have a value', sentence)
     if missing:
       sentence = f'--{missing.group(1)}=… is required'
+    if fixed := re.search(r'=(\S*): value should be one of <(.*)>', sentence):
+      sentence += did_you_mean(fixed[1], fixed[2].split('|')).rstrip('.')
     raise SystemExit(_complain(f'{sentence} (--help lists the flags).')) from error
+  if _words:
+    flags.FLAGS[_words[0]].value = [*flags.FLAGS[_words[0]].value, *left[1:]]
+    left = left[:1]
   if len(left) > 1:
     raise SystemExit(
       _complain(f'{" ".join(left[1:])!r} is not a flag; flags are written --name=value (--help lists them).')
@@ -248,6 +265,8 @@ def run(main: Callable[[], int | None]) -> None:
   """
 
   def wrapped(_: Any) -> int:
+    from sdpo_jax.distributed import accelerators  # Late, as in `main`, so that `--help` does not wait for JAX.
+
     _quiet()
     accelerators.prepare()
     try:

@@ -43,8 +43,9 @@ from sdpo_jax.types import Messages
 Row = Mapping[str, Any]  # As docs/data.md describes them: 'prompt', and what the grader reads.
 
 
+Location = str | os.PathLike[str]  # Of a file or directory.
 # A grader (`registry.Grader`), a reward function in TRL's form, or the name of a built-in grader; with a weight.
-GraderLike = Callable | str
+GraderLike = Callable[..., Any] | str
 WeightedGrader = tuple[GraderLike, float]
 Checked = TypeVar('Checked', bound=Callable[..., Any])
 
@@ -66,7 +67,7 @@ def _typed(function: Checked) -> Checked:
 
 
 @_typed
-def load_config(file: str | os.PathLike, changes: Mapping[str, Any] | None = None) -> Config:
+def load_config(file: Location, changes: Mapping[str, Any] | None = None) -> Config:
   """Return the settings of a config file; they may be changed freely and are checked when they are used.
 
   Args:
@@ -142,10 +143,10 @@ class Callback:
 
 @_typed
 def train(
-  config: Config | str | os.PathLike | None = None,
-  workdir: str | os.PathLike | None = None,
+  config: Config | Location | None = None,
+  workdir: Location | None = None,
   *,
-  model: str | os.PathLike | None = None,
+  model: Location | None = None,
   changes: Mapping[str, Any] | None = None,
   rows: Iterable[Row] | None = None,
   held_out: Iterable[Row] | None = None,
@@ -191,10 +192,10 @@ def train(
 
 @_typed
 def steps(
-  config: Config | str | os.PathLike | None = None,
-  workdir: str | os.PathLike | None = None,
+  config: Config | Location | None = None,
+  workdir: Location | None = None,
   *,
-  model: str | os.PathLike | None = None,
+  model: Location | None = None,
   changes: Mapping[str, Any] | None = None,
   rows: Iterable[Row] | None = None,
   held_out: Iterable[Row] | None = None,
@@ -223,9 +224,9 @@ def steps(
   Raises:
     UserError: an error that the caller can fix, in one sentence.
   """
-  if config is None and model is None:
-    raise UserError('Name a config, or the model to train with the default settings: train(model=…, rows=…, grader=…).')
   if config is None:
+    if model is None:
+      raise UserError('Name a config, or the model to train with the default settings: train(model=…, rows=…, …).')
     config = Config(name=os.path.basename(os.path.normpath(model)))
   config = load_config(config) if not isinstance(config, Config) else copy.deepcopy(config)
   if model is not None:
@@ -238,7 +239,7 @@ def steps(
 
 def _steps(
   config: Config,
-  workdir: str | os.PathLike,
+  workdir: Location,
   rows: Iterable[Row] | None,
   held_out: Iterable[Row] | None,
   grader: Any,
@@ -260,20 +261,21 @@ def _steps(
         try:
           stepped = next(made)
         except StopIteration as end:
-          return end.value
+          result: Result = end.value
+          return result
         yield Step(stepped.step, stepped.metrics, stepped)
         del stepped
 
 
 @_typed
 def evaluate(
-  config: Config | str | os.PathLike,
+  config: Config | Location,
   *,
-  workdir: str | os.PathLike | None = None,
-  model: str | os.PathLike | None = None,
+  workdir: Location | None = None,
+  model: Location | None = None,
   step: int | None = None,
-  adapter: str | os.PathLike | None = None,
-  cartridge: str | os.PathLike | None = None,
+  adapter: Location | None = None,
+  cartridge: Location | None = None,
   grader: GraderLike | WeightedGrader | Sequence[GraderLike | WeightedGrader] | None = None,
   announce: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
@@ -301,12 +303,12 @@ def evaluate(
 
 @_typed
 def generator(
-  workdir: str | os.PathLike | None = None,
+  workdir: Location | None = None,
   *,
-  model: str | os.PathLike | None = None,
+  model: Location | None = None,
   step: int | None = None,
-  adapter: str | os.PathLike | None = None,
-  cartridge: str | os.PathLike | None = None,
+  adapter: Location | None = None,
+  cartridge: Location | None = None,
   n: int = 1,
   max_tokens: int = 256,
   max_prompt_length: int | None = None,
@@ -351,13 +353,15 @@ def generator(
 
 @_typed
 def export(
-  workdir: str | os.PathLike,
-  output: str | os.PathLike,
+  workdir: Location,
+  output: Location,
   *,
   weights: Literal['student', 'teacher'] = 'student',
   format: runs.Format | None = None,
   dtype: Literal['float32', 'bfloat16', 'float16'] = 'float32',
   step: int | None = None,
+  push: str | None = None,
+  private: bool = False,
 ) -> int:
   """Export what a run has trained for other programs, as `python -m launch.export` does; return the step exported.
 
@@ -368,16 +372,18 @@ def export(
     format: see `runs.export`; None: the first format that suits the run.
     dtype: the dtype of the stored tensors.
     step: which checkpoint; None: the newest.
+    push: OWNER/NAME of a model on the Hugging Face hub to which the directory is uploaded, too.
+    private: whether to make that model private.
 
   Raises:
     UserError: as in `runs.export`.
   """
   accelerators.prepare()
-  return runs.export(os.fspath(workdir), os.fspath(output), weights, dtype, step, format)
+  return runs.export(os.fspath(workdir), os.fspath(output), weights, dtype, step, format, push, private)
 
 
 @_typed
-def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
+def read_metrics(workdir: Location) -> list[dict[str, Any]]:
   """Return the lines of a run's metrics.jsonl, without those of a process from which another had taken the run.
 
   Raises:
@@ -389,11 +395,11 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def _source(
-  workdir: str | os.PathLike | None,
-  model: str | os.PathLike | None,
+  workdir: Location | None,
+  model: Location | None,
   step: int | None,
-  adapter: str | os.PathLike | None,
-  cartridge: str | os.PathLike | None,
+  adapter: Location | None,
+  cartridge: Location | None,
 ) -> runs.RunOrModel:
   if (workdir is None) == (model is None):
     raise UserError('Name either workdir, a run, or model, a directory or a name on the hub.')
@@ -418,7 +424,11 @@ def _written(rows: Iterable[Row], workdir: epath.PathLike, name: str) -> str:
   if not path.exists():
     make_directory(folder)
     write_atomically(path, text)
-  return os.fspath(path)
+  return str(path)
+
+
+def _is_grader(value: Any) -> bool:
+  return callable(value) or isinstance(value, str)
 
 
 @contextlib.contextmanager
@@ -427,12 +437,12 @@ def _graded_by(config: Config, grader: Any) -> Generator[None]:
   if grader is None:
     yield
     return
-  pair = isinstance(grader, tuple) and len(grader) == 2 and not isinstance(grader[1], GraderLike)
+  pair = isinstance(grader, tuple) and len(grader) == 2 and not _is_grader(grader[1])
   found: dict[str, Any] = {}
   texts = []
   for entry in grader if isinstance(grader, list | tuple) and not pair else [grader]:
     function, *weight = entry if isinstance(entry, tuple) and len(entry) == 2 else [entry]
-    if not isinstance(function, GraderLike):
+    if not _is_grader(function):
       raise UserError(
         f'grader has {short_repr(entry)}: each is a function, the name of a grader, or a pair of one and its weight.'
       )

@@ -73,6 +73,7 @@ def write(
   origin: Origin,
   dtype: Literal['float32', 'bfloat16'] = 'float32',
   about: Mapping[str, str] = MappingProxyType({}),
+  texts: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
   """Write the directory of a cartridge.
 
@@ -85,6 +86,7 @@ def write(
     origin: the model that it was made for.
     dtype: dtype of the stored tensors.
     about: notes to keep with it.
+    texts: further files to write, name → content.
 
   Raises:
     UserError: `path` holds files or cannot be written, or the cartridge holds values that the dtype cannot.
@@ -111,7 +113,7 @@ def write(
         'about': dict(about),
       }
       text = json.dumps(values | {'digest': identity.digest(values)}, indent=2, ensure_ascii=False)
-      (partial / MANIFEST).write_text(text + '\n', encoding='utf-8')
+      exporting.write_texts(partial, {**texts, MANIFEST: text + '\n'}, {TENSORS: sha256})
   barrier('the end of the export of the cartridge')
 
 

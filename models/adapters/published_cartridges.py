@@ -6,10 +6,12 @@ lie one level deeper, under `value`, where Weights & Biases has written it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import dataclasses
 import logging
 import os
 import pathlib
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -72,6 +74,7 @@ def write(
   model: str,
   spelling: cartridge_pt.Spelling = 'frozen',
   dtype: Literal['float32', 'bfloat16', 'float16'] = 'bfloat16',
+  texts: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
   """Write a directory that the server for cartridges and both `TrainableCache` classes load.
 
@@ -87,6 +90,7 @@ def write(
     spelling: name of the frozen slots' entries: 'frozen' for the second version of the class, 'fixed' for the first;
       the server accepts both.
     dtype: dtype of the tensors.
+    texts: further files to write, name → content.
 
   Raises:
     UserError: the format cannot hold the cartridge, or it cannot be written.
@@ -101,7 +105,7 @@ def write(
     }
     with exporting.new_directory(path, size) as partial:
       cartridge_pt.write(partial / TENSORS, cartridge, spelling, dtype, zero_width=True)
-      (partial / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding='utf-8')
+      exporting.write_texts(partial, {**texts, CONFIG: yaml.safe_dump(config, sort_keys=False, allow_unicode=True)})
   barrier('the end of the export of the cartridge')
 
 

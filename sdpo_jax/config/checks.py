@@ -14,7 +14,7 @@ import math
 import re
 
 from sdpo_jax.config.addresses import check_address
-from sdpo_jax.config.fields import MALFORMED_PATTERN, check_types, is_number
+from sdpo_jax.config.fields import MALFORMED_PATTERN, check_types, did_you_mean, is_number
 from sdpo_jax.config.optimizers import READS
 from sdpo_jax.config.ranges import check_ranges
 import sdpo_jax.config.rewards as rewards
@@ -586,7 +586,8 @@ def _same(value: object, other: object) -> bool:
 def _check_trainer(config: schema.Sections, trains: bool) -> None:
   trainer, sequences = config.trainer, _sequences(config)
   unknown = [entry for entry in trainer.accept_changes if entry not in CHANGES]
-  _require(not unknown, f'trainer.accept_changes: {unknown} cannot be accepted: name any of {", ".join(CHANGES)}.')
+  near = did_you_mean(unknown and unknown[0], CHANGES)
+  _require(not unknown, f'trainer.accept_changes: {unknown} cannot be accepted: name any of {", ".join(CHANGES)}{near}')
   _require(
     not trains or trainer.test_freq == 0 or bool(config.data.val_files),
     'trainer.test_freq asks for evaluation but data.val_files is empty: name held-out rows or set trainer.test_freq=0.',

@@ -9,7 +9,8 @@ import os
 import pathlib
 import sys
 
-from sdpo_jax.config.locations import model_path
+from sdpo_jax.config.fields import did_you_mean
+from sdpo_jax.config.locations import model_path, shipped, shipped_folder
 from sdpo_jax.config.overrides import override
 from sdpo_jax.config.validated import Config
 from sdpo_jax.errors import UserError
@@ -30,15 +31,18 @@ def read(text: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
   """
   path, arguments = _file_and_arguments(text)
   if not path.is_file():
-    shipped = _shipped(path)
-    if shipped is None:
-      raise UserError(f'--config={path}: there is no such file; those of this project are in configs/.')
-    path = shipped
+    found = shipped(path)
+    if found is None or not found.is_file():
+      known = [f'configs/{file.name}' for file in shipped_folder().glob('[a-z]*.py')]
+      raise UserError(
+        f'--config={path}: there is no such file; those of this project are in configs/{did_you_mean(str(path), known)}'
+      )
+    path = found
   spec = importlib.util.spec_from_file_location(f'config_{path.stem}', path)
   if spec is None or spec.loader is None:
     raise UserError(f'--config={path} is not a Python file.')
   module = importlib.util.module_from_spec(spec)
-  if path.resolve().parent != _own_folder():
+  if path.resolve().parent != shipped_folder():
     make_importable(path.parent)
   try:
     spec.loader.exec_module(module)
@@ -66,18 +70,6 @@ def make_importable(folder: pathlib.Path) -> None:
   """Let modules in a folder be imported by their names, unless the name is one of an installed package."""
   if str(folder.resolve()) not in map(os.path.realpath, sys.path):
     sys.path.append(str(folder.resolve()))
-
-
-def _own_folder() -> pathlib.Path:
-  return pathlib.Path(importlib.util.find_spec('sdpo_jax.configs').origin).resolve().parent
-
-
-def _shipped(path: pathlib.Path) -> pathlib.Path | None:
-  """Return the path of a config `configs/…` in this installation; None if the path is another one or does not exist."""
-  if path.parts[:1] != ('configs',) or '..' in path.parts:
-    return None
-  shipped = _own_folder().joinpath(*path.parts[1:])
-  return shipped if shipped.is_file() else None
 
 
 def _file_and_arguments(text: str) -> tuple[pathlib.Path, dict[str, str]]:

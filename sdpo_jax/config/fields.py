@@ -96,6 +96,18 @@ def unknown_setting(config: Any, name: str) -> UserError:
   )
 
 
+def did_you_mean(given: Any, known: Iterable[Any]) -> str:
+  """Return the end of a sentence about a name that is not known: the question which is meant, if one is like it.
+
+  Args:
+    given: what was given; no name is like what is not a text.
+    known: what could have been given; names are compared without regard to case.
+  """
+  names = {name.lower(): name for name in known if isinstance(name, str)}
+  near = difflib.get_close_matches(given.lower(), names, 1) if isinstance(given, str) else []
+  return f'; did you mean {names[near[0]]!r}?' if near else '.'
+
+
 def _alternatives(hint: Any) -> tuple[Any, ...]:
   return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
@@ -113,6 +125,13 @@ def type_name(hint: Any) -> str:
     else:
       names.append('None' if kind is type(None) else kind.__name__)
   return ' or '.join(names)
+
+
+def _mistyped(name: str, value: Any, hint: Any) -> UserError:
+  """Return the error for a value that is not of its setting's type, with the allowed one that is most like it."""
+  literals = (kind for kind in _alternatives(hint) if typing.get_origin(kind) is Literal)
+  fixed = (known for kind in literals for known in typing.get_args(kind))
+  return UserError(f'{name}={value!r} is not {type_name(hint)}{did_you_mean(value, fixed)}')
 
 
 def matches(value: Any, hint: Any) -> bool:
@@ -191,7 +210,7 @@ def parse(name: str, text: str, hint: Any) -> Any:
         continue
       if is_number(value):
         return value
-  raise UserError(f'{name}={text!r} is not {type_name(hint)}.')
+  raise _mistyped(name, text, hint)
 
 
 def _is_list(text: str) -> bool:
@@ -228,4 +247,4 @@ def _check_section(section: Any, prefix: str, config: Any) -> None:
     if dataclasses.is_dataclass(value):
       _check_section(value, f'{prefix}{field.name}.', config)
     elif not matches(value, hints[field.name]):
-      raise UserError(f'{prefix}{field.name}={value!r} is not {type_name(hints[field.name])}.')
+      raise _mistyped(prefix + field.name, value, hints[field.name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pathlib
 
@@ -16,7 +17,7 @@ def beside(config_file: str, name: str) -> str:
     config_file: path of the config, its `__file__`.
     name: path of the file, relative to the config's folder.
   """
-  path = pathlib.Path(os.path.abspath(config_file)).parent / name
+  path = pathlib.Path(os.path.abspath(os.path.join(os.path.dirname(config_file), name)))
   here = pathlib.Path.cwd()
   return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
@@ -31,3 +32,16 @@ def model_path(path: str, config_file: pathlib.Path) -> str:
   if not path or '://' in path or os.path.isabs(path) or os.path.exists(path):
     return path
   return beside(str(config_file), path) if (config_file.parent / path).is_dir() else path
+
+
+def shipped_folder() -> pathlib.Path:
+  """Return the folder of the configs of this installation, and of the models beside them."""
+  return pathlib.Path(importlib.util.find_spec('sdpo_jax.configs').origin).resolve().parent
+
+
+def shipped(path: pathlib.Path) -> pathlib.Path | None:
+  """Return where `configs/…` is in this installation; None if the path is another one or nothing is there."""
+  if path.parts[:1] != ('configs',) or '..' in path.parts:
+    return None
+  found = shipped_folder().joinpath(*path.parts[1:])
+  return found if found.exists() else None

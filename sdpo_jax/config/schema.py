@@ -96,7 +96,7 @@ class ModelConfig:
   path: str = setting(
     '',
     'Hugging Face model: a directory (config.json, safetensors, tokenizer with a chat template), local or gs://…, or a '
-    'name on the hub. See docs/models.md and docs/loading.md.',
+    'name on the hub. See docs/models.md.',
   )
   chat_template: str | None = setting(
     None,
@@ -220,7 +220,8 @@ class RolloutConfig(SamplingConfig):
   steps_off: int = setting(
     0,
     'How many steps ahead completions are drawn: those of step t by the model as it was before the update of step t − '
-    'steps_off; 0: on-policy. Rehearses, in one program, schedules in which sampling does not wait for the update.',
+    'steps_off; 0: on-policy. Rehearses, in one program, schedules in which sampling does not wait for the update. '
+    'Noise belongs to the batch, not to the step that draws it.',
     Range(at_least=0, at_most=8, unit='generation batches'),
   )
   stop: tuple[str, ...] = setting((), "Strings that end a completion, beside the model's own end-of-turn tokens.")
@@ -341,7 +342,7 @@ class SelfDistillationConfig:
     "for by name; 'trust-region' (or trust_region): the initial ones, "
     "with the student's logits mixed in; 'restart': the student as it was at the last multiple of "
     "teacher_restart_interval; 'frozen': the initial ones; 'base': the frozen base alone, without what is trained on "
-    "it; 'live': the student's.",
+    "it, which a new adapter's 'frozen' equals at more cost; 'live': the student's.",
   )
   teacher_model: str = setting(
     '',
@@ -594,9 +595,9 @@ class TrainerConfig:
   accept_changes: tuple[str, ...] = setting(
     (),
     'Resume although some of this is not what it was when the run was saved. Any of: tokenizer, model (its '
-    'config.json, model.path and, with actor.kl_loss_coef, weights), data (rows, data.train_files and '
-    'data.environment, the document of a cartridge), graders (their code and all of environments.*). What is accepted '
-    'is said and kept in fingerprint.json.',
+    'config.json, model.path, model.lora.path and, with actor.kl_loss_coef or an adapter, weights), data (rows, '
+    'data.train_files and data.environment, the document of a cartridge), graders (their code and all of '
+    'environments.*). What is accepted is said and kept in fingerprint.json.',
   )
   max_ckpt_to_keep: int = setting(2, 'Latest checkpoints kept.', Range(above=0, unit='checkpoints'))
   best_metric: str | None = setting(None, 'Also keep the checkpoint with the largest value of this metric.')
@@ -620,7 +621,9 @@ class TrainerConfig:
     'devices. Without it such a batch is ended first when the run is told to stop, and after an error the last '
     'checkpoint counts.',
   )
-  rollout_save_freq: int = setting(1, 'Write rollouts/<step>.jsonl every so many steps; 0: never.', EVERY)
+  rollout_save_freq: int = setting(
+    1, 'Write rollouts/<step>.jsonl every so many steps, and of the first and the last one; 0: never.', EVERY
+  )
   record_top_tokens: int = setting(
     0,
     'Put so many of the most likely tokens of student and teacher at every position into rollouts/<step>.jsonl, with '
@@ -643,7 +646,8 @@ class TrainerConfig:
 
   def writes_rollouts(self, step: int) -> bool:
     """Return whether rollouts/<step>.jsonl is written at this step."""
-    return bool(self.rollout_save_freq) and step % self.rollout_save_freq == 0
+    every = self.rollout_save_freq
+    return bool(every) and (step % every == 0 or step in (1, self.total_training_steps))
 
   @property
   def records_top_tokens(self) -> bool:
@@ -711,7 +715,7 @@ class HttpGraderConfig:
     'Attempts after the first, with growing pauses, on time-outs, lost connections and the statuses 429 and 5xx.',
     Range(at_least=0, unit='requests'),
   )
-  concurrency: int = setting(16, 'Requests under way at once.', Range(above=0, unit='requests'))
+  concurrency: int = setting(16, 'Requests under way at once, of each process.', Range(above=0, unit='requests'))
 
 
 @dataclasses.dataclass
@@ -739,7 +743,7 @@ class JudgeConfig:
     'Attempts after the first, with growing pauses, as for environments.http and where a critique has no score.',
     Range(at_least=0, unit='requests'),
   )
-  concurrency: int = setting(16, 'Requests under way at once.', Range(above=0, unit='requests'))
+  concurrency: int = setting(16, 'Requests under way at once, of each process.', Range(above=0, unit='requests'))
 
 
 @dataclasses.dataclass
@@ -865,7 +869,11 @@ class PlanConfig:
   mean_prompt: float | None = setting(None, 'Mean length of prompts; None: the limit.', TOKENS)
   mean_completion: float | None = setting(None, 'Mean length of completions; None: half of the longest.', TOKENS)
   longest_completion: float | None = setting(None, 'Length that no completion exceeds; None: the limit.', TOKENS)
-  mean_reprompt: float | None = setting(None, "Mean length of the teacher's prompts; None: the limit.", TOKENS)
+  mean_reprompt: float | None = setting(
+    None,
+    "Mean length of the teacher's prompts; None: the limit, and with teacher_context='prompt' that of prompts.",
+    TOKENS,
+  )
   trained_fraction: float = setting(
     1.0, 'Fraction of the samples that have a signal and pass through the update.', Range(above=0, at_most=1)
   )

@@ -32,7 +32,8 @@ class TrainIterator:
   Several generators, or generators beside files, take turns, example by example.
 
   With `data.source_weights`, every source has its share of the examples, exactly over each round of the weights' sum;
-  each file is shuffled separately, anew whenever it is used up.
+  each file is shuffled separately, anew whenever it is used up. A generator loses the turns of over-long questions that
+  are left out.
 
   The order does not depend on the number of processes: each has its contiguous share of every batch, and a position
   saved with one number of processes is valid with any other.

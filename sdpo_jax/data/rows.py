@@ -61,7 +61,7 @@ def example(
   Raises:
     UserError: the row is faulty; the message names file, line, field and fault.
   """
-  value = _fields(row)
+  value = fields(row)
   preprocessed = 'data_source' in value
   ready = value if preprocessed else preprocess(row, split, default_source, default_environment)
   source = _text(ready, 'data_source', row)
@@ -106,7 +106,7 @@ def conversation(row: RawRow) -> list[dict[str, str]]:
   Raises:
     UserError: the row is faulty; the message names file, line, field and fault.
   """
-  messages = _asked(_fields(row), row)
+  messages = _asked(fields(row), row)
   for message in messages:
     _check_unicode(message['content'], row)
   return messages
@@ -212,7 +212,8 @@ def _check_unicode(text: Any, row: RawRow) -> None:
     ) from error
 
 
-def _fields(row: RawRow) -> Mapping[str, Any]:
+def fields(row: RawRow) -> Mapping[str, Any]:
+  """Return a row's columns by name; raises UserError if it is no object."""
   if not isinstance(row.value, Mapping):
     raise UserError(f'{row.origin}: a row must be an object with named fields, not {short_repr(row.value)}.')
   return row.value

@@ -20,8 +20,6 @@ import threading
 import time
 from typing import Any, NoReturn
 
-import jax
-
 from sdpo_jax.distributed.stopping import StopPoint
 from sdpo_jax.errors import UserError, first_line
 
@@ -105,6 +103,8 @@ def join(place: ProcessPlace, timeouts: Timeouts = Timeouts()) -> None:
   member = Hub(place, timeouts) if place.index == 0 else Spoke(place, timeouts)
   address = member.meet()
   _member = member
+  import jax  # Late here and below, so that `--help` does not wait for it.
+
   # JAX's own timeouts are longer than ours, so that ours report first.
   jax.distributed.initialize(
     address,
@@ -175,6 +175,8 @@ def finish() -> None:
   global _member
   if _member is None:
     return
+  import jax
+
   barrier(ENDS)
   jax.distributed.shutdown()
   _member = None

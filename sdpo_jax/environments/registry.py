@@ -15,6 +15,7 @@ import sys
 from typing import Any, Protocol, TypeVar
 
 from sdpo_jax.config import EnvironmentsConfig, rewards
+from sdpo_jax.config.fields import did_you_mean
 from sdpo_jax.environments.reward_functions import RewardGrader, is_reward_function
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example, Outcome
@@ -209,5 +210,6 @@ def _find(table: dict[str, Any], kind: str, name: str) -> Any:
         del table[added]
       raise
   if name not in table:
-    raise UserError(f'There is no {kind} {name!r}: choose from {", ".join(_names(table, kind))}.')
+    known = _names(table, kind)
+    raise UserError(f'There is no {kind} {name!r}: choose from {", ".join(known)}{did_you_mean(name, known)}')
   return table[name]

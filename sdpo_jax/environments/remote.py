@@ -1,7 +1,7 @@
 """Graders that ask a server: one POST per completion, several at a time, with retries where these may help.
 
 A server's fault affects only the completions concerned (they are ungraded), not the run. A server that grades nothing
-at all ends the run.
+at all ends the run. In a run of several processes each grades its share of a batch and judges the server by it.
 """
 
 from __future__ import annotations

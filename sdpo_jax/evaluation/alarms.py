@@ -25,7 +25,9 @@ from sdpo_jax.errors import UserError
 
 PREFIX = 'alarm/'  # Prefix of the metrics that alarms write themselves, which no rule sees.
 NO_METRICS = ('step', 'fencing_epoch')  # The keys of a line that are not metrics.
-ROLLBACK = 'alarm/rollback_to'  # In the line of a step that ended in a rollback: the step it went back to.
+# In the line of a step that ended in a rollback: the step it went back to. The line's other numbers are those of the
+# weights that were given up.
+ROLLBACK = 'alarm/rollback_to'
 STOP = 'alarm/stop'  # 1 in the line of a step at which the alarms stopped the run.
 GRAMMAR = (
   "write METRIC < VALUE or METRIC > VALUE, VALUE a number, best, first, last or '0.7 * best', then 'for N' if it must "

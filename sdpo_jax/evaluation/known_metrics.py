@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 import difflib
+import re
 
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation.completions import DESCRIBED, WORDS
@@ -24,6 +25,14 @@ def evaluation_names(tasks: Collection[str], n: int, words: Sequence[str]) -> li
   """
   described = [name for name in DESCRIBED if words or name != WORDS]
   return [f'{EVALUATION}{task}/{name}' for task in tasks for name in (*summary_names(n), *described, QUESTIONS)]
+
+
+def headlines(names: Iterable[str]) -> list[str]:
+  """Return the headline metrics among `eval/<task>/…`: mean, best and maj of the score, and the mean of acc."""
+  names = list(names)
+  tasks = [name.removesuffix('questions') for name in names if name.endswith('/questions')]
+  first = re.compile(r'(?:mean|best|maj|acc/mean)@\d+')
+  return [name for name in names if any(first.fullmatch(name.removeprefix(task)) for task in tasks)]
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:

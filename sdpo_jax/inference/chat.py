@@ -19,6 +19,8 @@ from sdpo_jax.training.opening import make_sampler
 DECODE_CHUNK = 8  # Tokens between checks for interrupts and new text.
 # Padded lengths of conversations. Padding a short one to 256 costs less than compiling programs for shorter lengths.
 PROMPT_BUCKETS = tuple(2**i for i in range(8, 24))
+LEAVING = ('/exit', '/quit')
+_HELP = '/reset forgets the conversation; Ctrl-C ends an answer; /exit, /quit or Ctrl-D ends the chat.'
 
 
 class Chat:
@@ -111,7 +113,7 @@ def _noting_interrupts() -> Iterator[Callable[[], bool]]:
 
 
 def converse(chat: Chat, read: Callable[[], str], out: TextIO, announce: Callable[[str], None]) -> None:
-  """Answer line by line: /reset forgets the conversation, /exit or the end of input ends it.
+  """Answer line by line: /reset forgets the conversation, /exit, /quit or the end of input ends it, /help says so.
 
   Args:
     chat: a conversation.
@@ -130,13 +132,15 @@ def converse(chat: Chat, read: Callable[[], str], out: TextIO, announce: Callabl
     except EOFError:
       return
     except KeyboardInterrupt:
-      announce('\n/exit ends, and so does Ctrl-D.')
+      announce(f'\n{_HELP}')
       continue
-    if line == '/exit':
+    if line in LEAVING:
       return
     if line == '/reset':
       chat.forget()
       announce('Forgotten.')
+    elif line == '/help':
+      announce(_HELP)
     elif line:
       try:
         ended = chat.answer(line, write)

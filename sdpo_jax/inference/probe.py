@@ -32,7 +32,7 @@ from sdpo_jax.training.questions import held_out_questions
 from sdpo_jax.training.specs import chat_format, prompt_spec
 from sdpo_jax.types import Example, Outcome, Rollouts, Tree
 
-QUESTIONS = 128  # Default: enough to detect gaps of ten points, and cheap compared with a run.
+QUESTIONS = 128  # As of launch.probe: enough to detect gaps of ten points, and cheap compared with a run.
 _STUDENT, _TEACHER, _PLAIN, _CONTEXTS = range(4)  # Numbers of the sample batches, so that none share their noise.
 
 
@@ -106,7 +106,7 @@ def probe_model(
       'prompt/over_limit': float(np.mean(lengths > config.data.max_prompt_length)),
     }
     check_adapter(config)
-    session, trainable = make_session(config, '.', tokenizer)
+    session, trainable = make_session(config, '.', tokenizer, refit=True)
     sampler = make_sampler(config, session.policy, tokenizer, session.mesh, reprompts=True)
     return numbers | probe(config, sampler, session.base, trainable, tokenizer, graders, examples, announce)
 

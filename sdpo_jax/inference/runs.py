@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 import dataclasses
 import json
 import logging
+import os
 from typing import Any, Literal
 
 from etils import epath
@@ -14,20 +15,23 @@ import jax
 from sdpo_jax.config import CartridgeConfig, Config, LoraConfig, ModelConfig
 from sdpo_jax.config.fields import flatten
 from sdpo_jax.config.overrides import from_dict, is_listed
+from sdpo_jax.config.privacy import public_place
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation.evaluate import Evaluation, evaluate
 from sdpo_jax.files import check_output, jsonable, write_output
 from sdpo_jax.learning.update import abstract_state
-from sdpo_jax.models import exporting, huggingface, identity, model_files
+from sdpo_jax.models import exporting, hub, huggingface, identity, model_files
 from sdpo_jax.models import tokenizer as tokenizers
 from sdpo_jax.models.adapters import cartridge_files, named_cartridges, peft_files, published_cartridges
 from sdpo_jax.models.parameters import merge, trainable
+from sdpo_jax.reporting import model_card
+from sdpo_jax.reporting.model_card import Exported
 from sdpo_jax.training import cartridges, divergence
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints, only
 from sdpo_jax.training.directory import fingerprint
 from sdpo_jax.training.directory.published_checkpoints import newest
-from sdpo_jax.training.directory.workdir import saved_settings
+from sdpo_jax.training.directory.workdir import located, no_run, saved_settings
 from sdpo_jax.training.documents import read_document
 from sdpo_jax.training.opening import check_adapter, check_turn_end, load_tokenizer, make_session, model_mesh
 from sdpo_jax.training.questions import held_out_questions
@@ -46,10 +50,11 @@ def run_config(workdir: epath.PathLike) -> Config:
   Raises:
     UserError: there is no run, or its settings cannot be read.
   """
-  path = epath.Path(workdir) / 'config.json'
-  if not path.exists():
-    raise UserError(f'--workdir={workdir} is not a run: there is no {path.name} in it.')
-  return from_dict(saved_settings(workdir))
+  workdir = located(workdir)
+  settings = saved_settings(workdir) if (workdir / 'config.json').exists() else {}
+  if settings.keys().isdisjoint(vars(Config())):
+    raise no_run(workdir)
+  return from_dict(settings)
 
 
 def open_run(
@@ -84,7 +89,7 @@ def open_run(
     slots = dataclasses.replace(model.cartridge, document=config.model.cartridge.document)
     model = dataclasses.replace(model, cartridge=slots)
   config = dataclasses.replace(config or trained, model=model)
-  session, parameters = make_session(config, workdir, teaches=teaches)
+  session, parameters = make_session(config, workdir, teaches=teaches, refit=True)
   like = abstract_state(update_spec(trained), parameters, session.mesh, session.policy.parameter_table())
   del parameters  # There may be no room for both these and the checkpoint's.
   parameters, step = _restored(workdir, weights, like, step, session.config)
@@ -243,7 +248,7 @@ def open_source(
   settings = _changed(settings, dtype, chat_template)
   config = dataclasses.replace(config, model=settings)
   check_adapter(config)
-  return make_session(config, workdir='.', teaches=teaches)
+  return make_session(config, workdir='.', teaches=teaches, refit=True)
 
 
 # Settings that affect an evaluation.
@@ -400,6 +405,8 @@ def export(
   dtype: Literal['float32', 'bfloat16', 'float16'] = 'float32',
   step: int | None = None,
   form: Format | None = None,
+  push: str | None = None,
+  private: bool = False,
 ) -> int:
   """Export a run's checkpoint (of `step`, or the newest) for other programs; return its step.
 
@@ -415,10 +422,13 @@ def export(
       that trained one; 'merged', a model directory with the adapter merged in; 'cartridge', the slots of a run that
       trained some, in this project's format; 'cartridge_pt', in the published one; 'cartridge_pt_fixed', in the
       published one with the key names of its first version. None: the first form that the run supports.
+    push: OWNER/NAME of a model on the Hugging Face hub to which the directory is uploaded; None: it is not. Then none
+      of its files names a folder of this machine.
+    private: whether only those with access may see that model.
 
   Raises:
     UserError: there is no run or checkpoint, the run does not support the form, `output` is not empty or cannot be
-      written, or weights are out of the dtype's range.
+      written, weights are out of the dtype's range, or nobody is logged in to the hub or may write there.
   """
   trained = run_config(workdir)
   kind = (
@@ -429,10 +439,27 @@ def export(
     raise UserError(
       f'--format={form}: {workdir} trained {kind}; export it with --format={" or --format=".join(FORMATS[kind])}.'
     )
-  if jax.process_index() == 0:
+  if private and push is None:
+    raise UserError('--private is about the model on the hub: name it with --push=OWNER/NAME, or leave --private out.')
+  writes = jax.process_index() == 0
+  if writes:
     exporting.check_target(output)  # Before gigabytes are read.
+  if writes and push is not None:
+    hub.check_push(push)
+  named = os.path.basename(os.path.abspath(output)) if push is None else push
+  made = Exported(workdir, 0, weights, form, dtype, named)
+  step = _export(trained, made, output, step, public=push is not None)
+  if writes and push is not None:
+    hub.push(output, push, private=private)
+  return step
+
+
+def _export(trained: Config, made: Exported, output: str, step: int | None, *, public: bool) -> int:
+  """Write an export; return the checkpoint's step. If it becomes `public`, no file names a folder of this machine."""
+  workdir, weights, dtype, form = made.workdir, made.weights, made.dtype, made.form
+  shown = public_place if public else str
   if trained.model.lora.used:
-    return _export_adapter(trained, workdir, output, weights, dtype, step, merged=form == 'merged')
+    return _export_adapter(trained, made, output, step, public=public)
   if form == 'cartridge' and dtype == 'float16':
     raise UserError('--dtype=float16: the format of cartridges has float32 and bfloat16; name one of them.')
   spelling = {'cartridge_pt': 'frozen', 'cartridge_pt_fixed': 'fixed'}.get(form)
@@ -440,16 +467,18 @@ def export(
     policy = huggingface.read_policy(trained.model.path, trained.model)
     published_cartridges.check_servable(output, policy.adapter, policy.config.kv_heads)
   session, parameters, step = open_run(workdir, weights, step=step)
-  model = session.config.model
+  model, texts = session.config.model, _card(made, trained, step)
   if trained.model.cartridge.used:
-    made = cartridges.of_session(session, parameters)
+    cartridge = cartridges.of_session(session, parameters)
     if spelling is not None:
-      published_cartridges.write(output, made, model.path, spelling, dtype)
+      published_cartridges.write(output, cartridge, shown(model.path), spelling, dtype, texts)
     else:
-      about = {'run': trained.name, 'step': str(step), 'document': model.cartridge.document}
+      about = {'run': trained.name, 'step': str(step), 'document': shown(model.cartridge.document)}
       taught = fingerprint.trained_document(workdir, step)
       about |= {} if taught is None else {DIGEST: taught}
-      cartridge_files.write(output, made, cartridge_files.Origin.of(model.path, session.policy.config), dtype, about)
+      origin = cartridge_files.Origin.of(model.path, session.policy.config)
+      origin = dataclasses.replace(origin, name=shown(origin.name))
+      cartridge_files.write(output, cartridge, origin, dtype, about, texts)
     return step
   huggingface.save(
     output,
@@ -457,33 +486,32 @@ def export(
     merge(session.base, parameters),
     source=model.path,
     dtype=dtype,
-    texts=tokenizers.exported(model.path, session.tokenizer, model.chat_template),
+    texts={**tokenizers.exported(model.path, session.tokenizer, model.chat_template), **texts},
   )
   return step
 
 
-def _export_adapter(
-  config: Config,
-  workdir: str,
-  output: str,
-  weights: Literal['student', 'teacher'],
-  dtype: Literal['float32', 'bfloat16', 'float16'],
-  step: int | None,
-  *,
-  merged: bool,
-) -> int:
+def _card(made: Exported, config: Config, step: int) -> dict[str, str]:
+  """Return the model card of an export of this step, as a file and its text; only process 0 writes one."""
+  if jax.process_index() != 0:
+    return {}
+  return {model_card.FILE: model_card.text_of(dataclasses.replace(made, step=step), config)}
+
+
+def _export_adapter(config: Config, made: Exported, output: str, step: int | None, *, public: bool) -> int:
   """Write a run's adapter, alone or merged into its base, which stays off the devices; return the checkpoint's step."""
-  model = config.model
+  model, workdir, weights, dtype = config.model, made.workdir, made.weights, made.dtype
   tokenizer = load_tokenizer(config)
   policy = huggingface.read_policy(model.path, model)
-  mesh, table = model_mesh(config, policy), policy.parameter_table()
+  mesh, table = model_mesh(config, policy, refit=True), policy.parameter_table()
   described = abstract_table(trainable(table), mesh)
   factors, step = _restored(workdir, weights, abstract_state(update_spec(config), described, mesh, table), step, config)
   _check_model(workdir, config, tokenizer, step)
-  texts = tokenizers.exported(model.path, tokenizer, model.chat_template)
-  if merged:
+  texts = {**tokenizers.exported(model.path, tokenizer, model.chat_template), **_card(made, config, step)}
+  if made.form == 'merged':
     huggingface.save_merged(output, policy, factors, model.path, dtype=dtype, texts=texts)
     return step
   base = peft_files.AdapterBase.of(model, policy, identity.of_base(model.path))
+  base = dataclasses.replace(base, name=public_place(model.path)) if public else base
   peft_files.save(output, base, factors, companions=model_files.resolve(model.path), texts=texts, dtype=dtype)
   return step

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from sdpo_jax.config import CartridgeConfig, Config, LoraConfig
-from sdpo_jax.config.fields import flatten
+from sdpo_jax.config.fields import did_you_mean, flatten
 from sdpo_jax.data import self_study
 from sdpo_jax.data.prompts import ChatFormat, Tokenizer, bounded_chat_tokens, chat_tokens
 from sdpo_jax.data.self_study import Document
@@ -63,7 +63,8 @@ class SynthesisOptions:
   def check(self) -> None:
     """Raise UserError if options contradict each other."""
     if unknown := [kind for kind in self.seed_types if kind not in self_study.REQUESTS]:
-      raise UserError(f'--seed_types: {unknown[0]!r} must be one of {", ".join(self_study.REQUESTS)}.')
+      near = did_you_mean(unknown[0], self_study.REQUESTS)
+      raise UserError(f'--seed_types: {unknown[0]!r} must be one of {", ".join(self_study.REQUESTS)}{near}')
     if not self.seed_types or len(set(self.seed_types)) < len(self.seed_types):
       raise UserError(f'--seed_types={",".join(self.seed_types)} must name at least one type, and each once.')
     if self.seed_weights and len(self.seed_weights) != len(self.seed_types):
@@ -416,7 +417,7 @@ def _drawing(config: Config, tokenizer: Tokenizer, options: SynthesisOptions, li
 
   @functools.cache
   def loaded() -> tuple[Sampler, Tree]:
-    mesh = model_mesh(config, huggingface.read_policy(config.model.path, config.model))
+    mesh = model_mesh(config, huggingface.read_policy(config.model.path, config.model), refit=True)
     policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh)
     data = dataclasses.replace(
       config.data,

@@ -26,7 +26,7 @@ from sdpo_jax.training.directory.lines import METRICS, STATE_DIGEST, spans
 from sdpo_jax.training.directory.locks import LOCK
 from sdpo_jax.training.directory.published_checkpoints import DAMAGED, is_step
 from sdpo_jax.training.directory.starts import FINGERPRINT
-from sdpo_jax.training.directory.workdir import BEFORE_RESTART
+from sdpo_jax.training.directory.workdir import BEFORE_RESTART, located
 
 WHOLE, NOTE, DAMAGE = 'ok', 'note', 'damaged'
 ALL_WHOLE, SOME_DAMAGED, NOTHING_LEFT = 0, 1, 2  # Exit codes.
@@ -78,9 +78,9 @@ def verify_run(workdir: epath.PathLike, say: Callable[[str], None]) -> int:
   Raises:
     UserError: there is no run.
   """
-  workdir = epath.Path(workdir)
-  if not any((workdir / name).exists() for name in ('config.json', 'checkpoints', METRICS)):
-    raise UserError(f'--workdir={workdir} is not a run: it has neither config.json nor checkpoints/ nor {METRICS}.')
+  workdir = located(workdir)
+  if not any((workdir / name).exists() for name in ('checkpoints', METRICS)):
+    run_config(workdir)  # Raises if it has no settings of a run either.
   audit = _Audit(workdir)
   damaged = 0
   for finding in audit.findings():

@@ -192,7 +192,7 @@ def text(plan: Plan) -> str:
       parts.append(f'{label}, without an estimate of the compiler: {listed}.')
     if estimate.hottest and label.endswith(('decode', 'update')):
       listed = [f'{_number(hot["seconds"])} s in {hot["times"]:.0f}: {hot["op_name"]}' for hot in estimate.hottest[:8]]
-      parts.append(f'{label}, most cycles [compiler]:\n\n```\n' + '\n'.join(listed) + '\n```')
+      parts.append(f'{label}, most cycles [compiler]:\n\n```text\n' + '\n'.join(listed) + '\n```')
     if estimate.step_seconds is not None:
       parts.append(
         f'{label}: {1e3 * estimate.step_seconds:.3g} ms per token of every row until the longest ends, '

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from sdpo_jax.config import Config
+from sdpo_jax.config.fields import did_you_mean
 from sdpo_jax.config.overrides import assign
 from sdpo_jax.errors import UserError
 from sdpo_jax.models.policy import Policy
@@ -97,7 +98,7 @@ def check(over: Sequence[str]) -> None:
   """
   unknown = [name for name in over if name not in SEARCHED]
   if unknown:
-    raise UserError(f'--search_over={unknown[0]} is none of {", ".join(SEARCHED)}.')
+    raise UserError(f'--search_over={unknown[0]} is none of {", ".join(SEARCHED)}{did_you_mean(unknown[0], SEARCHED)}')
 
 
 def _order(part: CompiledHalf | Candidate) -> tuple[bool, float, float]:

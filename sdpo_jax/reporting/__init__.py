@@ -1,1 +1,1 @@
-"""HTML reports, made only from the files of runs."""
+"""HTML reports and model cards, made only from the files of runs."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import json
+import re
 from typing import Any
 
 from sdpo_jax.config.overrides import RESUMABLE
@@ -11,6 +12,7 @@ from sdpo_jax.reporting.run_files import RunFiles
 
 SEED = 'seed'
 SHOWN = 3  # Differing settings in the label of a group.
+_HANDED_OVER = re.compile(r'.*/(?=rows/[0-9a-f]{16}/)')  # The directory of a run that holds its rows, by their digest.
 
 
 def group_runs(runs: Sequence[RunFiles]) -> list[list[int]]:
@@ -21,14 +23,14 @@ def group_runs(runs: Sequence[RunFiles]) -> list[list[int]]:
   """
   found: dict[str, list[int]] = {}
   for number, run in enumerate(runs):
-    key = json.dumps(_learned(run), sort_keys=True, default=str) if run.settings else f'run {number}'
+    key = json.dumps(_learned(run.settings), sort_keys=True, default=str) if run.settings else f'run {number}'
     found.setdefault(key, []).append(number)
   return list(found.values())
 
 
 def differences(runs: Sequence[RunFiles], groups: Sequence[Sequence[int]]) -> dict[str, list[Any]]:
-  """Return the settings in which groups differ: by name, each group's value; None where the setting is absent."""
-  settings = [_learned(runs[group[0]]) for group in groups]
+  """Return the settings in which groups differ, as they may be published; None where a group has no such setting."""
+  settings = [_learned(runs[group[0]].shown) for group in groups]
   names = sorted({name for each in settings for name in each})
   values = {name: [each.get(name) for each in settings] for name in names}
   return {name: each for name, each in values.items() if any(value != each[0] for value in each)}
@@ -47,21 +49,22 @@ def labels(runs: Sequence[RunFiles], groups: Sequence[Sequence[int]]) -> list[st
       continue
     told = [f'{name.rpartition(".")[2]}={_written(values[place])}' for name, values in differing.items()]
     more = [f'{len(told) - SHOWN} more'] if len(told) > SHOWN else []
-    found.append(', '.join([str(runs[group[0]].settings.get('name', runs[group[0]].name)), *told[:SHOWN], *more]))
+    found.append(', '.join([str(runs[group[0]].shown.get('name', runs[group[0]].name)), *told[:SHOWN], *more]))
   twice = {label for label in found if found.count(label) > 1}
-  return [
-    f'{label} ({runs[group[0]].workdir})' if label in twice else label
-    for label, group in zip(found, groups, strict=True)
-  ]
+  return [f'{label} ({number})' if label in twice else label for number, label in enumerate(found, 1)]
 
 
-def _learned(run: RunFiles) -> dict[str, Any]:
-  """Return a run's settings that affect what is learned, except its seed."""
-  return {
+def _learned(settings: Mapping[str, Any]) -> dict[str, Any]:
+  """Return the settings of a run that affect what is learned, except its seed."""
+  learned = {
     name: value
-    for name, value in run.settings.items()
+    for name, value in settings.items()
     if name != SEED and not any(name == each or name.startswith(f'{each}.') for each in RESUMABLE)
   }
+  files = learned.get('data.train_files')
+  if isinstance(files, list):
+    learned['data.train_files'] = [_HANDED_OVER.sub('', str(file)) for file in files]
+  return learned
 
 
 def _written(value: Any) -> str:

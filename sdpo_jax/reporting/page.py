@@ -16,6 +16,7 @@ import string
 from typing import Any
 
 from sdpo_jax import invisible
+from sdpo_jax.config.privacy import public_text
 from sdpo_jax.files import jsonable
 from sdpo_jax.reporting.groups import differences, group_runs, labels
 from sdpo_jax.reporting.rollouts import RolloutPages, packed
@@ -24,14 +25,14 @@ from sdpo_jax.reporting.run_files import RunFiles
 MARK = '<!doctype html><!-- A report of launch.report. -->'  # The beginning of every page.
 SCRIPTS = ('data.js', 'text.js', 'charts.js', 'overview.js', 'tokens.js', 'rollouts.js', 'main.js')
 SUCCESS = 'actor.self_distillation.success_reward_threshold'
-# What the page's script reads of a run as it is, beside its directory and threshold.
-_SHOWN = ('name', 'settings', 'series', 'resumed', 'alarms', 'rollbacks', 'stopped', 'last', 'total', 'over')
+# What the page's script reads of a run as it is, beside its settings and threshold.
+_SHOWN = ('name', 'series', 'resumed', 'alarms', 'rollbacks', 'stopped', 'last', 'total', 'over')
 
 
 def summary(
   runs: Sequence[RunFiles], rollouts: RolloutPages, *, written: str, reload_s: float | None = None
 ) -> dict[str, Any]:
-  """Return the data of a page about runs, with the index of their rollouts, as JSON values.
+  """Return the data of a page about runs, with the index of their rollouts, as JSON values that may be published.
 
   Args:
     runs: the page is about the first one.
@@ -40,6 +41,9 @@ def summary(
     reload_s: seconds after which the page checks for a newer version; None: there will be none.
   """
   groups = group_runs(runs)
+  remarks = [*(f'{run.name}: {text}' for run in runs for text in run.remarks), *rollouts.remarks]
+  for run in runs:
+    remarks = [text.replace(f'{run.workdir}/', '') for text in remarks]
   return jsonable(
     {
       'written': written,
@@ -49,7 +53,7 @@ def summary(
       'differences': differences(runs, groups),
       'rollouts': rollouts.index,
       'full': rollouts.full,
-      'remarks': [*(f'{run.name}: {text}' for run in runs for text in run.remarks), *rollouts.remarks],
+      'remarks': [public_text(text) for text in remarks],
     }
   )
 
@@ -58,7 +62,7 @@ def _of_run(run: RunFiles) -> dict[str, Any]:
   threshold = run.settings.get(SUCCESS)
   return {
     **{name: getattr(run, name) for name in _SHOWN},
-    'workdir': str(run.workdir),
+    'settings': run.shown,
     'threshold': threshold if isinstance(threshold, int | float) and not isinstance(threshold, bool) else 1.0,
   }
 

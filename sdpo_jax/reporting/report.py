@@ -11,20 +11,25 @@ from etils import epath
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import check_output, read_bytes, write_output
 from sdpo_jax.reporting import page
-from sdpo_jax.reporting.rollouts import RolloutFiles, collect
+from sdpo_jax.reporting.rollouts import RolloutFiles, RolloutPages, collect
 from sdpo_jax.reporting.run_files import RunFiles, read_run
+from sdpo_jax.tables import counted
+from sdpo_jax.training.directory.workdir import located
 
 REPORT = 'report.html'  # File in the run's directory, unless another one is named.
+MAX_MB = 25.0  # What most mail servers and code hosts take, unless another limit is given.
 RELOAD_S = 10.0  # Least seconds after which a page that is being updated checks for a newer one.
 
 
 class Reporter:
   """Reads runs repeatedly, but unchanged files only once."""
 
-  def __init__(self, workdirs: Sequence[epath.PathLike], max_rollouts: int):
-    self._workdirs = [epath.Path(workdir) for workdir in workdirs]
-    self._files = [RolloutFiles(workdir) for workdir in self._workdirs]
-    self._max_rollouts = max_rollouts
+  def __init__(
+    self, workdirs: Sequence[epath.PathLike], max_rollouts: int, max_mb: float = MAX_MB, *, texts: bool = True
+  ):
+    self._workdirs, self._texts = [located(workdir) for workdir in workdirs], texts
+    self._files = [RolloutFiles(workdir, texts=texts) for workdir in self._workdirs]
+    self._max_rollouts, self._max_bytes = max_rollouts, int(max_mb * 1e6)
 
   def page(self, reload_s: float | None = None) -> tuple[str, list[RunFiles], int]:
     """Return the page, the runs it is about, and its number of rollouts.
@@ -35,14 +40,29 @@ class Reporter:
     Raises:
       UserError: a directory holds no run, or one of its files cannot be read.
     """
-    runs = [read_run(workdir) for workdir in self._workdirs]
+    runs = [read_run(workdir, texts=self._texts) for workdir in self._workdirs]
     sources = [(files, run.last) for files, run in zip(self._files, runs, strict=True)]
-    rollouts = collect(sources, self._max_rollouts)
     over = all(run.over for run in runs)
     written = datetime.datetime.now(datetime.UTC).strftime('%Y-%m-%d %H:%M:%S UTC')
-    known = page.summary(runs, rollouts, written=written, reload_s=None if over else reload_s)
     title = ' · '.join(run.name for run in runs[:3]) + (' …' if len(runs) > 3 else '')
-    return page.render(title, known, rollouts.pieces), runs, len(rollouts)
+
+    def made(most: int, room: int) -> tuple[str, RolloutPages]:
+      rollouts = collect(sources, most, room)
+      if not self._texts:
+        rollouts.remarks.append('Prompts, completions, feedback and templates are left out of this page (--no_texts).')
+      known = page.summary(runs, rollouts, written=written, reload_s=None if over else reload_s)
+      return page.render(title, known, rollouts.pieces), rollouts
+
+    text, rollouts = made(0, 0)
+    bare = len(text.encode())
+    room = left = self._max_bytes - bare
+    while room > 0:
+      text, rollouts = made(self._max_rollouts, room)
+      taken = len(text.encode()) - bare
+      if taken <= left:
+        break
+      room = sum(map(len, rollouts.pieces)) * left // taken  # The rest of it are rows of the index.
+    return text, runs, len(rollouts)
 
 
 def write_report(
@@ -51,6 +71,8 @@ def write_report(
   output: str | None,
   *,
   max_rollouts: int,
+  max_mb: float = MAX_MB,
+  texts: bool = True,
   say: Callable[[str], None],
   follow_s: float | None = None,
   wait: Callable[[float], None] = time.sleep,
@@ -62,6 +84,8 @@ def write_report(
     compare: directories of other runs.
     output: file for the page; None: `REPORT` in `workdir`.
     max_rollouts: the most rollouts in the page.
+    max_mb: the most megabytes of the page, of which rollouts get what curves and settings leave.
+    texts: whether prompts, completions, feedback and templates are in it.
     say: called with a line for every page that is written.
     follow_s: seconds between checks of the runs, until all are complete; None: write one page.
     wait: sleeps for a number of seconds.
@@ -75,12 +99,12 @@ def write_report(
       raise UserError('--workdir and --compare take directories of runs, and one of them is empty.')
     if each in workdirs[:place]:
       raise UserError(f'{each} is named twice: name each run once.')
-  target = str(epath.Path(workdir) / REPORT) if output is None else output
-  reporter = Reporter(workdirs, max_rollouts)
+  target = str(located(workdir) / REPORT) if output is None else output
+  reporter = Reporter(workdirs, max_rollouts, max_mb, texts=texts)
   text, runs, count = reporter.page(_reload_s(follow_s))  # Fails before writing if there is no run.
   _check_target(target)
   write_output(target, text)
-  say(_sentence(target, runs, count))
+  say(_sentence(target, text, runs, count))
   if follow_s is None:
     return
   seen = [_state(run) for run in runs]
@@ -90,7 +114,7 @@ def write_report(
       text, runs, count = reporter.page(_reload_s(follow_s))
       if (now := [_state(run) for run in runs]) != seen:
         write_output(target, text)
-        say(_sentence(target, runs, count))
+        say(_sentence(target, text, runs, count))
         seen = now
   except KeyboardInterrupt:
     # The last page does not wait for another one.
@@ -116,9 +140,9 @@ def _check_target(target: str) -> None:
       raise UserError(f'--output={target} is there and no report: name another file, or remove it.')
 
 
-def _sentence(target: str, runs: Sequence[RunFiles], count: int) -> str:
+def _sentence(target: str, text: str, runs: Sequence[RunFiles], count: int) -> str:
   steps = ', '.join(
     f'{run.name} {"no step" if run.last is None else f"step {run.last}"}{"" if run.over else ", going on"}'
     for run in runs
   )
-  return f'{target}: {steps}; {count:,} rollouts.'
+  return f'{target}: {steps}; {counted(count, "rollout")}; {len(text.encode()) / 1e6:.1f} MB.'

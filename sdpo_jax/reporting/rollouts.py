@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
+import itertools
 import json
 import re
 from typing import Any
@@ -15,15 +16,16 @@ import zlib
 
 from etils import epath
 
+from sdpo_jax.config.privacy import public_text
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable, read_bytes
 from sdpo_jax.reporting.run_files import finite
 
 FOLDER = 'rollouts'
 PIECE = 1 << 20  # Approximate bytes of JSON per piece.
-PAGE = 160 << 20  # Limit of the compressed bytes of a page's pieces.
 EXCERPT, SAID = 300, 80  # Characters of a question and of a completion in the index.
 CREDIT = 10.0  # Limit of the log-prob difference between student and teacher, in nats.
+NUMBERS = ('group', 'score', 'divergence', 'advantages')  # Fields of a rollout that quote no data.
 _FILE = re.compile(r'(\d{1,12})\.jsonl')
 
 
@@ -43,11 +45,13 @@ class StepFile:
   places: tuple[tuple[int, int], ...]  # (piece, place) of each entry.
   unreadable: int  # Lines that are not rollouts, except a truncated last one.
 
-  def first(self, count: int) -> StepFile:
-    """Return the file with at most `count` of its rollouts."""
-    places = self.places[:count]
+  def first(self, count: int, size: int) -> StepFile:
+    """Return the file with at most `count` of its rollouts, in pieces of at most `size` bytes together."""
+    ends = itertools.accumulate(map(len, self.pieces))
+    whole = sum(end <= size for end in ends)
+    places = [place for place in self.places[:count] if place[0] < whole]
     pieces = self.pieces[: places[-1][0] + 1] if places else ()
-    return dataclasses.replace(self, entries=self.entries[:count], places=places, pieces=pieces)
+    return dataclasses.replace(self, entries=self.entries[: len(places)], places=tuple(places), pieces=pieces)
 
 
 @dataclasses.dataclass
@@ -64,10 +68,10 @@ class RolloutPages:
 
 
 class RolloutFiles:
-  """Reader of a run's rollouts that caches unchanged files."""
+  """Reader of a run's rollouts, with or without what quotes the data, that caches unchanged files."""
 
-  def __init__(self, workdir: epath.PathLike):
-    self.workdir = epath.Path(workdir)
+  def __init__(self, workdir: epath.PathLike, *, texts: bool = True):
+    self.workdir, self.texts = epath.Path(workdir), texts
     self._known: dict[int, tuple[Any, StepFile]] = {}
 
   def steps(self, last: int | None) -> list[int]:
@@ -89,12 +93,12 @@ class RolloutFiles:
     version = (stat.length, stat.mtime)
     known = self._known.get(step)
     if known is None or known[0] != version:
-      known = self._known[step] = version, pack(step, read_bytes(path, 'make it readable, or remove it'))
+      known = self._known[step] = version, pack(step, read_bytes(path, 'make it readable, or remove it'), self.texts)
     return known[1]
 
 
-def pack(step: int, content: bytes) -> StepFile:
-  """Parse and pack the rollouts in a file's content."""
+def pack(step: int, content: bytes, texts: bool = True) -> StepFile:
+  """Parse and pack the rollouts in a file's content; without `texts` only their numbers."""
   lines = content.split(b'\n')
   whole, entries, rows, unreadable = content.endswith(b'\n'), [], [], 0
   for number, line in enumerate(lines, 1):
@@ -105,6 +109,10 @@ def pack(step: int, content: bytes) -> StepFile:
       unreadable += whole or number < len(lines)
       continue
     entries.append(_entry(rollout))
+    if not texts:
+      rewards = {name: finite(value) for name, value in rollout.get('rewards', {}).items()}
+      rollout = {name: rollout[name] for name in NUMBERS if name in rollout} | ({'rewards': rewards} if rewards else {})
+      entries[-1]['said'] = ''
     rows.append(json.dumps(rollout, allow_nan=False, separators=(',', ':')))
   pieces, places = [], []
   for piece in _pieces(rows):
@@ -118,40 +126,47 @@ def packed(text: str) -> str:
   return base64.b64encode(zlib.compress(text.encode('ascii'), 6)).decode('ascii')
 
 
-def collect(sources: Sequence[tuple[RolloutFiles, int | None]], most: int) -> RolloutPages:
+def collect(sources: Sequence[tuple[RolloutFiles, int | None]], most: int, size: int) -> RolloutPages:
   """Collect the rollouts of runs for a page.
 
   Args:
     sources: each run's files and its last finished step.
     most: the most rollouts. If there are more, each run gets an equal share of them, from steps spread over the run.
+    size: the most bytes of their pieces, shared likewise.
   """
   found, sizes = RolloutPages({name: [] for name in (*COLUMNS, 'questions')}, [], [], {}), 0
   questions: dict[tuple[int, str, str], int] = {}
   largest: dict[str, list[float]] = {}
   for run, (files, last) in enumerate(sources):
     steps, read, room, unreadable = files.steps(last), [], most // len(sources), 0
+    share, whole = size * (run + 1) // len(sources), True  # Of the step that was read first.
     for step in _spread(steps):  # The first and the last step, then midpoints.
       if room <= 0:
         break
       try:
-        file = files.read(step) if read else files.read(step).first(room)
+        file = files.read(step)
+        if not read:
+          held, file = len(file.entries), file.first(room, share - sizes)
+          whole = len(file.entries) == held
       except (UserError, OSError) as error:
         found.remarks.append(f'{files.workdir.name}: {error}')
         continue
-      size = sum(map(len, file.pieces))
-      if len(file.entries) > room or sizes + size > PAGE:
+      taken = sum(map(len, file.pieces))
+      if len(file.entries) > room or sizes + taken > share:
         break
-      room, sizes = room - len(file.entries), sizes + size
+      room, sizes = room - len(file.entries), sizes + taken
       unreadable += file.unreadable
       read.append(file)
     for file in sorted(read, key=lambda each: each.step):
-      _add(found, questions, run, file)
+      _add(found, questions, run, file, texts=files.texts)
       for entry in file.entries:
         for name, value in entry['largest'].items():
           largest.setdefault(name, []).append(value)
-    if len(read) < len(steps):
+    if len(read) < len(steps) or not whole:
+      part = '' if whole else ', the last not whole,'
       found.remarks.append(
-        f'{files.workdir.name}: rollouts of {len(read)} of {len(steps)} steps are in this page (--max_rollouts).'
+        f'{files.workdir.name}: rollouts of {len(read)} of {len(steps)} steps{part} are in this page (--max_rollouts, '
+        '--max_mb).'
       )
     if unreadable:
       found.remarks.append(f'{files.workdir.name}: {unreadable} lines of {FOLDER}/ are no rollouts and left out.')
@@ -160,14 +175,17 @@ def collect(sources: Sequence[tuple[RolloutFiles, int | None]], most: int) -> Ro
   return found
 
 
-def _add(found: RolloutPages, questions: dict[tuple[int, str, str], int], run: int, file: StepFile) -> None:
+def _add(
+  found: RolloutPages, questions: dict[tuple[int, str, str], int], run: int, file: StepFile, *, texts: bool
+) -> None:
   index, first = found.index, len(found.pieces)
   found.pieces += file.pieces
   for entry, (piece, place) in zip(file.entries, file.places, strict=True):
     key = run, entry['id'], entry['question']
     if key not in questions:
       questions[key] = len(index['questions'])
-      index['questions'].append({'id': entry['id'], 'text': entry['question']})
+      name, text = (entry['id'], entry['question']) if texts else ('', f'question {len(index["questions"]) + 1}')
+      index['questions'].append({'id': name, 'text': text})
     row = entry | {'run': run, 'step': file.step, 'question': questions[key], 'piece': first + piece, 'place': place}
     for name in COLUMNS:
       index[name].append(row[name])
@@ -224,7 +242,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     'completion': value['completion'],
     'finish_reason': _text(value.get('finish_reason')),
     'score': finite(value.get('score')),
-    'ungraded': _text(value.get('ungraded')),
+    'ungraded': public_text(_text(value.get('ungraded')) or '') or None,  # May name a server.
     'rewards': jsonable(value['rewards']) if isinstance(value.get('rewards'), dict) else None,
     'feedback': _text(value.get('feedback')),
     'teacher_prompt': _messages(value.get('teacher_prompt')),

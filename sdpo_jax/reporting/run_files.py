@@ -10,11 +10,13 @@ from typing import Any
 
 from etils import epath
 
+from sdpo_jax.config.privacy import public_settings
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.files import read_text
 from sdpo_jax.training.directory import starts
 from sdpo_jax.training.directory.lines import METRICS, dropped_lines, read_metrics
+from sdpo_jax.training.directory.workdir import located, no_run
 
 CONFIG = 'config.json'
 # Metric → (steps, values) from the lines that have it.
@@ -25,8 +27,9 @@ Series = dict[str, tuple[list[int], list[float]]]
 class RunFiles:
   """The contents of a run's files, without rollouts."""
 
-  workdir: epath.Path
+  workdir: epath.Path  # Not for publication, unlike the name.
   settings: Mapping[str, Any]  # By dotted name; empty if config.json is missing or unreadable.
+  shown: Mapping[str, Any]  # Settings as they may be published.
   series: Series
   resumed: tuple[int, ...]  # Steps from which later starts resumed.
   alarms: tuple[Mapping[str, Any], ...]  # Rules with the steps at which they fired: `alarms_of`.
@@ -38,7 +41,7 @@ class RunFiles:
   @property
   def name(self) -> str:
     """Return the run's display name, that of its directory."""
-    return self.workdir.name or str(self.workdir)
+    return self.workdir.name or 'run'
 
   @property
   def total(self) -> int | None:
@@ -53,28 +56,17 @@ class RunFiles:
     return done or self.stopped is not None
 
 
-def read_run(workdir: epath.PathLike) -> RunFiles:
-  """Read the files of a run, which may still be training.
+def read_run(workdir: epath.PathLike, *, texts: bool = True) -> RunFiles:
+  """Read the files of a run, which may still be training; without `texts` no templates are among the shown settings.
 
   Raises:
     UserError: there is no run, or metrics.jsonl cannot be read.
   """
-  workdir = epath.Path(workdir)
-  try:
-    there = workdir.is_dir()
-  except Exception as error:  # Object stores raise many types, also if their package is missing.
-    raise UserError(
-      f'{workdir} cannot be read ({first_line(error)}): see that the name is right and that you may read there.'
-    ) from error
-  if not there:
-    raise UserError(f'{workdir} is not a directory: name the --workdir of a run.')
+  workdir = located(workdir)
   has_metrics, has_settings = ((workdir / name).exists() for name in (METRICS, CONFIG))
   settings, remarks = _settings(workdir) if has_settings else ({}, [f'{CONFIG} is not there.'])
   if not has_metrics and 'trainer.total_training_steps' not in settings:
-    raise UserError(
-      f'{workdir} holds no run: there is neither a {METRICS} nor the {CONFIG} of one; name the --workdir of '
-      'launch.train.'
-    )
+    raise no_run(workdir)
   lines = read_metrics(workdir)
   if dropped := dropped_lines(workdir):
     remarks.append(dropped)
@@ -91,6 +83,7 @@ def read_run(workdir: epath.PathLike) -> RunFiles:
   return RunFiles(
     workdir,
     settings,
+    {name: value for name, value in public_settings(settings).items() if texts or not name.endswith('template')},
     series_of(lines),
     resumed,
     alarms_of(lines, settings.get('alarms.rules')),

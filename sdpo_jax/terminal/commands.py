@@ -69,7 +69,7 @@ class Commands:
       '/history': (self._talk, '/history             the conversation so far', 0),
       '/session': (self._about, '/session             this session: id, adapter, service, workspace, history', 0),
       '/policy': (self._rules, '/policy              the rules by which calls are allowed, asked for or refused', 0),
-      '/quit': (self._quit, '/quit                leaves; --resume goes on', 0),
+      **dict.fromkeys(('/quit', '/exit'), (self._quit, '/quit, /exit, Ctrl-D leaves; --resume goes on', 0)),
     }
 
   def run(self, line: str) -> None:
@@ -93,7 +93,7 @@ class Commands:
     function(arguments)
 
   def _help(self, arguments: list[str]) -> None:
-    usages = [usage for _, usage, _ in self._table.values()]
+    usages = dict.fromkeys(usage for _, usage, _ in self._table.values())  # /exit is /quit.
     self._screen.say('\n'.join([*usages, _KEYS]))
 
   def _undo(self, arguments: list[str]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 import os
-import re
 
 from sdpo_jax.command_lines import command_line
 from sdpo_jax.evaluation.evaluate import Evaluation
+from sdpo_jax.evaluation.known_metrics import headlines
 from sdpo_jax.tables import aligned
 from sdpo_jax.training.divergence import ON_STUDENT, ON_TEACHER
 from sdpo_jax.training.loop import Result
@@ -66,14 +66,6 @@ def summary(
     following.insert(0, ('evaluate', f'--config={config_path}', *settings, where, output))
   lines += ['', 'Next:', *(f'  {command_line(*words)}' for words in following)]
   return '\n'.join(lines)
-
-
-def headlines(names: Iterable[str]) -> list[str]:
-  """Return the headline metrics among `eval/<task>/…`: mean, best and maj of the score, and the mean of acc."""
-  names = list(names)
-  tasks = [name.removesuffix('questions') for name in names if name.endswith('/questions')]
-  first = re.compile(r'(?:mean|best|maj|acc/mean)@\d+')
-  return [name for name in names if any(first.fullmatch(name.removeprefix(task)) for task in tasks)]
 
 
 UNGRADED = 'ungraded_fraction'  # Shown unless it is 0: the other numbers are those of the graded samples.

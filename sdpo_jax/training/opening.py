@@ -10,7 +10,7 @@ from typing import Any
 from etils import epath
 import jax
 
-from sdpo_jax.config import Config
+from sdpo_jax.config import Config, MeshConfig
 from sdpo_jax.distributed.mesh import check_divides, make_mesh
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning.optimizer import check_excluded
@@ -82,15 +82,30 @@ def template_remarks(config: Config, tokenizer: Any) -> list[str]:
   return remarks
 
 
-def model_mesh(config: Config, policy: Policy, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+def model_mesh(
+  config: Config, policy: Policy, devices: Sequence[jax.Device] | None = None, *, refit: bool = False
+) -> jax.sharding.Mesh:
   """Return the mesh over `devices` (None: all devices of this run) for a model.
+
+  Args:
+    config: settings.
+    policy: the model.
+    devices: devices of the mesh.
+    refit: whether settings for other devices are replaced by the default mesh, as where nothing is trained; it is
+      logged.
 
   Raises:
     UserError: the settings do not fit the devices, or the model's axes cannot be divided among them.
   """
   described = [(parameter.name, parameter.axes, parameter.shape) for parameter in policy.parameter_table()]
-  mesh = make_mesh(config.mesh, devices, described)
-  check_divides(mesh, described)
+  try:
+    mesh = make_mesh(config.mesh, devices, described)
+    check_divides(mesh, described)
+  except UserError as error:
+    if not refit:
+      raise
+    mesh = make_mesh(MeshConfig(), devices, described)
+    _logger.warning('A mesh of fsdp=%d × tensor=%d is used, as nothing is trained: %s', *mesh.devices.shape, error)
   return mesh
 
 
@@ -113,6 +128,7 @@ def make_session(
   tokenizer: Any = None,
   texts: Texts | None = None,
   teaches: bool = False,
+  refit: bool = False,
 ) -> tuple[Session, Tree]:
   """Load the model, and the tokenizer unless it is given.
 
@@ -122,6 +138,7 @@ def make_session(
     tokenizer: a tokenizer with a chat template; None: that of the model directory.
     texts: texts of a cartridge, if there is one; None: they are read as needed.
     teaches: whether a teacher is needed: its document is read, or the separate teacher model of the settings is loaded.
+    refit: as in `model_mesh`.
 
   Returns:
     The session, and the trainable parameters as stored in the model directory.
@@ -134,7 +151,7 @@ def make_session(
   described = huggingface.read_policy(config.model.path, config.model)
   trained = parameter_tables.trainable(described.parameter_table())
   check_excluded(config.optimizer.weight_decay_exclude, [parameter.name for parameter in trained])
-  mesh = model_mesh(config, described)
+  mesh = model_mesh(config, described, refit=refit)
   policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh, seed=config.seed)
   teacher: Teacher | None = None  # The model itself.
   if config.model.cartridge.used:

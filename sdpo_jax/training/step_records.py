@@ -99,6 +99,9 @@ def success_rates(graded: GradedRollouts, config: Config) -> dict[str, float]:
 def gap_metrics(rates: Mapping[str, float], evaluated: Mapping[str, float]) -> dict[str, float]:
   """Return `gap/<source>`: the rollouts' success rate minus the held-out mean score of the latest evaluation.
 
+  Both are the same quantity if scores are 0 and 1 and evaluations sample as training does; then the gap is 0 without
+  overfitting.
+
   Args:
     rates: result of `success_rates`.
     evaluated: `eval/…` metrics of the latest evaluation; sources without such metrics get no gap.

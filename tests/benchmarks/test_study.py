@@ -101,7 +101,7 @@ def test_the_table_says_what_the_finished_runs_say(tmp_path):
   assert fifths[2] == '| one | 12% (0%–25%) | – | 62% (50%–75%) | 62% | 2 |'
 
 
-PAGES = {'quickstart': 'README.md', 'lora': 'docs/lora.md', 'cartridge': 'docs/cartridges.md'}
+PAGES = {'quickstart': 'docs/method.md', 'lora': 'docs/lora.md', 'cartridge': 'docs/cartridges.md'}
 
 
 @pytest.mark.parametrize('name', PAGES)

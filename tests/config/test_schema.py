@@ -184,7 +184,11 @@ class Overrides(parameterized.TestCase):
     ('optimizer.lr', 'fast', "'fast' is not float"),
     ('trainer.total_training_steps', '1.5', 'is not int'),
     ('trainer.total_training_steps', '9' * 400, 'is not int'),
-    ('trainer.tensorboard', 'yes!', 'is not bool'),
+    ('trainer.tensorboard', 'yes!', r'is not bool\.$'),
+    ('optimizer.name', 'ADAM', "'muon'; did you mean 'adamw'\\?$"),
+    ('optimizer.name', 'gradient', r"'muon'\.$"),
+    ('actor.self_distillation.teacher_regularization', 'emma', "did you mean 'ema'\\?$"),
+    ('model.dtype', 'bf16', "is not 'float32' or 'bfloat16'; did you mean 'bfloat16'\\?$"),
     ('optimizer.betas', '[0.1', 'is not a list of float'),
     ('model.lora.target_modules', '[q_proj, v_proj]', r'Expecting value.*; write a,b or \["a", "b"\]'),
   )
@@ -313,9 +317,20 @@ def test_a_resume_may_change_what_decides_neither_the_reward_nor_the_data_and_th
     assert differences(saved, config).ways_out == []
 
 
+def test_a_value_of_python_is_not_one_of_the_allowed_and_the_nearest_is_named():
+  for value, end in (('muom', r"; did you mean 'muon'\?"), (['muon'], r'\.')):
+    config = valid()
+    config.optimizer.name = value
+    with pytest.raises(UserError, match=rf"optimizer\.name=.* is not 'adamw' or .* or 'muon'{end}$"):
+      config.validate()
+
+
 def test_only_what_there_is_can_be_accepted():
   assert tuple(ACCEPTABLE) == CHANGES
   config = valid()
+  config.trainer.accept_changes = ('grader',)
+  with pytest.raises(UserError, match=r"did you mean 'graders'\?$"):
+    config.validate()
   config.trainer.accept_changes = ('graders', 'optimizer.lr')
   with pytest.raises(
     UserError, match=r"accept_changes: \['optimizer.lr'\] cannot be accepted: name any of tokenizer, "

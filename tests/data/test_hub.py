@@ -9,7 +9,6 @@ import pytest
 
 from sdpo_jax.data import hub_datasets, rows, sources
 from sdpo_jax.errors import UserError
-from sdpo_jax.models import hub as models_hub
 from tests import hub_server
 from tests.data.reference_rows import CALLS, RAW
 
@@ -185,13 +184,8 @@ def test_a_broken_file_of_a_data_set_is_named_with_its_line(folder):
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
   """Serve a hub of data sets, with an empty cache before it."""
-  served = hub_server.Hub(tmp_path / 'hub')
-  with hub_server.serving(served) as address:
-    for name, value in hub_server.constants(address, tmp_path / 'cache').items():
-      monkeypatch.setattr(f'huggingface_hub.constants.{name}', value)
-    models_hub.unreachable.cache_clear()
+  with hub_server.reached(tmp_path, monkeypatch) as served:
     yield served
-  models_hub.unreachable.cache_clear()
 
 
 def test_a_data_set_of_the_hub_is_downloaded_once_and_only_its_split(hub, monkeypatch):

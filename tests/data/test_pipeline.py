@@ -325,15 +325,15 @@ def test_rows_of_ones_own_need_no_names(write, tmp_path):
 
 def test_the_rows_of_the_documentation_train_as_they_are(tmp_path):
   text = (tiny.REPOSITORY / 'docs' / 'data.md').read_text()
-  blocks = re.findall(r'```(?:json)?\n(.*?)```', text[text.index('## Rows') : text.index('| field |')], re.DOTALL)
-  files = [tmp_path / name for name in ('rows.jsonl', 'rows.csv', 'rows.json')]
-  for file, block in zip(files, blocks, strict=True):
-    file.write_text(block)
+  shown = re.findall(r"^cat > (\S+) <<'END'\n(.*?)^END$", text, re.MULTILINE | re.DOTALL)
+  assert [name for name, _ in shown] == ['rows.jsonl', 'rows.csv', 'rows.json']
+  for name, content in shown:
+    (tmp_path / name).write_text(content)
   made = config(environment='math')
   examples = []
-  for file in files:
+  for name, _ in shown:
     examples += pipeline.read_examples(
-      str(file),
+      str(tmp_path / name),
       'train',
       made.data,
       prompt_spec(made),

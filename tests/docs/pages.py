@@ -6,6 +6,7 @@ import atexit
 import dataclasses
 import json
 import multiprocessing.connection
+import multiprocessing.process
 import os
 import re
 import runpy
@@ -93,7 +94,7 @@ class Page:
 
   def _command(self, command: str, block: Block) -> None:
     print(f'$ {command}', flush=True)
-    words = shlex.split(command.replace('\\\n', ''), comments=True)
+    words = shlex.split(command.replace('\\\n', ' '), comments=True)
     if words[-1] == '&':
       self._serve(words[:-1])
     elif words[:2] == ['python', '-m'] and words[2].startswith('launch.') and not set(words) & {'|', '>', '&&', ';'}:
@@ -140,7 +141,7 @@ def _forked(module: str, arguments: list[str]) -> int:
   child = os.fork()
   if child:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-  multiprocessing.process._children.clear()  # noqa: SLF001 (Those of the parent, which the exit functions would end.)
+  multiprocessing.process._children.clear()  # noqa: SLF001 (A process ends those of its own; these are its parent's.)
   code = 1
   try:
     sys.argv = [f'{module.replace(".", "/")}.py', *arguments]

@@ -28,7 +28,7 @@ def test_registry_finds_what_was_registered_and_lists_it_otherwise():
   assert registry.get('digits') is digits.grade
   assert registry.get_generator('digits') is digits.generate
   assert 'digits' in registry.names()
-  with pytest.raises(UserError, match="no environment 'digit': choose from .*digits"):
+  with pytest.raises(UserError, match=r"no environment 'digit': choose from .*tooluse; did you mean 'digits'\?$"):
     registry.get('digit')
   with pytest.raises(UserError, match="no generator 'nothing': choose from .*digits"):
     registry.get_generator('nothing')

@@ -196,9 +196,9 @@ def test_a_function_can_have_another_name_and_none_that_is_taken(tmp_path):
 
 def test_the_documented_reward_functions_grade_the_documented_rows(tmp_path):
   (tmp_path / 'my_rewards.py').write_text(block('my_rewards.py'))
-  asked = [
+  *asked, both = [
     rows.example(rows.RawRow('sums.jsonl:1', i, json.loads(line)), 'train')
-    for i, line in enumerate(block('sums.jsonl', 'json').splitlines(), 1)
+    for i, line in enumerate(block('sums.jsonl').splitlines(), 1)
   ]
   with Graders(EnvironmentsConfig(modules=(str(tmp_path / 'my_rewards.py'),))) as graders:
     graders.prepare({example.environment for example in asked})
@@ -206,10 +206,8 @@ def test_the_documented_reward_functions_grade_the_documented_rows(tmp_path):
     wrong = graders.grade(asked, ['5', '7!'], truncated=[False] * 2)
   assert [outcome.score for outcome in (*right, *wrong)] == [1.0, 1.0, 0.0, 0.0]
   assert [outcome.feedback for outcome in (*right, *wrong)] == [None, None, 'State the number.', None]
-  both = rows.example(rows.RawRow('weighted.jsonl:1', 1, json.loads(block('weighted.jsonl', 'json'))), 'train')
-  settings = EnvironmentsConfig(modules=(str(tmp_path / 'my_rewards.py'),), reward_weights={'explained_reward': 0.5})
-  with Graders(settings) as graders:
-    found = graders.grade([both] * 3, ['4', 'It is 4.', '5'], truncated=[False] * 3)
+  with Graders(EnvironmentsConfig(modules=(str(tmp_path / 'my_rewards.py'),))) as graders:
+    found = graders.grade([both] * 3, ['6', 'It is 6.', '5'], truncated=[False] * 3)
   assert [(outcome.score, outcome.feedback) for outcome in found] == [
     (1.5, None),
     (0.5, None),

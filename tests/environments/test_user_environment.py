@@ -34,7 +34,11 @@ def test_the_documented_environment_trains(tmp_path):
   assert len(code.splitlines()) < 20
   config = tiny.make_experiment(tmp_path)
   (tmp_path / 'my_environment.py').write_text(code)
-  (tmp_path / 'rows.jsonl').write_text(block('rows.jsonl', 'json'))
+  rows = [
+    {'prompt': f'Write about {what} in {words} words.', 'answer': f'{words}'}
+    for what, words in (('rain', 5), ('snow', 7))
+  ]
+  (tmp_path / 'rows.jsonl').write_text('\n'.join(map(json.dumps, rows)))
   done = tiny.launch(
     'train',
     f'--config={config}',

@@ -14,7 +14,7 @@ import pytest
 
 from sdpo_jax.config import Config, EnvironmentsConfig
 from sdpo_jax.environments.grading import Graders
-from sdpo_jax.evaluation import completions, evaluate
+from sdpo_jax.evaluation import completions, evaluate, known_metrics
 from sdpo_jax.inference import runs
 from sdpo_jax.training import closing_text, step_records
 from sdpo_jax.training.graded import GradedRollouts
@@ -299,10 +299,10 @@ def test_the_table_has_a_row_a_source_and_leaves_out_what_no_source_has():
 def test_the_summary_of_a_run_shows_score_and_mean_acc_whatever_the_task_is_called():
   names = ('mean@2', 'std@2', 'best@2', 'worst@2', 'maj@2', 'acc/mean@2', 'acc/best@2', 'tests/mean@2', 'questions')
   flat = [f'eval/{task}/{name}' for task in ('a/b', 'a') for name in names]
-  assert [name for name in closing_text.headlines(flat) if name.startswith('eval/a/b/')] == [
+  assert [name for name in known_metrics.headlines(flat) if name.startswith('eval/a/b/')] == [
     f'eval/a/b/{name}' for name in ('mean@2', 'best@2', 'maj@2', 'acc/mean@2')
   ]
-  assert len(closing_text.headlines(flat)) == 8
+  assert len(known_metrics.headlines(flat)) == 8
 
 
 def test_settings_that_make_an_evaluation_another_one_are_named():

@@ -5,6 +5,7 @@ import json
 import os
 
 import jax
+import numpy as np
 import pytest
 
 import sdpo_jax
@@ -12,7 +13,7 @@ from sdpo_jax import interface
 from sdpo_jax.config import Config
 from sdpo_jax.configs import quickstart
 from sdpo_jax.environments import registry
-from tests import tiny
+from tests import exported_cards, hub_server, tiny
 
 ROWS = [{'prompt': f'Q{number}', 'answer': number % 2} for number in range(6)]
 
@@ -108,9 +109,21 @@ def test_a_run_is_evaluated_and_asked(config, whole):
   assert first == second == generator.generate([{'role': 'user', 'content': 'Q1'}])[0]
 
 
-def test_a_run_is_exported(whole, tmp_path):
-  assert sdpo_jax.export(str(whole[0]), str(tmp_path / 'model')) == 3
-  assert (tmp_path / 'model' / 'model.safetensors').exists()
+def test_a_run_is_exported_and_pushed_with_what_it_was_evaluated_at(config, whole, tmp_path, monkeypatch):
+  workdir, result, _ = whole
+  with hub_server.reached(tmp_path, monkeypatch) as served:
+    assert sdpo_jax.export(str(workdir), str(tmp_path / 'out'), push='me/tuned', private=True) == 3
+  files = {path.name: path.read_bytes() for path in (tmp_path / 'out').iterdir()}
+  assert served.models['me/tuned'] == hub_server.Model(True, files) and 'model.safetensors' in files
+  card = exported_cards.read(tmp_path / 'out', config.model.path, workdir, 'Q1')
+  found = {f'eval/{each.dataset_name}/{each.metric_type}': each.metric_value for each in card.data.eval_results}
+  assert found.items() <= result.evaluations[3].items() and 'eval/held_out/mean@2' in found
+  for step in (0, 3):  # The standard error over the questions is that of the samples that the run has kept.
+    samples = json.loads((workdir / 'eval' / f'{step}.json').read_text())['samples']
+    means = [np.mean([each['score'] for each in samples if each['id'] == name]) for name in {s['id'] for s in samples}]
+    error = np.std(means, ddof=1) / len(means) ** 0.5
+    assert f' {result.evaluations[step]["eval/held_out/mean@2"]:.4g} ± {error:.2g} |' in card.text
+  assert '`held_out.jsonl`' in card.text and 'jax `' in card.text and '3 of 3 steps of SDPO' in card.text
 
 
 def test_a_config_is_loaded_and_changed():

@@ -1,12 +1,15 @@
 """Using a run: the weights of its checkpoints, and nothing else of them."""
 
+import json
+
 import chex
 import jax
 import pytest
 from safetensors.numpy import load_file
 import transformers
 
-from sdpo_jax.config import Config, SamplingConfig
+from sdpo_jax.config import Config, MeshConfig, SamplingConfig
+from sdpo_jax.distributed import accelerators
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import generate, runs
 from sdpo_jax.learning.update import place_state
@@ -23,10 +26,11 @@ def model(tmp_path_factory):
   return tiny.make_model(tmp_path_factory.mktemp('inference') / 'model')
 
 
-def make_run(workdir, model, teacher: str, chat_template=None):
+def make_run(workdir, model, teacher: str, chat_template=None, mesh=None):
   """Return a run of one checkpoint, whose student and teacher are the model's weights halved and doubled; its state."""
   config = Config()
   config.model.path, config.model.chat_template = str(model), chat_template
+  config.mesh = mesh or config.mesh
   config.actor.self_distillation.teacher_regularization = teacher
   workdir.mkdir()
   (workdir / 'config.json').write_text(config.to_json())
@@ -136,3 +140,41 @@ def test_a_teacher_without_weights_is_not_opened(model, tmp_path):
   with pytest.raises(UserError, match='the teacher of this run has no weights of its own; export --weights=student'):
     runs.open_run(tmp_path / 'live', 'teacher')
   assert runs.open_run(tmp_path / 'live', 'student')[2] == 1
+
+
+@pytest.fixture(scope='module')
+def sharded_run(model, tmp_path_factory):
+  """Return a run over eight devices, and the digests of its export there."""
+  folder = tmp_path_factory.mktemp('sharded')
+  make_run(folder / 'run', model, 'live', mesh=MeshConfig(fsdp=8))
+  runs.export(folder / 'run', folder / 'exported', 'student')
+  return folder / 'run', (folder / 'exported' / checksums.SUMS).read_text()
+
+
+@pytest.mark.parametrize('count', [1, 3])
+def test_other_devices_than_those_of_the_run_export_the_same_bits(sharded_run, count, tmp_path, monkeypatch, caplog):
+  workdir, sums = sharded_run
+  monkeypatch.setattr(accelerators, 'devices', lambda: jax.devices()[:count])
+  runs.export(workdir, tmp_path / 'out', 'student')
+  assert (tmp_path / 'out' / checksums.SUMS).read_text() == sums and 'model.safetensors' in sums
+  assert f'A mesh of fsdp={count} × tensor=1 is used' in caplog.text and 'mesh.fsdp=8 does not divide' in caplog.text
+  with pytest.raises(UserError, match=r'mesh\.fsdp=8 does not divide the'):  # To train it on is another matter.
+    make_session(runs.run_config(workdir), workdir)
+
+
+@pytest.mark.slow
+def test_a_run_on_eight_devices_is_used_on_one(sharded_run, tmp_path):
+  workdir, sums = sharded_run
+  options = generate.GenerationOptions(SamplingConfig(n=1, temperature=0.0), 8)
+  [answer] = generate.open_generator(runs.RunOrModel(str(workdir)), options).generate('Hello')
+  sizes = {'mesh.fsdp': 8, 'data.max_prompt_length': 256, 'data.val_max_samples': 4}
+  small = ['--config=configs/quickstart.py', *(f'--config.{name}={size}' for name, size in sizes.items())]
+  commands = [
+    ('export', [f'--workdir={workdir}', f'--output={tmp_path}/out']),
+    ('sample', [f'--workdir={workdir}', '--prompt=Hello', '--temperature=0', '--max_tokens=8']),
+    ('evaluate', [*small, f'--workdir={workdir}', f'--output={tmp_path}/results.json']),
+  ]
+  done = tiny.launch_many(commands, tmp_path / 'launched', quick=True)
+  assert [command.returncode for command in done] == [0, 0, 0], [command.stderr for command in done]
+  assert (tmp_path / 'out' / checksums.SUMS).read_text() == sums and done[1].stdout == answer + '\n'
+  assert 'digits' in json.loads((tmp_path / 'results.json').read_text())

@@ -264,6 +264,13 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(generator):
   assert out.getvalue() == f'{cut["content"]}\n{whole["content"]}\n'
 
 
+@pytest.mark.parametrize('word', ['/exit', '/quit'])
+def test_both_words_that_leave_a_chat_do_and_help_says_so(word):
+  announced, lines = [], iter(['/help', word, 'never read'])
+  converse(None, lambda: next(lines), io.StringIO(), announced.append)  # Asks no model.
+  assert next(lines) == 'never read' and all(way in announced[0] for way in ('/exit', '/quit', 'Ctrl-D', '/reset'))
+
+
 def test_ctrl_c_twice_ends_the_chat(generator):
   chat = Chat(generator, None, print)
 

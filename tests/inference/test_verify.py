@@ -183,8 +183,12 @@ def test_a_model_directory_is_compared_with_its_sums(tmp_path):
   for arguments in ((None, None), ('a', 'b')):
     with pytest.raises(UserError, match='Name one of --workdir'):
       verify.verify(*arguments, said.append)
-  with pytest.raises(UserError, match='is not a run: it has neither'):
-    verify.verify(str(tmp_path), None, said.append)
+  for path, what in (
+    (tmp_path / 'new', 'there is no such'),
+    (folder, r'its config\.json is not that of a run; a model'),
+  ):
+    with pytest.raises(UserError, match=f'is not a run: {what}'):
+      verify.verify(str(path), None, said.append)
 
 
 @pytest.mark.slow  # By default it is called, as above.

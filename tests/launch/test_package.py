@@ -12,6 +12,8 @@ import pytest
 
 from sdpo_jax.config import beside
 from sdpo_jax.config.locations import model_path
+from sdpo_jax.errors import UserError
+from sdpo_jax.models import directories, model_files
 from tests import tiny
 
 ROOT = tiny.REPOSITORY
@@ -83,6 +85,16 @@ def test_files_beside_a_config_are_found_from_anywhere(tmp_path, monkeypatch):
   assert model_path('my_model', config) == str(config.parent / 'my_model')
 
 
+def test_the_models_of_the_project_are_found_from_anywhere(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  path = 'configs/quickstart_model'
+  assert model_files.resolve(path) == ROOT / path and directories.is_local(path)
+  with pytest.raises(UserError, match='The model directory configs/quick_model does not exist: set model.path'):
+    model_files.resolve('configs/quick_model')  # Which is not looked for on the hub.
+  (tmp_path / path).mkdir(parents=True)
+  assert model_files.resolve(path) == pathlib.Path(path)  # The working directory comes first.
+
+
 @pytest.mark.slow
 def test_the_wheel_takes_one_name_and_holds_the_files_of_git(installed):
   assert {path.name for path in installed.iterdir() if path.suffix != '.dist-info'} == {'bin', 'sdpo_jax'}
@@ -110,6 +122,22 @@ def test_the_console_script_runs_in_an_empty_folder(installed, tmp_path):
   helped = start(tmp_path, 'check', '--help', installed=installed)
   assert helped.returncode == 0 and '  sdpo check --config=configs/quickstart.py\n' in helped.stdout
   assert '--config' in helped.stdout and '--help_settings' in helped.stdout
+
+
+@pytest.mark.slow
+def test_a_csv_file_trains_after_two_commands_in_an_empty_folder(installed, tmp_path):
+  rows = '\n'.join(f'Name number {number}.,Number {number}' for number in range(10))
+  (tmp_path / 'my.csv').write_text(f'question,answer\n{rows}\n')
+  done = start(tmp_path, 'init', '--data=my.csv', '--model=configs/quickstart_model', installed=installed)
+  assert done.returncode == 0 and done.stderr == '', done.stderr
+  command = shlex.split(done.stdout.splitlines()[-1])
+  assert command == ['sdpo', 'train', '--config=my/config.py']
+  # Shorter than what init guesses, so that there is less to compile.
+  lengths = ('data.max_response_length=16', 'actor.self_distillation.max_reprompt_len=128', 'rollout.n=2')
+  short = [f'--config.{name}' for name in (*lengths, 'val_kwargs.n=2', 'trainer.total_training_steps=1')]
+  done = start(tmp_path, *command[1:], *short, installed=installed)
+  assert done.returncode == 0 and '1 step done; the run is in runs/my.' in done.stdout, done.stderr
+  assert 'held_out/mean@2' in done.stdout
 
 
 GRADER = """
@@ -142,3 +170,53 @@ def test_projects_with_packages_of_these_names_import_their_own(installed, tmp_p
   done = start(tmp_path, 'train', f'--config={config.relative_to(tmp_path)}', installed=installed)
   assert done.returncode == 0, done.stderr
   assert '1 step done' in done.stdout
+
+
+TYPED = """
+import sdpo_jax
+
+
+def odd(completions: list[str], answer: list[int], **_: object) -> list[float]:
+  return [1.0 for _ in completions]
+
+
+class Look(sdpo_jax.Callback):
+  def on_step(self, step: sdpo_jax.Step) -> None:
+    print(step.number, step.metrics['train/loss'])
+
+
+config: sdpo_jax.Config = sdpo_jax.load_config('configs/quickstart.py', {'optimizer.lr': 1e-4})
+config.optimizer.lr = 1e-3
+rows = [{'prompt': 'Q', 'answer': 1}]
+result: sdpo_jax.Result = sdpo_jax.train(config, rows=rows, grader=[odd, ('math', 0.5)], callbacks=[Look()])
+score: float = result.evaluations[3]['eval/x/mean@4']
+answers: list[str] = sdpo_jax.generator('runs/x').generate('Q')
+each: list[list[str]] = sdpo_jax.generator(model='m').generate(['Q', 'R'])
+for step in sdpo_jax.steps(config, 'runs/y'):
+  texts: list[str] = step.sample('Q', n=2)
+try:
+  done: int = sdpo_jax.export('runs/x', 'model', format='peft')
+except sdpo_jax.UserError as error:
+  print(error)
+metrics: dict[str, dict[str, float]] = sdpo_jax.evaluate(config, workdir='runs/x').metrics
+sdpo_jax.train(3)
+"""
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_the_interface_of_the_wheel(installed, tmp_path):
+  (tmp_path / 'program.py').write_text(TYPED)
+  options = ['--strict', '--follow-imports=silent', '--disable-error-code=import-untyped', '--no-error-summary']
+  checked = ['program.py', *(installed / 'sdpo_jax' / name for name in ('interface.py', '__init__.pyi'))]
+  done = subprocess.run(
+    [sys.executable, '-m', 'mypy', *options, *checked],
+    cwd=tmp_path,
+    env=os.environ | {'MYPYPATH': str(installed)},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  [complaint] = done.stdout.splitlines()  # About the last line alone, which is wrong.
+  assert complaint.startswith(
+    f'program.py:{len(TYPED.splitlines())}: error: Argument 1 to "train" has incompatible type'
+  )

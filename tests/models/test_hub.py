@@ -1,4 +1,4 @@
-"""The hub is asked once whether it is there; its libraries would try for half a minute."""
+"""The hub is asked once whether it is there; its libraries would try for half a minute. What is pushed arrives."""
 
 import fnmatch
 import http.server
@@ -12,6 +12,7 @@ import pytest
 from sdpo_jax.data import sources
 from sdpo_jax.errors import UserError
 from sdpo_jax.models import hub, huggingface, model_files
+from tests import hub_server
 
 
 @pytest.fixture
@@ -130,3 +131,89 @@ def test_weights_of_the_hub_that_cannot_be_used_are_not_fetched(online, monkeypa
   with pytest.raises(UserError, match="some/model/config.json: model_type 'unheard_of' is not supported"):
     model_files.resolve('some/model')
   assert len(asked) == 1
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+  with hub_server.reached(tmp_path, monkeypatch) as made:
+    yield made
+
+
+def write(folder, **files):
+  folder.mkdir()
+  for name, text in files.items():
+    (folder / name.replace('_', '.', 1)).write_text(text)
+  return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+CARD = '---\ntags:\n- jax\n---\n\n# A\n'
+
+
+def test_what_is_pushed_is_the_directory_and_no_weights_of_an_earlier_one_stay(served, tmp_path):
+  first = write(tmp_path / 'first', README_md=CARD, model_safetensors='\1' * 5000, config_json='{}', SHA256SUMS='')
+  hub.check_push('me/x')
+  hub.push(tmp_path / 'first', 'me/x', private=True)
+  model = served.models['me/x']
+  assert model.private and model.files == first
+  assert any(path.startswith('/lfs/') for path in served.asked)  # Weights go another way than texts.
+  mine = {'notes.md': b'mine', 'old/model.safetensors': b'mine', 'model-00001-of-00002.safetensors': b'old'}
+  model.files |= mine | {'model.safetensors.index.json': b'{}', 'adapter_model.safetensors': b'old'}
+  second = write(tmp_path / 'second', README_md=CARD, cartridge_safetensors='\2', cartridge_json='{}')
+  hub.push(tmp_path / 'second', 'me/x', private=True)
+  left = {name: content for name, content in mine.items() if not name.startswith('model')}
+  assert model.files == second | left | {'SHA256SUMS': b''}
+
+
+def test_what_is_to_be_private_is_not_put_where_everybody_sees_it(served, tmp_path):
+  write(tmp_path / 'my out', README_md=CARD)
+  served.models['me/x'] = hub_server.Model(private=False)
+  with pytest.raises(
+    UserError, match=r"--push=me/x: it is there and public: .*`hf upload me/x '\S+/my out' --private` uploads it\.$"
+  ):
+    hub.push(tmp_path / 'my out', 'me/x', private=True)
+  assert served.models['me/x'].files == {}
+  hub.push(tmp_path / 'my out', 'me/x', private=False)
+  assert served.models['me/x'].files == {'README.md': CARD.encode()}
+
+
+@pytest.mark.parametrize(
+  ('token', 'name', 'said'),
+  [
+    ('', 'me/x', 'nobody is logged in here, .*: run `hf auth login`'),
+    ('hf_unknown', 'me/x', 'nobody is logged in here, or with a token that the hub does not know: run `hf auth login`'),
+    ('hf_reads', 'me/x', 'the token that is logged in may only read: run `hf auth login` with one that may write'),
+    ('hf_me', 'tuned', 'write it as OWNER/NAME'),
+    ('hf_me', 'me/x/y', 'write it as OWNER/NAME'),
+    ('hf_me', 'me/my model', 'Repo id must use alphanumeric chars'),
+    ('hf_me', 'me/a--b', 'Cannot have -- or ..'),
+  ],
+)
+def test_what_can_never_be_pushed_is_said_before(served, monkeypatch, token, name, said):
+  served.users['hf_reads'] = hub_server.user('me', 'read')
+  monkeypatch.setenv('HF_TOKEN', token)
+  with pytest.raises(UserError, match=f'--push={name}: {said}.*; nothing was exported') as raised:
+    hub.check_push(name)
+  assert '\n' not in str(raised.value) and served.models == {}
+
+
+def test_what_the_hub_refuses_is_said_with_what_is_left(served, tmp_path, monkeypatch):
+  write(tmp_path / 'out', README_md=CARD)
+  kept = r'what was exported is in \S+/out, and `hf upload \w+/x \S+/out` uploads it\.$'
+  refused = r'--push=them/x: you may not write there \(You have no rights to the namespace them\): name a model of'
+  with pytest.raises(UserError, match=f'{refused} yours, with a token that may write; {kept}'):
+    hub.push(tmp_path / 'out', 'them/x', private=False)
+  monkeypatch.setenv('HF_TOKEN', 'hf_other')  # Logged out meanwhile.
+  with pytest.raises(UserError, match=f'--push=me/x: .*; {kept}'):
+    hub.push(tmp_path / 'out', 'me/x', private=False)
+
+
+def test_nothing_is_pushed_without_a_hub(online, monkeypatch):
+  def unknown(address):
+    raise httpx2.ConnectError('Name or service not known')
+
+  ask_by(monkeypatch, unknown)
+  with pytest.raises(UserError, match=r'--push=me/x: https://\S+ cannot be reached .*: let this machine reach the hub'):
+    hub.check_push('me/x')
+  hub.unreachable.cache_clear()
+  with pytest.raises(UserError, match='--push=me/x: HF_HUB_OFFLINE is set: .*; nothing was exported'):
+    hub.check_push('me/x')  # It was set when the hub could not be reached.

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer
 
 from sdpo_jax.data import prompts
 from sdpo_jax.errors import UserError
@@ -88,6 +89,19 @@ def test_a_template_from_a_file_goes_before_all_others(directory, tmp_path_facto
       tokenizers_module.load(directory, chat_template=path)
   with pytest.raises(UserError, match=r'model\.chat_template=.*missing cannot be read'):
     tokenizers_module.load(directory, chat_template=path.with_name('missing'))
+
+
+@pytest.mark.parametrize('family', ['qwen3', 'llama', 'qwen2', 'olmo3', 'gemma3_text', 'mistral'])
+def test_what_is_read_as_it_is_stored_is_what_transformers_would_read(directory, family, monkeypatch):
+  """Without `AutoTokenizer`, where the tokenizer names the class and transformers trusts it."""
+  write(directory, 'config.json', model_type=family)
+  asked = []
+  read = AutoTokenizer.from_pretrained
+  monkeypatch.setattr(AutoTokenizer, 'from_pretrained', lambda *of, **how: asked.append(of) or read(*of, **how))
+  ours, theirs = tokenizers_module.load(directory), read(directory)
+  assert len(asked) == (family not in ('qwen3', 'llama'))
+  assert type(ours) is type(theirs) and ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+  assert ours.special_tokens_map == theirs.special_tokens_map and ours.init_kwargs.keys() == theirs.init_kwargs.keys()
 
 
 def test_code_of_a_model_directory_is_never_run_nor_asked_about(directory, monkeypatch):

@@ -768,8 +768,8 @@ def test_lengths_that_nothing_is_known_of_are_the_limits():
   config.plan.longest_completion = 6.0
   assert planning.Assumptions.of(config, topology.CHIPS['v5e']).mean_completion == 3
   config.data.val_max_samples = None
-  # Nobody knows how many held-out questions there are: as many as fill 512 rows with 4 samples each.
-  assert planning.Assumptions.of(config, topology.CHIPS['v5e']).evaluation_questions == 128
+  # Nobody knows how many held-out questions there are: as many as fill 128 rows with 4 samples each.
+  assert planning.Assumptions.of(config, topology.CHIPS['v5e']).evaluation_questions == 32
 
 
 def test_an_output_that_cannot_be_written_is_found_before_anything_is_compiled(tmp_path):

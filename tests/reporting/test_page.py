@@ -29,9 +29,9 @@ def opened(browser, tmp_path):
   """
   asked = []
 
-  def open_report(workdir, *compare, address='', reload_s=None):
+  def open_report(workdir, *compare, address='', reload_s=None, texts=True):
     output = tmp_path / 'page.html'
-    text, _, _ = report.Reporter([workdir, *compare], 10_000).page(reload_s)
+    text, _, _ = report.Reporter([workdir, *compare], 10_000, texts=texts).page(reload_s)
     output.write_text(text)
     asked.append(output.as_uri() + address)
     browser.call('Page.navigate', url='about:blank')  # Another address of the same page would not load it again.
@@ -102,6 +102,21 @@ def test_characters_that_leave_no_mark_are_named(opened, tmp_path):
   wrong = f"""[...Array(0x110000).keys()].map((code) => String.fromCodePoint(code)).filter(
     (letter) => (letter.match(INVISIBLE) !== null) !== {hidden}.test(letter)).length"""
   assert page.evaluate(wrong) == 0
+
+
+def test_without_texts_rollouts_are_numbers_and_cells(opened, tmp_path):
+  page = opened(run_of(tmp_path / 'run'), texts=False)
+  page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+  page.until("document.querySelectorAll('.strip .cell').length === 3")  # Of ab4, the newest.
+  said = page.evaluate('document.body.innerText')
+  for text in ('question 6', 'not in this page', 'score 0', 'left out of this page (--no_texts)', 'optimizer.lr'):
+    assert text in said, text
+  for text in ('Question', 'Feedback on', 'ab4', 'abab', 'q0', 'reprompt_template', str(tmp_path)):
+    assert text not in said, text
+  page.key('s')
+  page.until("document.querySelector('#rollouts .tools .muted').textContent === '2 of 12 rollouts'")
+  page.key('c')
+  page.until("document.querySelector('.choice .on').textContent === 'advantage'")
 
 
 def test_rollouts_are_filtered_chosen_and_read_token_by_token(opened, tmp_path):

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import html.parser
 import json
+import pathlib
 import re
 import subprocess
 import sys
@@ -96,10 +97,10 @@ def test_lines_of_a_process_that_had_lost_the_run_are_left_out(tmp_path):
 @pytest.mark.parametrize(
   'files, sentence',
   [
-    (None, 'is not a directory: name the --workdir of a run'),
-    ({}, 'holds no run: there is neither a metrics.jsonl nor the config.json of one'),
-    ({'config.json': '{"model_type": "qwen3"}'}, 'holds no run'),
-    ({'config.json': 'no JSON'}, 'holds no run'),
+    (None, 'is not a run: there is no such directory'),
+    ({}, 'is not a run: it is an empty directory'),
+    ({'config.json': '{"model_type": "qwen3"}'}, 'is not a run: its config.json is not that of a run'),
+    ({'config.json': 'no JSON'}, 'is not a run: its config.json is not that of a run'),
     ({'metrics.jsonl': '{"epoch": 1}\n{"epoch": 2}\n'}, 'line 1 is not an object with a whole number as its step'),
     ({'metrics.jsonl': 'loss,step\n1,2\n'}, 'line 1 is not JSON'),
   ],
@@ -121,7 +122,7 @@ def test_a_bucket_without_access_is_named_in_one_sentence(tmp_path, monkeypatch)
     raise ImportError('gcsfs is not installed')
 
   monkeypatch.setattr(backend.fsspec_backend, 'fs', refuse)
-  with pytest.raises(UserError, match=r'gs:/?/?here/run cannot be read \(gcsfs is not installed\)'):
+  with pytest.raises(UserError, match=r'--workdir=gs://here/run needs a package that is not installed: gcsfs is'):
     report.write_report('gs://here/run', [], None, max_rollouts=10, say=pytest.fail)
 
 
@@ -131,7 +132,7 @@ def test_a_run_in_a_bucket_is_read_and_its_report_written_there(bucket):
   report.write_report('gs://here/run', [], None, max_rollouts=10, say=said.append)
   found = Parsed((bucket / 'run' / 'report.html').read_text()).data('summary')
   assert found['runs'][0]['last'] == 2 and found['rollouts']['score'] == [0.0]
-  assert said == ['gs://here/run/report.html: run step 2, going on; 1 rollouts.']
+  assert said == ['gs://here/run/report.html: run step 2, going on; 1 rollout; 0.1 MB.']
 
 
 def test_runs_without_steps_evaluations_or_settings_have_a_page(tmp_path):
@@ -165,7 +166,7 @@ def test_runs_that_differ_in_their_seed_only_are_one_curve(tmp_path):
   assert set(groups.differences(runs, found)) == {'optimizer.lr', 'actor.policy_loss.loss_mode'}
   assert groups.labels(runs, found) == ['made, loss_mode=sdpo, lr=1e-05', 'made, loss_mode=sdpo, lr=0.5', 'c']
   alone = [run(f'{folder}/same', seed=seed, optimizer__lr=seed) for seed, folder in ((1, 'x'), (2, 'y'))]
-  assert groups.labels(alone, [[0], [1]]) == [f'same ({tmp_path}/x/same)', f'same ({tmp_path}/y/same)']
+  assert groups.labels(alone, [[0], [1]]) == ['same (1)', 'same (2)']
 
 
 def test_nothing_that_a_model_or_a_user_wrote_is_markup(tmp_path):
@@ -246,13 +247,97 @@ def test_rollouts_of_unfinished_steps_wait_and_of_many_the_page_has_a_spread(tmp
   assert sorted(set(found['rollouts']['step'])) == list(range(1, 9)) and found['remarks'] == []
   found = written(folder, max_rollouts=30)[0].data('summary')
   assert sorted(set(found['rollouts']['step'])) == [1, 4, 8]
-  assert found['remarks'] == ['run: rollouts of 3 of 8 steps are in this page (--max_rollouts).']
-  few = written(folder, max_rollouts=7)[0].data('summary')['rollouts']
-  assert few['step'] == [8] * 7 and few['question'] == list(range(7))
+  assert found['remarks'] == ['run: rollouts of 3 of 8 steps are in this page (--max_rollouts, --max_mb).']
+  few = written(folder, max_rollouts=7)[0].data('summary')
+  assert few['rollouts']['step'] == [8] * 7 and few['rollouts']['question'] == list(range(7))
+  assert few['remarks'] == [
+    'run: rollouts of 1 of 8 steps, the last not whole, are in this page (--max_rollouts, --max_mb).'
+  ]
   assert written(folder, max_rollouts=0)[0].data('summary')['rollouts']['step'] == []
   other = report_runs.write(tmp_path / 'other', [metrics(1)], {1: [rollout(1)] * 5}, config(optimizer__lr=1.0))
   both = written(folder, other, max_rollouts=30)[0].data('summary')
   assert sorted(set(zip(both['rollouts']['run'], both['rollouts']['step'], strict=True))) == [(0, 8), (1, 1)]
+
+
+# A word of a folder, a bucket, a user, a host; none may be in a page.
+PRIVATE = {
+  'model__path': '/home/alice/models/base',
+  'model__chat_template': 'alice/mine.jinja',
+  'actor__self_distillation__teacher_model': '~/alice/larger',
+  'actor__self_distillation__teacher_endpoint__url': 'http://alice.internal:8000/v1',
+  'actor__self_distillation__reprompt_template': 'QUOTED {prompt} /home/alice/x/notes.txt </think> /no_think and/or',
+  'data__train_files': (
+    'gs://alice/x/train.jsonl',
+    'hf:/srv/alice/rows?split=test',
+    'hf:me/rows?split=train',
+    'alice/a',
+  ),
+  'data__val_files': ('generator:facts?document=/home/alice/facts.txt&shown=no',),
+  'data__apply_chat_template_kwargs': {'/home/alice/key': ['../alice/value']},
+  'environments__modules': ('../alice/graders.py',),
+  'alarms__rules': ('eval/*/mean@16 < 0.7 * best',),
+}
+
+
+@pytest.mark.parametrize('texts', [True, False])
+def test_a_page_names_no_folder_no_host_and_without_texts_nothing_that_quotes_the_data(tmp_path, texts, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  lines = {1: [rollout(1, 0, 'QUOTED', ungraded='http://alice.internal/: no answer', id='QUOTED', feedback='QUOTED',
+                       finish_reason='QUOTED', prompt=[{'role': 'user', 'content': 'QUOTED'}], tokens=['QUOTED'],
+                       teacher_prompt=[{'role': 'user', 'content': 'QUOTED'}], rewards={'exact': 'QUOTED'}),
+               rollout(1, 1, 'QUOTED', divergence=[0.5, 0.25])]}  # fmt: skip
+  folders = [root / 'alice' / name / 'same' for name, root in (('a', tmp_path), ('b', pathlib.Path()))]
+  for folder, rate in zip(folders, (1.0, 2.0), strict=True):
+    report_runs.write(folder, [metrics(1)], lines, config(**PRIVATE, optimizer__lr=rate))
+    (folder / 'fingerprint.json').write_text('[]')  # Damaged, which a remark says.
+  found, _ = written(*folders, texts=texts)
+  texts_of_page = [text for _, _, text in found.texts] + [json.dumps(found.data(f'piece{place}')) for place in (0, 1)]
+  everything = '\n'.join([*texts_of_page, json.dumps(found.data('summary'), ensure_ascii=False)])
+  for word in ('alice', str(tmp_path), '/home', '/srv'):
+    assert word not in everything, everything[everything.index(word) - 99 :][:200]
+  assert ('QUOTED' in everything) == texts
+  summary = found.data('summary')
+  settings = summary['runs'][0]['settings']
+  assert settings['data.train_files'] == ['train.jsonl', 'hf:rows?split=test', 'hf:me/rows?split=train', 'a']
+  assert (settings['model.path'], settings['environments.modules']) == ('base', ['graders.py'])
+  assert settings['actor.self_distillation.teacher_endpoint.url'] == 'http://…'
+  assert settings['data.val_files'] == ['generator:facts?document=facts.txt&shown=no']
+  assert settings['alarms.rules'] == list(PRIVATE['alarms__rules'])
+  assert settings.get('actor.self_distillation.reprompt_template') == (
+    'QUOTED {prompt} notes.txt </think> /no_think and/or' if texts else None
+  )
+  assert [group['label'] for group in summary['groups']] == ['same (1)', 'same (2)']
+  assert summary['remarks'][0].startswith('same: fingerprint.json does not hold a JSON object')
+  rollouts_shown, questions = found.data('piece0'), summary['rollouts']['questions']
+  if not texts:
+    assert rollouts_shown == [
+      {'group': 0, 'score': 0.0, 'divergence': [0.25] * 6, 'rewards': {'exact': None}},
+      {'group': 1, 'score': 1.0, 'divergence': [0.5, 0.25]},
+    ]
+    assert [question['text'] for question in questions] == [f'question {place}' for place in (1, 2, 3, 4)]
+    assert summary['rollouts']['length'] == [1, 6, 1, 6] and 'left out' in summary['remarks'][-1]
+
+
+def test_a_page_has_as_many_rollouts_as_its_megabytes_hold(tmp_path, monkeypatch):
+  monkeypatch.setattr(rollouts, 'PIECE', 3000)
+  noise = [hashlib.sha512(bytes([place])).hexdigest() for place in range(20)]
+  steps = {step: [rollout(step, group, text) for group, text in enumerate(noise)] for step in (1, 2)}
+  runs = [report_runs.write(tmp_path / name, [metrics(2)], steps, config(seed=seed)) for seed, name in enumerate('ab')]
+  whole, said = written(*runs, max_rollouts=1000)
+  assert len(whole.data('summary')['rollouts']['step']) == 80
+  size = (runs[0] / 'page.html').stat().st_size
+  assert said == [f'{runs[0] / "page.html"}: a step 2, going on, b step 2, going on; 80 rollouts; {size / 1e6:.1f} MB.']
+  bare = len(report.Reporter(runs, 0).page()[0].encode())
+  for part in (0.5, 0.1):
+    limit = int(bare + part * (size - bare))
+    found, _ = written(*runs, max_rollouts=1000, max_mb=limit / 1e6)
+    summary = found.data('summary')
+    assert 0.5 * (limit - bare) < (runs[0] / 'page.html').stat().st_size - bare <= limit - bare
+    assert '--max_mb' in summary['remarks'][0] or '--max_mb' in summary['remarks'][1]
+    assert set(summary['rollouts']['run']) == {0, 1}  # Neither run takes the place of the other.
+    for place, piece in enumerate(summary['rollouts']['piece']):  # Those that are listed are there.
+      assert found.data(f'piece{piece}')[summary['rollouts']['place'][place]]['completion'] in noise
+  assert written(*runs, max_mb=bare / 2e6)[0].data('summary')['rollouts']['step'] == []
 
 
 def test_every_rollout_is_found_where_the_index_says(tmp_path, monkeypatch):

@@ -260,6 +260,7 @@ def test_commands_answer_in_their_turn_and_at_a_call(world, tmp_path):
   assert 'Version 2 is what version 0 was.' in out and 'as version 0' in out and 'ses-1, turn 0' in out
   assert 'of against=0' in out and 'again, version 7\notherwise' in out and 'correction:\n  No' in out
   assert 'There is no command /nothing: /help lists' in out and '/diff takes two versions' in out
+  assert out.count('leaves; --resume goes on') == 1 and '/quit, /exit, Ctrl-D leaves' in out
   assert '/export needs the folder' in out and f'history    {done.path}' in out
   assert (tmp_path / 'adapter' / 'adapter_config.json').read_text() == '{}'
   assert done.code == 0
@@ -267,7 +268,7 @@ def test_commands_answer_in_their_turn_and_at_a_call(world, tmp_path):
 
 def test_what_is_drawn_again_has_the_seed_with_which_it_was_drawn(world):
   with SessionServer(WRITE_1, WRITE_2) as server:
-    world.hold(server, 'Write', 'n No', '/ /retry', '/ /retry 1', '/ /quit', seed=5)
+    world.hold(server, 'Write', 'n No', '/ /retry', '/ /retry 1', '/ /exit', seed=5)  # As /quit.
     drawn = [(name, body['seed']) for name, body in server.asked if name in ('propose', 'retry')]
   assert drawn == [('propose', 5), ('propose', 6), ('retry', 5), ('retry', 6)]
 

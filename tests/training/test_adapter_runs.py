@@ -30,7 +30,7 @@ from sdpo_jax.training.directory.ownership import sole_user
 from sdpo_jax.training.directory.workdir import write_settings
 from sdpo_jax.training.questions import training_questions
 from sdpo_jax.training.specs import update_spec
-from tests import tiny
+from tests import exported_cards, hub_server, tiny
 
 torch.set_num_threads(1)
 ROWS = '{"prompt": "a?", "answer": "1"}\n{"prompt": "b?", "answer": "2"}\n'
@@ -153,9 +153,11 @@ def test_student_and_teacher_are_exported_and_compute_the_same_elsewhere(run, ex
     'base_fingerprint.json',
     'tokenizer.json',
     'tokenizer_config.json',
+    'README.md',
     'SHA256SUMS',
   }
-  assert set(checksums.known(exported)) == names - {checksums.SUMS}
+  card = exported_cards.read(exported, workdir.parent)
+  assert card.data.library_name == 'peft' and "PeftModel.from_pretrained(model, 'adapter')" in card.text
   runs.export(str(workdir), str(tmp_path / 'teacher'), 'teacher')
   theirs = our_logits(made, state.teacher)
   assert np.abs(theirs - ours).max() > 0.01
@@ -163,6 +165,32 @@ def test_student_and_teacher_are_exported_and_compute_the_same_elsewhere(run, ex
   for weights, expected in (('student', ours), ('teacher', theirs)):
     runs.export(str(workdir), str(tmp_path / f'merged_{weights}'), weights, form='merged')
     np.testing.assert_allclose(logits_of(tmp_path / f'merged_{weights}'), expected, atol=1e-4)
+    card = exported_cards.read(tmp_path / f'merged_{weights}', workdir.parent)
+    assert card.data.library_name == 'transformers' and f'of the {weights}, in float32' in card.text
+
+
+@pytest.mark.parametrize('process', [0, 1])
+def test_an_adapter_is_pushed_by_process_0_and_names_no_folder(run, tmp_path, monkeypatch, process):
+  workdir = run[1]
+  with hub_server.reached(tmp_path, monkeypatch) as served:
+    monkeypatch.setattr(jax, 'process_index', lambda *_: process)
+    assert runs.export(str(workdir), str(tmp_path / 'out'), 'student', push='me/tuned') == 1
+    if process:
+      assert served.asked == [] and not (tmp_path / 'out').exists()
+      return
+    files = {path.name: path.read_bytes() for path in (tmp_path / 'out').iterdir()}
+    assert served.models['me/tuned'].files == files and str(workdir.parent) not in str(files)
+    assert json.loads(files[peft_config.FILE])['base_model_name_or_path'] == 'model'
+    text = exported_cards.read(tmp_path / 'out', workdir.parent).text
+    assert "from_pretrained('model')\nmodel = PeftModel.from_pretrained(model, 'me/tuned')" in text
+
+
+def test_what_cannot_be_pushed_is_not_exported(run, tmp_path):
+  with pytest.raises(UserError, match='--push=tuned: write it as OWNER/NAME; nothing was exported'):
+    runs.export(str(run[1]), str(tmp_path / 'out'), 'student', push='tuned')
+  with pytest.raises(UserError, match='--private is about the model on the hub: name it with --push=OWNER/NAME'):
+    runs.export(str(run[1]), str(tmp_path / 'out'), 'student', private=True)
+  assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize('form', ['peft', 'merged'])

@@ -31,6 +31,7 @@ from sdpo_jax.training.directory import fingerprint
 from sdpo_jax.training.opening import stop_token_ids
 from sdpo_jax.training.specs import optimizer_spec
 from sdpo_jax.types import TokenRows
+from tests import exported_cards, hub_server
 from tests.models.adapters.cartridges import past_of
 from tests.models.family_models import MODELS, SIZES
 from tests.training.cartridge_runs import (
@@ -176,12 +177,13 @@ def drawn(session, slots) -> np.ndarray:
   return session.sampler.sample(session.base, slots, prompts, **options).completion_tokens
 
 
-def test_a_cartridge_is_exported_read_and_trained_on(run, tmp_path):
+def test_a_cartridge_is_exported_read_and_trained_on(run, tmp_path, monkeypatch):
   made, workdir = run
   session, slots, step_ = runs.open_run(workdir)
   assert step_ == 2 and session.policy.adapter == KVPrefix(16, 1)
   expected = drawn(session, slots)
-  assert runs.export(str(workdir), str(tmp_path / 'ours'), 'student') == 2
+  with hub_server.reached(tmp_path, monkeypatch):
+    assert runs.export(str(workdir), str(tmp_path / 'ours'), 'student', push='me/ours') == 2
   alone = dataclasses.replace(made, model=dataclasses.replace(made.model, cartridge=CartridgeConfig()))
   opened_again, again = runs.open_source(
     runs.RunOrModel(model=made.model.path, cartridge=str(tmp_path / 'ours')), alone
@@ -201,11 +203,18 @@ def test_a_cartridge_is_exported_read_and_trained_on(run, tmp_path):
   )
   np.testing.assert_allclose(found.keys[:, :, :1], keys[:, :, :1], atol=1e-6)
   assert np.abs(found.values[:, :, 1:] - values[:, :, 1:]).min(axis=(0, 1, 3)).max() > 1e-3
-  runs.export(str(workdir), str(tmp_path / 'theirs'), 'student', form='cartridge_pt')
+  with hub_server.reached(tmp_path, monkeypatch) as served:
+    runs.export(str(workdir), str(tmp_path / 'theirs'), 'student', form='cartridge_pt', push='me/theirs')
   published = published_cartridges.read(tmp_path / 'theirs').cartridge
   np.testing.assert_array_equal(published.keys, found.keys)
   np.testing.assert_array_equal(published.values, found.values)
   assert published.frozen == 1
+  assert served.models['me/theirs'].files == {path.name: path.read_bytes() for path in (tmp_path / 'theirs').iterdir()}
+  for name, texts in (('ours', 'cartridge.json'), ('theirs', 'config.yaml')):
+    card = exported_cards.read(tmp_path / name, workdir.parent, made.model.path)
+    assert card.data.library_name == 'sdpo_jax' and f'--cartridge=me/{name} ' in card.text
+    for private in (workdir.parent, made.model.path, made.model.cartridge.document):
+      assert str(private) not in (tmp_path / name / texts).read_text()
   runs.export(str(workdir), str(tmp_path / 'first'), 'student', form='cartridge_pt_fixed')
   kept = torch.load(tmp_path / 'first' / 'cartridge.pt', weights_only=False)
   assert kept.keys() == {'trainable_keys', 'trainable_values', 'fixed_keys', 'fixed_values'}

@@ -173,11 +173,10 @@ def test_records_have_texts_of_tokens_that_put_together_are_the_completion(tmp_p
 
 
 def test_the_setting_says_which_steps_record():
-  config = settings(trainer__record_top_tokens=20, trainer__rollout_save_freq=5)
-  assert config.trainer.records_top_tokens and [step for step in range(12) if config.trainer.writes_rollouts(step)] == [
-    0,
-    5,
-    10,
-  ]
+  config = settings(trainer__record_top_tokens=20, trainer__rollout_save_freq=5, trainer__total_training_steps=12)
+  assert config.trainer.records_top_tokens
+  assert [step for step in range(1, 13) if config.trainer.writes_rollouts(step)] == [1, 5, 10, 12]
+  config.trainer.total_training_steps = 3  # A first try has something to look at.
+  assert [step for step in range(1, 4) if config.trainer.writes_rollouts(step)] == [1, 3]
   config.trainer.rollout_save_freq = 0
-  assert not config.trainer.records_top_tokens and not config.trainer.writes_rollouts(5)
+  assert not config.trainer.records_top_tokens and not any(map(config.trainer.writes_rollouts, range(1, 6)))

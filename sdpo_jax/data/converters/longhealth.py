@@ -1,4 +1,7 @@
-"""LongHealth (Adams et al. 2024): questions about long records of fictional patients; the records are one document."""
+"""LongHealth (Adams et al. 2024): questions about long records of fictional patients; the records are one document.
+
+The wording of the prompt is this project's, and options are shown without letters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""SciKnowEval (Feng et al. 2024): multiple-choice questions of level 3, one domain at a time."""
+"""SciKnowEval (Feng et al. 2024): multiple-choice questions of level 3, one domain at a time.
+
+The system prompt, the reference's, speaks of four options even where there are two.
+"""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ function statusOf(page, run) {
   const of = run.total ? ` of ${run.total.toLocaleString('en-US')}` : '';
   const where = run.last === null ? 'no step finished' : `step ${run.last.toLocaleString('en-US')}${of}`;
   const state = run.stopped !== null ? 'stopped by an alarm' : run.over ? 'finished' : 'not finished';
-  return [make('b', {}, where), make('span', { class: 'state ' + (run.over && run.stopped === null ? 'good' : 'open') }, state), make('code', {}, seen(run.workdir))];
+  return [make('b', {}, where), make('span', { class: 'state ' + (run.over && run.stopped === null ? 'good' : 'open') }, state)];
 }
 
 function methodOf(run) {
@@ -134,7 +134,7 @@ function comparison(page, main) {
     make('table', {},
       make('thead', {}, make('tr', {}, make('th', {}, 'runs'), make('th', {}, 'steps'), columns.map((metric) => [make('th', {}, seen(short(metric, 40)), ', first'), make('th', {}, 'last'), make('th', {}, 'highest')]))),
       make('tbody', {}, page.groups.map((group, colour) => make('tr', {},
-        make('td', { title: group.runs.map((run) => page.runs[run].workdir).join('\n') }, make('span', { class: 'key colour' + (colour % COLOURS) }), seen(group.label), group.runs.length > 1 ? make('span', { class: 'muted' }, ` ${group.runs.length} runs`) : null),
+        make('td', { title: group.runs.map((run) => page.runs[run].name).join('\n') }, make('span', { class: 'key colour' + (colour % COLOURS) }), seen(group.label), group.runs.length > 1 ? make('span', { class: 'muted' }, ` ${group.runs.length} runs`) : null),
         make('td', {}, [...new Set(group.runs.map((run) => page.runs[run].last))].map((step) => step === null ? '–' : step.toLocaleString('en-US')).join(', ')),
         columns.map((metric) => {
           const values = valuesOf(page, group, metric);

@@ -185,6 +185,6 @@ function block(title, content) {
 }
 
 function messages(all) {
-  if (!all) return make('p', { class: 'muted' }, 'not recorded');
+  if (!all) return make('p', { class: 'muted' }, 'not in this page');
   return all.map((message) => make('div', { class: 'message' }, message.role && (all.length > 1 || message.role !== 'user') ? make('span', { class: 'role' }, seen(message.role)) : null, make('pre', { class: 'text', dir: 'auto' }, seen(message.content))));
 }

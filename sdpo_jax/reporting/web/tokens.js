@@ -52,7 +52,7 @@ class TokenView {
 
   make() {
     const rollout = this.rollout;
-    if (!rollout.tokens) return make('div', {}, make('pre', { class: 'text', dir: 'auto' }, rollout.completion ? seen(rollout.completion) : make('span', { class: 'muted' }, 'nothing')), this.strip());
+    if (!rollout.tokens) return make('div', {}, make('pre', { class: 'text', dir: 'auto' }, rollout.completion ? seen(rollout.completion) : make('span', { class: 'muted' }, rollout.completion === '' ? 'nothing' : 'not in this page')), this.strip());
     const body = make('div', { class: 'tokens', tabindex: 0, role: 'group', 'aria-label': 'Tokens of the completion; ← and → move' });
     const signed = this.coloring && COLOURINGS[this.coloring].signed;
     this.spans = rollout.tokens.map((text, i) => {
@@ -84,7 +84,7 @@ class TokenView {
       shade(cell, value, this.full, COLOURINGS[this.coloring].signed);
       return cell;
     });
-    return make('div', {}, make('div', { class: 'strip' }, cells), make('p', { class: 'hint' }, 'One cell for each token; where each begins was not recorded.'));
+    return make('div', {}, make('div', { class: 'strip' }, cells), make('p', { class: 'hint' }, 'One cell for each token' + (this.rollout.completion === undefined ? '.' : '; where each begins was not recorded.')));
   }
 
   pin(token) {

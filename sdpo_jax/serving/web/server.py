@@ -239,7 +239,7 @@ class ServiceProcess:
 
   def _start(self) -> None:
     def note(line: str) -> None:
-      self.lifetime.stage = line
+      self.lifetime.stage = line.strip()
       self._announce(line)
 
     try:

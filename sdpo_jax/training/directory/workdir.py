@@ -9,6 +9,7 @@ from etils import epath
 import jax
 
 from sdpo_jax.config import Config
+from sdpo_jax.config.fields import did_you_mean
 from sdpo_jax.config.overrides import differences
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import (
@@ -34,6 +35,12 @@ _OF_A_BEGINNING = (CHECKPOINTS, DAMAGED, 'eval', 'profile', 'rollouts', 'stalls'
 FOLDERS = (*_OF_A_BEGINNING, BEFORE_RESTART, ROWS)
 # What --restart moves away; the settings come last, since without them the other files do not make a run.
 RESULTS = (*_OF_A_BEGINNING, METRICS, WANDB_ID, FINGERPRINT, 'config.json')
+# What else has a file of such a name, and how it is named instead.
+_OTHERS = {
+  'adapter_config.json': 'it is a LoRA adapter, which goes with --model and --adapter',
+  'cartridge.json': 'it is a cartridge, which goes with --model and --cartridge',
+  'config.json': 'its config.json is not that of a run; a model is named with --model',
+}
 ANOTHER = 'restore it or choose another --workdir'
 
 
@@ -46,6 +53,58 @@ def saved_settings(workdir: epath.PathLike) -> dict[str, Any]:
   return read_json_object(epath.Path(workdir) / 'config.json', ANOTHER)
 
 
+def located(workdir: epath.PathLike) -> epath.Path:
+  """Return the path of a run's directory, after a look whether anything is there.
+
+  Raises:
+    UserError: the kind of store is not known or not installed, or it cannot be read.
+  """
+  try:
+    path = epath.Path(workdir)
+    path.exists()
+  except KeyError as error:  # etils does not know the scheme.
+    raise UserError(
+      f'--workdir={workdir} is in no kind of store that is known: name a local directory, or gs://….'
+    ) from error
+  except ImportError as error:
+    raise UserError(f'--workdir={workdir} needs a package that is not installed: {error}.') from error
+  except Exception as error:  # Object stores raise many types of errors; all mean the same here.
+    raise UserError(
+      f'--workdir={workdir} cannot be read ({first_line(error)}): make it readable or choose another.'
+    ) from error
+  return path
+
+
+def no_run(workdir: epath.Path) -> UserError:
+  """Return the error for a place that holds no run: what it is instead, and what to name."""
+  there = {path.name for path in workdir.iterdir()} if workdir.is_dir() else set()
+  whole = next((path for path in [*workdir.parents][:2] if _is_run(path)), None)
+  other = next((other for name, other in _OTHERS.items() if name in there), None)
+  if not workdir.exists():
+    what = f'there is no such directory{did_you_mean(workdir.name, (run.name for run in _runs_in(workdir.parent)))}'
+  elif whole is not None:
+    what = f'it is a part of the run {whole}, which is what to name.'
+  elif not there:
+    what = f'it is {"an empty directory" if workdir.is_dir() else "a file"}; name the --workdir of launch.train.'
+  elif other is not None:
+    what = f'{other}.'
+  elif runs := _runs_in(workdir):
+    what = f'it holds runs; name one of them, such as {runs[0]}.'
+  else:
+    lost = 'restore that file' if CHECKPOINTS in there else 'name the --workdir of launch.train'
+    what = f'there is no config.json in it; {lost}.'
+  return UserError(f'{workdir} is not a run: {what}')
+
+
+def _is_run(path: epath.Path) -> bool:
+  return (path / 'config.json').exists() and any((path / name).exists() for name in (METRICS, CHECKPOINTS))
+
+
+def _runs_in(folder: epath.Path) -> list[epath.Path]:
+  """Return the runs in a local folder; none of an object store, where it may take long to look."""
+  return [path for path in sorted(folder.iterdir()) if _is_run(path)] if is_local(folder) and folder.is_dir() else []
+
+
 def check_workdir(config: Config, workdir: epath.PathLike, *, restart: bool = False) -> epath.Path:
   """Return the run's directory if it is new, holds nothing trained, or holds the same run; nothing is written.
 
@@ -55,17 +114,10 @@ def check_workdir(config: Config, workdir: epath.PathLike, *, restart: bool = Fa
     UserError: it holds another run (the settings that differ are named), or its contents cannot be read, or a file is
       in place of a folder of the run.
   """
-  try:
-    workdir = epath.Path(workdir)
-  except KeyError as error:  # etils does not know the scheme.
-    raise UserError(
-      f'--workdir={workdir} is in no kind of store that is known: name a local directory, or gs://….'
-    ) from error
+  workdir = located(workdir)
   try:
     there = _check_layout(workdir)
     trained = CHECKPOINTS in there and any((workdir / CHECKPOINTS).iterdir())
-  except ImportError as error:
-    raise UserError(f'--workdir={workdir} needs a package that is not installed: {error}.') from error
   except OSError as error:
     raise UserError(
       f'--workdir={workdir} cannot be read ({first_line(error)}): make it readable or choose another.'

@@ -19,7 +19,7 @@ import yaml
 
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.errors import UserError
-from sdpo_jax.models import huggingface
+from sdpo_jax.models import checksums, huggingface
 from sdpo_jax.models.adapters import cartridge, cartridge_files, cartridge_pt, kv_prefix, published_cartridges
 from sdpo_jax.models.adapters.cartridge import Cartridge
 from tests import tiny
@@ -94,7 +94,12 @@ def test_nothing_is_overwritten_and_a_failure_leaves_nothing(written, model, mon
 
 
 def test_every_flipped_bit_is_noticed(written, model):
-  for path in sorted(written.iterdir()):
+  assert {path.name for path in written.iterdir()} == {
+    cartridge_files.TENSORS,
+    cartridge_files.MANIFEST,
+    checksums.SUMS,
+  }
+  for path in (written / cartridge_files.TENSORS, written / cartridge_files.MANIFEST):
     content = path.read_bytes()
     for bit in np.random.default_rng(1).choice(8 * len(content), 60, replace=False):
       changed = flipped(content, int(bit))

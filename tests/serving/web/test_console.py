@@ -85,6 +85,11 @@ def test_a_visitor_corrects_denies_edits_and_goes_back(tmp_path):
   ):
     page.open(f'{running.url}/console')
     visitor = Visitor(page)
+    assert f'curl {running.url}/v1/continual/adapters' in visitor.read('#welcome')
+    visitor.press('Make a first adapter', "document.querySelector('#adapter-name').textContent === 'first'")
+    assert page.evaluate("document.querySelector('#welcome').hidden && document.querySelector('#choose').hidden")
+    page.open(f'{running.url}/console')
+    assert 'Choose an adapter' in visitor.read('#choose') and 'first' in visitor.read('#adapters')
     visitor.write('#name', 'mine')
     visitor.press('Create', "document.querySelector('#adapter-name').textContent === 'mine'")
 

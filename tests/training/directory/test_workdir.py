@@ -75,6 +75,31 @@ def test_what_cannot_be_read_is_named(run, name, content, sentence):
     workdir.check_workdir(Config(), run)
 
 
+@pytest.mark.parametrize(
+  'made, named, what',
+  [
+    ((), 'rum', r"there is no such directory; did you mean 'run'\?"),
+    ((), 'other/run', r'there is no such directory\.'),
+    ((), 'run/metrics.jsonl', 'it is a part of the run .*/run, which is what to name'),
+    (('run/checkpoints/2/x',), 'run/checkpoints/2', 'it is a part of the run .*/run, which is what to name'),
+    ((), '.', 'it holds runs; name one of them, such as .*/run'),
+    (('a.txt',), 'a.txt', 'it is a file; name the --workdir of launch.train'),
+    (('notes/b.txt',), 'notes', 'there is no config.json in it; name the --workdir of launch.train'),
+    (('model/config.json',), 'model', 'its config.json is not that of a run; a model is named with --model'),
+    (('factors/adapter_config.json',), 'factors', 'it is a LoRA adapter, which goes with --model and --adapter'),
+    (('slots/cartridge.json',), 'slots', 'it is a cartridge, which goes with --model and --cartridge'),
+    (('left/checkpoints/2/x',), 'left', 'there is no config.json in it; restore that file'),
+  ],
+)
+def test_what_is_no_run_is_named_and_what_to_name_instead(run, made, named, what):
+  for path in (run.parent / name for name in made):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text('{}')
+  with pytest.raises(UserError, match=f'is not a run: {what}'):
+    runs.export(run.parent / named, run.parent / 'out', 'student')
+  assert not (run.parent / 'out').exists()
+
+
 def test_what_may_be_insisted_on_is_offered_beside_what_is_accepted_already(run):
   config = Config()
   config.environments.http.url = 'http://localhost:1/'

@@ -2,6 +2,7 @@
 
 const ROOT = 'v1/continual';
 const KEY = 'sdpo_jax.key'; // In sessionStorage: gone with the tab. The token of a session is in memory alone.
+const AGAIN_MS = 2000; // Between two looks at a service that starts.
 const by = (id) => document.getElementById(id);
 const state = { adapter: null, session: null, token: null, sample: null };
 
@@ -21,6 +22,7 @@ const when = (seconds) => new Date(1000 * seconds).toLocaleString();
 const visible = (text) => text.replace(INVISIBLE, (c) => `\\u{${c.codePointAt(0).toString(16)}}`);
 
 class Refused extends Error {}
+class Starting extends Refused {}
 
 async function ask(method, path, body, headers = {}) {
   const key = sessionStorage.getItem(KEY);
@@ -35,7 +37,7 @@ async function ask(method, path, body, headers = {}) {
   }
   const said = await answer.json().catch(() => ({}));
   if (answer.status === 401) by('key-form').hidden = false;
-  if (!answer.ok) throw new Refused(said.error?.message ?? `The service answered ${answer.status}.`);
+  if (!answer.ok) throw new (answer.status === 503 ? Starting : Refused)(said.error?.message ?? `The service answered ${answer.status}.`);
   return said;
 }
 
@@ -77,6 +79,8 @@ async function list() {
       return element('li', {}, button);
     }),
   );
+  by('welcome').hidden = adapters.length > 0;
+  by('choose').hidden = adapters.length === 0 || state.adapter !== null;
   const same = adapters.find((adapter) => adapter.id === state.adapter?.id);
   if (same) {
     state.adapter = same;
@@ -88,7 +92,7 @@ async function choose(adapter) {
   Object.assign(state, { adapter, session: null, token: null, sample: null });
   by('adapter').hidden = false;
   by('adapter-name').textContent = adapter.name;
-  for (const id of ['answer', 'credit', 'say']) by(id).hidden = true;
+  for (const id of ['welcome', 'choose', 'answer', 'credit', 'say']) by(id).hidden = true;
   by('open').hidden = false;
   by('turns').replaceChildren();
   await list();
@@ -346,10 +350,27 @@ function curve(points) {
 // The beginning.
 
 async function begin() {
-  const known = await ask('GET', 'v1/capabilities');
-  by('model').textContent = known.model.name;
-  by('key-form').hidden = true;
-  await list();
+  try {
+    const known = await ask('GET', 'v1/capabilities');
+    by('model').textContent = known.model.name;
+    by('key-form').hidden = true;
+    by('starting').hidden = true;
+    by('by-curl').textContent = [
+      `curl ${new URL(`${ROOT}/adapters`, document.baseURI)}`,
+      ...(sessionStorage.getItem(KEY) ? ['-H "Authorization: Bearer $SDPO_API_KEY"'] : []),
+      `-H 'Content-Type: application/json' -d '{"name": "first"}'`,
+    ].join(' \\\n  ');
+    await list();
+  } catch (error) {
+    if (!(error instanceof Starting)) throw error;
+    by('starting').textContent = `${error.message} This page looks again by itself.`;
+    by('starting').hidden = false;
+    setTimeout(() => begin().catch(complain), AGAIN_MS);
+  }
+}
+
+async function create(name) {
+  await choose(await ask('POST', `${ROOT}/adapters`, { name }));
 }
 
 doing(by('key-form'), 'submit', async () => {
@@ -357,10 +378,10 @@ doing(by('key-form'), 'submit', async () => {
   await begin();
 });
 doing(by('create'), 'submit', async () => {
-  const made = await ask('POST', `${ROOT}/adapters`, { name: by('name').value });
+  await create(by('name').value);
   by('name').value = '';
-  await choose(made);
 });
+doing(by('first'), 'submit', () => create('first'));
 doing(by('ask'), 'submit', askModel);
 doing(by('correct'), 'submit', correct);
 doing(by('open'), 'submit', open);

@@ -1,0 +1,156 @@
+"""A comparison of runs as text and JSON: settings that differ, metrics, curves, and what is more than noise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import fnmatch
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+
+from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.evaluation.known_metrics import headlines, nearest
+from sdpo_jax.files import check_output, jsonable, write_output
+from sdpo_jax.reporting.groups import SEED, differences, group_runs, labels
+from sdpo_jax.reporting.run_files import RunFiles, read_run
+from sdpo_jax.reporting.seed_noise import ENOUGH, LEVEL, compare_groups
+from sdpo_jax.tables import aligned
+
+TRAINING = 'rollout/score_mean'  # The metric of runs without evaluations.
+EVALUATION = ('val_kwargs.', 'data.val_files', 'data.val_max_samples')  # Settings that change what is measured.
+BARS, WIDTH = '▁▂▃▄▅▆▇█', 40
+TESTS = (
+  'p is that of the exact permutation test of the difference of means, which assumes next to nothing; least p is the '
+  f"smallest that it can be with so many seeds. Where that is at most {LEVEL}, the test decides, otherwise Welch's t "
+  'interval, which takes the values over seeds for normally distributed.'
+)
+
+
+def write_comparison(workdirs: Sequence[str], patterns: Sequence[str], output: str | None) -> str:
+  """Return the comparison of runs as text, and write it to a JSON file if one is named; the rest is as in `compare`."""
+  found = compare(workdirs, patterns)
+  if output is not None:
+    check_output(output)
+    write_output(output, json.dumps(jsonable(found), ensure_ascii=False, indent=1) + '\n')
+  return text(found)
+
+
+def compare(workdirs: Sequence[str], patterns: Sequence[str] = ()) -> dict[str, Any]:
+  """Compare the runs in some directories.
+
+  Args:
+    workdirs: directories of runs.
+    patterns: names of metrics, or patterns such as 'eval/*/mean@4'; empty: the headlines of evaluations, of which the
+      means are tested.
+
+  Returns:
+    `arms`: name → `label` and `runs`, seed → directory; `settings` in which arms differ, with the value of each;
+    `metrics`: name → the last `step` that all runs have, `values` of each arm there, one per seed, and `curves`, step →
+    mean over the runs of an arm; `pairs` with their `metric`, two `arms` and the fields of a SeedNoise; `remarks`.
+
+  Raises:
+    UserError: no run is named, or one twice; a directory holds no run; or no run has such a metric.
+  """
+  runs = [read_run(workdir) for workdir in workdirs]
+  groups = group_runs(runs)
+  arms = {f'arm {number}': [runs[at] for at in group] for number, group in enumerate(groups, start=1)}
+  seeds = {arm: {str(run.settings.get(SEED)): str(run.workdir) for run in group} for arm, group in arms.items()}
+  if sum(map(len, seeds.values())) < max(1, len(runs)):
+    raise UserError('Name the directories of the runs to compare, such as runs/a runs/b, one for each seed of an arm.')
+  remarks = [f'{run.name}: {remark}' for run in runs for remark in run.remarks]
+  remarks += [f'{run.name} has not ended: step {run.last} of {run.total}.' for run in runs if not run.over]
+  for name in sorted({name for run in runs for name in run.settings if name.startswith(EVALUATION)}):
+    if any(run.settings.get(name) != runs[0].settings.get(name) for run in runs):
+      remarks.append(f'{name} differs, so that evaluations of these runs may not measure the same.')
+  metrics, pairs = {}, []
+  for name in _chosen(runs, patterns):
+    series = {arm: [dict(zip(*run.series.get(name, ((), ())), strict=True)) for run in arms[arm]] for arm in arms}
+    shared = {arm: sorted(set.intersection(*map(set, each))) for arm, each in series.items()}
+    if not (steps := set.intersection(*map(set, shared.values()))):
+      remarks.append(f'{name} is not compared: there is no step at which all runs have it.')
+      continue
+    values = {arm: [run[max(steps)] for run in each] for arm, each in series.items()}
+    curves = {arm: {at: float(np.mean([run[at] for run in series[arm]])) for at in shared[arm]} for arm in arms}
+    metrics[name] = {'step': max(steps), 'values': values, 'curves': curves}
+    if patterns or name == TRAINING or '/mean@' in name:
+      for two in itertools.combinations(arms, 2):
+        noise = compare_groups(*(values[arm] for arm in two))
+        pairs.append({'metric': name, 'arms': two, **dataclasses.asdict(noise)})
+  named = {arm: {'label': label, 'runs': seeds[arm]} for arm, label in zip(arms, labels(runs, groups), strict=True)}
+  settings = differences(runs, groups)
+  return {'arms': named, 'settings': settings, 'metrics': metrics, 'pairs': pairs, 'remarks': remarks}
+
+
+def _chosen(runs: Sequence[RunFiles], patterns: Sequence[str]) -> list[str]:
+  """Return the names of the metrics to compare; raises UserError for a pattern that no name matches."""
+  names = list(dict.fromkeys(name for run in runs for name in run.series))
+  for pattern in patterns:
+    if not fnmatch.filter(names, pattern):
+      near = ', '.join(nearest(pattern, names)) or 'no metric yet'
+      raise UserError(f'--metric={pattern}: no run has such a metric; near it are {near}.')
+  if not patterns:
+    return headlines(names) or [TRAINING]
+  return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def text(found: Mapping[str, Any]) -> str:
+  """Return a comparison for a terminal."""
+  arms = [
+    f'{arm}  {told["label"]}: {", ".join(f"{run} (seed {seed})" for seed, run in told["runs"].items())}'
+    for arm, told in found['arms'].items()
+  ]
+  sections = {'Arms': '\n'.join(arms)}
+  if found['settings']:
+    rows = [[name, *(short_repr(value, 30) for value in values)] for name, values in found['settings'].items()]
+    sections['Settings that differ'] = aligned(['setting', *found['arms']], rows)
+  for name, metric in found['metrics'].items():
+    sections[f'{name} at step {metric["step"]}'] = _table(metric)
+  if found['pairs']:
+    sections['More than noise over seeds?'] = _verdicts(found)
+  if found['remarks']:
+    sections['Remarks'] = '\n'.join(found['remarks'])
+  return '\n\n'.join(f'━━ {title} ━━\n{content}' for title, content in sections.items())
+
+
+def _table(metric: Mapping[str, Any]) -> str:
+  """Return the table of a metric: each arm's values over seeds, and its curve as bars."""
+  curves = metric['curves']
+  steps = sorted({step for curve in curves.values() for step in curve})
+  steps = [steps[place] for place in np.unique(np.linspace(0, len(steps) - 1, WIDTH).round().astype(int))]
+  heights = [value for curve in curves.values() for value in curve.values()]
+  low, unit = min(heights), (max(heights) - min(heights) or 1) / (len(BARS) - 1)
+  rows = []
+  for arm, values in metric['values'].items():
+    bars = ''.join(BARS[round((curves[arm][step] - low) / unit)] if step in curves[arm] else ' ' for step in steps)
+    numbers = (f'{number:.4g}' for number in (np.mean(values), min(values), max(values)))
+    rows.append([arm, str(len(values)), *numbers, bars])
+  return aligned(['', 'seeds', 'mean', 'lowest', 'highest', f'steps {steps[0]} to {steps[-1]}'], rows)
+
+
+def _verdicts(found: Mapping[str, Any]) -> str:
+  """Return a table of differences, and what is to be known of the tests."""
+  rows, single = [], False
+  for pair in found['pairs']:
+    sizes = [len(found['arms'][arm]['runs']) for arm in pair['arms']]
+    single |= min(sizes) < 2
+    interval = '{:+.4f} … {:+.4f}'.format(*pair['interval']) if pair['interval'] else '–'
+    numbers = ['–' if pair[name] is None else f'{pair[name]:.2g}' for name in ('p', 'least_p')]
+    said = {True: 'yes', False: 'no', None: 'cannot be said'}[pair['real']] + (
+      f', {pair["test"]}' if pair['test'] else ''
+    )
+    title = f'{pair["metric"]}, {" − ".join(pair["arms"])}'
+    rows.append([title, ' and '.join(map(str, sizes)), f'{pair["difference"]:+.4f}', interval, *numbers, said])
+  header = ['difference', 'seeds', 'of means', f'{1 - LEVEL:.0%} interval, Welch', 'p', 'least p', 'more than noise?']
+  tested = sum(pair['test'] is not None for pair in found['pairs'])
+  told = [TESTS] if tested else []
+  if single:
+    told.append(
+      'Of an arm with a single seed nothing can be said: how far seeds scatter is not known. Two seeds of each arm give'
+      f' an interval, and with {ENOUGH} of each the permutation test can decide.'
+    )
+  if tested > 1:
+    told.append(f'If there were no differences at all, about {LEVEL * tested:.2g} of {tested} tests would say "yes".')
+  return '\n\n'.join([aligned(header, rows), *told])

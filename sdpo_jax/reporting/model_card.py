@@ -1,0 +1,159 @@
+"""The model card of an export, README.md: what it is, what it was measured at, and with what it was made.
+
+The metadata at its beginning are those that the Hugging Face hub reads. Nothing in a card names a folder of this
+machine, and no text of a run, such as the name of a task, can act as YAML, Markdown or HTML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import importlib.resources
+import json
+import logging
+import math
+import re
+import shlex
+import statistics
+from typing import Any
+
+from etils import epath
+
+import sdpo_jax
+from sdpo_jax.config import Config
+from sdpo_jax.config.fields import flatten
+from sdpo_jax.config.overrides import is_listed
+from sdpo_jax.config.privacy import is_hub_name, public_place, public_settings
+from sdpo_jax.data.hub_datasets import PREFIX
+from sdpo_jax.errors import UserError, printable
+from sdpo_jax.files import read_json_object
+from sdpo_jax.reporting.run_files import finite
+from sdpo_jax.training.directory import fingerprint, starts
+from sdpo_jax.training.directory.lines import read_metrics
+
+FILE = 'README.md'
+# --format → library, relation to the base model, what the export is.
+FORMATS = {
+  'model': ('transformers', 'finetune', 'all weights'),
+  'merged': ('transformers', 'finetune', 'all weights, with a LoRA adapter added to them'),
+  'peft': ('peft', 'adapter', 'a LoRA adapter'),
+}
+CARTRIDGE = 'sdpo_jax', 'adapter', 'a cartridge, key-value slots in the place of a document'
+VERSIONS = ('sdpo_jax', 'python', *fingerprint.PACKAGES)
+_METRIC = re.compile(r'(mean|best|worst|maj|acc/mean)@\d+|questions')
+_NOT_LEARNED = ('name', 'serve', 'plan')
+_logger = logging.getLogger('sdpo_jax.export')
+
+Scores = Mapping[tuple[str, str], float]  # Task and metric → value.
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+  """What a card is about."""
+
+  workdir: epath.PathLike
+  step: int
+  weights: str  # 'student' or 'teacher'.
+  form: str  # As --format names it.
+  dtype: str
+  name: str  # By which it is loaded: OWNER/NAME on the hub, or the name of a directory.
+
+
+def text_of(made: Exported, config: Config) -> str:
+  """Return the text of an export's card; what cannot be read of the run is left out with a warning."""
+  import jinja2
+
+  methods = ['SDPO', 'GRPO'] if config.algorithm.mode == 'hybrid' else ['SDPO']
+  methods = ['GRPO'] if config.actor.policy_loss.loss_mode == 'vanilla' else methods
+  lines = [line for line in _readable(read_metrics, made.workdir) or () if line['step'] <= made.step]
+  evaluated = {line['step']: scores for line in lines if (scores := _scores(line))}
+  steps = {step: evaluated[step] for step in sorted(evaluated) if step in (min(evaluated), max(evaluated))}
+  parts = starts.trained_by(_readable(starts.read, made.workdir) or (), made.step) or {}
+  software = parts.get('software', {})
+  library, _, what = FORMATS.get(made.form, CARTRIDGE)
+  base, on_hub = printable(public_place(config.model.path)), is_hub_name(config.model.path)
+  template = importlib.resources.files('sdpo_jax.reporting') / 'web' / 'model_card.md'
+  markdown = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+  markdown.filters |= {'code': _code, 'python': repr, 'shell': shlex.quote}
+  markdown.filters['place'] = lambda source: _code(public_place(source, hub=False))
+  return markdown.from_string(template.read_text(encoding='utf-8')).render(
+    metadata=_metadata(made, config, methods, steps),
+    **{'made': made, 'config': config, 'methods': methods, 'library': library, 'what': what, 'steps': steps},
+    **{'base': base, 'on_hub': on_hub, 'name': printable(made.name), 'version': sdpo_jax.__version__},
+    errors={step: _standard_errors(made.workdir, step) for step in steps},
+    settings=_settings(config),
+    devices=parts.get('devices'),
+    software={name: software[name] for name in VERSIONS if name in software},
+  )
+
+
+def _metadata(made: Exported, config: Config, methods: list[str], steps: Mapping[int, Scores]) -> str:
+  """Return the YAML at the beginning of a card."""
+  from huggingface_hub import EvalResult, ModelCardData
+
+  library, relation, _ = FORMATS.get(made.form, CARTRIDGE)
+  base = config.model.path if is_hub_name(config.model.path) else None
+  sets = [file.removeprefix(PREFIX).partition('?')[0] for file in config.data.train_files if file.startswith(PREFIX)]
+  results = [
+    EvalResult('text-generation', printable(task), printable(task), metric, value)
+    for (task, metric), value in (steps[max(steps)] if steps and made.weights == 'student' else {}).items()
+    if metric != 'questions'
+  ]
+  return ModelCardData(
+    library_name=library,
+    base_model=base,
+    base_model_relation=base and relation,
+    datasets=[*dict.fromkeys(filter(is_hub_name, sets))] or None,
+    tags=[
+      *map(str.lower, methods),
+      'self-distillation',
+      'reinforcement-learning',
+      'text-generation',
+      'jax',
+      'sdpo_jax',
+    ],
+    model_name=printable(config.name) if results else None,
+    eval_results=results or None,
+  ).to_yaml()
+
+
+def _readable(read: Callable[..., Any], *arguments: Any) -> Any:
+  """Return what a function returns; None, with a warning, if it raises a UserError."""
+  try:
+    return read(*arguments)
+  except UserError as error:
+    _logger.warning('The model card leaves out what cannot be read: %s', error)
+    return None
+
+
+def _code(text: Any) -> str:
+  """Return a text as a code span that may stand in a table."""
+  text = printable(str(text)).replace('|', '\\|') or '–'
+  mark = '`' * (1 + max(map(len, re.findall('`+', text)), default=0))
+  return f'{mark} {text} {mark}' if len(mark) > 1 else f'{mark}{text}{mark}'
+
+
+def _scores(line: Mapping[str, Any]) -> Scores:
+  """Return the headline metrics of the evaluation in a line of metrics.jsonl."""
+  tasks = [name.removesuffix('questions') for name in line if re.fullmatch('(?s)eval/.+/questions', name)]
+  found = {(task[5:-1], name.removeprefix(task)): finite(line[name]) for task in tasks for name in line}
+  return {name: value for name, value in found.items() if value is not None and _METRIC.fullmatch(name[1])}
+
+
+def _standard_errors(workdir: epath.PathLike, step: int) -> dict[str, float]:
+  """Return the standard error over questions of each task's mean score, where the run has kept the samples."""
+  path = epath.Path(workdir) / 'eval' / f'{step}.json'
+  found = (_readable(read_json_object, path, 'restore it') if path.exists() else None) or {}
+  scores: dict[str, dict[str, list[float]]] = {}
+  for sample in found.get('samples', ()):
+    if (score := finite(sample.get('score'))) is not None:
+      scores.setdefault(sample.get('data_source'), {}).setdefault(sample.get('id'), []).append(score)
+  means = {task: [statistics.fmean(each) for each in questions.values()] for task, questions in scores.items()}
+  return {task: statistics.stdev(each) / math.sqrt(len(each)) for task, each in means.items() if len(each) > 1}
+
+
+def _settings(config: Config) -> dict[str, str]:
+  """Return the settings that differ from the defaults, as JSON on one line."""
+  defaults, settings = flatten(Config()), public_settings(flatten(config))
+  changed = [name for name in settings if settings[name] != defaults[name] and not is_listed(name, _NOT_LEARNED)]
+  return {name: printable(json.dumps(settings[name], ensure_ascii=False), 300) for name in changed}

@@ -1,0 +1,42 @@
+"""The site of the documentation: built without a warning or a network, and of its own files alone."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import chromium
+from tests import tiny
+
+LOADED = re.compile(r'<(?:script|img|iframe)[^>]* src="([^"]*)"|<link[^>]* href="([^"]*)"|url\(["\']?(https?:[^"\')]*)')
+
+
+@pytest.mark.docs
+def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path):
+  offline = {'http_proxy': 'http://127.0.0.1:9', 'https_proxy': 'http://127.0.0.1:9', 'NO_MKDOCS_2_WARNING': '1'}
+  done = subprocess.run(
+    [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--quiet', '--site-dir', str(tmp_path)],
+    cwd=tiny.REPOSITORY,
+    env=os.environ | offline,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  pages = sorted(tmp_path.rglob('*.html'))
+  assert {'index.html', 'settings.html', 'commands.html', 'tutorial.html'} <= {page.name for page in pages}
+  assert 'teacher_update_rate' in (tmp_path / 'reference' / 'settings.html').read_text()
+  assert '--topology' in (tmp_path / 'reference' / 'commands.html').read_text()
+  files = [*pages, *tmp_path.rglob('*.css')]
+  loaded = {address for file in files for found in LOADED.findall(file.read_text()) for address in found if address}
+  assert [address for address in loaded if address.startswith(('http:', 'https:', '//'))] == []
+  program = chromium.installed()
+  if program is None:
+    pytest.skip('Chromium is not installed: what scripts would load is not seen')
+  with chromium.opened(program) as page:
+    page.call('Page.navigate', url=(tmp_path / 'tutorial.html').as_uri())
+    page.until("document.readyState === 'complete' && document.querySelector('.md-typeset h1')")
+    asked = page.requested()
+  assert asked and [address for address in asked if not address.startswith(('file:', 'blob:'))] == []
