@@ -155,8 +155,8 @@ def sharded_run(model, tmp_path_factory):
 def test_other_devices_than_those_of_the_run_export_the_same_bits(sharded_run, count, tmp_path, monkeypatch, caplog):
   workdir, sums = sharded_run
   monkeypatch.setattr(accelerators, 'devices', lambda: jax.devices()[:count])
-  runs.export(workdir, tmp_path / 'out', 'student')
-  assert (tmp_path / 'out' / checksums.SUMS).read_text() == sums and 'model.safetensors' in sums
+  runs.export(workdir, tmp_path / 'exported', 'student')
+  assert (tmp_path / 'exported' / checksums.SUMS).read_text() == sums and 'model.safetensors' in sums
   assert f'A mesh of fsdp={count} × tensor=1 is used' in caplog.text and 'mesh.fsdp=8 does not divide' in caplog.text
   with pytest.raises(UserError, match=r'mesh\.fsdp=8 does not divide the'):  # To train it on is another matter.
     make_session(runs.run_config(workdir), workdir)
