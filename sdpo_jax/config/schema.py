@@ -213,9 +213,8 @@ class RolloutConfig(SamplingConfig):
   sampled_by: Literal['student', 'teacher'] = setting(
     'student',
     "Who writes the completions that are learned from. 'student': the model that is trained, on-policy; 'teacher': of "
-    'a cartridge, the model that reads the document, as where cartridges are trained on a data set made beforehand; '
-    'where mesh.fsdp divides the model, its sampler gathers weights of its own. Evaluations are always answered by the '
-    'student.',
+    'a cartridge, the model that reads the document; where mesh.fsdp divides the model, its sampler gathers weights of '
+    'its own. Evaluations are always answered by the student.',
   )
   steps_off: int = setting(
     0,

@@ -154,9 +154,7 @@ class GuardsConfig:
   )
   min_entropy: float | None = setting(0.01, 'Mean entropy per token on these. None: any.', NOT_NEGATIVE)
   max_loss_ratio: float | None = setting(
-    10.0,
-    "Loss as a multiple of the median of the adapter's recent ones with the same parameters, from four on. None: any.",
-    POSITIVE,
+    10.0, "Loss over the median of the adapter's last ones with the same parameters, from four on. None: any.", POSITIVE
   )
   max_self_similarity: float | None = setting(
     0.9,
