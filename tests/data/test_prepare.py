@@ -513,7 +513,7 @@ def test_the_command(tmp_path):
     'should be one of <sciknoweval|',
     '--since=soon is not a day',
     'must hold one file train',
-    "'hf:Idavidrein/gpqa?config=gpqa_diamond&split=train' cannot be loaded",
+    "--input='Idavidrein/gpqa' is not a directory here, and it cannot be loaded from the Hugging Face hub",
     '--input must name the folder that holds benchmark_v5.json: it is in the folder data of https://github.com/kbressem',
   ]
   for process, sentence in zip(failed, sentences, strict=True):

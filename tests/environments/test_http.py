@@ -448,7 +448,8 @@ def test_a_server_that_never_answers_is_given_up_before_all_were_asked():
     raise ConnectionAbortedError
 
   with Server(hang_up) as server:
-    with pytest.raises(UserError, match='graded none of 100 completions: the connection failed'):
+    # Whichever of the completions is named first: one that was asked about, or one that no request was made for.
+    with pytest.raises(UserError, match='graded none of 100 completions: .*the connection failed'):
       grade(server.url, ['x'] * 100, concurrency=2, retries=1)
   assert len(server.bodies) < 10
 

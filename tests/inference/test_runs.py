@@ -170,11 +170,11 @@ def test_a_run_on_eight_devices_is_used_on_one(sharded_run, tmp_path):
   sizes = {'mesh.fsdp': 8, 'data.max_prompt_length': 256, 'data.val_max_samples': 4}
   small = ['--config=configs/quickstart.py', *(f'--config.{name}={size}' for name, size in sizes.items())]
   commands = [
-    ('export', [f'--workdir={workdir}', f'--output={tmp_path}/out']),
+    ('export', [f'--workdir={workdir}', f'--output={tmp_path}/exported']),
     ('sample', [f'--workdir={workdir}', '--prompt=Hello', '--temperature=0', '--max_tokens=8']),
     ('evaluate', [*small, f'--workdir={workdir}', f'--output={tmp_path}/results.json']),
   ]
   done = tiny.launch_many(commands, tmp_path / 'launched', quick=True)
   assert [command.returncode for command in done] == [0, 0, 0], [command.stderr for command in done]
-  assert (tmp_path / 'out' / checksums.SUMS).read_text() == sums and done[1].stdout == answer + '\n'
+  assert (tmp_path / 'exported' / checksums.SUMS).read_text() == sums and done[1].stdout == answer + '\n'
   assert 'digits' in json.loads((tmp_path / 'results.json').read_text())
