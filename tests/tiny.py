@@ -176,15 +176,15 @@ def launch(
 
 
 # Imports what the commands import once, then runs each in a fork of its own; JAX has started no thread by then. What
-# the garbage collector leaves alone is not copied for a fork. A fork that ends by itself waits for its threads and runs
-# what is registered for the exit, but does not take the imported modules apart, which takes longer than many a command.
+# the garbage collector leaves alone is not copied for a fork.
 _MANY = """
-import atexit, gc, json, os, runpy, sys, threading
+import gc, json, os, sys
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from sdpo_jax import command
 from sdpo_jax.inference import runs
 from sdpo_jax.training import loop
 from sdpo_jax.training import closing_text
+from tests.forked_commands import run_as_command
 gc.collect()
 gc.freeze()
 results = []
@@ -193,19 +193,7 @@ for name, arguments, out, err in json.load(sys.stdin):
   if child == 0:
     for path, descriptor in ((out, 1), (err, 2)):
       os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), descriptor)
-    sys.argv = [f'launch/{name}.py', *arguments]
-    code = 0
-    try:
-      runpy.run_module(f'launch.{name}', run_name='__main__', alter_sys=True)
-    except SystemExit as ended:
-      if not isinstance(ended.code, int | None):
-        raise
-      code = ended.code or 0
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    run_as_command(f'launch.{name}', arguments)
   results.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 print(json.dumps(results))
 """

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import json
 import multiprocessing.connection
 import multiprocessing.process
 import os
 import re
-import runpy
 import shlex
 import signal
 import subprocess
@@ -18,7 +16,7 @@ import threading
 import time
 import traceback
 
-from tests import tiny
+from tests import forked_commands, tiny
 
 PAGES = ['README.md', 'CONTRIBUTING.md', *(f'docs/{path.name}' for path in (tiny.REPOSITORY / 'docs').glob('*.md'))]
 OUTPUT = ('text', 'json', 'bibtex', 'diff')  # Languages of blocks that are not code.
@@ -141,20 +139,7 @@ def _forked(module: str, arguments: list[str]) -> int:
   child = os.fork()
   if child:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-  multiprocessing.process._children.clear()  # noqa: SLF001 (A process ends those of its own; these are its parent's.)
-  code = 1
-  try:
-    sys.argv = [f'{module.replace(".", "/")}.py', *arguments]
-    runpy.run_module(module, run_name='__main__', alter_sys=True)
-    code = 0
-  except SystemExit as ended:
-    code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-  finally:
-    threading._shutdown()  # noqa: SLF001 (As Python ends a process; the rest of that takes seconds.)
-    atexit._run_exitfuncs()  # noqa: SLF001
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+  forked_commands.run_as_command(module, arguments)
 
 
 def main() -> None:
