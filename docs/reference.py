@@ -16,7 +16,8 @@ from absl import flags
 import sdpo_jax
 from sdpo_jax import interface
 from sdpo_jax.config import Config
-from sdpo_jax.config.fields import settings, type_name
+from sdpo_jax.config.fields import settings
+from sdpo_jax.config.help import values_of
 
 ROOT = pathlib.Path(__file__).parents[1]
 MADE = 'Made from the code when the documentation is built.'
@@ -45,17 +46,14 @@ def home(readme: str) -> str:
 
 
 def settings_page() -> str:
-  """Return all settings with type, default and meaning, a section for each part of a config."""
+  """Return all settings with their values, default and meaning, a section for each part of a config."""
   parts, section = [f'# Settings\n\n{MADE} Set one with `--config.NAME=VALUE`, or as an attribute in Python.\n'], None
   for name, value, hint, field in settings(Config()):
-    home, _, leaf = name.rpartition('.')
-    if home != section:
-      section = home
-      parts.append(f'\n## {home or "The run"}\n\n| setting | type | default | meaning |\n|---|---|---|---|\n')
+    if name.rpartition('.')[0] != section:
+      section = name.rpartition('.')[0]
+      parts.append(f'\n## {section or "The run"}\n\n| setting | values | default | meaning |\n|---|---|---|---|\n')
     default = json.dumps(value, ensure_ascii=False) if not isinstance(value, tuple) else json.dumps(list(value))
-    allowed = field.metadata['range']
-    limits = f' {str(allowed).capitalize()}.' if allowed is not None else ''
-    cells = (f'`{name}`', type_name(hint), f'`{default}`', field.metadata['doc'] + limits)
+    cells = (f'`{name}`', values_of(hint, field.metadata['range']), f'`{default}`', field.metadata['doc'])
     parts.append(f'| {" | ".join(map(_cell, cells))} |\n')
   return ''.join(parts)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import pathlib
 import sys
@@ -23,6 +22,6 @@ def main() -> None:
     sys.argv = [f'{script} {name}', *arguments]
     importlib.import_module('sdpo_jax.command').run(importlib.import_module(f'sdpo_jax.launch.{name}').main)
   else:
-    near = ''.join(f', did you mean {match}' for match in difflib.get_close_matches(name, files, 1))
-    print(f'{name!r} is no command{near}? sdpo --help lists them.', file=sys.stderr)
+    near = importlib.import_module('sdpo_jax.config.fields').did_you_mean(name, files)
+    print(f'{name!r} is no command{near} sdpo --help lists them.', file=sys.stderr)
     sys.exit(2)

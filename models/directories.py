@@ -7,8 +7,7 @@ import os
 import pathlib
 
 from sdpo_jax import files
-from sdpo_jax.config.locations import shipped
-from sdpo_jax.config.privacy import is_hub_name
+from sdpo_jax.config.locations import is_hub_name, shipped
 from sdpo_jax.errors import UserError
 from sdpo_jax.models import hub, remote_files
 

@@ -53,9 +53,15 @@ def names(name: str, folder: pathlib.Path, setting: str, revision: str | None) -
   from huggingface_hub import HfApi, constants
 
   if unreachable() or constants.is_offline_mode():
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob('*') if path.is_file())
+    return names_below(folder)
   with _explained(name, setting, DATA_SET):
     return sorted(HfApi().list_repo_files(name, repo_type='dataset', revision=revision))
+
+
+def names_below(folder: pathlib.Path) -> list[str]:
+  """Return the names of the files in a folder, without hidden ones, as the hub lists those of a data set."""
+  paths = (path.relative_to(folder) for path in folder.rglob('*') if path.is_file())
+  return sorted(path.as_posix() for path in paths if not any(part.startswith('.') for part in path.parts))
 
 
 @contextlib.contextmanager

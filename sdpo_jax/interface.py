@@ -80,6 +80,11 @@ def load_config(file: Location, changes: Mapping[str, Any] | None = None) -> Con
   return _changed(config_files.read(os.fspath(file)), changes)
 
 
+def _own(config: Config | Location) -> Config:
+  """Return settings that may be changed: a copy, or those of a file."""
+  return copy.deepcopy(config) if isinstance(config, Config) else load_config(config)
+
+
 def _changed(config: Config, changes: Mapping[str, Any] | None) -> Config:
   for name, value in (changes or {}).items():
     if not isinstance(name, str):
@@ -228,7 +233,7 @@ def steps(
     if model is None:
       raise UserError('Name a config, or the model to train with the default settings: train(model=…, rows=…, …).')
     config = Config(name=os.path.basename(os.path.normpath(model)))
-  config = load_config(config) if not isinstance(config, Config) else copy.deepcopy(config)
+  config = _own(config)
   if model is not None:
     config.model.path = os.fspath(model)
   _changed(config, changes)
@@ -295,7 +300,7 @@ def evaluate(
     UserError: as in `steps`.
   """
   accelerators.prepare()
-  config = load_config(config) if not isinstance(config, Config) else copy.deepcopy(config)
+  config = _own(config)
   with _graded_by(config, grader):
     config.validate()
     return runs.evaluate_source(config, _source(workdir, model, step, adapter, cartridge), announce)

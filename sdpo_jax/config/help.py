@@ -23,7 +23,7 @@ def settings_help(config: Any, part: str = '') -> str:
     UserError: there is no such setting.
   """
   known = [
-    (name, value, _values(hint, field.metadata['range']), field.metadata['doc'])
+    (name, value, values_of(hint, field.metadata['range']), field.metadata['doc'])
     for name, value, hint, field in settings(config)
   ]
   found = [row for row in known if row[0] == part or row[0].startswith(part.rstrip('.') + '.')] if part else known
@@ -39,7 +39,7 @@ def _entry(name: str, value: Any, values: str, doc: str) -> str:
   return '\n'.join([f'--config.{name}={value!r}', f'      [{values}]', *said])
 
 
-def _values(hint: Any, allowed: Range | None) -> str:
+def values_of(hint: Any, allowed: Range | None) -> str:
   """Return which values a setting takes, for users."""
   if allowed is None:
     return type_name(hint)

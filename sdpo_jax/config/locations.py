@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import pathlib
+import re
 
 
 def beside(config_file: str, name: str) -> str:
@@ -45,3 +46,8 @@ def shipped(path: pathlib.Path) -> pathlib.Path | None:
     return None
   found = shipped_folder().joinpath(*path.parts[1:])
   return found if found.exists() else None
+
+
+def is_hub_name(path: str) -> bool:
+  """Return whether a path can only be a name on the hub: OWNER/NAME, and no folder OWNER is here, nor configs/NAME."""
+  return bool(re.fullmatch(r'(?!\.|configs/)[\w.-]+/[\w.-]+', path)) and not pathlib.Path(path).parent.is_dir()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-import pathlib
 import re
 from typing import Any
+
+from sdpo_jax.config.locations import is_hub_name
 
 MODELS = (  # Settings that hold a path or a name on the hub.
   'model.path',
@@ -30,11 +31,6 @@ SOURCE = re.compile(r'(hf:|generator:)([^?]*)(.*)', re.DOTALL)  # A source of ro
 # An address, or a path that begins at a root, a home or a folder above, in a text.
 _END = r"""\s'"`,;|<>()\[\]{}"""
 _PLACE = re.compile(rf'(?<!\w)[A-Za-z][\w+.-]{{,19}}://[^{_END}]*|(?<![\w*<}}/~-])(?:~[\w.-]*|\.\.?)?/[^{_END}&?]*')
-
-
-def is_hub_name(path: str) -> bool:
-  """Return whether a path can only be a name on the hub: OWNER/NAME, and no folder OWNER is here, nor configs/NAME."""
-  return bool(re.fullmatch(r'(?!\.|configs/)[\w.-]+/[\w.-]+', path)) and not pathlib.Path(path).parent.is_dir()
 
 
 def public_place(place: str, *, hub: bool = True) -> str:

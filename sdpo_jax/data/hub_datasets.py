@@ -74,7 +74,7 @@ def files(source: str, setting: str) -> list[tuple[list[pathlib.Path], Slice]]:
   local = folder.is_dir()
 
   def named(revision: str | None) -> list[str]:
-    return _below(folder) if local else hub.names(name, folder, setting, revision)
+    return hub.names_below(folder) if local else hub.names(name, folder, setting, revision)
 
   if not local:
     folder = hub.fetch(name, [_CARD], setting, hub.DATA_SET, revision)
@@ -98,11 +98,6 @@ def taken(rows: Sequence, part: Slice) -> Sequence:
     for bound in part
   )
   return rows[start:stop]
-
-
-def _below(folder: pathlib.Path) -> list[str]:
-  paths = (path.relative_to(folder) for path in folder.rglob('*') if path.is_file())
-  return sorted(path.as_posix() for path in paths if not any(part.startswith('.') for part in path.parts))
 
 
 def _configs(folder: pathlib.Path, names: Sequence[str], where: str) -> tuple[dict[str, Splits], str | None]:

@@ -4,7 +4,8 @@ import pytest
 
 from sdpo_jax.config import Config
 from sdpo_jax.config.fields import flatten
-from sdpo_jax.config.privacy import FILES, MODELS, is_hub_name, public_place, public_settings, public_text
+from sdpo_jax.config.locations import is_hub_name
+from sdpo_jax.config.privacy import FILES, MODELS, public_place, public_settings, public_text
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,12 @@ def located(workdir: epath.PathLike) -> epath.Path:
   except ImportError as error:
     raise UserError(f'--workdir={workdir} needs a package that is not installed: {error}.') from error
   except Exception as error:  # Object stores raise many types of errors; all mean the same here.
-    raise UserError(
-      f'--workdir={workdir} cannot be read ({first_line(error)}): make it readable or choose another.'
-    ) from error
+    raise _unreadable(workdir, error) from error
   return path
+
+
+def _unreadable(workdir: epath.PathLike, error: Exception) -> UserError:
+  return UserError(f'--workdir={workdir} cannot be read ({first_line(error)}): make it readable or choose another.')
 
 
 def no_run(workdir: epath.Path) -> UserError:
@@ -119,9 +121,7 @@ def check_workdir(config: Config, workdir: epath.PathLike, *, restart: bool = Fa
     there = _check_layout(workdir)
     trained = CHECKPOINTS in there and any((workdir / CHECKPOINTS).iterdir())
   except OSError as error:
-    raise UserError(
-      f'--workdir={workdir} cannot be read ({first_line(error)}): make it readable or choose another.'
-    ) from error
+    raise _unreadable(workdir, error) from error
   if not trained and (restart or METRICS not in there):
     return workdir
   if 'config.json' not in there:
