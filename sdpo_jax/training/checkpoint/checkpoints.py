@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
+import errno
 import itertools
 import logging
 import math
@@ -256,7 +257,7 @@ class Checkpoints:
       else:
         found = [left] if left.exists() and not (left / MANIFEST).exists() else []
       for path in found:
-        path.rmtree()
+        _remove_tree(path)
 
   def _check_owner(self) -> None:
     if self._ownership is not None:  # On process 0, the one that publishes.
@@ -318,7 +319,7 @@ class Checkpoints:
     for path in list(self.directory.iterdir()) if self.directory.exists() else ():  # Stores have no empty folders.
       unfinished = not is_local(path) and is_step(path.name) and not (path / _COMMITTED).exists()
       if _LEFT_OVER.fullmatch(path.name) or unfinished:
-        path.rmtree()
+        _remove_tree(path)
 
   def _scan(self) -> dict[int, CheckpointManifest | None]:
     """Return the manifests of the existing checkpoints by step; None if one cannot be read, which `restore` reports.
@@ -516,6 +517,17 @@ def _manifest(folder: epath.Path, epochs: Epochs) -> CheckpointManifest:
   if successor is not None:
     raise DamagedError(f'a process that had lost the run to another one ({successor}) wrote it')
   return found
+
+
+def _remove_tree(folder: epath.Path) -> None:
+  """Remove a folder to which the writers of a failed checkpoint may still be adding files."""
+  for attempt in itertools.count():
+    try:
+      return folder.rmtree()
+    except OSError as error:
+      if error.errno != errno.ENOTEMPTY or attempt == 50:
+        raise
+    time.sleep(0.02)
 
 
 def _rename(source: epath.Path, target: epath.Path) -> None:

@@ -1,5 +1,7 @@
 """Checkpoints: everything comes back bit for bit; damage and a full disk lose nothing that was written."""
 
+from concurrent import futures
+import contextlib
 import dataclasses
 import errno
 import hashlib
@@ -332,6 +334,27 @@ def test_a_full_disk_ends_with_a_sentence_and_earlier_checkpoints_stay(tmp_path)
   step, state, _ = Checkpoints(tmp_path).restore(make_state(0))
   assert step == 1
   assert_same(state, make_state(1))
+
+
+def test_a_left_over_that_is_still_written_to_is_removed(tmp_path):
+  """Threads of a failed write add files to its folder for a while."""
+  folder = tmp_path / 'checkpoints' / '2.unfinished.0'
+  folder.mkdir(parents=True)
+  began = threading.Event()
+
+  def write() -> None:
+    for i in range(2_000):
+      with contextlib.suppress(FileNotFoundError):  # Once the folder is removed.
+        (folder / str(i)).touch()
+      if i == 200:
+        began.set()
+
+  with futures.ThreadPoolExecutor(1) as threads:
+    written = threads.submit(write)
+    began.wait()
+    Checkpoints(tmp_path).close()
+    written.result()
+  assert not folder.exists()
 
 
 def check_flips(tmp_path: pathlib.Path, bits_per_file: int) -> dict[str, int]:
