@@ -158,9 +158,6 @@ def main() -> int | None:
       hold_chat(generator)
     else:
       write_answer(generator)
-    sys.stdout.flush()
-  except BrokenPipeError:
-    return command.not_read()
   except KeyboardInterrupt:
     kept = f' What was finished is in {OUTPUT.value}.' if OUTPUT.value is not None else ''
     command.announce(f'Interrupted.{kept}')

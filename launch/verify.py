@@ -22,10 +22,7 @@ MODEL = flags.DEFINE_string('model', None, 'Hugging Face model directory to chec
 def main() -> int:
   from sdpo_jax.inference import verify
 
-  try:
-    return verify.verify(WORKDIR.value, MODEL.value, lambda text: print(text, flush=True))
-  except BrokenPipeError:
-    return command.not_read()
+  return verify.verify(WORKDIR.value, MODEL.value, lambda text: print(text, flush=True))
 
 
 if __name__ == '__main__':

@@ -8,6 +8,7 @@ import logging
 import os
 import pathlib
 import re
+import select
 import signal
 import sys
 import traceback
@@ -198,14 +199,14 @@ def parse(arguments: Sequence[str]) -> list[str]:
       except UserError as error:
         raise SystemExit(_complain(str(error))) from error
       except BrokenPipeError as error:
-        raise SystemExit(not_read()) from error
+        raise SystemExit(_not_read()) from error
       raise SystemExit(0)
   try:
     left = flags.FLAGS(['--help' if argument == '-h' else argument for argument in rest])
   except SystemExit as error:  # After --help and similar flags, for which absl exits with 1.
     raise SystemExit(0) from error
   except BrokenPipeError as error:
-    raise SystemExit(not_read()) from error
+    raise SystemExit(_not_read()) from error
   except flags.Error as error:
     sentence = ' '.join(str(error).split())
     missing = re.search(r'Flag --(\w+) must have a value', sentence)
@@ -250,7 +251,13 @@ def _complain(sentence: str) -> int:
   return EXIT_BAD_INPUT
 
 
-def not_read() -> int:
+def _reader_is_gone() -> bool:
+  poll = select.poll()
+  poll.register(sys.stdout.fileno(), 0)  # Errors are reported in any case.
+  return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _not_read() -> int:
   """Discard further output, since its reader, such as `head`, is gone; return the exit code for that case."""
   nowhere = os.open(os.devnull, os.O_WRONLY)
   os.dup2(nowhere, sys.stdout.fileno())  # Or Python would complain at its end.
@@ -271,6 +278,7 @@ def run(main: Callable[[], int | None]) -> None:
     accelerators.prepare()
     try:
       code = main() or 0
+      sys.stdout.flush()
       cluster.finish()
       return code
     except cluster.ProcessLost as error:
@@ -281,6 +289,9 @@ def run(main: Callable[[], int | None]) -> None:
       print('\nInterrupted.', file=sys.stderr)
       return EXIT_INTERRUPTED
     except Exception as error:
+      if isinstance(error, BrokenPipeError) and _reader_is_gone():
+        cluster.fail(EXIT_NOT_READ, 'Nothing reads the output any more.')
+        return _not_read()
       cluster.await_verdict(error)
       sentence = sentence_of(error)
       if sentence is None:

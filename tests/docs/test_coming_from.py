@@ -33,6 +33,7 @@ def section(heading: str) -> str:
   return TEXT.split(f'## {heading}\n')[1].split('\n## ')[0]
 
 
+@pytest.mark.docs
 def test_every_field_of_trl_is_in_the_table_once(trl):
   own, known = trl
   listed = [

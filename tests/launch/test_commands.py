@@ -376,6 +376,25 @@ def test_settings_of_which_only_the_beginning_is_read_end_quietly(monkeypatch):
   assert ended.value.code == 141
 
 
+def test_a_command_whose_reader_is_gone_ends_quietly_and_no_other_broken_pipe_does(monkeypatch, capsys):
+  monkeypatch.setattr('sys.argv', ['launch.probe'])
+  reading, writing = os.pipe()
+  with os.fdopen(writing, 'w') as unread:
+    monkeypatch.setattr('sys.stdout', unread)
+
+    def main(error: Exception | None = None) -> None:
+      print('The result.')
+      if error is not None:
+        raise error
+
+    with pytest.raises(BrokenPipeError, match='of a socket'):
+      command.run(lambda: main(BrokenPipeError('of a socket')))
+    os.close(reading)
+    with pytest.raises(SystemExit) as ended:
+      command.run(main)
+  assert ended.value.code == command.EXIT_NOT_READ and capsys.readouterr().err == ''
+
+
 def test_help_is_for_newcomers(quick_ends):
   *helped, short, settings, section, unknown = quick_ends[-1]
   for name, done in zip(NAMES, helped, strict=True):
