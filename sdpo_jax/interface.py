@@ -34,7 +34,7 @@ from sdpo_jax.inference.generate import GenerationOptions, TextGenerator, as_mes
 from sdpo_jax.rollout.stops import to_text
 from sdpo_jax.training import loop
 from sdpo_jax.training.directory import lines
-from sdpo_jax.training.directory.workdir import ROWS
+from sdpo_jax.training.directory.workdir import ROWS, no_run
 from sdpo_jax.training.evaluations import evaluated
 from sdpo_jax.training.loop import Result, run_to_end
 from sdpo_jax.training.specs import chat_format
@@ -394,8 +394,8 @@ def read_metrics(workdir: Location) -> list[dict[str, Any]]:
   Raises:
     UserError: there is no run, or a line cannot be read.
   """
-  if not (epath.Path(workdir) / 'config.json').exists():
-    raise UserError(f'{workdir} holds no run: name the workdir of one.')
+  if not any((epath.Path(workdir) / name).exists() for name in ('config.json', lines.METRICS)):
+    raise no_run(epath.Path(workdir))
   return lines.read_metrics(workdir)
 
 

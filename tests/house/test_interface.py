@@ -203,7 +203,7 @@ def right(completions, **_):
       lambda config, path: sdpo_jax.export(path, path / 'out', weights='both'),
       "weights='both' is not 'student' or 'teacher'",
     ),
-    (lambda config, path: sdpo_jax.read_metrics(path), 'holds no run: name the workdir of one'),
+    (lambda config, path: sdpo_jax.read_metrics(path), 'is not a run: '),
   ],
 )
 def test_arguments_of_other_types_are_refused_before_anything_is_made(config, tmp_path, call, said):
