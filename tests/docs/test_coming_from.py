@@ -70,4 +70,6 @@ def test_a_script_of_trl_needs_ten_changed_lines_and_runs(tmp_path, monkeypatch)
   exec(text, names | {'rows': rows}, call := {})
   call = call['call'] | {'model': tiny.make_model(tmp_path / 'model')}
   call['changes'] = call['changes'] | small
+  assert call.pop('workdir') == 'runs/gsm8k'
   assert sdpo_jax.train(**call).step == 1
+  assert (tmp_path / 'runs' / 'model' / 'metrics.jsonl').is_file()  # Named after the model, as there is no config.

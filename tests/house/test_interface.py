@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 
 import jax
 import numpy as np
@@ -232,15 +231,6 @@ def test_several_graders_count_by_their_weights_and_callbacks_look_on(config, tm
   line = sdpo_jax.read_metrics(tmp_path)[-1]
   assert line['rollout/score_mean'] == pytest.approx(line['rollout/reward/odd'] + 0.5)
   assert config.trainer.total_training_steps == 3 and not {'odd', 'right'} & set(registry.names())
-
-
-def test_a_model_is_trained_without_a_config(config, tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
-  changes = {'trainer.total_training_steps': 1, 'data.train_batch_size': 2, 'actor.ppo_mini_batch_size': 2}
-  changes |= {'data.max_prompt_length': 32, 'data.max_response_length': 4, 'model.dtype': 'float32', 'rollout.n': 4}
-  changes |= {'actor.self_distillation.max_reprompt_len': 256, 'trainer.tensorboard': False}
-  result = sdpo_jax.train(model=config.model.path, changes=changes, rows=ROWS, grader=odd)
-  assert result.step == 1 and (tmp_path / 'runs' / os.path.basename(config.model.path) / 'metrics.jsonl').is_file()
 
 
 def test_a_config_file_that_registers_graders_is_loaded_again(tmp_path):
