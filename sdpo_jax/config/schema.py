@@ -639,7 +639,7 @@ class TrainerConfig:
   sample_table_rows: int = setting(
     4, 'Samples shown each time, spread over the generation batch.', Range(above=0, unit='samples')
   )
-  tensorboard: bool = setting(True, 'Write tensorboard/.')
+  tensorboard: bool = setting(True, 'Write tensorboard/, where the run directory is local.')
   wandb_project: str | None = setting(None, 'Also log to this Weights & Biases project; needs wandb installed.')
   profile_steps: tuple[int, ...] = setting((), 'Steps of which a profiler trace is written to profile/.')
 
