@@ -465,7 +465,8 @@ class ActorConfig:
   kl_loss_type: Literal['k1', 'k2', 'k3'] = setting(
     'k3',
     "How the divergence is estimated from a sampled token, with x = log π − log π₀ and π₀ the initial policy; 'k1' "
-    "(verl: kl): x, whose gradient is zero on average; 'k2' (mse): x²/2; 'k3' (low_var_kl): exp(−x) + x − 1.",
+    "(verl: kl): x, whose gradient is zero on average; 'k2' (mse): x²/2; 'k3' (low_var_kl): exp(−x) + x − 1, 10 at "
+    'most.',
   )
   ppo_mini_batch_size: int = setting(32, 'Questions per optimizer step.', Range(above=0, unit='questions'))
   ppo_micro_batch_size: int = setting(
@@ -639,7 +640,7 @@ class TrainerConfig:
   sample_table_rows: int = setting(
     4, 'Samples shown each time, spread over the generation batch.', Range(above=0, unit='samples')
   )
-  tensorboard: bool = setting(True, 'Write tensorboard/.')
+  tensorboard: bool = setting(True, 'Write tensorboard/, where the run directory is local.')
   wandb_project: str | None = setting(None, 'Also log to this Weights & Biases project; needs wandb installed.')
   profile_steps: tuple[int, ...] = setting((), 'Steps of which a profiler trace is written to profile/.')
 
