@@ -411,8 +411,10 @@ class SelfDistillationConfig:
 
   feedback_model: Literal['', 'self', 'endpoint'] = setting(
     '',
-    "Who writes feedback on failures, which the teacher reads behind the grader's. Empty: nobody; 'self': the model "
-    "that is trained, as it is when it draws the completions; 'endpoint': feedback_endpoint. See docs/sessions.md.",
+    'Who writes feedback on failures (with environment_feedback_only_without_solution, on those without a '
+    "demonstration), which the teacher reads behind the grader's. Empty: nobody; 'self': the model that is trained, as "
+    "it is when it draws the completions, with a sampler that launch.plan does not count; 'endpoint': "
+    'feedback_endpoint; a resumed run repeats an uninterrupted one as far as this server does. See docs/sessions.md.',
   )
   feedback_endpoint: FeedbackEndpointConfig = setting(FeedbackEndpointConfig, 'A server that writes feedback.')
   feedback_prompt_template: str = setting(
@@ -499,12 +501,15 @@ class AlgorithmConfig:
   sdpo_coef: float = setting(
     1.0, "Weight of the divergence in mode='hybrid'; 0: none, and no teacher: GRPO.", NOT_NEGATIVE
   )
-  policy_gradient_coef: float = setting(1.0, "Weight of the policy gradient in mode='hybrid'; 0: none.", NOT_NEGATIVE)
+  policy_gradient_coef: float = setting(
+    1.0, "Weight of the policy gradient in mode='hybrid'; 0: none, and exactly pure_sdpo.", NOT_NEGATIVE
+  )
   min_sdpo_examples: int = setting(
     0,
     'Completions of which the teacher knows more that must have gathered, over several generation batches if need be, '
-    'for an update; what exceeds data.train_batch_size × rollout.n waits for the next one. 0: every batch has an '
-    'update. Several optimizer steps of an update share them evenly. See docs/sessions.md.',
+    'for an update, unless data.train_batch_size × rollout.n completions with a signal or an advantage wait before: as '
+    'many are learned, oldest first. 0: every batch has an update. Several optimizer steps of an update share them '
+    'evenly. See docs/sessions.md.',
     Range(at_least=0, unit='completions'),
   )
   rollout_correction: RolloutCorrectionConfig = setting(
