@@ -149,7 +149,12 @@ class DataConfig:
     'turns with it.',
     Range(above=0, why='leave a source that is not wanted out of data.train_files'),
   )
-  train_batch_size: int = setting(32, 'Questions per generation batch.', Range(above=0, unit='questions'))
+  train_batch_size: int = setting(
+    32,
+    'Questions per generation batch, a multiple of actor.ppo_mini_batch_size. There must be as many rows, unless there '
+    'is a generator or data.source_weights.',
+    Range(above=0, unit='questions'),
+  )
   group_duplicates: bool = setting(
     False, 'Rows of a batch that ask the same form one group, sharing demonstrations and the mean of the advantages.'
   )
@@ -712,11 +717,16 @@ class HttpGraderConfig:
     "Address to which the environment 'http' posts prompt, completion and row; ${NAME} in it is the value of an "
     'environment variable, for what must not be saved.',
   )
-  authorization_env: str = setting('', 'Environment variable whose value is sent as the Authorization header.')
-  timeout_s: float = setting(30.0, 'Seconds within which an answer must be complete.', SECONDS)
+  authorization_env: str = setting(
+    '', 'Environment variable whose value is sent as the Authorization header, never logged or saved.'
+  )
+  timeout_s: float = setting(
+    30.0, 'Seconds within which an answer must be complete; a connection must be made within 10.', SECONDS
+  )
   retries: int = setting(
     3,
-    'Attempts after the first, with growing pauses, on time-outs, lost connections and the statuses 429 and 5xx.',
+    'Attempts after the first, on time-outs, lost connections and the statuses 429 and 5xx, after pauses that double '
+    'from a second or that Retry-After asks for, a minute at most.',
     Range(at_least=0, unit='requests'),
   )
   concurrency: int = setting(16, 'Requests under way at once, of each process.', Range(above=0, unit='requests'))
