@@ -691,22 +691,29 @@ class SandboxConfig:
     False, 'Run model-written code with limits but without confinement where no mechanism works. Dangerous.'
   )
   workers: int | None = setting(
-    None, 'Programs that run at once; None: one a CPU core.', Range(above=0, unit='processes')
+    None,
+    'Programs that run at once; None: one a CPU core. Give fewer where sampling uses the same cores.',
+    Range(above=0, unit='processes'),
   )
   memory_mb: int = setting(
     1024, 'Memory of a program at most, beyond what the interpreter and preloaded modules take, MiB.', MIB
   )
   file_mb: int = setting(
-    16, 'What a program has in its scratch directory at most, MiB; a larger file is an error.', MIB
+    16,
+    'What a program has in its scratch directory at most, MiB; a larger file is an error. With an own view it is '
+    'memory, workers × file_mb in all.',
+    MIB,
   )
   output_mb: int = setting(
     8, 'What a program prints, and its result, at most, MiB; the rest is dropped and the program ended.', MIB
   )
   packages: tuple[str, ...] | None = setting(
     None,
-    'What programs can import beside the standard library, with what it requires, e.g. numpy,sympy. It is copied into '
-    'memory at the start, so that programs cannot tell what others have looked up on the disk. None: all that is '
-    'installed, from the disk.',
+    'What programs can import beside the standard library, with what it requires, e.g. numpy,sympy. It and the library '
+    'are copied into memory at the start (NumPy 71 MiB, SymPy 84, the library 78; 0.3 to 0.7 s of processor time, in a '
+    'bubblewrap per worker), so that programs cannot tell what others have looked up on the disk; this needs own views '
+    "and counts towards no program's limit. A run is not resumed with others. None: all that is installed, from the "
+    'disk.',
   )
 
 
