@@ -150,10 +150,7 @@ class DataConfig:
     Range(above=0, why='leave a source that is not wanted out of data.train_files'),
   )
   train_batch_size: int = setting(
-    32,
-    'Questions per generation batch, a multiple of actor.ppo_mini_batch_size. There must be as many rows, unless there '
-    'is a generator or data.source_weights.',
-    Range(above=0, unit='questions'),
+    32, 'Questions per generation batch; files alone must have as many rows.', Range(above=0, unit='questions')
   )
   group_duplicates: bool = setting(
     False, 'Rows of a batch that ask the same form one group, sharing demonstrations and the mean of the advantages.'
@@ -506,15 +503,12 @@ class AlgorithmConfig:
   sdpo_coef: float = setting(
     1.0, "Weight of the divergence in mode='hybrid'; 0: none, and no teacher: GRPO.", NOT_NEGATIVE
   )
-  policy_gradient_coef: float = setting(
-    1.0, "Weight of the policy gradient in mode='hybrid'; 0: none, and exactly pure_sdpo.", NOT_NEGATIVE
-  )
+  policy_gradient_coef: float = setting(1.0, "Weight of the policy gradient in mode='hybrid'; 0: SDPO.", NOT_NEGATIVE)
   min_sdpo_examples: int = setting(
     0,
     'Completions of which the teacher knows more that must have gathered, over several generation batches if need be, '
-    'for an update, unless data.train_batch_size × rollout.n completions with a signal or an advantage wait before: as '
-    'many are learned, oldest first. 0: every batch has an update. Several optimizer steps of an update share them '
-    'evenly. See docs/sessions.md.',
+    'for an update, or data.train_batch_size × rollout.n with any signal, the oldest first. 0: every batch has an '
+    'update. Several optimizer steps of an update share them evenly. See docs/sessions.md.',
     Range(at_least=0, unit='completions'),
   )
   rollout_correction: RolloutCorrectionConfig = setting(
@@ -691,29 +685,23 @@ class SandboxConfig:
     False, 'Run model-written code with limits but without confinement where no mechanism works. Dangerous.'
   )
   workers: int | None = setting(
-    None,
-    'Programs that run at once; None: one a CPU core. Give fewer where sampling uses the same cores.',
-    Range(above=0, unit='processes'),
+    None, 'Programs that run at once; None: one a core, too many where a CPU samples.', Range(above=0, unit='processes')
   )
   memory_mb: int = setting(
     1024, 'Memory of a program at most, beyond what the interpreter and preloaded modules take, MiB.', MIB
   )
   file_mb: int = setting(
-    16,
-    'What a program has in its scratch directory at most, MiB; a larger file is an error. With an own view it is '
-    'memory, workers × file_mb in all.',
-    MIB,
+    16, 'What a program has in its scratch directory (own view: memory) at most, MiB; a larger file is an error.', MIB
   )
   output_mb: int = setting(
     8, 'What a program prints, and its result, at most, MiB; the rest is dropped and the program ended.', MIB
   )
   packages: tuple[str, ...] | None = setting(
     None,
-    'What programs can import beside the standard library, with what it requires, e.g. numpy,sympy. It and the library '
-    'are copied into memory at the start (NumPy 71 MiB, SymPy 84, the library 78; 0.3 to 0.7 s of processor time, in a '
-    'bubblewrap per worker), so that programs cannot tell what others have looked up on the disk; this needs own views '
-    "and counts towards no program's limit. A run is not resumed with others. None: all that is installed, from the "
-    'disk.',
+    'What programs can import beside the standard library, with what it requires, e.g. numpy,sympy. All is copied into '
+    'memory at the start (library 78 MiB, NumPy 71, SymPy 84; 0.3 to 0.7 s of processor time, in a bubblewrap per '
+    "worker; towards no program's limit), so that programs cannot tell what others have looked up on the disk. Needs "
+    'own views; a run is not resumed with others. None: all that is installed, from the disk.',
   )
 
 
@@ -724,12 +712,8 @@ class HttpGraderConfig:
     "Address to which the environment 'http' posts prompt, completion and row; ${NAME} in it is the value of an "
     'environment variable, for what must not be saved.',
   )
-  authorization_env: str = setting(
-    '', 'Environment variable whose value is sent as the Authorization header, never logged or saved.'
-  )
-  timeout_s: float = setting(
-    30.0, 'Seconds within which an answer must be complete; a connection must be made within 10.', SECONDS
-  )
+  authorization_env: str = setting('', 'Environment variable with the Authorization header, never logged or saved.')
+  timeout_s: float = setting(30.0, 'Seconds within which an answer must be complete; a connection has 10.', SECONDS)
   retries: int = setting(
     3,
     'Attempts after the first, on time-outs, lost connections and the statuses 429 and 5xx, after pauses that double '
