@@ -9,8 +9,9 @@ Without --url it starts a service of its own (python -m launch.serve) and stops 
 there, and its tools run here, in the workspace and nowhere else. docs/sessions.md has a whole conversation. /help lists
 what can be typed. A service that needs a key takes it from the variable SDPO_API_KEY.
 
---script: one input per line, from a file or, with -, from a pipe: a text, y, n REASON, e JSON, a /command. The
-transcript goes to stdout, all else to stderr.
+--script: one input per line, from a file or, with -, from a pipe: a text, y, a PATTERN, n REASON, e JSON, t, q, or a
+/command. # begins a comment, and a space a text that looks like a decision. The transcript goes to stdout, all else to
+stderr.
 
 Everything shown and decided is in ~/.local/state/sdpo_jax/sessions/ID.jsonl (--state, or XDG_STATE_HOME), and --resume
 continues from it, even after a crash.
@@ -49,7 +50,8 @@ SCRIPT = flags.DEFINE_string('script', None, 'File with one input per line; - fo
 POLICY = flags.DEFINE_string(
   'policy',
   None,
-  'File of rules that say which calls run without asking, and which never do; ask, the default, asks about all.',
+  'File of rules that say which calls run without asking, and which never do, one per line (docs/sessions.md) or as '
+  'JSON: [{"rule": "allow", "tool": "read", "pattern": "**"}]; ask, the default, asks about all.',
 )
 STATE = flags.DEFINE_string('state', None, 'Folder of the histories of sessions.')
 SYSTEM = flags.DEFINE_string('system', None, 'System message of a new session.')

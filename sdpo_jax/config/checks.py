@@ -525,7 +525,7 @@ def _check_batches(config: schema.Sections) -> None:
   _require(
     data.train_batch_size % actor.ppo_mini_batch_size == 0,
     f'data.train_batch_size={data.train_batch_size} questions do not split into mini-batches of '
-    f'actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}: make one a multiple of the other.',
+    f'actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}: choose a divisor of {data.train_batch_size}.',
   )
   _require(
     actor.loss_group_size is None or sequences % actor.loss_group_size == 0,

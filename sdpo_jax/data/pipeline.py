@@ -106,7 +106,7 @@ class TrainIterator:
       if len(files[0]) < data.train_batch_size:
         raise UserError(
           f'data.train_files hold {len(files[0])} usable rows, fewer than data.train_batch_size='
-          f'{data.train_batch_size}: lower it or add rows.'
+          f'{data.train_batch_size}: lower it, with actor.ppo_mini_batch_size, or add rows.'
         )
       batches = shuffled[0].batch(data.train_batch_size, drop_remainder=True, batch_fn=list).repeat()
       self._iterator = iter(batches.to_iter_dataset(_IN_PLACE))

@@ -216,7 +216,7 @@ def _lengths(
         f'data.max_prompt_length={data.max_prompt_length} is more than four times the longest prompt of {setting}, '
         f'{found.tokens.max()} tokens: a lower limit needs less memory.'
       )
-  endless = any(map(sources.is_generator, data.train_files))
+  endless = bool(data.source_weights) or any(map(sources.is_generator, data.train_files))
   if not endless and len(training) < data.train_batch_size:
     odd.append(
       f'data.train_files hold {len(training)} rows, fewer than data.train_batch_size={data.train_batch_size}: the run '

@@ -291,6 +291,8 @@ def test_rows_are_looked_at(config, tmp_path):
   assert shared.startswith('1 of 1 held-out questions are also asked in training')
   assert 'max_reprompt_len=384 leaves no room for a demonstration' in room
   assert 'train.jsonl, line 2 (environment' in report.text()
+  data.source_weights = (1.0,)  # With which files are endless.
+  assert few not in check.check(dataclasses.replace(config, data=data)).odd
 
 
 def test_what_would_end_a_run_ends_the_look(config):
