@@ -121,8 +121,8 @@ def test_the_step_is_the_last_that_all_runs_have(tmp_path):
 
 def test_a_single_seed_is_said_to_prove_nothing(tmp_path):
   text = comparison.text(comparison.compare(arms(tmp_path, (0.1,), (0.9,))))
-  assert 'cannot be said' in text and 'Of an arm with a single seed nothing can be said' in text
-  assert 'with 4 of each the permutation test can decide' in text and 'permutation test of' not in text
+  assert 'unknown' in text and 'Nothing can be concluded about an arm with a single seed' in text
+  assert 'with 4 per arm the permutation test can decide' in text and 'permutation test of' not in text
 
 
 def test_remarks_name_what_makes_numbers_incomparable(tmp_path):

@@ -219,7 +219,9 @@ def test_lines_that_are_no_rollouts_are_counted_and_values_of_other_types_left_o
   folder = report_runs.write(tmp_path / 'run', [metrics(1)], {1: [rollout(1)]})
   (folder / 'rollouts' / '1.jsonl').write_text('\n'.join(content))
   (folder / 'rollouts' / 'notes.txt').write_text('x')
-  assert written(folder)[0].data('summary')['remarks'] == ['run: 3 lines of rollouts/ are no rollouts and left out.']
+  assert written(folder)[0].data('summary')['remarks'] == [
+    'run: 3 lines of rollouts/ are not rollouts and are left out.'
+  ]
 
 
 @pytest.mark.parametrize(
@@ -251,7 +253,7 @@ def test_rollouts_of_unfinished_steps_wait_and_of_many_the_page_has_a_spread(tmp
   few = written(folder, max_rollouts=7)[0].data('summary')
   assert few['rollouts']['step'] == [8] * 7 and few['rollouts']['question'] == list(range(7))
   assert few['remarks'] == [
-    'run: rollouts of 1 of 8 steps, the last not whole, are in this page (--max_rollouts, --max_mb).'
+    'run: rollouts of 1 of 8 steps, the last one only in part, are in this page (--max_rollouts, --max_mb).'
   ]
   assert written(folder, max_rollouts=0)[0].data('summary')['rollouts']['step'] == []
   other = report_runs.write(tmp_path / 'other', [metrics(1)], {1: [rollout(1)] * 5}, config(optimizer__lr=1.0))
@@ -363,7 +365,7 @@ def test_another_file_is_never_overwritten(tmp_path):
   folder = report_runs.write(tmp_path / 'run', [metrics(1)])
   other = tmp_path / 'notes.html'
   other.write_text('<!doctype html>mine')
-  with pytest.raises(UserError, match='is there and no report'):
+  with pytest.raises(UserError, match='exists and is not a report'):
     report.write_report(str(folder), [], str(other), max_rollouts=1, say=pytest.fail)
   assert other.read_text() == '<!doctype html>mine'
   with pytest.raises(UserError, match='is a directory: name a file'):
@@ -401,7 +403,7 @@ def test_a_page_that_is_not_followed_any_longer_does_not_wait_for_another(tmp_pa
     raise KeyboardInterrupt
 
   found, said = written(folder, follow_s=20.0, wait=interrupt)
-  assert found.data('summary')['reload_s'] is None and said[-1].endswith('not followed any longer.')
+  assert found.data('summary')['reload_s'] is None and said[-1].endswith('no longer updated.')
 
 
 COMMAND = """
