@@ -43,17 +43,17 @@ _RULE = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class AlarmRule:
-  """A parsed rule."""
+  """An alarm rule, parsed by `parse`."""
 
   text: str  # As written.
   metric: re.Pattern[str]  # Matches the whole name of a metric.
   below: bool  # `<`; otherwise `>`.
-  factor: float  # The number itself, or the factor of the reference.
+  factor: float  # The limit itself, or the factor of the reference value.
   reference: Literal['best', 'first', 'last'] | None
   count: int  # The required number of measurements in a row.
 
   def limit(self, earlier: Sequence[float]) -> float | None:
-    """Return the limit of the next value, given the earlier ones; None if there is no reference value."""
+    """Return the limit that the next value is compared with, given the earlier ones; None without a reference value."""
     if self.reference is None:
       return self.factor
     if not earlier:
@@ -101,7 +101,7 @@ def parse(text: str) -> AlarmRule:
 
 @dataclasses.dataclass(frozen=True)
 class Alarm:
-  """A rule that holds for a metric."""
+  """A rule that has held for as many measurements of a metric as it requires."""
 
   rule: AlarmRule
   number: int  # The rule's number, from 1: its metric is `alarm/<number>`.
@@ -112,7 +112,7 @@ class Alarm:
 
   @property
   def begins(self) -> bool:
-    """Whether the alarm is new at this measurement."""
+    """Whether the alarm did not hold at the measurement before."""
     return self.held == self.rule.count
 
   def __str__(self) -> str:
@@ -122,7 +122,7 @@ class Alarm:
 
 
 class AlarmMonitor:
-  """The rules of a run and the values they have seen; its state is a pure function of the observed lines."""
+  """Evaluates rules over the metrics of a run, step by step; its state is a pure function of the observed lines."""
 
   def __init__(self, rules: Sequence[AlarmRule]):
     self.rules = tuple(rules)
@@ -181,5 +181,5 @@ class AlarmMonitor:
     return alarms
 
   def unmatched(self) -> list[str]:
-    """Return the texts of rules that match no metric measured so far."""
+    """Return the texts of the rules that match none of the metrics measured so far, such as misspelled ones."""
     return [rule.text for rule in self.rules if not any(rule.metric.fullmatch(name) for name in self._series)]

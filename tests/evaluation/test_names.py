@@ -65,6 +65,6 @@ def test_what_may_be_measured_is_taken(name):
 
 
 def test_a_metric_of_evaluations_needs_one():
-  with pytest.raises(UserError, match='and there is none: set data.val_files and trainer.test_freq'):
+  with pytest.raises(UserError, match='but there are none: set data.val_files and trainer.test_freq'):
     known_metrics.check_best_metric('eval/math/mean@4', [], 4, ())
   known_metrics.check_best_metric('train/loss', [], 4, ())
