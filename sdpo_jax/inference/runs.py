@@ -140,14 +140,14 @@ def _restored(
 
 
 def _check_adapter(workdir: epath.PathLike, config: Config, step: int) -> None:
-  """Raise UserError if matrices, ranks or scales of the adapter differ from the checkpoint's."""
+  """Raise UserError if the adapter of `config` has other matrices, ranks or scales than the checkpoint's."""
   model = config.model
   changes = fingerprint.adapter_changes(workdir, config, step) if model.frozen else []
   if changes:
     source = model.cartridge.path or model.lora.path or epath.Path(workdir) / 'config.json'
     raise UserError(
-      f'{source} describes another {"cartridge" if model.cartridge.used else "adapter"} than that of step {step} of '
-      f'{workdir} ({"; ".join(changes)}), and with this the checkpoint is or means something else: restore it.'
+      f'{source} describes another {"cartridge" if model.cartridge.used else "adapter"} than the one that step {step} '
+      f'of {workdir} has trained ({"; ".join(changes)}), so the checkpoint does not fit it: restore it.'
     )
 
 
@@ -159,7 +159,7 @@ def _changed(model: ModelConfig, dtype: str | None, chat_template: str | None) -
 
 
 def _check_model(workdir: epath.PathLike, config: Config, tokenizer: Any, step: int) -> None:
-  """Log whether tokenizer or config.json differ from those with which a checkpoint was trained.
+  """Log a warning if tokenizer or config.json differ from those with which a checkpoint was trained.
 
   Raises:
     UserError: the checkpoint holds an adapter, and the base's weights differ.
@@ -175,8 +175,8 @@ def _check_model(workdir: epath.PathLike, config: Config, tokenizer: Any, step: 
   if base:
     kind = 'cartridge' if config.model.cartridge.used else 'adapter'
     raise UserError(
-      f'{path} holds other weights than those beside which the {kind} of step {step} of {workdir} was trained '
-      f'({"; ".join(base)}), and with these it computes something else: restore them.'
+      f'{path} holds other weights than those with which the {kind} of step {step} of {workdir} was trained '
+      f'({"; ".join(base)}), so the {kind} does not fit them: restore them.'
     )
 
 
@@ -191,7 +191,7 @@ class RunOrModel:
   cartridge: str | None = None
 
   def check(self) -> None:
-    """Raise UserError if neither or both are named, or something that the one named does not go with."""
+    """Raise UserError unless either a run or a model is named, and only fields that apply to it are set."""
     adapter, cartridge = self.adapter, self.cartridge
     if (self.workdir is None) == (self.model is None):
       raise UserError('Name one of --workdir=DIR (a run) and --model=HF_DIR (a model directory).')
@@ -204,7 +204,7 @@ class RunOrModel:
     for flag, given in (('adapter', adapter), ('cartridge', cartridge)):
       if self.workdir is not None and given is not None:
         raise UserError(
-          f'--{flag}={given} goes with --model=HF_DIR: a run has its own, which --workdir takes; leave one of them out.'
+          f'--{flag}={given} goes with --model=HF_DIR: a run has its own, which --workdir uses; leave one of them out.'
         )
     if self.workdir is None and self.step is not None:
       raise UserError('--step is about the checkpoints of a run: name it with --workdir, or leave --step out.')
@@ -275,7 +275,7 @@ MEASURING = (
 
 
 def measured_otherwise(trained: Config, config: Config) -> list[str]:
-  """Return phrases naming the settings in which an evaluation with `config` differs from the run's own evaluations."""
+  """Return a phrase for each setting in which an evaluation with `config` differs from the run's own evaluations."""
   ours, now = flatten(trained), flatten(config)
   return [
     f'{name} is {ours[name]!r} there and {now[name]!r} here'
@@ -338,7 +338,7 @@ def evaluate_source(
     check_turn_end(session.config, session.tokenizer)
     different = measured_otherwise(run_config(workdir), config) if workdir is not None else []
     if different:
-      announce(f'Not measured as the run evaluates itself in {workdir}/eval: {"; ".join(different)}.')
+      announce(f'Not comparable with the evaluations in {workdir}/eval: {"; ".join(different)}.')
     if other := _other_document(config, session, source):
       announce(other)
     examples = held_out_questions(session.config, session.tokenizer)
@@ -360,7 +360,7 @@ def evaluate_source(
 
 
 def _other_document(config: Config, session: Session, source: RunOrModel) -> str | None:
-  """Return a sentence if a cartridge's document differs from that of the settings; None if equal or unknown.
+  """Return a warning if a cartridge's document differs from that of the settings; None if it is equal or unknown.
 
   Args:
     config: settings of the evaluation.
@@ -381,12 +381,12 @@ def _other_document(config: Config, session: Session, source: RunOrModel) -> str
   try:
     tokens = read_document(dataclasses.replace(session.config, model=model), session.tokenizer)
   except UserError as error:
-    return f'That {workdir or slots.path} was made from model.cartridge.document={document} is not checked: {error}'
+    return f'Whether {workdir or slots.path} was made from model.cartridge.document={document} is not checked: {error}'
   if identity.digest(tokens) == taught:
     return None
   return (
-    f'{workdir or slots.path} was made from another text than {document}, which model.cartridge.document of the config '
-    'names: it cannot know the answers to questions about the latter.'
+    f'{workdir or slots.path} was made from another text than {document} (model.cartridge.document of the config), so '
+    'it cannot know the answers to questions about that text.'
   )
 
 
