@@ -33,17 +33,7 @@ from sdpo_jax.environments.sandbox.sandbox import Limits, Sandbox, SandboxJob, S
 from sdpo_jax.types import Example, Outcome
 
 HARNESS = pathlib.Path(__file__).with_name('code_harness.py')
-PRELOAD = (
-  'numpy',
-  'sortedcontainers',
-  'statistics',
-  'heapq',
-  'bisect',
-  'itertools',
-  'fractions',
-  'decimal',
-  'datetime',
-)
+PRELOAD = 'numpy sortedcontainers statistics heapq bisect itertools fractions decimal datetime'.split()
 HELPERS = 2  # Processes that compare results; a comparison takes a twentieth of a program's time.
 # Limits of a result that can be right: expected numbers may be written at length, characters as escapes.
 RESULT_BYTES, RESULT_PER_CHARACTER = 2**18, 16
@@ -54,7 +44,7 @@ _IN = '(Solution.py)'  # In an error message: the place in the program that rais
 _BLOCK = re.compile(r'```(\w*)\n(.*?)```', re.DOTALL)
 # Any language name, followed by anything on its line: "c++" and titles open a block, too.
 _FENCED = re.compile(r'```([^\n`]*)\n(.*?)```', re.DOTALL)
-_PYTHON = ('python', 'python3', 'py', '')
+_PYTHON = (['python'], ['python3'], ['py'], [])
 
 
 DEFAULT_TIME_LIMIT = 1.0  # Seconds; used where the tests have null.
@@ -88,13 +78,9 @@ def extract_code(completion: str) -> str | None:
 def last_python_block(completion: str) -> str | None:
   """Return the last fenced block that is Python or names no language, after any thinking; None without one."""
   text = after_thinking(completion).replace('\r\n', '\n')
-  blocks = [block for title, block in _FENCED.findall(text) if _language(title) in _PYTHON]
+  # The language is the first word of the line that opens the block.
+  blocks = [block for title, block in _FENCED.findall(text) if title.lower().split()[:1] in _PYTHON]
   return blocks[-1] if blocks else None
-
-
-def _language(title: str) -> str:
-  """Return the first word of the line that opens a block, in lower case."""
-  return (title.split(None, 1) or [''])[0].lower()
 
 
 def read_tests(ground_truth: Any) -> Tests:

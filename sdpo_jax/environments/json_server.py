@@ -30,7 +30,7 @@ import httpx2
 
 from sdpo_jax.config.addresses import VARIABLE
 from sdpo_jax.environments.time_limit import OverranError, call_within
-from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.errors import UserError, printable, short_repr
 from sdpo_jax.files import jsonable
 
 MAX_BODY_BYTES = 2**20  # Default limit of an answer's body.
@@ -88,12 +88,6 @@ def retry_after_s(header: str | None, now: datetime.datetime) -> float | None:
 def quoted(value: Any) -> str:
   """Return a server's answer as messages quote it: shortened, on one line, control characters escaped."""
   return short_repr(' '.join(value.split()) if isinstance(value, str) else value, QUOTED)
-
-
-def printable(text: str) -> str:
-  """Return a server's text for a message without quotes: shortened, on one line, no control characters."""
-  text = ''.join(character if character.isprintable() else '\ufffd' for character in text)
-  return text if len(text) <= QUOTED else text[:QUOTED] + '…'
 
 
 def read_address(url: str, setting: str, example: str) -> tuple[str, tuple[str, ...]]:
@@ -204,7 +198,7 @@ class JsonServer:
     except (OverranError, httpcore2.TimeoutException) as error:
       raise Fault(f'no complete answer within {timeout_s:g} s', again=True) from error
     except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.ProxyError) as error:
-      reason = printable(self.redacted(f'{type(error).__name__}: {error}'))
+      reason = printable(self.redacted(f'{type(error).__name__}: {error}'), QUOTED)
       raise Fault(f'the connection failed ({reason})', again=True) from error
     if not 200 <= answer.status < 300:
       raise _refusal(answer)
@@ -215,7 +209,7 @@ class JsonServer:
       return bounded_loads(answer.body, most_values)
     except ValueError as error:
       start = quoted(answer.body[: 4 * QUOTED].decode('utf-8', 'replace'))
-      raise Fault(f'its answer is not JSON ({printable(str(error))}): {start}') from error
+      raise Fault(f'its answer is not JSON ({printable(str(error), QUOTED)}): {start}') from error
 
   def _post(self, content: bytes, exchange: _Exchange, on_answer: Callable[[], None], most_bytes: int) -> _Answer:
     """Post a body and return the answer without keys; for a status other than success, the beginning of its body."""
@@ -296,7 +290,7 @@ def _spellings(secrets: Sequence[str]) -> list[str]:
 
 
 def _refusal(answer: _Answer) -> Fault:
-  reason = printable(answer.reason)
+  reason = printable(answer.reason, QUOTED)
   start = answer.body[: 4 * QUOTED].decode('utf-8', 'replace').strip()
   wait = retry_after_s(answer.headers.get('retry-after'), datetime.datetime.now(datetime.UTC))
   return Fault(

@@ -1,4 +1,4 @@
-"""Keys and values that are kept after their request, so that prompts with the same beginning are not prefilled again.
+"""Keys and values that are kept after a request, so that prompts with the same beginning are not prefilled again.
 
 A row holds the prompt and completion that a finished sample had in its slot; the next turn of a conversation begins
 with them. Rows are found by the weights that they were computed with and by their tokens. The least recently used row
@@ -47,7 +47,7 @@ Key = tuple[int, Hashable]  # (shard, prefix of samples).
 class _Row:
   weights: Hashable
   tokens: np.ndarray  # [length] int32.
-  used: int  # Time of its last use, by the clock.
+  used: int  # Time of its last use, counted by the clock.
 
 
 class KeptRows:
@@ -68,7 +68,7 @@ class KeptRows:
     return len(self._rows)
 
   def match(self, weights: Hashable, tokens: np.ndarray) -> Match:
-    """Return the row of the same weights that has the longest common beginning with `tokens`."""
+    """Return the row with the same weights that shares the longest beginning with `tokens`."""
     found = (Match(row, _common(held.tokens, tokens)) for row, held in self._rows.items() if held.weights == weights)
     return max(found, key=lambda match: match.length, default=NO_MATCH)
 

@@ -1,4 +1,4 @@
-"""Samples of prompts, and the queue in which they wait for a slot: which sample is next, and in which shard."""
+"""Samples of prompts, and the queue that assigns them to the free slots of shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KNOBS = {  # Fields of `SamplingParams` that may differ between the samples of a
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Samples:
-  """n samples of one prompt, with everything that they depend on."""
+  """n samples of one prompt, with everything that determines them except the parameters."""
 
   prompt: np.ndarray  # [length] int32, of at least one token.
   width: int  # The bucket of the prompt.

@@ -31,7 +31,7 @@ class Completion:
 
 @dataclasses.dataclass
 class SamplingStats:
-  """Counts of the work of sampling a request."""
+  """Counts of the work done to sample a request."""
 
   tokens: int = 0  # Tokens drawn and kept.
   prompts: int = 0  # Prompts prefilled; one that several shards need counts once for each.

@@ -65,11 +65,7 @@ class ShellReport:
 class Shell:
   """Runs commands in a workspace; calls from several threads run in parallel."""
 
-  def __init__(
-    self,
-    workspace: pathlib.Path,
-    limits: ShellLimits = ShellLimits(),
-  ):
+  def __init__(self, workspace: pathlib.Path, limits: ShellLimits = ShellLimits()):
     """Make a shell and test it with a command that does nothing.
 
     Args:
