@@ -34,12 +34,12 @@ from sdpo_jax.types import Example, Outcome
 
 HARNESS = pathlib.Path(__file__).with_name('code_harness.py')
 PRELOAD = 'numpy sortedcontainers statistics heapq bisect itertools fractions decimal datetime'.split()
-HELPERS = 2  # Processes that compare results; a comparison takes a twentieth of a program's time.
+HELPERS = 2  # Number of processes that compare results; a comparison takes a twentieth of the time of a program.
 # Limits of a result that can be right: expected numbers may be written at length, characters as escapes.
 RESULT_BYTES, RESULT_PER_CHARACTER = 2**18, 16
 DEBUG_BYTES = 2**16  # Bytes of standard error that are kept; feedback shows the first lines.
 FIRST_TESTS = 4  # If all of these time out, the program's other tests are not run (clean profile).
-_IN = '(Solution.py)'  # In an error message: the place in the program that raised it.
+_IN = '(Solution.py)'  # Marks a line of the program in an error message.
 
 _BLOCK = re.compile(r'```(\w*)\n(.*?)```', re.DOTALL)
 # Any language name, followed by anything on its line: "c++" and titles open a block, too.
@@ -66,7 +66,7 @@ class Tests:
   context: str = ''
   tolerance: float = 0.0  # Relative and absolute difference that numbers of a right answer may have.
   in_place: bool = False  # Type `code`: calls within expressions may change the arguments, too, not only statements.
-  dies: bool = False  # The reference's process dies on these tests before it runs one.
+  dies: bool = False  # Whether the reference's process dies on these tests before it runs one.
 
 
 def extract_code(completion: str) -> str | None:
@@ -147,7 +147,7 @@ class _Program:
   tests: Tests | None  # None if they cannot be read or are not needed.
   truncated: bool
   records: list[Record | None]
-  failed: str = ''  # Why the sandbox could not run it; not the program's fault.
+  failed: str = ''  # Why the sandbox could not run it, which is not the program's fault; empty if it could.
 
 
 class CodeGrader:
@@ -320,7 +320,7 @@ class CodeGrader:
 
 
 def bound(expected: Any) -> int:
-  """Return the most bytes that a right result can have; a longer result is wrong and not read."""
+  """Return the maximum size of a right result in bytes; a longer result is wrong and is not read."""
   return RESULT_BYTES + RESULT_PER_CHARACTER * len(expected if isinstance(expected, str) else str(expected))
 
 

@@ -92,7 +92,7 @@ def _clean(payload: dict, kind: str, namespace: dict) -> dict:
 
 
 def _as_data(value: object) -> object:
-  """Return objects that are data under another name as built-in types; the claim is checked outside the sandbox."""
+  """Convert NumPy scalars, also inside containers, to built-in types; the result is checked outside the sandbox."""
   if isinstance(value, dict):
     return {_as_data(key): _as_data(item) for key, item in value.items()}
   if isinstance(value, tuple):
@@ -256,7 +256,7 @@ def _replay(payload: dict, namespace: dict) -> dict:
 
 
 class _MarkStatements(ast.NodeTransformer):
-  """Turns `f(xs)` into `EFFECTS(f)(xs)` where the call is a statement, made for its effect on its arguments."""
+  """Turns `f(xs)` into `EFFECTS(f)(xs)` if the call is a statement, made for its effect on its arguments."""
 
   def visit_Expr(self, node: ast.Expr) -> ast.Expr:
     self.generic_visit(node)
@@ -267,7 +267,7 @@ class _MarkStatements(ast.NodeTransformer):
 
 
 class _Talk:
-  """The questions of a test to the program, with the known answers."""
+  """Answers the calls that a test makes to the program, as far as the answers are known."""
 
   def __init__(self, answers: dict, *, in_place: bool):
     self.answers, self.in_place = answers, in_place

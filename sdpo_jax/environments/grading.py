@@ -82,7 +82,7 @@ class Graders(contextlib.AbstractContextManager['Graders']):
     return self._weights[environment]
 
   def check_questions(self, examples: Sequence[Example]) -> None:
-    """Pass the run's questions to every grader that checks them, before a run begins.
+    """Pass the run's questions to every grader that has a method `check_questions`, before the run begins.
 
     Raises:
       UserError: a grader cannot grade these questions.
@@ -101,7 +101,7 @@ class Graders(contextlib.AbstractContextManager['Graders']):
     return found
 
   def describe(self) -> list[str]:
-    """Describe each way in which graders confine the programs they run, a line each; see `layers` of a grader."""
+    """Return a line for each way in which graders confine the programs that they run, from their `layers`."""
     names: dict[str, list[str]] = defaultdict(list)
     for name, grader in self._made.items():
       if layers := getattr(grader, 'layers', None):
@@ -266,7 +266,7 @@ def _without(name: str, example: Example, error: Exception) -> Outcome:
 
 
 class _MetricNames:
-  """The names that a grader has reported so far; thread-safe."""
+  """The metric names that a grader has reported so far, limited to `MAX_NAMES`; thread-safe."""
 
   def __init__(self, grader: str):
     self._grader = grader

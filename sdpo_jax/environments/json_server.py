@@ -5,7 +5,7 @@ likes. Here every operation on the connection gets the time that is left until o
 redirect is followed, no cookie is kept, and no header is repeated in a log.
 
 An answer is parsed only if that is quick. A megabyte of brackets becomes 350 000 lists; parsing them takes some hundred
-milliseconds, in which no other thread of the process runs. Long strings are no such burden.
+milliseconds, in which no other thread of the process runs. Long strings are parsed quickly.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CONNECT_TIMEOUT_S = 10.0  # Upper limit: a server that runs accepts a connection
 WRITE_BYTES = 2**14  # Bytes per write, so that the deadline is checked between writes.
 FIRST_PAUSE_S = 1.0  # Pause before the second attempt; doubles before each further one.
 LONGEST_PAUSE_S = 60.0
-SECRET_CHARACTERS = 6  # Minimum length: a port number is no secret and may occur in any text.
+SECRET_CHARACTERS = 6  # Minimum length of a secret: a shorter text, such as a port number, may occur anywhere.
 _PARAMETER = re.compile(r'=\s*"?([^",;\s]+)')  # The values in `Token token="x", …`.
 # Matches a string in JSON, closed or not, so that no part of a text is scanned twice.
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
@@ -50,7 +50,7 @@ QUOTED = 200  # Characters of a server's answer that a message quotes.
 
 
 class Fault(Exception):
-  """The reason in words why there is no usable answer."""
+  """The reason, in words, why a server gave no usable answer."""
 
   def __init__(self, reason: str, *, again: bool = False, after_s: float | None = None):
     """Store `reason`; `again`: another attempt may help; `after_s`: pause in seconds that the server asked for."""
@@ -109,9 +109,7 @@ def read_address(url: str, setting: str, example: str) -> tuple[str, tuple[str, 
   except httpx2.InvalidURL:
     fits = False
   if not fits:  # The message does not quote the address, which can hold a key.
-    raise UserError(
-      f'{setting} is not an address of http or https, or one with a user or a password in it: write it as in {example}.'
-    )
+    raise UserError(f'{setting} must be an http or https address without a user name and password, such as {example}.')
   return whole, tuple(values.values())
 
 
@@ -125,7 +123,7 @@ def read_secret(variable: str, setting: str, *, required: bool) -> str:
   if variable and required and not secret:
     raise UserError(f'{setting}={variable}: there is no such environment variable; export it, or empty the setting.')
   if not (secret.isascii() and secret.isprintable()):
-    raise UserError(f'{setting}={variable}: the value of this environment variable cannot be sent in a header.')
+    raise UserError(f'{setting}={variable}: the value of this environment variable must be printable ASCII.')
   return secret
 
 
@@ -139,7 +137,7 @@ class JsonServer:
       url: the http or https address of all requests.
       authorization: the Authorization header; '': none. Never shown.
       secrets: other texts that must never be shown, such as parts of `url`.
-      connections: the most idle connections that are kept open.
+      connections: maximum number of idle connections that are kept open.
       setting: name of the setting that holds the address, for messages.
 
     Raises:
@@ -401,8 +399,8 @@ def _pool(url: httpx2.URL, backend: _Backend, connections: int, setting: str) ->
     proxy = None
   if proxy is None or proxy.url.scheme not in ('http', 'https'):
     raise UserError(
-      f'{setting}: the environment names a proxy for this address that is none of http or https: correct HTTP_PROXY, '
-      'HTTPS_PROXY or ALL_PROXY, or list the host in NO_PROXY.'
+      f'{setting}: the environment names a proxy for this address that is not an http or https address: correct '
+      'HTTP_PROXY, HTTPS_PROXY or ALL_PROXY, or list the host in NO_PROXY.'
     )
   return httpcore2.HTTPProxy(proxy_url=_parts(proxy.url), proxy_auth=proxy.raw_auth, **options)
 

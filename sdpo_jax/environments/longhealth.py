@@ -51,7 +51,7 @@ def clean(example: Example, completion: str, truncated: bool, reveal_answer: boo
 
 
 def meant(answer: str, options: Sequence[str]) -> str | None:
-  """Return the option that equals an answer up to white space, case and a few letters; None if none or two do."""
+  """Return the option that equals an answer up to white space, case and a few letters; None unless exactly one does."""
   distinct = {_plain(option): option for option in reversed(options)}  # The first one of equal options.
   ranked = sorted(((_at_least(_plain(answer), plain), option) for plain, option in distinct.items()), reverse=True)
   (best, option), *others = ranked
@@ -84,7 +84,7 @@ def check_questions(examples: Sequence[Example]) -> None:
         f'not {short_repr(options)}.'
       )
     if meant(str(example.ground_truth), options) is None:
-      raise UserError(f'{where}: the answer {short_repr(example.ground_truth)} is none of the {CHOICES!r}, or two.')
+      raise UserError(f'{where}: the answer {short_repr(example.ground_truth)} matches none or two of the {CHOICES!r}.')
 
 
 @register_factory(NAME)

@@ -11,7 +11,8 @@ import numpy as np
 class Tokenizer(Protocol):
   """The interface of a transformers tokenizer that sampling needs."""
 
-  def decode(self, token_ids: Sequence[int], **kwargs: bool) -> str: ...
+  def decode(self, token_ids: Sequence[int], **kwargs: bool) -> str:
+    """Return the text of tokens."""
 
 
 def to_text(tokenizer: Tokenizer, tokens: Sequence[int], *, special: bool = False) -> str:

@@ -28,6 +28,7 @@ class Placed:
     return self.make(tree)(tree)
 
   def lower(self, tree: Tree) -> jax.stages.Lowered:
+    """Lower the function for a tree, as `jax.jit(…).lower` does."""
     return self.make(tree).lower(tree)
 
 

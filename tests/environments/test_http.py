@@ -603,9 +603,9 @@ def test_addresses_with_keys_are_refused_before_anything_is_written(section, nam
   'settings, sentence',
   [
     ({}, 'environments.http.url is empty: set it to the address'),
-    ({'url': 'localhost:8000'}, 'environments.http.url is not an address of http or https'),
-    ({'url': 'ftp://host/x'}, 'environments.http.url is not an address of http or https'),
-    ({'url': 'http://me:key'}, 'environments.http.url is not an address of http or https'),
+    ({'url': 'localhost:8000'}, 'environments.http.url must be an http or https address'),
+    ({'url': 'ftp://host/x'}, 'environments.http.url must be an http or https address'),
+    ({'url': 'http://me:key'}, 'environments.http.url must be an http or https address'),
     ({'url': 'http://host/${NOT_SET_HERE}'}, r'url names \$\{NOT_SET_HERE\}: there is no such environment variable'),
     ({'url': 'http://host', 'authorization_env': 'NOT_SET_HERE'}, 'authorization_env=NOT_SET_HERE: there is no such'),
   ],

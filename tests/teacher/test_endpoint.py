@@ -334,7 +334,7 @@ def test_a_key_is_sent_and_never_shown(scorer, monkeypatch, caplog):
 def test_addresses_that_cannot_be_asked_are_refused():
   with pytest.raises(UserError, match='must end before /completions'):
     endpoint('http://localhost:8000/v1/completions')
-  with pytest.raises(UserError, match='not an address of http'):
+  with pytest.raises(UserError, match='must be an http or https address'):
     endpoint('localhost:8000')
 
 

@@ -89,7 +89,7 @@ class SandboxJob:
 
 @dataclasses.dataclass(frozen=True)
 class SandboxReport:
-  """The end of a program and its output, which may be anything."""
+  """How a program ended, and its output, which may be anything."""
 
   # Ended with any exit code; exceeded its wall or CPU time; printed, returned or wrote too much; killed by a signal
   # that is not the sandbox's (or for too many threads); not run, or not to its end, for lack of room on the machine,
@@ -120,10 +120,12 @@ class SandboxReport:
 
   @property
   def stdout(self) -> str:
+    """Return the kept standard output as text; bytes that are not UTF-8 become U+FFFD."""
     return self.stdout_bytes.decode(errors='replace')
 
   @property
   def stderr(self) -> str:
+    """Return the kept standard error as text; bytes that are not UTF-8 become U+FFFD."""
     return self.stderr_bytes.decode(errors='replace')
 
 
@@ -200,7 +202,7 @@ class Sandbox(contextlib.AbstractContextManager['Sandbox']):
 
 
 class _Fault(Exception):
-  """A program could not be run, not by its own fault as far as is known; the message says why."""
+  """A program could not be run, probably through no fault of its own; the message says why."""
 
 
 class _Ended(_Fault):
@@ -421,7 +423,7 @@ def _start(settings: SandboxConfig, harness: pathlib.Path, preload: tuple[str, .
         hosts[0].layers.append(f'but a program {", ".join(channels)}')
       if reasons:
         logging.warning(
-          'A stronger sandbox than %s cannot be had here: %s.', ', '.join(hosts[0].layers), '; '.join(reasons)
+          'A stronger sandbox than %s is not available here: %s.', ', '.join(hosts[0].layers), '; '.join(reasons)
         )
       return hosts
     except (confinement.Unsupported, OSError) as error:
@@ -430,7 +432,7 @@ def _start(settings: SandboxConfig, harness: pathlib.Path, preload: tuple[str, .
   if not settings.allow_unsandboxed:
     raise UserError(
       f'Model-written code needs a sandbox, and this machine has none that works ({"; ".join(reasons)}): use a kernel '
-      'with Landlock (Linux 5.13 or newer), install bubblewrap, or, if the code may do whatever you may, set '
+      'with Landlock (Linux 5.13 or newer), install bubblewrap, or, if the code may do all that you can, set '
       'environments.sandbox.allow_unsandboxed.'
     )
   logging.warning(
@@ -491,7 +493,7 @@ def _probe(host: _Host) -> list[str]:
         raise confinement.Unsupported(str(error).rstrip('.')) from error
       result = report.result
       if report.status != 'ended' or not isinstance(result, dict):
-        raise confinement.Unsupported(f'its test does not end as it should: {report.status}, {report.stderr.strip()}')
+        raise confinement.Unsupported(f'its self-test did not finish: {report.status}, {report.stderr.strip()}')
       if result['broken']:
         raise confinement.Unsupported('; '.join(f'{use} fails ({error})' for use, error in result['broken'].items()))
       leaks, channels = [*leaks, *result['leaks']], result['channels']

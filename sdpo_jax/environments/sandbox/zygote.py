@@ -87,6 +87,7 @@ class SandboxProcess:
     self.survey: Generator[None, None, bool] | None = None  # The survey of its directory that is running.
 
   def kill(self, reason: str) -> None:
+    """Kill the program and its process group; the first reason is the one that is reported."""
     self.ended_by = self.ended_by or reason
     self.next_check = float('inf')
     for target in (-self.pid, self.pid):
@@ -125,7 +126,7 @@ class SandboxProcess:
 
 
 class Zygote:
-  """The job loop."""
+  """Starts programs for the owner, checks their limits and reports how they ended."""
 
   def __init__(self, control: socket.socket, settings: dict):
     self.entered = enter(settings['doors'])
@@ -241,6 +242,7 @@ class Zygote:
         process.check(now, self.proc)
 
   def close(self) -> None:
+    """End the loop of `serve`."""
     self.open = False
 
   def accept(self) -> None:
@@ -389,7 +391,7 @@ class Zygote:
 
 
 def run(harness, directory: str, leave) -> None:
-  """Run the payload and exit as Python does: threads joined, exit functions called, output flushed."""
+  """Run the payload, then exit as Python does: join threads, call exit functions, and flush output."""
   write, dumps, shutdown, exit_functions = os.write, json.dumps, threading._shutdown, atexit._run_exitfuncs  # noqa: SLF001
   os.environ.clear()
   os.environ.update(HOME=directory, TMPDIR=directory, LANG='C.UTF-8')
@@ -578,6 +580,7 @@ def threads(pid: int, proc: int | None) -> int:
 
 
 def encoded(message: dict) -> bytes:
+  """Return a message as JSON in UTF-8."""
   return json.dumps(message).encode()
 
 
@@ -588,6 +591,7 @@ def send(channel: socket.socket, report: dict) -> None:
 
 
 def main() -> None:
+  """Serve the owner whose socket is the descriptor on the command line."""
   while os.dup(2) < FIRST_FREE - 1:
     pass  # Every program has its own modules below.
   control = socket.socket(fileno=int(sys.argv[1]))

@@ -81,6 +81,7 @@ NOSUID_NODEV = 0x2 | 0x4  # MOUNT_ATTR_…
 
 
 def main() -> None:
+  """Run the command that the request on the command line describes, and write how it ended to the answer's pipe."""
   parent, request, answer = map(int, sys.argv[1:])
   with open(request, 'rb') as file:
     job = json.load(file)
@@ -119,6 +120,7 @@ def main() -> None:
 
 
 def tell(answer: int, what: dict[str, Any]) -> None:
+  """Write a line of JSON to the descriptor `answer`."""
   os.write(answer, json.dumps(what).encode() + b'\n')
 
 
@@ -167,6 +169,7 @@ def build(job: dict[str, Any]) -> None:
 
 
 def is_temporary(path: str) -> bool:
+  """Return whether a path lies below a directory for temporary files, over which the command gets its own tmpfs."""
   return any(path.startswith(f'{name}/') for name in TEMPORARY)
 
 

@@ -38,7 +38,7 @@ class ToolParameter:
   kind: Literal['string', 'integer', 'number', 'boolean']
   meaning: str
   required: bool = True
-  least: float = -math.inf
+  least: float = -math.inf  # Smallest valid number.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Tool:
 class ToolAnswer:
   """The answer of a tool."""
 
-  ok: bool
+  ok: bool  # False: the call failed.
   text: str  # For the model; errors begin with one sentence.
-  exit_code: int | None = None  # Of a command.
+  exit_code: int | None = None  # Exit code of a command.
   field: str | None = None  # The argument at fault.
   line: int | None = None  # Line of the file, from 1, where an edit failed.
   dropped: int = 0  # Characters left out of the text.
@@ -327,7 +327,7 @@ class Toolbox:
       ) from error
     found = json.loads(done.stdout)
     if 'wrong' in found:
-      raise BadCall(f"'pattern' of grep is no regular expression ({found['wrong']}).", 'pattern')
+      raise BadCall(f"'pattern' of grep is not a valid regular expression ({found['wrong']}).", 'pattern')
     more = ['(There are more: narrow the pattern.)'] * found['more']
     return '\n'.join([*found['found'], *more]) or '(No line matches.)'
 
