@@ -295,7 +295,7 @@ class _MetricNames:
     return dataclasses.replace(outcome, metrics=metrics)
 
   def end(self) -> None:
-    """Log how many values were dropped, at the end of a run."""
+    """Log the number of dropped values, at the end of a run."""
     with self._lock:
       dropped, self._dropped = self._dropped, 0
     if dropped:

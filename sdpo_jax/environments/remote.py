@@ -103,7 +103,7 @@ class RemoteGrader:
     return outcomes
 
   def end_batch(self) -> None:
-    """Warn how many completions since the last call could not be graded.
+    """Log a warning with the number of completions since the last call that could not be graded.
 
     Raises:
       UserError: none of them could be graded. (A single question of a server that has worked earlier in this run is

@@ -43,7 +43,7 @@ _RULE = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class AlarmRule:
-  """An alarm rule, parsed by `parse`."""
+  """A parsed alarm rule; the module's docstring has the grammar."""
 
   text: str  # As written.
   metric: re.Pattern[str]  # Matches the whole name of a metric.

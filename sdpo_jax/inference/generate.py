@@ -49,7 +49,7 @@ class TextGenerator:
   options: GenerationOptions
 
   def prompt_tokens(self, messages: Messages, name: str, way_out: str = 'shorten it') -> list[int]:
-    """Return the token ids of a conversation that is to be answered.
+    """Return the token ids of a conversation, up to where the answer begins.
 
     Args:
       messages: the conversation.
@@ -152,7 +152,7 @@ def with_system(messages: Messages, system: str | None) -> Messages:
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-  """A row of a prompt file."""
+  """A row of a prompt file and its conversation."""
 
   row: RawRow
   messages: Messages

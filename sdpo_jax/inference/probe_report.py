@@ -22,14 +22,8 @@ _PREFIX = 'actor.self_distillation'
 _BOTH = {'include_demonstration': True, 'include_environment_feedback': True}
 # Rules that select the teacher's context: name → (what the teacher reads, the settings for it).
 RULES: Mapping[str, tuple[str, Mapping[str, bool]]] = {
-  'solution': (
-    'a demonstration only',
-    {'include_demonstration': True, 'include_environment_feedback': False},
-  ),
-  'feedback': (
-    'feedback only',
-    {'include_demonstration': False, 'include_environment_feedback': True},
-  ),
+  'solution': ('a demonstration only', {'include_demonstration': True, 'include_environment_feedback': False}),
+  'feedback': ('feedback only', {'include_demonstration': False, 'include_environment_feedback': True}),
   'feedback_without_solution': (
     'a demonstration, or feedback where there is none',
     {**_BOTH, 'environment_feedback_only_without_solution': True},

@@ -195,13 +195,11 @@ class RunOrModel:
     adapter, cartridge = self.adapter, self.cartridge
     if (self.workdir is None) == (self.model is None):
       raise UserError('Name one of --workdir=DIR (a run) and --model=HF_DIR (a model directory).')
-    if adapter == '':
-      raise UserError('--adapter is empty: name a directory or an adapter on the hub, or leave it out.')
-    if cartridge == '':
-      raise UserError('--cartridge is empty: name a directory, a .pt file or a name on the hub, or leave it out.')
     if adapter is not None and cartridge is not None:
       raise UserError(f'--adapter={adapter} and --cartridge={cartridge}: a model has one of them; leave the other out.')
-    for flag, given in (('adapter', adapter), ('cartridge', cartridge)):
+    for flag, given, kinds in (('adapter', adapter, 'directory'), ('cartridge', cartridge, 'directory, a .pt file')):
+      if given == '':
+        raise UserError(f'--{flag} is empty: name a {kinds} or a name on the hub, or leave it out.')
       if self.workdir is not None and given is not None:
         raise UserError(
           f'--{flag}={given} goes with --model=HF_DIR: a run has its own, which --workdir uses; leave one of them out.'

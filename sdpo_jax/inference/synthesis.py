@@ -100,7 +100,7 @@ class Ask:
 
 @dataclasses.dataclass(frozen=True)
 class WrittenMessage:
-  """A message that the model has written."""
+  """A message that the model has written, before it is checked."""
 
   text: str
   stopped: bool  # Whether it ended its turn, instead of reaching the limit.
@@ -167,7 +167,7 @@ class Pool:
     self.dropped: collections.Counter[str] = collections.Counter()
 
   def extend(self, result: Round) -> None:
-    """Add a stored round."""
+    """Add the rows and counts of a round to the pool."""
     self._seen.update(_plain(row['prompt'][0]['content']) for row in result.rows)
     self.rows += result.rows
     self.drawn += result.drawn
@@ -397,7 +397,7 @@ def _settings(config: Config, options: SynthesisOptions, text: str, limit: int, 
 
 
 def rows_at_once(config: Config, length: int, document: int) -> int:
-  """Return how many messages to draw at once, such that their cache fits the memory that a run uses instead.
+  """Return how many messages to draw at once so that their cache fits in the memory that the run itself would use.
 
   Args:
     config: the run's settings.

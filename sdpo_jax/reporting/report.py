@@ -100,8 +100,9 @@ def write_report(
     if each in workdirs[:place]:
       raise UserError(f'{each} is named twice: name each run once.')
   target = str(located(workdir) / REPORT) if output is None else output
+  reload_s = None if follow_s is None else max(follow_s, RELOAD_S)
   reporter = Reporter(workdirs, max_rollouts, max_mb, texts=texts)
-  text, runs, count = reporter.page(_reload_s(follow_s))  # Fails before writing if there is no run.
+  text, runs, count = reporter.page(reload_s)  # Fails before writing if there is no run.
   _check_target(target)
   write_output(target, text)
   say(_sentence(target, text, runs, count))
@@ -111,7 +112,7 @@ def write_report(
   try:
     while not all(run.over for run in runs):
       wait(follow_s)
-      text, runs, count = reporter.page(_reload_s(follow_s))
+      text, runs, count = reporter.page(reload_s)
       if (now := [_state(run) for run in runs]) != seen:
         write_output(target, text)
         say(_sentence(target, text, runs, count))
@@ -120,10 +121,6 @@ def write_report(
     # The last page does not wait for another one.
     write_output(target, reporter.page()[0])
     say(f'{target}: no longer updated.')
-
-
-def _reload_s(follow_s: float | None) -> float | None:
-  return None if follow_s is None else max(follow_s, RELOAD_S)
 
 
 def _state(run: RunFiles) -> tuple[object, ...]:

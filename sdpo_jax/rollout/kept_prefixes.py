@@ -32,7 +32,7 @@ class Match(NamedTuple):
 
 
 class KeptPrefix(NamedTuple):
-  """The place of a prompt's keys and values."""
+  """Where a prompt's keys and values are: a cache, and a row of it."""
 
   cache: KVCache
   row: int  # Index in its shard.
@@ -73,7 +73,7 @@ class KeptRows:
     return max(found, key=lambda match: match.length, default=NO_MATCH)
 
   def use(self, row: int) -> None:
-    """Record that a row is used now."""
+    """Make a row the most recently used one."""
     self._rows[row] = dataclasses.replace(self._rows[row], used=next(self._clock))
     self._rows.move_to_end(row)
 
@@ -100,7 +100,7 @@ class KeptRows:
     return row
 
   def release(self, gone: Callable[[Hashable], bool]) -> None:
-    """Free the rows of weights that are `gone`."""
+    """Free the rows with weights for which `gone` returns True."""
     for row in [row for row, held in self._rows.items() if gone(held.weights)]:
       self._drop(row)
 
@@ -140,7 +140,7 @@ class KeptPrefixes:
 
   @property
   def cache(self) -> KVCache:
-    """The cache of all rows."""
+    """The cache that holds all rows, allocated on first use."""
     if self._cache is None:
       self._cache = self._functions.empty(rows=self._functions.shards * self._count, slots=self._sizes.prefix)
     return self._cache
@@ -224,7 +224,7 @@ class KeptPrefixes:
       self._cache = self._functions.copied(self.cache, cache, moves, most)
 
   def release(self, gone: Callable[[Hashable], bool]) -> None:
-    """Free the rows of weights that are `gone`."""
+    """Free the rows with weights for which `gone` returns True."""
     for rows in self._rows:
       rows.release(gone)
 
@@ -235,5 +235,5 @@ class KeptPrefixes:
 
   @property
   def bytes(self) -> int:
-    """Bytes of all rows."""
+    """Memory of all rows in bytes; 0 before the first one is kept."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(self._cache))

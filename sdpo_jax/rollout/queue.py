@@ -70,7 +70,7 @@ class Queue:
     self.left += len(samples)
 
   def remove(self, gone: Callable[[Samples], bool]) -> None:
-    """Remove the samples that are `gone`."""
+    """Remove the waiting samples for which `gone` returns True."""
     waiting = [unit for unit in self._waiting if not gone(unit.samples)]
     self._waiting = collections.deque(waiting)
     self._prefixes = collections.Counter(unit.samples.prefix for unit in waiting)
@@ -96,7 +96,7 @@ class Queue:
     return self._waiting[0].samples if self._waiting else None
 
   def begun(self, shard: int) -> bool:
-    """Return whether samples wait in the shard."""
+    """Return whether the shard has a prompt with samples that still wait."""
     return self._units[shard] is not None
 
   def holds(self, shard: int, prefix: Hashable) -> bool:

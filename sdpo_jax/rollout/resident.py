@@ -197,7 +197,7 @@ class Resident:
     self._work.set()
 
   def release(self, gone: Callable[[Weights], bool]) -> None:
-    """Drop the kept keys and values of weights that are `gone`; call it between two turns.
+    """Drop the kept keys and values of weights for which `gone` returns True; call it between two turns.
 
     It must be called before a member of the pool gets other factors.
     """

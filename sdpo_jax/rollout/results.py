@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-  """An unfinished sample."""
+  """An unfinished sample, as far as it has been drawn."""
 
   sample: int  # Its number: prompt · n + completion.
   tokens: np.ndarray  # [length] int32, drawn so far; no stop id, no whole stop string.
@@ -17,7 +17,7 @@ class Draft:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-  """A finished sample."""
+  """A finished sample, with its text and statistics per token."""
 
   sample: int  # Its number: prompt · n + completion.
   tokens: np.ndarray  # [length] int32; the stop token, where one was drawn, is the last.

@@ -41,7 +41,7 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-  """N = G · n samples of G prompts, in order."""
+  """A checked request for N = G · n samples of G prompts, in order."""
 
   samples: list[Samples]  # G.
   n: int

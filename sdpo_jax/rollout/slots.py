@@ -41,7 +41,7 @@ def closed_up(held: np.ndarray, rows: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-  """A finished sample."""
+  """A finished sample as it leaves its slot, without its text."""
 
   samples: Samples
   number: int  # Number of the sample in its generation batch.
@@ -51,7 +51,7 @@ class Finished:
   reused: int  # Tokens of the prompt whose keys and values were reused from an earlier one.
 
   def completion(self, tokenizer: Tokenizer) -> Completion:
-    """Return the sample with its text."""
+    """Return the sample as a `Completion`, with its text."""
     text = to_text(tokenizer, self.tokens.tolist())
     return Completion(self.number, self.tokens, **self.records, stopped=self.stopped, text=text, reused=self.reused)
 
@@ -113,13 +113,13 @@ class Slots:
     self._queue.add(samples)
 
   def remove(self, gone: Callable[[Samples], bool]) -> None:
-    """Remove samples that are `gone`, including those in slots; call it between `collect` and `admit`."""
+    """Remove the samples for which `gone` returns True, also from slots; call it between `collect` and `admit`."""
     self._queue.remove(gone)
     leaving = [slot for slot in np.flatnonzero(self._live).tolist() if gone(self._of[slot])]
     self._leave(leaving)
 
   def release(self, gone: Callable[[Hashable], bool]) -> None:
-    """Drop the kept keys and values of weights that are `gone`."""
+    """Drop the kept keys and values of weights for which `gone` returns True."""
     if self._kept is not None:
       self._kept.release(gone)
 

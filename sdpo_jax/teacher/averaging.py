@@ -148,9 +148,7 @@ def _copy(params: Tree) -> Tree:
 
 def _check_own(teacher: Tree, params: Tree) -> None:
   teacher_leaves, leaves = jax.tree.leaves(teacher), jax.tree.leaves(params)
-  if leaves and not teacher_leaves:
-    raise ValueError('An averaged teacher needs a tree of its own, and the teacher is empty: make it with `init`.')
-  if any(t is p for t, p in zip(teacher_leaves, leaves, strict=False)):
-    raise ValueError(
-      'An averaged teacher needs a tree of its own, and the teacher is the student: make it with `init`.'
-    )
+  shared = any(t is p for t, p in zip(teacher_leaves, leaves, strict=False))
+  if shared or (leaves and not teacher_leaves):
+    found = 'the student' if shared else 'empty'
+    raise ValueError(f'An averaged teacher needs a tree of its own, and the teacher is {found}: make it with `init`.')

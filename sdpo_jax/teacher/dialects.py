@@ -1,9 +1,9 @@
 """Requests to servers for the log-probs of a given text, token by token, and the parsing of their responses.
 
-P prompt tokens, T completion tokens, K log-probs at every position. Both dialects are OpenAI's completions with
-additions: vLLM's `prompt_logprobs`, a map of token id → log-prob for every position of the prompt, of which the first
-is null; and Fireworks' `echo_last`, a list of log-probs for the last tokens of the prompt, at most five of each. Both
-add the prompt's own token at a position if it is not among the K.
+P prompt tokens, T completion tokens, K log-probs at every position. Both dialects extend OpenAI's completions: vLLM by
+`prompt_logprobs`, a map of token id → log-prob for every position of the prompt (null for the first); and Fireworks by
+`echo_last`, a list of at most five log-probs for each of the last tokens of the prompt. Both add the prompt's own token
+at a position if it is not among the K.
 """
 
 from __future__ import annotations

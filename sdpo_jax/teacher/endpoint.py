@@ -33,7 +33,7 @@ MUCH_TAIL = 0.01  # Mean probability outside the K tokens above which a warning 
 
 @dataclasses.dataclass(frozen=True)
 class EndpointQuery:
-  """A completion to score."""
+  """A completion for the teacher to score, after its prompt, as token ids."""
 
   prompt: Sequence[int]  # [P] tokens before it; at least one.
   completion: Sequence[int]  # [T].

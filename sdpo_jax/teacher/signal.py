@@ -35,7 +35,7 @@ class Teacher:
   """
 
   policy: Policy
-  base: Tree | None = None  # None: the student's own base, of which one copy serves both.
+  base: Tree | None = None  # None: the student's own base, which is shared, not copied.
   # Whether `base` holds only additions, such as slots, to the model that student and teacher share; the shared arrays
   # are taken from the student's base.
   beside_student: bool = False

@@ -65,7 +65,7 @@ GRACE_S = 60.0  # A zygote that is silent this long after a program's time limit
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """Limits of a program; its scratch directory and its output have further limits."""
+  """Limits of one program: time, memory, files and output."""
 
   wall_s: float  # Starts when the program starts.
   cpu_s: float
@@ -80,7 +80,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class SandboxJob:
-  """A program to run."""
+  """A call of the harness in a process of its own, with its input and limits."""
 
   payload: Any  # JSON data with which the harness is called.
   stdin: str  # The program's standard input.

@@ -26,7 +26,7 @@ class PathError(Exception):
 
 
 class Folder:
-  """A workspace folder; thread-safe."""
+  """Reads, writes and lists files below a workspace folder; thread-safe."""
 
   def __init__(self, path: pathlib.Path):
     """Open a folder; raises OSError if it does not exist."""

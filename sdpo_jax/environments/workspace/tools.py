@@ -182,7 +182,7 @@ def check(name: str, arguments: Any) -> dict[str, Any]:
 
 
 class Toolbox:
-  """The tools of one workspace."""
+  """Runs the tools of an agent in one workspace."""
 
   def __init__(self, workspace: pathlib.Path, shell: Shell | None):
     """Open a workspace.
