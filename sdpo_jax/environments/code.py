@@ -4,8 +4,8 @@ The ground truth is JSON: {"inputs", "outputs", "testtype": "functional" | "stdi
 [, "context", "tolerance", "in_place"]}. Expected outputs stay out of the sandbox, which gets the program and one input;
 the program's output arrives as bytes, which a helper process parses and compares as plain data (code_verdicts.py).
 
-The reference profile gives the scores and feedback of lasgroup/SDPO verl/utils/reward_score/feedback/code.py, quirks
-included: the longest code block counts, in any language; there are 41 built-in functions and no exceptions; arguments
+The reference profile reproduces the scores and feedback of lasgroup/SDPO verl/utils/reward_score/feedback/code.py, with
+its quirks: the longest code block counts, in any language; there are 41 built-in functions and no exceptions; arguments
 are split at any white space; 1 and 1.0 differ; SystemExit is an error. (There all tests of a program start together and
 share one clock; here each test has its own.) The clean profile takes the last Python block, runs it with all of
 Python's built-ins, finds methods of a class Solution, and compares numbers as numbers.

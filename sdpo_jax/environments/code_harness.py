@@ -312,7 +312,7 @@ class _Talk:
     answer = self.answers[key]
     if 'raised' in answer:
       if 'object' in operation:
-        self.done.append(operation)  # It may have changed the object even so.
+        self.done.append(operation)  # It may still have changed the object.
       error = _raised(answer['raised'], answer.get('message', ''))
       error.described = answer.get('error')
       raise error
@@ -321,7 +321,7 @@ class _Talk:
   def value(self, operation: dict, answer: dict) -> object:
     made = 'repr' not in answer
     if made or 'object' in operation:
-      # An object's construction comes after earlier operations, which the answer did not need.
+      # Recorded for later uses of the object, which replay all operations before them.
       self.done.append(operation)
     return _Object(self, len(self.done) - 1) if made else _read_literal(answer['repr'])
 

@@ -185,7 +185,7 @@ class Graders(contextlib.AbstractContextManager['Graders']):
       except UserError:
         raise
       except Exception:  # Graders may be user code; their exceptions must not end a run of days.
-        if self._closed:  # The run has ended, so nobody needs these completions any more.
+        if self._closed:  # The run has ended, so these completions are no longer needed.
           raise
     # One by one, so that only completions that make it raise or hang are affected.
     outcomes: list[Outcome] = []
@@ -283,7 +283,7 @@ class _MetricNames:
       further = [name for name in outcome.metrics if name not in self._names]
       if further and not self._dropped:
         logging.warning(
-          'The grader %r has given metrics of more than %d names; further ones, such as %s, are dropped.',
+          'The grader %r has reported more than %d metric names; others, such as %s, are dropped.',
           self._grader,
           MAX_NAMES,
           short_repr(further[0]),

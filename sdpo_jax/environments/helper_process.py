@@ -65,7 +65,7 @@ class HelperPool:
           answer = helper.ask(request)
           break
         except BaseException as error:
-          # Whatever the reason: another request must not read what this process may still answer.
+          # For any error: another request must not read a late answer of this process.
           ended, helper = helper, None
           code = self._end(ended)
           if not isinstance(error, OSError | EOFError):

@@ -1,8 +1,8 @@
 """LongHealth: multiple choice whose answer is the text of an option between `<answer>` and `</answer>`.
 
-The reference profile gives the scores of HazyResearch/cartridges cartridges/data/longhealth/evals.py, quirks included:
-the first answer counts, even one in the thinking; it stands for the most similar option, however dissimilar; and a
-completion without an answer has chosen the first option.
+The reference profile reproduces the scores of HazyResearch/cartridges cartridges/data/longhealth/evals.py, with its
+quirks: the first answer counts, even one in the thinking; it is read as the most similar option, however dissimilar;
+and a completion without an answer is read as the first option.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ A rule is `METRIC < VALUE` or `METRIC > VALUE`, followed by ` for N` if it must 
   for N   counts the steps or evaluations that have the metric. A value that is not finite counts as not measured.
 
 The evaluation before the first step (step 0) is a value for `best`, `first` and `last` but raises no alarm. After a
-rollback the rules count anew, and values from the undone steps are forgotten.
+rollback the rules start counting again, and values from the undone steps are forgotten.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class AlarmMonitor:
     return alarms, fired
 
   def roll_back(self, to_step: int) -> None:
-    """Forget the values measured after `to_step`, and count anew."""
+    """Forget the values measured after `to_step`, and start counting again."""
     self.rollbacks += 1
     self._held.clear()
     for name, series in self._series.items():

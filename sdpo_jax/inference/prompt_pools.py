@@ -76,7 +76,7 @@ class PoolFile:
       UserError: such rounds may not be removed, or a round cannot be read.
     """
     found: list[Round] = []
-    way_out = f'remove {self.folder}, or add --overwrite to begin anew'
+    way_out = f'remove {self.folder}, or add --overwrite to start over'
     while (path := self._part(len(found))).exists():
       part = read_json_object(path, way_out)
       changed = self._changed(part.get('settings'))

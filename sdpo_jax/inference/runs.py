@@ -237,7 +237,7 @@ def open_source(
     if path and adapter is None and cartridge is None:
       raise UserError(
         f'--model={model} and model.{section}.path={path} of the config: name that as --{flag}, or leave it out '
-        f'with --config.model.{section}.path= for the model as it is.'
+        f'with --config.model.{section}.path= to use the model without it.'
       )
   if adapter is not None or cartridge is not None:
     lora = LoraConfig(path=adapter or '')
@@ -426,7 +426,7 @@ def export(
 
   Raises:
     UserError: there is no run or checkpoint, the run does not support the form, `output` is not empty or cannot be
-      written, weights are out of the dtype's range, or nobody is logged in to the hub or may write there.
+      written, weights are out of the dtype's range, or the hub needs a login or denies writing.
   """
   trained = run_config(workdir)
   kind = (

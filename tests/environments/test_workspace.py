@@ -388,7 +388,7 @@ def test_long_output_keeps_its_beginning_and_its_end(shell):
 
 @pytest.mark.parametrize('path', ['/', '/usr', '/etc/ssl', '/proc/self', '/tmp'])
 def test_a_folder_of_the_system_is_no_workspace(path):
-  with pytest.raises(UserError, match='a system folder|shared by everybody'):
+  with pytest.raises(UserError, match='a system folder|shared by all users'):
     Shell(pathlib.Path(path))
 
 

@@ -236,7 +236,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def drop_privileges(uid: int | None) -> None:
-  """Switch to the user and group `uid` (None: keep them) and give up all capabilities for good."""
+  """Switch to the user and group `uid` (None: keep them) and give up all capabilities permanently."""
   if uid is not None:
     try:
       os.setgroups([])
@@ -380,7 +380,7 @@ _SHARED = [operation | clock for operation in SHARED_FUTEXES for clock in (0, FU
 # end with returns. SELF stands for the program's process id.
 CHECKED: dict[str, tuple[int | None, int | None, list[Instruction]]] = {
   # Succeeds without doing anything: a program's files need not outlive it, and syncing one of Python's files would
-  # make the disk flush everybody's data.
+  # make the disk flush the data of other processes.
   'fsync': (74, 82, [fail(0)]),
   'fdatasync': (75, 83, [fail(0)]),
   'open': (2, None, _flags(1)),

@@ -2,7 +2,7 @@
 
 A small helper process, the zygote, is started without the owner's environment and memory; it forks a process for every
 job, which confines itself before it reads the payload. Payload, standard input and output pass directly between this
-process and the program, not through the zygote. docs/sandbox.md says which attacks this stops and which not.
+process and the program, not through the zygote. docs/sandbox.md lists the attacks that this does and does not stop.
 """
 
 from __future__ import annotations
@@ -56,9 +56,8 @@ ENVIRONMENT = {name: '1' for name in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS',
 ENVIRONMENT['MALLOC_ARENA_MAX'] = '1'
 MFD_CLOEXEC, MFD_ALLOW_SEALING, F_ADD_SEALS, ALL_SEALS = 1, 2, 1033, 0b1111
 PIPES = ('stdout', 'stderr', 'result')
-# Limits of a zygote and its programs together: memory of the zygote, the least memory of a program and what it takes
-# beyond its limits, MiB; processes of the zygote and of a program, threads included (MAX_THREADS in zygote.py, and a
-# few).
+# Limits of a zygote and its programs together: memory of the zygote, minimum of a program and its overhead, in MiB;
+# processes of the zygote and of a program, including threads (MAX_THREADS in zygote.py, and a few more).
 GROUP_MB, GROUP_PROGRAM_MB, GROUP_EXTRA_MB, GROUP_PROCESSES, PROGRAM_PROCESSES = 512, 1024, 128, 8, 72
 GRACE_S = 60.0  # A zygote that is silent this long after a program's time limit has failed.
 
@@ -110,8 +109,8 @@ class SandboxReport:
   def result(self) -> Any:
     """Return the harness's result; None if it did not return, or the bytes are not JSON or nested too deeply.
 
-    Parsing takes a hundred times the memory of the text, and seconds for megabytes of brackets: use this only where
-      `Limits.result_bytes` is small.
+    Parsing takes a hundred times the memory of the text, and seconds for megabytes of brackets: use this only if
+    `Limits.result_bytes` is small.
     """
     try:
       return json.loads(self.result_bytes)
@@ -551,7 +550,7 @@ def _run(zygote: _Zygote, job: SandboxJob, probe: bool) -> SandboxReport:
 def _collect(
   channel: socket.socket, readers: Sequence[io.FileIO], limits: Limits
 ) -> tuple[dict, list[bytes], dict[str, int], bool]:
-  """Collect what comes from a program until it has ended.
+  """Collect the output of a program until it has ended.
 
   Returns:
     the zygote's answer, the kept bytes of each pipe, the number of dropped ones of the pipes with any, and whether a

@@ -97,7 +97,7 @@ def processes(at: str) -> int | None:
   """Return an open, unnamed /proc of this process's PID namespace; None if it is unavailable.
 
   Args:
-    at: an existing directory, on which /proc is mounted meanwhile.
+    at: an existing directory, on which /proc is mounted temporarily.
   """
   try:
     mount('none', '/', '', MS_REC | MS_PRIVATE)

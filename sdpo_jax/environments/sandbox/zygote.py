@@ -3,7 +3,7 @@
     python -I -X utf8 zygote.py DESCRIPTOR
 
 DESCRIPTOR is a socket (AF_UNIX, SOCK_SEQPACKET) to the owner. Its first message holds settings (`Settings` in
-sandbox.py); every further one is a job with six descriptors: standard input, output and error, payload, result,
+sandbox.py); every later one is a job with six descriptors: standard input, output and error, payload, result,
 channel. The answer goes to the job's channel: how the process ended, or why it was not started. The owner ends a job by
 writing to its channel or closing it, and everything by closing the socket.
 
@@ -291,7 +291,7 @@ class Zygote:
     return SandboxProcess(pid, user, channel, directory, init, job['limits'])
 
   def free_user(self) -> int | None:
-    """Return a random unused user id, which tells nothing of other programs; None if there are none."""
+    """Return a random unused user id, which reveals nothing about other programs; None if there are none."""
     taken = {process.user for process in self.processes.values()}
     while self.users:
       user = self.users[secrets.randbelow(len(self.users))]
@@ -466,7 +466,7 @@ def set_limits(limits: dict, baseline: int, own_user: bool) -> None:
 
 
 def user_ids() -> range:
-  """Return unused user ids, one per slot; only nobody's in a small user namespace; empty if there is not even that.
+  """Return a range of unused user ids, one per slot; in a small user namespace only that of nobody, or none.
 
   Root of a namespace without other users is an ordinary user outside of it, and keeps its id.
   """

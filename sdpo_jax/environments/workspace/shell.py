@@ -82,7 +82,7 @@ class Shell:
     if str(self._workspace) in _CLOSED or any(map(self._workspace.is_relative_to, _CLOSED_WITH_ALL_BELOW)):
       raise UserError(f'The workspace {workspace} is a system folder: name one of your own.')
     if str(self._workspace) in ('/tmp', '/var/tmp'):
-      raise UserError(f'The workspace {workspace} is shared by everybody: name a folder within it.')
+      raise UserError(f'The workspace {workspace} is shared by all users: name a folder within it.')
     self._limits = limits
     self._bash = shutil.which('bash', path='/usr/bin:/bin:/usr/local/bin')
     if self._bash is None:

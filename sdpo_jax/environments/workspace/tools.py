@@ -361,7 +361,7 @@ class Toolbox:
   def _written(self, path: str, content: str) -> tuple[str, str]:
     """Return the text of a file, '' if it is missing, and the new one; raises PathError if the old one is not text.
 
-    A change to such a file could not be shown to anybody.
+    Such a file is not replaced, since the change could not be shown for review.
     """
     try:
       return self._text(path), content
