@@ -26,7 +26,7 @@ from sdpo_jax.errors import UserError
 PREFIX = 'alarm/'  # Prefix of the metrics that alarms write themselves, which no rule sees.
 NO_METRICS = ('step', 'fencing_epoch')  # The keys of a line that are not metrics.
 # In the line of a step that ended in a rollback: the step it went back to. The line's other numbers are those of the
-# weights that were given up.
+# discarded weights.
 ROLLBACK = 'alarm/rollback_to'
 STOP = 'alarm/stop'  # 1 in the line of a step at which the alarms stopped the run.
 GRAMMAR = (

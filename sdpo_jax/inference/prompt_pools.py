@@ -63,7 +63,7 @@ class PoolFile:
       UserError: the file name has another ending, or as `files.check_output`.
     """
     if not self._output.endswith(SUFFIXES):
-      raise UserError(f'--output={self._output} must end in {" or ".join(SUFFIXES)}, which says how rows are written.')
+      raise UserError(f'--output={self._output} must end in {" or ".join(SUFFIXES)}, which determines the format.')
     check_output(self._output, overwrite=overwrite)
 
   def rounds(self, overwrite: bool) -> list[Round]:

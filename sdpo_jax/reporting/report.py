@@ -139,7 +139,7 @@ def _check_target(target: str) -> None:
 
 def _sentence(target: str, text: str, runs: Sequence[RunFiles], count: int) -> str:
   steps = ', '.join(
-    f'{run.name} {"no step" if run.last is None else f"step {run.last}"}{"" if run.over else ", going on"}'
+    f'{run.name} {"no step" if run.last is None else f"step {run.last}"}{"" if run.over else ", in progress"}'
     for run in runs
   )
   return f'{target}: {steps}; {counted(count, "rollout")}; {len(text.encode()) / 1e6:.1f} MB.'

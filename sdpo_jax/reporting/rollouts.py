@@ -192,21 +192,14 @@ def _add(
 
 
 def _spread(steps: Sequence[int]) -> Iterator[int]:
-  """Yield steps in an order in which every prefix is spread over all of them."""
-  if not steps:
-    return
-  ends = [0, len(steps) - 1] if len(steps) > 1 else [0]
-  yield from (steps[place] for place in reversed(ends))
+  """Yield distinct steps so that the first ones are spread over all of them: the last, the first, then midpoints."""
+  yield from dict.fromkeys([*steps[-1:], *steps[:1]])
   spans = [(0, len(steps) - 1)]
-  while spans:
-    halves = []
-    for low, high in spans:
-      if high - low < 2:
-        continue
-      middle = (low + high) // 2
+  for low, high in spans:  # The list grows during the loop.
+    middle = (low + high) // 2
+    if middle > low:
       yield steps[middle]
-      halves += [(low, middle), (middle, high)]
-    spans = halves
+      spans += [(low, middle), (middle, high)]
 
 
 def _pieces(rows: Sequence[str]) -> Iterator[list[str]]:

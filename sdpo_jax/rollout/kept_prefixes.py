@@ -235,5 +235,5 @@ class KeptPrefixes:
 
   @property
   def bytes(self) -> int:
-    """Memory of all rows in bytes; 0 before the first one is kept."""
+    """Memory of all rows in bytes; 0 before a row is used."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(self._cache))

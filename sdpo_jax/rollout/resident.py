@@ -83,7 +83,7 @@ class Handle:
       raise event
 
   def tell(self, event: Draft | Completion | BaseException | None) -> None:
-    """Pass an event to whoever iterates, None after the last one; called by the sampler only."""
+    """Pass an event to the thread that iterates, None after the last one; called by the sampler only."""
     self.done = self.done or not isinstance(event, (Draft, Completion))
     self.left -= isinstance(event, Completion)
     self._events.put(event)

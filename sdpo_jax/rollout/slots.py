@@ -32,7 +32,7 @@ RECORDS = ('sampling_log_probs', 'model_log_probs', 'entropy')
 
 
 def closed_up(held: np.ndarray, rows: int) -> np.ndarray:
-  """Return [rows], the slot whose sample each of the first `rows` slots gets, so that `held` samples fill the front."""
+  """Return [rows]: the slot whose sample moves to each of the first `rows` slots, so that all `held` samples stay."""
   source = np.arange(rows)
   behind = held[held >= rows]
   source[np.setdiff1d(source, held)[: len(behind)]] = behind

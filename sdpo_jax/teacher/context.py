@@ -65,7 +65,7 @@ def successes_by_group(
 ) -> dict[Hashable, list[int]]:
   """Return group → rows whose score reaches the threshold, in batch order; groups without such rows are absent.
 
-  Scores are compared as float32; NaN stands for no score.
+  Scores are compared as float32; NaN means no score.
   """
   successes: dict[Hashable, list[int]] = {}
   for row in np.flatnonzero(np.asarray(scores, np.float32) >= np.float32(threshold)):

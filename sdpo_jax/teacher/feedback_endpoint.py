@@ -85,7 +85,7 @@ class FeedbackEndpoint(EndpointClient):
 class _Work:
   """Record of whether the server has answered anything during one call of `write`.
 
-  Otherwise it is given up after a few failures, so that a batch does not wait for it hundreds of times.
+  A server that answers nothing is given up after a few failures, so that a batch does not wait hundreds of times.
   """
 
   def __init__(self, patience: int):

@@ -132,13 +132,13 @@ def test_a_run_in_a_bucket_is_read_and_its_report_written_there(bucket):
   report.write_report('gs://here/run', [], None, max_rollouts=10, say=said.append)
   found = Parsed((bucket / 'run' / 'report.html').read_text()).data('summary')
   assert found['runs'][0]['last'] == 2 and found['rollouts']['score'] == [0.0]
-  assert said == ['gs://here/run/report.html: run step 2, going on; 1 rollout; 0.1 MB.']
+  assert said == ['gs://here/run/report.html: run step 2, in progress; 1 rollout; 0.1 MB.']
 
 
 def test_runs_without_steps_evaluations_or_settings_have_a_page(tmp_path):
   young = report_runs.write(tmp_path / 'young')
   found, said = written(young)
-  assert found.data('summary')['remarks'] == ['young: No step is finished yet.'] and 'no step, going on' in said[0]
+  assert found.data('summary')['remarks'] == ['young: No step is finished yet.'] and 'no step, in progress' in said[0]
   bare = report_runs.write(tmp_path / 'bare', [metrics(1)])
   (bare / 'config.json').unlink()
   found, _ = written(bare)
@@ -328,7 +328,9 @@ def test_a_page_has_as_many_rollouts_as_its_megabytes_hold(tmp_path, monkeypatch
   whole, said = written(*runs, max_rollouts=1000)
   assert len(whole.data('summary')['rollouts']['step']) == 80
   size = (runs[0] / 'page.html').stat().st_size
-  assert said == [f'{runs[0] / "page.html"}: a step 2, going on, b step 2, going on; 80 rollouts; {size / 1e6:.1f} MB.']
+  assert said == [
+    f'{runs[0] / "page.html"}: a step 2, in progress, b step 2, in progress; 80 rollouts; {size / 1e6:.1f} MB.'
+  ]
   bare = len(report.Reporter(runs, 0).page()[0].encode())
   for part in (0.5, 0.1):
     limit = int(bare + part * (size - bare))
