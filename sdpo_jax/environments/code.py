@@ -371,5 +371,5 @@ def _outcome(program: _Program, reference: bool) -> Outcome:
 
 @register_factory('code')
 def make(settings: EnvironmentsConfig) -> CodeGrader:
-  """Return a grader of programs in the settings' profile; raises UserError where no sandbox works."""
+  """Return a grader of programs in the settings' profile; raises UserError if no sandbox works here."""
   return CodeGrader(settings)

@@ -200,7 +200,7 @@ def _node_value(node: ast.expr) -> object:
 
 
 def _operate(operations: list, namespace: dict) -> dict:
-  """Do the earlier operations, which may have made and changed objects, and return the answer to the last one."""
+  """Repeat all operations, of which the earlier ones make and change objects, and return the answer to the last one."""
   results: list[object] = []
   for number, operation in enumerate(operations, 1):
     try:

@@ -229,7 +229,7 @@ def _same_json(text: str, expected: Any, tolerance: float) -> bool:
 
 
 def ending(question: dict) -> str:
-  """Describe how a program ended that did not finish its test."""
+  """Describe how a program ended that has not finished its test."""
   if question['status'] == 'output':
     return 'OutputError: the program printed or returned too much'
   if question['status'] == 'killed':

@@ -132,7 +132,7 @@ def generate(
 
 
 def judge(example: Example, completion: str, truncated: bool) -> Outcome:
-  """Score 1 for exactly the two values, else 0; the closing ';' may be missing, as where sampling stopped at it.
+  """Score 1 for exactly the two values, else 0; the closing ';' may be missing, since sampling may stop there.
 
   Metrics: acc, the fraction of the two values that are right; pred, the answer for a majority vote.
   """

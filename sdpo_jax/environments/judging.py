@@ -14,7 +14,7 @@ TRUNCATED = 'Your response was cut off at the length limit'
 
 
 def grader(rule: Rule) -> Grader:
-  """Return a grader that judges each completion on its own."""
+  """Return a grader that applies a rule to each completion on its own."""
 
   def grade(examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
     return [rule(*parts) for parts in zip(examples, completions, truncated, strict=True)]
@@ -23,7 +23,7 @@ def grader(rule: Rule) -> Grader:
 
 
 def by_profile(reference: Rule, clean: Callable[..., Outcome]) -> GraderFactory:
-  """Return a factory of graders that judge each completion on its own by the rule of the settings' profile.
+  """Return a factory of graders that apply the rule of the settings' profile to each completion on its own.
 
   Args:
     reference: the rule of the reference profile.

@@ -39,7 +39,7 @@ def number(value: Any, name: str) -> float:
 
 
 class RemoteGrader:
-  """A server that grades, as `registry.Grader`; holds connections and threads until `close()`."""
+  """A `registry.Grader` that asks a server; holds connections and threads until `close()`."""
 
   limits_itself = True
 

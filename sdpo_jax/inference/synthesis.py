@@ -107,7 +107,7 @@ class WrittenMessage:
 
 
 class Asker:
-  """Builds the prompts that request messages."""
+  """Builds the prompts that ask the model for messages about a document."""
 
   def __init__(
     self, document: Document, tokenizer: Tokenizer, chat: ChatFormat, options: SynthesisOptions, positions: int | None

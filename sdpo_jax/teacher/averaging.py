@@ -123,7 +123,7 @@ def make(spec: TeacherSpec) -> TeacherTransform:
 
 
 def signal_parameters(teacher: Tree, params: Tree, spec: TeacherSpec) -> tuple[Tree, Tree | None]:
-  """Return the parameters that read the teacher's context.
+  """Return the parameters of the policies that read the teacher's context.
 
   Args:
     teacher: the teacher's tree; an empty dict for a live teacher and for the base alone.

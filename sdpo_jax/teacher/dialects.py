@@ -44,7 +44,7 @@ class EndpointScores:
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
-  """A server's request and response format."""
+  """How to request log-probs from a kind of server, and how to read its response."""
 
   request: Callable[[str, Sequence[int], Sequence[int], int], dict[str, Any]]  # (model, prompt, completion, K) → body.
   # (answer, prompt, completion) → [T]; raises Fault.

@@ -95,7 +95,7 @@ class _Work:
     self._lock = threading.Lock()
 
   def count_failed(self) -> None:
-    """Count a completion for which all attempts have failed, and give up the server if it is time to."""
+    """Count a completion for which all attempts have failed, and give up the server after too many."""
     with self._lock:
       self._failed += 1
       if self._failed >= self._patience and not self.answered.is_set():
