@@ -136,7 +136,7 @@ def open_generator(source: RunOrModel, options: GenerationOptions) -> TextGenera
   session, parameters = open_source(source, config, options.dtype, options.chat_template)
   try:
     check_turn_end(session.config, session.tokenizer)
-  except UserError as error:  # Text that is not ended properly is still readable.
+  except UserError as error:  # Answers that run on to the limit are still readable.
     _logger.warning('%s', error)
   # Sized for the request, not for the largest possible one.
   sampler = make_sampler(session.config, session.policy, session.tokenizer, session.mesh)
