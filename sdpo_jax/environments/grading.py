@@ -300,10 +300,10 @@ class _MetricNames:
       dropped, self._dropped = self._dropped, 0
     if dropped:
       logging.warning(
-        'The grader %r gave %d metrics under more names than the %d that a run keeps: they were dropped.',
+        'The grader %r has reported more than %d metric names: %d metrics with other names were dropped.',
         self._grader,
-        dropped,
         MAX_NAMES,
+        dropped,
       )
 
 

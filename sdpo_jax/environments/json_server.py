@@ -121,7 +121,7 @@ def read_secret(variable: str, setting: str, *, required: bool) -> str:
   """
   secret = os.environ.get(variable, '').strip() if variable else ''
   if variable and required and not secret:
-    raise UserError(f'{setting}={variable}: there is no such environment variable; export it, or empty the setting.')
+    raise UserError(f'{setting}={variable}: there is no such environment variable; export it, or clear the setting.')
   if not (secret.isascii() and secret.isprintable()):
     raise UserError(f'{setting}={variable}: the value of this environment variable must be printable ASCII.')
   return secret

@@ -76,8 +76,8 @@ def rules(texts: Sequence[str], *, evaluates: bool) -> list[AlarmRule]:
   for rule in parsed:
     if not evaluates and rule.text.startswith(('eval/', 'gap/')):
       raise UserError(
-        f'alarms.rules: {rule.text!r} is about evaluations, but trainer.test_freq=0 makes none: set it, or remove the '
-        'rule.'
+        f'alarms.rules: {rule.text!r} is about evaluations, but trainer.test_freq=0 makes none: raise it, or remove '
+        'the rule.'
       )
   return parsed
 

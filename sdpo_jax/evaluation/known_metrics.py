@@ -71,6 +71,6 @@ def check_best_metric(name: str | None, tasks: Collection[str], n: int, words: S
   added = any(metric and summary in summaries for metric, _, summary in metrics)
   if name not in known and not added:
     raise UserError(
-      f'{setting} is not among the metrics of an evaluation of {", ".join(sorted(tasks))} with val_kwargs.n={n}; near '
-      f'it are {", ".join(nearest(name, known))}.'
+      f'{setting} is not among the metrics of an evaluation of {", ".join(sorted(tasks))} with val_kwargs.n={n}; the '
+      f'most similar are {", ".join(nearest(name, known))}.'
     )

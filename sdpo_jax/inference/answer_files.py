@@ -17,7 +17,7 @@ def check_answer_file(path: str, overwrite: bool) -> None:
     UserError: as `files.check_output`, or the path is not on a file system.
   """
   if not files.is_local(path):
-    raise UserError(f'--output={path} must be a local file, to which answers are written as they come: name one.')
+    raise UserError(f'--output={path} must be a local file, since answers are written to it as they arrive.')
   files.check_output(path, overwrite=overwrite)
 
 

@@ -146,8 +146,8 @@ def _check_adapter(workdir: epath.PathLike, config: Config, step: int) -> None:
   if changes:
     source = model.cartridge.path or model.lora.path or epath.Path(workdir) / 'config.json'
     raise UserError(
-      f'{source} describes another {"cartridge" if model.cartridge.used else "adapter"} than the one that step {step} '
-      f'of {workdir} has trained ({"; ".join(changes)}), so the checkpoint does not fit it: restore it.'
+      f'{source} describes another {"cartridge" if model.cartridge.used else "adapter"} than that of step {step} of '
+      f'{workdir} ({"; ".join(changes)}), so the checkpoint does not fit it: restore it.'
     )
 
 
@@ -459,7 +459,7 @@ def _export(trained: Config, made: Exported, output: str, step: int | None, *, p
   if trained.model.lora.used:
     return _export_adapter(trained, made, output, step, public=public)
   if form == 'cartridge' and dtype == 'float16':
-    raise UserError('--dtype=float16: the format of cartridges has float32 and bfloat16; name one of them.')
+    raise UserError('--dtype=float16: cartridges are stored in float32 or bfloat16; name one of them.')
   spelling = {'cartridge_pt': 'frozen', 'cartridge_pt_fixed': 'fixed'}.get(form)
   if spelling is not None:
     policy = huggingface.read_policy(trained.model.path, trained.model)

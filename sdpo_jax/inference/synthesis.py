@@ -67,7 +67,7 @@ class SynthesisOptions:
       near = did_you_mean(unknown[0], self_study.REQUESTS)
       raise UserError(f'--seed_types: {unknown[0]!r} must be one of {", ".join(self_study.REQUESTS)}{near}')
     if not self.seed_types or len(set(self.seed_types)) < len(self.seed_types):
-      raise UserError(f'--seed_types={",".join(self.seed_types)} must name at least one type, and each once.')
+      raise UserError(f'--seed_types={",".join(self.seed_types)} must name at least one type, and none twice.')
     if self.seed_weights and len(self.seed_weights) != len(self.seed_types):
       raise UserError(
         f'--seed_weights has {len(self.seed_weights)} numbers for {len(self.seed_types)} seed types '

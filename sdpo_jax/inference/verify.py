@@ -202,7 +202,7 @@ class _Audit:
       yield Finding(NOTE, METRICS, 'its last line is cut off; a resume drops it')
     if foreign:
       yield Finding(
-        NOTE, METRICS, f'the lines of {_steps(foreign)} are of a process that had lost the run; readers drop them'
+        NOTE, METRICS, f'a process that had lost the run wrote the lines of {_steps(foreign)}; readers drop them'
       )
     twice = {step for step, count in collections.Counter(steps).items() if count > 1}
     if twice:
@@ -243,7 +243,7 @@ class _Audit:
     published = self._epochs.published
     there = (self._workdir / 'checkpoints' / str(published)).exists()  # If so, its fault has been reported.
     if published > newest and not there and read_epochs(self._workdir).published == published:
-      yield Finding(DAMAGE, 'checkpoints', f'that of step {published} was published and is not there')
+      yield Finding(DAMAGE, 'checkpoints', f'that of step {published} was published, but is missing')
 
   def _checkpoint(self, path: epath.Path) -> Finding:
     what = f'checkpoints/{path.name}'
@@ -268,7 +268,9 @@ class _Audit:
     digest = expected.state_digest
     recorded = self._digests.get(expected.step)
     if recorded not in (None, digest):
-      return Finding(DAMAGE, what, f'it holds the state {digest}, and {METRICS} names {recorded}: they are of two runs')
+      return Finding(
+        DAMAGE, what, f'it holds the state {digest}, but {METRICS} names {recorded}: they are from different runs'
+      )
     agrees = f', as in {METRICS}' if recorded else ''
     return Finding(
       WHOLE,

@@ -93,7 +93,7 @@ def _chosen(runs: Sequence[RunFiles], patterns: Sequence[str]) -> list[str]:
   for pattern in patterns:
     if not fnmatch.filter(names, pattern):
       near = ', '.join(nearest(pattern, names)) or 'no metric yet'
-      raise UserError(f'--metric={pattern}: no run has such a metric; near it are {near}.')
+      raise UserError(f'--metric={pattern}: no run has such a metric; the most similar are {near}.')
   if not patterns:
     return headlines(names) or [TRAINING]
   return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]

@@ -99,7 +99,7 @@ def restart(every: int) -> TeacherTransform:
   `step` counts generation batches from 0, so the batch with `step = every − 1` is the first to replace the teacher.
   """
   if every < 1:
-    raise ValueError(f'A teacher restarts every 1 or more generation batches, not {every}.')
+    raise ValueError(f'A teacher must restart every 1 or more generation batches, not {every}.')
 
   def update(teacher: Tree, params: Tree, step: jax.Array | int) -> Tree:
     _check_own(teacher, params)

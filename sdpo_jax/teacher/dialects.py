@@ -111,7 +111,7 @@ def most_values(positions: int, k: int) -> int:
 def _choice(answer: Any) -> Mapping[str, Any]:
   choices = answer.get('choices') if isinstance(answer, Mapping) else None
   if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
-    raise Fault(f"its answer has not one completion in 'choices': {quoted(answer)}")
+    raise Fault(f"its answer does not have exactly one completion in 'choices': {quoted(answer)}")
   return choices[0]
 
 

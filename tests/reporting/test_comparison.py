@@ -138,7 +138,9 @@ def test_metrics_may_be_named_and_runs_without_evaluations_have_their_scores(tmp
   runs = arms(tmp_path, (0.1, 0.2), (0.5, 0.7))
   found = comparison.compare(runs, ['train/*', MEAN])
   assert set(found['metrics']) == {'train/loss', MEAN} and len(found['pairs']) == 2
-  with pytest.raises(UserError, match='--metric=eval/t/mean@8: no run has such a metric; near it are eval/t/mean@4'):
+  with pytest.raises(
+    UserError, match='--metric=eval/t/mean@8: no run has such a metric; the most similar are eval/t/mean@4'
+  ):
     comparison.compare(runs, ['eval/t/mean@8'])
   bare = str(report_runs.write(tmp_path / 'bare', [metrics(1, score=0.25)]))
   assert list(comparison.compare([bare])['metrics']) == ['rollout/score_mean']

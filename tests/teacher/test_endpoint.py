@@ -197,8 +197,8 @@ HOSTILE = {
   'other tokens': (lambda choice: choice['prompt_token_ids'].append(3), 'read other tokens'),
   'no entry': (lambda choice: choice['prompt_logprobs'].__setitem__(5, {'201': 7}), 'without a log-prob'),
   'no row': (lambda choice: choice['prompt_logprobs'].__setitem__(5, None), 'no log-probs at a position'),
-  'nothing': (lambda choice: {'choices': []}, "not one completion in 'choices'"),
-  'a list': (lambda choice: [choice], "not one completion in 'choices'"),
+  'nothing': (lambda choice: {'choices': []}, "not have exactly one completion in 'choices'"),
+  'a list': (lambda choice: [choice], "not have exactly one completion in 'choices'"),
 }
 
 

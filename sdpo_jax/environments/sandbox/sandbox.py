@@ -447,8 +447,8 @@ def _check_packages(names: Sequence[str]) -> None:
   for name in names:
     if not name.isidentifier() or importlib.util.find_spec(name) is None:
       raise UserError(
-        f'environments.sandbox.packages names {short_repr(name)}, which cannot be imported here: name packages as '
-        '`import` does, without what follows a dot, and install them.'
+        f'environments.sandbox.packages names {short_repr(name)}, which cannot be imported here: name top-level '
+        'packages, as in `import numpy`, and install them.'
       )
 
 

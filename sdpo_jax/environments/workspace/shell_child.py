@@ -157,7 +157,7 @@ def build(job: dict[str, Any]) -> None:
     view.mount(workspace, at + workspace, '', view.MS_BIND)  # Excludes file systems mounted below the workspace.
   except OSError as error:
     if error.errno == errno.EINVAL:
-      raise OSError(errno.EINVAL, 'something is mounted within the workspace: take it away', workspace) from error
+      raise OSError(errno.EINVAL, 'something is mounted within the workspace: unmount it', workspace) from error
     raise
   view.set_attributes(at + workspace, NOSUID_NODEV, 0)
   for path in job['shared']:  # Files with a hard link outside of the workspace.
