@@ -1,4 +1,4 @@
-"""OpenAI-compatible chat endpoints: reading their address from the settings and the text from their answers."""
+"""OpenAI-compatible endpoints: reading their address from the settings, and the text from chat completions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from sdpo_jax.types import Messages
 PATH = '/chat/completions'
 
 
-def read_address(url: str, setting: str) -> tuple[str, tuple[str, ...]]:
+def read_address(url: str, setting: str, path: str = PATH) -> tuple[str, tuple[str, ...]]:
   """Return the address to post to, with environment variables filled in, and the values of these variables.
 
   Args:
     url: address of the endpoint, up to and including its version.
     setting: name of the setting, for messages.
+    path: path of the requests below that address.
 
   Raises:
     UserError: as `json_server.read_address`, or the address continues after the version.
@@ -25,9 +26,9 @@ def read_address(url: str, setting: str) -> tuple[str, tuple[str, ...]]:
   example = 'http://localhost:8000/v1'
   url, secrets = json_server.read_address(url, setting, example)
   url = url.rstrip('/')
-  if url.endswith(PATH):
-    raise UserError(f'{setting} must end before {PATH}, which is added to it, as in {example}.')
-  return url + PATH, secrets
+  if url.endswith(path):
+    raise UserError(f'{setting} must end before {path}, which is added to it, as in {example}.')
+  return url + path, secrets
 
 
 def answered(answer: Any) -> tuple[str, bool]:

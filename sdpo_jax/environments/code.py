@@ -4,8 +4,8 @@ The ground truth is JSON: {"inputs", "outputs", "testtype": "functional" | "stdi
 [, "context", "tolerance", "in_place"]}. Expected outputs stay out of the sandbox, which gets the program and one input;
 the program's output arrives as bytes, which a helper process parses and compares as plain data (code_verdicts.py).
 
-The reference profile gives the scores and feedback of lasgroup/SDPO verl/utils/reward_score/feedback/code.py, quirks
-included: the longest code block counts, in any language; there are 41 built-in functions and no exceptions; arguments
+The reference profile reproduces the scores and feedback of lasgroup/SDPO verl/utils/reward_score/feedback/code.py, with
+its quirks: the longest code block counts, in any language; there are 41 built-in functions and no exceptions; arguments
 are split at any white space; 1 and 1.0 differ; SystemExit is an error. (There all tests of a program start together and
 share one clock; here each test has its own.) The clean profile takes the last Python block, runs it with all of
 Python's built-ins, finds methods of a class Solution, and compares numbers as numbers.
@@ -33,28 +33,18 @@ from sdpo_jax.environments.sandbox.sandbox import Limits, Sandbox, SandboxJob, S
 from sdpo_jax.types import Example, Outcome
 
 HARNESS = pathlib.Path(__file__).with_name('code_harness.py')
-PRELOAD = (
-  'numpy',
-  'sortedcontainers',
-  'statistics',
-  'heapq',
-  'bisect',
-  'itertools',
-  'fractions',
-  'decimal',
-  'datetime',
-)
-HELPERS = 2  # Processes that compare results; a comparison takes a twentieth of a program's time.
+PRELOAD = 'numpy sortedcontainers statistics heapq bisect itertools fractions decimal datetime'.split()
+HELPERS = 2  # Number of processes that compare results; a comparison takes a twentieth of the time of a program.
 # Limits of a result that can be right: expected numbers may be written at length, characters as escapes.
 RESULT_BYTES, RESULT_PER_CHARACTER = 2**18, 16
 DEBUG_BYTES = 2**16  # Bytes of standard error that are kept; feedback shows the first lines.
 FIRST_TESTS = 4  # If all of these time out, the program's other tests are not run (clean profile).
-_IN = '(Solution.py)'  # In an error message: the place in the program that raised it.
+_IN = '(Solution.py)'  # Marks a line of the program in an error message.
 
 _BLOCK = re.compile(r'```(\w*)\n(.*?)```', re.DOTALL)
 # Any language name, followed by anything on its line: "c++" and titles open a block, too.
 _FENCED = re.compile(r'```([^\n`]*)\n(.*?)```', re.DOTALL)
-_PYTHON = ('python', 'python3', 'py', '')
+_PYTHON = (['python'], ['python3'], ['py'], [])
 
 
 DEFAULT_TIME_LIMIT = 1.0  # Seconds; used where the tests have null.
@@ -76,7 +66,7 @@ class Tests:
   context: str = ''
   tolerance: float = 0.0  # Relative and absolute difference that numbers of a right answer may have.
   in_place: bool = False  # Type `code`: calls within expressions may change the arguments, too, not only statements.
-  dies: bool = False  # The reference's process dies on these tests before it runs one.
+  dies: bool = False  # Whether the reference's process dies on these tests before it runs one.
 
 
 def extract_code(completion: str) -> str | None:
@@ -88,13 +78,9 @@ def extract_code(completion: str) -> str | None:
 def last_python_block(completion: str) -> str | None:
   """Return the last fenced block that is Python or names no language, after any thinking; None without one."""
   text = after_thinking(completion).replace('\r\n', '\n')
-  blocks = [block for title, block in _FENCED.findall(text) if _language(title) in _PYTHON]
+  # The language is the first word of the line that opens the block.
+  blocks = [block for title, block in _FENCED.findall(text) if title.lower().split()[:1] in _PYTHON]
   return blocks[-1] if blocks else None
-
-
-def _language(title: str) -> str:
-  """Return the first word of the line that opens a block, in lower case."""
-  return (title.split(None, 1) or [''])[0].lower()
 
 
 def read_tests(ground_truth: Any) -> Tests:
@@ -161,7 +147,7 @@ class _Program:
   tests: Tests | None  # None if they cannot be read or are not needed.
   truncated: bool
   records: list[Record | None]
-  failed: str = ''  # Why the sandbox could not run it; not the program's fault.
+  failed: str = ''  # Why the sandbox could not run it, which is not the program's fault; empty if it could.
 
 
 class CodeGrader:
@@ -334,7 +320,7 @@ class CodeGrader:
 
 
 def bound(expected: Any) -> int:
-  """Return the most bytes that a right result can have; a longer result is wrong and not read."""
+  """Return the maximum size of a right result in bytes; a longer result is wrong and is not read."""
   return RESULT_BYTES + RESULT_PER_CHARACTER * len(expected if isinstance(expected, str) else str(expected))
 
 
@@ -385,5 +371,5 @@ def _outcome(program: _Program, reference: bool) -> Outcome:
 
 @register_factory('code')
 def make(settings: EnvironmentsConfig) -> CodeGrader:
-  """Return a grader of programs in the settings' profile; raises UserError where no sandbox works."""
+  """Return a grader of programs in the settings' profile; raises UserError if no sandbox works here."""
   return CodeGrader(settings)

@@ -92,7 +92,7 @@ def _clean(payload: dict, kind: str, namespace: dict) -> dict:
 
 
 def _as_data(value: object) -> object:
-  """Return objects that are data under another name as built-in types; the claim is checked outside the sandbox."""
+  """Convert NumPy scalars, also inside containers, to built-in types; the result is checked outside the sandbox."""
   if isinstance(value, dict):
     return {_as_data(key): _as_data(item) for key, item in value.items()}
   if isinstance(value, tuple):
@@ -200,7 +200,7 @@ def _node_value(node: ast.expr) -> object:
 
 
 def _operate(operations: list, namespace: dict) -> dict:
-  """Do the earlier operations, which may have made and changed objects, and return the answer to the last one."""
+  """Repeat all operations, of which the earlier ones make and change objects, and return the answer to the last one."""
   results: list[object] = []
   for number, operation in enumerate(operations, 1):
     try:
@@ -256,7 +256,7 @@ def _replay(payload: dict, namespace: dict) -> dict:
 
 
 class _MarkStatements(ast.NodeTransformer):
-  """Turns `f(xs)` into `EFFECTS(f)(xs)` where the call is a statement, made for its effect on its arguments."""
+  """Turns `f(xs)` into `EFFECTS(f)(xs)` if the call is a statement, made for its effect on its arguments."""
 
   def visit_Expr(self, node: ast.Expr) -> ast.Expr:
     self.generic_visit(node)
@@ -267,7 +267,7 @@ class _MarkStatements(ast.NodeTransformer):
 
 
 class _Talk:
-  """The questions of a test to the program, with the known answers."""
+  """Answers the calls that a test makes to the program, as far as the answers are known."""
 
   def __init__(self, answers: dict, *, in_place: bool):
     self.answers, self.in_place = answers, in_place
@@ -312,7 +312,7 @@ class _Talk:
     answer = self.answers[key]
     if 'raised' in answer:
       if 'object' in operation:
-        self.done.append(operation)  # It may have changed the object even so.
+        self.done.append(operation)  # It may still have changed the object.
       error = _raised(answer['raised'], answer.get('message', ''))
       error.described = answer.get('error')
       raise error
@@ -321,7 +321,7 @@ class _Talk:
   def value(self, operation: dict, answer: dict) -> object:
     made = 'repr' not in answer
     if made or 'object' in operation:
-      # An object's construction comes after earlier operations, which the answer did not need.
+      # Recorded for later uses of the object, which replay all operations before them.
       self.done.append(operation)
     return _Object(self, len(self.done) - 1) if made else _read_literal(answer['repr'])
 

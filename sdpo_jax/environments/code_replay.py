@@ -32,7 +32,7 @@ class CodeTrial:
   code: str  # The model's program.
   context: str  # Code that runs before either program.
   test: str
-  in_place: bool  # All calls of the model's functions may change their arguments, not only statements.
+  in_place: bool  # Whether all calls, not only statements, may change their arguments.
   # Limits of every process. `cpu_s` also limits all processes of the model's program together, and `MAX_REPLAY` times
   # `cpu_s` all processes of the test. `result_bytes` limits one answer of the model's program; `output_mb` limits the
   # test's result and all answers together.
@@ -41,7 +41,7 @@ class CodeTrial:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-  """The end of a test: the report of the process that ended it, and what that process returned."""
+  """The end of a test: the report on its last process, and what that process returned."""
 
   report: SandboxReport
   result: dict[str, Any]  # {'finished': True} if the test ran to its end, else {'error': …, 'called': …} or nothing.
@@ -49,7 +49,7 @@ class Ended:
 
 @dataclasses.dataclass
 class _Test:
-  """A test on its way, and how it ended."""
+  """A test in progress, and its end once it has ended."""
 
   trial: CodeTrial
   answers: dict[str, Any] = dataclasses.field(default_factory=dict)  # Keyed by the JSON of the operations.
@@ -123,13 +123,8 @@ def _answer(sandbox: Sandbox, helpers: HelperPool, asked: Sequence[tuple[_Test, 
       test.characters += sum(len(part) for part in found.values() if isinstance(part, str))
       if test.characters > limits.output_mb * 2**20:
         test.end(report, 'output')
-      test.answers[key(need)] = found
+      test.answers[json.dumps(need, sort_keys=True)] = found  # As the harness looks it up.
 
 
 def _job(trial: CodeTrial, kind: str, **more: Any) -> SandboxJob:
   return SandboxJob({'profile': 'clean', 'testtype': kind, 'context': trial.context, **more}, '', trial.limits)
-
-
-def key(operations: Sequence[Any]) -> str:
-  """Return the key under which the harness looks up an answer."""
-  return json.dumps(operations, sort_keys=True)

@@ -32,7 +32,7 @@ DEBUG_LINES, DEBUG_CHARACTERS = 10, 301  # Limits of standard error in feedback,
 LITERAL_CHARACTERS = 1_000_000  # Limit of a value the harness reads back; parsing takes a hundred times its memory.
 
 DIED = 'Process Error: EOFError: '  # What the reference's parent process reports for a process that died.
-# What it reports for a process whose result could not be sent: the reference's handler itself fails.
+# What it reports if the result cannot be sent: there the error handler itself fails.
 UNSENT = "ERROR: UnboundLocalError: cannot access local variable 'e' where it is not associated with a value"
 
 
@@ -185,7 +185,7 @@ def _reference(question: dict, said: dict) -> dict:
     return _made(said, 'whole' in said and same_stdout_reference(said['whole'], wanted), wanted)
   if kind == 'code':
     return _made(said, 'result' not in question['dropped'], shown)
-  try:  # Also tries values whose text is not JSON: the reference does not take them for answers.
+  try:  # As in the reference, an expected value that is not JSON is an error, whatever the answer.
     wanted = json.dumps(json.loads(expected), sort_keys=True)
   except (ValueError, TypeError, RecursionError) as error:
     return wrong(f'{ERROR}{error}')
@@ -229,7 +229,7 @@ def _same_json(text: str, expected: Any, tolerance: float) -> bool:
 
 
 def ending(question: dict) -> str:
-  """Describe how a program ended that did not finish its test."""
+  """Describe how a program ended that has not finished its test."""
   if question['status'] == 'output':
     return 'OutputError: the program printed or returned too much'
   if question['status'] == 'killed':

@@ -1,4 +1,4 @@
-"""Facts of a document: questions whose answers stand in a made-up text, so that no pretrained model can know them.
+"""Facts of a document: questions about a made-up text, whose answers no pretrained model can know.
 
 A document lists facts, each a key with two values ("bako meta sopi ;"); a question is a key, and its answer the two
 values. Keys and first values occur once per document. The document is the question's system message: without it the
@@ -132,7 +132,7 @@ def generate(
 
 
 def judge(example: Example, completion: str, truncated: bool) -> Outcome:
-  """Score 1 for exactly the two values, else 0; the closing ';' may be missing, as where sampling stopped at it.
+  """Score 1 for exactly the two values, else 0; the closing ';' may be missing, since sampling may stop there.
 
   Metrics: acc, the fraction of the two values that are right; pred, the answer for a majority vote.
   """

@@ -1,4 +1,4 @@
-"""The code that decides what a grader returns: its definition and everything that it needs, across files.
+"""A digest of the code that determines what a grader returns: its definition and all that it needs, across files.
 
 Only the statements of a file that the grader needs count, found by the names in them, so a grader may share a config
 file with settings. Not counted are installed packages, which have versions, and the parts of this project that merely
@@ -35,7 +35,7 @@ MACHINERY = (
 )
 SETTINGS = 'get_config'  # A config file may define graders; its settings are compared separately.
 UNKNOWN = 'not known'
-_EVERYTHING = '*'  # Instead of a name: the whole file.
+_EVERYTHING = '*'  # In place of a name: the whole file.
 _NAME_LENGTH = 100  # Longest text that may be a file name.
 _NOT_CODE = ('ctx', 'kind', 'type_comment')  # Fields of syntax trees that repeat or annotate others.
 
@@ -43,7 +43,7 @@ _NOT_CODE = ('ctx', 'kind', 'type_comment')  # Fields of syntax trees that repea
 def digest(grader: Any) -> str:
   """Return 16 hexadecimal digits that identify the behaviour of a grader or generator.
 
-  Code that is in no file gives `UNKNOWN`.
+  Returns `UNKNOWN` for code that is not in a file.
   """
   waiting = definitions(grader)
   if not waiting:
@@ -88,14 +88,14 @@ def _held(value: Any) -> list[Any]:
 
 
 def _counts(file: pathlib.Path) -> bool:
-  """Return whether a file's code counts: it is not installed, and not a part of this project that decides nothing."""
+  """Return whether a file's code counts: it is not installed, and of this project only graders count."""
   if file.is_relative_to(PACKAGE_FOLDER):
     return file.parent == ROOM_FOLDER and file.stem not in MACHINERY
   return not _is_installed(file)
 
 
 def _is_installed(file: pathlib.Path) -> bool:
-  """Return whether a file belongs to Python or an installed package, or is no file at all."""
+  """Return whether a file belongs to Python or an installed package, or does not exist."""
   if not file.is_file() or {'site-packages', 'dist-packages'} & set(file.parts):
     return True
   return any(file.is_relative_to(folder) for folder in _libraries())

@@ -82,7 +82,7 @@ class Graders(contextlib.AbstractContextManager['Graders']):
     return self._weights[environment]
 
   def check_questions(self, examples: Sequence[Example]) -> None:
-    """Pass the run's questions to every grader that checks them, before a run begins.
+    """Pass the run's questions to every grader that has a method `check_questions`, before the run begins.
 
     Raises:
       UserError: a grader cannot grade these questions.
@@ -101,7 +101,7 @@ class Graders(contextlib.AbstractContextManager['Graders']):
     return found
 
   def describe(self) -> list[str]:
-    """Describe each way in which graders confine the programs they run, a line each; see `layers` of a grader."""
+    """Return a line for each way in which graders confine the programs that they run, from their `layers`."""
     names: dict[str, list[str]] = defaultdict(list)
     for name, grader in self._made.items():
       if layers := getattr(grader, 'layers', None):
@@ -185,7 +185,7 @@ class Graders(contextlib.AbstractContextManager['Graders']):
       except UserError:
         raise
       except Exception:  # Graders may be user code; their exceptions must not end a run of days.
-        if self._closed:  # The run has ended, so nobody needs these completions any more.
+        if self._closed:  # The run has ended, so these completions are no longer needed.
           raise
     # One by one, so that only completions that make it raise or hang are affected.
     outcomes: list[Outcome] = []
@@ -266,7 +266,7 @@ def _without(name: str, example: Example, error: Exception) -> Outcome:
 
 
 class _MetricNames:
-  """The names that a grader has reported so far; thread-safe."""
+  """The metric names that a grader has reported so far, limited to `MAX_NAMES`; thread-safe."""
 
   def __init__(self, grader: str):
     self._grader = grader
@@ -283,7 +283,7 @@ class _MetricNames:
       further = [name for name in outcome.metrics if name not in self._names]
       if further and not self._dropped:
         logging.warning(
-          'The grader %r has given metrics of more than %d names; further ones, such as %s, are dropped.',
+          'The grader %r has reported more than %d metric names; others, such as %s, are dropped.',
           self._grader,
           MAX_NAMES,
           short_repr(further[0]),
@@ -295,15 +295,15 @@ class _MetricNames:
     return dataclasses.replace(outcome, metrics=metrics)
 
   def end(self) -> None:
-    """Log how many values were dropped, at the end of a run."""
+    """Log the number of dropped values, at the end of a run."""
     with self._lock:
       dropped, self._dropped = self._dropped, 0
     if dropped:
       logging.warning(
-        'The grader %r gave %d metrics under more names than the %d that a run keeps: they were dropped.',
+        'The grader %r has reported more than %d metric names: %d metrics with other names were dropped.',
         self._grader,
-        dropped,
         MAX_NAMES,
+        dropped,
       )
 
 

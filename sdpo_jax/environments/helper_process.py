@@ -1,4 +1,4 @@
-"""Helper processes that parse what a model's program made, outside the training process.
+"""Helper processes that parse the output of model-written programs, outside the training process.
 
 They run a single file that needs only the standard library, without the owner's environment variables; each limits its
 own CPU time and memory. A process that dies on a request is replaced.
@@ -23,7 +23,7 @@ import weakref
 from sdpo_jax.environments.code_verdicts import ANSWER, FRAME
 from sdpo_jax.errors import first_line
 
-WALL_S = 60.0  # Limit of an answer; the process has a smaller limit of its own on CPU time.
+WALL_S = 60.0  # Seconds to wait for an answer; the process itself has a smaller limit of CPU time.
 # Signals with which a request can end the process: too much CPU time, or stack or memory exhausted in C.
 _BY_THE_REQUEST = (signal.SIGPROF, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
@@ -65,7 +65,7 @@ class HelperPool:
           answer = helper.ask(request)
           break
         except BaseException as error:
-          # Whatever the reason: another request must not read what this process may still answer.
+          # For any error: another request must not read a late answer of this process.
           ended, helper = helper, None
           code = self._end(ended)
           if not isinstance(error, OSError | EOFError):

@@ -5,7 +5,7 @@ likes. Here every operation on the connection gets the time that is left until o
 redirect is followed, no cookie is kept, and no header is repeated in a log.
 
 An answer is parsed only if that is quick. A megabyte of brackets becomes 350 000 lists; parsing them takes some hundred
-milliseconds, in which no other thread of the process runs. Long strings are no such burden.
+milliseconds, in which no other thread of the process runs. Long strings are parsed quickly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import httpx2
 
 from sdpo_jax.config.addresses import VARIABLE
 from sdpo_jax.environments.time_limit import OverranError, call_within
-from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.errors import UserError, printable, short_repr
 from sdpo_jax.files import jsonable
 
 MAX_BODY_BYTES = 2**20  # Default limit of an answer's body.
@@ -42,7 +42,7 @@ CONNECT_TIMEOUT_S = 10.0  # Upper limit: a server that runs accepts a connection
 WRITE_BYTES = 2**14  # Bytes per write, so that the deadline is checked between writes.
 FIRST_PAUSE_S = 1.0  # Pause before the second attempt; doubles before each further one.
 LONGEST_PAUSE_S = 60.0
-SECRET_CHARACTERS = 6  # Minimum length: a port number is no secret and may occur in any text.
+SECRET_CHARACTERS = 6  # Minimum length of a secret: a shorter text, such as a port number, may occur anywhere.
 _PARAMETER = re.compile(r'=\s*"?([^",;\s]+)')  # The values in `Token token="x", …`.
 # Matches a string in JSON, closed or not, so that no part of a text is scanned twice.
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
@@ -50,7 +50,7 @@ QUOTED = 200  # Characters of a server's answer that a message quotes.
 
 
 class Fault(Exception):
-  """The reason in words why there is no usable answer."""
+  """The reason, in words, why a server gave no usable answer."""
 
   def __init__(self, reason: str, *, again: bool = False, after_s: float | None = None):
     """Store `reason`; `again`: another attempt may help; `after_s`: pause in seconds that the server asked for."""
@@ -90,12 +90,6 @@ def quoted(value: Any) -> str:
   return short_repr(' '.join(value.split()) if isinstance(value, str) else value, QUOTED)
 
 
-def printable(text: str) -> str:
-  """Return a server's text for a message without quotes: shortened, on one line, no control characters."""
-  text = ''.join(character if character.isprintable() else '\ufffd' for character in text)
-  return text if len(text) <= QUOTED else text[:QUOTED] + '…'
-
-
 def read_address(url: str, setting: str, example: str) -> tuple[str, tuple[str, ...]]:
   """Return the address with environment variables filled in for ${NAME}, and the values of these variables.
 
@@ -115,9 +109,7 @@ def read_address(url: str, setting: str, example: str) -> tuple[str, tuple[str, 
   except httpx2.InvalidURL:
     fits = False
   if not fits:  # The message does not quote the address, which can hold a key.
-    raise UserError(
-      f'{setting} is not an address of http or https, or one with a user or a password in it: write it as in {example}.'
-    )
+    raise UserError(f'{setting} must be an http or https address without a user name and password, such as {example}.')
   return whole, tuple(values.values())
 
 
@@ -129,9 +121,9 @@ def read_secret(variable: str, setting: str, *, required: bool) -> str:
   """
   secret = os.environ.get(variable, '').strip() if variable else ''
   if variable and required and not secret:
-    raise UserError(f'{setting}={variable}: there is no such environment variable; export it, or empty the setting.')
+    raise UserError(f'{setting}={variable}: there is no such environment variable; export it, or clear the setting.')
   if not (secret.isascii() and secret.isprintable()):
-    raise UserError(f'{setting}={variable}: the value of this environment variable cannot be sent in a header.')
+    raise UserError(f'{setting}={variable}: the value of this environment variable must be printable ASCII.')
   return secret
 
 
@@ -145,7 +137,7 @@ class JsonServer:
       url: the http or https address of all requests.
       authorization: the Authorization header; '': none. Never shown.
       secrets: other texts that must never be shown, such as parts of `url`.
-      connections: the most idle connections that are kept open.
+      connections: maximum number of idle connections that are kept open.
       setting: name of the setting that holds the address, for messages.
 
     Raises:
@@ -204,7 +196,7 @@ class JsonServer:
     except (OverranError, httpcore2.TimeoutException) as error:
       raise Fault(f'no complete answer within {timeout_s:g} s', again=True) from error
     except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.ProxyError) as error:
-      reason = printable(self.redacted(f'{type(error).__name__}: {error}'))
+      reason = printable(self.redacted(f'{type(error).__name__}: {error}'), QUOTED)
       raise Fault(f'the connection failed ({reason})', again=True) from error
     if not 200 <= answer.status < 300:
       raise _refusal(answer)
@@ -215,7 +207,7 @@ class JsonServer:
       return bounded_loads(answer.body, most_values)
     except ValueError as error:
       start = quoted(answer.body[: 4 * QUOTED].decode('utf-8', 'replace'))
-      raise Fault(f'its answer is not JSON ({printable(str(error))}): {start}') from error
+      raise Fault(f'its answer is not JSON ({printable(str(error), QUOTED)}): {start}') from error
 
   def _post(self, content: bytes, exchange: _Exchange, on_answer: Callable[[], None], most_bytes: int) -> _Answer:
     """Post a body and return the answer without keys; for a status other than success, the beginning of its body."""
@@ -296,7 +288,7 @@ def _spellings(secrets: Sequence[str]) -> list[str]:
 
 
 def _refusal(answer: _Answer) -> Fault:
-  reason = printable(answer.reason)
+  reason = printable(answer.reason, QUOTED)
   start = answer.body[: 4 * QUOTED].decode('utf-8', 'replace').strip()
   wait = retry_after_s(answer.headers.get('retry-after'), datetime.datetime.now(datetime.UTC))
   return Fault(
@@ -407,8 +399,8 @@ def _pool(url: httpx2.URL, backend: _Backend, connections: int, setting: str) ->
     proxy = None
   if proxy is None or proxy.url.scheme not in ('http', 'https'):
     raise UserError(
-      f'{setting}: the environment names a proxy for this address that is none of http or https: correct HTTP_PROXY, '
-      'HTTPS_PROXY or ALL_PROXY, or list the host in NO_PROXY.'
+      f'{setting}: the environment names a proxy for this address that is not an http or https address: correct '
+      'HTTP_PROXY, HTTPS_PROXY or ALL_PROXY, or list the host in NO_PROXY.'
     )
   return httpcore2.HTTPProxy(proxy_url=_parts(proxy.url), proxy_auth=proxy.raw_auth, **options)
 

@@ -62,7 +62,7 @@ def request(example: Example, completion: str, truncated: bool, settings: JudgeC
 
 
 def question(example: Example, completion: str, truncated: bool, template: str, *, tag: str) -> str:
-  """Return the judge's prompt."""
+  """Return the judge's prompt: the template with the question, the completion between tags, and the ground truth."""
   answer = f'<answer-{tag}>\n{completion}\n</answer-{tag}>'
   if truncated:
     answer += '\n(The answer was cut off here, at the limit of its length.)'

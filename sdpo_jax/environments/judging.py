@@ -8,13 +8,13 @@ from sdpo_jax.config import EnvironmentsConfig
 from sdpo_jax.environments.registry import Grader, GraderFactory
 from sdpo_jax.types import Example, Outcome
 
-Rule = Callable[[Example, str, bool], Outcome]  # From a question, a completion and whether it was truncated.
+Rule = Callable[[Example, str, bool], Outcome]  # (question, completion, whether it was truncated) → outcome.
 
 TRUNCATED = 'Your response was cut off at the length limit'
 
 
 def grader(rule: Rule) -> Grader:
-  """Return a grader that judges each completion on its own."""
+  """Return a grader that applies a rule to each completion on its own."""
 
   def grade(examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
     return [rule(*parts) for parts in zip(examples, completions, truncated, strict=True)]
@@ -23,11 +23,11 @@ def grader(rule: Rule) -> Grader:
 
 
 def by_profile(reference: Rule, clean: Callable[..., Outcome]) -> GraderFactory:
-  """Return a factory of graders that judge each completion on its own by the rule of the settings' profile.
+  """Return a factory of graders that apply the rule of the settings' profile to each completion on its own.
 
   Args:
     reference: the rule of the reference profile.
-    clean: that of the clean profile; takes as a fourth argument whether the feedback reveals the answer.
+    clean: the rule of the clean profile; its fourth argument says whether the feedback may reveal the answer.
   """
 
   def make(settings: EnvironmentsConfig) -> Grader:
@@ -57,7 +57,7 @@ def outcome(
 
 
 def unanswered(truncated: bool, wanted: str) -> Outcome:
-  """Return the outcome of a completion without an answer; `wanted` says how to write one."""
+  """Return the outcome of a completion without an answer; `wanted` describes the expected format."""
   cut = f'{TRUNCATED} before it answered: be shorter, and {wanted}'
   return outcome(False, '', False, cut if truncated else f'Your answer had the wrong format: {wanted}')
 

@@ -1,14 +1,13 @@
 """LongHealth: multiple choice whose answer is the text of an option between `<answer>` and `</answer>`.
 
-The reference profile gives the scores of HazyResearch/cartridges cartridges/data/longhealth/evals.py, quirks included:
-the first answer counts, even one in the thinking; it stands for the most similar option, however dissimilar; and a
-completion without an answer has chosen the first option.
+The reference profile reproduces the scores of HazyResearch/cartridges cartridges/data/longhealth/evals.py, with its
+quirks: the first answer counts, even one in the thinking; it is read as the most similar option, however dissimilar;
+and a completion without an answer is read as the first option.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-import dataclasses
 import difflib
 
 from sdpo_jax.config import EnvironmentsConfig
@@ -52,7 +51,7 @@ def clean(example: Example, completion: str, truncated: bool, reveal_answer: boo
 
 
 def meant(answer: str, options: Sequence[str]) -> str | None:
-  """Return the option that equals an answer up to white space, case and a few letters; None if none or two do."""
+  """Return the option that equals an answer up to white space, case and a few letters; None unless exactly one does."""
   distinct = {_plain(option): option for option in reversed(options)}  # The first one of equal options.
   ranked = sorted(((_at_least(_plain(answer), plain), option) for plain, option in distinct.items()), reverse=True)
   (best, option), *others = ranked
@@ -73,30 +72,23 @@ def _likeness(answer: str, option: str) -> float:
   return difflib.SequenceMatcher(None, answer, option).ratio()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Longhealth:
-  """The LongHealth grader of a profile."""
-
-  judge: Grader
-
-  def __call__(self, examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
-    return self.judge(examples, completions, truncated=truncated)
-
-  def check_questions(self, examples: Sequence[Example]) -> None:
-    """Raise a UserError that names the row of a question without options."""
-    for example in examples:
-      options = example.columns.get(CHOICES)
-      listed = isinstance(options, list) and all(isinstance(option, str) and option.strip() for option in options)
-      where = example.extra.get('origin', example.id)
-      if not listed or len(options) < 2:
-        raise UserError(
-          f'{where}: field {CHOICES!r}, from which {NAME!r} takes the options, must be a list of at least two texts, '
-          f'not {short_repr(options)}.'
-        )
-      if meant(str(example.ground_truth), options) is None:
-        raise UserError(f'{where}: the answer {short_repr(example.ground_truth)} is none of the {CHOICES!r}, or two.')
+def check_questions(examples: Sequence[Example]) -> None:
+  """Raise a UserError that names the row of a question without options, or whose answer is not exactly one of them."""
+  for example in examples:
+    options = example.columns.get(CHOICES)
+    listed = isinstance(options, list) and all(isinstance(option, str) and option.strip() for option in options)
+    where = example.extra.get('origin', example.id)
+    if not listed or len(options) < 2:
+      raise UserError(
+        f'{where}: field {CHOICES!r}, from which {NAME!r} takes the options, must be a list of at least two texts, '
+        f'not {short_repr(options)}.'
+      )
+    if meant(str(example.ground_truth), options) is None:
+      raise UserError(f'{where}: the answer {short_repr(example.ground_truth)} matches none or two of the {CHOICES!r}.')
 
 
 @register_factory(NAME)
 def _make(settings: EnvironmentsConfig) -> Grader:
-  return _Longhealth(by_profile(reference, clean)(settings))
+  grade = by_profile(reference, clean)(settings)
+  grade.check_questions = check_questions
+  return grade

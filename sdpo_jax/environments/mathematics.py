@@ -1,7 +1,7 @@
-"""Mathematics: compares the answer in the last \\boxed{…} by math-verify.
+"""Mathematics: grades the answer in the last \\boxed{…}, compared with the right one by math-verify.
 
-The reference profile gives the scores and feedback of lasgroup/SDPO verl/utils/reward_score/feedback/math.py, quirks
-included: only the last 100 characters are searched, and answers are read as running text, not as LaTeX. The clean
+The reference profile reproduces the scores and feedback of lasgroup/SDPO verl/utils/reward_score/feedback/math.py, with
+its quirks: only the last 100 characters are searched, and answers are read as running text, not as LaTeX. The clean
 profile searches the whole answer, reads LaTeX as LaTeX, and compares text and numbers (with the row's `tolerance`).
 """
 
@@ -176,5 +176,5 @@ class MathGrader:
 
 @register_factory('math')
 def make(settings: EnvironmentsConfig) -> MathGrader:
-  """Return a grader of mathematics in the settings' profile; raises UserError where no sandbox works."""
+  """Return a grader of mathematics in the settings' profile; raises UserError if no sandbox works here."""
   return MathGrader(settings)

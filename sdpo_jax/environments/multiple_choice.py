@@ -1,8 +1,8 @@
 """Multiple choice: `mcq` (SciKnowEval), `gpqa` and `mmlu_pro`.
 
-The reference profile gives the scores of lasgroup/SDPO verl/utils/reward_score/feedback/{mcq,gpqa,mmlu_pro}.py, quirks
-included: an answer needs no tags, GPQA upper-cases first (so the article "a" is choice A), feedback is always empty,
-and `incorrect_format` of `mcq` is 1 where the format is *right*. `format_valid` is the right way round in both
+The reference profile reproduces the scores of lasgroup/SDPO verl/utils/reward_score/feedback/{mcq,gpqa,mmlu_pro}.py,
+with their quirks: an answer needs no tags, GPQA upper-cases first (so the article "a" is choice A), feedback is always
+empty, and `incorrect_format` of `mcq` is 1 if the format is *right*. `format_valid` is 1 if it is right, in both
 profiles.
 """
 

@@ -1,4 +1,4 @@
-"""Checks of outcomes: scores are finite and in range, metrics can be averaged and written."""
+"""Checks of outcomes: scores must be finite and in range, and metrics must be numbers or texts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Outcome
 
 NO_REASON = 'the grader gave no score'
-REASON_CHARACTERS = 500  # Characters of a reason that are kept.
+REASON_CHARACTERS = 500  # Maximum length of a reason.
 
 
 def scores_of(outcomes: Sequence[Outcome]) -> np.ndarray:
@@ -34,7 +34,7 @@ def missing_of(outcomes: Sequence[Outcome]) -> np.ndarray:
 
 
 def encodable(text: str) -> str:
-  """Return text that can be encoded: escapes can produce lone surrogates, which files and tokenizers reject."""
+  """Replace lone surrogates in a text, which JSON escapes can produce and which files and tokenizers reject."""
   return text.encode('utf-8', 'replace').decode()
 
 
@@ -56,14 +56,14 @@ def checked(outcome: Outcome, score_range: Sequence[float]) -> Outcome:
     return reason if outcome.applicable else Outcome.not_applicable(reason.reason)
   score = as_float(outcome.score)
   if score is None or not math.isfinite(score):
-    return ungraded(f'the score is no finite number: {short_repr(outcome.score if score is None else score)}')
+    return ungraded(f'the score is not a finite number: {short_repr(outcome.score if score is None else score)}')
   lowest, highest = score_range
   if not lowest <= score <= highest:
     return ungraded(f'the score {score:g} is outside environments.score_range={lowest:g},{highest:g}')
   if not isinstance(outcome.feedback, str | None):
-    return ungraded(f'the feedback is no text: {short_repr(outcome.feedback)}')
+    return ungraded(f'the feedback is not text: {short_repr(outcome.feedback)}')
   if not isinstance(outcome.metrics, Mapping):
-    return ungraded(f'the metrics are no mapping: {short_repr(outcome.metrics)}')
+    return ungraded(f'the metrics are not a mapping: {short_repr(outcome.metrics)}')
   feedback = None if outcome.feedback is None else encodable(outcome.feedback)
   metrics = {encodable(str(name)): _metric(value) for name, value in outcome.metrics.items()}
   return Outcome(score, feedback, {name: value for name, value in metrics.items() if value is not ...})
@@ -111,6 +111,6 @@ def check_graded(outcomes: Sequence[Outcome], limit: float) -> None:
   often = '' if len(reasons) == 1 else f' ({times} times)'
   raise UserError(
     f'{reasons.total()} of {len(outcomes)} completions could not be graded, more than the fraction '
-    f'environments.max_ungraded_fraction={limit:g} of a batch, most often because{often}: {reason.rstrip(".")}. Mend '
+    f'environments.max_ungraded_fraction={limit:g} of a batch, most often because{often}: {reason.rstrip(".")}. Fix '
     'the grader, or raise that setting, and start the same command again.'
   )

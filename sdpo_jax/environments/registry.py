@@ -133,7 +133,7 @@ def registered(name: str, function: Any) -> Iterator[None]:
 
 
 def is_registered_reward_function(function: Any) -> bool:
-  """Return whether this very object was passed to `register_reward_function`."""
+  """Return whether this object itself was passed to `register_reward_function`."""
   return any(function is known for known in _REWARD_FUNCTIONS)
 
 

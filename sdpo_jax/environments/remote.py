@@ -1,4 +1,4 @@
-"""Graders that ask a server: one POST per completion, several at a time, with retries where these may help.
+"""Graders that ask a server: one POST per completion, several at a time, with retries if they may help.
 
 A server's fault affects only the completions concerned (they are ungraded), not the run. A server that grades nothing
 at all ends the run. In a run of several processes each grades its share of a batch and judges the server by it.
@@ -39,7 +39,7 @@ def number(value: Any, name: str) -> float:
 
 
 class RemoteGrader:
-  """A server that grades, as `registry.Grader`; holds connections and threads until `close()`."""
+  """A `registry.Grader` that asks a server; holds connections and threads until `close()`."""
 
   limits_itself = True
 
@@ -74,7 +74,7 @@ class RemoteGrader:
     )
     self._threads = ThreadPoolExecutor(self._concurrency, thread_name_prefix=f'grader-{name}')
     self._closing = threading.Event()
-    self._worked = False  # It has graded something in an earlier batch.
+    self._worked = False  # Whether it has graded a completion in an earlier batch.
     self._batch = _Batch(self._concurrency)
 
   def __call__(
@@ -103,7 +103,7 @@ class RemoteGrader:
     return outcomes
 
   def end_batch(self) -> None:
-    """Warn how many completions since the last call could not be graded.
+    """Log a warning with the number of completions since the last call that could not be graded.
 
     Raises:
       UserError: none of them could be graded. (A single question of a server that has worked earlier in this run is
@@ -131,7 +131,7 @@ class RemoteGrader:
     failed = batch.asked > 0 and len(batch.reasons) == batch.asked
     if failed and not (self._worked and len(batch.questions) == 1):
       raise UserError(
-        f'The environment {self._name!r} graded none of {batch.asked} completions: {batch.reasons[0]}. See that '
+        f'The environment {self._name!r} graded none of {batch.asked} completions: {batch.reasons[0]}. Check that '
         f'{self._server.public_url} ({self._setting}) answers, then start the same command again.'
       )
 
@@ -172,11 +172,11 @@ class _Batch:
     self.asked = 0  # Number of completions.
     self.questions: set[str] = set()
     self.reasons: list[str] = []  # Reasons for the completions that could not be graded.
-    self.answered = threading.Event()  # There was an answer.
-    self.causes: list[str] = []  # Of completions that have used all attempts that made sense.
+    self.answered = threading.Event()  # Set by an answer of any kind.
+    self.causes: list[str] = []  # Last faults of completions for which all attempts failed.
     self._patience = patience
 
   @property
   def given_up(self) -> bool:
-    """Return whether as many completions as may be asked for at once got no answer at all."""
+    """Return whether as many completions as may be requested at once have got no answer at all."""
     return not self.answered.is_set() and len(self.causes) >= self._patience

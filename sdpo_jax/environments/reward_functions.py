@@ -53,7 +53,7 @@ class RewardGrader:
     self._called = _Called(function)
     self._lock = threading.Lock()
     self._warned = False
-    self._known: dict[str, None] = {}  # Fields of the run's rows; a batch need not have them all.
+    self._known: dict[str, None] = {}  # Fields of all rows of the run, since a batch may lack some.
 
   def check_questions(self, examples: Sequence[Example]) -> None:
     """Check that the rows have the function's arguments.
@@ -104,7 +104,7 @@ class RewardGrader:
   def _warn(self) -> None:
     if not self._warned:
       logging.warning(
-        'A call of the reward function %r was abandoned and has not ended: its last_feedback is not read until then.',
+        'An abandoned call of the reward function %r is still running: its last_feedback is not read until it ends.',
         self._name,
       )
     self._warned = True
@@ -128,7 +128,7 @@ class RewardGrader:
       variable = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
       if not variable and parameter.default is parameter.empty and parameter.name not in taken:
         why = 'graders get no token ids' if parameter.name in UNAVAILABLE else f'the rows have {", ".join(columns)}'
-        raise UserError(f'The reward function {self._name!r} wants {parameter.name!r}, but {why}: give it a default.')
+        raise UserError(f'The reward function {self._name!r} needs {parameter.name!r}, but {why}: give it a default.')
     return taken
 
   def _listed(self, values: Any, count: int, duty: str) -> list[Any]:

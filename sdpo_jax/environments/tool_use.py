@@ -2,9 +2,9 @@
 
 The ground truth is a JSON list of {"Action", "Action_Input"}, the input being JSON or a string of JSON.
 
-The reference profile gives the scores and feedback of lasgroup/SDPO verl/utils/reward_score/feedback/tooluse.py, quirks
-included: inputs end at the first closing brace, those of all calls are merged into one, and feedback shows the expected
-calls. The clean profile compares call by call, as JSON.
+The reference profile reproduces the scores and feedback of lasgroup/SDPO
+verl/utils/reward_score/feedback/tooluse.py, with its quirks: inputs end at the first closing brace, those of all calls
+are merged into one, and feedback shows the expected calls. The clean profile compares call by call, as JSON.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ A rule is `METRIC < VALUE` or `METRIC > VALUE`, followed by ` for N` if it must 
   for N   counts the steps or evaluations that have the metric. A value that is not finite counts as not measured.
 
 The evaluation before the first step (step 0) is a value for `best`, `first` and `last` but raises no alarm. After a
-rollback the rules count anew, and values from the undone steps are forgotten.
+rollback the rules start counting again, and values from the undone steps are forgotten.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sdpo_jax.errors import UserError
 PREFIX = 'alarm/'  # Prefix of the metrics that alarms write themselves, which no rule sees.
 NO_METRICS = ('step', 'fencing_epoch')  # The keys of a line that are not metrics.
 # In the line of a step that ended in a rollback: the step it went back to. The line's other numbers are those of the
-# weights that were given up.
+# discarded weights.
 ROLLBACK = 'alarm/rollback_to'
 STOP = 'alarm/stop'  # 1 in the line of a step at which the alarms stopped the run.
 GRAMMAR = (
@@ -43,17 +43,17 @@ _RULE = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class AlarmRule:
-  """A parsed rule."""
+  """A parsed alarm rule; the module's docstring has the grammar."""
 
   text: str  # As written.
   metric: re.Pattern[str]  # Matches the whole name of a metric.
   below: bool  # `<`; otherwise `>`.
-  factor: float  # The number itself, or the factor of the reference.
+  factor: float  # The limit itself, or the factor of the reference value.
   reference: Literal['best', 'first', 'last'] | None
   count: int  # The required number of measurements in a row.
 
   def limit(self, earlier: Sequence[float]) -> float | None:
-    """Return the limit of the next value, given the earlier ones; None if there is no reference value."""
+    """Return the limit that the next value is compared with, given the earlier ones; None without a reference value."""
     if self.reference is None:
       return self.factor
     if not earlier:
@@ -76,8 +76,8 @@ def rules(texts: Sequence[str], *, evaluates: bool) -> list[AlarmRule]:
   for rule in parsed:
     if not evaluates and rule.text.startswith(('eval/', 'gap/')):
       raise UserError(
-        f'alarms.rules: {rule.text!r} is about evaluations, but trainer.test_freq=0 makes none: set it, or remove the '
-        'rule.'
+        f'alarms.rules: {rule.text!r} is about evaluations, but trainer.test_freq=0 makes none: raise it, or remove '
+        'the rule.'
       )
   return parsed
 
@@ -101,7 +101,7 @@ def parse(text: str) -> AlarmRule:
 
 @dataclasses.dataclass(frozen=True)
 class Alarm:
-  """A rule that holds for a metric."""
+  """A rule that has held for as many measurements of a metric as it requires."""
 
   rule: AlarmRule
   number: int  # The rule's number, from 1: its metric is `alarm/<number>`.
@@ -112,7 +112,7 @@ class Alarm:
 
   @property
   def begins(self) -> bool:
-    """Whether the alarm is new at this measurement."""
+    """Whether the alarm did not hold at the measurement before."""
     return self.held == self.rule.count
 
   def __str__(self) -> str:
@@ -122,7 +122,7 @@ class Alarm:
 
 
 class AlarmMonitor:
-  """The rules of a run and the values they have seen; its state is a pure function of the observed lines."""
+  """Evaluates rules over the metrics of a run, step by step; its state is a pure function of the observed lines."""
 
   def __init__(self, rules: Sequence[AlarmRule]):
     self.rules = tuple(rules)
@@ -163,7 +163,7 @@ class AlarmMonitor:
     return alarms, fired
 
   def roll_back(self, to_step: int) -> None:
-    """Forget the values measured after `to_step`, and count anew."""
+    """Forget the values measured after `to_step`, and start counting again."""
     self.rollbacks += 1
     self._held.clear()
     for name, series in self._series.items():
@@ -181,5 +181,5 @@ class AlarmMonitor:
     return alarms
 
   def unmatched(self) -> list[str]:
-    """Return the texts of rules that match no metric measured so far."""
+    """Return the texts of the rules that match none of the metrics measured so far, such as misspelled ones."""
     return [rule.text for rule in self.rules if not any(rule.metric.fullmatch(name) for name in self._series)]

@@ -44,7 +44,7 @@ def samples_by_source(examples: Sequence[Example], group: np.ndarray) -> dict[st
 def describe(
   rollouts: Rollouts, outcomes: Sequence[Outcome], samples: np.ndarray, words: Sequence[str]
 ) -> dict[str, float]:
-  """Return the metrics that reveal a collapse, over the completions of `samples` [M].
+  """Return the metrics that reveal a collapse of the policy, over the completions of `samples` [M].
 
   The format-valid rate is read from the metric `format_valid` alone, because the reference's multiple-choice grader,
   and so ours in that profile, reports `incorrect_format` inverted.
@@ -53,7 +53,7 @@ def describe(
     rollouts: N samples.
     outcomes: N outcomes.
     samples: indices of some samples, at least one.
-    words: words of doubt to count; empty: they are not counted.
+    words: words of doubt to count, such as "wait"; empty: they are not counted.
 
   Returns:
     completion_length_mean, _p50, _p95, _max (tokens), truncated_fraction, ungraded_fraction; entropy (nats, mean over

@@ -38,12 +38,12 @@ from sdpo_jax.types import Example, Outcome, Rollouts, Tree
 BOOTSTRAPS = 1000  # Resamples and their seed: reference metric_utils.py:511.
 BOOTSTRAP_SEED = 42
 QUESTIONS = 'questions'  # The metric that counts the questions of a data source.
-WRITTEN = (str, int, float, bool, np.generic, type(None))  # Types of metrics that are written with a sample.
+WRITTEN = (str, int, float, bool, np.generic, type(None))  # Types of metrics that are written to a sample's record.
 
 
 @dataclasses.dataclass
 class Evaluation:
-  """Metrics by data source, and the samples behind them."""
+  """The result of an evaluation: metrics by data source, and the samples that they were computed from."""
 
   metrics: dict[str, dict[str, float]]
   samples: list[dict[str, Any]]
@@ -100,7 +100,7 @@ def majority_samples(predictions: Sequence[Sequence[str]], n: int) -> dict[int, 
 
 
 def maj_at_k(values: Samples, winners: np.ndarray) -> float:
-  """Return the expected value of the majority's answer, averaged over questions.
+  """Return the expected value of the most frequent answer among k samples, averaged over questions.
 
   Args:
     values: values of G questions.
@@ -158,7 +158,7 @@ def evaluate(
     tokenizer: a tokenizer with a chat template.
     graders: graders of the run.
     seed: seed of the sampling noise; the same seed gives the same samples.
-    stop: whether the run is to stop; checked before every `rollout.decode_chunk` tokens and while graders work.
+    stop: tells whether the run should stop; checked before every `rollout.decode_chunk` tokens and while graders work.
 
   Raises:
     UserError: a grader cannot work, or too few samples could be graded (`environments.max_ungraded_fraction`).

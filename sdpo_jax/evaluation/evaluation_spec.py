@@ -1,4 +1,4 @@
-"""What an evaluation needs to know of a run's settings."""
+"""The settings of a run that an evaluation depends on."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class EvaluationSpec:
   """How held-out questions are answered and measured."""
 
   prompts: PromptSpec
-  n: int  # Completions of a question.
-  method: Mapping[str, Any]  # Of sampling: `SamplingConfig.method`.
-  max_tokens: int  # Of a completion.
-  max_ungraded_fraction: float  # Largest share of completions that may stay ungraded.
+  n: int  # Completions per question.
+  method: Mapping[str, Any]  # Arguments of `Sampler.sample`, from `SamplingConfig.method`.
+  max_tokens: int  # Maximum tokens per completion.
+  max_ungraded_fraction: float  # Maximum fraction of completions that may be ungraded.
   epistemic_words: Sequence[str]  # Words of doubt to count.

@@ -1,4 +1,4 @@
-"""Names of the metrics that a run will have, known before it starts, for settings that name a metric."""
+"""Names of the metrics that a run will report, to check settings that name a metric before the run starts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_best_metric(name: str | None, tasks: Collection[str], n: int, words: S
     )
   if not tasks:
     raise UserError(
-      f'{setting} is measured by evaluations, and there is none: set data.val_files and trainer.test_freq, or name '
+      f'{setting} is a metric of evaluations, but there are none: set data.val_files and trainer.test_freq, or name '
       'another metric.'
     )
   known = evaluation_names(tasks, n, words)
@@ -71,6 +71,6 @@ def check_best_metric(name: str | None, tasks: Collection[str], n: int, words: S
   added = any(metric and summary in summaries for metric, _, summary in metrics)
   if name not in known and not added:
     raise UserError(
-      f'{setting} is not among the metrics of an evaluation of {", ".join(sorted(tasks))} with val_kwargs.n={n}; near '
-      f'it are {", ".join(nearest(name, known))}.'
+      f'{setting} is not among the metrics of an evaluation of {", ".join(sorted(tasks))} with val_kwargs.n={n}; the '
+      f'most similar are {", ".join(nearest(name, known))}.'
     )

@@ -17,7 +17,7 @@ def check_answer_file(path: str, overwrite: bool) -> None:
     UserError: as `files.check_output`, or the path is not on a file system.
   """
   if not files.is_local(path):
-    raise UserError(f'--output={path} is not on a file system, where answers are kept as they come: name a local file.')
+    raise UserError(f'--output={path} must be a local file, since answers are written to it as they arrive.')
   files.check_output(path, overwrite=overwrite)
 
 
@@ -37,8 +37,8 @@ def write_to_file(path: str, numbered: Iterable[tuple[int, dict[str, Any]]]) -> 
     files.write_output(path, ''.join(lines[number] for number in sorted(lines)))
   except OSError as error:
     raise UserError(
-      f'--output={path} cannot be written ({error}): {len(lines)} completions have been drawn, those before the fault '
-      'are in it; make room, or name another file.'
+      f'--output={path} cannot be written ({error}): it holds the completions drawn until then, at most {len(lines)}; '
+      'make room, or name another file.'
     ) from error
 
 

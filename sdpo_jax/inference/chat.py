@@ -1,4 +1,4 @@
-"""A conversation with a run or a model, whose answers appear as they are drawn."""
+"""A conversation with a run or a model in a terminal; answers appear as they are drawn."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class Chat:
       write: receives the answer piece by piece.
 
     Returns:
-      the reason why it ended.
+      The reason why the answer ended.
 
     Raises:
-      UserError: the conversation is too long with this message, which is not remembered.
+      UserError: with this message the conversation is too long; the message is not remembered.
     """
     asked = [*self.messages, {'role': 'user', 'content': text}]
     tokens = self._generator.prompt_tokens(asked, 'The conversation', '/reset forgets what has been said')
@@ -97,7 +97,7 @@ class Chat:
 
 @contextlib.contextmanager
 def _noting_interrupts() -> Iterator[Callable[[], bool]]:
-  """Provide a function that tells whether Ctrl-C was pressed; only the second press raises KeyboardInterrupt."""
+  """Provide a function that returns whether Ctrl-C was pressed; only a second press raises KeyboardInterrupt."""
   pressed = []
 
   def note(number: int, frame: Any) -> None:
@@ -113,7 +113,7 @@ def _noting_interrupts() -> Iterator[Callable[[], bool]]:
 
 
 def converse(chat: Chat, read: Callable[[], str], out: TextIO, announce: Callable[[str], None]) -> None:
-  """Answer line by line: /reset forgets the conversation, /exit, /quit or the end of input ends it, /help says so.
+  """Answer lines until the end of input, /exit or /quit; /reset forgets the conversation, and /help lists commands.
 
   Args:
     chat: a conversation.

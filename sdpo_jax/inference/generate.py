@@ -36,20 +36,20 @@ class GenerationOptions:
   seed: int = 0
   max_prompt_length: int | None = None
   max_batch_rows: int | None = None
-  dtype: Literal['float32', 'bfloat16'] | None = None  # Dtype of the computation; None: for a model, float32.
+  dtype: Literal['float32', 'bfloat16'] | None = None  # Compute dtype; None: for a model, float32.
   chat_template: str | None = None  # A file; None: for a model, its tokenizer's template.
 
 
 @dataclasses.dataclass(frozen=True)
 class TextGenerator:
-  """A run or a model with sampling options, which generates text."""
+  """Generates text from a run or a model, with fixed sampling options."""
 
   session: Session
   parameters: Tree
   options: GenerationOptions
 
   def prompt_tokens(self, messages: Messages, name: str, way_out: str = 'shorten it') -> list[int]:
-    """Return the token ids of a conversation that is to be answered.
+    """Return the token ids of a conversation, up to where the answer begins.
 
     Args:
       messages: the conversation.
@@ -70,7 +70,7 @@ class TextGenerator:
     return tokens
 
   def sampling_options(self, step: int = 0) -> SamplingOptions:
-    """Return the options of a sampler's call."""
+    """Return these options as arguments of `Sampler.sample` and `Sampler.stream`; each `step` has its own noise."""
     options = self.options
     return SamplingOptions(
       n=options.sampling.n, seed=options.seed, step=step, max_tokens=options.max_tokens, **options.sampling.method()
@@ -81,7 +81,7 @@ class TextGenerator:
   @overload
   def generate(self, prompt: Sequence[str]) -> list[list[str]]: ...
   def generate(self, prompt: str | Messages | Sequence[str]) -> list[str] | list[list[str]]:
-    """Return the n completions of a prompt, a user's message or a conversation; of several messages, those of each.
+    """Return the n completions of a prompt (a user's message or a conversation), or of each of several messages.
 
     Raises:
       UserError: a prompt is too long, or of another type.
@@ -97,7 +97,7 @@ class TextGenerator:
 
 
 def as_messages(prompt: str | Messages) -> Messages:
-  """Return a prompt, a user's message or a conversation, as a conversation.
+  """Return a prompt, which may be a user's message or a conversation, as a conversation.
 
   Raises:
     UserError: it is neither.
@@ -106,7 +106,7 @@ def as_messages(prompt: str | Messages) -> Messages:
     return [{'role': 'user', 'content': prompt}]
   if not isinstance(prompt, list | tuple) or not prompt or not all(map(_is_message, prompt)):
     raise UserError(
-      f'The prompt {short_repr(prompt)} is neither a text nor a list of messages, dicts with texts as role and content.'
+      f'The prompt {short_repr(prompt)} must be a text or a list of messages, dicts with the texts role and content.'
     )
   return list(prompt)
 
@@ -136,7 +136,7 @@ def open_generator(source: RunOrModel, options: GenerationOptions) -> TextGenera
   session, parameters = open_source(source, config, options.dtype, options.chat_template)
   try:
     check_turn_end(session.config, session.tokenizer)
-  except UserError as error:  # The announcements before it can be read all the same.
+  except UserError as error:  # Answers that run on to the limit are still readable.
     _logger.warning('%s', error)
   # Sized for the request, not for the largest possible one.
   sampler = make_sampler(session.config, session.policy, session.tokenizer, session.mesh)
@@ -152,7 +152,7 @@ def with_system(messages: Messages, system: str | None) -> Messages:
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-  """A row of a prompt file."""
+  """A row of a prompt file and its conversation."""
 
   row: RawRow
   messages: Messages

@@ -1,4 +1,4 @@
-"""A probe of what a run could learn: the student's accuracy beside that of its self-teacher, by context.
+"""A probe of what a run could learn: the accuracy of the student, and of its self-teacher for several contexts.
 
 The gap between the two predicts the gain of on-policy self-distillation: the final gain was found to be linear in it
 (arXiv 2605.30070). A gap is measured against fresh answers to the same questions, never against the completions from
@@ -33,7 +33,7 @@ from sdpo_jax.training.specs import chat_format, prompt_spec
 from sdpo_jax.types import Example, Outcome, Rollouts, Tree
 
 QUESTIONS = 128  # As of launch.probe: enough to detect gaps of ten points, and cheap compared with a run.
-_STUDENT, _TEACHER, _PLAIN, _CONTEXTS = range(4)  # Numbers of the sample batches, so that none share their noise.
+_STUDENT, _TEACHER, _PLAIN, _CONTEXTS = range(4)  # Steps of the sample batches, so that no two share their noise.
 
 
 def probe_to_file(
@@ -65,11 +65,11 @@ def probe_model(
 
   Args:
     config: settings of the planned run.
-    max_questions: limit of the questions, a seeded draw from all of them.
+    max_questions: maximum number of questions, drawn at random with the seed of `config`.
     announce: called with the progress.
 
   Returns:
-    the numbers of `probe`, and over all held-out rows: prompt/rows, prompt/tokens_mean, _p50, _p95, _max, and
+    The numbers of `probe`, and over all held-out rows: prompt/rows, prompt/tokens_mean, _p50, _p95, _max, and
     prompt/over_limit, the fraction with more tokens than `data.max_prompt_length` (which are not asked).
 
   Raises:
@@ -79,8 +79,8 @@ def probe_model(
     raise UserError('data.val_files of the config is empty: the probe asks held-out questions, so name some.')
   if config.model.cartridge.used:
     raise UserError(
-      'launch.probe compares what a model answers with what it answers to the prompts of its teacher, and that of a '
-      'cartridge reads a document instead: leave model.cartridge out.'
+      "launch.probe compares a model's answers with and without its teacher's prompts, but the teacher of a cartridge "
+      'reads a document instead: leave model.cartridge out.'
     )
   tokenizer = load_tokenizer(config)
   check_turn_end(config, tokenizer)
@@ -311,7 +311,7 @@ def mean_and_error(values: np.ndarray, group: np.ndarray) -> tuple[float, float 
     group: [M] question of each value.
 
   Returns:
-    mean and error; the error is cluster-robust, with the correction G / (G − 1); None for fewer than two questions.
+    Mean and error. The error is cluster-robust, with the correction G / (G − 1); None for fewer than two questions.
   """
   mean = float(values.mean())
   _, index = np.unique(group, return_inverse=True)
@@ -338,7 +338,7 @@ def _gap(prefix: str, taught: np.ndarray, plain: np.ndarray, group: np.ndarray) 
 
 
 def _common(right: dict[str, np.ndarray], plain: np.ndarray) -> dict[str, float]:
-  """Return every context's accuracy on the completions for which all contexts exist, so that they can be compared."""
+  """Return the accuracy with every context on the completions that have all contexts, so that they can be compared."""
   there = ~np.isnan(np.stack([*right.values(), plain])).any(0)
   if not there.any():
     return {'common/completions': 0}
@@ -382,17 +382,8 @@ def _with_error(name: str, values: np.ndarray, group: np.ndarray) -> dict[str, f
 
 def _completions(rollouts: Rollouts, outcomes: Sequence) -> dict[str, float]:
   found = describe(rollouts, outcomes, np.arange(len(rollouts)), ())
-  names = {
-    'completion_length_mean': 'tokens_mean',
-    'completion_length_p50': 'tokens_p50',
-    'completion_length_p95': 'tokens_p95',
-    'completion_length_max': 'tokens_max',
-    'truncated_fraction': 'truncated',
-    'ungraded_fraction': 'ungraded',
-    'format_valid_fraction': 'format_valid',
-    'entropy': 'entropy',
-  }
-  return {f'completion/{short}': found[name] for name, short in names.items() if name in found}
+  short = {name: name.replace('completion_length', 'tokens').removesuffix('_fraction') for name in found}
+  return {f'completion/{short[name]}': value for name, value in found.items()}
 
 
 def _lengths(prefix: str, lengths: np.ndarray) -> dict[str, float]:

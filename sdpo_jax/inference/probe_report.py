@@ -1,4 +1,4 @@
-"""Report of a probe: a table, and a recommendation by the thresholds below."""
+"""The report of a probe: a table, and a recommendation based on the thresholds below."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 from sdpo_jax.config import Config
 from sdpo_jax.training.specs import objective_spec
 
-NO_SIGNAL = 0.05  # With fewer questions that have a signal, nearly all of a run's samples are wasted.
+NO_SIGNAL = 0.05  # If fewer questions have a signal, nearly all samples of a run are wasted.
 LITTLE_SIGNAL = 0.25
 MASTERED = 0.95  # Above it, the student has nothing left to learn from these questions.
 SMALL_GAP = 0.03  # At a slope of one, this gap predicts a gain of three points.
@@ -20,16 +20,10 @@ FORMAT_VALID = 0.8
 
 _PREFIX = 'actor.self_distillation'
 _BOTH = {'include_demonstration': True, 'include_environment_feedback': True}
-# The rules by which settings choose the teacher's context: what it reads, and the settings.
+# Rules that select the teacher's context: name → (what the teacher reads, the settings for it).
 RULES: Mapping[str, tuple[str, Mapping[str, bool]]] = {
-  'solution': (
-    'a demonstration only',
-    {'include_demonstration': True, 'include_environment_feedback': False},
-  ),
-  'feedback': (
-    'feedback only',
-    {'include_demonstration': False, 'include_environment_feedback': True},
-  ),
+  'solution': ('a demonstration only', {'include_demonstration': True, 'include_environment_feedback': False}),
+  'feedback': ('feedback only', {'include_demonstration': False, 'include_environment_feedback': True}),
   'feedback_without_solution': (
     'a demonstration, or feedback where there is none',
     {**_BOTH, 'environment_feedback_only_without_solution': True},
@@ -79,10 +73,10 @@ def believed(numbers: Mapping[str, float], name: str) -> bool:
 
 def _broken(numbers: Mapping[str, float]) -> Iterator[str]:
   if numbers['completion/ungraded'] > NO_RUN_UNGRADED:
-    yield f'The grader could not grade {_percent(numbers["completion/ungraded"])} of the completions: mend it first.'
+    yield f'The grader could not grade {_percent(numbers["completion/ungraded"])} of the completions: fix it first.'
   if numbers['student/sampled'] >= MASTERED:
     yield (
-      f'The student is right with {_percent(numbers["student/sampled"])} of its samples already: take harder questions.'
+      f'The student is right with {_percent(numbers["student/sampled"])} of its samples already: use harder questions.'
     )
 
 
@@ -90,8 +84,8 @@ def _against_sdpo(numbers: Mapping[str, float]) -> list[str]:
   questions = numbers['signal/sdpo_questions']
   if questions < NO_SIGNAL:
     return [
-      f'The teacher knows more than the student at {_percent(questions)} of the questions only: there is hardly a '
-      f'success to show nor feedback that the settings let it read. {_way_to_signal(numbers)}'
+      f'The teacher knows more than the student at only {_percent(questions)} of the questions: there are hardly any '
+      f'successes to show, and hardly any feedback that the settings let it read. {_way_to_signal(numbers)}'
     ]
   if 'teacher/gap' not in numbers:
     return ["None of the teacher's answers could be graded."]
@@ -110,15 +104,15 @@ def _against_grpo(numbers: Mapping[str, float]) -> list[str]:
   if mixed >= NO_SIGNAL:
     return []
   return [
-    f'Scores differ within the group of {_percent(mixed)} of the questions only, and GRPO learns from no others. '
+    f'Scores differ within the group of only {_percent(mixed)} of the questions, and GRPO learns from no others. '
     f'{_way_to_signal(numbers)}'
   ]
 
 
 def _way_to_signal(numbers: Mapping[str, float]) -> str:
   if numbers['signal/all_right'] > numbers['signal/all_wrong']:
-    return 'Most questions are answered right every time: take harder ones.'
-  return 'Take easier questions, more completions each (rollout.n), a grader with feedback, or a better model.'
+    return 'Most questions are answered right every time: use harder ones.'
+  return 'Use easier questions, more completions each (rollout.n), a grader with feedback, or a better model.'
 
 
 def _expectation(numbers: Mapping[str, float]) -> str:
@@ -129,7 +123,7 @@ def _expectation(numbers: Mapping[str, float]) -> str:
     f'{_percent(numbers["teacher/signal"])} of the completions. Final gains were found to be about linear in this gap '
     '(arXiv 2605.30070): that is an expectation, not a promise, and says which of two runs to prefer.'
   )
-  return text + (' This gap is small, and so is what to expect.' if gap < SMALL_GAP else '')
+  return text + (' This gap is small, and so is the expected gain.' if gap < SMALL_GAP else '')
 
 
 def _grpo_signal(numbers: Mapping[str, float]) -> str:
@@ -200,12 +194,12 @@ def _grading(numbers: Mapping[str, float]) -> Iterator[str]:
   if numbers.get('completion/format_valid', 1.0) < FORMAT_VALID:
     yield (
       f'Only {_percent(numbers["completion/format_valid"])} of the completions have the format that the grader reads: '
-      'a part of what is learned will be the format; see that the prompt states it.'
+      'part of what is learned will be the format; make sure that the prompt states it.'
     )
 
 
 def summary(numbers: Mapping[str, float], advice: list[str]) -> str:
-  """Return the complete report as text."""
+  """Return the report of a probe as text: the numbers in sections, then the recommendations."""
   lines = [f'{numbers["questions"]} questions, {numbers["completions"]} completions']
   for title, rows in _sections(numbers):
     lines += ['', title, *(f'  {label:<44}{value:>24}' for label, value in rows)]

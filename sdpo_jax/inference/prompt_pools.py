@@ -1,7 +1,7 @@
 """The file of a prompt pool, and the files beside it until it is complete.
 
-A pool is drawn in rounds. The kept prompts of each are a file in a folder beside the output, which appears atomically
-on a file system and in an object store; the output is written after the last round, and then the folder is removed. The
+A pool is drawn in rounds. The prompts that a round keeps are written atomically, on a file system and in an object
+store, to a file in a folder beside the output; after the last round the output is written and the folder removed. The
 same settings draw the same prompts, so two concurrent commands do not harm each other.
 """
 
@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-  """The stored result of a round."""
+  """The stored result of one round of a pool."""
 
   rows: list[Row]  # The kept rows.
   drawn: int  # Messages drawn, kept or not.
@@ -39,14 +39,14 @@ _FIELDS = {field.name for field in dataclasses.fields(Round)}
 
 
 class PoolFile:
-  """A pool and the files of its completed rounds."""
+  """The output file of a pool, and the files of its completed rounds."""
 
   def __init__(self, output: str, settings: Mapping[str, Any]):
     """Define the pool's files without touching them.
 
     Args:
       output: the file to make, ending in one of SUFFIXES.
-      settings: everything that determines the draw, as JSON values; a pool begun with others is not continued.
+      settings: everything that determines the draw, as JSON values; rounds with other settings are not continued.
     """
     self._output = output
     self._settings = dict(settings)
@@ -63,7 +63,7 @@ class PoolFile:
       UserError: the file name has another ending, or as `files.check_output`.
     """
     if not self._output.endswith(SUFFIXES):
-      raise UserError(f'--output={self._output} must end in {" or ".join(SUFFIXES)}, which says how rows are written.')
+      raise UserError(f'--output={self._output} must end in {" or ".join(SUFFIXES)}, which determines the format.')
     check_output(self._output, overwrite=overwrite)
 
   def rounds(self, overwrite: bool) -> list[Round]:
@@ -76,7 +76,7 @@ class PoolFile:
       UserError: such rounds may not be removed, or a round cannot be read.
     """
     found: list[Round] = []
-    way_out = f'remove {self.folder}, or add --overwrite to begin anew'
+    way_out = f'remove {self.folder}, or add --overwrite to start over'
     while (path := self._part(len(found))).exists():
       part = read_json_object(path, way_out)
       changed = self._changed(part.get('settings'))
@@ -85,17 +85,17 @@ class PoolFile:
         return []
       if changed:
         raise UserError(
-          f'{self.folder} holds the beginning of a pool that was begun otherwise ({"; ".join(changed)}): repeat that '
-          f'command, or {way_out}.'
+          f'{self.folder} holds the rounds of a pool with other settings ({"; ".join(changed)}): repeat that command, '
+          f'or {way_out}.'
         )
       if not _FIELDS <= part.keys():
-        raise UserError(f'{path} is not what a command has left: {way_out}.')
+        raise UserError(f'{path} is not a round of a pool: {way_out}.')
       found.append(Round(**{name: part[name] for name in _FIELDS}))
     return found
 
   def _changed(self, settings: Any) -> list[str]:
     if not isinstance(settings, dict):
-      return ['it does not say how']
+      return ['they are missing']
     names = sorted(settings.keys() | self._settings.keys())
     return [
       f'{name} was {settings.get(name)!r} and is {self._settings.get(name)!r}'
@@ -115,7 +115,7 @@ class PoolFile:
       write_atomically(self._part(number), json.dumps(part, ensure_ascii=False))
 
   def finish(self, rows: Sequence[Row]) -> None:
-    """Write the file and remove its rounds; raises as `add`."""
+    """Write the output file and remove the stored rounds; raises as `add`."""
     with self._writable():
       write_output(self._output, _parquet(rows) if self._output.endswith('.parquet') else _lines(rows))
     self.discard()

@@ -140,14 +140,14 @@ def _restored(
 
 
 def _check_adapter(workdir: epath.PathLike, config: Config, step: int) -> None:
-  """Raise UserError if matrices, ranks or scales of the adapter differ from the checkpoint's."""
+  """Raise UserError if the adapter of `config` has other matrices, ranks or scales than the checkpoint's."""
   model = config.model
   changes = fingerprint.adapter_changes(workdir, config, step) if model.frozen else []
   if changes:
     source = model.cartridge.path or model.lora.path or epath.Path(workdir) / 'config.json'
     raise UserError(
       f'{source} describes another {"cartridge" if model.cartridge.used else "adapter"} than that of step {step} of '
-      f'{workdir} ({"; ".join(changes)}), and with this the checkpoint is or means something else: restore it.'
+      f'{workdir} ({"; ".join(changes)}), so the checkpoint does not fit it: restore it.'
     )
 
 
@@ -159,7 +159,7 @@ def _changed(model: ModelConfig, dtype: str | None, chat_template: str | None) -
 
 
 def _check_model(workdir: epath.PathLike, config: Config, tokenizer: Any, step: int) -> None:
-  """Log whether tokenizer or config.json differ from those with which a checkpoint was trained.
+  """Log a warning if tokenizer or config.json differ from those with which a checkpoint was trained.
 
   Raises:
     UserError: the checkpoint holds an adapter, and the base's weights differ.
@@ -175,8 +175,8 @@ def _check_model(workdir: epath.PathLike, config: Config, tokenizer: Any, step: 
   if base:
     kind = 'cartridge' if config.model.cartridge.used else 'adapter'
     raise UserError(
-      f'{path} holds other weights than those beside which the {kind} of step {step} of {workdir} was trained '
-      f'({"; ".join(base)}), and with these it computes something else: restore them.'
+      f'{path} holds other weights than those with which the {kind} of step {step} of {workdir} was trained '
+      f'({"; ".join(base)}), so the {kind} does not fit them: restore them.'
     )
 
 
@@ -191,20 +191,18 @@ class RunOrModel:
   cartridge: str | None = None
 
   def check(self) -> None:
-    """Raise UserError if neither or both are named, or something that the one named does not go with."""
+    """Raise UserError unless either a run or a model is named, and only fields that apply to it are set."""
     adapter, cartridge = self.adapter, self.cartridge
     if (self.workdir is None) == (self.model is None):
       raise UserError('Name one of --workdir=DIR (a run) and --model=HF_DIR (a model directory).')
-    if adapter == '':
-      raise UserError('--adapter is empty: name a directory or an adapter on the hub, or leave it out.')
-    if cartridge == '':
-      raise UserError('--cartridge is empty: name a directory, a .pt file or a name on the hub, or leave it out.')
     if adapter is not None and cartridge is not None:
       raise UserError(f'--adapter={adapter} and --cartridge={cartridge}: a model has one of them; leave the other out.')
-    for flag, given in (('adapter', adapter), ('cartridge', cartridge)):
+    for flag, given, kinds in (('adapter', adapter, 'directory'), ('cartridge', cartridge, 'directory, a .pt file')):
+      if given == '':
+        raise UserError(f'--{flag} is empty: name a {kinds} or a name on the hub, or leave it out.')
       if self.workdir is not None and given is not None:
         raise UserError(
-          f'--{flag}={given} goes with --model=HF_DIR: a run has its own, which --workdir takes; leave one of them out.'
+          f'--{flag}={given} goes with --model=HF_DIR: a run has its own, which --workdir uses; leave one of them out.'
         )
     if self.workdir is None and self.step is not None:
       raise UserError('--step is about the checkpoints of a run: name it with --workdir, or leave --step out.')
@@ -239,7 +237,7 @@ def open_source(
     if path and adapter is None and cartridge is None:
       raise UserError(
         f'--model={model} and model.{section}.path={path} of the config: name that as --{flag}, or leave it out '
-        f'with --config.model.{section}.path= for the model as it is.'
+        f'with --config.model.{section}.path= to use the model without it.'
       )
   if adapter is not None or cartridge is not None:
     lora = LoraConfig(path=adapter or '')
@@ -275,7 +273,7 @@ MEASURING = (
 
 
 def measured_otherwise(trained: Config, config: Config) -> list[str]:
-  """Return phrases naming the settings in which an evaluation with `config` differs from the run's own evaluations."""
+  """Return a phrase for each setting in which an evaluation with `config` differs from the run's own evaluations."""
   ours, now = flatten(trained), flatten(config)
   return [
     f'{name} is {ours[name]!r} there and {now[name]!r} here'
@@ -338,7 +336,7 @@ def evaluate_source(
     check_turn_end(session.config, session.tokenizer)
     different = measured_otherwise(run_config(workdir), config) if workdir is not None else []
     if different:
-      announce(f'Not measured as the run evaluates itself in {workdir}/eval: {"; ".join(different)}.')
+      announce(f'Not comparable with the evaluations in {workdir}/eval: {"; ".join(different)}.')
     if other := _other_document(config, session, source):
       announce(other)
     examples = held_out_questions(session.config, session.tokenizer)
@@ -360,7 +358,7 @@ def evaluate_source(
 
 
 def _other_document(config: Config, session: Session, source: RunOrModel) -> str | None:
-  """Return a sentence if a cartridge's document differs from that of the settings; None if equal or unknown.
+  """Return a warning if a cartridge's document differs from that of the settings; None if it is equal or unknown.
 
   Args:
     config: settings of the evaluation.
@@ -381,12 +379,12 @@ def _other_document(config: Config, session: Session, source: RunOrModel) -> str
   try:
     tokens = read_document(dataclasses.replace(session.config, model=model), session.tokenizer)
   except UserError as error:
-    return f'That {workdir or slots.path} was made from model.cartridge.document={document} is not checked: {error}'
+    return f'Whether {workdir or slots.path} was made from model.cartridge.document={document} is not checked: {error}'
   if identity.digest(tokens) == taught:
     return None
   return (
-    f'{workdir or slots.path} was made from another text than {document}, which model.cartridge.document of the config '
-    'names: it cannot know the answers to questions about the latter.'
+    f'{workdir or slots.path} was made from another text than {document} (model.cartridge.document of the config), so '
+    'it cannot know the answers to questions about that text.'
   )
 
 
@@ -428,7 +426,7 @@ def export(
 
   Raises:
     UserError: there is no run or checkpoint, the run does not support the form, `output` is not empty or cannot be
-      written, weights are out of the dtype's range, or nobody is logged in to the hub or may write there.
+      written, weights are out of the dtype's range, or the hub needs a login or denies writing.
   """
   trained = run_config(workdir)
   kind = (
@@ -461,7 +459,7 @@ def _export(trained: Config, made: Exported, output: str, step: int | None, *, p
   if trained.model.lora.used:
     return _export_adapter(trained, made, output, step, public=public)
   if form == 'cartridge' and dtype == 'float16':
-    raise UserError('--dtype=float16: the format of cartridges has float32 and bfloat16; name one of them.')
+    raise UserError('--dtype=float16: cartridges are stored in float32 or bfloat16; name one of them.')
   spelling = {'cartridge_pt': 'frozen', 'cartridge_pt_fixed': 'fixed'}.get(form)
   if spelling is not None:
     policy = huggingface.read_policy(trained.model.path, trained.model)

@@ -30,6 +30,7 @@ from sdpo_jax.files import jsonable, read_text
 from sdpo_jax.inference.prompt_pools import PoolFile, Round, Row
 from sdpo_jax.models import chat_template, huggingface, identity
 from sdpo_jax.rollout.sampler import Sampler
+from sdpo_jax.tables import counted
 from sdpo_jax.training.documents import context_length
 from sdpo_jax.training.opening import check_turn_end, load_tokenizer, make_sampler, model_mesh, template_remarks
 from sdpo_jax.training.specs import chat_format
@@ -57,7 +58,7 @@ class SynthesisOptions:
 
   @property
   def round_size(self) -> int:
-    """Return the most windows of a round."""
+    """Return the maximum number of windows in a round."""
     return math.ceil(min(ROUND, self.count) / self.per_window)
 
   def check(self) -> None:
@@ -66,16 +67,14 @@ class SynthesisOptions:
       near = did_you_mean(unknown[0], self_study.REQUESTS)
       raise UserError(f'--seed_types: {unknown[0]!r} must be one of {", ".join(self_study.REQUESTS)}{near}')
     if not self.seed_types or len(set(self.seed_types)) < len(self.seed_types):
-      raise UserError(f'--seed_types={",".join(self.seed_types)} must name at least one type, and each once.')
+      raise UserError(f'--seed_types={",".join(self.seed_types)} must name at least one type, and none twice.')
     if self.seed_weights and len(self.seed_weights) != len(self.seed_types):
       raise UserError(
         f'--seed_weights has {len(self.seed_weights)} numbers for {len(self.seed_types)} seed types '
         f'({", ".join(self.seed_types)}): give one for each, or leave it out.'
       )
     if not all(math.isfinite(weight) and weight > 0 for weight in self.seed_weights):
-      raise UserError(
-        '--seed_weights must be positive numbers: leave a type out of --seed_types if it is not to be drawn.'
-      )
+      raise UserError('--seed_weights must be positive numbers: to exclude a type, leave it out of --seed_types.')
     if self.seed_weights and not math.isfinite(sum(self.seed_weights)):
       raise UserError(
         f'--seed_weights={",".join(f"{weight:g}" for weight in self.seed_weights)} have no finite sum: lower them.'
@@ -95,25 +94,25 @@ class Ask:
   """A window of the document and a request about it."""
 
   seed_type: str
-  window: tuple[int, int]  # First token and end in the document.
+  window: tuple[int, int]  # Its first token in the document, and its end.
   tokens: list[int]  # Tokens of the prompt.
 
 
 @dataclasses.dataclass(frozen=True)
 class WrittenMessage:
-  """A message that the model has written."""
+  """A message that the model has written, before it is checked."""
 
   text: str
   stopped: bool  # Whether it ended its turn, instead of reaching the limit.
 
 
 class Asker:
-  """Builds the prompts that request messages."""
+  """Builds the prompts that ask the model for messages about a document."""
 
   def __init__(
     self, document: Document, tokenizer: Tokenizer, chat: ChatFormat, options: SynthesisOptions, positions: int | None
   ):
-    """Compute the limits.
+    """Compute the token limit of a prompt.
 
     Args:
       document: the document to ask about.
@@ -142,7 +141,7 @@ class Asker:
     return self_study.conversation(passage, request, system=self._system)
 
   def ask(self, round_number: int, number: int) -> Ask:
-    """Return the request at a place in a round, which is independent of all sampling settings and always the same."""
+    """Return the request with this number in a round; it depends on the options and the document alone."""
     options, document = self._options, self._document
     draw = np.random.default_rng([options.seed, round_number, number])
     weights = options.seed_weights or (1.0,) * len(options.seed_types)
@@ -157,7 +156,7 @@ class Asker:
 
 
 class Pool:
-  """The kept messages, and counts of dropped ones by reason."""
+  """The messages that have been kept so far, and the number of dropped ones by reason."""
 
   def __init__(self, is_short: Callable[[str], bool]):
     """Make an empty pool; `is_short` tells whether a message fits a prompt."""
@@ -168,7 +167,7 @@ class Pool:
     self.dropped: collections.Counter[str] = collections.Counter()
 
   def extend(self, result: Round) -> None:
-    """Add a stored round."""
+    """Add the rows and counts of a round to the pool."""
     self._seen.update(_plain(row['prompt'][0]['content']) for row in result.rows)
     self.rows += result.rows
     self.drawn += result.drawn
@@ -219,9 +218,8 @@ def _plain(text: str) -> str:
   return re.sub(r'\s+', ' ', text).strip().casefold()
 
 
-Draw = Callable[
-  [list[list[int]], int], list[WrittenMessage]
-]  # (prompts, number of the round) → messages, several for each prompt.
+# (prompts, number of the round) → messages, several for each prompt.
+Draw = Callable[[list[list[int]], int], list[WrittenMessage]]
 
 
 def fill(
@@ -259,21 +257,20 @@ def fill(
 
 
 def outcome(pool: Pool, rows: Sequence[Row], options: SynthesisOptions, output: str) -> str:
-  """Return the sentence about the result."""
+  """Return a sentence about the result: how many messages were kept, drawn, and left out for each reason."""
   beyond = len(pool.rows) - len(rows)
   dropped = pool.dropped | ({'beyond --count': beyond} if beyond else {})
   reasons = ', '.join(f'{count} {reason}' for reason, count in sorted(dropped.items()))
   left_out = f', of which {sum(dropped.values())} were left out ({reasons})' if dropped else ''
   kinds = collections.Counter(row['dataset'] for row in rows)
   told = ', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))
-  prompts = f'{len(rows)} {"prompt" if len(rows) == 1 else "prompts"}'
-  said = f'{output}: {prompts} ({told}); {pool.drawn} messages were drawn{left_out}.'
+  said = f'{output}: {counted(len(rows), "prompt")} ({told}); {pool.drawn} messages were drawn{left_out}.'
   if len(rows) == options.count:
     return said
   return (
-    f'{said} The pool is smaller than --count={options.count}, because {GIVE_UP} times as many messages as that were '
-    'drawn and too few are of use: raise --temperature for more different ones, raise --max_tokens if many are cut '
-    'off, or ask for fewer.'
+    f'{said} The pool is smaller than --count={options.count}, because {GIVE_UP} times as many messages were drawn and '
+    'too few of them were usable: raise --temperature for more variety, raise --max_tokens if many are cut off, or '
+    'lower --count.'
   )
 
 
@@ -292,11 +289,11 @@ def synthesize(
   In a run of several processes, all call this and process 0 writes.
 
   Args:
-    config: the model, its mesh and chat template, and how long a prompt may be. An adapter or a cartridge is left out.
+    config: the model, its mesh and chat template, and the limit of prompts. An adapter or a cartridge is ignored.
     options: options of the pool.
     document: text file, local or gs://….
     output: file to write, JSON lines or parquet, local or gs://….
-    max_batch_rows: messages to draw at once; None: as many as fit the memory of the run's own completions and document.
+    max_batch_rows: messages to draw at once; None: as many as fit in the memory that the run itself needs for sampling.
     overwrite: whether to replace an existing output, or the rounds of an interrupted command with other settings.
     announce: called with sentences about the progress and the result.
 
@@ -305,7 +302,7 @@ def synthesize(
       exists or cannot be written, or no message is usable.
   """
   options.check()
-  as_asked, slots = chat_format(config), config.model.cartridge.used  # Of the run.
+  as_asked, slots = chat_format(config), config.model.cartridge.used  # As the run will have them.
   config = _plain_model(config)
   main = jax.process_index() == 0
   text = read_text(document, 'name a text file in --document')
@@ -342,7 +339,7 @@ def synthesize(
     if main:
       file.discard()
     raise UserError(
-      f'No message of {pool.drawn} is of use '
+      f'None of {pool.drawn} messages is usable '
       f'({", ".join(f"{n} {reason}" for reason, n in sorted(pool.dropped.items()))}): raise --max_tokens or '
       'data.max_prompt_length, or name a model that follows instructions.'
     )
@@ -362,7 +359,7 @@ def _plain_model(config: Config) -> Config:
 
 
 def thinking_off(tokenizer: Tokenizer, chat: ChatFormat) -> ChatFormat:
-  """Return the chat format with thinking turned off."""
+  """Return the chat format with thinking turned off, if the template has a switch for it."""
   switch = 'enable_thinking'
   off = {} if chat_template.unread(tokenizer, [switch]) else {switch: False}
   return dataclasses.replace(chat, variables={**chat.variables, **off}, behind_document=False)
@@ -400,7 +397,7 @@ def _settings(config: Config, options: SynthesisOptions, text: str, limit: int, 
 
 
 def rows_at_once(config: Config, length: int, document: int) -> int:
-  """Return how many messages to draw at once, such that their cache fits the memory that a run uses instead.
+  """Return how many messages to draw at once so that their cache fits in the memory that the run itself would use.
 
   Args:
     config: the run's settings.

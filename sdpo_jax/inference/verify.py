@@ -1,4 +1,4 @@
-"""Bit-exact verification of a run's files, and what would be lost if it stopped now; changes nothing."""
+"""Bit-exact verification of a run's files, without changing them, and what would be lost if the run stopped now."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from sdpo_jax.evaluation import alarms
 from sdpo_jax.files import read_bytes
 from sdpo_jax.inference.runs import run_config
 from sdpo_jax.models import checksums, huggingface, model_files
+from sdpo_jax.tables import counted
 from sdpo_jax.training.checkpoint import manifest
 from sdpo_jax.training.checkpoint.checkpoints import NO_MANIFEST
 from sdpo_jax.training.checkpoint.stored_arrays import stored_digest
@@ -66,7 +67,7 @@ def verify(workdir: str | None, model: str | None, say: Callable[[str], None]) -
 
 
 def verify_run(workdir: epath.PathLike, say: Callable[[str], None]) -> int:
-  """Check everything in a run's directory; report a line on each item, and a summary. The run may be training.
+  """Check everything in a run's directory, and report each item in a line, then a summary; the run may be training.
 
   Args:
     workdir: local or gs://.
@@ -93,7 +94,7 @@ def verify_run(workdir: epath.PathLike, say: Callable[[str], None]) -> int:
 
 
 class _Audit:
-  """One pass over a run's directory, in which later items are compared with earlier ones."""
+  """One pass over a run's directory that compares later items with earlier ones."""
 
   def __init__(self, workdir: epath.Path):
     self._workdir = workdir
@@ -105,12 +106,12 @@ class _Audit:
     self.whole: list[int] = []  # Steps of intact checkpoints.
 
   def findings(self) -> Iterator[Finding]:
-    """Yield findings, one item after the other."""
+    """Yield the findings about all files and checkpoints of the run, in the order of the report."""
     for name, findings in (
       (LOCK, self._lock()),
       ('config.json', self._read('config.json', lambda: f'the settings of {run_config(self._workdir).name}', True)),
       (EPOCHS, self._read(EPOCHS, self._record)),
-      (FINGERPRINT, self._read(FINGERPRINT, lambda: _count(len(starts.read(self._workdir)), 'start'))),
+      (FINGERPRINT, self._read(FINGERPRINT, lambda: counted(len(starts.read(self._workdir)), 'start'))),
       (METRICS, self._metrics()),
     ):
       try:
@@ -149,15 +150,15 @@ class _Audit:
       yield Finding(NOTE, LOCK, 'names no process')
     elif not found.released:
       says = {
-        lock_owner.RUNNING: 'is training here now, so that what follows may change while it is read',
+        lock_owner.RUNNING: 'is training here now, so the files below may change while they are read',
         lock_owner.STOPPED: 'trains here and is stopped',
-        lock_owner.GONE: 'trained here last and ended without saying so: it was killed',
+        lock_owner.GONE: 'trained here last and was killed',
         lock_owner.ELSEWHERE: 'trains here, or trained here last: it cannot be seen from this machine',
       }
       yield Finding(NOTE, LOCK, f'{found} {says[lock_owner.state(found)]}')
 
   def _read(self, name: str, act: Callable[[], str], needed: bool = False) -> Iterator[Finding]:
-    """Read a file of the run and yield the finding."""
+    """Yield the finding about a file of the run: `act` reads it, and returns what it holds."""
     if (self._workdir / name).exists():
       yield Finding(WHOLE, name, act())
     elif needed:
@@ -201,7 +202,7 @@ class _Audit:
       yield Finding(NOTE, METRICS, 'its last line is cut off; a resume drops it')
     if foreign:
       yield Finding(
-        NOTE, METRICS, f'the lines of {_steps(foreign)} are of a process that had lost the run; readers drop them'
+        NOTE, METRICS, f'a process that had lost the run wrote the lines of {_steps(foreign)}; readers drop them'
       )
     twice = {step for step, count in collections.Counter(steps).items() if count > 1}
     if twice:
@@ -210,7 +211,7 @@ class _Audit:
     yield Finding(
       WHOLE,
       METRICS,
-      f'{_count(len(steps), "line")}, {len(self._digests)} with a {STATE_DIGEST}, up to step {self._reached}',
+      f'{counted(len(steps), "line")}, {len(self._digests)} with a {STATE_DIGEST}, up to step {self._reached}',
     )
 
   def _checkpoints(self) -> Iterator[Finding]:
@@ -242,7 +243,7 @@ class _Audit:
     published = self._epochs.published
     there = (self._workdir / 'checkpoints' / str(published)).exists()  # If so, its fault has been reported.
     if published > newest and not there and read_epochs(self._workdir).published == published:
-      yield Finding(DAMAGE, 'checkpoints', f'that of step {published} was published and is not there')
+      yield Finding(DAMAGE, 'checkpoints', f'that of step {published} was published, but is missing')
 
   def _checkpoint(self, path: epath.Path) -> Finding:
     what = f'checkpoints/{path.name}'
@@ -257,7 +258,7 @@ class _Audit:
       for name in expected.leaves:
         manifest.check_leaves({name: self._leaf(path, name)}, expected)
     except FileNotFoundError:
-      return Finding(DAMAGE, what, f'{NO_MANIFEST}: nothing can be said about it, and it is not resumed from')
+      return Finding(DAMAGE, what, f'{NO_MANIFEST}: it cannot be verified, and the run does not resume from it')
     except Exception as error:  # TensorStore raises many types.
       if is_out_of_reach(error):
         return Finding(
@@ -267,12 +268,14 @@ class _Audit:
     digest = expected.state_digest
     recorded = self._digests.get(expected.step)
     if recorded not in (None, digest):
-      return Finding(DAMAGE, what, f'it holds the state {digest}, and {METRICS} names {recorded}: they are of two runs')
+      return Finding(
+        DAMAGE, what, f'it holds the state {digest}, but {METRICS} names {recorded}: they are from different runs'
+      )
     agrees = f', as in {METRICS}' if recorded else ''
     return Finding(
       WHOLE,
       what,
-      f'{_count(len(expected.leaves), "array")}, {_count(len(expected.files), "other file")}, state '
+      f'{counted(len(expected.leaves), "array")}, {counted(len(expected.files), "other file")}, state '
       f'{digest[:16]}{agrees}',
     )
 
@@ -300,7 +303,7 @@ class _Audit:
         whole += 1
       else:
         yield Finding(DAMAGE, f'{name}/{path.name}', wrong)
-    yield Finding(WHOLE, name, _count(whole, 'file'))
+    yield Finding(WHOLE, name, counted(whole, 'file'))
 
   def _leftovers(self) -> Iterator[Finding]:
     for name, text in ((DAMAGED, 'set aside as damaged'), (BEFORE_RESTART, 'moved away by --restart')):
@@ -311,10 +314,6 @@ class _Audit:
     for path in sorted(self._workdir.iterdir()):
       if path.name.endswith('.partial'):
         yield Finding(NOTE, path.name, 'is being written, or was when the run was killed; the next start removes it')
-
-
-def _count(number: int, thing: str) -> str:
-  return f'{number} {thing}' if number == 1 else f'{number} {thing}s'
 
 
 def _steps(steps: Collection[int]) -> str:
@@ -337,16 +336,15 @@ def _wrong_json(path: epath.Path) -> str | None:
   """Return what is wrong with a file of JSON or JSON lines; None if nothing is."""
   try:
     content = path.read_bytes()
-    parts = content.splitlines() if path.suffix == '.jsonl' else [content]
-    if path.suffix == '.jsonl' and content and not content.endswith(b'\n'):
-      return 'its end is missing'
-    for number, part in enumerate(parts, 1):
-      try:
-        json.loads(part)
-      except (ValueError, RecursionError) as error:
-        return (
-          f'line {number} is not JSON ({first_line(error)})' if len(parts) > 1 else f'is not JSON ({first_line(error)})'
-        )
   except OSError as error:
     return f'cannot be read ({first_line(error)})'
+  if path.suffix == '.jsonl' and content and not content.endswith(b'\n'):
+    return 'its end is missing'
+  parts = content.splitlines() if path.suffix == '.jsonl' else [content]
+  for number, part in enumerate(parts, 1):
+    try:
+      json.loads(part)
+    except (ValueError, RecursionError) as error:
+      where = f'line {number} ' if len(parts) > 1 else ''
+      return f'{where}is not JSON ({first_line(error)})'
   return None

@@ -1,4 +1,4 @@
-"""A comparison of runs as text and JSON: settings that differ, metrics, curves, and what is more than noise."""
+"""Comparison of runs as text and JSON: settings that differ, metrics, curves, and tests against noise over seeds."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from sdpo_jax.reporting.run_files import RunFiles, read_run
 from sdpo_jax.reporting.seed_noise import ENOUGH, LEVEL, compare_groups
 from sdpo_jax.tables import aligned
 
-TRAINING = 'rollout/score_mean'  # The metric of runs without evaluations.
+TRAINING = 'rollout/score_mean'  # Compared if no run has evaluations.
 EVALUATION = ('val_kwargs.', 'data.val_files', 'data.val_max_samples')  # Settings that change what is measured.
 BARS, WIDTH = '▁▂▃▄▅▆▇█', 40
 TESTS = (
-  'p is that of the exact permutation test of the difference of means, which assumes next to nothing; least p is the '
-  f"smallest that it can be with so many seeds. Where that is at most {LEVEL}, the test decides, otherwise Welch's t "
-  'interval, which takes the values over seeds for normally distributed.'
+  'p is from the exact permutation test of the difference of means, which makes almost no assumptions; least p is the '
+  f'smallest p that this number of seeds allows. If least p is at most {LEVEL}, this test decides; otherwise, '
+  "Welch's t interval does, which assumes that the values over seeds are normally distributed."
 )
 
 
 def write_comparison(workdirs: Sequence[str], patterns: Sequence[str], output: str | None) -> str:
-  """Return the comparison of runs as text, and write it to a JSON file if one is named; the rest is as in `compare`."""
+  """Return the result of `compare` as text, and write it as JSON to the file `output` unless that is None."""
   found = compare(workdirs, patterns)
   if output is not None:
     check_output(output)
@@ -43,13 +43,16 @@ def compare(workdirs: Sequence[str], patterns: Sequence[str] = ()) -> dict[str, 
 
   Args:
     workdirs: directories of runs.
-    patterns: names of metrics, or patterns such as 'eval/*/mean@4'; empty: the headlines of evaluations, of which the
-      means are tested.
+    patterns: names of metrics, or patterns such as 'eval/*/mean@4', all of which are tested; empty: the headline
+      metrics of evaluations, of which only the means are tested.
 
   Returns:
-    `arms`: name → `label` and `runs`, seed → directory; `settings` in which arms differ, with the value of each;
-    `metrics`: name → the last `step` that all runs have, `values` of each arm there, one per seed, and `curves`, step →
-    mean over the runs of an arm; `pairs` with their `metric`, two `arms` and the fields of a SeedNoise; `remarks`.
+    arms: name → {label, runs: seed → directory}.
+    settings: name → value in each arm, for the settings in which arms differ.
+    metrics: name → {step: the last step that all runs have, values: arm → values of its runs at that step, curves: arm
+      → step → mean over its runs}.
+    pairs: for each two arms and tested metric, {metric, arms} and the fields of a `SeedNoise`.
+    remarks: sentences about what limits the comparison.
 
   Raises:
     UserError: no run is named, or one twice; a directory holds no run; or no run has such a metric.
@@ -64,7 +67,7 @@ def compare(workdirs: Sequence[str], patterns: Sequence[str] = ()) -> dict[str, 
   remarks += [f'{run.name} has not ended: step {run.last} of {run.total}.' for run in runs if not run.over]
   for name in sorted({name for run in runs for name in run.settings if name.startswith(EVALUATION)}):
     if any(run.settings.get(name) != runs[0].settings.get(name) for run in runs):
-      remarks.append(f'{name} differs, so that evaluations of these runs may not measure the same.')
+      remarks.append(f'{name} differs, so the evaluations of these runs may not be comparable.')
   metrics, pairs = {}, []
   for name in _chosen(runs, patterns):
     series = {arm: [dict(zip(*run.series.get(name, ((), ())), strict=True)) for run in arms[arm]] for arm in arms}
@@ -90,14 +93,14 @@ def _chosen(runs: Sequence[RunFiles], patterns: Sequence[str]) -> list[str]:
   for pattern in patterns:
     if not fnmatch.filter(names, pattern):
       near = ', '.join(nearest(pattern, names)) or 'no metric yet'
-      raise UserError(f'--metric={pattern}: no run has such a metric; near it are {near}.')
+      raise UserError(f'--metric={pattern}: no run has such a metric; the most similar are {near}.')
   if not patterns:
     return headlines(names) or [TRAINING]
   return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def text(found: Mapping[str, Any]) -> str:
-  """Return a comparison for a terminal."""
+  """Format the result of `compare` for a terminal."""
   arms = [
     f'{arm}  {told["label"]}: {", ".join(f"{run} (seed {seed})" for seed, run in told["runs"].items())}'
     for arm, told in found['arms'].items()
@@ -116,7 +119,7 @@ def text(found: Mapping[str, Any]) -> str:
 
 
 def _table(metric: Mapping[str, Any]) -> str:
-  """Return the table of a metric: each arm's values over seeds, and its curve as bars."""
+  """Return a table of a metric, with a row for each arm: statistics over seeds, and its curve as bars."""
   curves = metric['curves']
   steps = sorted({step for curve in curves.values() for step in curve})
   steps = [steps[place] for place in np.unique(np.linspace(0, len(steps) - 1, WIDTH).round().astype(int))]
@@ -131,16 +134,14 @@ def _table(metric: Mapping[str, Any]) -> str:
 
 
 def _verdicts(found: Mapping[str, Any]) -> str:
-  """Return a table of differences, and what is to be known of the tests."""
+  """Return a table of the differences between arms, and notes on the tests."""
   rows, single = [], False
   for pair in found['pairs']:
     sizes = [len(found['arms'][arm]['runs']) for arm in pair['arms']]
     single |= min(sizes) < 2
     interval = '{:+.4f} … {:+.4f}'.format(*pair['interval']) if pair['interval'] else '–'
     numbers = ['–' if pair[name] is None else f'{pair[name]:.2g}' for name in ('p', 'least_p')]
-    said = {True: 'yes', False: 'no', None: 'cannot be said'}[pair['real']] + (
-      f', {pair["test"]}' if pair['test'] else ''
-    )
+    said = {True: 'yes', False: 'no', None: 'unknown'}[pair['real']] + (f', {pair["test"]}' if pair['test'] else '')
     title = f'{pair["metric"]}, {" − ".join(pair["arms"])}'
     rows.append([title, ' and '.join(map(str, sizes)), f'{pair["difference"]:+.4f}', interval, *numbers, said])
   header = ['difference', 'seeds', 'of means', f'{1 - LEVEL:.0%} interval, Welch', 'p', 'least p', 'more than noise?']
@@ -148,9 +149,9 @@ def _verdicts(found: Mapping[str, Any]) -> str:
   told = [TESTS] if tested else []
   if single:
     told.append(
-      'Of an arm with a single seed nothing can be said: how far seeds scatter is not known. Two seeds of each arm give'
-      f' an interval, and with {ENOUGH} of each the permutation test can decide.'
+      'Nothing can be concluded about an arm with a single seed, since the noise over seeds is unknown. Two seeds per '
+      f'arm give an interval; with {ENOUGH} per arm the permutation test can decide.'
     )
   if tested > 1:
-    told.append(f'If there were no differences at all, about {LEVEL * tested:.2g} of {tested} tests would say "yes".')
+    told.append(f'Even without any real difference, about {LEVEL * tested:.2g} of {tested} tests would say "yes".')
   return '\n\n'.join([aligned(header, rows), *told])

@@ -1,4 +1,4 @@
-"""Groups of runs that differ only in their seed, shown as one curve with a band, and differences between groups."""
+"""Grouping of runs that differ only in their seeds, and the settings in which groups differ."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sdpo_jax.config.overrides import RESUMABLE
 from sdpo_jax.reporting.run_files import RunFiles
 
 SEED = 'seed'
-SHOWN = 3  # Differing settings in the label of a group.
-_HANDED_OVER = re.compile(r'.*/(?=rows/[0-9a-f]{16}/)')  # The directory of a run that holds its rows, by their digest.
+SHOWN = 3  # Maximum number of differing settings in the label of a group.
+_HANDED_OVER = re.compile(r'.*/(?=rows/[0-9a-f]{16}/)')  # The run's directory in RUN/rows/DIGEST/….
 
 
 def group_runs(runs: Sequence[RunFiles]) -> list[list[int]]:
@@ -29,7 +29,7 @@ def group_runs(runs: Sequence[RunFiles]) -> list[list[int]]:
 
 
 def differences(runs: Sequence[RunFiles], groups: Sequence[Sequence[int]]) -> dict[str, list[Any]]:
-  """Return the settings in which groups differ, as they may be published; None where a group has no such setting."""
+  """Return setting → publishable value in each group, for those that differ; None where a group lacks the setting."""
   settings = [_learned(runs[group[0]].shown) for group in groups]
   names = sorted({name for each in settings for name in each})
   values = {name: [each.get(name) for each in settings] for name in names}
@@ -39,7 +39,7 @@ def differences(runs: Sequence[RunFiles], groups: Sequence[Sequence[int]]) -> di
 def labels(runs: Sequence[RunFiles], groups: Sequence[Sequence[int]]) -> list[str]:
   """Return a distinct label for the curve of each group.
 
-  The label of a single run is its directory's name, that of a group lists the settings in which it differs.
+  A single run is labelled with the name of its directory, and a group with the settings in which it differs.
   """
   differing = differences(runs, groups)
   found = []

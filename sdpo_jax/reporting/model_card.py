@@ -1,7 +1,7 @@
-"""The model card of an export, README.md: what it is, what it was measured at, and with what it was made.
+"""The model card (README.md) of an export: what was trained, how, and its evaluation results.
 
-The metadata at its beginning are those that the Hugging Face hub reads. Nothing in a card names a folder of this
-machine, and no text of a run, such as the name of a task, can act as YAML, Markdown or HTML.
+The card begins with the metadata that the Hugging Face hub reads. It never names a folder of this machine, and no text
+from a run, such as the name of a task, can act as YAML, Markdown or HTML.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from sdpo_jax.training.directory import fingerprint, starts
 from sdpo_jax.training.directory.lines import read_metrics
 
 FILE = 'README.md'
-# --format → library, relation to the base model, what the export is.
+# --format → (library that loads it, relation to the base model, description).
 FORMATS = {
   'model': ('transformers', 'finetune', 'all weights'),
   'merged': ('transformers', 'finetune', 'all weights, with a LoRA adapter added to them'),
   'peft': ('peft', 'adapter', 'a LoRA adapter'),
 }
 CARTRIDGE = 'sdpo_jax', 'adapter', 'a cartridge, key-value slots in the place of a document'
-VERSIONS = ('sdpo_jax', 'python', *fingerprint.PACKAGES)
+TAGS = ('self-distillation', 'reinforcement-learning', 'text-generation', 'jax', 'sdpo_jax')
 _METRIC = re.compile(r'(mean|best|worst|maj|acc/mean)@\d+|questions')
 _NOT_LEARNED = ('name', 'serve', 'plan')
 _logger = logging.getLogger('sdpo_jax.export')
@@ -50,18 +50,18 @@ Scores = Mapping[tuple[str, str], float]  # Task and metric → value.
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-  """What a card is about."""
+  """The export that a card describes."""
 
   workdir: epath.PathLike
   step: int
   weights: str  # 'student' or 'teacher'.
-  form: str  # As --format names it.
+  form: str  # The value of --format.
   dtype: str
-  name: str  # By which it is loaded: OWNER/NAME on the hub, or the name of a directory.
+  name: str  # The name to load it by: OWNER/NAME on the hub, or the name of its directory.
 
 
 def text_of(made: Exported, config: Config) -> str:
-  """Return the text of an export's card; what cannot be read of the run is left out with a warning."""
+  """Return the Markdown text of an export's card; files of the run that cannot be read are left out with a warning."""
   import jinja2
 
   methods = ['SDPO', 'GRPO'] if config.algorithm.mode == 'hybrid' else ['SDPO']
@@ -84,12 +84,12 @@ def text_of(made: Exported, config: Config) -> str:
     errors={step: _standard_errors(made.workdir, step) for step in steps},
     settings=_settings(config),
     devices=parts.get('devices'),
-    software={name: software[name] for name in VERSIONS if name in software},
+    software={name: software[name] for name in ('sdpo_jax', 'python', *fingerprint.PACKAGES) if name in software},
   )
 
 
 def _metadata(made: Exported, config: Config, methods: list[str], steps: Mapping[int, Scores]) -> str:
-  """Return the YAML at the beginning of a card."""
+  """Return the metadata of a card as YAML."""
   from huggingface_hub import EvalResult, ModelCardData
 
   library, relation, _ = FORMATS.get(made.form, CARTRIDGE)
@@ -105,14 +105,7 @@ def _metadata(made: Exported, config: Config, methods: list[str], steps: Mapping
     base_model=base,
     base_model_relation=base and relation,
     datasets=[*dict.fromkeys(filter(is_hub_name, sets))] or None,
-    tags=[
-      *map(str.lower, methods),
-      'self-distillation',
-      'reinforcement-learning',
-      'text-generation',
-      'jax',
-      'sdpo_jax',
-    ],
+    tags=[*map(str.lower, methods), *TAGS],
     model_name=printable(config.name) if results else None,
     eval_results=results or None,
   ).to_yaml()
@@ -128,7 +121,7 @@ def _readable(read: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _code(text: Any) -> str:
-  """Return a text as a code span that may stand in a table."""
+  """Return a text as a Markdown code span that is also valid in a table."""
   text = printable(str(text)).replace('|', '\\|') or '–'
   mark = '`' * (1 + max(map(len, re.findall('`+', text)), default=0))
   return f'{mark} {text} {mark}' if len(mark) > 1 else f'{mark}{text}{mark}'
@@ -142,7 +135,7 @@ def _scores(line: Mapping[str, Any]) -> Scores:
 
 
 def _standard_errors(workdir: epath.PathLike, step: int) -> dict[str, float]:
-  """Return the standard error over questions of each task's mean score, where the run has kept the samples."""
+  """Return the standard error over questions of each task's mean score; empty if the run has not kept the samples."""
   path = epath.Path(workdir) / 'eval' / f'{step}.json'
   found = (_readable(read_json_object, path, 'restore it') if path.exists() else None) or {}
   scores: dict[str, dict[str, list[float]]] = {}
@@ -154,7 +147,7 @@ def _standard_errors(workdir: epath.PathLike, step: int) -> dict[str, float]:
 
 
 def _settings(config: Config) -> dict[str, str]:
-  """Return the settings that differ from the defaults, as JSON on one line."""
+  """Return the settings that differ from the defaults, by name, each as JSON on one line."""
   defaults, settings = flatten(Config()), public_settings(flatten(config))
   changed = [name for name in settings if settings[name] != defaults[name] and not is_listed(name, _NOT_LEARNED)]
   return {name: printable(json.dumps(settings[name], ensure_ascii=False), 300) for name in changed}

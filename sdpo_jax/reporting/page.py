@@ -22,23 +22,23 @@ from sdpo_jax.reporting.groups import differences, group_runs, labels
 from sdpo_jax.reporting.rollouts import RolloutPages, packed
 from sdpo_jax.reporting.run_files import RunFiles
 
-MARK = '<!doctype html><!-- A report of launch.report. -->'  # The beginning of every page.
+MARK = '<!doctype html><!-- A report of launch.report. -->'  # Every page begins with it.
 SCRIPTS = ('data.js', 'text.js', 'charts.js', 'overview.js', 'tokens.js', 'rollouts.js', 'main.js')
 SUCCESS = 'actor.self_distillation.success_reward_threshold'
-# What the page's script reads of a run as it is, beside its settings and threshold.
+# Fields of `RunFiles` that the page's script reads unchanged.
 _SHOWN = ('name', 'series', 'resumed', 'alarms', 'rollbacks', 'stopped', 'last', 'total', 'over')
 
 
 def summary(
   runs: Sequence[RunFiles], rollouts: RolloutPages, *, written: str, reload_s: float | None = None
 ) -> dict[str, Any]:
-  """Return the data of a page about runs, with the index of their rollouts, as JSON values that may be published.
+  """Return the data of a page, including the index of the rollouts, as JSON values that may be published.
 
   Args:
-    runs: the page is about the first one.
+    runs: the run that the page is about, and those that it is compared with.
     rollouts: the runs' rollouts.
     written: time when the page was made, as text.
-    reload_s: seconds after which the page checks for a newer version; None: there will be none.
+    reload_s: seconds after which the page checks for a newer version; None: it never does.
   """
   groups = group_runs(runs)
   remarks = [*(f'{run.name}: {text}' for run in runs for text in run.remarks), *rollouts.remarks]

@@ -16,13 +16,13 @@ from sdpo_jax.reporting.run_files import RunFiles, read_run
 from sdpo_jax.tables import counted
 from sdpo_jax.training.directory.workdir import located
 
-REPORT = 'report.html'  # File in the run's directory, unless another one is named.
-MAX_MB = 25.0  # What most mail servers and code hosts take, unless another limit is given.
-RELOAD_S = 10.0  # Least seconds after which a page that is being updated checks for a newer one.
+REPORT = 'report.html'  # Default file, in the run's directory.
+MAX_MB = 25.0  # Default size limit, which most mail servers and code hosts accept.
+RELOAD_S = 10.0  # Minimum seconds after which a page that is being updated checks for a newer one.
 
 
 class Reporter:
-  """Reads runs repeatedly, but unchanged files only once."""
+  """Makes report pages of runs; on later calls only files that have changed are read."""
 
   def __init__(
     self, workdirs: Sequence[epath.PathLike], max_rollouts: int, max_mb: float = MAX_MB, *, texts: bool = True
@@ -61,7 +61,7 @@ class Reporter:
       taken = len(text.encode()) - bare
       if taken <= left:
         break
-      room = sum(map(len, rollouts.pieces)) * left // taken  # The rest of it are rows of the index.
+      room = sum(map(len, rollouts.pieces)) * left // taken  # The difference is the index.
     return text, runs, len(rollouts)
 
 
@@ -83,9 +83,9 @@ def write_report(
     workdir: directory of the run.
     compare: directories of other runs.
     output: file for the page; None: `REPORT` in `workdir`.
-    max_rollouts: the most rollouts in the page.
-    max_mb: the most megabytes of the page, of which rollouts get what curves and settings leave.
-    texts: whether prompts, completions, feedback and templates are in it.
+    max_rollouts: maximum number of rollouts in the page.
+    max_mb: maximum size of the page in megabytes; rollouts get what curves and settings leave.
+    texts: whether the page includes prompts, completions, feedback and templates.
     say: called with a line for every page that is written.
     follow_s: seconds between checks of the runs, until all are complete; None: write one page.
     wait: sleeps for a number of seconds.
@@ -96,12 +96,13 @@ def write_report(
   workdirs = [workdir, *compare]
   for place, each in enumerate(workdirs):
     if not each:
-      raise UserError('--workdir and --compare take directories of runs, and one of them is empty.')
+      raise UserError('A value of --workdir or --compare is empty: name directories of runs.')
     if each in workdirs[:place]:
       raise UserError(f'{each} is named twice: name each run once.')
   target = str(located(workdir) / REPORT) if output is None else output
+  reload_s = None if follow_s is None else max(follow_s, RELOAD_S)
   reporter = Reporter(workdirs, max_rollouts, max_mb, texts=texts)
-  text, runs, count = reporter.page(_reload_s(follow_s))  # Fails before writing if there is no run.
+  text, runs, count = reporter.page(reload_s)  # Fails before writing if there is no run.
   _check_target(target)
   write_output(target, text)
   say(_sentence(target, text, runs, count))
@@ -111,7 +112,7 @@ def write_report(
   try:
     while not all(run.over for run in runs):
       wait(follow_s)
-      text, runs, count = reporter.page(_reload_s(follow_s))
+      text, runs, count = reporter.page(reload_s)
       if (now := [_state(run) for run in runs]) != seen:
         write_output(target, text)
         say(_sentence(target, text, runs, count))
@@ -119,11 +120,7 @@ def write_report(
   except KeyboardInterrupt:
     # The last page does not wait for another one.
     write_output(target, reporter.page()[0])
-    say(f'{target}: not followed any longer.')
-
-
-def _reload_s(follow_s: float | None) -> float | None:
-  return None if follow_s is None else max(follow_s, RELOAD_S)
+    say(f'{target}: no longer updated.')
 
 
 def _state(run: RunFiles) -> tuple[object, ...]:
@@ -137,12 +134,12 @@ def _check_target(target: str) -> None:
   path = epath.Path(target)
   if path.is_file() and (content := read_bytes(path, 'name another --output')):
     if not content.startswith(page.MARK.encode()):
-      raise UserError(f'--output={target} is there and no report: name another file, or remove it.')
+      raise UserError(f'--output={target} exists and is not a report: name another file, or remove it.')
 
 
 def _sentence(target: str, text: str, runs: Sequence[RunFiles], count: int) -> str:
   steps = ', '.join(
-    f'{run.name} {"no step" if run.last is None else f"step {run.last}"}{"" if run.over else ", going on"}'
+    f'{run.name} {"no step" if run.last is None else f"step {run.last}"}{"" if run.over else ", in progress"}'
     for run in runs
   )
   return f'{target}: {steps}; {counted(count, "rollout")}; {len(text.encode()) / 1e6:.1f} MB.'

@@ -25,11 +25,11 @@ FOLDER = 'rollouts'
 PIECE = 1 << 20  # Approximate bytes of JSON per piece.
 EXCERPT, SAID = 300, 80  # Characters of a question and of a completion in the index.
 CREDIT = 10.0  # Limit of the log-prob difference between student and teacher, in nats.
-NUMBERS = ('group', 'score', 'divergence', 'advantages')  # Fields of a rollout that quote no data.
+NUMBERS = ('group', 'score', 'divergence', 'advantages')  # Fields of a rollout that are only numbers.
 _FILE = re.compile(r'(\d{1,12})\.jsonl')
 
 
-# What the list of rollouts shows and filters by. `question` is an index into the questions; `length` is in tokens;
+# Columns of the list of rollouts. `question` is an index into the questions; `length` is in tokens;
 # `divergence` is the mean over them; `taught` is 1 if a teacher read a separate prompt; `said` is the beginning of the
 # completion; `cut` is 1 if it ended at the token limit; `piece` is the piece that holds it, at index `place`.
 COLUMNS = ('run', 'step', 'question', 'score', 'length', 'divergence', 'taught', 'said', 'cut', 'piece', 'place')
@@ -61,14 +61,14 @@ class RolloutPages:
   index: dict[str, list[Any]]  # Each of `COLUMNS` with an entry per rollout; `questions`: `id` and beginning of `text`.
   pieces: list[str]
   remarks: list[str]  # Sentences about what is left out.
-  full: dict[str, float]  # By name of a colouring, the value that gets the full colour.
+  full: dict[str, float]  # Name of a colouring → the value that gets the full colour.
 
   def __len__(self) -> int:
     return len(self.index['step'])
 
 
 class RolloutFiles:
-  """Reader of a run's rollouts, with or without what quotes the data, that caches unchanged files."""
+  """Reader of a run's rollouts, with or without their texts, that caches unchanged files."""
 
   def __init__(self, workdir: epath.PathLike, *, texts: bool = True):
     self.workdir, self.texts = epath.Path(workdir), texts
@@ -98,7 +98,7 @@ class RolloutFiles:
 
 
 def pack(step: int, content: bytes, texts: bool = True) -> StepFile:
-  """Parse and pack the rollouts in a file's content; without `texts` only their numbers."""
+  """Parse the content of a rollout file and pack its rollouts; without `texts`, only their numbers."""
   lines = content.split(b'\n')
   whole, entries, rows, unreadable = content.endswith(b'\n'), [], [], 0
   for number, line in enumerate(lines, 1):
@@ -131,15 +131,15 @@ def collect(sources: Sequence[tuple[RolloutFiles, int | None]], most: int, size:
 
   Args:
     sources: each run's files and its last finished step.
-    most: the most rollouts. If there are more, each run gets an equal share of them, from steps spread over the run.
-    size: the most bytes of their pieces, shared likewise.
+    most: maximum number of rollouts. If there are more, each run gets an equal share, from steps spread over the run.
+    size: maximum bytes of all pieces, shared in the same way.
   """
   found, sizes = RolloutPages({name: [] for name in (*COLUMNS, 'questions')}, [], [], {}), 0
   questions: dict[tuple[int, str, str], int] = {}
   largest: dict[str, list[float]] = {}
   for run, (files, last) in enumerate(sources):
     steps, read, room, unreadable = files.steps(last), [], most // len(sources), 0
-    share, whole = size * (run + 1) // len(sources), True  # Of the step that was read first.
+    share, whole = size * (run + 1) // len(sources), True  # `whole`: the step that was read first is complete.
     for step in _spread(steps):  # The first and the last step, then midpoints.
       if room <= 0:
         break
@@ -163,13 +163,13 @@ def collect(sources: Sequence[tuple[RolloutFiles, int | None]], most: int, size:
         for name, value in entry['largest'].items():
           largest.setdefault(name, []).append(value)
     if len(read) < len(steps) or not whole:
-      part = '' if whole else ', the last not whole,'
+      part = '' if whole else ', the last one only in part,'
       found.remarks.append(
         f'{files.workdir.name}: rollouts of {len(read)} of {len(steps)} steps{part} are in this page (--max_rollouts, '
         '--max_mb).'
       )
     if unreadable:
-      found.remarks.append(f'{files.workdir.name}: {unreadable} lines of {FOLDER}/ are no rollouts and left out.')
+      found.remarks.append(f'{files.workdir.name}: {unreadable} lines of {FOLDER}/ are not rollouts and are left out.')
   # The 80th percentile limits the effect of outliers.
   found.full = {name: sorted(values)[int(0.8 * (len(values) - 1))] or 1.0 for name, values in largest.items()}
   return found
@@ -192,21 +192,14 @@ def _add(
 
 
 def _spread(steps: Sequence[int]) -> Iterator[int]:
-  """Yield steps in an order in which every prefix is spread over all of them."""
-  if not steps:
-    return
-  ends = [0, len(steps) - 1] if len(steps) > 1 else [0]
-  yield from (steps[place] for place in reversed(ends))
+  """Yield distinct steps so that the first ones are spread over all of them: the last, the first, then midpoints."""
+  yield from dict.fromkeys([*steps[-1:], *steps[:1]])
   spans = [(0, len(steps) - 1)]
-  while spans:
-    halves = []
-    for low, high in spans:
-      if high - low < 2:
-        continue
-      middle = (low + high) // 2
+  for low, high in spans:  # The list grows during the loop.
+    middle = (low + high) // 2
+    if middle > low:
       yield steps[middle]
-      halves += [(low, middle), (middle, high)]
-    spans = halves
+      spans += [(low, middle), (middle, high)]
 
 
 def _pieces(rows: Sequence[str]) -> Iterator[list[str]]:

@@ -1,25 +1,24 @@
-"""The files of a run that a report reads: settings, metrics, resumes, and alarms."""
+"""Reading the files of a run that reports are made from: settings, metrics, resumes, and alarms."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
-import json
-import math
 from typing import Any
 
 from etils import epath
 
+from sdpo_jax.config.fields import is_number
 from sdpo_jax.config.privacy import public_settings
-from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
-from sdpo_jax.files import read_text
+from sdpo_jax.files import read_json_object
 from sdpo_jax.training.directory import starts
 from sdpo_jax.training.directory.lines import METRICS, dropped_lines, read_metrics
 from sdpo_jax.training.directory.workdir import located, no_run
 
 CONFIG = 'config.json'
-# Metric → (steps, values) from the lines that have it.
+# Metric → (steps, values), from the lines of metrics.jsonl that have it.
 Series = dict[str, tuple[list[int], list[float]]]
 
 
@@ -57,7 +56,11 @@ class RunFiles:
 
 
 def read_run(workdir: epath.PathLike, *, texts: bool = True) -> RunFiles:
-  """Read the files of a run, which may still be training; without `texts` no templates are among the shown settings.
+  """Read the files of a run, which may still be training.
+
+  Args:
+    workdir: the run's directory.
+    texts: whether `shown` includes templates.
 
   Raises:
     UserError: there is no run, or metrics.jsonl cannot be read.
@@ -115,7 +118,7 @@ def alarms_of(lines: Sequence[Mapping[str, Any]], rules: Any) -> tuple[Mapping[s
     rules: `alarms.rules` of the settings, if known.
 
   Returns:
-    `rule`, its text, and `steps`; in the order of the settings.
+    A dict with `rule`, the text of the rule, and `steps` for each rule, in the order of the settings.
   """
   texts = [rule for rule in rules if isinstance(rule, str)] if isinstance(rules, list | tuple) else []
   held: dict[int, list[int]] = {number: [] for number in range(1, len(texts) + 1)}
@@ -131,17 +134,12 @@ def alarms_of(lines: Sequence[Mapping[str, Any]], rules: Any) -> tuple[Mapping[s
 
 
 def _settings(workdir: epath.Path) -> tuple[dict[str, Any], list[str]]:
-  """Return the settings in config.json by dotted name, and sentences about its faults."""
+  """Return the settings in config.json by dotted name, and a list of sentences about what is wrong with the file."""
   try:
-    values = json.loads(read_text(workdir / CONFIG, 'restore it'))
+    waiting = list(read_json_object(workdir / CONFIG, 'restore it').items())
   except UserError as error:
     return {}, [str(error)]
-  except (ValueError, RecursionError) as error:
-    return {}, [f'{CONFIG} is not JSON ({first_line(error)}).']
-  if not isinstance(values, dict):
-    return {}, [f'{CONFIG} holds no settings.']
   found: dict[str, Any] = {}
-  waiting: list[tuple[str, Any]] = list(values.items())
   while waiting:
     name, value = waiting.pop(0)
     if isinstance(value, dict) and value:
@@ -152,11 +150,5 @@ def _settings(workdir: epath.Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def finite(value: Any) -> float | None:
-  """Return a JSON value as a float if it is a number in range; None for others, including booleans."""
-  if isinstance(value, bool) or not isinstance(value, int | float):
-    return None
-  try:
-    number = float(value)
-  except OverflowError:
-    return None
-  return number if math.isfinite(number) else None
+  """Return a JSON value as a float if it is a finite number in range; None for all others, including booleans."""
+  return float(value) if is_number(value) else None

@@ -1,4 +1,4 @@
-"""Whether the means of two groups of runs differ by more than runs of one group do among themselves."""
+"""Statistical tests of whether two groups of runs differ by more than the noise over their seeds."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import math
 import numpy as np
 from scipy import special
 
-LEVEL = 0.05
-LISTED = 200_000  # Assignments of values to groups that are listed at most; with more, Welch's interval decides.
-# The fewest values of each group with which an exact permutation test can fall below LEVEL.
+LEVEL = 0.05  # Significance level.
+LISTED = 200_000  # Maximum number of assignments to enumerate; if there are more, Welch's interval decides.
+# Minimum number of values per group with which the p-value of an exact permutation test can reach LEVEL.
 ENOUGH = next(n for n in itertools.count(2) if 2 / math.comb(2 * n, n) <= LEVEL)
 
 
 @dataclasses.dataclass(frozen=True)
 class SeedNoise:
-  """A difference of means beside the noise over seeds; None is what so few values do not say."""
+  """The difference between the means of two groups, and its significance; None where there are too few values."""
 
   difference: float  # Mean of the first group minus that of the second.
   interval: tuple[float, float] | None = None  # Welch's t interval, at 1 − LEVEL.
-  p: float | None = None  # Of the exact permutation test of the difference of means, two-sided.
-  least_p: float | None = None  # The smallest that it can be with so many values.
+  p: float | None = None  # p-value of the exact two-sided permutation test of the difference.
+  least_p: float | None = None  # The smallest p that this number of values allows.
   test: str | None = None  # The test that decides, 'permutation' or 'Welch'.
   real: bool | None = None  # Whether the difference is more than noise.
 
@@ -31,8 +31,8 @@ class SeedNoise:
 def compare_groups(first: Sequence[float], second: Sequence[float]) -> SeedNoise:
   """Compare the values of two groups, one for each seed.
 
-  The permutation test assumes only that values could be exchanged if there were no difference. It decides where it can
-  fall below LEVEL. With fewer values Welch's interval does, which takes those of a group for normally distributed.
+  The permutation test assumes only that values are exchangeable if there is no difference. It decides if its p-value
+  can reach LEVEL. With fewer values Welch's interval decides, which assumes normally distributed values in each group.
   """
   a, b = np.asarray(first, float), np.asarray(second, float)
   difference = float(a.mean() - b.mean())
@@ -51,7 +51,7 @@ def compare_groups(first: Sequence[float], second: Sequence[float]) -> SeedNoise
 
 
 def permutation_p(a: np.ndarray, b: np.ndarray) -> tuple[float | None, float | None]:
-  """Return p over all assignments of the values to two groups of these sizes, and the smallest p possible.
+  """Return the p-value over all assignments of the values to two groups of these sizes, and the smallest possible one.
 
   Both are None if there are more than LISTED assignments.
   """
@@ -61,5 +61,5 @@ def permutation_p(a: np.ndarray, b: np.ndarray) -> tuple[float | None, float | N
   sums = values[list(itertools.combinations(range(len(values)), len(a)))].sum(1)
   differences = abs(sums / len(a) - (values.sum() - sums) / len(b))
   observed = abs(a.mean() - b.mean())
-  # Of equal groups, the assignment with the two exchanged is as extreme.
+  # If the groups have equal sizes, the assignment with the two exchanged is as extreme.
   return float(np.mean(differences >= observed - 1e-12 * (1 + observed))), (1 + (len(a) == len(b))) / count

@@ -32,7 +32,7 @@ def bucket_lengths(declared: Sequence[int], limit: int, count: int = PROMPTS) ->
 def smallest_bucket(lengths: Sequence[int], length: int) -> int | None:
   """Return the smallest of the ascending `lengths` that holds `length` tokens; None if none does.
 
-  No lengths stand for all powers of two.
+  If `lengths` is empty, all powers of two from `SMALLEST` on are buckets.
   """
   if not lengths:
     return max(SMALLEST, 1 << (length - 1).bit_length())

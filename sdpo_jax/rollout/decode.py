@@ -138,7 +138,7 @@ def extend(
       policy.with_recent(cache, piece),
       **_pooled(members),
     )[2]
-    # Rows with fewer new tokens are written all the same: they have room for it, and their lengths do not count it.
+    # Rows with fewer new tokens are written too: they have room, and their lengths do not include these slots.
     return commit(grown, jnp.ones_like(valid[:, 0])).replace(lengths=cache.lengths + count)
 
   return lax.fori_loop(0, (jnp.max(new) + piece - 1) // piece, step, cache)

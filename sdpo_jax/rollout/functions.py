@@ -32,7 +32,7 @@ class SamplerFunctions:
   """
 
   prepare: Callable[[Tree], Tree]  # Prepares the trainable tree, once per batch of rollouts.
-  prepare_base: Callable[[Tree], BasePreparation]  # Says how to prepare a base, once per run.
+  prepare_base: Callable[[Tree], BasePreparation]  # Returns how to prepare a base; called once per run.
   prefill: Callable[..., KVCache]  # `decode.prefill` without the policy: (…, *, slots).
   # `decode.extend` without the policy, on copies of rows of a cache: (base, trainable, cache, source [rows], tokens
   # [rows, P], held [rows], new [rows], members, *, piece); a row begins with the first `held` tokens of its source.
@@ -46,13 +46,13 @@ class SamplerFunctions:
   compact: Callable[..., KVCache]
   # `decode.advance` without the policy; donates the cache.
   advance: Callable[..., tuple[KVCache, decode.Drawn]]
-  put: Callable[[Tree], Tree]  # Puts host arrays of rows on the devices.
+  put: Callable[[Tree], Tree]  # Moves host arrays of rows to the devices.
   fetch: Callable[[Tree], Tree]  # Returns host arrays, complete on every process.
   shards: int
-  # The cache is allocated at its largest size and keeps it: unfilled slots are not read, and resizing would need the
-  # memory of a second cache. `compact` moves live rows to the front.
+  # Whether the cache is allocated at its largest size and keeps it: unfilled slots are not read, and resizing would
+  # need the memory of a second cache. `compact` moves live rows to the front.
   keeps_size: bool
-  pooled: bool  # The trainable tree is a pool of adapters, of which every row uses one or none.
+  pooled: bool  # Whether the trainable tree is a pool of adapters, of which every row uses one or none.
 
   def copied(self, into: KVCache, rows: KVCache, moves: Iterable[tuple[int, int, int]], most: int) -> KVCache:
     """Return a cache with copies of the rows of another; the first cache is donated.
@@ -84,11 +84,16 @@ class SamplerFunctions:
 
 @functools.cache
 def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False) -> SamplerFunctions:
-  """Return the functions that sample from a policy, with a cache in compute dtype or int8; equal samplers share them.
+  """Return the compiled functions for sampling from a policy, shared by all samplers with the same arguments.
 
   On a mesh, rows are sharded over its `fsdp` axis, and parameters are gathered over that axis before the loop, the base
   once per run and the trainable tree once per batch (they stay sharded over `tensor`): a loop that gathered them at
   every step would do little else.
+
+  Args:
+    policy: the language model.
+    mesh: mesh to run on; None: the default device.
+    quantized: whether the cache holds int8 instead of the compute dtype.
   """
   divided = mesh is not None and mesh.size > 1
   local = functools.partial(_in_each_shard, mesh) if divided else lambda function: function

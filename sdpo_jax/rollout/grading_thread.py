@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # A step need not know how answers are graded.
 
 
 class GradingThread:
-  """A thread that grades the completions of a batch, once added, by the environments of their examples.
+  """A thread that grades the completions of a batch as they are added, with the graders of their examples.
 
   Graders work on many completions at once, so each call gets all that have finished since the previous one.
 
@@ -40,7 +40,7 @@ class GradingThread:
       graders: graders of the run.
       examples: G questions.
       n: completions of each; completion number i belongs to question i // n.
-      stop: says whether the run is to stop; then graders are not waited for.
+      stop: tells whether the run should stop; if so, graders are not waited for.
 
     Raises:
       UserError: a grader does not exist, or cannot work with the settings.
@@ -51,8 +51,8 @@ class GradingThread:
     self._stop = stop
     self._changed = threading.Condition()
     self._waiting: list[Completion] = []
-    self._complete = False  # No more will be added.
-    self._given_up = False  # Outcomes of completions not graded yet are no longer needed.
+    self._complete = False  # Whether no more completions will be added.
+    self._given_up = False  # Whether outcomes of completions that are not graded yet are no longer needed.
     self._outcomes: dict[int, Outcome] = {}  # By number of the completion.
     self._error: BaseException | None = None
     self.busy_s = 0.0  # Seconds in which this process's graders were at work.

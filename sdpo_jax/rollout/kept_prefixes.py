@@ -1,4 +1,4 @@
-"""Keys and values that are kept after their request, so that prompts with the same beginning are not prefilled again.
+"""Keys and values that are kept after a request, so that prompts with the same beginning are not prefilled again.
 
 A row holds the prompt and completion that a finished sample had in its slot; the next turn of a conversation begins
 with them. Rows are found by the weights that they were computed with and by their tokens. The least recently used row
@@ -32,7 +32,7 @@ class Match(NamedTuple):
 
 
 class KeptPrefix(NamedTuple):
-  """The place of a prompt's keys and values."""
+  """Where a prompt's keys and values are: a cache, and a row of it."""
 
   cache: KVCache
   row: int  # Index in its shard.
@@ -47,7 +47,7 @@ Key = tuple[int, Hashable]  # (shard, prefix of samples).
 class _Row:
   weights: Hashable
   tokens: np.ndarray  # [length] int32.
-  used: int  # Time of its last use, by the clock.
+  used: int  # Time of its last use, counted by the clock.
 
 
 class KeptRows:
@@ -68,12 +68,12 @@ class KeptRows:
     return len(self._rows)
 
   def match(self, weights: Hashable, tokens: np.ndarray) -> Match:
-    """Return the row of the same weights that has the longest common beginning with `tokens`."""
+    """Return the row with the same weights that shares the longest beginning with `tokens`."""
     found = (Match(row, _common(held.tokens, tokens)) for row, held in self._rows.items() if held.weights == weights)
     return max(found, key=lambda match: match.length, default=NO_MATCH)
 
   def use(self, row: int) -> None:
-    """Record that a row is used now."""
+    """Make a row the most recently used one."""
     self._rows[row] = dataclasses.replace(self._rows[row], used=next(self._clock))
     self._rows.move_to_end(row)
 
@@ -100,7 +100,7 @@ class KeptRows:
     return row
 
   def release(self, gone: Callable[[Hashable], bool]) -> None:
-    """Free the rows of weights that are `gone`."""
+    """Free the rows with weights for which `gone` returns True."""
     for row in [row for row, held in self._rows.items() if gone(held.weights)]:
       self._drop(row)
 
@@ -140,7 +140,7 @@ class KeptPrefixes:
 
   @property
   def cache(self) -> KVCache:
-    """The cache of all rows."""
+    """The cache that holds all rows, allocated on first use."""
     if self._cache is None:
       self._cache = self._functions.empty(rows=self._functions.shards * self._count, slots=self._sizes.prefix)
     return self._cache
@@ -224,7 +224,7 @@ class KeptPrefixes:
       self._cache = self._functions.copied(self.cache, cache, moves, most)
 
   def release(self, gone: Callable[[Hashable], bool]) -> None:
-    """Free the rows of weights that are `gone`."""
+    """Free the rows with weights for which `gone` returns True."""
     for rows in self._rows:
       rows.release(gone)
 
@@ -235,5 +235,5 @@ class KeptPrefixes:
 
   @property
   def bytes(self) -> int:
-    """Bytes of all rows."""
+    """Memory of all rows in bytes; 0 before a row is used."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(self._cache))

@@ -1,4 +1,4 @@
-"""Samples of prompts, and the queue in which they wait for a slot: which sample is next, and in which shard."""
+"""Samples of prompts, and the queue that assigns them to the free slots of shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KNOBS = {  # Fields of `SamplingParams` that may differ between the samples of a
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Samples:
-  """n samples of one prompt, with everything that they depend on."""
+  """n samples of one prompt, with everything that determines them except the parameters."""
 
   prompt: np.ndarray  # [length] int32, of at least one token.
   width: int  # The bucket of the prompt.
@@ -70,7 +70,7 @@ class Queue:
     self.left += len(samples)
 
   def remove(self, gone: Callable[[Samples], bool]) -> None:
-    """Remove the samples that are `gone`."""
+    """Remove the waiting samples for which `gone` returns True."""
     waiting = [unit for unit in self._waiting if not gone(unit.samples)]
     self._waiting = collections.deque(waiting)
     self._prefixes = collections.Counter(unit.samples.prefix for unit in waiting)
@@ -96,7 +96,7 @@ class Queue:
     return self._waiting[0].samples if self._waiting else None
 
   def begun(self, shard: int) -> bool:
-    """Return whether samples wait in the shard."""
+    """Return whether the shard has a prompt with samples that still wait."""
     return self._units[shard] is not None
 
   def holds(self, shard: int, prefix: Hashable) -> bool:

@@ -43,10 +43,10 @@ class CancelledError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-  """The parameters that the rows of a request are computed with."""
+  """Which parameters the rows of a request use: a pooled adapter, and its version."""
 
   member: int = NO_MEMBER  # Index in the pool of adapters, whose factors must not change during the request.
-  version: Hashable = None  # Equal if the member's factors are equal: equal prompts are then prefilled once.
+  version: Hashable = None  # Equal if the member's factors are equal; then equal prompts are prefilled once.
 
 
 class Handle:
@@ -83,7 +83,7 @@ class Handle:
       raise event
 
   def tell(self, event: Draft | Completion | BaseException | None) -> None:
-    """Pass an event to whoever iterates, None after the last one; called by the sampler only."""
+    """Pass an event to the thread that iterates, None after the last one; called by the sampler only."""
     self.done = self.done or not isinstance(event, (Draft, Completion))
     self.left -= isinstance(event, Completion)
     self._events.put(event)
@@ -94,7 +94,7 @@ class Handle:
 
 
 def check_options(options: SamplingOptions) -> None:
-  """Raise UserError for options that cannot be sampled with, which would end the sampler for all requests."""
+  """Raise UserError for invalid sampling options, which would otherwise end the sampler for all requests."""
   for name, value in options.items():
     types, allowed, is_allowed = _ALLOWED[name]
     values = np.asarray(value)
@@ -168,9 +168,9 @@ class Resident:
     [samples] = self._sampler.request([prompt], **options).samples
     ends = np.unique(np.concatenate([samples.stop_ids, np.asarray(stop_token_ids, np.int32)]))
     if len(ends) > self._stop_ids:
-      raise UserError(f'{len(ends)} tokens are to end a completion, and {self._stop_ids} can at most: name fewer.')
+      raise UserError(f'{len(ends)} stop tokens are more than the limit of {self._stop_ids}: name fewer.')
     if not all(isinstance(text, str) for text in stop):
-      raise UserError('Something that is to end a completion is no string.')
+      raise UserError('A stop string must be a string.')
     if any(not text for text in stop):
       raise UserError('A stop string is empty, which would end every completion at once: remove it.')
     whose = weights, owner
@@ -197,7 +197,7 @@ class Resident:
     self._work.set()
 
   def release(self, gone: Callable[[Weights], bool]) -> None:
-    """Drop the kept keys and values of weights that are `gone`; call it between two turns.
+    """Drop the kept keys and values of weights for which `gone` returns True; call it between two turns.
 
     It must be called before a member of the pool gets other factors.
     """

@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-  """An unfinished sample."""
+  """An unfinished sample, as far as it has been drawn."""
 
   sample: int  # Its number: prompt · n + completion.
   tokens: np.ndarray  # [length] int32, drawn so far; no stop id, no whole stop string.
@@ -17,7 +17,7 @@ class Draft:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-  """A finished sample."""
+  """A finished sample, with its text and statistics per token."""
 
   sample: int  # Its number: prompt · n + completion.
   tokens: np.ndarray  # [length] int32; the stop token, where one was drawn, is the last.
@@ -31,7 +31,7 @@ class Completion:
 
 @dataclasses.dataclass
 class SamplingStats:
-  """Counts of the work of sampling a request."""
+  """Counts of the work done to sample a request."""
 
   tokens: int = 0  # Tokens drawn and kept.
   prompts: int = 0  # Prompts prefilled; one that several shards need counts once for each.

@@ -1,4 +1,4 @@
-"""The sampler's interface: checks requests, pads them to buckets, applies stop strings, decodes completions."""
+"""The sampler: checks requests, pads them to buckets, applies stop strings, and decodes completions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-  """N = G · n samples of G prompts, in order."""
+  """A checked request for N = G · n samples of G prompts, in order."""
 
   samples: list[Samples]  # G.
   n: int
@@ -93,8 +93,8 @@ class Sampler:
       keep: see `SamplerFunctions.kept`; None: JAX's own cache is used.
 
     Raises:
-      UserError: an empty stop string.
-      ValueError: `least` without buckets of prompts.
+      UserError: a stop string is empty.
+      ValueError: `least` is given without `prompt_buckets`.
     """
     if any(not text for text in stop):
       raise UserError('rollout.stop holds an empty string, which would end every completion at once: remove it.')
@@ -108,13 +108,13 @@ class Sampler:
     self._functions: SamplerFunctions = functions if keep is None else functions.kept(keep)
     self._base = PreparedBase(self._functions.prepare_base)
     if least is not None and not self._prompt_buckets:
-      raise ValueError('A sampler for at least so many samples needs prompt_buckets.')
+      raise ValueError('A sampler with `least` needs prompt_buckets.')
     self._chunk, self._resized, self._least = decode_chunk, resized, least
     self.stats = SamplingStats()  # Statistics of the last request.
 
   @property
   def stop_ids(self) -> int:
-    """How many token ids end a completion."""
+    """Number of token ids that end a completion."""
     return len(self._stop_ids)
 
   def sample(
@@ -199,7 +199,7 @@ class Sampler:
       N = len(prompt_token_ids) · n completions, each once.
 
     Raises:
-      UserError: a prompt that is empty or over its limit, or max_tokens over its limit or below 1.
+      UserError: a prompt is empty or too long, or max_tokens is above its limit or below 1.
     """
     request = self.request(prompt_token_ids, **options)
     if numbers is not None:
@@ -246,7 +246,7 @@ class Sampler:
     return Request(samples, n, room)
 
   def _check_prompts(self, lengths: Sequence[int]) -> list[int]:
-    """Return the bucket of each prompt."""
+    """Return the bucket of each prompt; raises UserError for one that is empty or too long."""
     if not lengths:
       raise UserError('There is no prompt to sample from: check that data.train_files / data.val_files hold rows.')
     widths = []
@@ -264,7 +264,7 @@ class Sampler:
     return widths
 
   def _check_max_tokens(self, max_tokens: np.ndarray) -> int:
-    """Return the bucket of the completions."""
+    """Return the bucket of the completions; raises UserError if it is out of range."""
     if int(max_tokens.min()) < 1:
       raise UserError(f'max_tokens must be at least 1, not {int(max_tokens.min())}.')
     most = int(max_tokens.max())
@@ -279,7 +279,7 @@ class Sampler:
   def _stream(
     self, base: Tree, trainable: Tree, request: Request, between: Callable[[], None], drafts: bool = False
   ) -> Iterator[Any]:
-    """Yield completions and, with `drafts`, drafts of the others."""
+    """Yield completions as they finish and, with `drafts`, drafts of the others."""
     slots = Slots(
       self._functions,
       self.prepare(base, trainable),
@@ -301,7 +301,7 @@ class Sampler:
     yield from self._seen(ended, running)
 
   def prepare(self, base: Tree, trainable: Tree) -> tuple[Tree, Tree]:
-    """Return both trees as slots read them; a base is prepared only once."""
+    """Return both trees as `open_slots` takes them; a base is prepared only once."""
     return self._base(base), self._functions.prepare(trainable)
 
   def share_base(self, other: Sampler) -> None:
@@ -314,7 +314,7 @@ class Sampler:
     Args:
       parameters: base and trainable tree, from `prepare`.
       stop_ids: maximum number of tokens that end a sample.
-      kept_prefixes: minimum number of rows that keep the keys and values of finished samples, split evenly over shards.
+      kept_prefixes: minimum number of rows that keep keys and values of finished samples, split evenly over shards.
     """
     shards = self._functions.shards
     kept = sizes(

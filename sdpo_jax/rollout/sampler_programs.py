@@ -1,11 +1,12 @@
-"""The programs of a sampler with the shapes of their arguments.
+"""The compiled programs of a sampler, with the shapes of their arguments, for the planner.
 
-`prepare` (its copy of the trainable parameters), `prepare_base` (its copy of what it does not read of the base itself,
-if there is any), `prefill/P×T` for every bucket of prompts and, for the largest and the sizes of
-`sdpo_jax.rollout.sizes`: `empty/P×T` (the cache at first), `admit/P×T` (a prompt's cache into the rows of its samples)
-and `decode/P×T`; of a cache that is small at first, with C slots, `admit/P×T@C`, `decode/P×T@C` and `resize/P×T@C`; of
-fewer rows R, `decode/P×T#R` and what leads there, `resize/P×T#R`, or `compact/P×T#R` where the cache keeps its size.
-What evaluation alone uses is `evaluation/…`.
+`prepare` makes the sampler's copy of the trainable parameters, and `prepare_base` its copy of those base parameters
+that it cannot use unchanged, if there are any. There is `prefill/P×T` for every bucket of prompts; the others are for
+the largest bucket, and for the cache sizes of `sdpo_jax.rollout.sizes`: `empty/P×T` makes the cache, `admit/P×T` copies
+a prompt's cache into the rows of its samples, and `decode/P×T` draws tokens. A cache that starts small, with C slots,
+has `admit/P×T@C`, `decode/P×T@C` and `resize/P×T@C`; one with fewer rows R has `decode/P×T#R`, reached by
+`resize/P×T#R`, or by `compact/P×T#R` if the cache keeps its size. Programs that only evaluation uses are
+`evaluation/…`.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from sdpo_jax.types import Tree
 
 @dataclasses.dataclass(frozen=True)
 class SamplerSpec:
-  """The sizes on which a sampler's programs depend, beside those of its model."""
+  """The sizes that a sampler's programs depend on, besides those of its model."""
 
   prompts: tuple[int, ...]  # Buckets of prompts.
-  response: int  # The most tokens of a completion.
-  max_rows: int  # Completions that are drawn at one time.
-  least: int  # Samples for which the sampler is built at least: those of a training step.
-  chunk: int  # Tokens that are drawn between two looks at what has ended.
-  stop_ids: int  # How many token ids end a completion.
+  response: int  # Maximum tokens of a completion.
+  max_rows: int  # Maximum number of completions decoded at once.
+  least: int  # Arrays are sized for at least this many samples: those of a training step.
+  chunk: int  # Maximum tokens drawn per call of the decode loop.
+  stop_ids: int  # Number of token ids that end a completion.
   int8_cache: bool = False
 
 
@@ -54,17 +55,17 @@ def sampler_programs(
   resized: bool = True,
   kept_prefixes: int = 0,
 ) -> dict[str, Program]:
-  """Return the programs of one sampler.
+  """Return label → program, for all programs that a sampler needs for some requests.
 
   Args:
-    policy: policy that it samples from.
+    policy: the policy to sample from.
     mesh: mesh to run on.
     base: frozen parameters of the policy, as abstract arrays.
     trainable: other parameters of the policy.
     spec: sizes.
     requests: (number of samples, whether only evaluation makes it) of each request; programs that an earlier request
       uses are not listed again.
-    whose: prefix of the programs' kinds, unless they are those of the run's own sampler.
+    whose: prefix of the programs' kinds; empty for the run's own sampler.
     students_base: frozen parameters of the student, if the policy may be another model's.
     resized: as in `rollout.sizes.sizes`.
     kept_prefixes: rows that keep keys and values (`rollout.kept_prefixes`); if there are any, the programs include
@@ -101,10 +102,10 @@ def sampler_programs(
 
 @dataclasses.dataclass(frozen=True)
 class SamplerArguments:
-  """The prepared parameters as the first two arguments of the sampler's programs."""
+  """The prepared parameters, as the first two arguments of the sampler's programs."""
 
   arguments: tuple[Tree, Tree]  # Base and trainable tree, abstract.
-  holds: tuple[tuple[str, ...], str]  # As in `Program`, as is the next.
+  holds: tuple[tuple[str, ...], str]  # As in `Program`, like `inherits`.
   inherits: dict[int, tuple[str, int | None]]
 
 

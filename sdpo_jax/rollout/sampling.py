@@ -1,4 +1,4 @@
-"""Drawing one token per row from logits: temperature, top-k, top-p and min-p as data, exact, without a sort.
+"""Exact sampling of one token per row from logits, with temperature, top-k, top-p and min-p as data, without a sort.
 
 Top-k and top-p are thresholds on the weights exp(logit − largest), and a threshold is narrowed down over the bits of
 float32, from bounds that the weights themselves give, until one token is left between two thresholds: every pass is one

@@ -1,10 +1,10 @@
 """The sizes that a sampler compiles for: rows of a prefill, rows and slots of the cache, and changes between them.
 
-A sampler runs only a few programs on its arrays. They are chosen here, from the limits of a request alone, so that no
-length that happens to be drawn adds a program. A cache goes through a few stages. It starts with all rows and few
-slots; when a sample outgrows these it gets all slots; and when nothing waits any more and rows finish, it gets fewer
+A sampler runs only a few programs on its arrays. Their sizes are chosen here, from the limits of a request alone, so
+that the lengths that happen to be drawn never add a program. A cache goes through a few stages. It starts with all rows
+and few slots; when a sample outgrows these, it gets all slots; and when no sample waits and rows finish, it gets fewer
 rows with all slots, and then fewer again. A cache that keeps its size, because unfilled slots are not read, has all
-slots from the beginning, and only steps fewer of its rows.
+slots from the beginning, and steps only over fewer of its rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Slots and their samples: their cache, which sample is admitted next, and when the cache grows and shrinks.
+"""Slots: the samples in them, which sample is admitted next, and when their cache grows and shrinks.
 
 A slot is a row of the batch that a decode step advances, and holds one sample at a time or none. All shards of a mesh
 have the same number of slots.
@@ -32,7 +32,7 @@ RECORDS = ('sampling_log_probs', 'model_log_probs', 'entropy')
 
 
 def closed_up(held: np.ndarray, rows: int) -> np.ndarray:
-  """Return [rows], the slot whose sample each of the first `rows` slots gets, so that `held` samples fill the front."""
+  """Return [rows]: the slot whose sample moves to each of the first `rows` slots, so that all `held` samples stay."""
   source = np.arange(rows)
   behind = held[held >= rows]
   source[np.setdiff1d(source, held)[: len(behind)]] = behind
@@ -41,7 +41,7 @@ def closed_up(held: np.ndarray, rows: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-  """A finished sample."""
+  """A finished sample as it leaves its slot, without its text."""
 
   samples: Samples
   number: int  # Number of the sample in its generation batch.
@@ -51,15 +51,16 @@ class Finished:
   reused: int  # Tokens of the prompt whose keys and values were reused from an earlier one.
 
   def completion(self, tokenizer: Tokenizer) -> Completion:
-    """Return the sample with its text."""
+    """Return the sample as a `Completion`, with its text."""
     text = to_text(tokenizer, self.tokens.tolist())
     return Completion(self.number, self.tokens, **self.records, stopped=self.stopped, text=text, reused=self.reused)
 
 
 class Slots:
-  """The samples under way: call `admit`, `advance` and `collect` in turns until `admit` returns False.
+  """The samples under way: call `admit`, `advance` and `collect` in turn until `admit` returns False.
 
-  Samples may be added and removed between two turns. All processes of a run decide the same, from the same values.
+  Samples may be added and removed between two turns. All processes of a run make the same decisions, from the same
+  values.
   """
 
   def __init__(
@@ -82,7 +83,7 @@ class Slots:
       sizes: sizes of the arrays.
       stop_ids: M, maximum number of tokens that end a sample.
       waiting: samples, in the order in which they get slots.
-      closed: no other samples will come; False: a free slot is always worth an interruption.
+      closed: no other samples will come; False: the decode loop is interrupted for free slots even if no sample waits.
       kept: rows of each shard that keep the keys and values of finished samples, for prompts that begin with them.
     """
     self.stats, self.parameters = SamplingStats(), parameters
@@ -112,13 +113,13 @@ class Slots:
     self._queue.add(samples)
 
   def remove(self, gone: Callable[[Samples], bool]) -> None:
-    """Remove samples that are `gone`, including those in slots; call it between `collect` and `admit`."""
+    """Remove the samples for which `gone` returns True, also from slots; call it between `collect` and `admit`."""
     self._queue.remove(gone)
     leaving = [slot for slot in np.flatnonzero(self._live).tolist() if gone(self._of[slot])]
     self._leave(leaving)
 
   def release(self, gone: Callable[[Hashable], bool]) -> None:
-    """Drop the kept keys and values of weights that are `gone`."""
+    """Drop the kept keys and values of weights for which `gone` returns True."""
     if self._kept is not None:
       self._kept.release(gone)
 
@@ -227,9 +228,6 @@ class Slots:
     self._stop_ids[slot], self._stop_ids[slot, : len(samples.stop_ids)] = NO_TOKEN, samples.stop_ids
     self._held[slot], self._drawn[slot], self._token[slot] = len(samples.prompt) - 1, 0, samples.prompt[-1]
 
-  def _free(self, slot: int) -> None:
-    self._of[slot], self._live[slot], self._number[slot] = None, False, -1
-
   def _next_slot(self, free: list[int]) -> int:
     """Return the index in `free` of the next slot to fill: 0, unless another shard is better for the next prompt."""
     if self._kept is None or self._functions.shards == 1:
@@ -250,7 +248,7 @@ class Slots:
       left = [(*divmod(slot, per_shard), self._of[slot], own) for slot, own in zip(leaving, tokens, strict=True)]
       self._kept.keep(self._cache, left, per_shard)
     for slot in leaving:
-      self._free(slot)
+      self._of[slot], self._live[slot], self._number[slot] = None, False, -1
 
   @property
   def _per_shard(self) -> int:

@@ -11,7 +11,8 @@ import numpy as np
 class Tokenizer(Protocol):
   """The interface of a transformers tokenizer that sampling needs."""
 
-  def decode(self, token_ids: Sequence[int], **kwargs: bool) -> str: ...
+  def decode(self, token_ids: Sequence[int], **kwargs: bool) -> str:
+    """Return the text of tokens."""
 
 
 def to_text(tokenizer: Tokenizer, tokens: Sequence[int], *, special: bool = False) -> str:
@@ -20,9 +21,9 @@ def to_text(tokenizer: Tokenizer, tokens: Sequence[int], *, special: bool = Fals
 
 
 class StopStrings:
-  """The stop strings of a request, which find the token that completes the first of them.
+  """The stop strings of a request; finds the token that completes the first of them in a completion.
 
-  Special tokens count as text here, so that the name of one may be a stop string too.
+  Special tokens count as text here, so a stop string may also be the name of one.
   """
 
   def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):

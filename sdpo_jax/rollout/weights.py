@@ -20,7 +20,7 @@ from sdpo_jax.types import Tree
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-  """A jitted function that is built for the shardings of its argument; it is called and lowered as any other."""
+  """A jitted function that is built for the shardings of its argument, and is called and lowered like any other."""
 
   make: Callable[[Tree], Any]
 
@@ -28,6 +28,7 @@ class Placed:
     return self.make(tree)(tree)
 
   def lower(self, tree: Tree) -> jax.stages.Lowered:
+    """Lower the function for a tree, as `jax.jit(…).lower` does."""
     return self.make(tree).lower(tree)
 
 
@@ -73,7 +74,7 @@ class PreparedBase:
     self._prepared: Tree = {}
 
   def __call__(self, base: Tree) -> Tree:
-    """Return the base, prepared."""
+    """Return the prepared base, from the cache if it was prepared before."""
     leaves, form = jax.tree.flatten(base)
     with self._lock:
       if self._own is not None and self._is_own(leaves, form):

@@ -1,4 +1,4 @@
-"""Clients of servers, and many requests that a few threads send while the run watches for a request to stop."""
+"""Clients of OpenAI-compatible servers, and sending many requests from a few threads."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Self, TypeVar
 
 from sdpo_jax.config import FeedbackEndpointConfig, TeacherEndpointConfig
 from sdpo_jax.distributed.stopping import Stop, StoppedError
-from sdpo_jax.environments import json_server
-from sdpo_jax.errors import UserError
+from sdpo_jax.environments import chat_endpoint, json_server
 
-STOP_S = 0.5  # Seconds between checks whether the run is to stop, while it waits for answers.
+STOP_S = 0.5  # Seconds between checks for a request to stop, while waiting for answers.
 Answer = TypeVar('Answer')
 
 
@@ -22,21 +21,18 @@ class EndpointClient:
     """Prepare the client; no connection is made yet.
 
     Args:
-      settings: the address up to and including its version, the key, and how many requests are sent at once.
-      section: name of these settings, for messages.
-      path: what is added to the address.
+      settings: the address up to and including its version, the key, and the number of concurrent requests.
+      section: name of the section with these settings, for messages.
+      path: path of the requests below the address.
 
     Raises:
       UserError: the address or an environment variable is missing, or the address continues after the version.
     """
-    setting, example = f'{section}.url', 'http://localhost:8000/v1'
-    url, secrets = json_server.read_address(settings.url, setting, example)
-    url = url.rstrip('/')
-    if url.endswith(path):
-      raise UserError(f'{setting} must end before {path}, which is added to it, as in {example}.')
+    setting = f'{section}.url'
+    url, secrets = chat_endpoint.read_address(settings.url, setting, path)
     key = json_server.read_secret(settings.api_key_env, f'{section}.api_key_env', required=True)
     self._server = json_server.JsonServer(
-      url + path,
+      url,
       authorization=f'Bearer {key}' if key else '',
       secrets=secrets,
       connections=settings.concurrency,
@@ -66,18 +62,18 @@ def ask_all(
 ) -> list[Answer]:
   """Return `ask(i)` for every i from 0 to count − 1, in order, called by several threads.
 
-  Threads of an earlier call that still wait do not count among `threads`, and no thread keeps the process from exiting.
+  Threads of an earlier call that are still waiting do not count, and no thread keeps the process from exiting.
 
   Args:
     ask: called by several threads. The first exception that it raises ends the call.
     count: number of requests.
     threads: number of threads.
     name: name of the threads.
-    stop: says whether the run is to stop; then answers are not waited for.
-    given_up: set when answers are no longer needed, for threads that still wait for one.
+    stop: tells whether the run should stop; if so, this function stops waiting for answers.
+    given_up: set when answers are no longer needed, to end threads that are still waiting for one.
 
   Raises:
-    StoppedError: the run is to stop.
+    StoppedError: the run should stop.
     BaseException: the first exception of `ask`.
   """
   found: dict[int, Answer] = {}
@@ -92,7 +88,7 @@ def ask_all(
         return
       try:
         found[place] = ask(place)
-      except BaseException as error:  # It belongs to the thread that waits.
+      except BaseException as error:  # Raised again in the waiting thread.
         failures.append(error)
         over.set()
       with changed:

@@ -2,8 +2,8 @@
 
 A teacher is a pair of pure functions: `init(params)` makes the teacher's tree before the first generation batch, and
 `update(teacher, params, step)` moves it once at the end of every generation batch, not once per optimizer step
-(reference dp_actor.py:913-920). Trees are whatever `trainable` is, so a teacher of an adapter is the average of its
-factors and costs an adapter. Teacher trees hold at least float32; averaging in bfloat16 would round small rates away.
+(reference dp_actor.py:913-920). Trees have the structure of `trainable`, so the teacher of an adapter is an average of
+its factors and as small. Teacher trees hold at least float32; averaging in bfloat16 would round small rates away.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar('T', jax.Array, np.ndarray)
 
 @dataclasses.dataclass(frozen=True)
 class TeacherSpec:
-  """Which parameters the teacher has; the settings `actor.self_distillation.teacher_…` of the same names."""
+  """The teacher's parameters: the settings `actor.self_distillation.teacher_…` with the names of these fields."""
 
   regularization: str
   update_rate: float  # Rate of the moving average, or mixing weight of the trust region.
@@ -89,7 +89,7 @@ def scaled_ema_rate(rate: float, batch_ratio: float) -> float:
   if not 0 <= rate <= 1:
     raise ValueError(f'An EMA rate lies in [0, 1]; {rate} does not.')
   if not 0 < batch_ratio < math.inf:
-    raise ValueError(f'A batch cannot be {batch_ratio} times as large as another: the ratio is positive and finite.')
+    raise ValueError(f'The ratio of batch sizes must be positive and finite, not {batch_ratio}.')
   return 1.0 if rate == 1 else -math.expm1(batch_ratio * math.log1p(-rate))
 
 
@@ -99,7 +99,7 @@ def restart(every: int) -> TeacherTransform:
   `step` counts generation batches from 0, so the batch with `step = every − 1` is the first to replace the teacher.
   """
   if every < 1:
-    raise ValueError(f'A teacher restarts every 1 or more generation batches, not {every}.')
+    raise ValueError(f'A teacher must restart every 1 or more generation batches, not {every}.')
 
   def update(teacher: Tree, params: Tree, step: jax.Array | int) -> Tree:
     _check_own(teacher, params)
@@ -110,10 +110,10 @@ def restart(every: int) -> TeacherTransform:
 
 
 def make(spec: TeacherSpec) -> TeacherTransform:
-  """Return the transformation that `TeacherSpec.regularization` names."""
+  """Return the transformation for `TeacherSpec.regularization`."""
   return {
     'live': live,
-    'base': live,  # The frozen base without the trainable part: there is no tree of the teacher's own.
+    'base': live,  # The frozen base without the trainable part, so the teacher has no tree.
     'frozen': frozen,
     'ema': lambda: ema(spec.update_rate),
     'lora_ema': lambda: ema(spec.update_rate),
@@ -123,7 +123,7 @@ def make(spec: TeacherSpec) -> TeacherTransform:
 
 
 def signal_parameters(teacher: Tree, params: Tree, spec: TeacherSpec) -> tuple[Tree, Tree | None]:
-  """Return the parameters that read the teacher's context.
+  """Return the parameters of the policies that read the teacher's context.
 
   Args:
     teacher: the teacher's tree; an empty dict for a live teacher and for the base alone.
@@ -148,9 +148,7 @@ def _copy(params: Tree) -> Tree:
 
 def _check_own(teacher: Tree, params: Tree) -> None:
   teacher_leaves, leaves = jax.tree.leaves(teacher), jax.tree.leaves(params)
-  if leaves and not teacher_leaves:
-    raise ValueError('An averaged teacher needs a tree of its own, and the teacher is empty: make it with `init`.')
-  if any(t is p for t, p in zip(teacher_leaves, leaves, strict=False)):
-    raise ValueError(
-      'An averaged teacher needs a tree of its own, and the teacher is the student: make it with `init`.'
-    )
+  shared = any(t is p for t, p in zip(teacher_leaves, leaves, strict=False))
+  if shared or (leaves and not teacher_leaves):
+    found = 'the student' if shared else 'empty'
+    raise ValueError(f'An averaged teacher needs a tree of its own, and the teacher is {found}: make it with `init`.')

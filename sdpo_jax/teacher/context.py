@@ -1,4 +1,4 @@
-"""The teacher's context: the student's prompt, or a re-prompt that adds information which the student did not have.
+"""The teacher's context: the student's prompt, or a re-prompt with additional information.
 
 A re-prompt adds a successful attempt of the same group (the demonstration) and the grader's feedback, in the paper's
 templates (arXiv 2601.20802, Table 2; reference ray_trainer.py:610-796).
@@ -45,15 +45,15 @@ class TeacherContext:
 
   messages: list[Messages]  # [N]
   prompt_tokens: list[list[int]]  # [N] of varying length; the completion's own token ids follow verbatim.
-  mask: np.ndarray  # [N] float32, 1 where the teacher is shown more than the student.
-  solutions: list[str | None]  # [N] demonstration before any shortening.
-  feedback: list[str | None]  # [N] feedback on the completion, used or not.
-  truncated: np.ndarray  # [N] bool, the prompt had to be shortened.
+  mask: np.ndarray  # [N] float32, 1 where the teacher's prompt has more information than the student's.
+  solutions: list[str | None]  # [N] demonstrations before any shortening.
+  feedback: list[str | None]  # [N] feedback on each completion, whether or not the prompt includes it.
+  truncated: np.ndarray  # [N] bool, whether the prompt had to be shortened.
   metrics: dict[str, float]
 
 
 def shown_text(completion: str, config: SelfDistillationConfig) -> str | None:
-  """Return the text of a completion that the teacher may read, by `thinking_rule`; None if nothing is left."""
+  """Return a completion as shown to the teacher, without thinking if the settings say so; None if nothing is left."""
   closed_only = config.thinking_rule == 'closed'
   if config.remove_thinking_from_demonstration:
     completion = without_closed_thinking(completion) if closed_only else without_thinking(completion)
@@ -63,9 +63,9 @@ def shown_text(completion: str, config: SelfDistillationConfig) -> str | None:
 def successes_by_group(
   scores: Sequence[float] | np.ndarray, group: Sequence[Hashable], threshold: float
 ) -> dict[Hashable, list[int]]:
-  """Return by group the rows, in batch order, whose score reaches the threshold; other groups are absent.
+  """Return group → rows whose score reaches the threshold, in batch order; groups without such rows are absent.
 
-  Scores are compared as float32; NaN stands for no score.
+  Scores are compared as float32; NaN means no score.
   """
   successes: dict[Hashable, list[int]] = {}
   for row in np.flatnonzero(np.asarray(scores, np.float32) >= np.float32(threshold)):
@@ -130,12 +130,12 @@ def shorten_middle(text: str | None, length: int, cut: str = _CUT_MIDDLE) -> str
 
 
 def shorten_end(text: str | None, length: int) -> str | None:
-  """Cut feedback to `length` characters and dots: graders put the kind of error and the first failure first."""
+  """Cut feedback after `length` characters, since graders put the kind of error and the first failure first."""
   return text if text is None or len(text) <= length else text[:length] + _CUT_END
 
 
 def same_context(messages: Sequence[Messages], prompts: Sequence[list[int]]) -> TeacherContext:
-  """Return the context of a teacher that reads the student's own prompts, and teaches every completion.
+  """Return the context of a teacher that reads the student's own prompts; its mask is 1 for every completion.
 
   Args:
     messages: [N] the question of each completion.
@@ -203,7 +203,7 @@ def build_teacher_context(
   for row in range(count):
     right = successes.get(group[row], ())
     taught = config.teach_successes or row not in right
-    # Nobody knows whether an ungraded completion needs teaching.
+    # Whether an ungraded completion needs teaching is unknown.
     teachable = config.include_demonstration and graded[row] and taught
     candidates = [success for success in right if shown[success] is not None] if teachable else ()
     chosen = choose_demonstration(row, candidates, config, sample_ids=sample_ids, seed=seed, step=step)
@@ -306,7 +306,7 @@ def reprompted_behind(
   *,
   setting: str = _LIMIT,
 ) -> tuple[list[int], bool]:
-  """Return the teacher's prompt for a prompt that is not a conversation, and whether texts were shortened to fit.
+  """Return the teacher's prompt for a prompt that is given as tokens, and whether texts were shortened to fit.
 
   It consists of the prompt's own tokens, the text that a re-prompted turn has after the question, and an empty line.
 
@@ -316,7 +316,7 @@ def reprompted_behind(
     feedback: text shown as the grader's feedback.
     config: templates and limit.
     tokenizer: a transformers tokenizer; no chat template is used.
-    chat: says whether texts can spell control tokens.
+    chat: determines whether texts may contain control tokens.
     attempt: the student's own attempt, shown before the feedback.
     setting: name of the setting of the limit, for error messages.
 
@@ -374,7 +374,7 @@ def fitted(
 
 
 def _feedback(outcome: Outcome, config: SelfDistillationConfig) -> str | None:
-  """Return the feedback that the teacher may read about a completion: the grader's, and what a model wrote."""
+  """Return the feedback on a completion that the settings select: the grader's, a model's, or both."""
   if not outcome.graded:
     return None
   said = outcome.feedback if config.include_environment_feedback and isinstance(outcome.feedback, str) else None
@@ -438,7 +438,7 @@ def _shortened(
     limit: maximum number of tokens.
     whole: tokens of the prompt with whole texts; None: far too many.
     setting: name of the setting of the limit, for error messages.
-    alone: what takes too many tokens even without texts, for error messages, with a place for their number.
+    alone: text for error messages that says what takes {} tokens even without these texts.
 
   Raises:
     UserError: the prompt does not fit with texts of one character.

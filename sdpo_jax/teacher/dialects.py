@@ -1,9 +1,9 @@
 """Requests to servers for the log-probs of a given text, token by token, and the parsing of their responses.
 
-P prompt tokens, T completion tokens, K log-probs at every position. Both dialects are OpenAI's completions with
-additions: vLLM's `prompt_logprobs`, a map of token id → log-prob for every position of the prompt, of which the first
-is null; and Fireworks' `echo_last`, a list of log-probs for the last tokens of the prompt, at most five of each. Both
-add the prompt's own token at a position if it is not among the K.
+P prompt tokens, T completion tokens, K log-probs at every position. Both dialects extend OpenAI's completions: vLLM by
+`prompt_logprobs`, a map of token id → log-prob for every position of the prompt (null for the first); and Fireworks by
+`echo_last`, a list of at most five log-probs for each of the last tokens of the prompt. Both add the prompt's own token
+at a position if it is not among the K.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 from sdpo_jax.environments.json_server import Fault, quoted
 
 MINUS_INFINITY = -9999.0  # Servers send it in place of −inf, which JSON lacks.
-LARGEST = 1e30  # Numbers of this size or more are not log-probs.
-ROUNDING = 1e-3  # How much a log-prob may exceed 0.
+LARGEST = 1e30  # Numbers of this magnitude or more are not log-probs.
+ROUNDING = 1e-3  # Amount by which a log-prob may exceed 0.
 MOST_MASS = 1.01  # Largest sum of probabilities at a position.
 # Maximum per entry of a response: a token's text, which may be long, and three more values.
 ENTRY_BYTES, ENTRY_VALUES = 256, 8
@@ -33,7 +33,7 @@ class EndpointScores:
   token_ids: np.ndarray  # [T, K] int32, the most likely tokens, most likely first; −1: not in the vocabulary.
   log_probs: np.ndarray  # [T, K] float32 of these; nats, at temperature 1.
   target_log_probs: np.ndarray  # [T] float32 of the completion's own tokens.
-  # [T] of these tokens, as the server has them.
+  # [T] of the completion's tokens, as decoded by the server.
   texts: tuple[str | None, ...] = dataclasses.field(default=(), repr=False)
 
   @property
@@ -44,7 +44,7 @@ class EndpointScores:
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
-  """A server's request and response format."""
+  """How to request log-probs from a kind of server, and how to read its response."""
 
   request: Callable[[str, Sequence[int], Sequence[int], int], dict[str, Any]]  # (model, prompt, completion, K) → body.
   # (answer, prompt, completion) → [T]; raises Fault.
@@ -60,7 +60,7 @@ class Dialect:
       prompt: [P], as sent; at least one.
       completion: [T], as sent.
       k: K, as requested.
-      vocab_size: token ids from here on are left out: models of a family are padded differently.
+      vocab_size: token ids from here on are ignored, since models of a family pad their vocabulary differently.
 
     Raises:
       Fault: the response lacks them or is not valid.
@@ -74,11 +74,11 @@ class Dialect:
       if len(entries) == k + 1:  # The token itself is not one of the K.
         own = entries.pop(target)
         if own > min(entries.values()) + ROUNDING:
-          raise Fault(f'its answer has {k + 1} log-probs at a position, and not for the most likely tokens')
+          raise Fault(f'its answer has {k + 1} log-probs at a position, but not those of the most likely tokens')
       if len(entries) != k:
         raise Fault(
-          f'its answer has {len(entries)} log-probs at a position where {k} were asked for, as of a server that limits '
-          'them'
+          f'its answer has {len(entries)} log-probs at a position where {k} were asked for, so the server probably '
+          'limits them'
         )
       best = sorted(entries.items(), key=lambda entry: (-entry[1], entry[0]))
       ids[place], log_probs[place] = [token for token, _ in best], [value for _, value in best]
@@ -111,7 +111,7 @@ def most_values(positions: int, k: int) -> int:
 def _choice(answer: Any) -> Mapping[str, Any]:
   choices = answer.get('choices') if isinstance(answer, Mapping) else None
   if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
-    raise Fault(f"its answer has not one completion in 'choices': {quoted(answer)}")
+    raise Fault(f"its answer does not have exactly one completion in 'choices': {quoted(answer)}")
   return choices[0]
 
 
@@ -119,7 +119,7 @@ def _log_prob(value: Any) -> float:
   """Return a log-prob from a response, −inf where the server sent `MINUS_INFINITY` or less."""
   # Comparisons also work for integers that no float can hold; NaN is never within bounds.
   if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
-    raise Fault(f'a log-prob of its answer is no finite number: {quoted(value)}')
+    raise Fault(f'a log-prob of its answer is not a finite number: {quoted(value)}')
   if value > ROUNDING:
     raise Fault(f'a log-prob of its answer is above 0: {quoted(value)}')
   return -math.inf if value <= MINUS_INFINITY else min(float(value), 0.0)
@@ -155,11 +155,11 @@ def _vllm_rows(answer: Any, prompt: Sequence[int], completion: Sequence[int]) ->
   choice = _choice(answer)
   found = choice.get('prompt_logprobs')
   if not isinstance(found, list):
-    raise Fault("its answer has no 'prompt_logprobs', so it does not know them, or does not give them")
+    raise Fault("its answer has no 'prompt_logprobs', which it may not support")
   whole = [*prompt, *completion]
   _check_echo(whole, choice.get('prompt_token_ids'))
   if len(found) != len(whole):
-    raise Fault(f'its answer has log-probs at {len(found)} positions, and {len(whole)} tokens were sent')
+    raise Fault(f'its answer has log-probs at {len(found)} positions, but {len(whole)} tokens were sent')
   # The first entry of the prompt has no context and is null.
   return [_vllm_row(row, token) for row, token in zip(found[len(prompt) :], completion, strict=True)]
 
@@ -170,12 +170,12 @@ def _vllm_row(row: Any, token: int) -> PositionLogProbs:
   entries = {}
   for key, entry in row.items():
     if not (key.isascii() and key.isdecimal()) or (len(key) > 1 and key[0] == '0') or len(key) > 9:
-      raise Fault(f'its answer has a log-prob of something that is no token id: {quoted(key)}')
+      raise Fault(f'its answer has a log-prob for something that is not a token id: {quoted(key)}')
     if not isinstance(entry, Mapping):
       raise Fault(f'its answer has an entry without a log-prob: {quoted(entry)}')
     entries[int(key)] = _log_prob(entry.get('logprob'))
   if token not in entries:
-    raise Fault('its answer has no log-prob of the token that stands at a position, as if positions were shifted')
+    raise Fault('its answer has no log-prob of the token at a position, as if positions were shifted')
   return PositionLogProbs(entries, _text(row[str(token)].get('decoded_token')))
 
 
@@ -202,11 +202,11 @@ def _fireworks_rows(answer: Any, prompt: Sequence[int], completion: Sequence[int
   found = choice.get('logprobs')
   content = found.get('content') if isinstance(found, Mapping) else None
   if not isinstance(content, list):
-    raise Fault("its answer has no 'logprobs.content', so it does not know them, or does not give them")
+    raise Fault("its answer has no 'logprobs.content', which it may not support")
   _check_echo([*prompt, *completion], choice.get('prompt_token_ids'))
   # There is one more position for the drawn token, unless that ends the text.
   if len(content) not in (len(completion), len(completion) + 1):
-    raise Fault(f'its answer has log-probs at {len(content)} positions, and {len(completion)} were asked for')
+    raise Fault(f'its answer has log-probs at {len(content)} positions, but {len(completion)} were asked for')
   return [_fireworks_row(entry, token) for entry, token in zip(content, completion, strict=False)]
 
 

@@ -1,4 +1,4 @@
-"""A teacher behind an endpoint: a server that gives log-probs of a completion's tokens and of the most likely tokens.
+"""A teacher behind an endpoint: a server that returns log-probs of a completion's tokens and of the most likely ones.
 
 A batch is scored as a whole or not at all: a fault of the server ends the call with one sentence, and no step is taken.
 """
@@ -27,13 +27,13 @@ from sdpo_jax.teacher.asking import EndpointClient, ask_all
 from sdpo_jax.teacher.dialects import EndpointScores
 
 SECTION = 'actor.self_distillation.teacher_endpoint'
-SAME_TEXTS = 0.9  # Share of a few tokens that must have the same text at the server.
+SAME_TEXTS = 0.9  # Minimum fraction of the tokens of a test text that the server must decode to the same text.
 MUCH_TAIL = 0.01  # Mean probability outside the K tokens above which a warning is logged.
 
 
 @dataclasses.dataclass(frozen=True)
 class EndpointQuery:
-  """A completion to score."""
+  """A completion for the teacher to score, after its prompt, as token ids."""
 
   prompt: Sequence[int]  # [P] tokens before it; at least one.
   completion: Sequence[int]  # [T].
@@ -66,16 +66,16 @@ class Endpoint(EndpointClient):
       longest: maximum number of tokens of a prompt with its completion.
 
     Raises:
-      UserError: it has another tokenizer, does not answer, gives no log-probs or fewer than `top_k`, or takes no text
-        of that length.
+      UserError: it has another tokenizer, does not answer, returns no log-probs or fewer than `top_k`, or rejects a
+        text of that length.
     """
     settings = self._settings
     model_files.resolve(settings.tokenizer, weights=False, setting=f'{SECTION}.tokenizer')
     found = same_tokenizer.difference(model, settings.tokenizer)
     if found is not None:
       raise UserError(
-        f'{SECTION}.tokenizer={settings.tokenizer} cannot teach {model}, whose tokens it reads as others: {found}; ask '
-        'a model with the same tokenizer, such as another size of the same family.'
+        f'{SECTION}.tokenizer={settings.tokenizer} cannot teach {model}, since their tokenizers differ: {found}; use a '
+        'teacher with the same tokenizer, such as another size of the same family.'
       )
     first, *rest = [token for text in identity.TEXTS for token in tokenizer.encode(text, add_special_tokens=False)]
     [scored] = self._score([EndpointQuery([first], rest)], NEVER, 'the first, short text')
@@ -95,18 +95,18 @@ class Endpoint(EndpointClient):
 
     Args:
       asked: [N]; for completions without tokens no request is sent.
-      stop: says whether the run is to stop; then responses are not waited for.
+      stop: tells whether the run should stop; if so, this method stops waiting for responses.
 
     Raises:
       UserError: there is no usable response for one of them.
-      StoppedError: the run is to stop.
+      StoppedError: the run should stop.
     """
     scored = self._score(asked, stop)
     self._tell_tail(scored)
     return scored
 
   def _score(self, asked: Sequence[EndpointQuery], stop: Stop, what: str | None = None) -> list[EndpointScores]:
-    """Return the scores; error messages call the text `what`, or by its number among the completions if None."""
+    """Return the scores; error messages call the text `what`, or, if None, by its number among the completions."""
     deadline, given_up = time.monotonic() + self._settings.batch_timeout_s, threading.Event()
 
     def ask(place: int) -> EndpointScores:
@@ -124,14 +124,14 @@ class Endpoint(EndpointClient):
     if not completion:
       return EndpointScores(np.zeros((0, k), np.int32), np.zeros((0, k), np.float32), np.zeros(0, np.float32))
     if not prompt:
-      raise ValueError('A completion to score stands behind at least one token.')
+      raise ValueError('A completion to score needs a prompt of at least one token.')
     positions = len(prompt) + len(completion) + 1
     body = self._dialect.request(settings.model, prompt, completion, k)
     before = ''
     for attempt in range(settings.retries + 1):
       left = deadline - time.monotonic()
       if left <= 0 or given_up.is_set() or self._closing.is_set():
-        raise Fault(f'not all was answered within {settings.batch_timeout_s:g} s ({SECTION}.batch_timeout_s){before}')
+        raise Fault(f'the batch took more than {settings.batch_timeout_s:g} s ({SECTION}.batch_timeout_s){before}')
       try:
         answer = self._server.ask(
           body,
@@ -146,7 +146,7 @@ class Endpoint(EndpointClient):
       except Fault as fault:
         if not fault.again or attempt == settings.retries:
           raise
-        before = f'; when it was asked before, {fault}'
+        before = f'; at the previous attempt, {fault}'
         pause = json_server.pause_s(attempt, fault.after_s, random.random())
         given_up.wait(min(pause, max(deadline - time.monotonic(), 0.0)))
     raise AssertionError('The last attempt returns or raises.')
@@ -157,7 +157,7 @@ class Endpoint(EndpointClient):
       hint = f', lower {SECTION}.top_k={self._settings.top_k} or raise the limit of the server (vLLM: --max-logprobs)'
     return UserError(
       f'The teacher at {self.public_url} ({SECTION}.url) has not scored {what}: '
-      f'{self._server.redacted(str(fault))}. See that it serves {self._settings.model!r} to dialect='
+      f'{self._server.redacted(str(fault))}. Check that it serves {self._settings.model!r} in dialect='
       f'{self._settings.dialect!r}{hint}, then start the same command again.'
     )
 
@@ -171,7 +171,7 @@ class Endpoint(EndpointClient):
       own, text = next(pair for pair in known if pair[0] != pair[1])
       raise UserError(
         f'The teacher at {self.public_url} ({SECTION}.url) has another tokenizer than the student: a token '
-        f'that is {own!r} here is {json_server.quoted(text)} there; ask a model with the same tokenizer.'
+        f'that is {own!r} here is {json_server.quoted(text)} there; use a teacher with the same tokenizer.'
       )
 
   def _tell_tail(self, scored: Sequence[EndpointScores]) -> None:
@@ -181,10 +181,10 @@ class Endpoint(EndpointClient):
       return
     self._told_tail = True
     logging.warning(
-      "The teacher's %d most likely tokens leave out %.1f %% of its probability on average, of which the student "
-      'learns how much it is, and not which tokens it belongs to: raise %s.top_k%s.',
+      "The teacher's %d most likely tokens leave out %.1f %% of its probability on average; the student learns only "
+      'how much this is, not which tokens it belongs to: raise %s.top_k%s.',
       self._settings.top_k,
       100 * tails.mean(),
       SECTION,
-      ' at a server that gives more' if self._settings.dialect == 'fireworks' else '',
+      ' with a server that returns more' if self._settings.dialect == 'fireworks' else '',
     )

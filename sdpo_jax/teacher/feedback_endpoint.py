@@ -1,6 +1,6 @@
-"""A writer of feedback behind an OpenAI-compatible endpoint, which gets several requests at a time.
+"""Feedback written by a model behind an OpenAI-compatible endpoint, with several requests at a time.
 
-Where a request fails, the completion keeps the feedback of its grader.
+If a request fails, the completion keeps the feedback of its grader.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class FeedbackEndpoint(EndpointClient):
 
     Args:
       asked: [M].
-      stop: says whether the run is to stop; then responses are not waited for.
+      stop: tells whether the run should stop; if so, this method stops waiting for responses.
 
     Raises:
-      StoppedError: the run is to stop.
+      StoppedError: the run should stop.
     """
     work = _Work(patience=self._settings.concurrency)
 
@@ -66,7 +66,7 @@ class FeedbackEndpoint(EndpointClient):
     }
     for attempt in range(self._settings.retries + 1):
       if work.given_up.is_set() or self._closing.is_set():
-        raise UnwrittenError('the server was given up, as none of the requests before was answered')
+        raise UnwrittenError('the server was given up because it answered no earlier request')
       try:
         answer = self._server.ask(
           body, self._settings.timeout_s, name='feedback-endpoint-post', on_answer=work.answered.set
@@ -85,7 +85,7 @@ class FeedbackEndpoint(EndpointClient):
 class _Work:
   """Record of whether the server has answered anything during one call of `write`.
 
-  A server that has not is given up, so that a batch does not wait for it hundreds of times.
+  A server that answers nothing is given up after a few failures, so that a batch does not wait hundreds of times.
   """
 
   def __init__(self, patience: int):
@@ -95,7 +95,7 @@ class _Work:
     self._lock = threading.Lock()
 
   def count_failed(self) -> None:
-    """Count a completion whose attempts have all failed."""
+    """Count a completion for which all attempts have failed, and give up the server after too many."""
     with self._lock:
       self._failed += 1
       if self._failed >= self._patience and not self.answered.is_set():

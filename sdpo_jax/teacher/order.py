@@ -1,7 +1,7 @@
 """The reference's order of a generation batch: length-balanced partitions, each a zig-zag of lengths.
 
-Reference: ray_trainer.py:1348-1416 and utils/seqlen_balancing.py. It decides which success is the *first* of a group
-and which sequences share an optimizer step.
+Reference: ray_trainer.py:1348-1416 and utils/seqlen_balancing.py. The order determines which success is the *first* of
+a group and which sequences share an optimizer step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The teacher's signal on completions: which policy reads the teacher's context, and with which parameters."""
+"""The teacher's signal on completions, computed by a policy that reads the teacher's context."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Teacher:
   """
 
   policy: Policy
-  base: Tree | None = None  # None: the student's own base, of which one copy serves both.
+  base: Tree | None = None  # None: the student's own base, which is shared, not copied.
   # Whether `base` holds only additions, such as slots, to the model that student and teacher share; the shared arrays
   # are taken from the student's base.
   beside_student: bool = False
@@ -70,16 +70,16 @@ def self_teacher(policy: Policy, spec: TeacherSpec) -> Teacher:
 
 
 def check_base(spec: TeacherSpec, base: Tree) -> None:
-  """Check that a model has frozen parameters if its own base is to teach.
+  """Check that a model has frozen parameters if its base is the teacher.
 
   Raises:
     UserError: `teacher_regularization` is 'base', and the model is trained whole.
   """
   if spec.regularization == 'base' and not jax.tree.leaves(base):
     raise UserError(
-      "actor.self_distillation.teacher_regularization='base' asks the model without its trainable part, and here all "
-      "of its parameters are trained: set it to 'frozen' for the model as it was at the start, or train an adapter "
-      'with model.lora.rank.'
+      "actor.self_distillation.teacher_regularization='base' needs a model with frozen parameters, and here all are "
+      "trained: set it to 'frozen' for a teacher with the initial parameters, or train an adapter with "
+      'model.lora.rank.'
     )
 
 

@@ -1,4 +1,4 @@
-"""Feedback on failures that a model writes: which completions get it, the writer's prompt, and the reading of it."""
+"""Feedback that a model writes on failed completions: which ones get it, the writer's prompt, and its parsing."""
 
 from __future__ import annotations
 
@@ -140,5 +140,5 @@ def read(text: str) -> str:
   """
   said = encodable(without_thinking(text).strip())
   if not said:
-    raise UnwrittenError('the writer said nothing' + (', or thought until its limit' if text.strip() else ''))
+    raise UnwrittenError('the writer returned no feedback' + (', only thinking' if text.strip() else ''))
   return said

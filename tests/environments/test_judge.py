@@ -190,7 +190,7 @@ def test_a_judge_that_is_down_ends_the_run():
   [
     ({'model': 'm'}, 'environments.judge.base_url is empty'),
     ({'base_url': 'http://h/v1'}, 'environments.judge.model is empty'),
-    ({'base_url': 'h/v1', 'model': 'm'}, 'environments.judge.base_url is not an address'),
+    ({'base_url': 'h/v1', 'model': 'm'}, 'environments.judge.base_url must be an http'),
     ({'base_url': 'http://h/v1/chat/completions/', 'model': 'm'}, 'must end before /chat/completions'),
   ],
 )

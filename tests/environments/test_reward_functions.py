@@ -159,8 +159,8 @@ class Forgetful:
 @pytest.mark.parametrize(
   'function, sentence',
   [
-    (lambda completions, task: [0.0], "'f' wants 'task', but the rows have ground_truth, answer: give it a default"),
-    (lambda completions, completion_ids: [0.0], "'f' wants 'completion_ids', but graders get no token ids"),
+    (lambda completions, task: [0.0], "'f' needs 'task', but the rows have ground_truth, answer: give it a default"),
+    (lambda completions, completion_ids: [0.0], "'f' needs 'completion_ids', but graders get no token ids"),
     (lambda completions: [0.0], r"'f' must return a list with a reward for each completion, 2 here, not \[0.0\]"),
     (lambda completions: 1.0, "'f' must return a list with a reward for each completion, 2 here, not 1.0"),
     (lambda completions: [{'reward': 1}] * 2, "'f' must give its dicts a 'score', not {'reward': 1}"),
@@ -267,7 +267,7 @@ def test_what_no_row_has_is_said_before_a_run_and_what_some_lack_is_none_in_any_
   poor = Example('2', [], 'strict', 'B', 's', columns={'hint': 'x'})
   grader = RewardGrader(strict, 'strict')
   with pytest.raises(
-    UserError, match="'strict' wants 'source', but the rows have ground_truth, hint: give it a default"
+    UserError, match="'strict' needs 'source', but the rows have ground_truth, hint: give it a default"
   ):
     grader.check_questions([poor])
   grader.check_questions([rich, poor])

@@ -184,7 +184,7 @@ def test_one_that_cannot_grade_makes_the_sum_unknown_unless_it_counts_for_nothin
     assert [outcome.score for outcome in outcomes] == scores
   first, raised, nan = grade('f,g', 3)
   assert first.applicable and raised.applicable and not raised.rewards
-  assert raised.reason.startswith("g: the grader 'g' raised ValueError") and 'no finite number: nan' in nan.reason
+  assert raised.reason.startswith("g: the grader 'g' raised ValueError") and 'not a finite number: nan' in nan.reason
   assert [dict(outcome.rewards) for outcome in grade('f,0*g', 3)] == [{'f': 1.0, 'g': 0.5}, {'f': 1.0}, {'f': 1.0}]
 
 
@@ -201,7 +201,7 @@ def test_the_range_of_scores_is_that_of_each_and_of_the_sum(functions):
   assert outcomes[2].reason == 'f: the score 11 is outside environments.score_range=-10,10'
   huge = {name: Outcome(1e300) for name in 'fg'}
   total = weighted_sum({'f': 1e300, 'g': -1e300}, huge, SCORES)
-  assert total.reason == 'the score is no finite number: nan'
+  assert total.reason == 'the score is not a finite number: nan'
 
 
 def test_one_grader_of_weight_one_is_left_as_it_is(functions):

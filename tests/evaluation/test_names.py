@@ -44,11 +44,11 @@ def test_all_that_an_evaluation_measures_was_known_but_for_what_graders_add(n, w
 @pytest.mark.parametrize(
   'name, sentence',
   [
-    ('eval/maths/mean@4', 'evaluation of math, me/rows with val_kwargs.n=4; near it are eval/math/mean@4'),
-    ('eval/math/mean@16', 'near it are .*eval/math/mean@4'),
-    ('eval/math/mean', 'near it are .*eval/math/mean@4'),
+    ('eval/maths/mean@4', 'evaluation of math, me/rows with val_kwargs.n=4; the most similar are eval/math/mean@4'),
+    ('eval/math/mean@16', 'the most similar are .*eval/math/mean@4'),
+    ('eval/math/mean', 'the most similar are .*eval/math/mean@4'),
     ('eval/math/acc/mean@8', 'is not among'),
-    ('eval/rows/mean@4', 'near it are .*eval/me/rows/mean@4'),
+    ('eval/rows/mean@4', 'the most similar are .*eval/me/rows/mean@4'),
     ('eval/math/epistemic_words_mean', 'is not among'),  # No words are counted.
     ('math/mean@4', r'is not a metric: those of evaluations are eval/<task>/…, e\.g\. eval/<task>/mean@4'),
     ('rollout_score', 'is not a metric'),
@@ -65,6 +65,6 @@ def test_what_may_be_measured_is_taken(name):
 
 
 def test_a_metric_of_evaluations_needs_one():
-  with pytest.raises(UserError, match='and there is none: set data.val_files and trainer.test_freq'):
+  with pytest.raises(UserError, match='but there are none: set data.val_files and trainer.test_freq'):
     known_metrics.check_best_metric('eval/math/mean@4', [], 4, ())
   known_metrics.check_best_metric('train/loss', [], 4, ())

@@ -247,7 +247,7 @@ def test_prompts_are_texts_lists_of_them_or_messages(whole):
   each = [generator.generate(prompt) for prompt in ('Q1', 'Q2')]
   assert generator.generate(['Q1', 'Q2']) == generator.generate(('Q1', 'Q2')) == each and len(each[0]) == 2
   for wrong in (3, None, [], ['Q', 3], [{'role': 'user'}], {'role': 'user', 'content': 'Q'}):
-    with pytest.raises(sdpo_jax.UserError, match='is neither a text nor a list of messages'):
+    with pytest.raises(sdpo_jax.UserError, match='must be a text or a list of messages'):
       generator.generate(wrong)
   with pytest.raises(sdpo_jax.UserError, match=r'Prompt 2 has .* the limit is 32'):
     generator.generate(['Q1', 'Q' * 300])

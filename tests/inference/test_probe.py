@@ -158,7 +158,7 @@ def test_nothing_to_teach(tokenizer):
   assert numbers['teacher/signal'] == numbers['signal/sdpo_questions'] == 0.0
   assert not any(name.startswith(('context/', 'teacher/gap', 'rule/')) for name in numbers)
   advice = probe_report.recommend(numbers, settings(include_environment_feedback=False))
-  assert advice[0].startswith('Do not start this run as it is. The teacher knows more than the student at 0.0 %')
+  assert advice[0].startswith('Do not start this run as it is. The teacher knows more than the student at only 0.0 %')
   assert 'rollout.n' in advice[0]
   assert '3 questions, 12 completions' in probe_report.summary(numbers, advice)
 
@@ -273,13 +273,13 @@ def test_a_good_run_is_recommended_with_its_gap():
 @pytest.mark.parametrize(
   'changes, sentence',
   [
-    ({'signal/sdpo_questions': 0.04}, 'knows more than the student at 4.0 % of the questions only'),
-    ({'signal/sdpo_questions': 0.04}, 'Take easier questions'),
-    ({'signal/sdpo_questions': 0.04, 'signal/all_right': 0.9}, 'take harder ones'),
+    ({'signal/sdpo_questions': 0.04}, 'knows more than the student at only 4.0 % of the questions'),
+    ({'signal/sdpo_questions': 0.04}, 'Use easier questions'),
+    ({'signal/sdpo_questions': 0.04, 'signal/all_right': 0.9}, 'use harder ones'),
     ({'teacher/gap': -0.1}, 'does not measurably help: with it the same model is right -10.0 ± 3.0 points'),
     ({'teacher/gap': 0.05}, 'does not measurably help'),  # Less than two standard errors.
     ({'student/sampled': 0.97}, 'right with 97.0 % of its samples already'),
-    ({'completion/ungraded': 0.5}, 'The grader could not grade 50.0 % of the completions: mend it first'),
+    ({'completion/ungraded': 0.5}, 'The grader could not grade 50.0 % of the completions: fix it first'),
   ],
 )
 def test_runs_that_should_not_be_started(changes, sentence):

@@ -144,7 +144,7 @@ def test_an_output_is_not_overwritten_unasked(tmp_path):
   assert output.read_text() == '{}\n'
   with pytest.raises(UserError, match='is a directory'):
     answer_files.check_answer_file(str(tmp_path), overwrite=True)
-  with pytest.raises(UserError, match='name a local file'):
+  with pytest.raises(UserError, match='must be a local file'):
     answer_files.check_answer_file('gs://bucket/x.jsonl', overwrite=True)
   with pytest.raises(UserError, match='cannot be written'):
     answer_files.check_answer_file(str(output / 'x'), overwrite=True)

@@ -336,7 +336,9 @@ def test_a_pool_goes_on_where_it_was_interrupted(made, config, monkeypatch, tmp_
   output = tmp_path / 'pool.jsonl'
   _, before = drawing(config, output, monkeypatch, stop_after=1)
   assert not output.exists() and before == asked[:1]
-  with pytest.raises(UserError, match=r'pool.jsonl.parts .* begun otherwise \(--seed was 5 and is 6\): .* --overwrite'):
+  with pytest.raises(
+    UserError, match=r'pool.jsonl.parts .* with other settings \(--seed was 5 and is 6\): .* --overwrite'
+  ):
     drawing(config, output, monkeypatch, dataclasses.replace(OPTIONS, seed=6))
   stopping = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, stop=('.',)))
   with pytest.raises(UserError, match=r"\(rollout\.stop was \[\] and is \['\.'\]\)"):
@@ -363,7 +365,7 @@ def test_what_other_settings_have_left_goes_with_overwrite(tmp_path):
   file = PoolFile(output, {'--seed': 1})
   file.add(0, Round([], 3, {}))
   (file.folder / '00001.json').write_text('{"settings": {"--seed": 1}}')
-  with pytest.raises(UserError, match='00001.json is not what a command has left: remove '):
+  with pytest.raises(UserError, match='00001.json is not a round of a pool: remove '):
     file.rounds(overwrite=False)
   (file.folder / '00001.json').write_text('{"settings"')
   with pytest.raises(UserError, match='00001.json is not JSON .*: remove .*pool.jsonl.parts, or add --overwrite'):

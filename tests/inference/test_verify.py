@@ -115,7 +115,7 @@ def publish(step):
     (publish(4), 0, 'ok       checkpoints/4'),
     (publish(4), 0, 'ok       epochs.json: fencing epoch 0; the checkpoint of step 4 was published last'),
     (publish(0), 0, 'ok       rollouts: 1 file\n'),
-    (publish(6), 1, 'damaged  checkpoints: that of step 6 was published and is not there'),
+    (publish(6), 1, 'damaged  checkpoints: that of step 6 was published, but is missing'),
     (lambda run: (publish(4)(run), (run / 'metrics.jsonl').unlink()), 1, 'damaged  metrics.jsonl: is missing'),
     (lambda run: (run / 'metrics.jsonl').write_text(''), 1, 'damaged  metrics.jsonl: has no line of steps 1–3'),
     (lambda run: (run / 'epochs.json').write_text('{}'), 1, 'damaged  epochs.json: '),

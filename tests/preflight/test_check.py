@@ -307,7 +307,7 @@ def test_what_would_end_a_run_ends_the_look(config):
 
 def test_a_base_that_teaches_needs_a_model_that_is_not_trained_whole(config):
   config.actor.self_distillation.teacher_regularization = 'base'
-  with pytest.raises(UserError, match="teacher_regularization='base' asks the model without its trainable part"):
+  with pytest.raises(UserError, match="teacher_regularization='base' needs a model with frozen parameters"):
     check.check(config)
 
 

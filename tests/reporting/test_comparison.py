@@ -121,8 +121,8 @@ def test_the_step_is_the_last_that_all_runs_have(tmp_path):
 
 def test_a_single_seed_is_said_to_prove_nothing(tmp_path):
   text = comparison.text(comparison.compare(arms(tmp_path, (0.1,), (0.9,))))
-  assert 'cannot be said' in text and 'Of an arm with a single seed nothing can be said' in text
-  assert 'with 4 of each the permutation test can decide' in text and 'permutation test of' not in text
+  assert 'unknown' in text and 'Nothing can be concluded about an arm with a single seed' in text
+  assert 'with 4 per arm the permutation test can decide' in text and 'permutation test of' not in text
 
 
 def test_remarks_name_what_makes_numbers_incomparable(tmp_path):
@@ -138,7 +138,9 @@ def test_metrics_may_be_named_and_runs_without_evaluations_have_their_scores(tmp
   runs = arms(tmp_path, (0.1, 0.2), (0.5, 0.7))
   found = comparison.compare(runs, ['train/*', MEAN])
   assert set(found['metrics']) == {'train/loss', MEAN} and len(found['pairs']) == 2
-  with pytest.raises(UserError, match='--metric=eval/t/mean@8: no run has such a metric; near it are eval/t/mean@4'):
+  with pytest.raises(
+    UserError, match='--metric=eval/t/mean@8: no run has such a metric; the most similar are eval/t/mean@4'
+  ):
     comparison.compare(runs, ['eval/t/mean@8'])
   bare = str(report_runs.write(tmp_path / 'bare', [metrics(1, score=0.25)]))
   assert list(comparison.compare([bare])['metrics']) == ['rollout/score_mean']

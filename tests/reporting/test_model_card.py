@@ -114,14 +114,14 @@ def test_a_card_says_how_each_format_is_loaded(tmp_path, form, library, lines):
   card = card_of(run_of(tmp_path / 'run', [metrics(3)], settings), settings, form=form)
   assert (card.data.library_name, card.data.base_model, card.data.eval_results) == (library, None, None)
   assert card.data.tags[0] == 'grpo' and 'steps of GRPO' in card.text and 'a local one, `my base`' in card.text
-  assert all(line in card.text for line in lines) and 'None was made up to this step.' in card.text
-  assert 'with versions that are not known; exported by' in card.text and str(tmp_path) not in str(card)
+  assert all(line in card.text for line in lines) and 'There was no evaluation up to this step.' in card.text
+  assert 'with unknown versions; exported by' in card.text and str(tmp_path) not in str(card)
 
 
 def test_scores_of_the_student_are_not_those_of_an_exported_teacher(tmp_path):
   settings = config(algorithm__mode='hybrid')
   card = card_of(run_of(tmp_path / 'run', [evaluated(1, [1.0, 0.0])], settings), settings, weights='teacher')
-  assert card.data.eval_results is None and 'those of the student, not of the exported teacher' in card.text
+  assert card.data.eval_results is None and 'scores of the student, not of the exported teacher' in card.text
   assert '| mean@2 | 0.5 |' in card.text and 'steps of SDPO and GRPO' in card.text
 
 
@@ -160,5 +160,5 @@ def test_what_cannot_be_read_is_left_out_and_said(tmp_path, caplog):
     assert '| mean@2 | 0.5 |' in card_of(workdir, settings).text and 'eval/1.json is not JSON' in caplog.text
     (workdir / 'metrics.jsonl').write_text('{"epoch": 1}\n{"step": 1}\n')
     (workdir / 'fingerprint.json').write_text('[]')
-    assert 'None was made up to this step.' in card_of(workdir, settings).text
+    assert 'There was no evaluation up to this step.' in card_of(workdir, settings).text
   assert caplog.text.count('The model card leaves out what cannot be read') == 3

@@ -132,13 +132,13 @@ def test_a_run_in_a_bucket_is_read_and_its_report_written_there(bucket):
   report.write_report('gs://here/run', [], None, max_rollouts=10, say=said.append)
   found = Parsed((bucket / 'run' / 'report.html').read_text()).data('summary')
   assert found['runs'][0]['last'] == 2 and found['rollouts']['score'] == [0.0]
-  assert said == ['gs://here/run/report.html: run step 2, going on; 1 rollout; 0.1 MB.']
+  assert said == ['gs://here/run/report.html: run step 2, in progress; 1 rollout; 0.1 MB.']
 
 
 def test_runs_without_steps_evaluations_or_settings_have_a_page(tmp_path):
   young = report_runs.write(tmp_path / 'young')
   found, said = written(young)
-  assert found.data('summary')['remarks'] == ['young: No step is finished yet.'] and 'no step, going on' in said[0]
+  assert found.data('summary')['remarks'] == ['young: No step is finished yet.'] and 'no step, in progress' in said[0]
   bare = report_runs.write(tmp_path / 'bare', [metrics(1)])
   (bare / 'config.json').unlink()
   found, _ = written(bare)
@@ -219,7 +219,9 @@ def test_lines_that_are_no_rollouts_are_counted_and_values_of_other_types_left_o
   folder = report_runs.write(tmp_path / 'run', [metrics(1)], {1: [rollout(1)]})
   (folder / 'rollouts' / '1.jsonl').write_text('\n'.join(content))
   (folder / 'rollouts' / 'notes.txt').write_text('x')
-  assert written(folder)[0].data('summary')['remarks'] == ['run: 3 lines of rollouts/ are no rollouts and left out.']
+  assert written(folder)[0].data('summary')['remarks'] == [
+    'run: 3 lines of rollouts/ are not rollouts and are left out.'
+  ]
 
 
 @pytest.mark.parametrize(
@@ -251,7 +253,7 @@ def test_rollouts_of_unfinished_steps_wait_and_of_many_the_page_has_a_spread(tmp
   few = written(folder, max_rollouts=7)[0].data('summary')
   assert few['rollouts']['step'] == [8] * 7 and few['rollouts']['question'] == list(range(7))
   assert few['remarks'] == [
-    'run: rollouts of 1 of 8 steps, the last not whole, are in this page (--max_rollouts, --max_mb).'
+    'run: rollouts of 1 of 8 steps, the last one only in part, are in this page (--max_rollouts, --max_mb).'
   ]
   assert written(folder, max_rollouts=0)[0].data('summary')['rollouts']['step'] == []
   other = report_runs.write(tmp_path / 'other', [metrics(1)], {1: [rollout(1)] * 5}, config(optimizer__lr=1.0))
@@ -326,7 +328,9 @@ def test_a_page_has_as_many_rollouts_as_its_megabytes_hold(tmp_path, monkeypatch
   whole, said = written(*runs, max_rollouts=1000)
   assert len(whole.data('summary')['rollouts']['step']) == 80
   size = (runs[0] / 'page.html').stat().st_size
-  assert said == [f'{runs[0] / "page.html"}: a step 2, going on, b step 2, going on; 80 rollouts; {size / 1e6:.1f} MB.']
+  assert said == [
+    f'{runs[0] / "page.html"}: a step 2, in progress, b step 2, in progress; 80 rollouts; {size / 1e6:.1f} MB.'
+  ]
   bare = len(report.Reporter(runs, 0).page()[0].encode())
   for part in (0.5, 0.1):
     limit = int(bare + part * (size - bare))
@@ -363,7 +367,7 @@ def test_another_file_is_never_overwritten(tmp_path):
   folder = report_runs.write(tmp_path / 'run', [metrics(1)])
   other = tmp_path / 'notes.html'
   other.write_text('<!doctype html>mine')
-  with pytest.raises(UserError, match='is there and no report'):
+  with pytest.raises(UserError, match='exists and is not a report'):
     report.write_report(str(folder), [], str(other), max_rollouts=1, say=pytest.fail)
   assert other.read_text() == '<!doctype html>mine'
   with pytest.raises(UserError, match='is a directory: name a file'):
@@ -401,7 +405,7 @@ def test_a_page_that_is_not_followed_any_longer_does_not_wait_for_another(tmp_pa
     raise KeyboardInterrupt
 
   found, said = written(folder, follow_s=20.0, wait=interrupt)
-  assert found.data('summary')['reload_s'] is None and said[-1].endswith('not followed any longer.')
+  assert found.data('summary')['reload_s'] is None and said[-1].endswith('no longer updated.')
 
 
 COMMAND = """

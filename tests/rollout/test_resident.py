@@ -235,7 +235,7 @@ def test_what_ends_the_sampler_reaches_all_who_wait_and_all_who_come(model):
     ([1] * 25, {}, 'has 25 tokens'),
     ([1], dict(max_tokens=25), 'max_tokens=25 is more'),
     ([1], dict(stop=['']), 'stop string is empty'),
-    ([1], dict(stop_token_ids=range(4)), '5 tokens are to end a completion, and 4 can'),
+    ([1], dict(stop_token_ids=range(4)), '5 stop tokens are more than the limit of 4'),
   ],
 )
 def test_a_request_that_cannot_be_is_refused_when_it_is_made(resident, prompt, more, said):

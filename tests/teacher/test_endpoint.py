@@ -182,23 +182,23 @@ def shift(choice):
 
 
 HOSTILE = {
-  'not a number': (put('-1.5'), 'no finite number'),
-  'NaN': (put(float('nan')), 'no finite number'),
-  'infinite': (put(float('-inf')), 'no finite number'),
-  'too large for a float': (put(-(10**400)), 'no finite number'),
-  'true': (put(True), 'no finite number'),
+  'not a number': (put('-1.5'), 'not a finite number'),
+  'NaN': (put(float('nan')), 'not a finite number'),
+  'infinite': (put(float('-inf')), 'not a finite number'),
+  'too large for a float': (put(-(10**400)), 'not a finite number'),
+  'true': (put(True), 'not a finite number'),
   'above 0': (put(0.5), 'above 0'),
   'too much mass': (put(-1e-4), 'add up to'),
   'too few': (drop, 'log-probs at a position where 20 were asked for'),
   'shifted': (shift, 'as if positions were shifted'),
-  'short': (lambda choice: choice['prompt_logprobs'].pop(), 'at 6 positions, and 7 tokens were sent'),
-  'a word for an id': (rename('the'), 'no token id'),
-  'an id twice': (rename('0201'), 'no token id'),
+  'short': (lambda choice: choice['prompt_logprobs'].pop(), 'at 6 positions, but 7 tokens were sent'),
+  'a word for an id': (rename('the'), 'not a token id'),
+  'an id twice': (rename('0201'), 'not a token id'),
   'other tokens': (lambda choice: choice['prompt_token_ids'].append(3), 'read other tokens'),
   'no entry': (lambda choice: choice['prompt_logprobs'].__setitem__(5, {'201': 7}), 'without a log-prob'),
   'no row': (lambda choice: choice['prompt_logprobs'].__setitem__(5, None), 'no log-probs at a position'),
-  'nothing': (lambda choice: {'choices': []}, "not one completion in 'choices'"),
-  'a list': (lambda choice: [choice], "not one completion in 'choices'"),
+  'nothing': (lambda choice: {'choices': []}, "not have exactly one completion in 'choices'"),
+  'a list': (lambda choice: [choice], "not have exactly one completion in 'choices'"),
 }
 
 
@@ -277,9 +277,7 @@ def test_a_batch_has_one_deadline(scorer):
     hold.set()
   with Server(lambda _: Answer(status=429, headers={'Retry-After': '9'})) as server:
     with endpoint(server.url, batch_timeout_s=0.3, retries=5, concurrency=1) as teacher:
-      with pytest.raises(
-        UserError, match='not all was answered within 0.3 s .*; when it was asked before, .* status 429'
-      ):
+      with pytest.raises(UserError, match='the batch took more than 0.3 s .*; at the previous attempt, .* status 429'):
         teacher.score(ROWS)
 
 
@@ -336,7 +334,7 @@ def test_a_key_is_sent_and_never_shown(scorer, monkeypatch, caplog):
 def test_addresses_that_cannot_be_asked_are_refused():
   with pytest.raises(UserError, match='must end before /completions'):
     endpoint('http://localhost:8000/v1/completions')
-  with pytest.raises(UserError, match='not an address of http'):
+  with pytest.raises(UserError, match='must be an http or https address'):
     endpoint('localhost:8000')
 
 

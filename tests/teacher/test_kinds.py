@@ -394,7 +394,7 @@ def test_shardings_of_a_state_follow_the_structure_of_its_trees(name):
 def test_the_base_cannot_teach_where_everything_is_trained(tmp_path):
   config = settings(**BASE)
   config.model = ModelConfig(path=str(tiny.make_model(tmp_path / 'model')), dtype='float32')
-  with pytest.raises(UserError, match="teacher_regularization='base' asks the model without its trainable part"):
+  with pytest.raises(UserError, match="teacher_regularization='base' needs a model with frozen parameters"):
     make_session(config, tmp_path)
 
 

@@ -271,7 +271,7 @@ def test_a_run_whose_base_has_other_weights_is_neither_resumed_nor_opened(kept, 
     lambda: runs.export(str(workdir), str(tmp_path / 'out'), 'student'),
     lambda: runs.export(str(workdir), str(tmp_path / 'out'), 'student', form='merged'),
   ):
-    with pytest.raises(UserError, match=r'other weights than those beside which the adapter of step 1 .*restore them'):
+    with pytest.raises(UserError, match=r'other weights than those with which the adapter of step 1 .*restore them'):
       use()
   assert not list(tmp_path.iterdir())
   accepting = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, accept_changes=('model',)))

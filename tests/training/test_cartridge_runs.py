@@ -287,9 +287,7 @@ def test_an_evaluation_says_that_a_cartridge_is_of_another_document(run, tmp_pat
   )
   for source, name in (of_run, of_directory):
     [line] = said(tmp_path / 'other.txt', **source)
-    assert line.startswith(
-      f'{name} was made from another text than {tmp_path}/other.txt, which model.cartridge.document'
-    )
+    assert line.startswith(f'{name} was made from another text than {tmp_path}/other.txt (model.cartridge.document')
   assert said(tmp_path / 'same.txt', **source) == []
   [line] = said(tmp_path / 'gone.txt', **source)
   assert 'is not checked: ' in line and 'gone.txt' in line

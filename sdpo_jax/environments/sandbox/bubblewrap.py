@@ -1,9 +1,9 @@
 """The bubblewrap command that starts the zygote on machines without Landlock where `bwrap` is installed.
 
 Programs see a read-only file system with only Python in it, in namespaces without network or other processes. There is
-no shell, and no /proc, which would show the zygote's memory, unless the zygote needs one to give every program a view
-of its own (view.py), which has no /proc again. The programs' own seccomp filter and limits apply on top, as always; the
-filter also forbids new user namespaces, for which other set-ups need --disable-userns.
+no shell, and no /proc, which would show the zygote's memory; only if the zygote gives every program a view of its own
+(view.py) does the zygote itself need a /proc, which the programs do not see. The programs' own seccomp filter and
+limits apply as well; the filter also forbids new user namespaces, for which other set-ups need --disable-userns.
 """
 
 from __future__ import annotations

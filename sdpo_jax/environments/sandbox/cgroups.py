@@ -18,7 +18,7 @@ import time
 from sdpo_jax.environments.sandbox import leftovers
 
 CONTROLLERS = ('memory', 'pids')
-REMOVAL_S = 2.0  # Time in which killed processes leave a group.
+REMOVAL_S = 2.0  # Seconds to wait for killed processes to leave a group.
 MOUNTS, OWN = pathlib.Path('/proc/self/mountinfo'), pathlib.Path('/proc/self/cgroup')
 
 

@@ -152,7 +152,7 @@ LOAD, EQUAL, AT_LEAST, ANY_BIT, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
 PASS = (RETURN, 0, 0, ALLOW)
 Instruction = tuple[int, int, int, int]
-SELF = -1  # Instead of an operand, none of which is negative.
+SELF = -1  # Stands for the program's process id as an operand; other operands are not negative.
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # Offsets in struct seccomp_data; arguments have 8 bytes, low word first.
 
 O_ACCMODE, O_TRUNC, O_TMPFILE = 0o3, 0o1000, 0o20000000  # O_TMPFILE's own bit; the same on both machines.
@@ -161,7 +161,7 @@ O_ACCMODE, O_TRUNC, O_TMPFILE = 0o3, 0o1000, 0o20000000  # O_TMPFILE's own bit; 
 THREAD = 0x100 | 0x200 | 0x400 | 0x800 | 0x10000 | 0x40000
 CLOSE_RANGE_UNSHARE = 0x2  # For the same reason.
 # A shared futex is visible to all processes that map the same file, such as a library: only the kernel may wake its
-# waiters (FUTEX_WAIT, FUTEX_WAIT_BITSET), as it does when a thread ends that is to be joined.
+# waiters (FUTEX_WAIT, FUTEX_WAIT_BITSET), as it does when a thread that others join ends.
 FUTEX_PRIVATE, FUTEX_CLOCK_REALTIME, SHARED_FUTEXES = 0x80, 0x100, (0, 9)
 # MADV_NORMAL to MADV_DONTNEED, _FREE, _HUGEPAGE and _NOHUGEPAGE: no advice that evicts a file from memory.
 ADVICE = (0, 1, 2, 3, 4, 8, 14, 15)
@@ -236,7 +236,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def drop_privileges(uid: int | None) -> None:
-  """Switch to the user and group `uid` (None: keep them) and give up all capabilities for good."""
+  """Switch to the user and group `uid` (None: keep them) and give up all capabilities permanently."""
   if uid is not None:
     try:
       os.setgroups([])
@@ -380,7 +380,7 @@ _SHARED = [operation | clock for operation in SHARED_FUTEXES for clock in (0, FU
 # end with returns. SELF stands for the program's process id.
 CHECKED: dict[str, tuple[int | None, int | None, list[Instruction]]] = {
   # Succeeds without doing anything: a program's files need not outlive it, and syncing one of Python's files would
-  # make the disk flush everybody's data.
+  # make the disk flush the data of other processes.
   'fsync': (74, 82, [fail(0)]),
   'fdatasync': (75, 83, [fail(0)]),
   'open': (2, None, _flags(1)),

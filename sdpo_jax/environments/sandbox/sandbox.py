@@ -2,7 +2,7 @@
 
 A small helper process, the zygote, is started without the owner's environment and memory; it forks a process for every
 job, which confines itself before it reads the payload. Payload, standard input and output pass directly between this
-process and the program, not through the zygote. docs/sandbox.md says which attacks this stops and which not.
+process and the program, not through the zygote. docs/sandbox.md lists the attacks that this does and does not stop.
 """
 
 from __future__ import annotations
@@ -56,16 +56,15 @@ ENVIRONMENT = {name: '1' for name in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS',
 ENVIRONMENT['MALLOC_ARENA_MAX'] = '1'
 MFD_CLOEXEC, MFD_ALLOW_SEALING, F_ADD_SEALS, ALL_SEALS = 1, 2, 1033, 0b1111
 PIPES = ('stdout', 'stderr', 'result')
-# Limits of a zygote and its programs together: memory of the zygote, the least memory of a program and what it takes
-# beyond its limits, MiB; processes of the zygote and of a program, threads included (MAX_THREADS in zygote.py, and a
-# few).
+# Limits of a zygote and its programs together: memory of the zygote, minimum of a program and its overhead, in MiB;
+# processes of the zygote and of a program, including threads (MAX_THREADS in zygote.py, and a few more).
 GROUP_MB, GROUP_PROGRAM_MB, GROUP_EXTRA_MB, GROUP_PROCESSES, PROGRAM_PROCESSES = 512, 1024, 128, 8, 72
 GRACE_S = 60.0  # A zygote that is silent this long after a program's time limit has failed.
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """Limits of a program; its scratch directory and its output have further limits."""
+  """Limits of one program: time, memory, files and output."""
 
   wall_s: float  # Starts when the program starts.
   cpu_s: float
@@ -80,7 +79,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class SandboxJob:
-  """A program to run."""
+  """A call of the harness in a process of its own, with its input and limits."""
 
   payload: Any  # JSON data with which the harness is called.
   stdin: str  # The program's standard input.
@@ -89,7 +88,7 @@ class SandboxJob:
 
 @dataclasses.dataclass(frozen=True)
 class SandboxReport:
-  """The end of a program and its output, which may be anything."""
+  """How a program ended, and its output, which may be anything."""
 
   # Ended with any exit code; exceeded its wall or CPU time; printed, returned or wrote too much; killed by a signal
   # that is not the sandbox's (or for too many threads); not run, or not to its end, for lack of room on the machine,
@@ -110,8 +109,8 @@ class SandboxReport:
   def result(self) -> Any:
     """Return the harness's result; None if it did not return, or the bytes are not JSON or nested too deeply.
 
-    Parsing takes a hundred times the memory of the text, and seconds for megabytes of brackets: use this only where
-      `Limits.result_bytes` is small.
+    Parsing takes a hundred times the memory of the text, and seconds for megabytes of brackets: use this only if
+    `Limits.result_bytes` is small.
     """
     try:
       return json.loads(self.result_bytes)
@@ -120,10 +119,12 @@ class SandboxReport:
 
   @property
   def stdout(self) -> str:
+    """Return the kept standard output as text; bytes that are not UTF-8 become U+FFFD."""
     return self.stdout_bytes.decode(errors='replace')
 
   @property
   def stderr(self) -> str:
+    """Return the kept standard error as text; bytes that are not UTF-8 become U+FFFD."""
     return self.stderr_bytes.decode(errors='replace')
 
 
@@ -200,7 +201,7 @@ class Sandbox(contextlib.AbstractContextManager['Sandbox']):
 
 
 class _Fault(Exception):
-  """A program could not be run, not by its own fault as far as is known; the message says why."""
+  """A program could not be run, probably through no fault of its own; the message says why."""
 
 
 class _Ended(_Fault):
@@ -421,7 +422,7 @@ def _start(settings: SandboxConfig, harness: pathlib.Path, preload: tuple[str, .
         hosts[0].layers.append(f'but a program {", ".join(channels)}')
       if reasons:
         logging.warning(
-          'A stronger sandbox than %s cannot be had here: %s.', ', '.join(hosts[0].layers), '; '.join(reasons)
+          'A stronger sandbox than %s is not available here: %s.', ', '.join(hosts[0].layers), '; '.join(reasons)
         )
       return hosts
     except (confinement.Unsupported, OSError) as error:
@@ -430,7 +431,7 @@ def _start(settings: SandboxConfig, harness: pathlib.Path, preload: tuple[str, .
   if not settings.allow_unsandboxed:
     raise UserError(
       f'Model-written code needs a sandbox, and this machine has none that works ({"; ".join(reasons)}): use a kernel '
-      'with Landlock (Linux 5.13 or newer), install bubblewrap, or, if the code may do whatever you may, set '
+      'with Landlock (Linux 5.13 or newer), install bubblewrap, or, if the code may do all that you can, set '
       'environments.sandbox.allow_unsandboxed.'
     )
   logging.warning(
@@ -446,8 +447,8 @@ def _check_packages(names: Sequence[str]) -> None:
   for name in names:
     if not name.isidentifier() or importlib.util.find_spec(name) is None:
       raise UserError(
-        f'environments.sandbox.packages names {short_repr(name)}, which cannot be imported here: name packages as '
-        '`import` does, without what follows a dot, and install them.'
+        f'environments.sandbox.packages names {short_repr(name)}, which cannot be imported here: name top-level '
+        'packages, as in `import numpy`, and install them.'
       )
 
 
@@ -491,7 +492,7 @@ def _probe(host: _Host) -> list[str]:
         raise confinement.Unsupported(str(error).rstrip('.')) from error
       result = report.result
       if report.status != 'ended' or not isinstance(result, dict):
-        raise confinement.Unsupported(f'its test does not end as it should: {report.status}, {report.stderr.strip()}')
+        raise confinement.Unsupported(f'its self-test did not finish: {report.status}, {report.stderr.strip()}')
       if result['broken']:
         raise confinement.Unsupported('; '.join(f'{use} fails ({error})' for use, error in result['broken'].items()))
       leaks, channels = [*leaks, *result['leaks']], result['channels']
@@ -549,7 +550,7 @@ def _run(zygote: _Zygote, job: SandboxJob, probe: bool) -> SandboxReport:
 def _collect(
   channel: socket.socket, readers: Sequence[io.FileIO], limits: Limits
 ) -> tuple[dict, list[bytes], dict[str, int], bool]:
-  """Collect what comes from a program until it has ended.
+  """Collect the output of a program until it has ended.
 
   Returns:
     the zygote's answer, the kept bytes of each pipe, the number of dropped ones of the pipes with any, and whether a

@@ -16,7 +16,7 @@ import threading
 
 MOST_FILES = 4096  # Including the directory around them, more than a program may have (MAX_ENTRIES in zygote.py).
 LEFT = 'left'  # Name that a program leaves in its scratch directory for the next one.
-LATE_MODULE = 'colorsys'  # A standard library module that nobody has loaded before.
+LATE_MODULE = 'colorsys'  # A standard library module that is not loaded yet.
 
 
 def run(payload: dict) -> dict:
@@ -58,7 +58,7 @@ def run(payload: dict) -> dict:
     'writing to the scratch directory': _write,
     'a thread': _thread,
   }
-  # Only a view of its own prevents these.
+  # Prevented only for programs with a view of their own.
   viewed: dict[str, Callable[[], object]] = {
     'learns that a file exists': lambda: os.stat(canary),
     'learns how many processes there are': _count_processes,

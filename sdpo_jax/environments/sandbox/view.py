@@ -97,7 +97,7 @@ def processes(at: str) -> int | None:
   """Return an open, unnamed /proc of this process's PID namespace; None if it is unavailable.
 
   Args:
-    at: an existing directory, on which /proc is mounted meanwhile.
+    at: an existing directory, on which /proc is mounted temporarily.
   """
   try:
     mount('none', '/', '', MS_REC | MS_PRIVATE)
@@ -116,7 +116,7 @@ def build(
 
   Args:
     readable: real paths of directories; they keep their names.
-    aliases: other names, by which modules were loaded, of these directories or of entries in them.
+    aliases: alias → real path, for other names under which modules in these directories were loaded.
     at: an existing directory on which the new root is mounted while it is made; then it is removed.
     copies: the files to copy into memory; None: mount the directories themselves.
 

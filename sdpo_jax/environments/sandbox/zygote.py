@@ -3,7 +3,7 @@
     python -I -X utf8 zygote.py DESCRIPTOR
 
 DESCRIPTOR is a socket (AF_UNIX, SOCK_SEQPACKET) to the owner. Its first message holds settings (`Settings` in
-sandbox.py); every further one is a job with six descriptors: standard input, output and error, payload, result,
+sandbox.py); every later one is a job with six descriptors: standard input, output and error, payload, result,
 channel. The answer goes to the job's channel: how the process ended, or why it was not started. The owner ends a job by
 writing to its channel or closing it, and everything by closing the socket.
 
@@ -87,6 +87,7 @@ class SandboxProcess:
     self.survey: Generator[None, None, bool] | None = None  # The survey of its directory that is running.
 
   def kill(self, reason: str) -> None:
+    """Kill the program and its process group; the first reason is the one that is reported."""
     self.ended_by = self.ended_by or reason
     self.next_check = float('inf')
     for target in (-self.pid, self.pid):
@@ -125,7 +126,7 @@ class SandboxProcess:
 
 
 class Zygote:
-  """The job loop."""
+  """Starts programs for the owner, checks their limits and reports how they ended."""
 
   def __init__(self, control: socket.socket, settings: dict):
     self.entered = enter(settings['doors'])
@@ -241,6 +242,7 @@ class Zygote:
         process.check(now, self.proc)
 
   def close(self) -> None:
+    """End the loop of `serve`."""
     self.open = False
 
   def accept(self) -> None:
@@ -289,7 +291,7 @@ class Zygote:
     return SandboxProcess(pid, user, channel, directory, init, job['limits'])
 
   def free_user(self) -> int | None:
-    """Return a random unused user id, which tells nothing of other programs; None if there are none."""
+    """Return a random unused user id, which reveals nothing about other programs; None if there are none."""
     taken = {process.user for process in self.processes.values()}
     while self.users:
       user = self.users[secrets.randbelow(len(self.users))]
@@ -389,7 +391,7 @@ class Zygote:
 
 
 def run(harness, directory: str, leave) -> None:
-  """Run the payload and exit as Python does: threads joined, exit functions called, output flushed."""
+  """Run the payload, then exit as Python does: join threads, call exit functions, and flush output."""
   write, dumps, shutdown, exit_functions = os.write, json.dumps, threading._shutdown, atexit._run_exitfuncs  # noqa: SLF001
   os.environ.clear()
   os.environ.update(HOME=directory, TMPDIR=directory, LANG='C.UTF-8')
@@ -464,7 +466,7 @@ def set_limits(limits: dict, baseline: int, own_user: bool) -> None:
 
 
 def user_ids() -> range:
-  """Return unused user ids, one per slot; only nobody's in a small user namespace; empty if there is not even that.
+  """Return a range of unused user ids, one per slot; in a small user namespace only that of nobody, or none.
 
   Root of a namespace without other users is an ordinary user outside of it, and keeps its id.
   """
@@ -578,6 +580,7 @@ def threads(pid: int, proc: int | None) -> int:
 
 
 def encoded(message: dict) -> bytes:
+  """Return a message as JSON in UTF-8."""
   return json.dumps(message).encode()
 
 
@@ -588,6 +591,7 @@ def send(channel: socket.socket, report: dict) -> None:
 
 
 def main() -> None:
+  """Serve the owner whose socket is the descriptor on the command line."""
   while os.dup(2) < FIRST_FREE - 1:
     pass  # Every program has its own modules below.
   control = socket.socket(fileno=int(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""File access confined to one folder: no escape by `..`, links, other file systems or further names of a file."""
+"""File access confined to one folder: no escape through `..`, links, other file systems or hard links."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PathError(Exception):
 
 
 class Folder:
-  """A workspace folder; thread-safe."""
+  """Reads, writes and lists files below a workspace folder; thread-safe."""
 
   def __init__(self, path: pathlib.Path):
     """Open a folder; raises OSError if it does not exist."""
@@ -35,6 +35,7 @@ class Folder:
     self._device = os.fstat(self._root).st_dev
 
   def close(self) -> None:
+    """Close the folder; no other method works afterwards."""
     os.close(self._root)
 
   def read(self, path: str, limit: int) -> bytes:
@@ -47,7 +48,7 @@ class Folder:
     with self._told(name), self._opened(name, os.O_RDONLY | os.O_NONBLOCK) as descriptor:
       status = os.fstat(descriptor)
       if not stat.S_ISREG(status.st_mode):
-        kind = 'a folder' if stat.S_ISDIR(status.st_mode) else 'no regular file'
+        kind = 'a folder' if stat.S_ISDIR(status.st_mode) else 'not a regular file'
         raise PathError(f'{name} is {kind}.')
       if status.st_size > limit:
         raise PathError(f'{name} has {status.st_size} bytes, more than the {limit} that are read.')
@@ -60,7 +61,7 @@ class Folder:
   def write(self, path: str, content: bytes) -> bool:
     """Write a file, replacing an existing one; return whether one existed.
 
-    This makes a new file: further names (hard links) of the old one keep the old content.
+    This makes a new file: other hard links of the old one keep the old content.
 
     Raises:
       PathError: the path leads out of the folder or over a link, or names a folder.
@@ -76,7 +77,7 @@ class Folder:
         with contextlib.suppress(FileNotFoundError):
           mode = os.stat(last, dir_fd=parent, follow_symlinks=False).st_mode
         if mode is not None and not stat.S_ISREG(mode):
-          kind = 'a folder' if stat.S_ISDIR(mode) else 'a link' if stat.S_ISLNK(mode) else 'no regular file'
+          kind = 'a folder' if stat.S_ISDIR(mode) else 'a link' if stat.S_ISLNK(mode) else 'not a regular file'
           raise PathError(f'{name} is {kind}, and is not written to: name a file.')
         partial = f'.{secrets.token_hex(8)}.partial'
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -203,7 +204,7 @@ class Folder:
         errno.ENAMETOOLONG: 'has a name that is too long',
         errno.ENOSPC: 'cannot be written, for the disk is full',
         errno.EROFS: 'cannot be written, for the disk is read-only',
-        errno.ENXIO: 'is no regular file',
+        errno.ENXIO: 'is not a regular file',
       }
       reason = reasons.get(error.errno or 0, f'cannot be opened ({error.strerror})')
       raise PathError(f'{name} {reason}.') from error

@@ -17,6 +17,7 @@ folders = importlib.import_module('folder')
 
 
 def main() -> None:
+  """Answer the request on standard input: {"found", "more"}, or {"wrong"} for an invalid expression."""
   request = json.load(sys.stdin)
   try:
     expression = re.compile(request['pattern'])

@@ -65,11 +65,7 @@ class ShellReport:
 class Shell:
   """Runs commands in a workspace; calls from several threads run in parallel."""
 
-  def __init__(
-    self,
-    workspace: pathlib.Path,
-    limits: ShellLimits = ShellLimits(),
-  ):
+  def __init__(self, workspace: pathlib.Path, limits: ShellLimits = ShellLimits()):
     """Make a shell and test it with a command that does nothing.
 
     Args:
@@ -77,20 +73,20 @@ class Shell:
       limits: limits of each command.
 
     Raises:
-      UserError: the workspace is no folder, or one of the system, or the machine does not allow what keeps commands in
-        it.
+      UserError: the workspace is not a folder or is a system folder, or commands cannot be confined to it on this
+        machine.
     """
     self._workspace = pathlib.Path(os.path.realpath(workspace))
     if not self._workspace.is_dir():
       raise UserError(f'The workspace {workspace} is not a folder.')
     if str(self._workspace) in _CLOSED or any(map(self._workspace.is_relative_to, _CLOSED_WITH_ALL_BELOW)):
-      raise UserError(f'The workspace {workspace} is a folder of the system: name one of your own.')
+      raise UserError(f'The workspace {workspace} is a system folder: name one of your own.')
     if str(self._workspace) in ('/tmp', '/var/tmp'):
-      raise UserError(f'The workspace {workspace} is shared by everybody: name a folder within it.')
+      raise UserError(f'The workspace {workspace} is shared by all users: name a folder within it.')
     self._limits = limits
     self._bash = shutil.which('bash', path='/usr/bin:/bin:/usr/local/bin')
     if self._bash is None:
-      raise UserError('There is no bash on this machine, so that an agent cannot run commands: allow it none.')
+      raise UserError('There is no bash on this machine, so an agent cannot run commands: do not allow it any.')
     python = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix)}
     found = [*SYSTEM, *(f'/etc/{name}' for name in ETC), *sorted(python)]
     self._readable = [path for path in found if os.path.lexists(path)]
@@ -104,8 +100,8 @@ class Shell:
     if tried.status != 'ended' or tried.exit_code != 0:
       why = tried.reason or tried.output.decode(errors='replace').strip() or f'exit code {tried.exit_code}'
       raise UserError(
-        f'Commands of an agent cannot be kept in its workspace on this machine: {why}. Allow it no commands, or let '
-        'the machine make user namespaces (sysctl kernel.unprivileged_userns_clone, '
+        f'Commands of an agent cannot be confined to its workspace on this machine: {why}. Do not allow it any, or '
+        'enable user namespaces (sysctl kernel.unprivileged_userns_clone, '
         'kernel.apparmor_restrict_unprivileged_userns).'
       )
 
@@ -192,6 +188,7 @@ class Cancellation(contextlib.AbstractContextManager['Cancellation']):
     os.write(self._write, b'x')
 
   def fileno(self) -> int:
+    """Return a descriptor that is readable once the command should end."""
     return self._read
 
 

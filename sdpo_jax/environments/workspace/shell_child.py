@@ -81,6 +81,7 @@ NOSUID_NODEV = 0x2 | 0x4  # MOUNT_ATTR_…
 
 
 def main() -> None:
+  """Run the command that the request on the command line describes, and write how it ended to the answer's pipe."""
   parent, request, answer = map(int, sys.argv[1:])
   with open(request, 'rb') as file:
     job = json.load(file)
@@ -119,6 +120,7 @@ def main() -> None:
 
 
 def tell(answer: int, what: dict[str, Any]) -> None:
+  """Write a line of JSON to the descriptor `answer`."""
   os.write(answer, json.dumps(what).encode() + b'\n')
 
 
@@ -155,7 +157,7 @@ def build(job: dict[str, Any]) -> None:
     view.mount(workspace, at + workspace, '', view.MS_BIND)  # Excludes file systems mounted below the workspace.
   except OSError as error:
     if error.errno == errno.EINVAL:
-      raise OSError(errno.EINVAL, 'something is mounted within the workspace: take it away', workspace) from error
+      raise OSError(errno.EINVAL, 'something is mounted within the workspace: unmount it', workspace) from error
     raise
   view.set_attributes(at + workspace, NOSUID_NODEV, 0)
   for path in job['shared']:  # Files with a hard link outside of the workspace.
@@ -167,6 +169,7 @@ def build(job: dict[str, Any]) -> None:
 
 
 def is_temporary(path: str) -> bool:
+  """Return whether a path lies below a directory for temporary files, over which the command gets its own tmpfs."""
   return any(path.startswith(f'{name}/') for name in TEMPORARY)
 
 

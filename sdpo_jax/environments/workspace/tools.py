@@ -38,7 +38,7 @@ class ToolParameter:
   kind: Literal['string', 'integer', 'number', 'boolean']
   meaning: str
   required: bool = True
-  least: float = -math.inf
+  least: float = -math.inf  # Smallest valid number.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Tool:
 class ToolAnswer:
   """The answer of a tool."""
 
-  ok: bool
+  ok: bool  # False: the call failed.
   text: str  # For the model; errors begin with one sentence.
-  exit_code: int | None = None  # Of a command.
+  exit_code: int | None = None  # Exit code of a command.
   field: str | None = None  # The argument at fault.
   line: int | None = None  # Line of the file, from 1, where an edit failed.
   dropped: int = 0  # Characters left out of the text.
@@ -182,7 +182,7 @@ def check(name: str, arguments: Any) -> dict[str, Any]:
 
 
 class Toolbox:
-  """The tools of one workspace."""
+  """Runs the tools of an agent in one workspace."""
 
   def __init__(self, workspace: pathlib.Path, shell: Shell | None):
     """Open a workspace.
@@ -327,7 +327,7 @@ class Toolbox:
       ) from error
     found = json.loads(done.stdout)
     if 'wrong' in found:
-      raise BadCall(f"'pattern' of grep is no regular expression ({found['wrong']}).", 'pattern')
+      raise BadCall(f"'pattern' of grep is not a valid regular expression ({found['wrong']}).", 'pattern')
     more = ['(There are more: narrow the pattern.)'] * found['more']
     return '\n'.join([*found['found'], *more]) or '(No line matches.)'
 
@@ -361,7 +361,7 @@ class Toolbox:
   def _written(self, path: str, content: str) -> tuple[str, str]:
     """Return the text of a file, '' if it is missing, and the new one; raises PathError if the old one is not text.
 
-    A change to such a file could not be shown to anybody.
+    Such a file is not replaced, since the change could not be shown for review.
     """
     try:
       return self._text(path), content

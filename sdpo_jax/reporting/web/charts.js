@@ -1,8 +1,8 @@
-// Line charts as SVG, drawn when they come into view.
+// Line charts as SVG, drawn when they scroll into view.
 
-const COLOURS = 6; // Of curves, in the style sheet: --line0 …
+const COLOURS = 6; // Number of line colours in the style sheet: --line0 …
 const CHART = { height: 180, right: 10, top: 8, bottom: 22 };
-const LETTER = 6.4; // Width of a digit at an axis.
+const LETTER = 6.4; // Width of a digit of an axis label, in pixels.
 let smoothing = 0;
 const charts = new Set();
 const inView = new IntersectionObserver(
@@ -37,7 +37,7 @@ function smoothed(points, weight) {
   });
 }
 
-// No more points than can be seen: of those in one column the first, the lowest, the highest and the last.
+// Keeps only the points that can be seen: of those in one pixel column, the first, the lowest, the highest and the last.
 function thinned(points, columns) {
   if (points.length <= 4 * columns) return points;
   const first = points[0][0], width = (points[points.length - 1][0] - first) / columns || 1;
@@ -175,7 +175,7 @@ class Chart {
     this.plot.replaceChildren(svg);
   }
 
-  // Areas on top of each other; all lines have the same steps.
+  // Stacked areas; all lines have the same steps.
   stack(svg, x, y) {
     const columns = this.scale.width;
     let below = new Map();
@@ -242,7 +242,7 @@ function redraw() {
   for (const chart of charts) chart.stale();
 }
 
-// One box for what is pointed at, kept inside the window.
+// The tooltip, kept inside the window.
 function showHover(content, x, y) {
   const box = document.getElementById('hover');
   box.replaceChildren(content);
@@ -258,7 +258,7 @@ function hideHover() {
   document.getElementById('hover').hidden = true;
 }
 
-// The curve of a metric for every group of runs: the mean where all have it, the lowest and the highest as a band.
+// The curve of a metric for every group of runs: the mean at steps that all runs have, and their range as a band.
 function linesOf(page, metric) {
   return page.groups.map((group, colour) => {
     const runs = group.runs.map((run) => page.runs[run].series[metric]).filter(Boolean).map(([steps, values]) => steps.map((step, i) => [step, values[i]]));

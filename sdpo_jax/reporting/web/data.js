@@ -1,4 +1,4 @@
-// Data of the page: compressed, in base 64, unpacked when they are asked for.
+// Data of the page: compressed, in base 64, unpacked on demand.
 
 function bytesOf(text) {
   if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
@@ -15,7 +15,7 @@ async function unpacked(id) {
 }
 
 const PIECES_KEPT = 12;
-const pieces = new Map(); // Number of a piece → promise of its rollouts; the one used last stands last.
+const pieces = new Map(); // Number of a piece → promise of its rollouts; the most recently used one is last.
 
 function rolloutsOf(piece) {
   const found = pieces.get(piece) || unpacked('piece' + piece);

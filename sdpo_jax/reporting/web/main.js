@@ -1,4 +1,4 @@
-// The start of the page, its keys, its light, and its reloading while the run goes on.
+// Start of the page, keyboard shortcuts, light and dark, and reloading while the run goes on.
 
 const STATE = ['outcome', 'order', 'step', 'run', 'find', 'question', 'at', 'color', 'token'];
 const KEYS = [
@@ -25,7 +25,7 @@ function saveState(state) {
   try {
     history.replaceState(null, '', '#' + values);
   } catch (error) {
-    console.info('The address cannot keep what is chosen:', error.message);
+    console.info('The selection cannot be stored in the address:', error.message);
   }
 }
 
@@ -34,7 +34,7 @@ function remembered(name, value) {
     if (value === undefined) return localStorage.getItem('sdpo_jax.report.' + name);
     localStorage.setItem('sdpo_jax.report.' + name, value);
   } catch (error) {
-    console.info('Nothing can be remembered here:', error.message); // Some browsers keep nothing for files.
+    console.info('Settings of the page cannot be stored:', error.message); // Some browsers store nothing for local files.
   }
   return null;
 }
@@ -90,7 +90,7 @@ function onKey(event) {
   action();
 }
 
-// Whether the rollouts are what one looks at.
+// Whether the rollouts section is in view.
 function nearRollouts() {
   return document.getElementById('rollouts').getBoundingClientRect().top < innerHeight / 2;
 }
@@ -109,7 +109,7 @@ function togglePause() {
   paused = !paused;
 }
 
-// A page that is followed is written anew by the command; it looks for the newer one unless somebody is busy with it.
+// With --follow the command rewrites the file; the page checks for a newer version unless it is being used.
 function follow(seconds) {
   const live = document.getElementById('live');
   live.hidden = false;
@@ -125,7 +125,7 @@ function follow(seconds) {
         try {
           sessionStorage.setItem('scroll', String(scrollY));
         } catch (error) {
-          console.info('The place in the page is not kept:', error.message);
+          console.info('The scroll position cannot be stored:', error.message);
         }
         location.reload();
       }
@@ -133,7 +133,7 @@ function follow(seconds) {
     live.className = paused ? 'paused' : '';
   }, 1000);
   live.textContent = 'live';
-  live.title = 'Written anew while the run goes on (p pauses)';
+  live.title = 'Updated while the run goes on (p pauses)';
 }
 
 async function start() {
@@ -154,7 +154,7 @@ async function start() {
     scroll = sessionStorage.getItem('scroll');
     sessionStorage.removeItem('scroll');
   } catch (error) {
-    console.info('The place in the page is not known:', error.message);
+    console.info('The scroll position cannot be restored:', error.message);
   }
   if (scroll !== null) scrollTo(0, Number(scroll));
   else if (linked) document.getElementById('rollouts').scrollIntoView();

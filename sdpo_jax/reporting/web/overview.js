@@ -1,4 +1,4 @@
-// What a run came to: evaluations before and after, signal, speed, alarms, settings, and the curves of every metric.
+// Overview of a run: evaluations before and after, signal, speed, alarms, settings, and the curves of every metric.
 
 const MAIN = /^eval\/[^/]+\/mean@\d+$/;
 const SECTIONS = [
@@ -249,7 +249,7 @@ function drawCharts(page) {
   fill(section, content);
 }
 
-// Seconds of every phase of a step, on top of each other.
+// Stacked seconds of every phase of a step.
 function phaseChart(page, run) {
   const steps = new Set();
   const phases = PHASES.filter((phase) => run.series[`time/${phase}_s`]);

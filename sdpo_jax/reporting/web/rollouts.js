@@ -1,4 +1,4 @@
-// The browser of rollouts: a list with filters, of which only what is in view is drawn, and one rollout in full.
+// The browser of rollouts: a list with filters, of which only the visible rows are drawn, and one rollout in full.
 
 const ROW = 68; // Height of a row of the list, as in the style sheet.
 const OUTCOMES = {
@@ -22,9 +22,9 @@ class Browser {
   constructor(page, state) {
     this.page = page;
     this.index = page.rollouts;
-    this.state = state; // {outcome, order, step, run, find, question, at, color, token}: what the address holds.
+    this.state = state; // {outcome, order, step, run, find, question, at, color, token}: stored in the address.
     this.list = [];
-    this.chosen = null; // Number of a rollout.
+    this.chosen = null; // Number of the selected rollout.
     this.view = null;
     this.texts = this.index.questions.map((question) => (question.id + '\n' + question.text).toLowerCase());
   }
@@ -100,7 +100,7 @@ class Browser {
     const rows = [];
     for (let place = first; place < last; place++) rows.push(this.row(this.list[place], place));
     this.inner.replaceChildren(...rows);
-    if (!this.list.length) this.inner.replaceChildren(make('p', { class: 'muted pad' }, 'No rollout is like that.'));
+    if (!this.list.length) this.inner.replaceChildren(make('p', { class: 'muted pad' }, 'No rollout matches.'));
   }
 
   row(i, place) {

@@ -1,4 +1,4 @@
-// Elements and texts. Whatever a model or a user wrote becomes a text node, and is never parsed.
+// Elements and texts. Text from a model or a user becomes a text node and is never parsed as HTML.
 
 function make(tag, attributes, ...children) {
   const element = document.createElement(tag);
@@ -12,7 +12,7 @@ function make(tag, attributes, ...children) {
   return element;
 }
 
-// Puts new content into an element; null and its like are nothing.
+// Replaces the content of an element; null, undefined and false are skipped.
 function fill(element, ...children) {
   element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
 }
@@ -24,7 +24,7 @@ function makeSvg(tag, attributes, ...children) {
   return element;
 }
 
-// Nodes for a text in which characters that cannot be seen, or that move others, are named (sdpo_jax/invisible.py).
+// Nodes for a text in which invisible characters, and those that reorder others, are named (sdpo_jax/invisible.py).
 function seen(text) {
   const nodes = [];
   let start = 0;
@@ -38,7 +38,7 @@ function seen(text) {
   return nodes;
 }
 
-// A text for one line: no breaks, and not longer than so many characters.
+// A text on one line, cut to a number of characters.
 function short(text, most) {
   const line = text.replace(/\s+/g, ' ').trim();
   return line.length > most ? line.slice(0, most - 1) + '…' : line;
@@ -54,7 +54,7 @@ function isShare(name, values) {
   return SHARE.test(name) && !/learning_rate$/.test(name) && values.every((value) => value >= 0 && value <= 1);
 }
 
-// A number as people read it.
+// Formats a number for people.
 function number(value, share) {
   if (value === null || value === undefined || !isFinite(value)) return '–';
   if (share) return (100 * value).toFixed(value === 0 || value === 1 || Math.abs(value) < 0.995 && Math.abs(value) >= 0.0995 ? 0 : 1) + '%';

@@ -1,4 +1,4 @@
-// The tokens of a completion, each coloured by what is known of it, and what student and teacher would have written there.
+// The tokens of a completion, coloured by a value, and the tokens that student and teacher would have written instead.
 
 const COLOURINGS = {
   divergence: { label: 'divergence', unit: 'nats', signed: false, values: (rollout) => rollout.divergence },
@@ -6,7 +6,7 @@ const COLOURINGS = {
   credit: { label: 'teacher − student', unit: 'nats', signed: true, values: creditOf },
 };
 
-// How much likelier the teacher finds each token than the student does: log-probs, clipped to ±10.
+// Log-prob of each token under the teacher minus that under the student, clipped to ±10.
 function creditOf(rollout) {
   const top = rollout.top_tokens;
   if (!top || !top.student || !top.teacher) return null;
@@ -39,7 +39,7 @@ function tokenText(text) {
 }
 
 class TokenView {
-  // full: the value at which a colour is full, the same for all rollouts of the page.
+  // full: the value that gets the full colour, the same for all rollouts of the page.
   constructor(rollout, coloring, full, onPin) {
     this.rollout = rollout;
     this.coloring = coloring;
@@ -76,7 +76,7 @@ class TokenView {
     return make('div', {}, body, this.panel);
   }
 
-  // Numbers of tokens whose texts are not known: an older run has no boundaries.
+  // Cells with numbers in place of tokens whose texts are unknown, as in older runs.
   strip() {
     if (!this.values) return null;
     const cells = this.values.slice(0, 4096).map((value, i) => {
