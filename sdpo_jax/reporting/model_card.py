@@ -80,7 +80,13 @@ def text_of(made: Exported, config: Config) -> str:
   return markdown.from_string(template.read_text(encoding='utf-8')).render(
     metadata=_metadata(made, config, methods, steps),
     **{'made': made, 'config': config, 'methods': methods, 'library': library, 'what': what, 'steps': steps},
-    **{'base': base, 'on_hub': on_hub, 'name': printable(made.name), 'version': sdpo_jax.__version__},
+    **{
+      'base': base,
+      'on_hub': on_hub,
+      'loaded': base if on_hub else f'…/{base}',
+      'name': printable(made.name),
+      'version': sdpo_jax.__version__,
+    },
     errors={step: _standard_errors(made.workdir, step) for step in steps},
     settings=_settings(config),
     devices=parts.get('devices'),
