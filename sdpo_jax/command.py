@@ -191,17 +191,14 @@ def parse(arguments: Sequence[str]) -> list[str]:
     _overrides.append((match.group(1), value))
   if _overrides and 'config' not in flags.FLAGS:
     raise SystemExit(_complain(f'--config.{_overrides[0][0]}: this command has no --config (--help lists its flags).'))
-  for argument in rest:
-    if match := _HELP_SETTINGS.fullmatch(argument):
-      try:
-        print(settings_help(Config(), match.group(1) or ''), flush=True)
-      except UserError as error:
-        raise SystemExit(_complain(str(error))) from error
-      except BrokenPipeError as error:
-        raise SystemExit(not_read()) from error
-      raise SystemExit(0)
   try:
+    for argument in rest:
+      if match := _HELP_SETTINGS.fullmatch(argument):
+        print(settings_help(Config(), match.group(1) or ''), flush=True)
+        raise SystemExit(0)
     left = flags.FLAGS(['--help' if argument == '-h' else argument for argument in rest])
+  except UserError as error:
+    raise SystemExit(_complain(str(error))) from error
   except SystemExit as error:  # After --help and similar flags, for which absl exits with 1.
     raise SystemExit(0) from error
   except BrokenPipeError as error:

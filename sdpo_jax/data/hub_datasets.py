@@ -155,8 +155,7 @@ def _by_names(names: Sequence[str]) -> Splits:
   found: Splits = {}
   for name, split in (shards or in_names or in_folders or dict.fromkeys(names, 'train')).items():
     found.setdefault(split, []).append(name)
-  order = list(_WORDS)
-  return dict(sorted(found.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+  return {split: found[split] for split in (*_WORDS, *found) if split in found}
 
 
 def _split_in(text: str) -> str | None:

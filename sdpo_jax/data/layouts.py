@@ -16,30 +16,9 @@ from sdpo_jax.data.rows import RawRow
 from sdpo_jax.errors import UserError, short_repr
 
 # Usual names of columns, the likelier ones first, in lower case with _ for other characters.
-QUESTIONS = (
-  'question',
-  'prompt',
-  'problem',
-  'instruction',
-  'query',
-  'question_stem',
-  'input',
-  'text',
-  'sentence',
-  'ctx',
-)
-ANSWERS = ('answer', 'final_answer', 'ground_truth', 'solution', 'output', 'target', 'label', 'response', 'completion')
-ANSWERS += (
-  'reference',
-  'expected',
-  'answerkey',
-  'answer_key',
-  'answer_idx',
-  'correct',
-  'correct_answer',
-  'gold',
-  'cop',
-)
+QUESTIONS = 'question prompt problem instruction query question_stem input text sentence ctx'.split()
+ANSWERS = 'answer final_answer ground_truth solution output target label response completion reference expected'.split()
+ANSWERS += 'answerkey answer_key answer_idx correct correct_answer gold cop'.split()
 CHOICES = ('choices', 'options', 'endings')
 LETTERED = ('', 'option_', 'option', 'choice_', 'choice', 'ending_', 'ending', 'answer_', 'op')  # … A, B; … 1, 2.
 CONTEXTS = ('context', 'passage', 'article')  # Stand before the question.

@@ -72,7 +72,6 @@ class TrainIterator:
       )
     share = data.train_batch_size // process_count
     self._mine = slice(process_index * share, (process_index + 1) * share)
-    self.environments: set[str] = set()  # The values of `Example.environment` of its questions.
     setting = 'data.train_files'
     files = {
       at: read_examples(source, 'train', data, prompts, tokenizer, registry, setting=setting)
@@ -85,8 +84,6 @@ class TrainIterator:
       files = {0: [example for examples in files.values() for example in examples]}
     # All questions of files, and those questions of generators that are checked here.
     self.questions = [example for examples in files.values() for example in examples]
-    for examples in files.values():
-      self.environments |= {example.environment for example in examples}
     # Number of rows in files; None: there is a generator, which makes as many as are needed.
     self.rows = None if any(map(sources.is_generator, data.train_files)) else sum(map(len, files.values()))
     self._fingerprint = _fingerprint(files.values(), data.train_files)
@@ -97,10 +94,10 @@ class TrainIterator:
     for at, source in enumerate(data.train_files):
       if sources.is_generator(source):
         generate, first = _checked_generator(source, 'train', prompts, seed, tokenizer, registry)
-        self.environments |= {example.environment for example in first}
         self.digests[source] = digest(first)
         self.questions += first
         generators[at] = grain.MapDataset.range(sys.maxsize).map(generate)
+    self.environments = {example.environment for example in self.questions}
     self._counts = 'questions' if generators or data.source_weights else 'batches'  # The unit of a position.
     if self._counts == 'batches':
       if len(files[0]) < data.train_batch_size:

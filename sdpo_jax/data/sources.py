@@ -83,10 +83,7 @@ def read_rows(source: str, setting: str) -> Sequence[RawRow]:
   Raises:
     UserError: no such file, not readable, not in one of these formats (the line is named), or without rows.
   """
-  if hub_datasets.is_hub(source):
-    rows = _of_hub(source, setting)
-  else:
-    rows = _of_file(source, setting)
+  rows = (_of_hub if hub_datasets.is_hub(source) else _of_file)(source, setting)
   if not rows:
     raise UserError(f'{setting}: {source!r} holds no rows.')
   return rows
@@ -103,15 +100,13 @@ def _of_hub(source: str, setting: str) -> list[RawRow]:
 def _of_file(source: str, setting: str) -> list[RawRow]:
   content = _read(source, setting)
   if source.endswith('.parquet'):
-    rows = _parquet(source, content)
-  elif source.endswith('.csv'):
-    rows = _csv(source, _decode(source, content))
-  elif source.endswith('.txt'):
-    rows = _prompts(source, _decode(source, content))
-  else:
-    text = _decode(source, content)
-    rows = _array(source, text) if text.lstrip().startswith('[') else _lines(source, text)
-  return rows
+    return _parquet(source, content)
+  text = _decode(source, content)
+  if source.endswith('.csv'):
+    return _csv(source, text)
+  if source.endswith('.txt'):
+    return _prompts(source, text)
+  return _array(source, text) if text.lstrip().startswith('[') else _lines(source, text)
 
 
 def _read(source: str, setting: str) -> bytes:

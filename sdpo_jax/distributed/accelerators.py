@@ -103,13 +103,11 @@ def _has_plugins() -> bool:
 
 
 def prepare() -> None:
-  """Set up JAX for a script as commands do: skip an absent TPU, and cache compiled programs."""
+  """Set up JAX for a script as commands do: skip an absent TPU, and cache compiled programs on disk.
+
+  Programs are cached in JAX_COMPILATION_CACHE_DIR or ~/.cache/sdpo_jax.
+  """
   skip_absent_tpu()
-  keep_programs()
-
-
-def keep_programs() -> None:
-  """Make JAX cache compiled programs on disk, in JAX_COMPILATION_CACHE_DIR or ~/.cache/sdpo_jax."""
   if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
     jax.config.update('jax_compilation_cache_dir', str(pathlib.Path.home() / '.cache' / 'sdpo_jax' / 'programs'))
   if 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS' not in os.environ:

@@ -10,6 +10,7 @@ import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -66,6 +67,25 @@ class Program:
 
 def _placed(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding | None) -> jax.ShapeDtypeStruct:
   return leaf if sharding is None else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def leaf_bytes(argument: Any, shardings: Any = None) -> tuple[int | None, ...]:
+  """Return the bytes of an argument's leaves on one device; None for a leaf without a sharding, which is not passed.
+
+  Args:
+    argument: abstract arrays.
+    shardings: a tree of the same structure; None: those of the abstract arrays.
+  """
+  leaves, structure = jax.tree.flatten(argument)
+  places = [leaf.sharding for leaf in leaves] if shardings is None else structure.flatten_up_to(shardings)
+  return tuple(
+    None if place is None else math.prod(place.shard_shape(leaf.shape)) * _itemsize(leaf.dtype)
+    for leaf, place in zip(leaves, places, strict=True)
+  )
+
+
+def _itemsize(dtype: Any) -> int:
+  return 8 if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize
 
 
 def compile_programs(

@@ -397,7 +397,7 @@ def held_bytes(
     kinds = kind if isinstance(kind, tuple) else [kind] * len(jax.tree.leaves(argument))
     if isinstance(argument, TrainState):
       kinds = [parts.get(path[0].name) for path, _ in jax.tree_util.tree_leaves_with_path(argument)]
-    of_leaves = program_facts.leaf_bytes(argument) if argument_bytes is None else argument_bytes[index]
+    of_leaves = registry.leaf_bytes(argument) if argument_bytes is None else argument_bytes[index]
     for each, size in zip(kinds, of_leaves, strict=True):
       if each is not None and size is not None:
         held[each] = held.get(each, 0.0) + size

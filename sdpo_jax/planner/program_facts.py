@@ -6,7 +6,6 @@ from collections.abc import Mapping
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import re
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from etils import epath
 import jax
 
-from sdpo_jax.distributed.programs import Program
+from sdpo_jax.distributed.programs import Program, leaf_bytes
 from sdpo_jax.files import make_directory, write_atomically
 
 
@@ -116,22 +115,3 @@ class _Question:
       *sorted({operation or argument for operation, argument in names}),
     ]
     return hashlib.sha256('\0'.join(parts).encode()).hexdigest()
-
-
-def leaf_bytes(argument: Any, shardings: Any = None) -> tuple[int | None, ...]:
-  """Return the bytes of an argument's leaves on one device; None for a leaf without a sharding, which is not passed.
-
-  Args:
-    argument: abstract arrays.
-    shardings: a tree of the same structure; None: those of the abstract arrays.
-  """
-  leaves, structure = jax.tree.flatten(argument)
-  places = [leaf.sharding for leaf in leaves] if shardings is None else structure.flatten_up_to(shardings)
-  return tuple(
-    None if place is None else math.prod(place.shard_shape(leaf.shape)) * _itemsize(leaf.dtype)
-    for leaf, place in zip(leaves, places, strict=True)
-  )
-
-
-def _itemsize(dtype: Any) -> int:
-  return 8 if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize

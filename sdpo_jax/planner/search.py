@@ -114,20 +114,11 @@ def meshes(config: Config, policy: Policy, chips: int, over: Sequence[str]) -> l
   if 'mesh' not in over:
     return [{}]
   model = policy.config
-  padded = {
-    size
-    for parameter in policy.parameter_table()
-    for axis, size in zip(parameter.axes, parameter.shape, strict=True)
-    if axis == 'vocab'
-  }
-
-  def divides(tensor: int) -> bool:
-    return all(size % tensor == 0 for size in (chips, model.heads, model.kv_heads, model.intermediate_size, *padded))
-
+  split = (chips, model.heads, model.kv_heads, model.intermediate_size, model.padded_vocab_size)
   return [
     {'mesh.fsdp': chips // tensor, 'mesh.tensor': tensor}
     for tensor in range(1, min(chips, model.kv_heads) + 1)
-    if divides(tensor)
+    if not any(size % tensor for size in split)
   ]
 
 

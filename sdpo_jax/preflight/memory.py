@@ -14,6 +14,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.distributed.mesh import FSDP, RULES, TENSOR, parameter_sharding
+from sdpo_jax.distributed.programs import leaf_bytes
 from sdpo_jax.learning import batching
 from sdpo_jax.learning.update import abstract_state
 from sdpo_jax.models import parameters as parameter_tables
@@ -105,11 +106,7 @@ def readable(size: float) -> str:
 
 def _bytes(tree: Any) -> float:
   """Return the bytes of abstract arrays on one device."""
-  total = 0.0
-  for leaf in jax.tree.leaves(tree):
-    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
-    total += math.prod(leaf.sharding.shard_shape(leaf.shape)) * (8 if is_key else leaf.dtype.itemsize)
-  return total
+  return float(sum(leaf_bytes(tree)))
 
 
 def _prepared(policy: Policy, mesh: jax.sharding.Mesh, base: Tree) -> parameter_tables.Table:
@@ -161,12 +158,7 @@ def _activations(config: Config, policy: Policy, mesh: jax.sharding.Mesh, item: 
 
 def _logits(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> float:
   """Return the bytes of the float32 logits that exist at one time."""
-  vocabulary = max(
-    size
-    for parameter in policy.parameter_table()
-    for axis, size in zip(parameter.axes, parameter.shape, strict=True)
-    if axis == 'vocab'
-  )
+  vocabulary = policy.config.padded_vocab_size
   shards = mesh.shape[RULES['vocab']] if vocabulary % mesh.shape[RULES['vocab']] == 0 else 1
   arrays = LOGITS if objective_spec(config).needs_teacher else LOGITS - 1
   return float(arrays * config.actor.logits_chunk_size * vocabulary / shards * 4)

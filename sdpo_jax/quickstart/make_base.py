@@ -24,8 +24,7 @@ import numpy as np
 from sdpo_jax.config import Config, ModelConfig, SelfDistillationConfig
 from sdpo_jax.data.prompts import DEFAULT_FORMAT, chat_tokens
 from sdpo_jax.environments import digits
-from sdpo_jax.errors import UserError
-from sdpo_jax.models import huggingface, model_files
+from sdpo_jax.models import exporting, huggingface, model_files
 from sdpo_jax.models import tokenizer as tokenizers
 from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.quickstart import small_tokenizer, supervised
@@ -89,10 +88,7 @@ def make_base(
   Raises:
     UserError: `output` is not empty.
   """
-  target = pathlib.Path(output)
-  if target.exists() and (not target.is_dir() or any(target.iterdir())):
-    raise UserError(f'{target} already exists and is not empty: name another directory with --output.')
-  target.parent.mkdir(parents=True, exist_ok=True)
+  exporting.check_target(output)
   distillation = config.actor.self_distillation
   with tempfile.TemporaryDirectory() as scratch:
     if recipe.start is None:
@@ -102,7 +98,7 @@ def make_base(
       source = model_files.resolve(recipe.start)
       policy, params = huggingface.load(source, ModelConfig(dtype='float32'))
     params = train(recipe, policy, params, tokenizers.load(source), distillation, announce)
-    huggingface.save(target, policy, params, source=source, dtype='float32')
+    huggingface.save(output, policy, params, source=source, dtype='float32')
 
 
 def attempt(rng: random.Random, recipe: DigitRecipe, instruction: str, numbers: list[int]) -> str:

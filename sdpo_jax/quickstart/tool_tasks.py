@@ -26,20 +26,7 @@ FILES = tuple(
   )
 )  # fmt: skip
 FOLDERS = ('src', 'lib', 'tests', 'tools', 'docs', 'scripts', 'core', 'web', 'plugins', 'examples')
-PACKAGES = (
-  'numpy',
-  'requests',
-  'flask',
-  'django',
-  'scipy',
-  'pandas',
-  'httpx',
-  'pillow',
-  'redis',
-  'rich',
-  'click',
-  'attrs',
-)
+PACKAGES = tuple('numpy requests flask django scipy pandas httpx pillow redis rich click attrs'.split())
 BRANCHES = ('dev', 'release', 'hotfix', 'staging', 'feature', 'nightly', 'login', 'checkout_page', 'stable', 'rewrite')
 FAVOURITE = 0.8  # Probability of the base's favourite; the other ways share the rest.
 _INTEGERS = ('limit', 'start', 'end')  # Arguments that are integers.
