@@ -84,7 +84,7 @@ class TrainIterator:
       files = {0: [example for examples in files.values() for example in examples]}
     # All questions of files, and those questions of generators that are checked here.
     self.questions = [example for examples in files.values() for example in examples]
-    # Number of rows in files; None: there is a generator, which makes as many as are needed.
+    # Number of rows in files; None: there is a generator, which is endless.
     self.rows = None if any(map(sources.is_generator, data.train_files)) else sum(map(len, files.values()))
     self._fingerprint = _fingerprint(files.values(), data.train_files)
     # Hashed, because Grain shuffles epoch e with seed + e: neighbouring seeds, or sources, would share epochs.
@@ -138,13 +138,13 @@ class TrainIterator:
     """
     if state['fingerprint'] != self._fingerprint and not other_rows:
       raise UserError(
-        'data.train_files hold other rows than when this run was saved, so it cannot continue where it stopped: '
+        'data.train_files hold different rows than when this run was saved, so it cannot continue where it stopped: '
         'restore the files, start in a new workdir, or insist with --config.trainer.accept_changes=data.'
       )
     if state.get('counts', self._counts) != self._counts:
       raise UserError(
-        'data.train_files mix files and generators otherwise than when this run was saved, so that its position in '
-        'them means nothing: restore the setting or start in a new workdir.'
+        'data.train_files mix files and generators differently than when this run was saved, so its position in them '
+        'is no longer valid: restore the setting or start in a new workdir.'
       )
     self._iterator.set_state(state['iterator'])
 
@@ -283,7 +283,7 @@ def digest(examples: Sequence[Example]) -> str:
 
 
 def _fingerprint(sets: Iterable[Sequence[Example]], names: Sequence[str]) -> str:
-  """Return a hash of the questions and their answers, with which a resumed run checks that they are unchanged."""
+  """Return a hash of the questions and answers, by which a resumed run checks that they are unchanged."""
   digest = hashlib.sha256()
   # One set at a time: the unit tests of some data sets take up much of the memory.
   for examples in sets:

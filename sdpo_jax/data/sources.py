@@ -22,7 +22,7 @@ GENERATOR_PREFIX = 'generator:'
 
 
 class Registry(Protocol):
-  """The interface of `sdpo_jax.environments.registry`, the module of environments that the caller passes in."""
+  """The part of `sdpo_jax.environments.registry` that is used here; the caller passes the module in."""
 
   def require(self, name: str) -> None:
     """Raise UserError if there is no grader of that name."""
@@ -72,9 +72,9 @@ def make_generator(source: str, split: str, seed: int, registry: Registry) -> Ca
 def read_rows(source: str, setting: str) -> Sequence[RawRow]:
   """Return all rows of a file or a hub data set; only the file's own syntax is checked.
 
-  A name ending in .parquet is parquet, one in .csv is CSV with a header, and in one in .txt every line that is not
-  blank is the `prompt` of a row; anything else is a JSON array if it starts with '[', JSON lines otherwise. CSV values
-  are texts; an empty cell is a missing field.
+  Names ending in .parquet are parquet files, in .csv CSV files with a header, and in .txt text files, in which every
+  line that is not blank is the `prompt` of a row; anything else is a JSON array if it starts with '[', JSON lines
+  otherwise. CSV values are strings; an empty cell is a missing field.
 
   Args:
     source: path, local or any that etils.epath opens (gs://…), or hf:OWNER/NAME?split=… (see `hub_datasets.files`).

@@ -148,7 +148,7 @@ def test_a_position_in_other_rows_may_be_taken_but_not_one_that_counts_otherwise
   assert ids(next(same)) == ids(next(rows))
   endless = train(['generator:toy'])
   next(endless)
-  with pytest.raises(UserError, match='mix files and generators otherwise'):
+  with pytest.raises(UserError, match='mix files and generators differently'):
     same.set_state(endless.get_state(), other_rows=True)
 
 

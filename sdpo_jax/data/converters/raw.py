@@ -1,4 +1,4 @@
-"""The common part of the converters: reading fields of a source's rows, and making rows of the raw schema."""
+"""Shared code of the converters: reading fields of a source's rows, and making rows of the raw schema."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def make_row(
 
 
 def described(text: str, kind: str) -> str:
-  """Return the description of a question, which the model never sees, with the ending that the reference's have."""
+  """Return the description of a question, which the model never sees, in the reference's wording."""
   return f'{text} The solution will be evaluated in a {kind} environment.'
 
 
