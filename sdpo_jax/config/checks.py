@@ -1,7 +1,6 @@
-"""Checks of the settings' values, with an error message for each that is refused.
+"""Checks of settings; each error message names the setting and a remedy.
 
-A message names the setting and the remedy. Types are checked first and ranges (`ranges`) next, so that all other checks
-may rely on them.
+Types are checked first and ranges (`ranges`) next, so that all other checks can rely on them.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def _check_model(model: schema.ModelConfig) -> None:
 
 
 def _check_lora(lora: schema.LoraConfig) -> None:
-  own = 'rank, alpha and matrices of an adapter'
+  own = 'rank, alpha and matrices of the adapter'
   _check_effects(lora, 'model.lora', 'rank', 'an adapter', own, ('path',))
   _require(
     bool(lora.target_modules), 'model.lora.target_modules is empty: name the matrices with factors, or all-linear.'
@@ -124,17 +123,17 @@ def _check_effects(
   Args:
     section: settings of what is trained, with the `path` of one to start from.
     prefix: name of the section.
-    switch: name of the setting that asks for a new one.
-    what: what the section describes.
-    own: what one to start from brings with it.
-    kept: settings that have an effect on one to start from, too.
+    switch: name of the setting that asks for a new adapter or cartridge.
+    what: 'an adapter' or 'a cartridge', for messages.
+    own: what a file to start from determines, for messages.
+    kept: settings that have an effect also with a file to start from.
   """
   default = type(section)()
   for field in dataclasses.fields(section):
     name, value, unset = field.name, getattr(section, field.name), getattr(default, field.name)
     _require(
       not section.path or name in kept or _same(value, unset),
-      f'{prefix}.{name}={value} and {prefix}.path={section.path}: {own} to start from are its own; leave '
+      f'{prefix}.{name}={value} has no effect with {prefix}.path={section.path}, which determines {own}: leave '
       f'{prefix}.{name} at {unset}.',
     )
     _require(
@@ -146,7 +145,7 @@ def _check_effects(
 
 def _check_cartridge(config: schema.Sections) -> None:
   cartridge, sd = config.model.cartridge, config.actor.self_distillation
-  tokens, own = cartridge.tokens, 'slots and windows of a cartridge'
+  tokens, own = cartridge.tokens, 'slots and windows of the cartridge'
   kept = ('path', 'document', 'divide_document')
   _check_effects(cartridge, 'model.cartridge', 'tokens', 'a cartridge', own, kept)
   if not cartridge.used:
@@ -182,7 +181,7 @@ def _check_cartridge(config: schema.Sections) -> None:
   )
   _require(
     not config.actor.pack_sequences,
-    'actor.pack_sequences=true with model.cartridge: rows hold one sample each, behind the slots; set it to false.',
+    'actor.pack_sequences=true with model.cartridge: rows hold one sample each, after the slots; set it to false.',
   )
   _require(
     config.actor.policy_loss.loss_mode != 'sdpo' or not cartridge.document or sd.teacher_regularization == 'base',
@@ -192,13 +191,13 @@ def _check_cartridge(config: schema.Sections) -> None:
 
 
 def _check_writer(config: schema.Sections) -> None:
-  """Raise UserError if the teacher writes the completions, and another setting requires that the student does."""
+  """Raise UserError if the teacher samples the completions and another setting requires that the student does."""
   if config.rollout.sampled_by != 'teacher':
     return
   actor, sd, written = config.actor, config.actor.self_distillation, "rollout.sampled_by='teacher'"
   _require(
     config.model.cartridge.used,
-    f'{written} is there for cartridges, whose teacher reads a document: set model.cartridge.tokens, or leave it at '
+    f'{written} is only for cartridges, whose teacher reads a document: set model.cartridge.tokens, or leave it at '
     "'student'.",
   )
   _require(
@@ -213,8 +212,8 @@ def _check_writer(config: schema.Sections) -> None:
   )
   _require(
     config.algorithm.rollout_correction.rollout_is is None,
-    f'{written} with algorithm.rollout_correction.rollout_is: these weights are for the rounding of the sampler, and '
-    'would undo what the teacher has drawn; set that to None.',
+    f'{written} with algorithm.rollout_correction.rollout_is: these weights correct for rounding in the sampler, and '
+    'would undo that the teacher draws the tokens; set that to None.',
   )
   _require(
     not actor.kl_loss_coef,
@@ -230,7 +229,7 @@ def _check_writer(config: schema.Sections) -> None:
   _require(
     sd.is_clip is None or not several,
     f'{written} with {_DISTILLATION}.is_clip={sd.is_clip} and several optimizer steps per generation batch: the ratio '
-    'supposes that the student drew the tokens; set is_clip to None.',
+    'assumes that the student drew the tokens; set is_clip to None.',
   )
 
 
@@ -292,14 +291,14 @@ def _check_source_weights(data: schema.DataConfig) -> None:
   )
   _require(
     not weights or sum(round_shares(weights)) <= LONGEST_ROUND,
-    f'data.source_weights={weights} differ too finely: write them with fewer digits, e.g. 7,3.',
+    f'data.source_weights={weights} have too many digits: write them with fewer, e.g. 7,3.',
   )
 
 
 def round_shares(weights: Sequence[float]) -> list[int]:
   """Return the smallest integers in the ratio of positive weights: [1, 3] for (0.5, 1.5).
 
-  The weights are taken as the decimals they are written as.
+  Weights are read as decimals, so that 0.1 is exactly a tenth.
   """
   exact = [fractions.Fraction(str(weight)) for weight in weights]
   common = math.lcm(*(weight.denominator for weight in exact))
@@ -707,7 +706,7 @@ def _require(condition: bool, sentence: str) -> None:
 
 
 def _require_defaults(section: object, prefix: str, names: Sequence[str], why: str) -> None:
-  """Raise UserError if a setting without effect is not at its default; `why` says why it has none."""
+  """Raise UserError if a setting without effect is not at its default; `why` gives the reason and a remedy."""
   for name in names:
     value, unset = getattr(section, name), getattr(type(section)(), name)
     _require(value == unset, f'{prefix}.{name}={value} has no effect{why}, or leave it at {unset!r}.')

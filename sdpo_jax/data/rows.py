@@ -207,7 +207,7 @@ def _check_unicode(text: Any, row: RawRow) -> None:
     text.encode()
   except UnicodeEncodeError as error:
     raise UserError(
-      f'{row.origin}: a lone surrogate, {text[error.start]!r}, follows {short_repr(text[: error.start][-30:])}: write '
+      f'{row.origin}: half of a character, {text[error.start]!r}, follows {short_repr(text[: error.start][-30:])}: write '
       'the whole character or leave it out.'
     ) from error
 

@@ -35,7 +35,7 @@ TABLE = (
   Accelerator('NVIDIA A100', 312e12),
 )
 TPU_FILES = ('/dev/accel*', '/dev/vfio/[0-9]*')
-GOOGLE, NO_TPU = '0x1ae0', ('0x01', '0x02')  # PCI vendor, and PCI classes of its disks and network cards.
+GOOGLE, NO_TPU = '0x1ae0', ('0x01', '0x02')  # PCI vendor, and the PCI classes of its disks and network cards.
 
 
 def find(device_kind: str) -> Accelerator | None:
@@ -50,7 +50,7 @@ def peak_flops(device: jax.Device) -> float | None:
 
 
 def devices() -> list[jax.Device]:
-  """Return the devices that JAX finds.
+  """Return JAX's devices, with a readable error if there are none.
 
   Raises:
     UserError: the platform named by JAX_PLATFORMS does not exist here, or cannot be used.
@@ -86,7 +86,7 @@ def skip_absent_tpu() -> None:
 
 
 def _has_tpu() -> bool:
-  """Return whether there is a device file through which libtpu reaches a chip, or a Google chip on the PCI bus."""
+  """Return whether libtpu can reach a chip through a device file, or a Google chip is on the PCI bus."""
   return any(map(glob.glob, TPU_FILES)) or any(map(_is_tpu, glob.glob('/sys/bus/pci/devices/*')))
 
 

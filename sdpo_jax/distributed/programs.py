@@ -1,7 +1,7 @@
-"""The programs that a run or a service compiles, each with the shapes that it is called with.
+"""Descriptions of the programs that a run or a service compiles: functions with the shapes of their arguments.
 
-Everything that lowers, compiles or costs programs without running them, such as the planner, reads such a list;
-`compile_programs` compiles one in an order in which the shardings of every program's arguments are known.
+Whatever lowers, compiles or costs programs without running them, such as the planner, reads a list of them.
+`compile_programs` compiles them in an order in which the shardings of every program's arguments are known.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Program:
   function: Callable[..., Any]
   arguments: tuple[Any, ...]
   static: dict[str, Any] = dataclasses.field(default_factory=dict)
-  # What each argument is, or each of its leaves: 'base', 'parameters', 'state', 'gradients', 'cache' (of a decode
-  # loop), 'batch' …
+  # Purpose of each argument, or of each of its leaves: 'base', 'parameters', 'state', 'gradients', 'cache' (of a
+  # decode loop), 'batch' …
   holds: tuple[str | tuple[str, ...], ...] = ()
   # Argument index → (the program whose result it is, which element of that result; None: all). The argument has the
   # shardings that the compiler chose for the result; a leaf whose sharding is None was not made by that program.

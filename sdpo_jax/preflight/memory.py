@@ -1,4 +1,4 @@
-"""Arithmetic estimate of a run's memory per device; the planner is more exact, as it compiles the programs."""
+"""Arithmetic estimate of a run's memory per device; the planner, which compiles the programs, is more exact."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ LOGITS = 3  # Chunk-sized arrays that exist at one time: student, teacher, gradi
 class Memory:
   """Bytes on one device, by purpose."""
 
-  held: Mapping[str, float]  # All the time.
+  held: Mapping[str, float]  # In use all the time.
   sampling: Mapping[str, float]  # In addition while sampling, with all rows at their limits.
   update: Mapping[str, float]  # In addition during an update, with the longest rows.
 
   @property
   def peak(self) -> float:
-    """Return the peak memory."""
+    """Return the peak memory: what is always in use plus the larger of the two phases."""
     return sum(self.held.values()) + max(sum(self.sampling.values()), sum(self.update.values()))
 
 
@@ -110,7 +110,7 @@ def _bytes(tree: Any) -> float:
 
 
 def _prepared(policy: Policy, mesh: jax.sharding.Mesh, base: Tree) -> parameter_tables.Table:
-  """Return the frozen parameters of which the sampler holds a copy in another form."""
+  """Return the frozen parameters that the sampler holds a second time, in another layout or dtype."""
   stays = {place for place in sampler_functions(policy, mesh).prepare_base(base).stays if place is not None}
   leaves, form = jax.tree.flatten(base)
   places = form.unflatten(range(len(leaves)))
@@ -119,7 +119,7 @@ def _prepared(policy: Policy, mesh: jax.sharding.Mesh, base: Tree) -> parameter_
 
 
 def _copied(mesh: jax.sharding.Mesh, item: int, table: parameter_tables.Table) -> float:
-  """Return the bytes of the copy in compute dtype with which every group of devices samples."""
+  """Return the bytes of the copy in compute dtype from which every group of devices samples."""
   total = 0.0
   for parameter in table:
     split = parameter_sharding(mesh, parameter.axes, parameter.shape).spec

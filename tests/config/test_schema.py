@@ -343,7 +343,7 @@ def test_a_key_in_an_address_is_not_quoted():
   saved['environments']['http']['url'] = 'http://me:word@host:1/grade?key=hidden'
   config.environments.http.url = 'http://[broken'
   assert differences(saved, config).refused == [
-    "environments.http.url was 'http://host:1/grade' (with what is not shown here) and is now another address"
+    "environments.http.url was 'http://host:1/grade' (with parts that are not shown) and is now another address"
   ]
 
 

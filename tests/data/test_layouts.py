@@ -149,7 +149,11 @@ def test_named_columns_count_and_others_stay_for_graders():
       {},
       'recognised as the answer; there are question, reply: name other columns in --prompt',
     ),
-    ([{'question': 'Q', 'answer': '2'}], {'prompt_column': 'x'}, 'recognised as the question; there are question, answer'),
+    (
+      [{'question': 'Q', 'answer': '2'}],
+      {'prompt_column': 'x'},
+      'recognised as the question; there are',
+    ),
     (
       [{'question': 'Q', 'answer': ['2']}],
       {},
