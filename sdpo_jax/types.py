@@ -1,4 +1,4 @@
-"""The six values that travel through the program (Examples → Rollouts → Outcomes → Batch + TeacherSignal → TrainState).
+"""The data that flow through the program: Examples → Rollouts → Outcomes → Batch + TeacherSignal → TrainState.
 
 Host-side values hold NumPy arrays and strings; device-side values are `flax.struct` dataclasses of arrays.
 Shape letters: N samples (completions) of a generation batch, G groups (questions), n = N / G samples a group,
@@ -22,11 +22,11 @@ Tree = Any  # A nested dict of arrays.
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-  """One question."""
+  """One question with everything that its graders need."""
 
   id: str
   messages: Messages  # Chat messages; the last one is the user turn that re-prompting extends.
-  environment: str  # Registered name of the grader; or several, whose rewards are added up: 'exact,0.2*format'.
+  environment: str  # Registered name of the grader, or of several whose scores are added up: 'exact,0.2*format'.
   ground_truth: Any  # Whatever the grader needs; never shown to the student.
   data_source: str  # Evaluation results are reported per data source.
   extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -110,11 +110,12 @@ class Outcome:
 
   @classmethod
   def unwanted(cls, reason: str) -> Outcome:
-    """Return the outcome of a completion that is not to be graded; other graders of the question still count."""
+    """Return the outcome of a completion that need not be graded; other graders of the question still count."""
     return cls(score=None, reason=reason, applicable=False, wanted=False)
 
   @property
   def graded(self) -> bool:
+    """Whether there is a score."""
     return self.score is not None
 
 

@@ -207,8 +207,8 @@ def _check_unicode(text: Any, row: RawRow) -> None:
     text.encode()
   except UnicodeEncodeError as error:
     raise UserError(
-      f'{row.origin}: half of a character, {text[error.start]!r}, follows {short_repr(text[: error.start][-30:])}: write '
-      'the whole character or leave it out.'
+      f'{row.origin}: half of a character, {text[error.start]!r}, follows {short_repr(text[: error.start][-30:])}: '
+      'write the whole character or leave it out.'
     ) from error
 
 

@@ -1,4 +1,4 @@
-"""Forward passes of a run that train nothing: the most likely tokens of student and teacher, and their divergence.
+"""Forward passes without training: the most likely tokens of student and teacher, and their divergence.
 
 N completions of T tokens; K most likely tokens of a position; B rows of a micro-batch.
 """

@@ -1,4 +1,4 @@
-"""Passes over tokens and the vocabulary: their settings, and a loop over the tokens that count, in chunks."""
+"""Passes over tokens and the vocabulary: their settings, and a loop over unmasked tokens in chunks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PassSettings:
 
   chunk_size: int  # Tokens of a device whose logits exist at one time.
   vocab_block: int  # Entries handled at one time within a chunk.
-  topk: int | None = None  # K; None: the most likely tokens are not wanted.
+  topk: int | None = None  # K; None: the most likely tokens are not computed.
   topk_method: str = 'exact'
   shard: VocabShard
   layout: Layout | None  # None: one device.

@@ -20,7 +20,7 @@ from sdpo_jax.objective import divergences, vocabulary
 from sdpo_jax.objective.chunks import PassSettings, over_active_tokens
 from sdpo_jax.objective.sharded import DeviceResult, Layout
 
-# Tokens handled at a time where the logits of all their K candidates, or their gradient, are held too.
+# Tokens handled at a time if the logits of all their K candidates, or the gradient by them, are in memory, too.
 CHUNK = 256
 
 

@@ -1,4 +1,4 @@
-"""The objective on a device mesh: rows of a batch split over all devices, the vocabulary over one mesh axis.
+"""The objective on a device mesh: rows of the batch are split over all devices, the vocabulary over one axis.
 
 A row is one of the batch; an entry is one of the vocabulary, a row of the unembedding.
 """

@@ -68,7 +68,7 @@ _INSTRUCTION = re.compile(r' +(ROOT )?%?([\w.\-]+) = ')
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-  """Type of an array."""
+  """Dtype, shape and memory space of an array."""
 
   dtype: str
   shape: tuple[int, ...]
@@ -87,13 +87,15 @@ class Array:
 
 @dataclasses.dataclass(eq=False)
 class Instruction:
+  """An HLO instruction."""
+
   name: str
   opcode: str
   arrays: tuple[Array, ...]  # Results; several for a tuple.
-  operands: tuple[str, ...]
+  operands: tuple[str, ...]  # Names.
   attributes: str  # The rest of the line, backend_config included.
   literal: str = ''  # The text in parentheses: the value of a constant or the number of a parameter.
-  computation: Computation | None = dataclasses.field(default=None, repr=False)  # The one that it is part of.
+  computation: Computation | None = dataclasses.field(default=None, repr=False)  # The computation it is part of.
 
   @property
   def bytes(self) -> int:
@@ -143,6 +145,8 @@ class Instruction:
 
 @dataclasses.dataclass(eq=False)
 class Computation:
+  """An HLO computation: the entry, a loop's body or condition, a branch, or the inside of a fusion."""
+
   name: str
   module: Module = dataclasses.field(repr=False)
   instructions: dict[str, Instruction]
@@ -156,6 +160,8 @@ class Computation:
 
 @dataclasses.dataclass
 class Module:
+  """An HLO module: its computations by name, and the name of the entry computation."""
+
   computations: dict[str, Computation]
   entry: str
 
@@ -211,7 +217,7 @@ def _instruction(name: str, rest: str, computation: Computation) -> Instruction:
   end = _closing(rest, 0) if rest.startswith('(') else re.match(r'\S+', rest).end()
   match = re.compile(r' ?([\w\-]+)\(').match(rest, end)
   if match is None:
-    raise ValueError(f'This instruction is not understood: %{name} = {rest[:200]}')
+    raise ValueError(f'This instruction cannot be parsed: %{name} = {rest[:200]}')
   stop = _closing(rest, match.end() - 1)
   inside = rest[match.end() : stop - 1]
   return Instruction(
@@ -795,7 +801,7 @@ def _moved(instruction: Instruction) -> int:
 
 
 def _kernel_kind(instruction: Instruction) -> tuple[str | None, Instruction]:
-  """Return the kind of a kernel, None for no kernel, and the instruction that it is, which may be in a fusion."""
+  """Return the kind of a kernel (None: not a kernel), and its instruction, which may be inside a fusion."""
   opcode = instruction.opcode
   # Asynchronous operations overlap with other work.
   if opcode.endswith(('-start', '-done')) or opcode in COLLECTIVES:
@@ -820,20 +826,22 @@ def _call_kind(call: Instruction) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
+  """The largest result of an instruction in HBM."""
+
   name: str
-  op_name: str
+  op_name: str  # Name of the operation in the traced program.
   opcode: str
   bytes: int
-  count: float
-  shape: str
+  count: float  # Number of executions.
+  shape: str  # With the dtype: 'bf16[8,128]'.
 
 
 def largest(trace: Trace, *, limit: int = 10, of: Callable[[Instruction], bool] | None = None) -> list[Buffer]:
   """Return the largest results in HBM of instructions that create new values.
 
   Args:
-    trace: what runs.
-    limit: the most results to return.
+    trace: the executed instructions.
+    limit: maximum number of results to return.
     of: selects instructions; None: all.
   """
   found = []

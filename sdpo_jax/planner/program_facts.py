@@ -1,4 +1,4 @@
-"""Compiler results, cached in a folder on request: planning again then takes seconds."""
+"""Compiler results, optionally cached in a folder, so that planning again takes seconds."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from sdpo_jax.files import make_directory, write_atomically
 
 @dataclasses.dataclass(frozen=True)
 class ProgramFacts:
-  """The facts of a compiled program that the planner reads; on one device."""
+  """What the planner reads of a compiled program, on one device."""
 
   text: str  # The scheduled HLO.
   argument_bytes: tuple[tuple[int | None, ...], ...]  # Of each argument's leaves; None: a leaf that is not passed.
   arguments_in_all: int  # Bytes of all arguments, padding included.
-  results: int  # Bytes.
+  results: int  # Bytes of all results.
   aliased: int  # Bytes of results that reuse an argument's memory.
-  temporaries: int  # Bytes.
+  temporaries: int  # Bytes of temporaries.
   output_shardings: Any = None  # For programs that others inherit from; these are compiled every time.
 
 
@@ -54,7 +54,7 @@ class _Question:
   program: Program
   compiler: str
   folder: epath.PathLike | None  # None: the result is not cached.
-  lowered: jax.stages.Lowered | None = None  # None: not yet.
+  lowered: jax.stages.Lowered | None = None  # None: not lowered yet.
 
   def lower(self, *arguments: Any, **static: Any) -> _Question:
     return dataclasses.replace(self, lowered=self.program.function.lower(*arguments, **static))

@@ -1,4 +1,4 @@
-"""TPU slices for compilation: descriptions of devices without the devices."""
+"""TPU slices to compile for, described without their devices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Chip:
   """One chip of a TPU generation."""
 
   name: str
-  hbm_gib: float  # Available to a program, according to the compiler's own out-of-memory message.
+  hbm_gib: float  # GiB available to a program, according to the compiler's own out-of-memory message.
   flops: float  # Dense bf16 FLOP/s (data sheet).
   hbm_bandwidth: float  # Byte/s (data sheet).
   clock: float  # Hz; times the products per cycle of the matrix units it gives `flops`.
@@ -77,7 +77,7 @@ class Topology:
 
   @property
   def compiler(self) -> str:
-    """Return the versions of jax and libtpu, since each libtpu release compiles differently."""
+    """Return the versions of jax and libtpu, whose releases compile differently."""
     built = re.search(r'Built on (\w+ +\d+ \d+)', self.devices[0].client.platform_version)
     return f'jax {jax.__version__}, libtpu' + (f' built on {built.group(1)}' if built else '')
 

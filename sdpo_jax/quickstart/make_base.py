@@ -1,10 +1,10 @@
 """The quickstart's base model, made from scratch: a tokenizer and a tiny decoder that misreads its instructions.
 
-It is trained with supervision on two kinds of lessons about the digit task. In the plain context it is unsure and
-mostly wrong: it confuses the instructions of a pair (`BELIEFS`), so that its greedy answer is wrong. In the context of
-a re-prompted question it uses what it reads: it copies a demonstration, and infers right digits from feedback about an
-attempt like its own; for digits that the feedback does not mention, it reads the instruction right more often than not.
-Without that second skill there is no self-teacher. No lesson uses a list of digits of the test split.
+It is trained with supervision on two kinds of lessons about the digit task. For a plain question it is unsure and
+mostly wrong: it confuses the instructions of a pair (`BELIEFS`), so that its greedy answer is wrong. For a re-prompted
+question it uses what it reads: it copies a demonstration, and infers right digits from feedback on an attempt like its
+own; for digits that the feedback does not mention, it reads the instruction correctly more often than not. Without this
+second skill it could not be a self-teacher. No lesson uses a list of digits of the test split.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class DigitRecipe(TinyRecipe):
   steps: int = 2000
   warmup_steps: int = 100
   rows: tuple[tuple[Kind, int], ...] = (('plain', 32), ('demonstration', 8), ('feedback', 32))  # Lessons per step.
-  right: float = 0.33  # A digit of an attempt in the plain context follows the instruction …
+  right: float = 0.33  # Probability that a digit of an attempt at a plain question follows the instruction …
   noise: float = 0.06  # … or is drawn at random; otherwise it follows the belief.
   # Instructions that are misread in the plain context; the others get right answers there.
   misread: tuple[str, ...] = tuple(digits.INSTRUCTIONS)
-  literal: float = 0.75  # A re-prompted question means what it says; otherwise any instruction, to make it read on.
-  improved: float = 0.5  # The attempt in the feedback was corrected in some digits, as later in training.
-  stumble: float = 0.5  # The answer to a re-prompted question is learned after wrong digits of the base's own.
+  literal: float = 0.75  # Probability that a re-prompted question means its own instruction; otherwise it means any.
+  improved: float = 0.5  # Probability that digits of the attempt in the feedback were corrected, as later in training.
+  stumble: float = 0.5  # Probability that the answer to a re-prompted question follows wrong digits of the base's own.
   vocab_size: int = 512
   hidden_size: int = 64
   intermediate_size: int = 128
@@ -83,7 +83,7 @@ def make_base(
     config: settings with the re-prompting templates that the base learns to read.
     output: Hugging Face model directory to make.
     recipe: hyperparameters; by default the committed model's.
-    announce: called with the progress.
+    announce: called with lines of progress.
 
   Raises:
     UserError: `output` is not empty.
@@ -116,7 +116,7 @@ def attempt(rng: random.Random, recipe: DigitRecipe, instruction: str, numbers: 
 
 @dataclasses.dataclass(frozen=True)
 class DigitLesson:
-  """A conversation, the digits given before each digit of the answer, and the answer to learn."""
+  """A conversation, the digits that precede each digit of the answer as input, and the answer to learn."""
 
   messages: Messages
   prefix: str

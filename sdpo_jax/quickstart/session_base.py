@@ -1,4 +1,4 @@
-"""A tiny agent, made from scratch, that proposes tool calls, prefers some of them, and understands corrections."""
+"""A tiny agent, made from scratch, that proposes tool calls, has favourites, and understands corrections."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from sdpo_jax.types import Tree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SessionRecipe(TinyRecipe):
-  """Hyperparameters of the model."""
+  """Hyperparameters of the tiny agent and of its training."""
 
   steps: int = 1400
   warmup_steps: int = 30
-  rows: int = 4  # Per step; a row holds several conversations.
+  rows: int = 4  # Rows per step; a row holds several conversations.
   length: int = 384  # Tokens per row.
-  tasks: int = 7  # Per conversation at most.
-  short: float = 0.5  # Fraction of steps with only one-task conversations without a system turn; later half.
+  tasks: int = 7  # Maximum number of tasks per conversation.
+  short: float = 0.5  # Fraction of steps with only one-task conversations without a system turn; then they are half.
   reprompted: float = 0.6  # Fraction of conversations that end with a re-prompt.
   hidden_size: int = 128
   intermediate_size: int = 256
@@ -57,7 +57,7 @@ def make_session_base(
     config: settings with the re-prompting templates that it learns to read.
     output: Hugging Face model directory to make.
     recipe: hyperparameters; by default the committed model's.
-    announce: called with the progress.
+    announce: called with lines of progress.
 
   Raises:
     UserError: `output` is not empty.
@@ -120,7 +120,7 @@ def write(items: Sequence[SessionLesson], tokenizer: Any) -> list[Written]:
       own = next(ids)
       tokens += own
       weights += [float(learned)] * len(own)
-    if item.rather is not None:  # From here on the call differs from the wanted one.
+    if item.rather is not None:  # Where the call departs from the wanted one.
       wanted, start = next(rather), len(tokens) - len(own)
       departure = next(at for at, (a, b) in enumerate(zip(wanted, own, strict=False)) if a != b)
       weights[start + departure] = 0.0
@@ -195,7 +195,7 @@ def _written(
 
 
 def _alike(tokenizer: Any) -> list[list[int]]:
-  """Return groups of similar tokens: names of each kind, programs and tools, and digits."""
+  """Return groups of token ids with similar uses: names of each kind, programs and tools, and digits."""
   ways = [way for kind in tool_tasks.KINDS.values() for way in kind.ways]
   used = sorted({way.program or way.tool for way in ways})
   names = (tool_tasks.SYMBOLS, tool_tasks.FILES, tool_tasks.FOLDERS, tool_tasks.PACKAGES, tool_tasks.BRANCHES, used)

@@ -1,4 +1,4 @@
-"""Tasks of the tiny agent in a workspace, the calls that do them, and the corrections that people give.
+"""Tasks of the tiny agent in a workspace, the calls that do them, and corrections of a call.
 
 Each kind of task can be done in several ways, one of which is the base model's favourite. The tools are those of
 `sdpo_jax/environments/workspace`. Corrections ask for a way by its name: 'use rg rather than grep -r'.
@@ -289,7 +289,7 @@ KINDS: dict[str, Kind] = {
   ),
 }
 
-# What the scripted user of benchmarks/session_learning.py wants, by kind of task: never the favourite.
+# Kind of task → the way that the scripted user of benchmarks/session_learning.py wants; never the favourite.
 PREFERENCES = {
   'find': 'rg',
   'drop': 'the edit tool',
