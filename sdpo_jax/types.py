@@ -115,7 +115,6 @@ class Outcome:
 
   @property
   def graded(self) -> bool:
-    """Whether there is a score."""
     return self.score is not None
 
 

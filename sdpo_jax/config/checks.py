@@ -152,7 +152,7 @@ def _check_cartridge(config: schema.Sections) -> None:
     _require(
       config.plan.document_tokens is None,
       f'plan.document_tokens={config.plan.document_tokens} has no effect without a cartridge: set '
-      'model.cartridge.tokens, or leave it at None.',
+      'model.cartridge.tokens, or leave document_tokens at None.',
     )
     return
   _require(
@@ -162,7 +162,7 @@ def _check_cartridge(config: schema.Sections) -> None:
   _require(
     tokens is None or cartridge.num_frozen_tokens < tokens,
     f'model.cartridge.num_frozen_tokens={cartridge.num_frozen_tokens} leaves none of model.cartridge.tokens={tokens} '
-    'slots to train: lower it, or raise the number of slots.',
+    'slots to train: freeze fewer, or raise the number of slots.',
   )
   _require(
     bool(cartridge.path) or cartridge.initializer != 'document' or bool(cartridge.document),
@@ -177,7 +177,7 @@ def _check_cartridge(config: schema.Sections) -> None:
   _require(
     cartridge.divide_document is None or bool(cartridge.document),
     f'model.cartridge.divide_document={cartridge.divide_document} has no effect without a document: name one in '
-    'model.cartridge.document, or leave it at None.',
+    'model.cartridge.document, or leave divide_document at None.',
   )
   _require(
     not config.actor.pack_sequences,
@@ -197,13 +197,13 @@ def _check_writer(config: schema.Sections) -> None:
   actor, sd, written = config.actor, config.actor.self_distillation, "rollout.sampled_by='teacher'"
   _require(
     config.model.cartridge.used,
-    f'{written} is only for cartridges, whose teacher reads a document: set model.cartridge.tokens, or leave it at '
-    "'student'.",
+    f'{written} is only for cartridges, whose teacher reads a document: set model.cartridge.tokens, or leave '
+    "sampled_by at 'student'.",
   )
   _require(
     actor.policy_loss.loss_mode == 'sdpo',
     f'{written} with actor.policy_loss.loss_mode={actor.policy_loss.loss_mode!r}, which has no teacher and learns from '
-    "what the student has drawn: set that to 'sdpo', or sampled_by to 'student'.",
+    "what the student has drawn: set loss_mode to 'sdpo', or sampled_by to 'student'.",
   )
   _require(
     sd.teacher_context == 'prompt' and sd.teacher_regularization == 'base',
@@ -213,17 +213,17 @@ def _check_writer(config: schema.Sections) -> None:
   _require(
     config.algorithm.rollout_correction.rollout_is is None,
     f'{written} with algorithm.rollout_correction.rollout_is: these weights correct for rounding in the sampler, and '
-    'would undo that the teacher draws the tokens; set that to None.',
+    'would undo that the teacher draws the tokens; set rollout_is to None.',
   )
   _require(
     not actor.kl_loss_coef,
-    f'{written} with actor.kl_loss_coef={actor.kl_loss_coef}: that penalty is estimated from what the student draws; '
-    'set it to 0.',
+    f'{written} with actor.kl_loss_coef={actor.kl_loss_coef}: the penalty is estimated from what the student draws; '
+    'set the coefficient to 0.',
   )
   _require(
     not config.rollout.steps_off,
-    f'{written} with rollout.steps_off={config.rollout.steps_off}: the teacher is the same in all steps; set that to '
-    '0.',
+    f'{written} with rollout.steps_off={config.rollout.steps_off}: the teacher is the same in all steps; set steps_off '
+    'to 0.',
   )
   several = actor.ppo_mini_batch_size != config.data.train_batch_size or actor.ppo_epochs > 1
   _require(
@@ -240,7 +240,7 @@ def _check_measured_divergence(config: schema.Sections) -> None:
   _require(
     config.model.cartridge.used and bool(config.model.cartridge.document),
     f'{asked} compares a cartridge with the model that reads the document: set model.cartridge.document and the slots, '
-    'or leave it at false.',
+    'or leave test_divergence at false.',
   )
   _require(
     config.actor.policy_loss.loss_mode == 'sdpo' and sd.teacher_context == 'prompt',
@@ -335,7 +335,7 @@ def _check_teacher(config: schema.Sections) -> None:
   _require(
     restarts or interval is None,
     f'{_DISTILLATION}.teacher_restart_interval={interval} has no effect on '
-    f"teacher_regularization='{sd.teacher_regularization}': set that to 'restart', or leave the interval at None.",
+    f"teacher_regularization='{sd.teacher_regularization}': set it to 'restart', or leave the interval at None.",
   )
 
 
@@ -365,7 +365,7 @@ def _check_other_teacher(config: schema.Sections) -> None:
   _require(
     config.actor.policy_loss.loss_mode == 'sdpo',
     f'{named} has no effect with actor.policy_loss.loss_mode={config.actor.policy_loss.loss_mode!r}, which has no '
-    "teacher: set that to 'sdpo', or empty the setting.",
+    "teacher: set loss_mode to 'sdpo', or leave teacher_model empty.",
   )
   _require(
     sd.teacher_regularization == 'base',
@@ -389,7 +389,7 @@ def _check_endpoint(config: schema.Sections) -> None:
     return
   check_address(endpoint.url, f'{section}.url', f'{section}.api_key_env')
   for name, what in (
-    ('model', 'the name of the teaching model there'),
+    ('model', "the name of the teacher's model on the server"),
     ('tokenizer', 'a directory with its tokenizer'),
   ):
     _require(bool(getattr(endpoint, name).strip()), f'{section}.{name} is empty: set it to {what}.')
@@ -401,17 +401,17 @@ def _check_endpoint(config: schema.Sections) -> None:
   _require(
     config.actor.policy_loss.loss_mode == 'sdpo',
     f'{section}.url has no effect with actor.policy_loss.loss_mode={config.actor.policy_loss.loss_mode!r}, which has '
-    "no teacher: set that to 'sdpo', or empty it.",
+    "no teacher: set loss_mode to 'sdpo', or leave the address empty.",
   )
   _require(
     sd.teacher_regularization == 'base',
-    f'{section}.url with teacher_regularization={sd.teacher_regularization!r}: the teacher is what the server has; set '
-    "teacher_regularization to 'base'.",
+    f'{section}.url with teacher_regularization={sd.teacher_regularization!r}: the teacher is the model of the server; '
+    "set teacher_regularization to 'base'.",
   )
   _require(
     config.rollout.temperature == 1,
     f'{section}.url with rollout.temperature={config.rollout.temperature}: servers give log-probs at temperature 1, '
-    'and the divergence compares distributions at that of the rollouts; set it to 1.',
+    'but the divergence is between distributions at rollout.temperature; set it to 1.',
   )
   _require(
     not sd.teacher_model and not config.model.cartridge.used,
@@ -429,7 +429,7 @@ def _check_algorithm(config: schema.Sections) -> None:
   _require(
     loss.loss_mode == 'sdpo',
     f"algorithm.mode='hybrid' has no effect with actor.policy_loss.loss_mode={loss.loss_mode!r}, which is the policy "
-    "gradient alone: set that to 'sdpo', or algorithm.mode to 'pure_sdpo'.",
+    "gradient alone: set loss_mode to 'sdpo', or algorithm.mode to 'pure_sdpo'.",
   )
   _require(
     algorithm.sdpo_coef > 0 or algorithm.policy_gradient_coef > 0,
@@ -439,7 +439,7 @@ def _check_algorithm(config: schema.Sections) -> None:
   _require(
     config.rollout.sampled_by == 'student' or algorithm.policy_gradient_coef == 0,
     f"algorithm.mode='hybrid' with rollout.sampled_by={config.rollout.sampled_by!r}: a policy gradient learns from "
-    "what the student has drawn; set that to 'student', or algorithm.mode to 'pure_sdpo'.",
+    "what the student has drawn; set sampled_by to 'student', or algorithm.mode to 'pure_sdpo'.",
   )
   if algorithm.sdpo_coef > 0:
     return
@@ -453,8 +453,8 @@ def _check_algorithm(config: schema.Sections) -> None:
   for name, is_set in asked.items():
     _require(
       not is_set,
-      f'{name} has no effect with algorithm.sdpo_coef=0, which leaves no teacher: raise that, or leave {name} at its '
-      'default.',
+      f'{name} has no effect with algorithm.sdpo_coef=0, which leaves no teacher: raise sdpo_coef, or leave {name} at '
+      'its default.',
     )
 
 
@@ -467,7 +467,7 @@ def _check_written_feedback(config: schema.Sections) -> None:
       # Addresses are not quoted, since they can contain a key.
       _require(
         not getattr(endpoint, name),
-        f"{section}.{name} has no effect with {asked}: set that to 'endpoint', or leave {name} empty.",
+        f"{section}.{name} has no effect with {asked}: set the latter to 'endpoint', or leave {name} empty.",
       )
   if not sd.feedback_model:
     names = ('feedback_max_prompt_len', 'feedback_max_tokens', 'feedback_temperature', 'feedback_keeps_output')
@@ -478,12 +478,12 @@ def _check_written_feedback(config: schema.Sections) -> None:
   _require(
     config.actor.policy_loss.loss_mode == 'sdpo' and sd.teacher_context == 'reprompt',
     f"{asked} has no effect without a teacher that reads it: set actor.policy_loss.loss_mode to 'sdpo' and "
-    f"{_DISTILLATION}.teacher_context to 'reprompt', or empty it.",
+    f"{_DISTILLATION}.teacher_context to 'reprompt', or leave feedback_model empty.",
   )
   if sd.feedback_model == 'endpoint':
     _require(bool(endpoint.url.strip()), f"{section}.url is empty: name an endpoint, or set feedback_model to 'self'.")
     check_address(endpoint.url, f'{section}.url', f'{section}.api_key_env')
-    _require(bool(endpoint.model.strip()), f'{section}.model is empty: set it to the name of the writing model there.')
+    _require(bool(endpoint.model.strip()), f'{section}.model is empty: set it to the name of the model on the server.')
 
 
 def _check_gathering(config: schema.Sections) -> None:
@@ -494,23 +494,23 @@ def _check_gathering(config: schema.Sections) -> None:
   teaches = config.actor.policy_loss.loss_mode == 'sdpo' and (algorithm.mode != 'hybrid' or algorithm.sdpo_coef > 0)
   _require(
     teaches and config.actor.self_distillation.teacher_context == 'reprompt',
-    f'{asked} counts completions of which the teacher knows more, and there is no such teacher: set '
-    f"actor.policy_loss.loss_mode to 'sdpo' and {_DISTILLATION}.teacher_context to 'reprompt', or leave it at 0.",
+    f'{asked} counts completions with a signal of the teacher, and there is no such teacher: set '
+    f"actor.policy_loss.loss_mode to 'sdpo' and {_DISTILLATION}.teacher_context to 'reprompt', or the number to 0.",
   )
   _require(
     least <= rows,
-    f'{asked} is more than the {rows} completions that an update holds (data.train_batch_size × rollout.n): lower it, '
-    'or raise these.',
+    f'{asked} is more than the {rows} completions that an update holds (data.train_batch_size × rollout.n): lower the '
+    'minimum, or raise the size of a batch.',
   )
   _require(
     config.trainer.batch_order == 'sampled',
     f'{asked} with trainer.batch_order={config.trainer.batch_order!r}, which is the order of one generation batch: set '
-    "that to 'sampled'.",
+    "batch_order to 'sampled'.",
   )
   _require(
     not config.trainer.record_top_tokens,
     f'{asked} with trainer.record_top_tokens={config.trainer.record_top_tokens}, which records the tokens of one '
-    'generation batch when it is learned from: set that to 0.',
+    'generation batch when it is learned from: set record_top_tokens to 0.',
   )
 
 
@@ -566,8 +566,8 @@ def _check_schedule(optimizer: schema.OptimizerConfig) -> None:
   for name, unset in (('lr_decay_steps', None), ('min_lr_ratio', 0)):
     _require(
       optimizer.lr_scheduler_type != 'constant' or getattr(optimizer, name) == unset,
-      f"optimizer.{name}={getattr(optimizer, name)} has no effect on optimizer.lr_scheduler_type='constant': set that "
-      f"to 'cosine' or 'linear', or leave {name} at {unset}.",
+      f"optimizer.{name}={getattr(optimizer, name)} has no effect on optimizer.lr_scheduler_type='constant': set the "
+      f"schedule to 'cosine' or 'linear', or leave {name} at {unset}.",
     )
   _require(
     steps is None or steps > warmup,
@@ -669,18 +669,18 @@ def _check_serve(serve: schema.ServeConfig) -> None:
   _require(
     learning.topk is None or learning.topk <= serve.topk,
     f'serve.learning.topk={learning.topk} is more than serve.topk={serve.topk}, for which the engine is compiled: '
-    'lower it, or raise that.',
+    'lower the former or raise the latter.',
   )
   _require(
     learning.steps <= limits.max_steps,
-    f'serve.learning.steps={learning.steps} is more than serve.limits.max_steps={limits.max_steps}: lower it, or raise '
-    'that.',
+    f'serve.learning.steps={learning.steps} is more than serve.limits.max_steps={limits.max_steps}: lower the '
+    'former or raise the latter.',
   )
   _require(len(learning.betas) == 2, f'serve.learning.betas must be two numbers, not {learning.betas}.')
   _require(
     limits.burst_tokens is None or limits.tokens_per_minute is not None,
     f'serve.limits.burst_tokens={limits.burst_tokens} has no effect without a limit: set '
-    'serve.limits.tokens_per_minute, or leave it at None.',
+    'serve.limits.tokens_per_minute, or leave burst_tokens at None.',
   )
 
 

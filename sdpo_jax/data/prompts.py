@@ -254,16 +254,15 @@ def fitting(tokenizer: Tokenizer, examples: Sequence[Example], spec: PromptSpec,
     UserError: a prompt is longer and `spec` does not drop it, or no prompt is left, or the chat template refuses one.
   """
   kept = _fitting(tokenizer, examples, spec)
-  limit = spec.limit
   if examples and not kept:
-    raise UserError(f'{origin}: every prompt is longer than data.max_prompt_length={limit} tokens: raise it.')
+    raise UserError(f'{origin}: every prompt is longer than data.max_prompt_length={spec.limit} tokens: raise it.')
   if dropped := len(examples) - len(kept):
     logging.warning(
       '%s: left out %d of %d rows whose prompt is longer than data.max_prompt_length=%d tokens.',
       origin,
       dropped,
       len(examples),
-      limit,
+      spec.limit,
     )
   return kept
 
@@ -281,10 +280,9 @@ def _fitting(tokenizer: Tokenizer, examples: Sequence[Example], spec: PromptSpec
 
 
 def _overlong(example: Example, tokens: Sequence[int] | None, spec: PromptSpec) -> UserError:
-  limit = spec.limit
   return UserError(
-    f'{name(example)}: the prompt has {count_tokens(tokens, limit)} with the chat template, more than '
-    f'data.max_prompt_length={limit}: raise it, or set data.filter_overlong_prompts=true to leave such rows out.'
+    f'{name(example)}: the prompt has {count_tokens(tokens, spec.limit)} with the chat template, more than '
+    f'data.max_prompt_length={spec.limit}: raise it, or set data.filter_overlong_prompts=true to leave such rows out.'
   )
 
 

@@ -129,10 +129,8 @@ def check_divides(mesh: Mesh, parameters: Iterable[Described]) -> None:
 
 def parameter_sharding(mesh: Mesh, logical_axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
   """Return the sharding of a parameter with these logical axes; axes that the mesh does not divide stay whole."""
-  spec = []
-  for name, size in zip(logical_axes, shape, strict=True):
-    axis = RULES[name] if name is not None else None
-    spec.append(axis if axis is not None and size % mesh.shape[axis] == 0 else None)
+  axes = [None if name is None else RULES[name] for name in logical_axes]
+  spec = [axis if axis and size % mesh.shape[axis] == 0 else None for axis, size in zip(axes, shape, strict=True)]
   return NamedSharding(mesh, PartitionSpec(*spec))
 
 

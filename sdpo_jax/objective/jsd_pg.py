@@ -48,10 +48,9 @@ class JsdPg:
   support: Literal['teacher', 'union'] = 'teacher'
 
   def __post_init__(self):
-    if self.form not in FORMS:
-      raise UserError(f'form must be one of {", ".join(FORMS)}, not {self.form!r}.')
-    if self.support not in SUPPORTS:
-      raise UserError(f'support must be one of {", ".join(SUPPORTS)}, not {self.support!r}.')
+    for name, allowed in (('form', FORMS), ('support', SUPPORTS)):
+      if getattr(self, name) not in allowed:
+        raise UserError(f'{name} must be one of {", ".join(allowed)}, not {getattr(self, name)!r}.')
     if not 0 < self.alpha < 1:
       raise UserError(f'alpha of jsd_pg must lie between 0 and 1, without the ends, not {self.alpha}.')
     if self.form == 'design' and self.alpha < 0.5:

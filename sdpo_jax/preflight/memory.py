@@ -54,16 +54,15 @@ def estimate(config: Config, policy: Policy, mesh: jax.sharding.Mesh, document: 
     document: tokens of the document that a cartridge's teacher reads.
   """
   base, trainable = abstract_parameters(policy, mesh)
-  state = abstract_state(update_spec(config), trainable, mesh, policy.parameter_table())
+  table = policy.parameter_table()
+  state = abstract_state(update_spec(config), trainable, mesh, table)
   item = jax.numpy.dtype(config.model.dtype).itemsize
   held = {
     'parameters': _bytes(base) + _bytes(state.trainable),
     'optimizer': _bytes(state.opt_state),
     'teacher': _bytes(state.teacher),
   }
-  references = reference_policies.abstract(
-    objective_spec(config), policy.parameter_table(), trainable, config.model.dtype
-  )
+  references = reference_policies.abstract(objective_spec(config), table, trainable, config.model.dtype)
   held |= {f'{name} policy': _bytes(reference) for name, reference in references.items()}
   if document:
     held['document'] = _bytes(cartridges.abstract_document_teacher(config, policy, mesh, document).base)
@@ -71,7 +70,7 @@ def estimate(config: Config, policy: Policy, mesh: jax.sharding.Mesh, document: 
     held['teacher model'] = _bytes(abstract_teacher(config, mesh).base)
   if own := _copied(mesh, item, _prepared(policy, mesh, base)):
     held['base to sample with'] = own
-  trained = parameter_tables.trainable(policy.parameter_table())
+  trained = parameter_tables.trainable(table)
   weights = 0.0 if item == 4 and mesh.shape[FSDP] == 1 else _copied(mesh, item, trained)
   cache = _cache(config, policy, mesh)
   if feedback_writing.writes_itself(config):  # After the completions, with its own cache.

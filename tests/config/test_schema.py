@@ -34,7 +34,7 @@ class Validation(parameterized.TestCase):
     (
       'actor.self_distillation.teacher_restart_interval',
       5,
-      "restart_interval=5 has no effect .* set that to 'restart'",
+      "restart_interval=5 has no effect .* set it to 'restart'",
     ),
     ('actor.self_distillation.is_clip', 0.0, 'is_clip'),
     ('actor.self_distillation.reprompt_template', '{question}', 'not a valid template'),
