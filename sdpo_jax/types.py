@@ -89,7 +89,7 @@ class Outcome:
   feedback: str | None = None  # What was wrong, in words; None or blank: nothing to say.
   # For example acc, pred (str, for maj@k), incorrect_format.
   metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  reason: str | None = None  # Why there is no score, in words for people; no model ever reads it.
+  reason: str | None = None  # Why there is no score, as text for users; never shown to a model.
   applicable: bool = True  # False: no score, because the grader is not meant for such questions.
   # With several graders, or a weighted one: the reward of each that applies, by grader name, before weighting.
   rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -171,7 +171,7 @@ class RowNumbers:
 
 # Fields of `Batch` that hold the weights of the terms of the loss.
 COEFFICIENTS = ('distill_coef', 'policy_coef', 'entropy_coef', 'kl_coef')
-# Coefficient → what its term reads of each token beside what all terms share.
+# Coefficient → what its term reads of each token besides what all terms read.
 READS = {'policy_coef': 'advantages', 'kl_coef': 'initial_log_probs'}
 # Fields of `Batch` that are numbers [B, T] and that `objective` takes by the same names.
 NUMBERS = (*COEFFICIENTS, 'old_log_probs', 'sampling_log_probs', *READS.values())

@@ -244,7 +244,7 @@ def _check_measured_divergence(config: schema.Sections) -> None:
   )
   _require(
     config.actor.policy_loss.loss_mode == 'sdpo' and sd.teacher_context == 'prompt',
-    f"{asked} needs the teacher that reads the document behind the student's prompts: set actor.policy_loss.loss_mode "
+    f"{asked} needs a teacher that reads the document before the student's prompts: set actor.policy_loss.loss_mode "
     f"to 'sdpo' and {_DISTILLATION}.teacher_context to 'prompt'.",
   )
 

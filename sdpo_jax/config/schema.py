@@ -853,7 +853,7 @@ class ServeConfig:
   response_buckets: tuple[int, ...] = setting((), 'The same for completions.', TOKENS)
   score_buckets: tuple[int, ...] = setting(
     (),
-    'Lengths to which texts are padded that are only scored; empty: that of the longest prompt and the longest '
+    'Lengths to which texts that are only scored are padded; empty: that of the longest prompt and the longest '
     'completion together.',
     TOKENS,
   )

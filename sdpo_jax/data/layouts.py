@@ -163,7 +163,7 @@ def _choices(row: RawRow, held: Sequence[str]) -> tuple[list[str], list[str]]:
   if isinstance(value, Mapping):
     texts, labels = (value['text'], value.get('label')) if 'text' in value else (list(value.values()), list(value))
   if not isinstance(texts, list) or not isinstance(labels, list) or not 2 <= len(texts) <= len(LETTERS):
-    raise _refused(row, held[0], f'hold 2 to {len(LETTERS)} choices, or one of them beside other columns')
+    raise _refused(row, held[0], f'hold 2 to {len(LETTERS)} choices, or one if other columns hold the others')
   return [str(text).strip() for text in texts], list(map(str, labels))
 
 

@@ -29,7 +29,7 @@ class TrainIterator:
 
   Without `data.source_weights`, rows of all files form one set, shuffled anew each epoch; the last rows that do not
   fill a batch are left out of that epoch, as in the reference. Generators give their questions in order of index.
-  Several generators, or generators beside files, take turns, example by example.
+  Several generators, or generators together with files, take turns, example by example.
 
   With `data.source_weights`, every source has its share of the examples, exactly over each round of the weights' sum;
   each file is shuffled separately, anew whenever it is used up. A generator loses the turns of over-long questions that

@@ -362,7 +362,7 @@ def _cost(lengths: tuple[int, int, int]) -> int:
 def _holding(
   declared: Sequence[tuple[int, int, int]], student: int, teacher: int, targets: int
 ) -> tuple[int, int, int]:
-  """Return the first of the `declared` lengths whose packed rows have room for so many tokens.
+  """Return the first of the `declared` lengths whose packed rows hold this many tokens.
 
   Prompts may use the room that completions leave.
   """

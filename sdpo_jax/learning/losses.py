@@ -49,7 +49,7 @@ def of_rows(losses: list[Loss], topk: int | None = None, dtype: type[np.floating
 
   Args:
     losses: one per row.
-    topk: the K that the program is compiled for, which limits a regularizer over the teacher's tokens; None: no limit.
+    topk: the K that the program is compiled for, which limits a regulariser over the teacher's tokens; None: no limit.
     dtype: dtype of all numbers except K.
   """
   largest = topk or max((loss.topk for loss in losses if isinstance(loss, Sdpo)), default=1)

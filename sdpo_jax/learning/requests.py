@@ -244,7 +244,7 @@ def batch_of(
 
 
 def loss_of(task: Task, lesson: Lesson) -> Loss:
-  """Return the loss of a lesson, without the regularizer if its teacher named only a handful of tokens."""
+  """Return the loss of a lesson, without the regulariser if its teacher named only a handful of tokens."""
   if lesson.taught is None or not isinstance(task.update.loss, JsdPg):
     return task.update.loss
   return jsd_pg.for_teacher(task.update.loss, np.shape(lesson.taught.top_ids)[1])

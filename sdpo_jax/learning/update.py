@@ -268,7 +268,7 @@ def make_update(
       of its own is an argument of `UpdateFunctions.accumulate`.
 
   Raises:
-    ValueError: the teacher's vocabulary is smaller than the student's, or rows are to be packed behind trained slots.
+    ValueError: the teacher's vocabulary is smaller than the student's, or rows with trained slots are packed.
       If the teacher's vocabulary is larger, as in families whose models pad vocabularies differently, its additional
       tokens are left out of its distribution.
   """

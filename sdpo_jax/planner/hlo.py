@@ -535,7 +535,7 @@ class Read:
 
   instruction: Instruction
   array: Array  # Type of the whole operand.
-  source: Instruction  # Producer of the operand: a program parameter, or the instruction behind copies and loops.
+  source: Instruction  # Producer of the operand, followed through copies and loops; may be a program parameter.
   bytes: int  # Per execution, without the padding of tiles.
   count: float
 

@@ -130,7 +130,7 @@ class Assumptions:
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-  """A run on a slice: everything besides the programs on which their costs depend."""
+  """A run on a slice: whatever the costs of its programs depend on, except the programs themselves."""
 
   config: Config
   chip: Chip

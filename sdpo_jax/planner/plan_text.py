@@ -121,7 +121,7 @@ def cartridge(plan: Plan) -> str:
   if plan.assumptions.document:
     sentences.append(
       f"Keys and values of the document's {counted(plan.assumptions.document, 'token')} take "
-      f'{_number(plan.document_gib)} GiB per chip, once, beside the base.'
+      f'{_number(plan.document_gib)} GiB per chip, once, in addition to the base.'
     )
   if plan.reading_parts:
     sentences.append(
