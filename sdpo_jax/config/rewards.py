@@ -23,7 +23,7 @@ class UnreadableRewards(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-  """A grader of a question."""
+  """A grader of a question and its weight."""
 
   name: str
   weight: float | None = None  # None: that of `environments.reward_weights`, or 1.

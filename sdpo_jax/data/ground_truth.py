@@ -18,7 +18,7 @@ class InvalidJson(ValueError):
 
 
 def parse_json(text: str) -> Any:
-  """Return the value of JSON text.
+  """Parse JSON text; whatever is wrong with it raises InvalidJson.
 
   Raises:
     InvalidJson: the text is not JSON, is nested too deeply, or has a number too long to read.

@@ -46,7 +46,7 @@ class LessonScores:
 
 @dataclasses.dataclass
 class Learned:
-  """The result of one task."""
+  """The result of one task: scores of its lessons, and metrics of its steps."""
 
   said: list[LessonScores]  # One per lesson.
   # One dict per step: `objective.reported.means` of the results, `grad_norm` before clipping, and `stepped`, whether

@@ -64,7 +64,7 @@ class Taught:
 
 @dataclasses.dataclass(frozen=True)
 class Lesson:
-  """A completion to learn from."""
+  """A completion to learn from, and the prompts that student and teacher read before it."""
 
   prompt: Sequence[int]  # The student's prompt.
   completion: Sequence[int]
@@ -90,7 +90,7 @@ class UpdateOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """The lessons of one request."""
+  """The lessons of one request, with the slot that learns from them and its teacher."""
 
   slot: int  # The slot of the adapter that learns.
   lessons: Sequence[Lesson]

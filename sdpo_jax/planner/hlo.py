@@ -104,7 +104,7 @@ class Instruction:
 
   @property
   def cycles(self) -> int | None:
-    """Return the compiler's estimate; None if there is none."""
+    """Return the compiler's estimate of the cycles of one execution; None if there is none."""
     text = self._first(r'"estimated_cycles":"(\d+)"')
     return int(text) if text else None
 
@@ -134,7 +134,7 @@ class Instruction:
 
   @property
   def read(self) -> list[Array]:
-    """Return the types of the operands."""
+    """Return the arrays of all operands."""
     return [array for name in self.operands for array in self.computation.instructions[name].arrays]
 
   def _first(self, pattern: str) -> str:
@@ -153,7 +153,7 @@ class Computation:
   root: str = ''
 
   def parameters(self) -> list[str]:
-    """Return the names of its parameters, in order."""
+    """Return the names of the computation's parameters, in order."""
     found = [(int(i.literal), i.name) for i in self.instructions.values() if i.opcode == 'parameter']
     return [name for _, name in sorted(found)]
 
@@ -262,7 +262,7 @@ class _Frame:
 
 @dataclasses.dataclass
 class Trace:
-  """Everything that a program runs, and the loops with an unknown trip count."""
+  """The executed instructions of a program, and its loops with an unknown trip count."""
 
   executions: list[Execution]
   unbounded: list[Instruction]
@@ -448,7 +448,7 @@ def _step(body: Computation, index: int) -> int | None:
 
 
 def cycles(trace: Trace) -> float:
-  """Return the sum of the compiler's estimates."""
+  """Return the cycles of all executions by the compiler's estimates."""
   return sum((execution.instruction.cycles or 0) * execution.count for execution in trace.executions)
 
 

@@ -139,11 +139,11 @@ class Scenario:
 
   @functools.cached_property
   def samples(self) -> workload.SampleLengths:
-    """Samples of the assumed lengths."""
+    """The samples of a generation batch, with the assumed lengths."""
     return drawn_samples(self.config, self.assumptions)
 
   def rows(self, samples: int) -> int:
-    """Return the rows per shard in the sampler."""
+    """Return the rows per shard of the sampler that decode this many samples."""
     return sizes.shard_rows(samples, self.config.rollout.max_batch_rows, self.mesh.shape[meshes.FSDP])
 
   def prefills(self, questions: int, n: int) -> int:
@@ -224,7 +224,7 @@ class Plan:
   reading_seconds: float = 0.0  # Time to read the document.
 
   def to_json(self) -> dict[str, Any]:
-    """Return plain values, with None for missing numbers."""
+    """Return the plan as JSON values, with None for missing numbers."""
     return jsonable(dataclasses.asdict(self))
 
 
@@ -482,7 +482,7 @@ def estimated(
   resident: Mapping[str, float],
   sampling_weights: float | None,
 ) -> Estimate:
-  """Return the cost of a program on one chip.
+  """Return the memory and time of a program on one chip.
 
   Args:
     scenario: where it runs, and how completions are sampled.

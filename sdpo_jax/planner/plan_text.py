@@ -159,7 +159,7 @@ def collectives(programs: dict[str, Estimate], least: float = 0.01) -> str:
 
 
 def text(plan: Plan) -> str:
-  """Return the complete report."""
+  """Return the complete report of a plan."""
   a = plan.assumptions
   mesh = ' × '.join(f'{name}={size}' for name, size in plan.mesh.items())
   frozen = plan.trained < plan.parameters

@@ -142,7 +142,7 @@ def sampling_options(config: Config, over: Sequence[str]) -> list[dict[str, Any]
 
 
 def changed(config: Config, settings: dict[str, Any]) -> Config:
-  """Return a validated copy with other settings."""
+  """Return a validated copy of a config with other settings, by dotted name."""
   other = copy.deepcopy(config)
   for name, value in settings.items():
     assign(other, name, value)

@@ -46,7 +46,7 @@ PLACEHOLDER = '(A successful answer to the same question goes here.)'
 
 @dataclasses.dataclass
 class CheckReport:
-  """The results of a check."""
+  """The report of a check: sections of text, and whatever looks odd."""
 
   sections: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # Title and text.
   odd: list[str] = dataclasses.field(default_factory=list)  # One sentence for each thing that looks like a mistake.

@@ -32,7 +32,7 @@ LOGITS = 3  # Chunk-sized arrays that exist at one time: student, teacher, gradi
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-  """Bytes on one device, by purpose."""
+  """Estimated bytes on one device, by purpose."""
 
   held: Mapping[str, float]  # In use all the time.
   sampling: Mapping[str, float]  # In addition while sampling, with all rows at their limits.

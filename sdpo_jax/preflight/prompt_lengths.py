@@ -33,7 +33,7 @@ class Lengths:
 
   @property
   def over(self) -> float:
-    """Return the fraction above the limit."""
+    """Return the fraction of the measured prompts that exceed the limit."""
     return float(np.mean(self.tokens > self.limit))
 
 

@@ -124,7 +124,7 @@ class DigitLesson:
 
 
 def lesson(rng: random.Random, kind: Kind, recipe: DigitRecipe, distillation: SelfDistillationConfig) -> DigitLesson:
-  """Return a random lesson of a kind."""
+  """Return a random lesson: a plain question, or one re-prompted with a demonstration or feedback."""
   instruction, numbers = _draw(rng)
   plain = [{'role': 'user', 'content': digits.question(instruction, numbers)}]
   if kind == 'plain':

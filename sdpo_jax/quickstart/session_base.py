@@ -81,7 +81,7 @@ def train(
   distillation: SelfDistillationConfig,
   announce: Callable[[str], None] = lambda text: None,
 ) -> tuple[DecoderPolicy, Tree]:
-  """Train a policy on random conversations and return it with its parameters; the loss is per assistant's token."""
+  """Train a policy on random conversations and return it with its parameters; the loss is a mean over the assistant's tokens."""
   policy, params = huggingface.init(values, jax.random.key(recipe.seed))
   params = jax.tree.map(jnp.asarray, with_copying(params, policy.config, _alike(tokenizer), recipe.seed))
   rng = random.Random(recipe.seed)
@@ -106,7 +106,7 @@ Rows = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def write(items: Sequence[SessionLesson], tokenizer: Any) -> list[Written]:
-  """Tokenise conversations with the chat template."""
+  """Return the tokens of conversations, each with weight 1 if it is learned and 0 otherwise."""
   pieces = [segments(item) for item in items]
   ids = iter(tokenizer([text for own in pieces for text, _ in own], add_special_tokens=False)['input_ids'])
   rather = iter(
@@ -153,7 +153,7 @@ def segments(item: SessionLesson) -> list[tuple[str, bool]]:
 
 
 def pack(conversations: Iterator[Written], rows: int, length: int) -> Rows:
-  """Pack the next conversations into rows; leaves out conversations longer than a row."""
+  """Pack the next conversations into rows [rows, length], leaving out those longer than a row."""
   tokens = np.zeros((rows, length), np.int32)
   positions, segment_ids, weights = np.zeros_like(tokens), np.zeros_like(tokens), np.zeros(tokens.shape, np.float32)
   row, start, segment = 0, 0, 1

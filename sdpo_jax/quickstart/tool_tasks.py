@@ -316,7 +316,7 @@ AVOID = ('not {tried}', 'do not use {tried}', 'never use {tried}', 'no {tried} p
 
 
 def draw(rng: random.Random, kind: str) -> ToolTask:
-  """Return a random task of a kind."""
+  """Return a random task of a kind, a key of `KINDS`."""
   symbol, other = rng.sample(SYMBOLS, 2)
   slots = {
     'symbol': symbol,
