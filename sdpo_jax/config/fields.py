@@ -47,13 +47,11 @@ def flatten(config: Any, prefix: str = '', like: Any = None) -> dict[str, Any]:
     prefix: prefix of every name.
     like: for a nested dict, a dataclass with the same sections; a dict that is no section in it is a single setting.
   """
-  items = (
-    [(f.name, getattr(config, f.name)) for f in dataclasses.fields(config)]
-    if dataclasses.is_dataclass(config)
-    else list(config.items())
-  )
+  items = config
+  if dataclasses.is_dataclass(config):
+    items = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
   flat: dict[str, Any] = {}
-  for key, value in items:
+  for key, value in items.items():
     known = getattr(like, key, None)
     if dataclasses.is_dataclass(value) or (isinstance(value, dict) and dataclasses.is_dataclass(known)):
       flat.update(flatten(value, f'{prefix}{key}.', known))

@@ -138,7 +138,7 @@ def differences(saved: dict[str, Any], config: Config) -> Differences:
   new = _as_meant(flatten(config))
   accepted = [setting for entry in config.trainer.accept_changes for setting in ACCEPTABLE[entry]]
   found = Differences([], [], {}, [])
-  beyond_help = False
+  ways: list[str | None] = []
   total = 'trainer.total_training_steps'
   if config.rollout.steps_off and old[total] < new[total]:
     found.named[EXTENDED] = [f'{total} was {old[total]} and is now {new[total]}']
@@ -153,11 +153,9 @@ def differences(saved: dict[str, Any], config: Config) -> Differences:
       found.accepted.append(phrase)
     else:
       found.refused.append(phrase + HINTS.get(key, ''))
-      entry = next((entry for entry, settings in ACCEPTABLE.items() if is_listed(key, settings)), None)
-      beyond_help |= entry is None
-      if entry is not None and entry not in found.ways_out:
-        found.ways_out.append(entry)
-  return dataclasses.replace(found, ways_out=[]) if beyond_help else found
+      ways.append(next((entry for entry, settings in ACCEPTABLE.items() if is_listed(key, settings)), None))
+  found.ways_out.extend(() if None in ways else dict.fromkeys(ways))
+  return found
 
 
 # Setting → equivalent values: alias → canonical value.

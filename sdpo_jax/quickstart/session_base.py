@@ -81,7 +81,7 @@ def train(
   distillation: SelfDistillationConfig,
   announce: Callable[[str], None] = lambda text: None,
 ) -> tuple[DecoderPolicy, Tree]:
-  """Train a policy on random conversations and return it with its parameters; the loss is a mean over the assistant's tokens."""
+  """Train a policy on random conversations; return it with its parameters. The loss is per token of the assistant."""
   policy, params = huggingface.init(values, jax.random.key(recipe.seed))
   params = jax.tree.map(jnp.asarray, with_copying(params, policy.config, _alike(tokenizer), recipe.seed))
   rng = random.Random(recipe.seed)

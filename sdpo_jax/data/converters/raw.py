@@ -47,7 +47,7 @@ def make_row(
 
   `environment` names the grader if the reference has none for the data set; `choices` are the choices it grades.
   """
-  value = {
+  value: dict[str, Any] = {
     'idx': idx,
     'kind': kind,
     'dataset': dataset,
@@ -59,10 +59,8 @@ def make_row(
     'embedding': [],
     'system': system,
   }
-  if environment is not None:
-    value['environment'] = environment
-  if choices is not None:
-    value['choices'] = choices
+  more = {'environment': environment, 'choices': choices}
+  value |= {name: given for name, given in more.items() if given is not None}
   return RawRow(origin.origin, origin.number, value)
 
 
