@@ -22,7 +22,7 @@ class LoraConfig:
     Range(at_least=1, why='None trains all parameters'),
   )
   alpha: float = setting(32.0, "Scale of the adapter: the factors' product is multiplied by alpha / rank.", POSITIVE)
-  use_rslora: bool = setting(False, 'Multiply it by alpha / √rank instead (rank-stabilised LoRA, arXiv 2312.03732).')
+  use_rslora: bool = setting(False, 'Multiply by alpha / √rank instead (rank-stabilised LoRA, arXiv 2312.03732).')
   target_modules: tuple[str, ...] = setting(
     ('all-linear',),
     'Matrices with factors: all-linear, or regular expressions, each of which must match whole parts of a name '
@@ -30,11 +30,11 @@ class LoraConfig:
     "transformers' model.layers.<layer>.self_attn.q_proj. On a command line commas separate patterns; write one that "
     'contains a comma as a JSON list.',
   )
-  exclude_modules: tuple[str, ...] = setting((), 'Patterns of matrices among these that get no factors.')
+  exclude_modules: tuple[str, ...] = setting((), 'Matrices that get no factors, in the form of target_modules.')
   rank_pattern: dict[str, Any] = setting(
     dict, 'Other ranks, as a JSON object of patterns and ranks, e.g. {"mlp": 8}; one rank for all layers of a matrix.'
   )
-  alpha_pattern: dict[str, Any] = setting(dict, 'Other alphas, in the same form; they may differ between layers.')
+  alpha_pattern: dict[str, Any] = setting(dict, 'Other alphas, as rank_pattern has ranks; may differ between layers.')
   path: str = setting(
     '',
     'Adapter to start from, as PEFT or launch.export writes it: a directory, local or gs://…, or a name on the hub. '
@@ -167,7 +167,7 @@ class DataConfig:
     False, 'Leave out rows with longer prompts (their number is logged) instead of ending with an error.'
   )
   val_max_samples: int | None = setting(
-    None, 'Number of first rows of each file to use; generators need it. None: all rows.', Range(above=0, unit='rows')
+    None, 'First rows of each of val_files to use; endless generators need it. None: all.', Range(above=0, unit='rows')
   )
   enable_thinking: bool | None = setting(
     None, "Short for apply_chat_template_kwargs.enable_thinking; None: the chat template's default."
@@ -189,7 +189,7 @@ class DataConfig:
     TOKENS,
   )
   response_buckets: tuple[int, ...] = setting(
-    (), 'The same for completions; empty: a sixteenth of max_response_length, a quarter, and the whole.', TOKENS
+    (), 'Lengths of padded completions; empty: a sixteenth of max_response_length, a quarter, and the whole.', TOKENS
   )
   reprompt_buckets: tuple[int, ...] = setting(
     (),
@@ -342,8 +342,8 @@ class SelfDistillationConfig:
   )
   distillation_topk_of: Literal['student', 'teacher'] = setting(
     'student',
-    "Whose most likely tokens these are. 'teacher' suits a student that knows little yet, such as a new cartridge: "
-    'what it thinks likely is not what the teacher does, and all of that would be in the tail bucket.',
+    "Model whose most likely tokens these are. 'teacher' suits a student that knows little yet, such as a new "
+    'cartridge: what it thinks likely is not what the teacher does, and all of that would be in the tail bucket.',
   )
   topk_method: Literal[TOPK_METHODS] = setting(
     'exact',
@@ -443,7 +443,7 @@ class SelfDistillationConfig:
   )
   feedback_max_prompt_len: int | None = setting(
     None,
-    'Limit of that prompt, chat template included; attempt and output are shortened. None: max_reprompt_len.',
+    'Limit of the prompt for feedback, with chat template; attempt and output are shortened. None: max_reprompt_len.',
     TOKENS,
   )
   feedback_max_tokens: int = setting(512, 'Maximum number of tokens of written feedback.', TOKENS)
@@ -515,7 +515,7 @@ class RolloutCorrectionConfig:
   """Weights of tokens that correct for the difference between sampler and trainer."""
 
   rollout_is: Literal['token'] | None = setting('token', "Weights exp(old log-prob − sampler's) per token; None: none.")
-  rollout_is_threshold: float = setting(2.0, 'Upper clip of the weights.', POSITIVE)
+  rollout_is_threshold: float = setting(2.0, 'Upper clip of the weights of rollout_is.', POSITIVE)
   rollout_is_batch_normalize: bool = setting(False, 'Divide the weights by their mean over the generation batch.')
 
 
@@ -849,8 +849,8 @@ class ServeConfig:
   prompt_buckets: tuple[int, ...] = setting(
     (), 'Lengths to which prompts are padded; empty: those of training.', TOKENS
   )
-  teacher_buckets: tuple[int, ...] = setting((), 'The same for the prompts of teachers.', TOKENS)
-  response_buckets: tuple[int, ...] = setting((), 'The same for completions.', TOKENS)
+  teacher_buckets: tuple[int, ...] = setting((), 'Lengths of padded teacher prompts; empty: as in training.', TOKENS)
+  response_buckets: tuple[int, ...] = setting((), 'Lengths of padded completions; empty: as in training.', TOKENS)
   score_buckets: tuple[int, ...] = setting(
     (),
     'Lengths to which texts that are only scored are padded; empty: that of the longest prompt and the longest '

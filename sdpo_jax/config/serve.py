@@ -156,7 +156,7 @@ class GuardsConfig:
     "Mean divergence per token from the model without an adapter on the user's canary prompts, nats. None: any.",
     POSITIVE,
   )
-  min_entropy: float | None = setting(0.01, 'Mean entropy per token on these, in nats. None: any.', NOT_NEGATIVE)
+  min_entropy: float | None = setting(0.01, 'Smallest entropy per token on these, nats. None: any.', NOT_NEGATIVE)
   max_loss_ratio: float | None = setting(
     10.0, 'Loss over the median of earlier ones with the same parameters, once there are four. None: any.', POSITIVE
   )
