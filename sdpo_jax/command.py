@@ -1,4 +1,4 @@
-"""Shared code of all commands: reading `--config` with its overrides, and reporting bad input in one sentence."""
+"""Shared code of all commands: `--config` with overrides, cluster flags, and error messages of one sentence."""
 
 from __future__ import annotations
 
@@ -88,15 +88,15 @@ def define_words(name: str, meaning: str) -> flags.FlagHolder[list[str]]:
 def define_cluster() -> None:
   """Define the flags that join several processes to one run."""
   flags.DEFINE_string('coordinator_address', None, 'host:port of process 0 of a run of several processes.')
-  flags.DEFINE_integer('num_processes', None, 'How many processes the run has.', lower_bound=1)
-  flags.DEFINE_integer('process_id', None, 'Number of this process, from 0.', lower_bound=0)
+  flags.DEFINE_integer('num_processes', None, 'Number of processes of the run.', lower_bound=1)
+  flags.DEFINE_integer('process_id', None, 'Index of this process, from 0.', lower_bound=0)
   timeouts = cluster.Timeouts()
-  flags.DEFINE_float('join_timeout_s', timeouts.join, 'Seconds in which all processes must have started.', 1.0)
+  flags.DEFINE_float('join_timeout_s', timeouts.join, 'Seconds within which all processes must start.', 1.0)
   flags.DEFINE_float(
-    'heartbeat_timeout_s', timeouts.heartbeat, 'Seconds without a sign of life after which a process is given up.', 0.1
+    'heartbeat_timeout_s', timeouts.heartbeat, 'Seconds without a heartbeat after which a process counts as lost.', 0.1
   )
   flags.DEFINE_float(
-    'straggler_timeout_s', timeouts.barrier, 'Seconds that processes wait for the last of them at a barrier.', 0.1
+    'straggler_timeout_s', timeouts.barrier, 'Seconds that processes wait at a barrier for the last one.', 0.1
   )
 
 
@@ -106,7 +106,7 @@ def join_cluster() -> None:
   Raises:
     UserError: only some of the three flags are given, or they contradict each other or those of another process, or
       JAX has no device of the requested platform.
-    cluster.ProcessLost: not all processes came in time.
+    cluster.ProcessLost: not all processes started in time.
   """
   import jax
 
@@ -145,7 +145,7 @@ def load_config(*, trains: bool = True) -> Config:
   if trains:
     config_files.make_importable(pathlib.Path.cwd())
   config = config_files.read(flags.FLAGS.config, overrides())
-  for flag, own in (('adapter', 'rank, alpha and matrices of an adapter'), ('cartridge', 'the slots of a cartridge')):
+  for flag, own in (('adapter', 'rank, alpha and matrices of the adapter'), ('cartridge', 'the slots of a cartridge')):
     if flag in flags.FLAGS and getattr(flags.FLAGS, flag) is not None:  # Commands that start from one have the flag.
       _start_from(config, flag, getattr(flags.FLAGS, flag), own)
   return config.validate(trains=trains)
@@ -158,7 +158,7 @@ def _start_from(config: Config, flag: str, path: str, own: str) -> None:
     config: settings, changed in place.
     flag: 'adapter' or 'cartridge'.
     path: value of the flag.
-    own: what the adapter or cartridge determines and the config may not set, for the error message.
+    own: what the adapter or cartridge determines and the config cannot set, for the error message.
   """
   if not path:
     where = (
@@ -168,7 +168,7 @@ def _start_from(config: Config, flag: str, path: str, own: str) -> None:
   section = {'adapter': 'model.lora.', 'cartridge': 'model.cartridge.'}[flag]
   for name, text in overrides():
     if name.startswith(section) and name != 'model.cartridge.document':
-      raise UserError(f'--{flag}={path} and --config.{name}={text}: {own} are its own; leave one of them out.')
+      raise UserError(f'--config.{name}={text} has no effect with --{flag}={path}, which determines {own}: omit one.')
   if flag == 'adapter':
     config.model.lora = LoraConfig(path=path)
   else:
@@ -192,17 +192,14 @@ def parse(arguments: Sequence[str]) -> list[str]:
     _overrides.append((match.group(1), value))
   if _overrides and 'config' not in flags.FLAGS:
     raise SystemExit(_complain(f'--config.{_overrides[0][0]}: this command has no --config (--help lists its flags).'))
-  for argument in rest:
-    if match := _HELP_SETTINGS.fullmatch(argument):
-      try:
-        print(settings_help(Config(), match.group(1) or ''), flush=True)
-      except UserError as error:
-        raise SystemExit(_complain(str(error))) from error
-      except BrokenPipeError as error:
-        raise SystemExit(_not_read()) from error
-      raise SystemExit(0)
   try:
+    for argument in rest:
+      if match := _HELP_SETTINGS.fullmatch(argument):
+        print(settings_help(Config(), match.group(1) or ''), flush=True)
+        raise SystemExit(0)
     left = flags.FLAGS(['--help' if argument == '-h' else argument for argument in rest])
+  except UserError as error:
+    raise SystemExit(_complain(str(error))) from error
   except SystemExit as error:  # After --help and similar flags, for which absl exits with 1.
     raise SystemExit(0) from error
   except BrokenPipeError as error:
@@ -242,7 +239,7 @@ def overrides() -> list[tuple[str, str]]:
 
 
 def announce(text: str) -> None:
-  """Print a message for the user on stderr at once; stdout is for the command's output."""
+  """Print a message for the user to stderr and flush; stdout is for the command's output."""
   print(text, file=sys.stderr, flush=True)
 
 
@@ -312,7 +309,7 @@ def run(main: Callable[[], int | None]) -> None:
 
 
 def sentence_of(error: Exception) -> str | None:
-  """Return the message for the user; None if the error is not one that they can fix."""
+  """Return the message of an error that the user can fix; None for other errors."""
   if isinstance(error, UserError):
     return str(error)
   if is_full(error):

@@ -1,4 +1,4 @@
-"""How the user types our commands: as the one that runs was typed, so that a printed command can be pasted."""
+"""Command lines to print, spelled like the running command was, so that users can paste them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import sdpo_jax
 def command_line(name: str, *arguments: str) -> str:
   """Return a command of `launch/` with its arguments, quoted for a shell.
 
-  It is `sdpo NAME`, `python -m sdpo_jax.launch.NAME` or, in a checkout, `python -m launch.NAME`, as this process was
-  started; in a program of the user's own, what works with this copy of the package.
+  It is `sdpo NAME`, `python -m sdpo_jax.launch.NAME` or, in a checkout, `python -m launch.NAME`, depending on how this
+  process was started; in other programs, a form that works with this copy of the package.
   """
   spec = sys.modules['__main__'].__spec__  # Of what `python -m` runs; None for a file.
   package = '' if spec is None else spec.name.rpartition('.')[0]
@@ -28,5 +28,5 @@ def command_line(name: str, *arguments: str) -> str:
 
 
 def as_typed(text: str) -> str:
-  """Return a text with every `python -m launch.NAME` in it as `command_line` writes it."""
+  """Return a text with every `python -m launch.NAME` replaced by its `command_line`."""
   return re.sub(r'python -m launch\.(\w+)', lambda found: command_line(found[1]), text)

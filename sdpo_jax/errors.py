@@ -1,4 +1,4 @@
-"""The one exception that users are meant to read, and helpers that quote values in its message."""
+"""The exception for errors that users can fix, and helpers to quote values in its message."""
 
 from __future__ import annotations
 

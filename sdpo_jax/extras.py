@@ -1,4 +1,4 @@
-"""Optional packages that some commands need and training does not."""
+"""Optional packages, which some commands need but training does not."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def check(extra: str) -> None:
   missing = [name for name in packages if importlib.util.find_spec(name) is None]
   if missing:
     raise UserError(
-      f'{what} needs {", ".join(missing)}, not installed here: pip install -r requirements-{extra}.txt, or the extra '
+      f'{what} needs {", ".join(missing)}, not installed here: pip install -r requirements-{extra}.txt or the extra '
       f'sdpo_jax[{extra}].'
     )
 
 
 def pyplot() -> Any:
-  """Return `matplotlib.pyplot`, which draws into files here; raises as `check`."""
+  """Return `matplotlib.pyplot`, set to draw into files; errors as in `check`."""
   check('figures')
   import matplotlib
 

@@ -253,7 +253,7 @@ def remove_partials(folder: epath.PathLike, age: float = 0.0) -> None:
 
 
 def append(path: epath.PathLike, text: str) -> None:
-  """Append to a local file, created if missing; the text is on the disk only after `sync_file`.
+  """Append to a local file, which is created if missing; only `sync_file` makes the text durable.
 
   Raises:
     OSError: not all of it could be written, or `path` is a link, which is not followed.
@@ -281,13 +281,13 @@ def check_output(path: epath.PathLike, *, overwrite: bool = True) -> None:
   Its folder is created. Commands check this first, because their output takes minutes to compute.
 
   Raises:
-    UserError: it cannot be written, or it is there already and may not be overwritten.
+    UserError: it cannot be written, or it already exists and `overwrite` is false.
   """
   try:
     target = epath.Path(path)
     is_folder = target.is_dir()
   except KeyError as error:  # etils does not know the scheme.
-    raise UserError(f'--output={path} is in no kind of store that is known: name a local file, or gs://….') from error
+    raise UserError(f'--output={path} has an unknown scheme: name a local file, or gs://….') from error
   except ImportError as error:
     raise UserError(f'--output={path} needs a package that is not installed: {first_line(error)}.') from error
   if is_folder:

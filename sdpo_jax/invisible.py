@@ -1,4 +1,4 @@
-"""Characters that are invisible, control a terminal or move others; one definition for terminals and web pages."""
+"""Characters that are invisible, control a terminal or reorder text: one definition for terminals and web pages."""
 
 from __future__ import annotations
 

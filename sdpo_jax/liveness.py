@@ -1,4 +1,4 @@
-"""When this process last made progress, and in which phase: recorded by long-running code, read by watchdogs.
+"""The last progress of this process and its phase: recorded by long-running code, read by watchdogs.
 
 There is one record per process. Recording takes a microsecond and may happen in any thread.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Sign(NamedTuple):
-  """A sign of life."""
+  """The last recorded progress, with the phase in which it was made."""
 
   phase: str  # What the process was doing.
   began: float  # When it began that phase, on the monotonic clock.
@@ -21,18 +21,18 @@ _last = Sign('start', time.monotonic(), time.monotonic())
 
 
 def begin(phase: str) -> None:
-  """Record that the process begins another phase."""
+  """Record the start of another phase."""
   global _last
   now = time.monotonic()
   _last = Sign(phase, now, now)
 
 
 def progress() -> None:
-  """Record progress in the current phase: a part of it, such as a completion or a micro-batch, is done."""
+  """Record progress in the current phase, such as a finished completion or micro-batch."""
   global _last
   _last = _last._replace(at=time.monotonic())
 
 
 def last() -> Sign:
-  """Return the last sign of life."""
+  """Return the last recorded progress."""
   return _last

@@ -1,4 +1,4 @@
-"""Text for people: counts with nouns, and tables whose first column is left-aligned and the others right-aligned."""
+"""Text for users: counts with nouns, and tables with a left-aligned first column and right-aligned others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The six values that travel through the program (Examples → Rollouts → Outcomes → Batch + TeacherSignal → TrainState).
+"""The data that flow through the program: Examples → Rollouts → Outcomes → Batch + TeacherSignal → TrainState.
 
 Host-side values hold NumPy arrays and strings; device-side values are `flax.struct` dataclasses of arrays.
 Shape letters: N samples (completions) of a generation batch, G groups (questions), n = N / G samples a group,
@@ -22,11 +22,11 @@ Tree = Any  # A nested dict of arrays.
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-  """One question."""
+  """One question with everything that its graders need."""
 
   id: str
   messages: Messages  # Chat messages; the last one is the user turn that re-prompting extends.
-  environment: str  # Registered name of the grader; or several, whose rewards are added up: 'exact,0.2*format'.
+  environment: str  # Registered name of the grader, or of several whose scores are added up: 'exact,0.2*format'.
   ground_truth: Any  # Whatever the grader needs; never shown to the student.
   data_source: str  # Evaluation results are reported per data source.
   extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -89,7 +89,7 @@ class Outcome:
   feedback: str | None = None  # What was wrong, in words; None or blank: nothing to say.
   # For example acc, pred (str, for maj@k), incorrect_format.
   metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  reason: str | None = None  # Why there is no score, in words for people; no model ever reads it.
+  reason: str | None = None  # Why there is no score, as text for users; never shown to a model.
   applicable: bool = True  # False: no score, because the grader is not meant for such questions.
   # With several graders, or a weighted one: the reward of each that applies, by grader name, before weighting.
   rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -110,7 +110,7 @@ class Outcome:
 
   @classmethod
   def unwanted(cls, reason: str) -> Outcome:
-    """Return the outcome of a completion that is not to be graded; other graders of the question still count."""
+    """Return the outcome of a completion that need not be graded; other graders of the question still count."""
     return cls(score=None, reason=reason, applicable=False, wanted=False)
 
   @property
@@ -171,7 +171,7 @@ class RowNumbers:
 
 # Fields of `Batch` that hold the weights of the terms of the loss.
 COEFFICIENTS = ('distill_coef', 'policy_coef', 'entropy_coef', 'kl_coef')
-# Coefficient → what its term reads of each token beside what all terms share.
+# Coefficient → what its term reads of each token besides what all terms read.
 READS = {'policy_coef': 'advantages', 'kl_coef': 'initial_log_probs'}
 # Fields of `Batch` that are numbers [B, T] and that `objective` takes by the same names.
 NUMBERS = (*COEFFICIENTS, 'old_log_probs', 'sampling_log_probs', *READS.values())

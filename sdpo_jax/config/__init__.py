@@ -1,8 +1,8 @@
-"""All settings: typed, documented, validated.
+"""All settings of a run or a service: typed, documented and validated.
 
-Names are those of the reference implementation (lasgroup/SDPO, its `actor`, `rollout`, `trainer` … sections) if it has
-the setting, otherwise those of the field. A file under `configs/` builds a `Config`; `--config.a.b=value` changes one
-setting.
+Settings have the names of the reference implementation (lasgroup/SDPO: its sections `actor`, `rollout`, `trainer` …) if
+it has them, otherwise the usual names of the field. A file under `configs/` builds a `Config`; `--config.a.b=value`
+changes one setting.
 """
 
 from sdpo_jax.config.locations import beside as beside

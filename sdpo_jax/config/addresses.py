@@ -1,4 +1,4 @@
-"""Server addresses in settings, which are saved and shown, so that secrets in them must come from the environment."""
+"""Checks of server addresses: settings are saved and shown, so secrets in them must come from the environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl, urlsplit
 from sdpo_jax.errors import UserError
 
 VARIABLE = re.compile(r'\$\{([A-Za-z_][A-Za-z0-9_]*)\}')  # ${NAME} in an address.
-# Parts of the names of parameters that hold keys.
+# What the names of URL parameters that hold secrets contain.
 _SECRET = re.compile(r'key|token|secret|passw|pwd|auth|cred|sig|session|access|jwt|bearer|sas', re.IGNORECASE)
 
 

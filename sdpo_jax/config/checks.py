@@ -1,7 +1,6 @@
-"""Checks of the settings' values, with an error message for each that is refused.
+"""Checks of settings; each error message names the setting and a remedy.
 
-A message names the setting and the remedy. Types are checked first and ranges (`ranges`) next, so that all other checks
-may rely on them.
+Types are checked first and ranges (`ranges`) next, so that all other checks can rely on them.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def _check_model(model: schema.ModelConfig) -> None:
 
 
 def _check_lora(lora: schema.LoraConfig) -> None:
-  own = 'rank, alpha and matrices of an adapter'
+  own = 'rank, alpha and matrices of the adapter'
   _check_effects(lora, 'model.lora', 'rank', 'an adapter', own, ('path',))
   _require(
     bool(lora.target_modules), 'model.lora.target_modules is empty: name the matrices with factors, or all-linear.'
@@ -124,17 +123,17 @@ def _check_effects(
   Args:
     section: settings of what is trained, with the `path` of one to start from.
     prefix: name of the section.
-    switch: name of the setting that asks for a new one.
-    what: what the section describes.
-    own: what one to start from brings with it.
-    kept: settings that have an effect on one to start from, too.
+    switch: name of the setting that asks for a new adapter or cartridge.
+    what: 'an adapter' or 'a cartridge', for messages.
+    own: what a file to start from determines, for messages.
+    kept: settings that have an effect also with a file to start from.
   """
   default = type(section)()
   for field in dataclasses.fields(section):
     name, value, unset = field.name, getattr(section, field.name), getattr(default, field.name)
     _require(
       not section.path or name in kept or _same(value, unset),
-      f'{prefix}.{name}={value} and {prefix}.path={section.path}: {own} to start from are its own; leave '
+      f'{prefix}.{name}={value} has no effect with {prefix}.path={section.path}, which determines {own}: leave '
       f'{prefix}.{name} at {unset}.',
     )
     _require(
@@ -146,14 +145,14 @@ def _check_effects(
 
 def _check_cartridge(config: schema.Sections) -> None:
   cartridge, sd = config.model.cartridge, config.actor.self_distillation
-  tokens, own = cartridge.tokens, 'slots and windows of a cartridge'
+  tokens, own = cartridge.tokens, 'slots and windows of the cartridge'
   kept = ('path', 'document', 'divide_document')
   _check_effects(cartridge, 'model.cartridge', 'tokens', 'a cartridge', own, kept)
   if not cartridge.used:
     _require(
       config.plan.document_tokens is None,
       f'plan.document_tokens={config.plan.document_tokens} has no effect without a cartridge: set '
-      'model.cartridge.tokens, or leave it at None.',
+      'model.cartridge.tokens, or leave document_tokens at None.',
     )
     return
   _require(
@@ -163,7 +162,7 @@ def _check_cartridge(config: schema.Sections) -> None:
   _require(
     tokens is None or cartridge.num_frozen_tokens < tokens,
     f'model.cartridge.num_frozen_tokens={cartridge.num_frozen_tokens} leaves none of model.cartridge.tokens={tokens} '
-    'slots to train: lower it, or raise the number of slots.',
+    'slots to train: freeze fewer, or raise the number of slots.',
   )
   _require(
     bool(cartridge.path) or cartridge.initializer != 'document' or bool(cartridge.document),
@@ -178,11 +177,11 @@ def _check_cartridge(config: schema.Sections) -> None:
   _require(
     cartridge.divide_document is None or bool(cartridge.document),
     f'model.cartridge.divide_document={cartridge.divide_document} has no effect without a document: name one in '
-    'model.cartridge.document, or leave it at None.',
+    'model.cartridge.document, or leave divide_document at None.',
   )
   _require(
     not config.actor.pack_sequences,
-    'actor.pack_sequences=true with model.cartridge: rows hold one sample each, behind the slots; set it to false.',
+    'actor.pack_sequences=true with model.cartridge: rows hold one sample each, after the slots; set it to false.',
   )
   _require(
     config.actor.policy_loss.loss_mode != 'sdpo' or not cartridge.document or sd.teacher_regularization == 'base',
@@ -192,19 +191,19 @@ def _check_cartridge(config: schema.Sections) -> None:
 
 
 def _check_writer(config: schema.Sections) -> None:
-  """Raise UserError if the teacher writes the completions, and another setting requires that the student does."""
+  """Raise UserError if the teacher samples the completions and another setting requires that the student does."""
   if config.rollout.sampled_by != 'teacher':
     return
   actor, sd, written = config.actor, config.actor.self_distillation, "rollout.sampled_by='teacher'"
   _require(
     config.model.cartridge.used,
-    f'{written} is there for cartridges, whose teacher reads a document: set model.cartridge.tokens, or leave it at '
-    "'student'.",
+    f'{written} is only for cartridges, whose teacher reads a document: set model.cartridge.tokens, or leave '
+    "sampled_by at 'student'.",
   )
   _require(
     actor.policy_loss.loss_mode == 'sdpo',
     f'{written} with actor.policy_loss.loss_mode={actor.policy_loss.loss_mode!r}, which has no teacher and learns from '
-    "what the student has drawn: set that to 'sdpo', or sampled_by to 'student'.",
+    "what the student has drawn: set loss_mode to 'sdpo', or sampled_by to 'student'.",
   )
   _require(
     sd.teacher_context == 'prompt' and sd.teacher_regularization == 'base',
@@ -213,24 +212,24 @@ def _check_writer(config: schema.Sections) -> None:
   )
   _require(
     config.algorithm.rollout_correction.rollout_is is None,
-    f'{written} with algorithm.rollout_correction.rollout_is: these weights are for the rounding of the sampler, and '
-    'would undo what the teacher has drawn; set that to None.',
+    f'{written} with algorithm.rollout_correction.rollout_is: these weights correct for rounding in the sampler, and '
+    'would undo that the teacher draws the tokens; set rollout_is to None.',
   )
   _require(
     not actor.kl_loss_coef,
-    f'{written} with actor.kl_loss_coef={actor.kl_loss_coef}: that penalty is estimated from what the student draws; '
-    'set it to 0.',
+    f'{written} with actor.kl_loss_coef={actor.kl_loss_coef}: the penalty is estimated from what the student draws; '
+    'set the coefficient to 0.',
   )
   _require(
     not config.rollout.steps_off,
-    f'{written} with rollout.steps_off={config.rollout.steps_off}: the teacher is the same in all steps; set that to '
-    '0.',
+    f'{written} with rollout.steps_off={config.rollout.steps_off}: the teacher is the same in all steps; set steps_off '
+    'to 0.',
   )
   several = actor.ppo_mini_batch_size != config.data.train_batch_size or actor.ppo_epochs > 1
   _require(
     sd.is_clip is None or not several,
     f'{written} with {_DISTILLATION}.is_clip={sd.is_clip} and several optimizer steps per generation batch: the ratio '
-    'supposes that the student drew the tokens; set is_clip to None.',
+    'assumes that the student drew the tokens; set is_clip to None.',
   )
 
 
@@ -241,11 +240,11 @@ def _check_measured_divergence(config: schema.Sections) -> None:
   _require(
     config.model.cartridge.used and bool(config.model.cartridge.document),
     f'{asked} compares a cartridge with the model that reads the document: set model.cartridge.document and the slots, '
-    'or leave it at false.',
+    'or leave test_divergence at false.',
   )
   _require(
     config.actor.policy_loss.loss_mode == 'sdpo' and sd.teacher_context == 'prompt',
-    f"{asked} needs the teacher that reads the document behind the student's prompts: set actor.policy_loss.loss_mode "
+    f"{asked} needs a teacher that reads the document before the student's prompts: set actor.policy_loss.loss_mode "
     f"to 'sdpo' and {_DISTILLATION}.teacher_context to 'prompt'.",
   )
 
@@ -292,14 +291,14 @@ def _check_source_weights(data: schema.DataConfig) -> None:
   )
   _require(
     not weights or sum(round_shares(weights)) <= LONGEST_ROUND,
-    f'data.source_weights={weights} differ too finely: write them with fewer digits, e.g. 7,3.',
+    f'data.source_weights={weights} have too many digits: write them with fewer, e.g. 7,3.',
   )
 
 
 def round_shares(weights: Sequence[float]) -> list[int]:
   """Return the smallest integers in the ratio of positive weights: [1, 3] for (0.5, 1.5).
 
-  The weights are taken as the decimals they are written as.
+  Weights are read as decimals, so that 0.1 is exactly a tenth.
   """
   exact = [fractions.Fraction(str(weight)) for weight in weights]
   common = math.lcm(*(weight.denominator for weight in exact))
@@ -336,7 +335,7 @@ def _check_teacher(config: schema.Sections) -> None:
   _require(
     restarts or interval is None,
     f'{_DISTILLATION}.teacher_restart_interval={interval} has no effect on '
-    f"teacher_regularization='{sd.teacher_regularization}': set that to 'restart', or leave the interval at None.",
+    f"teacher_regularization='{sd.teacher_regularization}': set it to 'restart', or leave the interval at None.",
   )
 
 
@@ -366,7 +365,7 @@ def _check_other_teacher(config: schema.Sections) -> None:
   _require(
     config.actor.policy_loss.loss_mode == 'sdpo',
     f'{named} has no effect with actor.policy_loss.loss_mode={config.actor.policy_loss.loss_mode!r}, which has no '
-    "teacher: set that to 'sdpo', or empty the setting.",
+    "teacher: set loss_mode to 'sdpo', or leave teacher_model empty.",
   )
   _require(
     sd.teacher_regularization == 'base',
@@ -390,7 +389,7 @@ def _check_endpoint(config: schema.Sections) -> None:
     return
   check_address(endpoint.url, f'{section}.url', f'{section}.api_key_env')
   for name, what in (
-    ('model', 'the name of the teaching model there'),
+    ('model', "the name of the teacher's model on the server"),
     ('tokenizer', 'a directory with its tokenizer'),
   ):
     _require(bool(getattr(endpoint, name).strip()), f'{section}.{name} is empty: set it to {what}.')
@@ -402,17 +401,17 @@ def _check_endpoint(config: schema.Sections) -> None:
   _require(
     config.actor.policy_loss.loss_mode == 'sdpo',
     f'{section}.url has no effect with actor.policy_loss.loss_mode={config.actor.policy_loss.loss_mode!r}, which has '
-    "no teacher: set that to 'sdpo', or empty it.",
+    "no teacher: set loss_mode to 'sdpo', or leave the address empty.",
   )
   _require(
     sd.teacher_regularization == 'base',
-    f'{section}.url with teacher_regularization={sd.teacher_regularization!r}: the teacher is what the server has; set '
-    "teacher_regularization to 'base'.",
+    f'{section}.url with teacher_regularization={sd.teacher_regularization!r}: the teacher is the model of the server; '
+    "set teacher_regularization to 'base'.",
   )
   _require(
     config.rollout.temperature == 1,
     f'{section}.url with rollout.temperature={config.rollout.temperature}: servers give log-probs at temperature 1, '
-    'and the divergence compares distributions at that of the rollouts; set it to 1.',
+    'but the divergence is between distributions at rollout.temperature; set it to 1.',
   )
   _require(
     not sd.teacher_model and not config.model.cartridge.used,
@@ -430,7 +429,7 @@ def _check_algorithm(config: schema.Sections) -> None:
   _require(
     loss.loss_mode == 'sdpo',
     f"algorithm.mode='hybrid' has no effect with actor.policy_loss.loss_mode={loss.loss_mode!r}, which is the policy "
-    "gradient alone: set that to 'sdpo', or algorithm.mode to 'pure_sdpo'.",
+    "gradient alone: set loss_mode to 'sdpo', or algorithm.mode to 'pure_sdpo'.",
   )
   _require(
     algorithm.sdpo_coef > 0 or algorithm.policy_gradient_coef > 0,
@@ -440,7 +439,7 @@ def _check_algorithm(config: schema.Sections) -> None:
   _require(
     config.rollout.sampled_by == 'student' or algorithm.policy_gradient_coef == 0,
     f"algorithm.mode='hybrid' with rollout.sampled_by={config.rollout.sampled_by!r}: a policy gradient learns from "
-    "what the student has drawn; set that to 'student', or algorithm.mode to 'pure_sdpo'.",
+    "what the student has drawn; set sampled_by to 'student', or algorithm.mode to 'pure_sdpo'.",
   )
   if algorithm.sdpo_coef > 0:
     return
@@ -454,8 +453,8 @@ def _check_algorithm(config: schema.Sections) -> None:
   for name, is_set in asked.items():
     _require(
       not is_set,
-      f'{name} has no effect with algorithm.sdpo_coef=0, which leaves no teacher: raise that, or leave {name} at its '
-      'default.',
+      f'{name} has no effect with algorithm.sdpo_coef=0, which leaves no teacher: raise sdpo_coef, or leave {name} at '
+      'its default.',
     )
 
 
@@ -468,7 +467,7 @@ def _check_written_feedback(config: schema.Sections) -> None:
       # Addresses are not quoted, since they can contain a key.
       _require(
         not getattr(endpoint, name),
-        f"{section}.{name} has no effect with {asked}: set that to 'endpoint', or leave {name} empty.",
+        f"{section}.{name} has no effect with {asked}: set the latter to 'endpoint', or leave {name} empty.",
       )
   if not sd.feedback_model:
     names = ('feedback_max_prompt_len', 'feedback_max_tokens', 'feedback_temperature', 'feedback_keeps_output')
@@ -479,12 +478,12 @@ def _check_written_feedback(config: schema.Sections) -> None:
   _require(
     config.actor.policy_loss.loss_mode == 'sdpo' and sd.teacher_context == 'reprompt',
     f"{asked} has no effect without a teacher that reads it: set actor.policy_loss.loss_mode to 'sdpo' and "
-    f"{_DISTILLATION}.teacher_context to 'reprompt', or empty it.",
+    f"{_DISTILLATION}.teacher_context to 'reprompt', or leave feedback_model empty.",
   )
   if sd.feedback_model == 'endpoint':
     _require(bool(endpoint.url.strip()), f"{section}.url is empty: name an endpoint, or set feedback_model to 'self'.")
     check_address(endpoint.url, f'{section}.url', f'{section}.api_key_env')
-    _require(bool(endpoint.model.strip()), f'{section}.model is empty: set it to the name of the writing model there.')
+    _require(bool(endpoint.model.strip()), f'{section}.model is empty: set it to the name of the model on the server.')
 
 
 def _check_gathering(config: schema.Sections) -> None:
@@ -495,23 +494,23 @@ def _check_gathering(config: schema.Sections) -> None:
   teaches = config.actor.policy_loss.loss_mode == 'sdpo' and (algorithm.mode != 'hybrid' or algorithm.sdpo_coef > 0)
   _require(
     teaches and config.actor.self_distillation.teacher_context == 'reprompt',
-    f'{asked} counts completions of which the teacher knows more, and there is no such teacher: set '
-    f"actor.policy_loss.loss_mode to 'sdpo' and {_DISTILLATION}.teacher_context to 'reprompt', or leave it at 0.",
+    f'{asked} counts completions with a signal of the teacher, and there is no such teacher: set '
+    f"actor.policy_loss.loss_mode to 'sdpo' and {_DISTILLATION}.teacher_context to 'reprompt', or the number to 0.",
   )
   _require(
     least <= rows,
-    f'{asked} is more than the {rows} completions that an update holds (data.train_batch_size × rollout.n): lower it, '
-    'or raise these.',
+    f'{asked} is more than the {rows} completions that an update holds (data.train_batch_size × rollout.n): lower the '
+    'minimum, or raise the size of a batch.',
   )
   _require(
     config.trainer.batch_order == 'sampled',
     f'{asked} with trainer.batch_order={config.trainer.batch_order!r}, which is the order of one generation batch: set '
-    "that to 'sampled'.",
+    "batch_order to 'sampled'.",
   )
   _require(
     not config.trainer.record_top_tokens,
     f'{asked} with trainer.record_top_tokens={config.trainer.record_top_tokens}, which records the tokens of one '
-    'generation batch when it is learned from: set that to 0.',
+    'generation batch when it is learned from: set record_top_tokens to 0.',
   )
 
 
@@ -567,8 +566,8 @@ def _check_schedule(optimizer: schema.OptimizerConfig) -> None:
   for name, unset in (('lr_decay_steps', None), ('min_lr_ratio', 0)):
     _require(
       optimizer.lr_scheduler_type != 'constant' or getattr(optimizer, name) == unset,
-      f"optimizer.{name}={getattr(optimizer, name)} has no effect on optimizer.lr_scheduler_type='constant': set that "
-      f"to 'cosine' or 'linear', or leave {name} at {unset}.",
+      f"optimizer.{name}={getattr(optimizer, name)} has no effect on optimizer.lr_scheduler_type='constant': set the "
+      f"schedule to 'cosine' or 'linear', or leave {name} at {unset}.",
     )
   _require(
     steps is None or steps > warmup,
@@ -670,18 +669,18 @@ def _check_serve(serve: schema.ServeConfig) -> None:
   _require(
     learning.topk is None or learning.topk <= serve.topk,
     f'serve.learning.topk={learning.topk} is more than serve.topk={serve.topk}, for which the engine is compiled: '
-    'lower it, or raise that.',
+    'lower the former or raise the latter.',
   )
   _require(
     learning.steps <= limits.max_steps,
-    f'serve.learning.steps={learning.steps} is more than serve.limits.max_steps={limits.max_steps}: lower it, or raise '
-    'that.',
+    f'serve.learning.steps={learning.steps} is more than serve.limits.max_steps={limits.max_steps}: lower the '
+    'former or raise the latter.',
   )
   _require(len(learning.betas) == 2, f'serve.learning.betas must be two numbers, not {learning.betas}.')
   _require(
     limits.burst_tokens is None or limits.tokens_per_minute is not None,
     f'serve.limits.burst_tokens={limits.burst_tokens} has no effect without a limit: set '
-    'serve.limits.tokens_per_minute, or leave it at None.',
+    'serve.limits.tokens_per_minute, or leave burst_tokens at None.',
   )
 
 
@@ -707,7 +706,7 @@ def _require(condition: bool, sentence: str) -> None:
 
 
 def _require_defaults(section: object, prefix: str, names: Sequence[str], why: str) -> None:
-  """Raise UserError if a setting without effect is not at its default; `why` says why it has none."""
+  """Raise UserError if a setting without effect is not at its default; `why` gives the reason and a remedy."""
   for name in names:
     value, unset = getattr(section, name), getattr(type(section)(), name)
     _require(value == unset, f'{prefix}.{name}={value} has no effect{why}, or leave it at {unset!r}.')

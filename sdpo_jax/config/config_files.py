@@ -21,8 +21,8 @@ def read(text: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
 
   Args:
     text: FILE.py, or FILE.py:name=value,… with arguments of its `get_config()`. If a file `configs/…` does not exist,
-      the one of this installation is read. A `model.path` that does not exist is looked for beside the file.
-      So are modules that it or a grader imports, after those of installed packages.
+      the one of this installation is read. A `model.path` that does not exist is looked for beside the file, and so are
+      imported modules, after installed packages.
     overrides: (setting, text) pairs, in order: see `override`.
 
   Raises:

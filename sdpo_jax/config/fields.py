@@ -1,4 +1,4 @@
-"""The declaration of a single setting, and the types and text of its values."""
+"""Declaration of settings, and checking and parsing of their values by type."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MALFORMED_PATTERN = (re.error, OverflowError, RecursionError)
 
 
 def setting(default: Any, doc: str, allowed: Any = None) -> Any:
-  """Return a dataclass field with a default (for a section: its class), a documentation string and a range of numbers.
+  """Return the dataclass field of a setting or a section.
 
   Args:
-    default: its value, or the class that makes it.
-    doc: what it does, for users.
-    allowed: a `ranges.Range`, if it has one that does not depend on other settings.
+    default: its default value; for a section its class.
+    doc: documentation string for users.
+    allowed: a `ranges.Range` of its numbers, if that does not depend on other settings.
   """
   metadata = {'doc': doc, 'range': allowed}
   if isinstance(default, type):
@@ -40,21 +40,18 @@ def is_number(value: Any) -> bool:
 
 
 def flatten(config: Any, prefix: str = '', like: Any = None) -> dict[str, Any]:
-  """Return the settings by dotted name, with lists for tuples, so that a config and its JSON compare equal.
+  """Return settings by dotted name; tuples become lists, so that a config and its JSON compare equal.
 
   Args:
     config: a dataclass, or the nested dict read from its JSON.
     prefix: prefix of every name.
-    like: for a nested dict, a dataclass of the same form, whose sections are descended into; any other value is one
-      setting, even a JSON object.
+    like: for a nested dict, a dataclass with the same sections; a dict that is no section in it is a single setting.
   """
-  items = (
-    [(f.name, getattr(config, f.name)) for f in dataclasses.fields(config)]
-    if dataclasses.is_dataclass(config)
-    else list(config.items())
-  )
+  items = config
+  if dataclasses.is_dataclass(config):
+    items = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
   flat: dict[str, Any] = {}
-  for key, value in items:
+  for key, value in items.items():
     known = getattr(like, key, None)
     if dataclasses.is_dataclass(value) or (isinstance(value, dict) and dataclasses.is_dataclass(known)):
       flat.update(flatten(value, f'{prefix}{key}.', known))
@@ -76,7 +73,7 @@ def settings(config: Any, prefix: str = '') -> Iterator[tuple[str, Any, Any, dat
 
 @functools.cache
 def types_of(section: type) -> dict[str, Any]:
-  """Return the types of the fields of a section's class by name; kept, since reading annotations is slow."""
+  """Return the types of the fields of a section's class by name, cached since reading annotations is slow."""
   return typing.get_type_hints(section)
 
 
@@ -97,11 +94,11 @@ def unknown_setting(config: Any, name: str) -> UserError:
 
 
 def did_you_mean(given: Any, known: Iterable[Any]) -> str:
-  """Return the end of a sentence about a name that is not known: the question which is meant, if one is like it.
+  """Return the end of an error message about an unknown name: '; did you mean …?' or, if no name is similar, '.'.
 
   Args:
-    given: what was given; no name is like what is not a text.
-    known: what could have been given; names are compared without regard to case.
+    given: the unknown name; values that are not strings have no similar names.
+    known: the names that exist, compared regardless of case.
   """
   names = {name.lower(): name for name in known if isinstance(name, str)}
   near = difflib.get_close_matches(given.lower(), names, 1) if isinstance(given, str) else []
@@ -128,14 +125,14 @@ def type_name(hint: Any) -> str:
 
 
 def _mistyped(name: str, value: Any, hint: Any) -> UserError:
-  """Return the error for a value that is not of its setting's type, with the allowed one that is most like it."""
+  """Return the error for a value that does not have its setting's type, with the most similar allowed value."""
   literals = (kind for kind in _alternatives(hint) if typing.get_origin(kind) is Literal)
   fixed = (known for kind in literals for known in typing.get_args(kind))
   return UserError(f'{name}={value!r} is not {type_name(hint)}{did_you_mean(value, fixed)}')
 
 
 def matches(value: Any, hint: Any) -> bool:
-  """Return whether a value is of a type, which is one of settings or an abstract one of collections."""
+  """Return whether a value has a type, such as that of a setting or an abstract collection."""
   return any(_is_of(value, kind) for kind in _alternatives(hint))
 
 
@@ -158,7 +155,7 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 def _is_json(value: Any) -> bool:
-  """Return whether `value` survives a config.json unchanged: tuples come back as lists, non-string keys as strings."""
+  """Return whether `value` is unchanged by a config.json, from which tuples come back as lists and keys as strings."""
   if isinstance(value, dict):
     return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
   if isinstance(value, list):
@@ -167,7 +164,7 @@ def _is_json(value: Any) -> bool:
 
 
 def parse_entry(text: str) -> Any:
-  """Return the value that `text` means for one key of a setting that is a JSON object: JSON, or else the text."""
+  """Return the value of command-line text for one key of a JSON object: parsed as JSON if possible, else the text."""
   if text in ('None', 'True', 'False'):
     return {'None': None, 'True': True, 'False': False}[text]
   try:
@@ -178,7 +175,7 @@ def parse_entry(text: str) -> Any:
 
 
 def parse(name: str, text: str, hint: Any) -> Any:
-  """Return the value that `text` means for the setting `name` of type `hint`; raise UserError if there is none."""
+  """Parse command-line text for the setting `name` of type `hint`; raise UserError if it does not have that type."""
   alternatives = _alternatives(hint)
   if type(None) in alternatives and text.lower() in ('none', 'null'):  # Before str, which takes any text.
     return None
@@ -214,7 +211,7 @@ def parse(name: str, text: str, hint: Any) -> Any:
 
 
 def _is_list(text: str) -> bool:
-  """Return whether text is meant as a JSON list, unlike for example the regular expression '[qv]_proj'."""
+  """Return whether text looks like a JSON list, unlike for example the regular expression '[qv]_proj'."""
   return text.startswith('[') and (text.endswith(']') or ']' not in text)
 
 

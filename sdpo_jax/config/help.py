@@ -16,8 +16,7 @@ def settings_help(config: Any, part: str = '') -> str:
 
   Args:
     config: config whose values are shown, for example the defaults.
-    part: beginning of dotted names or, if none begins so, a text anywhere in a name or its description; empty: all
-      settings.
+    part: prefix of dotted names or, if no name has it, text in a name or its description; empty: all settings.
 
   Raises:
     UserError: there is no such setting.
@@ -40,7 +39,7 @@ def _entry(name: str, value: Any, values: str, doc: str) -> str:
 
 
 def values_of(hint: Any, allowed: Range | None) -> str:
-  """Return which values a setting takes, for users."""
+  """Return a description of the values that a setting takes, for users."""
   if allowed is None:
     return type_name(hint)
   *kinds, last = type_name(hint).split(' or ')

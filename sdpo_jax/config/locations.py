@@ -1,4 +1,4 @@
-"""Paths of files that a config names, independent of the directory in which a command is started."""
+"""Paths in configs, resolved independently of the directory in which a command is started."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def beside(config_file: str, name: str) -> str:
 
 
 def model_path(path: str, config_file: pathlib.Path) -> str:
-  """Return `model.path` of a config, resolved to a folder beside the config if it does not exist otherwise.
+  """Return `model.path` of a config; a relative path that does not exist may be a folder beside the config.
 
   Args:
     path: the setting: a folder, a gs:// address or a name on the hub.
@@ -36,12 +36,12 @@ def model_path(path: str, config_file: pathlib.Path) -> str:
 
 
 def shipped_folder() -> pathlib.Path:
-  """Return the folder of the configs of this installation, and of the models beside them."""
+  """Return the folder with the configs and models of this installation."""
   return pathlib.Path(importlib.util.find_spec('sdpo_jax.configs').origin).resolve().parent
 
 
 def shipped(path: pathlib.Path) -> pathlib.Path | None:
-  """Return where `configs/…` is in this installation; None if the path is another one or nothing is there."""
+  """Return the path of a file `configs/…` in this installation; None if it is not such a path or does not exist."""
   if path.parts[:1] != ('configs',) or '..' in path.parts:
     return None
   found = shipped_folder().joinpath(*path.parts[1:])
@@ -49,5 +49,5 @@ def shipped(path: pathlib.Path) -> pathlib.Path | None:
 
 
 def is_hub_name(path: str) -> bool:
-  """Return whether a path can only be a name on the hub: OWNER/NAME, and no folder OWNER is here, nor configs/NAME."""
+  """Return whether a path can only be a hub name: OWNER/NAME without a local folder OWNER, other than configs/NAME."""
   return bool(re.fullmatch(r'(?!\.|configs/)[\w.-]+/[\w.-]+', path)) and not pathlib.Path(path).parent.is_dir()

@@ -1,4 +1,4 @@
-"""Operations on all settings: access by dotted name, from the command line, comparison with a saved run."""
+"""Access to settings by dotted name and command-line text, and their comparison with those of a saved run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sdpo_jax.config.fields import check_types, flatten, parse, parse_entry, typ
 from sdpo_jax.config.validated import Config
 from sdpo_jax.errors import UserError
 
-# Sections that say how a server is called.
+# Sections about servers that a run calls.
 SERVERS = (
   'environments.http',
   'environments.judge',
@@ -61,9 +61,9 @@ RESUMABLE = (
   'plan',
 )
 
-EXTENDED = 'Completions of the first steps behind the old end are not drawn as far ahead as in an uninterrupted run'
+EXTENDED = 'Completions of the first steps after the old end are not drawn as far ahead as in an uninterrupted run'
 ROUNDING = 'From here on results may differ from those of an uninterrupted run in rounding'
-# Further settings that may differ, but are announced if they do: the meaning of a change → the settings.
+# Further settings that may differ, but are announced if they do: the consequence of a change → the settings.
 NAMED: dict[str, tuple[str, ...]] = {
   ROUNDING: (
     'data.prompt_buckets',
@@ -111,7 +111,7 @@ HINTS = {
   )
 }
 
-# The values with which runs behaved before these settings existed, if these are not the defaults.
+# Values that reproduce the behaviour from before these settings existed, if they are not the defaults.
 BEFORE = {
   'actor.self_distillation.thinking_rule': 'closed',
   'data.split_special_tokens': False,
@@ -124,21 +124,21 @@ class Differences:
 
   refused: list[str]  # Settings that change what is learned.
   accepted: list[str]  # Settings that change what is learned, but are accepted by trainer.accept_changes.
-  named: dict[str, list[str]]  # Settings that may differ, by the meaning of a change, as in `NAMED`.
+  named: dict[str, list[str]]  # Settings that may differ, by the consequence of a change, as in `NAMED`.
   ways_out: list[str]  # Entries of trainer.accept_changes that would accept all refused ones; empty: none would.
 
 
 def differences(saved: dict[str, Any], config: Config) -> Differences:
   """Return how `config` differs from a saved run's JSON, except in `RESUMABLE` settings.
 
-  If a run was saved before a setting existed, the setting's value is that of `BEFORE`, or else its default. The parts
-  of addresses that may contain a key are left out.
+  Settings that did not exist when the run was saved have the values of `BEFORE`, or else their defaults. Parts of
+  addresses that may contain a key are left out of the phrases.
   """
   old = _as_meant(flatten(Config()) | BEFORE | flatten(saved, like=Config()))
   new = _as_meant(flatten(config))
   accepted = [setting for entry in config.trainer.accept_changes for setting in ACCEPTABLE[entry]]
   found = Differences([], [], {}, [])
-  beyond_help = False
+  ways: list[str | None] = []
   total = 'trainer.total_training_steps'
   if config.rollout.steps_off and old[total] < new[total]:
     found.named[EXTENDED] = [f'{total} was {old[total]} and is now {new[total]}']
@@ -153,11 +153,9 @@ def differences(saved: dict[str, Any], config: Config) -> Differences:
       found.accepted.append(phrase)
     else:
       found.refused.append(phrase + HINTS.get(key, ''))
-      entry = next((entry for entry, settings in ACCEPTABLE.items() if is_listed(key, settings)), None)
-      beyond_help |= entry is None
-      if entry is not None and entry not in found.ways_out:
-        found.ways_out.append(entry)
-  return dataclasses.replace(found, ways_out=[]) if beyond_help else found
+      ways.append(next((entry for entry, settings in ACCEPTABLE.items() if is_listed(key, settings)), None))
+  found.ways_out.extend(() if None in ways else dict.fromkeys(ways))
+  return found
 
 
 # Setting → equivalent values: alias → canonical value.
@@ -165,7 +163,7 @@ ALIASES = {'actor.self_distillation.teacher_regularization': {'lora_ema': 'ema'}
 
 
 def _as_meant(settings: dict[str, Any]) -> dict[str, Any]:
-  """Return settings by name, normalised so that runs with equal ones behave the same.
+  """Return settings by name, normalised so that settings that mean the same are equal.
 
   The number of steps over which a learning rate decays is filled in, and aliases of values are replaced.
   """
@@ -186,7 +184,7 @@ def _shown(key: str, settings: dict[str, Any]) -> str:
   except ValueError:
     return 'another address'
   public = parts._replace(netloc=parts.netloc.rpartition('@')[2], query='', fragment='')
-  hidden = ' (with what is not shown here)' if public != parts else ''
+  hidden = ' (with parts that are not shown)' if public != parts else ''
   return repr(urllib.parse.urlunsplit(public)) + hidden
 
 
@@ -195,7 +193,7 @@ def is_listed(name: str, listed: Sequence[str]) -> bool:
   return any(name == entry or name.startswith(entry + '.') for entry in listed)
 
 
-# Setting → a text that is a value of it, and means None for other settings.
+# Setting → a string that is a value of this setting, whereas it stands for None in others.
 TEXTS = {'data.environment': 'none'}  # The grader of ungraded prompts; None itself is written None.
 
 

@@ -1,4 +1,4 @@
-"""What may be published of settings and messages: no folders of a machine or a bucket, and no addresses of servers."""
+"""Redaction of settings and messages for publication: folders and server addresses are removed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from sdpo_jax.config.locations import is_hub_name
 
-MODELS = (  # Settings that hold a path or a name on the hub.
+MODELS = (  # Settings with a path or a name on the hub.
   'model.path',
   'model.lora.path',
   'model.cartridge.path',
   'actor.self_distillation.teacher_model',
   'actor.self_distillation.teacher_endpoint.tokenizer',
 )
-FILES = (  # Settings that hold paths, or sources of rows.
+FILES = (  # Settings with paths or sources of rows.
   'model.chat_template',
   'model.cartridge.document',
   'model.cartridge.init_text',
@@ -27,21 +27,21 @@ FILES = (  # Settings that hold paths, or sources of rows.
   'serve.store.root',
   'serve.store.database',
 )
-SOURCE = re.compile(r'(hf:|generator:)([^?]*)(.*)', re.DOTALL)  # A source of rows that is no file.
-# An address, or a path that begins at a root, a home or a folder above, in a text.
+SOURCE = re.compile(r'(hf:|generator:)([^?]*)(.*)', re.DOTALL)  # A source of rows other than a file.
+# An address in a text, or a path that begins with /, ~, ./ or ../.
 _END = r"""\s'"`,;|<>()\[\]{}"""
 _PLACE = re.compile(rf'(?<!\w)[A-Za-z][\w+.-]{{,19}}://[^{_END}]*|(?<![\w*<}}/~-])(?:~[\w.-]*|\.\.?)?/[^{_END}&?]*')
 
 
 def public_place(place: str, *, hub: bool = True) -> str:
-  """Return what may be published of a path, an address or a source of rows.
+  """Redact a path, an address or a source of rows.
 
   Args:
     place: value of a setting.
     hub: whether it may be a name on the hub, which is public.
 
   Returns:
-    A name on the hub as it is; of a path the last part, of the address of a server or a bucket nothing but its scheme.
+    A name on the hub unchanged; of a path its last part; of the address of a server or a bucket only the scheme.
   """
   if source := SOURCE.fullmatch(place):
     prefix, name, options = source.groups()
@@ -55,7 +55,7 @@ def public_place(place: str, *, hub: bool = True) -> str:
 
 
 def public_text(text: str) -> str:
-  """Return a text in which the paths of a machine and addresses are what `public_place` leaves of them."""
+  """Return a text with its paths and addresses redacted by `public_place`."""
 
   def last(found: re.Match[str]) -> str:
     place = found[0]
@@ -66,7 +66,7 @@ def public_text(text: str) -> str:
 
 
 def public_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-  """Return settings by dotted name with what may be published of their values, which are JSON."""
+  """Return settings by dotted name with redacted JSON values."""
   return {public_text(name): _public(name, value) for name, value in settings.items()}
 
 

@@ -1,4 +1,4 @@
-"""The numbers that a setting may have, and their units, for checks and descriptions."""
+"""Ranges of numeric settings with their units, for checks and descriptions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Range:
   below: float | None = None
   also: tuple[float, ...] = ()  # Further values with a special meaning.
   unit: str = ''
-  why: str = ''  # The reason, or the remedy, if the error message needs one.
+  why: str = ''  # Reason or remedy for the error message.
 
   def holds(self, value: float) -> bool:
     """Return whether a number is within the range."""

@@ -1,8 +1,7 @@
-"""The graders of a question and their weights: 'exact, 0.2*format' and its other spellings.
+"""Parsing of the graders of a question and their weights, such as 'exact, 0.2*format'.
 
-Rows and `data.environment` name graders as a text, which becomes `Example.environment`; rows may also use a list of
-such texts, or an object of names with weights. A weight that is not given is that of `environments.reward_weights`,
-or 1.
+Rows and `data.environment` name graders in a string, which becomes `Example.environment`; rows may also use a list of
+such strings, or an object of weights by name. The default of a weight is that of `environments.reward_weights`, or 1.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 from sdpo_jax.config.fields import is_number
 from sdpo_jax.errors import short_repr
 
-RESERVED = ',*'  # Characters that separate graders and weights, and thus cannot be in names.
+RESERVED = ',*'  # Characters that separate graders and weights, and so cannot be part of names.
 
 
 class UnreadableRewards(ValueError):
@@ -24,7 +23,7 @@ class UnreadableRewards(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-  """A grader of a question."""
+  """A grader of a question and its weight."""
 
   name: str
   weight: float | None = None  # None: that of `environments.reward_weights`, or 1.
@@ -47,8 +46,8 @@ def written(value: Any) -> str | None:
   """Return the canonical spelling of a row's field `environment`; None if it names no grader.
 
   Args:
-    value: a text, a list of texts, or an object of weights by name. In an object, null stands for a grader that the row
-      does not name, because tables have all names in all of their rows.
+    value: a string, a list of strings, or an object of weights by name. In an object, null means that the row does not
+      name the grader, because tables have the same columns in all rows.
 
   Raises:
     UnreadableRewards: as in `parse`, or the value has another type.
@@ -71,12 +70,12 @@ def written(value: Any) -> str | None:
 
 
 def names(environments: Iterable[str]) -> set[str]:
-  """Return the names of all graders in texts of the form of `parse`."""
+  """Return the names of all graders in strings as `parse` takes them."""
   return {reward.name for environment in environments for reward in parse(environment)}
 
 
 def is_name(text: Any) -> bool:
-  """Return whether a text can be the name of a grader."""
+  """Return whether a value can be the name of a grader: a stripped string without reserved characters."""
   return isinstance(text, str) and text == text.strip() != '' and not any(mark in text for mark in RESERVED)
 
 

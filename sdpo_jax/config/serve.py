@@ -12,99 +12,103 @@ from sdpo_jax.objective_settings import ALPHA
 
 @dataclasses.dataclass
 class HttpConfig:
-  host: str = setting(
-    '127.0.0.1', 'Address to listen on. Another one than that of this machine alone needs serve.http.keys.'
-  )
+  """The HTTP server: address, keys, and limits of requests (docs/serving.md)."""
+
+  host: str = setting('127.0.0.1', 'Address to listen on; one that other machines can reach needs serve.http.keys.')
   port: int = setting(8420, 'Port to listen on; 0: a free one, which is printed.', Range(at_least=0, at_most=65535))
   keys: str | None = setting(
     None,
-    'File of API keys, made by launch.serve_key; it is read again when it changes. None: no key, one owner, and '
+    'File of API keys, written by launch.serve_key and read again when it changes. None: no keys and one owner; '
     'requests must name this machine as their host.',
   )
   allowed_hosts: tuple[str, ...] = setting(
-    (), 'Names in the header Host that are answered, beside those of this machine. With keys and empty: all.'
+    (), 'Accepted values of the header Host, besides the names of this machine. Empty, with keys: all.'
   )
   allowed_origins: tuple[str, ...] = setting(
     (),
-    'Web pages, as https://HOST, whose scripts may ask; browsers send them in the header Origin. Others are refused.',
+    'Origins, as https://HOST, of web pages whose scripts may send requests; others are refused.',
   )
-  max_body_mb: float = setting(16.0, 'Largest body of a request; that of an imported adapter included.', MIB)
+  max_body_mb: float = setting(16.0, 'Maximum size of the body of a request, also of an imported adapter.', MIB)
   deadline_s: float = setting(
-    300.0, 'Time in which a request must be answered, unless its header X-Deadline-Ms says less.', SECONDS
+    300.0, 'Time limit of a request, unless its header X-Deadline-Ms sets a shorter one.', SECONDS
   )
   read_timeout_s: float = setting(
-    30.0, 'Time in which the headers, and then each further part of a body, must arrive.', SECONDS
+    30.0, 'Time limit for the headers of a request, and then for each further part of its body, to arrive.', SECONDS
   )
-  max_requests: int = setting(64, 'Requests that are worked on at once; more are refused with 429.', REQUESTS)
+  max_requests: int = setting(64, 'Limit of requests handled at once; more are refused with status 429.', REQUESTS)
   idle_shutdown_s: float | None = setting(
     None, 'Time without a request after which the service ends. None: never.', SECONDS
   )
   drain_s: float = setting(
     30.0,
-    'Time that requests under way get to finish when the service is told to stop.',
+    'Time that running requests have to finish when the service is told to stop.',
     Range(at_least=0, unit='seconds'),
   )
   log_bodies: bool = setting(
-    False, 'Write what is asked and answered into the log. It holds prompts, completions and feedback then.'
+    False, 'Log the bodies of requests and responses, which hold prompts, completions and feedback.'
   )
 
 
 @dataclasses.dataclass
 class StoreConfig:
+  """Where the service keeps adapter versions and requests, and for how long."""
+
   root: str = setting(
-    'runs/service', 'Where versions of adapters are kept: a local folder, s3://… or gs://…; one service at a time.'
+    'runs/service', 'Folder of adapter versions: local, s3://… or gs://…; only one service may use it at a time.'
   )
   database: str | None = setting(
     None,
-    'SQLite file, local, with samples, requests and an index of the versions. None: service.sqlite in a local root; it '
-    'must be named for others.',
+    'Local SQLite file with samples, requests and an index of the versions. None: service.sqlite in root, if that is '
+    'local; otherwise it must be set.',
   )
   keep_versions: int = setting(
     0,
-    'Versions of an adapter that are kept beside its first and its newest one; 0: all of them.',
+    'Number of versions of an adapter to keep, besides its first and its newest; 0: all of them.',
     Range(at_least=0, unit='versions'),
   )
   sample_ttl_s: float = setting(
-    7 * 86400.0, 'How long a completion can be given feedback on by its sample_id.', SECONDS
+    7 * 86400.0, 'Time in which feedback on a completion can be given by its sample_id.', SECONDS
   )
-  request_ttl_s: float = setting(86400.0, 'How long an Idempotency-Key is remembered with its answer.', SECONDS)
+  request_ttl_s: float = setting(86400.0, 'Time for which an Idempotency-Key and its response are kept.', SECONDS)
   keep_feedback_texts: bool = setting(
-    False, 'Keep what users say of completions beside the versions that it made. The numbers are kept in any case.'
+    False, 'Store the text of feedback with the versions that were learned from it. Numbers are stored in any case.'
   )
 
 
 @dataclasses.dataclass
 class LimitsConfig:
+  """Limits of what one key, request or session may use."""
+
   tokens_per_minute: int | None = setting(
-    None, 'Tokens that a key may have sampled, scored and learned in a minute, on average. None: any number.', TOKENS
+    None, 'Tokens per minute that may be sampled, scored and learned with one key. None: any number.', TOKENS
   )
   burst_tokens: int | None = setting(
     None,
-    'How many it may have had at once after a pause. None: those of a minute, serve.limits.tokens_per_minute.',
+    'Tokens that one key may use at once after a pause. None: tokens_per_minute.',
     TOKENS,
   )
-  max_waiting: int = setting(256, 'Requests that wait for the engine; more are refused with 429.', REQUESTS)
-  max_adapters_per_owner: int = setting(1000, 'Adapters of one owner.', Range(above=0, unit='adapters'))
-  max_items: int = setting(64, 'Completions that one feedback is about, at most.', Range(above=0, unit='completions'))
-  max_steps: int = setting(16, 'Optimizer steps of one feedback, at most.', Range(above=0, unit='steps'))
-  max_samples: int = setting(128, 'Completions of one request, n, at most.', Range(above=0, unit='completions'))
+  max_waiting: int = setting(256, 'Requests that may wait for the engine; more are refused with status 429.', REQUESTS)
+  max_adapters_per_owner: int = setting(1000, 'Adapters that one owner may have.', Range(above=0, unit='adapters'))
+  max_items: int = setting(64, 'Completions that one feedback may be about.', Range(above=0, unit='completions'))
+  max_steps: int = setting(16, 'Optimizer steps that one feedback may take.', Range(above=0, unit='steps'))
+  max_samples: int = setting(128, 'Completions that one request may ask for, n.', Range(above=0, unit='completions'))
   max_logprobs: int = setting(
     20,
-    'Log-probs at a position that the OpenAI-compatible routes give at most; never more than serve.topk.',
+    'Log-probs per position that the OpenAI-compatible routes may return; never more than serve.topk.',
     Range(at_least=0, unit='tokens'),
   )
   max_sessions_per_adapter: int = setting(
-    1000, 'Sessions of one adapter that are kept.', Range(above=0, unit='sessions')
+    1000, 'Sessions that are stored of one adapter.', Range(above=0, unit='sessions')
   )
   max_turns_per_session: int = setting(
-    1000, 'Proposals of one session, denied ones included.', Range(above=0, unit='turns')
+    1000, 'Proposals that one session may have, denied ones included.', Range(above=0, unit='turns')
   )
   max_message_bytes: int = setting(
     1_000_000,
-    'Bytes of the messages, results, correction or arguments that one request adds to a session, at most.',
+    'Size of the messages, results, correction or arguments that one request may add to a session.',
     BYTES,
   )
-  max_tools_bytes: int = setting(200_000, 'Bytes of the tools that a session declares, written as JSON.', BYTES)
+  max_tools_bytes: int = setting(200_000, 'Size of the tools that a session may declare, as JSON.', BYTES)
 
 
 @dataclasses.dataclass
@@ -115,32 +119,32 @@ class LearningConfig:
     'sdpo', "'sdpo': the divergence from the teacher; 'jsd_pg': a policy gradient towards the mixture of both."
   )
   learning_rate: float = setting(3e-5, 'Step size of AdamW.', POSITIVE)
-  steps: int = setting(1, 'Optimizer steps of a feedback.', Range(above=0, unit='steps'))
+  steps: int = setting(1, 'Optimizer steps per feedback request.', Range(above=0, unit='steps'))
   alpha: float = setting(
     0.5,
-    "Of 'sdpo'. 0: KL(teacher‖student), 1: KL(student‖teacher), between: generalised Jensen–Shannon. 'jsd_pg' has its "
-    'own, mirrored.',
+    "For 'sdpo'. 0: KL(teacher‖student), 1: KL(student‖teacher), between: generalised Jensen–Shannon. 'jsd_pg' has "
+    'its own, mirrored.',
     Range(at_least=ALPHA[0], at_most=ALPHA[1]),
   )
   topk: int | None = setting(None, 'K, tokens of the support of the divergence. None: serve.topk.', TOKENS)
   is_clip: float | None = setting(
-    2.0, 'Upper clip of the importance ratio of the sampled token; None: no ratio.', POSITIVE
+    2.0, "Upper clip of the importance ratio by which a token's divergence is weighted; None: no ratio.", POSITIVE
   )
-  jsd_alpha: float = setting(0.5, "Of 'jsd_pg': the student's share of the mixture.", Range(above=0, below=1))
-  clip_eps: float = setting(0.2, "Of 'jsd_pg': clip of the ratio.", Range(above=0, below=1))
-  jsd_weight: float = setting(0.5, "Of 'jsd_pg': weight of its regulariser.", NOT_NEGATIVE)
+  jsd_alpha: float = setting(0.5, "For 'jsd_pg': the student's share of the mixture.", Range(above=0, below=1))
+  clip_eps: float = setting(0.2, "For 'jsd_pg': the ratio is clipped to 1 ± clip_eps.", Range(above=0, below=1))
+  jsd_weight: float = setting(0.5, "For 'jsd_pg': weight of its regulariser; 0: none.", NOT_NEGATIVE)
   betas: tuple[float, ...] = setting((0.9, 0.999), 'Decay rates of the moments of AdamW.', Range(at_least=0, below=1))
   weight_decay: float = setting(0.01, 'Decoupled weight decay of the factors.', NOT_NEGATIVE)
-  max_grad_norm: float = setting(1.0, 'Norm to which gradients are clipped.', POSITIVE)
+  max_grad_norm: float = setting(1.0, 'Maximum norm of the gradient; a larger one is scaled down to it.', POSITIVE)
   teacher: Literal['live', 'ema', 'lagged', 'base', 'frozen'] = setting(
     'live',
-    "Who reads the feedback, of an adapter that names nobody. 'live': the version itself; 'ema': the average of its "
-    "versions; 'lagged': an older one; 'base': the model without an adapter; 'frozen': version 0.",
+    "Teacher of adapters that name none. 'live': the version itself; 'ema': the average of its versions; 'lagged': "
+    "an older version; 'base': the model without an adapter; 'frozen': version 0.",
   )
   average_rate: float = setting(
-    0.05, "How far the average of 'ema' moves with every version.", Range(at_least=0, at_most=1)
+    0.05, "Rate at which the average of 'ema' moves towards each new version.", Range(at_least=0, at_most=1)
   )
-  lag: int = setting(8, "How many versions 'lagged' is behind.", VERSIONS)
+  lag: int = setting(8, "Number of versions that the teacher 'lagged' is behind.", VERSIONS)
 
 
 @dataclasses.dataclass
@@ -149,16 +153,16 @@ class GuardsConfig:
 
   max_kl_to_base: float | None = setting(
     2.0,
-    "Mean divergence per token from the model without an adapter on the user's canary prompts. None: any.",
+    "Mean divergence per token from the model without an adapter on the user's canary prompts, nats. None: any.",
     POSITIVE,
   )
-  min_entropy: float | None = setting(0.01, 'Mean entropy per token on these. None: any.', NOT_NEGATIVE)
+  min_entropy: float | None = setting(0.01, 'Smallest entropy per token on these, nats. None: any.', NOT_NEGATIVE)
   max_loss_ratio: float | None = setting(
-    10.0, "Loss over the median of the adapter's last ones with the same parameters, from four on. None: any.", POSITIVE
+    10.0, 'Loss over the median of earlier ones with the same parameters, once there are four. None: any.', POSITIVE
   )
   max_self_similarity: float | None = setting(
     0.9,
-    'Mean overlap of completions of different canary prompts, 1 if they are all the same. None: any.',
+    'Mean overlap of completions of different canary prompts; 1 if they are all the same. None: any.',
     Range(above=0, at_most=1),
   )
-  canary_tokens: int = setting(32, 'Tokens of a completion of a canary prompt.', TOKENS)
+  canary_tokens: int = setting(32, 'Length of the completion of a canary prompt.', TOKENS)

@@ -10,7 +10,7 @@ from typing import Any
 from sdpo_jax.errors import short_repr
 
 TEST_TYPES = ('functional', 'stdin', 'code')
-_LONGEST = 1e9  # Seconds; 30 years.
+_LONGEST = 1e9  # Largest time limit, in seconds: 30 years.
 
 
 class InvalidJson(ValueError):
@@ -18,7 +18,7 @@ class InvalidJson(ValueError):
 
 
 def parse_json(text: str) -> Any:
-  """Return the value of JSON text.
+  """Parse JSON text; whatever is wrong with it raises InvalidJson.
 
   Raises:
     InvalidJson: the text is not JSON, is nested too deeply, or has a number too long to read.
@@ -57,7 +57,7 @@ def _letter(truth: Any) -> str | None:
 
 
 def _tests(truth: Any) -> str | None:
-  """Check unit tests (reference data/utils/livecodebench.py: JSON of inputs, outputs, testtype, …)."""
+  """Check unit tests: JSON with inputs, outputs, testtype, … (reference data/utils/livecodebench.py)."""
   tests, wrong = _json(truth)
   if wrong:
     return wrong

@@ -1,4 +1,4 @@
-"""Hugging Face hub data sets: which of their files hold a split, by their card or else by the files' names."""
+"""Hugging Face hub data sets: which files belong to a split, according to the data set card or the file names."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sdpo_jax.models import hub
 
 PREFIX = 'hf:'
 READABLE = ('.parquet', '.jsonl', '.json', '.csv')
-# The branch where the hub keeps a public set of another format as parquet files, CONFIG/SPLIT/0000.parquet.
+# Branch on which the hub keeps a parquet conversion of public data sets, CONFIG/SPLIT/0000.parquet.
 CONVERTED = 'refs/convert/parquet'
 _OPTIONS = ('split', 'config', 'revision')
 _CARD = 'README.md'
-# Split → words for it in names of files and folders, as the hub's documentation lists them.
+# Split → the words in names of files and folders that stand for it, according to the hub's documentation.
 _WORDS = {
   'train': ('train', 'training'),
   'validation': ('validation', 'valid', 'dev', 'val'),
@@ -58,7 +58,7 @@ def parse(source: str) -> tuple[str, dict[str, str]]:
 
 
 def files(source: str, setting: str) -> list[tuple[list[pathlib.Path], Slice]]:
-  """Return the files of each split that a source names, and which of the split's rows it asks for.
+  """Return the files of each split that a source names, and which rows of the split it asks for.
 
   Args:
     source: `hf:OWNER/NAME?split=…&config=…&revision=…`; NAME may also be a local folder. `split` is that of
@@ -66,7 +66,8 @@ def files(source: str, setting: str) -> list[tuple[list[pathlib.Path], Slice]]:
     setting: name of the setting that holds the source, for messages.
 
   Raises:
-    UserError: malformed source, no such data set, config or split, no files that can be read, or no network.
+    UserError: the source is malformed, the data set, config or split does not exist, it has no readable files, or there
+      is no network.
   """
   name, options = parse(source)
   where, revision = f'{setting}: {source!r}', options.get('revision')
@@ -92,7 +93,7 @@ def files(source: str, setting: str) -> list[tuple[list[pathlib.Path], Slice]]:
 
 
 def taken(rows: Sequence, part: Slice) -> Sequence:
-  """Return the rows of a slice; percentages are rounded to whole rows."""
+  """Return the rows of a slice of a split; percentages are rounded to whole rows."""
   start, stop = (
     bound if bound is None else round(int(bound[:-1]) * len(rows) / 100) if bound.endswith('%') else int(bound)
     for bound in part
@@ -101,7 +102,7 @@ def taken(rows: Sequence, part: Slice) -> Sequence:
 
 
 def _configs(folder: pathlib.Path, names: Sequence[str], where: str) -> tuple[dict[str, Splits], str | None]:
-  """Return the configs of a data set and the name of its default one, as its card says or, without, its files."""
+  """Return the configs of a data set and the name of its default one, from its card or, without one, its files."""
   card = folder / _CARD
   text = card.read_text(encoding='utf-8', errors='replace') if card.is_file() else ''
   front = re.match(r'---\s*\n(.*?)\n---', text, re.DOTALL)
@@ -118,7 +119,7 @@ def _configs(folder: pathlib.Path, names: Sequence[str], where: str) -> tuple[di
 
 
 def _declared(config: Mapping, names: Sequence[str]) -> Splits:
-  """Return the files of a config in a card: `data_files` are patterns, a list of {split, path}, or split → patterns."""
+  """Return the files of a config in a card; its `data_files` are patterns, a list of {split, path}, or a mapping."""
   folder = str(config.get('data_dir') or '').strip('/')
   given = config.get('data_files')
   if given is None:
@@ -139,7 +140,7 @@ def _declared(config: Mapping, names: Sequence[str]) -> Splits:
 
 
 def _readable(names: Iterable[str]) -> list[str]:
-  """Return the names that end in the most frequent of the suffixes that can be read."""
+  """Return the names with the most frequent of the readable suffixes."""
   held = [name for name in names if pathlib.PurePosixPath(name).suffix in READABLE]
   counts = collections.Counter(pathlib.PurePosixPath(name).suffix for name in held)
   chosen = max(counts, key=lambda suffix: (counts[suffix], -READABLE.index(suffix)), default='')
@@ -147,7 +148,7 @@ def _readable(names: Iterable[str]) -> list[str]:
 
 
 def _by_names(names: Sequence[str]) -> Splits:
-  """Return the splits that files are named after, or else their folders, or else a split train with all of them."""
+  """Return splits by the names of files, otherwise by those of folders, otherwise one split train with all files."""
   paths = [pathlib.PurePosixPath(name) for name in names]
   shards = {str(path): match[1] for path in paths if (match := _SHARD.fullmatch(path.stem))}
   in_names = {str(path): split for path in paths if (split := _split_in(path.stem))}
@@ -155,8 +156,7 @@ def _by_names(names: Sequence[str]) -> Splits:
   found: Splits = {}
   for name, split in (shards or in_names or in_folders or dict.fromkeys(names, 'train')).items():
     found.setdefault(split, []).append(name)
-  order = list(_WORDS)
-  return dict(sorted(found.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+  return {split: found[split] for split in (*_WORDS, *found) if split in found}
 
 
 def _split_in(text: str) -> str | None:
@@ -169,7 +169,7 @@ def _converted(names: Sequence[str]) -> dict[str, Splits]:
   found: dict[str, Splits] = {}
   for name in sorted(names):
     config, split, *rest = name.split('/')
-    if rest and name.endswith('.parquet'):  # Of large sets only a part is converted, in the folder partial-SPLIT.
+    if rest and name.endswith('.parquet'):  # Only a part of large sets is converted, in the folder partial-SPLIT.
       found.setdefault(config, {}).setdefault(split, []).append(name)
   return found
 
@@ -187,7 +187,7 @@ def _of_config(configs: Mapping[str, Splits], config: str | None, where: str) ->
 
 
 def _parts(wanted: str | None, splits: Sequence[str], where: str) -> Iterator[tuple[str, Slice]]:
-  """Yield the split and the slice of each part of train[:10%]+test."""
+  """Yield the split and the slice of each part of a `split` option such as train[:10%]+test."""
   if wanted is None:
     if len(splits) > 1:
       raise UserError(f'{where} does not name a split: add split= with one of {", ".join(splits)}.')

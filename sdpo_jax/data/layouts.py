@@ -1,4 +1,4 @@
-"""Layouts of data sets that were not made for this project, and the rows of docs/data.md that are made of them."""
+"""Recognition of common layouts of data sets, and conversion of their rows to the schema of docs/data.md."""
 
 from __future__ import annotations
 
@@ -15,35 +15,14 @@ from sdpo_jax.data.converters.mathematics import PROMPT, after_hashes
 from sdpo_jax.data.rows import RawRow
 from sdpo_jax.errors import UserError, short_repr
 
-# Usual names of columns, the likelier ones first, in lower case with _ for other characters.
-QUESTIONS = (
-  'question',
-  'prompt',
-  'problem',
-  'instruction',
-  'query',
-  'question_stem',
-  'input',
-  'text',
-  'sentence',
-  'ctx',
-)
-ANSWERS = ('answer', 'final_answer', 'ground_truth', 'solution', 'output', 'target', 'label', 'response', 'completion')
-ANSWERS += (
-  'reference',
-  'expected',
-  'answerkey',
-  'answer_key',
-  'answer_idx',
-  'correct',
-  'correct_answer',
-  'gold',
-  'cop',
-)
+# Usual names of columns, the most likely first, in lower case and with _ in place of other characters.
+QUESTIONS = 'question prompt problem instruction query question_stem input text sentence ctx'.split()
+ANSWERS = 'answer final_answer ground_truth solution output target label response completion reference expected'.split()
+ANSWERS += 'answerkey answer_key answer_idx correct correct_answer gold cop'.split()
 CHOICES = ('choices', 'options', 'endings')
 LETTERED = ('', 'option_', 'option', 'choice_', 'choice', 'ending_', 'ending', 'answer_', 'op')  # … A, B; … 1, 2.
-CONTEXTS = ('context', 'passage', 'article')  # Stand before the question.
-# Columns that, beside `prompt` or `messages`, only rows in the schema of docs/data.md have.
+CONTEXTS = ('context', 'passage', 'article')  # Their text precedes the question.
+# Columns that mark rows in the schema of docs/data.md, if there is also `prompt` or `messages`.
 OWN = ('messages', 'environment', 'reward_model', 'kind', 'tests')
 _RESULT = re.compile(r'[-+]?[$€£]?[\d.,/]*\d\s*%?|.*(?:\\[a-z]|\d\^).*|\$.*\$', re.DOTALL)  # A number, or LaTeX.
 _BOX = re.compile(r'\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}')
@@ -53,24 +32,24 @@ WAY_OUT = 'name other columns in --prompt_column and --answer_column (--answer_c
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-  """The recognised layout of a data set, with its rows in the schema of docs/data.md."""
+  """The recognised layout of a data set, and its rows converted to the schema of docs/data.md."""
 
-  said: str  # What was recognised, for the user.
+  said: str  # Description of the layout for the user.
   rows: list[RawRow]
   environment: str | None = None  # The built-in grader that fits; None: none does.
   answered: bool = True  # Whether rows have a ground truth.
 
 
 def recognise(given: Sequence[RawRow], prompt_column: str | None = None, answer_column: str | None = None) -> RowLayout:
-  """Return the layout of rows by the names of their columns, in any case.
+  """Recognise the layout of rows by the names of their columns, regardless of case.
 
   Args:
     given: all rows of a data set, at least one.
-    prompt_column: name of the column with the question; None: it is recognised.
-    answer_column: name of the column with the answer, '' if there is none; None: it is recognised.
+    prompt_column: name of the column with the question; None: recognise it.
+    answer_column: name of the column with the answer, '' if there is none; None: recognise it.
 
   Raises:
-    UserError: the columns are not recognised, or a row does not have the layout of the others.
+    UserError: the columns are not recognised, or a row has another layout than the others.
   """
   columns = list(dict.fromkeys(name for row in given for name in rows.fields(row)))
   named = {re.sub(r'[\W_]+', '_', str(name).lower()).strip('_'): name for name in reversed(columns)}
@@ -83,7 +62,7 @@ def recognise(given: Sequence[RawRow], prompt_column: str | None = None, answer_
   answer = answer if answer_column is None else answer_column
   if asked not in columns or answer not in (*columns, ''):
     missing = 'question' if asked not in columns else 'answer'
-    raise UserError(f'No column is known to hold the {missing}; there are {", ".join(map(str, columns))}: {WAY_OUT}.')
+    raise UserError(f'No column is recognised as the {missing}; there are {", ".join(map(str, columns))}: {WAY_OUT}.')
   behind = ['input'] if asked == named.get('instruction') else []
   parts = [*map(named.get, CONTEXTS), asked, *map(named.get, behind)]
   parts = [name for name in parts if name not in (None, answer)] if prompt_column is None else [asked]
@@ -97,7 +76,7 @@ def recognise(given: Sequence[RawRow], prompt_column: str | None = None, answer_
 
 
 def _own_rows(given: Sequence[RawRow], own: Sequence[str]) -> RowLayout:
-  """Return rows as they are, but for an assistant's message at the end, which becomes the answer."""
+  """Return rows that need no conversion; only a final message of the assistant becomes the answer."""
   values = [dict(row.value) for row in given]
   for value in values:
     messages = value.get('messages')
@@ -115,7 +94,7 @@ def _own_rows(given: Sequence[RawRow], own: Sequence[str]) -> RowLayout:
 
 
 def _questions_and_answers(given: Sequence[RawRow], parts: Sequence[str], answer: str) -> RowLayout:
-  """Return the layout of questions and answers, which `math` grades if nine in ten are numbers or LaTeX."""
+  """Return the layout of questions and answers; `math` grades them if nine in ten answers are numbers or LaTeX."""
   truths, said = [_text(row, answer) for row in given], f'questions in {_listed(parts)}, answers in {answer!r}'
   if all('####' in text for text in truths):
     truths, said = list(map(after_hashes, truths)), f'{said} behind ####'
@@ -128,7 +107,7 @@ def _questions_and_answers(given: Sequence[RawRow], parts: Sequence[str], answer
 
 
 def _multiple_choice(given: Sequence[RawRow], parts: Sequence[str], answer: str, held: Sequence[str]) -> RowLayout:
-  """Return the layout of multiple choice, its answers read in the first of `READINGS` that suits all rows."""
+  """Return the layout of multiple-choice questions; answers are read by the one of `READINGS` that suits most rows."""
   choices, truths = [_choices(row, held) for row in given], [_text(row, answer) for row in given]
   read = {how: list(map(_place, truths, itertools.starmap(names, choices))) for how, names in READINGS.items()}
   how = max(read, key=lambda name: sum(place is not None for place in read[name]))
@@ -142,7 +121,7 @@ def _multiple_choice(given: Sequence[RawRow], parts: Sequence[str], answer: str,
   return RowLayout(said, made, 'mcq')
 
 
-# How answers name a choice → the names of all choices, from their texts and the labels that the data set gives them.
+# How answers name a choice → the names of all choices, given their texts and the data set's own labels.
 READINGS: Mapping[str, Callable[[Sequence[str], Sequence[str]], Sequence[str]]] = {
   'labels': lambda texts, labels: labels,
   'letters': lambda texts, labels: list(LETTERS[: len(texts)]),
@@ -166,10 +145,10 @@ def _lettered(named: Mapping[str, str]) -> list[str]:
 
 
 def _choices(row: RawRow, held: Sequence[str]) -> tuple[list[str], list[str]]:
-  """Return the texts of a row's choices, and their labels if they have some.
+  """Return the texts of a row's choices, and their labels if there are any.
 
-  They are a list, an object of texts and labels, or of texts by their labels, all of this also written as text, or
-  each in a column.
+  The choices are one column each; or a list, an object with texts and labels, or an object of texts by label, which
+  may also be written as a string.
   """
   value = row.value.get(held[0])
   if len(held) > 1:
@@ -184,13 +163,13 @@ def _choices(row: RawRow, held: Sequence[str]) -> tuple[list[str], list[str]]:
   if isinstance(value, Mapping):
     texts, labels = (value['text'], value.get('label')) if 'text' in value else (list(value.values()), list(value))
   if not isinstance(texts, list) or not isinstance(labels, list) or not 2 <= len(texts) <= len(LETTERS):
-    raise _refused(row, held[0], f'hold 2 to {len(LETTERS)} choices, or one of them beside other columns')
+    raise _refused(row, held[0], f'hold 2 to {len(LETTERS)} choices, or one if other columns hold the others')
   return [str(text).strip() for text in texts], list(map(str, labels))
 
 
 def _text(row: RawRow, name: str) -> str:
   value = row.value.get(name)
-  if isinstance(value, float) and value.is_integer():  # Whole numbers of columns in which some are missing.
+  if isinstance(value, float) and value.is_integer():  # Columns of integers become floats if some are missing.
     value = int(value)
   if not isinstance(value, str | int | float) or not str(value).strip():
     raise _refused(row, name, 'hold a text or a number')
@@ -198,14 +177,14 @@ def _text(row: RawRow, name: str) -> str:
 
 
 def _row(row: RawRow, parts: Sequence[str], ending: str, *used: str, **more: Any) -> RawRow:
-  """Return a row with the question that its parts make, and what else it has for a grader.
+  """Return a row with the question made of `parts`, and all columns that are not used up.
 
   Args:
     row: row of the data set.
     parts: columns of the question: texts, or a single one with a list of messages.
-    ending: text to put behind the question.
-    *used: columns that are left out, since `more` says what they hold.
-    **more: fields of the row.
+    ending: text to append to the question.
+    *used: columns to leave out, because `more` has their content.
+    **more: fields to add.
   """
   question: Any = row.value.get(parts[0])
   if isinstance(question, list) and len(parts) == 1:
@@ -220,7 +199,7 @@ def _row(row: RawRow, parts: Sequence[str], ending: str, *used: str, **more: Any
 
 def _refused(row: RawRow, name: str, must: str) -> UserError:
   held = short_repr(row.value.get(name))
-  return UserError(f'{row.origin}: {name!r} must {must}, and holds {held}: correct the row, or {WAY_OUT}.')
+  return UserError(f'{row.origin}: {name!r} must {must}, but holds {held}: correct the row, or {WAY_OUT}.')
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -29,7 +29,7 @@ class TrainIterator:
 
   Without `data.source_weights`, rows of all files form one set, shuffled anew each epoch; the last rows that do not
   fill a batch are left out of that epoch, as in the reference. Generators give their questions in order of index.
-  Several generators, or generators beside files, take turns, example by example.
+  Several generators, or generators together with files, take turns, example by example.
 
   With `data.source_weights`, every source has its share of the examples, exactly over each round of the weights' sum;
   each file is shuffled separately, anew whenever it is used up. A generator loses the turns of over-long questions that
@@ -72,7 +72,6 @@ class TrainIterator:
       )
     share = data.train_batch_size // process_count
     self._mine = slice(process_index * share, (process_index + 1) * share)
-    self.environments: set[str] = set()  # The values of `Example.environment` of its questions.
     setting = 'data.train_files'
     files = {
       at: read_examples(source, 'train', data, prompts, tokenizer, registry, setting=setting)
@@ -85,9 +84,7 @@ class TrainIterator:
       files = {0: [example for examples in files.values() for example in examples]}
     # All questions of files, and those questions of generators that are checked here.
     self.questions = [example for examples in files.values() for example in examples]
-    for examples in files.values():
-      self.environments |= {example.environment for example in examples}
-    # Number of rows in files; None: there is a generator, which makes as many as are needed.
+    # Number of rows in files; None: there is a generator, which is endless.
     self.rows = None if any(map(sources.is_generator, data.train_files)) else sum(map(len, files.values()))
     self._fingerprint = _fingerprint(files.values(), data.train_files)
     # Hashed, because Grain shuffles epoch e with seed + e: neighbouring seeds, or sources, would share epochs.
@@ -97,10 +94,10 @@ class TrainIterator:
     for at, source in enumerate(data.train_files):
       if sources.is_generator(source):
         generate, first = _checked_generator(source, 'train', prompts, seed, tokenizer, registry)
-        self.environments |= {example.environment for example in first}
         self.digests[source] = digest(first)
         self.questions += first
         generators[at] = grain.MapDataset.range(sys.maxsize).map(generate)
+    self.environments = {example.environment for example in self.questions}
     self._counts = 'questions' if generators or data.source_weights else 'batches'  # The unit of a position.
     if self._counts == 'batches':
       if len(files[0]) < data.train_batch_size:
@@ -141,13 +138,13 @@ class TrainIterator:
     """
     if state['fingerprint'] != self._fingerprint and not other_rows:
       raise UserError(
-        'data.train_files hold other rows than when this run was saved, so it cannot continue where it stopped: '
+        'data.train_files hold different rows than when this run was saved, so it cannot continue where it stopped: '
         'restore the files, start in a new workdir, or insist with --config.trainer.accept_changes=data.'
       )
     if state.get('counts', self._counts) != self._counts:
       raise UserError(
-        'data.train_files mix files and generators otherwise than when this run was saved, so that its position in '
-        'them means nothing: restore the setting or start in a new workdir.'
+        'data.train_files mix files and generators differently than when this run was saved, so its position in them '
+        'is no longer valid: restore the setting or start in a new workdir.'
       )
     self._iterator.set_state(state['iterator'])
 
@@ -286,7 +283,7 @@ def digest(examples: Sequence[Example]) -> str:
 
 
 def _fingerprint(sets: Iterable[Sequence[Example]], names: Sequence[str]) -> str:
-  """Return a hash of the questions and their answers, with which a resumed run checks that they are unchanged."""
+  """Return a hash of the questions and answers, by which a resumed run checks that they are unchanged."""
   digest = hashlib.sha256()
   # One set at a time: the unit tests of some data sets take up much of the memory.
   for examples in sets:

@@ -1,4 +1,4 @@
-"""Creation of train.json and test.json for the paper's data sets from their public sources."""
+"""Conversion of the public sources of the paper's data sets to train.json and test.json."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Source:
   licence: str
   # Number of rows per split in the paper's files.
   sizes: Callable[[ConversionOptions], Mapping[str, int]] = lambda options: {}
-  where: str = ''  # Where to get parts without an address.
+  where: str = ''  # Sentence that says where to get parts without an address.
   read: Callable[[str, str], Sequence[rows.RawRow]] = sources.read_rows  # Rows of a part, from its address and setting.
   texts: Callable[[Parts, ConversionOptions], Mapping[str, str]] = lambda parts, options: {}  # More files: name → text.
 
@@ -131,12 +131,12 @@ def prepare(
   try:
     make_directory(folder)
   except OSError as error:
-    raise UserError(f'--output={output} cannot be made a folder: {error}.') from error
+    raise UserError(f'--output={output} cannot be created as a folder: {error}.') from error
   sizes = source.sizes(options)
   for split, lines in files.items():
     write_output(folder / f'{split}.json', lines)
     count, wanted = len(splits[split]), sizes.get(split)
-    differs = f'; the file of the paper has {wanted}: the source is not whole, or has changed'
+    differs = f'; the file of the paper has {wanted}: the source is incomplete or has changed'
     announce(f'{folder / split}.json: {count:,} rows{differs if wanted not in (None, count) else ""}.')
   for name, text in texts.items():
     write_output(folder / name, text)

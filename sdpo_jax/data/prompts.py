@@ -1,4 +1,4 @@
-"""Chat-templated prompts as token ids."""
+"""Prompts as token ids: chat templates, documents before conversations, and limits of length."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _BEYOND = 2
 
 @dataclasses.dataclass(frozen=True)
 class ChatFormat:
-  """The conversion of messages to tokens, in the prompts of student and teacher."""
+  """How messages become tokens, in the prompts of student and teacher."""
 
-  variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # For the chat template: enable_thinking, ….
+  variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Of the chat template, e.g. enable_thinking.
   split_special_tokens: bool = True  # Messages cannot spell control tokens.
   # A document, or slots for one, precedes every conversation (`document_tokens`), whose tokens are those after it.
   behind_document: bool = False
@@ -38,11 +38,11 @@ DEFAULT_FORMAT = ChatFormat()
 
 @dataclasses.dataclass(frozen=True)
 class PromptSpec:
-  """The conversion of questions to prompts of the student, and the longest prompt."""
+  """How questions become prompts of the student, and the limit of their length."""
 
   chat: ChatFormat
-  limit: int  # Tokens of a prompt at most: data.max_prompt_length.
-  drops_longer: bool = False  # Questions with longer prompts are left out: data.filter_overlong_prompts.
+  limit: int  # Maximum number of tokens of a prompt: data.max_prompt_length.
+  drops_longer: bool = False  # Whether questions with longer prompts are left out: data.filter_overlong_prompts.
 
 
 def chat_tokens(tokenizer: Tokenizer, conversations: Sequence[Messages], chat: ChatFormat) -> list[list[int]]:
@@ -67,7 +67,7 @@ def chat_tokens(tokenizer: Tokenizer, conversations: Sequence[Messages], chat: C
   whole = _encoded(tokenizer, [[_system(PROBE), *messages] for messages in conversations], chat)
   if any(tokens[: len(before)] != before for tokens in whole):
     raise UserError(
-      'The chat template of the model writes a system message in another way when other messages follow it, so that no '
+      'The chat template of the model writes a system message differently when other messages follow it, so no '
       'document or cartridge can take its place: name another template in model.chat_template.'
     )
   return [tokens[len(before) :] for tokens in whole]
@@ -209,11 +209,11 @@ def _refused(tokenizer: Tokenizer, messages: Messages, name: str, chat: ChatForm
   """Return the error about messages that the chat template refuses, with a remedy."""
   roles = ', '.join(message['role'] for message in messages)
   others = [message for message in messages if message['role'] != 'system']
-  way_out = 'give them the roles that it takes'
+  way_out = 'give them roles that it accepts'
   if 0 < len(others) < len(messages):
     with contextlib.suppress(*TEMPLATE_ERRORS):
       chat_tokens(tokenizer, [others], chat)
-      way_out = "it takes them without the system message, whose text the user's message may hold"
+      way_out = "it accepts them without the system message, whose text can go into the user's message"
   return UserError(
     f"{name}: the model's chat template refuses these messages ({roles}): {first_line(error).rstrip('.!')}; {way_out}, "
     'or name another template in model.chat_template.'
@@ -247,23 +247,22 @@ def fitting(tokenizer: Tokenizer, examples: Sequence[Example], spec: PromptSpec,
   Args:
     tokenizer: a transformers tokenizer with a chat template.
     examples: questions.
-    spec: the limit, and whether the others are left out and their number is logged.
+    spec: the limit, and whether longer prompts are left out (their number is then logged).
     origin: where the examples come from, for messages.
 
   Raises:
-    UserError: a prompt is longer and rows are not to be filtered, or none is left, or the chat template refuses one.
+    UserError: a prompt is longer and `spec` does not drop it, or no prompt is left, or the chat template refuses one.
   """
   kept = _fitting(tokenizer, examples, spec)
-  limit = spec.limit
   if examples and not kept:
-    raise UserError(f'{origin}: every prompt is longer than data.max_prompt_length={limit} tokens: raise it.')
+    raise UserError(f'{origin}: every prompt is longer than data.max_prompt_length={spec.limit} tokens: raise it.')
   if dropped := len(examples) - len(kept):
     logging.warning(
       '%s: left out %d of %d rows whose prompt is longer than data.max_prompt_length=%d tokens.',
       origin,
       dropped,
       len(examples),
-      limit,
+      spec.limit,
     )
   return kept
 
@@ -281,10 +280,9 @@ def _fitting(tokenizer: Tokenizer, examples: Sequence[Example], spec: PromptSpec
 
 
 def _overlong(example: Example, tokens: Sequence[int] | None, spec: PromptSpec) -> UserError:
-  limit = spec.limit
   return UserError(
-    f'{name(example)}: the prompt has {count_tokens(tokens, limit)} with the chat template, more than '
-    f'data.max_prompt_length={limit}: raise it, or set data.filter_overlong_prompts=true to leave such rows out.'
+    f'{name(example)}: the prompt has {count_tokens(tokens, spec.limit)} with the chat template, more than '
+    f'data.max_prompt_length={spec.limit}: raise it, or set data.filter_overlong_prompts=true to leave such rows out.'
   )
 
 

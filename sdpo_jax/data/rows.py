@@ -32,7 +32,7 @@ ENVIRONMENTS = {
 }
 # Names of the ground truth in rows that are not graded by unit tests; the first one present counts.
 TRUTHS = ('answer', 'ground_truth', 'solution')
-LARGE = ('embedding',)  # Fields that are not passed to graders: megabytes of a data set that nobody reads.
+LARGE = ('embedding',)  # Fields that are not passed to graders, since they take megabytes and nothing reads them.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +151,7 @@ def preprocess(
 
 
 def _environment(value: Mapping[str, Any], default: str | None, row: RawRow, elsewhere: Any = None) -> str | None:
-  """Return the graders that a row names (in its field or `elsewhere`), or those of its data source, or the default."""
+  """Return the graders that a row names in its field or `elsewhere`, else those of its data source, else `default`."""
   try:
     chosen = rewards.written(value.get('environment')) or rewards.written(elsewhere)
   except rewards.UnreadableRewards as error:
@@ -184,7 +184,7 @@ def _truth(value: Mapping[str, Any], environment: str | None, row: RawRow) -> An
     return value.get(name)
   if name not in value:
     others = '' if name == 'tests' else f'; {" and ".join(map(repr, TRUTHS[1:]))} are other names for it'
-    raise UserError(f'{row.origin}: field {name!r} is missing, by which the row is graded{others}.')
+    raise UserError(f'{row.origin}: field {name!r} is missing, but the row is graded by it{others}.')
   return _text(value, name, row)
 
 
@@ -200,7 +200,7 @@ def _truth_field(value: Mapping[str, Any], environment: str | None) -> str:
 
 
 def _check_unicode(text: Any, row: RawRow) -> None:
-  """Raise UserError for half of a surrogate pair, which JSON can spell but no tokenizer or file can hold."""
+  """Raise UserError for a lone surrogate, which JSON can spell but no tokenizer or file can hold."""
   if not isinstance(text, str):
     return
   try:
@@ -208,7 +208,7 @@ def _check_unicode(text: Any, row: RawRow) -> None:
   except UnicodeEncodeError as error:
     raise UserError(
       f'{row.origin}: half of a character, {text[error.start]!r}, follows {short_repr(text[: error.start][-30:])}: '
-      'write it whole or leave it out.'
+      'write the whole character or leave it out.'
     ) from error
 
 
@@ -220,7 +220,7 @@ def fields(row: RawRow) -> Mapping[str, Any]:
 
 
 def _missing(names: str, row: RawRow) -> UserError:
-  """Return the error for a row that has none of the fields of which it needs one."""
+  """Return the error for a row that has none of several fields, one of which is required."""
   return UserError(f'{row.origin}: field {names} is missing; there is: {", ".join(map(str, row.value)) or "nothing"}.')
 
 

@@ -1,7 +1,7 @@
-"""Self-study: requests with which a model writes the prompts of a cartridge's training itself (arXiv 2506.06266).
+"""Self-study: a model writes the training prompts of a cartridge itself (arXiv 2506.06266).
 
-The model reads a passage of the document, and a request to write a message of a user who has that passage. Requests are
-of a few seed types, so that the prompts ask about the passage in different ways.
+The model reads a passage of the document, and a request to write the message of a user who works with it. Requests have
+a few seed types, so that the prompts ask about the passage in different ways.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sdpo_jax.types import Messages
 
 FORMATS = ('JSON', 'YAML', 'TOML', 'INI', 'XML', 'plain text')
 _FORMAT = '{format}'
-# Part of every request: whoever answers does not see the passage, and the message is used exactly as written.
+# End of every request: the message is answered without the passage, and used exactly as it is written.
 _ALONE = (
   'Whoever answers knows the whole document but does not see this passage, so name the people, things, dates or '
   'sections that you mean. Reply with the message alone.'
@@ -80,7 +80,7 @@ def longest_requests(types: Sequence[str]) -> list[str]:
 
 
 def spelled(request: str, form: str) -> str:
-  """Return a request of REQUESTS as a model is asked it, with a format's name where it has a place for one."""
+  """Return the full text of a request of REQUESTS, with `form` in the place that it has for a format."""
   return f'{request.replace(_FORMAT, form)} {_ALONE}'
 
 
@@ -110,7 +110,7 @@ def writes_system(tokenizer: Tokenizer, chat: ChatFormat) -> bool:
 
 
 class Document:
-  """A text and the positions of its tokens."""
+  """A text with the positions of its tokens, from which passages are cut."""
 
   def __init__(self, text: str, tokenizer: Tokenizer):
     """Tokenise a text without control tokens.
@@ -120,8 +120,8 @@ class Document:
     """
     if not tokenizer.is_fast:
       raise UserError(
-        f'The tokenizer {type(tokenizer).__name__} does not say where its tokens lie in a text, so that no passages of '
-        'a number of tokens can be cut out: save it as tokenizer.json.'
+        f'The tokenizer {type(tokenizer).__name__} does not give the positions of tokens in a text, so passages cannot '
+        'be cut out: save it as tokenizer.json.'
       )
     encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True)
     self._text, self._places = text, np.asarray(encoded['offset_mapping'], np.int64).reshape(-1, 2)  # [N, 2].

@@ -22,7 +22,7 @@ GENERATOR_PREFIX = 'generator:'
 
 
 class Registry(Protocol):
-  """The interface of `sdpo_jax.environments.registry`, the module of environments that the caller passes in."""
+  """The part of `sdpo_jax.environments.registry` that is used here; the caller passes the module in."""
 
   def require(self, name: str) -> None:
     """Raise UserError if there is no grader of that name."""
@@ -72,9 +72,9 @@ def make_generator(source: str, split: str, seed: int, registry: Registry) -> Ca
 def read_rows(source: str, setting: str) -> Sequence[RawRow]:
   """Return all rows of a file or a hub data set; only the file's own syntax is checked.
 
-  A name ending in .parquet is parquet, one in .csv is CSV with a header, and in one in .txt every line that is not
-  blank is the `prompt` of a row; anything else is a JSON array if it starts with '[', JSON lines otherwise. CSV values
-  are texts; an empty cell is a missing field.
+  Names ending in .parquet are parquet files, in .csv CSV files with a header, and in .txt text files, in which every
+  line that is not blank is the `prompt` of a row; anything else is a JSON array if it starts with '[', JSON lines
+  otherwise. CSV values are strings; an empty cell is a missing field.
 
   Args:
     source: path, local or any that etils.epath opens (gs://…), or hf:OWNER/NAME?split=… (see `hub_datasets.files`).
@@ -83,10 +83,7 @@ def read_rows(source: str, setting: str) -> Sequence[RawRow]:
   Raises:
     UserError: no such file, not readable, not in one of these formats (the line is named), or without rows.
   """
-  if hub_datasets.is_hub(source):
-    rows = _of_hub(source, setting)
-  else:
-    rows = _of_file(source, setting)
+  rows = (_of_hub if hub_datasets.is_hub(source) else _of_file)(source, setting)
   if not rows:
     raise UserError(f'{setting}: {source!r} holds no rows.')
   return rows
@@ -103,15 +100,13 @@ def _of_hub(source: str, setting: str) -> list[RawRow]:
 def _of_file(source: str, setting: str) -> list[RawRow]:
   content = _read(source, setting)
   if source.endswith('.parquet'):
-    rows = _parquet(source, content)
-  elif source.endswith('.csv'):
-    rows = _csv(source, _decode(source, content))
-  elif source.endswith('.txt'):
-    rows = _prompts(source, _decode(source, content))
-  else:
-    text = _decode(source, content)
-    rows = _array(source, text) if text.lstrip().startswith('[') else _lines(source, text)
-  return rows
+    return _parquet(source, content)
+  text = _decode(source, content)
+  if source.endswith('.csv'):
+    return _csv(source, text)
+  if source.endswith('.txt'):
+    return _prompts(source, text)
+  return _array(source, text) if text.lstrip().startswith('[') else _lines(source, text)
 
 
 def _read(source: str, setting: str) -> bytes:

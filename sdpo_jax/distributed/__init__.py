@@ -1,1 +1,1 @@
-"""The devices of a run: the mesh, the processes that share it, their communication, and accelerator data sheets."""
+"""The devices of a run: mesh, processes and their communication, compiled programs, and accelerator data sheets."""

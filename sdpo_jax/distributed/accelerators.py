@@ -35,7 +35,7 @@ TABLE = (
   Accelerator('NVIDIA A100', 312e12),
 )
 TPU_FILES = ('/dev/accel*', '/dev/vfio/[0-9]*')
-GOOGLE, NO_TPU = '0x1ae0', ('0x01', '0x02')  # PCI vendor, and PCI classes of its disks and network cards.
+GOOGLE, NO_TPU = '0x1ae0', ('0x01', '0x02')  # PCI vendor, and the PCI classes of its disks and network cards.
 
 
 def find(device_kind: str) -> Accelerator | None:
@@ -50,7 +50,7 @@ def peak_flops(device: jax.Device) -> float | None:
 
 
 def devices() -> list[jax.Device]:
-  """Return the devices that JAX finds.
+  """Return JAX's devices, with a readable error if there are none.
 
   Raises:
     UserError: the platform named by JAX_PLATFORMS does not exist here, or cannot be used.
@@ -86,7 +86,7 @@ def skip_absent_tpu() -> None:
 
 
 def _has_tpu() -> bool:
-  """Return whether there is a device file through which libtpu reaches a chip, or a Google chip on the PCI bus."""
+  """Return whether libtpu can reach a chip through a device file, or a Google chip is on the PCI bus."""
   return any(map(glob.glob, TPU_FILES)) or any(map(_is_tpu, glob.glob('/sys/bus/pci/devices/*')))
 
 
@@ -103,13 +103,11 @@ def _has_plugins() -> bool:
 
 
 def prepare() -> None:
-  """Set up JAX for a script as commands do: skip an absent TPU, and cache compiled programs."""
+  """Set up JAX for a script as commands do: skip an absent TPU, and cache compiled programs on disk.
+
+  Programs are cached in JAX_COMPILATION_CACHE_DIR or ~/.cache/sdpo_jax.
+  """
   skip_absent_tpu()
-  keep_programs()
-
-
-def keep_programs() -> None:
-  """Make JAX cache compiled programs on disk, in JAX_COMPILATION_CACHE_DIR or ~/.cache/sdpo_jax."""
   if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
     jax.config.update('jax_compilation_cache_dir', str(pathlib.Path.home() / '.cache' / 'sdpo_jax' / 'programs'))
   if 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS' not in os.environ:

@@ -1,9 +1,9 @@
-"""The processes of a run, one per host: how they find each other, notice that one is gone, and end together.
+"""The processes of a run, one per host: how they connect, detect a lost process, and end together.
 
-JAX's own service reacts to a process that is missing or gone by aborting the others with a stack trace. Here every
-process also holds a connection to process 0, over which it sends a heartbeat every few seconds. Whatever ends one of
-them (a kill, a host that dies or hangs, bad input) ends all of them within `heartbeat_timeout` seconds, each with the
-same sentence; `barrier` names the process for which the others wait.
+If a process is missing or lost, JAX's own service aborts the others with a stack trace. Here every process also has a
+connection to process 0, over which it sends a heartbeat every few seconds. Whatever ends one process (a kill, a host
+that dies or hangs, bad input) ends all of them within `Timeouts.heartbeat` seconds, with the same message; `barrier`
+names the process for which the others wait.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ BEATS = 4  # Heartbeats within a heartbeat timeout.
 RETRY_S = 0.2  # Seconds between attempts to reach process 0.
 ENDS = 'the end of the run'
 NOTES = 8  # Maximum number of notes exchanged at a barrier, so that a message stays short.
-# The beginnings of XLA's errors, of any type, if a collective or the service fails (not if a program is too large).
+# How messages of XLA errors of any type begin if a collective or the service fails, but not if memory is exhausted.
 _COLLECTIVE = re.compile(
   'ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN'
 )
 
 
 class ProcessLost(Exception):
-  """A process is gone, or never came; the message says which. Commands end with EXIT_LOST."""
+  """A process is lost or never started; the message says which. Commands end with EXIT_LOST."""
 
 
 class PeerFailed(Exception):
-  """Another process has met an error and is about to report it; commands wait for its sentence, and end with it."""
+  """Another process has failed and is about to report why; commands wait for its message, and end with it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ def join(place: ProcessPlace, timeouts: Timeouts = Timeouts()) -> None:
     timeouts: how long to wait.
 
   Raises:
-    Lost: not all started in time; the message names those missing, or process 0 if it cannot be reached.
+    ProcessLost: not all started in time; the message names those missing, or process 0 if it cannot be reached.
     UserError: two processes claim the same place or disagree about their number, or process 0 cannot listen at the
       address.
   """
@@ -122,16 +122,16 @@ def joined() -> bool:
 
 
 def barrier(name: str) -> None:
-  """Block until all processes have reached this point; a process that does not ends the run, and is named.
+  """Block until all processes have reached this point; if one does not in time, the run ends with its name.
 
   Args:
-    name: completes the sentence '… did not reach …'.
+    name: name of the point in the message 'process 3 did not reach NAME'.
   """
   exchange_notes(name)
 
 
 def exchange_notes(name: str, note: str = '', within_s: float | None = None) -> dict[int, str] | None:
-  """Exchange notes at a barrier, and return those that are not empty, by process; uses no devices.
+  """Exchange notes at a barrier, and return the non-empty ones by process; uses no devices.
 
   Args:
     name: as in `barrier`.
@@ -192,16 +192,16 @@ def fail(code: int, sentence: str) -> None:
 
 
 def await_verdict(error: BaseException) -> None:
-  """If `error` may come from a collective because another process is gone, wait until that is known.
+  """If `error` may be due to a lost process, wait as long as its detection takes.
 
-  If a process is gone, this process ends here, with the sentence. Otherwise the error is this process's own.
+  If a process is lost, this process ends here with that message. Otherwise the error is this process's own.
   """
   if _member is not None and (isinstance(error, PeerFailed) or is_of_a_collective(error)):
     time.sleep(_member.timeouts.heartbeat)
 
 
 def is_of_a_collective(error: BaseException) -> bool:
-  """Return whether an error, or one that it comes from, is as XLA raises it when a collective or the service fails."""
+  """Return whether an error, or one in its chain of causes, looks like XLA's for a failed collective or service."""
   seen: set[int] = set()
   links: list[BaseException | None] = [error]
   while links:
@@ -255,7 +255,7 @@ class _Member:
     self._passed: dict[str, threading.Event] = {}
     self._notes: dict[str, dict[int, str]] = {}  # Notes of completed barriers that this process has not read yet.
     self._lock = threading.Lock()
-    self._ending = threading.Lock()  # The thread that holds it ends the process, and is the only one to say why.
+    self._ending = threading.Lock()  # The thread that holds it ends the process, and only it reports why.
     self._over = False  # All processes have done their work: connections may close.
 
   def called(self, index: int) -> str:
@@ -284,7 +284,7 @@ class _Member:
       return self._notes.pop(name)
 
   def received(self, connection: _Connection, index: int) -> dict[str, Any]:
-    """Return the next message of a process; if it is silent or gone, the message that ends the run for that."""
+    """Return the next message of a process; if it is silent or lost, a message that ends the run."""
     try:
       message = connection.receive()
     except TimeoutError:
@@ -351,7 +351,7 @@ class Hub(_Member):
     self._spokes: dict[int, _Connection] = {}
     # Barrier → the notes of the processes that have arrived, and when the first did.
     self._arrived: dict[str, tuple[dict[int, str], float]] = {}
-    self._stopping: dict[int, int] | None = None  # The points each has passed, once one was told to stop.
+    self._stopping: dict[int, int] | None = None  # Points passed by each process, once one was told to stop.
     self._complete = threading.Event()
     self._refused: str | None = None
 
@@ -467,7 +467,7 @@ class Hub(_Member):
     self._has_come(0, self.freeze())
 
   def _has_come(self, index: int, passed: int) -> None:
-    """Record how many points a process has passed; once known of all, broadcast where they leave."""
+    """Record how many points a process has passed; once that is known of all, broadcast where they leave."""
     with self._lock:
       self._stopping[index] = passed
       if len(self._stopping) < self.place.count:

@@ -28,7 +28,7 @@ def noted(note: str, what: str) -> dict[int, str]:
 
   Args:
     note: note of this process.
-    what: subject of the notes, as in `gathered`.
+    what: name of the point in the run, as in `gathered`.
   """
   if jax.process_count() == 1 or cluster.joined():
     return cluster.exchange_notes(what, note)
@@ -40,7 +40,7 @@ def gathered(value: Any, what: str) -> list[Any]:
 
   Args:
     value: any value that can be pickled.
-    what: point in the run, for a sentence about a missing process ('… did not reach the end of grading').
+    what: name of the point in the run, for messages such as 'process 3 did not reach the end of grading'.
   """
   if jax.process_count() == 1:
     return [value]

@@ -1,4 +1,4 @@
-"""The device mesh, and the only table that maps logical axes to mesh axes."""
+"""The device mesh, the table that maps logical axes to mesh axes, and shardings that follow from it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _divisors(count: int) -> str:
   return ', '.join(str(size) for size in range(1, count + 1) if count % size == 0)
 
 
-# What to do if an axis of the model cannot be split; other axes stay whole, which only costs memory.
+# Axis that must be split → remedy if the mesh does not divide it; other axes stay whole, which only costs memory.
 REMEDIES: Mapping[str, str] = {
   'vocab': 'set model.vocab_multiple to a multiple of mesh.tensor, or choose another mesh.tensor',
   'heads': 'choose a mesh.tensor that divides the heads',
@@ -129,10 +129,8 @@ def check_divides(mesh: Mesh, parameters: Iterable[Described]) -> None:
 
 def parameter_sharding(mesh: Mesh, logical_axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
   """Return the sharding of a parameter with these logical axes; axes that the mesh does not divide stay whole."""
-  spec = []
-  for name, size in zip(logical_axes, shape, strict=True):
-    axis = RULES[name] if name is not None else None
-    spec.append(axis if axis is not None and size % mesh.shape[axis] == 0 else None)
+  axes = [None if name is None else RULES[name] for name in logical_axes]
+  spec = [axis if axis and size % mesh.shape[axis] == 0 else None for axis, size in zip(axes, shape, strict=True)]
   return NamedSharding(mesh, PartitionSpec(*spec))
 
 
@@ -141,8 +139,7 @@ def gathered_by_layer(mesh: Mesh, logical_axes: Sequence[str | None], shape: Seq
 
   The parameter is split over the whole mesh along the first axis that its sharding splits, if the mesh divides that
   axis: the parts of a gathered matrix are then contiguous in memory, whereas parts of rows and of columns would have to
-    be copied
-  into place, layer by layer. Resharding takes one exchange along one mesh axis for all layers.
+  be copied into place, layer by layer. Resharding takes one exchange along one mesh axis for all layers.
   """
   spec = list(parameter_sharding(mesh, logical_axes, shape).spec)
   split = [index for index, axis in enumerate(spec) if axis is not None]

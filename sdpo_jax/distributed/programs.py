@@ -1,7 +1,7 @@
-"""The programs that a run or a service compiles, each with the shapes that it is called with.
+"""Descriptions of the programs that a run or a service compiles: functions with the shapes of their arguments.
 
-Everything that lowers, compiles or costs programs without running them, such as the planner, reads such a list;
-`compile_programs` compiles one in an order in which the shardings of every program's arguments are known.
+Whatever lowers, compiles or costs programs without running them, such as the planner, reads a list of them.
+`compile_programs` compiles them in an order in which the shardings of every program's arguments are known.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -27,8 +28,8 @@ class Program:
   function: Callable[..., Any]
   arguments: tuple[Any, ...]
   static: dict[str, Any] = dataclasses.field(default_factory=dict)
-  # What each argument is, or each of its leaves: 'base', 'parameters', 'state', 'gradients', 'cache' (of a decode
-  # loop), 'batch' …
+  # Purpose of each argument, or of each of its leaves: 'base', 'parameters', 'state', 'gradients', 'cache' (of a
+  # decode loop), 'batch' …
   holds: tuple[str | tuple[str, ...], ...] = ()
   # Argument index → (the program whose result it is, which element of that result; None: all). The argument has the
   # shardings that the compiler chose for the result; a leaf whose sharding is None was not made by that program.
@@ -66,6 +67,25 @@ class Program:
 
 def _placed(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding | None) -> jax.ShapeDtypeStruct:
   return leaf if sharding is None else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def leaf_bytes(argument: Any, shardings: Any = None) -> tuple[int | None, ...]:
+  """Return the bytes of an argument's leaves on one device; None for a leaf without a sharding, which is not passed.
+
+  Args:
+    argument: abstract arrays.
+    shardings: a tree of the same structure; None: those of the abstract arrays.
+  """
+  leaves, structure = jax.tree.flatten(argument)
+  places = [leaf.sharding for leaf in leaves] if shardings is None else structure.flatten_up_to(shardings)
+  return tuple(
+    None if place is None else math.prod(place.shard_shape(leaf.shape)) * _itemsize(leaf.dtype)
+    for leaf, place in zip(leaves, places, strict=True)
+  )
+
+
+def _itemsize(dtype: Any) -> int:
+  return 8 if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize
 
 
 def compile_programs(

@@ -1,4 +1,4 @@
-"""The point at which all processes of a run leave their common work when one of them is told to stop."""
+"""Stopping: agreement of all processes of a run on the point at which they stop when one is told to."""
 
 from __future__ import annotations
 

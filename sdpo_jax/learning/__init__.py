@@ -1,1 +1,1 @@
-"""Learning of runs and of the service: batches, losses, gradients, the optimizer step, training slots."""
+"""Learning, for runs and for the service: batches, gradients, optimizer steps, scoring, and training slots."""

@@ -25,15 +25,15 @@ class BatchSpec:
 
   terms: ObjectiveSpec
   buckets: Buckets
-  samples: int  # N, of a generation batch.
-  step_samples: int  # Of one optimizer step; divides N.
-  rows: int  # Of a micro-batch, before it is rounded up to a multiple of the devices.
+  samples: int  # N, samples of a generation batch.
+  step_samples: int  # Samples of one optimizer step; divides N.
+  rows: int  # Rows of a micro-batch, before they are rounded up to a multiple of the devices.
   partitions: int = 1  # Parts of the generation batch of which every optimizer step takes an equal share.
-  packs: bool = False  # A row may hold several samples.
-  aggregation: str = 'token-mean'  # The three arguments of `loss_coefficients`.
+  packs: bool = False  # Whether a row may hold several samples.
+  aggregation: str = 'token-mean'  # This and the next two: arguments of `loss_coefficients`.
   group_size: int | None = None
   scale: float | None = None
-  weights: tuple[float, ...] = (1.0,) * len(COEFFICIENTS)  # Of the loss's terms.
+  weights: tuple[float, ...] = (1.0,) * len(COEFFICIENTS)  # Weights of the loss's terms.
 
 
 def shares_prompts(spec: BatchSpec, *readers: Policy) -> bool:
@@ -362,7 +362,7 @@ def _cost(lengths: tuple[int, int, int]) -> int:
 def _holding(
   declared: Sequence[tuple[int, int, int]], student: int, teacher: int, targets: int
 ) -> tuple[int, int, int]:
-  """Return the first of the `declared` lengths whose packed rows have room for so many tokens.
+  """Return the first of the `declared` lengths whose packed rows hold this many tokens.
 
   Prompts may use the room that completions leave.
   """
@@ -406,7 +406,7 @@ def _parts(batch: GenerationBatch, prompts: list[list[int]], samples: Sequence[i
 
 
 def _teacher_parts(batch: GenerationBatch, samples: Sequence[int]) -> packing.Parts:
-  # For these samples only: this runs once per row, and the mask of the whole batch is [N, T].
+  # Only for these samples: this runs once per row, and the mask of the whole batch is [N, T].
   read = _taught(batch, np.asarray(samples, np.int64))
   return _parts(batch, batch.teacher_prompts, samples, read)
 

@@ -1,4 +1,4 @@
-"""Learning from completions in several training slots at once: teacher scores, the losses of requests, and AdamW."""
+"""Learning from completions in several training slots at once: teacher scores, losses of requests, AdamW steps."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class LessonScores:
 
 @dataclasses.dataclass
 class Learned:
-  """The result of one task."""
+  """The result of one task: scores of its lessons, and metrics of its steps."""
 
   said: list[LessonScores]  # One per lesson.
-  # One dict per step: `objective.reported.means` of its own programs' results, `grad_norm` before clipping, and
-  # `stepped`, whether the step was taken.
+  # One dict per step: `objective.reported.means` of the results, `grad_norm` before clipping, and `stepped`, whether
+  # the step was taken.
   steps: list[dict[str, float]]
   warnings: tuple[str, ...] = ()  # One sentence for each thing that was not learned as requested.
 
@@ -62,13 +62,13 @@ class Learned:
 
 @dataclasses.dataclass
 class _Micro:
-  """A micro-batch with rows of any tasks, on the devices, and its scores before the first step."""
+  """A micro-batch on the devices, with rows of any tasks, and its scores before the first step."""
 
   rows: np.ndarray  # [B] index of the lesson; −1: padding.
   mask: jax.Array  # [B, T].
   teacher_hidden: jax.Array  # [B, T, D].
-  named: jax.Array  # [B] bool, the support is the tokens that the teacher named.
-  given: jax.Array  # [B] bool, the lesson brings the teacher's scores: `Taught`.
+  named: jax.Array  # [B] bool, whether the support consists of the tokens that the teacher named.
+  given: jax.Array  # [B] bool, whether the lesson brings the teacher's scores (`Taught`).
   before: Scores
   theirs: Scores
   floored: jax.Array  # [B, T] bool.
@@ -78,7 +78,7 @@ class _Micro:
 
 @dataclasses.dataclass(frozen=True)
 class LearningFunctions:
-  """The jitted functions of learning; the losses of the rows of a micro-batch are data to all of them."""
+  """The jitted functions of learning; all take the losses of rows as data, so that one program serves all losses."""
 
   states: Callable[..., Any]  # `sdpo_jax.models.forward.forward` without the policy.
   first: Callable[..., Any]  # `signals.first` with its static arguments bound.
@@ -128,7 +128,7 @@ def learning_functions(policy: DecoderPolicy, topk: int, chunk_size: int) -> Lea
 
 
 class Learner:
-  """The compiled programs of learning for one model, and the lengths for which they are compiled.
+  """Takes the optimizer steps of requests, with programs compiled for fixed lengths.
 
   A learner holds no state: slots and teachers are passed in and returned.
   """
@@ -144,7 +144,7 @@ class Learner:
     teacher_buckets: Sequence[int],
     response_buckets: Sequence[int],
   ):
-    """Make a learner.
+    """Create a learner for one model.
 
     Args:
       policy: the model with a `LoraPool` of the training slots.
@@ -180,7 +180,7 @@ class Learner:
       The new state, and the result of every task.
 
     Raises:
-      UserError: a task has no lessons, a length or K beyond the compiled ones, or a loss that is not supported.
+      UserError: as in `check`.
     """
     self.check(tasks)
     lessons = [(task, lesson) for task in tasks for lesson in task.lessons]

@@ -48,9 +48,9 @@ def of_rows(losses: list[Loss], topk: int | None = None, dtype: type[np.floating
   """Return the loss numbers of rows, [B] each, from one loss per row.
 
   Args:
-    losses: of the rows.
-    topk: the K that the program is compiled for, used by a regularizer over the teacher's tokens; None: unlimited.
-    dtype: of all numbers but K.
+    losses: one per row.
+    topk: the K that the program is compiled for, which limits a regulariser over the teacher's tokens; None: no limit.
+    dtype: dtype of all numbers except K.
   """
   largest = topk or max((loss.topk for loss in losses if isinstance(loss, Sdpo)), default=1)
 

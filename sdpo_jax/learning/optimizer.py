@@ -261,7 +261,7 @@ def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _decayed(excluded: Iterable[str], tree: Tree) -> Tree:
-  """Return a tree of bool that says which parameters decay: those whose names match no excluded pattern."""
+  """Return a tree of bool, true for parameters that decay: those whose names match no excluded pattern."""
   names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
   check_excluded(excluded, names)
   return jax.tree_util.tree_map_with_path(

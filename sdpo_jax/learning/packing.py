@@ -1,4 +1,4 @@
-"""Packed rows: which samples share a row, and where their tokens are in it (host side, NumPy)."""
+"""Packed rows: which samples share a row, and the positions of their tokens in it (host side, NumPy)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward passes of a run that train nothing: the most likely tokens of student and teacher, and their divergence.
+"""Forward passes without training: the most likely tokens of student and teacher, and their divergence.
 
 N completions of T tokens; K most likely tokens of a position; B rows of a micro-batch.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 import dataclasses
 import functools
+from typing import Any
 
 import flax.struct
 import jax
@@ -94,16 +95,18 @@ def top_tokens_program(
   policy: Policy, teacher: Teacher, spec: UpdateSpec, mesh: jax.sharding.Mesh
 ) -> Callable[..., TopTokens]:
   """Return the jitted `most_likely` from `base` on, with a static k; calls with the same arguments share it."""
-  return _top_tokens_program(policy, dataclasses.replace(teacher, base=None), spec, mesh)
+  own = dataclasses.replace(teacher, base=None)
+  return _program(mesh, most_likely, policy, spec, layout(mesh), teacher=own, static_argnames='k')
 
 
-@functools.lru_cache(maxsize=16)
-def _top_tokens_program(
-  policy: Policy, teacher: Teacher, spec: UpdateSpec, mesh: jax.sharding.Mesh
-) -> Callable[..., TopTokens]:
+@functools.lru_cache(maxsize=32)
+def _program(
+  mesh: jax.sharding.Mesh, function: Callable[..., Any], *arguments: Any, static_argnames: str = '', **named: Any
+) -> Callable[..., Any]:
+  """Return a jitted function with its first arguments bound and replicated results; equal calls share it."""
   return jax.jit(
-    functools.partial(most_likely, policy, spec, layout(mesh), teacher=teacher),
-    static_argnames='k',
+    functools.partial(function, *arguments, **named),
+    static_argnames=static_argnames or None,
     out_shardings=replicated(mesh),
     compiler_options=compiler_options(mesh),
   )
@@ -169,15 +172,5 @@ def divergence_program(
   student: Policy, teacher: Teacher, chunk_size: int, mesh: jax.sharding.Mesh
 ) -> Callable[..., jax.Array]:
   """Return the jitted `completion_divergences` from `base` on; calls with the same arguments share it."""
-  return _divergence_program(student, dataclasses.replace(teacher, base=None), chunk_size, mesh)
-
-
-@functools.lru_cache(maxsize=16)
-def _divergence_program(
-  student: Policy, teacher: Teacher, chunk_size: int, mesh: jax.sharding.Mesh
-) -> Callable[..., jax.Array]:
-  return jax.jit(
-    functools.partial(completion_divergences, student, teacher, chunk_size, mesh),
-    out_shardings=replicated(mesh),
-    compiler_options=compiler_options(mesh),
-  )
+  own = dataclasses.replace(teacher, base=None)
+  return _program(mesh, completion_divergences, student, own, chunk_size, mesh)

@@ -1,4 +1,4 @@
-"""What requests ask to learn: tasks of lessons, with the losses and optimizer settings of each, as arrays (NumPy)."""
+"""Learning requests: tasks of lessons with their losses and optimizer settings, checked and converted to arrays."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Taught:
 
 @dataclasses.dataclass(frozen=True)
 class Lesson:
-  """A completion to learn from."""
+  """A completion to learn from, and the prompts that student and teacher read before it."""
 
   prompt: Sequence[int]  # The student's prompt.
   completion: Sequence[int]
@@ -84,13 +84,13 @@ class UpdateOptions:
   loss: Loss = Sdpo()
   optimizer: AdamW = AdamW()
   steps: int = 1
-  # Also return the student's log-probs of the teacher's top tokens, before and after the steps.
+  # Whether to return the student's log-probs of the teacher's top tokens, too, before and after the steps.
   measured: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """The lessons of one request."""
+  """The lessons of one request, with the slot that learns from them and its teacher."""
 
   slot: int  # The slot of the adapter that learns.
   lessons: Sequence[Lesson]
@@ -133,7 +133,7 @@ def check(tasks: Sequence[Task], buckets: Mapping[str, Sequence[int]], topk: int
 def check_lesson(lesson: Lesson, buckets: Mapping[str, Sequence[int]], topk: int, vocab_size: int) -> None:
   """Raise UserError for a lesson that cannot be learned; the arguments are those of `check`."""
   if (lesson.teacher_prompt is None) == (lesson.taught is None):
-    raise ValueError('A lesson has either a prompt of the teacher, or what a teacher said.')
+    raise ValueError("A lesson has either a prompt for the teacher or a teacher's scores, not both or neither.")
   texts = {'prompt': ('The prompt', lesson.prompt), 'response': ('The completion', lesson.completion)}
   if lesson.teacher_prompt is not None:
     texts['teacher'] = "The teacher's prompt", lesson.teacher_prompt
@@ -141,25 +141,25 @@ def check_lesson(lesson: Lesson, buckets: Mapping[str, Sequence[int]], topk: int
     if not len(tokens):
       raise UserError(f'{what} is empty.')
     if smallest_bucket(buckets[name], len(tokens)) is None:
-      raise UserError(f'{what} has {len(tokens)} tokens, and the engine takes {buckets[name][-1]} at most.')
+      raise UserError(f'{what} has {len(tokens)} tokens, but the engine takes at most {buckets[name][-1]}.')
     check_ids(what, tokens, vocab_size)
   length = len(lesson.completion)
   if not math.isfinite(lesson.advantage):
     raise UserError(f'The advantage of a lesson must be a finite number, not {lesson.advantage}.')
   if lesson.sampling_log_probs is not None and np.shape(lesson.sampling_log_probs) != (length,):
     raise UserError(
-      f'There are {np.size(lesson.sampling_log_probs)} log-probs of sampling for the {length} tokens of the completion.'
+      f'There are {np.size(lesson.sampling_log_probs)} sampling log-probs for the {length} tokens of the completion.'
     )
   if lesson.sampling_log_probs is not None and not np.isfinite(lesson.sampling_log_probs).all():
-    raise UserError('A log-prob of sampling is not a finite number.')
+    raise UserError('A sampling log-prob of the completion is not a finite number.')
   if lesson.taught is None:
     return
   shape = np.shape(lesson.taught.top_ids)
   if len(shape) != 2 or shape[0] != length or np.shape(lesson.taught.log_probs) != (length,):
-    raise UserError(f'What the teacher said is of {shape[0] if shape else 0} tokens, and the completion has {length}.')
+    raise UserError(f'The teacher scored {shape[0] if shape else 0} tokens, but the completion has {length}.')
   if shape != np.shape(lesson.taught.top_log_probs) or shape[1] > topk:
-    raise UserError(f'The teacher names {shape[1]} tokens, and the engine takes {topk} at most.')
-  check_ids('What the teacher names', np.maximum(lesson.taught.top_ids, 0).ravel(), vocab_size)
+    raise UserError(f'The teacher names {shape[1]} tokens per position, but the engine takes at most {topk}.')
+  check_ids("The teacher's top_ids", np.maximum(lesson.taught.top_ids, 0).ravel(), vocab_size)
   named = np.asarray(lesson.taught.top_ids) >= 0
   if np.isnan(lesson.taught.log_probs).any() or np.isnan(np.where(named, lesson.taught.top_log_probs, 0)).any():
     raise UserError('A log-prob of the teacher is not a number.')
@@ -173,9 +173,9 @@ def batch_of(
   topk: int,
   dtype: type[np.floating] = np.float32,
 ) -> tuple[Batch, TeacherInputs, np.ndarray]:
-  """Return the arrays of a micro-batch whose rows are lessons of any tasks, each with the loss of its task.
+  """Return the arrays of a micro-batch with a lesson of any task in each row.
 
-  The loss of a task is a mean over all the tokens of its lessons, which other micro-batches may hold.
+  The loss of a task is a mean over the tokens of all its lessons, some of which may be in other micro-batches.
 
   Args:
     picked: B lessons with their tasks.
@@ -183,11 +183,11 @@ def batch_of(
     mask: [B, T] bool, the tokens that are not padding.
     live: [B] bool, rows that count; every token of the others is masked.
     topk: K of the compiled programs.
-    dtype: of all numbers.
+    dtype: dtype of all floats.
 
   Returns:
-    The batch without rows, signal and advantages; what `signals.first` makes those of; and [B, T] bool, the tokens for
-    which the teacher gave no log-prob.
+    The batch without rows, signal and advantages; the inputs from which `signals.first` computes these; and [B, T]
+    bool, the tokens for which the teacher gave no log-prob.
   """
   shown = mask & live[:, None]
   counts = [sum(len(each.completion) for each in task.lessons) for task, _ in picked]
@@ -244,20 +244,20 @@ def batch_of(
 
 
 def loss_of(task: Task, lesson: Lesson) -> Loss:
-  """Return the loss of a lesson, without the regularizer if its teacher named only a handful of tokens."""
+  """Return the loss of a lesson, without the regulariser if its teacher named only a handful of tokens."""
   if lesson.taught is None or not isinstance(task.update.loss, JsdPg):
     return task.update.loss
   return jsd_pg.for_teacher(task.update.loss, np.shape(lesson.taught.top_ids)[1])
 
 
 def warnings_of(task: Task) -> tuple[str, ...]:
-  """Return a warning about the lessons that a teacher who names only a handful of tokens cannot give."""
+  """Return a warning if a teacher names so few tokens per position that part of the loss is lost; else ()."""
   named = [np.shape(lesson.taught.top_ids)[1] for lesson in task.lessons if lesson.taught is not None]
   if not named or min(named) > jsd_pg.LITE:
     return ()
   begin = f'The teacher named {min(named)} tokens at a position'
   if isinstance(task.update.loss, Sdpo):
-    lost = 'of all others the student learns how likely they are together, and not which of them the teacher prefers'
+    lost = 'of all others the student learns only their total probability, not which of them the teacher prefers'
   elif task.update.loss.jsd_weight:
     lost = (
       'the regulariser over its tokens was left out, and the student learns from the tokens of the completion alone, '

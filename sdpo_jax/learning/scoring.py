@@ -37,7 +37,7 @@ class Scored:
 
 @dataclasses.dataclass(frozen=True)
 class ScoringFunctions:
-  """The jitted functions of scoring with one policy."""
+  """The jitted functions that score tokens with one policy."""
 
   states: Callable[..., Any]  # `sdpo_jax.models.forward.forward` without the policy.
   scores: Callable[..., Any]  # (hidden, unembedding, targets, mask): `objective.log_probs.scores`.
@@ -46,7 +46,7 @@ class ScoringFunctions:
 
 @functools.lru_cache(maxsize=16)
 def scoring_functions(policy: Policy, topk: int, chunk_size: int, vocab_size: int) -> ScoringFunctions:
-  """Return the functions, which scorers of equal policies and sizes share together with their compiled programs.
+  """Return the jitted functions of scoring; equal arguments share them and their compiled programs.
 
   On a mesh, rows are divided over all devices.
   """
@@ -81,15 +81,15 @@ def on_devices(mesh: jax.sharding.Mesh | None, rows: Tree) -> Tree:
 class CompiledSizes:
   """The sizes for which scoring and learning are compiled, apart from lengths."""
 
-  topk: int  # K, the most tokens of a support.
-  rows: int  # Of a micro-batch.
+  topk: int  # K, the maximum number of tokens in a support.
+  rows: int  # Rows of a micro-batch.
   chunk_size: int = 256  # Number of tokens whose logits exist at one time.
-  # Maps (name, jitted function) to the function to call in its place.
+  # Maps (name, jitted function) to the function to call instead.
   keep: Keep = lambda _, function: function
 
 
 class Scorer:
-  """A policy with the buckets for which it is compiled."""
+  """Scores given tokens with one policy, in programs compiled for fixed lengths."""
 
   def __init__(
     self,
@@ -102,7 +102,7 @@ class Scorer:
     vocab_size: int | None = None,
     name: str = 'teacher',
   ):
-    """Make a scorer.
+    """Create a scorer for one model.
 
     Args:
       policy: the model.
@@ -186,4 +186,4 @@ def check_ids(what: str, tokens: Sequence[int] | np.ndarray, vocab_size: int) ->
   if (
     ids.ndim != 1 or ids.size and (not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() >= vocab_size)
   ):
-    raise UserError(f'{what} holds something that is no token id from 0 to {vocab_size - 1}.')
+    raise UserError(f'{what} must hold token ids from 0 to {vocab_size - 1} only.')

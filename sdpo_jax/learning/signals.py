@@ -1,7 +1,7 @@
-"""The teacher's log-probs for the losses of requests: of the student's top K, of its own, or as given.
+"""The teacher's signal in requests: its log-probs of the student's top K, of its own, or as given.
 
-A run's teacher reads its prompts in the update itself (`teacher.signal`), and its hidden states are the signal. The
-teachers of requests are scored once, before the first of a request's steps: their signal is the log-probs of K tokens.
+In a run, the update itself computes the teacher's hidden states, which are the signal (`teacher.signal`). In a request,
+the teacher scores the completions once, before the first step, and the signal is its log-probs of K tokens.
 B rows, T completion tokens, K tokens of a support, D numbers of a hidden state.
 """
 
@@ -23,16 +23,16 @@ from sdpo_jax.types import TeacherSignal
 class TeacherInputs:
   """The inputs of the losses of B rows that concern the teacher, as arrays."""
 
-  mixes: Any  # [B] bool, the loss is `jsd_pg`: support and advantages come from the teacher.
+  mixes: Any  # [B] bool, whether the loss is `jsd_pg`, whose support and advantages come from the teacher.
   mixture: Any  # [B] float32, alpha of the `jsd_pg` rows.
-  design: Any  # [B] bool, `form='design'`.
-  same: Any  # [B] bool, the teacher has the student's factors and reads the same prompt.
+  design: Any  # [B] bool, whether `form='design'`.
+  same: Any  # [B] bool, whether the teacher has the student's factors and reads the same prompt.
   advantage: Any  # [B] float32, of the rows that are not `jsd_pg`.
-  has_old: Any  # [B] bool, the log-probs of the policy that drew the completion are known.
-  given: Any  # [B] bool, the lesson brings the teacher's scores: `Taught`.
-  given_ids: Any  # [B, T, K] int32.
-  given_log_probs: Any  # [B, T, K].
-  given_own: Any  # [B, T] log-probs of the targets.
+  has_old: Any  # [B] bool, whether the log-probs of the policy that drew the completion are known.
+  given: Any  # [B] bool, whether the lesson brings the teacher's scores (`Taught`).
+  given_ids: Any  # [B, T, K] int32, the tokens of these scores.
+  given_log_probs: Any  # [B, T, K], their log-probs.
+  given_own: Any  # [B, T], the log-probs of the targets.
 
 
 def first(

@@ -42,7 +42,7 @@ class StepSettings:
 
 
 LARGEST = 1e30  # Upper bound of the numbers of an adapter, safe in bfloat16, too.
-# The axes of the slots.
+# The axis of the slots in each part of the state.
 _MOMENTS = optax.ScaleByAdamState(count=0, mu=lora_pool.AXIS, nu=lora_pool.AXIS)
 _STATE = SlotState(trainable=lora_pool.AXIS, moments=_MOMENTS)
 
@@ -73,7 +73,7 @@ def shardings(table: Table, mesh: Mesh) -> SlotState:
   """Return the shardings of slots on a mesh: moments as the factors, counts replicated.
 
   Args:
-    table: of a policy with a pool.
+    table: parameter table of a policy with a pool.
     mesh: the mesh.
   """
   factors = lora_pool.shardings(table, mesh)
@@ -112,13 +112,13 @@ def step(
   reach the rows of other slots.
 
   Args:
-    state: before the step.
-    grads: [L, N, …] of the trainable tree.
-    settings: of every slot.
-    active: [N] bool.
+    state: state before the step.
+    grads: [L, N, …], gradients of the trainable tree.
+    settings: settings of every slot.
+    active: [N] bool, the slots that take a step.
 
   Returns:
-    The state, and [N] each grad_norm (before clipping) and stepped (bool).
+    The state, and [N] each `grad_norm` (before clipping) and `stepped` (bool).
   """
 
   def one(

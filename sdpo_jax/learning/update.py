@@ -42,8 +42,8 @@ class UpdateSpec:
   objective: ObjectiveConfig
   optimizer: OptimizerSpec | None = None  # None: the gradients are applied by someone else.
   teacher: TeacherSpec = TeacherSpec('live', 0.0, None)
-  teachers_support: bool = False  # Divergences are over the teacher's top K, not the student's.
-  packs: bool = False  # A row may hold several samples.
+  teachers_support: bool = False  # Whether divergences are over the teacher's top K, not the student's.
+  packs: bool = False  # Whether a row may hold several samples.
   seed: int = dataclasses.field(default=0, compare=False)  # Seed of the run's random key; only `init_state` reads it.
 
 
@@ -268,7 +268,7 @@ def make_update(
       of its own is an argument of `UpdateFunctions.accumulate`.
 
   Raises:
-    ValueError: the teacher's vocabulary is smaller than the student's, or rows are to be packed behind trained slots.
+    ValueError: the teacher's vocabulary is smaller than the student's, or rows with trained slots are packed.
       If the teacher's vocabulary is larger, as in families whose models pad vocabularies differently, its additional
       tokens are left out of its distribution.
   """
@@ -280,7 +280,7 @@ def make_update(
     )
   if spec.packs and any(map(is_slots, parameter_tables.trainable(policy.parameter_table()))):
     # The attention kernels show the slots to the first segment of a row only.
-    raise ValueError('Packed rows have several segments, and trained slots stand before rows of one.')
+    raise ValueError('Rows with trained slots must hold one sample: packed rows hold several.')
   leaves, structure = jax.tree.flatten(shardings)
   return _make_update(policy, teacher, spec, tuple(leaves), structure)
 

@@ -1,4 +1,4 @@
-"""Passes over tokens and the vocabulary: their settings, and a loop over the tokens that count, in chunks."""
+"""Passes over tokens and the vocabulary: their settings, and a loop over unmasked tokens in chunks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class PassSettings:
 
   chunk_size: int  # Tokens of a device whose logits exist at one time.
   vocab_block: int  # Entries handled at one time within a chunk.
-  topk: int | None = None  # K; None: the most likely tokens are not wanted.
+  topk: int | None = None  # K; None: the most likely tokens are not computed.
   topk_method: str = 'exact'
   shard: VocabShard
   layout: Layout | None  # None: one device.
 
   @classmethod
   def of(cls, vocab_size: int, layout: Layout | None, vocab_block: int | None, **settings: Any) -> Self:
-    """Return the settings on the devices of `layout`; without a `vocab_block`, with the platform's."""
+    """Return settings for the devices of `layout`; the default of `vocab_block` depends on the platform."""
     shard = VocabShard(vocab_size) if layout is None else layout.shard(vocab_size)
     block = vocab_block or vocabulary.default_block(None if layout is None else layout.platform)
     return cls(shard=shard, layout=layout, vocab_block=block, **settings)
@@ -40,13 +40,13 @@ class PassSettings:
     return () if self.layout is None else self.layout.batch_axes
 
   def padded(self, unembedding: jax.Array) -> jax.Array:
-    """Return [R, D] as `Layout.padded` does."""
+    """Return an unembedding [R, D], padded as `Layout.padded` does if there is a layout."""
     return unembedding if self.layout is None else self.layout.padded(unembedding)
 
   def over_devices(
     self, local: Callable[..., DeviceResult], hidden: jax.Array, unembedding: jax.Array, tokens: Tree, shared: Tree
   ) -> DeviceResult:
-    """Return the results of `local`, as `sharded.over_devices` does."""
+    """Run `local` on all devices as `sharded.over_devices` does, or once without a layout; return its results."""
     if self.layout is None:
       return local(hidden, unembedding, tokens, shared)
     return over_devices(self.layout, self.shard, local, hidden, unembedding, tokens, shared)

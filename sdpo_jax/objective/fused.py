@@ -54,7 +54,7 @@ class SharedInputs:
 
 
 class Wanted(NamedTuple):
-  """Which gradients to compute."""
+  """Which gradients of the loss to compute."""
 
   hidden: bool
   unembedding: bool

@@ -92,10 +92,10 @@ def rollout_is_weights(
 
 
 def mismatch(trainer: np.ndarray, sampler: np.ndarray, mask: np.ndarray) -> dict[str, float]:
-  """Return how far the trainer's log-probs of sampled tokens are from the sampler's: two programs, one policy.
+  """Return how much the trainer's and the sampler's log-probs of the sampled tokens differ.
 
   Args:
-    trainer: [N, T] nats; NaN where it computed none.
+    trainer: [N, T] nats; NaN where the trainer computed none.
     sampler: [N, T] nats, under the distribution that the tokens were drawn from.
     mask: [N, T], nonzero on completion tokens.
 

@@ -1,4 +1,4 @@
-"""`jsd_pg`, a policy gradient towards a mixture of teacher and student, as input arrays of the one loss.
+"""The loss `jsd_pg`, a policy gradient towards a mixture of teacher and student, as inputs of the one loss.
 
 With the student π, a teacher q and the policy π_old that sampled the text, per completion token t:
 
@@ -32,7 +32,7 @@ SUPPORTS = ('teacher', 'union')
 
 @dataclasses.dataclass(frozen=True)
 class JsdPg:
-  """The settings of one request.
+  """The settings of `jsd_pg` for one request.
 
   Raises:
     UserError: a setting is not allowed.
@@ -48,10 +48,9 @@ class JsdPg:
   support: Literal['teacher', 'union'] = 'teacher'
 
   def __post_init__(self):
-    if self.form not in FORMS:
-      raise UserError(f'form must be one of {", ".join(FORMS)}, not {self.form!r}.')
-    if self.support not in SUPPORTS:
-      raise UserError(f'support must be one of {", ".join(SUPPORTS)}, not {self.support!r}.')
+    for name, allowed in (('form', FORMS), ('support', SUPPORTS)):
+      if getattr(self, name) not in allowed:
+        raise UserError(f'{name} must be one of {", ".join(allowed)}, not {getattr(self, name)!r}.')
     if not 0 < self.alpha < 1:
       raise UserError(f'alpha of jsd_pg must lie between 0 and 1, without the ends, not {self.alpha}.')
     if self.form == 'design' and self.alpha < 0.5:
@@ -107,7 +106,7 @@ def union(
 
   Args:
     signal: token_ids and log_probs [B, T, K] of the teacher's top K.
-    student_ids: [B, T, K'] int32, the student's top K', negative = none.
+    student_ids: [B, T, K'] int32, the student's top K'; negative: none.
     vocab_size: V.
     teacher_at_student: [B, T, K'] the teacher's log-probs of these; None: an external teacher, whose remaining
       probability is spread evenly over the tokens that it does not name.

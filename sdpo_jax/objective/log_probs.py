@@ -20,7 +20,7 @@ from sdpo_jax.objective import divergences, vocabulary
 from sdpo_jax.objective.chunks import PassSettings, over_active_tokens
 from sdpo_jax.objective.sharded import DeviceResult, Layout
 
-# Tokens handled at a time where the logits of all their K candidates, or their gradient, are held too.
+# Tokens handled at a time if the logits of all their K candidates, or the gradient by them, are in memory, too.
 CHUNK = 256
 
 
@@ -45,7 +45,7 @@ def token_log_probs(
     targets: [B, T] int32.
     temperature: divides the logits; positive, [] or [B].
     chunk_size: tokens handled at a time; any size works.
-    mask: [B, T], 0 where nothing is wanted (these cost nothing and give 0); None: everywhere.
+    mask: [B, T], 0 at tokens to skip, which cost nothing and give 0; None: no token is skipped.
     vocab_block: vocabulary entries whose logits exist at a time; None: `vocabulary.default_block`.
     vocab_size: V, entries of the unembedding that are tokens, the first ones; None: all.
     layout: where the arguments lie on a mesh; None: one device.
@@ -96,7 +96,7 @@ def scores(
     k: K, which may exceed the vocabulary.
     temperature: divides the logits; positive, [] or [B].
     chunk_size: tokens handled at a time; any size works.
-    mask: [B, T], 0 where nothing is wanted (these cost nothing); None: everywhere.
+    mask: [B, T], 0 at tokens to skip, which cost nothing; None: no token is skipped.
     vocab_block: vocabulary entries handled at a time; None: `vocabulary.default_block`.
     topk_method: 'exact' or 'approx': `top_k.top_k`.
     vocab_size: V, entries of the unembedding that are tokens, the first ones; None: all.
@@ -138,7 +138,7 @@ def log_probs_of_ids(
     ids: [B, T, M] int32; an id may occur more than once. Ids outside the vocabulary are left out.
     temperature: divides the logits; positive, [] or [B]. It gets no gradient.
     chunk_size: tokens handled at a time; any size works.
-    mask: [B, T], 0 where nothing is wanted (these cost nothing and give 0); None: everywhere.
+    mask: [B, T], 0 at tokens to skip, which cost nothing and give 0; None: no token is skipped.
     vocab_block: vocabulary entries handled at a time; None: `vocabulary.default_block`.
     vocab_size: V, entries of the unembedding that are tokens, the first ones; None: all.
     layout: where the arguments lie on a mesh; None: one device.

@@ -1,4 +1,4 @@
-"""The terms of a run's loss, and what they need from the rest of the program."""
+"""The terms of a run's loss, and what the rest of the program must provide for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ObjectiveSpec:
   kl_penalty: bool = False  # Σ kl_coef · estimate of the KL divergence from the initial policy.
   on_policy: bool = True  # One optimizer step per generation batch: the ratio to the old policy is 1 by construction.
   rollout_weights: bool = False  # Tokens are weighted by the trainer's probability over the sampler's.
-  reprompts: bool = False  # The teacher reads the graders' feedback, and teaches where there is some.
+  reprompts: bool = False  # The teacher reads demonstrations and feedback, and only teaches where there are some.
   external_support: int | None = None  # K, tokens per position that an external teacher names; None: it is in the mesh.
   samples_divergence: bool = False  # The divergence is that of the sampled token alone.
   normalised_weights: bool = False  # Rollout weights are divided by their mean over the generation batch.
@@ -50,7 +50,7 @@ class ObjectiveSpec:
 
   @property
   def references(self) -> tuple[str, ...]:
-    """Those of `REFERENCES` under which the trainer computes log-probs of the completions."""
+    """The policies of `REFERENCES` under which the trainer computes log-probs of the completions."""
     return ('initial',) if self.kl_penalty else ()
 
   @property

@@ -16,7 +16,7 @@ import numpy as np
 from sdpo_jax.objective.policy_gradient import dual_clip_ppo
 from sdpo_jax.types import Batch
 
-READ = ('log_prob', 'ppo_ratio', 'ratio', 'divergence')  # The per-token results of the loss that are read here.
+READ = ('log_prob', 'ppo_ratio', 'ratio', 'divergence')  # Per-token results of the loss that `row_sums` reads.
 
 
 def row_sums(batch: Batch, per_token: Mapping[str, jax.Array], floored: jax.Array) -> dict[str, jax.Array]:

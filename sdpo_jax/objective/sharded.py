@@ -1,4 +1,4 @@
-"""The objective on a device mesh: rows of a batch split over all devices, the vocabulary over one mesh axis.
+"""The objective on a device mesh: rows of the batch are split over all devices, the vocabulary over one axis.
 
 A row is one of the batch; an entry is one of the vocabulary, a row of the unembedding.
 """
@@ -54,11 +54,11 @@ class VocabShard:
     return lax.dynamic_slice_in_dim(everyone, lax.axis_index(self.axis) * count, count)
 
   def total(self, part: jax.Array) -> jax.Array:
-    """Return the sum over the parts of the vocabulary."""
+    """Return a partial result summed over the devices that share the vocabulary."""
     return part if self.axis is None else lax.psum(part, self.axis)
 
   def own_total(self, part: jax.Array) -> jax.Array:
-    """Return the sum over the parts of the vocabulary [C, …] for this device's own tokens [c, …]."""
+    """Return a partial result [C, …] summed over these devices, for this device's own tokens [c, …]."""
     if self.axis is None:
       return part
     # Untiled: on large slices the TPU compiler turns a tiled one into an all-reduce and a slice.

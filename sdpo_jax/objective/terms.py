@@ -1,4 +1,4 @@
-"""The terms of the loss per token, from the few numbers to which each token's distribution has been reduced.
+"""The terms of the loss per token, computed from a few numbers of each token's distribution.
 
 C tokens, K entries of a support. Only `loss_terms` sums over tokens.
 """
@@ -135,7 +135,7 @@ class TeacherView:
 
 @flax.struct.dataclass
 class Auxiliary:
-  """Reported results of the loss, without gradient."""
+  """Auxiliary results of the loss for metrics, without gradient."""
 
   sums: Metrics  # [] the terms, summed over tokens with their coefficients.
   per_token: Metrics  # [C], 0 where a token is not active.

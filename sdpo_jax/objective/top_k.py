@@ -1,4 +1,4 @@
-"""The K largest logits of each token, from logits that are kept or from blocks that are not.
+"""The K largest logits of each token, from whole logits or from blocks that are not kept.
 
 C tokens, W logits of each, K largest.
 """
@@ -16,7 +16,7 @@ GROUP = 32  # Entries per group of the two-stage top-K.
 SPAN = 40960  # Approximate number of entries whose top K is taken at once if logits are not kept.
 APPROXIMATE_RECALL = 0.95  # Expected share of the top K that `approx` finds on a TPU.
 
-Largest = tuple[jax.Array, jax.Array]  # [C, K] the largest values and where they stand, int32.
+Largest = tuple[jax.Array, jax.Array]  # [C, K] the largest values, and their indices, int32.
 
 
 def top_k(values: jax.Array, k: int, method: str = 'exact') -> Largest:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from sdpo_jax.objective.sharded import VocabShard
 from sdpo_jax.objective.top_k import BlockwiseTopK, Largest, top_k
 
-CPU_BLOCK = 2048  # Entries handled at a time on a CPU, about.
+CPU_BLOCK = 2048  # Approximate number of entries handled at a time on a CPU.
 ALL = 1 << 30  # More entries than any vocabulary has.
 TOKENS_AT_A_TIME = 8  # Tokens whose K entries of the unembedding are gathered at once.
 
@@ -272,7 +272,7 @@ def scan_vocabulary(
     logits_of: (start, size) -> logits [C, size] of that block of entries.
     tokens: C.
     entries: R.
-    block: entries of a block, about.
+    block: approximate number of entries of a block.
     dtype: dtype of the logits.
     ids: [C, M] int32 in the whole vocabulary, whose logits to gather (any value for ids outside it).
     keep_logits: whether to return the logits.
@@ -372,9 +372,9 @@ def pull_back(
     gradients_of: (start, size) -> gradient [C, size] by the logits of that block of entries.
     hidden: [C, D].
     unembedding: [R, D].
-    block: entries of a block, about.
+    block: approximate number of entries of a block.
     limit: [] number of entries that are not padding; None: all.
-    hidden_gradient: whether the gradient by the hidden states is wanted.
+    hidden_gradient: whether to compute the gradient by the hidden states.
     unembedding_gradient: [R, D] accumulator in at least float32, or None if it is not wanted.
 
   Returns:

@@ -1,4 +1,4 @@
-"""The number of tokens in the document that a cartridge's teacher reads, which determines the run's cost."""
+"""The number of tokens in the document that a cartridge's teacher reads, on which the cost of the run depends."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def _read(config: Config) -> list[int]:
     return list(read_texts(config, load_tokenizer(config), teaches=True).document)
   except UserError as error:
     raise UserError(
-      f'The tokens of model.cartridge.document cannot be counted: {error} Or set plan.document_tokens to their number, '
-      'with which neither the document nor the tokenizer is needed.'
+      f'The tokens of model.cartridge.document cannot be counted: {error} Or set plan.document_tokens to their number; '
+      'then neither the document nor the tokenizer is needed.'
     ) from error

@@ -68,7 +68,7 @@ _INSTRUCTION = re.compile(r' +(ROOT )?%?([\w.\-]+) = ')
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-  """Type of an array."""
+  """Dtype, shape and memory space of an array."""
 
   dtype: str
   shape: tuple[int, ...]
@@ -87,13 +87,15 @@ class Array:
 
 @dataclasses.dataclass(eq=False)
 class Instruction:
+  """An HLO instruction."""
+
   name: str
   opcode: str
   arrays: tuple[Array, ...]  # Results; several for a tuple.
-  operands: tuple[str, ...]
+  operands: tuple[str, ...]  # Names.
   attributes: str  # The rest of the line, backend_config included.
   literal: str = ''  # The text in parentheses: the value of a constant or the number of a parameter.
-  computation: Computation | None = dataclasses.field(default=None, repr=False)  # The one that it is part of.
+  computation: Computation | None = dataclasses.field(default=None, repr=False)  # The computation it is part of.
 
   @property
   def bytes(self) -> int:
@@ -102,7 +104,7 @@ class Instruction:
 
   @property
   def cycles(self) -> int | None:
-    """Return the compiler's estimate; None if there is none."""
+    """Return the compiler's estimate of the cycles of one execution; None if there is none."""
     text = self._first(r'"estimated_cycles":"(\d+)"')
     return int(text) if text else None
 
@@ -132,7 +134,7 @@ class Instruction:
 
   @property
   def read(self) -> list[Array]:
-    """Return the types of the operands."""
+    """Return the arrays of all operands."""
     return [array for name in self.operands for array in self.computation.instructions[name].arrays]
 
   def _first(self, pattern: str) -> str:
@@ -143,19 +145,23 @@ class Instruction:
 
 @dataclasses.dataclass(eq=False)
 class Computation:
+  """An HLO computation: the entry, a loop's body or condition, a branch, or the inside of a fusion."""
+
   name: str
   module: Module = dataclasses.field(repr=False)
   instructions: dict[str, Instruction]
   root: str = ''
 
   def parameters(self) -> list[str]:
-    """Return the names of its parameters, in order."""
+    """Return the names of the computation's parameters, in order."""
     found = [(int(i.literal), i.name) for i in self.instructions.values() if i.opcode == 'parameter']
     return [name for _, name in sorted(found)]
 
 
 @dataclasses.dataclass
 class Module:
+  """An HLO module: its computations by name, and the name of the entry computation."""
+
   computations: dict[str, Computation]
   entry: str
 
@@ -211,7 +217,7 @@ def _instruction(name: str, rest: str, computation: Computation) -> Instruction:
   end = _closing(rest, 0) if rest.startswith('(') else re.match(r'\S+', rest).end()
   match = re.compile(r' ?([\w\-]+)\(').match(rest, end)
   if match is None:
-    raise ValueError(f'This instruction is not understood: %{name} = {rest[:200]}')
+    raise ValueError(f'This instruction cannot be parsed: %{name} = {rest[:200]}')
   stop = _closing(rest, match.end() - 1)
   inside = rest[match.end() : stop - 1]
   return Instruction(
@@ -256,7 +262,7 @@ class _Frame:
 
 @dataclasses.dataclass
 class Trace:
-  """Everything that a program runs, and the loops with an unknown trip count."""
+  """The executed instructions of a program, and its loops with an unknown trip count."""
 
   executions: list[Execution]
   unbounded: list[Instruction]
@@ -442,7 +448,7 @@ def _step(body: Computation, index: int) -> int | None:
 
 
 def cycles(trace: Trace) -> float:
-  """Return the sum of the compiler's estimates."""
+  """Return the cycles of all executions by the compiler's estimates."""
   return sum((execution.instruction.cycles or 0) * execution.count for execution in trace.executions)
 
 
@@ -529,7 +535,7 @@ class Read:
 
   instruction: Instruction
   array: Array  # Type of the whole operand.
-  source: Instruction  # Producer of the operand: a program parameter, or the instruction behind copies and loops.
+  source: Instruction  # Producer of the operand, followed through copies and loops; may be a program parameter.
   bytes: int  # Per execution, without the padding of tiles.
   count: float
 
@@ -795,7 +801,7 @@ def _moved(instruction: Instruction) -> int:
 
 
 def _kernel_kind(instruction: Instruction) -> tuple[str | None, Instruction]:
-  """Return the kind of a kernel, None for no kernel, and the instruction that it is, which may be in a fusion."""
+  """Return the kind of a kernel (None: not a kernel), and its instruction, which may be inside a fusion."""
   opcode = instruction.opcode
   # Asynchronous operations overlap with other work.
   if opcode.endswith(('-start', '-done')) or opcode in COLLECTIVES:
@@ -820,20 +826,22 @@ def _call_kind(call: Instruction) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
+  """The largest result of an instruction in HBM."""
+
   name: str
-  op_name: str
+  op_name: str  # Name of the operation in the traced program.
   opcode: str
   bytes: int
-  count: float
-  shape: str
+  count: float  # Number of executions.
+  shape: str  # With the dtype: 'bf16[8,128]'.
 
 
 def largest(trace: Trace, *, limit: int = 10, of: Callable[[Instruction], bool] | None = None) -> list[Buffer]:
   """Return the largest results in HBM of instructions that create new values.
 
   Args:
-    trace: what runs.
-    limit: the most results to return.
+    trace: the executed instructions.
+    limit: maximum number of results to return.
     of: selects instructions; None: all.
   """
   found = []

@@ -1,4 +1,4 @@
-"""Times of kernels without a compiler estimate: scaled from a table of dumped schedules, or rooflines."""
+"""Times of kernels that the compiler does not estimate: scaled from dumped schedules, or by rooflines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DECODING = ('cache_attention', 'paged_attention')  # Names of kernels that atte
 class DecodeKernel:
   """Decode attention over one cache in one step of a decode loop, on one chip."""
 
-  calls: float  # Per step.
+  calls: float  # Calls per step.
   rows: int  # Batch rows times key-value heads.
   block: int  # Slots per block.
   blocks: int  # Blocks per row.

@@ -1,4 +1,4 @@
-"""Distributions of prompt and completion lengths, and the occupancy of a sampler's cache that follows."""
+"""Distributions of prompt and completion lengths, and the resulting occupancy of a sampler's cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sdpo_jax.training.directory.lines import read_metrics
 
 COMPLETION_SPREAD = 1.0  # Default standard deviation of the logarithm of completion lengths.
 PROMPT_SPREAD = 0.3  # The same for prompts.
-_STEPS = 20  # The last steps of a run's metrics, which are averaged.
+_STEPS = 20  # Number of last steps of a run over which metrics are averaged.
 
 
 def quantiles(mean: float, longest: float, count: int, spread: float) -> np.ndarray:
@@ -79,7 +79,7 @@ def of_run(source: epath.PathLike) -> dict[str, float]:
 def live_blocks(completions: Sequence[int] | np.ndarray, prompt: float, block: int, blocks: int) -> dict[str, float]:
   """Return the average number of blocks that decode attention fetches per row and step.
 
-  A row without a sample fetches one block, since its place among the blocks of all rows belongs to another row.
+  A row without a sample still fetches one block.
 
   Args:
     completions: tokens of each completion.

@@ -1,8 +1,8 @@
 """Memory, time and cost of a run's programs on a TPU slice, from compiling them for it.
 
-Every number is of one of three kinds. [compiler]: the TPU compiler's figures for its program (memory, estimated cycles,
-bytes sent). [table]: kernels without an estimate, scaled from schedules that were once dumped and counted.
-[arithmetic]: bytes ÷ bandwidth, operations ÷ peak. None is a measurement.
+Every number is of one of three kinds. [compiler]: figures of the TPU compiler for a program (memory, estimated cycles,
+bytes sent). [table]: times of kernels without an estimate, scaled from dumped schedules. [arithmetic]: bytes ÷
+bandwidth, operations ÷ peak. None is a measurement.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from sdpo_jax.training.specs import batch_spec, declared_buckets, teacher_spec
 from sdpo_jax.types import TrainState
 
 GIB = 2**30
-# Seconds; assumptions, from no compiler or data sheet. A message over the interconnect to the next chip:
+# Assumed seconds, from neither compiler nor data sheet. A message over the interconnect to the next chip:
 HOP = 0.7e-6
-# Host time between two chunks of a decode loop, and in addition per row: waiting for the results, finding finished
+# Host time between two chunks of a decode loop, and additional time per row: waiting for the results, finding finished
 # rows, refilling them, and starting the next chunk.
 HOST_CHUNK, HOST_ROW = 2e-3, 15e-6
 # Memory that is always in use, whichever program runs.
@@ -130,7 +130,7 @@ class Assumptions:
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-  """A run on a slice: everything that the costs of its programs depend on but the programs themselves."""
+  """A run on a slice: whatever the costs of its programs depend on, except the programs themselves."""
 
   config: Config
   chip: Chip
@@ -139,11 +139,11 @@ class Scenario:
 
   @functools.cached_property
   def samples(self) -> workload.SampleLengths:
-    """Samples of the assumed lengths."""
+    """The samples of a generation batch, with the assumed lengths."""
     return drawn_samples(self.config, self.assumptions)
 
   def rows(self, samples: int) -> int:
-    """Return the rows per shard in the sampler."""
+    """Return the rows per shard of the sampler that decode this many samples."""
     return sizes.shard_rows(samples, self.config.rollout.max_batch_rows, self.mesh.shape[meshes.FSDP])
 
   def prefills(self, questions: int, n: int) -> int:
@@ -162,7 +162,7 @@ class Scenario:
 
 @dataclasses.dataclass
 class Estimate:
-  """One program on one chip; times are per execution."""
+  """Memory and time of one program on one chip; times are per execution."""
 
   name: str
   hbm: dict[str, float]  # GiB by purpose, including memory of other programs.
@@ -174,11 +174,11 @@ class Estimate:
   overlapped_collectives: float = 0.0  # Seconds on the wire of overlapped collectives.
   collective_gb: dict[str, float] = dataclasses.field(default_factory=dict)
   kernel_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-  step_seconds: float | None = None  # Of a decode loop: one token per row, averaged until the longest ends.
+  step_seconds: float | None = None  # For a decode loop: one token per row, averaged until the longest ends.
   busy_step_seconds: float | None = None  # The same while a new sample follows each that ends.
-  step_kernels: list[kernels.DecodeKernel] = dataclasses.field(default_factory=list)  # Of a decode loop.
-  step_reads: traffic.StepReads | None = None  # Of a decode loop.
-  hottest: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # Of a decode loop: one iteration.
+  step_kernels: list[kernels.DecodeKernel] = dataclasses.field(default_factory=list)  # For a decode loop.
+  step_reads: traffic.StepReads | None = None  # For a decode loop.
+  hottest: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # For a decode loop: of one iteration.
   copies: list[dict[str, Any]] = dataclasses.field(default_factory=list)
   buffers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
   unbounded: list[str] = dataclasses.field(default_factory=list)  # Loops counted once because their bound is unknown.
@@ -191,7 +191,7 @@ class Plan:
   """Memory, time and cost of a run."""
 
   topology: str
-  compiler: str  # Its release.
+  compiler: str  # Releases of jax and libtpu.
   chips: int
   mesh: dict[str, int]
   model: str
@@ -215,7 +215,7 @@ class Plan:
   trained: int = 0  # Trainable parameters; the others are frozen.
   base_gib: float = 0.0  # GiB per chip of the frozen parameters, which the update reads for student and teacher.
   sampling_base_gib: float = 0.0  # GiB per chip of the sampler's own arrays, which replace some of them.
-  slots: int = 0  # Of a cartridge; 0: none.
+  slots: int = 0  # Slots of a cartridge; 0: none.
   frozen_slots: int = 0
   slots_gib: float = 0.0  # GiB per chip of the trained slots.
   moments_gib: float = 0.0  # GiB per chip of their optimizer state.
@@ -224,7 +224,7 @@ class Plan:
   reading_seconds: float = 0.0  # Time to read the document.
 
   def to_json(self) -> dict[str, Any]:
-    """Return plain values, with None for missing numbers."""
+    """Return the plan as JSON values, with None for missing numbers."""
     return jsonable(dataclasses.asdict(self))
 
 
@@ -309,7 +309,7 @@ def make(
     began = time.monotonic()
   for name, label in names.items():
     if label not in estimates:
-      error = f'could not be compiled: it continues {", ".join(refused)}, refused for want of memory or worse'
+      error = f'could not be compiled: it continues {", ".join(refused)}, which the compiler rejected'
       estimates[label] = Estimate(name, {}, math.nan, fits=False, error=error)
   made = _summary(scenario, policy, topology, source, estimates, work, used, resident)
   read = estimates.get(READING)
@@ -397,7 +397,7 @@ def held_bytes(
     kinds = kind if isinstance(kind, tuple) else [kind] * len(jax.tree.leaves(argument))
     if isinstance(argument, TrainState):
       kinds = [parts.get(path[0].name) for path, _ in jax.tree_util.tree_leaves_with_path(argument)]
-    of_leaves = program_facts.leaf_bytes(argument) if argument_bytes is None else argument_bytes[index]
+    of_leaves = registry.leaf_bytes(argument) if argument_bytes is None else argument_bytes[index]
     for each, size in zip(kinds, of_leaves, strict=True):
       if each is not None and size is not None:
         held[each] = held.get(each, 0.0) + size
@@ -482,14 +482,14 @@ def estimated(
   resident: Mapping[str, float],
   sampling_weights: float | None,
 ) -> Estimate:
-  """Return the cost of a program on one chip.
+  """Return the memory and time of a program on one chip.
 
   Args:
     scenario: where it runs, and how completions are sampled.
     name: the program's name.
     program: the compiled program.
     answer: the compiler's result.
-    resident: bytes that are always in use.
+    resident: bytes that are always in use, by purpose.
     sampling_weights: bytes of the sampler's copy of the trainable parameters; None: unknown.
   """
   if not isinstance(answer, program_facts.ProgramFacts):
@@ -523,7 +523,7 @@ def _fill_decode(estimate: Estimate, scenario: Scenario, program: registry.Progr
     estimate: receives the costs.
     scenario: the lengths of prompts and samples.
     program: the loop.
-    none: one-time costs in a chunk of steps.
+    none: one-time costs of a chunk of steps.
     turn: costs of one more step without attention to the cache.
   """
   completions, prompt = scenario.samples.completion, scenario.assumptions.mean_prompt

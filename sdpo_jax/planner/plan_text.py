@@ -1,4 +1,4 @@
-"""Plans as text: Markdown tables that are readable on a terminal."""
+"""Reports of plans: text with Markdown tables that are readable on a terminal."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def memory(programs: dict[str, Estimate], limit: float, trained: Literal['', 'ad
 
 
 def base(plan: Plan) -> str:
-  """Return a sentence on the copies of the frozen parameters; '' if all are trained."""
+  """Return a sentence about the copies of the frozen parameters; '' if all are trained."""
   if not plan.base_gib:
     return ''
   size = f'The frozen base takes {plan.base_gib:.3g} GiB per chip'
@@ -109,7 +109,7 @@ def base(plan: Plan) -> str:
 
 
 def cartridge(plan: Plan) -> str:
-  """Return sentences on the memory of slots and document; '' without a cartridge."""
+  """Return sentences about the memory of slots and document; '' without a cartridge."""
   if not plan.slots:
     return ''
   trained = plan.slots - plan.frozen_slots
@@ -121,7 +121,7 @@ def cartridge(plan: Plan) -> str:
   if plan.assumptions.document:
     sentences.append(
       f"Keys and values of the document's {counted(plan.assumptions.document, 'token')} take "
-      f'{_number(plan.document_gib)} GiB per chip, once, beside the base.'
+      f'{_number(plan.document_gib)} GiB per chip, once, in addition to the base.'
     )
   if plan.reading_parts:
     sentences.append(
@@ -159,7 +159,7 @@ def collectives(programs: dict[str, Estimate], least: float = 0.01) -> str:
 
 
 def text(plan: Plan) -> str:
-  """Return the complete report."""
+  """Return the complete report of a plan."""
   a = plan.assumptions
   mesh = ' × '.join(f'{name}={size}' for name, size in plan.mesh.items())
   frozen = plan.trained < plan.parameters

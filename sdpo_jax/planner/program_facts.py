@@ -1,4 +1,4 @@
-"""Compiler results, cached in a folder on request: planning again then takes seconds."""
+"""Compiler results, optionally cached in a folder, so that planning again takes seconds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import re
 from typing import Any
@@ -14,20 +13,20 @@ from typing import Any
 from etils import epath
 import jax
 
-from sdpo_jax.distributed.programs import Program
+from sdpo_jax.distributed.programs import Program, leaf_bytes
 from sdpo_jax.files import make_directory, write_atomically
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramFacts:
-  """The facts of a compiled program that the planner reads; on one device."""
+  """What the planner reads of a compiled program, on one device."""
 
   text: str  # The scheduled HLO.
   argument_bytes: tuple[tuple[int | None, ...], ...]  # Of each argument's leaves; None: a leaf that is not passed.
   arguments_in_all: int  # Bytes of all arguments, padding included.
-  results: int  # Bytes.
+  results: int  # Bytes of all results.
   aliased: int  # Bytes of results that reuse an argument's memory.
-  temporaries: int  # Bytes.
+  temporaries: int  # Bytes of temporaries.
   output_shardings: Any = None  # For programs that others inherit from; these are compiled every time.
 
 
@@ -55,7 +54,7 @@ class _Question:
   program: Program
   compiler: str
   folder: epath.PathLike | None  # None: the result is not cached.
-  lowered: jax.stages.Lowered | None = None  # None: not yet.
+  lowered: jax.stages.Lowered | None = None  # None: not lowered yet.
 
   def lower(self, *arguments: Any, **static: Any) -> _Question:
     return dataclasses.replace(self, lowered=self.program.function.lower(*arguments, **static))
@@ -116,22 +115,3 @@ class _Question:
       *sorted({operation or argument for operation, argument in names}),
     ]
     return hashlib.sha256('\0'.join(parts).encode()).hexdigest()
-
-
-def leaf_bytes(argument: Any, shardings: Any = None) -> tuple[int | None, ...]:
-  """Return the bytes of an argument's leaves on one device; None for a leaf without a sharding, which is not passed.
-
-  Args:
-    argument: abstract arrays.
-    shardings: a tree of the same structure; None: those of the abstract arrays.
-  """
-  leaves, structure = jax.tree.flatten(argument)
-  places = [leaf.sharding for leaf in leaves] if shardings is None else structure.flatten_up_to(shardings)
-  return tuple(
-    None if place is None else math.prod(place.shard_shape(leaf.shape)) * _itemsize(leaf.dtype)
-    for leaf, place in zip(leaves, places, strict=True)
-  )
-
-
-def _itemsize(dtype: Any) -> int:
-  return 8 if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize

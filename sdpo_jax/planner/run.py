@@ -1,4 +1,4 @@
-"""The command `launch.plan`: plan, report, search."""
+"""The command `launch.plan`: plan a run for a slice, report, and search for better settings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def plan(
     price: US dollars per chip-hour; None: the list price.
     lengths_of: directory or metrics.jsonl of a run with the lengths to assume; None: the settings `plan`.
     keep: folder of cached compiler results; None: no cache.
-    announce: called with lines of progress.
+    announce: called with each line of progress.
     show: called with the report.
 
   Raises:

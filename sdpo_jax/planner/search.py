@@ -32,13 +32,13 @@ class CompiledHalf:
 
   settings: dict[str, Any]
   fits: bool
-  hbm_gib: float  # GiB of its largest program.
-  seconds: float  # Per step.
+  hbm_gib: float  # Memory of its largest program.
+  seconds: float  # Seconds per step.
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-  """A combination of an update and a sampler."""
+  """A combination of an update and a sampler, and its cost."""
 
   settings: dict[str, Any]
   fits: bool
@@ -105,7 +105,7 @@ def _order(part: CompiledHalf | Candidate) -> tuple[bool, float, float]:
   def known(value: float) -> float:
     return value if math.isfinite(value) else math.inf
 
-  # Fitting candidates by speed; others by how much memory is missing.
+  # Candidates that fit by speed, others by their memory.
   return (False, known(part.seconds), 0.0) if part.fits else (True, known(part.hbm_gib), known(part.seconds))
 
 
@@ -114,20 +114,11 @@ def meshes(config: Config, policy: Policy, chips: int, over: Sequence[str]) -> l
   if 'mesh' not in over:
     return [{}]
   model = policy.config
-  padded = {
-    size
-    for parameter in policy.parameter_table()
-    for axis, size in zip(parameter.axes, parameter.shape, strict=True)
-    if axis == 'vocab'
-  }
-
-  def divides(tensor: int) -> bool:
-    return all(size % tensor == 0 for size in (chips, model.heads, model.kv_heads, model.intermediate_size, *padded))
-
+  split = (chips, model.heads, model.kv_heads, model.intermediate_size, model.padded_vocab_size)
   return [
     {'mesh.fsdp': chips // tensor, 'mesh.tensor': tensor}
     for tensor in range(1, min(chips, model.kv_heads) + 1)
-    if divides(tensor)
+    if not any(size % tensor for size in split)
   ]
 
 
@@ -151,7 +142,7 @@ def sampling_options(config: Config, over: Sequence[str]) -> list[dict[str, Any]
 
 
 def changed(config: Config, settings: dict[str, Any]) -> Config:
-  """Return a validated copy with other settings."""
+  """Return a validated copy of a config with other settings, by dotted name."""
   other = copy.deepcopy(config)
   for name, value in settings.items():
     assign(other, name, value)
@@ -176,7 +167,7 @@ def _halves(
   plan: Callable[..., planning.Plan],
   announce: Callable[[str], None],
 ) -> list[CompiledHalf]:
-  """Compile options from least to most memory; skips those that need more than one that did not fit."""
+  """Compile options from least to most memory, skipping those that need more than one that did not fit."""
   found: list[CompiledHalf] = []
   for settings in sorted(options, key=_demand):
     refused = [_demand(half.settings) for half in found if not half.fits]

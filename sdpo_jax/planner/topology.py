@@ -1,4 +1,4 @@
-"""TPU slices for compilation: descriptions of devices without the devices."""
+"""TPU slices to compile for, described without their devices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Chip:
   """One chip of a TPU generation."""
 
   name: str
-  hbm_gib: float  # Available to a program, according to the compiler's own out-of-memory message.
+  hbm_gib: float  # GiB available to a program, according to the compiler's own out-of-memory message.
   flops: float  # Dense bf16 FLOP/s (data sheet).
   hbm_bandwidth: float  # Byte/s (data sheet).
   clock: float  # Hz; times the products per cycle of the matrix units it gives `flops`.
@@ -77,7 +77,7 @@ class Topology:
 
   @property
   def compiler(self) -> str:
-    """Return the versions of jax and libtpu, since each libtpu release compiles differently."""
+    """Return the versions of jax and libtpu, whose releases compile differently."""
     built = re.search(r'Built on (\w+ +\d+ \d+)', self.devices[0].client.platform_version)
     return f'jax {jax.__version__}, libtpu' + (f' built on {built.group(1)}' if built else '')
 
@@ -99,18 +99,13 @@ def describe(name: str) -> Topology:
       f'--topology={name} is no slice: write KIND:SHAPE with one of {", ".join(CHIPS)}, e.g. v5e:8x8 or v5e:1x1.'
     )
   chip, shape = CHIPS[match.group(1)], match.group(2)
+  examples = f'there are {", ".join(chip.slices)}'
   sizes = [int(size) for size in shape.split('x')]
   if len(sizes) != chip.smallest.count('x') + 1:
-    raise UserError(
-      f'--topology={name}: slices of {chip.name} have {chip.smallest.count("x") + 1} axes; there are '
-      f'{", ".join(chip.slices)}.'
-    )
+    raise UserError(f'--topology={name}: slices of {chip.name} have {chip.smallest.count("x") + 1} axes; {examples}.')
   chips = math.prod(sizes)
   if max(sizes) > chip.longest:
-    raise UserError(
-      f'--topology={name}: no slice of {chip.name} is longer than {chip.longest} chips; there are '
-      f'{", ".join(chip.slices)}.'
-    )
+    raise UserError(f'--topology={name}: no slice of {chip.name} is longer than {chip.longest} chips; {examples}.')
   wanted = chip.smallest if chips == 1 else shape
   for variable, value in ENVIRONMENT.items():
     os.environ.setdefault(variable, value)
@@ -120,10 +115,7 @@ def describe(name: str) -> Topology:
     reason = ' '.join(str(error).split())
     if 'topolog' not in reason.lower() and 'INVALID_ARGUMENT' not in reason:
       raise UserError(f'The TPU compiler (libtpu) does not start: {reason}') from error
-    raise UserError(
-      f'--topology={name} is no slice of {chip.name} that the compiler knows ({reason}); there are '
-      f'{", ".join(chip.slices)}.'
-    ) from error
+    raise UserError(f'--topology={name}: the compiler knows no such slice ({reason}); {examples}.') from error
   if chips > 1 and len(described.devices) != chips:
     raise UserError(f'--topology={name}: the compiler describes {len(described.devices)} devices for {chips} chips.')
   return Topology(name, chip, tuple(described.devices[:chips]))

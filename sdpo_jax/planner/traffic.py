@@ -1,4 +1,4 @@
-"""HBM reads of one step of a compiled decode loop: weights, the cache, and everything else."""
+"""HBM reads in one step of a compiled decode loop: weights, the cache, and everything else."""
 
 from __future__ import annotations
 

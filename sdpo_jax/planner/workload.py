@@ -1,4 +1,4 @@
-"""The micro-batches of a generation batch: the shapes that a run uses, and their live rows and tokens."""
+"""The micro-batches of a generation batch: their shapes, and their rows and tokens that are not padding."""
 
 from __future__ import annotations
 

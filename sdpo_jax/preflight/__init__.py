@@ -1,1 +1,1 @@
-"""Checks of a run before anything is compiled: memory, prompts, graders, and settings that look odd."""
+"""Checks of a run before anything is compiled (memory, prompts, graders, odd settings), and starter folders."""

@@ -46,10 +46,10 @@ PLACEHOLDER = '(A successful answer to the same question goes here.)'
 
 @dataclasses.dataclass
 class CheckReport:
-  """The results of a check."""
+  """The report of a check: sections of text, and whatever looks odd."""
 
   sections: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # Title and text.
-  odd: list[str] = dataclasses.field(default_factory=list)  # A sentence for everything that looks like a mistake.
+  odd: list[str] = dataclasses.field(default_factory=list)  # One sentence for each thing that looks like a mistake.
 
   def add(self, title: str, text: str, odd: Sequence[str]) -> None:
     """Add a section, and what looks odd in it."""
@@ -118,7 +118,7 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> CheckReport:
   described = json.loads((root / 'config.json').read_text(encoding='utf-8'))
   if changed is not None:
     nothing = (
-      'Nothing has changed that a resume would name.'
+      'Nothing has changed that a resumed run would report.'
       if newest(workdir)
       else 'There is no checkpoint here: the run would begin at step 0.'
     )
@@ -139,7 +139,7 @@ def _short(tokenizer: Tokenizer, training: Sequence[Example], config: Config) ->
 def _resumed(
   config: Config, local: Config, workdir: epath.PathLike, tokenizer: Tokenizer, graders: Graders
 ) -> list[str]:
-  """Return the changes that a run resumed in this directory would report; raises UserError for forbidden ones."""
+  """Return the changes that a run resumed in this directory would report; raise UserError for forbidden ones."""
   iterator = training_questions(config, tokenizer)
   held_out = held_out_questions(config, tokenizer) if config.trainer.test_freq else []
   parts = fingerprint.take(local, tokenizer, iterator, held_out, graders, weights=False)
@@ -149,7 +149,7 @@ def _resumed(
 
 
 def _one_of_each(chosen: Sequence[Example], *others: Sequence[Example]) -> list[Example]:
-  """Return the chosen questions, and one more for every set of graders that they lack, regardless of weights."""
+  """Return the chosen questions, plus one for every other set of graders, regardless of weights."""
   known = {_graders(example) for example in chosen}
   added = {_graders(example): example for examples in others for example in reversed(examples)}
   return [*chosen, *(example for graders, example in added.items() if graders not in known)]
@@ -206,7 +206,7 @@ def _lengths(
     found = prompt_lengths.measure(tokenizer, examples, config, setting)
     texts.append(prompt_lengths.histogram(found))
     if found.over:
-      what = 'they are left out' if data.filter_overlong_prompts else 'the run ends at its start'
+      what = 'they are left out' if data.filter_overlong_prompts else 'the run would end at its start'
       odd.append(
         f'{found.over:.1%} of the prompts of {setting} are longer than data.max_prompt_length={data.max_prompt_length} '
         f'tokens: {what}; the longest has {found.tokens.max()}.'
@@ -220,7 +220,7 @@ def _lengths(
   if not endless and len(training) < data.train_batch_size:
     odd.append(
       f'data.train_files hold {len(training)} rows, fewer than data.train_batch_size={data.train_batch_size}: the run '
-      'ends at its start.'
+      'would end at its start.'
     )
   asked = {_question(example) for example in training}
   shared = sum(_question(example) in asked for example in held_out)
@@ -266,7 +266,7 @@ def _prompts(
           for what, tokens in _teacher(tokenizer, trial, config)
         ]
       except UserError as error:
-        odd.append(f'The prompt of a teacher cannot be made: {error}')
+        odd.append(f'A prompt of the teacher cannot be built: {error}')
     texts.append('\n'.join(parts))
   return '\n\n'.join(texts), list(dict.fromkeys(odd))
 

@@ -1,4 +1,4 @@
-"""Valid settings that look like a mistake, each with its consequence and a way out."""
+"""Warnings about valid settings that look like mistakes, each with the consequence and a remedy."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def _signal(config: Config) -> Iterator[str]:
   sd, n = config.actor.self_distillation, config.rollout.n
   if config.actor.kl_loss_coef and config.actor.kl_loss_type == 'k1':
     yield (
-      "actor.kl_loss_type='k1': on average this estimate has no gradient, so that it adds noise and holds nothing "
-      "back; set 'k2' or 'k3'."
+      "actor.kl_loss_type='k1': the gradient of this estimate is zero on average, so it adds noise and does not "
+      "regularise; set 'k2' or 'k3'."
     )
   if objective_spec(config).needs_advantages and n == 1 and not config.data.group_duplicates:
     yield (
-      'rollout.n=1: an advantage compares completions of a question, and that of a single one is its score as it is, '
-      'without a baseline; raise rollout.n.'
+      'rollout.n=1: advantages compare the completions of a question; that of a single one is its score, without a '
+      'baseline; raise rollout.n.'
     )
   if not objective_spec(config).needs_teacher:
     return

@@ -1,4 +1,4 @@
-"""Trial of a run's graders on right and on wrong answers."""
+"""Trials of a run's graders on ground truths and on empty answers."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ WRITTEN: Mapping[str, Sequence[Callable[[Any], str]]] = {
   'tooluse': (_calls,),
   'code': (),
 }
-PLAIN = (str, *_CHOICE)  # Of all other environments.
+PLAIN = (str, *_CHOICE)  # The same for all other environments.
 
 
 @dataclasses.dataclass(frozen=True)
 class GraderTrial:
-  """A grader's outcomes for a question's ground truth and for an empty answer."""
+  """A grader's outcomes for the ground truth of a question and for an empty answer."""
 
   example: Example
   answer: str | None  # The best-scoring form of the ground truth; None: it does not provide an answer.

@@ -1,4 +1,4 @@
-"""Arithmetic estimate of a run's memory per device; the planner is more exact, as it compiles the programs."""
+"""Arithmetic estimate of a run's memory per device; the planner, which compiles the programs, is more exact."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.distributed.mesh import FSDP, RULES, TENSOR, parameter_sharding
+from sdpo_jax.distributed.programs import leaf_bytes
 from sdpo_jax.learning import batching
 from sdpo_jax.learning.update import abstract_state
 from sdpo_jax.models import parameters as parameter_tables
@@ -31,15 +32,15 @@ LOGITS = 3  # Chunk-sized arrays that exist at one time: student, teacher, gradi
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-  """Bytes on one device, by purpose."""
+  """Estimated bytes on one device, by purpose."""
 
-  held: Mapping[str, float]  # All the time.
+  held: Mapping[str, float]  # In use all the time.
   sampling: Mapping[str, float]  # In addition while sampling, with all rows at their limits.
   update: Mapping[str, float]  # In addition during an update, with the longest rows.
 
   @property
   def peak(self) -> float:
-    """Return the peak memory."""
+    """Return the peak memory: what is always in use plus the larger of the two phases."""
     return sum(self.held.values()) + max(sum(self.sampling.values()), sum(self.update.values()))
 
 
@@ -53,16 +54,15 @@ def estimate(config: Config, policy: Policy, mesh: jax.sharding.Mesh, document: 
     document: tokens of the document that a cartridge's teacher reads.
   """
   base, trainable = abstract_parameters(policy, mesh)
-  state = abstract_state(update_spec(config), trainable, mesh, policy.parameter_table())
+  table = policy.parameter_table()
+  state = abstract_state(update_spec(config), trainable, mesh, table)
   item = jax.numpy.dtype(config.model.dtype).itemsize
   held = {
     'parameters': _bytes(base) + _bytes(state.trainable),
     'optimizer': _bytes(state.opt_state),
     'teacher': _bytes(state.teacher),
   }
-  references = reference_policies.abstract(
-    objective_spec(config), policy.parameter_table(), trainable, config.model.dtype
-  )
+  references = reference_policies.abstract(objective_spec(config), table, trainable, config.model.dtype)
   held |= {f'{name} policy': _bytes(reference) for name, reference in references.items()}
   if document:
     held['document'] = _bytes(cartridges.abstract_document_teacher(config, policy, mesh, document).base)
@@ -70,7 +70,7 @@ def estimate(config: Config, policy: Policy, mesh: jax.sharding.Mesh, document: 
     held['teacher model'] = _bytes(abstract_teacher(config, mesh).base)
   if own := _copied(mesh, item, _prepared(policy, mesh, base)):
     held['base to sample with'] = own
-  trained = parameter_tables.trainable(policy.parameter_table())
+  trained = parameter_tables.trainable(table)
   weights = 0.0 if item == 4 and mesh.shape[FSDP] == 1 else _copied(mesh, item, trained)
   cache = _cache(config, policy, mesh)
   if feedback_writing.writes_itself(config):  # After the completions, with its own cache.
@@ -105,15 +105,11 @@ def readable(size: float) -> str:
 
 def _bytes(tree: Any) -> float:
   """Return the bytes of abstract arrays on one device."""
-  total = 0.0
-  for leaf in jax.tree.leaves(tree):
-    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
-    total += math.prod(leaf.sharding.shard_shape(leaf.shape)) * (8 if is_key else leaf.dtype.itemsize)
-  return total
+  return float(sum(leaf_bytes(tree)))
 
 
 def _prepared(policy: Policy, mesh: jax.sharding.Mesh, base: Tree) -> parameter_tables.Table:
-  """Return the frozen parameters of which the sampler holds a copy in another form."""
+  """Return the frozen parameters that the sampler holds a second time, in another layout or dtype."""
   stays = {place for place in sampler_functions(policy, mesh).prepare_base(base).stays if place is not None}
   leaves, form = jax.tree.flatten(base)
   places = form.unflatten(range(len(leaves)))
@@ -122,7 +118,7 @@ def _prepared(policy: Policy, mesh: jax.sharding.Mesh, base: Tree) -> parameter_
 
 
 def _copied(mesh: jax.sharding.Mesh, item: int, table: parameter_tables.Table) -> float:
-  """Return the bytes of the copy in compute dtype with which every group of devices samples."""
+  """Return the bytes of the copy in compute dtype from which every group of devices samples."""
   total = 0.0
   for parameter in table:
     split = parameter_sharding(mesh, parameter.axes, parameter.shape).spec
@@ -161,12 +157,7 @@ def _activations(config: Config, policy: Policy, mesh: jax.sharding.Mesh, item: 
 
 def _logits(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> float:
   """Return the bytes of the float32 logits that exist at one time."""
-  vocabulary = max(
-    size
-    for parameter in policy.parameter_table()
-    for axis, size in zip(parameter.axes, parameter.shape, strict=True)
-    if axis == 'vocab'
-  )
+  vocabulary = policy.config.padded_vocab_size
   shards = mesh.shape[RULES['vocab']] if vocabulary % mesh.shape[RULES['vocab']] == 0 else 1
   arrays = LOGITS if objective_spec(config).needs_teacher else LOGITS - 1
   return float(arrays * config.actor.logits_chunk_size * vocabulary / shards * 4)

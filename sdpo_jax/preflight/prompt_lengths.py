@@ -33,12 +33,12 @@ class Lengths:
 
   @property
   def over(self) -> float:
-    """Return the fraction above the limit."""
+    """Return the fraction of the measured prompts that exceed the limit."""
     return float(np.mean(self.tokens > self.limit))
 
 
 def training_questions(config: Config) -> list[Example]:
-  """Return questions of `data.train_files`, long ones too: all rows of files, the first `DRAWN` of generators.
+  """Return questions of `data.train_files` of any length: all rows of files, and the first `DRAWN` of generators.
 
   Raises:
     UserError: a source cannot be read, a row is malformed, or it names an unknown grader.
@@ -111,5 +111,5 @@ def visible(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
 
 
 def title(example: Example) -> str:
-  """Return a title for a question: its source, its graders, its right answer."""
+  """Return a title for a question, with its source, graders and ground truth."""
   return f'{name(example)} (environment {example.environment!r}, ground truth {short_repr(example.ground_truth)})'

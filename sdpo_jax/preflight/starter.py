@@ -1,4 +1,4 @@
-"""A folder to start from, made of a data set and a model: settings, a grader to change, rows, and a check of them."""
+"""Starter folders made from a data set and a model: a config, a grader to adapt, and split rows, all checked."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from sdpo_jax.preflight import check, prompt_lengths
 from sdpo_jax.tables import counted
 from sdpo_jax.training.opening import load_tokenizer
 
-BATCH = 32  # Questions of a batch at most.
-HELD_OUT = 256  # Questions of an evaluation at most.
-RESPONSE = 1024  # Tokens of an answer, unless the model or the longest right answer says otherwise.
-Columns = tuple[str | None, str | None]  # With question and answer, as for `layouts.recognise`.
+BATCH = 32  # Maximum number of questions in a batch.
+HELD_OUT = 256  # Maximum number of questions in an evaluation.
+RESPONSE = 1024  # Tokens of an answer, unless the model or the longest right answer requires another limit.
+Columns = tuple[str | None, str | None]  # Of question and answer, as for `layouts.recognise`.
 
 
 def start(data: str, model: str, output: str | None, columns: Columns, say: Callable[[str], None]) -> None:
-  """Write a folder to start from, and check a run of it; `say` is called with what the user reads.
+  """Write a starter folder and check a run of it; the arguments are those of `write`.
 
   Raises:
-    UserError: as `write`, or a run of what was written could not start.
+    UserError: as in `write`, or a run of the folder could not start.
   """
   folder = write(data, model, output, columns, say)
   config, path = f'--config={folder / "config.py"}', str(folder / 'config.py')
@@ -40,19 +40,19 @@ def start(data: str, model: str, output: str | None, columns: Columns, say: Call
     report = check.check(config_files.read(path).validate())
   except UserError as error:
     again = command_line('check', config)
-    raise UserError(f'{folder}/ is written, but a run of it would not start, as {again} says: {error}') from error
+    raise UserError(f'{folder}/ is written, but its run would not start (check with {again}): {error}') from error
   say(f'{report.text()}\n\nNext:\n  {command_line("train", config)}')
 
 
 def write(data: str, model: str, output: str | None, columns: Columns, say: Callable[[str], None]) -> pathlib.Path:
-  """Make a folder with config.py, grader.py, README.md, train.jsonl and held_out.jsonl, and return its path.
+  """Write a folder with config.py, grader.py, README.md, train.jsonl and held_out.jsonl, and return its path.
 
   Args:
     data: a source of rows, see `sources.read_rows`.
     model: Hugging Face model, a directory or a name on the hub.
-    output: folder to make; None: one named after the data, in the working directory.
-    columns: names of columns; None: they are recognised.
-    say: called with what the user reads.
+    output: path of the new folder; None: in the working directory, named after the data.
+    columns: names of the columns of question and answer; None: recognise them.
+    say: called with messages for the user.
 
   Raises:
     UserError: the folder exists or cannot be made, or the data or the model cannot be used.
@@ -60,7 +60,7 @@ def write(data: str, model: str, output: str | None, columns: Columns, say: Call
   folder = pathlib.Path(output or sources.stem(data))
   if not is_local(output or '') or os.path.lexists(folder):
     raise UserError(f'--output={output or folder} is not the name of a new local folder: name one that does not exist.')
-  check_output(folder)  # May it be made?
+  check_output(folder)
   layout = layouts.recognise(sources.read_rows(data, '--data'), *columns)
   train, held_out = split(layout.rows)
   function = 'exact_match' if layout.answered else 'short_answer'
@@ -97,10 +97,10 @@ def write(data: str, model: str, output: str | None, columns: Columns, say: Call
 
 
 def split(made: Sequence[RawRow]) -> tuple[list[RawRow], list[RawRow]]:
-  """Return rows to train on, and those with a tenth of the questions, at least one, to hold out.
+  """Return rows to train on and held-out rows, with a tenth of the questions but at least one.
 
   Raises:
-    UserError: all rows ask the same.
+    UserError: all rows have the same question.
   """
   asked = [json.dumps([row.value.get('messages'), row.value.get('prompt')], default=str) for row in made]
   questions = list(dict.fromkeys(asked))
@@ -112,7 +112,7 @@ def split(made: Sequence[RawRow]) -> tuple[list[RawRow], list[RawRow]]:
 
 
 def _sizes(model: str, environment: str, train: Sequence[RawRow], held_out: Sequence[RawRow]) -> dict[str, Any]:
-  """Return the numbers of a config that follow from the rows, the tokenizer and the model."""
+  """Return values for the config template that follow from the rows, the tokenizer and the model."""
   root = model_files.resolve(model, weights=False, setting='--model')
   config = Config()
   config.model.path = str(root)
@@ -139,6 +139,6 @@ def _sizes(model: str, environment: str, train: Sequence[RawRow], held_out: Sequ
 
 
 def _rounded(tokens: int) -> int:
-  """Return a limit for this many tokens, a multiple of 16, or of 128 for many."""
+  """Return `tokens` rounded up to a multiple of 16, or of 128 if there are more than 256."""
   step = 16 if tokens <= 256 else 128
   return -(-tokens // step) * step

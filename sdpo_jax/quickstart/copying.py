@@ -1,8 +1,7 @@
 """Initial weights from which a small model soon learns to copy names.
 
-Tokens that are used alike have similar embeddings, and heads copy what they attend to.
-
-Models also learn both without this, one kind of names after the other, and each only after hundreds of steps.
+Tokens with similar uses have similar embeddings, and heads copy the tokens to which they attend. A model learns both
+from random weights, too, but one kind of names after the other, each after hundreds of steps.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import numpy as np
 from sdpo_jax.models.architecture import Architecture
 from sdpo_jax.types import Tree
 
-ALIKE = 0.08  # Standard deviation of the component that a group's tokens share.
-COPY = 1.0  # Scale of what a head sees in what it writes.
+ALIKE = 0.08  # Standard deviation of the component that the tokens of a group share.
+COPY = 1.0  # Scale of a head's copy of the tokens to which it attends.
 
 
 def with_copying(params: Tree, config: Architecture, groups: Sequence[Sequence[int]], seed: int) -> Tree:
@@ -28,7 +27,7 @@ def with_copying(params: Tree, config: Architecture, groups: Sequence[Sequence[i
   Args:
     params: parameters whose unembedding is tied to the embedding.
     config: the model's architecture.
-    groups: groups of tokens.
+    groups: groups of token ids.
     seed: seed of each group's shared component.
   """
   params = jax.tree.map(np.array, params)

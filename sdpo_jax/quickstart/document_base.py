@@ -1,4 +1,4 @@
-"""A tiny model, made from scratch, that answers questions about a document in its context and knows nothing else.
+"""A tiny model, made from scratch, whose only skill is to answer questions about a document in its context.
 
 It has two layers in the shape of Qwen2.5, with biases of queries and keys, and a third of a million parameters. It
 learns to look up a key in random documents, starting close to an induction circuit (induction.py).
@@ -31,7 +31,7 @@ from sdpo_jax.types import Tree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DocumentRecipe(TinyRecipe):
-  """Hyperparameters of the model."""
+  """Hyperparameters of the model for documents and of its training."""
 
   steps: int = 150  # The first third uses short documents.
   warmup_steps: int = 10
@@ -55,7 +55,7 @@ def make_document_base(
   Args:
     output: Hugging Face model directory to make.
     recipe: hyperparameters; by default the committed model's.
-    announce: called with the progress.
+    announce: called with lines of progress.
 
   Raises:
     UserError: `output` is not empty.
@@ -132,6 +132,7 @@ def cross_entropy(policy: DecoderPolicy, params: Tree, rows: Rows) -> tuple[jax.
 
 
 def config_json(recipe: DocumentRecipe) -> dict[str, Any]:
+  """Return the model's config.json, in the format of Qwen2.5."""
   return supervised.config_json(
     recipe,
     'qwen2',
@@ -141,5 +142,5 @@ def config_json(recipe: DocumentRecipe) -> dict[str, Any]:
     attention_dropout=0.0,
     use_sliding_window=False,
     tie_word_embeddings=False,
-    initializer_range=0.08,  # With smaller values, heads outside the circuit are useless to a cartridge.
+    initializer_range=0.08,  # With smaller values, a cartridge cannot use the heads outside the circuit.
   )

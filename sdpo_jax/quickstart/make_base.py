@@ -1,10 +1,10 @@
 """The quickstart's base model, made from scratch: a tokenizer and a tiny decoder that misreads its instructions.
 
-It is trained with supervision on two kinds of lessons about the digit task. In the plain context it is unsure and
-mostly wrong: it confuses the instructions of a pair (`BELIEFS`), so that its greedy answer is wrong. In the context of
-a re-prompted question it uses what it reads: it copies a demonstration, and infers right digits from feedback about an
-attempt like its own; for digits that the feedback does not mention, it reads the instruction right more often than not.
-Without that second skill there is no self-teacher. No lesson uses a list of digits of the test split.
+It is trained with supervision on two kinds of lessons about the digit task. For a plain question it is unsure and
+mostly wrong: it confuses the instructions of a pair (`BELIEFS`), so that its greedy answer is wrong. For a re-prompted
+question it uses what it reads: it copies a demonstration, and infers right digits from feedback on an attempt like its
+own; for digits that the feedback does not mention, it reads the instruction correctly more often than not. Without this
+second skill it could not be a self-teacher. No lesson uses a list of digits of the test split.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ import numpy as np
 from sdpo_jax.config import Config, ModelConfig, SelfDistillationConfig
 from sdpo_jax.data.prompts import DEFAULT_FORMAT, chat_tokens
 from sdpo_jax.environments import digits
-from sdpo_jax.errors import UserError
-from sdpo_jax.models import huggingface, model_files
+from sdpo_jax.models import exporting, huggingface, model_files
 from sdpo_jax.models import tokenizer as tokenizers
 from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.quickstart import small_tokenizer, supervised
@@ -58,13 +57,13 @@ class DigitRecipe(TinyRecipe):
   steps: int = 2000
   warmup_steps: int = 100
   rows: tuple[tuple[Kind, int], ...] = (('plain', 32), ('demonstration', 8), ('feedback', 32))  # Lessons per step.
-  right: float = 0.33  # A digit of an attempt in the plain context follows the instruction …
+  right: float = 0.33  # Probability that a digit of an attempt at a plain question follows the instruction …
   noise: float = 0.06  # … or is drawn at random; otherwise it follows the belief.
   # Instructions that are misread in the plain context; the others get right answers there.
   misread: tuple[str, ...] = tuple(digits.INSTRUCTIONS)
-  literal: float = 0.75  # A re-prompted question means what it says; otherwise any instruction, to make it read on.
-  improved: float = 0.5  # The attempt in the feedback was corrected in some digits, as later in training.
-  stumble: float = 0.5  # The answer to a re-prompted question is learned after wrong digits of the base's own.
+  literal: float = 0.75  # Probability that a re-prompted question means its own instruction; otherwise it means any.
+  improved: float = 0.5  # Probability that digits of the attempt in the feedback were corrected, as later in training.
+  stumble: float = 0.5  # Probability that the answer to a re-prompted question follows wrong digits of the base's own.
   vocab_size: int = 512
   hidden_size: int = 64
   intermediate_size: int = 128
@@ -84,15 +83,12 @@ def make_base(
     config: settings with the re-prompting templates that the base learns to read.
     output: Hugging Face model directory to make.
     recipe: hyperparameters; by default the committed model's.
-    announce: called with the progress.
+    announce: called with lines of progress.
 
   Raises:
     UserError: `output` is not empty.
   """
-  target = pathlib.Path(output)
-  if target.exists() and (not target.is_dir() or any(target.iterdir())):
-    raise UserError(f'{target} already exists and is not empty: name another directory with --output.')
-  target.parent.mkdir(parents=True, exist_ok=True)
+  exporting.check_target(output)
   distillation = config.actor.self_distillation
   with tempfile.TemporaryDirectory() as scratch:
     if recipe.start is None:
@@ -102,7 +98,7 @@ def make_base(
       source = model_files.resolve(recipe.start)
       policy, params = huggingface.load(source, ModelConfig(dtype='float32'))
     params = train(recipe, policy, params, tokenizers.load(source), distillation, announce)
-    huggingface.save(target, policy, params, source=source, dtype='float32')
+    huggingface.save(output, policy, params, source=source, dtype='float32')
 
 
 def attempt(rng: random.Random, recipe: DigitRecipe, instruction: str, numbers: list[int]) -> str:
@@ -120,7 +116,7 @@ def attempt(rng: random.Random, recipe: DigitRecipe, instruction: str, numbers: 
 
 @dataclasses.dataclass(frozen=True)
 class DigitLesson:
-  """A conversation, the digits given before each digit of the answer, and the answer to learn."""
+  """A conversation, the digits that precede each digit of the answer as input, and the answer to learn."""
 
   messages: Messages
   prefix: str
@@ -128,7 +124,7 @@ class DigitLesson:
 
 
 def lesson(rng: random.Random, kind: Kind, recipe: DigitRecipe, distillation: SelfDistillationConfig) -> DigitLesson:
-  """Return a random lesson of a kind."""
+  """Return a random lesson: a plain question, or one re-prompted with a demonstration or feedback."""
   instruction, numbers = _draw(rng)
   plain = [{'role': 'user', 'content': digits.question(instruction, numbers)}]
   if kind == 'plain':

@@ -1,4 +1,4 @@
-"""A tiny agent, made from scratch, that proposes tool calls, prefers some of them, and understands corrections."""
+"""A tiny agent, made from scratch, that proposes tool calls, has favourites, and understands corrections."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from sdpo_jax.types import Tree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SessionRecipe(TinyRecipe):
-  """Hyperparameters of the model."""
+  """Hyperparameters of the tiny agent and of its training."""
 
   steps: int = 1400
   warmup_steps: int = 30
-  rows: int = 4  # Per step; a row holds several conversations.
+  rows: int = 4  # Rows per step; a row holds several conversations.
   length: int = 384  # Tokens per row.
-  tasks: int = 7  # Per conversation at most.
-  short: float = 0.5  # Fraction of steps with only one-task conversations without a system turn; later half.
+  tasks: int = 7  # Maximum number of tasks per conversation.
+  short: float = 0.5  # Fraction of steps with only one-task conversations without a system turn; then they are half.
   reprompted: float = 0.6  # Fraction of conversations that end with a re-prompt.
   hidden_size: int = 128
   intermediate_size: int = 256
@@ -57,7 +57,7 @@ def make_session_base(
     config: settings with the re-prompting templates that it learns to read.
     output: Hugging Face model directory to make.
     recipe: hyperparameters; by default the committed model's.
-    announce: called with the progress.
+    announce: called with lines of progress.
 
   Raises:
     UserError: `output` is not empty.
@@ -81,7 +81,7 @@ def train(
   distillation: SelfDistillationConfig,
   announce: Callable[[str], None] = lambda text: None,
 ) -> tuple[DecoderPolicy, Tree]:
-  """Train a policy on random conversations and return it with its parameters; the loss is per assistant's token."""
+  """Train a policy on random conversations; return it with its parameters. The loss is per token of the assistant."""
   policy, params = huggingface.init(values, jax.random.key(recipe.seed))
   params = jax.tree.map(jnp.asarray, with_copying(params, policy.config, _alike(tokenizer), recipe.seed))
   rng = random.Random(recipe.seed)
@@ -106,7 +106,7 @@ Rows = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def write(items: Sequence[SessionLesson], tokenizer: Any) -> list[Written]:
-  """Tokenise conversations with the chat template."""
+  """Return the tokens of conversations, each with weight 1 if it is learned and 0 otherwise."""
   pieces = [segments(item) for item in items]
   ids = iter(tokenizer([text for own in pieces for text, _ in own], add_special_tokens=False)['input_ids'])
   rather = iter(
@@ -120,7 +120,7 @@ def write(items: Sequence[SessionLesson], tokenizer: Any) -> list[Written]:
       own = next(ids)
       tokens += own
       weights += [float(learned)] * len(own)
-    if item.rather is not None:  # From here on the call differs from the wanted one.
+    if item.rather is not None:  # Where the call departs from the wanted one.
       wanted, start = next(rather), len(tokens) - len(own)
       departure = next(at for at, (a, b) in enumerate(zip(wanted, own, strict=False)) if a != b)
       weights[start + departure] = 0.0
@@ -153,7 +153,7 @@ def segments(item: SessionLesson) -> list[tuple[str, bool]]:
 
 
 def pack(conversations: Iterator[Written], rows: int, length: int) -> Rows:
-  """Pack the next conversations into rows; leaves out conversations longer than a row."""
+  """Pack the next conversations into rows [rows, length], leaving out those longer than a row."""
   tokens = np.zeros((rows, length), np.int32)
   positions, segment_ids, weights = np.zeros_like(tokens), np.zeros_like(tokens), np.zeros(tokens.shape, np.float32)
   row, start, segment = 0, 0, 1
@@ -195,7 +195,7 @@ def _written(
 
 
 def _alike(tokenizer: Any) -> list[list[int]]:
-  """Return groups of similar tokens: names of each kind, programs and tools, and digits."""
+  """Return groups of token ids with similar uses: names of each kind, programs and tools, and digits."""
   ways = [way for kind in tool_tasks.KINDS.values() for way in kind.ways]
   used = sorted({way.program or way.tool for way in ways})
   names = (tool_tasks.SYMBOLS, tool_tasks.FILES, tool_tasks.FOLDERS, tool_tasks.PACKAGES, tool_tasks.BRANCHES, used)

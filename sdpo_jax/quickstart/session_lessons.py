@@ -1,8 +1,8 @@
-"""Lessons of the tiny agent: proposing calls by preference, and understanding what people say about a call.
+"""Lessons of the tiny agent: proposing calls by preference, and understanding feedback on a call.
 
-A lesson is a conversation in which the assistant's turns are learned. In most it proposes calls, its favourites first.
-In the others the user's last turn is a re-prompt as teachers read it, in the configured templates: after a correction
-in words, a right call, or a program's output comes the call that follows from it.
+A lesson is a conversation whose assistant turns are learned. In most lessons the assistant proposes calls, its
+favourites most often. In the others the user's last turn is a re-prompt as teachers read it, in the configured
+templates, and the answer is the call that follows from the correction, the right call or the output in it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def reprompted(rng: random.Random, config: SelfDistillationConfig, most: int) ->
   Args:
     rng: source of randomness.
     config: settings with the templates.
-    most: most tasks before the repeated one; 0: none, and no system turn.
+    most: maximum number of tasks before the re-prompted one; 0: none, and no system turn.
   """
   while True:
     task = _task(rng)
@@ -114,9 +114,9 @@ def reprompted(rng: random.Random, config: SelfDistillationConfig, most: int) ->
 
 
 def _told(rng: random.Random, task: ToolTask) -> tuple[str, str, str | None, str | None] | None:
-  """Return the wanted call, the tried one, and the correction: a right call or words.
+  """Return (wanted call, tried call, demonstration, feedback), with a demonstration or feedback as the correction.
 
-  Returns None if the task does not permit such a correction.
+  Returns None if the drawn kind of correction is not possible for the task.
   """
   labels = [way.label for way in KINDS[task.kind].ways]
   tried = tasks.propose(rng, task.kind)

@@ -1,4 +1,4 @@
-"""Shared code of the tiny base models: their config.json, and a supervised training loop."""
+"""Shared code of the tiny base models: config.json, and a supervised training loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TinyRecipe:
 
   steps: int
   warmup_steps: int
-  learning_rate: float = 3e-3  # Peak; linear warm-up, cosine decay to 2 %.
+  learning_rate: float = 3e-3  # Peak rate, between a linear warm-up and a cosine decay to 2 % of it.
   seed: int = 0
   hidden_size: int
   intermediate_size: int

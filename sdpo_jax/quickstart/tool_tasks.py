@@ -1,4 +1,4 @@
-"""Tasks of the tiny agent in a workspace, the calls that do them, and the corrections that people give.
+"""Tasks of the tiny agent in a workspace, the calls that do them, and corrections of a call.
 
 Each kind of task can be done in several ways, one of which is the base model's favourite. The tools are those of
 `sdpo_jax/environments/workspace`. Corrections ask for a way by its name: 'use rg rather than grep -r'.
@@ -26,20 +26,7 @@ FILES = tuple(
   )
 )  # fmt: skip
 FOLDERS = ('src', 'lib', 'tests', 'tools', 'docs', 'scripts', 'core', 'web', 'plugins', 'examples')
-PACKAGES = (
-  'numpy',
-  'requests',
-  'flask',
-  'django',
-  'scipy',
-  'pandas',
-  'httpx',
-  'pillow',
-  'redis',
-  'rich',
-  'click',
-  'attrs',
-)
+PACKAGES = tuple('numpy requests flask django scipy pandas httpx pillow redis rich click attrs'.split())
 BRANCHES = ('dev', 'release', 'hotfix', 'staging', 'feature', 'nightly', 'login', 'checkout_page', 'stable', 'rewrite')
 FAVOURITE = 0.8  # Probability of the base's favourite; the other ways share the rest.
 _INTEGERS = ('limit', 'start', 'end')  # Arguments that are integers.
@@ -302,7 +289,7 @@ KINDS: dict[str, Kind] = {
   ),
 }
 
-# What the scripted user of benchmarks/session_learning.py wants, by kind of task: never the favourite.
+# Kind of task → the way that the scripted user of benchmarks/session_learning.py wants; never the favourite.
 PREFERENCES = {
   'find': 'rg',
   'drop': 'the edit tool',
@@ -329,7 +316,7 @@ AVOID = ('not {tried}', 'do not use {tried}', 'never use {tried}', 'no {tried} p
 
 
 def draw(rng: random.Random, kind: str) -> ToolTask:
-  """Return a random task of a kind."""
+  """Return a random task of a kind, a key of `KINDS`."""
   symbol, other = rng.sample(SYMBOLS, 2)
   slots = {
     'symbol': symbol,

@@ -34,7 +34,7 @@ class Validation(parameterized.TestCase):
     (
       'actor.self_distillation.teacher_restart_interval',
       5,
-      "restart_interval=5 has no effect .* set that to 'restart'",
+      "restart_interval=5 has no effect .* set it to 'restart'",
     ),
     ('actor.self_distillation.is_clip', 0.0, 'is_clip'),
     ('actor.self_distillation.reprompt_template', '{question}', 'not a valid template'),
@@ -343,7 +343,7 @@ def test_a_key_in_an_address_is_not_quoted():
   saved['environments']['http']['url'] = 'http://me:word@host:1/grade?key=hidden'
   config.environments.http.url = 'http://[broken'
   assert differences(saved, config).refused == [
-    "environments.http.url was 'http://host:1/grade' (with what is not shown here) and is now another address"
+    "environments.http.url was 'http://host:1/grade' (with parts that are not shown) and is now another address"
   ]
 
 

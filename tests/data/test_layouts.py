@@ -142,18 +142,22 @@ def test_named_columns_count_and_others_stay_for_graders():
     (
       [{'a': '1', 'b': '2'}],
       {},
-      'No column is known to hold the question; there are a, b: name other columns in --pro',
+      'No column is recognised as the question; there are a, b: name other columns in --pro',
     ),
     (
       [{'question': 'Q', 'reply': '2'}],
       {},
-      'hold the answer; there are question, reply: name other columns in --prompt',
+      'recognised as the answer; there are question, reply: name other columns in --prompt',
     ),
-    ([{'question': 'Q', 'answer': '2'}], {'prompt_column': 'x'}, 'hold the question; there are question, answer'),
+    (
+      [{'question': 'Q', 'answer': '2'}],
+      {'prompt_column': 'x'},
+      'recognised as the question; there are',
+    ),
     (
       [{'question': 'Q', 'answer': ['2']}],
       {},
-      r"^my.csv, line 2: 'answer' must hold a text or a number, and holds \['2'\]",
+      r"^my.csv, line 2: 'answer' must hold a text or a number, but holds \['2'\]",
     ),
     ([{'question': 'Q', 'answer': 'x'}, {'answer': 'x'}], {}, "^my.csv, line 3: 'question' must hold a text"),
     ([{'question': 'Q', 'choices': 'x', 'answer': 'x'}], {}, "^my.csv, line 2: 'choices' must hold 2 to 26 choices"),

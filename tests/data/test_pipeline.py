@@ -136,7 +136,7 @@ def test_a_restored_position_gives_the_same_remaining_batches(tmp_path_factory, 
 
 def test_a_position_in_other_rows_is_refused(write):
   state = train([write([raw(i) for i in range(8)])]).get_state()
-  with pytest.raises(UserError, match='data.train_files hold other rows'):
+  with pytest.raises(UserError, match='data.train_files hold different rows'):
     train([write([raw(i) for i in range(9)])]).set_state(state)
 
 
@@ -148,7 +148,7 @@ def test_a_position_in_other_rows_may_be_taken_but_not_one_that_counts_otherwise
   assert ids(next(same)) == ids(next(rows))
   endless = train(['generator:toy'])
   next(endless)
-  with pytest.raises(UserError, match='mix files and generators otherwise'):
+  with pytest.raises(UserError, match='mix files and generators differently'):
     same.set_state(endless.get_state(), other_rows=True)
 
 
@@ -215,7 +215,7 @@ def test_weights_spread_a_source_over_the_round():
     ((1.0,), 'source_weights has 1 numbers for 2 data.train_files'),
     ((1.0, 0.0), 'source_weights must be positive'),
     ((1.0, -2.0), 'source_weights must be positive'),
-    ((1.0, 1 / 3), 'differ too finely'),
+    ((1.0, 1 / 3), 'have too many digits'),
   ],
 )
 def test_unusable_weights_are_refused(weights, message):

@@ -483,7 +483,7 @@ def test_every_source_has_a_licence_line_and_addresses_that_can_be_read():
 
 def test_an_output_that_is_a_file_is_refused(tmp_path):
   (tmp_path / 'in.json').write_text(json.dumps(mcq()))
-  with pytest.raises(UserError, match='--output=.*cannot be made a folder'):
+  with pytest.raises(UserError, match='--output=.*cannot be created as a folder'):
     prepare.prepare(
       'sciknoweval', raw.ConversionOptions(domain='chemistry'), tmp_path / 'in.json', str(tmp_path / 'in.json'), print
     )

@@ -85,7 +85,7 @@ def test_questions_and_records_of_the_chosen_patients_are_written(convert, tmp_p
     (
       {'patient_01': patient(1, questions=[question(0), question(1, correct='F')])},
       {'patients': ('patient_01',)},
-      "patient_01, question 2: 'correct' is 'F', and must be one of the five choices",
+      "patient_01, question 2: 'correct' is 'F', but must be one of the five choices",
     ),
     ([], {}, r'does not hold a JSON object but \[\]: name the published benchmark_v5\.json in --input'),
   ],

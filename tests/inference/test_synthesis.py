@@ -310,7 +310,7 @@ def test_a_pool_that_cannot_be_kept_is_said(tmp_path):
   (tmp_path / 'pool.jsonl.parts').write_text('')
   with pytest.raises(UserError, match='--output=.*pool.jsonl cannot be written .*: name another file'):
     PoolFile(str(tmp_path / 'pool.jsonl'), {}).add(0, Round([], 3, {}))
-  with pytest.raises(UserError, match='--output=unknown://a/pool.jsonl is in no kind of store that is known'):
+  with pytest.raises(UserError, match='--output=unknown://a/pool.jsonl has an unknown scheme'):
     PoolFile('unknown://a/pool.jsonl', {}).check(overwrite=True)
 
 

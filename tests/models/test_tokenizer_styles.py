@@ -156,9 +156,9 @@ def test_a_template_that_writes_the_date_is_named_unless_it_is_told_another(fold
 @pytest.mark.parametrize(
   'style, says, way_out',
   [
-    ('gemma', 'System role not supported', 'it takes them without the system message'),
-    ('mistral', 'Roles must alternate: user, assistant, user, …', 'it takes them without the system message'),
-    ('mistral', 'Roles must alternate: user, assistant, user, …', 'give them the roles that it takes'),
+    ('gemma', 'System role not supported', 'it accepts them without the system message'),
+    ('mistral', 'Roles must alternate: user, assistant, user, …', 'it accepts them without the system message'),
+    ('mistral', 'Roles must alternate: user, assistant, user, …', 'give them roles that it accepts'),
   ],
 )
 def test_the_row_that_a_template_refuses_is_named(style, says, way_out, folders, loaded, tmp_path):

@@ -188,7 +188,7 @@ def test_a_grader_that_errs_is_named(erring, name, truth, sentences):
   [
     ({'optimizer.lr': 0.0}, 'nothing is learned'),
     ({'optimizer.lr_warmup_steps': 300}, 'never reaches optimizer.lr'),
-    ({'rollout.n': 1, 'actor.policy_loss.loss_mode': 'vanilla'}, 'that of a single one is its score as it is'),
+    ({'rollout.n': 1, 'actor.policy_loss.loss_mode': 'vanilla'}, 'that of a single one is its score, without'),
     ({'rollout.n': 1}, 'never its own demonstration'),
     (
       {

@@ -177,7 +177,7 @@ def test_a_folder_that_exists_is_left_alone(here, model):
 @pytest.mark.parametrize(
   'rows, sentence',
   [
-    ([{'q': 'Q', 'a': 'A'}], 'No column is known'),
+    ([{'q': 'Q', 'a': 'A'}], 'No column is recognised'),
     ([{'question': 'Q', 'answer': 'A'}], 'a single question'),
     (
       [{'question': 'Q', 'answer': 'half \ud800'}, {'question': 'R', 'answer': 'A'}],
@@ -198,8 +198,6 @@ def test_what_a_run_would_refuse_is_said_and_kept(here, model, monkeypatch):
 
   jsonl(here / 'my.jsonl')
   monkeypatch.setattr(starter.check, 'check', refuse)
-  with pytest.raises(
-    UserError, match=r'^my/ is written, but .* launch.check --config=my/config.py says: my is refused'
-  ):
+  with pytest.raises(UserError, match=r'^my/ is written, but .* launch.check --config=my/config.py\): my is refused'):
     starter.start('my.jsonl', str(model), None, (None, None), lambda text: None)
   assert len(lines(here / 'my' / 'train.jsonl')) == 36

@@ -123,11 +123,11 @@ def test_a_run_on_the_teachers_text_compiles_everything_before_and_is_evaluated_
 @pytest.mark.parametrize(
   ('section', 'setting', 'value', 'sentence'),
   [
-    ('model.cartridge', 'tokens', None, "rollout.sampled_by='teacher' is there for cartridges"),
+    ('model.cartridge', 'tokens', None, "rollout.sampled_by='teacher' is only for cartridges"),
     ('actor.policy_loss', 'loss_mode', 'vanilla', "loss_mode='vanilla', which has no teacher"),
     ('actor.self_distillation', 'teacher_context', 'reprompt', 'teacher_context to'),
     ('algorithm.rollout_correction', 'rollout_is', 'token', 'rollout_is: these weights'),
-    ('actor', 'kl_loss_coef', 0.1, 'kl_loss_coef=0.1: that penalty'),
+    ('actor', 'kl_loss_coef', 0.1, 'kl_loss_coef=0.1: the penalty'),
     ('actor', 'ppo_epochs', 2, 'is_clip=2.0 and several optimizer steps'),
   ],
 )

@@ -91,7 +91,7 @@ def _row(patient: RawRow, question: RawRow) -> RawRow:
   right = field(question, 'correct').strip()
   if '' in choices or not any(_alike(right, choice) for choice in choices):
     raise UserError(
-      f"{question.origin}: 'correct' is {short_repr(right)}, and must be one of the five choices, which are "
+      f"{question.origin}: 'correct' is {short_repr(right)}, but must be one of the five choices, which are "
       f'{short_repr(choices, 200)}.'
     )
   asked = field(question, 'question').strip()

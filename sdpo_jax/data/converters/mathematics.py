@@ -15,7 +15,7 @@ PROMPT = '{problem}\n\nPlease reason step by step, and put your final answer wit
 def converter(
   dataset: str, problem: str, answer: str, final: Callable[[str], str] = str.strip
 ) -> Callable[[Parts, ConversionOptions], Splits]:
-  """Return the converter of a data set with these fields.
+  """Return a function that converts a data set of problems with final answers.
 
   Args:
     dataset: name under which results are reported.

@@ -1,4 +1,4 @@
-"""The common part of the converters: reading fields of a source's rows, and making rows of the raw schema."""
+"""Shared code of the converters: reading fields of a source's rows, and making rows of the raw schema."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_row(
 
   `environment` names the grader if the reference has none for the data set; `choices` are the choices it grades.
   """
-  value = {
+  value: dict[str, Any] = {
     'idx': idx,
     'kind': kind,
     'dataset': dataset,
@@ -59,15 +59,13 @@ def make_row(
     'embedding': [],
     'system': system,
   }
-  if environment is not None:
-    value['environment'] = environment
-  if choices is not None:
-    value['choices'] = choices
+  more = {'environment': environment, 'choices': choices}
+  value |= {name: given for name, given in more.items() if given is not None}
   return RawRow(origin.origin, origin.number, value)
 
 
 def described(text: str, kind: str) -> str:
-  """Return the description of a question, which the model never sees, with the ending that the reference's have."""
+  """Return the description of a question, which the model never sees, in the reference's wording."""
   return f'{text} The solution will be evaluated in a {kind} environment.'
 
 

@@ -1,6 +1,6 @@
 """SciKnowEval (Feng et al. 2024): multiple-choice questions of level 3, one domain at a time.
 
-The system prompt, the reference's, speaks of four options even where there are two.
+The system prompt is the reference's, which speaks of four options even if there are two.
 """
 
 from __future__ import annotations

@@ -491,7 +491,7 @@ def test_hosts_with_different_files_are_found_out(run, monkeypatch):
 def test_a_look_before_a_resume_says_what_the_resume_would_say_and_writes_nothing(run, rewritten):
   folder, config = run
   before = {path: path.read_bytes() for path in (folder / 'run').rglob('*') if path.is_file()}
-  assert ('Resuming', 'Nothing has changed that a resume would name.') in [
+  assert ('Resuming', 'Nothing has changed that a resumed run would report.') in [
     (title.split()[0], text) for title, text in check.check(config, folder / 'run').sections
   ]
   rewritten(folder / 'held_out.jsonl', '"2"', '"3"')
