@@ -734,7 +734,9 @@ class SandboxConfig:
   memory_mb: int = setting(
     1024, 'Memory limit of a program, beyond what the interpreter and preloaded modules take.', MIB
   )
-  file_mb: int = setting(16, "Limit of a program's files in its scratch directory; a larger file is an error.", MIB)
+  file_mb: int = setting(
+    16, "Limit of a program's files in its scratch directory (memory, with own views); a larger file is an error.", MIB
+  )
   output_mb: int = setting(
     8, "Limit of a program's output and of its result; the rest is dropped and the program ended.", MIB
   )
