@@ -21,6 +21,7 @@ from tests import forked_commands, tiny
 PAGES = ['README.md', 'CONTRIBUTING.md', *(f'docs/{path.name}' for path in (tiny.REPOSITORY / 'docs').glob('*.md'))]
 OUTPUT = ('text', 'json', 'bibtex', 'diff')  # Languages of blocks that are not code.
 STEPS = 2  # Training steps of a run, whatever the page says.
+_EXPORTED = '.exported'  # File with the variables that a command sets for those after it.
 _BLOCK = re.compile(r'(?:<!-- not run: ([^\n]*?) -->\n)?^( *)```([^\n]*)\n(.*?)^\2```$', re.MULTILINE | re.DOTALL)
 
 
@@ -100,6 +101,7 @@ class Page:
       assert code == 0, f'{block.page}:{block.line}: {command} ended with {code}'
     else:
       text = command.replace('python ', f'{sys.executable} ', 1) if words[0] == 'python' else command
+      text = f'[ ! -e {_EXPORTED} ] || . {_EXPORTED}; set -a\n{text}\nexport -p > {_EXPORTED}'
       done = subprocess.run(['bash', '-e', '-o', 'pipefail', '-c', text], check=False)
       assert done.returncode == 0, f'{block.page}:{block.line}: {command} ended with {done.returncode}'
 
