@@ -26,6 +26,7 @@ from sdpo_jax.planner import search
 from sdpo_jax.reporting import report
 from sdpo_jax.training import closing_text, loop
 from sdpo_jax.training.directory import workdir as workdirs
+from sdpo_jax.types import Example
 from tests import tiny
 
 # Before a config: no larger file can be written, as on a full disk.
@@ -348,6 +349,19 @@ def test_the_last_command_names_what_it_exports(trained):
   result = loop.Result(epath.Path('runs/a'), 2, False, {}, 'Q')
   last = closing_text.summary(result, 'c.py', trained=trained).splitlines()[-1]
   assert last == f'  python -m launch.export --workdir=runs/a --output=a_{trained}'
+
+
+def test_next_commands_write_to_what_does_not_exist_yet(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  for name in ('a_model', 'a/evaluation.json'):
+    (tmp_path / name).mkdir(parents=True)
+  text = closing_text.summary(loop.Result(epath.Path('a'), 7, False, {7: {'eval/x/mean@2': 0.0}}, 'Q'), 'c.py')
+  assert '--output=a/evaluation_7.json\n' in text and text.endswith('--output=a_model_7')
+
+
+def test_the_question_to_try_is_the_first_short_one_of_a_line():
+  asked = [Example('', [{'role': 'user', 'content': text}], 'none', None, 'x') for text in ('a\nb', '$x$ = ?')]
+  assert loop.short_prompt(asked) == '$x$ = ?' and loop.short_prompt(asked[:1]) == '…'
 
 
 def test_next_commands_are_quoted_and_repeat_the_settings():
