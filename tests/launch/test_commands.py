@@ -108,7 +108,8 @@ def wrong_inputs(folder, config) -> dict[str, tuple[list[str], str]]:
     return ['train', f'--config={config}', f'--workdir={folder}/never', *rest]
 
   return {
-    'no config': (['train'], '--config=… is required'),
+    'no config': (['train'], '--config=… is required (--help'),
+    'config without its flag': (['train', 'mine.py'], "--config=… is required; 'mine.py' belongs to no flag (--help"),
     'similar config': (['train', '--config=configs/quikstart.py'], "did you mean 'configs/quickstart.py'?"),
     'no such config': (['train', '--config=nowhere.py'], 'nowhere.py: there is no such file'),
     'config with an error': (['train', f'--config={folder}/broken.py'], 'is not valid Python'),
@@ -151,7 +152,7 @@ def wrong_inputs(folder, config) -> dict[str, tuple[list[str], str]]:
     'init without rows': (['init', f'--data={folder}/none.csv', '--model=y'], '--data: there is no file'),
     'init of unknown columns': (
       ['init', f'--data={folder}/columns.csv', '--model=y', '--answer_column=b'],
-      'there are a, b: name other columns in --prompt_column',
+      "there are 'a', 'b': name other columns in --prompt_column",
     ),
     'report of a run twice': (['report', '--workdir=a', '--compare', 'b', 'a'], 'a is named twice'),
     'export of nothing': (['export', f'--workdir={folder}/nothing', f'--output={folder}/out'], 'is not a run'),
