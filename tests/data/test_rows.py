@@ -99,7 +99,7 @@ def test_the_environment_follows_the_data_source_or_the_row(source, environment)
 @pytest.mark.parametrize(
   ('value', 'message'),
   [
-    ({k: v for k, v in RAW.items() if k != 'prompt'}, "'prompt' or 'messages' is missing; there is: idx, kind"),
+    ({k: v for k, v in RAW.items() if k != 'prompt'}, "'prompt' or 'messages' is missing; there is: 'idx', 'kind'"),
     ({k: v for k, v in RAW.items() if k != 'answer'}, "'answer' is missing, by which .*'ground_truth' and 'solution'"),
     (
       {k: v for k, v in RAW.items() if k != 'dataset'},
