@@ -63,6 +63,7 @@ def summary(
   settings = [f'--config.{name}={text}' for name, text in overrides]
   where, exported = f'--workdir={workdir}', _new(epath.Path(f'{os.path.basename(workdir)}_{trained}'), result.step)
   following = [
+    ('report', where),
     ('sample', where, f'--prompt={result.example_prompt}', '--temperature=0'),
     ('export', where, f'--output={exported}'),
   ]

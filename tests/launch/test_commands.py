@@ -368,7 +368,7 @@ def test_the_question_to_try_is_the_first_short_one_of_a_line():
 def test_next_commands_are_quoted_and_repeat_the_settings():
   result = loop.Result(epath.Path('a b'), 3, False, {0: {'eval/x/mean@2': 0.0}, 3: {'eval/x/mean@2': 1.0}}, "it's")
   text = closing_text.summary(result, 'c.py', [('optimizer.lr', '1')])
-  evaluate, sample, _ = [shlex.split(line) for line in text.splitlines() if line.startswith('  python')]
+  evaluate, report, sample, _ = [shlex.split(line) for line in text.splitlines() if line.startswith('  python')]
   assert evaluate[2:] == [
     'launch.evaluate',
     '--config=c.py',
@@ -376,6 +376,7 @@ def test_next_commands_are_quoted_and_repeat_the_settings():
     '--workdir=a b',
     '--output=a b/evaluation.json',
   ]
+  assert report[2:] == ['launch.report', '--workdir=a b']
   assert sample[3:] == ['--workdir=a b', "--prompt=it's", '--temperature=0']
   stopped = loop.Result(epath.Path('x'), 0, True, {}, '')
   assert 'starts again' in closing_text.summary(stopped, 'c.py')

@@ -120,7 +120,7 @@ def test_the_console_script_runs_in_an_empty_folder(installed, tmp_path):
   assert done.returncode == 0, done.stderr
   assert (tmp_path / 'runs' / 'quickstart' / 'metrics.jsonl').is_file()
   printed = [shlex.split(line) for line in done.stdout.split('Next:')[1].splitlines() if line.strip()]
-  assert [line[:2] for line in printed] == [['sdpo', name] for name in ('evaluate', 'sample', 'export')]
+  assert [line[:2] for line in printed] == [['sdpo', name] for name in ('evaluate', 'report', 'sample', 'export')]
   for _, *arguments in printed[1:]:
     done = start(tmp_path, *arguments, installed=installed)
     assert done.returncode == 0, done.stderr
