@@ -114,6 +114,7 @@ def test_a_card_says_how_each_format_is_loaded(tmp_path, form, library, lines):
   card = card_of(run_of(tmp_path / 'run', [metrics(3)], settings), settings, form=form)
   assert (card.data.library_name, card.data.base_model, card.data.eval_results) == (library, None, None)
   assert card.data.tags[0] == 'grpo' and 'steps of GRPO' in card.text and 'a local one, `my base`' in card.text
+  assert ('There `my base` stands for the directory of the base model.\n\n## ' in card.text) == (form != 'merged')
   assert all(line in card.text for line in lines) and 'None was made up to this step.' in card.text
   assert 'with versions that are not known; exported by' in card.text and str(tmp_path) not in str(card)
 
