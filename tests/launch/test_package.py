@@ -128,7 +128,7 @@ def test_the_console_script_runs_in_an_empty_folder(installed, tmp_path):
   assert (tmp_path / 'quickstart_model' / 'model.safetensors').is_file()
   missing = start(tmp_path, 'check', '--config=configs/none.py', installed=installed)
   assert missing.returncode == 2 and 'there is no such file' in missing.stderr
-  helped = start(tmp_path, 'check', '--help', installed=installed)
+  helped = start(tmp_path, 'help', 'check', installed=installed)
   assert helped.returncode == 0 and '  sdpo check --config=configs/quickstart.py\n' in helped.stdout
   assert 'launch.' not in helped.stdout and '--config' in helped.stdout and '--help_settings' in helped.stdout
 
