@@ -12,6 +12,8 @@ def main() -> None:
   """Run `sdpo NAME …`, the console script: the module of that name beside this file."""
   files = {path.stem: path for path in sorted(pathlib.Path(__file__).parent.glob('[a-z]*.py'))}
   script, name, *arguments = [*sys.argv, '--help'][: max(2, len(sys.argv))]
+  if name == 'help' and arguments:
+    name, arguments = arguments[0], ['--help']
   if name in ('--help', '-h', 'help'):
     print('sdpo NAME [flags], where NAME is one of these; sdpo NAME --help lists its flags.\n')
     for name, path in files.items():

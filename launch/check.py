@@ -8,8 +8,8 @@ of ground truths and of empty answers, three prompts of student and teacher with
 odd: settings that contradict each other, the data, the graders or the memory of the devices. With --workdir of a run
 that is to be resumed also what has changed since it was saved: tokenizer, data, graders, versions, settings.
 
-Exit codes: 0 nothing looks odd; 1 something does, and the run would start all the same; 2 bad input, named in a
-sentence.
+Exit codes: 0 nothing looks odd; 1 something does, and the run would start all the same, except where that says that the
+run ends at its start; 2 bad input, named in a sentence.
 """
 
 from absl import flags

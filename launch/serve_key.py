@@ -37,7 +37,10 @@ def main() -> None:
     key = keys.revoke(path, REVOKE.value)
     print(f'The key {key.id} ({key.name}) of {key.owner} is refused from now on.', file=sys.stderr)
   else:
-    for key in keys.read(path):
+    known = keys.read(path)
+    if not known:
+      print(f'{path} has no keys: --owner=NAME makes one.', file=sys.stderr)
+    for key in known:
       made = datetime.datetime.fromtimestamp(key.created, datetime.UTC).strftime('%Y-%m-%d')
       print(f'{key.id}  {made}  {key.owner}  {key.name}')
 

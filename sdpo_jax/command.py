@@ -195,7 +195,7 @@ def parse(arguments: Sequence[str]) -> list[str]:
   try:
     for argument in rest:
       if match := _HELP_SETTINGS.fullmatch(argument):
-        print(settings_help(Config(), match.group(1) or ''), flush=True)
+        print(as_typed(settings_help(Config(), match.group(1) or '')), flush=True)
         raise SystemExit(0)
     left = flags.FLAGS(['--help' if argument == '-h' else argument for argument in rest])
   except UserError as error:
@@ -208,7 +208,8 @@ def parse(arguments: Sequence[str]) -> list[str]:
     sentence = ' '.join(str(error).split())
     missing = re.search(r'Flag --(\w+) must have a value', sentence)
     if missing:
-      sentence = f'--{missing.group(1)}=… is required'
+      alone = f'; {rest[1]!r} belongs to no flag' if rest[1:] and not rest[1].startswith('-') else ''
+      sentence = f'--{missing.group(1)}=… is required{alone}'
     if fixed := re.search(r'=(\S*): value should be one of <(.*)>', sentence):
       sentence += did_you_mean(fixed[1], fixed[2].split('|')).rstrip('.')
     raise SystemExit(_complain(f'{sentence} (--help lists the flags).')) from error
@@ -244,7 +245,7 @@ def announce(text: str) -> None:
 
 
 def _complain(sentence: str) -> int:
-  print(sentence, file=sys.stderr)
+  print(as_typed(sentence), file=sys.stderr)
   return EXIT_BAD_INPUT
 
 
@@ -304,6 +305,8 @@ def run(main: Callable[[], int | None]) -> None:
   for module in {__name__, main.__module__} - {'__main__'}:  # --help shows the flags of both.
     for flag in flags.FLAGS.flags_by_module_dict().get(module, ()):
       flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+  for flag in flags.FLAGS:
+    flags.FLAGS[flag].help = as_typed(flags.FLAGS[flag].help or '')
   sys.modules['__main__'].__doc__ = as_typed(sys.modules[main.__module__].__doc__ or '')
   app.run(wrapped, flags_parser=parse)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import shlex
 import sys
@@ -28,5 +29,9 @@ def command_line(name: str, *arguments: str) -> str:
 
 
 def as_typed(text: str) -> str:
-  """Return a text with every `python -m launch.NAME` replaced by its `command_line`."""
-  return re.sub(r'python -m launch\.(\w+)', lambda found: command_line(found[1]), text)
+  """Return a text with `python -m launch.NAME` as `command_line` writes it, and, if installed, `launch.NAME`, too."""
+  text = re.sub(r'python -m launch\.(\w+)', lambda found: command_line(found[1]), text)
+  if 'launch.' not in text or not command_line('').startswith('sdpo'):
+    return text
+  names = '|'.join(module.name for module in pkgutil.iter_modules([f'{path}/launch' for path in sdpo_jax.__path__]))
+  return re.sub(rf'(?<![\w./])launch\.({names})\b', r'sdpo \1', text)

@@ -11,6 +11,7 @@ from sdpo_jax.errors import UserError
 EXTRAS = {
   'serve': ('The service', ('starlette', 'uvicorn', 'pydantic', 'obstore', 'prometheus_client')),
   'figures': ('A figure', ('matplotlib',)),
+  'tpu': ('Planning without a TPU', ('libtpu',)),
   'session': ('The terminal program', ('prompt_toolkit',)),
 }
 
@@ -25,8 +26,8 @@ def check(extra: str) -> None:
   missing = [name for name in packages if importlib.util.find_spec(name) is None]
   if missing:
     raise UserError(
-      f'{what} needs {", ".join(missing)}, not installed here: pip install -r requirements-{extra}.txt or the extra '
-      f'sdpo_jax[{extra}].'
+      f'{what} needs {", ".join(missing)}, not installed here: pip install -r requirements-{extra}.txt in a checkout, '
+      f"pip install 'sdpo_jax[{extra}]' elsewhere."
     )
 
 

@@ -128,6 +128,8 @@ def _mistyped(name: str, value: Any, hint: Any) -> UserError:
   """Return the error for a value that does not have its setting's type, with the most similar allowed value."""
   literals = (kind for kind in _alternatives(hint) if typing.get_origin(kind) is Literal)
   fixed = (known for kind in literals for known in typing.get_args(kind))
+  if isinstance(value, str) and matches([value], hint):
+    return UserError(f'{name}={value!r} is not {type_name(hint)}: write [{value!r}].')
   return UserError(f'{name}={value!r} is not {type_name(hint)}{did_you_mean(value, fixed)}')
 
 

@@ -10,6 +10,7 @@ import re
 from string import ascii_uppercase as LETTERS
 from typing import Any
 
+from sdpo_jax.config.fields import did_you_mean
 from sdpo_jax.data import ground_truth, rows
 from sdpo_jax.data.converters.mathematics import PROMPT, after_hashes
 from sdpo_jax.data.rows import RawRow
@@ -61,8 +62,13 @@ def recognise(given: Sequence[RawRow], prompt_column: str | None = None, answer_
   answer = next((named[name] for name in ANSWERS if named.get(name, asked) != asked), None if len(columns) > 1 else '')
   answer = answer if answer_column is None else answer_column
   if asked not in columns or answer not in (*columns, ''):
-    missing = 'question' if asked not in columns else 'answer'
-    raise UserError(f'No column is recognised as the {missing}; there are {", ".join(map(str, columns))}: {WAY_OUT}.')
+    missing, flag, name = ('question', '--prompt_column', prompt_column)
+    if asked in columns:
+      missing, flag, name = ('answer', '--answer_column', answer_column)
+    there = f'there are {", ".join(map(repr, columns))}'
+    if name is not None:
+      raise UserError(f'{flag}={name!r} names no column; {there}{did_you_mean(name, columns)}')
+    raise UserError(f'No column is recognised as the {missing}; {there}: {WAY_OUT}.')
   behind = ['input'] if asked == named.get('instruction') else []
   parts = [*map(named.get, CONTEXTS), asked, *map(named.get, behind)]
   parts = [name for name in parts if name not in (None, answer)] if prompt_column is None else [asked]

@@ -79,8 +79,8 @@ def example(
   if environment is None:
     raise UserError(
       f"{row.origin}: no environment grades the data source {source!r}: name the grader in a field 'environment' or, "
-      "for all rows that name none, in data.environment; or say in a field 'dataset' that it is "
-      f'{", ".join(ENVIRONMENTS)}.'
+      "for all rows that name none, in data.environment (in Python, grader=…); or say in a field 'dataset' that it "
+      f'is {", ".join(ENVIRONMENTS)}.'
     )
   for grader in rewards.names([environment]):
     if wrong := ground_truth.check(grader, reward['ground_truth']):
@@ -221,7 +221,9 @@ def fields(row: RawRow) -> Mapping[str, Any]:
 
 def _missing(names: str, row: RawRow) -> UserError:
   """Return the error for a row that has none of several fields, one of which is required."""
-  return UserError(f'{row.origin}: field {names} is missing; there is: {", ".join(map(str, row.value)) or "nothing"}.')
+  there = ', '.join(map(repr, row.value)) or 'nothing'
+  way_out = 'rename one, or let launch.init write rows of its own from the file'
+  return UserError(f'{row.origin}: field {names} is missing; there is: {there}: {way_out}.')
 
 
 def _field(value: Mapping[str, Any], name: str, row: RawRow) -> Any:

@@ -204,6 +204,8 @@ def _csv(source: str, text: str) -> list[RawRow]:
       continue
     if not header:
       header = [name.strip() for name in cells]
+      if len(header) == 1 and set(header[0]) & set(';\t'):
+        raise UserError(f'{source}, line {line}: commas must separate columns, not as in {short_repr(header[0])}.')
       if '' in header or len(set(header)) < len(header):
         raise UserError(
           f'{source}, line {line}: a header must name every column, each differently, not {short_repr(header)}.'

@@ -11,7 +11,9 @@ import logging
 import math
 import pathlib
 import sys
+import sysconfig
 import threading
+from traceback import extract_tb
 from typing import Any
 
 from sdpo_jax.config import EnvironmentsConfig, rewards
@@ -27,6 +29,7 @@ PATIENCE = 2  # Overruns of single completions after which the rest of a call is
 MEANINGFUL = ('acc', 'pred', 'format_valid')
 # Metric names per grader, run and process: each becomes a curve, a column and a line of every report.
 MAX_NAMES = 200
+LIBRARIES = (sysconfig.get_path('stdlib'), sysconfig.get_path('purelib'))  # Not where a user mends a grader.
 
 
 class Graders(contextlib.AbstractContextManager['Graders']):
@@ -262,7 +265,9 @@ def _without(name: str, example: Example, error: Exception) -> Outcome:
     return ungraded(f'the grader {name!r} gave {error} (environments.grader_timeout_s)')
   said = error.__cause__ if isinstance(error, EndedError) else error
   logging.warning('The grader %r raised for a completion of %s, which is ungraded: %r', name, example.id, said)
-  return ungraded(f'the grader {name!r} raised {short_repr(said, 200)}')
+  lines = [frame for frame in extract_tb(said.__traceback__) if not frame.filename.startswith(LIBRARIES)]
+  place = f' in {pathlib.Path(lines[-1].filename).name}, line {lines[-1].lineno}' if lines else ''
+  return ungraded(f'the grader {name!r} raised {short_repr(said, 200)}{place}')
 
 
 class _MetricNames:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import os
 import re
@@ -12,6 +11,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from sdpo_jax import extras
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.errors import UserError
 
@@ -88,11 +88,8 @@ def describe(name: str) -> Topology:
   Raises:
     UserError: libtpu is not installed, or the slice does not exist.
   """
-  if importlib.util.find_spec('libtpu') is None and 'TPU_LIBRARY_PATH' not in os.environ:
-    raise UserError(
-      'Planning needs the TPU compiler, which is in the package libtpu: pip install -r requirements-tpu.txt '
-      '(no TPU is needed).'
-    )
+  if 'TPU_LIBRARY_PATH' not in os.environ:
+    extras.check('tpu')
   match = re.fullmatch(r'(\w+):([1-9]\d*(?:x[1-9]\d*)+)', name)
   if match is None or match.group(1) not in CHIPS:
     raise UserError(

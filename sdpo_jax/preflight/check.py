@@ -11,6 +11,7 @@ from etils import epath
 import jax
 import numpy as np
 
+from sdpo_jax.command_lines import command_line
 from sdpo_jax.config import Config, rewards
 from sdpo_jax.data import sources
 from sdpo_jax.data.prompts import Tokenizer
@@ -183,8 +184,8 @@ def _machine(config: Config, policy: Policy, mesh: jax.sharding.Mesh, document: 
     '',
     aligned(['memory', 'when', 'per device'], rows),
     f'memory of each device: {has}',
-    'An estimate by arithmetic: the temporaries of an update can be twice that; for TPUs, launch.plan asks the '
-    'compiler.',
+    'An estimate by arithmetic: the temporaries of an update can be twice that; for TPUs, '
+    f'{command_line("plan")} asks the compiler.',
   ]
   odd = []
   if room is not None and found.peak > FULL * room:

@@ -134,7 +134,7 @@ def _sizes(model: str, environment: str, train: Sequence[RawRow], held_out: Sequ
     'prompt': prompt,
     'response': response,
     'reprompt': min(_rounded(prompt + response + templates), positions - response),
-    'epochs': f'{100 * batch / len(train):.2g}',
+    'epochs': f'{100 * batch / len(train):.3g}',
   }
 
 

@@ -95,11 +95,13 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
       stack.callback(history.close)
     session = SessionClient(client, history.opened['adapter'], history.opened['session'], history.opened['token'])
     state, turns = session.state()
+    learner = client.adapter_now(history.opened['adapter'])
   except (AnswerLost, Refused) as error:
     raise UserError(str(error)) from error
   written = history
   screen.record = lambda text: written.note('shown', text=text)
-  screen.say(f'Session {session.id} in {workspace}; /help says what can be typed.')
+  at = f'adapter {learner["name"]!r} at version {learner["version"]}'
+  screen.say(f'Session {session.id} in {workspace}, {at}; /help says what can be typed.')
   if turns:
     count = 'One turn' if len(turns) == 1 else f'{len(turns)} turns'
     screen.say(f'{count} so far, the newest by version {turns[-1]["version"]}; /history shows all.')

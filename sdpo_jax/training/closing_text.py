@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 import os
 
+from etils import epath
+
 from sdpo_jax.command_lines import command_line
 from sdpo_jax.evaluation.evaluate import Evaluation
 from sdpo_jax.evaluation.known_metrics import headlines
@@ -59,13 +61,22 @@ def summary(
     ]
     lines += ['', aligned(['held-out accuracy', f'step {first}', f'step {last}'], rows)]
   settings = [f'--config.{name}={text}' for name, text in overrides]
-  where, exported = f'--workdir={workdir}', f'--output={os.path.basename(workdir)}_{trained}'
-  following = [('sample', where, f'--prompt={result.example_prompt}', '--temperature=0'), ('export', where, exported)]
+  where, exported = f'--workdir={workdir}', _new(epath.Path(f'{os.path.basename(workdir)}_{trained}'), result.step)
+  following = [
+    ('report', where),
+    ('sample', where, f'--prompt={result.example_prompt}', '--temperature=0'),
+    ('export', where, f'--output={exported}'),
+  ]
   if result.evaluations:
-    output = f'--output={workdir}/evaluation.json'
+    output = f'--output={_new(workdir / "evaluation.json", result.step)}'
     following.insert(0, ('evaluate', f'--config={config_path}', *settings, where, output))
   lines += ['', 'Next:', *(f'  {command_line(*words)}' for words in following)]
   return '\n'.join(lines)
+
+
+def _new(path: epath.Path, step: int) -> epath.Path:
+  """Return `path`, or with the step in its name if it exists, since no command overwrites what is there."""
+  return path.with_stem(f'{path.stem}_{step}') if path.exists() else path
 
 
 UNGRADED = 'ungraded_fraction'  # Shown unless it is 0: the other numbers are those of the graded samples.

@@ -355,7 +355,7 @@ class _Run:
     step = self.saving.whole.step
     if skipped.too_many(self.skipped, config.trainer) and not self.alarms.stopped and not preempted:
       raise UserError(skipped.complaint(self.skipped, step, config.trainer))
-    prompt = _short_prompt(self.evaluations.questions)
+    prompt = short_prompt(self.evaluations.questions)
     return Result(
       self.session.workdir,
       step,
@@ -565,6 +565,7 @@ def roll_back(state: TrainState, step: int, checkpoints: Checkpoints, starting: 
   return saved.replace(step=state.step, optimizer_step=state.optimizer_step, rng=state.rng)
 
 
-def _short_prompt(examples: Sequence[Example]) -> str:
-  content = examples[0].messages[-1]['content'] if examples else ''
-  return content if 0 < len(content) <= 200 and not set(content) & set('"\n$`\\') else '…'
+def short_prompt(examples: Sequence[Example]) -> str:
+  """Return the first question that fits on a command line, one line of at most 200 characters; '…' if none does."""
+  asked = (example.messages[-1]['content'] for example in examples)
+  return next((content for content in asked if 0 < len(content) <= 200 and '\n' not in content), '…')

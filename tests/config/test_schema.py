@@ -49,6 +49,7 @@ class Validation(parameterized.TestCase):
     ('optimizer.betas', (0.9,), 'two numbers'),
     ('optimizer.grad_clip', 0.0, 'grad_clip'),
     ('optimizer.lr', '1e-5', "lr='1e-5' is not float"),
+    ('data.train_files', 'a.csv', r"train_files='a.csv' is not a list of str: write \['a.csv'\]\.$"),
     ('trainer.total_training_steps', True, 'not int'),
     ('data.val_files', (), 'trainer.test_freq asks for evaluation'),
     ('data.train_files', (), 'data.train_files is empty'),

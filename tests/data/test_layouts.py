@@ -142,18 +142,19 @@ def test_named_columns_count_and_others_stay_for_graders():
     (
       [{'a': '1', 'b': '2'}],
       {},
-      'No column is recognised as the question; there are a, b: name other columns in --pro',
+      "No column is recognised as the question; there are 'a', 'b': name other columns in --pro",
     ),
     (
       [{'question': 'Q', 'reply': '2'}],
       {},
-      'recognised as the answer; there are question, reply: name other columns in --prompt',
+      "recognised as the answer; there are 'question', 'reply': name other columns in --prompt",
     ),
     (
-      [{'question': 'Q', 'answer': '2'}],
-      {'prompt_column': 'x'},
-      'recognised as the question; there are',
+      [{'Said to us': 'Q', 'answer': '2'}],
+      {'prompt_column': 'said to us'},
+      "^--prompt_column='said to us' names no column; there are 'Said to us', 'answer'; did you mean 'Said to us'",
     ),
+    ([{'question': 'Q', 'answer': '2'}], {'answer_column': 'x'}, "^--answer_column='x' names no column; there are '"),
     (
       [{'question': 'Q', 'answer': ['2']}],
       {},

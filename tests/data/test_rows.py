@@ -99,7 +99,7 @@ def test_the_environment_follows_the_data_source_or_the_row(source, environment)
 @pytest.mark.parametrize(
   ('value', 'message'),
   [
-    ({k: v for k, v in RAW.items() if k != 'prompt'}, "'prompt' or 'messages' is missing; there is: idx, kind"),
+    ({k: v for k, v in RAW.items() if k != 'prompt'}, "'prompt' or 'messages' is missing; there is: 'idx', 'kind'"),
     ({k: v for k, v in RAW.items() if k != 'answer'}, "'answer' is missing, but .*'ground_truth' and 'solution'"),
     (
       {k: v for k, v in RAW.items() if k != 'dataset'},
@@ -401,6 +401,7 @@ def test_csv_reads_what_the_csv_module_writes(tmp_path_factory, values):
   ('text', 'message'),
   [
     ('prompt,answer\n1,2\n1\n', 'line 3: 1 cells, but the header names 2 columns'),
+    ('prompt;answer\n1;2\n', "line 1: commas must separate columns, not as in 'prompt;answer'"),
     ('prompt,answer\n\n1,"2" x\n', 'line 3: invalid CSV'),
     ('prompt,answer\n1,"2\n\n', 'line 2: invalid CSV: unexpected end of data'),
     ('prompt,prompt\n1,2', 'line 1: a header must name every column, each differently'),

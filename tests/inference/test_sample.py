@@ -168,7 +168,7 @@ def test_prompts_of_a_text_file(tmp_path):
 @pytest.mark.parametrize(
   ('row', 'says'),
   [
-    ({'text': 'x'}, "'prompt' or 'messages' is missing; there is: text"),
+    ({'text': 'x'}, "'prompt' or 'messages' is missing; there is: 'text': rename one"),
     ({'prompt': ' '}, "'prompt' must be a non-empty string"),
     ({'prompt': 3}, "'prompt' must be a non-empty string, not 3"),
     ({'prompt': []}, "'prompt' must be a non-empty list of messages"),

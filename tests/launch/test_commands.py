@@ -26,6 +26,7 @@ from sdpo_jax.planner import search
 from sdpo_jax.reporting import report
 from sdpo_jax.training import closing_text, loop
 from sdpo_jax.training.directory import workdir as workdirs
+from sdpo_jax.types import Example
 from tests import tiny
 
 # Before a config: no larger file can be written, as on a full disk.
@@ -107,7 +108,8 @@ def wrong_inputs(folder, config) -> dict[str, tuple[list[str], str]]:
     return ['train', f'--config={config}', f'--workdir={folder}/never', *rest]
 
   return {
-    'no config': (['train'], '--config=… is required'),
+    'no config': (['train'], '--config=… is required (--help'),
+    'config without its flag': (['train', 'mine.py'], "--config=… is required; 'mine.py' belongs to no flag (--help"),
     'similar config': (['train', '--config=configs/quikstart.py'], "did you mean 'configs/quickstart.py'?"),
     'no such config': (['train', '--config=nowhere.py'], 'nowhere.py: there is no such file'),
     'config with an error': (['train', f'--config={folder}/broken.py'], 'is not valid Python'),
@@ -150,7 +152,7 @@ def wrong_inputs(folder, config) -> dict[str, tuple[list[str], str]]:
     'init without rows': (['init', f'--data={folder}/none.csv', '--model=y'], '--data: there is no file'),
     'init of unknown columns': (
       ['init', f'--data={folder}/columns.csv', '--model=y', '--answer_column=b'],
-      'there are a, b: name other columns in --prompt_column',
+      "there are 'a', 'b': name other columns in --prompt_column",
     ),
     'report of a run twice': (['report', '--workdir=a', '--compare', 'b', 'a'], 'a is named twice'),
     'export of nothing': (['export', f'--workdir={folder}/nothing', f'--output={folder}/out'], 'is not a run'),
@@ -350,10 +352,23 @@ def test_the_last_command_names_what_it_exports(trained):
   assert last == f'  python -m launch.export --workdir=runs/a --output=a_{trained}'
 
 
+def test_next_commands_write_to_what_does_not_exist_yet(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  for name in ('a_model', 'a/evaluation.json'):
+    (tmp_path / name).mkdir(parents=True)
+  text = closing_text.summary(loop.Result(epath.Path('a'), 7, False, {7: {'eval/x/mean@2': 0.0}}, 'Q'), 'c.py')
+  assert '--output=a/evaluation_7.json\n' in text and text.endswith('--output=a_model_7')
+
+
+def test_the_question_to_try_is_the_first_short_one_of_a_line():
+  asked = [Example('', [{'role': 'user', 'content': text}], 'none', None, 'x') for text in ('a\nb', '$x$ = ?')]
+  assert loop.short_prompt(asked) == '$x$ = ?' and loop.short_prompt(asked[:1]) == '…'
+
+
 def test_next_commands_are_quoted_and_repeat_the_settings():
   result = loop.Result(epath.Path('a b'), 3, False, {0: {'eval/x/mean@2': 0.0}, 3: {'eval/x/mean@2': 1.0}}, "it's")
   text = closing_text.summary(result, 'c.py', [('optimizer.lr', '1')])
-  evaluate, sample, _ = [shlex.split(line) for line in text.splitlines() if line.startswith('  python')]
+  evaluate, report, sample, _ = [shlex.split(line) for line in text.splitlines() if line.startswith('  python')]
   assert evaluate[2:] == [
     'launch.evaluate',
     '--config=c.py',
@@ -361,6 +376,7 @@ def test_next_commands_are_quoted_and_repeat_the_settings():
     '--workdir=a b',
     '--output=a b/evaluation.json',
   ]
+  assert report[2:] == ['launch.report', '--workdir=a b']
   assert sample[3:] == ['--workdir=a b', "--prompt=it's", '--temperature=0']
   stopped = loop.Result(epath.Path('x'), 0, True, {}, '')
   assert 'starts again' in closing_text.summary(stopped, 'c.py')

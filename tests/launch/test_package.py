@@ -10,6 +10,7 @@ import tomllib
 
 import pytest
 
+from sdpo_jax.command_lines import as_typed
 from sdpo_jax.config import beside
 from sdpo_jax.config.locations import model_path
 from sdpo_jax.errors import UserError
@@ -104,6 +105,14 @@ def test_the_wheel_takes_one_name_and_holds_the_files_of_git(installed):
   assert held == {name if name.startswith('sdpo_jax/') else f'sdpo_jax/{name}' for name in listed.stdout.split()}
 
 
+def test_commands_in_texts_are_written_as_they_were_typed(monkeypatch):
+  text = 'as launch.plan, python -m launch.check, /a/launch.check and launch.me say'
+  monkeypatch.setattr(sys, 'argv', ['launch/train.py'])
+  assert as_typed(text) == text
+  monkeypatch.setattr(sys, 'argv', ['/bin/sdpo train'])
+  assert as_typed(text) == 'as sdpo plan, sdpo check, /a/launch.check and launch.me say'
+
+
 @pytest.mark.slow
 def test_the_console_script_runs_in_an_empty_folder(installed, tmp_path):
   steps = '--config.trainer.total_training_steps=1'
@@ -111,7 +120,7 @@ def test_the_console_script_runs_in_an_empty_folder(installed, tmp_path):
   assert done.returncode == 0, done.stderr
   assert (tmp_path / 'runs' / 'quickstart' / 'metrics.jsonl').is_file()
   printed = [shlex.split(line) for line in done.stdout.split('Next:')[1].splitlines() if line.strip()]
-  assert [line[:2] for line in printed] == [['sdpo', name] for name in ('evaluate', 'sample', 'export')]
+  assert [line[:2] for line in printed] == [['sdpo', name] for name in ('evaluate', 'report', 'sample', 'export')]
   for _, *arguments in printed[1:]:
     done = start(tmp_path, *arguments, installed=installed)
     assert done.returncode == 0, done.stderr
@@ -119,9 +128,9 @@ def test_the_console_script_runs_in_an_empty_folder(installed, tmp_path):
   assert (tmp_path / 'quickstart_model' / 'model.safetensors').is_file()
   missing = start(tmp_path, 'check', '--config=configs/none.py', installed=installed)
   assert missing.returncode == 2 and 'there is no such file' in missing.stderr
-  helped = start(tmp_path, 'check', '--help', installed=installed)
+  helped = start(tmp_path, 'help', 'check', installed=installed)
   assert helped.returncode == 0 and '  sdpo check --config=configs/quickstart.py\n' in helped.stdout
-  assert '--config' in helped.stdout and '--help_settings' in helped.stdout
+  assert 'launch.' not in helped.stdout and '--config' in helped.stdout and '--help_settings' in helped.stdout
 
 
 @pytest.mark.slow

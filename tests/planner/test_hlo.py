@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
+from sdpo_jax import extras
 from sdpo_jax.planner import hlo, topology
 
 needs_compiler = pytest.mark.tpu_compiler
@@ -291,7 +292,7 @@ def test_a_slice_that_there_is_not_is_named(name):
 
 
 def test_without_the_compiler_a_sentence_says_what_to_install(monkeypatch):
-  monkeypatch.setattr(topology.importlib.util, 'find_spec', lambda _: None)
+  monkeypatch.setattr(extras.importlib.util, 'find_spec', lambda _: None)
   monkeypatch.delenv('TPU_LIBRARY_PATH', raising=False)
   with pytest.raises(topology.UserError, match='pip install'):
     topology.describe('v5e:8x8')

@@ -105,8 +105,8 @@ def test_a_card_says_what_the_files_of_a_run_say(tmp_path):
         "sdpo sample --model='…/my base' --adapter=me/tuned ",
       ],
     ),
-    ('cartridge', 'sdpo_jax', ["for `…/my base`.\n\n```bash\nsdpo sample --model='…/my base' --cartridge=me/tuned "]),
-    ('cartridge_pt', 'sdpo_jax', ["for `…/my base`.\n\n```bash\nsdpo sample --model='…/my base' --cartridge=me/tuned "]),
+    ('cartridge', 'sdpo_jax', ["for `…/my base`.\n\n```bash\nsdpo sample --model='…/my base' --cartridge="]),
+    ('cartridge_pt', 'sdpo_jax', ["for `…/my base`.\n\n```bash\nsdpo sample --model='…/my base' --cartridge="]),
   ],
 )
 def test_a_card_says_how_each_format_is_loaded(tmp_path, form, library, lines):

@@ -143,7 +143,7 @@ def test_somebody_at_a_terminal_denies_is_killed_goes_on_and_approves(served, pl
   states = f'--state={place / "state"}'
   options = ['--adapter=typed', f'--workspace={place / "work"}', f'--policy={place / "rules"}']
   terminal.start(f'--url={running.url}', states, *options)
-  terminal.shows('/help says what can be typed', '>')
+  terminal.shows('at version 0; /help says what can be typed', '>')
   terminal.type('Go')
   seen = terminal.shows('+x = 1', '[y] approve', '[q] quit')
   assert re.search(r'\x1b\[[0-9;]*32m\+x = 1', seen)  # Green.

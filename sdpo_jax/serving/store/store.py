@@ -528,8 +528,11 @@ class Store:
         self._settle(id)
     known = self.database.known(id)
     if known is None or known.deleted or known.head.adapter.owner != owner:
-      lost = self._lost_of(owner, id)
-      raise NotFound(f'There is no adapter {short_repr(id)}.') if lost is None else Damaged(lost)
+      if lost := self._lost_of(owner, id):
+        raise Damaged(lost)
+      named = self.database.by_name(owner, id) if id.isprintable() else None  # Else it may be no Unicode.
+      hint = '' if named is None else f' with that id; the adapter of that name has the id {named.id}'
+      raise NotFound(f'There is no adapter {short_repr(id)}{hint}.')
     return known
 
   def _settle_all(self, owner: str) -> None:

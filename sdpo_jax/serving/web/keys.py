@@ -126,7 +126,7 @@ def revoke(path: pathlib.Path, key_id: str) -> ApiKey:
       gone = [key for key in known if key.id == key_id]
       if not gone:
         raise UserError(
-          f'{path} has no key with the id {printable(key_id)}; it has: {", ".join(key.id for key in known)}.'
+          f'{path} has no key with the id {printable(key_id)}; it has {", ".join(key.id for key in known) or "none"}.'
         )
       write_atomically(path, _written([key for key in known if key.id != key_id]), mode=0o600)
   except OSError as error:

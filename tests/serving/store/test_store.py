@@ -142,6 +142,10 @@ def test_an_adapter_of_somebody_else_is_as_unknown_as_none(store):
       with pytest.raises(NotFound) as error:
         call()
       assert str(error.value) == f'There is no adapter {id!r}.'
+  with pytest.raises(NotFound, match=f"^There is no adapter 'mine' with that id; .* name has the id {adapter.id}.$"):
+    store.adapter('ada', 'mine')
+  with pytest.raises(NotFound, match="^There is no adapter 'mine'.$"):
+    store.adapter('bob', 'mine')
   with pytest.raises(NotFound):
     store.by_name('bob', 'mine')
   with pytest.raises(NotFound):
