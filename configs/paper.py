@@ -42,7 +42,6 @@ MODELS = {'qwen3_8b': 'Qwen/Qwen3-8B', 'olmo3_7b': 'allenai/Olmo-3-7B-Instruct'}
 # Completions decoded at once by a v5e:8x8, if not the default: every head of Olmo 3 has keys and values of its own, so
 # that a token takes 3.6 times the cache of Qwen3-8B (512 KiB instead of 144 KiB in bfloat16).
 MAX_BATCH_ROWS = {'allenai/Olmo-3-7B-Instruct': 128}
-SCIENCE = ('chemistry', 'physics', 'biology', 'materials', 'tooluse')
 
 # Task → the arguments of `launch.prepare_data` that make its data.
 PREPARED = {

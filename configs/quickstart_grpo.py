@@ -11,5 +11,4 @@ def get_config() -> Config:
   config = quickstart.get_config()
   config.name = 'quickstart_grpo'
   config.actor.policy_loss.loss_mode = 'vanilla'
-  config.optimizer.lr = 1e-3
   return config

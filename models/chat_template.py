@@ -1,15 +1,12 @@
-"""Chat templates: reading them from files, and probing how they format conversations."""
+"""Chat templates: probes of how they format conversations."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-import os
 from typing import Any
 
-from etils import epath
 import jinja2
 
-from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.models.control_tokens import Tokenizer, control_strings
 
 # Errors of a template on a conversation that it was not made for, raised on purpose or by its handling of messages.
@@ -23,26 +20,6 @@ TEMPLATE_ERRORS = (
   ValueError,
 )
 PROBE = 'qzx'  # A text that no template writes or changes.
-
-
-def read(path: str | os.PathLike) -> str:
-  """Return the chat template in a Jinja file, local or any that `etils.epath` opens.
-
-  Raises:
-    UserError: the file cannot be read, or is empty.
-  """
-  try:
-    text = epath.Path(path).expanduser().read_text(encoding='utf-8')
-  except ImportError as error:
-    raise UserError(f'model.chat_template={path} needs a package that is not installed: {error}.') from error
-  except Exception as error:  # Object stores raise many types of errors; all mean the same here.
-    raise UserError(
-      f'model.chat_template={path} cannot be read ({first_line(error)}): name a file that holds a chat template '
-      '(Jinja).'
-    ) from error
-  if not text.strip():
-    raise UserError(f'model.chat_template={path} is empty: name a file that holds a chat template (Jinja).')
-  return text
 
 
 def text_of(tokenizer: Tokenizer) -> str | None:

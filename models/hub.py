@@ -165,10 +165,7 @@ def unreachable() -> str | None:
   """
   from huggingface_hub import constants
 
-  if constants.is_offline_mode():
-    return None
-  reason = _knock(constants.ENDPOINT)
-  if reason is None:
+  if constants.is_offline_mode() or (reason := _knock(constants.ENDPOINT)) is None:
     return None
   constants.HF_HUB_OFFLINE = True
   return f'{constants.ENDPOINT} cannot be reached from here ({reason})'

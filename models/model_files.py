@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 import contextlib
-import json
 import os
 import pathlib
 from typing import Any
 
 from sdpo_jax.errors import UserError
+from sdpo_jax.files import read_json_object
 from sdpo_jax.models import checksums, directories, parameters, stored_tensors, tensor_files
 from sdpo_jax.models.adapters import peft_config
 from sdpo_jax.models.architecture import Architecture
@@ -58,13 +58,7 @@ def read_json(root: pathlib.Path, name: str) -> dict[str, Any]:
         'name this directory as --adapter or in model.lora.path.'
       )
     raise UserError(f'{root} has no {name}: model.path must be a Hugging Face model directory.')
-  try:
-    values = json.loads(file.read_text(encoding='utf-8'))
-  except (ValueError, RecursionError) as error:  # Also raised for numbers of thousands of digits and for deep nesting.
-    raise UserError(f'{file} is not JSON: {error}.') from error
-  if not isinstance(values, dict):
-    raise UserError(f'{file} must hold a JSON object, not {type(values).__name__}.')
-  return values
+  return read_json_object(file, 'correct it, or get the file again')
 
 
 @contextlib.contextmanager

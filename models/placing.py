@@ -147,8 +147,8 @@ def _fill(parameter: parameters.Parameter, layout: _Layout, job: _Job) -> None:
 class _Window:
   """Some rows and columns of a tensor in memory, indexed like the whole tensor."""
 
-  def __init__(self, values: np.ndarray, first: int, left: int | None):
-    self._values, self._origin = values, (first,) if left is None else (first, left)
+  def __init__(self, values: np.ndarray, *origin: int):
+    self._values, self._origin = values, origin
 
   @classmethod
   def read(cls, tensor: Tensor, layout: _Layout, blocks: Sequence[parameters.Bounds], dtype: str) -> _Window:
@@ -159,13 +159,11 @@ class _Window:
       return min(low * each, size), min(high * each, size)  # Entries after that pad the vocabulary.
 
     rows = needed(layout.row_axis, layout.rows, tensor.shape[0])
-    if layout.column_axis is None:
-      values = tensor.rows(rows)
-      _check_finite(tensor, values)
-      return cls(values.astype(dtype), rows[0], None)
-    columns = needed(layout.column_axis, layout.columns, tensor.shape[1])
+    columns = None if layout.column_axis is None else needed(layout.column_axis, layout.columns, tensor.shape[1])
     values = tensor.rows(rows, columns)
     _check_finite(tensor, values)
+    if columns is None:
+      return cls(values.astype(dtype), rows[0])
     # Rows a power of two apart would all map to the same few sets of a processor's cache when they are transposed.
     apart = np.empty((len(values), values.shape[1] + 16), dtype)[:, : values.shape[1]]
     apart[...] = values

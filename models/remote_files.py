@@ -6,8 +6,9 @@ time of each source file. The record is written before the files, so that a file
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+import contextlib
 import fnmatch
 import functools
 import json
@@ -28,8 +29,27 @@ FOLDER = 'SDPO_MODELS'  # The environment variable that names where copies are k
 RECORD = '.source.json'  # In a copy: name → size and modification time in the object store.
 PARTIAL = '.partial'  # Suffix of a file that is being copied.
 STREAMS = 4  # Files that are copied at once.
+ADDRESS = 'check the address, and that this machine may read it'  # What to do about a store that cannot be read.
 
 _Identity = list[int]  # Bytes, and seconds since 1970 (0 if the store does not say).
+
+
+@contextlib.contextmanager
+def readable(named: str, way_out: str) -> Iterator[None]:
+  """Turn errors of reading a path, which may be in an object store, into a UserError.
+
+  Args:
+    named: the path with its setting or flag, with which the message begins.
+    way_out: what the user can do about a path that cannot be read.
+  """
+  try:
+    yield
+  except UserError:
+    raise
+  except ImportError as error:
+    raise UserError(f'{named} needs a package that is not installed: {first_line(error)}.') from error
+  except Exception as error:  # Object stores raise many types of errors; all mean the same here.
+    raise UserError(f'{named} cannot be read ({first_line(error)}): {way_out}.') from error
 
 
 @functools.cache
@@ -47,16 +67,10 @@ def fetch(address: str, patterns: Sequence[str], setting: str = 'model.path', wh
   Raises:
     UserError: it cannot be read or changes meanwhile, has none of these files, or there is no room for the copy.
   """
-  try:
+  with readable(f'{setting}={address}', ADDRESS):
     sources = {path.name: path for path in epath.Path(address).iterdir()}
     wanted = [name for name in sources if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
     identities = {name: _identity(sources[name]) for name in wanted}
-  except ImportError as error:
-    raise UserError(f'{setting}={address} needs a package that is not installed: {error}.') from error
-  except Exception as error:  # Object stores raise many types of errors; all mean the same here.
-    raise UserError(
-      f'{setting}={address} cannot be read ({first_line(error)}): check the address, and that this machine may read it.'
-    ) from error
   if not wanted:
     raise UserError(f'{setting}={address} holds no {what}: put a Hugging Face {what} directory there.')
   folder = pathlib.Path(os.environ.get(FOLDER) or pathlib.Path.home() / '.cache' / 'sdpo_jax' / 'models')

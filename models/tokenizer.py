@@ -7,6 +7,7 @@ import logging
 import os
 import pathlib
 
+from etils import epath
 import tokenizers
 
 from sdpo_jax.errors import UserError
@@ -14,6 +15,7 @@ from sdpo_jax.models import chat_template as templates
 from sdpo_jax.models import sentencepiece_model
 from sdpo_jax.models.control_tokens import Tokenizer, control_strings
 from sdpo_jax.models.model_files import read_json, resolve
+from sdpo_jax.models.remote_files import readable
 
 _logger = logging.getLogger('sdpo_jax.models')
 
@@ -39,7 +41,7 @@ def load(
   tokenizer = read(root)
   source = f'The chat template of {root}'
   if chat_template is not None:
-    tokenizer.chat_template = templates.read(chat_template)
+    tokenizer.chat_template = _read_template(chat_template)
     source = f'model.chat_template={chat_template}'
   if not templates.text_of(tokenizer):
     raise UserError(
@@ -97,6 +99,20 @@ def read(path: str | os.PathLike) -> Tokenizer:
   except Exception as error:  # The tokenizers library raises bare Exceptions for a damaged file.
     raise UserError(f'The tokenizer in {root} cannot be read: {error}') from error
   return tokenizer
+
+
+def _read_template(path: str | os.PathLike) -> str:
+  """Return the chat template in a Jinja file, local or any that `etils.epath` opens.
+
+  Raises:
+    UserError: the file cannot be read, or is empty.
+  """
+  named, way_out = f'model.chat_template={path}', 'name a file that holds a chat template (Jinja)'
+  with readable(named, way_out):
+    text = epath.Path(path).expanduser().read_text(encoding='utf-8')
+  if not text.strip():
+    raise UserError(f'{named} is empty: {way_out}.')
+  return text
 
 
 def _is_as_stored(root: pathlib.Path) -> bool:

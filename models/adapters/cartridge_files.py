@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from etils import epath
 import jax
-import ml_dtypes
 import numpy as np
 
 from sdpo_jax.distributed.cluster import barrier
@@ -93,7 +92,7 @@ def write(
   """
   if jax.process_index() == 0:
     check(cartridge, str(path))
-    stored = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    stored = exporting.stored_dtype(dtype)
     size = (cartridge.keys.size + cartridge.values.size) * stored.itemsize
     with exporting.new_directory(path, size) as partial:
       sha256 = tensor_files.write(partial / TENSORS, _parts(cartridge, stored), stored)

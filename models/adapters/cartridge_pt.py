@@ -16,11 +16,11 @@ import types
 from typing import Any, Literal, get_args
 import zipfile
 
-import ml_dtypes
 import numpy as np
 
 from sdpo_jax.errors import UserError, first_line, short_repr
 from sdpo_jax.models.adapters.cartridge import Cartridge, check, narrowed
+from sdpo_jax.models.exporting import stored_dtype
 
 Spelling = Literal['fixed', 'frozen']
 DTYPES = ('float32', 'bfloat16', 'float16')
@@ -216,6 +216,5 @@ def _array(tensor: Any) -> np.ndarray:
 
 def _tensor(torch: types.ModuleType, layer: np.ndarray, dtype: str, name: str) -> Any:
   """Return [KV, tokens, head_dim] float32 as a tensor [1, KV, tokens, head_dim] with its own storage."""
-  stored = np.dtype(getattr(ml_dtypes, dtype, dtype))
-  narrowed(layer, stored, name)
+  narrowed(layer, stored_dtype(dtype), name)
   return torch.tensor(layer[None]).to(getattr(torch, dtype))

@@ -226,19 +226,14 @@ def slots(prefix: KVPrefix, keys: jax.Array, values: jax.Array, dtype: str) -> t
     values: likewise.
     dtype: dtype in which the model computes.
   """
-  frozen = prefix.frozen + prefix.room - prefix.slots
-  kinds = (
-    (slice(None, frozen), dtype, FROZEN_KEY, FROZEN_VALUE),
-    (slice(frozen, None), 'float32', KEY, VALUE),
-  )
 
   def part(cut: slice, kind: str, *names: str) -> Tree:
     arrays = [array[:, :, cut].astype(kind) for array in (keys, values)]
     named = zip(names, arrays, strict=True) if arrays[0].shape[2] else ()
     return nest((('layers', *name.split('.')), array) for name, array in named)
 
-  frozen, trained = (part(*kind) for kind in kinds)
-  return frozen, trained
+  frozen = prefix.frozen + prefix.room - prefix.slots
+  return part(slice(None, frozen), dtype, FROZEN_KEY, FROZEN_VALUE), part(slice(frozen, None), 'float32', KEY, VALUE)
 
 
 def joined(prefix: KVPrefix, base: Tree, trained: Tree) -> tuple[jax.Array, jax.Array]:

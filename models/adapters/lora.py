@@ -249,9 +249,7 @@ def _nothing(pattern: str, whole: re.Pattern[str], table: Table) -> str:
   """Return why a pattern chooses no matrix."""
   if re.search('router|expert', pattern):
     return f'{pattern!r} is about routers or experts, which take no factors: name matrices of attention or of the MLP.'
-  if (
-    whole.search('lm_head') or whole.search('unembedding') or whole.search('embedding') or whole.search('embed_tokens')
-  ):
+  if any(map(whole.search, ('lm_head', 'unembedding', 'embedding', 'embed_tokens'))):
     return (
       f'{pattern!r} is about the embedding or the unembedding, which take no factors: logits are computed from it in '
       'chunks and it is kept once. Name matrices of the layers, or train all parameters.'

@@ -11,7 +11,7 @@ from etils import epath
 
 from sdpo_jax.errors import UserError, first_line, printable
 from sdpo_jax.files import check_file, is_local
-from sdpo_jax.models import checksums, directories
+from sdpo_jax.models import checksums, directories, remote_files
 from sdpo_jax.models.adapters import cartridge_files, published_cartridges
 from sdpo_jax.models.adapters.cartridge import Cartridge, check_fits
 from sdpo_jax.models.adapters.cartridge_files import Description
@@ -79,15 +79,9 @@ def _describe_published(place: pathlib.Path, identity: tuple[tuple[int, int], ..
 def _resolve(path: str | os.PathLike) -> epath.Path | pathlib.Path:
   """Return the local directory or .pt file of a cartridge, or its remote directory if in this project's format."""
   if not is_local(path):
-    try:
+    with remote_files.readable(str(path), remote_files.ADDRESS):
       if _is_ours(epath.Path(path)):
         return epath.Path(path)
-    except ImportError as error:
-      raise UserError(f'{path} needs a package that is not installed ({first_line(error)}): install it.') from error
-    except Exception as error:  # Object stores raise many types of errors; all mean the same here.
-      raise UserError(
-        f'{path} cannot be read ({first_line(error)}): check the address, and that this machine may read it.'
-      ) from error
   local = pathlib.Path(path).expanduser()
   if local.exists() and not local.is_dir():
     check_file(local, f'name a .pt file or a directory in {SETTING}')

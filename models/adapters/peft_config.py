@@ -211,9 +211,10 @@ def adapter_of(config: AdapterConfig, table: Table, modules: Mapping[lora.Module
   chosen = [module for module, name in modules.items() if config.targets(name)]
   if not chosen:
     some = ', '.join(sorted({name.rsplit('.', 1)[-1] for name in modules.values()}))
+    targets = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
     raise UserError(
-      f'{config.source}: target_modules is {short_repr(_plain(config.target_modules))}, which matches nothing in this '
-      f'model, whose matrices are called {some}: load the adapter onto its own base model.'
+      f'{config.source}: target_modules is {short_repr(targets)}, which matches nothing in this model, whose matrices '
+      f'are called {some}: load the adapter onto its own base model.'
     )
   return lora.build(
     table,
@@ -223,10 +224,6 @@ def adapter_of(config: AdapterConfig, table: Table, modules: Mapping[lora.Module
     use_rslora=config.use_rslora,
     source=config.source,
   )
-
-
-def _plain(names: str | tuple[str, ...]) -> str | list[str]:
-  return names if isinstance(names, str) else list(names)
 
 
 def contents(

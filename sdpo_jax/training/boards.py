@@ -47,13 +47,13 @@ class TensorBoard:
   def _write(self, event: Any) -> None:
     event.wall_time = time.time()
     self._writer.write_event(event)
+    self._writer.flush()
 
   def numbers(self, step: int, values: Mapping[str, float | None]) -> None:
     """Write the numbers of a step; None is left out."""
     value = self._summary.Summary.Value
     numbers = [value(tag=name, simple_value=number) for name, number in values.items() if number is not None]
     self._write(self._event.Event(step=step, summary=self._summary.Summary(value=numbers)))
-    self._writer.flush()
 
   def samples(self, step: int, samples: Sequence[Sample]) -> None:
     """Write a table of samples, which the text plugin shows."""
@@ -73,7 +73,6 @@ class TensorBoard:
       tag=SAMPLES, metadata=self._summary.SummaryMetadata(plugin_data=plugin), tensor=tensor
     )
     self._write(self._event.Event(step=step, summary=self._summary.Summary(value=[value])))
-    self._writer.flush()
 
   def sync(self) -> None:
     """Sync the written events to disk; raise OSError if that fails."""

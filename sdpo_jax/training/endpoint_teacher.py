@@ -15,7 +15,7 @@ from sdpo_jax.models import huggingface
 from sdpo_jax.models.control_tokens import Tokenizer
 from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.teacher.endpoint import Endpoint, EndpointQuery
-from sdpo_jax.training.specs import declared_buckets, objective_spec
+from sdpo_jax.training.specs import longest_teacher_prompt, objective_spec
 from sdpo_jax.types import Rollouts, TeacherSignal
 
 NO_TOKEN = -1
@@ -41,9 +41,8 @@ def check(endpoint: Endpoint, config: Config, tokenizer: Tokenizer) -> None:
   Raises:
     UserError: it is not, or does not accept a text as long as the longest row.
   """
-  declared = declared_buckets(config)
-  prompt = declared.reprompt[-1] if objective_spec(config).reprompts else declared.prompt[-1]
-  endpoint.check(config.model.path, tokenizer, prompt + config.data.max_response_length)
+  longest = longest_teacher_prompt(config) + config.data.max_response_length
+  endpoint.check(config.model.path, tokenizer, longest)
 
 
 def signal(

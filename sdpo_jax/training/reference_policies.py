@@ -11,6 +11,7 @@ import functools
 
 import jax
 
+from sdpo_jax.distributed import mesh
 from sdpo_jax.models.parameters import Table, in_compute_dtype, trainable
 from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.types import Tree
@@ -35,10 +36,7 @@ def of_parameters(spec: ObjectiveSpec, table: Table, parameters: Tree, dtype: st
 def abstract(spec: ObjectiveSpec, table: Table, parameters: Tree, dtype: str) -> dict[str, Tree]:
   """Return `of_parameters` as abstract arrays, from arrays or abstract arrays."""
   shapes = jax.eval_shape(functools.partial(_cast, table, dtype), parameters)
-  placed = jax.tree.map(
-    lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own.sharding), shapes, parameters
-  )
-  return dict.fromkeys(spec.references, placed)
+  return dict.fromkeys(spec.references, mesh.abstract(shapes, jax.tree.map(lambda leaf: leaf.sharding, parameters)))
 
 
 def _cast(table: Table, dtype: str, parameters: Tree) -> Tree:

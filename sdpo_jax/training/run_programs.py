@@ -207,31 +207,28 @@ def abstract_batch(
   """
   sharding = meshes.batch_sharding(mesh)
 
-  def array(width: int, dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((rows, width), dtype, sharding=sharding)
+  def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding)
 
   def side(room: int, share: bool = False) -> TokenRows:
-    tokens = array(room + response, jnp.int32)
-    return TokenRows(tokens, tokens, tokens, array(response, jnp.int32), tokens if share else None)
+    tokens = array(jnp.int32, room + response)
+    return TokenRows(tokens, tokens, tokens, array(jnp.int32, response), tokens if share else None)
 
-  def external_signal(support: int) -> TeacherSignal:
-    ids, log_probs = (
-      jax.ShapeDtypeStruct((rows, response, support), dtype, sharding=sharding) for dtype in (jnp.int32, jnp.float32)
-    )
-    return TeacherSignal(token_ids=ids, log_probs=log_probs)
-
-  per_token = array(response, jnp.float32)
+  per_token, signal = array(jnp.float32, response), None
+  if spec.external_support is not None:
+    ids, log_probs = (array(dtype, response, spec.external_support) for dtype in (jnp.int32, jnp.float32))
+    signal = TeacherSignal(token_ids=ids, log_probs=log_probs)
   return Batch(
     student=side(prompt),
     teacher=None if reprompt is None else side(reprompt, share),
-    targets=array(response, jnp.int32),
+    targets=array(jnp.int32, response),
     mask=per_token,
     **{name: per_token if name in spec.coefficients else None for name in COEFFICIENTS},
     old_log_probs=per_token if spec.needs_old_log_probs else None,
     advantages=per_token if spec.needs_advantages else None,
     sampling_log_probs=per_token if spec.weighs_in_update else None,
     **{f'{name}_log_probs': per_token for name in spec.references},
-    signal=None if spec.external_support is None else external_signal(spec.external_support),
+    signal=signal,
   )
 
 

@@ -89,6 +89,12 @@ def declared_buckets(config: Config) -> Buckets:
   )
 
 
+def longest_teacher_prompt(config: Config) -> int:
+  """Return the largest bucket of the teacher's prompts: of those with feedback if it gets such prompts."""
+  declared = declared_buckets(config)
+  return (declared.reprompt if objective_spec(config).reprompts else declared.prompt)[-1]
+
+
 def batch_spec(config: Config) -> BatchSpec:
   """Return how a run's generation batches become optimizer steps and micro-batches."""
   actor, algorithm, n = config.actor, config.algorithm, config.rollout.n

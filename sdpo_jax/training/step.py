@@ -190,8 +190,8 @@ def build_teacher_prompts(session: Session, graded: GradedRollouts, seed: int, s
     return same_context(messages, [graded.prompts[group] for group in rollouts.group])
   return build_teacher_context(
     messages,
-    graded.rollouts.group,
-    graded.rollouts.text,
+    rollouts.group,
+    rollouts.text,
     graded.outcomes,
     config.actor.self_distillation,
     session.tokenizer,

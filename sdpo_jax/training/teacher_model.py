@@ -12,7 +12,8 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.models import huggingface, model_files, same_tokenizer
 from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.teacher.signal import Teacher
-from sdpo_jax.training.specs import declared_buckets, objective_spec
+from sdpo_jax.training.documents import context_length
+from sdpo_jax.training.specs import longest_teacher_prompt, objective_spec
 
 SETTING = 'actor.self_distillation.teacher_model'
 
@@ -62,12 +63,9 @@ def read_policy(config: Config) -> DecoderPolicy:
       f'{SETTING}={settings.path} knows {policy.vocab_size} tokens and the student {student.vocab_size}, so that there '
       'is nothing to learn about the others: name a teacher whose vocab_size (config.json) is at least as large.'
     )
-  values = model_files.read_json(model_files.resolve(settings.path, weights=False), 'config.json')
-  positions = values.get('text_config', values).get('max_position_embeddings')
-  declared = declared_buckets(config)
-  prompt = declared.reprompt[-1] if objective_spec(config).reprompts else declared.prompt[-1]
+  positions, prompt = context_length(settings.path), longest_teacher_prompt(config)
   longest = prompt + config.data.max_response_length
-  if isinstance(positions, int) and longest > positions:
+  if positions is not None and longest > positions:
     raise UserError(
       f'{SETTING}={settings.path} has {positions} positions (max_position_embeddings), and a prompt of {prompt} tokens '
       f'with a completion of {config.data.max_response_length} needs {longest}: lower the limits, or choose a teacher '

@@ -366,7 +366,7 @@ def put(name, array):
 WEIGHT_MISTAKES = {
   'no config': (lambda directory: (directory / 'config.json').unlink(), r'has no config\.json'),
   'config is not JSON': (lambda directory: (directory / 'config.json').write_text('{'), r'config\.json is not JSON'),
-  'config is a list': (lambda directory: (directory / 'config.json').write_text('[]'), 'must hold a JSON object'),
+  'config is a list': (lambda directory: (directory / 'config.json').write_text('[]'), 'does not hold a JSON object'),
   'no weights': (lambda directory: (directory / 'model.safetensors').unlink(), r'has neither model\.safetensors nor'),
   'truncated': (truncate, r'model\.safetensors is damaged'),
   'index of a missing file': (index_of_missing_file, r'names model-7\.safetensors, which is missing'),

@@ -482,7 +482,11 @@ class Checkpoints:
     there = {path.name for path in target.iterdir()} if target.exists() else ()  # Stores have no empty folders.
     names = (f'{folder.name}.{serial}' if serial else folder.name for serial in itertools.count())
     aside = target / next(name for name in names if name not in there)
-    _rename(folder, aside)
+    if is_local(folder):
+      folder.rename(aside)
+    else:  # If this is interrupted, the source stays in place.
+      _copy(folder, aside)
+      folder.rmtree()
     sync_directory(target)
     sync_directory(folder.parent)
     self._say(f'The checkpoint of step {folder.name} is now in {aside}.')
@@ -528,15 +532,6 @@ def _remove_tree(folder: epath.Path) -> None:
       if error.errno != errno.ENOTEMPTY or attempt == 50:
         raise
     time.sleep(0.02)
-
-
-def _rename(source: epath.Path, target: epath.Path) -> None:
-  """Rename a folder; in a store, copy and remove it, so an interruption leaves the source in place."""
-  if is_local(source):
-    source.rename(target)
-  else:
-    _copy(source, target)
-    source.rmtree()
 
 
 def _copy(source: epath.Path, target: epath.Path) -> None:

@@ -47,17 +47,12 @@ class StartingState:
         and nothing is copied.
     """
     with self._lock:  # Another thread may be saving it.
-      self._donate(others_follow)
-
-  def _donate(self, others_follow: bool) -> None:
-    if self._state is None:
-      return
-    if self._keep and others_follow:
-      leaves = jax.tree.leaves(self._state)
-      for leaf in leaves:  # All copies are under way while the first is waited for.
-        _numbers(leaf).copy_to_host_async()
-      self._copy = [_HostArray.of(leaf) for leaf in leaves]
-    self._state = None
+      if self._state is not None and self._keep and others_follow:
+        leaves = jax.tree.leaves(self._state)
+        for leaf in leaves:  # All copies are under way while the first is waited for.
+          _numbers(leaf).copy_to_host_async()
+        self._copy = [_HostArray.of(leaf) for leaf in leaves]
+      self._state = None
 
   @contextlib.contextmanager
   def held(self) -> Iterator[TrainState | None]:

@@ -130,5 +130,5 @@ def _exists(pid: int) -> bool:
   except ProcessLookupError:
     return False
   except PermissionError:
-    return True
+    pass  # A process of another user.
   return True

@@ -11,7 +11,7 @@ import jax
 from sdpo_jax.config import Config
 from sdpo_jax.config.fields import did_you_mean
 from sdpo_jax.config.overrides import differences
-from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.errors import UserError
 from sdpo_jax.files import (
   is_local,
   make_directory,
@@ -21,6 +21,7 @@ from sdpo_jax.files import (
   sync_directory,
   write_atomically,
 )
+from sdpo_jax.models.remote_files import readable
 from sdpo_jax.training.directory.epochs import EPOCHS
 from sdpo_jax.training.directory.lines import METRICS, raw_lines
 from sdpo_jax.training.directory.locks import unwritable
@@ -41,7 +42,7 @@ _OTHERS = {
   'cartridge.json': 'it is a cartridge, which goes with --model and --cartridge',
   'config.json': 'its config.json is not that of a run; a model is named with --model',
 }
-ANOTHER = 'restore it or choose another --workdir'
+ANOTHER, UNREADABLE = 'restore it or choose another --workdir', 'make it readable or choose another'
 
 
 def saved_settings(workdir: epath.PathLike) -> dict[str, Any]:
@@ -59,22 +60,15 @@ def located(workdir: epath.PathLike) -> epath.Path:
   Raises:
     UserError: the kind of store is not known or not installed, or it cannot be read.
   """
-  try:
-    path = epath.Path(workdir)
-    path.exists()
-  except KeyError as error:  # etils does not know the scheme.
-    raise UserError(
-      f'--workdir={workdir} is in no kind of store that is known: name a local directory, or gs://….'
-    ) from error
-  except ImportError as error:
-    raise UserError(f'--workdir={workdir} needs a package that is not installed: {error}.') from error
-  except Exception as error:  # Object stores raise many types of errors; all mean the same here.
-    raise _unreadable(workdir, error) from error
+  with readable(f'--workdir={workdir}', UNREADABLE):
+    try:
+      path = epath.Path(workdir)
+      path.exists()
+    except KeyError as error:  # etils does not know the scheme.
+      raise UserError(
+        f'--workdir={workdir} is in no kind of store that is known: name a local directory, or gs://….'
+      ) from error
   return path
-
-
-def _unreadable(workdir: epath.PathLike, error: Exception) -> UserError:
-  return UserError(f'--workdir={workdir} cannot be read ({first_line(error)}): make it readable or choose another.')
 
 
 def no_run(workdir: epath.Path) -> UserError:
@@ -117,11 +111,9 @@ def check_workdir(config: Config, workdir: epath.PathLike, *, restart: bool = Fa
       in place of a folder of the run.
   """
   workdir = located(workdir)
-  try:
+  with readable(f'--workdir={workdir}', UNREADABLE):
     there = _check_layout(workdir)
     trained = CHECKPOINTS in there and any((workdir / CHECKPOINTS).iterdir())
-  except OSError as error:
-    raise _unreadable(workdir, error) from error
   if not trained and (restart or METRICS not in there):
     return workdir
   if 'config.json' not in there:
