@@ -1,4 +1,4 @@
-"""A teacher at an endpoint that scores the completions of a batch; every process requests its share of them."""
+"""A teacher behind an endpoint, which scores the completions of a batch; every process requests a share of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_TOKEN = -1
 
 
 def opened(config: Config) -> contextlib.AbstractContextManager[Endpoint | None]:
-  """Return a context with the teacher endpoint of the settings, not contacted yet; None if the settings name none.
+  """Return a context manager for the teacher endpoint, which is not contacted yet; it gives None if none is set.
 
   Raises:
     UserError: no address is set, or an environment variable is missing.
@@ -39,7 +39,7 @@ def check(endpoint: Endpoint, config: Config, tokenizer: Tokenizer) -> None:
   """Check that the server is the teacher that the settings describe.
 
   Raises:
-    UserError: it is not, or does not accept a text as long as the longest row.
+    UserError: it serves another model, or does not accept a text as long as the longest row.
   """
   longest = longest_teacher_prompt(config) + config.data.max_response_length
   endpoint.check(config.model.path, tokenizer, longest)
@@ -59,9 +59,9 @@ def signal(
     endpoint: the teacher.
     prompts: [N], the teacher's prompt of each completion.
     rollouts: N completions.
-    wanted: [N] bool, which completions are scored; the others get no signal.
+    wanted: [N] bool, the completions to score; the others get no signal.
     spec: terms of the loss.
-    stop: whether the run is to stop; a stop does not wait for answers.
+    stop: whether the run is to stop; pending requests are then abandoned.
 
   Raises:
     UserError: on every process, if one of them could not get a completion scored.

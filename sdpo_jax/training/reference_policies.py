@@ -1,8 +1,8 @@
-"""The fixed policies to which a run's loss compares the student, `ObjectiveSpec.references`.
+"""The fixed policies with which a run's loss compares the student, `ObjectiveSpec.references`.
 
-'initial', of the KL penalty, is the policy at the start of the run. It is read from `model.path` at every start and is
-in no checkpoint, so a resume compares the weights there with those of the start (`fingerprint`). It is separate from
-the teacher, which may be updated.
+'initial', for the KL penalty, is the policy at the start of the run. It is read from `model.path` at every start and is
+not part of checkpoints, so a resume compares the weights there with those of the start (`fingerprint`). It is separate
+from the teacher, which may be updated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sdpo_jax.types import Tree
 def of_parameters(spec: ObjectiveSpec, table: Table, parameters: Tree, dtype: str) -> dict[str, Tree]:
   """Return the trainable parameters of each reference policy in compute dtype, with the shardings of the student's.
 
-  Parameters computed in float32 stay float32.
+  Parameters that are used in float32, such as norm weights, stay float32.
 
   Args:
     spec: terms of the loss.

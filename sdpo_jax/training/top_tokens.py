@@ -1,7 +1,4 @@
-"""The most likely tokens of student and teacher at every position of a completion, for the files of a run.
-
-N completions of T tokens; K most likely tokens of a position.
-"""
+"""The K most likely tokens of student and teacher at each of the T positions of N completions, for `rollouts/`."""
 
 from __future__ import annotations
 
@@ -25,11 +22,11 @@ def measure(
 ) -> TopTokens:
   """Return the most likely tokens of student and teacher for all completions of a generation batch, on the host.
 
-  For samples that the teacher does not teach, its ids are −1 and its log-probs NaN.
+  For samples without a signal of the teacher, its ids are −1 and its log-probs NaN.
 
   Args:
     session: session of the run.
-    state: state before the update; only read.
+    state: state before the update; it is not donated.
     batch: the generation batch, with the signal of an external teacher if there is one.
     k: K; for an external teacher at most the K of its signal.
     stop: whether the run is to stop; checked before every micro-batch.
@@ -63,7 +60,7 @@ def _nothing(shape: tuple[int, int], k: int) -> PolicyTopTokens:
 
 
 def _only(said: PolicyTopTokens, samples: np.ndarray) -> PolicyTopTokens:
-  """Return the results of `samples` [N] bool, with those of the others emptied."""
+  """Return the results of `samples` [N] bool, and empty ones for the others."""
   nothing = _nothing(said.own.shape, said.ids.shape[-1])
   return jax.tree.map(
     lambda here, none: np.where(samples.reshape(-1, *[1] * (here.ndim - 1)), here, none), said, nothing

@@ -139,7 +139,7 @@ def test_variables_that_a_template_does_not_read_are_named(loaded):
   config.data.enable_thinking, config.data.apply_chat_template_kwargs = False, {'think': 1}
   names = [f'data.apply_chat_template_kwargs.{name}' for name in ('think', 'enable_thinking')]
   for style, unread in (('llama', names), ('qwen', names[:1])):
-    expected = f'The chat template does not read {" and ".join(unread)}, which changes nothing.'
+    expected = f'The chat template does not read {" and ".join(unread)}, which therefore has no effect.'
     assert template_remarks(config, loaded[style]) == [expected]
 
 

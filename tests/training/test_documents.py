@@ -183,7 +183,7 @@ def test_texts_whose_end_joins_what_follows_are_refused(config, folder, tmp_path
   file.write_text(json.dumps(described))
   (tmp_path / 'joining' / 'SHA256SUMS').unlink()
   config.model.path = str(tmp_path / 'joining')
-  with pytest.raises(UserError, match='write a question behind this text otherwise than behind another'):
+  with pytest.raises(UserError, match='the tokens of a question after this text differ from those after other texts'):
     read_texts(config, tokenizer_of(config, JOINED), teaches=True)
 
 

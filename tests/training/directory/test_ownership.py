@@ -103,7 +103,7 @@ def test_a_second_process_does_not_train_in_the_same_directory(folder):
       take(folder)
     os.kill(other.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, other.pid, os.WSTOPPED | os.WNOWAIT)
-    with pytest.raises(UserError, match=rf'process {other.pid}, .*, which is stopped: continue it \(kill -CONT'):
+    with pytest.raises(UserError, match=rf'process {other.pid}, .*, but is suspended: continue it \(kill -CONT'):
       take(folder)
     os.kill(other.pid, signal.SIGCONT)
   said = []

@@ -80,14 +80,18 @@ def test_what_cannot_be_read_is_named(run, name, content, sentence):
   [
     ((), 'rum', r"there is no such directory; did you mean 'run'\?"),
     ((), 'other/run', r'there is no such directory\.'),
-    ((), 'run/metrics.jsonl', 'it is a part of the run .*/run, which is what to name'),
-    (('run/checkpoints/2/x',), 'run/checkpoints/2', 'it is a part of the run .*/run, which is what to name'),
+    ((), 'run/metrics.jsonl', 'it is part of the run .*/run, which is what to name'),
+    (('run/checkpoints/2/x',), 'run/checkpoints/2', 'it is part of the run .*/run, which is what to name'),
     ((), '.', 'it holds runs; name one of them, such as .*/run'),
     (('a.txt',), 'a.txt', 'it is a file; name the --workdir of launch.train'),
     (('notes/b.txt',), 'notes', 'there is no config.json in it; name the --workdir of launch.train'),
-    (('model/config.json',), 'model', 'its config.json is not that of a run; a model is named with --model'),
-    (('factors/adapter_config.json',), 'factors', 'it is a LoRA adapter, which goes with --model and --adapter'),
-    (('slots/cartridge.json',), 'slots', 'it is a cartridge, which goes with --model and --cartridge'),
+    (('model/config.json',), 'model', 'its config.json is not that of a run; a model is passed as --model'),
+    (
+      ('factors/adapter_config.json',),
+      'factors',
+      'it is a LoRA adapter, which is passed as --adapter with its --model',
+    ),
+    (('slots/cartridge.json',), 'slots', 'it is a cartridge, which is passed as --cartridge with its --model'),
     (('left/checkpoints/2/x',), 'left', 'there is no config.json in it; restore that file'),
   ],
 )
@@ -199,7 +203,7 @@ def test_a_run_with_a_link_in_it_is_refused(run, tmp_path, name):
   (run / name).unlink(missing_ok=True)
   for target in ('elsewhere', 'nowhere'):
     (run / name).symlink_to(tmp_path / target)
-    with pytest.raises(UserError, match=f'{name} is a link, and a run follows none'):
+    with pytest.raises(UserError, match=f'{name} is a link, which a run does not write through'):
       workdir.check_workdir(Config(), run)
     (run / name).unlink()
   (tmp_path / 'link').symlink_to(run)  # The whole directory may be one.
