@@ -38,8 +38,8 @@ FOLDERS = (*_OF_A_BEGINNING, BEFORE_RESTART, ROWS)
 RESULTS = (*_OF_A_BEGINNING, METRICS, WANDB_ID, FINGERPRINT, 'config.json')
 # File in a directory → what else than a run the directory is, and which flag takes it.
 _OTHERS = {
-  'adapter_config.json': 'it is a LoRA adapter, which is passed as --adapter with its --model',
-  'cartridge.json': 'it is a cartridge, which is passed as --cartridge with its --model',
+  'adapter_config.json': 'it is a LoRA adapter, passed as --adapter with its --model',
+  'cartridge.json': 'it is a cartridge, passed as --cartridge with its --model',
   'config.json': 'its config.json is not that of a run; a model is passed as --model',
 }
 ANOTHER, UNREADABLE = 'restore it or choose another --workdir', 'make it readable or choose another'

@@ -80,18 +80,14 @@ def test_what_cannot_be_read_is_named(run, name, content, sentence):
   [
     ((), 'rum', r"there is no such directory; did you mean 'run'\?"),
     ((), 'other/run', r'there is no such directory\.'),
-    ((), 'run/metrics.jsonl', 'it is part of the run .*/run, which is what to name'),
-    (('run/checkpoints/2/x',), 'run/checkpoints/2', 'it is part of the run .*/run, which is what to name'),
+    ((), 'run/metrics.jsonl', 'it is part of the run .*/run; name that'),
+    (('run/checkpoints/2/x',), 'run/checkpoints/2', 'it is part of the run .*/run; name that'),
     ((), '.', 'it holds runs; name one of them, such as .*/run'),
     (('a.txt',), 'a.txt', 'it is a file; name the --workdir of launch.train'),
     (('notes/b.txt',), 'notes', 'there is no config.json in it; name the --workdir of launch.train'),
     (('model/config.json',), 'model', 'its config.json is not that of a run; a model is passed as --model'),
-    (
-      ('factors/adapter_config.json',),
-      'factors',
-      'it is a LoRA adapter, which is passed as --adapter with its --model',
-    ),
-    (('slots/cartridge.json',), 'slots', 'it is a cartridge, which is passed as --cartridge with its --model'),
+    (('factors/adapter_config.json',), 'factors', 'it is a LoRA adapter, passed as --adapter with its --model'),
+    (('slots/cartridge.json',), 'slots', 'it is a cartridge, passed as --cartridge with its --model'),
     (('left/checkpoints/2/x',), 'left', 'there is no config.json in it; restore that file'),
   ],
 )
