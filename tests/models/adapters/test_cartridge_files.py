@@ -323,14 +323,14 @@ def test_a_file_that_would_run_something_is_refused_and_does_not(tmp_path):
     for content in (call, lists_of(make()) | {'trainable_keys': [call]}, {**lists_of(make()), 'more': call}):
       torch.save(content, tmp_path / 'a.pt')
       with pytest.raises(
-        UserError, match=r'is refused, and nothing of it was run: it asks for [\w.]+, which is not part'
+        UserError, match=r'is refused, and no code in it was run: it asks for [\w.]+, which is not part'
       ):
         cartridge_pt.read(tmp_path / 'a.pt')
   # Within the state of a list, and as its state.
   parameters = torch.nn.ParameterList(lists_of(make())['trainable_keys'])
   parameters.__dict__['_forward_hooks'] = Runs(os.system, f'touch {tmp_path}/ran')
   torch.save(lists_of(make()) | {'trainable_keys': parameters}, tmp_path / 'a.pt')
-  with pytest.raises(UserError, match='nothing of it was run'):
+  with pytest.raises(UserError, match='no code in it was run'):
     cartridge_pt.read(tmp_path / 'a.pt')
   assert not (tmp_path / 'ran').exists()
   # The files do what they look like where nobody guards against it.

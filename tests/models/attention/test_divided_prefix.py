@@ -135,7 +135,7 @@ def test_there_is_no_gradient_to_be_had(kind, error):
 
 
 def test_slots_that_are_trained_are_not_divided():
-  with pytest.raises(ValueError, match='slots to train is not divided'):
+  with pytest.raises(ValueError, match='trained slots cannot be sharded'):
     KVPrefix(8, 1, parts=4)
 
 
