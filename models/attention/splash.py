@@ -126,7 +126,7 @@ def attention_after(
 
 @dataclasses.dataclass(frozen=True)
 class _After(masks.Mask):
-  """The mask of queries with a window after a prefix, of which they see all slots, or only those `within` the window."""
+  """The mask of queries with a window after a prefix: they see all of its slots, or only those in the window."""
 
   size: tuple[int, int]
   slots: int
