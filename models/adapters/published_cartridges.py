@@ -122,7 +122,7 @@ def check_servable(path: str | os.PathLike, prefix: KVPrefix, kv_heads: int) -> 
   """
   if prefix.slots % PAGE:
     raise UserError(
-      f'{path}: a server would cut {prefix.slots} slots down to a multiple of {PAGE}: make a cartridge of '
+      f'{path}: a server cuts {prefix.slots} slots to a multiple of {PAGE}: make a cartridge of '
       f'{-(-prefix.slots // PAGE) * PAGE} slots to export it in this format.'
     )
   if prefix.slots <= kv_heads:

@@ -127,14 +127,14 @@ def test_a_cartridge_of_another_model_is_refused(written, model, tmp_path):
   shutil.copytree(model, stretched)
   values = json.loads((stretched / 'config.json').read_text())
   (stretched / 'config.json').write_text(json.dumps(values | {'rope_theta': 1e6}))
-  with pytest.raises(UserError, match='has other rotary embeddings or windows of attention: give it the model'):
+  with pytest.raises(UserError, match='has other rotary embeddings or windows of attention: use the model'):
     read(written, stretched)
   moved = tmp_path / 'moved'
   shutil.copytree(model, moved)
   assert_equal(read(written, moved), make())
   cartridge_files.write(tmp_path / 'deeper', make(layers=3), origin_of(model))
   with pytest.raises(
-    UserError, match='of a model with 3 layers and 2 key-value heads of 8, and this model has 2 layers'
+    UserError, match='of a model with 3 layers and 2 key-value heads of 8, but this model has 2 layers'
   ):
     read(tmp_path / 'deeper', model)
 
@@ -152,7 +152,7 @@ def rewritten(folder, **changes):
   ('changes', 'message'),
   [
     ({'format': 'peft'}, "its format is 'peft'"),
-    ({'version': 2}, 'of version 2, and this program reads version 1'),
+    ({'version': 2}, 'of version 2, but this program reads version 1'),
     ({'slots': '16'}, 'slots is missing'),
     ({'slots': True}, 'slots is missing'),
     ({'frozen': -1}, 'frozen is missing'),
@@ -162,8 +162,8 @@ def rewritten(folder, **changes):
     ({'model': 'removed'}, 'model.name is missing'),
     ({'about': {'step': 3}}, 'about is missing'),
     ({'frozen': 99}, '99 of its 16 slots are frozen'),
-    ({'layers': 10**12}, 'holds 4 tensors, and a cartridge of 1000000000000 layers'),
-    ({'layers': 3}, 'holds 4 tensors, and a cartridge of 3 layers two each'),
+    ({'layers': 10**12}, 'holds 4 tensors, but 1000000000000 layers'),
+    ({'layers': 3}, 'holds 4 tensors, but 3 layers have two each'),
     ({'head_dim': 16}, r"'layers.0.key' is F32 \(2, 16, 8\), and cartridge.json says \(2, 16, 16\)"),
   ],
 )
@@ -188,13 +188,13 @@ def test_what_is_no_file_is_not_waited_for(written, model):
 def test_names_in_a_manifest_are_written_on_one_line(written, model):
   manifest = json.loads((written / 'cartridge.json').read_text())
   rewritten(written, model=manifest['model'] | {'name': 'a\n\x1b[31m' * 99, 'weights': {'values': 'others'}})
-  with pytest.raises(UserError, match=r'is a cartridge of a\\n\\x1b\[31m.*… *, and .* has other weights') as raised:
+  with pytest.raises(UserError, match=r'is a cartridge of a\\n\\x1b\[31m.*… *, but .* has other weights') as raised:
     read(written, model)
   assert str(raised.value).isprintable() and len(str(raised.value)) < 600
 
 
 def test_what_is_missing_is_named(written, model, tmp_path):
-  with pytest.raises(UserError, match=r'nowhere holds no cartridge, for it has no cartridge\.json'):
+  with pytest.raises(UserError, match=r'nowhere holds no cartridge, since it has no cartridge\.json'):
     read(tmp_path / 'nowhere', model)
   (written / 'cartridge.safetensors').unlink()
   with pytest.raises(UserError, match=r'cartridge\.safetensors cannot be read'):
@@ -376,7 +376,7 @@ def test_damaged_files_are_refused(tmp_path):
   ('change', 'message'),
   [
     (lambda d: [1, 2], 'holds no cartridge but a list'),
-    (lambda d: {'state_dict': {}}, "holds \\['state_dict'\\], and a cartridge trainable_keys"),
+    (lambda d: {'state_dict': {}}, "holds \\['state_dict'\\], but a cartridge holds trainable_keys"),
     (lambda d: d | {'more': 1}, 'nothing else'),
     (lambda d: d | lists_of(make(), 'fixed'), 'is not a cartridge'),
     (lambda d: {name: d[name] for name in list(d)[1:]}, 'is not a cartridge'),
@@ -397,8 +397,8 @@ def test_damaged_files_are_refused(tmp_path):
     (lambda d: each(d, 'values', lambda t: t[..., :4]), 'all must be'),
     (lambda d: each(d, '', lambda t: t[0]), 'all must be'),
     (lambda d: each(d, '', lambda t: torch.cat([t, t])), 'all must be'),
-    (lambda d: each(d, 'frozen', lambda t: t[..., :4]), 'frozen_keys have 2 heads of 4, and trainable_keys 2 of 8'),
-    (lambda d: each(d, 'frozen', lambda t: t[:, :1]), 'frozen_keys have 1 heads of 8, and trainable_keys 2 of 8'),
+    (lambda d: each(d, 'frozen', lambda t: t[..., :4]), 'frozen_keys have 2 heads of 4, but trainable_keys 2 of 8'),
+    (lambda d: each(d, 'frozen', lambda t: t[:, :1]), 'frozen_keys have 1 heads of 8, but trainable_keys 2 of 8'),
     (lambda d: d | {'trainable_keys': [d['trainable_keys'][0], d['trainable_keys'][0][:, :, 1:]]}, 'all must be'),
     (lambda d: each(d, 'trainable', lambda t: t[:, :, :0]), '3 of its 3 slots are frozen'),
     (lambda d: each(d, 'trainable_keys', lambda t: t / 0), 'layer 0 of its keys holds'),
@@ -417,7 +417,7 @@ def each(lists, part, change):
 def test_a_cartridge_of_other_sizes_is_refused(model, tmp_path):
   made = cartridge_pt.read(GOLDEN / 'L2_H2_P16_F1_D16_frozen.pt')
   with pytest.raises(
-    UserError, match='2 layers and 2 key-value heads of 16, and this model has 2 layers and 2 .* of 8'
+    UserError, match='2 layers and 2 key-value heads of 16, but this model has 2 layers and 2 .* of 8'
   ):
     cartridge.check_fits(made, config_of(model), 'a.pt')
   cartridge.check_fits(make(), config_of(model), 'a.pt')
@@ -492,8 +492,8 @@ def test_an_export_is_what_servers_load(tmp_path, frozen, dtype):
 @pytest.mark.parametrize(
   ('made', 'message'),
   [
-    (make(slots=15), 'cuts 15 slots off to a multiple of 16: make a cartridge of 16 slots'),
-    (make(kv_heads=16), 'loads 16 slots as frozen'),
+    (make(slots=15), 'cuts 15 slots to a multiple of 16: make a cartridge of 16 slots'),
+    (make(kv_heads=16), 'load 16 slots of this format as frozen'),
     (make(within_windows=True), 'show all slots to layers with a sliding window'),
   ],
 )
@@ -540,7 +540,7 @@ def test_config_yaml_runs_nothing(tmp_path):
 @pytest.mark.parametrize(
   ('text', 'message'),
   [
-    ('kv_cache_initializer: {max_tokens: 8}', 'holds 16 slots, and .* says at most 8'),
+    ('kv_cache_initializer: {max_tokens: 8}', 'holds 16 slots, but .* says at most 8'),
     ('kv_cache_initializer: {max_tokens: many}', "max_tokens is 'many'"),
     ('kv_cache_initializer: {max_tokens: true}', 'max_tokens is True'),
     ('model: {pretrained_model_name_or_path: [1]}', r'pretrained_model_name_or_path is \[1\]'),
@@ -565,7 +565,7 @@ def test_a_wrong_config_yaml_is_refused(tmp_path, text, message):
 
 
 def test_a_published_directory_holds_one_cartridge(tmp_path, caplog):
-  with pytest.raises(UserError, match=r'or a single \.pt file, and holds none'):
+  with pytest.raises(UserError, match=r'or a single \.pt file, but holds none'):
     published_cartridges.read(tmp_path)
   for name in ('a.pt', 'b.pt'):
     shutil.copy(GOLDEN / 'L2_H2_P16_F1_D16_fixed.pt', tmp_path / name)

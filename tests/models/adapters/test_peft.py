@@ -223,7 +223,7 @@ def test_adapters_of_a_model_that_sees_images_are_those_of_the_part_that_reads(t
   model.save_pretrained(tmp_path / 'theirs')
   policy, params = load(folder, path=str(tmp_path / 'theirs'))
   np.testing.assert_allclose(our_logits(policy, params), logits_of(model), atol=1e-4)
-  assert '2 tensors adapt the part of the model that sees images, and are left out' in caplog.text
+  assert '2 tensors adapt the part of the model that reads images, and are left out' in caplog.text
 
 
 CONFIGS = [
@@ -290,9 +290,9 @@ def copied(written, tmp_path):
 
 
 WRONG = [
-  (dict(peft_type='IA3'), "peft_type is 'IA3', and only LORA"),
+  (dict(peft_type='IA3'), "peft_type is 'IA3', but only LORA"),
   (dict(peft_type=...), 'peft_type is missing'),
-  (dict(task_type='SEQ_CLS'), "task_type is 'SEQ_CLS', and only adapters of language models"),
+  (dict(task_type='SEQ_CLS'), "task_type is 'SEQ_CLS', but only adapters of language models"),
   (dict(use_dora=True), r'use_dora is True, which is not supported \(DoRA'),
   (dict(modules_to_save=['embed_tokens']), 'modules_to_save is .*whole modules'),
   (dict(bias='all'), "bias is 'all', which is not supported"),
@@ -310,7 +310,7 @@ WRONG = [
   (dict(init_lora_weights='olora'), "init_lora_weights is 'olora'"),
   (dict(init_lora_weights='loftq'), "init_lora_weights is 'loftq'"),
   (dict(target_modules=['q_proj', 'lm_head']), 'target_modules is .*: adapters of lm_head are not supported'),
-  (dict(target_modules=None), 'target_modules is None, and must say'),
+  (dict(target_modules=None), 'target_modules is None, but must say'),
   (dict(target_modules=['query_key_value']), 'matches nothing in this model, whose matrices are called down_proj, '),
   (dict(target_modules='q_proj('), r"target_modules holds 'q_proj\(', which is not a regular expression"),
   (dict(target_modules=[3]), r'target_modules is \[3\], and must be'),
@@ -414,7 +414,7 @@ def test_files_that_are_damaged_or_missing_are_named(copied):
   refused('adapter_model.safetensors is not as it was written: its SHA-256')
   (adapter / checksums.SUMS).unlink()
   weights.rename(adapter / peft_files.PICKLED)
-  refused('has no adapter_model.safetensors: adapter_model.bin is not read, because a pickle can hold programs')
+  refused('has no adapter_model.safetensors: adapter_model.bin is not read, because a pickle can run code')
   (adapter / peft_files.PICKLED).unlink()
   refused('has no adapter_model.safetensors: set model.lora.path')
   config.unlink()

@@ -381,7 +381,7 @@ def test_saved_attention_is_not_computed_again():
 
 def test_the_setting_is_resolved_by_the_devices_of_the_mesh():
   assert choose_backend('auto', 'bfloat16', 128).kind == 'xla'
-  with pytest.raises(UserError, match="model.attention='splash' needs TPUs, and the devices here are cpu"):
+  with pytest.raises(UserError, match="model.attention='splash' needs TPUs, but the devices here are cpu"):
     choose_backend('splash', 'bfloat16', 128)
   with pytest.raises(UserError, match="model.attention='cudnn' needs NVIDIA GPUs"):
     choose_backend('cudnn', 'bfloat16', 128)

@@ -446,9 +446,7 @@ def test_a_run_without_a_fingerprint_says_so_and_one_with_a_damaged_one_ends(run
   folder, config = run
   path = folder / 'run' / 'fingerprint.json'
   path.unlink()
-  assert any(
-    'does not say with which tokenizer, data and graders the steps up to 1 were' in s for s in go_on(folder, config)
-  )
+  assert any('does not record the tokenizer, data and graders of the steps up to 1' in s for s in go_on(folder, config))
   assert [start['step'] for start in starts(folder)] == [1]
   for damaged in (
     '',

@@ -38,18 +38,18 @@ def test_a_run_and_a_new_directory_are_taken(run):
 @pytest.mark.parametrize(
   'name, content, sentence',
   [
-    ('metrics.jsonl', b'{"step": 1}\n\xff\n{"step": 2}\n', 'metrics.jsonl is not UTF-8 text .*: mend or remove it'),
+    ('metrics.jsonl', b'{"step": 1}\n\xff\n{"step": 2}\n', 'metrics.jsonl is not UTF-8 text .*: repair or remove it'),
     (
       'metrics.jsonl',
       b'{"step": 1}\n[2]\n{"step": 3}\n',
-      r'line 2 is not an object .* but \[2\]: .* mend or remove it',
+      r'line 2 is not an object .* but \[2\]: .* repair or remove it',
     ),
     ('metrics.jsonl', b'{"loss": 1}\n{"step": 3}\n', 'line 1 is not an object with a whole number as its step'),
     ('metrics.jsonl', b'{"step": "1"}\n{"step": 3}\n', 'line 1 is not an object with a whole number as its step'),
     (
       'metrics.jsonl',
       b'{"step": 1, "fencing_epoch": "1"}\n',
-      "line 1 has '1' as its fencing_epoch, .* mend or remove it",
+      "line 1 has '1' as its fencing_epoch, .* repair or remove it",
     ),
     ('metrics.jsonl', b'{"step": 1}\nhello\n{"step": 3}\n', 'line 2 is not JSON'),
     ('metrics.jsonl', b'[' * 100_000 + b'\n{"step": 3}\n', 'line 1 is not JSON'),
