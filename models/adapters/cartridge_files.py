@@ -146,7 +146,7 @@ def read(path: str | os.PathLike, origin: Origin, config: Architecture) -> Cartr
       raise UserError(f'{_place(path, TENSORS)} cannot be read ({first_line(error)}): {_WAY_OUT}.') from error
     if found != manifest.sha256:
       raise UserError(
-        f'{_place(path, TENSORS)} was changed after it was written: its SHA-256 is {found[:16]}…, but {MANIFEST} says '
+        f'{_place(path, TENSORS)} is not as it was written: its SHA-256 is {found[:16]}…, but {MANIFEST} says '
         f'{manifest.sha256[:16]}…: {_WAY_OUT}.'
       )
     with tensor_files.TensorFile(file) as opened:
@@ -183,7 +183,7 @@ def read_manifest(path: str | os.PathLike) -> Description:
     )
   digest = values.pop('digest', None)
   if digest != identity.digest(values):
-    raise UserError(f'{file} was changed after it was written, since its digest differs: {_WAY_OUT}.')
+    raise UserError(f'{file} is not as it was written, since its digest differs: {_WAY_OUT}.')
   return _parsed(values, file)
 
 

@@ -205,7 +205,7 @@ def test_a_template_that_does_not_suit_ends_a_start_before_anything_is_compiled(
   refused = Example('1', [{'role': 'user', 'content': 'x'}, {'role': 'tool', 'content': 'y'}], 'math', '1', 'rows')
   with Graders(config.environments) as graders:
     startup.check_questions(config, tokenizer, graders, [], [])
-    assert 'does not read data.apply_chat_template_kwargs.enable_thinking, which changes' in caplog.text
+    assert 'does not read data.apply_chat_template_kwargs.enable_thinking, which therefore has' in caplog.text
     (folder / 'generation_config.json').unlink()
     with pytest.raises(UserError, match="The chat template ends an answer with '<end_of_turn>'"):
       startup.check_questions(config, tokenizer, graders, [], [])

@@ -99,7 +99,7 @@ def check_files(folder: epath.Path, manifest: CheckpointManifest) -> None:
     if len(content) != expected['bytes']:
       raise DamagedError(f'its file {name} has {len(content)} bytes, not {expected["bytes"]}')
     if hashlib.sha256(content).hexdigest() != expected['sha256']:
-      raise DamagedError(f'its file {name} was changed after it was written')
+      raise DamagedError(f'its file {name} is not as it was written')
 
 
 def check_leaves(found: Mapping[str, str], manifest: CheckpointManifest) -> None:
@@ -110,4 +110,4 @@ def check_leaves(found: Mapping[str, str], manifest: CheckpointManifest) -> None
   """
   for name, digest in found.items():
     if manifest.leaves.get(name) != digest:
-      raise DamagedError(f'the array {name} was changed after it was written')
+      raise DamagedError(f'the array {name} is not as it was written')
