@@ -142,7 +142,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(made, tmp_path, monkeypa
 def test_places_where_no_export_can_be_are_named(made, tmp_path, monkeypatch):
   with pytest.raises(UserError, match='gs://bucket/out: models are written to local directories'):
     huggingface.save('gs://bucket/out', *made)
-  with pytest.raises(UserError, match='cannot be looked at .*File name too long.*: name another directory'):
+  with pytest.raises(UserError, match='cannot be accessed .*File name too long.*: name another directory'):
     huggingface.save(tmp_path / ('x' * 300), *made)
   (tmp_path / 'file').write_text('kept')
   with pytest.raises(UserError, match='file is a file: name a new directory'):
@@ -150,7 +150,7 @@ def test_places_where_no_export_can_be_are_named(made, tmp_path, monkeypatch):
   with pytest.raises(UserError, match=r'could not be written \(.*\): name another directory'):
     huggingface.save(tmp_path / 'file' / 'out', *made)
   monkeypatch.setattr(os.path, 'ismount', lambda path: True)
-  with pytest.raises(UserError, match='out is where a disk is mounted, which cannot be replaced at once'):
+  with pytest.raises(UserError, match='out is a mount point, which cannot be replaced'):
     huggingface.save(tmp_path / 'out', *made)
 
 

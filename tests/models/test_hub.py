@@ -53,7 +53,7 @@ def test_a_hub_that_answers_is_reachable_whatever_it_says(online, monkeypatch):
       errors.GatedRepoError,
       r'grants access on request: ask for it at https://\S+/meta-llama/X, then run `hf auth login`',
     ),
-    (errors.RepositoryNotFoundError, 'no such model, or a private one: correct the name, or run `hf auth login`'),
+    (errors.RepositoryNotFoundError, 'no such model, or it is private: correct the name, or run `hf auth login`'),
   ],
 )
 def test_a_model_that_is_not_for_everybody_is_said_with_the_way_to_it(kind, sentence, online, monkeypatch):
@@ -168,7 +168,7 @@ def test_what_is_to_be_private_is_not_put_where_everybody_sees_it(served, tmp_pa
   write(tmp_path / 'my out', README_md=CARD)
   served.models['me/x'] = hub_server.Model(private=False)
   with pytest.raises(
-    UserError, match=r"--push=me/x: it is there and public: .*`hf upload me/x '\S+/my out' --private` uploads it\.$"
+    UserError, match=r"--push=me/x: it exists and is public: .*`hf upload me/x '\S+/my out' --private` uploads it\.$"
   ):
     hub.push(tmp_path / 'my out', 'me/x', private=True)
   assert served.models['me/x'].files == {}
@@ -179,8 +179,8 @@ def test_what_is_to_be_private_is_not_put_where_everybody_sees_it(served, tmp_pa
 @pytest.mark.parametrize(
   ('token', 'name', 'said'),
   [
-    ('', 'me/x', 'nobody is logged in here, .*: run `hf auth login`'),
-    ('hf_unknown', 'me/x', 'nobody is logged in here, or with a token that the hub does not know: run `hf auth login`'),
+    ('', 'me/x', 'there is no token here, .*: run `hf auth login`'),
+    ('hf_unknown', 'me/x', 'there is no token here, or one that the hub does not know: run `hf auth login`'),
     ('hf_reads', 'me/x', 'the token that is logged in may only read: run `hf auth login` with one that may write'),
     ('hf_me', 'tuned', 'write it as OWNER/NAME'),
     ('hf_me', 'me/x/y', 'write it as OWNER/NAME'),

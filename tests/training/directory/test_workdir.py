@@ -30,7 +30,7 @@ def test_a_run_and_a_new_directory_are_taken(run):
   before = {path.name: path.read_bytes() for path in run.iterdir()}
   assert workdir.check_workdir(Config(), run) == epath.Path(run)
   assert workdir.check_workdir(Config(), run / 'new') == epath.Path(run / 'new')
-  with pytest.raises(UserError, match='--workdir=unknown://a/b is in no kind of store that is known'):
+  with pytest.raises(UserError, match='--workdir=unknown://a/b is in an unknown kind of store'):
     workdir.check_workdir(Config(), 'unknown://a/b')
   assert {path.name: path.read_bytes() for path in run.iterdir()} == before
 
