@@ -27,9 +27,7 @@ class Policy(Protocol):
 
   config: Architecture
   vocab_size: int  # V, as in `config`; the unembedding may have more entries, which are not tokens.
-  reads_filled: (
-    bool  # Whether decoding reads only the filled slots of a cache, so that a larger one takes no more time.
-  )
+  reads_filled: bool  # Whether decoding reads only filled slots of a cache, so that a large one costs no time.
   shares_prefixes: bool  # Whether `apply` accepts `parents`.
   pooled: bool  # Whether the trainable tree is a pool of adapters, and `apply` needs `members`.
 
