@@ -114,7 +114,7 @@ def test_the_class_that_a_config_asks_for_is_not_trusted(folders, tmp_path):
   options = tokenizer_styles.STYLES['mistral'].pieces | {'model_type': 'word', 'hard_vocab_limit': False}
   tokenizer_styles.write_pieces(broken, **options)
   with pytest.raises(
-    UserError, match=r'transformers splits text otherwise than SentencePiece .* put a tokenizer\.json'
+    UserError, match=r'transformers splits text differently from SentencePiece .* put a tokenizer\.json'
   ):
     tokenizers.load(broken)
   (broken / 'tokenizer.model').write_bytes(b'IQ== 0\nIg== 1\n')  # As Llama 3's, in the format of another library.
