@@ -112,8 +112,7 @@ def _listed(root: pathlib.Path) -> dict[str, str]:
     match = _LINE.fullmatch(line)
     if match is None:
       raise UserError(
-        f'{file}, line {number} is not a SHA-256 and a file name: restore the file, or remove it to load the model '
-        'unchecked.'
+        f'{file}, line {number} is not a SHA-256 and a file name: restore it, or remove it to load the model unchecked.'
       )
     found[match[2]] = match[1]
   return found

@@ -33,10 +33,7 @@ DAMAGES = {
   'no JSON': (encoded(b'{"a"'), 'its header is not JSON'),
   'no text': (encoded(b'\xff\xff'), 'its header is not JSON'),
   'a list': (encoded([]), 'its header is not a JSON object'),
-  'an entry without shape': (
-    encoded({'a': {'dtype': 'F32', 'data_offsets': [0, 8]}}, bytes(8)),
-    "describes tensor 'a'",
-  ),
+  'an entry without shape': (encoded({'a': {'dtype': 'F32', 'data_offsets': [0, 8]}}, bytes(8)), "tensor 'a' as"),
   'an entry that is a number': (encoded({'a': 1}), "describes tensor 'a' as 1"),
   'a negative size': (encoded({'a': entry(0, 8, shape=(-2,))}, bytes(8)), "describes tensor 'a'"),
   'too few bytes': (encoded({'a': entry(0, 4)}, bytes(4)), r"'a' of F32 \(2,\) cannot have 4 bytes"),
@@ -206,7 +203,7 @@ INDEX_MISTAKES = {
   ),
   'a tensor elsewhere': (
     edit_map(a='model-2.safetensors'),
-    "says that model-2.safetensors holds tensor 'a', which is in model-1.safetensors",
+    "says that model-2.safetensors holds tensor 'a', but it is in model-1.safetensors",
   ),
   'a tensor twice': (
     replaced('model-2.safetensors', {'b': np.zeros(2, np.float32), 'c': np.zeros(3, np.float32)}),

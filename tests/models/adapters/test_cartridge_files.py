@@ -121,7 +121,7 @@ def _same_json(left, right):
 
 def test_a_cartridge_of_another_model_is_refused(written, model, tmp_path):
   other = tiny.make_model(tmp_path / 'other', seed=1)
-  with pytest.raises(UserError, match=rf'is a cartridge of {model}, and {other} has other weights'):
+  with pytest.raises(UserError, match=rf'is a cartridge of {model}, but {other} has other weights'):
     read(written, other)
   stretched = tmp_path / 'stretched'
   shutil.copytree(model, stretched)
@@ -164,7 +164,7 @@ def rewritten(folder, **changes):
     ({'frozen': 99}, '99 of its 16 slots are frozen'),
     ({'layers': 10**12}, 'holds 4 tensors, but 1000000000000 layers'),
     ({'layers': 3}, 'holds 4 tensors, but 3 layers have two each'),
-    ({'head_dim': 16}, r"'layers.0.key' is F32 \(2, 16, 8\), and cartridge.json says \(2, 16, 16\)"),
+    ({'head_dim': 16}, r"'layers.0.key' is F32 \(2, 16, 8\), but cartridge.json says \(2, 16, 16\)"),
   ],
 )
 def test_a_manifest_that_says_something_else_is_refused(written, model, changes, message):
@@ -429,7 +429,7 @@ def test_without_pytorch_it_is_asked_for(monkeypatch):
     cartridge_pt.read(GOLDEN / 'L2_H2_P16_F1_D16_frozen.pt')
   monkeypatch.undo()
   monkeypatch.setattr(torch, '__version__', '2.4.1+cpu')
-  with pytest.raises(UserError, match=r'PyTorch 2\.4\.1\+cpu cannot read it safely, 2\.7 and newer can'):
+  with pytest.raises(UserError, match=r'PyTorch 2\.4\.1\+cpu cannot read it safely; 2\.7 and newer can'):
     cartridge_pt.read(GOLDEN / 'L2_H2_P16_F1_D16_frozen.pt')
 
 
@@ -569,7 +569,7 @@ def test_a_published_directory_holds_one_cartridge(tmp_path, caplog):
     published_cartridges.read(tmp_path)
   for name in ('a.pt', 'b.pt'):
     shutil.copy(GOLDEN / 'L2_H2_P16_F1_D16_fixed.pt', tmp_path / name)
-  with pytest.raises(UserError, match=r'and holds a\.pt, b\.pt'):
+  with pytest.raises(UserError, match=r'but holds a\.pt, b\.pt'):
     published_cartridges.read(tmp_path)
   shutil.copy(GOLDEN / 'L2_H2_P16_F1_D16_fixed.pt', tmp_path / 'cartridge.pt')
   with pytest.raises(UserError, match=r'config\.yaml is missing: get it too, or name the \.pt file itself'):
