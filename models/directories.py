@@ -45,6 +45,6 @@ def fetch(path: str | os.PathLike, patterns: Sequence[str], setting: str, what: 
     return local
   if not is_hub_name(str(path)):
     raise UserError(
-      f'The {what} directory {local} does not exist: set {setting} to one that exists, or to a name on the hub.'
+      f'The {what} directory {local} does not exist: set {setting} to one that does, or to a name on the hub.'
     )
   return hub.fetch(str(path), patterns, setting, what)

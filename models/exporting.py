@@ -77,7 +77,7 @@ def check_target(path: str | os.PathLike) -> pathlib.Path:
   target = pathlib.Path(os.path.realpath(pathlib.Path(path).expanduser()))
   try:
     if target.exists() and not target.is_dir():
-      raise UserError(f'{path} is a file, which is not overwritten: name a new directory.')
+      raise UserError(f'{path} is a file: name a new directory, nothing is overwritten.')
     if target.exists() and any(target.iterdir()):
       raise UserError(f'{path} already exists and is not empty: name a new directory, nothing is overwritten.')
     if os.path.ismount(target):

@@ -45,7 +45,7 @@ DOWN = ('layers', 'mlp', 'down')
   'path, tensor', [(DOWN, 'model.layers.0.mlp.down_proj.weight'), (('embedding',), 'model.embed')]
 )
 def test_what_the_type_cannot_hold_is_named_and_nothing_stays(made, path, tensor, tmp_path):
-  with pytest.raises(UserError, match=rf"Tensor '{tensor}.* holds values up to 7e\+04, and float16 ends at 6.55e\+04"):
+  with pytest.raises(UserError, match=rf"Tensor '{tensor}.* holds values up to 7e\+04, but float16 ends at 6.55e\+04"):
     huggingface.save(tmp_path / 'out', *changed(made, path, 7e4), dtype='float16')
   assert list(tmp_path.iterdir()) == []
   huggingface.save(tmp_path / 'out', *changed(made, path, 65504.0), dtype='float16')
@@ -81,7 +81,7 @@ def test_an_export_from_a_mesh_is_that_of_one_device(made, shape, monkeypatch, t
 
 
 def test_what_a_killed_export_left_is_replaced(made, tmp_path):
-  """One that was killed while it wrote; its name appears nowhere until another one is complete."""
+  """An export that was killed while writing leaves no directory of that name, and the next one replaces its rest."""
   program = """
 import os, pathlib, signal, sys
 from sdpo_jax.models import exporting
@@ -109,7 +109,7 @@ def test_of_two_exports_to_one_place_one_is_refused(made, tmp_path):
 
 
 def test_a_lock_that_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch):
-  """Between opening and locking it, the process before ends, and removes it."""
+  """The previous process ends, and removes the lock, between opening and locking it."""
   lock, taken, flock = tmp_path / 'lock', [], fcntl.flock
 
   def removed_once(descriptor, how):
@@ -126,7 +126,7 @@ def test_a_lock_that_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch):
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(made, tmp_path, monkeypatch):
   """Before anything is written, and in the middle of it."""
-  with pytest.raises(UserError, match=r'out needs [\d.]+ GB, and [\d.]+ GB are free there: make room'):
+  with pytest.raises(UserError, match=r'out needs [\d.]+ GB, but [\d.]+ GB are free there: make room'):
     with exporting.new_directory(tmp_path / 'out', 10**18):
       pytest.fail('it began')
 
@@ -194,7 +194,7 @@ command.run(main)
 
 @pytest.mark.slow
 def test_processes_load_and_export_a_model_together(tmp_path):
-  """Each has half of it; process 0 writes what all were given."""
+  """Each process holds half of the model, and process 0 writes all of it."""
   model = tiny.make_model(tmp_path / 'model')
   port = free_port()
   flags = [

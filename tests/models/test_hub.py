@@ -1,4 +1,4 @@
-"""The hub is asked once whether it is there; its libraries would try for half a minute. What is pushed arrives."""
+"""The hub is checked once, since its libraries would retry for half a minute; and pushes to it."""
 
 import fnmatch
 import http.server
@@ -17,7 +17,7 @@ from tests import hub_server
 
 @pytest.fixture
 def online(monkeypatch):
-  """Libraries that are not told to be offline; what is found out about the hub is forgotten again."""
+  """Let the libraries be online; the cached state of the hub is forgotten afterwards."""
   monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', False)
   monkeypatch.setattr(hub, 'PAUSE_S', 0.0)
   hub.unreachable.cache_clear()
@@ -57,7 +57,7 @@ def test_a_hub_that_answers_is_reachable_whatever_it_says(online, monkeypatch):
   ],
 )
 def test_a_model_that_is_not_for_everybody_is_said_with_the_way_to_it(kind, sentence, online, monkeypatch):
-  """The library's message begins with nothing but the status."""
+  """The first line of the library's message is only a status."""
   refused = kind(
     '401 Client Error.\n\nCannot access …', response=httpx2.Response(401, request=httpx2.Request('GET', 'x'))
   )
@@ -72,7 +72,7 @@ def test_a_model_that_is_not_for_everybody_is_said_with_the_way_to_it(kind, sent
 
 
 def test_a_hub_that_cannot_be_reached_is_said_at_once(online, monkeypatch):
-  """For models and data sets alike: two attempts in all, and none by the libraries."""
+  """For models and data sets: two attempts in total, and none by the libraries."""
   requests = []
 
   def unknown(address):

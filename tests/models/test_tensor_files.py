@@ -183,7 +183,7 @@ INDEX_MISTAKES = {
   ),
   'a link to nowhere': (
     link('../blobs/0f'),
-    r"names model-2\.safetensors, a link to '\.\./blobs/0f', where there is no",
+    r"names model-2\.safetensors, a link to '\.\./blobs/0f', which does not exist",
   ),
   'a link to itself': (link('model-2.safetensors'), 'a link to .* which does not exist'),
   'a directory': (
@@ -209,7 +209,7 @@ INDEX_MISTAKES = {
     replaced('model-2.safetensors', {'b': np.zeros(2, np.float32), 'c': np.zeros(3, np.float32)}),
     "tensor 'b' is both in model-1.safetensors and in model-2.safetensors",
   ),
-  'two models': (replaced('model.safetensors', FILES['model-1.safetensors']), 'holds two models: model.safetensors'),
+  'two models': (replaced('model.safetensors', FILES['model-1.safetensors']), 'holds two models, model.safetensors'),
 }
 
 

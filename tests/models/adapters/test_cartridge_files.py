@@ -1,4 +1,4 @@
-"""Files of cartridges: what is read is what was written, and everything else is refused by one sentence."""
+"""Cartridge files: what is read equals what was written, and all other files are refused with a sentence."""
 
 import dataclasses
 import hashlib
@@ -140,7 +140,7 @@ def test_a_cartridge_of_another_model_is_refused(written, model, tmp_path):
 
 
 def rewritten(folder, **changes):
-  """Change a manifest, with a digest that is right for it."""
+  """Change entries of a manifest, and correct its digest."""
   file = folder / 'cartridge.json'
   values = json.loads(file.read_text()) | changes
   values = {name: value for name, value in values.items() if value != 'removed' and name != 'digest'}
@@ -275,7 +275,7 @@ def test_the_golden_kind_passes_and_notices_differences(tmp_path, capsys):
 
 
 def lists_of(made, spelling='frozen', kind=list):
-  """Return the dictionary of a cartridge as a plain PyTorch program would make it."""
+  """Return the content of a cartridge file as a plain PyTorch program would write it, with lists of tensors."""
   part = made.frozen
   return {
     f'{name}_{what}': kind([torch.tensor(layer[None, :, first:last]) for layer in array])
@@ -304,7 +304,7 @@ def test_views_of_larger_tensors_are_read(tmp_path):
 
 
 class Runs:
-  """Pickles as a call."""
+  """An object whose pickle is a call of a function."""
 
   def __init__(self, function, *arguments):
     self.call = function, arguments
@@ -434,7 +434,7 @@ def test_without_pytorch_it_is_asked_for(monkeypatch):
 
 
 def test_slots_of_a_text_continue_it_in_transformers(tmp_path):
-  """What our model keeps of a text, through a file and as `past_key_values`, gives the logits of the whole text."""
+  """Slots that our model reads from a text, written to a file, give transformers the logits of the whole text."""
   folder = tiny.make_model(tmp_path / 'model', rope_theta=300.0)
   policy, params = huggingface.load(folder, ModelConfig(dtype='float32', remat='none'))
   tokens = np.random.default_rng(3).integers(0, 200, (1, 40)).astype(np.int32)
@@ -451,7 +451,7 @@ def test_slots_of_a_text_continue_it_in_transformers(tmp_path):
 
 @pytest.mark.parametrize('name', ['llama', 'qwen2, no windows', 'qwen3'])
 def test_transformers_computes_the_same_with_any_slots(tmp_path, name):
-  """With numbers that no text has, as training makes them, and every way to rotate that the families know."""
+  """Slots are random numbers, as training may make them, and models have every kind of rotary embedding."""
   policy, params = prefixed_models.model(name)
   sizes = policy.config
   made = make(sizes.layers, sizes.kv_heads, 16, sizes.head_dim)

@@ -1,4 +1,4 @@
-"""A key-value prefix beside a frozen model: with a text's own keys and values it is as if the text stood before."""
+"""A key-value prefix of a frozen model: with the keys and values of a text, it has the effect of the text itself."""
 
 import dataclasses
 import itertools
@@ -34,7 +34,7 @@ KERNELS = AttentionBackend('splash', interpret=True)
   ),
 )
 def test_the_slots_of_a_text_say_what_the_text_says(name, frozen):
-  """Whole rows, those of a sampler's cache, and the kernels of a TPU; layers with windows see what they would see."""
+  """For whole rows, for a sampler's cache, and with the TPU's kernels; also in layers with windows."""
   policy, params = model(name)
   prefix = KVPrefix(len(DOCUMENT), frozen, within_windows=True)
   student, base, trainable = with_prefix(policy, params, prefix, *kv_prefix.read_text(policy, params, DOCUMENT))

@@ -1,4 +1,4 @@
-"""What --cartridge and model.cartridge.path take: either format, from a disk, an object store or the hub."""
+"""Values of --cartridge and model.cartridge.path: either format, on a disk, in an object store or on the hub."""
 
 import hashlib
 import logging

@@ -1,4 +1,4 @@
-"""Adapters between here and the library PEFT: what one writes the other computes with, and every mistake has a name."""
+"""Exchange of adapters with the library PEFT, in both directions, and errors that name what is wrong."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ TARGETS = {
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
-  """Make the model directory of a family, once."""
+  """Return the model directory of a family, which is made once."""
 
   @functools.cache
   def make(family):
@@ -72,7 +72,7 @@ def folder(tmp_path_factory):
 
 
 def peft_model(folder, adapter=None):
-  """Return the model of a directory in transformers, with the adapter of another."""
+  """Return the model of one directory in transformers, with the adapter of another directory."""
   import peft  # Takes three seconds, as in the other tests here.
 
   model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -97,7 +97,7 @@ def load(folder, mesh=None, **settings):
 
 
 def moved(policy, params, seed=0):
-  """Return the factors, all of them random, and the model with them."""
+  """Return random factors, and the model with them."""
   generator = np.random.default_rng(seed)
   factors = parameters.map_table(
     lambda p: jnp.asarray(0.2 * generator.standard_normal(p.shape), jnp.float32),
@@ -123,7 +123,7 @@ def combinations(*default):
 
 @combinations(('qwen3', 'all'), ('llama', 'mlp'))
 def test_peft_computes_with_an_adapter_from_here_and_back(family, targets, folder, tmp_path):
-  """PEFT on transformers' model is the oracle: of what was written, of what is read again, and of the merged model."""
+  """PEFT is the reference for an adapter written here, for one that it saved again, and for the merged model."""
   settings = TARGETS[targets][0]
   policy, params = load(folder(family), **settings)
   factors, params = moved(policy, params)
@@ -206,7 +206,7 @@ def test_an_adapter_that_peft_trained_goes_on_here(family, targets, folder, tmp_
 
 @pytest.mark.slow
 def test_adapters_of_a_model_that_sees_images_are_those_of_the_part_that_reads(tmp_path, caplog):
-  """Both ways: the tower's matrices have names like those of the layers, and PEFT gives them factors, too."""
+  """In both directions; matrices of the vision tower have names like those of layers, so that PEFT adapts them, too."""
   folder = tmp_path / 'model'
   family_models.reference_that_sees_images().save_pretrained(folder)
   policy, params = load(folder, rank=4, alpha=8.0)
@@ -266,7 +266,7 @@ def test_modules_ranks_and_alphas_are_those_that_peft_finds(config, folder):
 
 @pytest.fixture(scope='module')
 def written(folder, tmp_path_factory):
-  """(model directory, adapter directory) of PEFT's own."""
+  """Return (model directory, adapter directory), the latter written by PEFT."""
   import peft
 
   path = tmp_path_factory.mktemp('written') / 'adapter'
@@ -429,7 +429,7 @@ def test_an_adapter_that_is_taken_for_a_model_is_named(written):
 
 
 def test_an_adapter_of_another_model_is_refused(written, folder):
-  """By its shapes and names: of another width, of fewer layers."""
+  """Because of its shapes or names: the base has another width, or fewer layers."""
   _, adapter = written
   with pytest.raises(UserError, match=r'the model needs .*was trained on .*: load the adapter onto its own base model'):
     load(folder('mistral'), path=str(adapter))
