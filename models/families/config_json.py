@@ -120,8 +120,7 @@ def flag(values: Json, key: str, source: str, default: bool = False) -> bool:
     UserError: it is something else (a string such as 'false' would count as true); the message names `source` and the
       key.
   """
-  value = values.get(key)
-  value = default if value is None else value
+  value = default if values.get(key) is None else values[key]
   if not isinstance(value, bool):
     raise UserError(f'{source}: {key} must be true or false, not {short_repr(value)}.')
   return value
@@ -133,8 +132,7 @@ def number(values: Json, key: str, source: str, default: float | None = None) ->
   Raises:
     UserError: it is something else; the message names `source` and the key.
   """
-  value = values.get(key)
-  value = default if value is None else value
+  value = default if values.get(key) is None else values[key]
   if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
     raise UserError(f'{source}: {key} must be a positive number, not {short_repr(value)}.')
   return float(value)
@@ -146,8 +144,7 @@ def layer_kinds(values: Json, default: Sequence[str], source: str) -> tuple[str,
   Raises:
     UserError: layer_types has another length or other names; the message names `source`.
   """
-  kinds = values.get('layer_types')
-  kinds = default if kinds is None else kinds
+  kinds = default if values.get('layer_types') is None else values['layer_types']
   known = isinstance(kinds, Sequence) and all(kind in (FULL, SLIDING) for kind in kinds)
   if not known or len(kinds) != len(default):
     raise UserError(
