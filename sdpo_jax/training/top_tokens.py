@@ -49,21 +49,17 @@ def measure(
     return found.replace(teacher=of_signal(batch, k))
   if found.teacher is None:
     return found
-  return found.replace(teacher=_only(found.teacher, batch.taught))
+
+  def if_taught(here: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
+    return np.where(batch.taught.reshape(-1, *[1] * (here.ndim - 1)), here, otherwise)
+
+  return found.replace(teacher=jax.tree.map(if_taught, found.teacher, _nothing(shape, k)))
 
 
 def _nothing(shape: tuple[int, int], k: int) -> PolicyTopTokens:
   """Return empty results: ids of −1 and log-probs of NaN, [N, T, …]."""
   return PolicyTopTokens(
     np.full((*shape, k), -1, np.int32), np.full((*shape, k), np.nan, np.float32), np.full(shape, np.nan, np.float32)
-  )
-
-
-def _only(said: PolicyTopTokens, samples: np.ndarray) -> PolicyTopTokens:
-  """Return the results of `samples` [N] bool, and empty ones for the others."""
-  nothing = _nothing(said.own.shape, said.ids.shape[-1])
-  return jax.tree.map(
-    lambda here, none: np.where(samples.reshape(-1, *[1] * (here.ndim - 1)), here, none), said, nothing
   )
 
 

@@ -40,19 +40,16 @@ BLOCK = 2**15  # Number of elements that `block_sums` processes at once.
 def leaf_digests(state: Any) -> dict[str, str]:
   """Return the digest of each leaf of a state by its path; all processes must call this, and get the same result.
 
+  The keys of a path are joined by dots, as in the checkpoint.
+
   Args:
     state: a tree of arrays; leaves that are `...` are left out.
   """
-  named = [(name, leaf) for name, leaf in named_leaves(state) if leaf is not ...]
+  found, _ = jax.tree_util.tree_flatten_with_path(state)
+  named = [(jax.tree_util.keystr(path, simple=True, separator='.'), leaf) for path, leaf in found if leaf is not ...]
   leaves = [leaf for _, leaf in named]
   sums = np.asarray(program(leaves)(leaves))
   return {name: leaf_digest(*_words_of(leaf), row) for (name, leaf), row in zip(named, sums, strict=True)}
-
-
-def named_leaves(state: Any) -> list[tuple[str, Any]]:
-  """Return (path, leaf) of each leaf; the path's keys are joined by dots, as in the checkpoint."""
-  found, _ = jax.tree_util.tree_flatten_with_path(state)
-  return [(jax.tree_util.keystr(path, simple=True, separator='.'), leaf) for path, leaf in found]
 
 
 def leaf_digest(shape: Sequence[int], dtype: Any, sums: np.ndarray) -> str:
