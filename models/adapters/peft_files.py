@@ -40,7 +40,7 @@ ROOT = 'base_model.model.'  # PEFT's prefix of transformers' names.
 _FILES = (peft_config.FILE, WEIGHTS, PICKLED, BASE, checksums.SUMS)
 _FACTOR = re.compile(re.escape(ROOT) + r'(.+)\.lora_([AB])\.weight')
 _AGAIN = 'get the adapter again, or export it again'
-# Files of the base model's tokenizer, which the adapter is to be used with.
+# Tokenizer files of the base model, which are copied because the adapter must be used with them.
 _TOKENIZER = re.compile(
   r'tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt|chat_template.*|.*\.model'
 )

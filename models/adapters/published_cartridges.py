@@ -113,7 +113,7 @@ def check_servable(path: str | os.PathLike, prefix: KVPrefix, kv_heads: int) -> 
   """Check that the format can hold a prefix.
 
   Args:
-    path: where it is to be written, for error messages.
+    path: path to write to, for error messages.
     prefix: the slots.
     kv_heads: number of key-value heads of their model.
 

@@ -32,7 +32,7 @@ class TensorBoard:
 
   def __init__(self, workdir: epath.Path, resume_step: int = 0):
     """Open an event file; TensorBoard no longer shows events after `resume_step` in earlier files."""
-    from tensorboardX import event_file_writer  # Slow to import; only where it is used.
+    from tensorboardX import event_file_writer  # Slow to import.
     from tensorboardX.proto import event_pb2, plugin_text_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
 
     self._event, self._summary, self._text = event_pb2, summary_pb2, plugin_text_pb2

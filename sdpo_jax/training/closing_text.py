@@ -40,7 +40,7 @@ def summary(
   if result.stopped:
     lines = [
       f'Stopped by an alarm after step {result.step}: {result.stopped}',
-      f'The run is in {workdir}, with a checkpoint of this step. To go on from it, change alarms.rules or '
+      f'The run is in {workdir}, with a checkpoint of this step. To continue from it, change alarms.rules or '
       'alarms.action and start the same command again.',
     ]
   if len(result.evaluations) >= 1:

@@ -51,5 +51,5 @@ def complaint(count: int, step: int, trainer: TrainerConfig) -> str:
     f'Nothing was learned in {steps} because no gradient was finite (NaN or infinite): the weights are those of step '
     f'{step - count}. Look at the rollouts of step {step - count + 1}; start again in another --workdir with a lower '
     f'optimizer.lr or model.dtype=float32; or raise trainer.max_skipped_steps={trainer.max_skipped_steps} (0: never '
-    f'stop) to go on from the checkpoint of step {step}, which is saved.'
+    f'stop) to continue from the checkpoint of step {step}, which is saved.'
   )

@@ -55,7 +55,7 @@ class Epochs:
   """
 
   epochs: tuple[Epoch, ...] = ()
-  published: int = 0  # Step of the last checkpoint that was published; 0: none since the run began (anew).
+  published: int = 0  # Step of the last checkpoint that was published; 0: none since the run began, or began again.
   restarting: int | None = None  # The n of `before_restart/<n>`, to which --restart is moving results; None: it is not.
 
   @property

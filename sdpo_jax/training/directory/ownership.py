@@ -106,7 +106,7 @@ class Ownership:
     self.record()
 
   def resumed(self, step: int) -> None:
-    """Record the step from which this epoch resumes (0: it begins anew); call this before publishing anything.
+    """Record the step from which this epoch resumes (0: it begins a run); call this before publishing anything.
 
     Raises:
       RunLostError: as in `check`.
