@@ -1,6 +1,4 @@
-"""An export is whole under its name or not there, whatever ends it; several at once, and several processes, make
-one.
-"""
+"""An export is complete or absent, whatever ends it; several at once, or several processes, make one."""
 
 import errno
 import fcntl
@@ -65,7 +63,7 @@ def test_weights_that_are_not_finite_are_not_exported(made, value, tmp_path):
 
 @pytest.mark.parametrize('shape', [(8, 1), (2, 4)], ids=str)
 def test_an_export_from_a_mesh_is_that_of_one_device(made, shape, monkeypatch, tmp_path):
-  """An embedding that is split by rows and fetched in parts of 3 rows, too."""
+  """Also for an embedding that is sharded by rows and fetched in parts of 3 rows."""
   monkeypatch.setattr(exporting, 'BAND_BYTES', 4 * 16 * 3 // shape[0] * shape[0])
   policy, params = made
   mesh = make_mesh(MeshConfig(*shape), jax.devices()[:8])

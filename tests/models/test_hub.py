@@ -98,9 +98,7 @@ def test_libraries_that_are_told_to_be_offline_are_not_second_guessed(online, mo
 
 
 def test_weights_are_fetched_only_where_they_are_wanted(online, monkeypatch, tmp_path):
-  """Of a directory of the hub, by the patterns that its library is handed; those that the index names, and no
-  others.
-  """
+  """The library of the hub gets the patterns of files; of weights, only those that the index names."""
   companions = {'config.json', 'tokenizer.json', 'chat_template.jinja', 'model.safetensors.index.json'}
   names = {*companions, 'model-1.safetensors', 'consolidated.safetensors'}
   asked = []

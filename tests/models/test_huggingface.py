@@ -182,9 +182,7 @@ def test_a_mesh_holds_what_one_device_does_and_reads_it_once(stored, shape, conf
 
 @pytest.mark.parametrize('shape', MESHES, ids=str)
 def test_a_process_reads_the_share_of_its_devices(stored, shape, read, monkeypatch):
-  """As if this process held one of the eight devices, and rows were long enough to skip what it does not need of
-  one.
-  """
+  """As if this process had one of eight devices, and rows were long enough to skip the parts that it does not need."""
   monkeypatch.setattr(tensor_files, 'GAP', 0)
   policy, whole = huggingface.load(stored, PADDED)
   index_map = jax.sharding.NamedSharding.devices_indices_map

@@ -98,8 +98,8 @@ def test_merges_follow_the_scores_of_pieces_not_their_numbers(style, tmp_path):
 
 
 def test_the_class_that_a_config_asks_for_is_not_trusted(folders, tmp_path):
-  """For a Mistral, transformers builds a tokenizer that loses the space before a text or, from 5.24 on, puts a second
-  one after each control token; it is not the one that is used.
+  """For Mistral, transformers builds a tokenizer that loses the space before a text or, from 5.24 on, adds another
+  after each control token; it is not used.
   """
   pieces, folder = library(folders['mistral']), folders['mistral']
   expected = [pieces.encode('The'), [pieces.piece_to_id('[INST]'), *pieces.encode('The')]]

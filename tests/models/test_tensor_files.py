@@ -1,6 +1,4 @@
-"""Files of tensors, damaged in every way, are refused by name; what is written is what the safetensors library
-reads.
-"""
+"""Damaged tensor files are refused by name, and the safetensors library reads what is written."""
 
 import hashlib
 import json
@@ -57,7 +55,7 @@ def test_a_damaged_file_is_refused_as_the_library_refuses_it(content, message, t
 
 
 def test_a_name_that_occurs_twice_is_refused(tmp_path):
-  """The library takes the last one."""
+  """The safetensors library would take the last one."""
   one = json.dumps(entry(0, 8)).encode()
   (tmp_path / 'a.safetensors').write_bytes(encoded(b'{"a":%b,"a":%b}' % (one, one), bytes(8)))
   with pytest.raises(UserError, match='a name occurs twice'):

@@ -1,6 +1,4 @@
-"""Small tokenizers in the styles of the families: how they split text, which tokens delimit turns, how templates use
-them.
-"""
+"""Small tokenizers in the styles of the families, with their splitting, delimiters of turns and templates."""
 
 # ruff: noqa: E501 (templates as they are published)
 

@@ -115,7 +115,7 @@ def export(path, folder, policy, factors, use_rslora=False, **options):
 
 
 def combinations(*default):
-  """Return all families with all targets; those named run by default, each family with one of them if slow."""
+  """Return all families with all targets: the given ones run by default, and with --slow one for each family."""
   pairs = itertools.product(family_models.MODELS, TARGETS)
   slow = list(zip(family_models.MODELS, itertools.cycle(TARGETS), strict=False))
   return pytest.mark.parametrize('family, targets', tiers.cases(pairs, default, slow))
@@ -165,9 +165,7 @@ def test_peft_computes_with_a_version_of_the_store(folder, tmp_path):
 
 @combinations(('mistral', 'a layer'), ('qwen2', 'attention'))
 def test_an_adapter_that_peft_trained_goes_on_here(family, targets, folder, tmp_path):
-  """After some steps of PEFT and torch: the same logits, loss and gradients of the factors, hence the same next
-  step.
-  """
+  """After some steps of PEFT and torch, logits, loss and gradients of the factors are equal, hence the next step."""
   import peft
 
   torch.manual_seed(1)
