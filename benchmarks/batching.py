@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from typing import get_args
 
 import numpy as np
 
@@ -28,7 +29,7 @@ TRAINED = 0.75  # Fraction of the samples.
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--task', choices=['livecodebench', *paper.SCIENCE], default='livecodebench')
+  parser.add_argument('--task', choices=get_args(paper.Task), default='livecodebench')
   parser.add_argument('--devices', type=int, default=8, help='that share the rows of a micro-batch')
   parser.add_argument('--mean', type=float, default=256, help='tokens of a completion')
   parser.add_argument('--repeats', type=int, default=3)

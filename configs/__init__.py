@@ -1,1 +1,1 @@
-"""One file per experiment."""
+"""The shipped configurations, one file per experiment."""

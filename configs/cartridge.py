@@ -1,4 +1,4 @@
-"""Cartridges at scale: a document of up to 100 000 tokens as 2048 trained slots of a model of 1B to 8B parameters.
+"""Cartridges at scale: a document of up to 100 000 tokens in 2048 trained slots, for models of 1B to 8B parameters.
 
   python -m launch.prepare_data --source=longhealth --input=benchmark_v5.json --output=data/longhealth
   python -m launch.synthesize --config=configs/cartridge.py:model=llama3_2_3b --count=65536 \\
@@ -11,22 +11,22 @@
   python -m launch.train --config=configs/cartridge.py:document=report.txt,tokens=1024,prompts=prompts.jsonl,questions=
 
 model      llama3_2_1b, llama3_2_3b, llama3_1_8b; qwen3_1_7b, qwen3_4b, qwen3_8b; qwen2_5_7b; mistral_7b; gemma3_4b
-document   text file, local or gs://…; must fit into the model's context
-tokens     slots, a multiple of 16, so that the cartridge can be served
+document   text file, local or gs://…, which must fit into the model's context
+tokens     number of slots, a multiple of 16, so that the cartridge can be served
 prompts    rows or lines of text to answer; `python -m launch.synthesize` writes them
-questions  rows that evaluate the slots, made by `python -m launch.prepare_data --source=longhealth`; empty: none
+questions  rows for evaluations, which `python -m launch.prepare_data --source=longhealth` makes; empty: none
 
 The settings are those that the authors of cartridges published (arXiv 2506.06266: 64 sequences of at most 1024 tokens
 per step, Adam with a learning rate of 2e-2, the first slot frozen, 8 samples per question at temperature 0.3), with
 deliberate differences: the student writes the answers, the teacher reads the whole document, the divergence is over the
-whole vocabulary (its normaliser needs all logits anyway, so the 20 most likely tokens would hardly be cheaper), slots
-are trained in float32, and the learning rate rises for 20 steps and falls to a twentieth along a cosine.
-`environments.profile` says how answers are graded; 'reference' grades as the authors do. None of these runs has been
-made with this implementation yet.
+whole vocabulary (its normaliser needs all logits anyway, so that the 20 most likely tokens would hardly be cheaper),
+slots are trained in float32, and the learning rate warms up for 20 steps and decays along a cosine to a twentieth. With
+`environments.profile='reference'` answers are graded as the authors do. None of these runs has been made with this
+implementation yet.
 
-The mesh is that of a v5e slice with eight chips (2x4), each of which holds one key-value head of the document; for
-models with four key-value heads there are two groups of four chips. Elsewhere set `--config.mesh.tensor`, on a single
-device to 1. The records of all ten LongHealth patients exceed the context of Qwen3 and Qwen2.5: take some of them
+The mesh is for a v5e slice of eight chips (2x4), each of which holds one key-value head of the document; models with
+four key-value heads use two groups of four chips. For other devices set `--config.mesh.tensor`, to 1 on a single one.
+The records of all ten LongHealth patients exceed the context of Qwen3 and Qwen2.5: take some of them only
 (`--patients=patient_01`).
 """
 
@@ -39,7 +39,7 @@ MODELS = (
   'llama3_2_1b', 'llama3_2_3b', 'llama3_1_8b', 'qwen3_1_7b', 'qwen3_4b', 'qwen3_8b', 'qwen2_5_7b', 'mistral_7b',
   'gemma3_4b',
 )  # fmt: skip
-# Model → how many of the eight devices share the key-value heads of the document.
+# Model → number of devices, of eight, over which the key-value heads of the document are sharded.
 TENSOR = dict.fromkeys(MODELS, 8) | {'qwen2_5_7b': 4, 'gemma3_4b': 4}
 PAGE = 16  # Slots per page; servers cut off an incomplete page.
 
@@ -51,10 +51,10 @@ def get_config(
   prompts: str = 'data/longhealth/prompts.jsonl',
   questions: str = 'data/longhealth/test.json',
 ) -> Config:
-  """Return the run that trains slots on a document; the module's docstring lists the arguments' values.
+  """Return the run that trains slots on a document; the module's docstring lists the values of the arguments.
 
   Raises:
-    UserError: an argument has none of its allowed values.
+    UserError: an argument has a value that is not allowed.
   """
   paper.check_arguments(FILE, model=(model, TENSOR))
   slots = int(tokens) if str(tokens).isdecimal() else 0

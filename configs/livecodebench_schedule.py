@@ -5,18 +5,18 @@
   python -m launch.train --config=configs/livecodebench_schedule.py:model=qwen3_4b,mode=hybrid,weights=adapter
   python -m launch.plan --config=configs/livecodebench_schedule.py:weights=adapter --topology=v5e:4x4
 
-model     of configs/models.py; with weights=adapter of configs/lora.py
+model     one of configs/models.py; with weights=adapter, one of configs/lora.py
 mode      pure_sdpo; hybrid (the divergence on failures, and GRPO's policy gradient on all graded completions)
-feedback  self (the model that is trained criticises its failures); endpoint (a server does, see below); none
+feedback  self (the trained model writes it); endpoint (a server writes it, see below); none
 weights   full; adapter (rank 16)
 task      livecodebench; chemistry, physics, biology, materials, tooluse
 data      folder with <task>/train.json and <task>/test.json; `python -m launch.prepare_data` makes them
 
-Four completions of each of 16 questions are graded in the sandbox. A model writes feedback on failures; the teacher of
-a failure reads a solution of its group if there is one, and otherwise the feedback of grader and model. Successes serve
-as demonstrations and are not taught themselves. An update is made as soon as 8 failures with a signal have gathered:
-one optimizer step over at most 64 completions; batches before that only sample. Sizes are those of published runs of
-continual learning on code, not repeated with this implementation, so there is no number to expect.
+In each step, four completions of each of 16 questions are graded in the sandbox, and a model writes feedback on
+failures. For a failure, the teacher reads a solution of the same group if there is one, or else the feedback of grader
+and model. Successes are demonstrations and are not taught themselves. As soon as 8 failures with a signal have
+gathered, there is an update: one optimizer step over at most 64 completions. Sizes are those of published runs of
+continual learning on code, which were not repeated with this implementation, so that there is no number to expect.
 
 With feedback=endpoint, any OpenAI-compatible server writes the feedback:
 
@@ -31,7 +31,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.configs import lora, models, paper
 
 QUESTIONS, COMPLETIONS, EXAMPLES = 16, 4, 8
-STEPS = 160  # Generation batches.
+STEPS = 160  # Number of generation batches.
 
 
 def get_config(
@@ -42,10 +42,10 @@ def get_config(
   task: str = 'livecodebench',
   data: str = 'data',
 ) -> Config:
-  """Return the schedule of a task; the module's docstring lists the arguments' values.
+  """Return the schedule of a task; the module's docstring lists the values of the arguments.
 
   Raises:
-    UserError: an argument has none of its allowed values.
+    UserError: an argument has a value that is not allowed.
   """
   paper.check_arguments(
     'configs/livecodebench_schedule.py',

@@ -1,4 +1,4 @@
-"""The paper's recipes (`configs/paper.py`) with other models; the paper has no numbers for these.
+"""The paper's recipes (`configs/paper.py`) with other models, for which the paper has no numbers.
 
   python -m launch.prepare_data --source=sciknoweval --domain=chemistry --output=data/chemistry
   python -m launch.train --config=configs/models.py:model=llama3_1_8b,task=chemistry
@@ -12,8 +12,8 @@ method    sdpo; grpo (mini-batches of 8 questions); grpo_on_policy (one optimize
 data      folder with <task>/train.json and <task>/test.json; `python -m launch.prepare_data` makes them
 
 Behaviour of the reference's code that is not in the paper is left out: these runs use the defaults of this project
-(docs/experiments.md). Learning rates are those that the paper found for Qwen3-8B and Olmo-3-7B; smaller models may need
-larger ones. The lengths that the planner assumes are those that the paper measured with Qwen3-8B.
+(docs/experiments.md). Learning rates are those of the paper for Qwen3-8B and Olmo-3-7B; smaller models may need larger
+ones. The planner assumes the lengths that the paper measured with Qwen3-8B.
 """
 
 from typing import get_args
@@ -44,10 +44,10 @@ MODELS = {
 
 
 def get_config(model: str = 'llama3_1_8b', task: str = 'chemistry', method: str = 'sdpo', data: str = 'data') -> Config:
-  """Return the recipe of a task with a model; the module's docstring lists the arguments' values.
+  """Return the recipe of a task with a model; the module's docstring lists the values of the arguments.
 
   Raises:
-    UserError: an argument has none of its allowed values.
+    UserError: an argument has a value that is not allowed.
   """
   tasks, methods = get_args(paper.Task), get_args(paper.Method)
   paper.check_arguments('configs/models.py', model=(model, MODELS), task=(task, tasks), method=(method, methods))
@@ -58,9 +58,9 @@ def get_config(model: str = 'llama3_1_8b', task: str = 'chemistry', method: str 
 
 
 def choose(config: Config, model: str) -> None:
-  """Set the path of a model of `MODELS`, and the settings that its chat template needs."""
+  """Set the path of a model in `MODELS`, and the settings that its chat template needs."""
   config.model.path = MODELS[model]
   if model.startswith('qwen3_'):
     config.data.enable_thinking = False  # Other templates have no such variable.
   if model.startswith('llama3_'):
-    config.data.apply_chat_template_kwargs = {'date_string': '26 Jul 2024'}  # Otherwise it is today's date.
+    config.data.apply_chat_template_kwargs = {'date_string': '26 Jul 2024'}  # The default is the current date.

@@ -19,10 +19,10 @@ in docs/experiments.md next to the command of each.
 
 There are two recipes. Section 3: Jensen–Shannon divergence, top-100, EMA 0.05, no feedback, one optimizer step per
 batch. Section 4: reverse KL, top-20, EMA 0.01, feedback, 32 optimizer steps per batch. The settings are those of the
-paper's Tables 12 and 13 and of the scripts of lasgroup/SDPO 0e6d510. The reference's own quirks are kept in these
-configs only: the demonstration is the first success in length-balanced batch order, over-long teacher prompts are cut
-from the right, every sequence has its own denominator, only closed blocks of thinking are removed from demonstrations,
-messages may spell special tokens, and graders judge as the reference's do.
+paper's Tables 12 and 13 and of the scripts of lasgroup/SDPO 0e6d510. Only these configs reproduce quirks of the
+reference: the demonstration is the first success in length-balanced batch order, over-long teacher prompts are cut from
+the right, every sequence has its own denominator, only closed blocks of thinking are removed from demonstrations,
+messages may spell special tokens, and graders judge as in the reference.
 """
 
 from collections.abc import Collection, Sequence
@@ -39,10 +39,9 @@ Teacher = Literal['ema', 'frozen', 'trust_region', 'live']
 Shown = Literal['both', 'solution', 'feedback', 'attempt']
 
 MODELS = {'qwen3_8b': 'Qwen/Qwen3-8B', 'olmo3_7b': 'allenai/Olmo-3-7B-Instruct'}
-# Completions decoded at once by a v5e:8x8, if not the default: every head of Olmo 3 has keys and values of its own, so
-# that a token takes 3.6 times the cache of Qwen3-8B (512 KiB instead of 144 KiB in bfloat16).
+# Completions decoded at once on a v5e:8x8, if not the default: every head of Olmo 3 has its own keys and values, so
+# that the cache of a token is 3.6 times as large as that of Qwen3-8B (512 KiB instead of 144 KiB in bfloat16).
 MAX_BATCH_ROWS = {'allenai/Olmo-3-7B-Instruct': 128}
-SCIENCE = ('chemistry', 'physics', 'biology', 'materials', 'tooluse')
 
 # Task → the arguments of `launch.prepare_data` that make its data.
 PREPARED = {
@@ -134,7 +133,7 @@ def get_config(
   """Return the experiment with these arguments; the module's docstring lists their values.
 
   Raises:
-    UserError: an argument has none of its allowed values, or the paper has no such experiment.
+    UserError: an argument has a value that is not allowed, or the paper has no such experiment.
   """
   kinds = {'task': (task, Task), 'model': (model, Model), 'method': (method, Method)}
   kinds |= {'teacher': (teacher, Teacher), 'shown': (shown, Shown)}
@@ -156,14 +155,14 @@ def get_config(
 
 
 def check_arguments(file: str, **arguments: tuple[str, Collection[str]]) -> None:
-  """Raise UserError if an argument of a config, given as (value, allowed values), has none of its allowed values."""
+  """Raise UserError if an argument of a config, given as (value, allowed values), has a value that is not allowed."""
   for name, (value, allowed) in arguments.items():
     if value not in allowed:
       raise UserError(f'{file}: {name}={value!r} is none of {", ".join(allowed)}.')
 
 
 def experiments() -> list[dict[str, str]]:
-  """Return the arguments of every experiment of the paper, each once."""
+  """Return the arguments of every experiment of the paper, without repetitions."""
   main = [dict(zip(('task', 'model', 'method'), key, strict=True)) for key in PAPER]
   code = {'task': 'livecodebench'}
   return [
@@ -174,7 +173,7 @@ def experiments() -> list[dict[str, str]]:
 
 
 def recipe(name: str, model: str, task: str, data: str, method: str = 'sdpo') -> Config:
-  """Return the paper's settings for a task, with any model, without the reference's own quirks.
+  """Return the paper's settings for a task with any model, without quirks of the reference.
 
   Args:
     name: name of the run.
@@ -192,7 +191,7 @@ def recipe(name: str, model: str, task: str, data: str, method: str = 'sdpo') ->
   config.data.filter_overlong_prompts = True
   if 'Qwen3' in model:
     config.data.enable_thinking = False  # Other templates have no such variable.
-  # 2 × 3 × 2 declared lengths: a micro-batch is padded to the smallest that hold it.
+  # 2 × 3 × 2 declared lengths; a micro-batch is padded to the smallest that are large enough.
   config.data.prompt_buckets = (512, 2048)
   config.data.response_buckets = (1024, 4096, 8192)
   config.data.reprompt_buckets = (2560, 10240)
@@ -221,7 +220,7 @@ def recipe(name: str, model: str, task: str, data: str, method: str = 'sdpo') ->
 
 
 def _as_the_reference(config: Config) -> None:
-  """Set the reference code's behaviour that the paper does not ask for."""
+  """Set behaviour of the reference code that is not in the paper."""
   config.data.split_special_tokens = False
   config.actor.loss_group_size = 1
   config.trainer.batch_order = 'balanced'
@@ -234,7 +233,7 @@ def _as_the_reference(config: Config) -> None:
 
 
 def _grpo(config: Config, *, on_policy: bool) -> None:
-  """Set up the baseline: dual-clip PPO, advantages without the standard deviation, settings of Table 13."""
+  """Set up the baseline: dual-clip PPO, advantages not divided by the standard deviation, settings of Table 13."""
   config.name += '_grpo_on_policy' if on_policy else '_grpo'
   loss = config.actor.policy_loss
   loss.loss_mode = 'vanilla'
@@ -248,7 +247,7 @@ def _grpo(config: Config, *, on_policy: bool) -> None:
 
 
 def plan_lengths(config: Config, task: str, mean_completion: float) -> None:
-  """Set the lengths that `launch.plan` assumes: a teacher's prompt holds the question, an answer and the feedback."""
+  """Set the lengths that `launch.plan` assumes; a teacher's prompt holds the question, an answer and the feedback."""
   prompt, feedback, questions = QUESTIONS[task]
   config.plan.mean_completion = mean_completion
   config.plan.mean_prompt = float(prompt)
@@ -257,7 +256,7 @@ def plan_lengths(config: Config, task: str, mean_completion: float) -> None:
 
 
 def _ablate(config: Config, teacher: str, shown: str) -> None:
-  """Set up the variants of Tables 4 and 6."""
+  """Set up a variant of Table 4 or 6."""
   config.name += ''.join(f'_{part}' for part, usual in ((teacher, 'ema'), (shown, 'both')) if part != usual)
   sd = config.actor.self_distillation
   sd.teacher_regularization = teacher.replace('_', '-')
@@ -269,7 +268,7 @@ def _ablate(config: Config, teacher: str, shown: str) -> None:
 
 
 def markdown() -> str:
-  """Return the content of docs/experiments.md: every experiment with its command and the paper's number."""
+  """Return the content of docs/experiments.md: every experiment with its command and the paper's numbers."""
   lines = [
     '# The experiments of the paper',
     '',

@@ -1,4 +1,4 @@
-"""The quickstart's baseline: GRPO with the same base model, questions and number of generations.
+"""The baseline of the quickstart: GRPO with the same base model, questions and number of completions.
 
 python -m launch.train --config=configs/quickstart_grpo.py
 """
@@ -8,8 +8,8 @@ from sdpo_jax.configs import quickstart
 
 
 def get_config() -> Config:
+  """Return the quickstart's run with the GRPO loss."""
   config = quickstart.get_config()
   config.name = 'quickstart_grpo'
   config.actor.policy_loss.loss_mode = 'vanilla'
-  config.optimizer.lr = 1e-3
   return config

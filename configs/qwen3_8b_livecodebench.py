@@ -11,4 +11,5 @@ from sdpo_jax.configs import paper
 
 
 def get_config() -> Config:
+  """Return the experiment of `configs/paper.py`."""
   return paper.get_config(task='livecodebench')

@@ -1,18 +1,19 @@
-"""A tiny agent as a service: it proposes tool calls, a person says yes or why not, and it learns from that at once.
+"""A tiny agent as a service: it proposes tool calls, a user allows or corrects them, and it learns from that at once.
 
   python -m launch.session --config=configs/session_quickstart.py
 
-`launch.serve` with this configuration is the service alone, on http://127.0.0.1:8420; adapters of rank 16 are kept in
-runs/sessions. The model, `configs/session_model`, is made by `python -m launch.make_base` with this configuration in
-some CPU-minutes. It knows some forty kinds of tasks, such as 'find where parse is used in src' or 'run the tests in
-app.py', and a few dozen names: sdpo_jax/quickstart/tool_tasks.py lists them. It has a favourite way of doing each, and
-understands corrections such as 'use rg rather than grep -r'. docs/sessions.md explains the next steps.
+With this config, `launch.serve` runs the service alone, on http://127.0.0.1:8420; adapters of rank 16 are stored in
+runs/sessions. `python -m launch.make_base` makes the model, `configs/session_model`, in a few CPU-minutes. It knows
+some forty kinds of tasks, such as 'find where parse is used in src' or 'run the tests in app.py', and a few dozen
+names: sdpo_jax/quickstart/tool_tasks.py lists them. It has a preferred way to do each, and understands corrections such
+as 'use rg rather than grep -r'. docs/sessions.md explains the next steps.
 """
 
 from sdpo_jax.config import Config, beside
 
 
 def get_config() -> Config:
+  """Return the settings of the service."""
   config = Config(name='session_quickstart')
   config.model.path = beside(__file__, 'session_model')
   config.model.dtype = 'float32'
@@ -21,7 +22,7 @@ def get_config() -> Config:
   config.model.lora.alpha = 16.0
   serve = config.serve
   serve.model_name = 'agent'
-  # A session of ten tasks is about 450 tokens; the rest is for the results of tools.
+  # A session of ten tasks has about 450 tokens; the rest is room for results of tools.
   serve.prompt_buckets, serve.response_buckets, serve.teacher_buckets = (256, 768), (48,), (320, 896)
   serve.score_buckets = (320, 832)
   serve.rows, serve.training_rows = 8, 4
@@ -30,6 +31,6 @@ def get_config() -> Config:
   serve.memory_mb = 256
   serve.store.root = 'runs/sessions'
   serve.learning.learning_rate, serve.learning.steps = 1e-3, 2
-  # A teacher that follows the adapter forgets more of what was right.
+  # With a teacher that follows the adapter, more of what was right is forgotten.
   serve.learning.teacher = 'base'
   return config

@@ -1,4 +1,4 @@
-"""The commands, one module each: `python -m launch.NAME` in a checkout, `sdpo NAME` once installed."""
+"""The commands: `python -m launch.NAME` in a checkout, `sdpo NAME` once installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 
 def main() -> None:
-  """Run `sdpo NAME …`, the console script: the module of that name beside this file."""
+  """Run the console script `sdpo NAME …`, that is, the module NAME beside this file."""
   files = {path.stem: path for path in sorted(pathlib.Path(__file__).parent.glob('[a-z]*.py'))}
   script, name, *arguments = [*sys.argv, '--help'][: max(2, len(sys.argv))]
   if name == 'help' and arguments:

@@ -1,12 +1,13 @@
-"""Checks a run before it starts, in seconds: nothing is compiled, no weights are read.
+"""Checks a run in seconds, before it starts.
 
   python -m launch.check --config=configs/quickstart.py
   python -m launch.check --config=configs/quickstart.py --workdir=runs/quickstart
 
-Prints devices, parameters and an estimate of memory, the lengths of prompts against the limits, what the graders say
-of ground truths and of empty answers, three prompts of student and teacher with special tokens in ⟦ ⟧, and what looks
-odd: settings that contradict each other, the data, the graders or the memory of the devices. With --workdir of a run
-that is to be resumed also what has changed since it was saved: tokenizer, data, graders, versions, settings.
+Nothing is compiled and no weights are read. Prints devices, parameters and an estimate of memory, the lengths of
+prompts against the limits, the graders' verdicts on ground truths and on empty answers, three prompts of student and
+teacher with special tokens in ⟦ ⟧, and what looks odd: settings that contradict each other, the data, the graders or
+the memory of the devices. With the --workdir of a run that will be resumed, it also prints what has changed since the
+run was saved: tokenizer, data, graders, versions, settings.
 
 Exit codes: 0 nothing looks odd; 1 something does, and the run would start all the same, except where that says that the
 run ends at its start; 2 bad input, named in a sentence.
@@ -16,14 +17,15 @@ from absl import flags
 
 from sdpo_jax import command
 
-WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run that is to be resumed; nothing is written there.')
+WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run that will be resumed; nothing is written there.')
 command.define_config()
-command.define_adapter('As of launch.train; its weights and those of the model are not compared.')
+command.define_adapter('As in launch.train; its weights and those of the model are not compared.')
 command.define_cluster()
-ODD = 1
+ODD = 1  # Exit code if something looks odd.
 
 
 def main() -> int:
+  """Print the report; return `ODD` if something in it looks odd."""
   import jax
 
   from sdpo_jax.preflight import check

@@ -1,9 +1,10 @@
-"""Compares runs: settings that differ, metrics, curves, and whether a difference is more than noise over seeds.
+"""Compares runs: settings, metrics, curves, and noise over seeds.
 
   python -m launch.compare runs/sdpo_0 runs/sdpo_1 runs/grpo_0 runs/grpo_1
   python -m launch.compare runs/* --metric='eval/*/mean@4' --output=comparison.json
 
-Runs whose settings differ in their seed, their name and what does not affect what is learned are seeds of one arm.
+Prints the settings that differ, and for each metric whether the difference between arms is more than noise over seeds.
+Runs that differ only in their seed, name and settings without effect on what is learned are seeds of one arm.
 launch.report --compare draws the curves.
 """
 
@@ -11,7 +12,7 @@ from absl import flags
 
 from sdpo_jax import command
 
-RUNS = command.define_words('runs', 'Directories of runs, local or gs://…; --runs may be left out.')
+RUNS = command.define_words('runs', 'Directories of runs, local or gs://…; the flag --runs itself may be left out.')
 METRIC = flags.DEFINE_multi_string(
   'metric',
   [],
@@ -21,6 +22,7 @@ OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write the comparison 
 
 
 def main() -> None:
+  """Print the comparison, and write it to --output if set."""
   from sdpo_jax.reporting import comparison  # Takes seconds, which --help need not wait for.
 
   print(comparison.write_comparison(RUNS.value, METRIC.value, OUTPUT.value))

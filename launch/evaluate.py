@@ -1,14 +1,14 @@
-"""Evaluates a run or a Hugging Face model on the held-out rows of a config.
+"""Evaluates a run or a model on the held-out rows of a config.
 
   python -m launch.evaluate --config=configs/quickstart.py --workdir=runs/quickstart --output=eval.json
   python -m launch.evaluate --config=configs/quickstart.py --model=configs/quickstart_model --output=base.json
   python -m launch.evaluate --config=configs/quickstart.py --model=HF_DIR --adapter=DIR --output=adapter.json
   python -m launch.evaluate --config=configs/quickstart.py --model=HF_DIR --cartridge=DIR --output=cartridge.json
 
-The questions, and how they are sampled and graded (data.val_*, val_kwargs, environments), are the config's; the weights
-are those of --workdir, which may be a run in progress, or of --model. Prints a table; writes all metrics,
-{"<task>": {"mean@n": …, "best@k": …, "maj@k": …, "acc/mean@n": …, …}}, to --output and every sample to
---output with .samples.jsonl for its ending. docs/evaluation.md says what each number means.
+The config says which questions are asked, and how they are sampled and graded (data.val_*, val_kwargs, environments).
+The weights are those of --workdir, which may be a run in progress, or of --model. Prints a table; writes all metrics,
+{"<task>": {"mean@n": …, "best@k": …, "maj@k": …, "acc/mean@n": …, …}}, to --output, and every sample to a file of that
+name with the ending .samples.jsonl. docs/evaluation.md explains the numbers.
 """
 
 from absl import flags
@@ -29,6 +29,7 @@ command.define_cluster()
 
 
 def main() -> None:
+  """Evaluate, write the results to --output, and print a table of the headline metrics."""
   import jax
 
   from sdpo_jax.inference import runs

@@ -1,11 +1,12 @@
-"""Makes a tiny base model from scratch, for the quickstart (a few CPU-minutes), documents or sessions; or a document.
+"""Makes a tiny base model for the quickstarts, or a document.
 
   python -m launch.make_base --config=configs/quickstart.py --output=/tmp/base
   python -m launch.make_base --config=configs/session_quickstart.py --output=/tmp/base
   python -m launch.make_base --task=facts --config=configs/facts.py --output=/tmp/base
   python -m launch.make_base --task=document --seed=1 --config=configs/facts.py --output=/tmp/document.txt
 
-The same seed gives the same model with the same versions on the same machine; elsewhere one that is just as good.
+The model is trained from scratch, in a few CPU-minutes for the quickstart. The same seed gives the same model with the
+same versions on the same machine, and an equally good one elsewhere.
 """
 
 import pathlib
@@ -17,26 +18,31 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.files import check_output, write_output
 
 OUTPUT = flags.DEFINE_string(
-  'output', None, 'Directory to make; model.path of the config if unset. It must be empty. Or file to write.'
+  'output',
+  None,
+  'New directory for the model, model.path of the config if unset; or text file for the document.',
 )
 TASK = flags.DEFINE_enum(
   'task',
   None,
   ['digits', 'facts', 'session', 'document'],
-  "digits: the quickstart's, which misreads its instructions; facts: answers questions about a document in its "
-  'context; session: proposes calls of tools and reads corrections; document: no model, but a text file with such a '
-  'document, to train a cartridge on. Unset: the model that model.path of the config is named after, or else digits.',
+  'digits: the model of the quickstart, which misreads its instructions; facts: one that answers questions about a '
+  'document in its context; session: one that proposes tool calls and reads corrections; document: no model, but a '
+  'text file with such a document, to train a cartridge on. Unset: as model.path of the config is named, or digits.',
 )
-STEPS = flags.DEFINE_integer('steps', None, 'Optimizer steps; those of the committed model if unset.', lower_bound=1)
+STEPS = flags.DEFINE_integer(
+  'steps', None, 'Optimizer steps; as many as for the shipped model if unset.', lower_bound=1
+)
 SEED = flags.DEFINE_integer(
-  'seed', 0, 'Of the initial weights and of what it is trained on, or of the document.', lower_bound=0
+  'seed', 0, 'Seed of the initial weights and the training data, or of the document.', lower_bound=0
 )
 command.define_config()
 
-_TASK_OF = {'facts_model': 'facts', 'session_model': 'session'}  # By the folder of the committed model.
+_TASK_OF = {'facts_model': 'facts', 'session_model': 'session'}  # By the folder of the shipped model.
 
 
 def main() -> None:
+  """Make the model or the document, and print its path."""
   from sdpo_jax.quickstart import document_base, make_base, session_base
 
   config = command.load_config(trains=False)

@@ -1,4 +1,4 @@
-"""Answers prompts with a run or a Hugging Face model: one prompt, a file of them, or a conversation.
+"""Answers prompts with a run or a model: one, a file, or a chat.
 
   python -m launch.sample --workdir=runs/quickstart --prompt="…" --temperature=0
   python -m launch.sample --workdir=runs/quickstart --prompts=questions.jsonl --n=4 --output=answers.jsonl
@@ -6,20 +6,20 @@
   python -m launch.sample --model=HF_DIR --adapter=DIR --prompt="…"
   python -m launch.sample --model=HF_DIR --cartridge=DIR --prompt="…"
 
---prompt: the completion alone goes to stdout; several are each preceded by a line `--- completion 1 of 4 ---`.
+--prompt: only the completion goes to stdout; if there are several, a line `--- completion 1 of 4 ---` precedes each.
 
 --prompts: a .txt file has one prompt per line; other files have rows (JSON lines, a JSON array, CSV, parquet) with
-`prompt`, a text or a list of messages, or `messages`; rows for training also work. One JSON object per completion, in
-the order of the prompts: row (line number), id (if the row has `id` or `idx`), sample (0 … n − 1), prompt, completion,
-finish_reason (stop or length), tokens, log_prob (sum over the tokens, at temperature 1). During sampling, --output
-holds the finished completions in the order in which they finished: an interruption loses none of them. Without
---output, the objects go to stdout, each once all before it are finished.
+`prompt`, a text or a list of messages, or `messages`; rows for training also work. The result is one JSON object per
+completion, in the order of the prompts: row (line number), id (if the row has `id` or `idx`), sample (0 … n − 1),
+prompt, completion, finish_reason (stop or length), tokens, log_prob (sum over the tokens, at temperature 1). During
+sampling, --output holds completions in the order in which they finish, so that an interruption loses none. Without
+--output, the objects go to stdout, each as soon as all before it are finished.
 
 --chat: streams an answer to every line of input, and remembers the conversation. /reset forgets it; Ctrl-C ends an
-answer; /exit, /quit or Ctrl-D ends the chat; /help says so. Only answers go to stdout.
+answer; /exit, /quit or Ctrl-D ends the chat; /help lists these. Only answers go to stdout.
 
-The same prompt, settings and seed give the same completions: those of --prompt are those of the first row of --prompts
-and, for --n=1, the first answer of --chat.
+The same prompt, settings and seed give the same completions: --prompt gives those of the first row of --prompts and,
+for --n=1, the first answer of --chat.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # Imported where they are used, so that --help does not wait 
   from sdpo_jax.inference import generate
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run; its newest checkpoint answers.')
-STEP = flags.DEFINE_integer('step', None, 'The checkpoint of this step of the run answers instead.', lower_bound=1)
+STEP = flags.DEFINE_integer('step', None, 'Step of the checkpoint that answers instead.', lower_bound=1)
 MODEL = flags.DEFINE_string(
   'model', None, 'Hugging Face model instead of a run: a directory, local or gs://…, or a name on the hub.'
 )
@@ -55,9 +55,9 @@ CARTRIDGE = flags.DEFINE_string(
 )
 PROMPT = flags.DEFINE_string('prompt', None, 'What the user says.')
 PROMPTS = flags.DEFINE_string(
-  'prompts', None, 'File of prompts, instead: .txt, or rows as .jsonl, .json, .csv or .parquet.'
+  'prompts', None, 'File of prompts instead: .txt, or rows as .jsonl, .json, .csv or .parquet.'
 )
-CHAT = flags.DEFINE_bool('chat', False, 'A conversation, instead: every line of input is answered.')
+CHAT = flags.DEFINE_bool('chat', False, 'Hold a conversation instead: every line of input is answered.')
 OUTPUT = flags.DEFINE_string('output', None, 'With --prompts: JSON lines file to write; stdout without it.')
 OVERWRITE = flags.DEFINE_bool('overwrite', False, 'Replace an --output that already exists.')
 N = flags.DEFINE_integer('n', 1, 'Completions per prompt.', lower_bound=1)
@@ -65,25 +65,25 @@ CHAT_TEMPLATE = flags.DEFINE_string(
   'chat_template', None, "Jinja file with a chat template; that of the run, or of the model's tokenizer, if unset."
 )
 SYSTEM = flags.DEFINE_string('system', None, 'System message of conversations that have none.')
-MAX_TOKENS = flags.DEFINE_integer('max_tokens', 256, 'Tokens of the answer at most.', lower_bound=1)
+MAX_TOKENS = flags.DEFINE_integer('max_tokens', 256, 'Maximum number of tokens of an answer.', lower_bound=1)
 MAX_PROMPT_LENGTH = flags.DEFINE_integer(
   'max_prompt_length',
   None,
-  "Tokens of a prompt or conversation at most, with the chat template; the run's own limit, or 2048 for a model.",
+  "Maximum tokens of a prompt or conversation, with the chat template; the run's own limit, or 2048 for a model.",
   lower_bound=1,
 )
 MAX_BATCH_ROWS = flags.DEFINE_integer(
-  'max_batch_rows', None, "Completions drawn at once; the run's own setting, or 256 for a model.", lower_bound=1
+  'max_batch_rows', None, "Completions sampled at once; the run's own setting, or 256 for a model.", lower_bound=1
 )
 TEMPERATURE = flags.DEFINE_float('temperature', 0.6, 'Sampling temperature; 0 is greedy.', lower_bound=0.0)
 TOP_P = flags.DEFINE_float('top_p', 0.95, 'Keep the smallest set of tokens with this probability.', 0.0, 1.0)
 TOP_K = flags.DEFINE_integer('top_k', -1, 'Keep the k most likely tokens; 0 or -1 keeps all.', lower_bound=-1)
-MIN_P = flags.DEFINE_float('min_p', 0.0, 'Drop tokens less likely than this part of the most likely one.', 0.0, 1.0)
+MIN_P = flags.DEFINE_float('min_p', 0.0, 'Drop tokens less likely than this fraction of the most likely one.', 0.0, 1.0)
 SEED = flags.DEFINE_integer('seed', 0, 'Seed of the sampling noise.', lower_bound=0)
 DTYPE = flags.DEFINE_enum(
   'dtype', None, ['float32', 'bfloat16'], "Compute dtype; the run's own, or float32 for a model."
 )
-INTERRUPTED = 130  # The exit code of a shell's commands that Ctrl-C has ended.
+INTERRUPTED = 130  # Exit code after Ctrl-C, 128 + SIGINT.
 
 
 def check_flags() -> None:
@@ -95,10 +95,11 @@ def check_flags() -> None:
   if PROMPTS.value is None and (OUTPUT.value is not None or OVERWRITE.value):
     raise UserError('--output and --overwrite go with --prompts=FILE; otherwise answers go to stdout.')
   if CHAT.value and N.value > 1:
-    raise UserError(f'--n={N.value}: a --chat has one answer a turn; leave --n out.')
+    raise UserError(f'--n={N.value}: a --chat has one answer per turn; leave --n out.')
 
 
 def write_answer(generator: generate.TextGenerator) -> None:
+  """Write the completions of --prompt to stdout."""
   from sdpo_jax.inference.generate import with_system
 
   texts = generator.generate(with_system([{'role': 'user', 'content': PROMPT.value}], SYSTEM.value))
@@ -109,6 +110,7 @@ def write_answer(generator: generate.TextGenerator) -> None:
 
 
 def write_answers(generator: generate.TextGenerator, questions: list[generate.Question]) -> None:
+  """Write the completions of --prompts to --output, or to stdout."""
   from sdpo_jax.inference import answer_files
   from sdpo_jax.inference.generate import generate_all
 
@@ -120,17 +122,19 @@ def write_answers(generator: generate.TextGenerator, questions: list[generate.Qu
 
 
 def hold_chat(generator: generate.TextGenerator) -> None:
+  """Answer lines of input until the user ends the chat."""
   from sdpo_jax.inference import chat
 
   read = input
   if sys.stdin.isatty() and sys.stdout.isatty():
-    with contextlib.suppress(ImportError):  # If Python has readline, lines can be edited.
+    with contextlib.suppress(ImportError):  # With readline, lines can be edited.
       import readline  # noqa: F401
     read = functools.partial(input, '> ')
   chat.converse(chat.Chat(generator, SYSTEM.value, command.announce), read, sys.stdout, command.announce)
 
 
 def main() -> int | None:
+  """Answer --prompt, --prompts or a --chat; return `INTERRUPTED` after Ctrl-C."""
   from sdpo_jax.inference import answer_files, generate
   from sdpo_jax.inference.runs import RunOrModel
 

@@ -1,4 +1,4 @@
-"""Serves a model to many users, each with adapters that learn from feedback.
+"""Serves a model whose adapters learn from their users' feedback.
 
   python -m launch.serve --config=configs/serve_quickstart.py
   python -m launch.serve --config=configs/lora.py:model=qwen3_8b,task=chemistry \\
@@ -6,12 +6,12 @@
       --config.serve.http.host=0.0.0.0 --config.serve.http.keys=keys.jsonl
 
 The port is open at once, and /readyz answers 200 when all programs are compiled; docs/serving.md is the introduction.
-On a loopback address no key is needed; on any other one is (python -m launch.serve_key). --help_settings=serve
-lists all settings.
+A loopback address needs no key, any other address does (python -m launch.serve_key). --help_settings=serve lists all
+settings.
 
-Exit codes: 0 told to stop by SIGTERM or Ctrl-C, or idle (serve.http.idle_shutdown_s): requests under way were finished
-within serve.http.drain_s, and all that was acknowledged is stored; 2 bad input, named in a sentence; 130, 143 told a
-second time, and ended at once.
+Exit codes: 0 stopped by SIGTERM or Ctrl-C, or idle (serve.http.idle_shutdown_s), after requests under way were given
+serve.http.drain_s to finish and everything acknowledged was stored; 2 bad input, named in a sentence; 130 or 143 ended
+at once by a second signal.
 """
 
 from sdpo_jax import command, extras
@@ -20,6 +20,7 @@ command.define_config()
 
 
 def main() -> None:
+  """Serve until a signal or the idle timeout ends the service."""
   extras.check('serve')
   from sdpo_jax.serving.web.server import ServiceProcess
 

@@ -1,10 +1,10 @@
 """Makes, lists and revokes the API keys of a service.
 
   python -m launch.serve_key --keys=keys.jsonl --owner=ada                  # a new key, printed once
-  python -m launch.serve_key --keys=keys.jsonl                              # which there are
+  python -m launch.serve_key --keys=keys.jsonl                              # lists the keys
   python -m launch.serve_key --keys=keys.jsonl --revoke=ID
 
-The file holds digests: a key that is lost is replaced, not recovered. Keys with one owner reach the same adapters. A
+The file holds digests only: a lost key can be replaced but not recovered. Keys of one owner reach the same adapters. A
 service that uses the file (serve.http.keys) follows every change at once.
 """
 
@@ -17,18 +17,19 @@ from absl import flags
 from sdpo_jax import command
 from sdpo_jax.errors import UserError
 
-FILE = flags.DEFINE_string('keys', None, 'File of the keys, made if it is not there.', required=True)
-OWNER = flags.DEFINE_string('owner', None, 'Whose adapters a new key reaches.')
+FILE = flags.DEFINE_string('keys', None, 'File of the keys, created if needed.', required=True)
+OWNER = flags.DEFINE_string('owner', None, 'Make a new key, which reaches the adapters of this owner.')
 NAME = flags.DEFINE_string('name', 'key', 'Label of a new key.')
-REVOKE = flags.DEFINE_string('revoke', None, 'Id of a key that is to be refused from now on.')
+REVOKE = flags.DEFINE_string('revoke', None, 'Id of a key to refuse from now on.')
 
 
 def main() -> None:
+  """Make, revoke or list keys; a new key goes to stdout, everything else about it to stderr."""
   from sdpo_jax.serving.web import keys
 
   path = pathlib.Path(FILE.value).expanduser()
   if OWNER.value is not None and REVOKE.value is not None:
-    raise UserError('--owner makes a key and --revoke takes one away: give one of them.')
+    raise UserError('--owner makes a key and --revoke takes one away: give only one of them.')
   if OWNER.value is not None:
     secret, key = keys.add(path, OWNER.value, NAME.value)
     print(f'The key {key.id} of {key.owner}, shown only now:', file=sys.stderr)

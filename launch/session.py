@@ -1,23 +1,24 @@
-"""Works with a model that learns when told no: shows its tool calls, asks, runs them here, says what it learned.
+"""Runs an agent that learns when its tool calls are denied.
 
   python -m launch.session --config=configs/session_quickstart.py --workspace=DIR
   python -m launch.session --url=http://127.0.0.1:8420 --adapter=NAME --workspace=DIR
   python -m launch.session --resume
   python -m launch.session --workspace=DIR --script=FILE
 
-Without --url it starts a service of its own (python -m launch.serve) and stops it at its end; the model is served
-there, and its tools run here, in the workspace and nowhere else. docs/sessions.md has a whole conversation. /help lists
-what can be typed. A service that needs a key takes it from the variable SDPO_API_KEY.
+It shows every tool call, asks whether to run it, and says what was learned from a denial. Without --url it starts a
+service of its own (python -m launch.serve), and stops it at the end. The model is served there; its tools run here, in
+the workspace and nowhere else. docs/sessions.md has a whole conversation. /help lists what can be typed. If the service
+needs a key, set the environment variable SDPO_API_KEY.
 
 --script: one input per line, from a file or, with -, from a pipe: a text, y, a PATTERN, n REASON, e JSON, t, q, or a
-/command. # begins a comment, and a space a text that looks like a decision. The transcript goes to stdout, all else to
-stderr.
+/command. # begins a comment, and a space a text that looks like a decision. The transcript goes to stdout, everything
+else to stderr.
 
-Everything shown and decided is in ~/.local/state/sdpo_jax/sessions/ID.jsonl (--state, or XDG_STATE_HOME), and --resume
-continues from it, even after a crash.
+All that is shown and decided is stored in ~/.local/state/sdpo_jax/sessions/ID.jsonl (--state, or XDG_STATE_HOME), and
+--resume continues from there, even after a crash.
 
-Exit codes: 0 left, or a script was run to its end; 1 a script was not: a request was refused, the service was lost, or
-a call is still undecided; 2 bad input, named in a sentence; 130 ended by Ctrl-C.
+Exit codes: 0 the user left, or a script was run to its end; 1 a script was not, since a request was refused, the
+service was lost, or a call is still undecided; 2 bad input, named in a sentence; 130 ended by Ctrl-C.
 """
 
 from typing import Any
@@ -32,45 +33,46 @@ class Optional(flags.Flag):
 
   def __init__(self, **values: Any):
     super().__init__(flags.ArgumentParser(), flags.ArgumentSerializer(), **values)
-    self.boolean = True  # Tells the parser that no value need follow.
+    self.boolean = True  # Tells the parser that the flag needs no value.
 
 
-URL = flags.DEFINE_string('url', None, 'Address of a service that runs, such as http://127.0.0.1:8420.')
+URL = flags.DEFINE_string('url', None, 'Address of a running service, such as http://127.0.0.1:8420.')
 CONFIG = flags.DEFINE_string(
   'config',
   None,
-  'Config of the service that is started without --url, configs/session_quickstart.py if unset; change one setting of '
-  'it with --config.section.name=value.',
+  'Config of the service that is started without --url; configs/session_quickstart.py if unset. Change a setting with '
+  '--config.section.name=value.',
 )
 ADAPTER = flags.DEFINE_string(
-  'adapter', None, "Adapter that learns, by name or id; made if there is none. 'session' if unset."
+  'adapter', None, "Name or id of the adapter that learns, created if needed; 'session' if unset."
 )
 WORKSPACE = flags.DEFINE_string('workspace', None, 'Folder that the tools read and write; the current one if unset.')
 SCRIPT = flags.DEFINE_string('script', None, 'File with one input per line; - for the standard input.')
 POLICY = flags.DEFINE_string(
   'policy',
   None,
-  'File of rules that say which calls run without asking, and which never do, one per line (docs/sessions.md) or as '
+  'File of rules about which calls run without asking, and which never run, one per line (docs/sessions.md) or as '
   'JSON: [{"rule": "allow", "tool": "read", "pattern": "**"}]; ask, the default, asks about all.',
 )
-STATE = flags.DEFINE_string('state', None, 'Folder of the histories of sessions.')
+STATE = flags.DEFINE_string('state', None, 'Folder for the histories of sessions.')
 SYSTEM = flags.DEFINE_string('system', None, 'System message of a new session.')
 SETTINGS = flags.DEFINE_string(
   'settings', None, 'JSON file with further settings of a new session, such as {"min_sdpo_examples": 4}.'
 )
 SEED = flags.DEFINE_integer(
-  'seed', None, 'Makes proposals repeatable; turn n is drawn with seed + n, and so again by /retry.', lower_bound=0
+  'seed', None, 'Makes proposals reproducible: turn n is sampled with seed + n, also after /retry.', lower_bound=0
 )
 RESUME = flags.DEFINE_flag(
   Optional(
     name='resume',
     default=None,
-    help_string='Goes on with a session: --resume=ID, or --resume alone for the newest.',
+    help_string='Continue a session: --resume=ID, or --resume alone for the newest.',
   )
 )
 
 
 def main() -> int:
+  """Run the session; return its exit code."""
   extras.check('session')
   from sdpo_jax.terminal import program
 

@@ -1,45 +1,45 @@
 #!/usr/bin/env bash
-# A Cloud TPU slice, from queued resource to finished run, with plain gcloud. Prints every gcloud command that it runs.
+# Runs a command on a Cloud TPU slice, from queued resource to finished run. Prints every gcloud command that it runs.
 #
 #   launch/tpu_slice.sh VERB --name=sdpo --zone=ZONE [flags] [-- COMMAND…]
 #
-#   run      all of it, through preemptions; needs --type and COMMAND
-#   create   asks for the slice, waits for it; needs --type
-#   install  copies this checkout to all workers, installs requirements
+#   run      create, install, start and watch; needs --type and COMMAND
+#   create   requests the slice and waits for it; needs --type
+#   install  copies this checkout to all workers, and installs the requirements
 #   start    starts COMMAND on all workers; it outlives the connection
-#   watch    waits for its end; starts it again after a preemption; needs --type and COMMAND
+#   watch    waits for its end, and starts it again after preemptions; needs --type and COMMAND
 #   logs     follows the log of one worker
-#   status   state of the slice; of each worker whether COMMAND runs, or its exit code, and the last line of the log
-#   stop     SIGTERM to all workers: the run saves, then ends
-#   delete   gives the slice back
+#   status   state of the slice; for each worker whether COMMAND runs or its exit code, and the last line of the log
+#   stop     sends SIGTERM to all workers: the run saves, then ends
+#   delete   releases the slice
 #
-# COMMAND is that of one worker: python -m launch.train --config=configs/NAME.py --workdir=gs://BUCKET/runs/NAME
-# A run that is to survive a preemption needs a --workdir in a bucket: the disks of the workers go with the slice.
+# COMMAND runs on every worker: python -m launch.train --config=configs/NAME.py --workdir=gs://BUCKET/runs/NAME
+# To survive preemptions, a run needs a --workdir in a bucket: the disks of the workers are lost with the slice.
 #
-#   --name=…      what the slice is called
-#   --zone=…      where it is
-#   --project=…   gcloud's default if unset
+#   --name=…      name of the slice
+#   --zone=…      its zone
+#   --project=…   its project; gcloud's default if unset
 #   --type=…      v5litepod-8, v5litepod-16, v5litepod-64, v5litepod-256, …
-#   --spot        asks for capacity that can be taken away
-#   --runtime=…   the image; v2-alpha-tpuv5-lite if unset
-#   --worker=0    whose log
-#   --poll_s=60   seconds between looks at the slice
-#   --wait_s=300  seconds that install and start wait for the run before to end, such as one that saves
-#   --dry_run     prints the gcloud commands, runs none
+#   --spot        requests spot capacity, which can be preempted
+#   --runtime=…   image of the workers; v2-alpha-tpuv5-lite if unset
+#   --worker=0    worker whose log is shown
+#   --poll_s=60   seconds between checks of the slice
+#   --wait_s=300  seconds that install and start wait for the previous run to end, for example while it saves
+#   --dry_run     prints the gcloud commands without running them
 #
-# Exit codes: 0 done; 1, 2, 3 those of the command, which starting again would not mend; 2 also for wrong flags; 4 the
-# slice could not be had; 5 worker 0 could not be reached, or the run not started again, ten times in a row.
+# Exit codes: 0 done; 1, 2, 3 those of the command, if starting it again would not help; 2 also for wrong flags; 4 the
+# slice could not be created; 5 worker 0 could not be reached, or the run not started again, ten times in a row.
 set -euo pipefail
 
-readonly MISSES=10  # Looks in a row at an ACTIVE slice that may fail; at 60 s each, more than a worker takes to boot.
+readonly MISSES=10  # Checks of an ACTIVE slice that may fail in a row; at 60 s each, longer than a worker boots.
 
-# What the workers are told is made of these, one line each, since it is printed.
+# Puts a script for the workers on one line, since the command is printed.
 one_line() {
   tr -s '\n ' ' ' | sed 's/ $//'
 }
 
-# Whether a process of the run's group is alive: the wrapper, the command, or what they left behind. Zombies are not,
-# nor is whatever has that number since the worker was booted again.
+# Whether a process of the run's group is alive: the wrapper, the command, or their children. Zombies are not, nor is a
+# process that has the number after a reboot of the worker.
 ALIVE=$(one_line <<'END'
 alive() {
   read -r group boot < ~/sdpo_run/group && [ "$boot" = "$(cat /proc/sys/kernel/random/boot_id)" ] &&
@@ -48,7 +48,7 @@ alive() {
 END
 )
 
-# Waits for the run before to end, and lets one caller at a time go on: a TPU serves one process, a workdir one run.
+# Waits for the previous run to end, and admits one caller at a time: a TPU serves one process, a workdir one run.
 ALONE=$(one_line <<'END'
 mkdir -p ~/sdpo_run; exec 9> ~/sdpo_run/lock; flock 9 || exit; end=$(($(date +%s) + patience));
 while alive; do
@@ -58,14 +58,14 @@ done;
 END
 )
 
-# The command in its group. SIGTERM goes to all of the group; the wrapper outlives it to say how the command ended.
+# Runs the command in a group. SIGTERM goes to the whole group; the wrapper survives it to record the exit code.
 WRAPPER=$(one_line <<'END'
 trap : TERM; echo "$$ $(cat /proc/sys/kernel/random/boot_id)" > ~/sdpo_run/group; PATH=$HOME/sdpo_venv/bin:$PATH; "$@";
 echo $? > ~/sdpo_run/exit_code.new && mv ~/sdpo_run/exit_code.new ~/sdpo_run/exit_code
 END
 )
 
-# Who looks next must find the group.
+# Waits until the group is recorded, so that later calls find it.
 STARTED=$(one_line <<'END'
 end=$(($(date +%s) + 30));
 until [ -s ~/sdpo_run/group ]; do
@@ -75,7 +75,7 @@ done
 END
 )
 
-# The exit code is read again after the look at the group: it may have been written in between.
+# Reads the exit code again after checking the group, since it may have been written in between.
 OUTCOME=$(one_line <<'END'
 outcome() {
   cat ~/sdpo_run/exit_code 2> /dev/null || { alive && echo running; } || cat ~/sdpo_run/exit_code 2> /dev/null ||
@@ -126,8 +126,8 @@ read_flags() {
     esac
     shift
   done
-  [[ -n $name ]] || complain '--name=… is required: what the slice is called.'
-  [[ -n $zone ]] || complain '--zone=… is required: where the slice is.'
+  [[ -n $name ]] || complain '--name=… is required: the name of the slice.'
+  [[ -n $zone ]] || complain '--zone=… is required: the zone of the slice.'
   [[ $poll =~ ^[0-9]+(\.[0-9]+)?$ ]] || complain "--poll_s=$poll must be a number of seconds."
   [[ $patience =~ ^[0-9]+$ ]] || complain "--wait_s=$patience must be a whole number of seconds."
 }
@@ -154,7 +154,7 @@ run_gcloud() {
   [[ -n $dry ]] || gcloud "$@"
 }
 
-on_slice() {  # what it is about, its verb, other arguments
+on_slice() {  # kind of resource, verb, further arguments
   run_gcloud compute tpus "$1" "$2" "$name" "--zone=$zone" ${project:+"--project=$project"} "${@:3}"
 }
 
@@ -163,7 +163,7 @@ ssh_to() {  # worker (or all), remote command
 }
 
 describe() {
-  on_slice queued-resources describe '--format=value(state.state)' || true  # Empty: it cannot be seen.
+  on_slice queued-resources describe '--format=value(state.state)' || true  # Empty: unknown.
 }
 
 state() {
@@ -198,7 +198,7 @@ install() {
   run_gcloud compute tpus tpu-vm scp "$folder/code.tar.gz" "$name:sdpo_jax.tar.gz" "--zone=$zone" \
     ${project:+"--project=$project"} --worker=all
   rm -rf "$folder"
-  # uv, because the image's own Python may be older than 3.11. Huge pages: without, libtpu starts slowly.
+  # uv, because the Python of the image may be older than 3.11. Huge pages, because libtpu starts slowly without them.
   ssh_to all "set -e; patience=$patience; $ALIVE $ALONE mkdir -p ~/sdpo_jax; tar xzf ~/sdpo_jax.tar.gz -C ~/sdpo_jax; \
 python3 -m pip install --user --quiet uv; cd ~/sdpo_jax; \
 python3 -m uv venv --quiet --allow-existing --python=3.12 ~/sdpo_venv; \
@@ -210,7 +210,7 @@ start() {
   need_command
   local line
   line=$(printf '%q ' "${command[@]}")
-  # In a session of its own, so that it outlives the connection.
+  # In its own session, so that it outlives the connection.
   ssh_to all "cd ~/sdpo_jax || exit; patience=$patience; $ALIVE $ALONE rm -f ~/sdpo_run/exit_code ~/sdpo_run/group; \
 setsid nohup bash -c '$WRAPPER' run $line >> ~/sdpo_run/log 2>&1 < /dev/null 9>&- & $STARTED"
 }
@@ -220,15 +220,15 @@ outcome() {
   [[ -z $dry ]] || echo 0
 }
 
-# What went wrong; ends the watching when it does so again and again.
+# Reports that a check failed, and gives up after too many in a row.
 miss() {
   misses=$((misses + 1))
   if ((misses >= MISSES)); then
-    echo "$1 $misses times in a row: the watching ends. The slice $name is kept, the run may go on: look with" \
+    echo "$1 $misses times in a row: giving up. The slice $name is kept, and the run may go on: check with" \
       "'$0 status …' and 'gcloud compute tpus tpu-vm describe $name --zone=$zone', then watch again, or delete it." >&2
     exit 5
   fi
-  echo "$1 ($misses of $MISSES times): looking again." >&2
+  echo "$1 ($misses of $MISSES times): trying again." >&2
 }
 
 restart() {
@@ -246,9 +246,9 @@ watch() {
   while true; do
     now=$(state)
     if [[ -z $now ]]; then
-      echo "The state of the slice $name cannot be seen; trying again." >&2
+      echo "The state of the slice $name cannot be read; trying again." >&2
     elif [[ $now == SUSPENDING || $now == SUSPENDED || $now == FAILED ]]; then
-      echo "The slice $name is $now: asking for it again; the run resumes from its last checkpoint." >&2
+      echo "The slice $name is $now: requesting it again; the run resumes from its last checkpoint." >&2
       on_slice queued-resources delete --force --quiet || true
       create
       install
@@ -267,8 +267,8 @@ watch() {
           restart
           ;;
         lost)
-          echo 'The run on worker 0 is gone without an exit code (killed, out of memory, or the worker was booted' \
-            'again): starting it again; it resumes from its last checkpoint.' >&2
+          echo 'The run on worker 0 is gone without an exit code (killed, out of memory, or the worker was' \
+            'rebooted): starting it again; it resumes from its last checkpoint.' >&2
           restart
           ;;
         'not started')

@@ -4,14 +4,14 @@
   python -m launch.train --config=configs/quickstart.py --workdir=runs/mine --config.optimizer.lr=1e-4
   python -m launch.train --config=configs/quickstart_lora.py --workdir=runs/more --adapter=DIR
 
-The same command with the same --workdir continues where the run stopped. --help_settings lists every
-setting, --help_settings=teacher those of a section or those that mention a word.
+The same command with the same --workdir continues where the run stopped. --help_settings lists every setting,
+--help_settings=teacher the settings of a section or those that mention a word.
 
-Exit codes: 0 done; 2 bad input, or nothing learned for too long (trainer.max_skipped_steps), named in a sentence; 3
-stopped by an alarm (alarms.rules), with a checkpoint; 70 no progress for too long (trainer.watchdog_limit_s); 75 one of
-several processes is gone or never came, named in a sentence; 130 interrupted for a second time, or before the run
-began; 143 told to stop by SIGTERM or Ctrl-C: the last finished step is saved, within trainer.preemption_grace_s. After
-70, 75, 130 and 143 the same command resumes.
+Exit codes: 0 done; 2 bad input, or too many skipped steps (trainer.max_skipped_steps), named in a sentence; 3 stopped
+by an alarm (alarms.rules), with a checkpoint; 70 no progress for too long (trainer.watchdog_limit_s); 75 one of several
+processes was lost or never joined, named in a sentence; 130 interrupted for a second time, or before the run began; 143
+stopped by SIGTERM or Ctrl-C, after saving the last finished step within trainer.preemption_grace_s. After 70, 75, 130
+and 143 the same command resumes.
 """
 
 from absl import flags
@@ -24,16 +24,17 @@ WORKDIR = flags.DEFINE_string(
 RESTART = flags.DEFINE_bool(
   'restart',
   False,
-  'Begin again at step 0 where a run has lost its checkpoints; what is left of it is moved to before_restart/<n> in '
-  'the --workdir. Where there is a checkpoint, it is resumed all the same.',
+  'Begin again at step 0 if a run has lost its checkpoints; what is left of it is moved to before_restart/<n> in the '
+  '--workdir. If there is a checkpoint, the run resumes as usual.',
 )
 command.define_config()
-command.define_adapter('Training goes on from it, with its rank, alpha and matrices (model.lora.path).')
-command.define_cartridge('Training goes on from it, with its slots (model.cartridge.path).')
+command.define_adapter('Training continues from it, with its rank, alpha and matrices (model.lora.path).')
+command.define_cartridge('Training continues from it, with its slots (model.cartridge.path).')
 command.define_cluster()
 
 
 def main() -> int:
+  """Train, print the summary on process 0, and return the exit code."""
   import jax
 
   from sdpo_jax.training import closing_text, loop, preemption

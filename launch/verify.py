@@ -1,14 +1,14 @@
-"""Checks a run's files, or a model directory, bit for bit, and says what would be lost if the run stopped now.
+"""Verifies the files of a run or a model, bit for bit.
 
   python -m launch.verify --workdir=runs/mine
   python -m launch.verify --model=my_model
 
-Nothing is changed, the run may be in progress, and neither a model nor an accelerator is needed. Prints a line per
-item: `ok`, `note` or `damaged`. Every array and file of every checkpoint is compared with the digests in its manifest,
-every file of a model with those in its SHA256SUMS.
+Compares every array and file of every checkpoint with the digests in its manifest, or every file of a model with those
+in its SHA256SUMS. Prints a line per item, `ok`, `note` or `damaged`, and what would be lost if the run stopped now.
+Nothing is changed, the run may be in progress, and neither a model nor an accelerator is needed.
 
-Exit codes: 0 all is intact; 1 something is damaged, and an intact checkpoint remains; 2 there is nothing to resume
-from, a file of the model is damaged, or bad input.
+Exit codes: 0 everything is intact; 1 something is damaged, but an intact checkpoint remains; 2 there is nothing to
+resume from, a file of the model is damaged, or bad input.
 """
 
 from absl import flags
@@ -20,6 +20,7 @@ MODEL = flags.DEFINE_string('model', None, 'Hugging Face model directory to chec
 
 
 def main() -> int:
+  """Verify a run or a model, print a line per item, and return the exit code."""
   from sdpo_jax.inference import verify
 
   return verify.verify(WORKDIR.value, MODEL.value, lambda text: print(text, flush=True))

@@ -1,1 +1,1 @@
-"""Language models: decoders, their cache, Hugging Face import and export, tokenizers."""
+"""Language models: decoders, key-value caches, adapters, tokenizers, and import from and export to Hugging Face."""

@@ -1,4 +1,4 @@
-"""The key-value cache of a decode loop: rows with their own lengths, and the tokens of the last few decode steps.
+"""The key-value cache of a decode loop: rows of different lengths, and the tokens of the last few decode steps.
 
 A row is a row of the batch; a slot is the place of one token in it.
 """
@@ -12,9 +12,9 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-# A model with up to this many layers is decoded layer by layer from one array each, which saves copying a layer out of
-# the stack at every step: half of a step's time if the model is small. Deeper ones are scanned, so that compile time
-# does not grow with depth.
+# Models with up to this many layers have an array per layer and an unrolled decode step, which need not copy layers out
+# of a stack: that would take half of a small model's step. Deeper models are scanned, so that compile time does not
+# grow with depth.
 SHALLOW = 8
 
 Store = jax.Array | tuple[jax.Array, ...]
@@ -33,6 +33,7 @@ class Stores:
 
   @property
   def stacked(self) -> bool:
+    """Whether all layers share one array."""
     return not isinstance(self.keys, tuple)
 
 
@@ -40,8 +41,8 @@ class Stores:
 class Recent:
   """The R slots that the last few decode steps have added to all rows.
 
-  All rows append at the same slot, which is one contiguous write per layer; `commit` later moves the tokens to the end
-  of each row.
+  All rows append at the same slot, which is one contiguous write per layer; `commit` later moves the tokens to the ends
+  of their rows.
   """
 
   stores: Stores
@@ -53,7 +54,7 @@ class KVCache:
   """Keys and values of the tokens seen so far, in C slots of each of B rows.
 
   The token at position p of a row is in its slot p: rows are left-aligned and hold no padding. The tokens in `recent`
-  follow those here. After its B rows the stores may have more, unused since `compact`.
+  come after these. The stores may have more than B rows, which are unused after `compact`.
   """
 
   stores: Stores
@@ -94,12 +95,12 @@ def slots(cache: KVCache | Recent) -> int:
 
 
 def store_rows(cache: KVCache) -> int:
-  """Return the number of rows of the stores, including rows that are no longer in use."""
+  """Return the number of rows of the stores, including unused ones."""
   return jax.tree.leaves(cache.stores.values)[0].shape[-4]
 
 
 def axes(cache: KVCache) -> KVCache:
-  """Return a cache-shaped tree of each array's logical axes ('rows', 'kv_heads' or None)."""
+  """Return a tree like the cache, with each array's logical axes: 'rows', 'kv_heads' or None."""
 
   def names(leaf: jax.Array) -> tuple[str | None, ...]:
     leading = {1: ('rows',), 4: ('rows', 'kv_heads'), 5: (None, 'rows', 'kv_heads')}.get(leaf.ndim, ())
@@ -109,7 +110,7 @@ def axes(cache: KVCache) -> KVCache:
 
 
 def commit(cache: KVCache, live: jax.Array) -> KVCache:
-  """Return the cache with its recent tokens appended to each row and no `recent`; rows not `live` are empty.
+  """Return the cache with the recent tokens moved to the ends of their rows; rows that are not `live` become empty.
 
   Args:
     cache: cache with at least as many free slots in every live row as `recent` has.
@@ -123,16 +124,16 @@ def commit(cache: KVCache, live: jax.Array) -> KVCache:
 
     return _by_slots(put, stores, recent.stores)
 
-  # libtpu 0.0.42 mistakes the results of a loop here for those of the decode loop before it.
+  # libtpu 0.0.42 confuses the results of a loop here with those of the decode loop before it.
   stores = lax.fori_loop(0, live.shape[0], move, cache.stores, unroll=cache.stores.stacked)
   return KVCache(stores, jnp.where(live, cache.lengths + recent.length, 0))
 
 
 def copy_rows(into: KVCache, rows: KVCache, source: jax.Array, target: jax.Array, count: jax.Array | int) -> KVCache:
-  """Copy row source[i] of `rows` to row target[i] of `into` for i < `count`; slots that `into` lacks are left out.
+  """Copy row source[i] of `rows` to row target[i] of `into` for i < `count`, as many slots as both caches have.
 
   Args:
-    into: updated in place if its buffers may be reused.
+    into: cache to copy to; updated in place if it is donated.
     rows: a cache with the same layers and heads.
     source: [K] int32.
     target: [K] int32.
@@ -157,10 +158,10 @@ def copy_rows(into: KVCache, rows: KVCache, source: jax.Array, target: jax.Array
 
 
 def compact(cache: KVCache, source: jax.Array) -> KVCache:
-  """Return the cache with only K rows, row i being the former row source[i]; the stores keep their size.
+  """Return the cache with K rows, row i being the former row source[i]; the stores keep their size.
 
   Args:
-    cache: cache without recent tokens; donate it.
+    cache: cache without recent tokens, which should be donated.
     source: [K] int32, each entry its own index or an index from K on.
   """
   source = jnp.asarray(source)
@@ -196,13 +197,13 @@ def shortened(cache: KVCache, length: int) -> KVCache:
 
 
 def append_layer(stores: Stores, key: jax.Array, value: jax.Array, layer: jax.Array | int, slot: jax.Array) -> Stores:
-  """Return the stores with one layer's new keys and values written, in place if the buffers may be reused.
+  """Return the stores with one layer's new keys and values written, in place if they are donated.
 
   Args:
     stores: stores of all layers.
     key: [B, S, KV, head_dim] of the new tokens.
     value: [B, S, KV, head_dim].
-    layer: index of the layer; a Python integer where stores are not stacked.
+    layer: index of the layer; a Python integer if the stores are not stacked.
     slot: [] int32, slot of the first token.
   """
   key, value = _widened(key.swapaxes(1, 2), stores), _widened(value.swapaxes(1, 2), stores)
@@ -262,7 +263,7 @@ def _is_unstacked(node: object) -> bool:
 def _by_slots(
   function: Callable[[int, jax.Array, jax.Array], jax.Array], into: Stores, new: Stores, stacked: bool | None = None
 ) -> Stores:
-  """Return stores whose arrays are `function(axis of the slots, array of into, array of new)`."""
+  """Return stores whose arrays are function(axis of the slots, array of `into`, array of `new`)."""
   stacked = into.stacked if stacked is None else stacked
   at = {'keys': -2 if stacked else -1, 'values': -2, 'key_scales': -1, 'value_scales': -1}
 

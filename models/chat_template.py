@@ -1,18 +1,15 @@
-"""Chat templates: reading them from files, and probing how they format conversations."""
+"""Chat templates: probes of how they format conversations."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-import os
 from typing import Any
 
-from etils import epath
 import jinja2
 
-from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.models.control_tokens import Tokenizer, control_strings
 
-# Errors of a template on a conversation that it was not made for, raised on purpose or by its handling of messages.
+# Errors that a template may raise, on purpose or not, for a conversation that it was not made for.
 TEMPLATE_ERRORS = (
   jinja2.TemplateError,
   ArithmeticError,
@@ -25,34 +22,14 @@ TEMPLATE_ERRORS = (
 PROBE = 'qzx'  # A text that no template writes or changes.
 
 
-def read(path: str | os.PathLike) -> str:
-  """Return the chat template in a Jinja file, local or any that `etils.epath` opens.
-
-  Raises:
-    UserError: the file cannot be read, or is empty.
-  """
-  try:
-    text = epath.Path(path).expanduser().read_text(encoding='utf-8')
-  except ImportError as error:
-    raise UserError(f'model.chat_template={path} needs a package that is not installed: {error}.') from error
-  except Exception as error:  # Object stores raise many types of errors; all mean the same here.
-    raise UserError(
-      f'model.chat_template={path} cannot be read ({first_line(error)}): name a file that holds a chat template '
-      '(Jinja).'
-    ) from error
-  if not text.strip():
-    raise UserError(f'model.chat_template={path} is empty: name a file that holds a chat template (Jinja).')
-  return text
-
-
 def text_of(tokenizer: Tokenizer) -> str | None:
-  """Return the template of conversations without tools; None: there is none."""
+  """Return the template for conversations without tools; None if there is none."""
   template = tokenizer.chat_template
   return template.get('default') if isinstance(template, Mapping) else template
 
 
 def unread(tokenizer: Tokenizer, variables: Iterable[str]) -> list[str]:
-  """Return the variables whose names do not occur in the template's code and which therefore have no effect."""
+  """Return the variables that the template's code does not name, and that therefore have no effect."""
   names = {value for _, kind, value in jinja2.Environment().lex(text_of(tokenizer) or '') if kind == 'name'}
   return [name for name in variables if name not in names]
 
@@ -61,10 +38,10 @@ def is_dated(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> bool:
   """Return whether prompts depend on the current date.
 
   Args:
-    tokenizer: tokenizer with a chat template that accepts a user's message.
+    tokenizer: tokenizer whose chat template accepts a user's message.
     variables: variables of the template; some templates use a date among them instead.
   """
-  # Replace the function for the date by one that raises.
+  # Replace the function that returns the date with one that raises.
   refusing = (text_of(tokenizer) or '').replace('strftime_now', 'raise_exception')
   messages = [{'role': 'user', 'content': 'x'}]
   try:
@@ -77,7 +54,7 @@ def is_dated(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> bool:
 
 
 def has_system_turn(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> bool:
-  """Return whether the template writes a system message as a turn of its own that later messages do not change.
+  """Return whether the template writes a system message as a separate turn, which later messages do not change.
 
   Args:
     tokenizer: tokenizer with a chat template.
@@ -96,9 +73,9 @@ def has_system_turn(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> bool:
 
 
 def turn_end(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> str | None:
-  """Return the control token that the template writes after an answer of the assistant; None: it writes none.
+  """Return the control token that the template writes after an answer of the assistant; None if it writes none.
 
-  A model that was trained with the template ends its turns with it.
+  Models trained with the template end their turns with this token.
 
   Args:
     tokenizer: tokenizer with a chat template.
@@ -107,7 +84,7 @@ def turn_end(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> str | None:
   messages = [{'role': 'user', 'content': 'x'}, {'role': 'assistant', 'content': PROBE}]
   try:
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False, **variables)
-  except TEMPLATE_ERRORS:  # A template for single questions only, which is fine.
+  except TEMPLATE_ERRORS:  # The template is for single questions only, which is allowed.
     return None
   _, found, behind = text.rpartition(PROBE)
   strings = [string for string in control_strings(tokenizer) if found and string in behind]

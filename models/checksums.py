@@ -1,7 +1,7 @@
-"""SHA-256 of the files of a model directory: written by exports, compared if they are known.
+"""SHA-256 sums of the files of a model directory: exports write them, and loading compares those that are known.
 
-They are known from a file SHA256SUMS (`sha256sum -c SHA256SUMS` reads it, too), and in the Hugging Face hub's cache
-from its layout: a large file there is a link to one that is named by its SHA-256.
+They are known from a file SHA256SUMS (which `sha256sum -c SHA256SUMS` reads, too), and in the cache of the Hugging Face
+hub from its layout: a large file there is a link to a file named by its SHA-256.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.errors import UserError, first_line
 
 SUMS = 'SHA256SUMS'
-READERS = 4  # Files that are read at once.
+READERS = 4  # Number of files that are read at once.
 _SHA256 = re.compile(r'[0-9a-f]{64}')
 _LINE = re.compile(r'([0-9a-f]{64}) [ *](?:\./)?(.+)')
 
 
 def write(root: pathlib.Path, known: Mapping[str, str] = MappingProxyType({})) -> None:
-  """Write SHA256SUMS for all files in a directory; sums in `known` (name → SHA-256) are not computed."""
+  """Write SHA256SUMS for all files in a directory; the sums in `known` (name → SHA-256) are not computed again."""
   names = sorted(path.name for path in root.iterdir() if path.is_file() and path.name != SUMS)
   text = ''.join(f'{known.get(name) or sha256(root / name)}  {name}\n' for name in names)
   (root / SUMS).write_text(text, encoding='utf-8')
@@ -44,8 +44,8 @@ def known(root: pathlib.Path) -> dict[str, str]:
 def differences(root: pathlib.Path, expected: Mapping[str, str]) -> dict[str, UserError]:
   """Compare files of a model directory with their SHA-256; return an error for each that differs, by name.
 
-  Several files are read at once. In a run of several processes all call this together, and each compares its share of
-  the files that it has in common with others; a process that finds a difference ends the run.
+  Several files are read at once. In a run of several processes all must call this together; files that they share on
+  one disk are divided among them. A process that finds a difference ends the run.
   """
   names = _share(root, sorted(expected))
   with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as readers:
@@ -56,8 +56,8 @@ def differences(root: pathlib.Path, expected: Mapping[str, str]) -> dict[str, Us
 def _share(root: pathlib.Path, names: Sequence[str]) -> Sequence[str]:
   """Return the files that this process compares.
 
-  A file with the same inode, size and change time in several processes is on a disk that they share, and one of them
-  compares it. A process compares all files on a disk of its own, since no other process reads it.
+  A file with the same inode, size and change time in several processes is on a shared disk, and one of them compares
+  it. Each process compares all files on its own disk.
   """
   if jax.process_count() == 1:
     return names
@@ -68,7 +68,7 @@ def _share(root: pathlib.Path, names: Sequence[str]) -> Sequence[str]:
 
 
 def files_to_compare(identities: Sequence[Mapping[str, tuple[int, ...]]], process: int) -> list[str]:
-  """Return the files that a process compares, given the identities of each process's files."""
+  """Return the files that `process` compares, given the identities of the files of every process."""
   taken = []
   for index, name in enumerate(sorted(set().union(*identities))):
     sharing = [other for other, seen in enumerate(identities) if seen.get(name) == identities[process].get(name)]
@@ -78,15 +78,15 @@ def files_to_compare(identities: Sequence[Mapping[str, tuple[int, ...]]], proces
 
 
 def _difference(file: pathlib.Path, expected: str) -> UserError | None:
-  """Return the error of a file that has another SHA-256 or cannot be read; None if it is as expected."""
+  """Return an error if a file has another SHA-256 or cannot be read; None if it is as expected."""
   try:
     found = sha256(file)
   except OSError as error:
     return UserError(f'{file} cannot be read ({first_line(error)}): make it readable, or get it again.')
   if found != expected:
     return UserError(
-      f'{file} is not as it was written: its SHA-256 is {found[:16]}…, not {expected[:16]}…: get the file again, or '
-      f'export the model anew; if it was changed on purpose, correct its line in {SUMS}.'
+      f'{file} is not as it was written: its SHA-256 is {found[:16]}…, not {expected[:16]}…: get the file '
+      f'again, or export the model again; if it was changed on purpose, correct its line in {SUMS}.'
     )
   return None
 
@@ -112,15 +112,14 @@ def _listed(root: pathlib.Path) -> dict[str, str]:
     match = _LINE.fullmatch(line)
     if match is None:
       raise UserError(
-        f'{file}, line {number} is not a SHA-256 with the name of a file: restore it, or remove it to load the model '
-        'unchecked.'
+        f'{file}, line {number} is not a SHA-256 and a file name: restore it, or remove it to load the model unchecked.'
       )
     found[match[2]] = match[1]
   return found
 
 
 def _cached(root: pathlib.Path) -> dict[str, str]:
-  """Return the SHA-256 of files that link to blobs of the hub's cache, whose names are their sums."""
+  """Return the SHA-256 of files that are links to blobs in the hub's cache, which are named by their SHA-256."""
   links = (path for path in root.iterdir() if path.is_symlink())
   blobs = {path.name: pathlib.Path(os.path.realpath(path)) for path in links}
   return {

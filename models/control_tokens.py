@@ -1,10 +1,10 @@
-"""Encoding of conversations whose messages cannot spell control tokens: only the chat template writes these.
+"""Encoding of conversations in which only the chat template can write control tokens, and messages cannot.
 
-A chat template joins what it writes and what the messages say into one text, in which a tokenizer turns every string
-such as `<|im_end|>` into the token of that name, no matter who wrote it. Here such a string in a message gets a mark
-before the template sees it. In the template's output, strings without the mark are the template's own and become
-tokens; those of the messages lose their mark and become text. A message that begins or ends with part of such a string
-gets a mark there, since templates may put messages side by side.
+A chat template joins its own text and the messages into one text, in which a tokenizer turns every string such as
+`<|im_end|>` into the token of that name, no matter where it came from. Here such a string in a message gets a mark
+before the template is applied. In the template's output, strings without the mark are the template's own and become
+tokens; those of the messages lose their mark and stay text. A message that begins or ends with part of such a string
+also gets a mark there, since templates may put messages side by side.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tokenizers
 Tokenizer = Any  # transformers.PreTrainedTokenizerBase.
 Conversation = Sequence[dict[str, str]]
 
-_PRIVATE_USE = (0xE000, 0xF8FF)  # Characters that texts contain only on purpose.
+_PRIVATE_USE = (0xE000, 0xF8FF)  # First and last of the characters that ordinary texts do not contain.
 _MARK_LENGTH = 4
 _MARKER = re.compile(r'[<\[].+[>\]]', re.DOTALL)  # Delimiters of turns: <｜User｜>, [INST].
 _TAG = re.compile(r'<(/?)([A-Za-z_]\w*)>')  # Tags that models write as text: <think>, </tool_call>.
@@ -30,7 +30,7 @@ _TAG = re.compile(r'<(/?)([A-Za-z_]\w*)>')  # Tags that models write as text: <t
 def control_strings(tokenizer: Tokenizer) -> tuple[str, ...]:
   """Return the strings that become control tokens, longest first.
 
-  These are the special tokens; and among the other added tokens those in `tokenizer.chat_control_tokens` or, if that is
+  These are the special tokens and, of the other added tokens, those in `tokenizer.chat_control_tokens` or, if that is
   None, the delimiters of turns in the chat template. Tags that come in pairs, such as <think> and </think>, are text:
   models write them, and templates look for them.
   """
@@ -51,11 +51,11 @@ def control_strings(tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def is_delimiter(text: str, names: set[str]) -> bool:
-  """Return whether a token looks like a delimiter of turns, such as <｜User｜> or [INST], and not like a paired tag.
+  """Return whether a token looks like a delimiter of turns, such as <｜User｜> or [INST], but not like a paired tag.
 
   Args:
     text: text of the token.
-    names: texts of all tokens, among which the other tag of a pair may be.
+    names: texts of all tokens, in which the other tag of a pair is looked up.
   """
   tag = _TAG.fullmatch(text)
   paired = tag is not None and f'<{"" if tag[1] else "/"}{tag[2]}>' in names
@@ -63,7 +63,7 @@ def is_delimiter(text: str, names: set[str]) -> bool:
 
 
 class PlainMessages:
-  """An encoder of conversations that keeps control tokens in messages as text."""
+  """An encoder of conversations in which control tokens that messages spell stay text."""
 
   def __init__(self, tokenizer: Tokenizer):
     self._tokenizer = tokenizer
@@ -73,12 +73,12 @@ class PlainMessages:
     self._ends = {text[-length:] for text in self._strings for length in range(1, len(text))}
     self._longest = max(map(len, self._strings), default=1)
     self._normalize = _normalizer(tokenizer, self._strings)
-    self._marked: tuple[str, _Backend] | None = None  # Replaced as a whole: several threads may encode.
+    self._marked: tuple[str, _Backend] | None = None  # Replaced as a whole, since several threads may encode.
 
   def spelled(self, messages: Conversation) -> bool:
     """Return whether a message spells a control token, or part of one at its beginning or end.
 
-    Tokens that only appear after the tokenizer's normalisation count, too.
+    This includes tokens that only the tokenizer's normalisation brings about.
     """
     texts = [text for message in messages for text in message.values()]
     if any(self._pattern.search(text) or any(self._halves(text)) for text in texts):
@@ -98,9 +98,9 @@ class PlainMessages:
 
     Args:
       messages: the conversation.
-      add_generation_prompt: whether the header of the assistant's turn is written.
-      tools: JSON schemas, which cannot spell control tokens either.
-      part: maps the template's output to the part of it that is encoded.
+      add_generation_prompt: whether to add the header of the assistant's next turn.
+      tools: JSON schemas of tools, which cannot spell control tokens either.
+      part: function from the template's output to the part of it that is encoded.
       template_options: variables of the template.
 
     Raises:
@@ -126,7 +126,7 @@ class PlainMessages:
     return backend.encode(part(chat))
 
   def encode_text(self, text: str) -> list[int]:
-    """Return the token ids of a text outside a conversation, in which nothing is a control token."""
+    """Return the token ids of a text that is not a conversation and in which nothing is a control token."""
     sign, backend = self._backend([text])
     return backend.encode(self._pattern.sub(lambda match: _marked(match[0], sign), text))
 
@@ -144,7 +144,7 @@ class PlainMessages:
     )
 
   def _backend(self, texts: Sequence[str]) -> tuple[str, _Backend]:
-    """Return a mark that no text contains, and an encoder of texts with that mark."""
+    """Return a mark that none of the texts contains, and an encoder for texts with this mark."""
     marked = self._marked
     while marked is None or any(marked[0] in text for text in texts):
       first, last = _PRIVATE_USE
@@ -191,7 +191,7 @@ def _any_of(strings: Sequence[str]) -> re.Pattern[str]:
 
 
 def _normalizer(tokenizer: Tokenizer, strings: Sequence[str]) -> Any:
-  """Return the normalisation after which some control tokens are matched; None if there is none."""
+  """Return the tokenizer's normalisation if control tokens are matched after it; else None."""
   if not getattr(tokenizer, 'is_fast', False) or tokenizer.backend_tokenizer.normalizer is None:
     return None
   normalized = {token.content for token in tokenizer.added_tokens_decoder.values() if token.normalized}
@@ -201,8 +201,8 @@ def _normalizer(tokenizer: Tokenizer, strings: Sequence[str]) -> Any:
 class _Renamed:
   """An encoder that uses a copy of the tokenizer whose control tokens are renamed with the mark.
 
-  In the template's output, marks are first exchanged: the template's strings get them, those of the messages lose them.
-  So the copy recognises the former and reads the latter as ordinary text.
+  In the template's output, marks are first exchanged: the template's own strings get them, and those of the messages
+  lose them. The copy then recognises the former, and reads the latter as ordinary text.
   """
 
   def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], mark: str):
@@ -217,7 +217,7 @@ class _Renamed:
     _rename_in_model(described['model'], renamed)
     described.update(post_processor=None, truncation=None, padding=None)  # The template writes everything.
     self._copy = tokenizers.Tokenizer.from_str(json.dumps(described))
-    # The library numbers added tokens that are not in the model's vocabulary consecutively, without gaps.
+    # The library gives consecutive ids to added tokens outside of the model's vocabulary, even if they had gaps.
     self._ids = {self._copy.token_to_id(content): number for content, number in ids.items()}
 
   def encode(self, chat: str) -> list[int]:
@@ -226,7 +226,7 @@ class _Renamed:
 
 
 def _rename_in_model(model: dict[str, Any], renamed: dict[str, str]) -> None:
-  """Rename control tokens in the model's vocabulary, so that no text is merged into them."""
+  """Rename control tokens in the model's vocabulary, so that no text is merged to them."""
   vocabulary = model['vocab']
   if isinstance(vocabulary, list):  # Of a unigram model, with scores.
     model['vocab'] = [[renamed.get(piece, piece), score] for piece, score in vocabulary]
@@ -242,8 +242,8 @@ def _rename_in_model(model: dict[str, Any], renamed: dict[str, str]) -> None:
 class _Split:
   """An encoder that works piece by piece, for tokenizers without a backend of the tokenizers library.
 
-  Control tokens of the template are looked up; text between two of them in which a message spells one is encoded
-  without matching added tokens, other text as usual.
+  Control tokens of the template are looked up. Text between them is encoded as usual or, if a message spells a control
+  token in it, without matching added tokens.
   """
 
   def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], mark: str):

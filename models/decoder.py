@@ -26,7 +26,7 @@ from sdpo_jax.models.rope import rotate, rotation
 from sdpo_jax.types import Tree
 
 AnyAdapter = lora.Adapter | lora_pool.LoraPool | kv_prefix.KVPrefix
-TURNED = 'turned_unembedding'  # [D, V], in parameters that are cast for decoding.
+TURNED = 'turned_unembedding'  # The unembedding as [D, V], in parameters that are cast for decoding.
 ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
   'silu': jax.nn.silu,
   'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
@@ -34,7 +34,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
-  """Return x · rsqrt(mean x² + eps) · (weight + offset) over the axes of the weight, the last ones of x.
+  """Return x · rsqrt(mean x² + eps) · (weight + offset), with the mean over the axes of the weight, the last of x.
 
   It is computed in float32 and returned in the dtype of x.
   """
@@ -45,7 +45,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -
 
 
 def project(x: jax.Array, weight: jax.Array, inputs: int = 1) -> jax.Array:
-  """Return x [..., *in] · weight [*in, *out] over `inputs` axes, accumulated in float32, in the dtype of x."""
+  """Return x [..., *in] · weight [*in, *out], contracted over `inputs` axes, in the dtype of x."""
   size = math.prod(weight.shape[:inputs])
   y = _product(x.reshape(*x.shape[: x.ndim - inputs], size), weight.reshape(size, -1))
   return y.reshape(*y.shape[:-1], *weight.shape[inputs:])
@@ -63,12 +63,12 @@ def _dot(left: jax.Array, right: jax.Array, axes: tuple[tuple[int, ...], tuple[i
 
 
 def _product_forward(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  # Not by calling `_product`: rematerialisation policies look for matrix products, but not inside it.
+  # `_product` is not called, since rematerialisation policies would not find the matrix product inside it.
   return _dot(x, weight, ((x.ndim - 1,), (0,))), (x, weight)
 
 
 def _product_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-  # JAX's own rule multiplies the other way round and transposes the result, for which a CPU copies both factors.
+  # JAX's own rule multiplies in the other order and transposes the result, for which a CPU copies both operands.
   x, weight = kept
   rows = tuple(range(x.ndim - 1))
   return _dot(gradient, weight, ((gradient.ndim - 1,), (1,))), _dot(x, gradient, (rows, rows)).astype(weight.dtype)
@@ -85,9 +85,9 @@ class Layer(NamedTuple):
 
 
 class Block(nnx.Module):
-  """One decoder layer; its parameters may carry a leading layers axis, which a scan removes.
+  """A decoder layer; its parameters may have a leading layers axis, which a scan removes.
 
-  The parameter table alone determines which norms, biases and factors there are.
+  The parameter table determines which norms, biases and factors there are.
   """
 
   def __init__(
@@ -102,16 +102,16 @@ class Block(nnx.Module):
   def __call__(
     self, x: jax.Array, layer: Layer, matrices: jax.Array, halves: bool, mix: Callable
   ) -> tuple[jax.Array, Any]:
-    """Return x [B, S, D] after the layer, and `extra` from `mix(query, key, value) -> (mixed, extra)`."""
+    """Return x [B, S, D] after the layer, and the second result of `mix(query, key, value) -> (mixed, extra)`."""
     query, key, value = self.heads(self.norm('attention_norm', x), layer, matrices, halves)
     mixed, extra = mix(query, key, value)
     x = x + self.norm('attention_post_norm', self.linear('attention.output', mixed, layer, inputs=2))
     return x + self.norm('mlp_post_norm', self.gated(self.norm('mlp_norm', x), layer)), extra
 
   def linear(self, name: str, x: jax.Array, layer: Layer, inputs: int = 1) -> jax.Array:
-    """Return x [..., *in] times the named matrix [*in, *out] of the layer, plus its factors' term and its bias.
+    """Return x [..., *in] times the named matrix [*in, *out] of the layer, plus the term of its factors and its bias.
 
-    This is the only place where a layer multiplies by a matrix: every addition to a product is made here.
+    All products of a layer with its matrices are computed here.
     """
     y = project(x, self._parameter(name), inputs)
     if f'{name}_{lora.A}' in self.names:
@@ -127,12 +127,12 @@ class Block(nnx.Module):
     scale = self.adapter.by_name[f'layers.{name}'].scale(layer.index)
     if isinstance(self.adapter, lora_pool.LoraPool):
       return lora_pool.part(self.adapter, x, a, b, layer.members, scale, inputs)
-    # The factors' product is never added to the matrix itself: in bfloat16 it would be lost to rounding.
+    # The product of the factors is never added to the matrix itself, as bfloat16 would round it away.
     inner = project(x, a, inputs)
     return project((inner.astype(jnp.float32) * scale).astype(x.dtype), b)
 
   def slots(self) -> Prefix | None:
-    """Return keys and values [KV, P, head_dim] of the layer's slots, or [L, …] of all layers; None: there are none."""
+    """Return keys and values [KV, P, head_dim] of the layer's slots, or [L, …] of all layers; None without a prefix."""
     if not isinstance(self.adapter, kv_prefix.KVPrefix):
       return None
     parts = [(slot_names.FROZEN_KEY, slot_names.FROZEN_VALUE), (slot_names.KEY, slot_names.VALUE)]
@@ -144,7 +144,7 @@ class Block(nnx.Module):
     )
 
   def norm(self, name: str, x: jax.Array) -> jax.Array:
-    """Return x normalised with the weight of that name; x itself if the layer has none."""
+    """Return x after the norm with the weight `name`; x itself if the layer has no such norm."""
     if name not in self.names:
       return x
     return rms_norm(x, self._parameter(name), self.config.norm_eps, self.config.norm_offset)
@@ -154,14 +154,14 @@ class Block(nnx.Module):
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return queries [B, S, H, head_dim], rotated and scaled, and rotated keys and values [B, S, KV, head_dim]."""
     query, key, value = (self.linear(f'attention.{name}', x, layer) for name in ('query', 'key', 'value'))
-    # The scale of scores is applied here, so that it is not rounded to the compute dtype by itself.
+    # The scale of scores is applied to the float32 matrices, so that it is not rounded to the compute dtype by itself.
     scaled = matrices * self.config.query_scale
     query = rotate(self.norm('attention.query_norm', query), scaled, halves)
     key = rotate(self.norm('attention.key_norm', key), matrices, halves)
     return query, key, value
 
   def gated(self, x: jax.Array, layer: Layer) -> jax.Array:
-    """Return the MLP of x: down(activation(gate x) · up x)."""
+    """Return the output of the gated MLP: down(activation(gate x) · up x)."""
     activation = ACTIVATIONS[self.config.activation]
     gate, up = (self.linear(f'mlp.{name}', x, layer) for name in ('gate', 'up'))
     return self.linear('mlp.down', activation(gate) * up, layer)
@@ -171,7 +171,7 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-  """The whole model; its layers are one block with stacked parameters, to be scanned, or (`unrolled`) a list."""
+  """The whole model; its layers are one block with stacked parameters, which is scanned, or (`unrolled`) a list."""
 
   def __init__(
     self,
@@ -205,7 +205,7 @@ class Decoder(nnx.Module):
     """Return final hidden states [B, S, D] and the updated cache; arguments as in `DecoderPolicy.apply`."""
     config = self.config
     matrices_of = self._rotations(positions + self._slots)
-    # A cache without recent tokens is filled by these tokens, which attend only to themselves.
+    # A cache without `recent` is filled with these tokens, which attend only to each other.
     whole = cache is None or cache.recent is None
     slot, store = None, None
     if cache is not None:
@@ -242,7 +242,7 @@ class Decoder(nnx.Module):
         state, prefix, index = inputs
         return layer(nnx.merge(graph, state), prefix, *carry, index), None
 
-      # Join the slots of all layers at once: a decode loop then does it once, not in every layer of every step.
+      # Join the slots of all layers at once, which a decode loop then does once, not in every layer of every step.
       inputs = stacked, self.layers.slots(), jnp.arange(config.layers, dtype=jnp.int32)
       (x, store), _ = lax.scan(_remat(scanned, remat if cache is None else 'none'), (x, store), inputs)
     if cache is not None and whole:
@@ -253,7 +253,7 @@ class Decoder(nnx.Module):
     return rms_norm(x, self.final_norm[...], config.norm_eps, config.norm_offset), cache
 
   def _rotations(self, positions: jax.Array) -> Callable[[jax.Array | int], jax.Array]:
-    """Return a function from a layer's index to its rotation matrices, each of which is made once."""
+    """Return the function from a layer's index to its rotation matrices, each of which is computed once."""
     config = self.config
     made = [rotation(positions, config.head_dim, rope) for rope in config.ropes]
     if config.layer_ropes is None:
@@ -268,7 +268,7 @@ class Decoder(nnx.Module):
     return self.adapter.slots if isinstance(self.adapter, kv_prefix.KVPrefix) else 0
 
   def _seen(self, prefix: Prefix | None, positions: jax.Array, layer: jax.Array | int) -> Prefix | None:
-    """Return the prefix of a layer with its filled slots and the first slot [B, S] within each token's window."""
+    """Return the prefix of a layer with its number of filled slots and the first slot [B, S] in each token's window."""
     if prefix is None:
       return prefix
     if self.adapter.filling:
@@ -281,10 +281,10 @@ class Decoder(nnx.Module):
     first = jnp.maximum(positions + self._slots - window + 1, 0)
     return prefix.replace(first=jnp.where(window > 0, first, 0))
 
-  # The following methods return mix(query, key, value, prefix, stores of this call, layer) -> [B, S, H, head_dim].
+  # The following methods return mix(query, key, value, prefix, updated stores, layer) -> [B, S, H, head_dim].
 
   def _whole(self, backend, segment_ids, parents, sampling):
-    """Return the attention of whole sequences to themselves."""
+    """Return `mix` for attention of whole sequences to themselves."""
     starts = dispatch.segment_starts(segment_ids)
     windows = distinct_windows(self.config.windows)
     indices = jnp.asarray([windows.index(window) for window in self.config.windows or (0,) * self.config.layers])
@@ -308,7 +308,7 @@ class Decoder(nnx.Module):
     return mix
 
   def _onto(self, backend, positions, segment_ids, cache):
-    """Return the attention to all tokens in the cache, by the plain formula."""
+    """Return `mix` for attention to all tokens in the cache, by the plain formula."""
     del backend
     keys = [
       dispatch.in_slots(start, filled, kv_cache.slots(part))
@@ -335,7 +335,7 @@ class Decoder(nnx.Module):
     return mix
 
   def _onto_stacks(self, backend, positions, segment_ids, cache):
-    """Return the attention to all tokens in the cache, by the kernel that reads the stacks in place."""
+    """Return `mix` for attention to all tokens in the cache, by the kernel that reads the stacks in place."""
     windows = jnp.asarray(self.config.windows or (0,) * self.config.layers, jnp.int32)
     held, behind = self._held(segment_ids, cache)
 
@@ -348,9 +348,9 @@ class Decoder(nnx.Module):
 
   @staticmethod
   def _held(segment_ids, cache):
-    """Return (first position, slots filled), each [B] int32, of the cache and of its recent tokens, including new ones.
+    """Return (first position, slots filled), [B] int32 each, of the cache and of its recent tokens, with the new ones.
 
-    A row whose tokens are all padding reads nothing.
+    A row whose new tokens are all padding reads nothing.
     """
     live = jnp.any(segment_ids > 0, axis=1)
     recent, start = cache.recent.length + segment_ids.shape[1], jnp.zeros_like(cache.lengths)
@@ -361,8 +361,8 @@ class Decoder(nnx.Module):
 def _remat(layer: Callable, remat: str) -> Callable:
   """Return the layer with rematerialisation in its backward pass.
 
-  `remat` says what is recomputed: 'none', 'full' (all), 'save_attention' (all but attention) or 'dots' (all but matrix
-  products).
+  `remat` says what is recomputed: 'none', 'full' (everything), 'save_attention' (all but attention) or 'dots' (all but
+  matrix products).
   """
   if remat == 'none':
     return layer
@@ -371,7 +371,7 @@ def _remat(layer: Callable, remat: str) -> Callable:
     'save_attention': jax.checkpoint_policies.save_only_these_names(dispatch.RESIDUALS),
     'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
   }[remat]
-  # Inside a scan the loop itself keeps the compiler from merging the recomputation with the forward pass.
+  # Inside a scan, the loop itself keeps the compiler from merging the recomputation with the forward pass.
   return jax.checkpoint(layer, policy=saved, prevent_cse=False)
 
 
@@ -387,8 +387,8 @@ def _graph(config: Architecture, adapter: AnyAdapter | None, unrolled: bool) -> 
 class DecoderPolicy:
   """A decoder as a pure function of its parameters (`sdpo_jax.models.policy.Policy`); static under `jit`.
 
-  Full fine-tuning, the default, leaves the base empty. With an adapter all parameters are in the base, and its factors
-  or slots are the trainable tree. Without one, parameters whose names begin with one of `frozen` are in the base.
+  In full fine-tuning, the default, the base is empty. With an adapter, all parameters are in the base, and the factors
+  or slots are the trainable tree. Without one, parameters whose names begin with an entry of `frozen` are in the base.
   """
 
   config: Architecture
@@ -400,18 +400,22 @@ class DecoderPolicy:
 
   @property
   def vocab_size(self) -> int:
+    """See `sdpo_jax.models.policy.Policy.vocab_size`."""
     return self.config.vocab_size
 
   @property
   def reads_filled(self) -> bool:
+    """See `sdpo_jax.models.policy.Policy.reads_filled`."""
     return self.backend.stacked_cache
 
   @property
   def shares_prefixes(self) -> bool:
+    """See `sdpo_jax.models.policy.Policy.shares_prefixes`."""
     return self.config.windows is None and not isinstance(self.adapter, kv_prefix.KVPrefix)
 
   @property
   def pooled(self) -> bool:
+    """See `sdpo_jax.models.policy.Policy.pooled`."""
     return isinstance(self.adapter, lora_pool.LoraPool)
 
   def on(self, mesh: jax.sharding.Mesh | None, attention_setting: str = 'auto') -> DecoderPolicy:
@@ -434,15 +438,15 @@ class DecoderPolicy:
     return _table(self.config, self.frozen)
 
   def base_policy(self) -> DecoderPolicy:
-    """Return the model without its adapter; its parameters are the base, and the trainable tree must be empty."""
+    """Return the policy without its adapter; it takes the base alone, with an empty trainable tree."""
     return dataclasses.replace(self, adapter=None)
 
   def cast(self, base: Tree, trainable: Tree) -> tuple[Tree, Tree]:
     """See `sdpo_jax.models.policy.Policy.cast`.
 
-    Parameters are in compute dtype, except norm weights, which stay float32. A shallow model (`cache.SHALLOW`) has a
-    tree per layer under 'layers' instead of stacked arrays, and, if it is not sharded, an additional unembedding
-    [D, V]: with few rows, a CPU multiplies by it, which is half of such a model's step, in four fifths of the time.
+    Parameters are in compute dtype, except norm weights, which stay float32. A shallow model (`cache.SHALLOW`) gets a
+    tree per layer under 'layers' instead of stacked arrays and, if it is not sharded, an additional unembedding [D, V].
+    With few rows, a CPU multiplies by the latter in four fifths of the time, and that is half of such a model's step.
     """
     return self._cast(base), self._cast(trainable)
 
@@ -472,7 +476,7 @@ class DecoderPolicy:
   ) -> tuple[jax.Array, jax.Array, kv_cache.KVCache | None]:
     """See `sdpo_jax.models.policy.Policy.apply`.
 
-    Hidden states and unembedding are in compute dtype. States of padding (segment 0) are finite and without meaning.
+    Hidden states and unembedding are in compute dtype. States of padding (segment 0) are finite but meaningless.
     """
     if cache is not None or _is_cast(base) or _is_cast(trainable):
       params = parameters.merge(*self.cast(base, trainable))
@@ -498,7 +502,7 @@ class DecoderPolicy:
     return cache.replace(recent=kv_cache.Recent(empty.stores, jnp.zeros((), jnp.int32)))
 
   def _empty(self, rows: int, length: int, dtype: jnp.dtype, stacked: bool) -> kv_cache.KVCache:
-    """Return an empty cache; if stacked, with the sharding of rows and heads that the decoding kernel expects."""
+    """Return an empty cache; if stacked, its rows and heads are sharded as the decoding kernel expects."""
     config = self.config
     width = self.backend.cached_dim(config.head_dim)
     empty = kv_cache.init(config.layers, rows, config.kv_heads, length, width, dtype, stacked=stacked)
@@ -512,7 +516,7 @@ class DecoderPolicy:
     return empty.replace(stores=jax.tree.map(place, empty.stores))
 
   def _ready_to_gather(self, params: Tree, rows: int) -> Tree:
-    """Constrain stacked matrices to the sharding from which the layer loop gathers them, if rows span the mesh."""
+    """Return stacked matrices in the sharding from which the layer loop gathers them, if rows span the mesh."""
     mesh = self.backend.mesh
     if not self.backend.divided or rows % mesh.size:
       return params
@@ -556,5 +560,5 @@ def _is_unrolled(params: Tree) -> bool:
 
 
 def _is_cast(params: Tree) -> bool:
-  """Return whether a tree has the form that `cast` gives to parameters of shallow models."""
+  """Return whether a tree has the form that `cast` gives to the parameters of shallow models."""
   return _is_unrolled(params) or TURNED in params

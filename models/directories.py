@@ -1,4 +1,4 @@
-"""Directories of models and adapters: on this machine, in an object store, or on the Hugging Face hub."""
+"""Directories of models and adapters, on this machine, in an object store or on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sdpo_jax.models import hub, remote_files
 
 
 def is_local(path: str | os.PathLike) -> bool:
-  """Return whether `path` is a directory of this machine, `fetch` of which downloads nothing."""
+  """Return whether `path` is a directory of this machine, for which `fetch` downloads nothing."""
   return files.is_local(path) and _place(path).is_dir()
 
 
 def _place(path: str | os.PathLike) -> pathlib.Path:
-  """Return where a local path is: `configs/…` in this installation if the working directory has no such thing."""
+  """Return a local path; for `configs/…` that the working directory does not have, the one in this installation."""
   local = pathlib.Path(path).expanduser()
   return local if local.exists() else shipped(local) or local
 
@@ -26,14 +26,14 @@ def _place(path: str | os.PathLike) -> pathlib.Path:
 def fetch(path: str | os.PathLike, patterns: Sequence[str], setting: str, what: str) -> pathlib.Path:
   """Return the local directory for `path`: itself, a copy of gs://…, or the hub's snapshot of a name.
 
-  A path whose parent directory exists, or that is written as a path (/…, ./…, ~/…, configs/…), never accesses the
-  network. `configs/…` is that of the working directory, or else of this installation.
+  The network is not accessed for a path whose parent directory exists, or that cannot be a hub name (/…, ./…, ~/…,
+  configs/…). `configs/…` is that of the working directory, or else of this installation.
 
   Args:
     path: path of the directory, or name on the hub.
     patterns: name patterns of the files to fetch.
     setting: the setting that holds the path, for error messages.
-    what: what the directory holds, for error messages: 'model'.
+    what: what the directory holds, such as 'model', for error messages.
 
   Raises:
     UserError: there is no such directory.

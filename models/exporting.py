@@ -1,4 +1,4 @@
-"""Writing of model directories: tensor by tensor, under a temporary name until the directory is complete."""
+"""Writing of model directories, tensor by tensor, under a temporary name until the directory is complete."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sdpo_jax.models import checksums, file_lock, parameters, tensor_files
 from sdpo_jax.models.stored_tensors import INDEX, WEIGHTS
 from sdpo_jax.types import Tree
 
-BAND_BYTES = 2**24  # Bytes of float32 that are fetched at once, for parameters that are one tensor.
+BAND_BYTES = 2**24  # Bytes of float32 that are fetched at once from a parameter that is one tensor.
 
 
 @contextlib.contextmanager
@@ -37,7 +37,7 @@ def new_directory(path: str | os.PathLike, size: int) -> Iterator[pathlib.Path]:
 
   Args:
     path: local directory that does not exist, or is empty.
-    size: bytes that will be written, to see that there is room.
+    size: bytes that will be written; less room than that is an error.
 
   Raises:
     UserError: `path` holds files, cannot be made, is being made by another process, or there is no room.
@@ -73,7 +73,7 @@ def check_target(path: str | os.PathLike) -> pathlib.Path:
     UserError: it holds files, is not a directory, is in an object store, is a mount point, or cannot be accessed.
   """
   if not is_local(path):
-    raise UserError(f'{path}: models are written to local directories: name one, and copy it there when it is done.')
+    raise UserError(f'{path}: models are written to local directories: name one, and copy it there afterwards.')
   target = pathlib.Path(os.path.realpath(pathlib.Path(path).expanduser()))
   try:
     if target.exists() and not target.is_dir():
@@ -81,9 +81,9 @@ def check_target(path: str | os.PathLike) -> pathlib.Path:
     if target.exists() and any(target.iterdir()):
       raise UserError(f'{path} already exists and is not empty: name a new directory, nothing is overwritten.')
     if os.path.ismount(target):
-      raise UserError(f'{path} is where a disk is mounted, which cannot be replaced at once: name a directory in it.')
+      raise UserError(f'{path} is a mount point, which cannot be replaced by a directory: name a directory in it.')
   except OSError as error:
-    raise UserError(f'{path} cannot be looked at ({first_line(error)}): name another directory.') from error
+    raise UserError(f'{path} cannot be accessed ({first_line(error)}): name another directory.') from error
   return target
 
 
@@ -97,23 +97,23 @@ def write_directory(
   companions: Iterable[pathlib.Path] = (),
   texts: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-  """Write a directory of tensors, copies of other files and texts, with the SHA-256 of all of them.
+  """Write a directory of tensors, copied files and texts, with the SHA-256 of all of them.
 
-  It appears under its name only when it is complete and on the disk. In a run of several processes all call this, and
-  process 0 writes.
+  It gets its name only when it is complete and on the disk. In a run of several processes all call this, and process 0
+  writes.
 
   Args:
     path: directory to make; it must not hold files.
     parts: the tensors.
     dtype: dtype of the tensors.
-    weights: name of the file of the tensors if there is one.
+    weights: name of the file of the tensors, if one file is enough.
     max_shard_bytes: maximum bytes of tensors in a file, unless it holds only one; several files get an index.
     companions: files to copy.
-    texts: files to write, name → content, also in place of copies.
+    texts: files to write, name → content, in place of copies of the same name.
 
   Raises:
-    UserError: `path` already holds files or cannot be written, or a parameter holds values that the dtype cannot, or
-      that are not finite.
+    UserError: `path` already holds files or cannot be written, or a parameter holds values that are not finite or too
+      large for the dtype.
   """
   if jax.process_index() != 0:
     _write_weights(None, parts, dtype, weights, max_shard_bytes)
@@ -126,14 +126,14 @@ def write_directory(
 
 
 def write_texts(root: pathlib.Path, texts: Mapping[str, str], known: Mapping[str, str] = MappingProxyType({})) -> None:
-  """Write the last files of a directory, name → content, and the SHA-256 of all its files, some of which are known."""
+  """Write the last files of a directory, name → content, and SHA256SUMS; `known` sums are not computed again."""
   for name, text in texts.items():
     (root / name).write_text(text, encoding='utf-8')
   checksums.write(root, known)
 
 
 def _bytes_of(parts: Iterable[tensor_files.TensorPart], dtype: str) -> int:
-  """Return the bytes that tensors take in a dtype."""
+  """Return the number of bytes of tensors in a dtype."""
   return sum(math.prod(part.shape) for part in parts) * stored_dtype(dtype).itemsize
 
 
@@ -144,13 +144,13 @@ def _write_weights(
   only: str,
   max_shard_bytes: float,
 ) -> dict[str, str]:
-  """Write safetensors files, and their index if there are several; return their SHA-256, by name.
+  """Write safetensors files, and their index if there are several; return their SHA-256 by name.
 
   One tensor is in memory at a time. Parameters that are sharded over processes are gathered tensor by tensor, so all
   processes must call this together; `root` is None in those that write nothing.
   """
   shards: list[list[tensor_files.TensorPart]] = [[]]
-  held = 0  # Bytes in the last shard.
+  held = 0  # Bytes of tensors in the last shard.
   for part in parts:
     size = _bytes_of([part], dtype)
     if shards[-1] and held + size > max_shard_bytes:
@@ -172,7 +172,7 @@ def _write_weights(
 
 
 def _write_file(path: pathlib.Path | None, parts: Sequence[tensor_files.TensorPart], dtype: str) -> str:
-  """Write one safetensors file and return its SHA-256, in hex; without a path, only make the tensors."""
+  """Write a safetensors file and return its SHA-256 in hex; without a path, only make the tensors."""
   if path is not None:
     return tensor_files.write(path, parts, stored_dtype(dtype))
   for part in parts:
@@ -181,7 +181,7 @@ def _write_file(path: pathlib.Path | None, parts: Sequence[tensor_files.TensorPa
 
 
 def companions(source: pathlib.Path) -> list[pathlib.Path]:
-  """Return the files of a model directory except weights: tokenizer, chat template, generation_config.json, licence."""
+  """Return the files of a model directory except weights: tokenizer, chat template, generation config, licence …"""
   weights = ('.safetensors', '.safetensors.index.json', '.bin', '.bin.index.json', '.pt', '.pth', '.gguf', '.onnx')
   files = (file for file in source.iterdir() if file.is_file() and not file.name.startswith('.'))
   return [file for file in files if not file.name.endswith((*weights, checksums.SUMS))]
@@ -208,7 +208,7 @@ def parts(table: parameters.Table, params: Tree, dtype: str) -> list[tensor_file
 
 
 def part(parameter: parameters.Parameter, leaf: Any, layer: int, dtype: str) -> tensor_files.TensorPart:
-  """Return one Hugging Face tensor of a parameter, whose array is `leaf`; arguments and errors as in `parts`."""
+  """Return one Hugging Face tensor of a parameter with the array `leaf`; other arguments and errors as in `parts`."""
   if tuple(leaf.shape) != parameter.shape:
     raise ValueError(f'{parameter.name} has shape {leaf.shape}, not {parameter.shape}.')
   make: Callable[[], np.ndarray] = functools.partial(_tensor, parameter, leaf, layer, stored_dtype(dtype))
@@ -226,7 +226,7 @@ def _tensor(parameter: parameters.Parameter, leaf: Any, layer: int, dtype: np.dt
 
 
 def _parts_on_host(array: Any) -> Iterator[tuple[Any, np.ndarray]]:
-  """Yield (place, values) of parts of an array, a few megabytes each: JAX would keep a host copy of the whole array."""
+  """Yield (index, values) of parts of an array, a few MB each, since JAX would cache a host copy of a whole array."""
   if not isinstance(array, jax.Array) or not array.is_fully_addressable:
     yield ..., _on_host(array)
     return
@@ -237,7 +237,7 @@ def _parts_on_host(array: Any) -> Iterator[tuple[Any, np.ndarray]]:
     offset, size = rows.start or 0, len(shard.data)
     count = min(size, max(1, BAND_BYTES // (4 * math.prod(shard.data.shape[1:]))))
     for start in range(0, size, count):
-      start = min(start, size - count)  # All parts have one size, so that one program is compiled.
+      start = min(start, size - count)  # All parts have the same size, so that one program is compiled.
       part = jax.lax.dynamic_slice_in_dim(shard.data, start, count)
       yield (slice(offset + start, offset + start + count), *others), np.asarray(part)
 
@@ -246,7 +246,7 @@ def converted(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
   """Return part of a tensor, converted to another dtype.
 
   Raises:
-    UserError: it holds values that the dtype cannot, or that are not finite.
+    UserError: it holds values that are not finite or too large for the dtype.
   """
   with np.errstate(over='ignore'):  # Values that overflow are reported below.
     converted = values.astype(dtype, copy=False)
@@ -255,12 +255,12 @@ def converted(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
   if np.isfinite(values).all():
     wider = ' or '.join(f'--dtype={wide}' for wide in ('bfloat16', 'float32') if wide != dtype.name)
     raise UserError(
-      f'Tensor {name!r} holds values up to {float(np.abs(values).max()):.3g}, and {dtype} ends at '
+      f'Tensor {name!r} holds values up to {float(np.abs(values).max()):.3g}, but {dtype} ends at '
       f'{float(ml_dtypes.finfo(dtype).max):.3g}: export the model with {wider}.'
     )
   raise UserError(
-    f'Tensor {name!r} holds values that are not finite (NaN or infinite), with which nothing can be sampled: export '
-    'another checkpoint (--step).'
+    f'Tensor {name!r} holds values that are not finite (NaN or infinite), so that the model is useless: export another '
+    'checkpoint (--step).'
   )
 
 
@@ -279,8 +279,8 @@ def _check_room(target: pathlib.Path, size: int) -> None:
   free = shutil.disk_usage(target.parent).free
   if free < size:
     raise UserError(
-      f'{target} needs {_gigabytes(size)}, and {_gigabytes(free)} are free there: make room, name another directory, '
-      'or store fewer bytes a weight (--dtype=bfloat16).'
+      f'{target} needs {_gigabytes(size)}, but {_gigabytes(free)} are free there: make room, name another directory, '
+      'or store fewer bytes per weight (--dtype=bfloat16).'
     )
 
 

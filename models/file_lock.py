@@ -1,4 +1,4 @@
-"""A file lock that is released when the process that holds it ends, however it ends."""
+"""A file lock that is released when its process ends, however it ends."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _CANNOT_LOCK = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 @contextlib.contextmanager
 def held(path: pathlib.Path, busy: Callable[[], None]) -> Iterator[None]:
-  """Hold a lock on a file, which is created, and removed at the end.
+  """Hold a lock on a file, which is created if needed and removed at the end.
 
-  On a file system without locks nothing is held, so that concurrent processes do not exclude each other.
+  On a file system without locks, processes do not exclude each other.
 
   Args:
     path: path of the file, in an existing local directory.
-    busy: called if another process holds the lock; if it returns, wait for the lock.
+    busy: called if another process holds the lock; unless it raises, the lock is then waited for.
 
   Raises:
-    OSError: the file cannot be made.
+    OSError: the file cannot be created.
   """
   while True:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)

@@ -1,4 +1,4 @@
-"""Counts of a model's floating-point operations in matrix products; a multiplication and an addition are two."""
+"""Counts of the floating-point operations (FLOPs) in a model's matrix products; a multiply-add counts as two."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from sdpo_jax.models.policy import Policy
 
 
 def forward_flops_per_token(table: parameters.Table) -> float:
-  """Return the operations of a forward pass per token by the rule of thumb: 2 per parameter, no attention scores."""
+  """Return the FLOPs of a forward pass per token by the rule of thumb: 2 per parameter, without attention scores."""
   return 2.0 * parameters.count(table)
 
 
 def update_flops_per_token(table: parameters.Table) -> float:
-  """Return the operations of a forward and a backward pass per token by the same rule.
+  """Return the FLOPs of a forward and a backward pass per token by the same rule of thumb.
 
   A backward pass multiplies by every matrix once for the gradient of its input, and once for that of a trained matrix.
   """
@@ -23,26 +23,26 @@ def update_flops_per_token(table: parameters.Table) -> float:
 
 
 def forward_flops(policy: Policy, rows: int, tokens: int, scored: int) -> float:
-  """Return the operations of a forward pass over whole rows of one segment each.
+  """Return the FLOPs of a forward pass over whole rows of one segment each.
 
-  They are 2 per weight of a layer and token; attention of every query to the keys that it sees; and the unembedding of
-  the tokens that are scored.
+  They are 2 per weight of a layer and token, the attention of every query to the keys that it sees, and the unembedding
+  of the tokens that are scored.
 
   Args:
-    policy: policy whose table has the weights, base and trainable, and whose config has the heads.
+    policy: policy that gives the parameter table and the architecture.
     rows: B.
-    tokens: tokens of each row.
-    scored: tokens of each row whose logits are computed.
+    tokens: number of tokens of each row.
+    scored: number of tokens of each row whose logits are computed.
   """
   table = policy.parameter_table()
   return float(rows) * (_products(table, tokens) + _attention(policy, tokens) + _logits(policy, scored))
 
 
 def update_flops(policy: Policy, rows: int, tokens: int, scored: int) -> float:
-  """Return the operations of a forward and a backward pass over rows as in `forward_flops`.
+  """Return the FLOPs of a forward and a backward pass over rows as in `forward_flops`.
 
-  The backward pass computes the gradient of a product's input, and of the matrix if it is trained; in attention both
-  factors of a product have gradients.
+  The backward pass computes the gradient of the input of every product, and of the matrix if it is trained; in
+  attention both operands of a product have gradients.
   """
   table = policy.parameter_table()
   trained = parameters.trainable(table)
@@ -61,7 +61,7 @@ _SLOTS = tuple(f'layers.{name}' for name in (slot_names.KEY, slot_names.FROZEN_K
 
 def _attention(policy: Policy, tokens: int) -> float:
   config = policy.config
-  # Twice the number of visible pairs of query and key: half of all pairs, fewer if windows are shorter than the row.
+  # Twice the number of visible pairs of query and key, which is half of all pairs, or less with short windows.
   windows = [min(window or tokens, tokens) for window in config.windows or (0,) * config.layers]
   pairs = sum(window * (2 * tokens - window) for window in windows)
   pairs += 2 * tokens * sum(p.shape[0] * p.shape[2] for p in policy.parameter_table() if p.name in _SLOTS)

@@ -1,4 +1,4 @@
-"""The hidden states of a language model that predict given tokens."""
+"""The forward pass of a language model to the hidden states that predict given tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def forward(policy: Policy, base: Tree, trainable: Tree, rows: TokenRows) -> tup
     `policy.vocab_size` on are not tokens.
   """
   arguments = rows.tokens, rows.positions, rows.segment_ids
-  # Policies that share no prefixes need not accept parents, and those without a pool of adapters no members.
+  # Policies that do not share prefixes need not accept `parents`, nor those without a pool of adapters `members`.
   known = {name: value for name in ('parents', 'members') if (value := getattr(rows, name)) is not None}
   hidden, unembedding, _ = policy.apply(base, trainable, *arguments, **known)
   return target_states(hidden, rows), unembedding

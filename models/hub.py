@@ -1,4 +1,4 @@
-"""Downloads from and uploads to the Hugging Face hub; its libraries retry long, so reachability is checked first."""
+"""Downloads from and uploads to the Hugging Face hub; as its libraries retry long, reachability is checked first."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import time
 
 from sdpo_jax.errors import UserError, first_line
 
-ATTEMPTS = 2
+ATTEMPTS = 2  # Number of attempts to reach the hub.
 TIMEOUT_S = 10.0  # Timeout of an attempt.
 PAUSE_S = 1.0  # Pause between two attempts.
 
 
-# Files of an earlier upload that programs would read instead of, or together with, those of a new one.
+# Files of an earlier upload that programs would read instead of, or in addition to, those of a new one.
 STALE = ('model*.safetensors*', 'adapter_*', 'base_fingerprint.json', 'cartridge.*', 'config.json', 'config.yaml')
-DATA_SET = 'data set'  # Of the kinds of `fetch`, the one with a name space of its own on the hub.
+DATA_SET = 'data set'  # The kind in `fetch` that has a name space of its own on the hub.
 
 
 def fetch(
@@ -29,17 +29,17 @@ def fetch(
   what: str = 'model',
   revision: str | None = None,
 ) -> pathlib.Path:
-  """Return the directory of the hub's cache with a model's or data set's files, downloading those that are missing.
+  """Return the directory in the hub's cache with files of a model or data set, after downloading missing ones.
 
   Args:
-    name: organisation/model.
+    name: organisation/name.
     patterns: name patterns of the files to fetch.
     setting: the setting that holds the name, for error messages.
     what: what is fetched, such as `DATA_SET`.
     revision: branch, tag or commit; None: the main branch.
 
   Raises:
-    UserError: the hub cannot be reached, has no such model, or denies this user access.
+    UserError: the hub cannot be reached, has nothing of that name, or denies this user access.
   """
   from huggingface_hub import snapshot_download
 
@@ -49,7 +49,7 @@ def fetch(
 
 
 def names(name: str, folder: pathlib.Path, setting: str, revision: str | None) -> list[str]:
-  """Return the names of a data set's files; without the hub, of those in the folder that `fetch` has returned."""
+  """Return the names of a data set's files on the hub; if it cannot be reached, of those in `folder` from `fetch`."""
   from huggingface_hub import HfApi, constants
 
   if unreachable() or constants.is_offline_mode():
@@ -59,14 +59,14 @@ def names(name: str, folder: pathlib.Path, setting: str, revision: str | None) -
 
 
 def names_below(folder: pathlib.Path) -> list[str]:
-  """Return the names of the files in a folder, without hidden ones, as the hub lists those of a data set."""
+  """Return the relative names of all files below a folder except hidden ones, as the hub lists those of a data set."""
   paths = (path.relative_to(folder) for path in folder.rglob('*') if path.is_file())
   return sorted(path.as_posix() for path in paths if not any(part.startswith('.') for part in path.parts))
 
 
 @contextlib.contextmanager
 def _explained(name: str, setting: str, what: str) -> Iterator[None]:
-  """Raise what goes wrong on the hub as a UserError with the way out."""
+  """Turn errors of the hub into a UserError that names the way out."""
   from huggingface_hub import errors
 
   reason = unreachable()
@@ -83,7 +83,7 @@ def _explained(name: str, setting: str, what: str) -> Iterator[None]:
 
 
 def check_push(name: str) -> None:
-  """Raise UserError if it is certain that nothing can be pushed to a model on the hub."""
+  """Raise UserError if a push to a model on the hub is sure to fail."""
   from huggingface_hub import HfApi
 
   with _pushing(name, 'nothing was exported'):
@@ -92,17 +92,17 @@ def check_push(name: str) -> None:
 
 
 def push(folder: str | os.PathLike, name: str, *, private: bool) -> None:
-  """Upload a directory to a model on the hub, which is made if it is not there.
+  """Upload a directory to a model on the hub, which is created if needed.
 
-  Weights, adapters and cartridges of an earlier upload are removed from its newest version.
+  Weights, adapters and cartridges of earlier uploads are removed from its newest version.
 
   Args:
     folder: the directory.
     name: OWNER/NAME.
-    private: whether only those with access may see it.
+    private: whether the model must be private.
 
   Raises:
-    UserError: it cannot be uploaded, or is to be private and is public already; the directory stays.
+    UserError: it cannot be uploaded, or should be private and is public already; the directory stays.
   """
   from huggingface_hub import HfApi
 
@@ -111,7 +111,7 @@ def push(folder: str | os.PathLike, name: str, *, private: bool) -> None:
     api = HfApi()
     api.create_repo(name, private=private or None, exist_ok=True)
     if private and not api.model_info(name).private:
-      raise ValueError('it is there and public: name another model, or leave --private out')
+      raise ValueError('it exists and is public: name another model, or leave --private out')
     api.upload_folder(
       repo_id=name, folder_path=folder, commit_message='Export of sdpo_jax', delete_patterns=list(STALE)
     )
@@ -119,7 +119,7 @@ def push(folder: str | os.PathLike, name: str, *, private: bool) -> None:
 
 @contextlib.contextmanager
 def _pushing(name: str, state: str) -> Iterator[None]:
-  """Raise what goes wrong in a push as a UserError that also says the `state` in which it leaves things."""
+  """Turn errors of a push into a UserError that names the way out and ends with `state`, which says what was done."""
   import httpx2
   from huggingface_hub import constants, errors
   from huggingface_hub.utils import validate_repo_id
@@ -135,7 +135,7 @@ def _pushing(name: str, state: str) -> Iterator[None]:
     cause = error.__cause__ if isinstance(error.__cause__, errors.HfHubHTTPError) else error
     status = cause.response.status_code if isinstance(cause, errors.HfHubHTTPError) else None
     if isinstance(error, errors.LocalTokenNotFoundError) or status == 401:
-      why = 'nobody is logged in here, or with a token that the hub does not know: run `hf auth login`'
+      why = 'there is no token here, or one that the hub does not know: run `hf auth login`'
     elif status == 403:
       why = f'you may not write there ({cause.server_message}): name a model of yours, with a token that may write'
     else:
@@ -144,14 +144,14 @@ def _pushing(name: str, state: str) -> Iterator[None]:
 
 
 def _why(error: Exception, name: str, what: str) -> str:
-  """Return why something cannot be loaded; the first line of the library's message is often only the status."""
+  """Return why something cannot be loaded, since the first line of a library's message is often only a status."""
   from huggingface_hub import constants, errors
 
   if isinstance(error, errors.GatedRepoError):
     page = f'{constants.ENDPOINT}/{"datasets/" if what == DATA_SET else ""}{name}'
     return f'its publisher grants access on request: ask for it at {page}, then run `hf auth login` here.'
   if isinstance(error, errors.RepositoryNotFoundError):
-    return f'there is no such {what}, or a private one: correct the name, or run `hf auth login`.'
+    return f'there is no such {what}, or it is private: correct the name, or run `hf auth login`.'
   if isinstance(error, errors.RevisionNotFoundError):
     return 'it has no such revision.'
   return first_line(error)
@@ -161,14 +161,11 @@ def _why(error: Exception, name: str, what: str) -> str:
 def unreachable() -> str | None:
   """Return why the hub cannot be reached; None if it answers or HF_HUB_OFFLINE is set.
 
-  If it cannot be reached, its libraries are set to work offline, with earlier downloads.
+  If it cannot be reached, its libraries are set to work offline, with what was downloaded earlier.
   """
   from huggingface_hub import constants
 
-  if constants.is_offline_mode():
-    return None
-  reason = _knock(constants.ENDPOINT)
-  if reason is None:
+  if constants.is_offline_mode() or (reason := _knock(constants.ENDPOINT)) is None:
     return None
   constants.HF_HUB_OFFLINE = True
   return f'{constants.ENDPOINT} cannot be reached from here ({reason})'

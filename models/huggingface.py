@@ -1,4 +1,4 @@
-"""Hugging Face model directories: import, export and random initialisation, driven by the parameter table."""
+"""Import, export and random initialisation of Hugging Face models, driven by the parameter table."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from sdpo_jax.models.model_files import open_model, read_json, resolve
 from sdpo_jax.types import Tree
 
 _logger = logging.getLogger('sdpo_jax.models')
-# Vocabularies of at least LARGE tokens get rows up to a multiple of 1024: 8 shards of whole 128-lane tiles.
+# Vocabularies of at least LARGE tokens are padded to a multiple of 1024 rows: 8 shards of whole 128-lane tiles.
 LARGE, LARGE_MULTIPLE = 32768, 1024
-SHARD_BYTES = 5 * 10**9  # Default limit of a file of weights.
+SHARD_BYTES = 5 * 10**9  # Default of the maximum bytes of tensors in a file.
 
 
 def load(
@@ -37,17 +37,17 @@ def load(
 ) -> tuple[DecoderPolicy, Tree]:
   """Load the policy and its parameters from a model directory (one or several safetensors files).
 
-  Parameters are float32, except those that an adapter leaves frozen. The factors of a new adapter are drawn at random.
-  The slots of a cartridge are not included, because computing their initial values may take the model.
+  Parameters are float32, except those that are frozen under an adapter. The factors of a new adapter are drawn at
+  random. The slots of a cartridge are not included, because computing their initial values may need the model.
 
-  A process reads only the rows of every tensor that its devices need, each once. In addition to the result it holds its
-  share of one stacked parameter at a time, and a few megabytes.
+  A process reads only the rows of every tensor that its devices need, each once. In addition to the result, the host
+  holds its share of one stacked parameter at a time, and a few megabytes.
 
   Args:
     path: directory with config.json and safetensors, or a hub name (organisation/model).
     config: compute dtype, rematerialisation and adapter.
-    mesh: devices over which `sdpo_jax.distributed.mesh` shards the parameters. None: the default device holds them all.
-    seed: seed of the factors of an adapter.
+    mesh: mesh over which the parameters are sharded (`sdpo_jax.distributed.mesh`); None: the default device.
+    seed: seed of the factors of a new adapter.
 
   Raises:
     UserError: a file is missing or damaged, the architecture is not supported, or a tensor is missing, unexpected,
@@ -74,11 +74,11 @@ def load(
 def load_frozen(
   path: str | os.PathLike, config: ModelConfig, mesh: jax.sharding.Mesh | None = None
 ) -> tuple[DecoderPolicy, Tree]:
-  """Load a model that is not trained: the policy, and all its parameters in compute dtype, as a base.
+  """Load a model that is not trained: its policy, and all its parameters as a base in compute dtype.
 
   Args:
     path: directory with config.json and safetensors, or a hub name (organisation/model).
-    config: compute dtype and rematerialisation; without an adapter.
+    config: compute dtype and rematerialisation; it must not have an adapter.
     mesh: as in `load`.
 
   Raises:
@@ -93,11 +93,11 @@ def load_frozen(
 
 
 def check_files(root: pathlib.Path, *, edited: bool = False) -> int:
-  """Compare the files of a model directory with their known SHA-256; return how many could be compared.
+  """Compare the files of a model directory with their known SHA-256; return the number of files compared.
 
   Args:
     root: the directory.
-    edited: whether files other than weights, which people may edit, may differ, with a warning.
+    edited: whether files other than weights, which users may have edited, may differ; a warning is then logged.
 
   Raises:
     UserError: a file, which the message names, is not as it was written.
@@ -111,24 +111,24 @@ def check_files(root: pathlib.Path, *, edited: bool = False) -> int:
 
 
 def read_policy(path: str | os.PathLike, config: ModelConfig) -> DecoderPolicy:
-  """Return the policy that a directory's config.json describes; read no weights.
+  """Return the policy that a directory's config.json describes, without reading weights.
 
-  It computes attention in a way that runs on any device; `DecoderPolicy.on` chooses kernels for particular devices.
+  Its attention runs on any device; `DecoderPolicy.on` chooses kernels for particular devices.
 
   Raises:
-    UserError: missing or malformed config.json, unsupported architecture.
+    UserError: config.json is missing or malformed, or its architecture is not supported.
   """
   root = resolve(path, weights=False)
   return _policy(known_families.read(read_json(root, 'config.json'), str(root / 'config.json')), config)
 
 
 def describe(config_json: dict[str, Any], config: ModelConfig) -> DecoderPolicy:
-  """Return the policy that the contents of a config.json describe."""
+  """Return the policy that the contents of a config.json describe; errors as in `read_policy`."""
   return _policy(known_families.read(config_json), config)
 
 
 def positions(config_json: dict[str, Any]) -> int | None:
-  """Return the number of positions that the contents of a config.json give for a model; None: they give none."""
+  """Return max_position_embeddings of the contents of a config.json; None if it is not given."""
   found = config_json.get('text_config', config_json).get('max_position_embeddings')
   return found if isinstance(found, int) else None
 
@@ -164,9 +164,9 @@ def init(config_json: dict[str, Any], rng: jax.Array, config: ModelConfig | None
   """Return a policy with random float32 parameters, from the contents of a config.json.
 
   Args:
-    config_json: contents of a config.json; initializer_range is the standard deviation.
+    config_json: contents of a config.json, whose initializer_range is the standard deviation.
     rng: PRNG key.
-    config: compute dtype and rematerialisation; None: float32, none.
+    config: compute dtype and rematerialisation; None: float32 and no rematerialisation.
   """
   config = config or ModelConfig(dtype='float32', remat='none')
   policy = describe(config_json, config).on(None, config.attention)
@@ -185,15 +185,15 @@ def save(
 ) -> None:
   """Write a model directory that transformers loads.
 
-  The directory appears under its name only when it is complete and on the disk, with the SHA-256 of its files. In a run
-  of several processes all call this, and process 0 writes.
+  It gets its name only when it is complete and on the disk, with the SHA-256 of its files. In a run of several
+  processes all call this, and process 0 writes.
 
   Args:
     path: directory to make; it must not hold files.
     policy: policy whose parameter table names the tensors.
     params: nested dict of arrays, jax or numpy.
-    source: the model directory whose config.json, tokenizer and generation_config.json are copied; None: config.json
-      is written from the policy, and nothing else.
+    source: model directory whose config.json, tokenizer and generation_config.json are copied; None: only a config.json
+      is written, from the policy.
     dtype: dtype of the stored tensors.
     max_shard_bytes: maximum bytes of tensors in a file, unless it holds only one; several files get an index.
     texts: files to write, name → content, in place of those of the source.
@@ -201,10 +201,10 @@ def save(
   Raises:
     ValueError: the policy has an adapter.
     UserError: `path` already holds files or cannot be written, `source` has no config.json, or a parameter holds values
-      that the dtype cannot, or that are not finite.
+      that are not finite or too large for the dtype.
   """
   if policy.adapter is not None:
-    raise ValueError('The policy has an adapter: write that by peft_files.save, or the model with it by save_merged.')
+    raise ValueError('The policy has an adapter: write it with peft_files.save, or the merged model with save_merged.')
   parts = exporting.parts(policy.parameter_table(), params, dtype)
   _save(path, policy.config, parts, source, dtype, texts, max_shard_bytes)
 
@@ -218,7 +218,7 @@ def save_merged(
   dtype: Literal['float32', 'bfloat16', 'float16'] = 'float32',
   texts: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-  """Write a model directory in which the products of the adapter's factors are added to the model's matrices.
+  """Write a model directory with an adapter merged: the products of its factors are added to the matrices.
 
   The model is read from its files and merged in float32, tensor by tensor.
 

@@ -1,4 +1,4 @@
-"""Short digests that identify a model directory: of its tokenizer, its config.json and its weights."""
+"""Short digests that identify a model directory by its tokenizer, config.json and weights."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from sdpo_jax.models.model_files import open_model, read_json, resolve
 from sdpo_jax.models.tensor_files import TensorFile
 from sdpo_jax.models.tokenizer import Tokenizer, stop_token_ids
 
-# Entries of config.json about its writer, about the stored dtype, or for generation only.
+# Entries of config.json that do not change the model: about its writer, the stored dtype, or generation.
 INFORMATIVE = ('_name_or_path', 'architectures', 'dtype', 'torch_dtype', 'transformers_version', 'use_cache')
-# Files with the rules of tokenizers that have no tokenizer.json.
+# Files with the rules of a tokenizer that has no tokenizer.json.
 RULES = ('vocab.json', 'merges.txt', 'tokenizer.model', 'spiece.model')
-# Entries of tokenizer.json that depend on its last use.
+# Entries of tokenizer.json that may change when a tokenizer is used.
 STATE = ('truncation', 'padding')
-# Texts that the installed library encodes and decodes: ASCII, white space, accents, code, numbers, other scripts,
-# characters beyond the basic plane.
+# Sample texts that a tokenizer must encode and decode as before: ASCII, white space, accents, code, numbers, other
+# scripts, characters beyond the basic plane.
 TEXTS = (
   ''.join(map(chr, range(32, 127))),
   'The answer is 42.',
@@ -42,15 +42,15 @@ def digest(value: Any) -> str:
 
 
 def of_tokenizer(path: str | os.PathLike, tokenizer: Tokenizer) -> dict[str, str]:
-  """Return digests of a tokenizer's behaviour, which are equal for versions of the library that behave the same.
+  """Return digests of a tokenizer's behaviour, which do not depend on the library's version if it behaves the same.
 
   Args:
     path: model directory or hub name.
     tokenizer: from `sdpo_jax.models.tokenizer.load`.
 
   Returns:
-    vocabulary; rules (merges, normalisation, splitting); special_tokens, also those that end a completion;
-    chat_template; texts (the token ids of a few).
+    Digests named vocabulary; rules (merges, normalisation, splitting); special_tokens, including those that end a
+    completion; chat_template; texts (token ids of sample texts).
   """
   root = resolve(path)
   ids = [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
@@ -72,7 +72,7 @@ def _rules(root: pathlib.Path) -> Any:
 
 
 def of_architecture(path: str | os.PathLike) -> dict[str, str]:
-  """Return the entries of a config.json that describe the model, as JSON; long ones as digests."""
+  """Return the entries of a config.json that describe the model, as JSON texts, or as digests if they are long."""
   values = read_json(resolve(path, weights=False), 'config.json')
   texts = {key: json.dumps(value, sort_keys=True) for key, value in values.items() if key not in INFORMATIVE}
   return {key: text if len(text) <= 40 else digest(text.encode()) for key, text in texts.items()}
@@ -96,11 +96,11 @@ def of_adapter(path: str | os.PathLike) -> dict[str, str]:
 
 
 def compare_base(adapter: str | os.PathLike, model: str | os.PathLike) -> list[str]:
-  """Compare a model with the one that an adapter belongs to; return a sentence about each possible difference.
+  """Compare a model with the base of an adapter; return a sentence about each difference that may be intended.
 
   The weights must be the same: tensors of the same names, shapes and values, as far as `of_weights` compares them, in
-  any files, float32 or bfloat16. Entries of config.json that have other values are reported. For an adapter without its
-  base's fingerprint, such as any that PEFT wrote, only a different name of the base is reported.
+  any files, float32 or bfloat16. Entries of config.json with other values are reported. For an adapter without a
+  fingerprint of its base, such as those written by PEFT, only a different name of the base is reported.
 
   Args:
     adapter: the adapter's directory.
@@ -115,13 +115,13 @@ def compare_base(adapter: str | os.PathLike, model: str | os.PathLike) -> list[s
     if name is None or name == str(model):
       return []
     return [
-      f'{adapter} was trained on {short_repr(name, 200)}; whether {model} is the same model cannot be known but by its '
-      'shapes.'
+      f'{adapter} was trained on {short_repr(name, 200)}; whether {model} is the same model cannot be checked beyond '
+      'its shapes.'
     ]
   if known['weights'] != of_weights(model):
     raise UserError(
       f'{adapter} belongs to another model than {model}: its {peft_files.BASE} says that it was trained on '
-      f'{short_repr(name, 200)}, and the weights here are others; name that model, or remove {peft_files.BASE} if you '
+      f'{short_repr(name, 200)}, but the weights here are others; name that model, or remove {peft_files.BASE} if you '
       'insist.'
     )
   before, now = known.get('architecture', {}), of_architecture(model)

@@ -1,15 +1,15 @@
-"""The files of a Hugging Face model directory: their place, JSON files, and tensors by the names of the family."""
+"""Reading of Hugging Face model directories: finding them, JSON files, and tensors by the names of the family."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 import contextlib
-import json
 import os
 import pathlib
 from typing import Any
 
 from sdpo_jax.errors import UserError
+from sdpo_jax.files import read_json_object
 from sdpo_jax.models import checksums, directories, parameters, stored_tensors, tensor_files
 from sdpo_jax.models.adapters import peft_config
 from sdpo_jax.models.architecture import Architecture
@@ -19,12 +19,12 @@ from sdpo_jax.models.families.table import parameter_table
 from sdpo_jax.models.tensor_files import DTYPES, Tensor
 
 COMPANIONS = ('*.json', '*.jinja', '*.model', '*.txt', checksums.SUMS)  # Files that are fetched in addition to weights.
-# Tensors that some writers store although they follow from config.json.
+# Endings of tensors that some programs store although they follow from config.json.
 IGNORED = ('rotary_emb.inv_freq', 'attn.masked_bias')
 
 
 def resolve(path: str | os.PathLike, weights: bool = True, setting: str = 'model.path') -> pathlib.Path:
-  """Return the local directory of a model, as `directories.fetch`.
+  """Return the local directory of a model, fetched as by `directories.fetch`.
 
   Args:
     path: path or hub name of the model.
@@ -36,8 +36,8 @@ def resolve(path: str | os.PathLike, weights: bool = True, setting: str = 'model
   """
   root = directories.fetch(path, COMPANIONS, setting, 'model')
   if weights and not directories.is_local(path):
-    # The architecture first: gigabytes of weights that we cannot use are not worth fetching. Nor are those that the
-    # index does not name: some publishers store them a second time.
+    # Check the architecture before fetching gigabytes of weights that could not be used. Files that the index does not
+    # name are not fetched either: some publishers store the weights a second time.
     known_families.read(read_json(root, 'config.json'), f'{path}/config.json')
     files = stored_tensors.weight_files(stored_tensors.read_index(root))
     root = directories.fetch(path, (*COMPANIONS, *files), setting, 'model')
@@ -55,16 +55,10 @@ def read_json(root: pathlib.Path, name: str) -> dict[str, Any]:
     if (root / peft_config.FILE).is_file():
       raise UserError(
         f'{root} has no {name}, because it holds an adapter: set model.path to the model that it was trained on, and '
-        'name this directory as --adapter or in model.lora.path.'
+        'pass this directory as --adapter or in model.lora.path.'
       )
     raise UserError(f'{root} has no {name}: model.path must be a Hugging Face model directory.')
-  try:
-    values = json.loads(file.read_text(encoding='utf-8'))
-  except (ValueError, RecursionError) as error:  # Also raised for numbers of thousands of digits and for deep nesting.
-    raise UserError(f'{file} is not JSON: {error}.') from error
-  if not isinstance(values, dict):
-    raise UserError(f'{file} must hold a JSON object, not {type(values).__name__}.')
-  return values
+  return read_json_object(file, 'correct it, or get the file again')
 
 
 @contextlib.contextmanager
@@ -73,18 +67,18 @@ def open_model(root: pathlib.Path, *, compare_heads: bool = True) -> Iterator[di
 
   Args:
     root: the directory.
-    compare_heads: whether to check that an unembedding stored for a tied model equals the embedding.
+    compare_heads: whether to check that the unembedding, if it is stored for a tied model, equals the embedding.
 
   Raises:
-    UserError: as in `huggingface.load`, but values are not checked to be finite.
+    UserError: as in `huggingface.load`, except for values that are not finite.
   """
   architecture = known_families.read(read_json(root, 'config.json'), str(root / 'config.json'))
   with stored_tensors.open_tensors(root) as stored:
     tensors, head = _of_model(root, architecture, parameter_table(architecture), stored)
     if compare_heads and head is not None and not tensor_files.are_equal(head, tensors[NAMES['embedding']]):
       raise UserError(
-        f'{root}: {head.name!r} is another matrix than {tensors[NAMES["embedding"]].name!r}, and the two are tied by '
-        'config.json: set tie_word_embeddings to false there, or remove the tensor if the embedding is meant.'
+        f'{root}: {head.name!r} is another matrix than {tensors[NAMES["embedding"]].name!r}, but config.json ties the '
+        'two: set tie_word_embeddings to false there, or remove the tensor if the embedding is meant.'
       )
     yield tensors
 
@@ -92,7 +86,7 @@ def open_model(root: pathlib.Path, *, compare_heads: bool = True) -> Iterator[di
 def _of_model(
   root: pathlib.Path, config: Architecture, table: parameters.Table, stored: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-  """Return the tensors of a model, by the names in its table, and the unembedding if one is stored for a tied model.
+  """Return the tensors of a model by name in its table, and the unembedding if one is stored for a tied model.
 
   Raises:
     UserError: a tensor, which the message names, is missing, unexpected, duplicate, or has another shape or dtype.
@@ -105,12 +99,12 @@ def _of_model(
     name = known_name(tensor.name)
     if name in tensors:
       raise UserError(
-        f'{root}: {tensors[name].name!r} and {tensor.name!r} are the same tensor of the model: remove one of them.'
+        f'{root}: {tensors[name].name!r} and {tensor.name!r} name the same tensor of the model: remove one of them.'
       )
     if name in expected:
       tensors[name] = tensor
     elif name == NAMES['unembedding']:
-      head = tensor  # Of a tied model.
+      head = tensor  # The model is tied, or it would be expected.
     elif name is not None and not name.endswith(IGNORED):
       unexpected.append(tensor.name)
   missing = [name for name in expected if name not in tensors]

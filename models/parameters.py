@@ -1,4 +1,4 @@
-"""The parameter table of a model, which initialisation, sharding, import and export read."""
+"""The parameter table of a model, from which it is initialised, sharded, imported and exported."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import numpy as np
 from sdpo_jax.types import Tree
 
 Path = tuple[str, ...]
-Bounds = tuple[tuple[int, int], ...]  # (start, stop) of every axis of a part of an array.
-# Rows that are transposed at once, and the elements of padding after each: rows a power of two apart would all map to
-# the same few sets of a processor's cache.
+Bounds = tuple[tuple[int, int], ...]  # (start, stop) on every axis of a part of an array.
+# Number of rows that are transposed at once, and of elements of padding after each: rows at distances of a power of two
+# would all map to the same few sets of a processor's cache.
 _STRIP, _APART = 128, 16
 
 
@@ -25,26 +25,25 @@ class Parameter:
   """One array of a model.
 
   Its Hugging Face tensors are the slices along the leading 'layers' axis, if it has one. A Hugging Face matrix is
-  [out, in]; `transpose` says that ours has the inputs first. After that, a reshape gives our shape, in which heads
-  have an axis of their own. Entries after those of a Hugging Face matrix pad the vocabulary: they are initialised to
-  zero and not exported.
+  [out, in]; with `transpose`, ours has the inputs first. A reshape then gives our shape, in which heads have an axis of
+  their own. Entries beyond those of a Hugging Face matrix pad the vocabulary; they are initialised to zero and not
+  exported.
   """
 
   path: Path  # Keys in the nested parameter dict.
   shape: tuple[int, ...]
-  axes: tuple[
-    str | None, ...
-  ]  # Logical axis of every dimension (None: never sharded); mesh rules make shardings of them.
+  axes: tuple[str | None, ...]  # Logical axis of every dimension, which mesh rules shard; None: never sharded.
   init: Literal['normal', 'ones', 'zeros', 'kaiming_uniform']
   huggingface: str  # Tensor name, with {layer} where layers are stacked.
   huggingface_shape: tuple[int, ...]  # Shape of one Hugging Face tensor.
   transpose: bool = False
-  compute: bool = True  # False: stays float32 in the forward pass (norm weights).
+  compute: bool = True  # Whether it is cast to compute dtype; false for norm weights, which stay float32.
   dtype: str = 'float32'  # Dtype of the master copy.
-  frozen: bool = False  # The base tree holds it; else the trainable tree.
+  frozen: bool = False  # Whether the base tree holds it, not the trainable tree.
 
   @property
   def name(self) -> str:
+    """The keys of its path, joined by dots: 'layers.attention.query'."""
     return '.'.join(self.path)
 
   @property
@@ -54,6 +53,7 @@ class Parameter:
 
   @property
   def stacked(self) -> bool:
+    """Whether it holds the parameters of all layers, along a leading 'layers' axis."""
     return self.axes[0] == 'layers'
 
   @property
@@ -62,10 +62,11 @@ class Parameter:
     return self.shape[0] if self.stacked else 1
 
   def huggingface_name(self, layer: int = 0) -> str:
+    """Return the name of its Hugging Face tensor of a layer."""
     return self.huggingface.format(layer=layer)
 
   def groups(self) -> Iterator[tuple[int, int, int]]:
-    """Yield the size of each axis of a Hugging Face tensor, in our order, and the first and end of our axes of it.
+    """Yield (size, start, end) for each axis of a Hugging Face tensor, in our order; our axes start … end − 1 form it.
 
     Our axes are counted without the layers axis.
     """
@@ -81,11 +82,12 @@ class Parameter:
   def from_huggingface(self, tensor: Any, block: Bounds) -> np.ndarray:
     """Return a block of one Hugging Face tensor in our layout (without the layers axis), in its own dtype.
 
-    An axis of the tensor corresponds to one of our axes or to several, the first of which varies slowest: bounds on
-    that one are bounds on the tensor's axis. Only this part is read; the other axes (within a head) are cut afterwards.
+    An axis of the tensor corresponds to one of our axes or to several, the first of which varies slowest, so that
+    bounds on that one are bounds on the tensor's axis. Only this part is read; other axes (within a head) are cut
+    afterwards.
 
     Args:
-      tensor: an array, or an object that returns an array when indexed with a slice per axis, like safetensors'
+      tensor: an array, or an object that gives an array when indexed with a slice per axis, like that of safetensors'
         `get_slice`.
       block: bounds in our axes, without the layers axis.
     """
@@ -111,7 +113,7 @@ class Parameter:
 
 
 def _transposed(matrix: np.ndarray) -> np.ndarray:
-  """Return the contiguous transpose of a matrix, several times as fast as copying `matrix.T`, above all in bfloat16."""
+  """Return the contiguous transpose of a matrix, several times faster than a copy of `matrix.T`, mostly in bfloat16."""
   source = matrix.view(f'u{matrix.itemsize}')
   rows, columns = source.shape
   result = np.empty((columns, rows), source.dtype)
@@ -127,22 +129,22 @@ Table = tuple[Parameter, ...]
 
 
 def frozen(table: Table) -> Table:
-  """Return the parameters of the base tree."""
+  """Return the parameters that the base tree holds."""
   return tuple(parameter for parameter in table if parameter.frozen)
 
 
 def trainable(table: Table) -> Table:
-  """Return the parameters of the trainable tree."""
+  """Return the parameters that the trainable tree holds."""
   return tuple(parameter for parameter in table if not parameter.frozen)
 
 
 def frozen_in(table: Table, dtype: str) -> Table:
-  """Return the parameters of a table, all frozen and kept in `dtype`, the model's compute dtype."""
+  """Return the parameters of a table as frozen ones, kept in `dtype`, the model's compute dtype."""
   return tuple(dataclasses.replace(p, frozen=True, dtype=dtype if p.compute else 'float32') for p in table)
 
 
 def split(table: Table, tree: Tree) -> tuple[Tree, Tree]:
-  """Return (base, trainable) of the nested dict of all parameters; the inverse of `merge`."""
+  """Return (base, trainable) from the nested dict of all parameters; the inverse of `merge`."""
   return select(frozen(table), tree), select(trainable(table), tree)
 
 
@@ -152,7 +154,7 @@ def select(table: Table, tree: Tree) -> Tree:
 
 
 def held(table: Table, tree: Tree) -> Table:
-  """Return the parameters of the table that a nested dict holds."""
+  """Return those parameters of the table that a nested dict holds."""
   return tuple(parameter for parameter in table if _holds(tree, parameter.path))
 
 
@@ -172,10 +174,10 @@ def get(tree: Tree, path: Path) -> Any:
 
 
 def merge(base: Tree, trainable: Tree) -> Tree:
-  """Return the nested dict that holds the leaves of both trees at their paths.
+  """Return the nested dict with the leaves of both trees.
 
   Raises:
-    ValueError: at some path, which the message names, both have a leaf, or one a leaf and the other a dict.
+    ValueError: both trees have a leaf at a path, or one a leaf and the other a dict; the message names the path.
   """
   return _merge(base, trainable, ())
 
@@ -189,12 +191,12 @@ def _merge(base: Tree, trainable: Tree, path: tuple[Any, ...]) -> Tree:
       merged[key] = _merge(base[key], node, (*path, key))
     else:
       name = '.'.join(map(str, (*path, key)))
-      raise ValueError(f'Base and trainable parameters both hold {name}: each belongs to one of the trees.')
+      raise ValueError(f'Base and trainable parameters both hold {name}, but each belongs to one of the trees.')
   return merged
 
 
 def nest(leaves: Iterable[tuple[Path, Any]]) -> Tree:
-  """Return a nested dict of (path, leaf) pairs."""
+  """Return the nested dict with the given (path, leaf) pairs."""
   tree: Tree = {}
   for path, leaf in leaves:
     node = tree
@@ -205,7 +207,7 @@ def nest(leaves: Iterable[tuple[Path, Any]]) -> Tree:
 
 
 def map_table(function: Callable[[Parameter], Any], table: Table) -> Tree:
-  """Return the nested dict of function(parameter): shapes, logical axes, shardings, arrays …"""
+  """Return the nested dict of function(parameter), such as shapes, shardings or arrays."""
   return nest((parameter.path, function(parameter)) for parameter in table)
 
 
@@ -215,19 +217,19 @@ def map_tree(function: Callable[[Parameter, Any], Any], table: Table, tree: Tree
 
 
 def in_compute_dtype(table: Table, tree: Tree, dtype: str) -> Tree:
-  """Return the tree of parameters in `dtype`, except those that compute in float32 (norm weights)."""
+  """Return the tree cast to `dtype`, except parameters that are used in float32 (norm weights)."""
   return map_tree(lambda p, leaf: leaf.astype(dtype if p.compute else jnp.float32), table, tree)
 
 
 def count(table: Table) -> int:
-  """Return the number of scalars in all parameters of the table."""
+  """Return the number of elements of all parameters in the table."""
   return sum(math.prod(p.shape) for p in table)
 
 
 def initialise(
   table: Table, rng: jax.Array, scale: float, place: Callable[[Parameter, np.ndarray], jax.Array] | None = None
 ) -> Tree:
-  """Draw random parameters from the stream of a key; otherwise as `draw`."""
+  """Return random parameters from the stream of a PRNG key; otherwise as `draw`."""
   return draw(table, np.asarray(jax.random.key_data(rng)).tolist(), scale, place)
 
 
@@ -237,16 +239,16 @@ def draw(
   scale: float,
   place: Callable[[Parameter, np.ndarray], jax.Array] | None = None,
 ) -> Tree:
-  """Draw random parameters: normal with standard deviation `scale` for matrices, ones for norms, zeros for biases.
+  """Return random parameters: normal with standard deviation `scale` for matrices, ones for norms, zeros for biases.
 
   `kaiming_uniform` is uniform within ±1/√(inputs), as in torch.nn.Linear and PEFT. Parameters are drawn on the host (a
   compiled generator per shape would take longer than it saves), each array from its own stream.
 
   Args:
     table: the parameters to draw.
-    key: seed words of the stream, for instance a PRNG key's data.
+    key: seed words of the stream, such as the data of a PRNG key.
     scale: standard deviation of normal parameters.
-    place: maps a parameter and its values to an array on its devices; None: on the default device.
+    place: function that puts the values of a parameter on its devices; None: on the default device.
   """
 
   def make(number: int, parameter: Parameter) -> jax.Array:

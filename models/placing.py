@@ -1,4 +1,4 @@
-"""Loading of parameters from model files to devices: each process reads its devices' parts, band by band."""
+"""Loading of parameters from model files onto devices: each process reads the parts of its devices, band by band."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from sdpo_jax.models import parameters
 from sdpo_jax.models.tensor_files import Tensor, is_finite
 
 READERS = 4  # Maximum number of threads.
-BAND_ROWS = 128  # Rows of a tensor read and converted at once; cache lines of our layout are then written whole.
-BAND_BYTES = 2**23  # Maximum bytes of float32 in a band, unless one row is longer.
+BAND_ROWS = 128  # Rows of a tensor read and converted at once, so that cache lines of our layout are written whole.
+BAND_BYTES = 2**23  # Maximum bytes of float32 in a band, unless a single row is longer.
 
 
 def place(parameter: parameters.Parameter, tensors: Mapping[str, Tensor], mesh: jax.sharding.Mesh | None) -> jax.Array:
-  """Return a parameter on the devices; the host holds no part of it any more when this returns.
+  """Return a parameter on the devices; the host has freed its copy when this returns.
 
   Raises:
     UserError: a tensor holds values that are not finite, or cannot be read.
   """
   array = jax.block_until_ready(_send(parameter, tensors, mesh))
-  # JAX frees what it has sent only when it is next called or garbage is collected, by which time the arrays of the next
-  # parameter would exist, too.
+  # JAX frees what it has sent only at its next call or at a garbage collection, when the arrays of the next parameter
+  # would exist, too.
   gc.collect(0)
   return array
 
@@ -51,7 +51,7 @@ def _send(parameter: parameters.Parameter, tensors: Mapping[str, Tensor], mesh: 
 
 
 def put(mesh: jax.sharding.Mesh | None, parameter: parameters.Parameter, values: np.ndarray) -> jax.Array:
-  """Return a parameter on the devices, from values that the host holds whole."""
+  """Return a parameter on the devices from its whole value on the host."""
   if mesh is None:
     return jax.device_put(values)
   sharding = parameter_sharding(mesh, parameter.axes, parameter.shape)
@@ -59,7 +59,7 @@ def put(mesh: jax.sharding.Mesh | None, parameter: parameters.Parameter, values:
 
 
 def read_whole(parameter: parameters.Parameter, tensors: Mapping[str, Tensor]) -> np.ndarray:
-  """Return a parameter on the host; arguments and errors as in `read_blocks`."""
+  """Return a whole parameter on the host; arguments and errors as in `read_blocks`."""
   [whole] = read_blocks(parameter, tensors, [tuple((0, size) for size in parameter.shape)])
   return whole
 
@@ -67,12 +67,12 @@ def read_whole(parameter: parameters.Parameter, tensors: Mapping[str, Tensor]) -
 def read_blocks(
   parameter: parameters.Parameter, tensors: Mapping[str, Tensor], blocks: Sequence[parameters.Bounds]
 ) -> list[np.ndarray]:
-  """Return blocks of a parameter; each row of a tensor that one of them needs is read once for all of them.
+  """Return blocks of a parameter; each row of a tensor is read at most once for all of them.
 
   Args:
-    parameter: a parameter whose tensors are among `tensors`.
-    tensors: tensors by name.
-    blocks: bounds on every axis, per block.
+    parameter: the parameter.
+    tensors: tensors by name, including those of the parameter.
+    blocks: bounds on every axis, for each block.
 
   Raises:
     UserError: a tensor holds values there that are not finite, or cannot be read.
@@ -94,7 +94,7 @@ def read_blocks(
       jobs += [(tensor, wanted, (at, min(at + step, last))) for at in range(first, last, step)]
   fill = functools.partial(_fill, parameter, layout)
   with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1, len(jobs) or 1)) as readers:
-    for _ in readers.map(fill, jobs):  # The first error ends the others.
+    for _ in readers.map(fill, jobs):  # Raises the first error.
       pass
   return outputs
 
@@ -103,16 +103,16 @@ def read_blocks(
 class _Layout:
   """How the axes of a parameter, without the layers axis, map to the rows and columns of its tensors."""
 
-  row_axis: int  # The axis whose entries correspond to one or several rows each.
-  rows: int  # Rows of a tensor per entry of that axis.
-  column_axis: int | None  # The same for columns; None: a vector.
+  row_axis: int  # The axis of which each entry corresponds to one or several rows.
+  rows: int  # Number of rows per entry of that axis.
+  column_axis: int | None  # The same for columns; None: the tensor is a vector.
   columns: int
-  band: int  # Entries of the row axis that are read at once.
+  band: int  # Number of entries of the row axis that are read at once.
 
   @classmethod
   def of(cls, parameter: parameters.Parameter) -> _Layout:
     shape = parameter.shape[1:] if parameter.stacked else parameter.shape
-    # For every axis of the tensor, in our order: our first axis of it, and the tensor's entries per entry of that.
+    # For every axis of the tensor, in our order: our first axis for it, and its entries per entry of that axis.
     groups = [(axis, math.prod(shape[axis + 1 : end])) for _, axis, end in parameter.groups()]
     (row_axis, rows), *rest = groups[::-1] if parameter.transpose else groups
     column_axis, columns = rest[0] if rest else (None, 1)
@@ -121,7 +121,7 @@ class _Layout:
     return cls(row_axis, rows, column_axis, columns, max(limit // rows, 1))
 
 
-# A tensor, blocks that lie partly in it with the arrays to fill, and bounds on the axis of its rows.
+# A tensor, (bounds, array to fill) of blocks that overlap with it, and bounds on the row axis.
 _Job = tuple[Tensor, list[tuple[parameters.Bounds, np.ndarray]], tuple[int, int]]
 
 
@@ -145,28 +145,26 @@ def _fill(parameter: parameters.Parameter, layout: _Layout, job: _Job) -> None:
 
 
 class _Window:
-  """Some rows and columns of a tensor in memory, indexed like the whole tensor."""
+  """Some rows and columns of a tensor in memory, which are indexed like the whole tensor."""
 
-  def __init__(self, values: np.ndarray, first: int, left: int | None):
-    self._values, self._origin = values, (first,) if left is None else (first, left)
+  def __init__(self, values: np.ndarray, *origin: int):
+    self._values, self._origin = values, origin
 
   @classmethod
   def read(cls, tensor: Tensor, layout: _Layout, blocks: Sequence[parameters.Bounds], dtype: str) -> _Window:
-    """Return the part of a tensor that some blocks need."""
+    """Return the part of a tensor that the blocks need."""
 
     def needed(axis: int, each: int, size: int) -> tuple[int, int]:
       low, high = _hull([bounds[axis] for bounds in blocks])
-      return min(low * each, size), min(high * each, size)  # Entries after that pad the vocabulary.
+      return min(low * each, size), min(high * each, size)  # Entries beyond `size` pad the vocabulary.
 
     rows = needed(layout.row_axis, layout.rows, tensor.shape[0])
-    if layout.column_axis is None:
-      values = tensor.rows(rows)
-      _check_finite(tensor, values)
-      return cls(values.astype(dtype), rows[0], None)
-    columns = needed(layout.column_axis, layout.columns, tensor.shape[1])
+    columns = None if layout.column_axis is None else needed(layout.column_axis, layout.columns, tensor.shape[1])
     values = tensor.rows(rows, columns)
     _check_finite(tensor, values)
-    # Rows a power of two apart would all map to the same few sets of a processor's cache when they are transposed.
+    if columns is None:
+      return cls(values.astype(dtype), rows[0])
+    # Without padding, rows at distances of a power of two would map to the same few cache sets when transposed.
     apart = np.empty((len(values), values.shape[1] + 16), dtype)[:, : values.shape[1]]
     apart[...] = values
     return cls(apart, rows[0], columns[0])
@@ -190,8 +188,8 @@ def _check_finite(tensor: Tensor, values: np.ndarray) -> None:
     )
     raise UserError(
       f'{tensor.file.path}: tensor {tensor.name!r} holds {wrong} values of {math.prod(tensor.shape)} that are not '
-      'finite (NaN or infinite), with which nothing can be trained or sampled: get the file again, or export the model '
-      'anew from a checkpoint that works.'
+      'finite (NaN or infinite), so that the model is useless: get the file again, or export the model again from '
+      'another checkpoint.'
     )
 
 

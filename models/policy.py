@@ -1,4 +1,4 @@
-"""The protocol through which everything above `models/` uses a language model."""
+"""The protocol through which all code above `models/` uses a language model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # Code that only updates parameters has no cache.
   from sdpo_jax.models.architecture import Architecture
   from sdpo_jax.models.cache import KVCache
 
-NO_MEMBER = -1  # Marks a row that uses no adapter of a pool.
+NO_MEMBER = -1  # Member index of a row that uses no adapter of a pool.
 
 
 @runtime_checkable
@@ -27,17 +27,14 @@ class Policy(Protocol):
 
   config: Architecture
   vocab_size: int  # V, as in `config`; the unembedding may have more entries, which are not tokens.
-  # Whether a step over a cache reads only its filled slots, so that a large cache costs nothing but memory.
-  reads_filled: bool
-  # Whether segments may have parents; if not, `apply` never gets any.
-  shares_prefixes: bool
-  # Whether the trainable tree is a pool of adapters, and `apply` gets the `members` of the rows.
-  pooled: bool
+  reads_filled: bool  # Whether decoding reads only filled slots of a cache, so that a large one costs no time.
+  shares_prefixes: bool  # Whether `apply` accepts `parents`.
+  pooled: bool  # Whether the trainable tree is a pool of adapters, and `apply` needs `members`.
 
   def parameter_table(self) -> Table:
     """Return shape, dtype, logical axes, initialiser and Hugging Face layout of every parameter.
 
-    `Parameter.frozen` says which of the two trees holds it; see `sdpo_jax.models.parameters.frozen` and `trainable`.
+    `Parameter.frozen` says which tree holds it; see `sdpo_jax.models.parameters.frozen` and `trainable`.
     """
     ...
 
@@ -46,7 +43,7 @@ class Policy(Protocol):
 
     Args:
       mesh: mesh of the parameters and rows; None: the default device.
-      attention_setting: the kernels of attention, `model.attention`.
+      attention_setting: the setting `model.attention`, which selects the kernels of attention.
 
     Raises:
       UserError: the devices or the dtype do not allow these kernels.
@@ -54,14 +51,14 @@ class Policy(Protocol):
     ...
 
   def with_remat(self, remat: str) -> Policy:
-    """Return the policy with rematerialisation as in the setting `model.remat`."""
+    """Return the policy with rematerialisation as the setting `model.remat` says."""
     ...
 
   def cast(self, base: Tree, trainable: Tree) -> tuple[Tree, Tree]:
-    """Return both trees in compute dtype and the best layout for a decode loop; trees already cast are unchanged.
+    """Return both trees in compute dtype and the best layout for a decode loop; cast trees are returned unchanged.
 
-    A step of the loop reads every parameter once; casting before the loop halves the bytes read in bfloat16. The trees
-    are cast independently, so that the base may be cast once and the trainable tree for every batch.
+    Every step of the loop reads every parameter; casting to bfloat16 before the loop halves the bytes. The trees are
+    cast independently, so that the base may be cast once and the trainable tree for every batch.
     """
     ...
 
@@ -82,20 +79,20 @@ class Policy(Protocol):
       base: frozen parameters, as they are or from `cast`.
       trainable: trainable parameters, as they are or from `cast`.
       tokens: [B, S] int32.
-      positions: [B, S] int32, the position of each token within its segment, continuing that of a parent.
+      positions: [B, S] int32, the position of each token in its segment, counted on from its parent.
       segment_ids: [B, S] int32, 0 = padding. A token attends to earlier tokens of its own segment. Tokens of a segment
-        occupy consecutive slots, in the order of their positions.
-      cache: from `init_cache`, to be filled by these tokens, one segment from slot 0 on in every row, which attend to
-        themselves; or from `with_recent`: every row gets S more tokens, which attend to all tokens of the row. A row
-        whose new tokens are padding is not in use, and its results are undefined.
-      parents: [B, S] int32, an earlier segment whose tokens a token attends to in addition to its own segment; 0: none.
-        Several completions can so share a prompt. None: there are none. Only without a cache; a TPU's kernels have no
-        gradient then.
-      members: [B] int32, the pooled adapter that each row uses; `NO_MEMBER`: none, the row uses the base alone. None:
+        are in consecutive slots, in the order of their positions.
+      cache: a cache from `init_cache`, which these tokens fill, one segment from slot 0 on in every row, attending to
+        each other; or one from `with_recent`, to which every row adds S tokens, which attend to all tokens of the row.
+        A row whose new tokens are padding is not in use, and its results are undefined.
+      parents: [B, S] int32, an earlier segment to which a token attends in addition to its own; 0: none. In this way
+        several completions share a prompt. None: no token has a parent. Only without a cache; the TPU's kernels then
+        have no gradient.
+      members: [B] int32, the adapter of the pool that each row uses; `NO_MEMBER`: the row uses the base alone. None:
         the policy has no pool.
 
     Returns:
-      hidden [B, S, D] (after the final norm), unembedding [V, D] such that logits = hidden @ unembedding.T,
+      Hidden states [B, S, D] after the final norm, the unembedding [V, D], such that logits = hidden @ unembedding.T,
       and the updated cache (None without one).
 
     Raises:

@@ -1,7 +1,7 @@
-"""The architecture entries of published models' config.json files, so that runs can be planned without a network.
+"""Architecture entries of the config.json files of published models, so that runs can be planned without a network.
 
-The values are those of the files on the Hugging Face hub. The number of parameters computed from each is compared with
-the number stated on the hub (tests/models/test_published.py).
+The values are those of the files on the Hugging Face hub. The number of parameters that follows from each is compared
+with the number stated there (tests/models/test_published.py).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def config_json(name: str) -> Values | None:
 
 
 def names() -> tuple[str, ...]:
-  """Return the names that `config_json` knows."""
+  """Return the names of the listed models on the hub."""
   return tuple(_PUBLISHED)
 
 
-# model_type → the entries that its models have in common.
+# model_type → entries that its models have in common.
 _COMMON: Mapping[str, Values] = {
   'qwen3': {'vocab_size': 151936, 'head_dim': 128, 'rms_norm_eps': 1e-6, 'rope_theta': 1e6},
   'qwen2': {'vocab_size': 151936, 'rms_norm_eps': 1e-6, 'rope_theta': 1e6, 'use_sliding_window': False},
@@ -45,7 +45,7 @@ _COMMON: Mapping[str, Values] = {
     'max_position_embeddings': 65536,
     'rms_norm_eps': 1e-6,
     'rope_theta': 500000.0,
-    'rope_scaling': {  # For the layers that see all positions.
+    'rope_scaling': {  # Of the layers that see all positions.
       'rope_type': 'yarn',
       'factor': 8.0,
       'original_max_position_embeddings': 8192,

@@ -1,13 +1,14 @@
-"""Copies of model directories in an object store, made once on this machine's disk for all processes.
+"""Local copies of model directories in an object store, made once per machine for all its processes.
 
-A copy is made file by file and resumed where it was interrupted. It also holds a record of the size and modification
-time of each source file. The record is written before the files, so that a file with its final name is in the record.
+A copy is made file by file, and resumed where it was interrupted. It also holds a record of the size and modification
+time of every source file, which is written first, so that files with their final names are in the record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+import contextlib
 import fnmatch
 import functools
 import json
@@ -24,19 +25,38 @@ from sdpo_jax.files import make_directory, sync_directory, sync_file, write_atom
 from sdpo_jax.models import file_lock
 
 _logger = logging.getLogger('sdpo_jax.models')
-FOLDER = 'SDPO_MODELS'  # The environment variable that names where copies are kept.
-RECORD = '.source.json'  # In a copy: name → size and modification time in the object store.
+FOLDER = 'SDPO_MODELS'  # Environment variable with the folder for copies.
+RECORD = '.source.json'  # File in a copy: name → size and modification time in the object store.
 PARTIAL = '.partial'  # Suffix of a file that is being copied.
-STREAMS = 4  # Files that are copied at once.
+STREAMS = 4  # Number of files that are copied at once.
+ADDRESS = 'check the address, and that this machine may read it'  # What to do about a store that cannot be read.
 
-_Identity = list[int]  # Bytes, and seconds since 1970 (0 if the store does not say).
+_Identity = list[int]  # Size in bytes, and modification time in seconds since 1970 (0 if unknown).
+
+
+@contextlib.contextmanager
+def readable(named: str, way_out: str) -> Iterator[None]:
+  """Turn errors of reading a path, which may be in an object store, into a UserError.
+
+  Args:
+    named: the path with its setting or flag, with which the message begins.
+    way_out: what the user can do about a path that cannot be read.
+  """
+  try:
+    yield
+  except UserError:
+    raise
+  except ImportError as error:
+    raise UserError(f'{named} needs a package that is not installed: {first_line(error)}.') from error
+  except Exception as error:  # Object stores raise many types of errors; all mean the same here.
+    raise UserError(f'{named} cannot be read ({first_line(error)}): {way_out}.') from error
 
 
 @functools.cache
 def fetch(address: str, patterns: Sequence[str], setting: str = 'model.path', what: str = 'model') -> pathlib.Path:
   """Return the local copy of a remote model directory, after copying files that are missing or have changed.
 
-  It is in $SDPO_MODELS, or ~/.cache/sdpo_jax/models. One process of a machine copies, and the others wait.
+  It is in $SDPO_MODELS or else in ~/.cache/sdpo_jax/models. One process per machine copies while the others wait.
 
   Args:
     address: address of the directory.
@@ -45,18 +65,12 @@ def fetch(address: str, patterns: Sequence[str], setting: str = 'model.path', wh
     what: what the directory holds, for error messages.
 
   Raises:
-    UserError: it cannot be read or changes meanwhile, has none of these files, or there is no room for the copy.
+    UserError: it cannot be read, changes meanwhile or has none of these files, or there is no room for the copy.
   """
-  try:
+  with readable(f'{setting}={address}', ADDRESS):
     sources = {path.name: path for path in epath.Path(address).iterdir()}
     wanted = [name for name in sources if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
     identities = {name: _identity(sources[name]) for name in wanted}
-  except ImportError as error:
-    raise UserError(f'{setting}={address} needs a package that is not installed: {error}.') from error
-  except Exception as error:  # Object stores raise many types of errors; all mean the same here.
-    raise UserError(
-      f'{setting}={address} cannot be read ({first_line(error)}): check the address, and that this machine may read it.'
-    ) from error
   if not wanted:
     raise UserError(f'{setting}={address} holds no {what}: put a Hugging Face {what} directory there.')
   folder = pathlib.Path(os.environ.get(FOLDER) or pathlib.Path.home() / '.cache' / 'sdpo_jax' / 'models')
@@ -65,7 +79,7 @@ def fetch(address: str, patterns: Sequence[str], setting: str = 'model.path', wh
     make_directory(target)
     with file_lock.held(
       folder / f'{target.name}.lock',
-      lambda: _logger.warning('Another process copies %s to %s: waiting for it.', address, target),
+      lambda: _logger.warning('Another process is copying %s to %s: waiting for it.', address, target),
     ):
       _renew(target, {name: sources[name] for name in wanted}, identities, f'{setting}={address}', set(sources))
   except UserError:
@@ -82,7 +96,7 @@ def fetch(address: str, patterns: Sequence[str], setting: str = 'model.path', wh
 def _renew(
   target: pathlib.Path, sources: dict[str, epath.Path], identities: dict[str, _Identity], named: str, there: set[str]
 ) -> None:
-  """Make a copy hold `sources`, and remove files that are not in the store (`there`) or have changed in it."""
+  """Copy missing `sources`, after removing files that are no longer in the store (`there`) or have changed in it."""
   record = _recorded(target)
   kept = {
     name: identity for name, identity in record.items() if name in there and identities.get(name, identity) == identity
@@ -116,7 +130,7 @@ def _copy(source: epath.Path, target: pathlib.Path, identity: _Identity) -> None
   partial = target.with_name(target.name + PARTIAL)
   source.copy(partial, overwrite=True)
   if [partial.stat().st_size, _identity(source)] != [identity[0], identity]:
-    raise UserError(f'{source} was changed while it was copied: start again when nobody writes it any more.')
+    raise UserError(f'{source} was changed while it was copied: start again when nothing writes to it.')
   sync_file(partial)  # A file with its final name is trusted, even after a failure of the machine.
   partial.rename(target)
 
@@ -127,7 +141,7 @@ def _identity(path: epath.Path) -> _Identity:
 
 
 def _recorded(target: pathlib.Path) -> dict[str, _Identity]:
-  """Return the record of a copy; an empty one if it cannot be read, so that all files are copied again."""
+  """Return the record of a copy; an empty one if it is missing or damaged, so that all files are copied again."""
   try:
     record = json.loads((target / RECORD).read_text(encoding='utf-8'))
   except (FileNotFoundError, ValueError):

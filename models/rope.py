@@ -1,4 +1,4 @@
-"""Rotary position embeddings: their frequencies, and heads rotated by them."""
+"""Rotary position embeddings: their frequencies, and the rotation of heads."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Rope:
 
   theta: float = 10000.0
   kind: RopeKind = 'default'
-  factor: float = 1.0  # Stretching factor of positions: all but 'default'.
-  original_max_position_embeddings: float = 0.0  # Positions seen before stretching: 'llama3' and 'yarn'.
-  low_freq_factor: float = 1.0  # 'llama3'.
-  high_freq_factor: float = 4.0  # 'llama3'.
-  beta_fast: float = 32.0  # 'yarn'.
-  beta_slow: float = 1.0  # 'yarn'.
-  truncate: bool = True  # 'yarn': the bounds of the ramp are rounded to whole numbers.
-  attention_factor: float = 1.0  # Factor of cosines and sines: 'yarn'.
+  factor: float = 1.0  # Factor by which positions are stretched; all kinds but 'default'.
+  original_max_position_embeddings: float = 0.0  # Number of positions before stretching; 'llama3' and 'yarn'.
+  low_freq_factor: float = 1.0  # Only 'llama3'.
+  high_freq_factor: float = 4.0  # Only 'llama3'.
+  beta_fast: float = 32.0  # Only 'yarn'.
+  beta_slow: float = 1.0  # Only 'yarn'.
+  truncate: bool = True  # Whether the bounds of the ramp are rounded to whole numbers; only 'yarn'.
+  attention_factor: float = 1.0  # Factor of cosines and sines; only 'yarn'.
 
 
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-  """Return the angles per position [head_dim / 2] float32, in the order of operations of transformers."""
+  """Return the angles per position [head_dim / 2] float32, computed in the same order as in transformers."""
   exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
   wavelengths = np.float32(rope.theta) ** exponents  # Divided by 2π.
   plain = np.float32(1) / wavelengths
@@ -43,7 +43,7 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 
 
 def _llama3(rope: Rope, plain: np.ndarray) -> np.ndarray:
-  """Return frequencies of which low ones are divided by the factor, high ones stay, others are interpolated."""
+  """Return the frequencies with low ones divided by the factor, high ones unchanged, and others interpolated."""
   factor, low, high = np.float32(rope.factor), np.float32(rope.low_freq_factor), np.float32(rope.high_freq_factor)
   original = np.float32(rope.original_max_position_embeddings)
   lengths = np.float32(2 * math.pi) / plain
@@ -53,14 +53,14 @@ def _llama3(rope: Rope, plain: np.ndarray) -> np.ndarray:
 
 
 def _yarn(rope: Rope, plain: np.ndarray, wavelengths: np.ndarray) -> np.ndarray:
-  """Return frequencies on a linear ramp over the pairs of a head, from fast ones that stay to slow ones that shrink.
+  """Return the frequencies on a linear ramp over the pairs of a head: fast ones unchanged, slow ones divided.
 
   Source: arXiv 2309.00071, section 3.2.
   """
   pairs = len(plain)
 
   def pair(rotations: float) -> float:
-    """Return the pair, as a real number, that turns `rotations` times in the original length."""
+    """Return the (fractional) index of the pair that turns `rotations` times within the original length."""
     turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
     return 2 * pairs * math.log(turns) / (2 * math.log(rope.theta))
 
@@ -77,8 +77,8 @@ def _yarn(rope: Rope, plain: np.ndarray, wavelengths: np.ndarray) -> np.ndarray:
 def rotation(positions: jax.Array, head_dim: int, rope: Rope) -> jax.Array:
   """Return the rotary embedding of positions [B, S] as matrices [B, S, 2, 2, head_dim / 2] float32.
 
-  Pair i of a head's numbers, (x[i], x[i + head_dim / 2]), is turned by the angle position · frequency i (and multiplied
-  by `rope.attention_factor`): number a of the result is the sum over b of [..., a, b, i] times number b.
+  Pair i of a head, (x[i], x[i + head_dim / 2]), is turned by the angle position · frequency[i] and multiplied by
+  `rope.attention_factor`: element a of the result is the sum over b of [..., a, b, i] times element b of the pair.
   """
   angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(frequencies(rope, head_dim))[None, None]
   cosine, sine = jnp.cos(angles), jnp.sin(angles)
@@ -91,8 +91,8 @@ def rotation(positions: jax.Array, head_dim: int, rope: Rope) -> jax.Array:
 def rotate(x: jax.Array, matrices: jax.Array, halves: bool = False) -> jax.Array:
   """Rotate x [B, S, H, head_dim] by (scaled) matrices from `rotation`, in float32; return it in the dtype of x.
 
-  The matrices get no gradient. `halves` swaps the halves of a head as whole vectors, which suits the lanes of a TPU;
-  sums of broadcast products suit a CPU, which takes several times as long to concatenate.
+  The matrices get no gradient. With `halves`, the halves of a head are swapped as whole vectors, which suits the lanes
+  of a TPU; sums of broadcast products suit a CPU, on which concatenation takes several times as long.
   """
   wide = x.astype(jnp.float32)
   if halves:
@@ -110,7 +110,7 @@ def _rotate_forward(x: jax.Array, matrices: jax.Array, halves: bool) -> tuple[ja
 
 
 def _rotate_backward(halves: bool, matrices: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-  # The transposed map is a rotation too, and as cheap; differentiated step by step it would be sums over pairs.
+  # The transpose is a rotation, too, and as cheap; automatic differentiation would give sums over pairs.
   return rotate(gradient, matrices.swapaxes(2, 3), halves), jnp.zeros_like(matrices)
 
 

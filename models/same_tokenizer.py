@@ -1,4 +1,4 @@
-"""Comparison of two tokenizers' token ids, to decide whether one model can read another's tokens."""
+"""Comparison of two tokenizers, to decide whether one model can read another's token ids."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sdpo_jax.models.control_tokens import Tokenizer
 
 
 def difference(path: str | os.PathLike, other: str | os.PathLike) -> str | None:
-  """Return a phrase that says how two models' tokenizers differ; None if their token ids mean the same.
+  """Return a phrase about how the tokenizers of two models differ; None if their token ids mean the same.
 
   Args:
-    path: model directory or hub name of the first.
-    other: model directory or hub name of the second.
+    path: model directory or hub name of one model.
+    other: model directory or hub name of the other.
 
   Raises:
     UserError: a tokenizer is missing or damaged.
@@ -34,13 +34,13 @@ def difference(path: str | os.PathLike, other: str | os.PathLike) -> str | None:
 
 
 def _digests(read: Tokenizer) -> dict[str, str]:
-  """Return digests of the meaning of a tokenizer's ids; unlike `identity.of_tokenizer`, without chat and stops.
+  """Return digests of what a tokenizer's ids mean; unlike `identity.of_tokenizer`, without chat template and stops.
 
-  They do not depend on the format of the files: a tokenizer saved by another version of the library has the same.
+  They do not depend on the format of the files, which differs between versions of the library.
 
   Returns:
-    vocabulary (every id with its text), merges (or the scores by which characters are joined to tokens),
-    special_tokens (the added ones).
+    Digests named vocabulary (every id with its text), merges (or the scores by which characters are joined to tokens)
+    and special_tokens (the added ones).
   """
   added = sorted((number, token.content) for number, token in read.added_tokens_decoder.items())
   return {
@@ -51,7 +51,7 @@ def _digests(read: Tokenizer) -> dict[str, str]:
 
 
 def _joining(read: Tokenizer) -> Any:
-  """Return how a tokenizer joins characters: merges in their order, or the scores of its tokens."""
+  """Return the rules by which a tokenizer joins characters: merges in order, or the scores of its tokens."""
   if not read.is_fast:
     return [read.encode(text, add_special_tokens=False) for text in identity.TEXTS]
   model = json.loads(read.backend_tokenizer.to_str())['model']

@@ -1,8 +1,7 @@
-"""Tokenizers of directories that hold a SentencePiece model (tokenizer.model) and no file converted from it.
+"""Tokenizers of directories that hold a SentencePiece model (tokenizer.model) but no file converted from it.
 
-`transformers` builds a tokenizer of its own from such a file, and the class named in config.json may not read the file
-as SentencePiece does: it may lose the space before a text, or split words differently. So the result is compared with
-SentencePiece itself.
+`transformers` converts such a file, but the class named in config.json may do so wrongly: it may lose the space before
+a text, or split words differently. So the result is compared with SentencePiece itself.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ FILE = 'tokenizer.model'
 # Files that transformers prefers to a SentencePiece model.
 OTHERS = ('tokenizer.json', 'vocab.json', 'tekken.json')
 _ROLES = {'bos_token': 'bos_id', 'eos_token': 'eos_id', 'unk_token': 'unk_id', 'pad_token': 'pad_id'}
-# Without leading spaces and control tokens, which classes may treat differently.
+# Sample texts, without leading spaces and control tokens, which classes may treat differently.
 _TEXTS = (
   'The answer is 42.',
   'two  spaces,\na line\n\n\tand a tab',
@@ -33,7 +32,7 @@ _TEXTS = (
 
 
 def alone(root: pathlib.Path) -> bool:
-  """Return whether the tokenizer of a directory is a SentencePiece model and nothing else."""
+  """Return whether a SentencePiece model is the only tokenizer in a directory."""
   return (root / FILE).is_file() and not any((root / name).is_file() for name in OTHERS)
 
 
@@ -41,22 +40,22 @@ def load(root: pathlib.Path) -> Tokenizer:
   """Return a `transformers` tokenizer that gives the same token ids as SentencePiece.
 
   Raises:
-    UserError: the file is not a SentencePiece model, or no class of `transformers` reads it as SentencePiece does.
-    Exception: any error of `transformers` for the other files of the directory.
+    UserError: the file is not a SentencePiece model, or no class of `transformers` agrees with SentencePiece.
+    Exception: any error of `transformers` about other files of the directory.
   """
   import sentencepiece
   from transformers import AutoTokenizer, LlamaTokenizer
 
-  way_out = 'put a tokenizer.json beside it, which the `save_pretrained` of its own tokenizer writes'
+  way_out = 'put a tokenizer.json beside it, as `save_pretrained` of its own tokenizer writes it'
   try:
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(root / FILE))
-  except (RuntimeError, OSError) as error:  # Errors of the library for files that it cannot parse.
+  except (RuntimeError, OSError) as error:  # Raised by the library for files that it cannot parse.
     raise UserError(f'{root / FILE} is not a SentencePiece model ({first_line(error)}): {way_out}.') from error
   settings = root / 'tokenizer_config.json'
   named = json.loads(settings.read_text(encoding='utf-8')) if settings.is_file() else {}
   roles = {role: getattr(pieces, number)() for role, number in _ROLES.items() if role not in named}
   roles = {role: pieces.id_to_piece(number) for role, number in roles.items() if number >= 0}
-  # Llama's class first: from 5.24 on, transformers builds one for a Mistral that puts a space after each control token.
+  # Llama's class first: transformers from 5.24 on has one for Mistral that puts a space after each control token.
   for make in (
     lambda: LlamaTokenizer.from_pretrained(root, **roles),
     lambda: AutoTokenizer.from_pretrained(root, trust_remote_code=False),
@@ -73,13 +72,13 @@ def load(root: pathlib.Path) -> Tokenizer:
     tokenizer.extra_special_tokens = [token['content'] for token in described['added_tokens'] if token['special']]
     if all(tokenizer.encode(text, add_special_tokens=False) == pieces.encode(text) for text in _TEXTS):
       return tokenizer
-  raise UserError(f'{root / FILE}: transformers splits text otherwise than SentencePiece does with it: {way_out}.')
+  raise UserError(f'{root / FILE}: transformers splits text differently from SentencePiece: {way_out}.')
 
 
 def merges(pieces: Any, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
   """Return the merges of a BPE model, best first: SentencePiece joins the two neighbours whose piece scores highest.
 
-  Scores need not be in the order of ids: Llama's runs of spaces score lowest.
+  Scores need not be in the order of ids: Llama's runs of spaces have the lowest.
 
   Args:
     pieces: a `SentencePieceProcessor`.

@@ -1,4 +1,4 @@
-"""The tensors in the files of a model directory: one safetensors file, or several with an index."""
+"""The tensors of a model directory, in one safetensors file or in several with an index."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def open_tensors(root: pathlib.Path) -> Iterator[dict[str, Tensor]]:
   index = read_index(root)
   if index is not None and (root / WEIGHTS).exists() and WEIGHTS not in index.values():
     raise UserError(
-      f'{root} holds two models: {WEIGHTS}, and the files that {INDEX} names: remove the one that is not meant.'
+      f'{root} holds two models, {WEIGHTS} and the files that {INDEX} names: remove the one that is not meant.'
     )
   with contextlib.ExitStack() as stack:
     files = [stack.enter_context(TensorFile(_present(root, name, index))) for name in weight_files(index)]
@@ -34,7 +34,7 @@ def open_tensors(root: pathlib.Path) -> Iterator[dict[str, Tensor]]:
 
 
 def read_index(root: pathlib.Path) -> dict[str, str] | None:
-  """Return the index of a model directory, tensor name → file name; None: it has none.
+  """Return the index of a model directory, tensor name → file name; None if it has none.
 
   Raises:
     UserError: the index cannot be read, or names a file outside the directory.
@@ -68,8 +68,8 @@ def _present(root: pathlib.Path, name: str, index: dict[str, str] | None) -> pat
   who = f'{root} has' if index is None else f'{root / INDEX} names'
   if file.is_symlink():
     raise UserError(
-      f'{who} {name}, a link to {short_repr(str(file.readlink()), 200)}, where there is no file: copy what it '
-      'should lead to (cp -L), or get the file again.'
+      f'{who} {name}, a link to {short_repr(str(file.readlink()), 200)}, which does not exist: copy the file that it '
+      'should lead to (cp -L), or get it again.'
     )
   raise UserError(f'{who} {name}, which is missing: get it again.')
 
@@ -86,10 +86,10 @@ def _collect(root: pathlib.Path, files: list[TensorFile], index: dict[str, str] 
       tensors[name] = tensor
   for name, shard in (index or {}).items():
     if name not in tensors:
-      raise UserError(f'{root / INDEX} says that {shard} holds tensor {name!r}, which it does not: get both again.')
+      raise UserError(f'{root / INDEX} says that {shard} holds tensor {name!r}, but it does not: get both again.')
     if tensors[name].file.path.name != shard:
       raise UserError(
-        f'{root / INDEX} says that {shard} holds tensor {name!r}, which is in {tensors[name].file.path.name}: get the '
+        f'{root / INDEX} says that {shard} holds tensor {name!r}, but it is in {tensors[name].file.path.name}: get the '
         'files again.'
       )
   return tensors

@@ -1,6 +1,6 @@
-"""The safetensors format: headers checked against the file's length, reading of rows, and streamed writing.
+"""The safetensors format: checked headers, reading of rows, and writing one tensor at a time.
 
-A file is the length of a header (8 bytes), the header (JSON: name → dtype, shape, first and last byte), and the data.
+A file holds the length of the header (8 bytes), the header (JSON: name → dtype, shape, offsets of the data), and data.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ import numpy as np
 
 from sdpo_jax.errors import UserError, first_line, short_repr
 
-LARGEST_HEADER = 100_000_000  # Bytes, as in the safetensors library.
-# The element types that weights may have, with unsigned integers of the same width.
+LARGEST_HEADER = 100_000_000  # Maximum bytes of a header, as in the safetensors library.
+# The types that weights may have, as NumPy dtypes and unsigned integers of the same width.
 DTYPES = {
   'F32': (np.dtype(np.float32), np.uint32),
   'F16': (np.dtype(np.float16), np.uint16),
   'BF16': (np.dtype(ml_dtypes.bfloat16), np.uint16),
 }
 _NAMES = {dtype: name for name, (dtype, _) in DTYPES.items()}
-# Bits per element of the format's types; for unknown types the length is not checked.
+# Bits per element of the types in the format; lengths of tensors of other types are not checked.
 _BITS = {
   **{name: 8 * dtype.itemsize for name, (dtype, _) in DTYPES.items()},
   **{'BOOL': 8, 'U8': 8, 'I8': 8, 'F8_E4M3': 8, 'F8_E5M2': 8, 'F8_E8M0': 8, 'F8_E4M3FNUZ': 8, 'F8_E5M2FNUZ': 8},
   **{'F4': 4, 'F6_E2M3': 6, 'F6_E3M2': 6, 'U16': 16, 'I16': 16, 'U32': 32, 'I32': 32, 'U64': 64, 'I64': 64},
   **{'F64': 64, 'C64': 64},
 }
-# Gap in bytes between the wanted parts of two rows up to which reading on is cheaper than seeking: a disk and the page
-# cache deliver no less, and a call per row costs about as much as copying this many bytes.
+# Gap in bytes between the wanted parts of two rows up to which reading on is cheaper than seeking: disk and page cache
+# read at least this much, and a call per row costs about as much as copying it.
 GAP = 2**16
-COMPARED_BYTES = 2**23  # Bytes of each of two matrices that are compared at once.
+COMPARED_BYTES = 2**23  # Bytes of two matrices that are compared at once.
 
 
 class TensorFile:
-  """An open file; reads give their own positions, so that threads may share it, and it is never memory-mapped."""
+  """An open safetensors file. Threads may share it, since every read has its own position; it is not memory-mapped."""
 
   def __init__(self, path: pathlib.Path):
     """Open a file and check its header.
@@ -61,6 +61,7 @@ class TensorFile:
       raise
 
   def close(self) -> None:
+    """Close the file; its tensors can no longer be read."""
     os.close(self._descriptor)
 
   def __enter__(self) -> TensorFile:
@@ -70,7 +71,7 @@ class TensorFile:
     self.close()
 
   def read(self, buffer: np.ndarray, offset: int) -> None:
-    """Fill a contiguous array with the bytes of the file from `offset` on.
+    """Fill a contiguous array with bytes of the file, from `offset` on.
 
     Raises:
       UserError: reading failed, or the file has become shorter.
@@ -85,7 +86,7 @@ class TensorFile:
           'the file again.'
         ) from error
       if not count:
-        raise UserError(f'{self.path} has become shorter while it was read: load it again when nobody writes it.')
+        raise UserError(f'{self.path} became shorter while it was read: load it again when nothing writes to it.')
       done += count
 
   def _read_header(self) -> dict[str, Tensor]:
@@ -96,7 +97,7 @@ class TensorFile:
     self.read(number, 0)
     length = int(number[0])
     if length > LARGEST_HEADER or 8 + length > size:
-      raise self._damaged(f'its header should have {length} bytes, and the file has {size}')
+      raise self._damaged(f'its header should have {length} bytes, but the file has {size}')
     text = np.empty(length, np.uint8)
     self.read(text, 8)
     try:
@@ -111,12 +112,12 @@ class TensorFile:
     end = start
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.begin, tensor.end)):
       if tensor.begin != end:
-        raise self._damaged(f'tensor {tensor.name!r} begins at byte {tensor.begin}, and the one before ends at {end}')
+        raise self._damaged(f'tensor {tensor.name!r} begins at byte {tensor.begin}, but the one before ends at {end}')
       end = tensor.end
     if end > size:
       raise self._damaged(f'it has {size} bytes and should have {end}: it was cut off')
     if end < size:
-      raise self._damaged(f'it has {size} bytes, and its tensors end at byte {end}')
+      raise self._damaged(f'it has {size} bytes, but its tensors end at byte {end}')
     return tensors
 
   def _tensor(self, name: str, entry: Any, start: int) -> Tensor:
@@ -124,7 +125,7 @@ class TensorFile:
       entry.get(key) if isinstance(entry, dict) else None for key in ('shape', 'dtype', 'data_offsets')
     )
     if not (_counts(shape) and _counts(offsets) and len(offsets) == 2 and isinstance(dtype, str)):
-      raise self._damaged(f'its header says of tensor {name!r} {short_repr(entry)}')
+      raise self._damaged(f'its header describes tensor {name!r} as {short_repr(entry)}')
     begin, end = offsets
     bits = _BITS.get(dtype)
     if begin > end or (bits is not None and 8 * (end - begin) != bits * math.prod(shape)):
@@ -137,18 +138,18 @@ class TensorFile:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-  """The place of a tensor in a file."""
+  """A tensor in an open file, which is read on demand."""
 
   file: TensorFile
   name: str
   dtype: str  # As the format names it.
   shape: tuple[int, ...]
-  begin: int  # Bytes of the file.
-  end: int
+  begin: int  # Offset of its first byte in the file.
+  end: int  # Offset after its last byte.
 
   @property
   def width(self) -> int:
-    """Number of elements of a row, i.e. of one entry of the first axis."""
+    """Number of elements of a row, that is of an entry of the first axis."""
     return math.prod(self.shape[1:])
 
   @property
@@ -157,18 +158,18 @@ class Tensor:
     return math.prod(self.shape)
 
   def values(self, bounds: tuple[int, int]) -> np.ndarray:
-    """Return elements bounds[0] … bounds[1] − 1, in row-major order, of a tensor of one of `DTYPES`."""
+    """Return elements bounds[0] … bounds[1] − 1, in row-major order; the dtype must be one of `DTYPES`."""
     dtype, _ = DTYPES[self.dtype]
     found = np.empty(bounds[1] - bounds[0], dtype)
     self.file.read(found, self.begin + bounds[0] * dtype.itemsize)
     return found
 
   def rows(self, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> np.ndarray:
-    """Return part of a tensor of one of `DTYPES`: [rows, columns], or [rows] of a vector.
+    """Return rows [rows, columns], or elements [rows] of a vector; the dtype must be one of `DTYPES`.
 
     Args:
-      rows: bounds on its first axis.
-      columns: bounds on its second axis, if it has two; None: all.
+      rows: bounds on the first axis.
+      columns: bounds on the second axis; None: all columns.
     """
     dtype, _ = DTYPES[self.dtype]
     (first, last), width = rows, self.width
@@ -185,7 +186,7 @@ class Tensor:
 
 
 def are_equal(left: Tensor, right: Tensor) -> bool:
-  """Return whether two matrices have the same values and dtype, reading a few megabytes at a time."""
+  """Return whether two tensors have the same shape, dtype and bits, reading a few megabytes at a time."""
   if (left.dtype, left.shape) != (right.dtype, right.shape):
     return False
   bits = DTYPES[left.dtype][1]
@@ -198,22 +199,22 @@ def are_equal(left: Tensor, right: Tensor) -> bool:
 
 
 def is_finite(values: np.ndarray) -> bool:
-  """Return whether all values of an array of one of `DTYPES` are finite, by their exponents' bits."""
+  """Return whether all values of an array of one of `DTYPES` are finite, judged by the bits of their exponents."""
   integers = DTYPES[_NAMES[values.dtype]][1]
   exponent = np.array(np.inf, values.dtype).view(integers)
   return not ((values.view(integers) & exponent) == exponent).any()
 
 
 class TensorPart(NamedTuple):
-  """A tensor to be written."""
+  """A tensor that will be written."""
 
   name: str
   shape: tuple[int, ...]
-  make: Callable[[], np.ndarray]  # Returns the array, in the dtype of the file.
+  make: Callable[[], np.ndarray]  # Returns its values, in the dtype of the file.
 
 
 def write(path: pathlib.Path, parts: Sequence[TensorPart], dtype: np.dtype) -> str:
-  """Write a file with at most one tensor in memory at a time; return its SHA-256, in hex.
+  """Write a file, making one tensor at a time; return its SHA-256 in hex.
 
   Raises:
     OSError: the file could not be written.

@@ -1,4 +1,4 @@
-"""The bytes and text of single tokens, whose concatenation is the whole text, even for tokens within a character."""
+"""Bytes and texts of single tokens, whose concatenation is the whole text even if tokens split a character."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 Tokenizer = Any  # A transformers tokenizer.
 
-_BYTE = re.compile(r'<0x([0-9A-Fa-f]{2})>')  # A byte in vocabularies that fall back to bytes.
+_BYTE = re.compile(r'<0x([0-9A-Fa-f]{2})>')  # A byte in vocabularies with byte fallback.
 _SPACE = '▁'  # A space in sentencepiece vocabularies.
 
 
@@ -24,10 +24,10 @@ class TokenTexts:
     self._special = frozenset(tokenizer.all_special_ids)
     decoders = _decoders(tokenizer)
     self._byte_level, self._spaces = 'ByteLevel' in decoders, bool({'ByteFallback', 'Metaspace'} & decoders)
-    self._known: dict[int, bytes] = {}  # At most the vocabulary.
+    self._known: dict[int, bytes] = {}  # Cache, at most as large as the vocabulary.
 
   def bytes_of(self, token: int) -> bytes:
-    """Return the UTF-8 bytes of a token, which may be part of a character; no bytes for an id that is not a token."""
+    """Return the UTF-8 bytes of a token, which may be part of a character; none for an id that is not a token."""
     found = self._known.get(token)
     if found is None:
       found = self._known[token] = self._bytes_of(token)
@@ -49,7 +49,7 @@ class TokenTexts:
     return self._tokenizer.decode([token], clean_up_tokenization_spaces=False).encode()
 
   def text_of(self, token: int) -> str:
-    r"""Return the text of a token, or its bytes, such as 'bytes:\xe2\x80', if it is part of a character."""
+    r"""Return the text of a token; if it is part of a character, its bytes in the form 'bytes:\xe2\x80'."""
     found = self.bytes_of(token)
     try:
       return found.decode()
@@ -57,21 +57,21 @@ class TokenTexts:
       return 'bytes:' + ''.join(f'\\x{byte:02x}' for byte in found)
 
   def text(self, tokens: Iterable[int], *, special: bool = True) -> str:
-    """Return the text of tokens, without special ones unless `special`; a broken character is U+FFFD."""
+    """Return the text of tokens, without special ones unless `special`; incomplete characters become U+FFFD."""
     return b''.join(self.bytes_of(each) for each in tokens if special or each not in self._special).decode(
       errors='replace'
     )
 
   def offsets(self, tokens: Sequence[int], start: int = 0, *, special: bool = True) -> list[int]:
-    """Return the offset of each token's text in the text of all tokens.
+    """Return the offset of each token's text in the text of all.
 
     Args:
-      tokens: [T].
+      tokens: T token ids.
       start: offset of the first token.
-      special: whether special tokens have a text.
+      special: whether the text includes special tokens.
 
     Returns:
-      [T] in characters; for a token that continues a character, the offset of that character.
+      T offsets in characters; a token that continues a character has the offset of that character.
     """
     decoder = codecs.getincrementaldecoder('utf-8')('replace')
     found = []
@@ -83,7 +83,7 @@ class TokenTexts:
 
 
 def _decoders(tokenizer: Tokenizer) -> set[str]:
-  """Return the names of a tokenizer's decoding steps; none if they are unknown."""
+  """Return the names of the steps of a tokenizer's decoder; none if they are unknown."""
   backend = getattr(tokenizer, 'backend_tokenizer', None)
   decoder = None if backend is None else backend.decoder
   if decoder is None:
@@ -99,9 +99,9 @@ def _decoders(tokenizer: Tokenizer) -> set[str]:
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
-  """Return the mapping from characters to bytes in byte-level vocabularies.
+  """Return the mapping from characters to bytes in byte-level vocabularies (as in GPT-2).
 
-  Bytes that are printable in Latin-1 are written as themselves, the others, in order, as characters from U+0100 on.
+  Bytes that are printable in Latin-1 stand for themselves; the others are, in order, the characters from U+0100 on.
   """
   plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
   others = [byte for byte in range(256) if byte not in set(plain)]

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face model directories, checked to be usable for chat."""
+"""Loading of tokenizers from Hugging Face model directories, with checks that they can be used for chat."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import os
 import pathlib
 
+from etils import epath
 import tokenizers
 
 from sdpo_jax.errors import UserError
@@ -14,6 +15,7 @@ from sdpo_jax.models import chat_template as templates
 from sdpo_jax.models import sentencepiece_model
 from sdpo_jax.models.control_tokens import Tokenizer, control_strings
 from sdpo_jax.models.model_files import read_json, resolve
+from sdpo_jax.models.remote_files import readable
 
 _logger = logging.getLogger('sdpo_jax.models')
 
@@ -23,23 +25,23 @@ def load(
 ) -> Tokenizer:
   """Load the tokenizer of a model directory, with its chat template (tokenizer_config.json or chat_template.jinja).
 
-  Added tokens with which the model ends a turn are among its `control_strings`, whether or not they are marked special.
+  Added tokens with which the model ends a turn are among its `control_strings`, even if they are not marked special.
   Special tokens for which the model has no embedding, such as those of images, are read as text.
 
   Args:
     path: model directory or hub name.
-    vocab_size: vocabulary size of the model, which every token id must lie below. None: not checked.
-    chat_template: file with another chat template; None: the directory's.
+    vocab_size: vocabulary size of the model, above all token ids; None: not checked.
+    chat_template: file with another chat template; None: that of the directory.
 
   Raises:
-    UserError: the tokenizer is missing or damaged, the chat template is missing, fails on a user message or does not
-      write it, or the model lacks a token id, such as one that the template writes.
+    UserError: the tokenizer is missing or damaged; the chat template is missing, fails on a user message, or does not
+      write it; or the model lacks a token id that is needed, such as one that the template writes.
   """
   root = resolve(path)
   tokenizer = read(root)
   source = f'The chat template of {root}'
   if chat_template is not None:
-    tokenizer.chat_template = templates.read(chat_template)
+    tokenizer.chat_template = _read_template(chat_template)
     source = f'model.chat_template={chat_template}'
   if not templates.text_of(tokenizer):
     raise UserError(
@@ -51,7 +53,7 @@ def load(
     text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
   except templates.TEMPLATE_ERRORS as error:
     raise UserError(f'{source} fails on a single user message: {error}') from error
-  if templates.PROBE not in text:  # Templates of models that read images may expect lists of parts.
+  if templates.PROBE not in text:  # Templates of models that read images may expect a list of parts.
     raise UserError(
       f"{source} does not write the user's message: name a file with one that writes message['content'], a text, in "
       'model.chat_template (launch.sample: --chat_template).'
@@ -70,7 +72,7 @@ def load(
 
 
 def read(path: str | os.PathLike) -> Tokenizer:
-  """Return the tokenizer of a model directory as it is, whether or not it can write a chat.
+  """Return the tokenizer of a model directory as it is, even if it has no chat template.
 
   Args:
     path: model directory or hub name.
@@ -94,23 +96,37 @@ def read(path: str | os.PathLike) -> Tokenizer:
       tokenizer = AutoTokenizer.from_pretrained(root, mistral_format=False, trust_remote_code=False)
   except UserError:
     raise
-  except Exception as error:  # The tokenizers library raises bare Exceptions for a damaged file.
+  except Exception as error:  # The tokenizers library raises bare Exceptions for damaged files.
     raise UserError(f'The tokenizer in {root} cannot be read: {error}') from error
   return tokenizer
 
 
+def _read_template(path: str | os.PathLike) -> str:
+  """Return the chat template in a Jinja file, local or any that `etils.epath` opens.
+
+  Raises:
+    UserError: the file cannot be read, or is empty.
+  """
+  named, way_out = f'model.chat_template={path}', 'name a file that holds a chat template (Jinja)'
+  with readable(named, way_out):
+    text = epath.Path(path).expanduser().read_text(encoding='utf-8')
+  if not text.strip():
+    raise UserError(f'{named} is empty: {way_out}.')
+  return text
+
+
 def _is_as_stored(root: pathlib.Path) -> bool:
-  """Return whether `AutoTokenizer`, which may import PyTorch, would read tokenizer.json as it is."""
+  """Return whether `AutoTokenizer`, which may import PyTorch, would return tokenizer.json unchanged."""
   if not all((root / name).is_file() for name in ('tokenizer.json', 'tokenizer_config.json', 'config.json')):
     return False
   named = read_json(root, 'tokenizer_config.json')
-  # Of other model types, such as qwen2, it may know better than the directory.
+  # For other model types, such as qwen2, it may override what the directory says.
   known = read_json(root, 'config.json').get('model_type') in ('qwen3', 'llama')
   return known and named.get('tokenizer_class') == 'PreTrainedTokenizerFast' and 'auto_map' not in named
 
 
 def _keep_embedded(tokenizer: Tokenizer, root: pathlib.Path, vocab_size: int) -> None:
-  """Remove unused special tokens without embedding from the tokenizer; refuse other tokens without embedding."""
+  """Remove special tokens that have no embedding and are not needed; raise UserError for others without embedding."""
   names = {number: text for text, number in tokenizer.get_vocab().items()}
   beyond = {number: text for number, text in sorted(names.items()) if number >= vocab_size}
   if not beyond:
@@ -121,8 +137,8 @@ def _keep_embedded(tokenizer: Tokenizer, root: pathlib.Path, vocab_size: int) ->
     special = number in added and added[number].special and tokenizer.is_fast
     if not special or number in needed or text in template:
       raise UserError(
-        f'The tokenizer in {root} has token id {number} ({text!r}); the model knows {vocab_size} tokens only: take the '
-        'tokenizer and the config.json of the same model, or resize its embedding.'
+        f'The tokenizer in {root} has token id {number} ({text!r}), but the model knows {vocab_size} tokens only: take '
+        'the tokenizer and the config.json of the same model, or resize its embedding.'
       )
   described = json.loads(tokenizer.backend_tokenizer.to_str())
   described['added_tokens'] = [token for token in described['added_tokens'] if token['id'] not in beyond]
@@ -140,10 +156,10 @@ def _keep_embedded(tokenizer: Tokenizer, root: pathlib.Path, vocab_size: int) ->
 
 
 def exported(path: str | os.PathLike, tokenizer: Tokenizer, chat_template: str | os.PathLike | None) -> dict[str, str]:
-  """Return files (name → text) that an export needs so that other programs tokenise prompts like this tokenizer.
+  """Return files (name → text) that an export needs so that other programs tokenise prompts in the same way.
 
-  They are a chat_template.jinja if the template is not the directory's, and a tokenizer.json with its settings if the
-  directory has only a SentencePiece model, from which `transformers` may build a different tokenizer.
+  They are a chat_template.jinja if the template is not that of the directory, and a tokenizer.json with its settings if
+  the directory has only a SentencePiece model, from which `transformers` may build a different tokenizer.
 
   Args:
     path: model directory or hub name.
@@ -155,7 +171,7 @@ def exported(path: str | os.PathLike, tokenizer: Tokenizer, chat_template: str |
   if sentencepiece_model.alone(root):
     texts['tokenizer.json'] = tokenizer.backend_tokenizer.to_str(pretty=True) + '\n'
     settings = read_json(root, 'tokenizer_config.json') if (root / 'tokenizer_config.json').is_file() else {}
-    # A tokenizer.json does not say which tokens begin and end a sequence; the SentencePiece model does.
+    # Unlike the SentencePiece model, a tokenizer.json does not say which tokens begin and end a sequence.
     settings = tokenizer.special_tokens_map | settings
     texts['tokenizer_config.json'] = json.dumps(settings, indent=2, ensure_ascii=False) + '\n'
   return texts
@@ -164,8 +180,8 @@ def exported(path: str | os.PathLike, tokenizer: Tokenizer, chat_template: str |
 def stop_token_ids(path: str | os.PathLike, tokenizer: Tokenizer) -> tuple[int, ...]:
   """Return the token ids that end a completion.
 
-  They are the eos_token_id of generation_config.json (an id or a list), or else of config.json, as in
-  transformers.generate; then the tokenizer's own end-of-sequence token.
+  They are the eos_token_id (an id or a list) of generation_config.json or else of config.json, as in
+  transformers.generate, and the tokenizer's own end-of-sequence token.
 
   Raises:
     UserError: an eos_token_id is not an id, or there is no stop token at all.
@@ -180,7 +196,7 @@ def stop_token_ids(path: str | os.PathLike, tokenizer: Tokenizer) -> tuple[int, 
 
 
 def _declared_stops(root: pathlib.Path) -> list[int]:
-  """Return eos_token_id of generation_config.json, or else of config.json; raise UserError if it is not an id."""
+  """Return the ids in eos_token_id of generation_config.json or else of config.json; errors as in `stop_token_ids`."""
   for name in ('generation_config.json', 'config.json'):
     if not (root / name).is_file():
       continue

@@ -14,7 +14,7 @@ from sdpo_jax.models.tensor_files import is_finite
 
 
 class HeadSizes(Protocol):
-  """The sizes that a cartridge and its model have in common."""
+  """The sizes in which a cartridge and its model must agree."""
 
   layers: int
   kv_heads: int
@@ -23,28 +23,31 @@ class HeadSizes(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cartridge:
-  """Keys and values of P slots, which all tokens of the text after them attend to in every layer.
+  """Keys and values of P slots, to which all tokens of the text after them attend in every layer.
 
   Slot i is at position i, so its keys are normalised and rotated like those of a token there, in the layout of
-  `sdpo_jax.models.rope` (number j of a head is paired with number j + head_dim / 2). Values are as the model projects
+  `sdpo_jax.models.rope` (element j of a head is paired with element j + head_dim / 2). Values are as the model projects
   them. The text continues at position P.
   """
 
   keys: np.ndarray  # [L, KV, P, head_dim] float32.
   values: np.ndarray  # [L, KV, P, head_dim] float32.
-  frozen: int  # F, with 0 ≤ F < P: the first F slots are never trained.
-  within_windows: bool = False  # As in `KVPrefix`: whether layers with windows see only the slots within them.
+  frozen: int  # F, with 0 ≤ F < P; the first F slots are never trained.
+  within_windows: bool = False  # As in `KVPrefix`.
 
   @property
   def prefix(self) -> KVPrefix:
+    """The description of the slots that a policy needs."""
     return KVPrefix(self.slots, self.frozen, self.within_windows)
 
   @property
   def layers(self) -> int:
+    """L."""
     return self.keys.shape[0]
 
   @property
   def kv_heads(self) -> int:
+    """KV, the number of key-value heads."""
     return self.keys.shape[1]
 
   @property
@@ -54,6 +57,7 @@ class Cartridge:
 
   @property
   def head_dim(self) -> int:
+    """The number of elements of a head."""
     return self.keys.shape[3]
 
 
@@ -71,12 +75,12 @@ def check(cartridge: Cartridge, where: str) -> None:
     if array.ndim != 4 or not all(array.shape) or array.dtype != np.float32 or array.shape != cartridge.keys.shape:
       raise UserError(
         f'{where}: its {name} are {array.dtype} {array.shape}, and its keys {cartridge.keys.shape}: both must be '
-        'float32 [layers, key-value heads, slots, head_dim] of one shape, and hold something; make the cartridge anew.'
+        'float32 [layers, key-value heads, slots, head_dim] of the same shape and not empty; make the cartridge again.'
       )
   if not 0 <= cartridge.frozen < cartridge.slots:
     raise UserError(
       f'{where}: {cartridge.frozen} of its {cartridge.slots} slots are frozen: at least one must be trainable, and the '
-      'number of frozen ones not negative; make the cartridge anew.'
+      'number of frozen ones must not be negative; make the cartridge again.'
     )
   for name, array in (('keys', cartridge.keys), ('values', cartridge.values)):
     for layer, part in enumerate(array):
@@ -84,21 +88,21 @@ def check(cartridge: Cartridge, where: str) -> None:
         wrong = int(np.count_nonzero(~np.isfinite(part)))
         raise UserError(
           f'{where}: layer {layer} of its {name} holds {wrong} values of {part.size} that are not finite (NaN or '
-          'infinite), with which nothing can be trained or sampled: take an earlier one of the run that made it.'
+          'infinite), so that it cannot be used: take an earlier cartridge of the run that made it.'
         )
 
 
 def narrowed(values: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-  """Return finite float32 values in the dtype of a file.
+  """Return finite float32 values, converted to the dtype of a file.
 
   Raises:
-    UserError: the array holds values that the dtype cannot; the message names it.
+    UserError: values are too large for the dtype; the message names the array.
   """
   with np.errstate(over='ignore'):  # Values that overflow are reported below.
     converted = values.astype(dtype)
   if not is_finite(converted):
     raise UserError(
-      f'{name} of the cartridge holds values up to {float(np.abs(values).max()):.3g}, and {dtype} ends at '
+      f'{name} of the cartridge holds values up to {float(np.abs(values).max()):.3g}, but {dtype} ends at '
       f'{float(ml_dtypes.finfo(dtype).max):.3g}: write the cartridge in float32.'
     )
   return converted
@@ -108,7 +112,7 @@ def check_fits(cartridge: HeadSizes, sizes: HeadSizes, where: str) -> None:
   """Check that a cartridge has the layers and heads of a model.
 
   Args:
-    cartridge: the cartridge or its description.
+    cartridge: a cartridge or its description.
     sizes: sizes of the model.
     where: the file or directory, with which the error message begins.
 
@@ -119,7 +123,7 @@ def check_fits(cartridge: HeadSizes, sizes: HeadSizes, where: str) -> None:
   wanted = (sizes.layers, sizes.kv_heads, sizes.head_dim)
   if found != wanted:
     raise UserError(
-      f'{where} is a cartridge of a model with {_sizes(found)}, and this model has {_sizes(wanted)}: give it the model '
+      f'{where} is a cartridge of a model with {_sizes(found)}, but this model has {_sizes(wanted)}: use the model '
       'that it was made for, or make a cartridge for this one.'
     )
 

@@ -1,4 +1,4 @@
-"""Cartridge directories in this project's format: the slots as safetensors, and a manifest that names their model."""
+"""Cartridge directories in this project's format: the slots as safetensors, and a manifest that names the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from etils import epath
 import jax
-import ml_dtypes
 import numpy as np
 
 from sdpo_jax.distributed.cluster import barrier
@@ -29,15 +28,15 @@ from sdpo_jax.models.architecture import Architecture
 TENSORS = 'cartridge.safetensors'  # `layers.{i}.key` and `layers.{i}.value`, each [KV, P, head_dim].
 MANIFEST = 'cartridge.json'
 FORMAT, VERSION = 'sdpo_jax.cartridge', 1
-_WAY_OUT = 'get the directory again, or export the cartridge anew'
+_WAY_OUT = 'get the directory again, or export the cartridge again'
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-  """The model that a cartridge belongs to; in another model its slots are meaningless."""
+  """The model to which a cartridge belongs; in other models its slots are meaningless."""
 
-  name: str  # Where it was loaded from; it may have moved since.
-  # Settings of positions and windows in config.json, as JSON: rotations are part of the keys.
+  name: str  # The path or name from which it was loaded; it may have moved since.
+  # Rotary embeddings, windows and score scale of its architecture, as JSON values; the keys depend on them.
   attention: Mapping[str, Any]
   weights: Mapping[str, str]  # Result of `identity.of_weights`.
 
@@ -55,15 +54,15 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-  """The properties of a cartridge that can be read without its model."""
+  """The properties of a cartridge that can be read without its slots and its model."""
 
   layers: int
   kv_heads: int
   head_dim: int
   prefix: KVPrefix
   sha256: str  # SHA-256 of the file that holds its slots.
-  origin: Origin | None = None  # None: a published one, which does not say it.
-  # Notes of the program that made it: the document, the step.
+  origin: Origin | None = None  # None: unknown, as for published cartridges.
+  # Notes of the program that made it, such as the document and the step.
   about: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -77,23 +76,23 @@ def write(
 ) -> None:
   """Write the directory of a cartridge.
 
-  It appears under its name only when it is complete and on the disk. In a run of several processes all call this, and
-  process 0 writes.
+  It gets its name only when it is complete and on the disk. In a run of several processes all call this, and process 0
+  writes.
 
   Args:
     path: directory to make; it must not hold files.
     cartridge: the same in all processes.
     origin: the model that it was made for.
     dtype: dtype of the stored tensors.
-    about: notes to keep with it.
+    about: notes to store with it.
     texts: further files to write, name → content.
 
   Raises:
-    UserError: `path` holds files or cannot be written, or the cartridge holds values that the dtype cannot.
+    UserError: `path` holds files or cannot be written, or values of the cartridge are too large for the dtype.
   """
   if jax.process_index() == 0:
     check(cartridge, str(path))
-    stored = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    stored = exporting.stored_dtype(dtype)
     size = (cartridge.keys.size + cartridge.values.size) * stored.itemsize
     with exporting.new_directory(path, size) as partial:
       sha256 = tensor_files.write(partial / TENSORS, _parts(cartridge, stored), stored)
@@ -147,7 +146,7 @@ def read(path: str | os.PathLike, origin: Origin, config: Architecture) -> Cartr
       raise UserError(f'{_place(path, TENSORS)} cannot be read ({first_line(error)}): {_WAY_OUT}.') from error
     if found != manifest.sha256:
       raise UserError(
-        f'{_place(path, TENSORS)} is not as it was written: its SHA-256 is {found[:16]}…, and {MANIFEST} says '
+        f'{_place(path, TENSORS)} is not as it was written: its SHA-256 is {found[:16]}…, but {MANIFEST} says '
         f'{manifest.sha256[:16]}…: {_WAY_OUT}.'
       )
     with tensor_files.TensorFile(file) as opened:
@@ -159,7 +158,7 @@ def read(path: str | os.PathLike, origin: Origin, config: Architecture) -> Cartr
 
 
 def read_manifest(path: str | os.PathLike) -> Description:
-  """Return what the manifest of a cartridge says, without reading its slots.
+  """Return the description in the manifest of a cartridge, without reading its slots.
 
   Args:
     path: path of the directory, local or in an object store.
@@ -171,20 +170,20 @@ def read_manifest(path: str | os.PathLike) -> Description:
   if not file.exists():
     if is_local(path) and any(file.parent.glob('*.pt')):
       raise UserError(
-        f'{path} holds a cartridge as PyTorch writes it (.pt), and no {MANIFEST}: read it with published_cartridges.'
+        f'{path} holds a cartridge as PyTorch writes it (.pt) and no {MANIFEST}: read it with published_cartridges.'
       )
-    raise UserError(f'{path} holds no cartridge, for it has no {MANIFEST}: name the directory of one.')
+    raise UserError(f'{path} holds no cartridge, since it has no {MANIFEST}: name the directory of one.')
   values = read_json_object(file, _WAY_OUT)
   if values.get('format') != FORMAT:
     raise UserError(f'{file} is not the manifest of a cartridge: its format is {short_repr(values.get("format"))}.')
   if values.get('version') != VERSION:
     raise UserError(
-      f'{file} is of version {short_repr(values.get("version"))}, and this program reads version {VERSION}: use the '
+      f'{file} is of version {short_repr(values.get("version"))}, but this program reads version {VERSION}: use the '
       'program that wrote it.'
     )
   digest = values.pop('digest', None)
   if digest != identity.digest(values):
-    raise UserError(f'{file} is not as it was written, for its digest is another: {_WAY_OUT}.')
+    raise UserError(f'{file} is not as it was written, since its digest differs: {_WAY_OUT}.')
   return _parsed(values, file)
 
 
@@ -205,10 +204,10 @@ def _parsed(values: dict[str, Any], file: epath.Path) -> Description:
   }
   for name, right in checks.items():
     if not right:
-      raise UserError(f'{file}: {name} is missing, or not what this program knows to read: {_WAY_OUT}.')
+      raise UserError(f'{file}: {name} is missing, or has a value that this program cannot read: {_WAY_OUT}.')
   if values['frozen'] >= values['slots']:
     raise UserError(
-      f'{file}: {values["frozen"]} of its {values["slots"]} slots are frozen, and at least one must be trainable: '
+      f'{file}: {values["frozen"]} of its {values["slots"]} slots are frozen, but at least one must be trainable: '
       f'{_WAY_OUT}.'
     )
   origin = Origin(model['name'], model['attention'], model['weights'])
@@ -226,7 +225,7 @@ def _are_texts(value: Any) -> bool:
 
 
 def _check_origin(path: str | os.PathLike, made_for: Origin, origin: Origin) -> None:
-  """Check that a cartridge was made for a model; raise a UserError that says what differs."""
+  """Raise UserError if a cartridge was made for another model; the message says what differs."""
   differing = [
     what
     for what, left, right in (
@@ -237,8 +236,8 @@ def _check_origin(path: str | os.PathLike, made_for: Origin, origin: Origin) -> 
   ]
   if differing:
     raise UserError(
-      f'{path} is a cartridge of {printable(made_for.name)}, and {origin.name} has other '
-      f'{" and other ".join(differing)}: give it the model that it was made for, or make a cartridge for this one.'
+      f'{path} is a cartridge of {printable(made_for.name)}, but {origin.name} has other '
+      f'{" and other ".join(differing)}: use the model that it was made for, or make a cartridge for this one.'
     )
 
 
@@ -248,7 +247,7 @@ def _place(path: str | os.PathLike, name: str) -> epath.Path:
 
 @contextlib.contextmanager
 def _local(path: str | os.PathLike) -> Iterator[pathlib.Path]:
-  """Provide the local file of a cartridge's tensors; for an object store, a copy that is removed at the end."""
+  """Provide a local file with a cartridge's tensors: from an object store, a copy that is removed at the end."""
   file = _place(path, TENSORS)
   if is_local(path):
     yield pathlib.Path(file)
@@ -269,9 +268,9 @@ def _stacked(opened: tensor_files.TensorFile, manifest: Description, what: str, 
     UserError: a layer is missing, or has another shape or dtype than the manifest says.
   """
   shape = (manifest.kv_heads, manifest.prefix.slots, manifest.head_dim)
-  if len(opened.tensors) != 2 * manifest.layers:  # Before making a list as long as the manifest claims.
+  if len(opened.tensors) != 2 * manifest.layers:  # Checked before making a list as long as the manifest claims.
     raise UserError(
-      f'{file} holds {len(opened.tensors)} tensors, and a cartridge of {manifest.layers} layers two each: {_WAY_OUT}.'
+      f'{file} holds {len(opened.tensors)} tensors, but {manifest.layers} layers have two each: {_WAY_OUT}.'
     )
   names = [f'layers.{layer}.{what}' for layer in range(manifest.layers)]
   for name in names:
@@ -280,5 +279,5 @@ def _stacked(opened: tensor_files.TensorFile, manifest: Description, what: str, 
       found = 'missing' if tensor is None else f'{tensor.dtype} {tensor.shape}'
       if tensor is not None and tensor.dtype not in tensor_files.DTYPES:
         found += f', which must be one of {", ".join(tensor_files.DTYPES)}'
-      raise UserError(f'{file}: tensor {name!r} is {found}, and {MANIFEST} says {shape}: {_WAY_OUT}.')
+      raise UserError(f'{file}: tensor {name!r} is {found}, but {MANIFEST} says {shape}: {_WAY_OUT}.')
   return np.stack([opened.tensors[name].rows((0, manifest.kv_heads)).astype(np.float32) for name in names])

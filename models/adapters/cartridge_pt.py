@@ -1,8 +1,8 @@
-"""Cartridges as PyTorch writes them: the file that the published `TrainableCache` classes save and load.
+"""Cartridges as PyTorch files, which the published `TrainableCache` classes save and load.
 
-It is a dictionary of four lists with one tensor [1, KV, tokens, head_dim] per layer: trainable keys and values, and
-those of the frozen slots, which come first in the cache. The first version of the class calls the latter `fixed`, the
-second `frozen`. Lists are `torch.nn.ParameterList`s, or plain lists in files of other programs.
+Such a file is a dictionary of four lists with one tensor [1, KV, tokens, head_dim] per layer: keys and values of the
+trainable slots, and of the frozen slots, which come first in the cache. The first version of the class calls the latter
+`fixed`, the second `frozen`. Lists are `torch.nn.ParameterList`s, or plain lists in files of other programs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import types
 from typing import Any, Literal, get_args
 import zipfile
 
-import ml_dtypes
 import numpy as np
 
 from sdpo_jax.errors import UserError, first_line, short_repr
 from sdpo_jax.models.adapters.cartridge import Cartridge, check, narrowed
+from sdpo_jax.models.exporting import stored_dtype
 
 Spelling = Literal['fixed', 'frozen']
 DTYPES = ('float32', 'bfloat16', 'float16')
@@ -36,7 +36,7 @@ class _ParameterList:
 def read(path: str | os.PathLike) -> Cartridge:
   """Return the cartridge in a file of either spelling.
 
-  No code in a file is run: a file that holds anything but tensors, lists and dictionaries is refused.
+  No code in the file is run: a file that holds anything but tensors, lists and dictionaries is refused.
 
   Args:
     path: local path of the file.
@@ -67,18 +67,18 @@ def write(
   *,
   zero_width: bool = False,
 ) -> None:
-  """Write a file as the class of the given spelling writes it.
+  """Write a file like that of the class with the given spelling.
 
   Args:
     path: path of a file that does not exist yet.
     cartridge: a checked cartridge.
     spelling: name of the frozen slots' entries.
     dtype: dtype of the tensors.
-    zero_width: how to write no frozen slots: false: lists without tensors, which the classes write but cannot load;
+    zero_width: how to write zero frozen slots. False: lists without tensors, which the classes write but cannot load;
       true: lists of tensors without slots, which their loaders accept.
 
   Raises:
-    UserError: PyTorch is not installed, or the cartridge holds values that the dtype cannot.
+    UserError: PyTorch is not installed, or values of the cartridge are too large for the dtype.
     OSError: the file cannot be written.
   """
   torch = _torch(path)
@@ -99,7 +99,7 @@ def _names(spelling: str) -> tuple[str, ...]:
 
 
 def _torch(path: pathlib.Path) -> types.ModuleType:
-  """Return PyTorch, if its version can restrict what a file may contain when it is read."""
+  """Return the module `torch`, if its version can restrict what a file that is read may contain."""
   way_out = 'pip install torch --index-url https://download.pytorch.org/whl/cpu'
   try:
     import torch
@@ -108,7 +108,7 @@ def _torch(path: pathlib.Path) -> types.ModuleType:
   version = tuple(int(number) for number in re.findall(r'\d+', torch.__version__)[:2])
   if version < OLDEST_TORCH:
     raise UserError(
-      f'{path}: PyTorch {torch.__version__} cannot read it safely, {".".join(map(str, OLDEST_TORCH))} and newer can: '
+      f'{path}: PyTorch {torch.__version__} cannot read it safely; {".".join(map(str, OLDEST_TORCH))} and newer can: '
       f'{way_out} --upgrade.'
     )
   return torch
@@ -129,20 +129,20 @@ def _load(path: pathlib.Path) -> Any:
     asked = _GLOBAL.search(str(error))
     why = f'it asks for {asked[1]}, which is not part of a cartridge' if asked else 'its pickle is not one of tensors'
     raise UserError(
-      f'{path} is refused, and nothing of it was run: {why}: {_WAY_OUT}, or export it anew where it was made.'
+      f'{path} is refused, and no code in it was run: {why}: {_WAY_OUT}, or export it again where it was made.'
     ) from error
   except Exception as error:  # The error type depends on where a file is damaged.
     raise UserError(f'{path} is damaged or not a file of torch.save ({first_line(error)}): {_WAY_OUT}.') from error
 
 
 def _check_archive(path: pathlib.Path) -> None:
-  """Check that a file is an uncompressed zip archive whose checksums are right."""
+  """Check that a file is an uncompressed zip archive with correct checksums."""
   with zipfile.ZipFile(path) as archive:
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
       raise ValueError('it is compressed, which torch.save never does')
     wrong = archive.testzip()
     if wrong is not None:
-      raise ValueError(f'the checksum of its part {wrong} is another')
+      raise ValueError(f'the checksum of its part {wrong} is wrong')
 
 
 def _spelling(path: pathlib.Path, content: Any) -> str:
@@ -152,8 +152,8 @@ def _spelling(path: pathlib.Path, content: Any) -> str:
     if content.keys() == set(_names(spelling)):
       return spelling
   raise UserError(
-    f'{path} is not a cartridge: it holds {short_repr(sorted(map(str, content)), 120)}, and a cartridge '
-    f'{", ".join(_names("frozen"))} (or fixed_… for frozen_…), nothing else: {_WAY_OUT}.'
+    f'{path} is not a cartridge: it holds {short_repr(sorted(map(str, content)), 120)}, but a cartridge holds '
+    f'{", ".join(_names("frozen"))} (or fixed_… for frozen_…) and nothing else: {_WAY_OUT}.'
   )
 
 
@@ -169,7 +169,7 @@ def _tensors(path: pathlib.Path, name: str, values: Any) -> list[Any]:
     values = list(entries.values())
   if not isinstance(values, list | tuple):
     raise UserError(
-      f'{path}: {name} is a {type(values).__name__}, and must be a list with a tensor a layer: {_WAY_OUT}.'
+      f'{path}: {name} is a {type(values).__name__}, but must be a list with a tensor per layer: {_WAY_OUT}.'
     )
   for layer, tensor in enumerate(values):
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.device.type != 'cpu':
@@ -182,7 +182,7 @@ def _tensors(path: pathlib.Path, name: str, values: Any) -> list[Any]:
 
 
 def _check_shapes(path: pathlib.Path, spelling: str, lists: Mapping[str, list[Any]]) -> int:
-  """Return the number of frozen slots; raise a UserError if the lists do not fit together."""
+  """Return the number of frozen slots; raise UserError if the shapes of the lists do not match."""
   counts = {name: len(tensors) for name, tensors in lists.items()}
   layers = counts['trainable_keys']
   none_frozen = not counts[f'{spelling}_keys'] and not counts[f'{spelling}_values']
@@ -199,11 +199,11 @@ def _check_shapes(path: pathlib.Path, spelling: str, lists: Mapping[str, list[An
     if len(found) > 1 or found != partner or len(found[0]) != 4 or found[0][0] != 1 or len(first) != 4:
       raise UserError(
         f'{path}: the tensors of {name} are {short_repr(found, 120)}, and those of its keys '
-        f'{short_repr(partner, 120)}: all must be [1, key-value heads, tokens, head_dim] of one shape; {_WAY_OUT}.'
+        f'{short_repr(partner, 120)}: all must be [1, key-value heads, tokens, head_dim] of the same shape; {_WAY_OUT}.'
       )
     if (found[0][1], found[0][3]) != (first[1], first[3]):
       raise UserError(
-        f'{path}: {name} have {found[0][1]} heads of {found[0][3]}, and trainable_keys {first[1]} of {first[3]}: '
+        f'{path}: {name} have {found[0][1]} heads of {found[0][3]}, but trainable_keys {first[1]} of {first[3]}: '
         f'{_WAY_OUT}.'
       )
   return 0 if none_frozen else shapes[f'{spelling}_keys'][0][2]
@@ -215,7 +215,6 @@ def _array(tensor: Any) -> np.ndarray:
 
 
 def _tensor(torch: types.ModuleType, layer: np.ndarray, dtype: str, name: str) -> Any:
-  """Return [KV, tokens, head_dim] float32 as a tensor [1, KV, tokens, head_dim] with its own storage."""
-  stored = np.dtype(getattr(ml_dtypes, dtype, dtype))
-  narrowed(layer, stored, name)
+  """Return [KV, tokens, head_dim] float32 as a tensor [1, KV, tokens, head_dim] with storage of its own."""
+  narrowed(layer, stored_dtype(dtype), name)
   return torch.tensor(layer[None]).to(getattr(torch, dtype))

@@ -1,8 +1,8 @@
-"""Key-value prefixes of a frozen model: slots that every token attends to in every layer (arXiv 2506.06266).
+"""Key-value prefixes of a frozen model: slots to which every token attends in every layer (arXiv 2506.06266).
 
 Slots have the positions 0 … P − 1, and tokens continue at P. The first F are frozen, as attention sinks; the others are
 trained. All of them are rows of the parameter table, stacked over the layers like the layers' matrices. A prefix whose
-slots are all frozen holds a document that was read once; each device of a mesh may hold a part of a long one.
+slots are all frozen holds a document that was read once; a long one may be sharded over the devices of a mesh.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sdpo_jax.types import Tree
 
 AXES = ('layers', 'kv_heads', None, 'head_dim')  # Logical axes of keys and values, [L, KV, P, head_dim].
 DIVIDED_AXES = ('layers', 'kv_heads', 'slots', 'head_dim')
-# Tokens of a text that are read at once, enough to amortise fetching the matrices of a layer.
+# Number of tokens of a text that are read at once, enough to amortise fetching the matrices of a layer.
 PART = 2048
 
 
@@ -36,24 +36,23 @@ class KVPrefix:
 
   slots: int  # P.
   frozen: int  # F, the first of them.
-  # Whether layers with windows see only the slots within their window, as they would see tokens there; else they see
-  # all slots.
+  # Whether layers with windows see only the slots within the window, as if these were tokens; else they see all.
   within_windows: bool = False
-  # Number of devices, along the `fsdp` axis of the mesh, over which a head's slots stay sharded: queries are sent to
-  # them. None: slots are not sharded, and every device gets those that its queries attend to.
+  # Number of devices, along the `fsdp` axis of the mesh, over which a head's slots are sharded; queries are sent to
+  # them. None: slots are not sharded, and every device has those that its queries attend to.
   parts: int | None = None
-  # Whether the slots are being filled: tokens have the positions of slots, counted from P, and see earlier slots.
+  # Whether the slots are being filled: tokens have the positions of slots, less P, and see earlier slots.
   filling: bool = False
 
   def __post_init__(self):
     if not 0 <= self.frozen <= self.slots or not self.slots:
       raise ValueError(f'A prefix of {self.slots} slots cannot have {self.frozen} frozen ones.')
     if self.parts is not None and self.trained:
-      raise ValueError('A prefix with slots to train is not divided: each device computes their gradient for its rows.')
+      raise ValueError('A prefix with trained slots cannot be sharded: each device needs them all for its gradient.')
 
   @property
   def room(self) -> int:
-    """Number of stored slots; if sharded, equal parts in whole blocks of the kernels, the last slots being empty."""
+    """Number of stored slots; if they are sharded, the parts are padded to equal numbers of whole kernel blocks."""
     if self.parts is None:
       return self.slots
     each = -(-self.slots // self.parts)
@@ -66,15 +65,15 @@ class KVPrefix:
 
   @property
   def trained(self) -> bool:
-    """Whether there are slots to train."""
+    """Whether any slot is trained."""
     return self.frozen < self.slots
 
   def extended(self, table: Table, dtype: str) -> Table:
-    """Return the parameter table of a model with the prefix: all is frozen except the trained slots.
+    """Return the parameter table of a model with the prefix; everything but the trained slots is frozen.
 
     Args:
       table: table of the model.
-      dtype: dtype in which the model computes, and in which frozen parameters are therefore kept.
+      dtype: compute dtype of the model, in which frozen parameters are kept.
     """
     return (*frozen_in(table, dtype), *self.rows(table, dtype))
 
@@ -103,7 +102,7 @@ class KVPrefix:
 
 
 def read_text(policy: Policy, base: Tree, tokens: Sequence[int]) -> tuple[jax.Array, jax.Array]:
-  """Return a model's keys, rotated by positions 0 … N − 1, and values of a text, [L, KV, N, head_dim].
+  """Return the keys, rotated by positions 0 … N − 1, and values of a text, [L, KV, N, head_dim] each.
 
   Arguments are as in `read_slots`.
   """
@@ -112,15 +111,14 @@ def read_text(policy: Policy, base: Tree, tokens: Sequence[int]) -> tuple[jax.Ar
 
 
 def read_slots(policy: Policy, base: Tree, tokens: Sequence[int], parts: int | None = None) -> Tree:
-  """Return a text as frozen slots [L, KV, room, head_dim], in compute dtype, as the parameter table nests them.
+  """Return a text as frozen slots [L, KV, room, head_dim] in compute dtype, nested as in the parameter table.
 
   One program reads the text part by part, each attending to those before it, so that activations exist for one part
   only. Slots are sharded over the mesh of the policy.
 
   Args:
     policy: the model without a prefix.
-    base: its parameters, as they are or prepared for a sampler; if they are sharded over `fsdp`, they are gathered for
-      every part.
+    base: its parameters, as they are or prepared for a sampler; those sharded over `fsdp` are gathered for every part.
     tokens: tokens of the text.
     parts: as in `KVPrefix`; None: room is N.
   """
@@ -133,14 +131,14 @@ def read_slots(policy: Policy, base: Tree, tokens: Sequence[int], parts: int | N
 
 
 def schedule(prefix: KVPrefix) -> tuple[int, list[int]]:
-  """Return how many tokens of a text are read at once, and the first token of each part.
+  """Return the number of tokens of a text that are read at once, and the first token of each part.
 
   Args:
     prefix: prefix of the text, from `filling`.
   """
   length = prefix.slots
   part = min(PART, length, prefix.room // (prefix.parts or 1))
-  # The last part begins with tokens that were read before: their keys and values are the same.
+  # The last part begins with tokens that were read before, whose keys and values are the same.
   return part, [*range(0, length - part, part), length - part]
 
 
@@ -154,7 +152,7 @@ def _rows(policy: Policy, prefix: KVPrefix) -> Table:
 
 
 def _placed(policy: Policy, prefix: KVPrefix) -> Tree | None:
-  """Return the shardings of a prefix's slots; None: they are on the default device."""
+  """Return the shardings of a prefix's slots; None without a mesh."""
   mesh = policy.backend.mesh
   if mesh is None:
     return None
@@ -162,7 +160,7 @@ def _placed(policy: Policy, prefix: KVPrefix) -> Tree | None:
 
 
 def empty_slots(policy: Policy, prefix: KVPrefix) -> Tree:
-  """Return slots to be filled, placed on their devices."""
+  """Return slots of zeros, to be filled, on their devices."""
 
   def make() -> Tree:
     return map_table(lambda row: jnp.zeros(row.shape, row.dtype), _rows(policy, prefix))
@@ -174,7 +172,7 @@ def empty_slots(policy: Policy, prefix: KVPrefix) -> Tree:
 def reader(policy: Policy) -> Callable[[Tree, Tree, jax.Array, jax.Array], Tree]:
   """Return the program that reads a part of a text: (base, slots, tokens [1, S], first position []) → slots.
 
-  It donates the slots. All S positions must be slots, and S at most the number of slots of a part.
+  The slots are donated. All S positions must be slots, and S must not exceed the number of slots per device.
 
   Args:
     policy: policy with slots to be filled.
@@ -183,8 +181,8 @@ def reader(policy: Policy) -> Callable[[Tree, Tree, jax.Array, jax.Array], Tree]
   sizes = policy.config
   _, heads = backend.axes(1, sizes.kv_heads, sampling=True)
   part = FSDP if prefix.parts is not None and backend.divided else None
-  lie, come = (None, heads, part, None), (None, heads, None, None)
-  write = backend.shard(functools.partial(_written, part), (lie, come, ()), lie)
+  old, new = (None, heads, part, None), (None, heads, None, None)
+  write = backend.shard(functools.partial(_written, part), (old, new, ()), old)
 
   def read(base: Tree, held: Tree, tokens: jax.Array, start: jax.Array) -> Tree:
     count = tokens.shape[1]
@@ -203,9 +201,9 @@ def reader(policy: Policy) -> Callable[[Tree, Tree, jax.Array, jax.Array], Tree]
 
 
 def _written(axis: str | None, into: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-  """Return a device's slots [L, KV, C, head_dim] with those of the new slots [L, KV, S, head_dim] that belong to it.
+  """Return a device's slots [L, KV, C, head_dim] updated with those of the new slots [L, KV, S, head_dim] it holds.
 
-  The first new slot has the number `start` [] among those of all devices.
+  The first new slot has the index `start` [] among the slots of all devices.
   """
   here, count = into.shape[2], new.shape[2]
   start = start - (0 if axis is None else lax.axis_index(axis) * here)
@@ -218,27 +216,22 @@ def _written(axis: str | None, into: jax.Array, new: jax.Array, start: jax.Array
 
 
 def slots(prefix: KVPrefix, keys: jax.Array, values: jax.Array, dtype: str) -> tuple[Tree, Tree]:
-  """Return the frozen slots in `dtype` and the trained ones in float32, as the parameter table nests them.
+  """Return the frozen slots in `dtype` and the trained ones in float32, nested as in the parameter table.
 
   Args:
     prefix: the numbers of slots.
     keys: [L, KV, P, head_dim]; for a sharded prefix [L, KV, room, head_dim].
     values: likewise.
-    dtype: dtype in which the model computes.
+    dtype: compute dtype of the model.
   """
-  frozen = prefix.frozen + prefix.room - prefix.slots
-  kinds = (
-    (slice(None, frozen), dtype, FROZEN_KEY, FROZEN_VALUE),
-    (slice(frozen, None), 'float32', KEY, VALUE),
-  )
 
   def part(cut: slice, kind: str, *names: str) -> Tree:
     arrays = [array[:, :, cut].astype(kind) for array in (keys, values)]
     named = zip(names, arrays, strict=True) if arrays[0].shape[2] else ()
     return nest((('layers', *name.split('.')), array) for name, array in named)
 
-  frozen, trained = (part(*kind) for kind in kinds)
-  return frozen, trained
+  frozen = prefix.frozen + prefix.room - prefix.slots
+  return part(slice(None, frozen), dtype, FROZEN_KEY, FROZEN_VALUE), part(slice(frozen, None), 'float32', KEY, VALUE)
 
 
 def joined(prefix: KVPrefix, base: Tree, trained: Tree) -> tuple[jax.Array, jax.Array]:
@@ -259,7 +252,7 @@ def joined(prefix: KVPrefix, base: Tree, trained: Tree) -> tuple[jax.Array, jax.
 
 
 def place(policy: Policy, prefix: KVPrefix, keys: jax.Array, values: jax.Array) -> tuple[Tree, Tree]:
-  """Return `slots` on the devices of a policy's parameters; arguments as there."""
+  """Return the result of `slots` on the devices of a policy's parameters; arguments as there."""
   placed = _placed(policy, prefix)
   shardings = None if placed is None else split(_rows(policy, prefix), placed)
   make = functools.partial(slots, prefix, dtype=policy.dtype)

@@ -1,8 +1,8 @@
-"""LoRA (arXiv 2106.09685): the product of two small trained matrices is added to a frozen matrix W of a layer.
+"""LoRA (arXiv 2106.09685): to a frozen matrix W of a layer, the product of two small trained matrices is added.
 
 The layer computes x W + scale · (x A) B, with A [in, r] and B [r, out]. The factors of a matrix are rows of the
-parameter table, stacked over the layers like the matrix itself, so that they are scanned, sharded, saved and counted
-with no code of their own.
+parameter table, stacked over the layers like the matrix itself, so that scanning, sharding, saving and counting need no
+code of their own for them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Target:
 
   name: str  # Name of the parameter: 'layers.attention.query'.
   rank: int  # r, the same in every layer: the factors of all layers are one array.
-  # One per layer; 0: the layer has no factors, and the arrays' entries for it get no gradient.
+  # One per layer; 0: the layer has no factors, and its entries in the arrays get no gradient.
   scales: tuple[float, ...]
 
   def scale(self, layer: jax.Array | int) -> jax.Array | float:
@@ -46,20 +46,21 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-  """The matrices that have factors, with their ranks and scales; hashable, a part of the policy."""
+  """A LoRA adapter: the matrices that have factors, with their ranks and scales. Hashable, a part of the policy."""
 
   targets: tuple[Target, ...]
 
   @functools.cached_property
   def by_name(self) -> Mapping[str, Target]:
+    """The targets by the names of their matrices."""
     return {target.name: target for target in self.targets}
 
   def extended(self, table: Table, dtype: str) -> Table:
-    """Return the table of a model with an adapter: its parameters, frozen, and the factors, trainable.
+    """Return the parameter table of a model with the adapter: frozen parameters, then trainable factors.
 
     Args:
       table: table of the model.
-      dtype: dtype in which the model computes, and in which frozen matrices are therefore kept.
+      dtype: compute dtype of the model, in which frozen matrices are kept.
     """
     by_name = {parameter.name: parameter for parameter in table}
     pairs = [_factors(by_name[target.name], target.rank) for target in self.targets]
@@ -72,7 +73,7 @@ def linear(table: Table) -> Table:
 
 
 def is_factor(name: str) -> bool:
-  """Return whether a parameter of this name, or with a path that ends so, is a factor."""
+  """Return whether the parameter of this name, or with this last key of its path, is a factor."""
   return name.endswith((f'_{A}', f'_{B}'))
 
 
@@ -118,8 +119,7 @@ def from_config(config: LoraConfig, table: Table) -> Adapter | None:
     table: table of the model.
 
   Raises:
-    UserError: a pattern matches no matrix, or asks for the impossible: ranks that differ between layers, or factors of
-      an embedding.
+    UserError: a pattern matches no matrix of the layers, or ranks of a matrix differ between layers.
   """
   if config.rank is None:
     return None
@@ -128,7 +128,7 @@ def from_config(config: LoraConfig, table: Table) -> Adapter | None:
   chosen = chosen.difference(*without)
   if not chosen:
     raise UserError(
-      f'{SETTING}.exclude_modules leaves nothing of {SETTING}.target_modules: there would be nothing to train.'
+      f'{SETTING}.exclude_modules excludes all of {SETTING}.target_modules: there would be nothing to train.'
     )
   return build(
     table,
@@ -152,7 +152,7 @@ def build(
   use_rslora: bool,
   source: str,
 ) -> Adapter:
-  """Return the adapter of some matrices.
+  """Return the adapter with factors of the chosen matrices.
 
   Args:
     table: table of the model.
@@ -186,14 +186,14 @@ def build(
       if not SMALLEST <= scales[layer] <= LARGEST:
         raise UserError(
           f'{source}: alpha of {module_name(parameter, layer)} is {alphas[parameter.name, layer]:g} and its rank '
-          f'{rank}, so that its factors would count {scales[layer]:g}, which float32 cannot hold: correct alpha.'
+          f'{rank}, so that the scale would be {scales[layer]:g}, which float32 cannot hold: correct alpha.'
         )
     targets.append(Target(parameter.name, rank, scales))
   return Adapter(tuple(targets))
 
 
 def matched(patterns: Iterable[str], table: Table, source: str) -> set[Module]:
-  """Return the matrices of the layers that some patterns choose.
+  """Return the matrices of the layers that any of the patterns matches.
 
   Args:
     patterns: regular expressions, each of which must match whole components of a name (see `names`), or `ALL_LINEAR`.
@@ -201,7 +201,7 @@ def matched(patterns: Iterable[str], table: Table, source: str) -> set[Module]:
     source: where the patterns come from, for error messages.
 
   Raises:
-    UserError: a pattern is not a regular expression, or matches nothing; the message says why, or shows similar names.
+    UserError: a pattern is not a regular expression, or matches nothing; the message says why or shows similar names.
   """
   found: set[Module] = set()
   for pattern in patterns:
@@ -218,9 +218,9 @@ def matched(patterns: Iterable[str], table: Table, source: str) -> set[Module]:
 
 @functools.cache
 def names(table: Table) -> Mapping[Module, tuple[str, ...]]:
-  """Return the names of every matrix of the layers, and of its parts of one layer each.
+  """Return the three names by which patterns can match each matrix of each layer.
 
-  They are the parameter's, with and without the number of the layer, and the Hugging Face module's.
+  They are the name of the parameter, the same with the number of the layer, and that of the Hugging Face module.
   """
   return {
     (parameter.name, layer): (
@@ -234,7 +234,7 @@ def names(table: Table) -> Mapping[Module, tuple[str, ...]]:
 
 
 def module_name(parameter: Parameter, layer: int) -> str:
-  """Return the name of a matrix's module in transformers."""
+  """Return the name of the module in transformers that holds a matrix."""
   return parameter.huggingface_name(layer).removesuffix('.weight')
 
 
@@ -246,15 +246,13 @@ def _components(pattern: str, source: str) -> re.Pattern[str]:
 
 
 def _nothing(pattern: str, whole: re.Pattern[str], table: Table) -> str:
-  """Return why a pattern chooses no matrix."""
+  """Return a sentence about why a pattern matches no matrix."""
   if re.search('router|expert', pattern):
     return f'{pattern!r} is about routers or experts, which take no factors: name matrices of attention or of the MLP.'
-  if (
-    whole.search('lm_head') or whole.search('unembedding') or whole.search('embedding') or whole.search('embed_tokens')
-  ):
+  if any(map(whole.search, ('lm_head', 'unembedding', 'embedding', 'embed_tokens'))):
     return (
-      f'{pattern!r} is about the embedding or the unembedding, which take no factors: logits are computed from it in '
-      'chunks and it is kept once. Name matrices of the layers, or train all parameters.'
+      f'{pattern!r} is about the embedding or the unembedding, which take no factors, because logits are computed in '
+      'chunks. Name matrices of the layers, or train all parameters.'
     )
   others = [p.name for p in table if p not in linear(table) and (whole.search(p.name) or whole.search(p.huggingface))]
   if others:
@@ -273,7 +271,7 @@ def _nothing(pattern: str, whole: re.Pattern[str], table: Table) -> str:
 def _by_module(
   value: float, patterns: Mapping[str, float], chosen: set[Module], table: Table, setting: str
 ) -> dict[Module, float]:
-  """Return the value of every chosen matrix: that of the first pattern that matches it, or `value`."""
+  """Return the value for every chosen matrix: that of the first pattern that matches it, or else `value`."""
   found = dict.fromkeys(chosen, value)
   for pattern, own in reversed(patterns.items()):
     found |= dict.fromkeys(_among(chosen, pattern, table, f'{SETTING}.{setting}'), own)
@@ -281,7 +279,7 @@ def _by_module(
 
 
 def _among(chosen: set[Module], pattern: str, table: Table, source: str) -> set[Module]:
-  """Return those of the chosen matrices that a pattern matches; raise UserError if it matches only others."""
+  """Return the chosen matrices that a pattern matches; raise UserError if it matches only others."""
   found = chosen & matched([pattern], table, source)
   if not found:
     raise UserError(

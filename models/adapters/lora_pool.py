@@ -1,7 +1,7 @@
 """A pool of LoRA adapters of one shape for one base: every row of a batch uses one of them, or none.
 
-Their factors are stacked after the layers axis, [L, N, …], and to each row's matrix product x W the product with the
-factors of its own adapter is added.
+Their factors are stacked after the layers axis, [L, N, …]. To each row's product x W, the product with the factors of
+its adapter is added.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from sdpo_jax.models.parameters import Parameter, Table, map_table, trainable
 from sdpo_jax.types import Tree
 
 AXIS = 1  # Axis of the adapters in every array of factors.
-# How rows use their factors: they are gathered row by row, or x is multiplied by the factors of all adapters at once,
-# as one matrix of N · r columns, of which each row keeps its own.
+# 'gather': the factors of each row's adapter are gathered. 'masked': x is multiplied by the factors of all adapters at
+# once, as one matrix with N · r columns, of which each row keeps those of its adapter.
 Product = Literal['gather', 'masked']
 
 
 @dataclasses.dataclass(frozen=True)
 class LoraPool:
-  """The number and shape of the adapters; hashable, a part of the policy."""
+  """A pool of N adapters of one shape; hashable, a part of the policy."""
 
   adapter: lora.Adapter
   members: int  # N.
@@ -37,6 +37,7 @@ class LoraPool:
 
   @property
   def by_name(self) -> Mapping[str, lora.Target]:
+    """The targets of every adapter by the names of their matrices."""
     return self.adapter.by_name
 
   def extended(self, table: Table, dtype: str) -> Table:
@@ -54,12 +55,11 @@ class LoraPool:
     return (*lora.without_factors(whole), *stacked)
 
   def arranged(self, layers: Tree) -> Tree:
-    """Return the parameters of layers with the factors in the layout that the product reads.
+    """Return the parameters of layers with factors in the layout that the product needs.
 
     For the masked product, the factors of all adapters form one matrix, [N · r, *in] and [N · r, *out] per layer.
-    Stacked layers must be arranged before they are scanned: a TPU then multiplies by a layer's part in place, which it
-    would copy otherwise, and the arrays themselves are not moved, because its compiler puts the inputs of A along the
-    lanes.
+    Stacked layers must be arranged before they are scanned: a TPU then multiplies by a layer's factors in place, which
+    it would copy otherwise; and arranging moves no data, because its compiler puts the inputs of A along the lanes.
 
     Args:
       layers: stacked, or by index; factors [N, *in, r] and [N, r, *out] per layer.
@@ -82,13 +82,13 @@ class LoraPool:
 def choose_product(setting: Literal['auto', 'gather', 'masked'], mesh: Mesh | None, *, decoding: bool) -> Product:
   """Return the product to use; for `auto`, the faster one on the devices of `mesh` (None: the default device).
 
-  For rows of one token, gathering reads a row's factors and writes them for a product with a single vector; a TPU reads
-  the factors of all adapters in less time. For a sequence, gathered factors are read once for all of its tokens, and
-  products with other adapters' factors are wasted.
+  With one token per row, gathering copies a row's factors for a product with a single vector; a TPU reads the factors
+  of all adapters in less time. With a sequence per row, gathered factors are read once for all its tokens, and products
+  with other adapters' factors would be wasted.
 
   Args:
     setting: the configured product.
-    mesh: a TPU topology without its hardware counts as TPUs.
+    mesh: mesh of the devices; a TPU topology without its hardware counts as TPUs.
     decoding: whether rows have one token each instead of a sequence.
   """
   if setting != 'auto':
@@ -100,12 +100,12 @@ def choose_product(setting: Literal['auto', 'gather', 'masked'], mesh: Mesh | No
 def part(
   pool: LoraPool, x: jax.Array, a: jax.Array, b: jax.Array, rows: jax.Array, scale: jax.Array | float, inputs: int
 ) -> jax.Array:
-  """Return the term [B, S, *out] that each row's adapter adds to a product, in the dtype of x; 0 for rows without one.
+  """Return the term [B, S, *out] that each row's adapter adds to x W, in the dtype of x; 0 for rows without adapter.
 
   Args:
     pool: the pool of the adapters.
     x: [B, S, *in].
-    a: [N, *in, r], or as arranged by the pool.
+    a: [N, *in, r], or as `LoraPool.arranged`.
     b: [N, r, *out], likewise.
     rows: [B] int32, the adapter of each row; negative: none.
     scale: scale of the product of the two factors.
@@ -127,7 +127,7 @@ def _gathered(x, a, b, rows, scale, count):
 
 def _masked(x, a, b, rows, scale, count):
   inner = _scaled(_product('bsi,ki->bsk', x, a.reshape(a.shape[0], -1)), scale)
-  # Select zeros instead of multiplying by them: other adapters' values then do not matter, as long as B is finite.
+  # Select zeros instead of multiplying by them: values of other adapters then do not matter, as long as B is finite.
   whose = jnp.arange(a.shape[0], dtype=rows.dtype) // (a.shape[0] // count)
   inner = jnp.where((rows[:, None] == whose[None])[:, None], inner, jnp.zeros((), inner.dtype))
   return _product('bsk,ko->bso', inner, b)
@@ -143,7 +143,7 @@ def _product(axes: str, left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def empty(table: Table, mesh: Mesh | None = None, dtype: str = 'float32') -> Tree:
-  """Return a pool whose factors are all 0, so that its adapters have no effect; nothing is compiled for it.
+  """Return a pool whose factors are all 0, so that its adapters have no effect; nothing is compiled.
 
   Args:
     table: table of a policy with a pool.
@@ -157,7 +157,7 @@ def empty(table: Table, mesh: Mesh | None = None, dtype: str = 'float32') -> Tre
 def shardings(table: Table, mesh: Mesh) -> Tree:
   """Return the shardings of a pool's factors: over `tensor` like the matrices, replicated over `fsdp`.
 
-  They are small, and gathering them for every row, turn and step would cost more than it saves.
+  Factors are small: gathering them at every use would cost more time than the memory is worth.
 
   Args:
     table: table of a policy with a pool.
@@ -172,12 +172,12 @@ def shardings(table: Table, mesh: Mesh) -> Tree:
 
 
 def member(pool: Tree, index: jax.Array | int) -> Tree:
-  """Return the factors of one adapter of a pool, in the layout of a policy with that adapter alone."""
+  """Return the factors of one adapter of a pool, as a policy with that adapter alone has them."""
   return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, AXIS, keepdims=False), pool)
 
 
 def with_member(pool: Tree, index: jax.Array | int, factors: Tree) -> Tree:
-  """Return the pool with the factors of one adapter replaced."""
+  """Return the pool with the factors of the adapter at `index` replaced."""
 
   def put(leaf: jax.Array, own: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(leaf, own.astype(leaf.dtype), index, AXIS)

@@ -1,4 +1,4 @@
-"""Merging an adapter into its model: W + scale · A B, in float32, tensor by tensor from the model's files."""
+"""Merging of an adapter into its model: W + scale · A B in float32, tensor by tensor from the model's files."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from sdpo_jax.models.adapters import lora
 from sdpo_jax.models.tensor_files import Tensor, is_finite
 from sdpo_jax.types import Tree
 
-BAND_BYTES = 2**24  # Bytes of float32 that are read and added at once.
+BAND_BYTES = 2**24  # Maximum bytes of float32 that are read and added at once.
 
 
 def merged(
   table: parameters.Table, adapter: lora.Adapter, factors: Tree, tensors: Mapping[str, Tensor], dtype: str
 ) -> list[tensor_files.TensorPart]:
-  """Return the Hugging Face tensors of a model with its adapter merged, to be written.
+  """Return the Hugging Face tensors of a model with an adapter merged into it, to be written.
 
-  Factors that are sharded over processes are gathered when a tensor is made, so all processes must make it; only
+  Factors that are sharded over processes are gathered when a tensor is made, so that all processes must make it; only
   process 0 reads the model.
 
   Args:
     table: table of the model without factors.
-    adapter: which matrices have factors.
+    adapter: the adapter, which says which matrices have factors.
     factors: nested dict of arrays.
-    tensors: tensors of the model's files, by the names in the table, open until all are made.
-    dtype: dtype in which they are stored.
+    tensors: tensors of the model's files, by the names in the table; the files must stay open until all are made.
+    dtype: dtype of the stored tensors.
   """
   rows = {row.name: row for row in lora.factors(adapter.extended(table, 'float32'))}
   found = []

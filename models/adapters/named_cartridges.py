@@ -1,4 +1,4 @@
-"""Cartridges by path or name: in either format, on a disk, in an object store or on the Hugging Face hub."""
+"""Cartridges found by path or name: of either format, on a disk, in an object store or on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from etils import epath
 
 from sdpo_jax.errors import UserError, first_line, printable
 from sdpo_jax.files import check_file, is_local
-from sdpo_jax.models import checksums, directories
+from sdpo_jax.models import checksums, directories, remote_files
 from sdpo_jax.models.adapters import cartridge_files, published_cartridges
 from sdpo_jax.models.adapters.cartridge import Cartridge, check_fits
 from sdpo_jax.models.adapters.cartridge_files import Description
@@ -39,7 +39,7 @@ def describe(path: str | os.PathLike) -> Description:
 
 
 def read(path: str | os.PathLike, model: str | os.PathLike, config: Architecture) -> Cartridge:
-  """Return a cartridge for a model; warn about a published one, which does not say what weights it belongs to.
+  """Return a cartridge for a model; log a warning for a published one, which does not identify its model.
 
   Args:
     path: as in `describe`.
@@ -57,7 +57,7 @@ def read(path: str | os.PathLike, model: str | os.PathLike, config: Architecture
   check_fits(published.cartridge, config, str(path))
   named = '' if published.model is None else f' (its {published_cartridges.CONFIG} names {printable(published.model)})'
   _logger.warning(
-    '%s does not say which weights it belongs to%s: its sizes are those of %s, and nothing more can be checked.',
+    '%s does not say which weights it belongs to%s: its sizes are those of %s, but nothing more can be checked.',
     path,
     named,
     model,
@@ -67,7 +67,7 @@ def read(path: str | os.PathLike, model: str | os.PathLike, config: Architecture
 
 @functools.lru_cache(maxsize=8)
 def _describe_published(place: pathlib.Path, identity: tuple[tuple[int, int], ...]) -> Description:
-  """Return the description of a published cartridge, which must be read whole; `identity` distinguishes versions."""
+  """Return the description of a published cartridge, which is read whole once per version, given by `identity`."""
   del identity
   found, file = published_cartridges.read(place).cartridge, _tensors(place)
   try:
@@ -77,17 +77,11 @@ def _describe_published(place: pathlib.Path, identity: tuple[tuple[int, int], ..
 
 
 def _resolve(path: str | os.PathLike) -> epath.Path | pathlib.Path:
-  """Return the local directory or .pt file of a cartridge, or its remote directory if in this project's format."""
+  """Return the local directory or .pt file of a cartridge, or its remote directory if that has our format."""
   if not is_local(path):
-    try:
+    with remote_files.readable(str(path), remote_files.ADDRESS):
       if _is_ours(epath.Path(path)):
         return epath.Path(path)
-    except ImportError as error:
-      raise UserError(f'{path} needs a package that is not installed ({first_line(error)}): install it.') from error
-    except Exception as error:  # Object stores raise many types of errors; all mean the same here.
-      raise UserError(
-        f'{path} cannot be read ({first_line(error)}): check the address, and that this machine may read it.'
-      ) from error
   local = pathlib.Path(path).expanduser()
   if local.exists() and not local.is_dir():
     check_file(local, f'name a .pt file or a directory in {SETTING}')

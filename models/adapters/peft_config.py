@@ -1,4 +1,4 @@
-"""adapter_config.json, as PEFT (0.21) writes and reads it: which modules have factors, their ranks and alphas."""
+"""Reading and writing of PEFT's (0.21) adapter_config.json: which modules have factors, their ranks and alphas."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sdpo_jax.models.adapters import lora
 from sdpo_jax.models.parameters import Table
 
 FILE = 'adapter_config.json'
-VERSION = '0.21.2'  # Version of PEFT whose format is written.
-# Modules that are not matrices of layers, in the supported families.
+VERSION = '0.21.2'  # PEFT version whose format is written.
+# Modules outside of the layers, in the supported families.
 _OUTSIDE = ('lm_head', 'embed_tokens')
-# Entries that say how an adapter was made, or how PEFT computes with it, without changing the result.
-# `fan_in_fan_out` is about Conv1D, which no supported model has; PEFT itself sets it to false for others.
+# Entries about how an adapter was made, or how PEFT computes with it, which do not change the result.
+# `fan_in_fan_out` is about Conv1D, which no supported model has; PEFT itself sets it to false for other modules.
 _IGNORED = frozenset(
   """auto_mapping base_model_name_or_path revision inference_mode peft_version lora_dropout fan_in_fan_out loftq_config
   eva_config corda_config lora_ga_config qalora_group_size megatron_core ensure_weight_tying runtime_config""".split()
@@ -28,19 +28,19 @@ _READ = frozenset(
   """peft_type task_type r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules
   layers_to_transform layers_pattern init_lora_weights""".split()
 )
-# Initialisations that do not change the model. Others (pissa, olora, corda, loftq, lora_ga) subtract from the model
-# what they put into the factors, and PEFT does so again when it loads them; mica trains A only.
+# Initialisations that do not change the model. Others (pissa, olora, corda, loftq, lora_ga) subtract the initial
+# product of the factors from the model, and PEFT does so again when it loads them; mica trains A only.
 _INITIALISATIONS = (True, False, 'gaussian', 'orthogonal', 'eva')
-# Reasons why entries that are not read must have their default.
+# Why some entries that are not read must have their defaults.
 _WHY = {
-  'use_dora': 'DoRA scales every column of a matrix, too',
+  'use_dora': 'DoRA also scales every column of a matrix',
   'bias': 'biases are not trained here',
   'modules_to_save': 'it holds whole modules beside the factors',
   'trainable_token_indices': 'it holds rows of the embedding beside the factors',
-  'target_parameters': 'it adapts parameters that are no modules, such as experts',
+  'target_parameters': 'it adapts parameters that are not modules, such as experts',
   'lora_bias': 'its factors have biases',
   'layer_replication': 'it makes another model of the base',
-  'alora_invocation_tokens': 'it acts behind certain tokens only',
+  'alora_invocation_tokens': 'it is active only after certain tokens',
 }
 
 
@@ -52,14 +52,14 @@ class AdapterConfig:
   rank: int
   alpha: float
   use_rslora: bool
-  target_modules: str | tuple[str, ...]  # A regular expression of whole names, or ends of names.
+  target_modules: str | tuple[str, ...]  # A regular expression for whole names, or a list of ends of names.
   exclude_modules: str | tuple[str, ...] = ()
   layers: tuple[int, ...] | None = None  # None: all.
-  layers_pattern: tuple[str, ...] = ()  # Patterns of the name before a layer's number; empty: any name.
+  layers_pattern: tuple[str, ...] = ()  # Patterns of the name before the number of a layer; empty: any name.
   rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict)
   alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)
   dropout: float = 0.0  # Dropout in the training that made it.
-  base: str | None = None  # Name or path of the base model.
+  base: str | None = None  # Name or path of the base model; None: not given.
 
   def targets(self, module: str) -> bool:
     """Return whether a module has factors, by PEFT's rules."""
@@ -76,11 +76,11 @@ class AdapterConfig:
     return first is not None and int(first['layer']) in self.layers
 
   def rank_of(self, module: str) -> int:
-    """Return r of a module."""
+    """Return r of a module: of the first matching `rank_pattern`, or else `rank`."""
     return self.rank_pattern.get(self._pattern('rank_pattern', module), self.rank)
 
   def alpha_of(self, module: str) -> float:
-    """Return alpha of a module."""
+    """Return alpha of a module: of the first matching `alpha_pattern`, or else `alpha`."""
     return self.alpha_pattern.get(self._pattern('alpha_pattern', module), self.alpha)
 
   def _listed(self, entry: str, module: str) -> bool:
@@ -92,7 +92,7 @@ class AdapterConfig:
     return any(module == name or module.endswith(f'.{name}') for name in names)
 
   def _pattern(self, entry: str, module: str) -> str | None:
-    """Return the first pattern that matches a module's name or its end; None: there is none."""
+    """Return the first pattern that matches a module's name or the end of it; None if none does."""
     patterns = getattr(self, entry)
     return next((key for key in patterns if self._found(entry, rf'(.*\.)?({key})$', module)), None)
 
@@ -119,7 +119,7 @@ def read(values: Mapping[str, Any], source: str) -> AdapterConfig:
 
   def refuse(entry: str, why: str) -> UserError:
     found = short_repr(values[entry]) if entry in values else 'missing'
-    # A key of a JSON object can be any text, of any length.
+    # A key of a JSON object can be any text of any length.
     named = entry if re.fullmatch('[a-z0-9_]{1,60}', entry) else short_repr(entry)
     return UserError(f'{source}: {named} is {found}{why}')
 
@@ -128,33 +128,33 @@ def read(values: Mapping[str, Any], source: str) -> AdapterConfig:
     if value is None:
       return default
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-      raise refuse(name, f', and must be {what}: correct it, or get the adapter again.')
+      raise refuse(name, f', but must be {what}: correct it, or get the adapter again.')
     return value
 
   def names(name: str) -> str | tuple[str, ...]:
     value = entry(name, (str, list), 'a regular expression or a list of names', [])
     if not isinstance(value, str) and not all(isinstance(item, str) and item for item in value):
-      raise refuse(name, ', and must be a regular expression or a list of names: correct it, or get the adapter again.')
+      raise refuse(name, ', but must be a regular expression or a list of names: correct it, or get the adapter again.')
     return value if isinstance(value, str) else tuple(value)
 
   def positive(name: str, value: Any, whole: bool) -> Any:
     if not (is_number(value) and (isinstance(value, int) or not whole) and value > 0):
       what = 'a whole number of at least 1' if whole else 'a number above 0'
-      raise refuse(name, f', and must be {what}: correct it, or get the adapter again.')
+      raise refuse(name, f', but must be {what}: correct it, or get the adapter again.')
     return value
 
   def patterns(name: str, whole: bool) -> dict[str, Any]:
     return {key: positive(name, value, whole) for key, value in entry(name, (dict,), 'a JSON object', {}).items()}
 
   if values.get('peft_type') != 'LORA':
-    raise refuse('peft_type', ', and only LORA adapters are supported: train one, or merge this one into its base.')
+    raise refuse('peft_type', ', but only LORA adapters are supported: train one, or merge this one into its base.')
   if values.get('task_type') not in (None, 'CAUSAL_LM'):
-    raise refuse('task_type', ', and only adapters of language models (CAUSAL_LM) are supported.')
+    raise refuse('task_type', ', but only adapters of language models (CAUSAL_LM) are supported.')
   initialisation = values.get('init_lora_weights', True)
   if initialisation not in _INITIALISATIONS:
     raise refuse(
       'init_lora_weights',
-      ', which changes the base model beside its factors, and that is not supported: convert the adapter with '
+      ', which changes the base model beside its factors and is not supported: convert the adapter with '
       'save_pretrained(…, path_initial_model_for_weight_conversion=…) of PEFT, or merge it into its base.',
     )
   for name, value in values.items():
@@ -166,7 +166,7 @@ def read(values: Mapping[str, Any], source: str) -> AdapterConfig:
       )
   targets, excluded = names('target_modules'), names('exclude_modules')
   if not targets:
-    raise refuse('target_modules', ', and must say which modules have factors: get the adapter again.')
+    raise refuse('target_modules', ', but must say which modules have factors: get the adapter again.')
   inside = re.compile(r'(?:.*\.)?(?:' + '|'.join(_OUTSIDE) + ')$')
   if not isinstance(targets, str) and (outside := [name for name in targets if inside.match(name)]):
     raise refuse(
@@ -177,10 +177,10 @@ def read(values: Mapping[str, Any], source: str) -> AdapterConfig:
   layers = entry('layers_to_transform', (int, list), 'numbers of layers', [])
   layers = [layers] if isinstance(layers, int) else layers
   if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers):
-    raise refuse('layers_to_transform', ', and must be numbers of layers: correct it, or get the adapter again.')
+    raise refuse('layers_to_transform', ', but must be numbers of layers: correct it, or get the adapter again.')
   before = names('layers_pattern')
-  if 'r' not in values:  # PEFT's default is 8; a file that lacks it was not written by PEFT.
-    raise refuse('r', ': it is no configuration of a LoRA adapter; get the adapter again.')
+  if 'r' not in values:  # PEFT has a default, 8, but always writes it.
+    raise refuse('r', ': this is not the configuration of a LoRA adapter; get the adapter again.')
   return AdapterConfig(
     source=source,
     rank=positive('r', values['r'], whole=True),
@@ -203,7 +203,7 @@ def adapter_of(config: AdapterConfig, table: Table, modules: Mapping[lora.Module
   Args:
     config: configuration of the adapter.
     table: table of the model without factors.
-    modules: names of the matrices of the layers in the adapter's model.
+    modules: names of the matrices of the layers in the model of the adapter.
 
   Raises:
     UserError: no matrix has factors, or a matrix has different ranks in two layers.
@@ -211,9 +211,10 @@ def adapter_of(config: AdapterConfig, table: Table, modules: Mapping[lora.Module
   chosen = [module for module, name in modules.items() if config.targets(name)]
   if not chosen:
     some = ', '.join(sorted({name.rsplit('.', 1)[-1] for name in modules.values()}))
+    targets = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
     raise UserError(
-      f'{config.source}: target_modules is {short_repr(_plain(config.target_modules))}, which matches nothing in this '
-      f'model, whose matrices are called {some}: load the adapter onto its own base model.'
+      f'{config.source}: target_modules is {short_repr(targets)}, which matches nothing in this model, whose matrices '
+      f'are called {some}: load the adapter onto its own base model.'
     )
   return lora.build(
     table,
@@ -225,19 +226,15 @@ def adapter_of(config: AdapterConfig, table: Table, modules: Mapping[lora.Module
   )
 
 
-def _plain(names: str | tuple[str, ...]) -> str | list[str]:
-  return names if isinstance(names, str) else list(names)
-
-
 def contents(
   adapter: lora.Adapter, modules: Mapping[lora.Module, str], *, whole: bool, use_rslora: bool, base: str
 ) -> dict[str, Any]:
-  """Return the contents of an adapter_config.json with which PEFT computes the same as an adapter.
+  """Return the contents of an adapter_config.json with which PEFT computes the same function.
 
   Args:
-    adapter: which matrices have factors.
+    adapter: the adapter.
     modules: names of the matrices of the layers in transformers.
-    whole: whether these are all modules of the model with such names; else modules are named one by one.
+    whole: whether no other modules of the model have names with these ends; else modules are listed one by one.
     use_rslora: whether alphas are those of rank-stabilised LoRA.
     base: `base_model_name_or_path`.
   """
@@ -282,7 +279,7 @@ def contents(
 
 
 def _patterns(own: Mapping[str, float], modules: Mapping[lora.Module, str]) -> dict[str, float]:
-  """Return a pattern for every value: the end of a name if all modules with that end have the value, else the name."""
+  """Return the value by pattern: the end of a name if all modules with that end have the value, else the whole name."""
   found: dict[str, float] = {}
   for name, value in own.items():
     end = name.rsplit('.', 1)[-1]
@@ -293,16 +290,16 @@ def _patterns(own: Mapping[str, float], modules: Mapping[lora.Module, str]) -> d
 
 
 def _alpha(target: lora.Target, layer: int, use_rslora: bool) -> float:
-  """Return alpha of a layer, rounded to an integer if it is one up to rounding errors."""
+  """Return alpha of a layer, rounded if it is an integer up to rounding errors."""
   alpha = target.scales[layer] * (math.sqrt(target.rank) if use_rslora else target.rank)
   return round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-12) else alpha
 
 
 def same_names(table: Table) -> dict[lora.Module, str]:
-  """Return the names of the matrices of the layers in transformers."""
+  """Return the names in transformers of the matrices of the layers."""
   return {module: known[-1] for module, known in lora.names(table).items()}
 
 
 def respelled(modules: Mapping[lora.Module, str], prefix: str) -> dict[lora.Module, str]:
-  """Return module names with `prefix` in place of 'model.', for models whose text model is part of a larger one."""
+  """Return module names with `prefix` instead of 'model.', for models whose text model is part of a larger one."""
   return {module: prefix + name.removeprefix('model.') for module, name in modules.items()}

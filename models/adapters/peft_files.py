@@ -1,7 +1,7 @@
-"""Directories of adapters, as PEFT writes and reads them: adapter_config.json and adapter_model.safetensors.
+"""Adapter directories in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-Directories written here also have a base_fingerprint.json, which says which model the adapter belongs to, and
-SHA256SUMS. Factors are read onto the devices like the parameters of a model (`sdpo_jax.models.placing`).
+Directories written here also have SHA256SUMS and a base_fingerprint.json, which identifies the base model. Factors are
+read onto the devices like the parameters of a model (`sdpo_jax.models.placing`).
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ WEIGHTS, PICKLED = 'adapter_model.safetensors', 'adapter_model.bin'
 BASE = 'base_fingerprint.json'
 BASE_FORMAT = 1
 SETTING = 'model.lora.path'
-ROOT = 'base_model.model.'  # Prefix of transformers' names.
+ROOT = 'base_model.model.'  # PEFT's prefix of transformers' names.
 _FILES = (peft_config.FILE, WEIGHTS, PICKLED, BASE, checksums.SUMS)
 _FACTOR = re.compile(re.escape(ROOT) + r'(.+)\.lora_([AB])\.weight')
-_AGAIN = 'get the adapter again, or export it anew'
-# Files of the base model's tokenizer, which the adapter is to be used with.
+_AGAIN = 'get the adapter again, or export it again'
+# Tokenizer files of the base model, which are copied because the adapter must be used with them.
 _TOKENIZER = re.compile(
   r'tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt|chat_template.*|.*\.model'
 )
 
-# Returns the table's name of a tensor in a base model's file; None: it belongs to a part that is not trained.
+# Returns the name in the table of a tensor in a model's file; None: it belongs to a part that is not trained.
 KnownName = Callable[[str], str | None]
 
 
@@ -60,8 +60,7 @@ def resolve(path: str | os.PathLike) -> pathlib.Path:
     if not (root / name).is_file():
       pickled = name == WEIGHTS and (root / PICKLED).is_file()
       way_out = (
-        f'{PICKLED} is not read, because a pickle can hold programs: save the adapter again with '
-        'safe_serialization=True'
+        f'{PICKLED} is not read, because a pickle can run code: save the adapter again with safe_serialization=True'
         if pickled
         else f'set {SETTING} to a directory that PEFT or launch.export has written'
       )
@@ -80,7 +79,7 @@ def read_config(path: str | os.PathLike) -> peft_config.AdapterConfig:
 
 
 def read_adapter(path: str | os.PathLike, table: parameters.Table, known_name: KnownName) -> lora.Adapter:
-  """Return which matrices of a model an adapter has factors for; the factors themselves are not read.
+  """Return the adapter in a directory, that is for which matrices it has factors; the factors are not read.
 
   Args:
     path: path of the adapter's directory.
@@ -97,13 +96,13 @@ def read_adapter(path: str | os.PathLike, table: parameters.Table, known_name: K
 def load_factors(
   path: str | os.PathLike, table: parameters.Table, known_name: KnownName, mesh: jax.sharding.Mesh | None
 ) -> Tree:
-  """Return the factors of an adapter on the devices; those of layers without any are 0.
+  """Return the factors of an adapter on the devices; layers without factors get zeros.
 
   Args:
     path: path of the adapter's directory.
     table: table of the model without factors.
     known_name: `known_name` of the model's family.
-    mesh: mesh over which they are sharded like parameters; None: the default device holds them.
+    mesh: mesh over which they are sharded like parameters; None: the default device.
 
   Raises:
     UserError: as in `read_adapter`, or the file cannot be read, or holds values that are not finite.
@@ -113,7 +112,7 @@ def load_factors(
 
 
 def host_factors(path: str | os.PathLike, table: parameters.Table, known_name: KnownName) -> dict[str, np.ndarray]:
-  """Return the factors of an adapter on the host, by their names in the table; otherwise as `load_factors`."""
+  """Return the factors of an adapter on the host, by name in the table; otherwise as `load_factors`."""
   with _opened_whole(path, table, known_name) as (rows, tensors):
     return {row.name: placing.read_whole(row, tensors) for row in rows}
 
@@ -122,7 +121,7 @@ def host_factors(path: str | os.PathLike, table: parameters.Table, known_name: K
 def _opened_whole(
   path: str | os.PathLike, table: parameters.Table, known_name: KnownName
 ) -> Iterator[tuple[parameters.Table, dict[str, Tensor | _Nothing]]]:
-  """Provide the table of an adapter's factors and the tensors of all layers, while the file is open."""
+  """Provide the table of an adapter's factors and the tensors for all layers, while the file is open."""
   with _opened(path, table, known_name) as (adapter, tensors):
     rows = lora.factors(adapter.extended(table, 'float32'))
     none = {row.huggingface_name(i): _Nothing(row.huggingface_shape) for row in rows for i in range(row.layers)}
@@ -136,7 +135,7 @@ class _Nothing:
   shape: tuple[int, ...]
 
   def rows(self, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> np.ndarray:
-    """Return zeros in the shape that `Tensor.rows` would have."""
+    """Return zeros of the shape that `Tensor.rows` would return."""
     left, right = columns or (0, self.shape[1])
     return np.zeros((rows[1] - rows[0], right - left), np.float32)
 
@@ -145,7 +144,7 @@ class _Nothing:
 def _opened(
   path: str | os.PathLike, table: parameters.Table, known_name: KnownName
 ) -> Iterator[tuple[lora.Adapter, dict[str, Tensor]]]:
-  """Provide an adapter and its tensors, by the names in the table of its factors, while the file is open."""
+  """Provide an adapter and its tensors, by name in the table of its factors, while the file is open."""
   root = resolve(path)
   config = read_config(root)
   with TensorFile(root / WEIGHTS) as file:
@@ -158,7 +157,7 @@ def _opened(
 
 
 def held(adapter: lora.Adapter, rows: parameters.Table) -> Iterator[tuple[parameters.Parameter, int]]:
-  """Yield the rows of factors (`lora.factors`) with the layers that have them, in order."""
+  """Yield (row of factors from `lora.factors`, layer) for all layers that have these factors, in order."""
   for row in rows:
     target = adapter.by_name[row.name.removesuffix(f'_{lora.A}').removesuffix(f'_{lora.B}')]
     for layer, scale in enumerate(target.scales):
@@ -167,7 +166,7 @@ def held(adapter: lora.Adapter, rows: parameters.Table) -> Iterator[tuple[parame
 
 
 def _known(name: str, known_name: KnownName) -> str | None:
-  """Return the table's name of a file's tensor; None: it belongs to a part that is not trained."""
+  """Return the name in the table of a tensor in a file; None: it belongs to a part that is not trained."""
   factor = _FACTOR.fullmatch(name)
   if factor is None:
     return name
@@ -204,7 +203,7 @@ def _tensors(
     if known is None:
       left_out += 1
     elif known in found:
-      raise UserError(f'{file.path}: {found[known].name!r} and {name!r} are the same tensor: {_AGAIN}.')
+      raise UserError(f'{file.path}: {found[known].name!r} and {name!r} name the same tensor: {_AGAIN}.')
     elif known in expected:
       found[known] = file.tensors[name]
     else:
@@ -233,13 +232,13 @@ def _tensors(
       )
   if left_out:
     _logger.warning(
-      '%s: %d tensors adapt the part of the model that sees images, and are left out.', file.path, left_out
+      '%s: %d tensors adapt the part of the model that reads images, and are left out.', file.path, left_out
     )
   return found
 
 
 def _misfit(row: parameters.Parameter, tensor: Tensor, trained_on: str) -> str:
-  """Return the explanation for a tensor of the wrong shape."""
+  """Return the end of the message about a tensor of the wrong shape: the likely cause and the way out."""
   rank = 0 if row.path[-1].endswith(lora.A) else 1
   expected, other = row.huggingface_shape, 1 - rank
   if len(tensor.shape) == 2 and tensor.shape[other] == expected[other]:
@@ -268,18 +267,18 @@ def base_of(path: str | os.PathLike) -> dict[str, Any] | None:
 
 @dataclasses.dataclass(frozen=True)
 class AdapterBase:
-  """The model that adapters belong to, and their common shape."""
+  """The base model of adapters that have the same matrices, ranks and scales."""
 
   name: str  # Path or hub name, for adapter_config.json.
   fingerprint: Mapping[str, Any]  # Fingerprint of the model (`sdpo_jax.models.identity.of_base`).
   adapter: lora.Adapter
   table: parameters.Table  # The table of the model without factors.
-  prefix: str = 'model.'  # The prefix of transformers' module names; another if the text model is part of a larger one.
+  prefix: str = 'model.'  # Of transformers' module names; differs if the text model is part of a larger one.
   use_rslora: bool = False  # Whether alphas are those of rank-stabilised LoRA.
 
   @classmethod
   def of(cls, model: ModelConfig, policy: DecoderPolicy, fingerprint: Mapping[str, Any]) -> Self:
-    """Return the base of the adapter that the settings of a model describe."""
+    """Return the base of the adapter in a model's settings."""
     root = model_files.resolve(model.path)
     given = read_config(model.lora.path) if model.lora.path else model.lora
     return cls(
@@ -293,7 +292,7 @@ class AdapterBase:
 
   @functools.cached_property
   def rows(self) -> parameters.Table:
-    """The factors of an adapter."""
+    """The table of an adapter's factors."""
     return lora.factors(self.adapter.extended(self.table, 'float32'))
 
   @functools.cached_property
@@ -315,20 +314,20 @@ def save(
 ) -> None:
   """Write a directory that `peft.PeftModel.from_pretrained` loads onto the base model.
 
-  It appears under its name only when it is complete and on the disk. In a run of several processes all call this, and
-  process 0 writes.
+  It gets its name only when it is complete and on the disk. In a run of several processes all call this, and process 0
+  writes.
 
   Args:
     path: directory to make; it must not hold files.
     base: the base model, and which matrices have factors.
     factors: nested dict of arrays.
-    companions: the base model's directory, whose tokenizer files are copied.
-    texts: files to write, name → content, in place of those.
+    companions: the base model's directory, whose tokenizer files are copied; None: none are.
+    texts: further files to write, name → content, in place of those copied.
     dtype: dtype of the stored tensors.
 
   Raises:
-    UserError: `path` already holds files or cannot be written, or a factor holds values that the dtype cannot, or that
-      are not finite.
+    UserError: `path` already holds files or cannot be written, or a factor holds values that are not finite or too
+      large for the dtype.
   """
   parts = [_part(row, factors, layer, dtype, base.prefix) for row, layer in held(base.adapter, base.rows)]
   files = [] if companions is None else exporting.companions(companions)

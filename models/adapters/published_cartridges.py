@@ -1,7 +1,7 @@
-"""Directories in which cartridges are published and served: a .pt file, and a config.yaml with slots and model.
+"""Directories of published cartridges: a .pt file, and a config.yaml with the number of slots and the model.
 
-Servers read `kv_cache_initializer.max_tokens` and `model.pretrained_model_name_or_path` of the config.yaml, which may
-lie one level deeper, under `value`, where Weights & Biases has written it.
+Servers read `kv_cache_initializer.max_tokens` and `model.pretrained_model_name_or_path` of config.yaml. If Weights &
+Biases has written it, they are one level deeper, under `value`.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from sdpo_jax.models.adapters.cartridge import Cartridge, check
 from sdpo_jax.models.adapters.kv_prefix import KVPrefix
 
 TENSORS, CONFIG = 'cartridge.pt', 'config.yaml'
-PAGE = 16  # Slots of a server's page; it cuts off slots that do not fill a page.
-LARGEST_CONFIG = 2**20  # Bytes.
-MOST_SLOTS = 2**31  # Largest number of slots accepted in a config.yaml.
+PAGE = 16  # Slots per page of a server, which cuts off an incomplete page.
+LARGEST_CONFIG = 2**20  # Maximum bytes of a config.yaml.
+MOST_SLOTS = 2**31  # Maximum number of slots in a config.yaml.
 _WAY_OUT = 'get the directory again'
 _logger = logging.getLogger('sdpo_jax.models')
 
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-  """A cartridge as it was published, which does not say what weights it belongs to."""
+  """A published cartridge, which does not identify the weights of its model."""
 
   cartridge: Cartridge
-  model: str | None  # The name of its model, if config.yaml has one.
+  model: str | None  # The name of its model in config.yaml; None: there is none.
 
 
 def read(path: str | os.PathLike) -> Published:
@@ -51,7 +51,7 @@ def read(path: str | os.PathLike) -> Published:
     UserError: something is missing or damaged, or the file contradicts config.yaml.
   """
   if not is_local(path):
-    raise UserError(f'{path}: published cartridges are read from local disks: copy it there, and name the copy.')
+    raise UserError(f'{path}: published cartridges are read from local disks only: copy it there, and name the copy.')
   place = pathlib.Path(path).expanduser()
   if place.is_file():
     return Published(cartridge_pt.read(place), None)
@@ -60,7 +60,7 @@ def read(path: str | os.PathLike) -> Published:
   cartridge = cartridge_pt.read(tensors)
   if slots is not None and slots < cartridge.slots:
     raise UserError(
-      f'{tensors} holds {cartridge.slots} slots, and {place / CONFIG} says at most {slots}: they belong to different '
+      f'{tensors} holds {cartridge.slots} slots, but {place / CONFIG} says at most {slots}: they belong to different '
       f'cartridges; {_WAY_OUT}.'
     )
   if slots is not None and slots > cartridge.slots:  # The text that initialised it was shorter.
@@ -79,8 +79,8 @@ def write(
   """Write a directory that the server for cartridges and both `TrainableCache` classes load.
 
   If no slots are frozen, tensors without slots are written for them, since neither server nor classes load empty lists.
-  When the class of the second version loads a file, it mistakes the number of key-value heads for that of frozen slots:
-  it computes the same, but would train the other slots only. In a run of several processes all call this, and process 0
+  When the second version of the class loads a file, it takes the number of key-value heads for that of frozen slots: it
+  computes the same, but would train the other slots only. In a run of several processes all call this, and process 0
   writes.
 
   Args:
@@ -113,7 +113,7 @@ def check_servable(path: str | os.PathLike, prefix: KVPrefix, kv_heads: int) -> 
   """Check that the format can hold a prefix.
 
   Args:
-    path: where it is to be written, for error messages.
+    path: path to write to, for error messages.
     prefix: the slots.
     kv_heads: number of key-value heads of their model.
 
@@ -122,18 +122,18 @@ def check_servable(path: str | os.PathLike, prefix: KVPrefix, kv_heads: int) -> 
   """
   if prefix.slots % PAGE:
     raise UserError(
-      f'{path}: a server cuts {prefix.slots} slots off to a multiple of {PAGE}: make a cartridge of '
+      f'{path}: a server cuts {prefix.slots} slots to a multiple of {PAGE}: make a cartridge of '
       f'{-(-prefix.slots // PAGE) * PAGE} slots to export it in this format.'
     )
   if prefix.slots <= kv_heads:
     raise UserError(
-      f'{path}: the format loads {kv_heads} slots as frozen, one a key-value head, and the cartridge has '
-      f'{prefix.slots}: make one of more slots to export it in this format.'
+      f'{path}: programs load {kv_heads} slots of this format as frozen, one per key-value head, but the cartridge has '
+      f'{prefix.slots}: make one with more slots to export it in this format.'
     )
   if prefix.within_windows:
     raise UserError(
-      f'{path}: those who load this format show all slots to layers with a sliding window, and this cartridge was '
-      'trained with slots that windows hide: make one without that to export it in this format.'
+      f'{path}: programs that load this format show all slots to layers with a sliding window, but this cartridge was '
+      'trained with model.cartridge.sliding_window=windowed: make one without that to export it in this format.'
     )
 
 
@@ -150,14 +150,15 @@ def tensors_file(place: pathlib.Path) -> pathlib.Path:
   found = sorted(place.glob('*.pt')) if place.is_dir() else []
   if len(found) != 1:
     names = ', '.join(file.name for file in found[:8]) or 'none'
-    raise UserError(f'{place} must hold {TENSORS}, or a single .pt file, and holds {names}: name another directory.')
+    raise UserError(f'{place} must hold {TENSORS}, or a single .pt file, but holds {names}: name another directory.')
   return found[0]
 
 
 class _Loader(yaml.SafeLoader):
-  """A YAML loader that reads nodes with Python tags, which publishers' tools write, as text, lists or mappings."""
+  """A YAML loader that reads nodes with Python tags, as some tools write them, as plain text, lists or mappings."""
 
   def plain(self, suffix: str, node: yaml.Node) -> Any:
+    """Construct a tagged node as if it had no tag."""
     del suffix
     if isinstance(node, yaml.MappingNode):
       return self.construct_mapping(node, deep=True)
@@ -166,7 +167,7 @@ class _Loader(yaml.SafeLoader):
     return self.construct_scalar(node)
 
   def flatten_mapping(self, node: yaml.MappingNode) -> None:
-    """Do not expand merged mappings (<<), so that they are refused: a short text could expand without end."""
+    """Leave merge keys (<<) unexpanded, so that they are refused: a short text could expand without end."""
 
 
 _Loader.add_multi_constructor('tag:yaml.org,2002:python/', _Loader.plain)
@@ -174,7 +175,7 @@ _Loader.add_multi_constructor('!', _Loader.plain)
 
 
 def _read_config(file: pathlib.Path) -> tuple[int | None, str | None]:
-  """Return the number of slots and the model's name from a config.yaml, None for each that is missing."""
+  """Return the number of slots and the name of the model in a config.yaml; None for each that is missing."""
   if not file.is_file():
     raise UserError(f'{file} is missing: get it too, or name the .pt file itself.')
   if file.stat().st_size > LARGEST_CONFIG:
@@ -183,17 +184,17 @@ def _read_config(file: pathlib.Path) -> tuple[int | None, str | None]:
     values = yaml.load(read_text(file, _WAY_OUT), _Loader)
   except UserError:
     raise
-  except Exception as error:  # Invalid dates, keys that are lists, …: the error type depends on the value.
+  except Exception as error:  # The type depends on what is wrong: invalid dates, keys that are lists, …
     raise UserError(f'{file} is not YAML ({first_line(error)}): {_WAY_OUT}.') from error
   slots = _entry(values, 'kv_cache_initializer', 'max_tokens')
   model = _entry(values, 'model', 'pretrained_model_name_or_path')
   if slots is not None and (type(slots) is not int or not 0 < slots <= MOST_SLOTS):
     raise UserError(
-      f'{file}: kv_cache_initializer.max_tokens is {short_repr(slots)}, and must be the number of slots: correct it.'
+      f'{file}: kv_cache_initializer.max_tokens is {short_repr(slots)}, but must be the number of slots: correct it.'
     )
   if model is not None and not isinstance(model, str):
     raise UserError(
-      f'{file}: model.pretrained_model_name_or_path is {short_repr(model)}, and must be a name: correct it.'
+      f'{file}: model.pretrained_model_name_or_path is {short_repr(model)}, but must be a name: correct it.'
     )
   return slots, model
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from sdpo_jax.models.parameters import Parameter, Path
 
-KEY, VALUE = 'prefix.key', 'prefix.value'  # Names of the trained slots in a layer.
-FROZEN_KEY, FROZEN_VALUE = 'prefix.frozen_key', 'prefix.frozen_value'
+KEY, VALUE = 'prefix.key', 'prefix.value'  # Trained slots of a layer.
+FROZEN_KEY, FROZEN_VALUE = 'prefix.frozen_key', 'prefix.frozen_value'  # Frozen slots of a layer.
 
 
 def is_slots(parameter: Parameter) -> bool:
-  """Return whether a parameter holds slots of a prefix, and is thus not a matrix that tokens are multiplied by."""
+  """Return whether a parameter holds slots of a prefix, by which no token is multiplied."""
   return names_slots(parameter.path)
 
 

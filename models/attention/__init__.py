@@ -1,1 +1,1 @@
-"""Attention of whole sequences and over a cache: the dispatch, its backends and their kernels."""
+"""Attention of whole sequences and to a cache: the dispatch to backends, and their kernels."""

@@ -1,6 +1,6 @@
-"""Exact attention of whole sequences in tiles that stay in fast memory, with a backward pass that recomputes them.
+"""Exact attention of whole sequences in tiles that fit fast memory, with a backward pass that recomputes them.
 
-The plain formula writes the scores [B, H, S, S] several times, and its backward pass keeps them. Here a tile of rows
+The plain formula writes the scores [B, H, S, S] several times, and its backward pass stores them. Here a tile of rows
 and queries is finished before the next begins, the backward pass needs only the output and the log-normaliser of each
 query (Dao et al., FlashAttention, arXiv 2205.14135, §3), and most keys that no query of a tile sees are skipped.
 """
@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
-SPANS = 4  # Ranges of queries that leave out later keys, each compiled apart; four leave 5/8 of the work.
+SPANS = 4  # Number of ranges of queries that skip later keys, each compiled separately; four leave 5/8 of the work.
 
 
 def attention(
@@ -31,7 +31,7 @@ def attention(
   *,
   normaliser: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-  """Compute grouped-query softmax attention; query i sees the slots first[i] … i; scores and softmax in float32.
+  """Compute grouped-query softmax attention, where query i sees the slots first[i] … i; scores are float32.
 
   Args:
     query: [B, S, H, head_dim], scaled. H is a multiple of KV; consecutive heads share keys.
@@ -40,9 +40,9 @@ def attention(
     first: [B, S] int32, at most the query's own slot.
     tile_bytes: approximate bytes of float32 scores held at once.
     residuals: name under which a rematerialisation policy may save output and log-normalisers.
-    parents: (parent of each query, segment of each key), both [B, S] int32: a query also sees the keys of its parent,
-      which come before it. A parent that no key's segment equals stands for none.
-    normaliser: whether to return the log-normalisers, too.
+    parents: (parent of each query, segment of each key), both [B, S] int32: a query also sees the earlier keys whose
+      segment is its parent. A parent that is no key's segment means none.
+    normaliser: whether to also return the log-normalisers.
 
   Returns:
     Output [B, S, H, head_dim] in the dtype of `query`, or that and the log-normalisers [B, S, H] float32 of the scores.
@@ -80,8 +80,8 @@ def _tile(batch: int, length: int, heads: int, tile_bytes: int) -> tuple[int, in
 def _attention(rows, chunk, residuals, query, key, value, segment, sight):
   """Return ([B, KV, G, S, head_dim],) from query [B, KV, G, S, head_dim], key and value [B, KV, S, head_dim].
 
-  `segment` [B, S] of the keys, and `sight` of the queries, (first slot, parent), each [B, S], say what is seen;
-  segments and parents may be None.
+  What is visible is given by `segment` [B, S] of the keys, and by `sight` of the queries, (first slot, parent), each
+  [B, S]; segments and parents may be None.
   """
   return _forward(rows, chunk, residuals, query, key, value, segment, sight)[0]
 
@@ -166,7 +166,7 @@ _attention_and_normaliser.defvjp(_forward_of_both, _backward)
 
 
 def _up_to(end: int, key: jax.Array, value: jax.Array, segment: jax.Array | None) -> list[jax.Array | None]:
-  """Return keys, values and their segments in the slots before `end`."""
+  """Return the keys, values and segments of the slots before `end`."""
   return [key[:, :, :end], value[:, :, :end], None if segment is None else segment[:, :end]]
 
 
@@ -179,7 +179,7 @@ def _seen(
 ) -> jax.Array:
   """Return [B, 1, G · Q, C] bool: which key slots each query sees.
 
-  They are those from first [B, Q] to slot [Q], and those whose segment [B, C] is the query's parent [B, Q].
+  They are the slots from first [B, Q] to slot [Q], and those whose segment [B, C] is the query's parent [B, Q].
   """
   first, parent = sight
   # A single unsigned comparison checks both ends: this runs for every score.
@@ -194,7 +194,7 @@ def _seen(
 
 
 def _product(formula: str, left: jax.Array, right: jax.Array) -> jax.Array:
-  """Return a product accumulated in float32, in which the group and query axes of a factor count as one."""
+  """Return an einsum accumulated in float32, whose operands have their group and query axes joined (`_flatten`)."""
   precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
   return jnp.einsum(formula, _flatten(left), _flatten(right), precision=precision, preferred_element_type=jnp.float32)
 
@@ -214,7 +214,7 @@ def _spans(length: int, chunk: int) -> list[tuple[int, int]]:
 def _scan(
   step: Callable, carry: Any, span: tuple[int, int], chunk: int, query: jax.Array, sight: Any, *more: jax.Array
 ) -> tuple[Any, Any]:
-  """Scan step(carry, (query, sight, slot, *more)) over the chunks of a span; join its outputs along axis 3."""
+  """Scan step(carry, (query, sight, slot, *more)) over the chunks of a span, and join its outputs along axis 3."""
   start, end = span
   parts = [query[:, :, :, start:end], jax.tree.map(lambda array: array[:, start:end], sight)]
   parts += [jnp.arange(start, end, dtype=jnp.int32), *(array[:, :, :, start:end] for array in more)]

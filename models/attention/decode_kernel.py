@@ -1,4 +1,4 @@
-"""A TPU kernel for attention over the key-value cache of a decode loop, which reads the stack of all layers in place.
+"""A TPU kernel for attention to the key-value cache of a decode loop, which reads the stack of all layers in place.
 
 XLA copies a layer out of the stack, and often the whole cache into another layout, before it multiplies (about 28 of 38
 ms per decode step for 8B parameters, 256 rows and 10 240 slots). Here the layer's index selects blocks of the stack in
@@ -23,7 +23,7 @@ from sdpo_jax.models.attention.blockwise import MASKED
 from sdpo_jax.models.attention.prefix import Prefix, SoftmaxPart
 from sdpo_jax.models.cache import Stores
 
-BLOCK = 1024  # Slots; keys and values of two blocks are in flight, 1 MiB in bfloat16.
+BLOCK = 1024  # Slots per block; the keys and values of two blocks in flight are 1 MiB in bfloat16.
 
 # (stacked stores, start, filled [B] int32): the first `filled` slots of a row hold the positions from `start` on.
 Part = tuple[Stores, jax.Array, jax.Array]
@@ -40,7 +40,7 @@ def attention(
   beside: SoftmaxPart | None = None,
   interpret: bool = False,
 ) -> jax.Array:
-  """Compute grouped-query softmax attention to one layer's keys and values in caches; scores and softmax in float32.
+  """Compute grouped-query softmax attention to one layer's keys and values in caches, with float32 scores.
 
   A query sees the keys of its row at its own and earlier positions.
 
@@ -49,9 +49,9 @@ def attention(
     positions: [B, S] int32 of the queries.
     parts: caches of the same rows; the softmax runs over all of them.
     layer: [] int32.
-    window: [] int32, number of positions that are seen; 0: all.
-    prefix: keys and values that all rows share, included in the softmax; read once for all rows.
-    beside: attention already computed over other keys, which are included in the softmax.
+    window: [] int32, number of visible positions; 0: all.
+    prefix: keys and values that all rows share, included in the softmax and read once for all rows.
+    beside: attention computed before over other keys, which are included in the softmax, too.
     interpret: run without a TPU.
 
   Returns:
@@ -134,10 +134,10 @@ def _part(matrix, places, part, scalars, interpret):
 
 
 def _shared(matrix, count, prefix, first):
-  """Return results as `_part`, over a prefix whose slots from `first` [1, B · count, 1] on are seen by the queries.
+  """Return results as `_part` does, over a prefix of which queries see the slots from `first` [1, B · count, 1] on.
 
-  Only the first `count` queries of a row are real. All rows see the same slots, so the real queries form one matrix per
-  head, without the padding of each row, which would be most of it for groups of few heads.
+  Only the first `count` queries of a row are not padding. All rows see the same slots, so these queries form one matrix
+  per head; the padding of each row would be most of it for groups of few heads.
   """
   batch, kv_heads, queries, head_dim = matrix.shape
   real = matrix[:, :, :count].swapaxes(0, 1).reshape(kv_heads, batch * count, head_dim)
@@ -157,7 +157,7 @@ def _shared(matrix, count, prefix, first):
 
 
 def _kernel(scalars, start, filled, query, places, keys, values, *others, slots):
-  """Add one block of slots to the sums of all queries [M, head_dim] of a row and head, held in the output blocks."""
+  """Add a block of slots to the sums of all queries [M, head_dim] of a row and head, which are in the output blocks."""
   *scales, mixed, top, total = others
   row, block_index = pl.program_id(0), pl.program_id(2)
   block = keys.shape[0]

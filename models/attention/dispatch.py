@@ -1,4 +1,4 @@
-"""Causal attention of queries to keys of the same segment: of whole sequences, and to a cache."""
+"""Causal attention of whole sequences and to a cache, dispatched to the kernels of a backend."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from sdpo_jax.models.attention.backend import AttentionBackend
 from sdpo_jax.models.attention.prefix import Prefix, SoftmaxPart
 from sdpo_jax.models.cache import Stores
 
-# Finite, so that a row of padding (which attends to nothing) has finite outputs and gradients.
+# Finite, so that a row of padding, which attends to nothing, has finite outputs and gradients.
 MASKED = blockwise.MASKED
-RESIDUALS = 'attention_residuals'  # Name of the arrays that the rematerialisation policy 'save_attention' keeps.
+RESIDUALS = 'attention_residuals'  # Name of the arrays that the rematerialisation policy 'save_attention' saves.
 
 
 def visible(
@@ -30,12 +30,12 @@ def visible(
   key_segments: jax.Array,
   window: jax.Array | int | None = None,
 ) -> jax.Array:
-  """Return which keys a query sees: of its own segment, not padding, not after it, at most `window` − 1 before it.
+  """Return which keys a query sees: those of its segment, up to itself and at most `window` − 1 positions before it.
 
   Args:
     query_positions: [B, S] int32. query_segments: [B, S] int32.
     key_positions: [B, C] int32. key_segments: [B, C] int32, 0 = padding.
-    window: number of positions that are seen, including the query's own; None: all.
+    window: number of visible positions, including the query's own; None: all.
 
   Returns:
     [B, S, C] bool.
@@ -46,7 +46,7 @@ def visible(
 
 
 def segment_starts(segment_ids: jax.Array) -> jax.Array:
-  """Return [B, S] int32: the first slot of the run of equal `segment_ids` [B, S] that each slot belongs to."""
+  """Return [B, S] int32: the first slot of each slot's run of equal `segment_ids` [B, S]."""
   slots = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
   before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
   return lax.cummax(jnp.where(segment_ids != before, slots, 0), axis=1)
@@ -66,23 +66,23 @@ def attend_whole(
   parents: jax.Array | None = None,
   prefix: Prefix | None = None,
 ) -> jax.Array:
-  """Compute grouped-query softmax attention of whole sequences to themselves; scores and softmax in float32.
+  """Compute grouped-query softmax attention of whole sequences to themselves, with float32 scores.
 
-  Tokens of a segment occupy consecutive slots in the order of their positions. States of padding are finite.
+  Tokens of a segment must be in consecutive slots, in the order of their positions. Results for padding are finite.
 
   Args:
-    backend: the kernel, and the mesh whose devices share the rows.
+    backend: the kernel, and the mesh over which rows and heads are sharded.
     query: [B, S, H, head_dim], rotated and scaled. H is a multiple of KV; consecutive heads share keys.
     key: [B, S, KV, head_dim], rotated.
     value: [B, S, KV, head_dim].
     segment_ids: [B, S] int32, 0 = padding.
     starts: [B, S] int32 from `segment_starts`.
-    windows: static choices of how many positions are seen, including the query's own; 0: all.
+    windows: static choices of the number of visible positions, including the query's own; 0: all.
     window_index: [] int32, index of the window that applies.
     sampling: whether rows and heads are sharded as in the sampler.
-    parents: [B, S] int32, another segment that a token sees, all of which comes before it; 0: none. None: no token has
-      one. With parents, there are no windows, and kernels have no gradient.
-    prefix: additional keys and values that all tokens attend to; None: there are none.
+    parents: [B, S] int32, another, earlier segment that a token sees; 0: none. None: no token has one. With parents,
+      there are no windows, and the TPU kernel has no gradient.
+    prefix: further keys and values to which all tokens attend; None: there are none.
 
   Returns:
     [B, S, H, head_dim] in the dtype of `query`.
@@ -91,9 +91,9 @@ def attend_whole(
     ValueError: parents with windows, which are distances in slots here, or with a prefix.
   """
   if parents is not None and prefix is not None:
-    raise ValueError('Segments with parents are for models without a prefix, which no parent is part of.')
+    raise ValueError('Segments with parents are not supported together with a prefix.')
   if parents is not None and tuple(windows) != (0,):
-    raise ValueError(f'Segments with parents are for layers that see all positions, not windows of {tuple(windows)}.')
+    raise ValueError(f'Segments with parents need layers that see all positions, not windows of {tuple(windows)}.')
   rows, heads = backend.axes(query.shape[0], key.shape[2], sampling)
   by_head, by_row = (rows, None, heads, None), (rows, None)
   function = {'xla': _xla, 'splash': _splash, 'cudnn': _cudnn}[backend.kind]
@@ -119,7 +119,7 @@ def _slots_axes(backend: AttentionBackend, prefix: Prefix | None, heads: str | N
 def _travel(
   backend: AttentionBackend, prefix: Prefix | None, rows: tuple[str, ...] | str | None, heads: str | None
 ) -> divided.Travel | None:
-  """Return how queries are sent to a sharded prefix; None: every device has the prefix that it needs."""
+  """Return how queries are sent to a sharded prefix; None if every device holds the slots that it needs."""
   if prefix is None or not prefix.divided or not backend.divided:
     return None
   axes = (rows,) if isinstance(rows, str) else rows or ()
@@ -173,7 +173,7 @@ def _splash(backend, windows, query, key, value, segment_ids, starts, window_ind
 
 
 def _tail(prefix: Prefix, window: int, travel: divided.Travel | None) -> Prefix:
-  """Return the slots of a prefix that later tokens see within a window of `window` positions."""
+  """Return the last slots of a prefix, those that later tokens can see within a window of `window` positions."""
   slots = prefix.key.shape[1] * (1 if travel is None else lax.axis_size(FSDP))
   count = min(max(window - 1, 1), slots)
   begin = (slots if prefix.filled is None else prefix.filled) - count
@@ -182,7 +182,7 @@ def _tail(prefix: Prefix, window: int, travel: divided.Travel | None) -> Prefix:
     return Prefix(*divided.gathered(prefix, begin, count, travel), first)
   if prefix.filled is None:
     return Prefix(prefix.key[:, begin:], prefix.value[:, begin:], first)
-  # If fewer than `count` are filled, `first` excludes the places before them.
+  # If fewer than `count` slots are filled, `first` excludes the places before them.
   places = jnp.maximum(begin + jnp.arange(count, dtype=jnp.int32), 0)
   return Prefix(*(jnp.take(array, places, axis=1) for array in (prefix.key, prefix.value)), first)
 
@@ -195,7 +195,7 @@ def _cudnn(backend, windows, query, key, value, segment_ids, starts, window_inde
   single = jnp.all((segment_ids > 0) == within) & jnp.all(jnp.where(within, starts, 0) == 0)
 
   def fused(window, query, key, value):
-    # A row of padding alone gets one key, so that its softmax is defined.
+    # A row of padding only gets one key, so that its softmax is defined.
     mixed = jax.nn.dot_product_attention(
       query,
       key,
@@ -242,7 +242,7 @@ def attend_stacks(
   window: jax.Array | int,
   prefix: Prefix | None = None,
 ) -> jax.Array:
-  """Compute attention to stacked caches with `attention.decode_kernel`, on each device's own rows and heads."""
+  """Compute attention to stacked caches with `decode_kernel`, on each device's shard of rows and heads."""
   rows, heads = backend.axes(query.shape[0], parts[0][0].keys.shape[2], sampling=True)
   head_dim, width = query.shape[-1], parts[0][0].keys.shape[-1]
   travel = _travel(backend, prefix, rows, heads)
@@ -272,7 +272,7 @@ def attend_stacks(
 
 
 def attend(query: jax.Array, *parts: tuple[Stores, jax.Array], prefix: Prefix | None = None) -> jax.Array:
-  """Compute grouped-query softmax attention by the plain formula; scores and softmax in float32.
+  """Compute grouped-query softmax attention by the plain formula, with float32 scores.
 
   Args:
     query: [B, S, H, head_dim], rotated and scaled. H is a multiple of KV; consecutive heads share keys.
@@ -288,13 +288,13 @@ def attend(query: jax.Array, *parts: tuple[Stores, jax.Array], prefix: Prefix | 
   group = heads // kv_heads
   precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
 
-  # All queries that see the same keys form one matrix, so that these are plain batched matrix products.
+  # All queries of a row and key head form one matrix, so that these are plain batched matrix products.
   def product(left: jax.Array, right: jax.Array) -> jax.Array:
     formula = 'bkmi,bkin->bkmn' if right.ndim == 4 else 'bkmi,kin->bkmn'
     right = right.astype(left.dtype)
     return jnp.einsum(formula, left, right, precision=precision, preferred_element_type=jnp.float32)
 
-  # The scale of a key is a factor of its score, that of a value of its weight.
+  # The scale of an int8 key is a factor of its score, and that of a value a factor of its weight.
   def scaled(numbers: jax.Array, scales: jax.Array | None) -> jax.Array:
     return numbers if scales is None else numbers * scales
 

@@ -1,9 +1,9 @@
 """Attention to a prefix that is sharded over a mesh: the heads over `tensor`, the slots of a head over `fsdp`.
 
 A long document would fill a chip's memory, and its keys and values would take longer to gather than to use. So they
-stay in place and the queries are sent to them: in every layer, queries and results of all rows are sent, 4 · B · S · H
-· head_dim bytes in bfloat16 divided by the size of `tensor`, instead of the 4 · N · KV · head_dim of a document of N
-slots. That is less by orders of magnitude for a decode step, and less for scoring texts while B · S · H / KV is below
+stay in place, and the queries are sent to them. Per layer, queries and results of all rows are 4 · B · S · H · head_dim
+bytes in bfloat16, divided by the size of `tensor`, instead of the 4 · N · KV · head_dim bytes of a document of N slots.
+That is less by orders of magnitude for a decode step, and less for scoring texts while B · S · H / KV is below
 tensor · N. Beyond that it does not matter: a chip's matrix units do N / fsdp operations for every byte, which for
 N = 98 304 and fsdp = 8 takes a v5e six times as long as sending the byte.
 """
@@ -23,10 +23,10 @@ from sdpo_jax.models.attention.prefix import Prefix, SoftmaxPart
 
 @dataclasses.dataclass(frozen=True)
 class Travel:
-  """How the queries of a device are sent to the slots."""
+  """How the queries of a device are sent to the slots of a prefix."""
 
   rows: tuple[str, ...]  # Mesh axes over which rows are sharded.
-  heads: bool  # Whether the heads of the slots are sharded over `tensor`, and those of the queries are not.
+  heads: bool  # Whether the heads of the slots are sharded over `tensor`, but those of the queries are not.
 
 
 def attention(
@@ -36,13 +36,13 @@ def attention(
 
   Args:
     query: [B, S, H, head_dim] of this device, scaled.
-    prefix: this device's slots; `filled` and `first` count from the first slot of all devices. It is frozen: there is
-      no gradient, and asking for one raises ValueError.
-    attend: attention to slots of one device.
+    prefix: this device's slots; `filled` and `first` are indices among the slots of all devices. It is frozen:
+      differentiating raises ValueError.
+    attend: function that computes the attention to slots of one device.
     travel: how the queries are sent.
   """
   given = query, prefix.key, prefix.value
-  query, prefix = lax.stop_gradient((query, prefix))  # Kernels have no gradient here; `_refuse` says so more clearly.
+  query, prefix = lax.stop_gradient((query, prefix))  # Kernels have no gradient here; `_refuse` raises a clearer error.
   start = lax.axis_index(FSDP) * prefix.key.shape[1]
   first = prefix.first
   if first is not None:
@@ -63,7 +63,7 @@ def attention(
 
 
 def _of_own_rows(array: jax.Array, are_divided: bool) -> jax.Array:
-  """Return the results [parts, B, …] for this device's rows, given each part's results for all rows [rows, …]."""
+  """Return the results [parts, B, …] for this device's rows, from its part's results for all rows [rows, …]."""
   if not are_divided:
     return lax.all_gather(array, FSDP)
   apart = array.reshape(lax.axis_size(FSDP), -1, *array.shape[1:])
@@ -71,7 +71,7 @@ def _of_own_rows(array: jax.Array, are_divided: bool) -> jax.Array:
 
 
 def _joined(mixed: jax.Array, total: jax.Array) -> SoftmaxPart:
-  """Return the softmax over the keys of all parts, from [parts, B, S, H, head_dim] and [parts, B, S, H]."""
+  """Return the softmax over the keys of all parts, from [parts, B, S, H, head_dim] and normalisers [parts, B, S, H]."""
   top = jnp.max(total, axis=0, keepdims=True)
   weights = jnp.exp(total - top)
   sums = jnp.sum(weights, axis=0)
@@ -82,7 +82,7 @@ def _joined(mixed: jax.Array, total: jax.Array) -> SoftmaxPart:
 def gathered(prefix: Prefix, begin: jax.Array, count: int, travel: Travel) -> tuple[jax.Array, jax.Array]:
   """Return keys and values [KV, count, head_dim] of the slots from `begin` [] on; zeros where there is no slot.
 
-  They have the heads of this device's queries. Other arguments as in `attention`.
+  Their heads are those of this device's queries. Other arguments as in `attention`.
   """
   each = prefix.key.shape[1]
   own = begin + jnp.arange(count, dtype=jnp.int32) - lax.axis_index(FSDP) * each
@@ -90,7 +90,7 @@ def gathered(prefix: Prefix, begin: jax.Array, count: int, travel: Travel) -> tu
 
   def gather(array: jax.Array) -> jax.Array:
     here = jnp.where(is_here, jnp.take(array, jnp.clip(own, 0, each - 1), axis=1), 0)
-    # One part has the values and the others have zeros.
+    # One device has the values, and the others have zeros.
     whole = lax.psum(here, FSDP)
     return lax.all_gather(whole, TENSOR, axis=0, tiled=True) if travel.heads else whole
 
@@ -105,7 +105,7 @@ def _without_gradient(results: SoftmaxPart, given: tuple[jax.Array, ...]) -> Sof
 
 
 def _refuse(kept: None, gradients: SoftmaxPart) -> None:
-  raise ValueError('Slots that a mesh divides are frozen, and there is no gradient through attention to them.')
+  raise ValueError('Slots that a mesh divides are frozen, so that there is no gradient through attention to them.')
 
 
 _without_gradient.defvjp(lambda results, given: (results, None), _refuse)

@@ -1,8 +1,8 @@
-"""Attention of many queries to keys and values that all rows share, without a copy per row.
+"""Attention to a prefix: keys and values that all rows share, without a copy per row.
 
-A softmax over two sets of keys is the mean of the softmaxes over each, weighted by the sets' shares of the summed
-normalisers. So attention to a prefix is computed separately, with all queries of all rows in one matrix, and merged
-with the attention of each row to its own keys (`merged`).
+A softmax over two sets of keys is the mean of the softmaxes over each, weighted by their normalisers. So attention to a
+prefix is computed separately, with all queries of all rows in one matrix, and merged with the attention of each row to
+its own keys (`merged`).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ SoftmaxPart = tuple[jax.Array, jax.Array]
 
 @flax.struct.dataclass
 class Prefix:
-  """Keys and values of a layer that all rows share."""
+  """The keys and values of a layer that all rows share."""
 
   key: jax.Array  # [KV, P, head_dim].
   value: jax.Array  # [KV, P, head_dim].
   # [B, S] int32, the first slot that a query sees; None: each sees all.
   first: jax.Array | None = None
-  # Whether they are trained: then every kernel that reads them must have a gradient.
+  # Whether the slots are trained; then every kernel that reads them must have a gradient.
   trained: bool = flax.struct.field(pytree_node=False, default=False)
   # [] int32, the number of leading slots that are filled; None: all.
   filled: jax.Array | None = None
-  # Whether the slots are sharded over a mesh, so that queries are sent to them (`sdpo_jax.models.attention.divided`).
+  # Whether the slots are sharded, so that queries are sent to them (`sdpo_jax.models.attention.divided`).
   divided: bool = flax.struct.field(pytree_node=False, default=False)
 
 
@@ -47,9 +47,9 @@ def merged(one: SoftmaxPart, other: SoftmaxPart) -> jax.Array:
 
 
 def attention(query: jax.Array, prefix: Prefix, tile_bytes: int, residuals: str) -> SoftmaxPart:
-  """Compute grouped-query softmax attention to a prefix; scores and softmax in float32.
+  """Compute grouped-query softmax attention to a prefix, with float32 scores.
 
-  The log-normaliser of a query that sees nothing is so small that its part has no weight in `merged`.
+  The log-normaliser of a query that sees no slot is so small that its output has no weight in `merged`.
 
   Args:
     query: [B, S, H, head_dim], scaled. H is a multiple of KV; consecutive heads share keys.

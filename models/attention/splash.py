@@ -1,4 +1,4 @@
-"""Splash attention, JAX's block-sparse flash attention kernel for TPUs, on rows with segments and grouped heads."""
+"""Splash attention, JAX's block-sparse flash attention for TPUs, on rows with segments, windows and prefixes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import numpy as np
 from sdpo_jax.models.attention.prefix import Prefix, SoftmaxPart, merged
 
 LANES = 128
-# Larger is faster (6.2 ms forward and 18.6 backward for 1024 at S = 10 240, 32 heads, by the compiled schedules).
+# Larger blocks are faster (1024: 6.2 ms forward, 18.6 backward for S = 10 240 and 32 heads, by compiled schedules).
 BLOCKS = (1024, 512, 256, 128)
 COMPUTE_BLOCK = 512
-TO_PREFIX = 'to_prefix'  # Marks the kernels in a compiled program whose queries see all keys.
+TO_PREFIX = 'to_prefix'  # Scope in a compiled program that marks the kernels whose queries see all keys.
 
 
 def attention(
@@ -35,19 +35,18 @@ def attention(
   parents: jax.Array | None = None,
   normaliser: bool = False,
 ) -> jax.Array | SoftmaxPart:
-  """Compute causal grouped-query softmax attention within segments; scores and softmax in float32.
+  """Compute causal grouped-query softmax attention within segments, with float32 scores.
 
   Args:
     query: [B, S, H, head_dim], scaled.
     key: [B, S, KV, head_dim].
     value: [B, S, KV, head_dim].
     segment_ids: [B, S] int32; tokens of a segment occupy consecutive slots.
-    window: number of slots that are seen, including the query's own; 0: all. Static.
+    window: number of visible slots, including the query's own; 0: all. Static.
     residuals: name under which a rematerialisation policy may save output and log-normalisers.
     interpret: run without a TPU.
-    parents: [B, S] int32, another segment that a query sees, which comes before it; 0: none. Without a gradient and a
-      window.
-    normaliser: whether to return the log-normalisers, too; without a gradient and parents.
+    parents: [B, S] int32, another, earlier segment that a query sees; 0: none. It excludes gradients and a window.
+    normaliser: whether to also return the log-normalisers; it excludes gradients and parents.
 
   Returns:
     [B, S, H, head_dim] in the dtype of `query`, or that and the log-normalisers [B, S, H].
@@ -61,7 +60,7 @@ def attention(
   splash = _splash(mask, heads, (block, block), residuals, interpret)
 
   def to_segments(query_segments, **options):
-    """Return the kernel's results if every query sees the segment of its number."""
+    """Return the kernel's results with queries that see the segment `query_segments`."""
     return _by_row(splash(**options), *arrays, query_segments, segment_ids)
 
   if normaliser:
@@ -70,12 +69,12 @@ def attention(
 
   def to_parents_too():
     own, (total,) = to_segments(segment_ids, save_residuals=True)
-    # No key has segment −1: without a parent the log-normaliser is so small that this part has no weight.
+    # No key has segment −1: without a parent the log-normaliser is so small that this result has no weight.
     above, (total_above,) = to_segments(jnp.where(parents > 0, parents, -1), save_residuals=True)
     return merged((own, total), (above, total_above))
 
   to_own = functools.partial(to_segments, segment_ids)
-  # Rows without parents, which are most, need only one pass.
+  # Most batches have no parents, and then need only one pass.
   mixed = to_own() if parents is None else lax.cond(jnp.any(parents > 0), to_parents_too, to_own)
   return _narrowed(mixed, query)
 
@@ -91,17 +90,18 @@ def attention_after(
   residuals: str,
   interpret: bool = False,
 ) -> jax.Array:
-  """Compute causal attention of rows to themselves and to a prefix before each, with gradients to both.
+  """Compute causal attention of rows to themselves and to a prefix, with gradients to both.
 
-  The kernel reads one array of keys per row: the prefix is copied before each row's own. A row is one segment.
+  The kernel reads one array of keys per row, so that the prefix is copied before the keys of each row. A row is one
+  segment.
 
   Args:
     query: as in `attention`.
     key: [B, S, KV, head_dim].
     value: [B, S, KV, head_dim].
     segment_ids: [B, S] int32, 1, or 0 for padding.
-    prefix: seen whole, or only within the window if it has `first`.
-    window: number of slots that are seen; 0: all.
+    prefix: the prefix, visible as a whole, or only within the window if it has `first`.
+    window: number of visible slots; 0: all.
     residuals: as in `attention`.
     interpret: run without a TPU.
   """
@@ -126,7 +126,7 @@ def attention_after(
 
 @dataclasses.dataclass(frozen=True)
 class _After(masks.Mask):
-  """The mask of queries with a window after a prefix, of which they see all slots, or only those in the window."""
+  """The mask of queries with a window after a prefix: they see all of its slots, or only those in the window."""
 
   size: tuple[int, int]
   slots: int
@@ -149,7 +149,7 @@ def to_prefix(query: jax.Array, prefix: Prefix, *, residuals: str, interpret: bo
 
   Args:
     query: [B, S, H, head_dim], scaled.
-    prefix: keys and values, of which all filled slots are seen.
+    prefix: the prefix, of which all filled slots are visible.
     residuals: as in `attention`.
     interpret: run without a TPU.
   """
@@ -176,7 +176,7 @@ def to_prefix(query: jax.Array, prefix: Prefix, *, residuals: str, interpret: bo
 def _splash(
   mask: masks.Mask, heads: int, blocks: tuple[int, int], residuals: str, interpret: bool
 ) -> Callable[..., Callable[..., Any]]:
-  """Return a factory of the kernel, called with `save_residuals`; `blocks` are block sizes of queries and keys."""
+  """Return a factory of kernels, which takes `save_residuals`; `blocks` are the block sizes of queries and keys."""
   block, key_block = blocks
   compute = min(key_block, COMPUTE_BLOCK)
   return functools.partial(
@@ -198,7 +198,7 @@ def _splash(
 
 
 def _by_row(run: Callable[..., Any], query, key, value, query_segments, key_segments):
-  """Return the kernel's results for every row."""
+  """Return the kernel's results, mapped over the rows."""
 
   def of_row(query, key, value, *segments):
     return run(query, key, value, kernel.SegmentIds(*segments))
@@ -209,17 +209,17 @@ def _by_row(run: Callable[..., Any], query, key, value, query_segments, key_segm
 def _widened(array: jax.Array, room: int) -> jax.Array:
   """Return [B, S, heads, head_dim] as [B, heads, S + room, whole lanes].
 
-  Added slots are padding at the end, and heads are padded with zeros: neither changes the other results.
+  Slots are added at the end, and heads are padded with zeros; neither changes the other results.
   """
   return jnp.pad(array, ((0, 0), (0, room), (0, 0), (0, -array.shape[-1] % LANES))).swapaxes(1, 2)
 
 
 def _narrowed(mixed: jax.Array, query: jax.Array) -> jax.Array:
-  """Return [B, heads, S + room, whole lanes] cut to the shape, and cast to the dtype, of the query."""
+  """Return [B, heads, S + room, whole lanes] in the shape and dtype of the query [B, S, heads, head_dim]."""
   return mixed.swapaxes(1, 2)[:, : query.shape[1], :, : query.shape[3]].astype(query.dtype)
 
 
 def block_size(length: int) -> int:
-  """Return the largest block that pads the slots by at most an eighth, or the smallest block."""
+  """Return the largest block size that pads `length` slots by at most an eighth, or else the smallest."""
   fits = [block for block in BLOCKS if -length % block <= length // 8]
   return fits[0] if fits else BLOCKS[-1]

@@ -15,14 +15,14 @@ Json = dict[str, Any]
 FULL, SLIDING = 'full_attention', 'sliding_attention'
 ACTIVATIONS: Mapping[str, Activation] = {'silu': 'silu', 'gelu_pytorch_tanh': 'gelu_tanh'}
 ROPE_KINDS = ('default', 'linear', 'llama3', 'yarn')
-# Keys that, unless null or false, describe a model that the decoder does not support.
+# Keys that, unless null or false, describe models that the decoder does not support.
 REFUSED: Mapping[str, str] = {
   'attn_logit_softcapping': 'soft-capped attention scores',
   'final_logit_softcapping': 'soft-capped logits',
   'use_bidirectional_attention': 'attention to later tokens',
   'quantization_config': 'quantised weights',
 }
-# Field of `Architecture` → key; the last two have defaults.
+# Field of `Architecture` → key of config.json; the last two have defaults.
 _SIZES = {
   'vocab_size': 'vocab_size',
   'hidden_size': 'hidden_size',
@@ -35,10 +35,10 @@ _SIZES = {
 
 
 def refuse(values: Json, source: str) -> None:
-  """Check that a config.json describes nothing that the decoder does not support.
+  """Check that a config.json has none of the `REFUSED` keys.
 
   Raises:
-    UserError: it does; the message names `source` and the key.
+    UserError: it has; the message names `source` and the key.
   """
   for key, what in REFUSED.items():
     if values.get(key) not in (None, False):
@@ -47,7 +47,7 @@ def refuse(values: Json, source: str) -> None:
 
 
 def fields(values: Json, source: str, activation_key: str = 'hidden_act') -> dict[str, Any]:
-  """Return the fields of `Architecture` that all families read in the same way.
+  """Return the fields of `Architecture` that are read in the same way for all families.
 
   Args:
     values: contents of a config.json, merged over the defaults of the family.
@@ -93,7 +93,7 @@ def fields(values: Json, source: str, activation_key: str = 'hidden_act') -> dic
 
 
 def attention_biases(values: Json, source: str) -> dict[str, bool]:
-  """Return `qkv_bias` and `output_bias` of an architecture whose projections in attention have biases, or none has.
+  """Return `qkv_bias` and `output_bias` of an architecture whose attention projections all have biases, or none has.
 
   Raises:
     UserError: attention_bias is not a boolean.
@@ -102,7 +102,7 @@ def attention_biases(values: Json, source: str) -> dict[str, bool]:
 
 
 def size(values: Json, key: str, source: str) -> int:
-  """Return a positive integer.
+  """Return the positive integer under a key.
 
   Raises:
     UserError: it is missing or something else; the message names `source` and the key.
@@ -114,40 +114,37 @@ def size(values: Json, key: str, source: str) -> int:
 
 
 def flag(values: Json, key: str, source: str, default: bool = False) -> bool:
-  """Return a boolean, or `default` if the key is missing or null.
+  """Return the boolean under a key, or `default` if the key is missing or null.
 
   Raises:
     UserError: it is something else (a string such as 'false' would count as true); the message names `source` and the
       key.
   """
-  value = values.get(key)
-  value = default if value is None else value
+  value = default if values.get(key) is None else values[key]
   if not isinstance(value, bool):
     raise UserError(f'{source}: {key} must be true or false, not {short_repr(value)}.')
   return value
 
 
 def number(values: Json, key: str, source: str, default: float | None = None) -> float:
-  """Return a positive number, or `default` if the key is missing or null.
+  """Return the positive number under a key, or `default` if the key is missing or null.
 
   Raises:
     UserError: it is something else; the message names `source` and the key.
   """
-  value = values.get(key)
-  value = default if value is None else value
+  value = default if values.get(key) is None else values[key]
   if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
     raise UserError(f'{source}: {key} must be a positive number, not {short_repr(value)}.')
   return float(value)
 
 
 def layer_kinds(values: Json, default: Sequence[str], source: str) -> tuple[str, ...]:
-  """Return FULL or SLIDING for every layer: layer_types, or else `default`.
+  """Return the kind of every layer, FULL or SLIDING: layer_types, or else `default`.
 
   Raises:
     UserError: layer_types has another length or other names; the message names `source`.
   """
-  kinds = values.get('layer_types')
-  kinds = default if kinds is None else kinds
+  kinds = default if values.get('layer_types') is None else values['layer_types']
   known = isinstance(kinds, Sequence) and all(kind in (FULL, SLIDING) for kind in kinds)
   if not known or len(kinds) != len(default):
     raise UserError(
@@ -167,7 +164,7 @@ def windows(values: Json, kinds: Sequence[str], source: str, switch: str | None 
     switch: a key that must be true for sliding_window to apply.
 
   Raises:
-    UserError: a layer is SLIDING, and there is no window.
+    UserError: a layer is SLIDING, but there is no window.
   """
   if SLIDING not in kinds:
     return None
@@ -176,19 +173,19 @@ def windows(values: Json, kinds: Sequence[str], source: str, switch: str | None 
   if not usable or (switch is not None and not flag(values, switch, source)):
     needed = f'{switch}=true and a positive sliding_window' if switch else 'a positive sliding_window'
     raise UserError(
-      f'{source}: layer_types asks for sliding_attention, which needs {needed} (it is '
+      f'{source}: layer_types asks for sliding_attention, which needs {needed} (sliding_window is '
       f'{values.get("sliding_window")!r}).'
     )
   return tuple(window if kind == SLIDING else 0 for kind in kinds)
 
 
 def rope(values: Json, source: str, theta: float = 10000.0) -> Rope:
-  """Return the one rotary embedding of all layers: rope_scaling (transformers 4) or rope_parameters (5).
+  """Return the rotary embedding of all layers, from rope_scaling (transformers 4) or rope_parameters (5).
 
   Args:
     values: contents of a config.json.
     source: name of the file, for error messages.
-    theta: default.
+    theta: default of rope_theta.
 
   Raises:
     UserError: a type or a number is not supported; the message names `source` and the key.
@@ -214,8 +211,8 @@ def ropes_by_kind(
     values: contents of a config.json.
     kinds: FULL or SLIDING for every layer.
     source: name of the file, for error messages.
-    full_theta: default for FULL layers.
-    sliding_theta: default for SLIDING layers.
+    full_theta: default of rope_theta for FULL layers.
+    sliding_theta: default of rope_theta for SLIDING layers.
 
   Raises:
     UserError: a type or a number is not supported; the message names `source` and the key.
@@ -283,7 +280,7 @@ def _rope(values: Json, given: Json, theta: float, source: str) -> Rope:
 
 
 def _attention_factor(given: Json, factor: float, source: str) -> float:
-  """Return yarn's default factor of cosines and sines."""
+  """Return YaRN's default factor of cosines and sines."""
 
   def grown(scale: float) -> float:
     return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
@@ -309,12 +306,12 @@ def rope_json(rope: Rope) -> Json:
 
 
 def written(architecture: Architecture, model_type: str, writer: str, activation_key: str = 'hidden_act') -> Json:
-  """Return the part of a config.json that all families write in the same way.
+  """Return the entries of a config.json that are written in the same way for all families.
 
   Args:
     architecture: the model.
     model_type: model_type of its family.
-    writer: the class of transformers that builds the model.
+    writer: class of transformers that builds the model.
     activation_key: key of the MLP's activation.
   """
   a = architecture
@@ -330,9 +327,9 @@ def written(architecture: Architecture, model_type: str, writer: str, activation
 
 
 def rope_of_all_json(architecture: Architecture) -> Json:
-  """Return the entries of a config.json for the one rotary embedding of all layers.
+  """Return the entries of a config.json for a rotary embedding that all layers share.
 
-  They are in the format of transformers 4, which 5 reads too.
+  They are in the format of transformers 4, which 5 reads, too.
   """
   (only,) = architecture.ropes
   scaling = rope_json(only)
@@ -358,5 +355,5 @@ def kinds_of(architecture: Architecture) -> tuple[str, ...]:
 
 
 def every(period: int, layers: int) -> list[str]:
-  """Return the kinds of `layers` layers, every `period`-th of which is FULL."""
+  """Return the kinds of `layers` layers, of which every `period`-th is FULL and the others are SLIDING."""
   return [SLIDING if (layer + 1) % period else FULL for layer in range(layers)]

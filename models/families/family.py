@@ -1,4 +1,4 @@
-"""The declaration of a family of models."""
+"""The declaration of a family of models: how its files describe the architecture and name the tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NAMES: Mapping[str, str] = {
   'final_norm': 'model.norm.weight',
   'unembedding': 'lm_head.weight',
 }
-# Names in families that normalise the outputs of attention and MLP; the norm of the MLP's input has another name there.
+# Names that differ in families that normalise the outputs of attention and MLP.
 POST_NORM_NAMES: Mapping[str, str] = {
   'layers.attention_post_norm': f'{_LAYER}post_attention_layernorm.weight',
   'layers.mlp_norm': f'{_LAYER}pre_feedforward_layernorm.weight',
@@ -48,25 +48,25 @@ class Family:
   """The file format of a family of models: config.json and tensor names, as in transformers."""
 
   name: str  # `Architecture.family`.
-  model_types: tuple[str, ...]  # Values of model_type in config.json; exports have the last.
-  writer: str  # The class of transformers that builds the model.
+  model_types: tuple[str, ...]  # Values of model_type in config.json; exports get the last.
+  writer: str  # Class of transformers that builds the model.
   defaults: Json  # Entries that a config.json may lack.
-  # Returns the fields of `Architecture` in which the family differs from others, from the contents of a config.json (or
-  # the defaults), the number of layers and the name of the file; raises UserError.
+  # Returns the fields of `Architecture` that the family reads in its own way, given the contents of a config.json (with
+  # defaults), the number of layers and the name of the file; raises UserError.
   fields: Callable[[Json, int, str], dict[str, Any]]
-  # Returns the entries of a config.json for these fields.
+  # Returns the entries of a config.json for those fields.
   entries: Callable[[Architecture], Json]
   names: Mapping[str, str] = dataclasses.field(default_factory=lambda: NAMES)  # Parameter name → tensor name.
   activation_key: str = 'hidden_act'  # Entry of config.json for the MLP's activation.
-  # Returns the part of a config.json that is about the text model, given its contents and the name of the file.
+  # Returns the part of a config.json about the text model, given the contents and the name of the file.
   text: Callable[[Json, str], Json] = lambda values, source: values
-  # Maps a tensor name in a file to the one in `names`; None: the tensor belongs to a part that is not trained.
+  # Returns the name in `names` for a tensor name in a file; None: the tensor belongs to a part that is not trained.
   known_name: Callable[[str], str | None] = lambda name: name
   # Returns the contents of an export's config.json, given those of the original model.
   exported: Callable[[Json], Json] = lambda values: values
   # Returns the prefix of the text model's module names in the model that transformers builds from a config.json.
   module_prefix: Callable[[Json], str] = lambda values: 'model.'
-  left_out: tuple[str, ...] = ()  # Files of a model directory for parts that are not trained.
+  left_out: tuple[str, ...] = ()  # Files for parts that are not trained, which exports leave out.
 
   def read(self, values: Json, source: str) -> Architecture:
     """Return the architecture that the contents of a config.json describe.

@@ -1,7 +1,7 @@
-"""Gemma 3 models, or the text part of those that read images.
+"""Gemma 3 models; of those that read images, the text part.
 
-Attention and MLP have norms before and after, weights of norms are offsets from 1, embeddings are scaled, and five of
-six layers have a window and a rotary embedding of their own.
+Inputs and outputs of attention and MLP are normalised, weights of norms are offsets from 1, embeddings are scaled, and
+five of six layers have a window and another rotary embedding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sdpo_jax.models.families.config_json import Json
 from sdpo_jax.models.families.family import NAMES, POST_NORM_NAMES, Family
 
 WHOLE, TEXT = 'gemma3', 'gemma3_text'
-# Defaults of transformers for entries missing in a text_config; published ones have few entries.
+# Defaults of transformers for a text_config; published ones have few entries.
 DEFAULTS: Json = {
   'vocab_size': 262208,
   'hidden_size': 2304,
@@ -36,7 +36,7 @@ FULL_THETA, SLIDING_THETA = 1e6, 10000.0
 # Prefixes of tensors in models that read images, in transformers 4 and 5.
 _PARTS_FOR_IMAGES = re.compile(r'(model\.)?(vision_tower|multi_modal_projector)\.')
 _PREFIXES = re.compile(r'(language_model\.(?=lm_head\.)|language_model\.model\.|model\.language_model\.)')
-# Entries outside text_config that apply to the text part of a model that reads images.
+# Entries outside of text_config that apply to the text part of a model that reads images.
 _OF_WHOLE = ('bos_token_id', 'eos_token_id', 'pad_token_id', 'tie_word_embeddings', 'torch_dtype', 'dtype')
 
 
@@ -113,7 +113,7 @@ def module_prefix(values: Json) -> str:
   return 'model.language_model.' if values.get('model_type') == WHOLE else 'model.'
 
 
-# Files from which transformers builds an image processor, of no use to an export without a vision tower.
+# Files from which transformers builds an image processor; useless in an export without a vision tower.
 _FILES_FOR_IMAGES = ('preprocessor_config.json', 'processor_config.json')
 FAMILY = Family(
   'gemma3',

@@ -1,4 +1,4 @@
-"""The families, by their names and by the model_type of a config.json."""
+"""The supported families of models, by name and by the model_type of a config.json."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from sdpo_jax.models.families.family import Family
 _ALL = (qwen.QWEN3, qwen.QWEN2, llama.FAMILY, mistral.FAMILY, olmo3.FAMILY, gemma3.FAMILY)
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}
 BY_MODEL_TYPE: Mapping[str, Family] = {kind: family for family in FAMILIES.values() for kind in family.model_types}
-# Why model types similar to the supported ones are not supported.
+# Why some model types, similar to supported ones, are not supported.
 REASONS: Mapping[str, str] = {
   'gemma2': 'its logits are soft-capped',
   'mixtral': 'a mixture of experts',
   'qwen2_moe': 'a mixture of experts',
   'qwen3_moe': 'a mixture of experts',
-  'qwen2_5_vl': 'it sees images',
-  'qwen3_vl': 'it sees images',
+  'qwen2_5_vl': 'it reads images',
+  'qwen3_vl': 'it reads images',
 }
 
 
 def family_of(architecture: Architecture) -> Family:
-  """Return the family of a model."""
+  """Return the family that an architecture names."""
   return FAMILIES[architecture.family]
 
 
 def read(values: Json, source: str = 'config.json') -> Architecture:
-  """Return the architecture that the contents of a config.json describe, read by the family of its model_type.
+  """Return the architecture in the contents of a config.json, as read by the family of its model_type.
 
   Raises:
     UserError: something is not supported; the message names it and `source`.

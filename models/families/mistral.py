@@ -1,4 +1,4 @@
-"""Mistral models: no biases, and either every layer has a window or none."""
+"""Mistral models, which have no biases, and a window in all layers or in none."""
 
 from __future__ import annotations
 

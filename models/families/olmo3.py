@@ -1,6 +1,6 @@
-"""Olmo 3 models: outputs of attention and MLP are normalised, as are queries and keys, over all heads together.
+"""Olmo 3 models, which normalise the outputs of attention and MLP, and queries and keys over all heads together.
 
-Three of four layers have a window, without the stretching of positions that the others have.
+Three of four layers have a window; only the others stretch positions (YaRN).
 """
 
 from __future__ import annotations

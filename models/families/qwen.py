@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5 and Qwen3 dense models, of which the layers from some one on may have a window."""
+"""Qwen2, Qwen2.5 and Qwen3 dense models, whose later layers may have a window."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULTS: Json = {
 
 
 def _fields(values: Json, layers: int, source: str) -> dict[str, Any]:
-  """Return rotary embeddings and windows: by layer_types, or else from layer max_window_layers on."""
+  """Return rotary embeddings and windows, the latter by layer_types or else from layer max_window_layers on."""
   slides = config_json.flag(values, SWITCH, source) and values.get('sliding_window') is not None
   first = values['max_window_layers']
   if slides and (isinstance(first, bool) or not isinstance(first, int)):
@@ -42,7 +42,7 @@ def _window_entries(architecture: Architecture) -> Json:
 
 
 def _fields_of_2(values: Json, layers: int, source: str) -> dict[str, Any]:
-  """Return the fields of Qwen2: queries, keys and values have biases, whatever config.json says."""
+  """Return the fields of Qwen2, whose queries, keys and values have biases, whatever config.json says."""
   return _fields(values, layers, source) | {'qkv_bias': True}
 
 
@@ -51,13 +51,13 @@ def _entries_of_2(architecture: Architecture) -> Json:
 
 
 def _fields_of_3(values: Json, layers: int, source: str) -> dict[str, Any]:
-  """Return the fields of Qwen3: queries and keys are normalised head by head."""
+  """Return the fields of Qwen3, which normalises queries and keys over each head."""
   biases = config_json.attention_biases(values, source)
   return _fields(values, layers, source) | {'query_key_norm': 'head', **biases}
 
 
 def _entries_of_3(architecture: Architecture) -> Json:
-  """Return the entries of Qwen3; transformers from 4.51 on reads them."""
+  """Return the entries of Qwen3, which transformers reads from version 4.51 on."""
   return {
     **config_json.rope_of_all_json(architecture),
     'attention_bias': architecture.qkv_bias,

@@ -1,4 +1,4 @@
-"""The parameters of a decoder: one table from its architecture and the tensor names of its family."""
+"""The parameter table of a decoder, from its architecture and the tensor names of its family."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def parameter_table(architecture: Architecture) -> parameters.Table:
     entries.append(parameters.Parameter(tuple(path.split('.')), shape, axes, init, names[path], matrix, **more))
 
   def norm(path, shape, axes, matrix=None):
-    # A weight to which 1 is added is initialised to 0.
+    # Weights to which 1 is added are initialised to 0.
     init = 'zeros' if a.norm_offset else 'ones'
     add(path, (layers, *shape), ('layers', *axes), init, matrix, compute=False)
 
   def matrix(path, shape, axes, inputs, bias):
-    """Add a matrix of a layer, [*in, *out] here (the first `inputs` axes) and [out, in] there; a bias is [*out]."""
+    """Add a matrix of a layer, [*in, *out] here (`inputs` axes of in) and [out, in] in files, and a bias [*out]."""
     transposed = math.prod(shape[inputs:]), math.prod(shape[:inputs])
     add(path, (layers, *shape), ('layers', *axes), 'normal', transposed, transpose=True)
     if bias:

@@ -1,1 +1,1 @@
-"""One run: its session, step, update, loop, checkpoints and metrics."""
+"""Training runs: session, step, loop, checkpoints, metrics and the run directory."""

@@ -34,12 +34,12 @@ class SampledBatch:
   """A sampled and graded generation batch."""
 
   step: int  # The step whose update learns from it.
-  at: int  # The step before whose update it was sampled.
+  at: int  # The step in which it was sampled, before the update.
   position: Mapping[str, Any]  # State of the question iterator before its questions.
   graded: GradedRollouts
 
   def to_json(self) -> str:
-    """Return the batch without its questions as text for `from_json`; numbers are kept bit for bit."""
+    """Return the batch as text for `from_json`, without its questions; all numbers are stored exactly."""
     graded, rollouts = self.graded, self.graded.rollouts
     mask = rollouts.completion_mask
     saved = {
@@ -117,10 +117,10 @@ def _digest(examples: Sequence[Example], prompts: Sequence[Sequence[int]]) -> st
 
 
 class Ahead:
-  """The generation batches that are sampled and not yet learned from, in order."""
+  """A queue of the generation batches that were sampled but not learned from yet."""
 
   def __init__(self, config: Config, iterator: pipeline.TrainIterator, tokenizer: Tokenizer):
-    """Start empty.
+    """Make an empty queue.
 
     Args:
       config: settings.
@@ -155,18 +155,18 @@ class Ahead:
     return SampledBatch.from_json(text, position, examples, prompts)
 
   def add(self, drawn: SampledBatch) -> None:
-    """Add a batch, which waits for its step; batches are added in order."""
+    """Append a batch to the queue; batches must come in the order of their steps."""
     self._waiting.append(drawn)
 
   def take(self, step: int) -> SampledBatch:
     """Remove and return the batch of `step`."""
     drawn = self._waiting.popleft()
     if drawn.step != step:
-      raise RuntimeError(f'The batch of step {drawn.step} waits where that of step {step} is due.')
+      raise RuntimeError(f'The next batch in the queue is that of step {drawn.step}, not of step {step}.')
     return drawn
 
   def ask_again(self) -> None:
-    """Drop all batches, so that another model answers their questions anew."""
+    """Drop all batches and rewind the iterator, so that their questions are sampled again."""
     if self._waiting:
       self._iterator.set_state(dict(self._waiting[0].position))
       self._waiting.clear()
@@ -192,6 +192,6 @@ class Ahead:
       if drawn is None:
         self.seek(host['iterator'], other_rows=other_rows)
         self._waiting.clear()
-        return 'The completions that were drawn ahead answer other questions than there are now; they are drawn anew.'
+        return 'The questions of the completions sampled ahead have changed; the completions are sampled again.'
       self.add(drawn)
     return None

@@ -1,4 +1,4 @@
-"""The alarms of a run: what they say after every step, and whether the run stops or goes back."""
+"""The alarms of a run: they check the metrics of every step, and may stop the run or roll it back."""
 
 from __future__ import annotations
 
@@ -17,51 +17,51 @@ from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 
 @dataclasses.dataclass
 class AlarmVerdict:
-  """The decision about a step's alarms: stop or roll back; nothing if neither field is set."""
+  """The decision about a step's alarms: stop, roll back, or continue if neither field is set."""
 
   stop: str | None = None  # The reason to end the run.
   back_to: int | None = None  # The step whose checkpointed weights are restored.
 
 
 class AlarmWatch:
-  """The monitor of a run's rules, and what was announced of it."""
+  """A monitor of a run's alarm rules, which announces alarms and decides what to do about them."""
 
   def __init__(self, config: Config, checkpoints: Checkpoints, announce: Callable[[str], None] | None):
-    """Start before the first step.
+    """Make a monitor that has seen no step yet.
 
     Args:
       config: settings.
-      checkpoints: where a run can go back to.
+      checkpoints: checkpoints to which the run can be rolled back.
       announce: receives sentences for the user; None: another process announces them.
     """
     self._config, self._checkpoints, self._announce = config, checkpoints, announce or (lambda text: None)
     self.monitor = alarms.AlarmMonitor(alarms.rules(config.alarms.rules, evaluates=bool(config.trainer.test_freq)))
     self.stopped: str | None = None  # The alarm that stopped the run.
-    self._checked_rules = False  # Whether rules that match no metric were announced.
-    self._checked_best = False  # Whether a best metric that is not measured was announced.
+    self._checked_rules = False  # Whether the rules were compared with the names of the metrics.
+    self._checked_best = False  # Whether `trainer.best_metric` was, too.
 
   def replay(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
     """Restore the alarms up to `step` from lines of metrics.jsonl; a run that an alarm stopped stays stopped.
 
-    Otherwise an automatic restart would keep training a run that has gone wrong.
+    Otherwise an automatic restart would continue a run that has gone wrong.
     """
     raised = self.monitor.replay(lines)
     if lines and lines[-1].get(alarms.STOP):
       self.stopped = self._judge(step, raised).stop
 
   def begin(self, values: Mapping[str, float]) -> None:
-    """Note what an evaluation before the first step measured."""
+    """Record the metrics of an evaluation before the first step."""
     self.monitor.observe(0, values)
     self._name_missing_best(values)
 
   def after(self, step: int, line: dict[str, Any], metrics: Mapping[str, float], *, whole: bool) -> AlarmVerdict:
-    """Return the verdict on the metrics of a step, and add the alarms to their line.
+    """Return the verdict on the metrics of a step, and add its alarms to the metrics line.
 
     Args:
       step: number of the step.
-      line: all of its metrics; what alarms say is added.
-      metrics: those that a checkpoint can be ranked by.
-      whole: whether the line has all metrics that a line may have.
+      line: all of its metrics; those of alarms are added.
+      metrics: the metrics by which a checkpoint can be ranked.
+      whole: whether the line has every metric that any line of this run can have.
     """
     raised, fired = self.monitor.observe(step, line)
     line.update(fired)
@@ -89,22 +89,22 @@ class AlarmWatch:
     if settings.action == 'rollback' and best:
       reasons += f'; alarms.max_rollbacks={settings.max_rollbacks} rollbacks were made'
     elif settings.action == 'rollback':
-      reasons += f'; there is no checkpoint with {config.trainer.best_metric} to go back to'
+      reasons += f'; there is no checkpoint with {config.trainer.best_metric} to roll back to'
     return AlarmVerdict(stop=reasons + (f'. The best checkpoint is that of step {best}.' if best else '.'))
 
   def _say(self, step: int, raised: Sequence[alarms.Alarm], verdict: AlarmVerdict) -> None:
-    """Announce alarms as they begin, and those that are acted upon."""
+    """Announce alarms when they begin, and whenever the run acts on them."""
     for alarm in raised:
       if alarm.begins or verdict != AlarmVerdict():
         self._announce(f'Alarm at step {step}: {alarm}.')
     if verdict.back_to is not None:
-      self._announce(f'Going back to the weights of step {verdict.back_to}; step {step + 1} has new questions.')
+      self._announce(f'Rolling back to the weights of step {verdict.back_to}; step {step + 1} has new questions.')
 
   def _name_idle_rules(self) -> None:
     """Announce, once, the rules that match no metric, for example because a name is misspelt."""
     if not self._checked_rules and jax.process_index() == 0:
       for text in self.monitor.unmatched():
-        self._announce(f'alarms.rules: {text!r} fits none of the metrics measured so far; see metrics.jsonl for names.')
+        self._announce(f'alarms.rules: {text!r} matches none of the metrics so far; metrics.jsonl has their names.')
     self._checked_rules = True
 
   def _name_missing_best(self, metrics: Mapping[str, float]) -> None:
@@ -114,7 +114,7 @@ class AlarmWatch:
       return
     if best not in metrics and jax.process_index() == 0:
       self._announce(
-        f'trainer.best_metric={best} was not measured; until it is, no checkpoint counts as the best. Measured were '
-        f'{", ".join(nearest(best, metrics))} and others; see metrics.jsonl for names.'
+        f'trainer.best_metric={best} is not among the metrics; until it is, no checkpoint counts as the best. Similar '
+        f'metrics are {", ".join(nearest(best, metrics))}; metrics.jsonl has all names.'
       )
     self._checked_best = True

@@ -1,4 +1,4 @@
-"""What a run puts around the update of a step: batches sampled ahead, gathered completions, an external teacher."""
+"""The hooks of a training step: sampling ahead, gathering completions, asking an external teacher, recording."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sdpo_jax.types import TeacherSignal, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class AroundStep:
-  """The hooks of `training.step.step` in a run, with what waits from one step to the next."""
+  """The hooks of `training.step.step` in a run, with the batches and completions that wait between steps."""
 
   session: Session
   graders: Graders
@@ -33,7 +33,7 @@ class AroundStep:
   preemption: Preemption
 
   def sample(self, state: TrainState, step: int, timer: Timer) -> tuple[list[GradedRollouts], SampledBatch]:
-    """Sample and grade the batches that are missing before the update of `step`.
+    """Sample and grade the batches that must exist before the update of `step`.
 
     Returns:
       Those batches, and the batch of `step`, which may have been sampled before.
@@ -59,7 +59,7 @@ class AroundStep:
     return graded
 
   def gather(self, own: SampledBatch, context: TeacherContext | None) -> GatheredBatch | None:
-    """Return what the update of a step learns from, its own batch or gathered completions; None if too few gathered."""
+    """Return the completions that the update learns from, the step's own or gathered ones; None if too few wait."""
     if self.gathering is None:
       count = len(own.graded.rollouts)
       return GatheredBatch(own.graded, context, np.full(count, own.step), np.arange(count))
@@ -67,7 +67,7 @@ class AroundStep:
     return self.gathering.take()
 
   def ask(self, learned: GatheredBatch) -> TeacherSignal | None:
-    """Return the scores of an external teacher; None: the teacher is in the mesh, or there is none.
+    """Return the scores of an external teacher; None if the teacher is on the mesh, or there is none.
 
     Raises:
       UserError: the teacher could not score a completion; the state is intact.
@@ -81,7 +81,7 @@ class AroundStep:
     return endpoint_teacher.signal(endpoint, context.prompt_tokens, rollouts, wanted, spec, self.preemption)
 
   def read(self, state: TrainState, batch: GenerationBatch, step: int, timer: Timer) -> TopTokens | None:
-    """Return the most likely tokens of student and teacher before the update, if rollouts/ has them at this step."""
+    """Return the most likely tokens of student and teacher before the update, if this step's rollouts are recorded."""
     trainer = self.session.config.trainer
     if not (trainer.records_top_tokens and trainer.writes_rollouts(step)):
       return None
@@ -89,7 +89,7 @@ class AroundStep:
       return top_tokens.measure(self.session, state, batch, trainer.record_top_tokens, self.preemption)
 
   def start_again(self) -> None:
-    """Drop the batches that weights undone by a rollback have sampled."""
+    """Drop the batches that were sampled with weights that a rollback has undone."""
     self.ahead.ask_again()
     if self.gathering is not None:
       self.gathering.clear()

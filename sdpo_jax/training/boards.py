@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases: the metrics of metrics.jsonl under the same names, and tables of samples."""
+"""Logging to TensorBoard and Weights & Biases: metrics, named as in metrics.jsonl, and tables of samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONGEST_CELL = 10_000  # Maximum number of characters of a text in a table.
 
 
 class TensorBoard:
-  """A writer of events to `tensorboard/`.
+  """A writer of TensorBoard events to `tensorboard/` in the run directory.
 
   `SummaryWriter` of tensorboardX is not used: it changes names ('mean@4' to 'mean_4'), and writes in a thread that
   loses the error of a full disk and then waits for ever.
@@ -32,7 +32,7 @@ class TensorBoard:
 
   def __init__(self, workdir: epath.Path, resume_step: int = 0):
     """Open an event file; TensorBoard no longer shows events after `resume_step` in earlier files."""
-    from tensorboardX import event_file_writer  # Slow to import; only where it is used.
+    from tensorboardX import event_file_writer  # Slow to import.
     from tensorboardX.proto import event_pb2, plugin_text_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
 
     self._event, self._summary, self._text = event_pb2, summary_pb2, plugin_text_pb2
@@ -47,13 +47,13 @@ class TensorBoard:
   def _write(self, event: Any) -> None:
     event.wall_time = time.time()
     self._writer.write_event(event)
+    self._writer.flush()
 
   def numbers(self, step: int, values: Mapping[str, float | None]) -> None:
     """Write the numbers of a step; None is left out."""
     value = self._summary.Summary.Value
     numbers = [value(tag=name, simple_value=number) for name, number in values.items() if number is not None]
     self._write(self._event.Event(step=step, summary=self._summary.Summary(value=numbers)))
-    self._writer.flush()
 
   def samples(self, step: int, samples: Sequence[Sample]) -> None:
     """Write a table of samples, which the text plugin shows."""
@@ -73,13 +73,13 @@ class TensorBoard:
       tag=SAMPLES, metadata=self._summary.SummaryMetadata(plugin_data=plugin), tensor=tensor
     )
     self._write(self._event.Event(step=step, summary=self._summary.Summary(value=[value])))
-    self._writer.flush()
 
   def sync(self) -> None:
     """Sync the written events to disk; raise OSError if that fails."""
     sync_tree(self._folder)
 
   def close(self) -> None:
+    """Close the event file."""
     self._writer.close()
 
 
@@ -88,14 +88,14 @@ def _indented(text: str) -> str:
 
 
 class WeightsAndBiases:
-  """A logger to a page of Weights & Biases, whose id is created at the start of a run and kept in its directory.
+  """A logger to the run's page on Weights & Biases, whose id is kept in the run directory.
 
   Steps that a resumed run repeats are on the page already, with the same numbers; the page ignores them. Once the page
-  is open, an error of Weights & Biases ends the logging to it but not the run, which has metrics.jsonl.
+  is open, an error of Weights & Biases ends the logging to it, but not the run, which still writes metrics.jsonl.
   """
 
   def __init__(self, workdir: epath.Path, config: Config, resume_step: int = 0):
-    """Open the page of the run: a new one, or that of the resumed run.
+    """Open a new page, or the page of the resumed run.
 
     Raises:
       UserError: the page cannot be opened.
@@ -139,6 +139,7 @@ class WeightsAndBiases:
     """Do nothing: Weights & Biases manages its own files."""
 
   def close(self) -> None:
+    """Upload what is left, and mark the run's page as finished."""
     self._try(self._run.finish)
 
   def _try(self, function: Callable[[], Any]) -> None:
@@ -148,7 +149,7 @@ class WeightsAndBiases:
       function()
     except Exception as error:  # From wandb, from the network, or from wandb's background process.
       self._lost = True
-      logging.warning('Weights & Biases failed and gets no more of this run until it is started again: %r', error)
+      logging.warning('Logging to Weights & Biases failed and is off until the run is started again: %r', error)
 
 
 def run_id(workdir: epath.Path, resume_step: int) -> str:

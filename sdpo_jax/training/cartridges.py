@@ -1,4 +1,4 @@
-"""A cartridge in a run: the initial values of its slots, and the teacher that reads the document instead."""
+"""Cartridges in a run: the initial values of the slots, and the teacher that reads the document instead of them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def of_session(session: Session, slots: Tree) -> Cartridge:
 
 
 def _prepared(policy: DecoderPolicy, model: Tree) -> Tree:
-  """Return a model's parameters in the sampler's form, so that they are gathered once for all parts of a text."""
+  """Return a model's parameters as prepared for sampling, so that they are gathered once for all parts of a text."""
   return base_preparation(policy.base_policy(), policy.backend.mesh, model).run(model)
 
 
@@ -96,7 +96,7 @@ def abstract_document_teacher(config: Config, policy: DecoderPolicy, mesh: jax.s
 def reading_programs(
   config: Config, policy: DecoderPolicy, base: Tree, mesh: jax.sharding.Mesh, tokens: int
 ) -> tuple[dict[str, Program], int]:
-  """Return the programs with which `document_teacher` reads a document of `tokens` tokens, which no step calls.
+  """Return the programs with which `document_teacher` reads a document of `tokens` tokens; no training step uses them.
 
   Args:
     config: settings with a cartridge.
@@ -106,8 +106,8 @@ def reading_programs(
     tokens: number of tokens of the document.
 
   Returns:
-    Programs by name, `document/gather` (if the model is gathered first) and `document/read`; and how often the latter
-    runs.
+    Programs by name, `document/gather` (if the model is gathered first) and `document/read`; and the number of times
+    that the latter runs.
   """
   alone = policy.base_policy()
   model = parameters.select(alone.parameter_table(), base)

@@ -1,4 +1,4 @@
-"""The texts that a command prints at its end."""
+"""The summaries that commands print when they have finished."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def summary(
     result: result of the run.
     config_path: path of the config as typed.
     overrides: (setting, text) as typed, repeated in commands that read the config.
-    trained: what an export of the run writes: a model, an adapter or a cartridge.
+    trained: what `launch.export` writes of the run: 'model', 'adapter' or 'cartridge'.
   """
   workdir = result.workdir
   if result.preempted:
@@ -36,13 +36,13 @@ def summary(
   if result.skipped:
     last = 'last one' if result.skipped == 1 else f'last {result.skipped}'
     lines.append(
-      f'The {last} taught nothing, because no gradient was finite: the weights are those of step '
+      f'The {last} changed nothing, because no gradient was finite: the weights are those of step '
       f'{result.step - result.skipped}.'
     )
   if result.stopped:
     lines = [
       f'Stopped by an alarm after step {result.step}: {result.stopped}',
-      f'The run is in {workdir}, with a checkpoint of this step. To go on from it, change alarms.rules or '
+      f'The run is in {workdir}, with a checkpoint of this step. To continue from it, change alarms.rules or '
       'alarms.action and start the same command again.',
     ]
   if len(result.evaluations) >= 1:
@@ -79,7 +79,7 @@ def _new(path: epath.Path, step: int) -> epath.Path:
   return path.with_stem(f'{path.stem}_{step}') if path.exists() else path
 
 
-UNGRADED = 'ungraded_fraction'  # Shown unless it is 0: the other numbers are those of the graded samples.
+UNGRADED = 'ungraded_fraction'  # Shown unless it is 0: the other metrics count graded samples only.
 # Column of the table → name and format of its metric; n is the number of samples per question.
 COLUMNS = {
   'mean@{n}': ('mean@{n}', '.4f'),

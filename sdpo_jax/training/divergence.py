@@ -41,14 +41,14 @@ def measure(
     `ON_STUDENT` and `ON_TEACHER` of each data source.
 
   Raises:
-    UserError: there is no such teacher.
+    UserError: the session has no such teacher.
     StoppedError: `stop` asked the run to stop.
   """
   config = session.config
   if session.teachers_sampler is None:
     raise UserError(
-      'trainer.test_divergence=true compares a cartridge with the model that reads its document, and what is evaluated '
-      'has no cartridge: leave trainer.test_divergence at false.'
+      'trainer.test_divergence=true compares a cartridge with the model that reads its document, but there is no '
+      'cartridge here: set trainer.test_divergence=false.'
     )
   prompts = [prompt_tokens(session.tokenizer, example, prompt_spec(config)) for example in examples]
   writers = {

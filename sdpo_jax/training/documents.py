@@ -1,4 +1,4 @@
-"""The texts of a cartridge: the document that its teacher reads, and the tokens that its slots are initialised from."""
+"""The texts of a cartridge: the document that its teacher reads, and the text that initialises its slots."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.training.specs import chat_format
 
 SECTION = 'model.cartridge'
-WHOLE_SHARE = 1 / 8  # Share of a chip's memory that a document may take if every device holds it whole.
-USUAL = 16  # Maximum bytes of a token, except for rare ones.
+WHOLE_SHARE = 1 / 8  # Fraction of a chip's memory up to which every device holds the whole document.
+USUAL = 16  # Bytes that only rare tokens exceed.
 
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
   """The texts that the settings of a cartridge name, as tokens."""
 
-  document: Sequence[int] | None  # N tokens that the teacher reads; None: no teacher reads a document.
-  initial: Sequence[int] | None  # P tokens whose keys and values initialise the slots; None: something else does.
+  document: Sequence[int] | None  # The N tokens that the teacher reads; None: it reads no document.
+  initial: Sequence[int] | None  # P tokens whose keys and values initialise the slots; None: not initialised by text.
 
 
 def read_texts(config: Config, tokenizer: Tokenizer, *, teaches: bool) -> Texts:
@@ -42,15 +42,15 @@ def read_texts(config: Config, tokenizer: Tokenizer, *, teaches: bool) -> Texts:
     teaches: whether the teacher's document is needed, i.e. the objective has a teacher.
 
   Raises:
-    UserError: a file cannot be read or is empty, has fewer tokens than there are slots, or more than the model reads;
-      there are more slots than it has positions for; or the settings ask for a teacher that has nothing to read.
+    UserError: a file cannot be read, is empty, or has fewer tokens than there are slots or more than the model has
+      positions; there are more slots than positions; or a teacher is needed and no document is set.
   """
   cartridge = config.model.cartridge
   document = initial = None
   if teaches:
     if not cartridge.document:
       raise UserError(
-        f'{SECTION}.document is empty, and the teacher of a cartridge is the model that reads a document: name a text '
+        f'{SECTION}.document is empty, but the teacher of a cartridge is the model reading a document: name a text '
         'file.'
       )
     _check_size(config, tokenizer)
@@ -62,8 +62,8 @@ def read_texts(config: Config, tokenizer: Tokenizer, *, teaches: bool) -> Texts:
     initial = _tokens(config, tokenizer, setting) if known is None else known
     if len(initial) < cartridge.tokens:
       raise UserError(
-        f'{SECTION}.tokens={cartridge.tokens}: {getattr(cartridge, setting)}, whose first tokens the slots begin with, '
-        f'has {len(initial)} only: lower {SECTION}.tokens, or name a longer text.'
+        f'{SECTION}.tokens={cartridge.tokens}: {getattr(cartridge, setting)}, which initialises the slots, has '
+        f'{len(initial)} tokens only: lower {SECTION}.tokens, or name a longer text.'
       )
     initial = initial[: cartridge.tokens]
   if cartridge.tokens is not None:
@@ -112,15 +112,15 @@ def _tokens(config: Config, tokenizer: Tokenizer, setting: str) -> list[int]:
     ) from error
   if split:
     raise UserError(
-      f"{file}: the model's chat template and tokenizer write a question behind this text otherwise than behind "
-      'another, so that no slots can take its place: end the text with a line of its own, or name another template in '
-      'model.chat_template.'
+      f"{file}: the tokens of a question after this text differ from those after other texts, by the model's chat "
+      'template and tokenizer, so that no slots can replace it: add a line at the end of the text, or name another '
+      'template in model.chat_template.'
     )
   return tokens
 
 
 def _is_split(tokenizer: Tokenizer, text: str, tokens: list[int], chat: ChatFormat) -> bool:
-  """Return whether a question after this document is tokenised differently than after other texts."""
+  """Return whether a question is tokenised differently after this document than after other texts."""
   if not has_system_turn(tokenizer, chat.variables):
     return False  # Document and question are tokenised separately.
   question = {'role': 'user', 'content': PROBE}
@@ -131,12 +131,12 @@ def _is_split(tokenizer: Tokenizer, text: str, tokens: list[int], chat: ChatForm
 
 
 def context_length(model: str) -> int | None:
-  """Return the number of positions in the config of a model (a directory or hub name); None if it has none."""
+  """Return the number of positions in the config.json of a model (a directory or hub name); None if it names none."""
   return huggingface.positions(model_files.read_json(model_files.resolve(model, weights=False), 'config.json'))
 
 
 def _check_size(config: Config, tokenizer: Tokenizer) -> None:
-  """Raise UserError if a document is so large a file that it cannot fit the model's positions, whatever its tokens.
+  """Raise UserError if the file of a document is too large for the model's positions, whatever its tokens are.
 
   Such a file is not read, since tokenising it could take very long.
   """
@@ -166,7 +166,7 @@ def check_slots(config: Config, positions: int | None) -> None:
     raise UserError(
       f'{SECTION}.tokens={slots}: with a prompt of {data.max_prompt_length} and a completion of '
       f'{data.max_response_length} that is more than the {positions} positions (max_position_embeddings) of the model: '
-      'lower one of them.'
+      'lower one of the three.'
     )
 
 

@@ -1,4 +1,4 @@
-"""A teacher at an endpoint that scores the completions of a batch; every process requests its share of them."""
+"""A teacher behind an endpoint, which scores the completions of a batch; every process requests a share of them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sdpo_jax.models import huggingface
 from sdpo_jax.models.control_tokens import Tokenizer
 from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.teacher.endpoint import Endpoint, EndpointQuery
-from sdpo_jax.training.specs import declared_buckets, objective_spec
+from sdpo_jax.training.specs import longest_teacher_prompt, objective_spec
 from sdpo_jax.types import Rollouts, TeacherSignal
 
 NO_TOKEN = -1
 
 
 def opened(config: Config) -> contextlib.AbstractContextManager[Endpoint | None]:
-  """Return a context with the teacher endpoint of the settings, not contacted yet; None if the settings name none.
+  """Return a context manager for the teacher endpoint, which is not contacted yet; it gives None if none is set.
 
   Raises:
     UserError: no address is set, or an environment variable is missing.
@@ -39,11 +39,10 @@ def check(endpoint: Endpoint, config: Config, tokenizer: Tokenizer) -> None:
   """Check that the server is the teacher that the settings describe.
 
   Raises:
-    UserError: it is not, or does not accept a text as long as the longest row.
+    UserError: it serves another model, or does not accept a text as long as the longest row.
   """
-  declared = declared_buckets(config)
-  prompt = declared.reprompt[-1] if objective_spec(config).reprompts else declared.prompt[-1]
-  endpoint.check(config.model.path, tokenizer, prompt + config.data.max_response_length)
+  longest = longest_teacher_prompt(config) + config.data.max_response_length
+  endpoint.check(config.model.path, tokenizer, longest)
 
 
 def signal(
@@ -60,9 +59,9 @@ def signal(
     endpoint: the teacher.
     prompts: [N], the teacher's prompt of each completion.
     rollouts: N completions.
-    wanted: [N] bool, which completions are scored; the others get no signal.
+    wanted: [N] bool, the completions to score; the others get no signal.
     spec: terms of the loss.
-    stop: whether the run is to stop; a stop does not wait for answers.
+    stop: whether the run is to stop; pending requests are then abandoned.
 
   Raises:
     UserError: on every process, if one of them could not get a completion scored.

@@ -1,4 +1,4 @@
-"""The evaluations of a run on its held-out questions, by step."""
+"""Evaluations on held-out questions during a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sdpo_jax.types import Example, TrainState
 
 @dataclasses.dataclass
 class Evaluations:
-  """The results of a run's evaluations, except those that a rollback undid."""
+  """The evaluations of a run: it runs them, and keeps their metrics by step, without those that a rollback undid."""
 
   session: Session
   graders: Graders
@@ -32,7 +32,7 @@ class Evaluations:
 
   @property
   def newest(self) -> Mapping[str, float] | None:
-    """The metrics of the last evaluation; None: there was none."""
+    """The metrics of the latest evaluation; None before the first."""
     return self.by_step[max(self.by_step)] if self.by_step else None
 
   def due(self, step: int) -> bool:
@@ -42,12 +42,12 @@ class Evaluations:
     return bool(self.questions) and (step == trainer.total_training_steps or at_interval)
 
   def recall(self, line: Mapping[str, Any]) -> None:
-    """Note the evaluation in a line of metrics.jsonl, if there is one."""
+    """Restore the metrics of an evaluation from a line of metrics.jsonl, if it has any."""
     if found := evaluated(line):
       self.by_step[line['step']] = found
 
   def forget(self, after: int) -> None:
-    """Drop the evaluations of steps that are undone."""
+    """Drop the evaluations of steps later than `after`, which a rollback has undone."""
     self.by_step = {step: found for step, found in self.by_step.items() if step <= after}
 
   def run(self, state: TrainState, step: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Feedback on the failures of a generation batch, written by the trained model or by a server."""
+"""Written feedback on the failures of a generation batch, by the trained model or by a server."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from sdpo_jax.training.session import Session
 from sdpo_jax.training.specs import chat_format, declared_buckets, objective_spec
 from sdpo_jax.types import TrainState
 
-NOISE = 0x5EEDBAC  # Separates the noise of feedback from that of completions, which have the same sample numbers.
+NOISE = 0x5EEDBAC  # Added to the seed, so that feedback and the completion of the same number have different noise.
 
 
 def is_used(config: Config) -> bool:
-  """Return whether a model writes feedback."""
+  """Return whether a model writes feedback in this run."""
   return bool(config.actor.self_distillation.feedback_model) and objective_spec(config).reprompts
 
 
@@ -41,9 +41,9 @@ def writes_itself(config: Config) -> bool:
 
 
 def sampler_settings(config: Config) -> Config:
-  """Return the settings of the feedback sampler, whose prompts ask for feedback and whose completions are feedback.
+  """Return the settings of the sampler of feedback: its prompts ask for feedback, its completions are the feedback.
 
-  Prompts have the teacher's buckets if they share its length limit. Stop strings of completions do not end feedback.
+  Prompts have the teacher's buckets if they have the same length limit. The run's stop strings do not end feedback.
   """
   sd, data = config.actor.self_distillation, config.data
   most, limit = sd.feedback_max_tokens, feedback_prompt_len(sd)
@@ -58,7 +58,7 @@ def sampler_settings(config: Config) -> Config:
 
 
 def opened(config: Config) -> contextlib.AbstractContextManager[FeedbackEndpoint | None]:
-  """Return a context with the endpoint that writes feedback, not contacted yet; None if the settings name none.
+  """Return a context manager for the endpoint that writes feedback, not contacted yet; it gives None if none is set.
 
   Raises:
     UserError: no address is set, or an environment variable is missing.
@@ -76,13 +76,13 @@ def write(session: Session, graded: GradedRollouts, state: TrainState, seed: int
   Args:
     session: session of the run.
     graded: completions with their outcomes, which get `written` or `unwritten`.
-    state: state whose model writes, if it is the trained one.
+    state: state whose parameters write, if the trained model does.
     seed: seed of the run's noise.
     step: step of the batch.
-    stop: whether the run is to stop; a stop does not wait for feedback.
+    stop: whether the run is to stop; pending requests are then abandoned.
 
   Raises:
-    UserError: no feedback at all could be written; the state is intact.
+    UserError: none of the feedback could be written; the state is intact.
     StoppedError: `stop` asked the run to stop; the state is intact.
   """
   config, rollouts = session.config, graded.rollouts
@@ -155,8 +155,8 @@ def _check(session: Session, found: dict[int, str | UnwrittenError], step: int) 
   """Log how much feedback could not be written.
 
   Raises:
-    UserError: none could be written. (Not raised for a single completion, nor for the model's own feedback after the
-      first step, which would be the same again after every resume.)
+    UserError: none could be written. (Not raised if a server fails on a single completion, nor after the first step if
+      the model itself writes, since it would fail in the same way after every resume.)
   """
   reasons = [str(said) for said in found.values() if isinstance(said, UnwrittenError)]
   if not reasons:
@@ -170,5 +170,5 @@ def _check(session: Session, found: dict[int, str | UnwrittenError], step: int) 
       if own
       else f'see that {session.feedback_endpoint.public_url} ({SECTION}.url) answers, then start the same command again'
     )
-    raise UserError(f'Nobody wrote feedback on any of {len(found)} failures: {reasons[0]}; {way_out}.')
+    raise UserError(f'No feedback was written on any of {len(found)} failures: {reasons[0]}; {way_out}.')
   logging.warning('No feedback was written on %d of %d failures; the first: %s.', len(reasons), len(found), reasons[0])

@@ -1,4 +1,4 @@
-"""Completions that wait for an update until enough of them have a signal (`algorithm.min_sdpo_examples`)."""
+"""Gathering of completions over several steps until an update has enough of them (`algorithm.min_sdpo_examples`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Waiting:
   """The completions of one generation batch that wait for an update."""
 
   drawn: SampledBatch
-  context: TeacherContext  # N.
+  context: TeacherContext  # Of all N completions of the batch.
   advantages: np.ndarray | None  # [N], computed over whole groups; None: no term reads them.
   rows: tuple[int, ...]  # Their indices in the batch.
 
@@ -37,8 +37,8 @@ class Waiting:
 class GatheredBatch:
   """The completions that an update learns from, as a batch of the usual size; empty places hold no tokens."""
 
-  graded: GradedRollouts  # N.
-  context: TeacherContext | None  # N; None: there is no teacher.
+  graded: GradedRollouts  # Of N completions.
+  context: TeacherContext | None  # Of N completions; None: there is no teacher.
   steps: np.ndarray  # [N], the step of each completion's generation batch; 0: an empty place.
   rows: np.ndarray  # [N], the completion's index in that batch.
 
@@ -53,17 +53,17 @@ class GatheredBatch:
 
 
 class Gathering:
-  """The waiting completions, oldest first; completions without a signal are left out."""
+  """A queue of waiting completions, oldest first; completions without a signal are never added."""
 
   def __init__(self, config: Config):
-    """Start empty."""
+    """Make an empty queue."""
     self._least = config.algorithm.min_sdpo_examples
     self._room = config.data.train_batch_size * config.rollout.n
     self._step_rows = config.actor.ppo_mini_batch_size * config.rollout.n
     self._waiting: list[Waiting] = []
 
   def add(self, drawn: SampledBatch, context: TeacherContext, advantages: np.ndarray | None) -> None:
-    """Add the completions of a batch with a signal: the teacher has extra context, or the advantage is not 0."""
+    """Add the completions of a batch that have a signal: extra context of the teacher, or an advantage other than 0."""
     learned = context.mask > 0
     if advantages is not None:
       learned = learned | (advantages != 0)
@@ -103,7 +103,7 @@ class Gathering:
     return lesson_of(taken, self._room, self._step_rows)
 
   def clear(self) -> None:
-    """Drop all waiting completions, which discarded weights have sampled."""
+    """Drop all waiting completions, as they were sampled with weights that a rollback has undone."""
     self._waiting = []
 
   def saved(self) -> tuple[Waiting, ...]:
@@ -118,12 +118,12 @@ class Gathering:
     *,
     other_rows: bool,
   ) -> str | None:
-    """Restore the waiting completions from a checkpoint; the position among the questions is unspecified afterwards.
+    """Restore the waiting completions from a checkpoint; the iterator's position is unspecified afterwards.
 
     Args:
       host: host state in the checkpoint.
-      ahead: reads the questions again.
-      prepared: returns the teacher's prompts and the advantages of a batch, as when it was sampled.
+      ahead: queue through whose iterator the questions are read again.
+      prepared: returns the teacher's prompts and the advantages of a batch, as they were when it was sampled.
       other_rows: whether the questions may have changed since the checkpoint was saved.
 
     Returns:
@@ -140,7 +140,7 @@ class Gathering:
         self._waiting.append(Waiting(drawn, *prepared(drawn), tuple(saved['rows'])))
     if not lost:
       return None
-    return f'{lost} completions that waited for an update answer other questions than there are now; they are left out.'
+    return f'The questions of {lost} completions that waited for an update have changed; the completions are left out.'
 
 
 def to_json(waiting: Sequence[Waiting]) -> list[dict[str, Any]]:
@@ -153,7 +153,7 @@ def lesson_of(taken: Sequence[Waiting], room: int, step_rows: int) -> GatheredBa
 
   Args:
     taken: completions to learn from; at least one.
-    room: N.
+    room: N, the number of places.
     step_rows: maximum number of completions of an optimizer step.
   """
   count = sum(len(each.rows) for each in taken)
@@ -162,9 +162,9 @@ def lesson_of(taken: Sequence[Waiting], room: int, step_rows: int) -> GatheredBa
   places = order % steps * step_rows + order // steps
 
   def merged(values: Sequence[Any], filler: Any = 0) -> Any:
-    """Return the taken rows of each batch's values, lists or arrays [rows, …], at their places; elsewhere `filler`.
+    """Return the taken rows of each batch's values, put at their places.
 
-    Arrays are padded with zeros.
+    Values are lists, whose empty places get `filler`, or arrays [rows, …], which are padded with zeros.
     """
     if not isinstance(values[0], np.ndarray):
       picked = [own[row] for own, each in zip(values, taken, strict=True) for row in each.rows]

@@ -16,13 +16,13 @@ from sdpo_jax.types import Example, Outcome, Rollouts
 class GradedRollouts:
   """A graded generation batch, in batch order."""
 
-  examples: list[Example]  # G.
-  prompts: list[list[int]]  # G.
-  rollouts: Rollouts  # N.
-  outcomes: list[Outcome]  # N.
-  sample_ids: np.ndarray  # [N], the index of each sample when it was sampled, before any reordering.
-  graders_busy_s: float  # Seconds that this process's graders worked, during or after sampling.
-  sampling: SamplingStats = dataclasses.field(default_factory=SamplingStats)  # Statistics of the sampling.
+  examples: list[Example]  # Of the G questions.
+  prompts: list[list[int]]  # Token ids of the G prompts.
+  rollouts: Rollouts  # N completions.
+  outcomes: list[Outcome]  # Of the N completions.
+  sample_ids: np.ndarray  # [N], the index of each sample in the order of sampling, before any reordering.
+  graders_busy_s: float  # Seconds during which graders of this process were working.
+  sampling: SamplingStats = dataclasses.field(default_factory=SamplingStats)
   advantages: np.ndarray | None = None  # [N], given if groups are incomplete; None: computed from the outcomes.
   present: np.ndarray | None = None  # [N] bool, completions that exist; None: all. The others have no tokens.
 
@@ -30,7 +30,7 @@ class GradedRollouts:
 def learned_from(spec: ObjectiveSpec, graded: GradedRollouts) -> np.ndarray:
   """Return which completions are learned from, [N] bool.
 
-  A teacher that does not read the graders' feedback teaches ungraded completions, too.
+  Ungraded completions are among them if the teacher does not read the graders' feedback.
   """
   every = spec.needs_teacher and not spec.reprompts
   return np.ones(len(graded.rollouts), bool) if every else graded_of(graded.outcomes)

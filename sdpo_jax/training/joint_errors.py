@@ -1,4 +1,4 @@
-"""Errors of work that one process does alone; all processes leave together, since the others would wait for ever."""
+"""Errors in work that one process does alone, raised on all processes, as the others would wait for it forever."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sdpo_jax.distributed.collectives import noted
 
 
 class JointErrors:
-  """The error that this process met while working alone since all processes last met."""
+  """The first error of this process's own work since the last call of `meet`."""
 
   def __init__(self):
     self.failure: Exception | None = None
@@ -28,7 +28,7 @@ class JointErrors:
       self.failure = self.failure or error
 
   def meet(self, what: str) -> None:
-    """Raise on every process if one of them failed at `what` while working alone.
+    """Synchronise all processes, and raise on every one of them if one failed at `what`.
 
     Raises:
       Exception: this process failed; its own error.

@@ -1,9 +1,8 @@
 """The training loop: sample, grade, teach, train, evaluate, save.
 
-Order of a resume: settings are compared with those of the run, the newest readable checkpoint is restored (device
-state, data iterator), lines of `metrics.jsonl` after it are dropped, the state of the alarms is replayed from the
-remaining lines, and the loop continues as if it had never stopped. No random draw depends on how often a run was
-started.
+A resume compares the settings with those of the run, restores the newest readable checkpoint (device state, data
+iterator), drops later lines of `metrics.jsonl`, replays the state of the alarms from the remaining lines, and continues
+as if the run had never stopped. No random draw depends on how often a run was started.
 """
 
 from __future__ import annotations
@@ -73,30 +72,30 @@ from sdpo_jax.training.step import step as take_step
 from sdpo_jax.training.watchdog import Watchdog
 from sdpo_jax.types import Example, TrainState
 
-# Metric: the number of programs compiled during a step; all should have been compiled before the first step.
+# Metric: the number of programs compiled during a step; 0 is expected, as all are compiled before the first step.
 COMPILED_LATE = 'programs/compiled'
 LOOKED_AT = 'on_step'  # The phase in which the caller handles a finished step.
-EXIT_ALARM = 3  # Stopped by an alarm: the state is saved, for somebody to inspect.
+EXIT_ALARM = 3  # Exit code of a run that an alarm stopped, after a checkpoint was saved.
 
 
 @dataclasses.dataclass
 class Result:
-  """The end of a run."""
+  """The result of a run, finished or stopped."""
 
   workdir: epath.Path
   step: int
   preempted: bool
   evaluations: dict[int, dict[str, float]]  # step → flat evaluation metrics.
-  example_prompt: str  # A held-out question to try, where it is short.
-  stopped: str | None = None  # The alarm that stopped the run, in a sentence.
-  skipped: int = 0  # Steps at the end that learned nothing, because their gradients were not finite.
-  deadline: float | None = None  # When a process that was told to stop must have ended, on the monotonic clock.
+  example_prompt: str  # A held-out question to try, if it is short; else '…'.
+  stopped: str | None = None  # A sentence about the alarm that stopped the run; None: no alarm did.
+  skipped: int = 0  # Number of last steps that were skipped, because their gradients were not finite.
+  deadline: float | None = None  # Time on the monotonic clock by which a process that was told to stop must end.
   exit_code: int = 0  # Exit code of a process that was told to stop or given up.
 
 
 @dataclasses.dataclass(frozen=True)
 class Stepped:
-  """A finished step."""
+  """A finished step, as callers see it."""
 
   step: int  # Its number, from 1.
   metrics: Mapping[str, float]  # Its line of metrics.jsonl, whether this process writes that file or not.
@@ -146,7 +145,7 @@ def steps_of(
   Args:
     config: settings.
     workdir: local or gs:// directory of the run.
-    restart: whether to begin at step 0 if the run's checkpoints are gone; what remains of it is moved away.
+    restart: whether to begin at step 0 if the run's checkpoints are lost; its other files are then moved away.
     announce: receives sentences for the user.
 
   Raises:
@@ -246,7 +245,7 @@ def _steps_of(
 
 
 class _Run:
-  """The loop over generation batches; the training state is passed through, the attributes are bookkeeping."""
+  """The loop over generation batches. Its methods take and return the training state; attributes are bookkeeping."""
 
   def __init__(
     self,
@@ -266,7 +265,7 @@ class _Run:
     self.around = AroundStep(session, graders, ahead, gathering, self.joint_errors, preemption)
     self.evaluations = Evaluations(session, graders, held_out, ownership, self.joint_errors, preemption)
     self.alarms = AlarmWatch(session.config, checkpoints, None if ownership is None else announce)
-    self.skipped = 0  # Consecutive steps, up to now, that learned nothing.
+    self.skipped = 0  # Number of consecutive skipped steps up to now.
     self.compiled: Callable[[], list[str]] = list  # Returns the programs compiled since its last call.
     self.saving = Saving(session.workdir, checkpoints, ownership, self.joint_errors, self.sync_lines, announce)
     self.writer: MetricsWriter | None = None
@@ -274,9 +273,9 @@ class _Run:
     self.progress: Progress
 
   def __call__(self, state: TrainState, unfinished: Unfinished | None = None) -> Generator[Stepped, None, Result]:
-    """Continue from `state`, first with the rest of its step if that is `unfinished`; yield after every step.
+    """Run the remaining steps from `state`, after finishing its `unfinished` step if any; yield after every step.
 
-    However the run ends, the last whole state is saved first.
+    However the run ends, the last whole state is saved before.
     """
     self.hold(int(state.step), state, unfinished)
     self.preemption.stage = 'steps'
@@ -286,7 +285,7 @@ class _Run:
       return (yield from self.run(state, unfinished))
     except BaseException as error:
       if isinstance(error, FileNotFoundError) and self.ownership is not None:
-        # A process that has taken over the directory removes the file that this one was writing.
+        # The file may have been removed by another process that has taken over the directory.
         with contextlib.suppress(OSError):
           self.ownership.check()
       self.saving.rescue(error)
@@ -300,7 +299,7 @@ class _Run:
     metrics: Mapping[str, float] | None = None,
     leaves: Mapping[str, str] | None = None,
   ) -> None:
-    """Note that `state` is whole, so that the run can continue from it.
+    """Record `state` as the last whole state, from which the run can continue.
 
     Args:
       step: number of generation batches that the state has seen.
@@ -327,7 +326,7 @@ class _Run:
       self.writer.sync()
 
   def run(self, state: TrainState, unfinished: Unfinished | None) -> Generator[Stepped, None, Result]:
-    """Run all steps, save, and wait until everything is written; yield after every step."""
+    """Run the remaining steps, save, and wait until everything is written; yield after every step."""
     config = self.session.config
     first, total = int(state.step), config.trainer.total_training_steps
     if self.ownership is not None:
@@ -389,7 +388,7 @@ class _Run:
       yield from self.show(step, state)
 
   def show(self, step: int, state: TrainState) -> Iterator[Stepped]:
-    """Yield a finished step to the caller, whose time and compiled programs do not count as the run's."""
+    """Yield a finished step to the caller; programs that the caller compiles are not counted."""
     self.progress.phase(LOOKED_AT)
     liveness.begin(LOOKED_AT)
     yield Stepped(step, self.line, self.session, state)
@@ -398,11 +397,11 @@ class _Run:
 
   @property
   def over(self) -> bool:
-    """Whether the run ends here even if steps are left: an alarm has stopped it, or it no longer learns."""
+    """Whether the run ends before its last step: an alarm stopped it, or too many steps were skipped."""
     return self.alarms.stopped is not None or skipped.too_many(self.skipped, self.session.config.trainer)
 
   def warm_up(self, state: TrainState) -> None:
-    """Call the helpers that have small programs of their own, so that no step has to compile them."""
+    """Call helpers that compile small programs of their own, so that no step has to compile them."""
     sampling_seed(state)
     if self.session.config.trainer.keep_starting_state:
       jax.random.key_data(state.rng)
@@ -413,7 +412,7 @@ class _Run:
   # ———— The parts of a step ————
 
   def evaluate_first(self, state: TrainState) -> None:
-    """Evaluate before the first step."""
+    """Evaluate the initial model and write its metrics line, that of step 0."""
     self.progress.phase('evaluate')
     if self.writer is not None:
       self.announce(f'Evaluating {len(self.evaluations.questions)} questions before the first step …')
@@ -438,8 +437,8 @@ class _Run:
   def recall(self, step: int, unfinished: Unfinished | None = None) -> None:
     """Restore the alarms, evaluations and skipped-step count up to `step` from metrics.jsonl.
 
-    A run that an alarm stopped, or that learned nothing for too long, stays stopped. A step that is unfinished is left
-    out.
+    A run that was stopped by an alarm, or by too many skipped steps, stays stopped. The line of an unfinished step is
+    left out.
     """
     lines = history(self.session.workdir, written_before(step, unfinished))
     lost = lost_checkpoints.lost_lines(self.session.workdir, step if unfinished is None else step - 1, lines)
@@ -455,7 +454,7 @@ class _Run:
         self.evaluations.forget(int(line[alarms.ROLLBACK]))
 
   def step(self, state: TrainState, step: int) -> TrainState:
-    """Run one generation batch, with its evaluation, log line and checkpoint.
+    """Run one step: sample, grade, train, evaluate, write its metrics line and, if due, a checkpoint.
 
     Returns:
       The state after it.
@@ -486,11 +485,11 @@ class _Run:
   def finish(self, state: TrainState, step: int, unfinished: Unfinished) -> TrainState:
     """Finish a step whose generation batch has trained: its evaluation, alarms, metrics line and checkpoint.
 
-    This is repeated after a resume if an interruption kept the line from being written; the metrics are then those that
-    the run would have had without the interruption.
+    It is repeated after a resume if the run was interrupted before the line was written; the metrics are the same as
+    without the interruption.
 
     Returns:
-      The state, which is a different one after a rollback.
+      The state; after a rollback, that of the restored checkpoint.
     """
     config, trainer = self.session.config, self.session.config.trainer
     timer = Timer(self.progress.phase)
@@ -511,7 +510,7 @@ class _Run:
     if verdict.back_to is not None:
       note += f'  rolled back to step {verdict.back_to}'
       state = self.go_back(state, verdict.back_to)
-      metrics = {}  # They were measured with weights other than those that are saved now.
+      metrics = {}  # They were measured with other weights than those that are saved now.
     leaves = leaf_digests(state)
     line[STATE_DIGEST] = state_digest(leaves)
     with self.joint_errors.alone():
@@ -520,7 +519,7 @@ class _Run:
         self.checkpoints.measured(step, metrics)
       if self.writer is not None and self.joint_errors.failure is None:
         self.writer.write(step, line)
-    self.joint_errors.meet(f'writing what step {step} has measured')
+    self.joint_errors.meet(f'writing the metrics of step {step}')
     self.hold(step, state, metrics=metrics, leaves=leaves)
     self.line = line
     self.progress.step(
@@ -538,7 +537,7 @@ class _Run:
     return state
 
   def go_back(self, state: TrainState, step: int) -> TrainState:
-    """Return the state with the weights of a checkpoint; what came of the discarded weights is forgotten."""
+    """Return the state with the weights of a checkpoint, and forget what the discarded weights sampled and measured."""
     state = roll_back(state, step, self.checkpoints, self.saving.whole.starting)
     self.alarms.monitor.roll_back(step)
     self.evaluations.forget(step)
@@ -547,7 +546,7 @@ class _Run:
     return state
 
   def note(self, line: Mapping[str, float]) -> str:
-    """Return a note for the step's line on the terminal: a missing update, or skipped optimizer steps."""
+    """Return a note on a missing update or skipped optimizer steps, shown with the step's progress; '' if none."""
     if line.get('train/optimizer_steps') == 0:
       return f'  no update: {int(line["gathering/examples"])} examples wait'
     left_out = int(line.get('train/skipped_steps', 0))
@@ -555,10 +554,10 @@ class _Run:
 
 
 def roll_back(state: TrainState, step: int, checkpoints: Checkpoints, starting: StartingState) -> TrainState:
-  """Restore student, teacher and optimizer state from a checkpoint; counters and random key stay as they are."""
-  barrier(f'the way back to step {step}')
+  """Return the state with the student, teacher and optimizer state of a checkpoint; counters and random key stay."""
+  barrier(f'the rollback to step {step}')
   like = abstract(state)
-  starting.donate(others_follow=False)  # Until the restore is done, the last checkpoint counts.
+  starting.donate(others_follow=False)  # During the restore, only checkpoints can be resumed from.
   for leaf in jax.tree.leaves((state.trainable, state.opt_state, state.teacher)):
     leaf.delete()  # There may be no room for both.
   saved = checkpoints.restore_step(step, like)

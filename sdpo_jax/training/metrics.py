@@ -1,4 +1,4 @@
-"""The writers of metrics: metrics.jsonl and the boards."""
+"""Writing of metrics to metrics.jsonl, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -22,18 +22,23 @@ if TYPE_CHECKING:
 
 
 class MetricsWriter:
-  """A writer of one JSON object per step to `metrics.jsonl`; no step is written twice, even after a resume.
+  """A writer of one JSON object per step to `metrics.jsonl` and the boards; no step is written twice.
 
-  Local files are appended to. Object stores cannot append, so there the whole (small) file is rewritten; in gs:// only
+  A local file is appended to. Object stores cannot append, so there the whole (small) file is rewritten; in gs:// only
   if no other process has written it since.
   """
 
   def __init__(
     self, workdir: epath.PathLike, config: Config, *, resume_step: int = 0, ownership: Ownership | None = None
   ):
-    """Continue after the line of `resume_step`.
+    """Open the file, and drop lines after `resume_step`.
 
-    With an ownership, lines carry its epoch, and none is written once the ownership is lost.
+    Args:
+      workdir: directory of the run.
+      config: settings, which say whether there are boards.
+      resume_step: step from which the run resumes; 0: it begins.
+      ownership: ownership of the directory, whose epoch is added to every line; once it is lost, nothing is written.
+
     Raises:
       UserError: metrics.jsonl cannot be read, or another process has taken the run over.
     """
@@ -49,12 +54,12 @@ class MetricsWriter:
       self.lines = history(workdir, resume_step)
       if self._rewrite():
         break
-      self.check()  # This process is still the owner, so lines that another process has written are left out.
+      self.check()  # Still the owner: lines that another process has written are not the run's.
     self._doubtful = False  # Whether a sync has failed.
     self._boards = _boards(workdir, config, resume_step)
 
   def check(self) -> None:
-    """Raise UserError if another process has taken over the run."""
+    """Raise UserError if another process has taken over the run since."""
     if self._ownership is not None:
       self._ownership.check()
 
@@ -85,8 +90,8 @@ class MetricsWriter:
     elif not self._rewrite():
       self.check()
       raise UserError(
-        f'{self._path} was changed while the run was going on, by something that is not the run: nothing more is '
-        'written there; see that nothing else writes to it, then start the same command again.'
+        f'{self._path} was changed by something other than this run while it was going on: nothing more is written '
+        'there; see that nothing else writes to it, then start the same command again.'
       )
     for board in self._boards:
       board.numbers(step, {key: value for key, value in measured.items() if not isinstance(value, str)})
@@ -106,7 +111,7 @@ class MetricsWriter:
       board.sync()
 
   def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-    """Show samples of a step on the boards; call it before `write`, since a board's steps never go back."""
+    """Show samples of a step on the boards; call it before `write`, since steps on a board must not decrease."""
     for board in self._boards:
       board.samples(step, samples)
 

@@ -1,4 +1,4 @@
-"""Opening a session: what runs, evaluations and exports load, check and compile in the same way."""
+"""Opening of sessions: loading a model and its tokenizer, and the checks that runs, evaluations and exports share."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def stop_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
 
 
 def check_turn_end(config: Config, tokenizer: Any) -> None:
-  """Raise UserError if the token with which the chat template ends an answer does not end a completion.
+  """Raise UserError if completions do not stop at the token with which the chat template ends an answer.
 
   A model that writes this token would continue after its answer, and every completion would end at its length limit.
   """
@@ -62,22 +62,22 @@ def check_turn_end(config: Config, tokenizer: Any) -> None:
   token, stops = tokenizer.convert_tokens_to_ids(end), stop_token_ids(config, tokenizer)
   if token not in stops:
     raise UserError(
-      f'The chat template ends an answer with {end!r} (token id {token}), and completions of {config.model.path} end '
-      f'with {", ".join(map(str, stops))} only, so that they would go on after it: add {token} to '
-      'rollout.stop_token_ids, or to eos_token_id in generation_config.json.'
+      f'The chat template ends an answer with {end!r} (token id {token}), but completions of {config.model.path} end '
+      f'with {", ".join(map(str, stops))} only and would go on after it: add {token} to rollout.stop_token_ids, or to '
+      'eos_token_id in generation_config.json.'
     )
 
 
 def template_remarks(config: Config, tokenizer: Any) -> list[str]:
-  """Return a sentence about each possible mismatch of chat template and settings that may be intended."""
+  """Return a sentence about each questionable combination of chat template and settings, which may be intended."""
   variables, remarks = chat_format(config).variables, []
   if unread := [f'data.apply_chat_template_kwargs.{name}' for name in chat_template.unread(tokenizer, variables)]:
-    remarks.append(f'The chat template does not read {" and ".join(unread)}, which changes nothing.')
+    remarks.append(f'The chat template does not read {" and ".join(unread)}, which therefore has no effect.')
   if chat_template.is_dated(tokenizer, variables):
     remarks.append(
-      'The chat template writes the current date, so that prompts differ from day to day, also those of a run that is '
-      'resumed: fix it by a variable of the template in data.apply_chat_template_kwargs (date_string for Llama), or '
-      'name a template without it in model.chat_template.'
+      'The chat template writes the current date, so that prompts differ from day to day, even within a resumed run: '
+      'set the date by a variable of the template in data.apply_chat_template_kwargs (date_string for Llama), or name '
+      'a template without it in model.chat_template.'
     )
   return remarks
 
@@ -91,11 +91,11 @@ def model_mesh(
     config: settings.
     policy: the model.
     devices: devices of the mesh.
-    refit: whether settings for other devices are replaced by the default mesh, as where nothing is trained; it is
-      logged.
+    refit: whether to use the default mesh, with a warning, if the settings do not fit these devices; for commands
+      that do not train.
 
   Raises:
-    UserError: the settings do not fit the devices, or the model's axes cannot be divided among them.
+    UserError: the settings do not fit the devices, or they cannot divide the model's axes.
   """
   described = [(parameter.name, parameter.axes, parameter.shape) for parameter in policy.parameter_table()]
   try:
@@ -112,7 +112,7 @@ def model_mesh(
 def check_adapter(config: Config) -> None:
   """Check that the adapter to start from, if any, belongs to this model; log differences that may be intended.
 
-  A resumed run is compared not with that adapter but with the model that it was trained with: see `fingerprint`.
+  It is only for new runs: a resumed run is compared with the model that it was trained with (`fingerprint`).
 
   Raises:
     UserError: the adapter belongs to another model, and `trainer.accept_changes` does not include `model`.
@@ -130,21 +130,21 @@ def make_session(
   teaches: bool = False,
   refit: bool = False,
 ) -> tuple[Session, Tree]:
-  """Load the model, and the tokenizer unless it is given.
+  """Return a session and the trainable parameters, after loading the model, its tokenizer and its teacher.
 
   Args:
     config: settings.
     workdir: directory of the run.
     tokenizer: a tokenizer with a chat template; None: that of the model directory.
     texts: texts of a cartridge, if there is one; None: they are read as needed.
-    teaches: whether a teacher is needed: its document is read, or the separate teacher model of the settings is loaded.
+    teaches: whether a teacher is needed; then its document is read, or the separate teacher model is loaded.
     refit: as in `model_mesh`.
 
   Returns:
     The session, and the trainable parameters as stored in the model directory.
 
   Raises:
-    UserError: the model directory cannot be read, the mesh does not fit, or the model does not allow the settings.
+    UserError: the model directory cannot be read, the mesh does not fit, or the model does not support the settings.
   """
   tokenizer = tokenizer or load_tokenizer(config)
   spec = objective_spec(config)
@@ -203,9 +203,16 @@ def make_sampler(
   least: int | None = None,
   reprompts: bool = False,
 ) -> Sampler:
-  """Return the sampler that the settings describe; with `reprompts` it also takes the teacher's prompts.
+  """Return the sampler that the settings describe.
 
-  The other arguments are as in `Sampler`.
+  Args:
+    config: settings.
+    policy: the model.
+    tokenizer: its tokenizer.
+    mesh: as in `Sampler`.
+    resized: as in `Sampler`.
+    least: as in `Sampler`.
+    reprompts: whether it takes prompts of the teacher, too, which may be longer.
   """
   declared = declared_buckets(config)
   return Sampler(

@@ -1,7 +1,7 @@
-"""Handling of preemption: SIGTERM and Ctrl-C, a stop point common to all processes, and a deadline.
+"""Preemption: a run that gets SIGTERM or Ctrl-C stops at a point common to all processes, saves, and ends in time.
 
-A thread receives the signals, since Python runs a handler only when the main thread returns from whatever it waits for:
-a program on the devices, a collective, a grader. The main thread checks for a stop at its stop points (`check`), leaves
+A thread receives the signals, since Python runs a handler only when the main thread returns from what it waits for: a
+program on the devices, a collective, a grader. The main thread checks for a stop at its stop points (`check`), leaves
 at one that all processes agree on, and then saves the last whole state. If it does not reach such a point in time,
 another thread saves that state, provided it is still on the devices (only in runs of one process; several processes
 must save together). In any case the process ends after `trainer.preemption_grace_s`. A checkpoint that is only partly
@@ -31,18 +31,18 @@ from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.environments.time_limit import OverranError, call_within
 from sdpo_jax.errors import first_line
 
-EXIT_PREEMPTED = 143  # 128 + SIGTERM: saved, to be started again.
-EXIT_STALLED = 70  # Ended because it made no progress; saved where it could be.
+EXIT_PREEMPTED = 143  # 128 + SIGTERM; the run is saved and can be started again.
+EXIT_STALLED = 70  # The run made no progress; it is saved if that was possible.
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 START_GRACE_S = 5.0  # The grace period while there is nothing to save.
-REPEAT_S = 1.0  # A repeat within this time is the same signal: some senders signal a process and its group.
+REPEAT_S = 1.0  # A signal repeated within this time counts once: some senders signal a process and its group.
 HELD_UP = 0.5  # Fraction of the grace period after which another thread saves instead of the main thread.
 SAYING_S = 1.0  # Maximum time to wait for a message to be printed.
 LISTING_S = 2.0  # Maximum time to wait for the list of checkpoints at the deadline.
-# Codes sent in place of a signal number: another process was told to stop; this process was given up.
+# Codes in place of a signal number: another process was told to stop; the watchdog ends the run.
 _BY_CLUSTER, _GIVEN_UP = 0, 255
 
-# The part of a run that a signal interrupts: before there is anything to save; the steps; after the last step.
+# The part of a run in which a signal arrives: before there is anything to save; during the steps; after the last step.
 Stage = Literal['start', 'steps', 'end']
 _ANSWERS: dict[Stage, str] = {
   'start': 'stopping.',
@@ -53,7 +53,7 @@ _listening: Preemption | None = None  # The instance that receives this process'
 
 
 class Preemption:
-  """The stop requests of a run, to this process or to another one; see `stopping.Stop`.
+  """A context manager that receives the stop requests of a run, from signals or other processes; a `stopping.Stop`.
 
   Signals are received if the context is entered in the main thread. A second signal ends the process at once, as the
   deadline does.
@@ -63,12 +63,12 @@ class Preemption:
     """Make a context manager to be entered around a run.
 
     Args:
-      grace_s: seconds from the signal to the end of the process, whatever it is doing by then.
+      grace_s: seconds from the signal to the end of the process, whatever it is doing then.
       on_disk: lists the checkpoints and returns the step of the last complete one; 0: there is none.
     """
     self.stage: Stage = 'start'
     self.deadline: float | None = None  # On the monotonic clock; set once the process is told to stop.
-    self.given_up: str | None = None  # Why the run was ended, if not by a signal.
+    self.given_up: str | None = None  # Why the run was ended; None: by a signal, or not at all.
     # Saves the last whole state; called from another thread if the main thread does not reach its next stop point.
     self.save: Callable[[], None] | None = None
     self._save_at: float | None = None
@@ -131,7 +131,7 @@ class Preemption:
     _listening = None
 
   def give_up(self, why: str) -> None:
-    """End the run as a signal would, with the reason `why` and exit code `EXIT_STALLED`; callable from any thread."""
+    """End the run as a signal would, for the reason `why` and with exit code `EXIT_STALLED`; thread-safe."""
     self.given_up = why
     self._say(_GIVEN_UP)
 
@@ -181,11 +181,11 @@ class Preemption:
       return
     try:
       self.save()
-    except Exception as error:  # The main thread may yet come to save it, or says why it cannot.
-      logging.warning('The last finished step could not be saved beside what the run is doing: %s', first_line(error))
+    except Exception as error:  # The main thread may still save it, or reports why it cannot.
+      logging.warning('The last finished step could not be saved while the run is busy: %s', first_line(error))
 
   def _tell(self, number: int, now: float) -> str:
-    """React to the first signal: set the deadline and tell the user and other processes; return the signal's name."""
+    """Handle the first signal: set the deadline, tell the user and other processes; return the signal's name."""
     if number == _GIVEN_UP:
       name = str(self.given_up)
     else:
@@ -194,7 +194,7 @@ class Preemption:
     self._save_at = now + HELD_UP * self._limit()
     if number != _BY_CLUSTER:
       cluster.ask_to_stop()
-    with contextlib.suppress(OSError, ValueError, OverranError):  # The output may have no reader, or no longer.
+    with contextlib.suppress(OSError, ValueError, OverranError):  # The output may have no reader.
       call_within(lambda: print(f'\n{name}: {_ANSWERS[self.stage]}', file=sys.stderr, flush=True), SAYING_S, 'saying')
     return name
 
@@ -205,7 +205,7 @@ class Preemption:
     return '' if self.stage == 'start' else ' (trainer.preemption_grace_s)'
 
   def _end(self, code: int, why: str) -> None:
-    """End the process at once, whatever its other threads wait for."""
+    """End the process at once, whatever its other threads are doing."""
     sentence = f'{why} {what_is_there(self._on_disk)}'
     if sys.stderr.isatty():
       sentence = f'\x1b[?25h{sentence}'  # The progress bar has hidden the cursor.
@@ -221,11 +221,11 @@ def what_is_there(on_disk: Callable[[], int]) -> str:
   """Return a sentence about the step from which the run would resume.
 
   Args:
-    on_disk: lists the checkpoints and returns the step of the last complete one, 0 for none; the wait for it is short.
+    on_disk: lists the checkpoints and returns the step of the last complete one, or 0; it is given `LISTING_S` seconds.
   """
   try:
     step = call_within(on_disk, LISTING_S, 'listing')
-  except Exception:  # Clients of object stores raise many kinds, and the process has to end all the same.
+  except Exception:  # Object stores raise many types of errors, and the process must end in any case.
     return 'The same command resumes from the last checkpoint.'
   if step:
     return f'The checkpoint of step {step} is on disk; the same command resumes from it.'
@@ -233,9 +233,9 @@ def what_is_there(on_disk: Callable[[], int]) -> str:
 
 
 def end_by(deadline: float, code: int) -> None:
-  """End the process with `code` at `deadline` (on the monotonic clock) if it has not ended by itself.
+  """End the process with `code` at `deadline` (on the monotonic clock) unless it has ended before.
 
-  It may not, because a grader's thread hangs.
+  A hanging thread of a grader may keep it from ending.
   """
 
   def wait() -> None:
@@ -246,7 +246,7 @@ def end_by(deadline: float, code: int) -> None:
 
 
 def _leave_to_the_parent() -> None:
-  """Restore the signal handlers in a forked child, whose signals must not stop the run."""
+  """Restore the signal handlers in a forked child, as signals to it must not stop the run."""
   if _listening is not None:
     _listening.restore_handlers()
 

@@ -1,4 +1,4 @@
-"""The progress that a run shows: a live bar on a terminal, elsewhere one line per step."""
+"""Progress display of a run: a live bar on a terminal, one line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import statistics
 import sys
 import time
 
-RECENT = 10  # Number of last steps from which the remaining time is estimated.
+RECENT = 10  # Number of recent steps from which the remaining time is estimated.
 
 
 class TimeLeft:
-  """An estimate of a run's remaining time, from its last few steps and evaluations."""
+  """An estimator of a run's remaining time, from its most recent steps and evaluations."""
 
   def __init__(self, total: int, test_freq: int):
-    """Start without an estimate.
+    """Make an estimator without an estimate yet.
 
     Args:
       total: number of steps of the run.
@@ -32,7 +32,7 @@ class TimeLeft:
     self._evaluations.append(seconds)
 
   def step(self, seconds: float, compiled: int) -> None:
-    """Record the duration of a step without its evaluation; steps that compiled programs count only if no others do."""
+    """Record the duration of a step without its evaluation; steps that compile count only while there are no others."""
     if compiled:
       self._compiling = min(seconds, self._compiling or seconds)
     else:
@@ -116,6 +116,7 @@ class Progress:
       print(f'step {step}/{self._total}  {numbers}  {ends}'.rstrip(), file=sys.stderr, flush=True)
 
   def close(self) -> None:
+    """Stop the live bar, if there is one."""
     if self._bar is not None:
       self._bar.stop()
 

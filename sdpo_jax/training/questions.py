@@ -1,4 +1,4 @@
-"""The questions that a run's settings name."""
+"""The training and held-out questions that a run's settings name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sdpo_jax.types import Example
 
 
 def training_questions(config: Config, tokenizer: Tokenizer) -> pipeline.TrainIterator:
-  """Return the endless batches of a run; errors as in `TrainIterator`."""
+  """Return the endless iterator over a run's batches of questions; errors as in `TrainIterator`."""
   return pipeline.TrainIterator(config.data, prompt_spec(config), config.seed, tokenizer, registry)
 
 
@@ -24,7 +24,7 @@ def held_out_questions(config: Config, tokenizer: Tokenizer, *, any_length: bool
   Args:
     config: settings.
     tokenizer: tokenizer of the model.
-    any_length: also those whose prompts are longer than the limit.
+    any_length: whether to include questions whose prompts are longer than the limit.
   """
   spec = prompt_spec(config)
   if any_length:

@@ -1,8 +1,8 @@
-"""The fixed policies to which a run's loss compares the student, `ObjectiveSpec.references`.
+"""The fixed policies with which a run's loss compares the student, `ObjectiveSpec.references`.
 
-'initial', of the KL penalty, is the policy at the start of the run. It is read from `model.path` at every start and is
-in no checkpoint, so a resume compares the weights there with those of the start (`fingerprint`). It is separate from
-the teacher, which may be updated.
+'initial', for the KL penalty, is the policy at the start of the run. It is read from `model.path` at every start and is
+not part of checkpoints, so a resume compares the weights there with those of the start (`fingerprint`). It is separate
+from the teacher, which may be updated.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 
 import jax
 
+from sdpo_jax.distributed import mesh
 from sdpo_jax.models.parameters import Table, in_compute_dtype, trainable
 from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.types import Tree
@@ -19,7 +20,7 @@ from sdpo_jax.types import Tree
 def of_parameters(spec: ObjectiveSpec, table: Table, parameters: Tree, dtype: str) -> dict[str, Tree]:
   """Return the trainable parameters of each reference policy in compute dtype, with the shardings of the student's.
 
-  Parameters computed in float32 stay float32.
+  Parameters that are used in float32, such as norm weights, stay float32.
 
   Args:
     spec: terms of the loss.
@@ -35,10 +36,7 @@ def of_parameters(spec: ObjectiveSpec, table: Table, parameters: Tree, dtype: st
 def abstract(spec: ObjectiveSpec, table: Table, parameters: Tree, dtype: str) -> dict[str, Tree]:
   """Return `of_parameters` as abstract arrays, from arrays or abstract arrays."""
   shapes = jax.eval_shape(functools.partial(_cast, table, dtype), parameters)
-  placed = jax.tree.map(
-    lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own.sharding), shapes, parameters
-  )
-  return dict.fromkeys(spec.references, placed)
+  return dict.fromkeys(spec.references, mesh.abstract(shapes, jax.tree.map(lambda leaf: leaf.sharding, parameters)))
 
 
 def _cast(table: Table, dtype: str, parameters: Tree) -> Tree:

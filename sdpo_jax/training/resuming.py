@@ -31,8 +31,8 @@ class Resumed:
   step: int  # The step of the checkpoint.
   state: TrainState
   host: Mapping[str, Any]
-  digest: str  # The digest of the state.
-  unfinished: Unfinished | None  # The outstanding part of the step; None: the step has its metrics line.
+  digest: str  # Of the state.
+  unfinished: Unfinished | None  # The outstanding part of the step; None: its metrics line is written.
   recorded: bool  # Whether the step's metrics line has the same digest.
 
   def __str__(self) -> str:
@@ -44,11 +44,11 @@ class Resumed:
 def opened(
   config: Config, workdir: epath.Path, ownership: Ownership | None, like: TrainState, say: Callable[[str], None]
 ) -> Iterator[tuple[Checkpoints, Resumed | None]]:
-  """Open the checkpoints of a run and restore the newest whole one (None if there is none); close them at the end.
+  """Provide the checkpoints of a run and the newest restored state (None if there is none); close them at the end.
 
   Args:
     config: settings.
-    workdir: directory of the run, already checked for missing parts (`lost_checkpoints.settle`).
+    workdir: directory of the run, after `lost_checkpoints.settle`.
     ownership: ownership of the directory; None on all processes but one.
     like: a state, or abstract arrays with shardings, in the layout to restore.
     say: receives sentences for the user.
@@ -66,7 +66,7 @@ def opened(
     liveness.begin('restore')
     yield checkpoints, _resume(workdir, checkpoints, ownership, like)
   except BaseException:
-    with contextlib.suppress(Exception):  # The user must see the first error, not one of closing.
+    with contextlib.suppress(Exception):  # The user must see the first error, not one raised by closing.
       checkpoints.close()
     raise
   checkpoints.close()
@@ -84,7 +84,7 @@ def _resume(
     return None
   step, state, host = restored
   digest = checkpoints.state_digest(step)
-  if is_unfinished(step, host, history(workdir, step)):  # The step's line, if there is one, is of a later state.
+  if is_unfinished(step, host, history(workdir, step)):  # A line of the step, if any, belongs to a later state.
     return Resumed(step, state, host, digest, Unfinished.from_json(host[UNFINISHED]), recorded=False)
   return Resumed(step, state, host, digest, None, check_digest(workdir, step, digest))
 
@@ -103,5 +103,5 @@ def is_unfinished(step: int, host: Mapping[str, Any], lines: Sequence[Mapping[st
 
 def written_before(step: int, unfinished: Unfinished | None) -> int:
   """Return the last step whose line of metrics.jsonl is kept when a run resumes at `step`."""
-  # Step 1 is never rolled back, and the line of step 0 must not be dropped with its own.
+  # Step 1 is never rolled back, and the line of step 0 must not be dropped.
   return step if unfinished is None or step == 1 else step - 1

@@ -1,4 +1,4 @@
-"""Checks per question that the teacher's prompt is possible: for the chat template, and within the length limit."""
+"""Checks of every question's teacher prompt: does the chat template accept it, and does the length limit leave room?"""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from sdpo_jax.types import Example
 _BATCH = 256  # Conversations tokenised in one call.
 # Tokens by which a prompt may exceed the sum of its parts, as tokenisation differs where they meet.
 _SEAMS = 16
-_TEXT = 'xx'  # Shortened to one character and the mark of a cut.
+_TEXT = 'xx'  # Is shortened to one character and the mark of omission.
 _EMPTY = [{'role': 'user', 'content': ''}]
 
 
 def check_reprompts(tokenizer: Tokenizer, examples: Sequence[Example], config: Config, spec: ObjectiveSpec) -> None:
   """Raise UserError for the first question whose teacher prompt the chat template refuses.
 
-  The teacher's last message is the user's. If the student's is another role's, such as a tool's, the template may
-  refuse one prompt and accept the other.
+  The last message to the teacher has the role of the user. If the last message of the question has another role, such
+  as tool, the template may accept the student's prompt and refuse the teacher's.
 
   Args:
     tokenizer: tokenizer of the model.
     examples: questions whose student prompts the template accepts.
     config: settings.
-    spec: whether the teacher is re-prompted at all.
+    spec: terms of the loss, which say whether the teacher is re-prompted.
   """
   if not spec.reprompts:
     return
@@ -44,14 +44,14 @@ def check_reprompts(tokenizer: Tokenizer, examples: Sequence[Example], config: C
 def check_room(tokenizer: Tokenizer, examples: Sequence[Example], config: Config, spec: ObjectiveSpec) -> None:
   """Raise UserError for the first question that leaves no room for a demonstration or feedback.
 
-  The run would fail as soon as such a question has one (`teacher.context`). If the limit leaves room for the longest
-  possible question, questions are not checked one by one.
+  The run would fail as soon as the teacher is shown one with that question (`teacher.context`). If the limit leaves
+  room for the longest possible question, questions are not checked one by one.
 
   Args:
     tokenizer: tokenizer of the model.
     examples: questions of `data.max_prompt_length` tokens at most.
     config: settings.
-    spec: whether the teacher is re-prompted at all.
+    spec: terms of the loss, which say whether the teacher is re-prompted.
   """
   sd, chat = config.actor.self_distillation, chat_format(config)
   if not spec.reprompts or sd.reprompt_truncation in ('left', 'right'):
@@ -68,13 +68,13 @@ def check_room(tokenizer: Tokenizer, examples: Sequence[Example], config: Config
         if len(tokens) > sd.max_reprompt_len:
           raise UserError(
             f'{name(example)}: with the question and the instruction alone the prompt of the teacher has {len(tokens)} '
-            f'tokens, and actor.self_distillation.max_reprompt_len={sd.max_reprompt_len} leaves no room for a '
+            f'tokens, so that actor.self_distillation.max_reprompt_len={sd.max_reprompt_len} leaves no room for a '
             'demonstration or feedback: raise it above data.max_prompt_length plus the templates.'
           )
 
 
 def _least_shown(sd: SelfDistillationConfig) -> list[tuple[str | None, str | None, str | None]]:
-  """Return the shortest (demonstration, feedback, failed attempt) of each combination that a teacher may be shown."""
+  """Return (demonstration, feedback, failed attempt), as short as possible, of each combination a teacher may see."""
   shown, said = shorten_middle(_TEXT, 1), shorten_end(_TEXT, 1)
   attempt = shown if sd.include_failed_attempt else None
   kinds = []

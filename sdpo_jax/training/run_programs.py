@@ -1,12 +1,12 @@
-"""The programs of a training run: those of the update and of the sampler in training and evaluation.
+"""The programs of a training run: of the update, and of the samplers in training and evaluation.
 
-Names of the update's: `score/P×T` (log-probs before the update, of all completions or of those that it leaves out),
-`initial/P×T` (the same of all under the initial policy), `top/P×R×T` (the most likely tokens, where `rollouts/` has
-them), `update/P×R×T` (prompt, teacher prompt and completion buckets), `zero`, `apply`, `finish`, `digest` (of the
-state, for metrics.jsonl and checkpoints). Those of the sampler are named in `rollout.sampler_programs`. What evaluation
-alone uses is `evaluation/…`: beside the sampler's, `divergence/P×T` and the programs of the teacher's sampler,
-`teacher/…`, where the divergence is measured. `feedback/…` are those of the sampler with which the student writes
-feedback.
+Programs of the update, with buckets of prompts P, teacher prompts R and completions T: `score/P×T` (log-probs before
+the update, of all completions or of those that the update leaves out), `initial/P×T` (those of all completions under
+the initial policy), `top/P×R×T` (the most likely tokens, if `rollouts/` records them), `update/P×R×T`, `zero`, `apply`,
+`finish` and `digest` (of the state, for metrics.jsonl and checkpoints). `rollout.sampler_programs` names those of the
+samplers. Programs that only evaluations use are named `evaluation/…`; if these measure the divergence, they include
+`divergence/P×T` and the teacher's sampler, `teacher/…`. `feedback/…` belong to the sampler with which the student
+writes feedback.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from sdpo_jax.types import COEFFICIENTS, NUMBERS, Batch, TeacherSignal, TokenRow
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """The run that would compile the programs."""
+  """The models, mesh and settings of the run whose programs are described."""
 
   config: Config
   policy: Policy
-  base: Tree  # Abstract arrays with shardings, like `trainable`.
+  base: Tree  # Abstract arrays with shardings, as are those of `trainable`.
   trainable: Tree
   mesh: jax.sharding.Mesh
-  stop_ids: int  # How many token ids end a completion.
+  stop_ids: int  # Number of token ids that end a completion.
   teacher: Teacher  # The model that reads the teacher's prompts, its base as abstract arrays.
   held_out: int | None = None  # Number of evaluation questions; None: not known.
 
@@ -70,11 +70,11 @@ def run_programs(
     trainable: trainable parameters; may be abstract arrays.
     mesh: mesh of the run.
     stop_ids: number of token ids that end a completion.
-    teacher: the model that reads the teacher's prompts; None: the student itself, or the model that the settings name.
+    teacher: the model that reads the teacher's prompts; None: the student, or the model that the settings name.
     held_out: number of questions of an evaluation; None: unknown.
 
   Raises:
-    UserError: the settings name the base model as the teacher and there is none, or a model that cannot teach.
+    UserError: the settings name a model that cannot teach, or the base as the teacher although nothing is frozen.
   """
   if teacher is None and teacher_model.is_used(config):
     teacher = abstract_teacher(config, mesh)
@@ -93,7 +93,7 @@ def abstract_parameters(policy: Policy, mesh: jax.sharding.Mesh) -> tuple[Tree, 
 
 
 def abstract_teacher(config: Config, mesh: jax.sharding.Mesh) -> Teacher:
-  """Return the separate teacher model that the settings name, with abstract arrays.
+  """Return the separate teacher model that the settings name, with abstract arrays for its parameters.
 
   Args:
     config: settings with such a teacher.
@@ -125,7 +125,7 @@ def update_programs(run: Run) -> dict[str, Program]:
   state = abstract_state(update_spec(config), trainable, mesh, run.policy.parameter_table())
   update = make_update(run.policy, update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state), run.teacher)
   leaves = jax.tree.leaves(state)
-  scored = {}  # Kind → parameters under which completions are scored, and the trees that a device holds then.
+  scored = {}  # Kind → parameters under which completions are scored, and what those are called in `holds`.
   if spec.computes_log_probs or spec.weighs_in_update:
     scored['score'] = trainable, 'parameters'
   references = reference_policies.abstract(spec, run.policy.parameter_table(), trainable, config.model.dtype)
@@ -178,7 +178,7 @@ def _of_micro_batch(
   holds: tuple[str, ...],
   **more: Any,
 ) -> dict[str, Program]:
-  """Return a program that processes the rows of a micro-batch, by its name; the arguments are those of `Program`."""
+  """Return a program that processes the rows of a micro-batch, by its name; arguments as in `Program`."""
   options = meshes.compiler_options(run.mesh)
   program = Program(kind, function, arguments, holds=holds, buckets=lengths, rows=_rows(run), options=options, **more)
   return {named(kind, lengths, program.evaluation): program}
@@ -201,44 +201,41 @@ def abstract_batch(
     prompt: bucket of prompts.
     reprompt: bucket of teacher prompts; None: no teacher reads the batch.
     response: bucket of completions, T.
-    spec: terms of the loss, and whether they read old log-probs or those of the sampler.
+    spec: terms of the loss, which determine the fields of the batch.
     mesh: mesh of the run.
     share: result of `batching.shares_prompts`.
   """
   sharding = meshes.batch_sharding(mesh)
 
-  def array(width: int, dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((rows, width), dtype, sharding=sharding)
+  def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding)
 
   def side(room: int, share: bool = False) -> TokenRows:
-    tokens = array(room + response, jnp.int32)
-    return TokenRows(tokens, tokens, tokens, array(response, jnp.int32), tokens if share else None)
+    tokens = array(jnp.int32, room + response)
+    return TokenRows(tokens, tokens, tokens, array(jnp.int32, response), tokens if share else None)
 
-  def external_signal(support: int) -> TeacherSignal:
-    ids, log_probs = (
-      jax.ShapeDtypeStruct((rows, response, support), dtype, sharding=sharding) for dtype in (jnp.int32, jnp.float32)
-    )
-    return TeacherSignal(token_ids=ids, log_probs=log_probs)
-
-  per_token = array(response, jnp.float32)
+  per_token, signal = array(jnp.float32, response), None
+  if spec.external_support is not None:
+    ids, log_probs = (array(dtype, response, spec.external_support) for dtype in (jnp.int32, jnp.float32))
+    signal = TeacherSignal(token_ids=ids, log_probs=log_probs)
   return Batch(
     student=side(prompt),
     teacher=None if reprompt is None else side(reprompt, share),
-    targets=array(response, jnp.int32),
+    targets=array(jnp.int32, response),
     mask=per_token,
     **{name: per_token if name in spec.coefficients else None for name in COEFFICIENTS},
     old_log_probs=per_token if spec.needs_old_log_probs else None,
     advantages=per_token if spec.needs_advantages else None,
     sampling_log_probs=per_token if spec.weighs_in_update else None,
     **{f'{name}_log_probs': per_token for name in spec.references},
-    signal=None if spec.external_support is None else external_signal(spec.external_support),
+    signal=signal,
   )
 
 
 def sampling_programs(run: Run) -> dict[str, Program]:
-  """Return the sampler's programs in training, and those that evaluation needs in addition.
+  """Return the sampler's programs in training, and those that evaluations need in addition.
 
-  If the teacher samples the training completions, there are two samplers, which share no program.
+  If the teacher samples the training completions, there are two samplers, which share no programs.
   """
   config, evaluated = run.config, _evaluated(run)
   student = run.policy, run.base, run.trainable
@@ -278,16 +275,16 @@ def divergence_programs(run: Run) -> dict[str, Program]:
 
 
 def _teacher(run: Run) -> tuple[Policy, Tree, Tree]:
-  """Return policy, frozen and trainable parameters ({}) of a teacher that writes completions."""
+  """Return policy, base and trainable tree of a teacher that samples; nothing of it is trainable."""
   return run.teacher.policy, run.teacher.whole_base(run.base), {}
 
 
 def _evaluated(run: Run) -> int:
-  """Return how many completions an evaluation samples; 0: there is no evaluation."""
+  """Return the number of completions that an evaluation samples; 0 if there are no evaluations."""
   config = run.config
   if not config.trainer.test_freq:
     return 0
-  # Only the files tell how many held-out questions there are; without them, assume enough to fill all slots.
+  # Only the data tell how many held-out questions there are; otherwise assume enough to fill all slots.
   unknown = config.data.val_max_samples or config.rollout.max_batch_rows
   return (unknown if run.held_out is None else run.held_out) * config.val_kwargs.n
 

@@ -1,4 +1,4 @@
-"""A few samples of a generation batch, shown to whoever watches the run: prompt, completion, score, feedback."""
+"""Tables of a few samples of a generation batch, for those who watch a run: prompt, completion, score, feedback."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ LONGEST_SHOWN = 500  # Maximum number of characters of a text on a terminal.
 class Sample:
   """One completion as shown in a table."""
 
-  prompt: str  # The last message.
+  prompt: str  # The last message of it.
   completion: str
   score: float | None  # None: ungraded.
   feedback: str | None
 
   def cells(self, longest: int) -> tuple[str, ...]:
-    """Return the text of each of `COLUMNS`, with at most about `longest` characters."""
+    """Return the text of each of `COLUMNS`, shortened to about `longest` characters."""
     score = UNGRADED if self.score is None else f'{self.score:g}'
     return tuple(shorten(text, longest) for text in (self.prompt, self.completion, score, self.feedback or ''))
 

@@ -1,4 +1,4 @@
-"""The last state from which a run can continue, saved however the run ends."""
+"""Saving of the last state from which a run can continue, however the run ends."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from sdpo_jax.training.directory.published_checkpoints import newest
 from sdpo_jax.training.joint_errors import JointErrors
 from sdpo_jax.types import TrainState
 
-RESCUE_S = 30.0  # How long a process with an error waits for the others to report theirs.
+RESCUE_S = 30.0  # Seconds that a process with an error waits for the others to report theirs.
 
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-  """A state from which the run can continue, with everything else that its checkpoint holds."""
+  """A whole state, from which the run can continue, with everything else that its checkpoint holds."""
 
-  step: int  # Generation batches that it has seen.
+  step: int  # Number of generation batches that it has seen.
   starting: StartingState  # Its arrays.
-  host: Callable[[], Mapping[str, Any]]  # Returns the host's state as JSON values; called when it is saved.
+  host: Callable[[], Mapping[str, Any]]  # Returns the host state as JSON values; called when the state is saved.
   metrics: Mapping[str, float]  # The metrics that rank its checkpoint; empty while its step is unfinished.
   leaves: Mapping[str, str] | None  # The digests of its arrays, if known.
 
@@ -70,14 +70,13 @@ class Saving:
     Args:
       keep: as in `StartingState`.
     """
-    # Another thread may be saving the same state by an earlier note; its `StartingState` must stay the same, since
-    # donating the state waits for that thread.
+    # Another thread may be saving this state already; keep its `StartingState`, as donating the state waits for that.
     if self._starting is None or not self._starting.holds(state):
       self._starting = StartingState(state, keep=keep)
     self.whole = Whole(step, self._starting, host, metrics, leaves)
 
   def save(self) -> None:
-    """Save the last whole state, unless it is on disk already, or optimizer steps have overwritten its arrays."""
+    """Save the last whole state, unless it is on disk already or its arrays were overwritten by optimizer steps."""
     with self._busy:
       whole = self.whole
       if self._is_due(whole):
@@ -112,14 +111,14 @@ class Saving:
   def rescue(self, error: BaseException) -> None:
     """Save the last whole state before `error` ends the run, and announce which step is on disk.
 
-    Errors raised here are announced and do not hide `error`, which still ends the run.
+    Errors raised meanwhile are announced and do not hide `error`, which still ends the run.
     """
     if isinstance(error, RunLostError):
       return  # The directory, and thus the next start, belongs to another process.
     try:
-      # The other processes get here if they have the same error; otherwise nothing can be saved together.
+      # All processes must save together, and the others get here only if they have the same error.
       if cluster.exchange_notes('the end by an error', within_s=RESCUE_S) is None:
-        self.announce('The other processes go on without this one: nothing more is saved.')
+        self.announce('The other processes do not save together with this one: nothing more is saved.')
       else:
         if not self.whole.starting.on_devices:
           traceback.clear_frames(error.__traceback__)  # The frames hold arrays for which there is no room any more.

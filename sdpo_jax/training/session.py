@@ -1,4 +1,4 @@
-"""The model, tokenizer, sampler and programs that runs, evaluations and exports share."""
+"""The session: model, tokenizer, samplers and programs, which runs, evaluations and exports share."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class Session:
   mesh: jax.sharding.Mesh
   sampler: Sampler
   spec: ObjectiveSpec
-  teacher: Teacher | None  # None: the objective needs no teacher on the devices.
+  teacher: Teacher | None  # None: the objective reads no teacher on the devices.
   update: UpdateFunctions
   flops_per_token: float  # FLOPs of one forward pass.
   update_flops_per_token: float  # FLOPs of a forward and a backward pass.
   teacher_flops_per_token: float  # FLOPs of a forward pass of the policy that reads the teacher's prompts.
   endpoint: Endpoint | None = None  # A teacher behind an endpoint.
-  # Trainable parameters of the `reference_policies` that the objective needs.
+  # Trainable parameters of the `reference_policies` that the objective needs, by name.
   references: dict[str, Tree] = dataclasses.field(default_factory=dict)
-  teachers_sampler: Sampler | None = None  # None: the teacher writes nothing.
-  feedback_sampler: Sampler | None = None  # The sampler for the student's own feedback; None: it writes none.
+  teachers_sampler: Sampler | None = None  # None: the teacher samples nothing.
+  feedback_sampler: Sampler | None = None  # For the student's own feedback; None: it writes none.
   feedback_endpoint: FeedbackEndpoint | None = None  # A server that writes feedback.
 
   def writer(self, trainable: Tree) -> tuple[Sampler, Tree, Tree]:
-    """Return the sampler, base and trainable tree that write the training completions.
+    """Return the sampler, base and trainable tree for training completions (`rollout.sampled_by`).
 
     Args:
       trainable: trainable parameters of the student.
@@ -55,5 +55,5 @@ class Session:
 
   @property
   def teacher_writer(self) -> tuple[Sampler, Tree, Tree]:
-    """The sampler, base and trainable tree with which the teacher writes completions."""
+    """The sampler, base and trainable tree for completions of the teacher."""
     return self.teachers_sampler, self.teacher.whole_base(self.base), {}

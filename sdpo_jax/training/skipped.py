@@ -1,4 +1,4 @@
-"""Generation batches whose optimizer steps were all skipped because no gradient was finite."""
+"""Skipped steps: generation batches of which no optimizer step had a finite gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def taught_nothing(line: Mapping[str, Any]) -> bool:
 
 
 def after(count: int, line: Mapping[str, Any]) -> int:
-  """Return the number of consecutive skipped generation batches, given the count before one with these metrics.
+  """Return the number of consecutive skipped batches after one with these metrics, given the `count` before it.
 
   A batch without an optimizer step, whose completions wait for others, does not change the count.
   """
@@ -26,7 +26,7 @@ def after(count: int, line: Mapping[str, Any]) -> int:
 
 
 def in_a_row(lines: Iterable[Mapping[str, Any]]) -> int:
-  """Return how many generation batches at the end of a run's metrics, oldest first, were skipped.
+  """Return the number of skipped batches at the end of a run's metrics (lines oldest first).
 
   Batches before a rollback do not count, since the weights are different after it.
   """
@@ -39,7 +39,7 @@ def in_a_row(lines: Iterable[Mapping[str, Any]]) -> int:
 
 
 def too_many(count: int, trainer: TrainerConfig) -> bool:
-  """Return whether `count` skipped batches in a row end a run: `trainer.max_skipped_steps`, or all of a shorter run."""
+  """Return whether `count` consecutive skipped batches end a run: `trainer.max_skipped_steps`, or all its steps."""
   limit = trainer.max_skipped_steps
   return bool(limit) and count >= min(limit, trainer.total_training_steps)
 
@@ -51,5 +51,5 @@ def complaint(count: int, step: int, trainer: TrainerConfig) -> str:
     f'Nothing was learned in {steps} because no gradient was finite (NaN or infinite): the weights are those of step '
     f'{step - count}. Look at the rollouts of step {step - count + 1}; start again in another --workdir with a lower '
     f'optimizer.lr or model.dtype=float32; or raise trainer.max_skipped_steps={trainer.max_skipped_steps} (0: never '
-    f'stop) to go on from the checkpoint of step {step}, which is saved.'
+    f'stop) to continue from the checkpoint of step {step}, which is saved.'
   )

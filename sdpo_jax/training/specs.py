@@ -1,4 +1,4 @@
-"""The specs of objective, teacher, optimizer, update and buckets, derived from a run's settings."""
+"""Specs of objective, teacher, optimizer, update, batches and prompts, derived from a run's settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sdpo_jax.teacher.averaging import TeacherSpec
 
 
 def objective_spec(config: Config) -> ObjectiveSpec:
-  """Return which terms the loss of a run has."""
+  """Return the terms that the loss of a run has."""
   actor = config.actor
   algorithm = config.algorithm
   sdpo, hybrid = actor.policy_loss.loss_mode == 'sdpo', algorithm.mode == 'hybrid'
@@ -61,13 +61,13 @@ def objective_config(config: Config) -> ObjectiveConfig:
 
 
 def teacher_spec(config: Config) -> TeacherSpec:
-  """Return which parameters teach, in a run whose teacher is on the mesh."""
+  """Return which parameters an on-mesh teacher has, and how they follow the student."""
   sd = config.actor.self_distillation
   return TeacherSpec(sd.teacher_regularization, _plain(sd.teacher_update_rate), sd.teacher_restart_interval)
 
 
 def optimizer_spec(config: OptimizerConfig, total_training_steps: int) -> OptimizerSpec:
-  """Return the optimizer's settings; a rate that decays does so over all generation batches unless set otherwise."""
+  """Return the optimizer's settings; by default a decaying learning rate decays over all steps of the run."""
   names = [field.name for field in dataclasses.fields(OptimizerSpec) if field.name != 'decay_steps']
   decays = config.lr_scheduler_type != 'constant'
   return OptimizerSpec(
@@ -77,7 +77,7 @@ def optimizer_spec(config: OptimizerConfig, total_training_steps: int) -> Optimi
 
 
 def declared_buckets(config: Config) -> Buckets:
-  """Return the buckets that the settings declare; by default a few fractions of the limits."""
+  """Return the length buckets that the settings declare, or else a few fractions of the length limits."""
   data, sd = config.data, config.actor.self_distillation
   prompt = bucket_lengths(data.prompt_buckets, data.max_prompt_length)
   own = sd.teacher_context == 'prompt'
@@ -89,8 +89,14 @@ def declared_buckets(config: Config) -> Buckets:
   )
 
 
+def longest_teacher_prompt(config: Config) -> int:
+  """Return the largest bucket of the teacher's prompts, in tokens; the student's prompts if it is not re-prompted."""
+  declared = declared_buckets(config)
+  return (declared.reprompt if objective_spec(config).reprompts else declared.prompt)[-1]
+
+
 def batch_spec(config: Config) -> BatchSpec:
-  """Return how a run's generation batches become optimizer steps and micro-batches."""
+  """Return how generation batches are divided into optimizer steps and micro-batches."""
   actor, algorithm, n = config.actor, config.algorithm, config.rollout.n
   return BatchSpec(
     terms=objective_spec(config),
@@ -121,7 +127,7 @@ def update_spec(config: Config) -> UpdateSpec:
 
 
 def chat_format(config: Config) -> ChatFormat:
-  """Return how messages become tokens."""
+  """Return how messages are formatted and tokenised."""
   data = config.data
   thinking = {} if data.enable_thinking is None else {'enable_thinking': data.enable_thinking}
   variables = {**data.apply_chat_template_kwargs, **thinking}
@@ -129,12 +135,12 @@ def chat_format(config: Config) -> ChatFormat:
 
 
 def prompt_spec(config: Config) -> PromptSpec:
-  """Return how questions become prompts of the student."""
+  """Return how the student's prompts are made from questions."""
   return PromptSpec(chat_format(config), config.data.max_prompt_length, config.data.filter_overlong_prompts)
 
 
 def evaluation_spec(config: Config) -> EvaluationSpec:
-  """Return how held-out questions are answered and measured."""
+  """Return how held-out questions are sampled and measured."""
   return EvaluationSpec(
     prompt_spec(config),
     config.val_kwargs.n,

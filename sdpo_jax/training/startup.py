@@ -1,4 +1,4 @@
-"""The start of a run: its description in a few lines, and its programs, compiled before the first step."""
+"""The start of a run: checks of its questions, a description in a few lines, and compilation of its programs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sdpo_jax.types import Example, TrainState
 def check_questions(
   config: Config, tokenizer: Any, graders: Graders, training: Sequence[Example], held_out: Sequence[Example]
 ) -> None:
-  """Raise UserError for problems, known in advance, that would end the run at a question or at the first evaluation.
+  """Raise UserError for problems with questions or metrics that would otherwise end the run later.
 
   Args:
     config: settings.
@@ -58,9 +58,9 @@ def describe(session: Session, trained: int, train_rows: int | None, held_out: i
   Args:
     session: session of the run.
     trained: number of trained parameters.
-    train_rows: number of training rows; None: a generator makes as many as are needed.
+    train_rows: number of training rows; None: a generator makes them.
     held_out: number of questions of an evaluation.
-    first: step from which the run resumes; 0: it begins.
+    first: step from which the run resumes; 0: it is new.
   """
   config, mesh, table = session.config, session.mesh, session.policy.parameter_table()
   devices = mesh.devices.ravel()
@@ -115,7 +115,7 @@ def _cartridge(session: Session) -> list[str]:
 
 
 def _schedule(config: Config) -> list[str]:
-  """Return the lines about terms of the loss beside the divergence, gathered updates, and the writer of feedback."""
+  """Return the lines about a hybrid objective, gathered updates, and the writer of feedback, if there are any."""
   algorithm, sd, lines = config.algorithm, config.actor.self_distillation, []
   if algorithm.mode == 'hybrid':
     terms = f'{algorithm.sdpo_coef:g} × divergence + {algorithm.policy_gradient_coef:g} × policy gradient'
@@ -131,7 +131,7 @@ def _schedule(config: Config) -> list[str]:
 
 
 def _unshared(config: Config, policy: Policy) -> list[str]:
-  """Return the line about why samples of a packed row do not share a teacher prompt, if they do not."""
+  """Return the line that says why packed samples do not share a teacher prompt, if they do not."""
   if not config.actor.pack_sequences or policy.shares_prefixes:
     return []
   reason = 'windows' if policy.config.windows else 'attention that knows no shared prompts'
@@ -141,10 +141,10 @@ def _unshared(config: Config, policy: Policy) -> list[str]:
 def compile_programs(
   session: Session, state: TrainState, held_out: int, announce: Callable[[str], None], stop: Stop = NEVER
 ) -> dict[str, programs.Program]:
-  """Compile every program that the run calls, and announce how long each took, so that no step compiles any.
+  """Compile every program of the run, so that no step compiles any, and announce how long each took.
 
-  Calls of a jitted function use the program compiled for the shapes, dtypes and shardings of its arguments. All
-  processes compile the same programs in the same order.
+  Later calls of the jitted functions use the programs compiled for the same shapes, dtypes and shardings. All processes
+  compile the same programs in the same order.
 
   Args:
     session: session of the run.
@@ -181,7 +181,7 @@ def compile_programs(
       raise UserError(
         f'The program {name} does not fit into the memory of the devices ({first_line(compiled)}): lower '
         'rollout.max_batch_rows, actor.ppo_micro_batch_size or the largest lengths, or use more devices; '
-        f'`{command_line("plan")}` says what takes how much.'
+        f'`{command_line("plan")}` shows how much memory each takes.'
       ) from compiled
     now = time.monotonic()
     liveness.progress()

@@ -40,38 +40,38 @@ if TYPE_CHECKING:  # A session knows endpoints and samplers; a step need not.
   from sdpo_jax.training.session import Session
 
 
-# How far the host runs ahead of the devices: by at least AHEAD micro-batches, so that the devices never wait for the
-# host, or by as many micro-batches as take AHEAD_S seconds, whichever is more.
+# How far the host runs ahead of the devices: at least AHEAD micro-batches, so that the devices never wait for the host,
+# or as many micro-batches as take AHEAD_S seconds, whichever is more.
 AHEAD, AHEAD_S = 2, 0.5
 
 
 class Hooks(Protocol):
-  """Callbacks of `step`: sampling, gathering, an outside teacher, recording; a run's are `around_step.AroundStep`."""
+  """Callbacks of `step`: sampling, gathering, an external teacher, recording; a run's are `around_step.AroundStep`."""
 
   def sample(self, state: TrainState, step: int, timer: Timer) -> tuple[list[GradedRollouts], SampledBatch]:
-    """Sample and grade; return what was sampled now, and the batch of the step."""
+    """Sample and grade; return the batches sampled now, and the batch of the step."""
 
   def gather(self, own: SampledBatch, context: TeacherContext | None) -> GatheredBatch | None:
-    """Return the completions that the update learns from; None: too few have gathered."""
+    """Return the completions that the update learns from; None: too few wait for one."""
 
   def ask(self, learned: GatheredBatch) -> TeacherSignal | None:
-    """Return the signal of a teacher outside of the mesh; None: there is none."""
+    """Return the signal of an external teacher; None: there is no such teacher."""
 
   def read(self, state: TrainState, batch: batching.GenerationBatch, step: int, timer: Timer) -> Any:
-    """Return what is to be recorded of student and teacher before the update."""
+    """Return data about student and teacher before the update, to be written with the rollouts."""
 
 
 @dataclasses.dataclass
 class Taken:
-  """A step that was taken, with everything that its metrics and files are made from."""
+  """The results of a step, from which its metrics and files are made."""
 
-  sampled: list[GradedRollouts]  # What was sampled during it.
+  sampled: list[GradedRollouts]  # The batches sampled during it.
   own: SampledBatch  # The batch of the step.
-  context: TeacherContext | None  # The teacher's prompts before its completions.
-  learned: GatheredBatch | None  # What the update learned from; None: there was no update.
-  batch: batching.GenerationBatch | None  # The same as arrays.
+  context: TeacherContext | None  # The teacher's prompts for that batch.
+  learned: GatheredBatch | None  # The completions of the update; None: there was no update.
+  batch: batching.GenerationBatch | None  # The same, as arrays.
   report: UpdateReport
-  metrics: dict[str, float]  # Of the weights of tokens.
+  metrics: dict[str, float]  # `rollout_corr/*`, of the importance weights.
   read: Any = None  # Result of `Hooks.read`.
 
 
@@ -90,13 +90,13 @@ def step(
     session: session of the run.
     state: state before the step; donated once the update begins.
     number: number of the step, from 1.
-    hooks: what stands around the update.
-    starting: holder of the state, told before the state is donated.
-    timer: measures the phases.
+    hooks: callbacks before the update.
+    starting: holder of the state, notified before the state is donated.
+    timer: timer of the phases.
     stop: whether the run is to stop.
 
   Returns:
-    The state after the step, and what happened in it.
+    The state after the step, and its results.
 
   Raises:
     StoppedError: the run was told to stop; the state is whole.
@@ -176,7 +176,7 @@ def rollout_and_grade(
 
 
 def sampling_seed(state: TrainState) -> int:
-  """Return the seed of a run's rollouts and demonstration draws, derived from the state's random key."""
+  """Return the seed for sampling rollouts and drawing demonstrations, derived from the state's random key."""
   return int(jax.random.bits(state.rng, dtype=np.uint32))
 
 
@@ -190,8 +190,8 @@ def build_teacher_prompts(session: Session, graded: GradedRollouts, seed: int, s
     return same_context(messages, [graded.prompts[group] for group in rollouts.group])
   return build_teacher_context(
     messages,
-    graded.rollouts.group,
-    graded.rollouts.text,
+    rollouts.group,
+    rollouts.text,
     graded.outcomes,
     config.actor.self_distillation,
     session.tokenizer,
@@ -304,7 +304,7 @@ class PolicyLogProbs:
   def __init__(
     self, session: Session, trainable: Tree, batch: batching.GenerationBatch, samples: np.ndarray | None = None
   ):
-    """Start computing the log-probs of `samples` ([M] int; None: all samples) under the parameters `trainable`."""
+    """Start to compute the log-probs of `samples` ([M] int; None: all) under the parameters `trainable`."""
     self._batch = batch
     self._pending = []
     for micro in batching.student_micro_batches(batch, batch_spec(session.config), session.mesh.size, samples):
@@ -334,12 +334,12 @@ class PolicyLogProbs:
 
 @dataclasses.dataclass
 class Filled:
-  """The tokens and rows that micro-batches hold, and the room that they have."""
+  """Counts of the tokens and rows in micro-batches, with and without padding."""
 
   tokens: int = 0  # Without padding.
-  token_room: int = 0  # With padding: the compiled shapes.
-  rows: int = 0  # Rows with a sample.
-  row_room: int = 0
+  token_room: int = 0  # With padding, i.e. of the compiled shapes.
+  rows: int = 0  # Rows that hold a sample.
+  row_room: int = 0  # All rows.
 
   def add(self, micro: batching.MicroBatch, side: TokenRows) -> None:
     """Count a micro-batch's rows on one side, student or teacher."""
@@ -353,19 +353,19 @@ class Filled:
 class UpdateReport:
   """The losses, gradient norms and per-token values of an update."""
 
-  loss: float  # mean over optimizer steps.
-  grad_norm: float  # mean over optimizer steps, before clipping.
+  loss: float  # Mean over optimizer steps.
+  grad_norm: float  # Mean over optimizer steps, before clipping.
   learning_rate: float
-  skipped: int  # optimizer steps with a gradient that was not finite.
+  skipped: int  # Number of optimizer steps whose gradient was not finite.
   optimizer_steps: int
   token_values: dict[str, np.ndarray]  # [N, T] per-token quantities of the last epoch, NaN where not computed.
-  student: Filled  # rows that went through forward and backward.
-  teacher: Filled  # rows that went through the teacher's forward pass.
+  student: Filled  # Rows of the student's forward and backward pass.
+  teacher: Filled  # Rows of the teacher's forward pass.
   log_probs: np.ndarray | None = None  # [N, T] under the policy before the update; None if `build_batch` measured them.
 
 
 class _Results:
-  """Results of optimizer steps, left on the devices and fetched while a later step runs."""
+  """Results of optimizer steps, which stay on the devices until they are fetched while a later step runs."""
 
   def __init__(self, batch: batching.GenerationBatch):
     self.losses: list[float] = []
@@ -388,7 +388,7 @@ class _Results:
       self.fetch()
 
   def finite(self) -> int:
-    """Wait for all steps, and return how many had a finite gradient."""
+    """Wait for all steps, and return the number of those with a finite gradient."""
     left = jax.device_get([report['finite'] for _, report in self._waiting])
     return sum(int(report['finite']) for report in self.reports) + sum(map(int, left))
 
@@ -412,17 +412,16 @@ class _Results:
 class DispatchLimit:
   """A limit on how far the host runs ahead of the devices: `AHEAD` micro-batches, or `AHEAD_S` seconds of them.
 
-  Without the limit the host would already have dispatched the whole batch, which cannot be recalled, when it learns
-  that the run is to stop.
+  Without it, the host would dispatch the whole batch at once, and could not take it back when the run is to stop.
   """
 
   def __init__(self):
     self._results: collections.deque[jax.Array] = collections.deque()
     self._allowed = AHEAD
-    self._last: float | None = None  # When a micro-batch was last seen to be done.
+    self._last: float | None = None  # When the last micro-batch was found to be done.
 
   def add(self, result: jax.Array) -> None:
-    """Note a micro-batch that has been dispatched."""
+    """Add the result of a micro-batch that has been dispatched."""
     self._results.append(result)
 
   def wait(self) -> None:
@@ -442,7 +441,7 @@ def run_update(
   starting: StartingState | None = None,
   stop: Stop = NEVER,
 ) -> tuple[TrainState, UpdateReport]:
-  """Take all optimizer steps of a generation batch, then move the teacher.
+  """Take all optimizer steps of a generation batch, then update the teacher.
 
   The host prepares a micro-batch while the devices process the previous ones.
 
@@ -450,9 +449,9 @@ def run_update(
     session: session of the run.
     state: state before the batch; donated.
     batch: generation batch to learn from.
-    starting: holder of the state, told before the state is donated; None: nobody keeps a copy.
-    stop: whether the run is to stop; checked before every micro-batch and every optimizer step for as long as the
-      starting state exists. Once it is gone, it is better to finish the batch than to give it up.
+    starting: holder of the state, notified before the state is donated; None: no copy is kept.
+    stop: whether the run is to stop; checked before every micro-batch and every optimizer step while the starting state
+      exists. Once it is gone, the batch is finished, since stopping would lose it.
 
   Returns:
     The state after the batch, and a report of the update.
@@ -523,12 +522,12 @@ def run_update(
 def pass_over(session: Session, state: TrainState, starting: StartingState) -> tuple[TrainState, UpdateReport]:
   """End a generation batch without an update: the step counter advances, but no weight of the student changes.
 
-  A teacher that restarts every few generation batches may restart after this one, too.
+  A teacher that restarts every few generation batches may also restart after this one.
 
   Args:
     session: session of the run.
     state: state before the batch; donated.
-    starting: holder of the state, told before the state is donated.
+    starting: holder of the state, notified before the state is donated.
   """
   starting.donate(others_follow=False)
   restarts = session.config.actor.self_distillation.teacher_regularization == 'restart'
@@ -537,7 +536,7 @@ def pass_over(session: Session, state: TrainState, starting: StartingState) -> t
 
 
 class Timer:
-  """A timer that adds up the seconds of each phase, and calls `on_phase` with a phase's name as it begins."""
+  """A timer that sums the seconds spent in each phase, and calls `on_phase` with the name of a phase as it begins."""
 
   def __init__(self, on_phase: Callable[[str], None] = lambda name: None):
     self.seconds: dict[str, float] = {}

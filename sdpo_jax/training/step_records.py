@@ -1,4 +1,4 @@
-"""The numbers and files that describe a generation batch."""
+"""Metrics and files of a step: rollouts, update, throughput, `rollouts/<step>.jsonl` and `eval/<step>.json`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def token_mean(values: Mapping[str, np.ndarray], name: str, mask: np.ndarray) ->
 
 
 def rollout_metrics(graded: GradedRollouts, config: Config) -> dict[str, float]:
-  """Return metrics of a graded batch: `rollout/<name>`, and `rollout/<source>/<name>` if it mixes data sources."""
+  """Return metrics of a graded batch: `rollout/<name>`, and `rollout/<source>/<name>` if it has several sources."""
   everything = np.arange(len(graded.rollouts))
   metrics = {f'rollout/{name}': value for name, value in _rollout_metrics(graded, everything, config).items()}
   sources = samples_by_source(graded.examples, graded.rollouts.group)
@@ -76,7 +76,7 @@ def _mean(values: np.ndarray) -> float:
 
 
 def feedback_metrics(graded: GradedRollouts) -> dict[str, float]:
-  """Return `feedback/*`: failures for which a model was asked for feedback, failed requests, and mean length."""
+  """Return `feedback/*`: the failures for which feedback was requested, failed requests, and the mean length."""
   written = [len(outcome.written) for outcome in graded.outcomes if outcome.written is not None]
   failed = sum(outcome.unwritten is not None for outcome in graded.outcomes)
   return {
@@ -99,8 +99,8 @@ def success_rates(graded: GradedRollouts, config: Config) -> dict[str, float]:
 def gap_metrics(rates: Mapping[str, float], evaluated: Mapping[str, float]) -> dict[str, float]:
   """Return `gap/<source>`: the rollouts' success rate minus the held-out mean score of the latest evaluation.
 
-  Both are the same quantity if scores are 0 and 1 and evaluations sample as training does; then the gap is 0 without
-  overfitting.
+  If scores are 0 or 1 and evaluations sample as training does, both are the same quantity, and the gap is 0 unless the
+  student overfits.
 
   Args:
     rates: result of `success_rates`.
@@ -139,7 +139,7 @@ NO_UPDATE = {'train/optimizer_steps': 0, 'train/skipped_steps': 0}
 
 
 def gathering_metrics(step: int, gathering: Gathering, lesson: GatheredBatch | None) -> dict[str, float]:
-  """Return `gathering/*`: completions that an update learned from, their mean wait in steps, and those that wait."""
+  """Return `gathering/*`: the completions of an update, their mean wait in steps, and those that still wait."""
   steps = np.zeros(0) if lesson is None else lesson.steps[lesson.steps > 0]
   return {
     'gathering/trained': len(steps),
@@ -150,7 +150,7 @@ def gathering_metrics(step: int, gathering: Gathering, lesson: GatheredBatch | N
 
 
 def divergence_metrics(report: UpdateReport, batch: GenerationBatch, graded: GradedRollouts) -> dict[str, float]:
-  """Return `teacher/<source>/divergence`, the mean divergence of each data source; empty unless a batch mixes some."""
+  """Return `teacher/<source>/divergence`, the mean divergence by data source; empty if the batch has only one."""
   sources = samples_by_source(graded.examples, graded.rollouts.group)
   if len(sources) < 2 or 'divergence' not in report.token_values:
     return {}
@@ -166,17 +166,17 @@ def throughput_metrics(
 ) -> dict[str, float]:
   """Return tokens per second, MFU (model FLOPs utilisation) if the device's peak is known, and fill fractions.
 
-  Tokens are those of prompts and completions, never padding. MFU counts 2 FLOPs per parameter and token of prefill and
-  decode, the student's forward and backward and the teacher's forward; neither attention scores nor recomputation,
-  scoring outside of the update, or the second forward pass of a trust region. `throughput/fill_*` are shares of what
-  the compiled programs computed: of the slots × decode steps of the sampler, of the tokens of the student's and the
-  teacher's rows, and of the student's rows.
+  Tokens are those of prompts and completions, never padding. MFU counts 2 FLOPs per parameter and token for prefill,
+  decode, the student's forward and backward pass, and the teacher's forward pass. It leaves out attention scores,
+  recomputation, scoring outside of the update, and the second forward pass of a trust region. `throughput/fill_*` are
+  the fractions of the compiled shapes that held data: of the sampler's slots × decode steps, of the tokens of student
+  and teacher rows, and of the student's rows.
 
   Args:
     session: session of the run.
-    drawn: the generation batches that were sampled during the step: its own, or those of later steps.
+    drawn: the generation batches that were sampled during the step, its own or those of later steps.
     report: report of the step's update.
-    seconds: duration of each of its phases.
+    seconds: duration of each phase.
   """
   sampled = sum(int(graded.rollouts.completion_mask.sum()) for graded in drawn)
   prefilled = sum(sum(map(len, graded.prompts)) for graded in drawn)
@@ -207,7 +207,7 @@ def throughput_metrics(
 def step_metrics(
   session: Session, step: int, taken: Taken, gathering: Gathering | None, seconds: Mapping[str, float]
 ) -> dict[str, float]:
-  """Return the metrics of a step without its evaluation: its line of metrics.jsonl, as far as it is known.
+  """Return the metrics of a step before its evaluation, for its line of metrics.jsonl.
 
   With gathering, the per-token values in `taken.report` are reduced to those of the step's own batch.
   """
@@ -232,7 +232,7 @@ def step_metrics(
   return {
     **metrics,
     **{f'time/{name}_s': value for name, value in seconds.items()},
-    # Not one of the phases: graders work during them.
+    # Not a phase: graders work during other phases.
     'time/graders_busy_s': sum(batch.graders_busy_s for batch in taken.sampled),
   }
 
@@ -245,7 +245,7 @@ def write_step(
   writer: MetricsWriter,
   announce: Callable[[str], None],
 ) -> None:
-  """Write rollouts/<step>.jsonl and show samples, if they are due at this step."""
+  """Write `rollouts/<step>.jsonl`, and show samples on terminal and boards, if they are due at this step."""
   trainer, graded = session.config.trainer, taken.own.graded
   if trainer.writes_rollouts(step):
     waiting = () if gathering is None else gathering.rows_of(step)
@@ -271,8 +271,7 @@ def write_rollouts(
 ) -> None:
   """Write `rollouts/<step>.jsonl`, a line per sample: prompt, completion, score, feedback, teacher prompt, divergence.
 
-  Texts are shortened by `excerpt`. If several graders judge a question, `rewards` holds each grader's reward before
-  weighting.
+  Texts are shortened by `excerpt`. If a question has several graders, `rewards` holds the reward of each, unweighted.
 
   Args:
     session: session of the run.
@@ -280,7 +279,7 @@ def write_rollouts(
     graded: completions with their outcomes.
     context: the teacher's prompts; None: there is no teacher.
     report: report of the update.
-    waiting: samples that wait for a later update; their lines say so, and have no divergence yet.
+    waiting: samples that wait for a later update; their lines say so and have no divergence.
     tokens: records whose fields (`TokenRecords.of`) are added to each line; None: no such fields.
   """
   folder = session.workdir / 'rollouts'
@@ -316,7 +315,7 @@ def write_rollouts(
 
 
 def _written(outcome: Outcome) -> dict[str, str]:
-  """Return the fields of a line of `rollouts/<step>.jsonl` about feedback that a model was asked to write."""
+  """Return the fields of a line of `rollouts/<step>.jsonl` about feedback requested from a model."""
   entries = {'written_feedback': outcome.written, 'unwritten': outcome.unwritten}
   return {name: excerpt(text) for name, text in entries.items() if text is not None}
 

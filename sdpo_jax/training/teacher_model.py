@@ -1,4 +1,4 @@
-"""A separate model as the teacher, on the run's mesh next to the student; none of it is trained."""
+"""A separate, frozen model as the teacher, on the run's mesh beside the student."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.models import huggingface, model_files, same_tokenizer
 from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.teacher.signal import Teacher
-from sdpo_jax.training.specs import declared_buckets, objective_spec
+from sdpo_jax.training.documents import context_length
+from sdpo_jax.training.specs import longest_teacher_prompt, objective_spec
 
 SETTING = 'actor.self_distillation.teacher_model'
 
@@ -23,7 +24,7 @@ def is_used(config: Config) -> bool:
 
 
 def model_config(config: Config) -> ModelConfig:
-  """Return the settings for reading the teacher's directory: the student's, without adapters."""
+  """Return the settings for loading the teacher: the student's, with the teacher's path and without adapters."""
   path = config.actor.self_distillation.teacher_model
   return dataclasses.replace(
     config.model, path=path, chat_template=None, lora=LoraConfig(), cartridge=CartridgeConfig()
@@ -34,7 +35,7 @@ def check(config: Config) -> None:
   """Check a teacher's directory, except for its weights.
 
   Raises:
-    UserError: it cannot be read, its token ids differ in meaning from the student's, its vocabulary is smaller, or it
+    UserError: it cannot be read, its token ids mean other tokens than the student's, its vocabulary is smaller, or it
       has fewer positions than the longest row.
   """
   teacher = config.actor.self_distillation.teacher_model
@@ -43,7 +44,7 @@ def check(config: Config) -> None:
   found = same_tokenizer.difference(config.model.path, teacher)
   if found is not None:
     raise UserError(
-      f'{SETTING}={teacher} cannot teach {config.model.path}, whose tokens it reads as others: {found}; name a model '
+      f'{SETTING}={teacher} cannot teach {config.model.path}, because their tokenizers differ: {found}; name a model '
       'with the same tokenizer, such as another size of the same family.'
     )
 
@@ -59,17 +60,14 @@ def read_policy(config: Config) -> DecoderPolicy:
   student = huggingface.read_policy(config.model.path, config.model)
   if policy.vocab_size < student.vocab_size:
     raise UserError(
-      f'{SETTING}={settings.path} knows {policy.vocab_size} tokens and the student {student.vocab_size}, so that there '
-      'is nothing to learn about the others: name a teacher whose vocab_size (config.json) is at least as large.'
+      f'{SETTING}={settings.path} knows {policy.vocab_size} tokens and the student {student.vocab_size}, so that it '
+      'cannot teach the others: name a teacher whose vocab_size (config.json) is at least as large.'
     )
-  values = model_files.read_json(model_files.resolve(settings.path, weights=False), 'config.json')
-  positions = values.get('text_config', values).get('max_position_embeddings')
-  declared = declared_buckets(config)
-  prompt = declared.reprompt[-1] if objective_spec(config).reprompts else declared.prompt[-1]
+  positions, prompt = context_length(settings.path), longest_teacher_prompt(config)
   longest = prompt + config.data.max_response_length
-  if isinstance(positions, int) and longest > positions:
+  if positions is not None and longest > positions:
     raise UserError(
-      f'{SETTING}={settings.path} has {positions} positions (max_position_embeddings), and a prompt of {prompt} tokens '
+      f'{SETTING}={settings.path} has {positions} positions (max_position_embeddings), but a prompt of {prompt} tokens '
       f'with a completion of {config.data.max_response_length} needs {longest}: lower the limits, or choose a teacher '
       'with a longer context.'
     )

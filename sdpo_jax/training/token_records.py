@@ -23,11 +23,11 @@ class TokenRecords:
   top: TopTokens | None  # None: the most likely tokens are not recorded.
 
   def of(self, row: int) -> dict[str, Any]:
-    """Return the per-token fields of the completion `row`, which has L tokens.
+    """Return the per-token fields of completion `row`, which has L tokens.
 
-    `tokens` are the L texts; concatenated they are the completion with its special tokens. `advantages` are L numbers.
-    `top_tokens` holds `student` and `teacher` (null if nothing is known of it), each with `ids` [L][≤ K], most likely
-    first, their `log_probs`, and the log-probs `own` [L] of the completion's tokens; and the `texts` of all these ids.
+    `tokens` are the L texts, whose concatenation is the completion with its special tokens. `advantages` are L numbers.
+    `top_tokens` holds `student` and `teacher` (null if unknown), each with `ids` [L][≤ K], most likely first, their
+    `log_probs`, and the log-probs `own` [L] of the completion's tokens; and `texts`, the texts of all these ids.
     """
     length = int(self.rollouts.completion_mask[row].sum())
     tokens = self.rollouts.completion_tokens[row, :length].tolist()
@@ -36,15 +36,15 @@ class TokenRecords:
       fields['advantages'] = _rounded(self.advantages[row, :length])
     if self.top is not None:
       sides = {'student': self.top.student, 'teacher': self.top.teacher}
-      found = {name: None if side is None else _said(side, row, length) for name, side in sides.items()}
+      found = {name: None if side is None else _top_fields(side, row, length) for name, side in sides.items()}
       ids = {token for side in found.values() if side for position in side['ids'] for token in position}
       fields['top_tokens'] = found | {'texts': {token: self.texts.text_of(token) for token in sorted(ids)}}
     return fields
 
 
-def _said(said: PolicyTopTokens, row: int, length: int) -> dict[str, Any] | None:
-  """Return a policy's most likely tokens for a completion; None if none are known."""
-  ids, log_probs, own = said.ids[row, :length], said.log_probs[row, :length], said.own[row, :length]
+def _top_fields(top: PolicyTopTokens, row: int, length: int) -> dict[str, Any] | None:
+  """Return the fields about a policy's most likely tokens in a completion; None if none are known."""
+  ids, log_probs, own = top.ids[row, :length], top.log_probs[row, :length], top.own[row, :length]
   named = ids >= 0
   if not named.any():
     return None
@@ -56,5 +56,5 @@ def _said(said: PolicyTopTokens, row: int, length: int) -> dict[str, Any] | None
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:
-  """Return numbers rounded to four decimals; those that are not finite become null."""
+  """Return values rounded to four decimals; non-finite ones become None, JSON's null."""
   return jsonable(np.round(values.astype(np.float64), 4))

@@ -1,7 +1,4 @@
-"""The most likely tokens of student and teacher at every position of a completion, for the files of a run.
-
-N completions of T tokens; K most likely tokens of a position.
-"""
+"""The K most likely tokens of student and teacher at each of the T positions of N completions, for `rollouts/`."""
 
 from __future__ import annotations
 
@@ -25,11 +22,11 @@ def measure(
 ) -> TopTokens:
   """Return the most likely tokens of student and teacher for all completions of a generation batch, on the host.
 
-  For samples that the teacher does not teach, its ids are −1 and its log-probs NaN.
+  For samples without a signal of the teacher, its ids are −1 and its log-probs NaN.
 
   Args:
     session: session of the run.
-    state: state before the update; only read.
+    state: state before the update; it is not donated.
     batch: the generation batch, with the signal of an external teacher if there is one.
     k: K; for an external teacher at most the K of its signal.
     stop: whether the run is to stop; checked before every micro-batch.
@@ -52,21 +49,17 @@ def measure(
     return found.replace(teacher=of_signal(batch, k))
   if found.teacher is None:
     return found
-  return found.replace(teacher=_only(found.teacher, batch.taught))
+
+  def if_taught(here: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
+    return np.where(batch.taught.reshape(-1, *[1] * (here.ndim - 1)), here, otherwise)
+
+  return found.replace(teacher=jax.tree.map(if_taught, found.teacher, _nothing(shape, k)))
 
 
 def _nothing(shape: tuple[int, int], k: int) -> PolicyTopTokens:
   """Return empty results: ids of −1 and log-probs of NaN, [N, T, …]."""
   return PolicyTopTokens(
     np.full((*shape, k), -1, np.int32), np.full((*shape, k), np.nan, np.float32), np.full(shape, np.nan, np.float32)
-  )
-
-
-def _only(said: PolicyTopTokens, samples: np.ndarray) -> PolicyTopTokens:
-  """Return the results of `samples` [N] bool, with those of the others emptied."""
-  nothing = _nothing(said.own.shape, said.ids.shape[-1])
-  return jax.tree.map(
-    lambda here, none: np.where(samples.reshape(-1, *[1] * (here.ndim - 1)), here, none), said, nothing
   )
 
 

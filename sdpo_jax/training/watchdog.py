@@ -1,12 +1,12 @@
-"""A thread that reports when a run makes no progress, and ends the run if a limit is set.
+"""A watchdog thread, which reports when a run makes no progress, and ends the run if a limit is set.
 
-Progress is a program compiled, a parameter read, tokens sampled, a completion graded, a micro-batch trained, or the
-next phase begun (`liveness`). A grader, a program on the devices, a collective that another process never joins, or a
-file system may hang; the stacks of all threads, written to `stalls/` of the run, show where.
+Progress is a program compiled, a parameter read, tokens sampled, a completion graded, a micro-batch trained, or a phase
+begun (`liveness`). A grader, a program on the devices, a collective that another process never joins, or a file system
+may hang; the stacks of all threads, written to `stalls/` in the run directory, show where.
 
-Code that never releases the interpreter, such as a regular expression in a grader that never returns, stops this thread
-too. Python's faulthandler, which does not need the interpreter, then writes the stacks to stderr; if a limit is set, it
-ends the process with its own exit code, 1.
+Code that never releases the interpreter, such as an endless regular expression in a grader, stops this thread, too.
+Python's faulthandler, which does not need the interpreter, then writes the stacks to stderr; if a limit is set, it ends
+the process with its own exit code, 1.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from sdpo_jax.errors import first_line
 from sdpo_jax.files import make_directory, write_atomically
 
 FOLDER = 'stalls'
-LOOKS = 20  # Checks of the clock within the shorter of the two limits.
+LOOKS = 20  # Number of checks within the shorter of the two limits.
 LONGEST_PAUSE_S = 10.0  # Maximum time between two checks.
 WRITING_S = 10.0  # Maximum time to wait for the file with the stacks to be written.
-# A likely cause, by the phase in which there is no progress.
+# The likely cause of a stall, by phase.
 HINTS = {
   'sample': 'a program on the devices, or another process of the run, does not end',
   'grade': 'graders do not answer (their time limits are settings of environments)',
   'train': 'a program on the devices, or another process of the run, does not end',
   'compile': 'a program takes long to compile',
-  'on_step': 'what is done between two steps does not end',
+  'on_step': 'the code that is called after every step (on_step) does not return',
   'save': 'the file system of the run does not answer',
   'restore': 'the file system of the run does not answer',
 }
 
 
 class Watchdog:
-  """A watchdog that runs within a `with` block."""
+  """A context manager in which the watchdog runs."""
 
   def __init__(
     self,
@@ -106,7 +106,7 @@ class Watchdog:
       return
 
   def look(self) -> None:
-    """Compare the last sign of life with the clock; report a stall or the end of one, or end the run."""
+    """Check how old the last sign of life is; report a stall or its end, or end the run."""
     sign = liveness.last()
     silent = self._clock() - sign.at
     if self._reported is not None and sign.at > self._reported.at:
@@ -115,7 +115,7 @@ class Watchdog:
     if self._report_s is not None and silent >= self._report_s and self._reported is None:
       self._reported = sign
       self._announce(f'{describe(sign, silent)}.')
-      self._announce(f'Where the threads of this process stand: {self._write_stacks(sign, silent)}.')
+      self._announce(f'The stacks of all threads of this process are in {self._write_stacks(sign, silent)}.')
     if self._limit_s is not None and silent >= self._limit_s and not self._ended:
       self._ended = True
       self._end(f'{describe(sign, silent)}. That is longer than trainer.watchdog_limit_s={self._limit_s:g}')
@@ -132,9 +132,9 @@ class Watchdog:
 
     try:
       call_within(write, WRITING_S, 'stalls')
-    except (OSError, OverranError) as error:  # This file system may be what hangs.
+    except (OSError, OverranError) as error:  # This may be the file system that hangs.
       logging.error('%s', text)
-      return f'in the log ({path} cannot be written: {first_line(error)})'
+      return f'the log ({path} cannot be written: {first_line(error)})'
     return str(path)
 
 
@@ -149,7 +149,7 @@ def stacks() -> str:
   """Return the Python stacks of all threads of this process, the main thread's first."""
   names = {thread.ident: thread.name for thread in threading.enumerate()}
   main = threading.main_thread().ident
-  standing = sys._current_frames()  # noqa: SLF001 (Python has no other way to them, and documents this one.)
+  standing = sys._current_frames()  # noqa: SLF001 (Documented by Python, which has no public alternative.)
   frames = sorted(standing.items(), key=lambda item: item[0] != main)
   return '\n'.join(
     f'Thread {names.get(ident, "of another library")}:\n{"".join(traceback.format_stack(frame))}'

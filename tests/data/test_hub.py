@@ -213,7 +213,7 @@ def test_a_set_in_another_format_is_read_as_the_hub_has_converted_it(hub):
 @pytest.mark.parametrize(
   ('source', 'message'),
   [
-    ('hf:me/none', "data.train_files='me/none' .* there is no such data set, or a private one: .* `hf auth login`"),
+    ('hf:me/none', "data.train_files='me/none' .* there is no such data set, or it is private: .* `hf auth login`"),
     ('hf:me/rows?revision=v9', "data.train_files='me/rows' .* it has no such revision"),
     ('hf:me/script', "data.train_files='me/script' .* it has no such revision"),
     ('hf:a/b/c', "data.train_files='a/b/c' is not a directory here"),

@@ -270,7 +270,7 @@ def test_a_rollback_restores_the_best_weights_and_goes_on_with_other_questions(e
     for step in range(1, LAST + 1)
   ]
   assert len(set.union(*questions)) == sum(map(len, questions))
-  assert f'Going back to the weights of step {best}' in done['whole'].stderr
+  assert f'Rolling back to the weights of step {best}' in done['whole'].stderr
   assert done['whole'].stderr.count(f'rule {ALWAYS!r}') == 2
   assert f'Stopped by an alarm after step {LAST}' in done['whole'].stdout and ALWAYS in done['whole'].stdout
   assert 'alarms.max_rollbacks=1 rollbacks were made. The best checkpoint is that of step' in done['whole'].stdout

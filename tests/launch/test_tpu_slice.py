@@ -205,8 +205,8 @@ def test_a_preempted_slice_is_asked_for_again_and_the_run_started_again(slice_of
   )
   assert code == 0
   assert verbs(calls) == ['delete', 'create', 'scp', 'install', 'start']
-  assert 'cannot be seen; trying again' in err  # One question failed: no reason to give the slice up.
-  assert 'The slice sdpo is SUSPENDED: asking for it again' in err
+  assert 'cannot be read; trying again' in err  # One question failed: no reason to give the slice up.
+  assert 'The slice sdpo is SUSPENDED: requesting it again' in err
 
 
 def test_a_slice_that_cannot_be_had_ends_with_its_own_code(slice_of):
@@ -244,14 +244,14 @@ def test_a_worker_that_cannot_be_reached_is_looked_for_again(slice_of):
   assert verbs(calls) == []
   sentence = 'Worker 0 of the slice sdpo could not be reached, though the slice is ACTIVE,'
   said = [line for line in err.splitlines() if line.startswith('Worker 0')]
-  assert said == [f'{sentence} ({count} of 10 times): looking again.' for count in (1, 2, 1)]  # Counted in a row.
+  assert said == [f'{sentence} ({count} of 10 times): trying again.' for count in (1, 2, 1)]  # Counted in a row.
 
 
 def test_a_worker_that_can_never_be_reached_ends_the_watching(slice_of):
   code, err, calls = slice_of('watch', *PLACE, '--type=v5litepod-64', *TRAIN, codes='running !')
   assert code == 5
   assert verbs(calls) == []
-  assert 'could not be reached, though the slice is ACTIVE, 10 times in a row: the watching ends.' in err
+  assert 'could not be reached, though the slice is ACTIVE, 10 times in a row: giving up.' in err
   assert sum(call[3] == 'ssh' for call in calls) == 1 + 10
 
 
@@ -408,7 +408,7 @@ def test_help_lists_verbs_and_flags(slice_of, tmp_path, arguments):
 @pytest.mark.parametrize(
   ('arguments', 'sentence'),
   [
-    ((), '  create   asks for the slice'),
+    ((), '  create   requests the slice'),
     (('begin', *PLACE), 'begin is not run, create, install, start, watch, logs, status, stop or delete'),
     (('run', '--zone=z', '--type=t', *TRAIN), '--name=… is required'),
     (('run', '--name=n', '--type=t', *TRAIN), '--zone=… is required'),

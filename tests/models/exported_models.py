@@ -1,4 +1,4 @@
-"""A small published model, and exports of an adapter of it."""
+"""A small model with a config.json as published, and exports of an adapter for it."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""Every family as a random tiny model: its settings, and what transformers makes of them."""
+"""Tiny random models of every family: their settings, and the models of transformers with these."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = dict(
   bos_token_id=None,
   pad_token_id=0,
 )
-# Positions go on to 56, well beyond the 16 that were seen before stretching.
+# Texts reach position 56, well beyond the 16 positions before stretching.
 DEFAULT = dict(rope_type='default', rope_theta=300.0)
 LINEAR = dict(rope_type='linear', rope_theta=1000.0, factor=8.0)
 YARN = dict(rope_type='yarn', rope_theta=1000.0, factor=8.0, original_max_position_embeddings=16, beta_fast=4.0)
@@ -63,7 +63,7 @@ MODELS = {
     ),
   ),
 }
-# What families also know; most run in campaigns.
+# More settings of the families; most are only tested in campaigns.
 MORE = {
   'qwen3, windows and biases': (
     'Qwen3',
@@ -109,7 +109,7 @@ TOKENIZER = types.SimpleNamespace(decode=lambda tokens, **options: ' '.join(map(
 
 
 def reference(name):
-  """Return a random model of transformers; norms and biases, which would be 1 and 0, prove something."""
+  """Return a random model of transformers, whose norms and biases are random, too, so that they matter."""
   torch.manual_seed(0)
   family, settings = (MODELS | MORE)[name]
   model_class = transformers.AutoModelForCausalLM
@@ -122,7 +122,7 @@ def reference(name):
 
 
 def reference_that_sees_images():
-  """Return a Gemma 3 that sees images, of random weights."""
+  """Return a Gemma 3 that reads images, with random weights."""
   text = SIZES | MODELS['gemma3'][1]
   vision = dict(
     hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14

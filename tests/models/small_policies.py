@@ -1,4 +1,4 @@
-"""Random policies of a few layers, of which any part may be frozen."""
+"""Random policies with a few layers, of which any part may be frozen."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ DEPTHS = {'shallow': 2, 'deep': kv_cache.SHALLOW + 1}
 
 
 def make(layers, frozen, mesh=None, dtype='float32'):
-  """(policy, base, trainable) of the random model with some parameters frozen; `frozen` () is full fine-tuning."""
+  """Return (policy, base, trainable) of a random model with some parameters frozen; `frozen` () is full fine-tuning."""
   config = CONFIG | {'num_hidden_layers': layers}
   policy, params = huggingface.init(config, jax.random.key(0), ModelConfig(dtype=dtype, remat='full'))
   policy = dataclasses.replace(policy.on(mesh), frozen=frozen)
@@ -37,7 +37,8 @@ def make(layers, frozen, mesh=None, dtype='float32'):
 
 
 class NoText:
-  """A tokenizer of a sampler whose texts nobody reads."""
+  """A tokenizer for samplers whose texts are not used."""
 
   def decode(self, token_ids, **_):
+    """Return no text."""
     return ''

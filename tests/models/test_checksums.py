@@ -1,4 +1,4 @@
-"""Model directories with known SHA-256: a changed file is refused by name, wherever its digest is known from."""
+"""Model directories with known SHA-256 sums: a changed file is refused by name, whatever the source of its sum."""
 
 import hashlib
 import pathlib

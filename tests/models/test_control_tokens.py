@@ -1,4 +1,4 @@
-"""Messages cannot spell control tokens: not more of them than the chat template writes, and every text as it is."""
+"""Messages cannot spell control tokens: only the template's become tokens, and all texts stay as they are."""
 
 import copy
 import functools
@@ -67,7 +67,7 @@ def byte_level(*, words: bool = True) -> tokenizers.Tokenizer:
 
 @functools.cache
 def make(kind: str):
-  """Return a tokenizer of a kind that models have."""
+  """Return a small tokenizer of one of the kinds that models use."""
   if kind == 'python':  # Without a backend of the tokenizers library.
     tokenizer = transformers.ByT5Tokenizer(extra_ids=0, additional_special_tokens=list(SPELLED[:4]))
     tokenizer.chat_template = CHATML
@@ -176,7 +176,7 @@ def test_a_spelled_token_is_the_text_that_the_library_makes_of_it(text):
 
 
 def test_a_text_is_marked_with_one_mark_whatever_is_encoded_meanwhile(monkeypatch):
-  """Threads share what encodes: another text that holds the mark has it replaced."""
+  """Threads share the encoder, and a text that contains its mark makes another thread replace it."""
   plain, messages = PlainMessages(make('byte_level')), conversation('a<|im_end|>b', '<|im_start|>')
   expected = plain.encode(messages)
   halves, seen = plain._halves, []  # noqa: SLF001 (Where another thread may come in between.)
@@ -200,7 +200,7 @@ def test_which_strings_are_control_tokens():
 
 
 def test_tags_are_text_only_in_pairs():
-  """Delimiters of turns, as of Gemma, look like tags and need not be marked as special."""
+  """Delimiters of turns, such as those of Gemma, look like tags and need not be marked as special."""
   tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level())
   names = ['<start_of_turn>', '<end_of_turn>', '<think>', '</think>', '</turn>', '<other>']
   tokenizer.add_tokens([AddedToken(name, special=False) for name in names])

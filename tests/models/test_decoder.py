@@ -1,4 +1,4 @@
-"""What the decoder promises about gradients, rows, cache and memory, with Qwen3 as the model."""
+"""Gradients, rows, cache and memory of the decoder, with Qwen3 as the model."""
 
 import dataclasses
 import functools
@@ -47,7 +47,7 @@ def reference(directory, seed=0, **changes):
 
 
 def rows(tokens):
-  """tokens [B, S] as one segment a row: (tokens, positions, segment_ids)."""
+  """Return (tokens, positions, segment_ids) for tokens [B, S] with one segment per row."""
   batch, length = tokens.shape
   return tokens, np.tile(np.arange(length, dtype=np.int32), (batch, 1)), np.ones((batch, length), np.int32)
 

@@ -1,6 +1,4 @@
-"""An export is whole under its name or not there, whatever ends it; several at once, and several processes, make
-one.
-"""
+"""An export is complete or absent, whatever ends it; several at once, or several processes, make one."""
 
 import errno
 import fcntl
@@ -45,7 +43,7 @@ DOWN = ('layers', 'mlp', 'down')
   'path, tensor', [(DOWN, 'model.layers.0.mlp.down_proj.weight'), (('embedding',), 'model.embed')]
 )
 def test_what_the_type_cannot_hold_is_named_and_nothing_stays(made, path, tensor, tmp_path):
-  with pytest.raises(UserError, match=rf"Tensor '{tensor}.* holds values up to 7e\+04, and float16 ends at 6.55e\+04"):
+  with pytest.raises(UserError, match=rf"Tensor '{tensor}.* holds values up to 7e\+04, but float16 ends at 6.55e\+04"):
     huggingface.save(tmp_path / 'out', *changed(made, path, 7e4), dtype='float16')
   assert list(tmp_path.iterdir()) == []
   huggingface.save(tmp_path / 'out', *changed(made, path, 65504.0), dtype='float16')
@@ -65,7 +63,7 @@ def test_weights_that_are_not_finite_are_not_exported(made, value, tmp_path):
 
 @pytest.mark.parametrize('shape', [(8, 1), (2, 4)], ids=str)
 def test_an_export_from_a_mesh_is_that_of_one_device(made, shape, monkeypatch, tmp_path):
-  """An embedding that is split by rows and fetched in parts of 3 rows, too."""
+  """Also for an embedding that is sharded by rows and fetched in parts of 3 rows."""
   monkeypatch.setattr(exporting, 'BAND_BYTES', 4 * 16 * 3 // shape[0] * shape[0])
   policy, params = made
   mesh = make_mesh(MeshConfig(*shape), jax.devices()[:8])
@@ -81,7 +79,7 @@ def test_an_export_from_a_mesh_is_that_of_one_device(made, shape, monkeypatch, t
 
 
 def test_what_a_killed_export_left_is_replaced(made, tmp_path):
-  """One that was killed while it wrote; its name appears nowhere until another one is complete."""
+  """An export that was killed while writing leaves no directory of that name, and the next one replaces its rest."""
   program = """
 import os, pathlib, signal, sys
 from sdpo_jax.models import exporting
@@ -109,7 +107,7 @@ def test_of_two_exports_to_one_place_one_is_refused(made, tmp_path):
 
 
 def test_a_lock_that_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch):
-  """Between opening and locking it, the process before ends, and removes it."""
+  """The previous process ends, and removes the lock, between opening and locking it."""
   lock, taken, flock = tmp_path / 'lock', [], fcntl.flock
 
   def removed_once(descriptor, how):
@@ -126,7 +124,7 @@ def test_a_lock_that_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch):
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(made, tmp_path, monkeypatch):
   """Before anything is written, and in the middle of it."""
-  with pytest.raises(UserError, match=r'out needs [\d.]+ GB, and [\d.]+ GB are free there: make room'):
+  with pytest.raises(UserError, match=r'out needs [\d.]+ GB, but [\d.]+ GB are free there: make room'):
     with exporting.new_directory(tmp_path / 'out', 10**18):
       pytest.fail('it began')
 
@@ -142,7 +140,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(made, tmp_path, monkeypa
 def test_places_where_no_export_can_be_are_named(made, tmp_path, monkeypatch):
   with pytest.raises(UserError, match='gs://bucket/out: models are written to local directories'):
     huggingface.save('gs://bucket/out', *made)
-  with pytest.raises(UserError, match='cannot be looked at .*File name too long.*: name another directory'):
+  with pytest.raises(UserError, match='cannot be accessed .*File name too long.*: name another directory'):
     huggingface.save(tmp_path / ('x' * 300), *made)
   (tmp_path / 'file').write_text('kept')
   with pytest.raises(UserError, match='file is a file: name a new directory'):
@@ -150,7 +148,7 @@ def test_places_where_no_export_can_be_are_named(made, tmp_path, monkeypatch):
   with pytest.raises(UserError, match=r'could not be written \(.*\): name another directory'):
     huggingface.save(tmp_path / 'file' / 'out', *made)
   monkeypatch.setattr(os.path, 'ismount', lambda path: True)
-  with pytest.raises(UserError, match='out is where a disk is mounted, which cannot be replaced at once'):
+  with pytest.raises(UserError, match='out is a mount point, which cannot be replaced'):
     huggingface.save(tmp_path / 'out', *made)
 
 
@@ -194,7 +192,7 @@ command.run(main)
 
 @pytest.mark.slow
 def test_processes_load_and_export_a_model_together(tmp_path):
-  """Each has half of it; process 0 writes what all were given."""
+  """Each process holds half of the model, and process 0 writes all of it."""
   model = tiny.make_model(tmp_path / 'model')
   port = free_port()
   flags = [

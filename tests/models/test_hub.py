@@ -1,4 +1,4 @@
-"""The hub is asked once whether it is there; its libraries would try for half a minute. What is pushed arrives."""
+"""The hub is checked once, since its libraries would retry for half a minute; and pushes to it."""
 
 import fnmatch
 import http.server
@@ -17,7 +17,7 @@ from tests import hub_server
 
 @pytest.fixture
 def online(monkeypatch):
-  """Libraries that are not told to be offline; what is found out about the hub is forgotten again."""
+  """Let the libraries be online; the cached state of the hub is forgotten afterwards."""
   monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', False)
   monkeypatch.setattr(hub, 'PAUSE_S', 0.0)
   hub.unreachable.cache_clear()
@@ -53,11 +53,11 @@ def test_a_hub_that_answers_is_reachable_whatever_it_says(online, monkeypatch):
       errors.GatedRepoError,
       r'grants access on request: ask for it at https://\S+/meta-llama/X, then run `hf auth login`',
     ),
-    (errors.RepositoryNotFoundError, 'no such model, or a private one: correct the name, or run `hf auth login`'),
+    (errors.RepositoryNotFoundError, 'no such model, or it is private: correct the name, or run `hf auth login`'),
   ],
 )
 def test_a_model_that_is_not_for_everybody_is_said_with_the_way_to_it(kind, sentence, online, monkeypatch):
-  """The library's message begins with nothing but the status."""
+  """The first line of the library's message is only a status."""
   refused = kind(
     '401 Client Error.\n\nCannot access …', response=httpx2.Response(401, request=httpx2.Request('GET', 'x'))
   )
@@ -72,7 +72,7 @@ def test_a_model_that_is_not_for_everybody_is_said_with_the_way_to_it(kind, sent
 
 
 def test_a_hub_that_cannot_be_reached_is_said_at_once(online, monkeypatch):
-  """For models and data sets alike: two attempts in all, and none by the libraries."""
+  """For models and data sets: two attempts in total, and none by the libraries."""
   requests = []
 
   def unknown(address):
@@ -98,9 +98,7 @@ def test_libraries_that_are_told_to_be_offline_are_not_second_guessed(online, mo
 
 
 def test_weights_are_fetched_only_where_they_are_wanted(online, monkeypatch, tmp_path):
-  """Of a directory of the hub, by the patterns that its library is handed; those that the index names, and no
-  others.
-  """
+  """The library of the hub gets the patterns of files; of weights, only those that the index names."""
   companions = {'config.json', 'tokenizer.json', 'chat_template.jinja', 'model.safetensors.index.json'}
   names = {*companions, 'model-1.safetensors', 'consolidated.safetensors'}
   asked = []
@@ -168,7 +166,7 @@ def test_what_is_to_be_private_is_not_put_where_everybody_sees_it(served, tmp_pa
   write(tmp_path / 'my out', README_md=CARD)
   served.models['me/x'] = hub_server.Model(private=False)
   with pytest.raises(
-    UserError, match=r"--push=me/x: it is there and public: .*`hf upload me/x '\S+/my out' --private` uploads it\.$"
+    UserError, match=r"--push=me/x: it exists and is public: .*`hf upload me/x '\S+/my out' --private` uploads it\.$"
   ):
     hub.push(tmp_path / 'my out', 'me/x', private=True)
   assert served.models['me/x'].files == {}
@@ -179,8 +177,8 @@ def test_what_is_to_be_private_is_not_put_where_everybody_sees_it(served, tmp_pa
 @pytest.mark.parametrize(
   ('token', 'name', 'said'),
   [
-    ('', 'me/x', 'nobody is logged in here, .*: run `hf auth login`'),
-    ('hf_unknown', 'me/x', 'nobody is logged in here, or with a token that the hub does not know: run `hf auth login`'),
+    ('', 'me/x', 'there is no token here, .*: run `hf auth login`'),
+    ('hf_unknown', 'me/x', 'there is no token here, or one that the hub does not know: run `hf auth login`'),
     ('hf_reads', 'me/x', 'the token that is logged in may only read: run `hf auth login` with one that may write'),
     ('hf_me', 'tuned', 'write it as OWNER/NAME'),
     ('hf_me', 'me/x/y', 'write it as OWNER/NAME'),

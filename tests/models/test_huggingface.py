@@ -1,4 +1,4 @@
-"""Import and export of Hugging Face model directories: nothing is lost, and every mistake has a name."""
+"""Import and export of Hugging Face model directories: nothing is lost, and errors name what is wrong."""
 
 import collections
 import gc
@@ -60,7 +60,7 @@ def original(made, tmp_path_factory):
 
 @pytest.fixture
 def broken(original, tmp_path):
-  """Return a copy to be damaged, of which no digests are known."""
+  """Return a copy that may be damaged, without known digests."""
   return shutil.copytree(original, tmp_path / 'broken', ignore=shutil.ignore_patterns(SUMS))
 
 
@@ -142,7 +142,7 @@ def mesh_of(shape):
 
 @pytest.fixture
 def read(monkeypatch):
-  """Tensor name -> elements that were read."""
+  """Record the number of elements read, by tensor name."""
   counts, lock, fill = collections.Counter(), threading.Lock(), tensor_files.TensorFile.read
 
   def note(file, buffer, offset):
@@ -182,9 +182,7 @@ def test_a_mesh_holds_what_one_device_does_and_reads_it_once(stored, shape, conf
 
 @pytest.mark.parametrize('shape', MESHES, ids=str)
 def test_a_process_reads_the_share_of_its_devices(stored, shape, read, monkeypatch):
-  """As if this process held one of the eight devices, and rows were long enough to skip what it does not need of
-  one.
-  """
+  """As if this process had one of eight devices, and rows were long enough to skip the parts that it does not need."""
   monkeypatch.setattr(tensor_files, 'GAP', 0)
   policy, whole = huggingface.load(stored, PADDED)
   index_map = jax.sharding.NamedSharding.devices_indices_map
@@ -243,7 +241,7 @@ def test_a_block_of_layers_reads_no_other(original, read):
 @pytest.mark.slow
 @pytest.mark.parametrize('mesh', [None, (2, 4)], ids=str)
 def test_loading_and_exporting_hold_little_of_a_model(mesh, tmp_path):
-  """What numpy allocates on the way: a parameter and some bands, and a tensor; not the model, nor two parameters."""
+  """NumPy allocates a parameter and some bands, and a tensor; neither the model nor two parameters."""
   sizes = {'hidden_size': 256, 'intermediate_size': 2048, 'num_hidden_layers': 8, 'vocab_size': 512}
   policy, params = huggingface.init(CONFIG | sizes, jax.random.key(0))
   huggingface.save(tmp_path / 'model', policy, params, dtype='bfloat16')
@@ -288,7 +286,7 @@ def test_a_tied_model_may_store_its_head_too(tmp_path):
 
 
 def test_a_head_that_is_not_the_embedding_contradicts_a_tied_model(made, tmp_path):
-  """transformers 5 computes with such a head, whatever config.json says; nobody is to train another model unawares."""
+  """transformers 5 uses such a head, whatever config.json says; users must not train another model unknowingly."""
   huggingface.save(tmp_path / 'model', *made, dtype='bfloat16')
   edit_config(tmp_path / 'model', tie_word_embeddings=True)
   with pytest.raises(UserError, match=r"'lm_head.weight' is another matrix than 'model.embed_tokens.weight'.*to false"):
@@ -366,7 +364,7 @@ def put(name, array):
 WEIGHT_MISTAKES = {
   'no config': (lambda directory: (directory / 'config.json').unlink(), r'has no config\.json'),
   'config is not JSON': (lambda directory: (directory / 'config.json').write_text('{'), r'config\.json is not JSON'),
-  'config is a list': (lambda directory: (directory / 'config.json').write_text('[]'), 'must hold a JSON object'),
+  'config is a list': (lambda directory: (directory / 'config.json').write_text('[]'), 'does not hold a JSON object'),
   'no weights': (lambda directory: (directory / 'model.safetensors').unlink(), r'has neither model\.safetensors nor'),
   'truncated': (truncate, r'model\.safetensors is damaged'),
   'index of a missing file': (index_of_missing_file, r'names model-7\.safetensors, which is missing'),
@@ -406,7 +404,7 @@ def test_damaged_directories_are_named(broken, damage, message):
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
 @pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
 def test_weights_that_are_not_finite_are_refused_with_tensor_file_and_number(made, value, dtype, tmp_path):
-  """On one device and on a mesh, where a device holds none, one or two of them; the number is the tensor's."""
+  """On one device and on a mesh whose devices hold none, one or two of them; the message counts those of the tensor."""
   huggingface.save(tmp_path / 'model', *made, dtype=dtype, max_shard_bytes=3000)
   name = 'model.layers.1.mlp.down_proj.weight'
   index = json.loads((tmp_path / 'model' / 'model.safetensors.index.json').read_text())
@@ -423,7 +421,7 @@ def test_weights_that_are_not_finite_are_refused_with_tensor_file_and_number(mad
 
 
 def test_the_largest_values_of_a_type_are_finite(broken):
-  """A sum of them, or of their squares, would not be."""
+  """Their sum, or that of their squares, would not be finite."""
   largest = np.finfo(np.float32).max
   put('model.norm.weight', np.array([largest, -largest] * 8, np.float32))(broken)
   _, params = huggingface.load(broken, FLOAT32)

@@ -1,4 +1,4 @@
-"""The policy protocol: who fits it, and a frozen base changes neither states nor samples nor gradients."""
+"""The policy protocol: its implementations, and a frozen base, which changes no states, samples or gradients."""
 
 import dataclasses
 import functools
@@ -58,7 +58,7 @@ def rows_on(mesh):
 
 @functools.cache
 def nothing_frozen(depth, devices):
-  """Return (loss, states) and gradients of the model that is trained whole."""
+  """Return (loss, states) and gradients of the model in full fine-tuning."""
   mesh = mesh_of(devices)
   policy, nothing, params = make(DEPTHS[depth], (), mesh)
   assert nothing == {}
@@ -95,7 +95,7 @@ def sampled(layers, frozen, mesh):
   ids=['shallow, one device', 'shallow, eight devices', 'deep, eight devices'],
 )
 def test_what_is_frozen_changes_no_sample(layers, mesh):
-  """Prefill and decode loop, from parameters that are cast ahead of both."""
+  """In prefill and decode loop, with parameters that are cast before both."""
   expected, rollouts = (sampled(layers, frozen, mesh) for frozen in ((), FROZEN['embedding and MLP']))
   for name in ('completion_tokens', 'sampling_log_probs', 'model_log_probs', 'entropy'):
     np.testing.assert_array_equal(getattr(rollouts, name), getattr(expected, name))
@@ -103,7 +103,7 @@ def test_what_is_frozen_changes_no_sample(layers, mesh):
 
 @pytest.mark.parametrize('layers', DEPTHS.values(), ids=DEPTHS)
 def test_either_tree_may_be_cast(layers):
-  """Each by itself, once or again: the states are those of uncast parameters, with and without a cache."""
+  """Either tree alone, once or twice: states equal those of uncast parameters, with and without a cache."""
   policy, base, trainable = make(layers, FROZEN['embedding and MLP'])
   row = np.arange(1, 9, dtype=np.int32)[None], np.arange(8, dtype=np.int32)[None], np.ones((1, 8), np.int32)
   cast = policy.cast(base, trainable)
@@ -140,7 +140,7 @@ def test_trees_are_merged_by_path():
   for more in ({'x': {'p': 7}}, {'x': {'p': {'deeper': 7}}}):
     with pytest.raises(ValueError, match=r'both hold layers\.x\.p'):
       parameters.merge(base, {'layers': more})
-  with pytest.raises(ValueError, match=r'both hold layers\.x:'):
+  with pytest.raises(ValueError, match=r'both hold layers\.x,'):
     parameters.merge(base, {'layers': {'x': 7}})
 
 

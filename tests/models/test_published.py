@@ -1,4 +1,4 @@
-"""The sizes of published models: the parameters that follow from them are as many as the hub states."""
+"""The sizes of published models give the number of parameters that the hub states."""
 
 import pytest
 

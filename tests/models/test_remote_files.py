@@ -1,4 +1,4 @@
-"""A model in a bucket is copied once, whole or not at all. The bucket is a folder that epath takes for gs://."""
+"""Models in a bucket are copied once, as a whole or not at all. The bucket is a folder that epath takes for gs://."""
 
 import concurrent.futures
 import os
@@ -53,14 +53,14 @@ def test_an_adapter_in_a_bucket_is_read_from_a_copy(bucket, tmp_path):
 
 
 def resolved(**settings):
-  """As another process would."""
+  """Resolve the model as another process would."""
   remote_files.fetch.cache_clear()
   return model_files.resolve(ADDRESS, **settings)
 
 
 @pytest.fixture
 def copied(monkeypatch):
-  """Names of the files that were copied."""
+  """Record the names of the files that are copied."""
   names, copy = [], backend.fsspec_backend.copy
 
   def note(path, target, overwrite):
@@ -72,7 +72,7 @@ def copied(monkeypatch):
 
 
 def test_only_what_has_changed_is_copied_again(bucket, copied):
-  """Also where the size is the same, as it is of all weights of an architecture."""
+  """Even if the size is the same, as for all weights of an architecture."""
   folder = tiny.make_model(bucket / 'models' / 'tiny')
   copy = resolved()
   assert sorted(copied) == sorted(path.name for path in folder.iterdir())
@@ -123,7 +123,7 @@ def test_a_copy_is_on_the_disk_before_it_has_its_name(bucket, tmp_path, monkeypa
 
 
 def test_a_copy_that_was_interrupted_goes_on(bucket, tmp_path, monkeypatch, copied):
-  """What was whole is kept, and what was not is copied anew: also if the process was killed, and left half a file."""
+  """Complete files are kept and others copied again, even if a killed process has left half a file."""
   folder = tiny.make_model(bucket / 'models' / 'tiny')
   copy = backend.fsspec_backend.copy
 

@@ -1,4 +1,4 @@
-"""Frequencies of rotary embeddings against transformers, at the sizes of real models, and how config.json says them."""
+"""Frequencies of rotary embeddings against transformers, at the sizes of real models, and their config.json entries."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Tokenizers of two models: whether a token id means the same to both."""
+"""Comparison of two models' tokenizers: whether every token id means the same to both."""
 
 import json
 
@@ -18,7 +18,7 @@ def folders(tmp_path):
 
 
 def change(folder, edit):
-  """Rewrites tokenizer.json."""
+  """Change tokenizer.json."""
   values = json.loads((folder / 'tokenizer.json').read_text())
   edit(values)
   (folder / 'tokenizer.json').write_text(json.dumps(values, indent=3))
@@ -44,7 +44,7 @@ def name_anew(values):
 
 
 def merge(values):
-  """Another rule for the same vocabulary."""
+  """Add another merge for the same vocabulary."""
   values['model']['vocab']['ab'] = 300
   values['model']['merges'] = [['a', 'b']]
 

@@ -1,4 +1,4 @@
-"""Directories with a SentencePiece model and nothing made of it: the ids and texts are SentencePiece's."""
+"""Directories with a SentencePiece model alone: ids and texts are those of SentencePiece."""
 
 import random
 import shutil
@@ -56,7 +56,7 @@ def test_ids_and_texts_are_those_of_sentencepiece(style, folders, loaded):
 
 @pytest.mark.parametrize('style', STYLES)
 def test_what_an_export_says_gives_others_the_same_tokens(style, folders, loaded, tmp_path):
-  """Of a Mistral, transformers would make another tokenizer."""
+  """For a Mistral, transformers would build another tokenizer."""
   shutil.copytree(folders[style], tmp_path, dirs_exist_ok=True)
   texts = tokenizers.exported(folders[style], loaded[style], None)
   assert set(texts) == {'tokenizer.json', 'tokenizer_config.json'}
@@ -84,7 +84,7 @@ def test_of_symbols_that_a_user_has_defined_delimiters_are_control_tokens(folder
 
 @pytest.mark.parametrize('style', STYLES)
 def test_merges_follow_the_scores_of_pieces_not_their_numbers(style, tmp_path):
-  """Llama's runs of spaces are its first pieces, and score lowest."""
+  """Llama's runs of spaces are its first pieces, but have the lowest scores."""
   folder = tokenizer_styles.make(style, tmp_path / 'model')
   model = sentencepiece_model_pb2.ModelProto()
   model.ParseFromString((folder / 'tokenizer.model').read_bytes())
@@ -98,8 +98,8 @@ def test_merges_follow_the_scores_of_pieces_not_their_numbers(style, tmp_path):
 
 
 def test_the_class_that_a_config_asks_for_is_not_trusted(folders, tmp_path):
-  """For a Mistral, transformers builds a tokenizer that loses the space before a text or, from 5.24 on, puts a second
-  one after each control token; it is not the one that is used.
+  """For Mistral, transformers builds a tokenizer that loses the space before a text or, from 5.24 on, adds another
+  after each control token; it is not used.
   """
   pieces, folder = library(folders['mistral']), folders['mistral']
   expected = [pieces.encode('The'), [pieces.piece_to_id('[INST]'), *pieces.encode('The')]]
@@ -114,7 +114,7 @@ def test_the_class_that_a_config_asks_for_is_not_trusted(folders, tmp_path):
   options = tokenizer_styles.STYLES['mistral'].pieces | {'model_type': 'word', 'hard_vocab_limit': False}
   tokenizer_styles.write_pieces(broken, **options)
   with pytest.raises(
-    UserError, match=r'transformers splits text otherwise than SentencePiece .* put a tokenizer\.json'
+    UserError, match=r'transformers splits text differently from SentencePiece: put a tokenizer\.json'
   ):
     tokenizers.load(broken)
   (broken / 'tokenizer.model').write_bytes(b'IQ== 0\nIg== 1\n')  # As Llama 3's, in the format of another library.
@@ -139,7 +139,7 @@ def test_a_stop_string_ends_where_the_decoded_text_first_holds_it(style, loaded)
 
 @pytest.mark.parametrize('style', STYLES)
 def test_an_answer_that_is_streamed_is_the_decoded_text(style, loaded, monkeypatch):
-  """Byte by byte, where half of a character hides the one before it from the decoder."""
+  """Token by token, even if half a character keeps the decoder from showing the one before it."""
   tokenizer = loaded[style]
   ids = tokenizer.encode(TEXT, add_special_tokens=False)
   drafts = [tokenizer.decode(ids[:end]) for end in range(1, len(ids))]

@@ -1,6 +1,4 @@
-"""Files of tensors, damaged in every way, are refused by name; what is written is what the safetensors library
-reads.
-"""
+"""Damaged tensor files are refused by name, and the safetensors library reads what is written."""
 
 import hashlib
 import json
@@ -28,14 +26,14 @@ def entry(*offsets, shape=(2,), dtype='F32'):
 
 DAMAGES = {
   'empty': (b'', 'it has 0 bytes'),
-  'no header': (b'\x10\0\0\0\0\0\0\0{', 'its header should have 16 bytes, and the file has 9'),
+  'no header': (b'\x10\0\0\0\0\0\0\0{', 'its header should have 16 bytes, but the file has 9'),
   'a header without end': (encoded(b'{}', length=2**63), 'its header should have 9223372036854775808 bytes'),
   'no JSON': (encoded(b'{"a"'), 'its header is not JSON'),
   'no text': (encoded(b'\xff\xff'), 'its header is not JSON'),
   'a list': (encoded([]), 'its header is not a JSON object'),
-  'an entry without shape': (encoded({'a': {'dtype': 'F32', 'data_offsets': [0, 8]}}, bytes(8)), "says of tensor 'a'"),
-  'an entry that is a number': (encoded({'a': 1}), "says of tensor 'a' 1"),
-  'a negative size': (encoded({'a': entry(0, 8, shape=(-2,))}, bytes(8)), "says of tensor 'a'"),
+  'an entry without shape': (encoded({'a': {'dtype': 'F32', 'data_offsets': [0, 8]}}, bytes(8)), "tensor 'a' as"),
+  'an entry that is a number': (encoded({'a': 1}), "describes tensor 'a' as 1"),
+  'a negative size': (encoded({'a': entry(0, 8, shape=(-2,))}, bytes(8)), "describes tensor 'a'"),
   'too few bytes': (encoded({'a': entry(0, 4)}, bytes(4)), r"'a' of F32 \(2,\) cannot have 4 bytes"),
   'backwards': (encoded({'a': entry(8, 0)}, bytes(8)), 'cannot have -8 bytes'),
   'cut off': (encoded({'a': entry(0, 8)}, bytes(7)), 'it was cut off'),
@@ -57,7 +55,7 @@ def test_a_damaged_file_is_refused_as_the_library_refuses_it(content, message, t
 
 
 def test_a_name_that_occurs_twice_is_refused(tmp_path):
-  """The library takes the last one."""
+  """The safetensors library would take the last one."""
   one = json.dumps(entry(0, 8)).encode()
   (tmp_path / 'a.safetensors').write_bytes(encoded(b'{"a":%b,"a":%b}' % (one, one), bytes(8)))
   with pytest.raises(UserError, match='a name occurs twice'):
@@ -80,7 +78,7 @@ def test_a_file_that_becomes_shorter_is_named(tmp_path):
   with TensorFile(tmp_path / 'a.safetensors') as file:
     with (tmp_path / 'a.safetensors').open('r+b') as writer:
       writer.truncate(1000)
-    with pytest.raises(UserError, match=r'a\.safetensors has become shorter while it was read'):
+    with pytest.raises(UserError, match=r'a\.safetensors became shorter while it was read'):
       file.tensors['a'].rows((0, 100))
 
 
@@ -183,9 +181,9 @@ INDEX_MISTAKES = {
   ),
   'a link to nowhere': (
     link('../blobs/0f'),
-    r"names model-2\.safetensors, a link to '\.\./blobs/0f', where there is no",
+    r"names model-2\.safetensors, a link to '\.\./blobs/0f', which does not exist",
   ),
-  'a link to itself': (link('model-2.safetensors'), 'a link to .* where there is no file'),
+  'a link to itself': (link('model-2.safetensors'), 'a link to .* which does not exist'),
   'a directory': (
     lambda folder: ((folder / 'model-2.safetensors').unlink(), (folder / 'model-2.safetensors').mkdir()),
     'is missing',
@@ -199,17 +197,17 @@ INDEX_MISTAKES = {
   'no JSON': (lambda folder: (folder / stored_tensors.INDEX).write_text('{'), r'index\.json is not JSON'),
   'a tensor that is nowhere': (
     edit_map(d='model-1.safetensors'),
-    "model-1.safetensors holds tensor 'd', which it does",
+    "model-1.safetensors holds tensor 'd', but it does",
   ),
   'a tensor elsewhere': (
     edit_map(a='model-2.safetensors'),
-    "says that model-2.safetensors holds tensor 'a', which is in model-1.safetensors",
+    "says that model-2.safetensors holds tensor 'a', but it is in model-1.safetensors",
   ),
   'a tensor twice': (
     replaced('model-2.safetensors', {'b': np.zeros(2, np.float32), 'c': np.zeros(3, np.float32)}),
     "tensor 'b' is both in model-1.safetensors and in model-2.safetensors",
   ),
-  'two models': (replaced('model.safetensors', FILES['model-1.safetensors']), 'holds two models: model.safetensors'),
+  'two models': (replaced('model.safetensors', FILES['model-1.safetensors']), 'holds two models, model.safetensors'),
 }
 
 

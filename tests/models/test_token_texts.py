@@ -1,6 +1,4 @@
-"""Token by token, a text stays what it is: bytes join to it, and offsets point into it, with every family's
-tokenizer.
-"""
+"""The bytes of a text's tokens join to the text, and their offsets point into it, with tokenizers of all families."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tokenizers that chat training can use, and clear words about those that it cannot."""
+"""Tokenizers that can be used for chat, and clear errors about those that cannot."""
 
 import json
 import shutil
@@ -93,7 +93,7 @@ def test_a_template_from_a_file_goes_before_all_others(directory, tmp_path_facto
 
 @pytest.mark.parametrize('family', ['qwen3', 'llama', 'qwen2', 'olmo3', 'gemma3_text', 'mistral'])
 def test_what_is_read_as_it_is_stored_is_what_transformers_would_read(directory, family, monkeypatch):
-  """Without `AutoTokenizer`, where the tokenizer names the class and transformers trusts it."""
+  """Without `AutoTokenizer`, if the tokenizer names the class and transformers relies on that."""
   write(directory, 'config.json', model_type=family)
   asked = []
   read = AutoTokenizer.from_pretrained
@@ -128,7 +128,7 @@ def add_tokens(directory, *tokens):
 
 
 def test_special_tokens_without_an_embedding_are_text_and_others_are_refused(directory, caplog):
-  """As in Gemma 3 1B, whose tokenizer has a token for images, and its model no embedding of that."""
+  """As in Gemma 3 1B, whose tokenizer has a token for images that has no embedding in the model."""
   add_tokens(directory, ('<image>', True), ('<pad>', True))
   write(directory, 'tokenizer_config.json', chat_template=TEMPLATE, pad_token='<pad>', image_token='<image>')
   asked = [{'role': 'user', 'content': 'a <image> b <pad>'}]
@@ -146,7 +146,7 @@ def test_special_tokens_without_an_embedding_are_text_and_others_are_refused(dir
     (directory / 'tokenizer.json').write_text(json.dumps(described))
     add_tokens(directory, ('<image>', special))
     write(directory, 'tokenizer_config.json', chat_template=template)
-    with pytest.raises(UserError, match=r"has token id 7 \('<image>'\); the model knows 7 tokens only"):
+    with pytest.raises(UserError, match=r"has token id 7 \('<image>'\), but the model knows 7 tokens only"):
       tokenizers_module.load(directory, vocab_size=7)
   write(directory, 'tokenizer_config.json', chat_template=TEMPLATE, eos_token='<image>')
   with pytest.raises(UserError, match='the model knows 7 tokens only'):
@@ -163,7 +163,7 @@ def test_mistakes_are_named(directory, tmp_path_factory):
     with pytest.raises(UserError, match=pattern):
       tokenizers_module.load(directory, **changes)
 
-  says(r"has token id 6 \('b'\); the model knows 6 tokens only: take the tokenizer and", vocab_size=6)
+  says(r"has token id 6 \('b'\), but the model knows 6 tokens only: take the tokenizer and", vocab_size=6)
   write(directory, 'tokenizer_config.json', chat_template="{{ raise_exception('no users') }}")
   says('chat template of .* fails on a single user message: no users')
   write(directory, 'tokenizer_config.json')

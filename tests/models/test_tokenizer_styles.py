@@ -1,4 +1,4 @@
-"""Every family's way with tokenizers and templates: the ids are those of transformers, and only templates steer."""
+"""Tokenizers and templates in the styles of all families: ids equal those of transformers; messages cannot steer."""
 
 import json
 
@@ -50,7 +50,7 @@ def assistant(text):
 
 
 def conversations(style, text):
-  """Of one turn, of several, and behind a system message where there may be one."""
+  """Return conversations of one turn, of several, and, if the template accepts one, with a system message."""
   system = [{'role': 'system', 'content': text}] if STYLES[style].takes_system else []
   return [[user(text)], [*system, user(text)], [*system, user('x'), assistant(text), user(text)]]
 
@@ -113,7 +113,7 @@ def test_every_declared_stop_ends_a_completion_and_so_does_the_end_of_a_turn(sty
 
 @pytest.mark.parametrize('style', ['gemma', 'olmo'])
 def test_a_turn_that_would_never_end_is_refused(style, tmp_path):
-  """As of base models, and of directories that have lost their generation_config.json."""
+  """As with base models, and with directories that have lost their generation_config.json."""
   folder = tokenizer_styles.make(style, tmp_path / 'model')
   (folder / 'generation_config.json').unlink()
   tokenizer, config = tokenizers.load(folder), Config()
@@ -139,7 +139,7 @@ def test_variables_that_a_template_does_not_read_are_named(loaded):
   config.data.enable_thinking, config.data.apply_chat_template_kwargs = False, {'think': 1}
   names = [f'data.apply_chat_template_kwargs.{name}' for name in ('think', 'enable_thinking')]
   for style, unread in (('llama', names), ('qwen', names[:1])):
-    expected = f'The chat template does not read {" and ".join(unread)}, which changes nothing.'
+    expected = f'The chat template does not read {" and ".join(unread)}, which therefore has no effect.'
     assert template_remarks(config, loaded[style]) == [expected]
 
 
@@ -162,7 +162,7 @@ def test_a_template_that_writes_the_date_is_named_unless_it_is_told_another(fold
   ],
 )
 def test_the_row_that_a_template_refuses_is_named(style, says, way_out, folders, loaded, tmp_path):
-  """In training and in held-out rows, which are read before anything is compiled."""
+  """In training and held-out rows, which are read before anything is compiled."""
   rows = [{'prompt': f'{i} + 1?', 'answer': str(i + 1), 'environment': 'math'} for i in range(5)]
   if 'without' in way_out:
     rows[3]['system'] = 'Be brief.'
@@ -181,7 +181,7 @@ def test_the_row_that_a_template_refuses_is_named(style, says, way_out, folders,
 
 
 def test_a_template_that_does_not_take_the_message_of_the_teacher_is_found_before_the_run(loaded):
-  """What the student is asked by a tool, the teacher is asked by the user: two users in a row."""
+  """A message from a tool to the student becomes one of the user to the teacher: two user messages in a row."""
   config, tokenizer = Config(), loaded['mistral']
   asked = [user('x'), {'role': 'tool', 'content': 'y'}]
   refused = Example('1', asked, 'math', '1', 'rows', extra={'origin': 'rows.jsonl, line 7'})
@@ -205,7 +205,7 @@ def test_a_template_that_does_not_suit_ends_a_start_before_anything_is_compiled(
   refused = Example('1', [{'role': 'user', 'content': 'x'}, {'role': 'tool', 'content': 'y'}], 'math', '1', 'rows')
   with Graders(config.environments) as graders:
     startup.check_questions(config, tokenizer, graders, [], [])
-    assert 'does not read data.apply_chat_template_kwargs.enable_thinking, which changes' in caplog.text
+    assert 'does not read data.apply_chat_template_kwargs.enable_thinking, which therefore has' in caplog.text
     (folder / 'generation_config.json').unlink()
     with pytest.raises(UserError, match="The chat template ends an answer with '<end_of_turn>'"):
       startup.check_questions(config, tokenizer, graders, [], [])

@@ -1,4 +1,4 @@
-"""Rows that pad the vocabulary change nothing: not what is sampled, not a log-prob or gradient, not an export."""
+"""Rows that pad the vocabulary change no samples, log-probs, gradients or exports."""
 
 import functools
 
@@ -24,7 +24,7 @@ MULTIPLE = 100  # 264 tokens become 300 rows.
 
 @pytest.fixture(scope='module', params=[True, False], ids=['tied', 'untied'])
 def models(request, tmp_path_factory):
-  """(directory, [plain and padded (policy, parameters)])"""
+  """Return (directory, [(policy, parameters) without and with padding])."""
   folder = tiny.make_model(tmp_path_factory.mktemp('padding') / 'model', tie_word_embeddings=request.param)
 
   def load(multiple):

@@ -1,6 +1,4 @@
-"""Small tokenizers in the styles of the families: how they split text, which tokens delimit turns, how templates use
-them.
-"""
+"""Small tokenizers in the styles of the families, with their splitting, delimiters of turns and templates."""
 
 # ruff: noqa: E501 (templates as they are published)
 
@@ -19,7 +17,7 @@ SENTENCES = ['The answer is 4.', 'What is two plus two?', 'A user asks, the assi
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-  """What a model directory of a family says of its tokenizer."""
+  """The tokenizer of a family, with its template and settings."""
 
   model_type: str
   template: str
@@ -151,7 +149,7 @@ STYLES = {
 
 
 def make(style: str, folder: pathlib.Path) -> pathlib.Path:
-  """Write everything of a model directory that says something of its tokenizer; return it."""
+  """Write all files of a model directory that concern the tokenizer, and return the directory."""
   made = STYLES[style]
   folder.mkdir(exist_ok=True)
   if made.pieces is None:
@@ -165,11 +163,12 @@ def make(style: str, folder: pathlib.Path) -> pathlib.Path:
 
 
 def write(folder: pathlib.Path, name: str, values: dict) -> None:
+  """Write a JSON file."""
   (folder / name).write_text(json.dumps(values))
 
 
 def write_pieces(folder: pathlib.Path, **options) -> dict[str, int]:
-  """Trains a SentencePiece model as the folder's tokenizer.model; returns its pieces."""
+  """Train a SentencePiece model, write it as tokenizer.model, and return its pieces with their ids."""
   model = io.BytesIO()
   sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(SENTENCES), model_writer=model, **options)
   (folder / 'tokenizer.model').write_bytes(model.getvalue())
@@ -178,7 +177,7 @@ def write_pieces(folder: pathlib.Path, **options) -> dict[str, int]:
 
 
 def write_byte_level(folder: pathlib.Path, made: Style) -> dict[str, int]:
-  """Write a tokenizer.json whose post-processor adds the token that begins a sequence, where there is one."""
+  """Write a tokenizer.json, whose post-processor adds the begin-of-sequence token if there is one; return its ids."""
   alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
   merges = [('t', 'h'), ('th', 'e'), ('Ġ', 'the'), ('Ġ', 'a')]
   names = [*alphabet, *(''.join(pair) for pair in merges)]

@@ -334,7 +334,7 @@ def test_a_template_that_does_not_suit_ends_the_look_or_looks_odd(config, tmp_pa
   data = dataclasses.replace(config.data, enable_thinking=False)
   report = check.check(dataclasses.replace(config, model=model, rollout=rollout, data=data))
   assert report.odd == [
-    'The chat template does not read data.apply_chat_template_kwargs.enable_thinking, which changes nothing.'
+    'The chat template does not read data.apply_chat_template_kwargs.enable_thinking, which therefore has no effect.'
   ]
   assert '⟦<|endoftext|>⟧' in dict(report.sections)['Prompts']
 

@@ -157,7 +157,7 @@ def test_teachers_that_cannot_teach_are_refused(folders, tmp_path):
     teacher_model.check(config)
   short = tiny.make_model(tmp_path / 'short', seed=2, max_position_embeddings=8)
   config.actor.self_distillation.teacher_model = str(short)
-  with pytest.raises(UserError, match='has 8 positions .* and a prompt of 8 tokens with a completion of 6 needs 14'):
+  with pytest.raises(UserError, match='has 8 positions .* but a prompt of 8 tokens with a completion of 6 needs 14'):
     teacher_model.check(config)
   config.actor.self_distillation.teacher_model = str(tmp_path / 'nowhere')
   with pytest.raises(UserError, match='nowhere'):

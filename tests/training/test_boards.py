@@ -213,7 +213,7 @@ def test_a_page_that_is_lost_costs_no_step(tmp_path, config, wandb, monkeypatch,
   writer.write(2, {'a': 2.0})
   writer.close()
   assert [line['step'] for line in read_metrics(tmp_path)] == [1, 2]
-  assert caplog.text.count('gets no more of this run') == 1 and 'Broken pipe' in caplog.text
+  assert caplog.text.count('is off until the run is started again') == 1 and 'Broken pipe' in caplog.text
 
 
 def test_a_page_that_cannot_be_opened_is_said(tmp_path, config, wandb, monkeypatch):

@@ -311,7 +311,7 @@ def test_what_does_not_go_with_a_cartridge_is_refused(run, tmp_path, tmp_path_fa
   settings['model']['cartridge']['tokens'] = 8
   other = tmp_path_factory.mktemp('other')
   (other / 'config.json').write_text(json.dumps(settings))
-  with pytest.raises(UserError, match='cuts 8 slots off to a multiple of 16'):  # Before anything else of it is read.
+  with pytest.raises(UserError, match='cuts 8 slots to a multiple of 16'):  # Before anything else of it is read.
     runs.export(str(other), str(tmp_path / 'out'), 'student', form='cartridge_pt')
   with pytest.raises(UserError, match='the teacher of this run has no weights of its own'):
     runs.export(str(workdir), str(tmp_path / 'out'), 'teacher')

@@ -93,5 +93,5 @@ def test_what_has_no_teacher_with_a_document_is_refused(alone, tmp_path):
   plain = dataclasses.replace(alone.model, cartridge=type(alone.model.cartridge)())
   sd = dataclasses.replace(alone.actor.self_distillation, teacher_regularization='ema')
   whole = dataclasses.replace(alone, model=plain, actor=dataclasses.replace(alone.actor, self_distillation=sd))
-  with pytest.raises(UserError, match='has no cartridge: leave trainer.test_divergence at false'):
+  with pytest.raises(UserError, match='there is no cartridge here: set trainer.test_divergence=false'):
     runs.evaluate_to_file(whole, runs.RunOrModel(model=plain.path), output=str(tmp_path / 'eval.json'))

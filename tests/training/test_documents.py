@@ -129,10 +129,10 @@ def test_texts_are_read_for_whom_they_are_needed(config, folder):
     ({'document': '{folder}/gone.txt'}, r'gone\.txt .*name a text file in model\.cartridge\.document'),
     ({'document': '{folder}/empty.txt'}, r'empty\.txt is empty'),
     ({'document': '{folder}/latin.txt'}, r'latin\.txt is not UTF-8'),
-    ({'tokens': 999}, r'tokens=999: .*long\.txt, .* has \d+ only'),
+    ({'tokens': 999}, r'tokens=999: .*long\.txt, .* has \d+ tokens only'),
     (
       {'initializer': 'text', 'init_text': '{folder}/short.txt', 'tokens': 64},
-      r'tokens=64: .*short\.txt, .* has \d+ only: lower',
+      r'tokens=64: .*short\.txt, .* has \d+ tokens only: lower',
     ),
     ({'initializer': 'random', 'tokens': 512 - 64 - 8 + 1}, r'tokens=441: .* more than the 512 positions'),
     ({'document': 'unknown://bucket/a.txt'}, r'a\.txt cannot be read .*: name a text file'),
@@ -183,7 +183,7 @@ def test_texts_whose_end_joins_what_follows_are_refused(config, folder, tmp_path
   file.write_text(json.dumps(described))
   (tmp_path / 'joining' / 'SHA256SUMS').unlink()
   config.model.path = str(tmp_path / 'joining')
-  with pytest.raises(UserError, match='write a question behind this text otherwise than behind another'):
+  with pytest.raises(UserError, match='the tokens of a question after this text differ from those after other texts'):
     read_texts(config, tokenizer_of(config, JOINED), teaches=True)
 
 

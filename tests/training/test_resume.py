@@ -251,7 +251,7 @@ def test_a_run_without_its_checkpoints_begins_anew_only_if_told_to(experiment):
   (workdir / 'metrics.jsonl').write_text('')
   longer = f'--config.trainer.total_training_steps={STEPS + 1}'
   done = tiny.launch('train', *arguments, longer, f'--workdir={workdir}', '--restart')
-  assert done.returncode == 0 and f'metrics.jsonl is empty: the numbers of steps 1–{STEPS} are lost' in done.stderr
+  assert done.returncode == 0 and f'metrics.jsonl is empty: the metrics of steps 1–{STEPS} are lost' in done.stderr
   assert f'--restart does nothing here: the checkpoint of step {STEPS} is there' in done.stderr
   assert [line['step'] for line in lines_without_time(workdir)] == [STEPS + 1]
 
@@ -267,7 +267,7 @@ def test_a_second_start_is_told_who_trains_and_changes_nothing(experiment):
   assert f', process {first.pid}, since ' in second.stderr and 'Traceback' not in second.stderr
   first.send_signal(signal.SIGSTOP)
   second = tiny.launch('train', *arguments, f'--workdir={workdir}')
-  assert second.returncode == 2 and 'which is stopped: continue it' in second.stderr
+  assert second.returncode == 2 and 'but is suspended: continue it' in second.stderr
   (workdir / '.lock').unlink()  # As a file server that has forgotten the lock of a host.
   steps = 2 + max(line['step'] for line in lines_without_time(workdir))
   assert start([*arguments, f'--config.trainer.total_training_steps={steps}'], workdir).wait() == 0

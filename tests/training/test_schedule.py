@@ -309,7 +309,7 @@ def test_what_a_server_writes_stands_behind_the_graders_and_its_faults_cost_sing
 def test_a_server_that_writes_nothing_ends_the_run_with_a_sentence(tiny_settings):
   config = endpoint(tiny_settings, dead_address())
   with pytest.raises(
-    UserError, match='Nobody wrote feedback on any of 2 failures: the connection failed.*endpoint.url'
+    UserError, match='No feedback was written on any of 2 failures: the connection failed.*endpoint.url'
   ):
     write(config, 0.0, 0.0, 1.0)
   graded, _ = write(config, 0.0, 1.0)  # Of a single one the question may be at fault.

@@ -72,7 +72,7 @@ def test_a_run_that_learns_nothing_stops_with_a_checkpoint_also_after_a_resume(r
   assert short.returncode == 0, short.stderr
   few = 'last one' if last == 3 else 'last 2'
   assert (
-    f'The {few} taught nothing, because no gradient was finite: the weights are those of step {last}.' in short.stdout
+    f'The {few} changed nothing, because no gradient was finite: the weights are those of step {last}.' in short.stdout
   )
   assert long.returncode == 2
   said = f'Nothing was learned in 3 steps in a row, {last + 1} to {last + 3}, because no gradient was finite'

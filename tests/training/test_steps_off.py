@@ -272,7 +272,7 @@ def test_a_batch_that_answers_other_questions_than_there_are_is_drawn_anew(monke
   assert same.restore(host, other_rows=False) is None
   assert same.ask()[1] == batch('b') and same.take(2).graded.outcomes == outcomes
   other = ahead.Ahead(config, Questions(batch('z'), batch('c'), batch('b')), None)
-  assert 'answer other questions' in other.restore(host, other_rows=True)
+  assert 'The questions of the completions sampled ahead have changed' in other.restore(host, other_rows=True)
   assert list(other.missing(2)) == [2] and other.ask()[1] == batch('c')
   # After a rollback the same questions are asked again.
   same.restore(host, other_rows=False)

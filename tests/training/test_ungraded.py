@@ -239,7 +239,7 @@ def test_a_run_that_ends_so_is_saved_and_repeats_the_batch_when_started_again(tm
   assert {json.loads(line)['id'] for line in samples} == {'train-2', 'train-3'}
   # What was published is missed, wherever the loop's own checkpoints are looked for.
   (tmp_path / 'run' / 'checkpoints').rename(tmp_path / 'unmounted')
-  with pytest.raises(UserError, match='no checkpoint to resume from, though that of step 2 was published'):
+  with pytest.raises(UserError, match='no checkpoint to resume from, although that of step 2 was published'):
     loop.train(config, tmp_path / 'run')
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints: their contents, their writing and reading, and the proof that they are intact."""
+"""Checkpoints of a run: contents, writing, reading and verification."""

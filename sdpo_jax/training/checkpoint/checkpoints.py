@@ -1,4 +1,4 @@
-"""Checkpoints of a run's whole state: device state, data iterator, and the metrics measured so far.
+"""Checkpoints of a run's whole state: device state, data iterator, and the metrics of its step.
 
 A checkpoint exists completely or not at all, and none is removed before a newer one is on disk. In a file system:
 
@@ -44,9 +44,9 @@ from sdpo_jax.types import TrainState
 if TYPE_CHECKING:
   from sdpo_jax.training.directory.ownership import Ownership
 
-SKIPPED = ocp.PLACEHOLDER  # Stands in for a leaf that is not to be read.
-PAUSES = (0.5, 2.0, 5.0)  # Seconds before each further attempt to read what is out of reach.
-NO_MANIFEST = f'it has no {MANIFEST}, so that an earlier version wrote it or that file was lost'
+SKIPPED = ocp.PLACEHOLDER  # Placeholder for a leaf that is not read.
+PAUSES = (0.5, 2.0, 5.0)  # Seconds before each further attempt to read a checkpoint that is out of reach.
+NO_MANIFEST = f'it has no {MANIFEST}, because an earlier version wrote it or that file was lost'
 _LEFT_OVER = re.compile(r'\d+\.(unfinished|deleted|orbax-checkpoint-tmp).*')  # Left by a process that was killed.
 _COMMITTED = 'commit_success.txt'  # Orbax's last object in a store that cannot rename.
 _logger = logging.getLogger('sdpo_jax.checkpoints')
@@ -93,9 +93,9 @@ class Checkpoints:
     self._reader = _reader()
     self._waiting = threading.Lock()  # Another thread may save while the main thread hangs; both call `wait`.
     self._publishing: tuple[int, list[int], futures.Future[None]] | None = None  # Step, steps it supersedes, the work.
-    self._failed: list[int] = []  # Steps with a partly written checkpoint, which is to be removed.
+    self._failed: list[int] = []  # Steps with a partly written checkpoint that must be removed.
     if not read_only:
-      # All processes write one checkpoint in one folder, of which only process 0 knows the epoch.
+      # All processes write to one folder per checkpoint, and only process 0 knows the epoch in its name.
       self._epoch = agreed(0 if ownership is None else ownership.epoch)
       self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
       self._thread = futures.ThreadPoolExecutor(1, 'publish_checkpoint')
@@ -112,6 +112,7 @@ class Checkpoints:
 
   @property
   def directory(self) -> epath.Path:
+    """The folder of the valid checkpoints."""
     return self._workdir / CHECKPOINTS
 
   def steps(self) -> list[int]:
@@ -121,10 +122,7 @@ class Checkpoints:
     return sorted(self._manifests)
 
   def best(self, before: int) -> int | None:
-    """Return the step below `before` whose checkpoint has the largest `best_metric`, the latest of equals, or None.
-
-    That checkpoint is one of those that are kept.
-    """
+    """Return the step below `before` with the best kept checkpoint by `best_metric`, the latest of equals; or None."""
     self.wait()
     return self._best([step for step in self.steps() if step < before])
 
@@ -151,9 +149,9 @@ class Checkpoints:
     Args:
       step: number of finished generation batches.
       state: device state.
-      host: JSON-serialisable host state (data iterator, history).
-      metrics: metrics of this step; empty if they were measured with another state. They are written beside the state,
-        so that `best_metric` may be changed at a resume.
+      host: host state as JSON values (data iterator, waiting batches).
+      metrics: metrics of this step; empty if they were measured with another state. All are stored, so that
+        `best_metric` may be changed at a resume.
       leaves: digests of the state's arrays, if known (`digests.leaf_digests`).
 
     Raises:
@@ -182,7 +180,7 @@ class Checkpoints:
     self._publishing = step, superseded, self._thread.submit(self._publish, draft, superseded)
 
   def measured(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Add metrics to the checkpoint of one of `steps`, whose state was saved before all were measured.
+    """Add metrics to the checkpoint of one of `steps`, whose state was saved before all of them were measured.
 
     Raises:
       UserError: they could not be written; the checkpoint is unchanged.
@@ -191,7 +189,7 @@ class Checkpoints:
     self._check_owner()
     known = self._manifests.get(step)
     if known is None:
-      return  # It cannot be read and is not ranked, or another thread has reported that writing it failed.
+      return  # It is unreadable and not ranked, or another thread has reported that it could not be written.
     self._manifests[step] = dataclasses.replace(known, metrics=_finite(metrics))
     if jax.process_index() != 0:
       return
@@ -245,7 +243,7 @@ class Checkpoints:
             self._remove_failed()
 
   def _remove_failed(self) -> None:
-    """Remove what was written of failed checkpoints; on a full disk the next one needs the room."""
+    """Remove the partly written folders of failed checkpoints, as the next one may need the room on a full disk."""
     failed, self._failed = self._failed, []
     if jax.process_index() != 0:
       return
@@ -260,7 +258,7 @@ class Checkpoints:
         _remove_tree(path)
 
   def _check_owner(self) -> None:
-    if self._ownership is not None:  # On process 0, the one that publishes.
+    if self._ownership is not None:  # Only process 0 publishes.
       self._ownership.check()
 
   def _unfinished(self, step: int) -> epath.Path:
@@ -301,7 +299,7 @@ class Checkpoints:
     return [step for step in readable if step not in kept]
 
   def _remove(self, step: int) -> None:
-    """Remove a checkpoint; if interrupted, the rest does not count as one, and the next start removes it."""
+    """Remove a checkpoint; if this is interrupted, the rest no longer counts as one, and the next start removes it."""
     folder = self.directory / str(step)
     if is_local(folder):
       folder = folder.rename(self.directory / f'{step}.deleted.{self._epoch}')
@@ -312,7 +310,7 @@ class Checkpoints:
     folder.rmtree()
 
   def _clean_up(self) -> None:
-    """Create the checkpoints' folder, and remove leftovers of a killed process's writes and removals."""
+    """Create the folder of checkpoints, and remove partial ones that a killed process has left there."""
     if jax.process_index() != 0:
       return
     make_directory(self.directory)
@@ -378,8 +376,9 @@ class Checkpoints:
     if failures and set(failures.values()) == {NO_MANIFEST}:
       raise UserError(
         f'None of the checkpoints in {self.directory} has a {MANIFEST}: an earlier version of sdpo_jax wrote them, or '
-        'those files were lost. They cannot be verified and are not trained on from, and are left as they are. Go on '
-        'with the version that wrote them, or choose another --workdir; launch.export, evaluate and sample read them.'
+        'those files were lost. They cannot be verified, so that no run resumes from them, and are left unchanged. '
+        'Continue with the version that wrote them, or choose another --workdir; launch.export, evaluate and sample '
+        'read them.'
       )
     if failures:
       raise UserError(
@@ -409,7 +408,7 @@ class Checkpoints:
       ) from error
 
   def _restored(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-    """Return state and host state of a checkpoint that all processes find intact; errors are the same on all of them.
+    """Return state and host state of a checkpoint that all processes find intact; all raise the same errors.
 
     Raises:
       DamagedError: a process finds it damaged.
@@ -453,7 +452,7 @@ class Checkpoints:
     return restored['state'], restored['host'], expected
 
   def _set_aside(self, steps: Sequence[int]) -> None:
-    """Move damaged checkpoints to `checkpoints_damaged/`; if interrupted, the next start completes it.
+    """Move damaged checkpoints to `checkpoints_damaged/`; if this is interrupted, the next start completes it.
 
     Raises:
       UserError: one cannot be moved.
@@ -475,14 +474,18 @@ class Checkpoints:
       barrier('the setting aside of damaged checkpoints')
 
   def _move(self, folder: epath.Path) -> None:
-    """Move a checkpoint to `checkpoints_damaged/` under its name, with a number appended if that name is taken."""
+    """Move a checkpoint to `checkpoints_damaged/`, with a number appended to its name if that is taken."""
     self._check_owner()
     target = self._workdir / DAMAGED
     make_directory(target)
     there = {path.name for path in target.iterdir()} if target.exists() else ()  # Stores have no empty folders.
     names = (f'{folder.name}.{serial}' if serial else folder.name for serial in itertools.count())
     aside = target / next(name for name in names if name not in there)
-    _rename(folder, aside)
+    if is_local(folder):
+      folder.rename(aside)
+    else:  # If this is interrupted, the source stays in place.
+      _copy(folder, aside)
+      folder.rmtree()
     sync_directory(target)
     sync_directory(folder.parent)
     self._say(f'The checkpoint of step {folder.name} is now in {aside}.')
@@ -501,7 +504,7 @@ class _Problem:
   """Why a checkpoint could not be read."""
 
   reason: str
-  out_of_reach: bool  # It cannot be read for now, and may be intact.
+  out_of_reach: bool  # Whether it cannot be read for now, but may be intact.
 
   @classmethod
   def of(cls, error: Exception) -> _Problem:
@@ -520,7 +523,7 @@ def _manifest(folder: epath.Path, epochs: Epochs) -> CheckpointManifest:
 
 
 def _remove_tree(folder: epath.Path) -> None:
-  """Remove a folder to which the writers of a failed checkpoint may still be adding files."""
+  """Remove a folder to which the threads of a failed write may still be adding files."""
   for attempt in itertools.count():
     try:
       return folder.rmtree()
@@ -528,15 +531,6 @@ def _remove_tree(folder: epath.Path) -> None:
       if error.errno != errno.ENOTEMPTY or attempt == 50:
         raise
     time.sleep(0.02)
-
-
-def _rename(source: epath.Path, target: epath.Path) -> None:
-  """Rename a folder; in a store, copy and remove it, so an interruption leaves the source in place."""
-  if is_local(source):
-    source.rename(target)
-  else:
-    _copy(source, target)
-    source.rmtree()
 
 
 def _copy(source: epath.Path, target: epath.Path) -> None:
@@ -548,7 +542,7 @@ def _copy(source: epath.Path, target: epath.Path) -> None:
 
 
 def _reader() -> ocp.Checkpointer:
-  """Return a checkpointer that reads without synchronising processes, so that one that fails can report it."""
+  """Return a checkpointer that reads without synchronising processes, so that errors of one can be shared."""
   process = jax.process_index()
   alone = ocp.options.MultiprocessingOptions(
     primary_host=process, active_processes={process}, barrier_sync_key_prefix=f'reader_{process}'
@@ -557,7 +551,7 @@ def _reader() -> ocp.Checkpointer:
 
 
 def _attempt(act: Callable[..., Any], *arguments: Any) -> tuple[Any, _Problem | None]:
-  """Return the result of `act` and None, or None and the reason why it failed."""
+  """Return the result of `act` and None, or else None and the reason why it failed."""
   try:
     return act(*arguments), None
   except Exception as error:  # Orbax and TensorStore raise many types for a damaged file; all mean the same here.
@@ -571,7 +565,7 @@ def _check(state: TrainState, expected: CheckpointManifest | None) -> None:
 
 
 def _shared(own: _Problem | None, what: str) -> _Problem | None:
-  """Return the first problem of any process, out of reach if it is so for any; None if no process has one."""
+  """Return the problem of the first process that has one, out of reach if that of any process is; None if none has."""
   found = [problem for problem in (own, *gathered(own, what)) if problem is not None]
   if not found:
     return None
@@ -583,7 +577,7 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def abstract(state: TrainState) -> TrainState:
-  """Return a state as abstract arrays with shardings; `SKIPPED` leaves stay as they are."""
+  """Return a state as abstract arrays with shardings; `SKIPPED` leaves are unchanged."""
 
   def describe(leaf: Any) -> Any:
     if leaf is SKIPPED:

@@ -1,16 +1,14 @@
-"""Digests of device state: exact, and independent of the arrays' shardings.
+"""Digests of device state, which are exact and do not depend on the arrays' shardings.
 
 A leaf of a state is read as 32-bit words w_0, w_1, …: the bits of its elements in row-major order of the whole array,
-never of a shard. Each of `LANES` sums is Σ_i mix(w_i, i) modulo 2^32, with another `mix` per lane. The order of the
-terms does not matter, so every sharding, mesh and compiler gives the same sums, and no array is made beside those of
-the state.
+never of a shard. Each of `LANES` sums is Σ_i mix(w_i, i) modulo 2^32, with a different `mix` per lane. The order of
+the terms does not matter, so every sharding, mesh and compiler gives the same sums, and no further array is stored.
 
-For a fixed position i, `mix` maps words to words one to one: it is a chain of w ^ k, w + k, w ^ (w >> s) and w · c with
-an odd c, each of which is invertible. So if a single word changes, by one flipped bit or many, its term changes,
-nothing in the sum compensates for that, and *all* lanes change. If several words change, for example two that are
-swapped, one lane stays the same with a probability of about 2^-32, and all lanes with about 2^-128, since each lane has
-constants of its own. The digest detects accidents; it is not a signature: two states with the same digest can be
-constructed.
+For a fixed position i, `mix` is a bijection of words: a chain of w ^ k, w + k, w ^ (w >> s) and w · c with an odd c,
+each of which is invertible. So if a single word changes, by one flipped bit or many, *all* lanes change. If several
+words change, for example by a swap of two, a lane stays the same with a probability of about 2^-32, and all lanes with
+about 2^-128, since each has constants of its own. The digest detects accidents. It is not a signature: two states with
+the same digest can be constructed.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ import numpy as np
 
 from sdpo_jax.distributed.mesh import replicated
 
-# For each lane: the multiplier of a position, an offset, and the two multipliers of `_mixed`; all multipliers are odd.
+# For each lane: the multiplier of the position, an offset, and the two multipliers of `_mixed`; multipliers are odd.
 CONSTANTS = (
   (0x9E3779B1, 0x243F6A88, 0x85EBCA6B, 0xC2B2AE35),
   (0x85EBCA77, 0x85A308D3, 0x7FEB352D, 0x846CA68B),
@@ -40,36 +38,33 @@ BLOCK = 2**15  # Number of elements that `block_sums` processes at once.
 
 
 def leaf_digests(state: Any) -> dict[str, str]:
-  """Return the digest of each leaf of a state by its path; every process must call this, and gets the same result.
+  """Return the digest of each leaf of a state by its path; all processes must call this, and get the same result.
+
+  The keys of a path are joined by dots, as in the checkpoint.
 
   Args:
     state: a tree of arrays; leaves that are `...` are left out.
   """
-  named = [(name, leaf) for name, leaf in named_leaves(state) if leaf is not ...]
+  found, _ = jax.tree_util.tree_flatten_with_path(state)
+  named = [(jax.tree_util.keystr(path, simple=True, separator='.'), leaf) for path, leaf in found if leaf is not ...]
   leaves = [leaf for _, leaf in named]
   sums = np.asarray(program(leaves)(leaves))
   return {name: leaf_digest(*_words_of(leaf), row) for (name, leaf), row in zip(named, sums, strict=True)}
 
 
-def named_leaves(state: Any) -> list[tuple[str, Any]]:
-  """Return (path, leaf) of each leaf; the path's keys are joined by dots, as in the checkpoint."""
-  found, _ = jax.tree_util.tree_flatten_with_path(state)
-  return [(jax.tree_util.keystr(path, simple=True, separator='.'), leaf) for path, leaf in found]
-
-
 def leaf_digest(shape: Sequence[int], dtype: Any, sums: np.ndarray) -> str:
-  """Return the digest, 32 hex digits, of a leaf with this shape, dtype and these sums [LANES]."""
+  """Return the digest, 32 hex digits, of a leaf with the given shape, dtype and sums [LANES]."""
   described = f'{np.dtype(dtype).name} {"×".join(map(str, shape))} '.encode()
   return hashlib.sha256(described + np.asarray(sums, '<u4').tobytes()).hexdigest()[:32]
 
 
 def state_digest(leaves: Mapping[str, str]) -> str:
-  """Return the digest of a state, 64 hex digits, from its leaves' digests by path."""
+  """Return the digest of a state, 64 hex digits, from the digests of its leaves by path."""
   return hashlib.sha256(json.dumps(sorted(leaves.items())).encode()).hexdigest()
 
 
 def program(leaves: Sequence[Any]) -> Callable[[Sequence[jax.Array]], jax.Array]:
-  """Return the jitted function from leaves like these, which may be abstract, to their sums [leaves, LANES] uint32.
+  """Return the jitted function from arrays like `leaves`, which may be abstract, to sums [leaves, LANES] uint32.
 
   The sums are replicated on all devices.
   """
@@ -87,7 +82,7 @@ def _program(mesh: jax.sharding.Mesh | None) -> Callable[[Sequence[jax.Array]], 
 
 @jax.jit
 def leaf_sums(leaf: jax.Array) -> jax.Array:
-  """Return the sums [LANES] uint32 of an array, as defined in the module's docstring; leaves alike are traced once.
+  """Return the sums [LANES] uint32 of an array, as defined in the module's docstring; it is traced once per shape.
 
   Raises:
     TypeError: the elements are neither numbers of whole bytes nor typed keys.
@@ -108,7 +103,7 @@ def leaf_sums(leaf: jax.Array) -> jax.Array:
   def add(left: Sequence[jax.Array], right: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     return tuple(map(jnp.add, left, right))
 
-  # One reduction of all lanes: the compiler fuses it into one loop that reads each element once and stores none.
+  # A single reduction for all lanes: the compiler fuses it into one loop that reads each element once.
   return jnp.stack(jax.lax.reduce(lanes, (np.uint32(0),) * LANES, add, tuple(range(leaf.ndim))))
 
 
@@ -167,7 +162,7 @@ def _scrambled(position: Any) -> Any:
 
 
 def leading_axes(shape: Sequence[int], words: int) -> int:
-  """Return how many leading axes the high word of a position numbers; 0 for an array of up to 2^32 words.
+  """Return the number of leading axes that the high word of a position counts; 0 for arrays of up to 2^32 words.
 
   Args:
     shape: shape of the array.

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: a description of what was written, with which what is read is compared.
+"""The manifest of a checkpoint, a description of its contents, by which they are verified when read.
 
-`manifest.json` is the last file of a checkpoint. It holds the digest of every array (`digests`), which covers the array
-files, and size and SHA-256 of every other file, and is sealed (`sealed`).
+`manifest.json` is the last file of a checkpoint to be written. It holds the digest of every array (`digests`), and the
+size and SHA-256 of every file that holds no array data, and is sealed (`sealed`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sdpo_jax.training.directory import sealed
 from sdpo_jax.training.directory.published_checkpoints import MANIFEST
 
 FORMAT = 1
-_ARRAYS = 'd'  # The name of the folders in which Orbax's storage keeps array data.
+_ARRAYS = 'd'  # Name of the folders in which Orbax stores array data.
 
 
 class DamagedError(Exception):
@@ -27,10 +27,10 @@ class DamagedError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointManifest:
-  """The contents of a checkpoint."""
+  """The contents of `manifest.json`, which describe a checkpoint."""
 
   step: int
-  fencing_epoch: int  # The epoch of the start of the run that wrote it.
+  fencing_epoch: int  # Epoch of the start that wrote the checkpoint (`directory.epochs`).
   leaves: Mapping[str, str]  # Path of an array of the state → its digest.
   metrics: Mapping[str, float]  # The finite metrics of the step.
   files: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)  # Name → its bytes and sha256.
@@ -51,7 +51,7 @@ def read_manifest(folder: epath.Path) -> CheckpointManifest:
 
   Raises:
     FileNotFoundError: there is none.
-    DamagedError: it was changed, or is of another step or format.
+    DamagedError: it was changed, or belongs to another step or format.
     OSError: it cannot be read.
   """
   content = (folder / MANIFEST).read_bytes()
@@ -62,7 +62,7 @@ def read_manifest(folder: epath.Path) -> CheckpointManifest:
   if values.get('format') != FORMAT:
     raise DamagedError(f'its {MANIFEST} has the format {values.get("format")!r}, not {FORMAT}')
   if str(values['step']) != folder.name:
-    raise DamagedError(f'it is that of step {values["step"]}')
+    raise DamagedError(f'its {MANIFEST} is that of step {values["step"]}')
   return CheckpointManifest(**{field.name: values[field.name] for field in dataclasses.fields(CheckpointManifest)})
 
 

@@ -1,4 +1,4 @@
-"""The state from which a generation batch starts, which the first optimizer step would overwrite."""
+"""The state at the start of a generation batch, held until, or beyond, the optimizer step that overwrites it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StartingState:
   """The state before a generation batch: on the devices until it is donated, then on the host if it is kept."""
 
   def __init__(self, state: TrainState, *, keep: bool = False):
-    """Hold `state`; with `keep`, `donate` copies it to the host if more optimizer steps follow."""
+    """Hold `state`; with `keep`, `donate` copies it to the host if further optimizer steps follow."""
     self._lock = threading.Lock()
     self._state: TrainState | None = state
     self._copy: list[_HostArray] | None = None
@@ -36,32 +36,27 @@ class StartingState:
 
   @property
   def there(self) -> bool:
-    """Whether `take` has a state to return."""
+    """Whether `take` would return a state."""
     return self._state is not None or self._copy is not None
 
   def donate(self, *, others_follow: bool) -> None:
     """Release the state on the devices, which is about to be donated.
 
     Args:
-      others_follow: whether more optimizer steps come after the one that donates it. If not, the batch is almost done,
+      others_follow: whether further optimizer steps follow the one that donates it. If not, the batch is almost done,
         and nothing is copied.
     """
     with self._lock:  # Another thread may be saving it.
-      self._donate(others_follow)
-
-  def _donate(self, others_follow: bool) -> None:
-    if self._state is None:
-      return
-    if self._keep and others_follow:
-      leaves = jax.tree.leaves(self._state)
-      for leaf in leaves:  # All copies are under way while the first is waited for.
-        _numbers(leaf).copy_to_host_async()
-      self._copy = [_HostArray.of(leaf) for leaf in leaves]
-    self._state = None
+      if self._state is not None and self._keep and others_follow:
+        leaves = jax.tree.leaves(self._state)
+        for leaf in leaves:  # Start all copies before waiting for the first.
+          _numbers(leaf).copy_to_host_async()
+        self._copy = [_HostArray.of(leaf) for leaf in leaves]
+      self._state = None
 
   @contextlib.contextmanager
   def held(self) -> Iterator[TrainState | None]:
-    """Provide the state if it is on the devices; until the context ends, `donate` in another thread waits."""
+    """Provide the state if it is on the devices; `donate` in another thread blocks until the context ends."""
     with self._lock:
       yield self._state
 
@@ -75,7 +70,7 @@ class StartingState:
 
 @dataclasses.dataclass(frozen=True)
 class _HostArray:
-  """This process's part of an array, on the host: each shard once, however many of its devices hold it."""
+  """This process's part of an array, on the host; each shard is stored once, even if several devices hold it."""
 
   shape: tuple[int, ...]
   sharding: jax.sharding.Sharding

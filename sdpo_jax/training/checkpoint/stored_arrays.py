@@ -1,4 +1,4 @@
-"""The arrays of a checkpoint read as they are stored, chunk by chunk, without a model, devices or a layout."""
+"""Reading of a checkpoint's arrays as they are stored, chunk by chunk, without a model, devices or a layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _METADATA = '_METADATA'  # Orbax's description of the tree.
 
 
 def stored_digest(folder: epath.Path, name: str) -> str:
-  """Return the digest of a checkpoint's array; only one stored chunk is in memory at a time.
+  """Return the digest of an array in a checkpoint, reading one stored chunk at a time.
 
   Args:
     folder: folder of the checkpoint.
@@ -29,7 +29,7 @@ def stored_digest(folder: epath.Path, name: str) -> str:
   """
   array = tensorstore.open(_specification(folder / 'state', name), open=True, read=True).result()
   sums = np.zeros(digests.LANES, np.uint32)
-  for origin, end in _chunks(array.shape, array.chunk_layout.read_chunk.shape or ()):  # None of an array without axes.
+  for origin, end in _chunks(array.shape, array.chunk_layout.read_chunk.shape or ()):  # An array without axes has none.
     block = array[tuple(map(slice, origin, end))] if origin else array
     sums += digests.block_sums(np.asarray(block.read().result()), origin, array.shape)
   return digests.leaf_digest(array.shape, array.dtype.numpy_dtype, sums)

@@ -1,4 +1,4 @@
-"""A step that has trained and whose evaluation, or line of metrics.jsonl, is still outstanding."""
+"""A step whose update is done, but whose evaluation or line of metrics.jsonl is outstanding."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 @dataclasses.dataclass
 class Unfinished:
-  """The part of a step that remains to be done after its update, kept so that a resumed run can finish the step.
+  """What a resumed run needs to finish a step whose update is done; stored in a checkpoint beside the state.
 
-  A checkpoint holds it beside the state. The step's line is written once, when it is complete.
+  The step's line of metrics.jsonl is written once, when it is complete.
   """
 
   line: dict[str, float] = dataclasses.field(default_factory=dict)  # The metrics of the step so far.
@@ -29,7 +29,7 @@ class Unfinished:
 
 
 def _finite(values: Mapping[str, float]) -> dict[str, float | str]:
-  """Return values with those that are not finite as strings, since JSON has no numbers for them."""
+  """Return values with non-finite ones as strings, since JSON has no numbers for them."""
   return {name: float(value) if math.isfinite(value) else str(float(value)) for name, value in values.items()}
 
 

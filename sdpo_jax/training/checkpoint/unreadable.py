@@ -1,4 +1,4 @@
-"""The distinction between damaged data and data out of reach: a failing disk, a busy store, missing permission."""
+"""Distinguishes damaged data from data out of reach: on a failing disk, in a busy store, or without permission."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Iterator
 import errno
 import re
 
-# Errors that further attempts do not change: a part is missing, or is of another kind.
+# Errors that further attempts would repeat: a part is missing, or is a file instead of a folder, or the like.
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG}
-# The beginnings of messages of TensorStore and XLA about data that may well be intact.
+# The beginnings of messages of TensorStore and XLA about data that may be intact.
 _STATUS = re.compile(
   'PERMISSION_DENIED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|UNAUTHENTICATED|ABORTED|CANCELLED|INTERNAL'
 )
 _CODE = re.compile(r"os_error_code='(\d+)'")  # In TensorStore's messages.
-_HTTP = {401, 403, 407, 408, 429}  # And all from 500 on.
+_HTTP = {401, 403, 407, 408, 429}  # And all codes from 500 on.
 
 
 def is_out_of_reach(error: BaseException) -> bool:
-  """Return whether an error, or its cause, says that data could not be read, rather than that it is damaged."""
+  """Return whether an error, or one of its causes, says that data could not be read, not that they are damaged."""
   return any(_says_so(link) for link in _links(error))
 
 

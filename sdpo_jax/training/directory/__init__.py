@@ -1,1 +1,1 @@
-"""The directory of a run: which process may write to it, its contents, and the detection of lost files."""
+"""The run directory: which process may write to it, its files, and the detection of lost ones."""

@@ -1,7 +1,7 @@
-"""The inputs of a run other than its settings, compared at every start with those of the start before: see `starts`.
+"""The fingerprint of a run: digests of its inputs other than settings, compared with earlier starts (see `starts`).
 
-A checkpoint was trained by the last start from an earlier step, so a resume is compared with that start; a start of
-which no checkpoint was kept does not count.
+A resume is compared with the start that trained its checkpoint: the last one that resumed from an earlier step. Starts
+of which no checkpoint is left do not matter.
 """
 
 from __future__ import annotations
@@ -44,25 +44,17 @@ if TYPE_CHECKING:
   from sdpo_jax.training.directory.ownership import Ownership
 
 # Parts that change what is learned; see trainer.accept_changes.
-LEARNED = (
-  'tokenizer',
-  'model',
-  'adapter',
-  'document',
-  'teacher',
-  'data',
-  'graders',
-)
-TOKENS = 'tokens'  # Entry of the document's part.
-MATRICES, SLOTS = ARRAYS = 'matrices', 'slots'  # Entries of the adapter's part: what arrays a checkpoint holds.
-LOADED = ('weights', 'factors')  # Parts that a run reads at its beginning; later values are in its checkpoints.
+LEARNED = ('tokenizer', 'model', 'adapter', 'document', 'teacher', 'data', 'graders')
+TOKENS = 'tokens'  # Entry of the part 'document'.
+MATRICES, SLOTS = ARRAYS = 'matrices', 'slots'  # Entries of the part 'adapter' that describe a checkpoint's arrays.
+LOADED = ('weights', 'factors')  # Parts that a run reads when it begins; later values are in its checkpoints.
 # Part → the entry of trainer.accept_changes that accepts it, if it has another name.
 ENTRIES = dict.fromkeys(('weights', 'adapter', 'factors', 'teacher'), 'model') | {'document': 'data'}
-# Parts whose changes are only announced → the meaning of a change.
+# Parts whose changes are only announced → what a change means.
 NAMED = {
-  'weights': 'model.path holds other weights than at the start (the run goes on with those of its checkpoint)',
-  'factors': 'model.lora.path holds other factors than at the start (the run goes on with those of its checkpoint)',
-  'evaluation': 'Evaluations before and after this start measure other things',
+  'weights': 'model.path holds other weights than at the start (the run continues with those of its checkpoint)',
+  'factors': 'model.lora.path holds other factors than at the start (the run continues with those of its checkpoint)',
+  'evaluation': 'Evaluations before and after this start cannot be compared',
   'software': ROUNDING,
   'devices': ROUNDING,
 }
@@ -83,20 +75,20 @@ PACKAGES = (
   'latex2sympy2_extended',
   'sympy',
 )
-# Environment variables that change the rounding of a compiler or of JAX.
+# Environment variables that change how the compiler or JAX rounds.
 VARIABLES = ('XLA_FLAGS', 'LIBTPU_INIT_ARGS', 'JAX_DEFAULT_MATMUL_PRECISION', 'JAX_ENABLE_X64')
 SHOWN = 6  # Maximum number of changes that a sentence lists.
 
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-  """A start that may continue a run, and its differences from earlier starts."""
+  """A start that may continue a run, with its differences from earlier starts."""
 
   parts: Parts
   step: int  # The step of the checkpoint; 0: there is none.
   settings: Differences  # Differences from the settings of the start before.
   lines: Sequence[str] = ()  # Sentences for the user.
-  changes: Sequence[str] = ()  # Changes since the start with which this one was compared.
+  changes: Sequence[str] = ()  # Phrases about the changes since the start that it was compared with.
   accepted: Sequence[str] = ()  # Parts of `LEARNED` that differ and are accepted.
 
 
@@ -109,7 +101,7 @@ def take(
   *,
   weights: bool = True,
 ) -> Parts:
-  """Return the fingerprint of this start: for each part, digests, versions or counts by name.
+  """Return the fingerprint of this start: by part and name, digests, versions or counts.
 
   Args:
     config: settings.
@@ -117,7 +109,7 @@ def take(
     iterator: iterator over the training data.
     held_out: questions of evaluations.
     graders: graders, including all that the questions need.
-    weights: whether to digest the weights in the model directory; false: it may have none.
+    weights: whether to digest weights; if false, the model directory may have none.
 
   Raises:
     UserError: the processes of the run do not have the same tokenizer, model, data or graders.
@@ -169,7 +161,7 @@ def _teacher(config: Config, *, weights: bool) -> dict[str, str]:
 
 
 def adapter_layout(config: Config) -> dict[str, str]:
-  """Return digests of an adapter's layout, without the trained values; empty if all parameters are trained.
+  """Return digests of an adapter's layout, but not of its values; empty if all parameters are trained.
 
   For LoRA, these are the matrices with factors, the ranks and the scales; for a cartridge, the slots.
   """
@@ -185,7 +177,7 @@ def adapter_layout(config: Config) -> dict[str, str]:
 
 
 def starting_values(model: ModelConfig) -> dict[str, str]:
-  """Return digests of the adapter or cartridge that a run starts from."""
+  """Return digests of the adapter or cartridge from which a run starts; empty if there is none."""
   if model.lora.path:
     return identity.of_adapter(model.lora.path)
   return {'values': named_cartridges.describe(model.cartridge.path).sha256} if model.cartridge.path else {}
@@ -209,7 +201,7 @@ def _check_alike(everybody: Sequence[Parts]) -> None:
 
 @functools.cache
 def software() -> dict[str, str]:
-  """Return versions of packages, of Python and of this project (with a digest of its files), and compiler flags."""
+  """Return the versions of packages, Python and this project (with a digest of its files), and compiler flags."""
   versions = {
     'python': platform.python_version(),
     'sdpo_jax': f'{sdpo_jax.__version__} ({identity.digest(own_files())})',
@@ -235,7 +227,7 @@ def own_files() -> dict[str, str]:
 def compare(
   workdir: epath.PathLike, config: Config, parts: Parts, step: int | None = None, settings: Differences | None = None
 ) -> Continuation:
-  """Return how a run may continue with these settings and parts; nothing is written.
+  """Compare a start with the run so far, and return how the run may continue; nothing is written.
 
   Args:
     workdir: directory of the run.
@@ -256,15 +248,15 @@ def compare(
   unknown = []
   if before is None:
     unknown.append(
-      f'{epath.Path(workdir) / starts.FINGERPRINT} does not say with which tokenizer, data and graders the steps up to '
-      f'{step} were made: that they are the same now is not checked. From now on it is.'
+      f'{epath.Path(workdir) / starts.FINGERPRINT} does not record the tokenizer, data and graders of the steps up to '
+      f'{step}: whether they are the same now is not checked. From now on it is.'
     )
   before = {name: part for name, part in (before or {}).items() if name in parts}
   if 'adapter' in before and any(before['adapter'].get(name) != parts['adapter'].get(name) for name in ARRAYS):
     raise UserError(
       f'{workdir} was trained with another adapter ({_listed(_changes(["adapter"], before, parts))}), so that its '
-      'checkpoints hold factors of other matrices or ranks, or other slots: start with what it had, or choose another '
-      '--workdir.'
+      'checkpoints hold factors of other matrices or ranks, or other slots: use the adapter settings that it had, or '
+      'choose another --workdir.'
     )
   learned = _learned(config)
   differing = [name for name in learned if name in before and before[name] != parts[name]]
@@ -272,8 +264,8 @@ def compare(
   if refused:
     missing = dict.fromkeys(ENTRIES.get(name, name) for name in refused)
     raise UserError(
-      f'{workdir} was trained with something else than what is there now: {_listed(_changes(refused, before, parts))}. '
-      'Restore it, choose another --workdir, or insist with --config.trainer.accept_changes='
+      f'{workdir} was trained with other inputs than there are now: {_listed(_changes(refused, before, parts))}. '
+      'Restore them, choose another --workdir, or insist with --config.trainer.accept_changes='
       f'{",".join([*config.trainer.accept_changes, *missing])}.'
     )
   accepted = [*settings.accepted, *_changes(differing, before, parts)]
@@ -293,7 +285,7 @@ def compare(
 def _learned(config: Config) -> tuple[str, ...]:
   """Return the parts that change what a run learns.
 
-  They include weights and factors if the run is held near the initial policy or starts from a cartridge, and the
+  They include weights and factors if the loss has reference policies or the run starts from a cartridge, and the
   weights if the base is frozen, since no checkpoint holds it.
   """
   if objective_spec(config).references or config.model.cartridge.path:  # Some of its slots may be frozen.
@@ -321,7 +313,7 @@ def model_changes(workdir: epath.PathLike, path: str, tokenizer: Any, step: int)
 
 
 def base_changes(workdir: epath.PathLike, path: str, step: int) -> list[str]:
-  """Return a phrase for each difference between weights and those with which a checkpoint's adapter was trained.
+  """Return a phrase for each difference between a model's weights and those under a checkpoint's adapter.
 
   Args:
     workdir: directory of the run; without a `fingerprint.json` nothing is known.
@@ -336,7 +328,7 @@ def base_changes(workdir: epath.PathLike, path: str, step: int) -> list[str]:
 
 
 def trained_document(workdir: epath.PathLike, step: int) -> str | None:
-  """Return the digest of the document that taught a checkpoint; None: unknown, or there was no document.
+  """Return the digest of the document with which a checkpoint was trained; None if unknown, or there was none.
 
   Args:
     workdir: directory of the run.
@@ -372,15 +364,15 @@ def adapter_changes(workdir: epath.PathLike, config: Config, step: int) -> list[
 def start(
   workdir: epath.Path, config: Config, found: Continuation, step: int, ownership: Ownership | None
 ) -> Continuation:
-  """Add this start to `fingerprint.json`, and return `found`, compared anew if the checkpoint is another one.
+  """Add this start to `fingerprint.json`, and return `found`; it is compared again if another step is resumed.
 
   Args:
     workdir: directory of the run.
     config: settings of this start.
     found: result of `compare`.
-    step: step of the checkpoint from which the run does resume. A run that begins anew, at step 0, forgets the starts
-      before, since nothing is left of what they trained.
-    ownership: ownership of the run; None: another process writes.
+    step: step from which the run actually resumes. At step 0 earlier starts are forgotten, since nothing is left of
+      what they trained.
+    ownership: ownership of the run; None on processes that do not write.
 
   Raises:
     UserError: as in `compare`, or another process has taken over the run.

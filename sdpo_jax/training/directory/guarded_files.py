@@ -1,8 +1,8 @@
-"""Small files that are replaced only if no other process has replaced them meanwhile.
+"""Small files that are replaced by compare-and-swap: only if no other process has replaced them meanwhile.
 
 In Google Cloud Storage a write may name the generation that it replaces (`ifGenerationMatch`), and is refused if the
-object has another generation by then. TensorStore, which also writes the checkpoints there, does that with the same
-credentials. Elsewhere the content is compared before it is replaced; callers that need more than that must hold a lock.
+object has another generation by then. TensorStore, which also writes the checkpoints there, does this with the same
+credentials. Elsewhere the content is compared before it is replaced, which is safe only under a lock.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from etils import epath
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import check_file, write_atomically
 
-_REFUSED = (ValueError, OSError, RuntimeError)  # TensorStore raises these for errors of a server or the network.
-# Retries of a failed or unanswered request: after 0.5, 1, 2 … seconds, for some minutes in total.
+_REFUSED = (ValueError, OSError, RuntimeError)  # Raised by TensorStore for errors of the server or the network.
+# Retries of a failed or unanswered request, after 0.5, 1, 2 … seconds; some minutes in total.
 RETRIES = {'max_retries': 10, 'initial_delay': '500ms', 'max_delay': '32s'}
 
 
@@ -29,9 +29,9 @@ class Seen:
 
 
 class Files:
-  """The records in any directory that etils opens; on a disk, a file is replaced atomically."""
+  """Guarded files in any directory that etils opens; on a disk, they are replaced atomically."""
 
-  exclusive = False  # Whether only one of two processes that replace the same content succeeds.
+  exclusive = False  # Whether only one of two processes that replace the same content can succeed.
 
   def __init__(self, workdir: epath.Path):
     self._workdir = workdir
@@ -64,7 +64,7 @@ class Files:
 
 
 class Objects:
-  """The records in a directory of Google Cloud Storage."""
+  """Guarded files in a directory of Google Cloud Storage."""
 
   exclusive = True
 
@@ -81,7 +81,7 @@ class Objects:
       raise self._unreachable(error) from error
 
   def read(self, name: str) -> Seen:
-    """As in `Files`."""
+    """Return the content of an object; errors as in `Files.read`."""
     try:
       found = self._store.read(name).result()
     except _REFUSED as error:
@@ -89,7 +89,7 @@ class Objects:
     return Seen(found.value if found.state == 'value' else None, found.stamp.generation)
 
   def replace(self, name: str, content: bytes, seen: Seen) -> Seen | None:
-    """As in `Files`; raise UserError if the object cannot be written."""
+    """Replace an object as in `Files.replace`; raise UserError if it cannot be written."""
     try:
       generation = self._store.write(name, content, if_equal=seen.generation).result().generation
     except _REFUSED as error:
@@ -102,12 +102,12 @@ class Objects:
 
   def _unreachable(self, error: Exception) -> UserError:
     return UserError(
-      f'{self._workdir} cannot be reached or may not be written ({first_line(error)}): see to the network and the '
+      f'{self._workdir} cannot be reached or may not be written ({first_line(error)}): check the network and the '
       'credentials, then start the same command again.'
     )
 
 
-# Small files of one directory, each replaced only if its content is still the one last seen.
+# The guarded files of one directory.
 Records = Files | Objects
 
 

@@ -1,4 +1,4 @@
-"""The lines of `metrics.jsonl`, as read by viewers and by a resumed run."""
+"""Reading of `metrics.jsonl` for viewers and for a resumed run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from sdpo_jax.files import read_text
 from sdpo_jax.training.directory.epochs import FENCING_EPOCH, of_the_run, read_epochs
 
 METRICS = 'metrics.jsonl'
-UNWRITTEN = '\0' * 512  # The content of a block that had not reached the disk when the machine failed.
-STATE_DIGEST = 'state_digest'  # Key in a line: the digest of the state at the end of its step, as in a checkpoint.
+UNWRITTEN = '\0' * 512  # Content of a block that had not reached the disk when the machine failed.
+STATE_DIGEST = 'state_digest'  # Key of the digest of the state at the end of a step, the same as in a checkpoint.
 _logger = logging.getLogger('sdpo_jax.metrics')
 
 
 def read_metrics(workdir: epath.PathLike) -> list[dict[str, Any]]:
-  """Return the lines of `metrics.jsonl` that are the run's, without a last line cut off by a crash.
+  """Return the valid lines of `metrics.jsonl`; a last line that was cut off by a crash is left out.
 
   Lines that a process wrote after another one had taken over the run are left out; a warning names their steps.
 
@@ -34,7 +34,7 @@ def read_metrics(workdir: epath.PathLike) -> list[dict[str, Any]]:
 
 
 def dropped_lines(workdir: epath.PathLike, last: int | None = None) -> str | None:
-  """Return a sentence about the lines that are not the run's; None if there are none.
+  """Return a sentence about lines that a process without the run has written; None if there are none.
 
   Args:
     workdir: directory of the run.
@@ -57,7 +57,7 @@ def _lines(workdir: epath.PathLike, last: int | None) -> tuple[list[dict[str, An
 
 
 def spans(steps: Iterable[int]) -> str:
-  """Return numbers as a text with ranges, such as '3, 5–8'."""
+  """Return step numbers as text with ranges, such as '3, 5–8'."""
   groups: list[list[int]] = []
   for step in sorted(set(steps)):
     if groups and step == groups[-1][1] + 1:
@@ -70,13 +70,13 @@ def spans(steps: Iterable[int]) -> str:
 def raw_lines(workdir: epath.PathLike) -> list[dict[str, Any]]:
   """Return all lines of `metrics.jsonl`, whichever process wrote them; errors as in `read_metrics`.
 
-  Lines in a block that did not reach the disk because the machine failed are left out. No checkpoint follows such a
-  line.
+  Lines in a block that had not reached the disk when the machine failed are left out; no checkpoint is later than such
+  a line.
   """
   path = epath.Path(workdir) / METRICS
   if not path.exists():
     return []
-  way_out = 'mend or remove it'
+  way_out = 'repair or remove it'
   lines = read_text(path, way_out).splitlines()
   parsed: list[dict[str, Any]] = []
   for number, line in enumerate(lines, 1):
@@ -105,12 +105,12 @@ def raw_lines(workdir: epath.PathLike) -> list[dict[str, Any]]:
 
 
 def history(workdir: epath.PathLike, step: int) -> list[dict[str, Any]]:
-  """Return the lines of `metrics.jsonl` up to the checkpoint of `step`; none at step 0, where a run begins anew."""
+  """Return the valid lines of `metrics.jsonl` up to `step`; none for step 0, at which a run begins."""
   return _lines(workdir, step)[0] if step else []
 
 
 def check_digest(workdir: epath.PathLike, step: int, digest: str) -> bool:
-  """Return whether a step's line has the digest of the restored state; False if it has none.
+  """Return whether a step's line has the digest of the restored state; False if it has no digest.
 
   Raises:
     UserError: the line has another digest.
@@ -120,7 +120,6 @@ def check_digest(workdir: epath.PathLike, step: int, digest: str) -> bool:
     raise UserError(
       f'{epath.Path(workdir) / METRICS} and the checkpoint of step {step} are not of the same run: the line of that '
       f'step names the state {short_repr(recorded[-1])}, and the checkpoint holds {digest}. Restore the one that was '
-      'changed, choose another --workdir, or take that line out of metrics.jsonl if the checkpoint is the one to go on '
-      'from.'
+      'changed, choose another --workdir, or remove that line from metrics.jsonl if the checkpoint is the right one.'
     )
   return bool(recorded)

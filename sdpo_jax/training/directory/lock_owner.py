@@ -1,4 +1,4 @@
-"""The owner of a run directory: a process, described so that another one can tell whether it still exists."""
+"""The owner of a run directory: a description of a process by which another one can tell whether it still runs."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ class Owner:
   host: str
   pid: int
   started: int | None  # Clock ticks from boot to the process's start, which tells reuses of a pid apart.
-  machine: str  # A digest of the machine's id, since two machines may share a name; empty if unknown.
-  boot: str  # The id of the machine's current boot; empty if unknown.
-  namespace: str  # The namespace of `pid`, for example a container's.
-  since: str  # When it took the directory, UTC.
-  token: str  # A random text, new for each start.
+  machine: str  # Digest of the machine's id, since two machines may have one name; empty if unknown.
+  boot: str  # Id of the machine's current boot; empty if unknown.
+  namespace: str  # PID namespace of the process, for example that of a container.
+  since: str  # The time in UTC at which it took the directory.
+  token: str  # Random text, new for each start.
   fencing_epoch: int
   beat: int = 0  # Incremented as long as the process lives.
-  released: bool = False  # Whether it has ended regularly.
+  released: bool = False  # Whether it has ended and released the lock.
 
   def __str__(self) -> str:
     return f'host {self.host}, process {self.pid}, since {self.since}'
 
   def to_json(self) -> str:
+    """Return the text of the lock."""
     return json.dumps(dataclasses.asdict(self)) + '\n'
 
 
@@ -54,7 +55,7 @@ def this_process(fencing_epoch: int) -> Owner:
 
 
 def parse(content: bytes | None) -> Owner | None:
-  """Return the owner that a lock names; None if it names none: the lock is new, damaged, or not of this program."""
+  """Return the owner that a lock names; None if the lock is new, damaged, or was not written by this program."""
   try:
     fields = json.loads(content or b'')
     owner = Owner(**fields)
@@ -67,7 +68,7 @@ def parse(content: bytes | None) -> Owner | None:
 
 
 def state(owner: Owner) -> str:
-  """Return `GONE`, `RUNNING` or `STOPPED` for a process of this machine, `ELSEWHERE` for one it cannot see."""
+  """Return `GONE`, `RUNNING` or `STOPPED` for a process of this machine, `ELSEWHERE` for one not visible from here."""
   if owner.released:
     return GONE
   if owner.boot != _boot():
@@ -84,12 +85,12 @@ def state(owner: Owner) -> str:
 
 
 def same_kernel(owner: Owner) -> bool:
-  """Return whether a process runs, or ran, under this process's kernel, whose file locks bind both."""
+  """Return whether a process runs, or ran, under the same kernel as this one, so that file locks apply to both."""
   return bool(owner.boot) and owner.boot == _boot()
 
 
 def _text(path: str) -> str:
-  """Return the text of a system file; empty if there is none: not on Linux, in a container, of an ended process."""
+  """Return the text of a system file; empty if it does not exist: not on Linux, in a container, of an ended process."""
   try:
     return pathlib.Path(path).read_text(errors='replace').strip()
   except OSError:
@@ -97,7 +98,7 @@ def _text(path: str) -> str:
 
 
 def machine_digest() -> str:
-  """Return digits that identify this machine; empty: it has no id."""
+  """Return 16 hex digits that identify this machine; empty if it has no id."""
   text = _text('/etc/machine-id')
   return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ''  # The id itself is confidential.
 
@@ -130,5 +131,5 @@ def _exists(pid: int) -> bool:
   except ProcessLookupError:
     return False
   except PermissionError:
-    return True
+    pass  # A process of another user.
   return True

@@ -1,4 +1,4 @@
-"""The lock that names the owner of a run directory and keeps others out: a locked file, or an object in a store."""
+"""The lock of a run directory, which names its owner and keeps others out: a locked file, or an object in a store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sdpo_jax.files import is_full, make_directory
 from sdpo_jax.training.directory import guarded_files, lock_owner
 from sdpo_jax.training.directory.lock_owner import Owner
 
-LOCK = '.lock'  # The file stays when the run ends.
+LOCK = '.lock'  # The file is not removed at the end of the run.
 _LOCK_BYTES = 1024
 WAY_OUT = 'wait until it ends, or choose another --workdir'
 
@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 class FileLock:
   """A file that is locked as long as this process has it open; it is written in place, to keep the lock.
 
-  While it is open, no other descriptor of the file may be closed in this process: that would release the lock.
+  This process must not close another descriptor of the file meanwhile, which would release the lock.
   """
 
   _held: ClassVar[set[str]] = set()  # Directories locked by this process; file locks do not exclude their own process.
@@ -51,7 +51,7 @@ class FileLock:
     except OSError as error:
       self.close()
       if error.errno == errno.ELOOP:
-        raise UserError(f'{self._path} is a link, and a run follows none where it writes: remove it.') from error
+        raise UserError(f'{self._path} is a link, which a run does not write through: remove it.') from error
       if isinstance(error, IsADirectoryError):
         raise UserError(f'{self._path} is a folder where the run needs a file: remove it.') from error
       raise unwritable(workdir, error) from error
@@ -68,7 +68,7 @@ class FileLock:
       raise UserError(f'{self._path} is a pipe or a device where the run needs a file: remove it.')
 
   def _lock(self, workdir: epath.Path, say: Say) -> bool:
-    """Lock the file; return whether it is still the file of that name."""
+    """Lock the file; return False if the path has meanwhile become another file."""
     self.exclusive = True
     try:
       # Unlike a lock of flock, this one is not inherited and kept by child processes.
@@ -86,17 +86,19 @@ class FileLock:
     return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
 
   def read(self) -> bytes | None:
+    """Return the content of the lock."""
     return os.pread(self._descriptor, 1 << 16, 0)
 
   def write(self, content: bytes) -> bool:
-    """Replace the content; return True, since no other process can have done so."""
-    padded = content.ljust(_LOCK_BYTES)  # Of constant length and within a page, so that no reader sees half of it.
+    """Replace the content; return True, since no other process can have replaced it."""
+    padded = content.ljust(_LOCK_BYTES)  # Of constant length and within a page: readers never see half of it.
     os.pwrite(self._descriptor, padded, 0)
     os.ftruncate(self._descriptor, len(padded))
     os.fsync(self._descriptor)  # So that other hosts see it on a file server.
     return True
 
   def close(self) -> None:
+    """Release the lock by closing the file."""
     if self._descriptor >= 0:
       os.close(self._descriptor)
       self._descriptor = -1
@@ -104,7 +106,7 @@ class FileLock:
 
 
 class ObjectLock:
-  """An object in a store; `exclusive` is false if the store has no conditional writes."""
+  """An object in a store; it excludes nobody (`exclusive` is false) if the store has no conditional writes."""
 
   def __init__(self, records: guarded_files.Records, workdir: epath.Path, say: Say):
     self._records, self._seen = records, guarded_files.Seen(None)
@@ -113,6 +115,7 @@ class ObjectLock:
       say(f'{workdir} cannot be locked: see that no second process trains there.')
 
   def read(self) -> bytes | None:
+    """Return the content of the lock; None if there is no such object."""
     self._seen = self._records.read(LOCK)
     return self._seen.content
 
@@ -123,19 +126,19 @@ class ObjectLock:
     return seen is not None
 
   def close(self) -> None:
-    pass
+    """Do nothing: the object stays, and `Ownership.release` has marked it as released."""
 
 
-Lock = FileLock | ObjectLock  # A lock that names the owner of a run directory.
+Lock = FileLock | ObjectLock
 
 
 def occupied(workdir: epath.Path, other: Owner | None) -> UserError:
-  """Return the error that names the process that trains in a directory."""
+  """Return the error about another process that trains in a directory, described if it is known."""
   if other is None or other.released:
     return UserError(f'Another process is training in {workdir}: {WAY_OUT}.')
   if lock_owner.state(other) == lock_owner.STOPPED:
     return UserError(
-      f'Another process is training in {workdir} ({other}), which is stopped: continue it (kill -CONT {other.pid}) or '
+      f'Another process is training in {workdir} ({other}), but is suspended: continue it (kill -CONT {other.pid}) or '
       f'end it (kill -KILL {other.pid}), or choose another --workdir.'
     )
   return UserError(f'Another process is training in {workdir} ({other}): {WAY_OUT}.')

@@ -1,8 +1,8 @@
-"""The check that a run directory still holds the checkpoints of its run: a loss is reported, never trained over.
+"""Detection of lost checkpoints, so that no run silently begins again over the remains of another.
 
-A disk that is not mounted looks like a run without checkpoints. The steps named by other files do not tell whether
-there ever was a checkpoint, for a run that is preempted before its first one is due must start again by itself.
-Therefore `epochs.json` records the step of the last published checkpoint.
+A disk that is not mounted looks like a run without checkpoints. Other files of the run do not tell whether there ever
+was one, since a run that is preempted before its first checkpoint must start again by itself. Therefore `epochs.json`
+records the step of the last published checkpoint.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _logger = logging.getLogger('sdpo_jax.checkpoints')
 
 
 def settle(workdir: epath.Path, ownership: Ownership, *, restart: bool, say: Callable[[str], None]) -> None:
-  """Check that a run may continue with the contents of its directory; with `restart`, move old results away.
+  """Check that no checkpoints of a run are lost; with `restart`, move what is left of such a run away.
 
   Args:
     workdir: directory of the run, whose `config.json` is still that of the start before.
     ownership: ownership of the directory.
-    restart: whether to begin at step 0 if the checkpoints are gone.
+    restart: whether to begin at step 0 if the checkpoints are lost.
     say: receives sentences for the user.
 
   Raises:
-    UserError: published checkpoints are gone, or files cannot be moved.
+    UserError: published checkpoints are lost, or files cannot be moved.
   """
   record = ownership.record()
   if record.restarting is not None:
-    # Checkpoints on a disk that was mounted meanwhile are part of the old results.
+    # If the disk with the checkpoints has been mounted meanwhile, they are moved, too.
     steps = published_steps(workdir)
     what = 'checkpoint of step' if len(steps) == 1 else 'checkpoints of steps'
-    back = f', the {what} {spans(steps)} among them,' if steps else ''
+    back = f', including the {what} {spans(steps)},' if steps else ''
     say(
       f'A --restart of {workdir} was interrupted: the rest of the old results{back} is moved to '
       f'{workdir / BEFORE_RESTART / str(record.restarting)}, and the run begins again at step 0.'
@@ -70,13 +70,13 @@ def settle(workdir: epath.Path, ownership: Ownership, *, restart: bool, say: Cal
     refuse_loss(workdir, record)
   elif steps[-1] < record.published:
     say(
-      f'{workdir / "checkpoints"}: the checkpoint of step {record.published} was published and is not there any more; '
+      f'{workdir / "checkpoints"}: the checkpoint of step {record.published} was published and is no longer there; '
       f'the newest is that of step {steps[-1]}.'
     )
 
 
 def check_not_lost(workdir: epath.Path) -> None:
-  """Raise UserError if a start without --restart would be refused because checkpoints are gone; nothing is written."""
+  """Raise UserError if a start without --restart would be refused for lost checkpoints; nothing is written."""
   path = epath.Path(workdir) / EPOCHS
   if not published_steps(workdir):
     content = read_bytes(path, 'make it readable') if path.exists() else None
@@ -86,10 +86,10 @@ def check_not_lost(workdir: epath.Path) -> None:
 
 
 def refuse_loss(workdir: epath.Path, record: Epochs) -> None:
-  """Raise UserError if a checkpoint was published; call this if a run would begin at step 0."""
+  """Raise UserError if a checkpoint was published; to be called when a run would begin at step 0."""
   if record.published:
     raise UserError(
-      f'{workdir} has no checkpoint to resume from, though that of step {record.published} was published there and '
+      f'{workdir} has no checkpoint to resume from, although that of step {record.published} was published there and '
       f'other files of the run go up to step {max(reached(workdir), record.published)}: mount the disk or restore the '
       f'folder that holds {workdir / "checkpoints"}; or add --restart to begin again at step 0, which moves what is '
       f'there to {workdir / BEFORE_RESTART}.'
@@ -110,13 +110,13 @@ def lost_lines(workdir: epath.Path, step: int, lines: Sequence[dict[str, Any]]) 
   path = workdir / METRICS
   if len(missing) == step and not lines:
     what = 'is empty' if path.exists() else 'is missing'
-    return f'{path} {what}: the numbers of steps 1–{step} are lost, and so is what alarms had seen. The run goes on.'
+    return f'{path} {what}: the metrics of steps 1–{step} are lost, and so is the history of alarms. The run continues.'
   number = 'step' if len(missing) == 1 else 'steps'
-  return f'{path} has no line of {number} {spans(missing)}: the numbers are lost. The run goes on.'
+  return f'{path} has no line of {number} {spans(missing)}: their metrics are lost. The run continues.'
 
 
 def _move(workdir: epath.Path, number: int, ownership: Ownership) -> None:
-  """Move the existing `RESULTS` to `before_restart/<number>`; it can be repeated after any interruption."""
+  """Move the existing `RESULTS` to `before_restart/<number>`; this can be repeated after any interruption."""
   target = workdir / BEFORE_RESTART / str(number)
   try:
     make_directory(target)
@@ -131,11 +131,11 @@ def _move(workdir: epath.Path, number: int, ownership: Ownership) -> None:
 
 
 def _move_all(source: epath.Path, target: epath.Path) -> None:
-  """Move a file or folder; earlier moved ones stay, except in a store, where they may be incomplete."""
+  """Move a file or folder beside one that was moved earlier; in a store, that one may be incomplete and is replaced."""
   if is_local(source):
     if os.path.lexists(source):
       _rename(source, target)
-  elif source.is_dir():  # A store has no folders: each object is moved by itself, the rest after an interruption.
+  elif source.is_dir():  # A store has no folders: objects are moved one by one.
     for path in source.iterdir():
       _move_all(path, target / path.name)
   elif source.exists():

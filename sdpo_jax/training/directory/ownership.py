@@ -1,15 +1,15 @@
-"""The ownership of a run directory: one process at a time writes to it; one that lost it notices before publishing.
+"""The ownership of a run directory: only one process at a time writes to it, and one that lost it stops writing.
 
 Three things keep two starts apart:
 
 * `.lock` names the owner. On a disk the file is locked as long as the process lives (lockf); in gs:// it is replaced
-  only if no other process has replaced it. Its owner renews it every `LEASE_S / BEATS` seconds. A process that cannot
-  be seen from here (on another host, in another container) counts as gone when its lock has not changed for `LEASE_S`
+  only if no other process has replaced it. The owner renews it every `LEASE_S / BEATS` seconds. A process that is not
+  visible from here (on another host, in another container) counts as gone if its lock has not changed for `LEASE_S`
   seconds by the watcher's clock; clocks of two hosts are never compared.
 * `epochs.json` holds the fencing epoch, which grows with every start. It is authoritative: a process that is not its
   newest entry has lost the run. `Ownership.check` reads it before anything is published.
-* Between that check and the write a process may still be suspended for as long as another one needs to take over. What
-  it then publishes carries an older epoch and a step beyond the one from which the newer epoch resumed, and readers
+* Between that check and the write a process may still be suspended for so long that another one takes over. What it
+  then publishes carries an older epoch and a later step than the one from which the newer epoch resumed, and readers
   leave it out (`epochs.Epochs.fenced`).
 """
 
@@ -31,8 +31,8 @@ from sdpo_jax.training.directory import epochs, guarded_files, lock_owner, recon
 from sdpo_jax.training.directory.lock_owner import Owner
 from sdpo_jax.training.directory.locks import LOCK, FileLock, Lock, ObjectLock, Say, occupied, unwritable
 
-LEASE_S = 60.0  # A process that cannot be seen counts as gone if it does not renew its lock for this long.
-BEATS = 4  # Renewals within a lease.
+LEASE_S = 60.0  # Seconds without a renewal of its lock after which a process that is not visible counts as gone.
+BEATS = 4  # Number of renewals within a lease.
 
 _logger = logging.getLogger('sdpo_jax.ownership')
 
@@ -43,7 +43,7 @@ class RunLostError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Clock:
-  """The clock and lease time of a process that watches a lock."""
+  """The clock and the lease time with which a lock is watched; replaced in tests."""
 
   now: Callable[[], float] = time.monotonic
   sleep: Callable[[float], None] = time.sleep
@@ -58,7 +58,7 @@ class Ownership:
   ):
     self.workdir = workdir
     self._records, self._lock, self._mine, self._seen = records, lock, mine, seen
-    self._mutex = threading.RLock()  # Checkpoints are published from a separate thread.
+    self._mutex = threading.RLock()  # Another thread publishes checkpoints.
     self._ending = threading.Event()
     self._beating = threading.Thread(target=self._beat, daemon=True, name='lock')
 
@@ -78,15 +78,15 @@ class Ownership:
       self._seen = self._records.read(epochs.EPOCHS)
       if self._seen.content is None:
         raise RunLostError(
-          f'{self.workdir / epochs.EPOCHS} was removed while the run was going on, so that it cannot be known whether '
-          'another process has taken it over: nothing more is written; start the same command again.'
+          f'{self.workdir / epochs.EPOCHS} was removed while the run was going on, so that another process may have '
+          'taken it over: nothing more is written; start the same command again.'
         )
       try:
         record = epochs.parse(self._seen.content, self.workdir / epochs.EPOCHS)
       except epochs.DamagedEpochsError as error:
         raise RunLostError(
-          f'{error} It was damaged while the run was going on, so that it cannot be known whether another process has '
-          'taken it over: nothing more is written; start the same command again.'
+          f'{error} It was damaged while the run was going on, so that another process may have taken it over: nothing '
+          'more is written; start the same command again.'
         ) from error
       newest = record.epochs[-1] if record.epochs else None
       if newest is None or newest.token != self._mine.token:
@@ -106,7 +106,7 @@ class Ownership:
     self.record()
 
   def resumed(self, step: int) -> None:
-    """Record the step from which this epoch resumes (0: it begins anew); call this before publishing anything.
+    """Record the step from which this epoch resumes (0: it begins a run); call this before publishing anything.
 
     Raises:
       RunLostError: as in `check`.
@@ -124,7 +124,7 @@ class Ownership:
     self._update(lambda record: dataclasses.replace(record, published=step))
 
   def restarting(self, number: int | None, published: int) -> None:
-    """Record that old results are being moved to `before_restart/<number>`, or None; errors as in `published`."""
+    """Record that results are being moved to `before_restart/<number>` (None: no longer); errors as in `published`."""
     self._update(lambda record: dataclasses.replace(record, restarting=number, published=published))
 
   def _update(self, change: Callable[[epochs.Epochs], epochs.Epochs]) -> None:
@@ -144,7 +144,7 @@ class Ownership:
         self.renew()
       except RunLostError:
         return  # The main thread notices before it publishes anything.
-      except (OSError, UserError) as error:  # Tried again: a file server may recover before the lease is over.
+      except (OSError, UserError) as error:  # Try again: a file server may recover before the lease is over.
         _logger.warning('%s cannot be renewed: %s', self.workdir / LOCK, first_line(error))
 
   def renew(self) -> None:
@@ -162,15 +162,15 @@ class Ownership:
     self._ending.set()
     if self._beating.is_alive():
       self._beating.join(timeout=5.0)
-    if not self._beating.is_alive():  # Otherwise it hangs in a file system or network, as this thread would.
-      with contextlib.suppress(OSError, UserError):  # A lock that is not released is found to be stale.
+    if not self._beating.is_alive():  # Otherwise it hangs in a file system or network, as this thread would, too.
+      with contextlib.suppress(OSError, UserError):  # A lock that is not released is later found to be stale.
         self._write_lock(dataclasses.replace(self._mine, released=True))
     self._lock.close()
 
   def _write_lock(self, mine: Owner) -> None:
     with self._mutex:
       found = lock_owner.parse(self._lock.read())
-      self.check()  # If another process takes over after this, the write is refused by the object's generation.
+      self.check()  # If another process takes over after this, the object has another generation and the write fails.
       if found is not None and found.fencing_epoch > mine.fencing_epoch:
         raise RunLostError(f'Another process is taking over the run in {self.workdir} ({found}).')
       if self._lock.write(mine.to_json().encode()):
@@ -179,9 +179,9 @@ class Ownership:
 
 @contextlib.contextmanager
 def sole_user(workdir: epath.Path, say: Say = _logger.warning) -> Iterator[Ownership | None]:
-  """Own a run directory within the context, keeping other starts out; gives None on all processes but process 0.
+  """Provide the ownership of a run directory on process 0, and None on other processes, while the context lasts.
 
-  The directory is created if needed. Two starts that write to it would mix their lines and checkpoints.
+  The directory is created if needed. Other starts are kept out, since they would mix their lines and checkpoints in.
 
   Args:
     workdir: directory of the run.
@@ -230,17 +230,17 @@ def take(workdir: epath.Path, say: Say, clock: Clock = Clock()) -> Ownership:
 
 
 def _await_end(workdir: epath.Path, lock: Lock, content: bytes, former: Owner | None, say: Say, clock: Clock) -> None:
-  """Block until the process that the lock names is certainly gone.
+  """Block until the process that the lock names is known to be gone.
 
   Raises:
-    UserError: that process still lives.
+    UserError: that process is alive.
   """
   if former is None:
-    what, found = 'somebody whom its lock does not name', lock_owner.ELSEWHERE
+    what, found = 'a process that its lock does not name', lock_owner.ELSEWHERE
   else:
     what, found = str(former), lock_owner.state(former)
   if isinstance(lock, FileLock) and lock.exclusive and (former is None or lock_owner.same_kernel(former)):
-    found = lock_owner.GONE  # It held the file lock, which is now free.
+    found = lock_owner.GONE  # It held the file lock, which this process holds now.
   if former is not None and former.released:
     return
   if found in (lock_owner.RUNNING, lock_owner.STOPPED):
@@ -256,13 +256,13 @@ def _await_end(workdir: epath.Path, lock: Lock, content: bytes, former: Owner | 
         if former is not None and former.released:
           return
         raise occupied(workdir, former)
-  say(f'The process that last trained in {workdir} is gone without having ended ({what}): this one takes over.')
+  say(f'The process that last trained in {workdir} ended without releasing it ({what}): this one takes over.')
 
 
 def _begin(
   workdir: epath.Path, records: guarded_files.Records, lock: Lock, mine: Owner, say: Say
 ) -> tuple[Owner, guarded_files.Seen]:
-  """Write the new epoch; return this process with it, and the new content of `epochs.json`."""
+  """Write a new epoch to `epochs.json`; return this process with that epoch, and the new content of the file."""
   while True:
     seen = records.read(epochs.EPOCHS)
     record = reconstructed_starts.recorded(workdir, seen.content, say)

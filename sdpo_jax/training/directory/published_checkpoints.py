@@ -1,4 +1,4 @@
-"""The published checkpoints of a run, by their names alone."""
+"""The published checkpoints of a run, listed by their names alone."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from sdpo_jax.files import is_local
 
 CHECKPOINTS = 'checkpoints'  # The folder of valid checkpoints.
 DAMAGED = 'checkpoints_damaged'  # The folder of those that could not be read.
-MANIFEST = 'manifest.json'  # The last file of a checkpoint; in a store, it publishes the checkpoint.
+MANIFEST = 'manifest.json'  # The last file of a checkpoint to be written; in a store, it publishes the checkpoint.
 _STEP = re.compile('[1-9][0-9]*')  # Step 0 has no checkpoint.
 
 
 def is_step(name: str) -> bool:
-  """Return whether a name is that of a checkpoint: a step in canonical form, not 07 for example."""
+  """Return whether a name is that of a checkpoint: a step without leading zeros."""
   return _STEP.fullmatch(name) is not None
 
 
 def published_steps(workdir: epath.PathLike) -> list[int]:
-  """Return the steps of published checkpoints in order, judged by names; nothing is read, and one may be damaged."""
+  """Return the steps of published checkpoints in order; files are not read, so that a checkpoint may be damaged."""
   directory = epath.Path(workdir) / CHECKPOINTS
   if not directory.exists():
     return []

@@ -1,4 +1,4 @@
-"""The starts of a run reconstructed from its other files, if `epochs.json` is damaged or missing.
+"""Reconstruction of the starts of a run from its other files, if `epochs.json` is damaged or missing.
 
 `fingerprint.json` lists every start with the step from which it resumed, checkpoints and lines carry the fencing epoch
 of the process that wrote them, and the checkpoints show which steps were published.
@@ -19,11 +19,11 @@ from sdpo_jax.training.directory.lines import raw_lines
 from sdpo_jax.training.directory.published_checkpoints import CHECKPOINTS, DAMAGED, MANIFEST, is_step, published_steps
 from sdpo_jax.training.directory.workdir import saved_settings
 
-_NAMED = re.compile(r'\d+\.(?:unfinished|deleted)\.(\d+)')  # Folders named with their writer's epoch.
+_NAMED = re.compile(r'\d+\.(?:unfinished|deleted)\.(\d+)')  # Folders whose names end with the writer's epoch.
 
 
 def recorded(workdir: epath.Path, content: bytes | None, say: Callable[[str], None]) -> Epochs:
-  """Return the starts of a run from `epochs.json` or, if that is damaged or missing, from other files.
+  """Return the starts of a run from `epochs.json` or, if it is damaged or missing, from other files.
 
   Args:
     workdir: directory of the run.
@@ -35,7 +35,6 @@ def recorded(workdir: epath.Path, content: bytes | None, say: Callable[[str], No
       return epochs.parse(content, workdir / epochs.EPOCHS)
     except epochs.DamagedEpochsError as error:
       say(str(error))
-  # The epochs of `fingerprint.json`, and the last step published.
   record = of_starts(workdir)
   published = max([record.published, *published_steps(workdir)]) or due(workdir)
   return dataclasses.replace(record, published=published)
@@ -61,7 +60,7 @@ def folders(workdir: epath.Path) -> list[epath.Path]:
 
 
 def _epoch_of(checkpoint: epath.Path) -> Any:
-  """Return the epoch in a checkpoint's manifest; 0 if it cannot be read, which a restore reports."""
+  """Return the epoch in a checkpoint's manifest; 0 if it cannot be read, which is reported on restore."""
   try:
     return sealed.unseal((checkpoint / MANIFEST).read_bytes()).get(FENCING_EPOCH)
   except (ValueError, OSError):
@@ -75,9 +74,9 @@ def reached(workdir: epath.Path) -> int:
 
 
 def due(workdir: epath.Path) -> int:
-  """Return the last step for which a run, by its settings, must have published a checkpoint; 0 if there is none.
+  """Return the last step whose checkpoint a run, by its settings, must have published; 0 if there is none.
 
-  Checkpoints are written during the steps that follow, but each is complete before the next one is begun.
+  Checkpoints are written during later steps, but each is complete before the next one is begun.
   """
   trainer = saved_settings(workdir).get('trainer') if (workdir / 'config.json').exists() else None
   save_freq = trainer.get('save_freq') if isinstance(trainer, dict) else None
@@ -85,7 +84,7 @@ def due(workdir: epath.Path) -> int:
 
 
 def numbers(folder: epath.Path) -> list[int]:
-  """Return the numbers that entries of a folder are named by: 10, 20 for `10` and `20.jsonl`."""
+  """Return the numbers in the names of a folder's entries: 10 and 20 for `10` and `20.jsonl`."""
   if not folder.is_dir():
     return []
   stems = [path.name.partition('.')[0] for path in folder.iterdir() if path.name.count('.') <= 1]

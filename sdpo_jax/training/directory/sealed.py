@@ -1,4 +1,4 @@
-"""JSON objects that hold their own SHA-256, so that a reader can tell that they are unchanged."""
+"""JSON objects that hold their own SHA-256, so that a reader notices if they were changed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 from typing import Any
 
-SEAL = 'sha256'
+SEAL = 'sha256'  # Key of the SHA-256 of all other entries.
 
 
 def seal(values: Mapping[str, Any]) -> str:
@@ -21,7 +21,7 @@ def unseal(content: bytes) -> dict[str, Any]:
   """Return the values of an object that `seal` wrote.
 
   Raises:
-    ValueError: the content differs from that of `seal`, be it by one bit.
+    ValueError: the content differs from what `seal` returned, even by one bit.
   """
   try:
     values = json.loads(content)

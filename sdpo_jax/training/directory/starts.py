@@ -3,9 +3,9 @@
   {"format": 1, "starts": [{"step": 0, "fencing_epoch": 1, "time": "2026-01-31T12:00:00+00:00", "changes": [],
                             "accepted": [], "parts": {"tokenizer": {"vocabulary": "3f…", …}, …}}, …]}
 
-`step` is the checkpoint from which a start resumed, `fencing_epoch` its number (`epochs`); `changes` are sentences
-about inputs that had changed by then, `accepted` those that `trainer.accept_changes` named. `parts`
-(`fingerprint.take`) are left out if they equal those of the start before.
+`step` is that of the checkpoint from which a start resumed, and `fencing_epoch` the number of the start (`epochs`).
+`changes` are phrases about inputs that had changed by then, and `accepted` are the changed parts that
+`trainer.accept_changes` allowed. `parts` (`fingerprint.take`) are left out if they equal those of the start before.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def read(workdir: epath.PathLike) -> Sequence[Mapping[str, Any]]:
   """Return the starts of a run, oldest first; none if there is no `fingerprint.json`.
 
   Raises:
-    UserError: the file is damaged, or another version's.
+    UserError: the file is damaged, or of another version.
   """
   path = epath.Path(workdir) / FINGERPRINT
   if not path.exists():
     return []
-  way_out = 'restore it, or remove it and this start is not compared with those before'
+  way_out = 'restore it, or remove it, after which this start is not compared with earlier ones'
   values = read_json_object(path, way_out)
   starts = values.get('starts')
   sound = (
@@ -59,7 +59,7 @@ def trained_by(starts: Sequence[Mapping[str, Any]], step: int) -> Parts | None:
 
 
 def parts_of(starts: Sequence[Mapping[str, Any]]) -> Parts | None:
-  """Return the parts of the last of the given starts; None if unknown."""
+  """Return the parts of the last of the given starts, which an earlier one may hold; None if unknown."""
   return next((start['parts'] for start in reversed(starts) if 'parts' in start), None)
 
 

@@ -1,4 +1,4 @@
-"""The directory of a run: whether it can hold this run, and the settings stored in it."""
+"""The layout of a run directory, the settings stored in it, and checks whether a run may use it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 from sdpo_jax.config import Config
 from sdpo_jax.config.fields import did_you_mean
 from sdpo_jax.config.overrides import differences
-from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.errors import UserError
 from sdpo_jax.files import (
   is_local,
   make_directory,
@@ -21,27 +21,28 @@ from sdpo_jax.files import (
   sync_directory,
   write_atomically,
 )
+from sdpo_jax.models.remote_files import readable
 from sdpo_jax.training.directory.epochs import EPOCHS
 from sdpo_jax.training.directory.lines import METRICS, raw_lines
 from sdpo_jax.training.directory.locks import unwritable
 from sdpo_jax.training.directory.published_checkpoints import CHECKPOINTS, DAMAGED
 from sdpo_jax.training.directory.starts import FINGERPRINT
 
-WANDB_ID = 'wandb_id'  # The id of the run's page on Weights & Biases.
+WANDB_ID = 'wandb_id'  # File with the id of the run's page on Weights & Biases.
 FILES = ('config.json', METRICS, EPOCHS, FINGERPRINT, WANDB_ID)
-BEFORE_RESTART = 'before_restart'  # The folder of results that --restart moved away.
-ROWS = 'rows'  # The folder of questions that were passed in memory.
+BEFORE_RESTART = 'before_restart'  # Folder of the results that --restart has moved away.
+ROWS = 'rows'  # Folder of questions that the caller passed in memory.
 _OF_A_BEGINNING = (CHECKPOINTS, DAMAGED, 'eval', 'profile', 'rollouts', 'stalls', 'tensorboard')
 FOLDERS = (*_OF_A_BEGINNING, BEFORE_RESTART, ROWS)
-# What --restart moves away; the settings come last, since without them the other files do not make a run.
+# What --restart moves away; settings are last, since without them the other files are not a run.
 RESULTS = (*_OF_A_BEGINNING, METRICS, WANDB_ID, FINGERPRINT, 'config.json')
-# What else has a file of such a name, and how it is named instead.
+# File in a directory → what else than a run the directory is, and which flag takes it.
 _OTHERS = {
-  'adapter_config.json': 'it is a LoRA adapter, which goes with --model and --adapter',
-  'cartridge.json': 'it is a cartridge, which goes with --model and --cartridge',
-  'config.json': 'its config.json is not that of a run; a model is named with --model',
+  'adapter_config.json': 'it is a LoRA adapter, passed as --adapter with its --model',
+  'cartridge.json': 'it is a cartridge, passed as --cartridge with its --model',
+  'config.json': 'its config.json is not that of a run; a model is passed as --model',
 }
-ANOTHER = 'restore it or choose another --workdir'
+ANOTHER, UNREADABLE = 'restore it or choose another --workdir', 'make it readable or choose another'
 
 
 def saved_settings(workdir: epath.PathLike) -> dict[str, Any]:
@@ -54,38 +55,31 @@ def saved_settings(workdir: epath.PathLike) -> dict[str, Any]:
 
 
 def located(workdir: epath.PathLike) -> epath.Path:
-  """Return the path of a run's directory, after a look whether anything is there.
+  """Return the path of a run's directory, after checking that its file system or store can be reached.
 
   Raises:
-    UserError: the kind of store is not known or not installed, or it cannot be read.
+    UserError: the kind of store is unknown or its package is not installed, or it cannot be read.
   """
-  try:
-    path = epath.Path(workdir)
-    path.exists()
-  except KeyError as error:  # etils does not know the scheme.
-    raise UserError(
-      f'--workdir={workdir} is in no kind of store that is known: name a local directory, or gs://….'
-    ) from error
-  except ImportError as error:
-    raise UserError(f'--workdir={workdir} needs a package that is not installed: {error}.') from error
-  except Exception as error:  # Object stores raise many types of errors; all mean the same here.
-    raise _unreadable(workdir, error) from error
+  with readable(f'--workdir={workdir}', UNREADABLE):
+    try:
+      path = epath.Path(workdir)
+      path.exists()
+    except KeyError as error:  # etils does not know the scheme.
+      raise UserError(
+        f'--workdir={workdir} is in an unknown kind of store: name a local directory, or gs://….'
+      ) from error
   return path
 
 
-def _unreadable(workdir: epath.PathLike, error: Exception) -> UserError:
-  return UserError(f'--workdir={workdir} cannot be read ({first_line(error)}): make it readable or choose another.')
-
-
 def no_run(workdir: epath.Path) -> UserError:
-  """Return the error for a place that holds no run: what it is instead, and what to name."""
+  """Return the error for a path that is not a run, which says what it is instead and what to name."""
   there = {path.name for path in workdir.iterdir()} if workdir.is_dir() else set()
   whole = next((path for path in [*workdir.parents][:2] if _is_run(path)), None)
   other = next((other for name, other in _OTHERS.items() if name in there), None)
   if not workdir.exists():
     what = f'there is no such directory{did_you_mean(workdir.name, (run.name for run in _runs_in(workdir.parent)))}'
   elif whole is not None:
-    what = f'it is a part of the run {whole}, which is what to name.'
+    what = f'it is part of the run {whole}; name that.'
   elif not there:
     what = f'it is {"an empty directory" if workdir.is_dir() else "a file"}; name the --workdir of launch.train.'
   elif other is not None:
@@ -103,29 +97,27 @@ def _is_run(path: epath.Path) -> bool:
 
 
 def _runs_in(folder: epath.Path) -> list[epath.Path]:
-  """Return the runs in a local folder; none of an object store, where it may take long to look."""
+  """Return the runs in a local folder; none for an object store, which may take long to list."""
   return [path for path in sorted(folder.iterdir()) if _is_run(path)] if is_local(folder) and folder.is_dir() else []
 
 
 def check_workdir(config: Config, workdir: epath.PathLike, *, restart: bool = False) -> epath.Path:
   """Return the run's directory if it is new, holds nothing trained, or holds the same run; nothing is written.
 
-  With `restart`, a run without checkpoints may be any other run: it will be moved away.
+  With `restart`, it may also hold another run without checkpoints, which will be moved away.
 
   Raises:
-    UserError: it holds another run (the settings that differ are named), or its contents cannot be read, or a file is
-      in place of a folder of the run.
+    UserError: it holds another run (the message names the settings that differ), its contents cannot be read, or a
+      file and a folder of the run have each other's names.
   """
   workdir = located(workdir)
-  try:
+  with readable(f'--workdir={workdir}', UNREADABLE):
     there = _check_layout(workdir)
     trained = CHECKPOINTS in there and any((workdir / CHECKPOINTS).iterdir())
-  except OSError as error:
-    raise _unreadable(workdir, error) from error
   if not trained and (restart or METRICS not in there):
     return workdir
   if 'config.json' not in there:
-    raise UserError(f'{workdir} has a run but no config.json: restore that file or choose another --workdir.')
+    raise UserError(f'{workdir} holds a run without config.json: restore that file or choose another --workdir.')
   found = differences(saved_settings(workdir), config)
   if found.refused:
     named = ','.join([*config.trainer.accept_changes, *found.ways_out])
@@ -151,8 +143,8 @@ def _check_layout(workdir: epath.Path) -> set[str]:
   for name in sorted(there):
     if is_local(workdir) and os.path.islink(workdir / name):
       raise UserError(
-        f'{workdir / name} is a link, and a run follows none where it writes: put what it stands for in its place, or '
-        'make a link of the whole --workdir.'
+        f'{workdir / name} is a link, which a run does not write through: replace it with its target, or make the '
+        'whole --workdir a link.'
       )
     if (workdir / name).is_dir() != (name in FOLDERS):
       found, wanted = ('file', 'folder') if name in FOLDERS else ('folder', 'file')
@@ -186,7 +178,7 @@ def open_workdir(workdir: epath.Path) -> None:
 
 
 def write_settings(config: Config, workdir: epath.Path) -> None:
-  """Write `config.json`; call this once the run is sure to continue, since a refused start must keep the old one.
+  """Write `config.json`; to be called when the run is sure to continue, since a refused start must keep the old one.
 
   Raises:
     UserError: it cannot be written.

@@ -1,4 +1,4 @@
-"""Random policies with an adapter, and what its factors say in float64."""
+"""Random policies with an adapter, and the products of its factors in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from tests.models.small_policies import CONFIG
 
 
 def make(layers=3, mesh=None, dtype='float32', seed=1, **settings):
-  """(policy, base, factors): a random model whose factors are all random, those that begin as zeros too."""
+  """Return (policy, base, factors) of a random model; factors that are initialised to zeros are random, too."""
   values, key = CONFIG | {'num_hidden_layers': layers}, jax.random.key(0)
   config = ModelConfig(dtype=dtype, remat='full', lora=LoraConfig(**({'rank': 4, 'alpha': 6.0} | settings)))
   policy = huggingface.describe(values, config).on(mesh)
@@ -31,7 +31,7 @@ def make(layers=3, mesh=None, dtype='float32', seed=1, **settings):
 
 
 def deltas(policy, factors):
-  """scale · A · B of every target, in float64, in the shape of its matrix."""
+  """Return scale · A · B of every target in float64, by path and in the shape of its matrix."""
   found = {}
   table = {parameter.name: parameter for parameter in policy.parameter_table()}
   for target in policy.adapter.targets:
@@ -43,6 +43,7 @@ def deltas(policy, factors):
 
 
 def merged(policy, base, factors):
+  """Return the base with the factors merged into its matrices."""
   changes = deltas(policy, factors)
   table = parameters.frozen(policy.parameter_table())
   return parameters.map_tree(

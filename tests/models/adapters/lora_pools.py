@@ -16,7 +16,7 @@ MEMBERS, ROWS, LENGTH = 3, 5, 7
 
 
 def make_pool(layers, targets=('all-linear',)):
-  """(policy of one adapter, its base, the factors of every member)."""
+  """Return (policy with one adapter, its base, the factors of every member of a pool)."""
   config = ModelConfig(dtype='float32', lora=LoraConfig(rank=4, alpha=8.0, target_modules=targets))
   policy = huggingface.describe(CONFIG | {'num_hidden_layers': layers}, config).on(None)
   table = policy.parameter_table()
@@ -32,10 +32,12 @@ def make_pool(layers, targets=('all-linear',)):
 
 
 def pooled(policy, product='gather'):
+  """Return the policy with a pool of such adapters."""
   return dataclasses.replace(policy, adapter=LoraPool(policy.adapter, MEMBERS, product))
 
 
 def stacked(policy, factors):
+  """Return a pool that holds the given factors."""
   pool = lora_pool.empty(pooled(policy).parameter_table())
   for index, own in enumerate(factors):
     pool = lora_pool.with_member(pool, index, own)

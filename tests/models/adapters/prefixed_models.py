@@ -1,4 +1,4 @@
-"""Models of every family with a key-value prefix beside them, and a document to put there."""
+"""Random models of every family with a key-value prefix, and a document to read into it."""
 
 import dataclasses
 
@@ -17,13 +17,14 @@ TYPES = {'gemma3': 'gemma3_text'}
 
 
 def model(name, dtype='float32'):
+  """Return (policy, parameters) of a random model of a family."""
   kind = name.split(',')[0]
   values = SIZES | {**MODELS, **MORE}[name][1] | {'model_type': TYPES.get(kind, kind)}
   return huggingface.init(values, jax.random.key(0), ModelConfig(dtype=dtype))
 
 
 def with_prefix(policy, params, prefix, keys, values, mesh=None):
-  """(policy, base, trainable) of a model with slots of these keys and values."""
+  """Return (policy, base, trainable) of a model with slots that have these keys and values."""
   policy = dataclasses.replace(policy, adapter=prefix).on(mesh)
   frozen, trained = kv_prefix.slots(prefix, keys, values, policy.dtype)
   table = policy.parameter_table()
@@ -37,6 +38,7 @@ def with_prefix(policy, params, prefix, keys, values, mesh=None):
 
 
 def rows(seed=2, count=8, width=12):
+  """Return (tokens, positions, segment ids) of rows of random lengths, each one segment."""
   draw = np.random.default_rng(seed)
   lengths = draw.integers(3, width + 1, count)
   segments = (np.arange(width) < lengths[:, None]).astype(np.int32)
@@ -45,12 +47,13 @@ def rows(seed=2, count=8, width=12):
 
 
 def logits(policy, base, trainable, row):
+  """Return the float32 logits [B, S, V] of rows."""
   hidden, unembedding, _ = policy.apply(base, trainable, *row)
   return np.asarray((hidden @ unembedding.T).astype(jnp.float32))
 
 
 def after_document(policy, params, row):
-  """Logits of rows that begin with the document, at the tokens behind it."""
+  """Return the logits of rows that begin with the document, at the tokens after it."""
   tokens, _, segments = row
   count = len(tokens)
   before = np.tile(np.array(DOCUMENT, np.int32), (count, 1))

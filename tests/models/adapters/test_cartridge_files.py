@@ -1,4 +1,4 @@
-"""Files of cartridges: what is read is what was written, and everything else is refused by one sentence."""
+"""Cartridge files: what is read equals what was written, and all other files are refused with a sentence."""
 
 import dataclasses
 import hashlib
@@ -121,26 +121,26 @@ def _same_json(left, right):
 
 def test_a_cartridge_of_another_model_is_refused(written, model, tmp_path):
   other = tiny.make_model(tmp_path / 'other', seed=1)
-  with pytest.raises(UserError, match=rf'is a cartridge of {model}, and {other} has other weights'):
+  with pytest.raises(UserError, match=rf'is a cartridge of {model}, but {other} has other weights'):
     read(written, other)
   stretched = tmp_path / 'stretched'
   shutil.copytree(model, stretched)
   values = json.loads((stretched / 'config.json').read_text())
   (stretched / 'config.json').write_text(json.dumps(values | {'rope_theta': 1e6}))
-  with pytest.raises(UserError, match='has other rotary embeddings or windows of attention: give it the model'):
+  with pytest.raises(UserError, match='has other rotary embeddings or windows of attention: use the model'):
     read(written, stretched)
   moved = tmp_path / 'moved'
   shutil.copytree(model, moved)
   assert_equal(read(written, moved), make())
   cartridge_files.write(tmp_path / 'deeper', make(layers=3), origin_of(model))
   with pytest.raises(
-    UserError, match='of a model with 3 layers and 2 key-value heads of 8, and this model has 2 layers'
+    UserError, match='of a model with 3 layers and 2 key-value heads of 8, but this model has 2 layers'
   ):
     read(tmp_path / 'deeper', model)
 
 
 def rewritten(folder, **changes):
-  """Change a manifest, with a digest that is right for it."""
+  """Change entries of a manifest, and correct its digest."""
   file = folder / 'cartridge.json'
   values = json.loads(file.read_text()) | changes
   values = {name: value for name, value in values.items() if value != 'removed' and name != 'digest'}
@@ -152,7 +152,7 @@ def rewritten(folder, **changes):
   ('changes', 'message'),
   [
     ({'format': 'peft'}, "its format is 'peft'"),
-    ({'version': 2}, 'of version 2, and this program reads version 1'),
+    ({'version': 2}, 'of version 2, but this program reads version 1'),
     ({'slots': '16'}, 'slots is missing'),
     ({'slots': True}, 'slots is missing'),
     ({'frozen': -1}, 'frozen is missing'),
@@ -162,9 +162,9 @@ def rewritten(folder, **changes):
     ({'model': 'removed'}, 'model.name is missing'),
     ({'about': {'step': 3}}, 'about is missing'),
     ({'frozen': 99}, '99 of its 16 slots are frozen'),
-    ({'layers': 10**12}, 'holds 4 tensors, and a cartridge of 1000000000000 layers'),
-    ({'layers': 3}, 'holds 4 tensors, and a cartridge of 3 layers two each'),
-    ({'head_dim': 16}, r"'layers.0.key' is F32 \(2, 16, 8\), and cartridge.json says \(2, 16, 16\)"),
+    ({'layers': 10**12}, 'holds 4 tensors, but 1000000000000 layers'),
+    ({'layers': 3}, 'holds 4 tensors, but 3 layers have two each'),
+    ({'head_dim': 16}, r"'layers.0.key' is F32 \(2, 16, 8\), but cartridge.json says \(2, 16, 16\)"),
   ],
 )
 def test_a_manifest_that_says_something_else_is_refused(written, model, changes, message):
@@ -188,13 +188,13 @@ def test_what_is_no_file_is_not_waited_for(written, model):
 def test_names_in_a_manifest_are_written_on_one_line(written, model):
   manifest = json.loads((written / 'cartridge.json').read_text())
   rewritten(written, model=manifest['model'] | {'name': 'a\n\x1b[31m' * 99, 'weights': {'values': 'others'}})
-  with pytest.raises(UserError, match=r'is a cartridge of a\\n\\x1b\[31m.*… *, and .* has other weights') as raised:
+  with pytest.raises(UserError, match=r'is a cartridge of a\\n\\x1b\[31m.*… *, but .* has other weights') as raised:
     read(written, model)
   assert str(raised.value).isprintable() and len(str(raised.value)) < 600
 
 
 def test_what_is_missing_is_named(written, model, tmp_path):
-  with pytest.raises(UserError, match=r'nowhere holds no cartridge, for it has no cartridge\.json'):
+  with pytest.raises(UserError, match=r'nowhere holds no cartridge, since it has no cartridge\.json'):
     read(tmp_path / 'nowhere', model)
   (written / 'cartridge.safetensors').unlink()
   with pytest.raises(UserError, match=r'cartridge\.safetensors cannot be read'):
@@ -275,7 +275,7 @@ def test_the_golden_kind_passes_and_notices_differences(tmp_path, capsys):
 
 
 def lists_of(made, spelling='frozen', kind=list):
-  """Return the dictionary of a cartridge as a plain PyTorch program would make it."""
+  """Return the content of a cartridge file as a plain PyTorch program would write it, with lists of tensors."""
   part = made.frozen
   return {
     f'{name}_{what}': kind([torch.tensor(layer[None, :, first:last]) for layer in array])
@@ -304,7 +304,7 @@ def test_views_of_larger_tensors_are_read(tmp_path):
 
 
 class Runs:
-  """Pickles as a call."""
+  """An object whose pickle is a call of a function."""
 
   def __init__(self, function, *arguments):
     self.call = function, arguments
@@ -323,14 +323,14 @@ def test_a_file_that_would_run_something_is_refused_and_does_not(tmp_path):
     for content in (call, lists_of(make()) | {'trainable_keys': [call]}, {**lists_of(make()), 'more': call}):
       torch.save(content, tmp_path / 'a.pt')
       with pytest.raises(
-        UserError, match=r'is refused, and nothing of it was run: it asks for [\w.]+, which is not part'
+        UserError, match=r'is refused, and no code in it was run: it asks for [\w.]+, which is not part'
       ):
         cartridge_pt.read(tmp_path / 'a.pt')
   # Within the state of a list, and as its state.
   parameters = torch.nn.ParameterList(lists_of(make())['trainable_keys'])
   parameters.__dict__['_forward_hooks'] = Runs(os.system, f'touch {tmp_path}/ran')
   torch.save(lists_of(make()) | {'trainable_keys': parameters}, tmp_path / 'a.pt')
-  with pytest.raises(UserError, match='nothing of it was run'):
+  with pytest.raises(UserError, match='no code in it was run'):
     cartridge_pt.read(tmp_path / 'a.pt')
   assert not (tmp_path / 'ran').exists()
   # The files do what they look like where nobody guards against it.
@@ -376,7 +376,7 @@ def test_damaged_files_are_refused(tmp_path):
   ('change', 'message'),
   [
     (lambda d: [1, 2], 'holds no cartridge but a list'),
-    (lambda d: {'state_dict': {}}, "holds \\['state_dict'\\], and a cartridge trainable_keys"),
+    (lambda d: {'state_dict': {}}, "holds \\['state_dict'\\], but a cartridge holds trainable_keys"),
     (lambda d: d | {'more': 1}, 'nothing else'),
     (lambda d: d | lists_of(make(), 'fixed'), 'is not a cartridge'),
     (lambda d: {name: d[name] for name in list(d)[1:]}, 'is not a cartridge'),
@@ -397,8 +397,8 @@ def test_damaged_files_are_refused(tmp_path):
     (lambda d: each(d, 'values', lambda t: t[..., :4]), 'all must be'),
     (lambda d: each(d, '', lambda t: t[0]), 'all must be'),
     (lambda d: each(d, '', lambda t: torch.cat([t, t])), 'all must be'),
-    (lambda d: each(d, 'frozen', lambda t: t[..., :4]), 'frozen_keys have 2 heads of 4, and trainable_keys 2 of 8'),
-    (lambda d: each(d, 'frozen', lambda t: t[:, :1]), 'frozen_keys have 1 heads of 8, and trainable_keys 2 of 8'),
+    (lambda d: each(d, 'frozen', lambda t: t[..., :4]), 'frozen_keys have 2 heads of 4, but trainable_keys 2 of 8'),
+    (lambda d: each(d, 'frozen', lambda t: t[:, :1]), 'frozen_keys have 1 heads of 8, but trainable_keys 2 of 8'),
     (lambda d: d | {'trainable_keys': [d['trainable_keys'][0], d['trainable_keys'][0][:, :, 1:]]}, 'all must be'),
     (lambda d: each(d, 'trainable', lambda t: t[:, :, :0]), '3 of its 3 slots are frozen'),
     (lambda d: each(d, 'trainable_keys', lambda t: t / 0), 'layer 0 of its keys holds'),
@@ -417,7 +417,7 @@ def each(lists, part, change):
 def test_a_cartridge_of_other_sizes_is_refused(model, tmp_path):
   made = cartridge_pt.read(GOLDEN / 'L2_H2_P16_F1_D16_frozen.pt')
   with pytest.raises(
-    UserError, match='2 layers and 2 key-value heads of 16, and this model has 2 layers and 2 .* of 8'
+    UserError, match='2 layers and 2 key-value heads of 16, but this model has 2 layers and 2 .* of 8'
   ):
     cartridge.check_fits(made, config_of(model), 'a.pt')
   cartridge.check_fits(make(), config_of(model), 'a.pt')
@@ -429,12 +429,12 @@ def test_without_pytorch_it_is_asked_for(monkeypatch):
     cartridge_pt.read(GOLDEN / 'L2_H2_P16_F1_D16_frozen.pt')
   monkeypatch.undo()
   monkeypatch.setattr(torch, '__version__', '2.4.1+cpu')
-  with pytest.raises(UserError, match=r'PyTorch 2\.4\.1\+cpu cannot read it safely, 2\.7 and newer can'):
+  with pytest.raises(UserError, match=r'PyTorch 2\.4\.1\+cpu cannot read it safely; 2\.7 and newer can'):
     cartridge_pt.read(GOLDEN / 'L2_H2_P16_F1_D16_frozen.pt')
 
 
 def test_slots_of_a_text_continue_it_in_transformers(tmp_path):
-  """What our model keeps of a text, through a file and as `past_key_values`, gives the logits of the whole text."""
+  """Slots that our model reads from a text, written to a file, give transformers the logits of the whole text."""
   folder = tiny.make_model(tmp_path / 'model', rope_theta=300.0)
   policy, params = huggingface.load(folder, ModelConfig(dtype='float32', remat='none'))
   tokens = np.random.default_rng(3).integers(0, 200, (1, 40)).astype(np.int32)
@@ -451,7 +451,7 @@ def test_slots_of_a_text_continue_it_in_transformers(tmp_path):
 
 @pytest.mark.parametrize('name', ['llama', 'qwen2, no windows', 'qwen3'])
 def test_transformers_computes_the_same_with_any_slots(tmp_path, name):
-  """With numbers that no text has, as training makes them, and every way to rotate that the families know."""
+  """Slots are random numbers, as training may make them, and models have every kind of rotary embedding."""
   policy, params = prefixed_models.model(name)
   sizes = policy.config
   made = make(sizes.layers, sizes.kv_heads, 16, sizes.head_dim)
@@ -492,8 +492,8 @@ def test_an_export_is_what_servers_load(tmp_path, frozen, dtype):
 @pytest.mark.parametrize(
   ('made', 'message'),
   [
-    (make(slots=15), 'cuts 15 slots off to a multiple of 16: make a cartridge of 16 slots'),
-    (make(kv_heads=16), 'loads 16 slots as frozen'),
+    (make(slots=15), 'cuts 15 slots to a multiple of 16: make a cartridge of 16 slots'),
+    (make(kv_heads=16), 'load 16 slots of this format as frozen'),
     (make(within_windows=True), 'show all slots to layers with a sliding window'),
   ],
 )
@@ -540,7 +540,7 @@ def test_config_yaml_runs_nothing(tmp_path):
 @pytest.mark.parametrize(
   ('text', 'message'),
   [
-    ('kv_cache_initializer: {max_tokens: 8}', 'holds 16 slots, and .* says at most 8'),
+    ('kv_cache_initializer: {max_tokens: 8}', 'holds 16 slots, but .* says at most 8'),
     ('kv_cache_initializer: {max_tokens: many}', "max_tokens is 'many'"),
     ('kv_cache_initializer: {max_tokens: true}', 'max_tokens is True'),
     ('model: {pretrained_model_name_or_path: [1]}', r'pretrained_model_name_or_path is \[1\]'),
@@ -565,11 +565,11 @@ def test_a_wrong_config_yaml_is_refused(tmp_path, text, message):
 
 
 def test_a_published_directory_holds_one_cartridge(tmp_path, caplog):
-  with pytest.raises(UserError, match=r'or a single \.pt file, and holds none'):
+  with pytest.raises(UserError, match=r'or a single \.pt file, but holds none'):
     published_cartridges.read(tmp_path)
   for name in ('a.pt', 'b.pt'):
     shutil.copy(GOLDEN / 'L2_H2_P16_F1_D16_fixed.pt', tmp_path / name)
-  with pytest.raises(UserError, match=r'and holds a\.pt, b\.pt'):
+  with pytest.raises(UserError, match=r'but holds a\.pt, b\.pt'):
     published_cartridges.read(tmp_path)
   shutil.copy(GOLDEN / 'L2_H2_P16_F1_D16_fixed.pt', tmp_path / 'cartridge.pt')
   with pytest.raises(UserError, match=r'config\.yaml is missing: get it too, or name the \.pt file itself'):

@@ -1,4 +1,4 @@
-"""A key-value prefix beside a frozen model: with a text's own keys and values it is as if the text stood before."""
+"""A key-value prefix of a frozen model: with the keys and values of a text, it has the effect of the text itself."""
 
 import dataclasses
 import itertools
@@ -34,7 +34,7 @@ KERNELS = AttentionBackend('splash', interpret=True)
   ),
 )
 def test_the_slots_of_a_text_say_what_the_text_says(name, frozen):
-  """Whole rows, those of a sampler's cache, and the kernels of a TPU; layers with windows see what they would see."""
+  """For whole rows, for a sampler's cache, and with the TPU's kernels; also in layers with windows."""
   policy, params = model(name)
   prefix = KVPrefix(len(DOCUMENT), frozen, within_windows=True)
   student, base, trainable = with_prefix(policy, params, prefix, *kv_prefix.read_text(policy, params, DOCUMENT))
@@ -120,9 +120,7 @@ def test_the_gradient_is_that_of_finite_differences(kernels, mesh):
 
 
 def test_frozen_and_trained_slots_are_joined_once_for_all_layers():
-  """Ahead of the loop over the layers: a decode loop, for which they stay the same, then need not do it at every
-  step.
-  """
+  """They are joined before the loop over the layers, so that a decode loop does not do it in every step."""
   policy, params = model('qwen3')
   sizes = policy.config
   shape = sizes.layers, sizes.kv_heads, 21, sizes.head_dim
@@ -149,9 +147,7 @@ def test_impossible_prefixes_are_refused(slots, frozen):
 
 
 def test_rows_are_not_packed_behind_trained_slots():
-  """Kernels show slots to the first segment of a row only; a teacher's slots, which are not trained, all segments
-  see.
-  """
+  """Kernels show trained slots to the first segment of a row only; frozen slots of a teacher are visible to all."""
   policy, _ = model('qwen3')
   config = Config()
   config.actor.pack_sequences = True

@@ -1,4 +1,4 @@
-"""LoRA: factors beside frozen matrices compute what merged matrices would, and only they are trained."""
+"""LoRA: factors beside frozen matrices compute the same as merged matrices, and only factors are trained."""
 
 import math
 

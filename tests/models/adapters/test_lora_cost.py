@@ -1,4 +1,4 @@
-"""What an update of an adapter computes and holds: no gradient of a frozen matrix, nor room for one."""
+"""Cost of an update of an adapter: frozen matrices have no gradients, which would take time and memory."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ ROWS, PROMPT, REPROMPT, RESPONSE = 2, 16, 24, 40
 
 @functools.cache
 def compiled(rank, remat='none', pool=None):
-  """(program, parameter table) of the update; of a pool of adapters, of which every row has one."""
+  """Return (program, parameter table) of an update; with a pool, every row has an adapter of its own."""
   settings = ModelConfig(dtype='float32', remat=remat, lora=LoraConfig(rank=rank))
   mesh = make_mesh(Config().mesh, jax.devices()[:1])
   values = CONFIG | {'vocab_size': VOCAB, 'num_hidden_layers': LAYERS, 'tie_word_embeddings': True}
@@ -76,13 +76,13 @@ def test_a_frozen_matrix_is_multiplied_by_twice_and_has_no_gradient(remat):
 @pytest.mark.slow
 @pytest.mark.parametrize('pool', [None, 'gather', pytest.param('masked', marks=pytest.mark.campaign)])
 def test_an_update_of_an_adapter_holds_nothing_of_the_size_of_the_base(pool):
-  """Neither gradients of frozen matrices, zeros in their place, nor copies; the whole model's update has them."""
+  """It has no gradients of frozen matrices, zeros in their place, or copies; an update of the whole model has."""
   (whole, _), (adapter, table) = compiled(None), compiled(RANK, pool=pool)
   frozen = {p.shape for p in table if p.name == 'embedding' or p in lora.linear(lora.without_factors(table))}
   embedding = next(p.shape for p in table if p.name == 'embedding')
 
   def made(program):
-    """Shapes of frozen matrices that are results of more than a view."""
+    """Return the shapes of frozen matrices that occur as results of operations other than views."""
     lines = [line for line in program.as_text().splitlines() if not re.search(r' (parameter|bitcast|get-tuple)', line)]
     found = [re.match(r'\s*(?:ROOT )?%?[\w.-]+ = f32\[([\d,]+)\]', line) for line in lines]
     return {tuple(map(int, match[1].split(','))) for match in found if match} & frozen

@@ -1,4 +1,4 @@
-"""Rows of different adapters in one batch compute what each adapter computes alone, and none touches another."""
+"""A batch whose rows use different adapters computes the same as each adapter alone, without mixing them up."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def run(policy, base, trainable, tokens, members=None):
 
 
 def alone(policy, base, factors, tokens):
-  """Hidden states of every row by a policy that has its adapter alone, or none."""
+  """Return the hidden states of every row from a policy with only its adapter, or with none."""
   rows = []
   for row, member in enumerate(ROW_MEMBERS):
     its, own = (policy, factors[member]) if member >= 0 else (policy.base_policy(), {})

@@ -1,4 +1,4 @@
-"""The TPU compiler, which needs no TPU, on rows of different adapters: what their factors add to a decode step."""
+"""The cost of factors in a decode step with rows of different adapters, by the TPU compiler, which needs no TPU."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What --cartridge and model.cartridge.path take: either format, from a disk, an object store or the hub."""
+"""Values of --cartridge and model.cartridge.path: either format, on a disk, in an object store or on the hub."""
 
 import hashlib
 import logging
@@ -86,7 +86,7 @@ def test_what_is_no_cartridge_of_the_model_is_refused_before_the_model_is_read(o
   ):
     open_(tmp_path / 'gone', model)
   golden = cartridges.GOLDEN / 'L2_H2_P16_F1_D16_fixed.pt'
-  with pytest.raises(UserError, match='key-value heads of 16, and this model has 2 layers and 2 key-value heads of 8'):
+  with pytest.raises(UserError, match='key-value heads of 16, but this model has 2 layers and 2 key-value heads of 8'):
     open_(golden, model)
   with pytest.raises(UserError, match=r'unknown://bucket/a cannot be read'):
     open_('unknown://bucket/a', model)
@@ -97,7 +97,7 @@ def test_what_is_no_cartridge_of_the_model_is_refused_before_the_model_is_read(o
   two.mkdir()
   for name in ('a.pt', 'b.pt'):
     shutil.copy(golden, two / name)
-  with pytest.raises(UserError, match=r'or a single \.pt file, and holds a\.pt, b\.pt'):
+  with pytest.raises(UserError, match=r'or a single \.pt file, but holds a\.pt, b\.pt'):
     open_(two, model)
 
 

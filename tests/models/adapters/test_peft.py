@@ -1,4 +1,4 @@
-"""Adapters between here and the library PEFT: what one writes the other computes with, and every mistake has a name."""
+"""Exchange of adapters with the library PEFT, in both directions, and errors that name what is wrong."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ TARGETS = {
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
-  """Make the model directory of a family, once."""
+  """Return the model directory of a family, which is made once."""
 
   @functools.cache
   def make(family):
@@ -72,7 +72,7 @@ def folder(tmp_path_factory):
 
 
 def peft_model(folder, adapter=None):
-  """Return the model of a directory in transformers, with the adapter of another."""
+  """Return the model of one directory in transformers, with the adapter of another directory."""
   import peft  # Takes three seconds, as in the other tests here.
 
   model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -97,7 +97,7 @@ def load(folder, mesh=None, **settings):
 
 
 def moved(policy, params, seed=0):
-  """Return the factors, all of them random, and the model with them."""
+  """Return random factors, and the model with them."""
   generator = np.random.default_rng(seed)
   factors = parameters.map_table(
     lambda p: jnp.asarray(0.2 * generator.standard_normal(p.shape), jnp.float32),
@@ -115,7 +115,7 @@ def export(path, folder, policy, factors, use_rslora=False, **options):
 
 
 def combinations(*default):
-  """Return all families with all targets; those named run by default, each family with one of them if slow."""
+  """Return all families with all targets: the given ones run by default, and with --slow one for each family."""
   pairs = itertools.product(family_models.MODELS, TARGETS)
   slow = list(zip(family_models.MODELS, itertools.cycle(TARGETS), strict=False))
   return pytest.mark.parametrize('family, targets', tiers.cases(pairs, default, slow))
@@ -123,7 +123,7 @@ def combinations(*default):
 
 @combinations(('qwen3', 'all'), ('llama', 'mlp'))
 def test_peft_computes_with_an_adapter_from_here_and_back(family, targets, folder, tmp_path):
-  """PEFT on transformers' model is the oracle: of what was written, of what is read again, and of the merged model."""
+  """PEFT is the reference for an adapter written here, for one that it saved again, and for the merged model."""
   settings = TARGETS[targets][0]
   policy, params = load(folder(family), **settings)
   factors, params = moved(policy, params)
@@ -165,9 +165,7 @@ def test_peft_computes_with_a_version_of_the_store(folder, tmp_path):
 
 @combinations(('mistral', 'a layer'), ('qwen2', 'attention'))
 def test_an_adapter_that_peft_trained_goes_on_here(family, targets, folder, tmp_path):
-  """After some steps of PEFT and torch: the same logits, loss and gradients of the factors, hence the same next
-  step.
-  """
+  """After some steps of PEFT and torch, logits, loss and gradients of the factors are equal, hence the next step."""
   import peft
 
   torch.manual_seed(1)
@@ -206,7 +204,7 @@ def test_an_adapter_that_peft_trained_goes_on_here(family, targets, folder, tmp_
 
 @pytest.mark.slow
 def test_adapters_of_a_model_that_sees_images_are_those_of_the_part_that_reads(tmp_path, caplog):
-  """Both ways: the tower's matrices have names like those of the layers, and PEFT gives them factors, too."""
+  """In both directions; matrices of the vision tower have names like those of layers, so that PEFT adapts them, too."""
   folder = tmp_path / 'model'
   family_models.reference_that_sees_images().save_pretrained(folder)
   policy, params = load(folder, rank=4, alpha=8.0)
@@ -223,7 +221,7 @@ def test_adapters_of_a_model_that_sees_images_are_those_of_the_part_that_reads(t
   model.save_pretrained(tmp_path / 'theirs')
   policy, params = load(folder, path=str(tmp_path / 'theirs'))
   np.testing.assert_allclose(our_logits(policy, params), logits_of(model), atol=1e-4)
-  assert '2 tensors adapt the part of the model that sees images, and are left out' in caplog.text
+  assert '2 tensors adapt the part of the model that reads images, and are left out' in caplog.text
 
 
 CONFIGS = [
@@ -266,7 +264,7 @@ def test_modules_ranks_and_alphas_are_those_that_peft_finds(config, folder):
 
 @pytest.fixture(scope='module')
 def written(folder, tmp_path_factory):
-  """(model directory, adapter directory) of PEFT's own."""
+  """Return (model directory, adapter directory), the latter written by PEFT."""
   import peft
 
   path = tmp_path_factory.mktemp('written') / 'adapter'
@@ -290,9 +288,9 @@ def copied(written, tmp_path):
 
 
 WRONG = [
-  (dict(peft_type='IA3'), "peft_type is 'IA3', and only LORA"),
+  (dict(peft_type='IA3'), "peft_type is 'IA3', but only LORA"),
   (dict(peft_type=...), 'peft_type is missing'),
-  (dict(task_type='SEQ_CLS'), "task_type is 'SEQ_CLS', and only adapters of language models"),
+  (dict(task_type='SEQ_CLS'), "task_type is 'SEQ_CLS', but only adapters of language models"),
   (dict(use_dora=True), r'use_dora is True, which is not supported \(DoRA'),
   (dict(modules_to_save=['embed_tokens']), 'modules_to_save is .*whole modules'),
   (dict(bias='all'), "bias is 'all', which is not supported"),
@@ -310,25 +308,25 @@ WRONG = [
   (dict(init_lora_weights='olora'), "init_lora_weights is 'olora'"),
   (dict(init_lora_weights='loftq'), "init_lora_weights is 'loftq'"),
   (dict(target_modules=['q_proj', 'lm_head']), 'target_modules is .*: adapters of lm_head are not supported'),
-  (dict(target_modules=None), 'target_modules is None, and must say'),
+  (dict(target_modules=None), 'target_modules is None, but must say'),
   (dict(target_modules=['query_key_value']), 'matches nothing in this model, whose matrices are called down_proj, '),
   (dict(target_modules='q_proj('), r"target_modules holds 'q_proj\(', which is not a regular expression"),
-  (dict(target_modules=[3]), r'target_modules is \[3\], and must be'),
+  (dict(target_modules=[3]), r'target_modules is \[3\], but must be'),
   (dict(target_modules=['q_proj']), '2 tensors|4 tensors are of no module.*down_proj'),
   (dict(target_modules=['q_proj', 'down_proj', 'up_proj']), 'tensors are missing, first .*up_proj'),
   (dict(r=...), 'r is missing'),
-  (dict(r=0), 'r is 0, and must be a whole number of at least 1'),
+  (dict(r=0), 'r is 0, but must be a whole number of at least 1'),
   (dict(r=True), 'r is True'),
   (dict(r=2), r'has shape \(4, 48\); adapter_config.json says that the rank is 2'),
-  (dict(lora_alpha=0), 'lora_alpha is 0, and must be a number above 0'),
+  (dict(lora_alpha=0), 'lora_alpha is 0, but must be a number above 0'),
   (dict(lora_alpha=float('nan')), 'lora_alpha is nan'),
   (dict(rank_pattern={'0.self_attn.q_proj': 3}), r'layers\.0\.self_attn\.q_proj has rank 3 and model\.layers\.1'),
   (dict(rank_pattern={'q_proj': 'x'}), 'rank_pattern is .*whole number'),
-  (dict(alpha_pattern=[1]), r'alpha_pattern is \[1\], and must be a JSON object'),
+  (dict(alpha_pattern=[1]), r'alpha_pattern is \[1\], but must be a JSON object'),
   (dict(layers_to_transform='1'), "layers_to_transform is '1'"),
-  (dict(use_rslora='yes'), "use_rslora is 'yes', and must be true or false"),
-  (dict(lora_alpha=10**400), 'lora_alpha is 10*[.]+0*, and must be a number above 0'),
-  (dict(r=10**400), 'r is 10*[.]+0*, and must be a whole number'),
+  (dict(use_rslora='yes'), "use_rslora is 'yes', but must be true or false"),
+  (dict(lora_alpha=10**400), 'lora_alpha is 10*[.]+0*, but must be a number above 0'),
+  (dict(r=10**400), 'r is 10*[.]+0*, but must be a whole number'),
   (dict(lora_alpha=1e300), r'alpha of model\.layers\.0\.\S* is 1e\+300 and its rank 4, .* float32 cannot hold'),
   (dict(alpha_pattern={'1.self_attn.q_proj': 1e-300}), r'alpha of model\.layers\.1\.self_attn\.q_proj is 1e-300'),
   (dict(target_modules='(' * 500 + ')' * 500), 'target_modules holds .*, which is not a regular expression'),
@@ -414,7 +412,7 @@ def test_files_that_are_damaged_or_missing_are_named(copied):
   refused('adapter_model.safetensors is not as it was written: its SHA-256')
   (adapter / checksums.SUMS).unlink()
   weights.rename(adapter / peft_files.PICKLED)
-  refused('has no adapter_model.safetensors: adapter_model.bin is not read, because a pickle can hold programs')
+  refused('has no adapter_model.safetensors: adapter_model.bin is not read, because a pickle can run code')
   (adapter / peft_files.PICKLED).unlink()
   refused('has no adapter_model.safetensors: set model.lora.path')
   config.unlink()
@@ -429,7 +427,7 @@ def test_an_adapter_that_is_taken_for_a_model_is_named(written):
 
 
 def test_an_adapter_of_another_model_is_refused(written, folder):
-  """By its shapes and names: of another width, of fewer layers."""
+  """Because of its shapes or names: the base has another width, or fewer layers."""
   _, adapter = written
   with pytest.raises(UserError, match=r'the model needs .*was trained on .*: load the adapter onto its own base model'):
     load(folder('mistral'), path=str(adapter))

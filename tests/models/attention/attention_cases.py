@@ -1,4 +1,4 @@
-"""Rows, tensors and backends that tests of attention share, and the plain formula with a prefix in float64."""
+"""Rows, tensors and backends for tests of attention, and the plain formula with a prefix in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ SLOTS = 21
 
 
 def tensors(rows, length, seed=0, heads=HEADS, kv_heads=KV_HEADS):
+  """Return random queries, keys and values [B, S, heads, head_dim]."""
   generator = np.random.default_rng(seed)
 
   def draw(count):
@@ -38,6 +39,7 @@ def tensors(rows, length, seed=0, heads=HEADS, kv_heads=KV_HEADS):
 
 
 def whole(backend, query, key, value, segment_ids, windows=(0,), window_index=0, **options):
+  """Return the attention of whole sequences by a backend."""
   starts = dispatch.segment_starts(segment_ids)
   return dispatch.attend_whole(
     backend, query, key, value, segment_ids, starts, windows=windows, window_index=window_index, **options
@@ -45,17 +47,19 @@ def whole(backend, query, key, value, segment_ids, windows=(0,), window_index=0,
 
 
 def shared(seed=5):
+  """Return random keys and values [KV, P, head_dim] of a prefix."""
   draw = np.random.default_rng(seed)
   return [draw.standard_normal((KV_HEADS, SLOTS, HEAD_DIM)).astype(np.float32) for _ in range(2)]
 
 
 def starts(segments):
+  """Return the first slot of each slot's segment, as a NumPy array."""
   with jax.ensure_compile_time_eval():
     return np.asarray(dispatch.segment_starts(jnp.asarray(segments)))
 
 
 def first_slots(segments, window):
-  """[B, S]: the first slot of the prefix within a window of each token, whose positions count on from it."""
+  """Return [B, S]: the first slot of the prefix within each token's window; positions continue after the prefix."""
   positions = np.arange(segments.shape[1]) - starts(segments)
   return np.maximum(SLOTS + positions - window + 1, 0).astype(np.int32)
 

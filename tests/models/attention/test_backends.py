@@ -1,4 +1,4 @@
-"""Every backend of attention against the plain formula in float64, forward and backward; kernels run interpreted."""
+"""Every attention backend against the plain formula in float64, forward and backward; kernels are interpreted."""
 
 import dataclasses
 import functools
@@ -61,7 +61,7 @@ def plain(query, key, value, segment_ids, window, parents=None):
 
 
 def masked_formula(query, key, value, segment_ids, window, parents=None):
-  """Return the same, differentiable."""
+  """Return the same by a differentiable formula."""
   positions = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
   mask = dispatch.visible(positions, segment_ids, positions, segment_ids, window or None)
   if parents is not None:
@@ -71,7 +71,7 @@ def masked_formula(query, key, value, segment_ids, window, parents=None):
 
 @functools.cache
 def lowering(backend, windows=(0,), **options):
-  """Return the function of queries, keys, values, segments and further arrays that a backend computes; one for one."""
+  """Return a backend's attention as a function of queries, keys, values, segments and further arrays, made once."""
 
   def run(query, key, value, segment_ids, window_index=0, parents=None):
     return whole(backend, query, key, value, segment_ids, windows, window_index, parents=parents, **options)
@@ -94,7 +94,7 @@ def run_with_gradients(function, weights, arrays, more):
 
 
 def with_gradients(function, real, *arrays, **more):
-  """Output at real tokens, and gradients of a weighted sum of it."""
+  """Return the output at tokens that are not padding, and the gradients of a weighted sum of it."""
   weights = np.random.default_rng(9).standard_normal(arrays[0].shape).astype(np.float32) * real[:, :, None, None]
   (_, out), gradients = run_with_gradients(function, weights, arrays, more)
   assert all(np.isfinite(leaf).all() for leaf in (out, *gradients))
@@ -271,7 +271,7 @@ def test_scales_are_folded_into_scores_and_weights(quantized):
   ],
 )
 def test_the_decoding_kernel_is_the_plain_formula(quantized, block, monkeypatch):
-  """Two queries a row over two caches of the row: some empty, some full, one row not in use."""
+  """Two queries per row attend to two caches, some empty, some full; one row is not in use."""
   monkeypatch.setattr(decode_kernel, 'BLOCK', block)
   generator = np.random.default_rng(3)
 
@@ -381,7 +381,7 @@ def test_saved_attention_is_not_computed_again():
 
 def test_the_setting_is_resolved_by_the_devices_of_the_mesh():
   assert choose_backend('auto', 'bfloat16', 128).kind == 'xla'
-  with pytest.raises(UserError, match="model.attention='splash' needs TPUs, and the devices here are cpu"):
+  with pytest.raises(UserError, match="model.attention='splash' needs TPUs, but the devices here are cpu"):
     choose_backend('splash', 'bfloat16', 128)
   with pytest.raises(UserError, match="model.attention='cudnn' needs NVIDIA GPUs"):
     choose_backend('cudnn', 'bfloat16', 128)

@@ -1,6 +1,4 @@
-"""A prefix of which each device of a mesh has a part: what is computed with it is what one device computes with all of
-it.
-"""
+"""A prefix that is sharded over a mesh: results equal those of one device that holds all slots."""
 
 import dataclasses
 import itertools
@@ -47,7 +45,7 @@ ROWS = np.concatenate([PACKED, SINGLE])
 
 
 def padded(slots):
-  """Slots of four parts of eight, of which the last is empty but for nothing: 21 fill two, and five of the third."""
+  """Return slots padded to four parts of eight: the 21 slots fill two parts, and five places of the third."""
   return jnp.pad(slots, ((0, 0), (0, 32 - SLOTS), (0, 0)), constant_values=7.0)  # What is not filled may be anything.
 
 
@@ -122,7 +120,7 @@ def test_decoding_attends_to_all_parts(count, first):
 
 @pytest.mark.parametrize(('kind', 'error'), [('xla', ValueError), slow('splash', NotImplementedError)])
 def test_there_is_no_gradient_to_be_had(kind, error):
-  """Of a row's own keys splash has none either, where it hands out its normalisers."""
+  """Neither has splash attention to a row's own keys, if it returns log-normalisers."""
   arrays = *tensors(*ROWS.shape), *shared()
 
   def loss(*arrays):
@@ -135,12 +133,12 @@ def test_there_is_no_gradient_to_be_had(kind, error):
 
 
 def test_slots_that_are_trained_are_not_divided():
-  with pytest.raises(ValueError, match='slots to train is not divided'):
+  with pytest.raises(ValueError, match='trained slots cannot be sharded'):
     KVPrefix(8, 1, parts=4)
 
 
 def read_divided(name, monkeypatch, part, backend=None):
-  """(policy with the document, its base on a mesh, keys and values), read there in parts of so many tokens."""
+  """Return (policy with the document, its base on a mesh, keys and values), read on the mesh in parts of given size."""
   monkeypatch.setattr(kv_prefix, 'PART', part)
   monkeypatch.setattr(
     kv_prefix, 'block_size', lambda length: 4
@@ -164,7 +162,7 @@ def read_divided(name, monkeypatch, part, backend=None):
 
 
 def prefilled(policy, params):
-  """Keys and values [L, KV, N, head_dim] of the document from one pass over it on one device, by plain attention."""
+  """Return keys and values [L, KV, N, head_dim] of the document, from one pass on one device with plain attention."""
   count = len(DOCUMENT)
   row = np.array([DOCUMENT]), np.arange(count)[None], np.ones((1, count), np.int32)
   stores = jax.jit(lambda params: policy.apply({}, params, *row, policy.init_cache(1, count))[2].stores)(params)
@@ -187,7 +185,7 @@ NAMES = (*MODELS, *MORE)
   ],
 )
 def test_a_document_is_read_where_it_lies_and_says_what_its_text_says(name, part, backend, monkeypatch):
-  """Of three parts of five tokens, two stand on two devices each."""
+  """Two of the three parts of five tokens are on two devices each."""
   policy, base, held = read_divided(name, monkeypatch, part, backend)
   plain_policy, params = model(name)
   for mine, theirs in zip(held, prefilled(plain_policy, params), strict=True):
@@ -250,7 +248,7 @@ def test_what_a_sampler_makes_of_its_base_leaves_slots_where_they_lie(layers):
   [(None, 2.0, None), (None, 1.0, 4), (None, None, None), (False, 1.0, None), (True, None, 4)],
 )
 def test_a_document_is_divided_where_it_would_take_an_eighth_of_a_chip(chosen, gib, parts, monkeypatch):
-  """Of a model with 2 layers of 2 heads of 16 numbers, in float32: 2^19 tokens take 2^28 bytes."""
+  """The model has 2 layers of 2 heads of 16 elements in float32, so that 2^19 tokens take 2^28 bytes."""
   chip = accelerators.Accelerator('chip', 1.0, memory_gib=gib)
   monkeypatch.setattr(accelerators, 'find', lambda kind: chip)
   config = Config()

@@ -1,6 +1,4 @@
-"""The TPU's compiler on documents of which each chip of a slice holds a part: kernels, and what never comes
-together.
-"""
+"""The TPU compiler on documents that are sharded over a slice: kernels are used, and slots are never gathered."""
 
 import dataclasses
 import functools
@@ -42,7 +40,7 @@ def described(sizes, prefix):
 
 
 def prepared(policy, mesh):
-  """Return the parameters as a sampler reads them: gathered over `fsdp`, but for the slots."""
+  """Return the parameters as a sampler gets them: gathered over `fsdp`, except for the slots."""
 
   def place(parameter, leaf):
     if 'slots' in parameter.axes:
@@ -56,7 +54,7 @@ def prepared(policy, mesh):
 
 
 def split(tree, mesh):
-  """(parameters of the model, slots), the latter of DOCUMENT / CHIPS of a head on a chip."""
+  """Return (parameters of the model, slots); a chip holds DOCUMENT / CHIPS slots of a head."""
   slots = {'layers': {'prefix': tree['layers']['prefix']}}
   model = tree | {'layers': {name: held for name, held in tree['layers'].items() if name != 'prefix'}}
   share = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * 2 for leaf in jax.tree.leaves(slots))

@@ -1,4 +1,4 @@
-"""Attention to a prefix that all rows share: the plain formula over the prefix and a row's own keys, in float64."""
+"""Attention to a shared prefix against the plain formula over the prefix and each row's own keys in float64."""
 
 import functools
 
@@ -135,7 +135,7 @@ def test_a_mesh_changes_nothing_but_where_rows_are(name):
 
 @pytest.mark.parametrize('first', [15, pytest.param(None, marks=pytest.mark.slow)])
 def test_decoding_attends_to_the_prefix_beside_its_cache(first):
-  """By the plain path and by the TPU's kernel: as if every row's cache began with a copy of it."""
+  """By the plain path and the TPU's kernel, it equals attention to caches that begin with copies of the prefix."""
   draw, rows, layer = np.random.default_rng(3), 4, 1
   query = draw.standard_normal((rows, 1, HEADS, HEAD_DIM)).astype(np.float32)
   stores = Stores(*(draw.standard_normal((2, rows, KV_HEADS, 9, HEAD_DIM)).astype(np.float32) for _ in range(2)))

@@ -1,4 +1,4 @@
-"""The TPU compiler, which needs no TPU, on the decoder: which kernels it is given, what it copies, what fits a chip."""
+"""The decoder compiled for TPUs, which needs no TPU: the kernels it uses, the copies it makes, what fits a chip."""
 
 import dataclasses
 import functools
@@ -49,7 +49,7 @@ QWEN3_8B = dict(
 
 
 def compile_update(values, mesh, rows, length, remat='full', **settings):
-  """Forward and backward pass of the decoder, rows over the whole mesh."""
+  """Return the compiled forward and backward pass of the decoder, with rows sharded over the whole mesh."""
   policy = huggingface.describe(values, ModelConfig(remat=remat, **settings)).on(mesh)
   base, trainable = parameters.split(policy.parameter_table(), abstract_parameters(policy, mesh))
   sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
@@ -102,14 +102,14 @@ def compile_admission(values, mesh, rows, slots, prompts, width, quantized=False
 
 
 def compile_compaction(values, mesh, rows, slots, left, quantized=False):
-  """Return the program that moves rows of a cache together, until `left` are in use."""
+  """Return the program that compacts a cache to `left` rows."""
   functions = sampler_functions(huggingface.describe(values, ModelConfig()).on(mesh), mesh, quantized)
   cache = abstract_cache(functions, mesh, rows, slots)
   return cache, functions.compact.lower(cache.stores, cache.lengths, over_rows(mesh, (left,), jnp.int32)).compile()
 
 
 def total(compiled):
-  """Bytes of a chip's memory."""
+  """Return the bytes of a chip's memory that a program takes."""
   memory = compiled.memory_analysis()
   return (
     memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
@@ -117,7 +117,7 @@ def total(compiled):
 
 
 def largest_copy(text):
-  """Bytes of the largest array in HBM that a copy makes."""
+  """Return the bytes of the largest array in HBM that is made by a copy."""
   copies = hlo.copies(hlo.trace(hlo.parse(text), unknown_trips=1), limit=1)
   return max((copy.bytes for copy in copies), default=0)
 
@@ -189,7 +189,7 @@ def test_prompts_are_copied_into_the_cache_where_it_lies():
 
 @pytest.mark.parametrize(('name', 'shape', 'quantized'), SLICES)
 def test_rows_that_run_out_are_left_behind_in_the_cache_where_it_lies(name, shape, quantized):
-  """Half of the rows move together, and a step multiplies these, and no others, by every weight."""
+  """A cache is compacted to half of its rows, and a decode step then multiplies only these by every weight."""
   mesh = slice_mesh(name, *shape)
   cache, compiled = compile_compaction(SMALL, mesh, 128, 1312, 64, quantized)
   assert_cache_stays(cache, compiled)
@@ -245,7 +245,7 @@ def test_every_family_runs_the_kernels_and_leaves_the_cache_where_it_lies(family
 
 
 def matrix_sizes(values, **settings):
-  """Numbers in the layers' matrices, and in the factors beside them."""
+  """Return the number of elements of the layers' matrices, and of their factors."""
   table = huggingface.describe(values, ModelConfig(**settings)).parameter_table()
   matrices, factors = ([p for p in table if p.frozen == frozen and p.stacked and p.compute] for frozen in (True, False))
   return parameters.count(matrices), parameters.count(factors)

@@ -1,4 +1,4 @@
-"""What the families read of config.json: published sizes, in the forms of transformers 4 and 5; what they refuse."""
+"""Reading of config.json by the families: published sizes in the forms of transformers 4 and 5, and refusals."""
 
 import json
 
@@ -60,7 +60,7 @@ def test_published_models_are_read_as_transformers_reads_them(name):
 
 
 def angles(config, kind):
-  """(frequencies, attention factor) of transformers for a kind of layers."""
+  """Return (frequencies, attention factor) of transformers for a kind of layers."""
   nested = 'full_attention' in config.rope_parameters
   given = config.rope_parameters[kind] if nested else config.rope_parameters
   if given['rope_type'] != 'default':
@@ -79,7 +79,7 @@ def test_what_is_written_of_a_published_model_is_read_as_the_same(name):
 
 
 def test_a_text_config_that_says_next_to_nothing_is_completed_as_transformers_does():
-  """That of gemma-3-4b-it has these keys."""
+  """The keys are those of gemma-3-4b-it."""
   text = {
     'hidden_size': 2560,
     'intermediate_size': 10240,
@@ -164,7 +164,7 @@ REFUSED = {
   ),
   'no window': (
     dict(model_type='olmo3', sliding_window=None),
-    r'layer_types asks for sliding_attention, which needs a positive sliding_window \(it is None\)',
+    r'layer_types asks for sliding_attention, which needs a positive sliding_window \(sliding_window is None\)',
   ),
   'layer types': (dict(model_type='olmo3', layer_types=['full_attention']), 'layer_types must name .* of the 4 layers'),
   'layer types, a number': (dict(model_type='gemma3_text', layer_types=7), 'layer_types must name .*, not 7'),

@@ -1,4 +1,4 @@
-"""Every family against transformers: random tiny checkpoints, beyond windows and original lengths, there and back."""
+"""Every family against transformers, with tiny random models, texts beyond windows and lengths, in both directions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STEPS = 32
 
 @dataclasses.dataclass
 class Made:
-  """One model, in transformers and here."""
+  """The same model in transformers and here."""
 
   reference: transformers.PreTrainedModel
   folder: str
@@ -62,7 +62,7 @@ def families(*default, slow=(), more=False):
 
 
 def logits_of(model, tokens):
-  """[S, V] float32, of transformers."""
+  """Return the logits [S, V] float32 of transformers."""
   with torch.no_grad():
     return model(torch.tensor([tokens])).logits[0].float().numpy()
 
@@ -81,7 +81,7 @@ def padded(sequences):
 
 
 def greedy(policy, params, **settings):
-  """Return (what the sampler drew for two samples of each prompt, how many prompts it prefilled)"""
+  """Return (two greedy samples of each prompt, number of prompts that were prefilled)."""
   settings = dict(prompt_buckets=(12, 24), decode_chunk=16, resized=False) | settings
   sampler = Sampler(policy, TOKENIZER, response_buckets=(STEPS,), **settings)
   drawn = sampler.sample({}, params, PROMPTS, n=2, seed=0, step=0, max_tokens=STEPS, temperature=0.0)
@@ -95,7 +95,7 @@ def greedy(policy, params, **settings):
   more=True,
 )
 def test_samples_and_logits_are_those_of_transformers(made):
-  """Greedy tokens, log-probs from the cache, on both sides of a bucket's edge, and logits of whole sequences."""
+  """Compare greedy tokens, log-probs from the cache on both sides of a bucket's edge, and logits of whole sequences."""
   ours, prefilled = greedy(made.policy, made.params)
   assert prefilled == len(PROMPTS)  # Each once for both of its samples.
   whole = []
@@ -122,7 +122,7 @@ def test_samples_and_logits_are_those_of_transformers(made):
 
 @families(*MODELS, slow=('qwen3, windows and biases', 'mistral, tanh'), more=True)
 def test_what_is_exported_is_the_same_model_in_transformers(made, tmp_path):
-  """Weights and config.json, both written from what was read, and config.json copied."""
+  """With a config.json written from the architecture, and with a copied one."""
   tokens = np.random.default_rng(5).integers(1, VOCABULARY, 40).tolist()
   expected = logits_of(made.reference, tokens)
   for name, source in (('written', None), ('copied', made.folder)):
@@ -137,7 +137,7 @@ def test_what_is_exported_is_the_same_model_in_transformers(made, tmp_path):
 
 
 def step(made, mesh):
-  """(loss, parameters after one step of SDPO by plain gradient descent, on the host)"""
+  """Return the loss, and the parameters after a step of SDPO by plain gradient descent, on the host."""
   config = updates.settings(actor__ppo_micro_batch_size=8)
   samples = updates.samples_for(config)
   _, params = huggingface.load(made.folder, FLOAT32, mesh)
@@ -263,7 +263,7 @@ def test_eight_devices_compute_and_sample_what_one_does(made):
 
 @pytest.fixture(scope='module')
 def sees_images(tmp_path_factory):
-  """Such a model, and its folder."""
+  """Return (model of transformers that reads images, its directory)."""
   model = reference_that_sees_images()
   folder = tmp_path_factory.mktemp('sees_images')
   model.save_pretrained(folder)
@@ -324,6 +324,6 @@ def test_a_tensor_that_is_not_about_images_is_not_skipped(sees_images, tmp_path)
   twice = {'language_model.model.norm.weight': np.zeros(32, np.float32)}
   respelled(folder, tmp_path / 'twice', 'transformers 5', **twice)
   with pytest.raises(
-    UserError, match=r"'language_model.model.norm.weight' and 'model.language_model.norm.weight' are the same"
+    UserError, match=r"'language_model.model.norm.weight' and 'model.language_model.norm.weight' name the same tensor"
   ):
     huggingface.load(tmp_path / 'twice', FLOAT32)

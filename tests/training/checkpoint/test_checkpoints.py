@@ -438,14 +438,14 @@ def test_a_checkpoint_under_the_name_of_another_step_is_damage(tmp_path, caplog)
   save_steps(tmp_path, {1: {}, 2: {}}).close()
   shutil.copytree(tmp_path / 'checkpoints' / '1', tmp_path / 'checkpoints' / '5')
   assert Checkpoints(tmp_path).restore(make_state(0))[0] == 2
-  assert 'The checkpoint of step 5 cannot be read (it is that of step 1)' in caplog.text
+  assert 'The checkpoint of step 5 cannot be read (its manifest.json is that of step 1)' in caplog.text
 
 
 def test_without_a_manifest_nothing_is_resumed_but_a_reader_may_look(tmp_path, caplog):
   save_steps(tmp_path, {1: {}}).close()
   (tmp_path / 'checkpoints' / '1' / 'manifest.json').unlink()
   with pytest.raises(
-    UserError, match=r'None of the checkpoints .* has a manifest\.json: .* Go on with the version that wrote them'
+    UserError, match=r'None of the checkpoints .* has a manifest\.json: .* Continue with the version that wrote them'
   ):
     Checkpoints(tmp_path).restore(make_state(0))
   assert (tmp_path / 'checkpoints' / '1').is_dir()

@@ -446,9 +446,7 @@ def test_a_run_without_a_fingerprint_says_so_and_one_with_a_damaged_one_ends(run
   folder, config = run
   path = folder / 'run' / 'fingerprint.json'
   path.unlink()
-  assert any(
-    'does not say with which tokenizer, data and graders the steps up to 1 were' in s for s in go_on(folder, config)
-  )
+  assert any('does not record the tokenizer, data and graders of the steps up to 1' in s for s in go_on(folder, config))
   assert [start['step'] for start in starts(folder)] == [1]
   for damaged in (
     '',
@@ -458,7 +456,7 @@ def test_a_run_without_a_fingerprint_says_so_and_one_with_a_damaged_one_ends(run
     path.read_text()[:-40],
   ):
     path.write_text(damaged)
-    with pytest.raises(UserError, match='restore it, or remove it and this start is not compared'):
+    with pytest.raises(UserError, match='restore it, or remove it, after which this start is not compared'):
       go_on(folder, config)
 
 
@@ -468,7 +466,7 @@ def test_a_start_that_is_refused_leaves_the_settings_of_the_run_as_they_are(run)
   manifest = folder / 'run' / 'checkpoints' / '1' / 'manifest.json'
   before, text = (folder / 'run' / 'config.json').read_bytes(), manifest.read_text()
   manifest.unlink()
-  with pytest.raises(UserError, match='Go on with the version that wrote them'):
+  with pytest.raises(UserError, match='Continue with the version that wrote them'):
     go_on(folder, config, test_freq=2)
   assert (folder / 'run' / 'config.json').read_bytes() == before
   manifest.write_text(text)

@@ -69,7 +69,7 @@ def test_checkpoints_that_are_gone_are_missed(folder):
   (folder / 'checkpoints').rmdir()
   before = content(folder)
   sentence = (
-    'has no checkpoint to resume from, though that of step 2 .* up to step 4: mount the disk .* or add --restart'
+    'has no checkpoint to resume from, although that of step 2 .* up to step 4: mount the disk .* or add --restart'
   )
   with pytest.raises(UserError, match=sentence):
     lost_checkpoints.check_not_lost(folder)
@@ -146,7 +146,7 @@ def test_restart_does_not_leave_a_checkpoint_behind(folder):
   assert '--restart does nothing here: the checkpoint of step 2 is there' in said[0] and content(folder) == before
   (folder / 'checkpoints' / '2').rename(folder / 'checkpoints' / '1')
   said, _ = settle(folder)
-  assert 'the checkpoint of step 2 was published and is not there any more; the newest is that of step 1' in said[0]
+  assert 'the checkpoint of step 2 was published and is no longer there; the newest is that of step 1' in said[0]
 
 
 def test_a_restart_that_is_interrupted_anywhere_is_completed(folder, monkeypatch):
@@ -198,7 +198,7 @@ def test_an_interrupted_restart_goes_on_though_the_checkpoints_are_back_and_over
   (folder / 'metrics.jsonl').write_text('{"step": 1}\n')
   before = {**content(folder), 'config.json': (folder / 'config.json').read_text()}
   said, record = settle(folder)
-  assert 'was interrupted: the rest of the old results, the checkpoint of step 4 among them, is moved to' in said[0]
+  assert 'was interrupted: the rest of the old results, including the checkpoint of step 4, is moved to' in said[0]
   assert 'the run begins again at step 0' in said[0] and record.restarting is None and record.published == 0
   after = content(folder)
   assert sorted(before.values()) == sorted(after.values()) and all(name.startswith('before_') for name in after)
@@ -261,6 +261,6 @@ def test_lines_that_are_missing_are_named_by_their_steps(folder):
   assert lost_checkpoints.lost_lines(folder, 3, lines).startswith(f'{folder}/metrics.jsonl has no line of step 2: ')
   assert 'has no line of steps 2, 4–6: ' in lost_checkpoints.lost_lines(folder, 8, lines)
   assert lost_checkpoints.lost_lines(folder, 1, lines) is None and lost_checkpoints.lost_lines(folder, 0, []) is None
-  assert 'metrics.jsonl is missing: the numbers of steps 1–8 are lost' in lost_checkpoints.lost_lines(folder, 8, [])
+  assert 'metrics.jsonl is missing: the metrics of steps 1–8 are lost' in lost_checkpoints.lost_lines(folder, 8, [])
   (folder / 'metrics.jsonl').touch()
   assert 'metrics.jsonl is empty: ' in lost_checkpoints.lost_lines(folder, 8, [])

@@ -263,7 +263,7 @@ def test_what_it_writes_while_the_next_one_starts_is_left_out(store):
   assert written
   successor.write(2, {'a': 2.0})
   assert [line['a'] for line in lines(guarded_files.Objects(FOLDER))] == [1.0, 2.0]
-  with pytest.raises(UserError, match='was changed while the run was going on, by something that is not the run'):
+  with pytest.raises(UserError, match='was changed by something other than this run while it was going on'):
     writer.write(3, {'a': 7.0})
 
 

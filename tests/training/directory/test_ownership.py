@@ -103,7 +103,7 @@ def test_a_second_process_does_not_train_in_the_same_directory(folder):
       take(folder)
     os.kill(other.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, other.pid, os.WSTOPPED | os.WNOWAIT)
-    with pytest.raises(UserError, match=rf'process {other.pid}, .*, which is stopped: continue it \(kill -CONT'):
+    with pytest.raises(UserError, match=rf'process {other.pid}, .*, but is suspended: continue it \(kill -CONT'):
       take(folder)
     os.kill(other.pid, signal.SIGCONT)
   said = []
@@ -392,7 +392,7 @@ def test_epochs_of_other_versions_are_read_or_named(folder):
   with_epochs(folder, (3, 0), published=4)
   values = json.loads((folder / epochs.EPOCHS).read_text())
   (folder / epochs.EPOCHS).write_text(sealed.seal(values | {'format': 3}))
-  with pytest.raises(UserError, match='epochs.json has the format 3, which a later version wrote'):
+  with pytest.raises(UserError, match='epochs.json has the format 3 of a later version'):
     take(folder)
   del values['sha256']
   (folder / epochs.EPOCHS).write_text(json.dumps(values | {'format': 1}))  # It had no seal.

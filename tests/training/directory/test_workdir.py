@@ -30,7 +30,7 @@ def test_a_run_and_a_new_directory_are_taken(run):
   before = {path.name: path.read_bytes() for path in run.iterdir()}
   assert workdir.check_workdir(Config(), run) == epath.Path(run)
   assert workdir.check_workdir(Config(), run / 'new') == epath.Path(run / 'new')
-  with pytest.raises(UserError, match='--workdir=unknown://a/b is in no kind of store that is known'):
+  with pytest.raises(UserError, match='--workdir=unknown://a/b is in an unknown kind of store'):
     workdir.check_workdir(Config(), 'unknown://a/b')
   assert {path.name: path.read_bytes() for path in run.iterdir()} == before
 
@@ -38,18 +38,18 @@ def test_a_run_and_a_new_directory_are_taken(run):
 @pytest.mark.parametrize(
   'name, content, sentence',
   [
-    ('metrics.jsonl', b'{"step": 1}\n\xff\n{"step": 2}\n', 'metrics.jsonl is not UTF-8 text .*: mend or remove it'),
+    ('metrics.jsonl', b'{"step": 1}\n\xff\n{"step": 2}\n', 'metrics.jsonl is not UTF-8 text .*: repair or remove it'),
     (
       'metrics.jsonl',
       b'{"step": 1}\n[2]\n{"step": 3}\n',
-      r'line 2 is not an object .* but \[2\]: .* mend or remove it',
+      r'line 2 is not an object .* but \[2\]: .* repair or remove it',
     ),
     ('metrics.jsonl', b'{"loss": 1}\n{"step": 3}\n', 'line 1 is not an object with a whole number as its step'),
     ('metrics.jsonl', b'{"step": "1"}\n{"step": 3}\n', 'line 1 is not an object with a whole number as its step'),
     (
       'metrics.jsonl',
       b'{"step": 1, "fencing_epoch": "1"}\n',
-      "line 1 has '1' as its fencing_epoch, .* mend or remove it",
+      "line 1 has '1' as its fencing_epoch, .* repair or remove it",
     ),
     ('metrics.jsonl', b'{"step": 1}\nhello\n{"step": 3}\n', 'line 2 is not JSON'),
     ('metrics.jsonl', b'[' * 100_000 + b'\n{"step": 3}\n', 'line 1 is not JSON'),
@@ -80,14 +80,14 @@ def test_what_cannot_be_read_is_named(run, name, content, sentence):
   [
     ((), 'rum', r"there is no such directory; did you mean 'run'\?"),
     ((), 'other/run', r'there is no such directory\.'),
-    ((), 'run/metrics.jsonl', 'it is a part of the run .*/run, which is what to name'),
-    (('run/checkpoints/2/x',), 'run/checkpoints/2', 'it is a part of the run .*/run, which is what to name'),
+    ((), 'run/metrics.jsonl', 'it is part of the run .*/run; name that'),
+    (('run/checkpoints/2/x',), 'run/checkpoints/2', 'it is part of the run .*/run; name that'),
     ((), '.', 'it holds runs; name one of them, such as .*/run'),
     (('a.txt',), 'a.txt', 'it is a file; name the --workdir of launch.train'),
     (('notes/b.txt',), 'notes', 'there is no config.json in it; name the --workdir of launch.train'),
-    (('model/config.json',), 'model', 'its config.json is not that of a run; a model is named with --model'),
-    (('factors/adapter_config.json',), 'factors', 'it is a LoRA adapter, which goes with --model and --adapter'),
-    (('slots/cartridge.json',), 'slots', 'it is a cartridge, which goes with --model and --cartridge'),
+    (('model/config.json',), 'model', 'its config.json is not that of a run; a model is passed as --model'),
+    (('factors/adapter_config.json',), 'factors', 'it is a LoRA adapter, passed as --adapter with its --model'),
+    (('slots/cartridge.json',), 'slots', 'it is a cartridge, passed as --cartridge with its --model'),
     (('left/checkpoints/2/x',), 'left', 'there is no config.json in it; restore that file'),
   ],
 )
@@ -199,7 +199,7 @@ def test_a_run_with_a_link_in_it_is_refused(run, tmp_path, name):
   (run / name).unlink(missing_ok=True)
   for target in ('elsewhere', 'nowhere'):
     (run / name).symlink_to(tmp_path / target)
-    with pytest.raises(UserError, match=f'{name} is a link, and a run follows none'):
+    with pytest.raises(UserError, match=f'{name} is a link, which a run does not write through'):
       workdir.check_workdir(Config(), run)
     (run / name).unlink()
   (tmp_path / 'link').symlink_to(run)  # The whole directory may be one.
