@@ -222,7 +222,7 @@ def test_a_call_that_cannot_be_read_teaches_why(ada, script):
   assert learned.accepted and example.environment == turn.fault and example.feedback is None
   half = proposed(ada, script, where, called(GREP) + '<tool_call>', ())
   assert half.calls and half.fault
-  with pytest.raises(InvalidRequest, match='nothing is done by half'):
+  with pytest.raises(InvalidRequest, match='its plan is incomplete'):
     Sessions(ada).decide(*where, 1, APPROVE)
 
 
@@ -231,7 +231,7 @@ def test_tools_that_failed_are_lessons_where_the_session_says_so(ada, script):
   proposed(ada, script, where, called(GREP))
   Sessions(ada).decide(*where, 0, APPROVE)
   failed = ToolResult(0, False, 'No.', exit_code=2, stderr='x: bad', field='p', line=3)
-  with pytest.raises(InvalidRequest, match='one for each of them'):
+  with pytest.raises(InvalidRequest, match='one result for each of them'):
     Sessions(ada).results(*where, 0, [failed, failed])
   turn, learned = Sessions(ada).results(*where, 0, [failed])
   [example] = Sessions(ada).examples(adapter)
@@ -341,7 +341,7 @@ def test_what_is_decided_stays_decided(ada, script):
   for other in (APPROVE, Decision('deny', 'Use x.')):
     with pytest.raises(TurnConflict, match='denied already'):
       Sessions(ada).decide(*where, 0, other)
-  with pytest.raises(TurnConflict, match='results belong to'):
+  with pytest.raises(TurnConflict, match='send results for'):
     Sessions(ada).results(*where, 0, [ToolResult(0, True, 'x')])
   answered = proposed(ada, script, where, 'Yes.', ())
   proposed(ada, script, where, 'No.', HI)
@@ -375,7 +375,7 @@ def test_of_two_proposals_at_once_one_is_kept(ada, script):
   script.say('One.', 'Two.')
   first, second = Sessions(ada).propose(*where, HI), Sessions(ada).propose(*where, HI)
   kept = next(first)
-  with pytest.raises(TurnConflict, match='changed the session meanwhile'):
+  with pytest.raises(TurnConflict, match='session has changed meanwhile'):
     next(second)
   assert [turn.text for turn in Sessions(ada).turns(*where)] == [kept.text]
 
@@ -496,7 +496,7 @@ def test_a_template_without_tools_is_refused_by_name(tmp_path):
   with running(config) as service:
     account = Account(service, 'ada')
     adapter = account.create('one')[0].id
-    with pytest.raises(InvalidRequest, match='knows no tools') as raised:
+    with pytest.raises(InvalidRequest, match='does not support tools') as raised:
       opened(account, adapter)
     assert raised.value.field == 'tools'
     session, _ = Sessions(account).open(adapter, SessionSettings(sampling={'max_tokens': 4}))
