@@ -548,8 +548,8 @@ class Engine:
 
     Args:
       feedback: the feedback, at most as many as there are slots.
-      keep: maps (index of the feedback, result) to whether to store the new version. Without it, or if a gradient was
-        not finite, no new version exists.
+      keep: maps (index of the feedback, result) to whether to store the new version. If not, or if a gradient was not
+        finite, there is no new version.
 
     Raises:
       UserError: a feedback cannot be learned from; nothing has changed.

@@ -240,7 +240,7 @@ class FeedbackTeacher:
   """The teacher, which reads the feedback: the model whose distributions are distilled."""
 
   name: str  # The value of `engine.Feedback.teacher`, or 'endpoint', which scores before the engine learns.
-  version: int | None  # The version of the adapter that it is; None: it is none.
+  version: int | None  # The number of an earlier version of the adapter that teaches; None: another teacher.
   average_rate: float  # The rate of the moving average of the factors, updated with every teacher.
 
 

@@ -125,8 +125,8 @@ class Served:
     for name, values in factors.items():
       if not training_pool.fits(values):
         raise UserError(
-          f'{peft_files.WEIGHTS}: the factor {name} has a value that is not finite, or {training_pool.LARGEST:g} or '
-          'more: send an adapter without such values.'
+          f'{peft_files.WEIGHTS}: the factor {name} has a value of {training_pool.LARGEST:g} or more, or not finite: '
+          'send an adapter without such values.'
         )
     return factors
 

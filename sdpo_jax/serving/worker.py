@@ -634,7 +634,7 @@ class Worker:
   # Ends.
 
   def _end(self, engine: Engine | None, job: Job, error: ServiceError, count: str) -> None:
-    """End a request with an error; samples under way end with the next chunk."""
+    """End a request with an error; samples in progress end with the next chunk."""
     if job.ended is not None:
       return
     job.ended = count

@@ -337,7 +337,7 @@ class Sessions:
       return decided, TeacherTexts(feedback=decision.correction, environment=turn.fault)
     if decision.call >= len(turn.calls):
       raise InvalidRequest(
-        f'Turn {turn.n} has {len(turn.calls)} calls, so there is no call {decision.call}.', field='call'
+        f'Turn {turn.n} has {len(turn.calls)} calls, numbered from 0, and no call {decision.call}.', field='call'
       )
     calls = edited(turn.calls, decision)
     with self._service.tokenizing:

@@ -49,7 +49,7 @@ TEXTS = frozenset('feedback correction demonstration environment text texts mess
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-  """How long data are stored."""
+  """What is stored, and for how long."""
 
   keep_versions: int = 0  # How many versions to keep beside the newest one and version 0; 0: all.
   request_ttl_s: float = 86400.0  # Lifetime of responses to requests with an idempotency key.
@@ -125,7 +125,7 @@ class Store:
       root: the place of the versions: a local folder, s3://bucket/prefix, gs://bucket/prefix or memory://name.
       database: a local file; it is rebuilt from the root if it is missing, damaged or of another root.
       base: the model and the shape of its adapters.
-      retention: how long data are stored.
+      retention: what is stored, and for how long.
       clock: returns seconds since the epoch.
       options: options for obstore's store, unless the root is a local folder.
 
