@@ -11,7 +11,7 @@ from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.types import Messages
 
 MOST_MESSAGES = 1024
-_LONG = 16  # Of a long text, so many characters per token of the limit are tokenized first.
+_LONG = 16  # Long texts are cut to this many characters per token of the limit, and tokenized for a first check.
 
 
 def tokens_of(

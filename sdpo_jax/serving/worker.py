@@ -24,16 +24,7 @@ from sdpo_jax.learning.learner import Learned
 from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.serving.engine import Engine, Feedback
 from sdpo_jax.serving.errors import Busy, Cancelled, Deadline, InvalidRequest, NotReady, ServiceError
-from sdpo_jax.serving.jobs import (
-  ForgetJob,
-  Job,
-  LearnJob,
-  SampleJob,
-  ScoreJob,
-  learn_batch,
-  runnable,
-  score_batch,
-)
+from sdpo_jax.serving.jobs import ForgetJob, Job, LearnJob, SampleJob, ScoreJob, learn_batch, runnable, score_batch
 from sdpo_jax.serving.records import BASE, TEACHING_VERSION
 from sdpo_jax.serving.shelf import Arrays, NoPlaceError
 

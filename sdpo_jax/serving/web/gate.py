@@ -29,14 +29,7 @@ from sdpo_jax.config import ServeConfig
 from sdpo_jax.files import as_json
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
-from sdpo_jax.serving.errors import (
-  Deadline,
-  InvalidRequest,
-  NotFound,
-  NotReady,
-  ServiceError,
-  Unauthorized,
-)
+from sdpo_jax.serving.errors import Deadline, InvalidRequest, NotFound, NotReady, ServiceError, Unauthorized
 from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.store.store import IdempotentRequest, StoredResponse
 from sdpo_jax.serving.web import error_responses

@@ -270,18 +270,18 @@ class Update(RequestBody):
     None, description='For sdpo: a name for alpha 0 (forward_kl), 1 (reverse_kl) or ½ (jsd).'
   )
   alpha: Number | None = Field(
-    None, ge=0, le=1, description='For jsd_pg, the share of the student; for sdpo, of the teacher.'
+    None, ge=0, le=1, description='For sdpo the share of the teacher, for jsd_pg of the student.'
   )
-  topk: int | None = Field(None, ge=1)
+  topk: int | None = Field(None, ge=1, description='For sdpo: K, the size of the support of the divergence.')
   is_clip: Number | None = Field(None, gt=0, description='For sdpo: the clip of the importance ratio; null: no ratio.')
-  divergence_weight: Number | None = Field(None, ge=0)
-  policy_weight: Number | None = Field(None, ge=0)
-  clip_ratio_low: Number | None = Field(None, ge=0)
-  clip_ratio_high: Number | None = Field(None, ge=0)
-  clip_ratio_c: Number | None = Field(None, gt=1)
-  clip_eps: Number | None = Field(None, gt=0, description='For jsd_pg, as are the next four fields.')
-  jsd_weight: Number | None = Field(None, ge=0)
-  floor: Number | None = Field(None, lt=0)
+  divergence_weight: Number | None = Field(None, ge=0, description='For sdpo: the weight of the divergence.')
+  policy_weight: Number | None = Field(None, ge=0, description='For sdpo: the weight of the policy gradient.')
+  clip_ratio_low: Number | None = Field(None, ge=0, description='For the policy gradient: the lower clip.')
+  clip_ratio_high: Number | None = Field(None, ge=0, description='For the policy gradient: the upper clip.')
+  clip_ratio_c: Number | None = Field(None, gt=1, description='For the policy gradient: the bound of the dual clip.')
+  clip_eps: Number | None = Field(None, gt=0, description='For jsd_pg: the clip of the importance ratio.')
+  jsd_weight: Number | None = Field(None, ge=0, description='For jsd_pg: the weight of the regulariser.')
+  floor: Number | None = Field(None, lt=0, description='For jsd_pg: log q of tokens that the teacher does not name.')
   form: Literal['mixture', 'design'] | None = None
   support: Literal['teacher', 'union'] | None = None
   learning_rate: Number | None = Field(None, ge=0)
@@ -290,7 +290,7 @@ class Update(RequestBody):
   eps: Number | None = Field(None, gt=0)
   weight_decay: Number | None = Field(None, ge=0)
   max_grad_norm: Number | None = Field(None, gt=0, description='The clip of the gradient norm; null: no clipping.')
-  steps: int | None = Field(None, ge=1)
+  steps: int | None = Field(None, ge=1, description='The number of optimizer steps.')
 
 
 class FeedbackBody(FeedbackItem):

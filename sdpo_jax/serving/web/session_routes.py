@@ -19,13 +19,7 @@ from sdpo_jax.files import as_json
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sample_requests import SampleDraft
 from sdpo_jax.serving.sessions.examples import TrainingExample
-from sdpo_jax.serving.sessions.session_records import (
-  Decision,
-  LearnedTurns,
-  SessionSettings,
-  SessionTurn,
-  ToolResult,
-)
+from sdpo_jax.serving.sessions.session_records import Decision, LearnedTurns, SessionSettings, SessionTurn, ToolResult
 from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.web import native
 from sdpo_jax.serving.web import session_schemas as schemas
