@@ -419,9 +419,9 @@ def test_lines_that_answer_nothing_are_named():
     inputs.message()
   with pytest.raises(UserError, match="line 2: 'Hello' is not a decision; possible here: y .approve"):
     inputs.choice({'y': 'approve'})
-  with pytest.raises(UserError, match="line 3: 'a' is no answer"):
+  with pytest.raises(UserError, match="line 3: 'a' is not a decision"):
     inputs.choice({'y': 'approve'})
-  with pytest.raises(UserError, match="the answer to 'Why. ' belongs on the same line"):
+  with pytest.raises(UserError, match="write the answer to 'Why. ' on the same line"):
     inputs.line('Why? ')
   with pytest.raises(UserError, match='cannot be read'):
     script.lines_of('/none/of/these')
