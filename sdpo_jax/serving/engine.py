@@ -720,7 +720,7 @@ def check_divides(settings: EngineSettings, policy: DecoderPolicy) -> None:
   for name, shards in (('rows', mesh.shape[FSDP]), ('training_rows', mesh.size)):
     if getattr(settings, name) % shards:
       raise UserError(
-        f'serve.{name}={getattr(settings, name)} must be a multiple of {shards}, the size of the mesh that divides it.'
+        f'serve.{name}={getattr(settings, name)} must be a multiple of {shards}, the number of parts of the mesh.'
       )
 
 

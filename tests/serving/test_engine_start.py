@@ -291,8 +291,8 @@ def test_a_mesh_divides_pools_and_scores_as_one_device(model, tmp_path):
   policy, base = on_mesh(*model, 4, 2)
   settings = dataclasses.replace(SETTINGS, training_rows=8)
   for wrong, said in (
-    (dict(rows=6), 'rows=6 cannot be divided over 4'),
-    (dict(training_rows=4), 'training_rows=4 cannot be divided over 8'),
+    (dict(rows=6), 'rows=6 must be a multiple of 4'),
+    (dict(training_rows=4), 'training_rows=4 must be a multiple of 8'),
   ):
     with pytest.raises(UserError, match=said):
       make_engine((policy, base), tmp_path / 'none', dataclasses.replace(settings, **wrong))
