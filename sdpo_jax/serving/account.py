@@ -1,7 +1,4 @@
-"""The operations of one owner.
-
-Adapters and samples are looked up with their owner, so that those of other owners look as if they did not exist.
-"""
+"""The operations of one owner on adapters and samples; those of other owners look as if they did not exist."""
 
 from __future__ import annotations
 
@@ -33,40 +30,40 @@ _LARGEST = 10  # How many of the most changed matrices a diff lists.
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Account:
-  """The operations of one owner in one request. Any thread may call.
+  """The operations of one owner within one request. Any thread may call.
 
-  Methods that take an adapter's id raise NotFound alike if the adapter does not exist, was deleted, or belongs to
-  another owner. Methods that change an adapter take the version that the caller expects it to be at (None: any), raise
-  VersionConflict if it is at another one, and wait for other changes of the same adapter.
+  Methods that take the id of an adapter raise NotFound if it does not exist, was deleted, or belongs to another owner.
+  Methods that change an adapter take the version that the caller expects it to be at (None: any), raise VersionConflict
+  if it is at another one, and wait for other changes of the same adapter.
   """
 
-  service: ServiceState  # The state that all owners share.
+  service: ServiceState  # Shared by all owners.
   owner: str
-  call: Call = dataclasses.field(default_factory=Call)  # The request on whose behalf the operations run.
+  call: Call = dataclasses.field(default_factory=Call)  # The request that the operations belong to.
 
   # Adapters.
 
   def adapter(self, id: str) -> AdapterRecord:
-    """Return an adapter."""
+    """Return the current record of an adapter."""
     found = self.service.store.adapter(self.owner, id)
     self.service.remember(found.id, self.owner)
     return found
 
   def version(self, id: str, number: int | None = None) -> Version:
-    """Return a version of an adapter; None: its newest."""
+    """Return a version of an adapter by its number; None: the newest."""
     adapter = self.adapter(id)
     return self.service.store.version(self.owner, id, adapter.head if number is None else number)
 
   @contextlib.contextmanager
   def turn(self, id: str, expected: int | None) -> Iterator[AdapterRecord]:
-    """Wait for this request's turn to change the adapter, check its version, and provide it."""
-    self.adapter(id)  # Raise NotFound before a queue is made for an unknown id.
+    """Hold the lock under which an adapter is changed, after checking its version; yields its record."""
+    self.adapter(id)  # Raises NotFound before a queue is made for an unknown id.
     with self.service.turns.of(id, self.call):
       adapter = self.adapter(id)
       if expected is not None and expected != adapter.head:
         raise VersionConflict(
-          f'The adapter is at version {adapter.head}, and the request expects {expected}: look at what changed, and '
-          'ask again.',
+          f'The adapter is at version {adapter.head}, and the request expects {expected}: check what has changed, '
+          'and retry.',
           current=adapter.head,
         )
       yield adapter
@@ -82,20 +79,20 @@ class Account:
     alpha: float | None = None,
     request: IdempotentRequest | None = None,
   ) -> tuple[AdapterRecord, Version]:
-    """Make an adapter that does not change the model yet.
+    """Create an adapter that does not change the model yet.
 
     Args:
       name: a name that no other adapter of the owner has.
       settings: see `adapter_settings.checked`.
-      seed: seed of the factors; None: a random one.
-      base_model: the model that the sender expects; None: any.
-      rank: the rank that the sender expects; None: any.
-      alpha: the LoRA alpha that the sender expects; None: any.
-      request: the request's idempotency record; None: it has no key.
+      seed: the seed of the factors; None: a random one.
+      base_model: the model that the client expects; None: any.
+      rank: the rank that the client expects; None: any.
+      alpha: the LoRA alpha that the client expects; None: any.
+      request: the idempotency record of the request; None: it has no Idempotency-Key.
 
     Raises:
-      InvalidRequest: the name or the settings are not allowed, or another model, rank or alpha is served.
-      Forbidden: the owner has reached the limit of adapters.
+      InvalidRequest: the name or a setting is not allowed, or another model, rank or alpha is served.
+      Forbidden: the owner has as many adapters as the limit allows.
     """
     self._check_served(base_model, rank, alpha)
     factors = self.service.worker.fresh(secrets.randbits(32) if seed is None else seed % 2**32)
@@ -115,20 +112,20 @@ class Account:
     records.check_name(name, self.service.model_name)
     with self.service.turns.of(('owner', self.owner), self.call):
       if len(store.adapters(self.owner)) >= limit:
-        raise Forbidden(f'There are {limit} adapters, as many as one owner may have: delete one that is not needed.')
+        raise Forbidden(f'You have {limit} adapters, the limit (serve.limits.max_adapters_per_owner): delete one.')
       made, version = store.create(self.owner, name, checked, arrays, reason=reason, details=details, request=request)
     self.service.remember(made.id, self.owner)
     self.service.events.add(made.id, 'committed', {'version': version.number, 'reason': reason})
     return made, version
 
   def adapters(self) -> list[AdapterRecord]:
-    """Return the owner's adapters."""
+    """Return the owner's adapters, the oldest first."""
     return self.service.store.adapters(self.owner)
 
   def change(
     self, id: str, expected: int | None, settings: Mapping[str, Any], *, request: IdempotentRequest | None = None
   ) -> AdapterRecord:
-    """Update some of an adapter's settings; its version stays the same."""
+    """Update settings of an adapter; those not given, and the version, stay the same."""
     with self.turn(id, expected) as adapter:
       service = self.service
       changed = adapter_settings.checked({**adapter.settings, **settings}, service.settings, service.prompt_of)
@@ -137,14 +134,14 @@ class Account:
   def fork(
     self, id: str, number: int | None, name: str, *, request: IdempotentRequest | None = None
   ) -> tuple[AdapterRecord, Version]:
-    """Make an adapter from a version of another one (None: the newest), with its settings, moments and average."""
+    """Create an adapter from a version of another one (None: the newest), with its settings, moments and average."""
     adapter, version = self.adapter(id), self.version(id, number)
     arrays = self.service.store.arrays(version)
     details = {'from': records.lora_uri(adapter.id, version.number)}
     return self._create(name, adapter.settings, arrays, 'fork', details, request)
 
   def delete(self, id: str, expected: int | None) -> None:
-    """Delete an adapter with its name, its versions, and all its samples and feedback."""
+    """Delete an adapter with all its versions, samples and feedback; its name becomes free."""
     with self.turn(id, expected) as adapter:
       known = self.service.store.versions(self.owner, id)
       self.service.store.delete(self.owner, id, adapter.head if expected is not None else None)
@@ -159,12 +156,12 @@ class Account:
     return self.service.store.versions(self.owner, id)
 
   def diff(self, id: str, a: int, b: int) -> dict[str, Any]:
-    """Return the distance between two versions of an adapter, as JSON.
+    """Return the distance from version `a` to version `b` of an adapter, as JSON.
 
     Returns:
-      `total`, `largest` (the matrices that changed most) and `matrices`: Frobenius norms of the factors' product for
-      each matrix `before` and `after`, of the `change`, and the change `relative` to before. `versions`: the details of
-      each version after the older of the two up to the newer one.
+      `matrices`: for each matrix the Frobenius norm of the factors' product `before` and `after`, of the `change`, and
+      the change `relative` to before; `largest`: those that changed most; `total`: all matrices taken as one;
+      `versions`: the details of each version after the older of the two up to the newer one.
     """
     before, after = self.version(id, a), self.version(id, b)
     served, store = self.service.served, self.service.store
@@ -185,7 +182,7 @@ class Account:
     }
 
   def undo(self, id: str, expected: int | None, to: int, *, request: IdempotentRequest | None = None) -> Version:
-    """Make a new version that equals an older one, including its moments and its average."""
+    """Make a new version with the arrays of an older one, including moments and average."""
     with self.turn(id, expected) as adapter:
       source = self.service.store.version(self.owner, id, to)
       arrays = self.service.store.arrays(source)
@@ -198,45 +195,39 @@ class Account:
   # PEFT files.
 
   def import_peft(
-    self,
-    name: str,
-    files: Mapping[str, bytes],
-    settings: Mapping[str, Any] | None = None,
-    *,
-    request: IdempotentRequest | None = None,
+    self, name: str, files: Mapping[str, bytes], *, request: IdempotentRequest | None = None
   ) -> tuple[AdapterRecord, Version]:
-    """Make an adapter from files that PEFT wrote; its optimizer starts from zero moments.
+    """Create an adapter from files in PEFT's format; its optimizer starts from zero moments.
 
     Args:
       name: as in `create`.
-      files: see `peft_transfer.Served.factors`.
-      settings: as in `create`.
+      files: the contents of the files by name, see `peft_transfer.Served.factors`.
       request: as in `create`.
 
     Raises:
-      InvalidRequest: as `create`, or the files do not hold an adapter of the shape that is served.
+      InvalidRequest: as `create`, or the files do not hold an adapter of the served shape.
       TooLarge: the files are larger than such an adapter can be.
       Forbidden: as `create`.
     """
     records.check_name(name, self.service.model_name)
     factors = self.service.served.factors(files)
-    fresh = self.service.worker.fresh(0)  # Moments and count of a version that has learned nothing.
+    fresh = self.service.worker.fresh(0)  # For the moments and the count.
     own = {f'{kind}/{row}': value for kind in ('factors', 'average') for row, value in factors.items()}
     digest = hashlib.sha256(files[peft_files.WEIGHTS]).hexdigest()
-    return self._create(name, settings, {**fresh, **own}, 'import', {'sha256': digest}, request)
+    return self._create(name, None, {**fresh, **own}, 'import', {'sha256': digest}, request)
 
   def export_peft(self, id: str, number: int | None = None) -> dict[str, bytes]:
-    """Return the files of a version (None: the newest) by name, in the format that PEFT loads."""
+    """Return the contents of the files of a version (None: the newest) by name, in PEFT's format."""
     return self.service.store.peft_files(self.version(id, number))
 
   # Sampling and scoring.
 
   def resolve(self, model: str) -> VersionTarget:
-    """Return the version that a request names as its model.
+    """Find the version that a request names as its model.
 
     Args:
       model: 'base' or the name of the model; the id or the name of an adapter, optionally with @ and a version number;
-        or the URI of a version. No file is opened and no URI is fetched.
+        or the URI of a version. It is only looked up in the store: no file is opened and no URI is fetched.
 
     Raises:
       NotFound: there is no such model, adapter or version.
@@ -255,7 +246,12 @@ class Account:
 
   @contextlib.contextmanager
   def spending(self, kind: str, tokens: int) -> Iterator[None]:
-    """Spend tokens from the allowance; refund them if the block raises."""
+    """Take tokens from the allowance of the key; give them back if the block raises.
+
+    Args:
+      kind: 'sampled', 'scored' or 'learned'.
+      tokens: the number of tokens.
+    """
     self.call.spend(kind, tokens)
     try:
       yield
@@ -273,20 +269,20 @@ class Account:
     drafts: bool = False,
     messages: Sequence[Mapping[str, Any]] | None = None,
   ) -> Sampling:
-    """Draw completions of a prompt; each is stored with all that feedback on it needs.
+    """Start sampling completions of a prompt; each is stored as a sample, to which feedback can refer.
 
     Args:
-      target: from `resolve`.
-      prompt_tokens: from `prompt_of`.
-      n: number of completions.
+      target: the version to sample from, see `resolve`.
+      prompt_tokens: token ids, see `ServiceState.prompt_of`.
+      n: the number of completions.
       options: sampling options; None: the defaults.
-      drafts: whether to also yield drafts.
-      messages: the conversation that the prompt was rendered from; None: it was not a conversation.
+      drafts: whether to yield drafts, too.
+      messages: the conversation that the prompt was rendered from; None: it was a text or tokens.
 
     Raises:
       InvalidRequest: an option is not allowed.
-      Busy: too many requests wait, or the owner's allowance is used up.
-      UserError: as the engine.
+      Busy: too many requests wait, or the allowance of the key is used up.
+      UserError: as `Engine.submit`.
     """
     service, most = self.service, self.service.settings.limits.max_samples
     if not 1 <= n <= most:
@@ -345,13 +341,13 @@ class Account:
     """Return a version's log-probs and entropies of given tokens.
 
     Args:
-      target: from `resolve`.
-      rows: the prompt and the tokens after it, for each row; at least one token each.
+      target: the version that scores, see `resolve`.
+      rows: for each row the prompt and the tokens after it, at least one token each.
       topk: how many of the most likely tokens to return at every position; 0: none.
-      ids: [T, M] int32 for each row, further tokens whose log-probs to return.
+      ids: further tokens to score, [T, M] int32 for each row of T tokens; None: none.
 
     Raises:
-      InvalidRequest: a row is invalid, or `ids` are not as many for every token of every row.
+      InvalidRequest: a row is invalid, or M is not the same for all tokens of all rows.
       Busy: as `sample`.
       UserError: a row or topk is too large.
     """
@@ -365,11 +361,11 @@ class Account:
     return self.wait(future)
 
   def wait(self, future: concurrent.futures.Future) -> Any:
-    """Wait for a future of the worker and return its result.
+    """Wait for a future of the worker, and return its result.
 
     Raises:
-      Deadline: the request has no time left.
-      Cancelled: the sender does not wait any more.
+      Deadline: the time limit of the request is over.
+      Cancelled: the client has disconnected.
     """
     try:
       return self.call.result(future, self.call.left)
@@ -377,17 +373,17 @@ class Account:
       if future.done():
         raise
       future.cancel()
-      raise Deadline('The time of the request was over before it was done: nothing was changed.') from None
+      raise Deadline('The time limit of the request was reached: nothing was changed.') from None
 
   # Events.
 
   def events(self, id: str, after: int | None = None, timeout: float = 15.0) -> Iterator[AdapterEvent | None]:
-    """Yield the events of an adapter, and None whenever there was none for `timeout` seconds.
+    """Yield the events of an adapter, and None after every `timeout` seconds without one.
 
     Args:
-      id: of the adapter.
-      after: id of the last event already seen; None: begin with the oldest event that is kept.
-      timeout: seconds.
+      id: the id of the adapter.
+      after: the id of the last event already seen; None: begin with the oldest stored event.
+      timeout: seconds to wait for an event.
     """
     self.adapter(id)
 
@@ -402,21 +398,20 @@ class Account:
 
     return stream(after)
 
-  # Inside.
+  # Checks.
 
   def _check_served(self, base_model: str | None, rank: int | None, alpha: float | None) -> None:
     served, service = self.service.served, self.service
     if base_model is not None and base_model not in (service.model_name, records.BASE_NAME):
       raise InvalidRequest(
-        f'{short_repr(base_model)} is not served here: leave base_model out, or name {service.model_name}.',
+        f'The model {short_repr(base_model)} is not served here: leave base_model out, or send {service.model_name}.',
         field='base_model',
       )
     own_alpha = None if served.rank is None or served.scale is None else served.scale * served.rank
     for field, asked, own in (('rank', rank, served.rank), ('alpha', alpha, own_alpha)):
       if asked is not None and asked != own:
         raise InvalidRequest(
-          f'{field}={short_repr(asked)} is not served here, where all adapters are {served.described()}: leave {field} '
-          'out.',
+          f'{field}={short_repr(asked)} is not served here: all adapters have {served.described()}. Leave {field} out.',
           field=field,
         )
 

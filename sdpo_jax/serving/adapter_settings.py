@@ -1,4 +1,4 @@
-"""The settings that an owner gives an adapter: its teacher, its guards, and the canary prompts of these."""
+"""Settings of an adapter: its teacher, its guards, and the canary prompts on which guards measure."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ MOST_CANARIES = 16
 
 
 def checked(settings: Mapping[str, Any], serve: ServeConfig, prompt_of: Callable[..., list[int]]) -> dict[str, Any]:
-  """Return settings in the form that is stored, as JSON; absent or None values take the service's defaults.
+  """Validate settings, and return them as JSON in the stored form; absent or None values mean the service's defaults.
 
   Args:
     settings: `teacher`, a kind or a mapping (`check_teacher`); `guards`, limits by name (`guards.Guards.of`);
       `canary_prompts`, texts or conversations.
-    serve: settings of the service.
+    serve: the settings of the service.
     prompt_of: `ServiceState.prompt_of`, which tokenizes prompts.
 
   Raises:
-    InvalidRequest: a setting is not allowed; the error names the field.
+    InvalidRequest: a setting is invalid; the error names the field.
   """
   for field in settings:
     if field not in FIELDS:
       raise InvalidRequest(
-        f'{short_repr(field)} is no setting of an adapter; there are {", ".join(FIELDS)}.', field=f'settings.{field}'
+        f'Adapters have no setting {short_repr(field)}, only {", ".join(FIELDS)}.', field=f'settings.{field}'
       )
   found: dict[str, Any] = {}
   teacher, guards, canaries = (settings.get(field) for field in FIELDS)
@@ -44,7 +44,7 @@ def checked(settings: Mapping[str, Any], serve: ServeConfig, prompt_of: Callable
     found['teacher'] = dict(teacher)
   if guards is not None:
     if not isinstance(guards, Mapping):
-      raise InvalidRequest(f'guards must be limits by name, not {short_repr(guards)}.', field='guards')
+      raise InvalidRequest(f'guards must be an object with limits by name, not {short_repr(guards)}.', field='guards')
     Guards.of(serve.guards, guards)
     found['guards'] = dict(guards)
   if canaries is not None:
@@ -66,9 +66,9 @@ def _canaries(canaries: Any, prompt_of: Callable[..., list[int]]) -> list[Any]:
 
 
 def _messages_of(canary: Any) -> Messages:
-  """Return a canary prompt, given as a question or a conversation, as a conversation.
+  """Return a canary prompt, given as a text or a conversation, as a conversation.
 
   Raises:
-    InvalidRequest: it is neither.
+    InvalidRequest: the prompt is neither.
   """
   return request_prompts.conversation([{'role': 'user', 'content': canary}] if isinstance(canary, str) else canary)

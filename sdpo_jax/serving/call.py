@@ -1,4 +1,4 @@
-"""One request below the HTTP layer: its deadline, cancellation and token allowance, and its turn to change a thing."""
+"""A request below the HTTP layer: deadline, cancellation and token allowance; and locks that requests wait for."""
 
 from __future__ import annotations
 
@@ -16,58 +16,58 @@ from sdpo_jax.serving.errors import Cancelled, Deadline, ServiceError
 
 @dataclasses.dataclass(eq=False)
 class Call:
-  """A request under way, which another thread can end; it is the `Stop` of what computes for it."""
+  """A request in progress, which another thread can end; usable as the `Stop` of its computations."""
 
-  deadline: float | None = None  # On the clock; None: there is none.
-  # Called with 'sampled', 'scored' or 'learned' and a number of tokens before they are computed; it raises Busy if they
-  # exceed the allowance. A negative number refunds tokens that were not needed.
+  deadline: float | None = None  # A time on `clock`; None: there is no deadline.
+  # Called with 'sampled', 'scored' or 'learned' and a number of tokens before these are computed; raises Busy if they
+  # exceed the allowance. A negative number gives tokens back that were not needed.
   spend: Callable[[str, int], None] = lambda kind, tokens: None
-  clock: Callable[[], float] = time.monotonic  # Returns the time in seconds.
+  clock: Callable[[], float] = time.monotonic  # Returns seconds.
   _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, init=False)
   _ended: ServiceError | None = dataclasses.field(default=None, init=False)
   _listeners: list[Callable[[], None]] = dataclasses.field(default_factory=list, init=False)
 
   def end(self, error: ServiceError | None = None) -> None:
-    """End the request, from any thread; the first error counts, Cancelled if none is given."""
+    """End the request with an error, by default Cancelled; the first call wins. Any thread may call."""
     with self._lock:
       if self._ended is not None:
         return
-      self._ended = error or Cancelled('The request was cancelled, for its sender does not wait any more.')
+      self._ended = error or Cancelled('The request was cancelled, because its client has disconnected.')
       listeners = list(self._listeners)
     for listener in listeners:
       listener()
 
   def asked(self) -> bool:
-    """Return whether the request has ended; see `Stop`."""
+    """Return whether the request has ended or its deadline has passed; see `Stop`."""
     return self._ended is not None or (self.deadline is not None and self.clock() >= self.deadline)
 
   @property
   def left(self) -> float | None:
-    """The seconds until the deadline, not below 0; None: there is none."""
+    """The seconds until the deadline, at least 0; None: there is no deadline."""
     return None if self.deadline is None else max(0.0, self.deadline - self.clock())
 
   def check(self) -> None:
-    """Raise the error that ended the request, if it has ended.
+    """Raise the error of a request that has ended; return if it goes on.
 
     Raises:
-      Cancelled: the sender does not wait any more.
-      Deadline: its time is over.
+      Cancelled: the client has disconnected.
+      Deadline: the deadline has passed.
     """
     if self._ended is not None:
       raise self._ended
     if self.asked():
-      raise Deadline('The time of the request was over before it was done: nothing was changed.')
+      raise Deadline('The time limit of the request was reached: nothing was changed.')
 
   def result(self, future: concurrent.futures.Future, timeout: float | None = None) -> Any:
-    """Wait for a future of the worker, which is cancelled if the request ends before it has begun.
+    """Wait for a future of the worker, and return its result; if the request ends first, the future is cancelled.
 
     Args:
-      future: result that the request needs.
-      timeout: seconds to wait at most; None: no limit.
+      future: the future; it cannot be cancelled once the worker has begun it.
+      timeout: the most seconds to wait; None: no limit.
 
     Raises:
-      Cancelled: the sender ended the request.
-      TimeoutError: it is not done within `timeout`.
+      Cancelled: the client has disconnected.
+      TimeoutError: the future is not done within `timeout`.
     """
     with self.on_end(future.cancel):
       try:
@@ -78,7 +78,7 @@ class Call:
 
   @contextlib.contextmanager
   def on_end(self, listener: Callable[[], None]) -> Iterator[None]:
-    """Call `listener` once, from another thread, if the request ends within the block; at once if it has ended."""
+    """Call `listener` once, from another thread, if the request ends during the block; now if it already has."""
     with self._lock:
       ended = self._ended is not None
       if not ended:
@@ -94,32 +94,32 @@ class Call:
 
 
 class Turns:
-  """Fair locks by key: changes of one thing wait for each other in order of arrival, and for no others.
+  """Fair locks by key: changes of one thing wait for each other, first come, first served.
 
-  Nothing is stored for a key that nobody waits for.
+  A key takes no memory while nobody holds or waits for its lock.
   """
 
   def __init__(self):
-    """Make locks that nobody holds."""
+    """Make locks, all free."""
     self._lock = threading.Lock()
-    self._queues: dict[Hashable, collections.deque[threading.Event]] = {}  # The holder, then those who wait.
+    self._queues: dict[Hashable, collections.deque[threading.Event]] = {}  # By key: the holder, then those who wait.
 
   def __len__(self) -> int:
-    """Return the number of keys whose lock somebody holds."""
+    """Return the number of locks that are held."""
     with self._lock:
       return len(self._queues)
 
   @contextlib.contextmanager
   def of(self, thing: Hashable, call: Call) -> Iterator[None]:
-    """Hold the lock of a key within the block.
+    """Hold the lock of a key during the block.
 
     Args:
       thing: the key, such as the id of an adapter.
-      call: the request that waits for it, until its deadline.
+      call: the request that waits for the lock, until its deadline.
 
     Raises:
-      Deadline: its time is over.
-      Cancelled: the sender does not wait any more.
+      Deadline: the deadline of the request has passed.
+      Cancelled: the client has disconnected.
     """
     turn = threading.Event()
     with self._lock:
@@ -129,7 +129,7 @@ class Turns:
         turn.set()
     try:
       if not turn.wait(call.left):
-        raise Deadline('Other changes of the adapter took all the time that this one had: ask again, or give it more.')
+        raise Deadline('Other changes took all the time of this request: retry, or allow it more time.')
       call.check()
       yield
     finally:

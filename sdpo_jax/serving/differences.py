@@ -1,4 +1,4 @@
-"""The distance between two versions of an adapter: for every matrix, the change of its factors' product."""
+"""The distance between two versions of an adapter: for each matrix, the change of the product of its factors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sdpo_jax.models.parameters import Parameter, Table
 
 @dataclasses.dataclass(frozen=True)
 class MatrixChange:
-  """The change of scale · A B, for a matrix of one layer, in Frobenius norms."""
+  """The change of scale · A B for a matrix of one layer, in Frobenius norms."""
 
   matrix: str  # The module's name in transformers.
   before: float  # ‖scale · A B‖ of the first version.
@@ -23,7 +23,7 @@ class MatrixChange:
 
   @property
   def relative(self) -> float | None:
-    """The change divided by the norm before; None: the norm before was 0."""
+    """The change relative to the norm before; None if that was 0."""
     return self.change / self.before if self.before else None
 
 
@@ -33,10 +33,10 @@ def changes(
   """Return the change of every matrix with factors, layer by layer, without forming any product A B.
 
   Args:
-    adapter: says which matrices have factors.
-    table: parameter table of the model without factors.
-    before: factors of the first version by their names in the table, [L, …] float32.
-    after: factors of the second version.
+    adapter: the adapter, which determines the matrices with factors.
+    table: the parameter table of the model without factors.
+    before: the factors of the first version by their names in the parameter table, [L, …] float32.
+    after: the factors of the second version, likewise.
   """
   matrices = {row.name: row for row in table}
   found = []
@@ -54,7 +54,7 @@ def changes(
 
 
 def total(matrices: list[MatrixChange]) -> MatrixChange:
-  """Return the change of all matrices taken as one."""
+  """Return the change of all matrices taken as one vector, under the name 'all'."""
 
   def norm(name: str) -> float:
     return math.hypot(*(getattr(each, name) for each in matrices))

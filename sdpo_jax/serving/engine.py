@@ -1,9 +1,9 @@
 """The engine of the service: it samples, scores and trains many adapters of one model in one process.
 
-A version of an adapter is immutable. It consists of the adapter's factors, the moments of its optimizer, and its own
-teacher: the moving average of its factors over the versions before it. The engine copies what a request needs into one
-of three pools on the devices: snapshots to sample from, in the compute dtype; teachers to score with, in float32; and
-slots to train in, in float32. All calls come from one thread unless a method says otherwise.
+A version of an adapter is immutable. It consists of the LoRA factors, the moments of their optimizer, and the moving
+average of the factors over all versions so far, which can act as its teacher. The engine copies what a request needs
+into one of three pools on the devices: snapshots to sample from, in the compute dtype; teachers to score with, in
+float32; and slots to train in, in float32. All calls must come from one thread unless a method says otherwise.
 """
 
 from __future__ import annotations
@@ -48,63 +48,63 @@ from sdpo_jax.teacher import averaging
 from sdpo_jax.types import Tree
 
 _SCORED = dataclasses.fields(Scored)
-_SCORING = UpdateOptions(Sdpo(topk=1))  # Of rows that are only scored.
-_FACTORS, _MU, _NU, _COUNT, _AVERAGE = 'factors', 'mu', 'nu', 'count', 'average'  # Arrays of a version.
+_SCORING = UpdateOptions(Sdpo(topk=1))  # For checks of rows that are only scored.
+_FACTORS, _MU, _NU, _COUNT, _AVERAGE = 'factors', 'mu', 'nu', 'count', 'average'  # The arrays of a version.
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineSettings:
-  """Sizes of an engine; its programs are compiled for them."""
+  """The sizes for which the programs of an engine are compiled."""
 
   prompt_buckets: tuple[int, ...]  # Lengths to which prompts are padded.
-  teacher_buckets: tuple[int, ...]  # Lengths to which teachers' prompts are padded.
+  teacher_buckets: tuple[int, ...]  # Lengths to which prompts of teachers are padded.
   response_buckets: tuple[int, ...]  # Lengths to which completions are padded.
-  # Lengths to which whole texts are padded when they are scored; empty: only rows that fit the other buckets are.
+  # Lengths to which whole texts are padded for scoring; empty: only rows that fit the other buckets can be scored.
   score_buckets: tuple[int, ...] = ()
-  rows: int = ServeConfig.rows  # How many completions are decoded at once.
-  training_rows: int = ServeConfig.training_rows  # Rows of a micro-batch of learning or scoring.
+  rows: int = ServeConfig.rows  # Completions that are decoded at once.
+  training_rows: int = ServeConfig.training_rows  # Rows in a micro-batch of training or scoring.
   snapshots: int = ServeConfig.snapshots  # Places for versions to sample from.
   teachers: int = ServeConfig.teachers  # Places for versions to score with.
   slots: int = ServeConfig.slots  # Places for versions in training.
-  topk: int = ServeConfig.topk  # K, the most tokens of a support, or of a position in scores.
-  decode_chunk: int = ServeConfig.decode_chunk  # Tokens decoded between two checks of the slots.
+  topk: int = ServeConfig.topk  # K, the number of most likely tokens in supports and scores.
+  decode_chunk: int = ServeConfig.decode_chunk  # Tokens decoded per row before slots are checked.
   stop_ids: int = ServeConfig.stop_ids  # The most tokens that may end a completion.
-  # Cached rows of keys and values, reused by later prompts with the same prefix. Each shard of a mesh has an equal
+  # Rows whose keys and values stay cached, for later prompts with the same prefix. Each shard of a mesh has an equal
   # share of them, rounded up.
   kept_prefixes: int = ServeConfig.kept_prefixes
-  logits_chunk_size: int = ServeConfig.logits_chunk_size  # Tokens whose logits exist at one time.
-  memory_bytes: int | None = None  # Host memory for versions; None: `memory_for`.
-  # How rows find their adapters: `lora_pool.choose_product`.
+  logits_chunk_size: int = ServeConfig.logits_chunk_size  # Tokens whose logits are in memory at once.
+  memory_bytes: int | None = None  # Host memory for versions; None: see `memory_for`.
+  # How rows are multiplied with their adapters, see `lora_pool.choose_product`.
   product: Literal['auto', 'gather', 'masked'] = ServeConfig.product
 
 
 @dataclasses.dataclass(frozen=True)
 class Feedback:
-  """The lessons and settings that turn one version into the next.
+  """The lessons and settings with which one version becomes the next.
 
   Raises:
-    UserError: a number is not allowed, or the new version has no name.
+    UserError: average_rate is out of range, or the new version has no name.
   """
 
   version: str  # The version that learns.
   new: str  # The name of the new version.
   lessons: Sequence[Lesson]
   update: UpdateOptions = UpdateOptions()
-  # 'live': the version itself; 'average': the average of its factors; 'base': the model without an adapter;
+  # 'live': the version itself; 'average': the moving average of its factors; 'base': the model without an adapter;
   # 'version:NAME': another version, such as an older one; 'model:NAME': one of the engine's other models; 'given': the
-  # lessons hold the teacher's log-probs.
+  # lessons contain the teacher's log-probs.
   teacher: str = 'live'
-  average_rate: float = 0.05  # How far the average moves towards the new factors, from 0 to 1.
+  average_rate: float = 0.05  # The weight of the new factors in the moving average, from 0 to 1.
 
   def __post_init__(self):
     if self.new == BASE:
-      raise UserError('What comes of a feedback needs a name; the empty one is that of the model without an adapter.')
+      raise UserError('The new version needs a name; the empty name means the model without an adapter.')
     if not 0 <= self.average_rate <= 1:
       raise UserError(f'average_rate must be between 0 and 1, not {self.average_rate}.')
 
 
 class Engine:
-  """Named versions of adapters, and the operations on them."""
+  """Versions of adapters by name, with sampling, scoring and learning."""
 
   def __init__(
     self,
@@ -121,21 +121,21 @@ class Engine:
 
     Args:
       policy: the model, placed on its devices, with an adapter of the shape that all versions share.
-      base: its frozen parameters.
-      tokenizer: the model's tokenizer, for texts and stop strings.
-      settings: sizes.
-      folder: where versions go that do not fit into memory; used by this engine alone.
+      base: the frozen parameters of the model.
+      tokenizer: the tokenizer of the model, for texts and stop strings.
+      settings: the sizes to compile for.
+      folder: a folder for versions that do not fit into memory; no other engine may use it.
       stop_token_ids: tokens that end every completion.
-      models: other models that can teach, by name: policy and parameters, on the same devices. Their vocabularies begin
-        with the tokens of this model.
-      programs: folder of compiled programs, which `compile` fills; other engines may use it, too. None: none.
+      models: policies and parameters of other models that can teach, by name, on the same devices. Their vocabularies
+        must begin with the tokens of this model.
+      programs: a folder that caches compiled programs, which other engines may share; None: they are not cached.
 
     Raises:
       ValueError: the policy has no LoRA adapter, or another model has a smaller vocabulary.
       UserError: other users can write to the folder of programs, or the mesh does not divide the rows.
     """
     if not isinstance(policy.adapter, lora.Adapter):
-      raise ValueError('An engine serves LoRA adapters: the policy must have one.')
+      raise ValueError('An engine serves LoRA adapters, and the policy has none.')
     check_divides(settings, policy)
     self._vocab_size = policy.vocab_size
     self._table = parameters.trainable(policy.parameter_table())
@@ -163,7 +163,7 @@ class Engine:
     with_member, self._put_slot, self._get_slot = (functions[name] for name in ('with_member', 'put_slot', 'get_slot'))
     self._snapshots, self._snapshot_places = _Pool(sampled, policy.dtype, with_member), Places(settings.snapshots)
     self._teachers, self._teacher_places = _Pool(taught, 'float32', with_member), Places(settings.teachers)
-    self._slots: SlotState | None = None  # None: to be made again.
+    self._slots: SlotState | None = None  # None: the next feedback makes them.
     self._slot_places, self._trained = Places(settings.slots), trained
     sampler = Sampler(
       sampled,
@@ -179,7 +179,7 @@ class Engine:
     self._resident = Resident(
       sampler, base, self._snapshots.factors, stop_ids=settings.stop_ids, kept_prefixes=settings.kept_prefixes
     )
-    self._rehearsed = SamplingStats()  # Counts of the calls in `_rehearse`.
+    self._rehearsed = SamplingStats()  # The counts of `_rehearse`, which are not reported.
     self._sampling: list[tuple[Handle, str]] = []
     sizes = CompiledSizes(
       topk=settings.topk, rows=settings.training_rows, chunk_size=settings.logits_chunk_size, keep=keep
@@ -201,7 +201,9 @@ class Engine:
     self._models: dict[str, Scorer] = {}
     for name, (other, its_parameters) in models.items():
       if other.vocab_size < policy.vocab_size:
-        raise ValueError(f'{name} knows {other.vocab_size} tokens, and the model that learns {policy.vocab_size}.')
+        raise ValueError(
+          f'{name} has {other.vocab_size} tokens, fewer than the model that learns: {policy.vocab_size}.'
+        )
       self._models[name] = Scorer(
         other,
         its_parameters,
@@ -215,9 +217,9 @@ class Engine:
   # Start.
 
   def compile(self, announce: Callable[[str], None]) -> None:
-    """Compile all programs, or read them from their folder, before the first request; none is compiled later.
+    """Compile all programs or read them from the cache, so that no request waits for a compilation.
 
-    Every program is called once for each declared bucket, with zeros.
+    Every program is called once for each bucket, with zeros.
 
     Args:
       announce: receives a line for every program.
@@ -226,7 +228,7 @@ class Engine:
       UserError: a program does not fit into the memory of the devices.
     """
     began = time.monotonic()
-    announce('  programs   compiled, or read where they are kept, before the first request')
+    announce('  programs   compiled, or read from the cache, before the first request')
     try:
       with self._programs.announced(announce):
         self._rehearse()
@@ -241,7 +243,7 @@ class Engine:
     if self.settings.kept_prefixes:
       taken = self._resident.kept_bytes / 2**20
       announce(
-        f'  {self.settings.kept_prefixes} prompts with their completions stay on the devices, in {taken:,.0f} MiB'
+        f'  {self.settings.kept_prefixes} prompts with their completions are cached on the devices, in {taken:,.0f} MiB'
       )
     made, read = self._programs.compiled, self._programs.read
     announce(f'  {made} compiled and {read} read in {time.monotonic() - began:.1f} s')
@@ -253,7 +255,7 @@ class Engine:
     for pool in (self._snapshots, self._teachers):
       pool.put(0, zeros)
     self._resident.use(self._snapshots.factors)
-    # The last prompt continues from the cached prefix of the one before.
+    # The last prompt continues from the cached prefix of the previous one.
     for width in (*settings.prompt_buckets, *settings.prompt_buckets[-1:] * bool(settings.kept_prefixes)):
       handle = self._resident.submit([0] * width, owner=str(width), n=1, seed=0, step=0, max_tokens=1)
       while self._resident.turn():
@@ -274,7 +276,7 @@ class Engine:
       for scorer in self._models.values():
         for length in teachers:
           scorer.score({}, [([0] * length, completion)])
-      # Programs read prompt and completion, or a teacher's prompt and completion, never all three.
+      # No program reads the student's prompt, the teacher's prompt and the completion together.
       for index in range(max(len(prompts), len(teachers))):
         prompt, teacher = (lengths[min(index, len(lengths) - 1)] for lengths in (prompts, teachers))
         lesson = Lesson([0] * prompt, completion, [0] * teacher)
@@ -287,18 +289,18 @@ class Engine:
     return version == BASE or version in self._shelf
 
   def create(self, version: str, seed: int) -> None:
-    """Make a version that does not change the model yet, with PEFT's initialization."""
+    """Make a version with PEFT's initialization, which does not change the model yet."""
     self.put(version, self._initial(seed))
 
   def _initial(self, seed: int) -> Tree:
-    # The words of JAX's key for that seed, written out: calling `jax.random.key` would compile a program.
+    # The two words of `jax.random.key(seed)`, which would compile a program if it were called.
     return parameters.draw(self._table, [0, seed % 2**32], 0.0, lambda _, values: values)
 
   def put(self, version: str, factors: Tree) -> None:
-    """Make a version from given factors, such as imported ones; its moments are 0 and its average equals the factors.
+    """Make a version from factors, such as imported ones, with zero moments and the factors as their average.
 
     Raises:
-      UserError: the factors have another shape, or values that are not finite and would reach the rows of others.
+      UserError: the factors have another shape, or values that are not finite, which would spread to other rows.
       ValueError: a version of that name exists.
     """
     _check_name(version)
@@ -310,16 +312,16 @@ class Engine:
     for row in self._table:
       array = arrays[f'{_FACTORS}/{row.name}']
       if array.shape != row.shape:
-        raise UserError(f'{row.name} has the shape {array.shape}, and the engine serves {row.shape}.')
+        raise UserError(f'{row.name} has the shape {array.shape}, but the engine serves {row.shape}.')
       if not training_pool.fits(array):
-        raise UserError(f'{row.name} holds a value that is not finite, or too large: such an adapter is not served.')
+        raise UserError(f'{row.name} has values that are too large or not finite: such an adapter cannot be served.')
     zeros = parameters.map_table(lambda row: np.zeros(row.shape, np.float32), self._table)
     for kind, tree in ((_MU, zeros), (_NU, zeros), (_AVERAGE, factors)):
       arrays |= self._flat(kind, tree)
     return arrays | {_COUNT: np.zeros((), np.int32)}
 
   def fresh(self, seed: int) -> Arrays:
-    """Return the arrays that `create` would give a new version; the engine does not keep them."""
+    """Return the arrays of a version as `create` would make it, without storing them."""
     arrays = self._first_of(self._initial(seed))
     for array in arrays.values():
       array.setflags(write=False)
@@ -328,7 +330,7 @@ class Engine:
   def state(self, version: str) -> Arrays:
     """Return the arrays of a version by name: factors, moments, count and average. Any thread may call.
 
-    The arrays cannot be written to.
+    The arrays are read-only.
 
     Raises:
       UserError: there is no such version.
@@ -336,13 +338,13 @@ class Engine:
     try:
       return MappingProxyType(self._shelf.get(version))
     except KeyError:
-      raise UserError(f'There is no version {version} of an adapter.') from None
+      raise UserError(f'The engine has no version {version}.') from None
 
   def restore(self, version: str, arrays: Arrays) -> None:
-    """Make a version from arrays that `state` returned, here or in another engine for adapters of this shape.
+    """Make a version from arrays as `state` returns them, of this engine or another one for the same shape.
 
     Raises:
-      UserError: arrays have wrong names, shapes or types, or impossible values; the engine has not changed.
+      UserError: an array has a wrong name, shape or dtype, or invalid values; the engine has not changed.
       ValueError: a version of that name exists.
     """
     _check_name(version)
@@ -351,37 +353,37 @@ class Engine:
     expected[_COUNT] = ((), np.dtype(np.int32))
     for wrong, said in ((expected.keys() - arrays.keys(), 'lacks'), (arrays.keys() - expected.keys(), 'also holds')):
       if wrong:
-        raise UserError(f'The version {version} {said} {printable(min(wrong))}, unlike those that the engine serves.')
+        raise UserError(f'The version {version} {said} {printable(min(wrong))}, unlike the versions served here.')
     found: dict[str, np.ndarray] = {}
     for name, (shape, dtype) in expected.items():
       array = np.asarray(arrays[name])
       if (array.shape, array.dtype) != (shape, dtype):
         raise UserError(
-          f'{name} of the version {version} is {array.dtype.name} of the shape {array.shape}, and the engine serves '
-          f'{dtype.name} of {shape}.'
+          f'{name} of the version {version} is {array.dtype.name} of shape {array.shape}, but the engine serves '
+          f'{dtype.name} of shape {shape}.'
         )
       if not training_pool.fits(array):
-        raise UserError(f'{name} of the version {version} holds a value that is not finite, or too large: not served.')
+        raise UserError(f'{name} of the version {version} has values that are too large or not finite.')
       if (name == _COUNT or name.startswith(f'{_NU}/')) and np.min(array, initial=0) < 0:
-        raise UserError(f'{name} of the version {version} holds a negative value, which no optimizer leaves there.')
+        raise UserError(f'{name} of the version {version} has negative values, which it cannot have.')
       found[name] = array.copy() if array.flags.writeable else array
     self._shelf.put(version, found)
 
   @property
   def version_bytes(self) -> int:
-    """The size of a version's arrays in bytes."""
+    """The size of the arrays of a version in bytes."""
     return 4 * (4 * sum(math.prod(row.shape) for row in self._table) + 1)
 
   def drop(self, version: str) -> None:
-    """Forget the arrays of a version that `restore` may bring back; its copies on the devices stay in use."""
+    """Drop the arrays of a version from the host; its copies on the devices stay, and `restore` can bring it back."""
     self._shelf.drop(version)
 
   def factors(self, version: str, kind: Literal['factors', 'average'] = 'factors') -> Tree:
-    """Return the factors of a version, or their average, on the host, nested as in the parameter table."""
+    """Return the factors of a version or their moving average, on the host, nested as in the parameter table."""
     return self._tree(self.state(version), kind)
 
   def forget(self, version: str) -> None:
-    """Erase a version that nothing uses; a missing version is no error.
+    """Erase a version from the host and the devices; a missing version is ignored.
 
     Raises:
       ValueError: a request still uses it.
@@ -401,14 +403,14 @@ class Engine:
   def submit(
     self, version: str, prompt: Sequence[int], *, owner: str | None = None, **options: Unpack[SamplingOptions]
   ) -> Handle:
-    """Queue samples of a prompt from a version; see `Resident.submit`, also for further options.
+    """Queue a prompt to be sampled from a version, see `Resident.submit`.
 
     Args:
-      version: its name; `BASE`: the model without an adapter.
+      version: the name of the version; `BASE`: the model without an adapter.
       prompt: token ids.
       owner: the owner of the prompt. Cached prefixes are shared only among prompts of the same owner. None: no prefix
         is read or cached.
-      **options: `SamplingOptions`, and those of `Resident.submit`.
+      **options: `SamplingOptions` and other options of `Resident.submit`.
 
     Raises:
       NoPlaceError: all snapshots are in use.
@@ -434,11 +436,11 @@ class Engine:
     return handle
 
   def cancel(self, handle: Handle) -> None:
-    """Cancel a request; it ends at the next turn."""
+    """Cancel a sampling request; it ends with the next `turn`."""
     self._resident.cancel(handle)
 
   def turn(self) -> bool:
-    """Decode one chunk of tokens in every slot; return whether any request is under way."""
+    """Decode one chunk of tokens in all rows; return whether any request is in progress."""
     busy = self._resident.turn()
     for handle, version in self._sampling:
       if handle.done:
@@ -447,12 +449,12 @@ class Engine:
     return busy
 
   def end(self, error: BaseException) -> None:
-    """End sampling for good: every request under way raises this error."""
+    """End sampling for good; every request in progress raises this error."""
     self._resident.end(error)
 
   @property
   def tokens(self) -> int:
-    """The number of tokens sampled so far."""
+    """The number of tokens sampled since the start."""
     return self._resident.stats.tokens
 
   @property
@@ -478,11 +480,11 @@ class Engine:
     """Return a version's log-probs and entropies of given tokens.
 
     Args:
-      version: its name; `BASE`: the model without an adapter.
-      rows: the prompt and the tokens after it, for each row. A row must fit the buckets of teachers' prompts and
+      version: the name of the version; `BASE`: the model without an adapter.
+      rows: for each row the prompt and the tokens after it. A row must fit the buckets of teachers' prompts and
         completions, or have at most one token more than the largest score bucket.
-      topk: how many of the most likely tokens to return at every position, at most the engine's; 0: none.
-      ids: [T, M] int32 for each row, further tokens whose log-probs to return.
+      topk: how many of the most likely tokens to return at every position, at most the engine's K; 0: none.
+      ids: further tokens to score, [T, M] int32 for each row of T tokens; None: none.
 
     Raises:
       NoPlaceError: all places for teachers are in use.
@@ -494,7 +496,7 @@ class Engine:
     for prompt, tokens in rows:
       check_ids('A row to be scored', [*prompt, *tokens], self._vocab_size)
     if ids is not None and [np.ndim(own) == 2 and len(own) for own in ids] != [len(tokens) for _, tokens in rows]:
-      raise UserError('The ids whose log-probs are wanted must have as many rows as there are tokens, for every text.')
+      raise UserError('ids must have one row for each of the T tokens of a text, [T, M].')
     texts = [index for index, (prompt, tokens) in enumerate(rows) if self._is_text(prompt, tokens)]
     others = [index for index in range(len(rows)) if index not in set(texts)]
     if others:
@@ -522,7 +524,7 @@ class Engine:
     ]
 
   def _is_text(self, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
-    """Return whether a row must be scored as one text because it does not fit the prompt and completion buckets.
+    """Return whether a row must be scored as one text, since it does not fit the prompt and completion buckets.
 
     Raises:
       UserError: it does not fit the score buckets either.
@@ -534,7 +536,7 @@ class Engine:
       return False
     length, most = len(prompt) + len(tokens), settings.score_buckets[-1] + 1
     if length > most:
-      raise UserError(f'A text has {length} tokens, and the engine scores {most} at most.')
+      raise UserError(f'A text has {length} tokens, more than the limit of {most}.')
     return True
 
   # Learning.
@@ -542,22 +544,22 @@ class Engine:
   def learn(
     self, feedback: Sequence[Feedback], keep: Callable[[int, Learned], bool] = lambda *_: True
   ) -> list[Learned]:
-    """Learn from the feedback of several versions in one pass.
+    """Learn from feedback, each for another version, in one pass.
 
     Args:
-      feedback: at most as many as there are slots.
-      keep: maps (index of the feedback, result) to whether to store the new version. A version that is not kept, or
-        whose gradient was not finite, leaves no trace.
+      feedback: the feedback, at most as many as there are slots.
+      keep: maps (index of the feedback, result) to whether to store the new version. If not, or if a gradient was not
+        finite, there is no new version.
 
     Raises:
-      UserError: a feedback cannot be learned; nothing has changed.
-      NoPlaceError: all places are in use; nothing has changed.
+      UserError: a feedback cannot be learned from; nothing has changed.
+      NoPlaceError: all slots or places for teachers are in use; nothing has changed.
     """
     for each in feedback:
       if each.new in self:
-        raise UserError(f'There is a version {each.new} already: versions never change.')
+        raise UserError(f'The version {each.new} exists already, and versions never change.')
     if len({each.new for each in feedback}) < len(feedback):
-      raise UserError('Two feedbacks name what comes of them alike: each is a version of its own.')
+      raise UserError('Two feedbacks have the same name for their new version: each needs its own.')
     if not feedback:
       return []
     taken: list[str] = []
@@ -575,7 +577,7 @@ class Engine:
       for index, each in enumerate(feedback):
         if each.teacher.startswith(TEACHING_MODEL):
           tasks[index] = self._taught(each, tasks[index])
-      state, self._slots = self._slots, None  # Its buffers are donated: they are gone if this fails.
+      state, self._slots = self._slots, None  # Donated: the buffers are gone if this fails.
       state, learned = self._learner.learn(state, self._teachers.factors, tasks)
       self._slots = state
       for index, (each, task, came) in enumerate(zip(feedback, tasks, learned, strict=True)):
@@ -586,16 +588,16 @@ class Engine:
           self._slot_places.rename(each.version, each.new)
           self._slot_places.let_go(each.new)
     except BaseException as error:
-      for new in stored:  # All or none.
+      for new in stored:  # Either all versions are stored or none.
         self._slot_places.forget(new)
         self._shelf.drop(new)
       if not isinstance(error, (UserError, NoPlaceError)):
-        self._slots = None  # The buffers may be gone; everything in them is on the shelf.
+        self._slots = None  # The buffers may be gone; the shelf has all their versions.
       raise
     finally:
       for release in releases:
         release()
-      for version in taken:  # These places hold no version.
+      for version in taken:  # These slots were trained, so they no longer hold their version.
         self._slot_places.let_go(version)
         self._slot_places.forget(version)
       if self._slots is None:
@@ -603,11 +605,11 @@ class Engine:
     return learned
 
   def _slot(self, version: str, taken: list[str]) -> int:
-    """Return the index of the slot that holds a version, after filling it; the version is added to `taken`."""
+    """Copy a version into a slot, unless one has it, and return the index; the version is added to `taken`."""
     if version == BASE:
-      raise UserError('The model without an adapter does not learn: name a version.')
+      raise UserError('The model without an adapter cannot learn: name a version.')
     if version in taken:
-      raise UserError(f'{version} is to learn twice at once: let it learn one after the other.')
+      raise UserError(f'{version} cannot learn from two feedbacks at once: send one after the other.')
     arrays = self.state(version)
     place = self._slot_places.take(version)
     taken.append(version)
@@ -623,7 +625,7 @@ class Engine:
     return training_pool.fresh(lora_pool.empty(self._trained.parameter_table(), self._trained.backend.mesh))
 
   def _store(self, feedback: Feedback, slot: int) -> None:
-    """Store the contents of a slot as the new version that the feedback names."""
+    """Store the contents of a slot as the new version of a feedback."""
     own = jax.device_get(self._get_slot(self._slots, np.int32(slot)))
     rate = np.float32(feedback.average_rate)
     before = self.state(feedback.version)
@@ -636,7 +638,7 @@ class Engine:
     self._shelf.put(feedback.new, arrays)
 
   def _taught(self, feedback: Feedback, task: Task) -> Task:
-    """Return the task with the log-probs of another model, which the feedback names as its teacher."""
+    """Return a task with the log-probs of the other model that the feedback names as its teacher."""
     scorer = self._models[feedback.teacher.removeprefix(TEACHING_MODEL)]
     said = scorer.score({}, [(lesson.teacher_prompt, lesson.completion) for lesson in task.lessons])
     lessons = [
@@ -648,30 +650,27 @@ class Engine:
     return dataclasses.replace(task, lessons=lessons)
 
   def _teacher_of(self, feedback: Feedback) -> tuple[int, Callable[[], None]]:
-    is_given = feedback.teacher == 'given'
+    """Return the place of the teacher that a feedback names, filled, and a function that releases it."""
+    teacher, is_given = feedback.teacher, feedback.teacher == 'given'
     if any((lesson.taught is None) == is_given for lesson in feedback.lessons):
       raise UserError(
-        f'teacher={feedback.teacher!r} goes with lessons that {"" if is_given else "do not "}say what the teacher '
-        "said: teacher='given' is for those that do."
+        f'teacher={teacher!r} requires lessons {"with" if is_given else "without"} log-probs of the teacher; only '
+        "teacher='given' takes those with them."
       )
-    if (
-      feedback.teacher.startswith(TEACHING_MODEL) and feedback.teacher.removeprefix(TEACHING_MODEL) not in self._models
-    ):
-      raise UserError(
-        f'There is no model {short_repr(feedback.teacher.removeprefix(TEACHING_MODEL))} to teach; there are: '
-        f'{", ".join(self._models) or "none"}.'
-      )
-    if is_given or feedback.teacher.startswith(TEACHING_MODEL):
-      return NO_MEMBER, lambda: None
     kinds = {'live': (feedback.version, _FACTORS), 'average': (feedback.version, _AVERAGE), 'base': (BASE, _FACTORS)}
-    if feedback.teacher.startswith(TEACHING_VERSION):
-      return self._teacher(feedback.teacher.removeprefix(TEACHING_VERSION), _FACTORS)
-    if feedback.teacher not in kinds:
+    if teacher.startswith(TEACHING_VERSION):
+      kinds[teacher] = (teacher.removeprefix(TEACHING_VERSION), _FACTORS)
+    elif teacher.startswith(TEACHING_MODEL):
+      name = teacher.removeprefix(TEACHING_MODEL)
+      if name not in self._models:
+        raise UserError(f'There is no model {short_repr(name)} to teach, only: {", ".join(self._models) or "none"}.')
+    if is_given or teacher.startswith(TEACHING_MODEL):
+      return NO_MEMBER, lambda: None
+    if teacher not in kinds:
       raise UserError(
-        "teacher must be 'live', 'average', 'base', 'given', or 'version:' or 'model:' with a name, not "
-        f'{feedback.teacher!r}.'
+        f"teacher must be 'live', 'average', 'base', 'given', 'version:NAME' or 'model:NAME', not {teacher!r}."
       )
-    return self._teacher(*kinds[feedback.teacher])
+    return self._teacher(*kinds[teacher])
 
   def _teacher(self, version: str, kind: str) -> tuple[int, Callable[[], None]]:
     """Return the place of a teacher, filled, and a function that releases it."""
@@ -694,41 +693,41 @@ class Engine:
     return parameters.map_table(lambda row: arrays[f'{kind}/{row.name}'], self._table)
 
   def _flat(self, kind: str, tree: Tree) -> dict[str, np.ndarray]:
-    """Return a copy of a tree as the arrays of a version."""
+    """Return a copy of a tree as arrays of a version, by their names."""
     return {f'{kind}/{row.name}': np.array(parameters.get(tree, row.path), np.float32) for row in self._table}
 
 
 def _check_name(version: str) -> None:
   """Raise UserError for a name that no version of an adapter can have."""
   if version == BASE:
-    raise UserError('A version needs a name; the empty one is that of the model without an adapter.')
+    raise UserError('A version needs a name; the empty name means the model without an adapter.')
 
 
 def memory_for(settings: EngineSettings, version_bytes: int) -> int:
-  """Return the bytes of host memory for versions: room for twice as many as have places on the devices.
+  """Return the bytes of host memory for versions: twice as many versions as have places on the devices.
 
-  The other half is for the versions that learning makes from them. The result is at least 1 GiB.
+  The second half is for the versions that learning makes. The result is at least 1 GiB.
   """
   places = settings.snapshots + settings.teachers + settings.slots
   return max(2**30, 2 * places * version_bytes)
 
 
 def check_divides(settings: EngineSettings, policy: DecoderPolicy) -> None:
-  """Raise UserError if the mesh of a policy does not divide the rows of an engine."""
+  """Raise UserError unless the rows of an engine can be divided over the mesh of its policy."""
   mesh = policy.backend.mesh
   if mesh is None:
     return
   for name, shards in (('rows', mesh.shape[FSDP]), ('training_rows', mesh.size)):
     if getattr(settings, name) % shards:
       raise UserError(
-        f'serve.{name}={getattr(settings, name)} cannot be divided over {shards} parts of the mesh: choose a multiple.'
+        f'serve.{name}={getattr(settings, name)} must be a multiple of {shards}, the number of parts of the mesh.'
       )
 
 
 def pooled_policies(
   policy: DecoderPolicy, settings: EngineSettings
 ) -> tuple[DecoderPolicy, DecoderPolicy, DecoderPolicy]:
-  """Return three copies of a policy, to sample, score and train, each with a pool of its adapter."""
+  """Return three copies of a policy, to sample, score and train, each with a pool of adapters."""
 
   def pooled(members: int, decoding: bool) -> DecoderPolicy:
     product = lora_pool.choose_product(settings.product, policy.backend.mesh, decoding=decoding)
@@ -738,10 +737,10 @@ def pooled_policies(
 
 
 def pool_functions(policy: DecoderPolicy) -> dict[str, Callable[..., Any]]:
-  """Return the jitted functions that copy versions into pools and slots, and from a slot back.
+  """Return the jitted functions that copy versions into pools and slots, and back from a slot.
 
   Args:
-    policy: the model with the pool of the training slots.
+    policy: the policy with the pool of the training slots.
   """
   mesh, table = mesh_of(policy), policy.parameter_table()
   pool_lies = mesh and lora_pool.shardings(table, mesh)
@@ -754,7 +753,7 @@ def pool_functions(policy: DecoderPolicy) -> dict[str, Callable[..., Any]]:
 
 
 class _Pool:
-  """The factors of several versions on the devices, replaced one version at a time."""
+  """The factors of several versions on the devices; one version is replaced at a time."""
 
   def __init__(self, policy: DecoderPolicy, dtype: str, with_member: Callable[..., Tree]):
     self.factors: Tree = lora_pool.empty(policy.parameter_table(), policy.backend.mesh, dtype)
@@ -766,7 +765,7 @@ class _Pool:
 
 
 def _behind(ids: np.ndarray, more: int) -> np.ndarray:
-  """Return ids [T, M] preceded by `more` rows of −1, which name no token."""
+  """Return ids [T, M] after `more` rows of −1, which stand for no token."""
   return np.concatenate([np.full((more, ids.shape[1]), -1, np.int32), ids])
 
 

@@ -1,4 +1,4 @@
-"""The programs of an engine with the shapes of their arguments, for estimating their cost without running them.
+"""The programs of an engine with abstract arguments, from which their cost is estimated without running them.
 
 For the buckets P, Q and T of prompts, teachers' prompts and completions: the resident sampler's programs
 (`rollout.sampler_programs`); `student/P×T` and `teacher/Q×T` (states that predict the completion), `first/T` and
@@ -45,10 +45,10 @@ def engine_programs(
   """Return every program of an engine by name, for all its declared buckets.
 
   Args:
-    config: settings; `serve` holds the sizes.
+    config: settings; `serve` has the sizes.
     policy: the model with a LoRA adapter, on the mesh.
     mesh: the mesh to run on.
-    model: another model that can teach, with abstract arrays; None: there is none.
+    model: another model that can teach, with abstract parameters; None: there is none.
   """
   settings = engine_settings(config)
   base, _ = abstract_parameters(policy, mesh)
@@ -102,10 +102,10 @@ def _of_learning(
   """Return the programs of scoring and learning.
 
   Args:
-    settings: sizes.
-    teacher: policy and pool of the teachers.
-    student: policy and pool of the training slots.
-    base: frozen parameters.
+    settings: the sizes of the engine.
+    teacher: the policy and the pool of the teachers.
+    student: the policy and the pool of the training slots.
+    base: the frozen parameters.
     mesh: the mesh to run on.
     model: another model that can teach; None: there is none.
   """
@@ -227,13 +227,13 @@ def _add_model(
   """Add the programs in which another model scores completions.
 
   Args:
-    add: adds a program, as in `_of_learning`; so do the next but two.
+    add: adds a program; defined in `_of_learning`, as are `token_rows` and `array`.
     model: the other model.
-    settings: sizes.
+    settings: the sizes of the engine.
     vocab_size: V of the model that learns.
-    token_rows: makes the rows of a prompt and a completion.
-    array: makes an array of rows.
-    options: of the compiler.
+    token_rows: makes abstract rows of a prompt and a completion.
+    array: makes an abstract array of rows.
+    options: the options of the compiler.
   """
   scoring = scoring_functions(model.policy, settings.topk, settings.logits_chunk_size, vocab_size)
   for response in settings.response_buckets:

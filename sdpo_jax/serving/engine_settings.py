@@ -11,7 +11,7 @@ from sdpo_jax.training.specs import declared_buckets
 
 
 def engine_settings(config: Config) -> EngineSettings:
-  """Return the engine sizes from `serve`; lengths that it does not declare are those of training."""
+  """Return the sizes of an engine from the settings in `serve`; buckets that these lack are those of training."""
   serve, trained = config.serve, declared_buckets(config)
 
   def lengths(declared: tuple[int, ...], otherwise: tuple[int, ...]) -> tuple[int, ...]:
@@ -30,7 +30,7 @@ def engine_settings(config: Config) -> EngineSettings:
 
 
 def as_run(config: Config) -> Config:
-  """Return the settings of a training run that samples as the engine does, for code that reads runs' settings."""
+  """Return settings of a training run with the sizes of the engine, for code that expects settings of runs."""
   settings, run = engine_settings(config), copy.deepcopy(config)
   data, rollout, distillation = run.data, run.rollout, run.actor.self_distillation
   data.train_batch_size = run.actor.ppo_mini_batch_size = settings.rows

@@ -1,4 +1,4 @@
-"""The errors of the service, each with its HTTP status and a code for clients."""
+"""Errors of the service, each with an HTTP status and a code for clients."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import ClassVar
 
 
 class ServiceError(Exception):
-  """A refused request, with one sentence for its sender.
+  """A request has failed; the message is one sentence for the client.
 
   Attributes:
     status: the HTTP status.
-    code: a word for programs.
-    field: the field of the request that caused the error; None: no single one.
+    code: a word by which programs recognize the error.
+    field: the field of the request that caused the error; None: no single field.
   """
 
   status: ClassVar[int] = 500
@@ -23,34 +23,40 @@ class ServiceError(Exception):
 
 
 class InvalidRequest(ServiceError):
+  """A field of the request is invalid."""
+
   status, code = 400, 'invalid_request'
 
 
 class Unauthorized(ServiceError):
+  """The request has no valid API key."""
+
   status, code = 401, 'unauthorized'
 
 
 class Forbidden(ServiceError):
+  """The request is not allowed: by its origin, a missing session token, or a limit of the owner."""
+
   status, code = 403, 'forbidden'
 
 
 class NotFound(ServiceError):
-  """The thing does not exist or belongs to somebody else; the two look the same."""
+  """Something does not exist, or belongs to another owner, which looks the same."""
 
   status, code = 404, 'not_found'
 
 
 class InFlight(ServiceError):
-  """A request with the same idempotency key is still under way."""
+  """A request with the same idempotency key is still in progress."""
 
   status, code = 409, 'in_flight'
 
 
 class _StateConflict(ServiceError):
-  """The state has moved on: it is at `current`, and the request assumes another."""
+  """The state is at `current`, and the request assumes another one."""
 
-  def __init__(self, message: str, *, current: int, field: str | None = None):
-    super().__init__(message, field=field)
+  def __init__(self, message: str, *, current: int):
+    super().__init__(message)
     self.current = current
 
 
@@ -64,6 +70,8 @@ class TurnConflict(_StateConflict):
 
 
 class Gone(ServiceError):
+  """Something existed, but has expired or was removed."""
+
   status, code = 410, 'gone'
 
 
@@ -74,29 +82,35 @@ class VersionConflict(_StateConflict):
 
 
 class TooLarge(ServiceError):
+  """The body of the request, or a file in it, is too large."""
+
   status, code = 413, 'too_large'
 
 
 class Unprocessable(ServiceError):
+  """The idempotency key belongs to a different request."""
+
   status, code = 422, 'unprocessable'
 
 
 class Busy(ServiceError):
-  """A queue or an allowance is used up; `retry_after` is the number of seconds to wait before a retry."""
+  """A queue is full or an allowance is used up; retry after `retry_after` seconds."""
 
   status, code = 429, 'busy'
 
-  def __init__(self, message: str, *, retry_after: float, field: str | None = None):
-    super().__init__(message, field=field)
+  def __init__(self, message: str, *, retry_after: float):
+    super().__init__(message)
     self.retry_after = retry_after
 
 
 class Cancelled(ServiceError):
+  """The client has disconnected, or the request was cancelled."""
+
   status, code = 499, 'cancelled'
 
 
 class Damaged(ServiceError):
-  """Stored data differ from what was written; the message names them."""
+  """Stored data differ from what was written; the message names the file."""
 
   status, code = 500, 'damaged'
 
@@ -108,8 +122,12 @@ class StorageFailed(ServiceError):
 
 
 class NotReady(ServiceError):
+  """The service is starting, stopping or has failed."""
+
   status, code = 503, 'not_ready'
 
 
 class Deadline(ServiceError):
+  """The request was not done within its time limit."""
+
   status, code = 504, 'deadline'

@@ -1,4 +1,4 @@
-"""The feedback transaction: learn the lessons, check the new version with the guards, and commit it or discard it."""
+"""The feedback transaction: learn from lessons, check the new version with the guards, then commit or discard it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from sdpo_jax.serving.service_state import EventLog, ServiceState
 from sdpo_jax.serving.store.store import IdempotentRequest, Store
 
 Progress = Callable[..., None]  # (stage, **details): queued, scored, stepped, guarded, committed or rejected.
-_TOGETHER = 32  # The most feedbacks of a batch that run at once.
+_TOGETHER = 32  # The most feedbacks of a batch that run concurrently.
 _logger = logging.getLogger('sdpo_jax.serving')
 
 
 @dataclasses.dataclass(frozen=True)
 class FeedbackResult:
-  """The response to a feedback, and the scores that its items are made from."""
+  """The response to a feedback, with the scores from which it was made."""
 
-  said: dict[str, Any]  # As JSON.
+  said: dict[str, Any]  # The response, as JSON.
   scores: Sequence[LessonScores]  # One for each item.
 
 
@@ -48,32 +48,32 @@ def learn(
   idempotency: IdempotentRequest | None = None,
   progress: Progress = lambda stage, **details: None,
 ) -> FeedbackResult:
-  """Learn from a feedback in one transaction and return the response.
+  """Learn from a feedback in one transaction, and return the response.
 
-  Afterwards the adapter is one version further or unchanged. If anything raises before the commit, including `progress`
-  before 'committed', the adapter, the store and the engine are unchanged. Other changes of the adapter are waited for;
-  if the store has changed nevertheless, the commit is refused.
+  The adapter gets one new version or is unchanged. If anything raises before the commit, including `progress` before
+  'committed', the adapter, the store and the engine are unchanged. The transaction waits for other changes of the
+  adapter.
 
   Args:
-    account: the owner's, in this request.
-    id: of the adapter that learns.
+    account: the account of the owner.
+    id: the id of the adapter that learns.
     expected: the version that the adapter must be at; None: any.
     request: what to learn.
-    idempotency: idempotency record stored with the commit, so that a repeated request does not learn twice.
+    idempotency: the idempotency record, stored with the commit so that a repeated request does not learn twice.
     progress: called at every stage; it may raise to end the transaction.
 
   Raises:
     VersionConflict: the adapter is at another version.
-    NotFound: the adapter, a sample, or the version that teaches, does not exist.
+    NotFound: the adapter or a sample does not exist.
     Gone: a sample has expired.
-    InvalidRequest: something cannot be learned.
-    UserError: the same, from the engine.
+    InvalidRequest: an item cannot be learned from, or the teacher does not exist any more.
+    UserError: an item does not fit the engine.
     Busy: too many requests wait.
-    Deadline: the time was over before the commit.
-    Cancelled: the sender left before the commit.
+    Deadline: the time limit was reached before the commit.
+    Cancelled: the client disconnected before the commit.
   """
   with account.turn(id, expected) as adapter:
-    if idempotency is not None:  # Its response quotes the samples, even if nothing is committed.
+    if idempotency is not None:  # The response quotes samples, even if nothing is committed.
       account.service.store.about(idempotency, adapter.id)
     stages = _Stages(account.service.events, adapter.id, progress)
     return _learn(account, adapter, request, idempotency, stages)
@@ -81,16 +81,16 @@ def learn(
 
 @dataclasses.dataclass
 class _Stages:
-  """The stages of a transaction: each is told to all who listen, and the seconds until it was finished are recorded."""
+  """The stages of a transaction: each is published as an event, and its time is recorded."""
 
   events: EventLog
-  adapter: str  # Its id.
+  adapter: str  # The id of the adapter.
   progress: Progress
   began: float = dataclasses.field(default_factory=time.monotonic)
   times: dict[str, float] = dataclasses.field(default_factory=dict)
 
   def reach(self, stage: str, **details: Any) -> None:
-    """Tell of a stage; what listens may raise."""
+    """Publish a stage and record its time; `progress` may raise."""
     self.events.add(self.adapter, stage, details)
     self.progress(stage, **details)
     self.times[stage] = time.monotonic() - self.began
@@ -103,7 +103,7 @@ def _learn(
   idempotency: IdempotentRequest | None,
   stages: _Stages,
 ) -> FeedbackResult:
-  """Run the transaction while nobody else changes the adapter."""
+  """Run the transaction; the caller holds the lock of the adapter."""
   service, call, update = account.service, account.call, request.update
   store, worker = service.store, service.worker
   commits = request.mode == 'commit'
@@ -114,14 +114,14 @@ def _learn(
   canary_prompts = _canary_prompts(service, adapter, request, limits)
   prepared = lessons.prepare(request.items, adapter, store, service.reprompting, service.vocab_size)
   learning = [each.lesson for each in prepared]
-  # One pass of the teacher over each lesson, and one of the student per step.
+  # For each lesson, one pass of the teacher, one of the student per step, and one after the last step.
   tokens = sum(
     len(each.teacher_prompt or ()) + update.steps * len(each.prompt) + (1 + update.steps) * len(each.completion)
     for each in learning
   )
   before = engine_name(adapter.id, adapter.head)
   new = engine_name(adapter.id, adapter.head + 1)
-  if not commits:  # A name that no later commit can have.
+  if not commits:  # A name that no version of the adapter ever has.
     new = f'{before}-trial-{secrets.token_hex(8)}'
   with account.spending('learned', tokens):
     stages.reach('queued', version=adapter.head, items=len(prepared))
@@ -130,11 +130,11 @@ def _learn(
     if asked == 'endpoint':
       learning, asked = service.ask_endpoint(learning, call), 'given'
     wanted = Feedback(before, new, learning, update, asked, teacher.average_rate)
-    # Once learning has begun, wait in any case: only then is it known whether there is a version to forget.
+    # Once learning has begun, wait for its end, to know whether there is a version to forget.
     learned: Learned = call.result(worker.learn(wanted, deadline=call.deadline))
   committed: Version | None = None
   try:
-    for stage in ('scored', 'stepped'):  # Both stages are one call of the engine.
+    for stage in ('scored', 'stepped'):  # The engine does both in one call.
       stages.reach(stage, steps=len(learned.steps))
     call.check()
     arrays = worker.arrays(new) if learned.stepped else None
@@ -146,14 +146,13 @@ def _learn(
       similarity = limits.max_self_similarity is not None
       canaries = service.canaries.measure(new, canary_prompts, similarity=similarity, deadline=call.deadline)
     recent = recent_losses(store, adapter, update.loss)
-    measured = Measured(finite, guards.loss_ratio(lessons.finite(learned.steps[0]['loss']), recent))
-    if canaries is not None:
-      on_canaries = {name: getattr(canaries, name) for name in ('kl_to_base', 'entropy', 'self_similarity')}
-      measured = dataclasses.replace(measured, **on_canaries)
+    ratio = guards.loss_ratio(lessons.finite(learned.steps[0]['loss']), recent)
+    names = () if canaries is None else ('kl_to_base', 'entropy', 'self_similarity')
+    measured = Measured(finite, ratio, **{name: getattr(canaries, name) for name in names})
     details = _details(request, teacher.name, prepared, learned, guards.check(limits, measured), canaries)
     accepted, reason = details['accepted'], details['reason']
     stages.reach('guarded', accepted=accepted, reason=reason)
-    # The response is made before the commit, since nothing may fail afterwards.
+    # Before the commit, since nothing may fail after it.
     items = [
       lessons.of_item(each, said, service.texts, detail=request.detail, top=request.top)
       for each, said in zip(prepared, learned.said, strict=True)
@@ -171,7 +170,7 @@ def _learn(
       )
   finally:
     if committed is None:
-      with contextlib.suppress(NotReady):  # Then no engine has the version.
+      with contextlib.suppress(NotReady):  # The engine is gone, and the version with it.
         worker.forget(new)
   last = 'committed' if committed is not None else 'rejected' if not accepted else 'dry_run'
   stages.times[last] = time.monotonic() - stages.began
@@ -195,7 +194,7 @@ def _details(
   checks: Sequence[guards.Check],
   canaries: guards.Canaries | None,
 ) -> dict[str, Any]:
-  """Return the details that a new version stores: the response without the items and the timings."""
+  """Return what is stored as the details of a new version: the response without items and timings."""
   measured = None
   if canaries is not None:  # Without the completions.
     measured = {name: value for name, value in vars(canaries).items() if not name.endswith('completions')}
@@ -221,10 +220,10 @@ def _details(
 
 
 def _metrics(learned: Learned) -> dict[str, float]:
-  """Return the metrics of the last step, as its programs computed them, under their published names.
+  """Return the metrics of the last step, and some that compare the model before and after all steps.
 
-  Means over the tokens are added: `mean_log_prob_change`, over all steps; `teacher_gap`, the teacher's log-probs minus
-  the student's before the steps; and `entropy` of the student before the steps.
+  The latter are means over the tokens: `mean_log_prob_change`; `teacher_gap`, the teacher's log-prob minus that of the
+  student before the steps; and `entropy` of the student before the steps.
   """
   found = {name: value for name, value in learned.steps[-1].items() if name != 'stepped'}
   before, after, theirs, entropy = (
@@ -244,16 +243,16 @@ def loss_said(loss: Loss) -> dict[str, Any]:
 
 
 def recent_losses(store: Store, adapter: AdapterRecord, loss: Loss) -> list[float]:
-  """Return the losses before the first step of the feedbacks that made the newest versions of an adapter.
+  """Return the loss before the first step of each feedback that made one of the newest versions of an adapter.
 
-  Feedbacks with other loss parameters are left out: a KL is many times the Jensen-Shannon divergence of the same two
-  distributions.
+  Feedbacks with another loss or other parameters are left out, since their values are not comparable: a KL is many
+  times the Jensen-Shannon divergence of the same two distributions.
   """
   told, found = lessons.finite(loss_said(loss)), []
   for number in range(max(0, adapter.head - guards.RECENT + 1), adapter.head + 1):
     try:
       version = store.version(adapter.owner, adapter.id, number)
-    except ServiceError:  # A removed or damaged version is left out of the comparison.
+    except ServiceError:  # Removed or damaged.
       continue
     if version.reason == 'feedback' and version.details['loss'] == told:
       found.append(version.details['steps'][0]['loss'])
@@ -264,17 +263,17 @@ def recent_losses(store: Store, adapter: AdapterRecord, loss: Loss) -> list[floa
 class FeedbackEntry:
   """One feedback of a batch."""
 
-  adapter: str  # Its id.
+  adapter: str  # The id of the adapter.
   request: FeedbackRequest
-  expected: int | None = None
+  expected: int | None = None  # The version that the adapter must be at; None: any.
   idempotency: IdempotentRequest | None = None
 
 
 def run_batch(account: Account, entries: Sequence[FeedbackEntry]) -> list[dict[str, Any] | ServiceError | UserError]:
-  """Run several feedbacks and return, in order, the response or the error of each.
+  """Run several feedbacks; return, in their order, the response or the error of each.
 
-  Each is a transaction of its own. Those of one adapter run one after the other; those of different adapters run at the
-  same time, so that the engine learns them in the same programs.
+  Each is its own transaction. Those of one adapter run one after the other, those of different adapters concurrently,
+  so that the engine learns from them in the same batches.
   """
   by_adapter: dict[str, list[int]] = {}
   for index, entry in enumerate(entries):
@@ -299,13 +298,13 @@ def run_batch(account: Account, entries: Sequence[FeedbackEntry]) -> list[dict[s
 
 
 def _check_teacher(store: Store, adapter: AdapterRecord, version: int) -> None:
-  """Raise InvalidRequest if the version that should teach does not exist any more."""
+  """Raise InvalidRequest if the version that should be the teacher does not exist any more."""
   try:
     store.version(adapter.owner, adapter.id, version)
   except (NotFound, Gone) as error:
     raise InvalidRequest(
-      f'Version {version} of the adapter, which is to teach, is not kept any more: choose another teacher, or '
-      'let the service keep more versions (serve.store.keep_versions).',
+      f'The teacher, version {version} of the adapter, does not exist any more: choose another teacher, or let the '
+      'service keep more versions (serve.store.keep_versions).',
       field='teacher',
     ) from error
 
@@ -313,10 +312,10 @@ def _check_teacher(store: Store, adapter: AdapterRecord, version: int) -> None:
 def _canary_prompts(
   service: ServiceState, adapter: AdapterRecord, request: FeedbackRequest, limits: Guards
 ) -> list[Sequence[int]]:
-  """Return the prompts on which to measure the new version; empty if no guard needs them.
+  """Return the canary prompts on which to measure the new version; empty if no guard needs them.
 
   Raises:
-    InvalidRequest: the user has set a limit on canary prompts, and there are none.
+    InvalidRequest: a limit that the user has set is measured on canary prompts, and there are none.
   """
   prompts = adapter.settings.get('canary_prompts') or ()
   if not prompts:
@@ -325,7 +324,7 @@ def _canary_prompts(
       if asked and getattr(limits, asked[0]) is not None:
         raise InvalidRequest(
           f'The guard {asked[0]} is measured on canary prompts, and the adapter has none: set canary_prompts in its '
-          f'settings, or {asked[0]} to null.',
+          f'settings, or turn the guard off with {asked[0]}: null.',
           field=f'guards.{asked[0]}',
         )
     return []
@@ -343,7 +342,7 @@ def _note(
   stage: str,
   stages: _Stages,
 ) -> None:
-  """Log the feedback in the store and report the last stage. Errors are logged: the response stands."""
+  """Add the feedback to the log in the store, and publish the last stage. Errors are logged but not raised."""
   store, worker, after = service.store, service.worker, answer['version_after']
   texts = ('feedback', 'environment', 'correction', 'demonstration')
   record = {
@@ -364,4 +363,4 @@ def _note(
     try:
       action()
     except Exception:
-      _logger.exception('A feedback on %s was through, and not all was noted of it.', adapter.id)
+      _logger.exception('A feedback on %s was processed, but not all of it could be recorded.', adapter.id)

@@ -1,4 +1,4 @@
-"""Requests to learn from feedback: completions, what users said about them, how to learn, and from which teacher."""
+"""Requests to learn from feedback: completions, the feedback on them, and how to learn from which teacher."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sdpo_jax.config import LearningConfig, ServeConfig
+from sdpo_jax.config.fields import is_number
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.learning.losses import Sdpo
 from sdpo_jax.learning.requests import AdamW, UpdateOptions
@@ -18,7 +19,7 @@ from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.records import TEACHING_MODEL, TEACHING_VERSION, AdapterRecord, engine_name
 from sdpo_jax.types import Messages
 
-# Per-token lists that a response may contain for a completion.
+# The per-token lists that a response can have for a completion.
 DETAILS = (
   'token_ids',
   'tokens',
@@ -30,8 +31,8 @@ DETAILS = (
   'entropy',
   'top',
 )
-MOST_TOP = 20  # The most tokens of the teacher per position in a response.
-# The fields that each kind may have beside its name.
+MOST_TOP = 20  # The most tokens of the teacher that a response lists per position.
+# The kinds of teachers, each with the settings that it accepts.
 TEACHERS = {
   'live': (),
   'ema': ('rate',),
@@ -51,33 +52,33 @@ _OPTIMIZER = tuple(field.name for field in dataclasses.fields(AdamW))
 class Item:
   """A completion with the feedback on it.
 
-  It is either a completion that the service drew, given by its `sample_id`, or tokens with the prompt before them.
+  The completion is given either by the `sample_id` of a sample, or by its tokens and the prompt.
   """
 
   sample_id: str | None = None
   prompt_tokens: Sequence[int] | None = None
   tokens: Sequence[int] | None = None
-  # [T] of the tokens when they were drawn; None: the version that learns drew them.
+  # [T] log-probs of the tokens when they were sampled; None: the version that learns has sampled them.
   log_probs: Sequence[float] | np.ndarray | None = None
-  messages: Messages | None = None  # The conversation that the prompt was rendered from; None: text or tokens.
-  feedback: str | None = None  # What is wrong with it, in words.
-  environment: str | None = None  # The result of running it: the output of a tool, a test, a grader.
+  messages: Messages | None = None  # The conversation behind the prompt; None: it was a text or tokens.
+  feedback: str | None = None  # What is wrong with the completion, in words.
+  environment: str | None = None  # The output of a tool, a test or a grader.
   correction: str | None = None  # The right answer in its place.
   demonstration: str | None = None  # Another right answer.
-  reward: float | None = None
-  # The teacher's prompt, if the caller has made it; None: it is made from the fields above.
+  reward: float | None = None  # A score, learned by the policy gradient; None: none.
+  # The teacher's prompt, if the caller has rendered it; None: it is rendered from the fields above.
   teacher_prompt: Sequence[int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class FeedbackRequest:
-  """The contents of one learning transaction."""
+  """What one feedback transaction learns, and what its response contains."""
 
   items: Sequence[Item]
   update: UpdateOptions = UpdateOptions()
   teacher: Mapping[str, Any] | None = None  # Teacher settings, as `choose_teacher` reads them; None: the adapter's.
   mode: Literal['commit', 'dry_run'] = 'commit'
-  guards: Mapping[str, Any] | None = None  # Limits of this request, as `guards.Guards.of` reads them.
+  guards: Mapping[str, Any] | None = None  # Limits for this request, as `guards.Guards.of` reads them.
   detail: Sequence[str] = DETAILS  # The per-token lists to include in the response.
   top: int = 5  # How many of the teacher's tokens to list at every position.
   # The origin of the completions, as JSON, stored in the details of the new version; None: nothing is stored.
@@ -87,22 +88,23 @@ class FeedbackRequest:
 def make_request(
   items: Sequence[Item], update: Mapping[str, Any], serve: ServeConfig, *, measured: bool = False, **more: Any
 ) -> FeedbackRequest:
-  """Return a checked request, with the service's defaults for everything that the client left out.
+  """Make a validated request, with the service's defaults for everything that the client left out.
 
   Args:
-    items: completions; they are checked.
-    update: how to learn, as JSON: see `learning_of`.
-    serve: settings of the service.
+    items: the completions with their feedback.
+    update: how to learn, as JSON, see `learning_of`.
+    serve: the settings of the service.
     measured: see `UpdateOptions`.
     **more: further fields of `FeedbackRequest`.
 
   Raises:
-    InvalidRequest: something cannot be learned.
+    InvalidRequest: a field is invalid; the error names it.
   """
   limits = serve.limits
   if not 1 <= len(items) <= limits.max_items:
     raise InvalidRequest(
-      f'A feedback is about 1 to {limits.max_items} completions, not {len(items)}: send several.', field='items'
+      f'A feedback must have 1 to {limits.max_items} completions (serve.limits.max_items), not {len(items)}.',
+      field='items',
     )
   for number, item in enumerate(items):
     check_item(item, number)
@@ -114,7 +116,7 @@ def make_request(
     )
   if rewarded and not (isinstance(options.loss, Sdpo) and options.loss.policy_weight > 0):
     raise InvalidRequest(
-      "A reward is learned by the policy gradient of loss='sdpo': leave policy_weight out, or set it above 0.",
+      "A reward requires the policy gradient of loss='sdpo': leave policy_weight out, or set it above 0.",
       field='reward',
     )
   request = FeedbackRequest(items, dataclasses.replace(options, measured=measured), **more)
@@ -122,29 +124,27 @@ def make_request(
     raise InvalidRequest(f"mode must be 'commit' or 'dry_run', not {short_repr(request.mode)}.", field='mode')
   unknown = [name for name in request.detail if name not in DETAILS]
   if unknown:
-    raise InvalidRequest(
-      f'detail names {short_repr(unknown[0])}, which is none of {", ".join(DETAILS)}.', field='detail'
-    )
+    raise InvalidRequest(f'detail must be among {", ".join(DETAILS)}, not {short_repr(unknown[0])}.', field='detail')
   if not 0 <= request.top <= MOST_TOP:
     raise InvalidRequest(f'top must be between 0 and {MOST_TOP}, not {request.top}.', field='top')
   return request
 
 
 def check_item(item: Item, number: int) -> None:
-  """Raise InvalidRequest for an invalid item; the message contains its number."""
+  """Raise InvalidRequest for an invalid item; the message has its number."""
   where = f'items[{number}]'
   given = item.prompt_tokens is not None, item.tokens is not None
   if any(given) == (item.sample_id is not None) or any(given) != all(given):
     raise InvalidRequest(f'{where} must have either a sample_id, or prompt_tokens and tokens.', field=where)
   if item.sample_id is not None and (item.log_probs is not None or item.messages is not None):
     raise InvalidRequest(
-      f'{where} has a sample_id, whose log_probs and messages the service has: leave them out.', field=where
+      f'{where} has a sample_id, so the service knows its log_probs and messages: leave them out.', field=where
     )
   if item.log_probs is not None:
     values = np.asarray(item.log_probs, np.float32)
     if values.shape != (len(item.tokens),) or not np.isfinite(values).all() or (values > 0).any():
       raise InvalidRequest(
-        f'{where}: log_probs must be one number for each of the {len(item.tokens)} tokens, none above 0.', field=where
+        f'{where}: log_probs must be one number for each of the {len(item.tokens)} tokens, at most 0.', field=where
       )
   if item.reward is not None and not math.isfinite(item.reward):
     raise InvalidRequest(f'{where}: reward must be a number, not {item.reward}.', field=where)
@@ -153,18 +153,18 @@ def check_item(item: Item, number: int) -> None:
 def learning_of(
   update: Mapping[str, Any], defaults: LearningConfig, topk: int, *, rewarded: bool = False
 ) -> UpdateOptions:
-  """Return the loss, optimizer and number of steps that a client requests.
+  """Return the loss, the optimizer and the number of steps that a client requests.
 
   Args:
-    update: as JSON. `loss` ('sdpo' or 'jsd_pg'), the fields of `Sdpo` or of `JsdPg`, those of `AdamW`, and `steps`. For
-      SDPO, `divergence` names the ends and the middle of `alpha`: 'forward_kl' is KL(teacher‖student). None stands for
-      the default, except that it turns the ratio off for `is_clip`, and clipping for `max_grad_norm`.
-    defaults: values of absent fields.
-    topk: K that the engine is compiled for.
-    rewarded: whether an item has a reward; the policy gradient is then on unless the client turns it off.
+    update: JSON with `loss` ('sdpo' or 'jsd_pg'), fields of `Sdpo` or `JsdPg`, fields of `AdamW`, and `steps`. For
+      SDPO, `divergence` names the ends and the middle of `alpha`: 'forward_kl' is KL(teacher‖student). None means the
+      default, but for `is_clip` no importance ratio, and for `max_grad_norm` no clipping.
+    defaults: the values of absent fields.
+    topk: the K that the engine is compiled for.
+    rewarded: whether an item has a reward, which turns the policy gradient on unless the client turns it off.
 
   Raises:
-    InvalidRequest: a field does not exist, or a value is not allowed.
+    InvalidRequest: a field does not exist, or its value is invalid.
   """
   name = update.get('loss') or defaults.loss
   if name not in ('sdpo', 'jsd_pg'):
@@ -173,7 +173,7 @@ def learning_of(
   for field in update:
     if field not in known:
       raise InvalidRequest(
-        f'{short_repr(field)} is nothing that can be set with loss={name!r}; there are {", ".join(sorted(known))}.',
+        f'{short_repr(field)} cannot be set with loss={name!r}, only {", ".join(sorted(known))}.',
         field=str(field),
       )
   absent = {'is_clip': None, 'max_grad_norm': math.inf}
@@ -215,7 +215,7 @@ def learning_of(
 
 
 def _alpha(name: Any, alpha: Any) -> float:
-  """Return the alpha of `Sdpo` that a named divergence stands for; with 'jsd' another one may be given."""
+  """Return the alpha of `Sdpo` for the name of a divergence; with 'jsd', the client may choose alpha."""
   if name not in _DIVERGENCES:
     raise InvalidRequest(
       f'divergence must be one of {", ".join(_DIVERGENCES)}, not {short_repr(name)}.', field='divergence'
@@ -224,7 +224,7 @@ def _alpha(name: Any, alpha: Any) -> float:
   fits = 0 < _number('alpha', alpha) < 1 if name == 'jsd' else alpha == _DIVERGENCES[name]
   if not fits:
     raise InvalidRequest(
-      f'divergence={name!r} and alpha={alpha} are different losses: send one of them.', field='alpha'
+      f'divergence={name!r} and alpha={alpha} contradict each other: send only one of them.', field='alpha'
     )
   return alpha
 
@@ -237,20 +237,20 @@ def _number(field: str, value: Any) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class FeedbackTeacher:
-  """The model that reads the feedback."""
+  """The teacher, which reads the feedback: the model whose distributions are distilled."""
 
-  name: str  # The value of `serving.engine.Feedback.teacher`, or 'endpoint', which is asked before learning.
-  version: int | None  # The adapter's version that must exist; None: none.
-  average_rate: float  # The update rate of the average of the factors, used with every teacher.
+  name: str  # The value of `engine.Feedback.teacher`, or 'endpoint', which scores before the engine learns.
+  version: int | None  # The number of an earlier version of the adapter that teaches; None: another teacher.
+  average_rate: float  # The rate of the moving average of the factors, updated with every teacher.
 
 
 def teacher_settings(said: Any) -> Any:
-  """Return teacher settings as a mapping if only the kind is given; anything else is returned unchanged."""
+  """Return teacher settings with a kind given as a str converted to a mapping; other values are unchanged."""
   return {'kind': said} if isinstance(said, str) else said
 
 
 def check_teacher(settings: Mapping[str, Any]) -> None:
-  """Raise InvalidRequest for invalid settings of a teacher."""
+  """Raise InvalidRequest for invalid settings of a teacher; the error names the field."""
   kind = settings.get('kind')
   if not isinstance(kind, str) or kind not in TEACHERS:
     raise InvalidRequest(
@@ -259,24 +259,24 @@ def check_teacher(settings: Mapping[str, Any]) -> None:
   for field in settings:
     if field != 'kind' and field not in TEACHERS[kind]:
       raise InvalidRequest(
-        f'A teacher of the kind {kind!r} has no {short_repr(field)}; it takes: '
-        f'{", ".join(TEACHERS[kind]) or "nothing else"}.',
+        f'A teacher of the kind {kind!r} has no setting {short_repr(field)}; its settings: '
+        f'{", ".join(TEACHERS[kind]) or "none"}.',
         field='teacher',
       )
   rate = settings.get('rate')
-  if rate is not None and not (_is_number(rate) and 0 <= rate <= 1):
+  if rate is not None and not (is_number(rate) and 0 <= rate <= 1):
     raise InvalidRequest(f"The teacher's rate must be between 0 and 1, not {short_repr(rate)}.", field='teacher.rate')
   for field, least in (('every', 1), ('version', 0)):
     value = settings.get(field)
-    if value is not None and not (_is_number(value) and isinstance(value, int) and value >= least):
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
       raise InvalidRequest(
         f"The teacher's {field} must be a whole number of {least} or more, not {short_repr(value)}.",
         field=f'teacher.{field}',
       )
   if settings.get('every') is not None and settings.get('version') is not None:
-    raise InvalidRequest("A lagged teacher has either 'every' or 'version', not both.", field='teacher')
+    raise InvalidRequest("A lagged teacher takes either 'every' or 'version': leave one out.", field='teacher')
   if kind == 'model' and not isinstance(settings.get('name'), str):
-    raise InvalidRequest("A teacher of the kind 'model' needs its name.", field='teacher.name')
+    raise InvalidRequest("A teacher of the kind 'model' needs the name of a model.", field='teacher.name')
 
 
 def choose_teacher(
@@ -285,12 +285,12 @@ def choose_teacher(
   """Return the teacher of an adapter at its newest version.
 
   Args:
-    adapter: an adapter whose settings may hold `teacher`.
-    asked: settings of a request that take precedence; None: there are none.
-    defaults: settings for an adapter without any.
+    adapter: the adapter, whose settings may have a `teacher`.
+    asked: the teacher settings of the request, which take precedence; None: there are none.
+    defaults: the settings for an adapter without its own.
 
   Raises:
-    InvalidRequest: there is no such teacher.
+    InvalidRequest: the settings are invalid, or the version does not exist yet.
   """
   own = adapter.settings.get('teacher') or {'kind': defaults.teacher}
   if asked is not None:
@@ -307,11 +307,7 @@ def choose_teacher(
       number = max(0, adapter.head - (settings.get('every') or defaults.lag))
     if number > adapter.head:
       raise InvalidRequest(
-        f'Version {short_repr(number)} cannot teach: the adapter is at version {adapter.head}.', field='teacher.version'
+        f'Version {short_repr(number)} cannot teach: the newest version is {adapter.head}.', field='teacher.version'
       )
     return FeedbackTeacher(TEACHING_VERSION + engine_name(adapter.id, number), number, rate)
   return FeedbackTeacher('average' if kind == 'ema' else kind, None, rate)
-
-
-def _is_number(value: Any) -> bool:
-  return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""Guards, which reject a bad new version by limits on measurements, and the canary prompts for these measurements."""
+"""Guards, which reject a new version if a measurement exceeds its limit, and measurements on canary prompts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import collections
 from collections.abc import Mapping, Sequence
 import dataclasses
 import itertools
-import math
 import statistics
 import threading
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import zlib
 import numpy as np
 
 from sdpo_jax.config import GuardsConfig
+from sdpo_jax.config.fields import is_number
 from sdpo_jax.errors import short_repr
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.records import BASE
@@ -22,14 +22,14 @@ from sdpo_jax.serving.records import BASE
 if TYPE_CHECKING:
   from sdpo_jax.serving.worker import Worker
 
-# How many recent losses a new loss is compared with, at most and at least.
+# The most and the fewest recent losses that a new loss is compared with.
 RECENT, LEAST_RECENT = 16, 4
-# Nats: the least median, since ratios of losses near 0 are meaningless.
+# The smallest median in nats, since ratios to losses near 0 are meaningless.
 _SMALL_LOSS = 1e-3
-ON_CANARIES = ('max_kl_to_base', 'min_entropy', 'max_self_similarity')  # Guards that need canary prompts.
+ON_CANARIES = ('max_kl_to_base', 'min_entropy', 'max_self_similarity')  # Guards measured on canary prompts.
 _NGRAM = 3
-_TINY = 1e-12  # Lower bound of a tail's probability, to absorb rounding of sums.
-_KEPT = 1024  # The most canaries in the cache.
+_TINY = 1e-12  # Lower bound of the probability of a tail, which absorbs rounding errors.
+_KEPT = 1024  # The most canaries that are cached.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,20 +38,20 @@ class Guards:
 
   max_kl_to_base: float | None = None  # Nats per token.
   min_entropy: float | None = None  # Nats per token.
-  max_loss_ratio: float | None = None
+  max_loss_ratio: float | None = None  # A multiple of the median of recent losses.
   max_self_similarity: float | None = None  # From 0 to 1.
 
   @classmethod
   def of(cls, defaults: GuardsConfig, *said: Mapping[str, Any] | None) -> Guards:
-    """Return the limits in force.
+    """Return the limits that apply to a feedback.
 
     Args:
-      defaults: the service's limits.
-      *said: limits as JSON, of the adapter and then of the request; later ones take precedence. None as a value turns a
+      defaults: the limits of the service.
+      *said: limits as JSON, of the adapter and then of the request; later ones take precedence. The value None turns a
         guard off; None in place of a mapping changes nothing.
 
     Raises:
-      InvalidRequest: a guard does not exist, or a limit is invalid.
+      InvalidRequest: a guard does not exist, or its limit is invalid.
     """
     names = [field.name for field in dataclasses.fields(cls)]
     limits: dict[str, float | None] = {name: getattr(defaults, name) for name in names}
@@ -59,12 +59,11 @@ class Guards:
       for name, limit in (each or {}).items():
         if name not in names:
           raise InvalidRequest(
-            f'There is no guard {short_repr(name)}; there are {", ".join(names)}.', field=f'guards.{name}'
+            f'There is no guard {short_repr(name)}, only {", ".join(names)}.', field=f'guards.{name}'
           )
-        number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
-        if limit is not None and not (number and 0 <= limit < math.inf):
+        if limit is not None and not (is_number(limit) and limit >= 0):
           raise InvalidRequest(
-            f'The guard {name} must be 0 or a positive number, or null to turn it off, not {short_repr(limit)}.',
+            f'The guard {name} must be a number of at least 0, or null to turn it off, not {short_repr(limit)}.',
             field=f'guards.{name}',
           )
         limits[name] = limit
@@ -72,7 +71,7 @@ class Guards:
 
   @property
   def on_canaries(self) -> bool:
-    """Whether a guard that needs canary prompts is on."""
+    """Whether any guard that is measured on canary prompts is on."""
     return any(getattr(self, name) is not None for name in ON_CANARIES)
 
 
@@ -80,7 +79,7 @@ class Guards:
 class Measured:
   """The measurements that the guards check; None: not measured."""
 
-  finite: bool  # Whether all gradients, and the version's arrays and scores, were finite.
+  finite: bool  # Whether all gradients, and the arrays and scores of the version, are finite.
   loss_ratio: float | None = None
   kl_to_base: float | None = None
   entropy: float | None = None
@@ -89,37 +88,28 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-  """The result of one guard."""
+  """The result of checking one guard."""
 
   guard: str
-  value: float | None  # None: there was nothing to measure.
-  limit: float | None  # None: it is off.
+  value: float | None  # None: not measured.
+  limit: float | None  # None: the guard is off.
   passed: bool
-  reason: str | None = None  # Why not, in one sentence.
+  reason: str | None = None  # A sentence about why it failed; None: it passed.
 
 
 def check(guards: Guards, measured: Measured) -> list[Check]:
   """Return the result of every guard; a value equal to its limit passes."""
-  checks = [
-    Check(
-      'finite',
-      float(measured.finite),
-      1.0,
-      measured.finite,
-      None
-      if measured.finite
-      else 'A gradient, or what the new version is or says, is not finite: lower learning_rate.',
-    )
-  ]
+  reason = None if measured.finite else 'A gradient, weight or log-prob is not finite: lower learning_rate.'
+  checks = [Check('finite', float(measured.finite), 1.0, measured.finite, reason)]
   rules = (
-    ('max_kl_to_base', measured.kl_to_base, 1, 'Divergence from the model without an adapter on the canary prompts'),
-    ('min_entropy', measured.entropy, -1, 'Entropy on the canary prompts'),
-    ('max_loss_ratio', measured.loss_ratio, 1, "Loss, as a multiple of the median of the adapter's recent ones,"),
-    ('max_self_similarity', measured.self_similarity, 1, 'Overlap of completions of different canary prompts'),
+    ('max_kl_to_base', measured.kl_to_base, 1, 'The KL to the model without an adapter on the canary prompts'),
+    ('min_entropy', measured.entropy, -1, 'The entropy on the canary prompts'),
+    ('max_loss_ratio', measured.loss_ratio, 1, "The loss, relative to the median of the adapter's recent ones,"),
+    ('max_self_similarity', measured.self_similarity, 1, 'The similarity of completions of different canary prompts'),
   )
   for name, value, sign, words in rules:
     limit = getattr(guards, name)
-    # NaN fails.
+    # NaN does not pass.
     passed = limit is None or value is None or sign * value <= sign * limit
     reason = None if passed else f'{words} would be {value:.4g}, and {name} is {limit:.4g}.'
     checks.append(Check(name, value, limit, passed, reason))
@@ -127,13 +117,13 @@ def check(guards: Guards, measured: Measured) -> list[Check]:
 
 
 def kl_to_base(base_log_probs: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
-  """Return KL(new‖base) in nats, [T, K] twice -> [T], over K tokens and a tail bucket for the rest of the vocabulary.
+  """Return KL(new‖base) in nats over K tokens and one tail bucket for the rest of the vocabulary: [T, K] -> [T].
 
-  It is a lower bound of the divergence over the whole vocabulary.
+  This is a lower bound of the KL over the whole vocabulary.
 
   Args:
-    base_log_probs: of the base; −inf: there are no more tokens.
-    log_probs: of the new version, for the same tokens.
+    base_log_probs: [T, K] log-probs of the base; −inf: there are fewer than K tokens.
+    log_probs: [T, K] log-probs of the new version for the same tokens.
   """
   q, p = np.asarray(base_log_probs, np.float64), np.asarray(log_probs, np.float64)
   there = np.isfinite(q) & np.isfinite(p)
@@ -144,10 +134,10 @@ def kl_to_base(base_log_probs: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
 
 
 def self_similarity(completions: Sequence[Sequence[int]]) -> float | None:
-  """Return how similar completions are, from 0 to 1: the mean share of common n-grams over all pairs.
+  """Return the mean share of common n-grams over all pairs of completions, from 0 to 1.
 
   Args:
-    completions: token ids of each, for different prompts; fewer than two give None.
+    completions: the token ids of completions of different prompts; the result is None for fewer than two.
   """
   if len(completions) < 2:
     return None
@@ -163,7 +153,7 @@ def _grams(tokens: Sequence[int]) -> collections.Counter[tuple[int, ...]]:
 
 
 def loss_ratio(loss: float | None, recent: Sequence[float]) -> float | None:
-  """Return |loss| divided by the median of recent |losses|; None: there are too few of these, or no loss."""
+  """Return |loss| divided by the median of recent |losses|; None: there is no loss, or too few recent ones."""
   if loss is None or len(recent) < LEAST_RECENT:
     return None
   return abs(loss) / max(statistics.median(map(abs, recent)), _SMALL_LOSS)
@@ -171,23 +161,23 @@ def loss_ratio(loss: float | None, recent: Sequence[float]) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class Canary:
-  """A prompt with the base model's completion and scores of it, which never change."""
+  """A canary prompt with the base model's completion and its scores, which never change."""
 
   prompt: tuple[int, ...]
   completion: tuple[int, ...]
-  entropy: np.ndarray  # [T].
-  top_ids: np.ndarray  # [T, K] int32.
+  entropy: np.ndarray  # [T] in nats.
+  top_ids: np.ndarray  # [T, K] int32; −1: there are fewer than K tokens.
   top_log_probs: np.ndarray  # [T, K].
 
 
 @dataclasses.dataclass(frozen=True)
 class Canaries:
-  """The measurements of a version on canary prompts, beside those of the base."""
+  """Measurements of a version on canary prompts, with those of the base for comparison."""
 
-  prompts: int
-  tokens: int
-  kl_to_base: float
-  entropy: float
+  prompts: int  # The number of prompts.
+  tokens: int  # The number of tokens in the base's completions.
+  kl_to_base: float  # KL(version‖base), the mean over the tokens, in nats.
+  entropy: float  # The mean over the tokens, in nats.
   base_entropy: float
   self_similarity: float | None
   base_self_similarity: float | None
@@ -197,24 +187,26 @@ class Canaries:
 
 
 class CanaryMeter:
-  """A meter of versions on canary prompts, which caches the base's completions and scores. Any thread may call."""
+  """Measures versions on canary prompts; caches completions and scores of the base. Any thread may call."""
 
   def __init__(self, worker: Worker, *, tokens: int, topk: int):
     """Make a meter with an empty cache.
 
     Args:
-      worker: samples and scores.
-      tokens: length of a canary's completion.
-      topk: K, the number of tokens over which divergences are computed.
+      worker: the worker, which samples and scores.
+      tokens: the most tokens of a canary's completion.
+      topk: K, the number of tokens per position over which the KL is computed.
     """
     self._worker, self._tokens, self._topk = worker, tokens, topk
     self._lock = threading.Lock()
     self._known: collections.OrderedDict[tuple[int, ...], Canary] = collections.OrderedDict()
 
   def of_base(self, prompts: Sequence[Sequence[int]], deadline: float | None = None) -> list[Canary]:
-    """Return the canaries of prompts.
+    """Return the canaries of prompts, in order; after a restart they are the same.
 
-    They are the same after every start, since a seed depends on its prompt alone.
+    Args:
+      prompts: token ids.
+      deadline: a time on the monotonic clock; None: no limit.
     """
     keys = [tuple(prompt) for prompt in prompts]
     with self._lock:
@@ -237,13 +229,13 @@ class CanaryMeter:
   def measure(
     self, version: str, prompts: Sequence[Sequence[int]], *, similarity: bool = True, deadline: float | None = None
   ) -> Canaries:
-    """Return the measurements of a version on canary prompts, at least one.
+    """Measure a version on one or more canary prompts.
 
     Args:
-      version: its name in the engine.
+      version: the name of the version in the engine.
       prompts: token ids.
-      similarity: whether to draw completions from the version, to compare them with each other.
-      deadline: on the monotonic clock.
+      similarity: whether to sample completions from the version, to measure their similarity.
+      deadline: a time on the monotonic clock; None: no limit.
     """
     canaries = self.of_base(prompts, deadline)
     rows = [(canary.prompt, canary.completion) for canary in canaries]
@@ -268,7 +260,7 @@ class CanaryMeter:
     )
 
   def _draw(self, version: str, prompts: Sequence[Sequence[int]], deadline: float | None) -> list[list[int]]:
-    """Return one completion of each prompt."""
+    """Sample one completion of each prompt."""
     handles = [
       self._worker.sample(
         version, prompt, n=1, seed=_seed(prompt), step=0, max_tokens=self._tokens, temperature=1.0, deadline=deadline
@@ -284,5 +276,5 @@ class CanaryMeter:
 
 
 def _seed(prompt: Sequence[int]) -> int:
-  """Return the seed for sampling from a prompt: with a shared seed, prompts would get similar completions."""
+  """Return a seed that depends on the prompt; with a shared seed, completions of different prompts would be similar."""
   return zlib.crc32(np.asarray(prompt, np.int32).tobytes())

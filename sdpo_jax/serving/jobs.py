@@ -1,4 +1,4 @@
-"""The jobs of the worker's queue: requests, how each ends, and which of them can run together."""
+"""Jobs in the queue of the worker, and the choice of those that run together."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from sdpo_jax.serving.errors import Cancelled, NotReady, ServiceError
 
 @dataclasses.dataclass(eq=False)
 class Job:
-  """A request in the queue."""
+  """A request in the queue of the worker."""
 
-  needs: frozenset[str] = frozenset()  # Versions that the engine must have.
-  deadline: float | None = None  # On the worker's clock.
+  needs: frozenset[str] = frozenset()  # The versions that the engine must have to run it.
+  deadline: float | None = None  # A time on the worker's clock; None: no limit.
   _: dataclasses.KW_ONLY
-  began: float = 0.0  # The time at which it was queued, on the same clock.
-  ended: str | None = None  # The name of the counter for a job that ended without an answer.
+  began: float = 0.0  # When it was queued, on the same clock.
+  ended: str | None = None  # The counter that counts it, once it has ended with an error.
 
   @property
   def cancelled(self) -> bool:
-    """Whether nobody waits for the job any more."""
+    """Whether the job was cancelled by those who waited for it."""
     raise NotImplementedError
 
   def fail(self, error: ServiceError) -> None:
-    """Pass an error to whoever waits for the job."""
+    """End the job with an error, which is raised where its result is awaited."""
     raise NotImplementedError
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class SampleJob(Job):
-  """A request for samples of one prompt; any thread may read them, also before the version that draws them is there."""
+  """A request for samples of one prompt; any thread may iterate over them, even before sampling has begun."""
 
   version: str
   prompt: Sequence[int]
   options: Mapping[str, Any]
   cancelled: bool = False
   drawing: Drawing | None = None
-  passed: int = 0  # How many later jobs started first because all places were in use.
+  passed: int = 0  # How many later jobs have overtaken it while no place was free for its version.
   _begun: concurrent.futures.Future[Drawing] = dataclasses.field(default_factory=concurrent.futures.Future)
-  _why: ServiceError | None = None  # Why it was ended.
+  _why: ServiceError | None = None  # The error that ended it.
 
   def __iter__(self) -> Iterator[Draft | Completion]:
     """Yield drafts and completions until all samples are done.
 
     Raises:
-      ServiceError: why there are no more: the request was cancelled or refused, its time is over, or the engine failed.
+      ServiceError: the request was cancelled or refused, its deadline has passed, or the engine has failed.
     """
     drawing = self._begun.result()
     try:
@@ -62,19 +62,19 @@ class SampleJob(Job):
     except CancelledError:
       raise self._why or Cancelled('The completions were cancelled.') from None
     except Exception as error:
-      raise self._why or NotReady('The engine failed while it sampled: send the request again.') from error
+      raise self._why or NotReady('The engine failed while it sampled: retry.') from error
 
   def result(self) -> list[Completion]:
-    """Wait for all samples and return them in order; raise the errors of `__iter__`."""
+    """Wait for all samples, and return them in order; raises as `__iter__`."""
     return sorted((event for event in self if isinstance(event, Completion)), key=lambda done: done.sample)
 
   def begin(self, drawing: Drawing) -> None:
-    """Hand over the samples that have started."""
+    """Note that sampling has begun, and let readers iterate over its events."""
     self.drawing = drawing
     self._begun.set_result(drawing)
 
   def fail(self, error: ServiceError) -> None:
-    """End the samples with an error; those that have started must be cancelled, too."""
+    """End the job with an error; if sampling has begun, the caller must cancel it, too."""
     self._why = error
     if not self._begun.done():
       self._begun.set_exception(error)
@@ -83,8 +83,8 @@ class SampleJob(Job):
 @dataclasses.dataclass(eq=False, kw_only=True)
 class _FutureJob(Job):
   future: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
-  alone: bool = False  # Run it alone, since it failed together with others.
-  claimed: bool = False  # Whether it has begun and cannot be cancelled any more.
+  alone: bool = False  # Whether to run it alone, since a batch with it has failed.
+  claimed: bool = False  # Whether it has begun, so that it cannot be cancelled.
 
   @property
   def cancelled(self) -> bool:
@@ -97,7 +97,7 @@ class _FutureJob(Job):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class ScoreJob(_FutureJob):
-  """Rows to be scored by a version, possibly in several parts."""
+  """A request to score rows with a version, possibly in several batches."""
 
   version: str
   rows: Sequence[tuple[Sequence[int], Sequence[int]]]
@@ -107,20 +107,20 @@ class ScoreJob(_FutureJob):
 
   @property
   def left(self) -> int:
-    """The number of rows still to be scored."""
+    """The number of rows that are not scored yet."""
     return len(self.rows) - len(self.found)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class LearnJob(_FutureJob):
-  """The feedback of one version."""
+  """A request to learn from the feedback on one version."""
 
   feedback: Feedback
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class ForgetJob(_FutureJob):
-  """A version to be erased as soon as nothing uses it."""
+  """A request to erase a version as soon as nothing uses it."""
 
   version: str
 
@@ -130,11 +130,11 @@ def runnable(jobs: Sequence[Job], present: Any) -> list[Job]:
 
   Args:
     jobs: all jobs in the queue.
-    present: container of the versions that the engine has.
+    present: a container of the versions that the engine has.
 
   Returns:
-    The jobs whose versions are present, and the requests to forget a version that no
-    earlier job needs. A later job that needs such a version waits.
+    The jobs whose versions are present, and those that forget a version that no earlier job needs. Later jobs that need
+    such a version must wait.
   """
   found: list[Job] = []
   wanted: set[str] = set()
@@ -152,13 +152,13 @@ def runnable(jobs: Sequence[Job], present: Any) -> list[Job]:
 
 
 def learn_batch(jobs: Sequence[Job], *, slots: int, teachers: int, rows: int) -> list[LearnJob]:
-  """Return the first job, which learns, and later ones that can learn in the same steps.
+  """Return the first job that learns, and later ones that can learn in the same batch.
 
   Args:
     jobs: the runnable jobs.
-    slots: the most versions that learn at once.
-    teachers: the most versions that teach at once.
-    rows: the most lessons of all jobs together, unless one job alone has more.
+    slots: the most versions that learn in one batch.
+    teachers: the most versions that teach in one batch.
+    rows: the most lessons in one batch, unless the first job alone has more.
   """
   first, *later = (job for job in jobs if isinstance(job, LearnJob))
   picked = [first]
@@ -179,11 +179,11 @@ def learn_batch(jobs: Sequence[Job], *, slots: int, teachers: int, rows: int) ->
 
 
 def score_batch(jobs: Sequence[Job], *, rows: int) -> list[tuple[ScoreJob, int]]:
-  """Return the first job, which scores, and later ones of the same version, each with its number of rows to score now.
+  """Return the first job that scores, and later ones of the same version, each with its number of rows in this batch.
 
   Args:
     jobs: the runnable jobs.
-    rows: the most rows of all jobs together.
+    rows: the most rows in one batch.
   """
   first, *later = (job for job in jobs if isinstance(job, ScoreJob))
   picked = [(first, min(rows, first.left))]
@@ -197,5 +197,5 @@ def score_batch(jobs: Sequence[Job], *, rows: int) -> list[tuple[ScoreJob, int]]
 
 
 def _ids(job: ScoreJob) -> int | None:
-  """Return how many further ids a job scores at every position; None: none."""
+  """Return M, the number of further ids that a job scores at every position; None: none."""
   return job.ids[0].shape[1] if job.ids else None

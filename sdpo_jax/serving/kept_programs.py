@@ -1,4 +1,4 @@
-"""The programs of an engine: each is compiled, or read from a folder, once for every shape of its arguments."""
+"""The programs of an engine, compiled or read from a cache once for all shapes of their arguments."""
 
 from __future__ import annotations
 
@@ -18,33 +18,32 @@ from sdpo_jax.serving.program_folder import ProgramFolder
 
 Announce = Callable[[str], None]
 _logger = logging.getLogger('sdpo_jax.serving')
-# This option is set to its default. A compilation with options is never answered from what this process has compiled
-# or read from JAX's cache before: what was read there cannot be kept a second time on a CPU (its kernels are not
-# found).
+# The default value of this option. With any option, JAX compiles again instead of reusing a program that this process
+# has compiled, or read from JAX's cache: on a CPU, a program from that cache cannot be serialized again.
 _AFRESH = {'xla_embed_ir_in_executable': False}
 
 
 class KeptPrograms:
-  """Functions that compile on the first call with arguments of new shapes. Calls come from one thread."""
+  """Wraps jitted functions, and caches their programs in a folder. All calls must come from one thread."""
 
   def __init__(self, folder: ProgramFolder | None = None):
     """Make an empty collection.
 
     Args:
-      folder: where programs are stored; None: they are compiled, or found in JAX's cache.
+      folder: the cache of programs; None: programs are compiled, or found in JAX's cache.
     """
-    self.compiled, self.read = 0, 0  # How many programs were compiled and read so far.
+    self.compiled, self.read = 0, 0  # The numbers of programs compiled and read so far.
     self._folder = folder
-    self._lines: list[str] = []  # Not announced yet.
+    self._lines: list[str] = []  # Lines that are not announced yet.
     self._announce: Announce = self._lines.append
     self._complete = False
 
   @contextlib.contextmanager
   def announced(self, announce: Announce) -> Iterator[None]:
-    """Announce every program that the block calls; afterwards none is stored, and a missing one is logged.
+    """Announce each program that the block makes; afterwards the cache is closed, and further programs are logged.
 
     Args:
-      announce: receives the lines, including those of programs that were called before.
+      announce: receives a line for each program, including those made before.
     """
     for line in self._lines:
       announce(line)
@@ -61,11 +60,11 @@ class KeptPrograms:
       self._announce = self._lines.append
 
   def keep(self, name: str, function: Any) -> Callable[..., Any]:
-    """Return a jitted function whose programs are stored.
+    """Wrap a jitted function, so that its programs are cached.
 
     Args:
-      name: unique name of the function.
-      function: jitted; its keyword arguments are static.
+      name: a unique name of the function.
+      function: the jitted function; its keyword arguments are static.
     """
     programs: dict[Hashable, jax.stages.Compiled] = {}
 
@@ -92,7 +91,7 @@ class KeptPrograms:
       self.read += 1
     else:
       if self._complete:
-        _logger.warning('%s was not compiled at the start, and a request waits for it.', label)
+        _logger.warning('%s was not compiled at the start: a request waits for its compilation.', label)
       lowered = function.lower(*arguments, **static)
       if self._folder is None:
         program = lowered.compile()
@@ -114,14 +113,14 @@ def _kind(leaf: Any) -> Hashable:
 
 
 def _label(name: str, arguments: tuple[Any, ...]) -> str:
-  """Return the name with the shape of the first matrix of integers, such as token ids, among the arguments."""
+  """Return the name with the shape of the first integer matrix among the arguments, such as token ids."""
   tables = (leaf.shape for leaf in jax.tree.leaves(arguments) if leaf.ndim == 2 and leaf.dtype == np.int32)
   return f'{name} {"×".join(map(str, shape))}' if (shape := next(tables, None)) else name
 
 
 @contextlib.contextmanager
 def without_cache() -> Iterator[None]:
-  """Disable JAX's compilation cache in all threads within the block; it cannot restore programs for a TPU."""
+  """Disable JAX's compilation cache in all threads during the block, since its programs cannot be serialized again."""
   before = jax.config.jax_enable_compilation_cache
   jax.config.update('jax_enable_compilation_cache', False)
   compilation_cache.reset_cache()

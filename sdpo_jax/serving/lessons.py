@@ -1,6 +1,6 @@
-"""Lessons from users' feedback on completions, and what the response says of each.
+"""Lessons from feedback on completions, and the part of the response about each.
 
-A lesson has the prompts of student and teacher, and the advantage; the response has the scores of every token, as JSON.
+A lesson has the prompts of student and teacher and an advantage; the response has scores of every token.
 """
 
 from __future__ import annotations
@@ -31,52 +31,51 @@ from sdpo_jax.teacher.endpoint import Endpoint, EndpointQuery
 if TYPE_CHECKING:
   from sdpo_jax.serving.store.store import Store
 
-_DIGITS = 7  # Decimal places of numbers that were float32.
+_DIGITS = 7  # Decimal places of float32 numbers in responses.
 _LISTS = ('log_probs_before', 'log_probs_after', 'teacher_log_probs', 'advantages', 'divergence', 'entropy')
-_SETTING = 'serve.teacher_buckets'  # The setting that limits the teacher's prompt, for error messages.
+_SETTING = 'serve.teacher_buckets'  # Limits the teacher's prompt; named in error messages.
 
 
 @dataclasses.dataclass(frozen=True)
 class Reprompting:
-  """The templates and the tokenizer that turn texts into the teacher's prompt."""
+  """The templates and the tokenizer with which the teacher's prompt is rendered."""
 
-  config: SelfDistillationConfig  # Templates; `max_reprompt_len` is the largest bucket of teachers' prompts.
+  config: SelfDistillationConfig  # Has the templates; `max_reprompt_len` is the largest teacher bucket.
   tokenizer: Any  # A transformers tokenizer.
   chat: ChatFormat
-  lock: Any = dataclasses.field(default_factory=threading.Lock)  # A context manager, held while texts become tokens.
+  lock: Any = dataclasses.field(default_factory=threading.Lock)  # A context manager, held while tokenizing.
 
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-  """A lesson and its origin."""
+  """A lesson, with its origin for the response."""
 
   lesson: Lesson
-  sample: SampleRecord | None  # None: the item has its own tokens.
-  context: tuple[str, ...]  # The fields of `Item` that the teacher reads beyond the prompt.
-  truncated: bool  # Whether texts were shortened to fit into the teacher's prompt.
+  sample: SampleRecord | None  # The sample that the item refers to; None: it has its own tokens.
+  context: tuple[str, ...]  # The fields of `Item` that the teacher reads besides the prompt.
+  truncated: bool  # Whether texts were shortened to fit the teacher's prompt.
 
 
 def prepare(
   items: Sequence[Item], adapter: AdapterRecord, store: Store, reprompting: Reprompting, vocab_size: int
 ) -> list[Prepared]:
-  """Return the lessons of a feedback, in order.
+  """Make the lessons of a feedback, in the order of its items.
 
-  The templates of training runs show `feedback` and `environment` to the teacher as feedback, and `correction` and
-  `demonstration` as a correct solution; both may appear together. For an item without any of them the teacher reads the
-  student's prompt. The advantage of an item is its reward, minus the mean if several items have one, and 0 without a
-  reward.
+  With the templates of training runs, the teacher reads `feedback` and `environment` as feedback, and `correction` and
+  `demonstration` as a correct solution; for an item without any of these it reads the student's prompt. The advantage
+  of an item is its reward, minus the mean if several items have one; without a reward it is 0.
 
   Args:
-    items: of the feedback.
+    items: the items of the feedback.
     adapter: the adapter that learns.
-    store: holds the owner's samples.
-    reprompting: templates and tokenizer.
-    vocab_size: number of tokens in the model's vocabulary.
+    store: the store, which has the owner's samples.
+    reprompting: the templates and the tokenizer.
+    vocab_size: the number of tokens in the vocabulary of the model.
 
   Raises:
-    NotFound: a sample does not exist or belongs to somebody else.
+    NotFound: a sample does not exist or belongs to another owner.
     Gone: a sample has expired.
-    InvalidRequest: a sample is of another adapter, a token id is not in the vocabulary, or a text has nothing to show.
+    InvalidRequest: a sample is of another adapter, a token id is out of range, or a text consists of thinking only.
     UserError: a prompt leaves no room for the feedback.
   """
   rewards = [item.reward for item in items if item.reward is not None]
@@ -86,7 +85,7 @@ def prepare(
     sample = None if item.sample_id is None else store.sample(adapter.owner, item.sample_id)
     if sample is not None and sample.adapter not in (None, adapter.id):
       raise InvalidRequest(
-        f'items[{number}]: the sample {sample.id} is of another adapter; to learn from it, give its prompt_tokens and '
+        f'items[{number}]: the sample {sample.id} is of another adapter: to learn from it, send its prompt_tokens and '
         'tokens instead.',
         field=f'items[{number}].sample_id',
       )
@@ -113,7 +112,7 @@ def prepare(
 
 
 def _texts(item: Item, number: int, config: SelfDistillationConfig) -> dict[str, str]:
-  """Return the texts to show to the teacher, by the fields that they come from."""
+  """Return the texts that the teacher reads, by the fields of the item."""
   shown: dict[str, str] = {}
   for name in ('correction', 'demonstration', 'feedback', 'environment'):
     text = getattr(item, name)
@@ -123,7 +122,7 @@ def _texts(item: Item, number: int, config: SelfDistillationConfig) -> dict[str,
       text = context.shown_text(text, config)
       if not text:
         raise InvalidRequest(
-          f'items[{number}]: {name} is nothing but thinking, of which the teacher is shown nothing: add the answer.',
+          f'items[{number}]: {name} consists of thinking only, which the teacher does not read: add the answer.',
           field=f'items[{number}].{name}',
         )
     shown[name] = text
@@ -133,7 +132,7 @@ def _texts(item: Item, number: int, config: SelfDistillationConfig) -> dict[str,
 def _reprompted(
   source: Item | SampleRecord, shown: Mapping[str, str], reprompting: Reprompting
 ) -> tuple[list[int], bool]:
-  """Return the teacher's prompt with texts from `_texts`, and whether they were shortened."""
+  """Return the teacher's prompt with the texts of `_texts`, and whether these were shortened."""
   solution, feedback = (
     '\n\n'.join(shown[name] for name in names if name in shown) or None
     for names in (('correction', 'demonstration'), ('feedback', 'environment'))
@@ -151,23 +150,23 @@ def _reprompted(
 
 
 def taught(endpoint: Endpoint, lessons: Sequence[Lesson], topk: int, stop: Stop = NEVER) -> list[Lesson]:
-  """Return lessons with the scores of an external teacher, for `teacher='given'`. Any thread may call.
+  """Return lessons with log-probs of an external teacher, for `teacher='given'`. Any thread may call.
 
-  This needs neither a device nor an engine, so that other requests do not wait for an answer over the network.
+  Neither a device nor the engine is used, so that other requests do not wait for the network.
 
   Args:
     endpoint: the teacher.
-    lessons: lessons with the prompt that the teacher reads before each completion.
-    topk: how many of the tokens that the teacher names to take, the likeliest first; at most the engine's K.
-    stop: says when to stop waiting.
+    lessons: the lessons, with the teacher's prompts.
+    topk: how many of the most likely tokens that the teacher returns to use, at most the engine's K.
+    stop: tells when to stop waiting.
 
   Raises:
     ValueError: a lesson has no prompt for the teacher.
     UserError: the teacher returns nothing usable for a lesson.
-    StoppedError: as `stop` said.
+    StoppedError: `stop` was set.
   """
   if any(lesson.teacher_prompt is None for lesson in lessons):
-    raise ValueError('A lesson that a teacher elsewhere is asked about has a prompt for it.')
+    raise ValueError('Lessons for an external teacher must have a teacher_prompt.')
   said = endpoint.score([EndpointQuery(lesson.teacher_prompt, lesson.completion) for lesson in lessons], stop)
   return [
     dataclasses.replace(
@@ -188,10 +187,10 @@ def of_item(
   """Return the part of the response about one completion of T tokens.
 
   Args:
-    prepared: its lesson.
-    said: the scores of student and teacher.
+    prepared: the lesson.
+    said: its scores by student and teacher.
     texts: the texts of tokens.
-    detail: the lists to include, from `feedback_request.DETAILS`.
+    detail: the lists to include, among `feedback_request.DETAILS`.
     top: how many of the teacher's tokens to list at every position.
   """
   tokens = [int(token) for token in prepared.lesson.completion]
@@ -226,12 +225,12 @@ def of_item(
 
 
 def rounded(values: np.ndarray) -> np.ndarray:
-  """Return an array as float64, rounded as in responses."""
+  """Return an array as float64, rounded to the decimal places of responses."""
   return np.round(np.asarray(values, np.float64), _DIGITS) + 0.0  # No −0.
 
 
 def numbers(values: np.ndarray) -> list[Any]:
-  """Return an array as nested lists of rounded numbers, with None where a value is not finite."""
+  """Return an array as nested lists of rounded numbers; values that are not finite become None."""
   exact = rounded(values)
   if np.isfinite(exact).all():
     return exact.tolist()
@@ -239,7 +238,7 @@ def numbers(values: np.ndarray) -> list[Any]:
 
 
 def finite(value: Any) -> Any:
-  """Return nested dicts and lists, or a number, with None in place of every number that is not finite."""
+  """Return a JSON value in which numbers that are not finite are None, and NumPy scalars are Python numbers."""
   if isinstance(value, Mapping):
     return {str(key): finite(each) for key, each in value.items()}
   if isinstance(value, (list, tuple)):

@@ -1,6 +1,6 @@
-"""Estimates of the memory, time and price of an engine of many adapters on a TPU slice, from compiling its programs.
+"""Estimates of memory, time and price of an engine on a TPU slice, from compiling its programs.
 
-Its numbers are of the planner's kinds (`planner.plan`); none is a measurement.
+The numbers are derived as in `planner.plan`; none is a measurement.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from sdpo_jax.tables import markdown
 from sdpo_jax.training.opening import model_mesh
 from sdpo_jax.training.run_programs import abstract_teacher
 
-# Bytes per second between host and devices; an assumption, not from a compiler or a data sheet.
+# Bytes per second between host and devices: an assumption, not from a compiler or a data sheet.
 HOST_LINK = 8e9
-# Arrays that lie in memory beside the base whichever program runs.
+# Arrays that stay in device memory besides the base, whichever program runs.
 POOLS = ('snapshots', 'teachers', 'slots', 'moments', 'cache', 'kept prefixes')
-_ARRAYS = 4  # Arrays of a version per factor: the factor, two moments and the average.
+_ARRAYS = 4  # The arrays of a version per factor: the factor, two moments and the moving average.
 
 
 @dataclasses.dataclass
@@ -53,26 +53,26 @@ class EnginePlan:
   hbm_limit_gib: float
   fits: bool
   settings: EngineSettings
-  programs: dict[str, Estimate]  # By label for those with the largest buckets, others by name.
-  base_gib: float  # Per chip; so are the next two.
-  pools_gib: dict[str, float]
-  version_gib: float  # On the host.
-  versions_in_memory: int  # How many versions fit into the host's memory.
-  lengths: dict[str, float]  # Mean tokens of a feedback: 'prompt', 'completion', 'teacher'.
+  programs: dict[str, Estimate]  # By label for the largest buckets, by name for others.
+  base_gib: float  # The base on each chip.
+  pools_gib: dict[str, float]  # Each of `POOLS` on each chip.
+  version_gib: float  # A version on the host.
+  versions_in_memory: int  # How many versions fit into the memory of the host.
+  lengths: dict[str, float]  # Mean numbers of tokens of a feedback: 'prompt', 'completion', 'teacher'.
   feedback_s: dict[str, float]  # Seconds of one feedback, by operation.
-  sampling_s: float  # Seconds of the slice per completion, with all rows in use.
-  feedbacks_per_hour: float  # With full micro-batches, if completions are sampled elsewhere.
-  sampled_feedbacks_per_hour: float  # Likewise, if the slice samples the completions.
-  price_per_chip_hour: float | None
-  cost_per_1000_feedbacks: float | None  # US dollars, completions included; None: there is no price.
+  sampling_s: float  # Seconds per completion, with all rows in use.
+  feedbacks_per_hour: float  # With full micro-batches, and completions sampled elsewhere.
+  sampled_feedbacks_per_hour: float  # Likewise, with completions sampled on the slice.
+  price_per_chip_hour: float | None  # US dollars.
+  cost_per_1000_feedbacks: float | None  # US dollars, including completions; None: no price is known.
 
   @property
   def latency_s(self) -> float:
-    """The seconds from a feedback to its version on an otherwise idle engine."""
+    """The seconds from a feedback to its new version, on an otherwise idle engine."""
     return sum(self.feedback_s.values())
 
   def to_json(self) -> dict[str, Any]:
-    """Return plain values; absent numbers are None."""
+    """Return the plan as JSON; numbers that are not finite become None."""
     return jsonable(dataclasses.asdict(self) | {'latency_s': self.latency_s})
 
 
@@ -87,16 +87,16 @@ def make(
   keep: str | None = None,
   announce: Callable[[str], None] = lambda _: None,
 ) -> EnginePlan:
-  """Compile the programs of an engine for a slice, one after the other, and sum up their cost.
+  """Compile the programs of an engine for a slice, one after the other, and add up their cost.
 
   Args:
-    config: settings; `serve` holds the sizes, `plan` the mean lengths.
+    config: settings; `serve` has the sizes, `plan` the mean lengths.
     policy: the model with its adapter.
-    slice_: the devices.
-    source: where the sizes of the model come from.
-    price: US dollars per chip-hour; None: `plan.price_per_chip_hour`, or none.
-    only: kinds of programs to compile, with the largest buckets of each; None: all.
-    keep: a folder that caches the compiler's results; None: nothing is cached.
+    slice_: the TPU slice.
+    source: where the sizes of the model come from, for the report.
+    price: US dollars per chip-hour; None: `plan.price_per_chip_hour`.
+    only: the kinds of programs to compile, each with the largest buckets; None: all.
+    keep: a folder that caches results of the compiler; None: nothing is cached.
     announce: receives a line after each compilation.
 
   Raises:
@@ -132,7 +132,7 @@ def make(
     program = found[name]
     if isinstance(answer, program_facts.ProgramFacts) and program.kind == 'prepare':
       sampling_weights = answer.results
-      if not sampling_weights:  # The sampler reads the snapshots themselves.
+      if not sampling_weights:  # The sampler reads the snapshots directly.
         pools.pop('snapshots')
     elif isinstance(answer, program_facts.ProgramFacts) and program.kind == 'prepare_base':
       resident['sampling base'] = answer.results
@@ -148,7 +148,7 @@ def make(
 
 
 def _of_feedback(settings: EngineSettings, lengths: dict[str, float]) -> dict[str, str]:
-  """Return the programs that a feedback of these lengths runs, keyed by purpose."""
+  """Return the names of the programs that a feedback of these lengths runs, by their purpose."""
 
   def bucket(declared: tuple[int, ...], length: float) -> int:
     return smallest_bucket(declared, math.ceil(length))
@@ -170,7 +170,7 @@ def _of_feedback(settings: EngineSettings, lengths: dict[str, float]) -> dict[st
 
 
 def pool_bytes(found: dict[str, Program]) -> dict[str, float]:
-  """Return the bytes on one device of the base and of each of `POOLS`."""
+  """Return the bytes of the base and of each of `POOLS` on one device."""
   found_bytes: dict[str, float] = {}
   for program, kinds in (
     (found['put snapshot'], ('snapshots',)),
@@ -186,13 +186,13 @@ def pool_bytes(found: dict[str, Program]) -> dict[str, float]:
 
 
 def _add_pools(estimate: Estimate, program: Program, pools: dict[str, float], weights: float, limit: float) -> None:
-  """Add to an estimate the pools and weights that lie in memory although the program does not read them."""
+  """Add the pools and weights to an estimate that stay in memory although the program does not read them."""
   if estimate.error is not None:
     return
   own_cache = program.kind in ('decode', 'admit', 'empty', 'keep')
   kept = {part: size / GIB for part, size in pools.items() if not (part == 'cache' and own_cache)}
   more = {part: max(size, estimate.hbm.get(part, 0.0)) for part, size in kept.items() if part != 'cache'}
-  if 'cache' in kept:  # The cache of a prompt is beside that of the rows.
+  if 'cache' in kept:  # The cache of a prompt comes in addition to that of the rows.
     more['cache'] = kept['cache'] + estimate.hbm.get('cache', 0.0)
   if weights:
     more['sampling weights'] = max(weights / GIB, estimate.hbm.get('sampling weights', 0.0))
@@ -225,17 +225,17 @@ def _summary(
   version = 4 * _ARRAYS * adapter
   if settings.memory_bytes is None:  # Assume a host with enough memory.
     settings = dataclasses.replace(settings, memory_bytes=memory_for(settings, version))
-  # A version keeps its slot from the step that made it; as a teacher it is sent once more. After every step its factors
+  # A version stays in its slot after the step that made it; as a teacher it is sent again. After each step its factors
   # and both moments are fetched.
   sent, fetched = 4 * adapter / HOST_LINK, 4 * (_ARRAYS - 1) * adapter / HOST_LINK
   alone = {'the teacher to its place': sent + seconds('put teacher'), 'to the host': fetched + seconds('get slot')}
   feedback = {what: seconds(name) for what, name in _of_feedback(settings, lengths).items()} | alone
-  together = min(settings.training_rows, settings.slots)  # Each with another version.
+  together = min(settings.training_rows, settings.slots)  # Feedbacks in a micro-batch, each of another version.
   shards = mesh.shape[meshes.FSDP]
   prompts = shards * sizes.prompts_per_prefill(settings.prompt_buckets[-1], settings.rows // shards)
   prefill, decode = (estimates[kind].name if kind in estimates else '' for kind in ('prefill', 'decode'))
   a_token = seconds(decode, 'busy_step_seconds') / settings.rows
-  # One completion per version, which must be put among the snapshots first.
+  # For one completion per version, which must be copied to the snapshots first.
   placed = sent + seconds('put snapshot') + seconds('prepare')
   sampling = placed + seconds(prefill) / prompts + lengths['completion'] * a_token
   learning = (sum(feedback.values()) - sum(alone.values())) / together + sum(alone.values())
@@ -268,7 +268,7 @@ def _summary(
 
 
 def text(plan: EnginePlan) -> str:
-  """Return the whole plan as text."""
+  """Return the plan as a report in plain text."""
   settings, mesh = plan.settings, ' × '.join(f'{name}={size}' for name, size in plan.mesh.items())
   parts = [
     f'An engine for adapters of {plan.adapter:,} parameters beside {plan.parameters:,} ({plan.model}) on '
@@ -276,7 +276,7 @@ def text(plan: EnginePlan) -> str:
     plan_text.memory(plan.programs, plan.hbm_limit_gib),
     f'On the devices at once: {settings.snapshots} versions to sample from, {settings.teachers} to score with and '
     f'{settings.slots} in training. A version takes {1024 * plan.version_gib:,.0f} MiB on the host, whose memory of '
-    f'{settings.memory_bytes / GIB:g} GiB holds {plan.versions_in_memory}; others are in files.',
+    f'{settings.memory_bytes / GIB:g} GiB holds {plan.versions_in_memory}; the others are in files.',
   ]
   for label, estimate in plan.programs.items():
     if estimate.error is not None:
@@ -286,13 +286,13 @@ def text(plan: EnginePlan) -> str:
   parts.append(markdown(['a feedback', 'ms'], [*rows, ['together', f'{1e3 * plan.latency_s:.3g}']]))
   lengths = plan.lengths
   parts.append(
-    f'Assumed (from the settings plan.…, where None the limits): prompts of {lengths["prompt"]:g} tokens, completions '
+    f'Assumed (the settings plan.…, or else the limits): prompts of {lengths["prompt"]:g} tokens, completions '
     f'of {lengths["completion"]:g}, teacher prompts of {lengths["teacher"]:g}, each padded to its bucket; one step per '
     f'feedback; {HOST_LINK / 1e9:g} GB/s between devices and host [assumption].'
   )
   parts.append(
-    f'{plan.feedbacks_per_hour:,.0f} feedbacks an hour, {min(settings.training_rows, settings.slots)} at once; '
-    f'{plan.sampled_feedbacks_per_hour:,.0f} where the slice samples their completions, too, {settings.rows} at once '
+    f'{plan.feedbacks_per_hour:,.0f} feedbacks per hour, {min(settings.training_rows, settings.slots)} at once; '
+    f'{plan.sampled_feedbacks_per_hour:,.0f} if the slice also samples their completions, {settings.rows} at once '
     '[arithmetic].'
   )
   if plan.cost_per_1000_feedbacks is not None:
@@ -303,8 +303,8 @@ def text(plan: EnginePlan) -> str:
   if not plan.fits:
     names = ', '.join(label for label, estimate in plan.programs.items() if not estimate.fits)
     parts.append(
-      f'DOES NOT FIT: {names}. Lower serve.rows, serve.training_rows, serve.kept_prefixes, the places for versions or '
-      'the buckets.'
+      f'DOES NOT FIT: {names}. Lower serve.rows, serve.training_rows, serve.kept_prefixes, the places for versions '
+      '(serve.snapshots, serve.teachers, serve.slots) or the buckets.'
     )
   return '\n\n'.join(part for part in parts if part)
 
@@ -320,7 +320,7 @@ def plan(
   announce: Callable[[str], None],
   show: Callable[[str], None],
 ) -> EnginePlan:
-  """Plan an engine for a slice, show the report and write the numbers; for the arguments see `planner.run.plan`.
+  """Plan an engine for a slice, show the report and write the numbers; see `planner.run.plan` for the arguments.
 
   Raises:
     UserError: as `make`, or as `planner.run.plan`.

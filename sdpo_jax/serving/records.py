@@ -1,4 +1,4 @@
-"""The records of the service: adapters, their versions, and the samples drawn from them; and how requests name them."""
+"""Records of the service: adapters, their versions and samples; and the names by which requests refer to them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sdpo_jax.errors import short_repr
 from sdpo_jax.serving.errors import InvalidRequest, NotFound
 
 BASE = ''  # The version name that stands for the model without an adapter.
-# Prefixes of `engine.Feedback.teacher` before the name of a version, or of another model.
+# Prefixes in `engine.Feedback.teacher`, before the name of a version or of another model.
 TEACHING_VERSION, TEACHING_MODEL = 'version:', 'model:'
-BASE_NAME = 'base'  # The model without an adapter.
+BASE_NAME = 'base'  # The name of the model without an adapter in requests.
 SCHEME = 'sdpo://'
 _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,63}')
 _REFERENCE = re.compile(r'(?P<adapter>[A-Za-z0-9][A-Za-z0-9._-]{0,127})(?:@(?P<number>\d{1,9}))?')
@@ -24,27 +24,27 @@ Reason = Literal['create', 'feedback', 'import', 'fork', 'undo']
 
 @dataclasses.dataclass(frozen=True)
 class AdapterRecord:
-  """An adapter of one owner: a name, settings, and the version that it is at."""
+  """An adapter of one owner."""
 
-  id: str  # Minted by the service; never a name that a user chose.
+  id: str  # Made by the service, unlike the name.
   owner: str
-  name: str  # A label, unique among the owner's adapters.
-  head: int  # Number of its newest version.
+  name: str  # Unique among the adapters of the owner.
+  head: int  # The number of its newest version.
   created: float  # Seconds since the epoch.
-  settings: Mapping[str, Any]  # As JSON: teacher, average_rate, guards, canary prompts.
+  settings: Mapping[str, Any]  # As JSON, see `adapter_settings.checked`.
 
 
 @dataclasses.dataclass(frozen=True)
 class Version:
   """One immutable version of an adapter."""
 
-  adapter: str  # Its id.
-  number: int  # 0, 1, …: numbers never go back.
-  parent: int | None  # The version that it was made from.
+  adapter: str  # The id of the adapter.
+  number: int  # 0, 1, …; numbers are never reused.
+  parent: int | None  # The version from which it was made; None: none.
   reason: Reason
   created: float  # Seconds since the epoch.
   digest: str  # SHA-256 of its manifest, in hex.
-  details: Mapping[str, Any]  # As JSON: what made it, such as the loss, the metrics and the ids of samples.
+  details: Mapping[str, Any]  # As JSON: how it was made, such as loss, metrics and ids of samples.
 
   @property
   def engine_name(self) -> str:
@@ -54,21 +54,21 @@ class Version:
 
 @dataclasses.dataclass(frozen=True)
 class SampleRecord:
-  """A completion as it was drawn, so that feedback on it never tokenizes its text again."""
+  """A completion as it was sampled; feedback on it uses these tokens and never tokenizes the text again."""
 
   id: str
   owner: str
-  adapter: str | None  # The id of the adapter that drew it; None: the model without an adapter.
-  version: int | None  # The adapter's version that drew it.
+  adapter: str | None  # The id of the adapter; None: the model without an adapter.
+  version: int | None  # The version of the adapter that was sampled from.
   prompt_tokens: Sequence[int]
   tokens: Sequence[int]
-  log_probs: np.ndarray  # [T] float32 of the tokens, at temperature 1, when they were drawn.
+  log_probs: np.ndarray  # [T] float32 log-probs of the tokens when they were sampled, at temperature 1.
   temperature: float
-  messages: Sequence[Mapping[str, Any]] | None  # The conversation behind the prompt; None: text or tokens.
+  messages: Sequence[Mapping[str, Any]] | None  # The conversation behind the prompt; None: it was a text or tokens.
   text: str
   finish_reason: Literal['stop', 'length']
   created: float  # Seconds since the epoch.
-  expires: float  # Seconds since the epoch; the sample is gone afterwards.
+  expires: float  # Seconds since the epoch, after which it cannot be referred to.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ class VersionTarget:
   """A version of an adapter, or the model without one."""
 
   adapter: AdapterRecord | None  # None: the model without an adapter.
-  number: int | None  # The number of the version.
+  number: int | None  # The number of the version; None: the model without an adapter.
 
   @property
   def engine_name(self) -> str:
@@ -85,7 +85,7 @@ class VersionTarget:
 
   @property
   def lora_uri(self) -> str | None:
-    """The URI of the version; None: it is the model without an adapter."""
+    """The URI of the version; None for the model without an adapter."""
     return None if self.adapter is None else lora_uri(self.adapter.id, self.number)
 
 
@@ -99,32 +99,28 @@ def engine_name(adapter: str, number: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-  """A parsed reference to an adapter, which need not exist."""
+  """A parsed reference to an adapter or a version, which need not exist."""
 
-  adapter: str  # Its id, or its name.
+  adapter: str  # The id or the name of the adapter.
   number: int | None  # The number of a version; None: the newest.
-  is_id: bool  # Whether it can only be an id.
+  is_id: bool  # Whether `adapter` must be an id.
 
 
-def check_name(name: str, taken: str) -> str:
-  """Return the name of a new adapter after checking it.
+def check_name(name: str, taken: str) -> None:
+  """Raise InvalidRequest if a name for a new adapter is invalid, or means the model without an adapter.
 
   Args:
-    name: a name that a user chose.
-    taken: the name of the model without an adapter.
-
-  Raises:
-    InvalidRequest: it is not a valid name, or it is the model's.
+    name: the name that a user has chosen.
+    taken: the name of the model.
   """
   if not isinstance(name, str) or not _NAME.fullmatch(name):
     raise InvalidRequest(
-      f'{short_repr(name)} is no name of an adapter: take up to 64 letters, digits, dots, hyphens and underscores, of '
-      'which the first is a letter or a digit.',
+      f'{short_repr(name)} is not a valid name of an adapter: use up to 64 letters, digits, dots, hyphens and '
+      'underscores, beginning with a letter or a digit.',
       field='name',
     )
   if name in (BASE_NAME, taken):
-    raise InvalidRequest(f'{name} is the model without an adapter: take another name.', field='name')
-  return name
+    raise InvalidRequest(f'{name} means the model without an adapter: choose another name.', field='name')
 
 
 def lora_uri(adapter: str, number: int) -> str:
@@ -133,13 +129,13 @@ def lora_uri(adapter: str, number: int) -> str:
 
 
 def parse(text: str) -> Reference:
-  """Return the reference that a URI or a name stands for; no file is opened and no URI is fetched.
+  """Parse a reference to an adapter; no file is opened and no URI is fetched.
 
   Args:
-    text: an id or a name, optionally with @ and a version number, or a URI from `lora_uri`.
+    text: an id or a name, optionally with @ and a version number, or a URI as from `lora_uri`.
 
   Raises:
-    NotFound: it can be neither.
+    NotFound: the text is no valid reference.
   """
   is_id = isinstance(text, str) and text.startswith(SCHEME)
   found = _REFERENCE.fullmatch(text.removeprefix(SCHEME)) if isinstance(text, str) else None
@@ -150,9 +146,9 @@ def parse(text: str) -> Reference:
 
 
 def unknown(text: str) -> NotFound:
-  """Return the error for an adapter that does not exist or belongs to somebody else."""
+  """Return the error for a model or adapter that does not exist or belongs to another owner."""
   return NotFound(
-    f'There is no model or adapter {short_repr(text)}: name {BASE_NAME}, one of your adapters (its name or id, and @ '
-    f'with the number of a version if another than the newest is meant), or the address {SCHEME}ID@NUMBER of one.',
+    f'There is no model or adapter {short_repr(text)}: send {BASE_NAME}, the name or id of one of your adapters, '
+    f'optionally with @ and a version number, or a URI {SCHEME}ID@NUMBER.',
     field='model',
   )

@@ -1,4 +1,4 @@
-"""The prompts that users send, as token ids: from a conversation, a text, or token ids."""
+"""Tokenization of prompts in requests, given as a conversation, a text or token ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.types import Messages
 
 MOST_MESSAGES = 1024
-_LONG = 16  # Characters per token of the limit that are tokenized first.
+_LONG = 16  # Long texts are cut to this many characters per token of the limit, and tokenized for a first check.
 
 
 def tokens_of(
@@ -28,22 +28,22 @@ def tokens_of(
   """Return the token ids of a prompt.
 
   Args:
-    tokenizer: the model's tokenizer, with a chat template.
-    chat: how messages become tokens.
-    vocab_size: number of tokens in the model's vocabulary.
+    tokenizer: the tokenizer of the model, with a chat template.
+    chat: settings of the chat template.
+    vocab_size: the number of tokens in the vocabulary of the model.
     limit: the most tokens.
     messages: a conversation, rendered by the chat template up to the header of the assistant's turn. Messages cannot
       spell control tokens unless the settings allow it.
-    text: a text, encoded as it is, with control tokens where it spells them.
-    tokens: token ids, taken as they are.
-    add_special_tokens: whether the tokenizer adds its special tokens around a text.
+    text: a text, tokenized without the chat template; it can spell control tokens.
+    tokens: token ids, used as they are.
+    add_special_tokens: whether the tokenizer adds its special tokens to a text.
 
   Raises:
-    InvalidRequest: none or several of the three are given, the prompt is invalid, or it is too long.
+    InvalidRequest: none or several of the three forms are given, the prompt is invalid, empty or too long.
   """
   given = [name for name, value in (('messages', messages), ('text', text), ('tokens', tokens)) if value is not None]
   if len(given) != 1:
-    raise InvalidRequest(f'A prompt is either messages, text or tokens, and here are {", ".join(given) or "none"}.')
+    raise InvalidRequest(f'A prompt must be one of messages, text and tokens, not {" and ".join(given) or "none"}.')
   if tokens is not None:
     check_tokens(tokens, vocab_size, 'tokens')
     found = list(tokens)
@@ -53,7 +53,7 @@ def tokens_of(
     found = _of_messages(tokenizer, chat, conversation(messages), limit)
   if found is None or len(found) > limit:
     raise InvalidRequest(
-      f'The prompt has {count_tokens(found, limit)}, and {limit} are taken at most: shorten it.', field=given[0]
+      f'The prompt has {count_tokens(found, limit)}, and the limit is {limit}: shorten it.', field=given[0]
     )
   if not found:
     raise InvalidRequest('The prompt is empty: it needs at least one token.', field=given[0])
@@ -68,7 +68,7 @@ def _of_messages(tokenizer: Tokenizer, chat: ChatFormat, messages: Messages, lim
 
 
 def _of_text(tokenizer: Tokenizer, text: str, limit: int, add_special_tokens: bool) -> list[int] | None:
-  """Return the token ids of a text; None: there are more than twice as many as the limit."""
+  """Return the token ids of a text; None: it surely has more than the limit, as its beginning shows."""
   if not isinstance(text, str):
     raise InvalidRequest(f'text must be a text, not {short_repr(text)}.', field='text')
   length = _LONG * limit
@@ -82,23 +82,23 @@ def _of_text(tokenizer: Tokenizer, text: str, limit: int, add_special_tokens: bo
 def check_tokens(tokens: Sequence[int], vocab_size: int, field: str) -> None:
   """Raise InvalidRequest unless `tokens` is a non-empty list of token ids of the model."""
   if isinstance(tokens, str) or not isinstance(tokens, Sequence) or not tokens:
-    raise InvalidRequest(f'{field} must be a list of token ids, at least one, not {short_repr(tokens)}.', field=field)
+    raise InvalidRequest(f'{field} must be a non-empty list of token ids, not {short_repr(tokens)}.', field=field)
   for token in tokens:
     if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
       raise InvalidRequest(
-        f'{field} holds {short_repr(token)}, and token ids go from 0 to {vocab_size - 1}.', field=field
+        f'{field} has {short_repr(token)}, and token ids are from 0 to {vocab_size - 1}.', field=field
       )
 
 
 def conversation(messages: Any, field: str = 'messages') -> Messages:
-  """Return a conversation in which the content of every message is one text; contents may be lists of texts.
+  """Validate a conversation, and return it with one text as the content of each message.
 
   Args:
-    messages: with 'role' and 'content', as in OpenAI's API.
-    field: the sender's name for it.
+    messages: objects with 'role' and 'content' as in OpenAI's API; contents are texts or lists of text parts.
+    field: the name of the field in the request, for error messages.
 
   Raises:
-    InvalidRequest: it is not a conversation, or holds content that is not text.
+    InvalidRequest: it is not a conversation, or has content other than text.
   """
   if not isinstance(messages, list | tuple) or not 1 <= len(messages) <= MOST_MESSAGES:
     raise InvalidRequest(f'{field} must be a list of 1 to {MOST_MESSAGES} messages.', field=field)

@@ -1,6 +1,6 @@
-"""Completions on request: the sampling options, and the events and texts while they are drawn.
+"""Requests for completions: sampling options, and events and texts while completions are sampled.
 
-Text that was shown is never taken back, and stop strings never appear.
+Streamed text is never taken back, and stop strings never appear in it.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from sdpo_jax.serving.errors import Cancelled, InvalidRequest
 from sdpo_jax.serving.records import SampleRecord
 
 MOST_STOPS, LONGEST_STOP = 16, 256  # The most stop strings of a request, and the most characters of one.
-_UNFINISHED = '\ufffd'  # The replacement character, which decoders write for an incomplete character.
+_UNFINISHED = '\ufffd'  # The replacement character, to which incomplete characters are decoded.
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleOptions:
-  """Sampling options of a request."""
+  """Sampling options of a request for completions."""
 
-  max_tokens: int | None = None  # The most tokens of a completion; None: as many as the service allows.
+  max_tokens: int | None = None  # The most tokens of a completion; None: the limit of the service.
   temperature: float = 1.0  # 0 is greedy.
   top_p: float = 1.0  # 1 keeps all.
   top_k: int = -1  # −1 and 0 keep all.
   min_p: float = 0.0  # 0 keeps all.
   seed: int | None = None  # None: a random one.
   stop: Sequence[str] = ()  # Strings that end a completion and are not part of its text.
-  stop_token_ids: Sequence[int] = ()  # Tokens that end it, beside the model's own.
+  stop_token_ids: Sequence[int] = ()  # Tokens that end a completion, besides those of the model.
 
   def checked(self, *, max_completion: int, vocab_size: int) -> SampleOptions:
-    """Return the options with all defaults filled in.
+    """Validate the options, and return them with defaults filled in.
 
     Args:
       max_completion: the most tokens of a completion.
-      vocab_size: number of tokens in the model's vocabulary.
+      vocab_size: the number of tokens in the vocabulary of the model.
 
     Raises:
-      InvalidRequest: an option is not allowed; the error names it.
+      InvalidRequest: an option is invalid; the error names it.
     """
     most = max_completion if self.max_tokens is None else self.max_tokens
     _number('max_tokens', most, whole=True, least=1)
     if most > max_completion:
       raise InvalidRequest(
-        f'max_tokens={short_repr(most)} is more than the {max_completion} tokens that a completion has at most.',
+        f'max_tokens={short_repr(most)} is more than the limit of {max_completion} (serve.response_buckets).',
         field='max_tokens',
       )
     _number('temperature', self.temperature, least=0, most=100)
@@ -83,24 +83,24 @@ def _number(field: str, value: object, *, least: float, most: float | None = Non
 
 @dataclasses.dataclass(frozen=True)
 class SampleDraft:
-  """A completion under way."""
+  """New text of a completion in progress."""
 
   index: int  # Index of the completion among the n of the request.
-  delta: str  # The text added since the draft before.
-  tokens: Sequence[int]  # All tokens drawn so far.
+  delta: str  # The text since the previous draft.
+  tokens: Sequence[int]  # All tokens sampled so far.
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleDone:
-  """A finished completion, which has been stored."""
+  """A finished completion, stored as a sample."""
 
-  index: int
-  delta: str  # The text added since the last draft.
+  index: int  # Index of the completion among the n of the request.
+  delta: str  # The text since the last draft.
   sample: SampleRecord
 
 
 class Sampling:
-  """Completions of one prompt under way: an iterator over their events."""
+  """Completions of one prompt in progress; iterating yields their events."""
 
   def __init__(
     self,
@@ -110,25 +110,25 @@ class Sampling:
     make_text: Callable[[], DraftText],
     call: Call,
   ):
-    """Wrap the completions that the worker draws.
+    """Wrap a sampling job of the worker.
 
     Args:
-      drawn: the worker's job.
-      cancel: cancels the completions.
-      keep: stores a completion and returns it as a sample.
-      make_text: makes the text of a completion of which nothing is shown yet.
-      call: the request; when it ends, the completions are cancelled.
+      drawn: the job, which yields drafts and completions.
+      cancel: cancels the job.
+      keep: stores a completion, and returns the sample.
+      make_text: makes a `DraftText` for a new completion.
+      call: the request; if it ends, the job is cancelled.
     """
     self._drawn, self.cancel, self._keep, self._make_text, self._call = drawn, cancel, keep, make_text, call
-    self.reused = 0  # The most prompt tokens of a finished completion that came from a cached prefix.
+    self.reused = 0  # Prompt tokens from a cached prefix, the most of any finished completion.
 
   def __iter__(self) -> Iterator[SampleDraft | SampleDone]:
-    """Yield drafts, if requested, and every completion once; the rest is cancelled when the reader stops.
+    """Yield drafts, if requested, and each completion when it is finished; closing the iterator cancels the rest.
 
     Raises:
-      Cancelled: the sender ended the request.
-      Deadline: its time is over.
-      ServiceError: as the worker.
+      Cancelled: the client has disconnected.
+      Deadline: the deadline has passed.
+      ServiceError: an error of the worker.
     """
     texts: dict[int, DraftText] = {}
     with contextlib.ExitStack() as stack:
@@ -144,11 +144,11 @@ class Sampling:
           elif delta := text.draft(event.tokens.tolist()):
             yield SampleDraft(event.sample, delta, event.tokens.tolist())
       except Cancelled:
-        self._call.check()  # Says why.
+        self._call.check()  # Raises the error that ended the request.
         raise
 
   def result(self) -> list[SampleRecord]:
-    """Wait for all completions and return them in order; raise the errors of `__iter__`."""
+    """Wait for all completions, and return them in order; raises as `__iter__`."""
     found = [event for event in self if isinstance(event, SampleDone)]
     return [done.sample for done in sorted(found, key=lambda done: done.index)]
 
@@ -160,9 +160,9 @@ def finished_text(tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[st
   """Return the text of a completion up to its first stop string, without special tokens.
 
   Args:
-    tokenizer: the model's tokenizer.
-    tokens: the whole completion.
-    stop: strings that end it. Special tokens count as text in them.
+    tokenizer: the tokenizer of the model.
+    tokens: the token ids of the completion.
+    stop: the strings that end it, which may include the text of special tokens.
   """
   text = to_text(tokenizer, tokens)
   end = _first(text, stop)
@@ -171,7 +171,7 @@ def finished_text(tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[st
   count = StopStrings(tokenizer, stop).find(list(tokens))
   if count is None:
     return text
-  # The string spans a special token, which the text does not show.
+  # The stop string includes a special token, which the text does not show.
   end = _first(to_text(tokenizer, tokens[:count], special=True), stop)
   while count and len(to_text(tokenizer, tokens[:count], special=True)) > (end or 0):
     count -= 1
@@ -179,18 +179,18 @@ def finished_text(tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[st
 
 
 class DraftText:
-  """The text of a completion under way, and the part of it that has been shown."""
+  """The text of a completion in progress, of which a part was streamed already."""
 
   def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
-    """Make the text of a completion without tokens."""
+    """Start with an empty completion."""
     self.shown = ''
     self._tokenizer, self._stop = tokenizer, tuple(stop)
 
   def draft(self, tokens: Sequence[int]) -> str:
-    """Return the further text that can be shown: no half character, nothing that may begin a stop string.
+    """Return the new text that can be streamed: no incomplete character, nothing that may begin a stop string.
 
     Args:
-      tokens: all tokens drawn so far.
+      tokens: all tokens sampled so far.
     """
     text = to_text(self._tokenizer, tokens).rstrip(_UNFINISHED)
     end = _first(text, self._stop)
@@ -198,9 +198,9 @@ class DraftText:
     return self.finish(text)
 
   def finish(self, text: str) -> str:
-    """Return the part of a text that has not been shown, and show it."""
+    """Return the part of the final text that was not streamed yet."""
     if not text.startswith(self.shown):
-      return ''  # A tokenizer that rewrites what it has written: what was shown cannot be taken back.
+      return ''  # The tokenizer has rewritten earlier text, and what was streamed cannot be taken back.
     more, self.shown = text[len(self.shown) :], text
     return more
 
@@ -211,7 +211,7 @@ def _first(text: str, stop: Sequence[str]) -> int | None:
 
 
 def _held_back(text: str, stop: Sequence[str]) -> int:
-  """Return how many characters at the end of a text may begin a stop string."""
+  """Return how many characters at the end of a text may be the beginning of a stop string."""
   longest = max((len(each) - 1 for each in stop), default=0)
   for length in range(min(longest, len(text)), 0, -1):
     if any(each.startswith(text[-length:]) for each in stop):

@@ -1,4 +1,4 @@
-"""A running service without its network layer: the store, the engine's thread, and the state that all owners share."""
+"""A service without its network layer: the store, the thread of the engine, and the state that all owners share."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from sdpo_jax.training import teacher_model
 from sdpo_jax.training.opening import check_turn_end, load_tokenizer, model_mesh, stop_token_ids
 
 _logger = logging.getLogger('sdpo_jax.serving')
-TEND_SECONDS = 600.0  # Between two passes of retention.
-_DATABASE = 'service.sqlite'  # In a local root.
+TEND_SECONDS = 600.0  # Seconds between two passes of retention.
+_DATABASE = 'service.sqlite'  # The default name of the database in a local root.
 _PROGRAMS = '~/.cache/sdpo_jax/engine'
 
 
 class Service(ServiceState):
-  """The state that all owners share, from its start to its end. Any thread may call."""
+  """The shared state of a service, with its start and stop. Any thread may call."""
 
   _tending: threading.Thread | None = None  # None: `start` was not called.
 
@@ -45,20 +45,20 @@ class Service(ServiceState):
     announce: Callable[[str], None] = print,
     devices: Sequence[jax.Device] | None = None,
   ) -> Service:
-    """Make the service that the settings describe; its model is loaded by `start`.
+    """Make a service from settings; `start` loads the model.
 
     Args:
-      config: settings, checked. The model must have an adapter.
+      config: validated settings; model.lora must be set.
       announce: receives lines about the programs of the engine.
-      devices: devices of the engine; None: all.
+      devices: the devices of the engine; None: all.
 
     Raises:
-      UserError: the model, its adapter or its tokenizer cannot be read or do not fit the devices, or the store holds
-        adapters of another model, is damaged, or in use.
+      UserError: the model or its tokenizer cannot be read, the sizes do not fit the model or the devices, or the store
+        belongs to another model, is damaged or in use.
     """
     model = config.model
     if not model.lora.used:
-      raise UserError('A service serves LoRA adapters: set model.lora.rank, the rank of all of them.')
+      raise UserError('A service serves LoRA adapters: set model.lora.rank, which all of them share.')
     tokenizer, described = load_tokenizer(config), huggingface.read_policy(model.path, model)
     mesh, sizes = model_mesh(config, described, devices), engine_settings(config)
     check_divides(sizes, described.on(mesh, model.attention))
@@ -69,7 +69,7 @@ class Service(ServiceState):
       teacher_model.check(config)
     try:
       check_turn_end(config, tokenizer)
-    except UserError as error:  # The only harm is that completions are longer than necessary.
+    except UserError as error:  # Harmless: completions are only longer than necessary.
       _logger.warning('%s', error)
     base = Base.of(model, described, identity.of_base(model.path))
     database = _database_of(config)
@@ -87,20 +87,20 @@ class Service(ServiceState):
       )
       served = Served(described, base.fingerprint['weights'])
       made.append(cls(store, worker, tokenizer, config, served, positions=positions, endpoint=endpoint))
-      opened.pop_all()  # From now on `stop` closes them.
+      opened.pop_all()  # From here on, `stop` closes them.
     return made[0]
 
   # Life cycle.
 
   def start(self) -> None:
-    """Start the engine's thread, which loads the model and compiles, and the thread that applies retention."""
+    """Start the thread of the engine, which loads the model and compiles, and the thread that applies retention."""
     self.worker.start()
     self._stopped = threading.Event()
     self._tending = threading.Thread(target=self.tend, args=(self._stopped,), name='retention', daemon=True)
     self._tending.start()
 
   def stop(self, drain: float = 0.0) -> None:
-    """Refuse new work, give requests under way `drain` seconds to finish, and close the store."""
+    """Refuse new requests, give those in progress `drain` seconds to finish, and close the store."""
     if self._tending is not None:
       self._stopped.set()
     try:
@@ -113,18 +113,18 @@ class Service(ServiceState):
       self.store.close()
 
   def tend(self, stopped: threading.Event) -> None:
-    """Remove what the retention settings let go, from time to time until `stopped` is set."""
+    """Apply the retention settings every `TEND_SECONDS` until `stopped` is set."""
     while True:
       try:
         self.store.retain(self.clock())
-      except Exception:  # The next pass tries again; nobody waits for it.
-        _logger.exception('What the retention settings let go could not be removed; it is tried again.')
+      except Exception:  # No request depends on it, and the next pass tries again.
+        _logger.exception('The retention settings could not be applied; this is tried again.')
       if stopped.wait(TEND_SECONDS):
         return
 
 
 def _endpoint_of(config: Config, tokenizer: Any, sizes: EngineSettings, vocab_size: int) -> Endpoint | None:
-  """Return the configured external teacher, after checking that its server fits the settings; None: none is set."""
+  """Return the configured external teacher after checking its server; None: none is configured."""
   settings = config.actor.self_distillation.teacher_endpoint
   if not settings.used:
     return None
@@ -156,10 +156,10 @@ def _engine_maker(
 
   Args:
     config: settings.
-    tokenizer: the model's tokenizer.
-    mesh: the mesh to compute on.
-    sizes: sizes of the engine.
-    folder: where versions go that do not fit into memory; used by this engine alone.
+    tokenizer: the tokenizer of the model.
+    mesh: the mesh to run on.
+    sizes: the sizes of the engine.
+    folder: a folder for versions that do not fit into memory; no other engine may use it.
   """
   programs = pathlib.Path(config.serve.programs or _PROGRAMS).expanduser()
   other = config.actor.self_distillation.teacher_model
@@ -178,7 +178,7 @@ def _engine_maker(
 
 
 def check_positions(sizes: EngineSettings, positions: int | None) -> None:
-  """Raise UserError if the buckets of an engine hold longer texts than the model has positions for."""
+  """Raise UserError if the buckets of an engine allow longer texts than the model has positions for."""
   longest = max(sizes.prompt_buckets[-1], sizes.teacher_buckets[-1]) + sizes.response_buckets[-1]
   if positions is not None and longest > positions:
     raise UserError(

@@ -1,4 +1,4 @@
-"""What the requests of all owners share: the store, the engine's thread, what turns texts into tokens, and events."""
+"""The state that requests of all owners share: the store, the thread of the engine, tokenization, and events."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.training.opening import stop_token_ids
 from sdpo_jax.training.specs import chat_format
 
-_OWNERS = 100_000  # The most adapters whose owner is remembered.
-KEPT_EVENTS = 256  # Events of an adapter.
-_ADAPTERS = 4096  # The most adapters with events; those without events for the longest time are dropped first.
+_OWNERS = 100_000  # The most adapters whose owners are remembered.
+KEPT_EVENTS = 256  # The most events that are stored for an adapter.
+_ADAPTERS = 4096  # The most adapters with stored events; the least recently changed one is dropped first.
 
 
 @dataclasses.dataclass(frozen=True)
 class AdapterEvent:
-  """An event of one adapter."""
+  """An event in the life of an adapter, such as a stage of learning."""
 
-  id: int  # Later events have larger ones, also after a restart.
+  id: int  # Increases with time, even over restarts.
   adapter: str
   kind: str  # queued, scored, stepped, guarded, committed, rejected …
   time: float  # Seconds since the epoch.
@@ -50,16 +50,16 @@ class AdapterEvent:
 
 
 class EventLog:
-  """The recent events of many adapters. Any thread may call."""
+  """The recent events of all adapters. Any thread may call."""
 
   def __init__(self, clock: Callable[[], float] = time.time):
-    """Make a log without events."""
+    """Make an empty log; `clock` returns seconds since the epoch."""
     self._clock, self._changed = clock, threading.Condition()
     self._next = int(1e6 * clock())
     self._events: collections.OrderedDict[str, collections.deque[AdapterEvent]] = collections.OrderedDict()
 
   def add(self, adapter: str, kind: str, details: Mapping[str, Any]) -> AdapterEvent:
-    """Add an event and wake those who wait for one."""
+    """Add an event with details as JSON, and wake those who wait for one."""
     with self._changed:
       event = AdapterEvent(self._next, adapter, kind, self._clock(), details)
       self._next += 1
@@ -71,12 +71,12 @@ class EventLog:
     return event
 
   def after(self, adapter: str, last: int | None) -> list[AdapterEvent]:
-    """Return the kept events of an adapter with ids above `last`; None: all that are kept."""
+    """Return the stored events of an adapter with ids above `last`; None: all of them."""
     with self._changed:
       return [event for event in self._events.get(adapter, ()) if last is None or event.id > last]
 
   def wait(self, adapter: str, last: int | None, timeout: float) -> list[AdapterEvent]:
-    """Return the events with ids above `last`, after waiting up to `timeout` seconds for the first of them."""
+    """Return the events with ids above `last`, after waiting up to `timeout` seconds for one; empty: there is none."""
     with self._changed:
       return self._changed.wait_for(lambda: self.after(adapter, last), timeout)
 
@@ -87,7 +87,7 @@ class EventLog:
 
 
 class ServiceState:
-  """The state that the accounts of all owners share. Any thread may call."""
+  """The state that all accounts share. Any thread may call."""
 
   def __init__(
     self,
@@ -101,16 +101,16 @@ class ServiceState:
     endpoint: Endpoint | None = None,
     clock: Callable[[], float] = time.time,
   ):
-    """Make the state of a service from its parts; `Service.make` makes these from the settings.
+    """Make the state from its parts; `Service.make` makes these from settings.
 
     Args:
-      store: adapters, versions and samples.
-      worker: the thread that owns the engine; it loads versions with `load`.
-      tokenizer: the model's tokenizer, with a chat template.
+      store: the store of adapters, versions and samples.
+      worker: the thread that owns the engine; it must load versions with `load`.
+      tokenizer: the tokenizer of the model, with a chat template.
       config: settings.
       served: the shape of the adapters.
-      positions: the number of positions that the model was made for; None: unknown.
-      endpoint: the external teacher that `ask_endpoint` asks; None: there is none.
+      positions: the number of positions of the model; None: unknown.
+      endpoint: the external teacher for `ask_endpoint`; None: there is none.
       clock: returns seconds since the epoch.
     """
     self.store, self.worker, self.tokenizer, self.config, self.served = store, worker, tokenizer, config, served
@@ -122,7 +122,7 @@ class ServiceState:
     self.vocab_size = served.policy.vocab_size
     topk = min(self.sizes.topk, self.vocab_size)
     self.texts = TokenTexts(tokenizer)
-    self.tokenizing = threading.Lock()  # Held while encoding: a tokenizer keeps the settings of a call as state.
+    self.tokenizing = threading.Lock()  # Held while encoding, since a tokenizer stores settings of a call in itself.
     longest = dataclasses.replace(config.actor.self_distillation, max_reprompt_len=self.sizes.teacher_buckets[-1])
     self.reprompting = lessons.Reprompting(longest, tokenizer, self.chat, self.tokenizing)
     self.canaries = CanaryMeter(
@@ -134,7 +134,7 @@ class ServiceState:
   # Versions of the engine.
 
   def remember(self, adapter: str, owner: str) -> None:
-    """Remember the owner of an adapter that has been looked up with this owner."""
+    """Remember who owns an adapter, so that `load` can find its versions."""
     with self._lock:
       self._owners[adapter] = owner
       self._owners.move_to_end(adapter)
@@ -142,16 +142,16 @@ class ServiceState:
         self._owners.popitem(last=False)
 
   def load(self, engine_name: str) -> Mapping[str, np.ndarray]:
-    """Return the arrays of a version that the engine does not have.
+    """Read the arrays of a version from the store, for an engine that does not have it.
 
     Raises:
-      NotFound: the version does not exist any more.
+      NotFound: the version does not exist, or its adapter was not passed to `remember`.
     """
     adapter, _, number = engine_name.rpartition('@')
     with self._lock:
       owner = self._owners.get(adapter)
     if owner is None or not number.isdecimal():
-      raise NotFound(f'There is no version {engine_name} of an adapter.')
+      raise NotFound(f'There is no version {engine_name}.')
     return self.store.arrays(self.store.version(owner, adapter, int(number)))
 
   # Prompts.
@@ -165,17 +165,17 @@ class ServiceState:
     limit: int | None = None,
     add_special_tokens: bool = True,
   ) -> list[int]:
-    """Return the token ids of a prompt that is given in one of three forms; see `request_prompts.tokens_of`.
+    """Return the token ids of a prompt in one of three forms, see `request_prompts.tokens_of`.
 
     Args:
-      messages: a conversation, rendered by the chat template of the model.
-      text: a text, encoded as it is.
-      tokens: token ids, taken as they are.
-      limit: the most tokens; None: the limit of prompts.
-      add_special_tokens: whether the tokenizer adds its special tokens around a text.
+      messages: a conversation, rendered by the chat template.
+      text: a text, tokenized without the chat template.
+      tokens: token ids, used as they are.
+      limit: the most tokens; None: `max_prompt`.
+      add_special_tokens: whether the tokenizer adds its special tokens to a text.
 
     Raises:
-      InvalidRequest: none or several forms are given, the prompt is invalid, or it is too long.
+      InvalidRequest: none or several forms are given, the prompt is invalid, empty or too long.
     """
     with self.tokenizing:
       return request_prompts.tokens_of(
@@ -192,21 +192,21 @@ class ServiceState:
   # The external teacher.
 
   def ask_endpoint(self, asked: Sequence[Lesson], call: Call) -> list[Lesson]:
-    """Return lessons with the scores of the teacher behind the endpoint; the engine is not blocked meanwhile.
+    """Return lessons with log-probs of the external teacher; the engine is not blocked meanwhile.
 
     Args:
-      asked: lessons with the prompt that the teacher reads.
-      call: the request; waiting ends with it.
+      asked: lessons with the teacher's prompts.
+      call: the request; waiting ends when it ends.
 
     Raises:
-      InvalidRequest: there is no endpoint.
-      UserError: a lesson cannot be learned, or the teacher returns nothing usable for one.
-      Cancelled: the sender does not wait any more.
-      Deadline: the time of the request is over.
+      InvalidRequest: there is no external teacher.
+      UserError: a lesson does not fit the engine, or the teacher returns nothing usable for it.
+      Cancelled: the client has disconnected.
+      Deadline: the deadline has passed.
     """
     if self.endpoint is None:
       raise InvalidRequest(
-        'No teacher is behind an endpoint here: choose another kind of teacher.', field='teacher.kind'
+        'This service has no teacher behind an endpoint: choose another kind of teacher.', field='teacher.kind'
       )
     sizes = self.sizes
     buckets = {'prompt': sizes.prompt_buckets, 'teacher': sizes.teacher_buckets, 'response': sizes.response_buckets}
@@ -222,7 +222,7 @@ class ServiceState:
 
   @property
   def model_name(self) -> str:
-    """The name under which requests address the model without an adapter, beside 'base'."""
+    """The name of the model without an adapter in requests; 'base' works, too."""
     return self.settings.model_name or short_name(self.config.model.path)
 
   @functools.cached_property
@@ -242,7 +242,7 @@ class ServiceState:
 
   @functools.cached_property
   def max_text(self) -> int:
-    """The most tokens of a text to be scored, prompt and completion together."""
+    """The most tokens of a text to score, prompt and completion together."""
     sizes = self.sizes
     return max(sizes.score_buckets[-1] + 1 if sizes.score_buckets else 0, self.max_prompt + self.max_completion)
 
@@ -252,7 +252,7 @@ class ServiceState:
     return min(self.settings.limits.max_logprobs, self.sizes.topk)
 
   def capabilities(self) -> dict[str, Any]:
-    """Return the model, limits and settings of the service, as JSON."""
+    """Return the served model, limits and default settings, as JSON."""
     serve, served = self.settings, self.served
     return {
       'model': {
@@ -292,5 +292,5 @@ class ServiceState:
 
 
 def short_name(path: str) -> str:
-  """Return the name that requests use for a model: the last part of its path or name."""
+  """Return the default name of a model in requests: the last part of its path or hub name."""
   return pathlib.PurePath(path.rstrip('/')).name

@@ -1,7 +1,7 @@
-"""Where versions are: their arrays on the host, and their places in pools of adapters on the devices.
+"""The places of versions: their arrays on the host, and their indices in pools on the devices.
 
-On the host, arrays are in memory up to a limit, and in files beyond it. A pool has a fixed number of places, and says
-which version has which place, and which place is given away next.
+On the host, arrays are in memory up to a limit, and in files beyond it. On the devices, a pool has a fixed number of
+places; `Places` keeps track of which version has which place, and evicts the least recently used one.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ SUFFIX = '.safetensors'
 
 
 class Shelf:
-  """Arrays by version; the least recently used ones go to files first. Any thread may call.
+  """Arrays of versions on the host; the least recently used ones are moved to files. Any thread may call.
 
-  The files belong to this process alone and are removed when another shelf is made in their folder: anything that must
-  outlive it is stored elsewhere.
+  The files are a swap space of this process: the next shelf in the folder removes them.
   """
 
   def __init__(self, folder: pathlib.Path, memory_bytes: int):
     """Make an empty shelf.
 
     Args:
-      folder: for files, used by nothing else; the files of an earlier shelf are removed.
-      memory_bytes: limit of the arrays in memory.
+      folder: the folder for files, used by nothing else; files of an earlier shelf are removed.
+      memory_bytes: the most bytes of arrays in memory.
     """
     make_directory(folder)
     remove_partials(folder)
@@ -44,7 +43,7 @@ class Shelf:
       left.unlink()
     self._folder, self._limit = folder, memory_bytes
     self._memory: collections.OrderedDict[str, Arrays] = collections.OrderedDict()  # Least recently used first.
-    self._digests: dict[str, str] = {}  # Digests of the files.
+    self._digests: dict[str, str] = {}  # The digest of each file, by version.
     self._bytes = 0
     self._lock = threading.Lock()
 
@@ -54,30 +53,30 @@ class Shelf:
 
   @property
   def memory_bytes(self) -> int:
-    """The size of the arrays in memory, in bytes."""
+    """The size of all arrays in memory, in bytes."""
     with self._lock:
       return self._bytes
 
   def put(self, version: str, arrays: Arrays) -> None:
-    """Store the arrays of a version, which must not be changed any more.
+    """Store the arrays of a version, and make them read-only.
 
     Raises:
-      ValueError: the shelf has that version, which never changes.
-      UserError: other versions must move to a file, which cannot be written; nothing has changed.
+      ValueError: the shelf has a version of that name.
+      UserError: there is no room in memory, and no file can be written; nothing has changed.
     """
     with self._lock:
       if version in self._memory or version in self._digests:
-        raise ValueError(f'The version {version} is there already.')
+        raise ValueError(f'The version {version} exists already.')
       for array in arrays.values():
         array.setflags(write=False)
       self._admit(version, arrays)
 
   def get(self, version: str) -> Arrays:
-    """Return the arrays of a version; they cannot be changed.
+    """Return the arrays of a version, which are read-only.
 
     Raises:
       KeyError: the shelf has no such version.
-      UserError: its file is damaged or cannot be read; or as `put`, for versions that must make room.
+      UserError: its file is damaged or cannot be read; or as `put`, to make room for it.
     """
     with self._lock:
       if version in self._memory:
@@ -88,7 +87,7 @@ class Shelf:
       return arrays
 
   def drop(self, version: str) -> None:
-    """Drop a version and erase its file; a missing version is no error."""
+    """Drop a version and erase its file; a missing version is ignored."""
     with self._lock:
       if version in self._memory:
         self._bytes -= _size(self._memory.pop(version))
@@ -96,7 +95,7 @@ class Shelf:
         self._file(version).unlink(missing_ok=True)
 
   def _admit(self, version: str, arrays: Arrays) -> None:
-    """Take a version into memory, after making as much room as possible; others that have a file are not written."""
+    """Add a version to memory, after moving others to files (unless they have one) as far as necessary."""
     size = _size(arrays)
     while self._memory and self._bytes + size > self._limit:
       oldest, old = next(iter(self._memory.items()))
@@ -106,8 +105,8 @@ class Shelf:
           write_atomically(self._file(oldest), content)
         except OSError as error:
           raise UserError(
-            f'{self._folder} cannot be written ({first_line(error)}), so that there is no place for more adapters: '
-            'make room there, or name another folder.'
+            f'{self._folder} cannot be written ({first_line(error)}), so there is no room for more adapters: make room '
+            'on its disk, or name another folder (serve.store.database).'
           ) from error
         self._digests[oldest] = hashlib.sha256(content).hexdigest()
       del self._memory[oldest]
@@ -117,13 +116,13 @@ class Shelf:
 
   def _read(self, version: str) -> Arrays:
     digest, file = self._digests[version], self._file(version)
-    way_out = 'take the adapter from its last saved version'
+    way_out = 'import the adapter again, or restart the service, which reads it from its store'
     try:
       content = file.read_bytes()
     except OSError as error:
       raise UserError(f'{file} cannot be read ({first_line(error)}): {way_out}.') from error
     if hashlib.sha256(content).hexdigest() != digest:
-      raise UserError(f'{file} is not as it was written: {way_out}.')
+      raise UserError(f'{file} is damaged: {way_out}.')
     arrays = safetensors.numpy.load(content)
     for array in arrays.values():
       array.setflags(write=False)
@@ -138,22 +137,22 @@ def _size(arrays: Arrays) -> int:
 
 
 class NoPlaceError(Exception):
-  """All places are in use; the request has to wait until one is released."""
+  """All places of a pool are in use; a request must wait until one is released."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-  """A place that a version has taken."""
+  """The place of a version in a pool."""
 
-  index: int  # In the pool.
-  filled: bool  # Whether it holds the version already; if not, the caller of `take` must fill it.
+  index: int  # The index in the pool.
+  filled: bool  # Whether the place already holds the version; otherwise the caller of `take` must copy it there.
 
 
 class Places:
-  """A fixed number of places for versions; the one released longest ago is given away first.
+  """A fixed number of places for versions in a pool; the least recently released one is reused first.
 
-  A version is taken before each use and released after it; while it has users, its place cannot be given away. Calls
-  come from one thread.
+  Call `take` before each use of a version and `let_go` after it; a place in use is never reused. All calls must come
+  from one thread.
   """
 
   def __init__(self, count: int):
@@ -166,7 +165,7 @@ class Places:
     return version in self._index
 
   def take(self, version: Hashable) -> Place:
-    """Return the place of a version, giving it one if it has none.
+    """Return the place of a version for one use; a version without a place gets one.
 
     Raises:
       NoPlaceError: every place is in use.
@@ -185,10 +184,10 @@ class Places:
     return Place(self._index[version], filled)
 
   def let_go(self, version: Hashable) -> None:
-    """Release one use of a version; it keeps its place until another version needs it.
+    """End one use of a version, which keeps its place until another version needs it.
 
     Raises:
-      ValueError: nobody uses it.
+      ValueError: the version is not in use.
     """
     if not self._users[version]:
       raise ValueError(f'{version!r} is not in use.')
@@ -198,12 +197,10 @@ class Places:
       self._idle[version] = None
 
   def forget(self, version: Hashable) -> None:
-    """Free the place of a version that was never filled or is not wanted any more.
-
-    A version without a place is no error.
+    """Free the place of a version, which was not filled or is not needed any more; without a place, do nothing.
 
     Raises:
-      ValueError: somebody uses it.
+      ValueError: the version is in use.
     """
     if self._users[version]:
       raise ValueError(f'{version!r} is in use.')
@@ -212,13 +209,13 @@ class Places:
       self._free.append(self._index.pop(version))
 
   def rename(self, version: Hashable, new: Hashable) -> None:
-    """Transfer the place of a version, with its uses, to another version, which has none.
+    """Transfer the place of a version, with its uses, to a new version.
 
     Raises:
-      ValueError: the version has no place, or the other one has a place.
+      ValueError: the version has no place, or the new one has a place.
     """
     if version not in self._index or new in self._index:
-      raise ValueError(f'{version!r} cannot become {new!r}.')
+      raise ValueError(f'The place of {version!r} cannot be transferred to {new!r}.')
     self._index[new] = self._index.pop(version)
     if version in self._users:
       self._users[new] = self._users.pop(version)

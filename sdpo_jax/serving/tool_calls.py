@@ -1,4 +1,4 @@
-"""Tool calls in the text of a model: parsed, checked, and written again after an edit.
+"""Tool calls in the text of a model: parsing, checks, and rendering after an edit.
 
 Two forms are known. `hermes`, of Qwen2.5, Qwen3 and Hermes, puts each call between tags:
 
@@ -26,9 +26,9 @@ from sdpo_jax.environments.thinking import without_thinking
 from sdpo_jax.errors import UserError, short_repr
 
 Form = Literal['hermes', 'llama3']
-MAX_CALLS = 32  # Per answer.
-MAX_DEPTH = 64  # Nesting of objects and lists in the arguments of a call.
-# Markers in templates of other forms, and the models that use these.
+MAX_CALLS = 32  # The most calls of an answer.
+MAX_DEPTH = 64  # The most levels of nested objects and lists in the arguments of a call.
+# Marks by which templates of unsupported forms are recognized, and the models that use them.
 _OTHERS = {
   '<function=': "Qwen3-Coder's",
   '[TOOL_CALLS]': "Mistral's",
@@ -46,7 +46,7 @@ PYTHON_TAG = '<|python_tag|>'  # Llama 3's tag before a call that is not the who
 _ARGUMENTS = {'hermes': 'arguments', 'llama3': 'parameters'}
 _DECODER = json.JSONDecoder()
 _SEPARATOR = re.compile(r'[\s;]*')
-_HALF = re.compile('[\ud800-\udfff]')  # Half of a surrogate pair, which JSON can hold and UTF-8 cannot.
+_HALF = re.compile('[\ud800-\udfff]')  # A lone surrogate, which JSON can hold and UTF-8 cannot.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ToolCall:
   arguments: Mapping[str, Any]
 
   def message(self) -> dict[str, Any]:
-    """Return the call in the form of chat messages."""
+    """Return the call as chat templates take it in messages."""
     return {'type': 'function', 'function': {'name': self.name, 'arguments': dict(self.arguments)}}
 
 
@@ -65,55 +65,55 @@ class ToolCall:
 class Proposal:
   """The text of an answer and its tool calls."""
 
-  text: str  # The text beside the calls.
+  text: str  # The text without calls.
   calls: Sequence[ToolCall]
-  fault: str | None  # Why a call is invalid, in a sentence for the model; None: all are valid.
+  fault: str | None  # A sentence for the model on why a call is invalid; None: all are valid.
 
 
 def form_of(template: str | None) -> Form:
-  """Return the form of tool calls that a chat template uses.
+  """Return the form in which a chat template writes tool calls.
 
   Raises:
-    UserError: there is no template, it has no tools, or its form is another one, which is named.
+    UserError: there is no template, it does not support tools, or its form is not supported.
   """
   if not template or 'tools' not in template:
     raise UserError(
-      'The chat template of the model knows no tools: name one that does (model.chat_template), of Qwen3, Hermes or '
-      'Llama 3.1 and later.'
+      'The chat template of the model does not support tools: set model.chat_template to one that does, such as those '
+      'of Qwen3, Hermes or Llama 3.1.'
     )
   for mark, whose in _OTHERS.items():
     if mark in template:
       raise UserError(
-        f'The chat template of the model writes tool calls in {whose} form ({mark}), which is not read here: those of '
-        'Qwen3, Hermes and Llama 3.1 are.'
+        f'The chat template of the model writes tool calls in {whose} form ({mark}), which is not supported: use a '
+        'model or a template with those of Qwen3, Hermes or Llama 3.1.'
       )
   if _OPEN in template and 'arguments' in template:
     return 'hermes'
   if 'parameters' in template and ('ipython' in template or 'python_tag' in template):
     return 'llama3'
   raise UserError(
-    'The chat template of the model writes tool calls in a form that is not known here: those of Qwen3, Hermes and '
-    'Llama 3.1 are.'
+    'The chat template of the model writes tool calls in an unknown form: use a model or a template with those of '
+    'Qwen3, Hermes or Llama 3.1.'
   )
 
 
 def read_calls(text: str, form: Form) -> Proposal:
-  """Return the text and the calls of an answer, without its thinking.
+  """Parse the text and the calls of an answer, without its thinking.
 
-  An invalid call and all calls after it are left out: a person should not approve half of a plan.
+  An invalid call and all calls after it are left out; `fault` says why.
   """
   shown = without_thinking(text)
   return _read_tagged(shown) if form == 'hermes' else _read_whole(shown)
 
 
 def write_call(call: ToolCall, form: Form) -> str:
-  """Return a call in the form in which the model writes it."""
+  """Render a call in the form in which the model writes it."""
   content = json.dumps({'name': call.name, _ARGUMENTS[form]: dict(call.arguments)}, ensure_ascii=False)
   return f'{_OPEN}\n{content}\n{_CLOSE}' if form == 'hermes' else content
 
 
 def cutting(stops: Sequence[str], form: Form) -> str | None:
-  """Return a stop string that would cut every call; None: there is none."""
+  """Return a stop string that would cut off every call; None: there is none."""
   bare = write_call(ToolCall('', {}), form) + ('\n' if form == 'hermes' else '')
   return next((stop for stop in stops if stop in bare), None)
 
@@ -165,7 +165,7 @@ def _read_whole(text: str) -> Proposal:
 
 
 def _call(found: Any, key: str) -> ToolCall | str:
-  """Return a call, or a sentence about its fault."""
+  """Return a call, or a sentence on why it is invalid."""
   if not isinstance(found, dict) or not isinstance(found.get('name'), str) or not found['name']:
     return f'A tool call must be an object with "name" and "{key}", not {short_repr(found)}.'
   if further := found.keys() - {'name', key, 'id', 'type'}:
@@ -179,7 +179,7 @@ def _call(found: Any, key: str) -> ToolCall | str:
 
 
 def flaw_of(value: Any) -> str | None:
-  """Return why a value read from JSON cannot be stored, sent or shown; None: it can."""
+  """Return what is wrong with a JSON value that cannot be stored, sent or shown; None: nothing."""
   left = [(value, 0)]
   while left:
     found, depth = left.pop()

@@ -1,8 +1,8 @@
-"""The thread that owns the engine: it takes requests from all threads and interleaves them with sampling.
+"""The thread that owns the engine: it takes requests from all threads, and interleaves learning with sampling.
 
-Every request gets exactly one answer. Between two chunks of decoded tokens the thread does at most one other thing: it
-learns from the feedback of several versions together, or scores some rows of one version. Other threads meanwhile
-read the versions that the engine does not have.
+Every request ends exactly once, with a result or an error. Between two chunks of decoded tokens the thread runs at most
+one batch of learning, from the feedback on several versions, or of scoring, of rows of one version. Reader threads load
+the versions that the engine does not have.
 """
 
 from __future__ import annotations
@@ -24,35 +24,26 @@ from sdpo_jax.learning.learner import Learned
 from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.serving.engine import Engine, Feedback
 from sdpo_jax.serving.errors import Busy, Cancelled, Deadline, InvalidRequest, NotReady, ServiceError
-from sdpo_jax.serving.jobs import (
-  ForgetJob,
-  Job,
-  LearnJob,
-  SampleJob,
-  ScoreJob,
-  learn_batch,
-  runnable,
-  score_batch,
-)
+from sdpo_jax.serving.jobs import ForgetJob, Job, LearnJob, SampleJob, ScoreJob, learn_batch, runnable, score_batch
 from sdpo_jax.serving.records import BASE, TEACHING_VERSION
 from sdpo_jax.serving.shelf import Arrays, NoPlaceError
 
 Future = concurrent.futures.Future
 Answer = TypeVar('Answer')
-_READERS = 2  # Threads that read versions.
-_BATCHES = 4  # Micro-batches learned or scored between two chunks of tokens, unless a single request has more lessons.
-_SHARE = 0.75  # The share of the memory for versions that `_trim` fills; the rest is headroom.
+_READERS = 2  # Threads that load versions.
+_BATCHES = 4  # The most micro-batches between two chunks of tokens, unless a single feedback has more.
+_SHARE = 0.75  # The share of the memory for versions that is used; the rest is headroom.
 _COUNTS = 'sampled', 'scored', 'learned', 'failed', 'cancelled', 'late', 'refused', 'loads', 'restarts', 'turns'
 _LEAST, _MOST = 0.1, 60.0  # Bounds of `retry_after` of a refused request, in seconds.
 _logger = logging.getLogger('sdpo_jax.serving')
 
 
 class _EngineLostError(Exception):
-  """The engine is no longer usable."""
+  """The engine cannot be used any more; its cause is the error of the engine."""
 
 
 class Worker:
-  """A queue in front of the engine that all threads may use."""
+  """The queue of the engine and the thread that works it off. Any thread may call."""
 
   def __init__(
     self,
@@ -63,33 +54,33 @@ class Worker:
     announce: Callable[[str], None] = print,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Make a worker whose thread has not started.
+    """Make a worker; `start` starts its thread.
 
     Args:
-      make_engine: makes the engine, in the worker's thread; called again when its devices have failed.
-      load: maps the name of a version that the engine does not have to its arrays; called in reader threads. Its errors
-        are passed on to the requests that need the version.
-      max_waiting: the most requests that may wait or be under way; further ones are refused.
+      make_engine: makes the engine, in the thread of the worker; called again after the engine has failed.
+      load: returns the arrays of a version, by its name, that the engine does not have; called in reader threads. Its
+        errors are raised in the requests that need the version.
+      max_waiting: the most requests that may wait or be in progress; further ones are refused.
       announce: receives lines about the programs of the engine.
-      clock: returns seconds, for deadlines.
+      clock: returns seconds; deadlines are times on it.
     """
-    self.ready = threading.Event()  # Set once all programs are compiled and requests are taken.
-    self.failure: BaseException | None = None  # Why there is no engine now.
+    self.ready = threading.Event()  # Set while all programs are compiled and requests are accepted.
+    self.failure: BaseException | None = None  # The error because of which there is no engine.
     self._make_engine, self._load, self._announce = make_engine, load, announce
     self._max_waiting, self._clock = max_waiting, clock
     self._thread = threading.Thread(target=self._run, name='engine', daemon=True)
     self._readers = concurrent.futures.ThreadPoolExecutor(_READERS, 'versions')
     self._lock, self._wake = threading.Lock(), threading.Event()
-    # Guarded by the lock: requests, and functions to be called with the engine ahead of the queue.
+    # Guarded by the lock: requests, and functions that are called with the engine before any request.
     self._inbox: collections.deque[Job | tuple[Callable[[Engine], Any], Future]] = collections.deque()
-    self._unfinished = 0  # Requests that wait or are under way.
+    self._unfinished = 0  # Requests that wait or are in progress.
     # Why new requests are refused; None: they are accepted.
-    self._refusal: str | None = 'The engine was not started yet.'
+    self._refusal: str | None = 'The engine has not been started yet.'
     self._closed = False
     self._stop_at: float | None = None
     self._counts = dict.fromkeys(_COUNTS, 0)
-    self._pace, self._last_end = 0.0, clock()  # Seconds between the ends of requests, on average.
-    # Used by the worker's thread alone; other threads only read `_engine`.
+    self._pace, self._last_end = 0.0, clock()  # The mean seconds between the ends of two requests.
+    # Used by the thread of the worker only; other threads may only read `_engine`.
     self._engine: Engine | None = None
     self._most = 0  # How many versions may be in memory.
     self._waiting: list[Job] = []
@@ -99,22 +90,22 @@ class Worker:
     # Versions that can be loaded again, least recently used first.
     self._kept: collections.OrderedDict[str, None] = collections.OrderedDict()
     self._own: set[str] = set()  # Versions that only the engine has.
-    self._stored: collections.deque[str] = collections.deque()  # Those that other threads say `load` can read.
-    self._rescued: dict[str, Arrays] = {}  # Their arrays while a new engine is made.
+    self._stored: collections.deque[str] = collections.deque()  # Versions that `load` can read from now on.
+    self._rescued: dict[str, Arrays] = {}  # The arrays of `_own` while a new engine is made.
 
   # Life.
 
   def start(self) -> None:
     """Start the thread, which makes the engine, compiles its programs and then sets `ready`."""
     with self._lock:
-      self._refusal = 'The engine compiles its programs: come again when it is ready.'
+      self._refusal = 'The engine is compiling its programs: retry when it is ready.'
     self._thread.start()
 
   def wait(self, timeout: float | None = None) -> bool:
     """Wait until the engine is ready, for at most `timeout` seconds; return whether it is.
 
     Raises:
-      BaseException: the error that keeps the engine from ever being ready.
+      BaseException: the error because of which there will be no engine.
     """
     end = None if timeout is None else time.monotonic() + timeout
     while not self.ready.wait(0.1 if end is None else min(0.1, max(0.0, end - time.monotonic()))):
@@ -127,11 +118,11 @@ class Worker:
   def stop(self, drain: float) -> None:
     """Refuse new requests, give those in the queue `drain` seconds to finish, and end the thread.
 
-    Calls that belong to a request under way (`arrays`, `put` and `forget`) are answered until then. A second call is no
-    error.
+    Until then, calls that belong to a request in progress (`arrays`, `put` and `forget`) are answered. A second call is
+    allowed.
     """
     with self._lock:
-      self._refusal = 'The service ends: send the request to it when it is back.'
+      self._refusal = 'The service is shutting down: retry when it is back.'
       self._stop_at = self._clock() + drain
       started = self._thread.ident is not None
     self._wake.set()
@@ -153,17 +144,17 @@ class Worker:
     owner: str | None = None,
     **options: Any,
   ) -> SampleJob:
-    """Queue samples of a prompt from a version.
+    """Queue a prompt to be sampled from a version.
 
     Args:
-      version: its name in the engine; `BASE`: the model without an adapter.
+      version: the name of the version in the engine; `BASE`: the model without an adapter.
       prompt: token ids.
-      deadline: on the worker's clock; unfinished samples end then.
-      drafts: whether the job also yields drafts.
+      deadline: a time on the worker's clock, at which unfinished samples are cancelled; None: no limit.
+      drafts: whether the job yields drafts, too.
       stop: strings that end a sample.
       stop_token_ids: tokens that end a sample.
       owner: see `Engine.submit`.
-      **options: `SamplingOptions`; the step is 0 unless given.
+      **options: `SamplingOptions`; the default of `step` is 0.
 
     Raises:
       Busy: too many requests wait.
@@ -176,7 +167,7 @@ class Worker:
     return job
 
   def cancel(self, request: SampleJob | Future) -> None:
-    """Cancel a request: samples end at the next chunk, a waiting request at once; a finished one is no error."""
+    """Cancel a request; samples in progress end with the next chunk, and finished requests are not affected."""
     if isinstance(request, Future):
       request.cancel()
     else:
@@ -192,7 +183,7 @@ class Worker:
     ids: Sequence[np.ndarray] | None = None,
     deadline: float | None = None,
   ) -> Future[list[Scored]]:
-    """Queue rows to be scored; see `Engine.score`.
+    """Queue rows to be scored, see `Engine.score`.
 
     Raises:
       InvalidRequest: there are no rows, or the ids are not [T, M] int32 for every row with the same M.
@@ -200,22 +191,22 @@ class Worker:
       NotReady: there is no engine now.
     """
     if not rows:
-      raise InvalidRequest('There is nothing to score: give at least one row.', field='rows')
+      raise InvalidRequest('There is nothing to score: send at least one row.', field='rows')
     if ids is not None:
       ids = [np.asarray(own, np.int32) for own in ids]
       shapes = {own.ndim == 2 and own.shape[1] for own in ids}
       lengths = [len(tokens) for _, tokens in rows]
       if len(shapes) != 1 or False in shapes or [len(own) for own in ids] != lengths:
-        raise InvalidRequest('ids must be as many for every token of every row.', field='ids')
+        raise InvalidRequest('ids must have the same number of ids for every token of every row.', field='ids')
     job = ScoreJob(frozenset({version} - {BASE}), deadline, version=version, rows=rows, topk=topk, ids=ids)
     self._queue(job)
     return job.future
 
   def learn(self, feedback: Feedback, *, deadline: float | None = None) -> Future[Learned]:
-    """Queue feedback to be learned; the engine has the new version when the future is done.
+    """Queue a feedback to learn from; once the future is done, the engine has the new version.
 
-    If a gradient was not finite, there is no new version. Otherwise only the engine holds it: call `stored` once it has
-    been stored, or `forget` to discard it.
+    If a gradient was not finite, there is no new version. Otherwise only the engine has it: call `stored` after it was
+    stored, or `forget` to discard it.
 
     Raises:
       Busy: too many requests wait.
@@ -231,7 +222,7 @@ class Worker:
   # Versions.
 
   def arrays(self, version: str) -> Arrays:
-    """Return all arrays of a version by name; they cannot be written to.
+    """Return the arrays of a version by name, read-only.
 
     Raises:
       ServiceError: neither the engine nor `load` has the version.
@@ -242,15 +233,15 @@ class Worker:
     if engine is not None and version in engine:
       try:
         return engine.state(version)
-      except UserError:  # It was dropped in the meantime, and can be loaded.
+      except UserError:  # It was dropped meanwhile, so `load` can read it.
         pass
     return self._load(version)
 
   def put(self, version: str, arrays: Arrays) -> None:
-    """Make a version from arrays in the form that `arrays` returns.
+    """Make a version from arrays in the form of `arrays`.
 
     Raises:
-      InvalidRequest: the arrays do not have the shape that is served, or are not finite.
+      InvalidRequest: the arrays do not have the served shape, or are not finite.
       ServiceError: a version of that name exists.
       NotReady: there is no engine now.
     """
@@ -267,18 +258,18 @@ class Worker:
     self._wake.set()
 
   def fresh(self, seed: int) -> Arrays:
-    """Return the arrays of a new version that does not change the model; the engine does not keep them.
+    """Return the arrays of a new version that does not change the model, without storing them.
 
     Raises:
       NotReady: there is no engine now.
     """
     engine = self._engine
     if engine is None:
-      raise NotReady('There is no engine now: come again when it is ready.')
+      raise NotReady('The engine is not ready: retry when it is.')
     return engine.fresh(seed)
 
   def forget(self, *versions: str) -> None:
-    """Erase versions from the engine, each as soon as nothing uses it; a missing version is no error.
+    """Erase versions from the engine, each as soon as nothing uses it; missing versions are ignored.
 
     Raises:
       NotReady: the worker has ended.
@@ -291,7 +282,7 @@ class Worker:
 
   @property
   def stats(self) -> dict[str, float]:
-    """Metrics of the worker: queue lengths and counts of finished work."""
+    """Metrics of the worker by name: queue lengths and counts."""
     engine = self._engine
     with self._lock:
       found: dict[str, float] = dict(self._counts)
@@ -306,7 +297,7 @@ class Worker:
   # Work queued by other threads.
 
   def _queue(self, job: Job) -> None:
-    """Queue a request, or raise why it cannot be taken now."""
+    """Queue a request; raises NotReady or Busy if it cannot be accepted."""
     with self._lock:
       if self._refusal is not None:
         raise NotReady(self._refusal)
@@ -314,7 +305,7 @@ class Worker:
         self._counts['refused'] += 1
         seconds = min(_MOST, max(_LEAST, self._pace * self._unfinished / 4))
         raise Busy(
-          f'{self._unfinished} requests wait, as many as may: come again in {seconds:.1f} s.', retry_after=seconds
+          f'The queue is full with {self._unfinished} requests: retry in {seconds:.1f} s.', retry_after=seconds
         )
       job.began = self._clock()
       self._unfinished += 1
@@ -322,7 +313,7 @@ class Worker:
     self._wake.set()
 
   def _call(self, do: Callable[[Engine], Answer]) -> Future[Answer]:
-    """Schedule a function to be called with the engine before the next chunk."""
+    """Schedule a function to be called with the engine, before the next chunk of tokens."""
     future: Future[Answer] = Future()
     self._leave((do, future))
     return future
@@ -344,7 +335,7 @@ class Worker:
         for version, arrays in self._rescued.items():
           engine.restore(version, arrays)
       except BaseException as error:
-        _logger.exception('The engine could not be made.')
+        _logger.exception('The engine could not be started.')
         self._close(f'There is no engine: {first_line(error)}', _plain(error))
         return
       self._engine, self.failure = engine, None
@@ -366,7 +357,7 @@ class Worker:
       if self._stop_at is not None:
         self._close('The service has ended.', self.failure)
         return
-      # Nothing may hold device memory of the lost engine while the next one is made.
+      # Free the device memory of the lost engine before the next one is made.
       self._engine = engine = error = None
       gc.collect()
 
@@ -404,7 +395,7 @@ class Worker:
       raise _EngineLostError from error
 
   def _hear(self, engine: Engine) -> None:
-    """Take in new requests, and versions that reader threads have loaded."""
+    """Take new requests from the inbox, and versions that reader threads have loaded."""
     self._wake.clear()
     while self._stored:
       version = self._stored.popleft()
@@ -429,8 +420,8 @@ class Worker:
           self._kept[version] = None
       except Exception as error:
         if not isinstance(error, ServiceError):
-          _logger.exception('%s could not be loaded.', version)
-          error = ServiceError(f'The version {version} could not be read ({first_line(error)}): nothing has changed.')
+          _logger.exception('The version %s could not be loaded.', version)
+          error = ServiceError(f'The version {version} could not be loaded ({first_line(error)}): nothing has changed.')
         for job in [job for job in self._waiting if version in job.needs]:
           self._end(engine, job, error, 'failed')
 
@@ -443,24 +434,24 @@ class Worker:
       if job.cancelled:
         self._end(engine, job, Cancelled('The request was cancelled.'), 'cancelled')
       elif job.deadline is not None and now >= job.deadline:
-        self._end(engine, job, Deadline('The time of the request was over before it was done.'), 'late')
+        self._end(engine, job, Deadline('The time limit of the request was reached.'), 'late')
       moved |= job.ended is not None
     return moved
 
   def _finished(self, engine: Engine) -> bool:
-    """Return whether the worker, which was stopped, should end: it has no work or no time left."""
+    """Return whether the thread of a stopped worker should end, since no work or no time is left."""
     if not (self._waiting or self._drawing or self._loading or self._inbox):
       return True
     if self._clock() < self._stop_at:
       return False
     for job in [*self._waiting, *self._drawing]:
-      self._end(engine, job, NotReady('The service ends, and there was no time left for this.'), 'cancelled')
+      self._end(engine, job, NotReady('The service is shutting down: retry when it is back.'), 'cancelled')
     self._turn(engine)
     self._collect()
     return True
 
   def _fetch(self, engine: Engine) -> None:
-    """Start loading the versions that waiting requests need, in order, no more at a time than memory holds."""
+    """Start loading the versions that waiting requests need, in order, but no more than memory has room for."""
     pinned: set[str] = set()
     for job in self._waiting:
       if not job.needs or (pinned and len(pinned | job.needs) > self._most):
@@ -478,12 +469,12 @@ class Worker:
     moved, passed = False, []
     for job in [job for job in runnable(self._waiting, engine) if isinstance(job, SampleJob)]:
       if any(earlier.passed >= engine.settings.rows for earlier in passed):
-        break  # It has been overtaken often enough: it gets the next free place.
+        break  # That one was overtaken often enough, and gets the next free place.
       try:
         drawing = engine.submit(job.version, job.prompt, **job.options)
       except NoPlaceError:
         if not self._drawing:
-          self._end(engine, job, Busy('All places to sample from are in use: come again.', retry_after=1.0), 'failed')
+          self._end(engine, job, Busy('All places for versions are in use: retry.', retry_after=1.0), 'failed')
         passed.append(job)
         continue
       except Exception as error:
@@ -500,7 +491,7 @@ class Worker:
     return moved
 
   def _work(self, engine: Engine) -> bool:
-    """Erase versions, then learn or score for the first such request; return whether anything was done."""
+    """Erase versions, then run one batch of learning or scoring; return whether anything was done."""
     jobs = runnable(self._waiting, engine)
     moved = False
     for job in jobs:
@@ -576,7 +567,7 @@ class Worker:
     return True
 
   def _claimed(self, job: LearnJob | ScoreJob) -> bool:
-    """Return whether a job that is about to run is still wanted; remove it otherwise."""
+    """Return whether a job that is about to run was not cancelled; otherwise remove it."""
     job.claimed = job.claimed or job.future.set_running_or_notify_cancel()
     if not job.claimed:
       self._waiting.remove(job)
@@ -585,7 +576,7 @@ class Worker:
     return True
 
   def _alone_or_refused(self, engine: Engine, jobs: Sequence[LearnJob | ScoreJob], error: Exception) -> None:
-    """Retry each of several jobs alone after one of them failed; refuse a job that was already alone."""
+    """After a batch has failed, let each of its jobs run alone; fail a job that was alone."""
     if len(jobs) == 1:
       self._refuse(engine, jobs[0], error)
       return
@@ -595,7 +586,7 @@ class Worker:
       job.alone = True
 
   def _refuse(self, engine: Engine, job: Job, error: Exception) -> None:
-    """End a request that failed.
+    """End a request with the error of the engine.
 
     Raises:
       _EngineLostError: the engine is no longer usable.
@@ -605,15 +596,15 @@ class Worker:
       self._try(engine, error)
 
   def _try(self, engine: Engine, error: Exception) -> None:
-    """Raise _EngineLostError if the engine cannot even score one token after an unexpected error."""
-    _logger.error('The engine failed at a request.', exc_info=error)
+    """After an unexpected error, raise _EngineLostError if the engine cannot even score one token."""
+    _logger.error('A request has failed in the engine.', exc_info=error)
     try:
       engine.score(BASE, [([0], [0])], topk=0)
     except Exception as again:
       raise _EngineLostError from again
 
   def _collect(self) -> bool:
-    """Remove finished sampling jobs from the list; return whether there were any."""
+    """Remove finished sampling jobs; return whether there were any."""
     done = [job for job in self._drawing if job.drawing.done]
     for job in done:
       self._drawing.remove(job)
@@ -621,7 +612,7 @@ class Worker:
     return bool(done)
 
   def _trim(self, engine: Engine, more: int) -> None:
-    """Drop as many versions that can be loaded again as memory does not hold, the least recently used first."""
+    """Drop up to `more` versions that can be loaded again, the least recently used first."""
     for version in [version for version in self._kept if version not in self._pinned][:more]:
       engine.drop(version)
       del self._kept[version]
@@ -634,7 +625,7 @@ class Worker:
   # Ends.
 
   def _end(self, engine: Engine | None, job: Job, error: ServiceError, count: str) -> None:
-    """End a request with an error; samples under way end with the next chunk."""
+    """End a request with an error; samples in progress end with the next chunk."""
     if job.ended is not None:
       return
     job.ended = count
@@ -648,7 +639,7 @@ class Worker:
       self._ended(job, count)
 
   def _ended(self, job: Job, count: str) -> None:
-    """Count a finished request."""
+    """Count a request that has ended, and update the pace."""
     now = self._clock()
     with self._lock:
       self._counts[count] += 1
@@ -657,9 +648,9 @@ class Worker:
       self._last_end = now
 
   def _lose(self, engine: Engine, error: BaseException) -> None:
-    """Fail all requests after the engine was lost, and keep the versions that only the engine had."""
-    _logger.error('The engine failed, and is made anew.', exc_info=error)
-    why = f'The engine failed ({first_line(error)}) and is started again: send the request again in a while.'
+    """Fail all requests after the engine was lost, and save the versions that only it had."""
+    _logger.error('The engine has failed, and is restarted.', exc_info=error)
+    why = f'The engine has failed ({first_line(error)}) and is being restarted: retry when it is ready.'
     with self._lock:
       self._refusal = self._refusal or why
       self._counts['restarts'] += 1
@@ -684,7 +675,7 @@ class Worker:
     self._pinned.clear()
 
   def _close(self, why: str, failure: BaseException | None = None) -> None:
-    """End the worker for good and refuse what is still waiting."""
+    """End the worker for good, and fail all requests that still wait."""
     with self._lock:
       self.failure, self._refusal, self._closed = failure, why, True
       left = [*self._waiting, *self._inbox]
@@ -692,7 +683,7 @@ class Worker:
     self.ready.clear()
     self._engine = None
     for work in left:
-      if isinstance(work, ForgetJob):  # There is no engine left that could have it.
+      if isinstance(work, ForgetJob):  # The version is gone with the engine.
         work.future.set_result(None)
       elif isinstance(work, Job):
         self._end(None, work, NotReady(why), 'failed')
@@ -702,25 +693,25 @@ class Worker:
 
 
 def _refused(error: Exception) -> ServiceError:
-  """Return the error that the sender of a request gets for an error of the engine."""
+  """Return the error for the client that corresponds to an error of the engine."""
   if isinstance(error, ServiceError):
     return error
   if isinstance(error, UserError):
     return InvalidRequest(str(error))
   if isinstance(error, NoPlaceError):
-    return Busy(f'{error} Come again.', retry_after=1.0)
-  return ServiceError(f'The engine failed at this request ({first_line(error)}): nothing has changed.')
+    return Busy(f'{error} Retry in a second.', retry_after=1.0)
+  return ServiceError(f'The request has failed in the engine ({first_line(error)}): nothing has changed.')
 
 
 def _cut(scored: Scored, topk: int) -> Scored:
-  """Return the scores with only the `topk` most likely tokens of each position."""
+  """Return scores with only the `topk` most likely tokens at each position."""
   if scored.top_ids.shape[1] == topk:
     return scored
   return dataclasses.replace(scored, top_ids=scored.top_ids[:, :topk], top_log_probs=scored.top_log_probs[:, :topk])
 
 
 def _plain(error: BaseException) -> BaseException:
-  """Return an error without its traceback, whose frames hold the engine and the memory of its devices."""
+  """Return an error without its tracebacks, whose frames would keep the engine and its device memory alive."""
   seen: BaseException | None = error
   while seen is not None:
     seen.__traceback__, seen = None, seen.__context__ or seen.__cause__

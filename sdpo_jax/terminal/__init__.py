@@ -1,1 +1,1 @@
-"""The terminal program of interactive sessions: shows the model's proposals, asks about them, and runs the tools."""
+"""The terminal program for interactive sessions: it shows proposals, asks for decisions, and runs the tools."""

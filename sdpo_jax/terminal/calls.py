@@ -1,4 +1,4 @@
-"""Tool calls as the person judges them: their effect on the current files, or why they are invalid."""
+"""Tool calls as a person reviews them: their effect on the current files, or why they are invalid."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from sdpo_jax.terminal.screen import Line
 
 @dataclasses.dataclass(frozen=True)
 class Wrong:
-  """The reason why a call cannot be run."""
+  """Why a call cannot be run."""
 
-  text: str
-  field: str | None = None
-  line: int | None = None
-  # Whether the arguments are valid and only the files do not fit, which an earlier call may change.
+  text: str  # A sentence for the person and the model.
+  field: str | None = None  # The name of the invalid argument.
+  line: int | None = None  # The line of the file, from 1.
+  # Whether the arguments are valid but do not fit the current files, which an earlier call may change.
   for_now: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Proposed:
-  """A call, checked against the current files and policy."""
+  """A call that was checked against the current files and the policy."""
 
   name: str
   arguments: Mapping[str, Any]
   verdict: Verdict
   wrong: Wrong | None = None
-  change: tuple[str, str, str] | None = None  # The path, and the file's text before and after.
+  change: tuple[str, str, str] | None = None  # Path, and text of the file before and after; None: no file changes.
 
   @property
   def can_run(self) -> bool:
-    """Return whether the call may be run if the person approves it."""
+    """Whether the call may run if the person approves it."""
     return self.verdict.verb != 'never' and self.wrong is None
 
   def same(self, other: Proposed) -> bool:
-    """Return whether another check found the same: approving one approves the other."""
+    """Return whether another check of a call has the same result, so that an approval is still valid."""
     return (self.name, self.arguments, self.change) == (other.name, other.arguments, other.change)
 
 
 def look(name: str, arguments: Any, toolbox: Toolbox, policy: ApprovalPolicy, workspace: pathlib.Path) -> Proposed:
-  """Check a call against the files and the policy before it is run."""
+  """Check a call against the current files and the policy; nothing is changed."""
   try:
     checked = check(name, arguments)
     if name not in toolbox.tools:
@@ -62,7 +62,7 @@ def look(name: str, arguments: Any, toolbox: Toolbox, policy: ApprovalPolicy, wo
 
 
 def described(proposed: Proposed) -> list[Line]:
-  """Return everything that the person must see of a call, and nothing else."""
+  """Return the lines that show a call to the person: a diff, a command, or its arguments."""
   if proposed.change is not None:
     path, before, after = proposed.change
     head = Line(f'{proposed.name} {visible(path, keep="")}', 'head')
@@ -84,5 +84,5 @@ def described(proposed: Proposed) -> list[Line]:
 
 
 def as_json(value: Any) -> str:
-  """Return a value as JSON without losing any character."""
+  """Return a value as JSON, with non-ASCII characters as they are."""
   return json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""The change that a call makes to a file, as lines of a unified diff in which every character is visible."""
+"""Unified diffs of the change that a call makes to a file, with every character visible."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import os
 from sdpo_jax.terminal.escaping import visible, visible_line
 from sdpo_jax.terminal.screen import Line
 
-_CONTEXT = 3
-_MOST = 4_000_000  # Pairs of lines that are compared; in larger changes, all lines are shown as removed and added.
+_CONTEXT = 3  # Unchanged lines around a change.
+_MOST = 4_000_000  # The most pairs of lines to compare; larger changes are shown as one replacement.
 _NO_NEWLINE = '\\ No newline at end of file'
 
 
 def diff(path: str, before: str, after: str) -> list[Line]:
-  """Return the lines of a diff, each with its style; only unchanged lines are left out."""
+  """Return the styled lines of a unified diff; only unchanged lines far from changes are left out."""
   if before == after:
-    return [Line(f'{visible(path, keep="")}: nothing changes.', 'note')]
+    return [Line(f'{visible(path, keep="")}: no changes.', 'note')]
   old, new = _lines(before), _lines(after)
   found = [Line(f'--- {visible(path, keep="")}', 'head'), Line(f'+++ {visible(path, keep="")}', 'head')]
   for group in _groups(old, new):
@@ -32,7 +32,7 @@ def diff(path: str, before: str, after: str) -> list[Line]:
 
 
 def _lines(text: str) -> list[str]:
-  """Split a text into lines that keep their ends; only newlines end a line, as in files."""
+  """Split a text at newlines only, unlike `splitlines`; lines keep their newline."""
   lines = text.split('\n')
   last = lines.pop()
   return [line + '\n' for line in lines] + ([last] if last else [])
@@ -48,7 +48,7 @@ def _marked(mark: str, lines: list[str], style: str) -> list[Line]:
 
 
 def _groups(old: list[str], new: list[str]) -> list[list[tuple[str, int, int, int, int]]]:
-  """Return the changes in groups with the lines around them, also of files too large to compare all lines."""
+  """Return changes in groups with the lines around them, as difflib does, but for large files, too."""
   same = len(os.path.commonprefix([old, new]))
   left_old, left_new = old[same:], new[same:]
   tail = len(os.path.commonprefix([left_old[::-1], left_new[::-1]]))
@@ -59,7 +59,7 @@ def _groups(old: list[str], new: list[str]) -> list[list[tuple[str, int, int, in
     inner = [('replace', 0, len(middle_old), 0, len(middle_new))]
   old_end, new_end = same + len(middle_old), same + len(middle_new)
   matcher = difflib.SequenceMatcher()
-  matcher.opcodes = [  # Instead of what it would find itself.
+  matcher.opcodes = [  # Overrides what it would compute.
     ('equal', 0, same, 0, same),
     *((tag, *(place + same for place in places)) for tag, *places in inner),
     ('equal', old_end, len(old), new_end, len(new)),
@@ -68,6 +68,6 @@ def _groups(old: list[str], new: list[str]) -> list[list[tuple[str, int, int, in
 
 
 def _range(start: int, end: int) -> str:
-  """Return a range of lines as diffs write it: 1-based, and an empty range with the line before it."""
+  """Return a range of lines as unified diffs write it, from 1; an empty range has the number of the line before."""
   count = end - start
   return f'{start + 1}' if count == 1 else f'{start + 1 if count else start},{count}'

@@ -1,4 +1,4 @@
-"""HTTP client of the service for the terminal program."""
+"""The HTTP client with which the terminal program talks to a service."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import httpx2
 from sdpo_jax.errors import UserError, first_line, printable
 
 _ROOT = '/v1/continual/adapters'
-_CONNECT_S, _ANSWER_S = 10.0, 600.0  # Feedback may wait for that of other sessions.
+_CONNECT_S, _ANSWER_S = 10.0, 600.0  # Timeouts in seconds; feedback may wait for that of other sessions.
 _LOOK_S = 0.2  # Seconds between polls for readiness.
 
 
 class Refused(Exception):
-  """The service refused a request; the message says why."""
+  """The service has refused a request; the message is the reason that it gave."""
 
   def __init__(self, status: int, code: str, message: str):
     super().__init__(message)
@@ -26,17 +26,17 @@ class Refused(Exception):
 
 
 class AnswerLost(Exception):
-  """No answer arrived: it is unknown whether the service did what was asked."""
+  """No response has arrived, so it is unknown whether the service has carried out the request."""
 
 
 class ServiceClient:
-  """A connection to a service, with an API key."""
+  """A client of a service, for all its adapters."""
 
   def __init__(self, url: str, key: str | None = None, *, local: bool = False):
     """Make the client without connecting.
 
     Args:
-      url: address of the service, such as http://127.0.0.1:8420.
+      url: the address of the service, such as http://127.0.0.1:8420.
       key: the API key; None: the service needs none.
       local: whether to connect directly, ignoring proxies in the environment.
 
@@ -47,30 +47,31 @@ class ServiceClient:
       address = httpx2.URL(url)
     except (httpx2.InvalidURL, TypeError) as error:
       raise UserError(
-        f'--url={printable(url)} is no address ({first_line(error)}): http://127.0.0.1:8420 is one.'
+        f'--url={printable(url)} is not a URL ({first_line(error)}): write it like http://127.0.0.1:8420.'
       ) from error
     if address.scheme not in ('http', 'https') or not address.host:
-      raise UserError(f'--url={printable(url)} is no address of a service: http://127.0.0.1:8420 is one.')
+      raise UserError(f'--url={printable(url)} is not the URL of a service: write it like http://127.0.0.1:8420.')
     self.url = url.rstrip('/')
     headers = {} if key is None else {'Authorization': f'Bearer {key}'}
     timeout = httpx2.Timeout(_ANSWER_S, connect=_CONNECT_S)
-    # Without TLS, skip loading certificates, which takes longer than everything else here.
+    # Loading certificates is slow, and only needed for TLS.
     verify = address.scheme == 'https'
     self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=not local, verify=verify)
 
   def close(self) -> None:
+    """Close the connections."""
     self._http.close()
 
   def wait(self, stage: Callable[[str], None], alive: Callable[[], None] = lambda: None) -> None:
     """Wait until the service is ready.
 
     Args:
-      stage: called with the service's state, whenever it changes, until it is ready.
+      stage: called with the stage of the start whenever it changes.
       alive: raises an error if the service has ended.
 
     Raises:
-      AnswerLost: there is no service.
-      UserError: the service has failed or is stopping.
+      AnswerLost: there is no service at the address.
+      UserError: the service has failed or is stopping, or the address belongs to another program.
     """
     said = None
     while True:
@@ -81,18 +82,18 @@ class ServiceClient:
       except ValueError:
         state = None
       if not isinstance(state, dict) or answer.status_code not in (200, 503):
-        raise UserError(f'{self.url} is no service of launch.serve: name another one with --url.')
+        raise UserError(f'{self.url} is not a service of launch.serve: name another address with --url.')
       if answer.status_code == 200:
         return
       if state.get('status') not in ('starting', None):
-        raise UserError(f'The service at {self.url} does not take requests: {printable(json.dumps(state), 300)}.')
+        raise UserError(f'The service at {self.url} accepts no requests: {printable(json.dumps(state), 300)}.')
       if state.get('stage') != said:
         said = state.get('stage')
         stage(str(said))
       time.sleep(_LOOK_S)
 
   def adapter(self, name: str) -> dict[str, Any]:
-    """Return the adapter with this name or id; creates one if no adapter has the name."""
+    """Return the adapter with this name or id; if there is none, create one with the name."""
     found = self.get(_ROOT)['adapters']
     for adapter in found:
       if name in (adapter['name'], adapter['id']):
@@ -104,37 +105,37 @@ class ServiceClient:
     return self.get(f'{_ROOT}/{adapter}')
 
   def versions(self, adapter: str) -> list[dict[str, Any]]:
-    """Return the stored versions, oldest first."""
+    """Return the stored versions of an adapter, the oldest first."""
     return self.get(f'{_ROOT}/{adapter}/versions')['versions']
 
   def difference(self, adapter: str, before: int, after: int) -> dict[str, Any]:
-    """Return the difference between two versions."""
+    """Return how far the matrices of two versions are apart, in Frobenius norms."""
     return self.get(f'{_ROOT}/{adapter}/versions/{after}/diff', against=before)
 
   def undo(self, adapter: str, to: int) -> dict[str, Any]:
-    """Create a new version equal to an older one and return it."""
+    """Make a new version that equals an older one, and return it."""
     return self.post(f'{_ROOT}/{adapter}/undo', {'to': to})
 
   def export(self, adapter: str) -> bytes:
-    """Return the newest version in PEFT's format, as a zip file."""
+    """Return the newest version in PEFT's format, as the bytes of a zip file."""
     return _checked(self._sent('GET', f'{_ROOT}/{adapter}/export')).content
 
   def open_session(self, adapter: str, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Open a session; return it and its token."""
+    """Open a session, and return it with its token."""
     answer = self.post(f'{_ROOT}/{adapter}/sessions', settings)
     return answer['session'], answer['token']
 
   def get(self, path: str, **query: Any) -> Any:
-    """Return the decoded answer of a path; raises Refused if the service refuses, AnswerLost if it does not answer."""
+    """Return the JSON at a path; raises Refused if the service refuses, AnswerLost if it does not respond."""
     return _json(self._sent('GET', path, params=query))
 
   def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Any:
-    """Send a body to a path and return the decoded answer; raises as `get`."""
+    """Send a JSON body to a path, and return the JSON of the response; raises as `get`."""
     return _json(self._sent('POST', path, json=body, headers=headers))
 
   @contextlib.contextmanager
   def stream(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Iterator[Iterator[tuple[str, Any]]]:
-    """Send a body to a path and yield the events of the answer as they arrive; raises as `get`."""
+    """Send a JSON body to a path, and yield an iterator over the events of the response; raises as `get`."""
     with self._answers(), self._http.stream('POST', path, json=body | {'stream': True}, headers=headers) as answer:
       if answer.status_code != 200:
         answer.read()
@@ -157,7 +158,7 @@ class ServiceClient:
 
 
 class SessionClient:
-  """Client of one session; holds the token that permits changes."""
+  """A client of one session, with the token that allows changes."""
 
   def __init__(self, client: ServiceClient, adapter: str, session: str, token: str):
     self.client, self.adapter, self.id = client, adapter, session
@@ -172,23 +173,23 @@ class SessionClient:
   def propose(
     self, messages: Sequence[Mapping[str, str]], seed: int | None, write: Callable[[str], None]
   ) -> dict[str, Any]:
-    """Ask the model for a turn and return it; calls `write` with each piece of the answer as it arrives."""
+    """Ask the model for the next turn, and return it; `write` gets each piece of its text as it arrives."""
     return self._streamed(f'{self._path}/turns', {'messages': list(messages), **_seeded(seed)}, write)
 
   def retry(self, number: int, seed: int | None, write: Callable[[str], None]) -> dict[str, Any]:
-    """Ask the newest version for another answer to a turn's messages."""
+    """Ask the newest version for an alternative to a turn, and return it; `write` as in `propose`."""
     return self._streamed(f'{self._path}/turns/{number}/retry', _seeded(seed), write)
 
   def decide(self, number: int, decision: Mapping[str, Any]) -> dict[str, Any]:
-    """Send a decision; return 'turn' and 'learned'. Sending it twice teaches it once."""
+    """Send a decision, and return 'turn' and 'learned'; it can be sent again, and is learned only once."""
     return self._post(f'turns/{number}/decision', decision)
 
   def results(self, number: int, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Send the results of a turn's calls; returns the same as `decide`."""
+    """Send the results of all calls of a turn, and return the same as `decide`."""
     return self._post(f'turns/{number}/results', {'results': list(results)})
 
   def flush(self) -> dict[str, Any] | None:
-    """Train on all waiting feedback and return what was learned; None if none was waiting."""
+    """Let the adapter learn from the waiting examples, and return the result; None: none was waiting."""
     return self._post('flush', {})['learned']
 
   def _post(self, path: str, body: Mapping[str, Any]) -> Any:
@@ -205,12 +206,12 @@ class SessionClient:
         elif kind == 'error':
           raise _refusal(500, data)
     if turn is None:
-      raise AnswerLost(f'The answer of the service at {self.client.url} ended before it was whole.')
+      raise AnswerLost(f'The response of the service at {self.client.url} was cut off.')
     return turn
 
 
 def events(lines: Iterator[str]) -> Iterator[tuple[str, Any]]:
-  """Yield kind and data of server-sent events, without comments.
+  """Parse server-sent events; yields the kind and the JSON of each, without comments.
 
   Raises:
     AnswerLost: the data are not valid JSON.
@@ -222,7 +223,7 @@ def events(lines: Iterator[str]) -> Iterator[tuple[str, Any]]:
         try:
           yield kind, json.loads('\n'.join(data))
         except ValueError as error:
-          raise AnswerLost('The service has sent an event that is not JSON.') from error
+          raise AnswerLost('The service has sent an event without valid JSON.') from error
       kind, data = 'message', []
     elif line.startswith('event:'):
       kind = line.removeprefix('event:').strip()
@@ -238,11 +239,11 @@ def _json(answer: httpx2.Response) -> Any:
   try:
     return _checked(answer).json()
   except ValueError as error:
-    raise AnswerLost(f'{answer.url} has answered with something else than JSON.') from error
+    raise AnswerLost(f'The response from {answer.url} is not JSON.') from error
 
 
 def _checked(answer: httpx2.Response) -> httpx2.Response:
-  """Return an answer; raises Refused if it is an error."""
+  """Return a response; raises Refused if it is an error."""
   if answer.is_success:
     return answer
   try:
@@ -255,5 +256,5 @@ def _checked(answer: httpx2.Response) -> httpx2.Response:
 def _refusal(status: int, body: Any) -> Refused:
   said = body.get('error') if isinstance(body, dict) else None
   if not isinstance(said, dict):
-    return Refused(status, 'unknown', f'The service answers with status {status}.')
+    return Refused(status, 'unknown', f'The service has responded with status {status}.')
   return Refused(status, str(said.get('code')), str(said.get('message')))

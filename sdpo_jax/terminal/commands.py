@@ -1,4 +1,4 @@
-"""Commands to the program itself: lines that begin with a slash."""
+"""Commands to the terminal program: lines that begin with a slash."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from sdpo_jax.terminal.policies import ApprovalPolicy, CallRule
 from sdpo_jax.terminal.screen import Line, Screen
 from sdpo_jax.terminal.work import Workbench
 
-_KEYS = """At a call: y approve · a always allow its like in this session · n deny, and say why · e edit its arguments
-t tell the model what is wrong with it, without a lesson · v view the rest of it · q quit, the call stays open
-In a text: Enter sends it, Alt-Enter begins a new line. Ctrl-C ends what is running; twice leaves."""
+_KEYS = """At a call: y approve · a always allow such calls in this session · n deny, with a reason · e edit arguments
+t tell the model what is wrong, without learning · v view the rest of the call · q quit, the call stays open
+In a text: Enter sends it, Alt-Enter begins a new line. Ctrl-C stops what is running; twice leaves."""
 
 
 class Commands:
-  """The commands of one conversation."""
+  """The slash commands of one conversation."""
 
   def __init__(
     self,
@@ -43,49 +43,49 @@ class Commands:
 
     Args:
       session: the session in the service.
-      turns: its turns, which the conversation keeps up to date.
-      history: its local history.
-      screen: shows everything.
+      turns: the turns of the session, a list that the conversation keeps up to date.
+      history: the local history of the session.
+      screen: the screen for all output.
       workbench: runs the tools.
-      policy: says which calls are asked about.
+      policy: the rules by which calls are allowed, asked about or refused.
       learned: records and shows what was learned without a decision.
-      seed_of: returns the seed with which a turn is drawn again; None: any seed.
+      seed_of: returns the seed with which a turn is sampled again; None: a random one.
     """
     self._session, self._client, self._turns = session, session.client, turns
     self._history, self._screen, self._workbench, self._policy = history, screen, workbench, policy
     self._learned, self._seed_of = learned, seed_of
     self._table: dict[str, tuple[Callable[[list[str]], None], str, int]] = {
-      '/help': (self._help, '/help                what can be typed', 0),
-      '/undo': (self._undo, '/undo [VERSION]      the version before, or an older one, becomes the newest again', 1),
-      '/versions': (self._versions, '/versions            the versions of the adapter', 0),
+      '/help': (self._help, '/help                lists keys and commands', 0),
+      '/undo': (self._undo, '/undo [VERSION]      makes a version equal to the previous or an older one', 1),
+      '/versions': (self._versions, '/versions            lists the versions of the adapter', 0),
       '/diff': (
         self._diff,
-        '/diff [A B]          how far two versions are apart: A and B, or the newest and its parent',
+        '/diff [A B]          compares the matrices of versions A and B, or of the newest and its parent',
         2,
       ),
-      '/export': (self._export, '/export DIR          the newest version as PEFT reads it', 1),
-      '/retry': (self._retry, '/retry [TURN]        what the newest version says instead, beside what was said', 1),
-      '/flush': (self._flush, '/flush               learns at once what waits for more examples', 0),
-      '/history': (self._talk, '/history             the conversation so far', 0),
-      '/session': (self._about, '/session             this session: id, adapter, service, workspace, history', 0),
-      '/policy': (self._rules, '/policy              the rules by which calls are allowed, asked for or refused', 0),
-      **dict.fromkeys(('/quit', '/exit'), (self._quit, '/quit, /exit, Ctrl-D leaves; --resume goes on', 0)),
+      '/export': (self._export, '/export DIR          writes the newest version as PEFT reads it', 1),
+      '/retry': (self._retry, '/retry [TURN]        shows an answer of the newest version beside the old one', 1),
+      '/flush': (self._flush, '/flush               learns now from examples that wait for more', 0),
+      '/history': (self._talk, '/history             shows the conversation so far', 0),
+      '/session': (self._about, '/session             shows id, adapter, service, workspace and history', 0),
+      '/policy': (self._rules, '/policy              lists the rules that allow, ask about or refuse calls', 0),
+      **dict.fromkeys(('/quit', '/exit'), (self._quit, '/quit, /exit, Ctrl-D leaves; --resume continues', 0)),
     }
 
   def run(self, line: str) -> None:
     """Run a command line.
 
     Raises:
-      UserError: the command does not exist or cannot be done.
+      UserError: the command does not exist, or has failed.
       Leave: the command ends the program.
-      AnswerLost, Refused: raised by requests to the service.
+      AnswerLost, Refused: a request to the service has failed.
     """
     try:
       name, *arguments = shlex.split(line)
     except ValueError as error:
-      raise UserError(f'{short_repr(line)} cannot be read ({first_line(error)}): close what is quoted.') from error
+      raise UserError(f'{short_repr(line)} cannot be parsed ({first_line(error)}): close the quotes.') from error
     if name not in self._table:
-      raise UserError(f'There is no command {printable(name)}: /help lists those that there are.')
+      raise UserError(f'There is no command {printable(name)}: /help lists all commands.')
     function, usage, most = self._table[name]
     if len(arguments) > most:
       limit = ('no argument', 'at most one argument', 'at most two arguments')[most]
@@ -93,7 +93,7 @@ class Commands:
     function(arguments)
 
   def _help(self, arguments: list[str]) -> None:
-    usages = dict.fromkeys(usage for _, usage, _ in self._table.values())  # /exit is /quit.
+    usages = dict.fromkeys(usage for _, usage, _ in self._table.values())  # /quit and /exit share a line.
     self._screen.say('\n'.join([*usages, _KEYS]))
 
   def _undo(self, arguments: list[str]) -> None:
@@ -103,10 +103,10 @@ class Commands:
       versions = self._client.versions(self._session.adapter)
       to = versions[-1]['parent']
       if to is None:
-        raise UserError(f'Version {versions[-1]["version"]} is the first: there is nothing to undo.')
+        raise UserError(f'Version {versions[-1]["version"]} is the first one: there is nothing to undo.')
     made = self._client.undo(self._session.adapter, to)
     self._history.add('undone', to=to, version=made['version'])
-    self._screen.say(f'Version {made["version"]} is what version {to} was.', 'good')
+    self._screen.say(f'Version {made["version"]} equals version {to}.', 'good')
 
   def _versions(self, arguments: list[str]) -> None:
     rows = []
@@ -124,7 +124,7 @@ class Commands:
       newest = self._client.versions(self._session.adapter)[-1]
       after, before = newest['version'], newest['parent']
       if before is None:
-        raise UserError(f'Version {after} is the first: name two versions, /diff A B.')
+        raise UserError(f'Version {after} is the first one: name two versions, /diff A B.')
     found = self._client.difference(self._session.adapter, before, after)
     rows = [_norms(found['total']), *map(_norms, found['largest'])]
     self._screen.say(f'From version {before} to {after}, Frobenius norms:')
@@ -135,14 +135,14 @@ class Commands:
       raise UserError('/export needs the folder to write to: /export DIR.')
     folder = pathlib.Path(arguments[0]).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-      raise UserError(f'{folder} is there already: name a folder that is empty or new.')
+      raise UserError(f'{folder} exists and is not an empty folder: name an empty or a new one.')
     content = self._client.export(self._session.adapter)
     try:
       make_directory(folder)
       with zipfile.ZipFile(io.BytesIO(content)) as archive:
         for name in archive.namelist():
-          if pathlib.PurePath(name).name != name:  # Not a file name of the service.
-            raise UserError(f'The export holds {printable(name)!r}, which is no name of a file: nothing is written.')
+          if pathlib.PurePath(name).name != name:  # It would be written elsewhere.
+            raise UserError(f'The export has {printable(name)!r}, which is not a plain file name: nothing was written.')
         for name in archive.namelist():
           write_atomically(folder / name, archive.read(name))
     except (OSError, zipfile.BadZipFile) as error:
@@ -153,10 +153,10 @@ class Commands:
     turns = {turn['n']: turn for turn in self._turns}
     decided = [turn['n'] for turn in self._turns if turn['status'] != 'open'] or list(turns)
     if not decided:
-      raise UserError('There is no turn yet: say something first.')
+      raise UserError('There is no turn yet: write something first.')
     number = _whole(arguments[0], '/retry TURN') if arguments else decided[-1]
     if number not in turns:
-      raise UserError(f'There is no turn {number}; there are 0 to {max(turns)}.')
+      raise UserError(f'There is no turn {number}, only 0 to {max(turns)}.')
     old = turns[number]
     new = self._session.retry(number, self._seed_of(number), lambda text: None)
     self._history.add('retried', n=number, text=new['text'], version=new['version'])
@@ -167,7 +167,7 @@ class Commands:
   def _flush(self, arguments: list[str]) -> None:
     learned = self._session.flush()
     if learned is None:
-      self._screen.say('Nothing waits.')
+      self._screen.say('No examples are waiting.')
     self._learned(learned)
 
   def _talk(self, arguments: list[str]) -> None:
@@ -179,7 +179,7 @@ class Commands:
       correction = (turn['decision'] or {}).get('correction')
       if correction is not None:
         lines += _spoken('correction', correction)
-    self._screen.show(lines or [Line('Nothing has been said yet.', 'note')])
+    self._screen.show(lines or [Line('The conversation is empty.', 'note')])
 
   def _about(self, arguments: list[str]) -> None:
     adapter = self._client.adapter_now(self._session.adapter)
@@ -208,7 +208,7 @@ class Commands:
 
 def _whole(text: str, usage: str) -> int:
   if not (text.isascii() and text.isdecimal() and len(text) <= 9):
-    raise UserError(f'{short_repr(text)} is no number: {usage}.')
+    raise UserError(f'{short_repr(text)} is not a number: {usage}.')
   return int(text)
 
 
@@ -217,7 +217,7 @@ def _norms(matrix: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _said_of(details: Mapping[str, Any]) -> str:
-  """Return the details of a version that fit into a line."""
+  """Return the details of a version in one line: the version that it equals, or the turns that it has learned."""
   if 'to' in details:
     return f'as version {details["to"]}'
   if 'session' in details:

@@ -1,4 +1,4 @@
-"""A private service of the terminal program: a child process on a free port, with a random key."""
+"""A private service for the terminal program: a child process on a free port, with a random key."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from sdpo_jax.serving.web import keys
 from sdpo_jax.terminal.client import AnswerLost, ServiceClient
 
 CHILD = pathlib.Path(__file__).with_name('embedded_child.py')
-OWNER = 'local'  # As in a service without keys, so that `launch.serve` shows the same adapters.
+OWNER = 'local'  # The owner in a service without keys, so that `launch.serve` has the same adapters.
 _LISTENING = re.compile(r'^Listening on (http://\S+);', re.MULTILINE)
-_LOOK_S = 0.1  # Seconds between checks of its log.
-_END_S = 30.0  # Seconds in which it must end once its port is closed.
-_SHOWN = 30  # Lines of its log that are shown if it fails.
+_LOOK_S = 0.1  # Seconds between checks of the log of the service.
+_END_S = 30.0  # Seconds within which the service must end after closing its port.
+_SHOWN = 30  # The most lines of its log that are shown if it fails.
 
 
 class Embedded:
-  """A service in a child process, which ends with this process even if that is killed. Main thread only."""
+  """A service in a child process, which ends with this process even if this is killed. Main thread only."""
 
   def __init__(self, arguments: Sequence[str], folder: pathlib.Path):
-    """Start a service; use `wait` until it is ready.
+    """Start a service, without waiting until it is ready.
 
     Args:
-      arguments: arguments of launch.serve: the configuration and its overrides.
-      folder: folder of relative paths in the configuration.
+      arguments: arguments of launch.serve: the config and its overrides.
+      folder: the working directory, to which paths in the config are relative.
 
     Raises:
-      UserError: the service ended before it listened.
+      UserError: the service has ended before it listened.
     """
     self._folder = tempfile.TemporaryDirectory(prefix='sdpo_session_')
     inside = pathlib.Path(self._folder.name)
-    # A file instead of a pipe: if this process is killed, the service must still be able to log that it stops.
+    # A file, not a pipe: if this process is killed, the service must still be able to log that it stops.
     self._log = inside / 'service.log'
     self._key, _ = keys.add(inside / 'keys.jsonl', OWNER, 'session')
     own = {'host': '127.0.0.1', 'port': '0', 'keys': str(inside / 'keys.jsonl'), 'idle_shutdown_s': 'None'}
     command = [sys.executable, '-m', 'sdpo_jax.launch.serve', *arguments]
     command += [f'--config.serve.http.{name}={value}' for name, value in own.items()]
-    root = str(pathlib.Path(__file__).parents[2])  # Root of the packages of this process.
+    root = str(pathlib.Path(__file__).parents[2])  # The folder of the package sdpo_jax.
     path = os.pathsep.join(filter(None, (root, os.environ.get('PYTHONPATH'))))
     try:
       with open(self._log, 'wb') as log:
@@ -56,7 +56,7 @@ class Embedded:
           stderr=log,
           cwd=folder,
           env={**os.environ, 'PYTHONPATH': path},
-          start_new_session=True,  # Only the terminal program gets Ctrl-C; it ends the service in its own time.
+          start_new_session=True,  # So that only the terminal program gets Ctrl-C.
         )
     except BaseException:
       self._folder.cleanup()
@@ -68,33 +68,33 @@ class Embedded:
       raise
 
   def client(self) -> ServiceClient:
-    """Return a client of the service."""
+    """Make a client of the service, with its key."""
     return ServiceClient(self.url, self._key, local=True)
 
   def wait(self, client: ServiceClient, stage: Callable[[str], None]) -> None:
-    """Wait until the service is ready; `stage` is called with its state until then.
+    """Wait until the service is ready; `stage` is called with the stages of its start.
 
     Raises:
-      UserError: the service ended; the message has its last lines.
+      UserError: the service has ended; the message has the last lines of its log.
     """
     try:
       client.wait(stage, self.check)
     except AnswerLost:
-      self._process.wait(_END_S)  # It has closed its port and is about to end.
+      self._process.wait(_END_S)  # Its port is closed, so it is about to end.
       self.check()
       raise
 
   def check(self) -> None:
-    """Raise a UserError with the service's last lines if it has ended."""
+    """Raise a UserError with the last lines of the log if the service has ended."""
     code = self._process.poll()
     if code is None:
       return
     lines = [printable(line, 1000) for line in self._read().splitlines() if line and not line.startswith('{')]
     why = lines[-1] if code == 2 and lines else '\n'.join(['', *lines[-_SHOWN:]])
-    raise UserError(f'The service of this program has ended with exit code {code}: {why}')
+    raise UserError(f'The service that this program has started ended with exit code {code}: {why}')
 
   def stop(self) -> None:
-    """End the service after it has stored its state; an interrupt meanwhile ends it at once."""
+    """Stop the service in order, and wait for its end; an interrupt meanwhile kills it."""
     try:
       if self._process.poll() is None:
         self._process.send_signal(signal.SIGTERM)

@@ -1,6 +1,6 @@
-"""Replaces itself by another program, which gets SIGTERM when its parent process ends for any reason.
+"""Runs another program in its place, which gets SIGTERM when its parent process ends for any reason.
 
-python embedded_child.py PARENT PROGRAM [ARGUMENT …]
+python embedded_child.py PARENT_PID PROGRAM [ARGUMENT …]
 """
 
 import ctypes
@@ -12,6 +12,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
+  """Ask the kernel for the signal, and replace this process by the program."""
   parent, *command = sys.argv[1:]
   libc = ctypes.CDLL(None, use_errno=True)
   if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0):

@@ -1,7 +1,7 @@
-"""Escaping of untrusted text, so that it can neither control the terminal nor hide anything from the reader.
+"""Escaping of untrusted text, which could otherwise control the terminal or hide something from the reader.
 
-A character that is invisible or a control is shown by its name between ⟨ and ⟩. These two are escaped in the same way,
-so that no two texts look alike: the original can be read back.
+Invisible and control characters are shown by their names between ⟨ and ⟩. These two are escaped in the same way, so
+that different texts look different, and the original can be recovered.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _ESCAPED = re.compile('⟨(?:U\\+([0-9A-F]{4,6})|([a-z]+))⟩')
 
 
 def visible(text: str, keep: str = '\n') -> str:
-  """Return a text with every character visible.
+  """Return a text in which every character is visible.
 
   Args:
-    text: untrusted text.
-    keep: control or invisible characters that are left as they are: newline, tab or space.
+    text: an untrusted text.
+    keep: invisible characters that are not escaped, among newline, tab and space.
   """
   return ''.join(
     letter if letter in keep or is_visible(letter) and letter not in '⟨⟩' else escaped(letter) for letter in text
@@ -28,16 +28,16 @@ def visible(text: str, keep: str = '\n') -> str:
 
 
 def visible_line(text: str) -> str:
-  """Escape one line of a file as `visible` does, with trailing spaces visible, too."""
+  """Return a line of a file in which every character is visible, including trailing spaces."""
   body = text.rstrip(' ')
   return visible(body, keep='') + escaped(' ') * (len(text) - len(body))
 
 
 def escaped(letter: str) -> str:
-  """Return the escape of a character."""
+  """Return the escape of a character, such as ⟨tab⟩ or ⟨U+200B⟩."""
   return f'⟨{_NAMES.get(letter) or f"U+{ord(letter):04X}"}⟩'
 
 
 def original(shown: str) -> str:
-  """Undo `visible`."""
+  """Return the text that `visible` has escaped."""
   return _ESCAPED.sub(lambda found: chr(int(found[1], 16)) if found[1] else _BY_NAME[found[2]], shown)

@@ -1,7 +1,7 @@
-"""The log of a session: what was shown and decided, a JSON object per line, each on disk before the next step.
+"""The history of a session: what was shown and decided, one JSON object per line, on disk before the next step.
 
-The file holds the session's token, so only its owner may read it. A killed program may leave a partial line at the end,
-which is cut off before the next line is appended.
+The file has the token of the session, so only its owner may read it. A killed program may leave an incomplete line at
+the end, which the next program removes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SUFFIX = '.jsonl'
 
 
 def state_folder(named: str | None) -> pathlib.Path:
-  """Return the folder of histories: that of --state, or the user's state folder."""
+  """Return the folder of histories: the value of --state, or the default within the user's state folder."""
   if named is not None:
     return pathlib.Path(named).expanduser()
   base = os.environ.get('XDG_STATE_HOME', '')
@@ -33,36 +33,36 @@ def state_folder(named: str | None) -> pathlib.Path:
 
 
 def find(folder: pathlib.Path, named: str | None) -> pathlib.Path:
-  """Return the path of a session's history.
+  """Find the history of a session.
 
   Args:
     folder: the folder of histories.
-    named: the id of the session; None: the most recently written one.
+    named: the id of the session; None: the one whose history was written last.
 
   Raises:
-    UserError: there is no such history.
+    UserError: the folder has no such history.
   """
   if named is not None:
     path = folder / f'{named}{SUFFIX}'
     if not _ID.fullmatch(named) or not path.is_file():
       raise UserError(
-        f'--resume={printable(named)}: {folder} has no history of such a session; ls {folder} lists them.'
+        f'--resume={printable(named)}: there is no history of that session; ls {folder} lists all histories.'
       )
     return path
   found = sorted(folder.glob(f'*{SUFFIX}'), key=lambda path: path.stat().st_mtime_ns) if folder.is_dir() else []
   if not found:
-    raise UserError(f'--resume: there is no history in {folder}; start a session without --resume.')
+    raise UserError(f'--resume: {folder} has no history; start a session without --resume.')
   return found[-1]
 
 
 class History:
-  """The history of one session; only one program at a time can open it."""
+  """The history of one session, which only one program can have open."""
 
   def __init__(self, path: pathlib.Path):
-    """Open a history and cut off a partial last line.
+    """Open a history, and remove an incomplete last line.
 
     Raises:
-      UserError: the file cannot be opened, is open in another program, or has an invalid line.
+      UserError: the file cannot be opened, is open in another program, or has an invalid record.
     """
     self.path, self._synced = path, True
     try:
@@ -70,7 +70,7 @@ class History:
       self._file = os.open(path, flags)
     except OSError as error:
       raise UserError(
-        f'The history {path} cannot be opened ({first_line(error)}): mend that, or begin anew.'
+        f'The history {path} cannot be opened ({first_line(error)}): make it readable, or start a new session.'
       ) from error
     try:
       self._lock()
@@ -81,15 +81,15 @@ class History:
 
   @classmethod
   def begin(cls, folder: pathlib.Path, session: str, opened: Mapping[str, Any]) -> History:
-    """Create the history of a newly opened session.
+    """Create the history of a new session.
 
     Raises:
-      UserError: the file cannot be written or already exists.
+      UserError: the file cannot be written, or exists already.
     """
     path = folder / f'{session}{SUFFIX}'
     try:
       if not _ID.fullmatch(session):
-        raise ValueError(f'{printable(session)!r} is no id of a session')
+        raise ValueError(f'{printable(session)!r} is not the id of a session')
       make_directory(folder)
       with contextlib.suppress(PermissionError):
         os.chmod(folder, 0o700)
@@ -97,7 +97,7 @@ class History:
       sync_directory(folder)
     except (OSError, ValueError) as error:
       raise UserError(
-        f'The history {path} cannot be made ({first_line(error)}): name a folder with --state.'
+        f'The history {path} cannot be created ({first_line(error)}): name another folder with --state.'
       ) from error
     history = cls(path)
     try:
@@ -109,13 +109,13 @@ class History:
 
   @property
   def opened(self) -> Mapping[str, Any]:
-    """Return the record of the session's opening: its id, token and service."""
+    """The first record, with the id, the token and the service of the session."""
     if not self.records or self.records[0]['kind'] != 'opened':
-      raise UserError(f'The history {self.path} does not say how its session was opened: begin a new one.')
+      raise UserError(f'The history {self.path} lacks its first record: start a new session.')
     return self.records[0]
 
   def add(self, kind: str, **values: Any) -> None:
-    """Append a record; it and all earlier ones are on disk when this returns.
+    """Append a record; when this returns, it and all earlier ones are on disk.
 
     Raises:
       UserError: the file cannot be written.
@@ -124,9 +124,9 @@ class History:
     self.sync()
 
   def note(self, kind: str, **values: Any) -> None:
-    """Append a record that reaches the disk at the next `sync` or `add`; raises as `add`."""
+    """Append a record, which is on disk after the next `sync` or `add`; raises as `add`."""
     record = {'kind': kind, 'time': time.time(), **jsonable(values)}
-    line = (json.dumps(record) + '\n').encode()  # In ASCII, so that lone surrogates can be written, too.
+    line = (json.dumps(record) + '\n').encode()  # ASCII, since UTF-8 has no lone surrogates.
     with self._told():
       while line:
         line = line[os.write(self._file, line) :]
@@ -146,11 +146,11 @@ class History:
       yield
     except OSError as error:
       raise UserError(
-        f'The history {self.path} cannot be written ({first_line(error)}): make room, then --resume.'
+        f'The history {self.path} cannot be written ({first_line(error)}): make room on its disk, then --resume.'
       ) from error
 
   def last(self, *kinds: str, **values: Any) -> Mapping[str, Any] | None:
-    """Return the newest record of one of these kinds with these values; None if there is none."""
+    """Return the newest record that has one of these kinds and these values; None: there is none."""
     wanted = values.items()
     return next(
       (
@@ -162,13 +162,14 @@ class History:
     )
 
   def close(self) -> None:
+    """Close the file, so that another program can open it."""
     os.close(self._file)
 
   def _lock(self) -> None:
     try:
       fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-      raise UserError(f'Another program has the session of {self.path} open: end that one first.') from error
+      raise UserError(f'Another program has the history {self.path} open: end that program first.') from error
     if os.fstat(self._file).st_mode & 0o077:
       os.fchmod(self._file, 0o600)
 
@@ -184,7 +185,7 @@ class History:
       except (ValueError, RecursionError):
         record = None
       if not isinstance(record, dict) or not isinstance(record.get('kind'), str):
-        raise UserError(f'{self.path}, line {number}: this is no record of a session: remove the line, or begin anew.')
+        raise UserError(f'{self.path}, line {number} is not a record of a session: remove the line, or start anew.')
       records.append(record)
     if whole < len(content):
       os.ftruncate(self._file, whole)

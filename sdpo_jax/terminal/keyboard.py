@@ -1,4 +1,4 @@
-"""Keyboard input: one key for a choice, editable lines, and an editor for longer texts."""
+"""Keyboard input: single keys for choices, editable lines, and an editor for longer texts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Keyboard:
       bindings.add(key)(lambda event, key=key: event.app.exit(result=key))
     bindings.add('c-c')(lambda event: event.app.exit(exception=KeyboardInterrupt))
     bindings.add('c-d')(lambda event: event.app.exit(result='q'))
-    # No line editor, so that other keys have no effect and are not shown.
+    # Not a line editor, so that other keys have no effect and are not shown.
     asked = Window(FormattedTextControl(question_of(keys)), dont_extend_height=True, wrap_lines=True)
     asking: Application[str] = Application(Layout(asked), key_bindings=bindings, color_depth=self._depth)
     key = asking.run()
@@ -69,7 +69,7 @@ class Keyboard:
 
 
 class Lines:
-  """Input by whole lines, from a terminal without cursor control."""
+  """Input line by line, from a terminal without cursor control."""
 
   def message(self) -> str | None:
     try:
@@ -101,15 +101,15 @@ class Lines:
 
 
 def question_of(keys: Mapping[str, str]) -> str:
-  """Return the line that lists the keys."""
+  """Return the line that lists keys with their meanings."""
   return '  '.join(f'[{key}] {meaning}' for key, meaning in keys.items())
 
 
 def in_editor(editor: str, text: str) -> str:
-  """Return a text after editing it in an editor.
+  """Let the person edit a text in an editor, and return the result.
 
   Raises:
-    EditorFailed: the editor cannot be started or has failed; nothing is changed then.
+    EditorFailed: the editor cannot be started, or has failed.
   """
   with tempfile.TemporaryDirectory(prefix='sdpo_session_') as folder:
     path = pathlib.Path(folder) / 'arguments.json'
@@ -117,11 +117,11 @@ def in_editor(editor: str, text: str) -> str:
     try:
       done = subprocess.run([*shlex.split(editor), str(path)], check=False)
       if done.returncode:
-        raise EditorFailed(f'The editor {editor} has ended with exit code {done.returncode}: nothing is changed.')
+        raise EditorFailed(f'The editor {editor} has ended with exit code {done.returncode}: nothing was changed.')
       return path.read_text(encoding='utf-8')
     except (OSError, ValueError) as error:
       raise EditorFailed(
-        f'The editor {editor} cannot be used ({first_line(error)}): set EDITOR to another one.'
+        f'The editor {editor} cannot be used ({first_line(error)}): set EDITOR to another editor.'
       ) from error
 
 

@@ -1,4 +1,4 @@
-"""The effect of a denial, an edit or a failure on the model, in a few lines."""
+"""A summary of what the adapter has learned from a decision or from failures, in a few lines."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from sdpo_jax.tables import aligned
 from sdpo_jax.terminal.escaping import visible
 from sdpo_jax.terminal.screen import Line
 
-_LONGEST = 24  # Characters of a token that are shown.
+_LONGEST = 24  # The most characters of a token that are shown.
 
 
 def lines_of(learned: Mapping[str, Any] | None, least: int) -> list[Line]:
-  """Describe what was learned, or why nothing was.
+  """Return lines on what was learned, or why nothing was.
 
   Args:
-    learned: the service's answer; None: there was nothing to learn.
-    least: examples that are learned together (`min_sdpo_examples`).
+    learned: the result from the service; None: there was nothing to learn.
+    least: how many examples are learned together (`min_sdpo_examples`).
   """
   if learned is None:
     return []
   before, after, waiting = learned['version_before'], learned['version_after'], learned['waiting']
   if not learned['accepted']:
     if waiting and learned['reason'] is None:
-      return [Line(f'Nothing learned yet: {waiting} of {least} examples wait (/flush learns them now).', 'note')]
-    why = visible(str(learned['reason'] or 'the service does not say why'), keep='')
-    return [Line(f'Not learned: a guard has refused it, and version {before} stays ({why}).', 'wrong')]
+      return [Line(f'Nothing learned yet: {waiting} of {least} examples wait (/flush learns from them now).', 'note')]
+    why = visible(str(learned['reason'] or 'the service gave no reason'), keep='')
+    return [Line(f'Not learned: a guard has rejected the new version, and version {before} stays ({why}).', 'wrong')]
   seconds = '' if learned['seconds'] is None else f' in {learned["seconds"]:.2f} s'
   turns = ', '.join(map(str, learned['turns']))
   noun = 'turn' if len(learned['turns']) == 1 else 'turns'
@@ -51,7 +51,7 @@ def _moved(moved: list[Mapping[str, Any]]) -> list[str]:
     before, after = one['before'], one['after']
     rows.append((_token(one['text']), str(one['position']), f'{before:.3f}', f'{after:.3f}', f'{after - before:+.3f}'))
   table = aligned(('token', 'position', 'log-prob before', 'after', 'change'), rows)
-  return ['Tokens that moved most:', *('  ' + line for line in table.split('\n'))]
+  return ['Tokens that changed most:', *('  ' + line for line in table.split('\n'))]
 
 
 def _token(text: str) -> str:

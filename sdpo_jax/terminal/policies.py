@@ -1,7 +1,7 @@
-"""Policies: which calls run without asking, and which never run.
+"""Policies, which decide what calls run without asking, and which never run.
 
-A policy is a list of rules, and the first one that matches decides; a call that matches none is asked about. As text,
-one rule per line; `#` begins a comment:
+A policy is a list of rules, of which the first that matches decides; the person is asked about calls that match none.
+In a text file, a line is a rule, or a comment if it begins with `#`:
 
     never write secrets/**
     allow read **
@@ -12,8 +12,8 @@ one rule per line; `#` begins a comment:
 As JSON: `[{"rule": "allow", "tool": "read", "pattern": "**"}, {"rule": "never", "tool": "bash"}]`.
 
 A pattern is matched against the path of a call; for `glob` against its pattern, for `bash` against the whole command.
-In a path `*` and `?` do not match a slash, `**` does. In a command `*` matches anything except characters that join,
-redirect, nest or expand, so that `allow bash rg *` does not allow `rg x; rm -r .`.
+In paths, `*` and `?` do not match slashes, but `**` does. In commands, the `*` of an `allow` rule matches anything
+except characters that join, redirect, nest or expand, so that `allow bash rg *` does not allow `rg x; rm -r .`.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from sdpo_jax.environments.workspace.tools import TOOLS
 from sdpo_jax.errors import UserError, first_line, short_repr
 
 Verb = Literal['allow', 'ask', 'never']
-ANY = '*'  # The name that stands for all tools.
+ANY = '*'  # Stands for all tools.
 _VERBS = ('allow', 'ask', 'never')
-# With these a command runs, reads or writes something other than its first word says. A dollar is enough:
+# With these, a command can run, read or write more than its first word suggests. A dollar suffices:
 # `${x:=$'\\x24\\x28ls\\x29'} ${x@P}` and `$[x]` execute the value of a variable.
 _JOINS = '&;|<>()`$\n\r\0'
 
 
 @dataclasses.dataclass(frozen=True)
 class CallRule:
-  """A rule: the verdict on calls of a tool that match a pattern."""
+  """A rule for calls of a tool that match a pattern."""
 
   verb: Verb
   tool: str = ANY
   pattern: str | None = None  # None: all calls of the tool.
-  exact: bool = False  # Whether the pattern is literal, even with a * in it.
+  exact: bool = False  # Whether the pattern is literal, even if it has a *.
 
   def __str__(self) -> str:
     words = [self.verb] if self == CallRule(self.verb) else [self.verb, self.tool]
@@ -55,8 +55,8 @@ class CallRule:
     """Return whether the rule applies to a call.
 
     Args:
-      tool: the called tool.
-      subjects: all names of the call's path, or its command.
+      tool: the name of the tool.
+      subjects: all names of the path of the call, or its command, see `subjects_of`.
     """
     if self.tool not in (ANY, tool):
       return False
@@ -68,27 +68,27 @@ class CallRule:
       whole = _command_pattern(self.pattern, narrow=self.verb == 'allow')
     else:
       whole = _path_pattern(self.pattern)
-    # `allow` must match all names of a path; for other verbs one is enough.
+    # `allow` must match all names of a path; for other rules one suffices.
     return (all if self.verb == 'allow' else any)(whole.fullmatch(subject) for subject in subjects)
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-  """A policy's verdict on a call."""
+  """What a policy decides about a call."""
 
   verb: Verb
-  rule: CallRule | None  # None: no rule matches.
+  rule: CallRule | None  # The rule that decides; None: no rule matches.
 
 
 class ApprovalPolicy:
-  """The rules of a session; rules that a person adds later override `ask`, but never `never`."""
+  """The rules of a session; rules that the person adds override `ask` rules, but not `never` rules."""
 
   def __init__(self, rules: Iterable[CallRule] = ()):
     self.rules = tuple(rules)
     self.added: list[CallRule] = []
 
   def verdict(self, tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path) -> Verdict:
-    """Return the verdict on a call with checked arguments."""
+    """Return the verdict on a call, whose arguments must be valid."""
     subjects = subjects_of(tool, arguments, workspace)
     found = next((rule for rule in self.rules if rule.matches(tool, subjects)), None)
     if found is not None and found.verb == 'never':
@@ -96,11 +96,11 @@ class ApprovalPolicy:
     if found is None or found.verb == 'ask':
       found = next((rule for rule in self.added if rule.matches(tool, subjects)), found)
     if found is not None and found.verb == 'allow' and tool == 'grep' and self._hides_files():
-      return Verdict('ask', None)  # It reads all files below a folder, including forbidden ones.
+      return Verdict('ask', None)  # grep reads all files below a folder, including forbidden ones.
     return Verdict('ask' if found is None else found.verb, found)
 
   def never(self, tool: str) -> bool:
-    """Return whether no call of a tool can run, so that it need not be described to the model."""
+    """Return whether no call of a tool can ever run, so that the model need not know the tool."""
     about = next((rule for rule in self.rules if rule.tool in (ANY, tool)), None)
     return about is not None and about.verb == 'never' and about.pattern is None
 
@@ -109,22 +109,22 @@ class ApprovalPolicy:
 
 
 def subjects_of(tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path) -> list[str]:
-  """Return the texts that patterns are matched against: the path as given and with links resolved, or the command."""
+  """Return what patterns are matched against: the path, as given and with links resolved, or the command."""
   if tool == 'bash':
     return [arguments['command'].strip(' ')]
   if tool == 'glob':
     return [arguments['pattern']]
   root = os.path.realpath(workspace)
   path = os.path.join(root, arguments.get('path', '.'))
-  if '\0' in path:  # Rejected by every tool.
+  if '\0' in path:  # All tools reject it.
     return [path]
-  # Resolve `link/..` textually first, as the tools do.
+  # Resolve `..` textually first, as the tools do.
   name = os.path.relpath(path, root)
   return list(dict.fromkeys((name, os.path.relpath(os.path.realpath(os.path.join(root, name)), root))))
 
 
 def suggestion(tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path) -> str:
-  """Return the pattern of a rule that allows a call and, if `exact`, nothing else: its path or its command."""
+  """Return the pattern of an `exact` rule that allows this call and no other: its path or its command."""
   return subjects_of(tool, arguments, workspace)[0]
 
 
@@ -132,7 +132,7 @@ def load(value: str) -> ApprovalPolicy:
   """Load the policy that --policy names: `ask`, or a file.
 
   Raises:
-    UserError: the file does not exist, or a line is not a valid rule.
+    UserError: the file cannot be read, or has an invalid rule.
   """
   if value == 'ask':
     return ApprovalPolicy()
@@ -144,14 +144,14 @@ def load(value: str) -> ApprovalPolicy:
 
 
 def parse(text: str, where: str) -> list[CallRule]:
-  """Parse the rules of a text or of JSON.
+  """Parse rules from text or JSON.
 
   Args:
-    text: content of a policy file.
-    where: its name, for errors.
+    text: the content of a policy file.
+    where: the name of the file, for error messages.
 
   Raises:
-    UserError: a line is not a valid rule; the message has its number.
+    UserError: a rule is invalid; the message has its number.
   """
   if text.lstrip().startswith('['):
     return _parse_json(text, where)
@@ -166,17 +166,17 @@ def parse(text: str, where: str) -> list[CallRule]:
 
 
 def make_rule(verb: Any, tool: Any, pattern: Any, where: str) -> CallRule:
-  """Return a rule; raises UserError if it is invalid."""
+  """Validate the parts of a rule, and return it; raises UserError, which begins with `where`."""
   if verb not in _VERBS:
-    raise UserError(f'{where}: a rule begins with allow, ask or never, not {short_repr(verb)}.')
+    raise UserError(f'{where}: a rule must begin with allow, ask or never, not {short_repr(verb)}.')
   if not isinstance(tool, str) or (tool != ANY and tool not in TOOLS):
-    raise UserError(f'{where}: there is no tool {short_repr(tool)}; there are {", ".join(TOOLS)}, and * for all.')
+    raise UserError(f'{where}: there is no tool {short_repr(tool)}, only {", ".join(TOOLS)}, and * for all.')
   if pattern is not None and not (isinstance(pattern, str) and pattern):
     raise UserError(f'{where}: the pattern must be a text, not {short_repr(pattern)}.')
   if verb == 'allow' and tool == ANY:
-    raise UserError(f'{where}: a rule that allows names its tool; write one for each of {", ".join(TOOLS)}.')
+    raise UserError(f'{where}: a rule with allow must name one tool: write a rule for each of {", ".join(TOOLS)}.')
   if verb == 'allow' and pattern is None:
-    raise UserError(f'{where}: say what of {tool} is allowed, such as allow {tool} {"*" if tool == "bash" else "**"}.')
+    raise UserError(f'{where}: allow needs a pattern, such as allow {tool} {"*" if tool == "bash" else "**"}.')
   return CallRule(verb, tool, pattern)
 
 
@@ -184,12 +184,12 @@ def _parse_json(text: str, where: str) -> list[CallRule]:
   try:
     values = json.loads(text)
   except (ValueError, RecursionError) as error:
-    raise UserError(f'{where} is not JSON ({first_line(error)}): mend it, or write one rule a line.') from error
+    raise UserError(f'{where} is not JSON ({first_line(error)}): correct it, or write one rule per line.') from error
   rules = []
   for number, value in enumerate(values, start=1):
     at = f'{where}, rule {number}'
     if not isinstance(value, dict) or value.keys() - {'rule', 'tool', 'pattern'}:
-      raise UserError(f'{at}: a rule has rule, tool and pattern, unlike {short_repr(value)}.')
+      raise UserError(f'{at}: a rule must be an object with rule, tool and pattern, not {short_repr(value)}.')
     rules.append(make_rule(value.get('rule'), value.get('tool', ANY), value.get('pattern'), at))
   return rules
 

@@ -1,4 +1,4 @@
-"""The terminal program: connects a service, a session, a workspace and the person."""
+"""The terminal program, from its options to its exit code."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from sdpo_jax.environments.workspace.shell import Shell
 from sdpo_jax.environments.workspace.tools import Toolbox
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import read_json_object
+from sdpo_jax.tables import counted
 from sdpo_jax.terminal import history as histories
 from sdpo_jax.terminal import policies, script
 from sdpo_jax.terminal.client import AnswerLost, Refused, ServiceClient, SessionClient
@@ -29,42 +30,42 @@ from sdpo_jax.terminal.session_loop import Conversation
 from sdpo_jax.terminal.work import Workbench
 
 DEFAULT_CONFIG = 'configs/session_quickstart.py'
-KEY = 'SDPO_API_KEY'  # Environment variable with the service's API key.
+KEY = 'SDPO_API_KEY'  # The environment variable with the API key of the service.
 
 
 @dataclasses.dataclass(frozen=True)
 class CommandOptions:
-  """The command line's options; None where not given."""
+  """The options on the command line; None: not given."""
 
-  url: str | None = None  # Address of a service; None: start one.
-  config: str | None = None  # Configuration of a service to start.
-  overrides: Sequence[tuple[str, str]] = ()  # Settings that override that configuration, as text.
-  adapter: str | None = None  # Name or id.
-  workspace: str | None = None
-  script: str | None = None
-  policy: str | None = None
-  state: str | None = None  # Folder of histories.
+  url: str | None = None  # The address of a service; None: start one.
+  config: str | None = None  # The config of a service to start.
+  overrides: Sequence[tuple[str, str]] = ()  # Settings that override those of the config, with values as text.
+  adapter: str | None = None  # The name or id of the adapter.
+  workspace: str | None = None  # The folder in which the model works.
+  script: str | None = None  # A file with input, or - for a pipe; None: the keyboard.
+  policy: str | None = None  # A file with rules, or ask.
+  state: str | None = None  # The folder of histories.
   resume: bool = False
-  session: str | None = None  # Session to resume; None: the newest.
+  session: str | None = None  # The id of the session to resume; None: the newest.
   system: str | None = None  # The system message of a new session.
-  settings: str | None = None  # JSON file with further settings of a new session.
-  seed: int | None = None
+  settings: str | None = None  # A JSON file with further settings of a new session.
+  seed: int | None = None  # Makes proposals reproducible.
 
 
 def run(options: CommandOptions) -> int:
   """Run a session and return the exit code.
 
   Raises:
-    UserError: something named on the command line is missing or cannot be used.
+    UserError: an option is invalid, or the service cannot be used.
   """
   if options.url is not None and (options.config is not None or options.overrides):
-    raise UserError('--url names a service that runs, --config one to be started: leave one of them out.')
+    raise UserError('--url names a running service, and --config one to start: leave one of them out.')
   with contextlib.ExitStack() as stack:
     return _held(options, stack)
 
 
 def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
-  """Run a session; everything to be closed afterwards is on the stack."""
+  """Run a session; pushes what must be closed afterwards onto the stack."""
   folder = histories.state_folder(options.state)
   history = None
   known: Mapping[str, Any] = {}
@@ -85,7 +86,7 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
   inputs = _inputs(options, screen)
   toolbox = _toolbox(workspace, policy)
   settings = _settings(options, toolbox, policy)
-  client, where = _service(options, known, stack)  # Last, since starting a service takes a while.
+  client, where = _service(options, known, stack)  # Last, since starting a service is slow.
   try:
     if history is None:
       adapter = client.adapter(options.adapter or 'session')
@@ -101,21 +102,16 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
   written = history
   screen.record = lambda text: written.note('shown', text=text)
   at = f'adapter {learner["name"]!r} at version {learner["version"]}'
-  screen.say(f'Session {session.id} in {workspace}, {at}; /help says what can be typed.')
+  screen.say(f'Session {session.id} in {workspace}, {at}; /help lists keys and commands.')
   if turns:
-    count = 'One turn' if len(turns) == 1 else f'{len(turns)} turns'
-    screen.say(f'{count} so far, the newest by version {turns[-1]["version"]}; /history shows all.')
+    newest = turns[-1]['version']
+    screen.say(f'{counted(len(turns), "turn")} so far, the newest by version {newest}; /history shows all.')
   workbench = Workbench(toolbox, workspace)
   try:
     return Conversation(session, state['settings'], history, screen, inputs, workbench, policy, options.seed).run()
   finally:
-    _announce(f'The session is kept: {_resuming(options, session.id)}')
-
-
-def _resuming(options: CommandOptions, session: str) -> str:
-  """Return the command that resumes a session."""
-  state = [] if options.state is None else [f'--state={options.state}']
-  return command_line('session', f'--resume={session}', *state)
+    state = [] if options.state is None else [f'--state={options.state}']
+    _announce(f'Resume the session with: {command_line("session", f"--resume={session.id}", *state)}')
 
 
 def _announce(text: str) -> None:
@@ -123,7 +119,7 @@ def _announce(text: str) -> None:
 
 
 def _take_all_texts() -> None:
-  """Let the program survive bytes that are not text and characters that the terminal lacks."""
+  """Keep input that is not valid text, and output that the terminal cannot encode, from raising errors."""
   for stream, errors in ((sys.stdin, 'surrogateescape'), (sys.stdout, 'backslashreplace')):
     if isinstance(stream, io.TextIOWrapper):
       stream.reconfigure(errors=errors)
@@ -132,31 +128,31 @@ def _take_all_texts() -> None:
 def _workspace(named: str, states: pathlib.Path) -> pathlib.Path:
   path = pathlib.Path(named).expanduser().resolve()
   if not path.is_dir():
-    raise UserError(f'--workspace={named} is not a folder: name the one that the model is to work in.')
+    raise UserError(f'--workspace={named} is not a folder: name the folder in which the model should work.')
   if states.expanduser().resolve().is_relative_to(path):
     raise UserError(
-      f'The workspace {path} holds the histories of sessions ({states}), which the model is not to read: name a folder '
-      'within it, or another place for them with --state.'
+      f'The workspace {path} contains the histories of sessions ({states}), which the model must not read: name a '
+      'folder within it, or another folder for the histories with --state.'
     )
   return path
 
 
 def _toolbox(workspace: pathlib.Path, policy: ApprovalPolicy) -> Toolbox:
-  """Return the tools, without commands (and a message) if the machine cannot confine them to the workspace."""
+  """Make the tools; without bash, and with a message, if commands cannot be confined to the workspace."""
   shell = None
   if not policy.never('bash'):
     try:
       shell = Shell(workspace)
     except UserError as error:
-      _announce(f'The model cannot run commands here. {error}')
+      _announce(f'The model cannot run commands on this machine. {error}')
   return Toolbox(workspace, shell)
 
 
 def _settings(options: CommandOptions, toolbox: Toolbox, policy: ApprovalPolicy) -> dict[str, Any]:
-  """Return the settings of a new session."""
+  """Return the settings of a new session: those of the options, and the schemas of the tools."""
   given = {} if options.settings is None else read_json_object(options.settings, 'name another file with --settings')
   if 'tools' in given:
-    raise UserError(f'{options.settings}: the tools are those of this program: leave them out.')
+    raise UserError(f'{options.settings} has tools, which this program defines: leave them out.')
   if options.system is not None:
     given['system'] = options.system
   given['tools'] = [tool.schema() for name, tool in toolbox.tools.items() if not policy.never(name)]
@@ -166,7 +162,7 @@ def _settings(options: CommandOptions, toolbox: Toolbox, policy: ApprovalPolicy)
 def _service(
   options: CommandOptions, known: Mapping[str, Any], stack: contextlib.ExitStack
 ) -> tuple[ServiceClient, dict[str, Any]]:
-  """Return a ready service, and the fields with which a history can find it again."""
+  """Connect to a service or start one; return its client, and what a history needs to find it again."""
   url = options.url or (None if options.config is not None else known.get('url'))
   try:
     if url is not None:
@@ -179,7 +175,7 @@ def _service(
       arguments = [f'--config={options.config or DEFAULT_CONFIG}']
       arguments += [f'--config.{name}={text}' for name, text in options.overrides]
     folder = known.get('folder') or os.getcwd()
-    _announce('Starting a service of its own; the first start compiles its programs.')
+    _announce('Starting a service; the first start compiles its programs.')
     service = Embedded(arguments, pathlib.Path(folder))
     stack.callback(service.stop)
     client = service.client()
@@ -194,7 +190,7 @@ def _inputs(options: CommandOptions, screen: Screen) -> Inputs:
   if options.script is not None:
     return script.Script(script.lines_of(options.script), options.script, lambda line: screen.say(line, 'head'))
   if not sys.stdin.isatty():
-    raise UserError('The standard input is no terminal: --script=- takes one input a line from it.')
+    raise UserError('The standard input is not a terminal: add --script=- to read one input per line from it.')
   if is_plain() or not sys.stdout.isatty():
     return Lines()
   return Keyboard(colours=has_colours(sys.stdout, os.environ))

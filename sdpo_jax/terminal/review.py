@@ -1,4 +1,4 @@
-"""The person's review of calls: shown, approved, edited or denied, and checked again before they run."""
+"""Review of calls: the person approves, edits or denies them, and they are checked again before they run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sdpo_jax.terminal.policies import ApprovalPolicy, make_rule, suggestion
 from sdpo_jax.terminal.screen import Line, Screen
 from sdpo_jax.terminal.work import Workbench
 
-_SHOWN = 40  # Lines of a tool's answer that are shown; the model reads all of it.
+_SHOWN = 40  # The most lines of a tool's output that are shown; the model reads all of it.
 _APPROVE = {'y': 'approve', 'a': 'always allow', 'n': 'deny', 'e': 'edit'}
 _REFUSED = {'n': 'deny', 'e': 'edit', 't': 'tell the model'}
 _AGAIN = {'y': 'run it', 's': 'leave it out'}
@@ -28,16 +28,16 @@ _NEVER = 'The person never lets this be run.'
 
 @dataclasses.dataclass(frozen=True)
 class Reviewed:
-  """The outcome of a proposal's review."""
+  """The outcome of the review of a proposal."""
 
-  decision: Mapping[str, Any]  # In the service's form.
+  decision: Mapping[str, Any]  # The decision as the service takes it.
   told: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)  # Calls not to run, and why.
-  approved: Mapping[int, Proposed] = dataclasses.field(default_factory=dict)  # As shown when they were approved.
-  says: str | None = None  # A further message to the model.
+  approved: Mapping[int, Proposed] = dataclasses.field(default_factory=dict)  # Calls as they were shown, by index.
+  says: str | None = None  # A message to send to the model afterwards.
 
 
 class Reviewer:
-  """Asks the person to approve, edit or deny calls."""
+  """Shows calls, asks the person to approve, edit or deny them, and runs what was approved."""
 
   def __init__(
     self,
@@ -52,10 +52,10 @@ class Reviewer:
     self._history, self._command = history, command
 
   def review(self, turn: Mapping[str, Any]) -> Reviewed:
-    """Return the decision of the person, or the policy, on a proposal; judges all of its calls before one runs.
+    """Return the decision on a proposal, by the person or the policy; all its calls are reviewed before one runs.
 
     Raises:
-      Leave: the person leaves; the proposal stays open.
+      Leave: the person leaves the program; the proposal stays open.
     """
     if turn['fault'] is not None:
       return self._review_fault(turn)
@@ -108,15 +108,15 @@ class Reviewer:
     reviewed: Reviewed | None,
     begun: bool,
   ) -> dict[str, Any]:
-    """Return the result of an approved call: run it if its effect is still the approved one, or else ask.
+    """Return the result of an approved call; if its effect is no longer the approved one, ask before running it.
 
     Args:
-      number: number of the turn.
-      index: index of the call.
-      call: its name and arguments.
-      told: why it is not to be run; None: it is to be run.
-      reviewed: the approvals of this program; None: it was approved in an earlier one.
-      begun: whether an earlier program has started it.
+      number: the number of the turn.
+      index: the index of the call.
+      call: the name and the arguments of the call.
+      told: why not to run the call; None: run it.
+      reviewed: the review, if it was in this process; None: the call was approved in an earlier one.
+      begun: whether an earlier process has started to run the call.
     """
     if told is not None:
       return _result(index, ToolAnswer(False, told['text'], field=told['field'], line=told['line']))
@@ -131,14 +131,14 @@ class Reviewer:
         break
       if begun:
         why, left = (
-          'The program ended while this was running: it may have done its work, or a part of it.',
+          'The program ended while this was running: it may have run completely, or in part.',
           'The program that ran this ended meanwhile; whether it has done its work is not known.',
         )
       elif approved is None:
-        why, left = 'This was approved, and the program ended before it ran.', 'The person has left this out.'
+        why, left = 'This was approved, but the program ended before it ran.', 'The person has left this out.'
       else:
         why, left = (
-          'The files have changed since this was approved; this is what it would do now.',
+          'The files have changed since this was approved; this is what it would do now:',
           'The files had changed, and the person has left this out.',
         )
       choice = self._ask([Line(why, 'wrong')], described(now), _AGAIN)
@@ -151,11 +151,11 @@ class Reviewer:
     return _result(index, answer)
 
   def _review_fault(self, turn: Mapping[str, Any]) -> Reviewed:
-    """Judge a proposal with an invalid call: none of its calls runs, for that would be half of a plan."""
+    """Review a proposal with an invalid call; no call runs, since the plan would be incomplete."""
     fault = turn['fault']
     lines = [line for call in turn['calls'] for line in described(self._look(call['name'], call['arguments']))]
-    head = Line(f'The answer holds a call that cannot be read: {visible(fault, keep="")}', 'wrong')
-    # An earlier call that stayed in the conversation would need a result.
+    head = Line(f'The answer has an invalid call: {visible(fault, keep="")}', 'wrong')
+    # Valid calls that stay in the conversation would need results.
     keys = {'n': 'deny'} if turn['calls'] else {'n': 'deny', 't': 'tell the model'}
     while True:
       choice = self._ask([head], lines, keys)
@@ -167,14 +167,14 @@ class Reviewer:
       self._screen.say('A denial needs a reason: the model learns from it.')
 
   def _judged(self, head: str, proposed: Proposed, may_edit: bool, edited: bool, changes: bool) -> Choice | None:
-    """Return the person's choice on a call; None if a rule allows it.
+    """Return the choice of the person on a call; None: a rule allows it.
 
     Args:
-      head: title that says which call it is.
-      proposed: the call.
-      may_edit: whether its arguments may be changed.
-      edited: whether the arguments of any call of this proposal were changed.
-      changes: whether an earlier call changes files.
+      head: a title that tells which call it is.
+      proposed: the checked call.
+      may_edit: whether the person may edit its arguments.
+      edited: whether a call of this proposal was edited already.
+      changes: whether an earlier call of this proposal changes files.
     """
     notes: list[Line] = []
     if proposed.wrong is not None:
@@ -189,7 +189,7 @@ class Reviewer:
     elif proposed.wrong is None:
       keys = _APPROVE
     elif proposed.wrong.for_now and changes:
-      notes.append(Line('A call before it may change that: it is shown again before it runs.', 'note'))
+      notes.append(Line('An earlier call may change that; the call is shown again before it runs.', 'note'))
       keys = {name: meaning for name, meaning in _APPROVE.items() if name != 'a'}
     else:
       keys = _REFUSED
@@ -199,10 +199,10 @@ class Reviewer:
     )
 
   def _ask(self, head: list[Line], lines: list[Line], keys: Mapping[str, str]) -> Choice:
-    """Show a call completely and return the person's choice.
+    """Show a call, and return the choice of the person; approval is possible only after all lines were shown.
 
     Raises:
-      Leave: the person leaves.
+      Leave: the person leaves the program.
     """
     self._screen.show(head)
     left = self._page(lines)
@@ -216,23 +216,23 @@ class Reviewer:
       if choice.key == COMMAND:
         self._command(choice.rest or '')
       elif choice.key == 'v' or (left and choice.key in 'ya'):
-        left = self._page(left)  # Approval is possible only once everything was shown.
+        left = self._page(left)
       else:
         return choice
 
   def _page(self, lines: list[Line]) -> list[Line]:
-    """Show a page and return the remaining lines."""
+    """Show the first page of lines, and return the others."""
     shown, left = self._screen.page_of(lines)
     self._screen.show(shown)
     return left
 
   def _allowed(self, proposed: Proposed, pattern: str | None) -> bool:
-    """Add a rule that allows a call; return whether it does so."""
+    """Add a rule that allows a call; return whether it was added."""
     default = suggestion(proposed.name, proposed.arguments, self._workbench.workspace)
     pattern = pattern or self._inputs.line(f'Always allow {proposed.name} with this pattern: ', default)
     try:
       rule = make_rule('allow', proposed.name, pattern, 'This rule')
-      # The call's own text is literal: `rm *.pyc` must not allow `rm -r src a.pyc`.
+      # If it is the call itself, the pattern is literal: `rm *.pyc` must not allow `rm -r src a.pyc`.
       rule = dataclasses.replace(rule, exact=pattern == default)
     except UserError as error:
       self._screen.say(str(error), 'wrong')
@@ -240,13 +240,13 @@ class Reviewer:
     self._policy.added.append(rule)
     if self._look(proposed.name, proposed.arguments).verdict.verb != 'allow':
       self._policy.added.remove(rule)
-      self._screen.say(f'{rule} does not match this call, or another rule comes before it: approve it with y.', 'wrong')
+      self._screen.say(f'{rule} does not match this call, or another rule precedes it: approve it with y.', 'wrong')
       return False
     self._screen.say(f'From now on: {rule}')
     return True
 
   def _edited(self, proposed: Proposed, text: str | None) -> Mapping[str, Any] | None:
-    """Return new arguments of a call; None if they are unchanged or invalid."""
+    """Return new arguments of a call; None: they are unchanged or invalid."""
     before = json.dumps(proposed.arguments, ensure_ascii=False, indent=2)
     try:
       given = json.loads(text if text is not None else self._inputs.edited(before))
@@ -254,13 +254,13 @@ class Reviewer:
       self._screen.say(str(error), 'wrong')
       return None
     except (ValueError, RecursionError) as error:
-      self._screen.say(f'The arguments are not JSON ({first_line(error)}): nothing is changed.', 'wrong')
+      self._screen.say(f'The arguments are not JSON ({first_line(error)}): nothing was changed.', 'wrong')
       return None
     if not isinstance(given, dict):
-      self._screen.say(f'The arguments must be an object, not {short_repr(given)}: nothing is changed.', 'wrong')
+      self._screen.say(f'The arguments must be an object, not {short_repr(given)}: nothing was changed.', 'wrong')
       return None
     if given == proposed.arguments:
-      self._screen.say('The arguments are as they were.')
+      self._screen.say('The arguments are unchanged.')
       return None
     return given
 
@@ -269,15 +269,15 @@ class Reviewer:
 
 
 def _shown(answer: ToolAnswer) -> list[Line]:
-  """Return the lines of a tool's answer that the person sees."""
-  lines = visible(answer.text.rstrip('\n'), keep='\n\t').split('\n')  # Tabs stay: answers are not subject to approval.
+  """Return the first lines of a tool's output, for the person."""
+  lines = visible(answer.text.rstrip('\n'), keep='\n\t').split('\n')  # Tabs are harmless here: nothing is approved.
   style = 'note' if answer.ok else 'wrong'
   found = [Line(f'  {line}', style) for line in lines[:_SHOWN]]
   more = len(lines) - _SHOWN
-  return found + ([Line(f'  … {more} more lines, which the model reads', 'note')] if more > 0 else [])
+  return found + ([Line(f'  … {more} more lines, which only the model reads', 'note')] if more > 0 else [])
 
 
 def _result(index: int, answer: ToolAnswer) -> dict[str, Any]:
-  """Return an answer in the service's form."""
+  """Return an answer of a tool as the service takes results."""
   values = {name: getattr(answer, name) for name in ('ok', 'text', 'exit_code', 'field', 'line')}
   return {'call': index, 'stderr': None, **values}

@@ -1,4 +1,4 @@
-"""Styled output: in colours on a terminal that supports them, as plain text otherwise."""
+"""Output: styled on a terminal that supports colours, and plain text otherwise."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ _STYLES = {
   'wrong': 'bold red',
   'command': 'bold yellow',
 }
-_AROUND = 6  # Lines of a page that are left for the question.
+_AROUND = 6  # Lines of a page that are reserved for the question.
 
 
 class Line(NamedTuple):
-  """A line that is safe to show: nothing in it controls the terminal."""
+  """A line of text without characters that control the terminal, and the name of its style."""
 
   text: str
   style: str = ''
 
 
 def has_colours(out: TextIO, environment: Mapping[str, str]) -> bool:
-  """Return whether to use colours: the output is a terminal, without NO_COLOR or TERM=dumb."""
+  """Return whether to use colours: on a terminal, unless NO_COLOR or TERM=dumb is set."""
   return out.isatty() and not environment.get('NO_COLOR') and environment.get('TERM', 'dumb') != 'dumb'
 
 
 class Screen:
-  """Shows lines and records them in a history."""
+  """A screen that shows lines, and passes everything shown on to a history."""
 
   def __init__(self, out: TextIO, *, colours: bool, paged: bool, record: Callable[[str], None] = lambda text: None):
     """Make a screen.
 
     Args:
       out: the stream to write to.
-      colours: whether to show styles; otherwise only text and newlines are written.
-      paged: whether to page, as a person is at the terminal.
+      colours: whether to show styles; otherwise only text is written.
+      paged: whether to split long output into pages, for a person at a terminal.
       record: called with everything that was shown.
     """
     self._out, self._paged, self.record = out, paged, record
@@ -59,10 +59,7 @@ class Screen:
     self._draft = ''
 
   def page_of(self, lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
-    """Split lines into those of the first page and the rest.
-
-    Counts the rows that they take up; a line longer than a page is split.
-    """
+    """Split lines into those of the first page and the others; a line longer than a page is split, too."""
     if not self._paged:
       return list(lines), []
     columns, height = shutil.get_terminal_size()
@@ -80,7 +77,7 @@ class Screen:
     return shown, left
 
   def show(self, lines: Iterable[Line]) -> None:
-    """Show and record lines."""
+    """Show lines, and record them."""
     shown = list(lines)
     for line in shown:
       if self._console is None:
@@ -92,11 +89,11 @@ class Screen:
       self.record('\n'.join(line.text for line in shown))
 
   def say(self, text: str, style: str = 'note') -> None:
-    """Show an untrusted text, escaped."""
+    """Show a text, which may be untrusted since it is escaped."""
     self.show(Line(line, style) for line in visible(text).split('\n'))
 
   def draft(self, text: str) -> None:
-    """Show a piece of an answer as it is drawn."""
+    """Show a piece of an answer while it is sampled."""
     self._draft += text
     shown = visible(text, keep='\n\t')
     if self._console is None:
@@ -106,14 +103,14 @@ class Screen:
     self._out.flush()
 
   def end_draft(self, whole: str | None = None) -> None:
-    """End an answer.
+    """End a streamed answer, and record it.
 
     Args:
-      whole: the complete answer; its unshown part is shown now. None: it was broken off.
+      whole: the complete answer, of which the missing part is shown now; None: the answer was interrupted.
     """
     if whole is not None and not whole.startswith(self._draft):
       self.end_draft()
-      self.say('The answer in the end is another one:')
+      self.say('The final answer differs:')
     if whole is not None:
       self.draft(whole[len(self._draft) :])
     shown, self._draft = self._draft, ''
@@ -124,7 +121,7 @@ class Screen:
       self.record(visible(shown, keep='\n\t'))
 
   def beside(self, left: tuple[str, str], right: tuple[str, str]) -> None:
-    """Show two texts with their titles, side by side if there is room."""
+    """Show two texts with titles, side by side if there is room."""
     column = 0 if self._console is None else (shutil.get_terminal_size().columns - 3) // 2
     if column < 40:
       for title, text in (left, right):
@@ -139,10 +136,10 @@ class Screen:
 
 
 def _folded(text: str, column: int) -> list[str]:
-  """Split a text into lines of at most `column` characters without losing any."""
+  """Split a text into lines of at most `column` characters, without dropping any."""
   return [line[start : start + column] for line in text.split('\n') for start in range(0, max(1, len(line)), column)]
 
 
 def is_plain(environment: Mapping[str, str] = os.environ) -> bool:
-  """Return whether the terminal shows only lines, without cursor control."""
+  """Return whether the terminal has no cursor control."""
   return environment.get('TERM', 'dumb') == 'dumb'

@@ -1,16 +1,16 @@
 """Scripted input: a file with one input per line, or a pipe.
 
-  Fix the test.            a text for the model
-  y                        approves the call that is proposed
-  a [PATTERN]              … and allows its like from then on
+  Fix the test.            sends a message to the model
+  y                        approves the proposed call
+  a [PATTERN]              approves it, and allows such calls from then on
   n REASON                 denies it
-  e {"path": "a.py"}       has it run with these arguments
+  e {"path": "a.py"}       replaces its arguments
   t                        tells the model what is wrong with it
-  s                        leaves a call out that cannot be run as it was approved
-  /COMMAND                 a command
-  q                        leaves
+  s                        skips a call whose effect has changed since its approval
+  /COMMAND                 runs a command
+  q                        leaves the program
 
-Empty lines and those that begin with # are skipped. A text that begins like a decision is written behind a space.
+Empty lines and lines that begin with # are skipped. A message that looks like a decision must begin with a space.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _DECISIONS = 'yanetsq'
 
 
 class OutOfStep(UserError):
-  """A line of a script does not answer the current question."""
+  """A line of a script does not fit the current question."""
 
 
 class Script:
-  """Inputs from a script; each is shown as it is used."""
+  """Input from the lines of a script, each of which is shown when it is used."""
 
   def __init__(self, lines: Iterable[str], name: str, show: Callable[[str], None]):
-    """Start a script.
+    """Make a source of input from a script.
 
     Args:
-      lines: its lines; read one by one as they are needed, so that a pipe may answer.
-      name: name of the script in errors.
+      lines: the lines, read one by one as they are needed, so that a pipe can react to output.
+      name: the name of the script, for error messages.
       show: called with each line that is used.
     """
     self._lines, self._name, self._show, self._number = iter(lines), name, show, 0
-    self.unanswered = False  # Whether a call was left undecided at the script's end.
+    self.unanswered = False  # Whether the script ended before a call was decided.
 
   def message(self) -> str | None:
     while (line := self._next()) is not None:
@@ -49,7 +49,7 @@ class Script:
         break
       if _is_decision(line):
         raise OutOfStep(
-          f'{self._where}: {short_repr(line)} decides about a call, and none is proposed here; if it is a text for the '
+          f'{self._where}: {short_repr(line)} is a decision, and no call is proposed here; if it is a message to the '
           'model, write a space before it.'
         )
       self._show(f'> {line}')
@@ -66,17 +66,17 @@ class Script:
       return Choice(COMMAND, line)
     if not _is_decision(line) or line[0] not in keys:
       able = ', '.join(f'{key} ({meaning})' for key, meaning in keys.items())
-      raise OutOfStep(f'{self._where}: {short_repr(line)} is no answer to a call; possible are {able}.')
+      raise OutOfStep(f'{self._where}: {short_repr(line)} is not a decision; possible here: {able}.')
     self._show(f'? {line}')
     return Choice(line[0], line[1:].strip() or None)
 
   def line(self, question: str, default: str = '') -> str:
     if default:
       return default
-    raise OutOfStep(f'{self._where}: the answer to {question!r} belongs on the same line, behind a space.')
+    raise OutOfStep(f'{self._where}: write the answer to {question!r} on the same line, after a space.')
 
   def edited(self, text: str) -> str:
-    raise OutOfStep(f'{self._where}: e is followed by the arguments as JSON, such as {short_repr(text)}.')
+    raise OutOfStep(f'{self._where}: write the new arguments as JSON after e, such as {short_repr(text)}.')
 
   def _next(self) -> str | None:
     for raw in self._lines:
@@ -96,7 +96,7 @@ def _is_decision(line: str) -> bool:
 
 
 def lines_of(path: str) -> Iterable[str]:
-  """Return the lines of --script=FILE, or of standard input for --script=-.
+  """Return the lines of the file that --script names, or of standard input for -.
 
   Raises:
     UserError: the file cannot be read.

@@ -1,7 +1,7 @@
-"""A session from first to last message: proposals are shown, judged, run and learned from.
+"""The main loop of a session: messages, proposals, decisions, tool calls and what is learned from them.
 
-The next step depends only on the newest turn in the service and on the local history. Hence continuing after a lost
-connection is the same as continuing after a crash: look at both, and take the next step.
+The next step depends only on the newest turn in the service and on the local history, so that continuing after a lost
+connection is the same as continuing after a crash.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from sdpo_jax.terminal.screen import Screen
 from sdpo_jax.terminal.script import Script
 from sdpo_jax.terminal.work import Workbench
 
-INTERRUPTED, UNDONE = 130, 1  # Exit codes: after Ctrl-C; a script was not done to its end.
-_LATER = (408, 429)  # Refusals besides status 500 and above after which the same request may be retried.
-_NOT_TAKEN = (400, 413, 422)  # Refusals of the request itself, at any time.
+INTERRUPTED, UNDONE = 130, 1  # Exit codes: after Ctrl-C; if a script was not completed.
+_LATER = (408, 429)  # Statuses, besides those from 500, after which the same request can be sent again.
+_NOT_TAKEN = (400, 413, 422)  # Statuses of requests that will never be accepted.
 
 
 class Conversation:
-  """A session and its person."""
+  """A session with a person: the state of the loop."""
 
   def __init__(
     self,
@@ -40,17 +40,17 @@ class Conversation:
     policy: ApprovalPolicy,
     seed: int | None = None,
   ):
-    """Open a conversation for a new or resumed session.
+    """Make the loop of a new or resumed session.
 
     Args:
       session: the session in the service.
-      settings: the settings with which the service opened it.
-      history: its local history.
-      screen: shows everything.
-      inputs: source of decisions.
+      settings: the settings of the session.
+      history: the local history of the session.
+      screen: the screen for all output.
+      inputs: the source of messages and decisions.
       workbench: runs the tools.
-      policy: says which calls are asked about.
-      seed: makes proposals repeatable; None: a different seed for each.
+      policy: the rules by which calls are allowed, asked about or refused.
+      seed: makes proposals reproducible; None: random seeds.
     """
     self.session, self.history, self.screen = session, history, screen
     self._inputs, self._workbench, self._seed = inputs, workbench, seed
@@ -58,22 +58,22 @@ class Conversation:
     self._reviewer = Reviewer(workbench, policy, screen, inputs, history, self._command)
     self.turns: list[dict[str, Any]] = []
     self._commands = Commands(session, self.turns, history, screen, workbench, policy, self._learned, self._seed_of)
-    self._waiting = undelivered(history)  # Texts that the model has not yet received.
-    self._reviewed: Reviewed | None = None  # Approvals of the newest turn in this program.
+    self._waiting = undelivered(history)  # Messages that the model has not received yet.
+    self._reviewed: Reviewed | None = None  # The review of the newest turn, if it was in this process.
     self._hold = False  # Whether to wait for the person before the next step.
-    self._stale = True  # Whether the service may be ahead of this program.
+    self._stale = True  # Whether the service may have newer turns than `turns`.
 
   @property
   def turn(self) -> dict[str, Any] | None:
-    """Return the newest turn; None if there is none yet."""
+    """The newest turn; None: there is none yet."""
     return self.turns[-1] if self.turns else None
 
   def _seed_of(self, number: int) -> int | None:
-    """Return the seed with which a turn is drawn, first and again; None: any seed."""
+    """Return the seed with which a turn is sampled, for the first time and again; None: a random one."""
     return None if self._seed is None else self._seed + number
 
   def run(self) -> int:
-    """Run until the person leaves; return the exit code."""
+    """Run until the person leaves the program; return the exit code."""
     presses = 0
     while True:
       try:
@@ -85,7 +85,7 @@ class Conversation:
         if presses == 2 or isinstance(self._inputs, Script):
           return INTERRUPTED
         self._hold = self._stale = True
-        self.screen.say('Ended. Enter goes on; Ctrl-C again leaves.')
+        self.screen.say('Stopped. Enter continues; Ctrl-C again leaves.')
       except (AnswerLost, Refused) as error:
         self.screen.end_draft()
         self._hold = self._stale = True
@@ -93,10 +93,9 @@ class Conversation:
         if isinstance(self._inputs, Script):
           return UNDONE
         if isinstance(error, AnswerLost):
-          self.screen.say('Nothing is lost: the next input tries again.')
-      except Leave as leaving:
-        undone = isinstance(self._inputs, Script) and self._inputs.unanswered
-        return UNDONE if undone else leaving.code
+          self.screen.say('Nothing is lost: any input tries again.')
+      except Leave:
+        return UNDONE if isinstance(self._inputs, Script) and self._inputs.unanswered else 0
 
   def _step(self) -> None:
     if self._hold:
@@ -111,11 +110,9 @@ class Conversation:
     turn = self.turn
     if (turn is None or turn['status'] == 'answered') and not self._waiting:
       self._take(self._listened())
-    elif turn is None or turn['status'] == 'answered':
-      self._propose()
-    elif turn['status'] == 'open':
+    elif turn is not None and turn['status'] == 'open':
       self._judge(turn)
-    elif turn['status'] in ('approved', 'edited') and not self._reported(turn):
+    elif turn is not None and turn['status'] in ('approved', 'edited') and not self._reported(turn):
       self._work(turn)
     else:
       self._propose()
@@ -145,7 +142,7 @@ class Conversation:
   # Exchange with the service and the model.
 
   def _catch_up(self) -> None:
-    """Fetch the session's state, and send again what the service may not have received."""
+    """Fetch the turns of the session, and send a decision again that the service may not have received."""
     known = self.turn
     _, self.turns[:] = self.session.state()
     self._stale = False
@@ -154,7 +151,7 @@ class Conversation:
       return
     if known is None or turn['n'] != known['n'] or turn['status'] == 'open':
       self._reviewed = None
-    if self.history.last('turn', n=turn['n']) is None:  # Its answer was lost.
+    if self.history.last('turn', n=turn['n']) is None:  # The response with it was lost.
       self._arrived(turn)
       self.screen.end_draft(turn['text'])
     sent = self.history.last('decision', 'decided', 'withdrawn', n=turn['n'])
@@ -168,10 +165,10 @@ class Conversation:
     try:
       turn = self.session.propose(messages, self._seed_of(after + 1), self.screen.draft)
     except Refused as error:
-      if messages and error.status in _NOT_TAKEN:  # Later messages could not be accepted either.
+      if messages and error.status in _NOT_TAKEN:  # Later requests with these messages would be refused, too.
         self.history.add('unsaid', why=str(error))
         self._waiting = undelivered(self.history)
-        self.screen.say('The model was not told what you have said: say it in another way.')
+        self.screen.say('The model has not received your messages: write them differently.')
       raise
     self.screen.end_draft(turn['text'])
     self.turns.append(turn)
@@ -191,7 +188,7 @@ class Conversation:
     self._decide(turn['n'], reviewed.decision, reviewed.told)
 
   def _decide(self, number: int, decision: Mapping[str, Any], told: Any) -> None:
-    """Send a decision that is in the history; the service learns it only once, however often it is sent."""
+    """Send a decision from the history; the service learns from it only once, even if it is sent again."""
     try:
       answer = self.session.decide(number, decision)
     except Refused as error:
@@ -233,7 +230,7 @@ class Conversation:
 
 
 def calls_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
-  """Return the calls of a decided turn to be run, as edited."""
+  """Return the calls of a decided turn, with the arguments as edited."""
   calls = [dict(call) for call in turn['calls']]
   decision = turn['decision']
   if turn['status'] == 'edited':
@@ -242,7 +239,7 @@ def calls_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def undelivered(history: History) -> list[str]:
-  """Return the person's texts that no turn has answered."""
+  """Return the messages of the person that no turn in the history has answered."""
   waiting: list[str] = []
   sent = 0
   for record in history.records:

@@ -1,4 +1,4 @@
-"""Execution of calls in the workspace, such that Ctrl-C ends only a running command."""
+"""Running tools in the workspace, such that Ctrl-C stops only a running command."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from sdpo_jax.environments.workspace.tools import ToolAnswer, Toolbox
 
 
 class Workbench:
-  """The tools of one workspace; main thread only."""
+  """The tools of one workspace; call from the main thread only."""
 
   def __init__(self, toolbox: Toolbox, workspace: pathlib.Path):
     self.toolbox, self.workspace = toolbox, workspace
     self._interrupted = False
 
   def run(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
-    """Run a tool and return its answer; Ctrl-C ends a command, and the answer says so.
+    """Run a tool, and return its answer; Ctrl-C stops a command, and the answer says so.
 
-    The tool runs in another thread: an exception in the middle of it could leave half of its work.
+    The tool runs in another thread, since an exception in the middle of it could leave its work incomplete.
     """
     done: queue.SimpleQueue[ToolAnswer | BaseException] = queue.SimpleQueue()
     with Cancellation() as cancelled:
@@ -51,6 +51,6 @@ class Workbench:
     return found
 
   def interrupted(self) -> bool:
-    """Return whether Ctrl-C has ended a command since the last call of this method."""
+    """Return whether Ctrl-C has stopped a command since the last call of this method."""
     before, self._interrupted = self._interrupted, False
     return before

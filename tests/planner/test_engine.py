@@ -224,7 +224,7 @@ def test_an_engine_is_planned_for_four_chips():
     assert 12 * 2 * adapter / plan.mesh['tensor'] <= 2**30 * (program.hbm['slots'] + program.hbm['moments']) * 1.01
   assert math.isfinite(plan.latency_s) and math.isfinite(plan.sampled_feedbacks_per_hour)
   text = pricing.text(plan)
-  assert 'DOES NOT FIT' not in text and 'feedbacks an hour' in text
+  assert 'DOES NOT FIT' not in text and 'feedbacks per hour' in text
 
 
 def test_another_model_that_teaches_is_planned_with(tmp_path, monkeypatch):

@@ -96,7 +96,7 @@ def test_an_adapter_begins_as_the_model_and_is_found_by_name_id_and_address(ada)
   [
     ({'rank': 4}, 'rank', 'rank 2 and lora_alpha 4'),
     ({'alpha': 16}, 'alpha', 'rank 2 and lora_alpha 4'),
-    ({'base_model': 'llama'}, 'base_model', 'name tiny'),
+    ({'base_model': 'llama'}, 'base_model', 'send tiny'),
     ({'name': 'a/b'}, 'name', 'letters'),
     ({'name': 'tiny'}, 'name', 'another name'),
     ({'settings': {'teachers': 1}}, 'settings.teachers', 'canary_prompts'),
@@ -390,7 +390,7 @@ def test_a_teacher_behind_an_endpoint_is_asked_and_learned_from(ada, monkeypatch
   adapter, _ = ada.create('a', {'teacher': 'endpoint'})
   [drawn] = sample(ada, 'a')
   request = make_request([Item(sample_id=drawn.id, feedback='Say more.')], {}, ada.service.settings)
-  with pytest.raises(InvalidRequest, match='No teacher is behind an endpoint'):
+  with pytest.raises(InvalidRequest, match='no teacher behind an endpoint'):
     feedback.learn(ada, adapter.id, None, request)
   assert 'endpoint' not in ada.service.capabilities()['teachers']
   monkeypatch.setattr(ada.service, 'endpoint', Elsewhere(ada))

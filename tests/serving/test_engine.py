@@ -131,7 +131,7 @@ def test_texts_beyond_the_buckets_are_scored_as_they_are_in_parts(model, tmp_pat
         np.testing.assert_allclose(mine, theirs, atol=2e-5, err_msg=field.name)
   [alone] = long.score(BASE, rows[:1], topk=0)
   assert alone.top_ids.shape == (23, 0) and alone.log_probs.shape == (23,) and alone.of_ids is None
-  with pytest.raises(UserError, match='has 25 tokens, and the engine scores 24 at most'):
+  with pytest.raises(UserError, match='has 25 tokens, more than the limit of 24'):
     long.score('0@0', [(text[:20], [*text[20:], 1])])
   for empty in (([], text), (text, [])):
     with pytest.raises(UserError, match='is empty|has 24 tokens'):
@@ -173,18 +173,18 @@ def test_a_version_is_restored_as_it_was(model, tmp_path):
   for change, said in (
     ({name: None}, f'x@9 lacks {name}'),
     ({'more': np.zeros(1)}, 'x@9 also holds more'),
-    ({name: state[name][:0]}, 'of the shape'),
+    ({name: state[name][:0]}, 'of shape'),
     ({name: np.float64(state[name])}, 'is float64 of'),
     ({name: state[name] - 1}, 'negative'),
     ({name: state[name] * np.inf}, 'not finite'),
     ({'count': np.int32(-1)}, 'negative'),
-    ({'count': np.zeros(1, np.int32)}, 'of the shape'),
+    ({'count': np.zeros(1, np.int32)}, 'of shape'),
   ):
     arrays = {key: value for key, value in {**state, **change}.items() if value is not None}
     with pytest.raises(UserError, match=said):
       other.restore('x@9', arrays)
   assert 'x@9' not in other
-  with pytest.raises(ValueError, match='there already'):
+  with pytest.raises(ValueError, match='exists already'):
     other.restore('x@8', state)
   other.drop('x@8')
   assert 'x@8' not in other
@@ -332,9 +332,9 @@ def test_another_model_teaches_as_it_does_from_elsewhere(model, tmp_path):
     lambda one, other: np.testing.assert_allclose(one, other, atol=1e-6), engine.factors('a@1'), engine.factors('b@1')
   )
   for wrong, said in (
-    (dict(teacher='model:none'), "no model 'none' to teach; there are: larger"),
-    (dict(teacher='given'), "teacher='given' goes with"),
-    (dict(lessons=[given]), 'goes with lessons that do not say'),
+    (dict(teacher='model:none'), "no model 'none' to teach, only: larger"),
+    (dict(teacher='given'), "teacher='given' requires lessons"),
+    (dict(lessons=[given]), 'requires lessons without log-probs'),
     (
       dict(teacher='given', lessons=[dataclasses.replace(given, taught=Taught(ids[:2], top[:2], own[:2]))]),
       'of 2 tokens',
@@ -425,9 +425,9 @@ def test_what_is_wrong_is_refused_and_changes_nothing(model, tmp_path):
   engine = start(model, tmp_path / 'shelf')
   for call, said in (
     (lambda: engine.learn([feedback('9@0', '9@1')]), 'no version 9@0'),
-    (lambda: engine.learn([feedback('0@0', '1@0')]), 'a version 1@0 already'),
-    (lambda: engine.learn([feedback(BASE, 'x')]), 'does not learn'),
-    (lambda: engine.learn([feedback('0@0', 'x'), feedback('0@0', 'y')]), 'twice at once'),
+    (lambda: engine.learn([feedback('0@0', '1@0')]), 'version 1@0 exists already'),
+    (lambda: engine.learn([feedback(BASE, 'x')]), 'cannot learn'),
+    (lambda: engine.learn([feedback('0@0', 'x'), feedback('0@0', 'y')]), 'two feedbacks at once'),
     (lambda: engine.learn([feedback('0@0', 'x', teacher='me')]), 'teacher must be'),
     (lambda: engine.learn([feedback('0@0', 'x', teacher='version:7@7')]), 'no version 7@7'),
     (lambda: engine.learn([dataclasses.replace(feedback('0@0', 'x'), lessons=[])]), 'nothing to learn from'),
@@ -435,17 +435,17 @@ def test_what_is_wrong_is_refused_and_changes_nothing(model, tmp_path):
     (lambda: engine.score('0@0', [([1] * 17, [2])]), 'has 17 tokens'),
     (lambda: engine.submit('9@0', [1], n=1, seed=0, step=0, max_tokens=1), 'no version 9@0'),
     (lambda: engine.submit('0@0', [], n=1, seed=0, step=0, max_tokens=1), 'is empty'),
-    (lambda: engine.learn([feedback('0@0', 'x'), feedback('1@0', 'x')]), 'name what comes of them alike'),
+    (lambda: engine.learn([feedback('0@0', 'x'), feedback('1@0', 'x')]), 'the same name for their new version'),
     (lambda: engine.learn([feedback('0@0', BASE)]), 'needs a name'),
     (lambda: feedback('0@0', 'x', average_rate=float('nan')), 'average_rate must be between 0 and 1'),
-    (lambda: engine.learn([feedback('0@0', 'x', teacher='given')]), "teacher='given' is for those that do"),
+    (lambda: engine.learn([feedback('0@0', 'x', teacher='given')]), "only teacher='given' takes"),
     (lambda: engine.learn([feedback('0@0', 'x', teacher='endpoint')]), 'teacher must be'),
     (lambda: engine.put(BASE, random_factors(model[0], 0)), 'needs a name'),
     (lambda: engine.restore(BASE, engine.state('0@0')), 'needs a name'),
     (lambda: engine.submit('0@0', [99], n=1, seed=0, step=0, max_tokens=1), 'token'),
     (lambda: engine.submit('0@0', [[3]], n=1, seed=0, step=0, max_tokens=1), 'token'),
-    (lambda: engine.score('0@0', [([1], [2])], ids=[np.zeros((2, 1), np.int32)]), 'as many rows as'),
-    (lambda: engine.score('0@0', [([1], [2])], ids=[]), 'as many rows as'),
+    (lambda: engine.score('0@0', [([1], [2])], ids=[np.zeros((2, 1), np.int32)]), 'one row for each'),
+    (lambda: engine.score('0@0', [([1], [2])], ids=[]), 'one row for each'),
     (lambda: engine.submit('0@0', [1.5], n=1, seed=0, step=0, max_tokens=1), 'token'),
     (lambda: engine.submit('0@0', [1], n=1, seed=0, step=0, max_tokens=99), 'max_tokens'),
     *(
@@ -497,7 +497,7 @@ def test_what_cannot_be_kept_leaves_nothing_of_the_feedbacks_beside_it(model, tm
   with monkeypatch.context() as broken:
     if isinstance(error, OSError):
       broken.setattr(shelf, 'write_atomically', fail)
-      with pytest.raises(UserError, match='no place for more adapters'):
+      with pytest.raises(UserError, match='no room for more adapters'):
         engine.learn(requests)
     else:
       with pytest.raises(RuntimeError, match='interrupted'):

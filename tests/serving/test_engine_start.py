@@ -100,7 +100,7 @@ def test_no_request_compiles_anything_and_neither_does_a_second_start(model, tmp
     engine = make_engine(model, tmp_path / 'a', settings, **more)
     engine.compile(lines.append)
     assert (engine.prefilled, engine.reused) == (0, 0)
-    more_lines = [line for line in lines if 'stay on the devices' in line]
+    more_lines = [line for line in lines if 'cached on the devices' in line]
     made = len(lines) - 2 - len(more_lines)  # Beside the first and the last line.
     assert len(noted()) == made
     found = every_request(engine, model[0], more.get('models', ()))
@@ -201,7 +201,7 @@ def test_a_program_that_the_runtime_refuses_is_compiled_anew(folder, tmp_path, c
   digest = hashlib.sha256(content).hexdigest()
   write_atomically(tmp_path / 'programs' / (digest + PROGRAM), content, mode=0o600)
   index.write_text(json.dumps({'times 2': digest}))
-  assert run(folder(), 'times 2') is None and 'compiled anew' in caplog.text
+  assert run(folder(), 'times 2') is None and 'compiled again' in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_folder_to_which_others_can_write_is_refused(folder, tmp_path, harm, s
 
 def test_a_folder_of_another_user_or_of_an_object_store_is_refused(folder, tmp_path, monkeypatch):
   monkeypatch.setattr(os, 'geteuid', lambda: os.getuid() + 1)
-  with pytest.raises(UserError, match='belongs to user'):
+  with pytest.raises(UserError, match='belongs to the user'):
     folder()
   with pytest.raises(UserError, match='name a local folder'):
     ProgramFolder('gs://bucket/programs', {}, jax.devices()[:1])
@@ -291,8 +291,8 @@ def test_a_mesh_divides_pools_and_scores_as_one_device(model, tmp_path):
   policy, base = on_mesh(*model, 4, 2)
   settings = dataclasses.replace(SETTINGS, training_rows=8)
   for wrong, said in (
-    (dict(rows=6), 'rows=6 cannot be divided over 4'),
-    (dict(training_rows=4), 'training_rows=4 cannot be divided over 8'),
+    (dict(rows=6), 'rows=6 must be a multiple of 4'),
+    (dict(training_rows=4), 'training_rows=4 must be a multiple of 8'),
   ):
     with pytest.raises(UserError, match=said):
       make_engine((policy, base), tmp_path / 'none', dataclasses.replace(settings, **wrong))

@@ -379,7 +379,7 @@ def test_a_teacher_elsewhere_who_names_a_handful_of_tokens_is_said_to(ada, servi
     return [dataclasses.replace(lesson, teacher_prompt=None, taught=said) for lesson in lessons]
 
   request = ask(ada, Item(sample_id=drawn.id, feedback=SAID), update=LOSSES[1], teacher={'kind': 'endpoint'})
-  with pytest.raises(InvalidRequest, match='No teacher is behind an endpoint'):
+  with pytest.raises(InvalidRequest, match='no teacher behind an endpoint'):
     fed(ada, adapter.id, None, request)
   monkeypatch.setattr(service, 'ask_endpoint', answered)
   answer = fed(ada, adapter.id, None, request)

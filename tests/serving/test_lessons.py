@@ -103,7 +103,7 @@ def test_samples_of_another_adapter_are_refused_and_those_of_the_base_are_not():
 
 
 def test_a_correction_that_is_only_thinking_is_refused():
-  with pytest.raises(InvalidRequest, match='correction is nothing but thinking'):
+  with pytest.raises(InvalidRequest, match='correction consists of thinking only'):
     prepare(Item(sample_id='s', correction='<think>hm</think>'))
 
 

@@ -113,8 +113,8 @@ def test_tensors_must_be_those_of_the_shape_and_finite(files, change, why):
 @pytest.mark.parametrize(
   'content, error, why',
   [
-    ({}, InvalidRequest, 'There is no adapter_config.json'),
-    ({CONFIG_FILE: b'{}'}, InvalidRequest, 'There is no adapter_model.safetensors'),
+    ({}, InvalidRequest, 'The file adapter_config.json is missing'),
+    ({CONFIG_FILE: b'{}'}, InvalidRequest, 'The file adapter_model.safetensors is missing'),
     ({CONFIG_FILE: b'{}', WEIGHTS: b''}, InvalidRequest, 'peft_type is missing'),
     ({CONFIG_FILE: b'[' * 10_000, WEIGHTS: b''}, InvalidRequest, 'adapter_config.json'),
     ({CONFIG_FILE: b' ' * (LARGEST_CONFIG + 1), WEIGHTS: b''}, TooLarge, 'bytes'),
@@ -140,7 +140,7 @@ def test_an_expression_that_could_run_for_years_is_not_compiled(files, entries):
 
 def test_a_pickle_is_not_read(files):
   content = {CONFIG_FILE: files[0][CONFIG_FILE], 'adapter_model.bin': b'cos\nsystem\n'}
-  with pytest.raises(InvalidRequest, match='no adapter_model.safetensors'):
+  with pytest.raises(InvalidRequest, match='The file adapter_model.safetensors is missing'):
     served().factors(content)
 
 

@@ -96,7 +96,7 @@ def test_what_is_too_much_for_memory_goes_to_files_and_comes_back_as_it_was(tmp_
     assert shelf.memory_bytes <= 2 * size
   with pytest.raises(KeyError):
     shelf.get('v9')
-  with pytest.raises(ValueError, match='v3 is there already'):
+  with pytest.raises(ValueError, match='v3 exists already'):
     shelf.put('v3', kept(3))
   with pytest.raises(ValueError, match='read-only'):
     shelf.get('v1')['a'][0, 0] = 1
@@ -124,7 +124,7 @@ def test_a_file_that_is_not_as_it_was_written_is_refused(tmp_path):
   content = bytearray(file.read_bytes())
   content[-1] ^= 1
   file.write_bytes(content)
-  with pytest.raises(UserError, match='is not as it was written'):
+  with pytest.raises(UserError, match='is damaged'):
     shelf.get('v0')
   file.unlink()
   with pytest.raises(UserError, match='cannot be read'):

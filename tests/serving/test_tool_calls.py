@@ -23,12 +23,12 @@ def test_the_template_says_the_form():
 @pytest.mark.parametrize(
   'template, sentence',
   [
-    (None, 'knows no tools'),
-    ('{{ messages }}', 'knows no tools'),
+    (None, 'does not support tools'),
+    ('{{ messages }}', 'does not support tools'),
     ('{% if tools %}[TOOL_CALLS]{% endif %}', "Mistral's form"),
     (HERMES + '<function=', "Qwen3-Coder's form"),
     (HERMES + '<arg_key>', "GLM's form"),
-    ('{% if tools %}call them{% endif %}', 'a form that is not known here'),
+    ('{% if tools %}call them{% endif %}', 'an unknown form'),
   ],
 )
 def test_other_forms_are_refused_by_name(template, sentence):

@@ -176,7 +176,7 @@ def made():
     return found.store[version]
 
   worker = Worker(make_engine, load, max_waiting=8, announce=lambda line: None, clock=lambda: found.now)
-  with pytest.raises(NotReady, match='not started'):
+  with pytest.raises(NotReady, match='not been started'):
     worker.sample(BASE, [1], max_tokens=1)
   found.store.update({f'{index}@0': {'number': index} for index in range(20)})
   found.worker = worker
@@ -241,7 +241,7 @@ def test_a_version_is_read_once_however_many_ask_for_it(made):
 
 
 def test_what_cannot_be_read_fails_those_who_asked(made):
-  for version, error, said in (('none@0', NotFound, 'no none@0'), ('bad@0', ServiceError, 'could not be read')):
+  for version, error, said in (('none@0', NotFound, 'no none@0'), ('bad@0', ServiceError, 'could not be loaded')):
     if version == 'bad@0':
       made.store[version] = None
       made.engine.broken['restore'] = 1
@@ -348,7 +348,7 @@ def test_what_is_too_much_is_refused_and_says_when_to_come_again(made):
     lambda: made.worker.learn(lessons('1@0')),
     lambda: made.worker.sample(BASE, [1], max_tokens=1),
   ):
-    with pytest.raises(Busy, match='8 requests wait') as refused:
+    with pytest.raises(Busy, match='full with 8 requests') as refused:
       ask()
     assert 0.1 <= refused.value.retry_after <= 60
   gates['score'].set()
@@ -370,7 +370,7 @@ def test_time_that_is_over_and_requests_that_nobody_wants(made):
   for gate in gates.values():
     gate.set()
   for late in (running.result, waiting[0].result, waiting[1].result):
-    with pytest.raises(Deadline, match='over before'):
+    with pytest.raises(Deadline, match='time limit of the request'):
       late()
   for gone in (unwanted, ended):
     with pytest.raises(Cancelled, match='cancelled'):
@@ -439,7 +439,7 @@ def test_the_end_lets_what_is_under_way_be_done(made):
   with concurrent.futures.ThreadPoolExecutor() as threads:
     ended = threads.submit(made.worker.stop, 100.0)
     until(lambda: refuses(made.worker))
-    with pytest.raises(NotReady, match='ends'):
+    with pytest.raises(NotReady, match='shutting down'):
       made.worker.score(BASE, [([1], [2])])
     gates['turn'].set()
     ended.result(LONG)
@@ -463,7 +463,7 @@ def test_the_end_does_not_wait_for_ever(made):
     gates['turn'].set()
     ended.result(LONG)
   for left in (handle.result, put.result):
-    with pytest.raises(NotReady, match='no time left'):
+    with pytest.raises(NotReady, match='shutting down'):
       left()
   assert not made.engine.drawings
 

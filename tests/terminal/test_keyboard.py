@@ -69,9 +69,9 @@ def test_an_editor_opens_the_arguments(tmp_path):
   program = tmp_path / 'editor.py'
   program.write_text('import sys\npath = sys.argv[-1]\ntext = open(path).read()\nopen(path, "w").write(text.upper())')
   assert in_editor(f'{sys.executable} {program}', '{"ü": 1}') == '{"Ü": 1}'
-  with pytest.raises(EditorFailed, match='exit code 3: nothing is changed'):
+  with pytest.raises(EditorFailed, match='exit code 3: nothing was changed'):
     in_editor(f'{sys.executable} -c "raise SystemExit(3)"', '')
-  with pytest.raises(EditorFailed, match='set EDITOR to another one'):
+  with pytest.raises(EditorFailed, match='set EDITOR to another editor'):
     in_editor('/none/of/these', '')
 
 

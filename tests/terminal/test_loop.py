@@ -243,7 +243,7 @@ def test_guards_and_lessons_that_wait_are_told(world):
   with SessionServer(WRITE_1, WRITE_2, 'Done.') as server:
     server.guard = 'max_kl_to_base: 3.0'
     done = world.hold(server, 'Write', 'n No', 'q')
-  assert 'a guard has refused it, and version 0 stays (max_kl_to_base: 3.0)' in done.out()
+  assert 'a guard has rejected the new version, and version 0 stays (max_kl_to_base: 3.0)' in done.out()
   with SessionServer(WRITE_1, 'Done.') as server:
     world.states.joinpath('ses-1.jsonl').unlink()
     done = world.hold(server, 'Write', 'n No', settings={'min_sdpo_examples': 2})
@@ -257,10 +257,10 @@ def test_commands_answer_in_their_turn_and_at_a_call(world, tmp_path):
     done = world.hold(server, *acts)
     assert ('undo', {'to': 0}) in server.asked and server.turns[-1]['status'] == 'open'
   out = done.out()
-  assert 'Version 2 is what version 0 was.' in out and 'as version 0' in out and 'ses-1, turn 0' in out
+  assert 'Version 2 equals version 0.' in out and 'as version 0' in out and 'ses-1, turn 0' in out
   assert 'of against=0' in out and 'again, version 7\notherwise' in out and 'correction:\n  No' in out
   assert 'There is no command /nothing: /help lists' in out and '/diff takes two versions' in out
-  assert out.count('leaves; --resume goes on') == 1 and '/quit, /exit, Ctrl-D leaves' in out
+  assert out.count('leaves; --resume continues') == 1 and '/quit, /exit, Ctrl-D leaves' in out
   assert '/export needs the folder' in out and f'history    {done.path}' in out
   assert (tmp_path / 'adapter' / 'adapter_config.json').read_text() == '{}'
   assert done.code == 0
@@ -287,7 +287,7 @@ def test_an_answer_that_is_lost_is_fetched_at_the_next_input(world, lost):
     assert [turn['messages'] for turn in server.turns] == [SAID_HI, SAID_WRITE, [], []]
   assert (world.files / 'a.py').read_text() == 'x = 2\n'
   assert [record['n'] for record in done.history.records if record['kind'] == 'ran'] == [2]
-  assert 'Nothing is lost: the next input tries again.' in done.out()
+  assert 'Nothing is lost: any input tries again.' in done.out()
 
 
 def test_killed_after_every_record_the_session_goes_on(world, monkeypatch):
@@ -340,7 +340,7 @@ def test_a_tool_that_was_running_is_not_run_again_unasked(world):
       world.hold(server, 'Write', 'y', workbench=Dying)
     done = world.hold(server, 's')
     result = server.turns[0]['results'][0]
-  assert 'it may have done its work' in done.out() and 'ysq' in done.inputs.asked
+  assert 'it may have run completely' in done.out() and 'ysq' in done.inputs.asked
   assert not result['ok'] and 'not known' in result['text'] and list(world.files.iterdir()) == []
 
 
@@ -364,7 +364,7 @@ def test_a_text_that_is_not_taken_does_not_stand_in_the_way_of_the_next(world):
     server.refuse['propose'] = 503, 'The service is shutting down.'
     again = world.hold(server, 'More', '', '/quit')
     assert server.turns[1]['messages'] == [{'role': 'user', 'content': 'More'}]
-  assert 'shorten it' in done.out() and 'say it in another way' in done.out() and 'say it in' not in again.out()
+  assert 'shorten it' in done.out() and 'write them differently' in done.out() and 'say it in' not in again.out()
 
 
 def test_ctrl_c_once_goes_on_and_twice_leaves(world):
@@ -390,7 +390,7 @@ def test_a_script_that_is_not_done_says_so_by_its_code(world):
   with SessionServer(WRITE_1, WRITE_2) as server:
     done = world.hold(server, 'Write', script=True)
     assert done.code == UNDONE and server.turns[0]['status'] == 'open'
-    with pytest.raises(OutOfStep, match="line 1: 'Hello' is no answer"):
+    with pytest.raises(OutOfStep, match="line 1: 'Hello' is not a decision"):
       world.hold(server, 'Hello', script=True)
     server.lose.add('decision')
     assert world.hold(server, 'n No', script=True).code == UNDONE
@@ -452,10 +452,10 @@ def test_a_terminal_of_other_characters_ends_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   'values, sentence',
   [
-    ({'url': 'localhost'}, '--url=localhost is no address'),
-    ({'url': 'http://x', 'config': 'c.py'}, '--url names a service that runs, --config one'),
+    ({'url': 'localhost'}, '--url=localhost is not the URL'),
+    ({'url': 'http://x', 'config': 'c.py'}, '--url names a running service, and --config one'),
     ({'workspace': 'none/there'}, '--workspace=none/there is not a folder'),
-    ({'state': 'inside/it'}, 'holds the histories of sessions'),
+    ({'state': 'inside/it'}, 'contains the histories of sessions'),
     ({'script': '/none'}, '--script=/none cannot be read'),
     ({'policy': '/none'}, '--policy=/none cannot be read'),
   ],
@@ -478,7 +478,7 @@ def test_the_command_that_goes_on_is_said_also_when_a_script_ends_wrongly(tmp_pa
   with SessionServer('Hello.') as server:
     with pytest.raises(OutOfStep):
       program.run(program.CommandOptions(url=server.url, workspace=str(tmp_path / 'work'), **names))
-  said = f'The session is kept: python -m launch.session --resume=ses-1 --state={tmp_path / "state"}'
+  said = f'Resume the session with: python -m launch.session --resume=ses-1 --state={tmp_path / "state"}'
   assert said in capsys.readouterr().err
 
 

@@ -172,7 +172,7 @@ def test_an_answer_is_shown_to_its_end_whatever_was_drafted():
   screen.end_draft()
   screen.draft('one')
   screen.end_draft('two')
-  assert out.getvalue() == 'all of it\na draft\nbroken\none\nThe answer in the end is another one:\ntwo\n'
+  assert out.getvalue() == 'all of it\na draft\nbroken\none\nThe final answer differs:\ntwo\n'
 
 
 def test_in_colours_no_character_is_lost(monkeypatch):
@@ -204,7 +204,7 @@ def test_what_was_learned_is_said():
   assert 'version 3 → 4 in 0.50 s, from turn 7' in text and '0.5000 → 0.2500 nats' in text
   assert '⟨newline⟩' in text and '-0.250' in text and '-1.500' in text and '-1.250' in text
   guarded = {**said, 'accepted': False, 'version_after': 3, 'reason': 'max_kl_to_base: 2.0 is more than 0.5'}
-  assert 'a guard has refused it, and version 3 stays (max_kl' in learned.lines_of(guarded, 1)[0].text
+  assert 'a guard has rejected the new version, and version 3 stays (max_kl' in learned.lines_of(guarded, 1)[0].text
   waits = {**guarded, 'reason': None, 'waiting': 2}
   assert '2 of 4 examples wait' in learned.lines_of(waits, 4)[0].text
   assert learned.lines_of(None, 4) == []
@@ -298,12 +298,12 @@ def test_rules_are_the_same_as_text_and_as_json(tmp_path):
 @pytest.mark.parametrize(
   'text, sentence',
   [
-    ('allow read **\npermit read', "rules, line 2: a rule begins with allow, ask or never, not 'permit'"),
-    ('allow reed **', "line 1: there is no tool 'reed'; there are read"),
-    ('allow *', 'line 1: a rule that allows names its tool'),
-    ('allow bash', 'line 1: say what of bash is allowed, such as allow bash \\*'),
-    ('allow * **', 'line 1: a rule that allows names its tool'),
-    ('[{"rule": "allow", "tol": "x"}]', 'rule 1: a rule has rule, tool and pattern'),
+    ('allow read **\npermit read', "rules, line 2: a rule must begin with allow, ask or never, not 'permit'"),
+    ('allow reed **', "line 1: there is no tool 'reed', only read"),
+    ('allow *', 'line 1: a rule with allow must name one tool'),
+    ('allow bash', 'line 1: allow needs a pattern, such as allow bash \\*'),
+    ('allow * **', 'line 1: a rule with allow must name one tool'),
+    ('[{"rule": "allow", "tol": "x"}]', 'rule 1: a rule must be an object with rule, tool and pattern'),
     ('[{"rule": "never", "tool": "read", "pattern": 1}]', 'rule 1: the pattern must be a text, not 1'),
     ('[{"rule": "never", "tool": ["read"]}]', r"rule 1: there is no tool \['read'\]"),
     ('[', 'rules is not JSON'),
@@ -332,14 +332,14 @@ def test_a_history_is_its_owners_alone_and_comes_back(tmp_path):
   made.note('shown', text='x')
   path = made.path
   assert stat.S_IMODE(os.stat(path).st_mode) == 0o600 and stat.S_IMODE(os.stat(path.parent).st_mode) == 0o700
-  with pytest.raises(UserError, match='Another program has the session'):
+  with pytest.raises(UserError, match='Another program has the history'):
     History(path)
   made.close()
   again = History(path)
   assert again.records == made.records and again.opened['token'] == 'secret'
   assert again.last('said')['text'] == 'half of a character: \ud800, \x1b' and again.last('said', text='y') is None
   again.close()
-  with pytest.raises(UserError, match='cannot be made'):
+  with pytest.raises(UserError, match='cannot be created'):
     opened(path.parent)
 
 
@@ -365,12 +365,12 @@ def test_a_line_that_is_no_record_is_named(tmp_path):
   made.close()
   with open(made.path, 'a') as file:
     file.write('{"kind": 1}\n')
-  with pytest.raises(UserError, match='line 2: this is no record'):
+  with pytest.raises(UserError, match='line 2 is not a record'):
     History(made.path)
 
 
 def test_histories_are_found(tmp_path, monkeypatch):
-  with pytest.raises(UserError, match='there is no history in'):
+  with pytest.raises(UserError, match='has no history; start'):
     history.find(tmp_path / 'none', None)
   for number, name in enumerate(('ses-1', 'ses-2')):
     made = opened(tmp_path, name)
@@ -378,7 +378,7 @@ def test_histories_are_found(tmp_path, monkeypatch):
     os.utime(made.path, (9 - number, 9 - number))
   assert history.find(tmp_path, None).stem == 'ses-1' and history.find(tmp_path, 'ses-2').stem == 'ses-2'
   for wrong in ('ses-3', '../ses-1', ''):
-    with pytest.raises(UserError, match='has no history of such a session'):
+    with pytest.raises(UserError, match='there is no history of that session'):
       history.find(tmp_path, wrong)
   monkeypatch.setenv('XDG_STATE_HOME', str(tmp_path))
   assert history.state_folder(None) == tmp_path / 'sdpo_jax' / 'sessions'
@@ -415,13 +415,13 @@ def test_bytes_that_are_no_text_end_nothing():
 
 def test_lines_that_answer_nothing_are_named():
   inputs = script.Script(['y', 'Hello', 'a'], 'file', lambda line: None)
-  with pytest.raises(UserError, match="file, line 1: 'y' decides about a call, and none .*write a space before it"):
+  with pytest.raises(UserError, match="file, line 1: 'y' is a decision, and no call .*write a space before it"):
     inputs.message()
-  with pytest.raises(UserError, match="line 2: 'Hello' is no answer to a call; possible are y .approve"):
+  with pytest.raises(UserError, match="line 2: 'Hello' is not a decision; possible here: y .approve"):
     inputs.choice({'y': 'approve'})
-  with pytest.raises(UserError, match="line 3: 'a' is no answer"):
+  with pytest.raises(UserError, match="line 3: 'a' is not a decision"):
     inputs.choice({'y': 'approve'})
-  with pytest.raises(UserError, match="the answer to 'Why. ' belongs on the same line"):
+  with pytest.raises(UserError, match="write the answer to 'Why. ' on the same line"):
     inputs.line('Why? ')
   with pytest.raises(UserError, match='cannot be read'):
     script.lines_of('/none/of/these')
@@ -439,5 +439,5 @@ def test_what_the_command_line_names_is_read_before_a_service_is_asked(tmp_path)
   (tmp_path / 'script').write_text('')
   (tmp_path / 'settings').write_text('{"tools": []}')
   names = {name: str(tmp_path / name) for name in ('script', 'settings', 'state')}
-  with pytest.raises(UserError, match='settings: the tools are those of this program'):
+  with pytest.raises(UserError, match='settings has tools, which this program defines'):
     program.run(program.CommandOptions(url='http://127.0.0.1:1', workspace=str(tmp_path / 'work'), **names))

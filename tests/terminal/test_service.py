@@ -71,7 +71,7 @@ def test_a_denial_is_learned_and_the_next_proposal_is_of_the_new_version(served,
   assert re.search(r'Learned: version 0 → 1 in \d+\.\d\d s, from turn 0\.', out)
   before, after = map(float, re.search(r'Divergence .*: (\S+) → (\S+) nats', out).groups())
   assert 0 <= after < before
-  assert 'Tokens that moved most' in out and 'Version 2 is what version 0 was.' in out
+  assert 'Tokens that changed most' in out and 'Version 2 equals version 0.' in out
   assert 'From version 0 to 2' in out and 'turn 0, version 0' in out and 'again, version 2\nDone.' in out
   adapter = next(each for each in running.account.adapters() if each.name == 'script')
   assert [version.reason for version in running.account.versions(adapter.id)] == ['create', 'feedback', 'undo']
@@ -143,7 +143,7 @@ def test_somebody_at_a_terminal_denies_is_killed_goes_on_and_approves(served, pl
   states = f'--state={place / "state"}'
   options = ['--adapter=typed', f'--workspace={place / "work"}', f'--policy={place / "rules"}']
   terminal.start(f'--url={running.url}', states, *options)
-  terminal.shows('at version 0; /help says what can be typed', '>')
+  terminal.shows('at version 0; /help lists keys and commands', '>')
   terminal.type('Go')
   seen = terminal.shows('+x = 1', '[y] approve', '[q] quit')
   assert re.search(r'\x1b\[[0-9;]*32m\+x = 1', seen)  # Green.
@@ -165,4 +165,4 @@ def test_somebody_at_a_terminal_denies_is_killed_goes_on_and_approves(served, pl
   terminal.press('C-c')
   terminal.shows('Ctrl-C again leaves')
   terminal.press('C-c')
-  terminal.shows('The session is kept', 'exit code 130')
+  terminal.shows('Resume the session with', 'exit code 130')

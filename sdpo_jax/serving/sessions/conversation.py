@@ -1,8 +1,8 @@
-"""A conversation as token ids: answers keep the tokens that were drawn, and the chat template writes everything else.
+"""A conversation as token ids: answers keep their sampled tokens, and the chat template renders everything else.
 
-To find the tokens after an answer, a short conversation is rendered with a mark in place of the answer, and the part
-after the mark is taken. So neither the answer nor what precedes it is ever tokenized again, and a template that
-rewrites earlier turns once others follow, such as one that drops thinking, has no effect.
+To find the tokens after an answer, a short conversation with a mark in place of the answer is rendered, and the part
+after the mark is used. So neither the answer nor anything before it is ever tokenized again, even if the template would
+rewrite earlier turns once others follow, for example without their thinking.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from sdpo_jax.serving.tool_calls import Form, ToolCall, write_call
 from sdpo_jax.types import Messages
 
 _ASKED = {'role': 'user', 'content': PROBE}
-_MARKS = ('<tool_call>', '</tool_call>', '<|python_tag|>', '<think>', '</think>')  # Tags that may be special tokens.
+_MARKS = ('<tool_call>', '</tool_call>', '<|python_tag|>', '<think>', '</think>')  # Tags that can be special tokens.
 
 
 @dataclasses.dataclass(frozen=True)
 class StudentPrompt:
-  """A prompt of the student, split before the header of the assistant's turn."""
+  """The prompt of the student, split before the header of the assistant's turn."""
 
   body: list[int]  # The tokens before the header of the assistant's turn.
   header: list[int]
@@ -43,9 +43,9 @@ class StudentPrompt:
 
 
 class Dialogue:
-  """Conversion of one session's messages to tokens. The caller holds the tokenizer's lock.
+  """Converts messages of one session to tokens. The caller must hold the lock of the tokenizer.
 
-  Methods raise InvalidRequest if the template rejects messages, or renders them so that they cannot be spliced.
+  Methods raise InvalidRequest if the template rejects messages, or renders them in a way that cannot be spliced.
   """
 
   def __init__(
@@ -57,14 +57,14 @@ class Dialogue:
     tools: Sequence[Mapping[str, Any]] = (),
     stop_token_ids: Sequence[int] = (),
   ):
-    """Make the conversation of a session.
+    """Make the converter of a session.
 
     Args:
-      tokenizer: the model's tokenizer, with a chat template.
-      chat: how messages become tokens.
-      system: the system message; None: none.
-      tools: JSON schemas, passed to the template.
-      stop_token_ids: tokens with which the model ends completions; those that the template also writes end a turn.
+      tokenizer: the tokenizer of the model, with a chat template.
+      chat: settings of the chat template.
+      system: the system message; None: there is none.
+      tools: JSON schemas of the tools, for the template.
+      stop_token_ids: tokens that end completions; those that the template also writes end a turn.
     """
     template = template_of(tokenizer, tools) or ''
     self._ends = {token for token in stop_token_ids if tokenizer.decode([token], skip_special_tokens=False) in template}
@@ -78,28 +78,28 @@ class Dialogue:
     return self._asked(lambda chat: chat, [*self._first, *messages])
 
   def after(self, prompt: Sequence[int], answer: Sequence[int], messages: Messages) -> StudentPrompt:
-    """Return the prompt after an answer.
+    """Return the prompt that continues after an answer.
 
     Args:
-      prompt: the prompt that was answered.
-      answer: its tokens as they were drawn, with or without a token that ends the turn.
+      prompt: the tokens of the prompt that was answered.
+      answer: the sampled tokens of the answer, with or without an end-of-turn token.
       messages: the messages after the answer, at least one.
     """
     behind = self._behind(messages)
     return StudentPrompt([*prompt, *answer, *behind.body[1 if self.is_ended(answer) else 0 :]], behind.header)
 
   def is_ended(self, answer: Sequence[int]) -> bool:
-    """Return whether an answer ends with an end-of-turn token; one cut off at the length limit does not."""
+    """Return whether an answer ends with an end-of-turn token, instead of being cut off at the length limit."""
     return bool(answer) and (answer[-1] == self.turn_end or answer[-1] in self._ends)
 
   def said_behind(self, text: str) -> list[int]:
-    """Return the tokens of a user turn after another message, with the header of the assistant's turn after it."""
+    """Return the tokens of a user message that follows another message, up to the header of the assistant's turn."""
     before = self._rendered([_ASKED], False, ())
     said = {'role': 'user', 'content': text}
     return self._tokens([_ASKED, said], lambda chat: _without_beginning(chat, before), ())
 
   def split(self, prompt: Sequence[int]) -> StudentPrompt:
-    """Return a prompt of this conversation split into body and header."""
+    """Split a prompt of this conversation into body and header."""
     header = self.header
     body = list(prompt[: len(prompt) - len(header)])
     if list(prompt[len(body) :]) != header:
@@ -116,14 +116,14 @@ class Dialogue:
     """The token with which the template ends an assistant turn."""
     text = templates.turn_end(self._tokenizer, self._chat.variables)
     if text is None:
-      raise _cannot('ends turns of the assistant with no control token')
+      raise _cannot('does not end turns of the assistant with a control token')
     return self._tokenizer.convert_tokens_to_ids(text)
 
   def check(self, form: Form | None) -> None:
-    """Raise InvalidRequest if the template cannot be continued after a drawn answer.
+    """Raise InvalidRequest if conversations with this template cannot be continued after sampled answers.
 
     Args:
-      form: of tool calls; None: there are no tools, and no tool messages.
+      form: the form of tool calls; None: there are no tools.
     """
     asked, tool = {'role': 'user', 'content': f'{PROBE}u'}, {'role': 'tool', 'content': f'{PROBE}t'}
     earlier = [{'role': 'user', 'content': f'{PROBE}e'}, {'role': 'assistant', 'content': f'{PROBE}f'}]
@@ -131,26 +131,27 @@ class Dialogue:
     for shape in shapes:
       found = self._behind(shape)
       if found != self._behind(shape, earlier):
-        raise _cannot('writes a message in another way when other messages are before it')
+        raise _cannot('renders a message differently if other messages come before it')
       if not found.body or found.body[0] != self.turn_end:
-        raise _cannot('writes something between an answer and the token that ends it')
-      text = self._rendered_behind(shape)
+        raise _cannot('writes something between an answer and its end-of-turn token')
+      mark, conversation = self._marked(shape)
+      text = _behind(self._rendered(conversation, True, self._tools), mark)
       if any(text.count(message['content']) != shape.count(message) for message in shape):
-        raise _cannot('does not write every message once, as it is')
+        raise _cannot('does not write each message exactly once and unchanged')
     whole = self.begin([asked])
     if whole.tokens != self._tokens([*self._first, asked], lambda chat: chat, self._tools):
-      raise _cannot("writes a header of the assistant's turn that is not a token by itself")
+      raise _cannot("writes a header of the assistant's turn that merges with the token before it")
     self.said_behind(PROBE)
 
   # Answers.
 
   def text_of(self, answer: Sequence[int], stop: Sequence[str] = (), plain: str | None = None) -> str:
-    """Return the text of an answer including the tags of calls and thinking, even if these are special tokens.
+    """Return the text of an answer with the tags of calls and thinking, even if these are special tokens.
 
     Args:
-      answer: tokens.
-      stop: strings that end it.
-      plain: its text without special tokens; None: it is decoded here.
+      answer: the tokens of the answer.
+      stop: strings at the first of which the text ends.
+      plain: the text without special tokens, if it is known.
     """
     if plain is None:
       plain = self._tokenizer.decode(answer, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -166,12 +167,12 @@ class Dialogue:
     return text[: min((at for at in map(text.find, stop) if at >= 0), default=len(text))]
 
   def edited(self, text: str, calls: Sequence[ToolCall], form: Form) -> list[int]:
-    """Return the tokens of an answer with its calls replaced, including the end of the turn.
+    """Return the tokens of an answer with its calls replaced, including the end-of-turn token.
 
     Args:
-      text: of the answer, with its calls.
+      text: the text of the answer, with its calls.
       calls: the new calls.
-      form: the form in which to write them.
+      form: the form in which to write the calls.
     """
     tag = '<tool_call>' if form == 'hermes' else '<|python_tag|>'
     closed = text.rfind('</think>') + len('</think>') if '</think>' in text else 0
@@ -185,11 +186,11 @@ class Dialogue:
     return [*self._answer(before + written), self.turn_end]
 
   def answer(self, text: str, ended: bool) -> list[int]:
-    """Return the tokens of an answer that a model with another tokenizer drew."""
+    """Tokenize an answer of a model with another tokenizer, with an end-of-turn token if it has `ended`."""
     return [*self._answer(text), *([self.turn_end] if ended else [])]
 
   def _answer(self, text: str) -> list[int]:
-    """Return the tokens of an answer, in which only the tags of calls and thinking can become control tokens."""
+    """Tokenize an answer; only tags of calls and thinking can become control tokens."""
     found: list[int] = []
     marks = {text: token for token, text in self._special_marks.items()}
     while text:
@@ -199,11 +200,11 @@ class Dialogue:
       text = text[at + len(mark) :]
     return found
 
-  # Inside.
+  # Rendering.
 
   @functools.cached_property
   def _special_marks(self) -> dict[int, str]:
-    """The `_MARKS` that are special tokens, which decoding leaves out, by token id."""
+    """Those of `_MARKS` that are special tokens, which decoding leaves out, by token id."""
     added = getattr(self._tokenizer, 'added_tokens_decoder', {})
     return {number: token.content for number, token in added.items() if token.special and token.content in _MARKS}
 
@@ -214,7 +215,7 @@ class Dialogue:
     return _without_beginning(with_header, self._rendered(messages, False, self._tools))
 
   def _asked(self, part: Any, messages: Messages) -> StudentPrompt:
-    """Return a part of the rendered messages as a prompt; `part` selects it from the text before the header."""
+    """Render messages; return the part that `part` selects from the text before the header, as a prompt."""
     header = self._header_text
 
     def body(chat: str) -> str:
@@ -225,13 +226,9 @@ class Dialogue:
     return StudentPrompt(self._tokens(messages, body, self._tools), list(self.header))
 
   def _behind(self, messages: Messages, earlier: Messages = ()) -> StudentPrompt:
-    """Return the tokens that the template writes after an answer that messages follow."""
+    """Return the tokens that the template writes after an answer if messages follow."""
     mark, conversation = self._marked(messages, earlier)
     return self._asked(lambda chat: _behind(chat, mark), conversation)
-
-  def _rendered_behind(self, messages: Messages) -> str:
-    mark, conversation = self._marked(messages)
-    return _behind(self._rendered(conversation, True, self._tools), mark)
 
   def _marked(self, messages: Messages, earlier: Messages = ()) -> tuple[str, Messages]:
     mark = f'{PROBE}a'
@@ -256,11 +253,11 @@ class Dialogue:
       raise _refused(messages, error) from error
 
   def _encode(self, text: str) -> list[int]:
-    """Return the tokens of a text that the template wrote."""
+    """Tokenize a text that the template has written, which can spell control tokens."""
     return self._tokenizer.encode(text, add_special_tokens=False)
 
   def _encode_plain(self, text: str) -> list[int]:
-    """Return the tokens of a text that cannot spell control tokens unless the settings allow it."""
+    """Tokenize a text that cannot spell control tokens unless the settings allow it."""
     if not self._chat.split_special_tokens:
       return self._encode(text)
     return plain_messages(self._tokenizer).encode_text(text)
@@ -268,13 +265,13 @@ class Dialogue:
 
 @functools.lru_cache(maxsize=4)
 def fingerprint(tokenizer: Tokenizer) -> str:
-  """Return a digest of a tokenizer and its chat template; if it is equal, tokens have the same meaning."""
+  """Return a digest of a tokenizer and its chat template; if it is equal, token ids can be exchanged."""
   ids = [tokenizer.encode(text, add_special_tokens=False) for text in identity.TEXTS]
   return identity.digest([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template, ids])
 
 
 def written_by(service: ServiceState) -> dict[str, Any]:
-  """Return a record of how the messages of a session become tokens, including the tokenizer's fingerprint."""
+  """Return how messages of sessions are tokenized now, as JSON: tokenizer fingerprint and template settings."""
   with service.tokenizing:
     mark = fingerprint(service.tokenizer)
   chat = service.chat
@@ -282,13 +279,13 @@ def written_by(service: ServiceState) -> dict[str, Any]:
 
 
 def dialogue_of(service: ServiceState, session: AgentSession) -> Dialogue:
-  """Return the conversion of a session's messages to tokens."""
+  """Make the `Dialogue` of a session."""
   system, tools, stops = session.settings.system, session.settings.tools, service.stop_token_ids
   return Dialogue(service.tokenizer, service.chat, system=system, tools=tools, stop_token_ids=stops)
 
 
 def template_of(tokenizer: Tokenizer, tools: Sequence[Any]) -> str | None:
-  """Return the chat template for conversations with these tools; None: there is none."""
+  """Return the chat template for conversations with these tools; None: the tokenizer has none."""
   template = tokenizer.chat_template
   if isinstance(template, Mapping) and tools:
     return template.get('tool_use', template.get('default'))
@@ -298,27 +295,27 @@ def template_of(tokenizer: Tokenizer, tools: Sequence[Any]) -> str | None:
 def _behind(chat: str, mark: str) -> str:
   before, found, behind = chat.rpartition(mark)
   if not found or mark in before:
-    raise _cannot('does not write the answers of the assistant once, as they are')
+    raise _cannot('does not write answers of the assistant exactly once and unchanged')
   return behind
 
 
 def _without_beginning(chat: str, beginning: str) -> str:
   if not chat.startswith(beginning):
-    raise _cannot('writes a message in another way when something follows it')
+    raise _cannot('renders a message differently if another message follows')
   return chat[len(beginning) :]
 
 
 def _cannot(why: str) -> InvalidRequest:
   return InvalidRequest(
-    f'The chat template of the model {why}, so that a session cannot go on behind what was drawn, token by token: name '
-    'another template in model.chat_template, such as those of Qwen3, Hermes or Llama 3.1.'
+    f'The chat template of the model {why}, so a session cannot be continued after sampled tokens: set '
+    'model.chat_template to another one, such as those of Qwen3, Hermes or Llama 3.1.'
   )
 
 
 def _refused(messages: Messages, error: Exception) -> InvalidRequest:
   roles = ', '.join(str(message['role']) for message in messages)
   return InvalidRequest(
-    f"The model's chat template refuses these messages ({roles}): {first_line(error).rstrip('.!')}; give them the "
-    'roles that it takes, or name another template in model.chat_template.',
+    f"The model's chat template rejects these messages ({roles}): {first_line(error).rstrip('.!')}; use roles that it "
+    'accepts, or set model.chat_template to another one.',
     field='messages',
   )

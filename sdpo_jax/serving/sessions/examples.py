@@ -1,10 +1,10 @@
-"""The examples of sessions, exported with their conversations so that they can be learned again elsewhere."""
+"""Export of a session's examples with their conversations, so that another adapter can learn from them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -18,52 +18,51 @@ from sdpo_jax.serving.sessions.session_tables import REHEARSAL
 from sdpo_jax.serving.tool_calls import ToolCall
 
 Kind = Literal['denial', 'edit', 'result', 'rehearsal']
-KINDS = ('denial', 'edit', 'result', 'rehearsal')
-STATES = ('waiting', 'learned', 'rejected')
+State = Literal['waiting', 'learned', 'rejected']  # Rejected: by a guard.
 FORMAT = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingExample:
-  """A proposal, and the texts that the teacher was shown about it."""
+  """A proposal with its conversation, and the texts that the teacher reads about it."""
 
   session: str
   turn: int
   kind: Kind
-  state: Literal['waiting', 'learned', 'rejected']  # Rejected: by a guard.
-  versions: Sequence[int]  # Versions of the adapter in which it was learned.
-  drawn_by: int  # The version that drew the proposal.
-  # The conversation before the proposal: role and content; for the assistant the raw text, and its calls.
+  state: State
+  versions: Sequence[int]  # The versions of the adapter in which it was learned.
+  drawn_by: int  # The version that proposed.
+  # The messages before the proposal, with role and content; those of the assistant have the raw text, and their calls.
   messages: Sequence[Mapping[str, Any]]
   tools: Sequence[Mapping[str, Any]]
   tool_form: str | None
   text: str  # The text of the proposal.
   said: str  # The text without thinking and calls.
-  ended: bool  # Whether it ended its turn.
+  ended: bool  # Whether the model ended its turn.
   calls: Sequence[Mapping[str, Any]]
-  demonstration: str | None  # What the teacher was shown.
-  demonstrated: Sequence[Mapping[str, Any]]  # The calls of the demonstration, if it consists of calls only.
+  demonstration: str | None  # This, feedback and environment are what the teacher reads.
+  demonstrated: Sequence[Mapping[str, Any]]  # The calls in the demonstration, if it consists of calls only.
   feedback: str | None
   environment: str | None
   prompt_tokens: Sequence[int]
   tokens: Sequence[int]
-  log_probs: np.ndarray = dataclasses.field(compare=False)  # [T] float32 of the tokens when they were drawn.
+  log_probs: np.ndarray = dataclasses.field(compare=False)  # [T] float32, when they were sampled.
   teacher_prompt: Sequence[int]
-  tokenizer: str  # Its fingerprint; a service with another one learns from the texts.
-  teacher: Mapping[str, Any] | None  # This and the fields below are settings of the session.
+  tokenizer: str  # Its fingerprint; a service with another tokenizer learns from the texts.
+  teacher: Mapping[str, Any] | None  # This and the following fields are settings of the session.
   update: Mapping[str, Any]
   guards: Mapping[str, Any] | None
   show_attempt: bool
 
   def to_json(self) -> dict[str, Any]:
-    """Return the example in the form that `from_json` reads."""
+    """Return the example as JSON, in the form that `from_json` reads."""
     found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
     lists = {name: list(value) for name, value in found.items() if isinstance(value, tuple)}
     return {'format': FORMAT, **found, **lists, 'log_probs': [float(each) for each in self.log_probs]}
 
   @classmethod
   def from_json(cls, values: Any) -> TrainingExample:
-    """Return an example read from JSON.
+    """Validate JSON, and return it as an example.
 
     Raises:
       InvalidRequest: a field is invalid; the error names it.
@@ -71,22 +70,22 @@ class TrainingExample:
     names = [field.name for field in dataclasses.fields(cls)]
     said = dict(json_fields.known(values, ('format', *names), 'An example'))
     if said.pop('format', None) != FORMAT:
-      raise InvalidRequest('The example is none that this version of sdpo_jax has exported.', field='format')
+      raise InvalidRequest(f'An example must have the format {FORMAT} of this version of sdpo_jax.', field='format')
     missing = [name for name in names if name not in said]
     if missing:
       raise InvalidRequest(f'An example needs {missing[0]}.', field=missing[0])
     read = {name: _READ[name](said[name], name) for name in names}
     if len(read['log_probs']) != len(read['tokens']) or not read['tokens'] or not read['prompt_tokens']:
-      raise InvalidRequest('An example has tokens, a prompt, and one of log_probs for each token.', field='log_probs')
+      raise InvalidRequest('An example needs prompt_tokens, tokens, and log_probs for each token.', field='log_probs')
     return cls(**read)
 
 
 def exported(account: Account, adapter: str, session: str | None) -> list[TrainingExample]:
-  """Return every example that was or will be learned in sessions of an adapter, in the order they were written.
+  """Return all examples that were or will be learned in sessions of an adapter, the oldest first.
 
   Args:
-    account: the owner.
-    adapter: its id.
+    account: the account of the owner.
+    adapter: the id of the adapter.
     session: the id of one of its sessions; None: all.
   """
   database = account.service.store.database
@@ -105,7 +104,7 @@ def exported(account: Account, adapter: str, session: str | None) -> list[Traini
 def _histories(
   account: Account, session: AgentSession, numbers: set[int]
 ) -> Iterator[tuple[SessionTurn, list[dict[str, Any]], bool]]:
-  """Yield turns of a session, each with the messages before it, and whether its answer ended the turn."""
+  """Yield turns of a session by number, each with the messages before it and whether its answer has ended."""
   service, settings = account.service, session.settings
   dialogue = dialogue_of(service, session)
   said: list[dict[str, Any]] = [] if settings.system is None else [{'role': 'system', 'content': settings.system}]
@@ -208,8 +207,8 @@ def _calls(value: Any, field: str) -> tuple[dict[str, Any], ...]:
 _READ = {
   'session': json_fields.text,
   'turn': _whole,
-  'kind': _one_of(*KINDS),
-  'state': _one_of(*STATES),
+  'kind': _one_of(*get_args(Kind)),
+  'state': _one_of(*get_args(State)),
   'versions': _wholes,
   'drawn_by': _whole,
   'messages': _messages,

@@ -1,4 +1,4 @@
-"""Proposals: their prompts, and how they are drawn."""
+"""Proposals of a session: their prompts, and sampling them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROLES = ('user', 'assistant', 'tool')
 
 
 def new_messages(held: SessionState, messages: Sequence[Mapping[str, Any]]) -> Messages:
-  """Return the checked new messages of a request for a proposal."""
+  """Validate the messages of a request for a proposal, and return them; raises InvalidRequest."""
   if not messages:
     return []
   new = request_prompts.conversation(messages)
@@ -30,23 +30,23 @@ def new_messages(held: SessionState, messages: Sequence[Mapping[str, Any]]) -> M
   for number, message in enumerate(new):
     if message['role'] not in _ROLES and not (begins and number == 0 and message['role'] == 'system'):
       raise InvalidRequest(
-        f'messages[{number}] has the role {short_repr(message["role"])}: messages of a session are of the user or a '
-        'tool; its system message is a setting.',
+        f'messages[{number}] has the role {short_repr(message["role"])}: use user or tool; the system message is a '
+        'setting of the session.',
         field=f'messages[{number}].role',
       )
   if new[-1]['role'] not in ('user', 'tool'):
-    raise InvalidRequest('The last message must be of the user or a tool: it is to be answered.', field='messages')
+    raise InvalidRequest('The last message, which the model answers, must be of a user or a tool.', field='messages')
   answered = held.answered
   if answered is not None and answered.results and any(message['role'] == 'tool' for message in new):
     raise InvalidRequest(
-      f'The results of turn {answered.n} are in the conversation already: leave the messages of tools out.',
+      f'The conversation already has the results of turn {answered.n}: leave messages of tools out.',
       field='messages',
     )
   return new
 
 
 def next_prompt(held: SessionState, dialogue: Dialogue, new: Messages) -> StudentPrompt:
-  """Return the prompt of the next proposal."""
+  """Return the prompt of the next proposal, with the results of tools and messages since the last answer."""
   answered = held.answered
   pending: Messages = [] if answered is None else [teaching.result_message(each) for each in answered.results]
   for turn in held.turns[0 if answered is None else 1 :]:
@@ -54,7 +54,7 @@ def next_prompt(held: SessionState, dialogue: Dialogue, new: Messages) -> Studen
   pending += new
   if not pending:
     raise InvalidRequest(
-      'There is nothing to answer: send a message of the user, or the results of the tools.', field='messages'
+      'There is nothing to answer: send a message of the user, or results of tools.', field='messages'
     )
   if answered is None:
     return dialogue.begin(pending)
@@ -73,30 +73,30 @@ def draw(
   drafts: bool,
   joins: bool = True,
 ) -> Iterator[SampleDraft | SessionTurn]:
-  """Draw the answer to a prompt; the iterator yields drafts, if requested, and the turn.
+  """Start sampling the answer to a prompt; the iterator yields drafts, if requested, and then the turn.
 
   Args:
-    account: the owner.
+    account: the account of the owner.
     held: the session.
-    dialogue: its conversation.
-    prompt: token ids.
-    messages: the messages before the turn.
-    number: number of the turn.
-    seed: seed of the proposal; None: a random one.
-    drafts: whether to also yield drafts.
-    joins: whether to store it as the session's newest turn.
+    dialogue: the dialogue of the session.
+    prompt: the token ids of the prompt.
+    messages: the new messages before the turn.
+    number: the number of the turn.
+    seed: the seed of sampling; None: a random one.
+    drafts: whether to yield drafts, too.
+    joins: whether to store the turn as the newest one of the session.
 
   Raises:
     InvalidRequest: the prompt is too long.
-    TurnConflict: something else has changed the session meanwhile; raised when the turn is drawn.
+    TurnConflict: the session was changed meanwhile; raised by the iterator.
     ServiceError, UserError: as `Account.sample`.
   """
   session, service = held.session, account.service
   if len(prompt) > service.max_prompt:
     named = f' {session.settings.title!r}' if session.settings.title else ''
     raise InvalidRequest(
-      f'The conversation{named} has {len(prompt)} tokens, and {service.max_prompt} are read at most '
-      '(serve.prompt_buckets): open a new session, and begin it with what matters of this one.',
+      f'The conversation{named} has {len(prompt)} tokens, more than the limit of {service.max_prompt} '
+      '(serve.prompt_buckets): open a new session, and begin it with the essentials of this one.',
       field='messages',
     )
   target = VersionTarget(adapter := account.adapter(session.adapter), adapter.head)
@@ -130,7 +130,7 @@ def draw(
         created=service.clock(),
       )
       if joins:
-        account.call.check()  # A turn that nobody has seen would stand in the way of the next one.
+        account.call.check()  # A turn that the client has not seen would block the next one.
         with service.store.database.writing(full=True) as rows:
           session_tables.advance(rows, session, held.number)
           session_tables.put_turn(rows, session, turn)

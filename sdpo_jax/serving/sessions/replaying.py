@@ -1,7 +1,7 @@
-"""Learning one adapter's examples with another adapter, which may have another base model.
+"""Replay: an adapter learns from examples of another one, which may have another base model.
 
-If the tokenizer and its template are the same, the tokens are learned as they were drawn. Otherwise the template here
-renders the conversation again, with calls in its own form: texts and calls carry over.
+If tokenizer and chat template are the same, the sampled tokens are learned. Otherwise the texts and calls are rendered
+again with the template of this service, with calls in its form.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from sdpo_jax.types import Messages
 def replay(
   account: Account, adapter: str, examples: Sequence[TrainingExample], request: IdempotentRequest | None = None
 ) -> list[LearnedTurns]:
-  """Learn examples and return the result of every step.
+  """Learn from examples, and return the result of each step.
 
-  Examples that were learned in one version are learned together, in the order of the versions; those never learned come
-  last. All are checked before the first one is learned.
+  Examples that were learned in the same version are learned together, in the order of the versions; those that were
+  never learned come last. All are checked before the first step.
 
   Args:
-    account: the owner.
+    account: the account of the owner.
     adapter: the id of the adapter that learns.
-    examples: of any adapter.
-    request: the request's idempotency record: a repeated request continues after what it has already learned.
+    examples: the examples, of any adapter.
+    request: the idempotency record; a repeated request continues after the steps that are done.
 
   Raises:
-    InvalidRequest: an example cannot be rendered for this model; the error gives its number.
-    ServiceError, UserError: as `feedback.learn`; what was learned before stays.
+    InvalidRequest: an example cannot be rendered for this model; the message has its number.
+    ServiceError, UserError: as `feedback.learn`; earlier steps stay learned.
   """
   most = account.service.settings.limits.max_items
   items = [item_of(account, example, number) for number, example in enumerate(examples)]
@@ -88,7 +88,7 @@ def _step(
 
 
 def _groups(examples: Sequence[TrainingExample]) -> list[list[int]]:
-  """Return the indices of examples that were learned together, rehearsals first, in the order of learning."""
+  """Return groups of indices of examples that were learned together, in the order of learning; rehearsals first."""
   groups: dict[tuple[str, int], list[int]] = {}
   never = 2**62
   first = {session: number for number, session in reversed(list(enumerate(each.session for each in examples)))}
@@ -100,7 +100,7 @@ def _groups(examples: Sequence[TrainingExample]) -> list[list[int]]:
 
 
 def item_of(account: Account, example: TrainingExample, number: int) -> Item:
-  """Return the feedback item of an example for the model that is served here."""
+  """Convert an example to a feedback item for the model of this service."""
   service = account.service
   shown = {name: getattr(example, name) for name in ('feedback', 'environment', 'demonstration')}
   with service.tokenizing:
@@ -114,7 +114,7 @@ def item_of(account: Account, example: TrainingExample, number: int) -> Item:
 
 
 def _rewritten(account: Account, example: TrainingExample, shown: Mapping[str, str | None]) -> Item:
-  """Return an example rendered with the template and tokenizer here, so that no log-probs of its tokens are known."""
+  """Render an example with the template and tokenizer of this service; it has no log-probs then."""
   service = account.service
   form = form_of(template_of(service.tokenizer, example.tools)) if example.tools else None
   dialogue = Dialogue(service.tokenizer, service.chat, tools=example.tools, stop_token_ids=service.stop_token_ids)
@@ -122,14 +122,14 @@ def _rewritten(account: Account, example: TrainingExample, shown: Mapping[str, s
   asked = _asked(dialogue, example, form)
   if len(asked.tokens) > service.max_prompt:
     raise InvalidRequest(
-      f'its conversation has {len(asked.tokens)} tokens here, and {service.max_prompt} are read at most '
+      f'its conversation has {len(asked.tokens)} tokens here, more than the limit of {service.max_prompt} '
       '(serve.prompt_buckets).'
     )
   text = _written(example.text, example.said, example.calls, example.tool_form, form)
   tokens = dialogue.answer(text, example.ended)
   if not 0 < len(tokens) <= service.max_completion:
     raise InvalidRequest(
-      f'its proposal has {len(tokens)} tokens here, and 1 to {service.max_completion} are learned '
+      f'its proposal has {len(tokens)} tokens here, and must have 1 to {service.max_completion} '
       '(serve.response_buckets).'
     )
   demonstration = example.demonstration
@@ -144,7 +144,7 @@ def _rewritten(account: Account, example: TrainingExample, shown: Mapping[str, s
 
 
 def _asked(dialogue: Dialogue, example: TrainingExample, form: Form | None) -> StudentPrompt:
-  """Return the prompt of an example, with its answers spliced in as they are written here."""
+  """Return the prompt of an example, with earlier answers rendered for this model."""
   asked: StudentPrompt | None = None
   pending: Messages = []
   answer: list[int] | None = None
@@ -163,13 +163,13 @@ def _asked(dialogue: Dialogue, example: TrainingExample, form: Form | None) -> S
 
 
 def _written(text: str, said: str, calls: Sequence[Mapping[str, Any]], before: str | None, form: Form | None) -> str:
-  """Return an answer with its calls converted from the form `before` to the form of this model."""
+  """Return the text of an answer with its calls converted from the form `before` to `form`."""
   if before == form or form is None or not calls:
     return text
   written = '\n'.join(write_call(_call(call), form) for call in calls)
   if not said:
     return written
-  # Llama 3 reads a call after text only behind the tag.
+  # Llama 3 needs the tag before a call that follows text.
   return f'{said}{PYTHON_TAG}{written}' if form == 'llama3' else f'{said}\n{written}'
 
 

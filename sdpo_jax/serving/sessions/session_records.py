@@ -1,4 +1,4 @@
-"""The records of sessions: the session and its settings, its turns, decisions, tool results, and what was learned."""
+"""Records of sessions: settings, turns, decisions, tool results, and what was learned."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ from sdpo_jax.serving.sessions import json_fields
 from sdpo_jax.serving.tool_calls import MAX_CALLS, Form, ToolCall
 
 Status = Literal['open', 'approved', 'edited', 'denied', 'answered']
-KINDS = ('approve', 'deny', 'edit')
-DECIDED = {'approve': 'approved', 'deny': 'denied', 'edit': 'edited'}  # The status after each decision.
+DECIDED = {'approve': 'approved', 'deny': 'denied', 'edit': 'edited'}  # The status of a turn after each decision.
 MOST_TOOLS = 128
-LONGEST_TITLE = 200  # Characters.
+LONGEST_TITLE = 200  # The most characters of a title.
 _SAMPLING = ('max_tokens', 'temperature', 'top_p', 'top_k', 'min_p', 'stop')
 
 
 @dataclasses.dataclass(frozen=True)
 class SessionSettings:
-  """How a session draws proposals, and how it learns from decisions."""
+  """The settings of a session: how it samples proposals, and how it learns from decisions."""
 
-  system: str | None = None  # The system message; None: none, or what the chat template writes by itself.
-  tools: Sequence[Mapping[str, Any]] = dataclasses.field(default_factory=list)  # As chat templates take them.
-  title: str = ''
-  min_sdpo_examples: int = 1  # How many examples are learned together; fewer wait.
+  system: str | None = None  # The system message; None: the one of the chat template, if any.
+  tools: Sequence[Mapping[str, Any]] = dataclasses.field(
+    default_factory=list
+  )  # JSON schemas, as chat templates take them.
+  title: str = ''  # A label for people.
+  min_sdpo_examples: int = 1  # How many examples to learn together; fewer wait.
   teacher: Mapping[str, Any] | None = None  # As `feedback_request.choose_teacher` reads it; None: the adapter's.
   update: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # As `feedback_request.learning_of` reads it.
   guards: Mapping[str, Any] | None = None  # Limits of the session, as `guards.Guards.of` reads them.
   sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Its keys are among `_SAMPLING`.
   learn_from_results: bool = False  # Whether to learn from failed tools, too.
-  # How many of the newest approved proposals to learn beside a correction, as their own demonstrations.
+  # How many of the newest approved proposals to learn with a correction, as their own demonstrations.
   rehearse: int = 0
-  # Whether the teacher also reads the denied proposal. The paper measures that it then teaches worse (Table 6).
+  # Whether the teacher also reads the denied proposal; in the paper, that makes it a worse teacher (Table 6).
   show_attempt: bool = False
 
   @classmethod
   def from_json(cls, values: Any) -> SessionSettings:
-    """Return the settings of a request, each of which may be absent; `check` compares them with the service's limits.
+    """Validate the settings in a request, all optional, and return them; `check` applies the limits of the service.
 
     Raises:
       InvalidRequest: a field is invalid; the error names it.
@@ -68,16 +69,16 @@ class SessionSettings:
     return cls(**{name: read[name](value, name) for name, value in said.items()})
 
   def to_json(self) -> dict[str, Any]:
-    """Return the settings as clients see them: fields of `SessionSettings` by name."""
+    """Return the settings as JSON, fields by name."""
     return dataclasses.asdict(self)
 
   def check(self, serve: ServeConfig, *, max_completion: int, vocab_size: int) -> None:
-    """Raise InvalidRequest for settings that the service does not support.
+    """Raise InvalidRequest for settings that the service does not allow.
 
     Args:
-      serve: settings of the service.
+      serve: the settings of the service.
       max_completion: the most tokens of a completion.
-      vocab_size: number of tokens in the model's vocabulary.
+      vocab_size: the number of tokens in the vocabulary of the model.
     """
     if self.teacher is not None:
       check_teacher(self.teacher)
@@ -90,8 +91,8 @@ class SessionSettings:
     together = self.min_sdpo_examples + self.rehearse
     if together > serve.limits.max_items:
       raise InvalidRequest(
-        f'min_sdpo_examples={self.min_sdpo_examples} and rehearse={self.rehearse} are {together} completions to be '
-        f'learned together, and {serve.limits.max_items} are at most (serve.limits.max_items): lower one of them.',
+        f'min_sdpo_examples={self.min_sdpo_examples} and rehearse={self.rehearse} add up to {together} completions, '
+        f'more than the limit of {serve.limits.max_items} (serve.limits.max_items): lower one of them.',
         field='min_sdpo_examples',
       )
     self.options(None).checked(max_completion=max_completion, vocab_size=vocab_size)
@@ -100,27 +101,27 @@ class SessionSettings:
     """Return the sampling options of proposals.
 
     Args:
-      seed: seed of one proposal; None: a random one.
-      stop_token_ids: tokens that end a proposal, beside the model's own.
+      seed: the seed of sampling; None: a random one.
+      stop_token_ids: tokens that end a proposal, besides those of the model.
     """
     return SampleOptions(**self.sampling, seed=seed, stop_token_ids=tuple(stop_token_ids))
 
 
 @dataclasses.dataclass(frozen=True)
 class AgentSession:
-  """A conversation between a person and an adapter that learns from the person's decisions."""
+  """A session: a conversation with an adapter that learns from a person's decisions on its proposals."""
 
   id: str  # 'ses-…'.
-  adapter: str  # Its id.
+  adapter: str  # The id of the adapter.
   created: float  # Seconds since the epoch.
   settings: SessionSettings
-  tool_form: Form | None  # How the model writes calls; None: the session has no tools.
-  written: Mapping[str, Any]  # How its messages become tokens, `conversation.written_by`.
-  token: str  # The SHA-256 of its token, in hex.
-  revision: int = 0  # The number of its changes.
+  tool_form: Form | None  # The form of calls that the model writes; None: there are no tools.
+  written: Mapping[str, Any]  # How its messages are tokenized, see `conversation.written_by`.
+  token: str  # The SHA-256 of the session's token, in hex.
+  revision: int = 0  # The number of changes so far, which detects concurrent ones.
 
   def to_json(self) -> dict[str, Any]:
-    """Return the session as clients see it."""
+    """Return the session as JSON for clients, without token and revision."""
     shown = {name: getattr(self, name) for name in ('id', 'adapter', 'created', 'settings', 'tool_form')}
     return {**shown, 'settings': self.settings.to_json()}
 
@@ -130,30 +131,28 @@ class Decision:
   """A person's decision on a proposal."""
 
   kind: Literal['approve', 'deny', 'edit']
-  correction: str | None = None  # What is wrong with it, in words.
-  arguments: Mapping[str, Any] | None = None  # For an edit: the new arguments of the call.
+  correction: str | None = None  # What is wrong with the proposal, in words.
+  arguments: Mapping[str, Any] | None = None  # For an edit: the new arguments.
   call: int = 0  # For an edit: the index of the call.
 
   @classmethod
   def from_json(cls, values: Any) -> Decision:
-    """Return a request's decision, {"decision", "correction"?, "arguments"?, "call"?}; raise InvalidRequest."""
+    """Validate {"decision", "correction"?, "arguments"?, "call"?}, and return the decision; raises InvalidRequest."""
     said = json_fields.known(values, ('decision', 'correction', 'arguments', 'call'), 'A decision')
     kind = said.get('decision')
-    if kind not in KINDS:
-      raise InvalidRequest(f'decision must be one of {", ".join(KINDS)}, not {short_repr(kind)}.', field='decision')
+    if kind not in DECIDED:
+      raise InvalidRequest(f'decision must be one of {", ".join(DECIDED)}, not {short_repr(kind)}.', field='decision')
     correction = json_fields.optional_text(said.get('correction'), 'correction')
     arguments, call = said.get('arguments'), said.get('call')
     if (arguments is None) == (kind == 'edit'):
       raise InvalidRequest(
-        "An edit needs the call's new arguments."
+        "An edit needs the new arguments of the call: send 'arguments'."
         if kind == 'edit'
-        else f'arguments belong to an edit, and this is to {kind}: leave them out.',
+        else f'Only an edit takes arguments, and the decision is {kind}: leave them out.',
         field='arguments',
       )
     if kind == 'approve' and correction is not None:
-      raise InvalidRequest(
-        'An approval has no correction: deny the proposal to correct it, or leave it out.', field='correction'
-      )
+      raise InvalidRequest('An approval takes no correction: leave it out, or deny the proposal.', field='correction')
     return cls(
       kind,
       correction if correction is not None and correction.strip() else None,
@@ -162,26 +161,26 @@ class Decision:
     )
 
   def to_json(self) -> dict[str, Any]:
-    """Return the decision as clients see it: fields of `Decision` by name."""
+    """Return the decision as JSON; only edits have arguments and call."""
     found = {'kind': self.kind, 'correction': self.correction}
     return {**found, 'arguments': dict(self.arguments), 'call': self.call} if self.kind == 'edit' else found
 
 
 @dataclasses.dataclass(frozen=True)
 class ToolResult:
-  """The result of a tool call, from where the tool ran."""
+  """The result of a tool call, as the client reports it."""
 
-  call: int  # Index of the call in the turn.
-  ok: bool
-  text: str  # For the model; after a failure it begins with a sentence about that.
-  exit_code: int | None = None  # Set for a command.
+  call: int  # The index of the call in the turn.
+  ok: bool  # Whether the tool succeeded.
+  text: str  # The output for the model; after a failure it begins with a sentence about it.
+  exit_code: int | None = None  # For commands.
   stderr: str | None = None  # The end of stderr, unless the text contains it.
-  field: str | None = None  # The argument at fault.
-  line: int | None = None  # Line of the file, from 1, where it failed.
+  field: str | None = None  # The name of the invalid argument.
+  line: int | None = None  # The line of the file, from 1, at which the tool failed.
 
   @classmethod
   def from_json(cls, values: Any) -> ToolResult:
-    """Return a request's result; raise InvalidRequest."""
+    """Validate the result in a request, and return it; raises InvalidRequest."""
     said = json_fields.known(values, [field.name for field in dataclasses.fields(cls)], 'A result')
     for name in ('call', 'ok', 'text'):
       if name not in said:
@@ -201,38 +200,38 @@ class ToolResult:
 class MovedToken:
   """A token of an answer whose log-prob changed with the new version."""
 
-  position: int
-  token: int
+  position: int  # The index in the answer.
+  token: int  # The token id.
   text: str
-  before: float  # Its log-prob.
-  after: float
+  before: float  # The log-prob before learning.
+  after: float  # The log-prob after learning.
 
 
 @dataclasses.dataclass(frozen=True)
 class LearnedTurns:
-  """The result of learning from turns of a session, or the number of examples that wait."""
+  """The result of learning from turns of a session."""
 
   version_before: int
-  version_after: int  # The same, if nothing was committed.
-  accepted: bool  # Whether it was committed.
-  reason: str | None  # Why a guard rejected it.
-  turns: Sequence[int] = ()  # Numbers of the turns that were learned from.
-  waiting: int = 0  # Examples that wait for others (`min_sdpo_examples`).
-  # KL(teacher‖student), mean over the tokens of the answer, in nats, over the teacher's most likely tokens and a tail
-  # bucket. None: it was not measured.
+  version_after: int  # Equal to version_before if nothing was committed.
+  accepted: bool  # Whether a new version was committed.
+  reason: str | None  # Why a guard rejected the new version; None: none did.
+  turns: Sequence[int] = ()  # The numbers of the turns that were learned from.
+  waiting: int = 0  # The number of examples that wait for others (`min_sdpo_examples`).
+  # KL(teacher‖student) in nats, the mean over the tokens of the answer, from the teacher's most likely tokens and a
+  # tail bucket; None: not measured.
   divergence_before: float | None = None
-  divergence_after: float | None = None  # Likewise for the new version, against the same teacher scores.
+  divergence_after: float | None = None  # Likewise for the new version, to the same teacher.
   moved: Sequence[MovedToken] = ()  # The tokens whose log-probs changed most, the largest change first.
-  seconds: float | None = None  # None: the process died after learning, before it could note more.
+  seconds: float | None = None  # None: the process died after learning, before it noted more.
 
   @classmethod
   def from_json(cls, values: Mapping[str, Any]) -> LearnedTurns:
-    """Return the result that `to_json` has written."""
+    """Return a result from the JSON of `to_json`."""
     moved = tuple(MovedToken(**each) for each in values['moved'])
     return cls(**{**values, 'moved': moved, 'turns': tuple(values['turns'])})
 
   def to_json(self) -> dict[str, Any]:
-    """Return the result in the form that `from_json` reads."""
+    """Return the result as JSON, in the form that `from_json` reads."""
     return dataclasses.asdict(self)
 
 
@@ -241,12 +240,12 @@ class SessionTurn:
   """A proposal, the messages before it, the decision on it, and the results."""
 
   n: int  # 0, 1, …
-  messages: Sequence[Mapping[str, str]]  # The messages between the turn before and this one.
-  version: int  # The adapter's version that drew it.
+  messages: Sequence[Mapping[str, str]]  # The messages between the previous turn and this one.
+  version: int  # The version of the adapter that proposed it.
   sample_id: str
   prompt_tokens: Sequence[int]
-  tokens: Sequence[int]  # As they were drawn.
-  log_probs: np.ndarray = dataclasses.field(compare=False)  # [T] float32 of the tokens, at temperature 1, when drawn.
+  tokens: Sequence[int]  # As they were sampled.
+  log_probs: np.ndarray = dataclasses.field(compare=False)  # [T] float32 when sampled, at temperature 1.
   text: str
   said: str  # The text without thinking and calls.
   calls: Sequence[ToolCall]
@@ -255,13 +254,13 @@ class SessionTurn:
   created: float  # Seconds since the epoch.
   decision: Decision | None = None
   results: Sequence[ToolResult] = ()  # One for each call, once the tools have run.
-  learned: LearnedTurns | None = None  # From the decision; replaced by the result of learning from tool results.
+  learned: LearnedTurns | None = None  # What was learned from the decision, or later from tool results.
   reused_tokens: int = 0  # Prompt tokens whose keys and values came from a cached prefix.
-  kept_tokens: Sequence[int] | None = None  # The tokens that replace `tokens` in the conversation; None: they stay.
+  kept_tokens: Sequence[int] | None = None  # The tokens that replace `tokens` in the conversation, after an edit.
 
   @property
   def answer_tokens(self) -> Sequence[int]:
-    """The tokens that stand for the proposal in the conversation, if it is part of it."""
+    """The tokens of the proposal in the conversation, as edited."""
     return self.tokens if self.kept_tokens is None else self.kept_tokens
 
   @property
@@ -271,11 +270,11 @@ class SessionTurn:
 
   @property
   def called(self) -> Sequence[ToolCall]:
-    """The calls to run, with edited arguments."""
+    """The calls to run, with the arguments as edited."""
     return edited(self.calls, self.decision) if self.status == 'edited' else self.calls
 
   def to_json(self) -> dict[str, Any]:
-    """Return the turn as clients see it: all but the log-probs."""
+    """Return the turn as JSON for clients, without the log-probs."""
     return {
       **{name: value for name, value in vars(self).items() if name != 'log_probs'},
       'calls': [dataclasses.asdict(call) for call in self.calls],
@@ -287,10 +286,10 @@ class SessionTurn:
 
 @dataclasses.dataclass(frozen=True)
 class SessionState:
-  """A session as it is now."""
+  """The current state of a session."""
 
   session: AgentSession
-  turns: Sequence[SessionTurn]  # From the newest turn that is part of the conversation on; all if none is.
+  turns: Sequence[SessionTurn]  # From the newest turn in the conversation on; all turns if none is in it.
 
   @property
   def number(self) -> int:
@@ -299,50 +298,50 @@ class SessionState:
 
   @property
   def answered(self) -> SessionTurn | None:
-    """The newest turn that is part of the conversation."""
+    """The newest turn that is part of the conversation; None: there is none."""
     return self.turns[0] if self.turns and self.turns[0].joins else None
 
 
 @dataclasses.dataclass(frozen=True)
 class TeacherTexts:
-  """The texts that the teacher is shown beside the conversation."""
+  """The texts that the teacher reads besides the conversation."""
 
   demonstration: str | None = None  # What should have been proposed.
   feedback: str | None = None  # A person's comment on the proposal.
-  environment: str | None = None  # The result of running it.
+  environment: str | None = None  # The output of running it.
 
   @property
   def whole(self) -> str | None:
-    """The text to show as feedback; None: there is none."""
+    """Feedback and environment as one text; None: both are empty."""
     return '\n\n'.join(text for text in (self.feedback, self.environment) if text) or None
 
   def __bool__(self) -> bool:
-    """Return whether there is any text to show."""
+    """Return whether there is any text for the teacher."""
     return any(text and text.strip() for text in dataclasses.astuple(self))
 
 
 @dataclasses.dataclass(frozen=True)
 class SessionExample:
-  """What is to be learned from a turn."""
+  """An example to learn from, made from a turn."""
 
   session: str
   n: int  # The number of the turn.
   kind: str  # A turn has at most one example of each kind.
   state: Literal['waiting', 'learned', 'rejected']  # Rejected: by a guard.
-  head: int  # The adapter's version when this was written; it can only be learned in a later one.
+  head: int  # The version of the adapter when the example was made; only later ones can have learned it.
   versions: Sequence[int]  # The versions in which it was learned.
   teacher_prompt: Sequence[int]
   said: TeacherTexts
 
 
 def edited(calls: Sequence[ToolCall], decision: Decision) -> tuple[ToolCall, ...]:
-  """Return the calls with the arguments of an edit in place of one call's own."""
+  """Return the calls of a turn with the new arguments of an edit."""
   changed = ToolCall(calls[decision.call].name, decision.arguments)
   return (*calls[: decision.call], changed, *calls[decision.call + 1 :])
 
 
 def _tool(value: Any, field: str) -> dict[str, Any]:
-  """Return the JSON schema of a tool: {"type": "function", "function": {"name": …, "parameters": …}}."""
+  """Validate the schema of a tool, {"type": "function", "function": {"name": …, "parameters": …}}, and return it."""
   tool = json_fields.mapping(value, field)
   function = tool.get('function', tool)
   if not isinstance(function, Mapping) or not isinstance(function.get('name'), str) or not function['name']:
@@ -358,7 +357,7 @@ def _sampling(value: Any, field: str) -> dict[str, Any]:
   for name in said:
     if name not in _SAMPLING:
       raise InvalidRequest(
-        f'sampling has no {short_repr(name)}; there are {", ".join(_SAMPLING)}.', field=f'sampling.{name}'
+        f'sampling has no field {short_repr(name)}, only {", ".join(_SAMPLING)}.', field=f'sampling.{name}'
       )
   stop = said.get('stop')
   if isinstance(stop, str):

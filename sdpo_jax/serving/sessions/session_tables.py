@@ -1,8 +1,8 @@
-"""The tables of sessions in the database: sessions, their turns, and the examples to learn from them.
+"""Database tables of sessions: sessions, their turns, and examples to learn from.
 
-Rows are acknowledged, and on the disk, when their transaction ends. All rows name their adapter and are erased with it.
-An example waits for a version whose details name it: if a process dies between the commit of the version and the note
-of it here, `reconcile` makes the note.
+Rows are on the disk when their transaction ends, and are erased with their adapter. The details of a version name the
+examples that it has learned: if the process dies after the commit of a version, before its examples are marked here,
+`reconcile` marks them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sdpo_jax.serving.sessions.session_records import (
 from sdpo_jax.serving.store.database import Database, put
 from sdpo_jax.serving.tool_calls import ToolCall
 
-REHEARSAL = 'rehearsal'  # The kind of examples that are learned beside others, any number of times.
+REHEARSAL = 'rehearsal'  # The kind of examples that are learned with others, any number of times.
 SOURCE = 'session'  # Key in the details of a version: {'id': …, 'turns': […], 'examples': [[n, kind], …]}.
 _SESSION = 'id, adapter, created, token, revision, record'
 _TURN = 'n, prompt_tokens, tokens, log_probs, kept_tokens, record'
@@ -38,7 +38,7 @@ _EXAMPLE = 'session, n, kind, state, head, versions, teacher_prompt, record'
 
 
 def session(database: Database, adapter: str, id: str) -> AgentSession | None:
-  """Return a session of an adapter; None: there is none of this id."""
+  """Return a session of an adapter by its id; None: there is none."""
   rows = database.read(f'SELECT {_SESSION} FROM sessions WHERE id = ? AND adapter = ?', (id, adapter))
   return _session(rows[0]) if rows else None
 
@@ -56,7 +56,7 @@ def turns(database: Database, session: str) -> list[SessionTurn]:
 
 
 def turn(database: Database, session: str, n: int) -> SessionTurn | None:
-  """Return a turn of a session; None: there is none of this number."""
+  """Return a turn of a session by its number; None: there is none."""
   rows = database.read(f'SELECT {_TURN} FROM session_turns WHERE session = ? AND n = ?', (session, n))
   return _turn(rows[0]) if rows else None
 
@@ -68,7 +68,7 @@ def turns_back(database: Database, session: str, before: int, count: int) -> lis
 
 
 def examples(database: Database, adapter: str, **only: str) -> list[SessionExample]:
-  """Return an adapter's examples in the order they were written; `only`: of one `session`, or in one `state`."""
+  """Return the examples of an adapter, the oldest first; `only` may select a `session` and a `state`."""
   chosen = ''.join(f' AND {column} = ?' for column in only)
   query = f'SELECT {_EXAMPLE} FROM session_examples WHERE adapter = ?{chosen} ORDER BY id'
   return [_example(row) for row in database.read(query, (adapter, *only.values()))]
@@ -85,24 +85,22 @@ def put_session(rows: sqlite3.Connection, session: AgentSession) -> None:
 
 
 def advance(rows: sqlite3.Connection, session: AgentSession, newest: int) -> None:
-  """Increment the revision of a session whose newest turn is `newest`.
+  """Increment the revision of a session, whose newest turn is `newest`, for the error.
 
   Raises:
-    TurnConflict: it has changed since it was read.
-    NotFound: it does not exist any more.
+    TurnConflict: the session has changed since it was read.
+    NotFound: the session was deleted.
   """
   query = 'UPDATE sessions SET revision = revision + 1 WHERE id = ? AND revision = ?'
   if rows.execute(query, (session.id, session.revision)).rowcount == 1:
     return
   if not rows.execute('SELECT 1 FROM sessions WHERE id = ?', (session.id,)).fetchall():
-    raise NotFound(f'There is no session {session.id} any more.')
-  raise TurnConflict(
-    'Something else has changed the session meanwhile: look at its turns, and ask again.', current=newest
-  )
+    raise NotFound(f'The session {session.id} does not exist any more.')
+  raise TurnConflict('The session has changed meanwhile: read its turns, and retry.', current=newest)
 
 
 def put_turn(rows: sqlite3.Connection, session: AgentSession, turn: SessionTurn) -> None:
-  """Insert a turn."""
+  """Insert a turn of a session."""
   values = {
     'session': session.id,
     'n': turn.n,
@@ -123,7 +121,7 @@ def change_turn(rows: sqlite3.Connection, session: AgentSession, turn: SessionTu
 
 
 def put_example(rows: sqlite3.Connection, adapter: str, example: SessionExample) -> None:
-  """Insert an example, unless there is one of the same turn and kind."""
+  """Insert an example, unless its turn has one of the same kind."""
   columns = {name: getattr(example, name) for name in ('session', 'n', 'kind', 'state', 'head')}
   written = {
     'versions': json.dumps(list(example.versions)),
@@ -136,13 +134,13 @@ def put_example(rows: sqlite3.Connection, adapter: str, example: SessionExample)
 def note_learned(
   rows: sqlite3.Connection, references: Iterable[tuple[str, int, str]], version: int | None, learned: LearnedTurns
 ) -> None:
-  """Store that examples were learned in a version, and the result in their turns.
+  """Store that examples were learned, or rejected, and the result in their turns.
 
   Args:
-    rows: the connection of the transaction.
+    rows: the connection within the transaction.
     references: session, turn and kind of each example; missing ones are skipped.
-    version: None: a guard has rejected it.
-    learned: the result, which the turns keep.
+    version: the version in which they were learned; None: a guard has rejected it.
+    learned: the result to store in the turns.
   """
   for session, n, kind in references:
     found = rows.execute(
@@ -170,7 +168,7 @@ def erase_session(rows: sqlite3.Connection, session: str) -> None:
 
 
 def reconcile(database: Database, adapter: str) -> None:
-  """Mark the waiting examples of an adapter that were learned already according to its versions."""
+  """Mark those waiting examples of an adapter that its versions have already learned."""
   waiting = examples(database, adapter, state='waiting')
   if not waiting:
     return
@@ -220,7 +218,7 @@ def _turn(row: tuple) -> SessionTurn:
 
 
 def _record(turn: SessionTurn) -> str:
-  """Return the fields of a turn that have no column of their own."""
+  """Return the fields of a turn without a column of their own, as JSON."""
   columns = ('n', 'prompt_tokens', 'tokens', 'kept_tokens')
   return json.dumps({name: value for name, value in turn.to_json().items() if name not in columns})
 

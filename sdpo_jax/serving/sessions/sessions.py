@@ -1,6 +1,7 @@
-"""Interactive sessions: an adapter proposes, a person decides, and corrections are learned at once.
+"""Interactive sessions: an adapter proposes, a person decides, and the adapter learns from corrections at once.
 
-The conversation is stored here, as token ids. A denied proposal leaves it: the next one answers the same prompt.
+Conversations are stored as token ids. A denied proposal does not become part of the conversation: the next one answers
+the same prompt.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from sdpo_jax.serving.tool_calls import cutting, form_of, read_calls, write_call
 
 
 class Sessions:
-  """The sessions of an owner's adapters; any thread may call.
+  """The sessions of all adapters of an owner; any thread may call.
 
-  Methods raise NotFound for sessions and adapters of other owners, as those of `Account` do.
+  As in `Account`, methods raise NotFound for adapters and sessions that do not exist or belong to another owner.
   """
 
   def __init__(self, account: Account):
-    """Make the object that `Account.sessions` returns."""
+    """Make the interface to the sessions of an account."""
     self._account, self._service = account, account.service
     self._database = account.service.store.database
 
@@ -54,15 +55,15 @@ class Sessions:
 
     Args:
       adapter: the id of the adapter that proposes and learns.
-      settings: of the session.
+      settings: the settings of the session.
 
     Returns:
-      The session, and the token that every change of it needs. The token itself is not stored.
+      The session, and the token that all changes of it need, of which only the digest is stored.
 
     Raises:
-      InvalidRequest: a setting is not allowed, or the chat template writes calls in an unknown form, or its
-        conversations cannot be continued token by token.
-      Forbidden: the adapter has reached the limit of sessions.
+      InvalidRequest: a setting is not allowed, the chat template writes calls in an unknown form, or conversations with
+        it cannot be continued after sampled tokens.
+      Forbidden: the adapter has as many sessions as the limit allows.
     """
     service, known = self._service, self._account.adapter(adapter)
     settings.check(service.settings, max_completion=service.max_completion, vocab_size=service.vocab_size)
@@ -74,8 +75,7 @@ class Sessions:
         raise InvalidRequest(str(error), field='tools') from error
       if (stop := cutting(settings.options(None).stop, form)) is not None:
         raise InvalidRequest(
-          f'sampling.stop has {short_repr(stop)}, which is part of every call, so that none would be whole: leave it '
-          'out.',
+          f'sampling.stop has {short_repr(stop)}, which would cut off every call: leave it out.',
           field='sampling.stop',
         )
     id, token, created = f'ses-{secrets.token_hex(8)}', f'sst-{secrets.token_urlsafe(32)}', service.clock()
@@ -90,27 +90,26 @@ class Sessions:
       most = service.settings.limits.max_sessions_per_adapter
       if len(session_tables.sessions(self._database, known.id)) >= most:
         raise Forbidden(
-          f'The adapter has {most} sessions, as many as one may have (serve.limits.max_sessions_per_adapter): delete '
-          'one.'
+          f'The adapter has {most} sessions, the limit (serve.limits.max_sessions_per_adapter): delete one.'
         )
       session_tables.put_session(rows, session)
     return session, token
 
   def check_token(self, adapter: str, session: str, token: str | None) -> None:
-    """Raise Forbidden unless `token` is the one that the session was opened with."""
+    """Raise Forbidden unless `token` is the token of the session."""
     known = self.get(adapter, session)
     if token is None or not hmac.compare_digest(_digest(token), known.token):
-      raise Forbidden('The session needs the token that it was opened with, in the header X-Session-Token.')
+      raise Forbidden('Send the token of the session, from when it was opened, in the header X-Session-Token.')
 
   def list(self, adapter: str) -> list[AgentSession]:
     """Return the sessions of an adapter, the oldest first."""
     return session_tables.sessions(self._database, self._account.adapter(adapter).id)
 
   def get(self, adapter: str, session: str) -> AgentSession:
-    """Return a session; raise NotFound if it does not exist or belongs to another owner."""
+    """Return a session by its id."""
     known = session_tables.session(self._database, self._account.adapter(adapter).id, session)
     if known is None:
-      raise NotFound(f'There is no session {short_repr(session)} of {adapter}.')
+      raise NotFound(f'{adapter} has no session {short_repr(session)}.')
     return known
 
   def turns(self, adapter: str, session: str) -> Sequence[SessionTurn]:
@@ -118,7 +117,7 @@ class Sessions:
     return session_tables.turns(self._database, self.get(adapter, session).id)
 
   def delete(self, adapter: str, session: str) -> None:
-    """Erase a session, its turns and its examples; what the adapter has learned stays."""
+    """Erase a session with its turns and examples; what the adapter has learned stays."""
     with self._service.turns.of(('session', session), self._account.call):
       self.get(adapter, session)
       with self._database.writing(full=True) as rows:
@@ -136,33 +135,29 @@ class Sessions:
     seed: int | None = None,
     drafts: bool = False,
   ) -> Iterator[SampleDraft | SessionTurn]:
-    """Draw the next proposal from the newest version of the adapter.
+    """Start sampling the next proposal, from the newest version of the adapter.
 
     Args:
-      adapter: its id.
-      session: its id.
-      messages: the messages before it: of the user, or tool answers that were not passed to `results`. None are needed
+      adapter: the id of the adapter.
+      session: the id of the session.
+      messages: the new messages: of the user, or of tools whose results were not passed to `results`. They may be empty
         after a denied proposal or after results.
-      seed: seed of the proposal; None: a random one.
-      drafts: whether to also yield drafts.
+      seed: the seed of sampling; None: a random one.
+      drafts: whether to yield drafts, too.
 
     Raises:
       TurnConflict: the newest proposal is not decided yet.
-      Forbidden: the session has reached the limit of turns.
+      Forbidden: the session has as many turns as the limit allows.
       InvalidRequest: there is nothing to answer, a message is invalid, or the prompt is too long.
       ServiceError, UserError: as `Account.sample`.
     """
     held = self._held(adapter, session)
     new, newest = proposing.new_messages(held, messages), held.turns[-1] if held.turns else None
     if newest is not None and newest.status == 'open':
-      raise TurnConflict(
-        f'Turn {newest.n} is not decided yet: approve, edit or deny it before the next one.', current=newest.n
-      )
+      raise TurnConflict(f'Turn {newest.n} is not decided yet: approve, edit or deny it first.', current=newest.n)
     most = self._service.settings.limits.max_turns_per_session
     if held.number + 1 >= most:
-      raise Forbidden(
-        f'The session has {most} turns, as many as one may have (serve.limits.max_turns_per_session): open a new one.'
-      )
+      raise Forbidden(f'The session has {most} turns, the limit (serve.limits.max_turns_per_session): open a new one.')
     dialogue = self._dialogue_of(held.session)
     if not new and newest is not None and newest.status == 'denied':
       prompt = list(newest.prompt_tokens)
@@ -174,12 +169,12 @@ class Sessions:
   def retry(
     self, adapter: str, session: str, n: int, *, seed: int | None = None, drafts: bool = False
   ) -> Iterator[SampleDraft | SessionTurn]:
-    """Draw an alternative to a turn from the newest version; it does not join the conversation and is not stored.
+    """Start sampling an alternative to a turn, from the newest version; it is not stored.
 
     Args:
-      adapter: its id.
-      session: its id.
-      n: number of the turn.
+      adapter: the id of the adapter.
+      session: the id of the session.
+      n: the number of the turn.
       seed: as in `propose`.
       drafts: as in `propose`.
     """
@@ -189,55 +184,55 @@ class Sessions:
     return proposing.draw(self._account, held, dialogue, prompt, messages, n, seed=seed, drafts=drafts, joins=False)
 
   def decide(self, adapter: str, session: str, n: int, decision: Decision) -> tuple[SessionTurn, LearnedTurns | None]:
-    """Decide on the newest proposal, and learn from the decision.
+    """Store a decision on the newest proposal, and learn from it.
 
-    The decision is on the disk before it is learned. If learning failed, sending the same decision again learns it,
-    exactly once whatever happens; if it was learned already, this returns the stored result.
+    The decision is on the disk before learning begins. If learning has failed, the same decision can be sent again: it
+    is learned exactly once, and further repeats return the stored result.
 
     Args:
-      adapter: its id.
-      session: its id.
-      n: number of the turn.
+      adapter: the id of the adapter.
+      session: the id of the session.
+      n: the number of the turn.
       decision: the decision.
 
     Returns:
-      The turn as it is now, and what was learned; None: there was nothing to learn.
+      The turn after the decision, and what was learned (None: there was nothing to learn).
 
     Raises:
-      TurnConflict: it is not the newest turn, or was decided differently.
-      InvalidRequest: the decision does not fit the turn, or its lesson does not fit the teacher's prompt.
-      ServiceError, UserError: as `feedback.learn`; the decision stands, but is not learned yet.
+      TurnConflict: it is not the newest turn, or it was decided differently.
+      InvalidRequest: the decision does not fit the turn, or the lesson does not fit the teacher's prompt.
+      ServiceError, UserError: as `feedback.learn`; the decision is stored, but not learned yet.
     """
     with self._settled(adapter, session) as (held, dialogue):
       turn = self._turn(held, n)
       if turn.decision is not None:
         if turn.decision != decision:
           raise TurnConflict(
-            f'Turn {n} is {turn.status} already: what was decided stays; deny a later proposal instead.',
+            f'Turn {n} is already {turn.status}, which cannot be changed: deny a later proposal instead.',
             current=held.number,
           )
         return self._again(held, dialogue, turn)
       if n != held.number:
-        raise TurnConflict(f'Turn {n} is not the newest, which is {held.number}: decide that one.', current=held.number)
+        raise TurnConflict(f'The newest turn is {held.number}, not {n}: decide on that one.', current=held.number)
       decided, said = self._decided(held.session, dialogue, turn, decision)
       return self._change(held, dialogue, decided, 'edit' if decision.kind == 'edit' else 'denial', said)
 
   def results(
     self, adapter: str, session: str, n: int, results: Sequence[ToolResult]
   ) -> tuple[SessionTurn, LearnedTurns | None]:
-    """Add tool results to the conversation, and learn from failed ones if the session's settings say so.
+    """Add tool results to the conversation, and learn from failures if `learn_from_results` is set.
 
     Args:
-      adapter: its id.
-      session: its id.
-      n: number of the newest turn, which was approved or edited.
-      results: one for each of its calls.
+      adapter: the id of the adapter.
+      session: the id of the session.
+      n: the number of the newest turn, which must be approved or edited.
+      results: one result for each of its calls.
 
     Returns:
       As `decide`.
 
     Raises:
-      TurnConflict: it is not the newest turn, not decided, or has other results.
+      TurnConflict: it is not the newest turn, not approved or edited, or has other results.
       InvalidRequest: the results do not match the calls of the turn.
       ServiceError, UserError: as `decide`.
     """
@@ -246,17 +241,17 @@ class Sessions:
       results = tuple(sorted(results, key=lambda result: result.call))
       if turn.results:
         if turn.results != results:
-          raise TurnConflict(f'Turn {n} has other results already.', current=held.number)
+          raise TurnConflict(f'Turn {n} already has other results.', current=held.number)
         return self._again(held, dialogue, turn)
       if n != held.number or turn.status not in ('approved', 'edited'):
         raise TurnConflict(
-          f'Turn {n} is {turn.status}, and turn {held.number} is the newest: results belong to the newest turn, once '
+          f'Turn {n} is {turn.status}, and the newest turn is {held.number}: send results for the newest turn, after '
           'it was approved or edited.',
           current=held.number,
         )
       if not turn.calls or [result.call for result in results] != list(range(len(turn.calls))):
         raise InvalidRequest(
-          f'Turn {n} has {len(turn.calls)} calls, and its results must be one for each of them.', field='results'
+          f'Turn {n} has {len(turn.calls)} calls: send one result for each of them.', field='results'
         )
       learns = held.session.settings.learn_from_results
       said = teaching.of_results(turn, results) if learns else TeacherTexts()
@@ -265,12 +260,12 @@ class Sessions:
   # Learning.
 
   def flush(self, adapter: str, session: str) -> LearnedTurns | None:
-    """Learn the waiting examples now and return the result; None: none waits."""
+    """Learn from the waiting examples now, and return the result; None: no example waits."""
     with self._settled(adapter, session) as (held, dialogue):
       return waiting_examples.learn(self._account, held.session, dialogue, few=True)
 
   def examples(self, adapter: str, session: str | None = None) -> Sequence[TrainingExample]:
-    """Return every example that was or will be learned in sessions of an adapter, or in one of them."""
+    """Return all examples that were or will be learned in sessions of an adapter, or in one of them."""
     self._account.adapter(adapter)
     if session is not None:
       self.get(adapter, session)
@@ -279,14 +274,14 @@ class Sessions:
   def replay(
     self, adapter: str, examples: Sequence[TrainingExample], *, request: IdempotentRequest | None = None
   ) -> Sequence[LearnedTurns]:
-    """Learn examples of another adapter, in the groups in which they were learned; see `replaying.replay`."""
+    """Learn from examples of another adapter, see `replaying.replay`."""
     self._account.adapter(adapter)
     return replaying.replay(self._account, adapter, examples, request)
 
-  # Inside.
+  # State.
 
   def _held(self, adapter: str, session: str) -> SessionState:
-    """Read a session and its newest turns, back to one that joined the conversation; raise NotFound if absent."""
+    """Read a session and its newest turns, back to one that is part of the conversation."""
     known = self.get(adapter, session)
     turns: list[SessionTurn] = []
     while not turns or not turns[-1].joins:
@@ -298,42 +293,42 @@ class Sessions:
 
   @contextlib.contextmanager
   def _settled(self, adapter: str, session: str) -> Iterator[tuple[SessionState, Dialogue]]:
-    """Hold the lock of a session, and provide it as it is after noting what was already learned from it."""
+    """Hold the lock of a session; yields its state, after marking the examples that were already learned."""
     with self._service.turns.of(('session', session), self._account.call):
-      self.get(adapter, session)  # This also makes the store re-read the adapter if its versions are in doubt.
+      self.get(adapter, session)  # Makes the store re-read the adapter if that is in doubt.
       session_tables.reconcile(self._database, adapter)
       held = self._held(adapter, session)
       yield held, self._dialogue_of(held.session)
 
   def _turn(self, held: SessionState, n: int) -> SessionTurn:
-    """Return a turn; raise NotFound if there is none of this number."""
+    """Return a turn by its number; raises NotFound if there is none."""
     turn = session_tables.turn(self._database, held.session.id, n) if 0 <= n <= held.number else None
     if turn is None:
-      raise NotFound(f'There is no turn {short_repr(n)} of {held.session.id}, whose newest is {held.number}.')
+      raise NotFound(f'{held.session.id} has no turn {short_repr(n)}: its newest is {held.number}.')
     return turn
 
   def _dialogue_of(self, session: AgentSession) -> Dialogue:
-    """Return the conversion of a session's messages to tokens.
+    """Return the `Dialogue` of a session.
 
     Raises:
-      InvalidRequest: the tokenizer or the template have changed since the session was opened.
+      InvalidRequest: the tokenizer or the chat template has changed since the session was opened.
     """
     if session.written != written_by(self._service):
       raise InvalidRequest(
         f'The session {session.id} was opened with another tokenizer or chat template than the service has now: '
-        'open a new one, or serve the old ones again (model.path, model.chat_template, '
-        'data.apply_chat_template_kwargs). What it has taught stays learned, and its examples can be replayed.'
+        'open a new one, or restore these settings (model.path, model.chat_template, '
+        'data.apply_chat_template_kwargs). What was learned in it stays, and its examples can be replayed.'
       )
     return dialogue_of(self._service, session)
 
   def _decided(
     self, session: AgentSession, dialogue: Dialogue, turn: SessionTurn, decision: Decision
   ) -> tuple[SessionTurn, TeacherTexts]:
-    """Return a turn with its decision, and what the teacher is to be shown of it."""
+    """Return a turn with its decision, and the texts that the teacher reads about it."""
     decided = dataclasses.replace(turn, decision=decision, status=DECIDED[decision.kind])
     if decision.kind != 'deny' and turn.calls and turn.fault is not None:
       raise InvalidRequest(
-        f'Turn {turn.n} also has a call that cannot be read ({turn.fault}): deny it, so that nothing is done by half.',
+        f'Turn {turn.n} also has an invalid call ({turn.fault}): deny it, since its plan is incomplete.',
         field='decision',
       )
     if decision.kind == 'approve':
@@ -342,14 +337,14 @@ class Sessions:
       return decided, TeacherTexts(feedback=decision.correction, environment=turn.fault)
     if decision.call >= len(turn.calls):
       raise InvalidRequest(
-        f'Turn {turn.n} has {len(turn.calls)} calls, and none of the number {decision.call}.', field='call'
+        f'Turn {turn.n} has {len(turn.calls)} calls, numbered from 0, and no call {decision.call}.', field='call'
       )
     calls = edited(turn.calls, decision)
     with self._service.tokenizing:
       kept = dialogue.edited(turn.text, calls, session.tool_form)
       if tuple(read_calls(dialogue.text_of(kept), session.tool_form).calls) != calls:
         raise InvalidRequest(
-          'These arguments cannot be written in the form of calls that the model knows.', field='arguments'
+          'These arguments cannot be written as a call in the form of the model: change them.', field='arguments'
         )
     written = '\n'.join(write_call(call, session.tool_form) for call in calls)
     return dataclasses.replace(decided, kept_tokens=kept), TeacherTexts(written, decision.correction)
@@ -357,7 +352,7 @@ class Sessions:
   def _change(
     self, held: SessionState, dialogue: Dialogue, turn: SessionTurn, kind: str, said: TeacherTexts
   ) -> tuple[SessionTurn, LearnedTurns | None]:
-    """Store the new state of a turn with the example to learn from it, if any text is said; then learn what waits."""
+    """Store a changed turn and its example, if there is text for the teacher; then learn from waiting examples."""
     example = waiting_examples.example_of(self._account, held.session, dialogue, turn, kind, said)
     with self._database.writing(full=True) as rows:
       session_tables.advance(rows, held.session, held.number)
@@ -369,14 +364,14 @@ class Sessions:
   def _taught(
     self, held: SessionState, dialogue: Dialogue, turn: SessionTurn
   ) -> tuple[SessionTurn, LearnedTurns | None]:
-    """Learn the waiting examples after a turn has added one; return the turn afterwards, and the result."""
+    """Learn from the waiting examples; return the turn after that, and the result."""
     learned = waiting_examples.learn(self._account, held.session, dialogue)
     return self._turn(held, turn.n), learned
 
   def _again(
     self, held: SessionState, dialogue: Dialogue, turn: SessionTurn
   ) -> tuple[SessionTurn, LearnedTurns | None]:
-    """Return the turn and the result for a repeated request; learn its example now if it still waits."""
+    """Return turn and result for a repeated request; if the example of the turn still waits, learn from it now."""
     session = held.session
     waiting = session_tables.examples(self._database, session.adapter, session=session.id, state='waiting')
     if any(example.n == turn.n for example in waiting):

@@ -1,7 +1,7 @@
-"""The teacher's prompt: the student's conversation, token by token, with the feedback after it.
+"""The teacher's prompt: the tokens of the student's conversation, followed by the feedback.
 
-Only the last turn is new, so that the teacher's prompt begins with the student's prompt up to the header of its own
-turn. If the whole does not fit, the feedback is shortened, never the conversation.
+The teacher's prompt begins with the student's prompt up to the header of the assistant's turn; only the last turn is
+new. If the prompt is too long, the feedback is shortened, never the conversation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sdpo_jax.serving.sessions.conversation import Dialogue, StudentPrompt
 from sdpo_jax.serving.sessions.session_records import SessionTurn, TeacherTexts, ToolResult
 from sdpo_jax.teacher import context
 
-_LONGEST_STDERR = 4000  # Characters of stderr in a text; only the end of a longer one is shown.
+_LONGEST_STDERR = 4000  # The most characters of stderr in a text; only the end of a longer one is shown.
 
 
 def teacher_prompt(
@@ -27,18 +27,18 @@ def teacher_prompt(
   *,
   title: str = '',
 ) -> list[int]:
-  """Return the teacher's prompt.
+  """Return the token ids of the teacher's prompt.
 
   Args:
-    dialogue: of the session.
-    asked: the student's prompt.
-    said: the texts that the teacher is shown.
-    config: templates; `max_reprompt_len` limits the length.
-    attempt: tokens of the proposal, if the teacher reads it, too; None: it does not.
-    title: of the session, for error messages.
+    dialogue: the dialogue of the session.
+    asked: the prompt of the student.
+    said: the texts that the teacher reads.
+    config: has the templates; `max_reprompt_len` is the most tokens.
+    attempt: the tokens of the proposal, if the teacher reads it, too; None: it does not.
+    title: the title of the session, for error messages.
 
   Raises:
-    InvalidRequest: the conversation leaves no room.
+    InvalidRequest: the conversation leaves no room for the feedback.
   """
 
   def written(solution: str | None, feedback: str | None, _: str | None) -> list[int]:
@@ -51,15 +51,15 @@ def teacher_prompt(
     tokens, _ = context.fitted(written, said.demonstration, said.whole, None, config.max_reprompt_len)
   except UserError as error:
     raise InvalidRequest(
-      f'The conversation{_named(title)} has {len(asked.tokens)} tokens, which leaves the teacher no room for what is '
-      f'to be learned in its {config.max_reprompt_len} (serve.teacher_buckets): decide without a correction, or open a '
-      'new session.'
+      f'The conversation{_named(title)} has {len(asked.tokens)} tokens, which leaves no room for the feedback in the '
+      f'{config.max_reprompt_len} of the teacher (serve.teacher_buckets): decide without a correction, or open a new '
+      'session.'
     ) from error
   return tokens
 
 
 def of_results(turn: SessionTurn, results: Sequence[ToolResult]) -> TeacherTexts:
-  """Return the texts of failed tools: name, arguments at fault, place and output of each."""
+  """Return the texts about failed tools, see `failure`, for the teacher."""
   calls = turn.called
   return TeacherTexts(
     environment='\n\n'.join(failure(calls[each.call].name, each) for each in results if not each.ok) or None
@@ -67,7 +67,7 @@ def of_results(turn: SessionTurn, results: Sequence[ToolResult]) -> TeacherTexts
 
 
 def failure(name: str, result: ToolResult) -> str:
-  """Return a sentence about a failed tool, with its output."""
+  """Return a text about a failed tool: its name, exit code, invalid argument and line, and its output."""
   where = [f'exit code {result.exit_code}'] if result.exit_code is not None else []
   where += [f'argument {result.field}'] if result.field is not None else []
   where += [f'line {result.line}'] if result.line is not None else []
@@ -84,7 +84,7 @@ def result_message(result: ToolResult) -> dict[str, str]:
 
 
 def _stderr(result: ToolResult) -> str | None:
-  """Return the end of a tool's stderr; None: it is empty or contained in the text."""
+  """Return the end of a tool's stderr; None: it is empty, or the text contains it."""
   text = (result.stderr or '').strip()
   if not text or text in result.text:
     return None

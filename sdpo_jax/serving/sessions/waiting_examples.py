@@ -1,8 +1,7 @@
-"""Learning from the waiting examples of a session: they become a feedback, and its result is noted with their turns.
+"""Learning from the waiting examples of a session in one feedback transaction, whose result is stored in their turns.
 
-A decision is on the disk before learning begins. The details of the new version name the session and its turns, so that
-after a crash between the commit and the note, `session_tables.reconcile` can make the note: nothing is learned twice,
-and no decision is lost.
+Decisions are on the disk before learning begins. The details of the new version name its examples, so that
+`session_tables.reconcile` can mark these after a crash: nothing is learned twice, and no decision is lost.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ from sdpo_jax.serving.sessions.session_records import (
 from sdpo_jax.serving.sessions.session_tables import REHEARSAL, SOURCE
 from sdpo_jax.teacher import context
 
-MOST_MOVED = 8
-_LEAST = 1e-8  # Lower bound of the tail's probability.
-_PAGE = 16  # How many turns to read at a time when searching for approved ones.
+MOST_MOVED = 8  # The most tokens in `LearnedTurns.moved`.
+_LEAST = 1e-8  # Lower bound of the probability of the tail.
+_PAGE = 16  # Turns that are read at a time when searching for approved ones.
 
 
 def example_of(
   account: Account, session: AgentSession, dialogue: Dialogue, turn: SessionTurn, kind: str, said: TeacherTexts
 ) -> SessionExample | None:
-  """Return the example to learn from a turn; None: there is nothing to show to the teacher."""
+  """Make the example of a turn; None: there is no text for the teacher."""
   if not said:
     return None
   service, settings = account.service, session.settings
@@ -54,20 +53,20 @@ def example_of(
   with service.tokenizing:
     asked = dialogue.split(turn.prompt_tokens)
     prompt = teaching.teacher_prompt(dialogue, asked, said, service.reprompting.config, attempt, title=settings.title)
-  # Rehearsals do not wait: they are learned beside others.
+  # Rehearsals do not wait, since they are only learned with others.
   state = 'learned' if kind == REHEARSAL else 'waiting'
   return SessionExample(session.id, turn.n, kind, state, account.adapter(session.adapter).head, (), prompt, said)
 
 
 def learn(account: Account, session: AgentSession, dialogue: Dialogue, *, few: bool = False) -> LearnedTurns | None:
-  """Learn the waiting examples of a session and return the result; None: none waits.
+  """Learn from the waiting examples of a session, and return the result; None: no example waits.
 
-  The caller makes sure that nobody else changes the session meanwhile.
+  The caller must hold the lock of the session.
 
   Args:
-    account: the owner.
-    session: the session of the examples.
-    dialogue: its conversation.
+    account: the account of the owner.
+    session: the session.
+    dialogue: the dialogue of the session.
     few: whether to learn even if fewer than `min_sdpo_examples` wait.
 
   Raises:
@@ -106,16 +105,16 @@ def learn(account: Account, session: AgentSession, dialogue: Dialogue, *, few: b
 def request_of(
   account: Account, items: Sequence[Item], settings: SessionSettings | TrainingExample, source: Mapping[str, Any]
 ) -> FeedbackRequest:
-  """Return the request to learn from completions as the settings of their session say.
+  """Make the request to learn from completions with the settings of their session.
 
   Args:
-    account: the owner.
-    items: the completions.
-    settings: of the session, or an example that names them.
+    account: the account of the owner.
+    items: the completions with their feedback.
+    settings: the settings of the session, or an example that contains them.
     source: the origin of the completions, for the details of the new version.
 
   Raises:
-    InvalidRequest: something cannot be learned.
+    InvalidRequest: an item or a setting is invalid.
   """
   return make_request(
     items,
@@ -135,10 +134,9 @@ def _item(example: SessionExample, turn: SessionTurn) -> Item:
 
 
 def _rehearsed(account: Account, session: AgentSession, dialogue: Dialogue, newest: int) -> Iterator[SessionExample]:
-  """Yield examples of approved proposals up to a turn, the newest first, each with itself as the demonstration.
+  """Yield examples of approved proposals up to a turn, the newest first, each its own demonstration.
 
-  Proposals of which the teacher may read nothing, and those that leave it no room, are skipped: rehearsals only protect
-  what was approved, and nobody has asked for any one of them.
+  Proposals that consist of thinking only, or leave the teacher no room, are skipped: no particular rehearsal is needed.
   """
   service, left, before = account.service, session.settings.rehearse, newest + 1
   while left > 0 and (page := session_tables.turns_back(service.store.database, session.id, before, _PAGE)):
@@ -159,13 +157,13 @@ def _rehearsed(account: Account, session: AgentSession, dialogue: Dialogue, newe
 def said_of(
   account: Account, done: FeedbackResult, turn: SessionTurn | Item, numbers: Sequence[int], began: float
 ) -> LearnedTurns:
-  """Return the summary of a feedback, with the divergence and the moved tokens of its last completion.
+  """Summarize a feedback, with the divergence and the moved tokens of its last completion.
 
   Args:
-    account: the owner.
-    done: from `feedback.learn`.
-    turn: the turn or item with the prompt and tokens of that completion.
-    numbers: the turns that were learned from.
+    account: the account of the owner.
+    done: the result of `feedback.learn`.
+    turn: the turn or item of the last completion.
+    numbers: the numbers of the turns that were learned from.
     began: when learning began, on the monotonic clock.
   """
   answer, scores = done.said, done.scores[-1]
@@ -186,13 +184,13 @@ def said_of(
 
 
 def divergence(teacher: Sequence[np.ndarray], student: Sequence[np.ndarray]) -> float:
-  """Return KL(teacher‖student), the mean over T positions, in nats.
+  """Return KL(teacher‖student) in nats, the mean over T positions.
 
-  All tokens that the teacher does not name form one tail bucket, so that the result is a lower bound.
+  Tokens that are not among the given ones form one tail bucket, so that the result is a lower bound.
 
   Args:
-    teacher: T arrays with the log-probs of the tokens that are named at a position.
-    student: T arrays with its log-probs of the same tokens.
+    teacher: T arrays with the log-probs of the teacher's most likely tokens at a position.
+    student: T arrays with the student's log-probs of the same tokens.
   """
   per_token = []
   for theirs, own in zip(teacher, student, strict=True):
@@ -204,7 +202,7 @@ def divergence(teacher: Sequence[np.ndarray], student: Sequence[np.ndarray]) -> 
 
 
 def _divergences(scores: LessonScores) -> tuple[float | None, float | None]:
-  """Return the `divergence` before and after the steps of a measured feedback; None where the teacher names nothing."""
+  """Return the `divergence` before and after the steps of a measured feedback; None: no log-prob is finite."""
   ids, log_probs = scores.teacher_top_ids[:, :MOST_TOP], rounded(scores.teacher_top_log_probs[:, :MOST_TOP])
   named = (ids >= 0) & np.isfinite(log_probs)
   if not named.any():

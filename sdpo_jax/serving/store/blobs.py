@@ -1,6 +1,6 @@
-"""Blobs by key, in a local folder with every file synced to the disk, or in an object store (s3://, gs://).
+"""Blobs by key, in a local folder, where all writes are synced to the disk, or in an object store (s3://, gs://).
 
-Keys are paths with slashes that the store makes up; other files beside them are left alone.
+Keys are relative paths with slashes. Other files in the folder or bucket are left alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NONE: Mapping[str, bytes] = MappingProxyType({})
 
 @dataclasses.dataclass(frozen=True)
 class BlobEntry:
-  """A blob in a listing."""
+  """A blob as listings return it."""
 
   key: str
   size: int  # Bytes.
@@ -45,63 +45,64 @@ class BlobEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Tagged:
-  """The content of a mutable blob, with a tag that differs from those of its other contents."""
+  """The content of a mutable blob, and a tag that changes with it."""
 
   content: bytes
   tag: Mapping[str, str]
 
 
 class LostSwapError(Exception):
-  """The blob differs from the expected one."""
+  """A compare-and-swap has failed, because the blob has another tag than expected."""
 
 
 class Blobs(Protocol):
-  """The blobs below one root; any thread may call. Failed reads and writes raise StorageFailed, naming the blob."""
+  """The blobs below one root; any thread may call. A failed read or write raises StorageFailed, naming the blob."""
 
   name: str  # The name of the root, for messages.
 
   def put_new(self, folder: str, contents: Mapping[str, bytes], last: Mapping[str, bytes] = _NONE) -> None:
-    """Write blobs under new keys, by their names below `folder`; if the order matters, `last` after the others.
+    """Write new blobs, by their names below `folder`; those in `last` become visible after the others.
 
     Raises:
-      FileExistsError: a blob exists under one of the keys; it has not changed.
+      FileExistsError: one of the blobs exists; it has not changed.
     """
 
   def get(self, key: str) -> bytes:
-    """Return the content of a blob; raise FileNotFoundError if there is none."""
+    """Return the content of a blob; raises FileNotFoundError if there is none."""
 
   def tagged(self, key: str) -> Tagged | None:
     """Return the content of a blob with its tag; None: there is none."""
 
   def swap(self, key: str, content: bytes, expected: Tagged | None) -> None:
-    """Replace a blob if it has the expected tag, or write it if None is expected and there is none.
+    """Replace a blob if it has the expected tag (None: if there is no blob).
 
     Raises:
-      LostSwapError: the blob has another tag, is missing, or exists unexpectedly; nothing has changed.
+      LostSwapError: the blob has another tag, is missing, or exists; nothing has changed.
     """
 
   def renew(self, key: str, content: bytes) -> None:
-    """Make an existing blob durable if it is not known to be; its content does not change."""
+    """Make sure that an existing blob is durable; `content` is the content that it has."""
 
   def list(self, prefix: str = '') -> Iterator[BlobEntry]:
-    """Yield the blobs whose keys begin with the folder `prefix` and a slash; '': all."""
+    """Yield all blobs below the folder `prefix`; '': all of the root."""
 
   def delete(self, keys: Iterable[str], below: str) -> None:
-    """Erase blobs below a folder, and the folders in it that become empty; a missing blob is no error."""
+    """Erase blobs, and the folders below `below` that become empty; missing blobs are ignored."""
 
   def close(self) -> None:
-    """Shut down the threads."""
+    """Shut down the threads that write blobs."""
 
 
 def open_blobs(root: str, **options: Any) -> Blobs:
-  """Return the blobs of a root: a local folder, which is made, or the URL of an object store.
+  """Open the blobs of a root.
 
   Args:
-    root: a path, s3://bucket/prefix, gs://bucket/prefix, or memory://name, which lives as long as the process.
-    options: options of obstore's stores, such as client options.
+    root: a local path, which is made if missing, s3://bucket/prefix, gs://bucket/prefix, or memory://name, which lives
+      as long as the process.
+    options: options for obstore's store, such as client options.
 
   Raises:
-    UserError: it cannot be opened.
+    UserError: the root cannot be opened.
   """
   if is_local(root):
     return LocalBlobs(pathlib.Path(root))
@@ -109,13 +110,13 @@ def open_blobs(root: str, **options: Any) -> Blobs:
 
 
 class LocalBlobs:
-  """Blobs as files below a folder, which is made with mode 0700, for its user alone."""
+  """Blobs as files below a local folder, which is made with mode 0700."""
 
   def __init__(self, root: pathlib.Path):
-    """Open a folder.
+    """Open a folder, which is made if missing.
 
     Raises:
-      UserError: it cannot be made.
+      UserError: the folder cannot be made.
     """
     try:
       make_private(root)
@@ -128,7 +129,7 @@ class LocalBlobs:
     self._pool = ThreadPoolExecutor(SYNCS, thread_name_prefix='blobs')
 
   def put_new(self, folder: str, contents: Mapping[str, bytes], last: Mapping[str, bytes] = _NONE) -> None:
-    # Nobody reads the folder before a HEAD names it, so that the order of the blobs does not matter.
+    # The order does not matter, since nobody reads the folder before a HEAD names it.
     where = self._root / folder
     with self._failures(where):
       make_directory(where.parent)
@@ -136,7 +137,7 @@ class LocalBlobs:
       paths = [where / name for name in (*contents, *last)]
       for path, content in zip(paths, (*contents.values(), *last.values()), strict=True):
         _create(path, content)
-      # Concurrently, since the file system then combines their syncs.
+      # Concurrent syncs are combined by the file system.
       done = [self._pool.submit(sync_file, path) for path in paths]
       done += [self._pool.submit(sync_directory, path) for path in (where, where.parent)]
       for each in done:
@@ -158,7 +159,7 @@ class LocalBlobs:
     path = self._root / key
     with self._failures(path):
       make_directory(path.parent)
-      # Makes the compare-and-swap atomic even against processes without the store's lock, such as tools.
+      # This lock makes the swap atomic even against processes that do not hold the store's lock.
       with locked(path.parent, os.O_RDONLY | os.O_DIRECTORY):
         try:
           found = _tag(_read(path))
@@ -169,8 +170,8 @@ class LocalBlobs:
         write_atomically(path, content, 0o600)
 
   def renew(self, key: str, content: bytes) -> None:
-    # The blob's directory may not have been synced. After a failed fsync another one proves nothing, so the file is
-    # written again.
+    # The directory may not have been synced. The file is written again, since after a failed fsync a second one proves
+    # nothing.
     path = self._root / key
     with self._failures(path):
       write_atomically(path, content, 0o600)
@@ -218,8 +219,8 @@ class LocalBlobs:
       raise
     except OSError as error:
       raise StorageFailed(
-        f'{path} cannot be read or written ({first_line(error)}): nothing that was acknowledged is lost; make room on '
-        'its disk, or see that it works, and ask again.'
+        f'{path} cannot be read or written ({first_line(error)}): make room on its disk, or check the disk, and retry; '
+        'nothing that was acknowledged is lost.'
       ) from error
 
 
@@ -233,7 +234,7 @@ def _create(path: pathlib.Path, content: bytes) -> None:
 
 
 def make_private(folder: pathlib.Path) -> None:
-  """Make a folder that no other user can read, if it does not exist; raise OSError if it cannot be made."""
+  """Make a folder with mode 0700 unless it exists; raises OSError if it cannot be made."""
   if not folder.is_dir():
     make_directory(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -268,7 +269,7 @@ def _tag(content: bytes) -> Mapping[str, str]:
 
 @contextlib.contextmanager
 def locked(path: str | os.PathLike, flags: int) -> Iterator[None]:
-  """Hold the lock of a local file or folder, opened with these flags; it is released when the process ends, too."""
+  """Hold the lock of a local file or folder, opened with these flags; it is also released if the process dies."""
   descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
   try:
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -277,21 +278,21 @@ def locked(path: str | os.PathLike, flags: int) -> Iterator[None]:
     os.close(descriptor)
 
 
-_memory: dict[str, Any] = {}  # Stores of memory://name by name.
+_memory: dict[str, Any] = {}  # In-memory stores by their URL, memory://name.
 
 
 class RemoteBlobs:
-  """Blobs of an object store, which itself guarantees that puts are durable and atomic."""
+  """Blobs of an object store, in which every put is durable and atomic."""
 
   def __init__(self, url: str, **options: Any):
-    """Open a store.
+    """Open an object store.
 
     Args:
-      url: as `open_blobs`.
-      options: options of obstore's store.
+      url: as in `open_blobs`.
+      options: options for obstore's store.
 
     Raises:
-      UserError: it cannot be opened, or obstore is not installed.
+      UserError: the store cannot be opened, or obstore is not installed.
     """
     try:
       import obstore
@@ -323,7 +324,7 @@ class RemoteBlobs:
       try:
         self._obstore.put(self._store, key, content, mode='create')
       except self._errors.AlreadyExistsError:
-        # The client repeats a put whose response was lost.
+        # Since obstore repeats a put whose response was lost, the blob may be our own.
         if bytes(self._obstore.get(self._store, key).bytes()) != content:
           raise FileExistsError(f'{self.name}/{key} is there already.') from None
 
@@ -352,7 +353,7 @@ class RemoteBlobs:
           raise LostSwapError(f'{self.name}/{key} has changed.') from None
 
   def renew(self, key: str, content: bytes) -> None:
-    """Do nothing, since a blob that can be read is durable."""
+    """Do nothing, since every blob that can be read is durable."""
 
   def list(self, prefix: str = '') -> Iterator[BlobEntry]:
     with self._failures(prefix):
@@ -378,6 +379,6 @@ class RemoteBlobs:
       raise
     except (self._errors.BaseError, OSError) as error:
       raise StorageFailed(
-        f'{self.name}/{key} cannot be read or written ({first_line(error)}): nothing that was acknowledged is lost; '
-        'see that the store can be reached and that the account may write to it, and ask again.'
+        f'{self.name}/{key} cannot be read or written ({first_line(error)}): check that the store can be reached and '
+        'that the account may write to it, and retry; nothing that was acknowledged is lost.'
       ) from error

@@ -1,7 +1,7 @@
-"""The SQLite file beside the root: adapters and versions for fast reads, samples, requests, feedback and intents.
+"""The SQLite database of the store: an index of adapters and versions, and samples, requests, feedback and intents.
 
-Its rows about adapters and versions come from the root and can be restored from there. A transaction with `full=True`
-is on the disk when it ends; others survive the end of the process, but perhaps not of the machine.
+Its rows about adapters and versions can be rebuilt from the root. A transaction with `full=True` is on the disk when it
+ends; others survive a crash of the process, but perhaps not of the machine.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Known:
   """The database's entry of an adapter."""
 
   head: Head
-  tag: str  # The digest of the HEAD that this was read from.
-  deleted: bool  # Its data are being erased.
+  tag: str  # The digest of the HEAD from which the entry was read.
+  deleted: bool  # Whether its data are being erased.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,16 +85,16 @@ class KnownVersion:
   """The database's entry of a version."""
 
   number: int
-  manifest: VersionManifest | None  # Without the digests of its files; None: it is damaged.
-  damaged: str | None  # A message about the damage; None: it is intact.
+  manifest: VersionManifest | None  # Without the digests of the files; None: it is damaged.
+  damaged: str | None  # A sentence about the damage; None: the version is intact.
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestRow:
   """The state of a request with an idempotency key."""
 
-  body: str
-  state: str  # 'open': it has made nothing yet; 'made': it has, without a response yet; 'done'.
+  body: str  # The digest of its body.
+  state: str  # 'open'; 'made': it has changed something, but has no stored response yet; 'done'.
   status: int | None
   response: bytes | None
   adapter: str | None  # The adapter that it is about.
@@ -103,19 +103,19 @@ class RequestRow:
 
 
 class Database:
-  """One connection to the database; any thread may call."""
+  """The only connection to the database file; any thread may call."""
 
   def __init__(self, path: pathlib.Path, root: str):
     """Open the file, or make a new one.
 
-    A file that belongs to another root or cannot be read is moved aside and replaced by a new one.
+    A file that belongs to another root or is damaged is moved aside and replaced by a new one.
 
     Args:
-      path: of the file; no other process uses it.
-      root: the identity of the root that it belongs to.
+      path: the path of the file; no other process may use it.
+      root: the id of the root that it belongs to.
 
     Raises:
-      UserError: a later version of this program wrote it, or it can be neither opened nor made.
+      UserError: a later version of sdpo_jax has written it, or it can be neither opened nor made.
     """
     self._path, self._lock = path, threading.RLock()
     try:
@@ -132,20 +132,20 @@ class Database:
       ) from error
 
   def _open(self, root: str) -> str | None:
-    """Open the existing file; return why it cannot be used, None if it can."""
+    """Open the existing file; return why it cannot be used (None: it can)."""
     try:
       self._connect()
       [(schema,)] = self._connection.execute('PRAGMA user_version')
       if schema > SCHEMA:
         raise UserError(
           f'serve.store.database={self._path} was written by a later version of sdpo_jax: install that, or name '
-          'another file, which is then filled from the root.'
+          'another file, which is then rebuilt from the root.'
         )
       if schema < SCHEMA:
         if self._connection.execute('SELECT count(*) FROM sqlite_master').fetchall() != [(0,)]:
           raise UserError(f'serve.store.database={self._path} belongs to another program: name another file.')
         self._connection.close()
-        self.is_new = True  # The making of the file was interrupted.
+        self.is_new = True  # The file was not completed.
         return None
       if self._connection.execute('PRAGMA quick_check(1)').fetchall() != [('ok',)]:
         return 'it is damaged'
@@ -160,10 +160,10 @@ class Database:
       return f'it is damaged ({first_line(error)})'
 
   def _connect(self) -> None:
-    # Made here first, since SQLite gives the files beside it the same permissions.
+    # Made here, since SQLite gives the files beside it the same permissions.
     os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     self._connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
-    # With a single connection, the index of the log needs no file for shared memory.
+    # With exclusive locking, the index of the write-ahead log needs no shared memory.
     for pragma in ('locking_mode=EXCLUSIVE', 'journal_mode=WAL', 'synchronous=FULL', 'secure_delete=ON'):
       self._connection.execute(f'PRAGMA {pragma}').fetchall()
     self._full = True
@@ -179,7 +179,7 @@ class Database:
     self._add_tables()
 
   def _add_tables(self) -> None:
-    """Make the tables of sessions, which files of earlier versions of this program lack."""
+    """Make the tables of sessions, which files of earlier versions of sdpo_jax lack."""
     names = {name for (name,) in self.read("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if SESSION_TABLES <= names:
       return
@@ -193,11 +193,10 @@ class Database:
     for suffix in ('-wal', '-shm', ''):
       with contextlib.suppress(FileNotFoundError):
         os.replace(f'{self._path}{suffix}', f'{aside}{suffix}')
-    _logger.warning(
-      '%s is of no use, for %s: it is now %s, and a new one is filled from the root.', self._path, why, aside
-    )
+    _logger.warning('%s was renamed to %s, because %s; a new one is filled from the root.', self._path, aside, why)
 
   def close(self) -> None:
+    """Close the connection; later calls fail."""
     with self._lock:
       self._connection.close()
 
@@ -206,10 +205,10 @@ class Database:
     """Provide the connection within a transaction, which is rolled back if the block raises.
 
     Args:
-      full: whether the transaction is on the disk when it ends.
+      full: whether the transaction must be on the disk when it ends.
 
     Raises:
-      StorageFailed: it cannot be written.
+      StorageFailed: the database cannot be written.
     """
     with self._lock, self._failures():
       if full != self._full:
@@ -225,16 +224,16 @@ class Database:
         raise
 
   def truncate_log(self) -> None:
-    """Move the write-ahead log into the file and truncate it, so that no erased data remain in it."""
+    """Move the write-ahead log into the database and truncate it, so that no erased data remain in the log."""
     with self._lock, self._failures():
       self._connection.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchall()
 
   def read(self, query: str, values: Sequence[Any] = ()) -> list[tuple]:
-    """Return the rows of a query."""
+    """Return the rows of a query; `values` fill its placeholders."""
     with self._lock, self._failures():
       try:
         return self._connection.execute(query, values).fetchall()
-      except UnicodeEncodeError:  # A value has half a surrogate pair, which JSON can hold and no row does.
+      except UnicodeEncodeError:  # A value has a lone surrogate, which JSON can hold and no row does.
         return []
 
   @contextlib.contextmanager
@@ -243,8 +242,8 @@ class Database:
       yield
     except sqlite3.Error as error:
       raise StorageFailed(
-        f'{self._path} cannot be read or written ({first_line(error)}): make room on its disk, or see that it works, '
-        'and ask again; if it is damaged, start the service anew: it is filled from the root.'
+        f'{self._path} cannot be read or written ({first_line(error)}): make room on its disk, or check the disk, and '
+        'retry; if the file is damaged, restart the service, which rebuilds it from the root.'
       ) from error
 
   # Adapters.
@@ -264,24 +263,24 @@ class Database:
     return [_known(row).head.adapter for row in self.read(query, (owner,))]
 
   def by_name(self, owner: str, name: str) -> AdapterRecord | None:
-    """Return an owner's adapter of a given name, the oldest if there are several; None: there is none."""
+    """Return the adapter of an owner that has a name, the oldest if there are several; None: there is none."""
     query = f'SELECT {_ADAPTER} FROM adapters WHERE owner = ? AND name = ? AND NOT deleted ORDER BY created, id LIMIT 1'
     rows = self.read(query, (owner, name))
     return _known(rows[0]).head.adapter if rows else None
 
   def put_head(self, rows: sqlite3.Connection, head: Head, tag: str) -> None:
-    """Store the contents of an adapter's HEAD, and drop the versions that it says were removed."""
+    """Store the contents of an adapter's HEAD, and drop the versions that were removed according to it."""
     adapter = head.adapter
     self.drop_versions(rows, adapter.id, 1, head.kept_from)
     own = {name: getattr(head, name) for name in ('digest', 'origin', 'kept_from')} | {'tag': tag}
     put(rows, 'adapters', vars(adapter) | own | {'settings': json.dumps(adapter.settings)}, conflict='REPLACE')
 
   def mark_deleted(self, rows: sqlite3.Connection, adapter: str) -> None:
-    """Hide an adapter whose data are to be erased."""
+    """Hide an adapter, since its data are about to be erased."""
     rows.execute('UPDATE adapters SET deleted = 1 WHERE id = ?', (adapter,))
 
   def erase(self, rows: sqlite3.Connection, adapter: str) -> None:
-    """Erase all rows about an adapter, including batch requests with a part about it."""
+    """Erase all rows about an adapter, including requests with several parts of which one is about it."""
     rows.execute('DELETE FROM adapters WHERE id = ?', (adapter,))
     wholes = "SELECT owner, substr(key, 1, instr(key, '/') - 1) FROM requests WHERE adapter = ? AND key LIKE '%/%'"
     rows.execute(f'DELETE FROM requests WHERE (owner, key) IN ({wholes})', (adapter,))
@@ -301,17 +300,17 @@ class Database:
     return _known_version(rows[0]) if rows else None
 
   def damaged(self) -> set[str]:
-    """Return the ids of the adapters of which a version is damaged."""
+    """Return the ids of the adapters with a damaged version."""
     return {adapter for (adapter,) in self.read('SELECT adapter FROM versions WHERE damaged IS NOT NULL')}
 
   def put_version(self, rows: sqlite3.Connection, manifest: VersionManifest) -> None:
-    """Store a version."""
+    """Insert or replace a version."""
     version, request = manifest.version, manifest.request or RequestId(None, None)
     made = {'previous': manifest.previous, 'request_key': request.key, 'request_body': request.body}
     put(rows, 'versions', vars(version) | made | {'details': json.dumps(version.details)}, conflict='REPLACE')
 
   def put_damaged(self, rows: sqlite3.Connection, adapter: str, number: int, damaged: str) -> None:
-    """Store that a version is damaged."""
+    """Insert or replace a version as damaged, with a sentence about the damage."""
     put(rows, 'versions', {'adapter': adapter, 'number': number, 'damaged': damaged}, conflict='REPLACE')
 
   def drop_versions(self, rows: sqlite3.Connection, adapter: str, first: int, end: int) -> None:
@@ -321,17 +320,17 @@ class Database:
   # Intents.
 
   def intents(self) -> dict[str, str]:
-    """Return the versions that may or may not have become the newest: the id of the adapter → their folder name."""
+    """Return the folder names of versions whose commit may not have ended, by the id of their adapter."""
     return dict(self.read('SELECT adapter, version FROM intents'))
 
   def drop_intent(self, rows: sqlite3.Connection, adapter: str) -> None:
-    """Drop the intent of an adapter, whose outcome is known."""
+    """Drop the intent of an adapter, since the outcome of its commit is known."""
     rows.execute('DELETE FROM intents WHERE adapter = ?', (adapter,))
 
   # Samples.
 
   def put_sample(self, rows: sqlite3.Connection, sample: SampleRecord) -> None:
-    """Store a sample."""
+    """Insert a sample."""
     values = {
       'prompt_tokens': np.asarray(sample.prompt_tokens, '<i4').tobytes(),
       'tokens': np.asarray(sample.tokens, '<i4').tobytes(),
@@ -342,7 +341,7 @@ class Database:
     put(rows, 'samples', vars(sample) | values)
 
   def sample(self, owner: str, sample: str) -> tuple[float, SampleRecord | None] | None:
-    """Return when a sample expires, and the sample itself if it is not erased; None: the owner has no such sample."""
+    """Return the expiry of a sample, and the sample unless it was erased; None: the owner has no such sample."""
     rows = self.read(f'SELECT {", ".join(_SAMPLE)} FROM samples WHERE id = ? AND owner = ?', (sample, owner))
     if not rows:
       return None
@@ -359,9 +358,9 @@ class Database:
     return found['expires'], SampleRecord(**found | values)
 
   def expire_samples(self, rows: sqlite3.Connection, now: float, forgotten: float) -> int:
-    """Erase the contents of expired samples and return how many were erased.
+    """Erase the contents of expired samples, and return how many were erased.
 
-    Samples that expired before `forgotten` are dropped altogether.
+    Samples that expired before the time `forgotten` are dropped altogether.
     """
     erased = rows.execute(
       'UPDATE samples SET prompt_tokens = NULL, tokens = NULL, log_probs = NULL, messages = NULL, text = NULL '
@@ -374,13 +373,13 @@ class Database:
   # Requests with an idempotency key.
 
   def request(self, owner: str, key: str) -> RequestRow | None:
-    """Return the row of a request; None: there is none."""
+    """Return the row of an owner's request by the digest of its key; None: there is none."""
     query = 'SELECT body, state, status, response, adapter, version, created FROM requests WHERE owner = ? AND key = ?'
     rows = self.read(query, (owner, key))
     return RequestRow(*rows[0]) if rows else None
 
   def made_by(self, owner: str, key: str) -> RequestRow | None:
-    """Return the row of a request, derived from the version that it made; None: it has made none."""
+    """Return the row of a request as the version that it made implies; None: it has made none."""
     rows = self.read(
       'SELECT v.request_body, v.adapter, v.number, v.created FROM versions v JOIN adapters a ON a.id = v.adapter '
       'WHERE v.request_key = ? AND a.owner = ? ORDER BY v.created DESC LIMIT 1',
@@ -389,17 +388,17 @@ class Database:
     return RequestRow(rows[0][0], 'made', None, None, *rows[0][1:]) if rows else None
 
   def put_request(self, rows: sqlite3.Connection, owner: str, key: str, row: RequestRow) -> None:
-    """Store a request."""
+    """Insert or replace a request."""
     put(rows, 'requests', {**vars(row), 'owner': owner, 'key': key}, conflict='REPLACE')
 
   def drop_request(self, rows: sqlite3.Connection, owner: str, key: str) -> None:
-    """Drop a request."""
+    """Drop a request, so that it can be sent again."""
     rows.execute('DELETE FROM requests WHERE owner = ? AND key = ?', (owner, key))
 
   def note_made(
     self, rows: sqlite3.Connection, owner: str, request: RequestId, adapter: str, version: int | None
   ) -> None:
-    """Store which version a request has made, so that a repeat does not make it again."""
+    """Store which version (None: none) a request has made, so that a repeat does not make it again."""
     rows.execute(
       "UPDATE requests SET state = 'made', adapter = ?, version = ? WHERE owner = ? AND key = ?",
       (adapter, version, owner, request.key),
@@ -410,17 +409,17 @@ class Database:
     rows.execute('UPDATE requests SET adapter = ? WHERE owner = ? AND key = ?', (adapter, owner, key))
 
   def drop_open_requests(self, rows: sqlite3.Connection) -> None:
-    """Drop the requests of an ended process that had made nothing, so that they can be sent again."""
+    """Drop requests that had made nothing when their process ended, so that they can be sent again."""
     rows.execute("DELETE FROM requests WHERE state = 'open'")
 
   def expire_requests(self, rows: sqlite3.Connection, before: float) -> int:
-    """Drop requests that began before a time and are not under way; return how many."""
+    """Drop finished requests that began before a time; return how many."""
     return rows.execute("DELETE FROM requests WHERE created <= ? AND state != 'open'", (before,)).rowcount
 
   # Feedback.
 
   def feedback(self, adapter: str) -> list[dict[str, Any]]:
-    """Return the log of an adapter, the oldest first."""
+    """Return the feedback records of an adapter, the oldest first."""
     rows = self.read('SELECT record FROM feedback WHERE adapter = ? ORDER BY id', (adapter,))
     return [json.loads(record) for (record,) in rows]
 
@@ -437,7 +436,7 @@ def put(
   *,
   conflict: Literal['ABORT', 'IGNORE', 'REPLACE'] = 'ABORT',
 ) -> None:
-  """Insert a row, given by its columns; `conflict`: what SQLite does if there is a row with the same key."""
+  """Insert a row, given as values by column; `conflict` is what SQLite does if a row has the same key."""
   columns, places = ', '.join(values), ', '.join('?' * len(values))
   rows.execute(f'INSERT OR {conflict} INTO {table} ({columns}) VALUES ({places})', tuple(values.values()))
 

@@ -1,8 +1,7 @@
 """The store of the service: adapters, their versions, samples, requests and feedback.
 
 A version is committed in this order: its files, its manifest, an intent in the database, HEAD by compare-and-swap, the
-rows of the database. It is acknowledged when HEAD has moved; the remains of a process that dies before are never
-visible.
+rows of the database. It exists once HEAD has moved; what a process leaves that dies before is never visible.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ from sdpo_jax.serving.tool_calls import flaw_of
 
 _logger = logging.getLogger('sdpo_jax.serving')
 LONGEST_NAME = 200  # Characters.
-FORGOTTEN = 7 * 86400.0  # Seconds after its expiry in which a sample is reported as gone instead of unknown.
-# Keys of feedback records that hold users' texts, or texts made from them.
+FORGOTTEN = 7 * 86400.0  # Seconds after its expiry within which a sample is reported as gone, not as unknown.
+# Keys of feedback records whose values are users' texts, or made from these.
 TEXTS = frozenset('feedback correction demonstration environment text texts messages prompt completion content'.split())
 
 
@@ -59,7 +58,7 @@ class Retention:
 
 @dataclasses.dataclass(frozen=True)
 class Retained:
-  """The numbers of things that `Store.retain` has removed."""
+  """How many versions, samples and stored requests `Store.retain` has removed."""
 
   versions: int
   samples: int
@@ -68,7 +67,7 @@ class Retained:
 
 @dataclasses.dataclass(frozen=True)
 class IdempotentRequest:
-  """A request with an idempotency key that is under way."""
+  """A request in progress that has an idempotency key."""
 
   owner: str
   id: RequestId
@@ -78,16 +77,16 @@ class IdempotentRequest:
 class StoredResponse:
   """The stored outcome of an earlier request with the same key."""
 
-  status: int | None  # Status of its response; None: the response was lost with its process, but not what it made.
-  response: bytes | None  # Body of the response; None: likewise.
-  adapter: str | None  # The id of the adapter that it was about.
-  version: int | None  # The version that it made; None: none.
+  status: int | None  # The HTTP status; None: the response was lost when the process died, the version was not.
+  response: bytes | None  # The body; None: likewise.
+  adapter: str | None  # The id of the adapter that the request was about.
+  version: int | None  # The version that the request made; None: none.
 
 
 class Store:
-  """Adapters by owner; any thread may call. Use `Store.open`, and `close` at the end.
+  """The adapters of all owners; any thread may call. Use `Store.open`, and `close` at the end.
 
-  All methods that write may raise StorageFailed; nothing has changed then, unless the message says otherwise.
+  All methods that write may raise StorageFailed; then nothing has changed, unless the message says otherwise.
   """
 
   def __init__(
@@ -99,15 +98,15 @@ class Store:
     clock: Callable[[], float],
     held: contextlib.ExitStack,
   ):
-    """Make a store from parts that are open; see `open`."""
+    """Make a store from open parts; use `open` instead."""
     self.blobs, self.database, self.base, self.retention, self.clock = blobs, database, base, retention, clock
     self._held = held
     self._locks: dict[str, threading.RLock] = {}  # By adapter.
     self._lock = threading.Lock()  # Guards the fields below.
-    self._names: set[tuple[str, str]] = set()  # (owner, name) of adapters that are being made.
+    self._names: set[tuple[str, str]] = set()  # (owner, name) of adapters that are being created.
     self._under_way: set[tuple[str, str]] = set()  # (owner, key) of requests.
-    self._doubtful: dict[str, str] = {}  # Folders of adapters whose entry may differ from the root, by id.
-    self._lost: dict[str, tuple[str, str]] = {}  # Damaged adapters that only the root has, by id: folder, message.
+    self._doubtful: dict[str, str] = {}  # Folders, by id, of adapters whose database entry may differ from the root.
+    self._lost: dict[str, tuple[str, str]] = {}  # (Folder, message), by id, of damaged adapters that only the root has.
 
   @classmethod
   def open(
@@ -120,15 +119,15 @@ class Store:
     clock: Callable[[], float] = time.time,
     **options: Any,
   ) -> Store:
-    """Open a store, or make one, and repair what dead processes have left.
+    """Open a store, or make one, and finish or undo what dead processes have left unfinished.
 
     Args:
-      root: where versions are: a local folder, s3://bucket/prefix, gs://bucket/prefix or memory://name.
-      database: a local file; it is filled from the root if it is missing, damaged or of another root.
+      root: the place of the versions: a local folder, s3://bucket/prefix, gs://bucket/prefix or memory://name.
+      database: a local file; it is rebuilt from the root if it is missing, damaged or of another root.
       base: the model and the shape of its adapters.
       retention: what is stored, and for how long.
       clock: returns seconds since the epoch.
-      options: options of obstore's store, unless the root is a local folder.
+      options: options for obstore's store, unless the root is a local folder.
 
     Raises:
       UserError: another process has it open, the root holds adapters of another base, or it cannot be opened.
@@ -143,7 +142,7 @@ class Store:
       except OSError as error:
         raise UserError(
           f'serve.store.database={database} cannot be made ({first_line(error)}): name a local file that can be '
-          'written.'
+          'written to.'
         ) from error
       _lock(held, database.with_name(f'{database.name}.lock'), f'serve.store.database={database}')
       try:
@@ -168,7 +167,7 @@ class Store:
 
   @property
   def problems(self) -> list[str]:
-    """Messages about damaged adapters that the database does not know."""
+    """One sentence for each damaged adapter that the database does not know."""
     with self._lock:
       return [why for _, why in self._lost.values()]
 
@@ -185,7 +184,7 @@ class Store:
     details: Mapping[str, Any] | None = None,
     request: IdempotentRequest | None = None,
   ) -> tuple[AdapterRecord, Version]:
-    """Make an adapter and its version 0.
+    """Create an adapter and its version 0.
 
     Raises:
       InvalidRequest: the owner has an adapter of that name, or the name is empty, too long, or not valid UTF-8.
@@ -207,11 +206,11 @@ class Store:
         self._names.discard((owner, name))
 
   def adapter(self, owner: str, id: str) -> AdapterRecord:
-    """Return an adapter; raise NotFound if it is unknown, deleted, or belongs to another owner."""
+    """Return an adapter; raises NotFound if it is unknown, deleted, or belongs to another owner."""
     return self._known(owner, id).head.adapter
 
   def by_name(self, owner: str, name: str) -> AdapterRecord:
-    """Return an owner's adapter of a given name; raise NotFound."""
+    """Return the adapter of an owner that has a name; raises NotFound if there is none."""
     self._settle_all(owner)
     found = self.database.by_name(owner, name)
     if found is None:
@@ -230,7 +229,7 @@ class Store:
 
     Raises:
       NotFound: as `adapter`.
-      VersionConflict: it is at another version than `expected`.
+      VersionConflict: the adapter is at another version than `expected`.
       Damaged: its HEAD is damaged.
     """
     self._known(owner, id)
@@ -243,12 +242,11 @@ class Store:
   def delete(self, owner: str, id: str, expected: int | None = None) -> None:
     """Erase an adapter: its versions, samples, feedback, and the responses to requests about it.
 
-    The deletion cannot be undone once it has begun: if it is interrupted, the next `retain` or the next start continues
-    it.
+    A deletion cannot be undone; if it is interrupted, the next `retain` or the next start continues it.
 
     Raises:
       NotFound: as `adapter`.
-      VersionConflict: it is at another version than `expected`.
+      VersionConflict: the adapter is at another version than `expected`.
     """
     if self._lost_of(owner, id) is None:
       self._known(owner, id)
@@ -259,7 +257,7 @@ class Store:
           raise _conflict(adapter)
       folder = versions.adapter_folder(owner, id)
       tombstone = json.dumps({'format': versions.FORMAT, 'adapter': id, 'deleted': self.clock()}) + '\n'
-      self._doubt(owner, id)  # Until all is erased.
+      self._doubt(owner, id)  # Until everything is erased.
       with contextlib.suppress(FileExistsError):
         self.blobs.put_new(folder, {versions.TOMBSTONE: tombstone.encode()})
       store_recovery.erase(self.blobs, self.database, folder, id)
@@ -285,20 +283,20 @@ class Store:
     """Make the next version of an adapter.
 
     Args:
-      owner: of the adapter.
-      id: of the adapter.
-      expected: the version that it must be at.
-      arrays: of the new version.
+      owner: the owner of the adapter.
+      id: the id of the adapter.
+      expected: the version that the adapter must be at.
+      arrays: the arrays of the new version.
       reason: why it is made.
-      details: as JSON: what made it; numbers that are not finite become null.
-      parent: the version that it was made from; None: `expected`.
-      request: the request that makes it; a repeat of it makes no second version.
+      details: how it was made, as JSON; numbers that are not finite become null.
+      parent: the version from which it was made; None: `expected`.
+      request: the request that makes it; a repeat of the request makes no second version.
 
     Raises:
       NotFound: as `adapter`.
-      VersionConflict: it is at another version; nothing has changed.
+      VersionConflict: the adapter is at another version; nothing has changed.
       Damaged: its HEAD is damaged.
-      ValueError: the arrays do not have the shape of this base's adapters.
+      ValueError: the arrays do not have the shape of adapters of this base.
     """
     self._known(owner, id)
     with self._alone(id):
@@ -308,7 +306,7 @@ class Store:
       return self._make_version(adapter, head, tagged, arrays, parent, reason, details, request)
 
   def versions(self, owner: str, id: str) -> list[Version]:
-    """Return the readable versions of an adapter in order; raise NotFound as `adapter`."""
+    """Return the versions of an adapter in order, without damaged ones; raises NotFound as `adapter`."""
     self._known(owner, id)
     return [known.manifest.version for known in self.database.versions(id) if known.manifest is not None]
 
@@ -316,20 +314,18 @@ class Store:
     """Return a version of an adapter.
 
     Raises:
-      NotFound: as `adapter`, or there is no such version.
-      Gone: retention has removed it.
-      Damaged: it is damaged.
+      NotFound: as `adapter`, or the adapter has no such version.
+      Gone: the version was removed by retention.
+      Damaged: its manifest is damaged.
     """
     head = self._known(owner, id).head
     if 0 < number < head.kept_from:
-      raise Gone(
-        f'Version {number} of {id} was removed: the versions from {head.kept_from} on are kept, and version 0.'
-      )
+      raise Gone(f'Version {number} of {id} was removed: only version 0 and those from {head.kept_from} on are kept.')
     if not 0 <= number <= head.adapter.head:
-      raise NotFound(f'There is no version {short_repr(number)} of {id}, which is at {head.adapter.head}.')
+      raise NotFound(f'{id} has no version {short_repr(number)}: its newest is {head.adapter.head}.')
     known = self.database.version(id, number)
     if known is None:
-      raise Damaged(f'The version {number} of {id} is missing: restore it from a copy, or undo to another version.')
+      raise Damaged(f'Version {number} of {id} is missing: restore it from a copy, or undo to another version.')
     if known.manifest is None:
       raise Damaged(known.damaged)
     return known.manifest.version
@@ -338,22 +334,22 @@ class Store:
     """Return the arrays of a version, bit for bit as they were committed.
 
     Raises:
-      Damaged: one of its files is missing or damaged.
-      NotFound: its adapter was deleted.
-      Gone: retention has removed it.
+      Damaged: one of the version's files is missing or damaged.
+      NotFound: the adapter was deleted.
+      Gone: the version was removed by retention.
     """
     files = self._files(version, (versions.peft_files.WEIGHTS, versions.STATE))
     try:
       return versions.arrays_of(self.base, files)
     except ValueError as error:
-      raise Damaged(f'The version {version.number} of {version.adapter} cannot be read: {error}') from error
+      raise Damaged(f'Version {version.number} of {version.adapter} cannot be read: {error}') from error
 
   def peft_files(self, version: Version) -> dict[str, bytes]:
-    """Return the PEFT files of a version, name → content; errors as `arrays`."""
+    """Return the contents of a version's PEFT files by name; raises as `arrays`."""
     return self._files(version, versions.PEFT_FILES)
 
   def retain(self, now: float | None = None) -> Retained:
-    """Remove everything beyond the retention settings, and continue interrupted deletions.
+    """Remove what the retention settings no longer keep, and continue interrupted deletions.
 
     Args:
       now: seconds since the epoch; None: the clock's time.
@@ -365,7 +361,7 @@ class Store:
         self._settle(id)
     for known in self.database.all_known() if self.retention.keep_versions else ():
       adapter = known.head.adapter
-      # Adapters in such a state are skipped.
+      # Skip adapters that were deleted, changed meanwhile, or are damaged.
       with self._alone(adapter.id), contextlib.suppress(NotFound, VersionConflict, Damaged):
         removed += self._keep_newest(adapter)
     with self.database.writing() as rows:
@@ -376,7 +372,7 @@ class Store:
     return Retained(removed, samples, requests)
 
   def _keep_newest(self, adapter: AdapterRecord) -> int:
-    """Remove the oldest versions of an adapter, except version 0; return how many."""
+    """Remove the oldest versions of an adapter, but never version 0; return how many were removed."""
     known = self._known(adapter.owner, adapter.id).head
     adapter, first = known.adapter, known.adapter.head - self.retention.keep_versions
     if first <= known.kept_from:
@@ -389,7 +385,7 @@ class Store:
     try:
       self.blobs.delete([key for key, _ in old], folder)
     except StorageFailed:
-      self._doubt(adapter.owner, adapter.id)  # The blobs are garbage now; `_settle` removes them.
+      self._doubt(adapter.owner, adapter.id)  # The remaining blobs are garbage, which `_settle` removes.
       raise
     return len({found.version for _, found in old})
 
@@ -406,7 +402,7 @@ class Store:
     details: Mapping[str, Any],
     request: IdempotentRequest | None,
   ) -> Version:
-    """Write the next version of an adapter and move HEAD, which was `before`, to it."""
+    """Write the next version of an adapter, and move HEAD from `before` to it."""
     folder = versions.adapter_folder(adapter.owner, adapter.id)
     files = versions.files_of(self.base, arrays)
     manifest, content = versions.make_manifest(
@@ -441,7 +437,7 @@ class Store:
 
     Raises:
       VersionConflict: another process has moved it; the files of the new version are removed.
-      StorageFailed: it has not moved, or perhaps has: the next access to the adapter finds out.
+      StorageFailed: it may or may not have moved; the next access to the adapter finds out.
     """
     adapter, content = head.adapter, versions.write_head(head)
     folder = versions.adapter_folder(adapter.owner, adapter.id)
@@ -469,19 +465,21 @@ class Store:
         if request is not None:
           self.database.note_made(rows, adapter.owner, request.id, adapter.id, number)
     except StorageFailed as error:
-      # HEAD has moved, so the version is acknowledged. The database is updated when it can be written again.
-      _logger.warning('%s is at version %d, which is not in the database yet: %s', adapter.id, adapter.head, error)
+      # HEAD has moved, so the version exists. The database follows when it can be written again.
+      _logger.warning(
+        '%s is at version %d, but the database could not be updated yet: %s', adapter.id, adapter.head, error
+      )
       self._doubt(adapter.owner, adapter.id)
 
   def _has_moved(self, adapter: AdapterRecord, content: bytes) -> bool:
-    """Return whether HEAD is known to have this content although writing it failed."""
+    """Return whether HEAD has this content although writing it has failed."""
     try:
       return self._known(adapter.owner, adapter.id).tag == versions.tag_of(content)
     except ServiceError:
       return False
 
   def _discard(self, id: str, folder: str, manifest: VersionManifest) -> None:
-    """Remove the files of a version that is not committed; a later start removes what cannot be removed now."""
+    """Remove the files of an uncommitted version; the next start removes what cannot be removed now."""
     names = (*versions.PEFT_FILES, versions.STATE, versions.MANIFEST)
     stays = folder if manifest.version.number else folder.rpartition('/')[0]
     with contextlib.suppress(StorageFailed):
@@ -490,7 +488,7 @@ class Store:
         self.database.drop_intent(rows, id)
 
   def _head(self, owner: str, id: str, expected: int) -> tuple[Head, Tagged]:
-    """Return the contents of an adapter's HEAD, and its tag."""
+    """Return an adapter's HEAD, parsed and as a tagged blob; raises VersionConflict for another version."""
     known = self._known(owner, id)
     folder = versions.adapter_folder(owner, id)
     key = f'{folder}/{versions.HEAD}'
@@ -516,13 +514,13 @@ class Store:
       manifest = versions.read_manifest(self.blobs, folder, version.number, version.digest)
       return versions.read_files(self.blobs, folder, manifest, names)
     except Damaged:
-      self.version(owner, version.adapter, version.number)  # It may be gone.
+      self.version(owner, version.adapter, version.number)  # Raises Gone if retention has removed it meanwhile.
       raise
 
-  # Entries of the database, and whether they are in doubt.
+  # Entries of the database, which are in doubt after a failed write.
 
   def _known(self, owner: str, id: str) -> Known:
-    """Return the entry of an owner's adapter; raise NotFound."""
+    """Return the database entry of an owner's adapter; raises NotFound if there is none."""
     if self._doubtful.get(id) == versions.adapter_folder(owner, id):
       with self._alone(id):
         self._settle(id)
@@ -536,13 +534,13 @@ class Store:
     return known
 
   def _settle_all(self, owner: str) -> None:
-    """Re-read the adapters of an owner whose entries are in doubt; damaged ones stay in doubt."""
+    """Re-read the adapters of an owner that are in doubt; damaged ones stay in doubt."""
     for id in list(self._doubtful):
       with contextlib.suppress(NotFound, Damaged):
         self._known(owner, id)
 
   def _settle(self, id: str) -> None:
-    """Re-read an adapter from the root if its entry is in doubt; the caller holds its lock."""
+    """Re-read an adapter from the root if it is in doubt; the caller holds its lock."""
     folder = self._doubtful.get(id)
     if folder is not None:
       store_recovery.settle(self.blobs, self.database, folder, id, self.clock())
@@ -569,7 +567,7 @@ class Store:
   # Samples.
 
   def keep_sample(self, sample: SampleRecord) -> None:
-    """Store a sample until it expires; raise NotFound if its adapter was deleted meanwhile."""
+    """Store a sample until it expires; raises NotFound if its adapter was deleted meanwhile."""
     with self.database.writing() as rows:
       if sample.adapter is not None:
         known = self.database.known(sample.adapter)
@@ -578,10 +576,10 @@ class Store:
       self.database.put_sample(rows, sample)
 
   def sample(self, owner: str, id: str) -> SampleRecord:
-    """Return a sample.
+    """Return a sample of an owner by its id.
 
     Raises:
-      NotFound: it does not exist or belongs to another owner.
+      NotFound: the owner has no such sample.
       Gone: it has expired.
     """
     found = self.database.sample(owner, id)
@@ -594,37 +592,34 @@ class Store:
 
   # Requests with an idempotency key.
 
-  def begin(
-    self, owner: str, key: str, body_digest: str, *, adapter: str | None = None
-  ) -> IdempotentRequest | StoredResponse:
-    """Register a request as under way, or return its stored response.
+  def begin(self, owner: str, key: str, body_digest: str) -> IdempotentRequest | StoredResponse:
+    """Register a request as in progress, or return its stored response.
 
     Args:
-      owner: the sender.
-      key: its idempotency key.
-      body_digest: digest of the request, including its path.
-      adapter: the id of the adapter that it is about, with which its response is erased.
+      owner: the owner who sends it.
+      key: the idempotency key.
+      body_digest: the digest of the request, including its path.
 
     Raises:
-      InFlight: it is under way.
-      Unprocessable: another request was sent with this key.
+      InFlight: the request is in progress.
+      Unprocessable: a different request was sent with this key.
     """
     key = hashlib.sha256(key.encode('utf-8', 'surrogatepass')).hexdigest()
-    return self._begin(owner, RequestId(key, body_digest), adapter)
+    return self._begin(owner, RequestId(key, body_digest))
 
   def part(self, request: IdempotentRequest, index: int) -> IdempotentRequest | StoredResponse:
-    """Begin one part of a request that is under way, or return its stored response.
+    """Begin one part of a request in progress, or return its stored response.
 
-    A part ends by itself. If the process dies during the whole, a repeat of it finds what its parts have made; and the
-    response of the whole is erased with that of any part.
+    Parts are finished or abandoned independently. If the process dies, a repeat of the whole finds the responses of
+    finished parts. The response of the whole is erased with that of any part.
 
     Raises:
       InFlight: as `begin`.
       Unprocessable: as `begin`.
     """
-    return self._begin(request.owner, RequestId(f'{request.id.key}/{index}', request.id.body), None)
+    return self._begin(request.owner, RequestId(f'{request.id.key}/{index}', request.id.body))
 
-  def _begin(self, owner: str, id: RequestId, adapter: str | None) -> IdempotentRequest | StoredResponse:
+  def _begin(self, owner: str, id: RequestId) -> IdempotentRequest | StoredResponse:
     since = self.clock() - self.retention.request_ttl_s
     self._settle_all(owner)  # The request may have made something before it failed.
     with self._lock:
@@ -633,25 +628,25 @@ class Store:
       if row is not None and (under_way or row.created > since):
         if row.body != id.body:
           raise Unprocessable(
-            'A request with this Idempotency-Key asked something else: take a new key.', field='Idempotency-Key'
+            'A different request was sent with this Idempotency-Key: use a new key.', field='Idempotency-Key'
           )
         if row.state != 'open' and not under_way:
           return StoredResponse(row.status, row.response, row.adapter, row.version)
       if under_way:
-        raise InFlight('A request with this Idempotency-Key is under way: wait for its answer.')
+        raise InFlight('A request with this Idempotency-Key is in progress: wait for its response.')
       with self.database.writing() as rows:
-        row = RequestRow(id.body, 'open', None, None, adapter, None, self.clock())
+        row = RequestRow(id.body, 'open', None, None, None, None, self.clock())
         self.database.put_request(rows, owner, id.key, row)
       self._under_way.add((owner, id.key))
     return IdempotentRequest(owner, id)
 
   def about(self, request: IdempotentRequest, adapter: str) -> None:
-    """Store which adapter a request is about, if `begin` did not know it: its response is erased with the adapter."""
+    """Store which adapter a request is about, so that its response is erased with the adapter."""
     with self.database.writing() as rows:
       self.database.note_about(rows, request.owner, request.id.key, adapter)
 
   def finish(self, request: IdempotentRequest, status: int, response: bytes) -> None:
-    """Store the response of a request, for repeats of it."""
+    """Store the response of a request, for repeats of the request."""
     try:
       row = self.database.request(request.owner, request.id.key)
       if row is not None:  # None: its adapter was deleted, and the response with it.
@@ -662,7 +657,7 @@ class Store:
       self._end(request)
 
   def abandon(self, request: IdempotentRequest) -> None:
-    """End a request without a response; if it has made nothing, it may be sent again."""
+    """End a request without a response; unless it has made a version, a repeat runs it again."""
     try:
       row = self.database.request(request.owner, request.id.key)
       if row is not None and row.state == 'open':
@@ -678,7 +673,7 @@ class Store:
   # Feedback.
 
   def note_feedback(self, owner: str, adapter: str, record: Mapping[str, Any]) -> None:
-    """Add a record to an adapter's feedback log, without users' texts unless the settings keep them.
+    """Append a record to an adapter's feedback log, without users' texts unless the retention settings keep them.
 
     Raises:
       NotFound: as `adapter`.
@@ -691,20 +686,20 @@ class Store:
       put(rows, 'feedback', {'adapter': adapter, 'record': json.dumps(record)})
 
   def feedback(self, owner: str, adapter: str) -> list[dict[str, Any]]:
-    """Return the feedback log of an adapter, the oldest record first; raise NotFound as `adapter`."""
+    """Return the feedback log of an adapter, the oldest record first; raises NotFound as `adapter`."""
     self._known(owner, adapter)
     return self.database.feedback(adapter)
 
 
 def without_texts(record: Any) -> Any:
-  """Return JSON with null in place of the values of the keys in `TEXTS`."""
+  """Return a JSON value in which the values of all keys in `TEXTS` are null."""
   if isinstance(record, dict):
     return {key: None if key in TEXTS else without_texts(value) for key, value in record.items()}
   return [without_texts(value) for value in record] if isinstance(record, list) else record
 
 
 def _identify(blobs: Blobs, base: Base) -> str:
-  """Return the identity of a root, making one if it is new; raise UserError if it belongs to another base."""
+  """Return the id of a root, which a new root gets here; raises UserError if it belongs to another base."""
   content = blobs.tagged(versions.BASE)
   if content is None:
     values = {'format': versions.FORMAT, 'root': secrets.token_hex(16), 'base': base.described}
@@ -716,11 +711,10 @@ def _identify(blobs: Blobs, base: Base) -> str:
     values = json.loads(content.content)
     root, found = values['root'], values['base']
     if values['format'] != versions.FORMAT or not isinstance(root, str):
-      raise ValueError('its format is another one')
+      raise ValueError('it has another format')
   except (ValueError, KeyError, TypeError) as error:
     raise UserError(
-      f'{where} is not as it was written ({first_line(error)}): restore it from a copy, or name another '
-      'serve.store.root.'
+      f'{where} is damaged ({first_line(error)}): restore it from a copy, or name another serve.store.root.'
     ) from error
   differing = [
     name for name in base.described['adapter'] if found['adapter'].get(name) != base.described['adapter'][name]
@@ -729,35 +723,37 @@ def _identify(blobs: Blobs, base: Base) -> str:
     differing.append('the model')
   if differing:
     raise UserError(
-      f'serve.store.root={blobs.name} holds adapters of another base ({", ".join(sorted(differing))} differ; {where} '
-      'says which): serve that model with that adapter, or name another root.'
+      f'serve.store.root={blobs.name} holds adapters of another model or shape ({", ".join(sorted(differing))} differ; '
+      f'see {where}): serve that model with that shape, or name another root.'
     )
   return root
 
 
 def _lock(held: contextlib.ExitStack, path: pathlib.Path, setting: str) -> None:
-  """Hold a process-wide lock until the stack closes; raise UserError if another process holds it."""
+  """Hold a lock file until the stack closes; raises UserError if another process holds it."""
 
   def busy() -> None:
     try:
       who = f'the process {int(path.read_text())}'
-    except (OSError, ValueError):  # That process has just started or ended.
+    except (OSError, ValueError):  # The process has just started or ended.
       who = 'another process'
-    raise UserError(f'{setting} is in use by {who}: stop that one, or name another.')
+    raise UserError(f'{setting} is in use by {who}: stop that process, or name another place.')
 
   try:
     held.enter_context(file_lock.held(path, busy))
     path.write_text(str(os.getpid()))
   except OSError as error:
-    raise UserError(f'{setting} cannot be locked ({first_line(error)}): name one that can be written to.') from error
+    raise UserError(f'{setting} cannot be locked ({first_line(error)}): name a writable place.') from error
 
 
 def _conflict(adapter: AdapterRecord) -> VersionConflict:
-  return VersionConflict(f'{adapter.id} is at version {adapter.head}: look at that one first.', current=adapter.head)
+  return VersionConflict(f'{adapter.id} is at version {adapter.head}: read it and retry.', current=adapter.head)
 
 
 def _check_name(owner: str, name: str) -> None:
   if not 0 < len(name) <= LONGEST_NAME or flaw_of(name):
-    raise InvalidRequest(f'The name of an adapter has 1 to {LONGEST_NAME} characters of UTF-8.', field='name')
+    raise InvalidRequest(
+      f'The name of an adapter must have 1 to {LONGEST_NAME} characters, valid in UTF-8.', field='name'
+    )
   if flaw_of(owner):
-    raise InvalidRequest('The name of an owner has to be UTF-8.')
+    raise InvalidRequest('The name of an owner must be valid in UTF-8.')

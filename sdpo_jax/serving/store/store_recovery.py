@@ -1,7 +1,7 @@
-"""Recovery: the database is rebuilt from the root, and interrupted commits and deletions are cleaned up.
+"""Recovery: rebuilds the database from the root, and cleans up after interrupted commits and deletions.
 
-HEAD is the truth. A version that its adapter's HEAD leads to exists, whatever the database says; all others are
-garbage.
+HEAD is the source of truth: versions that the HEAD of their adapter leads to exist, whatever the database says; all
+others are garbage.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from sdpo_jax.serving.store.database import Database, Known
 from sdpo_jax.serving.store.versions import BlobKey, Head, VersionManifest
 
 _logger = logging.getLogger('sdpo_jax.serving')
-ABANDONED = 3600.0  # Seconds after which any process's commit to an object store has surely ended.
-SHOWN = 3  # The most names in a warning.
+ABANDONED = 3600.0  # Seconds after which a commit to an object store, by any process, has surely ended.
+SHOWN = 3  # The most file names in a warning.
 
 
 @dataclasses.dataclass
@@ -30,21 +30,20 @@ class _Place:
 
   folder: str
   id: str
-  keys: dict[str, tuple[BlobKey, float]] = dataclasses.field(
-    default_factory=dict
-  )  # Each with its time of modification.
+  # By key: its parts, and the time of modification in seconds since the epoch.
+  keys: dict[str, tuple[BlobKey, float]] = dataclasses.field(default_factory=dict)
 
   def has(self, name: str) -> bool:
     return f'{self.folder}/{name}' in self.keys
 
   def named(self, number: int) -> list[str]:
-    """Return the folder names of the versions with a number."""
+    """Return the folder names of all versions with this number; after a crash there may be several."""
     return sorted({key.version for key, _ in self.keys.values() if key.version and key.number == number})
 
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-  """The contents of the root for an adapter."""
+  """An adapter as the root has it."""
 
   head: Head
   tag: str
@@ -53,15 +52,15 @@ class _Found:
 
 
 def recover(blobs: Blobs, database: Database, now: float) -> dict[str, tuple[str, str]]:
-  """Bring a database in line with the root, and finish what was interrupted.
+  """Bring a database in line with the root, and finish interrupted deletions.
 
   Args:
-    blobs: of the root; nobody else writes to a local one.
-    database: of that root.
+    blobs: the blobs of the root; nobody else may write to a local one.
+    database: the database of the root.
     now: seconds since the epoch.
 
   Returns:
-    id → (folder, error message) of adapters that the database does not know and whose HEAD cannot be read.
+    (Folder, error message), by id, of adapters that the database does not know and whose HEAD cannot be read.
 
   Raises:
     StorageFailed: the root or the database cannot be read or written.
@@ -77,7 +76,7 @@ def recover(blobs: Blobs, database: Database, now: float) -> dict[str, tuple[str
 
 
 def settle(blobs: Blobs, database: Database, folder: str, id: str, now: float) -> None:
-  """Recover one adapter as `recover` does all of them; nobody else in this process may use it meanwhile.
+  """Recover one adapter, as `recover` does for all; no other thread may use the adapter meanwhile.
 
   Raises:
     Damaged: its HEAD cannot be read, and the database does not know it.
@@ -88,12 +87,12 @@ def settle(blobs: Blobs, database: Database, folder: str, id: str, now: float) -
 
 
 def erase(blobs: Blobs, database: Database, folder: str, id: str) -> None:
-  """Erase everything about an adapter that has a tombstone, except the tombstone."""
+  """Erase everything about an adapter except its tombstone, which must exist."""
   with database.writing() as rows:
     database.mark_deleted(rows, id)
   head = f'{folder}/{versions.HEAD}'
   keys = _places(blobs, folder).get(id, _Place(folder, id)).keys
-  blobs.delete([head], folder)  # First, since no version exists without HEAD.
+  blobs.delete([head], folder)  # First, since without HEAD no version exists.
   blobs.delete([key for key, (what, _) in keys.items() if what.rest not in (versions.HEAD, versions.TOMBSTONE)], folder)
   with database.writing(full=True) as rows:
     database.erase(rows, id)
@@ -101,7 +100,7 @@ def erase(blobs: Blobs, database: Database, folder: str, id: str) -> None:
 
 
 def no_head(blobs: Blobs, folder: str) -> Damaged:
-  """Return the error for an adapter without a HEAD."""
+  """Return the error for an adapter whose HEAD is missing."""
   return Damaged(
     f'{blobs.name}/{folder}/{versions.HEAD} is missing: restore it from a copy, or delete the adapter; its versions '
     'are untouched.'
@@ -109,7 +108,7 @@ def no_head(blobs: Blobs, folder: str) -> Damaged:
 
 
 def _places(blobs: Blobs, prefix: str) -> dict[str, _Place]:
-  """Return the blobs below a folder, by the id of their adapter."""
+  """Return the blobs below a folder, grouped by the id of their adapter."""
   places: dict[str, _Place] = {}
   foreign = []
   for entry in blobs.list(prefix):
@@ -121,7 +120,7 @@ def _places(blobs: Blobs, prefix: str) -> dict[str, _Place]:
       place.keys[entry.key] = (key, entry.modified)
   if foreign:
     _logger.warning(
-      '%s holds %d files that this store has not written, and leaves alone: %s',
+      '%s holds %d files that do not belong to the store; they are ignored: %s',
       blobs.name,
       len(foreign),
       ', '.join(foreign[:SHOWN]),
@@ -130,7 +129,7 @@ def _places(blobs: Blobs, prefix: str) -> dict[str, _Place]:
 
 
 def _put_right(blobs: Blobs, database: Database, places: Iterable[_Place], now: float) -> dict[str, tuple[str, str]]:
-  """Bring the database in line with the files of some adapters; return those that are damaged, and why."""
+  """Bring the database in line with the files of adapters; returns as `recover`."""
   intents = database.intents()
   damaged = database.damaged()
   lost: dict[str, tuple[str, str]] = {}
@@ -145,7 +144,7 @@ def _put_right(blobs: Blobs, database: Database, places: Iterable[_Place], now: 
     elif known is not None:
       _logger.warning('%s', no_head(blobs, place.folder))
     elif not any(key.number for key, _ in place.keys.values()):
-      kept.append(place)  # Remains of an adapter whose creation was interrupted.
+      kept.append(place)  # The creation of the adapter was interrupted.
     else:
       lost[place.id] = (place.folder, str(no_head(blobs, place.folder)))
 
@@ -185,7 +184,7 @@ def _put_right(blobs: Blobs, database: Database, places: Iterable[_Place], now: 
 
 
 def _read(blobs: Blobs, database: Database, place: _Place, known: Known | None) -> _Found | None:
-  """Return the contents of the root for an adapter; None: the database already has them.
+  """Read an adapter from the root; None: its database entry `known` is up to date.
 
   Raises:
     Damaged: its HEAD is damaged.
@@ -197,7 +196,7 @@ def _read(blobs: Blobs, database: Database, place: _Place, known: Known | None) 
     return None
   head = versions.read_head(content, f'{blobs.name}/{key}', place.folder)
   if not database.is_new:
-    blobs.renew(key, content)  # The process that moved it may have died before it was durable.
+    blobs.renew(key, content)  # The process that wrote it may have died before it was durable.
   before = {
     one.manifest.version.digest: one.manifest for one in database.versions(place.id) if one.manifest is not None
   }
@@ -218,10 +217,10 @@ def _read(blobs: Blobs, database: Database, place: _Place, known: Known | None) 
 
 
 def _manifest(blobs: Blobs, place: _Place, number: int, digest: str | None) -> VersionManifest:
-  """Return the manifest of a version; `digest` None: unknown, since the manifest after it is damaged.
+  """Read the manifest of a version; digest None: it is unknown, since the next manifest is damaged.
 
   Raises:
-    Damaged: it is damaged, or without a digest there is not exactly one candidate.
+    Damaged: the manifest is damaged, or without a digest there is not exactly one candidate.
   """
   if digest is not None:
     return versions.read_manifest(blobs, place.folder, number, digest)
@@ -231,8 +230,8 @@ def _manifest(blobs: Blobs, place: _Place, number: int, digest: str | None) -> V
       found.append(versions.read_manifest(blobs, place.folder, number, name.partition('-')[2]))
   if len(found) != 1:
     raise Damaged(
-      f'The version {number} in {blobs.name}/{place.folder}/versions cannot be told from what was never committed, '
-      'because the manifest of the version after it is damaged: restore that from a copy.'
+      f'Version {number} in {blobs.name}/{place.folder}/versions cannot be told from uncommitted files, because the '
+      'manifest of the next version is damaged: restore that manifest from a copy.'
     )
   return found[0]
 
@@ -255,8 +254,8 @@ def _note(database: Database, found: Iterable[_Found]) -> None:
 def _remove_garbage(blobs: Blobs, database: Database, place: _Place, ours: set[str], now: float) -> None:
   """Remove the remains of unfinished commits.
 
-  In an object store, a version that is not in `ours`, those that this process or an earlier one of its database began,
-  is removed only after `ABANDONED` seconds.
+  In an object store, other processes may be committing: there only versions in `ours`, begun by processes with this
+  database, are removed at once, and others after `ABANDONED` seconds.
   """
   known = database.known(place.id)
   rows = [] if known is None else database.versions(place.id)
@@ -274,5 +273,5 @@ def _remove_garbage(blobs: Blobs, database: Database, place: _Place, ours: set[s
     and (alone or key.version in ours or modified < now - ABANDONED)
   ]
   if garbage:
-    _logger.info('%s/%s: %d files of commits that did not end are removed.', blobs.name, place.folder, len(garbage))
+    _logger.info('%s/%s: %d files of unfinished commits are removed.', blobs.name, place.folder, len(garbage))
     blobs.delete(garbage, place.folder if known is not None else place.folder.rpartition('/')[0])

@@ -1,13 +1,13 @@
-"""The layout of the root: the key and the files of a version, the manifest that names these, and the HEAD above it.
+"""The layout of a store's root: keys and files of versions, their manifests, and the HEAD of an adapter.
 
-  users/OWNER/adapters/ID/HEAD                                    the adapter, and which version it is at
-  users/OWNER/adapters/ID/TOMBSTONE                               it was deleted
+  users/OWNER/adapters/ID/HEAD                                    the adapter and its newest version
+  users/OWNER/adapters/ID/TOMBSTONE                               marks a deleted adapter
   users/OWNER/adapters/ID/versions/NUMBER-DIGEST/manifest.json    the version, and the digests of its files
                                                 /adapter_config.json, adapter_model.safetensors    as PEFT reads them
                                                 /train_state.safetensors    moments, count, average
 
-OWNER is a digest, since owners are arbitrary strings. A version belongs to an adapter if the digest of its manifest is
-named by HEAD or by the manifest of the next version. All other files are the remains of unfinished commits.
+OWNER is a digest, since owners are arbitrary strings. A version belongs to an adapter if HEAD, or the manifest of the
+next version, has the digest of its manifest. All other files are remains of unfinished commits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sdpo_jax.serving.errors import Damaged
 from sdpo_jax.serving.records import AdapterRecord, Reason, Version
 from sdpo_jax.serving.store.blobs import Blobs
 
-# Arrays of a version, named as in the engine: factors/…, mu/…, nu/…, average/…, count.
+# Arrays of a version by their names in the engine: factors/…, mu/…, nu/…, average/…, count.
 Arrays = Mapping[str, np.ndarray]
 
 FORMAT = 1
@@ -48,23 +48,23 @@ _VERSION_KEY = re.compile(r'versions/(([0-9]{8,})-([0-9a-f]{12}))/([a-z_]+\.(?:j
 
 @dataclasses.dataclass(frozen=True)
 class Base(peft_files.AdapterBase):
-  """The model that all adapters of a root belong to, and their common shape."""
+  """The model of all adapters of a root, and their common shape."""
 
   @functools.cached_property
   def tensors(self) -> Sequence[tuple[str, parameters.Parameter, int]]:
-    """The tensors of PEFT's file of a version: name, the factor that it is of, and the layer."""
+    """The tensors in the PEFT file of a version: name, row of the factor in the parameter table, and layer."""
     held = peft_files.held(self.adapter, self.rows)
     return [(peft_files.stored_name(row, layer, self.prefix), row, layer) for row, layer in held]
 
   @functools.cached_property
   def partly_held(self) -> Set[str]:
-    """The names of the arrays of factors that some layers do not have."""
+    """The names of those arrays of factors that some layers do not have."""
     layers = collections.Counter(row.name for _, row, _ in self.tensors)
     return {f'{_FACTORS}/{row.name}' for row in self.rows if layers[row.name] < row.layers}
 
   @functools.cached_property
   def described(self) -> Mapping[str, Any]:
-    """What must be equal for adapters to fit, as JSON; the name is left out, since a model may be moved."""
+    """The properties that adapters of a root share, as JSON; without the model's path, since it may move."""
     config = {key: value for key, value in self.config.items() if key != 'base_model_name_or_path'}
     return json.loads(json.dumps({'fingerprint': jsonable(self.fingerprint), 'adapter': config}))
 
@@ -76,24 +76,24 @@ class Base(peft_files.AdapterBase):
 
 
 def adapter_folder(owner: str, adapter: str) -> str:
-  """Return the folder of an adapter of an owner."""
+  """Return the key prefix of an adapter: users/OWNER/adapters/ID."""
   digest = hashlib.sha256(owner.encode('utf-8', 'surrogatepass')).hexdigest()[:32]
   return f'users/{digest}/adapters/{adapter}'
 
 
 @dataclasses.dataclass(frozen=True)
 class BlobKey:
-  """The parts of a key in the root."""
+  """The parts of the key of a blob in the root."""
 
   folder: str  # The folder of the adapter.
   adapter: str  # Its id.
   rest: str  # HEAD, TOMBSTONE, a partial write of HEAD, or a path below versions/.
-  version: str | None = None  # The name of the version's folder.
+  version: str | None = None  # The folder name of the version; None: the blob is not of a version.
   number: int | None = None
 
 
 def parse_key(key: str) -> BlobKey | None:
-  """Return the parts of a key of this layout; None: it is not a key of the store."""
+  """Return the parts of a key; None: it does not have this layout."""
   found = _ADAPTER_KEY.fullmatch(key)
   if found is None:
     return None
@@ -115,14 +115,14 @@ def version_folder(number: int, digest: str) -> str:
 
 
 def files_of(base: Base, arrays: Arrays) -> dict[str, bytes]:
-  """Return the files of a version, name → content, without its manifest.
+  """Serialize the arrays of a version as its files, by name, without the manifest.
 
   Raises:
-    ValueError: the arrays do not have the shape of this base's adapters.
+    ValueError: the arrays do not have the shape of adapters of this base.
   """
   wrong = {name for name in base.shapes.keys() | arrays.keys() if not _fits(base, name, arrays.get(name))}
   if wrong:
-    raise ValueError(f'The arrays {sorted(wrong)[:3]} are not those of an adapter with the shape of this base.')
+    raise ValueError(f'The arrays {sorted(wrong)[:3]} do not have the names or shapes of adapters of this base.')
   tensors = {name: row.to_huggingface(arrays[f'{_FACTORS}/{row.name}'][layer]) for name, row, layer in base.tensors}
   state = {name: np.asarray(arrays[name], order='C') for name in base.shapes if not name.startswith(f'{_FACTORS}/')}
   # If some layers have no factors of a matrix, PEFT's files do not hold its whole array.
@@ -135,7 +135,7 @@ def files_of(base: Base, arrays: Arrays) -> dict[str, bytes]:
 
 
 def arrays_of(base: Base, files: Mapping[str, bytes]) -> dict[str, np.ndarray]:
-  """Return the arrays of a version, bit for bit as `files_of` received them.
+  """Read the arrays of a version from its files, bit for bit as `files_of` has stored them.
 
   Raises:
     ValueError: the files hold other arrays, or are not valid safetensors files.
@@ -152,7 +152,7 @@ def arrays_of(base: Base, files: Mapping[str, bytes]) -> dict[str, np.ndarray]:
   found = {name: found.get(name) if name not in layers else np.stack(layers[name]) for name in base.shapes}
   wrong = [name for name, array in found.items() if not _fits(base, name, array)]
   if wrong:
-    raise ValueError(f'The arrays {wrong[:3]} are missing, or those of another base.')
+    raise ValueError(f'The arrays {wrong[:3]} are missing, or belong to another base.')
   return found
 
 
@@ -166,7 +166,7 @@ def _fits(base: Base, name: str, array: np.ndarray | None) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class RequestId:
-  """The identity of a request, which outlives its process."""
+  """The identity of a request with an idempotency key, which outlives its process."""
 
   key: str  # Digest of its idempotency key.
   body: str  # Digest of its body.
@@ -177,12 +177,13 @@ class VersionManifest:
   """The contents of a version's manifest.json."""
 
   version: Version
-  previous: str | None  # The digest of the manifest of the version before it; None: it is the first.
-  request: RequestId | None  # The request that made it.
-  files: Mapping[str, str]  # Their SHA-256, by name.
+  previous: str | None  # The digest of the previous version's manifest; None: it is the first version.
+  request: RequestId | None  # The request that made it; None: it had no idempotency key.
+  files: Mapping[str, str]  # The SHA-256 of each file, by name.
 
   @property
   def folder(self) -> str:
+    """The name of the version's folder."""
     return version_folder(self.version.number, self.version.digest)
 
 
@@ -198,7 +199,7 @@ def make_manifest(
   request: RequestId | None,
   files: Mapping[str, bytes],
 ) -> tuple[VersionManifest, bytes]:
-  """Return the manifest of a new version, and its serialized content, which is unique."""
+  """Make the manifest of a new version; return it with its serialized content, which a nonce makes unique."""
   values = {
     'format': FORMAT,
     'adapter': adapter,
@@ -217,32 +218,38 @@ def make_manifest(
 
 
 def read_manifest(blobs: Blobs, folder: str, number: int, digest: str) -> VersionManifest:
-  """Return the manifest with this digest of a version of the adapter in this folder.
+  """Read the manifest of a version.
+
+  Args:
+    blobs: the blobs of the root.
+    folder: the folder of the adapter.
+    number: the number of the version.
+    digest: the digest of the manifest, in full or its first characters.
 
   Raises:
-    Damaged: it is missing or differs from what was written.
+    Damaged: the manifest is missing or has another digest.
   """
   key = f'{folder}/versions/{version_folder(number, digest)}/{MANIFEST}'
   content = _get(blobs, key)
   found = hashlib.sha256(content).hexdigest()
   values = _parsed(content)
   if not (found == digest if len(digest) == 64 else found.startswith(digest)) or values is None:
-    raise Damaged(f'{blobs.name}/{key} is not as it was written: {_WAY_OUT}.')
+    raise Damaged(f'{blobs.name}/{key} is damaged: {_WAY_OUT}.')
   return _manifest(values, found)
 
 
 def read_files(blobs: Blobs, folder: str, manifest: VersionManifest, names: tuple[str, ...]) -> dict[str, bytes]:
-  """Return files of a version of the adapter in this folder.
+  """Read files of a version of the adapter in this folder; return their contents by name.
 
   Raises:
-    Damaged: one is missing or differs from what was written.
+    Damaged: a file is missing or differs from its digest in the manifest.
   """
   found = {}
   for name in names:
     key = f'{folder}/versions/{manifest.folder}/{name}'
     found[name] = _get(blobs, key)
     if hashlib.sha256(found[name]).hexdigest() != manifest.files.get(name):
-      raise Damaged(f'{blobs.name}/{key} is not as it was written: {_WAY_OUT}.')
+      raise Damaged(f'{blobs.name}/{key} is damaged: {_WAY_OUT}.')
   return found
 
 
@@ -273,30 +280,30 @@ class Head:
   adapter: AdapterRecord
   digest: str  # Digest of the manifest of its newest version.
   origin: str  # Digest of the manifest of version 0, which is never removed.
-  kept_from: int = 1  # Versions between 0 and this one were removed.
+  kept_from: int = 1  # The versions after 0 and before this one were removed.
 
 
 def tag_of(content: bytes) -> str:
-  """Return the digest of a HEAD, which is different for every HEAD."""
+  """Return the digest of the content of a HEAD, by which two HEADs can be told apart."""
   return hashlib.sha256(content).hexdigest()
 
 
 def write_head(head: Head) -> bytes:
-  """Return the serialized content of a HEAD, which is unique."""
+  """Serialize a HEAD; a nonce makes the content unique."""
   values = {'format': FORMAT, **dataclasses.asdict(head), 'nonce': secrets.token_hex(8)}
   return _json({**values, 'sha256': hashlib.sha256(_json(values)).hexdigest()})
 
 
 def read_head(content: bytes, name: str, folder: str) -> Head:
-  """Return the parsed contents of a HEAD.
+  """Parse the content of a HEAD.
 
   Args:
-    content: of the blob.
-    name: of the blob, for messages.
-    folder: of the adapter.
+    content: the content of the blob.
+    name: the name of the blob, for error messages.
+    folder: the folder of the adapter.
 
   Raises:
-    Damaged: it was not written for this adapter.
+    Damaged: the content is invalid, or belongs to another adapter.
   """
   values = _parsed(content) or {}
   digest = values.pop('sha256', None)
@@ -308,7 +315,7 @@ def read_head(content: bytes, name: str, folder: str) -> Head:
   except (TypeError, KeyError):
     known = False
   if not known:
-    raise Damaged(f'{name} is not as it was written: restore it from a copy; the versions beside it are untouched.')
+    raise Damaged(f'{name} is damaged: restore it from a copy; the versions beside it are untouched.')
   return head
 
 

@@ -1,6 +1,6 @@
-"""Whether a request is let in: the life cycle of the service, the origin, and limits of tokens, number, size and time.
+"""Admission of requests: the state of the service, allowed origins, and limits of rate, number, size and time.
 
-The origin of a request is the name by which it reaches this machine, and the web page that sends it.
+The origin of a request is the host name that it uses for this machine, and the web page that sends it.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _CORS_HEADERS = (
   'Authorization, Content-Type, Idempotency-Key, If-Match, Last-Event-ID, X-API-Key, X-Deadline-Ms, X-Session-Token'
 )
 _CORS_EXPOSED = 'ETag, Retry-After, retry-after-ms, X-Request-Id, Idempotency-Replayed'
-# Sec-Fetch-Site of requests from the service's own page, and of addresses that a person has typed.
+# Values of Sec-Fetch-Site for the service's own pages, and for addresses that a person has typed.
 _OWN_SITES = ('same-origin', 'none')
 
 
 class Lifetime:
-  """The state of the service for the HTTP layer, from before it exists until it ends; any thread may call."""
+  """The state of the service as the HTTP layer sees it, from before it exists until it ends; any thread may call."""
 
   def __init__(self, service: Service | None = None, clock: Callable[[], float] = time.monotonic):
     self._clock = clock
     self.present = service  # The service; None: it does not exist yet.
     self.failure: BaseException | None = None  # The error that ended the start.
-    self.stage = 'reading the model'  # The present stage of the start, for /readyz.
-    self.draining = False  # Whether the service finishes its requests and accepts no new ones.
+    self.stage = 'reading the model'  # The current stage of the start, for /readyz.
+    self.draining = False  # Whether the service accepts no new requests because it is shutting down.
     self._listeners: list[Callable[[], None]] = []
     self._last_request = clock()
-    self.under_way = 0  # The number of requests; used in the event loop only.
+    self.under_way = 0  # Requests in progress; used in the event loop only.
 
   @property
   def ready(self) -> bool:
@@ -54,40 +54,40 @@ class Lifetime:
     return there and not self.draining and not self.why_not()
 
   def on_drain(self, listener: Callable[[], None]) -> None:
-    """Call `listener` when `drain` is called."""
+    """Register a function to be called when `drain` is called."""
     self._listeners.append(listener)
 
   def drain(self) -> None:
-    """Refuse new work from now on."""
+    """Refuse new requests from now on, and notify the listeners."""
     self.draining = True
     for listener in self._listeners:
       listener()
 
   def why_not(self) -> str:
-    """Return a sentence on why the engine has failed for good; empty: it has not."""
+    """Return a sentence about the error that has stopped the engine; empty: the engine has not failed."""
     failure = self.failure or (self.present.worker.failure if self.present is not None else None)
     return f'The engine has failed ({type(failure).__name__}): see the log of the service.' if failure else ''
 
   def service(self) -> Service:
-    """Return the service for a request.
+    """Return the service, for a new request.
 
     Raises:
-      NotReady: it is not ready yet, or accepts no requests any more.
+      NotReady: the service is starting, has failed, or is shutting down.
     """
     if self.draining:
-      raise NotReady('The service is shutting down: ask the next one.')
+      raise NotReady('The service is shutting down: retry when it is back.')
     if self.why_not():
       raise NotReady(self.why_not())
     if self.present is None or not self.present.worker.ready.is_set():
-      raise NotReady(f'The service is starting ({self.stage}): /readyz says when it is ready.')
+      raise NotReady(f'The service is starting ({self.stage}): /readyz reports when it is ready.')
     return self.present
 
   def touch(self) -> None:
-    """Note that a request has come."""
+    """Note the time of a request, for `idle_for`."""
     self._last_request = self._clock()
 
   def idle_for(self) -> float:
-    """Return the seconds since the last request."""
+    """Return the seconds since the last request; 0 while one is in progress."""
     return 0.0 if self.under_way else self._clock() - self._last_request
 
 
@@ -99,19 +99,19 @@ class GateRequest:
   method: str
   path: str
   headers: Mapping[str, Sequence[str]]
-  route: str = '(none)'  # The pattern of its path.
+  route: str = '(none)'  # The path pattern of its route.
   adapter: str | None = None  # The adapter named in its path.
-  key: str | None = None  # The id of the key, never the key.
+  key: str | None = None  # The id of the key, never the key itself.
   body: bytes = b''
-  quiet: bool = False  # Whether only unexpected responses are logged, since it is a frequent health check.
+  quiet: bool = False  # Whether only unexpected responses are logged, as for health checks.
   secret: bool = False  # Whether its response is never logged, even if bodies are.
   tokens: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
   def header(self, name: str) -> str | None:
-    """Return the value of a header that may be sent once; None: it was not sent.
+    """Return the value of a header, given in lower case; None: it was not sent.
 
     Raises:
-      InvalidRequest: it was sent several times.
+      InvalidRequest: it was sent more than once.
     """
     values = self.headers.get(name, ())
     if len(values) > 1:
@@ -120,7 +120,7 @@ class GateRequest:
 
 
 class Origins:
-  """The allowed host names and web pages."""
+  """The host names and web pages that may reach the service."""
 
   def __init__(self, http: HttpConfig, *, keyed: bool):
     """Read the settings.
@@ -134,37 +134,37 @@ class Origins:
     self._named = not keyed or bool(http.allowed_hosts)  # Whether every route checks Host.
 
   def check(self, request: GateRequest) -> None:
-    """Raise Forbidden for a foreign host name of this machine, or a page that is not allowed.
+    """Raise Forbidden if Host is not a name of the service, or Origin is a page that is not allowed.
 
-    Without keys, everyone who reaches the port is the owner; a web page in a browser on this machine must not be.
+    Without keys, whoever reaches the port acts as the owner; a web page in a browser on this machine must not.
     """
     if self._named and not self._is_served(request):
       raise Forbidden(
-        'The header Host names another machine: ask for localhost, or add it to serve.http.allowed_hosts.'
+        'The header Host names another machine: use localhost, or add the name to serve.http.allowed_hosts.'
       )
     host, origin = request.header('host') or '', request.header('origin')
     if origin is None or origin in self._origins:
       return
     if origin not in (f'http://{host}', f'https://{host}'):
-      raise Forbidden('A page of this origin may not ask: add it to serve.http.allowed_origins if it may.')
+      raise Forbidden('Pages of this origin are not allowed: add it to serve.http.allowed_origins to allow them.')
 
   def check_page(self, request: GateRequest) -> None:
-    """Raise Forbidden if a web page may have made a browser send the request, whatever keys and settings say.
+    """Raise Forbidden if a foreign web page may have made a browser send the request, even if there are keys.
 
-    A page whose name resolves to this machine has its own name as Host. A request without Origin, as links, images and
-    forms send it, still has Sec-Fetch-Site, which no script can forge.
+    If the name of a page is made to resolve to this machine, its requests have that name as Host. Links, images and
+    forms may send no Origin, but browsers add Sec-Fetch-Site, which no script can forge.
     """
     if not self._is_served(request):
       raise Forbidden(
-        'Sessions are answered only under names of the service, and the header Host has another one: add it to '
+        'The header Host is not a name of the service, which sessions require: use localhost, or add the name to '
         'serve.http.allowed_hosts.'
       )
     site, origin = request.header('sec-fetch-site'), request.header('origin')
     if site is not None and site not in _OWN_SITES and origin not in self._origins:
-      raise Forbidden('A page of another site may not ask: add its origin to serve.http.allowed_origins if it may.')
+      raise Forbidden('Pages of this site are not allowed: add its origin to serve.http.allowed_origins to allow them.')
 
   def headers(self, request: GateRequest) -> list[tuple[bytes, bytes]]:
-    """Return the CORS headers that let a page of an allowed origin read a response; none for others."""
+    """Return the CORS headers that let a page of an allowed origin read the response; empty for other origins."""
     origins = request.headers.get('origin', ())
     if len(origins) != 1 or origins[0] not in self._origins:
       return []
@@ -177,7 +177,7 @@ class Origins:
     ]
 
   def _is_served(self, request: GateRequest) -> bool:
-    """Return whether the Host header is a name of the service: no spaces, slashes, user or characters beyond ASCII."""
+    """Return whether Host is a name of the service, without spaces, slashes, a user or non-ASCII characters."""
     host = request.header('host') or ''
     if not host.isascii() or any(letter in host for letter in ' /\\@?#,\t'):
       return False
@@ -198,7 +198,7 @@ class TokenBucket:
   def take(self, tokens: int) -> float:
     """Take tokens, or return them if negative.
 
-    A request for more than the bucket can hold is admitted when the bucket is full; the level then becomes negative.
+    More tokens than the bucket can hold are taken once it is full; its level then becomes negative.
 
     Returns:
       0 if the tokens were taken; otherwise the seconds until they could be.
@@ -213,7 +213,7 @@ class TokenBucket:
 
   @property
   def full(self) -> bool:
-    """Whether the bucket is full, so that it need not be stored."""
+    """Whether the bucket is full, and so need not be stored."""
     return self._level + self._rate * (self._clock() - self._at) >= self._burst
 
 
@@ -243,7 +243,7 @@ class Allowances:
       wait = bucket.take(tokens)
     if wait:
       raise Busy(
-        f'This key may have {rate} tokens a minute, and {tokens} more are too many now: come again in '
+        f'This key is limited to {rate} tokens per minute, and {tokens} more exceed that: retry in '
         f'{math.ceil(wait)} seconds.',
         retry_after=wait,
       )
@@ -256,26 +256,26 @@ class ConcurrencyLimit:
     self._limit, self.taken = limit, 0
 
   def take(self) -> None:
-    """Take a place.
+    """Count a request that begins.
 
     Raises:
-      Busy: there is none.
+      Busy: the limit is reached.
     """
     if self.taken >= self._limit:
-      raise Busy(f'{self._limit} requests are under way already: come again in a second.', retry_after=1.0)
+      raise Busy(f'The limit of {self._limit} concurrent requests is reached: retry in a second.', retry_after=1.0)
     self.taken += 1
 
   def let_go(self) -> None:
-    """Release a place."""
+    """Count a request that has ended."""
     self.taken -= 1
 
 
 def time_limit(header: str | None, longest: float) -> float:
-  """Return the seconds that a request may take.
+  """Return the time limit of a request in seconds.
 
   Args:
     header: the value of X-Deadline-Ms; None: it was not sent.
-    longest: the limit of every request.
+    longest: the limit for all requests, in seconds.
 
   Raises:
     InvalidRequest: the header is not a number of milliseconds.
@@ -283,26 +283,26 @@ def time_limit(header: str | None, longest: float) -> float:
   if header is None:
     return longest
   if not header.isdecimal() or not header.isascii() or not 0 < int(header[:12]) <= _LARGEST_HEADER_MS:
-    raise InvalidRequest(f'X-Deadline-Ms must be a number of milliseconds from 1 to {_LARGEST_HEADER_MS}.')
+    raise InvalidRequest(f'The header X-Deadline-Ms must be a number of milliseconds from 1 to {_LARGEST_HEADER_MS}.')
   return min(longest, int(header[:12]) / 1000)
 
 
 async def read_body(receive: Receive, declared: str | None, limit: int, timeout: float, whole: float) -> bytes | None:
-  """Return the body of a request, reading no more than the limit; None: the sender has disconnected.
+  """Return the body of a request, reading no more than the limit; None: the client has disconnected.
 
   Args:
-    receive: of the request.
+    receive: the ASGI function of the request.
     declared: the value of Content-Length; None: it was not sent.
-    limit: bytes.
-    timeout: seconds within which every part must come.
-    whole: seconds within which the whole must come, lest a sender of single bytes hold a place for ever.
+    limit: the most bytes.
+    timeout: seconds within which each part must arrive.
+    whole: seconds within which the whole body must arrive, even if a client sends it byte by byte.
 
   Raises:
-    TooLarge: it is longer.
-    TooSlow: a part or the whole did not come in time.
+    TooLarge: the body is longer than the limit.
+    TooSlow: a part or the whole did not arrive in time.
   """
   until = time.monotonic() + whole
-  sentence = f'The body is larger than the {limit} bytes that are read (serve.http.max_body_mb).'
+  sentence = f'The body is larger than the limit of {limit} bytes (serve.http.max_body_mb).'
   if declared is not None and declared.isdecimal() and int(declared[:20]) > limit:
     raise TooLarge(sentence)
   parts, size = [], 0
@@ -311,8 +311,8 @@ async def read_body(receive: Receive, declared: str | None, limit: int, timeout:
       message: Message = await asyncio.wait_for(receive(), min(timeout, until - time.monotonic()))
     except TimeoutError:
       if time.monotonic() >= until:
-        raise TooSlow(f'The body did not come within {whole:g} seconds (serve.http.deadline_s).') from None
-      raise TooSlow(f'The next part of the body did not come within {timeout:g} seconds.') from None
+        raise TooSlow(f'The body did not arrive within {whole:g} seconds (serve.http.deadline_s).') from None
+      raise TooSlow(f'No part of the body arrived for {timeout:g} seconds (serve.http.read_timeout_s).') from None
     if message['type'] == 'http.disconnect':
       return None
     part = message.get('body', b'')

@@ -31,14 +31,14 @@ def make_app(
   lifetime: Lifetime | None = None,
   log: Log | None = None,
 ) -> Starlette:
-  """Return the application.
+  """Make the ASGI application of a service.
 
   Args:
     service: the service; None: `lifetime` provides it later.
-    settings: of the service.
-    keys: the accepted keys; None: no key is needed, and every client on this machine is the same owner.
-    lifetime: tells requests whether the service is ready; None: it is.
-    log: of requests and errors; None: stderr.
+    settings: the settings of the service.
+    keys: the accepted keys; None: no key is needed, and all clients act as the same owner.
+    lifetime: knows whether the service is ready; None: made from `service`.
+    log: the log of requests and errors; None: stderr.
   """
   lifetime = lifetime or Lifetime(service)
   log = log or Log(bodies=settings.http.log_bodies)
@@ -48,8 +48,9 @@ def make_app(
     *console.routes(),
     *native.ROUTES,
     *session_routes.ROUTES,
+    *openai.ROUTES,
+    *distill.routes(lifetime),
   ]
-  routes += [*openai.ROUTES, *distill.routes(lifetime)]
   return behind_gate(routes, lifetime, settings, keys, log, metrics)
 
 
@@ -62,13 +63,11 @@ def _own_routes(lifetime: Lifetime, metrics: Metrics, needs_key: bool) -> list[R
       cached.update(openapi.document(request.app.routes, title=TITLE, version=VERSION, needs_key=needs_key))
     return cached
 
-  @operation(summary='The process is there.', open=True, probe=True)
+  @operation(summary='Report that the process is alive.', open=True, probe=True)
   async def healthz(request: Request) -> Response:
     return JSONResponse({'status': 'alive'})
 
-  @operation(
-    summary='All programs are compiled, and requests are welcome; 503 before and after.', open=True, probe=True
-  )
+  @operation(summary='Report whether requests are accepted: 200, or 503 with the reason.', open=True, probe=True)
   async def readyz(request: Request) -> Response:
     if lifetime.ready:
       return JSONResponse({'status': 'ready'})
@@ -77,15 +76,15 @@ def _own_routes(lifetime: Lifetime, metrics: Metrics, needs_key: bool) -> list[R
     status = 'draining' if lifetime.draining else 'starting'
     return JSONResponse({'status': status, 'stage': lifetime.stage}, 503, {'Retry-After': '1'})
 
-  @operation(summary='Counters for Prometheus.', answers=CONTENT_TYPE, observes=True, probe=True)
+  @operation(summary='Return metrics in the format of Prometheus.', answers=CONTENT_TYPE, observes=True, probe=True)
   async def scrape(request: Request) -> Response:
     return PlainTextResponse(metrics.text(), media_type=CONTENT_TYPE)
 
-  @operation(summary='All routes and fields, as an OpenAPI document for programs.', open=True)
+  @operation(summary='Return all routes and fields as an OpenAPI document.', open=True)
   async def described(request: Request) -> Response:
     return JSONResponse(document(request))
 
-  @operation(summary='All routes and fields, as a page for people.', answers='text/html', open=True)
+  @operation(summary='Show all routes and fields on an HTML page.', answers='text/html', open=True)
   async def docs(request: Request) -> Response:
     policy = (
       "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

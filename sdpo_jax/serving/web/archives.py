@@ -1,4 +1,4 @@
-"""PEFT files in one body: a zip whose file names are checked, but never used as paths."""
+"""PEFT files as one zip file; the file names in it are checked, and never used as paths."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sdpo_jax.errors import printable
 from sdpo_jax.serving.errors import InvalidRequest, TooLarge
 
 KNOWN = ('adapter_config.json', 'adapter_model.safetensors', 'base_fingerprint.json')
-_RATIO = 20  # The largest expansion of a zip; factors are hardly compressible.
-_SLACK = 2**20  # Additional bytes for small files.
-_MOST = 16  # Entries.
+_RATIO = 20  # The largest expansion of a zip that is read; LoRA factors are hardly compressible.
+_SLACK = 2**20  # Additional bytes, for small files.
+_MOST = 16  # Files in a zip.
 
 
 def zipped(files: Mapping[str, bytes]) -> bytes:
-  """Return files as a zip, with equal bytes for equal files."""
+  """Return files as an uncompressed zip, the same bytes for the same files."""
   content = io.BytesIO()
   with zipfile.ZipFile(content, 'w', zipfile.ZIP_STORED) as archive:
     for name, body in sorted(files.items()):
@@ -26,18 +26,18 @@ def zipped(files: Mapping[str, bytes]) -> bytes:
 
 
 def unzipped(content: bytes) -> dict[str, bytes]:
-  """Return the files of an adapter from a zip, in which they may lie in one folder.
+  """Return the files of an adapter in a zip, where they may be in one folder.
 
   Raises:
-    InvalidRequest: it is not a zip, has other files, or one twice.
-    TooLarge: a file expands far more than factors do.
+    InvalidRequest: it is not a zip, holds other files, or one of them twice.
+    TooLarge: the files expand far more than LoRA factors do.
   """
   try:
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
       return _read(archive, _RATIO * len(content) + _SLACK)
   except (zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
     raise InvalidRequest(
-      'The body is no zip that can be read: send one with adapter_config.json and adapter_model.safetensors.'
+      'The body is not a readable zip: send one with adapter_config.json and adapter_model.safetensors.'
     ) from error
 
 

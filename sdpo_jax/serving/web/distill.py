@@ -1,7 +1,7 @@
-"""The routes of other services of this kind: /v1/distill, /v1/feedback, /v1/score, /v1/lora and /v1/health.
+"""Routes of other continual-distillation services: /v1/distill, /v1/feedback, /v1/score, /v1/lora and /v1/health.
 
-They are aliases of native routes, for clients that already use them. A `lora_id` is the name or the id of an adapter; a
-`lora_uri` also gives the version that the adapter must be at.
+They map to native routes, for existing clients. A `lora_id` is the name or the id of an adapter; a `lora_uri` also
+names the version that the adapter must be at.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from sdpo_jax.serving.web.schemas import Message, Number, RequestBody, ResponseB
 
 
 class DistillTraining(RequestBody):
-  """How `jsd_pg` learns; absent fields take the defaults of its definition."""
+  """The parameters of the loss `jsd_pg` and of its optimizer."""
 
   learning_rate: Number | None = Field(None, ge=0)
   alpha: Number = Field(0.5, gt=0, lt=1, description="The student's share of the mixture.")
-  clip_eps: Number = Field(0.2, gt=0, description='Clip of the ratio to the policy that wrote the response.')
+  clip_eps: Number = Field(0.2, gt=0, description='The clip of the importance ratio to the sampling policy.')
   max_grad_norm: Number = Field(1.0, gt=0)
   num_steps: int = Field(1, ge=1)
   jsd_reg_weight: Number = Field(0.5, ge=0, description='Weight of the regulariser.')
@@ -43,14 +43,14 @@ class DistillTraining(RequestBody):
 
 
 class DistillBody(RequestBody):
-  """A completion of an adapter, and what is said of it."""
+  """A completion of an adapter, and the feedback on it."""
 
-  prompt: Text | Tokens = Field(description="The user's message, or the tokens of a whole prompt.")
+  prompt: Text | Tokens = Field(description="The user's message, or the token ids of the whole prompt.")
   response: Text | Tokens
   feedback: Text | None = None
-  lora_uri: str | None = Field(None, description='Of the version that is to learn: it must be the newest.')
-  lora_id: str | None = Field(None, description='Or the name or id of the adapter.')
-  id: str | None = Field(None, description='The same.')
+  lora_uri: str | None = Field(None, description='The URI of the version that learns; it must be the newest one.')
+  lora_id: str | None = Field(None, description='Alternatively, the name or id of the adapter.')
+  id: str | None = Field(None, description='Another name for lora_id.')
   training: DistillTraining = Field(default_factory=DistillTraining)
 
   @model_validator(mode='after')
@@ -61,13 +61,15 @@ class DistillBody(RequestBody):
 
   @property
   def adapter(self) -> str:
-    """The text that names the adapter."""
+    """The URI, name or id of the adapter."""
     return self.lora_uri or self.lora_id or self.id
 
 
 class DistillSaid(ResponseBody):
-  lora_uri: str = Field(description='Of the newest version, which is the one before if the guards rejected this one.')
-  metadata: dict[str, Any] = Field(description='The metrics of jsd_pg, accepted, and reason where it was not.')
+  """The result of learning from one completion."""
+
+  lora_uri: str = Field(description='The URI of the newest version: the same as before if a guard rejected the step.')
+  metadata: dict[str, Any] = Field(description='The metrics of the loss, whether a version was accepted, and why not.')
 
 
 def distill(asked: Incoming) -> Reply:
@@ -89,7 +91,7 @@ def distill(asked: Incoming) -> Reply:
   if training.jsd_reg_weight and training.teacher_top_k not in (None, most):
     raise InvalidRequest(
       f'The regulariser reads the {most} most likely tokens (serve.topk), not {training.teacher_top_k}: leave '
-      'teacher_top_k out, or set jsd_reg_weight to 0 to do without it.',
+      'teacher_top_k out, or set jsd_reg_weight to 0 to turn the regulariser off.',
       field='training.teacher_top_k',
     )
   answer = _learn(asked, adapter, expected, [item], update)
@@ -104,19 +106,21 @@ def _distilled_again(account: Account, adapter: str, version: int | None) -> dic
 
 
 class FeedbackTraining(RequestBody):
-  """How the divergence from the teacher is learned."""
+  """The parameters of the divergence from the teacher and of the optimizer."""
 
   learning_rate: Number | None = Field(None, ge=0)
   alpha: Number = Field(0.5, ge=0, le=1, description='0: KL(teacher‖student), 1: KL(student‖teacher).')
   is_clip: Number = Field(5.0, ge=1)
   max_grad_norm: Number = Field(1.0, gt=0)
   kl_reg_weight: Literal[0] | Literal[0.0] = Field(
-    0, description='Nothing but 0 is served: guards hold an adapter near the model, see max_kl_to_base.'
+    0, description='Only 0 is supported; the guard max_kl_to_base limits the distance from the model.'
   )
   teacher_top_k: int | None = Field(None, ge=1, description='K of the teacher; null: that of the service.')
 
 
 class LoraFeedbackItem(RequestBody):
+  """A completion of an adapter with the feedback on it."""
+
   lora_id: str
   prompt: Text = Field(min_length=1)
   response: Text = Field(min_length=1)
@@ -125,7 +129,7 @@ class LoraFeedbackItem(RequestBody):
 
 
 class Orchestration(RequestBody):
-  """What other services do with their sampler meanwhile. This one samples on, so nothing of it has an effect."""
+  """Options of services whose sampler sleeps while they train; accepted without effect, since this one samples on."""
 
   sleep_before: bool = True
   wake_after: bool = True
@@ -134,7 +138,7 @@ class Orchestration(RequestBody):
 
 
 class LoraFeedbackBody(RequestBody):
-  """Completions of one adapter, which learns from all of them at once."""
+  """Completions of one adapter, which learns from all of them in one transaction."""
 
   requests: Annotated[list[LoraFeedbackItem], Field(min_length=1)]
   orchestration: Orchestration = Field(default_factory=Orchestration)
@@ -143,19 +147,21 @@ class LoraFeedbackBody(RequestBody):
   def _alike(self):
     for each in self.requests[1:]:
       if (each.lora_id, each.training) != (self.requests[0].lora_id, self.requests[0].training):
-        raise ValueError('all requests must have the same lora_id and training; send others by themselves')
+        raise ValueError('all requests must have the same lora_id and training; send the others separately')
     return self
 
 
 class LoraFeedbackSaid(ResponseBody):
-  status: str = Field(description='ok, or rejected by a guard.')
+  """The result of learning from completions."""
+
+  status: str = Field(description="'ok', or 'rejected' if a guard rejected the new version.")
   lora_id: str
-  distill_result: dict[str, Any] = Field(description='lora_id, lora_uri, metadata.')
+  distill_result: dict[str, Any] = Field(description='lora_id, lora_uri and metadata.')
   batch_size: int
 
 
 def feedback(asked: Incoming) -> Reply:
-  """Learn from completions with the divergence from the teacher."""
+  """Learn from several completions by minimizing the divergence from the teacher."""
   began = time.monotonic()
   body: LoraFeedbackBody = asked.body
   first, account = body.requests[0], asked.account
@@ -195,11 +201,11 @@ def _fed_again(account: Account, adapter: str, version: int | None) -> dict[str,
 
 
 def _named(account: Account, text: str) -> tuple[AdapterRecord, int | None]:
-  """Return the adapter that a request names, and the version if it names one.
+  """Return the adapter that a request names, and the number of the version if it names one.
 
   Raises:
-    NotFound: there is none.
-    InvalidRequest: it is the model without an adapter.
+    NotFound: there is no such adapter or version.
+    InvalidRequest: the model without an adapter is named.
   """
   target = account.resolve(text)
   if target.adapter is None:
@@ -208,7 +214,7 @@ def _named(account: Account, text: str) -> tuple[AdapterRecord, int | None]:
 
 
 def _learner(asked: Incoming, text: str) -> tuple[AdapterRecord, int | None]:
-  """Return the adapter that learns, and the version that it must be at; None: any."""
+  """Return the adapter that learns, and the version that it must be at (None: any)."""
   adapter, number = _named(asked.account, text)
   return adapter, asked.expected if number is None else number
 
@@ -222,7 +228,7 @@ def _item(account: Account, prompt: str | Sequence[int], response: str | Sequenc
 
 
 def _completion(account: Account, given: str | Sequence[int]) -> list[int]:
-  """Return the tokens of a completion; a text is encoded without a token that ends it."""
+  """Return the token ids of a completion; a text is tokenized without an end token."""
   if not isinstance(given, str):
     return list(given)
   return account.service.prompt_of(text=given, limit=account.service.max_completion, add_special_tokens=False)
@@ -238,7 +244,7 @@ def _learn(
 
 
 def _learned(adapter: AdapterRecord, answer: dict[str, Any]) -> dict[str, Any]:
-  """Return the result of learning in the form of `DistillSaid`."""
+  """Return the result of learning as JSON in the form of `DistillSaid`."""
   told = ('accepted', 'reason', 'version_before', 'version_after')
   return {
     'lora_id': adapter.name,
@@ -251,13 +257,13 @@ def _learned(adapter: AdapterRecord, answer: dict[str, Any]) -> dict[str, Any]:
 
 
 class CompletionScoreBody(RequestBody):
-  """A completion whose log-prob is wanted."""
+  """A completion to score."""
 
   model: str = Field(
-    records.BASE_NAME, description='base, or an adapter: id, name, either with @VERSION, or a lora_uri.'
+    records.BASE_NAME, description="'base', the id or name of an adapter, also with @VERSION, or a lora_uri."
   )
-  messages: list[Message] | None = Field(None, description='The conversation before it.')
-  prompt: Text | Tokens | None = Field(None, description='Or a text or tokens.')
+  messages: list[Message] | None = Field(None, description='The conversation before the completion.')
+  prompt: Text | Tokens | None = Field(None, description='Alternatively, a text or token ids.')
   completion: Text | Tokens
 
   @model_validator(mode='after')
@@ -268,13 +274,15 @@ class CompletionScoreBody(RequestBody):
 
 
 class CompletionScoreSaid(ResponseBody):
-  logprob_sum: float = Field(description='Of the completion, in nats.')
-  logprobs: list[float] = Field(description='Of its tokens.')
-  tokens: list[int]
+  """The log-prob of a completion."""
+
+  logprob_sum: float = Field(description='The log-prob of the completion, in nats.')
+  logprobs: list[float] = Field(description='The log-prob of each token, in nats.')
+  tokens: list[int] = Field(description='The token ids of the completion.')
 
 
 def score(asked: Incoming) -> Reply:
-  """Return the log-prob of a completion."""
+  """Return the log-prob of a completion and of each of its tokens."""
   body, account = asked.body, asked.account
   target = account.resolve(body.model)
   messages = None if body.messages is None else [message.model_dump() for message in body.messages]
@@ -290,16 +298,18 @@ def score(asked: Incoming) -> Reply:
 
 
 class LoraInitBody(RequestBody):
-  """A new adapter, of the shape that is served."""
+  """A new adapter; fields other than its name may only state what is served."""
 
-  lora_id: str = Field(description='Its name.')
-  base_model: str | None = Field(None, description='What is served, or an error says so.')
-  lora_r: int | None = Field(None, description='The same.')
-  lora_alpha: Number | None = Field(None, description='The same.')
-  target_modules: list[str] | None = Field(None, description='The same.')
+  lora_id: str = Field(description='The name of the adapter.')
+  base_model: str | None = Field(None, description='The model that you expect.')
+  lora_r: int | None = Field(None, description='The rank that you expect.')
+  lora_alpha: Number | None = Field(None, description='The alpha that you expect.')
+  target_modules: list[str] | None = Field(None, description='The matrices with factors that you expect.')
 
 
 class LoraSaid(ResponseBody):
+  """A new adapter."""
+
   lora_id: str
   lora_uri: str
 
@@ -310,7 +320,8 @@ def lora_init(asked: Incoming) -> Reply:
   served = account.service.served.targets
   if body.target_modules is not None and set(body.target_modules) != set(served):
     raise InvalidRequest(
-      f'Adapters of {", ".join(served)} are served: leave target_modules out.', field='target_modules'
+      f'All adapters here are of {", ".join(served)}: leave target_modules out.',
+      field='target_modules',
     )
   adapter, version = account.create(
     body.lora_id, base_model=body.base_model, rank=body.lora_r, alpha=body.lora_alpha, request=asked.idempotency
@@ -327,7 +338,9 @@ def _begun_again(account: Account, adapter: str, version: int | None) -> dict[st
 
 
 class LorasSaid(ResponseBody):
-  loras: list[str] = Field(description='Names.')
+  """Your adapters."""
+
+  loras: list[str] = Field(description='The names of the adapters.')
 
 
 def lora_list(asked: Incoming) -> Reply:
@@ -339,12 +352,12 @@ def lora_list(asked: Incoming) -> Reply:
 def _queried(asked: Incoming) -> tuple[AdapterRecord, int | None]:
   text = asked.query.get('lora_id')
   if text is None:
-    raise InvalidRequest('The address must name the adapter: ?lora_id=NAME.', field='lora_id')
+    raise InvalidRequest('Name the adapter in the address: ?lora_id=NAME.', field='lora_id')
   return _named(asked.account, text)
 
 
 def lora_export(asked: Incoming) -> Reply:
-  """Return the files of an adapter as a zip that PEFT loads once unpacked."""
+  """Return the files of an adapter as a zip; PEFT loads the unpacked folder."""
   adapter, number = _queried(asked)
   files = asked.account.export_peft(adapter.id, number)
   headers = {'Content-Disposition': f'attachment; filename="{adapter.name}.zip"'}
@@ -352,6 +365,8 @@ def lora_export(asked: Incoming) -> Reply:
 
 
 class LoraDeletedSaid(ResponseBody):
+  """Confirmation of a deletion."""
+
   deleted: bool
 
 
@@ -363,14 +378,16 @@ def lora_delete(asked: Incoming) -> Reply:
 
 
 class HealthSaid(ResponseBody):
+  """The state of the service."""
+
   status: str = Field(description='healthy, starting or unhealthy.')
 
 
-_LORA = {'lora_id': 'Name, id or address of the adapter.'}
+_LORA = {'lora_id': 'The name, id or URI of the adapter.'}
 
 
 def routes(lifetime: Lifetime) -> list[Route]:
-  """Return the routes of a service."""
+  """Return these routes for a service with the given lifetime."""
 
   @operation(response=HealthSaid, open=True)
   async def health(request: Request) -> Response:
@@ -383,7 +400,7 @@ def routes(lifetime: Lifetime) -> list[Route]:
     route('POST', '/v1/feedback', feedback, body=LoraFeedbackBody, response=LoraFeedbackSaid, again=_fed_again),
     route('POST', '/v1/score', score, body=CompletionScoreBody, response=CompletionScoreSaid),
     route('POST', '/v1/lora/init', lora_init, body=LoraInitBody, response=LoraSaid, again=_begun_again),
-    route('GET', '/v1/lora', lora_list, response=LorasSaid, query={'prefix': 'Of the names.'}),
+    route('GET', '/v1/lora', lora_list, response=LorasSaid, query={'prefix': 'The beginning of the names to list.'}),
     route('GET', '/v1/lora/export', lora_export, query=_LORA, answers='application/zip'),
     route('DELETE', '/v1/lora', lora_delete, response=LoraDeletedSaid, query=_LORA),
     Route('/v1/health', health, methods=['GET']),

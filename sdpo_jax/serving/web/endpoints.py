@@ -1,6 +1,6 @@
-"""Routes and their operations, declared beside their handlers: for the gate, /openapi.json and /docs.
+"""Routes with their operations, which the gate, /openapi.json and /docs read.
 
-Most handlers are plain functions, which run in the thread pool on validated input and return what is sent.
+Most handlers are plain functions that run in the thread pool, on validated input, and return a `Reply`.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ _Handler = TypeVar('_Handler', bound=Callable[..., Any])
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-  """The properties of a route beside its path, its methods and its handler."""
+  """The properties of a route besides its path, methods and handler."""
 
   summary: str = ''
-  body: type[pydantic.BaseModel] | None = None  # Schema of its body; None: it has none, or it is not JSON.
-  response: type[pydantic.BaseModel] | None = None  # Schema of its response; None: not described.
+  body: type[pydantic.BaseModel] | None = None  # Schema of the request body; None: there is none, or it is not JSON.
+  response: type[pydantic.BaseModel] | None = None  # Schema of the response; None: not documented.
   status: int = 200
-  content_type: str = JSON  # The content type of the body.
-  answers: str = JSON  # The content type of the response.
+  content_type: str = JSON  # Content type of the request body.
+  answers: str = JSON  # Content type of the response.
   query: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Name → meaning.
-  # For routes that run once per Idempotency-Key: maps (account, id of the adapter, version that the
-  # request made) to the body of a response that was lost with its process. None: every request runs.
+  # For routes that run once per Idempotency-Key: maps (account, id of the adapter, version that the request made) to
+  # the response body, if that was lost when the process died. None: every request runs.
   again: Callable[[Any, str, int | None], Any] | None = None
-  open: bool = False  # Whether it needs no key, and is answered before the service is ready.
-  probe: bool = False  # Whether it is called so often that the log leaves it out.
-  observes: bool = False  # Whether it needs a key and nothing else, and is answered before the service is ready.
-  endless: bool = False  # Whether it streams until its sender disconnects.
-  # Whether Host must be a name of the service, and only pages of serve.http.allowed_origins may call it, even with
-  # keys.
+  open: bool = False  # Whether it needs no key, and works before the service is ready.
+  probe: bool = False  # Whether it is called so often that the log omits it.
+  observes: bool = False  # Whether it needs only a key, and works before the service is ready.
+  endless: bool = False  # Whether it streams until the client disconnects.
+  # Whether Host must be a name of the service, and only pages of serve.http.allowed_origins may call it, even if there
+  # are keys.
   guarded: bool = False
-  token: bool = False  # Whether it needs the token of the session in its path.
+  token: bool = False  # Whether it needs the token of the session that its path names.
   secret: bool = False  # Whether its response is never logged, even if bodies are.
-  tagged: bool = False  # Whether its response has an ETag with its version.
+  tagged: bool = False  # Whether the response has an ETag with the version.
 
   def headers_of(self, body: Any) -> dict[str, str]:
-    """Return the headers derived from the body of a response, before it is rendered: its ETag."""
+    """Return the ETag header of a response, from its body before that is serialized; empty if the route has none."""
     found = body.get('version_after', body.get('version')) if self.tagged else None
     return {'ETag': f'"{found}"'} if isinstance(found, int) else {}
 
@@ -72,7 +72,7 @@ def operation(**values: Any) -> Callable[[_Handler], _Handler]:
 
 
 def operation_of(route: BaseRoute) -> Operation:
-  """Return the operation of a route; without a summary it gets the first line of the handler's docstring."""
+  """Return the operation of a route; its summary defaults to the first line of the handler's docstring."""
   endpoint = getattr(route, 'endpoint', None)
   known = getattr(endpoint, 'operation', None) or Operation()
   if not known.summary and endpoint is not None:
@@ -85,19 +85,19 @@ def operation_of(route: BaseRoute) -> Operation:
 class Incoming:
   """A validated request."""
 
-  account: Account  # The account of the sender.
+  account: Account  # The account of the client.
   call: Call
-  body: Any  # An instance of the route's schema; bytes if it has none.
+  body: Any  # An instance of the route's schema; bytes if there is none.
   path: Mapping[str, str]
-  adapter: str | None  # The id of the adapter in the path; None: it names none.
+  adapter: str | None  # The id of the adapter in the path; None: the path has none.
   query: Mapping[str, str]
   expected: int | None  # The version that If-Match names; None: any.
-  idempotency: Any  # The store's record of the request; None: it has no Idempotency-Key.
-  last_event: int | None  # Last-Event-ID.
+  idempotency: Any  # The store's record of the request; None: there is no Idempotency-Key.
+  last_event: int | None  # The header Last-Event-ID.
   metrics: Metrics
 
   def number(self, name: str) -> int | None:
-    """Return an integer from the query; None: it is absent.
+    """Return an integer parameter of the query; None: it is absent.
 
     Raises:
       InvalidRequest: it is not an integer.
@@ -116,7 +116,7 @@ class Reply:
 
 
 def whole(text: str, name: str) -> int:
-  """Return the integer that a text of a URL spells.
+  """Parse an integer from a URL.
 
   Raises:
     InvalidRequest: it is not an integer.
@@ -133,14 +133,14 @@ def route(
   drawn: Callable[[Incoming], Iterator[ServerSentEvent]] | None = None,
   **values: Any,
 ) -> Route:
-  """Return the route of a function.
+  """Make a route from a function.
 
   Args:
     method: the HTTP method.
-    path: pattern of its path.
+    path: the pattern of its path.
     function: called in the thread pool. The first line of its docstring is the route's summary.
-    drawn: yields the events of what is drawn, for a body that says `stream`; closing the iterator cancels it. None: the
-      body has no such field.
+    drawn: called instead if the body has `stream` set; yields the events of the response, and closing the iterator
+      cancels it. None: the body has no such field.
     **values: further fields of its `Operation`.
   """
   known = Operation(**values)
@@ -159,7 +159,7 @@ def route(
     content = await request.body()
     unknown = sorted(request.query_params.keys() - known.query.keys())
     if unknown:
-      raise InvalidRequest(f'There is no parameter {unknown[0][:60]!r} of this address.', field=unknown[0][:60])
+      raise InvalidRequest(f'This address takes no parameter {unknown[0][:60]!r}: leave it out.', field=unknown[0][:60])
     found = await run_in_threadpool(answer, request, content)
     return found if isinstance(found, Response) else await stream(request, found)
 
@@ -170,10 +170,10 @@ def route(
 
 
 def incoming(request: Request, body: Any) -> Incoming:
-  """Return the handler's view of a request.
+  """Return the request as handlers see it.
 
   Raises:
-    InvalidRequest: If-Match is not one version.
+    InvalidRequest: the header If-Match does not name one version.
   """
   state, last, expected = request.state, request.headers.get('last-event-id'), None
   versions = request.headers.getlist('if-match')

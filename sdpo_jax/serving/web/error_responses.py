@@ -8,19 +8,18 @@ import math
 from typing import Any
 
 import pydantic
-from starlette.exceptions import HTTPException
 
 from sdpo_jax.errors import UserError, printable
 from sdpo_jax.serving.errors import (
   Busy,
   InvalidRequest,
-  NotFound,
   ServiceError,
   TooLarge,
   TurnConflict,
   Unauthorized,
   VersionConflict,
 )
+from sdpo_jax.tables import counted
 
 # Routes whose errors have the native format; all others below /v1 have OpenAI's.
 NATIVE = (
@@ -42,6 +41,8 @@ _OPENAI_TYPES = {
 
 
 class MethodNotAllowed(ServiceError):
+  """The route does not accept the HTTP method."""
+
   status, code = 405, 'method_not_allowed'
 
 
@@ -52,13 +53,13 @@ class NotJson(ServiceError):
 
 
 class TooSlow(ServiceError):
-  """The body did not come in time."""
+  """The body of the request did not arrive in time."""
 
   status, code = 408, 'request_timeout'
 
 
 class Internal(ServiceError):
-  """An error that no client can correct."""
+  """An unexpected error inside the service."""
 
   status, code = 500, 'internal'
 
@@ -73,54 +74,47 @@ class Failure:
 
 
 def known(error: BaseException) -> ServiceError | None:
-  """Return an error as a client's error; None: no client could have caused it."""
+  """Return an error as the `ServiceError` to respond with; None: it is unexpected."""
   if isinstance(error, ServiceError):
     return error
   if isinstance(error, UserError):
     return InvalidRequest(str(error))
   if isinstance(error, pydantic.ValidationError):
     return invalid(error)
-  if isinstance(error, HTTPException):
-    if error.status_code == 404:
-      return NotFound('There is no such address: /openapi.json lists those that there are.')
-    if error.status_code == 405:
-      allowed = (error.headers or {}).get('Allow', 'other methods')
-      return MethodNotAllowed(f'This address does not take the method: it takes {allowed}.')
   return None
 
 
 def invalid(error: pydantic.ValidationError) -> InvalidRequest:
   """Return the first validation error of a body, with the field's path but not its value."""
-  first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+  first, *others = error.errors(include_url=False, include_context=False, include_input=False)
   path = '.'.join(printable(str(part), 60) for part in first['loc'])
   if first['type'] == 'json_invalid':
     return InvalidRequest('The body is not JSON: send one JSON object.')
   if first['type'] == 'extra_forbidden':
-    return InvalidRequest(f'There is no field {path}: /openapi.json lists those that there are.', field=path)
+    return InvalidRequest(f'There is no field {path}: /openapi.json lists all fields.', field=path)
   complaint = first['msg'].removeprefix('Value error, ')
-  more = len(error.errors(include_url=False, include_context=False, include_input=False)) - 1
-  others = f' ({more} more fields are wrong)' if more > 1 else ' (one more field is wrong)' if more else ''
-  return InvalidRequest(f'{path or "The body"}: {complaint}{others}.', field=path or None)
+  more = f' ({counted(len(others), "more error")})' if others else ''
+  return InvalidRequest(f'{path or "The body"}: {complaint}{more}.', field=path or None)
 
 
 def failure_of(error: Exception, path: str, request_id: str, unexpected: Callable[[Exception, str], None]) -> Failure:
-  """Return the response to any error at a path.
+  """Return the response to any error that a handler raised.
 
   Args:
-    error: what a handler raised.
-    path: of the request.
-    request_id: under which the log has the error.
+    error: the error.
+    path: the path of the request.
+    request_id: the id under which the error is logged.
     unexpected: logs an error that no client could have caused.
   """
   found = known(error)
   if found is None:
     unexpected(error, request_id)
-    found = Internal('Something unexpected went wrong; the log of the service has it under this request_id.')
+    found = Internal('Something unexpected went wrong; see the log of the service under this request_id.')
   return failure(found, path, request_id)
 
 
 def failure(error: ServiceError, path: str, request_id: str) -> Failure:
-  """Return the response to an error at a path: status, body and headers."""
+  """Return the response to an error: the native format, or OpenAI's for the paths that are compatible with it."""
   headers = {}
   if isinstance(error, Busy):
     wait = max(0.0, error.retry_after)

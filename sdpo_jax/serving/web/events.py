@@ -20,12 +20,12 @@ _END = object()
 class ServerSentEvent:
   """One event; without data it is a comment, which clients skip."""
 
-  data: Any = None  # As JSON; text is sent as it is.
-  event: str | None = None  # Its kind; None: 'message'.
-  id: int | str | None = None  # Sent back by a client that asks for later events.
+  data: Any = None  # JSON; a str is sent unquoted.
+  event: str | None = None  # The kind of the event; None: 'message'.
+  id: int | str | None = None  # A client sends it as Last-Event-ID to resume after this event.
 
   def encode(self) -> bytes:
-    """Return the lines of the event."""
+    """Return the event in the text/event-stream format."""
     if self.data is None:
       return b': still here\n\n'
     text = self.data if isinstance(self.data, str) else as_json(self.data).decode()
@@ -36,10 +36,10 @@ class ServerSentEvent:
 
 
 async def stream(request: Request, events: Iterable[ServerSentEvent]) -> StreamingResponse:
-  """Return a streaming response whose events are made in the thread pool, one after the other.
+  """Return a streaming response; the events are drawn from the iterator in the thread pool, one after the other.
 
-  The first event is awaited, so that a request refused before it gets a status of its own. A later error becomes an
-  event 'error', which ends the stream.
+  The first event is awaited here, so that a request that is refused before it gets a proper status code. A later error
+  becomes an event 'error', which ends the stream.
   """
   iterator = iter(events)
   first = await run_in_threadpool(next, iterator, _END)

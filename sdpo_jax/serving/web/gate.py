@@ -1,7 +1,7 @@
-"""The gate that every request passes before and after its handler; no route can bypass it.
+"""The gate: middleware that every request passes before and after its handler; no route can bypass it.
 
-It checks key, origin, concurrency, body size and time limit; gives one response per Idempotency-Key; turns errors into
-responses; and writes the log line. A handler finds `request.state.account`, which reaches its owner's data alone.
+It checks key, origin, concurrency, body size and time limit, sends one response per Idempotency-Key, turns errors into
+responses and writes the log line. Handlers get `request.state.account`, which only reaches the data of its owner.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ from typing import Any
 import anyio.to_thread
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -32,14 +29,7 @@ from sdpo_jax.config import ServeConfig
 from sdpo_jax.files import as_json
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
-from sdpo_jax.serving.errors import (
-  Deadline,
-  InvalidRequest,
-  NotFound,
-  NotReady,
-  ServiceError,
-  Unauthorized,
-)
+from sdpo_jax.serving.errors import Deadline, InvalidRequest, NotFound, NotReady, ServiceError, Unauthorized
 from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.store.store import IdempotentRequest, StoredResponse
 from sdpo_jax.serving.web import error_responses
@@ -56,8 +46,8 @@ from sdpo_jax.serving.web.endpoints import Operation, operation_of
 from sdpo_jax.serving.web.keys import KeyFile, presented
 from sdpo_jax.serving.web.telemetry import Log, Metrics
 
-LOCAL_OWNER = 'local'  # The owner of all adapters if there are no keys.
-GRACE = 5.0  # Seconds after its time limit in which a handler may still respond.
+LOCAL_OWNER = 'local'  # The owner of all adapters of a service without keys.
+GRACE = 5.0  # Seconds after its time limit within which a handler may still respond.
 _LONGEST_KEY = 255  # Characters of an Idempotency-Key.
 _WITH_BODY = ('POST', 'PUT', 'PATCH')
 _LOGGED_BODY = 100_000  # The most bytes of a response kept for the log.
@@ -66,7 +56,7 @@ _SAFE_HEADERS = ((b'x-content-type-options', b'nosniff'), (b'cache-control', b'n
 
 @dataclasses.dataclass
 class GateResponse:
-  """The response to a request: counted, with common headers, and held back if it must be stored first."""
+  """The response to a request: adds common headers, counts bytes, and holds it back until it is stored."""
 
   to_socket: Send  # Sends to the client.
   headers: Sequence[tuple[bytes, bytes]]  # Defaults, which the handler may override.
@@ -76,9 +66,9 @@ class GateResponse:
   size: int = 0  # Bytes of the body.
   kept: bytearray = dataclasses.field(default_factory=bytearray)  # The first `keep` bytes of the body sent.
   held: list[Message] | None = None  # Messages held back until `release`; None: they are sent at once.
-  replaced: bool = False  # Another response was sent; the held-back one is stored but never sent.
+  replaced: bool = False  # Whether another response was sent; the held-back one is stored but never sent.
   closed: bool = False  # Whether all further messages are dropped.
-  complete: bool = False
+  complete: bool = False  # Whether the handler has sent the last part of the body.
 
   async def __call__(self, message: Message) -> None:
     if self.closed:
@@ -103,15 +93,15 @@ class GateResponse:
       await asyncio.wait_for(self.to_socket(message), self.patience)
     except TimeoutError:
       self.closed = True
-      raise OSError(f'The answer was not taken within {self.patience:g} seconds.') from None
+      raise OSError(f'The client did not read the response within {self.patience:g} seconds.') from None
 
   @property
   def held_body(self) -> bytes:
-    """The body that is held back."""
+    """The part of the body that is held back."""
     return b''.join(message.get('body', b'') for message in self.held or ())
 
   async def release(self) -> None:
-    """Send what was held back."""
+    """Send the messages that were held back, unless another response has replaced them."""
     waiting, self.held = self.held or [], None
     for message in waiting if not self.replaced else ():
       await self._send(message)
@@ -124,7 +114,7 @@ class GateResponse:
     if self.held is None:
       await send_body(self, status, content, headers)
       return
-    # A late handler goes on, and its held-back response is stored for a repeat of the request.
+    # A late handler continues; its response is stored for a repeat of the request.
     self.replaced = True
     instead = GateResponse(self.to_socket, self.headers, self.patience, self.keep)
     await send_body(instead, status, content, headers)
@@ -140,7 +130,7 @@ async def send_body(send: Send, status: int, body: bytes, headers: Mapping[str, 
 
 
 class Gate:
-  """Middleware around all routes."""
+  """The ASGI middleware around all routes."""
 
   def __init__(
     self,
@@ -158,12 +148,12 @@ class Gate:
     self._keys, self._log, self._metrics = keys, log, metrics
     http = settings.http
     self._allowances = Allowances(settings.limits)
-    self._counting = threading.Lock()  # Held while tokens of a request are counted.
+    self._counting = threading.Lock()  # Guards the token counts of requests.
     self._places = ConcurrencyLimit(http.max_requests)
     self._endless_places = ConcurrencyLimit(max(1, http.max_requests // 4))
     self._endless: set[Call] = set()
     self._origins = Origins(http, keyed=keys is not None)
-    self._threads = False  # Whether the size of the thread pool has been set.
+    self._threads = False  # Whether the size of the thread pool was set.
     lifetime.on_drain(self._end_endless)
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -184,7 +174,7 @@ class Gate:
     self._lifetime.under_way += 1
     try:
       await self._pass(scope, receive, answer, request)
-    except Exception as error:  # Others say that the server is ending, or the connection is gone.
+    except Exception as error:  # Not BaseException: the server is stopping, or the connection is gone.
       failed = error_responses.failure_of(error, request.path, request.id, self._log.error)
       with contextlib.suppress(OSError):
         await answer.json(failed.status, failed.body, failed.headers)
@@ -231,7 +221,7 @@ class Gate:
       return
     self._lifetime.touch()
     request.adapter = params.get('adapter')
-    if request.method in _WITH_BODY:  # Web forms can send some types to any origin.
+    if request.method in _WITH_BODY:  # Web forms can send bodies of some other types across origins.
       kind = (request.header('content-type') or '').partition(';')[0].strip().lower()
       if kind != operation.content_type:
         raise error_responses.NotJson(f'Content-Type must be {operation.content_type}, also for an empty body.')
@@ -264,14 +254,14 @@ class Gate:
         'request_id': request.id,
         'idempotency': None,
       }
-      if operation.token:  # The token is checked before a stored response is returned.
+      if operation.token:  # Before a stored response is returned.
         token = request.header('x-session-token')
         await run_in_threadpool(Sessions(account).check_token, params['adapter'], params['session'], token)
       idempotent = None
       key = request.header('idempotency-key') if operation.again is not None else None
       if key is not None:
         if not (0 < len(key) <= _LONGEST_KEY and key.isascii() and key.isprintable()):
-          raise InvalidRequest(f'Idempotency-Key must have 1 to {_LONGEST_KEY} printable ASCII characters.')
+          raise InvalidRequest(f'The header Idempotency-Key must have 1 to {_LONGEST_KEY} printable ASCII characters.')
         begun = await run_in_threadpool(service.store.begin, owner, key, _digest(request, scope))
         if isinstance(begun, StoredResponse):
           await send_body(answer, *await run_in_threadpool(_again, operation, account, begun))
@@ -287,15 +277,15 @@ class Gate:
         places.let_go()
 
   async def _wait(self, task: asyncio.Task[None], call: Call, seconds: float | None) -> None:
-    """Wait for a handler; after its time limit it is told to end, and then abandoned."""
+    """Wait for a handler; when its time limit is over it is told to stop, and `GRACE` seconds later it is abandoned."""
     try:
       await asyncio.wait({task}, timeout=seconds)
       if not task.done():
-        late = Deadline(f'The request took longer than the {seconds:g} seconds that it had.')
+        late = Deadline(f'The request was not done within its time limit of {seconds:g} seconds.')
         call.end(late)
         await asyncio.wait({task}, timeout=GRACE)
         if not task.done():
-          # Retrieves the exception, so that asyncio does not warn.
+          # Retrieve the exception, or asyncio would log that nobody did.
           task.add_done_callback(lambda done: done.cancelled() or done.exception())
           raise late
       await task
@@ -313,7 +303,7 @@ class Gate:
     idempotent: IdempotentRequest | None,
     endless: bool,
   ) -> None:
-    """Run the handler, and end the request when its sender disconnects."""
+    """Run the handler; end the request if the client disconnects."""
     call, gone, given = account.call, asyncio.Event(), False
 
     async def replay() -> Message:
@@ -334,7 +324,7 @@ class Gate:
     watcher = asyncio.create_task(watch())
     if endless:
       self._endless.add(call)
-      if self._lifetime.draining:  # Since this request was let in; `_end_endless` may have run without it.
+      if self._lifetime.draining:  # `_end_endless` may have run just before this request was added.
         self._end_endless()
     try:
       await self._app(scope, replay, answer)
@@ -343,7 +333,7 @@ class Gate:
           done, idempotent = idempotent, None
           try:
             await run_in_threadpool(account.service.store.finish, done, answer.status, answer.held_body)
-          except ServiceError as error:  # The request is done all the same; a repeat is answered from what it made.
+          except ServiceError as error:  # The request has succeeded; the response to a repeat is rebuilt.
             self._log.error(error, request.id)
         await answer.release()
     finally:
@@ -359,21 +349,21 @@ class Gate:
   # Authentication.
 
   def _sender(self, keys: KeyFile, request: GateRequest) -> tuple[str, str]:
-    """Return the owner that a request acts for, and the id of its key.
+    """Return the owner and the id of the key that a request was sent with.
 
     Raises:
-      Unauthorized: it has no valid key.
+      Unauthorized: there is no valid key.
     """
     key = presented(request.headers)
     found = keys.find(key) if key is not None else None
     if found is None:
-      raise Unauthorized('A key is needed, and this is none: send Authorization: Bearer sdpo_… or X-API-Key: sdpo_….')
+      raise Unauthorized('An API key is required: send Authorization: Bearer sdpo_… or X-API-Key: sdpo_….')
     return found.owner, found.id
 
   # The request.
 
   def _route(self, scope: Scope) -> tuple[Route | None, Operation, Mapping[str, Any]]:
-    """Return the route of a request with its operation and what its path names; None: there is none."""
+    """Return the route of a request (None: no route matches), its operation and its path parameters."""
     for route, operation in self._routes:
       match, child = route.matches(scope)
       if match == Match.FULL:
@@ -386,19 +376,19 @@ class Gate:
     }
     if allowed:
       return error_responses.MethodNotAllowed(
-        f'This address takes {", ".join(sorted(allowed))}, not {scope["method"][:20]}.'
+        f'This address accepts {", ".join(sorted(allowed))}, not {scope["method"][:20]}.'
       )
-    return NotFound('There is no such address: /openapi.json lists those that there are.')
+    return NotFound('There is no such address: /openapi.json lists all addresses.')
 
   def _spend(self, request: GateRequest, kind: str, tokens: int) -> None:
-    """Spend tokens from the allowance of the request's key, and count them."""
+    """Take tokens from the allowance of the request's key, and count them by kind."""
     self._allowances.spend(request.key, tokens)
     with self._counting:
       request.tokens[kind] += tokens
 
 
 def _again(operation: Operation, account: Account, stored: StoredResponse) -> tuple[int, bytes, dict[str, str]]:
-  """Return the status, body and headers for a repeated request: those stored, or rebuilt from what it made."""
+  """Return status, body and headers for a repeated request: as stored, or rebuilt from the version that it made."""
   status, content = stored.status, stored.response
   if content is not None and status is not None:
     said = json.loads(content) if operation.tagged else None
@@ -409,7 +399,7 @@ def _again(operation: Operation, account: Account, stored: StoredResponse) -> tu
 
 
 def _digest(request: GateRequest, scope: Scope) -> str:
-  """Return a digest that must be equal for two requests with the same Idempotency-Key."""
+  """Return a digest of a request, which requests with the same Idempotency-Key must have in common."""
   parts = [
     request.method,
     request.path,
@@ -427,11 +417,6 @@ def behind_gate(
   log: Log,
   metrics: Metrics,
 ) -> Starlette:
-  """Return an application in which every request to the routes passes the gate."""
+  """Make an application in which every request to the routes passes the gate."""
   gate = Middleware(Gate, routes=routes, lifetime=lifetime, settings=settings, keys=keys, log=log, metrics=metrics)
-  return Starlette(routes=routes, middleware=[gate], exception_handlers={HTTPException: _raise})
-
-
-async def _raise(request: Request, error: Exception) -> Response:
-  """Re-raise an error, so that the gate responds instead of Starlette."""
-  raise error
+  return Starlette(routes=routes, middleware=[gate])

@@ -1,8 +1,8 @@
-"""API keys, which identify the sender of a request. A key is shown once, when made; the file holds its SHA-256."""
+"""API keys, which identify the owner. A key is shown once, when it is made; the key file holds its SHA-256."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import hashlib
@@ -32,23 +32,23 @@ _logger = logging.getLogger('sdpo_jax.serving')
 class ApiKey:
   """The stored data of a key."""
 
-  id: str  # Its name in logs, and for `revoke`.
+  id: str  # Identifies the key in logs and for `revoke`.
   digest: str  # SHA-256, hexadecimal.
-  owner: str  # The owner of the adapters that it reaches.
+  owner: str  # The owner as whom requests with the key act.
   name: str  # A label.
   created: float  # Seconds since the epoch.
 
 
 def digest_of(key: str) -> str:
-  """Return the SHA-256 of a key, hexadecimal."""
+  """Return the SHA-256 of a key in hex, by which the key file stores it."""
   return hashlib.sha256(key.encode()).hexdigest()
 
 
 def read(path: pathlib.Path) -> list[ApiKey]:
-  """Return the keys in a file.
+  """Return the keys in a key file.
 
   Raises:
-    UserError: it cannot be read, others can read or change it, or a line is not a valid key.
+    UserError: the file cannot be read, other users can read or change it, or a line is not a valid key.
   """
   try:
     with open(path, encoding='utf-8') as file:
@@ -56,10 +56,10 @@ def read(path: pathlib.Path) -> list[ApiKey]:
       text = file.read()
   except (OSError, UnicodeDecodeError) as error:
     raise UserError(
-      f'The file of keys {path} cannot be read ({first_line(error)}): {_way_to_add(path)} makes it.'
+      f'The key file {path} cannot be read ({first_line(error)}): {_way_to_add(path)} makes one.'
     ) from error
   if not stat.S_ISREG(mode) or mode & 0o077:
-    raise UserError(f'Others can read or change the file of keys {path}: chmod 600 {path}.')
+    raise UserError(f'Other users can read or change the key file {path}: run chmod 600 {path}.')
   return [_parsed(line, f'{path}, line {number}') for number, line in enumerate(text.splitlines(), 1) if line.strip()]
 
 
@@ -75,10 +75,10 @@ def _parsed(line: str, where: str) -> ApiKey:
   right = isinstance(value, dict) and value.keys() == _FIELDS.keys()
   if not right or not all(isinstance(value[name], kind) for name, kind in _FIELDS.items()):
     raise UserError(
-      f'{where}: this is no line of a key, which has {", ".join(_FIELDS)}: remove it or restore the file.'
+      f'{where} is not a key, a JSON object with {", ".join(_FIELDS)}: remove the line or restore the file.'
     )
   if len(value['digest']) != 64 or not value['owner']:
-    raise UserError(f'{where}: the digest or the owner is not one: remove the line or restore the file.')
+    raise UserError(f'{where} has an invalid digest or owner: remove the line or restore the file.')
   return ApiKey(**value)
 
 
@@ -87,15 +87,23 @@ def _written(keys: Sequence[ApiKey]) -> str:
 
 
 @contextlib.contextmanager
-def _alone(path: pathlib.Path):
-  """Hold the lock of the file, so that one process at a time changes it."""
-  make_directory(path.parent)
-  with locked(f'{path}.lock', os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW):
-    yield
+def _changing(path: pathlib.Path, way_out: str) -> Iterator[None]:
+  """Hold the lock of a key file, so that one process at a time changes it; raise UserError if writing fails."""
+  try:
+    make_directory(path.parent)
+    with locked(f'{path}.lock', os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW):
+      yield
+  except OSError as error:
+    raise UserError(f'The key file {path} cannot be written ({first_line(error)}): {way_out}.') from error
 
 
 def add(path: pathlib.Path, owner: str, name: str) -> tuple[str, ApiKey]:
-  """Make a key and return it, for the only time, with its stored data.
+  """Make a key and return it with its stored data, from which it cannot be recovered.
+
+  Args:
+    path: the key file, made if it is missing.
+    owner: the owner as whom requests with the key act.
+    name: a label.
 
   Raises:
     UserError: the owner or the name is empty or too long, or the file cannot be read or written.
@@ -105,49 +113,43 @@ def add(path: pathlib.Path, owner: str, name: str) -> tuple[str, ApiKey]:
       raise UserError(f'--{what}={printable(text)!r} must have 1 to {_LONGEST} printable characters.')
   secret = PREFIX + secrets.token_urlsafe(32)
   key = ApiKey(secrets.token_hex(4), digest_of(secret), owner, name, time.time())
-  try:
-    with _alone(path):
-      known = read(path) if path.exists() else []
-      write_atomically(path, _written([*known, key]), mode=0o600)
-  except OSError as error:
-    raise UserError(f'The file of keys {path} cannot be written ({first_line(error)}): name another one.') from error
+  with _changing(path, 'name another file'):
+    known = read(path) if path.exists() else []
+    write_atomically(path, _written([*known, key]), mode=0o600)
   return secret, key
 
 
 def revoke(path: pathlib.Path, key_id: str) -> ApiKey:
-  """Remove a key from a file and return its stored data; a service that uses the file rejects it from then on.
+  """Remove a key from a key file and return its stored data; running services reject the key from then on.
 
   Raises:
     UserError: there is no such key, or the file cannot be read or written.
   """
-  try:
-    with _alone(path):
-      known = read(path)
-      gone = [key for key in known if key.id == key_id]
-      if not gone:
-        raise UserError(
-          f'{path} has no key with the id {printable(key_id)}; it has {", ".join(key.id for key in known) or "none"}.'
-        )
-      write_atomically(path, _written([key for key in known if key.id != key_id]), mode=0o600)
-  except OSError as error:
-    raise UserError(f'The file of keys {path} cannot be written ({first_line(error)}): mend that.') from error
+  with _changing(path, 'make it writable'):
+    known = read(path)
+    gone = [key for key in known if key.id == key_id]
+    if not gone:
+      raise UserError(
+        f'{path} has no key with the id {printable(key_id)}; it has {", ".join(key.id for key in known) or "none"}.'
+      )
+    write_atomically(path, _written([key for key in known if key.id != key_id]), mode=0o600)
   return gone[0]
 
 
 class KeyFile:
-  """The keys of a file, re-read when it changes; any thread may call."""
+  """The keys of a key file, which is re-read when it changes; any thread may call."""
 
   def __init__(self, path: pathlib.Path):
     """Read the file.
 
     Raises:
-      UserError: as `read`, or it has no key.
+      UserError: as `read`, or the file holds no key.
     """
     self._path, self._lock = path, threading.Lock()
     self._seen: Any = self._state()
     self._keys = read(path)
     if not self._keys:
-      raise UserError(f'{path} has no key: {_way_to_add(path)} makes one.')
+      raise UserError(f'The key file {path} holds no key: {_way_to_add(path)} makes one.')
 
   def _state(self) -> Any:
     try:
@@ -157,7 +159,7 @@ class KeyFile:
     return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode
 
   def find(self, presented: str) -> ApiKey | None:
-    """Return the entry of a presented key; None: there is none. Unknown keys all take the same time."""
+    """Return the stored data of a key; None: it is unknown. The duration reveals nothing about known keys."""
     with self._lock:
       state = self._state()
       if state != self._seen:
@@ -166,7 +168,7 @@ class KeyFile:
           self._keys = read(self._path)
         except UserError as error:  # A revoked key must not become valid again.
           self._keys = []
-          _logger.error('No key is accepted any more: %s', error)
+          _logger.error('All keys are rejected until the key file is valid again: %s', error)
       keys = self._keys
     digest, found = digest_of(presented), None
     for key in keys:
@@ -176,10 +178,10 @@ class KeyFile:
 
 
 def presented(headers: Mapping[str, Sequence[str]]) -> str | None:
-  """Return the key in the headers of a request, Authorization: Bearer or X-API-Key; None: there is not exactly one.
+  """Return the key in Authorization: Bearer or X-API-Key; None: there is not exactly one.
 
   Args:
-    headers: the values of each, by name in lower case.
+    headers: the values of each header of the request, by its name in lower case.
   """
   found = list(headers.get('x-api-key', ()))
   for value in headers.get('authorization', ()):

@@ -81,7 +81,7 @@ def fork_adapter(asked: Incoming) -> Reply:
 
 
 def undo(asked: Incoming) -> Reply:
-  """Make a new version with the content of an older one."""
+  """Make a new version with the contents of an older one."""
   made = asked.account.undo(asked.adapter, asked.expected, asked.body.to, request=asked.idempotency)
   return Reply(version_said(made))
 
@@ -92,12 +92,12 @@ def list_versions(asked: Incoming) -> Reply:
 
 
 def get_version(asked: Incoming) -> Reply:
-  """Return a version and what made it."""
+  """Return a version and how it was made."""
   return Reply(version_said(asked.account.version(asked.adapter, whole(asked.path['number'], 'version'))))
 
 
 def diff(asked: Incoming) -> Reply:
-  """Return how far the matrices of a version are from those of another one, by default its parent."""
+  """Return the distance between the matrices of a version and those of another one, by default its parent."""
   number = whole(asked.path['number'], 'version')
   against = asked.number('against')
   if against is None:
@@ -118,7 +118,7 @@ def export_file(asked: Incoming) -> Reply:
   """Return one of the files of a version in PEFT's format."""
   files, name = asked.account.export_peft(asked.adapter, asked.number('version')), asked.path['file']
   if name not in files:
-    raise NotFound(f'A version has the files {", ".join(sorted(files))}.')
+    raise NotFound(f'An exported version has no such file, only {", ".join(sorted(files))}.')
   kind = 'application/json' if name.endswith('.json') else 'application/octet-stream'
   return Reply(bytes(files[name]), content_type=kind)
 
@@ -127,7 +127,7 @@ def import_adapter(asked: Incoming) -> Reply:
   """Make an adapter from a zip with adapter_config.json and adapter_model.safetensors in PEFT's format."""
   name = asked.query.get('name')
   if not name:
-    raise InvalidRequest('Say what the adapter is to be called: ?name=NAME.', field='name')
+    raise InvalidRequest('The new adapter needs a name: add ?name=NAME to the address.', field='name')
   adapter, _ = asked.account.import_peft(name, unzipped(asked.body), request=asked.idempotency)
   return Reply(adapter_said(adapter), headers={'Location': f'{ROOT}/adapters/{adapter.id}'})
 
@@ -152,7 +152,7 @@ def _begun(asked: Incoming, drafts: bool) -> tuple[Any, list[int], Any]:
 
 
 def completions(asked: Incoming) -> Reply:
-  """Draw completions; each is stored under a sample_id for feedback."""
+  """Sample completions; each is stored under a sample_id, to which feedback can refer."""
   target, prompt, sampling = _begun(asked, drafts=False)
   samples = sampling.result()
   return Reply(completions_said(asked.body.model, target, prompt, samples, sampling.reused))
@@ -188,7 +188,7 @@ def score(asked: Incoming) -> Reply:
     if row.ids is not None:
       ids.append(_ids(row.ids, len(tokens), f'rows.{number}.ids'))
   if ids and (len(ids) != len(rows) or len({one.shape[1] for one in ids}) != 1):
-    raise InvalidRequest('Send ids with every row or with none, as many for each token of all of them.', field='rows')
+    raise InvalidRequest('Send ids with all rows or none, the same number for every token.', field='rows')
   scored = asked.account.score(target, rows, topk=body.topk, ids=ids or None)
   if body.format == 'packed':
     return Reply(packed.pack(scored, service.vocab_size), content_type=packed.CONTENT_TYPE)
@@ -199,13 +199,13 @@ def score(asked: Incoming) -> Reply:
 
 
 def _ids(ids: list[list[int]], count: int, field: str) -> np.ndarray:
-  """Return ids [T, M] int32.
+  """Return ids as an array, [T, M] int32.
 
   Raises:
-    InvalidRequest: they do not have the same number of ids for each of the T tokens.
+    InvalidRequest: there is not the same number of ids for each of the T tokens.
   """
   if len(ids) != count or len({len(one) for one in ids}) > 1:
-    raise InvalidRequest(f'{field} must be a list for each of the {count} tokens, all as long.', field=field)
+    raise InvalidRequest(f'{field} must be one list per token ({count}), all of the same length.', field=field)
   return np.asarray(ids, np.int32).reshape(count, -1)
 
 
@@ -221,21 +221,21 @@ def feedback(asked: Incoming) -> Reply:
 
 
 def outcome(answer: Mapping[str, Any]) -> str:
-  """Return the outcome of a feedback, for the metrics."""
+  """Return the outcome of a feedback for the metrics: committed, rejected or dry_run."""
   if not answer['accepted']:
     return 'rejected'
   return 'dry_run' if answer['version_after'] == answer['version_before'] else 'committed'
 
 
 def feedback_batch(asked: Incoming) -> Reply:
-  """Learn from several feedbacks, each a transaction of its own; those on different adapters are learned together."""
+  """Learn from several feedbacks, each in its own transaction; those on different adapters are learned together."""
   service = asked.account.service
   entries = []
   for number, entry in enumerate(asked.body.entries):
     try:
       adapter = asked.account.resolve(entry.adapter).adapter
       if adapter is None:
-        raise InvalidRequest('The model without an adapter does not learn: name an adapter.', field='adapter')
+        raise InvalidRequest('The model without an adapter cannot learn: name an adapter.', field='adapter')
       found = feedbacks.FeedbackEntry(adapter.id, feedback_request(entry, service.settings), entry.if_match)
     except (ServiceError, UserError) as error:
       raise _of_entry(error, number) from error
@@ -253,7 +253,7 @@ def feedback_batch(asked: Incoming) -> Reply:
 def _batch_once(
   account: Account, request: store.IdempotentRequest, entries: Sequence[feedbacks.FeedbackEntry]
 ) -> list[Any]:
-  """Return the results of feedbacks under one Idempotency-Key: each is learned once, whatever happens to the others."""
+  """Return the results of a batch with an Idempotency-Key; each entry is learned only once."""
   begun: dict[int, store.IdempotentRequest] = {}
   results: list[Any] = [None] * len(entries)
   try:
@@ -278,11 +278,11 @@ def _batch_once(
 
 
 def _batch_again(account: Account, adapter: str, version: int | None) -> dict[str, Any]:
-  raise AssertionError('A batch makes nothing but by its parts.')
+  raise AssertionError('A batch makes no version itself; its entries do.')
 
 
 def _of_entry(error: ServiceError | UserError, number: int) -> Exception:
-  """Return an error with the number of the batch entry that it is about, before any entry has begun."""
+  """Return an error that also names the batch entry in which it occurred."""
   known = error_responses.known(error)
   if isinstance(known, (InvalidRequest, NotFound)):
     field = f'entries.{number}' + (f'.{known.field}' if known.field else '')
@@ -298,14 +298,14 @@ def _result(done: Any) -> Any:
 
 
 def feedback_request(body: schemas.FeedbackBody, settings: Any) -> FeedbackRequest:
-  """Return the feedback request in a body.
+  """Convert the body of a request to a `FeedbackRequest`.
 
   Raises:
-    InvalidRequest: something cannot be learned.
+    InvalidRequest: a field is invalid, or the fields cannot be learned from in this combination.
   """
   items = [Item(**given.model_dump()) for given in body.items]
-  more = {name: getattr(body, name) for name in ('teacher', 'mode', 'guards')}
-  more |= {name: getattr(body, name) for name in ('detail', 'top') if getattr(body, name) is not None}
+  names = ('teacher', 'mode', 'guards', 'detail', 'top')
+  more = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
   return make_request(items, body.update.model_dump(exclude_unset=True), settings, **more)
 
 
@@ -321,7 +321,7 @@ events.operation = Operation(answers=SSE, endless=True)  # type: ignore[attr-def
 
 
 def event_stream(asked: Incoming) -> Iterator[ServerSentEvent]:
-  """Yield the events of an adapter as they happen, with a heartbeat after a silence; the first says nothing."""
+  """Yield the events of an adapter as they happen, after an empty comment and with heartbeats in silences."""
   happening = asked.account.events(asked.adapter, asked.last_event, timeout=_LOOK)
   yield ServerSentEvent()
   silent = 0.0
@@ -339,7 +339,7 @@ def event_stream(asked: Incoming) -> Iterator[ServerSentEvent]:
 
 
 def adapter_said(adapter: AdapterRecord) -> dict[str, Any]:
-  """Return an adapter as `AdapterSaid`."""
+  """Return an adapter as JSON in the form of `AdapterSaid`."""
   return {
     'id': adapter.id,
     'name': adapter.name,
@@ -351,7 +351,7 @@ def adapter_said(adapter: AdapterRecord) -> dict[str, Any]:
 
 
 def version_said(version: Version) -> dict[str, Any]:
-  """Return a version as `VersionSaid`."""
+  """Return a version as JSON in the form of `VersionSaid`."""
   return {
     'adapter': version.adapter,
     'version': version.number,
@@ -365,7 +365,7 @@ def version_said(version: Version) -> dict[str, Any]:
 
 
 def completion_said(index: int, sample: SampleRecord) -> dict[str, Any]:
-  """Return a completion as `CompletionSaid`."""
+  """Return a completion as JSON in the form of `CompletionSaid`."""
   return {
     'sample_id': sample.id,
     'index': index,
@@ -380,7 +380,7 @@ def completion_said(index: int, sample: SampleRecord) -> dict[str, Any]:
 def completions_said(
   model: str, target: Any, prompt: list[int], samples: list[SampleRecord], reused: int = 0
 ) -> dict[str, Any]:
-  """Return completions as `CompletionsSaid`; `reused` is the number of prompt tokens from a cached prefix."""
+  """Return completions as `CompletionsSaid`; `reused` is the number of prompt tokens that came from a cached prefix."""
   drawn = sum(len(sample.tokens) for sample in samples)
   usage = {'prompt_tokens': len(prompt), 'completion_tokens': drawn, 'total_tokens': len(prompt) + drawn}
   return {
@@ -405,7 +405,7 @@ def _version_again(account: Any, adapter: str, version: int | None) -> dict[str,
 
 
 def feedback_again(account: Any, adapter: str, version: int | None) -> dict[str, Any]:
-  """Return the response to a feedback, rebuilt from the details of its version."""
+  """Return the response to a feedback, rebuilt from the details of the version that it made."""
   made = account.version(adapter, version)
   known = {'accepted': True, 'reason': None, 'metrics': {}, **made.details}
   return known | {
@@ -417,7 +417,7 @@ def feedback_again(account: Any, adapter: str, version: int | None) -> dict[str,
   }
 
 
-_VERSION = {'version': 'Number of a version; the newest if it is left out.'}
+_VERSION = {'version': 'The number of a version; by default the newest.'}
 _CHANGED: dict[str, Any] = {'response': schemas.AdapterSaid, 'again': _adapter_again, 'tagged': True}
 _MADE: dict[str, Any] = {'status': 201, **_CHANGED}
 ROUTES: list[Route] = [
@@ -429,7 +429,7 @@ ROUTES: list[Route] = [
     f'{ROOT}/adapters/import',
     import_adapter,
     content_type='application/zip',
-    query={'name': 'Of the new adapter.'},
+    query={'name': 'The name of the new adapter.'},
     **_MADE,
   ),
   route('GET', ADAPTER, get_adapter, response=schemas.AdapterSaid, tagged=True),
@@ -446,7 +446,7 @@ ROUTES: list[Route] = [
     f'{ADAPTER}/versions/{{number}}/diff',
     diff,
     response=schemas.DiffSaid,
-    query={'against': 'The other version; the parent if it is left out.'},
+    query={'against': 'The number of the other version; by default the parent.'},
   ),
   route('GET', f'{ADAPTER}/export', export, query=_VERSION, answers='application/zip'),
   route('GET', f'{ADAPTER}/export/{{file}}', export_file, query=_VERSION, answers='application/octet-stream'),

@@ -1,7 +1,7 @@
 """OpenAI-compatible routes: completions, chat completions and models, with the log-probs of vLLM and Fireworks.
 
-Every choice has a `sample_id`, on which feedback can be given. An adapter is named by its name or id, followed by `@`
-and a version number unless the newest version is meant.
+Every choice has a `sample_id`, to which feedback can refer. `model` is the name or id of an adapter, with `@` and a
+number for a version other than the newest.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from sdpo_jax.serving.web.openai_jobs import CompletionJob, DrawnCompletion, job
 from sdpo_jax.serving.web.openai_logprobs import Position
 from sdpo_jax.serving.web.openai_schemas import ChatCompletionRequest, TextCompletionRequest, parse
 
-# The index of a choice, the new text, the choice when it is finished, and the log-probs of its prompt.
+# The index of a choice, its new text, the completion once it is finished, and the log-probs of its prompt.
 Part = tuple[int, str, DrawnCompletion | None, Sequence[Position]]
 
 # Answers.
 
 
 def answer(account: Account, job: CompletionJob) -> dict[str, Any]:
-  """Draw everything that a request asks for, and return the response."""
+  """Sample or score everything that a request asks for, and return the response."""
   said, drawn = _done(account, job)
   texts = account.service.texts
   choices = [_choice(texts, job, index, each, said[index // job.asked.n]) for index, each in enumerate(drawn)]
@@ -85,7 +85,7 @@ def _usage(job: CompletionJob, drawn: Sequence[DrawnCompletion]) -> dict[str, in
 def _choice(
   texts: TokenTexts, job: CompletionJob, index: int, drawn: DrawnCompletion, said: Sequence[Position]
 ) -> dict[str, Any]:
-  """Return a finished choice, with log-probs of its prompt if they were requested."""
+  """Return the JSON of a finished choice, with log-probs of its prompt if these were requested."""
   choice: dict[str, Any] = {'index': index}
   prompt = job.prompts[index // job.asked.n]
   if job.chat:
@@ -100,7 +100,7 @@ def _choice(
 
 
 def _ending(job: CompletionJob, index: int, drawn: DrawnCompletion) -> dict[str, Any]:
-  """Return the fields that are known when a choice is finished."""
+  """Return the fields of a choice that are only known when it is finished."""
   found: dict[str, Any] = {'finish_reason': drawn.finish_reason, 'sample_id': drawn.sample_id}
   if job.asked.return_token_ids:
     found['token_ids'] = list(map(int, drawn.tokens))
@@ -121,7 +121,7 @@ def _logprobs(
     return openai_logprobs.content_shape(texts, whole, job.asked.topk)
   offsets = texts.offsets(prompt.tokens, special=prompt.special) if echoed else []
   start = len(prompt.text) if job.echo else 0
-  # Special tokens that the tokenizer puts before a text are not part of it.
+  # The text does not show special tokens that the tokenizer puts before it.
   offsets = [min(each, start) for each in offsets] + texts.offsets(drawn.tokens, start, special=False)
   return openai_logprobs.completion_shape(texts, whole, job.asked.topk, offsets)
 
@@ -130,9 +130,9 @@ def _logprobs(
 
 
 def chunks(account: Account, job: CompletionJob) -> Iterator[dict[str, Any]]:
-  """Yield the chunks of a response while it is drawn; with log-probs, a choice comes when it is finished."""
+  """Yield the chunks of a response while it is sampled; with log-probs, each choice is sent once it is finished."""
   with contextlib.closing(_parts(account, job)) as parts:
-    first = next(parts)  # Awaited before anything is sent, so that a refused request gets a status of its own.
+    first = next(parts)  # Before anything is sent, so that a refused request gets a proper status code.
     yield from _chunks_of(account, job, itertools.chain([first], parts))
 
 
@@ -158,7 +158,7 @@ def _chunks_of(account: Account, job: CompletionJob, parts: Iterable[Part]) -> I
 
 
 def _parts(account: Account, job: CompletionJob) -> Generator[Part, None, None]:
-  """Yield the parts of a response as they are drawn."""
+  """Yield the parts of a response as they are sampled."""
   if job.reads:
     said, drawn = openai_jobs.read(account, job)
     for index in range(len(job.prompts) * job.asked.n):
@@ -205,17 +205,16 @@ def _model(name: str, created: float, **more: Any) -> dict[str, Any]:
 
 
 def models(account: Account) -> list[dict[str, Any]]:
-  """Return the model and the owner's adapters, each under its name and under that of its newest version."""
+  """Return the model and the owner's adapters, each as NAME and as NAME@VERSION of its newest version."""
   base = account.service.model_name
   found = [_model(base, 0)]
   for adapter in account.adapters():
-    found += [_adapter_model(adapter, base), _adapter_model(adapter, base, adapter.head)]
+    for name in (adapter.name, f'{adapter.name}@{adapter.head}'):
+      found.append(_adapter_model(name, adapter, adapter.head, base))
   return found
 
 
-def _adapter_model(adapter: AdapterRecord, base: str, number: int | None = None) -> dict[str, Any]:
-  name = adapter.name if number is None else f'{adapter.name}@{number}'
-  version = adapter.head if number is None else number
+def _adapter_model(name: str, adapter: AdapterRecord, version: int, base: str) -> dict[str, Any]:
   return _model(name, adapter.created, parent=base, adapter=adapter.id, version=version)
 
 
@@ -232,12 +231,12 @@ async def _answer(request: Request, kind: type, job_of: Callable[[Account, Any],
   job = await run_in_threadpool(prepare)
   if job.asked.stream:
     return await events.stream(request, _events(account, job))
-  # Large responses are serialized there, too: here they would block the event loop.
+  # Serialize there, too: a large response would block the event loop here.
   return await run_in_threadpool(lambda: Response(as_json(answer(account, job)), media_type=JSON))
 
 
 def _json(content: bytes) -> Any:
-  """Return a parsed body.
+  """Parse the body of a request.
 
   Raises:
     InvalidRequest: it is not JSON, or holds invalid Unicode.
@@ -250,13 +249,13 @@ def _json(content: bytes) -> Any:
 
 @operation(body=TextCompletionRequest)
 async def completions(request: Request) -> Response:
-  """Continue prompts, as in OpenAI's completions; chunks as server-sent events with stream=true."""
+  """Continue prompts, as OpenAI's completions do; stream=true sends chunks as server-sent events."""
   return await _answer(request, TextCompletionRequest, job_of_completion)
 
 
 @operation(body=ChatCompletionRequest)
 async def chat_completions(request: Request) -> Response:
-  """Answer a conversation, as in OpenAI's chat completions; chunks as server-sent events with stream=true."""
+  """Answer a conversation, as OpenAI's chat completions do; stream=true sends chunks as server-sent events."""
   return await _answer(request, ChatCompletionRequest, job_of_chat)
 
 
@@ -269,15 +268,14 @@ async def list_models(request: Request) -> Response:
 
 @operation()
 async def get_model(request: Request) -> Response:
-  """Describe a model: the one without an adapter, an adapter, or a version of one."""
+  """Describe the model without an adapter, an adapter, or a version of one."""
   account, name = request.state.account, request.path_params['model']
 
   def describe() -> dict[str, Any]:
-    target, base = account.resolve(name), account.service.model_name
+    target = account.resolve(name)
     if target.adapter is None:
       return _model(name, 0)
-    adapter, created = target.adapter, target.adapter.created
-    return _model(name, created, parent=base, adapter=adapter.id, version=target.number)
+    return _adapter_model(name, target.adapter, target.number, account.service.model_name)
 
   return JSONResponse(await run_in_threadpool(describe))
 

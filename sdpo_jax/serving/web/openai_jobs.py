@@ -1,4 +1,4 @@
-"""Jobs of OpenAI-compatible requests, and how they are drawn and scored."""
+"""Jobs of OpenAI-compatible requests: how they are validated, sampled and scored."""
 
 from __future__ import annotations
 
@@ -20,33 +20,34 @@ from sdpo_jax.serving.web.openai_schemas import DEFAULT_COMPLETION_TOKENS, ChatC
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-  """A prompt to continue."""
+  """One prompt of a request."""
 
   tokens: Sequence[int]
-  text: str = ''  # The text that `echo` repeats.
+  text: str = ''  # The text to repeat if `echo` is set.
   special: bool = False  # Whether the text includes special tokens.
   messages: Sequence[Mapping[str, str]] | None = None  # The messages of a chat.
 
 
 @dataclasses.dataclass(frozen=True)
 class CompletionJob:
-  """A validated request that has not begun."""
+  """A validated request that has not been started."""
 
   asked: TextCompletionRequest | ChatCompletionRequest
   target: VersionTarget
   prompts: Sequence[Prompt]
-  max_tokens: int | None  # None: as many as there is room for.
-  echoed: Sequence[int]  # For every prompt, how many of its last tokens get log-probs.
+  max_tokens: int | None  # None: the limit of the service.
+  echoed: Sequence[int]  # How many of the last tokens of each prompt get log-probs.
   id: str
   created: int  # Seconds since the epoch.
 
   @property
   def chat(self) -> bool:
+    """Whether it came from the route of chat completions."""
     return isinstance(self.asked, ChatCompletionRequest)
 
   @property
   def echo(self) -> bool:
-    """Whether the texts begin with their prompts."""
+    """Whether the text of a choice begins with its prompt."""
     return not self.chat and self.asked.echo
 
   @property
@@ -57,12 +58,12 @@ class CompletionJob:
 
 @dataclasses.dataclass(frozen=True)
 class DrawnCompletion:
-  """A completion."""
+  """A completion with its log-probs."""
 
   tokens: Sequence[int]
   text: str
   finish_reason: Literal['stop', 'length']
-  sample_id: str | None  # None: it was not sampled, so that no feedback can be given on it.
+  sample_id: str | None  # None: it was only scored, so that feedback cannot refer to it.
   said: Sequence[Position] | None = None  # Log-probs of its tokens; None: not requested.
 
 
@@ -70,10 +71,10 @@ class DrawnCompletion:
 
 
 def job_of_completion(account: Account, asked: TextCompletionRequest) -> CompletionJob:
-  """Return the job of a request to /v1/completions.
+  """Make the job of a request to /v1/completions.
 
   Raises:
-    ServiceError: the request cannot be done.
+    ServiceError: the model does not exist, or a prompt or a number is out of range.
   """
   service, target = account.service, account.resolve(asked.model)
   limit = min(DEFAULT_COMPLETION_TOKENS, service.max_completion) if asked.max_tokens is None else asked.max_tokens
@@ -92,7 +93,7 @@ def job_of_completion(account: Account, asked: TextCompletionRequest) -> Complet
 
 
 def job_of_chat(account: Account, asked: ChatCompletionRequest) -> CompletionJob:
-  """Return the job of a request to /v1/chat/completions; raise as `job_of_completion`."""
+  """Make the job of a request to /v1/chat/completions; raises as `job_of_completion`."""
   messages = [message.plain() for message in asked.messages]
   tokens = account.service.prompt_of(messages=messages, limit=_longest(account, asked, asked.limit))
   prompt = Prompt(tokens, messages=messages)
@@ -100,10 +101,10 @@ def job_of_chat(account: Account, asked: ChatCompletionRequest) -> CompletionJob
 
 
 def _reads(asked: TextCompletionRequest | ChatCompletionRequest, max_tokens: int | None) -> bool:
-  """Return whether prompts are only scored: at most the one most likely next token is to be drawn.
+  """Return whether scoring the prompts suffices: at most the single most likely next token is requested.
 
-  Clients send such requests for the log-probs of a given text. They take one forward pass, and their texts may be as
-  long as those that are scored.
+  Clients send such requests for the log-probs of a given text. One forward pass answers them, so their prompts may be
+  as long as texts to score.
   """
   scored = asked.prompt_logprobs is not None or (
     isinstance(asked, TextCompletionRequest) and asked.topk is not None and bool(asked.echo or asked.echo_last)
@@ -113,7 +114,7 @@ def _reads(asked: TextCompletionRequest | ChatCompletionRequest, max_tokens: int
 
 
 def _longest(account: Account, asked: TextCompletionRequest | ChatCompletionRequest, max_tokens: int | None) -> int:
-  """Return the most tokens of a prompt."""
+  """Return the most tokens that a prompt of the request may have."""
   service = account.service
   return max(service.max_prompt, service.max_text - 1) if _reads(asked, max_tokens) else service.max_prompt
 
@@ -124,7 +125,7 @@ def _job(account: Account, asked, target, prompts, max_tokens, echoed, prefix) -
     if count is not None and not 0 <= count <= most:
       raise InvalidRequest(
         f'Requested {kind} logprobs of {"all tokens" if count < 0 else short_repr(count)}, which is greater than max '
-        f'allowed: {most} (serve.limits.max_logprobs, and serve.topk).',
+        f'allowed: {most} (serve.limits.max_logprobs and serve.topk).',
         field=field,
       )
   return CompletionJob(
@@ -136,10 +137,10 @@ def _job(account: Account, asked, target, prompts, max_tokens, echoed, prefix) -
 
 
 def start(account: Account, job: CompletionJob, *, drafts: bool) -> list[Sampling]:
-  """Start drawing completions of all prompts at once.
+  """Start sampling completions of all prompts.
 
   Raises:
-    ServiceError: one cannot be drawn; then none is.
+    ServiceError: a prompt cannot be sampled from; all others are cancelled.
   """
   asked, begun = job.asked, []
   options = SampleOptions(
@@ -165,7 +166,7 @@ def start(account: Account, job: CompletionJob, *, drafts: bool) -> list[Samplin
 
 
 def cancel(begun: Sequence[Sampling]) -> None:
-  """Cancel the completions that `start` has begun."""
+  """Cancel what `start` has started; finished completions are not affected."""
   for sampling in begun:
     sampling.cancel()
 
@@ -173,7 +174,7 @@ def cancel(begun: Sequence[Sampling]) -> None:
 def drawn_of(
   account: Account, job: CompletionJob, prompt: Prompt, samples: Sequence[SampleRecord]
 ) -> list[DrawnCompletion]:
-  """Return samples of a prompt as `DrawnCompletion`, with the log-probs of their tokens if requested."""
+  """Convert samples of a prompt to `DrawnCompletion`, with the log-probs of their tokens if requested."""
   topk, said = job.asked.topk, [None] * len(samples)
   if topk is not None:
     found: Sequence[Scored | None] = [None] * len(samples)
@@ -192,22 +193,22 @@ def drawn_of(
 
 
 def said_of_prompts(account: Account, job: CompletionJob) -> list[list[Position]]:
-  """Return the log-probs of the tokens of every prompt; empty lists if they were not requested."""
+  """Return the log-probs of the tokens of each prompt; empty lists if none were requested."""
   if job.asked.prompt_logprobs is None and not any(job.echoed):
     return [[] for _ in job.prompts]
-  # A single token has no log-prob.
+  # The first token of a prompt has no log-prob.
   rows = [(prompt.tokens[:1], prompt.tokens[1:]) for prompt in job.prompts if len(prompt.tokens) > 1]
-  # With the largest K, for the ranks of tokens that are not among the requested ones.
+  # With the largest K, to know the ranks of tokens beyond the requested ones.
   found = iter(account.score(job.target, rows, topk=account.service.max_logprobs))
   return [prompt_positions(each.tokens, next(found) if len(each.tokens) > 1 else None) for each in job.prompts]
 
 
 def read(account: Account, job: CompletionJob) -> tuple[list[list[Position]], list[DrawnCompletion]]:
-  """Return the log-probs of every prompt and the next token, for a request that needs only these."""
+  """Return the log-probs of each prompt and its most likely next token, for a job that `reads`."""
   if job.max_tokens == 0:
     return said_of_prompts(account, job), [DrawnCompletion((), '', 'length', None, ())] * len(job.prompts)
   service = account.service
-  # Appending any token gives the scores of the position after the prompt.
+  # Append any token, to get the scores at the position after the prompt.
   rows = [(prompt.tokens[:1], [*prompt.tokens[1:], 0]) for prompt in job.prompts]
   said, drawn = [], []
   for prompt, scored in zip(job.prompts, account.score(job.target, rows, topk=service.max_logprobs), strict=True):

@@ -1,6 +1,6 @@
-"""Log-probs of tokens in the three formats that clients of OpenAI, vLLM and Fireworks read.
+"""Log-probs of tokens in the formats of OpenAI, vLLM and Fireworks.
 
-A position holds the log-prob of its token and the K most likely tokens. The first token of a prompt has no log-prob:
+A position holds the log-prob of its token and the K most likely tokens. The log-prob of the first token of a prompt is
 null.
 """
 
@@ -15,15 +15,15 @@ import numpy as np
 from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.models.token_texts import TokenTexts
 
-MINUS_INFINITY = -9999.0  # Stands for −inf, which JSON cannot hold.
+MINUS_INFINITY = -9999.0  # Represents −inf, which JSON cannot.
 
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-  """The log-probs at the position of a token."""
+  """A token with its log-prob and the most likely tokens at its position."""
 
   token: int
-  log_prob: float | None = None  # In nats; None: it is the first token.
+  log_prob: float | None = None  # In nats; None: it is the first token of a prompt.
   top: tuple[tuple[int, float], ...] = ()  # Token ids and their log-probs, the most likely first.
 
   @property
@@ -38,19 +38,19 @@ class Position:
 
 
 def positions(tokens: Sequence[int], log_probs: Sequence[float], scored: Scored | None) -> list[Position]:
-  """Return the positions of tokens.
+  """Return the positions of tokens with known log-probs.
 
   Args:
-    tokens: [T].
-    log_probs: [T] of these.
-    scored: scores of the same tokens; None: the most likely ones are unknown.
+    tokens: [T] token ids.
+    log_probs: [T] their log-probs.
+    scored: the scores of these tokens; None: the most likely tokens are unknown.
   """
   found = []
   for place, (token, value) in enumerate(zip(tokens, log_probs, strict=True)):
     own, top = _finite(value), ()
     if scored is not None:
       ids, values = scored.top_ids[place].tolist(), scored.top_log_probs[place].tolist()
-      # A token's number must be the same in both places: clients compare them to find whether it is the most likely.
+      # Both places must have the same number: clients compare them to tell whether a token is the most likely one.
       top = tuple(
         (each, own if each == token else _finite(said)) for each, said in zip(ids, values, strict=True) if each >= 0
       )
@@ -62,9 +62,9 @@ def prompt_positions(tokens: Sequence[int], scored: Scored | None, last: float |
   """Return the positions of the tokens of a prompt.
 
   Args:
-    tokens: [P].
-    scored: scores of all but the first one; None: there are no others.
-    last: log-prob of the last one, if another token was scored in its place; None: none was.
+    tokens: [P] token ids.
+    scored: the scores of all tokens but the first; None: there is only one token.
+    last: the log-prob of the last token, if another token was scored in its place; None: it was scored itself.
   """
   if scored is None:
     return [Position(int(tokens[0]))]
@@ -82,13 +82,13 @@ def _finite(value: float) -> float:
 def completion_shape(
   texts: TokenTexts, said: Sequence[Position], k: int, offsets: Sequence[int]
 ) -> dict[str, list[Any]]:
-  """Return OpenAI's `logprobs` of a completion.
+  """Return the `logprobs` of a completion in OpenAI's format.
 
   Args:
-    texts: of the tokens.
+    texts: the texts of tokens.
     said: the positions.
-    k: how many of the most likely tokens to list beside each token.
-    offsets: where the tokens' texts begin in that of the choice.
+    k: how many of the most likely tokens to list for each position.
+    offsets: the offset of each token in the text of the choice, in characters.
   """
   tops: list[dict[str, float] | None] = []
   for each in said:
@@ -97,7 +97,7 @@ def completion_shape(
       continue
     named: dict[str, float] = {}
     for token, value in each.most_likely(k):
-      named.setdefault(texts.text_of(token), value)  # The most likely of the tokens with the same text.
+      named.setdefault(texts.text_of(token), value)  # Of tokens with the same text, the most likely one.
     tops.append(named)
   return {
     'tokens': [texts.text_of(each.token) for each in said],
@@ -108,7 +108,7 @@ def completion_shape(
 
 
 def content_shape(texts: TokenTexts, said: Sequence[Position], k: int) -> dict[str, list[Any] | None]:
-  """Return OpenAI's `logprobs` of a chat, with token ids as Fireworks adds them."""
+  """Return the `logprobs` of a chat completion in OpenAI's format, with token ids as in Fireworks'."""
 
   def entry(token: int, value: float | None) -> dict[str, Any]:
     return {
@@ -126,7 +126,7 @@ def content_shape(texts: TokenTexts, said: Sequence[Position], k: int) -> dict[s
 
 
 def prompt_shape(texts: TokenTexts, said: Sequence[Position], k: int) -> list[dict[str, Any] | None]:
-  """Return vLLM's `prompt_logprobs`; a token outside of the most likely ones has no rank."""
+  """Return `prompt_logprobs` in vLLM's format; a token that is not among the most likely ones has the rank null."""
   found: list[dict[str, Any] | None] = []
   for each in said:
     if each.log_prob is None:

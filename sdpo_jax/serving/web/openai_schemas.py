@@ -1,6 +1,6 @@
-"""The parameters of the OpenAI-compatible routes: OpenAI's, and those of vLLM and Fireworks about log-probs.
+"""Request schemas of the OpenAI-compatible routes: OpenAI's parameters, and those of vLLM and Fireworks for log-probs.
 
-An unsupported parameter is refused by name, unless its value has no effect; none is silently ignored.
+An unsupported parameter is rejected by name unless its value would have no effect; none is silently ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sdpo_jax.serving.errors import InvalidRequest
 MOST_CHOICES = 128  # The largest n, as at OpenAI.
 DEFAULT_COMPLETION_TOKENS = 16  # Default max_tokens of /v1/completions, as at OpenAI.
 
-# Parameters about the sender, or a provider's storage, routing and billing, which do not change a response.
+# Parameters about the client, or a provider's storage, routing and billing, which do not change a response.
 _HARMLESS = frozenset({'user', 'metadata', 'safety_identifier', 'prompt_cache_key', 'prompt_cache_retention'})
 # Unsupported parameters, and the values with which they have no effect.
 _UNSERVED: Mapping[str, tuple[Any, ...]] = {
@@ -63,17 +63,17 @@ TokenId = Annotated[int, pydantic.Field(ge=0, lt=2**31)]
 
 
 class StreamOptions(pydantic.BaseModel):
-  """How an answer is streamed."""
+  """Options of a streamed response."""
 
   model_config = _STRICT
 
-  include_usage: bool = False  # A last chunk without choices says how many tokens there were.
-  include_obfuscation: bool = False  # Asked for or not, chunks are not padded: their lengths hide nothing.
+  include_usage: bool = False  # Whether a last chunk without choices reports token counts.
+  include_obfuscation: bool = False  # No effect: chunks are never padded to hide their lengths.
   continuous_usage_stats: Literal[False] = False
 
 
 class _Request(pydantic.BaseModel):
-  """What both routes take."""
+  """The parameters that both routes share."""
 
   model_config = _STRICT
 
@@ -105,26 +105,26 @@ class _Request(pydantic.BaseModel):
   @pydantic.model_validator(mode='after')
   def _stream_has_its_options(self):
     if self.stream_options is not None and not self.stream:
-      raise ValueError('stream_options go with stream=true.')
+      raise ValueError('stream_options require stream=true.')
     if self.prompt_logprobs is not None and self.stream:
-      raise ValueError('prompt_logprobs are not streamed: ask for them without stream.')
+      raise ValueError('prompt_logprobs cannot be streamed: request them without stream.')
     return self
 
 
 class TextCompletionRequest(_Request):
-  """The body of POST /v1/completions."""
+  """The body of a POST to /v1/completions."""
 
   prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
-  logprobs: bool | int | None = None  # A number: OpenAI's; true: Fireworks', with `top_logprobs`.
+  logprobs: bool | int | None = None  # A number as in OpenAI's API; true as in Fireworks', with `top_logprobs`.
   top_logprobs: int | None = pydantic.Field(None, ge=0)
   echo: bool = False
-  echo_last: int | None = pydantic.Field(None, ge=0)  # Fireworks': tokens of the prompt that log-probs go with.
-  add_special_tokens: bool = True  # vLLM's: whether a text begins as the tokenizer begins one.
+  echo_last: int | None = pydantic.Field(None, ge=0)  # Fireworks': how many last prompt tokens get log-probs.
+  add_special_tokens: bool = True  # vLLM's: whether the tokenizer adds special tokens to a text.
   context_length_exceeded_behavior: Literal['error'] = 'error'  # Fireworks'.
 
   @property
   def prompts(self) -> list[str] | list[list[int]]:
-    """The prompts as a list."""
+    """The prompts as a list, also if there is a single one."""
     if isinstance(self.prompt, str):
       return [self.prompt]
     return [self.prompt] if self.prompt and isinstance(self.prompt[0], int) else self.prompt
@@ -148,16 +148,16 @@ class TextCompletionRequest(_Request):
     if self.topk is not None and self.topk < 0:
       raise ValueError('logprobs must be 0 or more.')
     if self.top_logprobs is not None and not self.content_logprobs:
-      raise ValueError('top_logprobs goes with logprobs=true; with a number, logprobs says how many.')
+      raise ValueError('top_logprobs requires logprobs=true; otherwise logprobs itself is the number.')
     if self.echo_last and not self.content_logprobs:
-      raise ValueError('echo_last goes with logprobs=true.')
+      raise ValueError('echo_last requires logprobs=true.')
     if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None and not self.echo_last:
-      raise ValueError('max_tokens=0 draws nothing: it goes with echo or prompt_logprobs.')
+      raise ValueError('max_tokens=0 generates nothing: it requires echo or prompt_logprobs.')
     return self
 
 
 class TextPart(pydantic.BaseModel):
-  """A part of a message."""
+  """A text part of a message."""
 
   model_config = _STRICT
 
@@ -181,7 +181,7 @@ class ChatMessage(pydantic.BaseModel):
 
 
 class ChatCompletionRequest(_Request):
-  """The body of POST /v1/chat/completions."""
+  """The body of a POST to /v1/chat/completions."""
 
   messages: list[ChatMessage] = pydantic.Field(min_length=1)
   max_completion_tokens: int | None = pydantic.Field(None, ge=0)
@@ -195,19 +195,19 @@ class ChatCompletionRequest(_Request):
 
   @property
   def limit(self) -> int | None:
-    """The most tokens of a completion; None: as many as there is room for."""
+    """The most tokens of a completion; None: the limit of the service."""
     return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
   @pydantic.model_validator(mode='after')
   def _fields_agree(self):
     if self.top_logprobs is not None and not self.logprobs:
-      raise ValueError('top_logprobs goes with logprobs=true.')
+      raise ValueError('top_logprobs requires logprobs=true.')
     if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-      raise ValueError('max_tokens and max_completion_tokens differ: give one of them.')
+      raise ValueError('max_tokens and max_completion_tokens differ: send only one of them.')
     if self.limit == 0 and self.prompt_logprobs is None:
-      raise ValueError('max_tokens=0 draws nothing: it goes with prompt_logprobs.')
+      raise ValueError('max_tokens=0 generates nothing: it requires prompt_logprobs.')
     if any(message.name is not None for message in self.messages):
-      raise ValueError('messages cannot have a name: chat templates do not write it.')
+      raise ValueError('messages cannot have a name, which chat templates do not render: leave it out.')
     return self
 
 
@@ -215,21 +215,21 @@ Body = TypeVar('Body', TextCompletionRequest, ChatCompletionRequest)
 
 
 def parse(kind: type[Body], body: Any) -> Body:
-  """Return a validated request.
+  """Validate the body of a request.
 
   Args:
-    kind: the type of request.
-    body: JSON.
+    kind: the schema of the route.
+    body: the parsed JSON.
 
   Raises:
-    InvalidRequest: it is invalid, or uses something that is not supported.
+    InvalidRequest: a parameter is unknown, invalid or not supported.
   """
   if not isinstance(body, dict):
     raise InvalidRequest('The body must be a JSON object.')
   given = {}
   for name, value in body.items():
     if name in kind.model_fields:
-      if value is not None:  # null: as if it were not there.
+      if value is not None:  # null is the same as absent.
         given[name] = value
     elif name in _UNSERVED:
       if value is not None and not any(_same(value, neutral) for neutral in _UNSERVED[name]):
@@ -256,10 +256,10 @@ def _invalid(error: pydantic.ValidationError) -> InvalidRequest:
   path = []
   for part in first['loc']:
     path.append(str(part))
-    # The rest of the path names a member of a union, which the sender has not written.
+    # The rest of the path names a member of a union, which the client did not send.
     if part in _SHAPES and first['type'] != 'missing':
       return InvalidRequest(f'{".".join(path)} must be {_SHAPES[part]}.', field=path[0])
   name = '.'.join(path)
   if first['type'] == 'missing':
-    return InvalidRequest(f'{name} is missing: it is required.', field=path[0])
+    return InvalidRequest(f'{name} is required.', field=path[0])
   return InvalidRequest(f'{name}: {first["msg"]}.', field=path[0])

@@ -1,4 +1,4 @@
-"""The document of all routes, for programs (/openapi.json) and for people (/docs)."""
+"""The OpenAPI document of all routes: as JSON (/openapi.json) and as a page for people (/docs)."""
 
 from __future__ import annotations
 
@@ -18,21 +18,28 @@ _PARAMETER = re.compile(r'{(\w+)(?::\w+)?}')
 
 
 class ErrorBody(pydantic.BaseModel):
-  """What went wrong."""
+  """Why a request failed."""
 
-  code: str = pydantic.Field(description='A word for programs.')
+  code: str = pydantic.Field(description='A word for programs, such as not_found.')
   message: str = pydantic.Field(description='One sentence for people.')
-  field: str | None = pydantic.Field(None, description='The field of the request that is to blame.')
+  field: str | None = pydantic.Field(None, description='The field of the request that caused the error.')
 
 
 class ErrorAnswer(pydantic.BaseModel):
-  """The answer to every request that is refused; OpenAI-compatible routes have type and param in place of field."""
+  """The response to a failed request; OpenAI-compatible routes have type and param in place of field."""
 
   error: ErrorBody
 
 
 def document(routes: Iterable[BaseRoute], *, title: str, version: str, needs_key: bool) -> dict[str, Any]:
-  """Return the OpenAPI document of routes, from the schemas that validate their bodies."""
+  """Build the OpenAPI document of routes from the schemas that validate their bodies.
+
+  Args:
+    routes: the routes; their operations describe them.
+    title: the title of the API.
+    version: the version of the API.
+    needs_key: whether requests need an API key.
+  """
   described = [(route, operation_of(route)) for route in routes if isinstance(route, Route)]
   bodies = {known.body for _, known in described if known.body is not None}
   answers = {known.response for _, known in described if known.response is not None} | {ErrorAnswer}
@@ -40,7 +47,7 @@ def document(routes: Iterable[BaseRoute], *, title: str, version: str, needs_key
   wanted += [(model, 'serialization') for model in _sorted(answers)]
   references, schemas = models_json_schema(wanted, ref_template='#/components/schemas/{model}')
   error = {
-    'description': 'Refused, with one sentence that says why.',
+    'description': 'The request failed; the message says why.',
     'content': {JSON: {'schema': references[ErrorAnswer, 'serialization']}},
   }
   paths: dict[str, dict[str, Any]] = {}
@@ -51,7 +58,7 @@ def document(routes: Iterable[BaseRoute], *, title: str, version: str, needs_key
         references[known.body, 'validation'] if known.body is not None else {'type': 'string', 'format': 'binary'}
       )
       entry['requestBody'] = {'required': True, 'content': {known.content_type: {'schema': schema}}}
-    answer: dict[str, Any] = {'description': 'Done.'}
+    answer: dict[str, Any] = {'description': 'Success.'}
     if known.response is not None:
       answer['content'] = {known.answers: {'schema': references[known.response, 'serialization']}}
     elif known.status != 204:
@@ -91,14 +98,14 @@ def _parameters(route: Route, known: Operation) -> list[dict[str, Any]]:
     for name, meaning in known.query.items()
   ]
   if known.again is not None:
-    found.append(_header('Idempotency-Key', 'Repeats with the same key and body are answered as the first one was.'))
+    found.append(_header('Idempotency-Key', 'A repeat with the same key and body gets the first response again.'))
   if known.token:
-    found.append({**_header('X-Session-Token', 'Of the session; the answer that opened it has it.'), 'required': True})
+    found.append({**_header('X-Session-Token', 'The token from the opening of the session.'), 'required': True})
   changes = known.again is not None or 'DELETE' in (route.methods or ())
   if '{adapter}' in route.path and changes and not known.guarded:
-    found.append(_header('If-Match', 'The version, in quotes, that the adapter must be at.'))
+    found.append(_header('If-Match', 'The version that the adapter must be at, in quotes.'))
   if not known.open and not known.endless:
-    found.append(_header('X-Deadline-Ms', 'Milliseconds within which an answer is of use.'))
+    found.append(_header('X-Deadline-Ms', 'The time limit of the request in milliseconds.'))
   return found
 
 
@@ -117,16 +124,16 @@ td{{padding:.15em 1em .15em 0;vertical-align:top;border-top:1px solid #8884}}
 @media (prefers-color-scheme:dark){{body{{color:#ddd;background:#181818}}b,a{{color:#6cf}}}}
 </style>
 <h1>{title}</h1>
-<p>The same as a document for programs: <a href="/openapi.json">/openapi.json</a>.</p>
+<p>For programs: <a href="/openapi.json">/openapi.json</a>.</p>
 {operations}
-<h1>Bodies and answers</h1>
+<h1>Bodies and responses</h1>
 {schemas}
 </html>
 """
 
 
 def page(found: Mapping[str, Any]) -> str:
-  """Return an OpenAPI document as an HTML page that loads no other resources."""
+  """Render an OpenAPI document as an HTML page that loads no other resources."""
   operations = [
     _operation_html(method, path, entry)
     for path, methods in found['paths'].items()
@@ -146,7 +153,7 @@ def _operation_html(method: str, path: str, entry: Mapping[str, Any]) -> str:
   ]
   lines += [
     f'<p>{said}: {" ".join(map(_anchor, names))}</p>'
-    for said, names in (('Body', asked), ('Answer', answered))
+    for said, names in (('Body', asked), ('Response', answered))
     if names
   ]
   rows = [(each['name'], each['in'], each['description']) for each in entry['parameters'] if each['in'] != 'path']
@@ -185,7 +192,7 @@ def _kind(schema: Mapping[str, Any]) -> str:
 
 
 def _table(rows: Iterable[Sequence[str]]) -> str:
-  """Return an HTML table of rows of a name and further cells; '' without rows."""
+  """Return rows, each a name and further cells, as an HTML table; empty if there are none."""
   lines = [
     f'<tr><td><code>{name}</code></td>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>' for name, *cells in rows
   ]

@@ -1,4 +1,4 @@
-"""Compact scores: token ids in as many bits as the vocabulary needs, log-probs of the most likely tokens in 16.
+"""A compact binary format for scores: token ids in as few bits as possible, top log-probs as float16.
 
 The layout, all numbers little-endian:
 
@@ -25,7 +25,7 @@ CONTENT_TYPE = 'application/vnd.sdpo.scores'
 
 
 def pack(rows: Sequence[Scored], vocab_size: int) -> bytes:
-  """Return scores packed into bytes."""
+  """Serialize scores in this format; `vocab_size` determines the bits per token id."""
   bits = max(1, vocab_size.bit_length())
   sizes = [
     {
@@ -51,7 +51,7 @@ def pack(rows: Sequence[Scored], vocab_size: int) -> bytes:
 
 
 def unpack(content: bytes) -> list[Scored]:
-  """Return the scores that `pack` received, with top log-probs rounded to 11 significant bits."""
+  """Parse scores from this format; top log-probs are rounded to the 11 significant bits of float16."""
   length = int.from_bytes(content[:4], 'little')
   header, at = json.loads(content[4 : 4 + length]), 4 + length
   bits, rows = header['id_bits'], []

@@ -1,4 +1,4 @@
-"""The bodies and responses of the native routes. Unknown fields, and values of a wrong type, are refused by name."""
+"""Bodies and responses of the native routes; unknown fields and values of a wrong type are rejected by name."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Teacher = Annotated[
   dict[str, Any], pydantic.BeforeValidator(teacher_settings, json_schema_input_type=str | dict[str, Any])
-]  # A kind, or {kind: …} with more.
+]  # The name of a kind, or an object with the kind and its settings.
 
 
 class RequestBody(pydantic.BaseModel):
-  """A body, or a part of one."""
+  """The body of a request, or a part of one."""
 
   model_config = pydantic.ConfigDict(extra='forbid', strict=True, allow_inf_nan=False)
 
 
 class ResponseBody(pydantic.BaseModel):
-  """An answer, or a part of one."""
+  """The body of a response, or a part of one."""
 
   model_config = pydantic.ConfigDict(extra='allow', ser_json_inf_nan='null')
 
@@ -35,86 +35,110 @@ class ResponseBody(pydantic.BaseModel):
 
 
 class CreateAdapter(RequestBody):
-  name: Name = Field(description='A label, unique among your adapters.')
+  """A new adapter; it does not change the model until it has learned."""
+
+  name: Name = Field(description='A name, unique among your adapters.')
   settings: dict[str, Any] = Field(
     default_factory=dict,
-    description='teacher {kind: live | ema | lagged | base | frozen, …}, guards {…}, canary_prompts […]; '
-    'see /v1/capabilities.',
+    description='teacher {kind: live | ema | lagged | base | frozen, …}, guards {…} and canary_prompts […], with the '
+    'defaults of /v1/capabilities.',
   )
-  base_model: str | None = Field(None, description='What is served, or an error says so.')
-  rank: int | None = Field(None, description='The same.')
-  alpha: Number | None = Field(None, description='The same.')
+  base_model: str | None = Field(None, description='The model that you expect; an error if another one is served.')
+  rank: int | None = Field(None, description='The rank that you expect; an error if another one is served.')
+  alpha: Number | None = Field(None, description='The alpha that you expect; an error if another one is served.')
 
 
 class ChangeAdapter(RequestBody):
-  settings: dict[str, Any] = Field(description='As of CreateAdapter; what is left out stays as it is.')
+  """New settings of an adapter."""
+
+  settings: dict[str, Any] = Field(description='As in CreateAdapter; settings that are left out stay as they are.')
 
 
 class ForkAdapter(RequestBody):
+  """A new adapter that starts from a version of another one."""
+
   name: Name
-  version: int | None = Field(None, ge=0, description='To begin with; null: the newest.')
+  version: int | None = Field(None, ge=0, description='The version to start from; null: the newest.')
 
 
 class Undo(RequestBody):
-  to: int = Field(ge=0, description='The version whose content the new version has, moments and average included.')
+  """The version to return to."""
+
+  to: int = Field(ge=0, description='The version that is copied, with its moments and its average.')
 
 
 class AdapterSaid(ResponseBody):
+  """An adapter."""
+
   id: str
   name: str
-  version: int = Field(description='Its newest one; also in the header ETag.')
-  lora_uri: str = Field(description='The address of that version, for every field that names a model.')
+  version: int = Field(description='The number of the newest version; also in the header ETag.')
+  lora_uri: str = Field(description='The URI of that version, which every field `model` accepts.')
   created: float = Field(description='Seconds since the epoch.')
   settings: dict[str, Any]
 
 
 class AdaptersSaid(ResponseBody):
+  """Your adapters."""
+
   adapters: list[AdapterSaid]
 
 
 class VersionSaid(ResponseBody):
+  """An immutable version of an adapter."""
+
   adapter: str
   version: int
-  parent: int | None
+  parent: int | None = Field(description='The version from which it was made; null: none.')
   reason: str = Field(description='create, feedback, import, fork or undo.')
-  created: float
+  created: float = Field(description='Seconds since the epoch.')
   digest: str = Field(description='SHA-256 of its manifest.')
-  lora_uri: str
-  details: dict[str, Any]
+  lora_uri: str = Field(description='The URI of the version.')
+  details: dict[str, Any] = Field(description='How it was made, such as loss, metrics and guards of a feedback.')
 
 
 class VersionsSaid(ResponseBody):
+  """The stored versions of an adapter, the oldest first."""
+
   versions: list[VersionSaid]
 
 
 class DiffSaid(ResponseBody):
-  """How far the matrices of two versions are apart, and what was measured between them."""
+  """The distance between the matrices of two versions, and the details of the versions between them."""
 
 
 class DeletedSaid(ResponseBody):
+  """Confirmation of a deletion."""
+
   id: str
   deleted: bool
 
 
 class CapabilitiesSaid(ResponseBody):
-  """What is served, and its limits and defaults."""
+  """The served model, its limits and the default settings."""
 
 
 # Completions.
 
 
 class Message(RequestBody):
+  """A message of a conversation."""
+
   role: Annotated[str, Field(min_length=1, max_length=64)]
   content: Text
 
 
 class Named(RequestBody):
-  model: str = Field('base', description='base, or an adapter: id, name, either with @VERSION, or a lora_uri.')
+  """The model or version that a request is about."""
+
+  model: str = Field('base', description="'base', the id or name of an adapter, also with @VERSION, or a lora_uri.")
 
 
 class Prompted(RequestBody):
-  messages: list[Message] | None = Field(None, description='A conversation, for the chat template of the model.')
-  prompt: Text | None = Field(None, description='Text, as it is.')
+  """A prompt in one of three forms."""
+
+  messages: list[Message] | None = Field(None, description="A conversation, rendered by the model's chat template.")
+  prompt: Text | None = Field(None, description='A text, tokenized without the chat template.')
   prompt_tokens: Tokens | None = Field(None, description='Token ids.')
 
   @pydantic.model_validator(mode='after')
@@ -124,11 +148,13 @@ class Prompted(RequestBody):
     return self
 
   def conversation(self) -> list[dict[str, str]] | None:
-    """Return the messages as plain values; None: there are none."""
+    """Return the messages as dicts; None: the prompt has another form."""
     return None if self.messages is None else [message.model_dump() for message in self.messages]
 
 
 class CompletionRequest(Prompted, Named):
+  """A request for completions of a prompt."""
+
   n: int = Field(1, ge=1)
   max_tokens: int | None = Field(None, ge=1)
   temperature: Number = Field(1.0, ge=0)
@@ -142,25 +168,31 @@ class CompletionRequest(Prompted, Named):
 
 
 class CompletionSaid(ResponseBody):
-  sample_id: str = Field(description='By which feedback names this completion; kept for a while.')
+  """A completion."""
+
+  sample_id: str = Field(description='The id with which feedback refers to this completion, until it expires.')
   index: int
   text: str
   finish_reason: str
   tokens: list[int]
-  log_probs: list[float | None] = Field(description='Of the tokens when they were drawn, at temperature 1.')
-  expires: float = Field(description='When the sample_id is gone, in seconds since the epoch.')
+  log_probs: list[float | None] = Field(description='Log-probs of the tokens when they were sampled, at temperature 1.')
+  expires: float = Field(description='When the sample_id expires, in seconds since the epoch.')
 
 
 class Usage(ResponseBody):
+  """Token counts."""
+
   prompt_tokens: int
   completion_tokens: int
   total_tokens: int
   reused_tokens: int = Field(
-    description='Of the prompt, those that were not read again: keys and values of an earlier prompt were kept.'
+    description='Prompt tokens that were not computed again: their keys and values came from an earlier prompt.'
   )
 
 
 class CompletionsSaid(ResponseBody):
+  """The completions of a prompt."""
+
   model: str
   adapter: str | None
   version: int | None
@@ -173,10 +205,12 @@ class CompletionsSaid(ResponseBody):
 
 
 class ScoreRow(Prompted):
-  completion: Text | None = Field(None, description='Text; tokens are exact, and text is read anew.')
+  """A prompt with the completion to score."""
+
+  completion: Text | None = Field(None, description='A text, which is tokenized again; `tokens` are exact.')
   tokens: Tokens | None = None
   ids: Annotated[list[Annotated[list[Token], Field(max_length=4096)]], Field(max_length=100_000)] | None = Field(
-    None, description='For each token of the completion, ids whose log-probs are wanted, too; as many for all.'
+    None, description='For each token of the completion, further ids to score; the same number for every token.'
   )
 
   @pydantic.model_validator(mode='after')
@@ -187,20 +221,24 @@ class ScoreRow(Prompted):
 
 
 class ScoreRequest(Named):
+  """A request for log-probs of given tokens."""
+
   rows: Annotated[list[ScoreRow], Field(min_length=1, max_length=256)]
-  topk: int = Field(1, ge=0, description='How many of the most likely tokens are wanted at every position.')
+  topk: int = Field(1, ge=0, description='How many of the most likely tokens to return at every position.')
   format: Literal['rows', 'columns', 'packed'] = Field(
     'rows',
-    description="'rows': an object per token; 'columns': lists, in which top_log_probs are whole numbers of −1e-4 "
-    "nats; 'packed': bytes, see sdpo_jax/serving/web/packed.py.",
+    description="'rows': an object per token; 'columns': lists, with top_log_probs as integers in units of −1e-4 "
+    "nats; 'packed': the bytes that sdpo_jax/serving/web/packed.py describes.",
   )
 
 
 class ScoreSaid(ResponseBody):
+  """Log-probs of given tokens."""
+
   model: str
   version: int | None
   format: str
-  scale: float | None = Field(None, description='Nats of one unit of top_log_probs in columns.')
+  scale: float | None = Field(None, description='Nats per unit of top_log_probs in columns.')
   rows: list[dict[str, Any]]
 
 
@@ -208,18 +246,20 @@ class ScoreSaid(ResponseBody):
 
 
 class FeedbackItem(RequestBody):
-  sample_id: str | None = Field(None, description='Of a completion of this service.')
-  prompt_tokens: Tokens | None = Field(None, description='Or what was read …')
-  tokens: Tokens | None = Field(None, description='… and what was answered.')
+  """A completion with the feedback on it."""
+
+  sample_id: str | None = Field(None, description='The id of a completion of this service.')
+  prompt_tokens: Tokens | None = Field(None, description='Without a sample_id: the prompt.')
+  tokens: Tokens | None = Field(None, description='Without a sample_id: the completion.')
   log_probs: Annotated[list[Number], Field(max_length=1_000_000)] | None = Field(
-    None, description='Of these tokens when they were drawn; null: as the version says now.'
+    None, description='Log-probs of `tokens` when they were sampled; null: those of the current version.'
   )
-  messages: list[Message] | None = Field(None, description='The conversation of prompt_tokens, for the teacher.')
-  feedback: Text | None = Field(None, description='What was wrong with it, in words.')
-  correction: Text | None = Field(None, description='What would have been right.')
-  demonstration: Text | None = Field(None, description='An answer to learn from.')
-  environment: Text | None = Field(None, description='What a program or a grader said.')
-  reward: Number | None = Field(None, description='How good it was; learned by a policy gradient.')
+  messages: list[Message] | None = Field(None, description='The conversation behind prompt_tokens, for the teacher.')
+  feedback: Text | None = Field(None, description='What is wrong with the completion, in words.')
+  correction: Text | None = Field(None, description='The right answer in its place.')
+  demonstration: Text | None = Field(None, description='Another right answer to learn from.')
+  environment: Text | None = Field(None, description='The output of a program, a test or a grader.')
+  reward: Number | None = Field(None, description='A score of the completion, learned by a policy gradient.')
 
 
 class Update(RequestBody):
@@ -227,19 +267,21 @@ class Update(RequestBody):
 
   loss: Literal['sdpo', 'jsd_pg'] | None = None
   divergence: Literal['forward_kl', 'reverse_kl', 'jsd'] | None = Field(
-    None, description='Of sdpo: alpha 0, 1 or ½ by name.'
+    None, description='For sdpo: a name for alpha 0 (forward_kl), 1 (reverse_kl) or ½ (jsd).'
   )
-  alpha: Number | None = Field(None, ge=0, le=1, description='Of sdpo and of jsd_pg, in which it is mirrored.')
-  topk: int | None = Field(None, ge=1)
-  is_clip: Number | None = Field(None, gt=0, description='Of sdpo; null: no ratio.')
-  divergence_weight: Number | None = Field(None, ge=0)
-  policy_weight: Number | None = Field(None, ge=0)
-  clip_ratio_low: Number | None = Field(None, ge=0)
-  clip_ratio_high: Number | None = Field(None, ge=0)
-  clip_ratio_c: Number | None = Field(None, gt=1)
-  clip_eps: Number | None = Field(None, gt=0, description='Of jsd_pg, as the next ones.')
-  jsd_weight: Number | None = Field(None, ge=0)
-  floor: Number | None = Field(None, lt=0)
+  alpha: Number | None = Field(
+    None, ge=0, le=1, description='For sdpo the share of the teacher, for jsd_pg of the student.'
+  )
+  topk: int | None = Field(None, ge=1, description='For sdpo: K, the size of the support of the divergence.')
+  is_clip: Number | None = Field(None, gt=0, description='For sdpo: the clip of the importance ratio; null: no ratio.')
+  divergence_weight: Number | None = Field(None, ge=0, description='For sdpo: the weight of the divergence.')
+  policy_weight: Number | None = Field(None, ge=0, description='For sdpo: the weight of the policy gradient.')
+  clip_ratio_low: Number | None = Field(None, ge=0, description='For the policy gradient: the lower clip.')
+  clip_ratio_high: Number | None = Field(None, ge=0, description='For the policy gradient: the upper clip.')
+  clip_ratio_c: Number | None = Field(None, gt=1, description='For the policy gradient: the bound of the dual clip.')
+  clip_eps: Number | None = Field(None, gt=0, description='For jsd_pg: the clip of the importance ratio.')
+  jsd_weight: Number | None = Field(None, ge=0, description='For jsd_pg: the weight of the regulariser.')
+  floor: Number | None = Field(None, lt=0, description='For jsd_pg: log q of tokens that the teacher does not name.')
   form: Literal['mixture', 'design'] | None = None
   support: Literal['teacher', 'union'] | None = None
   learning_rate: Number | None = Field(None, ge=0)
@@ -247,68 +289,74 @@ class Update(RequestBody):
   beta2: Number | None = Field(None, ge=0, lt=1)
   eps: Number | None = Field(None, gt=0)
   weight_decay: Number | None = Field(None, ge=0)
-  max_grad_norm: Number | None = Field(None, gt=0, description='Null: no limit.')
-  steps: int | None = Field(None, ge=1)
+  max_grad_norm: Number | None = Field(None, gt=0, description='The clip of the gradient norm; null: no clipping.')
+  steps: int | None = Field(None, ge=1, description='The number of optimizer steps.')
 
 
 class FeedbackBody(FeedbackItem):
-  """One completion with what is said of it, or several as `items`."""
+  """Feedback on one completion, or on several in `items`, and how to learn from it."""
 
-  items: list[FeedbackItem] | None = Field(None, description='In the place of the fields of one.')
+  items: list[FeedbackItem] | None = Field(None, description='Several completions, instead of the fields of one.')
   update: Update = Field(default_factory=Update)
   teacher: Teacher | None = Field(
-    None, description="live, ema, lagged, base or frozen, or {kind: …} with more; in the place of the adapter's."
+    None, description="live, ema, lagged, base or frozen, or {kind: …} with its settings; null: the adapter's."
   )
-  mode: Literal['commit', 'dry_run'] = Field('commit', description='dry_run: say what would be, and change nothing.')
+  mode: Literal['commit', 'dry_run'] = Field('commit', description='dry_run: learn nothing, only return the response.')
   guards: dict[str, Number | None] | None = Field(
     None, description='max_kl_to_base, min_entropy, max_loss_ratio, max_self_similarity; null turns one off.'
   )
   detail: list[str] | None = Field(
-    None, description=f'Which lists per token the answer has, of {", ".join(DETAILS)}; null: all.'
+    None, description=f'Which per-token lists the response has, of {", ".join(DETAILS)}; null: all.'
   )
   top: int | None = Field(
-    None, ge=0, le=MOST_TOP, description="How many of the teacher's tokens are named at a position."
+    None, ge=0, le=MOST_TOP, description="How many of the teacher's tokens to list at every position."
   )
 
   @pydantic.model_validator(mode='after')
   def _items_or_one(self):
-    """Let `items` hold the completions in any case."""
+    """Move the fields of a single completion to `items`."""
     names = FeedbackItem.model_fields
     own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
     if self.items is None:
       self.items = [FeedbackItem(**own)]
     elif own:
-      raise ValueError(f'{min(own)} belongs into one of items, or items must be left out')
+      raise ValueError(f'{min(own)} belongs in one of the items: move it there, or leave items out')
     return self
 
 
 class BatchEntry(FeedbackBody):
-  adapter: str = Field(description='Id or name of the adapter that learns.')
-  if_match: int | None = Field(None, ge=0, description='The version that it must be at.')
+  """The feedback on one adapter of a batch."""
+
+  adapter: str = Field(description='The id or the name of the adapter that learns.')
+  if_match: int | None = Field(None, ge=0, description='The version that the adapter must be at; null: any.')
 
 
 class BatchBody(RequestBody):
+  """Several feedbacks, each in its own transaction."""
+
   entries: Annotated[list[BatchEntry], Field(min_length=1, max_length=256)]
 
 
 class FeedbackSaid(ResponseBody):
+  """The result of learning from a feedback."""
+
   adapter: str
   version_before: int
-  version_after: int = Field(description='The same if nothing was committed.')
+  version_after: int = Field(description='Equal to version_before if nothing was committed.')
   accepted: bool
-  reason: str | None = Field(None, description='Why not.')
+  reason: str | None = Field(None, description='Why a guard rejected the new version; null: it was accepted.')
   items: list[dict[str, Any]] = Field(
-    default_factory=list, description='Of each completion: context, per_token (the lists of `detail`), means.'
+    default_factory=list, description='For each completion: context, means, and per_token with the lists of `detail`.'
   )
   guards: list[dict[str, Any]] = Field(
-    default_factory=list, description='Of each guard: guard, value, limit, passed, reason.'
+    default_factory=list, description='For each guard: guard, value, limit, passed and reason.'
   )
-  canary: dict[str, Any] | None = Field(
-    None, description='What was measured on the canary prompts; null: there are none.'
-  )
+  canary: dict[str, Any] | None = Field(None, description='Measurements on the canary prompts; null: there are none.')
   metrics: dict[str, Any] = Field(default_factory=dict)
-  timings: dict[str, Any] = Field(default_factory=dict, description='Seconds.')
+  timings: dict[str, Any] = Field(default_factory=dict, description='Seconds from the request to each stage.')
 
 
 class BatchSaid(ResponseBody):
-  results: list[dict[str, Any]] = Field(description='For each entry its answer, or {status, error}.')
+  """The results of a batch."""
+
+  results: list[dict[str, Any]] = Field(description='For each entry the response to its feedback, or {status, error}.')

@@ -1,4 +1,4 @@
-"""Scores as JSON: row by row for people, or in columns for programs."""
+"""Scores as JSON: an object per token for people, or columns for programs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ import numpy as np
 from sdpo_jax.files import jsonable
 from sdpo_jax.learning.scoring import Scored
 
-SCALE = -1e-4  # Nats per unit of the integers in columns, which take a character less than decimal fractions.
+SCALE = -1e-4  # Nats per unit of the integers in columns, which are shorter than decimal fractions.
 
 
 def as_rows(rows: Sequence[Scored], tokens: Sequence[Sequence[int]], ids: Sequence[np.ndarray] | None) -> list[Any]:
-  """Return an object for every token of every row."""
+  """Return, for every row, an object for each of its tokens.
+
+  Args:
+    rows: the scores.
+    tokens: the scored token ids of each row.
+    ids: the further token ids that were scored, [T, M] for each row; None: none.
+  """
   found = []
   for number, (row, own) in enumerate(zip(rows, tokens, strict=True)):
     said = []
@@ -37,9 +43,9 @@ def as_rows(rows: Sequence[Scored], tokens: Sequence[Sequence[int]], ids: Sequen
 
 
 def as_columns(rows: Sequence[Scored]) -> list[Any]:
-  """Return one list per kind of number for every row.
+  """Return, for every row, one list for each kind of number.
 
-  `top_log_probs` are integers: times `SCALE` they are nats, to ±5e-5. Null: a probability of 0.
+  `top_log_probs` are integers in units of `SCALE` nats, exact to ±5e-5 nats; null stands for a probability of 0.
   """
   return [
     {

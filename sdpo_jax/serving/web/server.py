@@ -1,4 +1,4 @@
-"""The process of the service: a port that is open from the start, the service behind it, and an orderly shutdown."""
+"""The process of a service: it opens the port first, then starts the engine, and shuts down in order."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from sdpo_jax.serving.web.telemetry import Forward, Log
 
 _LOOK = 0.1  # Seconds between two polls.
 _KEEP_ALIVE = 30  # Seconds that a connection may stay open without a request.
-_LAST_ANSWERS = 5  # Seconds for connections to finish sending at shutdown.
+_LAST_ANSWERS = 5  # Seconds within which connections must finish sending at shutdown.
 
 
 def is_local(host: str) -> bool:
-  """Return whether an address can be reached from this machine alone."""
+  """Return whether a host can be reached from this machine only."""
   if host == 'localhost':
     return True
   try:
@@ -44,10 +44,10 @@ def is_local(host: str) -> bool:
 
 
 def open_keys(http: HttpConfig) -> KeyFile | None:
-  """Return the keys of a service; None: it needs none, since only this machine reaches it.
+  """Return the keys of a service; None: it has none, and only this machine can reach it.
 
   Raises:
-    UserError: others can reach it, and it has no keys; or as `KeyFile`.
+    UserError: other machines can reach a service without keys, or the key file is invalid, see `KeyFile`.
   """
   if http.keys is not None:
     return KeyFile(pathlib.Path(http.keys).expanduser())
@@ -60,7 +60,7 @@ def open_keys(http: HttpConfig) -> KeyFile | None:
 
 
 def listen(http: HttpConfig) -> socket.socket:
-  """Return a listening socket.
+  """Open a listening socket at the configured address.
 
   Raises:
     UserError: the address is invalid or in use.
@@ -77,8 +77,8 @@ def listen(http: HttpConfig) -> socket.socket:
       raise
   except OSError as error:
     raise UserError(
-      f'serve.http.host={http.host}, serve.http.port={http.port} cannot be listened on ({first_line(error)}): choose '
-      'another port, 0 for a free one, or end what has it.'
+      f'Cannot listen on serve.http.host={http.host}, serve.http.port={http.port} ({first_line(error)}): choose '
+      'another port, 0 for a free one, or end the program that uses it.'
     ) from error
   found.setblocking(False)
   return found
@@ -91,20 +91,20 @@ def url_of(listening: socket.socket) -> str:
 
 
 class PatientProtocol(H11Protocol):
-  """HTTP/1.1 that closes connections whose headers do not come; uvicorn itself would wait for ever.
+  """HTTP/1.1 that closes connections whose headers do not arrive; uvicorn would wait forever.
 
-  Every server makes its own subclass, which holds the state that its connections share.
+  Each server makes its own subclass, which holds the state that its connections share.
   """
 
-  patience: float = 30.0  # Seconds.
-  most: int = 320  # The most open connections; beyond it, the one that has waited longest for headers is closed.
-  waiting: dict[PatientProtocol, None]  # Connections without a request under way, the oldest first.
+  patience: float = 30.0  # Seconds within which the headers of a request must arrive.
+  most: int = 320  # The most open connections; beyond them, the one waiting longest for headers is closed.
+  waiting: dict[PatientProtocol, None]  # Connections without a request in progress, the oldest first.
   _timer: asyncio.TimerHandle | None = None
 
   def connection_made(self, transport: Any) -> None:
     super().connection_made(transport)
     self._look()
-    # Silent connections would otherwise use up the connections and file descriptors of the process.
+    # Or silent connections would use up the file descriptors of the process.
     if len(self.connections) > self.most and self.waiting:
       next(iter(self.waiting)).give_up()
 
@@ -122,7 +122,7 @@ class PatientProtocol(H11Protocol):
     self._stop()
 
   def _look(self) -> None:
-    """Start the timeout for headers if no request is under way, and stop it otherwise."""
+    """Start the timeout for headers if no request is in progress; otherwise stop it."""
     if self.cycle is not None and not self.cycle.response_complete:
       self._stop()
     elif self._timer is None:
@@ -136,14 +136,14 @@ class PatientProtocol(H11Protocol):
       self._timer = None
 
   def give_up(self) -> None:
-    """Close the connection, for which its sender has let too much time pass."""
+    """Close the connection, since its client has sent no headers in time."""
     self._stop()
     if not self.transport.is_closing():
       self.transport.close()
 
 
 class Server(uvicorn.Server):
-  """A uvicorn server that is ended by `stop`: uvicorn's own end aborts requests under way and re-raises the signal."""
+  """A uvicorn server that leaves signals to its owner; uvicorn would abort requests in progress and re-raise them."""
 
   def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None]):
     super().__init__(config)
@@ -173,18 +173,18 @@ class Server(uvicorn.Server):
 
 
 class ServiceProcess:
-  """The process of a service, from start to end."""
+  """The process of a service, from its start to its shutdown."""
 
   def __init__(self, config: Config, announce: Callable[[str], None], make: Callable[..., Service] = Service.make):
     """Read the keys and open the port.
 
     Args:
-      config: settings, checked.
-      announce: receives lines for the user who started it.
-      make: makes the service, in a thread.
+      config: validated settings.
+      announce: receives lines for the user who started the process.
+      make: makes the service; called in a thread.
 
     Raises:
-      UserError: keys are missing although they are needed, or the port cannot be opened.
+      UserError: required keys are missing, or the port cannot be opened.
     """
     self._config, self._announce, self._make = config, announce, make
     http = config.serve.http
@@ -210,7 +210,7 @@ class ServiceProcess:
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=2 * most,  # Requests under way; waiting connections are closed before that.
+        limit_concurrency=2 * most,  # Counts connections; idle ones are closed before it is reached.
         timeout_keep_alive=_KEEP_ALIVE,
         timeout_graceful_shutdown=_LAST_ANSWERS,
         h11_max_incomplete_event_size=2**16,
@@ -220,12 +220,12 @@ class ServiceProcess:
     self._stopped = False
 
   def run(self) -> None:
-    """Serve until the process is told to stop, or has been idle for long enough.
+    """Serve until a signal arrives or the service has been idle for `serve.http.idle_shutdown_s`.
 
     Raises:
       UserError: the service cannot be made.
     """
-    self._announce(f'Listening on {self.url}; /readyz says when it is ready, and /docs what can be asked.')
+    self._announce(f'Listening on {self.url}; /readyz reports when it is ready, and /docs lists the routes.')
     threading.Thread(target=self._start, name='start', daemon=True).start()
     try:
       asyncio.run(self._serve())
@@ -233,7 +233,7 @@ class ServiceProcess:
       self._socket.close()
     if self.lifetime.failure is not None:
       raise self.lifetime.failure
-    if not self._stopped:  # It was told to stop during compilation, which cannot be interrupted.
+    if not self._stopped:  # Stopped during compilation, which cannot be interrupted.
       sys.stderr.flush()
       os._exit(0)
 
@@ -250,7 +250,7 @@ class ServiceProcess:
       self.lifetime.failure = error
 
   async def _serve(self) -> None:
-    """Serve, watch the service until it should end, and end it."""
+    """Serve until the service should stop, and then stop it."""
     serving = asyncio.create_task(self._server.serve([self._socket]))
     began, lifetime, idle = time.monotonic(), self.lifetime, self._config.serve.http.idle_shutdown_s
     told = False
@@ -264,7 +264,7 @@ class ServiceProcess:
         lifetime.touch()
         self._announce(f'Ready after {time.monotonic() - began:.1f} s.')
       if told and idle is not None and lifetime.idle_for() > idle:
-        self._announce(f'Nobody has asked for {idle:g} seconds: the service ends (serve.http.idle_shutdown_s).')
+        self._announce(f'No request for {idle:g} seconds: the service stops (serve.http.idle_shutdown_s).')
         lifetime.drain()
     lifetime.drain()
     await self._end()
@@ -272,8 +272,8 @@ class ServiceProcess:
     await serving
 
   async def _end(self) -> None:
-    """Let requests finish within serve.http.drain_s, and then close the service."""
-    self._announce('Stopping: requests under way finish, new ones are refused.')
+    """Let requests finish within serve.http.drain_s, then close the service."""
+    self._announce('Stopping: requests in progress may finish, new ones are refused.')
     until = time.monotonic() + self._config.serve.http.drain_s
     while self.lifetime.under_way and time.monotonic() < until:
       await asyncio.sleep(_LOOK)

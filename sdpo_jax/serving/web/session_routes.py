@@ -1,7 +1,7 @@
-"""The routes of sessions: conversations in which proposals are approved, edited or denied, and learned from.
+"""Routes of sessions: conversations in which a person approves, edits or denies proposals, and the adapter learns.
 
-Browser pages reach them only from serve.http.allowed_origins (`Operation.guarded`), and changes of a session need its
-token (`Operation.token`): an approved call is run on somebody's machine.
+Since approved calls run on somebody's machine, web pages reach them only from serve.http.allowed_origins
+(`Operation.guarded`), and changes of a session need its token (`Operation.token`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,7 @@ from sdpo_jax.files import as_json
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sample_requests import SampleDraft
 from sdpo_jax.serving.sessions.examples import TrainingExample
-from sdpo_jax.serving.sessions.session_records import (
-  Decision,
-  LearnedTurns,
-  SessionSettings,
-  SessionTurn,
-  ToolResult,
-)
+from sdpo_jax.serving.sessions.session_records import Decision, LearnedTurns, SessionSettings, SessionTurn, ToolResult
 from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.web import native
 from sdpo_jax.serving.web import session_schemas as schemas
@@ -46,7 +40,7 @@ def list_sessions(asked: Incoming) -> Reply:
 
 
 def open_session(asked: Incoming) -> Reply:
-  """Open a session and return it with its token, which is returned only once."""
+  """Open a session; the response is the only one with its token."""
   body: schemas.OpenSession = asked.body
   _check_size(asked, 'system', [body.system or ''])
   _check_size(asked, 'tools', [json.dumps(body.tools)], 'max_tools_bytes')
@@ -66,7 +60,7 @@ def get_session(asked: Incoming) -> Reply:
 
 
 def delete_session(asked: Incoming) -> Reply:
-  """Delete the session, and with it its turns; what the adapter has learned from it stays."""
+  """Delete the session and its turns; what the adapter has learned from it stays."""
   Sessions(asked.account).delete(asked.adapter, asked.path['session'])
   return Reply({'id': asked.path['session'], 'deleted': True})
 
@@ -75,7 +69,7 @@ def delete_session(asked: Incoming) -> Reply:
 
 
 def propose(asked: Incoming, drafts: bool) -> Proposal:
-  """Draw the next proposal, which joins the conversation."""
+  """Sample the next proposal, which becomes the newest turn of the session."""
   body: schemas.ProposeRequest = asked.body
   _check_size(asked, 'messages', [message.content for message in body.messages])
   messages = [message.model_dump() for message in body.messages]
@@ -83,13 +77,13 @@ def propose(asked: Incoming, drafts: bool) -> Proposal:
 
 
 def retry(asked: Incoming, drafts: bool) -> Proposal:
-  """Draw an alternative to a turn from the newest version, for comparison."""
+  """Sample an alternative to a turn from the newest version, for comparison; it is not stored."""
   where = asked.adapter, asked.path['session'], _turn(asked)
   return Sessions(asked.account).retry(*where, seed=asked.body.seed, drafts=drafts)
 
 
 def _drawn(path: str, begin: Callable[[Incoming, bool], Proposal], body: type[pydantic.BaseModel]) -> Route:
-  """Return the route of an operation that draws a turn, as a whole or as a stream."""
+  """Make the route of an operation that samples a turn, for one response or a stream."""
 
   def at_once(asked: Incoming) -> Reply:
     [turn] = begin(asked, False)
@@ -101,7 +95,7 @@ def _drawn(path: str, begin: Callable[[Incoming, bool], Proposal], body: type[py
 
 
 def streamed(begin: Callable[[Incoming, bool], Proposal], asked: Incoming) -> Iterator[ServerSentEvent]:
-  """Yield the drafts of a turn and the turn; closing the iterator cancels the turn."""
+  """Yield the drafts of a turn and then the turn as events; closing the iterator cancels the turn."""
   for event in begin(asked, True):
     if isinstance(event, SampleDraft):
       yield ServerSentEvent({'delta': event.delta}, 'draft')
@@ -113,7 +107,7 @@ def streamed(begin: Callable[[Incoming, bool], Proposal], asked: Incoming) -> It
 
 
 def decide(asked: Incoming) -> Reply:
-  """Approve, deny or edit a proposal; a denial or an edit is learned."""
+  """Approve, deny or edit a proposal; the adapter learns from denials and edits."""
   body: schemas.DecisionRequest = asked.body
   _check_size(asked, 'correction', [body.correction or ''])
   _check_size(asked, 'arguments', [json.dumps(body.arguments)])
@@ -125,7 +119,7 @@ def decide(asked: Incoming) -> Reply:
 
 
 def results(asked: Incoming) -> Reply:
-  """Add the results of a proposal's calls; failures are learned if the session's settings say so."""
+  """Add the results of a proposal's calls; the adapter learns from failures if `learn_from_results` is set."""
   given = [ToolResult.from_json(each.model_dump()) for each in asked.body.results]
   _check_size(asked, 'results', [text for each in given for text in (each.text, each.stderr or '')])
   turn, learned = _once(asked).results(asked.adapter, asked.path['session'], _turn(asked), given)
@@ -133,7 +127,7 @@ def results(asked: Incoming) -> Reply:
 
 
 def flush(asked: Incoming) -> Reply:
-  """Learn the examples that wait for min_sdpo_examples now."""
+  """Learn now from the examples that wait for min_sdpo_examples."""
   learned = _once(asked).flush(asked.adapter, asked.path['session'])
   return Reply({'learned': _counted(asked, learned)})
 
@@ -154,23 +148,23 @@ def _counted(asked: Incoming, learned: LearnedTurns | None) -> dict[str, Any] | 
 
 
 def examples(asked: Incoming) -> Reply:
-  """Return every example that was or will be learned, one per line."""
+  """Return every example that was or will be learned, one JSON object per line."""
   found = Sessions(asked.account).examples(asked.adapter, asked.query.get('session'))
   return Reply(b''.join(as_json(example.to_json()) + b'\n' for example in found), content_type=NDJSON)
 
 
 def replay(asked: Incoming) -> Reply:
-  """Learn examples of another adapter, in their order."""
+  """Learn from the exported examples of another adapter, in their order."""
   asked.account.adapter(asked.adapter)  # Raise NotFound before the lines are checked.
   learned = _once(asked).replay(asked.adapter, examples_of(asked.body), request=asked.idempotency)
   return Reply({'learned': [_counted(asked, each) for each in learned]})
 
 
 def examples_of(lines: bytes) -> list[TrainingExample]:
-  """Return the examples in a body, one per line.
+  """Parse examples, one JSON object per line.
 
   Raises:
-    InvalidRequest: a line is invalid; the error gives its number.
+    InvalidRequest: a line is invalid; the message has its number. Or there are no examples.
   """
   found = []
   for number, line in enumerate(lines.splitlines(), 1):
@@ -179,10 +173,10 @@ def examples_of(lines: bytes) -> list[TrainingExample]:
     try:
       found.append(TrainingExample.from_json(json.loads(line)))
     except (InvalidRequest, ValueError, RecursionError) as error:
-      said = str(error) if isinstance(error, InvalidRequest) else 'it is not JSON.'
-      raise InvalidRequest(f'Line {number} is no example as GET …/examples writes it: {said}') from error
+      said = str(error) if isinstance(error, InvalidRequest) else 'It is not JSON.'
+      raise InvalidRequest(f'Line {number} is not an example from GET …/examples: {said}') from error
   if not found:
-    raise InvalidRequest('There is no example to replay: send the lines of GET …/examples.')
+    raise InvalidRequest('There are no examples to replay: send the lines of GET …/examples.')
   return found
 
 
@@ -190,13 +184,13 @@ def examples_of(lines: bytes) -> list[TrainingExample]:
 
 
 def _once(asked: Incoming) -> Any:
-  """Return the sessions for a change with an idempotency key, after noting its adapter with the request.
+  """Return the account's sessions, for a change; its stored response will be erased with the adapter.
 
   Raises:
     InvalidRequest: the request has If-Match.
   """
   if asked.expected is not None:
-    raise InvalidRequest('A session takes no If-Match: a turn is named by its number.', field='If-Match')
+    raise InvalidRequest('Sessions do not support If-Match, since turns have numbers: leave it out.', field='If-Match')
   if asked.idempotency is not None:
     adapter = asked.account.adapter(asked.adapter)
     asked.account.service.store.about(asked.idempotency, adapter.id)
@@ -208,12 +202,12 @@ def _turn(asked: Incoming) -> int:
 
 
 def _check_size(asked: Incoming, field: str, texts: Iterable[str], setting: str = 'max_message_bytes') -> None:
-  """Raise InvalidRequest if texts together are longer than a setting of serve.limits allows."""
+  """Raise InvalidRequest if texts are together longer than a setting of serve.limits allows, in bytes."""
   most = getattr(asked.account.service.settings.limits, setting)
   size = sum(len(text.encode('utf-8', 'surrogatepass')) for text in texts)
   if size > most:
     raise InvalidRequest(
-      f'{field} has {size} bytes, and {most} are taken at most (serve.limits.{setting}): shorten it.', field=field
+      f'{field} has {size} bytes, more than the limit of {most} (serve.limits.{setting}): shorten it.', field=field
     )
 
 
@@ -221,7 +215,7 @@ def _check_size(asked: Incoming, field: str, texts: Iterable[str], setting: str 
 
 
 def _decided_again(account: Any, adapter: str, version: int | None) -> dict[str, Any]:
-  raise AssertionError('A session keeps what it has decided by itself: the same decision is answered again.')
+  raise AssertionError('Sessions store decisions and results themselves, and respond to a repeat from these.')
 
 
 _KEPT: dict[str, Any] = {'again': _decided_again, 'guarded': True, 'token': True}
@@ -248,7 +242,7 @@ ROUTES: list[Route] = [
     'GET',
     f'{native.ADAPTER}/examples',
     examples,
-    query={'session': 'Only of this session.'},
+    query={'session': 'Only return examples of this session.'},
     answers=NDJSON,
     guarded=True,
   ),

@@ -12,9 +12,9 @@ Label = Annotated[str, Field(max_length=200)]
 
 
 class SessionSampling(RequestBody):
-  """How proposals are drawn; absent fields take the defaults of completions."""
+  """Sampling options of proposals; absent fields take the defaults of completions."""
 
-  max_tokens: int | None = Field(None, ge=1, description='Of a proposal; null: as many as are served at most.')
+  max_tokens: int | None = Field(None, ge=1, description="The most tokens of a proposal; null: the service's limit.")
   temperature: Number | None = Field(None, ge=0)
   top_p: Number | None = Field(None, gt=0, le=1)
   top_k: int | None = Field(None, ge=-1)
@@ -25,146 +25,176 @@ class SessionSampling(RequestBody):
 class OpenSession(RequestBody):
   """The settings of a session, fixed when it is opened."""
 
-  system: Text | None = Field(None, description='The message of the role system that the conversation begins with.')
+  system: Text | None = Field(None, description='The system message of the conversation.')
   tools: list[dict[str, Any]] = Field(
-    default_factory=list, description='JSON schemas of the tools that may be called, as chat templates take them.'
+    default_factory=list, description='JSON schemas of the tools that the model may call, as chat templates take them.'
   )
-  title: Label = Field('', description='A label, for people.')
-  min_sdpo_examples: int = Field(1, ge=1, description='So many examples are learned together; fewer wait.')
+  title: Label = Field('', description='A title for people.')
+  min_sdpo_examples: int = Field(1, ge=1, description='How many examples are learned together; fewer wait.')
   teacher: Teacher | None = Field(
-    None, description="live, ema, lagged, base or frozen, or {kind: …} with more; null: the adapter's."
+    None, description="live, ema, lagged, base or frozen, or {kind: …} with its settings; null: the adapter's."
   )
   update: Update = Field(default_factory=Update)
-  guards: dict[str, Number | None] | None = Field(None, description="As of feedback; null: the adapter's.")
+  guards: dict[str, Number | None] | None = Field(None, description="Limits as in a feedback; null: the adapter's.")
   sampling: SessionSampling = Field(default_factory=SessionSampling)
-  learn_from_results: bool = Field(False, description='Whether a tool that failed is a lesson, too.')
+  learn_from_results: bool = Field(False, description='Whether to learn from failed tool calls, too.')
   rehearse: int = Field(
-    0, ge=0, description='So many of the newest approved proposals are learned beside a correction, so that they stay.'
+    0, ge=0, description='How many of the newest approved proposals to learn with a correction, so as to keep them.'
   )
-  show_attempt: bool = Field(False, description='Whether the teacher reads the denied proposal, too.')
+  show_attempt: bool = Field(False, description='Whether the teacher also reads the denied proposal.')
 
 
 class SessionMessage(RequestBody):
-  role: Literal['user', 'tool'] = Field(description='Who says it.')
+  """A message of a session."""
+
+  role: Literal['user', 'tool'] = Field(description='The author of the message.')
   content: Text
 
 
 class ProposeRequest(RequestBody):
+  """A request for the next proposal."""
+
   messages: list[SessionMessage] = Field(
-    default_factory=list, description='What was said since the last proposal; none after a denial asks again.'
+    default_factory=list, description='The messages since the last proposal; empty after a denial: try again.'
   )
-  seed: int | None = Field(None, description='Null: another one every time.')
-  stream: bool = Field(False, description='Server-sent events: draft {delta}, and at the end turn.')
+  seed: int | None = Field(None, description='The seed of sampling; null: a random one.')
+  stream: bool = Field(False, description='Whether to stream server-sent events: draft {delta}, and at the end turn.')
 
 
 class RetryRequest(RequestBody):
-  seed: int | None = Field(None, description='Null: another one every time.')
-  stream: bool = Field(False, description='Server-sent events: draft {delta}, and at the end turn.')
+  """A request for an alternative to a turn."""
+
+  seed: int | None = Field(None, description='The seed of sampling; null: a random one.')
+  stream: bool = Field(False, description='Whether to stream server-sent events: draft {delta}, and at the end turn.')
 
 
 class DecisionRequest(RequestBody):
+  """A person's decision on a proposal."""
+
   decision: Literal['approve', 'deny', 'edit']
   correction: Text | None = Field(
-    None, description='Of deny and edit: what was wrong, or what would have been right, in words.'
+    None, description='For deny and edit: what is wrong, or what would be right, in words.'
   )
-  arguments: dict[str, Any] | None = Field(None, description='Of edit: what the call should have had.')
-  call: int = Field(0, ge=0, description='Of edit: which call of the proposal it is.')
+  arguments: dict[str, Any] | None = Field(None, description='For edit: the new arguments of the call.')
+  call: int = Field(0, ge=0, description='For edit: the index of the call in the proposal.')
 
 
 class ToolResultGiven(RequestBody):
-  """What came of a call, on the machine where it was run."""
+  """The result of a tool call."""
 
-  call: int = Field(0, ge=0, description='Which call of the proposal it is.')
-  ok: bool = Field(description='Whether the tool did what it was asked for.')
-  text: Text = Field(description='What the model reads of it.')
-  exit_code: int | None = Field(None, description='Of a command.')
-  stderr: Text | None = Field(None, description='The end of what a command complained of.')
-  field: Label | None = Field(None, description='The argument that was wrong.')
-  line: int | None = Field(None, description='The line of the file at which it failed.')
+  call: int = Field(0, ge=0, description='The index of the call in the proposal.')
+  ok: bool = Field(description='Whether the tool succeeded.')
+  text: Text = Field(description='The output that the model reads.')
+  exit_code: int | None = Field(None, description='The exit code of a command.')
+  stderr: Text | None = Field(None, description='The end of the stderr of a command.')
+  field: Label | None = Field(None, description='The name of the invalid argument.')
+  line: int | None = Field(None, description='The line of the file, from 1, at which the tool failed.')
 
 
 class ResultsRequest(RequestBody):
+  """The results of all calls of a turn."""
+
   results: Annotated[list[ToolResultGiven], Field(min_length=1, max_length=64)]
 
 
 class Nothing(RequestBody):
-  """There is nothing more to say: {}."""
+  """An empty body: {}."""
 
 
 # Responses.
 
 
 class SessionSaid(ResponseBody):
+  """A session."""
+
   id: str
-  adapter: str = Field(description='Its id.')
+  adapter: str = Field(description='The id of the adapter.')
   created: float = Field(description='Seconds since the epoch.')
   settings: dict[str, Any]
-  tool_form: str | None = Field(None, description='How the model writes calls: hermes or llama3; null without tools.')
+  tool_form: str | None = Field(None, description='The form of tool calls: hermes or llama3; null without tools.')
 
 
 class SessionsSaid(ResponseBody):
+  """The sessions of an adapter, the oldest first."""
+
   sessions: list[SessionSaid]
 
 
 class OpenedSaid(ResponseBody):
+  """A new session and its token."""
+
   session: SessionSaid
-  token: str = Field(description='For the header X-Session-Token of all that changes the session; told this one time.')
+  token: str = Field(description='The header X-Session-Token of all changes of the session; returned only once.')
 
 
 class TurnSaid(ResponseBody):
-  n: int = Field(description='0, 1, …')
-  status: str = Field(description='open, approved, edited, denied or answered (there is no call to decide on).')
-  messages: list[dict[str, Any]] = Field(description='Messages between the turn before and this one.')
-  version: int = Field(description='Of the adapter, which drew it.')
+  """A proposal of the model, the decision on it, and the results."""
+
+  n: int = Field(description='The number of the turn, from 0.')
+  status: str = Field(description='open, approved, edited, denied or answered (an answer without calls).')
+  messages: list[dict[str, Any]] = Field(description='The messages between the previous turn and this one.')
+  version: int = Field(description='The version of the adapter that proposed it.')
   sample_id: str
   prompt_tokens: list[int]
   tokens: list[int]
-  text: str = Field(description='All that was drawn.')
-  said: str = Field(description='The text beside the calls.')
-  calls: list[dict[str, Any]] = Field(description='Of each call: name, arguments.')
-  fault: str | None = Field(None, description='Why something that looks like a call is none.')
+  text: str = Field(description='The whole text that the model wrote.')
+  said: str = Field(description='The text without thinking and calls.')
+  calls: list[dict[str, Any]] = Field(description='For each call: name and arguments.')
+  fault: str | None = Field(None, description='Why something that looks like a call is invalid.')
   decision: dict[str, Any] | None = None
-  results: list[dict[str, Any]] = Field(description='Of its calls, once the tools have run.')
+  results: list[dict[str, Any]] = Field(description='The results of its calls, once the tools have run.')
   learned: dict[str, Any] | None = None
   created: float = Field(description='Seconds since the epoch.')
   kept_tokens: list[int] | None = Field(
-    None, description='What stands in the conversation in the place of tokens; null: these.'
+    None, description='The tokens that replace `tokens` in the conversation; null: none were replaced.'
   )
-  reused_tokens: int = Field(description='Of the prompt, whose keys and values were there already.')
+  reused_tokens: int = Field(description='Prompt tokens whose keys and values came from a cached prefix.')
 
 
 class LearnedSaid(ResponseBody):
+  """The result of learning from turns of a session."""
+
   version_before: int
-  version_after: int = Field(description='The same if nothing was committed.')
+  version_after: int = Field(description='Equal to version_before if nothing was committed.')
   accepted: bool
-  reason: str | None = Field(None, description='Why not.')
-  turns: list[int] = Field(description='Turns that were learned from.')
-  waiting: int = Field(description='Examples that wait until there are min_sdpo_examples.')
-  divergence_before: float | None = Field(None, description='Mean per token of the answer, teacher‖student, in nats.')
-  divergence_after: float | None = Field(None, description='The same of the new version.')
+  reason: str | None = Field(None, description='Why a guard rejected the new version.')
+  turns: list[int] = Field(description='The numbers of the turns that were learned from.')
+  waiting: int = Field(description='The number of examples that wait until there are min_sdpo_examples.')
+  divergence_before: float | None = Field(None, description='KL(teacher‖student) per token, in nats.')
+  divergence_after: float | None = Field(None, description='The same for the new version.')
   moved: list[dict[str, Any]] = Field(
-    description='Tokens whose log-prob moved most: position, token, text, before, after.'
+    description='The tokens whose log-probs changed most: position, token, text, before, after.'
   )
-  seconds: float | None = Field(None, description='Null: the process that learned it died before it could say more.')
+  seconds: float | None = Field(None, description='Null: the process ended after learning, before it noted more.')
 
 
 class SessionTurnsSaid(ResponseBody):
+  """A session with all its turns."""
+
   session: SessionSaid
   turns: list[TurnSaid]
 
 
 class ProposedSaid(ResponseBody):
+  """A new turn."""
+
   turn: TurnSaid
 
 
 class DecidedSaid(ResponseBody):
+  """A turn after a decision or results, and what was learned from it."""
+
   turn: TurnSaid
   learned: LearnedSaid | None = None
 
 
 class FlushedSaid(ResponseBody):
-  learned: LearnedSaid | None = Field(None, description='Null: nothing waited.')
+  """What was learned from the waiting examples."""
+
+  learned: LearnedSaid | None = Field(None, description='Null: no example was waiting.')
 
 
 class ReplayedSaid(ResponseBody):
+  """What was learned in each step of a replay."""
+
   learned: list[LearnedSaid]

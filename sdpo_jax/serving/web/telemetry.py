@@ -1,7 +1,7 @@
-"""What the service tells about its requests: the log, and Prometheus metrics.
+"""Telemetry of the service: a log of requests, and Prometheus metrics.
 
-The log has one JSON object per line, without prompts, headers or keys unless requested. /metrics has requests,
-latencies, tokens, versions, and the counters of the worker.
+The log has one JSON object per line, never with headers or keys, and with bodies only if requested. /metrics has
+requests, latencies, tokens, outcomes of feedback, and the counters of the worker.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _LONGEST_BODY = 20_000  # The most characters of a body in the log.
 
 
 class Log:
-  """A writer of log lines; any thread may call."""
+  """A log with one JSON object per line; any thread may call."""
 
   def __init__(self, stream: TextIO | None = None, *, bodies: bool = False, clock: Callable[[], float] = time.time):
     """Make a log.
 
     Args:
       stream: the output stream; None: stderr.
-      bodies: whether to also write the bodies of requests and responses (serve.http.log_bodies).
+      bodies: whether to log the bodies of requests and responses, too (serve.http.log_bodies).
       clock: returns seconds since the epoch.
     """
     self._stream, self._clock, self.bodies = stream, clock, bodies
     self._lock = threading.Lock()
 
   def write(self, event: str, *, bodies: Mapping[str, bytes] | None = None, **values: Any) -> None:
-    """Write a line, with bodies by name if these are logged; failures to write are ignored."""
+    """Write a line; `bodies` are added to it only if the log has bodies. Failures to write are ignored."""
     if self.bodies:
       values |= {name: _shown(body) for name, body in (bodies or {}).items()}
     line = json.dumps({'time': round(self._clock(), 3), 'event': event, **values}, default=str)
@@ -52,7 +52,7 @@ class Log:
         return
 
   def error(self, error: BaseException, request_id: str) -> None:
-    """Write the place and type of an unexpected error; the message, which may quote a prompt, only with bodies."""
+    """Log the type and traceback of an unexpected error; the message, which may quote a prompt, only with bodies."""
     frames = traceback.extract_tb(error.__traceback__)
     at = [f'{frame.filename.rsplit("/site-packages/")[-1]}:{frame.lineno} {frame.name}' for frame in frames[-12:]]
     message = {'message': str(error)} if self.bodies else {}
@@ -64,64 +64,64 @@ def _shown(body: bytes) -> str:
 
 
 class Forward(logging.Handler):
-  """A logging handler that writes the messages of libraries and of this package into the same log."""
+  """A handler for `logging` that forwards warnings of this package and of libraries to a `Log`."""
 
   def __init__(self, log: Log):
     super().__init__(logging.WARNING)
     self._log = log
 
   def emit(self, record: logging.LogRecord) -> None:
-    # The unformatted message, since its arguments may quote a request.
+    # Without its arguments if a library logs it, since these may quote a request.
     known = record.name.startswith('sdpo_jax') or self._log.bodies
     message = record.getMessage() if known else str(record.msg)
     self._log.write('log', level=record.levelname.lower(), logger=record.name, message=message[:1000])
 
 
 class Metrics:
-  """The metrics of one service."""
+  """The Prometheus metrics of one service."""
 
   def __init__(self, lifetime: Lifetime):
-    """Make the metrics of a service, which need not be there yet."""
+    """Make the metrics; the service of the lifetime need not exist yet."""
     self._registry = CollectorRegistry()
     self._registry.register(_Stats(lifetime))
     self._requests = Counter(
-      'sdpo_requests', 'Requests answered.', ['route', 'method', 'status'], registry=self._registry
+      'sdpo_requests', 'Requests that were answered.', ['route', 'method', 'status'], registry=self._registry
     )
     self._seconds = Histogram(
       'sdpo_request_seconds',
-      'Seconds from a request to the end of its answer.',
+      'Seconds from a request to the end of its response.',
       ['route'],
       buckets=_SECONDS,
       registry=self._registry,
     )
     self._tokens = Counter('sdpo_tokens', 'Tokens sampled, scored and learned.', ['kind'], registry=self._registry)
-    self._feedback = Counter('sdpo_feedback', 'Feedback by what came of it.', ['outcome'], registry=self._registry)
+    self._feedback = Counter('sdpo_feedback', 'Feedback transactions by outcome.', ['outcome'], registry=self._registry)
     self._decisions = Counter(
       'sdpo_session_decisions', 'Decisions on proposals.', ['decision'], registry=self._registry
     )
     self._denial_seconds = Histogram(
       'sdpo_session_denial_seconds',
-      'Seconds from a denial to its answer, learning included.',
+      'Seconds from a denial to its response, including learning.',
       buckets=_SECONDS,
       registry=self._registry,
     )
     self._learned = Counter(
-      'sdpo_session_learned', 'What sessions have learned, by what came of it.', ['outcome'], registry=self._registry
+      'sdpo_session_learned', 'Learning steps of sessions by outcome.', ['outcome'], registry=self._registry
     )
-    under_way = Gauge('sdpo_requests_under_way', 'Requests that are worked on.', registry=self._registry)
+    under_way = Gauge('sdpo_requests_under_way', 'Requests in progress.', registry=self._registry)
     under_way.set_function(lambda: lifetime.under_way)
-    ready = Gauge('sdpo_ready', 'Whether all programs are compiled.', registry=self._registry)
+    ready = Gauge('sdpo_ready', 'Whether the service accepts requests.', registry=self._registry)
     ready.set_function(lambda: float(lifetime.ready))
 
   def end(self, route: str, method: str, status: int, seconds: float, tokens: Mapping[str, int]) -> None:
     """Count a request that has ended.
 
     Args:
-      route: the pattern of its path, never the path.
+      route: the pattern of its path, never the path itself.
       method: its HTTP method.
-      status: of the response.
-      seconds: from the request to the end of its answer.
-      tokens: those spent, by kind; refunds are not subtracted, since counters never decrease.
+      status: the status of the response.
+      seconds: the time from the request to the end of its response.
+      tokens: the tokens spent, by kind; negative counts are ignored, since counters never decrease.
     """
     self._requests.labels(route, method, str(status)).inc()
     self._seconds.labels(route).observe(seconds)
@@ -130,11 +130,11 @@ class Metrics:
         self._tokens.labels(kind).inc(count)
 
   def feedback(self, outcome: str) -> None:
-    """Count a feedback: committed, rejected or dry_run."""
+    """Count a feedback by its outcome: committed, rejected or dry_run."""
     self._feedback.labels(outcome).inc()
 
   def decision(self, kind: str, seconds: float) -> None:
-    """Count a decision on a proposal: approve, deny or edit, and the seconds that it took."""
+    """Count a decision on a proposal (approve, deny or edit), and for a denial the seconds until its response."""
     self._decisions.labels(kind).inc()
     if kind == 'deny':
       self._denial_seconds.observe(seconds)
@@ -149,7 +149,7 @@ class Metrics:
 
 
 class _Stats:
-  """A collector that reads the worker's numbers when they are scraped."""
+  """A Prometheus collector that reads the worker's metrics when they are scraped."""
 
   def __init__(self, lifetime: Lifetime):
     self._lifetime = lifetime
@@ -159,4 +159,4 @@ class _Stats:
     for name, value in sorted(service.worker.stats.items()) if service is not None else ():
       if isinstance(value, (int, float)):
         metric = 'sdpo_engine_' + re.sub(r'\W', '_', name)
-        yield GaugeMetricFamily(metric, f'Of the engine: {name.replace("_", " ")}.', value=float(value))
+        yield GaugeMetricFamily(metric, f'The engine metric {name.replace("_", " ")}.', value=float(value))

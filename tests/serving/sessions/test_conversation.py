@@ -230,10 +230,10 @@ BASE = (
 @pytest.mark.parametrize(
   'template, why',
   [
-    (BASE.replace('{{ message.content }}', '{{ messages | length }}{{ message.content }}'), 'in another way'),
+    (BASE.replace('{{ message.content }}', '{{ messages | length }}{{ message.content }}'), 'differently'),
     (BASE.replace('{{ message.content }}', '{{ message.content }}{{ message.content }}'), 'once'),
-    (BASE.replace('{{ message.content }}', '{{ message.content | upper }}'), 'once, as they are'),
-    (BASE.replace('<|im_end|>', ''), 'ends turns of the assistant with no control token'),
+    (BASE.replace('{{ message.content }}', '{{ message.content | upper }}'), 'exactly once and unchanged'),
+    (BASE.replace('<|im_end|>', ''), 'does not end turns of the assistant with a control token'),
     (BASE.replace('{{ message.content }}<|im_end|>', '{{ message.content }} .<|im_end|>'), 'between an answer and'),
     (
       BASE.replace('{% for', "{% if messages|length > 1 %}{{ raise_exception('One question.') }}{% endif %}{% for"),

@@ -159,7 +159,7 @@ def test_the_conversation_goes_on_with_what_was_approved_and_what_tools_answered
     Sessions(ada).propose(*where)
   turn, learned = Sessions(ada).results(*where, 1, [ToolResult(0, True, 'a:x')])
   assert learned is None and turn.results[0].text == 'a:x' and turn.status == 'approved'
-  with pytest.raises(InvalidRequest, match='results of turn 1 are in the conversation already'):
+  with pytest.raises(InvalidRequest, match='already has the results of turn 1'):
     Sessions(ada).propose(*where, [{'role': 'tool', 'content': 'a:x'}])
   second = proposed(ada, script, where, 'Done.', ())
   assert second.prompt_tokens[: len(first.prompt_tokens) + len(first.tokens)] == [*first.prompt_tokens, *first.tokens]
@@ -187,7 +187,7 @@ def test_an_edit_teaches_the_edited_call_and_stands_in_the_conversation(ada, scr
   adapter, _ = where = opened(ada)
   first = proposed(ada, script, where, called(GREP))
   for edit, why in (
-    (Decision('edit', arguments={}, call=1), 'number 1'),
+    (Decision('edit', arguments={}, call=1), 'no call 1'),
     (Decision('edit', arguments={'</tool_call>': 1}), 'form'),
   ):
     with pytest.raises(InvalidRequest, match=why):
@@ -222,7 +222,7 @@ def test_a_call_that_cannot_be_read_teaches_why(ada, script):
   assert learned.accepted and example.environment == turn.fault and example.feedback is None
   half = proposed(ada, script, where, called(GREP) + '<tool_call>', ())
   assert half.calls and half.fault
-  with pytest.raises(InvalidRequest, match='nothing is done by half'):
+  with pytest.raises(InvalidRequest, match='its plan is incomplete'):
     Sessions(ada).decide(*where, 1, APPROVE)
 
 
@@ -231,7 +231,7 @@ def test_tools_that_failed_are_lessons_where_the_session_says_so(ada, script):
   proposed(ada, script, where, called(GREP))
   Sessions(ada).decide(*where, 0, APPROVE)
   failed = ToolResult(0, False, 'No.', exit_code=2, stderr='x: bad', field='p', line=3)
-  with pytest.raises(InvalidRequest, match='one for each of them'):
+  with pytest.raises(InvalidRequest, match='one result for each of them'):
     Sessions(ada).results(*where, 0, [failed, failed])
   turn, learned = Sessions(ada).results(*where, 0, [failed])
   [example] = Sessions(ada).examples(adapter)
@@ -339,13 +339,13 @@ def test_what_is_decided_stays_decided(ada, script):
   turn, learned = Sessions(ada).decide(*where, 0, DENY)
   assert Sessions(ada).decide(*where, 0, DENY) == (turn, learned) and head(ada, where) == 1
   for other in (APPROVE, Decision('deny', 'Use x.')):
-    with pytest.raises(TurnConflict, match='denied already'):
+    with pytest.raises(TurnConflict, match='already denied'):
       Sessions(ada).decide(*where, 0, other)
-  with pytest.raises(TurnConflict, match='results belong to'):
+  with pytest.raises(TurnConflict, match='send results for'):
     Sessions(ada).results(*where, 0, [ToolResult(0, True, 'x')])
   answered = proposed(ada, script, where, 'Yes.', ())
   proposed(ada, script, where, 'No.', HI)
-  with pytest.raises(TurnConflict, match='not the newest') as raised:
+  with pytest.raises(TurnConflict, match='newest turn is') as raised:
     Sessions(ada).decide(*where, answered.n, DENY)
   assert raised.value.current == 2 and head(ada, where) == 1
   with pytest.raises(NotFound, match='no turn 7'):
@@ -375,7 +375,7 @@ def test_of_two_proposals_at_once_one_is_kept(ada, script):
   script.say('One.', 'Two.')
   first, second = Sessions(ada).propose(*where, HI), Sessions(ada).propose(*where, HI)
   kept = next(first)
-  with pytest.raises(TurnConflict, match='changed the session meanwhile'):
+  with pytest.raises(TurnConflict, match='session has changed meanwhile'):
     next(second)
   assert [turn.text for turn in Sessions(ada).turns(*where)] == [kept.text]
 
@@ -409,7 +409,7 @@ def test_a_guard_leaves_the_turn_denied_and_the_version_as_it_was(ada, script, m
 
 def test_a_conversation_that_is_too_long_names_itself_and_the_way_out(ada, script):
   where = opened(ada, title='Long one')
-  with pytest.raises(InvalidRequest, match="'Long one' has .* 64 are read.*open a new session"):
+  with pytest.raises(InvalidRequest, match="'Long one' has .* limit of 64.*open a new session"):
     Sessions(ada).propose(*where, [{'role': 'user', 'content': 'a' * 60}])
   assert Sessions(ada).turns(*where) == []
 
@@ -496,7 +496,7 @@ def test_a_template_without_tools_is_refused_by_name(tmp_path):
   with running(config) as service:
     account = Account(service, 'ada')
     adapter = account.create('one')[0].id
-    with pytest.raises(InvalidRequest, match='knows no tools') as raised:
+    with pytest.raises(InvalidRequest, match='does not support tools') as raised:
       opened(account, adapter)
     assert raised.value.field == 'tools'
     session, _ = Sessions(account).open(adapter, SessionSettings(sampling={'max_tokens': 4}))

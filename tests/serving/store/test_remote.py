@@ -72,7 +72,7 @@ def test_a_store_that_cannot_be_reached_is_asked_again(server, tmp_path, done):
         failed = False
       except StorageFailed as error:
         failed = True
-        assert 's3://bucket/some/prefix' in str(error) and 'ask again' in str(error)
+        assert 's3://bucket/some/prefix' in str(error) and 'retry' in str(error)
       ended = next(requests) <= first
       server.disturb = lambda *_: None
       now = store.adapter('ada', adapter.id).head

@@ -221,7 +221,7 @@ def test_two_processes_on_an_object_store_do_not_lose_a_version(tmp_path):
 
 
 def test_a_second_process_is_refused_by_name(tmp_path, store):
-  with pytest.raises(UserError, match=f'root=.* is in use by the process {os.getpid()}: stop that one'):
+  with pytest.raises(UserError, match=f'root=.* is in use by the process {os.getpid()}: stop that process'):
     open_store(tmp_path)
   with pytest.raises(UserError, match='database=.* is in use by the process'):
     Store.open(str(tmp_path / 'other'), tmp_path / 'database' / 'store.sqlite', base=store_cases.tiny_base())
@@ -238,7 +238,7 @@ def test_a_root_of_another_base_is_refused(tmp_path, store):
     (store_cases.tiny_base(rank=3), 'r differ'),
     (dataclasses.replace(store_cases.tiny_base(), fingerprint={'weights': 'others'}), 'the model differ'),
   ):
-    with pytest.raises(UserError, match=f'of another base .*{why}'):
+    with pytest.raises(UserError, match=f'of another model or shape .*{why}'):
       Store.open(str(tmp_path / 'root'), database, base=other)
   with pytest.raises(ValueError, match='lora_a'):
     with open_store(tmp_path) as again:
@@ -288,21 +288,21 @@ def test_what_is_damaged_is_named_and_never_half_loaded(tmp_path, store):
   flipped = bytearray((places[1] / 'train_state.safetensors').read_bytes())
   flipped[-1] ^= 1
   (places[1] / 'train_state.safetensors').write_bytes(flipped)
-  with pytest.raises(Damaged, match=r'versions/00000001-.*/train_state.safetensors is not as it was written'):
+  with pytest.raises(Damaged, match=r'versions/00000001-.*/train_state.safetensors is damaged'):
     store.arrays(found[1])
   assert len(store.peft_files(found[1])) == 2  # Those are as they were.
   (places[0] / 'adapter_model.safetensors').unlink()
   with pytest.raises(Damaged, match=r'00000000-.*/adapter_model.safetensors is missing'):
     store.arrays(found[0])
   (places[2] / 'manifest.json').write_text('{}')
-  with pytest.raises(Damaged, match=r'00000002-.*/manifest.json is not as it was written'):
+  with pytest.raises(Damaged, match=r'00000002-.*/manifest.json is damaged'):
     store.arrays(found[2])
   assert_same(store.arrays(found[3]), arrays(3))
   store.close()
   (tmp_path / 'database' / 'store.sqlite').unlink()
   with open_store(tmp_path) as again:  # What is below the damaged manifest is known all the same.
     assert again.versions('ada', adapter.id) == [found[0], found[1], found[3]]
-    with pytest.raises(Damaged, match='00000002-.*manifest.json is not as it was written: restore it'):
+    with pytest.raises(Damaged, match='00000002-.*manifest.json is damaged: restore it'):
       again.version('ada', adapter.id, 2)
     step(again, adapter, 4)
     assert_same(again.arrays(his), arrays(9))
@@ -362,7 +362,8 @@ def test_a_deleted_adapter_leaves_nothing_but_a_tombstone(tmp_path, store):
   step(store, adapter, 2, details={'why': 'secret-reason'})
   store.keep_sample(dataclasses.replace(sample(adapter.id), text='secret-text'))
   store.note_feedback('ada', adapter.id, {'loss': 1.0})
-  request = store.begin('ada', 'key', 'body', adapter=adapter.id)
+  request = store.begin('ada', 'key', 'body')
+  store.about(request, adapter.id)
   store.finish(request, 200, b'secret-answer')
   with pytest.raises(VersionConflict) as error:
     store.delete('ada', adapter.id, 0)
@@ -564,7 +565,7 @@ def test_a_root_that_cannot_be_is_said(tmp_path):
   with pytest.raises(UserError, match='database=.* cannot be'):
     Store.open(str(tmp_path / 'root'), tmp_path / 'file' / 'x', base=store_cases.tiny_base())
   (tmp_path / 'root' / 'BASE').write_text('{}')
-  with pytest.raises(UserError, match='BASE is not as it was written'):
+  with pytest.raises(UserError, match='BASE is damaged'):
     Store.open(str(tmp_path / 'root'), tmp_path / 'db' / 'x', base=store_cases.tiny_base())
 
 

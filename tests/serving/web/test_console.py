@@ -86,7 +86,7 @@ def test_a_visitor_corrects_denies_edits_and_goes_back(tmp_path):
     page.open(f'{running.url}/console')
     visitor = Visitor(page)
     assert f'curl {running.url}/v1/continual/adapters' in visitor.read('#welcome')
-    visitor.press('Make a first adapter', "document.querySelector('#adapter-name').textContent === 'first'")
+    visitor.press('Create a first adapter', "document.querySelector('#adapter-name').textContent === 'first'")
     assert page.evaluate("document.querySelector('#welcome').hidden && document.querySelector('#choose').hidden")
     page.open(f'{running.url}/console')
     assert 'Choose an adapter' in visitor.read('#choose') and 'first' in visitor.read('#adapters')
@@ -115,12 +115,12 @@ def test_a_visitor_corrects_denies_edits_and_goes_back(tmp_path):
     visitor.write('#turns li:last-child textarea', '{"p": "y"}')
     visitor.press('Edit', "document.querySelector('#turns li:last-child .status').textContent === 'edited'")
     visitor.write('#turns li:last-child form textarea', 'found')
-    visitor.press('Go on', "document.querySelectorAll('#turns li').length === 3")
+    visitor.press('Continue', "document.querySelectorAll('#turns li').length === 3")
     assert '\\u{202e}<b>\\u{3164}' in visitor.read('#turns li:last-child pre') and '\u202e' not in visitor.read(
       '#turns'
     )
     visitor.press('Versions', "document.querySelectorAll('#version-rows tr').length === 4")
-    visitor.press('Back to this', "document.querySelectorAll('#version-rows tr').length === 5")
+    visitor.press('Undo to this', "document.querySelectorAll('#version-rows tr').length === 5")
     assert 'undo to 0' in visitor.read('#version-rows tr')
     assert page.complaints() == []
     assert {address.split('/')[2] for address in page.requested()} == {running.url.split('/')[2]}

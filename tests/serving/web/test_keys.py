@@ -77,11 +77,11 @@ def test_no_key_is_accepted_while_the_file_is_damaged_gone_or_open_to_others(pat
 @pytest.mark.parametrize(
   'content, sentence',
   [
-    (b'', 'has no key'),
-    (b'not json\n', 'line 1: this is no line of a key'),
+    (b'', 'holds no key'),
+    (b'not json\n', 'line 1 is not a key'),
     (b'[]\n', 'line 1'),
     (b'\xff\xfe', 'cannot be read'),
-    (b'{"id": "a", "digest": "b", "owner": "c", "name": "d", "created": 1}\n', 'the digest or the owner is not one'),
+    (b'{"id": "a", "digest": "b", "owner": "c", "name": "d", "created": 1}\n', 'invalid digest or owner'),
   ],
 )
 def test_a_file_that_is_none_of_keys_is_refused_with_its_line(path, content, sentence):

@@ -57,7 +57,7 @@ def test_keys_have_buckets_of_their_own_and_full_ones_are_forgotten():
   now = [0.0]
   allowances = Allowances(LimitsConfig(tokens_per_minute=60, burst_tokens=10), lambda: now[0])
   allowances.spend('a', 10)
-  with pytest.raises(Busy, match='60 tokens a minute') as refused:
+  with pytest.raises(Busy, match='60 tokens per minute') as refused:
     allowances.spend('a', 5)
   assert refused.value.retry_after == pytest.approx(5)
   allowances.spend('b', 10)
@@ -78,7 +78,7 @@ def test_places_are_refused_when_all_are_taken():
   places = ConcurrencyLimit(2)
   places.take()
   places.take()
-  with pytest.raises(Busy, match='2 requests are under way'):
+  with pytest.raises(Busy, match='limit of 2 concurrent requests'):
     places.take()
   places.let_go()
   places.take()
@@ -111,7 +111,7 @@ def receiving(*parts, end=True):
 
 def test_a_body_is_cut_off_while_it_comes():
   receive, left = receiving(*[b'x' * 100] * 50)
-  with pytest.raises(TooLarge, match='larger than the 1000 bytes'):
+  with pytest.raises(TooLarge, match='larger than the limit of 1000 bytes'):
     asyncio.run(read_body(receive, None, 1000, 5, 5))
   assert len(left) == 40  # Not one part more than it took.
   receive, left = receiving(b'x')
@@ -124,7 +124,7 @@ def test_a_body_is_cut_off_while_it_comes():
 
 def test_a_body_that_does_not_come_is_given_up():
   receive, _ = receiving(b'ab', end=False)
-  with pytest.raises(TooSlow, match='did not come within'):
+  with pytest.raises(TooSlow, match='No part of the body arrived'):
     asyncio.run(read_body(receive, None, 1000, 0.001, 5))
 
 
@@ -133,7 +133,7 @@ def test_a_body_that_comes_byte_by_byte_is_given_up():
     await asyncio.sleep(0)
     return {'type': 'http.request', 'body': b'x', 'more_body': True}
 
-  with pytest.raises(TooSlow, match='The body did not come within 0.01 seconds'):
+  with pytest.raises(TooSlow, match='The body did not arrive within 0.01 seconds'):
     asyncio.run(read_body(drip, None, 10**9, 5, 0.01))
 
 

@@ -546,7 +546,7 @@ def test_every_route_is_in_the_openapi_document_and_on_the_page(world):
     assert all(f'<td><code>{field}</code></td>' in page.text for field in schema.get('properties', {}))
   for line in (
     'Body: <a href="#FeedbackBody">',
-    'Answer: <a href="#FeedbackSaid">',
+    'Response: <a href="#FeedbackSaid">',
     'If-Match',
     'integer ≥ 1, default 1',
   ):

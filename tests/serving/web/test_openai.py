@@ -241,7 +241,7 @@ def test_texts_that_are_only_read_may_be_as_long_as_those_that_are_scored(client
   [drawn] = complete(client, tokens[:60], max_tokens=1, temperature=0, logprobs=1, return_token_ids=True).choices
   [read] = complete(client, tokens[:60], max_tokens=1, temperature=0, prompt_logprobs=0, return_token_ids=True).choices
   assert drawn.token_ids == read.token_ids and drawn.sample_id is not None
-  with pytest.raises(openai.BadRequestError, match='64 are taken at most'):
+  with pytest.raises(openai.BadRequestError, match='the limit is 64'):
     complete(client, tokens, max_tokens=1, temperature=0)
 
 
@@ -323,9 +323,9 @@ def test_a_model_that_is_not_there_is_not_found(client, name):
   [
     ({'logit_bias': {'5': 1}}, 'logit_bias is not supported'),
     ({'extra_body': {'guided_json': {}}}, "no parameter 'guided_json'"),
-    ({'prompt': 'a' * 100}, 'The prompt has .* and 64 are taken at most'),
-    ({'prompt': [999]}, 'token ids go from 0 to 263'),
-    ({'max_tokens': 9}, 'max_tokens=9 is more than the 8 tokens'),
+    ({'prompt': 'a' * 100}, 'The prompt has .* and the limit is 64'),
+    ({'prompt': [999]}, 'token ids are from 0 to 263'),
+    ({'max_tokens': 9}, 'max_tokens=9 is more than the limit of 8'),
     ({'stop': ['']}, 'stop must be'),
   ],
 )
@@ -368,7 +368,7 @@ def test_whoever_has_no_key_is_refused(guarded):
 
 
 def test_whoever_asks_too_much_hears_when_to_come_again(guarded):
-  with pytest.raises(openai.RateLimitError, match='60 tokens a minute') as caught:
+  with pytest.raises(openai.RateLimitError, match='60 tokens per minute') as caught:
     asyncio.run(guarded(None, 3))
   assert 1 <= int(caught.value.response.headers['retry-after']) <= 60 and caught.value.type == 'rate_limit_error'
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np
 import pytest
-from starlette.exceptions import HTTPException
 
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import as_json
@@ -117,9 +116,9 @@ def test_an_adapter_travels_as_a_zip_also_in_a_folder():
 @pytest.mark.parametrize(
   'content, error, sentence',
   [
-    (b'', InvalidRequest, 'no zip'),
-    (b'PK\x03\x04garbage', InvalidRequest, 'no zip'),
-    (zip_of((CONFIG, b'{}'), (WEIGHTS, b'x' * 1000))[:-30], InvalidRequest, 'no zip'),
+    (b'', InvalidRequest, 'not a readable zip'),
+    (b'PK\x03\x04garbage', InvalidRequest, 'not a readable zip'),
+    (zip_of((CONFIG, b'{}'), (WEIGHTS, b'x' * 1000))[:-30], InvalidRequest, 'not a readable zip'),
     (zip_of(('../' + CONFIG, b'{}')), InvalidRequest, None),
     (zip_of(('/etc/passwd', b'{}')), InvalidRequest, 'nothing else'),
     (zip_of((f'a/b/{CONFIG}', b'{}')), InvalidRequest, 'nothing else'),
@@ -155,8 +154,6 @@ def test_errors_have_a_status_headers_and_the_shape_of_their_route():
 
 def test_what_a_client_could_have_caused_is_known_and_nothing_else():
   assert error_responses.known(UserError('Set it.')).status == 400
-  assert error_responses.known(HTTPException(404)).status == 404
-  assert error_responses.known(HTTPException(405, headers={'Allow': 'GET'})).status == 405
   assert error_responses.known(KeyError('secret')) is None and error_responses.known(MemoryError()) is None
 
 
@@ -187,7 +184,7 @@ def test_values_of_a_body_are_not_in_its_error():
   with pytest.raises(ValueError) as caught:
     schemas.FeedbackBody.model_validate_json('{"sample_id": 5, "feedback": ["a secret prompt"], "mode": "secret"}')
   said = str(error_responses.known(caught.value))
-  assert 'secret' not in said and 'more fields are wrong' in said
+  assert 'secret' not in said and 'more errors' in said
 
 
 def test_a_feedback_is_about_one_completion_or_items():
@@ -195,7 +192,7 @@ def test_a_feedback_is_about_one_completion_or_items():
   assert [item.sample_id for item in one.items] == ['s']
   several = schemas.FeedbackBody(items=[{'sample_id': 'a'}, {'sample_id': 'b', 'reward': 1.0}])
   assert [item.sample_id for item in several.items] == ['a', 'b']
-  with pytest.raises(ValueError, match='feedback belongs into one of items'):
+  with pytest.raises(ValueError, match='feedback belongs in one of the items'):
     schemas.FeedbackBody(items=[{'sample_id': 'a'}], feedback='Too long.')
 
 

@@ -1,4 +1,4 @@
-"""The web console: adapters, what each feedback changed, sessions, versions. It uses the public routes."""
+"""The web console, a page that shows and corrects adapters through the public routes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from starlette.routing import Route
 from sdpo_jax import invisible
 from sdpo_jax.serving.web.endpoints import operation
 
-_FILES = {'console': 'text/html', 'console.css': 'text/css', 'console.js': 'text/javascript'}  # Path → its type.
-# Only its own files and routes, and no embedding in other pages, so that users approve what they see.
+_FILES = {'console': 'text/html', 'console.css': 'text/css', 'console.js': 'text/javascript'}  # Path → content type.
+# Only its own files and routes, and not within other pages, so that users see what they approve.
 POLICY = (
   "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
   "form-action 'none'; frame-ancestors 'none'"
@@ -20,11 +20,11 @@ POLICY = (
 
 
 def routes() -> list[Route]:
-  """Return the routes of the console; it needs no key itself, and asks its user for one."""
+  """Return the routes of the console, which need no key; the page asks its user for one."""
   return [Route('/', _beginning, methods=['GET']), *(_file(path, kind) for path, kind in _FILES.items())]
 
 
-@operation(summary='The way to the page.', answers='text/html', open=True)
+@operation(summary='Redirect to the web console.', answers='text/html', open=True)
 async def _beginning(request: Request) -> Response:
   return RedirectResponse('console')
 
@@ -35,7 +35,7 @@ def _file(path: str, kind: str) -> Route:
   if kind == 'text/javascript':
     content = invisible.SCRIPT.encode() + content
 
-  @operation(summary=f'A page for people: {name}.', answers=kind, open=True)
+  @operation(summary=f'Return {name} of the web console.', answers=kind, open=True)
   async def file(request: Request) -> Response:
     return Response(content, media_type=kind, headers={'Content-Security-Policy': POLICY, 'X-Frame-Options': 'DENY'})
 

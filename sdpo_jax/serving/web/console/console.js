@@ -1,8 +1,8 @@
-// The page of the service. It asks the routes that every client asks, and shows what they say as text, never as markup.
+// The web console of the service. It uses the public routes, and shows their responses as text, never as markup.
 
 const ROOT = 'v1/continual';
-const KEY = 'sdpo_jax.key'; // In sessionStorage: gone with the tab. The token of a session is in memory alone.
-const AGAIN_MS = 2000; // Between two looks at a service that starts.
+const KEY = 'sdpo_jax.key'; // In sessionStorage, which ends with the tab. Tokens of sessions are only in memory.
+const AGAIN_MS = 2000; // Between two requests to a service that is starting.
 const by = (id) => document.getElementById(id);
 const state = { adapter: null, session: null, token: null, sample: null };
 
@@ -17,8 +17,7 @@ function element(tag, properties = {}, ...children) {
 const shown = (value, digits = 3) => (typeof value === 'number' ? value.toFixed(digits) : '–');
 const when = (seconds) => new Date(1000 * seconds).toLocaleString();
 
-// Characters that would not be seen, or would reorder what is, named (sdpo_jax/invisible.py): a person approves what
-// stands there.
+// Escapes characters that are invisible or reorder text (sdpo_jax/invisible.py), since a person approves what is shown.
 const visible = (text) => text.replace(INVISIBLE, (c) => `\\u{${c.codePointAt(0).toString(16)}}`);
 
 class Refused extends Error {}
@@ -33,11 +32,11 @@ async function ask(method, path, body, headers = {}) {
   try {
     answer = await fetch(path, { method, headers: sent, body: body === undefined ? undefined : JSON.stringify(body) });
   } catch {
-    throw new Refused('The service does not answer.');
+    throw new Refused('The service does not respond.');
   }
   const said = await answer.json().catch(() => ({}));
   if (answer.status === 401) by('key-form').hidden = false;
-  if (!answer.ok) throw new (answer.status === 503 ? Starting : Refused)(said.error?.message ?? `The service answered ${answer.status}.`);
+  if (!answer.ok) throw new (answer.status === 503 ? Starting : Refused)(said.error?.message ?? `The service responded with status ${answer.status}.`);
   return said;
 }
 
@@ -47,7 +46,7 @@ function complain(error) {
   by('error').hidden = false;
 }
 
-// What a button or a form does; it cannot be done twice at once.
+// Runs work when a button or a form is used; its buttons are disabled meanwhile.
 function doing(target, event, work) {
   target.addEventListener(event, async (happened) => {
     happened.preventDefault();
@@ -125,7 +124,7 @@ async function askModel() {
 async function correct() {
   const given = { feedback: by('feedback').value.trim(), correction: by('correction').value.trim() };
   const texts = Object.fromEntries(Object.entries(given).filter(([, text]) => text));
-  if (!Object.keys(texts).length) throw new Refused('Say what was wrong, or what would have been right.');
+  if (!Object.keys(texts).length) throw new Refused('Write what was wrong, or what would have been right.');
   const mode = by('trial').checked ? 'dry_run' : 'commit';
   const said = await ask('POST', `${of(state.adapter)}/feedback`, { sample_id: state.sample, ...texts, mode });
   credit(said);
@@ -136,7 +135,7 @@ function credit(said) {
   const [item] = said.items;
   const known = item.per_token;
   const became = said.version_after === said.version_before ? `version ${said.version_before} stays` : `version ${said.version_before} became ${said.version_after}`;
-  const why = said.accepted ? '' : ` It was not accepted: ${said.reason}`;
+  const why = said.accepted ? '' : ` The new version was rejected: ${said.reason}`;
   by('credit-summary').textContent =
     `${became}. Mean log-prob of the answer: ${shown(item.mean_log_prob_before)} before, ${shown(item.mean_log_prob_after)} after.${why}`;
   const most = Math.max(1e-9, ...known.divergence.map(Math.abs));
@@ -159,7 +158,7 @@ function token(known, at) {
   const rows = [
     ['log-prob before', shown(known.log_probs_before[at])],
     ['log-prob after', shown(known.log_probs_after[at])],
-    ['of the teacher', shown(known.teacher_log_probs[at])],
+    ['log-prob of the teacher', shown(known.teacher_log_probs[at])],
     ['divergence', shown(known.divergence[at], 4)],
     ...(known.top?.[at] ?? []).map((each) => [`teacher: ${visible(each.token)}`, shown(each.log_prob)]),
   ];
@@ -215,7 +214,7 @@ function turnItem(turn) {
 
 function choices(turn, item, status) {
   const box = element('div', { className: 'choices' });
-  const reason = element('input', { placeholder: 'why not, or what instead', ariaLabel: 'Correction' });
+  const reason = element('input', { placeholder: 'what is wrong, or what to do instead', ariaLabel: 'Correction' });
   const decide = async (decision) => {
     const said = await change(`/turns/${turn.n}/decision`, decision);
     status.textContent = said.turn.status;
@@ -255,7 +254,7 @@ function choices(turn, item, status) {
     button('Deny', async () => {
       if (!reason.value.trim()) {
         reason.focus();
-        throw new Refused('Say why not: that is what is learned.');
+        throw new Refused('Write what is wrong: the adapter learns from it.');
       }
       await decide({ decision: 'deny', correction: reason.value.trim() });
     }),
@@ -270,19 +269,19 @@ function learnedText(learned) {
   const moved = learned.moved.map((each) => `${visible(each.text)} ${shown(each.before, 2)} → ${shown(each.after, 2)}`).join(', ');
   return (
     `Learned in ${shown(learned.seconds, 2)} s: version ${learned.version_before} became ${learned.version_after}; divergence ` +
-    `${shown(learned.divergence_before)} → ${shown(learned.divergence_after)}` + (moved ? `; log-probs that moved most: ${moved}` : '')
+    `${shown(learned.divergence_before)} → ${shown(learned.divergence_after)}` + (moved ? `; log-probs that changed most: ${moved}` : '')
   );
 }
 
 function results(turn) {
   const form = element('form');
   const fields = turn.calls.map((call) => {
-    const text = element('textarea', { rows: 2, ariaLabel: `What came of ${call.name}`, placeholder: `what came of ${call.name}` });
+    const text = element('textarea', { rows: 2, ariaLabel: `Result of ${call.name}`, placeholder: `result of ${call.name}` });
     const failed = element('input', { type: 'checkbox' });
     form.append(text, element('label', {}, failed, ' it failed'));
     return { text, failed };
   });
-  form.append(element('button', { textContent: 'Go on' }));
+  form.append(element('button', { textContent: 'Continue' }));
   doing(form, 'submit', async () => {
     const given = fields.map(({ text, failed }, call) => ({ call, ok: !failed.checked, text: text.value }));
     const said = await change(`/turns/${turn.n}/results`, { results: given });
@@ -305,7 +304,7 @@ async function versions() {
       const row = element('tr', {}, ...[each.version, when(each.created), each.details.to === undefined ? each.reason : `undo to ${each.details.to}`, shown(lossOf(each)), shown(metrics.mean_log_prob_change)].map((text) => element('td', { textContent: text })));
       const last = element('td');
       if (each.version !== newest) {
-        const undo = element('button', { type: 'button', className: 'plain', textContent: 'Back to this' });
+        const undo = element('button', { type: 'button', className: 'plain', textContent: 'Undo to this' });
         doing(undo, 'click', async () => {
           await ask('POST', `${of(state.adapter)}/undo`, { to: each.version }, { 'If-Match': `"${newest}"` });
           await list();
@@ -347,7 +346,7 @@ function curve(points) {
   );
 }
 
-// The beginning.
+// Start.
 
 async function begin() {
   try {
@@ -363,7 +362,7 @@ async function begin() {
     await list();
   } catch (error) {
     if (!(error instanceof Starting)) throw error;
-    by('starting').textContent = `${error.message} This page looks again by itself.`;
+    by('starting').textContent = `${error.message} This page retries by itself.`;
     by('starting').hidden = false;
     setTimeout(() => begin().catch(complain), AGAIN_MS);
   }
