@@ -87,7 +87,8 @@ def unknown_setting(config: Any, name: str) -> UserError:
   known = flatten(config)
   near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
   same_leaf = [key for key in known if key.split('.')[-1] == name.split('.')[-1] and key not in near]
-  hint = ', '.join(same_leaf + near)
+  section = name.rpartition('.')[0]
+  hint = ', '.join(sorted(same_leaf + near, key=lambda key: key.rpartition('.')[0] != section))
   return UserError(
     f'There is no setting {name!r}' + (f'; did you mean {hint}?' if hint else '; --help_settings lists all of them.')
   )
