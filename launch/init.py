@@ -1,4 +1,4 @@
-"""Makes a folder to start from: settings, a grader to change and rows, from your data set and a model; checks them.
+"""Makes a config, a grader and rows from your data and a model, and checks them.
 
   python -m launch.init --data=my.csv --model=configs/quickstart_model
   python -m launch.train --config=my/config.py

@@ -1,11 +1,11 @@
-"""Makes train.json and test.json of the paper's data sets from their public sources.
+"""Makes train.json and test.json of the paper's data sets.
 
   python -m launch.prepare_data --source=sciknoweval --domain=chemistry --output=datasets/sciknoweval/chemistry
   python -m launch.prepare_data --source=livecodebench --output=datasets/lcb_v6
   python -m launch.prepare_data --source=tooluse --input=ToolAlpaca/data --output=datasets/tooluse
   python -m launch.prepare_data --source=longhealth --input=benchmark_v5.json --output=datasets/longhealth
 
-Needs a network unless --input is given. docs/data.md describes the result of each source.
+The public sources need a network; --input names a copy instead. docs/data.md describes the result of each source.
 """
 
 import datetime

@@ -1,11 +1,12 @@
-"""Measures, before any training, whether there is something to distil, and recommends what to do about it.
+"""Measures before training whether there is something to distil.
 
   python -m launch.probe --config=configs/quickstart.py
   python -m launch.probe --config=configs/quickstart.py --max_questions=32 --output=probe.json
   python -m launch.probe --config=configs/quickstart_lora.py --adapter=DIR
 
 Asks held-out questions: how often the student is right, how often the same model is once it reads a demonstration,
-feedback or both, how many questions carry a signal, and what does not fit the configured lengths. See docs/probe.md.
+feedback or both, how many questions carry a signal, and what does not fit the configured lengths. Recommends what to
+do about it. See docs/probe.md.
 """
 
 from absl import flags

@@ -1,4 +1,4 @@
-"""Writes prompts about a document, with the model itself, for the training of a cartridge.
+"""Writes prompts about a document, for the training of a cartridge.
 
   python -m launch.synthesize --config=configs/report.py --document=report.txt --output=prompts.parquet --count=2048
   python -m launch.train --config=configs/report.py --config.data.train_files=prompts.parquet
