@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
-import importlib.resources
 import json
 import logging
 import math
@@ -62,8 +61,6 @@ class Exported:
 
 def text_of(made: Exported, config: Config) -> str:
   """Return the Markdown text of an export's card; files of the run that cannot be read are left out with a warning."""
-  import jinja2
-
   methods = ['SDPO', 'GRPO'] if config.algorithm.mode == 'hybrid' else ['SDPO']
   methods = ['GRPO'] if config.actor.policy_loss.loss_mode == 'vanilla' else methods
   lines = [line for line in _readable(read_metrics, made.workdir) or () if line['step'] <= made.step]
@@ -72,26 +69,52 @@ def text_of(made: Exported, config: Config) -> str:
   parts = starts.trained_by(_readable(starts.read, made.workdir) or (), made.step) or {}
   software = parts.get('software', {})
   library, _, what = FORMATS.get(made.form, CARTRIDGE)
-  base, on_hub = printable(public_place(config.model.path)), is_hub_name(config.model.path)
-  template = importlib.resources.files('sdpo_jax.reporting') / 'web' / 'model_card.md'
-  markdown = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-  markdown.filters |= {'code': _code, 'python': repr, 'shell': shlex.quote}
-  markdown.filters['place'] = lambda source: _code(public_place(source, hub=False))
-  return markdown.from_string(template.read_text(encoding='utf-8')).render(
+  return _rendered(
+    'model_card.md',
+    config,
     metadata=_metadata(made, config, methods, steps),
-    **{'made': made, 'config': config, 'methods': methods, 'library': library, 'what': what, 'steps': steps},
-    **{
-      'base': base,
-      'on_hub': on_hub,
-      'loaded': base if on_hub else f'…/{base}',
-      'name': printable(made.name),
-      'version': sdpo_jax.__version__,
-    },
+    **{'made': made, 'methods': methods, 'library': library, 'what': what, 'steps': steps, 'name': made.name},
+    has_tokenizer=True,
     errors={step: _standard_errors(made.workdir, step) for step in steps},
     settings=_settings(config),
     devices=parts.get('devices'),
     software={name: software[name] for name in ('sdpo_jax', 'python', *fingerprint.PACKAGES) if name in software},
   )
+
+
+def text_of_adapter(name: str, number: int, shape: str, config: Config) -> str:
+  """Return the Markdown text of the card of a service's adapter.
+
+  Args:
+    name: name of the adapter.
+    number: its exported version.
+    shape: rank and matrices, in words.
+    config: settings of the service.
+  """
+  from huggingface_hub import ModelCardData
+
+  library, relation, what = FORMATS['peft']
+  base = config.model.path if is_hub_name(config.model.path) else None
+  data = ModelCardData(
+    library_name=library, base_model=base, base_model_relation=base and relation, tags=['sdpo', *TAGS]
+  )
+  values = {'name': name, 'number': number, 'shape': shape, 'library': library, 'what': what}
+  return _rendered('adapter_card.md', config, metadata=data.to_yaml(), has_tokenizer=False, **values)
+
+
+def _rendered(template: str, config: Config, **values: Any) -> str:
+  import jinja2
+
+  loader = jinja2.PackageLoader('sdpo_jax.reporting', 'web')
+  markdown = jinja2.Environment(
+    loader=loader, trim_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+  )
+  markdown.filters |= {'code': _code, 'python': repr, 'shell': shlex.quote}
+  markdown.filters['place'] = lambda source: _code(public_place(source, hub=False))
+  base, on_hub = printable(public_place(config.model.path)), is_hub_name(config.model.path)
+  values |= {'base': base, 'on_hub': on_hub, 'loaded': base if on_hub else f'…/{base}', 'config': config}
+  values |= {'name': printable(values['name']), 'version': sdpo_jax.__version__}
+  return markdown.get_template(template).render(values)
 
 
 def _metadata(made: Exported, config: Config, methods: list[str], steps: Mapping[int, Scores]) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 from sdpo_jax.errors import short_repr
 from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.models.adapters import peft_files
+from sdpo_jax.reporting import model_card
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.serving import adapter_settings, differences, records, request_prompts
 from sdpo_jax.serving.call import Call
@@ -217,8 +218,10 @@ class Account:
     return self._create(name, None, {**fresh, **own}, 'import', {'sha256': digest}, request)
 
   def export_peft(self, id: str, number: int | None = None) -> dict[str, bytes]:
-    """Return the contents of the files of a version (None: the newest) by name, in PEFT's format."""
-    return self.service.store.peft_files(self.version(id, number))
+    """Return the contents of the files of a version (None: the newest) by name: PEFT's, and a model card."""
+    adapter, version, service = self.adapter(id), self.version(id, number), self.service
+    card = model_card.text_of_adapter(adapter.name, version.number, service.served.described(), service.config)
+    return {**service.store.peft_files(version), model_card.FILE: card.encode()}
 
   # Sampling and scoring.
 

@@ -22,7 +22,7 @@ def test_the_citation_is_of_this_version_and_of_the_paper_that_cards_cite():
   assert values['license'] == re.search('license = "(.*)"', (sources.ROOT / 'pyproject.toml').read_text())[1]
   [paper] = values['references']
   assert {'type', 'title', 'authors'} <= paper.keys() and paper['url'].endswith('2601.20802')
-  card = (sources.ROOT / 'sdpo_jax/reporting/web/model_card.md').read_text(encoding='utf-8')
+  card = (sources.ROOT / 'sdpo_jax/reporting/web/model_card_end.md').read_text(encoding='utf-8')
   bibtex = re.sub(r'\s+', ' ', card[card.index('@article') :]).replace('{\\"u}', 'ü')
   people = ' and '.join(f'{person["family-names"]}, {person["given-names"]}' for person in paper['authors'])
   assert f'author = {{{people}}}' in bibtex and f'title = {{{paper["title"]}}}' in bibtex

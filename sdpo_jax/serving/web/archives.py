@@ -10,7 +10,7 @@ import zlib
 from sdpo_jax.errors import printable
 from sdpo_jax.serving.errors import InvalidRequest, TooLarge
 
-KNOWN = ('adapter_config.json', 'adapter_model.safetensors', 'base_fingerprint.json')
+KNOWN = ('adapter_config.json', 'adapter_model.safetensors', 'base_fingerprint.json', 'README.md')
 _RATIO = 20  # The largest expansion of a zip that is read; LoRA factors are hardly compressible.
 _SLACK = 2**20  # Additional bytes, for small files.
 _MOST = 16  # Files in a zip.

@@ -199,7 +199,7 @@ def test_a_version_travels_as_peft_files(world):
   exported = world.ada.get(f'{at}/export')
   with zipfile.ZipFile(io.BytesIO(exported.content)) as archive:
     names = set(archive.namelist())
-  assert exported.headers['content-type'] == 'application/zip' and 'adapter_model.safetensors' in names
+  assert exported.headers['content-type'] == 'application/zip' and {'adapter_model.safetensors', 'README.md'} <= names
   config = world.ada.get(f'{at}/export/adapter_config.json?version=0')
   assert json.loads(config.content)['peft_type'] == 'LORA'
   assert code(world.ada.get(f'{at}/export/optimizer.pt')) == (404, 'not_found')
