@@ -407,7 +407,7 @@ def test_a_run_trains_on_a_pool_and_logs_each_seed_type(made, config, tmp_path):
   [
     ({'seed_types': ('questions',)}, "--seed_types: 'questions' must be one of structuring, summarization, question,"),
     ({'seed_types': ()}, '--seed_types= must name at least one type'),
-    ({'seed_types': ('question', 'question')}, 'each once'),
+    ({'seed_types': ('question', 'question')}, 'and none twice'),
     ({'seed_weights': (1.0,)}, '--seed_weights has 1 numbers for 5 seed types'),
     ({'seed_weights': (1.0, 1, 1, 0, 1)}, '--seed_weights must be positive'),
     ({'seed_weights': (1.0, 1, 1, float('nan'), 1)}, '--seed_weights must be positive'),

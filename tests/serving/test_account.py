@@ -405,7 +405,7 @@ def test_a_teacher_behind_an_endpoint_is_asked_and_learned_from(ada, monkeypatch
     'Say more.' in ada.service.tokenizer.decode(list(asked.prompt))
     and 'endpoint' in ada.service.capabilities()['teachers']
   )
-  with pytest.raises(UserError, match='no token id'):
+  with pytest.raises(UserError, match='must hold token ids from'):
     ada.service.ask_endpoint([Lesson([1], [10**6], [3])], Call())
   assert ada.service.endpoint.asked == [asked]  # Nobody pays for the scores of what cannot be learned.
   call = Call()

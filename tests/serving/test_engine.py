@@ -337,7 +337,7 @@ def test_another_model_teaches_as_it_does_from_elsewhere(model, tmp_path):
     (dict(lessons=[given]), 'requires lessons without log-probs'),
     (
       dict(teacher='given', lessons=[dataclasses.replace(given, taught=Taught(ids[:2], top[:2], own[:2]))]),
-      'of 2 tokens',
+      'scored 2 tokens, but the completion has',
     ),
   ):
     with pytest.raises(UserError, match=said):
@@ -461,10 +461,10 @@ def test_what_is_wrong_is_refused_and_changes_nothing(model, tmp_path):
         (dict(max_tokens=float('nan')), 'max_tokens must be'),
         (dict(step=2**40), 'step must be'),  # It would end the sampler for all.
         (dict(seed=2**100), 'seed must be'),
-        (dict(stop=[3]), 'is no string'),
+        (dict(stop=[3]), 'must be a string'),
       )
     ),
-    (lambda: engine.score('0@0', [([1], [99])]), 'no token id'),
+    (lambda: engine.score('0@0', [([1], [99])]), 'must hold token ids from'),
     (lambda: engine.score('0@0', [([1], [])]), 'is empty'),
   ):
     with pytest.raises(UserError, match=said):

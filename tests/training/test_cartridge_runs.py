@@ -304,7 +304,7 @@ def test_what_does_not_go_with_a_cartridge_is_refused(run, tmp_path, tmp_path_fa
     UserError, match='trained a cartridge; export it with --format=cartridge or --format=cartridge_pt'
   ):
     runs.export(str(workdir), str(tmp_path / 'out'), 'student', form='merged')
-  with pytest.raises(UserError, match='--dtype=float16: .* float32 and bfloat16'):
+  with pytest.raises(UserError, match='--dtype=float16: .* float32 or bfloat16'):
     runs.export(str(workdir), str(tmp_path / 'out'), 'student', 'float16')
   settings = json.loads((workdir / 'config.json').read_text())
   assert settings['model']['cartridge']['tokens'] == 16

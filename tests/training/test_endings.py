@@ -304,7 +304,7 @@ def test_an_alarm_before_there_is_a_checkpoint_stops_the_run(experiment, tmp_pat
   config = make(save_freq=1, test_freq=1)
   config.alarms.rules, config.alarms.action = (ALWAYS,), 'rollback'
   result = loop.train(config, tmp_path)
-  assert result.step == 1 and 'no checkpoint with eval/odd/mean@2 to go back to' in result.stopped
+  assert result.step == 1 and 'no checkpoint with eval/odd/mean@2 to roll back to' in result.stopped
 
 
 @pytest.mark.slow  # By default test_step.py skips such a step and test_skipped.py counts those in a row.

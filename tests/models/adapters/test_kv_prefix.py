@@ -151,7 +151,7 @@ def test_rows_are_not_packed_behind_trained_slots():
   policy, _ = model('qwen3')
   config = Config()
   config.actor.pack_sequences = True
-  with pytest.raises(ValueError, match='trained slots stand before rows of one'):
+  with pytest.raises(ValueError, match='Rows with trained slots must hold one sample'):
     make_update(dataclasses.replace(policy, adapter=KVPrefix(4, 1)), update_spec(config))
   make_update(
     policy,
