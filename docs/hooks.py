@@ -2,6 +2,7 @@
 
 import importlib
 import pathlib
+import re
 import sys
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -10,6 +11,13 @@ from mkdocs.structure.files import File, Files
 sys.path[:0] = [str(pathlib.Path(__file__).parents[1])]  # Of sdpo_jax and of docs.
 
 reference = importlib.import_module('docs.reference')
+# Where a link leads on a code host, which shows the pages as they are → the page that is made of it here.
+MADE_OF = {
+  '../README.md': 'index.md',
+  '../launch': 'reference/commands.md',
+  '../sdpo_jax/config/schema.py': 'reference/settings.md',
+  '../sdpo_jax/interface.py': 'reference/python.md',
+}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -17,3 +25,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
   for name, content in reference.pages().items():
     files.append(File.generated(config, name, content=content))
   return files
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+  """Let links to a source lead to the page that is made of it."""
+  return re.sub(r'(?<=\]\()(\.\./[^)#]*)(?=[)#])', lambda found: MADE_OF.get(found[1], found[1]), markdown)

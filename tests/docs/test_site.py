@@ -10,7 +10,16 @@ import pytest
 from benchmarks import chromium
 from tests import tiny
 
+LINK = re.compile(r'\]\((?!https?:|#)([^)#\s]+)[^)]*\)')
 LOADED = re.compile(r'<(?:script|img|iframe)[^>]* src="([^"]*)"|<link[^>]* href="([^"]*)"|url\(["\']?(https?:[^"\')]*)')
+
+
+def test_links_lead_to_files_of_the_repository_too():
+  """A code host shows the pages as they are."""
+  pages = [tiny.REPOSITORY / 'README.md', *(tiny.REPOSITORY / 'docs').glob('*.md')]
+  links = [(page, link) for page in pages for link in LINK.findall(page.read_text(encoding='utf-8'))]
+  assert len(links) > 100
+  assert [(page.name, link) for page, link in links if not (page.parent / link).exists()] == []
 
 
 @pytest.mark.docs
