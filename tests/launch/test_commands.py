@@ -392,23 +392,20 @@ def test_settings_of_which_only_the_beginning_is_read_end_quietly(monkeypatch):
   assert ended.value.code == 141
 
 
-def test_a_command_whose_reader_is_gone_ends_quietly_and_no_other_broken_pipe_does(monkeypatch, capsys):
-  monkeypatch.setattr('sys.argv', ['launch.probe'])
+@pytest.mark.parametrize(
+  ('error', 'code', 'said'), [('', 141, ''), ("raise BrokenPipeError('of a socket')", 1, 'of a s')]
+)
+def test_a_command_whose_reader_is_gone_ends_quietly_and_no_other_broken_pipe_does(error, code, said):
+  program = f'from sdpo_jax import command\ndef main():\n  print(1)\n  {error}\ncommand.run(main)'
   reading, writing = os.pipe()
-  with os.fdopen(writing, 'w') as unread:
-    monkeypatch.setattr('sys.stdout', unread)
-
-    def main(error: Exception | None = None) -> None:
-      print('The result.')
-      if error is not None:
-        raise error
-
-    with pytest.raises(BrokenPipeError, match='of a socket'):
-      command.run(lambda: main(BrokenPipeError('of a socket')))
+  if not error:
     os.close(reading)
-    with pytest.raises(SystemExit) as ended:
-      command.run(main)
-  assert ended.value.code == command.EXIT_NOT_READ and capsys.readouterr().err == ''
+  ended = subprocess.run(
+    [sys.executable, '-c', program], stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+  )
+  assert ended.returncode == code and said in ended.stderr and bool(ended.stderr) == bool(error)
+  for descriptor in (writing, *([reading] if error else [])):
+    os.close(descriptor)
 
 
 def test_help_is_for_newcomers(quick_ends):
