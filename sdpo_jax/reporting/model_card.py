@@ -91,15 +91,9 @@ def text_of_adapter(name: str, number: int, shape: str, config: Config) -> str:
     shape: rank and matrices, in words.
     config: settings of the service.
   """
-  from huggingface_hub import ModelCardData
-
-  library, relation, what = FORMATS['peft']
-  base = config.model.path if is_hub_name(config.model.path) else None
-  data = ModelCardData(
-    library_name=library, base_model=base, base_model_relation=base and relation, tags=['sdpo', *TAGS]
-  )
+  library, _, what = FORMATS['peft']
   values = {'name': name, 'number': number, 'shape': shape, 'library': library, 'what': what}
-  return _rendered('adapter_card.md', config, metadata=data.to_yaml(), has_tokenizer=False, **values)
+  return _rendered('adapter_card.md', config, metadata=_yaml('peft', config, ['SDPO']), has_tokenizer=False, **values)
 
 
 def _rendered(template: str, config: Config, **values: Any) -> str:
@@ -119,25 +113,32 @@ def _rendered(template: str, config: Config, **values: Any) -> str:
 
 def _metadata(made: Exported, config: Config, methods: list[str], steps: Mapping[int, Scores]) -> str:
   """Return the metadata of a card as YAML."""
-  from huggingface_hub import EvalResult, ModelCardData
+  from huggingface_hub import EvalResult
 
-  library, relation, _ = FORMATS.get(made.form, CARTRIDGE)
-  base = config.model.path if is_hub_name(config.model.path) else None
   sets = [file.removeprefix(PREFIX).partition('?')[0] for file in config.data.train_files if file.startswith(PREFIX)]
   results = [
     EvalResult('text-generation', printable(task), printable(task), metric, value)
     for (task, metric), value in (steps[max(steps)] if steps and made.weights == 'student' else {}).items()
     if metric != 'questions'
   ]
-  return ModelCardData(
-    library_name=library,
-    base_model=base,
-    base_model_relation=base and relation,
+  return _yaml(
+    made.form,
+    config,
+    methods,
     datasets=[*dict.fromkeys(filter(is_hub_name, sets))] or None,
-    tags=[*map(str.lower, methods), *TAGS],
     model_name=printable(config.name) if results else None,
     eval_results=results or None,
-  ).to_yaml()
+  )
+
+
+def _yaml(form: str, config: Config, methods: list[str], **more: Any) -> str:
+  from huggingface_hub import ModelCardData
+
+  library, relation, _ = FORMATS.get(form, CARTRIDGE)
+  base = config.model.path if is_hub_name(config.model.path) else None
+  tags = [*map(str.lower, methods), *TAGS]
+  data = ModelCardData(library_name=library, base_model=base, base_model_relation=base and relation, tags=tags, **more)
+  return data.to_yaml()
 
 
 def _readable(read: Callable[..., Any], *arguments: Any) -> Any:
