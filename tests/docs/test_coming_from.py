@@ -20,13 +20,16 @@ NAME = re.compile(r'`([a-z_]+[a-z_0-9]*)`')
 
 @pytest.fixture(scope='module')
 def trl():
-  """Return TRL's own fields, and all with those of transformers, of which the page lists the usual ones."""
+  """Return the fields that TRL defines or redefines, and all with those of transformers, of which some are listed."""
   transformers = pytest.importorskip('transformers')
   sdpo = pytest.importorskip('trl.experimental.sdpo', reason='TRL is not installed')
   grpo = pytest.importorskip('trl')
   general = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
-  all_fields = {field.name for kind in (sdpo.SDPOConfig, grpo.GRPOConfig) for field in dataclasses.fields(kind)}
-  return all_fields - general, all_fields | general
+  kinds = (sdpo.SDPOConfig, grpo.GRPOConfig)
+  all_fields = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+  of_trl = {part for kind in kinds for part in kind.__mro__ if part.__module__.startswith('trl')}
+  redefined = {name for part in of_trl for name in part.__annotations__} & all_fields
+  return all_fields - general | redefined, all_fields
 
 
 def section(heading: str) -> str:
@@ -60,15 +63,14 @@ def test_a_script_of_trl_needs_ten_changed_lines_and_runs(tmp_path, monkeypatch)
   ]
   assert sum(line[0] == '+' for line in changes) <= 10
   monkeypatch.chdir(tmp_path)
-  rows = [{'prompt': f'Q{number}', 'answer': f'#### {number}'} for number in range(4)]
-  names = {'sdpo_jax': sdpo_jax}
+  datasets = pytest.importorskip('datasets')
+  rows = datasets.Dataset.from_list([{'question': f'Q{number}', 'answer': f'#### {number}'} for number in range(4)])
+  monkeypatch.setattr(datasets, 'load_dataset', lambda *_, **__: rows)
   small = {'data.train_batch_size': 2, 'actor.ppo_mini_batch_size': 2, 'data.max_prompt_length': 32}
   small |= {'data.max_response_length': 4, 'actor.self_distillation.max_reprompt_len': 256, 'model.dtype': 'float32'}
   small |= {'trainer.total_training_steps': 1}
-  text = ours.replace('from datasets import load_dataset\n', '').replace('sdpo_jax.train(', 'call = dict(')
-  text = re.sub(r'^rows = .*$', '', text, flags=re.MULTILINE)
-  exec(text, names | {'rows': rows}, call := {})
-  call = call['call'] | {'model': tiny.make_model(tmp_path / 'model')}
+  exec(ours.replace('sdpo_jax.train(', 'call = dict('), names := {})
+  call = names['call'] | {'model': tiny.make_model(tmp_path / 'model')}
   call['changes'] = call['changes'] | small
   assert call.pop('workdir') == 'runs/gsm8k'
   assert sdpo_jax.train(**call).step == 1
