@@ -27,6 +27,7 @@ ANSWER_COLUMN = flags.DEFINE_string(
 
 
 def main() -> None:
+  """Write the folder, check it, and print the command that trains."""
   from sdpo_jax.preflight import starter  # Takes seconds, which --help need not wait for.
 
   starter.start(DATA.value, MODEL.value, OUTPUT.value, (PROMPT_COLUMN.value, ANSWER_COLUMN.value), print)

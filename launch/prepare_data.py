@@ -30,6 +30,7 @@ UNTIL = flags.DEFINE_string('until', str(raw.ConversionOptions.until), 'livecode
 
 
 def main() -> None:
+  """Convert the source, and write train.json and test.json into --output."""
   if SOURCE.value == 'sciknoweval' and DOMAIN.value is None:
     raise UserError(f'--source=sciknoweval needs --domain: one of {", ".join(sciknoweval.DOMAINS)}.')
   days = day('since', SINCE.value), day('until', UNTIL.value)
@@ -38,6 +39,11 @@ def main() -> None:
 
 
 def day(name: str, text: str) -> datetime.date:
+  """Parse the day of a flag, written YYYY-MM-DD.
+
+  Raises:
+    UserError: it is none.
+  """
   try:
     return datetime.date.fromisoformat(text)
   except ValueError as error:

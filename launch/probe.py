@@ -23,6 +23,7 @@ command.define_adapter('The model is probed with it.')
 
 
 def main() -> None:
+  """Probe the model, write the measurements to --output, and print them with the advice that follows."""
   from sdpo_jax.inference import probe, probe_report
 
   numbers, advice = probe.probe_to_file(

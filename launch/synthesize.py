@@ -20,8 +20,6 @@ prompts are in OUTPUT.parts meanwhile, and OUTPUT appears when it is complete. S
 sample together, and process 0 writes.
 """
 
-import sys
-
 from absl import flags
 import jax
 
@@ -75,6 +73,7 @@ command.define_cluster()
 
 
 def main() -> None:
+  """Let the model ask and answer questions on the document, and write the rows to --output."""
   config = command.load_config()
   config.model.path = config.model.path if MODEL.value is None else MODEL.value
   command.join_cluster()
@@ -104,6 +103,11 @@ def main() -> None:
 
 
 def weight(text: str) -> float:
+  """Parse an entry of --seed_weights.
+
+  Raises:
+    UserError: it is not a number.
+  """
   try:
     return float(text)
   except ValueError as error:
@@ -111,8 +115,9 @@ def weight(text: str) -> float:
 
 
 def announce(text: str) -> None:
+  """Print a message on the first process only, as all have the same to say."""
   if jax.process_index() == 0:
-    print(text, file=sys.stderr, flush=True)
+    command.announce(text)
 
 
 if __name__ == '__main__':

@@ -22,6 +22,18 @@ def test_links_lead_to_files_of_the_repository_too():
   assert [(page.name, link) for page, link in links if not (page.parent / link).exists()] == []
 
 
+def test_the_pages_stay_short():
+  """Hand-written words; `<!-- made by` … `<!-- end -->` and the experiments are written by commands."""
+  words = {
+    page.name: len(
+      re.sub(r'<!-- made by.*?<!-- end -->', '', page.read_text(encoding='utf-8'), flags=re.DOTALL).split()
+    )
+    for page in [tiny.REPOSITORY / 'README.md', *(tiny.REPOSITORY / 'docs').glob('*.md')]
+  }
+  assert words.pop('README.md') <= 900
+  assert words.pop('experiments.md') > 0 and sum(words.values()) <= 26_000
+
+
 @pytest.mark.docs
 def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path):
   offline = {'http_proxy': 'http://127.0.0.1:9', 'https_proxy': 'http://127.0.0.1:9', 'NO_MKDOCS_2_WARNING': '1'}

@@ -83,12 +83,19 @@ def test_an_arrow_that_points_up_is_seen():
 
 def test_every_module_has_one_name():
   """A wheel installs one package: what `models` or `launch` is in a user's environment is the user's."""
-  top = re.compile(r'^\s*(?:from|import) (?:models|launch|configs)\b', re.MULTILINE)
+  top = re.compile(r'^\s*(?:from|import(?: [\w., ]+,)?) (?:models|launch|configs)\b', re.MULTILINE)
   listed = subprocess.run(
     ['git', 'ls-files', '*.py', '*.pyi', '*.md'], cwd=sources.ROOT, capture_output=True, text=True
   )
   assert [name for name in listed.stdout.split() if top.search((sources.ROOT / name).read_text())] == []
-  assert top.search('from models import huggingface') and top.search('  import configs.paper')
+  for text in (
+    'from models import huggingface',
+    '  import configs.paper',
+    'import os.path, models',
+    'import a as b, launch',
+  ):
+    assert top.search(text)
+  assert not top.search('from sdpo_jax import models') and not top.search('import sdpo_jax.models')
 
 
 # The loaded modules of which one file has two; `__main__` is the command, which the console script imports instead.

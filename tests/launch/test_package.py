@@ -1,7 +1,9 @@
 """The package: what a wheel holds, its extras, and commands in a directory that is not the repository."""
 
+import functools
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import subprocess
@@ -39,36 +41,66 @@ def start(folder: pathlib.Path, *arguments: str, installed: pathlib.Path) -> sub
   return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
+class Sources:
+  """A copy of the files that git knows, with a setuptools to build packages of them."""
+
+  def __init__(self, folder: pathlib.Path):
+    self.folder, self._tools = folder / 'sources', folder / 'tools'
+    listed = subprocess.run(['git', 'ls-files', '-z'], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in listed.stdout.split('\0')[:-1]:  # A copy, since setuptools leaves what it builds beside the sources.
+      (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+      shutil.copy(ROOT / name, self.folder / name)
+    [needed] = tomllib.loads((ROOT / 'pyproject.toml').read_text())['build-system']['requires']
+    done = self.python('pip', 'install', '--quiet', '--no-compile', '--target', self._tools, needed)
+    if 'No matching distribution found for setuptools' in done.stderr:
+      pytest.skip('there is no package index to take setuptools from')
+    assert done.returncode == 0, done.stderr
+
+  def python(self, module: str, *arguments) -> subprocess.CompletedProcess:
+    """Run a module in the copy, with setuptools."""
+    return subprocess.run(
+      [sys.executable, '-m', module, *arguments],
+      cwd=self.folder,
+      env=os.environ | {'PYTHONPATH': str(self._tools)},
+      capture_output=True,
+      text=True,
+      check=False,
+    )
+
+  def install(self, what: pathlib.Path | str, *where: pathlib.Path | str) -> None:
+    """Install a package alone; `where` are the last arguments of pip."""
+    options = ('--quiet', '--no-deps', '--no-compile', '--no-build-isolation')
+    done = self.python('pip', 'install', *options, *where, what)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(scope='module')
-def installed(tmp_path_factory):
+def copied(tmp_path_factory):
+  return Sources(tmp_path_factory.mktemp('package'))
+
+
+@pytest.fixture(scope='module')
+def installed(copied, tmp_path_factory):
   """Install the wheel of the files that git knows, apart from the packages of the tests."""
-  folder = tmp_path_factory.mktemp('package')
-  listed = subprocess.run(['git', 'ls-files', '-z'], cwd=ROOT, capture_output=True, text=True, check=True)
-  for name in listed.stdout.split('\0')[:-1]:  # A copy, since setuptools leaves what it builds beside the sources.
-    (folder / 'sources' / name).parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(ROOT / name, folder / 'sources' / name)
-  pip = [
-    sys.executable,
-    '-m',
-    'pip',
-    'install',
-    '--quiet',
-    '--no-deps',
-    '--no-compile',
-    '--target',
-    folder / 'installed',
-  ]
-  built = subprocess.run([*pip, folder / 'sources'], capture_output=True, text=True, check=False)
-  if 'No matching distribution found for setuptools' in built.stderr:
-    pytest.skip('there is no package index to take setuptools from')
-  assert built.returncode == 0, built.stderr
-  return folder / 'installed'
+  folder = tmp_path_factory.mktemp('wheel')
+  copied.install(copied.folder, '--target', folder)
+  return folder
+
+
+def held(folder: pathlib.Path) -> set[str]:
+  """Return the paths of the files of an installed package."""
+  return {path.relative_to(folder).as_posix() for path in (folder / 'sdpo_jax').rglob('*') if path.is_file()}
 
 
 def test_extras_are_the_requirement_files():
   extras = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['optional-dependencies']
   files = {path.stem.removeprefix('requirements-') for path in ROOT.glob('requirements-*.txt')}
   assert extras == {name: requirements(f'requirements-{name}.txt') for name in files}
+
+
+def test_figures_and_tables_of_others_are_no_requirements():
+  base = {re.match(r'[\w-]+', line)[0] for line in requirements('requirements.txt')}
+  assert base & {'httpx', 'matplotlib', 'datasets', 'pandas', 'torch', 'trl'} == set() and {'jax', 'httpx2'} <= base
 
 
 def test_files_beside_a_config_are_found_from_anywhere(tmp_path, monkeypatch):
@@ -100,9 +132,31 @@ def test_the_models_of_the_project_are_found_from_anywhere(tmp_path, monkeypatch
 def test_the_wheel_takes_one_name_and_holds_the_files_of_git(installed):
   assert {path.name for path in installed.iterdir() if path.suffix != '.dist-info'} == {'bin', 'sdpo_jax'}
   assert [path.name for path in (installed / 'bin').iterdir()] == ['sdpo']
-  held = {path.relative_to(installed).as_posix() for path in (installed / 'sdpo_jax').rglob('*') if path.is_file()}
   listed = subprocess.run(['git', 'ls-files', *PACKAGES], cwd=ROOT, capture_output=True, text=True, check=True)
-  assert held == {name if name.startswith('sdpo_jax/') else f'sdpo_jax/{name}' for name in listed.stdout.split()}
+  assert held(installed) == {
+    name if name.startswith('sdpo_jax/') else f'sdpo_jax/{name}' for name in listed.stdout.split()
+  }
+
+
+@pytest.mark.slow
+def test_a_source_distribution_installs_what_the_wheel_installs(copied, installed, tmp_path):
+  done = copied.python('setup', 'sdist', '--quiet', '--dist-dir', tmp_path)
+  assert done.returncode == 0, done.stderr
+  [archive] = tmp_path.glob('*.tar.gz')
+  copied.install(archive, '--target', tmp_path / 'installed')
+  assert held(tmp_path / 'installed') == held(installed)
+
+
+@pytest.mark.slow
+def test_an_editable_installation_runs_the_files_of_the_checkout(copied, tmp_path):
+  copied.install(copied.folder, '--prefix', tmp_path / 'prefix', '--editable')
+  [link] = (tmp_path / 'prefix').rglob('__editable__*.pth')
+  program = (
+    f'import site; site.addsitedir({str(link.parent)!r})\nimport sdpo_jax.launch\nprint(sdpo_jax.launch.__file__)'
+  )
+  environment = tiny.environment(quick=True) | {'PYTHONPATH': ''}
+  run = functools.partial(subprocess.run, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+  assert run([sys.executable, '-c', program]).stdout.strip() == str(copied.folder / 'launch' / '__init__.py')
 
 
 def test_commands_in_texts_are_written_as_they_were_typed(monkeypatch):
@@ -126,6 +180,10 @@ def test_the_console_script_runs_in_an_empty_folder(installed, tmp_path):
     assert done.returncode == 0, done.stderr
   assert sorted(os.listdir(tmp_path)) == ['quickstart_model', 'runs']
   assert (tmp_path / 'quickstart_model' / 'model.safetensors').is_file()
+  module = [sys.executable, '-m', 'sdpo_jax.launch.export', '--workdir=runs/quickstart', '--output=again']
+  environment = tiny.environment(quick=True) | {'PYTHONPATH': str(installed)}
+  done = subprocess.run(module, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+  assert done.returncode == 0 and (tmp_path / 'again' / 'model.safetensors').is_file(), done.stderr
   missing = start(tmp_path, 'check', '--config=configs/none.py', installed=installed)
   assert missing.returncode == 2 and 'there is no such file' in missing.stderr
   helped = start(tmp_path, 'help', 'check', installed=installed)
