@@ -40,10 +40,10 @@ class KeptPrograms:
 
   @contextlib.contextmanager
   def announced(self, announce: Announce) -> Iterator[None]:
-    """Announce each program that the block makes; afterwards the cache is closed, and further programs are logged.
+    """Announce each program that the block compiles; afterwards the cache is closed, and further programs are logged.
 
     Args:
-      announce: receives a line for each program, including those made before.
+      announce: receives a line for each program, including those compiled before.
     """
     for line in self._lines:
       announce(line)
@@ -100,8 +100,8 @@ class KeptPrograms:
           program = lowered.compile(compiler_options=_AFRESH if jax.default_backend() == 'cpu' else None)
         self._folder.put(f'{label} {said}', program)
       self.compiled += 1
+      self._announce(f'  {self.compiled:>3} {label}  {time.monotonic() - began:.1f} s')
     liveness.progress()
-    self._announce(f'  {self.compiled + self.read:>3} {label}  {time.monotonic() - began:.1f} s')
     return program
 
 

@@ -82,10 +82,10 @@ def _new(path: epath.Path, step: int) -> epath.Path:
 UNGRADED = 'ungraded_fraction'  # Shown unless it is 0: the other metrics count graded samples only.
 # Column of the table → name and format of its metric; n is the number of samples per question.
 COLUMNS = {
-  'mean@{n}': ('mean@{n}', '.4f'),
-  'best@{n}': ('best@{n}', '.4f'),
-  'maj@{n}': ('maj@{n}', '.4f'),
-  'acc/mean@{n}': ('acc/mean@{n}', '.4f'),
+  'mean@{n}': ('mean@{n}', '.1%'),
+  'best@{n}': ('best@{n}', '.1%'),
+  'maj@{n}': ('maj@{n}', '.1%'),
+  'acc/mean@{n}': ('acc/mean@{n}', '.1%'),
   'format valid': ('format_valid_fraction', '.1%'),
   'ungraded': (UNGRADED, '.1%'),
   'truncated': ('truncated_fraction', '.1%'),

@@ -286,8 +286,8 @@ def test_the_table_has_a_row_a_source_and_leaves_out_what_no_source_has():
   plain = {'source_y': {'mean@2': 0.5, 'best@2': 0.75, 'questions': 1000.0, 'truncated_fraction': 0.125}}
   header, _, first, second = closing_text.evaluation_table(evaluate.Evaluation(metrics | plain, []), 2).splitlines()
   assert header.split('  ')[0] == 'held-out' and 'acc/mean@2' in header and 'format valid' in header
-  assert first.split()[:2] == ['source_x', '0.2500'] and '0.6250' in first
-  assert second.split()[:4] == ['source_y', '0.5000', '0.7500', '–'] and second.split()[-1] == '1,000'
+  assert first.split()[:2] == ['source_x', '25.0%'] and '62.5%' in first
+  assert second.split()[:4] == ['source_y', '50.0%', '75.0%', '–'] and second.split()[-1] == '1,000'
   assert '12.5%' in second
   header = closing_text.evaluation_table(evaluate.Evaluation(plain, []), 2).splitlines()[0]
   assert 'maj@2' not in header and 'format valid' not in header and 'ungraded' not in header

@@ -137,9 +137,8 @@ class Chart {
     }
     const steps = ticks(range.left, range.right, Math.max(2, Math.min(6, columns / 60))).filter(Number.isInteger);
     for (const value of steps) {
-      svg.append(
-        makeSvg('text', { class: 'tick', x: x(value), y: height - 6, 'text-anchor': 'middle' }, value.toLocaleString('en-US')),
-      );
+      const label = value.toLocaleString('en-US'), fits = x(value) + (LETTER * label.length) / 2 <= width;
+      svg.append(makeSvg('text', { class: 'tick', x: x(value), y: height - 6, 'text-anchor': fits ? 'middle' : 'end' }, label));
     }
     for (const mark of this.spec.marks || []) {
       if (mark.x < range.left || mark.x > range.right) continue;

@@ -22,6 +22,10 @@ const NOTES = {
   'throughput/fill_train': 'share of the update’s tokens that are no padding',
   'throughput/fill_teacher': 'share of the teacher’s tokens that are no padding',
 };
+// Notes on metrics of each data source.
+const noteOf = (name) => NOTES[name]
+  || (name.startsWith('gap/') ? 'success rate in training less the held-out mean score' : undefined)
+  || (/^eval\/.*\/acc\//.test(name) ? 'a number of the grader, such as the share of an answer that is right' : undefined);
 const PHASES = ['sample', 'grade', 'teach', 'record', 'train', 'evaluate'];
 
 function metricsOf(page) {
@@ -106,8 +110,8 @@ function tiles(page, main) {
     ['rollout/score_mean', 'score in training', true],
     ['rollout/solved_group_fraction', 'groups with a success', true],
     ['self_distillation/reprompt_sample_fraction', 're-prompted', true],
-    ['teacher/divergence', 'divergence, nats per token', true],
-    ['throughput/tokens_per_s', 'tokens per second, median', false],
+    ['teacher/divergence', 'divergence, nats/token', true],
+    ['throughput/tokens_per_s', 'tokens/s, median', false],
   ];
   const cards = wanted.map(([metric, label, both]) => {
     const values = metric && valuesOf(page, group, metric);
@@ -227,7 +231,7 @@ function drawCharts(page) {
   } });
   content.push(make('div', { class: 'tools' }, make('h2', {}, 'Curves'), used, make('span', { class: 'space' }), find, make('label', { for: 'smoothing' }, 'Smoothing'), slider));
   const cardOf = (name, options) => {
-    const card = metricChart(page, name, { note: NOTES[name], ...options });
+    const card = metricChart(page, name, { note: noteOf(name), ...options });
     if (card) card.dataset.metric = name;
     return card;
   };
