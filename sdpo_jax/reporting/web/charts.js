@@ -104,6 +104,7 @@ class Chart {
     }
     if (this.spec.zero || this.spec.stacked || (this.spec.share && low < 0.5)) low = Math.min(low, 0);
     if (this.spec.share && high > 0.6) high = Math.max(high, 1);
+    if (low === high && this.spec.share) [low, high] = [0, 1];
     if (low === high) {
       const room = Math.abs(low) * 0.1 || 1;
       [low, high] = [low - room, high + room];
