@@ -239,6 +239,7 @@ def open_source(
         f'--model={model} and model.{section}.path={path} of the config: name that as --{flag}, or leave it out '
         f'with --config.model.{section}.path= to use the model without it.'
       )
+  model_files.resolve(model, weights=False, setting='--model')  # Names the flag if there is no such model.
   if adapter is not None or cartridge is not None:
     lora = LoraConfig(path=adapter or '')
     slots = CartridgeConfig(path=cartridge or '', document=slots.document if teaches else '')

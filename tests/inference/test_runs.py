@@ -178,3 +178,8 @@ def test_a_run_on_eight_devices_is_used_on_one(sharded_run, tmp_path):
   assert [command.returncode for command in done] == [0, 0, 0], [command.stderr for command in done]
   assert (tmp_path / 'exported' / checksums.SUMS).read_text() == sums and done[1].stdout == answer + '\n'
   assert 'digits' in json.loads((tmp_path / 'results.json').read_text())
+
+
+def test_a_model_that_is_not_there_is_named_by_its_flag():
+  with pytest.raises(UserError, match='The model directory none does not exist: set --model to one that does'):
+    runs.open_source(runs.RunOrModel(model='./none'), None)
