@@ -55,7 +55,10 @@ def main() -> None:
   step = runs.export(WORKDIR.value, OUTPUT.value, WEIGHTS.value, DTYPE.value, STEP.value, form, push, PRIVATE.value)
   if jax.process_index() == 0:
     pushed = '' if push is None else f', and on the hub as {push}'
-    print(f'The {WEIGHTS.value} of step {step} is in {OUTPUT.value}{pushed}.', file=sys.stderr)
+    print(
+      f'The {WEIGHTS.value} of step {step} is in {OUTPUT.value}{pushed}; its README.md says how to use it.',
+      file=sys.stderr,
+    )
 
 
 if __name__ == '__main__':

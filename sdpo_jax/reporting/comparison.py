@@ -31,9 +31,10 @@ TESTS = (
 
 def write_comparison(workdirs: Sequence[str], patterns: Sequence[str], output: str | None) -> str:
   """Return the result of `compare` as text, and write it as JSON to the file `output` unless that is None."""
-  found = compare(workdirs, patterns)
   if output is not None:
     check_output(output)
+  found = compare(workdirs, patterns)
+  if output is not None:
     write_output(output, json.dumps(jsonable(found), ensure_ascii=False, indent=1) + '\n')
   return text(found)
 

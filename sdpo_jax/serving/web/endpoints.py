@@ -19,6 +19,7 @@ from starlette.routing import BaseRoute, Route
 from sdpo_jax.files import as_json
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.web.error_responses import invalid
 from sdpo_jax.serving.web.events import ServerSentEvent, stream
 
 if TYPE_CHECKING:
@@ -146,7 +147,10 @@ def route(
   known = Operation(**values)
 
   def answer(request: Request, content: bytes) -> Response | Iterator[ServerSentEvent]:
-    body = content if known.body is None else known.body.model_validate_json(content or b'{}')
+    try:
+      body = content if known.body is None else known.body.model_validate_json(content or b'{}')
+    except pydantic.ValidationError as error:
+      raise invalid(error, known.body.model_fields) from error
     asked = incoming(request, body)
     if drawn is not None and body.stream:
       return drawn(asked)

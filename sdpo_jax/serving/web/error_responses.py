@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import math
 from typing import Any
 
 import pydantic
 
+from sdpo_jax.config.fields import did_you_mean
 from sdpo_jax.errors import UserError, printable
 from sdpo_jax.serving.errors import (
   Busy,
@@ -84,14 +85,16 @@ def known(error: BaseException) -> ServiceError | None:
   return None
 
 
-def invalid(error: pydantic.ValidationError) -> InvalidRequest:
-  """Return the first validation error of a body, with the field's path but not its value."""
+def invalid(error: pydantic.ValidationError, fields: Iterable[str] = ()) -> InvalidRequest:
+  """Return the first validation error of a body with these fields, with the path in the body but not the value."""
   first, *others = error.errors(include_url=False, include_context=False, include_input=False)
   path = '.'.join(printable(str(part), 60) for part in first['loc'])
   if first['type'] == 'json_invalid':
     return InvalidRequest('The body is not JSON: send one JSON object.')
   if first['type'] == 'extra_forbidden':
-    return InvalidRequest(f'There is no field {path}: /openapi.json lists all fields.', field=path)
+    hint = did_you_mean(path, fields if len(first['loc']) == 1 else ())
+    more = ': /openapi.json lists all fields.' if hint == '.' else hint
+    return InvalidRequest(f'There is no field {path}{more}', field=path)
   complaint = first['msg'].removeprefix('Value error, ')
   more = f' ({counted(len(others), "more error")})' if others else ''
   return InvalidRequest(f'{path or "The body"}: {complaint}{more}.', field=path or None)

@@ -74,7 +74,7 @@ def located(workdir: epath.PathLike) -> epath.Path:
 def no_run(workdir: epath.Path) -> UserError:
   """Return the error for a path that is not a run, which says what it is instead and what to name."""
   there = {path.name for path in workdir.iterdir()} if workdir.is_dir() else set()
-  whole = next((path for path in [*workdir.parents][:2] if _is_run(path)), None)
+  whole = _run_around(workdir)
   other = next((other for name, other in _OTHERS.items() if name in there), None)
   if not workdir.exists():
     what = f'there is no such directory{did_you_mean(workdir.name, (run.name for run in _runs_in(workdir.parent)))}'
@@ -92,6 +92,12 @@ def no_run(workdir: epath.Path) -> UserError:
   return UserError(f'{workdir} is not a run: {what}')
 
 
+def _run_around(workdir: epath.Path) -> epath.Path | None:
+  """Return the run of which a path such as RUN/metrics.jsonl or RUN/checkpoints/20 is a part."""
+  around = zip((workdir, *workdir.parents), [*workdir.parents][:2], strict=False)
+  return next((run for part, run in around if part.name in (*FILES, *FOLDERS) and _is_run(run)), None)
+
+
 def _is_run(path: epath.Path) -> bool:
   return (path / 'config.json').exists() and any((path / name).exists() for name in (METRICS, CHECKPOINTS))
 
@@ -107,13 +113,16 @@ def check_workdir(config: Config, workdir: epath.PathLike, *, restart: bool = Fa
   With `restart`, it may also hold another run without checkpoints, which will be moved away.
 
   Raises:
-    UserError: it holds another run (the message names the settings that differ), its contents cannot be read, or a
-      file and a folder of the run have each other's names.
+    UserError: it is inside a run, or holds another run (the message names the settings that differ), its contents
+      cannot be read, or a file and a folder of the run have each other's names.
   """
   workdir = located(workdir)
   with readable(f'--workdir={workdir}', UNREADABLE):
     there = _check_layout(workdir)
     trained = CHECKPOINTS in there and any((workdir / CHECKPOINTS).iterdir())
+    whole = None if trained else _run_around(workdir)
+  if whole is not None:
+    raise UserError(f'--workdir={workdir} is part of the run {whole}: name that, or a directory outside it.')
   if not trained and (restart or METRICS not in there):
     return workdir
   if 'config.json' not in there:

@@ -599,7 +599,12 @@ def test_adapters_are_listed_exported_and_deleted(world, dan):
       400,
       'training.alpha',
     ),
-    ('/v1/distill', {'lora_id': 'ada', 'prompt': 'Hi', 'response': 'Hello', 'traning': {}}, 400, 'no field traning'),
+    (
+      '/v1/distill',
+      {'lora_id': 'ada', 'prompt': 'Hi', 'response': 'Hello', 'traning': {}},
+      400,
+      "no field traning; did you mean 'training'?",
+    ),
     ('/v1/feedback', {'requests': []}, 400, 'requests'),
     ('/v1/score', {'completion': 'x'}, 400, 'one of messages and prompt'),
     ('/v1/lora/init', {'lora_id': 'eve', 'lora_r': 16}, 400, 'rank'),

@@ -30,6 +30,9 @@ def test_a_run_and_a_new_directory_are_taken(run):
   before = {path.name: path.read_bytes() for path in run.iterdir()}
   assert workdir.check_workdir(Config(), run) == epath.Path(run)
   assert workdir.check_workdir(Config(), run / 'new') == epath.Path(run / 'new')
+  for part in ('checkpoints/20', 'eval'):
+    with pytest.raises(UserError, match=f'{part} is part of the run .*/run: name that, or a directory outside it'):
+      workdir.check_workdir(Config(), run / part)
   with pytest.raises(UserError, match='--workdir=unknown://a/b is in an unknown kind of store'):
     workdir.check_workdir(Config(), 'unknown://a/b')
   assert {path.name: path.read_bytes() for path in run.iterdir()} == before
