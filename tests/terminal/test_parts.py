@@ -19,6 +19,7 @@ from sdpo_jax.terminal.changes import diff
 from sdpo_jax.terminal.history import History
 from sdpo_jax.terminal.inputs import Choice
 from sdpo_jax.terminal.screen import Line, Screen, has_colours
+from tests.docs import pages
 
 ANY_TEXT = st.text(st.characters(codec=None))
 # Categories of characters that act, hide or stand for nothing.
@@ -282,6 +283,16 @@ def test_what_a_person_allows_meanwhile_does_not_reach_what_is_refused(tmp_path)
   assert policy.verdict('write', {'path': 'b'}, tmp_path).verb == 'allow'
   assert policies.suggestion('write', {'path': './b/../c'}, tmp_path) == 'c'
   assert policies.suggestion('bash', {'command': ' ls '}, tmp_path) == 'ls'
+
+
+def test_the_rules_of_the_page_do_what_it_says(tmp_path):
+  [block] = [block for block in pages.blocks('docs/sessions.md') if block.text.startswith('never ')]
+  policy = policies.ApprovalPolicy(policies.parse(block.text, block.page))
+  for command, verb in (('rg x', 'allow'), ('make test && make lint', 'allow'), ('rg x; ls', 'never'), ('ls', 'never')):
+    assert policy.verdict('bash', {'command': command}, tmp_path).verb == verb
+  assert policy.verdict('read', {'path': 'a/b'}, tmp_path).verb == 'allow'
+  assert policy.verdict('read', {'path': 'secrets/key'}, tmp_path).verb == 'never'
+  assert policy.verdict('edit', {'path': 'a'}, tmp_path).verb == 'ask'
 
 
 def test_rules_are_the_same_as_text_and_as_json(tmp_path):
