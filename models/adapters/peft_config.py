@@ -58,7 +58,6 @@ class AdapterConfig:
   layers_pattern: tuple[str, ...] = ()  # Patterns of the name before the number of a layer; empty: any name.
   rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict)
   alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  dropout: float = 0.0  # Dropout in the training that made it.
   base: str | None = None  # Name or path of the base model; None: not given.
 
   def targets(self, module: str) -> bool:
@@ -192,7 +191,6 @@ def read(values: Mapping[str, Any], source: str) -> AdapterConfig:
     layers_pattern=(before,) if isinstance(before, str) and before else tuple(before),
     rank_pattern=patterns('rank_pattern', whole=True),
     alpha_pattern=patterns('alpha_pattern', whole=False),
-    dropout=entry('lora_dropout', (int, float), 'a number', 0.0),
     base=entry('base_model_name_or_path', (str,), 'a name', None),
   )
 
