@@ -47,15 +47,15 @@ def home(readme: str) -> str:
 
 def settings_page() -> str:
   """Return all settings with their values, default and meaning, a section for each part of a config."""
-  parts, section = [f'# Settings\n\n{MADE} Set one with `--config.NAME=VALUE`, or as an attribute in Python.\n'], None
+  parts: dict[str, str] = {}  # A section comes where its first setting is, also if another one interrupts it.
   for name, value, hint, field in settings(Config()):
-    if name.rpartition('.')[0] != section:
-      section = name.rpartition('.')[0]
-      parts.append(f'\n## {section or "The run"}\n\n| setting | values | default | meaning |\n|---|---|---|---|\n')
+    section = name.rpartition('.')[0] or 'The run'
+    parts.setdefault(section, f'\n## {section}\n\n| setting | values | default | meaning |\n|---|---|---|---|\n')
     default = json.dumps(value, ensure_ascii=False) if not isinstance(value, tuple) else json.dumps(list(value))
     cells = (f'`{name}`', values_of(hint, field.metadata['range']), f'`{default}`', field.metadata['doc'])
-    parts.append(f'| {" | ".join(map(_cell, cells))} |\n')
-  return ''.join(parts)
+    parts[section] += f'| {" | ".join(map(_cell, cells))} |\n'
+  intro = f'# Settings\n\n{MADE} Set one with `--config.NAME=VALUE`, or as an attribute in Python.\n'
+  return intro + ''.join(parts.values())
 
 
 def commands_page() -> str:

@@ -9,8 +9,8 @@ teacher with special tokens in ⟦ ⟧, and what looks odd: settings that contra
 the memory of the devices. With the --workdir of a run that will be resumed, it also prints what has changed since the
 run was saved: tokenizer, data, graders, versions, settings.
 
-Exit codes: 0 nothing looks odd; 1 something does, and the run would start all the same, except where that says that the
-run ends at its start; 2 bad input, named in a sentence.
+Exit codes: 0 nothing looks odd; 1 something does, but the run would start, unless the output says that it ends at its
+start; 2 bad input, named in a sentence.
 """
 
 from absl import flags

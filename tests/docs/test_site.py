@@ -48,7 +48,9 @@ def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path):
   assert done.returncode == 0, done.stderr
   pages = sorted(tmp_path.rglob('*.html'))
   assert {'index.html', 'settings.html', 'commands.html', 'tutorial.html'} <= {page.name for page in pages}
-  assert 'teacher_update_rate' in (tmp_path / 'reference' / 'settings.html').read_text()
+  settings = (tmp_path / 'reference' / 'settings.html').read_text()
+  assert 'teacher_update_rate' in settings
+  assert 'id="actorself_distillation"' in settings and '_distillation_1"' not in settings  # Every section once.
   assert '--topology' in (tmp_path / 'reference' / 'commands.html').read_text()
   files = [*pages, *tmp_path.rglob('*.css')]
   loaded = {address for file in files for found in LOADED.findall(file.read_text()) for address in found if address}
