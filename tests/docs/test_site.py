@@ -1,5 +1,6 @@
 """The site of the documentation: built without a warning or a network, and of its own files alone."""
 
+import json
 import os
 import re
 import subprocess
@@ -52,6 +53,10 @@ def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path):
   assert 'teacher_update_rate' in settings
   assert 'id="actorself_distillation"' in settings and '_distillation_1"' not in settings  # Every section once.
   assert '--topology' in (tmp_path / 'reference' / 'commands.html').read_text()
+  index = json.loads((tmp_path / 'search' / 'search_index.json').read_text())
+  texts = [re.sub('<[^>]*>', ' ', place['text']) for place in index['docs']]
+  words = {word for text in texts for word in re.split(index['config']['separator'], text)}
+  assert {'teacher_update_rate', 'lr', '0.05'} <= words  # Of actor.self_distillation.teacher_update_rate=0.05.
   files = [*pages, *tmp_path.rglob('*.css')]
   loaded = {address for file in files for found in LOADED.findall(file.read_text()) for address in found if address}
   assert [address for address in loaded if address.startswith(('http:', 'https:', '//'))] == []
