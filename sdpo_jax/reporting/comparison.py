@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.errors import UserError, printable, short_repr
 from sdpo_jax.evaluation.known_metrics import headlines, nearest
 from sdpo_jax.files import check_output, jsonable, write_output
 from sdpo_jax.reporting.groups import SEED, differences, group_runs, labels
@@ -62,9 +62,9 @@ def compare(workdirs: Sequence[str], patterns: Sequence[str] = ()) -> dict[str, 
   arms = {f'arm {number}': [runs[at] for at in group] for number, group in enumerate(groups, start=1)}
   seeds = {arm: {str(run.settings.get(SEED)): str(run.workdir) for run in group} for arm, group in arms.items()}
   if sum(map(len, seeds.values())) < max(1, len(runs)):
-    raise UserError('Name the directories of the runs to compare, such as runs/a runs/b, one for each seed of an arm.')
+    raise UserError('Name the runs to compare, such as runs/a runs/b, each once; of equal settings and seed only one.')
   remarks = [f'{run.name}: {remark}' for run in runs for remark in run.remarks]
-  remarks += [f'{run.name} has not ended: step {run.last} of {run.total}.' for run in runs if not run.over]
+  remarks += [f'{run.name} has not ended: step {run.last or 0} of {run.total}.' for run in runs if not run.over]
   for name in sorted({name for run in runs for name in run.settings if name.startswith(EVALUATION)}):
     if any(run.settings.get(name) != runs[0].settings.get(name) for run in runs):
       remarks.append(f'{name} differs, so the evaluations of these runs may not be comparable.')
@@ -115,7 +115,8 @@ def text(found: Mapping[str, Any]) -> str:
     sections['More than noise over seeds?'] = _verdicts(found)
   if found['remarks']:
     sections['Remarks'] = '\n'.join(found['remarks'])
-  return '\n\n'.join(f'━━ {title} ━━\n{content}' for title, content in sections.items())
+  whole = '\n\n'.join(f'━━ {title} ━━\n{content}' for title, content in sections.items())
+  return printable(whole, len(whole), keep='\n')  # Names may hold anything.
 
 
 def _table(metric: Mapping[str, Any]) -> str:
