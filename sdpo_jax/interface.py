@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 from etils import epath
 
 from sdpo_jax.config import Config, config_files, rewards
-from sdpo_jax.config.fields import matches, type_name, types_of
+from sdpo_jax.config.fields import check_types, matches, type_name, types_of
 from sdpo_jax.config.overrides import assign
 from sdpo_jax.config.ranges import check_ranges
 from sdpo_jax.config.schema import ValKwargs
@@ -34,7 +34,8 @@ from sdpo_jax.inference.generate import GenerationOptions, TextGenerator, as_mes
 from sdpo_jax.rollout.stops import to_text
 from sdpo_jax.training import loop
 from sdpo_jax.training.directory import lines
-from sdpo_jax.training.directory.workdir import ROWS, no_run
+from sdpo_jax.training.directory.locks import unwritable
+from sdpo_jax.training.directory.workdir import ROWS, located, no_run
 from sdpo_jax.training.evaluations import evaluated
 from sdpo_jax.training.loop import Result, run_to_end
 from sdpo_jax.training.specs import chat_format
@@ -82,7 +83,10 @@ def load_config(file: Location, changes: Mapping[str, Any] | None = None) -> Con
 
 def _own(config: Config | Location) -> Config:
   """Return settings that may be changed: a copy, or those of a file."""
-  return copy.deepcopy(config) if isinstance(config, Config) else load_config(config)
+  if not isinstance(config, Config):
+    return load_config(config)
+  check_types(config)  # Not all that is no setting can be copied.
+  return copy.deepcopy(config)
 
 
 def _changed(config: Config, changes: Mapping[str, Any] | None) -> Config:
@@ -424,11 +428,14 @@ def _written(rows: Iterable[Row], workdir: epath.PathLike, name: str) -> str:
   if not written:
     raise UserError('There are no rows: hand over at least one.')
   text = ''.join(written)
-  folder = epath.Path(workdir) / ROWS / hashlib.sha256(text.encode()).hexdigest()[:16]
+  folder = located(workdir) / ROWS / hashlib.sha256(text.encode()).hexdigest()[:16]
   path = folder / f'{name}.jsonl'  # Evaluations report the questions under this name.
   if not path.exists():
-    make_directory(folder)
-    write_atomically(path, text)
+    try:
+      make_directory(folder)
+      write_atomically(path, text)
+    except (OSError, ValueError) as error:  # ValueError: no name of a file.
+      raise unwritable(epath.Path(workdir), error) from error
   return str(path)
 
 

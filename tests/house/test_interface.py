@@ -1,6 +1,7 @@
 """The Python interface: rows and graders from memory, steps by hand, the same runs as those of the commands."""
 
 import copy
+import dataclasses
 import json
 
 import jax
@@ -202,7 +203,22 @@ def right(completions, **_):
       lambda config, path: sdpo_jax.export(path, path / 'out', weights='both'),
       "weights='both' is not 'student' or 'teacher'",
     ),
+    (
+      lambda config, path: sdpo_jax.export(path, path / 'out', weights=np.zeros(2)),
+      r"weights=array\(\[0., 0.\]\) is not 'student' or",
+    ),
     (lambda config, path: sdpo_jax.read_metrics(path), 'is not a run: '),
+    (lambda config, path: sdpo_jax.load_config('c' * 300), 'there is no such file'),
+    (lambda config, path: sdpo_jax.generator(model='m' * 300), 'model directory m+ does not exist'),
+    (
+      lambda config, path: sdpo_jax.train(dataclasses.replace(config, seed=(i for i in ())), path),
+      'seed=<generator object .* is not int',
+    ),
+    (
+      lambda config, path: sdpo_jax.load_config('configs/quickstart.py', {'seed': np.zeros((2, 2))}).validate(),
+      '^seed=[^\n]* is not int.$',
+    ),
+    (lambda config, path: sdpo_jax.train(config, '/dev/null/x', rows=ROWS), 'cannot be written .*: choose another'),
   ],
 )
 def test_arguments_of_other_types_are_refused_before_anything_is_made(config, tmp_path, call, said):
