@@ -17,6 +17,7 @@ import os
 from typing import Any, Literal, TypeVar
 
 from etils import epath
+import jax
 
 from sdpo_jax.config import Config, config_files, rewards
 from sdpo_jax.config.fields import check_types, matches, type_name, types_of
@@ -119,9 +120,11 @@ class Step:
       seed: seed of the sampling noise.
 
     Raises:
-      UserError: the prompt is too long.
+      UserError: the prompt is too long, or a later step has begun.
     """
     session, state = self._stepped.session, self._stepped.state
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(state.trainable)):
+      raise UserError(f'The model of step {self.number} is gone, since a later step began: sample it before.')
     data = session.config.data
     chat = chat_format(session.config)
     [tokens] = named_chat_tokens(session.tokenizer, [as_messages(prompt)], ['The prompt'], data.max_prompt_length, chat)

@@ -284,4 +284,16 @@ def test_the_state_that_a_step_shows_is_on_the_devices(config, tmp_path):
       step.sample('long ' * 100)
     with pytest.raises(sdpo_jax.UserError, match='max_tokens'):
       step.sample('Q', max_tokens=100)
+    gone = jax.tree.map(lambda leaf: leaf.copy(), state.trainable)
+    jax.tree.map(lambda leaf: leaf.delete(), gone)  # As the next step may.
+    shown = dataclasses.replace(step._stepped, state=state.replace(trainable=gone))  # noqa: SLF001 (as above)
+    with pytest.raises(sdpo_jax.UserError, match='The model of step 1 is gone, since a later step began'):
+      dataclasses.replace(step, _stepped=shown).sample('Q')
     break
+
+
+def test_runs_with_the_same_grader_may_end_in_any_order(config, tmp_path):
+  one, other = (sdpo_jax.steps(config, tmp_path / name, rows=ROWS, grader=odd) for name in 'ab')
+  next(one), next(other)
+  one.close()
+  other.close()
