@@ -84,6 +84,8 @@ def compare(workdirs: Sequence[str], patterns: Sequence[str] = ()) -> dict[str, 
         pairs.append({'metric': name, 'arms': two, **dataclasses.asdict(noise)})
   named = {arm: {'label': label, 'runs': seeds[arm]} for arm, label in zip(arms, labels(runs, groups), strict=True)}
   settings = differences(runs, groups)
+  if moved := differences(runs, groups, public=False).keys() - settings.keys():
+    remarks.append(f'Runs whose {" or ".join(sorted(moved))} is in another folder are arms of their own.')
   return {'arms': named, 'settings': settings, 'metrics': metrics, 'pairs': pairs, 'remarks': remarks}
 
 

@@ -154,6 +154,13 @@ def test_the_same_run_is_not_two_seeds(tmp_path):
       comparison.compare(named)
 
 
+def test_folders_that_make_an_arm_are_named(tmp_path):
+  runs = [run(tmp_path / name, values=[0.1], model__path=f'/{name}/base') for name in 'ab']
+  found = comparison.compare(runs)
+  assert len(found['arms']) == 2 and found['settings'] == {}
+  assert 'Runs whose model.path is in another folder are arms of their own.' in found['remarks']
+
+
 def test_no_name_controls_the_terminal(tmp_path):
   one = run(tmp_path / 'a\x1b[31m', values=[0.1, 0.2])
   text = comparison.text(comparison.compare([one]))
