@@ -9,11 +9,12 @@ import itertools
 import json
 from typing import Any
 
+from etils import epath
 import numpy as np
 
 from sdpo_jax.errors import UserError, printable, short_repr
 from sdpo_jax.evaluation.known_metrics import headlines, nearest
-from sdpo_jax.files import check_output, jsonable, write_output
+from sdpo_jax.files import check_output, jsonable, read_bytes, write_output
 from sdpo_jax.reporting.groups import SEED, differences, group_runs, labels
 from sdpo_jax.reporting.run_files import RunFiles, read_run
 from sdpo_jax.reporting.seed_noise import ENOUGH, LEVEL, compare_groups
@@ -34,6 +35,9 @@ def write_comparison(workdirs: Sequence[str], patterns: Sequence[str], output: s
   found = compare(workdirs, patterns)
   if output is not None:
     check_output(output)
+    path = epath.Path(output)
+    if path.is_file() and not read_bytes(path, 'name another --output').startswith(b'{\n "arms"'):
+      raise UserError(f'--output={output} exists and is not a comparison: name another file, or remove it.')
     write_output(output, json.dumps(jsonable(found), ensure_ascii=False, indent=1) + '\n')
   return text(found)
 

@@ -175,3 +175,6 @@ def test_the_file_holds_what_is_printed(tmp_path):
   assert pairs == list(itertools.combinations(('arm 1', 'arm 2', 'arm 3'), 2))
   assert found['pairs'][0]['difference'] == pytest.approx(-0.45) and found['pairs'][1]['interval'] is None
   assert found['metrics'][MEAN]['curves']['arm 3'] == {'0': 0.0, '1': 0.3} and 'arm 3' in text
+  comparison.write_comparison(runs, [], str(tmp_path / 'new' / 'c.json'))
+  with pytest.raises(UserError, match='config.json exists and is not a comparison: name another file'):
+    comparison.write_comparison(runs, [], f'{runs[0]}/config.json')
