@@ -164,5 +164,6 @@ def test_what_cannot_be_read_is_left_out_and_said(tmp_path, caplog):
     (workdir / 'fingerprint.json').write_text('[]')
     assert 'There was no evaluation up to this step.' in card_of(workdir, settings).text
   assert caplog.text.count('The model card leaves out what cannot be read') == 3
-  run_of(tmp_path / 'odd', [evaluated(1, [1.0, 0.0])], settings, {1: [1, {'score': 1.0, 'id': [2], 'data_source': {}}]})
+  samples, starts = [1, {'score': 1.0, 'id': [2], 'data_source': {}}], [{'step': 0, 'parts': {'devices': {'count': 1}}}]
+  run_of(tmp_path / 'odd', [evaluated(1, [1.0, 0.0])], settings, {1: samples}, starts)
   assert '| mean@2 | 0.5 |' in card_of(tmp_path / 'odd', settings).text
