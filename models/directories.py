@@ -14,13 +14,13 @@ from sdpo_jax.models import hub, remote_files
 
 def is_local(path: str | os.PathLike) -> bool:
   """Return whether `path` is a directory of this machine, for which `fetch` downloads nothing."""
-  return files.is_local(path) and _place(path).is_dir()
+  return files.is_local(path) and os.path.isdir(_place(path))
 
 
 def _place(path: str | os.PathLike) -> pathlib.Path:
   """Return a local path; for `configs/…` that the working directory does not have, the one in this installation."""
   local = pathlib.Path(path).expanduser()
-  return local if local.exists() else shipped(local) or local
+  return local if os.path.exists(local) else shipped(local) or local
 
 
 def fetch(path: str | os.PathLike, patterns: Sequence[str], setting: str, what: str) -> pathlib.Path:
@@ -41,7 +41,7 @@ def fetch(path: str | os.PathLike, patterns: Sequence[str], setting: str, what: 
   local = _place(path)
   if not files.is_local(path):
     return remote_files.fetch(str(path), tuple(patterns), setting, what)
-  if local.is_dir():
+  if os.path.isdir(local):  # Names of any length.
     return local
   if not is_hub_name(str(path)):
     raise UserError(

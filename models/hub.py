@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 import contextlib
 import functools
+import json
 import os
 import pathlib
 import shlex
@@ -72,7 +73,7 @@ def _explained(name: str, setting: str, what: str) -> Iterator[None]:
   reason = unreachable()
   try:
     yield
-  except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.HFValidationError, OSError) as error:
+  except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, ValueError, OSError) as error:
     where = f'{setting}={name!r} is not a directory here'
     if reason:
       raise UserError(
@@ -154,6 +155,8 @@ def _why(error: Exception, name: str, what: str) -> str:
     return f'there is no such {what}, or it is private: correct the name, or run `hf auth login`.'
   if isinstance(error, errors.RevisionNotFoundError):
     return 'it has no such revision.'
+  if isinstance(error, json.JSONDecodeError):  # A sign-in page of a network, for example.
+    return f'what answers for {constants.ENDPOINT} is not the hub: see that this machine reaches it.'
   return first_line(error)
 
 

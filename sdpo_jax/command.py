@@ -26,7 +26,7 @@ from sdpo_jax.config import config_files as config_files
 from sdpo_jax.config.fields import did_you_mean
 from sdpo_jax.config.help import settings_help
 from sdpo_jax.distributed import cluster
-from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.errors import UserError, first_line, printable
 from sdpo_jax.files import is_failing, is_full
 
 EXIT_BAD_INPUT = cluster.EXIT_BAD_INPUT
@@ -245,7 +245,7 @@ def announce(text: str) -> None:
 
 
 def _complain(sentence: str) -> int:
-  print(as_typed(sentence), file=sys.stderr)
+  print(printable(as_typed(sentence), sys.maxsize, keep='\n'), file=sys.stderr)  # It may quote any file.
   return EXIT_BAD_INPUT
 
 

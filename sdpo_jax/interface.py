@@ -17,9 +17,10 @@ import os
 from typing import Any, Literal, TypeVar
 
 from etils import epath
+import jax
 
 from sdpo_jax.config import Config, config_files, rewards
-from sdpo_jax.config.fields import matches, type_name, types_of
+from sdpo_jax.config.fields import check_types, matches, type_name, types_of
 from sdpo_jax.config.overrides import assign
 from sdpo_jax.config.ranges import check_ranges
 from sdpo_jax.config.schema import ValKwargs
@@ -34,7 +35,8 @@ from sdpo_jax.inference.generate import GenerationOptions, TextGenerator, as_mes
 from sdpo_jax.rollout.stops import to_text
 from sdpo_jax.training import loop
 from sdpo_jax.training.directory import lines
-from sdpo_jax.training.directory.workdir import ROWS, no_run
+from sdpo_jax.training.directory.locks import unwritable
+from sdpo_jax.training.directory.workdir import ROWS, located, no_run
 from sdpo_jax.training.evaluations import evaluated
 from sdpo_jax.training.loop import Result, run_to_end
 from sdpo_jax.training.specs import chat_format
@@ -82,7 +84,10 @@ def load_config(file: Location, changes: Mapping[str, Any] | None = None) -> Con
 
 def _own(config: Config | Location) -> Config:
   """Return settings that may be changed: a copy, or those of a file."""
-  return copy.deepcopy(config) if isinstance(config, Config) else load_config(config)
+  if not isinstance(config, Config):
+    return load_config(config)
+  check_types(config)  # Not all that is no setting can be copied.
+  return copy.deepcopy(config)
 
 
 def _changed(config: Config, changes: Mapping[str, Any] | None) -> Config:
@@ -115,9 +120,11 @@ class Step:
       seed: seed of the sampling noise.
 
     Raises:
-      UserError: the prompt is too long.
+      UserError: the prompt is too long, or a later step has begun.
     """
     session, state = self._stepped.session, self._stepped.state
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(state.trainable)):
+      raise UserError(f'The model of step {self.number} is gone, since a later step began: sample it before.')
     data = session.config.data
     chat = chat_format(session.config)
     [tokens] = named_chat_tokens(session.tokenizer, [as_messages(prompt)], ['The prompt'], data.max_prompt_length, chat)
@@ -424,11 +431,14 @@ def _written(rows: Iterable[Row], workdir: epath.PathLike, name: str) -> str:
   if not written:
     raise UserError('There are no rows: hand over at least one.')
   text = ''.join(written)
-  folder = epath.Path(workdir) / ROWS / hashlib.sha256(text.encode()).hexdigest()[:16]
+  folder = located(workdir) / ROWS / hashlib.sha256(text.encode()).hexdigest()[:16]
   path = folder / f'{name}.jsonl'  # Evaluations report the questions under this name.
   if not path.exists():
-    make_directory(folder)
-    write_atomically(path, text)
+    try:
+      make_directory(folder)
+      write_atomically(path, text)
+    except (OSError, ValueError) as error:  # ValueError: no name of a file.
+      raise unwritable(epath.Path(workdir), error) from error
   return str(path)
 
 

@@ -30,7 +30,7 @@ def read(text: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
       wrong type.
   """
   path, arguments = _file_and_arguments(text)
-  if not path.is_file():
+  if not os.path.isfile(path):  # Names of any length.
     found = shipped(path)
     if found is None or not found.is_file():
       known = [f'configs/{file.name}' for file in shipped_folder().glob('[a-z]*.py')]

@@ -13,7 +13,7 @@ import types
 import typing
 from typing import Any, Literal
 
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, short_repr
 
 # The errors of `re.compile` for malformed regular expressions, including large repetitions and deep nesting.
 MALFORMED_PATTERN = (re.error, OverflowError, RecursionError)
@@ -130,8 +130,8 @@ def _mistyped(name: str, value: Any, hint: Any) -> UserError:
   literals = (kind for kind in _alternatives(hint) if typing.get_origin(kind) is Literal)
   fixed = (known for kind in literals for known in typing.get_args(kind))
   if isinstance(value, str) and matches([value], hint):
-    return UserError(f'{name}={value!r} is not {type_name(hint)}: write [{value!r}].')
-  return UserError(f'{name}={value!r} is not {type_name(hint)}{did_you_mean(value, fixed)}')
+    return UserError(f'{name}={short_repr(value)} is not {type_name(hint)}: write [{short_repr(value)}].')
+  return UserError(f'{name}={short_repr(value)} is not {type_name(hint)}{did_you_mean(value, fixed)}')
 
 
 def matches(value: Any, hint: Any) -> bool:
@@ -143,7 +143,7 @@ def _is_of(value: Any, kind: Any) -> bool:
   """Return whether a value is of one alternative of a type."""
   origin, arguments = typing.get_origin(kind), typing.get_args(kind)
   if origin is Literal:
-    return value in arguments
+    return isinstance(value, tuple(map(type, arguments))) and value in arguments  # Arrays are compared by items.
   if origin is tuple:
     return isinstance(value, tuple | list) and all(matches(item, arguments[0]) for item in value)
   if origin is dict:

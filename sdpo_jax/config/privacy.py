@@ -71,6 +71,8 @@ def public_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _public(name: str, value: Any) -> Any:
+  if name == 'serve.http.host' and value not in ('127.0.0.1', '0.0.0.0', 'localhost'):
+    return '…'
   if isinstance(value, str):
     return public_place(value, hub=name in MODELS) if name in (*MODELS, *FILES) else public_text(value)
   if isinstance(value, list | tuple):

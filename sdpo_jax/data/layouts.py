@@ -65,7 +65,7 @@ def recognise(given: Sequence[RawRow], prompt_column: str | None = None, answer_
     missing, flag, name = ('question', '--prompt_column', prompt_column)
     if asked in columns:
       missing, flag, name = ('answer', '--answer_column', answer_column)
-    there = f'there are {", ".join(map(repr, columns))}'
+    there = f'there are {", ".join(map(short_repr, columns[:50]))}{", …" if columns[50:] else ""}'
     if name is not None:
       raise UserError(f'{flag}={name!r} names no column; {there}{did_you_mean(name, columns)}')
     raise UserError(f'No column is recognised as the {missing}; {there}: {WAY_OUT}.')

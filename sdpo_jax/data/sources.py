@@ -15,7 +15,7 @@ from etils import epath
 
 from sdpo_jax.data import hub_datasets
 from sdpo_jax.data.rows import RawRow
-from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.errors import UserError, first_line, short_repr
 from sdpo_jax.types import Example
 
 GENERATOR_PREFIX = 'generator:'
@@ -99,12 +99,12 @@ def _of_hub(source: str, setting: str) -> list[RawRow]:
 
 def _of_file(source: str, setting: str) -> list[RawRow]:
   content = _read(source, setting)
-  if source.endswith('.parquet'):
+  if source.lower().endswith('.parquet'):
     return _parquet(source, content)
   text = _decode(source, content)
-  if source.endswith('.csv'):
+  if source.lower().endswith('.csv'):
     return _csv(source, text)
-  if source.endswith('.txt'):
+  if source.lower().endswith('.txt'):
     return _prompts(source, text)
   return _array(source, text) if text.lstrip().startswith('[') else _lines(source, text)
 
@@ -115,8 +115,9 @@ def _read(source: str, setting: str) -> bytes:
     if not path.exists() or path.is_dir():
       raise UserError(f'{setting}: there is no file {source!r}.')
     return path.read_bytes()
-  except (OSError, ImportError, ValueError) as error:
-    raise UserError(f'{setting}: {source!r} cannot be read: {error}.') from error
+  except (OSError, ImportError, ValueError, KeyError) as error:
+    reason = f'{error} is not known: name a local file, or gs://…' if isinstance(error, KeyError) else error
+    raise UserError(f'{setting}: {source!r} cannot be read: {reason}.') from error
 
 
 def _decode(source: str, content: bytes) -> str:
@@ -124,7 +125,7 @@ def _decode(source: str, content: bytes) -> str:
     return content.decode('utf-8-sig')
   except UnicodeDecodeError as error:
     line = content.count(b'\n', 0, error.start) + 1
-    raise UserError(f'{source}, line {line}: the file is not UTF-8 text: {error.reason}.') from error
+    raise UserError(f'{source}, line {line}: the file is not UTF-8 text ({error.reason}): save it as UTF-8.') from error
 
 
 def _prompts(source: str, text: str) -> list[RawRow]:
@@ -233,6 +234,6 @@ def _parquet(source: str, content: bytes) -> list[RawRow]:
     raise UserError(f'{source!r} is a parquet file, and reading it needs pyarrow: pip install pyarrow.') from error
   try:
     values = pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
-  except (pyarrow.ArrowException, OSError) as error:
-    raise UserError(f'{source!r} is not a readable parquet file: {error}.') from error
+  except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # The last two for texts and dates.
+    raise UserError(f'{source!r} is not a readable parquet file: {first_line(error).rstrip(".")}.') from error
   return [RawRow(f'{source}, row {number}', number, value) for number, value in enumerate(values, start=1)]

@@ -16,7 +16,7 @@ from sdpo_jax.config import Config, rewards
 from sdpo_jax.data import sources
 from sdpo_jax.data.prompts import Tokenizer
 from sdpo_jax.environments.grading import Graders
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, printable
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.evaluation.known_metrics import check_best_metric
 from sdpo_jax.models import huggingface, model_files
@@ -61,7 +61,8 @@ class CheckReport:
     """Return the report for a terminal, with odd findings at its end."""
     parts = [f'━━ {title} ━━\n{text}' for title, text in self.sections]
     found = '\n'.join(f'• {sentence}' for sentence in self.odd) or 'Nothing looks odd.'
-    return '\n\n'.join([*parts, f'━━ What looks odd ━━\n{found}'])
+    whole = '\n\n'.join([*parts, f'━━ What looks odd ━━\n{found}'])
+    return printable(whole, len(whole), keep='\n\t\xa0\u3000\u200c\u200d')  # Prompts may hold anything.
 
 
 def check(config: Config, workdir: epath.PathLike | None = None) -> CheckReport:

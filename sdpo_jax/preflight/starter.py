@@ -16,8 +16,8 @@ from sdpo_jax.data import layouts, rows, sources
 from sdpo_jax.data.converters import sciknoweval
 from sdpo_jax.data.rows import RawRow
 from sdpo_jax.errors import UserError, printable
-from sdpo_jax.files import as_json, check_output, is_local, write_atomically
-from sdpo_jax.models import huggingface, model_files
+from sdpo_jax.files import as_json, check_output, is_local
+from sdpo_jax.models import exporting, huggingface, model_files
 from sdpo_jax.preflight import check, prompt_lengths
 from sdpo_jax.tables import counted
 from sdpo_jax.training.opening import load_tokenizer
@@ -60,6 +60,9 @@ def write(data: str, model: str, output: str | None, columns: Columns, say: Call
   folder = pathlib.Path(output or sources.stem(data))
   if not is_local(output or '') or os.path.lexists(folder):
     raise UserError(f'--output={output or folder} is not the name of a new local folder: name one that does not exist.')
+  if not str(folder).isprintable() or {'"', '\\'} & {*str(folder)}:
+    shown = printable(str(folder))
+    raise UserError(f'--output={shown}: name a folder without quotation marks, backslashes and unprintable letters.')
   check_output(folder)
   layout = layouts.recognise(sources.read_rows(data, '--data'), *columns)
   train, held_out = split(layout.rows)
@@ -88,10 +91,10 @@ def write(data: str, model: str, output: str | None, columns: Columns, say: Call
   }
   for name, part in (('train.jsonl', train), ('held_out.jsonl', held_out)):
     files[name] = b''.join(as_json(row.value) + b'\n' for row in part)
-  os.mkdir(folder)
-  for name, content in files.items():
-    write_atomically(folder / name, content)
-  say(f'{data}: {layout.said}; {counted(len(train), "row")} to train on, {len(held_out):,} held out.')
+  with exporting.new_directory(folder, sum(map(len, files.values()))) as partial:
+    for name, content in files.items():
+      (partial / name).write_bytes(content)
+  say(f'{printable(data)}: {layout.said}; {counted(len(train), "row")} to train on, {len(held_out):,} held out.')
   say(f'{folder}/ has {", ".join(files)}.\n')
   return folder
 

@@ -9,11 +9,12 @@ import itertools
 import json
 from typing import Any
 
+from etils import epath
 import numpy as np
 
-from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.errors import UserError, printable, short_repr
 from sdpo_jax.evaluation.known_metrics import headlines, nearest
-from sdpo_jax.files import check_output, jsonable, write_output
+from sdpo_jax.files import check_output, jsonable, read_bytes, write_output
 from sdpo_jax.reporting.groups import SEED, differences, group_runs, labels
 from sdpo_jax.reporting.run_files import RunFiles, read_run
 from sdpo_jax.reporting.seed_noise import ENOUGH, LEVEL, compare_groups
@@ -33,6 +34,9 @@ def write_comparison(workdirs: Sequence[str], patterns: Sequence[str], output: s
   """Return the result of `compare` as text, and write it as JSON to the file `output` unless that is None."""
   if output is not None:
     check_output(output)
+    path = epath.Path(output)
+    if path.is_file() and not read_bytes(path, 'name another --output').startswith(b'{\n "arms"'):
+      raise UserError(f'--output={output} exists and is not a comparison: name another file, or remove it.')
   found = compare(workdirs, patterns)
   if output is not None:
     write_output(output, json.dumps(jsonable(found), ensure_ascii=False, indent=1) + '\n')
@@ -63,9 +67,9 @@ def compare(workdirs: Sequence[str], patterns: Sequence[str] = ()) -> dict[str, 
   arms = {f'arm {number}': [runs[at] for at in group] for number, group in enumerate(groups, start=1)}
   seeds = {arm: {str(run.settings.get(SEED)): str(run.workdir) for run in group} for arm, group in arms.items()}
   if sum(map(len, seeds.values())) < max(1, len(runs)):
-    raise UserError('Name the directories of the runs to compare, such as runs/a runs/b, one for each seed of an arm.')
+    raise UserError('Name the runs to compare, such as runs/a runs/b, each once; of equal settings and seed only one.')
   remarks = [f'{run.name}: {remark}' for run in runs for remark in run.remarks]
-  remarks += [f'{run.name} has not ended: step {run.last} of {run.total}.' for run in runs if not run.over]
+  remarks += [f'{run.name} has not ended: step {run.last or 0} of {run.total}.' for run in runs if not run.over]
   for name in sorted({name for run in runs for name in run.settings if name.startswith(EVALUATION)}):
     if any(run.settings.get(name) != runs[0].settings.get(name) for run in runs):
       remarks.append(f'{name} differs, so the evaluations of these runs may not be comparable.')
@@ -85,6 +89,8 @@ def compare(workdirs: Sequence[str], patterns: Sequence[str] = ()) -> dict[str, 
         pairs.append({'metric': name, 'arms': two, **dataclasses.asdict(noise)})
   named = {arm: {'label': label, 'runs': seeds[arm]} for arm, label in zip(arms, labels(runs, groups), strict=True)}
   settings = differences(runs, groups)
+  if moved := differences(runs, groups, public=False).keys() - settings.keys():
+    remarks.append(f'Runs whose {" or ".join(sorted(moved))} is in another folder are arms of their own.')
   return {'arms': named, 'settings': settings, 'metrics': metrics, 'pairs': pairs, 'remarks': remarks}
 
 
@@ -116,7 +122,8 @@ def text(found: Mapping[str, Any]) -> str:
     sections['More than noise over seeds?'] = _verdicts(found)
   if found['remarks']:
     sections['Remarks'] = '\n'.join(found['remarks'])
-  return '\n\n'.join(f'━━ {title} ━━\n{content}' for title, content in sections.items())
+  whole = '\n\n'.join(f'━━ {title} ━━\n{content}' for title, content in sections.items())
+  return printable(whole, len(whole), keep='\n')  # Names may hold anything.
 
 
 def _table(metric: Mapping[str, Any]) -> str:

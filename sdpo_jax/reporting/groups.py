@@ -28,9 +28,11 @@ def group_runs(runs: Sequence[RunFiles]) -> list[list[int]]:
   return list(found.values())
 
 
-def differences(runs: Sequence[RunFiles], groups: Sequence[Sequence[int]]) -> dict[str, list[Any]]:
-  """Return setting → publishable value in each group, for those that differ; None where a group lacks the setting."""
-  settings = [_learned(runs[group[0]].shown) for group in groups]
+def differences(
+  runs: Sequence[RunFiles], groups: Sequence[Sequence[int]], *, public: bool = True
+) -> dict[str, list[Any]]:
+  """Return setting → value in each group, publishable if `public`, for those that differ; None if a group lacks it."""
+  settings = [_learned(runs[group[0]].shown if public else runs[group[0]].settings) for group in groups]
   names = sorted({name for each in settings for name in each})
   values = {name: [each.get(name) for each in settings] for name in names}
   return {name: each for name, each in values.items() if any(value != each[0] for value in each)}

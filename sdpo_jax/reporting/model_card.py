@@ -152,7 +152,7 @@ def _readable(read: Callable[..., Any], *arguments: Any) -> Any:
 
 def _code(text: Any) -> str:
   """Return a text as a Markdown code span that is also valid in a table."""
-  text = printable(str(text)).replace('|', '\\|') or '–'
+  text = re.sub(r'\\*\|', r'\\|', printable(str(text))) or '–'  # In tables \\ would undo the \ of |.
   mark = '`' * (1 + max(map(len, re.findall('`+', text)), default=0))
   return f'{mark} {text} {mark}' if len(mark) > 1 else f'{mark}{text}{mark}'
 
@@ -169,9 +169,9 @@ def _standard_errors(workdir: epath.PathLike, step: int) -> dict[str, float]:
   path = epath.Path(workdir) / 'eval' / f'{step}.json'
   found = (_readable(read_json_object, path, 'restore it') if path.exists() else None) or {}
   scores: dict[str, dict[str, list[float]]] = {}
-  for sample in found.get('samples', ()):
-    if (score := finite(sample.get('score'))) is not None:
-      scores.setdefault(sample.get('data_source'), {}).setdefault(sample.get('id'), []).append(score)
+  for sample in found['samples'] if isinstance(found.get('samples'), list) else ():
+    if isinstance(sample, dict) and (score := finite(sample.get('score'))) is not None:
+      scores.setdefault(str(sample.get('data_source')), {}).setdefault(str(sample.get('id')), []).append(score)
   means = {task: [statistics.fmean(each) for each in questions.values()] for task, questions in scores.items()}
   return {task: statistics.stdev(each) / math.sqrt(len(each)) for task, each in means.items() if len(each) > 1}
 

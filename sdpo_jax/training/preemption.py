@@ -49,7 +49,7 @@ _ANSWERS: dict[Stage, str] = {
   'steps': 'saving a checkpoint, then stopping.',
   'end': 'all steps are done; ending.',
 }
-_listening: Preemption | None = None  # The instance that receives this process's signals.
+_listening: list[Preemption] = []  # The last of these instances receives this process's signals.
 
 
 class Preemption:
@@ -73,21 +73,20 @@ class Preemption:
     self.save: Callable[[], None] | None = None
     self._save_at: float | None = None
     self._grace_s, self._on_disk = grace_s, on_disk
-    self._previous: dict[int, Any] = {}
-    self._previous_fd = -1
+    self.previous: dict[int, Any] = {}  # Signal → handler to restore.
+    self.previous_fd = -1
     self._ear, self._mouth = socket.socketpair()
     self._thread = threading.Thread(target=self._listen, name='preemption', daemon=True)
 
   def __enter__(self) -> Preemption:
-    global _listening
     cluster.start_alone()
     self._mouth.setblocking(False)
     if threading.current_thread() is threading.main_thread():
-      _listening = self
-      self._previous_fd = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+      _listening.append(self)
+      self.previous_fd = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
       for number in SIGNALS:
         # The handler itself does nothing: Python writes the signal's number to the socket, whatever the thread does.
-        self._previous[number] = signal.signal(number, lambda number, frame: None)
+        self.previous[number] = signal.signal(number, lambda number, frame: None)
     self._thread.start()
     cluster.on_stop(functools.partial(self._say, _BY_CLUSTER))
     return self
@@ -121,14 +120,17 @@ class Preemption:
 
   def restore_handlers(self) -> None:
     """Restore the previous signal handlers."""
-    global _listening
-    if not self._previous:
+    if not self.previous:
       return
-    signal.set_wakeup_fd(self._previous_fd)
-    for number, handler in self._previous.items():
-      signal.signal(number, signal.SIG_DFL if handler is None else handler)
-    self._previous = {}
-    _listening = None
+    later = _listening[_listening.index(self) + 1 :]
+    if later:  # Runs need not end in the order in which they began.
+      later[0].previous, later[0].previous_fd = self.previous, self.previous_fd
+    else:
+      signal.set_wakeup_fd(self.previous_fd)
+      for number, handler in self.previous.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    self.previous = {}
+    _listening.remove(self)
 
   def give_up(self, why: str) -> None:
     """End the run as a signal would, for the reason `why` and with exit code `EXIT_STALLED`; thread-safe."""
@@ -247,8 +249,8 @@ def end_by(deadline: float, code: int) -> None:
 
 def _leave_to_the_parent() -> None:
   """Restore the signal handlers in a forked child, as signals to it must not stop the run."""
-  if _listening is not None:
-    _listening.restore_handlers()
+  for run in _listening[::-1]:
+    run.restore_handlers()
 
 
 os.register_at_fork(after_in_child=_leave_to_the_parent)

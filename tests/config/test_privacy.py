@@ -54,6 +54,7 @@ def test_the_settings_that_are_places_exist_and_defaults_stay_as_they_are():
   assert {*MODELS, *FILES} <= defaults.keys()
   changed = {name for name, value in public_settings(defaults).items() if value != defaults[name]}
   assert changed == {'serve.store.root'}  # A folder, runs/service.
+  assert public_settings({'serve.http.host': 'gpu-7.alice.internal'}) == {'serve.http.host': '…'}
 
 
 def test_names_on_the_hub_have_one_slash_and_no_folder():

@@ -453,3 +453,16 @@ def test_parquet_rows(tmp_path):
   assert found[2].origin.endswith('rows.parquet, row 3')
   with pytest.raises(UserError, match='not a readable parquet file'):
     read(tmp_path, b'PAR1 broken', 'rows.parquet')
+  texts = pyarrow.Array.from_buffers(pyarrow.string(), 1, pyarrow.array([b'\xff']).buffers())
+  times = pyarrow.array([10**15], pyarrow.timestamp('s'))
+  for wrong in ([texts, texts], ['prompt', 'answer']), ([times], ['at']), ([times, times], ['at', 'at']):
+    buffer = io.BytesIO()
+    parquet.write_table(pyarrow.table(wrong[0], names=wrong[1]), buffer)
+    with pytest.raises(UserError, match='^[^\n]*not a readable parquet file[^\n]*$'):
+      read(tmp_path, buffer.getvalue(), 'rows.parquet')
+
+
+def test_capitals_and_addresses_of_files(tmp_path):
+  assert read(tmp_path, b'prompt\nQ\n', 'ROWS.CSV')[0].value == {'prompt': 'Q'}
+  with pytest.raises(UserError, match=r"^--data: 'https://x/rows.csv' cannot be read: 'https://' is not known: name a"):
+    sources.read_rows('https://x/rows.csv', '--data')

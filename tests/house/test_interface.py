@@ -1,6 +1,7 @@
 """The Python interface: rows and graders from memory, steps by hand, the same runs as those of the commands."""
 
 import copy
+import dataclasses
 import json
 
 import jax
@@ -202,7 +203,22 @@ def right(completions, **_):
       lambda config, path: sdpo_jax.export(path, path / 'out', weights='both'),
       "weights='both' is not 'student' or 'teacher'",
     ),
+    (
+      lambda config, path: sdpo_jax.export(path, path / 'out', weights=np.zeros(2)),
+      r"weights=array\(\[0., 0.\]\) is not 'student' or",
+    ),
     (lambda config, path: sdpo_jax.read_metrics(path), 'is not a run: '),
+    (lambda config, path: sdpo_jax.load_config('c' * 300), 'there is no such file'),
+    (lambda config, path: sdpo_jax.generator(model='m' * 300), 'model directory m+ does not exist'),
+    (
+      lambda config, path: sdpo_jax.train(dataclasses.replace(config, seed=(i for i in ())), path),
+      'seed=<generator object .* is not int',
+    ),
+    (
+      lambda config, path: sdpo_jax.load_config('configs/quickstart.py', {'seed': np.zeros((2, 2))}).validate(),
+      '^seed=[^\n]* is not int.$',
+    ),
+    (lambda config, path: sdpo_jax.train(config, '/dev/null/x', rows=ROWS), 'cannot be written .*: choose another'),
   ],
 )
 def test_arguments_of_other_types_are_refused_before_anything_is_made(config, tmp_path, call, said):
@@ -268,4 +284,16 @@ def test_the_state_that_a_step_shows_is_on_the_devices(config, tmp_path):
       step.sample('long ' * 100)
     with pytest.raises(sdpo_jax.UserError, match='max_tokens'):
       step.sample('Q', max_tokens=100)
+    gone = jax.tree.map(lambda leaf: leaf.copy(), state.trainable)
+    jax.tree.map(lambda leaf: leaf.delete(), gone)  # As the next step may.
+    shown = dataclasses.replace(step._stepped, state=state.replace(trainable=gone))  # noqa: SLF001 (as above)
+    with pytest.raises(sdpo_jax.UserError, match='The model of step 1 is gone, since a later step began'):
+      dataclasses.replace(step, _stepped=shown).sample('Q')
     break
+
+
+def test_runs_with_the_same_grader_may_end_in_any_order(config, tmp_path):
+  one, other = (sdpo_jax.steps(config, tmp_path / name, rows=ROWS, grader=odd) for name in 'ab')
+  next(one), next(other)
+  one.close()
+  other.close()

@@ -146,7 +146,7 @@ def wrong_inputs(folder, config) -> dict[str, tuple[list[str], str]]:
     ),
     'sample of nothing': (['sample', '--prompt=x', f'--workdir={folder}/nothing'], 'is not a run'),
     'report of nothing': (['report', f'--workdir={folder}/nothing'], 'is not a run: there is no such directory'),
-    'compare nothing': (['compare'], 'Name the directories of the runs to compare'),
+    'compare nothing': (['compare'], 'Name the runs to compare'),
     'compare what is no run': (['compare', '--metric=x', f'{folder}/nothing', 'b'], 'nothing is not a run'),
     'init over a folder': (['init', '--data=x.csv', '--model=y', f'--output={folder}'], 'name one that does not exist'),
     'init without rows': (['init', f'--data={folder}/none.csv', '--model=y'], '--data: there is no file'),
@@ -390,6 +390,13 @@ def test_settings_of_which_only_the_beginning_is_read_end_quietly(monkeypatch):
     with pytest.raises(SystemExit) as ended:
       command.parse(['launch.train', '--help_settings'])
   assert ended.value.code == 141
+
+
+def test_no_sentence_controls_the_terminal(capsys):
+  with pytest.raises(SystemExit) as ended:
+    command.parse(['launch.train', '--fl\x1b[2Jag=1'])
+  said = capsys.readouterr().err
+  assert ended.value.code == 2 and 'fl\\x1b[2Jag' in said and said.count('\n') == 1 and '\x1b' not in said
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,13 @@ def test_what_the_hub_refuses_is_said_with_what_is_left(served, tmp_path, monkey
     hub.push(tmp_path / 'out', 'me/x', private=False)
 
 
+def test_a_page_in_the_place_of_the_hub_is_said(served, monkeypatch):
+  monkeypatch.setattr(served, 'answer', lambda *_: (200, {}, b'<html>Sign in</html>'))
+  for ask in (hub.check_push, lambda name: hub.fetch(name, ['config.json'])):
+    with pytest.raises(UserError, match=r'what answers for http://127.0.0.1:\d+ is not the hub: see that'):
+      ask('me/x')
+
+
 def test_nothing_is_pushed_without_a_hub(online, monkeypatch):
   def unknown(address):
     raise httpx2.ConnectError('Name or service not known')

@@ -339,6 +339,11 @@ def test_a_template_that_does_not_suit_ends_the_look_or_looks_odd(config, tmp_pa
   assert '⟦<|endoftext|>⟧' in dict(report.sections)['Prompts']
 
 
+def test_no_prompt_controls_the_terminal():
+  text = check.CheckReport([('Prompts', 'a\x1b[2J\r\u202e b\n\tc\u200dd')], ['e\x07']).text()
+  assert text == '━━ Prompts ━━\na\\x1b[2J\\r\\u202e b\n\tc\u200dd\n\n━━ What looks odd ━━\n• e\\x07'
+
+
 def test_memory_that_does_not_suffice_looks_odd(config, monkeypatch):
   monkeypatch.setattr(memory, 'of_device', lambda device: 2.0**20)
   [found] = check.check(config).odd

@@ -174,6 +174,14 @@ def test_a_folder_that_exists_is_left_alone(here, model):
   assert [path.name for path in (here / 'my').iterdir()] == ['grader.py']
 
 
+@pytest.mark.parametrize('name', ['x"""\nimport os\nos.mkdir("ran")\n"""', 'a\\N{x}', 'half\udcff', 'x' * 300])
+def test_no_name_of_a_file_becomes_code(here, model, name):
+  data = jsonl(here / 'my.jsonl').rename(here / f'{name[:50]}.jsonl')
+  with pytest.raises(UserError, match=r'letters\.$|name another directory\.$'):
+    written(data, model, name)
+  assert [*here.iterdir()] == [data]
+
+
 @pytest.mark.parametrize(
   'rows, sentence',
   [

@@ -131,7 +131,7 @@ def test_remarks_name_what_makes_numbers_incomparable(tmp_path):
   text = comparison.text(comparison.compare([one, other]))
   assert 'val_kwargs.temperature differs' in text and f'{MEAN} is not compared: there is no step' in text
   open(f'{one}/metrics.jsonl', 'w').close()
-  assert 'a has not ended: step None of 1.' in comparison.compare([one])['remarks']
+  assert 'a has not ended: step 0 of 1.' in comparison.compare([one])['remarks']
 
 
 def test_metrics_may_be_named_and_runs_without_evaluations_have_their_scores(tmp_path):
@@ -150,8 +150,21 @@ def test_the_same_run_is_not_two_seeds(tmp_path):
   one = run(tmp_path / 'a', values=[0.1, 0.2])
   copy = run(tmp_path / 'b', values=[0.1, 0.2])
   for named in ([], [one, one], [one, f'{one}/'], [one, copy]):
-    with pytest.raises(UserError, match='Name the directories of the runs to compare.* one for each seed'):
+    with pytest.raises(UserError, match='Name the runs to compare.* each once; of equal settings and seed only one'):
       comparison.compare(named)
+
+
+def test_folders_that_make_an_arm_are_named(tmp_path):
+  runs = [run(tmp_path / name, values=[0.1], model__path=f'/{name}/base') for name in 'ab']
+  found = comparison.compare(runs)
+  assert len(found['arms']) == 2 and found['settings'] == {}
+  assert 'Runs whose model.path is in another folder are arms of their own.' in found['remarks']
+
+
+def test_no_name_controls_the_terminal(tmp_path):
+  one = run(tmp_path / 'a\x1b[31m', values=[0.1, 0.2])
+  text = comparison.text(comparison.compare([one]))
+  assert 'a\\x1b[31m' in text and '\x1b' not in text and text.startswith('━━ Arms ━━\narm 1')
 
 
 def test_the_file_holds_what_is_printed(tmp_path):
@@ -162,3 +175,6 @@ def test_the_file_holds_what_is_printed(tmp_path):
   assert pairs == list(itertools.combinations(('arm 1', 'arm 2', 'arm 3'), 2))
   assert found['pairs'][0]['difference'] == pytest.approx(-0.45) and found['pairs'][1]['interval'] is None
   assert found['metrics'][MEAN]['curves']['arm 3'] == {'0': 0.0, '1': 0.3} and 'arm 3' in text
+  comparison.write_comparison(runs, [], str(tmp_path / 'new' / 'c.json'))
+  with pytest.raises(UserError, match='config.json exists and is not a comparison: name another file'):
+    comparison.write_comparison(runs, [], f'{runs[0]}/config.json')

@@ -144,7 +144,7 @@ def occupied(workdir: epath.Path, other: Owner | None) -> UserError:
   return UserError(f'Another process is training in {workdir} ({other}): {WAY_OUT}.')
 
 
-def unwritable(workdir: epath.Path, error: OSError) -> UserError:
+def unwritable(workdir: epath.Path, error: OSError | ValueError) -> UserError:
   """Return the error for a run directory that cannot be written."""
   way_out = 'make room, then start the same command again' if is_full(error) else 'choose another --workdir'
   return UserError(f'The run directory {workdir} cannot be written ({first_line(error)}): {way_out}.')
