@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import types
@@ -152,7 +153,7 @@ def wrong_inputs(folder, config) -> dict[str, tuple[list[str], str]]:
     'init without rows': (['init', f'--data={folder}/none.csv', '--model=y'], '--data: there is no file'),
     'init of unknown columns': (
       ['init', f'--data={folder}/columns.csv', '--model=y', '--answer_column=b'],
-      "there are 'a', 'b': name other columns in --prompt_column",
+      "there are 'a', 'b': name the right columns in --prompt_column",
     ),
     'report of a run twice': (['report', '--workdir=a', '--compare', 'b', 'a'], 'a is named twice'),
     'export of nothing': (['export', f'--workdir={folder}/nothing', f'--output={folder}/out'], 'is not a run'),
@@ -390,6 +391,15 @@ def test_settings_of_which_only_the_beginning_is_read_end_quietly(monkeypatch):
     with pytest.raises(SystemExit) as ended:
       command.parse(['launch.train', '--help_settings'])
   assert ended.value.code == 141
+
+
+def test_the_list_of_commands_of_which_only_the_beginning_is_read_ends_quietly():
+  program = 'import sys; from sdpo_jax.launch import main; sys.argv = ["sdpo"]; main()'
+  reading, writing = os.pipe()
+  os.close(reading)
+  listed = subprocess.run([sys.executable, '-uc', program], stdout=writing, stderr=subprocess.PIPE, check=False)
+  os.close(writing)
+  assert (listed.returncode, listed.stderr) == (-signal.SIGPIPE, b'')
 
 
 @pytest.mark.parametrize(
