@@ -149,9 +149,11 @@ def test_metrics_may_be_named_and_runs_without_evaluations_have_their_scores(tmp
 def test_the_same_run_is_not_two_seeds(tmp_path):
   one = run(tmp_path / 'a', values=[0.1, 0.2])
   copy = run(tmp_path / 'b', values=[0.1, 0.2])
-  for named in ([], [one, one], [one, f'{one}/'], [one, copy]):
-    with pytest.raises(UserError, match='Name the directories of the runs to compare.* one for each seed'):
+  for named in ([one, one], [one, f'{one}/'], [one, copy]):
+    with pytest.raises(UserError, match=f'^{one} and .* differ in no setting .*: name one for each seed'):
       comparison.compare(named)
+  with pytest.raises(UserError, match='^Name the directories of the runs to compare'):
+    comparison.compare([])
 
 
 def test_the_file_holds_what_is_printed(tmp_path):
