@@ -99,7 +99,7 @@ class Step:
 
   number: int  # From 1.
   metrics: Mapping[str, float]  # Its line of metrics.jsonl.
-  _stepped: loop.Stepped
+  _stepped: loop.Stepped = dataclasses.field(repr=False)
 
   @_typed
   def sample(
@@ -115,9 +115,11 @@ class Step:
       seed: seed of the sampling noise.
 
     Raises:
-      UserError: the prompt is too long.
+      UserError: the prompt is too long, or the next step has begun.
     """
     session, state = self._stepped.session, self._stepped.state
+    if state.step.is_deleted():
+      raise UserError(f'Step {self.number} can be sampled only until the next one begins.')
     data = session.config.data
     chat = chat_format(session.config)
     [tokens] = named_chat_tokens(session.tokenizer, [as_messages(prompt)], ['The prompt'], data.max_prompt_length, chat)

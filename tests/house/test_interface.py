@@ -38,12 +38,16 @@ def config(tmp_path_factory) -> Config:
 @pytest.fixture(scope='module')
 def whole(config, tmp_path_factory):
   """Return a run of three steps that nobody stops, what it ended with, and what was seen of it."""
-  workdir, seen = tmp_path_factory.mktemp('whole'), []
+  workdir, seen, steps = tmp_path_factory.mktemp('whole'), [], []
 
   def look(step):
+    steps.append(step)
     seen.append((step.number, dict(step.metrics), step.sample('Q1', n=2, max_tokens=3, seed=step.number)))
 
   result = sdpo_jax.train(config, workdir, rows=ROWS, held_out=ROWS[:2], grader=odd, on_step=look)
+  assert 'score_mean' in repr(steps)
+  with pytest.raises(sdpo_jax.UserError, match='^Step 1 can be sampled only until the next one begins'):
+    steps[0].sample('Q1')
   return workdir, result, seen
 
 
