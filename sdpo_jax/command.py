@@ -325,6 +325,7 @@ def sentence_of(error: Exception) -> str | None:
 def _quiet() -> None:
   """Silence the progress messages of libraries, but not their errors."""
   absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax reports through absl what we report as a sentence.
+  absl_logging.get_absl_handler().setFormatter(logging.Formatter('%(levelname)s: %(message)s'))
   for name in ('orbax', 'asyncio'):
     logging.getLogger(name).setLevel(logging.CRITICAL)
   for name in ('jax._src.compilation_cache', 'transformers', 'huggingface_hub', 'jax._src.compiler'):

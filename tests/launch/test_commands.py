@@ -418,6 +418,14 @@ def test_a_command_whose_reader_is_gone_ends_quietly_and_no_other_broken_pipe_do
     os.close(descriptor)
 
 
+def test_a_warning_is_a_sentence_without_process_and_line():
+  program = (
+    'import logging\nfrom sdpo_jax import command\ndef main(): logging.getLogger("sdpo_jax.x").warning("Odd.")\n'
+  )
+  run = [sys.executable, '-c', f'{program}command.run(main)']
+  assert subprocess.run(run, capture_output=True, text=True, check=True).stderr == 'WARNING: Odd.\n'
+
+
 def test_help_is_for_newcomers(quick_ends):
   *helped, short, settings, section, unknown = quick_ends[-1]
   for name, done in zip(NAMES, helped, strict=True):
