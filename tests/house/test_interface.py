@@ -182,7 +182,10 @@ def right(completions, **_):
     (lambda config, path: sdpo_jax.train(), 'Name a config, or the model to train'),
     (lambda config, path: sdpo_jax.train(3), 'train: config=3 is not Config or str or PathLike or None'),
     (lambda config, path: sdpo_jax.steps(config, 3), 'steps: workdir=3 is not str'),
-    (lambda config, path: sdpo_jax.train(config, path, rows='Q'), "rows='Q' is not Iterable"),
+    (
+      lambda config, path: sdpo_jax.train(config, path, rows='Q'),
+      'Iterable or None; a file goes into data.train_files',
+    ),
     (lambda config, path: sdpo_jax.train(config, path, rows=ROWS, grader=3), 'grader has 3: each is a function'),
     (lambda config, path: sdpo_jax.train(config, path, rows=ROWS, grader=[]), 'grader is empty'),
     (
