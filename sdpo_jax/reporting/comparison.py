@@ -88,6 +88,8 @@ def compare(workdirs: Sequence[str], patterns: Sequence[str] = ()) -> dict[str, 
       for two in itertools.combinations(arms, 2):
         noise = compare_groups(*(values[arm] for arm in two))
         pairs.append({'metric': name, 'arms': two, **dataclasses.asdict(noise)})
+  if early := [name for name, metric in metrics.items() if metric['step'] == 0]:
+    remarks.append(f'{", ".join(early)}: before training, as step 0 is the last that all runs have.')
   named = {arm: {'label': label, 'runs': seeds[arm]} for arm, label in zip(arms, labels(runs, groups), strict=True)}
   settings = differences(runs, groups)
   return {'arms': named, 'settings': settings, 'metrics': metrics, 'pairs': pairs, 'remarks': remarks}

@@ -116,7 +116,9 @@ def test_the_step_is_the_last_that_all_runs_have(tmp_path):
   lines = comparison.text(found).splitlines()
   at = lines.index(f'━━ {MEAN} at step 10 ━━')
   assert [line[-5:] for line in lines[at + 3 : at + 5]] == ['▁▃▅ █', '▂ ▄▅ ']
-  assert lines[at + 1].endswith('steps 0 to 15')
+  assert lines[at + 1].endswith('steps 0 to 15') and not found['remarks'][2:]
+  runs.append(run(tmp_path / 'c', values=[0.0, 0.1], steps=[0, 4], seed=1))
+  assert comparison.compare(runs)['remarks'][-1].startswith(f'{MEAN}: before training, as step 0 is the last')
 
 
 def test_a_single_seed_is_said_to_prove_nothing(tmp_path):
