@@ -15,6 +15,7 @@ _INTERFACE = 'Callback Config Result Step evaluate export generator load_config 
 
 if not os.path.isdir(f'{__path__[0]}/models'):  # In a checkout models, launch and configs lie beside this package.
   __path__.append(os.path.dirname(__path__[0]))
+os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')  # It would advise to install PyTorch.
 
 
 def __getattr__(name: str) -> Any:

@@ -15,8 +15,6 @@ import traceback
 from typing import Any
 import warnings
 
-os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')  # It would advise to install PyTorch.
-
 from absl import app, flags
 from absl import logging as absl_logging
 

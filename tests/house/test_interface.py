@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 
 import jax
 import numpy as np
@@ -130,6 +131,7 @@ def test_a_run_is_exported_and_pushed_with_what_it_was_evaluated_at(config, whol
 
 
 def test_a_config_is_loaded_and_changed():
+  assert os.environ['TRANSFORMERS_NO_ADVISORY_WARNINGS'] == '1'  # From importing the package.
   config = sdpo_jax.load_config('configs/quickstart.py', {'optimizer.lr': '2e-4', 'trainer.test_freq': 7})
   assert (config.optimizer.lr, config.trainer.test_freq) == (2e-4, 7)
   config.optimizer.lr, config.trainer.test_freq = (lambda plain: (plain.optimizer.lr, plain.trainer.test_freq))(
