@@ -19,10 +19,9 @@ os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')  # It would advi
 
 
 def __getattr__(name: str) -> Any:
-  if name == 'UserError':
-    return importlib.import_module('sdpo_jax.errors').UserError
-  if name in _INTERFACE:
-    return getattr(importlib.import_module('sdpo_jax.interface'), name)
+  if name in ('UserError', *_INTERFACE):
+    module = 'errors' if name == 'UserError' else 'interface'
+    return getattr(importlib.import_module(f'sdpo_jax.{module}'), name)
   raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 

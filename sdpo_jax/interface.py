@@ -60,9 +60,10 @@ def _typed(function: Checked) -> Checked:
     for name, value in signature.bind(*arguments, **named).arguments.items():
       # `_graded_by` takes a grader apart, and `sample` and `generate` a prompt.
       if name in hints.keys() - {'grader', 'prompt'} and not matches(value, hints[name]):
-        files = {'rows': '; a file goes into data.train_files', 'held_out': '; a file goes into data.val_files'}
-        wanted = f'{type_name(hints[name])}{files.get(name, "")}'
-        raise UserError(f'{function.__name__}: {name}={short_repr(value)} is not {wanted}.')
+        file = {'rows': '; a file goes into data.train_files', 'held_out': '; a file goes into data.val_files'}.get(
+          name, ''
+        )
+        raise UserError(f'{function.__name__}: {name}={short_repr(value)} is not {type_name(hints[name])}{file}.')
     return function(*arguments, **named)
 
   return checked  # type: ignore[return-value]  # It has the signature of the function.

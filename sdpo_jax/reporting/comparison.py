@@ -63,12 +63,9 @@ def compare(workdirs: Sequence[str], patterns: Sequence[str] = ()) -> dict[str, 
   seeds = {arm: {str(run.settings.get(SEED)): str(run.workdir) for run in group} for arm, group in arms.items()}
   if not runs:
     raise UserError('Name the directories of the runs to compare, such as runs/a runs/b.')
-  for arm, same in arms.items():
-    if len(seeds[arm]) < len(same):
-      named = ' and '.join(str(run.workdir) for run in same)
-      raise UserError(
-        f'{named} differ in no setting that matters, and some have the same seed: name one for each seed.'
-      )
+  if same := next((group for arm, group in arms.items() if len(seeds[arm]) < len(group)), None):
+    named = ' and '.join(str(run.workdir) for run in same)
+    raise UserError(f'{named} differ in no setting that matters, and some have the same seed: name one for each seed.')
   remarks = [f'{run.name}: {remark}' for run in runs for remark in run.remarks]
   remarks += [f'{run.name} has not ended: step {run.last} of {run.total}.' for run in runs if not run.over]
   for name in sorted({name for run in runs for name in run.settings if name.startswith(EVALUATION)}):

@@ -86,8 +86,7 @@ class Commands:
     except ValueError as error:
       raise UserError(f'{short_repr(line)} cannot be parsed ({first_line(error)}): close the quotes.') from error
     if name not in self._table:
-      near = did_you_mean(name, self._table)
-      raise UserError(f'There is no command {printable(name)}{near} /help lists all commands.')
+      raise UserError(f'There is no command {printable(name)}{did_you_mean(name, self._table)} /help lists all.')
     function, usage, most = self._table[name]
     if len(arguments) > most:
       limit = ('no argument', 'at most one argument', 'at most two arguments')[most]
