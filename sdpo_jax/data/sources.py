@@ -124,7 +124,7 @@ def _decode(source: str, content: bytes) -> str:
     return content.decode('utf-8-sig')
   except UnicodeDecodeError as error:
     line = content.count(b'\n', 0, error.start) + 1
-    raise UserError(f'{source}, line {line}: the file is not UTF-8 text: {error.reason}.') from error
+    raise UserError(f'{source}, line {line}: not UTF-8 text ({error.reason}): save it as UTF-8.') from error
 
 
 def _prompts(source: str, text: str) -> list[RawRow]:
@@ -144,7 +144,8 @@ def _lines(source: str, text: str) -> list[RawRow]:
     try:
       rows.append(RawRow(origin, number, json.loads(line)))
     except json.JSONDecodeError as error:
-      raise UserError(f'{origin}: invalid JSON at column {error.colno}: {error.msg}.') from error
+      why = '' if source.endswith(('.json', '.jsonl')) else '; only .csv, .parquet and .txt are not read as JSON'
+      raise UserError(f'{origin}: invalid JSON at column {error.colno}: {error.msg}{why}.') from error
     except (RecursionError, ValueError) as error:
       raise UserError(f'{origin}: invalid JSON: {_unreadable(error)}.') from error
   return rows
