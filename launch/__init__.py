@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pathlib
+import signal
 import sys
 
 
@@ -15,6 +16,7 @@ def main() -> None:
   if name == 'help' and arguments:
     name, arguments = arguments[0], ['--help']
   if name in ('--help', '-h', 'help'):
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Into `| head`, the list ends quietly.
     print('sdpo NAME [flags], where NAME is one of these; sdpo NAME --help lists its flags.\n')
     for name, path in files.items():
       print(f'  {name:<14}{(ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]}')

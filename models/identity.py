@@ -112,7 +112,7 @@ def compare_base(adapter: str | os.PathLike, model: str | os.PathLike) -> list[s
   name = peft_files.read_config(adapter).base
   known = peft_files.base_of(adapter)
   if known is None:
-    if name is None or name == str(model):
+    if name is None or name == str(model) or os.path.realpath(name) == os.path.realpath(resolve(model)):
       return []
     return [
       f'{adapter} was trained on {short_repr(name, 200)}; whether {model} is the same model cannot be checked beyond '

@@ -15,13 +15,13 @@ _INTERFACE = 'Callback Config Result Step evaluate export generator load_config 
 
 if not os.path.isdir(f'{__path__[0]}/models'):  # In a checkout models, launch and configs lie beside this package.
   __path__.append(os.path.dirname(__path__[0]))
+os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')  # It would advise to install PyTorch.
 
 
 def __getattr__(name: str) -> Any:
-  if name == 'UserError':
-    return importlib.import_module('sdpo_jax.errors').UserError
-  if name in _INTERFACE:
-    return getattr(importlib.import_module('sdpo_jax.interface'), name)
+  if name in ('UserError', *_INTERFACE):
+    module = 'errors' if name == 'UserError' else 'interface'
+    return getattr(importlib.import_module(f'sdpo_jax.{module}'), name)
   raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 

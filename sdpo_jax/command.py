@@ -15,8 +15,6 @@ import traceback
 from typing import Any
 import warnings
 
-os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')  # It would advise to install PyTorch.
-
 from absl import app, flags
 from absl import logging as absl_logging
 
@@ -325,6 +323,7 @@ def sentence_of(error: Exception) -> str | None:
 def _quiet() -> None:
   """Silence the progress messages of libraries, but not their errors."""
   absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax reports through absl what we report as a sentence.
+  absl_logging.get_absl_handler().setFormatter(logging.Formatter('%(levelname)s: %(message)s'))
   for name in ('orbax', 'asyncio'):
     logging.getLogger(name).setLevel(logging.CRITICAL)
   for name in ('jax._src.compilation_cache', 'transformers', 'huggingface_hub', 'jax._src.compiler'):

@@ -17,7 +17,6 @@ import os
 from typing import Any, Literal, TypeVar
 
 from etils import epath
-import jax
 
 from sdpo_jax.config import Config, config_files, rewards
 from sdpo_jax.config.fields import check_types, matches, type_name, types_of
@@ -62,7 +61,10 @@ def _typed(function: Checked) -> Checked:
     for name, value in signature.bind(*arguments, **named).arguments.items():
       # `_graded_by` takes a grader apart, and `sample` and `generate` a prompt.
       if name in hints.keys() - {'grader', 'prompt'} and not matches(value, hints[name]):
-        raise UserError(f'{function.__name__}: {name}={short_repr(value)} is not {type_name(hints[name])}.')
+        file = {'rows': '; a file goes into data.train_files', 'held_out': '; a file goes into data.val_files'}.get(
+          name, ''
+        )
+        raise UserError(f'{function.__name__}: {name}={short_repr(value)} is not {type_name(hints[name])}{file}.')
     return function(*arguments, **named)
 
   return checked  # type: ignore[return-value]  # It has the signature of the function.
@@ -104,7 +106,7 @@ class Step:
 
   number: int  # From 1.
   metrics: Mapping[str, float]  # Its line of metrics.jsonl.
-  _stepped: loop.Stepped
+  _stepped: loop.Stepped = dataclasses.field(repr=False)
 
   @_typed
   def sample(
@@ -120,11 +122,11 @@ class Step:
       seed: seed of the sampling noise.
 
     Raises:
-      UserError: the prompt is too long, or a later step has begun.
+      UserError: the prompt is too long, or the next step has begun.
     """
     session, state = self._stepped.session, self._stepped.state
-    if any(leaf.is_deleted() for leaf in jax.tree.leaves(state.trainable)):
-      raise UserError(f'The model of step {self.number} is gone, since a later step began: sample it before.')
+    if state.step.is_deleted():
+      raise UserError(f'Step {self.number} can be sampled only until the next one begins.')
     data = session.config.data
     chat = chat_format(session.config)
     [tokens] = named_chat_tokens(session.tokenizer, [as_messages(prompt)], ['The prompt'], data.max_prompt_length, chat)

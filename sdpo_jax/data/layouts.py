@@ -28,7 +28,7 @@ OWN = ('messages', 'environment', 'reward_model', 'kind', 'tests')
 _RESULT = re.compile(r'[-+]?[$€£]?[\d.,/]*\d\s*%?|.*(?:\\[a-z]|\d\^).*|\$.*\$', re.DOTALL)  # A number, or LaTeX.
 _BOX = re.compile(r'\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}')
 LETTER = '\n\nPut the letter of the right option between <answer> and </answer>.'
-WAY_OUT = 'name other columns in --prompt_column and --answer_column (--answer_column= if there is none)'
+WAY_OUT = 'name the right columns in --prompt_column and --answer_column (--answer_column= if there is none)'
 
 
 @dataclasses.dataclass(frozen=True)

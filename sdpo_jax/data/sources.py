@@ -145,7 +145,8 @@ def _lines(source: str, text: str) -> list[RawRow]:
     try:
       rows.append(RawRow(origin, number, json.loads(line)))
     except json.JSONDecodeError as error:
-      raise UserError(f'{origin}: invalid JSON at column {error.colno}: {error.msg}.') from error
+      why = '' if source.endswith(('.json', '.jsonl')) else '; only .csv, .parquet and .txt are not read as JSON'
+      raise UserError(f'{origin}: invalid JSON at column {error.colno}: {error.msg}{why}.') from error
     except (RecursionError, ValueError) as error:
       raise UserError(f'{origin}: invalid JSON: {_unreadable(error)}.') from error
   return rows

@@ -66,8 +66,11 @@ def compare(workdirs: Sequence[str], patterns: Sequence[str] = ()) -> dict[str, 
   groups = group_runs(runs)
   arms = {f'arm {number}': [runs[at] for at in group] for number, group in enumerate(groups, start=1)}
   seeds = {arm: {str(run.settings.get(SEED)): str(run.workdir) for run in group} for arm, group in arms.items()}
-  if sum(map(len, seeds.values())) < max(1, len(runs)):
-    raise UserError('Name the runs to compare, such as runs/a runs/b, each once; of equal settings and seed only one.')
+  if not runs:
+    raise UserError('Name the directories of the runs to compare, such as runs/a runs/b.')
+  if same := next((group for arm, group in arms.items() if len(seeds[arm]) < len(group)), None):
+    named = ' and '.join(str(run.workdir) for run in same)
+    raise UserError(f'{named} differ in no setting that matters, and some have the same seed: name one for each seed.')
   remarks = [f'{run.name}: {remark}' for run in runs for remark in run.remarks]
   remarks += [f'{run.name} has not ended: step {run.last or 0} of {run.total}.' for run in runs if not run.over]
   for name in sorted({name for run in runs for name in run.settings if name.startswith(EVALUATION)}):
@@ -87,6 +90,8 @@ def compare(workdirs: Sequence[str], patterns: Sequence[str] = ()) -> dict[str, 
       for two in itertools.combinations(arms, 2):
         noise = compare_groups(*(values[arm] for arm in two))
         pairs.append({'metric': name, 'arms': two, **dataclasses.asdict(noise)})
+  if early := [name for name, metric in metrics.items() if metric['step'] == 0]:
+    remarks.append(f'{", ".join(early)}: before training, as step 0 is the last that all runs have.')
   named = {arm: {'label': label, 'runs': seeds[arm]} for arm, label in zip(arms, labels(runs, groups), strict=True)}
   settings = differences(runs, groups)
   if moved := differences(runs, groups, public=False).keys() - settings.keys():

@@ -9,6 +9,7 @@ import shlex
 from typing import Any
 import zipfile
 
+from sdpo_jax.config.fields import did_you_mean
 from sdpo_jax.errors import UserError, first_line, printable, short_repr
 from sdpo_jax.files import make_directory, write_atomically
 from sdpo_jax.tables import aligned
@@ -85,7 +86,7 @@ class Commands:
     except ValueError as error:
       raise UserError(f'{short_repr(line)} cannot be parsed ({first_line(error)}): close the quotes.') from error
     if name not in self._table:
-      raise UserError(f'There is no command {printable(name)}: /help lists all commands.')
+      raise UserError(f'There is no command {printable(name)}{did_you_mean(name, self._table)} /help lists all.')
     function, usage, most = self._table[name]
     if len(arguments) > most:
       limit = ('no argument', 'at most one argument', 'at most two arguments')[most]

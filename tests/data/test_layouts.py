@@ -142,12 +142,12 @@ def test_named_columns_count_and_others_stay_for_graders():
     (
       [{'a': '1', 'b': '2'}],
       {},
-      "No column is recognised as the question; there are 'a', 'b': name other columns in --pro",
+      "No column is recognised as the question; there are 'a', 'b': name the right columns in --pro",
     ),
     (
       [{'question': 'Q', 'reply': '2'}],
       {},
-      "recognised as the answer; there are 'question', 'reply': name other columns in --prompt",
+      "recognised as the answer; there are 'question', 'reply': name the right columns in --prompt",
     ),
     (
       [{'Said to us': 'Q', 'answer': '2'}],

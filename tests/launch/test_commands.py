@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import types
@@ -152,7 +153,7 @@ def wrong_inputs(folder, config) -> dict[str, tuple[list[str], str]]:
     'init without rows': (['init', f'--data={folder}/none.csv', '--model=y'], '--data: there is no file'),
     'init of unknown columns': (
       ['init', f'--data={folder}/columns.csv', '--model=y', '--answer_column=b'],
-      "there are 'a', 'b': name other columns in --prompt_column",
+      "there are 'a', 'b': name the right columns in --prompt_column",
     ),
     'report of a run twice': (['report', '--workdir=a', '--compare', 'b', 'a'], 'a is named twice'),
     'export of nothing': (['export', f'--workdir={folder}/nothing', f'--output={folder}/out'], 'is not a run'),
@@ -399,6 +400,15 @@ def test_no_sentence_controls_the_terminal(capsys):
   assert ended.value.code == 2 and 'fl\\x1b[2Jag' in said and said.count('\n') == 1 and '\x1b' not in said
 
 
+def test_the_list_of_commands_of_which_only_the_beginning_is_read_ends_quietly():
+  program = 'import sys; from sdpo_jax.launch import main; sys.argv = ["sdpo"]; main()'
+  reading, writing = os.pipe()
+  os.close(reading)
+  listed = subprocess.run([sys.executable, '-uc', program], stdout=writing, stderr=subprocess.PIPE, check=False)
+  os.close(writing)
+  assert (listed.returncode, listed.stderr) == (-signal.SIGPIPE, b'')
+
+
 @pytest.mark.parametrize(
   ('error', 'code', 'said'), [('', 141, ''), ("raise BrokenPipeError('of a socket')", 1, 'of a s')]
 )
@@ -413,6 +423,14 @@ def test_a_command_whose_reader_is_gone_ends_quietly_and_no_other_broken_pipe_do
   assert ended.returncode == code and said in ended.stderr and bool(ended.stderr) == bool(error)
   for descriptor in (writing, *([reading] if error else [])):
     os.close(descriptor)
+
+
+def test_a_warning_is_a_sentence_without_process_and_line():
+  program = (
+    'import logging\nfrom sdpo_jax import command\ndef main(): logging.getLogger("sdpo_jax.x").warning("Odd.")\n'
+  )
+  run = [sys.executable, '-c', f'{program}command.run(main)']
+  assert subprocess.run(run, capture_output=True, text=True, check=True).stderr == 'WARNING: Odd.\n'
 
 
 def test_help_is_for_newcomers(quick_ends):

@@ -116,7 +116,9 @@ def test_the_step_is_the_last_that_all_runs_have(tmp_path):
   lines = comparison.text(found).splitlines()
   at = lines.index(f'━━ {MEAN} at step 10 ━━')
   assert [line[-5:] for line in lines[at + 3 : at + 5]] == ['▁▃▅ █', '▂ ▄▅ ']
-  assert lines[at + 1].endswith('steps 0 to 15')
+  assert lines[at + 1].endswith('steps 0 to 15') and not found['remarks'][2:]
+  runs.append(run(tmp_path / 'c', values=[0.0, 0.1], steps=[0, 4], seed=1))
+  assert comparison.compare(runs)['remarks'][-1].startswith(f'{MEAN}: before training, as step 0 is the last')
 
 
 def test_a_single_seed_is_said_to_prove_nothing(tmp_path):
@@ -149,9 +151,11 @@ def test_metrics_may_be_named_and_runs_without_evaluations_have_their_scores(tmp
 def test_the_same_run_is_not_two_seeds(tmp_path):
   one = run(tmp_path / 'a', values=[0.1, 0.2])
   copy = run(tmp_path / 'b', values=[0.1, 0.2])
-  for named in ([], [one, one], [one, f'{one}/'], [one, copy]):
-    with pytest.raises(UserError, match='Name the runs to compare.* each once; of equal settings and seed only one'):
+  for named in ([one, one], [one, f'{one}/'], [one, copy]):
+    with pytest.raises(UserError, match=f'^{one} and .* differ in no setting .*: name one for each seed'):
       comparison.compare(named)
+  with pytest.raises(UserError, match='^Name the directories of the runs to compare'):
+    comparison.compare([])
 
 
 def test_folders_that_make_an_arm_are_named(tmp_path):

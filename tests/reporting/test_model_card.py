@@ -89,6 +89,7 @@ def test_a_card_says_what_the_files_of_a_run_say(tmp_path):
   assert changed['data.train_files'] == ['hf:me/rows?split=train', 'more.jsonl', 'hf:me/rows?split=test']
   assert 'optimizer.eps' not in changed and 'name' not in changed
   assert not re.search('alice|gs://|/home', str(card)) and text.count('@article{') == text.count('@software{') == 1
+  assert '@software{sdpo_jax,\n  title' in text
   assert "AutoModelForCausalLM.from_pretrained('me/tuned')" in text and "--model=me/tuned --prompt='Hello'" in text
 
 

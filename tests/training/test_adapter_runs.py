@@ -4,6 +4,7 @@ another.
 
 import dataclasses
 import json
+import os
 import shutil
 
 from absl import flags
@@ -21,7 +22,7 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import probe, runs
 from sdpo_jax.learning.update import place_state
-from sdpo_jax.models import checksums
+from sdpo_jax.models import checksums, identity
 from sdpo_jax.models.adapters import peft_config, peft_files
 from sdpo_jax.training import loop, opening
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
@@ -246,6 +247,7 @@ def test_an_adapter_of_another_base_is_refused_by_its_fingerprint(run, exported,
     with pytest.raises(UserError, match='is not a fingerprint in the format 1'):
       runs.open_source(runs.RunOrModel(model=str(other), adapter=str(adapter)), None)
   (adapter / peft_files.BASE).unlink()
+  assert not identity.compare_base(adapter, os.path.relpath(config.model.path))  # The directory that it names.
   runs.open_source(runs.RunOrModel(model=str(other), adapter=str(adapter)), None)
   assert 'whether' in caplog.text and 'cannot be checked beyond its shapes' in caplog.text
   caplog.clear()

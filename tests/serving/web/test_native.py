@@ -198,8 +198,9 @@ def test_a_version_travels_as_peft_files(world):
   at = create(world.ada, 'traveller')
   exported = world.ada.get(f'{at}/export')
   with zipfile.ZipFile(io.BytesIO(exported.content)) as archive:
-    names = set(archive.namelist())
+    names, card = set(archive.namelist()), archive.read('README.md').decode()
   assert exported.headers['content-type'] == 'application/zip' and {'adapter_model.safetensors', 'README.md'} <= names
+  assert 'the directory of these files for `traveller`.' in card  # The zip has no folder of that name.
   config = world.ada.get(f'{at}/export/adapter_config.json?version=0')
   assert json.loads(config.content)['peft_type'] == 'LORA'
   assert code(world.ada.get(f'{at}/export/optimizer.pt')) == (404, 'not_found')
