@@ -170,6 +170,10 @@ def right(completions, **_):
   return [1.0] * len(completions)
 
 
+def unasked(texts):
+  return [1.0] * len(texts)
+
+
 @pytest.mark.parametrize(
   ('call', 'said'),
   [
@@ -187,6 +191,11 @@ def right(completions, **_):
     ),
     (lambda config, path: sdpo_jax.train(config, path, rows=ROWS, grader=[(odd, 'x')]), "'odd' a finite number .*'x'"),
     (lambda config, path: sdpo_jax.train(config, path, rows=ROWS, grader=['none', 'od']), "no environment 'od'"),
+    (lambda config, path: sdpo_jax.train(config, path, rows=ROWS, grader=int), "grader 'int' cannot be called"),
+    (
+      lambda config, path: sdpo_jax.train(config, path, rows=ROWS, grader=[odd, unasked]),
+      r"'unasked' cannot be called as graders are: define it as unasked\(completions, \*\*_\)",
+    ),
     (lambda config, path: sdpo_jax.train(config, path, on_step=3), 'on_step=3 is not Callable or None'),
     (lambda config, path: sdpo_jax.train(config, path, callbacks=[print]), 'is no sdpo_jax.Callback'),
     (lambda config, path: sdpo_jax.train(config, path, restart='yes'), "restart='yes' is not bool"),
