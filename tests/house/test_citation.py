@@ -23,6 +23,8 @@ def test_the_citation_is_of_this_version_and_of_the_paper_that_cards_cite():
   [paper] = values['references']
   assert {'type', 'title', 'authors'} <= paper.keys() and paper['url'].endswith('2601.20802')
   card = (sources.ROOT / 'sdpo_jax/reporting/web/model_card_end.md').read_text(encoding='utf-8')
+  readme = (sources.ROOT / 'README.md').read_text(encoding='utf-8')
+  assert re.findall('@article{(.*),', readme) == re.findall('@article{(.*),', card)  # The key.
   bibtex = re.sub(r'\s+', ' ', card[card.index('@article') :]).replace('{\\"u}', 'ü')
   people = ' and '.join(f'{person["family-names"]}, {person["given-names"]}' for person in paper['authors'])
   assert f'author = {{{people}}}' in bibtex and f'title = {{{paper["title"]}}}' in bibtex
