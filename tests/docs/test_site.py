@@ -1,5 +1,6 @@
 """The site of the documentation: built without a warning or a network, and of its own files alone."""
 
+import json
 import os
 import re
 import subprocess
@@ -41,6 +42,10 @@ def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path):
   files = [*pages, *tmp_path.rglob('*.css')]
   loaded = {address for file in files for found in LOADED.findall(file.read_text()) for address in found if address}
   assert [address for address in loaded if address.startswith(('http:', 'https:', '//'))] == []
+  index = json.loads((tmp_path / 'search' / 'search_index.json').read_text())
+  found = ' '.join(each['text'] for each in index['docs'] if each['location'].startswith('reference/settings'))
+  words = re.split(index['config']['separator'], re.sub('<[^>]*>', ' ', found))
+  assert {'teacher_update_rate', 'grader_timeout_s', 'lr'} <= set(words)  # Searched for without their section.
   program = chromium.installed()
   if program is None:
     pytest.skip('Chromium is not installed: what scripts would load is not seen')
