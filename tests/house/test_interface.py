@@ -220,6 +220,11 @@ def test_arguments_of_other_types_are_refused_before_anything_is_made(config, tm
   assert not list(tmp_path.rglob('checkpoints'))
 
 
+def test_arguments_that_are_none_are_refused_as_the_functions():
+  with pytest.raises(TypeError, match="train: got an unexpected keyword argument 'lr'"):
+    sdpo_jax.train(lr=1)
+
+
 def test_several_graders_count_by_their_weights_and_callbacks_look_on(config, tmp_path):
   seen = []
 
