@@ -1,9 +1,10 @@
-"""Pictures on the pages: the service's page, a session in a terminal, and a training step.
+"""Pictures on the pages: a report, the service's page, a session in a terminal, and a training step.
 
-    python -m benchmarks.pictures [--output=docs] [--only=console,terminal,step]
+    python -m benchmarks.pictures [--output=docs] [--only=report,console,terminal,step]
 
-Writes serving/console.png (a correction in the page of a service that this starts), sessions/terminal.png (a scripted
-session at a pseudo-terminal), and step.png (a drawing). Needs Chromium and the extras serve, session and figures.
+Writes report/page.png (of the quickstart, which this runs), serving/console.png (a correction in the page of a service
+that this starts), sessions/terminal.png (a scripted session at a pseudo-terminal), and step.png (a drawing). Needs
+Chromium and the extras serve, session and figures.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ ARROWS = (
 )
 
 
-COLOURS = {'student': '#dbeafe', 'update': '#dbeafe', 'teacher': '#dcfce7', 'prompts': '#dcfce7'}
+COLOURS = {'student': '#dbeafe', 'update': '#dbeafe', 'teacher': '#dcfce7', 'prompts': '#dcfce7'}  # Of boxes.
 
 
 def main() -> None:
@@ -98,6 +99,22 @@ def service(folder: str) -> Iterator[str]:
     finally:
       running.terminate()
       running.stderr.read()
+
+
+def draw_report(target: pathlib.Path) -> None:
+  """Run the quickstart, and take a picture of its report with a wrong answer opened."""
+  with tempfile.TemporaryDirectory() as folder, chromium.opened(chromium.installed()) as page:
+    train = ['launch.train', '--config=configs/quickstart.py', '--config.trainer.record_top_tokens=20']
+    for words in (train, ['launch.report']):
+      subprocess.run([sys.executable, '-m', *words, f'--workdir={folder}/quickstart'], check=True)
+    page.size(1280, 1410)
+    page.dark(False)
+    page.open(pathlib.Path(folder, 'quickstart', 'report.html').as_uri() + '#outcome=failure&step=10&find=Reverse')
+    page.until("document.querySelector('.token')")
+    page.evaluate("document.querySelector('#charts').hidden = true; document.querySelector('.token').click()")
+    page.evaluate('scrollTo(0, 0)')
+    page.until("!document.querySelector('.panel').hidden")
+    page.screenshot(target)
 
 
 def draw_console(target: pathlib.Path) -> None:
@@ -189,10 +206,7 @@ def draw_step(target: pathlib.Path) -> None:
   axes.axis('off')
   boxes: dict[str, Any] = {}
   for name, (x, y, text) in BOXES.items():
-    colour = {'student': '#dbeafe', 'update': '#dbeafe', 'teacher': '#dcfce7', 'prompts': '#dcfce7'}.get(
-      name, '#f1f5f9'
-    )
-    style = {'boxstyle': 'round,pad=0.5', 'facecolor': colour, 'edgecolor': '#64748b'}
+    style = {'boxstyle': 'round,pad=0.5', 'facecolor': COLOURS.get(name, '#f1f5f9'), 'edgecolor': '#64748b'}
     boxes[name] = axes.text(x, y, text, ha='center', va='center', fontsize=10.5, bbox=style)
   figure.canvas.draw()
   for start, end, label in ARROWS:
@@ -227,6 +241,7 @@ def draw_step(target: pathlib.Path) -> None:
 
 # Name → how it is drawn, and its file.
 PICTURES: dict[str, tuple[Callable[[pathlib.Path], None], str]] = {
+  'report': (draw_report, 'report/page.png'),
   'console': (draw_console, 'serving/console.png'),
   'terminal': (draw_terminal, 'sessions/terminal.png'),
   'step': (draw_step, 'step.png'),

@@ -29,6 +29,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Literal, get_args
 
 from sdpo_jax.config import Config
+from sdpo_jax.config.fields import did_you_mean
 from sdpo_jax.config.overrides import assign
 from sdpo_jax.errors import UserError
 
@@ -158,7 +159,7 @@ def check_arguments(file: str, **arguments: tuple[str, Collection[str]]) -> None
   """Raise UserError if an argument of a config, given as (value, allowed values), has a value that is not allowed."""
   for name, (value, allowed) in arguments.items():
     if value not in allowed:
-      raise UserError(f'{file}: {name}={value!r} is none of {", ".join(allowed)}.')
+      raise UserError(f'{file}: {name}={value!r} is none of {", ".join(allowed)}{did_you_mean(value, allowed)}')
 
 
 def experiments() -> list[dict[str, str]]:

@@ -58,7 +58,11 @@ def _typed(function: Checked) -> Checked:
   @functools.wraps(function)
   def checked(*arguments: Any, **named: Any) -> Any:
     hints = types_of(function)
-    for name, value in signature.bind(*arguments, **named).arguments.items():
+    try:
+      bound = signature.bind(*arguments, **named)
+    except TypeError as error:  # Which does not say of what function.
+      raise TypeError(f'{function.__name__}: {error}') from None
+    for name, value in bound.arguments.items():
       # `_graded_by` takes a grader apart, and `sample` and `generate` a prompt.
       if name in hints.keys() - {'grader', 'prompt'} and not matches(value, hints[name]):
         file = {'rows': '; a file goes into data.train_files', 'held_out': '; a file goes into data.val_files'}.get(

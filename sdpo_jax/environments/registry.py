@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 import contextlib
 import importlib
+import inspect
 import sys
 from typing import Any, Protocol, TypeVar
 
@@ -143,8 +144,14 @@ def register_factory(name: str) -> Callable[[Registered], Registered]:
 
 
 def get(name: str, settings: EnvironmentsConfig | None = None) -> Grader:
-  """Make the grader of that name with `settings` (None: defaults); raises UserError if there is none."""
-  return _find(_FACTORIES, 'environment', name)(settings or EnvironmentsConfig())
+  """Make the grader of that name with `settings` (None: defaults); raises UserError if there is none to be called."""
+  grader = _find(_FACTORIES, 'environment', name)(settings or EnvironmentsConfig())
+  try:
+    inspect.signature(grader).bind([], [], truncated=[])
+  except (TypeError, ValueError) as error:  # ValueError: a callable without a signature, such as `int`.
+    way = f'{name}(completions, **_) or {name}(examples, completions, *, truncated)'
+    raise UserError(f'The grader {name!r} cannot be called as graders are: define it as {way}.') from error
+  return grader
 
 
 def require(name: str) -> None:

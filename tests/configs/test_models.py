@@ -50,3 +50,8 @@ def test_other_arguments_are_refused_by_name(arguments):
   (name, value), *_ = arguments.items()
   with pytest.raises(UserError, match=f'configs/models.py: {name}={value!r} is none of'):
     models.get_config(**arguments)
+
+
+def test_an_argument_that_is_nearly_another_is_suggested():
+  with pytest.raises(UserError, match="task='chemistri' is none of .*; did you mean 'chemistry'"):
+    models.get_config(task='chemistri')

@@ -177,6 +177,10 @@ def right(completions, **_):
   return [1.0] * len(completions)
 
 
+def unasked(texts):
+  return [1.0] * len(texts)
+
+
 @pytest.mark.parametrize(
   ('call', 'said'),
   [
@@ -197,6 +201,11 @@ def right(completions, **_):
     ),
     (lambda config, path: sdpo_jax.train(config, path, rows=ROWS, grader=[(odd, 'x')]), "'odd' a finite number .*'x'"),
     (lambda config, path: sdpo_jax.train(config, path, rows=ROWS, grader=['none', 'od']), "no environment 'od'"),
+    (lambda config, path: sdpo_jax.train(config, path, rows=ROWS, grader=int), "grader 'int' cannot be called"),
+    (
+      lambda config, path: sdpo_jax.train(config, path, rows=ROWS, grader=[odd, unasked]),
+      r"'unasked' cannot be called as graders are: define it as unasked\(completions, \*\*_\)",
+    ),
     (lambda config, path: sdpo_jax.train(config, path, on_step=3), 'on_step=3 is not Callable or None'),
     (lambda config, path: sdpo_jax.train(config, path, callbacks=[print]), 'is no sdpo_jax.Callback'),
     (lambda config, path: sdpo_jax.train(config, path, restart='yes'), "restart='yes' is not bool"),
@@ -234,6 +243,11 @@ def test_arguments_of_other_types_are_refused_before_anything_is_made(config, tm
   with pytest.raises(sdpo_jax.UserError, match=said):
     call(config, tmp_path)
   assert not list(tmp_path.rglob('checkpoints'))
+
+
+def test_arguments_that_are_none_are_refused_as_the_functions():
+  with pytest.raises(TypeError, match="train: got an unexpected keyword argument 'lr'"):
+    sdpo_jax.train(lr=1)
 
 
 def test_several_graders_count_by_their_weights_and_callbacks_look_on(config, tmp_path):
