@@ -355,7 +355,7 @@ def test_arrays_and_lines_read_the_same(tmp_path_factory, values, indent):
     ('[{"a": 1},\n]', 'line 2: invalid JSON'),
     ('[{"a": 1}', 'line 1: invalid JSON'),
     ('[{"a": 1}]\n{"b": 2}', 'line 2: invalid JSON: text after the end'),
-    ('{"a": 1}\n{"a": "\xff"}'.encode('latin-1'), r'line 2: not UTF-8 text .*: save it as UTF-8'),
+    ('{"a": 1}\n{"a": "\xff"}'.encode('latin-1'), r'line 2: the file is not UTF-8 text .*: save it as UTF-8'),
     ('{"a": 1}'.encode('utf-16-le'), 'line 1: invalid JSON'),
     ('{"a": 1}\n{"a": ' + '[' * 100_000, 'line 2: invalid JSON: nested too deeply'),
     ('[{"a": 1},\n{"a": ' + '[' * 100_000, 'line 2: invalid JSON: nested too deeply'),
@@ -413,7 +413,7 @@ def test_csv_reads_what_the_csv_module_writes(tmp_path_factory, values):
     ('\nprompt,\n1,2', 'line 2: a header must name every column'),
     ('prompt,answer\n', 'holds no rows'),
     ('', 'holds no rows'),
-    ('prompt,answer\n1,\xff'.encode('latin-1'), r'line 2: not UTF-8 text .*: save it as UTF-8'),
+    ('prompt,answer\n1,\xff'.encode('latin-1'), r'line 2: the file is not UTF-8 text .*: save it as UTF-8'),
   ],
 )
 def test_malformed_csv_names_the_line(tmp_path, text, message):

@@ -147,7 +147,7 @@ def wrong_inputs(folder, config) -> dict[str, tuple[list[str], str]]:
     ),
     'sample of nothing': (['sample', '--prompt=x', f'--workdir={folder}/nothing'], 'is not a run'),
     'report of nothing': (['report', f'--workdir={folder}/nothing'], 'is not a run: there is no such directory'),
-    'compare nothing': (['compare'], 'Name the runs to compare'),
+    'compare nothing': (['compare'], 'Name the directories of the runs to compare'),
     'compare what is no run': (['compare', '--metric=x', f'{folder}/nothing', 'b'], 'nothing is not a run'),
     'init over a folder': (['init', '--data=x.csv', '--model=y', f'--output={folder}'], 'name one that does not exist'),
     'init without rows': (['init', f'--data={folder}/none.csv', '--model=y'], '--data: there is no file'),
