@@ -39,7 +39,8 @@ hypothesis.settings.load_profile('repeatable')
 TESTS = pathlib.Path(__file__).parent
 # Whole files go to a worker, in this order and then by name: with the longest first the workers end together.
 LONGEST = """
-  training/test_resume.py planner/test_plan.py models/attention/test_tpu.py training/test_durability.py
+  docs/test_blocks.py docs/test_pages_of_systems.py training/test_resume.py planner/test_plan.py
+  models/attention/test_tpu.py training/test_durability.py
   training/test_cartridge_updates.py objective/test_golden.py examples/test_examples.py
   models/families/test_families.py training/test_base_once.py training/test_reference_policies.py planner/test_engine.py
   training/test_cartridge_processes.py training/test_startup.py serving/test_engine_start.py teacher/test_kinds.py

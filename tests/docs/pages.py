@@ -7,6 +7,7 @@ import json
 import multiprocessing.connection
 import multiprocessing.process
 import os
+import pathlib
 import re
 import shlex
 import signal
@@ -16,9 +17,14 @@ import threading
 import time
 import traceback
 
+import pytest
+
 from tests import forked_commands, tiny
 
 PAGES = ['README.md', 'CONTRIBUTING.md', *(f'docs/{path.name}' for path in (tiny.REPOSITORY / 'docs').glob('*.md'))]
+# Those about a system, whose blocks take about as long as all others.
+OF_SYSTEMS = tuple(f'docs/{name}.md' for name in ('sessions', 'cartridges', 'lora', 'serving', 'engine', 'teachers'))
+LINKED = ('sdpo_jax', 'models', 'launch', 'configs', 'examples', 'benchmarks', 'requirements.txt')
 OUTPUT = ('text', 'json', 'bibtex', 'diff')  # Languages of blocks that are not code.
 STEPS = 2  # Training steps of a run, whatever the page says.
 _EXPORTED = '.exported'  # File with the variables that a command sets for those after it.
@@ -164,6 +170,21 @@ def main() -> None:
         json.loads(block.text)
   finally:
     page.close()
+
+
+def run_as_shown(page: str, folder: pathlib.Path) -> None:
+  """Test the blocks of a page in a folder with what the root of the repository has."""
+  if not any(block.reason is None and block.language not in OUTPUT for block in blocks(page)):
+    pytest.skip('nothing on it is run')
+  for name in LINKED:
+    (folder / name).symlink_to(tiny.REPOSITORY / name)
+  variables = tiny.environment(quick=True) | {'PYTHONPATH': str(tiny.REPOSITORY), 'NO_COLOR': '1'}
+  variables['XDG_STATE_HOME'] = str(folder / 'state')
+  variables['PATH'] = f'{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'
+  command = [sys.executable, '-m', 'tests.docs.pages', page]
+  done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+  print(done.stdout, done.stderr[-20_000:])
+  assert done.returncode == 0
 
 
 def _shortened(config):

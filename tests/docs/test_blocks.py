@@ -1,10 +1,5 @@
 """What the pages show is run as it is shown, or says why not."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
 
 from tests import tiny
@@ -23,7 +18,6 @@ REASONS = (
   'needs a checkpoint of yours',
 )
 LANGUAGES = ('bash', 'python', *pages.OUTPUT)
-LINKED = ('sdpo_jax', 'models', 'launch', 'configs', 'examples', 'benchmarks', 'requirements.txt')
 
 
 def test_every_block_is_run_or_says_why_not():
@@ -49,16 +43,6 @@ def test_blocks_and_commands_are_found(tmp_path, monkeypatch):
 
 
 @pytest.mark.docs
-@pytest.mark.parametrize('page', pages.PAGES)
+@pytest.mark.parametrize('page', sorted({*pages.PAGES} - {*pages.OF_SYSTEMS}))
 def test_what_a_page_shows_works(page, tmp_path):
-  if not any(block.reason is None and block.language not in pages.OUTPUT for block in pages.blocks(page)):
-    pytest.skip('nothing on it is run')
-  for name in LINKED:
-    (tmp_path / name).symlink_to(tiny.REPOSITORY / name)
-  variables = tiny.environment() | {'PYTHONPATH': str(tiny.REPOSITORY), 'NO_COLOR': '1'}
-  variables['XDG_STATE_HOME'] = str(tmp_path / 'state')
-  variables['PATH'] = f'{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'
-  command = [sys.executable, '-m', 'tests.docs.pages', page]
-  done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
-  print(done.stdout, done.stderr[-20_000:])
-  assert done.returncode == 0
+  pages.run_as_shown(page, tmp_path)
