@@ -48,6 +48,7 @@ Location = str | os.PathLike[str]  # Of a file or directory.
 # A grader (`registry.Grader`), a reward function in TRL's form, or the name of a built-in grader; with a weight.
 GraderLike = Callable[..., Any] | str
 WeightedGrader = tuple[GraderLike, float]
+_FILES = {'rows': 'data.train_files', 'held_out': 'data.val_files'}  # Argument → the setting for files of rows.
 Checked = TypeVar('Checked', bound=Callable[..., Any])
 
 
@@ -65,10 +66,8 @@ def _typed(function: Checked) -> Checked:
     for name, value in bound.arguments.items():
       # `_graded_by` takes a grader apart, and `sample` and `generate` a prompt.
       if name in hints.keys() - {'grader', 'prompt'} and not matches(value, hints[name]):
-        file = {'rows': '; a file goes into data.train_files', 'held_out': '; a file goes into data.val_files'}.get(
-          name, ''
-        )
-        raise UserError(f'{function.__name__}: {name}={short_repr(value)} is not {type_name(hints[name])}{file}.')
+        way = f'; a file goes into {_FILES[name]}' if name in _FILES else ''
+        raise UserError(f'{function.__name__}: {name}={short_repr(value)} is not {type_name(hints[name])}{way}.')
     return function(*arguments, **named)
 
   return checked  # type: ignore[return-value]  # It has the signature of the function.
@@ -181,6 +180,11 @@ def train(
   """
   if wrong := [callback for callback in callbacks if not isinstance(callback, Callback)]:
     raise UserError(f'callbacks has {short_repr(wrong[0])}, which is no sdpo_jax.Callback: pass a function as on_step.')
+  with contextlib.suppress(ValueError):  # Some functions written in C have no signature.
+    try:
+      inspect.signature(on_step or print).bind(None)
+    except TypeError as error:
+      raise UserError(f'on_step cannot be called with a step ({error}): let it take one argument.') from error
   made = steps(
     config,
     workdir,

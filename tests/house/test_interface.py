@@ -208,6 +208,7 @@ def unasked(texts):
     ),
     (lambda config, path: sdpo_jax.train(config, path, on_step=3), 'on_step=3 is not Callable or None'),
     (lambda config, path: sdpo_jax.train(config, path, callbacks=[print]), 'is no sdpo_jax.Callback'),
+    (lambda config, path: sdpo_jax.train(config, path, on_step=lambda: None), 'on_step cannot be called with a step'),
     (lambda config, path: sdpo_jax.train(config, path, restart='yes'), "restart='yes' is not bool"),
     (lambda config, path: sdpo_jax.evaluate(config, model=config.model.path, step='1'), "step='1' is not int or None"),
     (lambda config, path: sdpo_jax.evaluate(config), 'Name either workdir, a run, or model'),

@@ -22,9 +22,8 @@ from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback_request import Item, make_request
 from sdpo_jax.serving.records import AdapterRecord
 from sdpo_jax.serving.web.admission import Lifetime
-from sdpo_jax.serving.web.archives import zipped
 from sdpo_jax.serving.web.endpoints import Incoming, Reply, operation, route
-from sdpo_jax.serving.web.native import feedback_again
+from sdpo_jax.serving.web.native import feedback_again, zip_reply
 from sdpo_jax.serving.web.schemas import Message, Number, RequestBody, ResponseBody, Text, Tokens
 
 # /v1/distill.
@@ -359,9 +358,7 @@ def _queried(asked: Incoming) -> tuple[AdapterRecord, int | None]:
 def lora_export(asked: Incoming) -> Reply:
   """Return the files of an adapter as a zip; PEFT loads the unpacked folder."""
   adapter, number = _queried(asked)
-  files = asked.account.export_peft(adapter.id, number)
-  headers = {'Content-Disposition': f'attachment; filename="{adapter.name}.zip"'}
-  return Reply(zipped(files), content_type='application/zip', headers=headers)
+  return zip_reply(asked.account.export_peft(adapter.id, number), adapter.name)
 
 
 class LoraDeletedSaid(ResponseBody):

@@ -109,9 +109,12 @@ def diff(asked: Incoming) -> Reply:
 
 def export(asked: Incoming) -> Reply:
   """Return a version in PEFT's format: a zip with adapter_config.json and adapter_model.safetensors."""
-  files = asked.account.export_peft(asked.adapter, asked.number('version'))
-  headers = {'Content-Disposition': 'attachment; filename="adapter.zip"'}
-  return Reply(zipped(files), content_type='application/zip', headers=headers)
+  return zip_reply(asked.account.export_peft(asked.adapter, asked.number('version')), 'adapter')
+
+
+def zip_reply(files: Mapping[str, bytes], name: str) -> Reply:
+  """Return files as a zip that browsers and curl save under a name."""
+  return Reply(zipped(files), 'application/zip', {'Content-Disposition': f'attachment; filename="{name}.zip"'})
 
 
 def export_file(asked: Incoming) -> Reply:
