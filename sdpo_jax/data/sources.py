@@ -99,12 +99,13 @@ def _of_hub(source: str, setting: str) -> list[RawRow]:
 
 def _of_file(source: str, setting: str) -> list[RawRow]:
   content = _read(source, setting)
-  if source.lower().endswith('.parquet'):
+  name = source.lower()
+  if name.endswith('.parquet'):
     return _parquet(source, content)
   text = _decode(source, content)
-  if source.lower().endswith('.csv'):
+  if name.endswith('.csv'):
     return _csv(source, text)
-  if source.lower().endswith('.txt'):
+  if name.endswith('.txt'):
     return _prompts(source, text)
   return _array(source, text) if text.lstrip().startswith('[') else _lines(source, text)
 
@@ -145,7 +146,8 @@ def _lines(source: str, text: str) -> list[RawRow]:
     try:
       rows.append(RawRow(origin, number, json.loads(line)))
     except json.JSONDecodeError as error:
-      why = '' if source.endswith(('.json', '.jsonl')) else '; only .csv, .parquet and .txt are not read as JSON'
+      usual = source.lower().endswith(('.json', '.jsonl'))
+      why = '' if usual else '; only .csv, .parquet and .txt are not read as JSON'
       raise UserError(f'{origin}: invalid JSON at column {error.colno}: {error.msg}{why}.') from error
     except (RecursionError, ValueError) as error:
       raise UserError(f'{origin}: invalid JSON: {_unreadable(error)}.') from error

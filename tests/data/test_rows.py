@@ -373,6 +373,8 @@ def test_a_malformed_file_names_the_line(tmp_path, content, message):
 def test_a_file_of_another_kind_is_said_to_be_read_as_json(tmp_path):
   with pytest.raises(UserError, match=r'line 1: invalid JSON at .*; only \.csv, .* are not read as JSON'):
     read(tmp_path, 'prompt\tanswer\n', 'rows.tsv')
+  with pytest.raises(UserError, match=r'line 1: invalid JSON at column 2: [^;]*\.$'):
+    read(tmp_path, '{x', 'rows.JSON')
 
 
 def test_csv_has_a_header_and_keeps_its_line_numbers(tmp_path):
