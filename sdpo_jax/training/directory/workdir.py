@@ -94,8 +94,7 @@ def no_run(workdir: epath.Path) -> UserError:
 
 def _run_around(workdir: epath.Path) -> epath.Path | None:
   """Return the run of which a path such as RUN/metrics.jsonl or RUN/checkpoints/20 is a part."""
-  around = zip((workdir, *workdir.parents), [*workdir.parents][:2], strict=False)
-  return next((run for part, run in around if part.name in (*FILES, *FOLDERS) and _is_run(run)), None)
+  return next((path for path in [*workdir.parents][:2] if _is_run(path)), None)
 
 
 def _is_run(path: epath.Path) -> bool:
@@ -121,7 +120,7 @@ def check_workdir(config: Config, workdir: epath.PathLike, *, restart: bool = Fa
     there = _check_layout(workdir)
     trained = CHECKPOINTS in there and any((workdir / CHECKPOINTS).iterdir())
     whole = None if trained else _run_around(workdir)
-  if whole is not None:
+  if whole is not None and workdir.relative_to(whole).parts[0] in FOLDERS:
     raise UserError(f'--workdir={workdir} is part of the run {whole}: name that, or a directory outside it.')
   if not trained and (restart or METRICS not in there):
     return workdir
