@@ -243,7 +243,7 @@ def announce(text: str) -> None:
 
 
 def _complain(sentence: str) -> int:
-  print(printable(as_typed(sentence), sys.maxsize, keep='\n'), file=sys.stderr)  # It may quote any file.
+  print(printable(as_typed(sentence), None, keep='\n'), file=sys.stderr)  # It may quote any file.
   return EXIT_BAD_INPUT
 
 

@@ -35,12 +35,12 @@ def short_repr(value: Any, limit: int = 60) -> str:
   return text if len(text) <= limit else text[:limit] + '…'
 
 
-def printable(text: str, limit: int = 120, keep: str = '') -> str:
-  """Return a text from an outside source, such as a name in a file, cut after `limit` characters.
+def printable(text: str, limit: int | None = 120, keep: str = '') -> str:
+  """Return a text from an outside source, such as a name in a file, cut after `limit` characters (None: whole).
 
   Characters that would end the line or control a terminal are escaped as in Python, except those in `keep`.
   """
-  cut = text if len(text) <= limit else text[:limit] + '…'
+  cut = text if limit is None or len(text) <= limit else text[:limit] + '…'
   return ''.join(
     letter if letter.isprintable() or letter in keep else letter.encode('unicode_escape').decode() for letter in cut
   )

@@ -62,7 +62,7 @@ class CheckReport:
     parts = [f'━━ {title} ━━\n{text}' for title, text in self.sections]
     found = '\n'.join(f'• {sentence}' for sentence in self.odd) or 'Nothing looks odd.'
     whole = '\n\n'.join([*parts, f'━━ What looks odd ━━\n{found}'])
-    return printable(whole, len(whole), keep='\n\t\xa0\u3000\u200c\u200d')  # Prompts may hold anything.
+    return printable(whole, None, keep='\n\t\xa0\u3000\u200c\u200d')  # Prompts may hold anything.
 
 
 def check(config: Config, workdir: epath.PathLike | None = None) -> CheckReport:

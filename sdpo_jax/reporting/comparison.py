@@ -128,7 +128,7 @@ def text(found: Mapping[str, Any]) -> str:
   if found['remarks']:
     sections['Remarks'] = '\n'.join(found['remarks'])
   whole = '\n\n'.join(f'━━ {title} ━━\n{content}' for title, content in sections.items())
-  return printable(whole, len(whole), keep='\n')  # Names may hold anything.
+  return printable(whole, None, keep='\n')  # Names may hold anything.
 
 
 def _table(metric: Mapping[str, Any]) -> str:

@@ -52,7 +52,7 @@ def as_text(step: int, samples: Sequence[Sample]) -> str:
   for number, sample in enumerate(samples, start=1):
     lines.append(f'── step {step}, sample {number} of {len(samples)} ──')
     for name, text in zip(COLUMNS, sample.cells(LONGEST_SHOWN), strict=True):
-      first, *rest = printable(text, len(text), keep='\n').split('\n')
+      first, *rest = printable(text, None, keep='\n').split('\n')
       lines.append(f'{name:<{width}}  {first}'.rstrip())
       lines += [f'{"":<{width}}  {line}'.rstrip() for line in rest]
   return '\n'.join(lines)

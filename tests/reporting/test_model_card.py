@@ -113,7 +113,7 @@ def test_a_card_says_what_the_files_of_a_run_say(tmp_path):
 def test_a_card_says_how_each_format_is_loaded(tmp_path, form, library, lines):
   settings = config(model__path=str(tmp_path / 'my base'), actor__policy_loss__loss_mode='vanilla')
   card = card_of(run_of(tmp_path / 'run', [metrics(3)], settings), settings, form=form)
-  assert (card.data.library_name, card.data.base_model, card.data.eval_results) == (library, None, None)
+  assert (card.data.get('library_name'), card.data.base_model, card.data.eval_results) == (library, None, None)
   assert card.data.tags[0] == 'grpo' and 'steps of GRPO' in card.text and 'a local one, `my base`' in card.text
   assert all(line in card.text for line in lines) and 'There was no evaluation up to this step.' in card.text
   assert 'with unknown versions; exported by' in card.text and str(tmp_path) not in str(card)

@@ -212,7 +212,7 @@ def test_a_cartridge_is_exported_read_and_trained_on(run, tmp_path, monkeypatch)
   assert served.models['me/theirs'].files == {path.name: path.read_bytes() for path in (tmp_path / 'theirs').iterdir()}
   for name, texts in (('ours', 'cartridge.json'), ('theirs', 'config.yaml')):
     card = exported_cards.read(tmp_path / name, workdir.parent, made.model.path)
-    assert card.data.library_name == 'sdpo_jax' and f'--cartridge=me/{name} ' in card.text
+    assert card.data.get('library_name') == 'sdpo_jax' and f'--cartridge=me/{name} ' in card.text
     for private in (workdir.parent, made.model.path, made.model.cartridge.document):
       assert str(private) not in (tmp_path / name / texts).read_text()
   runs.export(str(workdir), str(tmp_path / 'first'), 'student', form='cartridge_pt_fixed')
