@@ -527,7 +527,7 @@ def test_an_engine_that_cannot_be_made_again_is_said(made):
 def test_every_request_ends_whatever_fails_in_between(made, rounds):
   """Threads ask for anything while the engine fails at any call; what only the engine had outlives all of them."""
   worker, kept, wrong = made.worker, {}, []
-  methods = ['restore', 'submit', 'turn', 'score', 'learn', 'forget', 'drop', 'compile']
+  methods = ['restore', 'submit', 'turn', 'score', 'learn', 'forget', 'drop']
 
   def ask(number):
     draw = np.random.default_rng(number)
@@ -537,7 +537,9 @@ def test_every_request_ends_whatever_fails_in_between(made, rounds):
         action = draw.choice(['sample', 'cancel', 'score', 'learn', 'reject', 'put', 'break'])
         try:
           if action == 'break' and number == 0:
-            made.engines[-1].broken[str(draw.choice(methods[:-1]))] = int(draw.choice([1, -1]))
+            engine = made.engines[-1]
+            if worker.ready.is_set():  # An engine that fails before it is ready would be the last one.
+              engine.broken[str(draw.choice(methods))] = int(draw.choice([1, -1]))
           elif action in ('sample', 'cancel'):
             handle = worker.sample(version, [1], max_tokens=int(draw.integers(1, 5)))
             if action == 'cancel':
