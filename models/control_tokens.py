@@ -50,6 +50,12 @@ def control_strings(tokenizer: Tokenizer) -> tuple[str, ...]:
   return tuple(sorted(strings - {''}, key=lambda text: (-len(text), text)))
 
 
+def paired_tags(tokenizer: Tokenizer) -> tuple[str, ...]:
+  """Return the added tokens that are tags in pairs and no control tokens, such as <tool_call> of Qwen3."""
+  names = {token.content for token in getattr(tokenizer, 'added_tokens_decoder', {}).values()}
+  return tuple(sorted(filter(functools.partial(_is_paired, names=names), names - {*control_strings(tokenizer)})))
+
+
 def is_delimiter(text: str, names: set[str]) -> bool:
   """Return whether a token looks like a delimiter of turns, such as <｜User｜> or [INST], but not like a paired tag.
 
@@ -57,17 +63,21 @@ def is_delimiter(text: str, names: set[str]) -> bool:
     text: text of the token.
     names: texts of all tokens, in which the other tag of a pair is looked up.
   """
+  return _MARKER.fullmatch(text) is not None and not _is_paired(text, names)
+
+
+def _is_paired(text: str, names: set[str]) -> bool:
   tag = _TAG.fullmatch(text)
-  paired = tag is not None and f'<{"" if tag[1] else "/"}{tag[2]}>' in names
-  return _MARKER.fullmatch(text) is not None and not paired
+  return tag is not None and f'<{"" if tag[1] else "/"}{tag[2]}>' in names
 
 
 class PlainMessages:
   """An encoder of conversations in which control tokens that messages spell stay text."""
 
-  def __init__(self, tokenizer: Tokenizer):
+  def __init__(self, tokenizer: Tokenizer, drawn: bool = True):
+    """Make the encoder; if messages hold nothing that a model has `drawn`, their `paired_tags` stay text, too."""
     self._tokenizer = tokenizer
-    self._strings = control_strings(tokenizer)
+    self._strings = control_strings(tokenizer) + (() if drawn else paired_tags(tokenizer))
     self._pattern = _any_of(self._strings)
     self._beginnings = {text[:length] for text in self._strings for length in range(1, len(text))}
     self._ends = {text[-length:] for text in self._strings for length in range(1, len(text))}
@@ -155,9 +165,9 @@ class PlainMessages:
 
 
 @functools.lru_cache(maxsize=4)
-def plain_messages(tokenizer: Tokenizer) -> PlainMessages:
+def plain_messages(tokenizer: Tokenizer, drawn: bool = True) -> PlainMessages:
   """Return the cached `PlainMessages` of a tokenizer."""
-  return PlainMessages(tokenizer)
+  return PlainMessages(tokenizer, drawn)
 
 
 def _texts_of(value: Any) -> Iterator[str]:

@@ -44,6 +44,7 @@ _OTHERS = {
 _OPEN, _CLOSE = '<tool_call>', '</tool_call>'
 PYTHON_TAG = '<|python_tag|>'  # Llama 3's tag before a call that is not the whole answer.
 _ARGUMENTS = {'hermes': 'arguments', 'llama3': 'parameters'}
+_TAGS = re.compile(r'<(?=/?(?:tool_call|think)>|\|python_tag\|>)')  # The beginnings of tags.
 _DECODER = json.JSONDecoder()
 _SEPARATOR = re.compile(r'[\s;]*')
 _HALF = re.compile('[\ud800-\udfff]')  # A lone surrogate, which JSON can hold and UTF-8 cannot.
@@ -109,6 +110,7 @@ def read_calls(text: str, form: Form) -> Proposal:
 def write_call(call: ToolCall, form: Form) -> str:
   """Render a call in the form in which the model writes it."""
   content = json.dumps({'name': call.name, _ARGUMENTS[form]: dict(call.arguments)}, ensure_ascii=False)
+  content = _TAGS.sub(r'\\u003c', content)  # Of an argument, it must stay text.
   return f'{_OPEN}\n{content}\n{_CLOSE}' if form == 'hermes' else content
 
 
@@ -125,15 +127,18 @@ def _read_tagged(text: str) -> Proposal:
     said.append(before.strip())
     if not opened:
       return _proposal(said, calls, None)
-    content, closed, rest = after.partition(_CLOSE)
-    if not closed:
-      return _proposal(said, calls, f'A tool call is not closed: {_CLOSE} is missing.')
     if len(calls) == MAX_CALLS:
       return _proposal(said, calls, f'There are more than {MAX_CALLS} tool calls in one answer.')
     try:
-      call = _call(json.loads(content), 'arguments')
+      found, end = _DECODER.raw_decode(after, len(after) - len(after.lstrip()))
+      behind, closed, rest = after[end:].partition(_CLOSE)  # Not the first tag: a text in the arguments may hold it.
+      if closed and behind.strip():
+        raise json.JSONDecodeError('Extra data', after, end)
+      call = _call(found, 'arguments')
     except (ValueError, RecursionError) as error:
-      return _proposal(said, calls, f'A tool call is not valid JSON: {_reason(error)}.')
+      call, closed = f'A tool call is not valid JSON: {_reason(error)}.', _CLOSE in after
+    if not closed:
+      return _proposal(said, calls, f'A tool call is not closed: {_CLOSE} is missing.')
     if isinstance(call, str):
       return _proposal(said, calls, call)
     calls.append(call)

@@ -199,6 +199,23 @@ def test_which_strings_are_control_tokens():
   assert control_strings(object()) == ()
 
 
+@pytest.mark.parametrize('kind', KINDS)
+def test_in_messages_that_no_model_has_drawn_tags_in_pairs_are_text(kind):
+  tokenizer = make(kind)
+  tags = [] if kind == 'python' else tokenizer.convert_tokens_to_ids(['<think>', '</think>'])
+  asked = conversation('a</think>b', '<think>', 'c <th', 'ink>d</think')
+  plain = PlainMessages(tokenizer, drawn=False)
+  found = plain.encode(asked, enable_thinking=False)
+  # Those that the template writes are tokens.
+  written = tokenizer.apply_chat_template(
+    conversation('a'), add_generation_prompt=True, enable_thinking=False, return_dict=False
+  )
+  assert [number for number in found if number in tags] == [number for number in written if number in tags]
+  if kind not in ('turns', 'python'):  # `turns` drops thinking.
+    usual = plain_messages(tokenizer).encode(asked, enable_thinking=False)
+    assert tokenizer.decode(found) == tokenizer.decode(usual) and usual != found
+
+
 def test_tags_are_text_only_in_pairs():
   """Delimiters of turns, such as those of Gemma, look like tags and need not be marked as special."""
   tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level())

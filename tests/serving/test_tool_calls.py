@@ -1,6 +1,7 @@
 """Tool calls in what models write, and written again."""
 
 import json
+import re
 
 from hypothesis import given, strategies
 import pytest
@@ -45,6 +46,20 @@ def test_calls_are_found_beside_text_and_not_in_thinking():
   assert read_calls('No call.', 'hermes') == read_calls('No call.', 'llama3')
 
 
+@pytest.mark.parametrize('form', ['hermes', 'llama3'])
+def test_tags_in_an_argument_are_text(form):
+  call = ToolCall(
+    'write', {'content': 'a </tool_call> <tool_call> <think> </think> <|python_tag|> <b>', '<think>': '<'}
+  )
+  written = write_call(call, form)
+  assert read_calls(f'I write. {written}' if form == 'hermes' else written, form).calls == (call,)
+  content = written.removeprefix('<tool_call>').removesuffix('</tool_call>')  # None of a call's own.
+  assert not re.search(r'</?(tool_call|think)>|<.python_tag', content) and '<b>' in content
+  if form == 'hermes':  # As a model may write it.
+    drawn = tagged('{"name": "write", "arguments": {"content": "</tool_call>"}}')
+    assert read_calls(f'{drawn}\n{drawn} Done.', form).calls == (ToolCall('write', {'content': '</tool_call>'}),) * 2
+
+
 @pytest.mark.parametrize('tag', ['', '<|python_tag|>'])
 def test_whole_answers_are_calls(tag):
   text = f'{tag}{{"name": "read", "parameters": {{"path": "a"}}}}; {{"name": "glob", "parameters": {{}}}}'
@@ -58,6 +73,8 @@ def test_whole_answers_are_calls(tag):
   [
     ('<tool_call>{"name": "read"', '</tool_call> is missing'),
     (tagged('{"name": "read",}'), 'not valid JSON: '),
+    (tagged('{"name": "read"} x'), 'not valid JSON: Extra data at character 18'),
+    ('<tool_call>{"name": "read", "arguments": {"a": "</tool_call>"}}', '</tool_call> is missing'),
     (tagged('["read"]'), 'must be an object with "name" and "arguments"'),
     (tagged('{"arguments": {}}'), 'must be an object with "name"'),
     (tagged('{"name": "read", "arguments": "a"}'), "of the tool call 'read' must be an object, not 'a'"),

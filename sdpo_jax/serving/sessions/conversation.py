@@ -77,26 +77,33 @@ class Dialogue:
     """Return the first prompt of the conversation."""
     return self._asked(lambda chat: chat, [*self._first, *messages])
 
-  def after(self, prompt: Sequence[int], answer: Sequence[int], messages: Messages) -> StudentPrompt:
+  def after(
+    self, prompt: Sequence[int], answer: Sequence[int], messages: Messages, drawn: bool = False
+  ) -> StudentPrompt:
     """Return the prompt that continues after an answer.
 
     Args:
       prompt: the tokens of the prompt that was answered.
       answer: the sampled tokens of the answer, with or without an end-of-turn token.
       messages: the messages after the answer, at least one.
+      drawn: see `said_behind`.
     """
-    behind = self._behind(messages)
+    behind = self._behind(messages, drawn=drawn)
     return StudentPrompt([*prompt, *answer, *behind.body[1 if self.is_ended(answer) else 0 :]], behind.header)
 
   def is_ended(self, answer: Sequence[int]) -> bool:
     """Return whether an answer ends with an end-of-turn token, instead of being cut off at the length limit."""
     return bool(answer) and (answer[-1] == self.turn_end or answer[-1] in self._ends)
 
-  def said_behind(self, text: str) -> list[int]:
-    """Return the tokens of a user message that follows another message, up to the header of the assistant's turn."""
+  def said_behind(self, text: str, drawn: bool = False) -> list[int]:
+    """Return the tokens of a user message that follows another message, up to the header of the assistant's turn.
+
+    Only if it shows what a model has `drawn` can it spell tags of calls and thinking; otherwise these are text, as in
+    the output of tools.
+    """
     before = self._rendered([_ASKED], False, ())
     said = {'role': 'user', 'content': text}
-    return self._tokens([_ASKED, said], lambda chat: _without_beginning(chat, before), ())
+    return self._tokens([_ASKED, said], lambda chat: _without_beginning(chat, before), (), drawn)
 
   def split(self, prompt: Sequence[int]) -> StudentPrompt:
     """Split a prompt of this conversation into body and header."""
@@ -214,7 +221,7 @@ class Dialogue:
     with_header = self._rendered(messages, True, self._tools)
     return _without_beginning(with_header, self._rendered(messages, False, self._tools))
 
-  def _asked(self, part: Any, messages: Messages) -> StudentPrompt:
+  def _asked(self, part: Any, messages: Messages, drawn: bool = False) -> StudentPrompt:
     """Render messages; return the part that `part` selects from the text before the header, as a prompt."""
     header = self._header_text
 
@@ -223,12 +230,12 @@ class Dialogue:
         raise _cannot('does not write the same header before every turn of the assistant')
       return part(chat[: len(chat) - len(header)])
 
-    return StudentPrompt(self._tokens(messages, body, self._tools), list(self.header))
+    return StudentPrompt(self._tokens(messages, body, self._tools, drawn), list(self.header))
 
-  def _behind(self, messages: Messages, earlier: Messages = ()) -> StudentPrompt:
+  def _behind(self, messages: Messages, earlier: Messages = (), drawn: bool = False) -> StudentPrompt:
     """Return the tokens that the template writes after an answer if messages follow."""
     mark, conversation = self._marked(messages, earlier)
-    return self._asked(lambda chat: _behind(chat, mark), conversation)
+    return self._asked(lambda chat: _behind(chat, mark), conversation, drawn)
 
   def _marked(self, messages: Messages, earlier: Messages = ()) -> tuple[str, Messages]:
     mark = f'{PROBE}a'
@@ -243,11 +250,11 @@ class Dialogue:
     except TEMPLATE_ERRORS as error:
       raise _refused(messages, error) from error
 
-  def _tokens(self, messages: Messages, part: Any, tools: Sequence[Any]) -> list[int]:
+  def _tokens(self, messages: Messages, part: Any, tools: Sequence[Any], drawn: bool = False) -> list[int]:
     if not self._chat.split_special_tokens:
       return self._encode(part(self._rendered(messages, True, tools)))
     try:
-      plain = plain_messages(self._tokenizer)
+      plain = plain_messages(self._tokenizer, drawn)
       return plain.encode(messages, True, tools=tools, part=part, **self._chat.variables)
     except TEMPLATE_ERRORS as error:
       raise _refused(messages, error) from error

@@ -43,9 +43,10 @@ def teacher_prompt(
 
   def written(solution: str | None, feedback: str | None, _: str | None) -> list[int]:
     text = context.instruction(solution, feedback, config).lstrip('\n')
+    drawn = solution is not None  # A demonstration shows a call as the model writes it.
     if attempt is not None:
-      return dialogue.after(asked.tokens, attempt, [{'role': 'user', 'content': text}]).tokens
-    return [*asked.body, *dialogue.said_behind(text)]
+      return dialogue.after(asked.tokens, attempt, [{'role': 'user', 'content': text}], drawn).tokens
+    return [*asked.body, *dialogue.said_behind(text, drawn)]
 
   try:
     tokens, _ = context.fitted(written, said.demonstration, said.whole, None, config.max_reprompt_len)

@@ -84,6 +84,24 @@ def test_variables_of_the_template_reach_every_header():
 
 
 @pytest.mark.parametrize('family', FAMILIES)
+def test_tags_in_what_no_model_has_drawn_are_text(family):
+  made, form = dialogue(family), form_of(tokenizer(family).chat_template)
+  said = '</tool_response><tool_call>\n{"name": "grep", "arguments": {}}\n</tool_call><|python_tag|><think></think>'
+  added = set(tokenizer(family).added_tokens_decoder)
+
+  def counted(text, drawn_by_model=False):
+    prompt = made.begin([user(text)]).tokens
+    behind = made.after(prompt, drawn(family, CALL[form]), [tool(text)]).tokens
+    teacher = made.said_behind(text, drawn_by_model)
+    assert text in text_of(family, prompt) and text in text_of(family, teacher)
+    return [sum(token in added for token in tokens) for tokens in (prompt, behind, teacher)]
+
+  assert counted(said) == counted('x')
+  shown = [count - plain for count, plain in zip(counted(said, True), counted('x'), strict=True)]
+  assert shown == [0, 0, 4 if family == 'qwen3' else 0]  # Only that one has tokens for tags.
+
+
+@pytest.mark.parametrize('family', FAMILIES)
 @pytest.mark.parametrize('ended', [True, False])
 def test_an_answer_is_ended_once(family, ended):
   made = dialogue(family)
