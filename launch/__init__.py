@@ -1,12 +1,29 @@
 """The commands: `python -m launch.NAME` in a checkout, `sdpo NAME` once installed."""
 
-from __future__ import annotations
+import os
+import sys
+
+
+def _is_here(folder: str) -> bool:
+  try:
+    return os.path.samestat(os.stat(folder or '.'), os.stat('.'))
+  except OSError:
+    return False
+
+
+# A command must not run an `absl.py` that lies where it is started, such as in the workspace of an agent. So that comes
+# before other imports; `command.load_config` lets graders and the like be imported from there, after what is installed.
+if sys.argv[0] == '-m' or os.path.basename(sys.argv[0]) == 'sdpo':
+  if not _is_here(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))):  # In a checkout, its folder is needed.
+    sys.path[:] = [folder for folder in sys.path if not _is_here(folder)]
+
+# ruff: isort: split
+# ruff: noqa: E402
 
 import ast
 import importlib
 import pathlib
 import signal
-import sys
 
 
 def main() -> None:

@@ -4,11 +4,9 @@
 one of them is first used; `__init__.pyi` declares them for type checkers.
 """
 
-from __future__ import annotations
-
+# Nothing else is imported here: with `python -m` modules of the working directory would come first.
 import importlib
 import os
-from typing import Any
 
 __version__ = '0.1.0'
 _INTERFACE = 'Callback Config Result Step evaluate export generator load_config read_metrics steps train'.split()
@@ -18,7 +16,7 @@ if not os.path.isdir(f'{__path__[0]}/models'):  # In a checkout models, launch a
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')  # It would advise to install PyTorch.
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
   if name in ('UserError', *_INTERFACE):
     module = 'errors' if name == 'UserError' else 'interface'
     return getattr(importlib.import_module(f'sdpo_jax.{module}'), name)

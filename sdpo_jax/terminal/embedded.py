@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 
+import sdpo_jax
 from sdpo_jax.errors import UserError, printable
 from sdpo_jax.serving.web import keys
 from sdpo_jax.terminal.client import AnswerLost, ServiceClient
@@ -43,10 +44,12 @@ class Embedded:
     self._log = inside / 'service.log'
     self._key, _ = keys.add(inside / 'keys.jsonl', OWNER, 'session')
     own = {'host': '127.0.0.1', 'port': '0', 'keys': str(inside / 'keys.jsonl'), 'idle_shutdown_s': 'None'}
-    command = [sys.executable, '-m', 'sdpo_jax.launch.serve', *arguments]
+    command = [sys.executable, '-P', '-m', 'sdpo_jax.launch.serve', *arguments]
     command += [f'--config.serve.http.{name}={value}' for name, value in own.items()]
-    root = str(pathlib.Path(__file__).parents[2])  # The folder of the package sdpo_jax.
-    path = os.pathsep.join(filter(None, (root, os.environ.get('PYTHONPATH'))))
+    checkout = list(sdpo_jax.__path__[1:])  # Its root; what is installed is found by the same Python.
+    given = map(os.path.abspath, os.environ.get('PYTHONPATH', '').split(os.pathsep))
+    # Without the working directory, which `sdpo_jax.launch` has taken off.
+    path = os.pathsep.join([*checkout, *(folder for folder in given if folder in sys.path)])
     try:
       with open(self._log, 'wb') as log:
         self._process = subprocess.Popen(

@@ -11,11 +11,13 @@ import pathlib
 import sys
 from typing import Any
 
+import sdpo_jax
 from sdpo_jax.command_lines import command_line
+from sdpo_jax.config.locations import shipped_folder
 from sdpo_jax.environments.workspace.shell import Shell
 from sdpo_jax.environments.workspace.tools import Toolbox
 from sdpo_jax.errors import UserError
-from sdpo_jax.files import read_json_object
+from sdpo_jax.files import make_directory, read_json_object
 from sdpo_jax.tables import counted
 from sdpo_jax.terminal import history as histories
 from sdpo_jax.terminal import policies, script
@@ -29,7 +31,7 @@ from sdpo_jax.terminal.screen import Screen, has_colours, is_plain
 from sdpo_jax.terminal.session_loop import Conversation
 from sdpo_jax.terminal.work import Workbench
 
-DEFAULT_CONFIG = 'configs/session_quickstart.py'
+DEFAULT_CONFIG = 'session_quickstart.py'
 KEY = 'SDPO_API_KEY'  # The environment variable with the API key of the service.
 
 
@@ -86,7 +88,7 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
   inputs = _inputs(options, screen)
   toolbox = _toolbox(workspace, policy)
   settings = _settings(options, toolbox, policy)
-  client, where = _service(options, known, stack)  # Last, since starting a service is slow.
+  client, where = _service(options, known, workspace, folder, stack)  # Last, since starting a service is slow.
   try:
     if history is None:
       adapter = client.adapter(options.adapter or 'session')
@@ -134,7 +136,42 @@ def _workspace(named: str, states: pathlib.Path) -> pathlib.Path:
       f'The workspace {path} contains the histories of sessions ({states}), which the model must not read: name a '
       'folder within it, or another folder for the histories with --state.'
     )
+  for own in map(os.path.realpath, (*sdpo_jax.__path__, sys.prefix, sys.base_prefix, *filter(None, sys.path))):
+    if pathlib.Path(own).is_relative_to(path):
+      raise UserError(
+        f'The workspace {path} contains {own}, from which this program runs, so what the model writes there would run '
+        'as you: name a folder within it, or install sdpo_jax in an environment elsewhere (pipx install, uv tool).'
+      )
   return path
+
+
+def _served(
+  options: CommandOptions, known: Mapping[str, Any], workspace: pathlib.Path, states: pathlib.Path
+) -> tuple[list[str], str]:
+  """Return the arguments of the service to start, and its working directory.
+
+  Raises:
+    UserError: the config, or the folder that its paths are relative to, is in the workspace.
+  """
+  overrides = [f'--config.{name}={text}' for name, text in options.overrides]
+  here = os.getcwd()
+  if options.config is not None:
+    arguments, folder = [f'--config={options.config}', *overrides], here
+  elif not overrides and 'arguments' in known:
+    arguments, folder = known['arguments'], known['folder']
+  else:
+    config, store = shipped_folder() / DEFAULT_CONFIG, states.resolve() / 'adapters'
+    arguments = [f'--config={config}', f'--config.serve.store.root={store}', *overrides]
+    folder = str(states.resolve()) if pathlib.Path(here).is_relative_to(workspace) else here
+  file = os.path.join(folder, arguments[0].removeprefix('--config=').partition('.py:')[0].removesuffix('.py') + '.py')
+  for inside in map(pathlib.Path, map(os.path.realpath, (folder, file))):
+    if inside.is_relative_to(workspace):
+      raise UserError(
+        f'The service would read {inside}, which is in the workspace {workspace}, so the model could change what runs '
+        'as you: name a config outside of it with --config, from a folder outside of it, and the folder of work with '
+        '--workspace.'
+      )
+  return arguments, folder
 
 
 def _toolbox(workspace: pathlib.Path, policy: ApprovalPolicy) -> Toolbox:
@@ -160,7 +197,11 @@ def _settings(options: CommandOptions, toolbox: Toolbox, policy: ApprovalPolicy)
 
 
 def _service(
-  options: CommandOptions, known: Mapping[str, Any], stack: contextlib.ExitStack
+  options: CommandOptions,
+  known: Mapping[str, Any],
+  workspace: pathlib.Path,
+  states: pathlib.Path,
+  stack: contextlib.ExitStack,
 ) -> tuple[ServiceClient, dict[str, Any]]:
   """Connect to a service or start one; return its client, and what a history needs to find it again."""
   url = options.url or (None if options.config is not None else known.get('url'))
@@ -170,11 +211,8 @@ def _service(
       stack.callback(client.close)
       client.wait(lambda stage: _announce(f'The service is starting: {stage}'))
       return client, {'url': url}
-    arguments = known.get('arguments') if options.config is None and not options.overrides else None
-    if arguments is None:
-      arguments = [f'--config={options.config or DEFAULT_CONFIG}']
-      arguments += [f'--config.{name}={text}' for name, text in options.overrides]
-    folder = known.get('folder') or os.getcwd()
+    arguments, folder = _served(options, known, workspace, states)
+    make_directory(states)
     _announce('Starting a service; the first start compiles its programs.')
     service = Embedded(arguments, pathlib.Path(folder))
     stack.callback(service.stop)
