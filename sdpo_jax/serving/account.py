@@ -182,9 +182,29 @@ class Account:
       ],
     }
 
-  def undo(self, id: str, expected: int | None, to: int, *, request: IdempotentRequest | None = None) -> Version:
-    """Make a new version with the arrays of an older one, including moments and average."""
+  def undo(
+    self, id: str, expected: int | None, to: int | None = None, *, request: IdempotentRequest | None = None
+  ) -> Version:
+    """Make a new version with the arrays of an older one, including moments and average.
+
+    Args:
+      id: the id of the adapter.
+      expected: the version that the adapter must be at; None: any.
+      to: the older version; None: the one before the newest that is not undone, so that repeated calls walk back.
+      request: as in `create`.
+    """
     with self.turn(id, expected) as adapter:
+      if to is None:
+        newest, *earlier = records.in_effect(self.versions(id))
+        if newest.parent is None:
+          raise InvalidRequest(f'Version {newest.number} is the first one: there is nothing to undo.', field='to')
+        if not earlier:
+          raise InvalidRequest(
+            f'Version {newest.parent}, before {newest.number}, is not stored any more (serve.retention.keep_versions): '
+            "name another one with 'to'.",
+            field='to',
+          )
+        to = earlier[0].number
       source = self.service.store.version(self.owner, id, to)
       arrays = self.service.store.arrays(source)
       version = self.service.store.commit(

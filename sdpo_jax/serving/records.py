@@ -52,6 +52,22 @@ class Version:
     return engine_name(self.adapter, self.number)
 
 
+def in_effect(versions: Sequence[Version]) -> list[Version]:
+  """Return the versions whose learning the newest one holds, the newest first: all but undone ones and undos.
+
+  Args:
+    versions: the stored versions of an adapter, the oldest first. Where one is missing, the list ends.
+  """
+  by_number, found = {version.number: version for version in versions}, []
+  at: int | None = versions[-1].number
+  while at in by_number:
+    version = by_number[at]
+    at = version.parent
+    if version.reason != 'undo':  # Which equals its parent.
+      found.append(version)
+  return found
+
+
 @dataclasses.dataclass(frozen=True)
 class SampleRecord:
   """A completion as it was sampled; feedback on it uses these tokens and never tokenizes the text again."""

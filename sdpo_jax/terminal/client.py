@@ -112,8 +112,8 @@ class ServiceClient:
     """Return how far the matrices of two versions are apart, in Frobenius norms."""
     return self.get(f'{_ROOT}/{adapter}/versions/{after}/diff', against=before)
 
-  def undo(self, adapter: str, to: int) -> dict[str, Any]:
-    """Make a new version that equals an older one, and return it."""
+  def undo(self, adapter: str, to: int | None) -> dict[str, Any]:
+    """Make a new version that equals an older one (None: the one before the newest not undone), and return it."""
     return self.post(f'{_ROOT}/{adapter}/undo', {'to': to})
 
   def export(self, adapter: str) -> bytes:

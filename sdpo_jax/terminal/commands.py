@@ -57,7 +57,8 @@ class Commands:
     self._learned, self._seed_of = learned, seed_of
     self._table: dict[str, tuple[Callable[[list[str]], None], str, int]] = {
       '/help': (self._help, '/help                lists keys and commands', 0),
-      '/undo': (self._undo, '/undo [VERSION]      makes a version equal to the previous or an older one', 1),
+      '/undo': (self._undo, '/undo [VERSION]      goes back by one version, again by one more, or to VERSION', 1),
+      '/undo --files': (self._undo, '/undo --files        restores the last file that a tool but bash has changed', 0),
       '/versions': (self._versions, '/versions            lists the versions of the adapter', 0),
       '/diff': (
         self._diff,
@@ -98,22 +99,34 @@ class Commands:
     self._screen.say('\n'.join([*usages, _KEYS]))
 
   def _undo(self, arguments: list[str]) -> None:
-    if arguments:
-      to = _whole(arguments[0], '/undo VERSION')
-    else:
-      versions = self._client.versions(self._session.adapter)
-      to = versions[-1]['parent']
-      if to is None:
-        raise UserError(f'Version {versions[-1]["version"]} is the first one: there is nothing to undo.')
+    if arguments == ['--files']:
+      self._restore()
+      return
+    to = _whole(arguments[0], '/undo VERSION') if arguments else None
     made = self._client.undo(self._session.adapter, to)
+    to = made['details']['to']
     self._history.add('undone', to=to, version=made['version'])
     self._screen.say(f'Version {made["version"]} equals version {to}.', 'good')
+
+  def _restore(self) -> None:
+    """Restore the file that the newest call has changed of those whose file was not restored yet."""
+    records = self._history.records
+    restored = [(record['n'], record['call']) for record in records if record['kind'] == 'restored']
+    saved = [record for record in records if record['kind'] == 'running' and record.get('saved') is not None]
+    left = [record for record in saved if (record['n'], record['call']) not in restored]
+    if not left:
+      raise UserError('No tool but bash has changed a file in this session that is not restored yet.')
+    call = left[-1]
+    said = self._workbench.toolbox.restore(**call['saved'])
+    self._history.add('restored', n=call['n'], call=call['call'])
+    self._screen.say(f'Turn {call["n"]}: {said}', 'good')
 
   def _versions(self, arguments: list[str]) -> None:
     rows = []
     for version in self._client.versions(self._session.adapter):
       parent = '' if version['parent'] is None else str(version['parent'])
-      rows.append((str(version['version']), parent, str(version['reason']), _said_of(version['details'])))
+      about = ', '.join(filter(None, (_said_of(version['details']), 'undone' * bool(version['undone']))))
+      rows.append((str(version['version']), parent, str(version['reason']), about))
     self._table_of(('version', 'parent', 'reason', 'about'), rows)
 
   def _diff(self, arguments: list[str]) -> None:

@@ -145,7 +145,8 @@ class Reviewer:
       if choice.key == 's':
         return _result(index, ToolAnswer(False, left))
       approved, begun = now, False
-    self._history.add('running', n=number, call=index)
+    saved = self._workbench.toolbox.checkpoint(now.name, now.arguments)
+    self._history.add('running', n=number, call=index, saved=saved)
     answer = self._workbench.run(now.name, now.arguments)
     self._screen.show(_shown(answer))
     return _result(index, answer)

@@ -49,6 +49,32 @@ def shell(tmp_path_factory):
   return folder, made
 
 
+def test_a_checkpoint_takes_back_the_change_of_one_file(toolbox, workspace):
+  calls = {
+    'write': {'path': 'new.txt', 'content': 'new'},
+    'edit': {'path': 'src/area.py', 'old': 'return', 'new': 'yield'},
+    'edit_lines': {'path': 'src/area.py', 'start': 1, 'end': 1, 'content': '#'},
+  }
+  saved = []
+  for name, arguments in calls.items():
+    saved.append(toolbox.checkpoint(name, arguments))
+    assert toolbox.call(name, arguments).ok
+  for name, arguments in {'read': {'path': 'new.txt'}, 'edit': {'path': 'none', 'old': 'a', 'new': 'b'}}.items():
+    assert toolbox.checkpoint(name, arguments) is None
+  os.chmod(workspace / 'src/area.py', 0o750)
+  with pytest.raises(UserError, match='src/area.py was changed since'):
+    toolbox.restore(**saved[1])
+  assert [toolbox.restore(**each) for each in saved[::-1]] == [
+    'src/area.py is as it was before.',
+    'src/area.py is as it was before.',
+    'new.txt, which was new, is removed.',
+  ]
+  assert (workspace / 'src/area.py').read_text() == CODE and not (workspace / 'new.txt').exists()
+  assert (workspace / 'src/area.py').stat().st_mode & 0o777 == 0o750
+  with pytest.raises(UserError, match='new.txt does not exist. Nothing is restored.'):
+    toolbox.restore(**saved[0])
+
+
 def test_files_are_read_written_and_edited(toolbox, workspace):
   assert toolbox.call('read', {'path': 'src/area.py', 'offset': 2, 'limit': 1}).text == (
     '2\t  return width * height\n(3 more lines)'

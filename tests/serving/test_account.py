@@ -28,7 +28,7 @@ from sdpo_jax.serving.errors import (
 )
 from sdpo_jax.serving.feedback import FeedbackEntry
 from sdpo_jax.serving.feedback_request import Item, make_request
-from sdpo_jax.serving.records import lora_uri
+from sdpo_jax.serving.records import in_effect, lora_uri
 from sdpo_jax.serving.sample_requests import SampleDone, SampleDraft, SampleOptions
 from sdpo_jax.teacher.dialects import EndpointScores as Taught
 from tests.serving.service_world import HELLO, make_config, model_folder, running, sample
@@ -232,6 +232,20 @@ def test_undo_brings_all_of_an_older_version_back_as_a_new_one(ada):
   with pytest.raises(NotFound, match='version 9'):
     ada.undo(adapter.id, 3, 9)
   assert first.number == 0
+
+
+def test_undo_after_undo_walks_back(ada):
+  adapter, _ = ada.create('a')
+  learned = [learn(ada, adapter.id, seed) for seed in (1, 2, 3)]
+  assert [ada.undo(adapter.id, None).details['to'] for _ in learned] == [2, 1, 0]
+  with pytest.raises(InvalidRequest, match='Version 0 is the first one: there is nothing to undo'):
+    ada.undo(adapter.id, None)
+  learn(ada, adapter.id, 4)  # Version 7, of version 6, which equals version 0.
+  assert [version.number for version in in_effect(ada.versions(adapter.id))] == [7, 0]
+  assert ada.undo(adapter.id, None).details['to'] == 0
+  ada.undo(adapter.id, None, 3)  # Forward again.
+  assert [version.number for version in in_effect(ada.versions(adapter.id))] == [3, 2, 1, 0]
+  assert ada.undo(adapter.id, None).details['to'] == 2
 
 
 def test_a_fork_begins_as_the_version_and_goes_its_own_way(ada):

@@ -41,7 +41,7 @@ class SessionServer:
     self.lose: set[str] = set()
     self.refuse: dict[str, tuple[int, str]] = {}  # Actions that are refused the next time: status and sentence.
     self.guard: str | None = None
-    self.versions = [{'version': 0, 'parent': None, 'reason': 'create', 'details': {}}]
+    self.versions = [{'version': 0, 'parent': None, 'reason': 'create', 'details': {}, 'undone': False}]
     self.settings: dict[str, Any] = {}
     self.turns: list[dict[str, Any]] = []
     self.lessons = 0
@@ -79,7 +79,7 @@ class SessionServer:
       raise Failed(403, 'forbidden', 'The token of the session is missing.')
     name, answered = {
       '': ('create', lambda: {**_ADAPTER, 'name': body['name']}),
-      '/undo': ('undo', lambda: self._commit('undo', body['to'], {'to': body.get('to')})),
+      '/undo': ('undo', lambda: self._undo(body['to'])),
       '/sessions': ('open', lambda: self._open(body)),
       '/turns': ('propose', lambda: self._propose(body)),
       '/turns/N/decision': ('decision', lambda: self._decide(_number(path), body)),
@@ -173,8 +173,13 @@ class SessionServer:
       'seconds': 0.125,
     }
 
+  def _undo(self, to: int | None) -> Any:
+    to = self.versions[-1]['parent'] if to is None else to
+    return self._commit('undo', to, {'to': to})
+
   def _commit(self, reason: str, parent: int, details: Any) -> Any:
-    self.versions.append({'version': self.version + 1, 'parent': parent, 'reason': reason, 'details': details})
+    new = {'version': self.version + 1, 'parent': parent, 'reason': reason, 'details': details, 'undone': False}
+    self.versions.append(new)
     return self.versions[-1]
 
   def _results(self, number: int, body: Any) -> Any:

@@ -255,7 +255,7 @@ def test_commands_answer_in_their_turn_and_at_a_call(world, tmp_path):
     acts = ['Write', 'n No', '/ /undo', '/ /versions', '/ /diff 0 1', f'/ /export {tmp_path / "adapter"}', '/ /retry']
     acts += ['/ /session', '/ /history', '/ /help', '/ /undoo', '/ /diff 1', '/ /export', '/ /quit']
     done = world.hold(server, *acts)
-    assert ('undo', {'to': 0}) in server.asked and server.turns[-1]['status'] == 'open'
+    assert ('undo', {'to': None}) in server.asked and server.turns[-1]['status'] == 'open'
   out = done.out()
   assert 'Version 2 equals version 0.' in out and 'as version 0' in out and 'ses-1, turn 0' in out
   assert 'of against=0' in out and 'again, version 7\notherwise' in out and 'correction:\n  No' in out
@@ -264,6 +264,21 @@ def test_commands_answer_in_their_turn_and_at_a_call(world, tmp_path):
   assert '/export needs the folder' in out and f'history    {done.path}' in out
   assert (tmp_path / 'adapter' / 'adapter_config.json').read_text() == '{}'
   assert done.code == 0
+
+
+def test_changes_of_files_are_undone_one_after_the_other(world):
+  (world.files / 'a.py').write_text('x = 0\n')
+  edit = call('edit', path='a.py', old='x = 0', new='x = 1')
+  with SessionServer(edit, call('write', path='b.py', content='b\n'), 'Done.', edit, 'Done.') as server:
+    world.hold(server, 'Go', 'y', 'y', '/undo --files', '/undo --files')
+    assert not (world.files / 'b.py').exists() and (world.files / 'a.py').read_text() == 'x = 0\n'
+    assert len(server.versions) == 1
+    done = world.hold(server, '/undo --files', 'Go', 'y', '/undo 1 2')
+    assert 'No tool but bash has changed a file' in done.out()
+    (world.files / 'a.py').write_text('x = 1\n# Mine.\n')
+    done = world.hold(server, '/undo --files')
+    assert 'a.py was changed since: restore it by hand' in done.out()
+  assert (world.files / 'a.py').read_text() == 'x = 1\n# Mine.\n'
 
 
 def test_what_is_drawn_again_has_the_seed_with_which_it_was_drawn(world):

@@ -94,6 +94,13 @@ class Folder:
           raise
     return mode is not None
 
+  def remove(self, path: str) -> None:
+    """Remove a file or a link; raises PathError if it is missing or a folder, or the path leads out of the folder."""
+    name = self.relative(path)
+    folder, last = os.path.split(name)
+    with self._told(name), self._opened(folder or '.', os.O_RDONLY | os.O_DIRECTORY) as parent:
+      os.unlink(last, dir_fd=parent)
+
   def files(self, path: str = '.') -> Iterator[str]:
     """Yield the names of the regular files below a folder, sorted, relative to the workspace; does not follow links.
 

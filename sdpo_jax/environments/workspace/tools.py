@@ -236,6 +236,38 @@ class Toolbox:
     except PathError as error:
       raise BadCall(str(error), 'path') from error
 
+  def checkpoint(self, name: str, arguments: Any) -> dict[str, str | None] | None:
+    """Return what `restore` needs to take back the change of a file by a call; None for calls that change none."""
+    try:
+      changed = self.preview(name, arguments)
+    except BadCall:  # The call fails, too.
+      return None
+    if changed is None:
+      return None
+    path, before, after = changed
+    try:
+      self._folder.readable(path)
+    except PathError:
+      return {'path': path, 'before': None, 'after': after}
+    return {'path': path, 'before': before, 'after': after}
+
+  def restore(self, path: str, before: str | None, after: str) -> str:
+    """Give a file the content from before a call, or remove it if there was none; return a sentence about it.
+
+    Raises:
+      UserError: the file has another content than the call has written.
+    """
+    try:
+      if self._text(path) != after:
+        raise UserError(f'{path} was changed since: restore it by hand, or undo that change first.')
+      if before is None:
+        self._folder.remove(path)
+        return f'{path}, which was new, is removed.'
+      self._folder.write(path, encoded(before))
+    except PathError as error:
+      raise UserError(f'{error} Nothing is restored.') from error
+    return f'{path} is as it was before.'
+
   def _read(self, path: str, offset: int = 1, limit: int = 2000) -> str:
     lines = self._text(path).splitlines()
     if offset > max(1, len(lines)):

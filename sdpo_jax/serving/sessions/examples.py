@@ -11,6 +11,7 @@ import numpy as np
 from sdpo_jax.errors import short_repr
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.records import in_effect
 from sdpo_jax.serving.sessions import json_fields, session_tables, teaching
 from sdpo_jax.serving.sessions.conversation import dialogue_of
 from sdpo_jax.serving.sessions.session_records import AgentSession, SessionExample, SessionTurn
@@ -18,7 +19,7 @@ from sdpo_jax.serving.sessions.session_tables import REHEARSAL
 from sdpo_jax.serving.tool_calls import ToolCall
 
 Kind = Literal['denial', 'edit', 'result', 'rehearsal']
-State = Literal['waiting', 'learned', 'rejected']  # Rejected: by a guard.
+State = Literal['waiting', 'learned', 'rejected', 'undone']  # Rejected: by a guard.
 FORMAT = 1
 
 
@@ -98,7 +99,19 @@ def exported(account: Account, adapter: str, session: str | None) -> list[Traini
       numbers = {each.n for each in found if each.session == id}
       for turn, messages, ended in _histories(account, known, numbers):
         contexts[id, turn.n] = known, turn, messages, ended
-  return [_exported(each, *contexts[each.session, each.n]) for each in found if (each.session, each.n) in contexts]
+  kept = in_effect(account.versions(adapter))
+  numbers, oldest = {version.number for version in kept}, kept[-1].number
+  lines = []
+  for each in found:
+    if (each.session, each.n) not in contexts:
+      continue
+    line = _exported(each, *contexts[each.session, each.n])
+    # Of versions before the oldest one that is stored, nothing is known.
+    left = tuple(number for number in each.versions if number in numbers or number < oldest)
+    if line.state == 'learned':
+      line = dataclasses.replace(line, **({'versions': left} if left else {'state': 'undone'}))
+    lines.append(line)
+  return lines
 
 
 def _histories(

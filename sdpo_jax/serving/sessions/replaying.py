@@ -31,7 +31,7 @@ def replay(
   """Learn from examples, and return the result of each step.
 
   Examples that were learned in the same version are learned together, in the order of the versions; those that were
-  never learned come last. All are checked before the first step.
+  never learned come last, and undone ones are left out. All are checked before the first step.
 
   Args:
     account: the account of the owner.
@@ -44,6 +44,7 @@ def replay(
     ServiceError, UserError: as `feedback.learn`; earlier steps stay learned.
   """
   most = account.service.settings.limits.max_items
+  examples = [example for example in examples if example.state != 'undone']
   items = [item_of(account, example, number) for number, example in enumerate(examples)]
   steps = []
   for group in _groups(examples):

@@ -88,7 +88,10 @@ def undo(asked: Incoming) -> Reply:
 
 def list_versions(asked: Incoming) -> Reply:
   """List the stored versions of an adapter, the oldest first."""
-  return Reply({'versions': [version_said(version) for version in asked.account.versions(asked.adapter)]})
+  found = asked.account.versions(asked.adapter)
+  kept = records.in_effect(found)
+  said = [version_said(version) | {'undone': version.reason != 'undo' and version not in kept} for version in found]
+  return Reply({'versions': said})
 
 
 def get_version(asked: Incoming) -> Reply:

@@ -64,7 +64,12 @@ class ForkAdapter(RequestBody):
 class Undo(RequestBody):
   """The version to return to."""
 
-  to: int = Field(ge=0, description='The version that is copied, with its moments and its average.')
+  to: int | None = Field(
+    None,
+    ge=0,
+    description='The version that is copied, with its moments and its average; null: the one before the newest that is '
+    'not undone, so that requests one after the other walk back.',
+  )
 
 
 class AdapterSaid(ResponseBody):
@@ -95,6 +100,7 @@ class VersionSaid(ResponseBody):
   digest: str = Field(description='SHA-256 of its manifest.')
   lora_uri: str = Field(description='The URI of the version.')
   details: dict[str, Any] = Field(description='How it was made, such as loss, metrics and guards of a feedback.')
+  undone: bool | None = Field(None, description='Whether what it has learned was undone since; null: not asked for.')
 
 
 class VersionsSaid(ResponseBody):

@@ -695,6 +695,30 @@ def test_examples_travel_as_json_and_are_learned_by_another_adapter_as_they_were
   assert ada.version(other.id, 1).details['replayed']['session'] == where[1]
 
 
+def test_what_was_undone_is_marked_and_not_learned_elsewhere(ada, script, service):
+  adapter, _ = where = opened(ada, rehearse=1)
+  proposed(ada, script, where, called(READ))
+  Sessions(ada).decide(*where, 0, APPROVE)
+  Sessions(ada).results(*where, 0, [ToolResult(0, True, 'ok')])
+  for _ in range(2):
+    denied(ada, script, where, messages=())
+  ada.undo(adapter, None)
+  found = Sessions(ada).examples(adapter)
+  assert [(example.kind, example.turn, example.state, example.versions) for example in found] == [
+    ('denial', 1, 'learned', (1,)),
+    ('rehearsal', 0, 'learned', (1,)),
+    ('denial', 2, 'undone', (2,)),
+  ]
+  other, _ = ada.create('two', seed=0)
+  examples = [TrainingExample.from_json(json.loads(json.dumps(example.to_json()))) for example in found]
+  assert [each.turns for each in Sessions(ada).replay(other.id, examples)] == [(0, 1)]
+  one, two = (service.store.arrays(ada.version(id)) for id in (adapter, other.id))
+  for name in one:
+    np.testing.assert_allclose(one[name], two[name], atol=1e-6, err_msg=name)
+  ada.undo(adapter, None, 2)  # Forward again.
+  assert [example.state for example in Sessions(ada).examples(adapter)] == ['learned'] * 3
+
+
 def test_examples_are_written_anew_for_another_tokenizer(ada, script, service, monkeypatch):
   """What it would be if the texts had been said here: the tokenizer is the same, but does not count as such."""
   adapter, _ = where = opened(ada, system='S')
