@@ -426,7 +426,7 @@ def shortened(text: str, limit: int = MAX_ANSWER) -> tuple[str, int]:
   if dropped <= 0:
     return text, 0
   half = limit // 2
-  return f'{text[:half]}\n… {dropped} characters are left out …\n{text[-half:]}', dropped
+  return f'{text[:half]}\n… {dropped} characters are left out …\n{text[len(text) - half :]}', dropped
 
 
 def _nearest(text: str, old: str) -> int | None:
