@@ -34,7 +34,7 @@ from sdpo_jax.training.directory.workdir import check_workdir
 from sdpo_jax.training.documents import read_texts
 from sdpo_jax.training.opening import check_turn_end, load_tokenizer, model_mesh, template_remarks
 from sdpo_jax.training.questions import held_out_questions, training_questions
-from sdpo_jax.training.room import check_reprompts, check_room
+from sdpo_jax.training.room import check_reprompts, check_room, check_writer
 from sdpo_jax.training.run_programs import abstract_parameters
 from sdpo_jax.training.specs import chat_format, objective_spec, teacher_spec
 from sdpo_jax.types import Example, Outcome
@@ -111,6 +111,7 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> CheckReport:
     check_best_metric(config.trainer.best_metric, tasks, config.val_kwargs.n, config.alarms.epistemic_words)
     check_reprompts(tokenizer, training, config, spec)
     check_room(tokenizer, _short(tokenizer, training, config), config, spec)
+    check_writer(tokenizer, training, config, spec)
     graders.check_questions([*training, *held_out])
     trials = grader_trials.attempt(graders, _one_of_each(examples, training, held_out))
     changed = None if workdir is None else _resumed(config, local, workdir, tokenizer, graders)

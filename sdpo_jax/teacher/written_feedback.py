@@ -120,9 +120,10 @@ def ask(
   except TEMPLATE_ERRORS as error:
     raise UnwrittenError(f'the chat template refuses the prompt of the writer: {first_line(error)}') from error
   if len(found) > limit:
+    setting = 'max_reprompt_len' if config.feedback_max_prompt_len is None else 'feedback_max_prompt_len'
     raise UnwrittenError(
       f'the question and the template alone take {len(found)} tokens, more than '
-      f'actor.self_distillation.feedback_max_prompt_len={limit}'
+      f'actor.self_distillation.{setting}={limit}'
     )
   return WriterRequest(row, messages, found)
 

@@ -9,6 +9,7 @@ from sdpo_jax.config import Config, SelfDistillationConfig
 from sdpo_jax.data.prompts import Tokenizer, chat_tokens, name, named_chat_tokens
 from sdpo_jax.errors import UserError
 from sdpo_jax.objective.objective_spec import ObjectiveSpec
+from sdpo_jax.teacher import written_feedback
 from sdpo_jax.teacher.context import reprompt, shorten_end, shorten_middle
 from sdpo_jax.training.specs import chat_format
 from sdpo_jax.types import Example
@@ -71,6 +72,28 @@ def check_room(tokenizer: Tokenizer, examples: Sequence[Example], config: Config
             f'tokens, so that actor.self_distillation.max_reprompt_len={sd.max_reprompt_len} leaves no room for a '
             'demonstration or feedback: raise it above data.max_prompt_length plus the templates.'
           )
+
+
+def check_writer(tokenizer: Tokenizer, examples: Sequence[Example], config: Config, spec: ObjectiveSpec) -> None:
+  """Raise UserError if no question fits the prompt of the writer of feedback, see `written_feedback.ask`.
+
+  The run would fail after its first step, if nothing could be written.
+
+  Args:
+    tokenizer: tokenizer of the model.
+    examples: questions.
+    config: settings.
+    spec: terms of the loss, which say whether a teacher reads the feedback.
+  """
+  sd, why = config.actor.self_distillation, ''
+  for example in examples if sd.feedback_model and spec.reprompts else ():
+    try:
+      written_feedback.ask(0, example.messages, _TEXT, _TEXT, sd, tokenizer, chat_format(config))
+      return
+    except written_feedback.UnwrittenError as error:
+      why = why or f'{name(example)}, as the writer of feedback is asked about it: {error}'
+  if why:
+    raise UserError(f'{why}, and no other question fits either: raise it.')
 
 
 def _least_shown(sd: SelfDistillationConfig) -> list[tuple[str | None, str | None, str | None]]:

@@ -22,7 +22,7 @@ from sdpo_jax.models.policy import Policy
 from sdpo_jax.tables import counted
 from sdpo_jax.training import feedback_writing, teacher_model
 from sdpo_jax.training.opening import check_turn_end, template_remarks
-from sdpo_jax.training.room import check_reprompts, check_room
+from sdpo_jax.training.room import check_reprompts, check_room, check_writer
 from sdpo_jax.training.run_programs import run_programs
 from sdpo_jax.training.session import Session
 from sdpo_jax.training.specs import objective_spec
@@ -49,6 +49,7 @@ def check_questions(
   spec = objective_spec(config)
   check_reprompts(tokenizer, training, config, spec)
   check_room(tokenizer, training, config, spec)
+  check_writer(tokenizer, training, config, spec)
   graders.check_questions([*training, *held_out])
 
 

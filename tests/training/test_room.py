@@ -76,3 +76,15 @@ def test_no_question_is_looked_at_where_there_is_room_for_the_longest():
   config = settings()
   config.actor.policy_loss.loss_mode = 'vanilla'
   room.check_room(CharacterTokenizer(), [None], config, objective_spec(config))
+
+
+def test_a_writer_of_feedback_has_room_for_some_question():
+  config = settings(feedback_model='self', feedback_max_prompt_len=300)
+  examples, chat = [question(1000), question(500)], CharacterTokenizer()
+  with pytest.raises(UserError, match='^row 1000, as .* more than .*feedback_max_prompt_len=300, and no other'):
+    room.check_writer(chat, examples, config, SPEC)
+  room.check_writer(chat, [*examples, question(2)], config, SPEC)
+  room.check_writer(chat, examples, settings(), SPEC)
+  config = settings(feedback_model='self', max_reprompt_len=300)
+  with pytest.raises(UserError, match='self_distillation.max_reprompt_len=300, and no other question fits either'):
+    room.check_writer(chat, examples, config, SPEC)

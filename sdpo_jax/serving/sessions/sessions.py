@@ -222,6 +222,8 @@ class Sessions:
   ) -> tuple[SessionTurn, LearnedTurns | None]:
     """Add tool results to the conversation, and learn from failures if `learn_from_results` is set.
 
+    They can be replaced until a turn has read them, or they were taken for a lesson.
+
     Args:
       adapter: the id of the adapter.
       session: the id of the session.
@@ -232,17 +234,20 @@ class Sessions:
       As `decide`.
 
     Raises:
-      TurnConflict: it is not the newest turn, not approved or edited, or has other results.
+      TurnConflict: it is not the newest turn, not approved or edited, or has other results that stay.
       InvalidRequest: the results do not match the calls of the turn.
       ServiceError, UserError: as `decide`.
     """
     with self._settled(adapter, session) as (held, dialogue):
       turn = self._turn(held, n)
       results = tuple(sorted(results, key=lambda result: result.call))
-      if turn.results:
-        if turn.results != results:
-          raise TurnConflict(f'Turn {n} already has other results.', current=held.number)
+      if turn.results == results:
         return self._again(held, dialogue, turn)
+      waits = session_tables.examples(self._database, adapter, session=session)
+      if turn.results and (n != held.number or any((each.n, each.kind) == (n, 'result') for each in waits)):
+        raise TurnConflict(
+          f'Turn {n} already has other results, which a later turn has read or which are learned.', current=held.number
+        )
       if n != held.number or turn.status not in ('approved', 'edited'):
         raise TurnConflict(
           f'Turn {n} is {turn.status}, and the newest turn is {held.number}: send results for the newest turn, after '
