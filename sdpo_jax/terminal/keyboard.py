@@ -28,6 +28,7 @@ from prompt_toolkit.output import ColorDepth
 
 from sdpo_jax.errors import first_line
 from sdpo_jax.terminal.inputs import COMMAND, Choice, EditorFailed, whole
+from sdpo_jax.terminal.screen import MARGIN
 
 _TERMINAL = 0  # The file descriptor of the standard input.
 _WINDOW_S = 0.15  # A choice needs so many seconds without a key before it, since its question or since another key,
@@ -78,7 +79,7 @@ class Keyboard:
       return in_editor(editor, text)
     asking: PromptSession[str] = PromptSession(color_depth=self._depth, key_bindings=_newlines(), multiline=True)
     try:
-      return asking.prompt('', default=text)
+      return asking.prompt(MARGIN, default=text, prompt_continuation=MARGIN)  # The model has written it.
     except EOFError:
       return text
 
