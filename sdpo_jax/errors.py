@@ -5,8 +5,6 @@ from __future__ import annotations
 import reprlib
 from typing import Any
 
-from sdpo_jax.invisible import is_visible
-
 
 class UserError(Exception):
   """An error that the user can fix: one sentence that names the setting, file or row and the way out.
@@ -40,9 +38,9 @@ def short_repr(value: Any, limit: int = 60) -> str:
 def printable(text: str, limit: int | None = 120, keep: str = '') -> str:
   """Return a text from an outside source, such as a name in a file, cut after `limit` characters (None: whole).
 
-  Characters that are not `is_visible` are escaped as in Python, except those in `keep`.
+  Characters that would end the line or control a terminal are escaped as in Python, except those in `keep`.
   """
   cut = text if limit is None or len(text) <= limit else text[:limit] + '…'
   return ''.join(
-    letter if is_visible(letter) or letter in keep else letter.encode('unicode_escape').decode() for letter in cut
+    letter if letter.isprintable() or letter in keep else letter.encode('unicode_escape').decode() for letter in cut
   )
