@@ -62,7 +62,11 @@ def look(name: str, arguments: Any, toolbox: Toolbox, policy: ApprovalPolicy, wo
 
 
 def described(proposed: Proposed) -> list[Line]:
-  """Return the lines that show a call to the person: a diff, a command, or its arguments."""
+  """Return the lines that show a call to the person: a diff, a command, or its arguments; the model wrote all of it."""
+  return [line._replace(foreign=True) for line in _described(proposed)]
+
+
+def _described(proposed: Proposed) -> list[Line]:
   if proposed.change is not None:
     path, before, after = proposed.change
     head = Line(f'{proposed.name} {visible(path, keep="")}', 'head')

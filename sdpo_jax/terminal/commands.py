@@ -17,13 +17,18 @@ from sdpo_jax.terminal.client import SessionClient
 from sdpo_jax.terminal.escaping import visible
 from sdpo_jax.terminal.history import History
 from sdpo_jax.terminal.inputs import Leave
+from sdpo_jax.terminal.learned import details_of
 from sdpo_jax.terminal.policies import ApprovalPolicy, CallRule
-from sdpo_jax.terminal.screen import Line, Screen
+from sdpo_jax.terminal.screen import MARGIN, Line, Screen
 from sdpo_jax.terminal.work import Workbench
 
-_KEYS = """At a call: y approve · a always allow such calls in this session · n deny, with a reason · e edit arguments
-t tell the model what is wrong, without learning · v view the rest of the call · q quit, the call stays open
-In a text: Enter sends it, Alt-Enter begins a new line. Ctrl-C stops what is running; twice leaves."""
+_KEYS = f"""At a call, one of the keys that are shown, pressed by itself after the question:
+y approve · a always allow such calls in this session · n deny, with a reason from which the model learns
+e edit the arguments, in $VISUAL or $EDITOR · t tell the model what is wrong, without learning
+s leave out a call whose effect has changed · v view the rest of the call · q or Ctrl-D quit, the call stays open
+/ a command, as at >. What is typed before the question is ignored, and a paste is no choice.
+At >: Enter sends the text, Alt-Enter begins a new line; Enter alone goes on after a stop. Ctrl-D leaves.
+Ctrl-C stops what is running; twice leaves. The model and the tools write behind {MARGIN.strip()}, and nobody else."""
 
 
 class Commands:
@@ -38,6 +43,7 @@ class Commands:
     workbench: Workbench,
     policy: ApprovalPolicy,
     learned: Callable[[Mapping[str, Any] | None], None],
+    deny: Callable[[str], None],
     seed_of: Callable[[int], int | None],
   ):
     """Make the commands.
@@ -50,13 +56,16 @@ class Commands:
       workbench: runs the tools.
       policy: the rules by which calls are allowed, asked about or refused.
       learned: records and shows what was learned without a decision.
+      deny: denies the newest answer, for a reason.
       seed_of: returns the seed with which a turn is sampled again; None: a random one.
     """
     self._session, self._client, self._turns = session, session.client, turns
     self._history, self._screen, self._workbench, self._policy = history, screen, workbench, policy
-    self._learned, self._seed_of = learned, seed_of
+    self._learned, self._deny, self._seed_of = learned, deny, seed_of
     self._table: dict[str, tuple[Callable[[list[str]], None], str, int]] = {
       '/help': (self._help, '/help                lists keys and commands', 0),
+      '/deny': (self._denied, '/deny REASON         denies the last answer; the model learns, and answers anew', 1),
+      '/learned': (self._lesson, '/learned             shows how the last lesson has moved the model', 0),
       '/undo': (self._undo, '/undo [VERSION]      goes back by one version, again by one more, or to VERSION', 1),
       '/undo --files': (self._undo, '/undo --files        restores the last file that a tool but bash has changed', 0),
       '/versions': (self._versions, '/versions            lists the versions of the adapter', 0),
@@ -82,8 +91,10 @@ class Commands:
       Leave: the command ends the program.
       AnswerLost, Refused: a request to the service has failed.
     """
+    name, _, reason = line.partition(' ')
     try:
-      name, *arguments = shlex.split(line)
+      # A reason is any text, also with one apostrophe.
+      name, *arguments = [name, reason.strip()] if name == '/deny' else shlex.split(line)
     except ValueError as error:
       raise UserError(f'{short_repr(line)} cannot be parsed ({first_line(error)}): close the quotes.') from error
     if name not in self._table:
@@ -96,7 +107,18 @@ class Commands:
 
   def _help(self, arguments: list[str]) -> None:
     usages = dict.fromkeys(usage for _, usage, _ in self._table.values())  # /quit and /exit share a line.
-    self._screen.say('\n'.join([*usages, _KEYS]))
+    self._screen.show(Line(line) for line in [*usages, *_KEYS.split('\n')])
+
+  def _denied(self, arguments: list[str]) -> None:
+    if not any(arguments):
+      raise UserError('/deny needs a reason, from which the model learns: /deny REASON.')
+    self._deny(arguments[0])
+
+  def _lesson(self, arguments: list[str]) -> None:
+    learned = next((record['learned'] for record in reversed(self._history.records) if record.get('learned')), None)
+    if learned is None:
+      raise UserError('Nothing was learned in this session yet.')
+    self._screen.show(details_of(learned) or [Line('The service has told no more about it.', 'note')])
 
   def _undo(self, arguments: list[str]) -> None:
     if arguments == ['--files']:
@@ -205,12 +227,13 @@ class Commands:
       ('tools', ', '.join(self._workbench.toolbox.tools)),
       ('history', str(self._history.path)),
     ]
-    self._screen.say('\n'.join(f'{name:<10} {value}' for name, value in rows))
+    self._screen.show(Line(visible(f'{name:<10} {value}', keep='')) for name, value in rows)
 
   def _rules(self, arguments: list[str]) -> None:
     lines = [str(rule) for rule in self._policy.rules]
     lines += [f'{rule}   (added in this session)' for rule in self._policy.added]
-    self._screen.say('\n'.join([*lines, f'{CallRule("ask")}   (everything else)']))
+    lines.append(f'{CallRule("ask")}   (everything else)')
+    self._screen.show(Line(visible(line, keep='')) for line in lines)
 
   def _quit(self, arguments: list[str]) -> None:
     raise Leave
@@ -241,4 +264,5 @@ def _said_of(details: Mapping[str, Any]) -> str:
 
 
 def _spoken(who: str, text: str) -> list[Line]:
-  return [Line(f'{who}:', 'head'), *(Line(f'  {line}') for line in visible(text).split('\n'))]
+  shown = visible(text, keep='\n\t', prose=True).expandtabs(8)
+  return [Line(f'{who}:', 'head'), *(Line(line, foreign=True) for line in shown.split('\n'))]

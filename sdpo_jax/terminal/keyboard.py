@@ -1,23 +1,40 @@
-"""Keyboard input: single keys for choices, editable lines, and an editor for longer texts."""
+"""Keyboard input: single keys for choices, editable lines, and an editor for longer texts.
+
+A choice is a key of its own, pressed after its question was shown: what was typed before is discarded, and neither a
+key in the middle of a text nor a paste decides anything.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+import fcntl
 import os
 import pathlib
 import shlex
 import subprocess
 import tempfile
+import termios
+import time
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.application import Application
+from prompt_toolkit.application import Application, get_app_session
 from prompt_toolkit.history import InMemoryHistory
+from prompt_toolkit.input.typeahead import get_typeahead
+from prompt_toolkit.input.vt100 import Vt100Input, raw_mode
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
 from prompt_toolkit.layout import FormattedTextControl, Layout, Window
 from prompt_toolkit.output import ColorDepth
 
 from sdpo_jax.errors import first_line
 from sdpo_jax.terminal.inputs import COMMAND, Choice, EditorFailed, whole
+from sdpo_jax.terminal.screen import MARGIN
+
+_TERMINAL = 0  # The file descriptor of the standard input.
+_WINDOW_S = 0.15  # A choice needs so many seconds without a key before it, since its question or since another key,
+PAUSE_S = 0.6  # and so many after a text: more than there are between two words.
+_LOOK_S = 0.03  # Seconds between looks at what is typed.
+_IGNORED = 'What was typed is ignored: pause, then choose.'
 
 
 class Keyboard:
@@ -38,14 +55,13 @@ class Keyboard:
 
   def choice(self, keys: Mapping[str, str]) -> Choice:
     """Wait for one of the keys."""
-    bindings = KeyBindings()
-    for key in (*keys, COMMAND):
-      bindings.add(key)(lambda event, key=key: event.app.exit(result=key))
-    bindings.add('c-c')(lambda event: event.app.exit(exception=KeyboardInterrupt))
-    bindings.add('c-d')(lambda event: event.app.exit(result='q'))
+    source = get_app_session().input
+    asked = _Question(keys, early=bool(get_typeahead(source)) | _discarded())
+    if isinstance(source, Vt100Input):
+      source.vt100_parser.reset()  # It may have read the beginning of a paste whose end was discarded.
     # Not a line editor, so that other keys have no effect and are not shown.
-    asked = Window(FormattedTextControl(question_of(keys)), dont_extend_height=True, wrap_lines=True)
-    asking: Application[str] = Application(Layout(asked), key_bindings=bindings, color_depth=self._depth)
+    window = Window(FormattedTextControl(asked.text), dont_extend_height=True, wrap_lines=True)
+    asking: Application[str] = Application(Layout(window), key_bindings=asked.bindings, color_depth=self._depth)
     key = asking.run()
     return Choice(COMMAND, self.line('> ', COMMAND)) if key == COMMAND else Choice(key)
 
@@ -63,9 +79,32 @@ class Keyboard:
       return in_editor(editor, text)
     asking: PromptSession[str] = PromptSession(color_depth=self._depth, key_bindings=_newlines(), multiline=True)
     try:
-      return asking.prompt('', default=text)
+      return asking.prompt(MARGIN, default=text, prompt_continuation=MARGIN)  # The model has written it.
     except EOFError:
       return text
+
+
+class _Question:
+  """A question that a single key answers, and when a key was pressed last."""
+
+  def __init__(self, keys: Mapping[str, str], *, early: bool):
+    self._keys, self._early, self._last = keys, early, time.monotonic()
+    self.bindings = KeyBindings()
+    self.bindings.add(Keys.Any)(self._pressed)
+
+  def text(self) -> str:
+    return question_of(self._keys) + (f'\n{_IGNORED}' if self._early else '')
+
+  def _pressed(self, event: KeyPressEvent) -> None:
+    key, now = event.key_sequence[0].key, time.monotonic()
+    alone = now - self._last >= (PAUSE_S if self._early else _WINDOW_S) and not event.app.key_processor.input_queue
+    self._last = now
+    if key in (Keys.ControlC, Keys.SIGINT):
+      event.app.exit(exception=KeyboardInterrupt)
+    elif alone and (key in self._keys or key in (COMMAND, Keys.ControlD)):
+      event.app.exit(result='q' if key == Keys.ControlD else key)
+    else:
+      self._early = True
 
 
 class Lines:
@@ -79,10 +118,15 @@ class Lines:
 
   def choice(self, keys: Mapping[str, str]) -> Choice:
     while True:
+      print(question_of(keys), end=' ', flush=True)
+      if _settled():
+        print(f'\n{_IGNORED}', end=' ', flush=True)
       try:
-        line = whole(input(f'{question_of(keys)} ')).strip()
+        line = whole(input()).strip()
       except EOFError:
         return Choice('q')
+      if _discarded():  # It was the first of several lines.
+        continue
       if line.startswith(COMMAND):
         return Choice(COMMAND, line)
       key, _, rest = line.partition(' ')
@@ -103,6 +147,26 @@ class Lines:
 def question_of(keys: Mapping[str, str]) -> str:
   """Return the line that lists keys with their meanings."""
   return '  '.join(f'[{key}] {meaning}' for key, meaning in keys.items())
+
+
+def _discarded() -> bool:
+  """Discard what was typed at the terminal and not read yet; return whether there was anything."""
+  if not os.isatty(_TERMINAL):
+    return False
+  with raw_mode(_TERMINAL):  # Otherwise characters of an unfinished line do not count.
+    count = fcntl.ioctl(_TERMINAL, termios.FIONREAD, bytes(4))
+    termios.tcflush(_TERMINAL, termios.TCIFLUSH)
+  return any(count)
+
+
+def _settled() -> bool:
+  """Discard what is typed until nobody types; return whether somebody did."""
+  early, last = _discarded(), time.monotonic()
+  while time.monotonic() - last < (PAUSE_S if early else _WINDOW_S):
+    time.sleep(_LOOK_S)
+    if _discarded():
+      early, last = True, time.monotonic()
+  return early
 
 
 def in_editor(editor: str, text: str) -> str:

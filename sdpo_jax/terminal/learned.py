@@ -1,4 +1,4 @@
-"""A summary of what the adapter has learned from a decision or from failures, in a few lines."""
+"""What the adapter has learned from a decision or from failures: in one line, and in detail on request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LONGEST = 24  # The most characters of a token that are shown.
 
 
 def lines_of(learned: Mapping[str, Any] | None, least: int) -> list[Line]:
-  """Return lines on what was learned, or why nothing was.
+  """Return a line on what was learned, or why nothing was.
 
   Args:
     learned: the result from the service; None: there was nothing to learn.
@@ -30,17 +30,22 @@ def lines_of(learned: Mapping[str, Any] | None, least: int) -> list[Line]:
   seconds = '' if learned['seconds'] is None else f' in {learned["seconds"]:.2f} s'
   turns = ', '.join(map(str, learned['turns']))
   noun = 'turn' if len(learned['turns']) == 1 else 'turns'
-  lines = [Line(f'Learned: version {before} → {after}{seconds}, from {noun} {turns}.', 'good')]
+  more = f'; {waiting} of {least} examples wait' if waiting else ''
+  return [
+    Line(f'Learned: version {before} → {after}{seconds}, from {noun} {turns}{more}. /learned shows more.', 'good')
+  ]
+
+
+def details_of(learned: Mapping[str, Any]) -> list[Line]:
+  """Return lines on how much a lesson has moved: the divergence, and the tokens that changed most."""
+  lines = []
   if learned['divergence_before'] is not None:
     later = learned['divergence_after']
     change = '' if later is None else f' → {later:.4f}'
     lines.append(
       Line(f'Divergence from the teacher on that answer: {learned["divergence_before"]:.4f}{change} nats per token.')
     )
-  lines += [Line(line) for line in _moved(learned['moved'])]
-  if waiting:
-    lines.append(Line(f'{waiting} of {least} examples wait.', 'note'))
-  return lines
+  return lines + [Line(line) for line in _moved(learned['moved'])]
 
 
 def _moved(moved: list[Mapping[str, Any]]) -> list[str]:

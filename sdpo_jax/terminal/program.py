@@ -23,11 +23,12 @@ from sdpo_jax.terminal import history as histories
 from sdpo_jax.terminal import policies, script
 from sdpo_jax.terminal.client import AnswerLost, Refused, ServiceClient, SessionClient
 from sdpo_jax.terminal.embedded import Embedded
+from sdpo_jax.terminal.escaping import visible
 from sdpo_jax.terminal.history import History
 from sdpo_jax.terminal.inputs import Inputs
 from sdpo_jax.terminal.keyboard import Keyboard, Lines
 from sdpo_jax.terminal.policies import ApprovalPolicy
-from sdpo_jax.terminal.screen import Screen, has_colours, is_plain
+from sdpo_jax.terminal.screen import Line, Screen, has_colours, is_plain
 from sdpo_jax.terminal.session_loop import Conversation
 from sdpo_jax.terminal.work import Workbench
 
@@ -226,7 +227,11 @@ def _service(
 
 def _inputs(options: CommandOptions, screen: Screen) -> Inputs:
   if options.script is not None:
-    return script.Script(script.lines_of(options.script), options.script, lambda line: screen.say(line, 'head'))
+    return script.Script(
+      script.lines_of(options.script),
+      options.script,
+      lambda line: screen.show([Line(visible(line, keep='', prose=True), 'head')]),
+    )
   if not sys.stdin.isatty():
     raise UserError('The standard input is not a terminal: add --script=- to read one input per line from it.')
   if is_plain() or not sys.stdout.isatty():

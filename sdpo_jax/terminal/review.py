@@ -179,7 +179,7 @@ class Reviewer:
     """
     notes: list[Line] = []
     if proposed.wrong is not None:
-      notes = [Line(visible(proposed.wrong.text, keep=''), 'wrong')]
+      notes = [Line(f'Cannot run: {visible(proposed.wrong.text, keep="")}', 'wrong')]
     rule = visible(str(proposed.verdict.rule), keep='')
     if proposed.verdict.verb == 'never':
       notes.append(Line(f'Refused by the rule: {rule}', 'wrong'))
@@ -230,6 +230,8 @@ class Reviewer:
   def _allowed(self, proposed: Proposed, pattern: str | None) -> bool:
     """Add a rule that allows a call; return whether it was added."""
     default = suggestion(proposed.name, proposed.arguments, self._workbench.workspace)
+    if visible(default, keep='') != default:  # It would not be shown as what it is.
+      default = ''
     pattern = pattern or self._inputs.line(f'Always allow {proposed.name} with this pattern: ', default)
     try:
       rule = make_rule('allow', proposed.name, pattern, 'This rule')
@@ -248,7 +250,11 @@ class Reviewer:
 
   def _edited(self, proposed: Proposed, text: str | None) -> Mapping[str, Any] | None:
     """Return new arguments of a call; None: they are unchanged or invalid."""
-    before = json.dumps(proposed.arguments, ensure_ascii=False, indent=2)
+    written = json.dumps(proposed.arguments, ensure_ascii=False, indent=2)
+    # In JSON, characters that elsewhere are shown by name have escapes.
+    before = ''.join(
+      letter if letter in '\n⟨⟩' or visible(letter) == letter else json.dumps(letter)[1:-1] for letter in written
+    )
     try:
       given = json.loads(text if text is not None else self._inputs.edited(before))
     except EditorFailed as error:
@@ -271,11 +277,11 @@ class Reviewer:
 
 def _shown(answer: ToolAnswer) -> list[Line]:
   """Return the first lines of a tool's output, for the person."""
-  lines = visible(answer.text.rstrip('\n'), keep='\n\t').split('\n')  # Tabs are harmless here: nothing is approved.
-  style = 'note' if answer.ok else 'wrong'
-  found = [Line(f'  {line}', style) for line in lines[:_SHOWN]]
+  # Nothing is approved here, so that tabs are harmless.
+  lines = visible(answer.text.rstrip('\n'), keep='\n\t', prose=True).expandtabs(8).split('\n')
+  found = [Line(line, 'note' if answer.ok else 'wrong', foreign=True) for line in lines[:_SHOWN]]
   more = len(lines) - _SHOWN
-  return found + ([Line(f'  … {more} more lines, which only the model reads', 'note')] if more > 0 else [])
+  return found + ([Line(f'… {more} more lines, which only the model reads', 'note')] if more > 0 else [])
 
 
 def _result(index: int, answer: ToolAnswer) -> dict[str, Any]:

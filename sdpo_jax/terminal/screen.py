@@ -1,17 +1,28 @@
-"""Output: styled on a terminal that supports colours, and plain text otherwise."""
+"""Output: styled on a terminal that supports colours, and plain text otherwise.
+
+All that the model or a tool has written is behind a margin, also where a line wraps, and no other line has it. The
+program's own lines begin at the edge of the terminal and go on indented, so that no text can be taken for one of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+import itertools
 import os
 import shutil
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
+import unicodedata
 
-from rich.cells import chop_cells
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from sdpo_jax.terminal.drafts import after_calls, call_at, shown_of
 from sdpo_jax.terminal.escaping import visible
+
+MARGIN = '│ '
+_INDENT = '  '
 
 _STYLES = {
   '': '',
@@ -25,6 +36,7 @@ _STYLES = {
   'wrong': 'bold red',
   'command': 'bold yellow',
 }
+_BEGUN = 16  # More characters than the beginning of a tag has.
 _AROUND = 6  # Lines of a page that are reserved for the question.
 
 
@@ -33,6 +45,7 @@ class Line(NamedTuple):
 
   text: str
   style: str = ''
+  foreign: bool = False  # Whether the model or a tool has written it, so that it is shown behind the margin.
 
 
 def has_colours(out: TextIO, environment: Mapping[str, str]) -> bool:
@@ -53,20 +66,24 @@ class Screen:
       record: called with everything that was shown.
     """
     self._out, self._paged, self.record = out, paged, record
+    self._wraps = paged or out.isatty()
     self._console = (
       Console(file=out, highlight=False, markup=False, emoji=False, force_terminal=True) if colours else None
     )
-    self._draft = ''
+    self._draft = ''  # The answer that is being sampled,
+    self._seen = 0  # how many of its characters are shown,
+    self._row = ''  # the last row of them,
+    self._written = ''  # and all that was shown.
+    self._counting = False  # Whether the row of the cursor tells that a call is being written.
 
   def page_of(self, lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
     """Split lines into those of the first page and the others; a line longer than a page is split, too."""
     if not self._paged:
       return list(lines), []
-    columns, height = shutil.get_terminal_size()
-    rows, shown, left = max(5, height - _AROUND), [], list(lines)
+    rows, shown, left = max(5, shutil.get_terminal_size().lines - _AROUND), [], list(lines)
     while left and rows > 0:
       line, *others = left
-      pieces = chop_cells(line.text, max(2, columns)) or ['']
+      pieces = self._rows(line)
       if len(pieces) > rows:
         if not shown:
           shown.append(line._replace(text=''.join(pieces[:rows])))
@@ -80,64 +97,137 @@ class Screen:
     """Show lines, and record them."""
     shown = list(lines)
     for line in shown:
-      if self._console is None:
-        self._out.write(line.text + '\n')
-      else:
-        self._console.print(Text(line.text, _STYLES[line.style]), soft_wrap=True)
+      for number, row in enumerate(self._rows(line)):
+        self._put(MARGIN if line.foreign else _INDENT if number else '')
+        self._put(row, line.style)
+        self._put('\n')
     self._out.flush()
     if shown:
-      self.record('\n'.join(line.text for line in shown))
+      self.record('\n'.join(MARGIN * line.foreign + line.text for line in shown))
 
   def say(self, text: str, style: str = 'note') -> None:
-    """Show a text, which may be untrusted since it is escaped."""
-    self.show(Line(line, style) for line in visible(text).split('\n'))
+    """Show a sentence in one line, which may quote anything since it is escaped."""
+    self.show([Line(visible(text, keep=''), style)])
 
   def draft(self, text: str) -> None:
-    """Show a piece of an answer while it is sampled."""
+    """Show a piece of an answer while it is sampled; calls are left to the review, and only counted."""
     self._draft += text
-    shown = visible(text, keep='\n\t')
-    if self._console is None:
-      self._out.write(shown)
-    else:
-      self._console.print(Text(shown, _STYLES['model']), soft_wrap=True, end='')
-    self._out.flush()
+    self._show_draft(call_at(self._draft))
+    if self._console is not None and (hidden := len(self._draft) - call_at(self._draft)) > _BEGUN:
+      self._put('\n' if self._row and not self._counting else '\r')
+      self._counting = True
+      self._put(f'… writing a call, {hidden:,} characters', 'note')
+      self._out.flush()
 
-  def end_draft(self, whole: str | None = None) -> None:
+  def end_draft(self, turn: Mapping[str, Any] | None = None) -> None:
     """End a streamed answer, and record it.
 
     Args:
-      whole: the complete answer, of which the missing part is shown now; None: the answer was interrupted.
+      turn: the complete answer, of which the missing part is shown now; None: the answer was interrupted.
     """
-    if whole is not None and not whole.startswith(self._draft):
+    if turn is not None and not turn['text'].startswith(self._draft):
       self.end_draft()
       self.say('The final answer differs:')
-    if whole is not None:
-      self.draft(whole[len(self._draft) :])
-    shown, self._draft = self._draft, ''
-    if shown:
-      if not shown.endswith('\n'):
-        self._out.write('\n')
-        self._out.flush()
-      self.record(visible(shown, keep='\n\t'))
+    if turn is not None:
+      self._draft = turn['text']
+      self._show_draft(shown_of(turn))
+      if rest := visible(after_calls(turn), keep='\n\t', prose=True):
+        self._flow('\n' * bool(self._written) + rest)
+    if self._counting:
+      self._uncount()
+    elif self._written:
+      self._put('\n')
+    self._out.flush()
+    if self._written:
+      self.record('\n'.join(MARGIN + line for line in self._written.split('\n')))
+    self._draft = self._row = self._written = ''
+    self._seen = 0
+
+  def _show_draft(self, end: int) -> None:
+    """Show the answer up to a position, without white space at its end, which may be the last before a call."""
+    end = len(self._draft[:end].rstrip())
+    if end > self._seen:
+      # The letter that a mark belongs to may have been shown before.
+      before = self._draft[max(0, self._seen - 8) : self._seen]
+      shown = visible(before + self._draft[self._seen : end], keep='\n\t', prose=True)
+      self._flow(shown[len(visible(before, keep='\n\t', prose=True)) :])
+      self._seen = end
+      self._out.flush()
+
+  def _flow(self, text: str) -> None:
+    """Write text, already escaped, on from the last row of the answer."""
+    self._written += text
+    if self._counting:
+      self._uncount()
+      text = text.removeprefix('\n')
+    for number, part in enumerate(text.split('\n')):
+      if number:
+        self._put('\n' if self._row else f'{MARGIN.rstrip()}\n')
+        self._row = ''
+      row, *others = _chopped((self._row + part).expandtabs(8), self._width(len(MARGIN)))
+      self._put((MARGIN if row and not self._row else '') + row[len(self._row) :])
+      for other in others:
+        self._put(f'\n{MARGIN}{other}')
+      self._row = others[-1] if others else row
+
+  def _uncount(self) -> None:
+    """Remove the row that tells of a call."""
+    self._put('\r\x1b[K')
+    self._counting, self._row = False, ''
+
+  def _put(self, text: str, style: str = '') -> None:
+    if self._console is None or not style:
+      self._out.write(text)
+    else:
+      self._console.print(Text(text, _STYLES[style]), soft_wrap=True, end='')
+
+  def _rows(self, line: Line) -> list[str]:
+    """Split a line into rows of the terminal, without margin or indentation."""
+    if not line.foreign and len(whole := _chopped(line.text, self._width())) == 1:
+      return whole
+    return _chopped(line.text, self._width(len(MARGIN)), words=not line.foreign)
+
+  def _width(self, margin: int = 0) -> int | None:
+    """Return how many cells a row has beside a margin; None: rows are not wrapped here."""
+    return max(2, shutil.get_terminal_size().columns - margin) if self._wraps else None
 
   def beside(self, left: tuple[str, str], right: tuple[str, str]) -> None:
     """Show two texts with titles, side by side if there is room."""
-    column = 0 if self._console is None else (shutil.get_terminal_size().columns - 3) // 2
+    column = 0 if self._console is None else (shutil.get_terminal_size().columns - 5) // 2
+    (one, first), (two, second) = ((title, visible(text, prose=True)) for title, text in (left, right))
     if column < 40:
-      for title, text in (left, right):
+      for title, text in ((one, first), (two, second)):
         self.say(title, 'head')
-        self.say(text, 'model')
+        self.show(Line(line, foreign=True) for line in text.split('\n'))
       return
-    parts = [[title, *_folded(visible(text), column)] for title, text in (left, right)]
-    height = max(map(len, parts))
-    parts = [[*part, *[''] * (height - len(part))] for part in parts]
-    rows = [f'{one:<{column}} │ {two}' for one, two in zip(*parts, strict=True)]
-    self.show(Line(row, '' if number else 'head') for number, row in enumerate(rows))
+    rows = itertools.zip_longest(
+      *([row for line in text.split('\n') for row in _chopped(line, column)] for text in (first, second)), fillvalue=''
+    )
+    self.say(f'{one} │ {two}', 'head')
+    self.show(Line(f'{old}{" " * (column - sum(map(_cells, old)))} │ {new}', foreign=True) for old, new in rows)
 
 
-def _folded(text: str, column: int) -> list[str]:
-  """Split a text into lines of at most `column` characters, without dropping any."""
-  return [line[start : start + column] for line in text.split('\n') for start in range(0, max(1, len(line)), column)]
+def _chopped(text: str, width: int | None, *, words: bool = False) -> list[str]:
+  """Split a text into rows of at most so many cells, after a space if words are to stay whole."""
+  if width is None:
+    return [text]
+  rows, start, used = [], 0, 0
+  for index, letter in enumerate(text):
+    cells = _cells(letter)
+    if used + cells > width:
+      space = text.rfind(' ', start, index) if words else -1
+      rows.append(text[start : index if space < 0 else space + 1])
+      start += len(rows[-1])
+      used = sum(map(_cells, text[start:index]))
+    used += cells
+  return [*rows, text[start:]]
+
+
+@functools.lru_cache(1024)
+def _cells(letter: str) -> int:
+  """Return how many cells of a row a character may take; terminals differ in symbols, so that the most counts."""
+  wide = unicodedata.east_asian_width(letter) in 'WF' or unicodedata.category(letter) == 'So'
+  return max(cell_len(letter), 2 * wide)
 
 
 def is_plain(environment: Mapping[str, str] = os.environ) -> bool:

@@ -57,7 +57,9 @@ class Conversation:
     self._least = settings.get('min_sdpo_examples', 1)
     self._reviewer = Reviewer(workbench, policy, screen, inputs, history, self._command)
     self.turns: list[dict[str, Any]] = []
-    self._commands = Commands(session, self.turns, history, screen, workbench, policy, self._learned, self._seed_of)
+    self._commands = Commands(
+      session, self.turns, history, screen, workbench, policy, self._learned, self._deny, self._seed_of
+    )
     self._waiting = undelivered(history)  # Messages that the model has not received yet.
     self._reviewed: Reviewed | None = None  # The review of the newest turn, if it was in this process.
     self._hold = False  # Whether to wait for the person before the next step.
@@ -153,7 +155,7 @@ class Conversation:
       self._reviewed = None
     if self.history.last('turn', n=turn['n']) is None:  # The response with it was lost.
       self._arrived(turn)
-      self.screen.end_draft(turn['text'])
+      self.screen.end_draft(turn)
     sent = self.history.last('decision', 'decided', 'withdrawn', n=turn['n'])
     if sent is not None and sent['kind'] == 'decision':
       self._decide(turn['n'], sent['decision'], sent['told'])
@@ -170,7 +172,7 @@ class Conversation:
         self._waiting = undelivered(self.history)
         self.screen.say('The model has not received your messages: write them differently.')
       raise
-    self.screen.end_draft(turn['text'])
+    self.screen.end_draft(turn)
     self.turns.append(turn)
     self._arrived(turn)
 
@@ -186,6 +188,17 @@ class Conversation:
     if reviewed.says is not None:
       self._take(reviewed.says)
     self._decide(turn['n'], reviewed.decision, reviewed.told)
+
+  def _deny(self, reason: str) -> None:
+    """Deny the newest turn if it is an answer without calls; the conversation then goes on with another answer."""
+    turn = self.turn
+    if turn is None or turn['status'] != 'answered':
+      raise UserError(
+        'There is no answer to deny: /deny is for the last answer, before you write again; at a call press n.'
+      )
+    decision = {'decision': 'deny', 'correction': reason}
+    self.history.add('decision', n=turn['n'], decision=decision, told={})
+    self._decide(turn['n'], decision, {})
 
   def _decide(self, number: int, decision: Mapping[str, Any], told: Any) -> None:
     """Send a decision from the history; the service learns from it only once, even if it is sent again."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import contextlib
 import http.server
 import io
@@ -41,6 +41,7 @@ class SessionServer:
     self.lose: set[str] = set()
     self.refuse: dict[str, tuple[int, str]] = {}  # Actions that are refused the next time: status and sentence.
     self.guard: str | None = None
+    self.drawing: Callable[[], None] = lambda: None  # Called while the model draws.
     self.versions = [{'version': 0, 'parent': None, 'reason': 'create', 'details': {}, 'undone': False}]
     self.settings: dict[str, Any] = {}
     self.turns: list[dict[str, Any]] = []
@@ -117,6 +118,7 @@ class SessionServer:
   def _propose(self, body: Any) -> Any:
     if self.turns and self.turns[-1]['status'] == 'open':
       raise Failed(409, 'conflict', f'Turn {self.turns[-1]["n"]} is still open: decide about it first.')
+    self.drawing()
     text = self.answers.pop(0)
     found = read_calls(text, 'hermes')
     turn = {

@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
@@ -25,13 +27,54 @@ def typed():
     yield Keyboard(colours=False), pipe.send_text
 
 
+def later(send, *texts, after=0.3):
+  """Type texts one after the other, with time before each."""
+
+  def typing():
+    for text in texts:
+      time.sleep(after)
+      send(text)
+
+  thread = threading.Thread(target=typing)
+  thread.start()
+  return thread
+
+
 def test_one_key_is_a_choice_and_others_do_nothing(typed):
   board, send = typed
-  send('xY\r\x1b[Ayn')
-  assert board.choice(KEYS) == Choice('y')
-  assert board.choice(KEYS) == Choice('n')
-  send(CTRL_D)
-  assert board.choice(KEYS) == Choice('q')
+  for key, choice in (('y', Choice('y')), ('n', Choice('n')), (CTRL_D, Choice('q'))):
+    typing = later(send, key)
+    assert board.choice(KEYS) == choice
+    typing.join()
+  typing = later(send, 'xY\r\x1b[A', 'y', CTRL_C, after=keyboard.PAUSE_S / 2)  # The y comes too soon after a text.
+  with pytest.raises(KeyboardInterrupt):
+    board.choice(KEYS)
+  typing.join()
+
+
+@pytest.mark.parametrize(
+  'text', ['by the way', 'yes', 'n', 'y\r', '\x1by', '/undo\r', CTRL_D, '\x1b[200~y\x1b[201~', 'y' * 5000]
+)
+def test_what_was_typed_before_the_question_is_no_choice(typed, text):
+  board, send = typed
+  send(text)
+  with pytest.raises(KeyboardInterrupt):
+    typing = later(send, CTRL_C, after=0.25)
+    board.choice(KEYS)
+  typing.join()
+
+
+@pytest.mark.parametrize('text', ['yes', '\x1b[200~y\x1b[201~', 'n no\r', '/quit\r'])
+def test_a_paste_at_a_question_is_no_choice(typed, text):
+  board, send = typed
+  typing = later(send, text, CTRL_C)
+  with pytest.raises(KeyboardInterrupt):
+    board.choice(KEYS)
+  typing.join()
+
+
+def test_ctrl_c_is_heard_at_once(typed):
+  board, send = typed
   send(CTRL_C)
   with pytest.raises(KeyboardInterrupt):
     board.choice(KEYS)
@@ -39,8 +82,9 @@ def test_one_key_is_a_choice_and_others_do_nothing(typed):
 
 def test_a_slash_begins_a_command(typed):
   board, send = typed
-  send('/undo 3\r')
+  typing = later(send, '/', 'undo 3\r')
   assert board.choice(KEYS) == Choice('/', '/undo 3')
+  typing.join()
 
 
 def test_texts_have_lines_and_end_with_enter(typed):
@@ -77,14 +121,14 @@ def test_an_editor_opens_the_arguments(tmp_path):
 
 def test_a_terminal_that_takes_lines_only_does(monkeypatch):
   given = iter(['what', 'n No, use rg', '/help', 'y', ' Hello '])
-  monkeypatch.setattr('builtins.input', lambda question: next(given))
+  monkeypatch.setattr('builtins.input', lambda question='': next(given))
   lines = Lines()
   assert lines.choice(KEYS) == Choice('n', 'No, use rg')
   assert lines.choice(KEYS) == Choice('/', '/help')
   assert lines.choice(KEYS) == Choice('y')
   assert lines.message() == 'Hello'
 
-  def ended(question):
+  def ended(question=''):
     raise EOFError
 
   monkeypatch.setattr('builtins.input', ended)

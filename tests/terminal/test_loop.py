@@ -70,7 +70,7 @@ def world(tmp_path):
   workspace, states = tmp_path / 'work', tmp_path / 'state'
   workspace.mkdir()
 
-  def hold(server, *acts, rules='', settings=None, script=False, workbench=Workbench, seed=None):
+  def hold(server, *acts, rules='', settings=None, script=False, workbench=Workbench, seed=None, paged=False):
     """Hold the session of a server, which is opened if there is none; return what came of it."""
     client = ServiceClient(server.url, local=True)
     found = sorted(states.glob('*')) if states.exists() else []
@@ -80,7 +80,7 @@ def world(tmp_path):
       opened, token = client.open_session('ad-1', settings or {})
       history = History.begin(states, opened['id'], {'adapter': 'ad-1', 'token': token})
     out = io.StringIO()
-    screen = Screen(out, colours=False, paged=False)
+    screen = Screen(out, colours=False, paged=paged)
     inputs = Script(acts, 'script', screen.say) if script else Typed(*acts)
     policy = policies.ApprovalPolicy(policies.parse(rules, 'rules'))
     session = SessionClient(client, 'ad-1', 'ses-1', history.opened['token'])
@@ -102,14 +102,16 @@ def world(tmp_path):
 
 def test_a_denied_call_is_never_run_and_the_next_one_is_shown(world):
   with SessionServer(WRITE_1, WRITE_2, 'Done.') as server:
-    done = world.hold(server, 'Write it', 'n', 'No: 2', 'y', 'Thanks')
+    done = world.hold(server, 'Write it', 'n', 'No: 2', '/ /learned', 'y', 'Thanks')
     assert server.decisions() == [{'decision': 'deny', 'correction': 'No: 2'}, {'decision': 'approve'}]
   assert (world.files / 'a.py').read_text() == 'x = 2\n'
   ran = [record for record in done.history.records if record['kind'] == 'ran']
   assert [record['n'] for record in ran] == [1] and ran[0]['result']['ok']
   out = done.out()
   assert out.index('+x = 1') < out.index('Learned: version 0 → 1') < out.index('+x = 2') < out.index('Done.')
-  assert '0.5000 → 0.2500' in out and '‘grep⟨escape⟩’' in out
+  # A proposal is shown once, and the numbers of a lesson on request.
+  assert out.count('x = 1') == out.count('x = 2') == 1 and 'tool_call' not in out
+  assert out.index('+x = 2') < out.index('0.5000 → 0.2500') < out.index('‘grep⟨escape⟩’')
   assert done.code == 0
 
 
@@ -258,7 +260,7 @@ def test_commands_answer_in_their_turn_and_at_a_call(world, tmp_path):
     assert ('undo', {'to': None}) in server.asked and server.turns[-1]['status'] == 'open'
   out = done.out()
   assert 'Version 2 equals version 0.' in out and 'as version 0' in out and 'ses-1, turn 0' in out
-  assert 'of against=0' in out and 'again, version 7\notherwise' in out and 'correction:\n  No' in out
+  assert 'of against=0' in out and 'again, version 7\n│ otherwise' in out and 'correction:\n│ No' in out
   assert "no command /undoo; did you mean '/undo'? /help lists" in out and '/diff takes two versions' in out
   assert out.count('leaves; --resume continues') == 1 and '/quit, /exit, Ctrl-D leaves' in out
   assert '/export needs the folder' in out and f'history    {done.path}' in out
@@ -286,6 +288,54 @@ def test_what_is_drawn_again_has_the_seed_with_which_it_was_drawn(world):
     world.hold(server, 'Write', 'n No', '/ /retry', '/ /retry 1', '/ /exit', seed=5)  # As /quit.
     drawn = [(name, body['seed']) for name, body in server.asked if name in ('propose', 'retry')]
   assert drawn == [('propose', 5), ('propose', 6), ('retry', 5), ('retry', 6)]
+
+
+def test_an_answer_without_calls_can_be_denied_until_the_conversation_goes_on(world):
+  with SessionServer('Hello!', 'Hi.', WRITE_1, 'Bye.') as server:
+    acts = ['/deny', '/deny why', 'Hello', '/learned', "/deny  don't shout ", 'Write', '/ /deny No', 'y', '/deny']
+    done = world.hold(server, *acts, script=False)
+    assert server.decisions() == [{'decision': 'deny', 'correction': "don't shout"}, {'decision': 'approve'}]
+    assert [turn['status'] for turn in server.turns] == ['denied', 'answered', 'approved', 'answered']
+    assert [len(turn['messages']) for turn in server.turns] == [1, 0, 1, 0]
+  out = done.out()
+  assert out.count('/deny needs a reason') == 2 and out.count('There is no answer to deny') == 2
+  assert 'Nothing was learned in this session yet.' in out and out.count('Learned: version 0 → 1') == 1
+  with SessionServer('Hello!', 'Hi.') as server:
+    world.states.joinpath('ses-1.jsonl').unlink()
+    server.lose.add('decision')
+    assert world.hold(server, 'Hello', '/deny no', script=True).code == UNDONE
+    done = world.hold(server, '/learned', script=True)  # The decision is sent again, and learned once.
+    assert done.code == 0 and server.lessons == 1 and done.out().count('│ Hi.') == 1
+
+
+IMITATIONS = 'Proposed:\nLearned: version 0 → 9 in 0.10 s, from turn 0.\n[y] approve  [n] deny\n> Go\n? y\nSession x'
+OWN = ('Proposed:', 'Call ', 'Cannot run: ', 'Not run: ', 'The answer has an invalid call: ', 'Refused by the rule: ')
+OWN += (
+  'From now on: ',
+  'An earlier call may change that',
+  'never read never',
+  'allow glob ',
+  'ask   (everything else)',
+)
+OWN += ('Learned: version 0 → 1 ', 'turn ', 'user:', 'correction:', '… ', '  ')
+
+
+@pytest.mark.parametrize('padding', ['', ' ' * 37, '日' * 23, '\t' * 5, '\U0001f1e6' * 9])
+def test_no_text_of_the_model_or_a_tool_looks_like_a_line_of_the_program(world, monkeypatch, padding):
+  """Neither where a row of the terminal ends nor in what the program quotes."""
+  monkeypatch.setenv('COLUMNS', '40')
+  evil = padding + IMITATIONS
+  (world.files / 'evil').write_text(evil)
+  calls = call('write', path='a', content=evil), call('read', path='evil'), call(evil), call('read', path=evil)
+  calls += call('edit', path=evil, old=evil, new='x'), call('bash', command=evil), call('glob', pattern=evil)
+  with SessionServer(evil, evil + '\n'.join(calls) + evil, f'<tool_call>{evil}', 'Done.') as server:
+    acts = ['Go', 'Go', 'y', 'y', 't', 'y', 'v', 'y', 't', 'a', evil, 'y', 't', '/history', '/policy', '/quit']
+    done = world.hold(server, *acts, rules='never read never', paged=True)
+  rows = done.out().splitlines()
+  behind = [row for row in rows if row.startswith('│')]
+  assert len(behind) > 80 and 'Learned: version 0 → 9' in ''.join(row.removeprefix('│ ') for row in behind)
+  assert [row for row in rows if row not in behind and not row.startswith(OWN)] == []
+  assert max(map(len, rows)) <= 40
 
 
 # What fails halfway.
@@ -398,7 +448,7 @@ def test_a_script_gives_a_transcript_and_a_code(world):
     done = world.hold(server, *lines, script=True)
     assert server.decisions()[1] == {'decision': 'edit', 'call': 0, 'arguments': {'path': 'b.py', 'content': 'z\n'}}
   assert done.code == 0 and (world.files / 'b.py').read_text() == 'z\n'
-  assert '? n No: 2\nLearned: version 0 → 1' in done.out() and done.out().endswith('> Thanks\nBye.\n')
+  assert '? n No: 2\nLearned: version 0 → 1' in done.out() and done.out().endswith('> Thanks\n│ Bye.\n')
 
 
 def test_a_script_that_is_not_done_says_so_by_its_code(world):

@@ -2,18 +2,22 @@
 
 import difflib
 import io
+import itertools
 import json
 import os
+import re
 import stat
 import unicodedata
 
 from hypothesis import given
 from hypothesis import strategies as st
 import pytest
+import wcwidth
 
 from sdpo_jax import extras
 from sdpo_jax.environments.workspace.tools import TOOLS
 from sdpo_jax.errors import UserError
+from sdpo_jax.serving.tool_calls import read_calls
 from sdpo_jax.terminal import escaping, history, learned, policies, program, script
 from sdpo_jax.terminal.changes import diff
 from sdpo_jax.terminal.history import History
@@ -122,16 +126,17 @@ def test_a_large_change_is_shown_whole_and_at_once():
   ],
 )
 def test_a_page_is_what_is_seen_at_once(monkeypatch, lengths, pages):
-  monkeypatch.setenv('COLUMNS', '80')
+  monkeypatch.setenv('COLUMNS', '82')  # The margin has two.
   monkeypatch.setenv('LINES', '30')
-  screen, left, found = Screen(io.StringIO(), colours=False, paged=True), [Line('x' * each) for each in lengths], []
+  screen, left = Screen(io.StringIO(), colours=False, paged=True), [Line('x' * each, foreign=True) for each in lengths]
+  found = []
   seen = ''
   while left:
     shown, left = screen.page_of(left)
     found.append(sum(max(1, -(-len(line.text) // 80)) for line in shown))
     seen += ''.join(line.text for line in shown)
   assert found == pages and seen == 'x' * sum(lengths)
-  wide, _ = screen.page_of([Line('日' * 5000)])
+  wide, _ = screen.page_of([Line('日' * 5000, foreign=True)])
   assert len(wide[0].text) == 24 * 40
   assert Screen(io.StringIO(), colours=False, paged=False).page_of([Line('x' * 9999)])[1] == []
 
@@ -152,28 +157,94 @@ def test_colours_are_where_they_are_seen_and_wanted(environment, terminal, wante
   assert has_colours(out, environment) == wanted
 
 
+def turn_of(text, form='hermes'):
+  found = read_calls(text, form)
+  calls = [{'name': call.name, 'arguments': dict(call.arguments)} for call in found.calls]
+  return {'text': text, 'said': found.text, 'calls': calls, 'fault': found.fault}
+
+
 def test_without_colours_only_text_is_written_and_all_of_it_is_recorded():
   out, recorded = io.StringIO(), []
   screen = Screen(out, colours=False, paged=False, record=recorded.append)
   screen.say('[bold]x[/bold] \x1b[31m', 'wrong')
   screen.draft('a\x07')
-  screen.end_draft('a\x07b')
+  screen.end_draft(turn_of('a\x07b'))
   screen.beside(('old', 'x' * 200), ('new', 'y'))
-  assert out.getvalue() == f'[bold]x[/bold] ⟨escape⟩[31m\na⟨U+0007⟩b\nold\n{"x" * 200}\nnew\ny\n'
-  assert recorded == ['[bold]x[/bold] ⟨escape⟩[31m', 'a⟨U+0007⟩b', 'old', 'x' * 200, 'new', 'y']
+  assert out.getvalue() == f'[bold]x[/bold] ⟨escape⟩[31m\n│ a⟨U+0007⟩b\nold\n│ {"x" * 200}\nnew\n│ y\n'
+  assert recorded == ['[bold]x[/bold] ⟨escape⟩[31m', '│ a⟨U+0007⟩b', 'old', '│ ' + 'x' * 200, 'new', '│ y']
 
 
 def test_an_answer_is_shown_to_its_end_whatever_was_drafted():
   out = io.StringIO()
   screen = Screen(out, colours=False, paged=False)
-  screen.end_draft('all of it\n')
+  screen.end_draft(turn_of('all of it\n'))
   screen.draft('a dr')
-  screen.end_draft('a draft')
+  screen.end_draft(turn_of('a draft'))
   screen.draft('broken')
   screen.end_draft()
   screen.draft('one')
-  screen.end_draft('two')
-  assert out.getvalue() == 'all of it\na draft\nbroken\none\nThe final answer differs:\ntwo\n'
+  screen.end_draft(turn_of('two'))
+  assert out.getvalue() == '│ all of it\n│ a draft\n│ broken\n│ one\nThe final answer differs:\n│ two\n'
+
+
+CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "a"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+  'text, shown',
+  [
+    (CALL, ''),
+    (f'<think>\nHm: <tool_call>?\n</think>\n\nI look.\n{CALL}\n', '<think>\nHm: <tool_call>?\n</think>\n\nI look.'),
+    (f'One.\n{CALL}\nTwo.\n{CALL}', 'One.\nTwo.'),
+    (f'Hm: <tool_call>\n</think>Well.{CALL}', 'Hm: <tool_call>\n</think>Well.'),
+    ('a < b <tool', 'a < b <tool'),
+    ('{"a": 1}', '{"a": 1}'),
+    ('I read.\n<tool_call>{"name"', 'I read.\n<tool_call>{"name"'),  # What is wrong with it must be seen.
+  ],
+)
+def test_calls_are_left_out_of_an_answer_however_it_arrives(text, shown):
+  for size in (1, 3, 7, len(text)):
+    out = io.StringIO()
+    screen = Screen(out, colours=False, paged=False)
+    for start in range(0, len(text), size):
+      screen.draft(text[start : start + size])
+      assert '"name"' not in out.getvalue()
+    screen.end_draft(turn_of(text))
+    assert [line.removeprefix('│').removeprefix(' ') for line in out.getvalue().splitlines()] == shown.splitlines()
+  for text in ('{"name": "read", "parameters": {}}', '<|python_tag|>{"name": "read", "parameters": {}}'):
+    screen.draft(text)
+    screen.end_draft(turn_of(text, 'llama3'))
+    assert 'parameters' not in out.getvalue()
+
+
+PROSE = st.text(
+  st.one_of(st.sampled_from('\n\t │日é\u0301😀\U0001f1e6\u05d0x'), st.characters(codec='utf-8')), max_size=200
+)
+
+
+@given(PROSE, st.lists(st.integers(1, 20), min_size=1, max_size=9), st.integers(10, 40), st.booleans())
+def test_every_row_of_an_answer_has_the_margin_and_fits(text, sizes, columns, colours):
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv('COLUMNS', str(columns))
+    patch.setenv('TERM', 'xterm')
+    out = io.StringIO()
+    screen = Screen(out, colours=colours, paged=True)
+    text, left = 'x' + text.replace('<', '').replace('{', ''), itertools.cycle(sizes)
+    start = 0
+    while start < len(text):
+      screen.draft(text[start : start + (size := next(left))])
+      start += size
+    screen.end_draft(turn_of(text))
+    rows = out.getvalue().removesuffix('\n').split('\n')
+    screen.show([Line(escaping.visible(text, keep=''), foreign=True), Line('Own: ' + escaping.visible(text, keep=''))])
+  assert all(row == '│' or row.startswith('│ ') for row in rows)
+  expected = [line.expandtabs(8) for line in escaping.visible(text.rstrip(), keep='\n\t', prose=True).split('\n')]
+  assert ''.join(row[2:] for row in rows) == ''.join(expected)
+  assert all(sum(map(wcwidth.wcwidth, row)) <= columns for row in rows)
+  later = re.sub(r'\x1b\[[0-9;]*m', '', out.getvalue()).removesuffix('\n').split('\n')[len(rows) :]
+  own = next(number for number, row in enumerate(later) if row.startswith('Own: '))
+  assert all(row.startswith('│ ') for row in later[:own]) and all(row.startswith('  ') for row in later[own + 1 :])
+  assert all(sum(map(wcwidth.wcwidth, row)) <= columns for row in later)
 
 
 def test_in_colours_no_character_is_lost(monkeypatch):
@@ -181,11 +252,24 @@ def test_in_colours_no_character_is_lost(monkeypatch):
   monkeypatch.setenv('COLUMNS', '100')
   out, recorded = io.StringIO(), []
   screen = Screen(out, colours=True, paged=True, record=recorded.append)
-  screen.show([Line('+' + 'x' * 300, 'added')])
+  screen.show([Line('+' + 'x' * 300, 'added', foreign=True)])
   screen.beside(('old', 'abc' * 60), ('new', 'y'))
-  assert 'x' * 300 in out.getvalue() and '\x1b[' in out.getvalue()
-  left = [line.split('│')[0].strip() for line in recorded[1].split('\n')]
-  assert left[0] == 'old' and ''.join(left[1:]) == 'abc' * 60
+  rows = re.sub(r'\x1b\[[0-9;]*m', '', out.getvalue()).split('\n')
+  assert '\x1b[' in out.getvalue() and ''.join(row.removeprefix('│ ') for row in rows[:4]) == '+' + 'x' * 300
+  assert recorded[1].split()[0] == 'old'
+  left = [line.split('│')[1].strip() for line in recorded[2].split('\n')]
+  assert ''.join(left) == 'abc' * 60
+
+
+def test_a_call_that_is_written_is_counted_where_the_cursor_moves(monkeypatch):
+  monkeypatch.setenv('TERM', 'xterm')
+  out = io.StringIO()
+  screen = Screen(out, colours=True, paged=True)
+  for piece in ('I look.\n<tool', '_call>{"na', 'me"'):
+    screen.draft(piece)
+  assert out.getvalue().startswith('│ I look.\n') and 'writing a call, 18 characters' in out.getvalue()
+  screen.end_draft(turn_of('I look.\n<tool_call>{"name": "read"}</tool_call>'))
+  assert out.getvalue().endswith('\r\x1b[K') and '"read"' not in out.getvalue()
 
 
 def test_what_was_learned_is_said():
@@ -201,8 +285,12 @@ def test_what_was_learned_is_said():
     'moved': [{'position': 2, 'token': 5, 'text': '\n', 'before': -0.25, 'after': -1.5}],
     'seconds': 0.5,
   }
-  text = '\n'.join(line.text for line in learned.lines_of(said, 1))
-  assert 'version 3 → 4 in 0.50 s, from turn 7' in text and '0.5000 → 0.2500 nats' in text
+  [line] = learned.lines_of(said, 1)
+  assert line.text == 'Learned: version 3 → 4 in 0.50 s, from turn 7. /learned shows more.'
+  [line] = learned.lines_of({**said, 'waiting': 1}, 2)
+  assert 'from turn 7; 1 of 2 examples wait.' in line.text
+  text = '\n'.join(line.text for line in learned.details_of(said))
+  assert '0.5000 → 0.2500 nats' in text
   assert '⟨newline⟩' in text and '-0.250' in text and '-1.500' in text and '-1.250' in text
   guarded = {**said, 'accepted': False, 'version_after': 3, 'reason': 'max_kl_to_base: 2.0 is more than 0.5'}
   assert 'a guard has rejected the new version, and version 3 stays (max_kl' in learned.lines_of(guarded, 1)[0].text

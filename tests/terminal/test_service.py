@@ -15,7 +15,7 @@ import pytest
 
 from sdpo_jax.config import Config
 from sdpo_jax.environments.workspace.tools import TOOLS
-from sdpo_jax.terminal import program
+from sdpo_jax.terminal import keyboard, program
 from tests import tiny
 from tests.serving import openai_server, session_world
 
@@ -54,7 +54,7 @@ def say_all(says):
 def test_a_denial_is_learned_and_the_next_proposal_is_of_the_new_version(served, place, capsys):
   running, says = served
   say_all(says)
-  (place / 'script').write_text('Go\nn 2\ny\n/undo\n/diff\n/retry 0\nq\n')
+  (place / 'script').write_text('Go\nn 2\n/learned\ny\n/undo\n/diff\n/retry 0\nq\n')
   says.say('Done.')
   code = program.run(
     program.CommandOptions(
@@ -72,7 +72,7 @@ def test_a_denial_is_learned_and_the_next_proposal_is_of_the_new_version(served,
   before, after = map(float, re.search(r'Divergence .*: (\S+) → (\S+) nats', out).groups())
   assert 0 <= after < before
   assert 'Tokens that changed most' in out and 'Version 2 equals version 0.' in out
-  assert 'From version 0 to 2' in out and 'turn 0, version 0' in out and 'again, version 2\nDone.' in out
+  assert 'From version 0 to 2' in out and 'turn 0, version 0' in out and 'again, version 2\n│ Done.' in out
   adapter = next(each for each in running.account.adapters() if each.name == 'script')
   assert [version.reason for version in running.account.versions(adapter.id)] == ['create', 'feedback', 'undo']
 
@@ -147,10 +147,11 @@ def test_somebody_at_a_terminal_denies_is_killed_goes_on_and_approves(served, pl
   terminal.type('Go')
   seen = terminal.shows('+x = 1', '[y] approve', '[q] quit')
   assert re.search(r'\x1b\[[0-9;]*32m\+x = 1', seen)  # Green.
+  time.sleep(2 * keyboard.PAUSE_S)
   terminal.press('n')
   terminal.shows('Why?')
   terminal.type('2')
-  terminal.shows('Learned: version 0 → 1', 'Divergence from the teacher', '+x = 2', '[y] approve')
+  terminal.shows('Learned: version 0 → 1', '+x = 2', '[y] approve')
   terminal.kill()
   terminal.shows('exit code 137')
   assert not (place / 'work' / 'a.py').exists()
@@ -158,8 +159,13 @@ def test_somebody_at_a_terminal_denies_is_killed_goes_on_and_approves(served, pl
   terminal.start(states, '--resume')
   terminal.shows('2 turns so far', '+x = 2', '[y] approve')
   terminal.press('x', 'y')
+  terminal.shows('What was typed is ignored')
+  time.sleep(2 * keyboard.PAUSE_S)
+  terminal.press('y')
   terminal.shows('Wrote a.py', 'Done.', '>')
   assert (place / 'work' / 'a.py').read_text() == 'x = 2\n'
+  terminal.type('/learned')
+  terminal.shows('Divergence from the teacher', 'Tokens that changed most', '>')
   terminal.type('/versions')
   terminal.shows('feedback', 'turn 0', '>')
   terminal.press('C-c')
