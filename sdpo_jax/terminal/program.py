@@ -12,7 +12,8 @@ import sys
 from typing import Any
 
 from sdpo_jax.command_lines import command_line
-from sdpo_jax.environments.workspace.shell import Shell
+from sdpo_jax.environments.workspace import boundary
+from sdpo_jax.environments.workspace.shell import Shell, ShellLimits
 from sdpo_jax.environments.workspace.tools import Toolbox
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import read_json_object
@@ -50,6 +51,9 @@ class CommandOptions:
   system: str | None = None  # The system message of a new session.
   settings: str | None = None  # A JSON file with further settings of a new session.
   seed: int | None = None  # Makes proposals reproducible.
+  readable: Sequence[str] = ()  # Further folders that commands can read.
+  env: Sequence[str] = ()  # Environment variables of commands, as NAME or NAME=VALUE.
+  timeout: float | None = None  # Seconds that a command may take.
 
 
 def run(options: CommandOptions) -> int:
@@ -84,7 +88,7 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
     sys.stdout, colours=options.script is None and has_colours(sys.stdout, os.environ), paged=options.script is None
   )
   inputs = _inputs(options, screen)
-  toolbox = _toolbox(workspace, policy)
+  toolbox = _toolbox(workspace, policy, options, folder)
   settings = _settings(options, toolbox, policy)
   client, where = _service(options, known, stack)  # Last, since starting a service is slow.
   try:
@@ -111,6 +115,8 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
     return Conversation(session, state['settings'], history, screen, inputs, workbench, policy, options.seed).run()
   finally:
     state = [] if options.state is None else [f'--state={options.state}']
+    state += [f'--readable={name}' for name in options.readable] + [f'--env={text}' for text in options.env]
+    state += [] if options.timeout is None else [f'--timeout={options.timeout:g}']
     _announce(f'Resume the session with: {command_line("session", f"--resume={session.id}", *state)}')
 
 
@@ -126,9 +132,7 @@ def _take_all_texts() -> None:
 
 
 def _workspace(named: str, states: pathlib.Path) -> pathlib.Path:
-  path = pathlib.Path(named).expanduser().resolve()
-  if not path.is_dir():
-    raise UserError(f'--workspace={named} is not a folder: name the folder in which the model should work.')
+  path = boundary.checked_workspace(named)
   if states.expanduser().resolve().is_relative_to(path):
     raise UserError(
       f'The workspace {path} contains the histories of sessions ({states}), which the model must not read: name a '
@@ -137,12 +141,17 @@ def _workspace(named: str, states: pathlib.Path) -> pathlib.Path:
   return path
 
 
-def _toolbox(workspace: pathlib.Path, policy: ApprovalPolicy) -> Toolbox:
+def _toolbox(workspace: pathlib.Path, policy: ApprovalPolicy, options: CommandOptions, states: pathlib.Path) -> Toolbox:
   """Make the tools; without bash, and with a message, if commands cannot be confined to the workspace."""
   shell = None
+  readable = boundary.readable_folders(options.readable, states)
+  variables = boundary.variables(options.env, os.environ)
+  limits = ShellLimits() if options.timeout is None else ShellLimits(wall_s=options.timeout)
   if not policy.never('bash'):
     try:
-      shell = Shell(workspace)
+      shell = Shell(workspace, limits, readable=readable, variables=variables)
+      if shell.notes:
+        _announce(shell.notes)
     except UserError as error:
       _announce(f'The model cannot run commands on this machine. {error}')
   return Toolbox(workspace, shell)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -145,8 +146,9 @@ class Reviewer:
       if choice.key == 's':
         return _result(index, ToolAnswer(False, left))
       approved, begun = now, False
-    self._history.add('running', n=number, call=index)
-    answer = self._workbench.run(now.name, now.arguments)
+    with self._screen.running() as shown:
+      begin = functools.partial(self._history.add, 'running', n=number, call=index)
+      answer = self._workbench.run(now.name, now.arguments, begin=begin, shown=shown)
     self._screen.show(_shown(answer))
     return _result(index, answer)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import pathlib
-import queue
-import threading
+import signal
 from typing import Any
 
 from sdpo_jax.environments.workspace.shell import Cancellation
@@ -19,36 +18,36 @@ class Workbench:
     self.toolbox, self.workspace = toolbox, workspace
     self._interrupted = False
 
-  def run(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
+  def run(
+    self,
+    name: str,
+    arguments: Mapping[str, Any],
+    *,
+    begin: Callable[[], None] = lambda: None,
+    shown: Callable[[bytes], None] = lambda chunk: None,
+  ) -> ToolAnswer:
     """Run a tool, and return its answer; Ctrl-C stops a command, and the answer says so.
 
-    The tool runs in another thread, since an exception in the middle of it could leave its work incomplete.
+    Meanwhile Ctrl-C raises no exception, which could leave the work of a tool incomplete.
+
+    Args:
+      name: the name of the tool.
+      arguments: the checked arguments.
+      begin: called first, when Ctrl-C no longer raises an exception.
+      shown: called with each piece of a command's output, and often with none while it runs.
     """
-    done: queue.SimpleQueue[ToolAnswer | BaseException] = queue.SimpleQueue()
     with Cancellation() as cancelled:
 
-      def work() -> None:
-        try:
-          done.put(self.toolbox.call(name, arguments, cancelled=cancelled))
-        except BaseException as error:
-          done.put(error)
+      def stop(*_: object) -> None:
+        self._interrupted = True
+        cancelled.set()
 
-      thread = threading.Thread(target=work, name='tool')
-      thread.start()
+      before = signal.signal(signal.SIGINT, stop)
       try:
-        while True:
-          try:
-            thread.join()
-            break
-          except KeyboardInterrupt:
-            self._interrupted = True
-            cancelled.set()
+        begin()
+        return self.toolbox.call(name, arguments, cancelled=cancelled, shown=shown)
       finally:
-        thread.join()
-    found = done.get()
-    if isinstance(found, BaseException):
-      raise found
-    return found
+        signal.signal(signal.SIGINT, before)
 
   def interrupted(self) -> bool:
     """Return whether Ctrl-C has stopped a command since the last call of this method."""
