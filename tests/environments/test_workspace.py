@@ -426,7 +426,8 @@ def test_a_file_that_has_such_rights_already_is_not_changed(shell):
   (folder / 'mine').write_text('mine')
   os.chmod(folder / 'mine', 0o4755)
   assert bash.run('echo x > mine').exit_code and (folder / 'mine').stat().st_mode & 0o4000
-  (folder / 'mine').unlink()
+  assert Toolbox(folder, None).call('write', {'path': 'mine', 'content': 'new'}).ok
+  assert (folder / 'mine').stat().st_mode & 0o7777 == 0o755
 
 
 GROWTH = {  # What a command does, and whether it is stopped.
@@ -552,6 +553,9 @@ def test_commands_read_further_folders_and_variables_that_are_named(shell, tmp_p
   report = bash.run(f'cat {tmp_path}/data/rows.txt; echo $OF_MINE $NEW; ls ..; touch {tmp_path}/data/x')
   assert report.output.startswith(b'rowsgiven a=b\ndata\nwork\n') and report.exit_code == 1
   assert b'Read-only' in report.output and not (tmp_path / 'data' / 'x').exists()
+  above = Shell(tmp_path / 'work', readable=[str(tmp_path)])
+  assert above.run('ls ..; touch here; touch ../there').output.startswith(b'data\nwork\n')
+  assert (tmp_path / 'work' / 'here').exists() and not (tmp_path / 'there').exists()
 
 
 @pytest.mark.parametrize(
@@ -605,6 +609,15 @@ def test_a_folder_that_is_replaced_by_a_link_is_not_followed(workspace, monkeypa
 def test_a_folder_of_the_system_is_no_workspace(path):
   with pytest.raises(UserError, match='a system folder|shared by all users'):
     Shell(pathlib.Path(path))
+
+
+def test_what_a_machine_forbids_is_said(tmp_path, monkeypatch):
+  child = tmp_path / 'child.py'
+  told = '{"missing": ["a loopback network"]}\\n{"exit_code": 0}\\n'
+  child.write_text(f"import os, sys\nos.write(int(sys.argv[-1]), b'{told}')\n")
+  monkeypatch.setattr('sdpo_jax.environments.workspace.shell.CHILD', child)
+  (tmp_path / 'work').mkdir()
+  assert 'This machine forbids commands a loopback network' in Shell(tmp_path / 'work').notes
 
 
 def test_where_namespaces_are_not_allowed_there_are_no_commands(tmp_path, monkeypatch):

@@ -172,7 +172,7 @@ class Shell:
       stack.callback(os.close, answer)
       try:
         child = subprocess.Popen(
-          [sys.executable, '-I', str(CHILD), str(os.getpid()), str(request.fileno()), str(told)],
+          [sys.executable, '-I', '-S', str(CHILD), str(os.getpid()), str(request.fileno()), str(told)],
           stdin=subprocess.DEVNULL,
           stdout=subprocess.PIPE,
           stderr=subprocess.STDOUT,
