@@ -110,7 +110,8 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
   if turns:
     newest = turns[-1]['version']
     screen.say(f'{counted(len(turns), "turn")} so far, the newest by version {newest}; /history shows all.')
-  workbench = Workbench(toolbox, workspace)
+  live = options.script is None and sys.stdout.isatty() and not is_plain()
+  workbench = Workbench(toolbox, workspace, sys.stdout if live else None)
   try:
     return Conversation(session, state['settings'], history, screen, inputs, workbench, policy, options.seed).run()
   finally:

@@ -146,9 +146,8 @@ class Reviewer:
       if choice.key == 's':
         return _result(index, ToolAnswer(False, left))
       approved, begun = now, False
-    with self._screen.running() as shown:
-      begin = functools.partial(self._history.add, 'running', n=number, call=index)
-      answer = self._workbench.run(now.name, now.arguments, begin=begin, shown=shown)
+    begin = functools.partial(self._history.add, 'running', n=number, call=index)
+    answer = self._workbench.run(now.name, now.arguments, begin)
     self._screen.show(_shown(answer))
     return _result(index, answer)
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import os
 import shutil
-import time
 from typing import NamedTuple, TextIO
 
 from rich.cells import chop_cells
 from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
 from sdpo_jax.terminal.escaping import visible
@@ -30,9 +26,6 @@ _STYLES = {
   'command': 'bold yellow',
 }
 _AROUND = 6  # Lines of a page that are reserved for the question.
-_NEWEST = 10  # Lines of a running command's output that are shown.
-_QUIET_S = 0.3  # Seconds during which nothing is shown of a command, since most end within them.
-_REFRESH_S = 0.1
 
 
 class Line(NamedTuple):
@@ -126,37 +119,6 @@ class Screen:
         self._out.write('\n')
         self._out.flush()
       self.record(visible(shown, keep='\n\t'))
-
-  @contextlib.contextmanager
-  def running(self) -> Iterator[Callable[[bytes], None]]:
-    """Provide a function that shows a running command's newest output and its time, until the block ends.
-
-    Only at a terminal on which lines can be replaced; call it also without output, so that the time goes on.
-    """
-    if not self._paged or not self._out.isatty() or is_plain():
-      yield lambda chunk: None
-      return
-    console = self._console or Console(file=self._out, no_color=True, force_terminal=True)
-    live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
-    decoder, began, refreshed, newest = codecs.getincrementaldecoder('utf-8')('replace'), time.monotonic(), 0.0, ''
-
-    def show(chunk: bytes) -> None:
-      nonlocal newest, refreshed
-      newest = '\n'.join((newest + decoder.decode(chunk)).split('\n')[-_NEWEST - 1 :])[-_NEWEST * 1000 :]
-      now = time.monotonic()
-      if now - began < _QUIET_S or now - refreshed < _REFRESH_S:
-        return
-      refreshed = now
-      # Progress bars return to the start of their line.
-      lines = [visible(line.rstrip('\r').rpartition('\r')[2], keep='\t') for line in newest.rstrip('\n').split('\n')]
-      lines = [f'  {line}' for line in lines if line] + [f'Running for {now - began:.0f} s; Ctrl-C ends it.']
-      live.start()
-      live.update(Text('\n'.join(lines), _STYLES['note'], no_wrap=True, overflow='ellipsis'), refresh=True)
-
-    try:
-      yield show
-    finally:
-      live.stop()
 
   def beside(self, left: tuple[str, str], right: tuple[str, str]) -> None:
     """Show two texts with titles, side by side if there is room."""

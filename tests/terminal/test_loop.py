@@ -186,8 +186,8 @@ def test_what_was_approved_is_what_is_written(world):
   (world.files / 'a.py').write_text('x = 0\n')
 
   class Meddling(Workbench):
-    def run(self, name, arguments, **options):
-      answer = super().run(name, arguments, **options)
+    def run(self, name, arguments, begin):
+      answer = super().run(name, arguments, begin)
       (world.files / 'a.py').write_text('mine\n')
       return answer
 
@@ -297,8 +297,8 @@ def test_killed_after_every_record_the_session_goes_on(world, monkeypatch):
     pass
 
   class Counting(Workbench):
-    def run(self, name, arguments, **options):
-      answer = super().run(name, arguments, **options)
+    def run(self, name, arguments, begin):
+      answer = super().run(name, arguments, begin)
       runs.append(arguments)
       return answer
 
@@ -333,7 +333,7 @@ def test_killed_after_every_record_the_session_goes_on(world, monkeypatch):
 
 def test_a_tool_that_was_running_is_not_run_again_unasked(world):
   class Dying(Workbench):
-    def run(self, name, arguments, begin, **options):
+    def run(self, name, arguments, begin):
       begin()
       raise OSError('the machine has failed')
 
