@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
 import io
+import math
 import os
 import pathlib
 import sys
@@ -147,7 +148,10 @@ def _toolbox(workspace: pathlib.Path, policy: ApprovalPolicy, options: CommandOp
   shell = None
   readable = boundary.readable_folders(options.readable, states)
   variables = boundary.variables(options.env, os.environ)
-  limits = ShellLimits() if options.timeout is None else ShellLimits(wall_s=options.timeout)
+  limits = ShellLimits()
+  if options.timeout is not None:
+    cpu_s = max(limits.cpu_s, math.ceil(options.timeout * (os.cpu_count() or 1)))
+    limits = dataclasses.replace(limits, wall_s=options.timeout, cpu_s=cpu_s)
   if not policy.never('bash'):
     try:
       shell = Shell(workspace, limits, readable=readable, variables=variables)

@@ -460,6 +460,13 @@ def test_another_program_that_fills_the_disk_ends_no_command(shell, tmp_path, mo
   filling.join()
 
 
+def test_a_command_ends_before_the_disk_is_full(tmp_path, monkeypatch):
+  rooms = iter([2**30, 2**29, 2**27])
+  monkeypatch.setattr(os, 'statvfs', lambda path: os.statvfs_result([1, 1, 0, 0, next(rooms), 0, 0, 2**24, 0, 255]))
+  limit = survey.DiskLimit(tmp_path, 0, 2**40)
+  assert limit.exceeded(os.getpid()) is None and limit.exceeded(os.getpid()) == 'its disk is almost full'
+
+
 def test_only_usual_sockets_can_be_made(shell):
   _, bash = shell
   probe = 'import socket\nfor family in range(64):\n  for kind in (1, 2, 3):\n    try: socket.socket(family, kind)\n'

@@ -121,14 +121,14 @@ class DiskLimit:
   def __init__(self, workspace: pathlib.Path, taken: int, limit: int):
     """Begin before the command does, with the bytes that the workspace takes and the bytes that may be added."""
     self._workspace, self._taken, self._limit = workspace, taken, limit
-    self._first = self._most = self._free()
+    self._first, self._most = self._free()
     self._left = limit
 
   def exceeded(self, command: int) -> str | None:
     """Return why a command must end, or None; `command` is the process that has made its PID namespace."""
-    free = self._free()
+    room, free = self._free()
     self._most = max(self._most, free)
-    if free < _ALMOST_FULL < self._first:
+    if room < _ALMOST_FULL < self._first:
       return 'its disk is almost full'
     if self._most - free < self._left:
       return None
@@ -139,9 +139,11 @@ class DiskLimit:
     self._most, self._left = free, max(self._limit - added, self._limit // 16)
     return f'it has added more than {self._limit // MIB} MB to the disk' if added > self._limit else None
 
-  def _free(self) -> int:
+  def _free(self) -> tuple[int, int]:
+    """Return the free bytes of the disk, without and with those of further files as `survey` counts them."""
     disk = os.statvfs(self._workspace)
-    return disk.f_bavail * disk.f_frsize + disk.f_favail * _ENTRY
+    room = disk.f_bavail * disk.f_frsize
+    return room, room + disk.f_favail * _ENTRY
 
 
 def _unlinked(workspace: pathlib.Path, command: int) -> int:
