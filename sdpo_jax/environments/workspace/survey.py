@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import os
@@ -28,17 +29,18 @@ class Contents(NamedTuple):
 
 
 def survey(workspace: pathlib.Path) -> Contents:
-  """Look at everything in a folder, except file systems mounted within it; commands may change it meanwhile.
+  """Look at everything in a folder, without following links; commands may change it meanwhile.
 
   Raises:
     OSError: a folder cannot be read.
   """
   top = os.stat(workspace)
   blocks, number, closed, sockets = 0, 0, [], []
-  linked, seen = list[tuple[str, int, int]](), dict[int, int]()  # Path, inode and links; how often an inode was seen.
-  todo = [(str(workspace), top.st_ino)]
+  linked = list[tuple[str, tuple[int, int], int]]()  # Path, device and inode, number of links.
+  seen = collections.Counter[tuple[int, int]]()
+  todo = [(str(workspace), (top.st_dev, top.st_ino))]
   while todo:
-    folder, inode = todo.pop()
+    folder, listed = todo.pop()
     try:
       opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -47,7 +49,7 @@ def survey(workspace: pathlib.Path) -> Contents:
       raise
     try:
       here = os.fstat(opened)
-      if (here.st_dev, here.st_ino) != (top.st_dev, inode):  # A link in place of a folder above, or another disk.
+      if (here.st_dev, here.st_ino) != listed:  # It was reached through a link in place of a folder above.
         continue
       with os.scandir(opened) as entries:
         for entry in entries:
@@ -60,15 +62,15 @@ def survey(workspace: pathlib.Path) -> Contents:
           number += 1
           if mode & _KIND == stat.S_IFREG and count == 1:  # Most are: here speed counts.
             continue
-          path = f'{folder}/{entry.name}'
+          path, inode = f'{folder}/{entry.name}', (status.st_dev, status.st_ino)
           if stat.S_ISDIR(mode):
-            todo.append((path, status.st_ino))
+            todo.append((path, inode))
           elif stat.S_ISREG(mode) and count == 1:
             closed.append(path)
           elif stat.S_ISREG(mode):
-            linked.append((path, status.st_ino, count))
-            seen[status.st_ino] = seen.get(status.st_ino, 0) + 1
-            if seen[status.st_ino] > 1:
+            linked.append((path, inode, count))
+            seen[inode] += 1
+            if seen[inode] > 1:
               blocks -= status.st_blocks
               number -= 1
           elif stat.S_ISSOCK(mode) and _listens(path):
@@ -147,8 +149,8 @@ class DiskLimit:
 
 
 def _unlinked(workspace: pathlib.Path, command: int) -> int:
-  """Return the bytes of removed files that the processes of a command still have open or mapped."""
-  device, found = os.stat(workspace).st_dev, dict[int, int]()  # By inode.
+  """Return the bytes of removed files that the processes of a command still have open, or at most have mapped."""
+  opened, mapped = dict[int, int](), dict[int, int]()  # By inode.
   try:
     namespace = os.readlink(f'/proc/{command}/ns/pid_for_children')
   except OSError:  # It has not begun, or has ended.
@@ -157,15 +159,15 @@ def _unlinked(workspace: pathlib.Path, command: int) -> int:
     with contextlib.suppress(OSError):  # It has ended, or belongs to another user.
       if os.readlink(f'{process}/ns/pid') != namespace:
         continue
-      for name in os.listdir(f'{process}/fd'):
+      for name in (f'{process}/fd/{number}' for number in os.listdir(f'{process}/fd')):
         with contextlib.suppress(OSError):
-          status = os.stat(f'{process}/fd/{name}')
-          if status.st_nlink == 0 and status.st_dev == device:
-            found[status.st_ino] = status.st_blocks * 512
+          status = os.stat(name)
+          if status.st_nlink == 0 and os.readlink(name).startswith(f'{workspace}/'):
+            opened[status.st_ino] = status.st_blocks * 512
       with open(f'{process}/maps', encoding='utf-8', errors='replace') as file:
         for line in file:
-          place, _, _, _, inode, *path = line.split(maxsplit=5)
-          if path and path[0].startswith(str(workspace)) and path[0].endswith(' (deleted)\n'):
+          place, _, offset, _, inode, *path = line.split(maxsplit=5)
+          if path and path[0].startswith(f'{workspace}/') and path[0].endswith(' (deleted)\n'):
             start, end = (int(part, 16) for part in place.split('-'))
-            found.setdefault(int(inode), end - start)
-  return sum(found.values())
+            mapped[int(inode)] = max(mapped.get(int(inode), 0), int(offset, 16) + end - start)
+  return sum((mapped | opened).values())
