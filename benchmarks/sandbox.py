@@ -2,6 +2,7 @@
 
     python -m benchmarks.sandbox [--runs=2560] [--baseline_runs=128] [--workers=2]
     python -m benchmarks.sandbox --soak [--programs=20000] [--seed=0] [--workers=2]
+    python -m benchmarks.sandbox --workspace [--files=50000] [--runs=20]
 
 A generation batch of the paper has 32 questions × 8 completions, a question some ten tests: 2 560 programs, most of
 which return at once. Ours run in forks of the zygote, which has numpy loaded. The baselines are `python -I -c` with a
@@ -13,6 +14,9 @@ With --soak hostile and honest programs are graded among one another (sandbox_so
 with 1 if a verdict on an honest program is not the one that it gets alone, a hostile one passes, the memory of this
 process differs by more than 64 MiB, or it spends more than 50 ms of a thread's processor time on one program,
 collections of garbage aside.
+
+With --workspace it is a command of a session, `:`, that is timed in workspaces with no file, with so many files, and
+with as many that have hard links outside, one after the other; prints the median seconds of each as a JSON line.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ import json
 import os
 import pathlib
 import resource
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,6 +38,7 @@ import time
 from benchmarks import sandbox_soak
 from sdpo_jax.config import SandboxConfig
 from sdpo_jax.environments.sandbox.sandbox import Limits, Sandbox, SandboxJob
+from sdpo_jax.environments.workspace.shell import Shell
 
 HARNESS = """
 def run(payload):
@@ -44,13 +51,19 @@ PROGRAM = 'answer = sum(range(10))'
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--runs', type=int, default=2560)
+  parser.add_argument('--runs', type=int, default=None, help='2560 unless given, and 20 with --workspace')
   parser.add_argument('--baseline_runs', type=int, default=128)
   parser.add_argument('--workers', type=int, default=2)
   parser.add_argument('--soak', action='store_true')
+  parser.add_argument('--workspace', action='store_true')
+  parser.add_argument('--files', type=int, default=50_000)
   parser.add_argument('--programs', type=int, default=20_000)
   parser.add_argument('--seed', type=int, default=0)
   args = parser.parse_args()
+  if args.workspace:
+    print(json.dumps({'benchmark': 'workspace', 'files': args.files, **commands(args.files, args.runs or 20)}))
+    return
+  args.runs = args.runs or 2560
   if args.soak:
     line = sandbox_soak.soak(args.programs, args.seed, args.workers)
     print(json.dumps(line | {'cores': len(os.sched_getaffinity(0))}))
@@ -70,6 +83,22 @@ def main() -> None:
     baseline = measure(lambda imports=imports: new_interpreters(args.baseline_runs, args.workers, imports), scale)
     line[name] = {**baseline, 'measured_runs': args.baseline_runs, 'scaled': scale}
   print(json.dumps(line))
+
+
+def commands(files: int, runs: int) -> dict[str, float]:
+  """Return the median seconds of a command by the contents of its workspace."""
+  with tempfile.TemporaryDirectory() as at:
+    kinds = {name: pathlib.Path(at, name) for name in ('empty', 'files', 'linked')}
+    for name, top in kinds.items():
+      top.mkdir()
+      for number in range(0 if name == 'empty' else files):
+        path = top / str(number // 50) / str(number)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b'x')
+    shutil.copytree(kinds['linked'], pathlib.Path(at, 'outside'), copy_function=os.link)
+    shells = {name: Shell(top) for name, top in kinds.items()}
+    took = [{name: shell.run(':').wall_s for name, shell in shells.items()} for _ in range(runs)]
+  return {f'{name}_s': round(statistics.median(run[name] for run in took), 3) for name in kinds}
 
 
 def measure(work: Callable[[], None], scale: float = 1.0) -> dict[str, float]:

@@ -11,6 +11,10 @@ the workspace and nowhere else. docs/sessions.md has a whole conversation. /help
 needs a key, set the environment variable SDPO_API_KEY. NO_COLOR=1 leaves out colours; with TERM=dumb whole lines are
 typed instead of keys.
 
+Commands of the model can change the workspace and nothing else. They have no network but a loopback of their own, can
+read only the system and what --readable names, get no variables but those of --env, may add 2 GB to the disk, and take
+at most --timeout seconds. Ctrl-C ends a running one, and the model reads that.
+
 --script: one input per line, from a file or, with -, from a pipe: a text, y, a PATTERN, n REASON, e JSON, t, q, or a
 /command. # begins a comment, and a space a text that looks like a decision. The transcript goes to stdout, everything
 else to stderr.
@@ -63,6 +67,19 @@ SETTINGS = flags.DEFINE_string(
 SEED = flags.DEFINE_integer(
   'seed', None, 'Makes proposals reproducible: turn n is sampled with seed + n, also after /retry.', lower_bound=0
 )
+READABLE = flags.DEFINE_multi_string(
+  'readable',
+  [],
+  'Folder outside of the workspace that commands can read, such as a data set; may be repeated. Commands can also talk '
+  'to programs that listen on a socket in it. Whether to name a folder with secrets, such as ~/.ssh, is your choice.',
+)
+ENV = flags.DEFINE_multi_string(
+  'env',
+  [],
+  'Variable of your environment that commands get, or NAME=VALUE; may be repeated. The model can read it. They get no '
+  'other variables of yours.',
+)
+TIMEOUT = flags.DEFINE_float('timeout', None, 'Seconds that a command may take; 120 if unset.', lower_bound=0.1)
 RESUME = flags.DEFINE_flag(
   Optional(
     name='resume',
@@ -92,6 +109,9 @@ def main() -> int:
       system=SYSTEM.value,
       settings=SETTINGS.value,
       seed=SEED.value,
+      readable=READABLE.value,
+      env=ENV.value,
+      timeout=TIMEOUT.value,
     )
   )
 

@@ -6,15 +6,16 @@ from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
 import io
+import math
 import os
 import pathlib
 import sys
 from typing import Any
 
-import sdpo_jax
 from sdpo_jax.command_lines import command_line
 from sdpo_jax.config.locations import shipped_folder
-from sdpo_jax.environments.workspace.shell import Shell
+from sdpo_jax.environments.workspace import boundary
+from sdpo_jax.environments.workspace.shell import Shell, ShellLimits
 from sdpo_jax.environments.workspace.tools import Toolbox
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import make_directory, read_json_object
@@ -53,6 +54,9 @@ class CommandOptions:
   system: str | None = None  # The system message of a new session.
   settings: str | None = None  # A JSON file with further settings of a new session.
   seed: int | None = None  # Makes proposals reproducible.
+  readable: Sequence[str] = ()  # Further folders that commands can read.
+  env: Sequence[str] = ()  # Environment variables of commands, as NAME or NAME=VALUE.
+  timeout: float | None = None  # Seconds that a command may take.
 
 
 def run(options: CommandOptions) -> int:
@@ -87,7 +91,7 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
     sys.stdout, colours=options.script is None and has_colours(sys.stdout, os.environ), paged=options.script is None
   )
   inputs = _inputs(options, screen)
-  toolbox = _toolbox(workspace, policy)
+  toolbox = _toolbox(workspace, policy, options, folder)
   settings = _settings(options, toolbox, policy)
   client, where = _service(options, known, workspace, folder, stack)  # Last, since starting a service is slow.
   try:
@@ -109,11 +113,14 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
   if turns:
     newest = turns[-1]['version']
     screen.say(f'{counted(len(turns), "turn")} so far, the newest by version {newest}; /history shows all.')
-  workbench = Workbench(toolbox, workspace)
+  live = options.script is None and sys.stdout.isatty() and not is_plain()
+  workbench = Workbench(toolbox, workspace, sys.stdout if live else None)
   try:
     return Conversation(session, state['settings'], history, screen, inputs, workbench, policy, options.seed).run()
   finally:
     state = [] if options.state is None else [f'--state={options.state}']
+    state += [f'--readable={name}' for name in options.readable] + [f'--env={text}' for text in options.env]
+    state += [] if options.timeout is None else [f'--timeout={options.timeout:g}']
     _announce(f'Resume the session with: {command_line("session", f"--resume={session.id}", *state)}')
 
 
@@ -129,20 +136,12 @@ def _take_all_texts() -> None:
 
 
 def _workspace(named: str, states: pathlib.Path) -> pathlib.Path:
-  path = pathlib.Path(named).expanduser().resolve()
-  if not path.is_dir():
-    raise UserError(f'--workspace={named} is not a folder: name the folder in which the model should work.')
+  path = boundary.checked_workspace(named)
   if states.expanduser().resolve().is_relative_to(path):
     raise UserError(
       f'The workspace {path} contains the histories of sessions ({states}), which the model must not read: name a '
       'folder within it, or another folder for the histories with --state.'
     )
-  for own in map(os.path.realpath, (*sdpo_jax.__path__, sys.prefix, sys.base_prefix, *filter(None, sys.path))):
-    if pathlib.Path(own).is_relative_to(path):
-      raise UserError(
-        f'The workspace {path} contains {own}, from which this program runs, so what the model writes there would run '
-        'as you: name a folder within it, or install sdpo_jax in an environment elsewhere (pipx install, uv tool).'
-      )
   return path
 
 
@@ -175,12 +174,20 @@ def _served(
   return arguments, folder
 
 
-def _toolbox(workspace: pathlib.Path, policy: ApprovalPolicy) -> Toolbox:
+def _toolbox(workspace: pathlib.Path, policy: ApprovalPolicy, options: CommandOptions, states: pathlib.Path) -> Toolbox:
   """Make the tools; without bash, and with a message, if commands cannot be confined to the workspace."""
   shell = None
+  readable = boundary.readable_folders(options.readable, states)
+  variables = boundary.variables(options.env, os.environ)
+  limits = ShellLimits()
+  if options.timeout is not None:
+    cpu_s = max(limits.cpu_s, math.ceil(options.timeout * (os.cpu_count() or 1)))
+    limits = dataclasses.replace(limits, wall_s=options.timeout, cpu_s=cpu_s)
   if not policy.never('bash'):
     try:
-      shell = Shell(workspace)
+      shell = Shell(workspace, limits, readable=readable, variables=variables)
+      if shell.notes:
+        _announce(shell.notes)
     except UserError as error:
       _announce(f'The model cannot run commands on this machine. {error}')
   return Toolbox(workspace, shell)

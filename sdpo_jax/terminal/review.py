@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -146,8 +147,8 @@ class Reviewer:
         return _result(index, ToolAnswer(False, left))
       approved, begun = now, False
     saved = self._workbench.toolbox.checkpoint(now.name, now.arguments)
-    self._history.add('running', n=number, call=index, saved=saved)
-    answer = self._workbench.run(now.name, now.arguments)
+    begin = functools.partial(self._history.add, 'running', n=number, call=index, saved=saved)
+    answer = self._workbench.run(now.name, now.arguments, begin)
     self._screen.show(_shown(answer))
     return _result(index, answer)
 

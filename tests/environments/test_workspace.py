@@ -1,15 +1,20 @@
 """The tools of an agent: what they do, what they refuse, and that nothing outside of the workspace changes."""
 
+import contextlib
 import fnmatch
 import os
 import pathlib
+import shutil
+import socket
+import sys
 import threading
 
 from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
-from sdpo_jax.environments.workspace import folder, tools
+import sdpo_jax
+from sdpo_jax.environments.workspace import boundary, folder, survey, tools
 from sdpo_jax.environments.workspace.folder import Folder, PathError
 from sdpo_jax.environments.workspace.shell import Cancellation, Shell, ShellLimits
 from sdpo_jax.environments.workspace.tools import BadCall, Toolbox
@@ -209,7 +214,7 @@ def test_a_workspace_that_commands_cannot_have_is_an_answer(workspace, shell, mo
     raise PermissionError(13, 'Permission denied', 'closed')
 
   _, made = shell
-  monkeypatch.setattr('sdpo_jax.environments.workspace.shell.shared_files', fail)
+  monkeypatch.setattr('sdpo_jax.environments.workspace.shell.survey', fail)
   answer = Toolbox(workspace, made).call('bash', {'command': 'ls'})
   assert not answer.ok and 'could not be run: The workspace' in answer.text and 'closed' in answer.text
 
@@ -412,10 +417,240 @@ def test_long_output_keeps_its_beginning_and_its_end(shell):
   assert answer.dropped > 6_000_000
 
 
+SPECIAL = {
+  'chmod': 'touch x; chmod 4755 x',
+  'group': 'touch x; chmod g+s x',
+  'folder': 'mkdir -m 2755 folder || chmod 2755 folder',
+  'install': 'install -m 6755 /usr/bin/env x',
+  'archive': 'mkdir in; cp /usr/bin/env in; tar --mode=4755 -cf a.tar in; rm -r in; tar -xpf a.tar',
+  'open': 'python3 -c "import os; os.open(\'x\', os.O_CREAT | os.O_WRONLY, 0o4755)"',
+  'unnamed': 'python3 -c "import os; os.open(\'.\', os.O_TMPFILE | os.O_WRONLY, 0o4755)"',
+  'fchmod': 'python3 -c "import os; os.fchmod(os.open(\'x\', os.O_CREAT | os.O_WRONLY, 0o755), 0o4755)"',
+  'fchmodat2': 'touch x; python3 -c "import ctypes; c = ctypes.CDLL(None); '
+  "exit(c.syscall(452, -100, b'x', 0o4755, 0) != 0)\"",
+  'openat2': 'python3 -c "import ctypes, struct; c = ctypes.CDLL(None); '
+  "exit(c.syscall(437, -100, b'x', struct.pack('=3Q', 0o101, 0o4755, 0), 24) < 0)\"",
+  'capability': 'cp /usr/bin/env x; python3 -c "import os; '
+  "os.setxattr('x', 'security.capability', bytes.fromhex('0100000200040000' + '00' * 12))\"",
+  'node': 'python3 -c "import os; os.mknod(\'x\', 0o104755)"',
+}
+
+
+@pytest.mark.parametrize('how', SPECIAL)
+def test_no_command_leaves_a_file_that_runs_with_its_owners_rights(shell, how):
+  folder, bash = shell
+  for path in folder.iterdir():
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+  report = bash.run(SPECIAL[how])
+  found = {str(path): path.lstat().st_mode & 0o6000 for path in folder.rglob('*')}
+  assert report.status == 'ended' and report.exit_code and not any(found.values()), (report.output, found)
+  assert not any('security.capability' in os.listxattr(path) for path in found)
+
+
+def test_a_file_that_has_such_rights_already_is_not_changed(shell):
+  folder, bash = shell
+  (folder / 'mine').write_text('mine')
+  os.chmod(folder / 'mine', 0o4755)
+  assert bash.run('echo x > mine').exit_code and (folder / 'mine').stat().st_mode & 0o4000
+  assert Toolbox(folder, None).call('write', {'path': 'mine', 'content': 'new'}).ok
+  assert (folder / 'mine').stat().st_mode & 0o7777 == 0o755
+
+
+GROWTH = {  # What a command does, and whether it is stopped.
+  'files': ('for i in 1 2 3 4; do head -c 12M /dev/zero > big$i; sleep 0.1; done; sleep 9', True),
+  'a removed file that is open': ('exec 5> u; rm u; head -c 30M /dev/zero >&5; sleep 9', True),
+  'room that is taken at once': ('fallocate -l 30M f', False),
+  'a file with holes': ('truncate -s 30M f; sleep 0.3', False),
+  'one file with many names': ('head -c 12M /dev/zero > f; for i in 1 2 3; do ln f f$i; done; sleep 0.3', False),
+  'a file in place of another': ('head -c 12M /dev/zero > f; rm f; head -c 12M /dev/zero > f; sleep 0.3', False),
+}
+
+
+@pytest.mark.parametrize('how', GROWTH)
+def test_what_a_command_adds_to_the_disk_is_limited(shell, tmp_path, how):
+  bash = Shell(tmp_path, ShellLimits(wall_s=60, disk_mb=16, file_mb=40))
+  command, stopped = GROWTH[how]
+  answer = Toolbox(tmp_path, bash).call('bash', {'command': command})
+  assert ('has added more than 16 MB to the disk' in answer.text) == stopped, answer.text
+  assert sum(path.stat().st_blocks for path in set(tmp_path.iterdir())) * 512 < 60 * 2**20
+
+
+def test_another_program_that_fills_the_disk_ends_no_command(shell, tmp_path, monkeypatch):
+  (tmp_path / 'work').mkdir()
+  bash = Shell(tmp_path / 'work', ShellLimits(disk_mb=16))
+  filling = threading.Timer(0.3, (tmp_path / 'other').write_bytes, [bytes(40 * 2**20)])
+  looks, look = [], survey.survey
+  monkeypatch.setattr(survey, 'survey', lambda workspace: looks.append(workspace) or look(workspace))
+  filling.start()
+  assert bash.run('sleep 1').status == 'ended' and looks
+  filling.join()
+
+
+def test_a_command_ends_before_the_disk_is_full(tmp_path, monkeypatch):
+  rooms = iter([2**30, 2**29, 2**27])
+  monkeypatch.setattr(os, 'statvfs', lambda path: os.statvfs_result([1, 1, 0, 0, next(rooms), 0, 0, 2**24, 0, 255]))
+  limit = survey.DiskLimit(tmp_path, 0, 2**40)
+  assert limit.exceeded(os.getpid()) is None and limit.exceeded(os.getpid()) == 'its disk is almost full'
+
+
+def test_only_usual_sockets_can_be_made(shell):
+  _, bash = shell
+  probe = 'import socket\nfor family in range(64):\n  for kind in (1, 2, 3):\n    try: socket.socket(family, kind)\n'
+  report = bash.run(f'echo "{probe}    except OSError: continue\n    print(family)" | sed "s/\\\\n/\\n/g" | python3')
+  assert {*report.output.split()} <= {b'1', b'2', b'10', b'16'} and report.exit_code == 0, report.output
+
+
+def test_a_socket_of_a_program_outside_is_out_of_reach(shell, monkeypatch):
+  folder, bash = shell
+  monkeypatch.chdir(folder)
+  with socket.socket(socket.AF_UNIX) as outside, contextlib.closing(socket.socket(socket.AF_UNIX)) as ended:
+    outside.bind('outside')
+    outside.listen()
+    ended.bind('ended')
+    ended.close()
+    reach = 'import socket, sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])'
+    report = bash.run(f'python3 -c "{reach}" outside; echo $?; rm ended && echo removed')
+    assert report.output.endswith(b'1\nremoved\n') and b'ConnectionRefused' in report.output
+    outside.setblocking(False)
+    with pytest.raises(BlockingIOError):
+      outside.accept()
+  os.unlink('outside')
+
+
+PROJECT = """
+import http.server, multiprocessing, os, pty, socket, threading, unittest, urllib.request
+
+class Project(unittest.TestCase):
+  def test_server(self):
+    for host, kind in (('localhost', socket.AF_INET), ('::1', socket.AF_INET6)):
+      class Server(http.server.ThreadingHTTPServer):
+        address_family = kind
+      with Server((host, 0), http.server.SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        shown = f'[{host}]' if ':' in host else host
+        with urllib.request.urlopen(f'http://{shown}:{server.server_address[1]}/project.py', timeout=5) as answer:
+          self.assertIn(b'class Project', answer.read())
+        server.shutdown()
+
+  def test_pool(self):
+    for method in ('fork', 'spawn'):
+      with multiprocessing.get_context(method).Pool(2) as pool:
+        self.assertEqual(pool.map(abs, range(-3, 0)), [3, 2, 1])
+
+  def test_terminal(self):
+    child, at = pty.fork()
+    if not child:
+      os.execvp('bash', ['bash', '-c', 'read -p name? name < /dev/tty; echo hello $name; tty'])
+    os.write(at, b'you\\n')
+    said = b''
+    try:
+      while more := os.read(at, 1000):
+        said += more
+    except OSError:
+      pass
+    self.assertIn(b'hello you', said)
+    self.assertIn(b'/dev/pts/0', said)
+    os.waitpid(child, 0)
+
+  def test_expect(self):
+    try:
+      import pexpect
+    except ImportError:
+      self.skipTest('pexpect is not installed')
+    child = pexpect.spawn('python3 -q', timeout=20)
+    child.sendline('print(6 * 7)')
+    child.expect('42')
+
+if __name__ == '__main__':
+  unittest.main()
+"""
+
+
+def test_a_projects_tests_with_servers_processes_and_terminals_pass(shell):
+  folder, bash = shell
+  (folder / 'project.py').write_text(PROJECT)
+  if bash.notes:
+    pytest.skip(bash.notes)
+  report = bash.run('python3 project.py && df /dev/shm | tail -1')
+  assert report.exit_code == 0 and b'/dev/shm' in report.output, report.output.decode()
+
+
+def test_commands_read_further_folders_and_variables_that_are_named(shell, tmp_path, monkeypatch):
+  (tmp_path / 'data' / 'in').mkdir(parents=True)
+  (tmp_path / 'data' / 'rows.txt').write_text('rows')
+  (tmp_path / 'work').mkdir()
+  monkeypatch.setenv('OF_MINE', 'given')
+  readable = boundary.readable_folders([str(tmp_path / 'data' / 'in'), str(tmp_path / 'data')], tmp_path / 'state')
+  variables = boundary.variables(['OF_MINE', 'NEW=a=b'], os.environ)
+  bash = Shell(tmp_path / 'work', readable=readable, variables=variables)
+  report = bash.run(f'cat {tmp_path}/data/rows.txt; echo $OF_MINE $NEW; ls ..; touch {tmp_path}/data/x')
+  assert report.output.startswith(b'rowsgiven a=b\ndata\nwork\n') and report.exit_code == 1
+  assert b'Read-only' in report.output and not (tmp_path / 'data' / 'x').exists()
+  above = Shell(tmp_path / 'work', readable=[str(tmp_path)])
+  assert above.run('ls ..; touch here; touch ../there').output.startswith(b'data\nwork\n')
+  assert (tmp_path / 'work' / 'here').exists() and not (tmp_path / 'there').exists()
+
+
+@pytest.mark.parametrize(
+  'function, given, sentence',
+  [
+    ('readable_folders', 'none', '--readable=none is not a folder'),
+    ('readable_folders', '.', 'the histories of sessions are in'),
+    ('readable_folders', 'state/in', 'the histories of sessions are in'),
+    ('readable_folders', '/', 'the histories of sessions are in'),
+    ('readable_folders', '/proc/self', 'have a /proc/.* of their own'),
+    ('variables', 'NOT_SET', '--env=NOT_SET: this variable is not set'),
+    ('variables', 'a b=c', 'write the name of a variable'),
+  ],
+)
+def test_what_commands_cannot_have_is_named(tmp_path, monkeypatch, function, given, sentence):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'state' / 'in').mkdir(parents=True)
+  with pytest.raises(UserError, match=sentence):
+    getattr(boundary, function)([given], tmp_path / 'state' if function == 'readable_folders' else {})
+
+
+def test_many_files_with_further_names_outside_cost_no_time_and_stay(shell, tmp_path, monkeypatch):
+  monkeypatch.setattr(survey, '_SINGLE', 3)
+  work = tmp_path / 'work'
+  for name in ('a/b/one', 'a/b/c/two', 'a/b/c/three', 'd/four', 'five'):
+    (work / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name.replace('/', '_')).write_text('kept')
+    os.link(tmp_path / name.replace('/', '_'), work / name)
+  assert sorted(survey.survey(work).closed) == [f'{work}/a/b', f'{work}/d', f'{work}/five']
+  report = Shell(work).run('for file in $(find . -type f); do echo x > $file; done; echo new > a/new; echo new > new')
+  assert report.exit_code == 0 and (work / 'a' / 'new').read_text() == (work / 'new').read_text() == 'new\n'
+  assert {path.read_text() for path in tmp_path.iterdir() if path.is_file()} == {'kept'}
+
+
+def test_a_folder_that_is_replaced_by_a_link_is_not_followed(workspace, monkeypatch):
+  outside, opened = workspace.parent / 'outside', os.open
+  (outside / 'deep').mkdir()
+  alone = survey.survey(workspace).taken
+
+  def meddling(path, *arguments, **options):
+    if str(path).endswith('/src/deep') and not (workspace / 'src').is_symlink():
+      shutil.move(workspace / 'src', workspace.parent / 'moved')
+      (workspace / 'src').symlink_to(outside)
+    return opened(path, *arguments, **options)
+
+  monkeypatch.setattr(os, 'open', meddling)
+  assert survey.survey(workspace).taken < alone
+
+
 @pytest.mark.parametrize('path', ['/', '/usr', '/etc/ssl', '/proc/self', '/tmp'])
 def test_a_folder_of_the_system_is_no_workspace(path):
   with pytest.raises(UserError, match='a system folder|shared by all users'):
     Shell(pathlib.Path(path))
+
+
+def test_what_a_machine_forbids_is_said(tmp_path, monkeypatch):
+  child = tmp_path / 'child.py'
+  told = '{"missing": ["a loopback network"]}\\n{"exit_code": 0}\\n'
+  child.write_text(f"import os, sys\nos.write(int(sys.argv[-1]), b'{told}')\n")
+  monkeypatch.setattr('sdpo_jax.environments.workspace.shell.CHILD', child)
+  (tmp_path / 'work').mkdir()
+  assert 'This machine forbids commands a loopback network' in Shell(tmp_path / 'work').notes
 
 
 def test_where_namespaces_are_not_allowed_there_are_no_commands(tmp_path, monkeypatch):
@@ -427,3 +662,26 @@ def test_where_namespaces_are_not_allowed_there_are_no_commands(tmp_path, monkey
   (tmp_path / 'work').mkdir()
   with pytest.raises(UserError, match='namespaces are not allowed here. Do not allow it any'):
     Shell(tmp_path / 'work')
+
+
+def test_what_this_program_runs_is_no_workspace(tmp_path, monkeypatch):
+  root = pathlib.Path(sdpo_jax.__path__[0]).resolve().parent
+  (tmp_path / 'link').symlink_to(root)
+  for path in (root, root.parent, root / 'sdpo_jax' / 'terminal', tmp_path / 'link', sys.prefix, sys.base_prefix):
+    with pytest.raises(UserError, match='files of this program, in .*|system folder'):
+      boundary.checked_workspace(path)
+  code = tmp_path / 'checkout' / 'sdpo_jax'
+  (code.parent / 'project').mkdir(parents=True)
+  code.mkdir()
+  monkeypatch.setattr(sdpo_jax, '__path__', [str(code), str(code.parent)])
+  with pytest.raises(UserError, match='Name another folder, such as one beside or below it'):
+    boundary.checked_workspace(tmp_path)
+  project = boundary.checked_workspace(code.parent / 'project')
+  with contextlib.suppress(UserError):  # Where there are no namespaces.
+    assert Shell(project).run('echo x > ../sdpo_jax/new.py').exit_code and not list(code.iterdir())
+
+
+def test_a_workspace_on_a_read_only_disk_is_named(tmp_path, monkeypatch):
+  monkeypatch.setattr(os, 'statvfs', lambda path: os.statvfs_result([0] * 8 + [os.ST_RDONLY, 255]))
+  with pytest.raises(UserError, match='is on a read-only disk'):
+    boundary.checked_workspace(tmp_path)

@@ -87,7 +87,7 @@ def test_what_the_service_reads_is_outside_of_the_workspace(hostile, monkeypatch
 
 
 def test_a_workspace_with_the_program_itself_is_refused(tmp_path):
-  for inside in (ROOT, ROOT.parent, pathlib.Path(sys.prefix)):
+  for inside in (ROOT, ROOT.parent, ROOT / 'launch', pathlib.Path(sys.prefix)):
     options = program.CommandOptions(url='http://127.0.0.1:1', workspace=str(inside), state=str(tmp_path))
-    with pytest.raises(UserError, match='from which this program runs'):
+    with pytest.raises(UserError, match='has files of this program, in '):
       program.run(options)

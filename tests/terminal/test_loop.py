@@ -188,8 +188,8 @@ def test_what_was_approved_is_what_is_written(world):
   (world.files / 'a.py').write_text('x = 0\n')
 
   class Meddling(Workbench):
-    def run(self, name, arguments):
-      answer = super().run(name, arguments)
+    def run(self, name, arguments, begin):
+      answer = super().run(name, arguments, begin)
       (world.files / 'a.py').write_text('mine\n')
       return answer
 
@@ -362,9 +362,10 @@ def test_killed_after_every_record_the_session_goes_on(world, monkeypatch):
     pass
 
   class Counting(Workbench):
-    def run(self, name, arguments):
+    def run(self, name, arguments, begin):
+      answer = super().run(name, arguments, begin)
       runs.append(arguments)
-      return super().run(name, arguments)
+      return answer
 
   add, seen, runs = History.add, set(), []
 
@@ -397,7 +398,8 @@ def test_killed_after_every_record_the_session_goes_on(world, monkeypatch):
 
 def test_a_tool_that_was_running_is_not_run_again_unasked(world):
   class Dying(Workbench):
-    def run(self, name, arguments):
+    def run(self, name, arguments, begin):
+      begin()
       raise OSError('the machine has failed')
 
   with SessionServer(WRITE_1, 'Well.') as server:
@@ -519,7 +521,7 @@ def test_a_terminal_of_other_characters_ends_nothing(tmp_path, monkeypatch):
   [
     ({'url': 'localhost'}, '--url=localhost is not the URL'),
     ({'url': 'http://x', 'config': 'c.py'}, '--url names a running service, and --config one'),
-    ({'workspace': 'none/there'}, '--workspace=none/there is not a folder'),
+    ({'workspace': 'none/there'}, 'The workspace none/there is not a folder'),
     ({'state': 'inside/it'}, 'contains the histories of sessions'),
     ({'script': '/none'}, '--script=/none cannot be read'),
     ({'policy': '/none'}, '--policy=/none cannot be read'),

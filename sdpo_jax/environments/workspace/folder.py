@@ -86,7 +86,7 @@ class Folder:
           with open(descriptor, 'wb') as file:
             file.write(content)
             if mode is not None:
-              os.fchmod(file.fileno(), stat.S_IMODE(mode))
+              os.fchmod(file.fileno(), mode & 0o777)  # New content does not run with its owner's rights.
           os.replace(partial, last, src_dir_fd=parent, dst_dir_fd=parent)
         except BaseException:
           with contextlib.suppress(FileNotFoundError):

@@ -6,6 +6,7 @@ error. shell_child.py sets them up.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 import json
@@ -14,7 +15,6 @@ import pathlib
 import selectors
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -22,6 +22,8 @@ import time
 from typing import Literal
 
 from sdpo_jax.environments.sandbox import cgroups
+from sdpo_jax.environments.workspace.boundary import checked_workspace
+from sdpo_jax.environments.workspace.survey import MIB, DiskLimit, survey
 from sdpo_jax.errors import UserError
 
 CHILD = pathlib.Path(__file__).with_name('shell_child.py')
@@ -31,9 +33,8 @@ ETC = (
   *('passwd', 'group', 'hosts', 'nsswitch.conf', 'localtime', 'ld.so.cache', 'ld.so.conf', 'ld.so.conf.d'),
   *('alternatives', 'ssl/certs', 'ca-certificates', 'mime.types', 'bash.bashrc', 'gitconfig', 'magic'),
 )
-_CLOSED = ('/', '/usr', '/bin', '/sbin', '/lib', '/lib64', '/opt')
-_CLOSED_WITH_ALL_BELOW = ('/proc', '/sys', '/dev', '/run', '/etc')
 _CHUNK = 2**16
+_LOOK_S = 0.1  # Seconds between looks at the clock and the disk.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,8 @@ class ShellLimits:
   cpu_s: int = 300  # Per process.
   memory_mb: int = 4096  # Per process, and in total where control groups can be made.
   file_mb: int = 1024  # Largest file.
-  tmp_mb: int = 512  # Size of its temporary directory, which is removed with it.
+  disk_mb: int = 2048  # What it may add to the disk of the workspace; it is ended soon after it has added more.
+  tmp_mb: int = 512  # Size of its temporary directory and of its shared memory, which are removed with it.
   processes: int = 512
   descriptors: int = 1024
   kept_bytes: int = 2**20  # Bytes of output that are kept; the middle of longer output is dropped.
@@ -54,47 +56,53 @@ class ShellLimits:
 class ShellReport:
   """The result of a command."""
 
-  status: Literal['ended', 'timeout', 'cancelled', 'failed']
+  status: Literal['ended', 'timeout', 'cancelled', 'stopped', 'failed']
   exit_code: int | None  # If negative, the number of the signal that ended it.
   output: bytes  # Standard output and error in order of arrival; the middle may be missing.
   dropped: int  # Bytes missing in `output`, after its first half.
   wall_s: float
-  reason: str = ''  # The reason of a failure.
+  reason: str = ''  # Why it has failed or was stopped.
+  missing: tuple[str, ...] = ()  # Parts of a command's surroundings that this machine forbids.
+  closed: int = 0  # Files or folders of the workspace that it could not change.
 
 
 class Shell:
   """Runs commands in a workspace; calls from several threads run in parallel."""
 
-  def __init__(self, workspace: pathlib.Path, limits: ShellLimits = ShellLimits()):
+  def __init__(
+    self,
+    workspace: pathlib.Path,
+    limits: ShellLimits = ShellLimits(),
+    *,
+    readable: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+  ):
     """Make a shell and test it with a command that does nothing.
 
     Args:
       workspace: a folder, the only one that commands can change.
       limits: limits of each command.
+      readable: real paths of further folders that commands can read.
+      variables: further environment variables of commands.
 
     Raises:
-      UserError: the workspace is not a folder or is a system folder, or commands cannot be confined to it on this
+      UserError: the workspace cannot be one, as `checked_workspace` says, or commands cannot be confined to it on this
         machine.
     """
-    self._workspace = pathlib.Path(os.path.realpath(workspace))
-    if not self._workspace.is_dir():
-      raise UserError(f'The workspace {workspace} is not a folder.')
-    if str(self._workspace) in _CLOSED or any(map(self._workspace.is_relative_to, _CLOSED_WITH_ALL_BELOW)):
-      raise UserError(f'The workspace {workspace} is a system folder: name one of your own.')
-    if str(self._workspace) in ('/tmp', '/var/tmp'):
-      raise UserError(f'The workspace {workspace} is shared by all users: name a folder within it.')
+    self._workspace = checked_workspace(workspace)
     self._limits = limits
     self._bash = shutil.which('bash', path='/usr/bin:/bin:/usr/local/bin')
     if self._bash is None:
       raise UserError('There is no bash on this machine, so an agent cannot run commands: do not allow it any.')
     python = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix)}
-    found = [*SYSTEM, *(f'/etc/{name}' for name in ETC), *sorted(python)]
-    self._readable = [path for path in found if os.path.lexists(path)]
+    found = {*SYSTEM, *(f'/etc/{name}' for name in ETC), *python, *readable}
+    self._readable = sorted(path for path in found if os.path.lexists(path))  # A folder before those within it.
     self._environment = {  # Nothing of this process's own.
       'PATH': f'{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin',
       'HOME': '/tmp',
       'LANG': 'C.UTF-8',
       'TERM': 'dumb',
+      **(variables or {}),
     }
     tried = self.run(':')
     if tried.status != 'ended' or tried.exit_code != 0:
@@ -104,14 +112,31 @@ class Shell:
         'enable user namespaces (sysctl kernel.unprivileged_userns_clone, '
         'kernel.apparmor_restrict_unprivileged_userns).'
       )
+    notes = []
+    if tried.missing:
+      notes.append(f'This machine forbids commands {", ".join(tried.missing)}; what needs that will fail in them.')
+    if tried.closed:
+      notes.append(
+        f'Commands cannot change {tried.closed} files or folders of the workspace, since they have hard links outside '
+        'of it or run with the rights of their owner: if they should, copy the workspace (cp -r) and work in the copy.'
+      )
+    self.notes = ' '.join(notes)  # What a person should know about commands in this workspace.
 
-  def run(self, command: str, *, wall_s: float | None = None, cancelled: Cancellation | None = None) -> ShellReport:
+  def run(
+    self,
+    command: str,
+    *,
+    wall_s: float | None = None,
+    cancelled: Cancellation | None = None,
+    shown: Callable[[bytes], None] = lambda chunk: None,
+  ) -> ShellReport:
     """Run `bash -c command` in the workspace and wait until it and all its children have ended.
 
     Args:
       command: the agent's command.
       wall_s: seconds that it may take; None or more than the limit means the limit.
-      cancelled: lets another thread end the command.
+      cancelled: lets a signal handler or another thread end the command.
+      shown: called with each piece of output, and often with none while the command runs.
 
     Raises:
       UserError: the workspace cannot be read.
@@ -119,7 +144,7 @@ class Shell:
     wall_s = min(wall_s or self._limits.wall_s, self._limits.wall_s)
     began = time.monotonic()
     try:
-      shared = shared_files(self._workspace)
+      before = survey(self._workspace)
     except OSError as error:
       raise UserError(f'The workspace {self._workspace} cannot be read ({error}).') from error
     group = cgroups.create(self._limits.memory_mb * 2**20, self._limits.processes)
@@ -132,7 +157,8 @@ class Shell:
         'at': os.path.realpath(at),
         'workspace': str(self._workspace),
         'readable': self._readable,
-        'shared': [str(path) for path in shared],
+        'closed': before.closed,
+        'sockets': before.sockets,
         'doors': doors,
         'tmp_mb': self._limits.tmp_mb,
         'limits': dataclasses.asdict(self._limits),
@@ -146,7 +172,7 @@ class Shell:
       stack.callback(os.close, answer)
       try:
         child = subprocess.Popen(
-          [sys.executable, '-I', str(CHILD), str(os.getpid()), str(request.fileno()), str(told)],
+          [sys.executable, '-I', '-S', str(CHILD), str(os.getpid()), str(request.fileno()), str(told)],
           stdin=subprocess.DEVNULL,
           stdout=subprocess.PIPE,
           stderr=subprocess.STDOUT,
@@ -158,25 +184,28 @@ class Shell:
       finally:
         os.close(told)
       kept = _Kept(self._limits.kept_bytes)
-      status = _watch(child, kept, began + wall_s, cancelled)
+      disk = DiskLimit(self._workspace, before.taken, self._limits.disk_mb * MIB)
+      status, reason = _watch(child, kept, began + wall_s, cancelled, disk, shown)
       os.set_blocking(answer, False)
       said = b''
       with contextlib.suppress(BlockingIOError):  # The ended process has written nothing.
         said = os.read(answer, _CHUNK)
     wall = time.monotonic() - began
     told = {name: value for line in said.splitlines() for name, value in json.loads(line).items()}
-    exit_code, reason = None, ''
-    if status == 'ended' and ('failed' in told or not told):
-      status, reason = 'failed', told.get('failed', 'it ended before its command began')
-    elif status == 'ended':
-      exit_code = told['exit_code']
-    return ShellReport(status, exit_code, kept.value(), kept.dropped, wall, reason)
+    if status == 'ended' and ('failed' in told or 'exit_code' not in told):
+      # A Ctrl-C may have reached the command while it was started.
+      status = 'cancelled' if cancelled is not None and cancelled.done else 'failed'
+      reason = told.get('failed', 'it ended before its command began')
+    exit_code = told['exit_code'] if status == 'ended' else None
+    missing = tuple(told.get('missing', ()))
+    return ShellReport(status, exit_code, kept.value(), kept.dropped, wall, reason, missing, len(before.closed))
 
 
 class Cancellation(contextlib.AbstractContextManager['Cancellation']):
-  """Lets another thread end a command."""
+  """Lets a signal handler or another thread end a command."""
 
   def __init__(self):
+    self.done = False
     self._read, self._write = os.pipe()
 
   def __exit__(self, *error: object) -> None:
@@ -184,8 +213,10 @@ class Cancellation(contextlib.AbstractContextManager['Cancellation']):
     os.close(self._write)
 
   def set(self) -> None:
-    """End the command; may be called repeatedly, from any thread."""
-    os.write(self._write, b'x')
+    """End the command; may be called repeatedly, from any thread or signal handler."""
+    if not self.done:
+      self.done = True
+      os.write(self._write, b'x')
 
   def fileno(self) -> int:
     """Return a descriptor that is readable once the command should end."""
@@ -193,29 +224,40 @@ class Cancellation(contextlib.AbstractContextManager['Cancellation']):
 
 
 def _watch(
-  child: subprocess.Popen, kept: _Kept, deadline: float, cancelled: Cancellation | None
-) -> Literal['ended', 'timeout', 'cancelled']:
-  """Read a command's output until it ends or is killed."""
-  status: Literal['ended', 'timeout', 'cancelled'] = 'ended'
+  child: subprocess.Popen,
+  kept: _Kept,
+  deadline: float,
+  cancelled: Cancellation | None,
+  disk: DiskLimit,
+  shown: Callable[[bytes], None],
+) -> tuple[Literal['ended', 'timeout', 'cancelled', 'stopped'], str]:
+  """Read a command's output until it ends or is killed; return how it ended, and why it was stopped."""
+  status: Literal['ended', 'timeout', 'cancelled', 'stopped'] = 'ended'
+  reason: str | None = None
   assert child.stdout is not None
   with selectors.DefaultSelector() as selector, child:
     selector.register(child.stdout, selectors.EVENT_READ)
     if cancelled is not None:
       selector.register(cancelled, selectors.EVENT_READ)
+    look = 0.0
     try:
       while True:
-        ready = selector.select(max(0.0, deadline - time.monotonic()))
-        if not ready:
-          status = 'timeout'
-        elif cancelled is not None and any(key.fileobj is cancelled for key, _ in ready):
+        ready = [key.fileobj for key, _ in selector.select(max(0.0, min(_LOOK_S, deadline - time.monotonic())))]
+        now = time.monotonic()
+        if now >= look:
+          reason, look = disk.exceeded(child.pid), now + _LOOK_S
+        if cancelled in ready:
           status = 'cancelled'
+        elif reason is not None:
+          status = 'stopped'
+        elif now >= deadline:
+          status = 'timeout'
         else:
-          chunk = os.read(child.stdout.fileno(), _CHUNK)
+          chunk = os.read(child.stdout.fileno(), _CHUNK) if ready else b''
           kept.add(chunk)
-          if chunk:
-            if time.monotonic() < deadline:
-              continue
-            status = 'timeout'  # Its output never ends.
+          if chunk or not ready:
+            shown(chunk)
+            continue
         break
     finally:
       if status != 'ended' or sys.exc_info()[0] is not None:
@@ -225,7 +267,7 @@ def _watch(
           with contextlib.suppress(BlockingIOError):
             kept.add(os.read(child.stdout.fileno(), _CHUNK))
     child.wait()
-  return status
+  return status, reason or ''
 
 
 class _Kept:
@@ -245,26 +287,3 @@ class _Kept:
 
   def value(self) -> bytes:
     return bytes(self._head + self._tail)
-
-
-def shared_files(workspace: pathlib.Path) -> list[pathlib.Path]:
-  """Return the files in a folder with hard links outside of it, where a write would change them, too.
-
-  Raises:
-    OSError: the folder cannot be read.
-  """
-  found: dict[tuple[int, int, int], list[pathlib.Path]] = {}  # By device, inode and number of links.
-
-  def fail(error: OSError) -> None:
-    raise error
-
-  for folder, _, names in os.walk(workspace, onerror=fail):
-    for name in names:
-      path = pathlib.Path(folder, name)
-      try:
-        status = os.lstat(path)
-      except FileNotFoundError:  # Removed meanwhile.
-        continue
-      if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
-        found.setdefault((status.st_dev, status.st_ino, status.st_nlink), []).append(path)
-  return [path for (_, _, links), paths in found.items() if len(paths) < links for path in paths]

@@ -13,6 +13,7 @@ import json
 import math
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 from typing import Any, Literal
@@ -198,20 +199,28 @@ class Toolbox:
     """Return the available tools by name."""
     return {name: tool for name, tool in TOOLS.items() if name != 'bash' or self._shell is not None}
 
-  def call(self, name: str, arguments: Any, *, cancelled: Cancellation | None = None) -> ToolAnswer:
+  def call(
+    self,
+    name: str,
+    arguments: Any,
+    *,
+    cancelled: Cancellation | None = None,
+    shown: Callable[[bytes], None] = lambda chunk: None,
+  ) -> ToolAnswer:
     """Run a tool; errors are answers, too.
 
     Args:
       name: the tool's name.
       arguments: an object, as the model wrote it.
-      cancelled: lets another thread end a command.
+      cancelled: lets a signal handler or another thread end a command.
+      shown: called with each piece of a command's output, and often with none while it runs.
     """
     try:
       checked = check(name, arguments)
       if name not in self.tools:
         raise BadCall('Commands are not allowed here: use the other tools.')
       if name == 'bash':
-        return self._bash(**checked, cancelled=cancelled)
+        return self._bash(**checked, cancelled=cancelled, shown=shown)
       run: Callable[..., str] = getattr(self, f'_{name}')
       # File names may be bytes that are not valid text.
       text, dropped = shortened(run(**checked).encode(errors='backslashreplace').decode())
@@ -354,6 +363,8 @@ class Toolbox:
     except subprocess.TimeoutExpired as error:
       raise BadCall(f'The search took more than {SEARCH_S:g} seconds: use a simpler pattern.', 'pattern') from error
     except subprocess.CalledProcessError as error:  # Some patterns need more memory than is available.
+      if error.returncode == -signal.SIGINT:  # A Ctrl-C at a terminal reaches the search, too.
+        raise BadCall('The search was interrupted by the person.') from error
       raise BadCall(
         f'The search has ended with exit code {error.returncode}: use a simpler pattern.', 'pattern'
       ) from error
@@ -363,12 +374,19 @@ class Toolbox:
     more = ['(There are more: narrow the pattern.)'] * found['more']
     return '\n'.join([*found['found'], *more]) or '(No line matches.)'
 
-  def _bash(self, command: str, timeout: float | None = None, cancelled: Cancellation | None = None) -> ToolAnswer:
+  def _bash(
+    self,
+    command: str,
+    timeout: float | None = None,
+    *,
+    cancelled: Cancellation | None,
+    shown: Callable[[bytes], None],
+  ) -> ToolAnswer:
     assert self._shell is not None
     if '\0' in command:
       raise BadCall("'command' of bash holds a null byte.", 'command')
     try:
-      report = self._shell.run(command, wall_s=timeout, cancelled=cancelled)
+      report = self._shell.run(command, wall_s=timeout, cancelled=cancelled, shown=shown)
     except UserError as error:  # A command may have made an unreadable folder.
       return ToolAnswer(False, f'The command could not be run: {error}')
     output = report.output.decode(errors='replace')
@@ -377,8 +395,12 @@ class Toolbox:
     if report.status == 'failed':
       return ToolAnswer(False, f'The command could not be run: {report.reason}.', dropped=dropped)
     if report.status != 'ended':
-      why = f'took more than {report.wall_s:.1f} seconds and' if report.status == 'timeout' else ''
-      return ToolAnswer(False, f'The command {why} was ended.\n{text}'.replace('  ', ' '), dropped=dropped)
+      why = {
+        'timeout': f'took more than {report.wall_s:.1f} seconds and was ended',
+        'cancelled': f'was interrupted by the person after {report.wall_s:.1f} seconds',
+        'stopped': f'was ended: {report.reason}; its files are still there',
+      }
+      return ToolAnswer(False, f'The command {why[report.status]}.\n{text}', dropped=dropped)
     ended = f'Exit code {report.exit_code}.' if report.exit_code else ''
     return ToolAnswer(
       not report.exit_code, '\n'.join(filter(None, (ended, text))) or '(No output.)', report.exit_code, dropped=dropped
