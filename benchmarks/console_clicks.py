@@ -56,7 +56,7 @@ BUTTONS = """[...document.querySelectorAll('button')]
 # Text of a button → how often it is pressed; the field that is written before, beside the button, and what.
 OFTEN = {'Approve': 8, 'Deny': 5, 'Edit': 4, 'Continue': 9, 'Send': 9, 'Try again': 9, 'Open a session': 3, 'Undo': 1}
 OFTEN |= {'Session': 1, '': 0.3}
-WAIT = 3  # How often the visitor waits instead.
+WAIT = 6  # How often the visitor waits instead.
 NEVER = ('Learn', 'Ask', 'Fill', 'Use')
 LISTED = (r'version \d+$', r'^Session.*\d')  # Adapters and sessions, of which there may be many.
 FIELDS = {'Deny': ('.choices', 'input'), 'Continue': ('form', 'textarea'), 'Send': ('form', 'textarea')}
@@ -98,7 +98,7 @@ def click_around(
       [chosen] = rng.choices(range(len(texts) + 1), [*weights, WAIT])
       if chosen < len(texts):
         break
-      time.sleep(rng.uniform(0, max(0.2, latency / 4)))
+      time.sleep(rng.uniform(0, max(0.3, latency / 4)))
     _press(page, chosen, texts[chosen], rng, write)
     time.sleep(rng.choice((0, 0.1, 0.2)))
     clicks += 1

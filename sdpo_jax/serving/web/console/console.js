@@ -451,7 +451,14 @@ function sessionView(adapter, id, known) {
     };
     // What the service would refuse is not offered; an edit approves the other calls.
     const approvable = (at) => !turn.fault && wrong.every((why, other) => why === null || other === at);
-    if (turn.calls.length && approvable(-1)) box.append(button('Approve', () => decide({ decision: 'approve', digest: turn.digest }), false));
+    const approve = button('Approve', () => decide({ decision: 'approve', digest: turn.digest }), false);
+    const edits = []; // Of which one is open, and then stands in place of the approval.
+    const open = (chosen) => {
+      for (const { edited, send } of edits) edited.hidden = send.hidden = edited !== chosen;
+      approve.hidden = chosen !== null;
+      chosen?.focus();
+    };
+    if (turn.calls.length && approvable(-1)) box.append(approve);
     turn.called.forEach((call, at) => {
       if (!approvable(at) || !tools.some((tool) => (tool.function ?? tool).name === call.name)) return;
       const edited = element('textarea', { rows: 4, className: 'call', spellcheck: false, hidden: true, ariaLabel: `Arguments of ${call.name}` });
@@ -464,11 +471,8 @@ function sessionView(adapter, id, known) {
         await decide(spliced({ decision: 'edit', digest: turn.digest, call: at }, 'arguments', edited.value, SET.object, 'The arguments'));
       });
       send.hidden = true;
-      const edit = button(turn.calls.length > 1 ? `Edit ${at + 1}` : 'Edit', () => {
-        edited.hidden = send.hidden = !edited.hidden;
-        edited.focus();
-      });
-      box.append(edit, edited, send);
+      edits.push({ edited, send });
+      box.append(button(turn.calls.length > 1 ? `Edit ${at + 1}` : 'Edit', () => open(edited.hidden ? edited : null)), edited, send);
     });
     box.append(
       button('Deny', async () => {
@@ -503,8 +507,14 @@ function sessionView(adapter, id, known) {
 
   doing(part('say'), 'submit', async () => {
     const content = part('message').value.trim();
-    await propose(content ? [{ role: 'user', content }] : []);
-    if (part('message').value.trim() === content) part('message').value = '';
+    if (!content) throw new Refused('Write a message.');
+    part('message').value = '';
+    try {
+      await propose([{ role: 'user', content }]);
+    } catch (error) {
+      part('message').value ||= content;
+      throw error;
+    }
   });
   doing(part('again'), 'click', () => propose([]));
   if (known !== null) describe(known);
