@@ -79,12 +79,12 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def service(folder: str) -> Iterator[str]:
-  """Start the quickstart's service on a free port, with its storage in a folder; yield its address."""
+def service(folder: str, config: str = 'serve_quickstart') -> Iterator[str]:
+  """Start the service of a config on a free port, with its storage in a folder; yield its address."""
   with socket.socket() as free:
     free.bind(('127.0.0.1', 0))
     port = free.getsockname()[1]
-  command = [sys.executable, '-m', 'launch.serve', '--config=configs/serve_quickstart.py']
+  command = [sys.executable, '-m', 'launch.serve', f'--config=configs/{config}.py']
   command += [f'--config.serve.store.root={folder}/service', f'--config.serve.http.port={port}']
   with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
     said = []

@@ -184,9 +184,9 @@ class SessionClient:
     """Send a decision, and return 'turn' and 'learned'; it can be sent again, and is learned only once."""
     return self._post(f'turns/{number}/decision', decision)
 
-  def results(self, number: int, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+  def results(self, turn: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Send the results of all calls of a turn, and return the same as `decide`."""
-    return self._post(f'turns/{number}/results', {'results': list(results)})
+    return self._post(f'turns/{turn["n"]}/results', {'results': list(results), **digest_of(turn)})
 
   def flush(self) -> dict[str, Any] | None:
     """Let the adapter learn from the waiting examples, and return the result; None: none was waiting."""
@@ -208,6 +208,11 @@ class SessionClient:
     if turn is None:
       raise AnswerLost(f'The response of the service at {self.client.url} was cut off.')
     return turn
+
+
+def digest_of(turn: Mapping[str, Any]) -> dict[str, str]:
+  """Return the field of a request by which the service checks that it is about this turn; services had none once."""
+  return {'digest': turn['digest']} if 'digest' in turn else {}
 
 
 def events(lines: Iterator[str]) -> Iterator[tuple[str, Any]]:

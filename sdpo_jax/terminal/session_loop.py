@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdpo_jax.errors import UserError
-from sdpo_jax.terminal.client import AnswerLost, Refused, SessionClient
+from sdpo_jax.terminal.client import AnswerLost, Refused, SessionClient, digest_of
 from sdpo_jax.terminal.commands import Commands
 from sdpo_jax.terminal.history import History
 from sdpo_jax.terminal.inputs import COMMAND, Inputs, Leave
@@ -184,10 +184,11 @@ class Conversation:
   def _judge(self, turn: Mapping[str, Any]) -> None:
     reviewed = self._reviewer.review(turn)
     self._reviewed = reviewed
-    self.history.add('decision', n=turn['n'], decision=reviewed.decision, told=reviewed.told)
+    decision = {**reviewed.decision, **digest_of(turn)}
+    self.history.add('decision', n=turn['n'], decision=decision, told=reviewed.told)
     if reviewed.says is not None:
       self._take(reviewed.says)
-    self._decide(turn['n'], reviewed.decision, reviewed.told)
+    self._decide(turn['n'], decision, reviewed.told)
 
   def _deny(self, reason: str) -> None:
     """Deny the newest turn if it is an answer without calls; the conversation then goes on with another answer."""
@@ -230,7 +231,7 @@ class Conversation:
       else:
         result = ran['result']
       results.append(result)
-    answer = self.session.results(turn['n'], results)
+    answer = self.session.results(turn, results)
     self.turns[-1] = answer['turn']
     self.history.add('reported', n=turn['n'], learned=answer['learned'])
     self.screen.show(lines_of(answer['learned'], self._least))

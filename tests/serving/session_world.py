@@ -73,6 +73,10 @@ class Script:
     end = [tokenizer.eos_token_id] if ended else []
     self._texts += [tokenizer.encode(text, add_special_tokens=False) + end for text in texts]
 
+  def forget(self) -> None:
+    """Lets the model say nothing of what it has not said yet."""
+    self._texts = []
+
   def sample(self, version, prompt, *, drafts=False, **options) -> _Drawn:
     """Stands in the place of `Worker.sample`."""
     tokens = self._texts.pop(0)

@@ -37,7 +37,8 @@ class SessionServer:
 
   def __init__(self, *answers: str):
     self.answers = list(answers)
-    self.asked: list[tuple[str, Any]] = []  # Actions that changed something, with their bodies.
+    self.asked: list[tuple[str, Any]] = []  # Actions that changed something, with their bodies, without digests.
+    self.digests: list[tuple[str, str]] = []  # Actions, and the digests of their bodies.
     self.lose: set[str] = set()
     self.refuse: dict[str, tuple[int, str]] = {}  # Actions that are refused the next time: status and sentence.
     self.guard: str | None = None
@@ -88,6 +89,11 @@ class SessionServer:
       '/turns/N/retry': ('retry', lambda: {'turn': {**self.turns[_number(path)], 'text': 'otherwise', 'version': 7}}),
       '/flush': ('flush', lambda: {'learned': None}),
     }[action]
+    if isinstance(body, dict) and 'digest' in body:
+      self.digests.append((name, body.pop('digest')))
+      turn = self.turns[_number(path)]
+      if self.digests[-1][1] != (_digest(turn) if name == 'decision' else turn['digest']):
+        raise Failed(409, 'turn_conflict', 'Another turn.')
     self.asked.append((name, body))
     if name in self.refuse:
       status, why = self.refuse.pop(name)
@@ -139,6 +145,7 @@ class SessionServer:
       'created': 0.0,
       'reused_tokens': 0,
     }
+    turn['digest'] = _digest(turn)
     self.turns.append(turn)
     return {'turn': turn}
 
@@ -152,6 +159,8 @@ class SessionServer:
       raise Failed(400, 'invalid_request', f'Turn {number} also has a call that cannot be read: deny it.')
     turn['decision'] = body
     turn['status'] = {'approve': 'approved', 'deny': 'denied', 'edit': 'edited'}[body['decision']]
+    if body['decision'] == 'edit':
+      turn['digest'] += ', edited'
     if body['decision'] != 'approve':
       turn['learned'] = self._learn(number)
     return {'turn': turn, 'learned': turn['learned']}
@@ -223,6 +232,10 @@ class SessionServer:
           self.wfile.write(content)
 
     return Handler
+
+
+def _digest(turn: Any) -> str:
+  return f'of {turn["n"]}: {turn["text"]}'
 
 
 def _number(path: str) -> int:

@@ -122,6 +122,24 @@ def test_nothing_of_a_denied_answer_is_run(world):
   assert list(world.files.iterdir()) == []
 
 
+def test_a_decision_says_which_call_was_seen(world):
+  with SessionServer(WRITE_1, 'Done.') as server:
+
+    def exchanged():
+      server.turns[0] |= {'text': WRITE_2, 'digest': f'of 0: {WRITE_2}'}
+      server.turns[0]['calls'][0]['arguments'] = {'path': 'a.py', 'content': 'x = 2\n'}
+      return 'y'
+
+    done = world.hold(server, 'Write', exchanged, '', 'e {"path": "b.py", "content": ""}', 'Thanks')
+    assert server.digests == [
+      ('decision', f'of 0: {WRITE_1}'),
+      ('decision', f'of 0: {WRITE_2}'),
+      ('results', f'of 0: {WRITE_2}, edited'),
+    ]
+  assert done.out().index('Another turn.') < done.out().index('+x = 2') and not (world.files / 'a.py').exists()
+  assert (world.files / 'b.py').read_text() == ''
+
+
 def test_a_reason_is_needed(world):
   with SessionServer(WRITE_1, 'Well.') as server:
     done = world.hold(server, 'Write', 'n', '', 'n', 'Because')

@@ -61,6 +61,7 @@ def mapping(value: Any, field: str) -> dict[str, Any]:
   """Return a copy of an object; raises InvalidRequest unless it can be written as JSON."""
   if not isinstance(value, Mapping):
     raise InvalidRequest(f'{field} must be an object, not {short_repr(value)}.', field=field)
+  _sound(value, field)  # First, since it names numbers that are not finite.
   try:
     found = json.loads(json.dumps(dict(value), allow_nan=False))
   except (TypeError, ValueError, RecursionError) as error:

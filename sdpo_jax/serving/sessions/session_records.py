@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import hashlib
+import json
 from typing import Any, Literal
 
 import numpy as np
@@ -273,6 +275,11 @@ class SessionTurn:
     """The calls to run, with the arguments as edited."""
     return edited(self.calls, self.decision) if self.status == 'edited' else self.calls
 
+  def digest(self, calls: Sequence[ToolCall]) -> str:
+    """Return the SHA-256 of the turn with these calls, in hex; no other turn has the same one."""
+    shown = [self.n, self.sample_id, self.text, [dataclasses.asdict(call) for call in calls]]
+    return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
+
   def to_json(self) -> dict[str, Any]:
     """Return the turn as JSON for clients, without the log-probs."""
     return {
@@ -281,6 +288,11 @@ class SessionTurn:
       'decision': None if self.decision is None else self.decision.to_json(),
       'results': [dataclasses.asdict(result) for result in self.results],
       'learned': None if self.learned is None else self.learned.to_json(),
+      'digest': self.digest(self.called),
+      'called': [
+        {'name': call.name, 'arguments': json.dumps(dict(call.arguments), ensure_ascii=False, indent=2)}
+        for call in self.called
+      ],
     }
 
 

@@ -219,8 +219,8 @@ def _turn(row: tuple) -> SessionTurn:
 
 def _record(turn: SessionTurn) -> str:
   """Return the fields of a turn without a column of their own, as JSON."""
-  columns = ('n', 'prompt_tokens', 'tokens', 'kept_tokens')
-  return json.dumps({name: value for name, value in turn.to_json().items() if name not in columns})
+  other = ('n', 'prompt_tokens', 'tokens', 'kept_tokens', 'digest', 'called')  # In columns, or derived.
+  return json.dumps({name: value for name, value in turn.to_json().items() if name not in other})
 
 
 def _example(row: tuple) -> SessionExample:

@@ -34,7 +34,7 @@ from sdpo_jax.serving.sessions.session_records import (
   edited,
 )
 from sdpo_jax.serving.store.store import IdempotentRequest
-from sdpo_jax.serving.tool_calls import cutting, form_of, read_calls, write_call
+from sdpo_jax.serving.tool_calls import ToolCall, cutting, form_of, read_calls, write_call
 
 
 class Sessions:
@@ -183,7 +183,9 @@ class Sessions:
     dialogue, prompt, messages = self._dialogue_of(held.session), turn.prompt_tokens, turn.messages
     return proposing.draw(self._account, held, dialogue, prompt, messages, n, seed=seed, drafts=drafts, joins=False)
 
-  def decide(self, adapter: str, session: str, n: int, decision: Decision) -> tuple[SessionTurn, LearnedTurns | None]:
+  def decide(
+    self, adapter: str, session: str, n: int, decision: Decision, digest: str | None = None
+  ) -> tuple[SessionTurn, LearnedTurns | None]:
     """Store a decision on the newest proposal, and learn from it.
 
     The decision is on the disk before learning begins. If learning has failed, the same decision can be sent again: it
@@ -194,17 +196,19 @@ class Sessions:
       session: the id of the session.
       n: the number of the turn.
       decision: the decision.
+      digest: the digest of the proposal on which the person has decided; None: it is not checked.
 
     Returns:
       The turn after the decision, and what was learned (None: there was nothing to learn).
 
     Raises:
-      TurnConflict: it is not the newest turn, or it was decided differently.
+      TurnConflict: it is not the newest turn, it was decided differently, or it has another digest.
       InvalidRequest: the decision does not fit the turn, or the lesson does not fit the teacher's prompt.
       ServiceError, UserError: as `feedback.learn`; the decision is stored, but not learned yet.
     """
     with self._settled(adapter, session) as (held, dialogue):
       turn = self._turn(held, n)
+      _check_digest(held, turn, turn.calls, digest)
       if turn.decision is not None:
         if turn.decision != decision:
           raise TurnConflict(
@@ -218,7 +222,7 @@ class Sessions:
       return self._change(held, dialogue, decided, 'edit' if decision.kind == 'edit' else 'denial', said)
 
   def results(
-    self, adapter: str, session: str, n: int, results: Sequence[ToolResult]
+    self, adapter: str, session: str, n: int, results: Sequence[ToolResult], digest: str | None = None
   ) -> tuple[SessionTurn, LearnedTurns | None]:
     """Add tool results to the conversation, and learn from failures if `learn_from_results` is set.
 
@@ -229,17 +233,19 @@ class Sessions:
       session: the id of the session.
       n: the number of the newest turn, which must be approved or edited.
       results: one result for each of its calls.
+      digest: the digest of the turn whose calls were run, after the decision; None: it is not checked.
 
     Returns:
       As `decide`.
 
     Raises:
-      TurnConflict: it is not the newest turn, not approved or edited, or has other results that stay.
+      TurnConflict: it is not the newest turn, not approved or edited, or has another digest or other results that stay.
       InvalidRequest: the results do not match the calls of the turn.
       ServiceError, UserError: as `decide`.
     """
     with self._settled(adapter, session) as (held, dialogue):
       turn = self._turn(held, n)
+      _check_digest(held, turn, turn.called, digest)
       results = tuple(sorted(results, key=lambda result: result.call))
       if turn.results == results:
         return self._again(held, dialogue, turn)
@@ -382,6 +388,15 @@ class Sessions:
     if any(example.n == turn.n for example in waiting):
       return self._taught(held, dialogue, turn)
     return turn, turn.learned
+
+
+def _check_digest(held: SessionState, turn: SessionTurn, calls: Sequence[ToolCall], digest: str | None) -> None:
+  """Raise TurnConflict if the turn with these calls has another digest than the one that a client has shown."""
+  if digest is not None and digest != turn.digest(calls):
+    raise TurnConflict(
+      f'Turn {turn.n} is not what the request is about (digest): read the session, and decide on what it says now.',
+      current=held.number,
+    )
 
 
 def _digest(token: str) -> str:

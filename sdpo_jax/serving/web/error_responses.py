@@ -90,7 +90,9 @@ def invalid(error: pydantic.ValidationError, fields: Iterable[str] = ()) -> Inva
   first, *others = error.errors(include_url=False, include_context=False, include_input=False)
   path = '.'.join(printable(str(part), 60) for part in first['loc'])
   if first['type'] == 'json_invalid':
-    return InvalidRequest('The body is not JSON: send one JSON object.')
+    return InvalidRequest(
+      f'The body is not JSON ({first["msg"].removeprefix("Invalid JSON: ")}): send one JSON object.'
+    )
   if first['type'] == 'extra_forbidden':
     hint = did_you_mean(path, fields if len(first['loc']) == 1 else ())
     more = ': /openapi.json lists all fields.' if hint == '.' else hint

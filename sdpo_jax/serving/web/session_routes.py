@@ -111,9 +111,9 @@ def decide(asked: Incoming) -> Reply:
   body: schemas.DecisionRequest = asked.body
   _check_size(asked, 'correction', [body.correction or ''])
   _check_size(asked, 'arguments', [json.dumps(body.arguments)])
-  decision = Decision.from_json(body.model_dump(exclude_unset=True))
+  decision = Decision.from_json(body.model_dump(exclude={'digest'}, exclude_unset=True))
   began = time.monotonic()
-  turn, learned = _once(asked).decide(asked.adapter, asked.path['session'], _turn(asked), decision)
+  turn, learned = _once(asked).decide(asked.adapter, asked.path['session'], _turn(asked), decision, body.digest)
   asked.metrics.decision(body.decision, time.monotonic() - began)
   return Reply({'turn': turn.to_json(), 'learned': _counted(asked, learned)})
 
@@ -122,7 +122,7 @@ def results(asked: Incoming) -> Reply:
   """Add the results of a proposal's calls; the adapter learns from failures if `learn_from_results` is set."""
   given = [ToolResult.from_json(each.model_dump()) for each in asked.body.results]
   _check_size(asked, 'results', [text for each in given for text in (each.text, each.stderr or '')])
-  turn, learned = _once(asked).results(asked.adapter, asked.path['session'], _turn(asked), given)
+  turn, learned = _once(asked).results(asked.adapter, asked.path['session'], _turn(asked), given, asked.body.digest)
   return Reply({'turn': turn.to_json(), 'learned': _counted(asked, learned)})
 
 

@@ -72,6 +72,11 @@ class DecisionRequest(RequestBody):
   """A person's decision on a proposal."""
 
   decision: Literal['approve', 'deny', 'edit']
+  digest: Label | None = Field(
+    None,
+    description='The digest of the turn as it was shown to the person; if the turn has another one, the response is '
+    '409 and nothing is decided. Send it always; only clients from before it existed may leave it out.',
+  )
   correction: Text | None = Field(
     None, description='For deny and edit: what is wrong, or what would be right, in words.'
   )
@@ -95,6 +100,9 @@ class ResultsRequest(RequestBody):
   """The results of all calls of a turn."""
 
   results: Annotated[list[ToolResultGiven], Field(min_length=1, max_length=64)]
+  digest: Label | None = Field(
+    None, description='The digest of the turn, after the decision, whose calls were run; otherwise as in a decision.'
+  )
 
 
 class Nothing(RequestBody):
@@ -139,7 +147,11 @@ class TurnSaid(ResponseBody):
   tokens: list[int]
   text: str = Field(description='The whole text that the model wrote.')
   said: str = Field(description='The text without thinking and calls.')
-  calls: list[dict[str, Any]] = Field(description='For each call: name and arguments.')
+  calls: list[dict[str, Any]] = Field(description='For each call: name and arguments, as proposed.')
+  called: list[dict[str, str]] = Field(
+    description='The calls to run, as edited: name, and arguments as JSON text, since parsers may round large numbers.'
+  )
+  digest: str = Field(description='Identifies the turn and the calls to run; decisions and results are sent with it.')
   fault: str | None = Field(None, description='Why something that looks like a call is invalid.')
   decision: dict[str, Any] | None = None
   results: list[dict[str, Any]] = Field(description='The results of its calls, once the tools have run.')

@@ -198,6 +198,44 @@ def test_the_conversation_goes_on_behind_what_tools_have_answered(world, script)
   assert opened.version == 0
 
 
+LARGE = '{"name": "g", "arguments": {"p": 12345678901234567890, "q": [-0.0, 0.1, "\u202e"]}}'
+
+
+def test_a_decision_is_about_the_call_that_was_shown(world, script):
+  opened, other = Opened(world, tools=session_world.TOOLS), Opened(world, tools=session_world.TOOLS)
+  script.say(session_world.called(session_world.READ), session_world.called(session_world.READ))
+  harmless, turn = other.propose(HELLO), opened.propose(HELLO)
+  edit = {'decision': 'edit', 'arguments': {'p': 'y'}, 'digest': turn['digest']}
+  for decision in ({'decision': 'approve'}, DENIAL, edit):
+    for digest in (harmless['digest'], turn['digest'].upper(), ''):
+      refused = opened.post('turns/0/decision', decision | {'digest': digest})
+      assert code(refused) == (409, 'turn_conflict') and refused.json()['error']['current_turn'] == 0
+  assert opened.known['turns'] == [turn] and opened.version == 0
+  assert harmless['calls'] == turn['calls'] and harmless['digest'] != turn['digest']
+  edited = opened.decide(0, edit)['turn']
+  assert edited['digest'] != turn['digest'] and opened.decide(0, edit)['turn'] == edited
+  results = {'results': [{'call': 0, 'ok': True, 'text': 'a'}]}
+  assert code(opened.post('turns/0/results', results | {'digest': turn['digest']})) == (409, 'turn_conflict')
+  assert opened.post('turns/0/results', results | {'digest': edited['digest']}).status_code == 200
+  # Clients from before there were digests.
+  assert other.decide(0, {'decision': 'approve'})['turn']['status'] == 'approved'
+  assert other.post('turns/0/results', results).status_code == 200
+
+
+def test_numbers_are_kept_as_they_are(world, script):
+  opened = Opened(world, tools=session_world.TOOLS)
+  script.say(session_world.called(LARGE))
+  [call] = opened.propose(HELLO)['called']
+  assert call == {'name': 'g', 'arguments': json.dumps(json.loads(LARGE)['arguments'], ensure_ascii=False, indent=2)}
+  assert '12345678901234567890' in call['arguments'] and '-0.0' in call['arguments']
+  for number, field, why in (('1e400', 'arguments', 'not finite'), ('9' * 5000, None, 'number out of range')):
+    sent = f'{{"decision": "edit", "arguments": {{"p": {number}}}}}'
+    headers = opened.headers | {'Content-Type': 'application/json'}
+    refused = world.open.post(f'{opened.at}/turns/0/decision', content=sent, headers=headers)
+    assert code(refused) == (400, 'invalid_request') and why in refused.json()['error']['message']
+    assert refused.json()['error'].get('field') == field
+
+
 # Streams.
 
 
