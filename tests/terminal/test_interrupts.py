@@ -15,7 +15,7 @@ import pytest
 from tests.terminal.session_server import SessionServer, call
 
 ROOT = pathlib.Path(__file__).parents[2]
-SLEEP = '31.4159'  # Seconds, by which the processes of these commands are known.
+SLEEP = f'31.{os.getpid():07}'  # Seconds, by which the processes of these commands are known.
 COMMANDS = f'sleep {SLEEP} & (setsid sleep {SLEEP} &); sleep {SLEEP}'
 
 
