@@ -193,10 +193,8 @@ def _service(
       arguments = [f'--config={options.config or DEFAULT_CONFIG}']
       arguments += [f'--config.{name}={text}' for name, text in options.overrides]
     folder = known.get('folder') or os.getcwd()
-    _announce(
-      'Starting a service. Its first start compiles some thirty programs, for sampling, scores, teacher and optimizer '
-      'step: with the tiny agent one to two minutes on two cores. They are kept, and the next start takes seconds.'
-    )
+    _announce('Starting a service. Its first start compiles some thirty programs, which are kept for the next ones:')
+    _announce('with the tiny agent this takes one to two minutes on two cores, and a second start some seconds.')
     began = time.monotonic()
     service = Embedded(arguments, pathlib.Path(folder))
     stack.callback(service.stop)
