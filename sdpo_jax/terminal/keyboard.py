@@ -77,7 +77,8 @@ class Keyboard:
   def line(self, question: str, default: str = '') -> str:
     asking: PromptSession[str] = PromptSession(color_depth=self._depth, key_bindings=_text_keys())
     try:
-      return whole(asking.prompt(question, default=default)).strip()
+      # The default may be a text of the model.
+      return whole(asking.prompt(question, default=default, prompt_continuation=MARGIN if default else '  ')).strip()
     except EOFError:
       return ''
 
@@ -159,9 +160,9 @@ class Lines:
 
   def line(self, question: str, default: str = '') -> str:
     try:
-      return _line(f'{question}[{default}] ' if default else question) or default
-    except EOFError:
-      return default
+      return _line(f'{question}[Enter: as it is above] ' if default else question) or default
+    except EOFError:  # The default is not agreed to.
+      return ''
 
   def edited(self, text: str) -> str:
     editor = os.environ.get('VISUAL') or os.environ.get('EDITOR')

@@ -156,7 +156,7 @@ def test_a_terminal_that_takes_lines_only_does(monkeypatch):
     raise EOFError
 
   monkeypatch.setattr('builtins.input', ended)
-  assert lines.choice(KEYS) == Choice('q') and lines.message() is None and lines.line('Why? ', 'x') == 'x'
+  assert lines.choice(KEYS) == Choice('q') and lines.message() is None and lines.line('Why? ', 'x') == ''
   assert keyboard.question_of(KEYS) == '[y] approve  [n] deny'
 
 
