@@ -118,10 +118,10 @@ def test_the_lines_of_a_paste_do_not_end_a_text(typed, pasted):
 @pytest.mark.parametrize('ask', ['message', 'line'])
 def test_a_paste_that_is_too_long_is_left_out_and_the_rest_kept(typed, ask):
   board, send = typed
-  typing = later(send, 'kept', f'{PASTE}{"xy " * 700_000}{END}', '.\r')
+  typing = later(send, 'kept', f'{PASTE}{"xy " * 300_000}{END}', '.\r')
   started = time.process_time()
   assert getattr(board, ask)(*(['Why? '] if ask == 'line' else [])) == 'kept.'
-  assert time.process_time() - started < 20  # It took minutes.
+  assert time.process_time() - started < 10  # Of ten times as many, minutes.
   typing.join()
 
 
