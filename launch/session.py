@@ -5,11 +5,14 @@
   python -m launch.session --resume
   python -m launch.session --workspace=DIR --script=FILE
 
-It shows every tool call, asks whether to run it, and says what was learned from a denial. Without --url it starts a
-service of its own (python -m launch.serve), and stops it at the end. The model is served there; its tools run here, in
-the workspace and nowhere else. docs/sessions.md has a whole conversation. /help lists what can be typed. If the service
-needs a key, set the environment variable SDPO_API_KEY. NO_COLOR=1 leaves out colours; with TERM=dumb whole lines are
-typed instead of keys.
+It shows every tool call, asks whether to run it, and says what was learned from a denial. What the model and its tools
+write is behind a margin (│), and no line of the program is. A choice is a key pressed by itself after its question:
+what is typed before is ignored. /deny REASON denies an answer without calls, and /help lists what can be typed.
+docs/sessions.md has a whole conversation.
+
+Without --url it starts a service of its own (python -m launch.serve), and stops it at the end. The model is served
+there; its tools run here, in the workspace and nowhere else. If the service needs a key, set the environment variable
+SDPO_API_KEY. NO_COLOR=1 leaves out colours; with TERM=dumb whole lines are typed instead of keys.
 
 Commands of the model can change the workspace and nothing else. They have no network but a loopback of their own, can
 read only the system and what --readable names, get no variables but those of --env, may add 2 GB to the disk, and take

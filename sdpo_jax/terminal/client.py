@@ -32,13 +32,14 @@ class AnswerLost(Exception):
 class ServiceClient:
   """A client of a service, for all its adapters."""
 
-  def __init__(self, url: str, key: str | None = None, *, local: bool = False):
+  def __init__(self, url: str, key: str | None = None, *, local: bool = False, lost: Callable[[], None] = lambda: None):
     """Make the client without connecting.
 
     Args:
       url: the address of the service, such as http://127.0.0.1:8420.
       key: the API key; None: the service needs none.
       local: whether to connect directly, ignoring proxies in the environment.
+      lost: called when a response has not arrived; raises an error if none ever will.
 
     Raises:
       UserError: the address is invalid.
@@ -51,7 +52,7 @@ class ServiceClient:
       ) from error
     if address.scheme not in ('http', 'https') or not address.host:
       raise UserError(f'--url={printable(url)} is not the URL of a service: write it like http://127.0.0.1:8420.')
-    self.url = url.rstrip('/')
+    self.url, self._lost = url.rstrip('/'), lost
     headers = {} if key is None else {'Authorization': f'Bearer {key}'}
     timeout = httpx2.Timeout(_ANSWER_S, connect=_CONNECT_S)
     # Loading certificates is slow, and only needed for TLS.
@@ -152,6 +153,7 @@ class ServiceClient:
     try:
       yield
     except httpx2.HTTPError as error:
+      self._lost()
       raise AnswerLost(
         f'The service at {self.url} does not answer ({type(error).__name__}: {first_line(error)}).'
       ) from error

@@ -22,13 +22,19 @@ from sdpo_jax.terminal.policies import ApprovalPolicy, CallRule
 from sdpo_jax.terminal.screen import MARGIN, Line, Screen
 from sdpo_jax.terminal.work import Workbench
 
-_KEYS = f"""At a call, one of the keys that are shown, pressed by itself after the question:
-y approve · a always allow such calls in this session · n deny, with a reason from which the model learns
-e edit the arguments, in $VISUAL or $EDITOR · t tell the model what is wrong, without learning
-s leave out a call whose effect has changed · v view the rest of the call · q or Ctrl-D quit, the call stays open
-/ a command, as at >. What is typed before the question is ignored, and a paste is no choice.
-At >: Enter sends the text, Alt-Enter begins a new line; Enter alone goes on after a stop. Ctrl-D leaves.
-Ctrl-C stops what is running; twice leaves. The model and the tools write behind {MARGIN.strip()}, and nobody else."""
+_KEYS = f"""y                    approves the call that is shown
+a                    approves it, and always allows such calls in this session
+n                    denies it, with a reason from which the model learns
+e                    edits its arguments, in $VISUAL or $EDITOR
+t                    tells the model what is wrong with it, without a lesson
+s                    leaves out a call whose effect has changed
+v                    views the rest of the call
+q, Ctrl-D            leaves; the call stays open
+/                    begins a command, also at a call
+Enter, Alt-Enter     sends a text; begins a new line in it
+Ctrl-C               stops what is running; twice leaves
+A key counts by itself, after its question; what is typed before it is ignored, as are pastes.
+The model and the tools write behind {MARGIN.strip()}, and nobody else does."""
 
 
 class Commands:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import contextlib
 import os
 import pathlib
 import re
@@ -15,13 +16,13 @@ import time
 import sdpo_jax
 from sdpo_jax.errors import UserError, printable
 from sdpo_jax.serving.web import keys
-from sdpo_jax.terminal.client import AnswerLost, ServiceClient
+from sdpo_jax.terminal.client import ServiceClient
 
 CHILD = pathlib.Path(__file__).with_name('embedded_child.py')
 OWNER = 'local'  # The owner in a service without keys, so that `launch.serve` has the same adapters.
 _LISTENING = re.compile(r'^Listening on (http://\S+);', re.MULTILINE)
 _LOOK_S = 0.1  # Seconds between checks of the log of the service.
-_END_S = 30.0  # Seconds within which the service must end after closing its port.
+_END_S = 10.0  # Seconds within which the service must end after closing its port.
 _SHOWN = 30  # The most lines of its log that are shown if it fails.
 
 
@@ -72,7 +73,7 @@ class Embedded:
 
   def client(self) -> ServiceClient:
     """Make a client of the service, with its key."""
-    return ServiceClient(self.url, self._key, local=True)
+    return ServiceClient(self.url, self._key, local=True, lost=self._lost)
 
   def wait(self, client: ServiceClient, stage: Callable[[str], None]) -> None:
     """Wait until the service is ready; `stage` is called with the stages of its start.
@@ -80,18 +81,15 @@ class Embedded:
     Raises:
       UserError: the service has ended; the message has the last lines of its log.
     """
-    try:
-      client.wait(stage, self.check)
-    except AnswerLost:
-      self._process.wait(_END_S)  # Its port is closed, so it is about to end.
-      self.check()
-      raise
+    client.wait(stage, self.check)
 
   def check(self) -> None:
     """Raise a UserError with the last lines of the log if the service has ended."""
     code = self._process.poll()
     if code is None:
       return
+    if code < 0:
+      raise UserError(f'The service that this program has started was ended by signal {-code}. Nothing is lost.')
     lines = [printable(line, 1000) for line in self._read().splitlines() if line and not line.startswith('{')]
     why = lines[-1] if code == 2 and lines else '\n'.join(['', *lines[-_SHOWN:]])
     raise UserError(f'The service that this program has started ended with exit code {code}: {why}')
@@ -108,6 +106,12 @@ class Embedded:
       raise
     finally:
       self._folder.cleanup()
+
+  def _lost(self) -> None:
+    """Wait until the service has ended, since its port is closed, and raise a UserError; return if it goes on."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+      self._process.wait(_END_S)
+    self.check()
 
   def _address(self) -> str:
     while True:

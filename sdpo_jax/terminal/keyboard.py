@@ -21,10 +21,12 @@ from prompt_toolkit.application import Application, get_app_session
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.input.typeahead import get_typeahead
 from prompt_toolkit.input.vt100 import Vt100Input, raw_mode
-from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.input.vt100_parser import Vt100Parser
+from prompt_toolkit.key_binding import KeyBindings, KeyPress, KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.layout import FormattedTextControl, Layout, Window
 from prompt_toolkit.output import ColorDepth
+from prompt_toolkit.validation import ValidationError
 
 from sdpo_jax.errors import first_line
 from sdpo_jax.terminal.inputs import COMMAND, Choice, EditorFailed, whole
@@ -34,6 +36,10 @@ _TERMINAL = 0  # The file descriptor of the standard input.
 _WINDOW_S = 0.15  # A choice needs so many seconds without a key before it, since its question or since another key,
 PAUSE_S = 0.6  # and so many after a text: more than there are between two words.
 _LOOK_S = 0.03  # Seconds between looks at what is typed.
+_PASTED = 64  # Nobody types so many characters at once.
+_LONGEST = 200_000  # In characters, of a text that is typed or pasted.
+_TOO_LONG = f'Not pasted: more than {_LONGEST:,} characters. Put them into a file.'
+_LONGEST_LINE = 4095  # In bytes: a terminal that is read by lines drops the rest of one without notice.
 _IGNORED = 'What was typed is ignored: pause, then choose.'
 
 
@@ -41,10 +47,13 @@ class Keyboard:
   """Input from a terminal with cursor control."""
 
   def __init__(self, *, colours: bool):
+    source = get_app_session().input
+    if isinstance(source, Vt100Input):
+      source.vt100_parser = _Parser(source.vt100_parser.feed_key_callback)
     self._depth = None if colours else ColorDepth.DEPTH_1_BIT
     self._history = InMemoryHistory()
     self._messages: PromptSession[str] = PromptSession(
-      history=self._history, color_depth=self._depth, key_bindings=_newlines(), multiline=True
+      history=self._history, color_depth=self._depth, key_bindings=_text_keys(), multiline=True
     )
 
   def message(self) -> str | None:
@@ -66,9 +75,10 @@ class Keyboard:
     return Choice(COMMAND, self.line('> ', COMMAND)) if key == COMMAND else Choice(key)
 
   def line(self, question: str, default: str = '') -> str:
-    asking: PromptSession[str] = PromptSession(color_depth=self._depth)
+    asking: PromptSession[str] = PromptSession(color_depth=self._depth, key_bindings=_text_keys())
     try:
-      return whole(asking.prompt(question, default=default)).strip()
+      # The default may be a text of the model.
+      return whole(asking.prompt(question, default=default, prompt_continuation=MARGIN if default else '  ')).strip()
     except EOFError:
       return ''
 
@@ -77,11 +87,26 @@ class Keyboard:
     editor = os.environ.get('VISUAL') or os.environ.get('EDITOR')
     if editor:
       return in_editor(editor, text)
-    asking: PromptSession[str] = PromptSession(color_depth=self._depth, key_bindings=_newlines(), multiline=True)
+    asking: PromptSession[str] = PromptSession(color_depth=self._depth, key_bindings=_text_keys(), multiline=True)
     try:
       return asking.prompt(MARGIN, default=text, prompt_continuation=MARGIN)  # The model has written it.
     except EOFError:
       return text
+
+
+class _Parser(Vt100Parser):
+  """A parser of keys that takes a long text at once, also from a terminal that does not mark a paste as one."""
+
+  _paste_buffer = ''
+
+  def feed(self, data: str) -> None:
+    body = data.removesuffix('\r')
+    if not self._in_bracketed_paste and len(body) >= _PASTED and '\x1b' not in data:
+      self.feed_key_callback(KeyPress(Keys.BracketedPaste, body))
+      data = data[len(body) :]
+    super().feed(data)
+    if len(self._paste_buffer) > _LONGEST:  # Reading on would take minutes.
+      self._paste_buffer = _TOO_LONG + self._paste_buffer[-len('\x1b[201') :]
 
 
 class _Question:
@@ -112,7 +137,7 @@ class Lines:
 
   def message(self) -> str | None:
     try:
-      return whole(input('> ')).strip()
+      return _line('> ')
     except EOFError:
       return None
 
@@ -122,7 +147,7 @@ class Lines:
       if _settled():
         print(f'\n{_IGNORED}', end=' ', flush=True)
       try:
-        line = whole(input()).strip()
+        line = _line()
       except EOFError:
         return Choice('q')
       if _discarded():  # It was the first of several lines.
@@ -135,13 +160,20 @@ class Lines:
 
   def line(self, question: str, default: str = '') -> str:
     try:
-      return whole(input(f'{question}[{default}] ' if default else question)).strip() or default
-    except EOFError:
-      return default
+      return _line(f'{question}[Enter: as it is above] ' if default else question) or default
+    except EOFError:  # The default is not agreed to.
+      return ''
 
   def edited(self, text: str) -> str:
     editor = os.environ.get('VISUAL') or os.environ.get('EDITOR')
     return in_editor(editor, text) if editor else self.line('Arguments as JSON, in one line: ')
+
+
+def _line(question: str = '') -> str:
+  """Read a line that the terminal has not cut."""
+  while len((line := input(question)).encode(errors='surrogateescape')) >= _LONGEST_LINE:
+    print(f'The terminal cuts lines after {_LONGEST_LINE:,} bytes, so that this one is ignored: put it into a file.')
+  return whole(line).strip()
 
 
 def question_of(keys: Mapping[str, str]) -> str:
@@ -189,8 +221,8 @@ def in_editor(editor: str, text: str) -> str:
       ) from error
 
 
-def _newlines() -> KeyBindings:
-  """Return key bindings in which Enter ends the text and Alt-Enter inserts a newline."""
+def _text_keys() -> KeyBindings:
+  """Return key bindings of texts: Enter ends one, Alt-Enter inserts a newline, and a paste is no longer than a text."""
   bindings = KeyBindings()
 
   def end(event: KeyPressEvent) -> None:
@@ -199,6 +231,14 @@ def _newlines() -> KeyBindings:
   def newline(event: KeyPressEvent) -> None:
     event.current_buffer.insert_text('\n')
 
+  def paste(event: KeyPressEvent) -> None:
+    text, buffer = event.data.replace('\r\n', '\n').replace('\r', '\n'), event.current_buffer
+    if not text.startswith(_TOO_LONG) and len(buffer.text) + len(text) <= _LONGEST:
+      buffer.insert_text(text)
+    else:
+      buffer.validation_error = ValidationError(message=_TOO_LONG)
+
+  bindings.add(Keys.BracketedPaste)(paste)
   bindings.add('enter')(end)
   bindings.add('escape', 'enter')(newline)
   return bindings

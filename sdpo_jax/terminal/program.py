@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
+import functools
 import io
 import math
 import os
 import pathlib
+import shutil
 import sys
+import time
 from typing import Any
 
 from sdpo_jax.command_lines import command_line
@@ -17,7 +20,7 @@ from sdpo_jax.config.locations import shipped_folder
 from sdpo_jax.environments.workspace import boundary
 from sdpo_jax.environments.workspace.shell import Shell, ShellLimits
 from sdpo_jax.environments.workspace.tools import Toolbox
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, printable
 from sdpo_jax.files import make_directory, read_json_object
 from sdpo_jax.tables import counted
 from sdpo_jax.terminal import history as histories
@@ -34,6 +37,7 @@ from sdpo_jax.terminal.session_loop import Conversation
 from sdpo_jax.terminal.work import Workbench
 
 DEFAULT_CONFIG = 'session_quickstart.py'
+_ERASE = '\r\x1b[K'  # Goes to the beginning of the row of the cursor, and erases it.
 KEY = 'SDPO_API_KEY'  # The environment variable with the API key of the service.
 
 
@@ -126,6 +130,19 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
 
 def _announce(text: str) -> None:
   print(text, file=sys.stderr, flush=True)
+
+
+def _announce_stage(began: float, stage: str) -> None:
+  """Say how far the start of the service is, on a terminal in a line that the next stage overwrites."""
+  said = f'{time.monotonic() - began:3.0f} s: {"compiled " if stage[:1].isdecimal() else ""}{printable(stage)}'
+  if _overwrites():
+    print(f'{_ERASE}{said[: shutil.get_terminal_size().columns - 1]}', end='', file=sys.stderr, flush=True)
+  else:
+    _announce(said)
+
+
+def _overwrites() -> bool:
+  return sys.stderr.isatty() and not is_plain()
 
 
 def _take_all_texts() -> None:
@@ -221,12 +238,15 @@ def _service(
       return client, {'url': url}
     arguments, folder = _served(options, known, workspace, states)
     make_directory(states)
-    _announce('Starting a service; the first start compiles its programs.')
+    _announce('Starting a service. Its first start compiles some thirty programs, which are kept for the next ones:')
+    _announce('with the tiny agent this takes one to two minutes on two cores, and a second start some seconds.')
+    began = time.monotonic()
     service = Embedded(arguments, pathlib.Path(folder))
     stack.callback(service.stop)
     client = service.client()
     stack.callback(client.close)
-    service.wait(client, _announce)
+    service.wait(client, functools.partial(_announce_stage, began))
+    _announce(f'{_ERASE * _overwrites()}Ready after {time.monotonic() - began:.0f} s.')
     return client, {'arguments': list(arguments), 'folder': folder}
   except (AnswerLost, Refused) as error:
     raise UserError(f'{error} Start one with {command_line("serve")}, or leave --url out.') from error

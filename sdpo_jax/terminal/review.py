@@ -216,7 +216,8 @@ class Reviewer:
       if choice.key == 'q':
         raise Leave
       if choice.key == COMMAND:
-        self._command(choice.rest or '')
+        if choice.rest:
+          self._command(choice.rest)
       elif choice.key == 'v' or (left and choice.key in 'ya'):
         left = self._page(left)
       else:

@@ -7,7 +7,7 @@
   e {"path": "a.py"}       replaces its arguments
   t                        tells the model what is wrong with it
   s                        skips a call whose effect has changed since its approval
-  /COMMAND                 runs a command
+  /COMMAND                 runs a command; /deny REASON denies an answer without calls
   q                        leaves the program
 
 Empty lines and lines that begin with # are skipped. A message that looks like a decision must begin with a space.

@@ -12,6 +12,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 import pytest
 
+from sdpo_jax.errors import UserError
 from sdpo_jax.terminal import embedded, keyboard
 from sdpo_jax.terminal.inputs import Choice, EditorFailed
 from sdpo_jax.terminal.keyboard import Keyboard, Lines, in_editor
@@ -101,6 +102,29 @@ def test_texts_have_lines_and_end_with_enter(typed):
   assert board.line('Pattern: ', 'a.py') == 'a.py.bak'
 
 
+PASTE, END = '\x1b[200~', '\x1b[201~'
+LINES = 'line\r\n' * 30
+
+
+@pytest.mark.parametrize('pasted', [PASTE + LINES + END, LINES])
+def test_the_lines_of_a_paste_do_not_end_a_text(typed, pasted):
+  """Marked as a paste by the terminal, or not."""
+  board, send = typed
+  typing = later(send, 'a ', pasted, '\r')
+  assert board.message().rstrip() == 'a ' + 'line\n' * 29 + 'line'
+  typing.join()
+
+
+@pytest.mark.parametrize('ask', ['message', 'line'])
+def test_a_paste_that_is_too_long_is_left_out_and_the_rest_kept(typed, ask):
+  board, send = typed
+  typing = later(send, 'kept', f'{PASTE}{"xy " * 300_000}{END}', '.\r')
+  started = time.process_time()
+  assert getattr(board, ask)(*(['Why? '] if ask == 'line' else [])) == 'kept.'
+  assert time.process_time() - started < 10  # Of ten times as many, minutes.
+  typing.join()
+
+
 def test_without_an_editor_the_arguments_are_edited_in_the_prompt(typed, monkeypatch):
   board, send = typed
   monkeypatch.delenv('VISUAL', raising=False)
@@ -132,8 +156,14 @@ def test_a_terminal_that_takes_lines_only_does(monkeypatch):
     raise EOFError
 
   monkeypatch.setattr('builtins.input', ended)
-  assert lines.choice(KEYS) == Choice('q') and lines.message() is None and lines.line('Why? ', 'x') == 'x'
+  assert lines.choice(KEYS) == Choice('q') and lines.message() is None and lines.line('Why? ', 'x') == ''
   assert keyboard.question_of(KEYS) == '[y] approve  [n] deny'
+
+
+def test_a_line_that_the_terminal_has_cut_is_not_taken_for_the_text(monkeypatch, capsys):
+  given = iter(['x' * 4095, 'é' * 2048, 'x' * 4094])
+  monkeypatch.setattr('builtins.input', lambda question='': next(given))
+  assert Lines().message() == 'x' * 4094 and capsys.readouterr().out.count('cuts lines after 4,095 bytes') == 2
 
 
 # The service as a child.
@@ -166,3 +196,20 @@ def test_a_child_whose_parent_has_ended_already_does_not_begin():
     check=False,
   )
   assert done.returncode == 0 and done.stdout == b''
+
+
+def test_a_service_that_was_killed_is_not_asked_again(tmp_path, monkeypatch):
+  child = tmp_path / 'child.py'
+  child.write_text(
+    'import os, pathlib, signal, sys\npathlib.Path("pid").write_text(str(os.getpid()))\n'
+    'print("Listening on http://127.0.0.1:9; ready", file=sys.stderr, flush=True)\nsignal.pause()\n'
+  )
+  monkeypatch.setattr(embedded, 'CHILD', child)
+  service = embedded.Embedded([], tmp_path)
+  try:
+    client = service.client()
+    os.kill(int((tmp_path / 'pid').read_text()), signal.SIGKILL)
+    with pytest.raises(UserError, match='was ended by signal 9. Nothing is lost'):
+      client.get('/x')
+  finally:
+    service.stop()
