@@ -17,6 +17,7 @@ _ENTRY = 1024
 # So many files are mounted read-only one by one. If there are more, as in a copy by `cp -al`, their folders are.
 _SINGLE = 2000
 _ALMOST_FULL = 256 * MIB
+_TRIES = 3  # To find all folders in their places.
 _KIND = stat.S_IFMT(0xFFFF) | stat.S_ISUID | stat.S_ISGID
 
 
@@ -26,6 +27,7 @@ class Contents(NamedTuple):
   taken: int  # Bytes of disk space; a file with several hard links counts once.
   closed: list[str]  # Files, or folders of many, that commands must not change: others have them as well, or run them.
   sockets: list[str]  # Sockets on which a process outside listens.
+  moved: bool  # Whether a folder was left out, since it was moved or removed meanwhile.
 
 
 def survey(workspace: pathlib.Path) -> Contents:
@@ -35,7 +37,7 @@ def survey(workspace: pathlib.Path) -> Contents:
     OSError: a folder cannot be read.
   """
   top = os.stat(workspace)
-  blocks, number, closed, sockets = 0, 0, [], []
+  blocks, number, closed, sockets, moved = 0, 0, [], [], False
   linked = list[tuple[str, tuple[int, int], int]]()  # Path, device and inode, number of links.
   seen = collections.Counter[tuple[int, int]]()
   todo = [(str(workspace), (top.st_dev, top.st_ino))]
@@ -44,12 +46,14 @@ def survey(workspace: pathlib.Path) -> Contents:
     try:
       opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-      if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # Removed or replaced meanwhile.
+      if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+        moved = True
         continue
       raise
     try:
       here = os.fstat(opened)
-      if (here.st_dev, here.st_ino) != listed:  # It was reached through a link in place of a folder above.
+      if (here.st_dev, here.st_ino) != listed:  # Such as through a link in place of a folder above.
+        moved = True
         continue
       with os.scandir(opened) as entries:
         for entry in entries:
@@ -78,7 +82,7 @@ def survey(workspace: pathlib.Path) -> Contents:
     finally:
       os.close(opened)
   closed += [path for path, inode, count in linked if seen[inode] < count]
-  return Contents(blocks * 512 + number * _ENTRY, _grouped(closed, str(workspace)), sockets)
+  return Contents(blocks * 512 + number * _ENTRY, _grouped(closed, str(workspace)), sockets, moved)
 
 
 def _listens(path: str) -> bool:
@@ -134,10 +138,14 @@ class DiskLimit:
       return 'its disk is almost full'
     if self._most - free < self._left:
       return None
+    unmeasured = 'its disk has filled, and what the command has added cannot be measured'
     try:
-      added = survey(self._workspace).taken + _unlinked(self._workspace, command) - self._taken
+      contents = next((found for _ in range(_TRIES) if not (found := survey(self._workspace)).moved), None)
     except OSError as error:
-      return f'its disk has filled, and what the command has added cannot be measured ({error})'
+      return f'{unmeasured} ({error})'
+    if contents is None:
+      return f'{unmeasured}, since its folders are moved'
+    added = contents.taken + _unlinked(self._workspace, command) - self._taken
     self._most, self._left = free, max(self._limit - added, self._limit // 16)
     return f'it has added more than {self._limit // MIB} MB to the disk' if added > self._limit else None
 
