@@ -240,6 +240,7 @@ def test_a_late_turn_lands_in_its_own_session(browser, visitor):
   visitor.open_session('fast')
   page.evaluate('window.held.forEach((go) => go())')
   page.until('new Promise((go) => setTimeout(() => go(true), 200))')
+  page.until("!document.querySelector('#say button').disabled")
   visitor.write('#message', 'x')
   visitor.press('Send', "document.querySelector('#turns > li:last-child pre')?.textContent.startsWith('r ')")
   assert page.evaluate("[...document.querySelectorAll('#turns pre')].map((call) => call.textContent[0])") == ['r']
