@@ -37,6 +37,7 @@ from sdpo_jax.serving.sessions.session_records import (
 )
 from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.store.database import SESSION_TABLES, Database
+from sdpo_jax.serving.tool_calls import ToolCall
 from tests.serving.service_world import HELLO, make_config, model_folder, running
 from tests.serving.session_world import GREP, GREP_A, READ, TOOLS, called, world
 
