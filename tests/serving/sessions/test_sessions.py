@@ -37,6 +37,7 @@ from sdpo_jax.serving.sessions.session_records import (
 )
 from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.store.database import SESSION_TABLES, Database
+from sdpo_jax.serving.tool_calls import ToolCall
 from tests.serving.service_world import HELLO, make_config, model_folder, running
 from tests.serving.session_world import GREP, GREP_A, READ, TOOLS, called, world
 
@@ -755,7 +756,11 @@ def test_records_are_json_and_back():
   session = AgentSession('a', 'b', 0.0, settings, None, {}, 'digest')
   assert list(session.to_json()) == ['id', 'adapter', 'created', 'settings', 'tool_form']
   turn = SessionTurn(0, HI, 1, 's', [1], [2], np.zeros(1, np.float32), 't', 't', (), None, 'open', 0.0)
-  assert turn.to_json().keys() == {field.name for field in dataclasses.fields(SessionTurn)} - {'log_probs'} | {
-    'called',
-    'digest',
-  }
+  derived = {'digest', 'called'}
+  assert turn.to_json().keys() == {field.name for field in dataclasses.fields(SessionTurn)} - {'log_probs'} | derived
+  changes = ({'n': 1}, {'sample_id': 't'}, {'text': 'u'}, {'status': 'denied'}, {'calls': (ToolCall('g', {'p': 1}),)})
+  digests = [
+    turn.digest(turn.calls),
+    *(made.digest(made.calls) for made in [dataclasses.replace(turn, **each) for each in changes]),
+  ]
+  assert len(set(digests)) == 5 and digests[0] == digests[4]  # A decision is checked again when it is sent again.

@@ -108,7 +108,7 @@ class Visitor:
 LARGE = '{"name": "g", "arguments": {"p": 12345678901234567890, "q": [-0.0, 0.1]}}'
 HIDDEN = '{"name": "g\u200b", "arguments": {"p": "a\u202eb\u3164 אבג"}}'
 # Room for answers and conversations of bytes.
-ROOM = {'prompt_buckets': (256,), 'response_buckets': (128,), 'teacher_buckets': (384,), 'score_buckets': (512,)}
+ROOM = {'prompt_buckets': (384,), 'response_buckets': (128,), 'teacher_buckets': (384,), 'score_buckets': (512,)}
 # Answers whose addresses match `holding` wait in `held`; `seen` is whether choices were inert when they came.
 HOLD = """
 window.held = []; window.holding = null;
@@ -240,6 +240,7 @@ def test_a_late_turn_lands_in_its_own_session(browser, visitor):
   visitor.open_session('fast')
   page.evaluate('window.held.forEach((go) => go())')
   page.until('new Promise((go) => setTimeout(() => go(true), 200))')
+  page.until("!document.querySelector('#say button').disabled")
   visitor.write('#message', 'x')
   visitor.press('Send', "document.querySelector('#turns > li:last-child pre')?.textContent.startsWith('r ')")
   assert page.evaluate("[...document.querySelectorAll('#turns pre')].map((call) => call.textContent[0])") == ['r']
@@ -352,6 +353,64 @@ def test_a_reload_loses_no_proposal_and_other_tabs_only_read(browser, visitor):
   visitor.write('.results textarea', 'found')
   visitor.press('Continue', visitor.shows(2))
   assert [turn['status'] for turn in known(browser, 'again')] == ['approved', 'answered']
+
+
+PAYLOADS = (
+  '<img src=x onerror=hit()>',
+  '<script>hit()</script>',
+  '<svg onload=hit()>',
+  '</pre></li><b onmouseover=hit()>',
+  '<iframe src=javascript:hit()>',
+  '"onfocus=hit() autofocus x="',
+  "';hit();//",
+  '${hit()}',
+  '{{hit()}}',
+  '<a href=javascript:hit()>',
+  '<style>*{display:none}</style>',
+  '<base href=//evil.example>',
+  '<template><img src=x onerror=hit()>',
+  '<!--><img src=x onerror=hit()>',
+  '<details open ontoggle=hit()>',
+  '<input onfocus=hit() autofocus>',
+  '&lt;script&gt;hit()',
+  '__proto__',
+  '\u202e<b>',
+)
+
+
+@pytest.mark.slow
+def test_nothing_of_what_a_model_or_a_client_wrote_runs(browser, visitor):
+  """In every text of a session: title, message, tool, argument, what is said, fault, correction, result, label."""
+  root, http = '/v1/continual/adapters', browser.running.http
+  adapter = http.post(root, json={'name': 'hostile'}).json()['id']
+  tokens = {}
+  for payload in PAYLOADS:
+    tools = [{'type': 'function', 'function': {'name': payload}}]
+    opened = http.post(f'{root}/{adapter}/sessions', json={'title': payload, 'tools': tools}).json()
+    at, headers = f'{root}/{adapter}/sessions/{opened["session"]["id"]}', {'X-Session-Token': opened['token']}
+    tokens[f'sdpo_jax.token.{opened["session"]["id"]}'] = opened['token']
+    called = session_world.called(json.dumps({'name': payload, 'arguments': {payload: payload}}))
+    browser.script.say(payload + called, '<tool_call>\n{"name": "", "arguments": ' + json.dumps(payload))
+    turn = http.post(f'{at}/turns', json={'messages': [{'role': 'user', 'content': payload}]}, headers=headers)
+    http.post(f'{at}/turns/0/decision', json={'decision': 'approve'}, headers=headers)
+    results = {'results': [{'call': 0, 'ok': False, 'text': payload}]}
+    assert turn.is_success and http.post(f'{at}/turns/0/results', json=results, headers=headers).is_success
+    assert http.post(f'{at}/turns', json={'messages': []}, headers=headers).json()['turn']['fault'] is not None
+  page, elements = visitor.page, "document.querySelectorAll('*').length"
+  page.evaluate(f'Object.assign(sessionStorage, {json.dumps(tokens)})')
+  page.open(f'{browser.running.url}/console')
+  page.evaluate('window.hits = 0; window.hit = () => { window.hits += 1; }')
+  visitor.press('hostile', "document.querySelector('#adapter-name')?.textContent === 'hostile'")
+  visitor.press('Session', f"document.querySelectorAll('#sessions button').length === {len(PAYLOADS)}")
+  sizes = set()
+  for number in range(len(PAYLOADS)):
+    page.until("document.querySelector('#sessions button')")
+    page.evaluate(f"document.querySelectorAll('#sessions button')[{number}].click()")
+    page.until(visitor.shows(2))
+    sizes.add(page.evaluate(elements))
+    assert visitor.buttons() == ['Deny']
+    visitor.press('All sessions', f"document.querySelectorAll('#sessions button').length === {len(PAYLOADS)}")
+  assert len(sizes) == 1 and page.evaluate('window.hits') == 0
 
 
 @pytest.mark.slow

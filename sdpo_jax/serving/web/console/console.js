@@ -529,8 +529,14 @@ function learned(said) {
   const moved = (each) => `“${each.text}” is ${each.after < each.before ? 'less' : 'more'} likely (${shown(each.before, 2)} → ${shown(each.after, 2)})`;
   const took = said.seconds === null ? '' : ` in ${shown(said.seconds, 1)} s`;
   const summary = element('summary', { textContent: `Learned${took}: version ${said.version_after}${said.moved.length ? `; ${moved(said.moved[0])}` : ''}` });
-  const rows = [`divergence ${shown(said.divergence_before)} → ${shown(said.divergence_after)}`, ...said.moved.map(moved)];
-  return element('details', {}, summary, element('ul', {}, ...rows.map((text) => element('li', { textContent: text }))));
+  const answers = (said.answers ?? []).flatMap((each) => ['rejected', 'wanted'].filter((name) => each[name]).map((name) => [name, ...each[name]]));
+  const rows = [
+    `divergence from the teacher: ${shown(said.divergence_before)} → ${shown(said.divergence_after)} nats per token`,
+    ...answers.map(([name, before, after]) => `log-prob of the whole ${name} answer: ${shown(before, 2)} → ${shown(after, 2)}`),
+    ...said.moved.map(moved),
+  ];
+  const details = element('details', {}, summary, element('ul', {}, ...rows.map((text) => element('li', { textContent: text }))));
+  return element('div', {}, details, ...(said.warnings ?? []).map((text) => element('p', { className: 'bad', textContent: text })));
 }
 
 // Start.
