@@ -292,7 +292,7 @@ def lessons(service: Any, seed: int, count: int) -> dict[str, Any]:
   names = 'wanted_before', 'wanted_after', 'wanted_next'
   mean = {name: np.exp([row[name] for row in rows[:FRESH]]).mean() for name in names}
   mean |= {name: np.mean([row[name] for row in rows]) for name in ('denied_again', 'word_for_word')}
-  for name in ('denial', 'edit'):
+  for name in ('denial', 'edit', 'direct'):
     moved = np.array([row[name] for row in rows]).T
     for which, (before, after) in zip(('rejected', 'wanted'), np.split(moved, 2), strict=True):
       mean |= {f'{name}_{which}_change': (after - before).mean(), f'{name}_{which}_rose': (after > before).mean()}
@@ -300,7 +300,7 @@ def lessons(service: Any, seed: int, count: int) -> dict[str, Any]:
 
 
 def lesson(service: Any, seed: int, task: Any, label: str, phrase: float) -> dict[str, Any]:
-  """Return how a denial, and an edit, of a proposal that is not done as wanted move log-probs of whole answers."""
+  """Return how a denial, an edit, and one that is learned directly, of an unwanted proposal move answers' log-probs."""
   from sdpo_jax.quickstart import tool_tasks
   from sdpo_jax.serving.account import Account
   from sdpo_jax.serving.sessions.session_records import Decision, SessionSettings
@@ -308,12 +308,12 @@ def lesson(service: Any, seed: int, task: Any, label: str, phrase: float) -> dic
 
   goal = tool_tasks.KINDS[task.kind].way(label).call(task.slots)
   wanted = [*service.tokenizer.encode(task.text(label), add_special_tokens=False), service.tokenizer.eos_token_id]
-  options = SessionSettings(system=SYSTEM, tools=schemas())
   found = {'kind': task.kind, 'ask': task.ask, 'wanted': label}
-  for kind in ('denial', 'edit'):
+  for kind in ('denial', 'edit', 'direct'):
     account = Account(service, f'{kind} {seed}')
     adapter, _ = account.create('mine', None, seed=seed)
     sessions = Sessions(account)
+    options = SessionSettings(system=SYSTEM, tools=schemas(), learn_edits='direct' if kind == 'direct' else 'teacher')
     for attempt in range(100):  # Until it proposes another call of the same tool.
       session, _ = sessions.open(adapter.id, options)
       asked = [{'role': 'user', 'content': task.ask}]

@@ -36,21 +36,27 @@ def new_messages(held: SessionState, messages: Sequence[Mapping[str, Any]]) -> M
       )
   if new[-1]['role'] not in ('user', 'tool'):
     raise InvalidRequest('The last message, which the model answers, must be of a user or a tool.', field='messages')
-  answered = held.answered
-  if answered is not None and answered.results and any(message['role'] == 'tool' for message in new):
+  last = held.denied[-1] if held.denied else held.answered
+  if last is not None and teaching.behind(last) and any(message['role'] == 'tool' for message in new):
     raise InvalidRequest(
-      f'The conversation already has the results of turn {answered.n}: leave messages of tools out.',
-      field='messages',
+      f'The conversation already has the results of turn {last.n}: leave messages of tools out.', field='messages'
     )
   return new
 
 
-def next_prompt(held: SessionState, dialogue: Dialogue, new: Messages) -> StudentPrompt:
-  """Return the prompt of the next proposal, with the results of tools and messages since the last answer."""
-  answered = held.answered
-  pending: Messages = [] if answered is None else [teaching.result_message(each) for each in answered.results]
-  for turn in held.turns[0 if answered is None else 1 :]:
-    pending += [dict(message) for message in turn.messages]
+def next_prompt(held: SessionState, dialogue: Dialogue, new: Messages, *, denied: bool = True) -> StudentPrompt:
+  """Return the prompt of the next proposal, with the results of tools and messages since the last answer.
+
+  Args:
+    held: the session.
+    dialogue: the dialogue of the session.
+    new: the new messages.
+    denied: whether those denied proposals since the last answer that stay in the conversation are in the prompt, too.
+  """
+  answered = held.denied[-1] if denied and held.denied else held.answered
+  pending: Messages = [] if answered is None else teaching.behind(answered)
+  for turn in held.turns:
+    pending += [dict(message) for message in turn.messages] if answered is None or turn.n > answered.n else []
   pending += new
   if not pending:
     raise InvalidRequest(
@@ -59,6 +65,12 @@ def next_prompt(held: SessionState, dialogue: Dialogue, new: Messages) -> Studen
   if answered is None:
     return dialogue.begin(pending)
   return dialogue.after(answered.prompt_tokens, answered.answer_tokens, pending)
+
+
+def fitting_prompt(held: SessionState, dialogue: Dialogue, new: Messages, most: int) -> list[int]:
+  """Return the tokens of the next prompt; if it has more than `most`, without the denied proposals right before."""
+  prompt = next_prompt(held, dialogue, new).tokens
+  return prompt if len(prompt) <= most or not held.denied else next_prompt(held, dialogue, new, denied=False).tokens
 
 
 def draw(
