@@ -343,7 +343,7 @@ class TeacherTexts:
   @property
   def whole(self) -> str | None:
     """Feedback and environment as one text; None: both are empty."""
-    return '\n\n'.join(text for text in (self.feedback, self.environment) if text) or None
+    return '\n\n'.join(dict.fromkeys(text for text in (self.feedback, self.environment) if text)) or None
 
   def __bool__(self) -> bool:
     """Return whether there is any text for the teacher."""
