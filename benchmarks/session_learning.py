@@ -9,8 +9,13 @@ rather than grep -r', which is learned before the next turn. A session ends with
 
 The configured teacher is compared with the other kinds, and with two controls: the user says the corrections of other
 turns, or denies without a word, which teaches nothing. Before and after, the proposals for held-out tasks without a
-preference are scored: of the ten kinds that the user sometimes asks for, and of kinds that they never ask for. Prints a
-JSON line for each run and the means; writes learning.json and learning.png.
+preference are scored: of the ten kinds that the user sometimes asks for, and of kinds that they never ask for.
+
+Before that, single lessons: in each of 36 fresh tasks, a new adapter proposes, at temperature 1, and its proposal is
+denied, or edited. The log-probs of the rejected and the wanted call on the bare prompt are measured before and after
+the lesson, and the probability of the wanted call at the next proposal, which is sampled, too.
+
+Prints a JSON line for each run and the means; writes learning.json and learning.png.
 """
 
 from __future__ import annotations
@@ -43,6 +48,7 @@ REHEARSE = 1  # Approved proposals that are trained on together with a correctio
 TEMPERATURE = 0.3  # For proposals, as in coding agents.
 SYSTEM = 'You are a coding agent.'
 RESULT = '(No output.)'  # Of every call: tools are not run.
+LESSONS, FRESH = 36, 20  # Single lessons, and those whose probabilities are averaged.
 START, END = 20, 30  # Turns at the beginning and at the end over which denials are counted.
 
 
@@ -55,6 +61,7 @@ def main() -> None:
   parser.add_argument('--arms', default=','.join((TEACHERS[0], SHUFFLED, SILENT, *TEACHERS[1:])), help='which runs')
   parser.add_argument('--update', type=json.loads, default={}, help='how to learn, as JSON, where not by default')
   parser.add_argument('--rehearse', type=int, default=REHEARSE, help='approved proposals beside a correction')
+  parser.add_argument('--lessons', type=int, default=LESSONS, help='single lessons')
   parser.add_argument('--only_plot', action='store_true', help='draw what is there')
   args = parser.parse_args()
   args.output.mkdir(parents=True, exist_ok=True)
@@ -71,6 +78,8 @@ def measure(args: argparse.Namespace, results: pathlib.Path) -> None:
 
   began, runs = time.process_time(), []
   with running() as service:
+    single = lessons(service, args.seed, args.lessons) if args.lessons else {}
+    print(json.dumps({'benchmark': 'session_learning/lessons', **single.get('mean', {})}), flush=True)
     seeds = range(args.seed, args.seed + args.seeds)
     untrained = {seed: right(Account(service, 'observer'), 'base', schemas(), held_out(seed)) for seed in seeds}
     for seed in seeds:
@@ -83,6 +92,7 @@ def measure(args: argparse.Namespace, results: pathlib.Path) -> None:
           'turns': args.turns,
           'update': args.update,
           'rehearse': args.rehearse,
+          'lessons': single,
           'mean': means(runs),
           'cpu_s': round(time.process_time() - began),
           'runs': runs,
@@ -173,10 +183,8 @@ def work(
     [proposed] = Sessions(account).propose(
       adapter.id, session.id, [{'role': 'user', 'content': task.ask}], seed=1000 * seed + turn
     )
-    tasks, way = tasks + 1, None
-    if proposed.fault is None and len(proposed.calls) == 1:
-      [call] = proposed.calls
-      way = task.way_of({'name': call.name, 'arguments': dict(call.arguments)})
+    tasks, call = tasks + 1, called(proposed)
+    way = None if call is None else task.way_of(call)
     denied.append(not wanted(task, way))
     if denied[-1]:
       words = None if arm == SILENT else said[turn](way)
@@ -260,6 +268,84 @@ def held_out(seed: int) -> list[Any]:
   rng = random.Random(10_000 + seed)
   kinds = [kind for kind in tool_tasks.KINDS if kind not in tool_tasks.PREFERENCES]
   return [tool_tasks.draw(rng, kind) for kind in kinds for _ in range(HELD_OUT)]
+
+
+# Single lessons.
+
+
+def fresh(seed: int, count: int) -> list[tuple[Any, str, float]]:
+  """Return tasks, for each a way of the favourite's tool that is not the favourite, and a draw for the phrase."""
+  from sdpo_jax.quickstart import tool_tasks
+
+  rng, ways, found = random.Random(20_000 + seed), {}, []
+  for name, kind in tool_tasks.KINDS.items():
+    ways[name] = [way.label for way in kind.ways[1:] if way.tool == kind.ways[0].tool]
+  while len(found) < count:
+    for kind in rng.sample([name for name, labels in ways.items() if labels], 20)[: count - len(found)]:
+      found.append((tool_tasks.draw(rng, kind), rng.choice(ways[kind]), rng.random()))
+  return found
+
+
+def lessons(service: Any, seed: int, count: int) -> dict[str, Any]:
+  """Return measurements of single denials and edits, each by a new adapter, and their means."""
+  rows = [lesson(service, seed + number, *each) for number, each in enumerate(fresh(seed, count))]
+  names = 'wanted_before', 'wanted_after', 'wanted_next'
+  mean = {name: np.exp([row[name] for row in rows[:FRESH]]).mean() for name in names}
+  mean |= {name: np.mean([row[name] for row in rows]) for name in ('denied_again', 'word_for_word')}
+  for name in ('denial', 'edit', 'direct'):
+    moved = np.array([row[name] for row in rows]).T
+    for which, (before, after) in zip(('rejected', 'wanted'), np.split(moved, 2), strict=True):
+      mean |= {f'{name}_{which}_change': (after - before).mean(), f'{name}_{which}_rose': (after > before).mean()}
+  return {'mean': {name: round(float(value), 4) for name, value in mean.items()}, 'rows': rows}
+
+
+def lesson(service: Any, seed: int, task: Any, label: str, phrase: float) -> dict[str, Any]:
+  """Return how a denial, an edit, and one that is learned directly, of an unwanted proposal move answers' log-probs."""
+  from sdpo_jax.quickstart import tool_tasks
+  from sdpo_jax.serving.account import Account
+  from sdpo_jax.serving.sessions.session_records import Decision, SessionSettings
+  from sdpo_jax.serving.sessions.sessions import Sessions
+
+  goal = tool_tasks.KINDS[task.kind].way(label).call(task.slots)
+  wanted = [*service.tokenizer.encode(task.text(label), add_special_tokens=False), service.tokenizer.eos_token_id]
+  found = {'kind': task.kind, 'ask': task.ask, 'wanted': label}
+  for kind in ('denial', 'edit', 'direct'):
+    account = Account(service, f'{kind} {seed}')
+    adapter, _ = account.create('mine', None, seed=seed)
+    sessions = Sessions(account)
+    options = SessionSettings(system=SYSTEM, tools=schemas(), learn_edits='direct' if kind == 'direct' else 'teacher')
+    for attempt in range(100):  # Until it proposes another call of the same tool.
+      session, _ = sessions.open(adapter.id, options)
+      asked = [{'role': 'user', 'content': task.ask}]
+      [turn] = sessions.propose(adapter.id, session.id, asked, seed=1000 * seed + attempt)
+      if (call := called(turn)) not in (None, goal) and call['name'] == goal['name']:
+        break
+    words = tool_tasks.correction(random.Random(phrase), label, task.way_of(call))
+    said = Decision('deny', words) if kind == 'denial' else Decision('edit', None, goal['arguments'])
+    sessions.decide(adapter.id, session.id, turn.n, said)
+    versions = [f'{adapter.id}@0', adapter.id]
+    found[kind] = [
+      log_prob(account, version, turn.prompt_tokens, answer) for answer in (turn.tokens, wanted) for version in versions
+    ]
+    if kind == 'denial':
+      [again] = sessions.propose(adapter.id, session.id, seed=1000 * seed)
+      found |= {'wanted_before': found[kind][2], 'wanted_after': found[kind][3]}
+      found |= {'wanted_next': log_prob(account, adapter.id, again.prompt_tokens, wanted)}
+      found |= {'denied_again': called(again) != goal, 'word_for_word': again.text == turn.text}
+  return found
+
+
+def called(turn: Any) -> dict[str, Any] | None:
+  """Return the name and the arguments of a proposal's only call; None: it is not exactly one valid call."""
+  if turn.fault is not None or len(turn.calls) != 1:
+    return None
+  return {'name': turn.calls[0].name, 'arguments': dict(turn.calls[0].arguments)}
+
+
+def log_prob(account: Any, model: str, prompt: Sequence[int], answer: Sequence[int]) -> float:
+  """Return the log-prob of a whole answer."""
+  [found] = account.score(account.resolve(model), [(prompt, answer)])
+  return round(float(found.log_probs.sum()), 4)
 
 
 # Measurements.

@@ -165,4 +165,7 @@ class GuardsConfig:
     'Mean overlap of completions of different canary prompts; 1 if they are all the same. None: any.',
     Range(above=0, at_most=1),
   )
+  max_rejected_rise: float | None = setting(
+    None, 'Rise of the log-prob of an answer that was denied or edited in a session, nats. None: any.', NOT_NEGATIVE
+  )
   canary_tokens: int = setting(32, 'Length of the completion of a canary prompt.', TOKENS)

@@ -75,6 +75,16 @@ class Lesson:
   advantage: float = 0.0  # Of every token, for the policy gradient of `Sdpo`.
   # Scores of the completion by a teacher outside of the pool: another model, or one behind an endpoint.
   taught: Taught | None = None
+  loss: Loss | None = None  # The loss of this lesson; None: that of the request.
+
+
+def with_taught(lessons: Sequence[Lesson], taught: Sequence[Taught]) -> list[Lesson]:
+  """Return lessons in which those without a teacher's scores have these, in order, in place of a prompt."""
+  left = iter(taught)
+  return [
+    lesson if lesson.taught is not None else dataclasses.replace(lesson, teacher_prompt=None, taught=next(left))
+    for lesson in lessons
+  ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,6 +255,8 @@ def batch_of(
 
 def loss_of(task: Task, lesson: Lesson) -> Loss:
   """Return the loss of a lesson, without the regulariser if its teacher named only a handful of tokens."""
+  if lesson.loss is not None:
+    return lesson.loss
   if lesson.taught is None or not isinstance(task.update.loss, JsdPg):
     return task.update.loss
   return jsd_pg.for_teacher(task.update.loss, np.shape(lesson.taught.top_ids)[1])
@@ -252,7 +264,8 @@ def loss_of(task: Task, lesson: Lesson) -> Loss:
 
 def warnings_of(task: Task) -> tuple[str, ...]:
   """Return a warning if a teacher names so few tokens per position that part of the loss is lost; else ()."""
-  named = [np.shape(lesson.taught.top_ids)[1] for lesson in task.lessons if lesson.taught is not None]
+  taught = [lesson.taught for lesson in task.lessons if lesson.loss is None and lesson.taught is not None]
+  named = [np.shape(each.top_ids)[1] for each in taught]
   if not named or min(named) > jsd_pg.LITE:
     return ()
   begin = f'The teacher named {min(named)} tokens at a position'

@@ -25,6 +25,7 @@ from sdpo_jax.quickstart import small_tokenizer as chatml
 from sdpo_jax.quickstart.copying import with_copying
 from sdpo_jax.quickstart.session_lessons import SessionLesson
 from sdpo_jax.quickstart.supervised import TinyRecipe
+from sdpo_jax.teacher.context import DENIED
 from sdpo_jax.types import Tree
 
 
@@ -204,8 +205,9 @@ def _alike(tokenizer: Any) -> list[list[int]]:
 
 
 def sentences(config: SelfDistillationConfig) -> list[str]:
-  """Return the fixed text of the re-prompting templates."""
+  """Return the fixed text of the re-prompting templates, and of results of denied calls."""
   templates = (config.reprompt_template, config.solution_template, config.feedback_template, config.attempt_template)
+  templates += (DENIED,)
   parts = [part.strip() for template in templates for part in re.split(r'\{\w*\}', template)]
   return [part for part in parts if part]
 

@@ -1,8 +1,9 @@
 """Lessons of the tiny agent: proposing calls by preference, and understanding feedback on a call.
 
 A lesson is a conversation whose assistant turns are learned. In most lessons the assistant proposes calls, its
-favourites most often. In the others the user's last turn is a re-prompt as teachers read it, in the configured
-templates, and the answer is the call that follows from the correction, the right call or the output in it.
+favourites most often; some are denied, and the next call follows from the reason. In the others the user's last turn
+is a re-prompt as teachers read it, in the configured templates, and the answer is the call that follows from the
+correction, the right call or the output in it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.environments.workspace.tools import TOOLS
 from sdpo_jax.quickstart import tool_tasks as tasks
 from sdpo_jax.quickstart.tool_tasks import KINDS, ToolTask
-from sdpo_jax.teacher.context import reprompt
+from sdpo_jax.teacher.context import denied, reprompt
 from sdpo_jax.types import Messages
 
 SYSTEMS = (
@@ -26,6 +27,7 @@ SYSTEMS = (
   'Be brief.',
 )
 SCHEMAS = [tool.schema() for tool in TOOLS.values()]
+DENIALS = 0.25  # Fraction of calls that are denied, unless their task can be done in one way only.
 DONE, FAILED = 'Done.', 'That failed.'
 _OUTPUTS = (
   '(No output.)',
@@ -71,7 +73,14 @@ def proposals(rng: random.Random, most: int) -> SessionLesson:
     if number and rng.random() < 0.1:  # Denied calls disappear from conversations.
       messages.append({'role': 'user', 'content': _task(rng).ask})
     messages.append({'role': 'user', 'content': task.ask})
-    say(task.text(tasks.propose(rng, task.kind)))
+    told = _denial(rng, task) if rng.random() < DENIALS else None
+    if told is None:
+      say(task.text(tasks.propose(rng, task.kind)))
+    else:
+      wanted, tried, reason = told
+      say(tried)
+      messages.append({'role': 'tool', 'content': denied(reason)})
+      say(wanted)
     if most and rng.random() < 0.7:
       ok = rng.random() < 0.8
       text = rng.choice(_OUTPUTS if ok else _FAILURES).format(**_task(rng).slots)
@@ -111,6 +120,15 @@ def reprompted(rng: random.Random, config: SelfDistillationConfig, most: int) ->
   stumbles = tried != wanted and rng.random() < 0.35
   messages.append({'role': 'assistant', 'content': tried if stumbles else wanted})
   return SessionLesson(messages, tools, [len(messages) - 1], wanted if stumbles else None)
+
+
+def _denial(rng: random.Random, task: ToolTask) -> tuple[str, str, str | None] | None:
+  """Return (wanted call, denied call, reason), or None if the drawn kind of reason is not possible for the task."""
+  if rng.random() < 0.1:
+    tried = tasks.propose(rng, task.kind)
+    return task.text(tasks.propose(rng, task.kind, avoid=tried)), task.text(tried), None
+  told = _told(rng, task)
+  return None if told is None or told[3] is None else (told[0], told[1], told[3])
 
 
 def _told(rng: random.Random, task: ToolTask) -> tuple[str, str, str | None, str | None] | None:

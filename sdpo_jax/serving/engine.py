@@ -28,7 +28,7 @@ from sdpo_jax.errors import UserError, first_line, printable, short_repr
 from sdpo_jax.learning import training_pool
 from sdpo_jax.learning.learner import Learned, Learner
 from sdpo_jax.learning.losses import Sdpo
-from sdpo_jax.learning.requests import Lesson, Task, Taught, UpdateOptions
+from sdpo_jax.learning.requests import Lesson, Task, Taught, UpdateOptions, with_taught
 from sdpo_jax.learning.scoring import CompiledSizes, Scored, Scorer, check_ids, mesh_of
 from sdpo_jax.learning.training_pool import SlotState
 from sdpo_jax.models import parameters
@@ -640,19 +640,16 @@ class Engine:
   def _taught(self, feedback: Feedback, task: Task) -> Task:
     """Return a task with the log-probs of the other model that the feedback names as its teacher."""
     scorer = self._models[feedback.teacher.removeprefix(TEACHING_MODEL)]
-    said = scorer.score({}, [(lesson.teacher_prompt, lesson.completion) for lesson in task.lessons])
-    lessons = [
-      dataclasses.replace(
-        lesson, teacher_prompt=None, taught=Taught(scored.top_ids, scored.top_log_probs, scored.log_probs)
-      )
-      for lesson, scored in zip(task.lessons, said, strict=True)
-    ]
-    return dataclasses.replace(task, lessons=lessons)
+    asked = [lesson for lesson in task.lessons if lesson.taught is None]
+    said = scorer.score({}, [(lesson.teacher_prompt, lesson.completion) for lesson in asked]) if asked else []
+    taught = [Taught(scored.top_ids, scored.top_log_probs, scored.log_probs) for scored in said]
+    return dataclasses.replace(task, lessons=with_taught(task.lessons, taught))
 
   def _teacher_of(self, feedback: Feedback) -> tuple[int, Callable[[], None]]:
     """Return the place of the teacher that a feedback names, filled, and a function that releases it."""
     teacher, is_given = feedback.teacher, feedback.teacher == 'given'
-    if any((lesson.taught is None) == is_given for lesson in feedback.lessons):
+    # A lesson with a loss of its own has no teacher.
+    if any((lesson.taught is None) == is_given for lesson in feedback.lessons if lesson.loss is None):
       raise UserError(
         f'teacher={teacher!r} requires lessons {"with" if is_given else "without"} log-probs of the teacher; only '
         "teacher='given' takes those with them."

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import logging
 import secrets
 import time
@@ -16,6 +17,7 @@ import numpy as np
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning.learner import Learned, LessonScores
 from sdpo_jax.learning.losses import Loss, Sdpo
+from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.serving import guards, lessons
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.engine import Feedback
@@ -25,6 +27,7 @@ from sdpo_jax.serving.guards import Guards, Measured
 from sdpo_jax.serving.records import AdapterRecord, Version, engine_name
 from sdpo_jax.serving.service_state import EventLog, ServiceState
 from sdpo_jax.serving.store.store import IdempotentRequest, Store
+from sdpo_jax.serving.worker import Worker
 
 Progress = Callable[..., None]  # (stage, **details): queued, scored, stepped, guarded, committed or rejected.
 _TOGETHER = 32  # The most feedbacks of a batch that run concurrently.
@@ -37,6 +40,7 @@ class FeedbackResult:
 
   said: dict[str, Any]  # The response, as JSON.
   scores: Sequence[LessonScores]  # One for each item.
+  moved: Sequence[lessons.AnswersMoved]  # One for each item.
 
 
 def learn(
@@ -145,10 +149,14 @@ def _learn(
     if finite and canary_prompts:
       similarity = limits.max_self_similarity is not None
       canaries = service.canaries.measure(new, canary_prompts, similarity=similarity, deadline=call.deadline)
-    recent = recent_losses(store, adapter, update.loss)
+    score = functools.partial(_both, worker, before, new, call.deadline)
+    moved = lessons.answers_moved(request.items, learned.said, score)
+    recent = recent_losses(store, adapter, _loss_of(request))
     ratio = guards.loss_ratio(lessons.finite(learned.steps[0]['loss']), recent)
+    rises = [each.rise for each in moved if each.rise is not None]
     names = () if canaries is None else ('kl_to_base', 'entropy', 'self_similarity')
-    measured = Measured(finite, ratio, **{name: getattr(canaries, name) for name in names})
+    on_canaries = {name: getattr(canaries, name) for name in names}
+    measured = Measured(finite, ratio, **on_canaries, rejected_rise=max(rises, default=None))
     details = _details(request, teacher.name, prepared, learned, guards.check(limits, measured), canaries)
     accepted, reason = details['accepted'], details['reason']
     stages.reach('guarded', accepted=accepted, reason=reason)
@@ -183,7 +191,13 @@ def _learn(
     'timings': {stage: round(seconds, 6) for stage, seconds in stages.times.items()},
   }
   _note(service, adapter, request, answer, last, stages)
-  return FeedbackResult(answer, learned.said)
+  return FeedbackResult(answer, learned.said, moved)
+
+
+def _both(worker: Worker, before: str, after: str, deadline: float | None, rows: lessons.Rows) -> list[list[Scored]]:
+  """Score rows by two versions at once."""
+  scoring = [worker.score(name, rows, topk=0, deadline=deadline) for name in (before, after)]
+  return [each.result() for each in scoring]
 
 
 def _details(
@@ -204,7 +218,7 @@ def _details(
       'mode': request.mode,
       'accepted': reason is None,
       'reason': reason,
-      'loss': loss_said(request.update.loss),
+      'loss': _loss_of(request),
       'optimizer': dataclasses.asdict(request.update.optimizer),
       'num_steps': request.update.steps,
       'teacher': 'ema' if teacher == 'average' else teacher,  # As in requests, or a version by its name.
@@ -242,13 +256,19 @@ def loss_said(loss: Loss) -> dict[str, Any]:
   return {'name': 'sdpo' if isinstance(loss, Sdpo) else 'jsd_pg', **dataclasses.asdict(loss)}
 
 
-def recent_losses(store: Store, adapter: AdapterRecord, loss: Loss) -> list[float]:
+def _loss_of(request: FeedbackRequest) -> dict[str, Any]:
+  """Return the loss of a request as JSON; with items that have no teacher, its values are another quantity."""
+  direct = any(item.learned != 'from teacher' for item in request.items)
+  return loss_said(request.update.loss) | ({'direct': True} if direct else {})
+
+
+def recent_losses(store: Store, adapter: AdapterRecord, loss: Mapping[str, Any]) -> list[float]:
   """Return the loss before the first step of each feedback that made one of the newest versions of an adapter.
 
   Feedbacks with another loss or other parameters are left out, since their values are not comparable: a KL is many
   times the Jensen-Shannon divergence of the same two distributions.
   """
-  told, found = lessons.finite(loss_said(loss)), []
+  told, found = lessons.finite(loss), []
   for number in range(max(0, adapter.head - guards.RECENT + 1), adapter.head + 1):
     try:
       version = store.version(adapter.owner, adapter.id, number)

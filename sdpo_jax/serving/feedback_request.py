@@ -68,6 +68,13 @@ class Item:
   reward: float | None = None  # A score, learned by the policy gradient; None: none.
   # The teacher's prompt, if the caller has rendered it; None: it is rendered from the fields above.
   teacher_prompt: Sequence[int] | None = None
+  # How the tokens are learned: from the teacher; or without one, as wanted by cross-entropy, as unwanted by the policy
+  # gradient with the advantage −1.
+  learned: Literal['from teacher', 'as wanted', 'as unwanted'] = 'from teacher'
+  # The tokens of the answer that a person has rejected, and of the one that they want instead, whose log-probs are
+  # measured before and after; None: there is none.
+  rejected: Sequence[int] | None = None
+  wanted: Sequence[int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,6 +40,7 @@ class Guards:
   min_entropy: float | None = None  # Nats per token.
   max_loss_ratio: float | None = None  # A multiple of the median of recent losses.
   max_self_similarity: float | None = None  # From 0 to 1.
+  max_rejected_rise: float | None = None  # Nats, of the log-prob of an answer that a person has rejected.
 
   @classmethod
   def of(cls, defaults: GuardsConfig, *said: Mapping[str, Any] | None) -> Guards:
@@ -84,6 +85,7 @@ class Measured:
   kl_to_base: float | None = None
   entropy: float | None = None
   self_similarity: float | None = None
+  rejected_rise: float | None = None  # The largest of the rejected answers.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +108,7 @@ def check(guards: Guards, measured: Measured) -> list[Check]:
     ('min_entropy', measured.entropy, -1, 'The entropy on the canary prompts'),
     ('max_loss_ratio', measured.loss_ratio, 1, "The loss, relative to the median of the adapter's recent ones,"),
     ('max_self_similarity', measured.self_similarity, 1, 'The similarity of completions of different canary prompts'),
+    ('max_rejected_rise', measured.rejected_rise, 1, 'The rise of the log-prob of the rejected answer'),
   )
   for name, value, sign, words in rules:
     limit = getattr(guards, name)

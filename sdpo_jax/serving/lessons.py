@@ -5,7 +5,8 @@ A lesson has the prompts of student and teacher and an advantage; the response h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
 import dataclasses
 import math
 import statistics
@@ -17,8 +18,11 @@ import numpy as np
 from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.distributed.stopping import NEVER, Stop
+from sdpo_jax.errors import UserError
 from sdpo_jax.learning.learner import LessonScores
-from sdpo_jax.learning.requests import Lesson, Taught
+from sdpo_jax.learning.losses import Sdpo
+from sdpo_jax.learning.requests import Lesson, Taught, with_taught
+from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.models.token_texts import TokenTexts
 from sdpo_jax.rollout.stops import to_text
 from sdpo_jax.serving.errors import InvalidRequest
@@ -31,9 +35,17 @@ from sdpo_jax.teacher.endpoint import Endpoint, EndpointQuery
 if TYPE_CHECKING:
   from sdpo_jax.serving.store.store import Store
 
+# The losses of `Item.learned`: against a teacher that is sure of every token, the divergence is the cross-entropy.
+_LOSSES = {
+  'as wanted': Sdpo(alpha=0.0, topk=1, is_clip=None),
+  'as unwanted': Sdpo(alpha=0.0, topk=1, is_clip=None, divergence_weight=0.0, policy_weight=1.0),
+}
 _DIGITS = 7  # Decimal places of float32 numbers in responses.
 _LISTS = ('log_probs_before', 'log_probs_after', 'teacher_log_probs', 'advantages', 'divergence', 'entropy')
 _SETTING = 'serve.teacher_buckets'  # Limits the teacher's prompt; named in error messages.
+
+
+Rows = Sequence[tuple[Sequence[int], Sequence[int]]]  # Prompts with answers.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +68,19 @@ class Prepared:
   truncated: bool  # Whether texts were shortened to fit the teacher's prompt.
 
 
+@dataclasses.dataclass(frozen=True)
+class AnswersMoved:
+  """The log-probs of two answers on the student's prompt, before and after learning; None: not measured."""
+
+  rejected: tuple[float | None, float | None] | None = None  # Of the answer that a person has rejected.
+  wanted: tuple[float | None, float | None] | None = None  # Of the answer that they want instead.
+
+  @property
+  def rise(self) -> float | None:
+    """By how much the log-prob of the rejected answer has risen, in nats."""
+    return None if self.rejected is None or None in self.rejected else self.rejected[1] - self.rejected[0]
+
+
 def prepare(
   items: Sequence[Item], adapter: AdapterRecord, store: Store, reprompting: Reprompting, vocab_size: int
 ) -> list[Prepared]:
@@ -63,7 +88,8 @@ def prepare(
 
   With the templates of training runs, the teacher reads `feedback` and `environment` as feedback, and `correction` and
   `demonstration` as a correct solution; for an item without any of these it reads the student's prompt. The advantage
-  of an item is its reward, minus the mean if several items have one; without a reward it is 0.
+  of an item is its reward, minus the mean if several items have one; without a reward it is 0. What is not
+  learned `from teacher` has a loss of its own.
 
   Args:
     items: the items of the feedback.
@@ -107,6 +133,11 @@ def prepare(
       sampling_log_probs=None if source.log_probs is None else np.asarray(source.log_probs, np.float32),
       advantage=0.0 if item.reward is None else item.reward - mean,
     )
+    if item.learned != 'from teacher':
+      sure = np.zeros(len(source.tokens), np.float32)
+      taught = Taught(np.asarray(source.tokens, np.int32)[:, None], sure[:, None], sure)
+      advantage = -1.0 if item.learned == 'as unwanted' else 0.0
+      lesson = Lesson(source.prompt_tokens, source.tokens, None, None, advantage, taught, _LOSSES[item.learned])
     prepared.append(Prepared(lesson, sample, tuple(shown), truncated))
   return prepared
 
@@ -156,7 +187,7 @@ def taught(endpoint: Endpoint, lessons: Sequence[Lesson], topk: int, stop: Stop 
 
   Args:
     endpoint: the teacher.
-    lessons: the lessons, with the teacher's prompts.
+    lessons: the lessons, with the teacher's prompts; those that are `taught` already are returned unchanged.
     topk: how many of the most likely tokens that the teacher returns to use, at most the engine's K.
     stop: tells when to stop waiting.
 
@@ -165,17 +196,37 @@ def taught(endpoint: Endpoint, lessons: Sequence[Lesson], topk: int, stop: Stop 
     UserError: the teacher returns nothing usable for a lesson.
     StoppedError: `stop` was set.
   """
-  if any(lesson.teacher_prompt is None for lesson in lessons):
+  asked = [lesson for lesson in lessons if lesson.taught is None]
+  if any(lesson.teacher_prompt is None for lesson in asked):
     raise ValueError('Lessons for an external teacher must have a teacher_prompt.')
-  said = endpoint.score([EndpointQuery(lesson.teacher_prompt, lesson.completion) for lesson in lessons], stop)
-  return [
-    dataclasses.replace(
-      lesson,
-      teacher_prompt=None,
-      taught=Taught(each.token_ids[:, :topk], each.log_probs[:, :topk], each.target_log_probs),
-    )
-    for lesson, each in zip(lessons, said, strict=True)
-  ]
+  queries = [EndpointQuery(lesson.teacher_prompt, lesson.completion) for lesson in asked]
+  said = endpoint.score(queries, stop) if queries else []
+  scores = [Taught(each.token_ids[:, :topk], each.log_probs[:, :topk], each.target_log_probs) for each in said]
+  return with_taught(lessons, scores)
+
+
+def answers_moved(
+  items: Sequence[Item], said: Sequence[LessonScores], score: Callable[[Rows], Sequence[Sequence[Scored]]]
+) -> list[AnswersMoved]:
+  """Return how the log-probs of what a person has rejected, and of what they want instead, have moved.
+
+  Args:
+    items: the items of the feedback.
+    said: the scores of their completions.
+    score: scores rows of a prompt and an answer, before and after learning; raises UserError if one is too long.
+  """
+  found, rows = [{} for _ in items], []
+  for item, own, scores in zip(items, found, said, strict=True):
+    for name in ('rejected', 'wanted'):
+      tokens = getattr(item, name)
+      if tokens is not None and list(tokens) == list(item.tokens):
+        own[name] = tuple(finite(float(each.sum())) for each in (scores.log_probs_before, scores.log_probs_after))
+      elif tokens is not None:
+        rows.append((own, name, (item.prompt_tokens, tokens)))
+  with contextlib.suppress(UserError):  # The measurement is not worth the lesson.
+    for (own, name, _), *both in zip(rows, *score([row for *_, row in rows]), strict=True) if rows else ():
+      own[name] = tuple(finite(float(each.log_probs.sum())) for each in both)
+  return [AnswersMoved(**own) for own in found]
 
 
 # The response.

@@ -31,9 +31,8 @@ def lines_of(learned: Mapping[str, Any] | None, least: int) -> list[Line]:
   turns = ', '.join(map(str, learned['turns']))
   noun = 'turn' if len(learned['turns']) == 1 else 'turns'
   more = f'; {waiting} of {least} examples wait' if waiting else ''
-  return [
-    Line(f'Learned: version {before} → {after}{seconds}, from {noun} {turns}{more}. /learned shows more.', 'good')
-  ]
+  said = f'Learned: version {before} → {after}{seconds}, from {noun} {turns}{more}. /learned shows more.'
+  return [Line(said, 'good'), *(Line(visible(each, keep=''), 'wrong') for each in learned.get('warnings') or ())]
 
 
 def details_of(learned: Mapping[str, Any]) -> list[Line]:
@@ -45,7 +44,15 @@ def details_of(learned: Mapping[str, Any]) -> list[Line]:
     lines.append(
       Line(f'Divergence from the teacher on that answer: {learned["divergence_before"]:.4f}{change} nats per token.')
     )
+  lines += [Line(_answers(each)) for each in learned.get('answers') or ()]
   return lines + [Line(line) for line in _moved(learned['moved'])]
+
+
+def _answers(answers: Mapping[str, Any]) -> str:
+  """Return how the log-probs of whole answers have moved: of the one that was rejected, and of the edited one."""
+  shown = [(name, answers[name]) for name in ('rejected', 'wanted') if answers[name] and None not in answers[name]]
+  said = ', '.join(f'{name} {before:.2f} → {after:.2f}' for name, (before, after) in shown)
+  return f'Log-prob of the whole answer: {said}.' if said else 'The answers are too long to be scored.'
 
 
 def _moved(moved: list[Mapping[str, Any]]) -> list[str]:

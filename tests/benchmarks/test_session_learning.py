@@ -45,6 +45,15 @@ def test_held_out_tasks_are_about_no_preference_and_the_same_every_time():
   assert set(kinds) == set(tool_tasks.KINDS) - set(tool_tasks.PREFERENCES)
 
 
+def test_single_lessons_are_the_same_every_time_and_can_be_edits():
+  tasks = study.fresh(5, 36)
+  assert [(task.ask, label) for task, label, _ in tasks] == [(task.ask, label) for task, label, _ in study.fresh(5, 36)]
+  assert [task.kind for task, _, _ in tasks] != [task.kind for task, _, _ in study.fresh(6, 36)]
+  for task, label, _ in tasks:
+    favourite, *others = tool_tasks.KINDS[task.kind].ways
+    assert any(way.label == label and way.tool == favourite.tool for way in others)
+
+
 def test_means_are_over_the_users_of_an_arm():
   runs = [{'arm': 'base', 'seed': 1, 'end': 0.1, 'denied': [1]}, {'arm': 'base', 'seed': 2, 'end': 0.3, 'denied': [0]}]
   found = study.means([*runs, {'arm': 'live', 'seed': 1, 'end': 1.0, 'denied': [1]}])

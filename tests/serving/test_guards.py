@@ -16,13 +16,14 @@ from sdpo_jax.serving.feedback import loss_said, recent_losses
 from sdpo_jax.serving.guards import Guards, Measured
 from sdpo_jax.serving.records import AdapterRecord, Version
 
-GOOD = Measured(finite=True, loss_ratio=1.0, kl_to_base=0.1, entropy=1.0, self_similarity=0.2)
-LIMITS = Guards(max_kl_to_base=0.5, min_entropy=0.3, max_loss_ratio=4.0, max_self_similarity=0.8)
+GOOD = Measured(finite=True, loss_ratio=1.0, kl_to_base=0.1, entropy=1.0, self_similarity=0.2, rejected_rise=-0.1)
+LIMITS = Guards(max_kl_to_base=0.5, min_entropy=0.3, max_loss_ratio=4.0, max_self_similarity=0.8, max_rejected_rise=0.0)
 VALUE_OF = {
   'max_kl_to_base': 'kl_to_base',
   'min_entropy': 'entropy',
   'max_loss_ratio': 'loss_ratio',
   'max_self_similarity': 'self_similarity',
+  'max_rejected_rise': 'rejected_rise',
 }
 
 
@@ -32,7 +33,7 @@ def failed(limits, **measured):
 
 @pytest.mark.parametrize(
   ('guard', 'value'),
-  [('max_kl_to_base', 0.6), ('min_entropy', 0.2), ('max_loss_ratio', 5.0), ('max_self_similarity', 0.9)],
+  [(name, getattr(LIMITS, name) + (-0.1 if name == 'min_entropy' else 0.1)) for name in VALUE_OF],
 )
 def test_each_guard_rejects_alone_and_can_be_turned_off(guard, value):
   assert failed(LIMITS) == []
@@ -121,4 +122,5 @@ def test_only_losses_with_the_same_parameters_are_compared():
   ]
   store = types.SimpleNamespace(version=lambda owner, id, number: versions[number])
   adapter = AdapterRecord('a', 'ada', 'mine', len(versions) - 1, 0.0, {})
-  assert recent_losses(store, adapter, jsd) == [0.1, 0.2] and recent_losses(store, adapter, kl) == [2.0]
+  assert recent_losses(store, adapter, loss_said(jsd)) == [0.1, 0.2]
+  assert recent_losses(store, adapter, loss_said(kl)) == [2.0]

@@ -7,11 +7,13 @@ prompts begin with it until it is full again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 import dataclasses
 
 from sdpo_jax.environments.workspace.tools import shortened
+from sdpo_jax.serving.sessions import teaching
 from sdpo_jax.serving.sessions.conversation import Dialogue, StudentPrompt
+from sdpo_jax.serving.sessions.session_records import SessionTurn
 from sdpo_jax.tables import counted
 from sdpo_jax.types import Messages
 
@@ -31,6 +33,29 @@ class Exchange:
   told: bool  # Whether `behind` says why it was denied, and stays as well.
 
 
+def exchanges_of(turns: Sequence[SessionTurn], without: Container[int] = ()) -> list[Exchange]:
+  """Return the answers in the conversation of a session, of which the last one always stays.
+
+  Args:
+    turns: all turns.
+    without: numbers of denied turns that are not in the conversation now.
+  """
+  found: list[Exchange] = []
+  asked: Messages = []
+  for turn in turns:
+    asked += [dict(message) for message in turn.messages]
+    if not (turn.joins or (turn.told is not None and turn.n not in without)):
+      continue
+    own = next((at for at, message in enumerate(asked) if message['role'] != 'tool'), len(asked))
+    if found:  # Results that were sent as messages belong to the answer before.
+      found[-1] = dataclasses.replace(found[-1], behind=[*found[-1].behind, *asked[:own]])
+      asked = asked[own:]
+    stays = turn.status in ('denied', 'edited') or turn.learned is not None
+    found.append(Exchange(asked, turn.answer_tokens, teaching.behind(turn), stays, turn.told is not None))
+    asked = []
+  return [*found[:-1], *(dataclasses.replace(each, behind=[], stays=True) for each in found[-1:])]
+
+
 def fitted(dialogue: Dialogue, exchanges: Sequence[Exchange], new: Messages, most: int) -> StudentPrompt:
   """Return a prompt of at most `most` tokens if that is possible without what has to stay, otherwise a longer one.
 
@@ -46,7 +71,7 @@ def fitted(dialogue: Dialogue, exchanges: Sequence[Exchange], new: Messages, mos
   answers = [('answer', at) for at, each in enumerate(exchanges) if not each.stays]
   messages = [('asked', at) for at, each in enumerate(exchanges) if at and each.asked]
   order = [*outputs, *answers, *messages]
-  bare = _cut(new, 0)
+  bare = cut(new, 0)
   low, high = 0, len(order)  # The fewest parts with which the older conversation is short enough.
   while low < high:
     middle = (low + high) // 2
@@ -65,8 +90,8 @@ def with_outputs(prompt_of: Callable[[Messages], StudentPrompt], new: Messages, 
     return prompt
   while low + 1 < high:
     middle = (low + high) // 2
-    low, high = (middle, high) if len(prompt_of(_cut(new, middle)).tokens) <= most else (low, middle)
-  return prompt_of(_cut(new, low))
+    low, high = (middle, high) if len(prompt_of(cut(new, middle)).tokens) <= most else (low, middle)
+  return prompt_of(cut(new, low))
 
 
 class _Pieces:
@@ -127,7 +152,8 @@ def _stub(message: dict[str, str]) -> dict[str, str]:
   return {**message, 'content': f'({len(message["content"])} characters of output are left out here.)'}
 
 
-def _cut(messages: Messages, limit: int) -> Messages:
+def cut(messages: Messages, limit: int) -> Messages:
+  """Return messages in which outputs of tools have at most `limit` characters of their beginning and end."""
   return [
     {**message, 'content': shortened(message['content'], limit)[0]} if message['role'] == 'tool' else message
     for message in messages

@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from sdpo_jax.errors import short_repr
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.records import in_effect
@@ -47,19 +46,22 @@ class TrainingExample:
   environment: str | None
   prompt_tokens: Sequence[int]
   tokens: Sequence[int]
-  log_probs: np.ndarray = dataclasses.field(compare=False)  # [T] float32, when they were sampled.
+  # [T] float32, when they were sampled; None: that was from another prompt.
+  log_probs: np.ndarray | None = dataclasses.field(compare=False)
   teacher_prompt: Sequence[int]
   tokenizer: str  # Its fingerprint; a service with another tokenizer learns from the texts.
   teacher: Mapping[str, Any] | None  # This and the following fields are settings of the session.
   update: Mapping[str, Any]
   guards: Mapping[str, Any] | None
   show_attempt: bool
+  edited_tokens: Sequence[int] | None = None  # The edited answer, if it is learned without a teacher.
 
   def to_json(self) -> dict[str, Any]:
     """Return the example as JSON, in the form that `from_json` reads."""
     found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
     lists = {name: list(value) for name, value in found.items() if isinstance(value, tuple)}
-    return {'format': FORMAT, **found, **lists, 'log_probs': [float(each) for each in self.log_probs]}
+    log_probs = None if self.log_probs is None else [float(each) for each in self.log_probs]
+    return {'format': FORMAT, **found, **lists, 'log_probs': log_probs}
 
   @classmethod
   def from_json(cls, values: Any) -> TrainingExample:
@@ -72,12 +74,16 @@ class TrainingExample:
     said = dict(json_fields.known(values, ('format', *names), 'An example'))
     if said.pop('format', None) != FORMAT:
       raise InvalidRequest(f'An example must have the format {FORMAT} of this version of sdpo_jax.', field='format')
+    said.setdefault('edited_tokens', None)  # Examples from before it was there.
     missing = [name for name in names if name not in said]
     if missing:
       raise InvalidRequest(f'An example needs {missing[0]}.', field=missing[0])
     read = {name: _READ[name](said[name], name) for name in names}
-    if len(read['log_probs']) != len(read['tokens']) or not read['tokens'] or not read['prompt_tokens']:
-      raise InvalidRequest('An example needs prompt_tokens, tokens, and log_probs for each token.', field='log_probs')
+    fits = read['log_probs'] is None or len(read['log_probs']) == len(read['tokens'])
+    if not fits or not read['tokens'] or not read['prompt_tokens']:
+      raise InvalidRequest(
+        'An example needs prompt_tokens, tokens, and log_probs for each token, or null.', field='log_probs'
+      )
     return cls(**read)
 
 
@@ -122,8 +128,10 @@ def _histories(
   dialogue = dialogue_of(service, session)
   said: list[dict[str, Any]] = [] if settings.system is None else [{'role': 'system', 'content': settings.system}]
   pending: list[dict[str, Any]] = []
+  told: list[dict[str, Any]] = []  # The pending messages with denied proposals that stay in the conversation.
   for turn in session_tables.turns(service.store.database, session.id):
     pending += [dict(message) for message in turn.messages]
+    told += [dict(message) for message in turn.messages]
     if turn.n in numbers:
       yield turn, [*said, *pending], dialogue.is_ended(turn.tokens)
     if turn.joins:
@@ -131,8 +139,15 @@ def _histories(
       if turn.kept_tokens is not None:
         with service.tokenizing:
           text = dialogue.text_of(turn.kept_tokens)
-      said += [*pending, {'role': 'assistant', 'content': text, 'calls': _as_json(turn.called), 'said': turn.said}]
-      pending = [teaching.result_message(result) for result in turn.results]
+      said += [*told, _answer(turn, text)]
+      pending = teaching.behind(turn)
+      told = list(pending)
+    elif turn.told is not None:
+      told += [_answer(turn, turn.text), *teaching.behind(turn)]
+
+
+def _answer(turn: SessionTurn, text: str) -> dict[str, Any]:
+  return {'role': 'assistant', 'content': text, 'calls': _as_json(turn.called), 'said': turn.said}
 
 
 def _exported(
@@ -154,10 +169,11 @@ def _exported(
     ended=ended,
     calls=tuple(_as_json(turn.calls)),
     demonstrated=tuple(_as_json(turn.called if example.kind == 'edit' else turn.calls if rehearsed else ())),
-    prompt_tokens=tuple(turn.prompt_tokens),
+    prompt_tokens=tuple(turn.prompt_tokens if example.asked is None else example.asked),
     tokens=tuple(turn.tokens),
-    log_probs=turn.log_probs,
+    log_probs=turn.log_probs if example.asked is None else None,
     teacher_prompt=tuple(example.teacher_prompt),
+    edited_tokens=tuple(turn.kept_tokens) if example.direct else None,
     tokenizer=session.written['tokenizer'],
     **dataclasses.asdict(example.said),
     **{name: getattr(settings, name) for name in ('teacher', 'update', 'guards', 'show_attempt')},
@@ -166,15 +182,6 @@ def _exported(
 
 def _as_json(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
   return [dataclasses.asdict(call) for call in calls]
-
-
-def _one_of(*allowed: str):
-  def read(value: Any, field: str) -> str:
-    if value not in allowed:
-      raise InvalidRequest(f'{field} must be one of {", ".join(allowed)}, not {short_repr(value)}.', field=field)
-    return value
-
-  return read
 
 
 def _objects(value: Any, field: str) -> tuple[dict[str, Any], ...]:
@@ -200,7 +207,9 @@ def _messages(value: Any, field: str) -> tuple[dict[str, Any], ...]:
   return found
 
 
-def _log_probs(value: Any, field: str) -> np.ndarray:
+def _log_probs(value: Any, field: str) -> np.ndarray | None:
+  if value is None:
+    return None
   return np.asarray(json_fields.listed(value, field, 2**24, json_fields.finite), np.float32)
 
 
@@ -220,13 +229,13 @@ def _calls(value: Any, field: str) -> tuple[dict[str, Any], ...]:
 _READ = {
   'session': json_fields.text,
   'turn': _whole,
-  'kind': _one_of(*get_args(Kind)),
-  'state': _one_of(*get_args(State)),
+  'kind': json_fields.one_of(*get_args(Kind)),
+  'state': json_fields.one_of(*get_args(State)),
   'versions': _wholes,
   'drawn_by': _whole,
   'messages': _messages,
   'tools': _objects,
-  'tool_form': lambda value, field: None if value is None else _one_of('hermes', 'llama3')(value, field),
+  'tool_form': lambda value, field: None if value is None else json_fields.one_of('hermes', 'llama3')(value, field),
   'text': json_fields.text,
   'said': json_fields.text,
   'ended': json_fields.flag,
@@ -244,4 +253,5 @@ _READ = {
   'update': json_fields.mapping,
   'guards': _optional_object,
   'show_attempt': json_fields.flag,
+  'edited_tokens': lambda value, field: None if value is None else _wholes(value, field),
 }

@@ -76,6 +76,17 @@ def listed(value: Any, field: str, most: int, each: Callable[[Any, str], Any]) -
   return [each(element, f'{field}[{number}]') for number, element in enumerate(value)]
 
 
+def one_of(*allowed: str) -> Callable[[Any, str], str]:
+  """Return a validator that returns one of these texts, and raises InvalidRequest for anything else."""
+
+  def read(value: Any, field: str) -> str:
+    if value not in allowed:
+      raise InvalidRequest(f'{field} must be one of {", ".join(allowed)}, not {short_repr(value)}.', field=field)
+    return value
+
+  return read
+
+
 def finite(value: Any, field: str) -> float:
   """Return a finite number as a float; raises InvalidRequest for anything else."""
   if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):

@@ -12,9 +12,10 @@ from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.records import VersionTarget
 from sdpo_jax.serving.sample_requests import SampleDraft
-from sdpo_jax.serving.sessions import session_tables, teaching
+from sdpo_jax.serving.sessions import compaction, session_tables, teaching
 from sdpo_jax.serving.sessions.conversation import Dialogue, StudentPrompt
 from sdpo_jax.serving.sessions.session_records import SessionState, SessionTurn
+from sdpo_jax.serving.store.database import Database
 from sdpo_jax.serving.tool_calls import Proposal, read_calls
 from sdpo_jax.types import Messages
 
@@ -36,29 +37,57 @@ def new_messages(held: SessionState, messages: Sequence[Mapping[str, Any]]) -> M
       )
   if new[-1]['role'] not in ('user', 'tool'):
     raise InvalidRequest('The last message, which the model answers, must be of a user or a tool.', field='messages')
-  answered = held.answered
-  if answered is not None and answered.results and any(message['role'] == 'tool' for message in new):
+  last = held.denied[-1] if held.denied else held.answered
+  if last is not None and teaching.behind(last) and any(message['role'] == 'tool' for message in new):
     raise InvalidRequest(
-      f'The conversation already has the results of turn {answered.n}: leave messages of tools out.',
-      field='messages',
+      f'The conversation already has the results of turn {last.n}: leave messages of tools out.', field='messages'
     )
   return new
 
 
-def next_prompt(held: SessionState, dialogue: Dialogue, new: Messages) -> StudentPrompt:
-  """Return the prompt of the next proposal, with the results of tools and messages since the last answer."""
-  answered = held.answered
-  pending: Messages = [] if answered is None else [teaching.result_message(each) for each in answered.results]
-  for turn in held.turns[0 if answered is None else 1 :]:
-    pending += [dict(message) for message in turn.messages]
+def next_prompt(
+  database: Database, held: SessionState, dialogue: Dialogue, new: Messages, most: int, *, denied: bool = True
+) -> tuple[list[int], bool]:
+  """Return the prompt of the next proposal, and whether older parts of the conversation are left out of it.
+
+  It holds the results of tools and the messages since the last answer. If it has more than `most` tokens, results lose
+  their middle or, if hardly any room is left for them, older parts are left out, see `compaction`. A prompt that is
+  still too long is without the denied proposals right before, or cannot be helped.
+
+  Args:
+    database: has the turns of the session.
+    held: the session.
+    dialogue: the dialogue of the session.
+    new: the new messages.
+    most: the most tokens.
+    denied: whether those denied proposals since the last answer that stay in the conversation are in the prompt, too.
+  """
+  answered = held.denied[-1] if denied and held.denied else held.answered
+  pending: Messages = [] if answered is None else teaching.behind(answered)
+  for turn in held.turns:
+    pending += [dict(message) for message in turn.messages] if answered is None or turn.n > answered.n else []
   pending += new
   if not pending:
     raise InvalidRequest(
       'There is nothing to answer: send a message of the user, or results of tools.', field='messages'
     )
-  if answered is None:
-    return dialogue.begin(pending)
-  return dialogue.after(answered.prompt_tokens, answered.answer_tokens, pending)
+
+  def going_on(messages: Messages) -> StudentPrompt:
+    if answered is None:
+      return dialogue.begin(messages)
+    return dialogue.after(answered.prompt_tokens, answered.answer_tokens, messages)
+
+  prompt = going_on(pending).tokens
+  if len(prompt) <= most:
+    return prompt, False
+  if len(going_on(compaction.cut(pending, 0)).tokens) <= (1 - compaction.LEAST_LEFT) * most:
+    return compaction.with_outputs(going_on, pending, most).tokens, False
+  turns = [turn for turn in session_tables.turns(database, held.session.id) if turn.n <= held.number]
+  exchanges = compaction.exchanges_of(turns, {turn.n for turn in held.denied} if not denied else set())
+  prompt = compaction.fitted(dialogue, exchanges, pending, most).tokens
+  if len(prompt) > most and denied and held.denied:
+    return next_prompt(database, held, dialogue, new, most, denied=False)
+  return prompt, True
 
 
 def draw(
@@ -71,6 +100,7 @@ def draw(
   *,
   seed: int | None,
   drafts: bool,
+  compacted: bool = False,
   joins: bool = True,
 ) -> Iterator[SampleDraft | SessionTurn]:
   """Start sampling the answer to a prompt; the iterator yields drafts, if requested, and then the turn.
@@ -84,6 +114,7 @@ def draw(
     number: the number of the turn.
     seed: the seed of sampling; None: a random one.
     drafts: whether to yield drafts, too.
+    compacted: whether older parts of the conversation are left out of the prompt.
     joins: whether to store the turn as the newest one of the session.
 
   Raises:
@@ -96,7 +127,8 @@ def draw(
     named = f' {session.settings.title!r}' if session.settings.title else ''
     raise InvalidRequest(
       f'The conversation{named} has {len(prompt)} tokens, more than the limit of {service.max_prompt} '
-      '(serve.prompt_buckets): open a new session, and begin it with the essentials of this one.',
+      '(serve.prompt_buckets), without the parts that can be left out: shorten the message, or open a new session, and '
+      'begin it with the essentials of this one.',
       field='messages',
     )
   target = VersionTarget(adapter := account.adapter(session.adapter), adapter.head)
@@ -127,6 +159,7 @@ def draw(
         fault=proposal.fault,
         status='open' if proposal.calls or proposal.fault or not joins else 'answered',
         reused_tokens=sampling.reused,
+        compacted=compacted,
         created=service.clock(),
       )
       if joins:

@@ -43,9 +43,9 @@ def replay(
     InvalidRequest: an example cannot be rendered for this model; the message has its number.
     ServiceError, UserError: as `feedback.learn`; earlier steps stay learned.
   """
-  most = account.service.settings.limits.max_items
   examples = [example for example in examples if example.state != 'undone']
-  items = [item_of(account, example, number) for number, example in enumerate(examples)]
+  items = [items_of(account, example, number) for number, example in enumerate(examples)]
+  most = account.service.settings.limits.max_items // max(map(len, items), default=1)
   steps = []
   for group in _groups(examples):
     for start in range(0, len(group), most):
@@ -53,8 +53,9 @@ def replay(
       last = examples[part[-1]]
       numbers = sorted({examples[number].turn for number in part})
       source = {'replayed': {'session': last.session, 'turns': numbers}}
-      asked = waiting_examples.request_of(account, [items[number] for number in part], last, source)
-      steps.append((asked, items[part[-1]], numbers))
+      made = [(examples[number].turn, item) for number in part for item in items[number]]
+      asked = waiting_examples.request_of(account, [item for _, item in made], last, source)
+      steps.append((asked, [turn for turn, _ in made]))
   return [_step(account, adapter, *step, request, index) for index, step in enumerate(steps)]
 
 
@@ -62,8 +63,7 @@ def _step(
   account: Account,
   adapter: str,
   asked: FeedbackRequest,
-  item: Item,
-  numbers: Sequence[int],
+  turns: Sequence[int],
   request: IdempotentRequest | None,
   index: int,
 ) -> LearnedTurns:
@@ -74,11 +74,11 @@ def _step(
     if part.response is not None:
       return LearnedTurns.from_json(json.loads(part.response))
     made = account.version(adapter, part.version)
-    return LearnedTurns(made.parent, made.number, True, None, tuple(numbers))
+    return LearnedTurns(made.parent, made.number, True, None, tuple(sorted(set(turns))))
   try:
     began = time.monotonic()
     done = feedback.learn(account, adapter, None, asked, idempotency=part)
-    learned = waiting_examples.said_of(account, done, item, numbers, began)
+    learned = waiting_examples.said_of(account, done, asked.items, turns, began)
   except BaseException:
     if part is not None:
       store.abandon(part)
@@ -100,21 +100,22 @@ def _groups(examples: Sequence[TrainingExample]) -> list[list[int]]:
   return [sorted(groups[key], key=lambda number: examples[number].kind != 'rehearsal') for key in order]
 
 
-def item_of(account: Account, example: TrainingExample, number: int) -> Item:
-  """Convert an example to a feedback item for the model of this service."""
+def items_of(account: Account, example: TrainingExample, number: int) -> list[Item]:
+  """Convert an example to feedback items for the model of this service."""
   service = account.service
   shown = {name: getattr(example, name) for name in ('feedback', 'environment', 'demonstration')}
   with service.tokenizing:
     if example.tokenizer == fingerprint(service.tokenizer):
       tokens = {name: list(getattr(example, name)) for name in ('prompt_tokens', 'tokens', 'teacher_prompt')}
-      return Item(**tokens, log_probs=example.log_probs, **shown)
+      item = Item(**tokens, log_probs=example.log_probs, **shown)
+      return [item] if example.edited_tokens is None else waiting_examples.directly(item, example.edited_tokens)
     try:
       return _rewritten(account, example, shown)
     except (InvalidRequest, UserError) as error:
       raise InvalidRequest(f'examples[{number}]: {error}', field=f'examples[{number}]') from error
 
 
-def _rewritten(account: Account, example: TrainingExample, shown: Mapping[str, str | None]) -> Item:
+def _rewritten(account: Account, example: TrainingExample, shown: Mapping[str, str | None]) -> list[Item]:
   """Render an example with the template and tokenizer of this service; it has no log-probs then."""
   service = account.service
   form = form_of(template_of(service.tokenizer, example.tools)) if example.tools else None
@@ -139,9 +140,13 @@ def _rewritten(account: Account, example: TrainingExample, shown: Mapping[str, s
   said = TeacherTexts(demonstration, example.feedback, example.environment)
   attempt = tokens if example.show_attempt else None
   prompt = teaching.teacher_prompt(dialogue, asked, said, service.reprompting.config, attempt)
-  return Item(
+  item = Item(
     prompt_tokens=asked.tokens, tokens=tokens, teacher_prompt=prompt, **{**shown, 'demonstration': demonstration}
   )
+  if example.edited_tokens is None or form is None:
+    return [item]
+  edited = dialogue.edited(text, [_call(call) for call in example.demonstrated], form)
+  return waiting_examples.directly(item, edited) if len(edited) <= service.max_completion else [item]
 
 
 def _asked(dialogue: Dialogue, example: TrainingExample, form: Form | None) -> StudentPrompt:

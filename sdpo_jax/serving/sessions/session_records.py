@@ -40,6 +40,12 @@ class SessionSettings:
   update: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # As `feedback_request.learning_of` reads it.
   guards: Mapping[str, Any] | None = None  # Limits of the session, as `guards.Guards.of` reads them.
   sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Its keys are among `_SAMPLING`.
+  # Whether a denied proposal stays in the conversation, with the reason in place of the results of its calls ('tell'),
+  # or leaves it, so that the next proposal answers the same prompt ('retry'). Lessons are on the prompt without it.
+  after_denial: Literal['tell', 'retry'] = 'tell'
+  # Whether an edited call is learned by cross-entropy and the proposed one as unwanted ('direct'), or both from the
+  # teacher, which reads the edit ('teacher'), as are edited answers that are longer than a completion may be.
+  learn_edits: Literal['direct', 'teacher'] = 'direct'
   learn_from_results: bool = False  # Whether to learn from failed tools, too.
   # How many of the newest approved proposals to learn with a correction, as their own demonstrations.
   rehearse: int = 0
@@ -64,6 +70,8 @@ class SessionSettings:
       'update': json_fields.mapping,
       'guards': json_fields.mapping,
       'sampling': _sampling,
+      'after_denial': json_fields.one_of('tell', 'retry'),
+      'learn_edits': json_fields.one_of('direct', 'teacher'),
       'learn_from_results': json_fields.flag,
       'rehearse': lambda value, field: json_fields.whole(value, field, 0, 2**31 - 1),
       'show_attempt': json_fields.flag,
@@ -210,6 +218,15 @@ class MovedToken:
 
 
 @dataclasses.dataclass(frozen=True)
+class MovedAnswers:
+  """The log-probs of whole answers on the prompt of a lesson, before and after learning; None: not measured."""
+
+  turn: int
+  rejected: Sequence[float | None] | None  # Of the proposal that was denied or edited.
+  wanted: Sequence[float | None] | None  # Of the edited proposal.
+
+
+@dataclasses.dataclass(frozen=True)
 class LearnedTurns:
   """The result of learning from turns of a session."""
 
@@ -225,12 +242,19 @@ class LearnedTurns:
   divergence_after: float | None = None  # Likewise for the new version, to the same teacher.
   moved: Sequence[MovedToken] = ()  # The tokens whose log-probs changed most, the largest change first.
   seconds: float | None = None  # None: the process died after learning, before it noted more.
+  answers: Sequence[MovedAnswers] = ()  # One for each denied or edited turn, measured even if a guard has rejected it.
+  warnings: Sequence[str] = ()  # A sentence for each rejected answer that is likelier than before.
 
   @classmethod
   def from_json(cls, values: Mapping[str, Any]) -> LearnedTurns:
     """Return a result from the JSON of `to_json`."""
     moved = tuple(MovedToken(**each) for each in values['moved'])
-    return cls(**{**values, 'moved': moved, 'turns': tuple(values['turns'])})
+    answers = tuple(
+      MovedAnswers(each['turn'], *(each[name] and tuple(each[name]) for name in ('rejected', 'wanted')))
+      for each in values.get('answers', ())
+    )
+    lists = {name: tuple(values.get(name, ())) for name in ('turns', 'warnings')}
+    return cls(**{**values, **lists, 'moved': moved, 'answers': answers})
 
   def to_json(self) -> dict[str, Any]:
     """Return the result as JSON, in the form that `from_json` reads."""
@@ -258,7 +282,9 @@ class SessionTurn:
   results: Sequence[ToolResult] = ()  # One for each call, once the tools have run.
   learned: LearnedTurns | None = None  # What was learned from the decision, or later from tool results.
   reused_tokens: int = 0  # Prompt tokens whose keys and values came from a cached prefix.
+  compacted: bool = False  # Whether older parts of the conversation were left out before this turn, which was full.
   kept_tokens: Sequence[int] | None = None  # The tokens that replace `tokens` in the conversation, after an edit.
+  told: str | None = None  # What the model reads after a denied proposal that stays in the conversation; None: it left.
 
   @property
   def answer_tokens(self) -> Sequence[int]:
@@ -267,7 +293,7 @@ class SessionTurn:
 
   @property
   def joins(self) -> bool:
-    """Whether the turn is part of the conversation."""
+    """Whether the turn was accepted as part of the conversation."""
     return self.status in ('approved', 'edited', 'answered')
 
   @property
@@ -301,7 +327,7 @@ class SessionState:
   """The current state of a session."""
 
   session: AgentSession
-  turns: Sequence[SessionTurn]  # From the newest turn in the conversation on; all turns if none is in it.
+  turns: Sequence[SessionTurn]  # From the newest turn that joined the conversation on; all turns if none has.
 
   @property
   def number(self) -> int:
@@ -310,8 +336,13 @@ class SessionState:
 
   @property
   def answered(self) -> SessionTurn | None:
-    """The newest turn that is part of the conversation; None: there is none."""
+    """The newest turn that joined the conversation; None: there is none."""
     return self.turns[0] if self.turns and self.turns[0].joins else None
+
+  @property
+  def denied(self) -> Sequence[SessionTurn]:
+    """The denied turns since then that stay in the conversation."""
+    return [turn for turn in self.turns if turn.told is not None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,7 +356,7 @@ class TeacherTexts:
   @property
   def whole(self) -> str | None:
     """Feedback and environment as one text; None: both are empty."""
-    return '\n\n'.join(text for text in (self.feedback, self.environment) if text) or None
+    return '\n\n'.join(dict.fromkeys(text for text in (self.feedback, self.environment) if text)) or None
 
   def __bool__(self) -> bool:
     """Return whether there is any text for the teacher."""
@@ -344,6 +375,9 @@ class SessionExample:
   versions: Sequence[int]  # The versions in which it was learned.
   teacher_prompt: Sequence[int]
   said: TeacherTexts
+  # The prompt without the denied proposals right before the turn; None: there is none, and it is that of the turn.
+  asked: Sequence[int] | None = None
+  direct: bool = False  # Whether the edited answer is learned without a teacher.
 
 
 def edited(calls: Sequence[ToolCall], decision: Decision) -> tuple[ToolCall, ...]:

@@ -21,6 +21,7 @@ from sdpo_jax.serving.sessions.session_records import (
   LearnedTurns,
   SessionExample,
   SessionSettings,
+  SessionState,
   SessionTurn,
   TeacherTexts,
   ToolResult,
@@ -65,6 +66,17 @@ def turns_back(database: Database, session: str, before: int, count: int) -> lis
   """Return up to `count` turns of a session with numbers below `before`, the newest first."""
   query = f'SELECT {_TURN} FROM session_turns WHERE session = ? AND n < ? ORDER BY n DESC LIMIT ?'
   return [_turn(row) for row in database.read(query, (session, before, count))]
+
+
+def state(database: Database, session: AgentSession, before: int = 2**62) -> SessionState:
+  """Return a session with the turns with numbers below `before`, from the newest that joined the conversation on."""
+  found: list[SessionTurn] = []
+  while not found or not found[-1].joins:
+    page = turns_back(database, session.id, found[-1].n if found else before, 1)
+    if not page:
+      break
+    found += page
+  return SessionState(session, found[::-1])
 
 
 def examples(database: Database, adapter: str, **only: str) -> list[SessionExample]:
@@ -126,7 +138,7 @@ def put_example(rows: sqlite3.Connection, adapter: str, example: SessionExample)
   written = {
     'versions': json.dumps(list(example.versions)),
     'teacher_prompt': _bytes(example.teacher_prompt),
-    'record': json.dumps(dataclasses.asdict(example.said)),
+    'record': json.dumps({**dataclasses.asdict(example.said), 'asked': example.asked, 'direct': example.direct}),
   }
   put(rows, 'session_examples', {'adapter': adapter, **columns, **written}, conflict='IGNORE')
 
@@ -194,7 +206,8 @@ def reconcile(database: Database, adapter: str) -> None:
 def _session(row: tuple) -> AgentSession:
   id, adapter, created, token, revision, record = row
   record = json.loads(record)
-  settings = SessionSettings(**record['settings'])
+  # Sessions from before these settings go on as they were.
+  settings = SessionSettings(**{'after_denial': 'retry', 'learn_edits': 'teacher', **record['settings']})
   return AgentSession(id, adapter, created, settings, record['tool_form'], record['written'], token, revision)
 
 
@@ -224,8 +237,10 @@ def _record(turn: SessionTurn) -> str:
 
 
 def _example(row: tuple) -> SessionExample:
-  *first, versions, teacher_prompt, said = row
-  return SessionExample(*first, json.loads(versions), _ids(teacher_prompt), TeacherTexts(**json.loads(said)))
+  *first, versions, teacher_prompt, record = row
+  said = json.loads(record)
+  more = said.pop('asked', None), said.pop('direct', False)
+  return SessionExample(*first, json.loads(versions), _ids(teacher_prompt), TeacherTexts(**said), *more)
 
 
 def _bytes(tokens: Sequence[int] | None) -> bytes | None:

@@ -1,7 +1,7 @@
 """Interactive sessions: an adapter proposes, a person decides, and the adapter learns from corrections at once.
 
-Conversations are stored as token ids. A denied proposal does not become part of the conversation: the next one answers
-the same prompt.
+Conversations are stored as token ids. A denied proposal stays in the conversation with the reason, or leaves it, and
+the next one answers the same prompt (`SessionSettings.after_denial`); what is learned is on the prompt without it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from sdpo_jax.serving.sessions.session_records import (
 )
 from sdpo_jax.serving.store.store import IdempotentRequest
 from sdpo_jax.serving.tool_calls import ToolCall, cutting, form_of, read_calls, write_call
+from sdpo_jax.teacher import context
 
 
 class Sessions:
@@ -159,12 +160,13 @@ class Sessions:
     if held.number + 1 >= most:
       raise Forbidden(f'The session has {most} turns, the limit (serve.limits.max_turns_per_session): open a new one.')
     dialogue = self._dialogue_of(held.session)
-    if not new and newest is not None and newest.status == 'denied':
-      prompt = list(newest.prompt_tokens)
+    if not new and newest is not None and newest.status == 'denied' and newest.told is None:
+      prompt, compacted = list(newest.prompt_tokens), False
     else:
       with self._service.tokenizing:
-        prompt = proposing.next_prompt(held, dialogue, new).tokens
-    return proposing.draw(self._account, held, dialogue, prompt, new, held.number + 1, seed=seed, drafts=drafts)
+        prompt, compacted = proposing.next_prompt(self._database, held, dialogue, new, self._service.max_prompt)
+    sampling = {'seed': seed, 'drafts': drafts, 'compacted': compacted}
+    return proposing.draw(self._account, held, dialogue, prompt, new, held.number + 1, **sampling)
 
   def retry(
     self, adapter: str, session: str, n: int, *, seed: int | None = None, drafts: bool = False
@@ -293,14 +295,7 @@ class Sessions:
 
   def _held(self, adapter: str, session: str) -> SessionState:
     """Read a session and its newest turns, back to one that is part of the conversation."""
-    known = self.get(adapter, session)
-    turns: list[SessionTurn] = []
-    while not turns or not turns[-1].joins:
-      found = session_tables.turns_back(self._database, session, turns[-1].n if turns else 2**62, 1)
-      if not found:
-        break
-      turns += found
-    return SessionState(known, turns[::-1])
+    return session_tables.state(self._database, self.get(adapter, session))
 
   @contextlib.contextmanager
   def _settled(self, adapter: str, session: str) -> Iterator[tuple[SessionState, Dialogue]]:
@@ -345,7 +340,11 @@ class Sessions:
     if decision.kind == 'approve':
       return decided, TeacherTexts()
     if decision.kind == 'deny':
-      return decided, TeacherTexts(feedback=decision.correction, environment=turn.fault)
+      said = TeacherTexts(feedback=decision.correction, environment=turn.fault)
+      if session.settings.after_denial == 'tell':
+        told = context.denied(said.whole) if turn.calls else said.whole or context.DENIED
+        decided = dataclasses.replace(decided, told=told)
+      return decided, said
     if decision.call >= len(turn.calls):
       raise InvalidRequest(
         f'Turn {turn.n} has {len(turn.calls)} calls, numbered from 0, and no call {decision.call}.', field='call'

@@ -14,6 +14,7 @@ from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sessions.conversation import Dialogue, StudentPrompt
 from sdpo_jax.serving.sessions.session_records import SessionTurn, TeacherTexts, ToolResult
 from sdpo_jax.teacher import context
+from sdpo_jax.types import Messages
 
 _LONGEST_STDERR = 4000  # The most characters of stderr in a text; only the end of a longer one is shown.
 
@@ -65,6 +66,13 @@ def of_results(turn: SessionTurn, results: Sequence[ToolResult]) -> TeacherTexts
   return TeacherTexts(
     environment='\n\n'.join(failure(calls[each.call].name, each) for each in results if not each.ok) or None
   )
+
+
+def behind(turn: SessionTurn) -> Messages:
+  """Return the messages behind a turn in the conversation: the results of its calls, or why it was denied."""
+  if turn.told is None:
+    return [result_message(result) for result in turn.results]
+  return [{'role': 'tool' if turn.calls else 'user', 'content': turn.told}] * max(1, len(turn.calls))
 
 
 def failure(name: str, result: ToolResult) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import itertools
 import time
 from typing import Any
 
@@ -22,12 +23,13 @@ from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback import FeedbackResult
 from sdpo_jax.serving.feedback_request import MOST_TOP, FeedbackRequest, Item, make_request
 from sdpo_jax.serving.lessons import rounded
-from sdpo_jax.serving.sessions import session_tables, teaching
+from sdpo_jax.serving.sessions import proposing, session_tables, teaching
 from sdpo_jax.serving.sessions.conversation import Dialogue
 from sdpo_jax.serving.sessions.examples import TrainingExample
 from sdpo_jax.serving.sessions.session_records import (
   AgentSession,
   LearnedTurns,
+  MovedAnswers,
   MovedToken,
   SessionExample,
   SessionSettings,
@@ -45,17 +47,32 @@ _PAGE = 16  # Turns that are read at a time when searching for approved ones.
 def example_of(
   account: Account, session: AgentSession, dialogue: Dialogue, turn: SessionTurn, kind: str, said: TeacherTexts
 ) -> SessionExample | None:
-  """Make the example of a turn; None: there is no text for the teacher."""
+  """Make the example of a turn; None: there is no text for the teacher.
+
+  The student's prompt is without the denied proposals right before the turn, so that the next task is done as they were
+  corrected without a correction; the teacher reads what was said about them.
+  """
   if not said:
     return None
   service, settings = account.service, session.settings
   attempt = turn.tokens if settings.show_attempt and kind != REHEARSAL else None
+  before = session_tables.state(service.store.database, session, turn.n)
+  if before.denied and kind != REHEARSAL:
+    words = [each.decision.correction for each in before.denied] + [said.feedback]
+    said = dataclasses.replace(said, feedback='\n\n'.join(dict.fromkeys(filter(None, words))) or None)
   with service.tokenizing:
-    asked = dialogue.split(turn.prompt_tokens)
+    bare = turn.prompt_tokens
+    if before.denied:
+      bare, _ = proposing.next_prompt(
+        service.store.database, before, dialogue, list(turn.messages), service.max_prompt, denied=False
+      )
+    asked = dialogue.split(bare)
     prompt = teaching.teacher_prompt(dialogue, asked, said, service.reprompting.config, attempt, title=settings.title)
   # Rehearsals do not wait, since they are only learned with others.
   state = 'learned' if kind == REHEARSAL else 'waiting'
-  return SessionExample(session.id, turn.n, kind, state, account.adapter(session.adapter).head, (), prompt, said)
+  head, own = account.adapter(session.adapter).head, None if bare == turn.prompt_tokens else bare
+  direct = kind == 'edit' and settings.learn_edits == 'direct' and len(turn.kept_tokens) <= service.max_completion
+  return SessionExample(session.id, turn.n, kind, state, head, (), prompt, said, own, direct)
 
 
 def learn(account: Account, session: AgentSession, dialogue: Dialogue, *, few: bool = False) -> LearnedTurns | None:
@@ -81,21 +98,24 @@ def learn(account: Account, session: AgentSession, dialogue: Dialogue, *, few: b
     return LearnedTurns(adapter.head, adapter.head, False, None, (), len(waiting))
   began = time.monotonic()
   most = account.service.settings.limits.max_items
-  learning = waiting[: max(1, most - settings.rehearse)]
-  beside = list(_rehearsed(account, session, dialogue, max(each.n for each in learning)))[: most - len(learning)]
+  sizes = itertools.accumulate(2 if each.direct else 1 for each in waiting)
+  learning = waiting[: max(1, sum(size <= most - settings.rehearse for size in sizes))]
+  left = most - len(learning) - sum(each.direct for each in learning)
+  beside = list(_rehearsed(account, session, dialogue, max(each.n for each in learning)))[: max(0, left)]
   everything = [*beside, *learning]
   turns = {n: session_tables.turn(store.database, session.id, n) for n in {each.n for each in everything}}
   numbers = sorted({each.n for each in learning})
   source = {'id': session.id, 'turns': numbers, 'examples': [[each.n, each.kind] for each in everything]}
-  items = [_item(each, turns[each.n]) for each in everything]
+  made = [(each.n, item) for each in everything for item in _items(each, turns[each.n])]
+  items = [item for _, item in made]
   request = request_of(account, items, settings, {SOURCE: source})
   if beside:
     with store.database.writing() as rows:
       for each in beside:
         session_tables.put_example(rows, session.adapter, each)
   done = feedback.learn(account, session.adapter, None, request)
-  learned = said_of(account, done, turns[learning[-1].n], numbers, began)
-  learned = dataclasses.replace(learned, waiting=len(waiting) - len(learning))
+  learned = said_of(account, done, items, [n for n, _ in made], began)
+  learned = dataclasses.replace(learned, turns=tuple(numbers), waiting=len(waiting) - len(learning))
   references = [(session.id, each.n, each.kind) for each in (everything if learned.accepted else learning)]
   with store.database.writing(full=True) as rows:
     session_tables.note_learned(rows, references, learned.version_after if learned.accepted else None, learned)
@@ -128,9 +148,26 @@ def request_of(
   )
 
 
-def _item(example: SessionExample, turn: SessionTurn) -> Item:
-  tokens = {name: getattr(turn, name) for name in ('prompt_tokens', 'tokens', 'log_probs')}
-  return Item(**tokens, **dataclasses.asdict(example.said), teacher_prompt=example.teacher_prompt)
+def _items(example: SessionExample, turn: SessionTurn) -> list[Item]:
+  prompt = list(turn.prompt_tokens if example.asked is None else example.asked)
+  log_probs = turn.log_probs if example.asked is None else None  # Otherwise they are of another prompt.
+  item = Item(prompt_tokens=prompt, tokens=list(turn.tokens), log_probs=log_probs, **dataclasses.asdict(example.said))
+  item = dataclasses.replace(item, teacher_prompt=example.teacher_prompt)
+  if example.direct:
+    return directly(item, turn.kept_tokens)
+  if example.kind in ('denial', 'edit'):
+    item = dataclasses.replace(item, rejected=turn.tokens, wanted=turn.kept_tokens)
+  return [item]
+
+
+def directly(item: Item, edited: Sequence[int]) -> list[Item]:
+  """Return the items by which an edited answer is learned without a teacher, in place of the item of the proposal.
+
+  Cross-entropy alone would make the proposal likelier, too, through what it has in common with the edited answer.
+  """
+  unwanted = dataclasses.replace(item, log_probs=None, learned='as unwanted', rejected=item.tokens)
+  wanted = dataclasses.replace(item, log_probs=None, learned='as wanted', wanted=edited, tokens=list(edited))
+  return [unwanted, wanted]
 
 
 def _rehearsed(account: Account, session: AgentSession, dialogue: Dialogue, newest: int) -> Iterator[SessionExample]:
@@ -155,31 +192,48 @@ def _rehearsed(account: Account, session: AgentSession, dialogue: Dialogue, newe
 
 
 def said_of(
-  account: Account, done: FeedbackResult, turn: SessionTurn | Item, numbers: Sequence[int], began: float
+  account: Account, done: FeedbackResult, items: Sequence[Item], numbers: Sequence[int], began: float
 ) -> LearnedTurns:
   """Summarize a feedback, with the divergence and the moved tokens of its last completion.
 
   Args:
     account: the account of the owner.
     done: the result of `feedback.learn`.
-    turn: the turn or item of the last completion.
-    numbers: the numbers of the turns that were learned from.
+    items: the completions.
+    numbers: the numbers of their turns.
     began: when learning began, on the monotonic clock.
   """
   answer, scores = done.said, done.scores[-1]
   before, after = answer['version_before'], answer['version_after']
-  divergences = _divergences(scores)
+  divergences = _divergences(scores) if items[-1].learned == 'from teacher' else (None, None)
+  moved: dict[int, dict[str, Any]] = {}
+  for n, each in zip(numbers, done.moved, strict=True):
+    known = moved.setdefault(n, {'rejected': None, 'wanted': None})
+    known |= {name: value for name, value in vars(each).items() if value is not None}
+  answers = tuple(MovedAnswers(n, **each) for n, each in moved.items() if each['rejected'] is not None)
   return LearnedTurns(
     before,
     after,
     answer['accepted'],
     answer['reason'],
-    tuple(numbers),
+    tuple(sorted(set(numbers))),
     0,
     divergences[0],
     divergences[after != before],
-    _moved(turn.tokens, scores, account.service.texts) if answer['accepted'] else (),
+    _moved(items[-1].tokens, scores, account.service.texts) if answer['accepted'] else (),
     round(time.monotonic() - began, 6),
+    answers,
+    tuple(filter(None, map(_warning, answers))) if answer['accepted'] else (),
+  )
+
+
+def _warning(moved: MovedAnswers) -> str | None:
+  before, after = moved.rejected
+  if before is None or after is None or after <= before:
+    return None
+  return (
+    f'What was rejected in turn {moved.turn} is likelier than before (log-prob {before:.2f} → {after:.2f}): say what '
+    'you want instead, edit the call, or undo; the guard max_rejected_rise rejects such versions.'
   )
 
 

@@ -42,6 +42,18 @@ class OpenSession(RequestBody):
     0, ge=0, description='How many of the newest approved proposals to learn with a correction, so as to keep them.'
   )
   show_attempt: bool = Field(False, description='Whether the teacher also reads the denied proposal.')
+  after_denial: Literal['tell', 'retry'] = Field(
+    'tell',
+    description='tell: a denied proposal stays in the conversation, with the reason in place of the results of its '
+    'calls, or as a message of the user; if that is longer than a prompt may be, it leaves. retry: it leaves, and the '
+    'next proposal answers the same prompt. What is learned is on the prompt without it.',
+  )
+
+  learn_edits: Literal['direct', 'teacher'] = Field(
+    'direct',
+    description='direct: an edited call is learned by cross-entropy, and the proposed one as unwanted; teacher: from '
+    'the teacher, which reads the edited call.',
+  )
 
 
 class SessionMessage(RequestBody):
@@ -156,11 +168,17 @@ class TurnSaid(ResponseBody):
   decision: dict[str, Any] | None = None
   results: list[dict[str, Any]] = Field(description='The results of its calls, once the tools have run.')
   learned: dict[str, Any] | None = None
+  told: str | None = Field(
+    None, description='What the model reads behind a denied proposal that stays in the conversation.'
+  )
   created: float = Field(description='Seconds since the epoch.')
   kept_tokens: list[int] | None = Field(
     None, description='The tokens that replace `tokens` in the conversation; null: none were replaced.'
   )
   reused_tokens: int = Field(description='Prompt tokens whose keys and values came from a cached prefix.')
+  compacted: bool = Field(
+    description='Whether older parts of the conversation were left out before it, as it was full.'
+  )
 
 
 class LearnedSaid(ResponseBody):
@@ -178,6 +196,12 @@ class LearnedSaid(ResponseBody):
     description='The tokens whose log-probs changed most: position, token, text, before, after.'
   )
   seconds: float | None = Field(None, description='Null: the process ended after learning, before it noted more.')
+  answers: list[dict[str, Any]] = Field(
+    default_factory=list,
+    description='For each turn that was denied or edited, the log-probs [before, after] of the whole answer on the '
+    "lesson's prompt: rejected, and after an edit wanted. They are those of the new version, even if it was rejected.",
+  )
+  warnings: list[str] = Field(default_factory=list, description='About rejected answers that are likelier than before.')
 
 
 class SessionTurnsSaid(ResponseBody):

@@ -32,7 +32,7 @@ from sdpo_jax.serving import feedback
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call, Turns
 from sdpo_jax.serving.feedback import FeedbackResult
-from sdpo_jax.serving.lessons import Reprompting
+from sdpo_jax.serving.lessons import AnswersMoved, Reprompting
 from sdpo_jax.serving.records import SampleRecord
 from sdpo_jax.serving.sample_requests import SampleDone
 from sdpo_jax.serving.sessions.session_records import Decision, SessionSettings, SessionTurn, ToolResult
@@ -90,7 +90,7 @@ def learn(tenant, id, expected, request, **_) -> FeedbackResult:
   none, nothing = np.zeros(len(request.items[-1].tokens), np.float32), np.zeros((len(request.items[-1].tokens), 0))
   scores = LessonScores(none, none, none, nothing.astype(np.int32), nothing, none, none, none)
   said = {'adapter': id, 'version_before': adapter.head, 'version_after': made.number}
-  return FeedbackResult(said | {'accepted': True, 'reason': None}, [scores])
+  return FeedbackResult(said | {'accepted': True, 'reason': None}, [scores], [AnswersMoved()] * len(request.items))
 
 
 def account_of(store: Store) -> Learner:

@@ -83,7 +83,7 @@ def exported(family, said):
 @pytest.mark.parametrize('before, after', list(itertools.product(FAMILIES, repeat=2)))
 def test_calls_stay_calls_in_the_form_of_another_model(before, after, said):
   form, text = answered(after, said)
-  item = replaying.item_of(account(after), exported(before, said), 0)
+  [item] = replaying.items_of(account(after), exported(before, said), 0)
   assert item.tokens == drawn(after, text) and item.log_probs is None
   found = read_calls(dialogue(after).text_of(item.tokens, (), text), form)
   assert (tuple(found.calls), found.text, found.fault) == (CALLS, said, None)

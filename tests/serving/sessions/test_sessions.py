@@ -42,6 +42,7 @@ from tests.serving.service_world import HELLO, make_config, model_folder, runnin
 from tests.serving.session_world import GREP, GREP_A, READ, TOOLS, called, world
 
 HI = [{'role': 'user', 'content': 'Hi'}]
+RETRY = {'tools': TOOLS, 'after_denial': 'retry'}  # Prompts have 64 tokens; test_denials.py is about the default.
 DENY, APPROVE = Decision('deny', 'Use r.'), Decision('approve')
 
 
@@ -71,7 +72,7 @@ def ada(running_world, request):
 def opened(account, adapter=None, **settings):
   """Return a session, of a new adapter unless one is named."""
   adapter = adapter or account.create('one', seed=0)[0].id
-  session, _ = Sessions(account).open(adapter, SessionSettings.from_json({'tools': TOOLS, **settings}))
+  session, _ = Sessions(account).open(adapter, SessionSettings.from_json(RETRY | settings))
   return adapter, session.id
 
 
@@ -199,6 +200,47 @@ def test_an_edit_teaches_the_edited_call_and_stands_in_the_conversation(ada, scr
   second = proposed(ada, script, where, 'Done.', ())
   kept = [*first.prompt_tokens, *service.tokenizer.encode(called(GREP_A)), service.tokenizer.eos_token_id]
   assert second.prompt_tokens[: len(kept)] == kept
+
+
+@pytest.mark.parametrize('how', ['direct', 'teacher'])
+def test_how_the_rejected_and_the_wanted_call_moved_is_measured(ada, script, service, how):
+  adapter, _ = where = opened(ada, learn_edits=how, update={'learning_rate': 0.01})
+  first = proposed(ada, script, where, called(GREP))
+  turn, learned = Sessions(ada).decide(*where, 0, Decision('edit', arguments={'p': 'a'}))
+  assert learned.accepted and turn.learned == learned and Sessions(ada).turns(*where)[0].learned == learned
+  [moved] = learned.answers
+  for tokens, said in ((first.tokens, moved.rejected), (turn.kept_tokens, moved.wanted)):
+    rows = [(first.prompt_tokens, tokens)]
+    scores = [ada.score(VersionTarget(ada.adapter(adapter), number), rows)[0].log_probs.sum() for number in (0, 1)]
+    assert said == pytest.approx(scores, abs=1e-3)
+  [example] = Sessions(ada).examples(adapter)
+  if how == 'direct':
+    assert moved.rejected[0] > moved.rejected[1] and moved.wanted[0] < moved.wanted[1] and learned.warnings == ()
+    assert learned.divergence_before is None and list(example.edited_tokens) == list(turn.kept_tokens)
+  else:
+    assert example.edited_tokens is None and learned.divergence_before > 0
+  other = ada.create('other', seed=0)[0].id  # It learns the same from the example.
+  [again] = Sessions(ada).replay(other, [TrainingExample.from_json(json.loads(json.dumps(example.to_json())))])
+  assert again.accepted and again.divergence_before == pytest.approx(learned.divergence_before)
+  if how == 'direct':
+    assert [each.wanted for each in again.answers] == [pytest.approx(moved.wanted)]
+
+
+@pytest.mark.parametrize('limit', [None, 0.0])
+def test_a_lesson_that_makes_the_denied_call_likelier_warns_or_is_rolled_back(ada, script, limit):
+  where = opened(ada, guards={'max_rejected_rise': limit}, tools=[])
+  learned = denied(ada, script, where, text='ttttt')
+  [moved] = learned.answers
+  assert moved.turn == 0 and moved.rejected[1] > moved.rejected[0] + 0.1 and moved.wanted is None
+  if limit is None:
+    assert learned.accepted and head(ada, where) == 1
+    [warning] = learned.warnings
+    assert f'{moved.rejected[0]:.2f} → {moved.rejected[1]:.2f}' in warning and 'turn 0' in warning
+  else:
+    assert not learned.accepted and head(ada, where) == 0 and learned.warnings == ()
+    assert 'max_rejected_rise is 0' in learned.reason
+  quieter = denied(ada, script, opened(ada, where[0]), text='Hello')
+  assert quieter.accepted and quieter.warnings == ()
 
 
 def test_an_answer_without_a_call_can_be_denied(ada, script):

@@ -133,11 +133,17 @@ def test_what_is_denied_is_learned_and_the_same_is_asked_of_the_new_version(worl
   assert (learned['version_before'], learned['version_after'], learned['turns']) == (0, 1, [0])
   assert learned['accepted'] and learned['divergence_before'] > 0 and learned['moved'] and opened.version == 1
   second = opened.propose(seed=1)
-  assert second['version'] == 1 and second['prompt_tokens'] == first['prompt_tokens']
+  asked = first['prompt_tokens'] + first['tokens']  # The model reads its proposal, and the correction.
+  assert second['version'] == 1 and second['prompt_tokens'][: len(asked)] == asked
+  assert answer['turn']['told'] == 'Be brief.' and first['told'] is None
   assert opened.decide(1, {'decision': 'approve'})['learned'] is None
   assert [turn['status'] for turn in opened.known['turns']] == ['denied', 'approved']
   retried = opened.post('turns/0/retry', {'seed': 1}).json()['turn']
-  assert retried['n'] == 0 and retried['tokens'] == second['tokens'] and len(opened.known['turns']) == 2
+  assert retried['n'] == 0 and len(opened.known['turns']) == 2
+  again = Opened(world, adapter=opened.session['adapter'], after_denial='retry')
+  denied = again.propose(HELLO, seed=1)
+  assert denied['tokens'] == retried['tokens'] and again.decide(0, DENIAL)['turn']['told'] is None
+  assert again.propose(seed=1)['prompt_tokens'] == denied['prompt_tokens'] == first['prompt_tokens']
   text = world.open.get('/metrics').text
   assert 'sdpo_session_decisions_total{decision="approve"} 1.0' in text
   denials = float(text.split('sdpo_session_decisions_total{decision="deny"} ')[1].split('\n')[0])
