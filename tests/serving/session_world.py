@@ -60,6 +60,7 @@ class Script:
   def __init__(self, service: Service):
     self._service, self._texts = service, []
     self.asked: list[tuple[str, list[int]]] = []  # Version and prompt of every proposal.
+    self.measures = True  # Whether log-probs are computed; otherwise they are 0.
     self.reused = 0  # Tokens of a prompt whose keys and values are said to have been there.
 
   @property
@@ -81,6 +82,9 @@ class Script:
     """Stands in the place of `Worker.sample`."""
     tokens = self._texts.pop(0)
     self.asked.append((version, list(prompt)))
+    if not self.measures:
+      zeros = np.zeros(len(tokens), np.float32)
+      return _Drawn(np.asarray(tokens, np.int32), zeros, zeros, drafts, self.reused)
     [said] = self._service.worker.score(version, [(list(prompt), tokens)], topk=0).result()
     return _Drawn(np.asarray(tokens, np.int32), said.log_probs, said.entropy, drafts, self.reused)
 

@@ -88,7 +88,7 @@ def with_outputs(prompt_of: Callable[[Messages], StudentPrompt], new: Messages, 
   low, high = 0, max((len(message['content']) for message in new if message['role'] == 'tool'), default=0)
   if len(prompt.tokens) <= most or not high:
     return prompt
-  while low + 1 < high:
+  while high - low > max(1, low // 50):  # Almost as many as fit are enough.
     middle = (low + high) // 2
     low, high = (middle, high) if len(prompt_of(cut(new, middle)).tokens) <= most else (low, middle)
   return prompt_of(cut(new, low))

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
@@ -174,6 +175,51 @@ def test_the_conversation_goes_on_with_what_was_approved_and_what_tools_answered
   text = service.tokenizer.decode(third.prompt_tokens)
   assert text.endswith('<|im_start|>a\nDone.<|im_end|>\n<|im_start|>u\n?<|im_end|>\n<|im_start|>a\n')
   assert head(ada, where) == 0
+
+
+@pytest.mark.parametrize('count', [24, pytest.param(80, marks=pytest.mark.slow)])
+def test_long_outputs_do_not_end_a_session(ada, script, service, monkeypatch, count):
+  """In prompts of 32,768 tokens, with outputs of 20,000 characters; only what the model would say is not computed."""
+  monkeypatch.setattr(type(service), 'max_prompt', property(lambda self: 32_768))
+  monkeypatch.setattr(script, 'measures', False)
+  config = dataclasses.replace(service.reprompting.config, max_reprompt_len=33_000)
+  monkeypatch.setattr(service, 'reprompting', dataclasses.replace(service.reprompting, config=config))
+  adapter, _ = where = opened(ada, min_sdpo_examples=64, after_denial='tell')
+  turns = []
+  for number in range(count):
+    turns.append(proposed(ada, script, where, called(GREP), [{'role': 'user', 'content': f'Task {number}.'}]))
+    if number % 10 == 3:
+      Sessions(ada).decide(*where, number, Decision('deny', f'Reason {number}.'))
+      continue
+    Sessions(ada).decide(*where, number, APPROVE)
+    Sessions(ada).results(*where, number, [ToolResult(0, True, f'begin {number} ' + 'x' * 20_000 + f' end {number}')])
+  prompts = [service.tokenizer.decode(turn.prompt_tokens) for turn in turns]
+  assert max(len(turn.prompt_tokens) for turn in turns) <= 32_768
+  assert [turn.compacted for turn in turns[:4]] == [False, False, False, True]
+  for number, (before, turn) in enumerate(itertools.pairwise(turns), start=1):
+    goes_on = turn.prompt_tokens[: len(before.prompt_tokens)] == before.prompt_tokens
+    assert goes_on != turn.compacted
+    said = prompts[number]
+    assert said.endswith(f'<|im_start|>u\nTask {number}.<|im_end|>\n<|im_start|>a\n') and 'Task 0.' in said
+    reasons = [place for place in range(number) if place % 10 == 3]
+    found = [said.index(f'Reason {place}.') for place in reasons]
+    assert found == sorted(found)
+    if (number - 1) % 10 != 3:  # The newest output has its beginning and end.
+      assert f'begin {number - 1} ' in said and f' end {number - 1}' in said
+  assert [example.turn for example in Sessions(ada).examples(adapter)] == list(range(3, count, 10))
+
+
+def test_results_can_be_replaced_until_a_turn_has_read_them(ada, script, service):
+  where = opened(ada)
+  proposed(ada, script, where, called(GREP))
+  Sessions(ada).decide(*where, 0, APPROVE)
+  for text in ('one', 'two', 'two'):
+    turn, _ = Sessions(ada).results(*where, 0, [ToolResult(0, True, text)])
+  second = proposed(ada, script, where, 'Done.', ())
+  said = service.tokenizer.decode(second.prompt_tokens)
+  assert turn.results[0].text == 'two' and 'two' in said and 'one' not in said
+  with pytest.raises(TurnConflict, match='already has other results, which a later turn has read'):
+    Sessions(ada).results(*where, 0, [ToolResult(0, True, 'one')])
 
 
 def test_messages_after_a_denial_join_those_that_were_not_answered(ada, script, service):
