@@ -6,7 +6,8 @@ key in the middle of a text nor a paste decides anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+import contextlib
 import fcntl
 import os
 import pathlib
@@ -171,14 +172,30 @@ class Lines:
 
 def _line(question: str = '') -> str:
   """Read a line that the terminal has not cut."""
-  while len((line := input(question)).encode(errors='surrogateescape')) >= _LONGEST_LINE:
-    print(f'The terminal cuts lines after {_LONGEST_LINE:,} bytes, so that this one is ignored: put it into a file.')
+  with echoing(True):
+    while len((line := input(question)).encode(errors='surrogateescape')) >= _LONGEST_LINE:
+      print(f'The terminal cuts lines after {_LONGEST_LINE:,} bytes, so that this one is ignored: put it into a file.')
   return whole(line).strip()
 
 
 def question_of(keys: Mapping[str, str]) -> str:
   """Return the line that lists keys with their meanings."""
   return '  '.join(f'[{key}] {meaning}' for key, meaning in keys.items())
+
+
+@contextlib.contextmanager
+def echoing(on: bool) -> Iterator[None]:
+  """Let the terminal show what is typed, or not: between questions it would shift the rows of the model's text."""
+  if not os.isatty(_TERMINAL):
+    yield
+    return
+  before = termios.tcgetattr(_TERMINAL)
+  flags = before[3] | termios.ECHO if on else before[3] & ~termios.ECHO
+  termios.tcsetattr(_TERMINAL, termios.TCSANOW, [*before[:3], flags, *before[4:]])
+  try:
+    yield
+  finally:
+    termios.tcsetattr(_TERMINAL, termios.TCSANOW, before)
 
 
 def _discarded() -> bool:
@@ -211,7 +228,8 @@ def in_editor(editor: str, text: str) -> str:
     path = pathlib.Path(folder) / 'arguments.json'
     path.write_text(text, encoding='utf-8')
     try:
-      done = subprocess.run([*shlex.split(editor), str(path)], check=False)
+      with echoing(True):
+        done = subprocess.run([*shlex.split(editor), str(path)], check=False)
       if done.returncode:
         raise EditorFailed(f'The editor {editor} has ended with exit code {done.returncode}: nothing was changed.')
       return path.read_text(encoding='utf-8')

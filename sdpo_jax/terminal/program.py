@@ -30,7 +30,7 @@ from sdpo_jax.terminal.embedded import Embedded
 from sdpo_jax.terminal.escaping import visible
 from sdpo_jax.terminal.history import History
 from sdpo_jax.terminal.inputs import Inputs
-from sdpo_jax.terminal.keyboard import Keyboard, Lines
+from sdpo_jax.terminal.keyboard import Keyboard, Lines, echoing
 from sdpo_jax.terminal.policies import ApprovalPolicy
 from sdpo_jax.terminal.screen import Line, Screen, has_colours, is_plain
 from sdpo_jax.terminal.session_loop import Conversation
@@ -95,6 +95,8 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
     sys.stdout, colours=options.script is None and has_colours(sys.stdout, os.environ), paged=options.script is None
   )
   inputs = _inputs(options, screen)
+  if options.script is None:
+    stack.enter_context(echoing(False))
   toolbox = _toolbox(workspace, policy, options, folder)
   settings = _settings(options, toolbox, policy)
   client, where = _service(options, known, workspace, folder, stack)  # Last, since starting a service is slow.

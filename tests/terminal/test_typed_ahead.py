@@ -135,6 +135,8 @@ def test_what_is_typed_while_the_model_draws_decides_nothing(tmp_path, term, fir
       typist.type('Go\r')
       for number in range(count):
         typist.wait(f'++ {number}.py', '[q] quit')
+        # Nothing that was typed meanwhile has shifted a row.
+        assert re.search(rf'\n│ --- {number}.py\n│ \+\+\+ {number}.py\n', typist.shown)
         fingers[number].join()
         time.sleep(keyboard.PAUSE_S + 0.15)
         assert len(server.decisions()) == number and typist.program.poll() is None, repr(random_text(first + number))
