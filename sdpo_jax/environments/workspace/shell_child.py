@@ -30,7 +30,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(
 confinement, _, view = map(importlib.import_module, ('confinement', 'library', 'view'))  # `view` needs the others.
 
 MIB = 2**20
-DEVICES = ('null', 'zero', 'full', 'random', 'urandom', 'tty')  # The last is a terminal that a command opens itself.
+DEVICES = ('null', 'zero', 'full', 'random', 'urandom')
 LINKS = {'fd': '/proc/self/fd', 'stdin': '/proc/self/fd/0', 'stdout': '/proc/self/fd/1', 'stderr': '/proc/self/fd/2'}
 LINKS['ptmx'] = 'pts/ptmx'
 # Calls that commands do not need and in which kernels have had bugs, or that reach beyond the namespaces; x86_64,
@@ -179,7 +179,7 @@ def build(job: dict[str, Any]) -> list[str]:
       place(path, at + path)
   for name in ('/dev/pts', '/dev/shm', '/proc', '/run', *TEMPORARY):
     os.makedirs(at + name, exist_ok=True)
-  for name in DEVICES:
+  for name in (*DEVICES, 'tty'):
     os.close(os.open(f'{at}/dev/{name}', os.O_CREAT | os.O_WRONLY, 0o444))
   for name, path in LINKS.items():
     os.symlink(path, f'{at}/dev/{name}')
@@ -190,7 +190,8 @@ def build(job: dict[str, Any]) -> list[str]:
   view.make_read_only(at)
   for name in DEVICES:
     view.mount(f'/dev/{name}', f'{at}/dev/{name}', '', view.MS_BIND)
-  with part('terminals (/dev/pts)', missing):
+  with part('terminals', missing):
+    view.mount('/dev/tty', f'{at}/dev/tty', '', view.MS_BIND)  # A command has none but those that it opens.
     view.mount('devpts', f'{at}/dev/pts', 'devpts', view.MS_NOSUID, 'newinstance,ptmxmode=0666,mode=0620')
   for name in ('/dev/shm', *TEMPORARY):
     view.mount('tmpfs', at + name, 'tmpfs', view.MS_NOSUID | view.MS_NODEV, f'mode=1777,size={job["tmp_mb"]}m')
