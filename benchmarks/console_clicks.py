@@ -2,10 +2,10 @@
 
     python -m benchmarks.console_clicks [--decisions=200] [--pages=3] [--seed=0] [--latency=4] [--output=FILE]
 
-Serves the tiny agent, and opens its page in Chromium. Every answer takes up to `--latency` seconds, so that answers
-overtake each other, and the mouse presses buttons in random order: adapters, sessions, tabs, messages, decisions,
-results, undo, with reloads in between, in several browsers at once. What the document showed at the moment of a click is compared with what the
-service has decided because of it. Prints a line of JSON; exit code 1 if they differ. Needs Chromium.
+Serves the tiny agent, and opens its page in several Chromiums. Every answer takes up to `--latency` seconds, so that
+answers overtake each other, and the mouse presses buttons in random order: adapters, sessions, tabs, messages,
+decisions, results, undo, with reloads in between. What the document showed at the moment of a click is compared with
+what the service has decided because of it. Prints a line of JSON; exit code 1 if they differ. Needs Chromium.
 """
 
 from __future__ import annotations
