@@ -1,17 +1,18 @@
 """Random clicks on the page of a service whose answers come late: does a decision ever reach a call that was not shown?
 
-    python -m benchmarks.console_clicks [--decisions=200] [--seed=0] [--latency=4] [--output=FILE]
+    python -m benchmarks.console_clicks [--decisions=200] [--pages=3] [--seed=0] [--latency=4] [--output=FILE]
 
-Serves the tiny agent, and opens its page in Chromium. Every answer takes up to `--latency` seconds, so that answers
-overtake each other, and the mouse presses buttons in random order: adapters, sessions, tabs, messages, decisions,
-results, undo, with reloads in between. What the document showed at the moment of a click is compared with what the
-service has decided because of it. Prints a line of JSON; exit code 1 if they differ. Needs Chromium.
+Serves the tiny agent, and opens its page in several Chromiums. Every answer takes up to `--latency` seconds, so that
+answers overtake each other, and the mouse presses buttons in random order: adapters, sessions, tabs, messages,
+decisions, results, undo, with reloads in between. What the document showed at the moment of a click is compared with
+what the service has decided because of it. Prints a line of JSON; exit code 1 if they differ. Needs Chromium.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+import concurrent.futures
 import contextlib
 import json
 import pathlib
@@ -194,6 +195,7 @@ def agent() -> Iterator[str]:
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--decisions', type=int, default=200)
+  parser.add_argument('--pages', type=int, default=3, help='browsers at the same time')
   parser.add_argument('--seed', type=int, default=0)
   parser.add_argument('--latency', type=float, default=4, help='the most seconds of an answer')
   parser.add_argument('--output', type=pathlib.Path, help='file for the result')
@@ -201,11 +203,18 @@ def main() -> int:
   program = chromium.installed()
   if program is None:
     sys.exit('There is no Chromium here: apt-get install chromium.')
-  choice = {'decisions': options.decisions, 'latency': options.latency, 'seed': options.seed}
-  began = time.monotonic()
-  with agent() as address, chromium.opened(program) as page:
-    found = click_around(page, address, write=agent_texts(), **choice)
-  found |= {'benchmark': 'console_clicks', **choice, 'seconds': round(time.monotonic() - began)}
+  write, began = agent_texts(), time.monotonic()
+
+  def one(number: int) -> dict[str, Any]:
+    seed, decisions = options.seed + number, -(-options.decisions // options.pages)
+    with chromium.opened(program) as page:
+      return click_around(page, address, decisions=decisions, latency=options.latency, seed=seed, write=write)
+
+  with agent() as address, concurrent.futures.ThreadPoolExecutor(options.pages) as pool:
+    runs = list(pool.map(one, range(options.pages)))
+  found = {name: sum((run[name] for run in runs[1:]), runs[0][name]) for name in runs[0]}
+  found |= {'benchmark': 'console_clicks', 'latency': options.latency, 'seed': options.seed, 'pages': options.pages}
+  found['seconds'] = round(time.monotonic() - began)
   print(json.dumps(found))
   if options.output:
     options.output.write_text(json.dumps(found, indent=1) + '\n')

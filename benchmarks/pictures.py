@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from typing import Any
 
 from benchmarks import chromium
@@ -94,11 +95,14 @@ def service(folder: str, config: str = 'serve_quickstart') -> Iterator[str]:
         break
     else:
       sys.exit(''.join(said))
+    # Its log, which would stop it once the pipe is full.
+    reader = threading.Thread(target=running.stderr.read, daemon=True)
+    reader.start()
     try:
       yield f'http://127.0.0.1:{port}'
     finally:
       running.terminate()
-      running.stderr.read()
+      reader.join()
 
 
 def draw_report(target: pathlib.Path) -> None:

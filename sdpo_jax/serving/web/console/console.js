@@ -109,7 +109,7 @@ function button(text, work, plain = true) {
   return made;
 }
 
-// Makes choices inert for a moment, since they have just come onto the screen.
+// Makes choices and forms of results inert for a moment, since they have just come onto the screen.
 function settle(root) {
   for (const box of root.querySelectorAll('[data-settles]:not([data-sent])')) {
     box.inert = true;
@@ -488,7 +488,7 @@ function sessionView(adapter, id, known) {
   }
 
   function results(turn) {
-    const form = element('form', { className: 'results' });
+    const form = element('form', { className: 'results', dataset: { settles: '' } });
     const fields = turn.called.map((call) => {
       const text = element('textarea', { rows: 2, className: 'call', ariaLabel: `Result of ${call.name}`, placeholder: `result of ${call.name}` });
       const failed = element('input', { type: 'checkbox' });
