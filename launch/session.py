@@ -55,6 +55,13 @@ POLICY = flags.DEFINE_string(
   'File of rules about which calls run without asking, and which never run, one per line (docs/sessions.md) or as '
   'JSON: [{"rule": "allow", "tool": "read", "pattern": "**"}]; ask, the default, asks about all.',
 )
+MCP = flags.DEFINE_string(
+  'mcp',
+  None,
+  'JSON file of MCP servers (stdio) whose tools the model may propose to call, as SERVER__TOOL: {"mcpServers": '
+  '{"NAME": {"command": "…", "args": […], "env": {…}}}}, and "timeout", seconds of a call. They run as you, outside '
+  'of the sandbox, in the folder of the file; neither it nor their code may be in the workspace.',
+)
 STATE = flags.DEFINE_string('state', None, 'Folder for the histories of sessions.')
 SYSTEM = flags.DEFINE_string('system', None, 'System message of a new session.')
 SETTINGS = flags.DEFINE_string(
@@ -86,6 +93,7 @@ def main() -> int:
       workspace=WORKSPACE.value,
       script=SCRIPT.value,
       policy=POLICY.value,
+      mcp=MCP.value,
       state=STATE.value,
       resume=RESUME.value not in (None, 'false'),
       session=None if RESUME.value in (None, 'true', 'false') else RESUME.value,

@@ -198,6 +198,13 @@ class Toolbox:
     """Return the available tools by name."""
     return {name: tool for name, tool in TOOLS.items() if name != 'bash' or self._shell is not None}
 
+  def checked(self, name: str, arguments: Any) -> dict[str, Any]:
+    """Return the arguments of a call; raises BadCall as `check`, and if the tool is not available."""
+    checked = check(name, arguments)
+    if name not in self.tools:
+      raise BadCall('Commands are not allowed here: use the other tools.')
+    return checked
+
   def call(self, name: str, arguments: Any, *, cancelled: Cancellation | None = None) -> ToolAnswer:
     """Run a tool; errors are answers, too.
 
@@ -207,9 +214,7 @@ class Toolbox:
       cancelled: lets another thread end a command.
     """
     try:
-      checked = check(name, arguments)
-      if name not in self.tools:
-        raise BadCall('Commands are not allowed here: use the other tools.')
+      checked = self.checked(name, arguments)
       if name == 'bash':
         return self._bash(**checked, cancelled=cancelled)
       run: Callable[..., str] = getattr(self, f'_{name}')
