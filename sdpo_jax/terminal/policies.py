@@ -163,12 +163,12 @@ def suggestion(tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path)
   return subjects_of(tool, arguments, workspace)[0]
 
 
-def load(value: str, tools: Iterable[str] = TOOLS) -> ApprovalPolicy:
+def load(value: str, served: Iterable[str] = ()) -> ApprovalPolicy:
   """Load the policy that --policy names: `ask`, or a file.
 
   Args:
     value: the value of --policy.
-    tools: the names of the tools that rules may be about.
+    served: the names of the tools of MCP servers.
 
   Raises:
     UserError: the file cannot be read, or has an invalid rule.
@@ -179,37 +179,38 @@ def load(value: str, tools: Iterable[str] = TOOLS) -> ApprovalPolicy:
     text = pathlib.Path(value).expanduser().read_text(encoding='utf-8')
   except (OSError, UnicodeDecodeError) as error:
     raise UserError(f'--policy={value} cannot be read ({first_line(error)}): name a file of rules, or ask.') from error
-  return ApprovalPolicy(parse(text, value, tools))
+  return ApprovalPolicy(parse(text, value, served))
 
 
-def parse(text: str, where: str, tools: Iterable[str] = TOOLS) -> list[CallRule]:
+def parse(text: str, where: str, served: Iterable[str] = ()) -> list[CallRule]:
   """Parse rules from text or JSON.
 
   Args:
     text: the content of a policy file.
     where: the name of the file, for error messages.
-    tools: the names of the tools that rules may be about.
+    served: the names of the tools of MCP servers.
 
   Raises:
     UserError: a rule is invalid; the message has its number.
   """
-  tools = [*tools]
+  served = tuple(served)
   if text.lstrip().startswith('['):
-    return _parse_json(text, where, tools)
+    return _parse_json(text, where, served)
   rules = []
   for number, line in enumerate(text.split('\n'), start=1):
     stripped = line.strip()
     if stripped and not stripped.startswith('#'):
       verb, *rest = stripped.split(maxsplit=2)
       tool, pattern = (rest + [None, None])[:2]
-      rules.append(make_rule(verb, ANY if tool is None else tool, pattern, f'{where}, line {number}', tools))
+      rules.append(make_rule(verb, ANY if tool is None else tool, pattern, f'{where}, line {number}', served))
   return rules
 
 
-def make_rule(verb: Any, tool: Any, pattern: Any, where: str, tools: Iterable[str] = TOOLS) -> CallRule:
+def make_rule(verb: Any, tool: Any, pattern: Any, where: str, served: Iterable[str] = ()) -> CallRule:
   """Validate the parts of a rule, and return it; raises UserError, which begins with `where`."""
   if verb not in _VERBS:
     raise UserError(f'{where}: a rule must begin with allow, ask or never, not {short_repr(verb)}.')
+  tools = dict.fromkeys((*TOOLS, *served))
   if tool not in (ANY, *tools):
     raise UserError(f'{where}: there is no tool {short_repr(tool)}, only {", ".join(tools)}, and * for all.')
   if pattern is not None and not (isinstance(pattern, str) and pattern):
@@ -223,7 +224,7 @@ def make_rule(verb: Any, tool: Any, pattern: Any, where: str, tools: Iterable[st
   return CallRule(verb, tool, pattern)
 
 
-def _parse_json(text: str, where: str, tools: Iterable[str]) -> list[CallRule]:
+def _parse_json(text: str, where: str, served: Iterable[str]) -> list[CallRule]:
   try:
     values = json.loads(text)
   except (ValueError, RecursionError) as error:
@@ -233,7 +234,7 @@ def _parse_json(text: str, where: str, tools: Iterable[str]) -> list[CallRule]:
     at = f'{where}, rule {number}'
     if not isinstance(value, dict) or value.keys() - {'rule', 'tool', 'pattern'}:
       raise UserError(f'{at}: a rule must be an object with rule, tool and pattern, not {short_repr(value)}.')
-    rules.append(make_rule(value.get('rule'), value.get('tool', ANY), value.get('pattern'), at, tools))
+    rules.append(make_rule(value.get('rule'), value.get('tool', ANY), value.get('pattern'), at, served))
   return rules
 
 

@@ -15,7 +15,7 @@ import sdpo_jax
 from sdpo_jax.command_lines import command_line
 from sdpo_jax.config.locations import shipped_folder
 from sdpo_jax.environments.workspace.shell import Shell
-from sdpo_jax.environments.workspace.tools import TOOLS, Toolbox
+from sdpo_jax.environments.workspace.tools import Toolbox
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import make_directory, read_json_object
 from sdpo_jax.tables import counted
@@ -85,7 +85,7 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
   workspace = _workspace(options.workspace or known.get('workspace') or '.', folder)
   policy_name = options.policy or known.get('policy') or 'ask'
   servers = _servers(options, known, workspace, folder, stack)
-  policy = policies.load(policy_name, [*TOOLS, *(servers.tools if servers is not None else ())])
+  policy = policies.load(policy_name, () if servers is None else servers.tools)
   _take_all_texts()
   screen = Screen(
     sys.stdout, colours=options.script is None and has_colours(sys.stdout, os.environ), paged=options.script is None
@@ -186,32 +186,6 @@ def _served(
   return arguments, folder
 
 
-def _servers(
-  options: CommandOptions,
-  known: Mapping[str, Any],
-  workspace: pathlib.Path,
-  states: pathlib.Path,
-  stack: contextlib.ExitStack,
-) -> McpServers | None:
-  """Start the MCP servers of the session, if it has some.
-
-  Raises:
-    UserError: their file is invalid, or one of a new session cannot be started.
-  """
-  began = known.get('mcp')
-  if options.resume and began is None and options.mcp is not None:
-    raise UserError('--mcp is for a new session, or one that began with MCP servers: leave it out with --resume.')
-  file = options.mcp or (began['file'] if began is not None else None)
-  if file is None:
-    return None
-  from sdpo_jax.terminal import mcp_servers  # Here, since importing the client takes a second.
-
-  programs = mcp_servers.load(file, workspace)
-  tools = None if began is None else [mcp_servers.McpTool(**tool) for tool in began['tools']]
-  _announce(f'Starting {counted(len(programs), "MCP server")}.')
-  return stack.enter_context(mcp_servers.started(programs, states / 'mcp', tools))
-
-
 def _toolbox(workspace: pathlib.Path, policy: ApprovalPolicy, servers: McpServers | None) -> Toolbox:
   """Make the tools; without bash, and with a message, if commands cannot be confined to the workspace."""
   shell = None
@@ -270,3 +244,29 @@ def _inputs(options: CommandOptions, screen: Screen) -> Inputs:
   if is_plain() or not sys.stdout.isatty():
     return Lines()
   return Keyboard(colours=has_colours(sys.stdout, os.environ))
+
+
+def _servers(
+  options: CommandOptions,
+  known: Mapping[str, Any],
+  workspace: pathlib.Path,
+  states: pathlib.Path,
+  stack: contextlib.ExitStack,
+) -> McpServers | None:
+  """Start the MCP servers of the session, if it has some.
+
+  Raises:
+    UserError: their file is invalid, or one of a new session cannot be started.
+  """
+  began = known.get('mcp')
+  if options.resume and began is None and options.mcp is not None:
+    raise UserError('--mcp is for a new session, or one that began with MCP servers: leave it out with --resume.')
+  file = options.mcp or (began['file'] if began is not None else None)
+  if file is None:
+    return None
+  from sdpo_jax.terminal import mcp_servers  # Here, since importing the client takes a second.
+
+  programs = mcp_servers.load(file, workspace)
+  tools = None if began is None else [mcp_servers.McpTool(**tool) for tool in began['tools']]
+  _announce(f'Starting {counted(len(programs), "MCP server")}.')
+  return stack.enter_context(mcp_servers.started(programs, states / 'mcp', tools))

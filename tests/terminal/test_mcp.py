@@ -194,7 +194,7 @@ def test_ctrl_c_ends_the_wait_for_a_call_and_tells_the_server(world):
   ],
 )
 def test_rules_match_the_arguments_as_json(tmp_path, rule, arguments, verb):
-  policy = policies.ApprovalPolicy(policies.parse(rule, 'rules', ['write', 'fs__read', 'fs__reader']))
+  policy = policies.ApprovalPolicy(policies.parse(rule, 'rules', ['fs__read', 'fs__reader']))
   assert policy.verdict('fs__read', arguments, tmp_path).verb == verb
 
 

@@ -198,13 +198,6 @@ class Toolbox:
     """Return the available tools by name."""
     return {name: tool for name, tool in TOOLS.items() if name != 'bash' or self._shell is not None}
 
-  def checked(self, name: str, arguments: Any) -> dict[str, Any]:
-    """Return the arguments of a call; raises BadCall as `check`, and if the tool is not available."""
-    checked = check(name, arguments)
-    if name not in self.tools:
-      raise BadCall('Commands are not allowed here: use the other tools.')
-    return checked
-
   def call(self, name: str, arguments: Any, *, cancelled: Cancellation | None = None) -> ToolAnswer:
     """Run a tool; errors are answers, too.
 
@@ -225,6 +218,13 @@ class Toolbox:
       return ToolAnswer(False, str(error), field='path')
     except BadCall as error:
       return ToolAnswer(False, str(error), field=error.field, line=error.line)
+
+  def checked(self, name: str, arguments: Any) -> dict[str, Any]:
+    """Return the arguments of a call; raises BadCall as `check`, and if the tool is not available."""
+    checked = check(name, arguments)
+    if name not in self.tools:
+      raise BadCall('Commands are not allowed here: use the other tools.')
+    return checked
 
   def preview(self, name: str, arguments: Any) -> tuple[str, str, str] | None:
     """Return path, old text and new text of the file that a call would write; None for other calls.
