@@ -45,7 +45,7 @@ from sdpo_jax.terminal.embedded import CHILD
 from sdpo_jax.terminal.escaping import visible
 from sdpo_jax.terminal.policies import SERVED, as_subject
 
-START_S, CALL_S, END_S = 30.0, 60.0, 2.0  # Seconds for the start, a call, and the end of a server.
+START_S, CALL_S, END_S = 60.0, 60.0, 2.0  # Seconds for the start, a call, and the end of a server.
 MAX_MESSAGE = 16 * 2**20  # Bytes of a message of a server.
 MAX_LOG = 2**20  # Bytes that are kept of what a server writes to stderr.
 MAX_MEANING, MAX_SCHEMA = 1_000, 16_000  # Characters of a tool's description, and of the schema of its arguments.
@@ -126,7 +126,7 @@ def _program(file: pathlib.Path, name: str, values: Any, workspace: pathlib.Path
   # Other folders may be those to work in.
   for path in (cwd, program, *filter(os.path.isfile, (os.path.join(cwd, argument) for argument in given.args))):
     _outside(workspace, path, where)
-  return given.model_copy(update={'command': program, 'env': env, 'cwd': cwd})
+  return given.model_copy(update={'command': os.path.abspath(program), 'env': env, 'cwd': cwd})
 
 
 def _outside(workspace: pathlib.Path, path: str | os.PathLike[str], where: str) -> None:
@@ -236,7 +236,7 @@ class McpServers:
       running = _Connection(name, self._programs[name], self._logs / f'{name}.log')
       await self._group.start(running.live)
       self._running[name] = running
-    elif running.stale:
+    elif running.seen != running.changes:
       await running.ask_tools()
     return running
 
@@ -277,7 +277,7 @@ class _Connection:
     self.ending, self.ended = anyio.Event(), anyio.Event()
     self.tools: Mapping[str, McpTool] = {}
     self.notes: list[str] = []  # What was cut or left out of its tools.
-    self.stale = False  # Whether it has said that its tools have changed.
+    self.changes = self.seen = 0  # How often it has said that its tools have changed, until `tools` were asked for.
     self._logged = anyio.Event()  # Set at the end of its stderr.
     self._why, self._junk = '', ''
     self._words, self._code = b'', None
@@ -387,7 +387,7 @@ class _Connection:
       self._logged.set()
 
   async def _hear(self, message: Any) -> None:
-    self.stale = self.stale or isinstance(message, types.ToolListChangedNotification)
+    self.changes += isinstance(message, types.ToolListChangedNotification)
 
   async def _end(self, process: anyio.abc.Process) -> None:
     """End the server: close its stdin, then send SIGTERM, then SIGKILL."""
@@ -404,17 +404,14 @@ class _Connection:
 
   async def ask_tools(self) -> None:
     """Ask the server for its tools."""
-    self.stale, self.notes = False, []
     found: dict[str, McpTool] = {}
-    cursor = None
-    while True:
-      page = await self.session.list_tools(params=types.PaginatedRequestParams(cursor=cursor))
+    changes, cursor, self.notes = self.changes, '', []
+    while cursor is not None:
+      page = await self.session.list_tools(params=types.PaginatedRequestParams(cursor=cursor or None))
       for tool in page.tools:
         self._add(found, tool)
       cursor = page.next_cursor
-      if cursor is None:
-        break
-    self.tools = found
+    self.tools, self.seen = found, changes
 
   def _add(self, found: dict[str, McpTool], tool: types.Tool) -> None:
     name, meaning, wrong = f'{self._name}{SERVED}{tool.name}', visible(tool.description or ''), None
