@@ -15,6 +15,10 @@ typed instead of keys.
 /command. # begins a comment, and a space a text that looks like a decision. The transcript goes to stdout, everything
 else to stderr.
 
+--mcp=FILE adds the tools of MCP servers. Those are your own programs: they run as you, outside of the sandbox, and the
+session shows and asks about each call of them. /tools lists what they say about themselves. A policy refuses or allows
+such calls by their arguments as JSON: allow fs__read_file {"path": "docs/*"}.
+
 All that is shown and decided is stored in ~/.local/state/sdpo_jax/sessions/ID.jsonl (--state, or XDG_STATE_HOME), and
 --resume continues from there, even after a crash.
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import pathlib
 import re
@@ -114,8 +115,7 @@ def _program(file: pathlib.Path, name: str, values: Any, workspace: pathlib.Path
   try:
     given = McpProgram.model_validate(values)
   except pydantic.ValidationError as error:
-    wrong = error.errors()[0]
-    raise UserError(f'{where}: {".".join(map(str, wrong["loc"])) or "its value"}: {wrong["msg"]}.') from error
+    raise UserError(f'{where}: {_reason(error)}.') from error
   cwd = os.path.join(file.parent, given.cwd or '')
   env = {**get_default_environment(), **(given.env or {})}
   command = os.path.join(cwd, given.command) if os.sep in given.command else given.command
@@ -150,6 +150,8 @@ def started(
     UserError: in a new session, a server cannot be started.
   """
   make_directory(logs)
+  for name in ('client', 'mcp'):  # What the client says about messages that it drops must not be on the screen.
+    logging.getLogger(name).setLevel(logging.CRITICAL)
   with start_blocking_portal(name='mcp') as portal:
     _, group = portal.start_task(_hold_tasks)
     try:
@@ -263,7 +265,7 @@ class McpServers:
         text = f'{running.how()} Whether the call has done its work is not known; the next one starts the server anew.'
         return ToolAnswer(False, text)
       except (RuntimeError, ValueError) as error:  # From the client, about the content of the answer.
-        return ToolAnswer(False, f'The MCP server {server} gave an invalid answer: {printable(first_line(error), 300)}')
+        return ToolAnswer(False, f'The MCP server {server} gave an invalid answer: {_reason(error)}.')
     late = anyio.current_time() >= scope.deadline
     why = f'took more than {limit:g} seconds and was given up' if late else 'was stopped by the person'
     return ToolAnswer(False, f'The call {why}; whether it has done its work is not known.')
@@ -337,7 +339,7 @@ class _Connection:
       self._why = f'did not answer within {START_S:g} seconds'
     except (MCPError, RuntimeError, ValueError) as error:
       if getattr(error, 'code', None) != types.CONNECTION_CLOSED:
-        self._why = f'began with an invalid answer ({printable(first_line(error), 200)})'
+        self._why = f'began with an invalid answer ({_reason(error)})'
     return False
 
   async def _read(self, process: anyio.abc.Process, came: MemoryObjectSendStream[SessionMessage | Exception]) -> None:
@@ -475,6 +477,14 @@ def _answer(result: types.CallToolResult) -> ToolAnswer:
   if not parts and result.structured_content is not None:
     parts = [json.dumps(result.structured_content, ensure_ascii=False)]
   return _cut(not result.is_error, '\n'.join(parts) or '(No output.)')
+
+
+def _reason(error: Exception) -> str:
+  """Return why a value of a file or of a server is invalid."""
+  if not isinstance(error, pydantic.ValidationError):
+    return printable(first_line(error), 200)
+  wrong = error.errors()[0]
+  return printable(f'{".".join(map(str, wrong["loc"])) or "value"}: {wrong["msg"]}', 200)
 
 
 def _cut(ok: bool, text: str) -> ToolAnswer:
