@@ -115,8 +115,8 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
   screen.record = lambda text: written.note('shown', text=text)
   at = f'adapter {learner["name"]!r} at version {learner["version"]}'
   screen.say(f'Session {session.id} in {workspace}, {at}; /help lists keys and commands.')
-  if servers is not None:
-    screen.say('\n'.join(servers.said))
+  for sentence in () if servers is None else servers.said:
+    screen.say(sentence)
   if turns:
     newest = turns[-1]['version']
     screen.say(f'{counted(len(turns), "turn")} so far, the newest by version {newest}; /history shows all.')

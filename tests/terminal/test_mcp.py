@@ -66,11 +66,17 @@ def until(found, seconds=10):
 
 
 def test_calls_of_a_server_are_approved_denied_and_ruled_like_others(world):
-  answers = [call('fs__add', b=2, a=1), call('fs__say', text='no\u202e'), 'Well.', call('fs__say', text='a secret')]
+  answers = [
+    call('fs__add', b=2, a=1),
+    call('fs__add', a=1, b=2),
+    call('fs__say', text='no\u202e'),
+    'Well.',
+    call('fs__say', text='a secret'),
+  ]
   answers += [call('fs__add', a=1), call('fs__add', a=4, b=4), 'Done.']
   rules = 'never fs__say *secret*\nallow fs__add {"a": 4, "b": *}\n'
   with SessionServer(*answers) as server:
-    lines = ['Add', 'y', 'n Not this', 'More', 't', 't']
+    lines = ['Add', 'a', 'n Not this', 'More', 't', 't']
     code, out = world.hold(server, *lines, mcp=world.file('long'), rules=rules)
     results = [turn['results'][0] for turn in server.turns if turn['results']]
     tools = {tool['function']['name']: tool['function'] for tool in server.settings['tools']}
@@ -81,14 +87,20 @@ def test_calls_of_a_server_are_approved_denied_and_ruled_like_others(world):
   assert len(tools['fs__add']['description']) == 1001 and 'read' in tools
   assert 'fs__add of the MCP server fs, outside of the sandbox\n  {\n    "b": 2,\n    "a": 1\n  }' in out
   assert '"text": "no⟨U+202E⟩"' in out and 'Refused by the rule: never fs__say *secret*' in out
+  assert 'From now on: allow fs__add {"a": 1, "b": 2}' in out
   assert [result['text'] for result in results] == [
+    '3',
     '3',
     'The person never lets this be run.',
     "fs__add does not take these arguments: 'b' is a required property.",
     '8',
   ]
   calls = [line for line in world.noted() if line[:3] in ('add', 'say')]
-  assert calls == ['add {"b": 2, "a": 1}', 'add {"a": 4, "b": 4}']  # What was denied or refused never arrives.
+  assert calls == [
+    'add {"b": 2, "a": 1}',
+    'add {"a": 1, "b": 2}',
+    'add {"a": 4, "b": 4}',
+  ]  # What was denied or refused never arrives.
   assert world.noted()[-2] == 'stdin closed'  # It has ended in order.
 
 
