@@ -22,6 +22,10 @@ at most --timeout seconds. Ctrl-C ends a running one, and the model reads that.
 /command. # begins a comment, and a space a text that looks like a decision. The transcript goes to stdout, everything
 else to stderr.
 
+--mcp=FILE adds the tools of MCP servers. Those are your own programs: they run as you, outside of the sandbox, and the
+session shows and asks about each call of them. /tools lists what they say about themselves. A policy refuses or allows
+such calls by their arguments as JSON: allow fs__read_file {"path": "docs/*"}.
+
 All that is shown and decided is stored in ~/.local/state/sdpo_jax/sessions/ID.jsonl (--state, or XDG_STATE_HOME), and
 --resume continues from there, even after a crash.
 
@@ -61,6 +65,13 @@ POLICY = flags.DEFINE_string(
   None,
   'File of rules about which calls run without asking, and which never run, one per line (docs/sessions.md) or as '
   'JSON: [{"rule": "allow", "tool": "read", "pattern": "**"}]; ask, the default, asks about all.',
+)
+MCP = flags.DEFINE_string(
+  'mcp',
+  None,
+  'JSON file of MCP servers (stdio) whose tools the model may propose to call, as SERVER__TOOL: {"mcpServers": '
+  '{"NAME": {"command": "…", "args": […], "env": {…}}}}, and "timeout", seconds of a call. They run as you, outside '
+  'of the sandbox, in the folder of the file; neither it nor their code may be in the workspace.',
 )
 STATE = flags.DEFINE_string('state', None, 'Folder for the histories of sessions.')
 SYSTEM = flags.DEFINE_string('system', None, 'System message of a new session.')
@@ -106,6 +117,7 @@ def main() -> int:
       workspace=WORKSPACE.value,
       script=SCRIPT.value,
       policy=POLICY.value,
+      mcp=MCP.value,
       state=STATE.value,
       resume=RESUME.value not in (None, 'false'),
       session=None if RESUME.value in (None, 'true', 'false') else RESUME.value,

@@ -12,7 +12,7 @@ EXTRAS = {
   'serve': ('The service', ('starlette', 'uvicorn', 'pydantic', 'obstore', 'prometheus_client')),
   'figures': ('A figure', ('matplotlib',)),
   'tpu': ('Planning without a TPU', ('libtpu',)),
-  'session': ('The terminal program', ('prompt_toolkit',)),
+  'session': ('The terminal program', ('prompt_toolkit', 'mcp')),
 }
 
 

@@ -8,10 +8,10 @@ import json
 import pathlib
 from typing import Any
 
-from sdpo_jax.environments.workspace.tools import BadCall, Toolbox, check
+from sdpo_jax.environments.workspace.tools import BadCall, Toolbox
 from sdpo_jax.terminal.changes import diff
 from sdpo_jax.terminal.escaping import visible, visible_line
-from sdpo_jax.terminal.policies import ApprovalPolicy, Verdict
+from sdpo_jax.terminal.policies import SERVED, ApprovalPolicy, Verdict
 from sdpo_jax.terminal.screen import Line
 
 
@@ -49,9 +49,7 @@ class Proposed:
 def look(name: str, arguments: Any, toolbox: Toolbox, policy: ApprovalPolicy, workspace: pathlib.Path) -> Proposed:
   """Check a call against the current files and the policy; nothing is changed."""
   try:
-    checked = check(name, arguments)
-    if name not in toolbox.tools:
-      raise BadCall('Commands are not allowed here: use the other tools.')
+    checked = toolbox.checked(name, arguments)
   except BadCall as error:
     return Proposed(name, arguments, Verdict('ask', None), Wrong(str(error), error.field, error.line))
   verdict = policy.verdict(name, checked, workspace)
@@ -77,6 +75,11 @@ def _described(proposed: Proposed) -> list[Line]:
     lines += [Line(f'> {visible_line(line)}', 'command') for line in others]
     seconds = proposed.arguments.get('timeout')
     return lines + ([Line(f'  for at most {seconds:g} seconds', 'note')] if seconds is not None else [])
+  if SERVED in proposed.name and proposed.wrong is None:
+    server = proposed.name.partition(SERVED)[0]
+    head = Line(f'{visible(proposed.name, keep="")} of the MCP server {server}, outside of the sandbox', 'head')
+    shown = json.dumps(proposed.arguments, ensure_ascii=False, indent=2)
+    return [head, *(Line(f'  {visible_line(line)}') for line in shown.split('\n'))]
   lines = [Line(visible(proposed.name, keep=''), 'head')]
   if not isinstance(proposed.arguments, Mapping):
     return [*lines, Line(f'  {visible(as_json(proposed.arguments), keep="")}')]

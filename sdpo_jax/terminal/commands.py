@@ -18,7 +18,7 @@ from sdpo_jax.terminal.escaping import visible
 from sdpo_jax.terminal.history import History
 from sdpo_jax.terminal.inputs import Leave
 from sdpo_jax.terminal.learned import details_of
-from sdpo_jax.terminal.policies import ApprovalPolicy, CallRule
+from sdpo_jax.terminal.policies import SERVED, ApprovalPolicy, CallRule
 from sdpo_jax.terminal.screen import MARGIN, Line, Screen
 from sdpo_jax.terminal.work import Workbench
 
@@ -85,6 +85,7 @@ class Commands:
       '/flush': (self._flush, '/flush               learns now from examples that wait for more', 0),
       '/history': (self._talk, '/history             shows the conversation so far', 0),
       '/session': (self._about, '/session             shows id, adapter, service, workspace and history', 0),
+      '/tools': (self._tools, '/tools               lists the tools of MCP servers, as they describe themselves', 0),
       '/policy': (self._rules, '/policy              lists the rules that allow, ask about or refuse calls', 0),
       **dict.fromkeys(('/quit', '/exit'), (self._quit, '/quit, /exit, Ctrl-D leaves; --resume continues', 0)),
     }
@@ -234,6 +235,13 @@ class Commands:
       ('history', str(self._history.path)),
     ]
     self._screen.show(Line(visible(f'{name:<10} {value}', keep='')) for name, value in rows)
+
+  def _tools(self, arguments: list[str]) -> None:
+    lines: list[Line] = []
+    for name, tool in self._workbench.toolbox.tools.items():
+      if SERVED in name:
+        lines += _spoken(name, tool.meaning)
+    self._screen.show(lines or [Line('There are no MCP servers: name a file of some with --mcp.', 'note')])
 
   def _rules(self, arguments: list[str]) -> None:
     lines = [str(rule) for rule in self._policy.rules]

@@ -14,11 +14,17 @@ As JSON: `[{"rule": "allow", "tool": "read", "pattern": "**"}, {"rule": "never",
 A pattern is matched against the path of a call; for `glob` against its pattern, for `bash` against the whole command.
 In paths, `*` and `?` do not match slashes, but `**` does. In commands, the `*` of an `allow` rule matches anything
 except characters that join, redirect, nest or expand, so that `allow bash rg *` does not allow `rg x; rm -r .`.
+
+The tool of an MCP server is named `SERVER__TOOL`, and its pattern is matched against its arguments as JSON with sorted
+keys: `allow fs__read_file {"path": "docs/*"}`. The `*` of an `allow` rule stays within one value, and does not match
+`..`, but a pattern that is only `*` matches all calls. Nothing else is known about such arguments: `docs/*` is text
+there, links are not resolved. A rule for all tools, such as `never * secrets/**`, refuses calls in whose arguments a
+string is such a path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import json
 import os
@@ -31,6 +37,7 @@ from sdpo_jax.errors import UserError, first_line, short_repr
 
 Verb = Literal['allow', 'ask', 'never']
 ANY = '*'  # Stands for all tools.
+SERVED = '__'  # Between the name of an MCP server and that of its tool; no other tool has it in its name.
 _VERBS = ('allow', 'ask', 'never')
 # With these, a command can run, read or write more than its first word suggests. A dollar suffices:
 # `${x:=$'\\x24\\x28ls\\x29'} ${x@P}` and `$[x]` execute the value of a variable.
@@ -56,7 +63,7 @@ class CallRule:
 
     Args:
       tool: the name of the tool.
-      subjects: all names of the path of the call, or its command, see `subjects_of`.
+      subjects: what `subjects_of` returns for the call.
     """
     if self.tool not in (ANY, tool):
       return False
@@ -66,8 +73,12 @@ class CallRule:
       whole = re.compile(re.escape(self.pattern))
     elif tool == 'bash':
       whole = _command_pattern(self.pattern, narrow=self.verb == 'allow')
+    elif SERVED in tool and self.tool != ANY:
+      whole = _json_pattern(self.pattern, narrow=self.verb == 'allow')
     else:
       whole = _path_pattern(self.pattern)
+    if SERVED in tool:
+      subjects = subjects[1:] if self.tool == ANY else subjects[:1]
     # `allow` must match all names of a path; for other rules one suffices.
     return (all if self.verb == 'allow' else any)(whole.fullmatch(subject) for subject in subjects)
 
@@ -109,13 +120,37 @@ class ApprovalPolicy:
 
 
 def subjects_of(tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path) -> list[str]:
-  """Return what patterns are matched against: the path, as given and with links resolved, or the command."""
+  """Return what patterns are matched against.
+
+  These are the path, as given and with links resolved, or the command; for a tool of a server its arguments as JSON,
+  and then all strings in them, as if they were paths.
+  """
+  if SERVED in tool:
+    return [as_subject(arguments), *(name for text in _strings(arguments) for name in _names(text, workspace))]
   if tool == 'bash':
     return [arguments['command'].strip(' ')]
   if tool == 'glob':
     return [arguments['pattern']]
+  return _names(arguments.get('path', '.'), workspace)
+
+
+def as_subject(arguments: Mapping[str, Any]) -> str:
+  """Return arguments in the one form of JSON that patterns are matched against; raises ValueError for NaN."""
+  return json.dumps(arguments, ensure_ascii=False, sort_keys=True, allow_nan=False)
+
+
+def _strings(value: Any) -> Iterator[str]:
+  if isinstance(value, str):
+    yield value
+  elif isinstance(value, (Mapping, list)):
+    for inner in value.values() if isinstance(value, Mapping) else value:
+      yield from _strings(inner)
+
+
+def _names(path: str, workspace: pathlib.Path) -> list[str]:
+  """Return a path relative to the workspace, as given and with links resolved."""
   root = os.path.realpath(workspace)
-  path = os.path.join(root, arguments.get('path', '.'))
+  path = os.path.join(root, path)
   if '\0' in path:  # All tools reject it.
     return [path]
   # Resolve `..` textually first, as the tools do.
@@ -128,8 +163,12 @@ def suggestion(tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path)
   return subjects_of(tool, arguments, workspace)[0]
 
 
-def load(value: str) -> ApprovalPolicy:
+def load(value: str, served: Iterable[str] = ()) -> ApprovalPolicy:
   """Load the policy that --policy names: `ask`, or a file.
+
+  Args:
+    value: the value of --policy.
+    served: the names of the tools of MCP servers.
 
   Raises:
     UserError: the file cannot be read, or has an invalid rule.
@@ -140,47 +179,52 @@ def load(value: str) -> ApprovalPolicy:
     text = pathlib.Path(value).expanduser().read_text(encoding='utf-8')
   except (OSError, UnicodeDecodeError) as error:
     raise UserError(f'--policy={value} cannot be read ({first_line(error)}): name a file of rules, or ask.') from error
-  return ApprovalPolicy(parse(text, value))
+  return ApprovalPolicy(parse(text, value, served))
 
 
-def parse(text: str, where: str) -> list[CallRule]:
+def parse(text: str, where: str, served: Iterable[str] = ()) -> list[CallRule]:
   """Parse rules from text or JSON.
 
   Args:
     text: the content of a policy file.
     where: the name of the file, for error messages.
+    served: the names of the tools of MCP servers.
 
   Raises:
     UserError: a rule is invalid; the message has its number.
   """
+  served = tuple(served)
   if text.lstrip().startswith('['):
-    return _parse_json(text, where)
+    return _parse_json(text, where, served)
   rules = []
   for number, line in enumerate(text.split('\n'), start=1):
     stripped = line.strip()
     if stripped and not stripped.startswith('#'):
       verb, *rest = stripped.split(maxsplit=2)
       tool, pattern = (rest + [None, None])[:2]
-      rules.append(make_rule(verb, ANY if tool is None else tool, pattern, f'{where}, line {number}'))
+      rules.append(make_rule(verb, ANY if tool is None else tool, pattern, f'{where}, line {number}', served))
   return rules
 
 
-def make_rule(verb: Any, tool: Any, pattern: Any, where: str) -> CallRule:
+def make_rule(verb: Any, tool: Any, pattern: Any, where: str, served: Iterable[str] = ()) -> CallRule:
   """Validate the parts of a rule, and return it; raises UserError, which begins with `where`."""
   if verb not in _VERBS:
     raise UserError(f'{where}: a rule must begin with allow, ask or never, not {short_repr(verb)}.')
-  if not isinstance(tool, str) or (tool != ANY and tool not in TOOLS):
-    raise UserError(f'{where}: there is no tool {short_repr(tool)}, only {", ".join(TOOLS)}, and * for all.')
+  tools = dict.fromkeys((*TOOLS, *served))
+  if tool not in (ANY, *tools):
+    raise UserError(f'{where}: there is no tool {short_repr(tool)}, only {", ".join(tools)}, and * for all.')
   if pattern is not None and not (isinstance(pattern, str) and pattern):
     raise UserError(f'{where}: the pattern must be a text, not {short_repr(pattern)}.')
   if verb == 'allow' and tool == ANY:
-    raise UserError(f'{where}: a rule with allow must name one tool: write a rule for each of {", ".join(TOOLS)}.')
+    raise UserError(f'{where}: a rule with allow must name one tool: write a rule for each of {", ".join(tools)}.')
   if verb == 'allow' and pattern is None:
-    raise UserError(f'{where}: allow needs a pattern, such as allow {tool} {"*" if tool == "bash" else "**"}.')
+    raise UserError(
+      f'{where}: allow needs a pattern, such as allow {tool} {"**" if tool in TOOLS and tool != "bash" else "*"}.'
+    )
   return CallRule(verb, tool, pattern)
 
 
-def _parse_json(text: str, where: str) -> list[CallRule]:
+def _parse_json(text: str, where: str, served: Iterable[str]) -> list[CallRule]:
   try:
     values = json.loads(text)
   except (ValueError, RecursionError) as error:
@@ -190,13 +234,20 @@ def _parse_json(text: str, where: str) -> list[CallRule]:
     at = f'{where}, rule {number}'
     if not isinstance(value, dict) or value.keys() - {'rule', 'tool', 'pattern'}:
       raise UserError(f'{at}: a rule must be an object with rule, tool and pattern, not {short_repr(value)}.')
-    rules.append(make_rule(value.get('rule'), value.get('tool', ANY), value.get('pattern'), at))
+    rules.append(make_rule(value.get('rule'), value.get('tool', ANY), value.get('pattern'), at, served))
   return rules
 
 
 def _command_pattern(pattern: str, *, narrow: bool) -> re.Pattern[str]:
   star = f'[^{re.escape(_JOINS)}]*' if narrow else '.*'
   return re.compile(star.join(map(re.escape, pattern.split('*'))), re.DOTALL)
+
+
+def _json_pattern(pattern: str, *, narrow: bool) -> re.Pattern[str]:
+  if not narrow or pattern == '*':
+    return _command_pattern(pattern, narrow=False)
+  parts = r'[^"\\]*'.join(map(re.escape, pattern.split('*')))
+  return re.compile(parts if '..' in pattern else rf'(?!.*\.\.){parts}', re.DOTALL)
 
 
 def _path_pattern(pattern: str) -> re.Pattern[str]:

@@ -13,7 +13,7 @@ import pathlib
 import shutil
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdpo_jax.command_lines import command_line
 from sdpo_jax.config.locations import shipped_folder
@@ -36,6 +36,9 @@ from sdpo_jax.terminal.screen import Line, Screen, has_colours, is_plain
 from sdpo_jax.terminal.session_loop import Conversation
 from sdpo_jax.terminal.work import Workbench
 
+if TYPE_CHECKING:
+  from sdpo_jax.terminal.mcp_servers import McpServers
+
 DEFAULT_CONFIG = 'session_quickstart.py'
 _ERASE = '\r\x1b[K'  # Goes to the beginning of the row of the cursor, and erases it.
 KEY = 'SDPO_API_KEY'  # The environment variable with the API key of the service.
@@ -52,6 +55,7 @@ class CommandOptions:
   workspace: str | None = None  # The folder in which the model works.
   script: str | None = None  # A file with input, or - for a pipe; None: the keyboard.
   policy: str | None = None  # A file with rules, or ask.
+  mcp: str | None = None  # A file of MCP servers.
   state: str | None = None  # The folder of histories.
   resume: bool = False
   session: str | None = None  # The id of the session to resume; None: the newest.
@@ -89,7 +93,8 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
         raise UserError(f'--{flag} is for a new session: leave it out with --resume.')
   workspace = _workspace(options.workspace or known.get('workspace') or '.', folder)
   policy_name = options.policy or known.get('policy') or 'ask'
-  policy = policies.load(policy_name)
+  servers = _servers(options, known, workspace, folder, stack)
+  policy = policies.load(policy_name, () if servers is None else servers.tools)
   _take_all_texts()
   screen = Screen(
     sys.stdout, colours=options.script is None and has_colours(sys.stdout, os.environ), paged=options.script is None
@@ -97,7 +102,7 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
   inputs = _inputs(options, screen)
   if options.script is None:
     stack.enter_context(echoing(False))
-  toolbox = _toolbox(workspace, policy, options, folder)
+  toolbox = _toolbox(workspace, policy, options, folder, servers)
   settings = _settings(options, toolbox, policy)
   client, where = _service(options, known, workspace, folder, stack)  # Last, since starting a service is slow.
   try:
@@ -105,6 +110,11 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
       adapter = client.adapter(options.adapter or 'session')
       opened, token = client.open_session(adapter['id'], settings)
       about = {'workspace': str(workspace), 'policy': policy_name, 'adapter': adapter['id'], 'token': token, **where}
+      if servers is not None:
+        about['mcp'] = {
+          'file': os.path.abspath(options.mcp),
+          'tools': [dataclasses.asdict(tool) for tool in servers.tools.values()],
+        }
       history = History.begin(folder, opened['id'], about)
       stack.callback(history.close)
     session = SessionClient(client, history.opened['adapter'], history.opened['session'], history.opened['token'])
@@ -116,6 +126,8 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
   screen.record = lambda text: written.note('shown', text=text)
   at = f'adapter {learner["name"]!r} at version {learner["version"]}'
   screen.say(f'Session {session.id} in {workspace}, {at}; /help lists keys and commands.')
+  for sentence in () if servers is None else servers.said:
+    screen.say(sentence)
   if turns:
     newest = turns[-1]['version']
     screen.say(f'{counted(len(turns), "turn")} so far, the newest by version {newest}; /history shows all.')
@@ -193,7 +205,13 @@ def _served(
   return arguments, folder
 
 
-def _toolbox(workspace: pathlib.Path, policy: ApprovalPolicy, options: CommandOptions, states: pathlib.Path) -> Toolbox:
+def _toolbox(
+  workspace: pathlib.Path,
+  policy: ApprovalPolicy,
+  options: CommandOptions,
+  states: pathlib.Path,
+  servers: McpServers | None,
+) -> Toolbox:
   """Make the tools; without bash, and with a message, if commands cannot be confined to the workspace."""
   shell = None
   readable = boundary.readable_folders(options.readable, states)
@@ -209,7 +227,7 @@ def _toolbox(workspace: pathlib.Path, policy: ApprovalPolicy, options: CommandOp
         _announce(shell.notes)
     except UserError as error:
       _announce(f'The model cannot run commands on this machine. {error}')
-  return Toolbox(workspace, shell)
+  return Toolbox(workspace, shell) if servers is None else servers.toolbox(workspace, shell)
 
 
 def _settings(options: CommandOptions, toolbox: Toolbox, policy: ApprovalPolicy) -> dict[str, Any]:
@@ -266,3 +284,29 @@ def _inputs(options: CommandOptions, screen: Screen) -> Inputs:
   if is_plain() or not sys.stdout.isatty():
     return Lines()
   return Keyboard(colours=has_colours(sys.stdout, os.environ))
+
+
+def _servers(
+  options: CommandOptions,
+  known: Mapping[str, Any],
+  workspace: pathlib.Path,
+  states: pathlib.Path,
+  stack: contextlib.ExitStack,
+) -> McpServers | None:
+  """Start the MCP servers of the session, if it has some.
+
+  Raises:
+    UserError: their file is invalid, or one of a new session cannot be started.
+  """
+  began = known.get('mcp')
+  if options.resume and began is None and options.mcp is not None:
+    raise UserError('--mcp is for a new session, or one that began with MCP servers: leave it out with --resume.')
+  file = options.mcp or (began['file'] if began is not None else None)
+  if file is None:
+    return None
+  from sdpo_jax.terminal import mcp_servers  # Here, since importing the client takes a second.
+
+  programs = mcp_servers.load(file, workspace)
+  tools = None if began is None else [mcp_servers.McpTool(**tool) for tool in began['tools']]
+  _announce(f'Starting {counted(len(programs), "MCP server")}.')
+  return stack.enter_context(mcp_servers.started(programs, states / 'mcp', tools))

@@ -8,7 +8,7 @@ import functools
 import json
 from typing import Any
 
-from sdpo_jax.environments.workspace.tools import TOOLS, ToolAnswer
+from sdpo_jax.environments.workspace.tools import ToolAnswer
 from sdpo_jax.errors import UserError, first_line, short_repr
 from sdpo_jax.terminal.calls import Proposed, Wrong, described, look
 from sdpo_jax.terminal.escaping import visible
@@ -95,7 +95,8 @@ class Reviewer:
           why = proposed.wrong or Wrong(_NEVER)
           told[str(index)] = {'text': why.text, 'field': why.field, 'line': why.line}
         break
-      changes = changes or (str(index) not in told and call['name'] in TOOLS and TOOLS[call['name']].changes)
+      tool = self._workbench.toolbox.tools.get(call['name'])
+      changes = changes or (str(index) not in told and tool is not None and tool.changes)
     if edited is not None:
       return Reviewed({'decision': 'edit', 'call': edited[0], 'arguments': edited[1]}, told, approved)
     return Reviewed({'decision': 'approve'}, told, approved)
@@ -236,7 +237,7 @@ class Reviewer:
       default = ''
     pattern = pattern or self._inputs.line(f'Always allow {proposed.name} with this pattern: ', default)
     try:
-      rule = make_rule('allow', proposed.name, pattern, 'This rule')
+      rule = make_rule('allow', proposed.name, pattern, 'This rule', self._workbench.toolbox.tools)
       # If it is the call itself, the pattern is literal: `rm *.pyc` must not allow `rm -r src a.pyc`.
       rule = dataclasses.replace(rule, exact=pattern == default)
     except UserError as error:

@@ -216,9 +216,7 @@ class Toolbox:
       shown: called with each piece of a command's output, and often with none while it runs.
     """
     try:
-      checked = check(name, arguments)
-      if name not in self.tools:
-        raise BadCall('Commands are not allowed here: use the other tools.')
+      checked = self.checked(name, arguments)
       if name == 'bash':
         return self._bash(**checked, cancelled=cancelled, shown=shown)
       run: Callable[..., str] = getattr(self, f'_{name}')
@@ -229,6 +227,13 @@ class Toolbox:
       return ToolAnswer(False, str(error), field='path')
     except BadCall as error:
       return ToolAnswer(False, str(error), field=error.field, line=error.line)
+
+  def checked(self, name: str, arguments: Any) -> dict[str, Any]:
+    """Return the arguments of a call; raises BadCall as `check`, and if the tool is not available."""
+    checked = check(name, arguments)
+    if name not in self.tools:
+      raise BadCall('Commands are not allowed here: use the other tools.')
+    return checked
 
   def preview(self, name: str, arguments: Any) -> tuple[str, str, str] | None:
     """Return path, old text and new text of the file that a call would write; None for other calls.
