@@ -22,11 +22,12 @@ from sdpo_jax.models.control_tokens import plain_messages
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.service_state import ServiceState
 from sdpo_jax.serving.sessions.session_records import AgentSession
-from sdpo_jax.serving.tool_calls import Form, ToolCall, write_call
+from sdpo_jax.serving.tool_calls import FORMS, Form, ToolCall, call_ids, write_calls
 from sdpo_jax.types import Messages
 
 _ASKED = {'role': 'user', 'content': PROBE}
-_MARKS = ('<tool_call>', '</tool_call>', '<|python_tag|>', '<think>', '</think>')  # Tags that can be special tokens.
+# Tags that can be special tokens.
+_MARKS = frozenset(('<think>', '</think>', *(tag for form in FORMS.values() for tag in form.tags)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Dialogue:
     """
     template = template_of(tokenizer, tools) or ''
     self._ends = {token for token in stop_token_ids if tokenizer.decode([token], skip_special_tokens=False) in template}
+    self._writes_ids = '[TOOL_CALLS]' in template and 'tool_call_id' in template
     self._tokenizer, self._chat, self._tools = tokenizer, chat, list(tools)
     self._first = [] if system is None else [{'role': 'system', 'content': system}]
 
@@ -75,7 +77,7 @@ class Dialogue:
 
   def begin(self, messages: Messages) -> StudentPrompt:
     """Return the first prompt of the conversation."""
-    return self._asked(lambda chat: chat, [*self._first, *messages])
+    return self._asked(lambda chat: chat, [*self._first, *self._accepted(messages)])
 
   def after(
     self, prompt: Sequence[int], answer: Sequence[int], messages: Messages, drawn: bool = False
@@ -88,7 +90,7 @@ class Dialogue:
       messages: the messages after the answer, at least one.
       drawn: see `said_behind`.
     """
-    behind = self._behind(messages, drawn=drawn)
+    behind = self._behind(self._accepted(messages, answer), drawn=drawn)
     return StudentPrompt([*prompt, *answer, *behind.body[1 if self.is_ended(answer) else 0 :]], behind.header)
 
   def is_ended(self, answer: Sequence[int]) -> bool:
@@ -101,9 +103,9 @@ class Dialogue:
     Only if it shows what a model has `drawn` can it spell tags of calls and thinking; otherwise these are text, as in
     the output of tools.
     """
-    before = self._rendered([_ASKED], False, ())
+    before = self._rendered(self._before_user, False, ())
     said = {'role': 'user', 'content': text}
-    return self._tokens([_ASKED, said], lambda chat: _without_beginning(chat, before), (), drawn)
+    return self._tokens([*self._before_user, said], lambda chat: _without_beginning(chat, before), (), drawn)
 
   def split(self, prompt: Sequence[int]) -> StudentPrompt:
     """Split a prompt of this conversation into body and header."""
@@ -181,14 +183,14 @@ class Dialogue:
       calls: the new calls.
       form: the form in which to write the calls.
     """
-    tag = '<tool_call>' if form == 'hermes' else '<|python_tag|>'
+    tag = FORMS[form].tags[0]
     closed = text.rfind('</think>') + len('</think>') if '</think>' in text else 0
     at = text.find(tag, closed)
     said = text[closed:]
     thinking = text[: closed + len(said) - len(said.lstrip())] if closed else ''
     before = text[:at] if at >= 0 else thinking  # Without a tag the whole answer is the call.
-    written = '\n'.join(write_call(call, form) for call in calls)
-    if form == 'llama3' and at >= 0:
+    written = write_calls(calls, form, self._tools)
+    if at >= 0 and not written.startswith(tag):
       written = tag + written
     return [*self._answer(before + written), self.turn_end]
 
@@ -221,6 +223,28 @@ class Dialogue:
     with_header = self._rendered(messages, True, self._tools)
     return _without_beginning(with_header, self._rendered(messages, False, self._tools))
 
+  @functools.cached_property
+  def _before_user(self) -> Messages:
+    """Messages that one of the user can follow: some templates demand an answer between two questions."""
+    try:
+      self._rendered([_ASKED, _ASKED], False, ())
+    except InvalidRequest:
+      return [_ASKED, {'role': 'assistant', 'content': PROBE}]
+    return [_ASKED]
+
+  def _accepted(self, messages: Messages, answer: Sequence[int] = ()) -> Messages:
+    """Return the messages after an answer as the template accepts them: Mistral's demand ids, and no two questions."""
+    ids = iter(call_ids(self.text_of(answer)) if self._writes_ids and answer else ())
+    found: Messages = []
+    for message in messages:
+      if self._writes_ids and message['role'] == 'tool':
+        message = {'tool_call_id': next(ids, f'{len(found):09}'), **message}
+      both = found and found[-1]['role'] == message['role'] == 'user'
+      if both and len(self._before_user) > 1:
+        message = {**message, 'content': f'{found.pop()["content"]}\n\n{message["content"]}'}
+      found.append(message)
+    return found
+
   def _asked(self, part: Any, messages: Messages, drawn: bool = False) -> StudentPrompt:
     """Render messages; return the part that `part` selects from the text before the header, as a prompt."""
     header = self._header_text
@@ -241,7 +265,8 @@ class Dialogue:
     mark = f'{PROBE}a'
     while any(mark in text for message in [*self._first, *messages] for text in message.values()):
       mark += 'z'
-    return mark, [*self._first, *earlier, _ASKED, {'role': 'assistant', 'content': mark}, *messages]
+    answered = [_ASKED, {'role': 'assistant', 'content': mark}]
+    return mark, [*self._first, *earlier, *answered, *self._accepted(messages)]
 
   def _rendered(self, messages: Messages, header: bool, tools: Sequence[Any]) -> str:
     variables = {**self._chat.variables, **({'tools': list(tools)} if tools else {})}

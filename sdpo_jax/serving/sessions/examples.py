@@ -15,7 +15,7 @@ from sdpo_jax.serving.sessions import json_fields, session_tables, teaching
 from sdpo_jax.serving.sessions.conversation import dialogue_of
 from sdpo_jax.serving.sessions.session_records import AgentSession, SessionExample, SessionTurn
 from sdpo_jax.serving.sessions.session_tables import REHEARSAL
-from sdpo_jax.serving.tool_calls import ToolCall
+from sdpo_jax.serving.tool_calls import FORMS, ToolCall
 
 Kind = Literal['denial', 'edit', 'result', 'rehearsal']
 State = Literal['waiting', 'learned', 'rejected', 'undone']  # Rejected: by a guard.
@@ -235,7 +235,7 @@ _READ = {
   'drawn_by': _whole,
   'messages': _messages,
   'tools': _objects,
-  'tool_form': lambda value, field: None if value is None else json_fields.one_of('hermes', 'llama3')(value, field),
+  'tool_form': lambda value, field: None if value is None else json_fields.one_of(*FORMS)(value, field),
   'text': json_fields.text,
   'said': json_fields.text,
   'ended': json_fields.flag,

@@ -143,7 +143,9 @@ def draw(
       sample = event.sample
       text = dialogue.text_of(sample.tokens, options.stop, sample.text)
       proposal = (
-        read_calls(text, session.tool_form) if session.tool_form else Proposal(without_thinking(text).strip(), (), None)
+        read_calls(text, session.tool_form, session.settings.tools)
+        if session.tool_form
+        else Proposal(without_thinking(text).strip(), (), None)
       )
       turn = SessionTurn(
         n=number,

@@ -21,7 +21,7 @@ from sdpo_jax.serving.sessions.conversation import Dialogue, StudentPrompt, fing
 from sdpo_jax.serving.sessions.examples import TrainingExample
 from sdpo_jax.serving.sessions.session_records import LearnedTurns, TeacherTexts
 from sdpo_jax.serving.store.store import IdempotentRequest, StoredResponse
-from sdpo_jax.serving.tool_calls import PYTHON_TAG, Form, ToolCall, form_of, write_call
+from sdpo_jax.serving.tool_calls import Form, ToolCall, form_of, write_calls
 from sdpo_jax.types import Messages
 
 
@@ -127,7 +127,7 @@ def _rewritten(account: Account, example: TrainingExample, shown: Mapping[str, s
       f'its conversation has {len(asked.tokens)} tokens here, more than the limit of {service.max_prompt} '
       '(serve.prompt_buckets).'
     )
-  text = _written(example.text, example.said, example.calls, example.tool_form, form)
+  text = _written(example.text, example.said, example.calls, example, form)
   tokens = dialogue.answer(text, example.ended)
   if not 0 < len(tokens) <= service.max_completion:
     raise InvalidRequest(
@@ -136,7 +136,7 @@ def _rewritten(account: Account, example: TrainingExample, shown: Mapping[str, s
     )
   demonstration = example.demonstration
   if example.demonstrated and form is not None:
-    demonstration = '\n'.join(write_call(_call(call), form) for call in example.demonstrated)
+    demonstration = write_calls(_calls(example.demonstrated), form, example.tools)
   said = TeacherTexts(demonstration, example.feedback, example.environment)
   attempt = tokens if example.show_attempt else None
   prompt = teaching.teacher_prompt(dialogue, asked, said, service.reprompting.config, attempt)
@@ -145,7 +145,7 @@ def _rewritten(account: Account, example: TrainingExample, shown: Mapping[str, s
   )
   if example.edited_tokens is None or form is None:
     return [item]
-  edited = dialogue.edited(text, [_call(call) for call in example.demonstrated], form)
+  edited = dialogue.edited(text, _calls(example.demonstrated), form)
   return waiting_examples.directly(item, edited) if len(edited) <= service.max_completion else [item]
 
 
@@ -163,21 +163,19 @@ def _asked(dialogue: Dialogue, example: TrainingExample, form: Form | None) -> S
     else:
       asked = dialogue.after(asked.tokens, answer, pending)
     if message is not None:
-      text = _written(message['content'], message['said'], message['calls'], example.tool_form, form)
+      text = _written(message['content'], message['said'], message['calls'], example, form)
       pending, answer = [], dialogue.answer(text, True)
   return asked
 
 
-def _written(text: str, said: str, calls: Sequence[Mapping[str, Any]], before: str | None, form: Form | None) -> str:
-  """Return the text of an answer with its calls converted from the form `before` to `form`."""
-  if before == form or form is None or not calls:
+def _written(
+  text: str, said: str, calls: Sequence[Mapping[str, Any]], example: TrainingExample, form: Form | None
+) -> str:
+  """Return the text of an answer of an example with its calls converted to `form`."""
+  if example.tool_form == form or form is None or not calls:
     return text
-  written = '\n'.join(write_call(_call(call), form) for call in calls)
-  if not said:
-    return written
-  # Llama 3 needs the tag before a call that follows text.
-  return f'{said}{PYTHON_TAG}{written}' if form == 'llama3' else f'{said}\n{written}'
+  return write_calls(_calls(calls), form, example.tools, said)
 
 
-def _call(call: Mapping[str, Any]) -> ToolCall:
-  return ToolCall(call['name'], call['arguments'])
+def _calls(calls: Sequence[Mapping[str, Any]]) -> tuple[ToolCall, ...]:
+  return tuple(ToolCall(call['name'], call['arguments']) for call in calls)

@@ -34,7 +34,7 @@ from sdpo_jax.serving.sessions.session_records import (
   edited,
 )
 from sdpo_jax.serving.store.store import IdempotentRequest
-from sdpo_jax.serving.tool_calls import ToolCall, cutting, form_of, read_calls, write_call
+from sdpo_jax.serving.tool_calls import ToolCall, cutting, form_of, read_calls, write_calls
 from sdpo_jax.teacher import context
 
 
@@ -352,11 +352,11 @@ class Sessions:
     calls = edited(turn.calls, decision)
     with self._service.tokenizing:
       kept = dialogue.edited(turn.text, calls, session.tool_form)
-      if tuple(read_calls(dialogue.text_of(kept), session.tool_form).calls) != calls:
+      if tuple(read_calls(dialogue.text_of(kept), session.tool_form, session.settings.tools).calls) != calls:
         raise InvalidRequest(
           'These arguments cannot be written as a call in the form of the model: change them.', field='arguments'
         )
-    written = '\n'.join(write_call(call, session.tool_form) for call in calls)
+    written = write_calls(calls, session.tool_form, session.settings.tools)
     return dataclasses.replace(decided, kept_tokens=kept), TeacherTexts(written, decision.correction)
 
   def _change(

@@ -131,7 +131,7 @@ class SessionSaid(ResponseBody):
   adapter: str = Field(description='The id of the adapter.')
   created: float = Field(description='Seconds since the epoch.')
   settings: dict[str, Any]
-  tool_form: str | None = Field(None, description='The form of tool calls: hermes or llama3; null without tools.')
+  tool_form: str | None = Field(None, description='The form of tool calls, such as hermes; null without tools.')
 
 
 class SessionsSaid(ResponseBody):

@@ -7,7 +7,7 @@ import tempfile
 from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.serving.sessions.conversation import Dialogue
-from tests.serving.sessions.tool_templates import make_tokenizer
+from tests.serving.sessions.tool_templates import FAMILIES, make_tokenizer
 
 TOOLS = [{'type': 'function', 'function': {'name': 'grep', 'description': 'Finds.', 'parameters': {'type': 'object'}}}]
 CONFIG = SelfDistillationConfig(max_reprompt_len=10_000)
@@ -21,12 +21,8 @@ def tokenizer(family):
 
 @functools.cache
 def stops(family):
-  made = tokenizer(family)
-  return tuple(
-    made.convert_tokens_to_ids(
-      ['<|eot_id|>', '<|eom_id|>', '<|end_of_text|>'] if family == 'llama3' else ['<|im_end|>']
-    )
-  )
+  ends = ['<|eot_id|>', '<|eom_id|>', '<|end_of_text|>'] if family == 'llama3' else [FAMILIES[family][2]]
+  return tuple(tokenizer(family).convert_tokens_to_ids(ends))
 
 
 def dialogue(family, **more):

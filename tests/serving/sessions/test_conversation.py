@@ -3,6 +3,7 @@ template's.
 """
 
 import dataclasses
+import re
 
 from hypothesis import given, settings, strategies
 import pytest
@@ -11,14 +12,11 @@ from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sessions import teaching
 from sdpo_jax.serving.sessions.conversation import Dialogue
-from sdpo_jax.serving.tool_calls import ToolCall, form_of, read_calls
+from sdpo_jax.serving.tool_calls import FORMS, ToolCall, call_ids, form_of, read_calls, write_call, write_calls
 from tests.serving.sessions.dialogues import CONFIG, TOOLS, dialogue, drawn, text_of, tokenizer
 from tests.serving.sessions.tool_templates import FAMILIES, make_tokenizer
 
-CALL = {
-  'hermes': '<tool_call>\n{"name": "grep", "arguments": {"p": "x"}}\n</tool_call>',
-  'llama3': '{"name": "grep", "parameters": {"p": "x"}}',
-}
+CALL = {form: write_call(ToolCall('grep', {'p': 'x'}), form) for form in FORMS}
 
 
 def rendered(family, messages, header=True, **variables):
@@ -40,7 +38,7 @@ def assistant(text):
   return {'role': 'assistant', 'content': text}
 
 
-@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('family', [name for name in FAMILIES if 'mistral' not in name])
 def test_the_conversation_is_what_the_template_writes_of_it_as_a_whole(family):
   made = dialogue(family, system='Be brief.')
   form = form_of(tokenizer(family).chat_template)
@@ -54,6 +52,50 @@ def test_the_conversation_is_what_the_template_writes_of_it_as_a_whole(family):
     if family != 'hermes' or follow[-1]['role'] == 'tool':
       assert text_of(family, prompt) == rendered(family, said)
       assert prompt == tokenizer(family).encode(rendered(family, said), add_special_tokens=False)
+
+
+@pytest.mark.parametrize('family', ['qwen3_coder', 'mistral_v3', 'mistral_v11', 'mistral_v13'])
+@pytest.mark.parametrize('said', ['', 'I look.'])
+def test_calls_are_written_as_the_template_does_and_results_have_their_ids(family, said):
+  made, form = dialogue(family, system='Be brief.'), form_of(tokenizer(family).chat_template)
+  made.check(form)
+  assert form == family
+  calls = (ToolCall('grep', {'p': 'x "y"\nz', 'n': [1, None]}), ToolCall('grep', {}))
+  answer = write_calls(calls, form, TOOLS, said)
+  ids = call_ids(answer) or ['', '']
+  assert family in ('qwen3_coder', 'mistral_v13') or len(set(ids)) == 2 and all(id in answer for id in ids)
+  asked = made.begin([user('Find x.')])
+  found = made.after(asked.tokens, drawn(family, answer), [tool('a: x'), tool('b: x')])
+  if said and family in ('mistral_v3', 'mistral_v11'):  # Their templates leave out what stands before calls.
+    return
+  called = {
+    **assistant(said),
+    'tool_calls': [{**call.message(), 'id': id} for call, id in zip(calls, ids, strict=True)],
+  }
+  results = [{**tool(text), 'tool_call_id': id} for text, id in zip(('a: x', 'b: x'), ids, strict=True)]
+  system = {'role': 'system', 'content': 'Be brief.'}
+  whole = rendered(family, [system, user('Find x.'), called, *results])
+  if family == 'mistral_v3':  # Shows the system message with a question that nothing follows.
+    whole = whole.replace('Find x.', 'Be brief.\n\nFind x.')
+  assert text_of(family, found.tokens) == whole
+  assert found.tokens == tokenizer(family).encode(whole, add_special_tokens=False)
+
+
+@pytest.mark.parametrize('family', ['mistral_v3', 'mistral_v11', 'mistral_v13'])
+def test_what_mistral_demands_is_met(family):
+  made = dialogue(family)
+  two, one = ([user('a'), user('b')], [user('a\n\nb')])  # Questions in a row, as behind a denied answer.
+  assert made.begin(two) == made.begin(one)
+  assert made.after((), drawn(family, 'c'), two) == made.after((), drawn(family, 'c'), one)
+  assert text_of(family, made.said_behind('b')) == '[INST]b[/INST]' and made.header == []
+  # A model that has written no ids, or invalid ones, is told of calls by numbers.
+  assert call_ids('[TOOL_CALLS][{"name": "grep"}, {"id": 3}, {"id": "a23456789"}]') == [
+    '000000000',
+    '000000001',
+    'a23456789',
+  ]
+  behind = text_of(family, made.after((), drawn(family, 'no call'), [tool('a'), tool('b')]).tokens)
+  assert ('000000001' in behind) == (family != 'mistral_v13')
 
 
 def test_an_end_that_the_template_would_write_anew_stays_as_it_was_written():
@@ -98,7 +140,7 @@ def test_tags_in_what_no_model_has_drawn_are_text(family):
 
   assert counted(said) == counted('x')
   shown = [count - plain for count, plain in zip(counted(said, True), counted('x'), strict=True)]
-  assert shown == [0, 0, 4 if family == 'qwen3' else 0]  # Only that one has tokens for tags.
+  assert shown == [0, 0, len(FAMILIES[family][3])]  # Those that have tokens for tags.
 
 
 @pytest.mark.parametrize('family', FAMILIES)
@@ -127,7 +169,8 @@ def test_an_answer_may_end_with_another_token_that_the_template_writes():
   assert found[len(prompt) :][:3] == [65, ids['end_of_text'], ids['eot_id']]
 
 
-SPELLED = [name for _, special, *_ in FAMILIES.values() for name in special] + [
+CONTROL = [name for _, special, *_ in FAMILIES.values() for name in special]
+SPELLED = CONTROL + [
   '<tool_call>',
   '</think>',
   '<|im_',
@@ -138,7 +181,7 @@ ROLES = strategies.sampled_from(['user', 'tool'])
 MESSAGES = strategies.lists(
   strategies.builds(lambda role, text: {'role': role, 'content': text}, ROLES, TEXTS), min_size=1, max_size=3
 )
-ANSWERS = strategies.tuples(TEXTS.filter(lambda text: '<|' not in text), strategies.booleans())
+ANSWERS = strategies.tuples(TEXTS.filter(lambda text: not any(name in text for name in CONTROL)), strategies.booleans())
 
 
 def control(family, tokens):
@@ -167,6 +210,8 @@ def test_the_teacher_reads_the_students_conversation_and_nobody_can_spell_contro
   asked, plain = made.begin([user(question)]), made.begin([user('x')])
   for (text, ended), messages in turns:
     answer = drawn(family, text, ended)
+    if 'mistral' in family:  # Refuses questions on both sides of a result.
+      messages = sorted(messages, key=lambda message: message['role'] == 'user')
     before = asked.tokens
     asked = made.after(before, answer, messages)
     plain = made.after(plain.tokens, drawn(family, 'x', ended), benign(messages))
@@ -177,10 +222,11 @@ def test_the_teacher_reads_the_students_conversation_and_nobody_can_spell_contro
   if not said:
     return
   found = teaching.teacher_prompt(made, asked, said, CONFIG)
-  assert found[: len(asked.body)] == asked.body and found[-len(asked.header) :] == asked.header
-  turn = found[len(asked.body) : -len(asked.header)]
+  end = len(found) - len(asked.header)
+  assert found[: len(asked.body)] == asked.body and found[end:] == asked.header
+  turn = found[len(asked.body) : end]
   bare = teaching.teacher_prompt(made, asked, teaching.TeacherTexts(solution and 'x', feedback and 'x'), CONFIG)
-  assert control(family, turn) == control(family, bare[len(asked.body) : -len(asked.header)])
+  assert control(family, turn) == control(family, bare[len(asked.body) : len(bare) - len(asked.header)])
   attempt = drawn(family, 'no', False)
   with_attempt = teaching.teacher_prompt(made, asked, said, CONFIG, attempt)
   assert with_attempt[: len(asked.tokens) + 2] == [*asked.tokens, *attempt]
@@ -224,8 +270,9 @@ def test_an_edited_call_is_written_in_the_form_of_the_model(family, thinking):
   made, form = dialogue(family), form_of(tokenizer(family).chat_template)
   calls = (ToolCall('grep', {'p': 'y "<|im_end|>"'}), ToolCall('read', {}))
   tokens = made.edited(thinking + CALL[form], calls, form)
-  assert tokens[-1] == tokenizer(family).eos_token_id and len(control(family, tokens)) == 1
-  text = text_of(family, tokens[:-1])
+  own = sum(mark in FAMILIES[family][1] for mark in re.findall(r'\[[A-Z_]+\]', write_calls(calls, form)))
+  assert tokens[-1] == tokenizer(family).eos_token_id and len(control(family, tokens)) == 1 + own
+  text = made.text_of(tokens)
   assert text.startswith(thinking) and tuple(read_calls(text, form).calls) == calls
 
 

@@ -10,7 +10,7 @@ import pytest
 from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.serving.sessions import replaying
 from sdpo_jax.serving.sessions.examples import TrainingExample
-from sdpo_jax.serving.tool_calls import ToolCall, form_of, read_calls, write_call
+from sdpo_jax.serving.tool_calls import ToolCall, form_of, read_calls, write_calls
 from tests.serving.sessions.dialogues import CONFIG, TOOLS, dialogue, drawn, stops, text_of, tokenizer
 from tests.serving.sessions.tool_templates import FAMILIES
 
@@ -35,9 +35,7 @@ def account(family):
 def answered(family, said):
   """Return an answer of that model with words and two calls."""
   form = form_of(tokenizer(family).chat_template)
-  calls = '\n'.join(write_call(call, form) for call in CALLS)
-  between = '' if not said else '<|python_tag|>' if form == 'llama3' else '\n'
-  return form, f'{said}{between}{calls}'
+  return form, write_calls(CALLS, form, TOOLS, said)
 
 
 def exported(family, said):
@@ -85,7 +83,7 @@ def test_calls_stay_calls_in_the_form_of_another_model(before, after, said):
   form, text = answered(after, said)
   [item] = replaying.items_of(account(after), exported(before, said), 0)
   assert item.tokens == drawn(after, text) and item.log_probs is None
-  found = read_calls(dialogue(after).text_of(item.tokens, (), text), form)
+  found = read_calls(dialogue(after).text_of(item.tokens, (), text), form, TOOLS)
   assert (tuple(found.calls), found.text, found.fault) == (CALLS, said, None)
   # The conversation is the one that this model would have had.
   made = dialogue(after, system='Be brief.')
