@@ -55,7 +55,7 @@ window.fetch = async (path, options) => {
 BUTTONS = """[...document.querySelectorAll('button')]
   .filter((button) => button.offsetParent && !button.disabled && !button.closest('[inert]'))"""
 # Text of a button → how often it is pressed; the field that is written before, beside the button, and what.
-OFTEN = {'Approve': 8, 'Deny': 5, 'Edit': 4, 'Continue': 9, 'Send': 9, 'Try again': 9, 'Open a session': 3, 'Undo': 1}
+OFTEN = {'Approve': 8, 'Deny': 5, 'Edit': 4, 'Continue': 9, 'Send': 9, 'Try again': 9, 'Open a session': 6, 'Undo': 1}
 OFTEN |= {'Session': 1, '': 0.3}
 WAIT = 6  # How often the visitor waits instead.
 NEVER = ('Learn', 'Ask', 'Fill', 'Use')
@@ -110,14 +110,14 @@ def click_around(
   noted += page.evaluate('window.sent')
   counts = {'clicks': clicks, 'decision': 0, 'results': 0, 'undo': 0, 'refused': 0}
   with httpx.Client(base_url=address, timeout=60) as http:
-    wrong = [found for each in noted if (found := _misdirected(http, each, counts)) is not None]
+    wrong = [found for each in noted if (found := misdirected(http, each, counts)) is not None]
   return {**counts, 'wrong': wrong}
 
 
 def _weight(text: str, texts: list[str]) -> float:
   listed = next((name for name in LISTED if re.search(name, text)), None)
   if listed is not None:
-    return 0.7 / sum(bool(re.search(listed, each)) for each in texts)
+    return 1.2 / sum(bool(re.search(listed, each)) for each in texts)
   if text.startswith(NEVER) or (text.startswith('Create') and sum('version ' in each for each in texts) >= ADAPTERS):
     return 0
   return next((often for name, often in OFTEN.items() if text.startswith(name)))
@@ -145,7 +145,7 @@ def _press(page: chromium.Page, index: int, text: str, rng: random.Random, write
     page.call('Input.dispatchMouseEvent', type=kind, x=place[0], y=place[1], button='left', clickCount=1)
 
 
-def _misdirected(http: httpx.Client, noted: dict[str, Any], counts: dict[str, int]) -> dict[str, Any] | None:
+def misdirected(http: httpx.Client, noted: dict[str, Any], counts: dict[str, int]) -> dict[str, Any] | None:
   """Return what was sent if it has reached another call or adapter than the document showed; count it."""
   adapter, *rest = noted['path'].split('/adapters/')[1].split('/')
   known = http.get(f'/v1/continual/adapters/{adapter}').json()

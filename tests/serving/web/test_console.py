@@ -5,6 +5,7 @@ import pathlib
 import re
 import types
 
+import httpx
 import pytest
 from starlette.testclient import TestClient
 
@@ -50,6 +51,21 @@ def test_the_page_is_not_for_other_hosts(doors):
 def test_what_models_and_users_wrote_is_never_markup():
   script = (pathlib.Path(console.__file__).parent / 'console.js').read_text()
   assert not re.search(r'innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(', script)
+
+
+@pytest.mark.parametrize(
+  'shown, wrong', [('rm {"p": 12345678901234567890}', False), ('rm {"p": 12345678901234567000}', True)]
+)
+def test_random_clicks_see_what_was_decided_on_but_not_shown(shown, wrong):
+  turn = {'n': 0, 'calls': [{'name': 'rm', 'arguments': {'p': 12345678901234567890}}], 'decision': {'kind': 'approve'}}
+  answers = {'/v1/continual/adapters/a': {'name': 'mine'}, '/v1/continual/adapters/a/sessions/s': {'turns': [turn]}}
+  transport = httpx.MockTransport(lambda request: httpx.Response(200, json=answers[request.url.path]))
+  path = 'v1/continual/adapters/a/sessions/s/turns/0/decision'
+  noted = {'path': path, 'what': 'decision', 'calls': [shown], 'adapter': 'mine', 'status': 200}
+  counts = {'decision': 0, 'refused': 0}
+  with httpx.Client(transport=transport, base_url='http://localhost') as http:
+    assert (console_clicks.misdirected(http, noted, counts) is not None) == wrong and counts['decision'] == 1
+    assert console_clicks.misdirected(http, noted | {'status': 409}, counts) is None and counts['refused'] == 1
 
 
 class Visitor:
