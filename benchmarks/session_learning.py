@@ -36,7 +36,7 @@ import numpy as np
 
 from sdpo_jax import extras
 
-TEACHERS = ('base', 'live', 'ema', 'lagged')  # The configured one first.
+TEACHERS = ('ema', 'base', 'live', 'lagged')  # The configured one first.
 SHUFFLED, SILENT = 'shuffled', 'silent'
 # Kinds of tasks without a preference; any way of doing them is right.
 OTHERS = ('mention', 'create', 'locate', 'uninstall', 'move', 'clear', 'lint', 'types', 'changes', 'length')
