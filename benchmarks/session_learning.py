@@ -5,7 +5,8 @@
 In four of five turns the user asks for one of ten kinds of tasks for which they prefer another way than the agent's
 favourite (`tool_tasks.PREFERENCES`), otherwise for one of ten other kinds. Every turn is a new task. A call that does
 the task as the user prefers is approved, and its tool answers; any other is denied with a correction, such as 'use rg
-rather than grep -r', which is learned before the next turn. A session ends with a denial, or after two tasks.
+rather than grep -r', which is learned before the next proposal. That one reads the correction, and is not counted as a
+turn: it is approved if it is what the user prefers, and otherwise the session ends, as it does after two tasks.
 
 The configured teacher is compared with the other kinds, and with two controls: the user says the corrections of other
 turns, or denies without a word, which teaches nothing. Before and after, the proposals for held-out tasks without a
@@ -120,8 +121,8 @@ def running() -> Iterator[Any]:
   config = session_quickstart.get_config()
   serve = config.serve
   # The sessions are short: one small program of each kind.
-  serve.prompt_buckets, serve.response_buckets, serve.teacher_buckets = (144,), (32,), (176,)
-  serve.score_buckets, serve.rows, serve.training_rows = (176,), 2, 2
+  serve.prompt_buckets, serve.response_buckets, serve.teacher_buckets = (208,), (32,), (240,)
+  serve.score_buckets, serve.rows, serve.training_rows = (240,), 2, 2
   with tempfile.TemporaryDirectory() as root:
     serve.store.root = root
     service = Service.make(config, announce=lambda line: print(line, file=sys.stderr, flush=True))
@@ -175,7 +176,7 @@ def work(
     system=SYSTEM, tools=tools, update=update, rehearse=rehearse, sampling={'temperature': TEMPERATURE}
   )
   asked, said = script(seed, turns, shuffled=arm == SHUFFLED)
-  denied, divergence, seconds, rejected = [], [], [], 0
+  denied, denied_again, divergence, seconds, rejected = [], [], [], [], 0
   session, tasks = None, 0
   for turn, task in enumerate(asked):
     if session is None or tasks == TASKS:
@@ -183,8 +184,7 @@ def work(
     [proposed] = Sessions(account).propose(
       adapter.id, session.id, [{'role': 'user', 'content': task.ask}], seed=1000 * seed + turn
     )
-    tasks, call = tasks + 1, called(proposed)
-    way = None if call is None else task.way_of(call)
+    tasks, way = tasks + 1, way_of(task, proposed)
     denied.append(not wanted(task, way))
     if denied[-1]:
       words = None if arm == SILENT else said[turn](way)
@@ -193,6 +193,9 @@ def work(
         rejected += not learned.accepted
         seconds.append(learned.seconds)
         divergence.append([learned.divergence_before, learned.divergence_after])
+      [proposed] = Sessions(account).propose(adapter.id, session.id, seed=1000 * seed + turns + turn)
+      denied_again.append(not wanted(task, way_of(task, proposed)))
+    if denied[-1] and denied_again[-1]:
       session = None
     else:
       Sessions(account).decide(adapter.id, session.id, proposed.n, Decision('approve'))
@@ -204,6 +207,7 @@ def work(
     'never_asked': [task.kind not in OTHERS for task in held_out(seed)],
   }
   found = {'start': np.mean(denied[:START]), 'all': np.mean(denied), 'end': np.mean(denied[-END:])}
+  found['again'] = np.mean(denied_again)
   for group, rows in groups.items():
     for column, name in enumerate((group, f'{group}_probability')):
       there, left = before[rows, column].mean(), after[rows, column].mean()
@@ -333,6 +337,12 @@ def lesson(service: Any, seed: int, task: Any, label: str, phrase: float) -> dic
       found |= {'wanted_next': log_prob(account, adapter.id, again.prompt_tokens, wanted)}
       found |= {'denied_again': called(again) != goal, 'word_for_word': again.text == turn.text}
   return found
+
+
+def way_of(task: Any, turn: Any) -> str | None:
+  """Return the way in which a proposal does a task; None: in none."""
+  call = called(turn)
+  return None if call is None else task.way_of(call)
 
 
 def called(turn: Any) -> dict[str, Any] | None:
