@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 import io
+import json
 import pathlib
 import shlex
 from typing import Any
@@ -14,7 +15,7 @@ from sdpo_jax.errors import UserError, first_line, printable, short_repr
 from sdpo_jax.files import make_directory, write_atomically
 from sdpo_jax.tables import aligned
 from sdpo_jax.terminal.client import SessionClient
-from sdpo_jax.terminal.escaping import visible
+from sdpo_jax.terminal.escaping import original, visible
 from sdpo_jax.terminal.history import History
 from sdpo_jax.terminal.inputs import Leave
 from sdpo_jax.terminal.learned import details_of
@@ -240,7 +241,8 @@ class Commands:
     lines: list[Line] = []
     for name, tool in self._workbench.toolbox.tools.items():
       if SERVED in name:
-        lines += _spoken(name, tool.meaning)
+        about = f'{tool.meaning}\n{json.dumps(tool.parameters, ensure_ascii=False)}'
+        lines += _spoken(name, original(about))  # Which names the invisible characters once.
     self._screen.show(lines or [Line('There are no MCP servers: name a file of some with --mcp.', 'note')])
 
   def _rules(self, arguments: list[str]) -> None:

@@ -41,6 +41,7 @@ from sdpo_jax.environments.workspace.shell import Cancellation, Shell
 from sdpo_jax.environments.workspace.tools import TOOLS, BadCall, Tool, ToolAnswer, Toolbox, shortened
 from sdpo_jax.errors import UserError, first_line, printable, short_repr
 from sdpo_jax.files import make_directory, read_json_object
+from sdpo_jax.invisible import is_visible
 from sdpo_jax.tables import counted
 from sdpo_jax.terminal.embedded import CHILD
 from sdpo_jax.terminal.escaping import visible
@@ -417,21 +418,25 @@ class _Connection:
 
   def _add(self, found: dict[str, McpTool], tool: types.Tool) -> None:
     name, meaning, wrong = f'{self._name}{SERVED}{tool.name}', visible(tool.description or ''), None
+    schema = _visible(tool.input_schema)
+    text = json.dumps(schema, ensure_ascii=False)
     try:
-      validator_for(tool.input_schema, default=Draft202012Validator).check_schema(tool.input_schema)
+      validator_for(schema, default=Draft202012Validator).check_schema(schema)
     except SchemaError as error:
       wrong = f'the schema of its arguments is invalid ({printable(error.message)})'
     if not _TOOL.fullmatch(tool.name) or name in found:
       wrong = 'its name is used twice' if name in found else 'its name must have at most 64 letters, digits, _, . and -'
-    elif (size := len(json.dumps(tool.input_schema))) > MAX_SCHEMA:
-      wrong = f'the schema of its arguments has {size} characters, more than {MAX_SCHEMA}'
+    elif len(text) > MAX_SCHEMA:
+      wrong = f'the schema of its arguments has {len(text)} characters, more than {MAX_SCHEMA}'
+    elif not all(map(is_visible, text)):
+      wrong = 'the schema of its arguments has invisible characters'
     if wrong is not None:
       self.notes.append(f'Its tool {printable(tool.name)} is left out: {wrong}.')
       return
     if len(meaning) > MAX_MEANING:
       self.notes.append(f'The description of {name} is cut from {len(meaning)} to {MAX_MEANING} characters.')
       meaning = meaning[:MAX_MEANING] + '…'
-    found[name] = McpTool(name, meaning, tool.input_schema)
+    found[name] = McpTool(name, meaning, schema)
 
 
 class McpToolbox(Toolbox):
@@ -460,6 +465,14 @@ class McpToolbox(Toolbox):
 
   def preview(self, name: str, arguments: Any) -> tuple[str, str, str] | None:
     return None if name in self._servers.tools else super().preview(name, arguments)
+
+
+def _visible(schema: Any) -> Any:
+  """Return a schema in whose descriptions every character is visible."""
+  if isinstance(schema, dict):
+    said = {name: value for name, value in schema.items() if name == 'description' and isinstance(value, str)}
+    return {name: visible(value) if name in said else _visible(value) for name, value in schema.items()}
+  return [*map(_visible, schema)] if isinstance(schema, list) else schema
 
 
 def _answer(result: types.CallToolResult) -> ToolAnswer:

@@ -112,7 +112,7 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
       about = {'workspace': str(workspace), 'policy': policy_name, 'adapter': adapter['id'], 'token': token, **where}
       if servers is not None:
         about['mcp'] = {
-          'file': os.path.abspath(options.mcp),
+          'file': os.path.abspath(os.path.expanduser(options.mcp)),
           'tools': [dataclasses.asdict(tool) for tool in servers.tools.values()],
         }
       history = History.begin(folder, opened['id'], about)

@@ -23,6 +23,9 @@ def noted(text):
 def listed():
   described = 'Does it.\u200b' + 'x' * 3000 * ('long' in modes)
   schemas = {**TOOLS, **{f't{number}': {'type': 'object'} for number in range(200 * ('many' in modes))}}
+  if 'hidden' in modes:
+    schemas['add'] = {'type': 'object', 'properties': {'a': {'description': 'A\u200bB', 'type': 'integer'}}}
+    schemas['say'] = {'type': 'object', 'properties': {'te\u200bxt': {'type': 'string'}}}
   if 'changed' in modes:
     schemas['add'] = {'type': 'object'}
   return [{'name': name, 'description': described, 'inputSchema': schema} for name, schema in schemas.items()]

@@ -144,6 +144,15 @@ def test_servers_that_do_not_start_are_named_before_a_session_is_opened(world):
     world.hold(server, mcp=world.file('prompt'), rules='never fs__ad')
 
 
+def test_hidden_characters_of_a_server_are_named_or_refused(world):
+  with SessionServer() as server:
+    _, out = world.hold(server, '/tools', '/help', mcp=world.file('hidden'))
+    [tool] = [tool['function'] for tool in server.settings['tools'] if '__' in tool['function']['name']]
+  assert tool['parameters']['properties']['a']['description'] == 'A⟨U+200B⟩B'
+  assert 'Its tool say is left out: the schema of its arguments has invisible characters.' in out
+  assert 'Does it.⟨U+200B⟩' in out and 'A⟨U+200B⟩B' in out and '\u200b' not in out and '/tools  ' in out
+
+
 # Calls.
 
 

@@ -62,8 +62,8 @@ class Sessions:
       The session, and the token that all changes of it need, of which only the digest is stored.
 
     Raises:
-      InvalidRequest: a setting is not allowed, the chat template writes calls in an unknown form, or conversations with
-        it cannot be continued after sampled tokens.
+      InvalidRequest: a setting is not allowed, the tools leave no room for a message, the chat template writes calls in
+        an unknown form, or conversations with it cannot be continued after sampled tokens.
       Forbidden: the adapter has as many sessions as the limit allows.
     """
     service, known = self._service, self._account.adapter(adapter)
@@ -84,6 +84,13 @@ class Sessions:
     dialogue = dialogue_of(service, session)
     with service.tokenizing:
       dialogue.check(form)
+      least = len(dialogue.begin([{'role': 'user', 'content': 'x'}]).tokens)
+    if least > service.max_prompt:
+      raise InvalidRequest(
+        f'The {len(settings.tools)} tools and the system message make a prompt of {least} tokens, more than the limit '
+        f'of {service.max_prompt} (serve.prompt_buckets): leave some out, or raise the limit.',
+        field='tools' if settings.tools else 'system',
+      )
     with self._database.writing(full=True) as rows:
       head = self._database.known(known.id)
       if head is None or head.deleted:

@@ -512,6 +512,8 @@ def test_a_session_does_not_need_the_samples(ada, script, service):
     ({'tool': []}, 'tool'),
     ({'tools': [{'name': 3}]}, 'tools[0]'),
     ({'tools': 'grep'}, 'tools'),
+    ({'tools': TOOLS * 50}, 'tools'),
+    ({'tools': [], 'system': 'x' * 9999}, 'system'),
     ({'title': 'x' * 201}, 'title'),
     ({'min_sdpo_examples': 0}, 'min_sdpo_examples'),
     ({'min_sdpo_examples': 60, 'rehearse': 5}, 'min_sdpo_examples'),
