@@ -268,8 +268,6 @@ def _kinds(tools: Tools, name: str, key: str) -> set[str]:
 
 def _value(text: str, kinds: set[str]) -> Any:
   """Return an argument: a text, unless it is JSON of another type that is allowed."""
-  if kinds == {'string'}:
-    return text
   try:
     found = _PYTHON[text.strip()] if text.strip() in _PYTHON else json.loads(text)
   except (ValueError, RecursionError):

@@ -89,7 +89,7 @@ def test_what_mistral_demands_is_met(family):
   assert made.after((), drawn(family, 'c'), two) == made.after((), drawn(family, 'c'), one)
   assert text_of(family, made.said_behind('b')) == '[INST]b[/INST]' and made.header == []
   # A model that has written no ids, or invalid ones, is told of calls by numbers.
-  assert call_ids('[TOOL_CALLS][{"name": "grep"}, {"id": 3}, {"id": "a23456789"}]') == [
+  assert call_ids('[TOOL_CALLS][{"name": "grep"}, {"id": "3"}, {"id": "a23456789"}]') == [
     '000000000',
     '000000001',
     'a23456789',

@@ -1,5 +1,6 @@
 """Examples of a model that are written anew for one whose template calls tools in another form."""
 
+import dataclasses
 import itertools
 import threading
 import types
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from sdpo_jax.data.prompts import ChatFormat
+from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sessions import replaying
 from sdpo_jax.serving.sessions.examples import TrainingExample
 from sdpo_jax.serving.tool_calls import ToolCall, form_of, read_calls, write_calls
@@ -92,3 +94,10 @@ def test_calls_stay_calls_in_the_form_of_another_model(before, after, said):
   asked = made.after(first, drawn(after, text), results)
   assert item.prompt_tokens == asked.tokens and item.teacher_prompt[: len(asked.body)] == asked.body
   assert 'Use rg.' in text_of(after, item.teacher_prompt[len(asked.body) :])
+
+
+def test_calls_that_a_form_cannot_write_are_refused_by_the_number_of_their_example():
+  call = {'name': 'grep', 'arguments': {'p': 'a\n</parameter>\n'}}
+  example = dataclasses.replace(exported('hermes', ''), calls=(call,))
+  with pytest.raises(InvalidRequest, match=r'examples\[7\]: These arguments cannot be written .*qwen3_coder'):
+    replaying.item_of(account('qwen3_coder'), example, 7)
