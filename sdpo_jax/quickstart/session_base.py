@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sdpo_jax.config import Config, SelfDistillationConfig
+from sdpo_jax.environments.workspace.tools import DENIED
 from sdpo_jax.models import exporting, huggingface
 from sdpo_jax.models import tokenizer as tokenizers
 from sdpo_jax.models.decoder import DecoderPolicy
@@ -25,7 +26,6 @@ from sdpo_jax.quickstart import small_tokenizer as chatml
 from sdpo_jax.quickstart.copying import with_copying
 from sdpo_jax.quickstart.session_lessons import SessionLesson
 from sdpo_jax.quickstart.supervised import TinyRecipe
-from sdpo_jax.teacher.context import DENIED
 from sdpo_jax.types import Tree
 
 

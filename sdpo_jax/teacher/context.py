@@ -29,7 +29,6 @@ from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.models.control_tokens import plain_messages
 from sdpo_jax.types import Messages, Outcome
 
-DENIED = 'Denied by the user, and not run.'  # What a model reads in place of the result of a denied call.
 _Asked = TypeVar('_Asked')
 _Texts = tuple[str | None, str | None, str | None]  # Solution, feedback and the student's own attempt, or None each.
 _CUT_MIDDLE = '\n...\n'  # Replaces the removed middle of a demonstration.
@@ -118,11 +117,6 @@ def reprompt(
     said += '' if feedback is None else config.feedback_template.format(feedback_raw=feedback)
     prompt = config.reprompt_template.format(prompt=prompt, solution=shown, feedback=said)
   return [*messages[:-1], {'role': 'user', 'content': prompt}]
-
-
-def denied(reason: str | None) -> str:
-  """Return what a model reads in place of the result of a call that the user has denied, with the reason if any."""
-  return '\n'.join(filter(None, (DENIED, reason)))
 
 
 def shorten_middle(text: str | None, length: int, cut: str = _CUT_MIDDLE) -> str | None:

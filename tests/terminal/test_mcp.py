@@ -85,7 +85,7 @@ def test_calls_of_a_server_are_approved_denied_and_ruled_like_others(world):
   assert 'The description of fs__add is cut from 3016 to 1000 characters.' in out
   assert tools['fs__add']['description'].startswith('Does it.⟨U+200B⟩') and tools['fs__add']['parameters']['required']
   assert len(tools['fs__add']['description']) == 1001 and 'read' in tools
-  assert 'fs__add of the MCP server fs, outside of the sandbox\n  {\n    "b": 2,\n    "a": 1\n  }' in out
+  assert 'fs__add of the MCP server fs, outside of the sandbox\n│   {\n│     "b": 2,\n│     "a": 1\n│   }' in out
   assert '"text": "no⟨U+202E⟩"' in out and 'Refused by the rule: never fs__say *secret*' in out
   assert 'From now on: allow fs__add {"a": 1, "b": 2}' in out
   assert [result['text'] for result in results] == [

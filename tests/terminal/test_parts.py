@@ -295,8 +295,9 @@ def test_what_was_learned_is_said():
   guarded = {**said, 'accepted': False, 'version_after': 3, 'reason': 'max_kl_to_base: 2.0 is more than 0.5'}
   assert 'a guard has rejected the new version, and version 3 stays (max_kl' in learned.lines_of(guarded, 1)[0].text
   moved = {'turn': 7, 'rejected': [-2.34, -0.94], 'wanted': None}
-  text = '\n'.join(line.text for line in learned.lines_of(said | {'answers': [moved], 'warnings': ['Likelier!']}, 1))
-  assert 'rejected -2.34 → -0.94.' in text and 'Likelier!' in text
+  more = said | {'answers': [moved], 'warnings': ['Likelier!']}
+  assert [line.text for line in learned.lines_of(more, 1)][1:] == ['Likelier!']
+  assert 'rejected -2.34 → -0.94.' in '\n'.join(line.text for line in learned.details_of(more))
   waits = {**guarded, 'reason': None, 'waiting': 2}
   assert '2 of 4 examples wait' in learned.lines_of(waits, 4)[0].text
   assert learned.lines_of(None, 4) == []

@@ -29,6 +29,7 @@ MAX_MATCHES = 200
 MAX_LINE = 500  # Characters per line of a search's answer.
 MAX_PATTERN = 1000
 MAX_FIELD = 100  # Characters of an unknown argument's name.
+DENIED = 'Denied by the user, and not run.'  # What a model reads in place of the result of a denied call.
 _ANY = re.compile(r'(\\.|\[\^?\]?(?:\\.|[^\]\\])*\])|\.', re.DOTALL)  # A dot that is neither escaped nor in brackets.
 
 
@@ -428,6 +429,11 @@ class Toolbox:
       if isinstance(error.__cause__, FileNotFoundError):
         return '', content
       raise
+
+
+def denied(reason: str | None) -> str:
+  """Return what a model reads in place of the result of a call that the user has denied, with the reason if any."""
+  return '\n'.join(filter(None, (DENIED, reason)))
 
 
 def encoded(text: str) -> bytes:

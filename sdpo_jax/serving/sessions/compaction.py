@@ -28,7 +28,7 @@ class Exchange:
 
   asked: Messages  # The messages before the answer, after `behind` of the exchange before.
   answer: Sequence[int]
-  behind: Messages  # The results of its calls, or why it was denied; of the last one, these are new messages.
+  behind: Messages  # The results of its calls, or why it was denied; results of the last one are new messages.
   stays: bool  # Whether its answer is never left out.
   told: bool  # Whether `behind` says why it was denied, and stays as well.
 
@@ -53,7 +53,10 @@ def exchanges_of(turns: Sequence[SessionTurn], without: Container[int] = ()) -> 
     stays = turn.status in ('denied', 'edited') or turn.learned is not None
     found.append(Exchange(asked, turn.answer_tokens, teaching.behind(turn), stays, turn.told is not None))
     asked = []
-  return [*found[:-1], *(dataclasses.replace(each, behind=[], stays=True) for each in found[-1:])]
+  if found:
+    last = found[-1]
+    found[-1] = dataclasses.replace(last, behind=last.behind if last.told else [], stays=True)
+  return found
 
 
 def fitted(dialogue: Dialogue, exchanges: Sequence[Exchange], new: Messages, most: int) -> StudentPrompt:

@@ -63,11 +63,12 @@ def next_prompt(
     denied: whether those denied proposals since the last answer that stay in the conversation are in the prompt, too.
   """
   answered = held.denied[-1] if denied and held.denied else held.answered
-  pending: Messages = [] if answered is None else teaching.behind(answered)
+  told = [] if answered is None or answered.told is None else teaching.behind(answered)  # Stays whole.
+  pending: Messages = [] if answered is None or told else teaching.behind(answered)
   for turn in held.turns:
     pending += [dict(message) for message in turn.messages] if answered is None or turn.n > answered.n else []
   pending += new
-  if not pending:
+  if not (told or pending):
     raise InvalidRequest(
       'There is nothing to answer: send a message of the user, or results of tools.', field='messages'
     )
@@ -75,7 +76,7 @@ def next_prompt(
   def going_on(messages: Messages) -> StudentPrompt:
     if answered is None:
       return dialogue.begin(messages)
-    return dialogue.after(answered.prompt_tokens, answered.answer_tokens, messages)
+    return dialogue.after(answered.prompt_tokens, answered.answer_tokens, [*told, *messages])
 
   prompt = going_on(pending).tokens
   if len(prompt) <= most:

@@ -14,6 +14,7 @@ import hmac
 import secrets
 from typing import Any
 
+from sdpo_jax.environments.workspace import tools
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import Forbidden, InvalidRequest, NotFound, TurnConflict
@@ -35,7 +36,6 @@ from sdpo_jax.serving.sessions.session_records import (
 )
 from sdpo_jax.serving.store.store import IdempotentRequest
 from sdpo_jax.serving.tool_calls import ToolCall, cutting, form_of, read_calls, write_calls
-from sdpo_jax.teacher import context
 
 
 class Sessions:
@@ -349,7 +349,7 @@ class Sessions:
     if decision.kind == 'deny':
       said = TeacherTexts(feedback=decision.correction, environment=turn.fault)
       if session.settings.after_denial == 'tell':
-        told = context.denied(said.whole) if turn.calls else said.whole or context.DENIED
+        told = tools.denied(said.whole) if turn.calls else said.whole or tools.DENIED
         decided = dataclasses.replace(decided, told=told)
       return decided, said
     if decision.call >= len(turn.calls):

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
+from sdpo_jax.environments.workspace.tools import DENIED
 from sdpo_jax.serving import feedback
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sessions import session_tables
 from sdpo_jax.serving.sessions.examples import TrainingExample
 from sdpo_jax.serving.sessions.session_records import Decision, SessionSettings, ToolResult
 from sdpo_jax.serving.sessions.sessions import Sessions
-from sdpo_jax.teacher.context import DENIED
 from tests.serving.session_world import GREP, GREP_A, READ, TOOLS, called
 from tests.serving.sessions import session_history
 from tests.serving.store.store_cases import arrays, open_store
