@@ -63,7 +63,7 @@ SCRIPT = flags.DEFINE_string('script', None, 'File with one input per line; - fo
 POLICY = flags.DEFINE_string(
   'policy',
   None,
-  'File of rules about which calls run without asking, and which never run, one per line (docs/sessions.md) or as '
+  'File of rules about which calls run without asking, and which never run, one per line (docs/permissions.md) or as '
   'JSON: [{"rule": "allow", "tool": "read", "pattern": "**"}]; ask, the default, asks about all.',
 )
 MCP = flags.DEFINE_string(

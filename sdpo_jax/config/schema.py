@@ -437,7 +437,7 @@ class SelfDistillationConfig:
     "Model that writes feedback on failures, which the teacher reads after the grader's; with "
     'environment_feedback_only_without_solution, on failures without a demonstration only. Empty: none; '
     "'self': the trained model, with the weights that draw the completions, in a sampler that launch.plan does not "
-    "count; 'endpoint': feedback_endpoint, and a resumed run is exact only if this server is. See docs/sessions.md.",
+    "count; 'endpoint': feedback_endpoint, and a resumed run is exact only if this server is. See docs/optimization.md.",
   )
   feedback_endpoint: FeedbackEndpointConfig = setting(FeedbackEndpointConfig, 'A server that writes feedback.')
   feedback_prompt_template: str = setting(
@@ -543,7 +543,7 @@ class AlgorithmConfig:
     'Minimum number of completions with a signal of the teacher for an update. They are collected over several '
     'generation batches if necessary. data.train_batch_size × rollout.n completions with any signal have an update, '
     'too, the oldest first; those beyond wait for the next update. 0: update after every batch. The optimizer steps of '
-    'an update share them evenly. See docs/sessions.md.',
+    'an update share them evenly. See docs/optimization.md.',
     Range(at_least=0, unit='completions'),
   )
   rollout_correction: RolloutCorrectionConfig = setting(

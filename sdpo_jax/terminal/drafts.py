@@ -7,7 +7,7 @@ from typing import Any
 
 from sdpo_jax.environments.thinking import without_thinking
 
-_TAGS = ('<tool_call>', '<|python_tag|>')
+_TAGS = ('<tool_call>', '<|python_tag|>', '[TOOL_CALLS]')
 _THOUGHT = '</think>'
 
 

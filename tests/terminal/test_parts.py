@@ -378,7 +378,7 @@ def test_what_a_person_allows_meanwhile_does_not_reach_what_is_refused(tmp_path)
 
 
 def test_the_rules_of_the_page_do_what_it_says(tmp_path):
-  [block] = [block for block in pages.blocks('docs/sessions.md') if block.text.startswith('never ')]
+  [block] = [block for block in pages.blocks('docs/permissions.md') if block.text.startswith('never ')]
   policy = policies.ApprovalPolicy(policies.parse(block.text, block.page))
   for command, verb in (('rg x', 'allow'), ('make test && make lint', 'allow'), ('rg x; ls', 'never'), ('ls', 'never')):
     assert policy.verdict('bash', {'command': command}, tmp_path).verb == verb
