@@ -23,9 +23,10 @@ def get_config() -> Config:
   serve = config.serve
   serve.model_name = 'agent'
   # A session of ten tasks has about 450 tokens; the rest is room for results of tools.
-  serve.prompt_buckets, serve.response_buckets, serve.teacher_buckets = (256, 768), (48,), (320, 896)
+  # The lesson of a first task fits the smallest.
+  serve.prompt_buckets, serve.response_buckets, serve.teacher_buckets = (128, 256, 768), (48,), (192, 320, 896)
   serve.score_buckets = (320, 832)
-  serve.rows, serve.training_rows = 8, 4
+  serve.rows, serve.training_rows = 8, 2
   serve.snapshots = serve.teachers = serve.slots = 4
   serve.topk = 20
   serve.memory_mb = 256
