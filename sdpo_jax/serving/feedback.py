@@ -150,7 +150,9 @@ def _learn(
       similarity = limits.max_self_similarity is not None
       canaries = service.canaries.measure(new, canary_prompts, similarity=similarity, deadline=call.deadline)
     score = functools.partial(_both, worker, before, new, call.deadline)
-    moved = lessons.answers_moved(request.items, learned.said, score)
+    moved = [lessons.AnswersMoved()] * len(prepared)
+    if finite:
+      moved = lessons.answers_moved(request.items, learned.said, score)
     recent = recent_losses(store, adapter, _loss_of(request))
     ratio = guards.loss_ratio(lessons.finite(learned.steps[0]['loss']), recent)
     rises = [each.rise for each in moved if each.rise is not None]

@@ -121,3 +121,17 @@ def test_what_is_not_finite_is_null():
   found = lessons.finite({'a': np.float32(np.inf), 'b': [(np.int32(3), float('nan'))], 'c': True, 'd': None})
   assert json.dumps(found, allow_nan=False) == '{"a": null, "b": [[3, null]], "c": true, "d": null}'
   assert str(lessons.finite(-0.0)) == '0.0'
+
+
+def test_what_has_no_teacher_is_learned_by_a_loss_of_its_own():
+  items = [Item(prompt_tokens=[5], tokens=[6, 7], learned=how) for how in ('as wanted', 'as unwanted')]
+  made = [
+    each.lesson
+    for each in lessons.prepare(items, ADAPTER, None, lessons.Reprompting(None, TOKENIZER, ChatFormat()), 99)
+  ]
+  assert [lesson.advantage for lesson in made] == [0.0, -1.0]
+  assert [(lesson.loss.divergence_weight, lesson.loss.policy_weight) for lesson in made] == [(1.0, 0.0), (0.0, 1.0)]
+  for lesson in made:
+    assert lesson.taught.top_ids.tolist() == [[6], [7]] and not lesson.taught.top_log_probs.any()
+    assert lesson.teacher_prompt is None and lesson.loss.alpha == 0.0  # The forward KL.
+  assert lessons.taught(None, made, 5) == made  # Nothing is left to ask a teacher.

@@ -40,6 +40,7 @@ from sdpo_jax.serving.sessions.session_tables import REHEARSAL, SOURCE
 from sdpo_jax.teacher import context
 
 MOST_MOVED = 8  # The most tokens in `LearnedTurns.moved`.
+_NOTICEABLE = 0.005  # Nats; smaller rises do not show in two decimals.
 _LEAST = 1e-8  # Lower bound of the probability of the tail.
 _PAGE = 16  # Turns that are read at a time when searching for approved ones.
 
@@ -227,7 +228,7 @@ def said_of(
 
 def _warning(moved: MovedAnswers) -> str | None:
   before, after = moved.rejected
-  if before is None or after is None or after <= before:
+  if before is None or after is None or after - before < _NOTICEABLE:
     return None
   return (
     f'What was rejected in turn {moved.turn} is likelier than before (log-prob {before:.2f} → {after:.2f}): say what '
