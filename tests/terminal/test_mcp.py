@@ -153,6 +153,12 @@ def test_hidden_characters_of_a_server_are_named_or_refused(world):
   assert 'Does it.⟨U+200B⟩' in out and 'A⟨U+200B⟩B' in out and '\u200b' not in out and '/tools  ' in out
 
 
+def test_a_folder_that_cannot_be_made_is_named(world):
+  world.state.write_text('')
+  with SessionServer() as server, pytest.raises(UserError, match='state/mcp cannot be made .* with --state'):
+    world.hold(server, mcp=world.file())
+
+
 # Calls.
 
 
