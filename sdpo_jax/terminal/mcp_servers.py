@@ -51,7 +51,7 @@ START_S, CALL_S, END_S = 60.0, 60.0, 2.0  # Seconds for the start, a call, and t
 MAX_MESSAGE = 16 * 2**20  # Bytes of a message of a server.
 MAX_LOG = 2**20  # Bytes that are kept of what a server writes to stderr.
 MAX_MEANING, MAX_SCHEMA = 1_000, 16_000  # Characters of a tool's description, and of the schema of its arguments.
-_LOOK_S = 0.01  # Seconds between checks whether a server has ended.
+_LOOK_S, _WATCH_S = 0.01, 0.2  # Seconds between checks whether a server has ended, at its end and before.
 _CLOSED = (anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)  # The pipe of a server.
 _NAME = re.compile(r'[A-Za-z0-9-]+(_[A-Za-z0-9-]+)*')  # Without a double underscore, so that names of tools are unique.
 _TOOL = re.compile(r'[A-Za-z0-9_.-]{1,64}')
@@ -148,9 +148,12 @@ def started(
     known: the tools of a session that is resumed; None: a new session has those that the servers list.
 
   Raises:
-    UserError: in a new session, a server cannot be started.
+    UserError: the folder cannot be made, or, in a new session, a server cannot be started.
   """
-  make_directory(logs)
+  try:
+    make_directory(logs)
+  except OSError as error:
+    raise UserError(f'{logs} cannot be made ({first_line(error)}): name another folder with --state.') from error
   for name in ('client', 'mcp'):  # What the client says about messages that it drops must not be on the screen.
     logging.getLogger(name).setLevel(logging.CRITICAL)
   with start_blocking_portal(name='mcp') as portal:
@@ -317,7 +320,9 @@ class _Connection:
               ready = await self._greet()
               if ready:
                 task_status.started()
-                await self.ending.wait()
+                while process.returncode is None and not self.ending.is_set():
+                  with anyio.move_on_after(_WATCH_S):  # A child of its own may hold its stdout open when it ends.
+                    await self.ending.wait()
           finally:
             with anyio.CancelScope(shield=True):
               await self._end(process)
@@ -397,13 +402,20 @@ class _Connection:
     assert process.stdin is not None
     with contextlib.suppress(*_CLOSED):
       await process.stdin.aclose()
+    for signalled in (False, True):
+      if signalled:  # Also if it has ended, since its children may not have.
+        await terminate_posix_process_tree(process, END_S)
+      with anyio.move_on_after(END_S):
+        while process.returncode is None:
+          await anyio.sleep(_LOOK_S)
     with anyio.move_on_after(END_S):
-      while process.returncode is None:
-        await anyio.sleep(_LOOK_S)
-    await terminate_posix_process_tree(process, END_S)
-    with anyio.move_on_after(END_S):  # A program that it has started may hold stderr open.
       await self._logged.wait()
     self._code = process.returncode
+    # A child of its own may still hold the pipes open, and nothing public closes this end of them.
+    transport = getattr(getattr(process, '_process', None), '_transport', None)
+    if transport is not None:
+      transport.close()
+    self.ending.set()
 
   async def ask_tools(self) -> None:
     """Ask the server for its tools."""

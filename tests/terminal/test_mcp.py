@@ -153,6 +153,12 @@ def test_hidden_characters_of_a_server_are_named_or_refused(world):
   assert 'Does it.⟨U+200B⟩' in out and 'A⟨U+200B⟩B' in out and '\u200b' not in out and '/tools  ' in out
 
 
+def test_a_folder_that_cannot_be_made_is_named(world):
+  world.state.write_text('')
+  with SessionServer() as server, pytest.raises(UserError, match='state/mcp cannot be made .* with --state'):
+    world.hold(server, mcp=world.file())
+
+
 # Calls.
 
 
@@ -238,16 +244,18 @@ def test_servers_that_hang_flood_or_stay(world, monkeypatch):
     with pytest.raises(UserError, match=why), world.started(*modes):
       pass
   monkeypatch.setattr(mcp_servers, 'START_S', 30)
+  log = world.state / 'mcp' / 'fs.log'
   with world.started('many', 'stays') as servers:
     box = servers.toolbox(world.work, None)
     assert len(box.tools) == 6 + 202
     assert box.call('fs__say', {'text': 'flood'}).text == 'flood'
+    until(lambda: log.stat().st_size >= mcp_servers.MAX_LOG)
+    assert log.stat().st_size == mcp_servers.MAX_LOG
     too_much = box.call('fs__say', {'text': f'big {100 * 2**20}'})
     assert too_much.text.startswith('The MCP server fs sent a message of more than 16 MiB and was stopped')
     assert box.call('fs__say', {'text': 'on'}).text == 'on'
     begun = time.monotonic()
   assert time.monotonic() - begun < 6 and world.noted()[-2] == 'stdin closed'
-  assert (world.state / 'mcp' / 'fs.log').stat().st_size <= mcp_servers.MAX_LOG
 
 
 @pytest.mark.slow
