@@ -155,7 +155,7 @@ def draw_terminal(target: pathlib.Path) -> None:
     (work / 'src' / 'app.py').write_text('def parse(text): return text.split()\n')
     script = pathlib.Path(folder, 'script.txt')
     script.write_text('\n'.join(SCRIPT) + '\n')
-    command = [sys.executable, '-m', 'launch.session', f'--workspace={work}', f'--script={script}', '--seed=4']
+    command = [sys.executable, '-m', 'launch.session', f'--workspace={work}', f'--script={script}', '--seed=7']
     shown = at_terminal([*command, f'--state={folder}/state', f'--config.serve.store.root={folder}/service'])
     page_file = pathlib.Path(folder, 'terminal.html')
     body = as_html(shown.replace(str(work), '~/project').replace(folder, '~'))

@@ -437,7 +437,7 @@ class SelfDistillationConfig:
     "Model that writes feedback on failures, which the teacher reads after the grader's; with "
     'environment_feedback_only_without_solution, on failures without a demonstration only. Empty: none; '
     "'self': the trained model, with the weights that draw the completions, in a sampler that launch.plan does not "
-    "count; 'endpoint': feedback_endpoint, and a resumed run is exact only if this server is. See docs/optimization.md.",
+    "count; 'endpoint': feedback_endpoint, and a resumed run is exact only if this server is: docs/optimization.md.",
   )
   feedback_endpoint: FeedbackEndpointConfig = setting(FeedbackEndpointConfig, 'A server that writes feedback.')
   feedback_prompt_template: str = setting(

@@ -13,10 +13,10 @@ import dataclasses
 import random
 
 from sdpo_jax.config import SelfDistillationConfig
-from sdpo_jax.environments.workspace.tools import TOOLS
+from sdpo_jax.environments.workspace.tools import TOOLS, denied
 from sdpo_jax.quickstart import tool_tasks as tasks
 from sdpo_jax.quickstart.tool_tasks import KINDS, ToolTask
-from sdpo_jax.teacher.context import denied, reprompt
+from sdpo_jax.teacher.context import reprompt
 from sdpo_jax.types import Messages
 
 SYSTEMS = (

@@ -100,4 +100,4 @@ def test_calls_that_a_form_cannot_write_are_refused_by_the_number_of_their_examp
   call = {'name': 'grep', 'arguments': {'p': 'a\n</parameter>\n'}}
   example = dataclasses.replace(exported('hermes', ''), calls=(call,))
   with pytest.raises(InvalidRequest, match=r'examples\[7\]: These arguments cannot be written .*qwen3_coder'):
-    replaying.item_of(account('qwen3_coder'), example, 7)
+    replaying.items_of(account('qwen3_coder'), example, 7)
