@@ -184,8 +184,7 @@ class Conversation:
   def _judge(self, turn: Mapping[str, Any]) -> None:
     reviewed = self._reviewer.review(turn)
     self._reviewed = reviewed
-    decision = {**reviewed.decision, **digest_of(turn)}
-    self.history.add('decision', n=turn['n'], decision=decision, told=reviewed.told)
+    decision = self._noted(turn, reviewed.decision, reviewed.told)
     if reviewed.says is not None:
       self._take(reviewed.says)
     self._decide(turn['n'], decision, reviewed.told)
@@ -197,9 +196,14 @@ class Conversation:
       raise UserError(
         'There is no answer to deny: /deny is for the last answer, before you write again; at a call press n.'
       )
-    decision = {'decision': 'deny', 'correction': reason}
-    self.history.add('decision', n=turn['n'], decision=decision, told={})
+    decision = self._noted(turn, {'decision': 'deny', 'correction': reason}, {})
     self._decide(turn['n'], decision, {})
+
+  def _noted(self, turn: Mapping[str, Any], decision: Mapping[str, Any], told: Any) -> dict[str, Any]:
+    """Write a decision to the history, and return it as it is sent: with the digest of what was shown."""
+    sent = {**decision, **digest_of(turn)}
+    self.history.add('decision', n=turn['n'], decision=sent, told=told)
+    return sent
 
   def _decide(self, number: int, decision: Mapping[str, Any], told: Any) -> None:
     """Send a decision from the history; the service learns from it only once, even if it is sent again."""

@@ -314,6 +314,7 @@ def test_an_answer_without_calls_can_be_denied_until_the_conversation_goes_on(wo
     done = world.hold(server, *acts, script=False)
     assert server.decisions() == [{'decision': 'deny', 'correction': "don't shout"}, {'decision': 'approve'}]
     assert [turn['status'] for turn in server.turns] == ['denied', 'answered', 'approved', 'answered']
+    assert [name for name, _ in server.digests] == ['decision', 'decision', 'results']
     assert [len(turn['messages']) for turn in server.turns] == [1, 0, 1, 0]
   out = done.out()
   assert out.count('/deny needs a reason') == 2 and out.count('There is no answer to deny') == 2
