@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdpo_jax.environments.thinking import without_thinking
+from sdpo_jax.serving.tool_calls import FORMS
 
-_TAGS = ('<tool_call>', '<|python_tag|>', '[TOOL_CALLS]')
+_TAGS = frozenset(form.tags[0] for form in FORMS.values())
 _THOUGHT = '</think>'
 
 

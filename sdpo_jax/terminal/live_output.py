@@ -14,8 +14,8 @@ from rich.live import Live
 from rich.text import Text
 
 from sdpo_jax.terminal.escaping import visible
+from sdpo_jax.terminal.screen import MARGIN
 
-_MARGIN = '│ '  # All that a tool has written is behind it.
 _NEWEST = 10  # Lines of output that are shown, and 1,000 times as many characters that are kept.
 _QUIET_S = 0.3  # Seconds during which nothing is shown, since most commands end within them.
 _REFRESH_S = 0.1
@@ -40,7 +40,7 @@ def live_output(out: TextIO) -> Iterator[Callable[[bytes], None]]:
     refreshed = now
     # Progress bars return to the start of their line.
     lines = [line.rstrip('\r').rpartition('\r')[2].expandtabs() for line in newest.split('\n') if line][-_NEWEST:]
-    shown = [f'{_MARGIN}{visible(line, keep="")}' for line in lines]
+    shown = [f'{MARGIN}{visible(line, keep="")}' for line in lines]
     shown.append(f'Running for {now - began:.0f} s; Ctrl-C ends it.')
     live.start()
     live.update(Text('\n'.join(shown), 'dim', no_wrap=True, overflow='ellipsis'), refresh=True)

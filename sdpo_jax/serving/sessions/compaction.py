@@ -7,6 +7,7 @@ prompts begin with it until it is full again.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Container, Sequence
 import dataclasses
 
@@ -15,6 +16,7 @@ from sdpo_jax.serving.sessions import teaching
 from sdpo_jax.serving.sessions.conversation import Dialogue, StudentPrompt
 from sdpo_jax.serving.sessions.session_records import SessionTurn
 from sdpo_jax.tables import counted
+from sdpo_jax.teacher.context import longest_that_fits
 from sdpo_jax.types import Messages
 
 LEAST_LEFT = 0.25  # The share of a prompt that must be left for new outputs; otherwise older parts are left out first.
@@ -54,8 +56,7 @@ def exchanges_of(turns: Sequence[SessionTurn], without: Container[int] = ()) -> 
     found.append(Exchange(asked, turn.answer_tokens, teaching.behind(turn), stays, turn.told is not None))
     asked = []
   if found:
-    last = found[-1]
-    found[-1] = dataclasses.replace(last, behind=last.behind if last.told else [], stays=True)
+    found[-1] = dataclasses.replace(found[-1], behind=found[-1].behind if found[-1].told else [], stays=True)
   return found
 
 
@@ -70,31 +71,26 @@ def fitted(dialogue: Dialogue, exchanges: Sequence[Exchange], new: Messages, mos
   """
   pieces = _Pieces(dialogue, exchanges)
   # In this order; each entry leaves out one part more.
-  outputs = [('output', at) for at, each in enumerate(exchanges) if not each.told and any(map(_is_long, each.behind))]
-  answers = [('answer', at) for at, each in enumerate(exchanges) if not each.stays]
-  messages = [('asked', at) for at, each in enumerate(exchanges) if at and each.asked]
-  order = [*outputs, *answers, *messages]
+  order = [('output', at) for at, each in enumerate(exchanges) if not each.told and any(map(_is_long, each.behind))]
+  order += [('answer', at) for at, each in enumerate(exchanges) if not each.stays]
+  order += [('asked', at) for at, each in enumerate(exchanges) if at and each.asked]
   bare = cut(new, 0)
-  low, high = 0, len(order)  # The fewest parts with which the older conversation is short enough.
-  while low < high:
-    middle = (low + high) // 2
-    if len(pieces.prompt(order[:middle], bare).tokens) <= KEPT * most:
-      high = middle
-    else:
-      low = middle + 1
-  return with_outputs(lambda messages: pieces.prompt(order[:low], messages), new, most)
+  fewest = bisect.bisect_left(
+    range(len(order)), True, key=lambda count: len(pieces.prompt(order[:count], bare).tokens) <= KEPT * most
+  )
+  return with_outputs(lambda messages: pieces.prompt(order[:fewest], messages), new, most)
 
 
 def with_outputs(prompt_of: Callable[[Messages], StudentPrompt], new: Messages, most: int) -> StudentPrompt:
   """Return the prompt that ends with `new`, whose outputs of tools keep as many characters as fit."""
   prompt = prompt_of(new)
-  low, high = 0, max((len(message['content']) for message in new if message['role'] == 'tool'), default=0)
-  if len(prompt.tokens) <= most or not high:
+  longest = max((len(message['content']) for message in new if message['role'] == 'tool'), default=0)
+  if len(prompt.tokens) <= most or not longest:
     return prompt
-  while high - low > max(1, low // 50):  # Almost as many as fit are enough.
-    middle = (low + high) // 2
-    low, high = (middle, high) if len(prompt_of(cut(new, middle)).tokens) <= most else (low, middle)
-  return prompt_of(cut(new, low))
+  found, _ = longest_that_fits(
+    lambda length: ((made := prompt_of(cut(new, length))), made.tokens), longest, most, prompt.tokens
+  )
+  return found
 
 
 class _Pieces:

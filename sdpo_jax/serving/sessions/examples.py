@@ -108,9 +108,7 @@ def exported(account: Account, adapter: str, session: str | None) -> list[Traini
   kept = in_effect(account.versions(adapter))
   numbers, oldest = {version.number for version in kept}, kept[-1].number
   lines = []
-  for each in found:
-    if (each.session, each.n) not in contexts:
-      continue
+  for each in (each for each in found if (each.session, each.n) in contexts):
     line = _exported(each, *contexts[each.session, each.n])
     # Of versions before the oldest one that is stored, nothing is known.
     left = tuple(number for number in each.versions if number in numbers or number < oldest)

@@ -258,11 +258,13 @@ class Sessions:
       results = tuple(sorted(results, key=lambda result: result.call))
       if turn.results == results:
         return self._again(held, dialogue, turn)
-      waits = session_tables.examples(self._database, adapter, session=session)
-      if turn.results and (n != held.number or any((each.n, each.kind) == (n, 'result') for each in waits)):
-        raise TurnConflict(
-          f'Turn {n} already has other results, which a later turn has read or which are learned.', current=held.number
-        )
+      if turn.results:
+        known = session_tables.examples(self._database, adapter, session=session)
+        if n != held.number or any((each.n, each.kind) == (n, 'result') for each in known):
+          raise TurnConflict(
+            f'Turn {n} already has other results, which a later turn has read or which are learned.',
+            current=held.number,
+          )
       if n != held.number or turn.status not in ('approved', 'edited'):
         raise TurnConflict(
           f'Turn {n} is {turn.status}, and the newest turn is {held.number}: send results for the newest turn, after '
