@@ -9,7 +9,7 @@ are shown by their names, to the model as to the person.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import json
@@ -19,20 +19,16 @@ import pathlib
 import re
 import shutil
 import sys
-from typing import IO, Any, ClassVar, Literal
+import threading
+from typing import IO, Any, ClassVar, Literal, TypeVar
 
 import anyio
-import anyio.abc
 from anyio.from_thread import BlockingPortal, start_blocking_portal
-from anyio.streams.buffered import BufferedByteReceiveStream
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
 from jsonschema.validators import validator_for
 from mcp import ClientSession, MCPError, StdioServerParameters, types
-from mcp.client.stdio import get_default_environment
-from mcp.os.posix.utilities import terminate_posix_process_tree
-from mcp.shared.message import SessionMessage
+from mcp.client.stdio import get_default_environment, stdio_client
 import pydantic
 import referencing
 import referencing.exceptions
@@ -47,14 +43,12 @@ from sdpo_jax.terminal.embedded import CHILD
 from sdpo_jax.terminal.escaping import visible
 from sdpo_jax.terminal.policies import SERVED, as_subject
 
-START_S, CALL_S, END_S = 60.0, 60.0, 2.0  # Seconds for the start, a call, and the end of a server.
-MAX_MESSAGE = 16 * 2**20  # Bytes of a message of a server.
+START_S, CALL_S, END_S = 60.0, 60.0, 2.0  # Seconds for the start, a call, and the last words of a server.
 MAX_LOG = 2**20  # Bytes that are kept of what a server writes to stderr.
 MAX_MEANING, MAX_SCHEMA = 1_000, 16_000  # Characters of a tool's description, and of the schema of its arguments.
-_LOOK_S, _WATCH_S = 0.01, 0.2  # Seconds between checks whether a server has ended, at its end and before.
-_CLOSED = (anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)  # The pipe of a server.
 _NAME = re.compile(r'[A-Za-z0-9-]+(_[A-Za-z0-9-]+)*')  # Without a double underscore, so that names of tools are unique.
 _TOOL = re.compile(r'[A-Za-z0-9_.-]{1,64}')
+_T = TypeVar('_T')
 
 
 class McpProgram(StdioServerParameters):
@@ -140,7 +134,7 @@ def _outside(workspace: pathlib.Path, path: str | os.PathLike[str], where: str) 
 def started(
   programs: Mapping[str, McpProgram], logs: pathlib.Path, known: Sequence[McpTool] | None = None
 ) -> Iterator[McpServers]:
-  """Run the servers of a session, in an event loop in a thread of its own, until this is left.
+  """Run the servers of a session, whose client has an event loop in a thread of its own, until this is left.
 
   Args:
     programs: how to start them, by name.
@@ -157,19 +151,12 @@ def started(
   for name in ('client', 'mcp'):  # What the client says about messages that it drops must not be on the screen.
     logging.getLogger(name).setLevel(logging.CRITICAL)
   with start_blocking_portal(name='mcp') as portal:
-    _, group = portal.start_task(_hold_tasks)
+    servers = McpServers(portal, programs, logs, known)
     try:
-      servers = McpServers(portal, group, programs, logs, known)
-      portal.call(servers.start)
+      servers.start()
       yield servers
     finally:
-      portal.call(group.cancel_scope.cancel)
-
-
-async def _hold_tasks(*, task_status: anyio.abc.TaskStatus[anyio.abc.TaskGroup]) -> None:
-  async with anyio.create_task_group() as group:  # Of this task, since only it can leave the group.
-    task_status.started(group)
-    await anyio.sleep_forever()
+      servers.close()
 
 
 class McpServers:
@@ -178,12 +165,11 @@ class McpServers:
   def __init__(
     self,
     portal: BlockingPortal,
-    group: anyio.abc.TaskGroup,
     programs: Mapping[str, McpProgram],
     logs: pathlib.Path,
     known: Sequence[McpTool] | None,
   ):
-    self._portal, self._group, self._programs, self._logs, self._new = portal, group, programs, logs, known is None
+    self._portal, self._programs, self._logs, self._new = portal, programs, logs, known is None
     self.tools = {tool.name: tool for tool in known or ()}
     self._running: dict[str, _Connection] = {}
     self.said: list[str] = []  # Sentences about them for the person.
@@ -209,15 +195,11 @@ class McpServers:
     tool.check(arguments)
     return dict(arguments)
 
-  def call(self, name: str, arguments: Any, cancelled: Cancellation | None) -> ToolAnswer:
-    """Call a tool, and return its answer; a server that has ended is started anew before."""
-    return self._portal.call(self._call, name, arguments, cancelled)
-
-  async def start(self) -> None:
-    """Start all servers; raises UserError as `started`. Call in the event loop."""
+  def start(self) -> None:
+    """Start all servers; raises UserError as `started`."""
     for name in self._programs:
       try:
-        running = await self._connected(name)
+        running = self._connected(name, START_S, None)
       except UserError as error:
         if self._new:
           raise
@@ -232,201 +214,170 @@ class McpServers:
       if gone:
         self.said.append(f'It has changed or removed these since the session began, so they fail: {", ".join(gone)}.')
 
-  async def _connected(self, name: str) -> _Connection:
-    """Return a running server, with its current tools; raises UserError if it cannot be started."""
-    running = self._running.get(name)
-    if running is not None and running.ending.is_set():
-      await running.ended.wait()
-      running = None
-    if running is None:
-      running = _Connection(name, self._programs[name], self._logs / f'{name}.log')
-      await self._group.start(running.live)
-      self._running[name] = running
-    elif running.seen != running.changes:
-      await running.ask_tools()
-    return running
-
-  async def _call(self, name: str, arguments: Mapping[str, Any], cancelled: Cancellation | None) -> ToolAnswer:
+  def call(self, name: str, arguments: Any, cancelled: Cancellation | None) -> ToolAnswer:
+    """Call a tool, and return its answer; a server that has ended is started anew before."""
     server, _, tool = name.partition(SERVED)
     limit = self._programs[server].timeout
-    running = None
-    with contextlib.ExitStack() as stack:
-      scope = stack.enter_context(anyio.CancelScope(deadline=anyio.current_time() + limit))
-      if cancelled is not None:
-        loop = asyncio.get_running_loop()
-        loop.add_reader(cancelled, scope.cancel)
-        stack.callback(loop.remove_reader, cancelled)
+    try:
+      running = self._connected(server, limit, cancelled)
+      self.check(name, arguments)  # The tools may be others now.
+      return _answer(self._limited(limit, cancelled, running.session.call_tool, tool, dict(arguments)))
+    except (UserError, BadCall) as error:
+      return ToolAnswer(False, str(error), field=getattr(error, 'field', None))
+    except (TimeoutError, _StoppedError) as error:
+      return ToolAnswer(False, f'The call {error}; whether it has done its work is not known.')
+    except MCPError as error:
+      if error.code != types.CONNECTION_CLOSED:
+        return _cut(False, f'The MCP server {server} refused the call: {error}')
+      text = 'Whether the call has done its work is not known; the next one starts the server anew.'
+      return ToolAnswer(False, f'{self._end(server)} {text}')
+    except (RuntimeError, ValueError) as error:  # From the client, about the content of the answer.
+      return ToolAnswer(False, f'The MCP server {server} gave an invalid answer: {_reason(error)}.')
+
+  def _connected(self, name: str, limit: float, cancelled: Cancellation | None) -> _Connection:
+    """Return a server that answers, with its current tools; raises UserError if it cannot be started."""
+    running = self._running.get(name)
+    if running is not None:
       try:
-        running = await self._connected(server)
-        self.check(name, arguments)  # The tools may be others now.
-        return _answer(await running.session.call_tool(tool, dict(arguments)))
-      except (UserError, BadCall) as error:
-        return ToolAnswer(False, str(error), field=getattr(error, 'field', None))
-      except MCPError as error:
-        if error.code != types.CONNECTION_CLOSED or running is None:
-          return _cut(False, f'The MCP server {server} refused the call: {error}')
-        await running.ended.wait()
-        text = f'{running.how()} Whether the call has done its work is not known; the next one starts the server anew.'
-        return ToolAnswer(False, text)
-      except (RuntimeError, ValueError) as error:  # From the client, about the content of the answer.
-        return ToolAnswer(False, f'The MCP server {server} gave an invalid answer: {_reason(error)}.')
-    late = anyio.current_time() >= scope.deadline
-    why = f'took more than {limit:g} seconds and was given up' if late else 'was stopped by the person'
-    return ToolAnswer(False, f'The call {why}; whether it has done its work is not known.')
+        self._limited(limit, cancelled, running.refresh)
+        return running
+      except TimeoutError as error:
+        raise UserError(f'{self._end(name, "did not answer")} The next call starts it anew.') from error
+      except MCPError:
+        self._end(name)  # It has ended since.
+    running = _Connection(name, self._programs[name], self._logs / f'{name}.log')
+    try:
+      running.stack.enter_context(self._portal.wrap_async_context_manager(running.live()))
+    except OSError as error:
+      raise UserError(f'The MCP server {name} cannot be started: {first_line(error)}.') from error
+    self._running[name] = running
+    try:
+      self._limited(START_S, cancelled, running.greet)
+      return running
+    except _StoppedError:
+      self._end(name)
+      raise
+    except TimeoutError:
+      how = f'did not answer within {START_S:g} seconds'
+    except (MCPError, RuntimeError, ValueError) as error:
+      closed = getattr(error, 'code', None) == types.CONNECTION_CLOSED
+      how = 'ended' if closed else f'began with an invalid answer ({_reason(error)})'
+    raise UserError(f'{self._end(name, how)} Correct it in the file of --mcp, or leave it out there.')
+
+  def _limited(
+    self, seconds: float, cancelled: Cancellation | None, ask: Callable[..., Awaitable[_T]], *values: Any
+  ) -> _T:
+    """Ask a server; raises TimeoutError, or _StoppedError if the person stops it."""
+    return self._portal.call(_limited, seconds, cancelled, ask, *values)
+
+  def _end(self, name: str, how: str = 'ended') -> str:
+    """End a server, or what is left of it, and return a sentence about it."""
+    running = self._running.pop(name)
+    running.stack.close()
+    return f'The MCP server {name} {how}.{running.words()}'
+
+  def close(self) -> None:
+    """End all servers."""
+    for name in [*self._running]:
+      self._end(name)
+
+
+async def _limited(
+  seconds: float, cancelled: Cancellation | None, ask: Callable[..., Awaitable[_T]], *values: Any
+) -> _T:
+  with contextlib.ExitStack() as stack:
+    scope = stack.enter_context(anyio.move_on_after(seconds))
+    if cancelled is not None:
+      loop = asyncio.get_running_loop()
+      loop.add_reader(cancelled, scope.cancel)
+      stack.callback(loop.remove_reader, cancelled)
+    return await ask(*values)
+  if anyio.current_time() >= scope.deadline:
+    raise TimeoutError(f'took more than {seconds:g} seconds and was given up')
+  raise _StoppedError('was stopped by the person')
+
+
+class _StoppedError(Exception):
+  """The person has pressed Ctrl-C."""
 
 
 class _Connection:
-  """A process of a server, and the session with it; all in the event loop."""
+  """A process of a server, and the session with it."""
 
   def __init__(self, name: str, program: McpProgram, log: pathlib.Path):
     self._name, self._program, self._log = name, program, log
-    self.ending, self.ended = anyio.Event(), anyio.Event()
+    self.stack = contextlib.ExitStack()  # Holds `live`.
     self.tools: Mapping[str, McpTool] = {}
     self.notes: list[str] = []  # What was cut or left out of its tools.
-    self.changes = self.seen = 0  # How often it has said that its tools have changed, until `tools` were asked for.
-    self._logged = anyio.Event()  # Set at the end of its stderr.
-    self._why, self._junk = '', ''
-    self._words, self._code = b'', None
+    self._changed = False  # Whether it has said so of its tools since they were asked for.
+    self._words, self._junk = b'', ''
     self.session: ClientSession
 
-  def how(self) -> str:
-    """Return a sentence about its end."""
-    how = self._why or f'ended with exit code {self._code}'
+  def words(self) -> str:
+    """Return sentences with the last line that it wrote to stderr, and with what it wrote to stdout by mistake."""
     words = self._words.decode(errors='replace').strip().rpartition('\n')[2]
     last = f' Its last words: {printable(words, 200)} ({self._log})' if words else ''
-    junk = f' Its stdout had what is no message: {self._junk}' if self._junk else ''
-    return f'The MCP server {self._name} {how}.{last}{junk}'
+    return last + (f' Its stdout had what is no message: {self._junk}' if self._junk else '')
 
-  async def live(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
-    """Run the server until it ends or this is cancelled.
-
-    Raises:
-      UserError: it cannot be started.
-    """
-    came, read = anyio.create_memory_object_stream[SessionMessage | Exception](0)
-    write, goes = anyio.create_memory_object_stream[SessionMessage](0)
+  @contextlib.asynccontextmanager
+  async def live(self) -> AsyncIterator[None]:
+    """Run the server, in a process group of its own, so that only this program gets Ctrl-C, until this is left."""
     given = self._program
-    command = [sys.executable, '-I', str(CHILD), str(os.getpid()), given.command, *given.args]
+    command = ['-I', str(CHILD), str(os.getpid()), given.command, *given.args]
+    text = {'encoding': 'utf-8', 'encoding_error_handler': 'replace'}
+    program = given.model_copy(update={'command': sys.executable, 'args': command, **text})
+    log = open(self._log, 'ab', buffering=0)
+    source, sink = os.pipe()
+    keeper = threading.Thread(target=self._keep_stderr, args=(source, log), daemon=True)
+    keeper.start()
     try:
-      with open(self._log, 'ab', buffering=0) as log:
-        # In a session of its own, so that only this program gets Ctrl-C.
-        process = await anyio.open_process(command, env=given.env, cwd=given.cwd, start_new_session=True)
-        async with read, write, anyio.create_task_group() as group:
-          group.start_soon(self._keep_stderr, process, log)
-          group.start_soon(self._read, process, came)
-          group.start_soon(self._write, process, goes)
-          try:
-            async with ClientSession(read, write, message_handler=self._hear) as self.session:
-              ready = await self._greet()
-              if ready:
-                task_status.started()
-                while process.returncode is None and not self.ending.is_set():
-                  with anyio.move_on_after(_WATCH_S):  # A child of its own may hold its stdout open when it ends.
-                    await self.ending.wait()
-          finally:
-            with anyio.CancelScope(shield=True):
-              await self._end(process)
-            group.cancel_scope.cancel()
-    except OSError as error:
-      raise UserError(f'The MCP server {self._name} cannot be started: {first_line(error)}.') from error
+      with open(sink, 'w') as stderr:
+        async with (
+          stdio_client(program, stderr) as streams,
+          ClientSession(*streams, message_handler=self._hear) as self.session,
+        ):
+          yield
     finally:
-      self.ended.set()
-    if not ready:
-      raise UserError(f'{self.how()} Correct it in the file of --mcp, or leave it out there.')
+      keeper.join(END_S)  # A child of its own may still hold its stderr open.
 
-  async def _greet(self) -> bool:
-    """Begin the session and ask for the tools; return whether the server has answered."""
-    try:
-      with anyio.fail_after(START_S):
-        await self.session.initialize()
-        await self.ask_tools()
-      return True
-    except TimeoutError:
-      self._why = f'did not answer within {START_S:g} seconds'
-    except (MCPError, RuntimeError, ValueError) as error:
-      if getattr(error, 'code', None) != types.CONNECTION_CLOSED:
-        self._why = f'began with an invalid answer ({_reason(error)})'
-    return False
-
-  async def _read(self, process: anyio.abc.Process, came: MemoryObjectSendStream[SessionMessage | Exception]) -> None:
-    """Pass on the messages of the server, and end the session when they end."""
-    assert process.stdout is not None
-    lines = BufferedByteReceiveStream(process.stdout)
-    try:
-      async with came:
-        while True:
-          line = await lines.receive_until(b'\n', MAX_MESSAGE)
-          try:
-            message = types.jsonrpc_message_adapter.validate_json(line, by_name=False)
-          except ValueError:
-            self._junk = printable(line.decode(errors='replace').strip(), 100)
-          else:
-            await came.send(SessionMessage(message))
-    except anyio.DelimiterNotFound:
-      self._why = f'sent a message of more than {MAX_MESSAGE // 2**20} MiB and was stopped'
-    except _CLOSED:
-      pass  # It has ended.
-    finally:
-      self.ending.set()
-      with contextlib.suppress(*_CLOSED), anyio.move_on_after(3 * END_S, shield=True):
-        async for _ in process.stdout:  # So that it can write what is left, and end.
-          pass
-
-  async def _write(self, process: anyio.abc.Process, goes: MemoryObjectReceiveStream[SessionMessage]) -> None:
-    """Send messages to the server."""
-    assert process.stdin is not None
-    with contextlib.suppress(*_CLOSED):
-      async with goes:
-        async for message in goes:
-          text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
-          await process.stdin.send(f'{text}\n'.encode())
-
-  async def _keep_stderr(self, process: anyio.abc.Process, log: IO[bytes]) -> None:
-    """Write the beginning of what the server writes to stderr to its log."""
-    assert process.stderr is not None
-    log.truncate(log.tell() if log.tell() < MAX_LOG else 0)  # Of earlier sessions.
-    left = MAX_LOG
-    try:
-      async for chunk in process.stderr:
+  def _keep_stderr(self, source: int, log: IO[bytes]) -> None:
+    """Write what the server writes to stderr to its log, from whose beginning it goes on when that is full."""
+    with open(source, 'rb', buffering=0) as stderr, log:
+      while chunk := stderr.read(MAX_LOG):
+        self._words = (self._words + chunk)[-1000:]
+        if log.tell() + len(chunk) > MAX_LOG:
+          log.seek(0)
+          log.truncate()
         with contextlib.suppress(OSError):  # The disk may be full.
-          log.write(chunk[:left])
-        left, self._words = max(0, left - len(chunk)), (self._words + chunk)[-1000:]
-    finally:
-      self._logged.set()
+          log.write(chunk)
+
+  async def greet(self) -> None:
+    """Begin the session and ask for the tools."""
+    await self.session.initialize()
+    await self._ask_tools()
+
+  async def refresh(self) -> None:
+    """Ask for the tools if they have changed, or else for a sign of life."""
+    try:
+      await (self._ask_tools() if self._changed else self.session.send_ping())
+    except MCPError as error:
+      if error.code == types.CONNECTION_CLOSED:
+        raise
 
   async def _hear(self, message: Any) -> None:
-    self.changes += isinstance(message, types.ToolListChangedNotification)
+    self._changed |= isinstance(message, types.ToolListChangedNotification)
+    if isinstance(message, pydantic.ValidationError):
+      self._junk = printable(str(message.errors()[0]['input']).strip(), 100)
 
-  async def _end(self, process: anyio.abc.Process) -> None:
-    """End the server: close its stdin, then send SIGTERM, then SIGKILL."""
-    assert process.stdin is not None
-    with contextlib.suppress(*_CLOSED):
-      await process.stdin.aclose()
-    for signalled in (False, True):
-      if signalled:  # Also if it has ended, since its children may not have.
-        await terminate_posix_process_tree(process, END_S)
-      with anyio.move_on_after(END_S):
-        while process.returncode is None:
-          await anyio.sleep(_LOOK_S)
-    with anyio.move_on_after(END_S):
-      await self._logged.wait()
-    self._code = process.returncode
-    # A child of its own may still hold the pipes open, and nothing public closes this end of them.
-    transport = getattr(getattr(process, '_process', None), '_transport', None)
-    if transport is not None:
-      transport.close()
-    self.ending.set()
-
-  async def ask_tools(self) -> None:
-    """Ask the server for its tools."""
+  async def _ask_tools(self) -> None:
     found: dict[str, McpTool] = {}
-    changes, cursor, self.notes = self.changes, '', []
+    cursor, self.notes, self._changed = '', [], False
     while cursor is not None:
       page = await self.session.list_tools(params=types.PaginatedRequestParams(cursor=cursor or None))
       for tool in page.tools:
         self._add(found, tool)
       cursor = page.next_cursor
-    self.tools, self.seen = found, changes
+    self.tools = found
 
   def _add(self, found: dict[str, McpTool], tool: types.Tool) -> None:
     name, meaning, wrong = f'{self._name}{SERVED}{tool.name}', visible(tool.description or ''), None

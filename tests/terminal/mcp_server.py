@@ -77,6 +77,8 @@ def main():
     elif method == 'initialize':
       about = {'capabilities': {'tools': {}}, 'serverInfo': {'name': 'test', 'version': '1'}}
       answer({'id': message['id'], 'result': {'protocolVersion': values['protocolVersion'], **about}})
+    elif method == 'ping':
+      answer({'id': message['id'], 'result': {}})
     elif method == 'tools/list':
       answer({'id': message['id'], 'result': {'tools': listed()}})
     elif method == 'tools/call':
