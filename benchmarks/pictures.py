@@ -29,7 +29,7 @@ from sdpo_jax import extras
 from sdpo_jax.environments import digits
 
 QUESTION, RIGHT = 'Rotate the digits left: 40713', '07134'
-SCRIPT = ('find where parse is used in src', 'n use rg rather than grep -r', 'q')
+SCRIPT = ('what does app.py say?', 'n use the read tool rather than cat', 'y', 'q')
 COLUMNS = 100
 # Select Graphic Rendition parameter → style.
 STYLES = {
@@ -151,11 +151,11 @@ def draw_terminal(target: pathlib.Path) -> None:
   """Run a scripted session at a pseudo-terminal, and take a picture of what it shows."""
   with tempfile.TemporaryDirectory() as folder:
     work = pathlib.Path(folder, 'project')
-    (work / 'src').mkdir(parents=True)
-    (work / 'src' / 'app.py').write_text('def parse(text): return text.split()\n')
+    work.mkdir()
+    (work / 'app.py').write_text('def parse(text): return text.split()\n')
     script = pathlib.Path(folder, 'script.txt')
     script.write_text('\n'.join(SCRIPT) + '\n')
-    command = [sys.executable, '-m', 'launch.session', f'--workspace={work}', f'--script={script}', '--seed=7']
+    command = [sys.executable, '-m', 'launch.session', f'--workspace={work}', f'--script={script}', '--seed=1']
     shown = at_terminal([*command, f'--state={folder}/state', f'--config.serve.store.root={folder}/service'])
     page_file = pathlib.Path(folder, 'terminal.html')
     body = as_html(shown.replace(str(work), '~/project').replace(folder, '~'))
