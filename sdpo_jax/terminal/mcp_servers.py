@@ -24,14 +24,9 @@ from typing import IO, Any, ClassVar, Literal, TypeVar
 
 import anyio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError, best_match
-from jsonschema.validators import validator_for
 from mcp import ClientSession, MCPError, StdioServerParameters, types
 from mcp.client.stdio import get_default_environment, stdio_client
 import pydantic
-import referencing
-import referencing.exceptions
 
 from sdpo_jax.environments.workspace.shell import Cancellation, Shell
 from sdpo_jax.environments.workspace.tools import TOOLS, BadCall, Tool, ToolAnswer, Toolbox, shortened
@@ -73,17 +68,6 @@ class McpTool:
     """Return the tool in the form of chat templates."""
     function = {'name': self.name, 'description': self.meaning, 'parameters': self.parameters}
     return {'type': 'function', 'function': function}
-
-  def check(self, arguments: Mapping[str, Any]) -> None:
-    """Raise BadCall if arguments do not fit the schema; references to other documents are not followed."""
-    validator = validator_for(self.parameters, default=Draft202012Validator)
-    try:
-      error = best_match(validator(self.parameters, registry=referencing.Registry()).iter_errors(arguments))
-    except (referencing.exceptions.Unresolvable, RecursionError, re.error):
-      return  # The server checks them, too.
-    if error is not None:
-      field = str(error.absolute_path[0])[:100] if error.absolute_path else None
-      raise BadCall(f'{self.name} does not take these arguments: {printable(error.message, 300)}.', field)
 
 
 def load(path: str, workspace: pathlib.Path) -> dict[str, McpProgram]:
@@ -179,7 +163,7 @@ class McpServers:
     return McpToolbox(workspace, shell, self)
 
   def check(self, name: str, arguments: Any) -> dict[str, Any]:
-    """Return the arguments of a call; raises BadCall if they do not fit, or the tool has changed."""
+    """Return the arguments of a call, which only the server checks; raises BadCall if the tool has changed."""
     tool = self.tools[name]
     if not isinstance(arguments, Mapping):
       raise BadCall(f'The arguments of {name} must be an object, not {short_repr(arguments)}.')
@@ -192,7 +176,6 @@ class McpServers:
       raise BadCall(f'The session has begun with an MCP server {server}, which the file of --mcp no longer names.')
     if server in self._running and self._running[server].tools.get(name) != tool:
       raise BadCall(f'The MCP server {server} has changed or removed {name} since the session began: do not use it.')
-    tool.check(arguments)
     return dict(arguments)
 
   def start(self) -> None:
@@ -225,7 +208,8 @@ class McpServers:
     except (UserError, BadCall) as error:
       return ToolAnswer(False, str(error), field=getattr(error, 'field', None))
     except (TimeoutError, _StoppedError) as error:
-      return ToolAnswer(False, f'The call {error}; whether it has done its work is not known.')
+      said = self._running[server].junk() if server in self._running else ''
+      return ToolAnswer(False, f'The call {error}; whether it has done its work is not known.{said}')
     except MCPError as error:
       if error.code != types.CONNECTION_CLOSED:
         return _cut(False, f'The MCP server {server} refused the call: {error}')
@@ -274,7 +258,7 @@ class McpServers:
     """End a server, or what is left of it, and return a sentence about it."""
     running = self._running.pop(name)
     running.stack.close()
-    return f'The MCP server {name} {how}.{running.words()}'
+    return f'The MCP server {name} {how}.{running.words()}{running.junk()}'
 
   def close(self) -> None:
     """End all servers."""
@@ -314,10 +298,14 @@ class _Connection:
     self.session: ClientSession
 
   def words(self) -> str:
-    """Return sentences with the last line that it wrote to stderr, and with what it wrote to stdout by mistake."""
+    """Return a sentence with the last line that it wrote to stderr."""
     words = self._words.decode(errors='replace').strip().rpartition('\n')[2]
-    last = f' Its last words: {printable(words, 200)} ({self._log})' if words else ''
-    return last + (f' Its stdout had what is no message: {self._junk}' if self._junk else '')
+    return f' Its last words: {printable(words, 200)} ({self._log})' if words else ''
+
+  def junk(self) -> str:
+    """Return a sentence with the last line of its stdout that is no message of the protocol, unless told before."""
+    junk, self._junk = self._junk, ''
+    return f' Its stdout had what is no message: {junk}' if junk else ''
 
   @contextlib.asynccontextmanager
   async def live(self) -> AsyncIterator[None]:
@@ -383,10 +371,6 @@ class _Connection:
     name, meaning, wrong = f'{self._name}{SERVED}{tool.name}', visible(tool.description or ''), None
     schema = _visible(tool.input_schema)
     text = json.dumps(schema, ensure_ascii=False)
-    try:
-      validator_for(schema, default=Draft202012Validator).check_schema(schema)
-    except SchemaError as error:
-      wrong = f'the schema of its arguments is invalid ({printable(error.message)})'
     if not _TOOL.fullmatch(tool.name) or name in found:
       wrong = 'its name is used twice' if name in found else 'its name must have at most 64 letters, digits, _, . and -'
     elif len(text) > MAX_SCHEMA:

@@ -47,6 +47,8 @@ def called(name, arguments):
     answer({'method': 'notifications/tools/list_changed'})
   if text.startswith('big '):
     text = 'x' * int(text[4:])
+  if text == 'surrogate':
+    text = '\ud800'
   if text == 'junk':
     return [{'type': 'unheard of'}]
   if text == 'image':
@@ -85,7 +87,7 @@ def main():
       noted(f'{values["name"]} {json.dumps(values["arguments"])}')
       try:
         content, failed = called(values['name'], values['arguments']), False
-      except ValueError as error:
+      except (KeyError, ValueError) as error:
         content, failed = [{'type': 'text', 'text': str(error)}], True
       if content is not None:
         answer({'id': message['id'], 'result': {'content': content, 'isError': failed}})

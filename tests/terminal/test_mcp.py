@@ -76,7 +76,7 @@ def test_calls_of_a_server_are_approved_denied_and_ruled_like_others(world):
   answers += [call('fs__add', a=1), call('fs__add', a=4, b=4), 'Done.']
   rules = 'never fs__say *secret*\nallow fs__add {"a": 4, "b": *}\n'
   with SessionServer(*answers) as server:
-    lines = ['Add', 'a', 'n Not this', 'More', 't', 't']
+    lines = ['Add', 'a', 'n Not this', 'More', 't', 'y']
     code, out = world.hold(server, *lines, mcp=world.file('long'), rules=rules)
     results = [turn['results'][0] for turn in server.turns if turn['results']]
     tools = {tool['function']['name']: tool['function'] for tool in server.settings['tools']}
@@ -92,13 +92,14 @@ def test_calls_of_a_server_are_approved_denied_and_ruled_like_others(world):
     '3',
     '3',
     'The person never lets this be run.',
-    "fs__add does not take these arguments: 'b' is a required property.",
+    "'b'",  # What the server says.
     '8',
   ]
   calls = [line for line in world.noted() if line[:3] in ('add', 'say')]
   assert calls == [
     'add {"b": 2, "a": 1}',
     'add {"a": 1, "b": 2}',
+    'add {"a": 1}',
     'add {"a": 4, "b": 4}',
   ]  # What was denied or refused never arrives.
   assert world.noted()[-2] == 'stdin closed'  # It has ended in order.
@@ -172,6 +173,8 @@ def test_a_server_that_fails_costs_one_sentence_and_starts_anew(world, monkeypat
     assert box.call('fs__say', {'text': 'image'}).text == '[image image/png, 4 characters of base64, not shown]'
     assert box.call('fs__say', {'text': 'junk'}).text.startswith('The MCP server fs gave an invalid answer: ')
     assert box.call('fs__say', {'text': 'hang'}).text.startswith('The call took more than 0.3 seconds and was given up')
+    surrogate = box.call('fs__say', {'text': 'surrogate'}).text
+    assert 'took more than 0.3 seconds' in surrogate and 'Its stdout had what is no message: ' in surrogate
     assert box.call('fs__say', {'text': 'big 30000'}).dropped == 10_000
     died = box.call('fs__say', {'text': 'die'})
     assert died.text.startswith('The MCP server fs ended. Whether the call has done') and not died.ok
@@ -183,7 +186,7 @@ def test_a_server_that_fails_costs_one_sentence_and_starts_anew(world, monkeypat
       box.checked('fs__x', {})
     with pytest.raises(BadCall, match='half|surrogates'):
       box.checked('fs__say', {'text': '\ud800'})
-  assert world.noted().count('notifications/cancelled') == 1
+  assert world.noted().count('notifications/cancelled') == 2
 
 
 def test_ctrl_c_ends_the_wait_for_a_call_and_tells_the_server(world):
