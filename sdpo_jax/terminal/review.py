@@ -8,9 +8,9 @@ import functools
 import json
 from typing import Any
 
-from sdpo_jax.environments.workspace.tools import ToolAnswer
+from sdpo_jax.environments.workspace.tools import BadCall, ToolAnswer
 from sdpo_jax.errors import UserError, first_line, short_repr
-from sdpo_jax.terminal.calls import Proposed, Wrong, described, look
+from sdpo_jax.terminal.calls import Proposed, described, look
 from sdpo_jax.terminal.escaping import visible
 from sdpo_jax.terminal.history import History
 from sdpo_jax.terminal.inputs import COMMAND, Choice, EditorFailed, Inputs, Leave
@@ -92,8 +92,8 @@ class Reviewer:
           self._screen.show(described(proposed))
           approved[index] = proposed
         else:
-          why = proposed.wrong or Wrong(_NEVER)
-          told[str(index)] = {'text': why.text, 'field': why.field, 'line': why.line}
+          why = proposed.wrong or BadCall(_NEVER)
+          told[str(index)] = {'text': str(why), 'field': why.field, 'line': why.line}
         break
       tool = self._workbench.toolbox.tools.get(call['name'])
       changes = changes or (str(index) not in told and tool is not None and tool.changes)
@@ -121,14 +121,14 @@ class Reviewer:
       begun: whether an earlier process has started to run the call.
     """
     if told is not None:
-      return _result(index, ToolAnswer(False, told['text'], field=told['field'], line=told['line']))
+      return _result(index, ToolAnswer(False, **told))
     approved = None if reviewed is None or begun else reviewed.approved.get(index)
     while True:
       now = self._look(call['name'], call['arguments'])
-      if now.wrong is not None or now.verdict.verb == 'never':
-        wrong = now.wrong or Wrong(_NEVER)
-        self._screen.say(f'Not run: {wrong.text}', 'wrong')
-        return _result(index, ToolAnswer(False, wrong.text, field=wrong.field, line=wrong.line))
+      if not now.can_run:
+        wrong = now.wrong or BadCall(_NEVER)
+        self._screen.say(f'Not run: {wrong}', 'wrong')
+        return _result(index, ToolAnswer(False, str(wrong), field=wrong.field, line=wrong.line))
       if approved is not None and (now.same(approved) or now.verdict.verb == 'allow'):
         break
       if begun:
@@ -181,7 +181,7 @@ class Reviewer:
     """
     notes: list[Line] = []
     if proposed.wrong is not None:
-      notes = [Line(f'Cannot run: {visible(proposed.wrong.text, keep="")}', 'wrong')]
+      notes = [Line(f'Cannot run: {visible(str(proposed.wrong), keep="")}', 'wrong')]
     rule = visible(str(proposed.verdict.rule), keep='')
     if proposed.verdict.verb == 'never':
       notes.append(Line(f'Refused by the rule: {rule}', 'wrong'))
@@ -191,7 +191,7 @@ class Reviewer:
       return None
     elif proposed.wrong is None:
       keys = _APPROVE
-    elif proposed.wrong.for_now and changes:
+    elif proposed.for_now and changes:
       notes.append(Line('An earlier call may change that; the call is shown again before it runs.', 'note'))
       keys = {name: meaning for name, meaning in _APPROVE.items() if name != 'a'}
     else:
