@@ -142,10 +142,9 @@ class Folder:
     return name
 
   def _is_ours(self, name: str, parent: int) -> bool:
-    try:
+    with contextlib.suppress(FileNotFoundError):
       return os.stat(name, dir_fd=parent, follow_symlinks=False).st_dev == self._device
-    except FileNotFoundError:
-      return False
+    return False
 
   def _make(self, folder: str) -> None:
     """Make a folder and its parents."""
