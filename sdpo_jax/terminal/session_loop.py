@@ -60,7 +60,6 @@ class Conversation:
     self._commands = Commands(
       session, self.turns, history, screen, workbench, policy, self._learned, self._deny, self._seed_of
     )
-    self._waiting = undelivered(history)  # Messages that the model has not received yet.
     self._reviewed: Reviewed | None = None  # The review of the newest turn, if it was in this process.
     self._hold = False  # Whether to wait for the person before the next step.
     self._stale = True  # Whether the service may have newer turns than `turns`.
@@ -110,7 +109,7 @@ class Conversation:
       self._catch_up()
       return
     turn = self.turn
-    if (turn is None or turn['status'] == 'answered') and not self._waiting:
+    if (turn is None or turn['status'] == 'answered') and not undelivered(self.history):
       self._take(self._listened())
     elif turn is not None and turn['status'] == 'open':
       self._judge(turn)
@@ -133,7 +132,6 @@ class Conversation:
       self._command(said)
     elif said:
       self.history.add('said', text=said)
-      self._waiting.append(said)
 
   def _command(self, line: str) -> None:
     try:
@@ -158,10 +156,10 @@ class Conversation:
       self.screen.end_draft(turn)
     sent = self.history.last('decision', 'decided', 'withdrawn', n=turn['n'])
     if sent is not None and sent['kind'] == 'decision':
-      self._decide(turn['n'], sent['decision'], sent['told'])
+      self._decide(turn['n'], sent['decision'])
 
   def _propose(self) -> None:
-    messages = [{'role': 'user', 'content': text} for text in self._waiting]
+    messages = [{'role': 'user', 'content': text} for text in undelivered(self.history)]
     after = self.turn['n'] if self.turn is not None else -1
     self.history.add('asking', after=after, messages=len(messages))
     try:
@@ -169,7 +167,6 @@ class Conversation:
     except Refused as error:
       if messages and error.status in _NOT_TAKEN:  # Later requests with these messages would be refused, too.
         self.history.add('unsaid', why=str(error))
-        self._waiting = undelivered(self.history)
         self.screen.say('The model has not received your messages: write them differently.')
       raise
     self.screen.end_draft(turn)
@@ -178,7 +175,6 @@ class Conversation:
 
   def _arrived(self, turn: Mapping[str, Any]) -> None:
     self.history.add('turn', n=turn['n'], turn={name: turn[name] for name in turn if not name.endswith('tokens')})
-    self._waiting = undelivered(self.history)
     self._reviewed = None
 
   def _judge(self, turn: Mapping[str, Any]) -> None:
@@ -187,7 +183,7 @@ class Conversation:
     decision = self._noted(turn, reviewed.decision, reviewed.told)
     if reviewed.says is not None:
       self._take(reviewed.says)
-    self._decide(turn['n'], decision, reviewed.told)
+    self._decide(turn['n'], decision)
 
   def _deny(self, reason: str) -> None:
     """Deny the newest turn if it is an answer without calls; the conversation then goes on with another answer."""
@@ -197,7 +193,7 @@ class Conversation:
         'There is no answer to deny: /deny is for the last answer, before you write again; at a call press n.'
       )
     decision = self._noted(turn, {'decision': 'deny', 'correction': reason}, {})
-    self._decide(turn['n'], decision, {})
+    self._decide(turn['n'], decision)
 
   def _noted(self, turn: Mapping[str, Any], decision: Mapping[str, Any], told: Any) -> dict[str, Any]:
     """Write a decision to the history, and return it as it is sent: with the digest of what was shown."""
@@ -205,7 +201,7 @@ class Conversation:
     self.history.add('decision', n=turn['n'], decision=sent, told=told)
     return sent
 
-  def _decide(self, number: int, decision: Mapping[str, Any], told: Any) -> None:
+  def _decide(self, number: int, decision: Mapping[str, Any]) -> None:
     """Send a decision from the history; the service learns from it only once, even if it is sent again."""
     try:
       answer = self.session.decide(number, decision)
