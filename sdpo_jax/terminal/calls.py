@@ -11,7 +11,7 @@ from typing import Any
 from sdpo_jax.environments.workspace.tools import BadCall, Toolbox
 from sdpo_jax.terminal.changes import diff
 from sdpo_jax.terminal.escaping import visible, visible_line
-from sdpo_jax.terminal.policies import SERVED, ApprovalPolicy, Verdict
+from sdpo_jax.terminal.policies import OTHERS, SERVED, ApprovalPolicy, CallRule
 from sdpo_jax.terminal.screen import Line
 
 
@@ -21,7 +21,7 @@ class Proposed:
 
   name: str
   arguments: Mapping[str, Any]
-  verdict: Verdict
+  verdict: CallRule  # The rule that decides about it.
   wrong: BadCall | None = None  # Why the call cannot be run; the message is for the person and the model.
   # Whether it is wrong since its valid arguments do not fit the current files, which an earlier call may change.
   for_now: bool = False
@@ -42,7 +42,7 @@ def look(name: str, arguments: Any, toolbox: Toolbox, policy: ApprovalPolicy, wo
   try:
     checked = toolbox.checked(name, arguments)
   except BadCall as error:
-    return Proposed(name, arguments, Verdict('ask', None), error)
+    return Proposed(name, arguments, OTHERS, error)
   verdict = policy.verdict(name, checked, workspace)
   try:
     return Proposed(name, checked, verdict, change=toolbox.preview(name, checked))

@@ -19,7 +19,7 @@ from sdpo_jax.terminal.escaping import original, visible
 from sdpo_jax.terminal.history import History
 from sdpo_jax.terminal.inputs import Leave
 from sdpo_jax.terminal.learned import details_of
-from sdpo_jax.terminal.policies import SERVED, ApprovalPolicy, CallRule
+from sdpo_jax.terminal.policies import OTHERS, SERVED, ApprovalPolicy
 from sdpo_jax.terminal.screen import MARGIN, Line, Screen
 from sdpo_jax.terminal.work import Workbench
 
@@ -248,7 +248,7 @@ class Commands:
   def _rules(self, arguments: list[str]) -> None:
     lines = [str(rule) for rule in self._policy.rules]
     lines += [f'{rule}   (added in this session)' for rule in self._policy.added]
-    lines.append(f'{CallRule("ask")}   (everything else)')
+    lines.append(f'{OTHERS}   (everything else)')
     self._screen.show(Line(visible(line, keep='')) for line in lines)
 
   def _quit(self, arguments: list[str]) -> None:

@@ -83,12 +83,7 @@ class CallRule:
     return (all if self.verb == 'allow' else any)(whole.fullmatch(subject) for subject in subjects)
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-  """What a policy decides about a call."""
-
-  verb: Verb
-  rule: CallRule | None  # The rule that decides; None: no rule matches.
+OTHERS = CallRule('ask')  # Decides about calls that match no rule.
 
 
 class ApprovalPolicy:
@@ -98,17 +93,15 @@ class ApprovalPolicy:
     self.rules = tuple(rules)
     self.added: list[CallRule] = []
 
-  def verdict(self, tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path) -> Verdict:
-    """Return the verdict on a call, whose arguments must be valid."""
+  def verdict(self, tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path) -> CallRule:
+    """Return the rule that decides about a call, whose arguments must be valid; `OTHERS` if none matches."""
     subjects = subjects_of(tool, arguments, workspace)
-    found = next((rule for rule in self.rules if rule.matches(tool, subjects)), None)
-    if found is not None and found.verb == 'never':
-      return Verdict('never', found)
-    if found is None or found.verb == 'ask':
+    found = next((rule for rule in self.rules if rule.matches(tool, subjects)), OTHERS)
+    if found.verb == 'ask':
       found = next((rule for rule in self.added if rule.matches(tool, subjects)), found)
-    if found is not None and found.verb == 'allow' and tool == 'grep' and self._hides_files():
-      return Verdict('ask', None)  # grep reads all files below a folder, including forbidden ones.
-    return Verdict('ask' if found is None else found.verb, found)
+    if found.verb == 'allow' and tool == 'grep' and self._hides_files():
+      return OTHERS  # grep reads all files below a folder, including forbidden ones.
+    return found
 
   def never(self, tool: str) -> bool:
     """Return whether no call of a tool can ever run, so that the model need not know the tool."""

@@ -147,7 +147,7 @@ class Reviewer:
       if choice.key == 's':
         return _result(index, ToolAnswer(False, left))
       approved, begun = now, False
-    saved = self._workbench.toolbox.checkpoint(now.name, now.arguments)
+    saved = None if now.change is None else self._workbench.toolbox.checkpoint(*now.change)
     begin = functools.partial(self._history.add, 'running', n=number, call=index, saved=saved)
     answer = self._workbench.run(now.name, now.arguments, begin)
     self._screen.show(_shown(answer))
@@ -182,7 +182,7 @@ class Reviewer:
     notes: list[Line] = []
     if proposed.wrong is not None:
       notes = [Line(f'Cannot run: {visible(str(proposed.wrong), keep="")}', 'wrong')]
-    rule = visible(str(proposed.verdict.rule), keep='')
+    rule = visible(str(proposed.verdict), keep='')
     if proposed.verdict.verb == 'never':
       notes.append(Line(f'Refused by the rule: {rule}', 'wrong'))
       keys = _REFUSED

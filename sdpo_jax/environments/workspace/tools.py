@@ -251,15 +251,8 @@ class Toolbox:
     except PathError as error:
       raise BadCall(str(error), 'path') from error
 
-  def checkpoint(self, name: str, arguments: Any) -> dict[str, str | None] | None:
-    """Return what `restore` needs to take back the change of a file by a call; None for calls that change none."""
-    try:
-      changed = self.preview(name, arguments)
-    except BadCall:  # The call fails, too.
-      return None
-    if changed is None:
-      return None
-    path, before, after = changed
+  def checkpoint(self, path: str, before: str, after: str) -> dict[str, str | None]:
+    """Return what `restore` needs to take back a change of a file that `preview` has returned."""
     try:
       self._folder.readable(path)
     except PathError:
