@@ -33,6 +33,7 @@ from sdpo_jax.terminal.inputs import Inputs
 from sdpo_jax.terminal.keyboard import Keyboard, Lines, echoing
 from sdpo_jax.terminal.policies import ApprovalPolicy
 from sdpo_jax.terminal.screen import Line, Screen, has_colours, is_plain
+from sdpo_jax.terminal.session_context import SessionContext
 from sdpo_jax.terminal.session_loop import Conversation
 from sdpo_jax.terminal.work import Workbench
 
@@ -146,7 +147,8 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
   live = options.script is None and sys.stdout.isatty() and not is_plain()
   workbench = Workbench(toolbox, workspace, sys.stdout if live else None)
   try:
-    return Conversation(session, state['settings'], history, screen, inputs, workbench, policy, options.seed).run()
+    context = SessionContext(session, history, screen, inputs, workbench, policy, options.seed)
+    return Conversation(context, state['settings']).run()
   finally:
     state = [] if options.state is None else [f'--state={options.state}']
     state += [f'--readable={name}' for name in options.readable] + [f'--env={text}' for text in options.env]

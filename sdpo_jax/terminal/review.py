@@ -12,11 +12,10 @@ from sdpo_jax.environments.workspace.tools import BadCall, ToolAnswer
 from sdpo_jax.errors import UserError, first_line, short_repr
 from sdpo_jax.terminal.calls import Proposed, described, look
 from sdpo_jax.terminal.escaping import visible
-from sdpo_jax.terminal.history import History
-from sdpo_jax.terminal.inputs import COMMAND, Choice, EditorFailed, Inputs, Leave
-from sdpo_jax.terminal.policies import ApprovalPolicy, make_rule, suggestion
-from sdpo_jax.terminal.screen import Line, Screen
-from sdpo_jax.terminal.work import Workbench
+from sdpo_jax.terminal.inputs import COMMAND, Choice, EditorFailed, Leave
+from sdpo_jax.terminal.policies import make_rule, suggestion
+from sdpo_jax.terminal.screen import Line
+from sdpo_jax.terminal.session_context import SessionContext
 
 _SHOWN = 40  # The most lines of a tool's output that are shown; the model reads all of it.
 _APPROVE = {'y': 'approve', 'a': 'always allow', 'n': 'deny', 'e': 'edit'}
@@ -40,17 +39,9 @@ class Reviewed:
 class Reviewer:
   """Shows calls, asks the person to approve, edit or deny them, and runs what was approved."""
 
-  def __init__(
-    self,
-    workbench: Workbench,
-    policy: ApprovalPolicy,
-    screen: Screen,
-    inputs: Inputs,
-    history: History,
-    command: Callable[[str], None],
-  ):
-    self._workbench, self._policy, self._screen, self._inputs = workbench, policy, screen, inputs
-    self._history, self._command = history, command
+  def __init__(self, context: SessionContext, command: Callable[[str], None]):
+    self._workbench, self._policy, self._screen = context.workbench, context.policy, context.screen
+    self._inputs, self._history, self._command = context.inputs, context.history, command
 
   def review(self, turn: Mapping[str, Any]) -> Reviewed:
     """Return the decision on a proposal, by the person or the policy; all its calls are reviewed before one runs.
