@@ -20,9 +20,9 @@ _LOOK_S = 0.2  # Seconds between polls for readiness.
 class Refused(Exception):
   """The service has refused a request; the message is the reason that it gave."""
 
-  def __init__(self, status: int, code: str, message: str):
+  def __init__(self, status: int, message: str):
     super().__init__(message)
-    self.status, self.code = status, code
+    self.status = status
 
 
 class AnswerLost(Exception):
@@ -78,11 +78,8 @@ class ServiceClient:
     while True:
       alive()
       answer = self._sent('GET', '/readyz')
-      try:
-        state = answer.json()
-      except ValueError:
-        state = None
-      if not isinstance(state, dict) or answer.status_code not in (200, 503):
+      state = _object(answer)
+      if state is None or answer.status_code not in (200, 503):
         raise UserError(f'{self.url} is not a service of launch.serve: name another address with --url.')
       if answer.status_code == 200:
         return
@@ -236,15 +233,20 @@ def _checked(answer: httpx2.Response) -> httpx2.Response:
   """Return a response; raises Refused if it is an error."""
   if answer.is_success:
     return answer
+  raise _refusal(answer.status_code, _object(answer))
+
+
+def _object(answer: httpx2.Response) -> dict[str, Any] | None:
+  """Return the JSON object in a response; None: it has none."""
   try:
     body = answer.json()
   except ValueError:
-    body = None
-  raise _refusal(answer.status_code, body)
+    return None
+  return body if isinstance(body, dict) else None
 
 
 def _refusal(status: int, body: Any) -> Refused:
   said = body.get('error') if isinstance(body, dict) else None
   if not isinstance(said, dict):
-    return Refused(status, 'unknown', f'The service has responded with status {status}.')
-  return Refused(status, str(said.get('code')), str(said.get('message')))
+    return Refused(status, f'The service has responded with status {status}.')
+  return Refused(status, str(said.get('message')))
