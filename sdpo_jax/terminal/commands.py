@@ -16,7 +16,7 @@ from sdpo_jax.files import make_directory, write_atomically
 from sdpo_jax.tables import aligned
 from sdpo_jax.terminal.escaping import original, visible
 from sdpo_jax.terminal.inputs import Leave
-from sdpo_jax.terminal.learned import details_of
+from sdpo_jax.terminal.learned import details_of, turns_of
 from sdpo_jax.terminal.policies import OTHERS, SERVED
 from sdpo_jax.terminal.screen import MARGIN, Line
 from sdpo_jax.terminal.session_context import SessionContext
@@ -258,8 +258,7 @@ def _said_of(details: Mapping[str, Any]) -> str:
   if 'to' in details:
     return f'as version {details["to"]}'
   if 'session' in details:
-    turns = details['session']['turns']
-    return f'{details["session"]["id"]}, {"turn" if len(turns) == 1 else "turns"} {", ".join(map(str, turns))}'
+    return f'{details["session"]["id"]}, {turns_of(details["session"])}'
   return ''
 
 
