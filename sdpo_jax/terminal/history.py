@@ -66,8 +66,7 @@ class History:
     """
     self.path, self._synced = path, True
     try:
-      flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-      self._file = os.open(path, flags)
+      self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
     except OSError as error:
       raise UserError(
         f'The history {path} cannot be opened ({first_line(error)}): make it readable, or start a new session.'

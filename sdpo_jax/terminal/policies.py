@@ -24,7 +24,7 @@ string is such a path.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import json
 import os
@@ -156,7 +156,7 @@ def suggestion(tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path)
   return subjects_of(tool, arguments, workspace)[0]
 
 
-def load(value: str, served: Iterable[str] = ()) -> ApprovalPolicy:
+def load(value: str, served: Collection[str] = ()) -> ApprovalPolicy:
   """Load the policy that --policy names: `ask`, or a file.
 
   Args:
@@ -175,7 +175,7 @@ def load(value: str, served: Iterable[str] = ()) -> ApprovalPolicy:
   return ApprovalPolicy(parse(text, value, served))
 
 
-def parse(text: str, where: str, served: Iterable[str] = ()) -> list[CallRule]:
+def parse(text: str, where: str, served: Collection[str] = ()) -> list[CallRule]:
   """Parse rules from text or JSON.
 
   Args:
@@ -186,7 +186,6 @@ def parse(text: str, where: str, served: Iterable[str] = ()) -> list[CallRule]:
   Raises:
     UserError: a rule is invalid; the message has its number.
   """
-  served = tuple(served)
   if text.lstrip().startswith('['):
     return _parse_json(text, where, served)
   rules = []
@@ -199,7 +198,7 @@ def parse(text: str, where: str, served: Iterable[str] = ()) -> list[CallRule]:
   return rules
 
 
-def make_rule(verb: Any, tool: Any, pattern: Any, where: str, served: Iterable[str] = ()) -> CallRule:
+def make_rule(verb: Any, tool: Any, pattern: Any, where: str, served: Collection[str] = ()) -> CallRule:
   """Validate the parts of a rule, and return it; raises UserError, which begins with `where`."""
   if verb not in _VERBS:
     raise UserError(f'{where}: a rule must begin with allow, ask or never, not {short_repr(verb)}.')
@@ -217,7 +216,7 @@ def make_rule(verb: Any, tool: Any, pattern: Any, where: str, served: Iterable[s
   return CallRule(verb, tool, pattern)
 
 
-def _parse_json(text: str, where: str, served: Iterable[str]) -> list[CallRule]:
+def _parse_json(text: str, where: str, served: Collection[str]) -> list[CallRule]:
   try:
     values = json.loads(text)
   except (ValueError, RecursionError) as error:
