@@ -60,10 +60,8 @@ class Reviewer:
       proposed = self._look(call['name'], call['arguments'])
       while True:
         choice = self._judged(head, proposed, edited is None or edited[0] == index, edited is not None, changes)
-        if choice is None or choice.key == 'y':
-          approved[index] = proposed
-        elif choice.key == 'a':
-          if not self._allowed(proposed, choice.rest):
+        if choice is None or choice.key in ('y', 'a'):
+          if choice is not None and choice.key == 'a' and not self._allowed(proposed, choice.rest):
             continue
           approved[index] = proposed
         elif choice.key == 'n':
@@ -123,17 +121,13 @@ class Reviewer:
       if approved is not None and (now.same(approved) or now.verdict.verb == 'allow'):
         break
       if begun:
-        why, left = (
-          'The program ended while this was running: it may have run completely, or in part.',
-          'The program that ran this ended meanwhile; whether it has done its work is not known.',
-        )
+        why = 'The program ended while this was running: it may have run completely, or in part.'
+        left = 'The program that ran this ended meanwhile; whether it has done its work is not known.'
       elif approved is None:
         why, left = 'This was approved, but the program ended before it ran.', 'The person has left this out.'
       else:
-        why, left = (
-          'The files have changed since this was approved; this is what it would do now:',
-          'The files had changed, and the person has left this out.',
-        )
+        why = 'The files have changed since this was approved; this is what it would do now:'
+        left = 'The files had changed, and the person has left this out.'
       choice = self._ask([Line(why, 'wrong')], described(now), _AGAIN)
       if choice.key == 's':
         return _result(index, ToolAnswer(False, left))
