@@ -33,6 +33,7 @@ Exit codes: 0 the user left, or a script was run to its end; 1 a script was not,
 service was lost, or a call is still undecided; 2 bad input, named in a sentence; 130 ended by Ctrl-C.
 """
 
+import dataclasses
 from typing import Any
 
 from absl import flags
@@ -48,53 +49,51 @@ class Optional(flags.Flag):
     self.boolean = True  # Tells the parser that the flag needs no value.
 
 
-URL = flags.DEFINE_string('url', None, 'Address of a running service, such as http://127.0.0.1:8420.')
-CONFIG = flags.DEFINE_string(
+flags.DEFINE_string('url', None, 'Address of a running service, such as http://127.0.0.1:8420.')
+flags.DEFINE_string(
   'config',
   None,
   'Config of the service that is started without --url; configs/session_quickstart.py if unset. Change a setting with '
   '--config.section.name=value.',
 )
-ADAPTER = flags.DEFINE_string(
-  'adapter', None, "Name or id of the adapter that learns, created if needed; 'session' if unset."
-)
-WORKSPACE = flags.DEFINE_string('workspace', None, 'Folder that the tools read and write; the current one if unset.')
-SCRIPT = flags.DEFINE_string('script', None, 'File with one input per line; - for the standard input.')
-POLICY = flags.DEFINE_string(
+flags.DEFINE_string('adapter', None, "Name or id of the adapter that learns, created if needed; 'session' if unset.")
+flags.DEFINE_string('workspace', None, 'Folder that the tools read and write; the current one if unset.')
+flags.DEFINE_string('script', None, 'File with one input per line; - for the standard input.')
+flags.DEFINE_string(
   'policy',
   None,
   'File of rules about which calls run without asking, and which never run, one per line (docs/permissions.md) or as '
   'JSON: [{"rule": "allow", "tool": "read", "pattern": "**"}]; ask, the default, asks about all.',
 )
-MCP = flags.DEFINE_string(
+flags.DEFINE_string(
   'mcp',
   None,
   'JSON file of MCP servers (stdio) whose tools the model may propose to call, as SERVER__TOOL: {"mcpServers": '
   '{"NAME": {"command": "…", "args": […], "env": {…}}}}, and "timeout", seconds of a call. They run as you, outside '
   'of the sandbox, in the folder of the file; neither it nor their code may be in the workspace.',
 )
-STATE = flags.DEFINE_string('state', None, 'Folder for the histories of sessions.')
-SYSTEM = flags.DEFINE_string('system', None, 'System message of a new session.')
-SETTINGS = flags.DEFINE_string(
+flags.DEFINE_string('state', None, 'Folder for the histories of sessions.')
+flags.DEFINE_string('system', None, 'System message of a new session.')
+flags.DEFINE_string(
   'settings', None, 'JSON file with further settings of a new session, such as {"min_sdpo_examples": 4}.'
 )
-SEED = flags.DEFINE_integer(
+flags.DEFINE_integer(
   'seed', None, 'Makes proposals reproducible: turn n is sampled with seed + n, also after /retry.', lower_bound=0
 )
-READABLE = flags.DEFINE_multi_string(
+flags.DEFINE_multi_string(
   'readable',
   [],
   'Folder outside of the workspace that commands can read, such as a data set; may be repeated. Commands can also talk '
   'to programs that listen on a socket in it. Whether to name a folder with secrets, such as ~/.ssh, is your choice.',
 )
-ENV = flags.DEFINE_multi_string(
+flags.DEFINE_multi_string(
   'env',
   [],
   'Variable of your environment that commands get, or NAME=VALUE; may be repeated. The model can read it. They get no '
   'other variables of yours.',
 )
-TIMEOUT = flags.DEFINE_float('timeout', None, 'Seconds that a command may take; 120 if unset.', lower_bound=0.1)
-RESUME = flags.DEFINE_flag(
+flags.DEFINE_float('timeout', None, 'Seconds that a command may take; 120 if unset.', lower_bound=0.1)
+flags.DEFINE_flag(
   Optional(
     name='resume',
     default=None,
@@ -108,27 +107,15 @@ def main() -> int:
   extras.check('session')
   from sdpo_jax.terminal import program
 
-  return program.run(
-    program.CommandOptions(
-      url=URL.value,
-      config=CONFIG.value,
-      overrides=command.overrides(),
-      adapter=ADAPTER.value,
-      workspace=WORKSPACE.value,
-      script=SCRIPT.value,
-      policy=POLICY.value,
-      mcp=MCP.value,
-      state=STATE.value,
-      resume=RESUME.value not in (None, 'false'),
-      session=None if RESUME.value in (None, 'true', 'false') else RESUME.value,
-      system=SYSTEM.value,
-      settings=SETTINGS.value,
-      seed=SEED.value,
-      readable=READABLE.value,
-      env=ENV.value,
-      timeout=TIMEOUT.value,
-    )
-  )
+  resume = None if flags.FLAGS.resume == 'false' else flags.FLAGS.resume
+  others = {
+    'overrides': command.overrides(),
+    'resume': resume is not None,
+    'session': None if resume == 'true' else resume,
+  }
+  names = {field.name for field in dataclasses.fields(program.CommandOptions)} - others.keys()
+  given = {name: flags.FLAGS[name].value for name in names}  # Each has the name of its flag.
+  return program.run(program.CommandOptions(**given, **others))
 
 
 if __name__ == '__main__':

@@ -11,19 +11,8 @@ from typing import Any
 from sdpo_jax.environments.workspace.tools import BadCall, Toolbox
 from sdpo_jax.terminal.changes import diff
 from sdpo_jax.terminal.escaping import visible, visible_line
-from sdpo_jax.terminal.policies import SERVED, ApprovalPolicy, Verdict
+from sdpo_jax.terminal.policies import OTHERS, SERVED, ApprovalPolicy, CallRule
 from sdpo_jax.terminal.screen import Line
-
-
-@dataclasses.dataclass(frozen=True)
-class Wrong:
-  """Why a call cannot be run."""
-
-  text: str  # A sentence for the person and the model.
-  field: str | None = None  # The name of the invalid argument.
-  line: int | None = None  # The line of the file, from 1.
-  # Whether the arguments are valid but do not fit the current files, which an earlier call may change.
-  for_now: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +21,10 @@ class Proposed:
 
   name: str
   arguments: Mapping[str, Any]
-  verdict: Verdict
-  wrong: Wrong | None = None
+  verdict: CallRule  # The rule that decides about it.
+  wrong: BadCall | None = None  # Why the call cannot be run; the message is for the person and the model.
+  # Whether it is wrong since its valid arguments do not fit the current files, which an earlier call may change.
+  for_now: bool = False
   change: tuple[str, str, str] | None = None  # Path, and text of the file before and after; None: no file changes.
 
   @property
@@ -51,12 +42,12 @@ def look(name: str, arguments: Any, toolbox: Toolbox, policy: ApprovalPolicy, wo
   try:
     checked = toolbox.checked(name, arguments)
   except BadCall as error:
-    return Proposed(name, arguments, Verdict('ask', None), Wrong(str(error), error.field, error.line))
+    return Proposed(name, arguments, OTHERS, error)
   verdict = policy.verdict(name, checked, workspace)
   try:
     return Proposed(name, checked, verdict, change=toolbox.preview(name, checked))
   except BadCall as error:
-    return Proposed(name, checked, verdict, Wrong(str(error), error.field, error.line, for_now=True))
+    return Proposed(name, checked, verdict, error, for_now=True)
 
 
 def described(proposed: Proposed) -> list[Line]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import io
 import os
 
 from sdpo_jax.terminal.escaping import visible, visible_line
@@ -17,7 +18,7 @@ def diff(path: str, before: str, after: str) -> list[Line]:
   """Return the styled lines of a unified diff; only unchanged lines far from changes are left out."""
   if before == after:
     return [Line(f'{visible(path, keep="")}: no changes.', 'note')]
-  old, new = _lines(before), _lines(after)
+  old, new = list(io.StringIO(before)), list(io.StringIO(after))  # Split at newlines only, unlike by `splitlines`.
   found = [Line(f'--- {visible(path, keep="")}', 'head'), Line(f'+++ {visible(path, keep="")}', 'head')]
   for group in _groups(old, new):
     first, last = group[0], group[-1]
@@ -29,13 +30,6 @@ def diff(path: str, before: str, after: str) -> list[Line]:
         found += _marked('-', old[old_from:old_to], 'removed')
         found += _marked('+', new[new_from:new_to], 'added')
   return found
-
-
-def _lines(text: str) -> list[str]:
-  """Split a text at newlines only, unlike `splitlines`; lines keep their newline."""
-  lines = text.split('\n')
-  last = lines.pop()
-  return [line + '\n' for line in lines] + ([last] if last else [])
 
 
 def _marked(mark: str, lines: list[str], style: str) -> list[Line]:

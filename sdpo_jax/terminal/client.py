@@ -20,9 +20,9 @@ _LOOK_S = 0.2  # Seconds between polls for readiness.
 class Refused(Exception):
   """The service has refused a request; the message is the reason that it gave."""
 
-  def __init__(self, status: int, code: str, message: str):
+  def __init__(self, status: int, message: str):
     super().__init__(message)
-    self.status, self.code = status, code
+    self.status = status
 
 
 class AnswerLost(Exception):
@@ -78,11 +78,8 @@ class ServiceClient:
     while True:
       alive()
       answer = self._sent('GET', '/readyz')
-      try:
-        state = answer.json()
-      except ValueError:
-        state = None
-      if not isinstance(state, dict) or answer.status_code not in (200, 503):
+      state = _object(answer)
+      if state is None or answer.status_code not in (200, 503):
         raise UserError(f'{self.url} is not a service of launch.serve: name another address with --url.')
       if answer.status_code == 200:
         return
@@ -135,13 +132,13 @@ class ServiceClient:
     return _json(self._sent('POST', path, json=body, headers=headers))
 
   @contextlib.contextmanager
-  def stream(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Iterator[Iterator[tuple[str, Any]]]:
-    """Send a JSON body to a path, and yield an iterator over the events of the response; raises as `get`."""
+  def stream(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Iterator[httpx2.EventSource]:
+    """Send a JSON body to a path, and yield the events of the response, to be iterated over; raises as `get`."""
     with self._answers(), self._http.stream('POST', path, json=body | {'stream': True}, headers=headers) as answer:
       if answer.status_code != 200:
         answer.read()
         _checked(answer)
-      yield events(answer.iter_lines())
+      yield httpx2.EventSource(answer, max_event_size=None)  # An event can be as long as an answer.
 
   def _sent(self, method: str, path: str, **more: Any) -> httpx2.Response:
     with self._answers():
@@ -200,12 +197,16 @@ class SessionClient:
   def _streamed(self, path: str, body: dict[str, Any], write: Callable[[str], None]) -> dict[str, Any]:
     turn = None
     with self.client.stream(path, body, self._headers) as arriving:
-      for kind, data in arriving:
-        if kind == 'draft':
+      for event in arriving:
+        try:
+          data = event.json()
+        except ValueError as error:
+          raise AnswerLost('The service has sent an event without valid JSON.') from error
+        if event.event == 'draft':
           write(data['delta'])
-        elif kind == 'turn':
+        elif event.event == 'turn':
           turn = data['turn'] if 'turn' in data else data
-        elif kind == 'error':
+        elif event.event == 'error':
           raise _refusal(500, data)
     if turn is None:
       raise AnswerLost(f'The response of the service at {self.client.url} was cut off.')
@@ -215,27 +216,6 @@ class SessionClient:
 def digest_of(turn: Mapping[str, Any]) -> dict[str, str]:
   """Return the field of a request by which the service checks that it is about this turn; services had none once."""
   return {'digest': turn['digest']} if 'digest' in turn else {}
-
-
-def events(lines: Iterator[str]) -> Iterator[tuple[str, Any]]:
-  """Parse server-sent events; yields the kind and the JSON of each, without comments.
-
-  Raises:
-    AnswerLost: the data are not valid JSON.
-  """
-  kind, data = 'message', []
-  for line in lines:
-    if not line:
-      if data:
-        try:
-          yield kind, json.loads('\n'.join(data))
-        except ValueError as error:
-          raise AnswerLost('The service has sent an event without valid JSON.') from error
-      kind, data = 'message', []
-    elif line.startswith('event:'):
-      kind = line.removeprefix('event:').strip()
-    elif line.startswith('data:'):
-      data.append(line.removeprefix('data:').removeprefix(' '))
 
 
 def _seeded(seed: int | None) -> dict[str, int]:
@@ -253,15 +233,20 @@ def _checked(answer: httpx2.Response) -> httpx2.Response:
   """Return a response; raises Refused if it is an error."""
   if answer.is_success:
     return answer
+  raise _refusal(answer.status_code, _object(answer))
+
+
+def _object(answer: httpx2.Response) -> dict[str, Any] | None:
+  """Return the JSON object in a response; None: it has none."""
   try:
     body = answer.json()
   except ValueError:
-    body = None
-  raise _refusal(answer.status_code, body)
+    return None
+  return body if isinstance(body, dict) else None
 
 
 def _refusal(status: int, body: Any) -> Refused:
   said = body.get('error') if isinstance(body, dict) else None
   if not isinstance(said, dict):
-    return Refused(status, 'unknown', f'The service has responded with status {status}.')
-  return Refused(status, str(said.get('code')), str(said.get('message')))
+    return Refused(status, f'The service has responded with status {status}.')
+  return Refused(status, str(said.get('message')))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 import io
 import json
 import pathlib
@@ -14,14 +14,12 @@ from sdpo_jax.config.fields import did_you_mean
 from sdpo_jax.errors import UserError, first_line, printable, short_repr
 from sdpo_jax.files import make_directory, write_atomically
 from sdpo_jax.tables import aligned
-from sdpo_jax.terminal.client import SessionClient
 from sdpo_jax.terminal.escaping import original, visible
-from sdpo_jax.terminal.history import History
 from sdpo_jax.terminal.inputs import Leave
-from sdpo_jax.terminal.learned import details_of
-from sdpo_jax.terminal.policies import SERVED, ApprovalPolicy, CallRule
-from sdpo_jax.terminal.screen import MARGIN, Line, Screen
-from sdpo_jax.terminal.work import Workbench
+from sdpo_jax.terminal.learned import details_of, turns_of
+from sdpo_jax.terminal.policies import OTHERS, SERVED
+from sdpo_jax.terminal.screen import MARGIN, Line
+from sdpo_jax.terminal.session_context import SessionContext
 
 _KEYS = f"""y                    approves the call that is shown
 a                    approves it, and always allows such calls in this session
@@ -42,33 +40,19 @@ class Commands:
   """The slash commands of one conversation."""
 
   def __init__(
-    self,
-    session: SessionClient,
-    turns: Sequence[Mapping[str, Any]],
-    history: History,
-    screen: Screen,
-    workbench: Workbench,
-    policy: ApprovalPolicy,
-    learned: Callable[[Mapping[str, Any] | None], None],
-    deny: Callable[[str], None],
-    seed_of: Callable[[int], int | None],
+    self, context: SessionContext, learned: Callable[[Mapping[str, Any] | None], None], deny: Callable[[str], None]
   ):
     """Make the commands.
 
     Args:
-      session: the session in the service.
-      turns: the turns of the session, a list that the conversation keeps up to date.
-      history: the local history of the session.
-      screen: the screen for all output.
-      workbench: runs the tools.
-      policy: the rules by which calls are allowed, asked about or refused.
+      context: the session.
       learned: records and shows what was learned without a decision.
       deny: denies the newest answer, for a reason.
-      seed_of: returns the seed with which a turn is sampled again; None: a random one.
     """
-    self._session, self._client, self._turns = session, session.client, turns
-    self._history, self._screen, self._workbench, self._policy = history, screen, workbench, policy
-    self._learned, self._deny, self._seed_of = learned, deny, seed_of
+    self._session, self._client, self._turns = context.session, context.session.client, context.turns
+    self._history, self._screen, self._workbench = context.history, context.screen, context.workbench
+    self._policy, self._seed_of = context.policy, context.seed_of
+    self._learned, self._deny = learned, deny
     self._table: dict[str, tuple[Callable[[list[str]], None], str, int]] = {
       '/help': (self._help, '/help                lists keys and commands', 0),
       '/deny': (self._denied, '/deny REASON         denies the last answer; the model learns, and answers anew', 1),
@@ -248,7 +232,7 @@ class Commands:
   def _rules(self, arguments: list[str]) -> None:
     lines = [str(rule) for rule in self._policy.rules]
     lines += [f'{rule}   (added in this session)' for rule in self._policy.added]
-    lines.append(f'{CallRule("ask")}   (everything else)')
+    lines.append(f'{OTHERS}   (everything else)')
     self._screen.show(Line(visible(line, keep='')) for line in lines)
 
   def _quit(self, arguments: list[str]) -> None:
@@ -274,8 +258,7 @@ def _said_of(details: Mapping[str, Any]) -> str:
   if 'to' in details:
     return f'as version {details["to"]}'
   if 'session' in details:
-    turns = details['session']['turns']
-    return f'{details["session"]["id"]}, {"turn" if len(turns) == 1 else "turns"} {", ".join(map(str, turns))}'
+    return f'{details["session"]["id"]}, {turns_of(details["session"])}'
   return ''
 
 

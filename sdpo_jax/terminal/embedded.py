@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import contextlib
 import os
 import pathlib
@@ -51,7 +51,8 @@ class Embedded:
     given = map(os.path.abspath, os.environ.get('PYTHONPATH', '').split(os.pathsep))
     # Without the working directory, which `sdpo_jax.launch` has taken off.
     path = os.pathsep.join([*checkout, *(folder for folder in given if folder in sys.path)])
-    try:
+    with contextlib.ExitStack() as undo:
+      undo.callback(self._folder.cleanup)
       with open(self._log, 'wb') as log:
         self._process = subprocess.Popen(
           [sys.executable, '-I', str(CHILD), str(os.getpid()), *command],
@@ -62,26 +63,13 @@ class Embedded:
           env={**os.environ, 'PYTHONPATH': path},
           start_new_session=True,  # So that only the terminal program gets Ctrl-C.
         )
-    except BaseException:
-      self._folder.cleanup()
-      raise
-    try:
+      undo.callback(self.stop)
       self.url = self._address()
-    except BaseException:
-      self.stop()
-      raise
+      undo.pop_all()
 
   def client(self) -> ServiceClient:
     """Make a client of the service, with its key."""
     return ServiceClient(self.url, self._key, local=True, lost=self._lost)
-
-  def wait(self, client: ServiceClient, stage: Callable[[str], None]) -> None:
-    """Wait until the service is ready; `stage` is called with the stages of its start.
-
-    Raises:
-      UserError: the service has ended; the message has the last lines of its log.
-    """
-    client.wait(stage, self.check)
 
   def check(self) -> None:
     """Raise a UserError with the last lines of the log if the service has ended."""

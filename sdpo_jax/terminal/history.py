@@ -66,8 +66,7 @@ class History:
     """
     self.path, self._synced = path, True
     try:
-      flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-      self._file = os.open(path, flags)
+      self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
     except OSError as error:
       raise UserError(
         f'The history {path} cannot be opened ({first_line(error)}): make it readable, or start a new session.'
@@ -151,15 +150,8 @@ class History:
 
   def last(self, *kinds: str, **values: Any) -> Mapping[str, Any] | None:
     """Return the newest record that has one of these kinds and these values; None: there is none."""
-    wanted = values.items()
-    return next(
-      (
-        record
-        for record in reversed(self.records)
-        if record['kind'] in kinds and all(record.get(name) == value for name, value in wanted)
-      ),
-      None,
-    )
+    found = (record for record in reversed(self.records) if record['kind'] in kinds)
+    return next((record for record in found if values.items() <= record.items()), None)
 
   def close(self) -> None:
     """Close the file, so that another program can open it."""

@@ -19,11 +19,11 @@ import time
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import Application, get_app_session
-from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.input.typeahead import get_typeahead
 from prompt_toolkit.input.vt100 import Vt100Input, raw_mode
 from prompt_toolkit.input.vt100_parser import Vt100Parser
 from prompt_toolkit.key_binding import KeyBindings, KeyPress, KeyPressEvent
+from prompt_toolkit.key_binding.bindings.named_commands import get_by_name
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.layout import FormattedTextControl, Layout, Window
 from prompt_toolkit.output import ColorDepth
@@ -52,10 +52,7 @@ class Keyboard:
     if isinstance(source, Vt100Input):
       source.vt100_parser = _Parser(source.vt100_parser.feed_key_callback)
     self._depth = None if colours else ColorDepth.DEPTH_1_BIT
-    self._history = InMemoryHistory()
-    self._messages: PromptSession[str] = PromptSession(
-      history=self._history, color_depth=self._depth, key_bindings=_text_keys(), multiline=True
-    )
+    self._messages = self._prompt(multiline=True)
 
   def message(self) -> str | None:
     try:
@@ -66,20 +63,34 @@ class Keyboard:
   def choice(self, keys: Mapping[str, str]) -> Choice:
     """Wait for one of the keys."""
     source = get_app_session().input
-    asked = _Question(keys, early=bool(get_typeahead(source)) | _discarded())
+    early, last = bool(get_typeahead(source)) | _discarded(), time.monotonic()  # When a key was pressed last.
     if isinstance(source, Vt100Input):
       source.vt100_parser.reset()  # It may have read the beginning of a paste whose end was discarded.
+    bindings = KeyBindings()
+
+    @bindings.add(Keys.Any)
+    def pressed(event: KeyPressEvent) -> None:
+      nonlocal early, last
+      key, now = event.key_sequence[0].key, time.monotonic()
+      alone = now - last >= (PAUSE_S if early else _WINDOW_S) and not event.app.key_processor.input_queue
+      last = now
+      if key in (Keys.ControlC, Keys.SIGINT):
+        event.app.exit(exception=KeyboardInterrupt)
+      elif alone and (key in keys or key in (COMMAND, Keys.ControlD)):
+        event.app.exit(result='q' if key == Keys.ControlD else key)
+      else:
+        early = True
+
     # Not a line editor, so that other keys have no effect and are not shown.
-    window = Window(FormattedTextControl(asked.text), dont_extend_height=True, wrap_lines=True)
-    asking: Application[str] = Application(Layout(window), key_bindings=asked.bindings, color_depth=self._depth)
-    key = asking.run()
+    text = FormattedTextControl(lambda: question_of(keys) + (f'\n{_IGNORED}' if early else ''))
+    layout = Layout(Window(text, dont_extend_height=True, wrap_lines=True))
+    key = Application[str](layout, key_bindings=bindings, color_depth=self._depth).run()
     return Choice(COMMAND, self.line('> ', COMMAND)) if key == COMMAND else Choice(key)
 
   def line(self, question: str, default: str = '') -> str:
-    asking: PromptSession[str] = PromptSession(color_depth=self._depth, key_bindings=_text_keys())
+    margin = MARGIN if default else '  '  # The default may be a text of the model.
     try:
-      # The default may be a text of the model.
-      return whole(asking.prompt(question, default=default, prompt_continuation=MARGIN if default else '  ')).strip()
+      return whole(self._prompt().prompt(question, default=default, prompt_continuation=margin)).strip()
     except EOFError:
       return ''
 
@@ -88,11 +99,13 @@ class Keyboard:
     editor = os.environ.get('VISUAL') or os.environ.get('EDITOR')
     if editor:
       return in_editor(editor, text)
-    asking: PromptSession[str] = PromptSession(color_depth=self._depth, key_bindings=_text_keys(), multiline=True)
-    try:
-      return asking.prompt(MARGIN, default=text, prompt_continuation=MARGIN)  # The model has written it.
+    try:  # The model has written it.
+      return self._prompt(multiline=True).prompt(MARGIN, default=text, prompt_continuation=MARGIN)
     except EOFError:
       return text
+
+  def _prompt(self, *, multiline: bool = False) -> PromptSession[str]:
+    return PromptSession(color_depth=self._depth, key_bindings=_text_keys(), multiline=multiline)
 
 
 class _Parser(Vt100Parser):
@@ -108,29 +121,6 @@ class _Parser(Vt100Parser):
     super().feed(data)
     if len(self._paste_buffer) > _LONGEST:  # Reading on would take minutes.
       self._paste_buffer = _TOO_LONG + self._paste_buffer[-len('\x1b[201') :]
-
-
-class _Question:
-  """A question that a single key answers, and when a key was pressed last."""
-
-  def __init__(self, keys: Mapping[str, str], *, early: bool):
-    self._keys, self._early, self._last = keys, early, time.monotonic()
-    self.bindings = KeyBindings()
-    self.bindings.add(Keys.Any)(self._pressed)
-
-  def text(self) -> str:
-    return question_of(self._keys) + (f'\n{_IGNORED}' if self._early else '')
-
-  def _pressed(self, event: KeyPressEvent) -> None:
-    key, now = event.key_sequence[0].key, time.monotonic()
-    alone = now - self._last >= (PAUSE_S if self._early else _WINDOW_S) and not event.app.key_processor.input_queue
-    self._last = now
-    if key in (Keys.ControlC, Keys.SIGINT):
-      event.app.exit(exception=KeyboardInterrupt)
-    elif alone and (key in self._keys or key in (COMMAND, Keys.ControlD)):
-      event.app.exit(result='q' if key == Keys.ControlD else key)
-    else:
-      self._early = True
 
 
 class Lines:
@@ -242,13 +232,13 @@ def in_editor(editor: str, text: str) -> str:
 def _text_keys() -> KeyBindings:
   """Return key bindings of texts: Enter ends one, Alt-Enter inserts a newline, and a paste is no longer than a text."""
   bindings = KeyBindings()
+  bindings.add('enter')(get_by_name('accept-line'))
 
-  def end(event: KeyPressEvent) -> None:
-    event.current_buffer.validate_and_handle()
-
+  @bindings.add('escape', 'enter')
   def newline(event: KeyPressEvent) -> None:
     event.current_buffer.insert_text('\n')
 
+  @bindings.add(Keys.BracketedPaste)
   def paste(event: KeyPressEvent) -> None:
     text, buffer = event.data.replace('\r\n', '\n').replace('\r', '\n'), event.current_buffer
     if not text.startswith(_TOO_LONG) and len(buffer.text) + len(text) <= _LONGEST:
@@ -256,7 +246,4 @@ def _text_keys() -> KeyBindings:
     else:
       buffer.validation_error = ValidationError(message=_TOO_LONG)
 
-  bindings.add(Keys.BracketedPaste)(paste)
-  bindings.add('enter')(end)
-  bindings.add('escape', 'enter')(newline)
   return bindings

@@ -28,11 +28,14 @@ def lines_of(learned: Mapping[str, Any] | None, least: int) -> list[Line]:
     why = visible(str(learned['reason'] or 'the service gave no reason'), keep='')
     return [Line(f'Not learned: a guard has rejected the new version, and version {before} stays ({why}).', 'wrong')]
   seconds = '' if learned['seconds'] is None else f' in {learned["seconds"]:.2f} s'
-  turns = ', '.join(map(str, learned['turns']))
-  noun = 'turn' if len(learned['turns']) == 1 else 'turns'
   more = f'; {waiting} of {least} examples wait' if waiting else ''
-  said = f'Learned: version {before} → {after}{seconds}, from {noun} {turns}{more}. /learned shows more.'
+  said = f'Learned: version {before} → {after}{seconds}, from {turns_of(learned)}{more}. /learned shows more.'
   return [Line(said, 'good'), *(Line(visible(each, keep=''), 'wrong') for each in learned.get('warnings') or ())]
+
+
+def turns_of(learned: Mapping[str, Any]) -> str:
+  """Return the turns that were learned from, such as 'turns 2, 3'."""
+  return f'{"turn" if len(learned["turns"]) == 1 else "turns"} {", ".join(map(str, learned["turns"]))}'
 
 
 def details_of(learned: Mapping[str, Any]) -> list[Line]:

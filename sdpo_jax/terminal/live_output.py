@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Iterator
 import contextlib
-import os
 import time
 from typing import TextIO
 
@@ -27,7 +26,7 @@ def live_output(out: TextIO) -> Iterator[Callable[[bytes], None]]:
 
   Call it without output, too, so that the time goes on.
   """
-  console = Console(file=out, no_color=bool(os.environ.get('NO_COLOR')), force_terminal=True)
+  console = Console(file=out, force_terminal=True)
   live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
   decoder, began, refreshed, newest = codecs.getincrementaldecoder('utf-8')('replace'), time.monotonic(), 0.0, ''
 

@@ -24,7 +24,7 @@ string is such a path.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import json
 import os
@@ -83,12 +83,7 @@ class CallRule:
     return (all if self.verb == 'allow' else any)(whole.fullmatch(subject) for subject in subjects)
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-  """What a policy decides about a call."""
-
-  verb: Verb
-  rule: CallRule | None  # The rule that decides; None: no rule matches.
+OTHERS = CallRule('ask')  # Decides about calls that match no rule.
 
 
 class ApprovalPolicy:
@@ -98,17 +93,15 @@ class ApprovalPolicy:
     self.rules = tuple(rules)
     self.added: list[CallRule] = []
 
-  def verdict(self, tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path) -> Verdict:
-    """Return the verdict on a call, whose arguments must be valid."""
+  def verdict(self, tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path) -> CallRule:
+    """Return the rule that decides about a call, whose arguments must be valid; `OTHERS` if none matches."""
     subjects = subjects_of(tool, arguments, workspace)
-    found = next((rule for rule in self.rules if rule.matches(tool, subjects)), None)
-    if found is not None and found.verb == 'never':
-      return Verdict('never', found)
-    if found is None or found.verb == 'ask':
+    found = next((rule for rule in self.rules if rule.matches(tool, subjects)), OTHERS)
+    if found.verb == 'ask':
       found = next((rule for rule in self.added if rule.matches(tool, subjects)), found)
-    if found is not None and found.verb == 'allow' and tool == 'grep' and self._hides_files():
-      return Verdict('ask', None)  # grep reads all files below a folder, including forbidden ones.
-    return Verdict('ask' if found is None else found.verb, found)
+    if found.verb == 'allow' and tool == 'grep' and self._hides_files():
+      return OTHERS  # grep reads all files below a folder, including forbidden ones.
+    return found
 
   def never(self, tool: str) -> bool:
     """Return whether no call of a tool can ever run, so that the model need not know the tool."""
@@ -163,7 +156,7 @@ def suggestion(tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path)
   return subjects_of(tool, arguments, workspace)[0]
 
 
-def load(value: str, served: Iterable[str] = ()) -> ApprovalPolicy:
+def load(value: str, served: Collection[str] = ()) -> ApprovalPolicy:
   """Load the policy that --policy names: `ask`, or a file.
 
   Args:
@@ -182,7 +175,7 @@ def load(value: str, served: Iterable[str] = ()) -> ApprovalPolicy:
   return ApprovalPolicy(parse(text, value, served))
 
 
-def parse(text: str, where: str, served: Iterable[str] = ()) -> list[CallRule]:
+def parse(text: str, where: str, served: Collection[str] = ()) -> list[CallRule]:
   """Parse rules from text or JSON.
 
   Args:
@@ -193,7 +186,6 @@ def parse(text: str, where: str, served: Iterable[str] = ()) -> list[CallRule]:
   Raises:
     UserError: a rule is invalid; the message has its number.
   """
-  served = tuple(served)
   if text.lstrip().startswith('['):
     return _parse_json(text, where, served)
   rules = []
@@ -206,7 +198,7 @@ def parse(text: str, where: str, served: Iterable[str] = ()) -> list[CallRule]:
   return rules
 
 
-def make_rule(verb: Any, tool: Any, pattern: Any, where: str, served: Iterable[str] = ()) -> CallRule:
+def make_rule(verb: Any, tool: Any, pattern: Any, where: str, served: Collection[str] = ()) -> CallRule:
   """Validate the parts of a rule, and return it; raises UserError, which begins with `where`."""
   if verb not in _VERBS:
     raise UserError(f'{where}: a rule must begin with allow, ask or never, not {short_repr(verb)}.')
@@ -224,7 +216,7 @@ def make_rule(verb: Any, tool: Any, pattern: Any, where: str, served: Iterable[s
   return CallRule(verb, tool, pattern)
 
 
-def _parse_json(text: str, where: str, served: Iterable[str]) -> list[CallRule]:
+def _parse_json(text: str, where: str, served: Collection[str]) -> list[CallRule]:
   try:
     values = json.loads(text)
   except (ValueError, RecursionError) as error:

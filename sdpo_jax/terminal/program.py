@@ -33,6 +33,7 @@ from sdpo_jax.terminal.inputs import Inputs
 from sdpo_jax.terminal.keyboard import Keyboard, Lines, echoing
 from sdpo_jax.terminal.policies import ApprovalPolicy
 from sdpo_jax.terminal.screen import Line, Screen, has_colours, is_plain
+from sdpo_jax.terminal.session_context import SessionContext
 from sdpo_jax.terminal.session_loop import Conversation
 from sdpo_jax.terminal.work import Workbench
 
@@ -67,6 +68,17 @@ class CommandOptions:
   timeout: float | None = None  # Seconds that a command may take.
 
 
+@dataclasses.dataclass(frozen=True)
+class _Start:
+  """What a session starts with."""
+
+  options: CommandOptions
+  known: Mapping[str, Any]  # What the history of a resumed session knows; nothing of a new one.
+  workspace: pathlib.Path
+  states: pathlib.Path  # The folder of histories.
+  stack: contextlib.ExitStack  # Takes what must be closed afterwards.
+
+
 def run(options: CommandOptions) -> int:
   """Run a session and return the exit code.
 
@@ -93,7 +105,8 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
         raise UserError(f'--{flag} is for a new session: leave it out with --resume.')
   workspace = _workspace(options.workspace or known.get('workspace') or '.', folder)
   policy_name = options.policy or known.get('policy') or 'ask'
-  servers = _servers(options, known, workspace, folder, stack)
+  start = _Start(options, known, workspace, folder, stack)
+  servers = _servers(start)
   policy = policies.load(policy_name, () if servers is None else servers.tools)
   _take_all_texts()
   screen = Screen(
@@ -102,9 +115,9 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
   inputs = _inputs(options, screen)
   if options.script is None:
     stack.enter_context(echoing(False))
-  toolbox = _toolbox(workspace, policy, options, folder, servers)
+  toolbox = _toolbox(start, policy, servers)
   settings = _settings(options, toolbox, policy)
-  client, where = _service(options, known, workspace, folder, stack)  # Last, since starting a service is slow.
+  client, where = _service(start)  # Last, since starting a service is slow.
   try:
     if history is None:
       adapter = client.adapter(options.adapter or 'session')
@@ -134,7 +147,8 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
   live = options.script is None and sys.stdout.isatty() and not is_plain()
   workbench = Workbench(toolbox, workspace, sys.stdout if live else None)
   try:
-    return Conversation(session, state['settings'], history, screen, inputs, workbench, policy, options.seed).run()
+    context = SessionContext(session, history, screen, inputs, workbench, policy, options.seed)
+    return Conversation(context, state['settings']).run()
   finally:
     state = [] if options.state is None else [f'--state={options.state}']
     state += [f'--readable={name}' for name in options.readable] + [f'--env={text}' for text in options.env]
@@ -176,24 +190,22 @@ def _workspace(named: str, states: pathlib.Path) -> pathlib.Path:
   return path
 
 
-def _served(
-  options: CommandOptions, known: Mapping[str, Any], workspace: pathlib.Path, states: pathlib.Path
-) -> tuple[list[str], str]:
+def _served(start: _Start) -> tuple[list[str], str]:
   """Return the arguments of the service to start, and its working directory.
 
   Raises:
     UserError: the config, or the folder that its paths are relative to, is in the workspace.
   """
-  overrides = [f'--config.{name}={text}' for name, text in options.overrides]
-  here = os.getcwd()
-  if options.config is not None:
-    arguments, folder = [f'--config={options.config}', *overrides], here
-  elif not overrides and 'arguments' in known:
-    arguments, folder = known['arguments'], known['folder']
+  overrides = [f'--config.{name}={text}' for name, text in start.options.overrides]
+  here, workspace = os.getcwd(), start.workspace
+  if start.options.config is not None:
+    arguments, folder = [f'--config={start.options.config}', *overrides], here
+  elif not overrides and 'arguments' in start.known:
+    arguments, folder = start.known['arguments'], start.known['folder']
   else:
-    config, store = shipped_folder() / DEFAULT_CONFIG, states.resolve() / 'adapters'
+    config, store = shipped_folder() / DEFAULT_CONFIG, start.states.resolve() / 'adapters'
     arguments = [f'--config={config}', f'--config.serve.store.root={store}', *overrides]
-    folder = str(states.resolve()) if pathlib.Path(here).is_relative_to(workspace) else here
+    folder = str(start.states.resolve()) if pathlib.Path(here).is_relative_to(workspace) else here
   file = os.path.join(folder, arguments[0].removeprefix('--config=').partition('.py:')[0].removesuffix('.py') + '.py')
   for inside in map(pathlib.Path, map(os.path.realpath, (folder, file))):
     if inside.is_relative_to(workspace):
@@ -205,16 +217,10 @@ def _served(
   return arguments, folder
 
 
-def _toolbox(
-  workspace: pathlib.Path,
-  policy: ApprovalPolicy,
-  options: CommandOptions,
-  states: pathlib.Path,
-  servers: McpServers | None,
-) -> Toolbox:
+def _toolbox(start: _Start, policy: ApprovalPolicy, servers: McpServers | None) -> Toolbox:
   """Make the tools; without bash, and with a message, if commands cannot be confined to the workspace."""
-  shell = None
-  readable = boundary.readable_folders(options.readable, states)
+  shell, options, workspace = None, start.options, start.workspace
+  readable = boundary.readable_folders(options.readable, start.states)
   variables = boundary.variables(options.env, os.environ)
   limits = ShellLimits()
   if options.timeout is not None:
@@ -241,31 +247,25 @@ def _settings(options: CommandOptions, toolbox: Toolbox, policy: ApprovalPolicy)
   return given
 
 
-def _service(
-  options: CommandOptions,
-  known: Mapping[str, Any],
-  workspace: pathlib.Path,
-  states: pathlib.Path,
-  stack: contextlib.ExitStack,
-) -> tuple[ServiceClient, dict[str, Any]]:
+def _service(start: _Start) -> tuple[ServiceClient, dict[str, Any]]:
   """Connect to a service or start one; return its client, and what a history needs to find it again."""
-  url = options.url or (None if options.config is not None else known.get('url'))
+  url = start.options.url or (None if start.options.config is not None else start.known.get('url'))
   try:
     if url is not None:
       client = ServiceClient(url, os.environ.get(KEY))
-      stack.callback(client.close)
+      start.stack.callback(client.close)
       client.wait(lambda stage: _announce(f'The service is starting: {stage}'))
       return client, {'url': url}
-    arguments, folder = _served(options, known, workspace, states)
-    make_directory(states)
+    arguments, folder = _served(start)
+    make_directory(start.states)
     _announce('Starting a service. Its first start compiles some thirty programs, which are kept for the next ones:')
     _announce('with the tiny agent this takes one to two minutes on two cores, and a second start some seconds.')
     began = time.monotonic()
     service = Embedded(arguments, pathlib.Path(folder))
-    stack.callback(service.stop)
+    start.stack.callback(service.stop)
     client = service.client()
-    stack.callback(client.close)
-    service.wait(client, functools.partial(_announce_stage, began))
+    start.stack.callback(client.close)
+    client.wait(functools.partial(_announce_stage, began), service.check)
     _announce(f'{_ERASE * _overwrites()}Ready after {time.monotonic() - began:.0f} s.')
     return client, {'arguments': list(arguments), 'folder': folder}
   except (AnswerLost, Refused) as error:
@@ -286,19 +286,13 @@ def _inputs(options: CommandOptions, screen: Screen) -> Inputs:
   return Keyboard(colours=has_colours(sys.stdout, os.environ))
 
 
-def _servers(
-  options: CommandOptions,
-  known: Mapping[str, Any],
-  workspace: pathlib.Path,
-  states: pathlib.Path,
-  stack: contextlib.ExitStack,
-) -> McpServers | None:
+def _servers(start: _Start) -> McpServers | None:
   """Start the MCP servers of the session, if it has some.
 
   Raises:
     UserError: their file is invalid, or one of a new session cannot be started.
   """
-  began = known.get('mcp')
+  began, options = start.known.get('mcp'), start.options
   if options.resume and began is None and options.mcp is not None:
     raise UserError('--mcp is for a new session, or one that began with MCP servers: leave it out with --resume.')
   file = options.mcp or (began['file'] if began is not None else None)
@@ -306,7 +300,7 @@ def _servers(
     return None
   from sdpo_jax.terminal import mcp_servers  # Here, since importing the client takes a second.
 
-  programs = mcp_servers.load(file, workspace)
+  programs = mcp_servers.load(file, start.workspace)
   tools = None if began is None else [mcp_servers.McpTool(**tool) for tool in began['tools']]
   _announce(f'Starting {counted(len(programs), "MCP server")}.')
-  return stack.enter_context(mcp_servers.started(programs, states / 'mcp', tools))
+  return start.stack.enter_context(mcp_servers.started(programs, start.states / 'mcp', tools))

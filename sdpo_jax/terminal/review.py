@@ -8,15 +8,14 @@ import functools
 import json
 from typing import Any
 
-from sdpo_jax.environments.workspace.tools import ToolAnswer
+from sdpo_jax.environments.workspace.tools import BadCall, ToolAnswer
 from sdpo_jax.errors import UserError, first_line, short_repr
-from sdpo_jax.terminal.calls import Proposed, Wrong, described, look
+from sdpo_jax.terminal.calls import Proposed, described, look
 from sdpo_jax.terminal.escaping import visible
-from sdpo_jax.terminal.history import History
-from sdpo_jax.terminal.inputs import COMMAND, Choice, EditorFailed, Inputs, Leave
-from sdpo_jax.terminal.policies import ApprovalPolicy, make_rule, suggestion
-from sdpo_jax.terminal.screen import Line, Screen
-from sdpo_jax.terminal.work import Workbench
+from sdpo_jax.terminal.inputs import COMMAND, Choice, EditorFailed, Leave
+from sdpo_jax.terminal.policies import make_rule, suggestion
+from sdpo_jax.terminal.screen import Line
+from sdpo_jax.terminal.session_context import SessionContext
 
 _SHOWN = 40  # The most lines of a tool's output that are shown; the model reads all of it.
 _APPROVE = {'y': 'approve', 'a': 'always allow', 'n': 'deny', 'e': 'edit'}
@@ -40,17 +39,9 @@ class Reviewed:
 class Reviewer:
   """Shows calls, asks the person to approve, edit or deny them, and runs what was approved."""
 
-  def __init__(
-    self,
-    workbench: Workbench,
-    policy: ApprovalPolicy,
-    screen: Screen,
-    inputs: Inputs,
-    history: History,
-    command: Callable[[str], None],
-  ):
-    self._workbench, self._policy, self._screen, self._inputs = workbench, policy, screen, inputs
-    self._history, self._command = history, command
+  def __init__(self, context: SessionContext, command: Callable[[str], None]):
+    self._workbench, self._policy, self._screen = context.workbench, context.policy, context.screen
+    self._inputs, self._history, self._command = context.inputs, context.history, command
 
   def review(self, turn: Mapping[str, Any]) -> Reviewed:
     """Return the decision on a proposal, by the person or the policy; all its calls are reviewed before one runs.
@@ -69,10 +60,8 @@ class Reviewer:
       proposed = self._look(call['name'], call['arguments'])
       while True:
         choice = self._judged(head, proposed, edited is None or edited[0] == index, edited is not None, changes)
-        if choice is None or choice.key == 'y':
-          approved[index] = proposed
-        elif choice.key == 'a':
-          if not self._allowed(proposed, choice.rest):
+        if choice is None or choice.key in ('y', 'a'):
+          if choice is not None and choice.key == 'a' and not self._allowed(proposed, choice.rest):
             continue
           approved[index] = proposed
         elif choice.key == 'n':
@@ -92,8 +81,8 @@ class Reviewer:
           self._screen.show(described(proposed))
           approved[index] = proposed
         else:
-          why = proposed.wrong or Wrong(_NEVER)
-          told[str(index)] = {'text': why.text, 'field': why.field, 'line': why.line}
+          why = proposed.wrong or BadCall(_NEVER)
+          told[str(index)] = {'text': str(why), 'field': why.field, 'line': why.line}
         break
       tool = self._workbench.toolbox.tools.get(call['name'])
       changes = changes or (str(index) not in told and tool is not None and tool.changes)
@@ -121,33 +110,29 @@ class Reviewer:
       begun: whether an earlier process has started to run the call.
     """
     if told is not None:
-      return _result(index, ToolAnswer(False, told['text'], field=told['field'], line=told['line']))
+      return _result(index, ToolAnswer(False, **told))
     approved = None if reviewed is None or begun else reviewed.approved.get(index)
     while True:
       now = self._look(call['name'], call['arguments'])
-      if now.wrong is not None or now.verdict.verb == 'never':
-        wrong = now.wrong or Wrong(_NEVER)
-        self._screen.say(f'Not run: {wrong.text}', 'wrong')
-        return _result(index, ToolAnswer(False, wrong.text, field=wrong.field, line=wrong.line))
+      if not now.can_run:
+        wrong = now.wrong or BadCall(_NEVER)
+        self._screen.say(f'Not run: {wrong}', 'wrong')
+        return _result(index, ToolAnswer(False, str(wrong), field=wrong.field, line=wrong.line))
       if approved is not None and (now.same(approved) or now.verdict.verb == 'allow'):
         break
       if begun:
-        why, left = (
-          'The program ended while this was running: it may have run completely, or in part.',
-          'The program that ran this ended meanwhile; whether it has done its work is not known.',
-        )
+        why = 'The program ended while this was running: it may have run completely, or in part.'
+        left = 'The program that ran this ended meanwhile; whether it has done its work is not known.'
       elif approved is None:
         why, left = 'This was approved, but the program ended before it ran.', 'The person has left this out.'
       else:
-        why, left = (
-          'The files have changed since this was approved; this is what it would do now:',
-          'The files had changed, and the person has left this out.',
-        )
+        why = 'The files have changed since this was approved; this is what it would do now:'
+        left = 'The files had changed, and the person has left this out.'
       choice = self._ask([Line(why, 'wrong')], described(now), _AGAIN)
       if choice.key == 's':
         return _result(index, ToolAnswer(False, left))
       approved, begun = now, False
-    saved = self._workbench.toolbox.checkpoint(now.name, now.arguments)
+    saved = None if now.change is None else self._workbench.toolbox.checkpoint(*now.change)
     begin = functools.partial(self._history.add, 'running', n=number, call=index, saved=saved)
     answer = self._workbench.run(now.name, now.arguments, begin)
     self._screen.show(_shown(answer))
@@ -181,8 +166,8 @@ class Reviewer:
     """
     notes: list[Line] = []
     if proposed.wrong is not None:
-      notes = [Line(f'Cannot run: {visible(proposed.wrong.text, keep="")}', 'wrong')]
-    rule = visible(str(proposed.verdict.rule), keep='')
+      notes = [Line(f'Cannot run: {visible(str(proposed.wrong), keep="")}', 'wrong')]
+    rule = visible(str(proposed.verdict), keep='')
     if proposed.verdict.verb == 'never':
       notes.append(Line(f'Refused by the rule: {rule}', 'wrong'))
       keys = _REFUSED
@@ -191,7 +176,7 @@ class Reviewer:
       return None
     elif proposed.wrong is None:
       keys = _APPROVE
-    elif proposed.wrong.for_now and changes:
+    elif proposed.for_now and changes:
       notes.append(Line('An earlier call may change that; the call is shown again before it runs.', 'note'))
       keys = {name: meaning for name, meaning in _APPROVE.items() if name != 'a'}
     else:

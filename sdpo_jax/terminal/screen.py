@@ -25,9 +25,7 @@ MARGIN = '│ '
 _INDENT = '  '
 
 _STYLES = {
-  '': '',
   'note': 'dim',
-  'model': '',
   'head': 'bold',
   'place': 'cyan',
   'removed': 'red',

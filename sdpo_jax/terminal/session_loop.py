@@ -10,16 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdpo_jax.errors import UserError
-from sdpo_jax.terminal.client import AnswerLost, Refused, SessionClient, digest_of
+from sdpo_jax.terminal.client import AnswerLost, Refused, digest_of
 from sdpo_jax.terminal.commands import Commands
 from sdpo_jax.terminal.history import History
-from sdpo_jax.terminal.inputs import COMMAND, Inputs, Leave
+from sdpo_jax.terminal.inputs import COMMAND, Leave
 from sdpo_jax.terminal.learned import lines_of
-from sdpo_jax.terminal.policies import ApprovalPolicy
 from sdpo_jax.terminal.review import Reviewed, Reviewer
-from sdpo_jax.terminal.screen import Screen
 from sdpo_jax.terminal.script import Script
-from sdpo_jax.terminal.work import Workbench
+from sdpo_jax.terminal.session_context import SessionContext
 
 INTERRUPTED, UNDONE = 130, 1  # Exit codes: after Ctrl-C; if a script was not completed.
 _LATER = (408, 429)  # Statuses, besides those from 500, after which the same request can be sent again.
@@ -29,38 +27,14 @@ _NOT_TAKEN = (400, 413, 422)  # Statuses of requests that will never be accepted
 class Conversation:
   """A session with a person: the state of the loop."""
 
-  def __init__(
-    self,
-    session: SessionClient,
-    settings: Mapping[str, Any],
-    history: History,
-    screen: Screen,
-    inputs: Inputs,
-    workbench: Workbench,
-    policy: ApprovalPolicy,
-    seed: int | None = None,
-  ):
-    """Make the loop of a new or resumed session.
-
-    Args:
-      session: the session in the service.
-      settings: the settings of the session.
-      history: the local history of the session.
-      screen: the screen for all output.
-      inputs: the source of messages and decisions.
-      workbench: runs the tools.
-      policy: the rules by which calls are allowed, asked about or refused.
-      seed: makes proposals reproducible; None: random seeds.
-    """
-    self.session, self.history, self.screen = session, history, screen
-    self._inputs, self._workbench, self._seed = inputs, workbench, seed
+  def __init__(self, context: SessionContext, settings: Mapping[str, Any]):
+    """Make the loop of a new or resumed session, which has these settings in the service."""
+    self.session, self.history, self.screen = context.session, context.history, context.screen
+    self.turns, self._seed_of = context.turns, context.seed_of
+    self._inputs, self._workbench = context.inputs, context.workbench
     self._least = settings.get('min_sdpo_examples', 1)
-    self._reviewer = Reviewer(workbench, policy, screen, inputs, history, self._command)
-    self.turns: list[dict[str, Any]] = []
-    self._commands = Commands(
-      session, self.turns, history, screen, workbench, policy, self._learned, self._deny, self._seed_of
-    )
-    self._waiting = undelivered(history)  # Messages that the model has not received yet.
+    self._reviewer = Reviewer(context, self._command)
+    self._commands = Commands(context, self._learned, self._deny)
     self._reviewed: Reviewed | None = None  # The review of the newest turn, if it was in this process.
     self._hold = False  # Whether to wait for the person before the next step.
     self._stale = True  # Whether the service may have newer turns than `turns`.
@@ -69,10 +43,6 @@ class Conversation:
   def turn(self) -> dict[str, Any] | None:
     """The newest turn; None: there is none yet."""
     return self.turns[-1] if self.turns else None
-
-  def _seed_of(self, number: int) -> int | None:
-    """Return the seed with which a turn is sampled, for the first time and again; None: a random one."""
-    return None if self._seed is None else self._seed + number
 
   def run(self) -> int:
     """Run until the person leaves the program; return the exit code."""
@@ -110,7 +80,7 @@ class Conversation:
       self._catch_up()
       return
     turn = self.turn
-    if (turn is None or turn['status'] == 'answered') and not self._waiting:
+    if (turn is None or turn['status'] == 'answered') and not undelivered(self.history):
       self._take(self._listened())
     elif turn is not None and turn['status'] == 'open':
       self._judge(turn)
@@ -133,7 +103,6 @@ class Conversation:
       self._command(said)
     elif said:
       self.history.add('said', text=said)
-      self._waiting.append(said)
 
   def _command(self, line: str) -> None:
     try:
@@ -158,10 +127,10 @@ class Conversation:
       self.screen.end_draft(turn)
     sent = self.history.last('decision', 'decided', 'withdrawn', n=turn['n'])
     if sent is not None and sent['kind'] == 'decision':
-      self._decide(turn['n'], sent['decision'], sent['told'])
+      self._decide(turn['n'], sent['decision'])
 
   def _propose(self) -> None:
-    messages = [{'role': 'user', 'content': text} for text in self._waiting]
+    messages = [{'role': 'user', 'content': text} for text in undelivered(self.history)]
     after = self.turn['n'] if self.turn is not None else -1
     self.history.add('asking', after=after, messages=len(messages))
     try:
@@ -169,7 +138,6 @@ class Conversation:
     except Refused as error:
       if messages and error.status in _NOT_TAKEN:  # Later requests with these messages would be refused, too.
         self.history.add('unsaid', why=str(error))
-        self._waiting = undelivered(self.history)
         self.screen.say('The model has not received your messages: write them differently.')
       raise
     self.screen.end_draft(turn)
@@ -178,7 +146,6 @@ class Conversation:
 
   def _arrived(self, turn: Mapping[str, Any]) -> None:
     self.history.add('turn', n=turn['n'], turn={name: turn[name] for name in turn if not name.endswith('tokens')})
-    self._waiting = undelivered(self.history)
     self._reviewed = None
 
   def _judge(self, turn: Mapping[str, Any]) -> None:
@@ -187,7 +154,7 @@ class Conversation:
     decision = self._noted(turn, reviewed.decision, reviewed.told)
     if reviewed.says is not None:
       self._take(reviewed.says)
-    self._decide(turn['n'], decision, reviewed.told)
+    self._decide(turn['n'], decision)
 
   def _deny(self, reason: str) -> None:
     """Deny the newest turn if it is an answer without calls; the conversation then goes on with another answer."""
@@ -197,7 +164,7 @@ class Conversation:
         'There is no answer to deny: /deny is for the last answer, before you write again; at a call press n.'
       )
     decision = self._noted(turn, {'decision': 'deny', 'correction': reason}, {})
-    self._decide(turn['n'], decision, {})
+    self._decide(turn['n'], decision)
 
   def _noted(self, turn: Mapping[str, Any], decision: Mapping[str, Any], told: Any) -> dict[str, Any]:
     """Write a decision to the history, and return it as it is sent: with the digest of what was shown."""
@@ -205,7 +172,7 @@ class Conversation:
     self.history.add('decision', n=turn['n'], decision=sent, told=told)
     return sent
 
-  def _decide(self, number: int, decision: Mapping[str, Any], told: Any) -> None:
+  def _decide(self, number: int, decision: Mapping[str, Any]) -> None:
     """Send a decision from the history; the service learns from it only once, even if it is sent again."""
     try:
       answer = self.session.decide(number, decision)

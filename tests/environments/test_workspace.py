@@ -62,10 +62,11 @@ def test_a_checkpoint_takes_back_the_change_of_one_file(toolbox, workspace):
   }
   saved = []
   for name, arguments in calls.items():
-    saved.append(toolbox.checkpoint(name, arguments))
+    saved.append(toolbox.checkpoint(*toolbox.preview(name, arguments)))
     assert toolbox.call(name, arguments).ok
-  for name, arguments in {'read': {'path': 'new.txt'}, 'edit': {'path': 'none', 'old': 'a', 'new': 'b'}}.items():
-    assert toolbox.checkpoint(name, arguments) is None
+  assert toolbox.preview('read', {'path': 'new.txt'}) is None
+  with pytest.raises(BadCall, match='none does not exist'):
+    toolbox.preview('edit', {'path': 'none', 'old': 'a', 'new': 'b'})
   os.chmod(workspace / 'src/area.py', 0o750)
   with pytest.raises(UserError, match='src/area.py was changed since'):
     toolbox.restore(**saved[1])

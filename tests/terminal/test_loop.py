@@ -14,6 +14,7 @@ from sdpo_jax.terminal.history import History
 from sdpo_jax.terminal.inputs import Choice, Leave
 from sdpo_jax.terminal.screen import Screen
 from sdpo_jax.terminal.script import OutOfStep, Script
+from sdpo_jax.terminal.session_context import SessionContext
 from sdpo_jax.terminal.session_loop import INTERRUPTED, UNDONE, Conversation
 from sdpo_jax.terminal.work import Workbench
 from tests.local_server import dead_address
@@ -87,8 +88,8 @@ def world(tmp_path):
     bench = workbench(Toolbox(workspace, None), workspace)
     result = types.SimpleNamespace(out=lambda: out.getvalue(), inputs=inputs, history=history, path=history.path)
     try:
-      conversation = Conversation(session, server.settings, history, screen, inputs, bench, policy, seed)
-      result.code = conversation.run()
+      context = SessionContext(session, history, screen, inputs, bench, policy, seed)
+      result.code = Conversation(context, server.settings).run()
     finally:
       history.close()
       client.close()

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 import os
 import pathlib
 import re
-import site
 import sys
 import sysconfig
 
 import sdpo_jax
+from sdpo_jax.environments.sandbox.sandbox import installation
 from sdpo_jax.errors import UserError, printable
 
 TEMPORARY = ('/tmp', '/var/tmp')
@@ -52,9 +52,7 @@ def _own_code() -> set[pathlib.Path]:
   """Return the real paths of the folders from which Python loads this program and what it imports."""
   package, *checkout = sdpo_jax.__path__
   own = [package, *(f'{root}/{name}' for root in checkout for name in ('models', 'launch', 'configs'))]
-  paths = sysconfig.get_paths()
-  own += [paths[name] for name in ('stdlib', 'platstdlib', 'purelib', 'platlib', 'scripts')]
-  own += [site.getusersitepackages()] * bool(site.ENABLE_USER_SITE)
+  own += [sysconfig.get_path('scripts'), *installation()[0]]
   return {pathlib.Path(os.path.realpath(path)) for path in own if os.path.isdir(path)}
 
 

@@ -108,16 +108,15 @@ class Folder:
       PathError: the folder does not exist.
     """
     name = self.relative(path)
-    with self._told(name):
-      with self._opened(name, os.O_RDONLY | os.O_DIRECTORY) as top:
-        top_name = '' if name == '.' else f'{name}/'
-        for folder, folders, names, descriptor in os.fwalk('.', dir_fd=top, follow_symlinks=False):
-          folders[:] = sorted(each for each in folders if each not in _SKIPPED and self._is_ours(each, descriptor))
-          within = '' if folder == '.' else f'{folder.removeprefix("./")}/'
-          for each in sorted(names):
-            with contextlib.suppress(FileNotFoundError):
-              if stat.S_ISREG(os.stat(each, dir_fd=descriptor, follow_symlinks=False).st_mode):
-                yield f'{top_name}{within}{each}'
+    with self._told(name), self._opened(name, os.O_RDONLY | os.O_DIRECTORY) as top:
+      top_name = '' if name == '.' else f'{name}/'
+      for folder, folders, names, descriptor in os.fwalk('.', dir_fd=top, follow_symlinks=False):
+        folders[:] = sorted(each for each in folders if each not in _SKIPPED and self._is_ours(each, descriptor))
+        within = '' if folder == '.' else f'{folder.removeprefix("./")}/'
+        for each in sorted(names):
+          with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISREG(os.stat(each, dir_fd=descriptor, follow_symlinks=False).st_mode):
+              yield f'{top_name}{within}{each}'
 
   def readable(self, path: str) -> str:
     """Return `relative` of an existing file or folder; raises PathError if it does not exist."""
@@ -142,10 +141,9 @@ class Folder:
     return name
 
   def _is_ours(self, name: str, parent: int) -> bool:
-    try:
+    with contextlib.suppress(FileNotFoundError):
       return os.stat(name, dir_fd=parent, follow_symlinks=False).st_dev == self._device
-    except FileNotFoundError:
-      return False
+    return False
 
   def _make(self, folder: str) -> None:
     """Make a folder and its parents."""

@@ -168,30 +168,24 @@ class Shell:
       request = stack.enter_context(tempfile.TemporaryFile())
       request.write(json.dumps(job).encode())
       request.seek(0)
-      answer, told = os.pipe()
-      stack.callback(os.close, answer)
-      try:
-        child = subprocess.Popen(
-          [sys.executable, '-I', '-S', str(CHILD), str(os.getpid()), str(request.fileno()), str(told)],
-          stdin=subprocess.DEVNULL,
-          stdout=subprocess.PIPE,
-          stderr=subprocess.STDOUT,
-          env={'LANG': 'C.UTF-8'},
-          cwd='/',
-          pass_fds=[request.fileno(), told, *doors],
-          start_new_session=True,
-        )
-      finally:
-        os.close(told)
+      # In memory, since the command may fill the disk.
+      answer = stack.enter_context(open(os.memfd_create('answer'), 'rb'))
+      child = subprocess.Popen(
+        [sys.executable, '-I', '-S', str(CHILD), str(os.getpid()), str(request.fileno()), str(answer.fileno())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={'LANG': 'C.UTF-8'},
+        cwd='/',
+        pass_fds=[request.fileno(), answer.fileno(), *doors],
+        start_new_session=True,
+      )
       kept = _Kept(self._limits.kept_bytes)
       disk = DiskLimit(self._workspace, before.taken, self._limits.disk_mb * MIB)
       status, reason = _watch(child, kept, began + wall_s, cancelled, disk, shown)
-      os.set_blocking(answer, False)
-      said = b''
-      with contextlib.suppress(BlockingIOError):  # The ended process has written nothing.
-        said = os.read(answer, _CHUNK)
+      answer.seek(0)
+      told = {name: value for line in answer for name, value in json.loads(line).items()}
     wall = time.monotonic() - began
-    told = {name: value for line in said.splitlines() for name, value in json.loads(line).items()}
     if status == 'ended' and ('failed' in told or 'exit_code' not in told):
       # A Ctrl-C may have reached the command while it was started.
       status = 'cancelled' if cancelled is not None and cancelled.done else 'failed'
@@ -205,22 +199,19 @@ class Cancellation(contextlib.AbstractContextManager['Cancellation']):
   """Lets a signal handler or another thread end a command."""
 
   def __init__(self):
-    self.done = False
-    self._read, self._write = os.pipe()
+    self.done, self._event = False, os.eventfd(0)
 
   def __exit__(self, *error: object) -> None:
-    os.close(self._read)
-    os.close(self._write)
+    os.close(self._event)
 
   def set(self) -> None:
     """End the command; may be called repeatedly, from any thread or signal handler."""
-    if not self.done:
-      self.done = True
-      os.write(self._write, b'x')
+    self.done = True
+    os.eventfd_write(self._event, 1)
 
   def fileno(self) -> int:
     """Return a descriptor that is readable once the command should end."""
-    return self._read
+    return self._event
 
 
 def _watch(

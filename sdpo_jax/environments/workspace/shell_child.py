@@ -108,7 +108,7 @@ NOSUID_NODEV = 0x2 | 0x4  # MOUNT_ATTR_…
 
 
 def main() -> None:
-  """Run the command that the request on the command line describes, and write how it ended to the answer's pipe."""
+  """Run the command that the request on the command line describes, and write how it ended to the answer's file."""
   parent, request, answer = map(int, sys.argv[1:])
   with open(request, 'rb') as file:
     job = json.load(file)

@@ -92,29 +92,19 @@ def _listens(path: str) -> bool:
       opened = os.open(path, os.O_PATH | os.O_NOFOLLOW)  # A path may be too long for an address.
     except OSError:
       return False
-    try:
-      probe.connect(f'/proc/self/fd/{opened}')
-    except ConnectionRefusedError:
-      return False
-    except OSError:  # Of another type, or not ours.
-      pass
+    try:  # With other errors it is a socket of another type, or not ours.
+      return probe.connect_ex(f'/proc/self/fd/{opened}') != errno.ECONNREFUSED
     finally:
       os.close(opened)
-  return True
 
 
 def _grouped(paths: list[str], workspace: str) -> list[str]:
   """Return paths, or the folders of them if they are many, except the workspace itself."""
   if len(paths) <= _SINGLE:
     return paths
-  folders = {path.rpartition('/')[0] for path in paths}
-  found = [path for path in paths if path.rpartition('/')[0] == workspace] if workspace in folders else []
-  last = '\0'
-  for folder in sorted(f'{folder}/' for folder in folders - {workspace}):
-    if not folder.startswith(last):
-      found.append(folder[:-1])
-      last = folder
-  return found
+  folders = {path.rpartition('/')[0] for path in paths} - {workspace}
+  outermost = [folder for folder in folders if folders.isdisjoint(map(str, pathlib.PurePath(folder).parents))]
+  return [path for path in paths if path.rpartition('/')[0] == workspace] + sorted(outermost)
 
 
 class DiskLimit:

@@ -59,10 +59,8 @@ class Tool:
     }
     required = [name for name, parameter in self.parameters.items() if parameter.required]
     parameters = {'type': 'object', 'properties': properties, 'required': required}
-    return {
-      'type': 'function',
-      'function': {'name': self.name, 'description': self.meaning, 'parameters': parameters},
-    }
+    function = {'name': self.name, 'description': self.meaning, 'parameters': parameters}
+    return {'type': 'function', 'function': function}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,30 +234,22 @@ class Toolbox:
       raise BadCall('Commands are not allowed here: use the other tools.')
     return checked
 
-  def preview(self, name: str, arguments: Any) -> tuple[str, str, str] | None:
-    """Return path, old text and new text of the file that a call would write; None for other calls.
+  def preview(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """Return path, old text and new text of the file that a call with checked arguments would write; else None.
 
     Raises:
       BadCall: the call would fail.
     """
-    checked = check(name, arguments)
     changes = {'write': self._written, 'edit': self._edited, 'edit_lines': self._with_lines}
     if name not in changes:
       return None
     try:
-      return checked['path'], *changes[name](**checked)
+      return arguments['path'], *changes[name](**arguments)
     except PathError as error:
       raise BadCall(str(error), 'path') from error
 
-  def checkpoint(self, name: str, arguments: Any) -> dict[str, str | None] | None:
-    """Return what `restore` needs to take back the change of a file by a call; None for calls that change none."""
-    try:
-      changed = self.preview(name, arguments)
-    except BadCall:  # The call fails, too.
-      return None
-    if changed is None:
-      return None
-    path, before, after = changed
+  def checkpoint(self, path: str, before: str, after: str) -> dict[str, str | None]:
+    """Return what `restore` needs to take back a change of a file that `preview` has returned."""
     try:
       self._folder.readable(path)
     except PathError:
