@@ -288,6 +288,10 @@ class Engine:
   def __contains__(self, version: str) -> bool:
     return version == BASE or version in self._shelf
 
+  def create(self, version: str, seed: int) -> None:
+    """Make a version with PEFT's initialization, which does not change the model yet."""
+    self.restore(version, self.fresh(seed))
+
   def put(self, version: str, factors: Tree) -> None:
     """Make a version from factors, such as imported ones, with zero moments and the factors as their average.
 
@@ -313,7 +317,7 @@ class Engine:
     return arrays | {_COUNT: np.zeros((), np.int32)}
 
   def fresh(self, seed: int) -> Arrays:
-    """Return the arrays of a version with PEFT's initialization, which does not change the model yet."""
+    """Return the arrays of a version as `create` would make it, without storing them."""
     # The two words of `jax.random.key(seed)`, which would compile a program if it were called.
     arrays = self._first_of(parameters.draw(self._table, [0, seed % 2**32], 0.0, lambda _, values: values))
     for array in arrays.values():

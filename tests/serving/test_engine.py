@@ -165,7 +165,7 @@ def test_a_version_is_restored_as_it_was(model, tmp_path):
     np.testing.assert_array_equal(array, other.state('x@8')[name])
   assert fingerprint(one, '0@2') == fingerprint(other, 'x@8')
   fresh = other.fresh(3)
-  other.restore('new@0', other.fresh(3))
+  other.create('new@0', seed=3)
   for name, array in other.state('new@0').items():
     np.testing.assert_array_equal(array, fresh[name])
   assert not any(array.flags.writeable for array in fresh.values())
@@ -360,7 +360,7 @@ def test_a_teacher_that_agrees_teaches_exactly_nothing(model, tmp_path, loss):
 
   # Whatever lengths prompts are padded to; and with states of programs that pad them alike.
   apart, alike = start(model, tmp_path / 'apart'), start(model, tmp_path / 'alike', teacher_buckets=(8,))
-  alike.restore('fresh', alike.fresh(1))
+  alike.create('fresh', seed=1)
   for engine, version, teacher in (
     (apart, '0@0', 'live'),
     (apart, '0@0', 'version:0@0'),
@@ -383,7 +383,7 @@ def test_a_teacher_that_agrees_teaches_exactly_nothing(model, tmp_path, loss):
 def test_a_teacher_elsewhere_that_agrees_teaches_nothing_but_rounding(model, tmp_path, loss):
   policy, base = model
   engine = Engine(policy, base, TOKENIZER, SETTINGS, tmp_path, models={'same': (policy.base_policy(), base)})
-  engine.restore('fresh', engine.fresh(1))
+  engine.create('fresh', seed=1)
   each = lesson(0)
   each = dataclasses.replace(each, teacher_prompt=each.prompt)
   [scored] = engine.score('fresh', [(each.prompt, each.completion)], topk=8)
@@ -519,7 +519,7 @@ def test_many_lessons_are_one_step(model, tmp_path, count):
 
 def test_a_new_adapter_says_what_the_model_says(model, tmp_path):
   engine = start(model, tmp_path / 'shelf', adapters=0)
-  engine.restore('new@0', engine.fresh(3))
+  engine.create('new@0', seed=3)
   for one, other in zip(sample(engine, 'new@0'), sample(engine, BASE), strict=True):
     assert one.tokens.tolist() == other.tokens.tolist()
     np.testing.assert_array_equal(one.model_log_probs, other.model_log_probs)

@@ -49,7 +49,7 @@ def make_engine(model, folder, settings=SETTINGS, **more):
 def every_request(engine, policy, models=()):
   """All kinds of requests, in every bucket; returns what came of them."""
   settings, found = engine.settings, []
-  engine.restore('new@0', engine.fresh(1))
+  engine.create('new@0', seed=1)
   engine.put('put@0', random_factors(policy, 0))
   for width in settings.prompt_buckets:
     for version, n in (('put@0', 3), ('new@0', 1), (BASE, 5), ('put@0', 1)):
