@@ -135,10 +135,6 @@ class Worker:
     prompt: Sequence[int],
     *,
     deadline: float | None = None,
-    drafts: bool = False,
-    stop: Sequence[str] = (),
-    stop_token_ids: Sequence[int] = (),
-    owner: str | None = None,
     **options: Any,
   ) -> SampleJob:
     """Queue a prompt to be sampled from a version.
@@ -147,18 +143,14 @@ class Worker:
       version: the name of the version in the engine; `BASE`: the model without an adapter.
       prompt: token ids.
       deadline: a time on the worker's clock, at which unfinished samples are cancelled; None: no limit.
-      drafts: whether the job yields drafts, too.
-      stop: strings that end a sample.
-      stop_token_ids: tokens that end a sample.
-      owner: see `Engine.submit`.
-      **options: `SamplingOptions`; the default of `step` is 0.
+      **options: options of `Engine.submit`: the owner, stop strings and tokens, whether the job yields drafts, too, and
+        `SamplingOptions`; the default of `step` is 0.
 
     Raises:
       Busy: too many requests wait.
       NotReady: there is no engine now.
     """
-    given = {'step': 0, **options, 'drafts': drafts, 'stop': tuple(stop), 'stop_token_ids': tuple(stop_token_ids)}
-    given['owner'] = owner
+    given = {'step': 0, **options}
     job = SampleJob(frozenset({version} - {BASE}), deadline, version=version, prompt=list(prompt), options=given)
     self._queue(job)
     return job
