@@ -315,7 +315,7 @@ def jsonable(value: Any) -> Any:
   if isinstance(value, np.ndarray | np.generic):
     return jsonable(value.tolist())
   if isinstance(value, float):
-    return value if math.isfinite(value) else None
+    return value + 0.0 if math.isfinite(value) else None  # No −0.
   return value if value is None or isinstance(value, str | int) else str(value)
 
 

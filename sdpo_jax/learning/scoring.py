@@ -34,6 +34,10 @@ class Scored:
   top_log_probs: np.ndarray  # [T, K].
   of_ids: np.ndarray | None = None  # [T, M] log-probs of the requested ids.
 
+  def with_top(self, k: int) -> Scored:
+    """Return the scores with only the K most likely tokens at each position."""
+    return dataclasses.replace(self, top_ids=self.top_ids[:, :k], top_log_probs=self.top_log_probs[:, :k])
+
 
 @dataclasses.dataclass(frozen=True)
 class ScoringFunctions:

@@ -290,11 +290,7 @@ class Engine:
 
   def create(self, version: str, seed: int) -> None:
     """Make a version with PEFT's initialization, which does not change the model yet."""
-    self.put(version, self._initial(seed))
-
-  def _initial(self, seed: int) -> Tree:
-    # The two words of `jax.random.key(seed)`, which would compile a program if it were called.
-    return parameters.draw(self._table, [0, seed % 2**32], 0.0, lambda _, values: values)
+    self.restore(version, self.fresh(seed))
 
   def put(self, version: str, factors: Tree) -> None:
     """Make a version from factors, such as imported ones, with zero moments and the factors as their average.
@@ -322,7 +318,8 @@ class Engine:
 
   def fresh(self, seed: int) -> Arrays:
     """Return the arrays of a version as `create` would make it, without storing them."""
-    arrays = self._first_of(self._initial(seed))
+    # The two words of `jax.random.key(seed)`, which would compile a program if it were called.
+    arrays = self._first_of(parameters.draw(self._table, [0, seed % 2**32], 0.0, lambda _, values: values))
     for array in arrays.values():
       array.setflags(write=False)
     return MappingProxyType(arrays)
@@ -518,10 +515,7 @@ class Engine:
           found[index] = _last(scored, len(rows[index][1]))
     finally:
       release()
-    return [
-      dataclasses.replace(one, top_ids=one.top_ids[:, :topk], top_log_probs=one.top_log_probs[:, :topk])
-      for _, one in sorted(found.items())
-    ]
+    return [one.with_top(topk) for _, one in sorted(found.items())]
 
   def _is_text(self, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
     """Return whether a row must be scored as one text, since it does not fit the prompt and completion buckets.

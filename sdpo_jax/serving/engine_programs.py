@@ -131,6 +131,15 @@ def _of_learning(
     arguments = base, tree, token_rows(prompt, response)
     add(kind, function, arguments, ('base', held, 'batch'), (prompt, response), options=options)
 
+  def of_scores(of: str, reads: str, length: int) -> None:
+    """Add the programs that score the last `length` tokens, from the states that the program `reads` computes."""
+    hidden, unembedding = jax.eval_shape(found[reads].function, *found[reads].arguments)
+    inherits, holds = {0: (reads, 0), 1: (reads, 1)}, ('states', 'base', 'batch', 'batch')
+    targets, shown = array((rows, length), jnp.int32), array((rows, length), bool)
+    add(f'{of}scores', scoring.scores, (hidden, unembedding, targets, shown), holds, (length,), inherits=inherits)
+    ids = array((rows, length, settings.topk), jnp.int32)
+    add(f'{of}ids', scoring.of_ids, (hidden, unembedding, ids, shown), holds, (length,), inherits=inherits)
+
   for response in settings.response_buckets:
     for prompt in settings.prompt_buckets:
       of_states('student', learning.states, slots, 'slots', prompt, response)
@@ -163,13 +172,9 @@ def _of_learning(
       (response,),
       inherits=states | {1: (f'first/{response}', 2)},
     )
-    of_student, of_teacher = {0: (reads, 0), 1: (reads, 1)}, {0: (heard, 0), 1: (heard, 1)}
-    scored = hidden, unembedding, targets, shown
-    holds = 'states', 'base', 'batch', 'batch'
-    add('log probs', learning.log_probs, scored, holds, (response,), inherits=of_student)
-    add('scores', scoring.scores, scored, holds, (response,), inherits=of_teacher)
-    ids = array(many, jnp.int32)
-    add('ids', scoring.of_ids, (hidden, unembedding, ids, shown), holds, (response,), inherits=of_teacher)
+    scored, holds = (hidden, unembedding, targets, shown), ('states', 'base', 'batch', 'batch')
+    add('log probs', learning.log_probs, scored, holds, (response,), inherits={0: (reads, 0), 1: (reads, 1)})
+    of_scores('', heard, response)
     numbers = jax.tree.map(lambda leaf: array(leaf.shape, leaf.dtype), of_rows([Sdpo(topk=settings.topk)] * rows))
     batch = Batch(
       student=None,
@@ -200,13 +205,7 @@ def _of_learning(
     _add_model(add, model, settings, policy.vocab_size, token_rows, array, options)
   for length in settings.score_buckets:
     of_states('text', scoring.states, teacher[1], 'teachers', 1, length)
-    reads = f'text/1×{length}'
-    hidden, unembedding = jax.eval_shape(found[reads].function, *found[reads].arguments)
-    of_text, holds = {0: (reads, 0), 1: (reads, 1)}, ('states', 'base', 'batch', 'batch')
-    targets, shown = array((rows, length), jnp.int32), array((rows, length), bool)
-    add('text scores', scoring.scores, (hidden, unembedding, targets, shown), holds, (length,), inherits=of_text)
-    ids = array((rows, length, settings.topk), jnp.int32)
-    add('text ids', scoring.of_ids, (hidden, unembedding, ids, shown), holds, (length,), inherits=of_text)
+    of_scores('text ', f'text/1×{length}', length)
   add('zero', learning.zero, (slots,), ('slots',))
   step_settings = StepSettings(*[np.zeros(settings.slots, np.float32)] * 6)
   stepped = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), step_settings)

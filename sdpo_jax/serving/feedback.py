@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from sdpo_jax.errors import UserError
+from sdpo_jax.files import jsonable
 from sdpo_jax.learning.learner import Learned, LessonScores
 from sdpo_jax.learning.losses import Loss, Sdpo
 from sdpo_jax.learning.scoring import Scored
@@ -154,7 +155,7 @@ def _learn(
     if finite:
       moved = lessons.answers_moved(request.items, learned.said, score)
     recent = recent_losses(store, adapter, _loss_of(request))
-    ratio = guards.loss_ratio(lessons.finite(learned.steps[0]['loss']), recent)
+    ratio = guards.loss_ratio(jsonable(learned.steps[0]['loss']), recent)
     rises = [each.rise for each in moved if each.rise is not None]
     names = () if canaries is None else ('kl_to_base', 'entropy', 'self_similarity')
     on_canaries = {name: getattr(canaries, name) for name in names}
@@ -215,7 +216,7 @@ def _details(
   if canaries is not None:  # Without the completions.
     measured = {name: value for name, value in vars(canaries).items() if not name.endswith('completions')}
   reason = next((each.reason for each in checks if not each.passed), None)
-  return lessons.finite(
+  return jsonable(
     {
       'mode': request.mode,
       'accepted': reason is None,
@@ -270,7 +271,7 @@ def recent_losses(store: Store, adapter: AdapterRecord, loss: Mapping[str, Any])
   Feedbacks with another loss or other parameters are left out, since their values are not comparable: a KL is many
   times the Jensen-Shannon divergence of the same two distributions.
   """
-  told, found = lessons.finite(loss), []
+  told, found = jsonable(loss), []
   for number in range(max(0, adapter.head - guards.RECENT + 1), adapter.head + 1):
     try:
       version = store.version(adapter.owner, adapter.id, number)

@@ -119,20 +119,21 @@ def check(guards: Guards, measured: Measured) -> list[Check]:
   return checks
 
 
-def kl_to_base(base_log_probs: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
-  """Return KL(new‖base) in nats over K tokens and one tail bucket for the rest of the vocabulary: [T, K] -> [T].
+def kl_over_support(q_log_probs: np.ndarray, p_log_probs: np.ndarray, *, least: float = _TINY) -> np.ndarray:
+  """Return KL(p‖q) in nats over K tokens and one tail bucket for the rest of the vocabulary: [T, K] -> [T].
 
   This is a lower bound of the KL over the whole vocabulary.
 
   Args:
-    base_log_probs: [T, K] log-probs of the base; −inf: there are fewer than K tokens.
-    log_probs: [T, K] log-probs of the new version for the same tokens.
+    q_log_probs: [T, K] log-probs of one model, such as the base; −inf: there are fewer than K tokens.
+    p_log_probs: [T, K] log-probs of the other one, such as a new version, for the same tokens; likewise.
+    least: the lower bound of the probability of a tail.
   """
-  q, p = np.asarray(base_log_probs, np.float64), np.asarray(log_probs, np.float64)
+  q, p = np.asarray(q_log_probs, np.float64), np.asarray(p_log_probs, np.float64)
   there = np.isfinite(q) & np.isfinite(p)
   q, p = np.where(there, q, 0.0), np.where(there, p, 0.0)
   named = np.where(there, np.exp(p) * (p - q), 0.0).sum(-1)
-  p_left, q_left = (np.maximum(1.0 - np.where(there, np.exp(each), 0.0).sum(-1), _TINY) for each in (p, q))
+  p_left, q_left = (np.maximum(1.0 - np.where(there, np.exp(each), 0.0).sum(-1), least) for each in (p, q))
   return np.maximum(named + p_left * (np.log(p_left) - np.log(q_left)), 0.0)
 
 
@@ -246,7 +247,7 @@ class CanaryMeter:
     drawn = self._draw(version, prompts, deadline) if similarity and len(canaries) > 1 else None
     said = scoring.result()
     divergence = [
-      kl_to_base(np.where(canary.top_ids < 0, -np.inf, canary.top_log_probs), each.of_ids)
+      kl_over_support(np.where(canary.top_ids < 0, -np.inf, canary.top_log_probs), each.of_ids)
       for canary, each in zip(canaries, said, strict=True)
     ]
     answered = [list(canary.completion) for canary in canaries]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 import contextlib
 import dataclasses
-import math
 import statistics
 import threading
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.errors import UserError
+from sdpo_jax.files import jsonable
 from sdpo_jax.learning.learner import LessonScores
 from sdpo_jax.learning.losses import Sdpo
 from sdpo_jax.learning.requests import Lesson, Taught, with_taught
@@ -220,12 +220,12 @@ def answers_moved(
     for name in ('rejected', 'wanted'):
       tokens = getattr(item, name)
       if tokens is not None and list(tokens) == list(item.tokens):
-        own[name] = tuple(finite(float(each.sum())) for each in (scores.log_probs_before, scores.log_probs_after))
+        own[name] = tuple(jsonable(float(each.sum())) for each in (scores.log_probs_before, scores.log_probs_after))
       elif tokens is not None:
         rows.append((own, name, (item.prompt_tokens, tokens)))
   with contextlib.suppress(UserError):  # The measurement is not worth the lesson.
     for (own, name, _), *both in zip(rows, *score([row for *_, row in rows]), strict=True) if rows else ():
-      own[name] = tuple(finite(float(each.log_probs.sum())) for each in both)
+      own[name] = tuple(jsonable(float(each.log_probs.sum())) for each in both)
   return [AnswersMoved(**own) for own in found]
 
 
@@ -269,8 +269,8 @@ def of_item(
     'truncated': prepared.truncated,
     'teacher_prompt_tokens': len(prepared.lesson.teacher_prompt or ()),
     'num_tokens': len(tokens),
-    'mean_log_prob_before': finite(float(np.mean(said.log_probs_before))),
-    'mean_log_prob_after': finite(float(np.mean(said.log_probs_after))),
+    'mean_log_prob_before': jsonable(float(np.mean(said.log_probs_before))),
+    'mean_log_prob_after': jsonable(float(np.mean(said.log_probs_after))),
     'per_token': per_token,
   }
 
@@ -286,14 +286,3 @@ def numbers(values: np.ndarray) -> list[Any]:
   if np.isfinite(exact).all():
     return exact.tolist()
   return np.where(np.isfinite(exact), exact.astype(object), None).tolist()
-
-
-def finite(value: Any) -> Any:
-  """Return a JSON value in which numbers that are not finite are None, and NumPy scalars are Python numbers."""
-  if isinstance(value, Mapping):
-    return {str(key): finite(each) for key, each in value.items()}
-  if isinstance(value, (list, tuple)):
-    return [finite(each) for each in value]
-  if isinstance(value, (float, np.floating)):
-    return float(value) + 0.0 if math.isfinite(value) else None  # No −0.
-  return value.item() if isinstance(value, np.generic) else value

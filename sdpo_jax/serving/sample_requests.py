@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import contextlib
 import dataclasses
 import secrets
+from typing import Any
 
 from sdpo_jax.config.fields import is_number
 from sdpo_jax.errors import short_repr
@@ -34,6 +35,11 @@ class SampleOptions:
   seed: int | None = None  # None: a random one.
   stop: Sequence[str] = ()  # Strings that end a completion and are not part of its text.
   stop_token_ids: Sequence[int] = ()  # Tokens that end a completion, besides those of the model.
+
+  @classmethod
+  def of(cls, body: Any) -> SampleOptions:
+    """Return the options that the body of a request has as fields of the same names."""
+    return cls(**{field.name: getattr(body, field.name) for field in dataclasses.fields(cls)})
 
   def checked(self, *, max_completion: int, vocab_size: int) -> SampleOptions:
     """Validate the options, and return them with defaults filled in.

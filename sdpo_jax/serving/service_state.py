@@ -156,38 +156,20 @@ class ServiceState:
 
   # Prompts.
 
-  def prompt_of(
-    self,
-    *,
-    messages: Sequence[Mapping[str, Any]] | None = None,
-    text: str | None = None,
-    tokens: Sequence[int] | None = None,
-    limit: int | None = None,
-    add_special_tokens: bool = True,
-  ) -> list[int]:
+  def prompt_of(self, *, limit: int | None = None, **given: Any) -> list[int]:
     """Return the token ids of a prompt in one of three forms, see `request_prompts.tokens_of`.
 
     Args:
-      messages: a conversation, rendered by the chat template.
-      text: a text, tokenized without the chat template.
-      tokens: token ids, used as they are.
       limit: the most tokens; None: `max_prompt`.
-      add_special_tokens: whether the tokenizer adds its special tokens to a text.
+      **given: `messages`, a conversation, rendered by the chat template; or `text`, tokenized without it; or `tokens`,
+        ids that are used as they are; and `add_special_tokens`, whether the tokenizer adds its own to a text.
 
     Raises:
       InvalidRequest: none or several forms are given, the prompt is invalid, empty or too long.
     """
+    limit = self.max_prompt if limit is None else limit
     with self.tokenizing:
-      return request_prompts.tokens_of(
-        self.tokenizer,
-        self.chat,
-        self.vocab_size,
-        self.max_prompt if limit is None else limit,
-        messages=messages,
-        text=text,
-        tokens=tokens,
-        add_special_tokens=add_special_tokens,
-      )
+      return request_prompts.tokens_of(self.tokenizer, self.chat, self.vocab_size, limit, **given)
 
   # The external teacher.
 

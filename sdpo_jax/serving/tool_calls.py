@@ -32,7 +32,7 @@ The chat template shows which form a model was trained with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import hashlib
@@ -148,11 +148,6 @@ def read_calls(text: str, form: Form, tools: Tools = ()) -> Proposal:
   return FORMS[form].read(without_thinking(text), tools)
 
 
-def write_call(call: ToolCall, form: Form, tools: Tools = ()) -> str:
-  """Render a call as `write_calls` does."""
-  return write_calls((call,), form, tools)
-
-
 def write_calls(calls: Sequence[ToolCall], form: Form, tools: Tools = (), said: str = '') -> str:
   """Render the calls of an answer in the form in which the model writes them.
 
@@ -195,20 +190,19 @@ Taken = tuple[ToolCall | str, str | None]  # A call, or why it is none, and the 
 
 
 def _read_tagged(take: Callable[[str, Tools], Taken], text: str, tools: Tools) -> Proposal:
-  said, calls, rest = [], [], text
-  while True:
-    before, opened, after = rest.partition(_OPEN)
-    said.append(before.strip())
-    if not opened:
-      return _proposal(said, calls, None)
-    if len(calls) == MAX_CALLS:
-      return _proposal(said, calls, _TOO_MANY)
-    call, rest = take(after, tools)
-    if rest is None:
-      return _proposal(said, calls, f'A tool call is not closed: {_CLOSE} is missing.')
-    if isinstance(call, str):
-      return _proposal(said, calls, call)
-    calls.append(call)
+  said: list[str] = []
+
+  def calls() -> Iterator[ToolCall | str]:
+    rest: str | None = text
+    while rest is not None:
+      before, opened, after = rest.partition(_OPEN)
+      said.append(before.strip())
+      if not opened:
+        return
+      call, rest = take(after, tools)
+      yield f'A tool call is not closed: {_CLOSE} is missing.' if rest is None else call
+
+  return _proposal(said, calls())
 
 
 def _take_json(after: str, _: Tools) -> Taken:
@@ -305,22 +299,17 @@ def _read_whole(text: str, _: Tools) -> Proposal:
   if not content[position:].startswith('{'):
     fault = 'The answer calls a tool in a form other than {"name": …, "parameters": {…}}.' if tagged else None
     return Proposal(text.replace(_PYTHON_TAG, '').strip(), (), fault)
-  calls: list[ToolCall] = []
-  while position < len(content):
-    if len(calls) == MAX_CALLS:
-      return _proposal([said.strip()], calls, _TOO_MANY)
-    try:
-      found, position = _DECODER.raw_decode(content, position)
-    except (ValueError, RecursionError) as error:
-      return _proposal([said.strip()], calls, _not_json(error))
-    if not calls and not (isinstance(found, dict) and 'name' in found):
-      return Proposal(text.strip(), (), None)  # An answer in JSON that is not a call.
-    call = _call(found, 'parameters')
-    if isinstance(call, str):
-      return _proposal([said.strip()], calls, call)
-    calls.append(call)
-    position = _SEPARATOR.match(content, position).end()
-  return _proposal([said.strip()], calls, None)
+  found, fault = [], None
+  try:
+    while position < len(content):
+      value, position = _DECODER.raw_decode(content, position)
+      found.append(value)
+      position = _SEPARATOR.match(content, position).end()
+  except (ValueError, RecursionError) as error:
+    fault = _not_json(error)
+  if found and not (isinstance(found[0], dict) and 'name' in found[0]):
+    return Proposal(text.strip(), (), None)  # An answer in JSON that is not a call.
+  return _proposal([said.strip()], _calls(found, 'parameters', fault))
 
 
 # Mistral's tags.
@@ -330,13 +319,7 @@ _NAME = re.compile(r'([^\s\[\]{}]+)(?:\[CALL_ID\](\w+))?\[ARGS\]\s*')
 
 def _read_mistral(text: str, _: Tools) -> Proposal:
   said, found, fault = _found(text)
-  calls: list[ToolCall] = []
-  for each in found:
-    call = _TOO_MANY if len(calls) == MAX_CALLS else _call(each, 'arguments')
-    if isinstance(call, str):
-      return _proposal([said], calls, call)
-    calls.append(call)
-  return _proposal([said], calls, fault)
+  return _proposal([said], _calls(found, 'arguments', fault))
 
 
 def _found(text: str) -> tuple[str, list[Any], str | None]:
@@ -422,8 +405,22 @@ def flaw_of(value: Any) -> str | None:
   return None
 
 
-def _proposal(said: Sequence[str], calls: Sequence[ToolCall], fault: str | None) -> Proposal:
-  return Proposal('\n'.join(filter(None, said)), tuple(calls), fault)
+def _calls(found: Sequence[Any], key: str, fault: str | None) -> Iterator[ToolCall | str]:
+  """Yield the calls in JSON values, each or why it is none, and at the end why what follows them is none."""
+  yield from (_call(each, key) for each in found)
+  if fault is not None:
+    yield fault
+
+
+def _proposal(said: Sequence[str], calls: Iterable[ToolCall | str]) -> Proposal:
+  """Return the proposal with the calls up to the first that is none, but a sentence on why."""
+  found, fault = [], None
+  for call in calls:
+    fault = _TOO_MANY if len(found) == MAX_CALLS else call if isinstance(call, str) else None
+    if fault is not None:
+      break
+    found.append(call)
+  return Proposal('\n'.join(filter(None, said)), tuple(found), fault)
 
 
 def _not_json(error: Exception) -> str:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Sequence
 import concurrent.futures
-import dataclasses
 import gc
 import logging
 import threading
 import time
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +28,6 @@ from sdpo_jax.serving.records import BASE, TEACHING_VERSION
 from sdpo_jax.serving.shelf import Arrays, NoPlaceError
 
 Future = concurrent.futures.Future
-Answer = TypeVar('Answer')
 _READERS = 2  # Threads that load versions.
 _BATCHES = 4  # The most micro-batches between two chunks of tokens, unless a single feedback has more.
 _SHARE = 0.75  # The share of the memory for versions that is used; the rest is headroom.
@@ -71,8 +69,7 @@ class Worker:
     self._thread = threading.Thread(target=self._run, name='engine', daemon=True)
     self._readers = concurrent.futures.ThreadPoolExecutor(_READERS, 'versions')
     self._lock, self._wake = threading.Lock(), threading.Event()
-    # Guarded by the lock: requests, and functions that are called with the engine before any request.
-    self._inbox: collections.deque[Job | tuple[Callable[[Engine], Any], Future]] = collections.deque()
+    self._inbox: collections.deque[Job] = collections.deque()  # New requests; guarded by the lock.
     self._unfinished = 0  # Requests that wait or are in progress.
     # Why new requests are refused; None: they are accepted.
     self._refusal: str | None = 'The engine has not been started yet.'
@@ -118,7 +115,7 @@ class Worker:
   def stop(self, drain: float) -> None:
     """Refuse new requests, give those in the queue `drain` seconds to finish, and end the thread.
 
-    Until then, calls that belong to a request in progress (`arrays`, `put` and `forget`) are answered. A second call is
+    Until then, calls that belong to a request in progress (`arrays` and `forget`) are answered. A second call is
     allowed.
     """
     with self._lock:
@@ -138,10 +135,6 @@ class Worker:
     prompt: Sequence[int],
     *,
     deadline: float | None = None,
-    drafts: bool = False,
-    stop: Sequence[str] = (),
-    stop_token_ids: Sequence[int] = (),
-    owner: str | None = None,
     **options: Any,
   ) -> SampleJob:
     """Queue a prompt to be sampled from a version.
@@ -150,18 +143,14 @@ class Worker:
       version: the name of the version in the engine; `BASE`: the model without an adapter.
       prompt: token ids.
       deadline: a time on the worker's clock, at which unfinished samples are cancelled; None: no limit.
-      drafts: whether the job yields drafts, too.
-      stop: strings that end a sample.
-      stop_token_ids: tokens that end a sample.
-      owner: see `Engine.submit`.
-      **options: `SamplingOptions`; the default of `step` is 0.
+      **options: options of `Engine.submit`: the owner, stop strings and tokens, whether the job yields drafts, too, and
+        `SamplingOptions`; the default of `step` is 0.
 
     Raises:
       Busy: too many requests wait.
       NotReady: there is no engine now.
     """
-    given = {'step': 0, **options, 'drafts': drafts, 'stop': tuple(stop), 'stop_token_ids': tuple(stop_token_ids)}
-    given['owner'] = owner
+    given = {'step': 0, **options}
     job = SampleJob(frozenset({version} - {BASE}), deadline, version=version, prompt=list(prompt), options=given)
     self._queue(job)
     return job
@@ -237,21 +226,6 @@ class Worker:
         pass
     return self._load(version)
 
-  def put(self, version: str, arrays: Arrays) -> None:
-    """Make a version from arrays in the form of `arrays`.
-
-    Raises:
-      InvalidRequest: the arrays do not have the served shape, or are not finite.
-      ServiceError: a version of that name exists.
-      NotReady: there is no engine now.
-    """
-
-    def restore(engine: Engine) -> None:
-      engine.restore(version, arrays)
-      self._own.add(version)
-
-    self._call(restore).result()
-
   def stored(self, version: str) -> None:
     """Note that `load` can read a version from now on, so that the engine may drop it."""
     self._stored.append(version)
@@ -275,8 +249,11 @@ class Worker:
       NotReady: the worker has ended.
     """
     jobs = [ForgetJob(version=version) for version in versions]
-    for job in jobs:
-      self._leave(job)
+    with self._lock:
+      if self._closed or self._thread.ident is None:
+        raise NotReady(self._refusal)
+      self._inbox += jobs
+    self._wake.set()
     for job in jobs:
       job.future.result()
 
@@ -310,19 +287,6 @@ class Worker:
       job.began = self._clock()
       self._unfinished += 1
       self._inbox.append(job)
-    self._wake.set()
-
-  def _call(self, do: Callable[[Engine], Answer]) -> Future[Answer]:
-    """Schedule a function to be called with the engine, before the next chunk of tokens."""
-    future: Future[Answer] = Future()
-    self._leave((do, future))
-    return future
-
-  def _leave(self, work: Job | tuple[Callable[[Engine], Any], Future]) -> None:
-    with self._lock:
-      if self._closed or self._thread.ident is None:
-        raise NotReady(self._refusal)
-      self._inbox.append(work)
     self._wake.set()
 
   # The thread.
@@ -403,15 +367,7 @@ class Worker:
         self._own.remove(version)
         self._kept[version] = None
     while self._inbox:
-      work = self._inbox.popleft()
-      if isinstance(work, Job):
-        self._waiting.append(work)
-      else:
-        do, future = work
-        try:
-          future.set_result(do(engine))
-        except Exception as error:
-          future.set_exception(_refused(error))
+      self._waiting.append(self._inbox.popleft())
     for version, future in [(version, future) for version, future in self._loading.items() if future.done()]:
       del self._loading[version]
       try:
@@ -542,7 +498,7 @@ class Worker:
       return
     for job, count in wanted:
       own, found = found[:count], found[count:]
-      job.found += [_cut(scored, job.topk) for scored in own]
+      job.found += [scored.with_top(job.topk) for scored in own]
       self._touch(job)
       if not job.left:
         self._waiting.remove(job)
@@ -682,14 +638,11 @@ class Worker:
       self._inbox.clear()
     self.ready.clear()
     self._engine = None
-    for work in left:
-      if isinstance(work, ForgetJob):  # The version is gone with the engine.
-        work.future.set_result(None)
-      elif isinstance(work, Job):
-        self._end(None, work, NotReady(why), 'failed')
+    for job in left:
+      if isinstance(job, ForgetJob):  # The version is gone with the engine.
+        job.future.set_result(None)
       else:
-        _, future = work
-        future.set_exception(NotReady(why))
+        self._end(None, job, NotReady(why), 'failed')
 
 
 def _refused(error: Exception) -> ServiceError:
@@ -701,13 +654,6 @@ def _refused(error: Exception) -> ServiceError:
   if isinstance(error, NoPlaceError):
     return Busy(f'{error} Retry in a second.', retry_after=1.0)
   return ServiceError(f'The request has failed in the engine ({first_line(error)}): nothing has changed.')
-
-
-def _cut(scored: Scored, topk: int) -> Scored:
-  """Return scores with only the `topk` most likely tokens at each position."""
-  if scored.top_ids.shape[1] == topk:
-    return scored
-  return dataclasses.replace(scored, top_ids=scored.top_ids[:, :topk], top_log_probs=scored.top_log_probs[:, :topk])
 
 
 def _plain(error: BaseException) -> BaseException:

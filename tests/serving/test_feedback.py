@@ -17,6 +17,7 @@ from sdpo_jax.serving.errors import Cancelled, Deadline, InvalidRequest, NotFoun
 from sdpo_jax.serving.feedback import FeedbackEntry
 from sdpo_jax.serving.feedback_request import Item, make_request
 from sdpo_jax.serving.records import engine_name
+from tests.serving.engines import put
 from tests.serving.service_world import HELLO, WIDE, make_config, model_folder, running, sample
 
 STAGES = ['queued', 'scored', 'stepped', 'guarded']
@@ -362,7 +363,7 @@ def test_teachers_of_an_adapter_say_what_direct_passes_say(ada, kind):
     name = 'average of the test'
     own = {f'factors/{key[8:]}': value for key, value in known.items() if key.startswith('average/')}
     assert any((known[key] != value).any() for key, value in own.items())
-    ada.service.worker.put(name, {**known, **own})
+    put(ada.service.worker, name, {**known, **own})
   expected = scored(ada, name, drawn.prompt_tokens, drawn.tokens).log_probs
   np.testing.assert_allclose(per_token(answer, 'teacher_log_probs'), expected, atol=1e-5)
   if kind == 'ema':

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from sdpo_jax.config import GuardsConfig
+from sdpo_jax.files import jsonable
 from sdpo_jax.learning.losses import Sdpo
-from sdpo_jax.serving import guards, lessons
+from sdpo_jax.serving import guards
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback import loss_said, recent_losses
 from sdpo_jax.serving.guards import Guards, Measured
@@ -73,7 +74,7 @@ def test_the_divergence_over_a_few_tokens_is_the_formula_and_a_lower_bound(seed,
   p, q = draw.dirichlet(np.full(12, 0.5), size=(2, 3)) + 1e-9
   p, q = (each / each.sum(-1, keepdims=True) for each in (p, q))
   ids = np.argsort(-q, axis=-1)[:, :k]
-  found = guards.kl_to_base(*(np.log(np.take_along_axis(each, ids, 1)) for each in (q, p)))
+  found = guards.kl_over_support(*(np.log(np.take_along_axis(each, ids, 1)) for each in (q, p)))
   whole = (p * np.log(p / q)).sum(-1)
   kept = [np.take_along_axis(each, ids, 1) for each in (p, q)]
   tails = [np.maximum(1 - each.sum(-1), 1e-12) for each in kept]
@@ -81,13 +82,13 @@ def test_the_divergence_over_a_few_tokens_is_the_formula_and_a_lower_bound(seed,
   # What is left is a difference of numbers near 1: at 1e-9 it is known to 1e-7 of itself, and so is its logarithm.
   np.testing.assert_allclose(found, np.maximum(expected, 0), atol=1e-6)
   assert (found <= whole + 1e-6).all()
-  assert (guards.kl_to_base(*(np.log(kept[0]),) * 2) == 0).all()
+  assert (guards.kl_over_support(*(np.log(kept[0]),) * 2) == 0).all()
 
 
 def test_entries_that_name_no_token_do_not_count():
   q, p = np.log([[0.5, 0.25, 0.25]]), np.log([[0.25, 0.5, 0.25]])
   more = (np.append(each, [[fill]], 1) for each, fill in ((q, -np.inf), (p, 0.0)))
-  np.testing.assert_allclose(guards.kl_to_base(*more), guards.kl_to_base(q, p))
+  np.testing.assert_allclose(guards.kl_over_support(*more), guards.kl_over_support(q, p))
 
 
 def test_completions_that_are_alike_are_seen():
@@ -109,7 +110,7 @@ def test_only_losses_with_the_same_parameters_are_compared():
   """A KL is many times the Jensen-Shannon divergence of the same two distributions."""
   jsd, kl = Sdpo(alpha=0.5, is_clip=None), Sdpo(alpha=0.0, is_clip=None)
   versions = [
-    Version('a', number, number - 1, reason, 0.0, '', {'loss': lessons.finite(loss_said(loss)), 'steps': steps})
+    Version('a', number, number - 1, reason, 0.0, '', {'loss': jsonable(loss_said(loss)), 'steps': steps})
     for number, (reason, loss, steps) in enumerate(
       [
         ('feedback', jsd, [{'loss': 0.1}, {'loss': 7.0}]),

@@ -10,6 +10,7 @@ import pytest
 from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.errors import UserError
+from sdpo_jax.files import jsonable
 from sdpo_jax.serving import lessons
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback_request import Item
@@ -118,9 +119,9 @@ def test_tokens_that_are_none_are_refused(field, tokens):
 def test_what_is_not_finite_is_null():
   values = np.float32([[1, np.nan], [-np.inf, -0.0]])
   assert lessons.numbers(values) == [[1.0, None], [None, 0.0]]
-  found = lessons.finite({'a': np.float32(np.inf), 'b': [(np.int32(3), float('nan'))], 'c': True, 'd': None})
+  found = jsonable({'a': np.float32(np.inf), 'b': [(np.int32(3), float('nan'))], 'c': True, 'd': None})
   assert json.dumps(found, allow_nan=False) == '{"a": null, "b": [[3, null]], "c": true, "d": null}'
-  assert str(lessons.finite(-0.0)) == '0.0'
+  assert str(jsonable(-0.0)) == '0.0'
 
 
 def test_what_has_no_teacher_is_learned_by_a_loss_of_its_own():

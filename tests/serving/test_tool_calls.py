@@ -8,7 +8,7 @@ import pytest
 
 from sdpo_jax.errors import UserError
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.tool_calls import FORMS, ToolCall, call_ids, cutting, form_of, read_calls, write_call, write_calls
+from sdpo_jax.serving.tool_calls import FORMS, ToolCall, call_ids, cutting, form_of, read_calls, write_calls
 
 HERMES = "{% if tools %}<tool_call>{'name': …, 'arguments': …}</tool_call>{% endif %}"
 LLAMA = '{% if tools %}{"name": …, "parameters": …}{% endif %}{% if role == "ipython" %}{% endif %}'
@@ -74,10 +74,10 @@ def test_calls_are_found_beside_text_and_not_in_thinking():
 def test_tags_in_an_argument_are_text(form):
   tags = '</tool_call> <tool_call> <think> </think> <|python_tag|> [TOOL_CALLS] [ARGS] [CALL_ID]'
   call = ToolCall('write', {'content': f'a {tags} <b>', '<think>': '<'})
-  written = write_call(call, form)
+  written = write_calls((call,), form)
   assert read_calls(f'I write. {written}' if form != 'llama3' else written, form).calls == (call,)
   found = re.findall(r'</?(?:tool_call|think)>|<.python_tag|\[[A-Z_]+\]', written)
-  own = re.findall(r'</?tool_call>|\[[A-Z_]+\]', write_call(ToolCall('write', {}), form))  # A call's own.
+  own = re.findall(r'</?tool_call>|\[[A-Z_]+\]', write_calls((ToolCall('write', {}),), form))  # A call's own.
   assert found == own and '<b>' in written
   if form == 'hermes':  # As a model may write it.
     drawn = tagged('{"name": "write", "arguments": {"content": "</tool_call>"}}')
@@ -235,7 +235,7 @@ def test_calls_of_mistral_are_read(text, names, fault):
 def test_what_a_form_cannot_write_is_refused(call):
   with pytest.raises(InvalidRequest, match='cannot be written as a call in the form of the model .qwen3_coder.'):
     write_calls((ToolCall('set', {}), call), 'qwen3_coder', TOOLS)
-  assert read_calls(write_call(call, 'hermes'), 'hermes').calls == (call,)
+  assert read_calls(write_calls((call,), 'hermes'), 'hermes').calls == (call,)
 
 
 def test_nothing_after_a_fault_is_a_call():
@@ -277,7 +277,7 @@ ARGUMENTS = strategies.dictionaries(strategies.sampled_from(sorted(PROPERTIES)) 
 def test_a_call_that_is_written_is_read_again(form, name, arguments):
   call = ToolCall(name, arguments)
   try:
-    text = write_call(call, form, TOOLS)
+    text = write_calls((call,), form, TOOLS)
   except InvalidRequest:
     assert form == 'qwen3_coder' or (not name.isalnum() and 'mistral' in form)
     return
@@ -288,4 +288,4 @@ def test_a_call_that_is_written_is_read_again(form, name, arguments):
 @given(strategies.text(), strategies.integers(), strategies.booleans(), strategies.lists(VALUES, max_size=3))
 def test_ordinary_arguments_can_be_written_between_tags(text, count, flag, items):
   call = ToolCall('set', {'text': text, 'count': count, 'flag': flag, 'items': items, 'map': {'a': items}})
-  assert read_calls(write_call(call, 'qwen3_coder', TOOLS), 'qwen3_coder', TOOLS).calls == (call,)
+  assert read_calls(write_calls((call,), 'qwen3_coder', TOOLS), 'qwen3_coder', TOOLS).calls == (call,)

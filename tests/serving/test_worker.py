@@ -24,7 +24,7 @@ from sdpo_jax.serving.errors import Busy, Cancelled, Deadline, InvalidRequest, N
 from sdpo_jax.serving.records import BASE
 from sdpo_jax.serving.shelf import NoPlaceError
 from sdpo_jax.serving.worker import Worker
-from tests.serving.engines import feedback, make_model, random_factors, start
+from tests.serving.engines import feedback, make_model, put, random_factors, start
 
 SETTINGS = EngineSettings(
   (8,), (8,), (8,), rows=2, training_rows=2, snapshots=2, slots=2, topk=4, kept_prefixes=0, memory_bytes=800
@@ -276,7 +276,7 @@ def test_feedback_and_samples_take_turns(made):
 
 def test_what_waits_together_is_done_together(made):
   for version in range(4):
-    made.worker.put(f'own{version}', {})
+    put(made.worker, f'own{version}', {})
   gates = held(made, 'score')
   first = made.worker.score(BASE, [([1], [2])])
   until(lambda: made.log[-1][0] == 'score')
@@ -301,7 +301,7 @@ def test_what_waits_together_is_done_together(made):
 
 def test_one_that_is_refused_is_refused_alone(made):
   for version in range(3):
-    made.worker.put(f'own{version}', {})
+    put(made.worker, f'own{version}', {})
   gates = held(made, 'score')
   made.worker.score(BASE, [([1], [2])])
   until(lambda: made.log[-1][0] == 'score')
@@ -395,7 +395,7 @@ def test_an_idle_worker_does_nothing(made):
 def test_versions_that_can_be_read_again_are_dropped(made):
   """Those that only the engine has stay, and those in use, whatever comes."""
   most = 6  # Three quarters of the memory.
-  made.worker.put('own', {'mine': 1})
+  put(made.worker, 'own', {'mine': 1})
   for version in range(20):
     made.worker.score(f'{version}@0', [([1], [2])]).result(LONG)
     until(lambda: made.worker.stats['unfinished'] == 0)
@@ -444,7 +444,7 @@ def test_the_end_lets_what_is_under_way_be_done(made):
     gates['turn'].set()
     ended.result(LONG)
   assert handle.result()[0].text == '1@0' and waiting.result(LONG).stepped
-  for call in (lambda: made.worker.put('x', {}), lambda: made.worker.forget('x'), lambda: made.worker.fresh(1)):
+  for call in (lambda: made.worker.forget('x'), lambda: made.worker.fresh(1)):
     with pytest.raises(NotReady):
       call()
   with pytest.raises(NotReady, match='has ended'):
@@ -475,8 +475,8 @@ def test_a_failure_of_the_engine_is_told_and_overcome(made, method, lasting):
   afterwards.
   """
   worker = made.worker
-  worker.put('own', {'mine': 1})
-  worker.put('gone', {})
+  put(worker, 'own', {'mine': 1})
+  put(worker, 'gone', {})
   for version in range(5):
     worker.score(f'{version}@0', [([1], [2])]).result(LONG)
   if lasting:
@@ -534,7 +534,7 @@ def test_every_request_ends_whatever_fails_in_between(made, rounds):
     try:
       for at in range(rounds):
         own, version = f'{number} {at}', f'{draw.integers(20)}@0'
-        action = draw.choice(['sample', 'cancel', 'score', 'learn', 'reject', 'put', 'break'])
+        action = draw.choice(['sample', 'cancel', 'score', 'learn', 'reject', 'break'])
         try:
           if action == 'break' and number == 0:
             engine = made.engines[-1]
@@ -553,9 +553,6 @@ def test_every_request_ends_whatever_fails_in_between(made, rounds):
               worker.forget(own)
             else:
               kept[own] = {'of': version}
-          elif action == 'put':
-            worker.put(own, {'of': own})
-            kept[own] = {'of': own}
         except ServiceError:
           pass
     except BaseException as error:
@@ -594,7 +591,7 @@ class Client(threading.Thread):
     draw, worker = self.draw, self.worker
     adapter = int(draw.choice(list(self.heads)))
     anyone = str(draw.choice([*self.heads.values(), f'{draw.integers(16)}@0', BASE]))
-    action = draw.choice(['sample', 'sample', 'cancel', 'score', 'learn', 'learn', 'reject', 'put'])
+    action = draw.choice(['sample', 'sample', 'cancel', 'score', 'learn', 'learn', 'reject'])
     if action in ('sample', 'cancel'):
       seed = int(draw.integers(3))
       handle = worker.sample(anyone, [3, 4, 5], n=2, seed=seed, max_tokens=8)
@@ -606,7 +603,7 @@ class Client(threading.Thread):
         assert action == 'cancel'
     elif action == 'score':
       self.scored.append((anyone, worker.score(anyone, [([3, 4], [5, 6, 7])], topk=4).result()[0]))
-    elif action in ('learn', 'reject'):
+    else:
       head, new = self.heads[adapter], f'{adapter}@{number + 1}'
       teacher = str(draw.choice(['live', 'average', 'base', f'version:{adapter}@0']))
       request = feedback(head, new, seed=number, teacher=teacher)
@@ -618,11 +615,6 @@ class Client(threading.Thread):
       self.learned.append(request)
       worker.stored(new)
       self.heads[adapter] = new
-    else:
-      worker.put(f'temporary {adapter}', worker.arrays(self.heads[adapter]))
-      done = worker.sample(f'temporary {adapter}', [3, 4, 5], n=2, seed=0, max_tokens=8).result()
-      self.drawn.append((self.heads[adapter], 0, done))
-      worker.forget(f'temporary {adapter}')
 
 
 @pytest.mark.parametrize('rounds', [6, pytest.param(80, marks=pytest.mark.slow)])
@@ -678,7 +670,7 @@ def test_an_engine_whose_sampler_failed_is_made_anew(model, tmp_path, monkeypatc
   worker.start()
   assert worker.wait(LONG)
   first = worker.sample('0@0', [3, 4, 5], n=2, seed=0, max_tokens=8).result()
-  worker.put('own', worker.arrays('0@0'))
+  put(worker, 'own', worker.arrays('0@0'))
   with monkeypatch.context() as broken:
 
     def fail(self):

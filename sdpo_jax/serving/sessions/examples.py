@@ -71,14 +71,11 @@ class TrainingExample:
       InvalidRequest: a field is invalid; the error names it.
     """
     names = [field.name for field in dataclasses.fields(cls)]
-    said = dict(json_fields.known(values, ('format', *names), 'An example'))
+    said = json_fields.known(values, ('format', *names), 'An example')
     if said.pop('format', None) != FORMAT:
       raise InvalidRequest(f'An example must have the format {FORMAT} of this version of sdpo_jax.', field='format')
     said.setdefault('edited_tokens', None)  # Examples from before it was there.
-    missing = [name for name in names if name not in said]
-    if missing:
-      raise InvalidRequest(f'An example needs {missing[0]}.', field=missing[0])
-    read = {name: _READ[name](said[name], name) for name in names}
+    read = json_fields.fields_of(said, _READ, 'An example', names)
     fits = read['log_probs'] is None or len(read['log_probs']) == len(read['tokens'])
     if not fits or not read['tokens'] or not read['prompt_tokens']:
       raise InvalidRequest(
@@ -182,16 +179,15 @@ def _as_json(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
   return [dataclasses.asdict(call) for call in calls]
 
 
+_whole = json_fields.whole(0, 2**31 - 1)
+
+
 def _objects(value: Any, field: str) -> tuple[dict[str, Any], ...]:
   return tuple(json_fields.listed(value, field, 2**20, json_fields.mapping))
 
 
 def _wholes(value: Any, field: str) -> tuple[int, ...]:
   return tuple(json_fields.listed(value, field, 2**24, _whole))
-
-
-def _whole(value: Any, field: str) -> int:
-  return json_fields.whole(value, field, 0, 2**31 - 1)
 
 
 def _messages(value: Any, field: str) -> tuple[dict[str, Any], ...]:
@@ -205,14 +201,8 @@ def _messages(value: Any, field: str) -> tuple[dict[str, Any], ...]:
   return found
 
 
-def _log_probs(value: Any, field: str) -> np.ndarray | None:
-  if value is None:
-    return None
+def _log_probs(value: Any, field: str) -> np.ndarray:
   return np.asarray(json_fields.listed(value, field, 2**24, json_fields.finite), np.float32)
-
-
-def _optional_object(value: Any, field: str) -> dict[str, Any] | None:
-  return None if value is None else json_fields.mapping(value, field)
 
 
 def _calls(value: Any, field: str) -> tuple[dict[str, Any], ...]:
@@ -233,23 +223,23 @@ _READ = {
   'drawn_by': _whole,
   'messages': _messages,
   'tools': _objects,
-  'tool_form': lambda value, field: None if value is None else json_fields.one_of(*FORMS)(value, field),
+  'tool_form': json_fields.optional(json_fields.one_of(*FORMS)),
   'text': json_fields.text,
   'said': json_fields.text,
   'ended': json_fields.flag,
   'calls': _calls,
-  'demonstration': json_fields.optional_text,
+  'demonstration': json_fields.optional(json_fields.text),
   'demonstrated': _calls,
-  'feedback': json_fields.optional_text,
-  'environment': json_fields.optional_text,
+  'feedback': json_fields.optional(json_fields.text),
+  'environment': json_fields.optional(json_fields.text),
   'prompt_tokens': _wholes,
   'tokens': _wholes,
-  'log_probs': _log_probs,
+  'log_probs': json_fields.optional(_log_probs),
   'teacher_prompt': _wholes,
   'tokenizer': json_fields.text,
-  'teacher': _optional_object,
+  'teacher': json_fields.optional(json_fields.mapping),
   'update': json_fields.mapping,
-  'guards': _optional_object,
+  'guards': json_fields.optional(json_fields.mapping),
   'show_attempt': json_fields.flag,
-  'edited_tokens': lambda value, field: None if value is None else _wholes(value, field),
+  'edited_tokens': json_fields.optional(_wholes),
 }

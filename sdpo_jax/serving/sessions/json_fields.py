@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import json
 import math
 from typing import Any
@@ -11,17 +11,43 @@ from sdpo_jax.errors import short_repr
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.tool_calls import flaw_of
 
+Reader = Callable[[Any, str], Any]  # Validates the value of a field, and returns it; raises InvalidRequest.
 LONGEST_TEXT = 1_000_000  # The most characters of a text.
 
 
-def known(values: Any, fields: Sequence[str], what: str) -> Mapping[str, Any]:
-  """Return an object that has only these fields; raises InvalidRequest for anything else."""
+def known(values: Any, fields: Iterable[str], what: str, within: str = '') -> dict[str, Any]:
+  """Return an object that has only these fields; raises InvalidRequest for anything else.
+
+  Args:
+    values: the object.
+    fields: the names of its fields.
+    what: what it is, for error messages.
+    within: the beginning of the names of its fields in errors.
+  """
   if not isinstance(values, Mapping):
     raise InvalidRequest(f'{what} must be an object, not {short_repr(values)}.')
   for name in values:
     if name not in fields:
-      raise InvalidRequest(f'{what} has no field {short_repr(name)}, only {", ".join(fields)}.', field=str(name))
-  return values
+      raise InvalidRequest(
+        f'{what} has no field {short_repr(name)}, only {", ".join(fields)}.', field=f'{within}{name}'
+      )
+  return dict(values)
+
+
+def fields_of(values: Any, fields: Mapping[str, Reader], what: str, needed: Iterable[str] = ()) -> dict[str, Any]:
+  """Return an object with its fields validated; raises InvalidRequest if it has others or lacks one.
+
+  Args:
+    values: the object.
+    fields: the validator of each field.
+    what: what it is, for error messages.
+    needed: the names of the fields that must be there.
+  """
+  said = known(values, fields, what)
+  for name in needed:
+    if name not in said:
+      raise InvalidRequest(f'{what} needs {name}.', field=name)
+  return {name: fields[name](value, name) for name, value in said.items()}
 
 
 def text(value: Any, field: str, *, longest: int = LONGEST_TEXT) -> str:
@@ -31,23 +57,22 @@ def text(value: Any, field: str, *, longest: int = LONGEST_TEXT) -> str:
   return _sound(value, field)
 
 
-def optional_text(value: Any, field: str) -> str | None:
-  """Return a text or None; raises InvalidRequest for anything else."""
-  return None if value is None else text(value, field)
+def whole(least: int, most: int) -> Callable[[Any, str], int]:
+  """Return a validator that returns an integer from `least` to `most`, and raises InvalidRequest for anything else."""
+
+  def read(value: Any, field: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+      raise InvalidRequest(
+        f'{field} must be a whole number between {least} and {most}, not {short_repr(value)}.', field=field
+      )
+    return value
+
+  return read
 
 
-def whole(value: Any, field: str, least: int, most: int) -> int:
-  """Return an integer from `least` to `most`; raises InvalidRequest for anything else."""
-  if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-    raise InvalidRequest(
-      f'{field} must be a whole number between {least} and {most}, not {short_repr(value)}.', field=field
-    )
-  return value
-
-
-def optional_whole(value: Any, field: str, least: int, most: int) -> int | None:
-  """Return an integer from `least` to `most`, or None; raises InvalidRequest for anything else."""
-  return None if value is None else whole(value, field, least, most)
+def optional(reader: Reader) -> Reader:
+  """Return a validator that also accepts None."""
+  return lambda value, field: None if value is None else reader(value, field)
 
 
 def flag(value: Any, field: str) -> bool:
@@ -69,7 +94,7 @@ def mapping(value: Any, field: str) -> dict[str, Any]:
   return _sound(found, field)
 
 
-def listed(value: Any, field: str, most: int, each: Callable[[Any, str], Any]) -> list[Any]:
+def listed(value: Any, field: str, most: int, each: Reader) -> list[Any]:
   """Return a list of at most `most` elements, each validated by `each`; raises InvalidRequest for anything else."""
   if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > most:
     raise InvalidRequest(f'{field} must be a list of up to {most} elements, not {short_repr(value)}.', field=field)

@@ -23,6 +23,7 @@ Status = Literal['open', 'approved', 'edited', 'denied', 'answered']
 DECIDED = {'approve': 'approved', 'deny': 'denied', 'edit': 'edited'}  # The status of a turn after each decision.
 MOST_TOOLS = 128
 LONGEST_TITLE = 200  # The most characters of a title.
+_CALL = json_fields.whole(0, MAX_CALLS - 1)
 _SAMPLING = ('max_tokens', 'temperature', 'top_p', 'top_k', 'min_p', 'stop')
 
 
@@ -31,9 +32,8 @@ class SessionSettings:
   """The settings of a session: how it samples proposals, and how it learns from decisions."""
 
   system: str | None = None  # The system message; None: the one of the chat template, if any.
-  tools: Sequence[Mapping[str, Any]] = dataclasses.field(
-    default_factory=list
-  )  # JSON schemas, as chat templates take them.
+  # JSON schemas, as chat templates take them.
+  tools: Sequence[Mapping[str, Any]] = dataclasses.field(default_factory=list)
   title: str = ''  # A label for people.
   min_sdpo_examples: int = 1  # How many examples to learn together; fewer wait.
   teacher: Mapping[str, Any] | None = None  # As `feedback_request.choose_teacher` reads it; None: the adapter's.
@@ -59,13 +59,11 @@ class SessionSettings:
     Raises:
       InvalidRequest: a field is invalid; the error names it.
     """
-    names = [field.name for field in dataclasses.fields(cls)]
-    said = {name: value for name, value in json_fields.known(values, names, 'A session').items() if value is not None}
-    read = {
+    fields = {
       'system': json_fields.text,
       'tools': lambda value, field: json_fields.listed(value, field, MOST_TOOLS, _tool),
       'title': lambda value, field: json_fields.text(value, field, longest=LONGEST_TITLE),
-      'min_sdpo_examples': lambda value, field: json_fields.whole(value, field, 1, 2**31 - 1),
+      'min_sdpo_examples': json_fields.whole(1, 2**31 - 1),
       'teacher': lambda value, field: json_fields.mapping(teacher_settings(value), field),
       'update': json_fields.mapping,
       'guards': json_fields.mapping,
@@ -73,10 +71,11 @@ class SessionSettings:
       'after_denial': json_fields.one_of('tell', 'retry'),
       'learn_edits': json_fields.one_of('direct', 'teacher'),
       'learn_from_results': json_fields.flag,
-      'rehearse': lambda value, field: json_fields.whole(value, field, 0, 2**31 - 1),
+      'rehearse': json_fields.whole(0, 2**31 - 1),
       'show_attempt': json_fields.flag,
     }
-    return cls(**{name: read[name](value, name) for name, value in said.items()})
+    said = json_fields.known(values, fields, 'A session')
+    return cls(**{name: fields[name](value, name) for name, value in said.items() if value is not None})
 
   def to_json(self) -> dict[str, Any]:
     """Return the settings as JSON, fields by name."""
@@ -152,7 +151,7 @@ class Decision:
     kind = said.get('decision')
     if kind not in DECIDED:
       raise InvalidRequest(f'decision must be one of {", ".join(DECIDED)}, not {short_repr(kind)}.', field='decision')
-    correction = json_fields.optional_text(said.get('correction'), 'correction')
+    correction = json_fields.optional(json_fields.text)(said.get('correction'), 'correction')
     arguments, call = said.get('arguments'), said.get('call')
     if (arguments is None) == (kind == 'edit'):
       raise InvalidRequest(
@@ -167,7 +166,7 @@ class Decision:
       kind,
       correction if correction is not None and correction.strip() else None,
       None if arguments is None else json_fields.mapping(arguments, 'arguments'),
-      0 if call is None else json_fields.whole(call, 'call', 0, MAX_CALLS - 1),
+      0 if call is None else _CALL(call, 'call'),
     )
 
   def to_json(self) -> dict[str, Any]:
@@ -191,19 +190,16 @@ class ToolResult:
   @classmethod
   def from_json(cls, values: Any) -> ToolResult:
     """Validate the result in a request, and return it; raises InvalidRequest."""
-    said = json_fields.known(values, [field.name for field in dataclasses.fields(cls)], 'A result')
-    for name in ('call', 'ok', 'text'):
-      if name not in said:
-        raise InvalidRequest(f'A result needs {name}.', field=name)
-    return cls(
-      json_fields.whole(said['call'], 'call', 0, MAX_CALLS - 1),
-      json_fields.flag(said['ok'], 'ok'),
-      json_fields.text(said['text'], 'text'),
-      json_fields.optional_whole(said.get('exit_code'), 'exit_code', -(2**31), 2**31 - 1),
-      json_fields.optional_text(said.get('stderr'), 'stderr'),
-      json_fields.optional_text(said.get('field'), 'field'),
-      json_fields.optional_whole(said.get('line'), 'line', 0, 2**53),
-    )
+    fields = {
+      'call': _CALL,
+      'ok': json_fields.flag,
+      'text': json_fields.text,
+      'exit_code': json_fields.optional(json_fields.whole(-(2**31), 2**31 - 1)),
+      'stderr': json_fields.optional(json_fields.text),
+      'field': json_fields.optional(json_fields.text),
+      'line': json_fields.optional(json_fields.whole(0, 2**53)),
+    }
+    return cls(**json_fields.fields_of(values, fields, 'A result', ('call', 'ok', 'text')))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -399,12 +395,7 @@ def _tool(value: Any, field: str) -> dict[str, Any]:
 
 
 def _sampling(value: Any, field: str) -> dict[str, Any]:
-  said = json_fields.mapping(value, field)
-  for name in said:
-    if name not in _SAMPLING:
-      raise InvalidRequest(
-        f'sampling has no field {short_repr(name)}, only {", ".join(_SAMPLING)}.', field=f'sampling.{name}'
-      )
+  said = json_fields.known(json_fields.mapping(value, field), _SAMPLING, 'sampling', 'sampling.')
   stop = said.get('stop')
   if isinstance(stop, str):
     said['stop'] = [stop]

@@ -22,6 +22,7 @@ from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback import FeedbackResult
 from sdpo_jax.serving.feedback_request import MOST_TOP, FeedbackRequest, Item, make_request
+from sdpo_jax.serving.guards import kl_over_support
 from sdpo_jax.serving.lessons import rounded
 from sdpo_jax.serving.sessions import proposing, session_tables, teaching
 from sdpo_jax.serving.sessions.conversation import Dialogue
@@ -238,35 +239,18 @@ def _warning(moved: MovedAnswers) -> str | None:
   )
 
 
-def divergence(teacher: Sequence[np.ndarray], student: Sequence[np.ndarray]) -> float:
-  """Return KL(teacher‖student) in nats, the mean over T positions.
-
-  Tokens that are not among the given ones form one tail bucket, so that the result is a lower bound.
-
-  Args:
-    teacher: T arrays with the log-probs of the teacher's most likely tokens at a position.
-    student: T arrays with the student's log-probs of the same tokens.
-  """
-  per_token = []
-  for theirs, own in zip(teacher, student, strict=True):
-    ours = np.asarray(own, np.float64)
-    rest = [np.log(max(1 - np.exp(each).sum(), _LEAST)) for each in (theirs, ours)]
-    theirs, ours = np.append(theirs, rest[0]), np.append(ours, rest[1])
-    per_token.append(float(np.sum(np.exp(theirs) * (theirs - ours))))
-  return float(np.mean(per_token))
-
-
 def _divergences(scores: LessonScores) -> tuple[float | None, float | None]:
-  """Return the `divergence` before and after the steps of a measured feedback; None: no log-prob is finite."""
+  """Return KL(teacher‖student), the mean over the tokens, before and after the steps of a measured feedback.
+
+  None: no log-prob of the teacher is finite.
+  """
   ids, log_probs = scores.teacher_top_ids[:, :MOST_TOP], rounded(scores.teacher_top_log_probs[:, :MOST_TOP])
   named = (ids >= 0) & np.isfinite(log_probs)
   if not named.any():
     return None, None
-  teacher, *students = (
-    [row[own] for row, own in zip(rows[:, :MOST_TOP], named, strict=True)]
-    for rows in (log_probs, scores.named_before, scores.named_after)
-  )
-  before, after = (divergence(teacher, student) for student in students)
+  theirs = np.where(named, log_probs, -np.inf)
+  students = (rows[:, :MOST_TOP] for rows in (scores.named_before, scores.named_after))
+  before, after = (float(kl_over_support(student, theirs, least=_LEAST).mean()) for student in students)
   return before, after
 
 

@@ -51,7 +51,7 @@ def make_app(
     *openai.ROUTES,
     *distill.routes(lifetime),
   ]
-  return behind_gate(routes, lifetime, settings, keys, log, metrics)
+  return behind_gate(routes, lifetime=lifetime, settings=settings, keys=keys, log=log, metrics=metrics)
 
 
 def _own_routes(lifetime: Lifetime, metrics: Metrics, needs_key: bool) -> list[Route]:

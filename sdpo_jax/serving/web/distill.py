@@ -24,7 +24,7 @@ from sdpo_jax.serving.records import AdapterRecord
 from sdpo_jax.serving.web.admission import Lifetime
 from sdpo_jax.serving.web.endpoints import Incoming, Reply, operation, route
 from sdpo_jax.serving.web.native import feedback_again, zip_reply
-from sdpo_jax.serving.web.schemas import Message, Number, RequestBody, ResponseBody, Text, Tokens
+from sdpo_jax.serving.web.schemas import Message, Named, Number, RequestBody, ResponseBody, Text, Tokens
 
 # /v1/distill.
 
@@ -77,15 +77,8 @@ def distill(asked: Incoming) -> Reply:
   adapter, expected = _learner(asked, body.adapter)
   item = _item(asked.account, body.prompt, body.response, body.feedback)
   training = body.training
-  update = {
-    'loss': 'jsd_pg',
-    'learning_rate': training.learning_rate,
-    'alpha': training.alpha,
-    'clip_eps': training.clip_eps,
-    'max_grad_norm': training.max_grad_norm,
-    'steps': training.num_steps,
-    'jsd_weight': training.jsd_reg_weight,
-  }
+  update = {'loss': 'jsd_pg', 'steps': training.num_steps, 'jsd_weight': training.jsd_reg_weight}
+  update |= training.model_dump(include={'learning_rate', 'alpha', 'clip_eps', 'max_grad_norm'})
   most = asked.account.service.sizes.topk
   if training.jsd_reg_weight and training.teacher_top_k not in (None, most):
     raise InvalidRequest(
@@ -167,14 +160,8 @@ def feedback(asked: Incoming) -> Reply:
   adapter, expected = _learner(asked, first.lora_id)
   items = [_item(account, each.prompt, each.response, each.feedback) for each in body.requests]
   training = first.training
-  update = {
-    'loss': 'sdpo',
-    'learning_rate': training.learning_rate,
-    'alpha': training.alpha,
-    'is_clip': training.is_clip,
-    'max_grad_norm': training.max_grad_norm,
-    'topk': training.teacher_top_k,
-  }
+  update = {'loss': 'sdpo', 'topk': training.teacher_top_k}
+  update |= training.model_dump(include={'learning_rate', 'alpha', 'is_clip', 'max_grad_norm'})
   answer = _learn(asked, adapter, expected, items, update)
   return Reply(_fed(adapter, answer, len(items), time.monotonic() - began))
 
@@ -255,12 +242,9 @@ def _learned(adapter: AdapterRecord, answer: dict[str, Any]) -> dict[str, Any]:
 # /v1/score.
 
 
-class CompletionScoreBody(RequestBody):
+class CompletionScoreBody(Named):
   """A completion to score."""
 
-  model: str = Field(
-    records.BASE_NAME, description="'base', the id or name of an adapter, also with @VERSION, or a lora_uri."
-  )
   messages: list[Message] | None = Field(None, description='The conversation before the completion.')
   prompt: Text | Tokens | None = Field(None, description='Alternatively, a text or token ids.')
   completion: Text | Tokens

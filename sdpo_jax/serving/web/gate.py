@@ -409,14 +409,6 @@ def _digest(request: GateRequest, scope: Scope) -> str:
   return hashlib.sha256('\0'.join(parts).encode() + b'\0' + request.body).hexdigest()
 
 
-def behind_gate(
-  routes: Sequence[BaseRoute],
-  lifetime: Lifetime,
-  settings: ServeConfig,
-  keys: KeyFile | None,
-  log: Log,
-  metrics: Metrics,
-) -> Starlette:
-  """Make an application in which every request to the routes passes the gate."""
-  gate = Middleware(Gate, routes=routes, lifetime=lifetime, settings=settings, keys=keys, log=log, metrics=metrics)
-  return Starlette(routes=routes, middleware=[gate])
+def behind_gate(routes: Sequence[BaseRoute], **parts: Any) -> Starlette:
+  """Make an application in which every request to the routes passes a `Gate` of these parts."""
+  return Starlette(routes=routes, middleware=[Middleware(Gate, routes=routes, **parts)])

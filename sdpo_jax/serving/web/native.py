@@ -45,15 +45,7 @@ def list_adapters(asked: Incoming) -> Reply:
 
 def create_adapter(asked: Incoming) -> Reply:
   """Make an adapter; at version 0 it does not change the model."""
-  body: schemas.CreateAdapter = asked.body
-  adapter, _ = asked.account.create(
-    body.name,
-    body.settings,
-    base_model=body.base_model,
-    rank=body.rank,
-    alpha=body.alpha,
-    request=asked.idempotency,
-  )
+  adapter, _ = asked.account.create(**vars(asked.body), request=asked.idempotency)
   return Reply(adapter_said(adapter), headers={'Location': f'{ROOT}/adapters/{adapter.id}'})
 
 
@@ -150,7 +142,7 @@ def _begun(asked: Incoming, drafts: bool) -> tuple[Any, list[int], Any]:
   body: schemas.CompletionRequest = asked.body
   target = asked.account.resolve(body.model)
   prompt = asked.account.service.prompt_of(messages=body.conversation(), text=body.prompt, tokens=body.prompt_tokens)
-  options = SampleOptions(**{field.name: getattr(body, field.name) for field in dataclasses.fields(SampleOptions)})
+  options = SampleOptions.of(body)
   sampling = asked.account.sample(
     target, prompt, n=body.n, options=options, drafts=drafts, messages=body.conversation()
   )

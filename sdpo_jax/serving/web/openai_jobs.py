@@ -143,16 +143,7 @@ def start(account: Account, job: CompletionJob, *, drafts: bool) -> list[Samplin
     ServiceError: a prompt cannot be sampled from; all others are cancelled.
   """
   asked, begun = job.asked, []
-  options = SampleOptions(
-    max_tokens=job.max_tokens,
-    temperature=asked.temperature,
-    top_p=asked.top_p,
-    top_k=asked.top_k,
-    min_p=asked.min_p,
-    seed=asked.seed,
-    stop=asked.stops,
-    stop_token_ids=asked.stop_token_ids,
-  )
+  options = dataclasses.replace(SampleOptions.of(asked), max_tokens=job.max_tokens, stop=asked.stops)
   try:
     for prompt in job.prompts:
       sampling = account.sample(

@@ -6,11 +6,12 @@ An unsupported parameter is rejected by name unless its value would have no effe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import pydantic
 
 from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.web.schemas import RequestBody, Token
 
 MOST_CHOICES = 128  # The largest n, as at OpenAI.
 DEFAULT_COMPLETION_TOKENS = 16  # Default max_tokens of /v1/completions, as at OpenAI.
@@ -58,24 +59,17 @@ _SHAPES = {  # Fields that accept several types.
   'logprobs': 'a whole number, true or false',
 }
 
-_STRICT = pydantic.ConfigDict(strict=True, extra='forbid', allow_inf_nan=False)
-TokenId = Annotated[int, pydantic.Field(ge=0, lt=2**31)]
 
-
-class StreamOptions(pydantic.BaseModel):
+class StreamOptions(RequestBody):
   """Options of a streamed response."""
-
-  model_config = _STRICT
 
   include_usage: bool = False  # Whether a last chunk without choices reports token counts.
   include_obfuscation: bool = False  # No effect: chunks are never padded to hide their lengths.
   continuous_usage_stats: Literal[False] = False
 
 
-class _Request(pydantic.BaseModel):
+class _Request(RequestBody):
   """The parameters that both routes share."""
-
-  model_config = _STRICT
 
   model: str
   n: int = pydantic.Field(1, ge=1, le=MOST_CHOICES)
@@ -86,7 +80,7 @@ class _Request(pydantic.BaseModel):
   min_p: float = pydantic.Field(0.0, ge=0, le=1)
   seed: int | None = pydantic.Field(None, ge=-(2**63), lt=2**63)
   stop: str | list[str] = []
-  stop_token_ids: list[TokenId] = []
+  stop_token_ids: list[Token] = []
   stream: bool = False
   stream_options: StreamOptions | None = None
   prompt_logprobs: int | None = pydantic.Field(None, ge=-1)  # vLLM's.
@@ -114,7 +108,7 @@ class _Request(pydantic.BaseModel):
 class TextCompletionRequest(_Request):
   """The body of a POST to /v1/completions."""
 
-  prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+  prompt: str | list[str] | list[Token] | list[list[Token]]
   logprobs: bool | int | None = None  # A number as in OpenAI's API; true as in Fireworks', with `top_logprobs`.
   top_logprobs: int | None = pydantic.Field(None, ge=0)
   echo: bool = False
@@ -156,19 +150,15 @@ class TextCompletionRequest(_Request):
     return self
 
 
-class TextPart(pydantic.BaseModel):
+class TextPart(RequestBody):
   """A text part of a message."""
-
-  model_config = _STRICT
 
   type: Literal['text']
   text: str
 
 
-class ChatMessage(pydantic.BaseModel):
+class ChatMessage(RequestBody):
   """A message of a conversation."""
-
-  model_config = _STRICT
 
   role: Literal['system', 'developer', 'user', 'assistant']
   content: str | list[TextPart]

@@ -7,6 +7,7 @@ requests, latencies, tokens, outcomes of feedback, and the counters of the worke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+import functools
 import json
 import logging
 import re
@@ -84,33 +85,20 @@ class Metrics:
     """Make the metrics; the service of the lifetime need not exist yet."""
     self._registry = CollectorRegistry()
     self._registry.register(_Stats(lifetime))
-    self._requests = Counter(
-      'sdpo_requests', 'Requests that were answered.', ['route', 'method', 'status'], registry=self._registry
+    counter, gauge = (functools.partial(kind, registry=self._registry) for kind in (Counter, Gauge))
+    seconds = functools.partial(Histogram, buckets=_SECONDS, registry=self._registry)
+    self._requests = counter('sdpo_requests', 'Requests that were answered.', ['route', 'method', 'status'])
+    self._seconds = seconds('sdpo_request_seconds', 'Seconds from a request to the end of its response.', ['route'])
+    self._tokens = counter('sdpo_tokens', 'Tokens sampled, scored and learned.', ['kind'])
+    self._feedback = counter('sdpo_feedback', 'Feedback transactions by outcome.', ['outcome'])
+    self._decisions = counter('sdpo_session_decisions', 'Decisions on proposals.', ['decision'])
+    self._denial_seconds = seconds(
+      'sdpo_session_denial_seconds', 'Seconds from a denial to its response, including learning.'
     )
-    self._seconds = Histogram(
-      'sdpo_request_seconds',
-      'Seconds from a request to the end of its response.',
-      ['route'],
-      buckets=_SECONDS,
-      registry=self._registry,
-    )
-    self._tokens = Counter('sdpo_tokens', 'Tokens sampled, scored and learned.', ['kind'], registry=self._registry)
-    self._feedback = Counter('sdpo_feedback', 'Feedback transactions by outcome.', ['outcome'], registry=self._registry)
-    self._decisions = Counter(
-      'sdpo_session_decisions', 'Decisions on proposals.', ['decision'], registry=self._registry
-    )
-    self._denial_seconds = Histogram(
-      'sdpo_session_denial_seconds',
-      'Seconds from a denial to its response, including learning.',
-      buckets=_SECONDS,
-      registry=self._registry,
-    )
-    self._learned = Counter(
-      'sdpo_session_learned', 'Learning steps of sessions by outcome.', ['outcome'], registry=self._registry
-    )
-    under_way = Gauge('sdpo_requests_under_way', 'Requests in progress.', registry=self._registry)
+    self._learned = counter('sdpo_session_learned', 'Learning steps of sessions by outcome.', ['outcome'])
+    under_way = gauge('sdpo_requests_under_way', 'Requests in progress.')
     under_way.set_function(lambda: lifetime.under_way)
-    ready = Gauge('sdpo_ready', 'Whether the service accepts requests.', registry=self._registry)
+    ready = gauge('sdpo_ready', 'Whether the service accepts requests.')
     ready.set_function(lambda: float(lifetime.ready))
 
   def end(self, route: str, method: str, status: int, seconds: float, tokens: Mapping[str, int]) -> None:

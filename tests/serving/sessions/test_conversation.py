@@ -12,11 +12,11 @@ from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sessions import teaching
 from sdpo_jax.serving.sessions.conversation import Dialogue
-from sdpo_jax.serving.tool_calls import FORMS, ToolCall, call_ids, form_of, read_calls, write_call, write_calls
+from sdpo_jax.serving.tool_calls import FORMS, ToolCall, call_ids, form_of, read_calls, write_calls
 from tests.serving.sessions.dialogues import CONFIG, TOOLS, dialogue, drawn, text_of, tokenizer
 from tests.serving.sessions.tool_templates import FAMILIES, make_tokenizer
 
-CALL = {form: write_call(ToolCall('grep', {'p': 'x'}), form) for form in FORMS}
+CALL = {form: write_calls((ToolCall('grep', {'p': 'x'}),), form) for form in FORMS}
 
 
 def rendered(family, messages, header=True, **variables):

@@ -146,10 +146,10 @@ def test_what_was_learned_is_measured_from_the_teachers_whole_distribution(ada, 
 
 
 def test_the_divergence_is_that_of_the_named_tokens_and_all_others_as_one():
-  teacher = [np.log([0.5, 0.2])]
+  teacher = np.log([[0.5, 0.2]])
   student = np.log([[0.25, 0.25]])
   expected = 0.5 * math.log(2) + 0.2 * math.log(0.2 / 0.25) + 0.3 * math.log(0.3 / 0.5)
-  assert waiting_examples.divergence(teacher, student) == pytest.approx(expected)
+  assert feedback_guards.kl_over_support(student, teacher) == pytest.approx(expected)
 
 
 def test_the_conversation_goes_on_with_what_was_approved_and_what_tools_answered(ada, script, service):

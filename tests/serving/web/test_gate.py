@@ -163,7 +163,8 @@ class World:
     self.lifetime = Lifetime(self.service if ready else None)
     self.metrics = Metrics(self.lifetime)
     log = Log(self.logged, bodies=bodies)
-    self.app = behind_gate(routes, self.lifetime, self.settings, keys, log, self.metrics)
+    parts = {'lifetime': self.lifetime, 'settings': self.settings, 'metrics': self.metrics}
+    self.app = behind_gate(routes, keys=keys, log=log, **parts)
 
   def client(self, **headers):
     return TestClient(self.app, base_url=LOCAL, headers=headers)
