@@ -1,8 +1,9 @@
 """What of a conversation is left out when it is longer than a prompt can be.
 
 First the outputs of tools, the oldest first, then answers with their calls and outputs, then messages of the person.
-What was denied, edited or learned stays. Afterwards the conversation goes on from the shorter prompt, so that later
-prompts begin with it until it is full again.
+What was denied, edited or learned stays while that leaves room enough; otherwise the oldest of it goes, too, so that a
+session does not end: what it has taught is in the adapter. Afterwards the conversation goes on from the shorter prompt,
+so that later prompts begin with it until it is full again.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class Exchange:
   asked: Messages  # The messages before the answer, after `behind` of the exchange before.
   answer: Sequence[int]
   behind: Messages  # The results of its calls, or why it was denied; results of the last one are new messages.
-  stays: bool  # Whether its answer is never left out.
+  stays: bool  # Whether its answer is left out only if nothing else makes room.
   told: bool  # Whether `behind` says why it was denied, and stays as well.
 
 
 def exchanges_of(turns: Sequence[SessionTurn], without: Container[int] = ()) -> list[Exchange]:
-  """Return the answers in the conversation of a session, of which the last one always stays.
+  """Return the answers in the conversation of a session, of which the last one is never left out.
 
   Args:
     turns: all turns.
@@ -61,7 +62,7 @@ def exchanges_of(turns: Sequence[SessionTurn], without: Container[int] = ()) -> 
 
 
 def fitted(dialogue: Dialogue, exchanges: Sequence[Exchange], new: Messages, most: int) -> StudentPrompt:
-  """Return a prompt of at most `most` tokens if that is possible without what has to stay, otherwise a longer one.
+  """Return a prompt of at most `most` tokens if the last answer and the new messages allow it, otherwise a longer one.
 
   Args:
     dialogue: the dialogue of the session.
@@ -74,10 +75,15 @@ def fitted(dialogue: Dialogue, exchanges: Sequence[Exchange], new: Messages, mos
   order = [('output', at) for at, each in enumerate(exchanges) if not each.told and any(map(_is_long, each.behind))]
   order += [('answer', at) for at, each in enumerate(exchanges) if not each.stays]
   order += [('asked', at) for at, each in enumerate(exchanges) if at and each.asked]
+  usual = len(order)
+  order += [('answer', at) for at, each in enumerate(exchanges[:-1]) if each.stays]
   bare = cut(new, 0)
-  fewest = bisect.bisect_left(
-    range(len(order)), True, key=lambda count: len(pieces.prompt(order[:count], bare).tokens) <= KEPT * most
-  )
+
+  def share(count: int) -> float:
+    return len(pieces.prompt(order[:count], bare).tokens) / most
+
+  end = usual if share(usual) <= 1 - LEAST_LEFT else len(order)
+  fewest = bisect.bisect_left(range(end), True, key=lambda count: share(count) <= KEPT)
   return with_outputs(lambda messages: pieces.prompt(order[:fewest], messages), new, most)
 
 
@@ -131,8 +137,7 @@ def _with_note(messages: Messages, gone: int, place: int) -> Messages:
   if not gone:
     return messages
   found: Messages = []
-  came = 'and what came of it are' if gone == 1 else 'and what came of them are'
-  note = {'role': 'user', 'content': f'({counted(gone, "answer")} {came} left out here.)'}
+  note = {'role': 'user', 'content': f'({counted(gone, "answer")} left out here.)'}
   for message in [*messages[:place], note, *messages[place:]]:
     if found and found[-1]['role'] == message['role'] == 'user':
       found[-1] = {'role': 'user', 'content': f'{found[-1]["content"]}\n\n{message["content"]}'}

@@ -239,7 +239,7 @@ class LearnedTurns:
   moved: Sequence[MovedToken] = ()  # The tokens whose log-probs changed most, the largest change first.
   seconds: float | None = None  # None: the process died after learning, before it noted more.
   answers: Sequence[MovedAnswers] = ()  # One for each denied or edited turn, measured even if a guard has rejected it.
-  warnings: Sequence[str] = ()  # A sentence for each rejected answer that is likelier than before.
+  warnings: Sequence[str] = ()  # A sentence for each rejected answer that is likelier, or wanted one that is less so.
 
   @classmethod
   def from_json(cls, values: Mapping[str, Any]) -> LearnedTurns:

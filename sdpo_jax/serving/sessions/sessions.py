@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import hmac
+import json
 import secrets
 from typing import Any
 
@@ -359,6 +360,9 @@ class Sessions:
         f'Turn {turn.n} has {len(turn.calls)} calls, numbered from 0, and no call {decision.call}.', field='call'
       )
     calls = edited(turn.calls, decision)
+    one, other = (json.dumps(dict(each[decision.call].arguments), sort_keys=True) for each in (calls, turn.calls))
+    if one == other:  # As JSON, since 1, 1.0 and true are equal in Python.
+      raise InvalidRequest('The arguments are unchanged: approve the call, or change them.', field='arguments')
     with self._service.tokenizing:
       kept = dialogue.edited(turn.text, calls, session.tool_form)
       if tuple(read_calls(dialogue.text_of(kept), session.tool_form, session.settings.tools).calls) != calls:

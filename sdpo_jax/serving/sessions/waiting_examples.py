@@ -41,7 +41,7 @@ from sdpo_jax.serving.sessions.session_tables import REHEARSAL, SOURCE
 from sdpo_jax.teacher import context
 
 MOST_MOVED = 8  # The most tokens in `LearnedTurns.moved`.
-_NOTICEABLE = 0.005  # Nats; smaller rises do not show in two decimals.
+_NOTICEABLE = 0.05  # Nats, by which a log-prob must have moved the wrong way to be told.
 _LEAST = 1e-8  # Lower bound of the probability of the tail.
 _PAGE = 16  # Turns that are read at a time when searching for approved ones.
 
@@ -225,18 +225,20 @@ def said_of(
     _moved(items[-1].tokens, scores, account.service.texts) if answer['accepted'] else (),
     round(time.monotonic() - began, 6),
     answers,
-    tuple(filter(None, map(_warning, answers))) if answer['accepted'] else (),
+    tuple(sentence for each in answers for sentence in _warnings(each)) if answer['accepted'] else (),
   )
 
 
-def _warning(moved: MovedAnswers) -> str | None:
-  before, after = moved.rejected
-  if before is None or after is None or after - before < _NOTICEABLE:
-    return None
-  return (
-    f'What was rejected in turn {moved.turn} is likelier than before (log-prob {before:.2f} → {after:.2f}): say what '
-    'you want instead, edit the call, or undo; the guard max_rejected_rise rejects such versions.'
-  )
+def _warnings(moved: MovedAnswers) -> Iterator[str]:
+  ways_out = 'correct it in other words, edit the call, or undo'
+  for values, what, sign, way_out in (
+    (moved.rejected, 'rejected', 1, f'{ways_out}; the guard max_rejected_rise would reject such a version'),
+    (moved.wanted, 'wanted', -1, ways_out),
+  ):
+    before, after = values or (None, None)
+    if before is not None and after is not None and sign * (after - before) >= _NOTICEABLE:
+      how = f'{"likelier" if sign > 0 else "less likely"} than before (log-prob {before:.2f} → {after:.2f})'
+      yield f'What was {what} in turn {moved.turn} is {how}: {way_out}.'
 
 
 def _divergences(scores: LessonScores) -> tuple[float | None, float | None]:

@@ -201,7 +201,7 @@ class LearnedSaid(ResponseBody):
     description='For each turn that was denied or edited, the log-probs [before, after] of the whole answer on the '
     "lesson's prompt: rejected, and after an edit wanted. They are those of the new version, even if it was rejected.",
   )
-  warnings: list[str] = Field(default_factory=list, description='About rejected answers that are likelier than before.')
+  warnings: list[str] = Field(default_factory=list, description='About answers that moved the wrong way.')
 
 
 class SessionTurnsSaid(ResponseBody):

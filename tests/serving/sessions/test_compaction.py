@@ -62,11 +62,22 @@ def test_a_prompt_is_what_the_template_writes_of_the_messages_that_are_left():
   exchanges[-1] = Exchange([user('Again?')], exchanges[-1].answer, [], True, False)
   messages = [
     *[user('Message 0.'), {'role': 'assistant', 'content': 'Answer 0.'}, tool('Denied 0. ' + 'y' * 400)],
-    user('(1 answer and what came of it are left out here.)\n\nAgain?'),
+    user('(1 answer left out here.)\n\nAgain?'),
     *[{'role': 'assistant', 'content': 'Answer 2.'}, user('And now?')],
   ]
   expected = tokenizer(family).apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, return_dict=False)
   assert fitted(made, exchanges, [user('And now?')], 2 * len(expected)).tokens == expected
+
+
+def test_the_oldest_denials_go_only_when_nothing_else_makes_room():
+  made, exchanges = dialogue('qwen3'), conversation('qwen3', 12, long=100, kept=range(1, 12))
+  exchanges[-1] = Exchange([user('Again?')], exchanges[-1].answer, [], True, False)
+  whole = len(fitted(made, exchanges, [user('And now?')], 10**6).tokens)
+  for most in (whole * 3 // 2, whole, whole // 2, whole // 3):
+    found = fitted(made, exchanges, [user('And now?')], most)
+    denials = [number for number in range(1, 11) if f'Denied {number}. ' in text_of('qwen3', found.tokens)]
+    assert len(found.tokens) <= 0.75 * most and denials == [*range(1, 11)][10 - len(denials) :]
+    assert (len(denials) == 10) == (most > whole) and 'Answer 11.' in text_of('qwen3', found.tokens)
 
 
 def test_outputs_keep_their_beginning_and_end():

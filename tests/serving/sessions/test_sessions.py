@@ -177,13 +177,19 @@ def test_the_conversation_goes_on_with_what_was_approved_and_what_tools_answered
   assert head(ada, where) == 0
 
 
-@pytest.mark.parametrize('count', [24, pytest.param(80, marks=pytest.mark.slow)])
-def test_long_outputs_do_not_end_a_session(ada, script, service, monkeypatch, count):
-  """In prompts of 32,768 tokens, with outputs of 20,000 characters; only what the model would say is not computed."""
-  monkeypatch.setattr(type(service), 'max_prompt', property(lambda self: 32_768))
+def with_prompts_of(most, script, service, monkeypatch):
+  monkeypatch.setattr(type(service), 'max_prompt', property(lambda self: most))
   monkeypatch.setattr(script, 'measures', False)
   config = dataclasses.replace(service.reprompting.config, max_reprompt_len=33_000)
   monkeypatch.setattr(service, 'reprompting', dataclasses.replace(service.reprompting, config=config))
+
+
+@pytest.mark.parametrize(
+  'count', [24, pytest.param(80, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.campaign)]
+)
+def test_long_outputs_do_not_end_a_session(ada, script, service, monkeypatch, count):
+  """In prompts of 32,768 tokens, with outputs of 20,000 characters; only what the model would say is not computed."""
+  with_prompts_of(32_768, script, service, monkeypatch)
   adapter, _ = where = opened(ada, min_sdpo_examples=64, after_denial='tell')
   turns = []
   for number in range(count):
@@ -207,6 +213,20 @@ def test_long_outputs_do_not_end_a_session(ada, script, service, monkeypatch, co
     if (number - 1) % 10 != 3:  # The newest output has its beginning and end.
       assert f'begin {number - 1} ' in said and f' end {number - 1}' in said
   assert [example.turn for example in Sessions(ada).examples(adapter)] == list(range(3, count, 10))
+
+
+def test_denials_do_not_end_a_session(ada, script, service, monkeypatch):
+  with_prompts_of(1024, script, service, monkeypatch)
+  where = opened(ada, min_sdpo_examples=64, after_denial='tell')
+  turns = []
+  for number in range(0, 40, 2):
+    turns.append(proposed(ada, script, where, called(GREP), [{'role': 'user', 'content': f'Task {number}.'}]))
+    Sessions(ada).decide(*where, number, Decision('deny', f'Reason {number}. ' + 'Why? ' * 5))
+    turns.append(proposed(ada, script, where, called(READ), ()))
+    Sessions(ada).decide(*where, number + 1, APPROVE)
+    Sessions(ada).results(*where, number + 1, [ToolResult(0, True, 'Found.')])
+  said = service.tokenizer.decode(turns[-1].prompt_tokens)
+  assert 'Reason 38.' in said and 'Reason 0.' not in said and 'left out here' in said
 
 
 def test_results_can_be_replaced_until_a_turn_has_read_them(ada, script, service):
@@ -236,6 +256,8 @@ def test_an_edit_teaches_the_edited_call_and_stands_in_the_conversation(ada, scr
   first = proposed(ada, script, where, called(GREP))
   with pytest.raises(InvalidRequest, match='no call 1'):
     Sessions(ada).decide(*where, 0, Decision('edit', arguments={}, call=1))
+  with pytest.raises(InvalidRequest, match='The arguments are unchanged'):
+    Sessions(ada).decide(*where, 0, Decision('edit', arguments=dict(first.calls[0].arguments)))
   turn, learned = Sessions(ada).decide(*where, 0, Decision('edit', arguments={'p': 'a'}))
   assert turn.status == 'edited' and turn.called[0].arguments == {'p': 'a'} and turn.calls == first.calls
   assert learned.accepted and learned.turns == (0,)
