@@ -216,6 +216,7 @@ def test_a_visitor_corrects_denies_edits_and_goes_back(browser, visitor):
   visitor.press('Versions', "document.querySelectorAll('#version-rows tr').length === 4")
   visitor.press('Undo to this', "document.querySelectorAll('#version-rows tr').length === 5")
   assert 'undo to 0' in visitor.read('#version-rows tr')
+  assert visitor.read('#version-rows').count(', undone') == 3
 
 
 @pytest.mark.slow

@@ -272,7 +272,7 @@ function adapterView(adapter) {
     part('version-rows').replaceChildren(
       ...known.toReversed().map((each) => {
         const metrics = each.details.metrics ?? {};
-        const row = element('tr', {}, ...[each.version, when(each.created), each.details.to === undefined ? each.reason : `undo to ${each.details.to}`, shown(lossOf(each)), shown(metrics.mean_log_prob_change)].map((text) => element('td', { textContent: text })));
+        const row = element('tr', {}, ...[each.version, when(each.created), (each.details.to === undefined ? each.reason : `undo to ${each.details.to}`) + (each.undone ? ', undone' : ''), shown(lossOf(each)), shown(metrics.mean_log_prob_change)].map((text) => element('td', { textContent: text })));
         const last = element('td', { dataset: { settles: '' } });
         if (each.version !== newest) {
           const undo = element('button', { type: 'button', className: 'plain', textContent: 'Undo to this' });
