@@ -107,7 +107,11 @@ class Conversation:
   def _command(self, line: str) -> None:
     try:
       self._commands.run(line)
-    except UserError as error:
+    except (UserError, AnswerLost, Refused) as error:
+      if not isinstance(error, UserError):
+        if isinstance(self._inputs, Script):
+          raise
+        self._stale = True  # Then a /deny that was not answered is sent again.
       self.screen.say(str(error), 'wrong')
 
   # Exchange with the service and the model.

@@ -287,6 +287,20 @@ def test_commands_answer_in_their_turn_and_at_a_call(world, tmp_path):
   assert done.code == 0
 
 
+def test_a_command_that_fails_at_a_call_leaves_the_choice_as_it_is(world):
+  with SessionServer(WRITE_1, 'Done.', 'Hello.', 'Hi.') as server:
+    server.refuse['undo'] = 409, 'Version 0 is the first one: there is nothing to undo.'
+    server.lose |= {'flush', 'retry'}
+    done = world.hold(server, 'Write', '/ /undo', '/ /flush', '/ /retry', 'y')
+    assert server.decisions() == [{'decision': 'approve'}]
+    assert [len(turn['messages']) for turn in server.turns] == [1, 0]
+    assert done.inputs.asked[1:-1] == ['yaneq'] * 4 and done.out().count('does not answer') == 2
+    assert 'Version 0 is the first one' in done.out() and done.history.last('reported', n=0) is not None
+    server.lose.add('decision')
+    done = world.hold(server, 'Hello', '/deny no', '/quit')  # Is sent again by itself, and learned once.
+    assert server.lessons == 1 and server.turns[-1]['text'] == 'Hi.' and done.code == 0
+
+
 def test_changes_of_files_are_undone_one_after_the_other(world):
   (world.files / 'a.py').write_text('x = 0\n')
   edit = call('edit', path='a.py', old='x = 0', new='x = 1')
