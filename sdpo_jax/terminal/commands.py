@@ -24,10 +24,10 @@ from sdpo_jax.terminal.session_context import SessionContext
 _KEYS = f"""y                    approves the call that is shown
 a                    approves it, and always allows such calls in this session
 n                    denies it, with a reason from which the model learns
-e                    edits its arguments, in $VISUAL or $EDITOR
-t                    tells the model what is wrong with it, without a lesson
-s                    leaves out a call whose effect has changed
-v                    views the rest of the call
+e                    edits its arguments, in $VISUAL or $EDITOR, or here if neither is set
+t                    only if it cannot run: tells the model why, without a lesson
+s                    only if its effect has changed since its approval: leaves it out
+v                    only if it is longer than the screen: views the rest
 q, Ctrl-D            leaves; the call stays open
 /                    begins a command, also at a call
 Enter, Alt-Enter     sends a text; begins a new line in it

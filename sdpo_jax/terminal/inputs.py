@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 COMMAND = '/'  # Begins a command, which can be entered at any question.
+WITH_TEXT = 'anet'  # Keys that may have a text behind them in a line.
+BY_ITSELF = 'A key counts by itself: only a, n, e and t may have a text behind them.'
 
 
 class Leave(Exception):

@@ -30,7 +30,7 @@ from prompt_toolkit.output import ColorDepth
 from prompt_toolkit.validation import ValidationError
 
 from sdpo_jax.errors import first_line
-from sdpo_jax.terminal.inputs import COMMAND, Choice, EditorFailed, whole
+from sdpo_jax.terminal.inputs import BY_ITSELF, COMMAND, WITH_TEXT, Choice, EditorFailed, whole
 from sdpo_jax.terminal.screen import MARGIN
 
 _TERMINAL = 0  # The file descriptor of the standard input.
@@ -66,11 +66,12 @@ class Keyboard:
     early, last = bool(get_typeahead(source)) | _discarded(), time.monotonic()  # When a key was pressed last.
     if isinstance(source, Vt100Input):
       source.vt100_parser.reset()  # It may have read the beginning of a paste whose end was discarded.
+    said = _IGNORED if early else ''
     bindings = KeyBindings()
 
     @bindings.add(Keys.Any)
     def pressed(event: KeyPressEvent) -> None:
-      nonlocal early, last
+      nonlocal early, last, said
       key, now = event.key_sequence[0].key, time.monotonic()
       alone = now - last >= (PAUSE_S if early else _WINDOW_S) and not event.app.key_processor.input_queue
       last = now
@@ -79,10 +80,10 @@ class Keyboard:
       elif alone and (key in keys or key in (COMMAND, Keys.ControlD)):
         event.app.exit(result='q' if key == Keys.ControlD else key)
       else:
-        early = True
+        early, said = True, _no_key(key) if alone and len(key) == 1 else _IGNORED
 
     # Not a line editor, so that other keys have no effect and are not shown.
-    text = FormattedTextControl(lambda: question_of(keys) + (f'\n{_IGNORED}' if early else ''))
+    text = FormattedTextControl(lambda: question_of(keys) + f'\n{said}'.rstrip())
     layout = Layout(Window(text, dont_extend_height=True, wrap_lines=True))
     key = Application[str](layout, key_bindings=bindings, color_depth=self._depth).run()
     return Choice(COMMAND, self.line('> ', COMMAND)) if key == COMMAND else Choice(key)
@@ -146,8 +147,9 @@ class Lines:
       if line.startswith(COMMAND):
         return Choice(COMMAND, line)
       key, _, rest = line.partition(' ')
-      if key in keys:
+      if key in keys and (not rest or key in WITH_TEXT):
         return Choice(key, rest.strip() or None)
+      print(_no_key(key) if len(line) == 1 else BY_ITSELF)
 
   def line(self, question: str, default: str = '') -> str:
     try:
@@ -166,6 +168,10 @@ def _line(question: str = '') -> str:
     while len((line := input(question)).encode(errors='surrogateescape')) >= _LONGEST_LINE:
       print(f'The terminal cuts lines after {_LONGEST_LINE:,} bytes, so that this one is ignored: put it into a file.')
   return whole(line).strip()
+
+
+def _no_key(key: str) -> str:
+  return f'There is no key {key!r} here.'
 
 
 def question_of(keys: Mapping[str, str]) -> str:
