@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import json
@@ -192,8 +192,7 @@ class Reviewer:
     Raises:
       Leave: the person leaves the program.
     """
-    self._screen.show(head)
-    left = self._page(lines)
+    left = self._page(lines, head)
     while True:
       if left:
         self._screen.say(f'… {len(left)} more lines')
@@ -204,15 +203,16 @@ class Reviewer:
       if choice.key == COMMAND:
         if choice.rest:
           self._command(choice.rest)
+          left = self._page(lines, head)  # What the command has shown may have pushed it off the screen.
       elif choice.key == 'v' or (left and choice.key in 'ya'):
         left = self._page(left)
       else:
         return choice
 
-  def _page(self, lines: list[Line]) -> list[Line]:
-    """Show the first page of lines, and return the others."""
+  def _page(self, lines: list[Line], head: Sequence[Line] = ()) -> list[Line]:
+    """Show the first page of lines, after a head, and return the others."""
     shown, left = self._screen.page_of(lines)
-    self._screen.show(shown)
+    self._screen.show([*head, *shown])
     return left
 
   def _allowed(self, proposed: Proposed, pattern: str | None) -> bool:

@@ -110,8 +110,8 @@ def test_a_denied_call_is_never_run_and_the_next_one_is_shown(world):
   assert [record['n'] for record in ran] == [1] and ran[0]['result']['ok']
   out = done.out()
   assert out.index('+x = 1') < out.index('Learned: version 0 → 1') < out.index('+x = 2') < out.index('Done.')
-  # A proposal is shown once, and the numbers of a lesson on request.
-  assert out.count('x = 1') == out.count('x = 2') == 1 and 'tool_call' not in out
+  # A proposal is shown once, and again after a command; the numbers of a lesson on request.
+  assert out.count('x = 1') == 1 and out.count('x = 2') == 2 and 'tool_call' not in out
   assert out.index('+x = 2') < out.index('0.5000 → 0.2500') < out.index('‘grep⟨escape⟩’')
   assert done.code == 0
 
