@@ -42,5 +42,5 @@ class Inputs(Protocol):
   def line(self, question: str, default: str = '') -> str:
     """Return the one-line answer to a question."""
 
-  def edited(self, text: str) -> str:
-    """Return the text after the person has edited it; raises EditorFailed."""
+  def edited(self, text: str, kind: str) -> str:
+    """Return a text of a kind, json or sh, after the person has edited it; '' if they leave it. Raises EditorFailed."""

@@ -42,6 +42,7 @@ _LONGEST = 200_000  # In characters, of a text that is typed or pasted.
 _TOO_LONG = f'Not pasted: more than {_LONGEST:,} characters. Put them into a file.'
 _LONGEST_LINE = 4095  # In bytes: a terminal that is read by lines drops the rest of one without notice.
 _IGNORED = 'What was typed is ignored: pause, then choose.'
+_EDITING = 'Enter: done. Alt-Enter: new line. Ctrl-C: leave it as it was.'
 
 
 class Keyboard:
@@ -95,15 +96,16 @@ class Keyboard:
     except EOFError:
       return ''
 
-  def edited(self, text: str) -> str:
+  def edited(self, text: str, kind: str) -> str:
     """Edit a text in $VISUAL or $EDITOR, or at a prompt if neither is set."""
     editor = os.environ.get('VISUAL') or os.environ.get('EDITOR')
     if editor:
-      return in_editor(editor, text)
+      return in_editor(editor, text, kind)
+    prompt = self._prompt(multiline=True)
     try:  # The model has written it.
-      return self._prompt(multiline=True).prompt(MARGIN, default=text, prompt_continuation=MARGIN)
-    except EOFError:
-      return text
+      return prompt.prompt(MARGIN, default=text, prompt_continuation=MARGIN, bottom_toolbar=_EDITING)
+    except (EOFError, KeyboardInterrupt):
+      return ''
 
   def _prompt(self, *, multiline: bool = False) -> PromptSession[str]:
     return PromptSession(color_depth=self._depth, key_bindings=_text_keys(), multiline=multiline)
@@ -157,9 +159,10 @@ class Lines:
     except EOFError:  # The default is not agreed to.
       return ''
 
-  def edited(self, text: str) -> str:
+  def edited(self, text: str, kind: str) -> str:
     editor = os.environ.get('VISUAL') or os.environ.get('EDITOR')
-    return in_editor(editor, text) if editor else self.line('Arguments as JSON, in one line: ')
+    what = 'Arguments as JSON' if kind == 'json' else 'Command'
+    return in_editor(editor, text, kind) if editor else self.line(f'{what}, in one line: ')
 
 
 def _line(question: str = '') -> str:
@@ -214,14 +217,14 @@ def _settled() -> bool:
   return early
 
 
-def in_editor(editor: str, text: str) -> str:
-  """Let the person edit a text in an editor, and return the result.
+def in_editor(editor: str, text: str, kind: str) -> str:
+  """Let the person edit a text in an editor, in a file whose name ends in its kind, and return the result.
 
   Raises:
     EditorFailed: the editor cannot be started, or has failed.
   """
   with tempfile.TemporaryDirectory(prefix='sdpo_session_') as folder:
-    path = pathlib.Path(folder) / 'arguments.json'
+    path = pathlib.Path(folder) / f'arguments.{kind}'
     path.write_text(text, encoding='utf-8')
     try:
       with echoing(True):

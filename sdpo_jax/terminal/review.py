@@ -237,30 +237,54 @@ class Reviewer:
     return True
 
   def _edited(self, proposed: Proposed, text: str | None) -> Mapping[str, Any] | None:
-    """Return new arguments of a call; None: they are unchanged or invalid."""
-    written = json.dumps(proposed.arguments, ensure_ascii=False, indent=2)
+    """Return new arguments of a call; None: they are unchanged or invalid.
+
+    Args:
+      proposed: the call; the command of one that runs a command is edited as it stands, other arguments as JSON.
+      text: the arguments as JSON, if they were entered with the key.
+    """
+    command = proposed.arguments['command'] if proposed.name == 'bash' and proposed.wrong is None else ''
+    if text is not None or command.endswith('\n') or not all(map(_is_plain, command)):
+      command = ''
+    written = command or json.dumps(proposed.arguments, ensure_ascii=False, indent=2)
     # In JSON, characters that elsewhere are shown by name have escapes.
-    before = ''.join(
-      letter if letter in '\n⟨⟩' or visible(letter) == letter else json.dumps(letter)[1:-1] for letter in written
-    )
-    try:
-      given = json.loads(text if text is not None else self._inputs.edited(before))
-    except EditorFailed as error:
-      self._screen.say(str(error), 'wrong')
-      return None
-    except (ValueError, RecursionError) as error:
-      self._screen.say(f'The arguments are not JSON ({first_line(error)}): nothing was changed.', 'wrong')
-      return None
-    if not isinstance(given, dict):
-      self._screen.say(f'The arguments must be an object, not {short_repr(given)}: nothing was changed.', 'wrong')
-      return None
-    if given == proposed.arguments:
+    before = ''.join(letter if _is_plain(letter) else json.dumps(letter)[1:-1] for letter in written)
+    while True:
+      try:
+        typed = self._inputs.edited(before, 'sh' if command else 'json') if text is None else text
+        changed = {**proposed.arguments, 'command': typed.rstrip('\n')} if command else _parsed(typed or written)
+      except EditorFailed as error:
+        self._screen.say(str(error), 'wrong')
+        return None
+      except UserError as error:
+        self._screen.say(str(error), 'wrong')
+        if text is not None or self._inputs.line('Enter goes on editing, any text leaves the call as it was: '):
+          return None
+        before = typed
+        continue
+      if typed and changed != proposed.arguments:
+        return changed
       self._screen.say('The arguments are unchanged.')
       return None
-    return given
 
   def _look(self, name: str, arguments: Any) -> Proposed:
     return look(name, arguments, self._workbench.toolbox, self._policy, self._workbench.workspace)
+
+
+def _is_plain(letter: str) -> bool:
+  """Return whether a letter of a text that is edited is what it looks like."""
+  return letter in '\n⟨⟩' or visible(letter) == letter
+
+
+def _parsed(text: str) -> dict[str, Any]:
+  """Return arguments that are written as JSON; raises UserError."""
+  try:
+    given = json.loads(text)
+  except (ValueError, RecursionError) as error:
+    raise UserError(f'The arguments are not JSON ({first_line(error)}): nothing was changed.') from error
+  if not isinstance(given, dict):
+    raise UserError(f'The arguments must be an object, not {short_repr(given)}: nothing was changed.')
+  return given
 
 
 def _shown(answer: ToolAnswer) -> list[Line]:

@@ -78,8 +78,8 @@ class Script:
       return default
     raise OutOfStep(f'{self._where}: write the answer to {question!r} on the same line, after a space.')
 
-  def edited(self, text: str) -> str:
-    raise OutOfStep(f'{self._where}: write the new arguments as JSON after e, such as {short_repr(text)}.')
+  def edited(self, text: str, kind: str) -> str:
+    raise OutOfStep(f'{self._where}: write the new arguments as JSON after e, such as e {{"path": "a.py"}}.')
 
   def _next(self) -> str | None:
     for raw in self._lines:

@@ -135,17 +135,20 @@ def test_without_an_editor_the_arguments_are_edited_in_the_prompt(typed, monkeyp
   monkeypatch.delenv('VISUAL', raising=False)
   monkeypatch.delenv('EDITOR', raising=False)
   send('\x7f}\r')
-  assert board.edited('{"a": 1]') == '{"a": 1}'
+  assert board.edited('{"a": 1]', 'json') == '{"a": 1}'
+  send(f'.{CTRL_C}')
+  assert board.edited('ls', 'sh') == ''  # As it was.
 
 
 def test_an_editor_opens_the_arguments(tmp_path):
   program = tmp_path / 'editor.py'
-  program.write_text('import sys\npath = sys.argv[-1]\ntext = open(path).read()\nopen(path, "w").write(text.upper())')
-  assert in_editor(f'{sys.executable} {program}', '{"ü": 1}') == '{"Ü": 1}'
+  code = 'import sys\npath = sys.argv[-1]\ntext = open(path).read()\nopen(path, "w").write(text.upper() + path[-3:])'
+  program.write_text(code)
+  assert in_editor(f'{sys.executable} {program}', '{"ü": 1}', 'sh') == '{"Ü": 1}.sh'
   with pytest.raises(EditorFailed, match='exit code 3: nothing was changed'):
-    in_editor(f'{sys.executable} -c "raise SystemExit(3)"', '')
+    in_editor(f'{sys.executable} -c "raise SystemExit(3)"', '', 'sh')
   with pytest.raises(EditorFailed, match='set EDITOR to another editor'):
-    in_editor('/none/of/these', '')
+    in_editor('/none/of/these', '', 'sh')
 
 
 def test_a_key_that_is_not_offered_is_named(monkeypatch):

@@ -51,7 +51,7 @@ class Typed:
   def line(self, question, default=''):
     return self._next(question)
 
-  def edited(self, text):
+  def edited(self, text, kind):
     return self._next(text)
 
 
@@ -71,7 +71,7 @@ def world(tmp_path):
   workspace, states = tmp_path / 'work', tmp_path / 'state'
   workspace.mkdir()
 
-  def hold(server, *acts, rules='', settings=None, script=False, workbench=Workbench, seed=None, paged=False):
+  def hold(server, *acts, rules='', settings=None, script=False, workbench=Workbench, seed=None, paged=False, **tools):
     """Hold the session of a server, which is opened if there is none; return what came of it."""
     client = ServiceClient(server.url, local=True)
     found = sorted(states.glob('*')) if states.exists() else []
@@ -85,7 +85,7 @@ def world(tmp_path):
     inputs = Script(acts, 'script', screen.say) if script else Typed(*acts)
     policy = policies.ApprovalPolicy(policies.parse(rules, 'rules'))
     session = SessionClient(client, 'ad-1', 'ses-1', history.opened['token'])
-    bench = workbench(Toolbox(workspace, None), workspace)
+    bench = workbench(Toolbox(workspace, tools.get('shell')), workspace)
     result = types.SimpleNamespace(out=lambda: out.getvalue(), inputs=inputs, history=history, path=history.path)
     try:
       context = SessionContext(session, history, screen, inputs, bench, policy, seed)
@@ -151,12 +151,26 @@ def test_a_reason_is_needed(world):
 def test_an_edited_call_runs_as_it_was_edited_and_seen(world):
   changed = json.dumps({'path': 'c.py', 'content': 'y = 3\n'})
   with SessionServer(WRITE_1, 'Done.') as server:
-    done = world.hold(server, 'Write', 'e', 'no JSON', 'e', '[]', 'e', changed, 'y')
+    done = world.hold(server, 'Write', 'e', 'no JSON', '', '[]', 'leave it', 'e', '', 'e', changed, 'y')
     assert server.decisions() == [{'decision': 'edit', 'call': 0, 'arguments': json.loads(changed)}]
     assert server.turns[0]['results'][0]['ok']
   assert [path.name for path in world.files.iterdir()] == ['c.py']
   assert (world.files / 'c.py').read_text() == 'y = 3\n' and '+y = 3' in done.out()
-  assert json.loads(done.inputs.asked[2]) == {'path': 'a.py', 'content': 'x = 1\n'}  # What was opened.
+  opened = [json.loads(done.inputs.asked[number]) for number in (2, 7, 9)]
+  assert opened == [{'path': 'a.py', 'content': 'x = 1\n'}] * 3 and done.inputs.asked[4] == 'no JSON'
+  assert 'The arguments are not JSON' in done.out() and 'The arguments must be an object' in done.out()
+
+
+def test_a_command_is_edited_as_it_stands(world):
+  report = {'status': 'ended', 'exit_code': 0, 'dropped': 0}
+  shell = types.SimpleNamespace(
+    run=lambda command, **_: types.SimpleNamespace(output=f'ran {command}'.encode(), **report)
+  )
+  with SessionServer(call('bash', command='grep x', timeout=5), call('bash', command='a\tb'), 'Done.') as server:
+    done = world.hold(server, 'Go', 'e', 'rg x\n', 'y', 'e', '{"command": "a b"}', 'y', shell=shell)
+    assert [each['arguments'] for each in server.decisions()] == [{'command': 'rg x', 'timeout': 5}, {'command': 'a b'}]
+  assert done.inputs.asked[2] == 'grep x' and json.loads(done.inputs.asked[5]) == {'command': 'a\tb'}
+  assert '$ rg x' in done.out() and '│ ran rg x' in done.out()
 
 
 def test_an_edit_that_no_tool_takes_is_not_run(world):
