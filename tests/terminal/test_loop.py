@@ -315,6 +315,15 @@ def test_a_command_that_fails_at_a_call_leaves_the_choice_as_it_is(world):
     assert server.lessons == 1 and server.turns[-1]['text'] == 'Hi.' and done.code == 0
 
 
+def test_the_rule_of_a_table_is_one_row(world, monkeypatch):
+  monkeypatch.setenv('COLUMNS', '80')
+  about = {'session': {'id': 'ses-0123456789abcdef', 'turns': [1, 2]}}
+  with SessionServer() as server:
+    server.versions.append({'version': 1, 'parent': 0, 'reason': 'feedback', 'details': about, 'undone': True})
+    done = world.hold(server, '/versions', paged=True)
+  assert len(done.out().splitlines()) == 4 and f'\n{"─" * 7}  {"─" * 6}  {"─" * 8}  ───' in done.out()
+
+
 def test_changes_of_files_are_undone_one_after_the_other(world):
   (world.files / 'a.py').write_text('x = 0\n')
   edit = call('edit', path='a.py', old='x = 0', new='x = 1')
