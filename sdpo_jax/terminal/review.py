@@ -10,14 +10,13 @@ from typing import Any
 
 from sdpo_jax.environments.workspace.tools import BadCall, ToolAnswer
 from sdpo_jax.errors import UserError, first_line, short_repr
-from sdpo_jax.terminal.calls import Proposed, described, look
+from sdpo_jax.terminal.calls import Proposed, described, look, output_of
 from sdpo_jax.terminal.escaping import visible
 from sdpo_jax.terminal.inputs import COMMAND, Choice, EditorFailed, Leave
 from sdpo_jax.terminal.policies import make_rule, suggestion
 from sdpo_jax.terminal.screen import Line
 from sdpo_jax.terminal.session_context import SessionContext
 
-_SHOWN = 40  # The most lines of a tool's output that are shown; the model reads all of it.
 _APPROVE = {'y': 'approve', 'a': 'always allow', 'n': 'deny', 'e': 'edit'}
 _REFUSED = {'n': 'deny', 'e': 'edit', 't': 'tell the model'}
 _AGAIN = {'y': 'run it', 's': 'leave it out'}
@@ -135,7 +134,7 @@ class Reviewer:
     saved = None if now.change is None else self._workbench.toolbox.checkpoint(*now.change)
     begin = functools.partial(self._history.add, 'running', n=number, call=index, saved=saved)
     answer = self._workbench.run(now.name, now.arguments, begin)
-    self._screen.show(_shown(answer))
+    self._screen.show(output_of(answer.ok, answer.text))
     return _result(index, answer)
 
   def _review_fault(self, turn: Mapping[str, Any]) -> Reviewed:
@@ -285,15 +284,6 @@ def _parsed(text: str) -> dict[str, Any]:
   if not isinstance(given, dict):
     raise UserError(f'The arguments must be an object, not {short_repr(given)}: nothing was changed.')
   return given
-
-
-def _shown(answer: ToolAnswer) -> list[Line]:
-  """Return the first lines of a tool's output, for the person."""
-  # Nothing is approved here, so that tabs are harmless.
-  lines = visible(answer.text.rstrip('\n'), keep='\n\t', prose=True).expandtabs(8).split('\n')
-  found = [Line(line, 'note' if answer.ok else 'wrong', foreign=True) for line in lines[:_SHOWN]]
-  more = len(lines) - _SHOWN
-  return found + ([Line(f'… {more} more lines, which only the model reads', 'note')] if more > 0 else [])
 
 
 def _result(index: int, answer: ToolAnswer) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdpo_jax.errors import UserError
+from sdpo_jax.terminal.calls import calls_of
 from sdpo_jax.terminal.client import AnswerLost, Refused, digest_of
-from sdpo_jax.terminal.commands import Commands
+from sdpo_jax.terminal.commands import Commands, spoken
 from sdpo_jax.terminal.history import History
 from sdpo_jax.terminal.inputs import COMMAND, Leave
 from sdpo_jax.terminal.learned import lines_of
@@ -129,6 +130,10 @@ class Conversation:
     if self.history.last('turn', n=turn['n']) is None:  # The response with it was lost.
       self._arrived(turn)
       self.screen.end_draft(turn)
+    elif known is None and turn['status'] == 'open':  # The session was resumed: what the call belongs to is not seen.
+      asked = next((each['messages'] for each in reversed(self.turns) if each['messages']), [])
+      self.screen.show(line for message in asked for line in spoken(message['role'], message['content']))
+      self.screen.end_draft(turn)
     sent = self.history.last('decision', 'decided', 'withdrawn', n=turn['n'])
     if sent is not None and sent['kind'] == 'decision':
       self._decide(turn['n'], sent['decision'])
@@ -216,15 +221,6 @@ class Conversation:
     """Record and show what was learned without a decision."""
     self.history.add('learned', learned=learned)
     self.screen.show(lines_of(learned, self._least))
-
-
-def calls_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
-  """Return the calls of a decided turn, with the arguments as edited."""
-  calls = [dict(call) for call in turn['calls']]
-  decision = turn['decision']
-  if turn['status'] == 'edited':
-    calls[decision.get('call') or 0]['arguments'] = decision['arguments']
-  return calls
 
 
 def undelivered(history: History) -> list[str]:

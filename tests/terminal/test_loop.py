@@ -315,6 +315,21 @@ def test_a_command_that_fails_at_a_call_leaves_the_choice_as_it_is(world):
     assert server.lessons == 1 and server.turns[-1]['text'] == 'Hi.' and done.code == 0
 
 
+def test_a_conversation_is_told_with_calls_as_they_were_shown_and_run(world):
+  (world.files / 'b.py').write_text('y = 1\n' * 50)
+  with SessionServer('I write. ' + WRITE_1, 'Look:' + call('read', path='b.py'), WRITE_2) as server:
+    world.hold(server, 'Write', 'e {"path": "c.py", "content": "z = 3\\n"}', 'y', '/ /quit')
+    done = world.hold(server, '/ /history', '/ /retry 0', '/ /quit')
+  resumed, told = done.out().split('turn 0 (version 0, edited):\n')
+  told, again = told.split('turn 0, version 0')
+  assert resumed.startswith('user:\n│ Write\nProposed:\n│ write a.py\n') and '+x = 2' in resumed
+  assert 'tool_call' not in done.out() and 'x = 1' not in told
+  assert told.startswith('│ I write.\n│ write\n│   path: c.py\n│   content: z = 3\n│   | \n│ Wrote c.py')
+  assert '│ Look:\n│ read\n│   path: b.py\n│ 1       y = 1\n' in told and '… 10 more lines' in told
+  assert '│ I write.\n│ write\n│   path: a.py\n│   content: x = 1\n' in again
+  assert 'again, version 7\n│ otherwise\n│ write' in again
+
+
 def test_the_rule_of_a_table_is_one_row(world, monkeypatch):
   monkeypatch.setenv('COLUMNS', '80')
   about = {'session': {'id': 'ses-0123456789abcdef', 'turns': [1, 2]}}
