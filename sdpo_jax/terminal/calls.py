@@ -14,6 +14,8 @@ from sdpo_jax.terminal.escaping import visible, visible_line
 from sdpo_jax.terminal.policies import OTHERS, SERVED, ApprovalPolicy, CallRule
 from sdpo_jax.terminal.screen import Line
 
+_SHOWN = 40  # The most lines of a tool's output that are shown; the model reads all of it.
+
 
 @dataclasses.dataclass(frozen=True)
 class Proposed:
@@ -50,6 +52,15 @@ def look(name: str, arguments: Any, toolbox: Toolbox, policy: ApprovalPolicy, wo
     return Proposed(name, checked, verdict, error, for_now=True)
 
 
+def calls_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
+  """Return the calls of a decided turn, with the arguments as edited."""
+  calls = [dict(call) for call in turn['calls']]
+  decision = turn['decision']
+  if turn['status'] == 'edited':
+    calls[decision.get('call') or 0]['arguments'] = decision['arguments']
+  return calls
+
+
 def described(proposed: Proposed) -> list[Line]:
   """Return the lines that show a call to the person: a diff, a command, or its arguments; the model wrote all of it."""
   return [line._replace(foreign=True) for line in _described(proposed)]
@@ -79,6 +90,15 @@ def _described(proposed: Proposed) -> list[Line]:
     lines.append(Line(f'  {visible(str(name), keep="")}: {visible_line(first)}'))
     lines += [Line(f'  | {visible_line(line)}') for line in others]
   return lines
+
+
+def output_of(ok: bool, text: str) -> list[Line]:
+  """Return the first lines of a tool's output, for the person."""
+  # Nothing is approved here, so that tabs are harmless.
+  lines = visible(text.rstrip('\n'), keep='\n\t', prose=True).expandtabs(8).split('\n')
+  found = [Line(line, 'note' if ok else 'wrong', foreign=True) for line in lines[:_SHOWN]]
+  more = len(lines) - _SHOWN
+  return found + ([Line(f'… {more} more lines, which only the model reads', 'note')] if more > 0 else [])
 
 
 def as_json(value: Any) -> str:

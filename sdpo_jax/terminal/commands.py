@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+import dataclasses
 import io
 import json
 import pathlib
@@ -14,6 +15,8 @@ from sdpo_jax.config.fields import did_you_mean
 from sdpo_jax.errors import UserError, first_line, printable, short_repr
 from sdpo_jax.files import make_directory, write_atomically
 from sdpo_jax.tables import aligned
+from sdpo_jax.terminal.calls import calls_of, described, look, output_of
+from sdpo_jax.terminal.drafts import prose_of
 from sdpo_jax.terminal.escaping import original, visible
 from sdpo_jax.terminal.inputs import Leave
 from sdpo_jax.terminal.learned import details_of, turns_of
@@ -24,10 +27,10 @@ from sdpo_jax.terminal.session_context import SessionContext
 _KEYS = f"""y                    approves the call that is shown
 a                    approves it, and always allows such calls in this session
 n                    denies it, with a reason from which the model learns
-e                    edits its arguments, in $VISUAL or $EDITOR
-t                    tells the model what is wrong with it, without a lesson
-s                    leaves out a call whose effect has changed
-v                    views the rest of the call
+e                    edits its arguments, in $VISUAL or $EDITOR, or here if neither is set
+t                    only if it cannot run: tells the model why, without a lesson
+s                    only if its effect has changed since its approval: leaves it out
+v                    only if it is longer than the screen: views the rest
 q, Ctrl-D            leaves; the call stays open
 /                    begins a command, also at a call
 Enter, Alt-Enter     sends a text; begins a new line in it
@@ -189,8 +192,20 @@ class Commands:
     new = self._session.retry(number, self._seed_of(number), lambda text: None)
     self._history.add('retried', n=number, text=new['text'], version=new['version'])
     self._screen.beside(
-      (f'turn {number}, version {old["version"]}', old['text']), (f'again, version {new["version"]}', new['text'])
+      (f'turn {number}, version {old["version"]}', self._text(old)),
+      (f'again, version {new["version"]}', self._text(new)),
     )
+
+  def _text(self, turn: Mapping[str, Any]) -> str:
+    """Return an answer of the model with its calls as they are shown for review."""
+    calls = [original(line.text) for call in turn['calls'] for line in self._described(call)]
+    return '\n'.join(filter(None, (prose_of(turn), *calls)))
+
+  def _described(self, call: Mapping[str, Any]) -> list[Line]:
+    """Return the lines that show a call whose effect on the files is over."""
+    bench = self._workbench
+    looked = look(call['name'], call['arguments'], bench.toolbox, self._policy, bench.workspace)
+    return described(dataclasses.replace(looked, change=None))
 
   def _flush(self, arguments: list[str]) -> None:
     learned = self._session.flush()
@@ -202,11 +217,14 @@ class Commands:
     lines: list[Line] = []
     for turn in self._turns:
       for message in turn['messages']:
-        lines += _spoken(message['role'], message['content'])
-      lines += _spoken(f'turn {turn["n"]} (version {turn["version"]}, {turn["status"]})', turn['text'])
+        lines += spoken(message['role'], message['content'])
+      lines += spoken(f'turn {turn["n"]} (version {turn["version"]}, {turn["status"]})', prose_of(turn))
+      results = {result['call']: output_of(result['ok'], result['text']) for result in turn['results']}
+      for index, call in enumerate(calls_of(turn)):
+        lines += [*self._described(call), *results.get(index, ())]
       correction = (turn['decision'] or {}).get('correction')
       if correction is not None:
-        lines += _spoken('correction', correction)
+        lines += spoken('correction', correction)
     self._screen.show(lines or [Line('The conversation is empty.', 'note')])
 
   def _about(self, arguments: list[str]) -> None:
@@ -226,7 +244,7 @@ class Commands:
     for name, tool in self._workbench.toolbox.tools.items():
       if SERVED in name:
         about = f'{tool.meaning}\n{json.dumps(tool.parameters, ensure_ascii=False)}'
-        lines += _spoken(name, original(about))  # Which names the invisible characters once.
+        lines += spoken(name, original(about))  # Which names the invisible characters once.
     self._screen.show(lines or [Line('There are no MCP servers: name a file of some with --mcp.', 'note')])
 
   def _rules(self, arguments: list[str]) -> None:
@@ -262,6 +280,7 @@ def _said_of(details: Mapping[str, Any]) -> str:
   return ''
 
 
-def _spoken(who: str, text: str) -> list[Line]:
+def spoken(who: str, text: str) -> list[Line]:
+  """Return the lines of a text behind a head with who has written it."""
   shown = visible(text, keep='\n\t', prose=True).expandtabs(8)
-  return [Line(f'{who}:', 'head'), *(Line(line, foreign=True) for line in shown.split('\n'))]
+  return [Line(f'{who}:', 'head'), *(Line(line, foreign=True) for line in shown.split('\n') if shown)]

@@ -37,3 +37,8 @@ def after_calls(turn: Mapping[str, Any]) -> str:
   """Return what a complete answer says besides calls after its first one."""
   before = turn['text'][: shown_of(turn)]
   return '' if before == turn['text'] else turn['said'].removeprefix(without_thinking(before).strip()).strip()
+
+
+def prose_of(turn: Mapping[str, Any]) -> str:
+  """Return what a complete answer says besides its calls, as it is shown."""
+  return '\n'.join(filter(None, (turn['text'][: shown_of(turn)].rstrip(), after_calls(turn))))

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 COMMAND = '/'  # Begins a command, which can be entered at any question.
+WITH_TEXT = 'anet'  # Keys that may have a text behind them in a line.
+BY_ITSELF = 'A key counts by itself: only a, n, e and t may have a text behind them.'
 
 
 class Leave(Exception):
@@ -40,5 +42,5 @@ class Inputs(Protocol):
   def line(self, question: str, default: str = '') -> str:
     """Return the one-line answer to a question."""
 
-  def edited(self, text: str) -> str:
-    """Return the text after the person has edited it; raises EditorFailed."""
+  def edited(self, text: str, kind: str) -> str:
+    """Return a text of a kind, json or sh, after the person has edited it; '' if they leave it. Raises EditorFailed."""

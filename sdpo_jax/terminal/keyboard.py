@@ -30,7 +30,7 @@ from prompt_toolkit.output import ColorDepth
 from prompt_toolkit.validation import ValidationError
 
 from sdpo_jax.errors import first_line
-from sdpo_jax.terminal.inputs import COMMAND, Choice, EditorFailed, whole
+from sdpo_jax.terminal.inputs import BY_ITSELF, COMMAND, WITH_TEXT, Choice, EditorFailed, whole
 from sdpo_jax.terminal.screen import MARGIN
 
 _TERMINAL = 0  # The file descriptor of the standard input.
@@ -42,6 +42,7 @@ _LONGEST = 200_000  # In characters, of a text that is typed or pasted.
 _TOO_LONG = f'Not pasted: more than {_LONGEST:,} characters. Put them into a file.'
 _LONGEST_LINE = 4095  # In bytes: a terminal that is read by lines drops the rest of one without notice.
 _IGNORED = 'What was typed is ignored: pause, then choose.'
+_EDITING = 'Enter: done. Alt-Enter: new line. Ctrl-C: leave it as it was.'
 
 
 class Keyboard:
@@ -66,11 +67,12 @@ class Keyboard:
     early, last = bool(get_typeahead(source)) | _discarded(), time.monotonic()  # When a key was pressed last.
     if isinstance(source, Vt100Input):
       source.vt100_parser.reset()  # It may have read the beginning of a paste whose end was discarded.
+    said = _IGNORED if early else ''
     bindings = KeyBindings()
 
     @bindings.add(Keys.Any)
     def pressed(event: KeyPressEvent) -> None:
-      nonlocal early, last
+      nonlocal early, last, said
       key, now = event.key_sequence[0].key, time.monotonic()
       alone = now - last >= (PAUSE_S if early else _WINDOW_S) and not event.app.key_processor.input_queue
       last = now
@@ -79,10 +81,10 @@ class Keyboard:
       elif alone and (key in keys or key in (COMMAND, Keys.ControlD)):
         event.app.exit(result='q' if key == Keys.ControlD else key)
       else:
-        early = True
+        early, said = True, _no_key(key) if alone and len(key) == 1 else _IGNORED
 
     # Not a line editor, so that other keys have no effect and are not shown.
-    text = FormattedTextControl(lambda: question_of(keys) + (f'\n{_IGNORED}' if early else ''))
+    text = FormattedTextControl(lambda: question_of(keys) + f'\n{said}'.rstrip())
     layout = Layout(Window(text, dont_extend_height=True, wrap_lines=True))
     key = Application[str](layout, key_bindings=bindings, color_depth=self._depth).run()
     return Choice(COMMAND, self.line('> ', COMMAND)) if key == COMMAND else Choice(key)
@@ -94,15 +96,16 @@ class Keyboard:
     except EOFError:
       return ''
 
-  def edited(self, text: str) -> str:
+  def edited(self, text: str, kind: str) -> str:
     """Edit a text in $VISUAL or $EDITOR, or at a prompt if neither is set."""
     editor = os.environ.get('VISUAL') or os.environ.get('EDITOR')
     if editor:
-      return in_editor(editor, text)
+      return in_editor(editor, text, kind)
+    prompt = self._prompt(multiline=True)
     try:  # The model has written it.
-      return self._prompt(multiline=True).prompt(MARGIN, default=text, prompt_continuation=MARGIN)
-    except EOFError:
-      return text
+      return prompt.prompt(MARGIN, default=text, prompt_continuation=MARGIN, bottom_toolbar=_EDITING)
+    except (EOFError, KeyboardInterrupt):
+      return ''
 
   def _prompt(self, *, multiline: bool = False) -> PromptSession[str]:
     return PromptSession(color_depth=self._depth, key_bindings=_text_keys(), multiline=multiline)
@@ -146,8 +149,9 @@ class Lines:
       if line.startswith(COMMAND):
         return Choice(COMMAND, line)
       key, _, rest = line.partition(' ')
-      if key in keys:
+      if key in keys and (not rest or key in WITH_TEXT):
         return Choice(key, rest.strip() or None)
+      print(_no_key(key) if len(line) == 1 else BY_ITSELF)
 
   def line(self, question: str, default: str = '') -> str:
     try:
@@ -155,9 +159,10 @@ class Lines:
     except EOFError:  # The default is not agreed to.
       return ''
 
-  def edited(self, text: str) -> str:
+  def edited(self, text: str, kind: str) -> str:
     editor = os.environ.get('VISUAL') or os.environ.get('EDITOR')
-    return in_editor(editor, text) if editor else self.line('Arguments as JSON, in one line: ')
+    what = 'Arguments as JSON' if kind == 'json' else 'Command'
+    return in_editor(editor, text, kind) if editor else self.line(f'{what}, in one line: ')
 
 
 def _line(question: str = '') -> str:
@@ -166,6 +171,10 @@ def _line(question: str = '') -> str:
     while len((line := input(question)).encode(errors='surrogateescape')) >= _LONGEST_LINE:
       print(f'The terminal cuts lines after {_LONGEST_LINE:,} bytes, so that this one is ignored: put it into a file.')
   return whole(line).strip()
+
+
+def _no_key(key: str) -> str:
+  return f'There is no key {key!r} here.'
 
 
 def question_of(keys: Mapping[str, str]) -> str:
@@ -208,14 +217,14 @@ def _settled() -> bool:
   return early
 
 
-def in_editor(editor: str, text: str) -> str:
-  """Let the person edit a text in an editor, and return the result.
+def in_editor(editor: str, text: str, kind: str) -> str:
+  """Let the person edit a text in an editor, in a file whose name ends in its kind, and return the result.
 
   Raises:
     EditorFailed: the editor cannot be started, or has failed.
   """
   with tempfile.TemporaryDirectory(prefix='sdpo_session_') as folder:
-    path = pathlib.Path(folder) / 'arguments.json'
+    path = pathlib.Path(folder) / f'arguments.{kind}'
     path.write_text(text, encoding='utf-8')
     try:
       with echoing(True):

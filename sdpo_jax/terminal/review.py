@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import json
@@ -10,14 +10,13 @@ from typing import Any
 
 from sdpo_jax.environments.workspace.tools import BadCall, ToolAnswer
 from sdpo_jax.errors import UserError, first_line, short_repr
-from sdpo_jax.terminal.calls import Proposed, described, look
+from sdpo_jax.terminal.calls import Proposed, described, look, output_of
 from sdpo_jax.terminal.escaping import visible
 from sdpo_jax.terminal.inputs import COMMAND, Choice, EditorFailed, Leave
 from sdpo_jax.terminal.policies import make_rule, suggestion
 from sdpo_jax.terminal.screen import Line
 from sdpo_jax.terminal.session_context import SessionContext
 
-_SHOWN = 40  # The most lines of a tool's output that are shown; the model reads all of it.
 _APPROVE = {'y': 'approve', 'a': 'always allow', 'n': 'deny', 'e': 'edit'}
 _REFUSED = {'n': 'deny', 'e': 'edit', 't': 'tell the model'}
 _AGAIN = {'y': 'run it', 's': 'leave it out'}
@@ -135,7 +134,7 @@ class Reviewer:
     saved = None if now.change is None else self._workbench.toolbox.checkpoint(*now.change)
     begin = functools.partial(self._history.add, 'running', n=number, call=index, saved=saved)
     answer = self._workbench.run(now.name, now.arguments, begin)
-    self._screen.show(_shown(answer))
+    self._screen.show(output_of(answer.ok, answer.text))
     return _result(index, answer)
 
   def _review_fault(self, turn: Mapping[str, Any]) -> Reviewed:
@@ -192,8 +191,7 @@ class Reviewer:
     Raises:
       Leave: the person leaves the program.
     """
-    self._screen.show(head)
-    left = self._page(lines)
+    left = self._page(lines, head)
     while True:
       if left:
         self._screen.say(f'… {len(left)} more lines')
@@ -204,15 +202,16 @@ class Reviewer:
       if choice.key == COMMAND:
         if choice.rest:
           self._command(choice.rest)
+          left = self._page(lines, head)  # What the command has shown may have pushed it off the screen.
       elif choice.key == 'v' or (left and choice.key in 'ya'):
         left = self._page(left)
       else:
         return choice
 
-  def _page(self, lines: list[Line]) -> list[Line]:
-    """Show the first page of lines, and return the others."""
+  def _page(self, lines: list[Line], head: Sequence[Line] = ()) -> list[Line]:
+    """Show the first page of lines, after a head, and return the others."""
     shown, left = self._screen.page_of(lines)
-    self._screen.show(shown)
+    self._screen.show([*head, *shown])
     return left
 
   def _allowed(self, proposed: Proposed, pattern: str | None) -> bool:
@@ -237,39 +236,54 @@ class Reviewer:
     return True
 
   def _edited(self, proposed: Proposed, text: str | None) -> Mapping[str, Any] | None:
-    """Return new arguments of a call; None: they are unchanged or invalid."""
-    written = json.dumps(proposed.arguments, ensure_ascii=False, indent=2)
+    """Return new arguments of a call; None: they are unchanged or invalid.
+
+    Args:
+      proposed: the call; the command of one that runs a command is edited as it stands, other arguments as JSON.
+      text: the arguments as JSON, if they were entered with the key.
+    """
+    command = proposed.arguments['command'] if proposed.name == 'bash' and proposed.wrong is None else ''
+    if text is not None or command.endswith('\n') or not all(map(_is_plain, command)):
+      command = ''
+    written = command or json.dumps(proposed.arguments, ensure_ascii=False, indent=2)
     # In JSON, characters that elsewhere are shown by name have escapes.
-    before = ''.join(
-      letter if letter in '\n⟨⟩' or visible(letter) == letter else json.dumps(letter)[1:-1] for letter in written
-    )
-    try:
-      given = json.loads(text if text is not None else self._inputs.edited(before))
-    except EditorFailed as error:
-      self._screen.say(str(error), 'wrong')
-      return None
-    except (ValueError, RecursionError) as error:
-      self._screen.say(f'The arguments are not JSON ({first_line(error)}): nothing was changed.', 'wrong')
-      return None
-    if not isinstance(given, dict):
-      self._screen.say(f'The arguments must be an object, not {short_repr(given)}: nothing was changed.', 'wrong')
-      return None
-    if given == proposed.arguments:
+    before = ''.join(letter if _is_plain(letter) else json.dumps(letter)[1:-1] for letter in written)
+    while True:
+      try:
+        typed = self._inputs.edited(before, 'sh' if command else 'json') if text is None else text
+        changed = {**proposed.arguments, 'command': typed.rstrip('\n')} if command else _parsed(typed or written)
+      except EditorFailed as error:
+        self._screen.say(str(error), 'wrong')
+        return None
+      except UserError as error:
+        self._screen.say(str(error), 'wrong')
+        if text is not None or self._inputs.line('Enter goes on editing, any text leaves the call as it was: '):
+          return None
+        before = typed
+        continue
+      if typed and changed != proposed.arguments:
+        return changed
       self._screen.say('The arguments are unchanged.')
       return None
-    return given
 
   def _look(self, name: str, arguments: Any) -> Proposed:
     return look(name, arguments, self._workbench.toolbox, self._policy, self._workbench.workspace)
 
 
-def _shown(answer: ToolAnswer) -> list[Line]:
-  """Return the first lines of a tool's output, for the person."""
-  # Nothing is approved here, so that tabs are harmless.
-  lines = visible(answer.text.rstrip('\n'), keep='\n\t', prose=True).expandtabs(8).split('\n')
-  found = [Line(line, 'note' if answer.ok else 'wrong', foreign=True) for line in lines[:_SHOWN]]
-  more = len(lines) - _SHOWN
-  return found + ([Line(f'… {more} more lines, which only the model reads', 'note')] if more > 0 else [])
+def _is_plain(letter: str) -> bool:
+  """Return whether a letter of a text that is edited is what it looks like."""
+  return letter in '\n⟨⟩' or visible(letter) == letter
+
+
+def _parsed(text: str) -> dict[str, Any]:
+  """Return arguments that are written as JSON; raises UserError."""
+  try:
+    given = json.loads(text)
+  except (ValueError, RecursionError) as error:
+    raise UserError(f'The arguments are not JSON ({first_line(error)}): nothing was changed.') from error
+  if not isinstance(given, dict):
+    raise UserError(f'The arguments must be an object, not {short_repr(given)}: nothing was changed.')
+  return given
 
 
 def _result(index: int, answer: ToolAnswer) -> dict[str, Any]:

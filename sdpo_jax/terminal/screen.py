@@ -224,7 +224,8 @@ def _chopped(text: str, width: int | None, *, words: bool = False) -> list[str]:
 @functools.lru_cache(1024)
 def _cells(letter: str) -> int:
   """Return how many cells of a row a character may take; terminals differ in symbols, so that the most counts."""
-  wide = unicodedata.east_asian_width(letter) in 'WF' or unicodedata.category(letter) == 'So'
+  symbol = unicodedata.category(letter) == 'So' and not '─' <= letter <= '╿'  # All draw lines in one cell.
+  wide = symbol or unicodedata.east_asian_width(letter) in 'WF'
   return max(cell_len(letter), 2 * wide)
 
 

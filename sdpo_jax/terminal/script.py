@@ -20,7 +20,7 @@ import pathlib
 import sys
 
 from sdpo_jax.errors import UserError, first_line, short_repr
-from sdpo_jax.terminal.inputs import COMMAND, Choice, whole
+from sdpo_jax.terminal.inputs import BY_ITSELF, COMMAND, WITH_TEXT, Choice, whole
 
 _DECISIONS = 'yanetsq'
 
@@ -67,16 +67,19 @@ class Script:
     if not _is_decision(line) or line[0] not in keys:
       able = ', '.join(f'{key} ({meaning})' for key, meaning in keys.items())
       raise OutOfStep(f'{self._where}: {short_repr(line)} is not a decision; possible here: {able}.')
+    rest = line[1:].strip()
+    if rest and line[0] not in WITH_TEXT:
+      raise OutOfStep(f'{self._where}: {short_repr(line)} is not taken. {BY_ITSELF}')
     self._show(f'? {line}')
-    return Choice(line[0], line[1:].strip() or None)
+    return Choice(line[0], rest or None)
 
   def line(self, question: str, default: str = '') -> str:
     if default:
       return default
     raise OutOfStep(f'{self._where}: write the answer to {question!r} on the same line, after a space.')
 
-  def edited(self, text: str) -> str:
-    raise OutOfStep(f'{self._where}: write the new arguments as JSON after e, such as {short_repr(text)}.')
+  def edited(self, text: str, kind: str) -> str:
+    raise OutOfStep(f'{self._where}: write the new arguments as JSON after e, such as e {{"path": "a.py"}}.')
 
   def _next(self) -> str | None:
     for raw in self._lines:

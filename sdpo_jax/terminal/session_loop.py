@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdpo_jax.errors import UserError
+from sdpo_jax.terminal.calls import calls_of
 from sdpo_jax.terminal.client import AnswerLost, Refused, digest_of
-from sdpo_jax.terminal.commands import Commands
+from sdpo_jax.terminal.commands import Commands, spoken
 from sdpo_jax.terminal.history import History
 from sdpo_jax.terminal.inputs import COMMAND, Leave
 from sdpo_jax.terminal.learned import lines_of
@@ -107,7 +108,11 @@ class Conversation:
   def _command(self, line: str) -> None:
     try:
       self._commands.run(line)
-    except UserError as error:
+    except (UserError, AnswerLost, Refused) as error:
+      if not isinstance(error, UserError):
+        if isinstance(self._inputs, Script):
+          raise
+        self._stale = True  # Then a /deny that was not answered is sent again.
       self.screen.say(str(error), 'wrong')
 
   # Exchange with the service and the model.
@@ -124,6 +129,10 @@ class Conversation:
       self._reviewed = None
     if self.history.last('turn', n=turn['n']) is None:  # The response with it was lost.
       self._arrived(turn)
+      self.screen.end_draft(turn)
+    elif known is None and turn['status'] == 'open':  # The session was resumed: what the call belongs to is not seen.
+      asked = next((each['messages'] for each in reversed(self.turns) if each['messages']), [])
+      self.screen.show(line for message in asked for line in spoken(message['role'], message['content']))
       self.screen.end_draft(turn)
     sent = self.history.last('decision', 'decided', 'withdrawn', n=turn['n'])
     if sent is not None and sent['kind'] == 'decision':
@@ -212,15 +221,6 @@ class Conversation:
     """Record and show what was learned without a decision."""
     self.history.add('learned', learned=learned)
     self.screen.show(lines_of(learned, self._least))
-
-
-def calls_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
-  """Return the calls of a decided turn, with the arguments as edited."""
-  calls = [dict(call) for call in turn['calls']]
-  decision = turn['decision']
-  if turn['status'] == 'edited':
-    calls[decision.get('call') or 0]['arguments'] = decision['arguments']
-  return calls
 
 
 def undelivered(history: History) -> list[str]:

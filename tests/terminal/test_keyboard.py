@@ -1,6 +1,8 @@
 """What is typed at a terminal, key by key; and the service that the program starts."""
 
+import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,14 +10,17 @@ import threading
 import time
 
 from prompt_toolkit.application import create_app_session
+from prompt_toolkit.data_structures import Size
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
+from prompt_toolkit.output.vt100 import Vt100_Output
 import pytest
 
 from sdpo_jax.errors import UserError
 from sdpo_jax.terminal import embedded, keyboard
 from sdpo_jax.terminal.inputs import Choice, EditorFailed
 from sdpo_jax.terminal.keyboard import Keyboard, Lines, in_editor
+from sdpo_jax.terminal.script import OutOfStep, Script
 
 KEYS = {'y': 'approve', 'n': 'deny'}
 CTRL_C, CTRL_D, ALT_ENTER = '\x03', '\x04', '\x1b\r'
@@ -130,17 +135,43 @@ def test_without_an_editor_the_arguments_are_edited_in_the_prompt(typed, monkeyp
   monkeypatch.delenv('VISUAL', raising=False)
   monkeypatch.delenv('EDITOR', raising=False)
   send('\x7f}\r')
-  assert board.edited('{"a": 1]') == '{"a": 1}'
+  assert board.edited('{"a": 1]', 'json') == '{"a": 1}'
+  send(f'.{CTRL_C}')
+  assert board.edited('ls', 'sh') == ''  # As it was.
 
 
 def test_an_editor_opens_the_arguments(tmp_path):
   program = tmp_path / 'editor.py'
-  program.write_text('import sys\npath = sys.argv[-1]\ntext = open(path).read()\nopen(path, "w").write(text.upper())')
-  assert in_editor(f'{sys.executable} {program}', '{"ü": 1}') == '{"Ü": 1}'
+  code = 'import sys\npath = sys.argv[-1]\ntext = open(path).read()\nopen(path, "w").write(text.upper() + path[-3:])'
+  program.write_text(code)
+  assert in_editor(f'{sys.executable} {program}', '{"ü": 1}', 'sh') == '{"Ü": 1}.sh'
   with pytest.raises(EditorFailed, match='exit code 3: nothing was changed'):
-    in_editor(f'{sys.executable} -c "raise SystemExit(3)"', '')
+    in_editor(f'{sys.executable} -c "raise SystemExit(3)"', '', 'sh')
   with pytest.raises(EditorFailed, match='set EDITOR to another editor'):
-    in_editor('/none/of/these', '')
+    in_editor('/none/of/these', '', 'sh')
+
+
+def test_a_key_that_is_not_offered_is_named(monkeypatch):
+  shown = io.StringIO()
+  monkeypatch.setattr(keyboard, 'PAUSE_S', 0.15)
+  output = Vt100_Output(shown, lambda: Size(rows=40, columns=80), enable_cpr=False)
+  with create_pipe_input() as pipe, create_app_session(input=pipe, output=output):
+    board = Keyboard(colours=False)
+    typing = later(pipe.send_text, 't', 'yes', 'y')
+    assert board.choice(KEYS) == Choice('y')
+    typing.join()
+  out = re.sub(r'\x1b\[[0-9;?]*[A-Za-z]', ' ', shown.getvalue())
+  assert out.index("There is no key 't' here.") < out.index('What was typed is ignored: pause, then choose.')
+
+
+def test_only_some_keys_may_have_a_text_behind_them(monkeypatch, capsys):
+  given = iter(['t', 'y but use rg rather than grep', 'v rest', 'n use rg'])
+  monkeypatch.setattr('builtins.input', lambda question='': next(given))
+  assert Lines().choice(KEYS) == Choice('n', 'use rg')
+  out = capsys.readouterr().out
+  assert "There is no key 't' here." in out and out.count('A key counts by itself: only a, n, e and t may') == 2
+  with pytest.raises(OutOfStep, match='line 1: .y but use rg. is not taken. A key counts by itself'):
+    Script(['y but use rg'], 'script', print).choice(KEYS)
 
 
 def test_a_terminal_that_takes_lines_only_does(monkeypatch):

@@ -51,7 +51,7 @@ class Typed:
   def line(self, question, default=''):
     return self._next(question)
 
-  def edited(self, text):
+  def edited(self, text, kind):
     return self._next(text)
 
 
@@ -71,7 +71,7 @@ def world(tmp_path):
   workspace, states = tmp_path / 'work', tmp_path / 'state'
   workspace.mkdir()
 
-  def hold(server, *acts, rules='', settings=None, script=False, workbench=Workbench, seed=None, paged=False):
+  def hold(server, *acts, rules='', settings=None, script=False, workbench=Workbench, seed=None, paged=False, **tools):
     """Hold the session of a server, which is opened if there is none; return what came of it."""
     client = ServiceClient(server.url, local=True)
     found = sorted(states.glob('*')) if states.exists() else []
@@ -85,7 +85,7 @@ def world(tmp_path):
     inputs = Script(acts, 'script', screen.say) if script else Typed(*acts)
     policy = policies.ApprovalPolicy(policies.parse(rules, 'rules'))
     session = SessionClient(client, 'ad-1', 'ses-1', history.opened['token'])
-    bench = workbench(Toolbox(workspace, None), workspace)
+    bench = workbench(Toolbox(workspace, tools.get('shell')), workspace)
     result = types.SimpleNamespace(out=lambda: out.getvalue(), inputs=inputs, history=history, path=history.path)
     try:
       context = SessionContext(session, history, screen, inputs, bench, policy, seed)
@@ -110,8 +110,8 @@ def test_a_denied_call_is_never_run_and_the_next_one_is_shown(world):
   assert [record['n'] for record in ran] == [1] and ran[0]['result']['ok']
   out = done.out()
   assert out.index('+x = 1') < out.index('Learned: version 0 → 1') < out.index('+x = 2') < out.index('Done.')
-  # A proposal is shown once, and the numbers of a lesson on request.
-  assert out.count('x = 1') == out.count('x = 2') == 1 and 'tool_call' not in out
+  # A proposal is shown once, and again after a command; the numbers of a lesson on request.
+  assert out.count('x = 1') == 1 and out.count('x = 2') == 2 and 'tool_call' not in out
   assert out.index('+x = 2') < out.index('0.5000 → 0.2500') < out.index('‘grep⟨escape⟩’')
   assert done.code == 0
 
@@ -151,12 +151,26 @@ def test_a_reason_is_needed(world):
 def test_an_edited_call_runs_as_it_was_edited_and_seen(world):
   changed = json.dumps({'path': 'c.py', 'content': 'y = 3\n'})
   with SessionServer(WRITE_1, 'Done.') as server:
-    done = world.hold(server, 'Write', 'e', 'no JSON', 'e', '[]', 'e', changed, 'y')
+    done = world.hold(server, 'Write', 'e', 'no JSON', '', '[]', 'leave it', 'e', '', 'e', changed, 'y')
     assert server.decisions() == [{'decision': 'edit', 'call': 0, 'arguments': json.loads(changed)}]
     assert server.turns[0]['results'][0]['ok']
   assert [path.name for path in world.files.iterdir()] == ['c.py']
   assert (world.files / 'c.py').read_text() == 'y = 3\n' and '+y = 3' in done.out()
-  assert json.loads(done.inputs.asked[2]) == {'path': 'a.py', 'content': 'x = 1\n'}  # What was opened.
+  opened = [json.loads(done.inputs.asked[number]) for number in (2, 7, 9)]
+  assert opened == [{'path': 'a.py', 'content': 'x = 1\n'}] * 3 and done.inputs.asked[4] == 'no JSON'
+  assert 'The arguments are not JSON' in done.out() and 'The arguments must be an object' in done.out()
+
+
+def test_a_command_is_edited_as_it_stands(world):
+  report = {'status': 'ended', 'exit_code': 0, 'dropped': 0}
+  shell = types.SimpleNamespace(
+    run=lambda command, **_: types.SimpleNamespace(output=f'ran {command}'.encode(), **report)
+  )
+  with SessionServer(call('bash', command='grep x', timeout=5), call('bash', command='a\tb'), 'Done.') as server:
+    done = world.hold(server, 'Go', 'e', 'rg x\n', 'y', 'e', '{"command": "a b"}', 'y', shell=shell)
+    assert [each['arguments'] for each in server.decisions()] == [{'command': 'rg x', 'timeout': 5}, {'command': 'a b'}]
+  assert done.inputs.asked[2] == 'grep x' and json.loads(done.inputs.asked[5]) == {'command': 'a\tb'}
+  assert '$ rg x' in done.out() and '│ ran rg x' in done.out()
 
 
 def test_an_edit_that_no_tool_takes_is_not_run(world):
@@ -285,6 +299,44 @@ def test_commands_answer_in_their_turn_and_at_a_call(world, tmp_path):
   assert '/export needs the folder' in out and f'history    {done.path}' in out
   assert (tmp_path / 'adapter' / 'adapter_config.json').read_text() == '{}'
   assert done.code == 0
+
+
+def test_a_command_that_fails_at_a_call_leaves_the_choice_as_it_is(world):
+  with SessionServer(WRITE_1, 'Done.', 'Hello.', 'Hi.') as server:
+    server.refuse['undo'] = 409, 'Version 0 is the first one: there is nothing to undo.'
+    server.lose |= {'flush', 'retry'}
+    done = world.hold(server, 'Write', '/ /undo', '/ /flush', '/ /retry', 'y')
+    assert server.decisions() == [{'decision': 'approve'}]
+    assert [len(turn['messages']) for turn in server.turns] == [1, 0]
+    assert done.inputs.asked[1:-1] == ['yaneq'] * 4 and done.out().count('does not answer') == 2
+    assert 'Version 0 is the first one' in done.out() and done.history.last('reported', n=0) is not None
+    server.lose.add('decision')
+    done = world.hold(server, 'Hello', '/deny no', '/quit')  # Is sent again by itself, and learned once.
+    assert server.lessons == 1 and server.turns[-1]['text'] == 'Hi.' and done.code == 0
+
+
+def test_a_conversation_is_told_with_calls_as_they_were_shown_and_run(world):
+  (world.files / 'b.py').write_text('y = 1\n' * 50)
+  with SessionServer('I write. ' + WRITE_1, 'Look:' + call('read', path='b.py'), WRITE_2) as server:
+    world.hold(server, 'Write', 'e {"path": "c.py", "content": "z = 3\\n"}', 'y', '/ /quit')
+    done = world.hold(server, '/ /history', '/ /retry 0', '/ /quit')
+  resumed, told = done.out().split('turn 0 (version 0, edited):\n')
+  told, again = told.split('turn 0, version 0')
+  assert resumed.startswith('user:\n│ Write\nProposed:\n│ write a.py\n') and '+x = 2' in resumed
+  assert 'tool_call' not in done.out() and 'x = 1' not in told
+  assert told.startswith('│ I write.\n│ write\n│   path: c.py\n│   content: z = 3\n│   | \n│ Wrote c.py')
+  assert '│ Look:\n│ read\n│   path: b.py\n│ 1       y = 1\n' in told and '… 10 more lines' in told
+  assert '│ I write.\n│ write\n│   path: a.py\n│   content: x = 1\n' in again
+  assert 'again, version 7\n│ otherwise\n│ write' in again
+
+
+def test_the_rule_of_a_table_is_one_row(world, monkeypatch):
+  monkeypatch.setenv('COLUMNS', '80')
+  about = {'session': {'id': 'ses-0123456789abcdef', 'turns': [1, 2]}}
+  with SessionServer() as server:
+    server.versions.append({'version': 1, 'parent': 0, 'reason': 'feedback', 'details': about, 'undone': True})
+    done = world.hold(server, '/versions', paged=True)
+  assert len(done.out().splitlines()) == 4 and f'\n{"─" * 7}  {"─" * 6}  {"─" * 8}  ───' in done.out()
 
 
 def test_changes_of_files_are_undone_one_after_the_other(world):
