@@ -686,6 +686,25 @@ def test_what_this_program_runs_is_no_workspace(tmp_path, monkeypatch):
     assert Shell(project).run('echo x > ../sdpo_jax/new.py').exit_code and not list(code.iterdir())
 
 
+def test_what_the_next_start_loads_is_no_workspace(tmp_path, monkeypatch):
+  home, away = tmp_path / 'home', tmp_path / 'away'
+  away.mkdir()
+  (home / 'project').mkdir(parents=True)
+  monkeypatch.setenv('HOME', str(home))
+  boundary.checked_workspace(home / 'project')
+  with pytest.raises(UserError, match='home/.cache/sdpo_jax: what the model changes there would run without'):
+    boundary.checked_workspace(home)
+  (home / '.cache').symlink_to(away)  # Which the model could replace.
+  for place in (home, away):
+    with pytest.raises(UserError, match='/sdpo_jax: what the model changes'):
+      boundary.checked_workspace(place)
+  monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', 'gs://bucket/programs')
+  boundary.checked_workspace(home / 'project')
+  monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', str(home / 'project' / 'programs'))
+  with pytest.raises(UserError, match='project/programs: what the model changes'):
+    boundary.checked_workspace(home / 'project')
+
+
 def test_a_workspace_on_a_read_only_disk_is_named(tmp_path, monkeypatch):
   monkeypatch.setattr(os, 'statvfs', lambda path: os.statvfs_result([0] * 8 + [os.ST_RDONLY, 255]))
   with pytest.raises(UserError, match='is on a read-only disk'):

@@ -523,6 +523,30 @@ def test_the_program_opens_and_resumes(tmp_path, capsys, monkeypatch):
     run(capsys, **options, resume=True)
 
 
+def test_a_policy_is_outside_of_the_workspace_and_the_same_when_resumed(tmp_path, capsys, monkeypatch):
+  work, elsewhere = tmp_path / 'work', tmp_path / 'elsewhere'
+  work.mkdir()
+  elsewhere.mkdir()
+  (tmp_path / 'script').write_text('')
+  (tmp_path / 'rules').write_text('never bash')
+  options = {'workspace': str(work), 'state': str(tmp_path / 'state'), 'script': str(tmp_path / 'script')}
+  monkeypatch.chdir(tmp_path)
+  with SessionServer() as server:
+    assert run(capsys, url=server.url, policy='rules', **options)[0] == 0
+    (elsewhere / 'rules').write_text('allow bash *')
+    monkeypatch.chdir(elsewhere)
+    opened = History(next((tmp_path / 'state').glob('*.jsonl')))
+    opened.close()
+    assert opened.opened['policy'] == str(tmp_path / 'rules')
+    assert run(capsys, resume=True, **options)[0] == 0
+    (work / 'rules').write_text('allow bash *')
+    (tmp_path / 'link').symlink_to(work / 'rules')
+    monkeypatch.chdir(work)
+    for named in ('rules', str(work / 'rules'), '../link'):
+      with pytest.raises(UserError, match=f'--policy={named}: .*work/rules is in the workspace'):
+        run(capsys, resume=True, policy=named, **options)
+
+
 def test_a_terminal_of_other_characters_ends_nothing(tmp_path, monkeypatch):
   (tmp_path / 'work').mkdir()
   (tmp_path / 'rules').write_text('never bash')
