@@ -123,17 +123,30 @@ class Commands:
     self._screen.say(f'Version {made["version"]} equals version {to}.', 'good')
 
   def _restore(self) -> None:
-    """Restore the file that the newest call has changed of those whose file was not restored yet."""
-    records = self._history.records
-    restored = [(record['n'], record['call']) for record in records if record['kind'] == 'restored']
-    saved = [record for record in records if record['kind'] == 'running' and record.get('saved') is not None]
-    left = [record for record in saved if (record['n'], record['call']) not in restored]
-    if not left:
-      raise UserError('No tool but bash has changed a file in this session that is not restored yet.')
-    call = left[-1]
-    said = self._workbench.toolbox.restore(**call['saved'])
-    self._history.add('restored', n=call['n'], call=call['call'])
-    self._screen.say(f'Turn {call["n"]}: {said}', 'good')
+    """Restore the file that the newest call has changed of those whose file was not restored yet.
+
+    One that cannot be restored is named once, and then stays as it is until it can be.
+    """
+    # If the program was killed while a call ran, and the call ran again, the second time may have changed nothing.
+    saved = {
+      (record['n'], record['call']): record['saved']
+      for record in self._history.records
+      if record['kind'] == 'running' and record.get('saved') and record['saved']['before'] != record['saved']['after']
+    }
+    for number, call in reversed(saved):
+      if self._history.last('restored', n=number, call=call) is not None:
+        continue
+      try:
+        said = self._workbench.toolbox.restore(**saved[number, call])
+      except UserError as error:
+        if self._history.last('left', n=number, call=call) is not None:
+          continue
+        self._history.add('left', n=number, call=call)
+        raise UserError(f'Turn {number}: {error} /undo --files again goes on to the change before it.') from error
+      self._history.add('restored', n=number, call=call)
+      self._screen.say(f'Turn {number}: {said}', 'good')
+      return
+    raise UserError('No tool but bash has changed a file in this session that can still be restored.')
 
   def _versions(self, arguments: list[str]) -> None:
     rows = []

@@ -77,7 +77,9 @@ def test_a_checkpoint_takes_back_the_change_of_one_file(toolbox, workspace):
   ]
   assert (workspace / 'src/area.py').read_text() == CODE and not (workspace / 'new.txt').exists()
   assert (workspace / 'src/area.py').stat().st_mode & 0o777 == 0o750
-  with pytest.raises(UserError, match='new.txt does not exist. Nothing is restored.'):
+  assert toolbox.restore(**saved[0]) == 'new.txt is already as it was before.'
+  (workspace / 'new.txt').mkdir()
+  with pytest.raises(UserError, match='new.txt is a folder. Nothing is restored.'):
     toolbox.restore(**saved[0])
 
 

@@ -302,6 +302,53 @@ def test_changes_of_files_are_undone_one_after_the_other(world):
   assert (world.files / 'a.py').read_text() == 'x = 1\n# Mine.\n'
 
 
+def test_a_file_is_restored_wherever_the_program_was_killed(world, monkeypatch):
+  class Killed(BaseException):
+    pass
+
+  def killing(kind):
+    def dying(self, added, **values):
+      if added == kind:
+        raise Killed
+      add(self, added, **values)
+
+    return dying
+
+  add = History.add
+  (world.files / 'a.py').write_text('x = 0\n')
+  with SessionServer(WRITE_1, 'Done.', WRITE_2, 'Done.') as server:
+    for kind, acts in (('ran', ['Go', 'y']), ('restored', ['y', '/undo --files'])):
+      monkeypatch.setattr(History, 'add', killing(kind))
+      with pytest.raises(Killed):
+        world.hold(server, *acts)
+    monkeypatch.setattr(History, 'add', add)
+    assert (world.files / 'a.py').read_text() == 'x = 0\n'
+    done = world.hold(server, '/undo --files', '/undo --files', 'Go', 'y', '/undo --files')
+  assert 'Turn 0: a.py is already as it was before.' in done.out() and 'Turn 2: a.py is as it was' in done.out()
+  assert done.out().count('No tool but bash has changed a file') == 1
+  assert (world.files / 'a.py').read_text() == 'x = 0\n'
+
+
+def test_what_cannot_be_restored_does_not_stand_in_the_way(world):
+  (world.files / 'dangling').symlink_to('none')
+  failing = call('write', path='dangling', content='x')
+  with SessionServer(WRITE_1, call('write', path='b.py', content='b\n'), failing, 'Done.') as server:
+
+    def changed():
+      (world.files / 'b.py').write_text('mine\n')
+      return '/undo --files'
+
+    done = world.hold(server, 'Go', 'y', 'y', 'y', '/undo --files', changed, '/undo --files', '/undo --files')
+    assert not server.turns[2]['results'][0]['ok'] and not (world.files / 'a.py').exists()
+    out = done.out()
+    assert 'Turn 2: dangling is already' in out and 'b.py was changed since: restore it by hand' in out
+    assert out.index('b.py was changed') < out.index('again goes on') < out.index('Turn 0: a.py, which was new, is rem')
+    assert (world.files / 'b.py').read_text() == 'mine\n' and 'can still be restored' in out
+    (world.files / 'b.py').write_text('b\n')
+    world.hold(server, '/undo --files')
+  assert not (world.files / 'b.py').exists()
+
+
 def test_what_is_drawn_again_has_the_seed_with_which_it_was_drawn(world):
   with SessionServer(WRITE_1, WRITE_2) as server:
     world.hold(server, 'Write', 'n No', '/ /retry', '/ /retry 1', '/ /exit', seed=5)  # As /quit.
