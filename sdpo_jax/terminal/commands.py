@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 import io
 import json
+import os
 import pathlib
 import shlex
 from typing import Any
@@ -174,11 +175,11 @@ class Commands:
   def _export(self, arguments: list[str]) -> None:
     if not arguments:
       raise UserError('/export needs the folder to write to: /export DIR.')
-    folder = pathlib.Path(arguments[0]).expanduser()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-      raise UserError(f'{folder} exists and is not an empty folder: name an empty or a new one.')
-    content = self._client.export(self._session.adapter)
+    folder = pathlib.Path(os.path.expanduser(arguments[0]))
     try:
+      if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f'{folder} exists and is not an empty folder: name an empty or a new one.')
+      content = self._client.export(self._session.adapter)
       make_directory(folder)
       with zipfile.ZipFile(io.BytesIO(content)) as archive:
         for name in archive.namelist():
@@ -186,7 +187,7 @@ class Commands:
             raise UserError(f'The export has {printable(name)!r}, which is not a plain file name: nothing was written.')
         for name in archive.namelist():
           write_atomically(folder / name, archive.read(name))
-    except (OSError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, zipfile.BadZipFile) as error:  # A null byte is a ValueError.
       raise UserError(f'{folder} cannot be written ({first_line(error)}): name another folder.') from error
     self._screen.say(f'Exported to {folder}: {", ".join(sorted(archive.namelist()))}.', 'good')
 

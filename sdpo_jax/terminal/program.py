@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CONFIG = 'session_quickstart.py'
 _ERASE = '\r\x1b[K'  # Goes to the beginning of the row of the cursor, and erases it.
+_DAY_S = 86_400
 KEY = 'SDPO_API_KEY'  # The environment variable with the API key of the service.
 
 
@@ -88,6 +89,12 @@ def run(options: CommandOptions) -> int:
   """
   if options.url is not None and (options.config is not None or options.overrides):
     raise UserError('--url names a running service, and --config one to start: leave one of them out.')
+  if options.timeout is not None and not 0 < options.timeout <= _DAY_S:
+    raise UserError(f'--timeout={options.timeout:g}: give it seconds, at most {_DAY_S:,}, which is a day.')
+  try:
+    os.getcwd()
+  except FileNotFoundError as error:
+    raise UserError('The folder in which this program is started was removed: change to another one.') from error
   with contextlib.ExitStack() as stack:
     return _held(options, stack)
 
@@ -183,7 +190,7 @@ def _take_all_texts() -> None:
 
 def _workspace(named: str, states: pathlib.Path) -> pathlib.Path:
   path = boundary.checked_workspace(named)
-  if states.expanduser().resolve().is_relative_to(path):
+  if states.resolve().is_relative_to(path):
     raise UserError(
       f'The workspace {path} contains the histories of sessions ({states}), which the model must not read: name a '
       'folder within it, or another folder for the histories with --state.'
@@ -233,7 +240,7 @@ def _served(start: _Start) -> tuple[list[str], str]:
 def _toolbox(start: _Start, policy: ApprovalPolicy, servers: McpServers | None) -> Toolbox:
   """Make the tools; without bash, and with a message, if commands cannot be confined to the workspace."""
   shell, options, workspace = None, start.options, start.workspace
-  readable = boundary.readable_folders(options.readable, start.states)
+  readable = boundary.readable_folders(options.readable, workspace, start.states)
   variables = boundary.variables(options.env, os.environ)
   limits = ShellLimits()
   if options.timeout is not None:

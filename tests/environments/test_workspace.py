@@ -586,7 +586,9 @@ def test_commands_read_further_folders_and_variables_that_are_named(shell, tmp_p
   (tmp_path / 'data' / 'rows.txt').write_text('rows')
   (tmp_path / 'work').mkdir()
   monkeypatch.setenv('OF_MINE', 'given')
-  readable = boundary.readable_folders([str(tmp_path / 'data' / 'in'), str(tmp_path / 'data')], tmp_path / 'state')
+  readable = boundary.readable_folders(
+    [str(tmp_path / 'data' / 'in'), str(tmp_path / 'data')], tmp_path / 'work', tmp_path / 'state'
+  )
   variables = boundary.variables(['OF_MINE', 'NEW=a=b'], os.environ)
   bash = Shell(tmp_path / 'work', readable=readable, variables=variables)
   report = bash.run(f'cat {tmp_path}/data/rows.txt; echo $OF_MINE $NEW; ls ..; touch {tmp_path}/data/x')
@@ -601,6 +603,8 @@ def test_commands_read_further_folders_and_variables_that_are_named(shell, tmp_p
   'function, given, sentence',
   [
     ('readable_folders', 'none', '--readable=none is not a folder'),
+    ('readable_folders', '', '--readable= is not a folder'),
+    ('readable_folders', 'work/in', '--readable=work/in is in the workspace, which commands read anyway'),
     ('readable_folders', '.', 'the histories of sessions are in'),
     ('readable_folders', 'state/in', 'the histories of sessions are in'),
     ('readable_folders', '/', 'the histories of sessions are in'),
@@ -611,9 +615,11 @@ def test_commands_read_further_folders_and_variables_that_are_named(shell, tmp_p
 )
 def test_what_commands_cannot_have_is_named(tmp_path, monkeypatch, function, given, sentence):
   monkeypatch.chdir(tmp_path)
-  (tmp_path / 'state' / 'in').mkdir(parents=True)
+  for name in ('state', 'work'):
+    (tmp_path / name / 'in').mkdir(parents=True)
+  more = (tmp_path / 'work', tmp_path / 'state') if function == 'readable_folders' else ({},)
   with pytest.raises(UserError, match=sentence):
-    getattr(boundary, function)([given], tmp_path / 'state' if function == 'readable_folders' else {})
+    getattr(boundary, function)([given], *more)
 
 
 def test_many_files_with_further_names_outside_cost_no_time_and_stay(shell, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import types
 
 import pytest
@@ -614,7 +615,18 @@ def test_a_terminal_of_other_characters_ends_nothing(tmp_path, monkeypatch):
     ({'url': 'http://x', 'config': 'c.py'}, '--url names a running service, and --config one'),
     ({'workspace': 'none/there'}, 'The workspace none/there is not a folder'),
     ({'state': 'inside/it'}, 'contains the histories of sessions'),
+    ({'workspace': '~nosuchuser'}, 'The workspace ~nosuchuser is not a folder'),
+    ({'workspace': 'a/' * 2500}, 'is not a folder: name the folder'),
+    ({'state': '~nosuchuser'}, 'contains the histories of sessions'),
+    ({'readable': ['~nosuchuser']}, '--readable=~nosuchuser is not a folder'),
+    ({'readable': ['a/' * 2500]}, 'is not a folder'),
+    ({'readable': ['']}, '--readable= is not a folder'),
+    ({'readable': ['.']}, '--readable=. is in the workspace, which commands read anyway'),
+    ({'timeout': math.nan}, '--timeout=nan: give it seconds, at most 86,400'),
+    ({'timeout': math.inf}, '--timeout=inf: give it seconds'),
+    ({'timeout': 1e300}, r'--timeout=1e\+300: give it seconds'),
     ({'script': '/none'}, '--script=/none cannot be read'),
+    ({'script': '~nosuchuser'}, '--script=~nosuchuser cannot be read'),
     ({'policy': '/none'}, '--policy=/none cannot be read'),
   ],
 )
@@ -627,6 +639,53 @@ def test_what_cannot_be_used_is_named(tmp_path, capsys, monkeypatch, values, sen
   with pytest.raises(UserError, match=sentence):
     run(capsys, **{**usual, **values})
   assert not (tmp_path / 'state').exists() and list(work.iterdir()) == []
+
+
+@pytest.mark.parametrize('answer', [{}, [], None, {'adapters': []}])
+def test_another_service_that_answers_is_named(tmp_path, capsys, answer):
+  (tmp_path / 'work').mkdir()
+  (tmp_path / 'script').write_text('')
+  names = {name: str(tmp_path / name) for name in ('script', 'state', 'work')}
+  with SessionServer() as server:
+    server.answer = lambda method, path, body, token: ('any', {} if path == '/readyz' else answer)
+    with pytest.raises(UserError, match='(has not adapters|has not id|is not a JSON object): it is not one of launch'):
+      run(capsys, url=server.url, workspace=names.pop('work'), **names)
+
+
+@pytest.mark.parametrize(
+  'values', [{'system': 'half \ud800'}, {'adapter': '\udcff'}, {'settings': '{"sampling": {"temperature": NaN}}'}]
+)
+def test_what_json_cannot_hold_is_named(tmp_path, capsys, values):
+  (tmp_path / 'work').mkdir()
+  (tmp_path / 'script').write_text('')
+  (tmp_path / 'rules').write_text('never bash')
+  if 'settings' in values:
+    (tmp_path / 'settings').write_text(values['settings'])
+    values = {'settings': str(tmp_path / 'settings')}
+  names = {'script': str(tmp_path / 'script'), 'state': str(tmp_path / 'state'), 'policy': str(tmp_path / 'rules')}
+  with SessionServer() as server, pytest.raises(UserError, match='cannot be written as JSON .*correct --adapter'):
+    run(capsys, url=server.url, workspace=str(tmp_path / 'work'), **names, **values)
+
+
+def test_a_folder_that_was_removed_is_named(tmp_path, capsys, monkeypatch):
+  (tmp_path / 'gone').mkdir()
+  monkeypatch.chdir(tmp_path / 'gone')
+  (tmp_path / 'gone').rmdir()
+  with pytest.raises(UserError, match='The folder in which this program is started was removed'):
+    run(capsys, url=dead_address(), state=str(tmp_path / 'state'))
+
+
+def test_a_workspace_whose_name_is_no_text_can_be_worked_in(tmp_path, capsys):
+  (tmp_path / 'rules').write_text('never bash')
+  (tmp_path / 'script').write_text('Go\ny\ny\n/export a\0b\n/export ' + 'a/' * 2500)
+  names = {name: str(tmp_path / name) for name in ('script', 'state')}
+  work = tmp_path / 'caf\udce9'
+  work.mkdir()
+  with SessionServer(WRITE_1, call('read', path='/etc/passwd'), 'Done.') as server:
+    code, out, _ = run(capsys, url=server.url, workspace=str(work), policy=str(tmp_path / 'rules'), **names)
+    assert 'caf\\udce9, which is all that can be read' in server.turns[1]['results'][0]['text']
+  assert code == 0 and (work / 'a.py').exists()
+  assert 'cannot be written (embedded null byte): name another' in out and 'cannot be written ([Errno 36]' in out
 
 
 def test_the_command_that_goes_on_is_said_also_when_a_script_ends_wrongly(tmp_path, capsys):

@@ -28,8 +28,8 @@ def checked_workspace(named: str | pathlib.Path) -> pathlib.Path:
     UserError: it is not a folder, cannot be written, belongs to the system, or has files that this program consists of,
       which would run without any confinement once a command has changed them.
   """
-  path = pathlib.Path(os.path.realpath(pathlib.Path(named).expanduser()))
-  if not path.is_dir():
+  path = pathlib.Path(os.path.realpath(os.path.expanduser(named)))
+  if not os.path.isdir(path):  # A name of any length.
     raise UserError(f'The workspace {named} is not a folder: name the folder in which the model should work.')
   if str(path) in _CLOSED or any(map(path.is_relative_to, _CLOSED_WITH_ALL_BELOW)):
     raise UserError(f'The workspace {path} is a system folder: name one of your own.')
@@ -71,22 +71,25 @@ def _places(paths: Iterable[str | os.PathLike[str]]) -> set[pathlib.Path]:
   return {pathlib.Path(found(path)) for path in paths for found in (os.path.abspath, os.path.realpath)}
 
 
-def readable_folders(named: Sequence[str], private: pathlib.Path) -> list[str]:
+def readable_folders(named: Sequence[str], workspace: pathlib.Path, private: pathlib.Path) -> list[str]:
   """Return the real paths of folders that commands may read, too.
 
   Args:
     named: folders, as given to --readable.
+    workspace: the real path of the workspace.
     private: a folder that they must not read.
 
   Raises:
-    UserError: one is not a folder, or one of the system or of this program.
+    UserError: one is not a folder, or one of the workspace, of the system or of this program.
   """
   found = []
   for name in named:
-    path = pathlib.Path(os.path.realpath(pathlib.Path(name).expanduser()))
-    if not path.is_dir():
+    path = pathlib.Path(os.path.realpath(os.path.expanduser(name)))
+    if not (name and os.path.isdir(path)):
       raise UserError(f'--readable={name} is not a folder.')
-    own = private.expanduser().resolve()
+    if path.is_relative_to(workspace):
+      raise UserError(f'--readable={name} is in the workspace, which commands read anyway: leave it out.')
+    own = private.resolve()
     if own.is_relative_to(path) or path.is_relative_to(own):
       raise UserError(f'--readable={name}: the histories of sessions are in {own}, which the model must not read.')
     if str(path) in ('/', *TEMPORARY) or any(map(path.is_relative_to, _CLOSED_WITH_ALL_BELOW[:4])):
