@@ -92,27 +92,27 @@ class ServiceClient:
 
   def adapter(self, name: str) -> dict[str, Any]:
     """Return the adapter with this name or id; if there is none, create one with the name."""
-    found = self.get(_ROOT)['adapters']
+    found = self.get(_ROOT, 'adapters')['adapters']
     for adapter in found:
       if name in (adapter['name'], adapter['id']):
         return adapter
-    return self.post(_ROOT, {'name': name})
+    return self.post(_ROOT, {'name': name}, 'id')
 
   def adapter_now(self, adapter: str) -> dict[str, Any]:
     """Return the current state of an adapter."""
-    return self.get(f'{_ROOT}/{adapter}')
+    return self.get(f'{_ROOT}/{adapter}', 'name', 'version')
 
   def versions(self, adapter: str) -> list[dict[str, Any]]:
     """Return the stored versions of an adapter, the oldest first."""
-    return self.get(f'{_ROOT}/{adapter}/versions')['versions']
+    return self.get(f'{_ROOT}/{adapter}/versions', 'versions')['versions']
 
   def difference(self, adapter: str, before: int, after: int) -> dict[str, Any]:
     """Return how far the matrices of two versions are apart, in Frobenius norms."""
-    return self.get(f'{_ROOT}/{adapter}/versions/{after}/diff', against=before)
+    return self.get(f'{_ROOT}/{adapter}/versions/{after}/diff', 'total', 'largest', against=before)
 
   def undo(self, adapter: str, to: int | None) -> dict[str, Any]:
     """Make a new version that equals an older one (None: the one before the newest not undone), and return it."""
-    return self.post(f'{_ROOT}/{adapter}/undo', {'to': to})
+    return self.post(f'{_ROOT}/{adapter}/undo', {'to': to}, 'version', 'details')
 
   def export(self, adapter: str) -> bytes:
     """Return the newest version in PEFT's format, as the bytes of a zip file."""
@@ -120,29 +120,44 @@ class ServiceClient:
 
   def open_session(self, adapter: str, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Open a session, and return it with its token."""
-    answer = self.post(f'{_ROOT}/{adapter}/sessions', settings)
+    answer = self.post(f'{_ROOT}/{adapter}/sessions', settings, 'session', 'token')
     return answer['session'], answer['token']
 
-  def get(self, path: str, **query: Any) -> Any:
-    """Return the JSON at a path; raises Refused if the service refuses, AnswerLost if it does not respond."""
-    return _json(self._sent('GET', path, params=query))
+  def get(self, path: str, *fields: str, **query: Any) -> Any:
+    """Return the JSON object at a path.
 
-  def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Any:
-    """Send a JSON body to a path, and return the JSON of the response; raises as `get`."""
-    return _json(self._sent('POST', path, json=body, headers=headers))
+    Raises:
+      Refused: the service refuses the request.
+      AnswerLost: it does not respond, or without one of these fields.
+    """
+    return _json(self._sent('GET', path, params=query), fields)
+
+  def post(self, path: str, body: Any, *fields: str, headers: Mapping[str, str] | None = None) -> Any:
+    """Send a JSON body to a path, and return the JSON object of the response; raises as `get`."""
+    return _json(self._sent('POST', path, json=body, headers=headers), fields)
 
   @contextlib.contextmanager
   def stream(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Iterator[httpx2.EventSource]:
     """Send a JSON body to a path, and yield the events of the response, to be iterated over; raises as `get`."""
-    with self._answers(), self._http.stream('POST', path, json=body | {'stream': True}, headers=headers) as answer:
+    request = self._written('POST', path, json=body | {'stream': True}, headers=headers)
+    with self._answers(), contextlib.closing(self._http.send(request, stream=True)) as answer:
       if answer.status_code != 200:
         answer.read()
         _checked(answer)
       yield httpx2.EventSource(answer, max_event_size=None)  # An event can be as long as an answer.
 
   def _sent(self, method: str, path: str, **more: Any) -> httpx2.Response:
+    request = self._written(method, path, **more)
     with self._answers():
-      return self._http.request(method, path, **more)
+      return self._http.send(request)
+
+  def _written(self, method: str, path: str, **more: Any) -> httpx2.Request:
+    try:
+      return self._http.build_request(method, path, **more)
+    except ValueError as error:  # NaN or half of a character.
+      raise UserError(
+        f'A request cannot be written as JSON ({first_line(error)}): correct --adapter, --system or --settings.'
+      ) from error
 
   @contextlib.contextmanager
   def _answers(self) -> Iterator[None]:
@@ -166,7 +181,7 @@ class SessionClient:
 
   def state(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the session and its turns."""
-    answer = self.client.get(self._path)
+    answer = self.client.get(self._path, 'session', 'turns')
     return answer['session'], answer['turns']
 
   def propose(
@@ -181,18 +196,19 @@ class SessionClient:
 
   def decide(self, number: int, decision: Mapping[str, Any]) -> dict[str, Any]:
     """Send a decision, and return 'turn' and 'learned'; it can be sent again, and is learned only once."""
-    return self._post(f'turns/{number}/decision', decision)
+    return self._post(f'turns/{number}/decision', decision, 'turn', 'learned')
 
   def results(self, turn: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Send the results of all calls of a turn, and return the same as `decide`."""
-    return self._post(f'turns/{turn["n"]}/results', {'results': list(results), **digest_of(turn)})
+    body = {'results': list(results), **digest_of(turn)}
+    return self._post(f'turns/{turn["n"]}/results', body, 'turn', 'learned')
 
   def flush(self) -> dict[str, Any] | None:
     """Let the adapter learn from the waiting examples, and return the result; None: none was waiting."""
-    return self._post('flush', {})['learned']
+    return self._post('flush', {}, 'learned')['learned']
 
-  def _post(self, path: str, body: Mapping[str, Any]) -> Any:
-    return self.client.post(f'{self._path}/{path}', body, self._headers)
+  def _post(self, path: str, body: Mapping[str, Any], *fields: str) -> Any:
+    return self.client.post(f'{self._path}/{path}', body, *fields, headers=self._headers)
 
   def _streamed(self, path: str, body: dict[str, Any], write: Callable[[str], None]) -> dict[str, Any]:
     turn = None
@@ -222,11 +238,12 @@ def _seeded(seed: int | None) -> dict[str, int]:
   return {} if seed is None else {'seed': seed}
 
 
-def _json(answer: httpx2.Response) -> Any:
-  try:
-    return _checked(answer).json()
-  except ValueError as error:
-    raise AnswerLost(f'The response from {answer.url} is not JSON.') from error
+def _json(answer: httpx2.Response, fields: Sequence[str]) -> dict[str, Any]:
+  body = _object(_checked(answer))
+  if body is None or not body.keys() >= set(fields):
+    what = 'is not a JSON object' if body is None else f'has not {" and ".join(fields)}'
+    raise AnswerLost(f'The response from {answer.url} {what}: it is not one of launch.serve.')
+  return body
 
 
 def _checked(answer: httpx2.Response) -> httpx2.Response:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 import dataclasses
 import io
 import json
+import os
 import pathlib
 import shlex
 from typing import Any
@@ -126,17 +127,30 @@ class Commands:
     self._screen.say(f'Version {made["version"]} equals version {to}.', 'good')
 
   def _restore(self) -> None:
-    """Restore the file that the newest call has changed of those whose file was not restored yet."""
-    records = self._history.records
-    restored = [(record['n'], record['call']) for record in records if record['kind'] == 'restored']
-    saved = [record for record in records if record['kind'] == 'running' and record.get('saved') is not None]
-    left = [record for record in saved if (record['n'], record['call']) not in restored]
-    if not left:
-      raise UserError('No tool but bash has changed a file in this session that is not restored yet.')
-    call = left[-1]
-    said = self._workbench.toolbox.restore(**call['saved'])
-    self._history.add('restored', n=call['n'], call=call['call'])
-    self._screen.say(f'Turn {call["n"]}: {said}', 'good')
+    """Restore the file that the newest call has changed of those whose file was not restored yet.
+
+    One that cannot be restored is named once, and then stays as it is until it can be.
+    """
+    # If the program was killed while a call ran, and the call ran again, the second time may have changed nothing.
+    saved = {
+      (record['n'], record['call']): record['saved']
+      for record in self._history.records
+      if record['kind'] == 'running' and record.get('saved') and record['saved']['before'] != record['saved']['after']
+    }
+    for number, call in reversed(saved):
+      if self._history.last('restored', n=number, call=call) is not None:
+        continue
+      try:
+        said = self._workbench.toolbox.restore(**saved[number, call])
+      except UserError as error:
+        if self._history.last('left', n=number, call=call) is not None:
+          continue
+        self._history.add('left', n=number, call=call)
+        raise UserError(f'Turn {number}: {error} /undo --files again goes on to the change before it.') from error
+      self._history.add('restored', n=number, call=call)
+      self._screen.say(f'Turn {number}: {said}', 'good')
+      return
+    raise UserError('No tool but bash has changed a file in this session that can still be restored.')
 
   def _versions(self, arguments: list[str]) -> None:
     rows = []
@@ -164,11 +178,11 @@ class Commands:
   def _export(self, arguments: list[str]) -> None:
     if not arguments:
       raise UserError('/export needs the folder to write to: /export DIR.')
-    folder = pathlib.Path(arguments[0]).expanduser()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-      raise UserError(f'{folder} exists and is not an empty folder: name an empty or a new one.')
-    content = self._client.export(self._session.adapter)
+    folder = pathlib.Path(os.path.expanduser(arguments[0]))
     try:
+      if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f'{folder} exists and is not an empty folder: name an empty or a new one.')
+      content = self._client.export(self._session.adapter)
       make_directory(folder)
       with zipfile.ZipFile(io.BytesIO(content)) as archive:
         for name in archive.namelist():
@@ -176,7 +190,7 @@ class Commands:
             raise UserError(f'The export has {printable(name)!r}, which is not a plain file name: nothing was written.')
         for name in archive.namelist():
           write_atomically(folder / name, archive.read(name))
-    except (OSError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, zipfile.BadZipFile) as error:  # A null byte is a ValueError.
       raise UserError(f'{folder} cannot be written ({first_line(error)}): name another folder.') from error
     self._screen.say(f'Exported to {folder}: {", ".join(sorted(archive.namelist()))}.', 'good')
 

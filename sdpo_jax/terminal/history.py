@@ -26,7 +26,7 @@ SUFFIX = '.jsonl'
 def state_folder(named: str | None) -> pathlib.Path:
   """Return the folder of histories: the value of --state, or the default within the user's state folder."""
   if named is not None:
-    return pathlib.Path(named).expanduser()
+    return pathlib.Path(os.path.expanduser(named))
   base = os.environ.get('XDG_STATE_HOME', '')
   home = pathlib.Path(base) if os.path.isabs(base) else pathlib.Path.home() / '.local' / 'state'
   return home / 'sdpo_jax' / 'sessions'
@@ -44,12 +44,12 @@ def find(folder: pathlib.Path, named: str | None) -> pathlib.Path:
   """
   if named is not None:
     path = folder / f'{named}{SUFFIX}'
-    if not _ID.fullmatch(named) or not path.is_file():
+    if not _ID.fullmatch(named) or not os.path.isfile(path):
       raise UserError(
         f'--resume={printable(named)}: there is no history of that session; ls {folder} lists all histories.'
       )
     return path
-  found = sorted(folder.glob(f'*{SUFFIX}'), key=lambda path: path.stat().st_mtime_ns) if folder.is_dir() else []
+  found = sorted(folder.glob(f'*{SUFFIX}'), key=lambda path: path.stat().st_mtime_ns) if os.path.isdir(folder) else []
   if not found:
     raise UserError(f'--resume: {folder} has no history; start a session without --resume.')
   return found[-1]

@@ -28,6 +28,7 @@ from mcp import ClientSession, MCPError, StdioServerParameters, types
 from mcp.client.stdio import get_default_environment, stdio_client
 import pydantic
 
+from sdpo_jax.environments.workspace.boundary import check_outside
 from sdpo_jax.environments.workspace.shell import Cancellation, Shell
 from sdpo_jax.environments.workspace.tools import TOOLS, BadCall, Tool, ToolAnswer, Toolbox, shortened
 from sdpo_jax.errors import UserError, first_line, printable, short_repr
@@ -79,7 +80,7 @@ def load(path: str, workspace: pathlib.Path) -> dict[str, McpProgram]:
     UserError: the file is invalid, or it or a program in it is in the workspace, where the model could change it.
   """
   file = pathlib.Path(os.path.abspath(os.path.expanduser(path)))
-  _outside(workspace, file, f'--mcp={path}')
+  check_outside(workspace, file, f'--mcp={path}')
   servers = read_json_object(file, 'name another file with --mcp').get('mcpServers')
   if not isinstance(servers, dict) or not servers:
     raise UserError(f'{file} names no servers: write {{"mcpServers": {{"NAME": {{"command": …, "args": […]}}}}}}.')
@@ -104,14 +105,8 @@ def _program(file: pathlib.Path, name: str, values: Any, workspace: pathlib.Path
     raise UserError(f'{where}: {wrong}: correct the file, or leave the server out.')
   # Other folders may be those to work in.
   for path in (cwd, program, *filter(os.path.isfile, (os.path.join(cwd, argument) for argument in given.args))):
-    _outside(workspace, path, where)
+    check_outside(workspace, path, where)
   return given.model_copy(update={'command': os.path.abspath(program), 'env': env, 'cwd': cwd})
-
-
-def _outside(workspace: pathlib.Path, path: str | os.PathLike[str], where: str) -> None:
-  for inside in map(pathlib.Path, (os.path.abspath(path), os.path.realpath(path))):
-    if inside.is_relative_to(workspace):
-      raise UserError(f'{where}: {inside} is in the workspace, so the model could change what runs as you: move it.')
 
 
 @contextlib.contextmanager

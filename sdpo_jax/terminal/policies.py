@@ -160,7 +160,7 @@ def load(value: str, served: Collection[str] = ()) -> ApprovalPolicy:
   """Load the policy that --policy names: `ask`, or a file.
 
   Args:
-    value: the value of --policy.
+    value: `ask`, or the path of a file.
     served: the names of the tools of MCP servers.
 
   Raises:
@@ -169,7 +169,7 @@ def load(value: str, served: Collection[str] = ()) -> ApprovalPolicy:
   if value == 'ask':
     return ApprovalPolicy()
   try:
-    text = pathlib.Path(value).expanduser().read_text(encoding='utf-8')
+    text = pathlib.Path(value).read_text(encoding='utf-8')
   except (OSError, UnicodeDecodeError) as error:
     raise UserError(f'--policy={value} cannot be read ({first_line(error)}): name a file of rules, or ask.') from error
   return ApprovalPolicy(parse(text, value, served))

@@ -16,6 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from sdpo_jax.command_lines import command_line
+from sdpo_jax.config import config_files
 from sdpo_jax.config.locations import shipped_folder
 from sdpo_jax.environments.workspace import boundary
 from sdpo_jax.environments.workspace.shell import Shell, ShellLimits
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CONFIG = 'session_quickstart.py'
 _ERASE = '\r\x1b[K'  # Goes to the beginning of the row of the cursor, and erases it.
+_DAY_S = 86_400
 KEY = 'SDPO_API_KEY'  # The environment variable with the API key of the service.
 
 
@@ -87,6 +89,12 @@ def run(options: CommandOptions) -> int:
   """
   if options.url is not None and (options.config is not None or options.overrides):
     raise UserError('--url names a running service, and --config one to start: leave one of them out.')
+  if options.timeout is not None and not 0 < options.timeout <= _DAY_S:
+    raise UserError(f'--timeout={options.timeout:g}: give it seconds, at most {_DAY_S:,}, which is a day.')
+  try:
+    os.getcwd()
+  except FileNotFoundError as error:
+    raise UserError('The folder in which this program is started was removed: change to another one.') from error
   with contextlib.ExitStack() as stack:
     return _held(options, stack)
 
@@ -104,7 +112,7 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
       if getattr(options, flag) is not None:
         raise UserError(f'--{flag} is for a new session: leave it out with --resume.')
   workspace = _workspace(options.workspace or known.get('workspace') or '.', folder)
-  policy_name = options.policy or known.get('policy') or 'ask'
+  policy_name = _policy_file(options.policy or known.get('policy') or 'ask', workspace)
   start = _Start(options, known, workspace, folder, stack)
   servers = _servers(start)
   policy = policies.load(policy_name, () if servers is None else servers.tools)
@@ -182,7 +190,7 @@ def _take_all_texts() -> None:
 
 def _workspace(named: str, states: pathlib.Path) -> pathlib.Path:
   path = boundary.checked_workspace(named)
-  if states.expanduser().resolve().is_relative_to(path):
+  if states.resolve().is_relative_to(path):
     raise UserError(
       f'The workspace {path} contains the histories of sessions ({states}), which the model must not read: name a '
       'folder within it, or another folder for the histories with --state.'
@@ -190,14 +198,24 @@ def _workspace(named: str, states: pathlib.Path) -> pathlib.Path:
   return path
 
 
+def _policy_file(named: str, workspace: pathlib.Path) -> str:
+  """Return the absolute path of a file of rules, which is not in the workspace; or `ask`."""
+  if named == 'ask':
+    return named
+  path = os.path.abspath(os.path.expanduser(named))
+  boundary.check_outside(workspace, path, f'--policy={named}')
+  return path
+
+
 def _served(start: _Start) -> tuple[list[str], str]:
   """Return the arguments of the service to start, and its working directory.
 
   Raises:
-    UserError: the config, or the folder that its paths are relative to, is in the workspace.
+    UserError: the config, the folder that its paths are relative to, or that of its compiled programs, which are
+      unpickled, is in the workspace.
   """
   overrides = [f'--config.{name}={text}' for name, text in start.options.overrides]
-  here, workspace = os.getcwd(), start.workspace
+  here = os.getcwd()
   if start.options.config is not None:
     arguments, folder = [f'--config={start.options.config}', *overrides], here
   elif not overrides and 'arguments' in start.known:
@@ -205,22 +223,24 @@ def _served(start: _Start) -> tuple[list[str], str]:
   else:
     config, store = shipped_folder() / DEFAULT_CONFIG, start.states.resolve() / 'adapters'
     arguments = [f'--config={config}', f'--config.serve.store.root={store}', *overrides]
-    folder = str(start.states.resolve()) if pathlib.Path(here).is_relative_to(workspace) else here
-  file = os.path.join(folder, arguments[0].removeprefix('--config=').partition('.py:')[0].removesuffix('.py') + '.py')
-  for inside in map(pathlib.Path, map(os.path.realpath, (folder, file))):
-    if inside.is_relative_to(workspace):
-      raise UserError(
-        f'The service would read {inside}, which is in the workspace {workspace}, so the model could change what runs '
-        'as you: name a config outside of it with --config, from a folder outside of it, and the folder of work with '
-        '--workspace.'
-      )
+    folder = str(start.states.resolve()) if pathlib.Path(here).is_relative_to(start.workspace) else here
+  named = arguments[0].removeprefix('--config=')
+  file = named.partition('.py:')[0].removesuffix('.py') + '.py'
+  way_out = 'name a config outside of it, from a folder outside of it, and the folder of work with --workspace'
+  for path in (folder, os.path.join(folder, file)):
+    boundary.check_outside(start.workspace, path, '--config', way_out)
+  settings = [argument.removeprefix('--config.').partition('=') for argument in arguments[1:]]
+  with contextlib.chdir(folder):
+    programs = config_files.read(named, [(name, text) for name, _, text in settings]).serve.programs
+    if programs is not None:
+      boundary.check_outside(start.workspace, os.path.expanduser(programs), 'serve.programs', 'name another folder')
   return arguments, folder
 
 
 def _toolbox(start: _Start, policy: ApprovalPolicy, servers: McpServers | None) -> Toolbox:
   """Make the tools; without bash, and with a message, if commands cannot be confined to the workspace."""
   shell, options, workspace = None, start.options, start.workspace
-  readable = boundary.readable_folders(options.readable, start.states)
+  readable = boundary.readable_folders(options.readable, workspace, start.states)
   variables = boundary.variables(options.env, os.environ)
   limits = ShellLimits()
   if options.timeout is not None:
@@ -256,8 +276,8 @@ def _service(start: _Start) -> tuple[ServiceClient, dict[str, Any]]:
       start.stack.callback(client.close)
       client.wait(lambda stage: _announce(f'The service is starting: {stage}'))
       return client, {'url': url}
-    arguments, folder = _served(start)
     make_directory(start.states)
+    arguments, folder = _served(start)
     _announce('Starting a service. Its first start compiles some thirty programs, which are kept for the next ones:')
     _announce('with the tiny agent this takes one to two minutes on two cores, and a second start some seconds.')
     began = time.monotonic()

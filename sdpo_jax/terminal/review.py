@@ -289,4 +289,6 @@ def _parsed(text: str) -> dict[str, Any]:
 def _result(index: int, answer: ToolAnswer) -> dict[str, Any]:
   """Return an answer of a tool as the service takes results."""
   values = {name: getattr(answer, name) for name in ('ok', 'text', 'exit_code', 'field', 'line')}
+  for name in ('text', 'field'):  # They may quote names of files that are not valid text.
+    values[name] = values[name] and values[name].encode(errors='backslashreplace').decode()
   return {'call': index, 'stderr': None, **values}

@@ -16,6 +16,7 @@ Empty lines and lines that begin with # are skipped. A message that looks like a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+import os
 import pathlib
 import sys
 
@@ -107,6 +108,6 @@ def lines_of(path: str) -> Iterable[str]:
   if path == '-':
     return sys.stdin
   try:
-    return pathlib.Path(path).expanduser().read_text(encoding='utf-8').split('\n')
+    return pathlib.Path(os.path.expanduser(path)).read_text(encoding='utf-8').split('\n')
   except (OSError, UnicodeDecodeError) as error:
     raise UserError(f'--script={path} cannot be read ({first_line(error)}): name a file, or - for a pipe.') from error

@@ -77,7 +77,9 @@ def test_a_checkpoint_takes_back_the_change_of_one_file(toolbox, workspace):
   ]
   assert (workspace / 'src/area.py').read_text() == CODE and not (workspace / 'new.txt').exists()
   assert (workspace / 'src/area.py').stat().st_mode & 0o777 == 0o750
-  with pytest.raises(UserError, match='new.txt does not exist. Nothing is restored.'):
+  assert toolbox.restore(**saved[0]) == 'new.txt is already as it was before.'
+  (workspace / 'new.txt').mkdir()
+  with pytest.raises(UserError, match='new.txt is a folder. Nothing is restored.'):
     toolbox.restore(**saved[0])
 
 
@@ -584,7 +586,9 @@ def test_commands_read_further_folders_and_variables_that_are_named(shell, tmp_p
   (tmp_path / 'data' / 'rows.txt').write_text('rows')
   (tmp_path / 'work').mkdir()
   monkeypatch.setenv('OF_MINE', 'given')
-  readable = boundary.readable_folders([str(tmp_path / 'data' / 'in'), str(tmp_path / 'data')], tmp_path / 'state')
+  readable = boundary.readable_folders(
+    [str(tmp_path / 'data' / 'in'), str(tmp_path / 'data')], tmp_path / 'work', tmp_path / 'state'
+  )
   variables = boundary.variables(['OF_MINE', 'NEW=a=b'], os.environ)
   bash = Shell(tmp_path / 'work', readable=readable, variables=variables)
   report = bash.run(f'cat {tmp_path}/data/rows.txt; echo $OF_MINE $NEW; ls ..; touch {tmp_path}/data/x')
@@ -599,6 +603,8 @@ def test_commands_read_further_folders_and_variables_that_are_named(shell, tmp_p
   'function, given, sentence',
   [
     ('readable_folders', 'none', '--readable=none is not a folder'),
+    ('readable_folders', '', '--readable= is not a folder'),
+    ('readable_folders', 'work/in', '--readable=work/in is in the workspace, which commands read anyway'),
     ('readable_folders', '.', 'the histories of sessions are in'),
     ('readable_folders', 'state/in', 'the histories of sessions are in'),
     ('readable_folders', '/', 'the histories of sessions are in'),
@@ -609,9 +615,11 @@ def test_commands_read_further_folders_and_variables_that_are_named(shell, tmp_p
 )
 def test_what_commands_cannot_have_is_named(tmp_path, monkeypatch, function, given, sentence):
   monkeypatch.chdir(tmp_path)
-  (tmp_path / 'state' / 'in').mkdir(parents=True)
+  for name in ('state', 'work'):
+    (tmp_path / name / 'in').mkdir(parents=True)
+  more = (tmp_path / 'work', tmp_path / 'state') if function == 'readable_folders' else ({},)
   with pytest.raises(UserError, match=sentence):
-    getattr(boundary, function)([given], tmp_path / 'state' if function == 'readable_folders' else {})
+    getattr(boundary, function)([given], *more)
 
 
 def test_many_files_with_further_names_outside_cost_no_time_and_stay(shell, tmp_path, monkeypatch):
@@ -684,6 +692,25 @@ def test_what_this_program_runs_is_no_workspace(tmp_path, monkeypatch):
   project = boundary.checked_workspace(code.parent / 'project')
   with contextlib.suppress(UserError):  # Where there are no namespaces.
     assert Shell(project).run('echo x > ../sdpo_jax/new.py').exit_code and not list(code.iterdir())
+
+
+def test_what_the_next_start_loads_is_no_workspace(tmp_path, monkeypatch):
+  home, away = tmp_path / 'home', tmp_path / 'away'
+  away.mkdir()
+  (home / 'project').mkdir(parents=True)
+  monkeypatch.setenv('HOME', str(home))
+  boundary.checked_workspace(home / 'project')
+  with pytest.raises(UserError, match='home/.cache/sdpo_jax: what the model changes there would run without'):
+    boundary.checked_workspace(home)
+  (home / '.cache').symlink_to(away)  # Which the model could replace.
+  for place in (home, away):
+    with pytest.raises(UserError, match='/sdpo_jax: what the model changes'):
+      boundary.checked_workspace(place)
+  monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', 'gs://bucket/programs')
+  boundary.checked_workspace(home / 'project')
+  monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', str(home / 'project' / 'programs'))
+  with pytest.raises(UserError, match='project/programs: what the model changes'):
+    boundary.checked_workspace(home / 'project')
 
 
 def test_a_workspace_on_a_read_only_disk_is_named(tmp_path, monkeypatch):

@@ -78,12 +78,22 @@ def test_what_the_service_reads_is_outside_of_the_workspace(hostile, monkeypatch
   config = {name: text.format(hostile) for name, text in given.items()}
   started = []
   monkeypatch.setattr(program, 'Embedded', lambda *arguments: started.append(arguments) or 1 / 0)
-  raised = (UserError, 'in the workspace .*name a config') if given else (ZeroDivisionError, 'division')
+  raised = (UserError, 'in the workspace.*name a config') if given else (ZeroDivisionError, 'division')
   with pytest.raises(raised[0], match=raised[1]):
     program.run(program.CommandOptions(workspace=str(hostile), policy='ask', **places, **config))
   if not given:
     [[arguments, folder]] = started
     assert arguments[0] == f'--config={ROOT}/configs/session_quickstart.py' and str(folder) == places['state']
+
+
+def test_programs_that_the_service_loads_are_outside_of_the_workspace(hostile, monkeypatch):
+  (hostile.parent / 'script').write_text('')
+  places = {name: str(hostile.parent / name) for name in ('script', 'state')}
+  monkeypatch.setattr(program, 'Embedded', lambda *arguments: 1 / 0)
+  for programs, raised in ((str(hostile / 'kept'), UserError), (str(hostile.parent / 'kept'), ZeroDivisionError)):
+    overrides = [('serve.programs', programs)]
+    with pytest.raises(raised, match='serve.programs: .*/kept is in the workspace|division'):
+      program.run(program.CommandOptions(workspace=str(hostile), policy='ask', overrides=overrides, **places))
 
 
 def test_a_workspace_with_the_program_itself_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import types
 
 import pytest
@@ -354,6 +355,53 @@ def test_changes_of_files_are_undone_one_after_the_other(world):
   assert (world.files / 'a.py').read_text() == 'x = 1\n# Mine.\n'
 
 
+def test_a_file_is_restored_wherever_the_program_was_killed(world, monkeypatch):
+  class Killed(BaseException):
+    pass
+
+  def killing(kind):
+    def dying(self, added, **values):
+      if added == kind:
+        raise Killed
+      add(self, added, **values)
+
+    return dying
+
+  add = History.add
+  (world.files / 'a.py').write_text('x = 0\n')
+  with SessionServer(WRITE_1, 'Done.', WRITE_2, 'Done.') as server:
+    for kind, acts in (('ran', ['Go', 'y']), ('restored', ['y', '/undo --files'])):
+      monkeypatch.setattr(History, 'add', killing(kind))
+      with pytest.raises(Killed):
+        world.hold(server, *acts)
+    monkeypatch.setattr(History, 'add', add)
+    assert (world.files / 'a.py').read_text() == 'x = 0\n'
+    done = world.hold(server, '/undo --files', '/undo --files', 'Go', 'y', '/undo --files')
+  assert 'Turn 0: a.py is already as it was before.' in done.out() and 'Turn 2: a.py is as it was' in done.out()
+  assert done.out().count('No tool but bash has changed a file') == 1
+  assert (world.files / 'a.py').read_text() == 'x = 0\n'
+
+
+def test_what_cannot_be_restored_does_not_stand_in_the_way(world):
+  (world.files / 'dangling').symlink_to('none')
+  failing = call('write', path='dangling', content='x')
+  with SessionServer(WRITE_1, call('write', path='b.py', content='b\n'), failing, 'Done.') as server:
+
+    def changed():
+      (world.files / 'b.py').write_text('mine\n')
+      return '/undo --files'
+
+    done = world.hold(server, 'Go', 'y', 'y', 'y', '/undo --files', changed, '/undo --files', '/undo --files')
+    assert not server.turns[2]['results'][0]['ok'] and not (world.files / 'a.py').exists()
+    out = done.out()
+    assert 'Turn 2: dangling is already' in out and 'b.py was changed since: restore it by hand' in out
+    assert out.index('b.py was changed') < out.index('again goes on') < out.index('Turn 0: a.py, which was new, is rem')
+    assert (world.files / 'b.py').read_text() == 'mine\n' and 'can still be restored' in out
+    (world.files / 'b.py').write_text('b\n')
+    world.hold(server, '/undo --files')
+  assert not (world.files / 'b.py').exists()
+
+
 def test_what_is_drawn_again_has_the_seed_with_which_it_was_drawn(world):
   with SessionServer(WRITE_1, WRITE_2) as server:
     world.hold(server, 'Write', 'n No', '/ /retry', '/ /retry 1', '/ /exit', seed=5)  # As /quit.
@@ -575,6 +623,30 @@ def test_the_program_opens_and_resumes(tmp_path, capsys, monkeypatch):
     run(capsys, **options, resume=True)
 
 
+def test_a_policy_is_outside_of_the_workspace_and_the_same_when_resumed(tmp_path, capsys, monkeypatch):
+  work, elsewhere = tmp_path / 'work', tmp_path / 'elsewhere'
+  work.mkdir()
+  elsewhere.mkdir()
+  (tmp_path / 'script').write_text('')
+  (tmp_path / 'rules').write_text('never bash')
+  options = {'workspace': str(work), 'state': str(tmp_path / 'state'), 'script': str(tmp_path / 'script')}
+  monkeypatch.chdir(tmp_path)
+  with SessionServer() as server:
+    assert run(capsys, url=server.url, policy='rules', **options)[0] == 0
+    (elsewhere / 'rules').write_text('allow bash *')
+    monkeypatch.chdir(elsewhere)
+    opened = History(next((tmp_path / 'state').glob('*.jsonl')))
+    opened.close()
+    assert opened.opened['policy'] == str(tmp_path / 'rules')
+    assert run(capsys, resume=True, **options)[0] == 0
+    (work / 'rules').write_text('allow bash *')
+    (tmp_path / 'link').symlink_to(work / 'rules')
+    monkeypatch.chdir(work)
+    for named in ('rules', str(work / 'rules'), '../link'):
+      with pytest.raises(UserError, match=f'--policy={named}: .*work/rules is in the workspace'):
+        run(capsys, resume=True, policy=named, **options)
+
+
 def test_a_terminal_of_other_characters_ends_nothing(tmp_path, monkeypatch):
   (tmp_path / 'work').mkdir()
   (tmp_path / 'rules').write_text('never bash')
@@ -595,7 +667,18 @@ def test_a_terminal_of_other_characters_ends_nothing(tmp_path, monkeypatch):
     ({'url': 'http://x', 'config': 'c.py'}, '--url names a running service, and --config one'),
     ({'workspace': 'none/there'}, 'The workspace none/there is not a folder'),
     ({'state': 'inside/it'}, 'contains the histories of sessions'),
+    ({'workspace': '~nosuchuser'}, 'The workspace ~nosuchuser is not a folder'),
+    ({'workspace': 'a/' * 2500}, 'is not a folder: name the folder'),
+    ({'state': '~nosuchuser'}, 'contains the histories of sessions'),
+    ({'readable': ['~nosuchuser']}, '--readable=~nosuchuser is not a folder'),
+    ({'readable': ['a/' * 2500]}, 'is not a folder'),
+    ({'readable': ['']}, '--readable= is not a folder'),
+    ({'readable': ['.']}, '--readable=. is in the workspace, which commands read anyway'),
+    ({'timeout': math.nan}, '--timeout=nan: give it seconds, at most 86,400'),
+    ({'timeout': math.inf}, '--timeout=inf: give it seconds'),
+    ({'timeout': 1e300}, r'--timeout=1e\+300: give it seconds'),
     ({'script': '/none'}, '--script=/none cannot be read'),
+    ({'script': '~nosuchuser'}, '--script=~nosuchuser cannot be read'),
     ({'policy': '/none'}, '--policy=/none cannot be read'),
   ],
 )
@@ -608,6 +691,53 @@ def test_what_cannot_be_used_is_named(tmp_path, capsys, monkeypatch, values, sen
   with pytest.raises(UserError, match=sentence):
     run(capsys, **{**usual, **values})
   assert not (tmp_path / 'state').exists() and list(work.iterdir()) == []
+
+
+@pytest.mark.parametrize('answer', [{}, [], None, {'adapters': []}])
+def test_another_service_that_answers_is_named(tmp_path, capsys, answer):
+  (tmp_path / 'work').mkdir()
+  (tmp_path / 'script').write_text('')
+  names = {name: str(tmp_path / name) for name in ('script', 'state', 'work')}
+  with SessionServer() as server:
+    server.answer = lambda method, path, body, token: ('any', {} if path == '/readyz' else answer)
+    with pytest.raises(UserError, match='(has not adapters|has not id|is not a JSON object): it is not one of launch'):
+      run(capsys, url=server.url, workspace=names.pop('work'), **names)
+
+
+@pytest.mark.parametrize(
+  'values', [{'system': 'half \ud800'}, {'adapter': '\udcff'}, {'settings': '{"sampling": {"temperature": NaN}}'}]
+)
+def test_what_json_cannot_hold_is_named(tmp_path, capsys, values):
+  (tmp_path / 'work').mkdir()
+  (tmp_path / 'script').write_text('')
+  (tmp_path / 'rules').write_text('never bash')
+  if 'settings' in values:
+    (tmp_path / 'settings').write_text(values['settings'])
+    values = {'settings': str(tmp_path / 'settings')}
+  names = {'script': str(tmp_path / 'script'), 'state': str(tmp_path / 'state'), 'policy': str(tmp_path / 'rules')}
+  with SessionServer() as server, pytest.raises(UserError, match='cannot be written as JSON .*correct --adapter'):
+    run(capsys, url=server.url, workspace=str(tmp_path / 'work'), **names, **values)
+
+
+def test_a_folder_that_was_removed_is_named(tmp_path, capsys, monkeypatch):
+  (tmp_path / 'gone').mkdir()
+  monkeypatch.chdir(tmp_path / 'gone')
+  (tmp_path / 'gone').rmdir()
+  with pytest.raises(UserError, match='The folder in which this program is started was removed'):
+    run(capsys, url=dead_address(), state=str(tmp_path / 'state'))
+
+
+def test_a_workspace_whose_name_is_no_text_can_be_worked_in(tmp_path, capsys):
+  (tmp_path / 'rules').write_text('never bash')
+  (tmp_path / 'script').write_text('Go\ny\ny\n/export a\0b\n/export ' + 'a/' * 2500)
+  names = {name: str(tmp_path / name) for name in ('script', 'state')}
+  work = tmp_path / 'caf\udce9'
+  work.mkdir()
+  with SessionServer(WRITE_1, call('read', path='/etc/passwd'), 'Done.') as server:
+    code, out, _ = run(capsys, url=server.url, workspace=str(work), policy=str(tmp_path / 'rules'), **names)
+    assert 'caf\\udce9, which is all that can be read' in server.turns[1]['results'][0]['text']
+  assert code == 0 and (work / 'a.py').exists()
+  assert 'cannot be written (embedded null byte): name another' in out and 'cannot be written ([Errno 36]' in out
 
 
 def test_the_command_that_goes_on_is_said_also_when_a_script_ends_wrongly(tmp_path, capsys):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import os
 import pathlib
 import re
@@ -12,8 +12,10 @@ import sysconfig
 import sdpo_jax
 from sdpo_jax.environments.sandbox.sandbox import installation
 from sdpo_jax.errors import UserError, printable
+from sdpo_jax.files import is_local
 
 TEMPORARY = ('/tmp', '/var/tmp')
+_CACHE = '~/.cache/sdpo_jax'  # Where the service keeps compiled programs, which its next start loads unchecked.
 _CLOSED = ('/', '/usr', '/bin', '/sbin', '/lib', '/lib64', '/opt')
 _CLOSED_WITH_ALL_BELOW = ('/proc', '/sys', '/dev', '/run', '/etc')
 _VARIABLE = re.compile('[A-Za-z_][A-Za-z0-9_]*')
@@ -26,14 +28,14 @@ def checked_workspace(named: str | pathlib.Path) -> pathlib.Path:
     UserError: it is not a folder, cannot be written, belongs to the system, or has files that this program consists of,
       which would run without any confinement once a command has changed them.
   """
-  path = pathlib.Path(os.path.realpath(pathlib.Path(named).expanduser()))
-  if not path.is_dir():
+  path = pathlib.Path(os.path.realpath(os.path.expanduser(named)))
+  if not os.path.isdir(path):  # A name of any length.
     raise UserError(f'The workspace {named} is not a folder: name the folder in which the model should work.')
   if str(path) in _CLOSED or any(map(path.is_relative_to, _CLOSED_WITH_ALL_BELOW)):
     raise UserError(f'The workspace {path} is a system folder: name one of your own.')
   if str(path) in TEMPORARY:
     raise UserError(f'The workspace {path} is shared by all users: name a folder within it.')
-  own, imported = _own_code(), {pathlib.Path(os.path.realpath(folder)) for folder in sys.path if folder}
+  own, imported = _own_code(), _places(filter(None, sys.path))
   for code in own | imported:
     if code.is_relative_to(path) or (code in own and path.is_relative_to(code)):
       raise UserError(
@@ -48,30 +50,46 @@ def checked_workspace(named: str | pathlib.Path) -> pathlib.Path:
   return path
 
 
+def check_outside(workspace: pathlib.Path, path: str | os.PathLike[str], where: str, way_out: str = 'move it') -> None:
+  """Raise a UserError, which begins with `where`, if a path or what it links to is in the workspace."""
+  for inside in _places([path]):
+    if inside.is_relative_to(workspace):
+      raise UserError(f'{where}: {inside} is in the workspace, so the model could change what runs as you: {way_out}.')
+
+
 def _own_code() -> set[pathlib.Path]:
-  """Return the real paths of the folders from which Python loads this program and what it imports."""
+  """Return the folders of this program, of what it imports, and of what it has compiled."""
   package, *checkout = sdpo_jax.__path__
   own = [package, *(f'{root}/{name}' for root in checkout for name in ('models', 'launch', 'configs'))]
   own += [sysconfig.get_path('scripts'), *installation()[0]]
-  return {pathlib.Path(os.path.realpath(path)) for path in own if os.path.isdir(path)}
+  kept = [path for path in (os.path.expanduser(_CACHE), os.environ.get('JAX_COMPILATION_CACHE_DIR')) if path]
+  return _places([*filter(os.path.isdir, own), *filter(is_local, kept)])
 
 
-def readable_folders(named: Sequence[str], private: pathlib.Path) -> list[str]:
+def _places(paths: Iterable[str | os.PathLike[str]]) -> set[pathlib.Path]:
+  """Return where paths are, and where the links in them lead: who can change either can change what is found."""
+  return {pathlib.Path(found(path)) for path in paths for found in (os.path.abspath, os.path.realpath)}
+
+
+def readable_folders(named: Sequence[str], workspace: pathlib.Path, private: pathlib.Path) -> list[str]:
   """Return the real paths of folders that commands may read, too.
 
   Args:
     named: folders, as given to --readable.
+    workspace: the real path of the workspace.
     private: a folder that they must not read.
 
   Raises:
-    UserError: one is not a folder, or one of the system or of this program.
+    UserError: one is not a folder, or one of the workspace, of the system or of this program.
   """
   found = []
   for name in named:
-    path = pathlib.Path(os.path.realpath(pathlib.Path(name).expanduser()))
-    if not path.is_dir():
+    path = pathlib.Path(os.path.realpath(os.path.expanduser(name)))
+    if not (name and os.path.isdir(path)):
       raise UserError(f'--readable={name} is not a folder.')
-    own = private.expanduser().resolve()
+    if path.is_relative_to(workspace):
+      raise UserError(f'--readable={name} is in the workspace, which commands read anyway: leave it out.')
+    own = private.resolve()
     if own.is_relative_to(path) or path.is_relative_to(own):
       raise UserError(f'--readable={name}: the histories of sessions are in {own}, which the model must not read.')
     if str(path) in ('/', *TEMPORARY) or any(map(path.is_relative_to, _CLOSED_WITH_ALL_BELOW[:4])):

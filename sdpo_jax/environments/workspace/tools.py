@@ -260,10 +260,13 @@ class Toolbox:
     """Give a file the content from before a call, or remove it if there was none; return a sentence about it.
 
     Raises:
-      UserError: the file has another content than the call has written.
+      UserError: the file has another content than before the call or after it.
     """
     try:
-      if self._text(path) != after:
+      now = self._text_if_any(path)
+      if now == before:  # The call has failed, or somebody was faster.
+        return f'{path} is already as it was before.'
+      if now != after:
         raise UserError(f'{path} was changed since: restore it by hand, or undo that change first.')
       if before is None:
         self._folder.remove(path)
@@ -413,11 +416,15 @@ class Toolbox:
 
     Such a file is not replaced, since the change could not be shown for review.
     """
+    return self._text_if_any(path) or '', content
+
+  def _text_if_any(self, path: str) -> str | None:
+    """Return the text of a file; None if it is missing."""
     try:
-      return self._text(path), content
+      return self._text(path)
     except PathError as error:
       if isinstance(error.__cause__, FileNotFoundError):
-        return '', content
+        return None
       raise
 
 
