@@ -15,9 +15,9 @@ from absl import flags
 
 from sdpo_jax import command
 
-WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run; its newest checkpoint is evaluated.')
-STEP = flags.DEFINE_integer('step', None, 'Evaluate the checkpoint of this step of the run instead.', lower_bound=1)
-MODEL = flags.DEFINE_string(
+flags.DEFINE_string('workdir', None, 'Directory of a run; its newest checkpoint is evaluated.')
+flags.DEFINE_integer('step', None, 'Evaluate the checkpoint of this step of the run instead.', lower_bound=1)
+flags.DEFINE_string(
   'model', None, 'Hugging Face model instead of a run: a directory, local or gs://…, or a name on the hub.'
 )
 OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write.', required=True)
@@ -39,7 +39,7 @@ def main() -> None:
   command.join_cluster()
   evaluation = runs.evaluate_to_file(
     config,
-    runs.RunOrModel(WORKDIR.value, MODEL.value, STEP.value, flags.FLAGS.adapter, flags.FLAGS.cartridge),
+    command.from_flags(runs.RunOrModel),
     output=OUTPUT.value,
     overwrite=OVERWRITE.value,
     announce=command.announce,

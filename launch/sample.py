@@ -38,17 +38,17 @@ from sdpo_jax.errors import UserError
 if TYPE_CHECKING:  # Imported where they are used, so that --help does not wait for them.
   from sdpo_jax.inference import generate
 
-WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run; its newest checkpoint answers.')
-STEP = flags.DEFINE_integer('step', None, 'Step of the checkpoint that answers instead.', lower_bound=1)
-MODEL = flags.DEFINE_string(
+flags.DEFINE_string('workdir', None, 'Directory of a run; its newest checkpoint answers.')
+flags.DEFINE_integer('step', None, 'Step of the checkpoint that answers instead.', lower_bound=1)
+flags.DEFINE_string(
   'model', None, 'Hugging Face model instead of a run: a directory, local or gs://…, or a name on the hub.'
 )
-ADAPTER = flags.DEFINE_string(
+flags.DEFINE_string(
   'adapter',
   None,
   'With --model: LoRA adapter of it, as PEFT or launch.export writes it; a directory or a name on the hub.',
 )
-CARTRIDGE = flags.DEFINE_string(
+flags.DEFINE_string(
   'cartridge',
   None,
   'With --model: cartridge of it; a directory, local or gs://…, a published .pt file, or a name on the hub.',
@@ -61,28 +61,26 @@ CHAT = flags.DEFINE_bool('chat', False, 'Hold a conversation instead: every line
 OUTPUT = flags.DEFINE_string('output', None, 'With --prompts: JSON lines file to write; stdout without it.')
 OVERWRITE = flags.DEFINE_bool('overwrite', False, 'Replace an --output that already exists.')
 N = flags.DEFINE_integer('n', 1, 'Completions per prompt.', lower_bound=1)
-CHAT_TEMPLATE = flags.DEFINE_string(
+flags.DEFINE_string(
   'chat_template', None, "Jinja file with a chat template; that of the run, or of the model's tokenizer, if unset."
 )
 SYSTEM = flags.DEFINE_string('system', None, 'System message of conversations that have none.')
-MAX_TOKENS = flags.DEFINE_integer('max_tokens', 256, 'Maximum number of tokens of an answer.', lower_bound=1)
-MAX_PROMPT_LENGTH = flags.DEFINE_integer(
+flags.DEFINE_integer('max_tokens', 256, 'Maximum number of tokens of an answer.', lower_bound=1)
+flags.DEFINE_integer(
   'max_prompt_length',
   None,
   "Maximum tokens of a prompt or conversation, with the chat template; the run's own limit, or 2048 for a model.",
   lower_bound=1,
 )
-MAX_BATCH_ROWS = flags.DEFINE_integer(
+flags.DEFINE_integer(
   'max_batch_rows', None, "Completions sampled at once; the run's own setting, or 256 for a model.", lower_bound=1
 )
-TEMPERATURE = flags.DEFINE_float('temperature', 0.6, 'Sampling temperature; 0 is greedy.', lower_bound=0.0)
-TOP_P = flags.DEFINE_float('top_p', 0.95, 'Keep the smallest set of tokens with this probability.', 0.0, 1.0)
-TOP_K = flags.DEFINE_integer('top_k', -1, 'Keep the k most likely tokens; 0 or -1 keeps all.', lower_bound=-1)
-MIN_P = flags.DEFINE_float('min_p', 0.0, 'Drop tokens less likely than this fraction of the most likely one.', 0.0, 1.0)
-SEED = flags.DEFINE_integer('seed', 0, 'Seed of the sampling noise.', lower_bound=0)
-DTYPE = flags.DEFINE_enum(
-  'dtype', None, ['float32', 'bfloat16'], "Compute dtype; the run's own, or float32 for a model."
-)
+flags.DEFINE_float('temperature', 0.6, 'Sampling temperature; 0 is greedy.', lower_bound=0.0)
+flags.DEFINE_float('top_p', 0.95, 'Keep the smallest set of tokens with this probability.', 0.0, 1.0)
+flags.DEFINE_integer('top_k', -1, 'Keep the k most likely tokens; 0 or -1 keeps all.', lower_bound=-1)
+flags.DEFINE_float('min_p', 0.0, 'Drop tokens less likely than this fraction of the most likely one.', 0.0, 1.0)
+flags.DEFINE_integer('seed', 0, 'Seed of the sampling noise.', lower_bound=0)
+flags.DEFINE_enum('dtype', None, ['float32', 'bfloat16'], "Compute dtype; the run's own, or float32 for a model.")
 INTERRUPTED = 130  # Exit code after Ctrl-C, 128 + SIGINT.
 
 
@@ -142,20 +140,9 @@ def main() -> int | None:
   questions = None if PROMPTS.value is None else generate.read_questions(PROMPTS.value, SYSTEM.value)
   if OUTPUT.value is not None:
     answer_files.check_answer_file(OUTPUT.value, OVERWRITE.value)
-  options = generate.GenerationOptions(
-    sampling=SamplingConfig(
-      n=N.value, temperature=TEMPERATURE.value, top_p=TOP_P.value, top_k=TOP_K.value, min_p=MIN_P.value
-    ),
-    max_tokens=MAX_TOKENS.value,
-    seed=SEED.value,
-    max_prompt_length=MAX_PROMPT_LENGTH.value,
-    max_batch_rows=MAX_BATCH_ROWS.value,
-    dtype=DTYPE.value,
-    chat_template=CHAT_TEMPLATE.value,
-  )
+  options = command.from_flags(generate.GenerationOptions, sampling=command.from_flags(SamplingConfig))
   try:
-    source = RunOrModel(WORKDIR.value, MODEL.value, STEP.value, ADAPTER.value, CARTRIDGE.value)
-    generator = generate.open_generator(source, options)
+    generator = generate.open_generator(command.from_flags(RunOrModel), options)
     if questions is not None:
       write_answers(generator, questions)
     elif CHAT.value:

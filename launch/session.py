@@ -33,7 +33,6 @@ Exit codes: 0 the user left, or a script was run to its end; 1 a script was not,
 service was lost, or a call is still undecided; 2 bad input, named in a sentence; 130 ended by Ctrl-C.
 """
 
-import dataclasses
 from typing import Any
 
 from absl import flags
@@ -108,14 +107,9 @@ def main() -> int:
   from sdpo_jax.terminal import program
 
   resume = None if flags.FLAGS.resume == 'false' else flags.FLAGS.resume
-  others = {
-    'overrides': command.overrides(),
-    'resume': resume is not None,
-    'session': None if resume == 'true' else resume,
-  }
-  names = {field.name for field in dataclasses.fields(program.CommandOptions)} - others.keys()
-  given = {name: flags.FLAGS[name].value for name in names}  # Each has the name of its flag.
-  return program.run(program.CommandOptions(**given, **others))
+  session = None if resume == 'true' else resume
+  given = {'overrides': command.overrides(), 'resume': resume is not None, 'session': session}
+  return program.run(command.from_flags(program.CommandOptions, **given))
 
 
 if __name__ == '__main__':

@@ -37,28 +37,24 @@ DOCUMENT = flags.DEFINE_string(
   'document', None, 'Text file, local or gs://…; model.cartridge.document of the config if unset.'
 )
 MODEL = flags.DEFINE_string('model', None, 'Model that writes the prompts; model.path of the config if unset.')
-COUNT = flags.DEFINE_integer('count', 2048, 'Prompts to write.', lower_bound=1)
-SEED = flags.DEFINE_integer('seed', DEFAULTS.seed, 'Seed of windows, requests and sampling.', lower_bound=0)
+flags.DEFINE_integer('count', 2048, 'Prompts to write.', lower_bound=1)
+flags.DEFINE_integer('seed', DEFAULTS.seed, 'Seed of windows, requests and sampling.', lower_bound=0)
 SEED_TYPES = flags.DEFINE_list(
   'seed_types', list(DEFAULTS.seed_types), f'Kinds of requests, of {", ".join(self_study.REQUESTS)}.'
 )
 SEED_WEIGHTS = flags.DEFINE_list(
   'seed_weights', [], 'How often each is drawn, relative to the others; equally if unset.'
 )
-MIN_WINDOW = flags.DEFINE_integer(
-  'min_window', DEFAULTS.min_window, 'Tokens of the shortest window of the document.', lower_bound=1
-)
-MAX_WINDOW = flags.DEFINE_integer(
-  'max_window', DEFAULTS.max_window, 'Tokens of the longest window of the document.', lower_bound=1
-)
-PER_WINDOW = flags.DEFINE_integer(
+flags.DEFINE_integer('min_window', DEFAULTS.min_window, 'Tokens of the shortest window of the document.', lower_bound=1)
+flags.DEFINE_integer('max_window', DEFAULTS.max_window, 'Tokens of the longest window of the document.', lower_bound=1)
+flags.DEFINE_integer(
   'per_window',
   DEFAULTS.per_window,
   'Prompts that are drawn for a window and a request, which is read once for them.',
   1,
 )
-TEMPERATURE = flags.DEFINE_float('temperature', DEFAULTS.temperature, 'Sampling temperature.', lower_bound=0.0)
-MAX_TOKENS = flags.DEFINE_integer(
+flags.DEFINE_float('temperature', DEFAULTS.temperature, 'Sampling temperature.', lower_bound=0.0)
+flags.DEFINE_integer(
   'max_tokens', DEFAULTS.max_tokens, 'Tokens of a prompt as it is written; what is cut off there is left out.', 1
 )
 MAX_BATCH_ROWS = flags.DEFINE_integer(
@@ -80,17 +76,8 @@ def main() -> None:
   document = config.model.cartridge.document if DOCUMENT.value is None else DOCUMENT.value
   if not document:
     raise UserError('--document is not given and model.cartridge.document of the config is empty: name a text file.')
-  options = synthesis.SynthesisOptions(
-    count=COUNT.value,
-    seed=SEED.value,
-    seed_types=tuple(SEED_TYPES.value),
-    seed_weights=tuple(map(weight, SEED_WEIGHTS.value)),
-    min_window=MIN_WINDOW.value,
-    max_window=MAX_WINDOW.value,
-    per_window=PER_WINDOW.value,
-    temperature=TEMPERATURE.value,
-    max_tokens=MAX_TOKENS.value,
-  )
+  kinds, weights = tuple(SEED_TYPES.value), tuple(map(weight, SEED_WEIGHTS.value))
+  options = command.from_flags(synthesis.SynthesisOptions, seed_types=kinds, seed_weights=weights)
   synthesis.synthesize(
     config,
     options,

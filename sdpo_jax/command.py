@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import dataclasses
 import importlib.util
 import logging
 import os
@@ -12,7 +13,7 @@ import select
 import signal
 import sys
 import traceback
-from typing import Any
+from typing import Any, TypeVar
 import warnings
 
 from absl import app, flags
@@ -35,6 +36,7 @@ _HELP_SETTINGS = re.compile(r'--?help_?settings(?:=(.*))?', re.DOTALL)
 _overrides: list[tuple[str, str]] = []
 _lists: set[str] = set()  # Flags of `define_list`.
 _words: list[str] = []  # The flag of `define_words`.
+Options = TypeVar('Options')
 
 
 flags.DEFINE_string(
@@ -235,6 +237,12 @@ def _each_named(argument: str, waiting: list[str]) -> list[str]:
 def overrides() -> list[tuple[str, str]]:
   """Return (setting, text) of every --config.setting=text on the command line."""
   return list(_overrides)
+
+
+def from_flags(kind: type[Options], **others: Any) -> Options:
+  """Return a dataclass whose fields have the values of the flags of the same names, except for the `others`."""
+  names = {field.name for field in dataclasses.fields(kind)} - others.keys()
+  return kind(**{name: flags.FLAGS[name].value for name in names}, **others)
 
 
 def announce(text: str) -> None:

@@ -320,7 +320,8 @@ def evaluate(
   config = _own(config)
   with _graded_by(config, grader):
     config.validate()
-    return runs.evaluate_source(config, _source(workdir, model, step, adapter, cartridge), announce)
+    source = _source(step, workdir=workdir, model=model, adapter=adapter, cartridge=cartridge)
+    return runs.evaluate_source(config, source, announce)
 
 
 @_typed
@@ -370,7 +371,7 @@ def generator(
     if value is not None and value < least:
       raise UserError(f'{name} must be at least {least}, not {value}.')
   options = GenerationOptions(sampling, max_tokens, seed, max_prompt_length, dtype=dtype)
-  return open_generator(_source(workdir, model, step, adapter, cartridge), options)
+  return open_generator(_source(step, workdir=workdir, model=model, adapter=adapter, cartridge=cartridge), options)
 
 
 @_typed
@@ -416,19 +417,10 @@ def read_metrics(workdir: Location) -> list[dict[str, Any]]:
   return lines.read_metrics(workdir)
 
 
-def _source(
-  workdir: Location | None,
-  model: Location | None,
-  step: int | None,
-  adapter: Location | None,
-  cartridge: Location | None,
-) -> runs.RunOrModel:
-  if (workdir is None) == (model is None):
+def _source(step: int | None, **places: Location | None) -> runs.RunOrModel:
+  if (places['workdir'] is None) == (places['model'] is None):
     raise UserError('Name either workdir, a run, or model, a directory or a name on the hub.')
-  workdir, model, adapter, cartridge = (
-    path if path is None else os.fspath(path) for path in (workdir, model, adapter, cartridge)
-  )
-  return runs.RunOrModel(workdir, model, step, adapter, cartridge)
+  return runs.RunOrModel(step=step, **{name: place and os.fspath(place) for name, place in places.items()})
 
 
 def _written(rows: Iterable[Row], workdir: epath.PathLike, name: str) -> str:

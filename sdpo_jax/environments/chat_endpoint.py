@@ -1,10 +1,11 @@
-"""OpenAI-compatible endpoints: reading their address from the settings, and the text from chat completions."""
+"""OpenAI-compatible endpoints: the server that the settings name, and reading the text from chat completions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from sdpo_jax.config import FeedbackEndpointConfig, JudgeConfig, TeacherEndpointConfig
 from sdpo_jax.environments import json_server
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Messages
@@ -12,23 +13,39 @@ from sdpo_jax.types import Messages
 PATH = '/chat/completions'
 
 
-def read_address(url: str, setting: str, path: str = PATH) -> tuple[str, tuple[str, ...]]:
-  """Return the address to post to, with environment variables filled in, and the values of these variables.
+def connect(
+  settings: JudgeConfig | TeacherEndpointConfig | FeedbackEndpointConfig,
+  section: str,
+  *,
+  address: str = 'url',
+  path: str = PATH,
+  needs_key: bool = True,
+) -> json_server.JsonServer:
+  """Return the server that settings name; no connection is made yet.
 
   Args:
-    url: address of the endpoint, up to and including its version.
-    setting: name of the setting, for messages.
+    settings: the address up to and including its version, the key, and the number of concurrent requests.
+    section: name of the section with these settings, for messages.
+    address: name of the setting that holds the address.
     path: path of the requests below that address.
+    needs_key: whether the environment variable with the key must exist if one is named.
 
   Raises:
-    UserError: as `json_server.read_address`, or the address continues after the version.
+    UserError: as `json_server.read_address` and `read_secret`, or the address continues after the version.
   """
-  example = 'http://localhost:8000/v1'
-  url, secrets = json_server.read_address(url, setting, example)
+  setting, example = f'{section}.{address}', 'http://localhost:8000/v1'
+  url, secrets = json_server.read_address(getattr(settings, address), setting, example)
   url = url.rstrip('/')
   if url.endswith(path):
     raise UserError(f'{setting} must end before {path}, which is added to it, as in {example}.')
-  return url + path, secrets
+  key = json_server.read_secret(settings.api_key_env, f'{section}.api_key_env', required=needs_key)
+  return json_server.JsonServer(
+    url + path,
+    authorization=f'Bearer {key}' if key else '',
+    secrets=secrets,
+    connections=settings.concurrency,
+    setting=setting,
+  )
 
 
 def answered(answer: Any) -> tuple[str, bool]:

@@ -27,9 +27,10 @@ def make(settings: EnvironmentsConfig) -> RemoteGrader:
   http, prefix = settings.http, 'environments.http'
   url, secrets = json_server.read_address(http.url, f'{prefix}.url', 'http://localhost:8000/grade')
   key = json_server.read_secret(http.authorization_env, f'{prefix}.authorization_env', required=True)
-  return RemoteGrader(
-    NAME, url, http, authorization=key, secrets=secrets, setting=f'{prefix}.url', body=request, read=outcome
+  server = json_server.JsonServer(
+    url, authorization=key, secrets=secrets, connections=http.concurrency, setting=f'{prefix}.url'
   )
+  return RemoteGrader(NAME, server, http, body=request, read=outcome)
 
 
 def request(example: Example, completion: str, truncated: bool) -> dict[str, Any]:

@@ -35,19 +35,11 @@ _VALUE = re.compile(rf'(?P<of>{_NUMBER})\s*(?:/\s*(?P<whole>{_NUMBER})|(?P<perce
 def make(settings: EnvironmentsConfig) -> RemoteGrader:
   """Return the grader of `environments.judge`; raises UserError if the endpoint or the model's name is missing."""
   judge, prefix = settings.judge, 'environments.judge'
-  url, hidden = chat_endpoint.read_address(judge.base_url, f'{prefix}.base_url')
+  server = chat_endpoint.connect(judge, prefix, address='base_url', needs_key=False)
   if not judge.model.strip():
     raise UserError(f'{prefix}.model is empty: set it to the name of the judging model at the endpoint.')
-  key = json_server.read_secret(judge.api_key_env, f'{prefix}.api_key_env', required=False)
   return RemoteGrader(
-    NAME,
-    url,
-    judge,
-    authorization=f'Bearer {key}' if key else '',
-    secrets=hidden,
-    setting=f'{prefix}.base_url',
-    body=lambda *part: request(*part, judge, tag=secrets.token_hex(8)),
-    read=outcome,
+    NAME, server, judge, body=lambda *part: request(*part, judge, tag=secrets.token_hex(8)), read=outcome
   )
 
 

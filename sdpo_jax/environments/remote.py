@@ -46,32 +46,23 @@ class RemoteGrader:
   def __init__(
     self,
     name: str,
-    url: str,
+    server: JsonServer,
     settings: HttpGraderConfig | JudgeConfig,
     *,
-    authorization: str,
-    secrets: Sequence[str],
-    setting: str,
     body: Body,
     read: Reader,
   ):
-    """Prepare the connections without opening any.
+    """Start no thread yet.
 
     Args:
       name: name of the environment, for messages.
-      url: the address of all requests.
+      server: answers all requests; closed with the grader.
       settings: time limit, retries and concurrency.
-      authorization: the Authorization header; '': none. Never shown.
-      secrets: other texts that must never be shown, such as parts of `url`.
-      setting: name of the setting that holds the address, for messages.
       body: makes the body to post for a completion.
       read: converts an answer to an outcome.
     """
-    self._name, self._setting, self._body, self._read = name, setting, body, read
+    self._name, self._server, self._body, self._read = name, server, body, read
     self._timeout_s, self._retries, self._concurrency = settings.timeout_s, settings.retries, settings.concurrency
-    self._server = JsonServer(
-      url, authorization=authorization, secrets=secrets, connections=self._concurrency, setting=setting
-    )
     self._threads = ThreadPoolExecutor(self._concurrency, thread_name_prefix=f'grader-{name}')
     self._closing = threading.Event()
     self._worked = False  # Whether it has graded a completion in an earlier batch.
@@ -132,7 +123,7 @@ class RemoteGrader:
     if failed and not (self._worked and len(batch.questions) == 1):
       raise UserError(
         f'The environment {self._name!r} graded none of {batch.asked} completions: {batch.reasons[0]}. Check that '
-        f'{self._server.public_url} ({self._setting}) answers, then start the same command again.'
+        f'{self._server.public_url} ({self._server.setting}) answers, then start the same command again.'
       )
 
   def _ask(self, body: Callable[[], Mapping[str, Any]], batch: _Batch) -> Outcome:

@@ -18,7 +18,7 @@ from sdpo_jax.config.overrides import from_dict, is_listed
 from sdpo_jax.config.privacy import public_place
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
-from sdpo_jax.evaluation.evaluate import Evaluation, evaluate
+from sdpo_jax.evaluation.evaluate import Evaluation
 from sdpo_jax.files import check_output, jsonable, write_output
 from sdpo_jax.learning.update import abstract_state
 from sdpo_jax.models import exporting, hub, huggingface, identity, model_files
@@ -27,17 +27,18 @@ from sdpo_jax.models.adapters import cartridge_files, named_cartridges, peft_fil
 from sdpo_jax.models.parameters import merge, trainable
 from sdpo_jax.reporting import model_card
 from sdpo_jax.reporting.model_card import Exported
-from sdpo_jax.training import cartridges, divergence
+from sdpo_jax.training import cartridges
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints, only
 from sdpo_jax.training.directory import fingerprint
 from sdpo_jax.training.directory.published_checkpoints import newest
 from sdpo_jax.training.directory.workdir import located, no_run, saved_settings
 from sdpo_jax.training.documents import read_document
+from sdpo_jax.training.evaluations import evaluate_session
 from sdpo_jax.training.opening import check_adapter, check_turn_end, load_tokenizer, make_session, model_mesh
 from sdpo_jax.training.questions import held_out_questions
 from sdpo_jax.training.run_programs import abstract_table
 from sdpo_jax.training.session import Session
-from sdpo_jax.training.specs import evaluation_spec, update_spec
+from sdpo_jax.training.specs import update_spec
 from sdpo_jax.types import TrainState, Tree
 
 _logger = logging.getLogger('sdpo_jax.runs')
@@ -343,19 +344,7 @@ def evaluate_source(
     examples = held_out_questions(session.config, session.tokenizer)
     graders.prepare({example.environment for example in examples})
     graders.check_questions(examples)
-    evaluation = evaluate(
-      session.sampler,
-      session.base,
-      parameters,
-      examples,
-      evaluation_spec(session.config),
-      session.tokenizer,
-      graders,
-      seed=config.seed,
-    )
-    if session.config.trainer.test_divergence:
-      evaluation = evaluation.with_metrics(divergence.measure(session, parameters, examples, seed=config.seed))
-  return evaluation
+    return evaluate_session(session, parameters, examples, graders)
 
 
 def _other_document(config: Config, session: Session, source: RunOrModel) -> str | None:

@@ -8,7 +8,7 @@ from typing import Self, TypeVar
 
 from sdpo_jax.config import FeedbackEndpointConfig, TeacherEndpointConfig
 from sdpo_jax.distributed.stopping import Stop, StoppedError
-from sdpo_jax.environments import chat_endpoint, json_server
+from sdpo_jax.environments import chat_endpoint
 
 STOP_S = 0.5  # Seconds between checks for a request to stop, while waiting for answers.
 Answer = TypeVar('Answer')
@@ -28,16 +28,7 @@ class EndpointClient:
     Raises:
       UserError: the address or an environment variable is missing, or the address continues after the version.
     """
-    setting = f'{section}.url'
-    url, secrets = chat_endpoint.read_address(settings.url, setting, path)
-    key = json_server.read_secret(settings.api_key_env, f'{section}.api_key_env', required=True)
-    self._server = json_server.JsonServer(
-      url,
-      authorization=f'Bearer {key}' if key else '',
-      secrets=secrets,
-      connections=settings.concurrency,
-      setting=setting,
-    )
+    self._server = chat_endpoint.connect(settings, section, path=path)
     self._closing = threading.Event()
 
   def __enter__(self) -> Self:

@@ -7,15 +7,16 @@ import dataclasses
 import logging
 from typing import Any
 
+from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.environments.grading import Graders
-from sdpo_jax.evaluation.evaluate import evaluate
+from sdpo_jax.evaluation.evaluate import Evaluation, evaluate
 from sdpo_jax.training import divergence, step_records
 from sdpo_jax.training.directory.ownership import Ownership
 from sdpo_jax.training.joint_errors import JointErrors
 from sdpo_jax.training.preemption import Preemption
 from sdpo_jax.training.session import Session
 from sdpo_jax.training.specs import evaluation_spec
-from sdpo_jax.types import Example, TrainState
+from sdpo_jax.types import Example, TrainState, Tree
 
 
 @dataclasses.dataclass
@@ -52,28 +53,38 @@ class Evaluations:
 
   def run(self, state: TrainState, step: int) -> dict[str, float]:
     """Evaluate the student after a step, and return its metrics."""
-    session, seed, stop = self.session, self.session.config.seed, self.preemption
-    evaluation = evaluate(
-      session.sampler,
-      session.base,
-      state.trainable,
-      self.questions,
-      evaluation_spec(session.config),
-      session.tokenizer,
-      self.graders,
-      seed=seed,
-      stop=stop,
-    )
-    if session.config.trainer.test_divergence:
-      measured = divergence.measure(session, state.trainable, self.questions, seed=seed, stop=stop)
-      evaluation = evaluation.with_metrics(measured)
+    evaluation = evaluate_session(self.session, state.trainable, self.questions, self.graders, self.preemption)
     with self.joint_errors.alone():
       if self.ownership is not None:
         self.ownership.check()
-        step_records.write_evaluation(session.workdir, step, evaluation)
+        step_records.write_evaluation(self.session.workdir, step, evaluation)
     logging.info('Evaluation at step %d: %s', step, evaluation.metrics)
     self.by_step[step] = evaluation.flat()
     return self.by_step[step]
+
+
+def evaluate_session(
+  session: Session, parameters: Tree, questions: Sequence[Example], graders: Graders, stop: Stop = NEVER
+) -> Evaluation:
+  """Return the evaluation of parameters on held-out questions, with the divergence if the session's settings say so.
+
+  Arguments and errors are those of `evaluate.evaluate`.
+  """
+  settings = session.config
+  evaluation = evaluate(
+    session.sampler,
+    session.base,
+    parameters,
+    questions,
+    evaluation_spec(settings),
+    session.tokenizer,
+    graders,
+    seed=settings.seed,
+    stop=stop,
+  )
+  if not settings.trainer.test_divergence:
+    return evaluation
+  return evaluation.with_metrics(divergence.measure(session, parameters, questions, seed=settings.seed, stop=stop))
 
 
 def evaluated(line: Mapping[str, Any]) -> dict[str, float]:
