@@ -119,11 +119,21 @@ class Commands:
     if arguments == ['--files']:
       self._restore()
       return
-    to = _whole(arguments[0], '/undo VERSION') if arguments else None
+    to = _whole(arguments[0], '/undo VERSION, or /undo --files') if arguments else None
+    known = self._client.versions(self._session.adapter)
     made = self._client.undo(self._session.adapter, to)
     to = made['details']['to']
     self._history.add('undone', to=to, version=made['version'])
-    self._screen.say(f'Version {made["version"]} equals version {to}.', 'good')
+    held = [each for each in known if each['version'] > to and each['reason'] != 'undo' and not each['undone']]
+    gone = '; undone: ' * bool(held) + ', '.join(map(self._lesson_of, held))
+    self._screen.say(f'Version {made["version"]} equals version {to}{gone}.', 'good')
+
+  def _lesson_of(self, version: Mapping[str, Any]) -> str:
+    learned = version['details'].get('session')
+    if learned is None:
+      return f'version {version["version"]} ({version["reason"]})'
+    elsewhere = '' if learned['id'] == self._session.id else f' of {learned["id"]}'
+    return f'the lesson of {turns_of(learned)}{elsewhere}'
 
   def _restore(self) -> None:
     """Restore the file that the newest call has changed of those whose file was not restored yet."""

@@ -288,14 +288,19 @@ def test_guards_and_lessons_that_wait_are_told(world):
 def test_commands_answer_in_their_turn_and_at_a_call(world, tmp_path):
   with SessionServer(WRITE_1, WRITE_2) as server:
     acts = ['Write', 'n No', '/ /undo', '/ /versions', '/ /diff 0 1', f'/ /export {tmp_path / "adapter"}', '/ /retry']
-    acts += ['/ /session', '/ /history', '/ /help', '/ /undoo', '/ /diff 1', '/ /export', '/ /quit']
+    acts += ['/ /undo --file', '/ /session', '/ /history', '/ /help', '/ /undoo', '/ /diff 1', '/ /export', '/ /quit']
     done = world.hold(server, *acts)
     assert ('undo', {'to': None}) in server.asked and server.turns[-1]['status'] == 'open'
   out = done.out()
-  assert 'Version 2 equals version 0.' in out and 'as version 0' in out and 'ses-1, turn 0' in out
+  assert (
+    'Version 2 equals version 0; undone: the lesson of turn 0.' in out
+    and 'as version 0' in out
+    and 'ses-1, turn 0' in out
+  )
   assert 'of against=0' in out and 'again, version 7\n│ otherwise' in out and 'correction:\n│ No' in out
   assert "no command /undoo; did you mean '/undo'? /help lists" in out and '/diff takes two versions' in out
   assert out.count('leaves; --resume continues') == 1 and '/quit, /exit, Ctrl-D leaves' in out
+  assert "'--file' is not a number: /undo VERSION, or /undo --files." in out
   assert '/export needs the folder' in out and f'history    {done.path}' in out
   assert (tmp_path / 'adapter' / 'adapter_config.json').read_text() == '{}'
   assert done.code == 0
