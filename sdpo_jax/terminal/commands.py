@@ -260,7 +260,7 @@ class Commands:
   def _rules(self, arguments: list[str]) -> None:
     lines = [str(rule) for rule in self._policy.rules]
     lines += [f'{rule}   (added in this session)' for rule in self._policy.added]
-    lines.append(f'{OTHERS}   (everything else)')
+    lines.append(f'{OTHERS}   (everything else)' if lines else 'There are no rules: you are asked about each call.')
     self._screen.show(Line(visible(line, keep='')) for line in lines)
 
   def _quit(self, arguments: list[str]) -> None:

@@ -247,8 +247,9 @@ def test_rules_allow_and_refuse_without_a_key(world):
 
 def test_always_is_for_this_session(world):
   with SessionServer(WRITE_1, WRITE_2, 'Done.') as server:
-    done = world.hold(server, 'Write', 'a', 'b.py', 'a', 'a.py', '/policy')
+    done = world.hold(server, '/policy', 'Write', 'a', 'b.py', 'a', 'a.py', '/policy')
     assert server.decisions() == [{'decision': 'approve'}] * 2
+  assert done.out().startswith('There are no rules: you are asked about each call.\nProposed:')
   assert 'does not match this call' in done.out() and 'allow write a.py   (added' in done.out()
   assert (world.files / 'a.py').read_text() == 'x = 2\n'
 
