@@ -28,7 +28,7 @@ _KEYS = f"""y                    approves the call that is shown
 a                    approves it, and always allows such calls in this session
 n                    denies it, with a reason from which the model learns
 e                    edits its arguments, in $VISUAL or $EDITOR, or here if neither is set
-t                    only if it cannot run: tells the model why, without a lesson
+t                    does not run it, and tells the model why: no lesson, unless learn_from_results is set
 s                    only if its effect has changed since its approval: leaves it out
 v                    only if it is longer than the screen: views the rest
 q, Ctrl-D            leaves; the call stays open

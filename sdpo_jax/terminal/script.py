@@ -5,7 +5,7 @@
   a [PATTERN]              approves it, and allows such calls from then on
   n REASON                 denies it
   e {"path": "a.py"}       replaces its arguments
-  t                        tells the model what is wrong with it
+  t TEXT                   does not run it, and tells the model why; no TEXT is needed if it cannot run
   s                        skips a call whose effect has changed since its approval
   /COMMAND                 runs a command; /deny REASON denies an answer without calls
   q                        leaves the program

@@ -198,6 +198,18 @@ def test_a_call_that_no_tool_takes_is_shown_with_its_fault_and_told(world):
   assert not second['ok'] and 'none does not exist' in second['text'] and second['field'] == 'path'
 
 
+def test_a_call_that_could_run_is_told_without_a_lesson(world):
+  answer = WRITE_1 + call('write', path='b.py', content='y\n') + call('delete', path='c')
+  with SessionServer(answer, 'Well.') as server:
+    done = world.hold(server, 'Write', 't', '', 't', 'Wait for b.py.', 'y', 't It is gone.')
+    first, second, third = server.turns[0]['results']
+    assert server.decisions() == [{'decision': 'approve'}] and server.lessons == 0 and len(server.turns) == 2
+  assert done.inputs.asked[1:-1] == ['yanetq', 'What is the model to read? '] * 2 + ['yantq', 'ntq']
+  assert not first['ok'] and first['text'] == 'The person has not let this be run: Wait for b.py.'
+  assert second['ok'] and [path.name for path in world.files.iterdir()] == ['b.py']
+  assert third['text'].endswith(' It is gone.') and 'Nothing was told' in done.out()
+
+
 def test_an_answer_with_a_call_that_cannot_be_read_runs_nothing(world):
   with SessionServer(WRITE_1 + '<tool_call>{', '<tool_call>{', 'Sorry.') as server:
     done = world.hold(server, 'Write', 'n Close it', 't')
@@ -260,7 +272,7 @@ def test_always_takes_a_star_in_a_call_as_it_stands(world):
   with SessionServer(star, star, other, 'Done.') as server:
     done = world.hold(server, 'Search', 'a', '*', 'y', '/policy')
     assert len(server.decisions()) == 3
-  assert done.inputs.asked.count('yaneq') == 2 and 'allow grep * (as it stands)   (added' in done.out()
+  assert done.inputs.asked.count('yanetq') == 2 and 'allow grep * (as it stands)   (added' in done.out()
 
 
 def test_what_a_model_writes_steers_no_terminal(world):
@@ -314,7 +326,7 @@ def test_a_command_that_fails_at_a_call_leaves_the_choice_as_it_is(world):
     done = world.hold(server, 'Write', '/ /undo', '/ /flush', '/ /retry', 'y')
     assert server.decisions() == [{'decision': 'approve'}]
     assert [len(turn['messages']) for turn in server.turns] == [1, 0]
-    assert done.inputs.asked[1:-1] == ['yaneq'] * 4 and done.out().count('does not answer') == 2
+    assert done.inputs.asked[1:-1] == ['yanetq'] * 4 and done.out().count('does not answer') == 2
     assert 'Version 0 is the first one' in done.out() and done.history.last('reported', n=0) is not None
     server.lose.add('decision')
     done = world.hold(server, 'Hello', '/deny no', '/quit')  # Is sent again by itself, and learned once.
