@@ -27,9 +27,9 @@ from sdpo_jax.terminal.session_context import SessionContext
 _KEYS = f"""y                    approves the call that is shown
 a                    approves it, and always allows such calls in this session
 n                    denies it, with a reason from which the model learns
-e                    edits its arguments, in $VISUAL or $EDITOR, or here if neither is set
+e                    edits its arguments, in $VISUAL or $EDITOR, or here
 t                    does not run it, and tells the model why: no lesson, unless learn_from_results is set
-s                    only if its effect has changed since its approval: leaves it out
+s                    only if its effect has changed: leaves it out
 v                    only if it is longer than the screen: views the rest
 q, Ctrl-D            leaves; the call stays open
 /                    begins a command, also at a call

@@ -106,7 +106,7 @@ class Keyboard:
       return in_editor(editor, text, kind)
     prompt = self._prompt(multiline=True)
     try:  # The model has written it.
-      return prompt.prompt(MARGIN, default=text, prompt_continuation=MARGIN, bottom_toolbar=_EDITING)
+      return prompt.prompt(f'{_EDITING}\n{MARGIN}', default=text, prompt_continuation=MARGIN)
     except (EOFError, KeyboardInterrupt):
       return ''
 

@@ -321,7 +321,6 @@ def test_commands_answer_in_their_turn_and_at_a_call(world, tmp_path):
 
 def test_a_command_that_fails_at_a_call_leaves_the_choice_as_it_is(world):
   with SessionServer(WRITE_1, 'Done.', 'Hello.', 'Hi.') as server:
-    server.refuse['undo'] = 409, 'Version 0 is the first one: there is nothing to undo.'
     server.lose |= {'flush', 'retry'}
     done = world.hold(server, 'Write', '/ /undo', '/ /flush', '/ /retry', 'y')
     assert server.decisions() == [{'decision': 'approve'}]
