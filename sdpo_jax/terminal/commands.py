@@ -124,16 +124,11 @@ class Commands:
     made = self._client.undo(self._session.adapter, to)
     to = made['details']['to']
     self._history.add('undone', to=to, version=made['version'])
-    held = [each for each in known if each['version'] > to and each['reason'] != 'undo' and not each['undone']]
-    gone = '; undone: ' * bool(held) + ', '.join(map(self._lesson_of, held))
-    self._screen.say(f'Version {made["version"]} equals version {to}{gone}.', 'good')
-
-  def _lesson_of(self, version: Mapping[str, Any]) -> str:
-    learned = version['details'].get('session')
-    if learned is None:
-      return f'version {version["version"]} ({version["reason"]})'
-    elsewhere = '' if learned['id'] == self._session.id else f' of {learned["id"]}'
-    return f'the lesson of {turns_of(learned)}{elsewhere}'
+    said = [f'Version {made["version"]} equals version {to}']
+    for each in known:
+      if each['version'] > to and each['reason'] != 'undo' and not each['undone']:
+        said.append(f'version {each["version"]} ({_said_of(each["details"]) or each["reason"]}) is undone')
+    self._screen.say(f'{"; ".join(said)}.', 'good')
 
   def _restore(self) -> None:
     """Restore the file that the newest call has changed of those whose file was not restored yet."""

@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from sdpo_jax.environments.workspace.tools import BadCall, ToolAnswer
-from sdpo_jax.errors import UserError, first_line, short_repr
+from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.terminal.calls import Proposed, described, look, output_of
 from sdpo_jax.terminal.escaping import visible
 from sdpo_jax.terminal.inputs import COMMAND, Choice, EditorFailed, Leave
@@ -257,17 +257,19 @@ class Reviewer:
     while True:
       try:
         typed = self._inputs.edited(before, 'sh' if command else 'json') if text is None else text
-        changed = {**proposed.arguments, 'command': typed.rstrip('\n')} if command else _parsed(typed or written)
       except EditorFailed as error:
         self._screen.say(str(error), 'wrong')
         return None
-      except UserError as error:
-        self._screen.say(str(error), 'wrong')
+      given = typed or written  # An empty text leaves it as it was.
+      try:
+        changed = {**proposed.arguments, 'command': given.rstrip('\n')} if command else {**json.loads(given)}
+      except (ValueError, TypeError, RecursionError) as error:
+        self._screen.say(f'The arguments are not a JSON object ({first_line(error)}): nothing was changed.', 'wrong')
         if text is not None or self._inputs.line('Enter goes on editing, any text leaves the call as it was: '):
           return None
         before = typed
         continue
-      if typed and changed != proposed.arguments:
+      if changed != proposed.arguments:
         return changed
       self._screen.say('The arguments are unchanged.')
       return None
@@ -279,17 +281,6 @@ class Reviewer:
 def _is_plain(letter: str) -> bool:
   """Return whether a letter of a text that is edited is what it looks like."""
   return letter in '\n⟨⟩' or visible(letter) == letter
-
-
-def _parsed(text: str) -> dict[str, Any]:
-  """Return arguments that are written as JSON; raises UserError."""
-  try:
-    given = json.loads(text)
-  except (ValueError, RecursionError) as error:
-    raise UserError(f'The arguments are not JSON ({first_line(error)}): nothing was changed.') from error
-  if not isinstance(given, dict):
-    raise UserError(f'The arguments must be an object, not {short_repr(given)}: nothing was changed.')
-  return given
 
 
 def _result(index: int, answer: ToolAnswer) -> dict[str, Any]:
