@@ -18,8 +18,8 @@ Commands of the model can change the workspace and nothing else. They have no ne
 read only the system and what --readable names, get no variables but those of --env, may add 2 GB to the disk, and take
 at most --timeout seconds. Ctrl-C ends a running one, and the model reads that.
 
---script: one input per line, from a file or, with -, from a pipe: a text, y, a PATTERN, n REASON, e JSON, t, q, or a
-/command. # begins a comment, and a space a text that looks like a decision. The transcript goes to stdout, everything
+--script: one input per line, from a file or, with -, from a pipe: a text, y, a PATTERN, n REASON, e JSON, t TEXT, q, or
+a /command. # begins a comment, and a space a text that looks like a decision. The transcript goes to stdout, everything
 else to stderr.
 
 --mcp=FILE adds the tools of MCP servers. Those are your own programs: they run as you, outside of the sandbox, and the

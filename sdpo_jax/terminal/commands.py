@@ -28,9 +28,9 @@ from sdpo_jax.terminal.session_context import SessionContext
 _KEYS = f"""y                    approves the call that is shown
 a                    approves it, and always allows such calls in this session
 n                    denies it, with a reason from which the model learns
-e                    edits its arguments, in $VISUAL or $EDITOR, or here if neither is set
-t                    only if it cannot run: tells the model why, without a lesson
-s                    only if its effect has changed since its approval: leaves it out
+e                    edits its arguments, in $VISUAL or $EDITOR, or here
+t                    does not run it, and tells the model why: no lesson, unless learn_from_results is set
+s                    only if its effect has changed: leaves it out
 v                    only if it is longer than the screen: views the rest
 q, Ctrl-D            leaves; the call stays open
 /                    begins a command, also at a call
@@ -120,11 +120,16 @@ class Commands:
     if arguments == ['--files']:
       self._restore()
       return
-    to = _whole(arguments[0], '/undo VERSION') if arguments else None
+    to = _whole(arguments[0], '/undo VERSION, or /undo --files') if arguments else None
+    known = self._client.versions(self._session.adapter)
     made = self._client.undo(self._session.adapter, to)
     to = made['details']['to']
     self._history.add('undone', to=to, version=made['version'])
-    self._screen.say(f'Version {made["version"]} equals version {to}.', 'good')
+    said = [f'Version {made["version"]} equals version {to}']
+    for each in known:
+      if each['version'] > to and each['reason'] != 'undo' and not each['undone']:
+        said.append(f'version {each["version"]} ({_said_of(each["details"]) or each["reason"]}) is undone')
+    self._screen.say(f'{"; ".join(said)}.', 'good')
 
   def _restore(self) -> None:
     """Restore the file that the newest call has changed of those whose file was not restored yet.
@@ -264,7 +269,7 @@ class Commands:
   def _rules(self, arguments: list[str]) -> None:
     lines = [str(rule) for rule in self._policy.rules]
     lines += [f'{rule}   (added in this session)' for rule in self._policy.added]
-    lines.append(f'{OTHERS}   (everything else)')
+    lines.append(f'{OTHERS}   (everything else)' if lines else 'There are no rules: you are asked about each call.')
     self._screen.show(Line(visible(line, keep='')) for line in lines)
 
   def _quit(self, arguments: list[str]) -> None:

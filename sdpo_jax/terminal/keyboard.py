@@ -67,24 +67,27 @@ class Keyboard:
     early, last = bool(get_typeahead(source)) | _discarded(), time.monotonic()  # When a key was pressed last.
     if isinstance(source, Vt100Input):
       source.vt100_parser.reset()  # It may have read the beginning of a paste whose end was discarded.
-    said = _IGNORED if early else ''
+    shown = question = question_of(keys)
+    if early:
+      shown += f'\n{_IGNORED}'
     bindings = KeyBindings()
 
     @bindings.add(Keys.Any)
     def pressed(event: KeyPressEvent) -> None:
-      nonlocal early, last, said
+      nonlocal early, last, shown
       key, now = event.key_sequence[0].key, time.monotonic()
       alone = now - last >= (PAUSE_S if early else _WINDOW_S) and not event.app.key_processor.input_queue
       last = now
       if key in (Keys.ControlC, Keys.SIGINT):
         event.app.exit(exception=KeyboardInterrupt)
       elif alone and (key in keys or key in (COMMAND, Keys.ControlD)):
+        shown = f'? {key}: {keys[key]}' if key in keys else shown  # It stays there.
         event.app.exit(result='q' if key == Keys.ControlD else key)
       else:
-        early, said = True, _no_key(key) if alone and len(key) == 1 else _IGNORED
+        early, shown = True, f'{question}\n{_no_key(key) if alone and len(key) == 1 else _IGNORED}'
 
     # Not a line editor, so that other keys have no effect and are not shown.
-    text = FormattedTextControl(lambda: question_of(keys) + f'\n{said}'.rstrip())
+    text = FormattedTextControl(lambda: shown)
     layout = Layout(Window(text, dont_extend_height=True, wrap_lines=True))
     key = Application[str](layout, key_bindings=bindings, color_depth=self._depth).run()
     return Choice(COMMAND, self.line('> ', COMMAND)) if key == COMMAND else Choice(key)
@@ -103,7 +106,7 @@ class Keyboard:
       return in_editor(editor, text, kind)
     prompt = self._prompt(multiline=True)
     try:  # The model has written it.
-      return prompt.prompt(MARGIN, default=text, prompt_continuation=MARGIN, bottom_toolbar=_EDITING)
+      return prompt.prompt(f'{_EDITING}\n{MARGIN}', default=text, prompt_continuation=MARGIN)
     except (EOFError, KeyboardInterrupt):
       return ''
 

@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from sdpo_jax.environments.workspace.tools import BadCall, ToolAnswer
-from sdpo_jax.errors import UserError, first_line, short_repr
+from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.terminal.calls import Proposed, described, look, output_of
 from sdpo_jax.terminal.escaping import visible
 from sdpo_jax.terminal.inputs import COMMAND, Choice, EditorFailed, Leave
@@ -17,12 +17,13 @@ from sdpo_jax.terminal.policies import make_rule, suggestion
 from sdpo_jax.terminal.screen import Line
 from sdpo_jax.terminal.session_context import SessionContext
 
-_APPROVE = {'y': 'approve', 'a': 'always allow', 'n': 'deny', 'e': 'edit'}
+_APPROVE = {'y': 'approve', 'a': 'always allow', 'n': 'deny', 'e': 'edit', 't': 'tell the model'}
 _REFUSED = {'n': 'deny', 'e': 'edit', 't': 'tell the model'}
 _AGAIN = {'y': 'run it', 's': 'leave it out'}
 _LAST = {'q': 'quit'}
 _PAGE = {'v': 'view the rest'}
 _NEVER = 'The person never lets this be run.'
+_NOT_NOW = 'The person has not let this be run:'  # And what they tell the model instead.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,9 @@ class Reviewer:
       head = f'Call {index + 1} of {count}:' if count > 1 else 'Proposed:'
       proposed = self._look(call['name'], call['arguments'])
       while True:
-        choice = self._judged(head, proposed, edited is None or edited[0] == index, edited is not None, changes)
+        # An edit teaches the whole answer, so that its other calls must be right.
+        may_edit = not told and (edited is None or edited[0] == index)
+        choice = self._judged(head, proposed, may_edit, edited is not None, changes)
         if choice is None or choice.key in ('y', 'a'):
           if choice is not None and choice.key == 'a' and not self._allowed(proposed, choice.rest):
             continue
@@ -80,8 +83,11 @@ class Reviewer:
           self._screen.show(described(proposed))
           approved[index] = proposed
         else:
-          why = proposed.wrong or BadCall(_NEVER)
-          told[str(index)] = {'text': str(why), 'field': why.field, 'line': why.line}
+          why, text = proposed.wrong or BadCall(_NOT_NOW if proposed.can_run else _NEVER), choice.rest
+          if proposed.can_run and not (text := text or self._inputs.line('What is the model to read? ')):
+            self._screen.say('Nothing was told: the call is still open.')
+            continue
+          told[str(index)] = {'text': f'{why} {text or ""}'.strip(), 'field': why.field, 'line': why.line}
         break
       tool = self._workbench.toolbox.tools.get(call['name'])
       changes = changes or (str(index) not in told and tool is not None and tool.changes)
@@ -147,7 +153,7 @@ class Reviewer:
     while True:
       choice = self._ask([head], lines, keys)
       if choice.key == 't':
-        return Reviewed({'decision': 'approve'}, says=fault)
+        return Reviewed({'decision': 'approve'}, says=f'{fault} {choice.rest or ""}'.strip())
       reason = choice.rest or self._inputs.line('Why? ', fault)
       if reason:
         return Reviewed({'decision': 'deny', 'correction': reason})
@@ -177,7 +183,7 @@ class Reviewer:
       keys = _APPROVE
     elif proposed.for_now and changes:
       notes.append(Line('An earlier call may change that; the call is shown again before it runs.', 'note'))
-      keys = {name: meaning for name, meaning in _APPROVE.items() if name != 'a'}
+      keys = {name: meaning for name, meaning in _APPROVE.items() if name not in 'at'}
     else:
       keys = _REFUSED
     without = (() if may_edit else ('e',)) + (('t',) if edited else ())
@@ -251,17 +257,19 @@ class Reviewer:
     while True:
       try:
         typed = self._inputs.edited(before, 'sh' if command else 'json') if text is None else text
-        changed = {**proposed.arguments, 'command': typed.rstrip('\n')} if command else _parsed(typed or written)
       except EditorFailed as error:
         self._screen.say(str(error), 'wrong')
         return None
-      except UserError as error:
-        self._screen.say(str(error), 'wrong')
+      given = typed or written  # An empty text leaves it as it was.
+      try:
+        changed = {**proposed.arguments, 'command': given.rstrip('\n')} if command else {**json.loads(given)}
+      except (ValueError, TypeError, RecursionError) as error:
+        self._screen.say(f'The arguments are not a JSON object ({first_line(error)}): nothing was changed.', 'wrong')
         if text is not None or self._inputs.line('Enter goes on editing, any text leaves the call as it was: '):
           return None
         before = typed
         continue
-      if typed and changed != proposed.arguments:
+      if changed != proposed.arguments:
         return changed
       self._screen.say('The arguments are unchanged.')
       return None
@@ -273,17 +281,6 @@ class Reviewer:
 def _is_plain(letter: str) -> bool:
   """Return whether a letter of a text that is edited is what it looks like."""
   return letter in '\n⟨⟩' or visible(letter) == letter
-
-
-def _parsed(text: str) -> dict[str, Any]:
-  """Return arguments that are written as JSON; raises UserError."""
-  try:
-    given = json.loads(text)
-  except (ValueError, RecursionError) as error:
-    raise UserError(f'The arguments are not JSON ({first_line(error)}): nothing was changed.') from error
-  if not isinstance(given, dict):
-    raise UserError(f'The arguments must be an object, not {short_repr(given)}: nothing was changed.')
-  return given
 
 
 def _result(index: int, answer: ToolAnswer) -> dict[str, Any]:

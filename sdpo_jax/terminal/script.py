@@ -5,7 +5,7 @@
   a [PATTERN]              approves it, and allows such calls from then on
   n REASON                 denies it
   e {"path": "a.py"}       replaces its arguments
-  t                        tells the model what is wrong with it
+  t TEXT                   does not run it, and tells the model why; no TEXT is needed if it cannot run
   s                        skips a call whose effect has changed since its approval
   /COMMAND                 runs a command; /deny REASON denies an answer without calls
   q                        leaves the program
@@ -65,12 +65,10 @@ class Script:
     if line.startswith(COMMAND):
       self._show(f'> {line}')
       return Choice(COMMAND, line)
-    if not _is_decision(line) or line[0] not in keys:
-      able = ', '.join(f'{key} ({meaning})' for key, meaning in keys.items())
-      raise OutOfStep(f'{self._where}: {short_repr(line)} is not a decision; possible here: {able}.')
     rest = line[1:].strip()
-    if rest and line[0] not in WITH_TEXT:
-      raise OutOfStep(f'{self._where}: {short_repr(line)} is not taken. {BY_ITSELF}')
+    if not _is_decision(line) or line[0] not in keys or (rest and line[0] not in WITH_TEXT):
+      able = ', '.join(f'{key} ({meaning})' for key, meaning in keys.items())
+      raise OutOfStep(f'{self._where}: {short_repr(line)} is not a decision; possible here: {able}. {BY_ITSELF}')
     self._show(f'? {line}')
     return Choice(line[0], rest or None)
 

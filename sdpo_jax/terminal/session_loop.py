@@ -158,8 +158,7 @@ class Conversation:
     self._reviewed = None
 
   def _judge(self, turn: Mapping[str, Any]) -> None:
-    reviewed = self._reviewer.review(turn)
-    self._reviewed = reviewed
+    self._reviewed = reviewed = self._reviewer.review(turn)
     decision = self._noted(turn, reviewed.decision, reviewed.told)
     if reviewed.says is not None:
       self._take(reviewed.says)

@@ -186,6 +186,8 @@ class SessionServer:
 
   def _undo(self, to: int | None) -> Any:
     to = self.versions[-1]['parent'] if to is None else to
+    if to is None:
+      raise Failed(400, 'invalid_request', 'Version 0 is the first one: there is nothing to undo.')
     return self._commit('undo', to, {'to': to})
 
   def _commit(self, reason: str, parent: int, details: Any) -> Any:

@@ -159,7 +159,7 @@ def test_an_edited_call_runs_as_it_was_edited_and_seen(world):
   assert (world.files / 'c.py').read_text() == 'y = 3\n' and '+y = 3' in done.out()
   opened = [json.loads(done.inputs.asked[number]) for number in (2, 7, 9)]
   assert opened == [{'path': 'a.py', 'content': 'x = 1\n'}] * 3 and done.inputs.asked[4] == 'no JSON'
-  assert 'The arguments are not JSON' in done.out() and 'The arguments must be an object' in done.out()
+  assert done.out().count('The arguments are not a JSON object') == 2 and 'unchanged' in done.out()
 
 
 def test_a_command_is_edited_as_it_stands(world):
@@ -197,6 +197,18 @@ def test_a_call_that_no_tool_takes_is_shown_with_its_fault_and_told(world):
   assert "There is no tool 'delete'" in done.out()
   assert not first['ok'] and "There is no tool 'delete'" in first['text']
   assert not second['ok'] and 'none does not exist' in second['text'] and second['field'] == 'path'
+
+
+def test_a_call_that_could_run_is_told_without_a_lesson(world):
+  answer = WRITE_1 + call('write', path='b.py', content='y\n') + call('delete', path='c')
+  with SessionServer(answer, 'Well.') as server:
+    done = world.hold(server, 'Write', 't', '', 't', 'Wait for b.py.', 'y', 't It is gone.')
+    first, second, third = server.turns[0]['results']
+    assert server.decisions() == [{'decision': 'approve'}] and server.lessons == 0 and len(server.turns) == 2
+  assert done.inputs.asked[1:-1] == ['yanetq', 'What is the model to read? '] * 2 + ['yantq', 'ntq']
+  assert not first['ok'] and first['text'] == 'The person has not let this be run: Wait for b.py.'
+  assert second['ok'] and [path.name for path in world.files.iterdir()] == ['b.py']
+  assert third['text'].endswith(' It is gone.') and 'Nothing was told' in done.out()
 
 
 def test_an_answer_with_a_call_that_cannot_be_read_runs_nothing(world):
@@ -248,8 +260,9 @@ def test_rules_allow_and_refuse_without_a_key(world):
 
 def test_always_is_for_this_session(world):
   with SessionServer(WRITE_1, WRITE_2, 'Done.') as server:
-    done = world.hold(server, 'Write', 'a', 'b.py', 'a', 'a.py', '/policy')
+    done = world.hold(server, '/policy', 'Write', 'a', 'b.py', 'a', 'a.py', '/policy')
     assert server.decisions() == [{'decision': 'approve'}] * 2
+  assert done.out().startswith('There are no rules: you are asked about each call.\nProposed:')
   assert 'does not match this call' in done.out() and 'allow write a.py   (added' in done.out()
   assert (world.files / 'a.py').read_text() == 'x = 2\n'
 
@@ -260,7 +273,7 @@ def test_always_takes_a_star_in_a_call_as_it_stands(world):
   with SessionServer(star, star, other, 'Done.') as server:
     done = world.hold(server, 'Search', 'a', '*', 'y', '/policy')
     assert len(server.decisions()) == 3
-  assert done.inputs.asked.count('yaneq') == 2 and 'allow grep * (as it stands)   (added' in done.out()
+  assert done.inputs.asked.count('yanetq') == 2 and 'allow grep * (as it stands)   (added' in done.out()
 
 
 def test_what_a_model_writes_steers_no_terminal(world):
@@ -289,14 +302,16 @@ def test_guards_and_lessons_that_wait_are_told(world):
 def test_commands_answer_in_their_turn_and_at_a_call(world, tmp_path):
   with SessionServer(WRITE_1, WRITE_2) as server:
     acts = ['Write', 'n No', '/ /undo', '/ /versions', '/ /diff 0 1', f'/ /export {tmp_path / "adapter"}', '/ /retry']
-    acts += ['/ /session', '/ /history', '/ /help', '/ /undoo', '/ /diff 1', '/ /export', '/ /quit']
+    acts += ['/ /undo --file', '/ /session', '/ /history', '/ /help', '/ /undoo', '/ /diff 1', '/ /export', '/ /quit']
     done = world.hold(server, *acts)
     assert ('undo', {'to': None}) in server.asked and server.turns[-1]['status'] == 'open'
   out = done.out()
-  assert 'Version 2 equals version 0.' in out and 'as version 0' in out and 'ses-1, turn 0' in out
+  assert 'Version 2 equals version 0; version 1 (ses-1, turn 0) is undone.' in out
+  assert 'as version 0' in out and 'feedback  ses-1, turn 0' in out
   assert 'of against=0' in out and 'again, version 7\n│ otherwise' in out and 'correction:\n│ No' in out
   assert "no command /undoo; did you mean '/undo'? /help lists" in out and '/diff takes two versions' in out
   assert out.count('leaves; --resume continues') == 1 and '/quit, /exit, Ctrl-D leaves' in out
+  assert "'--file' is not a number: /undo VERSION, or /undo --files." in out
   assert '/export needs the folder' in out and f'history    {done.path}' in out
   assert (tmp_path / 'adapter' / 'adapter_config.json').read_text() == '{}'
   assert done.code == 0
@@ -304,12 +319,11 @@ def test_commands_answer_in_their_turn_and_at_a_call(world, tmp_path):
 
 def test_a_command_that_fails_at_a_call_leaves_the_choice_as_it_is(world):
   with SessionServer(WRITE_1, 'Done.', 'Hello.', 'Hi.') as server:
-    server.refuse['undo'] = 409, 'Version 0 is the first one: there is nothing to undo.'
     server.lose |= {'flush', 'retry'}
     done = world.hold(server, 'Write', '/ /undo', '/ /flush', '/ /retry', 'y')
     assert server.decisions() == [{'decision': 'approve'}]
     assert [len(turn['messages']) for turn in server.turns] == [1, 0]
-    assert done.inputs.asked[1:-1] == ['yaneq'] * 4 and done.out().count('does not answer') == 2
+    assert done.inputs.asked[1:-1] == ['yanetq'] * 4 and done.out().count('does not answer') == 2
     assert 'Version 0 is the first one' in done.out() and done.history.last('reported', n=0) is not None
     server.lose.add('decision')
     done = world.hold(server, 'Hello', '/deny no', '/quit')  # Is sent again by itself, and learned once.
@@ -577,8 +591,9 @@ def test_a_script_that_is_not_done_says_so_by_its_code(world):
   with SessionServer(WRITE_1, WRITE_2) as server:
     done = world.hold(server, 'Write', script=True)
     assert done.code == UNDONE and server.turns[0]['status'] == 'open'
-    with pytest.raises(OutOfStep, match="line 1: 'Hello' is not a decision"):
-      world.hold(server, 'Hello', script=True)
+    for line, said in (('Hello', "line 1: 'Hello' is not a decision"), ('e', 'JSON after e, such as e {"path"')):
+      with pytest.raises(OutOfStep, match=said):
+        world.hold(server, line, script=True)
     server.lose.add('decision')
     assert world.hold(server, 'n No', script=True).code == UNDONE
     done = world.hold(server, 'q', script=True)  # What was decided is sent again.
