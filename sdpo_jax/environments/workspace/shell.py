@@ -24,7 +24,8 @@ from typing import Literal
 from sdpo_jax.environments.sandbox import cgroups
 from sdpo_jax.environments.workspace.boundary import checked_workspace
 from sdpo_jax.environments.workspace.survey import MIB, DiskLimit, survey
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, printable
+from sdpo_jax.tables import counted
 
 CHILD = pathlib.Path(__file__).with_name('shell_child.py')
 # Paths that a command may read where they exist. Only the parts of /etc that programs need to start.
@@ -64,6 +65,7 @@ class ShellReport:
   reason: str = ''  # Why it has failed or was stopped.
   missing: tuple[str, ...] = ()  # Parts of a command's surroundings that this machine forbids.
   closed: int = 0  # Files or folders of the workspace that it could not change.
+  note: str = ''  # What it could not see of the workspace.
 
 
 class Shell:
@@ -120,7 +122,9 @@ class Shell:
         f'Commands cannot change {tried.closed} files or folders of the workspace, since they have hard links outside '
         'of it or run with the rights of their owner: if they should, copy the workspace (cp -r) and work in the copy.'
       )
-    self.notes = ' '.join(notes)  # What a person should know about commands in this workspace.
+    self.notes = ' '.join(
+      filter(None, [*notes, tried.note])
+    )  # What a person should know about commands in this workspace.
 
   def run(
     self,
@@ -146,7 +150,7 @@ class Shell:
     try:
       before = survey(self._workspace)
     except OSError as error:
-      raise UserError(f'The workspace {self._workspace} cannot be read ({error}).') from error
+      raise UserError(f'The workspace {self._workspace} cannot be read ({error}): chmod u+rx it.') from error
     group = cgroups.create(self._limits.memory_mb * 2**20, self._limits.processes)
     with contextlib.ExitStack() as stack:
       if group is not None:
@@ -159,6 +163,7 @@ class Shell:
         'readable': self._readable,
         'closed': before.closed,
         'sockets': before.sockets,
+        'unreadable': before.unreadable,
         'doors': doors,
         'tmp_mb': self._limits.tmp_mb,
         'limits': dataclasses.asdict(self._limits),
@@ -181,7 +186,7 @@ class Shell:
         start_new_session=True,
       )
       kept = _Kept(self._limits.kept_bytes)
-      disk = DiskLimit(self._workspace, before.taken, self._limits.disk_mb * MIB)
+      disk = DiskLimit(self._workspace, before, self._limits.disk_mb * MIB)
       status, reason = _watch(child, kept, began + wall_s, cancelled, disk, shown)
       answer.seek(0)
       told = {name: value for line in answer for name, value in json.loads(line).items()}
@@ -192,7 +197,13 @@ class Shell:
       reason = told.get('failed', 'it ended before its command began')
     exit_code = told['exit_code'] if status == 'ended' else None
     missing = tuple(told.get('missing', ()))
-    return ShellReport(status, exit_code, kept.value(), kept.dropped, wall, reason, missing, len(before.closed))
+    note = ''
+    if before.unreadable:
+      note = (
+        f'Commands find {counted(len(before.unreadable), "folder")} of the workspace empty, since they cannot be read, '
+        f'such as {printable(before.unreadable[0], 500)}: chmod u+rx it outside of the session if they should see it.'
+      )
+    return ShellReport(status, exit_code, kept.value(), kept.dropped, wall, reason, missing, len(before.closed), note)
 
 
 class Cancellation(contextlib.AbstractContextManager['Cancellation']):
