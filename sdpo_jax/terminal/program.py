@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
+import http
 import io
 import math
 import os
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 DEFAULT_CONFIG = 'session_quickstart.py'
 _ERASE = '\r\x1b[K'  # Goes to the beginning of the row of the cursor, and erases it.
 _DAY_S = 86_400
+_TITLE = 200  # The most characters of a title that the service takes.
 KEY = 'SDPO_API_KEY'  # The environment variable with the API key of the service.
 
 
@@ -124,7 +126,7 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
   if options.script is None:
     stack.enter_context(echoing(False))
   toolbox = _toolbox(start, policy, servers)
-  settings = _settings(options, toolbox, policy)
+  settings = _settings(start, toolbox, policy)
   client, where = _service(start)  # Last, since starting a service is slow.
   try:
     if history is None:
@@ -142,7 +144,8 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
     state, turns = session.state()
     learner = client.adapter_now(history.opened['adapter'])
   except (AnswerLost, Refused) as error:
-    raise UserError(str(error)) from error
+    keyless = isinstance(error, Refused) and error.status == http.HTTPStatus.UNAUTHORIZED
+    raise UserError(f'{error} Set the environment variable {KEY}.' if keyless else str(error)) from error
   written = history
   screen.record = lambda text: written.note('shown', text=text)
   at = f'adapter {learner["name"]!r} at version {learner["version"]}'
@@ -156,7 +159,10 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
   workbench = Workbench(toolbox, workspace, sys.stdout if live else None)
   try:
     context = SessionContext(session, history, screen, inputs, workbench, policy, options.seed)
-    return Conversation(context, state['settings']).run()
+    code = Conversation(context, state['settings']).run()
+    if isinstance(inputs, script.Script) and inputs.unanswered:
+      _announce(f'The script ended before a decision on the call of turn {context.turns[-1]["n"]}.')
+    return code
   finally:
     state = [] if options.state is None else [f'--state={options.state}']
     state += [f'--readable={name}' for name in options.readable] + [f'--env={text}' for text in options.env]
@@ -256,13 +262,15 @@ def _toolbox(start: _Start, policy: ApprovalPolicy, servers: McpServers | None) 
   return Toolbox(workspace, shell) if servers is None else servers.toolbox(workspace, shell)
 
 
-def _settings(options: CommandOptions, toolbox: Toolbox, policy: ApprovalPolicy) -> dict[str, Any]:
+def _settings(start: _Start, toolbox: Toolbox, policy: ApprovalPolicy) -> dict[str, Any]:
   """Return the settings of a new session: those of the options, and the schemas of the tools."""
+  options = start.options
   given = {} if options.settings is None else read_json_object(options.settings, 'name another file with --settings')
   if 'tools' in given:
     raise UserError(f'{options.settings} has tools, which this program defines: leave them out.')
   if options.system is not None:
     given['system'] = options.system
+  given.setdefault('title', printable(start.workspace.name, None)[:_TITLE])
   given['tools'] = [tool.schema() for name, tool in toolbox.tools.items() if not policy.never(name)]
   return given
 
