@@ -35,7 +35,7 @@ ETC = (
   *('alternatives', 'ssl/certs', 'ca-certificates', 'mime.types', 'bash.bashrc', 'gitconfig', 'magic'),
 )
 _CHUNK = 2**16
-_LOOK_S = 0.1  # Seconds between looks at the clock and the disk.
+LOOK_S = 0.1  # Seconds between looks at the clock and the disk, while something runs.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,10 +244,10 @@ def _watch(
     look = 0.0
     try:
       while True:
-        ready = [key.fileobj for key, _ in selector.select(max(0.0, min(_LOOK_S, deadline - time.monotonic())))]
+        ready = [key.fileobj for key, _ in selector.select(max(0.0, min(LOOK_S, deadline - time.monotonic())))]
         now = time.monotonic()
         if now >= look:
-          reason, look = disk.exceeded(child.pid), now + _LOOK_S
+          reason, look = disk.exceeded(child.pid), now + LOOK_S
         if cancelled in ready:
           status = 'cancelled'
         elif reason is not None:
