@@ -167,11 +167,12 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
     state = [] if options.state is None else [f'--state={options.state}']
     state += [f'--readable={name}' for name in options.readable] + [f'--env={text}' for text in options.env]
     state += [] if options.timeout is None else [f'--timeout={options.timeout:g}']
-    _announce(f'Resume the session with: {command_line("session", f"--resume={session.id}", *state)}')
+    resume = command_line('session', f'--resume={session.id}', *state)
+    print(f'Resume the session with: {resume}', file=sys.stderr, flush=True)  # In one line, to be copied.
 
 
 def _announce(text: str) -> None:
-  print(text, file=sys.stderr, flush=True)
+  Screen(sys.stderr, colours=False, paged=False).say(text)
 
 
 def _announce_stage(began: float, stage: str) -> None:
@@ -286,15 +287,18 @@ def _service(start: _Start) -> tuple[ServiceClient, dict[str, Any]]:
       return client, {'url': url}
     make_directory(start.states)
     arguments, folder = _served(start)
-    _announce('Starting a service. Its first start compiles some thirty programs, which are kept for the next ones:')
-    _announce('with the tiny agent this takes one to two minutes on two cores, and a second start some seconds.')
+    _announce(
+      'Starting a service. Its first start compiles some thirty programs, which are kept for the next ones: with the '
+      'tiny agent this takes one to two minutes on two cores, and a second start some seconds.'
+    )
     began = time.monotonic()
     service = Embedded(arguments, pathlib.Path(folder))
     start.stack.callback(service.stop)
     client = service.client()
     start.stack.callback(client.close)
     client.wait(functools.partial(_announce_stage, began), service.check)
-    _announce(f'{_ERASE * _overwrites()}Ready after {time.monotonic() - began:.0f} s.')
+    print(_ERASE * _overwrites(), end='', file=sys.stderr)
+    _announce(f'Ready after {time.monotonic() - began:.0f} s.')
     return client, {'arguments': list(arguments), 'folder': folder}
   except (AnswerLost, Refused) as error:
     raise UserError(f'{error} Start one with {command_line("serve")}, or leave --url out.') from error

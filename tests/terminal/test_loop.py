@@ -657,6 +657,21 @@ def test_another_service_that_answers_is_named(tmp_path, capsys, answer):
       run(capsys, url=server.url, workspace=names.pop('work'), **names)
 
 
+def test_the_start_is_told_in_whole_words(tmp_path, monkeypatch):
+  (tmp_path / 'work').mkdir()
+  (tmp_path / 'script').write_text('')
+  err = io.StringIO()
+  err.isatty = lambda: True
+  monkeypatch.setattr('sys.stderr', err)
+  monkeypatch.setenv('COLUMNS', '40')
+  monkeypatch.setattr(program, 'Embedded', lambda *arguments: 1 / 0)
+  names = {name: str(tmp_path / name) for name in ('script', 'state')}
+  with pytest.raises(ZeroDivisionError):
+    program.run(program.CommandOptions(workspace=str(tmp_path / 'work'), **names))
+  rows = err.getvalue().split('\n')
+  assert max(map(len, rows)) <= 40 and 'Starting a service. Its first start compiles' in ' '.join(map(str.strip, rows))
+
+
 def test_a_service_that_needs_a_key_names_the_variable(tmp_path, capsys):
   (tmp_path / 'work').mkdir()
   (tmp_path / 'script').write_text('')
