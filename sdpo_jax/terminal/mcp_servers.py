@@ -30,7 +30,7 @@ from mcp import ClientSession, MCPError, StdioServerParameters, types
 from mcp.client.stdio import get_default_environment, stdio_client
 import pydantic
 
-from sdpo_jax.environments.workspace.boundary import check_outside
+from sdpo_jax.environments.workspace.boundary import outside
 from sdpo_jax.environments.workspace.shell import LOOK_S, Cancellation, Shell
 from sdpo_jax.environments.workspace.tools import TOOLS, BadCall, Tool, ToolAnswer, Toolbox, shortened
 from sdpo_jax.errors import UserError, first_line, printable, short_repr
@@ -81,8 +81,7 @@ def load(path: str, workspace: pathlib.Path) -> dict[str, McpProgram]:
   Raises:
     UserError: the file is invalid, or it or a program in it is in the workspace, where the model could change it.
   """
-  file = pathlib.Path(os.path.abspath(os.path.expanduser(path)))
-  check_outside(workspace, file, f'--mcp={path}')
+  file = pathlib.Path(outside(workspace, path, f'--mcp={path}'))
   servers = read_json_object(file, 'name another file with --mcp').get('mcpServers')
   if not isinstance(servers, dict) or not servers:
     raise UserError(f'{file} names no servers: write {{"mcpServers": {{"NAME": {{"command": …, "args": […]}}}}}}.')
@@ -107,7 +106,7 @@ def _program(file: pathlib.Path, name: str, values: Any, workspace: pathlib.Path
     raise UserError(f'{where}: {wrong}: correct the file, or leave the server out.')
   # Other folders may be those to work in.
   for path in (cwd, program, *filter(os.path.isfile, (os.path.join(cwd, argument) for argument in given.args))):
-    check_outside(workspace, path, where)
+    outside(workspace, path, where)
   return given.model_copy(update={'command': os.path.abspath(program), 'env': env, 'cwd': cwd})
 
 

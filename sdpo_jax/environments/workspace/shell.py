@@ -114,7 +114,7 @@ class Shell:
         'enable user namespaces (sysctl kernel.unprivileged_userns_clone, '
         'kernel.apparmor_restrict_unprivileged_userns).'
       )
-    notes = []
+    notes = [tried.note] if tried.note else []
     if tried.missing:
       notes.append(f'This machine forbids commands {", ".join(tried.missing)}; what needs that will fail in them.')
     if tried.closed:
@@ -122,9 +122,7 @@ class Shell:
         f'Commands cannot change {tried.closed} files or folders of the workspace, since they have hard links outside '
         'of it or run with the rights of their owner: if they should, copy the workspace (cp -r) and work in the copy.'
       )
-    self.notes = ' '.join(
-      filter(None, [*notes, tried.note])
-    )  # What a person should know about commands in this workspace.
+    self.notes = ' '.join(notes)  # What a person should know about commands in this workspace.
 
   def run(
     self,
@@ -162,8 +160,7 @@ class Shell:
         'workspace': str(self._workspace),
         'readable': self._readable,
         'closed': before.closed,
-        'sockets': before.sockets,
-        'unreadable': before.unreadable,
+        'hidden': before.sockets + before.unreadable,
         'doors': doors,
         'tmp_mb': self._limits.tmp_mb,
         'limits': dataclasses.asdict(self._limits),

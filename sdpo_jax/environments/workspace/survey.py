@@ -27,9 +27,8 @@ class Contents(NamedTuple):
   taken: int  # Bytes of disk space; a file with several hard links counts once.
   closed: list[str]  # Files, or folders of many, that commands must not change: others have them as well, or run them.
   sockets: list[str]  # Sockets on which a process outside listens.
-  unreadable: list[
-    str
-  ]  # Folders with unknown contents; a command could `chmod` those of its user, or know a name in one.
+  # Folders with unknown contents. A command could `chmod` those of its own user, or know what is in others.
+  unreadable: list[str]
   moved: bool  # Whether a folder was left out, since it was moved or removed meanwhile.
 
 
