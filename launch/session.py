@@ -8,7 +8,7 @@
 It shows every tool call, asks whether to run it, and says what was learned from a denial. What the model and its tools
 write is behind a margin (│), and no line of the program is. A choice is a key pressed by itself after its question:
 what is typed before is ignored. /deny REASON denies an answer without calls, and /help lists what can be typed.
-docs/sessions.md has a whole conversation.
+docs/sessions.md has a session to try, and what it learns.
 
 Without --url it starts a service of its own (python -m launch.serve), and stops it at the end. The model is served
 there; its tools run here, in the workspace and nowhere else. If the service needs a key, set the environment variable
@@ -30,7 +30,8 @@ All that is shown and decided is stored in ~/.local/state/sdpo_jax/sessions/ID.j
 --resume continues from there, even after a crash.
 
 Exit codes: 0 the user left, or a script was run to its end; 1 a script was not, since a request was refused, the
-service was lost, or a call is still undecided; 2 bad input, named in a sentence; 130 ended by Ctrl-C.
+service of --url was lost, or a call is still undecided; 2 bad input, a service that is not there at the start, or one
+that was started here and has ended, named in a sentence; 130 ended by Ctrl-C.
 """
 
 from typing import Any

@@ -139,25 +139,22 @@ class ServiceClient:
   @contextlib.contextmanager
   def stream(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Iterator[httpx2.EventSource]:
     """Send a JSON body to a path, and yield the events of the response, to be iterated over; raises as `get`."""
-    request = self._written('POST', path, json=body | {'stream': True}, headers=headers)
-    with self._answers(), contextlib.closing(self._http.send(request, stream=True)) as answer:
+    sent = self._sent('POST', path, stream=True, json=body | {'stream': True}, headers=headers)
+    with self._answers(), contextlib.closing(sent) as answer:
       if answer.status_code != 200:
         answer.read()
         _checked(answer)
       yield httpx2.EventSource(answer, max_event_size=None)  # An event can be as long as an answer.
 
-  def _sent(self, method: str, path: str, **more: Any) -> httpx2.Response:
-    request = self._written(method, path, **more)
-    with self._answers():
-      return self._http.send(request)
-
-  def _written(self, method: str, path: str, **more: Any) -> httpx2.Request:
+  def _sent(self, method: str, path: str, *, stream: bool = False, **more: Any) -> httpx2.Response:
     try:
-      return self._http.build_request(method, path, **more)
+      request = self._http.build_request(method, path, **more)
     except ValueError as error:  # NaN or half of a character.
       raise UserError(
         f'A request cannot be written as JSON ({first_line(error)}): correct --adapter, --system or --settings.'
       ) from error
+    with self._answers():
+      return self._http.send(request, stream=stream)
 
   @contextlib.contextmanager
   def _answers(self) -> Iterator[None]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -28,8 +30,8 @@ from mcp import ClientSession, MCPError, StdioServerParameters, types
 from mcp.client.stdio import get_default_environment, stdio_client
 import pydantic
 
-from sdpo_jax.environments.workspace.boundary import check_outside
-from sdpo_jax.environments.workspace.shell import Cancellation, Shell
+from sdpo_jax.environments.workspace.boundary import outside
+from sdpo_jax.environments.workspace.shell import LOOK_S, Cancellation, Shell
 from sdpo_jax.environments.workspace.tools import TOOLS, BadCall, Tool, ToolAnswer, Toolbox, shortened
 from sdpo_jax.errors import UserError, first_line, printable, short_repr
 from sdpo_jax.files import make_directory, read_json_object
@@ -79,8 +81,7 @@ def load(path: str, workspace: pathlib.Path) -> dict[str, McpProgram]:
   Raises:
     UserError: the file is invalid, or it or a program in it is in the workspace, where the model could change it.
   """
-  file = pathlib.Path(os.path.abspath(os.path.expanduser(path)))
-  check_outside(workspace, file, f'--mcp={path}')
+  file = pathlib.Path(outside(workspace, path, f'--mcp={path}'))
   servers = read_json_object(file, 'name another file with --mcp').get('mcpServers')
   if not isinstance(servers, dict) or not servers:
     raise UserError(f'{file} names no servers: write {{"mcpServers": {{"NAME": {{"command": …, "args": […]}}}}}}.')
@@ -105,7 +106,7 @@ def _program(file: pathlib.Path, name: str, values: Any, workspace: pathlib.Path
     raise UserError(f'{where}: {wrong}: correct the file, or leave the server out.')
   # Other folders may be those to work in.
   for path in (cwd, program, *filter(os.path.isfile, (os.path.join(cwd, argument) for argument in given.args))):
-    check_outside(workspace, path, where)
+    outside(workspace, path, where)
   return given.model_copy(update={'command': os.path.abspath(program), 'env': env, 'cwd': cwd})
 
 
@@ -177,7 +178,7 @@ class McpServers:
     """Start all servers; raises UserError as `started`."""
     for name in self._programs:
       try:
-        running = self._connected(name, START_S, None)
+        running = self._connected(name, START_S, functools.partial(self._limited, None, lambda chunk: None))
       except UserError as error:
         if self._new:
           raise
@@ -192,14 +193,24 @@ class McpServers:
       if gone:
         self.said.append(f'It has changed or removed these since the session began, so they fail: {", ".join(gone)}.')
 
-  def call(self, name: str, arguments: Any, cancelled: Cancellation | None) -> ToolAnswer:
-    """Call a tool, and return its answer; a server that has ended is started anew before."""
+  def call(
+    self,
+    name: str,
+    arguments: Any,
+    *,
+    cancelled: Cancellation | None = None,
+    shown: Callable[[bytes], None] = lambda chunk: None,
+  ) -> ToolAnswer:
+    """Call a tool, and return its answer; a server that has ended is started anew before.
+
+    Arguments as in `Toolbox.call`; a server has no output to show.
+    """
     server, _, tool = name.partition(SERVED)
-    limit = self._programs[server].timeout
+    limit, limited = self._programs[server].timeout, functools.partial(self._limited, cancelled, shown)
     try:
-      running = self._connected(server, limit, cancelled)
+      running = self._connected(server, limit, limited)
       self.check(name, arguments)  # The tools may be others now.
-      return _answer(self._limited(limit, cancelled, running.session.call_tool, tool, dict(arguments)))
+      return _answer(limited(limit, running.session.call_tool, tool, dict(arguments)))
     except (UserError, BadCall) as error:
       return ToolAnswer(False, str(error), field=getattr(error, 'field', None))
     except (TimeoutError, _StoppedError) as error:
@@ -213,12 +224,12 @@ class McpServers:
     except (RuntimeError, ValueError) as error:  # From the client, about the content of the answer.
       return ToolAnswer(False, f'The MCP server {server} gave an invalid answer: {_reason(error)}.')
 
-  def _connected(self, name: str, limit: float, cancelled: Cancellation | None) -> _Connection:
+  def _connected(self, name: str, limit: float, limited: Callable[..., Any]) -> _Connection:
     """Return a server that answers, with its current tools; raises UserError if it cannot be started."""
     running = self._running.get(name)
     if running is not None:
       try:
-        self._limited(limit, cancelled, running.refresh)
+        limited(limit, running.refresh)
         return running
       except TimeoutError as error:
         raise UserError(f'{self._end(name, "did not answer")} The next call starts it anew.') from error
@@ -231,7 +242,7 @@ class McpServers:
       raise UserError(f'The MCP server {name} cannot be started: {first_line(error)}.') from error
     self._running[name] = running
     try:
-      self._limited(START_S, cancelled, running.greet)
+      limited(START_S, running.greet)
       return running
     except _StoppedError:
       self._end(name)
@@ -243,11 +254,12 @@ class McpServers:
       how = 'ended' if closed else f'began with an invalid answer ({_reason(error)})'
     raise UserError(f'{self._end(name, how)} Correct it in the file of --mcp, or leave it out there.')
 
-  def _limited(
-    self, seconds: float, cancelled: Cancellation | None, ask: Callable[..., Awaitable[_T]], *values: Any
-  ) -> _T:
+  def _limited(self, cancelled: Cancellation | None, shown: Callable[[bytes], None], *asked: Any) -> Any:
     """Ask a server; raises TimeoutError, or _StoppedError if the person stops it."""
-    return self._portal.call(_limited, seconds, cancelled, ask, *values)
+    answer = self._portal.start_task_soon(_limited, cancelled, *asked)
+    while not concurrent.futures.wait([answer], LOOK_S).done:
+      shown(b'')
+    return answer.result()
 
   def _end(self, name: str, how: str = 'ended') -> str:
     """End a server, or what is left of it, and return a sentence about it."""
@@ -262,7 +274,7 @@ class McpServers:
 
 
 async def _limited(
-  seconds: float, cancelled: Cancellation | None, ask: Callable[..., Awaitable[_T]], *values: Any
+  cancelled: Cancellation | None, seconds: float, ask: Callable[..., Awaitable[_T]], *values: Any
 ) -> _T:
   with contextlib.ExitStack() as stack:
     scope = stack.enter_context(anyio.move_on_after(seconds))
@@ -400,10 +412,9 @@ class McpToolbox(Toolbox):
       raise BadCall(f'There is no tool {short_repr(name)}; there are {", ".join(self.tools)}.')
     return super().checked(name, arguments)
 
-  def call(self, name: str, arguments: Any, *, cancelled: Cancellation | None = None, **more: Any) -> ToolAnswer:
-    if name in self._servers.tools:
-      return self._servers.call(name, arguments, cancelled)
-    return super().call(name, arguments, cancelled=cancelled, **more)
+  def call(self, name: str, arguments: Any, **more: Any) -> ToolAnswer:
+    call = self._servers.call if name in self._servers.tools else super().call
+    return call(name, arguments, **more)
 
   def preview(self, name: str, arguments: Any) -> tuple[str, str, str] | None:
     return None if name in self._servers.tools else super().preview(name, arguments)

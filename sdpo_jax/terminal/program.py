@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 DEFAULT_CONFIG = 'session_quickstart.py'
 _ERASE = '\r\x1b[K'  # Goes to the beginning of the row of the cursor, and erases it.
 _DAY_S = 86_400
+_NO_KEY = 401  # The status of a request without a key to a service that needs one.
+_TITLE = 200  # The most characters of a title that the service takes.
 KEY = 'SDPO_API_KEY'  # The environment variable with the API key of the service.
 
 
@@ -112,7 +114,9 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
       if getattr(options, flag) is not None:
         raise UserError(f'--{flag} is for a new session: leave it out with --resume.')
   workspace = _workspace(options.workspace or known.get('workspace') or '.', folder)
-  policy_name = _policy_file(options.policy or known.get('policy') or 'ask', workspace)
+  policy_name = options.policy or known.get('policy') or 'ask'
+  if policy_name != 'ask':
+    policy_name = boundary.outside(workspace, policy_name, f'--policy={policy_name}')
   start = _Start(options, known, workspace, folder, stack)
   servers = _servers(start)
   policy = policies.load(policy_name, () if servers is None else servers.tools)
@@ -124,7 +128,7 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
   if options.script is None:
     stack.enter_context(echoing(False))
   toolbox = _toolbox(start, policy, servers)
-  settings = _settings(options, toolbox, policy)
+  settings = _settings(options, toolbox, policy, workspace.name)
   client, where = _service(start)  # Last, since starting a service is slow.
   try:
     if history is None:
@@ -142,7 +146,8 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
     state, turns = session.state()
     learner = client.adapter_now(history.opened['adapter'])
   except (AnswerLost, Refused) as error:
-    raise UserError(str(error)) from error
+    keyless = isinstance(error, Refused) and error.status == _NO_KEY
+    raise UserError(f'{error} Set the environment variable {KEY}.' if keyless else str(error)) from error
   written = history
   screen.record = lambda text: written.note('shown', text=text)
   at = f'adapter {learner["name"]!r} at version {learner["version"]}'
@@ -156,16 +161,20 @@ def _held(options: CommandOptions, stack: contextlib.ExitStack) -> int:
   workbench = Workbench(toolbox, workspace, sys.stdout if live else None)
   try:
     context = SessionContext(session, history, screen, inputs, workbench, policy, options.seed)
-    return Conversation(context, state['settings']).run()
+    code = Conversation(context, state['settings']).run()
+    if isinstance(inputs, script.Script) and inputs.unanswered:
+      _announce(f'The script ended before a decision on the call of turn {context.turns[-1]["n"]}.')
+    return code
   finally:
     state = [] if options.state is None else [f'--state={options.state}']
     state += [f'--readable={name}' for name in options.readable] + [f'--env={text}' for text in options.env]
     state += [] if options.timeout is None else [f'--timeout={options.timeout:g}']
-    _announce(f'Resume the session with: {command_line("session", f"--resume={session.id}", *state)}')
+    resume = command_line('session', f'--resume={session.id}', *state)
+    print(f'Resume the session with: {resume}', file=sys.stderr, flush=True)  # In one line, to be copied.
 
 
 def _announce(text: str) -> None:
-  print(text, file=sys.stderr, flush=True)
+  Screen(sys.stderr, colours=False, paged=False).say(text)
 
 
 def _announce_stage(began: float, stage: str) -> None:
@@ -198,15 +207,6 @@ def _workspace(named: str, states: pathlib.Path) -> pathlib.Path:
   return path
 
 
-def _policy_file(named: str, workspace: pathlib.Path) -> str:
-  """Return the absolute path of a file of rules, which is not in the workspace; or `ask`."""
-  if named == 'ask':
-    return named
-  path = os.path.abspath(os.path.expanduser(named))
-  boundary.check_outside(workspace, path, f'--policy={named}')
-  return path
-
-
 def _served(start: _Start) -> tuple[list[str], str]:
   """Return the arguments of the service to start, and its working directory.
 
@@ -228,12 +228,12 @@ def _served(start: _Start) -> tuple[list[str], str]:
   file = named.partition('.py:')[0].removesuffix('.py') + '.py'
   way_out = 'name a config outside of it, from a folder outside of it, and the folder of work with --workspace'
   for path in (folder, os.path.join(folder, file)):
-    boundary.check_outside(start.workspace, path, '--config', way_out)
+    boundary.outside(start.workspace, path, '--config', way_out)
   settings = [argument.removeprefix('--config.').partition('=') for argument in arguments[1:]]
   with contextlib.chdir(folder):
     programs = config_files.read(named, [(name, text) for name, _, text in settings]).serve.programs
     if programs is not None:
-      boundary.check_outside(start.workspace, os.path.expanduser(programs), 'serve.programs', 'name another folder')
+      boundary.outside(start.workspace, programs, 'serve.programs', 'name another folder')
   return arguments, folder
 
 
@@ -256,13 +256,14 @@ def _toolbox(start: _Start, policy: ApprovalPolicy, servers: McpServers | None) 
   return Toolbox(workspace, shell) if servers is None else servers.toolbox(workspace, shell)
 
 
-def _settings(options: CommandOptions, toolbox: Toolbox, policy: ApprovalPolicy) -> dict[str, Any]:
+def _settings(options: CommandOptions, toolbox: Toolbox, policy: ApprovalPolicy, title: str) -> dict[str, Any]:
   """Return the settings of a new session: those of the options, and the schemas of the tools."""
   given = {} if options.settings is None else read_json_object(options.settings, 'name another file with --settings')
   if 'tools' in given:
     raise UserError(f'{options.settings} has tools, which this program defines: leave them out.')
   if options.system is not None:
     given['system'] = options.system
+  given.setdefault('title', printable(title, None)[:_TITLE])
   given['tools'] = [tool.schema() for name, tool in toolbox.tools.items() if not policy.never(name)]
   return given
 
@@ -278,15 +279,18 @@ def _service(start: _Start) -> tuple[ServiceClient, dict[str, Any]]:
       return client, {'url': url}
     make_directory(start.states)
     arguments, folder = _served(start)
-    _announce('Starting a service. Its first start compiles some thirty programs, which are kept for the next ones:')
-    _announce('with the tiny agent this takes one to two minutes on two cores, and a second start some seconds.')
+    _announce(
+      'Starting a service. Its first start compiles some thirty programs, which are kept for the next ones: with the '
+      'tiny agent this takes one to two minutes on two cores, and a second start some seconds.'
+    )
     began = time.monotonic()
     service = Embedded(arguments, pathlib.Path(folder))
     start.stack.callback(service.stop)
     client = service.client()
     start.stack.callback(client.close)
     client.wait(functools.partial(_announce_stage, began), service.check)
-    _announce(f'{_ERASE * _overwrites()}Ready after {time.monotonic() - began:.0f} s.')
+    print(_ERASE * _overwrites(), end='', file=sys.stderr)
+    _announce(f'Ready after {time.monotonic() - began:.0f} s.')
     return client, {'arguments': list(arguments), 'folder': folder}
   except (AnswerLost, Refused) as error:
     raise UserError(f'{error} Start one with {command_line("serve")}, or leave --url out.') from error

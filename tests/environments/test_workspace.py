@@ -1,6 +1,7 @@
 """The tools of an agent: what they do, what they refuse, and that nothing outside of the workspace changes."""
 
 import contextlib
+import errno
 import fnmatch
 import os
 import pathlib
@@ -8,6 +9,7 @@ import shutil
 import socket
 import sys
 import threading
+import types
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -495,7 +497,7 @@ def test_another_program_that_fills_the_disk_ends_no_command(shell, tmp_path, mo
 def test_a_command_ends_before_the_disk_is_full(tmp_path, monkeypatch):
   rooms = iter([2**30, 2**29, 2**27])
   monkeypatch.setattr(os, 'statvfs', lambda path: os.statvfs_result([1, 1, 0, 0, next(rooms), 0, 0, 2**24, 0, 255]))
-  limit = survey.DiskLimit(tmp_path, 0, 2**40)
+  limit = survey.DiskLimit(tmp_path, survey.survey(tmp_path), 2**40)
   assert limit.exceeded(os.getpid()) is None and limit.exceeded(os.getpid()) == 'its disk is almost full'
 
 
@@ -649,6 +651,46 @@ def test_a_folder_that_is_replaced_by_a_link_is_not_followed(workspace, monkeypa
   monkeypatch.setattr(os, 'open', meddling)
   found = survey.survey(workspace)
   assert found.taken < alone and found.moved
+
+
+@pytest.mark.parametrize('listed', [False, True])
+def test_commands_find_a_folder_empty_that_cannot_be_read(shell, workspace, monkeypatch, listed):
+  opened, scandir = os.open, os.scandir
+  (workspace / 'src' / 'hard').hardlink_to(workspace.parent / 'outside' / 'secret.txt')
+
+  def closed(path, *arguments, **options):  # As for a user other than root, to whom nothing is closed.
+    if str(path).endswith('/src') and not listed:
+      raise PermissionError(errno.EACCES, 'Permission denied', path)
+    return opened(path, *arguments, **options)
+
+  def stat(**options):
+    raise PermissionError(errno.EACCES, 'Permission denied')
+
+  def names_only(place):
+    found = listed and 'area.py' in os.listdir(place)
+    return contextlib.nullcontext([types.SimpleNamespace(name='hard', stat=stat)]) if found else scandir(place)
+
+  made = Shell(workspace)
+  monkeypatch.setattr(os, 'open', closed)
+  monkeypatch.setattr(os, 'scandir', names_only)
+  assert survey.survey(workspace).unreadable == [f'{workspace}/src']
+  later = Shell(workspace)
+  assert 'find 1 folder' not in made.notes and later.notes.startswith(
+    'Commands find 1 folder of the workspace empty, since they cannot'
+  )
+  command = 'ls -A src; cat src/hard; chmod 777 src; mv src aside; echo x > src/hard; echo ok > new'
+  answer = Toolbox(workspace, made).call('bash', {'command': command})
+  assert answer.ok and answer.text.count('No such file') == 1 and answer.text.count('Read-only') == 2
+  assert 'busy' in answer.text and answer.text.endswith('chmod u+rx it outside of the session if they should see it.')
+  assert (workspace.parent / 'outside' / 'secret.txt').read_text() == 'secret' and (workspace / 'new').exists()
+  assert Toolbox(workspace, later).call('bash', {'command': 'ls src'}).text == '(No output.)'  # The person knows.
+
+
+def test_a_command_hides_nothing_that_it_adds_to_the_disk(workspace, monkeypatch):
+  limit, found = survey.DiskLimit(workspace, survey.survey(workspace), 1), survey.survey(workspace)
+  monkeypatch.setattr(survey, 'survey', lambda path: found._replace(unreadable=[f'{path}/new']))
+  monkeypatch.setattr(limit, '_free', lambda: (2**40, 0))
+  assert 'since it has made folders that cannot be read' in limit.exceeded(os.getpid())
 
 
 @pytest.mark.parametrize('path', ['/', '/usr', '/etc/ssl', '/proc/self', '/tmp'])

@@ -624,13 +624,18 @@ def test_the_program_opens_and_resumes(tmp_path, capsys, monkeypatch):
     more = {'policy': str(tmp_path / 'rules'), 'system': 'Be brief.', 'settings': str(tmp_path / 'more.json')}
     code, out, err = run(capsys, **options, **more, adapter='mine')
     assert code == UNDONE and '--resume=ses-1' in err and '+x = 2' in out
-    assert server.settings['system'] == 'Be brief.' and server.settings['sampling'] == {'temperature': 0.5}
+    assert 'The script ended before a decision on the call of turn 1.' in err
+    assert (
+      server.settings['title'] == 'work'
+      and server.settings['system'] == 'Be brief.'
+      and server.settings['sampling'] == {'temperature': 0.5}
+    )
     names = [tool['function']['name'] for tool in server.settings['tools']]
     assert names == ['read', 'write', 'edit', 'edit_lines', 'glob', 'grep']
     script.write_text('y\n')
     del options['url'], options['workspace']
     code, out, err = run(capsys, **options, resume=True)
-    assert code == 0 and 'Done.' in out and (work / 'a.py').read_text() == 'x = 2\n'
+    assert code == 0 and 'Done.' in out and (work / 'a.py').read_text() == 'x = 2\n' and 'ended before' not in err
     assert 'token' not in out + err and 'sst-' not in out + err
     with pytest.raises(UserError, match='--adapter is for a new session'):
       run(capsys, **options, resume=True, adapter='other')
@@ -717,6 +722,32 @@ def test_another_service_that_answers_is_named(tmp_path, capsys, answer):
     server.answer = lambda method, path, body, token: ('any', {} if path == '/readyz' else answer)
     with pytest.raises(UserError, match='(has not adapters|has not id|is not a JSON object): it is not one of launch'):
       run(capsys, url=server.url, workspace=names.pop('work'), **names)
+
+
+def test_the_start_is_told_in_whole_words(tmp_path, monkeypatch):
+  (tmp_path / 'work').mkdir()
+  (tmp_path / 'script').write_text('')
+  err = io.StringIO()
+  err.isatty = lambda: True
+  monkeypatch.setattr('sys.stderr', err)
+  monkeypatch.setenv('COLUMNS', '40')
+  monkeypatch.setattr(program, 'Embedded', lambda *arguments: 1 / 0)
+  names = {name: str(tmp_path / name) for name in ('script', 'state')}
+  with pytest.raises(ZeroDivisionError):
+    program.run(program.CommandOptions(workspace=str(tmp_path / 'work'), **names))
+  rows = err.getvalue().split('\n')
+  assert max(map(len, rows)) <= 40 and 'Starting a service. Its first start compiles' in ' '.join(map(str.strip, rows))
+
+
+def test_a_service_that_needs_a_key_names_the_variable(tmp_path, capsys):
+  (tmp_path / 'work').mkdir()
+  (tmp_path / 'script').write_text('')
+  (tmp_path / 'rules').write_text('never bash')
+  names = {'script': str(tmp_path / 'script'), 'state': str(tmp_path / 'state'), 'policy': str(tmp_path / 'rules')}
+  with SessionServer() as server:
+    server.refuse['create'] = 401, 'An API key is required.'
+    with pytest.raises(UserError, match='An API key is required. Set the environment variable SDPO_API_KEY.'):
+      run(capsys, url=server.url, workspace=str(tmp_path / 'work'), **names)
 
 
 @pytest.mark.parametrize(

@@ -189,16 +189,18 @@ def test_a_server_that_fails_costs_one_sentence_and_starts_anew(world, monkeypat
   assert world.noted().count('notifications/cancelled') == 2
 
 
-def test_ctrl_c_ends_the_wait_for_a_call_and_tells_the_server(world):
+def test_ctrl_c_ends_the_wait_for_a_call_which_is_shown_and_tells_the_server(world):
+  seen = []
   with world.started() as servers, Cancellation() as cancelled:
     box = servers.toolbox(world.work, None)
 
     def press():
-      until(lambda: 'hangs' in world.noted())
+      until(lambda: 'hangs' in world.noted() and len(seen) > 1)
       cancelled.set()
 
     threading.Thread(target=press).start()
-    answer = box.call('fs__say', {'text': 'hang'}, cancelled=cancelled)
+    answer = box.call('fs__say', {'text': 'hang'}, cancelled=cancelled, shown=seen.append)
+    assert not any(seen)  # The time goes on, and there is no output.
     assert answer.text.startswith('The call was stopped by the person') and not answer.ok
     assert box.call('fs__say', {'text': 'on'}).text == 'on' and 'notifications/cancelled' in world.noted()
 

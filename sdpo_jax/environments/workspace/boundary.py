@@ -50,11 +50,17 @@ def checked_workspace(named: str | pathlib.Path) -> pathlib.Path:
   return path
 
 
-def check_outside(workspace: pathlib.Path, path: str | os.PathLike[str], where: str, way_out: str = 'move it') -> None:
-  """Raise a UserError, which begins with `where`, if a path or what it links to is in the workspace."""
+def outside(workspace: pathlib.Path, named: str, where: str, way_out: str = 'move it') -> str:
+  """Return the absolute path of a file or folder that a person has named.
+
+  Raises:
+    UserError: it, or what it links to, is in the workspace; the message begins with `where`.
+  """
+  path = os.path.abspath(os.path.expanduser(named))
   for inside in _places([path]):
     if inside.is_relative_to(workspace):
       raise UserError(f'{where}: {inside} is in the workspace, so the model could change what runs as you: {way_out}.')
+  return path
 
 
 def _own_code() -> set[pathlib.Path]:

@@ -24,7 +24,8 @@ from typing import Literal
 from sdpo_jax.environments.sandbox import cgroups
 from sdpo_jax.environments.workspace.boundary import checked_workspace
 from sdpo_jax.environments.workspace.survey import MIB, DiskLimit, survey
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, printable
+from sdpo_jax.tables import counted
 
 CHILD = pathlib.Path(__file__).with_name('shell_child.py')
 # Paths that a command may read where they exist. Only the parts of /etc that programs need to start.
@@ -34,7 +35,7 @@ ETC = (
   *('alternatives', 'ssl/certs', 'ca-certificates', 'mime.types', 'bash.bashrc', 'gitconfig', 'magic'),
 )
 _CHUNK = 2**16
-_LOOK_S = 0.1  # Seconds between looks at the clock and the disk.
+LOOK_S = 0.1  # Seconds between looks at the clock and the disk, while something runs.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,7 @@ class ShellReport:
   reason: str = ''  # Why it has failed or was stopped.
   missing: tuple[str, ...] = ()  # Parts of a command's surroundings that this machine forbids.
   closed: int = 0  # Files or folders of the workspace that it could not change.
+  note: str = ''  # What it could not see of the workspace.
 
 
 class Shell:
@@ -112,7 +114,7 @@ class Shell:
         'enable user namespaces (sysctl kernel.unprivileged_userns_clone, '
         'kernel.apparmor_restrict_unprivileged_userns).'
       )
-    notes = []
+    notes = [tried.note] if tried.note else []
     if tried.missing:
       notes.append(f'This machine forbids commands {", ".join(tried.missing)}; what needs that will fail in them.')
     if tried.closed:
@@ -146,7 +148,7 @@ class Shell:
     try:
       before = survey(self._workspace)
     except OSError as error:
-      raise UserError(f'The workspace {self._workspace} cannot be read ({error}).') from error
+      raise UserError(f'The workspace {self._workspace} cannot be read ({error}): chmod u+rx it.') from error
     group = cgroups.create(self._limits.memory_mb * 2**20, self._limits.processes)
     with contextlib.ExitStack() as stack:
       if group is not None:
@@ -158,7 +160,7 @@ class Shell:
         'workspace': str(self._workspace),
         'readable': self._readable,
         'closed': before.closed,
-        'sockets': before.sockets,
+        'hidden': before.sockets + before.unreadable,
         'doors': doors,
         'tmp_mb': self._limits.tmp_mb,
         'limits': dataclasses.asdict(self._limits),
@@ -181,7 +183,7 @@ class Shell:
         start_new_session=True,
       )
       kept = _Kept(self._limits.kept_bytes)
-      disk = DiskLimit(self._workspace, before.taken, self._limits.disk_mb * MIB)
+      disk = DiskLimit(self._workspace, before, self._limits.disk_mb * MIB)
       status, reason = _watch(child, kept, began + wall_s, cancelled, disk, shown)
       answer.seek(0)
       told = {name: value for line in answer for name, value in json.loads(line).items()}
@@ -192,7 +194,13 @@ class Shell:
       reason = told.get('failed', 'it ended before its command began')
     exit_code = told['exit_code'] if status == 'ended' else None
     missing = tuple(told.get('missing', ()))
-    return ShellReport(status, exit_code, kept.value(), kept.dropped, wall, reason, missing, len(before.closed))
+    note = ''
+    if before.unreadable:
+      note = (
+        f'Commands find {counted(len(before.unreadable), "folder")} of the workspace empty, since they cannot be read, '
+        f'such as {printable(before.unreadable[0], 500)}: chmod u+rx it outside of the session if they should see it.'
+      )
+    return ShellReport(status, exit_code, kept.value(), kept.dropped, wall, reason, missing, len(before.closed), note)
 
 
 class Cancellation(contextlib.AbstractContextManager['Cancellation']):
@@ -233,10 +241,10 @@ def _watch(
     look = 0.0
     try:
       while True:
-        ready = [key.fileobj for key, _ in selector.select(max(0.0, min(_LOOK_S, deadline - time.monotonic())))]
+        ready = [key.fileobj for key, _ in selector.select(max(0.0, min(LOOK_S, deadline - time.monotonic())))]
         now = time.monotonic()
         if now >= look:
-          reason, look = disk.exceeded(child.pid), now + _LOOK_S
+          reason, look = disk.exceeded(child.pid), now + LOOK_S
         if cancelled in ready:
           status = 'cancelled'
         elif reason is not None:

@@ -211,8 +211,8 @@ def build(job: dict[str, Any]) -> list[str]:
   for path in job['closed']:
     view.mount(path, at + path, '', view.MS_BIND)
     view.make_read_only(at + path)
-  for path in job['sockets']:
-    view.mount(f'{at}/dev/null', at + path, '', view.MS_BIND)
+  for path in job['hidden']:
+    view.mount(f'{at}/{"run" if os.path.isdir(at + path) else "dev/null"}', at + path, '', view.MS_BIND)  # Is empty.
   view.enter(at)
   os.chdir(workspace)
   view.check_read_only('/', *(path for path in job['readable'] if not os.path.islink(path)))

@@ -27,6 +27,8 @@ class Contents(NamedTuple):
   taken: int  # Bytes of disk space; a file with several hard links counts once.
   closed: list[str]  # Files, or folders of many, that commands must not change: others have them as well, or run them.
   sockets: list[str]  # Sockets on which a process outside listens.
+  # Folders with unknown contents. A command could `chmod` those of its own user, or know what is in others.
+  unreadable: list[str]
   moved: bool  # Whether a folder was left out, since it was moved or removed meanwhile.
 
 
@@ -34,10 +36,10 @@ def survey(workspace: pathlib.Path) -> Contents:
   """Look at everything in a folder, without following links; commands may change it meanwhile.
 
   Raises:
-    OSError: a folder cannot be read.
+    OSError: the folder itself cannot be read.
   """
   top = os.stat(workspace)
-  blocks, number, closed, sockets, moved = 0, 0, [], [], False
+  blocks, number, closed, sockets, unreadable, moved = 0, 0, [], [], [], False
   linked = list[tuple[str, tuple[int, int], int]]()  # Path, device and inode, number of links.
   seen = collections.Counter[tuple[int, int]]()
   todo = [(str(workspace), (top.st_dev, top.st_ino))]
@@ -48,6 +50,9 @@ def survey(workspace: pathlib.Path) -> Contents:
     except OSError as error:
       if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
         moved = True
+        continue
+      if error.errno == errno.EACCES and folder != str(workspace):
+        unreadable.append(folder)
         continue
       raise
     try:
@@ -61,6 +66,9 @@ def survey(workspace: pathlib.Path) -> Contents:
             status = entry.stat(follow_symlinks=False)
           except FileNotFoundError:
             continue
+          except PermissionError:  # It can be listed, but not searched.
+            unreadable.append(folder)
+            break
           mode, count = status.st_mode, status.st_nlink
           blocks += status.st_blocks
           number += 1
@@ -82,7 +90,7 @@ def survey(workspace: pathlib.Path) -> Contents:
     finally:
       os.close(opened)
   closed += [path for path, inode, count in linked if seen[inode] < count]
-  return Contents(blocks * 512 + number * _ENTRY, _grouped(closed, str(workspace)), sockets, moved)
+  return Contents(blocks * 512 + number * _ENTRY, _grouped(closed, str(workspace)), sockets, unreadable, moved)
 
 
 def _listens(path: str) -> bool:
@@ -114,9 +122,9 @@ class DiskLimit:
   free space has fallen by so much that the limit may have been reached.
   """
 
-  def __init__(self, workspace: pathlib.Path, taken: int, limit: int):
-    """Begin before the command does, with the bytes that the workspace takes and the bytes that may be added."""
-    self._workspace, self._taken, self._limit = workspace, taken, limit
+  def __init__(self, workspace: pathlib.Path, before: Contents, limit: int):
+    """Begin before the command does, with the contents of the workspace and the bytes that may be added."""
+    self._workspace, self._before, self._limit = workspace, before, limit
     self._first, self._most = self._free()
     self._left = limit
 
@@ -135,7 +143,9 @@ class DiskLimit:
       return f'{unmeasured} ({error})'
     if contents is None:
       return f'{unmeasured}, since its folders are moved'
-    added = contents.taken + _unlinked(self._workspace, command) - self._taken
+    if not set(contents.unreadable) <= set(self._before.unreadable):
+      return f'{unmeasured}, since it has made folders that cannot be read'
+    added = contents.taken + _unlinked(self._workspace, command) - self._before.taken
     self._most, self._left = free, max(self._limit - added, self._limit // 16)
     return f'it has added more than {self._limit // MIB} MB to the disk' if added > self._limit else None
 

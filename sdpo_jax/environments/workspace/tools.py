@@ -386,7 +386,7 @@ class Toolbox:
       raise BadCall("'command' of bash holds a null byte.", 'command')
     try:
       report = self._shell.run(command, wall_s=timeout, cancelled=cancelled, shown=shown)
-    except UserError as error:  # A command may have made an unreadable folder.
+    except UserError as error:  # The workspace was removed or made unreadable.
       return ToolAnswer(False, f'The command could not be run: {error}')
     output = report.output.decode(errors='replace')
     text, dropped = shortened(output)
@@ -401,9 +401,9 @@ class Toolbox:
       }
       return ToolAnswer(False, f'The command {why[report.status]}.\n{text}', dropped=dropped)
     ended = f'Exit code {report.exit_code}.' if report.exit_code else ''
-    return ToolAnswer(
-      not report.exit_code, '\n'.join(filter(None, (ended, text))) or '(No output.)', report.exit_code, dropped=dropped
-    )
+    note = '' if report.note in self._shell.notes else report.note  # New since the person was told.
+    said = '\n'.join(filter(None, (ended, text, note))) or '(No output.)'
+    return ToolAnswer(not report.exit_code, said, report.exit_code, dropped=dropped)
 
   def _text(self, path: str) -> str:
     try:
