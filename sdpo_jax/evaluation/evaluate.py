@@ -262,9 +262,9 @@ def written(examples: Sequence[Example], rollouts: Rollouts, outcomes: Sequence[
   samples = []
   for number, (question, outcome) in enumerate(zip(rollouts.group, outcomes, strict=True)):
     sample = {
+      **sample_record(examples[question], rollouts, number, outcome),
       'data_source': examples[question].data_source,
       'tokens': int(rollouts.completion_mask[number].sum()),
-      **sample_record(examples[question], rollouts, number, outcome),
     }
     # A field above takes precedence over a metric of the same name.
     metrics = {
