@@ -250,43 +250,34 @@ def steps(
     if model is None:
       raise UserError('Name a config, or the model to train with the default settings: train(model=…, rows=…, …).')
     config = Config(name=os.path.basename(os.path.normpath(model)))
-  config = _own(config)
+  own = _own(config)
   if model is not None:
-    config.model.path = os.fspath(model)
-  _changed(config, changes)
-  return _steps(
-    config, f'runs/{config.name}' if workdir is None else workdir, rows, held_out, grader, restart, announce
-  )
+    own.model.path = os.fspath(model)
+  _changed(own, changes)
+  folder = f'runs/{own.name}' if workdir is None else workdir
 
+  def run() -> Generator[Step, None, Result]:
+    accelerators.prepare()
+    if rows is not None:
+      own.data.train_files = (_written(rows, folder, 'train'),)
+      own.data.val_files, own.data.val_max_samples = (), None
+      if held_out is None:
+        own.trainer.test_freq = 0
+    if held_out is not None:
+      own.data.val_files = (_written(held_out, folder, 'held_out'),)
+    with _graded_by(own, grader):
+      made = loop.steps_of(own, folder, restart=restart, announce=announce)
+      with contextlib.closing(made):
+        while True:
+          try:
+            stepped = next(made)
+          except StopIteration as end:
+            result: Result = end.value
+            return result
+          yield Step(stepped.step, stepped.metrics, stepped)
+          del stepped
 
-def _steps(
-  config: Config,
-  workdir: Location,
-  rows: Iterable[Row] | None,
-  held_out: Iterable[Row] | None,
-  grader: Any,
-  restart: bool,
-  announce: Callable[[str], None],
-) -> Generator[Step, None, Result]:
-  accelerators.prepare()
-  if rows is not None:
-    config.data.train_files = (_written(rows, workdir, 'train'),)
-    config.data.val_files, config.data.val_max_samples = (), None
-    if held_out is None:
-      config.trainer.test_freq = 0
-  if held_out is not None:
-    config.data.val_files = (_written(held_out, workdir, 'held_out'),)
-  with _graded_by(config, grader):
-    made = loop.steps_of(config, workdir, restart=restart, announce=announce)
-    with contextlib.closing(made):
-      while True:
-        try:
-          stepped = next(made)
-        except StopIteration as end:
-          result: Result = end.value
-          return result
-        yield Step(stepped.step, stepped.metrics, stepped)
-        del stepped
+  return run()  # What is wrong with the arguments has been said by now, before the first step is asked for.
 
 
 @_typed

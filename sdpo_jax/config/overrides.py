@@ -251,6 +251,18 @@ def _hints(section: Any) -> dict[str, Any]:
   return types_of(type(section)) if dataclasses.is_dataclass(section) else {}
 
 
+def with_limits(config: Config, prompt: int, buckets: Sequence[int], response: int, **rollout: Any) -> Config:
+  """Return settings with other limits of prompts (and their buckets) and completions, and others of `rollout`."""
+  data = dataclasses.replace(
+    config.data,
+    max_prompt_length=prompt,
+    prompt_buckets=tuple(buckets),
+    max_response_length=response,
+    response_buckets=(response,),
+  )
+  return dataclasses.replace(config, data=data, rollout=dataclasses.replace(config.rollout, **rollout))
+
+
 def from_dict(values: dict[str, Any]) -> Config:
   """Return the configuration with the JSON `values` (the `config.json` of a run).
 

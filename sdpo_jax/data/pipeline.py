@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 import hashlib
 import json
@@ -24,7 +24,7 @@ _IN_PLACE = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 _PROBED = 32  # Number of a generator's questions that are checked before a run starts.
 
 
-class TrainIterator:
+class TrainIterator(Iterator[list[Example]]):
   """Endless batches of `data.train_batch_size` examples, in an order determined by `seed`.
 
   Without `data.source_weights`, rows of all files form one set, shuffled anew each epoch; the last rows that do not
@@ -117,9 +117,6 @@ class TrainIterator:
       mixed = mix(parts, [1] * len(parts))
     # An over-long question to be left out is None here, and to_iter_dataset skips it.
     self._iterator = iter(mixed.to_iter_dataset(_IN_PLACE).batch(data.train_batch_size, batch_fn=list))
-
-  def __iter__(self) -> TrainIterator:
-    return self
 
   def __next__(self) -> list[Example]:
     """Return this process's share of the next batch."""

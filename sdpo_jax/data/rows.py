@@ -246,13 +246,17 @@ def _text_or_null(value: Mapping[str, Any], name: str, row: RawRow) -> str | Non
   return text
 
 
+def is_message(value: Any) -> bool:
+  """Return whether a value is a message, a mapping with the texts `role` and `content`."""
+  return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ('role', 'content'))
+
+
 def _messages(value: Mapping[str, Any], row: RawRow, name: str = 'prompt') -> list[dict[str, str]]:
   messages = _field(value, name, row)
   if not isinstance(messages, list) or not messages:
     raise UserError(f'{row.origin}: field {name!r} must be a non-empty list of messages, not {short_repr(messages)}.')
   for message in messages:
-    good = isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ('role', 'content'))
-    if not good:
+    if not is_message(message):
       raise UserError(
         f"{row.origin}: field {name!r}: a message must have the strings 'role' and 'content', not "
         f'{short_repr(message)}.'

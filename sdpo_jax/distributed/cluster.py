@@ -202,17 +202,20 @@ def await_verdict(error: BaseException) -> None:
 
 def is_of_a_collective(error: BaseException) -> bool:
   """Return whether an error, or one in its chain of causes, looks like XLA's for a failed collective or service."""
+  return any(_COLLECTIVE.match(str(link)) for link in chain(error))
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+  """Yield an error, the members of an error group, and their causes, each once."""
   seen: set[int] = set()
-  links: list[BaseException | None] = [error]
-  while links:
-    link = links.pop()
+  waiting: list[BaseException | None] = [error]
+  while waiting:
+    link = waiting.pop()
     if link is None or id(link) in seen:
       continue
     seen.add(id(link))
-    if _COLLECTIVE.match(str(link)):
-      return True
-    links += [link.__cause__, link.__context__]
-  return False
+    yield link
+    waiting += [link.__cause__, link.__context__, *(link.exceptions if isinstance(link, BaseExceptionGroup) else ())]
 
 
 class _Connection:

@@ -150,8 +150,9 @@ class _Program:
   failed: str = ''  # Why the sandbox could not run it, which is not the program's fault; empty if it could.
 
 
+@register_factory('code')
 class CodeGrader:
-  """Grades programs in a sandbox; owns the sandbox's processes until `close()`."""
+  """Grades programs in a sandbox, in the settings' profile; owns the sandbox's processes until `close()`."""
 
   limits_itself = True  # Every program has its own limit; a batch may take as long as its programs need.
 
@@ -367,9 +368,3 @@ def _outcome(program: _Program, reference: bool) -> Outcome:
   return Outcome(
     float(bool(passed) and all(passed)), format_test_feedback(records, truncated=program.truncated), metrics
   )
-
-
-@register_factory('code')
-def make(settings: EnvironmentsConfig) -> CodeGrader:
-  """Return a grader of programs in the settings' profile; raises UserError if no sandbox works here."""
-  return CodeGrader(settings)

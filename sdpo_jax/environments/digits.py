@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import dataclasses
-from typing import Any
 
 import numpy as np
 
-from sdpo_jax.environments.judging import grader
+from sdpo_jax.environments.judging import grader, outcome
 from sdpo_jax.environments.registry import register, register_generator
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example, Outcome
@@ -129,9 +128,9 @@ def judge(example: Example, completion: str, truncated: bool) -> Outcome:
   expected, got = str(example.ground_truth), completion.strip()
   wanted = f'the answer must be {len(expected)} digits and nothing else.'
   if truncated:
-    return _outcome(0.0, got, f'The answer was cut off before its end: {wanted}', incorrect_format=True)
+    return _outcome(0.0, got, f'The answer was cut off before its end: {wanted}', incorrect_format=1.0)
   if len(got) != len(expected) or not (got.isascii() and got.isdecimal()):
-    return _outcome(0.0, got, wanted[0].upper() + wanted[1:], incorrect_format=True)
+    return _outcome(0.0, got, wanted[0].upper() + wanted[1:], incorrect_format=1.0)
   return _outcome(sum(e == g for e, g in zip(expected, got, strict=True)) / len(expected), got, feedback(expected, got))
 
 
@@ -141,14 +140,9 @@ def feedback(expected: str, got: str) -> str:
   return '\n'.join(f'Digit {i + 1} is wrong: expected {expected[i]}, got {got[i]}.' for i in wrong[:SHOWN])
 
 
-def _outcome(acc: float, pred: str, said: str, incorrect_format: bool = False) -> Outcome:
-  metrics: dict[str, Any] = {
-    'acc': acc,
-    'pred': pred,
-    'incorrect_format': float(incorrect_format),
-    'format_valid': float(not incorrect_format),
-  }
-  return Outcome(score=float(acc == 1.0), feedback=said, metrics=metrics)
+def _outcome(acc: float, pred: str, said: str, incorrect_format: float = 0.0) -> Outcome:
+  found = outcome(acc == 1.0, pred, not incorrect_format, said, incorrect_format=incorrect_format)
+  return dataclasses.replace(found, metrics=found.metrics | {'acc': acc})
 
 
 grade = register(NAME)(grader(judge))

@@ -6,7 +6,7 @@ own CPU time and memory. A process that dies on a request is replaced.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import json
 import os
 import pathlib
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from typing import Any
+from typing import IO, Any
 import weakref
 
 from sdpo_jax.environments.code_verdicts import ANSWER, FRAME
@@ -110,24 +110,15 @@ class _Helper:
     self._socket.settimeout(WALL_S)
     with theirs, tempfile.TemporaryFile() as errors:
       descriptor = theirs.fileno()
-      self._process = subprocess.Popen(
-        [sys.executable, '-I', '-X', 'utf8', str(script), str(descriptor)],
-        env={},
-        cwd='/',
-        stdin=subprocess.DEVNULL,
-        stdout=errors,
-        stderr=errors,
-        pass_fds=[descriptor],
-        start_new_session=True,
-      )
+      command = [sys.executable, '-I', '-X', 'utf8', str(script), str(descriptor)]
+      self._process = started(command, [descriptor], errors, {})
       theirs.close()
       try:
         self._read(ANSWER.size)
       except (OSError, EOFError) as error:
         self.end()
-        errors.seek(0)
-        last = errors.read().decode(errors='replace').strip().splitlines()[-1:]
-        raise RuntimeError(f'A process that compares results cannot be started: {"".join(last) or error}.') from error
+        said = last_line(errors) or error
+        raise RuntimeError(f'A process that compares results cannot be started: {said}.') from error
       except BaseException:
         self.end()
         raise
@@ -142,11 +133,7 @@ class _Helper:
   def end(self) -> int:
     """End the process if it still runs and return its exit code."""
     self._socket.close()
-    try:
-      return self._process.wait(1)
-    except subprocess.TimeoutExpired:
-      self._process.kill()
-      return self._process.wait()
+    return ended(self._process, within_s=1)
 
   def _read(self, size: int) -> bytes:
     data = bytearray()
@@ -156,6 +143,37 @@ class _Helper:
         raise EOFError('it hung up')
       data += chunk
     return bytes(data)
+
+
+def started(
+  command: Sequence[str], descriptors: Sequence[int], output: IO[bytes], environment: Mapping[str, str]
+) -> subprocess.Popen:
+  """Start a process in a session of its own that has these variables and descriptors alone, and prints to `output`."""
+  return subprocess.Popen(
+    command,
+    env=environment,
+    cwd='/',
+    stdin=subprocess.DEVNULL,
+    stdout=output,
+    stderr=output,
+    pass_fds=descriptors,
+    start_new_session=True,
+  )
+
+
+def last_line(output: IO[bytes]) -> str:
+  """Return the last line that a process has printed, which says why it ended; '' if there is none."""
+  output.seek(0)
+  return ''.join(output.read().decode(errors='replace').strip().splitlines()[-1:])
+
+
+def ended(process: subprocess.Popen, within_s: float) -> int:
+  """Return the exit code of a process that has been told to end; it is killed if it does not."""
+  try:
+    return process.wait(within_s)
+  except subprocess.TimeoutExpired:
+    process.kill()
+    return process.wait()
 
 
 def _close(helpers: set[_Helper], owner: int) -> None:

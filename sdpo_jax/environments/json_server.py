@@ -143,7 +143,8 @@ class JsonServer:
     Raises:
       UserError: the environment names a proxy that cannot be used.
     """
-    self._url, self._secrets, self.setting = httpx2.URL(url), _spellings([*secrets, *_keys(authorization)]), setting
+    self._url, self._secrets = httpx2.URL(url), _spellings([*secrets, *_keys(authorization)])
+    self.setting = setting
     headers = {'Content-Type': 'application/json', 'Accept': 'application/json', 'Accept-Encoding': 'identity'}
     headers |= {'Authorization': authorization} if authorization else {}
     self._headers = [(name.encode(), value.encode()) for name, value in headers.items()]

@@ -39,7 +39,7 @@ def by_profile(reference: Rule, clean: Callable[..., Outcome]) -> GraderFactory:
 
 
 def outcome(
-  right: bool, pred: str, format_valid: bool, feedback: str = '', *, incorrect_format: int | None = None
+  right: bool, pred: str, format_valid: bool, feedback: str = '', *, incorrect_format: float | None = None
 ) -> Outcome:
   """Return a right-or-wrong outcome with the reference's metrics and `format_valid`.
 

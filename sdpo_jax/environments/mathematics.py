@@ -7,12 +7,13 @@ profile searches the whole answer, reads LaTeX as LaTeX, and compares text and n
 
 from __future__ import annotations
 
+import dataclasses
 import decimal
 import pathlib
 import re
 
 from sdpo_jax.config import EnvironmentsConfig
-from sdpo_jax.environments.judging import TRUNCATED, after_thinking
+from sdpo_jax.environments.judging import TRUNCATED, after_thinking, outcome
 from sdpo_jax.environments.registry import register_factory
 from sdpo_jax.environments.sandbox.sandbox import Limits, Sandbox, SandboxJob
 from sdpo_jax.types import Example, Outcome
@@ -92,8 +93,9 @@ def quickly(gold: str, pred: str, tolerance: float) -> bool | None:
       return False
 
 
+@register_factory('math')
 class MathGrader:
-  """Grades mathematical answers; owns the sandbox in which they are compared."""
+  """Grades mathematical answers in the settings' profile; owns the sandbox in which they are compared."""
 
   limits_itself = True
 
@@ -149,20 +151,13 @@ class MathGrader:
       known[row] = report.result is True  # An answer that overruns or breaks the parser is wrong.
       if report.status == 'failed':
         failed[row] = f'The sandbox could not compare the answer: {report.reason}.'
-    outcomes = [self._outcome(*parts) for parts in zip(examples, preds, map(bool, known), truncated, strict=True)]
-    return [Outcome.ungraded(failed[row]) if row in failed else outcome for row, outcome in enumerate(outcomes)]
+    judged = [self._outcome(*parts) for parts in zip(examples, preds, map(bool, known), truncated, strict=True)]
+    return [Outcome.ungraded(failed[row]) if row in failed else found for row, found in enumerate(judged)]
 
   def _outcome(self, example: Example, pred: str, right: bool, truncated: bool) -> Outcome:
-    missing, score = not pred, float(right)
-    metrics = {
-      'acc': score,
-      'pred': pred,
-      'incorrect_format': int(missing),
-      'truncated': int(truncated),
-      'truncated_and_missing_answer': int(truncated and missing),
-      'format_valid': float(not missing),
-    }
-    return Outcome(score, self._feedback(example, pred, right, truncated), metrics)
+    graded = outcome(right, pred, bool(pred), self._feedback(example, pred, right, truncated))
+    more = {'truncated': int(truncated), 'truncated_and_missing_answer': int(truncated and not pred)}
+    return dataclasses.replace(graded, metrics=graded.metrics | more)
 
   def _feedback(self, example: Example, pred: str, right: bool, truncated: bool) -> str:
     if self._reference:
@@ -172,9 +167,3 @@ class MathGrader:
     if not pred:
       return f'{TRUNCATED} before it answered: be shorter.' if truncated else WRONG_FORMAT
     return f'Your answer, {pred[:200]}, is wrong.' + f' The right answer is {example.ground_truth}.' * self._reveal
-
-
-@register_factory('math')
-def make(settings: EnvironmentsConfig) -> MathGrader:
-  """Return a grader of mathematics in the settings' profile; raises UserError if no sandbox works here."""
-  return MathGrader(settings)

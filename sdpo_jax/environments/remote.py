@@ -44,15 +44,9 @@ class RemoteGrader:
   limits_itself = True
 
   def __init__(
-    self,
-    name: str,
-    server: JsonServer,
-    settings: HttpGraderConfig | JudgeConfig,
-    *,
-    body: Body,
-    read: Reader,
+    self, name: str, server: JsonServer, settings: HttpGraderConfig | JudgeConfig, *, body: Body, read: Reader
   ):
-    """Start no thread yet.
+    """Prepare the threads; nothing is asked yet.
 
     Args:
       name: name of the environment, for messages.

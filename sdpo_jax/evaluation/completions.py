@@ -64,10 +64,7 @@ def describe(
   lengths = mask.sum(1)
   chosen = [outcomes[sample] for sample in samples]
   metrics = {
-    'completion_length_mean': float(lengths.mean()),
-    'completion_length_p50': float(np.percentile(lengths, 50)),
-    'completion_length_p95': float(np.percentile(lengths, 95)),
-    'completion_length_max': float(lengths.max()),
+    **describe_lengths('completion_length', lengths),
     'truncated_fraction': float(np.mean([rollouts.finish_reason[sample] == 'length' for sample in samples])),
     'ungraded_fraction': float(np.mean(missing_of(chosen))),
   }
@@ -80,6 +77,13 @@ def describe(
   if formats is not None:
     metrics['format_valid_fraction'] = float(formats[graded_of(chosen)].mean())
   return metrics
+
+
+def describe_lengths(name: str, lengths: np.ndarray) -> dict[str, float]:
+  """Return the mean, median, 95th percentile and maximum of lengths, as `<name>_mean`, `_p50`, `_p95` and `_max`."""
+  p50, p95 = np.percentile(lengths, [50, 95])
+  values = {'mean': lengths.mean(), 'p50': p50, 'p95': p95, 'max': lengths.max()}
+  return {f'{name}_{part}': float(value) for part, value in values.items()}
 
 
 def metric_values(outcomes: Sequence[Outcome], name: str) -> np.ndarray | None:

@@ -240,23 +240,32 @@ def summary_names(n: int) -> list[str]:
   return [*summarize(values, n), *(f'maj@{k}' for k in reported_ks(n))]
 
 
+def sample_record(example: Example, rollouts: Rollouts, number: int, outcome: Outcome) -> dict[str, Any]:
+  """Return what all files of samples say about one, with the `excerpt` of every text.
+
+  If a question has several graders, `rewards` holds the reward of each, unweighted.
+  """
+  return {
+    'id': example.id,
+    'prompt': excerpt_messages(example.messages),
+    'completion': excerpt(rollouts.text[number]),
+    'finish_reason': rollouts.finish_reason[number],
+    'score': jsonable(outcome.score),
+    'ungraded': outcome.reason,
+    'feedback': None if outcome.feedback is None else excerpt(outcome.feedback),
+    **({'rewards': jsonable(outcome.rewards)} if outcome.rewards else {}),
+  }
+
+
 def written(examples: Sequence[Example], rollouts: Rollouts, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
   """Return every sample as the JSON object to be written, with the `excerpt` of every text."""
   samples = []
   for number, (question, outcome) in enumerate(zip(rollouts.group, outcomes, strict=True)):
     sample = {
-      'id': examples[question].id,
+      **sample_record(examples[question], rollouts, number, outcome),
       'data_source': examples[question].data_source,
-      'prompt': excerpt_messages(examples[question].messages),
-      'completion': excerpt(rollouts.text[number]),
-      'finish_reason': rollouts.finish_reason[number],
       'tokens': int(rollouts.completion_mask[number].sum()),
-      'score': jsonable(outcome.score),
-      'ungraded': outcome.reason,
-      'feedback': None if outcome.feedback is None else excerpt(outcome.feedback),
     }
-    if outcome.rewards:
-      sample['rewards'] = jsonable(outcome.rewards)
     # A field above takes precedence over a metric of the same name.
     metrics = {
       key: excerpt(value) if isinstance(value, str) else jsonable(value)

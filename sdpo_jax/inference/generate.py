@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 import logging
 import time
 from typing import Any, Literal, overload
 
 from sdpo_jax.config import Config, SamplingConfig
+from sdpo_jax.config.overrides import with_limits
 from sdpo_jax.data.prompts import count_tokens, named_chat_tokens
-from sdpo_jax.data.rows import RawRow, conversation
+from sdpo_jax.data.rows import RawRow, conversation, is_message
 from sdpo_jax.data.sources import read_rows
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.files import jsonable
@@ -104,15 +105,11 @@ def as_messages(prompt: str | Messages) -> Messages:
   """
   if isinstance(prompt, str):
     return [{'role': 'user', 'content': prompt}]
-  if not isinstance(prompt, list | tuple) or not prompt or not all(map(_is_message, prompt)):
+  if not isinstance(prompt, list | tuple) or not prompt or not all(map(is_message, prompt)):
     raise UserError(
       f'The prompt {short_repr(prompt)} must be a text or a list of messages, dicts with the texts role and content.'
     )
   return list(prompt)
-
-
-def _is_message(value: Any) -> bool:
-  return isinstance(value, Mapping) and all(isinstance(value.get(name), str) for name in ('role', 'content'))
 
 
 def open_generator(source: RunOrModel, options: GenerationOptions) -> TextGenerator:
@@ -124,15 +121,9 @@ def open_generator(source: RunOrModel, options: GenerationOptions) -> TextGenera
   config = Config() if source.workdir is None else run_config(source.workdir)
   if source.workdir is None:
     config.model.dtype = 'float32'
-  data = dataclasses.replace(
-    config.data,
-    max_prompt_length=options.max_prompt_length or config.data.max_prompt_length,
-    max_response_length=options.max_tokens,
-    prompt_buckets=PROMPT_BUCKETS,
-    response_buckets=(options.max_tokens,),
-  )
-  rollout = dataclasses.replace(config.rollout, max_batch_rows=options.max_batch_rows or config.rollout.max_batch_rows)
-  config = dataclasses.replace(config, data=data, rollout=rollout)
+  limit = options.max_prompt_length or config.data.max_prompt_length
+  rows = options.max_batch_rows or config.rollout.max_batch_rows
+  config = with_limits(config, limit, PROMPT_BUCKETS, options.max_tokens, max_batch_rows=rows)
   session, parameters = open_source(source, config, options.dtype, options.chat_template)
   try:
     check_turn_end(session.config, session.tokenizer)

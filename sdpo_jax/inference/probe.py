@@ -20,7 +20,7 @@ from sdpo_jax.data.prompts import Tokenizer, chat_tokens, prompt_tokens
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.environments.outcomes import scores_of
 from sdpo_jax.errors import UserError
-from sdpo_jax.evaluation.completions import describe
+from sdpo_jax.evaluation.completions import describe, describe_lengths
 from sdpo_jax.evaluation.evaluate import best_at_k, reported_ks
 from sdpo_jax.files import check_output, write_output
 from sdpo_jax.inference.probe_report import RULES, recommend
@@ -102,7 +102,7 @@ def probe_model(
     graders.prepare({example.environment for example in examples})
     numbers = {
       'prompt/rows': len(rows),
-      **_lengths('prompt', lengths),
+      **describe_lengths('prompt/tokens', lengths),
       'prompt/over_limit': float(np.mean(lengths > config.data.max_prompt_length)),
     }
     check_adapter(config)
@@ -266,7 +266,7 @@ def probe(
   results['teacher/truncated'] = float(np.mean([reason == 'length' for reason in said.finish_reason]))
 
   unshortened = build(dataclasses.replace(sd, max_reprompt_len=sys.maxsize))
-  results |= _lengths('reprompt', np.array([len(unshortened.prompt_tokens[row]) for row in rows]))
+  results |= describe_lengths('reprompt/tokens', np.array([len(unshortened.prompt_tokens[row]) for row in rows]))
   results['reprompt/truncated'] = float(context.truncated[rows].mean())
 
   keys = {}
@@ -384,12 +384,3 @@ def _completions(rollouts: Rollouts, outcomes: Sequence) -> dict[str, float]:
   found = describe(rollouts, outcomes, np.arange(len(rollouts)), ())
   short = {name: name.replace('completion_length', 'tokens').removesuffix('_fraction') for name in found}
   return {f'completion/{short[name]}': value for name, value in found.items()}
-
-
-def _lengths(prefix: str, lengths: np.ndarray) -> dict[str, float]:
-  return {
-    f'{prefix}/tokens_mean': float(lengths.mean()),
-    f'{prefix}/tokens_p50': float(np.percentile(lengths, 50)),
-    f'{prefix}/tokens_p95': float(np.percentile(lengths, 95)),
-    f'{prefix}/tokens_max': float(lengths.max()),
-  }

@@ -56,7 +56,8 @@ def recommend(numbers: Mapping[str, float], config: Config) -> list[str]:
   if against:
     verdict = 'Do not start this run as it is. ' + ' '.join(against)
   else:
-    verdict = 'Worth a run. ' + (_expectation(numbers) if distils else _grpo_signal(numbers))
+    mixed = f'Scores differ within the group of {_percent(numbers["signal/grpo_questions"])} of the questions.'
+    verdict = 'Worth a run. ' + (_expectation(numbers) if distils else mixed)
   notes = [
     *(_context(numbers, config) if distils else ()),
     *_signal(numbers, distils),
@@ -126,10 +127,6 @@ def _expectation(numbers: Mapping[str, float]) -> str:
   return text + (' This gap is small, and so is the expected gain.' if gap < SMALL_GAP else '')
 
 
-def _grpo_signal(numbers: Mapping[str, float]) -> str:
-  return f'Scores differ within the group of {_percent(numbers["signal/grpo_questions"])} of the questions.'
-
-
 def _context(numbers: Mapping[str, float], config: Config) -> list[str]:
   """Return a sentence on the best context, by its gain over all completions."""
   gains = {name: numbers[f'rule/{name}/gain'] for name in RULES if f'rule/{name}/gain' in numbers}
@@ -137,7 +134,7 @@ def _context(numbers: Mapping[str, float], config: Config) -> list[str]:
   if own not in gains:
     return []
   best = max(gains, key=lambda name: (gains[name], name == own))
-  told = ', '.join(f'{_points(gains[name])} with {RULES[name][0]}' for name in gains)
+  told = ', '.join(f'{100 * gain:+.1f} points with {RULES[name][0]}' for name, gain in gains.items())
   text = f'Over all completions the teacher is ahead by {told}.'
   if best != own and believed(numbers, f'rule/{best}/over_configured'):
     changes = ', '.join(f'{_PREFIX}.{name}={str(value).lower()}' for name, value in RULES[best][1].items())
@@ -218,13 +215,14 @@ def _sections(numbers: Mapping[str, float]) -> list[tuple[str, list[tuple[str, s
   best = sorted(
     (name for name in numbers if name.startswith('student/best@')), key=lambda name: int(name.split('@')[1])
   )
-  student = [
+  sections: dict[str, list[tuple[str, str]]] = {}
+  sections['Student, right'] = [
     *share('sampled', 'student/sampled'),
     *share('greedy', 'student/greedy'),
     *(row for name in best for row in share(f'best of {name.split("@")[1]}', name)),
   ]
   names = {'solution': 'demonstration', 'feedback': 'feedback', 'both': 'both'}
-  contexts = []
+  contexts = sections['Self-teacher, right, by what it reads'] = []
   for label, prefix, fraction in [
     ('as configured', 'teacher', 'teacher/signal'),
     *((label, f'context/{name}', f'context/{name}/fraction') for name, label in names.items()),
@@ -235,17 +233,17 @@ def _sections(numbers: Mapping[str, float]) -> list[tuple[str, list[tuple[str, s
         ('  without context, same questions', _percent(numbers[f'{prefix}/plain_accuracy'])),
         ('  gap', _gap(numbers, prefix)),
       ]
-  common = []
   if numbers.get('common/completions'):
     common = share('without context', 'common/plain_accuracy')
     common += [row for name, label in names.items() for row in share(label, f'common/{name}')]
-  signal = [
+    sections[f'… at the {numbers["common/completions"]} completions with all three'] = common
+  sections['Questions with a signal'] = [
     *share('scores differ (GRPO)', 'signal/grpo_questions'),
     *share('the teacher knows more (SDPO)', 'signal/sdpo_questions'),
     *share('all completions right', 'signal/all_right'),
     *share('all completions wrong', 'signal/all_wrong'),
   ]
-  lengths = [
+  sections['Tokens, mean / median / 95 % / most'] = [
     *spread('prompts', 'prompt'),
     *share('  over data.max_prompt_length', 'prompt/over_limit'),
     *spread('completions', 'completion'),
@@ -253,27 +251,15 @@ def _sections(numbers: Mapping[str, float]) -> list[tuple[str, list[tuple[str, s
     *spread("teacher's prompts", 'reprompt'),
     *share('  over max_reprompt_len', 'reprompt/truncated'),
   ]
-  grading = [
+  sections['Grading'] = [
     *share('completions in the right format', 'completion/format_valid'),
     *share('ungraded', 'completion/ungraded'),
   ]
-  sections = [
-    ('Student, right', student),
-    ('Self-teacher, right, by what it reads', contexts),
-    (f'… at the {numbers.get("common/completions")} completions with all three', common),
-    ('Questions with a signal', signal),
-    ('Tokens, mean / median / 95 % / most', lengths),
-    ('Grading', grading),
-  ]
-  return [(title, rows) for title, rows in sections if rows]
+  return [(title, rows) for title, rows in sections.items() if rows]
 
 
 def _percent(value: float) -> str:
   return f'{value:.1%}'.replace('%', ' %')
-
-
-def _points(value: float) -> str:
-  return f'{100 * value:+.1f} points'
 
 
 def _gap(numbers: Mapping[str, float], prefix: str) -> str:

@@ -20,6 +20,7 @@ import numpy as np
 
 from sdpo_jax.config import CartridgeConfig, Config, LoraConfig
 from sdpo_jax.config.fields import did_you_mean, flatten
+from sdpo_jax.config.overrides import with_limits
 from sdpo_jax.data import self_study
 from sdpo_jax.data.prompts import ChatFormat, Tokenizer, bounded_chat_tokens, chat_tokens
 from sdpo_jax.data.self_study import Document
@@ -416,15 +417,8 @@ def _drawing(config: Config, tokenizer: Tokenizer, options: SynthesisOptions, li
   def loaded() -> tuple[Sampler, Tree]:
     mesh = model_mesh(config, huggingface.read_policy(config.model.path, config.model), refit=True)
     policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh)
-    data = dataclasses.replace(
-      config.data,
-      max_prompt_length=limit,
-      prompt_buckets=(*BUCKETS, *range(2 * BUCKETS[-1], limit, BUCKETS[-1])),
-      max_response_length=options.max_tokens,
-      response_buckets=(options.max_tokens,),
-    )
-    rollout = dataclasses.replace(config.rollout, max_batch_rows=rows)
-    sized = dataclasses.replace(config, data=data, rollout=rollout)
+    buckets = (*BUCKETS, *range(2 * BUCKETS[-1], limit, BUCKETS[-1]))
+    sized = with_limits(config, limit, buckets, options.max_tokens, max_batch_rows=rows)
     least = options.round_size * options.per_window
     return make_sampler(sized, policy.base_policy(), tokenizer, mesh, least=least), parameters
 

@@ -510,17 +510,9 @@ def _window(instruction: Instruction, axes: int) -> dict[str, list[int]]:
   """Return size, stride, low padding and dilations by spatial axis."""
   text = re.search(r'window=\{([^}]*)\}', instruction.attributes)
   found = dict(re.findall(r'(\w+)=(\S+)', text.group(1) if text else ''))
-
-  def numbers(key: str, default: int) -> list[int]:
-    return [int(part.split('_')[0]) for part in found[key].split('x')] if key in found else [default] * axes
-
-  return {
-    'size': numbers('size', 1),
-    'stride': numbers('stride', 1),
-    'pad': numbers('pad', 0),
-    'lhs_dilate': numbers('lhs_dilate', 1),
-    'rhs_dilate': numbers('rhs_dilate', 1),
-  }
+  given = {key: [int(part.split('_')[0]) for part in value.split('x')] for key, value in found.items()}
+  defaults = {'size': 1, 'stride': 1, 'pad': 0, 'lhs_dilate': 1, 'rhs_dilate': 1}
+  return {key: given.get(key, [default] * axes) for key, default in defaults.items()}
 
 
 # --- reads from HBM -------------------------------------------------------------------------------------------------

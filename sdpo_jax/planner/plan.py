@@ -560,13 +560,8 @@ def _refused(name: str, error: Exception, resident: Mapping[str, float]) -> Esti
 
 
 def _described(buffer: hlo.Buffer) -> dict[str, Any]:
-  return {
-    'name': buffer.name,
-    'op_name': buffer.op_name,
-    'shape': buffer.shape,
-    'gib': buffer.bytes / GIB,
-    'times': buffer.count,
-  }
+  named = {name: getattr(buffer, name) for name in ('name', 'op_name', 'shape')}
+  return {**named, 'gib': buffer.bytes / GIB, 'times': buffer.count}
 
 
 def _truncates(config: Config, program: registry.Program) -> bool:
@@ -612,17 +607,11 @@ def _costs(trace: hlo.Trace, scenario: Scenario) -> _Costs:
 
 
 def _minus(one: _Costs, other: _Costs) -> _Costs:
-  def less(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
-    return {key: value - b.get(key, 0.0) for key, value in a.items()}
+  def less(a: Any, b: Any) -> Any:
+    return {key: value - b.get(key, 0.0) for key, value in a.items()} if isinstance(a, dict) else a - b
 
-  return _Costs(
-    less(one.sources, other.sources),
-    one.flops - other.flops,
-    less(one.collectives, other.collectives),
-    one.overlapped - other.overlapped,
-    less(one.kernels, other.kernels),
-    one.decoding,
-  )
+  values = {name: less(value, getattr(other, name)) for name, value in vars(one).items() if name != 'decoding'}
+  return _Costs(**values, decoding=one.decoding)
 
 
 def _fill(estimate: Estimate, costs: _Costs, times: float) -> None:

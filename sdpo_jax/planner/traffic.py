@@ -50,9 +50,7 @@ def of_step(module: hlo.Module, steps: int, branch: Literal['dearest', 'cheapest
   # Keys and values are [layers, rows, heads, slots, head_dim], scales [layers, rows, heads, 1, slots].
   slots = max((read.array.shape[3] for read in once if _kind(read) == 'cache'), default=0)
   return StepReads(
-    weights=inside['weights'],
-    recent=inside['recent'],
-    rest=inside['rest'],
+    **{kind: inside[kind] for kind in ('weights', 'recent', 'rest')},
     chunk=(outside['weights'] + outside['recent'] + outside['rest']) / steps,
     strays=inside['strays'] + outside['strays'] / steps,
     slot=inside['cache'] / max(slots, 1),

@@ -63,15 +63,9 @@ def of_batch(
     teacher: model that reads the teacher's prompts; None: the model itself.
   """
   spec, batch = batch_spec(config), _batch(config, samples)
-  updates, live_rows, rows, live_tokens, tokens = [], 0, 0, 0, 0
-  for chosen in batching.mini_batches(spec):
-    for micro in batching.micro_batches(batch, chosen, spec, devices, share):
-      sides = [side for side in (micro.batch.student, micro.batch.teacher) if side is not None]
-      updates.append(shape(micro.batch))
-      live_rows += sum(bool(held) for held in micro.samples)
-      rows += len(micro.samples)
-      live_tokens += sum(micro.tokens(side) for side in sides)
-      tokens += sum(side.tokens.size for side in sides)
+  parts = [batching.micro_batches(batch, chosen, spec, devices, share) for chosen in batching.mini_batches(spec)]
+  micros = [micro for part in parts for micro in part]
+  sides = [(micro, side) for micro in micros for side in (micro.batch.student, micro.batch.teacher) if side is not None]
   epochs = config.actor.ppo_epochs
   scored = np.zeros(len(samples), bool)
   if spec.terms.computes_log_probs:
@@ -94,13 +88,13 @@ def of_batch(
   student = forward(samples.prompt, moved, update_flops)
   taught = forward(samples.reprompt, samples.trained, reader=teacher or policy) if spec.terms.reads_teacher else 0.0
   return Workload(
-    updates=tuple(updates) * epochs,
+    updates=tuple(shape(micro.batch) for micro in micros) * epochs,
     scores=scores(scored),
     references=scores(whole),
-    live_rows=epochs * live_rows,
-    rows=epochs * rows,
-    live_tokens=epochs * live_tokens,
-    tokens=epochs * tokens,
+    live_rows=epochs * sum(bool(held) for micro in micros for held in micro.samples),
+    rows=epochs * sum(len(micro.samples) for micro in micros),
+    live_tokens=epochs * sum(micro.tokens(side) for micro, side in sides),
+    tokens=epochs * sum(side.tokens.size for _, side in sides),
     useful_flops=epochs * (student + taught),
     scored_flops=forward(samples.prompt, scored),
     reference_flops=forward(samples.prompt, whole),

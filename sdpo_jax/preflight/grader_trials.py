@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import json
+import math
 from typing import Any
 
 from sdpo_jax.config import rewards
@@ -72,13 +73,10 @@ def attempt(graders: Graders, examples: Sequence[Example]) -> list[GraderTrial]:
   for example, texts in zip(examples, forms, strict=True):
     empty, *graded = outcomes[at : at + 1 + len(texts)]
     at += 1 + len(texts)
-    best = max(zip(graded, texts, strict=True), key=lambda pair: _rank(pair[0]), default=(None, None))
+    pairs = zip(graded, texts, strict=True)
+    best = max(pairs, key=lambda pair: -math.inf if pair[0].score is None else pair[0].score, default=(None, None))
     trials.append(GraderTrial(example, best[1], best[0], empty))
   return trials
-
-
-def _rank(outcome: Outcome) -> float:
-  return float('-inf') if outcome.score is None else float(outcome.score)
 
 
 def score(outcome: Outcome) -> str:

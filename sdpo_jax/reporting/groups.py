@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-from sdpo_jax.config.overrides import RESUMABLE
+from sdpo_jax.config.overrides import RESUMABLE, is_listed
 from sdpo_jax.reporting.run_files import RunFiles
 
 SEED = 'seed'
@@ -58,11 +58,7 @@ def labels(runs: Sequence[RunFiles], groups: Sequence[Sequence[int]]) -> list[st
 
 def _learned(settings: Mapping[str, Any]) -> dict[str, Any]:
   """Return the settings of a run that affect what is learned, except its seed."""
-  learned = {
-    name: value
-    for name, value in settings.items()
-    if name != SEED and not any(name == each or name.startswith(f'{each}.') for each in RESUMABLE)
-  }
+  learned = {name: value for name, value in settings.items() if not is_listed(name, (SEED, *RESUMABLE))}
   files = learned.get('data.train_files')
   if isinstance(files, list):
     learned['data.train_files'] = [_HANDED_OVER.sub('', str(file)) for file in files]

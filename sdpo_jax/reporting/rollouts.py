@@ -17,6 +17,7 @@ import zlib
 from etils import epath
 
 from sdpo_jax.config.privacy import public_text
+from sdpo_jax.data.rows import is_message
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable, read_bytes
 from sdpo_jax.reporting.run_files import finite
@@ -292,10 +293,9 @@ def _messages(value: Any) -> list[dict[str, str]] | None:
     return [{'role': '', 'content': value}]
   if not isinstance(value, list) or not value:
     return None
-  fields = ('role', 'content')
-  if not all(isinstance(each, dict) and all(isinstance(each.get(name), str) for name in fields) for each in value):
+  if not all(map(is_message, value)):
     return None
-  return [{name: each[name] for name in fields} for each in value]
+  return [{'role': each['role'], 'content': each['content']} for each in value]
 
 
 def _top_tokens(value: Any, tokens: list[str] | None) -> dict[str, Any] | None:

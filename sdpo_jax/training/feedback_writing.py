@@ -10,6 +10,7 @@ import logging
 import numpy as np
 
 from sdpo_jax.config import Config
+from sdpo_jax.config.overrides import with_limits
 from sdpo_jax.distributed.collectives import divided
 from sdpo_jax.distributed.stopping import Stop
 from sdpo_jax.errors import UserError
@@ -45,16 +46,9 @@ def sampler_settings(config: Config) -> Config:
 
   Prompts have the teacher's buckets if they have the same length limit. The run's stop strings do not end feedback.
   """
-  sd, data = config.actor.self_distillation, config.data
-  most, limit = sd.feedback_max_tokens, feedback_prompt_len(sd)
+  sd = config.actor.self_distillation
   buckets = declared_buckets(config).reprompt if sd.feedback_max_prompt_len is None else ()
-  return dataclasses.replace(
-    config,
-    data=dataclasses.replace(
-      data, max_prompt_length=limit, prompt_buckets=buckets, max_response_length=most, response_buckets=(most,)
-    ),
-    rollout=dataclasses.replace(config.rollout, stop=()),
-  )
+  return with_limits(config, feedback_prompt_len(sd), buckets, sd.feedback_max_tokens, stop=())
 
 
 def opened(config: Config) -> contextlib.AbstractContextManager[FeedbackEndpoint | None]:

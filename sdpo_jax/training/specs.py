@@ -42,20 +42,12 @@ def objective_spec(config: Config) -> ObjectiveSpec:
 
 def objective_config(config: Config) -> ObjectiveConfig:
   """Return the settings of the objective's terms."""
-  distillation, loss = config.actor.self_distillation, config.actor.policy_loss
+  sd = config.actor.self_distillation
+  named = _named(ObjectiveConfig, sd, config.actor.policy_loss, config.algorithm.rollout_correction)
   return ObjectiveConfig(
-    full_logit_distillation=distillation.full_logit_distillation,
-    alpha=float(distillation.alpha),
-    distillation_topk=_plain(distillation.distillation_topk),
-    distillation_add_tail=distillation.distillation_add_tail,
-    is_clip=_plain(distillation.is_clip),
-    rollout_is_threshold=_plain(config.algorithm.rollout_correction.rollout_is_threshold),
+    **named | {'alpha': float(sd.alpha)},
     temperature=float(config.rollout.temperature),
-    clip_ratio_low=_plain(loss.clip_ratio_low),
-    clip_ratio_high=_plain(loss.clip_ratio_high),
-    clip_ratio_c=_plain(loss.clip_ratio_c),
     kl_kind=config.actor.kl_loss_type,
-    topk_method=distillation.topk_method,
     chunk_size=config.actor.logits_chunk_size,
   )
 
@@ -68,10 +60,9 @@ def teacher_spec(config: Config) -> TeacherSpec:
 
 def optimizer_spec(config: OptimizerConfig, total_training_steps: int) -> OptimizerSpec:
   """Return the optimizer's settings; by default a decaying learning rate decays over all steps of the run."""
-  names = [field.name for field in dataclasses.fields(OptimizerSpec) if field.name != 'decay_steps']
   decays = config.lr_scheduler_type != 'constant'
   return OptimizerSpec(
-    **{name: _plain(getattr(config, name)) for name in names},
+    **_named(OptimizerSpec, config),
     decay_steps=config.decay_steps(total_training_steps) if decays else None,
   )
 
@@ -149,6 +140,12 @@ def evaluation_spec(config: Config) -> EvaluationSpec:
     config.environments.max_ungraded_fraction,
     config.alarms.epistemic_words,
   )
+
+
+def _named(spec: type, *sections: Any) -> dict[str, Any]:
+  """Return the settings in these sections that have the names of a spec's fields."""
+  names = {field.name for field in dataclasses.fields(spec)}
+  return {name: _plain(value) for section in sections for name, value in vars(section).items() if name in names}
 
 
 def _plain(value: Any) -> Any:

@@ -15,7 +15,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.environments.outcomes import graded_of, scores_of
 from sdpo_jax.evaluation.completions import describe, metric_values, reward_names, reward_values, samples_by_source
-from sdpo_jax.evaluation.evaluate import Evaluation
+from sdpo_jax.evaluation.evaluate import Evaluation, sample_record
 from sdpo_jax.evaluation.excerpts import excerpt, excerpt_messages
 from sdpo_jax.files import jsonable, make_directory, write_atomically
 from sdpo_jax.learning.batching import GenerationBatch
@@ -271,7 +271,7 @@ def write_rollouts(
 ) -> None:
   """Write `rollouts/<step>.jsonl`, a line per sample: prompt, completion, score, feedback, teacher prompt, divergence.
 
-  Texts are shortened by `excerpt`. If a question has several graders, `rewards` holds the reward of each, unweighted.
+  Fields that evaluations have, too, are those of `sample_record`.
 
   Args:
     session: session of the run.
@@ -289,19 +289,11 @@ def write_rollouts(
   for row, group in enumerate(graded.rollouts.group):
     length = int(graded.rollouts.completion_mask[row].sum())
     taught = context is not None and context.mask[row] > 0
-    feedback = graded.outcomes[row].feedback
     lines.append(
       {
         'step': step,
-        'id': graded.examples[group].id,
         'group': int(group),
-        'prompt': excerpt_messages(graded.examples[group].messages),
-        'completion': excerpt(graded.rollouts.text[row]),
-        'finish_reason': graded.rollouts.finish_reason[row],
-        'score': jsonable(graded.outcomes[row].score),
-        'ungraded': graded.outcomes[row].reason,
-        **({'rewards': jsonable(graded.outcomes[row].rewards)} if graded.outcomes[row].rewards else {}),
-        'feedback': None if feedback is None else excerpt(feedback),
+        **sample_record(graded.examples[group], graded.rollouts, row, graded.outcomes[row]),
         **_written(graded.outcomes[row]),
         **({'waiting': True} if row in waiting else {}),
         'teacher_prompt': excerpt_messages(context.messages[row]) if taught else None,

@@ -24,7 +24,6 @@ import select
 import signal
 import site
 import socket
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -35,6 +34,7 @@ import weakref
 
 from sdpo_jax import liveness
 from sdpo_jax.config import SandboxConfig
+from sdpo_jax.environments import helper_process
 from sdpo_jax.environments.sandbox import bubblewrap, cgroups, confinement, leftovers, scratch
 from sdpo_jax.errors import UserError, short_repr
 
@@ -221,16 +221,7 @@ class _Zygote:
     with theirs, tempfile.TemporaryFile() as errors, group.doors() if group else contextlib.nullcontext([]) as doors:
       arguments, settings = command(theirs.fileno())
       settings['doors'] = doors
-      self.process = subprocess.Popen(
-        arguments,
-        env=ENVIRONMENT,
-        cwd='/',
-        stdin=subprocess.DEVNULL,
-        stdout=errors,
-        stderr=errors,
-        pass_fds=[theirs.fileno(), *doors],
-        start_new_session=True,
-      )
+      self.process = helper_process.started(arguments, [theirs.fileno(), *doors], errors, ENVIRONMENT)
       theirs.close()
       try:
         self.control.settimeout(START_S)
@@ -244,9 +235,8 @@ class _Zygote:
         raise UserError(f'The sandbox cannot load its harness: {answer["fault"]}.')
       if answer is None or 'fault' in answer:
         self.close()
-        errors.seek(0)
-        last = errors.read().decode(errors='replace').strip().splitlines()[-1:]
-        raise confinement.Unsupported((answer or {}).get('fault') or ''.join(last) or silence)
+        fault = (answer or {}).get('fault')
+        raise confinement.Unsupported(fault or helper_process.last_line(errors) or silence)
     self.layers: list[str] = answer['layers']
     if answer['entered']:
       self.layers.append(f'cgroup v{group.version} ({", ".join(group.controllers)})')
@@ -260,10 +250,7 @@ class _Zygote:
   def close(self) -> None:
     """End the zygote and with it all its programs."""
     self.control.close()
-    try:
-      self.process.wait(5)
-    except subprocess.TimeoutExpired:
-      self.kill()
+    helper_process.ended(self.process, within_s=5)
 
   def kill(self) -> None:
     self.process.kill()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 import errno
 import re
+
+from sdpo_jax.distributed.cluster import chain
 
 # Errors that further attempts would repeat: a part is missing, or is a file instead of a folder, or the like.
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG}
@@ -18,7 +19,7 @@ _HTTP = {401, 403, 407, 408, 429}  # And all codes from 500 on.
 
 def is_out_of_reach(error: BaseException) -> bool:
   """Return whether an error, or one of its causes, says that data could not be read, not that they are damaged."""
-  return any(_says_so(link) for link in _links(error))
+  return any(_says_so(link) for link in chain(error))
 
 
 def _says_so(error: BaseException) -> bool:
@@ -36,16 +37,3 @@ def _says_so(error: BaseException) -> bool:
   if code is not None:
     return int(code.group(1)) not in _DAMAGE
   return _STATUS.match(text) is not None
-
-
-def _links(error: BaseException) -> Iterator[BaseException]:
-  """Yield an error, the members of an error group, and their causes."""
-  seen: set[int] = set()
-  waiting: list[BaseException | None] = [error]
-  while waiting:
-    link = waiting.pop()
-    if link is None or id(link) in seen:
-      continue
-    seen.add(id(link))
-    yield link
-    waiting += [link.__cause__, link.__context__, *(link.exceptions if isinstance(link, BaseExceptionGroup) else ())]

@@ -778,7 +778,7 @@ def test_a_helper_that_cannot_be_started_again_fails_programs_until_it_can(monke
   with Sandbox(SandboxConfig(workers=1), HARNESS) as sandbox:
     os.kill(pids(sandbox)[0], signal.SIGKILL)
     with monkeypatch.context() as patch:
-      patch.setattr(implementation.subprocess, 'Popen', no_process)
+      patch.setattr(subprocess, 'Popen', no_process)
       report = run(sandbox, 'result = 1')
       assert report.status == 'failed' and 'Resource temporarily unavailable' in report.reason
     assert run(sandbox, 'result = 1').result == 1
