@@ -86,10 +86,14 @@ class Keyboard:
       else:
         early, shown = True, f'{question}\n{_no_key(key) if alone and len(key) == 1 else _IGNORED}'
 
+    def asked() -> None:
+      nonlocal last
+      last = time.monotonic()
+
     # Not a line editor, so that other keys have no effect and are not shown.
     text = FormattedTextControl(lambda: shown)
     layout = Layout(Window(text, dont_extend_height=True, wrap_lines=True))
-    key = Application[str](layout, key_bindings=bindings, color_depth=self._depth).run()
+    key = Application[str](layout, key_bindings=bindings, color_depth=self._depth).run(pre_run=asked)
     return Choice(COMMAND, self.line('> ', COMMAND)) if key == COMMAND else Choice(key)
 
   def line(self, question: str, default: str = '') -> str:

@@ -70,6 +70,22 @@ def test_what_was_typed_before_the_question_is_no_choice(typed, text):
   typing.join()
 
 
+def test_a_key_typed_while_the_question_is_prepared_is_no_choice(typed, monkeypatch):
+  board, send = typed
+  run = keyboard.Application.run
+
+  def slowly(self, **values):
+    time.sleep(0.2)
+    return run(self, **values)
+
+  monkeypatch.setattr(keyboard.Application, 'run', slowly)
+  send('y')
+  typing = later(send, CTRL_C, after=0.4)
+  with pytest.raises(KeyboardInterrupt):
+    board.choice(KEYS)
+  typing.join()
+
+
 @pytest.mark.parametrize('text', ['yes', '\x1b[200~y\x1b[201~', 'n no\r', '/quit\r'])
 def test_a_paste_at_a_question_is_no_choice(typed, text):
   board, send = typed
