@@ -48,7 +48,7 @@ def test_tool_calls_are_in_the_form_of_hermes(tokenizer):
   assert tool_calls.form_of(tokenizer.chat_template) == 'hermes'
   call = {'name': 'edit', 'arguments': {'path': 'app.py', 'old': 'a "b"', 'new': '', 'all': True}}
   written = tool_tasks.write(call)
-  assert written == tool_calls.write_call(tool_calls.ToolCall(**call), 'hermes')
+  assert written == tool_calls.write_calls([tool_calls.ToolCall(**call)], 'hermes')
   said = {'role': 'assistant', 'content': '', 'tool_calls': [{'type': 'function', 'function': call}]}
   text = tokenizer.apply_chat_template([*ASK, said], tokenize=False)
   assert text.endswith(f'<|im_start|>assistant\n{written}<|im_end|>\n')

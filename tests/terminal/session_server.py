@@ -12,7 +12,7 @@ import threading
 from typing import Any
 import zipfile
 
-from sdpo_jax.serving.tool_calls import ToolCall, read_calls, write_call
+from sdpo_jax.serving.tool_calls import ToolCall, read_calls, write_calls
 from tests.local_server import RequestHandler
 
 TOKEN = 'sst-the-token'
@@ -21,7 +21,7 @@ _ADAPTER = {'id': 'ad-1', 'name': 'mine', 'version': 0}
 
 def call(name: str, **arguments: Any) -> str:
   """Return what a model writes to call a tool."""
-  return write_call(ToolCall(name, arguments), 'hermes')
+  return write_calls([ToolCall(name, arguments)], 'hermes')
 
 
 class Failed(Exception):

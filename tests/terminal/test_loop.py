@@ -7,6 +7,7 @@ import types
 
 import pytest
 
+from sdpo_jax.environments.workspace.shell import ShellReport
 from sdpo_jax.environments.workspace.tools import Toolbox
 from sdpo_jax.errors import UserError
 from sdpo_jax.terminal import policies, program
@@ -163,9 +164,8 @@ def test_an_edited_call_runs_as_it_was_edited_and_seen(world):
 
 
 def test_a_command_is_edited_as_it_stands(world):
-  report = {'status': 'ended', 'exit_code': 0, 'dropped': 0}
   shell = types.SimpleNamespace(
-    run=lambda command, **_: types.SimpleNamespace(output=f'ran {command}'.encode(), **report)
+    notes='', run=lambda command, **_: ShellReport('ended', 0, f'ran {command}'.encode(), 0, 0.1)
   )
   with SessionServer(call('bash', command='grep x', timeout=5), call('bash', command='a\tb'), 'Done.') as server:
     done = world.hold(server, 'Go', 'e', 'rg x\n', 'y', 'e', '{"command": "a b"}', 'y', shell=shell)
