@@ -146,7 +146,7 @@ MUTANTS = (
   *_in(
     'sdpo_jax/reporting/groups.py',
     'tests/reporting/test_report.py',
-    ('seeds are curves of their own', 'if name != SEED and not any', 'if not any'),
+    ('seeds are curves of their own', 'is_listed(name, (SEED, *RESUMABLE))', 'is_listed(name, RESUMABLE)'),
   ),
   *_in(
     'sdpo_jax/reporting/run_files.py',
@@ -216,7 +216,7 @@ MUTANTS = (
   *_in(
     'sdpo_jax/preflight/grader_trials.py',
     'tests/preflight/test_check.py',
-    ('the form that is graded worst is tried', 'best = max(zip(graded', 'best = min(zip(graded'),
+    ('the form that is graded worst is tried', 'best = max(pairs', 'best = min(pairs'),
   ),
   *_in(
     'sdpo_jax/preflight/memory.py',
