@@ -411,7 +411,7 @@ def read_metrics(workdir: Location) -> list[dict[str, Any]]:
 def _source(step: int | None, **places: Location | None) -> runs.RunOrModel:
   if (places['workdir'] is None) == (places['model'] is None):
     raise UserError('Name either workdir, a run, or model, a directory or a name on the hub.')
-  return runs.RunOrModel(step=step, **{name: place and os.fspath(place) for name, place in places.items()})
+  return runs.RunOrModel(step=step, **{name: os.fspath(place) for name, place in places.items() if place is not None})
 
 
 def _written(rows: Iterable[Row], workdir: epath.PathLike, name: str) -> str:
