@@ -7,6 +7,9 @@ import os
 import pathlib
 import re
 
+# Where compiled programs are kept, which the next start of a command or service loads and runs unchecked.
+CACHE = '~/.cache/sdpo_jax'
+
 
 def beside(config_file: str, name: str) -> str:
   """Return the path of a file or folder in the folder of a config.

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from sdpo_jax.config import Config
+from sdpo_jax.config.locations import CACHE
 from sdpo_jax.errors import UserError
 from sdpo_jax.models import huggingface, identity, model_files, parameters
 from sdpo_jax.serving.engine import Engine, EngineSettings, check_divides
@@ -29,7 +30,6 @@ from sdpo_jax.training.opening import check_turn_end, load_tokenizer, model_mesh
 _logger = logging.getLogger('sdpo_jax.serving')
 TEND_SECONDS = 600.0  # Seconds between two passes of retention.
 _DATABASE = 'service.sqlite'  # The default name of the database in a local root.
-_PROGRAMS = '~/.cache/sdpo_jax/engine'
 
 
 class Service(ServiceState):
@@ -161,7 +161,7 @@ def _engine_maker(
     sizes: the sizes of the engine.
     folder: a folder for versions that do not fit into memory; no other engine may use it.
   """
-  programs = pathlib.Path(config.serve.programs or _PROGRAMS).expanduser()
+  programs = pathlib.Path(config.serve.programs or f'{CACHE}/engine').expanduser()
   other = config.actor.self_distillation.teacher_model
 
   def make_engine() -> Engine:

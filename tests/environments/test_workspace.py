@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 import pytest
 
 import sdpo_jax
+from sdpo_jax.config.locations import CACHE
+from sdpo_jax.distributed import accelerators
 from sdpo_jax.environments.workspace import boundary, folder, survey, tools
 from sdpo_jax.environments.workspace.folder import Folder, PathError
 from sdpo_jax.environments.workspace.shell import Cancellation, Shell, ShellLimits
@@ -753,6 +755,17 @@ def test_what_the_next_start_loads_is_no_workspace(tmp_path, monkeypatch):
   monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', str(home / 'project' / 'programs'))
   with pytest.raises(UserError, match='project/programs: what the model changes'):
     boundary.checked_workspace(home / 'project')
+
+
+def test_commands_keep_what_they_compile_where_no_workspace_can_be(tmp_path, monkeypatch):
+  monkeypatch.setenv('HOME', str(tmp_path))
+  monkeypatch.delenv('JAX_COMPILATION_CACHE_DIR', raising=False)
+  kept = {}
+  monkeypatch.setattr(accelerators, 'skip_absent_tpu', lambda: None)
+  monkeypatch.setattr(accelerators.jax.config, 'update', kept.__setitem__)
+  accelerators.prepare()
+  with pytest.raises(UserError, match='in the workspace'):
+    boundary.outside(pathlib.Path(CACHE).expanduser(), kept['jax_compilation_cache_dir'], 'programs')
 
 
 def test_a_workspace_on_a_read_only_disk_is_named(tmp_path, monkeypatch):

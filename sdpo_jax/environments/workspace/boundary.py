@@ -10,12 +10,12 @@ import sys
 import sysconfig
 
 import sdpo_jax
+from sdpo_jax.config.locations import CACHE
 from sdpo_jax.environments.sandbox.sandbox import installation
 from sdpo_jax.errors import UserError, printable
 from sdpo_jax.files import is_local
 
 TEMPORARY = ('/tmp', '/var/tmp')
-_CACHE = '~/.cache/sdpo_jax'  # Where the service keeps compiled programs, which its next start loads unchecked.
 _CLOSED = ('/', '/usr', '/bin', '/sbin', '/lib', '/lib64', '/opt')
 _CLOSED_WITH_ALL_BELOW = ('/proc', '/sys', '/dev', '/run', '/etc')
 _VARIABLE = re.compile('[A-Za-z_][A-Za-z0-9_]*')
@@ -68,7 +68,7 @@ def _own_code() -> set[pathlib.Path]:
   package, *checkout = sdpo_jax.__path__
   own = [package, *(f'{root}/{name}' for root in checkout for name in ('models', 'launch', 'configs'))]
   own += [sysconfig.get_path('scripts'), *installation()[0]]
-  kept = [path for path in (os.path.expanduser(_CACHE), os.environ.get('JAX_COMPILATION_CACHE_DIR')) if path]
+  kept = [path for path in (os.path.expanduser(CACHE), os.environ.get('JAX_COMPILATION_CACHE_DIR')) if path]
   return _places([*filter(os.path.isdir, own), *filter(is_local, kept)])
 
 
