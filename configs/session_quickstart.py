@@ -31,7 +31,7 @@ def get_config() -> Config:
   serve.topk = 20
   serve.memory_mb = 256
   serve.store.root = 'runs/sessions'
-  serve.learning.learning_rate, serve.learning.steps = 1e-3, 2
+  serve.learning.learning_rate, serve.learning.steps = 1e-3, 3
   # With a teacher that follows the adapter, more of what was right is forgotten.
   serve.learning.teacher = 'base'
   return config
