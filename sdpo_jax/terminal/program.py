@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdpo_jax.command_lines import command_line
 from sdpo_jax.config import config_files
-from sdpo_jax.config.locations import CACHE, shipped_folder
+from sdpo_jax.config.locations import shipped_folder
 from sdpo_jax.environments.workspace import boundary
 from sdpo_jax.environments.workspace.shell import Shell, ShellLimits
 from sdpo_jax.environments.workspace.tools import Toolbox
@@ -231,8 +231,8 @@ def _served(start: _Start) -> tuple[list[str], str]:
     boundary.outside(start.workspace, path, '--config', way_out)
   settings = [argument.removeprefix('--config.').partition('=') for argument in arguments[1:]]
   with contextlib.chdir(folder):
-    programs = config_files.read(named, [(name, text) for name, _, text in settings]).serve.programs
-    boundary.outside(start.workspace, programs or CACHE, 'serve.programs', 'name another folder')
+    if programs := config_files.read(named, [(name, text) for name, _, text in settings]).serve.programs:
+      boundary.outside(start.workspace, programs, 'serve.programs', 'name another folder')
   return arguments, folder
 
 
