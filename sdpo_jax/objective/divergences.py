@@ -61,15 +61,27 @@ def renormalised(log_probs: jax.Array) -> jax.Array:
   return log_probs - jax.nn.logsumexp(log_probs, axis=-1, keepdims=True)
 
 
-def log_mixture(student_log_probs: jax.Array, teacher_log_probs: jax.Array, alpha: float | jax.Array) -> jax.Array:
-  """Return log((1 − α)·exp(s) + α·exp(t)) elementwise, for 0 < α < 1: [..., K] and an alpha [] or [..., 1].
+def log_ratios_to_mixture(
+  student_log_probs: jax.Array, teacher_log_probs: jax.Array, alpha: float | jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Return s − m and t − m for m = log((1 − α)·exp(s) + α·exp(t)), elementwise for 0 < α < 1: both [..., K].
 
-  Where s and t are equal the result is exactly s, so that the divergence of equal distributions is exactly 0.
+  Neither is the difference of a log-prob and a rounded m, which is mostly rounding error where s and t are close: there
+  s − m = −log1p(α·expm1(t − s)), elsewhere it is −softplus of the teacher's log-odds, shifted by log(1 − α). Equal
+  log-probs give exactly 0. `alpha` is [] or [..., 1].
   """
   _assert_pair(student_log_probs, teacher_log_probs, alpha)
   alpha = jnp.asarray(alpha, student_log_probs.dtype)
-  mixture = jnp.logaddexp(student_log_probs + jnp.log1p(-alpha), teacher_log_probs + jnp.log(alpha))
-  return jnp.where(student_log_probs == teacher_log_probs, student_log_probs, mixture)
+  difference = teacher_log_probs - student_log_probs
+  close = jnp.abs(difference) <= 1.0
+  log_odds = difference + jnp.log(alpha) - jnp.log1p(-alpha)
+  # What is not selected must be finite, or its zero gradient becomes NaN.
+  ratio = alpha * jnp.expm1(jnp.where(close, difference, 0.0))
+  shared = jnp.log1p(jnp.where(close, ratio, jnp.exp(-jnp.abs(log_odds))))
+  return (
+    jnp.where(close, 0.0, -jnp.log1p(-alpha) - jnp.maximum(log_odds, 0.0)) - shared,
+    jnp.where(close, difference, -jnp.log(alpha) + jnp.minimum(log_odds, 0.0)) - shared,
+  )
 
 
 def _known(alpha: float | jax.Array) -> float | None:
@@ -124,8 +136,9 @@ def divergence_terms(student: jax.Array, teacher: jax.Array, alpha: float | jax.
   student, teacher = floored(student), floored(teacher)
 
   def between(alpha: jax.Array) -> jax.Array:
-    mixture = log_mixture(student, teacher, alpha)
-    return (1.0 - alpha) * jnp.exp(student) * (student - mixture) + alpha * jnp.exp(teacher) * (teacher - mixture)
+    student_ratio, teacher_ratio = log_ratios_to_mixture(student, teacher, alpha)
+    summands = (1.0 - alpha) * jnp.exp(student) * student_ratio + alpha * jnp.exp(teacher) * teacher_ratio
+    return jnp.maximum(summands, 0.0)  # They are not negative, by the convexity of x·log(x): less is rounding error.
 
   return _by_alpha(
     alpha,
@@ -149,7 +162,7 @@ def divergence_slopes(student: jax.Array, teacher: jax.Array, alpha: float | jax
     alpha,
     lambda: -jnp.exp(teacher),
     lambda: jnp.exp(student) * (student - teacher + 1.0),
-    lambda alpha: (1.0 - alpha) * jnp.exp(student) * (student - log_mixture(student, teacher, alpha)),
+    lambda alpha: (1.0 - alpha) * jnp.exp(student) * log_ratios_to_mixture(student, teacher, alpha)[0],
     student.dtype,
   )
   return jnp.where(dead, 0.0, slopes)

@@ -120,8 +120,8 @@ CASES = {
     dict(log_probs=floats(N, K)),
     [dict(log_probs=floats()), dict(log_probs=ints(N))],
   ),
-  'log_mixture': (
-    divergences.log_mixture,
+  'log_ratios_to_mixture': (
+    divergences.log_ratios_to_mixture,
     dict(student_log_probs=floats(N), teacher_log_probs=floats(N), alpha=floats()),
     [dict(student_log_probs=floats(1)), dict(teacher_log_probs=ints(N)), dict(alpha=floats(N))],
   ),

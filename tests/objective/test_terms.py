@@ -132,6 +132,47 @@ def test_an_alpha_that_is_data_is_exact_at_both_ends(form, dtype):
     np.testing.assert_allclose(slope, numpy_slopes(student, teacher, rounded), err_msg=alpha, **tolerance)
 
 
+@pytest.mark.parametrize('alpha', [0.1, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize('difference', [1e-6, 1e-4, 1e-2])
+def test_near_convergence_the_gradient_is_exact_and_no_divergence_negative(alpha, difference):
+  """In float32, against the formula in long double with the same rounded log-probs."""
+  rng = np.random.default_rng(0)
+  s = log_probs(rng, 10_000, 5)
+  s, t = np.float32(s), np.float32(s + difference * rng.standard_normal(s.shape))
+  values, pull_back = jax.vjp(lambda s: divergences.divergence(s, t, alpha), jnp.asarray(s))
+  values, slopes = np.asarray(values), np.asarray(pull_back(jnp.ones_like(values))[0])
+  s, t, alpha = np.longdouble(s), np.longdouble(t), np.longdouble(np.float32(alpha))
+  m = np.log1p(alpha * np.expm1(t - s))
+  exact = -(1 - alpha) * np.exp(s) * m
+  assert np.abs(slopes - exact).max() <= 1e-6 * np.abs(exact).max() and np.all(values >= 0)
+  if difference >= 1e-4 and alpha <= 0.5:
+    of_rows = (alpha * np.exp(t) * (t - s - m) + exact).sum(-1)
+    assert np.median(np.abs(values / of_rows - 1)) <= 2e-3
+
+
+@pytest.mark.parametrize('alpha', [1e-6, 0.3, 1 - 1e-6])
+@pytest.mark.parametrize('dtype', [np.float32, np.float64])
+def test_values_and_gradients_are_right_however_far_apart_the_distributions_are(alpha, dtype):
+  """Also at the seam of the two forms, |t − s| = 1, and by whatever is differentiated."""
+  gaps = np.array([0, 1e-30, 0.5, 1 - 1e-6, 1, 1 + 1e-6, 2, 88, 89, 200, 1e3, 1e4])
+  gaps = np.concatenate([gaps, -gaps])
+  s, t = np.minimum(-gaps, 0) - 0.1, np.minimum(gaps, 0) - 0.1  # The less likely one is |gap| nats below.
+  with jax.enable_x64(dtype == np.float64):
+    s, t, weight = (jnp.asarray(x, dtype) for x in (s, t, alpha))
+    of_terms = jax.grad(lambda *x: divergences.divergence_terms(*x).sum(), argnums=(0, 1, 2))(s, t, weight)
+    assert all(np.all(np.isfinite(x)) for x in of_terms)
+    terms, slopes = divergences.divergence_terms(s, t, weight), divergences.divergence_slopes(s, t, weight)
+  s, t, weight, terms, slopes = (np.longdouble(np.asarray(x)) for x in (s, t, weight, terms, slopes))
+  m = np.logaddexp(s + np.log1p(-weight), t + np.log(weight))
+  near = np.abs(t - s) <= 0.5
+  below = np.where(near, np.log1p(weight * np.expm1(np.where(near, t - s, 0))), m - s)
+  exact_slopes = -(1 - weight) * np.exp(s) * below
+  exact = exact_slopes + weight * np.exp(t) * (t - s - below)
+  tolerance = dict(rtol=1e-11, atol=1e-14) if dtype == np.float64 else dict(rtol=2e-6, atol=2e-7)
+  np.testing.assert_allclose(slopes, exact_slopes, **tolerance)
+  np.testing.assert_allclose(terms, exact, **tolerance)
+
+
 @pytest.mark.parametrize('end', [0.0, 1.0])
 def test_no_branch_of_alpha_that_is_not_taken_makes_a_gradient_nan(end):
   """Also where log-probs are −inf, and by whatever is differentiated: the terms themselves, the teacher, alpha."""
