@@ -224,6 +224,7 @@ def _as_the_reference(config: Config) -> None:
   """Set behaviour of the reference code that is not in the paper."""
   config.data.split_special_tokens = False
   config.actor.loss_group_size = 1
+  config.optimizer.skip_empty_steps = False
   config.trainer.batch_order = 'balanced'
   config.trainer.balance_partitions = 4
   config.environments.profile = 'reference'

@@ -127,7 +127,7 @@ for _ in range(config.actor.ppo_epochs):
       grads, result = update.accumulate(session.base, state, grads, arrays, session.teacher.base)
       loss += float(result.loss)
     state, report = update.apply(state, grads)
-    taken += int(report['finite'])
+    taken += int(report['taken'])
     losses.append(loss)
 print(f'loss {np.mean(losses):.4f}, norm of the gradient {float(report["grad_norm"]):.3f}')
 

@@ -106,7 +106,7 @@ def run(
       if poison is not None:
         grads = poison(grads)
       state, report = update.apply(state, grads)
-      applied += int(report['finite'])
+      applied += int(report['taken'])
       outcome.losses.append(loss)
       outcome.reports.append({name: float(value) for name, value in report.items()})
     state = update.advance_teacher(state, np.int32(applied))

@@ -168,6 +168,8 @@ def apply_gradients(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
   """Take one optimizer step; a gradient that is not finite leaves the state as it is (reference dp_actor.py:577-580).
 
+  So does a gradient of zeros, if the optimizer skips empty steps: no token of the step had anything to learn.
+
   Args:
     spec: settings, with those of the optimizer.
     state: state before the step.
@@ -175,14 +177,21 @@ def apply_gradients(
     table: parameter table of the policy; see `make_optimizer` for when it is needed.
 
   Returns:
-    The state, and grad_norm (before clipping), learning_rate, finite (0 or 1).
+    The state, and grad_norm (before clipping), learning_rate, taken (0 or 1).
   """
   rate = learning_rate(spec.optimizer, state.step)
-  optimizer, limit = make_optimizer(spec.optimizer, table), spec.optimizer.grad_clip
-  (trainable, opt_state), norm, finite = take_step(optimizer, rate, limit, state.trainable, state.opt_state, grads)
-  count = finite.astype(jnp.int32)
+  (trainable, opt_state), norm, taken = take_step(
+    make_optimizer(spec.optimizer, table),
+    rate,
+    spec.optimizer.grad_clip,
+    state.trainable,
+    state.opt_state,
+    grads,
+    skip_empty=spec.optimizer.skip_empty_steps,
+  )
+  count = taken.astype(jnp.int32)
   state = state.replace(trainable=trainable, opt_state=opt_state, optimizer_step=state.optimizer_step + count)
-  return state, {'grad_norm': norm, 'learning_rate': rate, 'finite': count}
+  return state, {'grad_norm': norm, 'learning_rate': rate, 'taken': count}
 
 
 def advance_teacher(spec: UpdateSpec, state: TrainState, applied: jax.Array) -> TrainState:
@@ -191,7 +200,7 @@ def advance_teacher(spec: UpdateSpec, state: TrainState, applied: jax.Array) -> 
   Args:
     spec: whether there is a teacher, and how it moves.
     state: state after the optimizer steps.
-    applied: [] int32, the number of optimizer steps with a finite gradient.
+    applied: [] int32, the number of optimizer steps that were taken.
   """
   teacher = state.teacher
   if spec.terms.needs_teacher:

@@ -33,11 +33,10 @@ def summary(
     return f'Stopped after step {result.step}; the checkpoint is saved. The same command continues {workdir}.'
   steps = '1 step' if result.step == 1 else f'{result.step} steps'
   lines = [f'{steps} done; the run is in {workdir}.']
-  if result.skipped:
-    last = 'last one' if result.skipped == 1 else f'last {result.skipped}'
+  if count := result.skipped.count:
+    last = 'last one' if count == 1 else f'last {count}'
     lines.append(
-      f'The {last} changed nothing, because no gradient was finite: the weights are those of step '
-      f'{result.step - result.skipped}.'
+      f'The {last} changed nothing, because {result.skipped.why}; the weights are those of step {result.step - count}.'
     )
   if result.stopped:
     lines = [

@@ -50,7 +50,7 @@ from sdpo_jax.training.checkpoint.digests import leaf_digests, state_digest
 from sdpo_jax.training.checkpoint.starting_state import StartingState
 from sdpo_jax.training.checkpoint.unfinished import Unfinished
 from sdpo_jax.training.directory import fingerprint, lost_checkpoints
-from sdpo_jax.training.directory.lines import STATE_DIGEST, dropped_lines, history
+from sdpo_jax.training.directory.lines import STATE_DIGEST, dropped_lines, history, read_metrics
 from sdpo_jax.training.directory.ownership import Ownership, sole_user
 from sdpo_jax.training.directory.published_checkpoints import newest
 from sdpo_jax.training.directory.workdir import check_workdir, write_settings
@@ -88,7 +88,7 @@ class Result:
   evaluations: dict[int, dict[str, float]]  # step → flat evaluation metrics.
   example_prompt: str  # A held-out question to try, if it is short; else '…'.
   stopped: str | None = None  # A sentence about the alarm that stopped the run; None: no alarm did.
-  skipped: int = 0  # Number of last steps that were skipped, because their gradients were not finite.
+  skipped: skipped.Skipped = skipped.Skipped()  # The last steps, if they changed nothing.
   deadline: float | None = None  # Time on the monotonic clock by which a process that was told to stop must end.
   exit_code: int = 0  # Exit code of a process that was told to stop or given up.
 
@@ -265,7 +265,7 @@ class _Run:
     self.around = AroundStep(session, graders, ahead, gathering, self.joint_errors, preemption)
     self.evaluations = Evaluations(session, graders, held_out, ownership, self.joint_errors, preemption)
     self.alarms = AlarmWatch(session.config, checkpoints, None if ownership is None else announce)
-    self.skipped = 0  # Number of consecutive skipped steps up to now.
+    self.skipped = skipped.Skipped()  # The consecutive skipped steps up to now.
     self.compiled: Callable[[], list[str]] = list  # Returns the programs compiled since its last call.
     self.saving = Saving(session.workdir, checkpoints, ownership, self.joint_errors, self.sync_lines, announce)
     self.writer: MetricsWriter | None = None
@@ -349,10 +349,11 @@ class _Run:
     self.saving.wait()
     found = {}
     if self.writer is not None:
-      found = {line['step']: values for line in self.writer.lines if (values := evaluated(line))}
       self.writer.close()
+      lines = read_metrics(self.session.workdir)
+      found = {line['step']: values for line in lines if (values := evaluated(line))}
     step = self.saving.whole.step
-    if skipped.too_many(self.skipped, config.trainer) and not self.alarms.stopped and not preempted:
+    if skipped.too_many(self.skipped.count, config.trainer) and not self.alarms.stopped and not preempted:
       raise UserError(skipped.complaint(self.skipped, step, config.trainer))
     prompt = short_prompt(self.evaluations.questions)
     return Result(
@@ -398,7 +399,7 @@ class _Run:
   @property
   def over(self) -> bool:
     """Whether the run ends before its last step: an alarm stopped it, or too many steps were skipped."""
-    return self.alarms.stopped is not None or skipped.too_many(self.skipped, self.session.config.trainer)
+    return self.alarms.stopped is not None or skipped.too_many(self.skipped.count, self.session.config.trainer)
 
   def warm_up(self, state: TrainState) -> None:
     """Call helpers that compile small programs of their own, so that no step has to compile them."""
@@ -531,7 +532,7 @@ class _Run:
       compiled=int(line[COMPILED_LATE]),
     )
     saves = step == trainer.total_training_steps or (trainer.save_freq and step % trainer.save_freq == 0)
-    if saves or verdict != AlarmVerdict() or skipped.too_many(self.skipped, config.trainer):
+    if saves or verdict != AlarmVerdict() or skipped.too_many(self.skipped.count, config.trainer):
       self.saving.save()
       self.compiled()  # Discard what Orbax compiles, once, to copy arrays from several devices.
     return state
@@ -542,7 +543,7 @@ class _Run:
     self.alarms.monitor.roll_back(step)
     self.evaluations.forget(step)
     self.around.start_again()
-    self.skipped = 0
+    self.skipped = skipped.Skipped()
     return state
 
   def note(self, line: Mapping[str, float]) -> str:
@@ -550,7 +551,8 @@ class _Run:
     if line.get('train/optimizer_steps') == 0:
       return f'  no update: {int(line["gathering/examples"])} examples wait'
     left_out = int(line.get('train/skipped_steps', 0))
-    return f'  {left_out} step(s) skipped: gradient not finite' if left_out else ''
+    gradient = '0' if skipped.cause(line) == skipped.EMPTY else 'not finite'
+    return f'  {left_out} step(s) skipped: gradient {gradient}' if left_out else ''
 
 
 def roll_back(state: TrainState, step: int, checkpoints: Checkpoints, starting: StartingState) -> TrainState:

@@ -1,12 +1,27 @@
-"""Skipped steps: generation batches of which no optimizer step had a finite gradient."""
+"""Skipped steps: generation batches of which no optimizer step was taken."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 from sdpo_jax.config import TrainerConfig
 from sdpo_jax.evaluation.alarms import ROLLBACK
+
+NOT_FINITE = 'no gradient was finite (NaN or infinite)'
+EMPTY = 'every gradient was 0: no completion had an advantage or a teacher to learn from'
+_REMEDIES = {
+  NOT_FINITE: 'start again in another --workdir with a lower optimizer.lr or model.dtype=float32',
+  EMPTY: 'see there whether the graders answer, and whether some completions succeed and others do not',
+}
+
+
+class Skipped(NamedTuple):
+  """The skipped batches at the end of a run."""
+
+  count: int = 0
+  why: str = ''  # `NOT_FINITE` if that was so in any of them, else `EMPTY`; '' if there are none.
 
 
 def taught_nothing(line: Mapping[str, Any]) -> bool:
@@ -15,27 +30,33 @@ def taught_nothing(line: Mapping[str, Any]) -> bool:
   return bool(steps) and line['train/skipped_steps'] == steps
 
 
-def after(count: int, line: Mapping[str, Any]) -> int:
-  """Return the number of consecutive skipped batches after one with these metrics, given the `count` before it.
+def cause(line: Mapping[str, Any]) -> str:
+  """Return why steps of a generation batch were skipped: the mean norm of its gradients is finite or it is not."""
+  norm = line.get('train/grad_norm')
+  return EMPTY if isinstance(norm, int | float) and math.isfinite(norm) else NOT_FINITE
 
-  A batch without an optimizer step, whose completions wait for others, does not change the count.
+
+def after(skipped: Skipped, line: Mapping[str, Any]) -> Skipped:
+  """Return the consecutive skipped batches after one with these metrics, given those before it.
+
+  A batch without an optimizer step, whose completions wait for others, does not change them.
   """
   if line.get('train/optimizer_steps') == 0:
-    return count
-  return count + 1 if taught_nothing(line) else 0
+    return skipped
+  if not taught_nothing(line):
+    return Skipped()
+  return Skipped(skipped.count + 1, NOT_FINITE if skipped.why == NOT_FINITE else cause(line))
 
 
-def in_a_row(lines: Iterable[Mapping[str, Any]]) -> int:
-  """Return the number of skipped batches at the end of a run's metrics (lines oldest first).
+def in_a_row(lines: Iterable[Mapping[str, Any]]) -> Skipped:
+  """Return the skipped batches at the end of a run's metrics (lines oldest first).
 
   Batches before a rollback do not count, since the weights are different after it.
   """
-  count = 0
+  skipped = Skipped()
   for line in lines:
-    count = after(count, line)
-    if line.get(ROLLBACK) is not None:
-      count = 0
-  return count
+    skipped = after(skipped, line) if line.get(ROLLBACK) is None else Skipped()
+  return skipped
 
 
 def too_many(count: int, trainer: TrainerConfig) -> bool:
@@ -44,12 +65,13 @@ def too_many(count: int, trainer: TrainerConfig) -> bool:
   return bool(limit) and count >= min(limit, trainer.total_training_steps)
 
 
-def complaint(count: int, step: int, trainer: TrainerConfig) -> str:
-  """Return the sentence with which a run ends after `count` consecutive skipped batches, the last at `step`."""
-  steps = f'step {step}' if count == 1 else f'{count} steps in a row, {step - count + 1} to {step},'
+def complaint(skipped: Skipped, step: int, trainer: TrainerConfig) -> str:
+  """Return the sentence with which a run ends after consecutive skipped batches, the last at `step`."""
+  first = step - skipped.count + 1
+  steps = f'step {step}' if skipped.count == 1 else f'{skipped.count} steps in a row, {first} to {step},'
   return (
-    f'Nothing was learned in {steps} because no gradient was finite (NaN or infinite): the weights are those of step '
-    f'{step - count}. Look at the rollouts of step {step - count + 1}; start again in another --workdir with a lower '
-    f'optimizer.lr or model.dtype=float32; or raise trainer.max_skipped_steps={trainer.max_skipped_steps} (0: never '
-    f'stop) to continue from the checkpoint of step {step}, which is saved.'
+    f'Nothing was learned in {steps} because {skipped.why}; the weights are those of step {first - 1}. Look at the '
+    f'rollouts of step {first}; {_REMEDIES[skipped.why]}; or raise '
+    f'trainer.max_skipped_steps={trainer.max_skipped_steps} (0: never stop) to continue from the checkpoint of step '
+    f'{step}, which is saved.'
   )

@@ -356,7 +356,7 @@ class UpdateReport:
   loss: float  # Mean over optimizer steps.
   grad_norm: float  # Mean over optimizer steps, before clipping.
   learning_rate: float
-  skipped: int  # Number of optimizer steps whose gradient was not finite.
+  skipped: int  # Number of optimizer steps that were not taken: not finite, or empty.
   optimizer_steps: int
   token_values: dict[str, np.ndarray]  # [N, T] per-token quantities of the last epoch, NaN where not computed.
   student: Filled  # Rows of the student's forward and backward pass.
@@ -387,10 +387,10 @@ class _Results:
     while len(self._waiting) > 1:
       self.fetch()
 
-  def finite(self) -> int:
-    """Wait for all steps, and return the number of those with a finite gradient."""
-    left = jax.device_get([report['finite'] for _, report in self._waiting])
-    return sum(int(report['finite']) for report in self.reports) + sum(map(int, left))
+  def taken(self) -> int:
+    """Wait for all steps, and return the number of those that were taken."""
+    left = jax.device_get([report['taken'] for _, report in self._waiting])
+    return sum(int(report['taken']) for report in self.reports) + sum(map(int, left))
 
   def fetch(self) -> None:
     """Fetch the results of the oldest pending step in one transfer."""
@@ -468,11 +468,11 @@ def run_update(
     scored = PolicyLogProbs(session, state.trainable, batch, batching.left_out(batch, spec))
   results = _Results(batch)
   of_student, of_teacher = Filled(), Filled()
-  ahead, taken = DispatchLimit(), 0
+  ahead, dispatched = DispatchLimit(), 0
   steps = batching.mini_batches(spec, batch.present)
 
   def may_stop() -> bool:
-    return taken == 0 if starting is None else starting.there
+    return dispatched == 0 if starting is None else starting.there
 
   for _ in range(config.actor.ppo_epochs):
     for samples in steps:
@@ -493,13 +493,13 @@ def run_update(
       if may_stop():
         ahead.wait()
         stop.check()
-      taken += 1
+      dispatched += 1
       if starting is not None:
-        starting.donate(others_follow=taken < config.actor.ppo_epochs * len(steps))
+        starting.donate(others_follow=dispatched < config.actor.ppo_epochs * len(steps))
       state, report = update.apply(state, grads)
       results.add(micros, report)
-  finite = results.finite()
-  state = update.advance_teacher(state, np.int32(finite))
+  taken = results.taken()
+  state = update.advance_teacher(state, np.int32(taken))
   results.fetch_all()
   log_probs = None
   if scored is not None:
@@ -510,7 +510,7 @@ def run_update(
     loss=float(np.mean(losses)),
     grad_norm=float(np.mean([report['grad_norm'] for report in reports])),
     learning_rate=float(reports[-1]['learning_rate']),
-    skipped=len(reports) - finite,
+    skipped=len(reports) - taken,
     optimizer_steps=len(reports),
     token_values=results.token_values,
     student=of_student,

@@ -35,6 +35,7 @@ def test_the_recipe_is_the_papers_without_what_only_the_references_code_does():
   assert different == {
     'data.split_special_tokens',
     'actor.loss_group_size',
+    'optimizer.skip_empty_steps',
     'trainer.batch_order',
     'trainer.balance_partitions',
     'environments.profile',

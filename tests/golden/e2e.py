@@ -57,7 +57,7 @@ def make_config(facts: dict) -> Config:
   distillation.teacher_update_rate = facts['teacher_update_rate']
   optimizer = config.optimizer
   optimizer.name, optimizer.lr, optimizer.lr_warmup_steps = facts['optimizer'], facts['lr'], 0
-  optimizer.grad_clip = facts['grad_clip']
+  optimizer.grad_clip, optimizer.skip_empty_steps = facts['grad_clip'], False
   for name, value in (facts['adamw'] or {}).items():
     setattr(optimizer, name, tuple(value) if name == 'betas' else value)
   return config
@@ -158,7 +158,7 @@ def _check_case(report: Report, case: str, data: dict, dtype: str) -> None:
           note(f'actor/{name}', mean(f'ppo_{ours}'))
         note('self_distillation/empty_target_batch', not np.any(part.distill_coef))
       state, outcome = apply(state, grads)
-      applied += int(outcome['finite'])
+      applied += int(outcome['taken'])
       note('actor/grad_norm', outcome['grad_norm'])
     state = finish(state, np.int32(applied))
     exact = {'float64': dtype == 'float64'}

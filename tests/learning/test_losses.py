@@ -86,7 +86,7 @@ def step(batch):
   gradients, result = update.accumulate(base, state, update.zero(state.trainable), batch)
   kept = jax.device_get((result.loss, gradients))
   after, report = update.apply(jax.tree.map(jnp.copy, state), gradients)
-  assert report['finite'] == 1 and report['grad_norm'] > 1e-3
+  assert report['taken'] == 1 and report['grad_norm'] > 1e-3
   return *kept, after
 
 

@@ -224,7 +224,7 @@ def test_a_step_moves_the_trained_slots_only_and_as_adam_does_without_decay(name
     lambda slot, g: slot - RATE * (g * scale) / (np.abs(g * scale) + sizes.eps), slots, jax.device_get(gradient)
   )
   state, report = made.update.apply(state, gradient)
-  assert report['finite'] == 1
+  assert report['taken'] == 1
   moved = jax.device_get(state.trainable)
   jax.tree.map(lambda new, known: np.testing.assert_allclose(new, known, rtol=2e-4, atol=1e-6), moved, expected)
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(made.base), base)

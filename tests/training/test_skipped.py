@@ -1,8 +1,9 @@
-"""A run whose gradients are never finite says so and stops: it does not end as if it had learned something."""
+"""A run that takes no optimizer step any more says so and stops: it does not end as if it had learned something."""
 
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -12,8 +13,9 @@ from sdpo_jax.training import skipped
 from tests import tiny
 
 
-def line(steps: int, left_out: int, **more):
-  return {'step': 1, 'train/optimizer_steps': float(steps), 'train/skipped_steps': float(left_out), **more}
+def line(steps: int, left_out: int, norm: float | None = None, **more):
+  counts = {'train/optimizer_steps': float(steps), 'train/skipped_steps': float(left_out)}
+  return {'step': 1, **counts, 'train/grad_norm': norm, **more}
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,24 @@ def line(steps: int, left_out: int, **more):
   ],
 )
 def test_only_steps_in_a_row_without_any_update_count(lines, count):
-  assert skipped.in_a_row(lines) == count
+  assert skipped.in_a_row(lines) == skipped.Skipped(count, skipped.NOT_FINITE if count else '')
+
+
+@pytest.mark.parametrize(
+  ('norms', 'why', 'remedy'),
+  [
+    ([0.0, 0.0], skipped.EMPTY, 'see there whether the graders answer'),
+    ([None, None], skipped.NOT_FINITE, 'lower optimizer.lr'),
+    ([math.nan, 0.0], skipped.NOT_FINITE, 'lower optimizer.lr'),  # As a run has it, before JSON makes it null.
+    ([0.0, None], skipped.NOT_FINITE, 'lower optimizer.lr'),
+  ],
+)
+def test_the_cause_is_told_with_its_remedy(norms, why, remedy):
+  found = skipped.in_a_row([line(1, 0, 0.5), *(line(2, 2, norm) for norm in norms)])
+  assert found == skipped.Skipped(2, why)
+  said = skipped.complaint(found, 7, TrainerConfig())
+  assert f'2 steps in a row, 6 to 7, because {why}; the weights are those of step 5. Look at the rollouts' in said
+  assert remedy in said and 'trainer.max_skipped_steps=3' in said
 
 
 @pytest.mark.parametrize(
@@ -71,9 +90,7 @@ def test_a_run_that_learns_nothing_stops_with_a_checkpoint_also_after_a_resume(r
   assert last in (2, 3) and taught == [True] * last + [False] * 3
   assert short.returncode == 0, short.stderr
   few = 'last one' if last == 3 else 'last 2'
-  assert (
-    f'The {few} changed nothing, because no gradient was finite: the weights are those of step {last}.' in short.stdout
-  )
+  assert f'The {few} changed nothing, because {skipped.NOT_FINITE}; the weights are those of' in short.stdout
   assert long.returncode == 2
   said = f'Nothing was learned in 3 steps in a row, {last + 1} to {last + 3}, because no gradient was finite'
   assert said in long.stderr

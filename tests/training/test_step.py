@@ -84,16 +84,40 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted():
   _, start = make_model()
   chex.assert_trees_all_equal(outcome.state.trainable, start)
   chex.assert_trees_all_equal(outcome.state.teacher, start)
-  assert outcome.reports[0]['finite'] == 0
+  assert outcome.reports[0]['taken'] == 0
   assert int(outcome.state.optimizer_step) == 0
   assert int(outcome.state.step) == 1
   chex.assert_tree_all_finite(outcome.state.opt_state)
 
 
-def test_no_signal_still_decays_the_weights_as_the_reference():
-  config = settings(optimizer__name='adamw', optimizer__weight_decay=0.1)
-  samples = dataclasses.replace(samples_for(config), distill_mask=per_token(np.zeros(8)))
-  outcome = run(config, samples)
+def without_signal(skips: bool):
+  config = settings(optimizer__name='adamw', optimizer__weight_decay=0.1, optimizer__skip_empty_steps=skips)
+  return run(config, dataclasses.replace(samples_for(config), distill_mask=per_token(np.zeros(8))))
+
+
+def test_no_signal_moves_nothing():
+  outcome = without_signal(True)
+  _, start = make_model()
+  for tree in (outcome.state.trainable, outcome.state.teacher):
+    chex.assert_trees_all_equal(tree, start)
+  assert outcome.reports[0]['taken'] == 0 and outcome.reports[0]['grad_norm'] == 0
+  assert int(outcome.state.optimizer_step) == 0 and int(outcome.state.step) == 1
+
+
+def test_an_empty_mini_batch_moves_nothing_beside_one_that_teaches():
+  """As if it were not there: not even Adam's momentum of the step before it."""
+  config = settings(optimizer__name='adamw', actor__ppo_mini_batch_size=2)
+  taught = np.repeat([1.0, 0.0], 4)  # The two mini-batches.
+  samples = samples_for(config)
+  outcome = run(config, dataclasses.replace(samples, distill_mask=per_token(taught)), batches=2)
+  assert [int(report['taken']) for report in outcome.reports] == [1, 0, 1, 0]
+  assert int(outcome.state.optimizer_step) == int(outcome.state.opt_state[0].count) == 2
+  _, start = make_model()
+  assert float(abs(outcome.state.teacher['embedding'] - start['embedding']).max()) > 0
+
+
+def test_no_signal_decays_the_weights_as_the_reference_if_so_set():
+  outcome = without_signal(False)
   _, start = make_model()
   expected = jax.tree.map(lambda leaf: leaf * (1 - 1e-2 * 0.1), start)
   chex.assert_trees_all_close(outcome.state.trainable, expected, atol=1e-7)
@@ -112,7 +136,7 @@ def test_the_host_works_ahead_and_fetches_a_step_at_once(monkeypatch):
 
   def apply(state, grads):
     events.append('apply')
-    return state, {'grad_norm': np.float32(2), 'learning_rate': np.float32(3), 'finite': np.int32(state.pop())}
+    return state, {'grad_norm': np.float32(2), 'learning_rate': np.float32(3), 'taken': np.int32(state.pop())}
 
   def advance_teacher(state, finite):
     events.append(f'teacher {finite}')

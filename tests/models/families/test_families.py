@@ -146,7 +146,7 @@ def step(made, mesh):
   (micro,) = batching.micro_batches(samples, np.arange(len(samples)), batch_spec(config), mesh.size)
   grads, result = update.accumulate({}, state, update.zero(state.trainable), meshes.put_rows(mesh, micro.batch))
   state, report = update.apply(state, grads)
-  assert report['finite'] == 1
+  assert report['taken'] == 1
   return float(result.loss), jax.device_get(state.trainable)
 
 
