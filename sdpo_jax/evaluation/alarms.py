@@ -15,6 +15,8 @@ rollback the rules start counting again, and values from the undone steps are fo
 
 from __future__ import annotations
 
+import array
+import bisect
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import math
@@ -127,7 +129,8 @@ class AlarmMonitor:
   def __init__(self, rules: Sequence[AlarmRule]):
     self.rules = tuple(rules)
     self.rollbacks = 0
-    self._series: dict[str, list[tuple[int, float]]] = {}  # Metric → (step, value), for metrics that a rule names.
+    # Metric → steps and values, for metrics that a rule names; arrays, since they grow as long as the run lasts.
+    self._series: dict[str, tuple[array.array[int], array.array[float]]] = {}
     self._held: dict[tuple[int, str], int] = {}  # (Rule, metric) → consecutive measurements for which it holds.
 
   def observe(self, step: int, metrics: Mapping[str, Any]) -> tuple[list[Alarm], dict[str, float]]:
@@ -150,7 +153,7 @@ class AlarmMonitor:
       for name, value in values.items():
         if not rule.metric.fullmatch(name) or step == 0:
           continue
-        limit = rule.limit([earlier for _, earlier in self._series.get(name, ())])
+        limit = rule.limit(self._series[name][1] if name in self._series else ())
         holds = limit is not None and (value < limit if rule.below else value > limit)
         held = self._held[number, name] = self._held.get((number, name), 0) + 1 if holds else 0
         alarm = held >= rule.count
@@ -159,15 +162,18 @@ class AlarmMonitor:
           alarms.append(Alarm(rule, number, name, value, limit, held))
     for name, value in values.items():
       if any(rule.metric.fullmatch(name) for rule in self.rules):
-        self._series.setdefault(name, []).append((step, value))
+        steps, earlier = self._series.setdefault(name, (array.array('q'), array.array('d')))
+        steps.append(step)
+        earlier.append(value)
     return alarms, fired
 
   def roll_back(self, to_step: int) -> None:
     """Forget the values measured after `to_step`, and start counting again."""
     self.rollbacks += 1
     self._held.clear()
-    for name, series in self._series.items():
-      self._series[name] = [(step, value) for step, value in series if step <= to_step]
+    for steps, values in self._series.values():
+      kept = bisect.bisect_right(steps, to_step)
+      del steps[kept:], values[kept:]
 
   def replay(self, lines: Iterable[Mapping[str, Any]]) -> list[Alarm]:
     """Observe the lines of metrics.jsonl of an interrupted run; return the alarms of the last one."""

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
   from sdpo_jax.training.directory.ownership import Ownership
 
 
+MOST_UNSYNCED = 1000  # Lines that are kept in memory until they are certainly on the disk.
+
+
 class MetricsWriter:
   """A writer of one JSON object per step to `metrics.jsonl` and the boards; no step is written twice.
 
@@ -47,14 +50,15 @@ class MetricsWriter:
     self._ownership = ownership
     self._records = open_records(workdir) if not is_local(workdir) else None
     self._seen: Seen | None = None  # The content in the store.
-    self.lines: list[dict[str, Any]] = []
+    self._texts: list[str] = []  # Lines that a failed sync may lose.
     while True:
       if self._records is not None:
         self._seen = self._records.read(METRICS)
-      self.lines = history(workdir, resume_step)
-      if self._rewrite():
+      text = ''.join(json.dumps(line) + '\n' for line in history(workdir, resume_step)).encode()
+      if self._replace(text):
         break
       self.check()  # Still the owner: lines that another process has written are not the run's.
+    self._synced = len(text)  # Bytes of a local file that are certainly on the disk.
     self._doubtful = False  # Whether a sync has failed.
     self._boards = _boards(workdir, config, resume_step)
 
@@ -63,14 +67,13 @@ class MetricsWriter:
     if self._ownership is not None:
       self._ownership.check()
 
-  def _rewrite(self) -> bool:
-    """Write all lines; return False if another process has written meanwhile."""
+  def _replace(self, text: bytes) -> bool:
+    """Write the whole file; return False if another process has written meanwhile."""
     self.check()
-    text = ''.join(json.dumps(line) + '\n' for line in self.lines)
     if self._records is None or self._seen is None:
       write_atomically(self._path, text)
       return True
-    seen = self._records.replace(METRICS, text.encode(), self._seen)
+    seen = self._records.replace(METRICS, text, self._seen)
     self._seen = seen or self._seen
     return seen is not None
 
@@ -82,12 +85,14 @@ class MetricsWriter:
     """
     measured = {key: value if isinstance(value, str) else jsonable(float(value)) for key, value in values.items()}
     epoch = {} if self._ownership is None else {FENCING_EPOCH: self._ownership.epoch}
-    line = {'step': step} | epoch | measured
-    self.lines.append(line)
-    if is_local(self._path):
+    text = json.dumps({'step': step} | epoch | measured) + '\n'
+    if self._seen is None:
       self.check()
-      append(self._path, json.dumps(line) + '\n')
-    elif not self._rewrite():
+      self._texts.append(text)
+      append(self._path, text)
+      if len(self._texts) >= MOST_UNSYNCED:
+        self._sync_lines()
+    elif not self._replace((self._seen.content or b'') + text.encode()):
       self.check()
       raise UserError(
         f'{self._path} was changed by something other than this run while it was going on: nothing more is written '
@@ -102,13 +107,19 @@ class MetricsWriter:
     Raises:
       OSError: they could not be synced.
     """
+    self._sync_lines()
+    for board in self._boards:
+      board.sync()
+
+  def _sync_lines(self) -> None:
     if self._doubtful:  # After a failed sync, data may be lost even if the next sync succeeds.
-      self._rewrite()
+      with open(self._path, 'rb') as file:
+        self._replace(file.read(self._synced) + ''.join(self._texts).encode())
     self._doubtful = True
     sync_file(self._path)
     self._doubtful = False
-    for board in self._boards:
-      board.sync()
+    self._synced += sum(len(text.encode()) for text in self._texts)
+    self._texts.clear()
 
   def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
     """Show samples of a step on the boards; call it before `write`, since steps on a board must not decrease."""

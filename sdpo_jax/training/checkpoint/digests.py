@@ -206,7 +206,12 @@ def _words(leaf: jax.Array) -> list[jax.Array]:
 
 def _words_of(leaf: jax.Array) -> tuple[tuple[int, ...], Any]:
   """Return the shape and dtype of a leaf's digested data; for a typed key, of its key data."""
-  if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-    data = jax.eval_shape(jax.random.key_data, leaf)
-    return data.shape, data.dtype
-  return leaf.shape, leaf.dtype
+  return (
+    _key_data(leaf.shape, leaf.dtype) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else (leaf.shape, leaf.dtype)
+  )
+
+
+@functools.cache  # Each trace of it would keep a few kilobytes for good.
+def _key_data(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:
+  data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+  return data.shape, data.dtype
