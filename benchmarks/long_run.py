@@ -1,11 +1,11 @@
 """Memory of a long run: resident size and Python's heap, step by step, which must not grow.
 
-  python -m benchmarks.long_run                     # 5,000 steps of the quickstart at tiny settings, half an hour
+  python -m benchmarks.long_run                     # 5,000 steps of the quickstart at tiny settings, five minutes
   python -m benchmarks.long_run --steps=1300 --heap # Python's allocations too, which take three times as long
 
-Prints a line of JSON every `--every` steps: `rss_mb`, and with --heap `heap_kb`, what Python has allocated since
-`--after`; then the growth per step between `--after` and the end. The compiled programs, the writer's threads and the
-allocator's arenas settle within the first few hundred steps. TensorStore keeps about 24 kB of every checkpoint of this
+Prints a line of JSON every `--every` steps: `rss_mb`, and with --heap `heap_kb`, what Python's objects take; then the
+growth per step between `--after` and the end. Compiled programs, threads and the allocator's arenas settle within the
+first few hundred steps. TensorStore keeps about 24 kB of every checkpoint of this
 model for good, in its C++ part: with `--save_freq=5` that is most of what grows.
 """
 
@@ -43,12 +43,12 @@ def resident_mb() -> float:
 def measure(flags: argparse.Namespace, workdir: pathlib.Path) -> dict[str, float]:
   """Train, print a line every so often, and return the growth after `flags.after`."""
   changes = TINY | {'trainer.total_training_steps': flags.steps, 'trainer.save_freq': flags.save_freq}
+  if flags.heap:
+    tracemalloc.start()
   run = steps(load_config(REPOSITORY / 'configs' / f'{flags.config}.py', changes), workdir)
   settled, began = {}, time.monotonic()
   for taken in run:
     step = taken.number
-    if step == flags.after and flags.heap:
-      tracemalloc.start()
     if step % flags.every and step not in (flags.after, flags.steps):
       continue
     gc.collect()
@@ -71,7 +71,7 @@ def main() -> None:
   parser.add_argument('--after', type=int, default=1000, help='step from which growth counts')
   parser.add_argument('--every', type=int, default=200, help='steps between two lines')
   parser.add_argument('--save_freq', type=int, default=50)
-  parser.add_argument('--heap', action='store_true', help="trace Python's allocations after --after")
+  parser.add_argument('--heap', action='store_true', help="trace Python's allocations, too")
   flags = parser.parse_args()
   with tempfile.TemporaryDirectory() as folder:
     print(json.dumps({'grown': measure(flags, pathlib.Path(folder) / 'run')}))
