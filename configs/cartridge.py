@@ -31,6 +31,7 @@ The records of all ten LongHealth patients exceed the context of Qwen3 and Qwen2
 """
 
 from sdpo_jax.config import Config
+from sdpo_jax.config.overrides import reset_unread
 from sdpo_jax.configs import models, paper
 from sdpo_jax.errors import UserError
 
@@ -89,4 +90,4 @@ def get_config(
   config.trainer.test_freq = 128 if questions else 0
   config.trainer.save_freq = 128
   config.mesh.fsdp, config.mesh.tensor = -1, TENSOR[model]
-  return config
+  return reset_unread(config)

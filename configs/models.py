@@ -19,6 +19,7 @@ ones. The planner assumes the lengths that the paper measured with Qwen3-8B.
 from typing import get_args
 
 from sdpo_jax.config import Config
+from sdpo_jax.config.overrides import reset_unread
 from sdpo_jax.configs import paper
 
 MODELS = {
@@ -54,7 +55,7 @@ def get_config(model: str = 'llama3_1_8b', task: str = 'chemistry', method: str 
   config = paper.recipe(f'{model}_{task}', MODELS[model], task, data, method)
   choose(config, model)
   paper.plan_lengths(config, task, paper.PAPER_LENGTHS['qwen3_8b', method == 'sdpo'])
-  return config
+  return reset_unread(config)
 
 
 def choose(config: Config, model: str) -> None:

@@ -30,7 +30,7 @@ from typing import Any, Literal, get_args
 
 from sdpo_jax.config import Config
 from sdpo_jax.config.fields import did_you_mean
-from sdpo_jax.config.overrides import assign
+from sdpo_jax.config.overrides import assign, reset_unread
 from sdpo_jax.errors import UserError
 
 Task = Literal['chemistry', 'physics', 'biology', 'materials', 'tooluse', 'livecodebench']
@@ -152,7 +152,7 @@ def get_config(
   if ablated:
     _ablate(config, teacher, shown)
   plan_lengths(config, task, PAPER_LENGTHS[model, method == 'sdpo'])
-  return config
+  return reset_unread(config)
 
 
 def check_arguments(file: str, **arguments: tuple[str, Collection[str]]) -> None:

@@ -4,6 +4,7 @@ python -m launch.train --config=configs/quickstart_grpo.py
 """
 
 from sdpo_jax.config import Config
+from sdpo_jax.config.overrides import reset_unread
 from sdpo_jax.configs import quickstart
 
 
@@ -12,4 +13,4 @@ def get_config() -> Config:
   config = quickstart.get_config()
   config.name = 'quickstart_grpo'
   config.actor.policy_loss.loss_mode = 'vanilla'
-  return config
+  return reset_unread(config)

@@ -6,15 +6,13 @@ Types are checked first and ranges (`ranges`) next, so that all other checks can
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-import dataclasses
 import fractions
-import itertools
 import math
 import re
 
 from sdpo_jax.config.addresses import check_address
+from sdpo_jax.config.conditions import refuse_unread
 from sdpo_jax.config.fields import MALFORMED_PATTERN, check_types, did_you_mean, is_number
-from sdpo_jax.config.optimizers import READS
 from sdpo_jax.config.ranges import check_ranges
 import sdpo_jax.config.rewards as rewards
 import sdpo_jax.config.schema as schema
@@ -61,6 +59,7 @@ def check(config: schema.Sections, *, trains: bool = True) -> None:
   """
   check_types(config)
   check_ranges(config)
+  refuse_unread(config)
   _check_model(config.model)
   _check_cartridge(config)
   _check_writer(config)
@@ -91,8 +90,6 @@ def _check_model(model: schema.ModelConfig) -> None:
 
 
 def _check_lora(lora: schema.LoraConfig) -> None:
-  own = 'rank, alpha and matrices of the adapter'
-  _check_effects(lora, 'model.lora', 'rank', 'an adapter', own, ('path',))
   _require(
     bool(lora.target_modules), 'model.lora.target_modules is empty: name the matrices with factors, or all-linear.'
   )
@@ -110,50 +107,10 @@ def _check_lora(lora: schema.LoraConfig) -> None:
       _require(number and bool(pattern), f'model.lora.{setting}: {pattern!r}: {value!r} must be {what}.')
 
 
-def _check_effects(
-  section: schema.LoraConfig | schema.CartridgeConfig,
-  prefix: str,
-  switch: str,
-  what: str,
-  own: str,
-  kept: Sequence[str],
-) -> None:
-  """Raise UserError for settings of an adapter or cartridge that does not exist, or whose file fixes them.
-
-  Args:
-    section: settings of what is trained, with the `path` of one to start from.
-    prefix: name of the section.
-    switch: name of the setting that asks for a new adapter or cartridge.
-    what: 'an adapter' or 'a cartridge', for messages.
-    own: what a file to start from determines, for messages.
-    kept: settings that have an effect also with a file to start from.
-  """
-  default = type(section)()
-  for field in dataclasses.fields(section):
-    name, value, unset = field.name, getattr(section, field.name), getattr(default, field.name)
-    _require(
-      not section.path or name in kept or _same(value, unset),
-      f'{prefix}.{name}={value} has no effect with {prefix}.path={section.path}, which determines {own}: leave '
-      f'{prefix}.{name} at {unset}.',
-    )
-    _require(
-      section.used or _same(value, unset),
-      f'{prefix}.{name}={value} has no effect without {what}: set {prefix}.{switch}, or leave {prefix}.{name} at '
-      f'{unset}.',
-    )
-
-
 def _check_cartridge(config: schema.Sections) -> None:
   cartridge, sd = config.model.cartridge, config.actor.self_distillation
-  tokens, own = cartridge.tokens, 'slots and windows of the cartridge'
-  kept = ('path', 'document', 'divide_document')
-  _check_effects(cartridge, 'model.cartridge', 'tokens', 'a cartridge', own, kept)
+  tokens = cartridge.tokens
   if not cartridge.used:
-    _require(
-      config.plan.document_tokens is None,
-      f'plan.document_tokens={config.plan.document_tokens} has no effect without a cartridge: set '
-      'model.cartridge.tokens, or leave document_tokens at None.',
-    )
     return
   _require(
     not config.model.lora.used,
@@ -170,14 +127,9 @@ def _check_cartridge(config: schema.Sections) -> None:
     'another initializer.',
   )
   _require(
-    (cartridge.initializer == 'text') == bool(cartridge.init_text),
-    f'model.cartridge.init_text={cartridge.init_text!r} with initializer={cartridge.initializer!r}: it is the file of '
-    "initializer='text', and of no other; set both or neither.",
-  )
-  _require(
-    cartridge.divide_document is None or bool(cartridge.document),
-    f'model.cartridge.divide_document={cartridge.divide_document} has no effect without a document: name one in '
-    'model.cartridge.document, or leave divide_document at None.',
+    bool(cartridge.path) or cartridge.initializer != 'text' or bool(cartridge.init_text),
+    "model.cartridge.init_text is empty, and initializer='text' begins with its first tokens: name a text file, or "
+    'another initializer.',
   )
   _require(
     not config.actor.pack_sequences,
@@ -326,47 +278,24 @@ def _check_teacher(config: schema.Sections) -> None:
     "prompt again and learn nothing; set teacher_context to 'reprompt', or name another teacher.",
   )
   _check_other_teacher(config)
-  interval, restarts = sd.teacher_restart_interval, sd.teacher_regularization == 'restart'
   _require(
-    not restarts or interval is not None,
-    f"{_DISTILLATION}.teacher_restart_interval must be at least 1 for teacher_regularization='restart', not "
-    f'{interval}: set it to the generation batches between two restarts.',
-  )
-  _require(
-    restarts or interval is None,
-    f'{_DISTILLATION}.teacher_restart_interval={interval} has no effect on '
-    f"teacher_regularization='{sd.teacher_regularization}': set it to 'restart', or leave the interval at None.",
+    sd.teacher_regularization != 'restart' or sd.teacher_restart_interval is not None,
+    f"{_DISTILLATION}.teacher_restart_interval must be at least 1 for teacher_regularization='restart', not None: set "
+    'it to the generation batches between two restarts.',
   )
 
 
 def _check_other_teacher(config: schema.Sections) -> None:
   sd = config.actor.self_distillation
-  if sd.distillation_topk_of == 'teacher':
-    named = f"{_DISTILLATION}.distillation_topk_of='teacher'"
-    _require(
-      sd.full_logit_distillation and sd.distillation_topk is not None,
-      f'{named} has no effect, as there is no top K: set distillation_topk and full_logit_distillation=True, or leave '
-      "it at 'student'.",
-    )
-    _require(
-      sd.teacher_regularization != 'trust-region',
-      f"{named} with teacher_regularization='trust-region', which mixes logits of two models at every token: take "
-      "another teacher, or the top K of the 'student'.",
-    )
-    _require(
-      not sd.teacher_endpoint.used,
-      f"{named} has no effect with {_DISTILLATION}.teacher_endpoint, whose answers name the teacher's tokens in any "
-      "case (teacher_endpoint.top_k): leave it at 'student'.",
-    )
+  _require(
+    sd.distillation_topk_of != 'teacher' or sd.teacher_regularization != 'trust-region',
+    f"{_DISTILLATION}.distillation_topk_of='teacher' with teacher_regularization='trust-region', which mixes logits of "
+    "two models at every token: take another teacher, or the top K of the 'student'.",
+  )
   _check_endpoint(config)
   if not sd.teacher_model:
     return
   named = f'{_DISTILLATION}.teacher_model={sd.teacher_model}'
-  _require(
-    config.actor.policy_loss.loss_mode == 'sdpo',
-    f'{named} has no effect with actor.policy_loss.loss_mode={config.actor.policy_loss.loss_mode!r}, which has no '
-    "teacher: set loss_mode to 'sdpo', or leave teacher_model empty.",
-  )
   _require(
     sd.teacher_regularization == 'base',
     f'{named} with teacher_regularization={sd.teacher_regularization!r}: the teacher is that model as it is; set '
@@ -384,8 +313,6 @@ def _check_endpoint(config: schema.Sections) -> None:
   sd, endpoint = config.actor.self_distillation, config.actor.self_distillation.teacher_endpoint
   section = f'{_DISTILLATION}.teacher_endpoint'
   if not endpoint.used:
-    names = ('dialect', 'model', 'tokenizer', 'top_k', 'api_key_env')
-    _require_defaults(endpoint, section, names, f' without an address: set {section}.url')
     return
   check_address(endpoint.url, f'{section}.url', f'{section}.api_key_env')
   for name, what in (
@@ -397,11 +324,6 @@ def _check_endpoint(config: schema.Sections) -> None:
     endpoint.dialect != 'fireworks' or endpoint.top_k <= FIREWORKS_MOST,
     f"{section}.top_k={endpoint.top_k} with dialect='fireworks', which gives {FIREWORKS_MOST} log-probs at a position "
     'at most: lower it, or ask a vLLM server.',
-  )
-  _require(
-    config.actor.policy_loss.loss_mode == 'sdpo',
-    f'{section}.url has no effect with actor.policy_loss.loss_mode={config.actor.policy_loss.loss_mode!r}, which has '
-    "no teacher: set loss_mode to 'sdpo', or leave the address empty.",
   )
   _require(
     sd.teacher_regularization == 'base',
@@ -421,16 +343,9 @@ def _check_endpoint(config: schema.Sections) -> None:
 
 
 def _check_algorithm(config: schema.Sections) -> None:
-  algorithm, loss, sd = config.algorithm, config.actor.policy_loss, config.actor.self_distillation
+  algorithm = config.algorithm
   if algorithm.mode != 'hybrid':
-    why = f" on algorithm.mode={algorithm.mode!r}: set that to 'hybrid'"
-    _require_defaults(algorithm, 'algorithm', ('sdpo_coef', 'policy_gradient_coef'), why)
     return
-  _require(
-    loss.loss_mode == 'sdpo',
-    f"algorithm.mode='hybrid' has no effect with actor.policy_loss.loss_mode={loss.loss_mode!r}, which is the policy "
-    "gradient alone: set loss_mode to 'sdpo', or algorithm.mode to 'pure_sdpo'.",
-  )
   _require(
     algorithm.sdpo_coef > 0 or algorithm.policy_gradient_coef > 0,
     'algorithm.sdpo_coef and algorithm.policy_gradient_coef are both 0, so that nothing is minimised: raise one of '
@@ -441,45 +356,14 @@ def _check_algorithm(config: schema.Sections) -> None:
     f"algorithm.mode='hybrid' with rollout.sampled_by={config.rollout.sampled_by!r}: a policy gradient learns from "
     "what the student has drawn; set sampled_by to 'student', or algorithm.mode to 'pure_sdpo'.",
   )
-  if algorithm.sdpo_coef > 0:
-    return
-  asked = {
-    f'{_DISTILLATION}.teacher_model': bool(sd.teacher_model),
-    f'{_DISTILLATION}.teacher_endpoint.url': sd.teacher_endpoint.used,
-    'trainer.test_divergence': config.trainer.test_divergence,
-    'rollout.sampled_by': config.rollout.sampled_by == 'teacher',
-    f'{_DISTILLATION}.feedback_model': bool(sd.feedback_model),
-  }
-  for name, is_set in asked.items():
-    _require(
-      not is_set,
-      f'{name} has no effect with algorithm.sdpo_coef=0, which leaves no teacher: raise sdpo_coef, or leave {name} at '
-      'its default.',
-    )
 
 
 def _check_written_feedback(config: schema.Sections) -> None:
   sd = config.actor.self_distillation
   endpoint, section = sd.feedback_endpoint, f'{_DISTILLATION}.feedback_endpoint'
-  asked = f'{_DISTILLATION}.feedback_model={sd.feedback_model!r}'
-  if sd.feedback_model != 'endpoint':
-    for name in ('url', 'model', 'api_key_env'):
-      # Addresses are not quoted, since they can contain a key.
-      _require(
-        not getattr(endpoint, name),
-        f"{section}.{name} has no effect with {asked}: set the latter to 'endpoint', or leave {name} empty.",
-      )
   if not sd.feedback_model:
-    names = ('feedback_max_prompt_len', 'feedback_max_tokens', 'feedback_temperature', 'feedback_keeps_output')
-    why = f', as nobody writes feedback: set {_DISTILLATION}.feedback_model'
-    _require_defaults(sd, _DISTILLATION, names, why)
     return
   _check_template(f'{_DISTILLATION}.feedback_prompt_template', sd.feedback_prompt_template, FEEDBACK_FIELDS, 'writer')
-  _require(
-    config.actor.policy_loss.loss_mode == 'sdpo' and sd.teacher_context == 'reprompt',
-    f"{asked} has no effect without a teacher that reads it: set actor.policy_loss.loss_mode to 'sdpo' and "
-    f"{_DISTILLATION}.teacher_context to 'reprompt', or leave feedback_model empty.",
-  )
   if sd.feedback_model == 'endpoint':
     _require(bool(endpoint.url.strip()), f"{section}.url is empty: name an endpoint, or set feedback_model to 'self'.")
     check_address(endpoint.url, f'{section}.url', f'{section}.api_key_env')
@@ -487,16 +371,10 @@ def _check_written_feedback(config: schema.Sections) -> None:
 
 
 def _check_gathering(config: schema.Sections) -> None:
-  algorithm, least = config.algorithm, config.algorithm.min_sdpo_examples
+  least = config.algorithm.min_sdpo_examples
   if not least:
     return
   asked, rows = f'algorithm.min_sdpo_examples={least}', config.data.train_batch_size * config.rollout.n
-  teaches = config.actor.policy_loss.loss_mode == 'sdpo' and (algorithm.mode != 'hybrid' or algorithm.sdpo_coef > 0)
-  _require(
-    teaches and config.actor.self_distillation.teacher_context == 'reprompt',
-    f'{asked} counts completions with a signal of the teacher, and there is no such teacher: set '
-    f"actor.policy_loss.loss_mode to 'sdpo' and {_DISTILLATION}.teacher_context to 'reprompt', or the number to 0.",
-  )
   _require(
     least <= rows,
     f'{asked} is more than the {rows} completions that an update holds (data.train_batch_size × rollout.n): lower the '
@@ -539,14 +417,6 @@ def _check_optimizer(optimizer: schema.OptimizerConfig) -> None:
     f'optimizer.betas must be two numbers in [0, 1), not {optimizer.betas}.',
   )
   _check_schedule(optimizer)
-  default = type(optimizer)()
-  for name in dict.fromkeys(itertools.chain(*READS.values())):
-    value = getattr(optimizer, name)
-    _require(
-      name in READS[optimizer.name] or _same(value, getattr(default, name)),
-      f'optimizer.{name}={value} has no effect on optimizer.name={optimizer.name!r}: leave it at '
-      f'{getattr(default, name)}, or choose one of {", ".join(o for o, read in READS.items() if name in read)}.',
-    )
   for pattern in optimizer.weight_decay_exclude:
     _require(
       bool(pattern),
@@ -563,23 +433,11 @@ def _check_optimizer(optimizer: schema.OptimizerConfig) -> None:
 
 def _check_schedule(optimizer: schema.OptimizerConfig) -> None:
   steps, warmup = optimizer.lr_decay_steps, optimizer.lr_warmup_steps
-  for name, unset in (('lr_decay_steps', None), ('min_lr_ratio', 0)):
-    _require(
-      optimizer.lr_scheduler_type != 'constant' or getattr(optimizer, name) == unset,
-      f"optimizer.{name}={getattr(optimizer, name)} has no effect on optimizer.lr_scheduler_type='constant': set the "
-      f"schedule to 'cosine' or 'linear', or leave {name} at {unset}.",
-    )
   _require(
     steps is None or steps > warmup,
     f'optimizer.lr_decay_steps={steps} counts the warm-up and must be above optimizer.lr_warmup_steps={warmup}: raise '
     'it or shorten the warm-up.',
   )
-
-
-def _same(value: object, other: object) -> bool:
-  """Return whether two values of a setting are equal, with lists equal to tuples."""
-  listed = (tuple, list)
-  return value == other or (isinstance(value, listed) and isinstance(other, listed) and list(value) == list(other))
 
 
 def _check_trainer(config: schema.Sections, trains: bool) -> None:
@@ -677,11 +535,6 @@ def _check_serve(serve: schema.ServeConfig) -> None:
     'former or raise the latter.',
   )
   _require(len(learning.betas) == 2, f'serve.learning.betas must be two numbers, not {learning.betas}.')
-  _require(
-    limits.burst_tokens is None or limits.tokens_per_minute is not None,
-    f'serve.limits.burst_tokens={limits.burst_tokens} has no effect without a limit: set '
-    'serve.limits.tokens_per_minute, or leave burst_tokens at None.',
-  )
 
 
 def _check_template(name: str, template: str, fields: tuple[str, ...], reader: str = 'teacher') -> None:
@@ -703,10 +556,3 @@ def _sequences(config: schema.Sections) -> int:
 def _require(condition: bool, sentence: str) -> None:
   if not condition:
     raise UserError(sentence)
-
-
-def _require_defaults(section: object, prefix: str, names: Sequence[str], why: str) -> None:
-  """Raise UserError if a setting without effect is not at its default; `why` gives the reason and a remedy."""
-  for name in names:
-    value, unset = getattr(section, name), getattr(type(section)(), name)
-    _require(value == unset, f'{prefix}.{name}={value} has no effect{why}, or leave it at {unset!r}.')

@@ -71,6 +71,11 @@ def settings(config: Any, prefix: str = '') -> Iterator[tuple[str, Any, Any, dat
       yield prefix + field.name, value, hints[field.name], field
 
 
+def is_listed(name: str, listed: Sequence[str]) -> bool:
+  """Return whether a setting, or a section that contains it, is among the `listed` names."""
+  return any(name == entry or name.startswith(entry + '.') for entry in listed)
+
+
 @functools.cache
 def types_of(section: type) -> dict[str, Any]:
   """Return the types of the fields of a section's class by name, cached since reading annotations is slow."""

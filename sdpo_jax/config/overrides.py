@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+import copy
 import dataclasses
 from typing import Any
 import urllib.parse
 
-from sdpo_jax.config.fields import check_types, flatten, parse, parse_entry, types_of, unknown_setting
+from sdpo_jax.config.conditions import DEFAULTS, unread
+from sdpo_jax.config.fields import (
+  check_types,
+  flatten,
+  is_listed,
+  parse,
+  parse_entry,
+  types_of,
+  unknown_setting,
+)
 from sdpo_jax.config.validated import Config
 from sdpo_jax.errors import UserError
 
@@ -131,8 +141,8 @@ class Differences:
 def differences(saved: dict[str, Any], config: Config) -> Differences:
   """Return how `config` differs from a saved run's JSON, except in `RESUMABLE` settings.
 
-  Settings that did not exist when the run was saved have the values of `BEFORE`, or else their defaults. Parts of
-  addresses that may contain a key are left out of the phrases.
+  Settings that did not exist when the run was saved have the values of `BEFORE`, or else their defaults. Those that
+  neither of the two reads may differ, too. Parts of addresses that may contain a key are left out of the phrases.
   """
   old = _as_meant(flatten(Config()) | BEFORE | flatten(saved, like=Config()))
   new = _as_meant(flatten(config))
@@ -142,7 +152,8 @@ def differences(saved: dict[str, Any], config: Config) -> Differences:
   total = 'trainer.total_training_steps'
   if config.rollout.steps_off and old[total] < new[total]:
     found.named[EXTENDED] = [f'{total} was {old[total]} and is now {new[total]}']
-  for key in sorted(old.keys() | new.keys()):
+  before, now = ({name for _, idle in unread(settings) for name in idle} for settings in (old, new))
+  for key in sorted((old.keys() | new.keys()) - (before & now)):
     if is_listed(key, RESUMABLE) or old.get(key, ...) == new.get(key, ...):
       continue
     phrase = f'{key} was {_shown(key, old)} and is now {_shown(key, new)}'
@@ -188,11 +199,6 @@ def _shown(key: str, settings: dict[str, Any]) -> str:
   return repr(urllib.parse.urlunsplit(public)) + hidden
 
 
-def is_listed(name: str, listed: Sequence[str]) -> bool:
-  """Return whether a setting, or a section that contains it, is among the `listed` names."""
-  return any(name == entry or name.startswith(entry + '.') for entry in listed)
-
-
 # Setting → a string that is a value of this setting, whereas it stands for None in others.
 TEXTS = {'data.environment': 'none'}  # The grader of ungraded prompts; None itself is written None.
 
@@ -235,6 +241,14 @@ def assign(config: Config, name: str, value: Any) -> None:
   if leaf not in _hints(target):
     raise unknown_setting(config, name)
   setattr(target, leaf, tuple(value) if isinstance(value, list) else value)
+
+
+def reset_unread(config: Config) -> Config:
+  """Return the settings after setting what a run does not read to its default; for a config that varies another."""
+  for _, idle in unread(flatten(config)):
+    for name in idle:
+      assign(config, name, copy.deepcopy(DEFAULTS[name]))
+  return config
 
 
 def _place(config: Config, name: str) -> tuple[Any, str]:

@@ -13,8 +13,8 @@ from etils import epath
 import jax
 
 from sdpo_jax.config import CartridgeConfig, Config, LoraConfig, ModelConfig
-from sdpo_jax.config.fields import flatten
-from sdpo_jax.config.overrides import from_dict, is_listed
+from sdpo_jax.config.fields import flatten, is_listed
+from sdpo_jax.config.overrides import from_dict
 from sdpo_jax.config.privacy import public_place
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError

@@ -171,8 +171,10 @@ def _taught(batch: GenerationBatch, samples: np.ndarray) -> np.ndarray:
 def coefficients(batch: GenerationBatch, samples: np.ndarray, spec: BatchSpec) -> dict[str, np.ndarray]:
   """Return the per-token coefficients of the loss terms by their names in `Batch`, [M, T] each.
 
-  Only the loss's own terms are included. Denominators count every graded sample of the step, even those
-  without a signal (reference core_algos.py:1027-1082); ungraded samples are ignored.
+  Only the loss's own terms are included. Ungraded samples are ignored. A term is averaged over the tokens that have it
+  in each group of `actor.loss_group_size` samples, and then over the groups with a graded sample, even those without a
+  signal (reference core_algos.py:1027-1082). If one of eight graded samples is taught, it has the weight 1.0 by
+  default, as all are one group; 0.25 in groups of two; and 0.125 in groups of one, as in the reference's runs.
 
   Args:
     batch: the generation batch.

@@ -13,6 +13,7 @@ import numpy as np
 
 from sdpo_jax.command_lines import command_line
 from sdpo_jax.config import Config, rewards
+from sdpo_jax.config.conditions import unread_remarks
 from sdpo_jax.data import sources
 from sdpo_jax.data.prompts import Tokenizer
 from sdpo_jax.environments.grading import Graders
@@ -126,7 +127,7 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> CheckReport:
       else 'There is no checkpoint here: the run would begin at step 0.'
     )
     report.add(f'Resuming {workdir}', '\n'.join(changed) or nothing, changed)
-  report.odd += template_remarks(config, tokenizer)
+  report.odd += [*template_remarks(config, tokenizer), *unread_remarks(config)]
   report.odd += odd_settings(config, mesh.size, huggingface.positions(described))
   return report
 

@@ -7,7 +7,8 @@ import json
 import re
 from typing import Any
 
-from sdpo_jax.config.overrides import RESUMABLE, is_listed
+from sdpo_jax.config.fields import is_listed
+from sdpo_jax.config.overrides import RESUMABLE
 from sdpo_jax.reporting.run_files import RunFiles
 
 SEED = 'seed'

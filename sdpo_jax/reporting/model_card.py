@@ -20,9 +20,8 @@ from etils import epath
 
 import sdpo_jax
 from sdpo_jax.config import Config
-from sdpo_jax.config.fields import flatten
+from sdpo_jax.config.fields import flatten, is_listed
 from sdpo_jax.config.locations import is_hub_name
-from sdpo_jax.config.overrides import is_listed
 from sdpo_jax.config.privacy import public_place, public_settings
 from sdpo_jax.data.hub_datasets import PREFIX
 from sdpo_jax.errors import UserError, printable

@@ -12,6 +12,7 @@ import jax
 from sdpo_jax import liveness
 from sdpo_jax.command_lines import command_line
 from sdpo_jax.config import Config
+from sdpo_jax.config.conditions import unread_remarks
 from sdpo_jax.distributed import programs
 from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.environments.grading import Graders
@@ -44,7 +45,7 @@ def check_questions(
   tasks = {example.data_source for example in held_out}
   check_best_metric(config.trainer.best_metric, tasks, config.val_kwargs.n, config.alarms.epistemic_words)
   check_turn_end(config, tokenizer)
-  for remark in template_remarks(config, tokenizer):
+  for remark in (*template_remarks(config, tokenizer), *unread_remarks(config)):
     logging.warning('%s', remark)
   spec = objective_spec(config)
   check_reprompts(tokenizer, training, config, spec)

@@ -27,7 +27,11 @@ def test_the_paper_has_thirty_eight_experiments():
 def test_every_experiment_is_valid_and_judges_as_the_reference(arguments):
   config = paper.get_config(**arguments).validate()
   assert config.environments.profile == 'reference'
-  assert config.actor.self_distillation.thinking_rule == 'closed' and not config.data.split_special_tokens
+  shows = (
+    arguments.get('method', 'sdpo') == 'sdpo' and arguments.get('shown') != 'feedback'
+  )  # What is not read is usual.
+  assert config.actor.self_distillation.thinking_rule == ('closed' if shows else 'all')
+  assert not config.data.split_special_tokens
   assert config.data.train_files == (f'data/{arguments["task"]}/train.json',)
   assert config.model.path == paper.MODELS[arguments.get('model', 'qwen3_8b')]
 
@@ -88,11 +92,13 @@ def test_the_ablations_change_one_thing_each():
     }
     return {name: new for name, (old, new) in pairs.items() if old != new}
 
-  assert changes(teacher='frozen') == {'teacher_regularization': 'frozen'}
-  assert changes(teacher='live') == {'teacher_regularization': 'live'}
+  unread = {'teacher_update_rate': 0.05}
+  assert changes(teacher='frozen') == {'teacher_regularization': 'frozen'} | unread
+  assert changes(teacher='live') == {'teacher_regularization': 'live'} | unread
   assert changes(teacher='trust_region') == {'teacher_regularization': 'trust-region'}
   assert changes(shown='solution') == {'include_environment_feedback': False}
-  assert changes(shown='feedback') == {'include_demonstration': False}
+  unread = {'thinking_rule': 'all', 'demonstration': 'random'}
+  assert changes(shown='feedback') == {'include_demonstration': False} | unread
   assert changes(shown='attempt') == {'include_failed_attempt': True}
 
 

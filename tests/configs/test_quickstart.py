@@ -10,8 +10,12 @@ from sdpo_jax.models import huggingface, parameters
 from sdpo_jax.preflight.doubtful_settings import odd_settings
 from tests import tiny
 
+# Without a teacher nothing reads these, and they have their defaults.
+OF_THE_TEACHER = {
+  f'actor.self_distillation.{name}' for name in ('distillation_topk', 'max_reprompt_len', 'teacher_regularization')
+}
 CHANGED = {
-  'grpo': (quickstart_grpo, {'actor.policy_loss.loss_mode'}),
+  'grpo': (quickstart_grpo, {'actor.policy_loss.loss_mode', 'data.reprompt_buckets', *OF_THE_TEACHER}),
   'lora': (quickstart_lora, {'model.lora.rank', 'optimizer.lr'}),
 }
 

@@ -1,6 +1,7 @@
 """The package: what a wheel holds, its extras, and commands in a directory that is not the repository."""
 
 import functools
+import json
 import os
 import pathlib
 import re
@@ -50,11 +51,19 @@ class Sources:
     for name in listed.stdout.split('\0')[:-1]:  # A copy, since setuptools leaves what it builds beside the sources.
       (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
       shutil.copy(ROOT / name, self.folder / name)
+    self.git('init', '--quiet')
+    self.git('add', '--all', '--force')
+    self.git('-c', 'user.name=T', '-c', 'user.email=t@example.org', 'commit', '--quiet', '--message=All files')
     [needed] = tomllib.loads((ROOT / 'pyproject.toml').read_text())['build-system']['requires']
     done = self.python('pip', 'install', '--quiet', '--no-compile', '--target', self._tools, needed)
     if 'No matching distribution found for setuptools' in done.stderr:
       pytest.skip('there is no package index to take setuptools from')
     assert done.returncode == 0, done.stderr
+
+  def git(self, *arguments: str) -> str:
+    """Return what git prints in the copy."""
+    done = subprocess.run(['git', *arguments], cwd=self.folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
   def python(self, module: str, *arguments) -> subprocess.CompletedProcess:
     """Run a module in the copy, with setuptools."""
@@ -90,6 +99,12 @@ def installed(copied, tmp_path_factory):
 def held(folder: pathlib.Path) -> set[str]:
   """Return the paths of the files of an installed package."""
   return {path.relative_to(folder).as_posix() for path in (folder / 'sdpo_jax').rglob('*') if path.is_file()}
+
+
+def metadata(folder: pathlib.Path) -> tuple[str, dict]:
+  """Return the commit and the bill of materials of an installed package."""
+  [info] = folder.glob('sdpo_jax-*.dist-info')
+  return (info / 'commit.txt').read_text().strip(), json.loads((info / 'sboms' / 'sdpo_jax.cdx.json').read_text())
 
 
 def test_extras_are_the_requirement_files():
@@ -145,6 +160,22 @@ def test_a_source_distribution_installs_what_the_wheel_installs(copied, installe
   [archive] = tmp_path.glob('*.tar.gz')
   copied.install(archive, '--target', tmp_path / 'installed')
   assert held(tmp_path / 'installed') == held(installed)
+  assert metadata(tmp_path / 'installed') == metadata(installed)
+
+
+@pytest.mark.slow
+def test_the_metadata_of_the_wheel_name_its_commit_and_the_packages_of_the_lock(copied, installed):
+  commit, bill = metadata(installed)
+  assert commit == copied.git('rev-parse', 'HEAD')
+  component = bill['metadata']['component']
+  assert (bill['bomFormat'], component['name']) == ('CycloneDX', 'sdpo_jax')
+  assert component['pedigree']['commits'] == [{'uid': commit}]
+  lock = (ROOT / 'requirements.lock').read_text()
+  pins = [line.split()[0] for line in lock.splitlines() if '==' in line and not line.startswith('#')]
+  assert [f'{part["name"]}=={part["version"]}' for part in bill['components']] == pins
+  assert [part['purl'] for part in bill['components']] == [f'pkg:pypi/{pin.replace("==", "@")}' for pin in pins]
+  hashes = [found['hashes'][0]['content'] for part in bill['components'] for found in part['externalReferences']]
+  assert hashes == re.findall(r'sha256:(\w{64})', lock)
 
 
 @pytest.mark.slow

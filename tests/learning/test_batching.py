@@ -251,6 +251,14 @@ def test_group_size_one_counts_masked_sequences_as_the_reference():
     np.testing.assert_allclose(coef[row, : lengths[row]], expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize(('group_size', 'weight'), [(None, 1.0), (8, 1.0), (2, 0.25), (1, 0.125)])
+def test_one_taught_sample_of_eight_has_the_weight_of_its_group(group_size, weight):
+  config = make_config(loss_group_size=group_size)
+  samples = dataclasses.replace(make_samples(config), distill_mask=per_token([0, 0, 0, 0, 0, 1, 0, 0]))
+  coef = batching.coefficients(samples, np.arange(8), batch_spec(config))['distill_coef']
+  assert coef.sum(1).tolist() == [0, 0, 0, 0, 0, pytest.approx(weight, rel=1e-6), 0, 0]
+
+
 def test_no_signal_no_micro_batches():
   config = make_config()
   samples = dataclasses.replace(make_samples(config), distill_mask=per_token(np.zeros(8)))

@@ -291,13 +291,13 @@ def test_the_patterns_that_the_help_suggests_are_those_of_every_published_model(
   [
     (
       {'name': 'sgd', 'weight_decay': 0.1},
-      "weight_decay=0.1 has no effect on optimizer.name='sgd': leave it at 0.01, or",
+      "weight_decay=0.1 has no effect with optimizer.name='sgd': .*, or leave it at 0.01",
     ),
-    ({'name': 'lion', 'eps': 1e-6}, "eps=1e-06 has no effect on optimizer.name='lion': .*choose one of adamw, muon"),
-    ({'name': 'adafactor', 'mu_dtype': 'bfloat16'}, 'mu_dtype=bfloat16 has no effect'),
-    ({'momentum': 0.9}, "momentum=0.9 has no effect on optimizer.name='adamw'"),
-    ({'min_lr_ratio': 0.1}, "min_lr_ratio=0.1 has no effect on optimizer.lr_scheduler_type='constant'"),
-    ({'lr_decay_steps': 10}, "lr_decay_steps=10 has no effect .* leave lr_decay_steps at None"),
+    ({'name': 'lion', 'eps': 1e-6}, "eps=1e-06 has no effect with .*='lion': set that to 'adamw' or 'muon'"),
+    ({'name': 'adafactor', 'mu_dtype': 'bfloat16'}, "mu_dtype='bfloat16' has no effect"),
+    ({'momentum': 0.9}, "momentum=0.9 has no effect with optimizer.name='adamw'"),
+    ({'min_lr_ratio': 0.1}, "min_lr_ratio=0.1 has no effect with optimizer.lr_scheduler_type='constant'"),
+    ({'lr_decay_steps': 10}, "lr_decay_steps=10 has no effect .* leave it at None"),
     (
       {'lr_scheduler_type': 'linear', 'lr_decay_steps': 10},
       'lr_decay_steps=10 counts the warm-up .*lr_warmup_steps=10',

@@ -387,7 +387,7 @@ def test_the_flag_replaces_what_the_config_says_of_an_adapter(load_config):
   assert load_config('dir', ('trainer.save_freq', '7')).model.lora == LoraConfig(path='dir')
   with pytest.raises(UserError, match=r'--config\.model\.lora\.rank=8 has no effect with --adapter=dir, .*: omit one'):
     load_config('dir', ('model.lora.rank', '8'))
-  with pytest.raises(UserError, match='model.lora.rank=3 has no effect .* leave model.lora.rank at None'):
+  with pytest.raises(UserError, match='rank=3 and .* have no effect with model.lora.path=.dir., which determines'):
     load_config(None, ('model.lora.path', 'dir'))
   with pytest.raises(UserError, match='--adapter is empty'):
     load_config('')

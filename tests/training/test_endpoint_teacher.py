@@ -178,7 +178,7 @@ def of(**changes):
     (of_endpoint(tokenizer=' '), 'teacher_endpoint.tokenizer is empty'),
     (of_endpoint(dialect='fireworks'), "top_k=20 with dialect='fireworks', which gives 5"),
     (of_endpoint(url='http://user:pw@host/v1'), 'holds a user or a password'),
-    (of_endpoint(url=''), 'teacher_endpoint.model=m has no effect without an address'),
+    (of_endpoint(url=''), "teacher_endpoint.model='m' and .* have no effect with .*teacher_endpoint.url=''"),
     (of(rollout__temperature=0.7), 'at temperature 1'),
     (of(actor__self_distillation__teacher_regularization='ema'), "teacher_regularization to 'base'"),
     (of(actor__self_distillation__teacher_model='other'), 'which has another teacher'),

@@ -150,10 +150,16 @@ def test_the_sum_of_both_terms_is_that_of_numpy():
     ({**HYBRID, 'algorithm__policy_gradient_coef': -1.0}, 'must be at least 0'),
     ({'actor__self_distillation__feedback_max_tokens': 8}, 'nobody writes feedback'),
     ({'actor__self_distillation__feedback_model': 'endpoint'}, 'feedback_endpoint.url is empty'),
-    ({'actor__self_distillation__feedback_endpoint__model': 'm'}, "model has no effect with .*feedback_model=''"),
-    ({'actor__self_distillation__feedback_model': 'self', 'actor__policy_loss__loss_mode': 'vanilla'}, 'reads it'),
+    (
+      {'actor__self_distillation__feedback_endpoint__model': 'm'},
+      "model='m' has no effect with .*feedback_model=''",
+    ),
+    (
+      {'actor__self_distillation__feedback_model': 'self', 'actor__policy_loss__loss_mode': 'vanilla'},
+      'has no teacher',
+    ),
     ({'algorithm__min_sdpo_examples': 9}, 'is more than the 8 completions that an update holds'),
-    ({'algorithm__min_sdpo_examples': 1, 'actor__policy_loss__loss_mode': 'vanilla'}, 'there is no such teacher'),
+    ({'algorithm__min_sdpo_examples': 1, 'actor__policy_loss__loss_mode': 'vanilla'}, 'which has no teacher'),
     ({'algorithm__min_sdpo_examples': 1, 'trainer__batch_order': 'balanced'}, 'the order of one generation batch'),
   ],
 )
