@@ -164,6 +164,11 @@ def names() -> tuple[str, ...]:
   return _names(_FACTORIES, 'environment')
 
 
+def is_built_in(name: str) -> bool:
+  """Return whether a grader of this name is one of this project's."""
+  return name in _BUILT_IN['environment']
+
+
 def register_generator(name: str) -> Callable[[Registered], Registered]:
   """Return a decorator that registers a question generator under `name`; raises ValueError if the name is taken."""
   return _adder(_GENERATORS, 'generator', name)
