@@ -25,9 +25,9 @@ from typing import Any
 
 def main() -> None:
   """Answer calls until the trainer closes the connection."""
-  signal.signal(signal.SIGIO, signal.SIG_DFL)  # Ends a process.
-  signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGIO])
   fcntl.fcntl(0, fcntl.F_SETOWN, -os.getpid())  # All processes of this one's group.
+  if sys.platform == 'linux':  # Elsewhere it is SIGIO, which a grader could ignore.
+    fcntl.fcntl(0, fcntl.F_SETSIG, signal.SIGKILL)
   fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
   connection, own = Connection(int(sys.argv[1])), os.getpid()
   settings = pickle.loads(connection.recv_bytes())
