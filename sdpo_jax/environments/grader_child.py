@@ -24,7 +24,7 @@ from typing import Any
 
 
 def main() -> None:
-  """Answer calls until the trainer closes the connection."""
+  """Answer calls until an empty one, or until the trainer is gone."""
   fcntl.fcntl(0, fcntl.F_SETOWN, -os.getpid())  # All processes of this one's group.
   if sys.platform == 'linux':  # Elsewhere it is SIGIO, which a grader could ignore.
     fcntl.fcntl(0, fcntl.F_SETSIG, signal.SIGKILL)
@@ -34,11 +34,10 @@ def main() -> None:
   sys.path[:] = settings['path']
   grader: Any = None
   with contextlib.suppress(EOFError):
-    while True:
-      answer, grader = answered(grader, settings, connection.recv_bytes())
-      for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # The grader may have closed it.
-          stream.flush()
+    while request := connection.recv_bytes():
+      answer, grader = answered(grader, settings, request)
+      with contextlib.suppress(OSError, ValueError, AttributeError):  # The grader may have closed it.
+        sys.stdout.flush()
       if os.getpid() != own:  # A fork that the grader made and did not end.
         os._exit(0)
       connection.send_bytes(json.dumps(answer).encode())
@@ -47,25 +46,23 @@ def main() -> None:
 def answered(grader: Any, settings: dict[str, Any], request: bytes) -> tuple[dict[str, Any], Any]:
   """Return the answer to a request and the grader, which the first request brings.
 
-  The answer has 'outcomes' and 'unusable' as from `sound`, or what went wrong: 'refused', if the request cannot be
+  The answer has 'outcomes' and 'unusable' as from `called`, or what went wrong: 'refused', if the request cannot be
   read, 'user_error' or 'raised'.
   """
-  from sdpo_jax.environments.outcomes import described, sound  # The path is known only now.
+  from sdpo_jax.environments.outcomes import called, described  # The path is known only now.
   from sdpo_jax.errors import UserError
 
   try:
     for name, (file, constants) in settings.pop('modules', {}).items():
-      bring(load(name, file), constants)
+      here = vars(load(name, file))
+      here.update({key: value for key, value in constants.items() if here.get(key) != value})  # Scripts change them.
     asked = pickle.loads(request)
   except BaseException as error:
     return {'refused': described(error)}, None
   if grader is None:
     return {}, asked
-  method, arguments, keywords = asked
-  count = len(arguments[1]) if arguments else 0  # Before the grader can change it.
   try:
-    said = getattr(grader, method)(*arguments, **keywords)
-    outcomes, unusable = sound(said, settings['name'], count, settings['score_range']) if arguments else ([], [])
+    outcomes, unusable = called(grader, *asked, settings['name'], settings['score_range'])
     return {'outcomes': [vars(outcome) for outcome in outcomes], 'unusable': unusable}, grader
   except UserError as error:
     return {'user_error': str(error)}, grader
@@ -75,23 +72,12 @@ def answered(grader: Any, settings: dict[str, Any], request: bytes) -> tuple[dic
 
 def load(name: str, file: str) -> ModuleType:
   """Return a module, by its name or else from its file, as the trainer has loaded it."""
-  try:
+  if importlib.util.find_spec(name) is not None:
     return importlib.import_module(name)
-  except ModuleNotFoundError as error:
-    if error.name not in (name, name.partition('.')[0]):
-      raise
   spec = importlib.util.spec_from_file_location(name, file)
   module = sys.modules[name] = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
   return module
-
-
-def bring(module: ModuleType, constants: dict[str, Any]) -> None:
-  """Give a module the plain values that it has in the trainer, where a script may have changed them."""
-  for name, value in constants.items():
-    here = vars(module).get(name)
-    if type(here) is not type(value) or here != value:
-      setattr(module, name, value)
 
 
 if __name__ == '__main__':

@@ -31,7 +31,7 @@ CHILD = pathlib.Path(__file__).with_name('grader_child.py')
 CLOSE_S = 5.0  # For what a process does at its exit, such as writing what it has in buffers.
 START_S = 120.0  # A grader whose modules are not loaded by then stays in a thread.
 MESSAGE = 2**28  # Most bytes of an answer.
-_PLAIN = (bool, int, float, str, bytes, type(None))
+_PLAIN = (bool, int, float, str, bytes, type(None), list, tuple, set, frozenset, dict)
 
 
 class UnsendableError(Exception):
@@ -75,15 +75,15 @@ class GraderProcess:
       self.end()
       raise
 
-  def ask(self, method: str, *arguments: Any, **keywords: Any) -> tuple[list[Outcome], list[str]]:
-    """Call a method of the grader; return its outcomes as `outcomes.sound` does.
+  def ask(self, method: str, asked: Sequence[list[Any]]) -> tuple[list[Outcome], list[str]]:
+    """Call a method of the grader as `outcomes.called` does.
 
     Raises:
       UnsendableError: the arguments cannot be sent.
       UserError: the grader raised it, or returned no outcomes.
       RaisedError: it raised something else, or ended the process.
     """
-    answer = self._asked(_pickled(pickle.dumps, (method, arguments, keywords)))
+    answer = self._asked(_pickled(pickle.dumps, (method, asked)))
     return [Outcome(**fields) for fields in answer['outcomes']], answer['unusable']
 
   def end(self) -> int:
@@ -94,8 +94,8 @@ class GraderProcess:
   def close(self) -> None:
     """Let the process end by itself, unless it is at work."""
     if not (self._busy or self.ended):
-      with _shared(self._connection) as ours, contextlib.suppress(subprocess.TimeoutExpired):
-        ours.shutdown(socket.SHUT_WR)
+      with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        self._connection.send_bytes(b'')
         self._process.wait(CLOSE_S)
     self.end()
 
@@ -147,11 +147,8 @@ class _Packer(pickle.Pickler):
 
 
 def _is_plain(value: Any) -> bool:
-  if type(value) in (list, tuple, set, frozenset):
-    return all(map(_is_plain, value))
-  if type(value) is dict:
-    return all(map(_is_plain, value.items()))
-  return type(value) in _PLAIN
+  parts = value.items() if type(value) is dict else value if type(value) in _PLAIN[-5:-1] else ()
+  return type(value) in _PLAIN and all(map(_is_plain, parts))
 
 
 def _pickled(pickled: Any, value: Any) -> Any:
@@ -169,9 +166,5 @@ def _end(process: subprocess.Popen, connection: Connection) -> None:
   process.wait()
   process.stdin.close()
   # Not closed: a thread may still read. It closes with its last user.
-  with contextlib.suppress(OSError), _shared(connection) as ours:
+  with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ours:
     ours.shutdown(socket.SHUT_RDWR)
-
-
-def _shared(connection: Connection) -> socket.socket:
-  return socket.socket(fileno=os.dup(connection.fileno()))

@@ -20,7 +20,7 @@ import numpy as np
 from sdpo_jax.config import EnvironmentsConfig, rewards
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grader_process import GraderProcess, RaisedError, UnsendableError
-from sdpo_jax.environments.outcomes import checked, described, sound, ungraded
+from sdpo_jax.environments.outcomes import called, checked, described, ungraded
 from sdpo_jax.environments.reward_functions import is_reward_function
 from sdpo_jax.environments.time_limit import EndedError, OverranError, call_within
 from sdpo_jax.errors import UserError, short_repr
@@ -225,7 +225,7 @@ class Graders(contextlib.AbstractContextManager['Graders']):
     """Call the grader and check its outcomes; raises what it raises, or UserError if it returns no list of outcomes."""
     grader = self.get(name)
     asked = [list(values) for values in zip(*parts, strict=True)]
-    outcomes, unusable = self._call(name, grader, '__call__', *asked[:2], truncated=asked[2])
+    outcomes, unusable = self._call(name, grader, '__call__', asked)
     if unusable:
       logging.warning(
         'The grader %r returned unusable outcomes for %d of %d completions, which are ungraded; the first: %s.',
@@ -249,28 +249,25 @@ class Graders(contextlib.AbstractContextManager['Graders']):
         logging.warning('The %s() of the grader %r failed: %r', method, name, error)
 
   def _call(
-    self, name: str, grader: registry.Grader, method: str, *arguments: list[Any], **keywords: list[Any]
+    self, name: str, grader: registry.Grader, method: str, asked: Sequence[list[Any]] = ()
   ) -> tuple[list[Outcome], list[str]]:
-    """Call a method of a grader within the time limit, in its process or else in a thread; return as `sound`.
+    """Call a method of a grader as `called`, within the time limit, in its process or else in a thread.
 
     Raises what the grader raises, in a process a RaisedError for it, or UserError if too many threads hang.
     """
     try:
       if process := self._process(name, grader):
-        return self._within(name, grader, functools.partial(process.ask, method, *arguments, **keywords))
+        return self._within(name, grader, functools.partial(process.ask, method, asked))
     except UnsendableError as error:
       self._stay[name] = f'cannot be sent to a process ({error})'
     except OverranError:
       self._processes.pop(name).end()
       raise
-    own = arguments if registry.is_built_in(name) else _copied(arguments)
-
-    def called() -> tuple[list[Outcome], list[str]]:
-      said = getattr(grader, method)(*own, **{key: list(value) for key, value in keywords.items()})
-      return sound(said, name, len(arguments[1]), self._settings.score_range) if arguments else ([], [])
-
+    own = asked if registry.is_built_in(name) else _copied(asked)
     try:
-      return self._within(name, grader, called)
+      return self._within(
+        name, grader, functools.partial(called, grader, method, own, name, self._settings.score_range)
+      )
     except OverranError as error:
       self._hanging = [thread for thread in (*self._hanging, error.thread) if thread.is_alive()]
       if len(self._hanging) < MAX_HANGING:
@@ -286,10 +283,9 @@ class Graders(contextlib.AbstractContextManager['Graders']):
 
   def _process(self, name: str, grader: registry.Grader) -> GraderProcess | None:
     """Return a grader's process, started if it does not run; None if the grader stays in this process."""
-    if not getattr(grader, 'needs_process', not registry.is_built_in(name)):
-      self._stay[name] = 'is built in'
-    elif hasattr(grader, 'close') or getattr(grader, 'limits_itself', False):
-      self._stay[name] = 'has a method close()'
+    own = hasattr(grader, 'close') or getattr(grader, 'limits_itself', False)
+    if own or not getattr(grader, 'needs_process', not registry.is_built_in(name)):
+      self._stay[name] = 'has a method close()'  # Others have limits of their own, or need none.
     if name in self._stay:
       return None
     found = self._processes.get(name)

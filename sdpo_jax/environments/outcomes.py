@@ -73,20 +73,35 @@ def checked(outcome: Outcome, score_range: Sequence[float]) -> Outcome:
   return Outcome(score, feedback, {name: value for name, value in metrics.items() if value is not ...})
 
 
-def sound(outcomes: Any, grader: str, count: int, score_range: Sequence[float]) -> tuple[list[Outcome], list[str]]:
-  """Return what a grader returned for `count` completions, `checked`, and the reasons of outcomes that are unusable.
+def called(
+  grader: Any, method: str, asked: Sequence[list[Any]], name: str, score_range: Sequence[float]
+) -> tuple[list[Outcome], list[str]]:
+  """Call a method of a grader; return its outcomes, `checked`, and the reasons of those that cannot be used.
+
+  Args:
+    grader: user code, which may change its arguments.
+    method: '__call__', or one without arguments, whose result is dropped.
+    asked: questions, completions, and whether these were cut off; empty for other methods.
+    name: of the grader, for messages.
+    score_range: as for `checked`.
 
   Raises:
-    UserError: these are not so many outcomes; names the grader.
+    UserError: it returned anything but an outcome for each completion.
   """
+  if not asked:
+    getattr(grader, method)()
+    return [], []
+  examples, completions, truncated = asked
+  count = len(completions)
+  outcomes = grader(examples, completions, truncated=truncated)
   if not isinstance(outcomes, Sequence) or not all(isinstance(outcome, Outcome) for outcome in outcomes):
     raise UserError(
-      f'The grader {grader!r} must return a list with one sdpo_jax.types.Outcome for each completion, not '
+      f'The grader {name!r} must return a list with one sdpo_jax.types.Outcome for each completion, not '
       f'{short_repr(outcomes)}.'
     )
   if len(outcomes) != count:
     raise UserError(
-      f'The grader {grader!r} returned {len(outcomes)} outcomes for {count} completions: it must return one for each, '
+      f'The grader {name!r} returned {len(outcomes)} outcomes for {count} completions: it must return one for each, '
       'in order.'
     )
   found = [checked(outcome, score_range) for outcome in outcomes]
