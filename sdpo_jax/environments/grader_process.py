@@ -117,6 +117,9 @@ class GraderProcess:
       code = self.end()
       how = f'exit code {code}' if code >= 0 else signal.Signals(-code).name
       raise RaisedError(f'ended its process ({how})') from error
+    finally:
+      if self.ended:  # Here nothing reads it any more.
+        self._connection.close()
     self._busy = False
     if 'refused' in answer:
       self.end()
