@@ -115,7 +115,7 @@ class GraderProcess:
       answer = json.loads(self._connection.recv_bytes(MESSAGE))
     except (OSError, EOFError, ValueError) as error:
       code = self.end()
-      how = f'exit code {code}' if code >= 0 else signal.Signals(-code).name
+      how = f'exit code {code}' if code >= 0 else signal.strsignal(-code)
       raise RaisedError(f'ended its process ({how})') from error
     finally:
       if self.ended:  # Here nothing reads it any more.

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import logging
 import math
@@ -257,7 +256,7 @@ class Graders(contextlib.AbstractContextManager['Graders']):
     """
     try:
       if process := self._process(name, grader):
-        return self._within(name, grader, functools.partial(process.ask, method, asked))
+        return self._within(name, grader, lambda: process.ask(method, asked))
     except UnsendableError as error:
       self._stay[name] = f'cannot be sent to a process ({error})'
     except OverranError:
@@ -265,9 +264,7 @@ class Graders(contextlib.AbstractContextManager['Graders']):
       raise
     own = asked if registry.is_built_in(name) else _copied(asked)
     try:
-      return self._within(
-        name, grader, functools.partial(called, grader, method, own, name, self._settings.score_range)
-      )
+      return self._within(name, grader, lambda: called(grader, method, own, name, self._settings.score_range))
     except OverranError as error:
       self._hanging = [thread for thread in (*self._hanging, error.thread) if thread.is_alive()]
       if len(self._hanging) < MAX_HANGING:

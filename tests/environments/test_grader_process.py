@@ -334,7 +334,7 @@ def test_a_killed_trainer_leaves_no_process_whatever_code_it_is_in(module, text)
 LATE = 'gave no answer within 0.5 s (environments.grader_timeout_s)'
 MISDEEDS = {
   'exit': 'ended its process (exit code 3)',
-  'signal': 'ended its process (SIGSEGV)',
+  'signal': 'ended its process (Segmentation fault)',
   'expression': LATE,
   'ignore': LATE,
   'write': 'ended its process',
