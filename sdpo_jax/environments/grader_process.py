@@ -157,8 +157,6 @@ def _is_plain(value: Any) -> bool:
 def _pickled(pickled: Any, value: Any) -> Any:
   try:
     return pickled(value)
-  except UnsendableError:
-    raise
   except Exception as error:  # What a value raises depends on its type.
     raise UnsendableError(first_line(error)) from error
 

@@ -30,7 +30,7 @@ def make(settings: EnvironmentsConfig) -> RemoteGrader:
   server = json_server.JsonServer(
     url, authorization=key, secrets=secrets, connections=http.concurrency, setting=f'{prefix}.url'
   )
-  return RemoteGrader(NAME, server, http, body=lambda *part: (request(*part), outcome))
+  return RemoteGrader(NAME, server, http, body=request, read=outcome)
 
 
 def request(example: Example, completion: str, truncated: bool) -> dict[str, Any]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import threading
 from typing import Any
 
 from sdpo_jax.config import EnvironmentsConfig, JudgeConfig
 from sdpo_jax.environments import chat_endpoint, json_server
 from sdpo_jax.environments.outcomes import encodable
 from sdpo_jax.environments.registry import register_factory
-from sdpo_jax.environments.remote import Reader, RemoteGrader
+from sdpo_jax.environments.remote import RemoteGrader
 from sdpo_jax.environments.thinking import without_thinking
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable
@@ -41,12 +42,13 @@ def make(settings: EnvironmentsConfig) -> RemoteGrader:
   server = chat_endpoint.connect(judge, prefix, address='base_url', needs_key=False)
   if not judge.model.strip():
     raise UserError(f'{prefix}.model is empty: set it to the name of the judging model at the endpoint.')
+  drawn = threading.local()  # A request is made and its answer read in the same thread.
 
-  def body(*part: Any) -> tuple[dict[str, Any], Reader]:
-    tag = secrets.token_hex(8)
-    return request(*part, judge, tag=tag), lambda answer: outcome(answer, tag)
+  def body(*part: Any) -> dict[str, Any]:
+    drawn.tag = secrets.token_hex(8)
+    return request(*part, judge, tag=drawn.tag)
 
-  return RemoteGrader(NAME, server, judge, body=body)
+  return RemoteGrader(NAME, server, judge, body=body, read=lambda answer: outcome(answer, drawn.tag))
 
 
 def request(example: Example, completion: str, truncated: bool, settings: JudgeConfig, *, tag: str) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from sdpo_jax.types import Example, Outcome
 
 _LARGEST = 1e38  # Scores become float32.
 
+# (question, completion, whether it was cut off) → what to post; called again for every attempt.
+Body = Callable[[Example, str, bool], Mapping[str, Any]]
 Reader = Callable[[Any], Outcome]  # From the JSON of an answer; raises Fault if it is not valid.
-# (question, completion, whether it was cut off) → what to post, and how to read the answer; called for every attempt.
-Body = Callable[[Example, str, bool], tuple[Mapping[str, Any], Reader]]
 
 
 def number(value: Any, name: str) -> float:
@@ -43,7 +43,9 @@ class RemoteGrader:
 
   limits_itself = True
 
-  def __init__(self, name: str, server: JsonServer, settings: HttpGraderConfig | JudgeConfig, *, body: Body):
+  def __init__(
+    self, name: str, server: JsonServer, settings: HttpGraderConfig | JudgeConfig, *, body: Body, read: Reader
+  ):
     """Prepare the threads; nothing is asked yet.
 
     Args:
@@ -51,8 +53,9 @@ class RemoteGrader:
       server: answers all requests; closed with the grader.
       settings: time limit, retries and concurrency.
       body: makes the body to post for a completion.
+      read: converts an answer to an outcome, in the thread in which `body` has made what was posted.
     """
-    self._name, self._server, self._body = name, server, body
+    self._name, self._server, self._body, self._read = name, server, body, read
     self._timeout_s, self._retries, self._concurrency = settings.timeout_s, settings.retries, settings.concurrency
     self._threads = ThreadPoolExecutor(self._concurrency, thread_name_prefix=f'grader-{name}')
     self._closing = threading.Event()
@@ -117,14 +120,13 @@ class RemoteGrader:
         f'{self._server.public_url} ({self._server.setting}) answers, then start the same command again.'
       )
 
-  def _ask(self, body: Callable[[], tuple[Mapping[str, Any], Reader]], batch: _Batch) -> Outcome:
+  def _ask(self, body: Callable[[], Mapping[str, Any]], batch: _Batch) -> Outcome:
     for attempt in range(self._retries + 1):
       if batch.given_up:
         raise Fault(f'there was no answer to any of {len(batch.causes)} requests before it ({batch.causes[-1]})')
       try:
-        asked, read = body()
-        outcome = read(
-          self._server.ask(asked, self._timeout_s, name=f'grader-{self._name}', on_answer=batch.answered.set)
+        outcome = self._read(
+          self._server.ask(body(), self._timeout_s, name=f'grader-{self._name}', on_answer=batch.answered.set)
         )
         liveness.progress()
         return outcome
