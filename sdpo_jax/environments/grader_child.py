@@ -72,7 +72,7 @@ def answered(grader: Any, settings: dict[str, Any], request: bytes) -> tuple[dic
 
 def load(name: str, file: str) -> ModuleType:
   """Return a module, by its name or else from its file, as the trainer has loaded it."""
-  if importlib.util.find_spec(name) is not None:
+  if (found := importlib.util.find_spec(name)) and found.origin == file:
     return importlib.import_module(name)
   spec = importlib.util.spec_from_file_location(name, file)
   module = sys.modules[name] = importlib.util.module_from_spec(spec)

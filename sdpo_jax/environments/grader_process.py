@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from typing import Any
 import weakref
 
@@ -54,7 +55,7 @@ class GraderProcess:
     content = io.BytesIO()
     packer = _Packer(content, pickle.HIGHEST_PROTOCOL)
     _pickled(packer.dump, grader)
-    self._busy = False  # Whether a call has no answer; one that fails ends the process.
+    self._lock = threading.Lock()  # Held while an answer is waited for.
     settings = {'path': sys.path, 'name': name, 'score_range': tuple(score_range), 'modules': packer.modules}
     self._connection, theirs = multiprocessing.Pipe()
     with theirs:
@@ -93,7 +94,7 @@ class GraderProcess:
 
   def close(self) -> None:
     """Let the process end by itself, unless it is at work."""
-    if not (self._busy or self.ended):
+    if not (self._lock.locked() or self.ended):
       with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         self._connection.send_bytes(b'')
         self._process.wait(CLOSE_S)
@@ -105,22 +106,21 @@ class GraderProcess:
 
   def _asked(self, *requests: bytes, seconds: float | None = None) -> dict[str, Any]:
     """Send requests and return the answer to the last one; raises as `ask`, also without an answer within `seconds`."""
-    self._busy = True
-    try:
-      with contextlib.suppress(OSError):  # Reading finds the reason.
-        for request in requests:
-          self._connection.send_bytes(request)
-      if not self._connection.poll(seconds):
-        raise UnsendableError(f'its modules are not loaded within {seconds:g} s')
-      answer = json.loads(self._connection.recv_bytes(MESSAGE))
-    except (OSError, EOFError, ValueError) as error:
-      code = self.end()
-      how = f'exit code {code}' if code >= 0 else signal.strsignal(-code)
-      raise RaisedError(f'ended its process ({how})') from error
-    finally:
-      if self.ended:  # Here nothing reads it any more.
-        self._connection.close()
-    self._busy = False
+    with self._lock:
+      try:
+        with contextlib.suppress(OSError):  # Reading finds the reason.
+          for request in requests:
+            self._connection.send_bytes(request)
+        if not self._connection.poll(seconds):
+          raise UnsendableError(f'its modules are not loaded within {seconds:g} s')
+        answer = json.loads(self._connection.recv_bytes(MESSAGE))
+      except (OSError, EOFError, ValueError) as error:
+        code = self.end()
+        how = f'exit code {code}' if code >= 0 else signal.strsignal(-code)
+        raise RaisedError(f'ended its process ({how})') from error
+      finally:
+        if self.ended:  # Here nothing reads it any more.
+          self._connection.close()
     if 'refused' in answer:
       self.end()
       raise UnsendableError(answer['refused'])

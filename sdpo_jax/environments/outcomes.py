@@ -1,4 +1,4 @@
-"""Checks of outcomes: scores must be finite and in range, and metrics must be numbers or texts."""
+"""Calls of graders, and checks of outcomes: scores must be finite and in range, and metrics numbers or texts."""
 
 from __future__ import annotations
 
