@@ -44,6 +44,7 @@ def read(text: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
   module = importlib.util.module_from_spec(spec)
   if path.resolve().parent != shipped_folder():
     make_importable(path.parent)
+  sys.modules[spec.name] = module  # Graders that it defines are sent to processes by their module's name.
   try:
     spec.loader.exec_module(module)
   except SyntaxError as error:

@@ -23,7 +23,9 @@ PACKAGE_FOLDER = ROOM_FOLDER.parent
 # Modules around the built-in graders that do not affect grading.
 MACHINERY = (
   '__init__',
+  'grader_child',
   'grader_code',
+  'grader_process',
   'grading',
   'helper_process',
   'json_server',
@@ -70,7 +72,7 @@ def definitions(grader: Any) -> list[tuple[pathlib.Path, str]]:
     seen.add(id(value))
     for holder in (value, vars(type(value)).get('__call__')):
       code = getattr(holder, '__code__', None)
-      if isinstance(code, CodeType) and _counts(file := pathlib.Path(code.co_filename).resolve()):
+      if isinstance(code, CodeType) and counts(file := pathlib.Path(code.co_filename).resolve()):
         places.append((file, code.co_qualname.partition('.')[0]))
     waiting += _held(value)
   return places
@@ -87,7 +89,7 @@ def _held(value: Any) -> list[Any]:
   return [*cells, *(vars(value).values() if hasattr(value, '__dict__') and not isinstance(value, type) else ())]
 
 
-def _counts(file: pathlib.Path) -> bool:
+def counts(file: pathlib.Path) -> bool:
   """Return whether a file's code counts: it is not installed, and of this project only graders count."""
   if file.is_relative_to(PACKAGE_FOLDER):
     return file.parent == ROOM_FOLDER and file.stem not in MACHINERY
@@ -224,7 +226,7 @@ def _files(name: str) -> list[pathlib.Path]:
   """Return the file of a module if it counts, without importing anything."""
   top, *rest = name.split('.')
   if top == PACKAGE_FOLDER.name:
-    return [file for file in _module(PACKAGE_FOLDER.joinpath(*rest)) if _counts(file)]
+    return [file for file in _module(PACKAGE_FOLDER.joinpath(*rest)) if counts(file)]
   try:
     spec = importlib.util.find_spec(top)
   except (ImportError, ValueError):

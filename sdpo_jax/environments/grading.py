@@ -11,32 +11,33 @@ import logging
 import math
 import pathlib
 import sys
-import sysconfig
 import threading
-from traceback import extract_tb
 from typing import Any
+
+import numpy as np
 
 from sdpo_jax.config import EnvironmentsConfig, rewards
 from sdpo_jax.environments import registry
-from sdpo_jax.environments.outcomes import checked, ungraded
+from sdpo_jax.environments.grader_process import GraderProcess, RaisedError, UnsendableError
+from sdpo_jax.environments.outcomes import called, checked, described, ungraded
 from sdpo_jax.environments.reward_functions import is_reward_function
 from sdpo_jax.environments.time_limit import EndedError, OverranError, call_within
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Example, Outcome
 
 PATIENCE = 2  # Overruns of single completions after which the rest of a call is abandoned.
+MAX_HANGING = 8  # Threads of abandoned calls at which a run ends.
 # Metrics that a run uses; the completion takes them from the first grader that reports them.
 MEANINGFUL = ('acc', 'pred', 'format_valid')
 # Metric names per grader, run and process: each becomes a curve, a column and a line of every report.
 MAX_NAMES = 200
-LIBRARIES = (sysconfig.get_path('stdlib'), sysconfig.get_path('purelib'))  # Not where a user mends a grader.
 
 
 class Graders(contextlib.AbstractContextManager['Graders']):
   """The graders of a run, made from settings on first use and closed at the run's end.
 
   A grader that raises, hangs, or returns an invalid score affects only the completions concerned, not the run: they are
-  ungraded and counted.
+  ungraded and counted. A user's grader is called in a process of its own if it can be sent there.
   """
 
   def __init__(self, settings: EnvironmentsConfig):
@@ -50,6 +51,9 @@ class Graders(contextlib.AbstractContextManager['Graders']):
     self._made: dict[str, registry.Grader] = {}
     self._weights: dict[str, dict[str, float]] = {}  # By grader name, for every `Example.environment` so far.
     self._metric_names: dict[str, _MetricNames] = {}
+    self._processes: dict[str, GraderProcess] = {}
+    self._stay: dict[str, str] = {}  # Why graders stay in this process, by name.
+    self._hanging: list[threading.Thread] = []  # Abandoned calls of such graders.
     self._closed = False
     load_modules(settings.modules)
     for name in settings.reward_weights:
@@ -155,6 +159,8 @@ class Graders(contextlib.AbstractContextManager['Graders']):
     Each grader's close() has the time limit of a call.
     """
     self._closed = True
+    for process in list(self._processes.values()):
+      process.close()
     self._tell('close')  # If it fails, close the others, and report the error that ended the run.
     self._made.clear()
     for names in self._metric_names.values():
@@ -217,29 +223,17 @@ class Graders(contextlib.AbstractContextManager['Graders']):
   def _ask(self, name: str, parts: Sequence[tuple[Example, str, bool]]) -> list[Outcome]:
     """Call the grader and check its outcomes; raises what it raises, or UserError if it returns no list of outcomes."""
     grader = self.get(name)
-    examples, completions, truncated = (list(values) for values in zip(*parts, strict=True))
-    outcomes = self._call(name, grader, lambda: grader(examples, completions, truncated=truncated))
-    if not isinstance(outcomes, Sequence) or not all(isinstance(outcome, Outcome) for outcome in outcomes):
-      raise UserError(
-        f'The grader {name!r} must return a list with one sdpo_jax.types.Outcome for each completion, not '
-        f'{short_repr(outcomes)}.'
-      )
-    if len(outcomes) != len(completions):
-      raise UserError(
-        f'The grader {name!r} returned {len(outcomes)} outcomes for {len(completions)} completions: it must return one '
-        'for each, in order.'
-      )
-    sound = [checked(outcome, self._settings.score_range) for outcome in outcomes]
-    wrong = [new for new, old in zip(sound, outcomes, strict=True) if not new.graded and old.score is not None]
-    if wrong:
+    asked = [list(values) for values in zip(*parts, strict=True)]
+    outcomes, unusable = self._call(name, grader, '__call__', asked)
+    if unusable:
       logging.warning(
         'The grader %r returned unusable outcomes for %d of %d completions, which are ungraded; the first: %s.',
         name,
-        len(wrong),
+        len(unusable),
         len(outcomes),
-        wrong[0].reason,
+        unusable[0],
       )
-    return [self._metric_names[name].kept(outcome) for outcome in sound]
+    return [self._metric_names[name].kept(outcome) for outcome in outcomes]
 
   def _tell(self, method: str, *raised: type[Exception]) -> None:
     """Call a method of all graders that have it; log its exceptions, except those to be `raised`."""
@@ -247,15 +241,67 @@ class Graders(contextlib.AbstractContextManager['Graders']):
       if not hasattr(grader, method):
         continue
       try:
-        self._call(name, grader, getattr(grader, method))
+        self._call(name, grader, method)
       except raised:
         raise
       except Exception as error:
         logging.warning('The %s() of the grader %r failed: %r', method, name, error)
 
-  def _call(self, name: str, grader: registry.Grader, function: Callable[[], Any]) -> Any:
+  def _call(
+    self, name: str, grader: registry.Grader, method: str, asked: Sequence[list[Any]] = ()
+  ) -> tuple[list[Outcome], list[str]]:
+    """Call a method of a grader as `called`, within the time limit, in its process or else in a thread.
+
+    Raises what the grader raises, in a process a RaisedError for it, or UserError if too many threads hang.
+    """
+    try:
+      if process := self._process(name, grader):
+        return self._within(name, grader, lambda: process.ask(method, asked))
+    except UnsendableError as error:
+      self._stay[name] = f'cannot be sent to a process ({error})'
+    except OverranError:
+      self._processes.pop(name).end()
+      raise
+    own = asked if registry.is_built_in(name) else _copied(asked)
+    try:
+      return self._within(name, grader, lambda: called(grader, method, own, name, self._settings.score_range))
+    except OverranError as error:
+      self._hanging = [thread for thread in (*self._hanging, error.thread) if thread.is_alive()]
+      if len(self._hanging) < MAX_HANGING:
+        raise
+      raise UserError(
+        f'{MAX_HANGING} calls of graders hang in threads, which cannot be ended, the last one of {name!r}, which '
+        f'{self._stay[name]}: mend it, or define it at the top of a file in environments.modules.'
+      ) from error
+
+  def _within(self, name: str, grader: registry.Grader, function: Callable[[], Any]) -> Any:
     seconds = None if getattr(grader, 'limits_itself', False) else self._settings.grader_timeout_s
     return call_within(function, seconds, f'grader-{name}')
+
+  def _process(self, name: str, grader: registry.Grader) -> GraderProcess | None:
+    """Return a grader's process, started if it does not run; None if the grader stays in this process."""
+    own = hasattr(grader, 'close') or getattr(grader, 'limits_itself', False)
+    if own or not getattr(grader, 'needs_process', not registry.is_built_in(name)):
+      self._stay[name] = 'has a method close()'  # Others have limits of their own, or need none.
+    if name in self._stay:
+      return None
+    found = self._processes.get(name)
+    if found is None or found.ended:
+      found = self._processes[name] = GraderProcess(grader, name, self._settings.score_range)
+    if self._closed:
+      found.end()
+    return found
+
+
+def _copied(value: Any) -> Any:
+  """Return a value with lists, dicts and arrays of its own, so that a grader which changes it changes nothing else."""
+  if isinstance(value, Example):
+    return dataclasses.replace(value, **{name: _copied(held) for name, held in vars(value).items()})
+  if isinstance(value, np.ndarray):
+    return value.copy()
+  if type(value) is dict:
+    return {name: _copied(held) for name, held in value.items()}
+  return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
 
 
 def _without(name: str, example: Example, error: Exception) -> Outcome:
@@ -264,10 +310,9 @@ def _without(name: str, example: Example, error: Exception) -> Outcome:
     logging.warning('The grader %r was abandoned over a completion of %s: %s.', name, example.id, error)
     return ungraded(f'the grader {name!r} gave {error} (environments.grader_timeout_s)')
   said = error.__cause__ if isinstance(error, EndedError) else error
-  logging.warning('The grader %r raised for a completion of %s, which is ungraded: %r', name, example.id, said)
-  lines = [frame for frame in extract_tb(said.__traceback__) if not frame.filename.startswith(LIBRARIES)]
-  place = f' in {pathlib.Path(lines[-1].filename).name}, line {lines[-1].lineno}' if lines else ''
-  return ungraded(f'the grader {name!r} raised {short_repr(said, 200)}{place}')
+  what = str(said) if isinstance(said, RaisedError) else described(said)
+  logging.warning('A completion of %s is ungraded: the grader %r %s.', example.id, name, what)
+  return ungraded(f'the grader {name!r} {what}')
 
 
 class _MetricNames:

@@ -1,7 +1,8 @@
 """The environment `judge`: a language model behind an OpenAI-compatible endpoint scores and criticises completions.
 
 Its critique becomes the feedback. The template is a setting. The judge sees the completion between tags with a number
-drawn for that request, so that a completion cannot fake its own end.
+drawn for that request, so that a completion cannot fake its own end, and gives its score on a line with that number, so
+that no score which it repeats from a completion is read.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import threading
 from typing import Any
 
 from sdpo_jax.config import EnvironmentsConfig, JudgeConfig
@@ -23,10 +25,12 @@ from sdpo_jax.types import Example, Outcome
 
 NAME = 'judge'
 MAX_LINES = 10_000  # Lines of an answer that are searched for the score.
-_DECORATION = r'[\s*_`#>-]*'  # Markdown around the line with the score.
+_DECORATION = r'[\s*_#-]*'  # Markdown around the line with the score; not that of quotations and code.
 _SCORE_LINE = re.compile(
-  rf'{_DECORATION}(?:(?:final|overall|total)\s+)?score{_DECORATION}:(?P<value>.*)', re.IGNORECASE
+  rf' {{0,3}}(?![ \t]){_DECORATION}(?:(?:final|overall|total)\s+)?score-(?P<tag>[0-9a-z]+){_DECORATION}:(?P<value>.*)',
+  re.IGNORECASE,
 )
+_FENCE = re.compile(r' {0,3}(?:(?P<mark>`{3,}|~{3,}|"{3}|\'{3})|<(?P<name>blockquote|pre|code|quote|answer[\w-]*)\b)')
 _NUMBER = r'(?:\d+(?:\.\d*)?|\.\d+)'
 _VALUE = re.compile(rf'(?P<of>{_NUMBER})\s*(?:/\s*(?P<whole>{_NUMBER})|(?P<percent>%))?', re.ASCII)
 
@@ -38,9 +42,13 @@ def make(settings: EnvironmentsConfig) -> RemoteGrader:
   server = chat_endpoint.connect(judge, prefix, address='base_url', needs_key=False)
   if not judge.model.strip():
     raise UserError(f'{prefix}.model is empty: set it to the name of the judging model at the endpoint.')
-  return RemoteGrader(
-    NAME, server, judge, body=lambda *part: request(*part, judge, tag=secrets.token_hex(8)), read=outcome
-  )
+  drawn = threading.local()  # A request is made and its answer read in the same thread.
+
+  def body(*part: Any) -> dict[str, Any]:
+    drawn.tag = secrets.token_hex(8)
+    return request(*part, judge, tag=drawn.tag)
+
+  return RemoteGrader(NAME, server, judge, body=body, read=lambda answer: outcome(answer, drawn.tag))
 
 
 def request(example: Example, completion: str, truncated: bool, settings: JudgeConfig, *, tag: str) -> dict[str, Any]:
@@ -54,44 +62,56 @@ def request(example: Example, completion: str, truncated: bool, settings: JudgeC
 
 
 def question(example: Example, completion: str, truncated: bool, template: str, *, tag: str) -> str:
-  """Return the judge's prompt: the template with the question, the completion between tags, and the ground truth."""
+  """Return the judge's prompt, the template filled; `tag` marks the completion and the line with the score."""
   answer = f'<answer-{tag}>\n{completion}\n</answer-{tag}>'
   if truncated:
     answer += '\n(The answer was cut off here, at the limit of its length.)'
   truth = example.ground_truth
+  if '{score}' not in template:
+    template += '\n\nOn the line with the score, write "{score}" in place of "Score".'
   return template.format(
     question=chat_endpoint.conversation(example.messages),
     completion=answer,
     ground_truth=truth if isinstance(truth, str) else json.dumps(jsonable(truth), ensure_ascii=False),
+    score=f'Score-{tag}',
   )
 
 
-def outcome(answer: Any) -> Outcome:
+def outcome(answer: Any, tag: str) -> Outcome:
   """Return the outcome in a chat completion; raises json_server.Fault, worth another attempt, if it has no score."""
   content, cut = chat_endpoint.answered(answer)
   if len(content.splitlines()) > MAX_LINES:
     raise json_server.Fault(f"the judge's answer has more than {MAX_LINES} lines: {_end(content)}", again=True)
-  score, critique = read_critique(content)
+  score, critique = read_critique(content, tag)
   if score is None:
     hint = '; it was cut off, so raise environments.judge.max_tokens' if cut else ''
     raise json_server.Fault(
-      f"the judge's answer has no line 'Score: x' with x from 0 to 1{hint}: {_end(content)}", again=True
+      f"the judge's answer has not one line 'Score-…: x' with x from 0 to 1{hint}: {_end(content)}", again=True
     )
   return Outcome(score, encodable(critique) or None, {'acc': score})
 
 
-def read_critique(text: str) -> tuple[float | None, str]:
+def read_critique(text: str, tag: str) -> tuple[float | None, str]:
   """Return the score and the critique in a judge's answer.
 
-  The score is on the last line that begins with 'Score:' (ignoring Markdown, capitals and a leading 'final', 'overall'
-  or 'total'), as a number from 0 to 1, a fraction (4/5) or a percentage; None if there is no such line or it holds
-  anything else. The critique is the rest of the text without the judge's thinking.
+  The score is on the only line that begins with 'Score-<tag>:' (ignoring Markdown, capitals and a leading 'final',
+  'overall' or 'total') and is neither quoted nor in a block of code, as a number from 0 to 1, a fraction (4/5) or a
+  percentage; None if there is no such line, more than one, or it holds anything else. The critique is the rest of the
+  text without the judge's thinking.
   """
   lines = without_thinking(text).splitlines()
-  for at in reversed(range(len(lines))):
-    if match := _SCORE_LINE.fullmatch(lines[at]):
-      return _value(match['value']), '\n'.join(lines[:at] + lines[at + 1 :]).strip()
-  return None, '\n'.join(lines).strip()
+  found, closing = {}, ''
+  for at, line in enumerate(lines):
+    if closing:
+      inside = closing not in line.lower() or (closing[0] in '`~' and line.strip(' \t`~'))
+      closing = closing if inside else ''
+    elif fence := _FENCE.match(line):
+      closing = f'</{fence["name"].lower()}>' if fence['name'] else fence['mark']
+      closing = '' if closing in line[fence.end() :].lower() else closing
+    elif (match := _SCORE_LINE.fullmatch(line)) and match['tag'].lower() == tag:
+      found[at] = _value(match['value'])
+  critique = '\n'.join(line for at, line in enumerate(lines) if at not in found).strip()
+  return found.popitem()[1] if len(found) == 1 else None, critique
 
 
 def _value(text: str) -> float | None:

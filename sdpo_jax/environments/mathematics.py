@@ -28,6 +28,10 @@ WAS_TRUNCATED = 'Your response was truncated because it exceeded the maximum len
 
 _MARKS = re.compile(r'\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]')
 _TEXT = re.compile(r'\\(?:text|mathrm|textbf|mbox)\s*\{([^{}]*)\}')
+_THOUSANDS = re.compile(r'(?<=\d)\\,(?=\d{3}(?!\d))')
+# White space that would join two numbers: '1 2' is not 12, nor '3. 14' 3.14.
+_GAP = re.compile(r'(?<=[\d.])(?:\s|\\[ ,])+(?=\.?\d)')
+_GAPPED = re.compile(r'(?:^|[^a-z\d\s.}])[\d.,]+ \.?\d')  # A macro may have two numbers: \frac 1 2.
 # Allows commas only between thousands: 1,2 is a pair.
 _NUMBER = re.compile(r'[-+]?(?:\d{1,3}(?:,\d{3})+|\d*)(?:\.\d+)?(?:e[-+]?\d+)?')
 
@@ -60,15 +64,16 @@ def last_boxed(text: str) -> str:
 
 
 def plain(answer: str) -> str:
-  """Normalise an answer to plain text: no dollars, \\text{…}, spaces or final full stop, in lower case."""
-  text = _TEXT.sub(r'\1', answer).replace('$', '').replace('\\ ', '').replace('\\,', '').replace('\\!', '')
-  return re.sub(r'\s+', '', text).rstrip('.').lower()
+  """Normalise an answer to plain text: no dollars, \\text{…}, spaces but `_GAP`, or final full stop, in lower case."""
+  text = _THOUSANDS.sub('', _TEXT.sub(r'\1', answer).replace('$', '').replace('\\!', ''))
+  words = _GAP.sub('\0', text).replace('\\ ', '').replace('\\,', '')
+  return re.sub(r'\s+', '', words).replace('\0', ' ').rstrip('.').lower()
 
 
 def number(answer: str) -> decimal.Decimal | None:
   """Parse an answer that is a number ('1,000' and '$5.' too); None if it is not one."""
   text = plain(answer)
-  if not (_NUMBER.fullmatch(text) and any(c.isdigit() for c in text)):
+  if re.search(r',\s', answer) or not (_NUMBER.fullmatch(text) and any(c.isdigit() for c in text)):
     return None
   try:
     return decimal.Decimal(text.replace(',', ''))
@@ -80,7 +85,7 @@ def quickly(gold: str, pred: str, tolerance: float) -> bool | None:
   """Return whether two answers are equal if text or plain numbers decide it; None if they do not."""
   if plain(gold) == plain(pred):
     return True
-  if len(pred) > MAX_CHARACTERS:
+  if len(pred) > MAX_CHARACTERS or _GAPPED.search(plain(pred)):
     return False
   left, right = number(gold), number(pred)
   if left is None or right is None:

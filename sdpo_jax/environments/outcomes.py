@@ -1,4 +1,4 @@
-"""Checks of outcomes: scores must be finite and in range, and metrics must be numbers or texts."""
+"""Calls of graders, and checks of outcomes: scores must be finite and in range, and metrics numbers or texts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 import decimal
 import math
 import numbers
+import pathlib
+import sysconfig
+from traceback import extract_tb
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from sdpo_jax.types import Outcome
 
 NO_REASON = 'the grader gave no score'
 REASON_CHARACTERS = 500  # Maximum length of a reason.
+LIBRARIES = (sysconfig.get_path('stdlib'), sysconfig.get_path('purelib'))  # Not where a user mends a grader.
 
 
 def scores_of(outcomes: Sequence[Outcome]) -> np.ndarray:
@@ -67,6 +71,49 @@ def checked(outcome: Outcome, score_range: Sequence[float]) -> Outcome:
   feedback = None if outcome.feedback is None else encodable(outcome.feedback)
   metrics = {encodable(str(name)): _metric(value) for name, value in outcome.metrics.items()}
   return Outcome(score, feedback, {name: value for name, value in metrics.items() if value is not ...})
+
+
+def called(
+  grader: Any, method: str, asked: Sequence[list[Any]], name: str, score_range: Sequence[float]
+) -> tuple[list[Outcome], list[str]]:
+  """Call a method of a grader; return its outcomes, `checked`, and the reasons of those that cannot be used.
+
+  Args:
+    grader: user code, which may change its arguments.
+    method: '__call__', or one without arguments, whose result is dropped.
+    asked: questions, completions, and whether these were cut off; empty for other methods.
+    name: of the grader, for messages.
+    score_range: as for `checked`.
+
+  Raises:
+    UserError: it returned anything but an outcome for each completion.
+  """
+  if not asked:
+    getattr(grader, method)()
+    return [], []
+  examples, completions, truncated = asked
+  count = len(completions)
+  outcomes = grader(examples, completions, truncated=truncated)
+  if not isinstance(outcomes, Sequence) or not all(isinstance(outcome, Outcome) for outcome in outcomes):
+    raise UserError(
+      f'The grader {name!r} must return a list with one sdpo_jax.types.Outcome for each completion, not '
+      f'{short_repr(outcomes)}.'
+    )
+  if len(outcomes) != count:
+    raise UserError(
+      f'The grader {name!r} returned {len(outcomes)} outcomes for {count} completions: it must return one for each, '
+      'in order.'
+    )
+  found = [checked(outcome, score_range) for outcome in outcomes]
+  unusable = [new.reason for new, old in zip(found, outcomes, strict=True) if not new.graded and old.score is not None]
+  return found, unusable
+
+
+def described(error: BaseException) -> str:
+  """Say what a grader raised and where in the user's code, to go on after the grader's name."""
+  lines = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(LIBRARIES)]
+  place = f' in {pathlib.Path(lines[-1].filename).name}, line {lines[-1].lineno}' if lines else ''
+  return f'raised {short_repr(error, 200)}{place}'
 
 
 def ungraded(reason: str) -> Outcome:

@@ -26,9 +26,10 @@ class Grader(Protocol):
   """Returns one outcome per completion, in order; a fault of the completion is an outcome, never an exception.
 
   A grader is called with the completions of a batch that have finished, while the rest is sampled: one call at a time,
-  each in its own thread. A call that takes longer than `environments.grader_timeout_s` is abandoned: its thread may
-  keep running, even during the next call, and its result is dropped. A grader with a true attribute `limits_itself` has
-  its own time limits and is waited for.
+  in a process of its own if it can be pickled (grader_process.py), otherwise each in a thread of its own. A call that
+  takes longer than `environments.grader_timeout_s` is abandoned: the process is ended; a thread may keep running, even
+  during the next call, and its result is dropped. A grader with a true attribute `limits_itself` has time limits of its
+  own and is waited for; it and one with a method `close` are never sent to a process.
 
   The outcome of a completion that cannot be graded is `Outcome.ungraded(why)`; raising an exception has the same
   effect. For a question that is not meant for the grader it is `Outcome.not_applicable(why)`: the row's other graders
@@ -162,6 +163,11 @@ def require(name: str) -> None:
 def names() -> tuple[str, ...]:
   """Return the names of all graders, sorted."""
   return _names(_FACTORIES, 'environment')
+
+
+def is_built_in(name: str) -> bool:
+  """Return whether a grader of this name is one of this project's."""
+  return name in _BUILT_IN['environment']
 
 
 def register_generator(name: str) -> Callable[[Registered], Registered]:

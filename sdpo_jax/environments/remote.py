@@ -53,7 +53,7 @@ class RemoteGrader:
       server: answers all requests; closed with the grader.
       settings: time limit, retries and concurrency.
       body: makes the body to post for a completion.
-      read: converts an answer to an outcome.
+      read: converts an answer to an outcome, in the thread in which `body` has made what was posted.
     """
     self._name, self._server, self._body, self._read = name, server, body, read
     self._timeout_s, self._retries, self._concurrency = settings.timeout_s, settings.retries, settings.concurrency

@@ -55,6 +55,9 @@ class RewardGrader:
     self._warned = False
     self._known: dict[str, None] = {}  # Fields of all rows of the run, since a batch may lack some.
 
+  def __reduce__(self) -> tuple[Any, ...]:  # Locks cannot be sent to another process.
+    return RewardGrader, (self.function, self._name), {'_known': self._known}
+
   def check_questions(self, examples: Sequence[Example]) -> None:
     """Check that the rows have the function's arguments.
 

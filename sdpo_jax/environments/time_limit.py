@@ -13,6 +13,8 @@ Result = TypeVar('Result')
 class OverranError(Exception):
   """A call did not return in time; its thread continues, and its result is dropped."""
 
+  thread: threading.Thread | None = None
+
 
 class EndedError(Exception):
   """A call raised an exception that would end its process, such as SystemExit; it is the cause of this exception."""
@@ -36,9 +38,12 @@ def call_within(function: Callable[[], Result], seconds: float | None, name: str
     except BaseException as error:  # Raised again in the waiting thread.
       called.set_exception(error)
 
-  threading.Thread(target=work, name=name, daemon=True).start()
+  thread = threading.Thread(target=work, name=name, daemon=True)
+  thread.start()
   if not concurrent.futures.wait([called], seconds).done:
-    raise OverranError(f'no answer within {seconds:g} s')
+    error = OverranError(f'no answer within {seconds:g} s')
+    error.thread = thread
+    raise error
   error = called.exception()
   if error is None or isinstance(error, Exception):
     return called.result()

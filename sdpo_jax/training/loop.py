@@ -353,7 +353,7 @@ class _Run:
       lines = read_metrics(self.session.workdir)
       found = {line['step']: values for line in lines if (values := evaluated(line))}
     step = self.saving.whole.step
-    if skipped.too_many(self.skipped.count, config.trainer) and not self.alarms.stopped and not preempted:
+    if skipped.too_many(self.skipped, config.trainer) and not self.alarms.stopped and not preempted:
       raise UserError(skipped.complaint(self.skipped, step, config.trainer))
     prompt = short_prompt(self.evaluations.questions)
     return Result(
@@ -399,7 +399,7 @@ class _Run:
   @property
   def over(self) -> bool:
     """Whether the run ends before its last step: an alarm stopped it, or too many steps were skipped."""
-    return self.alarms.stopped is not None or skipped.too_many(self.skipped.count, self.session.config.trainer)
+    return self.alarms.stopped is not None or skipped.too_many(self.skipped, self.session.config.trainer)
 
   def warm_up(self, state: TrainState) -> None:
     """Call helpers that compile small programs of their own, so that no step has to compile them."""
@@ -532,7 +532,7 @@ class _Run:
       compiled=int(line[COMPILED_LATE]),
     )
     saves = step == trainer.total_training_steps or (trainer.save_freq and step % trainer.save_freq == 0)
-    if saves or verdict != AlarmVerdict() or skipped.too_many(self.skipped.count, config.trainer):
+    if saves or verdict != AlarmVerdict() or skipped.too_many(self.skipped, config.trainer):
       self.saving.save()
       self.compiled()  # Discard what Orbax compiles, once, to copy arrays from several devices.
     return state

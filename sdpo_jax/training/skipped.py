@@ -59,10 +59,15 @@ def in_a_row(lines: Iterable[Mapping[str, Any]]) -> Skipped:
   return skipped
 
 
-def too_many(count: int, trainer: TrainerConfig) -> bool:
-  """Return whether `count` consecutive skipped batches end a run: `trainer.max_skipped_steps`, or all its steps."""
+def too_many(skipped: Skipped, trainer: TrainerConfig) -> bool:
+  """Return whether consecutive skipped batches end a run: `trainer.max_skipped_steps` of them.
+
+  So do fewer, if the run has no more steps, and its gradients were not finite.
+  """
   limit = trainer.max_skipped_steps
-  return bool(limit) and count >= min(limit, trainer.total_training_steps)
+  if skipped.why == NOT_FINITE:
+    limit = min(limit, trainer.total_training_steps)
+  return bool(limit) and skipped.count >= limit
 
 
 def complaint(skipped: Skipped, step: int, trainer: TrainerConfig) -> str:

@@ -440,6 +440,30 @@ MATHS = [
   ('1,2', '12', False),
   ('12', '1,2', False),
   ('1e99999999999999999999999', '5', False),
+  # White space groups no digits.
+  *(
+    (spaced, '12', False)
+    for spaced in ('1 2', '1  2', '1\n2', '1\u00a02', '1\\ 2', '1\\,2', '-1 2', '$1$ $2$', 'x = 1 2')
+  ),
+  *((spaced, '1000', False) for spaced in ('1 000', '1\\ 000', '1, 000', '10 00', '1 000.0')),
+  *((spaced, '3.14', False) for spaced in ('3. 14', '3 .14', '3.1 4')),
+  ('1 2', '3', False),  # Which math-verify takes for a sum.
+  ('1 2', '1 2', True),
+  ('1\\,000', '1000', True),
+  ('10,\\!000', '10000', True),
+  (' 12 ', '12', True),
+  ('- 5', '-5', True),
+  ('(1, 2)', '(1,2)', True),
+  ('\\frac 1 2', '\\frac{1}{2}', True),
+  ('5 \\text{ cm}', '5\\text{cm}', True),
+  # Of equations math-verify compares the right side.
+  ('6 = 5', '5', False),
+  ('x = 6 = 5', '5', False),
+  ('6.1 = 5.0', '5', False),
+  ('2 + 3 = 5', '5', True),
+  ('x = 5', '5', True),
+  ('\\pi = 3.14', '3.14', True),
+  ('6 = 5', '6 = 5', True),
 ]
 
 

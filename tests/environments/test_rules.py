@@ -232,9 +232,11 @@ REPEATED = [
   ('', 'answer '),
   ('', 'answer is ('),
   ('', '<think>'),
-  ('', 'Score: 1 \n'),
-  ('final score', ' '),
-  ('Score: 1', '0'),
+  ('', 'Score-ab: 1 \n'),
+  ('', '```\n'),
+  ('final score-ab', ' '),
+  ('Score-', 'a'),
+  ('Score-ab: 1', '0'),
 ]
 READERS = {
   'program': code.last_python_block,
@@ -242,7 +244,7 @@ READERS = {
   'box': mathematics.last_boxed,
   'answer': lambda text: mathematics.quickly('42', text, 0.0),
   'said': without_thinking,
-  'critique': read_critique,
+  'critique': lambda text: read_critique(text, 'ab'),
   **{
     f'{name}, {profile}': lambda text, name=name, profile=profile: judge(
       name, GOLD if name == 'tooluse' else 'B', text, profile=profile

@@ -37,6 +37,7 @@ ROOMS = """
   sdpo_jax.config
   sdpo_jax.tables sdpo_jax.files sdpo_jax.liveness sdpo_jax.extras sdpo_jax.objective_settings
   sdpo_jax.types
+  sdpo_jax.device_types
   sdpo_jax.errors sdpo_jax.invisible sdpo_jax.command_lines
 """.strip().split('\n')
 FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.split()}

@@ -58,8 +58,11 @@ def test_the_cause_is_told_with_its_remedy(norms, why, remedy):
 def test_how_many_a_run_bears(limit, total, most):
   """`most` and not one more; a run that is shorter than the limit must not learn nothing at all."""
   trainer = TrainerConfig(max_skipped_steps=limit, total_training_steps=total)
-  assert [skipped.too_many(count, trainer) for count in (0, most)] == [False, False]
-  assert skipped.too_many(most + 1, trainer) == bool(limit)
+  bears = [not skipped.too_many(skipped.Skipped(count, skipped.NOT_FINITE), trainer) for count in (0, most, most + 1)]
+  assert bears == [True, True, not limit]
+  # An only step without a signal is bad luck.
+  assert not skipped.too_many(skipped.Skipped(limit - 1, skipped.EMPTY), trainer)
+  assert skipped.too_many(skipped.Skipped(limit, skipped.EMPTY), trainer) == bool(limit)
 
 
 @pytest.fixture(scope='module')

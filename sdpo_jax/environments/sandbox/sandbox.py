@@ -57,8 +57,10 @@ ENVIRONMENT['MALLOC_ARENA_MAX'] = '1'
 MFD_CLOEXEC, MFD_ALLOW_SEALING, F_ADD_SEALS, ALL_SEALS = 1, 2, 1033, 0b1111
 PIPES = ('stdout', 'stderr', 'result')
 # Limits of a zygote and its programs together: memory of the zygote, minimum of a program and its overhead, in MiB;
-# processes of the zygote and of a program, including threads (MAX_THREADS in zygote.py, and a few more).
+# processes of the zygote and of a program, including threads (MAX_THREADS in zygote.py, and a few more). A bubblewrap
+# runs one program, so the kernel counts its threads alone: these are the others, by whether it has a view of its own.
 GROUP_MB, GROUP_PROGRAM_MB, GROUP_EXTRA_MB, GROUP_PROCESSES, PROGRAM_PROCESSES = 512, 1024, 128, 8, 72
+MAX_THREADS, BUBBLEWRAP_PROCESSES = 64, {True: 4, False: 2}
 GRACE_S = 60.0  # A zygote that is silent this long after a program's time limit has failed.
 
 
@@ -282,7 +284,10 @@ class _Host:
     self._held: int | None = None  # Descriptor whose lock shows others that the directory is in use.
     # A page table or inode more must not matter: programs that keep to their limits never reach this one.
     memory_mb = GROUP_MB + programs * (max(settings.memory_mb, GROUP_PROGRAM_MB) + settings.file_mb + GROUP_EXTRA_MB)
-    self._group = cgroups.create(memory_mb * MIB, GROUP_PROCESSES + programs * PROGRAM_PROCESSES)
+    processes = GROUP_PROCESSES + programs * PROGRAM_PROCESSES
+    if mechanism == 'bubblewrap':
+      processes = MAX_THREADS + BUBBLEWRAP_PROCESSES[view]
+    self._group = cgroups.create(memory_mb * MIB, processes)
     try:
       self._zygote = _Zygote(self._command, self._group)
     except BaseException:

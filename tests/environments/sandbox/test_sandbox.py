@@ -351,6 +351,33 @@ def test_threads_are_few(sandbox):
   assert report.status == 'killed' or "can't start new thread" in report.stderr
 
 
+COUNTED = """
+import threading, time
+threading.stack_size(65536)
+result = 1
+try:
+  for _ in range(200):
+    threading.Thread(target=time.sleep, args=(0.2,), daemon=True).start()
+    result += 1
+except RuntimeError:
+  pass
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('view', [True, False])
+def test_a_bubblewrap_has_as_many_threads_as_are_documented(view):
+  try:
+    with only('bubblewrap', view):
+      value = Sandbox(SandboxConfig(workers=2), HARNESS)
+  except UserError as error:
+    pytest.skip(str(error))
+  with value:
+    if not any(layer.startswith('cgroup') and 'pids' in layer for layer in value.layers):
+      pytest.skip('there is no control group')
+    assert [run(value, COUNTED).result for _ in range(4)] == [64] * 4
+
+
 def test_scratch_directories_are_removed_whatever_is_in_them(shared):
   code = """
 import os

@@ -1,0 +1,171 @@
+"""Processes of a user's graders, which can be ended when a call takes too long; a thread cannot.
+
+A grader is sent once, pickled: modules by name or file, objects with their state. What it keeps between calls lives in
+its process, until that is ended. The process has the trainer's environment variables, folder and output, and no
+accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import contextlib
+import io
+import json
+import multiprocessing
+from multiprocessing.connection import Connection
+import os
+import pathlib
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from typing import Any
+import weakref
+
+from sdpo_jax.environments.grader_code import counts
+from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.types import Outcome
+
+CHILD = pathlib.Path(__file__).with_name('grader_child.py')
+CLOSE_S = 5.0  # For what a process does at its exit, such as writing what it has in buffers.
+START_S = 120.0  # A grader whose modules are not loaded by then stays in a thread.
+MESSAGE = 2**28  # Most bytes of an answer.
+_PLAIN = (bool, int, float, str, bytes, type(None), list, tuple, set, frozenset, dict)
+
+
+class UnsendableError(Exception):
+  """A grader, or a question, cannot be sent to another process; the message says why."""
+
+
+class RaisedError(Exception):
+  """A grader raised an exception in its process, or ended it; the message goes on after the grader's name."""
+
+
+class GraderProcess:
+  """A running process with a grader; one call at a time."""
+
+  def __init__(self, grader: Any, name: str, score_range: Sequence[float]):
+    """Start the process.
+
+    Raises:
+      UnsendableError: the grader cannot be pickled, or not be read in another process.
+    """
+    content = io.BytesIO()
+    packer = _Packer(content, pickle.HIGHEST_PROTOCOL)
+    _pickled(packer.dump, grader)
+    self._lock = threading.Lock()  # Held while an answer is waited for.
+    settings = {'path': sys.path, 'name': name, 'score_range': tuple(score_range), 'modules': packer.modules}
+    self._connection, theirs = multiprocessing.Pipe()
+    with theirs:
+      self._process = subprocess.Popen(
+        [sys.executable, '-P', str(CHILD), str(theirs.fileno())],
+        stdin=subprocess.PIPE,
+        pass_fds=[theirs.fileno()],
+        env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
+        start_new_session=True,
+      )
+    self._finalizer = weakref.finalize(self, _end, self._process, self._connection)
+    self._finalizer.atexit = False  # It ends by itself, and this process may be a fork.
+    try:
+      self._asked(pickle.dumps(settings), content.getvalue(), seconds=START_S)
+    except RaisedError as error:
+      raise UnsendableError(str(error)) from error
+    except BaseException:
+      self.end()
+      raise
+
+  def ask(self, method: str, asked: Sequence[list[Any]]) -> tuple[list[Outcome], list[str]]:
+    """Call a method of the grader as `outcomes.called` does.
+
+    Raises:
+      UnsendableError: the arguments cannot be sent.
+      UserError: the grader raised it, or returned no outcomes.
+      RaisedError: it raised something else, or ended the process.
+    """
+    answer = self._asked(_pickled(pickle.dumps, (method, asked)))
+    return [Outcome(**fields) for fields in answer['outcomes']], answer['unusable']
+
+  def end(self) -> int:
+    """End the process and those that it has started; return its exit code. May be called twice, by any thread."""
+    self._finalizer()
+    return self._process.wait()
+
+  def close(self) -> None:
+    """Let the process end by itself, unless it is at work."""
+    if not (self._lock.locked() or self.ended):
+      with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        self._connection.send_bytes(b'')
+        self._process.wait(CLOSE_S)
+    self.end()
+
+  @property
+  def ended(self) -> bool:
+    return not self._finalizer.alive
+
+  def _asked(self, *requests: bytes, seconds: float | None = None) -> dict[str, Any]:
+    """Send requests and return the answer to the last one; raises as `ask`, also without an answer within `seconds`."""
+    with self._lock:
+      try:
+        with contextlib.suppress(OSError):  # Reading finds the reason.
+          for request in requests:
+            self._connection.send_bytes(request)
+        if not self._connection.poll(seconds):
+          raise UnsendableError(f'its modules are not loaded within {seconds:g} s')
+        answer = json.loads(self._connection.recv_bytes(MESSAGE))
+      except (OSError, EOFError, ValueError) as error:
+        code = self.end()
+        how = f'exit code {code}' if code >= 0 else signal.strsignal(-code)
+        raise RaisedError(f'ended its process ({how})') from error
+      finally:
+        if self.ended:  # Here nothing reads it any more.
+          self._connection.close()
+    if 'refused' in answer:
+      self.end()
+      raise UnsendableError(answer['refused'])
+    if 'user_error' in answer:
+      raise UserError(answer['user_error'])
+    if 'raised' in answer:
+      raise RaisedError(answer['raised'])
+    return answer
+
+
+class _Packer(pickle.Pickler):
+  """Pickles a grader and finds the user's modules that it needs: their files, and their plain values by name."""
+
+  def __init__(self, *arguments: Any):
+    super().__init__(*arguments)
+    self.modules: dict[str, tuple[str, dict[str, Any]]] = {}
+
+  def reducer_override(self, value: Any) -> Any:
+    name = getattr(value, '__module__', None)
+    if name == '__main__':
+      raise UnsendableError('it is defined in the program that was started')
+    file = getattr(sys.modules.get(name), '__file__', None) if isinstance(name, str) else None
+    if file and name not in self.modules and counts(pathlib.Path(file).resolve()):
+      values = vars(sys.modules[name]).items()
+      self.modules[name] = file, {key: held for key, held in values if key[:2] != '__' and _is_plain(held)}
+    return NotImplemented
+
+
+def _is_plain(value: Any) -> bool:
+  parts = value.items() if type(value) is dict else value if type(value) in _PLAIN[-5:-1] else ()
+  return type(value) in _PLAIN and all(map(_is_plain, parts))
+
+
+def _pickled(pickled: Any, value: Any) -> Any:
+  try:
+    return pickled(value)
+  except Exception as error:  # What a value raises depends on its type.
+    raise UnsendableError(first_line(error)) from error
+
+
+def _end(process: subprocess.Popen, connection: Connection) -> None:
+  with contextlib.suppress(ProcessLookupError):
+    os.killpg(process.pid, signal.SIGKILL)
+  process.wait()
+  process.stdin.close()
+  # Not closed: a thread may still read. It closes with its last user.
+  with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ours:
+    ours.shutdown(socket.SHUT_RDWR)
