@@ -102,7 +102,7 @@ def left(workdir: pathlib.Path, last: int) -> dict[str, object]:
   """Return a finished run's results, without what differs between any two runs: times, and who wrote it."""
 
   def kept(name: str) -> bool:
-    return name != 'fencing_epoch' and not name.startswith(('time/', 'throughput/', 'programs/'))
+    return name not in ('fencing_epoch', 'line_digest') and not name.startswith(('time/', 'throughput/', 'programs/'))
 
   lines = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
   [newest] = (path for path in (workdir / 'checkpoints').iterdir() if path.name == str(last))

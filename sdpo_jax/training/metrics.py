@@ -15,6 +15,7 @@ from sdpo_jax.training.boards import TensorBoard, WeightsAndBiases
 from sdpo_jax.training.directory.epochs import FENCING_EPOCH
 from sdpo_jax.training.directory.guarded_files import Seen, open_records
 from sdpo_jax.training.directory.lines import METRICS, history
+from sdpo_jax.training.directory.sealed import LINE_DIGEST, last_digest, line_digest
 from sdpo_jax.training.samples import Sample
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class MetricsWriter:
       if self._rewrite():
         break
       self.check()  # Still the owner: lines that another process has written are not the run's.
+    self._digest = last_digest(self.lines)  # Of the last line.
     self._doubtful = False  # Whether a sync has failed.
     self._boards = _boards(workdir, config, resume_step)
 
@@ -83,6 +85,7 @@ class MetricsWriter:
     measured = {key: value if isinstance(value, str) else jsonable(float(value)) for key, value in values.items()}
     epoch = {} if self._ownership is None else {FENCING_EPOCH: self._ownership.epoch}
     line = {'step': step} | epoch | measured
+    line[LINE_DIGEST] = line_digest(json.dumps(line), self._digest)
     self.lines.append(line)
     if is_local(self._path):
       self.check()
@@ -93,15 +96,20 @@ class MetricsWriter:
         f'{self._path} was changed by something other than this run while it was going on: nothing more is written '
         'there; see that nothing else writes to it, then start the same command again.'
       )
+    self._digest = line[LINE_DIGEST]
     for board in self._boards:
       board.numbers(step, {key: value for key, value in measured.items() if not isinstance(value, str)})
 
-  def sync(self) -> None:
+  def sync(self) -> str:
     """Block until all lines, in the file and on the boards, are on disk, as publishing a checkpoint requires.
+
+    Returns:
+      The `line_digest` of the last of them.
 
     Raises:
       OSError: they could not be synced.
     """
+    digest = self._digest  # Another thread may write a line meanwhile.
     if self._doubtful:  # After a failed sync, data may be lost even if the next sync succeeds.
       self._rewrite()
     self._doubtful = True
@@ -109,6 +117,7 @@ class MetricsWriter:
     self._doubtful = False
     for board in self._boards:
       board.sync()
+    return digest
 
   def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
     """Show samples of a step on the boards; call it before `write`, since steps on a board must not decrease."""

@@ -143,6 +143,7 @@ class Checkpoints:
     host: Mapping[str, Any],
     metrics: Mapping[str, float],
     leaves: Mapping[str, str] | None = None,
+    line_digest: str = '',
   ) -> None:
     """Start writing a checkpoint; return once the device arrays may be changed again.
 
@@ -153,6 +154,7 @@ class Checkpoints:
       metrics: metrics of this step; empty if they were measured with another state. All are stored, so that
         `best_metric` may be changed at a resume.
       leaves: digests of the state's arrays, if known (`digests.leaf_digests`).
+      line_digest: as in the manifest.
 
     Raises:
       UserError: this checkpoint or the one still in progress could not be written, or another process has taken over
@@ -162,7 +164,7 @@ class Checkpoints:
     if step in self._manifests:
       return
     leaves = digests.leaf_digests(state) if leaves is None else leaves
-    draft = CheckpointManifest(step=step, fencing_epoch=self._epoch, leaves=leaves, metrics=_finite(metrics))
+    draft = CheckpointManifest(step, self._epoch, leaves, _finite(metrics), line_digest=line_digest)
     self._check_owner()
     folder = self._unfinished(step)
     try:

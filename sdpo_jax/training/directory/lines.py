@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+import dataclasses
 import json
 import logging
 from typing import Any
@@ -11,49 +12,93 @@ from etils import epath
 
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.files import read_text
+from sdpo_jax.tables import counted
+from sdpo_jax.training.directory import sealed
 from sdpo_jax.training.directory.epochs import FENCING_EPOCH, of_the_run, read_epochs
 
 METRICS = 'metrics.jsonl'
 UNWRITTEN = '\0' * 512  # Content of a block that had not reached the disk when the machine failed.
 STATE_DIGEST = 'state_digest'  # Key of the digest of the state at the end of a step, the same as in a checkpoint.
+RECORDED = 'rollout/recorded'  # Metric: the number of completions in the step's file in `rollouts/`.
 _logger = logging.getLogger('sdpo_jax.metrics')
 
 
 def read_metrics(workdir: epath.PathLike) -> list[dict[str, Any]]:
-  """Return the valid lines of `metrics.jsonl`; a last line that was cut off by a crash is left out.
+  """Return the valid lines of `metrics.jsonl`, without digests; a last line that was cut off by a crash is left out.
 
   Lines that a process wrote after another one had taken over the run are left out; a warning names their steps.
 
   Raises:
     UserError: it is not a file, cannot be read, or holds a line that is not an object with a step.
   """
-  dropped = dropped_lines(workdir)
-  if dropped is not None:
-    _logger.warning('%s', dropped)
-  return _lines(workdir, None)[0]
+  for remark in remarks(workdir):
+    _logger.warning('%s', remark)
+  return [
+    {name: value for name, value in line.items() if name != sealed.LINE_DIGEST} for line in _read(workdir, None).lines
+  ]
 
 
-def dropped_lines(workdir: epath.PathLike, last: int | None = None) -> str | None:
-  """Return a sentence about lines that a process without the run has written; None if there are none.
+def remarks(workdir: epath.PathLike, last: int | None = None) -> list[str]:
+  """Return sentences about lines that are left out, or are not as they were written.
 
   Args:
     workdir: directory of the run.
-    last: last step whose lines count; None: all.
+    last: last step whose lines count, for a resume, which is also told how many lines have no digest; None: all.
 
   Raises:
     UserError: as in `read_metrics`.
   """
-  _, foreign = _lines(workdir, last)
-  if not foreign:
-    return None
-  lines = f'a line of step {foreign[0]} was' if len(foreign) == 1 else f'lines of steps {spans(foreign)} were'
-  path = epath.Path(workdir) / METRICS
-  return f'{path}: {lines} written by a process that had lost the run to another one, and left out.'
+  path, found, sentences = epath.Path(workdir) / METRICS, _read(workdir, last), []
+  if found.foreign:
+    few = len(found.foreign) == 1
+    lines = f'a line of step {found.foreign[0]} was' if few else f'lines of steps {spans(found.foreign)} were'
+    sentences.append(f'{path}: {lines} written by a process that had lost the run to another one, and left out.')
+  if found.altered:
+    sentences.append(f'{path}: not as written: line {spans(found.altered)}; the numbers there may be wrong.')
+  if found.misplaced:
+    sentences.append(f'{path}: lines were removed, moved or altered before line {spans(found.misplaced)}.')
+  if found.unsealed and last is not None:
+    lines = counted(found.unsealed, 'line')
+    sentences.append(f'{path}: {lines} without {sealed.LINE_DIGEST}, of an earlier version, cannot be verified.')
+  return sentences
 
 
-def _lines(workdir: epath.PathLike, last: int | None) -> tuple[list[dict[str, Any]], list[int]]:
-  wanted = [line for line in raw_lines(workdir) if last is None or line['step'] <= last]
-  return of_the_run(wanted, read_epochs(workdir))
+@dataclasses.dataclass(frozen=True)
+class _Reading:
+  """Lines of `metrics.jsonl`, and what is wrong with them."""
+
+  lines: list[dict[str, Any]]  # The valid ones.
+  foreign: list[int]  # Steps of those that a process without the run has written.
+  altered: list[int]  # Numbers of lines that are not as they were written.
+  misplaced: list[int]  # Numbers of lines whose line before is not the one that they were written after.
+  unsealed: int  # Number of lines without a digest.
+
+
+def _read(workdir: epath.PathLike, last: int | None) -> _Reading:
+  lines = raw_lines(workdir)
+  wanted = [at for at, line in enumerate(lines) if last is None or line['step'] <= last]
+  lines = lines[: wanted[-1] + 1 if wanted else 0]
+  kept, foreign = of_the_run([lines[at] for at in wanted], read_epochs(workdir))
+  ours, before = {id(line) for line in kept}, ''
+  found: dict[str, list[int]] = {state: [] for state in sealed.STATES}
+  for number, line in enumerate(lines, 1):
+    state, digest = sealed.check_line(json.dumps(line).encode(), before)
+    if id(line) in ours or state == sealed.ALTERED:
+      found[state].append(number)
+      before = digest
+  altered, misplaced, unsealed = (found[state] for state in (sealed.ALTERED, sealed.MISPLACED, sealed.UNSEALED))
+  return _Reading(kept, foreign, altered, misplaced, len(unsealed))
+
+
+def expected_results(lines: Iterable[Mapping[str, Any]]) -> set[str]:
+  """Return the files in `rollouts/` and `eval/` that steps with these lines have written, such as 'eval/20.json'."""
+  found = set()
+  for line in lines:
+    if RECORDED in line:
+      found.add(f'rollouts/{line["step"]}.jsonl')
+    if any(name.startswith('eval/') for name in line):
+      found.add(f'eval/{line["step"]}.json')
+  return found
 
 
 def spans(steps: Iterable[int]) -> str:
@@ -105,8 +150,20 @@ def raw_lines(workdir: epath.PathLike) -> list[dict[str, Any]]:
 
 
 def history(workdir: epath.PathLike, step: int) -> list[dict[str, Any]]:
-  """Return the valid lines of `metrics.jsonl` up to `step`; none for step 0, at which a run begins."""
-  return _lines(workdir, step)[0] if step else []
+  """Return the valid lines of `metrics.jsonl` up to `step`; none for step 0, at which a run begins.
+
+  Raises:
+    UserError: as in `read_metrics`, or a line is not as it was written.
+  """
+  if not step:
+    return []
+  found = _read(workdir, step)
+  if found.altered:
+    raise UserError(
+      f'{epath.Path(workdir) / METRICS}, line {spans(found.altered)} is not as it was written: restore the file, or '
+      'remove what is named, after which the run goes on without those numbers.'
+    )
+  return found.lines
 
 
 def check_digest(workdir: epath.PathLike, step: int, digest: str) -> bool:
