@@ -50,6 +50,7 @@ from sdpo_jax.training.directory.ownership import sole_user
 from sdpo_jax.training.directory.published_checkpoints import CHECKPOINTS, MANIFEST, newest, published_steps
 from sdpo_jax.training.opening import make_session
 from sdpo_jax.training.specs import update_spec
+from sdpo_jax.types import TrainState
 
 TINY = {
   'data.train_batch_size': 4,
@@ -75,7 +76,7 @@ VARYING = ('time/', 'throughput/', 'programs/', 'fencing_epoch', 'line_digest')
 
 
 def config_of(name: str) -> sdpo_jax.Config:
-  """Return the settings of one of `RUNS`."""
+  """Return the settings of one of `RUNS`, which has six steps."""
   file, changes = RUNS[name]
   return sdpo_jax.load_config(file, TINY | changes)
 
@@ -131,9 +132,9 @@ def results(workdir: pathlib.Path) -> dict[str, object]:
 class Trials:
   """The trials with copies of a run's directory: what is said of the whole one, and what it ends with."""
 
-  def __init__(self, name: str, folder: pathlib.Path):
-    self.config, self._folder = config_of(name), folder
-    self.whole = copied(self.config, folder)
+  def __init__(self, config: sdpo_jax.Config, folder: pathlib.Path):
+    self._config, self._folder = config, folder
+    self.whole = copied(config, folder)
     self.verified, self.resumed, self.expected = self._run(self._copy())
 
   def _copy(self) -> pathlib.Path:
@@ -147,7 +148,7 @@ class Trials:
       verify.verify(str(workdir), None, said.append)
       found = {text for text in remarks(said, workdir) if not text.startswith((verify.WHOLE, 'RUN: '))}
     with heard() as said:
-      sdpo_jax.train(self.config, workdir, announce=said.append)
+      sdpo_jax.train(self._config, workdir, announce=said.append)
     return found, remarks(said, workdir), results(workdir)
 
   def flip(self, path: str, bit: int) -> str:
@@ -210,15 +211,11 @@ BITS = 20  # Flipped bits of each file.
 class Restores:
   """Restores of a checkpoint from copies of a run's directory, as a resume does, but without sampling and training."""
 
-  def __init__(self, name: str, folder: pathlib.Path):
-    self._config, self._trial = config_of(name), epath.Path(folder / 'trial')
-    self.whole = copied(self._config, folder)
-    session, parameters = make_session(self._config, self.whole)
-    table = session.policy.parameter_table()
-    self._like = abstract_state(update_spec(self._config), parameters, session.mesh, table)
-    self.newest = newest(self.whole)
+  def __init__(self, config: sdpo_jax.Config, whole: pathlib.Path, like: TrainState, folder: pathlib.Path):
+    self._config, self._like, self._trial = config, like, epath.Path(folder / 'trial')
+    self.whole, self.newest = whole, newest(whole)
     steps = published_steps(self.whole)
-    self._digests = {
+    self.digests = {
       step: read_manifest(epath.Path(self.whole) / CHECKPOINTS / str(step)).state_digest for step in steps
     }
 
@@ -241,14 +238,22 @@ class Restores:
     if TRACE in ''.join(logged):
       print(path, *logged, sep='\n', file=sys.stderr)
       return TRACEBACK
-    if found != self._digests[resumed.step]:
+    if found != self.digests[resumed.step]:
       return SILENT
     if resumed.step == self.newest:
       return 'restored'
     return 'older' if any('cannot be read' in text for text in said) else SILENT
 
 
-def matrix(restores: Restores, rng: random.Random) -> dict[str, collections.Counter[str]]:
+def restores_of(config: sdpo_jax.Config, folder: pathlib.Path) -> Restores:
+  """Return the restores of a run that is trained in a folder."""
+  whole = copied(config, folder)
+  session, parameters = make_session(config, whole)
+  table = session.policy.parameter_table()
+  return Restores(config, whole, abstract_state(update_spec(config), parameters, session.mesh, table), folder)
+
+
+def matrix(restores: Restores, rng: random.Random, bits: int = BITS) -> dict[str, collections.Counter[str]]:
   """Return the outcomes by change, for every file of the newest checkpoint."""
   outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
   folder = f'{CHECKPOINTS}/{restores.newest}'
@@ -256,7 +261,8 @@ def matrix(restores: Restores, rng: random.Random) -> dict[str, collections.Coun
     path = f'{folder}/{name}'
     for change, act in CHANGES.items():
       outcomes[change][restores.outcome(path, act)] += 1
-    for bit in rng.sample(range(8 * (restores.whole / path).stat().st_size), BITS):
+    size = 8 * (restores.whole / path).stat().st_size
+    for bit in rng.sample(range(size), min(size, bits)):
       outcomes['flip'][restores.outcome(path, lambda path, bit=bit: flip_bit(path, bit))] += 1
   return outcomes
 
@@ -274,7 +280,11 @@ def main() -> int:
     share = flags.flips * (number + 1) // len(flags.of) - flags.flips * number // len(flags.of)
     with tempfile.TemporaryDirectory() as scratch:
       folder = pathlib.Path(scratch)
-      found = matrix(Restores(name, folder), rng) if flags.matrix else flips(Trials(name, folder), share, rng)
+      found = (
+        matrix(restores_of(config_of(name), folder), rng)
+        if flags.matrix
+        else flips(Trials(config_of(name), folder), share, rng)
+      )
     total = sum(found.values(), collections.Counter())
     failed += total[SILENT] + total[TRACEBACK]
     files = {kind: dict(sorted(counts.items())) for kind, counts in sorted(found.items())}

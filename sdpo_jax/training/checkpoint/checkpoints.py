@@ -36,7 +36,7 @@ from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_failing, is_local, make_directory, sync_directory, sync_tree, write_atomically
 from sdpo_jax.training.checkpoint import digests, manifest
 from sdpo_jax.training.checkpoint.manifest import CheckpointManifest, DamagedError
-from sdpo_jax.training.checkpoint.unreadable import is_out_of_reach
+from sdpo_jax.training.checkpoint.unreadable import ignore_given_up_reads, is_out_of_reach
 from sdpo_jax.training.directory.epochs import Epochs, read_epochs
 from sdpo_jax.training.directory.published_checkpoints import CHECKPOINTS, DAMAGED, MANIFEST, is_step
 from sdpo_jax.types import TrainState
@@ -450,6 +450,7 @@ class Checkpoints:
         raise DamagedError(NO_MANIFEST) from error
       expected = None
     layout = ocp.args.PyTreeRestore(item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like))
+    ignore_given_up_reads()
     restored = self._reader.restore(folder, args=ocp.args.Composite(state=layout, host=ocp.args.JsonRestore()))
     return restored['state'], restored['host'], expected
 

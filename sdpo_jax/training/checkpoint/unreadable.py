@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import functools
+import logging
 import re
+import sys
 
 from sdpo_jax.distributed.cluster import chain
 
@@ -37,3 +40,20 @@ def _says_so(error: BaseException) -> bool:
   if code is not None:
     return int(code.group(1)) not in _DAMAGE
   return _STATUS.match(text) is not None
+
+
+@functools.cache
+def ignore_given_up_reads() -> None:
+  """Leave tracebacks out that say no more than that reads of a checkpoint were given up.
+
+  If an array cannot be read, Orbax raises its error and closes its event loop. Of the other arrays, asyncio then logs
+  the errors, or TensorStore's threads print that they cannot notify the loop.
+  """
+  hook = sys.unraisablehook
+
+  def print_others(unraisable: sys.UnraisableHookArgs) -> None:
+    if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == 'Event loop is closed'):
+      hook(unraisable)
+
+  sys.unraisablehook = print_others
+  logging.getLogger('asyncio').addFilter(lambda record: 'coro=<async_deserialize()' not in record.getMessage())
