@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-import dataclasses
 import json
 import logging
 from typing import Any
@@ -33,9 +32,8 @@ def read_metrics(workdir: epath.PathLike) -> list[dict[str, Any]]:
   """
   for remark in remarks(workdir):
     _logger.warning('%s', remark)
-  return [
-    {name: value for name, value in line.items() if name != sealed.LINE_DIGEST} for line in _read(workdir, None).lines
-  ]
+  lines, *_ = _read(workdir, None)
+  return [{name: value for name, value in line.items() if name != sealed.LINE_DIGEST} for line in lines]
 
 
 def remarks(workdir: epath.PathLike, last: int | None = None) -> list[str]:
@@ -48,57 +46,45 @@ def remarks(workdir: epath.PathLike, last: int | None = None) -> list[str]:
   Raises:
     UserError: as in `read_metrics`.
   """
-  path, found, sentences = epath.Path(workdir) / METRICS, _read(workdir, last), []
-  if found.foreign:
-    few = len(found.foreign) == 1
-    lines = f'a line of step {found.foreign[0]} was' if few else f'lines of steps {spans(found.foreign)} were'
+  path, sentences = epath.Path(workdir) / METRICS, []
+  _, foreign, states = _read(workdir, last)
+  if foreign:
+    lines = f'a line of step {foreign[0]} was' if len(foreign) == 1 else f'lines of steps {spans(foreign)} were'
     sentences.append(f'{path}: {lines} written by a process that had lost the run to another one, and left out.')
-  if found.altered:
-    sentences.append(f'{path}: not as written: line {spans(found.altered)}; the numbers there may be wrong.')
-  if found.misplaced:
-    sentences.append(f'{path}: lines were removed, moved or altered before line {spans(found.misplaced)}.')
-  if found.unsealed and last is not None:
-    lines = counted(found.unsealed, 'line')
+  if altered := states[sealed.ALTERED]:
+    sentences.append(f'{path}: not as written: line {spans(altered)}; the numbers there may be wrong.')
+  if misplaced := states[sealed.MISPLACED]:
+    sentences.append(f'{path}: lines were removed, moved or altered before line {spans(misplaced)}.')
+  if states[sealed.UNSEALED] and last is not None:
+    lines = counted(len(states[sealed.UNSEALED]), 'line')
     sentences.append(f'{path}: {lines} without {sealed.LINE_DIGEST}, of an earlier version, cannot be verified.')
   return sentences
 
 
-@dataclasses.dataclass(frozen=True)
-class _Reading:
-  """Lines of `metrics.jsonl`, and what is wrong with them."""
+def _read(workdir: epath.PathLike, last: int | None) -> tuple[list[dict[str, Any]], list[int], dict[str, list[int]]]:
+  """Return the valid lines, the steps of those that a process without the run wrote, and what is wrong with lines.
 
-  lines: list[dict[str, Any]]  # The valid ones.
-  foreign: list[int]  # Steps of those that a process without the run has written.
-  altered: list[int]  # Numbers of lines that are not as they were written.
-  misplaced: list[int]  # Numbers of lines whose line before is not the one that they were written after.
-  unsealed: int  # Number of lines without a digest.
-
-
-def _read(workdir: epath.PathLike, last: int | None) -> _Reading:
+  The last are the numbers of lines by their state (`sealed.check_line`), up to the last one that counts. A process
+  without the run wrote its lines after others than those that are there, but an altered line counts whoever wrote it.
+  """
   lines = raw_lines(workdir)
   wanted = [at for at, line in enumerate(lines) if last is None or line['step'] <= last]
-  lines = lines[: wanted[-1] + 1 if wanted else 0]
   kept, foreign = of_the_run([lines[at] for at in wanted], read_epochs(workdir))
   ours, before = {id(line) for line in kept}, ''
-  found: dict[str, list[int]] = {state: [] for state in sealed.STATES}
-  for number, line in enumerate(lines, 1):
+  states: dict[str, list[int]] = {state: [] for state in sealed.STATES}
+  for number, line in enumerate(lines[: wanted[-1] + 1 if wanted else 0], 1):
     state, digest = sealed.check_line(json.dumps(line).encode(), before)
     if id(line) in ours or state == sealed.ALTERED:
-      found[state].append(number)
+      states[state].append(number)
       before = digest
-  altered, misplaced, unsealed = (found[state] for state in (sealed.ALTERED, sealed.MISPLACED, sealed.UNSEALED))
-  return _Reading(kept, foreign, altered, misplaced, len(unsealed))
+  return kept, foreign, states
 
 
 def expected_results(lines: Iterable[Mapping[str, Any]]) -> set[str]:
   """Return the files in `rollouts/` and `eval/` that steps with these lines have written, such as 'eval/20.json'."""
-  found = set()
-  for line in lines:
-    if RECORDED in line:
-      found.add(f'rollouts/{line["step"]}.jsonl')
-    if any(name.startswith('eval/') for name in line):
-      found.add(f'eval/{line["step"]}.json')
-  return found
+  named = [(line['step'], name) for line in lines for name in line]
+  rollouts = {f'rollouts/{step}.jsonl' for step, name in named if name == RECORDED}
+  return rollouts | {f'eval/{step}.json' for step, name in named if name.startswith('eval/')}
 
 
 def spans(steps: Iterable[int]) -> str:
@@ -157,13 +143,13 @@ def history(workdir: epath.PathLike, step: int) -> list[dict[str, Any]]:
   """
   if not step:
     return []
-  found = _read(workdir, step)
-  if found.altered:
+  lines, _, states = _read(workdir, step)
+  if altered := states[sealed.ALTERED]:
     raise UserError(
-      f'{epath.Path(workdir) / METRICS}, line {spans(found.altered)} is not as it was written: restore the file, or '
+      f'{epath.Path(workdir) / METRICS}, line {spans(altered)} is not as it was written: restore the file, or '
       'remove what is named, after which the run goes on without those numbers.'
     )
-  return found.lines
+  return lines
 
 
 def check_digest(workdir: epath.PathLike, step: int, digest: str) -> bool:
