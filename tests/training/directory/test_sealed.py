@@ -9,7 +9,7 @@ import pytest
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.training import boards, metrics
-from sdpo_jax.training.directory import lock_owner, sealed
+from sdpo_jax.training.directory import epochs, lock_owner, sealed
 from sdpo_jax.training.directory.lines import history, read_metrics, remarks
 from tests.training_states import flipped
 
@@ -116,6 +116,35 @@ def test_lines_of_an_earlier_version_are_read_and_covered_by_those_after_them(tm
   old, *rest = (tmp_path / 'metrics.jsonl').read_text().splitlines()
   rewrite(tmp_path, [old.replace('f', 'e', 1), *rest])
   assert len(remarks(tmp_path, STEPS)) == 2 and 'before line 3' in remarks(tmp_path)[0]
+
+
+class Owner:
+  """The owner of a run, or a process that believes to be."""
+
+  def __init__(self, epoch: int):
+    self.epoch = epoch
+
+  def check(self) -> None:
+    pass
+
+
+def test_lines_of_a_process_that_has_lost_the_run_do_not_break_the_chain(tmp_path):
+  late = metrics.MetricsWriter(tmp_path, quiet(), ownership=Owner(1))
+  late.write(1, {'a': 1.0})
+  started = [epochs.Epoch(number, 'host', 1, 'now', 'x', number - 1) for number in (1, 2)]
+  (tmp_path / 'epochs.json').write_text(epochs.Epochs(tuple(started)).to_json())
+  owner = metrics.MetricsWriter(tmp_path, quiet(), resume_step=1, ownership=Owner(2))
+  late.write(2, {'a': 7.0})
+  owner.write(2, {'a': 2.0})
+  late.write(3, {'a': 7.0})
+  owner.write(3, {'a': 3.0})
+  assert [line['a'] for line in history(tmp_path, 3)] == [1.0, 2.0, 3.0]
+  [said] = remarks(tmp_path, 3)
+  assert 'lines of steps 2–3 were written by a process that had lost the run' in said
+  content = (tmp_path / 'metrics.jsonl').read_text()
+  (tmp_path / 'metrics.jsonl').write_text(content.replace('7.0', '8.0', 1))
+  with pytest.raises(UserError, match='line 2 is not as it was written'):
+    history(tmp_path, 3)
 
 
 def test_a_file_of_lines_notices_a_line_that_is_missing_at_its_end():
