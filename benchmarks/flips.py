@@ -276,7 +276,7 @@ def main() -> int:
   flags = parser.parse_args()
   failed = 0
   for number, name in enumerate(flags.of):
-    rng, began = random.Random(f'{flags.seed} {name}'), time.monotonic()
+    rng, began, used = random.Random(f'{flags.seed} {name}'), time.monotonic(), time.process_time()
     share = flags.flips * (number + 1) // len(flags.of) - flags.flips * number // len(flags.of)
     with tempfile.TemporaryDirectory() as scratch:
       folder = pathlib.Path(scratch)
@@ -288,7 +288,8 @@ def main() -> int:
     total = sum(found.values(), collections.Counter())
     failed += total[SILENT] + total[TRACEBACK]
     files = {kind: dict(sorted(counts.items())) for kind, counts in sorted(found.items())}
-    print(json.dumps({'run': name, **total, 'seconds': round(time.monotonic() - began), 'files': files}), flush=True)
+    seconds = {'seconds': round(time.monotonic() - began), 'cpu_seconds': round(time.process_time() - used)}
+    print(json.dumps({'run': name, **total, **seconds, 'files': files}), flush=True)
   return 1 if failed else 0
 
 
