@@ -135,9 +135,10 @@ class Trials:
   def __init__(self, config: sdpo_jax.Config, folder: pathlib.Path):
     self._config, self._folder = config, folder
     self.whole = copied(config, folder)
-    self.verified, self.resumed, self.expected = self._run(self._copy())
+    self.verified, self.resumed, self.expected = self._run(self.copy())
 
-  def _copy(self) -> pathlib.Path:
+  def copy(self) -> pathlib.Path:
+    """Return a new copy of the run's directory; there is one at a time."""
     copy = self._folder / 'trial'
     shutil.rmtree(copy, ignore_errors=True)
     return pathlib.Path(shutil.copytree(self.whole, copy))
@@ -153,7 +154,7 @@ class Trials:
 
   def flip(self, path: str, bit: int) -> str:
     """Return the outcome of a flipped bit in a file of the run."""
-    copy = self._copy()
+    copy = self.copy()
     flip_bit(copy / path, bit)
     try:
       verified, resumed, found = self._run(copy)

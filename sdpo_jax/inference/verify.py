@@ -374,7 +374,7 @@ def _wrong(path: epath.Path, step: str) -> tuple[str | None, bool]:
     content = path.read_bytes()
   except OSError as error:
     return f'cannot be read ({first_line(error)})', True
-  if path.suffix == '.jsonl' and content and not content.endswith(b'\n'):
+  if path.suffix == '.jsonl' and not content.endswith(b'\n'):  # Every step has samples.
     return 'its end is missing', True
   parts = content.split(b'\n')[:-1] if path.suffix == '.jsonl' else [content]
   for number, part in enumerate(parts, 1):

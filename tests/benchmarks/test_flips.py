@@ -11,6 +11,7 @@ from etils import epath
 import pytest
 
 from benchmarks import flips
+import sdpo_jax
 from sdpo_jax.training.directory import sealed
 from tests import tiny
 from tests.training import durable_run
@@ -62,20 +63,20 @@ def trials(tmp_path_factory):
   folder = tmp_path_factory.mktemp('trials')
   changes = {'trainer.save_freq': 2, 'trainer.test_freq': 2, 'trainer.total_training_steps': 6}
   changes |= {'trainer.rollout_save_freq': 1, 'trainer.max_ckpt_to_keep': 2}
-  return flips.Trials(flips.sdpo_jax.load_config(tiny.make_experiment(folder), changes), folder)
+  return flips.Trials(sdpo_jax.load_config(tiny.make_experiment(folder), changes), folder)
 
 
 @pytest.mark.slow
 def test_no_flip_is_silent_to_verify_and_a_resume(trials):
-  found = flips.flips(trials, 10, random.Random(0))
+  found = flips.flips(trials, 6, random.Random(0))
   assert set(total(found)) <= {'noticed', 'refused', 'unreferenced'}, found
-  assert total(found)['noticed'] > 3
+  assert total(found)['noticed'] > 1
 
 
 @pytest.mark.slow
 def test_a_resume_that_believes_an_altered_line_is_seen(trials, monkeypatch):
   """The score of an evaluation, from which the gap of later steps is computed, loses its seal."""
-  copy = trials._copy  # noqa: SLF001 – nothing else makes the copies that are damaged
+  copy = trials.copy
 
   def altered() -> pathlib.Path:
     path = copy() / 'metrics.jsonl'
@@ -85,7 +86,7 @@ def test_a_resume_that_believes_an_altered_line_is_seen(trials, monkeypatch):
     path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
     return path.parent
 
-  monkeypatch.setattr(trials, '_copy', altered)
+  monkeypatch.setattr(trials, 'copy', altered)
   assert trials.flip('rollouts/1.jsonl', 9) == 'refused'
   monkeypatch.setattr(sealed, 'check_line', lambda line, before: (sealed.WHOLE, ''))
   assert trials.flip('rollouts/1.jsonl', 9) == flips.SILENT

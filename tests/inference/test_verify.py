@@ -176,6 +176,7 @@ def cut(name, count):
     (lambda run: None, '3 lines, 3 with a state_digest, up to step 3'),
     (cut('metrics.jsonl', 2), 'damaged  metrics.jsonl: lacks the line after which checkpoints/3 was written'),
     (replace('metrics.jsonl', '"eval/sums/mean@2": 0.5', '"eval/sums/mean@2": 0.7'), 'damaged  metrics.jsonl: not as'),
+    (cut('rollouts/3.jsonl', 0), 'damaged  rollouts/3.jsonl: its end is missing'),
     (cut('rollouts/2.jsonl', 2), 'damaged  rollouts/2.jsonl: lines were removed, moved or altered before line 1'),
     (replace('rollouts/2.jsonl', '"b"', '"d"'), 'damaged  rollouts/2.jsonl: not as written: line 2'),
     (lambda run: (run / 'rollouts/1.jsonl').unlink(), 'damaged  rollouts/1.jsonl: is missing, though metrics.jsonl '),
