@@ -60,10 +60,12 @@ def read_sealed(path: epath.PathLike, way_out: str) -> dict[str, Any]:
   try:
     values = unseal(content)
   except ValueError as error:
-    if not is_sealed(content):
-      return read_json_object(path, way_out)
-    raise UserError(f'{path} is not as it was written ({first_line(error)}): {way_out}.') from error
-  del values[SEAL]
+    if is_sealed(content):
+      raise UserError(
+        f'{path} is not as it was written ({first_line(error)}): {way_out}; if the change is yours, remove its {SEAL}.'
+      ) from error
+    values = read_json_object(path, way_out)
+  values.pop(SEAL, None)  # Another program may have written it anew, with the seal as a value.
   return values
 
 

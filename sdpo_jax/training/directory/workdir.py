@@ -43,8 +43,7 @@ _OTHERS = {
   'cartridge.json': 'it is a cartridge, passed as --cartridge with its --model',
   'config.json': 'its config.json is not that of a run; a model is passed as --model',
 }
-ANOTHER = 'restore it (runs of the same settings have the same one) or choose another --workdir'
-UNREADABLE = 'make it readable or choose another'
+ANOTHER, UNREADABLE = 'restore it or choose another --workdir', 'make it readable or choose another'
 
 
 def saved_settings(workdir: epath.PathLike) -> dict[str, Any]:

@@ -164,8 +164,12 @@ def test_no_flipped_bit_of_a_sealed_file_passes(tmp_path):
     path.write_bytes(flipped(content, bit))
     with pytest.raises(UserError, match=': restore it'):
       sealed.read_sealed(path, 'restore it')
-  path.write_text(json.dumps(values))  # Of an earlier version.
-  assert sealed.read_sealed(path, 'restore it') == values
+  for others in (values, values | {'sha256': 'f' * 64}):  # Of an earlier version, or written anew by another program.
+    path.write_text(json.dumps(others))
+    assert sealed.read_sealed(path, 'restore it') == values
+  lines = content.decode().replace('"format": 1', '"format": 2').splitlines(keepends=True)
+  path.write_text(''.join(line for line in lines if '"sha256"' not in line))  # The way out of one who changed it.
+  assert sealed.read_sealed(path, 'restore it') == values | {'format': 2}
 
 
 def test_no_flipped_bit_of_a_lock_passes():
