@@ -26,7 +26,7 @@ from typing import Any, Literal
 from sdpo_jax.errors import UserError
 
 PREFIX = 'alarm/'  # Prefix of the metrics that alarms write themselves, which no rule sees.
-NO_METRICS = ('step', 'fencing_epoch')  # The keys of a line that are not metrics.
+NO_METRICS = ('step', 'fencing_epoch', 'line_digest')  # The keys of a line that are not metrics.
 # In the line of a step that ended in a rollback: the step it went back to. The line's other numbers are those of the
 # discarded weights.
 ROLLBACK = 'alarm/rollback_to'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import dataclasses
 import json
 import re
@@ -17,17 +17,18 @@ from sdpo_jax.files import read_bytes
 from sdpo_jax.inference.runs import run_config
 from sdpo_jax.models import checksums, huggingface, model_files
 from sdpo_jax.tables import counted
+from sdpo_jax.training.boards import saved_id
 from sdpo_jax.training.checkpoint import manifest
 from sdpo_jax.training.checkpoint.checkpoints import NO_MANIFEST
 from sdpo_jax.training.checkpoint.stored_arrays import stored_digest
 from sdpo_jax.training.checkpoint.unreadable import is_out_of_reach
-from sdpo_jax.training.directory import lock_owner, starts
+from sdpo_jax.training.directory import lock_owner, sealed, starts
 from sdpo_jax.training.directory.epochs import EPOCHS, FENCING_EPOCH, Epochs, of_starts, parse, read_epochs
-from sdpo_jax.training.directory.lines import METRICS, STATE_DIGEST, spans
+from sdpo_jax.training.directory.lines import METRICS, STATE_DIGEST, expected_results, spans
 from sdpo_jax.training.directory.locks import LOCK
 from sdpo_jax.training.directory.published_checkpoints import DAMAGED, is_step
 from sdpo_jax.training.directory.starts import FINGERPRINT
-from sdpo_jax.training.directory.workdir import BEFORE_RESTART, located
+from sdpo_jax.training.directory.workdir import BEFORE_RESTART, WANDB_ID, located
 
 WHOLE, NOTE, DAMAGE = 'ok', 'note', 'damaged'
 ALL_WHOLE, SOME_DAMAGED, NOTHING_LEFT = 0, 1, 2  # Exit codes.
@@ -103,7 +104,9 @@ class _Audit:
     self._reached = 0  # The last step with a line or a file.
     self._lines: set[int] = set()  # Steps with a line in metrics.jsonl.
     self._bytes: int | None = None  # Size of metrics.jsonl when it was read; None: it does not exist.
-    self.whole: list[int] = []  # Steps of intact checkpoints.
+    self._expected: set[str] = set()  # Files in `rollouts/` and `eval/` that lines name.
+    self._line_digests: set[str] = set()
+    self.whole: dict[int, str] = {}  # Step of an intact checkpoint → the digest of the last line that it names.
 
   def findings(self) -> Iterator[Finding]:
     """Yield the findings about all files and checkpoints of the run, in the order of the report."""
@@ -113,6 +116,7 @@ class _Audit:
       (EPOCHS, self._read(EPOCHS, self._record)),
       (FINGERPRINT, self._read(FINGERPRINT, lambda: counted(len(starts.read(self._workdir)), 'start'))),
       (METRICS, self._metrics()),
+      (WANDB_ID, self._read(WANDB_ID, lambda: f'the page {saved_id(self._workdir / WANDB_ID)}')),
     ):
       try:
         yield from findings
@@ -145,8 +149,11 @@ class _Audit:
     path = self._workdir / LOCK
     if not path.exists():
       return
-    found = lock_owner.parse(read_bytes(path, 'make it readable, or remove it'))
-    if found is None:
+    content = read_bytes(path, 'make it readable, or remove it')
+    found = lock_owner.parse(content)
+    if found is None and content:
+      yield Finding(DAMAGE, LOCK, 'is not as it was written; the next start replaces it')
+    elif found is None:
       yield Finding(NOTE, LOCK, 'names no process')
     elif not found.released:
       says = {
@@ -181,19 +188,26 @@ class _Audit:
       return
     steps: list[int] = []
     foreign: list[int] = []
+    before, states = '', {state: [] for state in sealed.STATES}
     content = read_bytes(path, 'make it readable')
     self._bytes = len(content)
     texts = content.split(b'\n')
     cut = texts.pop()  # The text after the last newline.
     for number, text in enumerate(texts, 1):
-      line = _line(text)
+      line, (state, digest) = _line(text), sealed.check_line(text, before)
       if line is None:
         yield Finding(
           DAMAGE, METRICS, f'line {number} is not an object with a step: {short_repr(text.decode(errors="replace"))}'
         )
       elif self._epochs.fenced(line.get(FENCING_EPOCH, 0), line['step']) is not None:
         foreign.append(line['step'])
+        if state == sealed.ALTERED:
+          states[state].append(number)
       else:
+        before = digest
+        states[state].append(number)
+        self._line_digests.add(digest)
+        self._expected |= expected_results([line])
         steps.append(line['step'])
         if isinstance(line.get(STATE_DIGEST), str) and line.get(alarms.ROLLBACK) is None:
           self._digests[line['step']] = line[STATE_DIGEST]
@@ -204,6 +218,10 @@ class _Audit:
       yield Finding(
         NOTE, METRICS, f'a process that had lost the run wrote the lines of {_steps(foreign)}; readers drop them'
       )
+    if wrong := _unlike(states):
+      yield Finding(DAMAGE, METRICS, wrong)
+    if unsealed := states[sealed.UNSEALED]:
+      yield Finding(NOTE, METRICS, f'{counted(len(unsealed), "line")} of an earlier version cannot be verified')
     twice = {step for step, count in collections.Counter(steps).items() if count > 1}
     if twice:
       yield Finding(DAMAGE, METRICS, f'has several lines of {_steps(twice)}')
@@ -223,7 +241,6 @@ class _Audit:
     for path in sorted((path for path in entries if is_step(path.name)), key=lambda path: int(path.name)):
       found = self._checkpoint(path)
       if found.state == WHOLE:
-        self.whole.append(int(path.name))
         self._reached = max(self._reached, int(path.name))
       elif not path.exists():
         found = Finding(NOTE, found.what, 'was removed by the run while it was read')
@@ -240,6 +257,9 @@ class _Audit:
       missing = set(range(1, (last if going_on else max(last, newest - 1)) + 1)) - self._lines
       if missing:
         yield Finding(DAMAGE, METRICS, f'has no line of {_steps(missing)}: the numbers are lost')
+      last_line = self.whole.get(newest)
+      if last_line and last_line not in self._line_digests and not going_on:
+        yield Finding(DAMAGE, METRICS, f'lacks the line after which checkpoints/{newest} was written')
     published = self._epochs.published
     there = (self._workdir / 'checkpoints' / str(published)).exists()  # If so, its fault has been reported.
     if published > newest and not there and read_epochs(self._workdir).published == published:
@@ -271,6 +291,7 @@ class _Audit:
       return Finding(
         DAMAGE, what, f'it holds the state {digest}, but {METRICS} names {recorded}: they are from different runs'
       )
+    self.whole[expected.step] = expected.line_digest
     agrees = f', as in {METRICS}' if recorded else ''
     return Finding(
       WHOLE,
@@ -289,20 +310,26 @@ class _Audit:
 
   def _results(self, name: str) -> Iterator[Finding]:
     folder = self._workdir / name
+    there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    for missing in sorted(self._expected - {f'{name}/{file}' for file in there}):
+      if missing.startswith(f'{name}/'):
+        yield Finding(DAMAGE, missing, f'is missing, though {METRICS} names it')
     if not folder.is_dir():
       return
-    whole = 0
+    whole = unsealed = 0
     for path in sorted(folder.iterdir()):
       named = _RESULTS.fullmatch(path.name)
       if named is None:
         yield Finding(NOTE, f'{name}/{path.name}', 'is not a file of the run')
         continue
       self._reached = max(self._reached, int(named[1]))
-      wrong = _wrong_json(path)
+      wrong, verified = _wrong(path, named[1])
       if wrong is None:
-        whole += 1
+        whole, unsealed = whole + 1, unsealed + (not verified)
       else:
         yield Finding(DAMAGE, f'{name}/{path.name}', wrong)
+    if unsealed:
+      yield Finding(NOTE, name, f'{counted(unsealed, "file")} of an earlier version cannot be verified')
     yield Finding(WHOLE, name, counted(whole, 'file'))
 
   def _leftovers(self) -> Iterator[Finding]:
@@ -332,19 +359,38 @@ def _line(text: bytes) -> dict[str, Any] | None:
   return line if isinstance(step, int) and not isinstance(step, bool) else None
 
 
-def _wrong_json(path: epath.Path) -> str | None:
-  """Return what is wrong with a file of JSON or JSON lines; None if nothing is."""
+def _unlike(states: Mapping[str, Sequence[int]]) -> str | None:
+  """Return what is wrong with lines, whose numbers are given by the results of `sealed.check_line`; or None."""
+  if altered := states[sealed.ALTERED]:
+    return f'not as written: line {spans(altered)}'
+  if misplaced := states[sealed.MISPLACED]:
+    return f'lines were removed, moved or altered before line {spans(misplaced)}'
+  return None
+
+
+def _wrong(path: epath.Path, step: str) -> tuple[str | None, bool]:
+  """Return what is wrong with a file of JSON or JSON lines, None if nothing is; and whether it has a seal."""
   try:
     content = path.read_bytes()
   except OSError as error:
-    return f'cannot be read ({first_line(error)})'
-  if path.suffix == '.jsonl' and content and not content.endswith(b'\n'):
-    return 'its end is missing'
-  parts = content.splitlines() if path.suffix == '.jsonl' else [content]
+    return f'cannot be read ({first_line(error)})', True
+  if path.suffix == '.jsonl' and not content.endswith(b'\n'):  # Every step has samples.
+    return 'its end is missing', True
+  parts = content.split(b'\n')[:-1] if path.suffix == '.jsonl' else [content]
   for number, part in enumerate(parts, 1):
     try:
       json.loads(part)
     except (ValueError, RecursionError) as error:
       where = f'line {number} ' if len(parts) > 1 else ''
-      return f'{where}is not JSON ({first_line(error)})'
-  return None
+      return f'{where}is not JSON ({first_line(error)})', True
+  if path.suffix == '.json':
+    try:
+      sealed.read_sealed(path, 'a resume does not need it')
+    except UserError as error:
+      return str(error), True
+    return None, sealed.is_sealed(content)
+  before, states = sealed.beginning(step, len(parts)), {state: [] for state in sealed.STATES}
+  for number, part in enumerate(parts, 1):
+    state, before = sealed.check_line(part, before)
+    states[state].append(number)
+  return _unlike(states), not states[sealed.UNSEALED]

@@ -25,10 +25,10 @@ from sdpo_jax.config.locations import is_hub_name
 from sdpo_jax.config.privacy import public_place, public_settings
 from sdpo_jax.data.hub_datasets import PREFIX
 from sdpo_jax.errors import UserError, printable
-from sdpo_jax.files import read_json_object
 from sdpo_jax.reporting.run_files import finite
 from sdpo_jax.training.directory import fingerprint, starts
 from sdpo_jax.training.directory.lines import read_metrics
+from sdpo_jax.training.directory.sealed import read_sealed
 
 FILE = 'README.md'
 # --format → (library that loads it, relation to the base model, description).
@@ -166,7 +166,7 @@ def _scores(line: Mapping[str, Any]) -> Scores:
 def _standard_errors(workdir: epath.PathLike, step: int) -> dict[str, float]:
   """Return the standard error over questions of each task's mean score; empty if the run has not kept the samples."""
   path = epath.Path(workdir) / 'eval' / f'{step}.json'
-  found = (_readable(read_json_object, path, 'restore it') if path.exists() else None) or {}
+  found = (_readable(read_sealed, path, 'restore it') if path.exists() else None) or {}
   scores: dict[str, dict[str, list[float]]] = {}
   for sample in found['samples'] if isinstance(found.get('samples'), list) else ():
     if isinstance(sample, dict) and (score := finite(sample.get('score'))) is not None:

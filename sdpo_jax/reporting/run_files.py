@@ -12,9 +12,10 @@ from sdpo_jax.config.fields import is_number
 from sdpo_jax.config.privacy import public_settings
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
-from sdpo_jax.files import read_json_object
 from sdpo_jax.training.directory import starts
-from sdpo_jax.training.directory.lines import METRICS, dropped_lines, read_metrics
+from sdpo_jax.training.directory.lines import METRICS, read_metrics
+from sdpo_jax.training.directory.lines import remarks as remarks_on_lines
+from sdpo_jax.training.directory.sealed import read_sealed
 from sdpo_jax.training.directory.workdir import located, no_run
 
 CONFIG = 'config.json'
@@ -71,8 +72,7 @@ def read_run(workdir: epath.PathLike, *, texts: bool = True) -> RunFiles:
   if not has_metrics and 'trainer.total_training_steps' not in settings:
     raise no_run(workdir)
   lines = read_metrics(workdir)
-  if dropped := dropped_lines(workdir):
-    remarks.append(dropped)
+  remarks += remarks_on_lines(workdir)
   if not lines:
     remarks.append('No step is finished yet.')
   elif has_metrics and not any(isinstance(line.get('train/loss'), float | int) for line in lines if line['step'] > 0):
@@ -136,7 +136,7 @@ def alarms_of(lines: Sequence[Mapping[str, Any]], rules: Any) -> tuple[Mapping[s
 def _settings(workdir: epath.Path) -> tuple[dict[str, Any], list[str]]:
   """Return the settings in config.json by dotted name, and a list of sentences about what is wrong with the file."""
   try:
-    waiting = list(read_json_object(workdir / CONFIG, 'restore it').items())
+    waiting = list(read_sealed(workdir / CONFIG, 'restore it').items())
   except UserError as error:
     return {}, [str(error)]
   found: dict[str, Any] = {}

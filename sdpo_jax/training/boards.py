@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+import hashlib
 import importlib.util
 import json
 import logging
 import os
+import re
 import time
 from typing import Any
 import uuid
@@ -20,6 +22,7 @@ from sdpo_jax.training.directory.workdir import WANDB_ID
 from sdpo_jax.training.samples import COLUMNS, UNGRADED, Sample, shorten
 
 SAMPLES = 'samples'  # Name of the tables.
+NEW_PAGE = 'remove it for a new page'  # The way out of a damaged `WANDB_ID`.
 LONGEST_CELL = 10_000  # Maximum number of characters of a text in a table.
 
 
@@ -159,11 +162,28 @@ def run_id(workdir: epath.Path, resume_step: int) -> str:
     UserError: the file with the id cannot be read.
   """
   path = workdir / WANDB_ID
-  if resume_step and path.exists() and (known := read_text(path, 'remove it for a new page').strip()):
+  if resume_step and path.exists() and (known := saved_id(path)):
     return known
-  drawn = uuid.uuid4().hex
+  drawn = _checked(f'z{uuid.uuid4().hex[:15]}')
   write_atomically(path, drawn + '\n')
   return drawn
+
+
+def saved_id(path: epath.Path) -> str:
+  """Return the id of a run's page in a file; one of an earlier version has 32 hex digits, none of which is a check.
+
+  Raises:
+    UserError: the file cannot be read, or is not as it was written.
+  """
+  text = read_text(path, NEW_PAGE)
+  if len(text) == 33 and not re.fullmatch('[0-9a-f]{32}\n', text) and text != _checked(text[:16]) + '\n':
+    raise UserError(f'{path} is not as it was written: {NEW_PAGE}.')
+  return text.strip()
+
+
+def _checked(drawn: str) -> str:
+  """Return an id of 16 characters with 16 check digits; the first is no hex digit, even if one bit of it is flipped."""
+  return drawn + hashlib.sha256(drawn.encode()).hexdigest()[:16]
 
 
 def check_wandb(config: Config) -> None:

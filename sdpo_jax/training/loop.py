@@ -50,7 +50,7 @@ from sdpo_jax.training.checkpoint.digests import leaf_digests, state_digest
 from sdpo_jax.training.checkpoint.starting_state import StartingState
 from sdpo_jax.training.checkpoint.unfinished import Unfinished
 from sdpo_jax.training.directory import fingerprint, lost_checkpoints
-from sdpo_jax.training.directory.lines import STATE_DIGEST, dropped_lines, history, read_metrics
+from sdpo_jax.training.directory.lines import STATE_DIGEST, history, read_metrics, remarks
 from sdpo_jax.training.directory.ownership import Ownership, sole_user
 from sdpo_jax.training.directory.published_checkpoints import newest
 from sdpo_jax.training.directory.workdir import check_workdir, write_settings
@@ -320,10 +320,9 @@ class _Run:
     keep = self.session.config.trainer.keep_starting_state
     self.saving.hold(step, state, host, metrics or {}, leaves, keep=keep)
 
-  def sync_lines(self) -> None:
-    """Block until the metrics lines written so far are on disk."""
-    if self.writer is not None:
-      self.writer.sync()
+  def sync_lines(self) -> str:
+    """Block until the metrics lines written so far are on disk, and return the digest of the last; '' without any."""
+    return '' if self.writer is None else self.writer.sync()
 
   def run(self, state: TrainState, unfinished: Unfinished | None) -> Generator[Stepped, None, Result]:
     """Run the remaining steps, save, and wait until everything is written; yield after every step."""
@@ -443,8 +442,8 @@ class _Run:
     """
     lines = history(self.session.workdir, written_before(step, unfinished))
     lost = lost_checkpoints.lost_lines(self.session.workdir, step if unfinished is None else step - 1, lines)
-    dropped = dropped_lines(self.session.workdir, step)
-    for sentence in (lost, dropped) if self.ownership is not None else ():
+    missing = lost_checkpoints.lost_results(self.session.workdir, lines)
+    for sentence in (lost, missing, *remarks(self.session.workdir, step)) if self.ownership is not None else ():
       if sentence:
         self.announce(sentence)
     self.skipped = skipped.in_a_row(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import json
+import threading
 from typing import TYPE_CHECKING, Any
 
 from etils import epath
@@ -15,6 +16,7 @@ from sdpo_jax.training.boards import TensorBoard, WeightsAndBiases
 from sdpo_jax.training.directory.epochs import FENCING_EPOCH
 from sdpo_jax.training.directory.guarded_files import Seen, open_records
 from sdpo_jax.training.directory.lines import METRICS, history
+from sdpo_jax.training.directory.sealed import LINE_DIGEST, last_digest, line_digest
 from sdpo_jax.training.samples import Sample
 
 if TYPE_CHECKING:
@@ -51,13 +53,16 @@ class MetricsWriter:
     self._records = open_records(workdir) if not is_local(workdir) else None
     self._seen: Seen | None = None  # The content in the store.
     self._texts: list[str] = []  # Lines that a failed sync may lose.
+    self._lock = threading.Lock()  # Checkpoints sync the file from a thread of their own.
     while True:
       if self._records is not None:
         self._seen = self._records.read(METRICS)
-      text = ''.join(json.dumps(line) + '\n' for line in history(workdir, resume_step)).encode()
+      lines = history(workdir, resume_step)
+      text = ''.join(json.dumps(line) + '\n' for line in lines).encode()
       if self._replace(text):
         break
       self.check()  # Still the owner: lines that another process has written are not the run's.
+    self._digest = last_digest(lines)  # Of the last line.
     self._synced = len(text)  # Bytes of a local file that are certainly on the disk.
     self._doubtful = False  # Whether a sync has failed.
     self._boards = _boards(workdir, config, resume_step)
@@ -85,11 +90,14 @@ class MetricsWriter:
     """
     measured = {key: value if isinstance(value, str) else jsonable(float(value)) for key, value in values.items()}
     epoch = {} if self._ownership is None else {FENCING_EPOCH: self._ownership.epoch}
-    text = json.dumps({'step': step} | epoch | measured) + '\n'
+    line = {'step': step} | epoch | measured
+    line[LINE_DIGEST] = line_digest(json.dumps(line), self._digest)
+    text = json.dumps(line) + '\n'
     if self._seen is None:
       self.check()
-      self._texts.append(text)
-      append(self._path, text)
+      with self._lock:
+        self._texts.append(text)
+        append(self._path, text)
       if len(self._texts) >= MOST_UNSYNCED:
         self._sync_lines()
     elif not self._replace((self._seen.content or b'') + text.encode()):
@@ -98,28 +106,35 @@ class MetricsWriter:
         f'{self._path} was changed by something other than this run while it was going on: nothing more is written '
         'there; see that nothing else writes to it, then start the same command again.'
       )
+    self._digest = line[LINE_DIGEST]
     for board in self._boards:
       board.numbers(step, {key: value for key, value in measured.items() if not isinstance(value, str)})
 
-  def sync(self) -> None:
+  def sync(self) -> str:
     """Block until all lines, in the file and on the boards, are on disk, as publishing a checkpoint requires.
+
+    Returns:
+      The `line_digest` of the last of them.
 
     Raises:
       OSError: they could not be synced.
     """
-    self._sync_lines()
+    digest = self._sync_lines()
     for board in self._boards:
       board.sync()
+    return digest
 
-  def _sync_lines(self) -> None:
-    if self._doubtful:  # After a failed sync, data may be lost even if the next sync succeeds.
-      with open(self._path, 'rb') as file:
-        self._replace(file.read(self._synced) + ''.join(self._texts).encode())
-    self._doubtful = True
-    sync_file(self._path)
-    self._doubtful = False
-    self._synced += sum(len(text.encode()) for text in self._texts)
-    self._texts.clear()
+  def _sync_lines(self) -> str:
+    with self._lock:
+      if self._doubtful:  # After a failed sync, data may be lost even if the next sync succeeds.
+        with open(self._path, 'rb') as file:
+          self._replace(file.read(self._synced) + ''.join(self._texts).encode())
+      self._doubtful = True
+      sync_file(self._path)
+      self._doubtful = False
+      self._synced += sum(len(text.encode()) for text in self._texts)
+      self._texts.clear()
+      return self._digest
 
   def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
     """Show samples of a step on the boards; call it before `write`, since steps on a board must not decrease."""

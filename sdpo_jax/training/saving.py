@@ -45,7 +45,7 @@ class Saving:
   checkpoints: Checkpoints
   ownership: Ownership | None  # None on all processes but one.
   joint_errors: JointErrors
-  sync_lines: Callable[[], None]  # Blocks until the lines written so far are on disk, as a checkpoint requires.
+  sync_lines: Callable[[], str]  # `MetricsWriter.sync`; '' on processes that write no lines.
   announce: Callable[[str], None]  # Receives sentences for the user.
   whole: Whole = dataclasses.field(init=False)
 
@@ -102,11 +102,12 @@ class Saving:
     return whole.step > 0 and whole.step not in self.checkpoints.steps()
 
   def _save(self, whole: Whole, state: TrainState) -> None:
+    line_digest = ''
     with self.joint_errors.alone():
-      self.sync_lines()
+      line_digest = self.sync_lines()
     self.joint_errors.meet(f'syncing the lines up to step {whole.step}')
     barrier(f'the checkpoint of step {whole.step}')
-    self.checkpoints.save(whole.step, state, whole.host(), whole.metrics, whole.leaves)
+    self.checkpoints.save(whole.step, state, whole.host(), whole.metrics, whole.leaves, line_digest)
 
   def rescue(self, error: BaseException) -> None:
     """Save the last whole state before `error` ends the run, and announce which step is on disk.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
-import json
 import math
 
 from etils import epath
@@ -23,6 +22,8 @@ from sdpo_jax.models.token_texts import TokenTexts
 from sdpo_jax.objective.terms import POLICY_METRICS, TEACHER_METRICS
 from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.training import feedback_writing, samples
+from sdpo_jax.training.directory.lines import RECORDED
+from sdpo_jax.training.directory.sealed import seal, seal_lines
 from sdpo_jax.training.gathering import GatheredBatch, Gathering
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.metrics import MetricsWriter
@@ -224,6 +225,8 @@ def step_metrics(
     metrics.update(gathering_metrics(step, gathering, learned))
     values = {} if learned is None else learned.of_batch(step, report.token_values, len(graded.rollouts))
     taken.report = report = dataclasses.replace(report, token_values=values)
+  if config.trainer.writes_rollouts(step):
+    metrics[RECORDED] = len(graded.rollouts)
   if config.rollout.steps_off:
     metrics['rollout/steps_off'] = step - taken.own.at
   metrics.update(throughput_metrics(session, taken.sampled, report, seconds))
@@ -303,7 +306,7 @@ def write_rollouts(
         **({} if tokens is None else tokens.of(row)),
       }
     )
-  write_atomically(folder / f'{step}.jsonl', ''.join(json.dumps(line, allow_nan=False) + '\n' for line in lines))
+  write_atomically(folder / f'{step}.jsonl', seal_lines(lines, str(step)))
 
 
 def _written(outcome: Outcome) -> dict[str, str]:
@@ -316,5 +319,5 @@ def write_evaluation(workdir: epath.Path, step: int, evaluation: Evaluation) -> 
   """Write `eval/<step>.json` with the metrics and every sample."""
   folder = workdir / 'eval'
   make_directory(folder)
-  content = {'step': step, 'metrics': jsonable(evaluation.metrics), 'samples': evaluation.samples}
-  write_atomically(folder / f'{step}.json', json.dumps(content, indent=1, allow_nan=False))
+  content = {'step': step, 'metrics': evaluation.metrics, 'samples': evaluation.samples}
+  write_atomically(folder / f'{step}.json', seal(jsonable(content)))

@@ -226,7 +226,11 @@ def experiment(tmp_path_factory):
 def lines_of(workdir) -> list[dict]:
   lines = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
   return [
-    {key: value for key, value in line.items() if not key.startswith(('time/', 'throughput/', 'fencing_epoch'))}
+    {
+      key: value
+      for key, value in line.items()
+      if not key.startswith(('time/', 'throughput/', 'fencing_epoch', 'line_digest'))
+    }
     for line in lines
   ]
 

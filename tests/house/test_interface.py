@@ -55,7 +55,7 @@ def whole(config, tmp_path_factory):
 
 def learned(workdir):
   """Return the metrics of a run that do not depend on when and by which process they were measured."""
-  elsewhere = ('time/', 'throughput/', 'programs/', 'fencing_epoch')
+  elsewhere = ('time/', 'throughput/', 'programs/', 'fencing_epoch', 'line_digest')
   return [
     {name: value for name, value in line.items() if not name.startswith(elsewhere)}
     for line in sdpo_jax.read_metrics(workdir)

@@ -4,16 +4,20 @@ import json
 import pathlib
 import shutil
 
+from etils import epath
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
+from sdpo_jax.evaluation.evaluate import Evaluation
 from sdpo_jax.inference import verify
+from sdpo_jax.training import metrics, step_records
 from sdpo_jax.training.checkpoint import checkpoints, digests
 from sdpo_jax.training.checkpoint.stored_arrays import stored_digest
-from sdpo_jax.training.directory import epochs, lock_owner
+from sdpo_jax.training.directory import epochs, lock_owner, sealed
+from sdpo_jax.training.directory.workdir import write_settings
 from tests import tiny
 from tests.training_states import files_below, flipped, make_state
 
@@ -134,6 +138,58 @@ def test_what_is_wrong_is_named(run, act, code, text):
   act(run)
   found, said = verified(run)
   assert text in said and found == code, said
+
+
+@pytest.fixture(scope='module')
+def written(tmp_path_factory):
+  """Return a run of three steps as this version writes it, with a checkpoint of each and one evaluation."""
+  workdir = tmp_path_factory.mktemp('verify') / 'run'
+  workdir.mkdir()
+  config = Config(name='written')
+  config.trainer.tensorboard = False
+  write_settings(config, epath.Path(workdir))
+  writer, opened = metrics.MetricsWriter(workdir, config), checkpoints.Checkpoints(workdir, keep=3)
+  (workdir / 'rollouts').mkdir()
+  for step in range(1, 4):
+    state, evaluated = make_state(step), {'eval/sums/mean@2': 0.5} if step == 2 else {}
+    samples = [{'step': step, 'completion': text} for text in ('a', 'b', 'c')]
+    (workdir / 'rollouts' / f'{step}.jsonl').write_text(sealed.seal_lines(samples, str(step)))
+    if evaluated:
+      step_records.write_evaluation(epath.Path(workdir), step, Evaluation({'sums': {'mean@2': 0.5}}, samples))
+    digest = digests.state_digest(digests.leaf_digests(state))
+    writer.write(step, {'rollout/recorded': 3, 'state_digest': digest, **evaluated})
+    opened.save(step, state, {}, {}, None, writer.sync())
+  opened.close()
+  return workdir
+
+
+def cut(name, count):
+  def act(run):
+    (run / name).write_text(''.join((run / name).read_text().splitlines(keepends=True)[:count]))
+
+  return act
+
+
+@pytest.mark.parametrize(
+  ('act', 'text'),
+  [
+    (lambda run: None, '3 lines, 3 with a state_digest, up to step 3'),
+    (cut('metrics.jsonl', 2), 'damaged  metrics.jsonl: lacks the line after which checkpoints/3 was written'),
+    (replace('metrics.jsonl', '"eval/sums/mean@2": 0.5', '"eval/sums/mean@2": 0.7'), 'damaged  metrics.jsonl: not as'),
+    (cut('rollouts/3.jsonl', 0), 'damaged  rollouts/3.jsonl: its end is missing'),
+    (cut('rollouts/2.jsonl', 2), 'damaged  rollouts/2.jsonl: lines were removed, moved or altered before line 1'),
+    (replace('rollouts/2.jsonl', '"b"', '"d"'), 'damaged  rollouts/2.jsonl: not as written: line 2'),
+    (lambda run: (run / 'rollouts/1.jsonl').unlink(), 'damaged  rollouts/1.jsonl: is missing, though metrics.jsonl '),
+    (lambda run: shutil.rmtree(run / 'eval'), 'damaged  eval/2.json: is missing, though metrics.jsonl names it'),
+    (replace('eval/2.json', '0.5', '0.6'), 'damaged  eval/2.json: '),
+    (replace('config.json', '"seed": 0', '"seed": 1'), 'damaged  config.json: '),
+  ],
+)
+def test_what_is_sealed_is_compared(written, tmp_path, act, text):
+  run = pathlib.Path(shutil.copytree(written, tmp_path / 'run'))
+  act(run)
+  code, said = verified(run)
+  assert text in said and said.count('damaged  ') == code == text.startswith('damaged'), said
 
 
 def test_a_damaged_checkpoint_that_was_published_last_is_one_finding(run):

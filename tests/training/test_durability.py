@@ -217,7 +217,7 @@ def _timeless(text: str) -> list[str]:
       {
         key: value
         for key, value in line.items()
-        if not key.startswith(('time/', 'throughput/', 'programs/', 'fencing_epoch'))
+        if not key.startswith(('time/', 'throughput/', 'programs/', 'fencing_epoch', 'line_digest'))
       }
     )
     for line in lines

@@ -122,6 +122,7 @@ def test_the_run_learns_something_and_writes_what_the_contract_names(experiment)
   assert set(lines[0]) == {
     'step',
     'fencing_epoch',
+    'line_digest',
     'programs/compiled',
     *(key for key in lines[0] if key.startswith('eval/parity/')),
   }

@@ -201,7 +201,7 @@ def changed(config: Config, **changes) -> Config:
 def lines(workdir) -> list[dict]:
   """Return what a run has measured, without what depends on the clock or on how often it was started."""
   found = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
-  clock = 'time/', 'throughput/', 'programs/', 'fencing_epoch'
+  clock = 'time/', 'throughput/', 'programs/', 'fencing_epoch', 'line_digest'
   return [{name: value for name, value in line.items() if not name.startswith(clock)} for line in found]
 
 

@@ -52,7 +52,7 @@ def with_steps_off(config: Config, steps_off: int, **optimizer) -> Config:
 def lines(workdir) -> list[dict]:
   """Return what a run has measured, without what depends on the clock or on how often it was started."""
   found = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
-  clock = 'time/', 'throughput/', 'programs/', 'fencing_epoch'
+  clock = 'time/', 'throughput/', 'programs/', 'fencing_epoch', 'line_digest'
   return [{name: value for name, value in line.items() if not name.startswith(clock)} for line in found]
 
 

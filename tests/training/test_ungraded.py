@@ -219,7 +219,11 @@ def make_run(folder) -> Config:
 def lines_of(workdir) -> list[dict]:
   lines = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
   return [
-    {name: value for name, value in line.items() if not name.startswith(('time/', 'throughput/', 'fencing_epoch'))}
+    {
+      name: value
+      for name, value in line.items()
+      if not name.startswith(('time/', 'throughput/', 'fencing_epoch', 'line_digest'))
+    }
     for line in lines
   ]
 

@@ -36,7 +36,7 @@ from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_failing, is_local, make_directory, sync_directory, sync_tree, write_atomically
 from sdpo_jax.training.checkpoint import digests, manifest
 from sdpo_jax.training.checkpoint.manifest import CheckpointManifest, DamagedError
-from sdpo_jax.training.checkpoint.unreadable import is_out_of_reach
+from sdpo_jax.training.checkpoint.unreadable import ignore_given_up_reads, is_out_of_reach
 from sdpo_jax.training.directory.epochs import Epochs, read_epochs
 from sdpo_jax.training.directory.published_checkpoints import CHECKPOINTS, DAMAGED, MANIFEST, is_step
 from sdpo_jax.types import TrainState
@@ -143,6 +143,7 @@ class Checkpoints:
     host: Mapping[str, Any],
     metrics: Mapping[str, float],
     leaves: Mapping[str, str] | None = None,
+    line_digest: str = '',
   ) -> None:
     """Start writing a checkpoint; return once the device arrays may be changed again.
 
@@ -153,6 +154,7 @@ class Checkpoints:
       metrics: metrics of this step; empty if they were measured with another state. All are stored, so that
         `best_metric` may be changed at a resume.
       leaves: digests of the state's arrays, if known (`digests.leaf_digests`).
+      line_digest: as in the manifest.
 
     Raises:
       UserError: this checkpoint or the one still in progress could not be written, or another process has taken over
@@ -162,7 +164,7 @@ class Checkpoints:
     if step in self._manifests:
       return
     leaves = digests.leaf_digests(state) if leaves is None else leaves
-    draft = CheckpointManifest(step=step, fencing_epoch=self._epoch, leaves=leaves, metrics=_finite(metrics))
+    draft = CheckpointManifest(step, self._epoch, leaves, _finite(metrics), line_digest=line_digest)
     self._check_owner()
     folder = self._unfinished(step)
     try:
@@ -448,6 +450,7 @@ class Checkpoints:
         raise DamagedError(NO_MANIFEST) from error
       expected = None
     layout = ocp.args.PyTreeRestore(item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like))
+    ignore_given_up_reads()
     restored = self._reader.restore(folder, args=ocp.args.Composite(state=layout, host=ocp.args.JsonRestore()))
     return restored['state'], restored['host'], expected
 

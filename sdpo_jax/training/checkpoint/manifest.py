@@ -34,6 +34,7 @@ class CheckpointManifest:
   leaves: Mapping[str, str]  # Path of an array of the state → its digest.
   metrics: Mapping[str, float]  # The finite metrics of the step.
   files: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)  # Name → its bytes and sha256.
+  line_digest: str = ''  # That of the last line of metrics.jsonl by then; '': there was none, or it had none.
 
   @property
   def state_digest(self) -> str:
@@ -63,7 +64,8 @@ def read_manifest(folder: epath.Path) -> CheckpointManifest:
     raise DamagedError(f'its {MANIFEST} has the format {values.get("format")!r}, not {FORMAT}')
   if str(values['step']) != folder.name:
     raise DamagedError(f'its {MANIFEST} is that of step {values["step"]}')
-  return CheckpointManifest(**{field.name: values[field.name] for field in dataclasses.fields(CheckpointManifest)})
+  names = [field.name for field in dataclasses.fields(CheckpointManifest) if field.name in values]
+  return CheckpointManifest(**{name: values[name] for name in names})
 
 
 def described_files(folder: epath.Path) -> dict[str, dict[str, Any]]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import functools
+import logging
 import re
+import sys
 
 from sdpo_jax.distributed.cluster import chain
 
@@ -14,6 +17,7 @@ _STATUS = re.compile(
   'PERMISSION_DENIED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|UNAUTHENTICATED|ABORTED|CANCELLED|INTERNAL'
 )
 _CODE = re.compile(r"os_error_code='(\d+)'")  # In TensorStore's messages.
+_READ = re.compile(r'coro=<async_deserialize\(|coroutine object _read_array_index')  # Orbax's reading of an array.
 _HTTP = {401, 403, 407, 408, 429}  # And all codes from 500 on.
 
 
@@ -37,3 +41,20 @@ def _says_so(error: BaseException) -> bool:
   if code is not None:
     return int(code.group(1)) not in _DAMAGE
   return _STATUS.match(text) is not None
+
+
+@functools.cache
+def ignore_given_up_reads() -> None:
+  """Leave tracebacks out that say no more than that reads of a checkpoint were given up.
+
+  If an array cannot be read, Orbax raises its error and closes its event loop. Of the other arrays, Python then prints
+  errors that nobody awaits, or TensorStore's threads that they cannot notify the loop.
+  """
+  hook = sys.unraisablehook
+
+  def print_others(unraisable: sys.UnraisableHookArgs) -> None:
+    if str(unraisable.exc_value) != 'Event loop is closed' and not _READ.search(repr(unraisable.object)):
+      hook(unraisable)
+
+  sys.unraisablehook = print_others
+  logging.getLogger('asyncio').addFilter(lambda record: not _READ.search(record.getMessage()))

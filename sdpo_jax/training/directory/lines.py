@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 import json
 import logging
 from typing import Any
@@ -11,49 +11,80 @@ from etils import epath
 
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.files import read_text
+from sdpo_jax.tables import counted
+from sdpo_jax.training.directory import sealed
 from sdpo_jax.training.directory.epochs import FENCING_EPOCH, of_the_run, read_epochs
 
 METRICS = 'metrics.jsonl'
 UNWRITTEN = '\0' * 512  # Content of a block that had not reached the disk when the machine failed.
 STATE_DIGEST = 'state_digest'  # Key of the digest of the state at the end of a step, the same as in a checkpoint.
+RECORDED = 'rollout/recorded'  # Metric: the number of completions in the step's file in `rollouts/`.
 _logger = logging.getLogger('sdpo_jax.metrics')
 
 
 def read_metrics(workdir: epath.PathLike) -> list[dict[str, Any]]:
-  """Return the valid lines of `metrics.jsonl`; a last line that was cut off by a crash is left out.
+  """Return the valid lines of `metrics.jsonl`, without digests; a last line that was cut off by a crash is left out.
 
   Lines that a process wrote after another one had taken over the run are left out; a warning names their steps.
 
   Raises:
     UserError: it is not a file, cannot be read, or holds a line that is not an object with a step.
   """
-  dropped = dropped_lines(workdir)
-  if dropped is not None:
-    _logger.warning('%s', dropped)
-  return _lines(workdir, None)[0]
+  for remark in remarks(workdir):
+    _logger.warning('%s', remark)
+  lines, *_ = _read(workdir, None)
+  return [{name: value for name, value in line.items() if name != sealed.LINE_DIGEST} for line in lines]
 
 
-def dropped_lines(workdir: epath.PathLike, last: int | None = None) -> str | None:
-  """Return a sentence about lines that a process without the run has written; None if there are none.
+def remarks(workdir: epath.PathLike, last: int | None = None) -> list[str]:
+  """Return sentences about lines that are left out, or are not as they were written.
 
   Args:
     workdir: directory of the run.
-    last: last step whose lines count; None: all.
+    last: last step whose lines count, for a resume, which is also told how many lines have no digest; None: all.
 
   Raises:
     UserError: as in `read_metrics`.
   """
-  _, foreign = _lines(workdir, last)
-  if not foreign:
-    return None
-  lines = f'a line of step {foreign[0]} was' if len(foreign) == 1 else f'lines of steps {spans(foreign)} were'
-  path = epath.Path(workdir) / METRICS
-  return f'{path}: {lines} written by a process that had lost the run to another one, and left out.'
+  path, sentences = epath.Path(workdir) / METRICS, []
+  _, foreign, states = _read(workdir, last)
+  if foreign:
+    lines = f'a line of step {foreign[0]} was' if len(foreign) == 1 else f'lines of steps {spans(foreign)} were'
+    sentences.append(f'{path}: {lines} written by a process that had lost the run to another one, and left out.')
+  if altered := states[sealed.ALTERED]:
+    sentences.append(f'{path}: not as written: line {spans(altered)}; the numbers there may be wrong.')
+  if misplaced := states[sealed.MISPLACED]:
+    sentences.append(f'{path}: lines were removed, moved or altered before line {spans(misplaced)}.')
+  if states[sealed.UNSEALED] and last is not None:
+    lines = counted(len(states[sealed.UNSEALED]), 'line')
+    sentences.append(f'{path}: {lines} without {sealed.LINE_DIGEST}, of an earlier version, cannot be verified.')
+  return sentences
 
 
-def _lines(workdir: epath.PathLike, last: int | None) -> tuple[list[dict[str, Any]], list[int]]:
-  wanted = [line for line in raw_lines(workdir) if last is None or line['step'] <= last]
-  return of_the_run(wanted, read_epochs(workdir))
+def _read(workdir: epath.PathLike, last: int | None) -> tuple[list[dict[str, Any]], list[int], dict[str, list[int]]]:
+  """Return the valid lines, the steps of those that a process without the run wrote, and what is wrong with lines.
+
+  The last are the numbers of lines by their state (`sealed.check_line`), up to the last one that counts. A process
+  without the run wrote its lines after others than those that are there, but an altered line counts whoever wrote it.
+  """
+  lines = raw_lines(workdir)
+  wanted = [at for at, line in enumerate(lines) if last is None or line['step'] <= last]
+  kept, foreign = of_the_run([lines[at] for at in wanted], read_epochs(workdir))
+  ours, before = {id(line) for line in kept}, ''
+  states: dict[str, list[int]] = {state: [] for state in sealed.STATES}
+  for number, line in enumerate(lines[: wanted[-1] + 1 if wanted else 0], 1):
+    state, digest = sealed.check_line(json.dumps(line).encode(), before)
+    if id(line) in ours or state == sealed.ALTERED:
+      states[state].append(number)
+      before = digest
+  return kept, foreign, states
+
+
+def expected_results(lines: Iterable[Mapping[str, Any]]) -> set[str]:
+  """Return the files in `rollouts/` and `eval/` that steps with these lines have written, such as 'eval/20.json'."""
+  named = [(line['step'], name) for line in lines for name in line]
+  rollouts = {f'rollouts/{step}.jsonl' for step, name in named if name == RECORDED}
+  return rollouts | {f'eval/{step}.json' for step, name in named if name.startswith('eval/')}
 
 
 def spans(steps: Iterable[int]) -> str:
@@ -105,8 +136,20 @@ def raw_lines(workdir: epath.PathLike) -> list[dict[str, Any]]:
 
 
 def history(workdir: epath.PathLike, step: int) -> list[dict[str, Any]]:
-  """Return the valid lines of `metrics.jsonl` up to `step`; none for step 0, at which a run begins."""
-  return _lines(workdir, step)[0] if step else []
+  """Return the valid lines of `metrics.jsonl` up to `step`; none for step 0, at which a run begins.
+
+  Raises:
+    UserError: as in `read_metrics`, or a line is not as it was written.
+  """
+  if not step:
+    return []
+  lines, _, states = _read(workdir, step)
+  if altered := states[sealed.ALTERED]:
+    raise UserError(
+      f'{epath.Path(workdir) / METRICS}, line {spans(altered)} is not as it was written: restore the file, or '
+      'remove what is named, after which the run goes on without those numbers.'
+    )
+  return lines
 
 
 def check_digest(workdir: epath.PathLike, step: int, digest: str) -> bool:

@@ -11,6 +11,8 @@ import pathlib
 import secrets
 import socket
 
+from sdpo_jax.training.directory import sealed
+
 # The results of `state`.
 GONE, RUNNING, STOPPED, ELSEWHERE = 'gone', 'running', 'stopped', 'elsewhere'
 
@@ -36,7 +38,7 @@ class Owner:
 
   def to_json(self) -> str:
     """Return the text of the lock."""
-    return json.dumps(dataclasses.asdict(self)) + '\n'
+    return sealed.seal(dataclasses.asdict(self))
 
 
 def this_process(fencing_epoch: int) -> Owner:
@@ -58,6 +60,9 @@ def parse(content: bytes | None) -> Owner | None:
   """Return the owner that a lock names; None if the lock is new, damaged, or was not written by this program."""
   try:
     fields = json.loads(content or b'')
+    if sealed.SEAL in fields:  # An earlier version wrote none. The lock is padded.
+      fields = sealed.unseal(content.rstrip(b' '))
+      del fields[sealed.SEAL]
     owner = Owner(**fields)
   except (ValueError, TypeError, RecursionError):
     return None

@@ -19,7 +19,7 @@ from etils import epath
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import is_local, make_directory, read_bytes, sync_directory
 from sdpo_jax.training.directory.epochs import EPOCHS, Epochs
-from sdpo_jax.training.directory.lines import METRICS, spans
+from sdpo_jax.training.directory.lines import METRICS, expected_results, spans
 from sdpo_jax.training.directory.locks import unwritable
 from sdpo_jax.training.directory.ownership import Ownership
 from sdpo_jax.training.directory.published_checkpoints import published_steps
@@ -113,6 +113,14 @@ def lost_lines(workdir: epath.Path, step: int, lines: Sequence[dict[str, Any]]) 
     return f'{path} {what}: the metrics of steps 1–{step} are lost, and so is the history of alarms. The run continues.'
   number = 'step' if len(missing) == 1 else 'steps'
   return f'{path} has no line of {number} {spans(missing)}: their metrics are lost. The run continues.'
+
+
+def lost_results(workdir: epath.Path, lines: Sequence[dict[str, Any]]) -> str | None:
+  """Return a sentence about files in `rollouts/` and `eval/` that lines name but are lost; None if none are."""
+  folders = [workdir / name for name in ('rollouts', 'eval') if (workdir / name).is_dir()]
+  there = {f'{folder.name}/{path.name}' for folder in folders for path in folder.iterdir()}
+  missing = sorted(expected_results(lines) - there)
+  return f'{workdir}: {", ".join(missing)} was written and is no longer there. The run continues.' if missing else None
 
 
 def _move(workdir: epath.Path, number: int, ownership: Ownership) -> None:

@@ -11,13 +11,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-import json
 from typing import Any
 
 from etils import epath
 
 from sdpo_jax.errors import UserError
-from sdpo_jax.files import read_json_object, write_atomically
+from sdpo_jax.files import write_atomically
+from sdpo_jax.training.directory import sealed
 
 FINGERPRINT = 'fingerprint.json'
 FORMAT = 1
@@ -35,7 +35,7 @@ def read(workdir: epath.PathLike) -> Sequence[Mapping[str, Any]]:
   if not path.exists():
     return []
   way_out = 'restore it, or remove it, after which this start is not compared with earlier ones'
-  values = read_json_object(path, way_out)
+  values = sealed.read_sealed(path, way_out)
   starts = values.get('starts')
   sound = (
     values.get('format') == FORMAT
@@ -65,4 +65,4 @@ def parts_of(starts: Sequence[Mapping[str, Any]]) -> Parts | None:
 
 def write(workdir: epath.Path, starts: Sequence[Mapping[str, Any]]) -> None:
   """Write all starts of a run; errors as in `write_atomically`."""
-  write_atomically(workdir / FINGERPRINT, json.dumps({'format': FORMAT, 'starts': list(starts)}, indent=1) + '\n')
+  write_atomically(workdir / FINGERPRINT, sealed.seal({'format': FORMAT, 'starts': list(starts)}))

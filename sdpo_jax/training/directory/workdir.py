@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
@@ -15,17 +16,17 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.files import (
   is_local,
   make_directory,
-  read_json_object,
   remove_partials,
   sync_ancestors,
   sync_directory,
   write_atomically,
 )
 from sdpo_jax.models.remote_files import readable
+from sdpo_jax.training.directory import sealed
 from sdpo_jax.training.directory.epochs import EPOCHS
-from sdpo_jax.training.directory.lines import METRICS, raw_lines
+from sdpo_jax.training.directory.lines import METRICS, history, raw_lines
 from sdpo_jax.training.directory.locks import unwritable
-from sdpo_jax.training.directory.published_checkpoints import CHECKPOINTS, DAMAGED
+from sdpo_jax.training.directory.published_checkpoints import CHECKPOINTS, DAMAGED, newest
 from sdpo_jax.training.directory.starts import FINGERPRINT
 
 WANDB_ID = 'wandb_id'  # File with the id of the run's page on Weights & Biases.
@@ -51,7 +52,7 @@ def saved_settings(workdir: epath.PathLike) -> dict[str, Any]:
   Raises:
     UserError: it cannot be read or does not hold an object.
   """
-  return read_json_object(epath.Path(workdir) / 'config.json', ANOTHER)
+  return sealed.read_sealed(epath.Path(workdir) / 'config.json', ANOTHER)
 
 
 def located(workdir: epath.PathLike) -> epath.Path:
@@ -135,6 +136,7 @@ def check_workdir(config: Config, workdir: epath.PathLike, *, restart: bool = Fa
       f'Use the settings of that run, or another --workdir{insist}.'
     )
   raw_lines(workdir)  # Raises for damaged lines before anything is compiled.
+  history(workdir, newest(workdir))
   return workdir
 
 
@@ -193,7 +195,7 @@ def write_settings(config: Config, workdir: epath.Path) -> None:
   """
   if jax.process_index() != 0:
     return
-  path, text = workdir / 'config.json', config.to_json() + '\n'
+  path, text = workdir / 'config.json', sealed.seal(json.loads(config.to_json()))
   try:
     if not path.exists() or path.read_bytes() != text.encode():
       write_atomically(path, text)

@@ -6,10 +6,12 @@ import dataclasses
 import errno
 import hashlib
 import json
+import logging
 import os
 import pathlib
 import resource
 import shutil
+import sys
 import tempfile
 import threading
 import types
@@ -29,7 +31,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.learning.update import abstract_state, place_state
 from sdpo_jax.models import huggingface
 from sdpo_jax.training.checkpoint import checkpoints as checkpoint_module
-from sdpo_jax.training.checkpoint import digests, manifest
+from sdpo_jax.training.checkpoint import digests, manifest, unreadable
 from sdpo_jax.training.checkpoint.checkpoints import SKIPPED, Checkpoints, only
 from sdpo_jax.training.checkpoint.manifest import DamagedError
 from sdpo_jax.training.checkpoint.unreadable import is_out_of_reach
@@ -728,3 +730,22 @@ def test_checkpoints_that_cannot_be_opened_are_those_from_which_a_run_resumes(tm
   monkeypatch.setattr(checkpoint_module, 'make_directory', fail)
   with pytest.raises(UserError, match=r'Input/output error.* resumes from step 2\.'):
     Checkpoints(tmp_path)
+
+
+def test_what_is_printed_of_reads_that_were_given_up_is_left_out_and_nothing_else(monkeypatch, caplog):
+  printed: list[str] = []
+  monkeypatch.setattr(sys, 'unraisablehook', lambda unraisable: printed.append(str(unraisable.exc_value)))
+  logger = logging.getLogger('asyncio')
+  monkeypatch.setattr(logger, 'filters', [])
+  unreadable.ignore_given_up_reads.__wrapped__()
+  for error, place in (
+    (RuntimeError('Event loop is closed'), None),
+    (Exception('Encountered'), '<coroutine object _read_array_index_and_device_put at 0x7f>'),
+    (RuntimeError('another'), None),
+    (ValueError('of a user'), '<coroutine object main at 0x7f>'),
+  ):
+    sys.unraisablehook(types.SimpleNamespace(exc_value=error, object=place))
+  assert printed == ['another', 'of a user']
+  for coroutine in ('async_deserialize', 'main'):
+    logger.error('Task exception was never retrieved\nfuture: <Task finished coro=<%s() done>>', coroutine)
+  assert len(caplog.records) == 1 and 'coro=<main()' in caplog.text

@@ -78,7 +78,7 @@ def test_a_state_that_is_being_saved_is_not_donated_whatever_is_noted_of_it_mean
     def wait(self):
       pass
 
-    def save(self, step, saved, host, metrics, leaves):
+    def save(self, step, saved, host, metrics, leaves, line_digest):
       assert saved is state and metrics == {}
       saving.hold(1, state, dict, {'loss': 1.0}, None, keep=False)  # As the thread that trains does.
       threading.Thread(target=donate).start()

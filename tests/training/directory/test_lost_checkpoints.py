@@ -264,3 +264,16 @@ def test_lines_that_are_missing_are_named_by_their_steps(folder):
   assert 'metrics.jsonl is missing: the metrics of steps 1–8 are lost' in lost_checkpoints.lost_lines(folder, 8, [])
   (folder / 'metrics.jsonl').touch()
   assert 'metrics.jsonl is empty: ' in lost_checkpoints.lost_lines(folder, 8, [])
+
+
+def test_rollouts_and_evaluations_that_lines_name_are_missed(tmp_path):
+  for name in ('rollouts/1.jsonl', 'rollouts/2.jsonl', 'eval/2.json'):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text('{}\n')
+  lines = [{'step': step, 'rollout/recorded': 4} for step in (1, 2)] + [{'step': 3, 'train/loss': 1.0}]
+  lines[1]['eval/sums/mean@2'] = 0.5
+  assert lost_checkpoints.lost_results(epath.Path(tmp_path), lines) is None
+  (tmp_path / 'rollouts/1.jsonl').unlink()
+  (tmp_path / 'eval/2.json').unlink()
+  said = lost_checkpoints.lost_results(epath.Path(tmp_path), lines)
+  assert said == f'{tmp_path}: eval/2.json, rollouts/1.jsonl was written and is no longer there. The run continues.'

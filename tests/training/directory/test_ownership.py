@@ -19,7 +19,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.training import metrics
 from sdpo_jax.training.directory import epochs, lock_owner, locks, ownership, sealed, starts
-from sdpo_jax.training.directory.lines import dropped_lines, history, read_metrics
+from sdpo_jax.training.directory.lines import history, read_metrics, remarks
 
 # Owns a directory until it is told to end, or checks whether it still does.
 HOLD = """
@@ -445,8 +445,8 @@ def test_what_a_fenced_process_wrote_is_left_out_and_named(folder, caplog):
     8,
   ] and not caplog.text  # A resume says it once.
   # Of what comes after, a resume at 8 has no need anyway.
-  assert f'{folder}/metrics.jsonl: lines of steps 5, 7 were' in dropped_lines(folder, 8)
-  assert dropped_lines(folder, 4) is None
+  assert remarks(folder, 8)[0].startswith(f'{folder}/metrics.jsonl: lines of steps 5, 7 were')
+  assert not any('another' in remark for remark in remarks(folder, 4))
 
 
 def test_starts_that_are_forgotten_fence_nothing_more(folder):
