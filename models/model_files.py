@@ -114,11 +114,12 @@ def _of_model(
       f'{len(unexpected)} tensors do not belong to the model that config.json describes, first {min(unexpected)!r}'
     )
   if wrong:
-    raise UserError(f'{root}: {", and ".join(wrong)}.')
+    raise UserError(f'{root}: {", and ".join(wrong)}: get config.json and weights of the same model.')
   for name, tensor in tensors.items():
     if tensor.shape != expected[name].huggingface_shape:
       raise UserError(
-        f'{root}: tensor {tensor.name!r} has shape {tensor.shape}; config.json says {expected[name].huggingface_shape}.'
+        f'{tensor.file.path}: tensor {tensor.name!r} has shape {tensor.shape}; config.json says '
+        f'{expected[name].huggingface_shape}: get both of the same model.'
       )
     if tensor.dtype not in DTYPES:
       raise UserError(

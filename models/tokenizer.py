@@ -10,9 +10,9 @@ import pathlib
 from etils import epath
 import tokenizers
 
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.models import chat_template as templates
-from sdpo_jax.models import sentencepiece_model
+from sdpo_jax.models import first_reading, sentencepiece_model
 from sdpo_jax.models.control_tokens import Tokenizer, control_strings
 from sdpo_jax.models.model_files import read_json, resolve
 from sdpo_jax.models.remote_files import readable
@@ -43,6 +43,9 @@ def load(
   if chat_template is not None:
     tokenizer.chat_template = _read_template(chat_template)
     source = f'model.chat_template={chat_template}'
+    first_reading.check_template(tokenizer.chat_template, source)
+  else:
+    first_reading.check(root, template=True)
   if not templates.text_of(tokenizer):
     raise UserError(
       f'The tokenizer in {root} has no chat template: name a file with one in model.chat_template (launch.sample: '
@@ -97,7 +100,16 @@ def read(path: str | os.PathLike) -> Tokenizer:
   except UserError:
     raise
   except Exception as error:  # The tokenizers library raises bare Exceptions for damaged files.
-    raise UserError(f'The tokenizer in {root} cannot be read: {error}') from error
+    for name in (
+      'tokenizer.json',
+      'tokenizer_config.json',
+      'special_tokens_map.json',
+      'added_tokens.json',
+      'vocab.json',
+    ):
+      if (root / name).is_file():
+        read_json(root, name)  # Whose message names the file.
+    raise UserError(f'The tokenizer in {root} cannot be read: {first_line(error)}') from error
   return tokenizer
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.models.architecture import Activation, Architecture
+from sdpo_jax.models.reading_child import LARGEST_COUNT
 from sdpo_jax.models.rope import Rope
 
 Json = dict[str, Any]
@@ -61,6 +62,10 @@ def fields(values: Json, source: str, activation_key: str = 'hidden_act') -> dic
   refuse(values, source)
   sizes = {field: size(values, key, source) for field, key in list(_SIZES.items())[:-2]}
   heads, width = sizes['heads'], sizes['hidden_size']
+  if sizes['layers'] > LARGEST_COUNT:  # Lists of that many are made.
+    raise UserError(
+      f'{source}: num_hidden_layers={short_repr(sizes["layers"])} is too many; supported: up to {LARGEST_COUNT}.'
+    )
   sizes['kv_heads'] = size(values, 'num_key_value_heads', source) if values.get('num_key_value_heads') else heads
   if heads % sizes['kv_heads']:
     raise UserError(
