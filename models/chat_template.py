@@ -16,6 +16,7 @@ TEMPLATE_ERRORS = (
   AttributeError,
   LookupError,
   RecursionError,
+  SyntaxError,  # Of the Python code to which a template is compiled: too many blocks in each other.
   TypeError,
   ValueError,
 )

@@ -20,7 +20,7 @@ from sdpo_jax.models.reading_child import LARGE, RENDERED, SMALL, TEMPLATES
 CPU_S, MEMORY = 5, 2**30  # Limits of the process: seconds of CPU time, bytes of address space.
 WALL_S = 120.0  # Seconds to wait for the process, which shares the machine with others.
 _SCRIPT = pathlib.Path(__file__).with_name('reading_child.py')
-_TEMPLATE = 'name another template in model.chat_template (launch.sample: --chat_template)'
+TEMPLATE = 'name another template in model.chat_template (launch.sample: --chat_template)'
 
 
 def check(root: pathlib.Path, *, template: bool = False) -> None:
@@ -38,16 +38,14 @@ def check(root: pathlib.Path, *, template: bool = False) -> None:
   for name, why in _refused(root).items():
     rendered = name.endswith(RENDERED)
     if template or not rendered:
-      raise UserError(
-        f'{root / name} {why}: {_TEMPLATE if rendered else "get it again, from a source that you trust"}.'
-      )
+      raise UserError(f'{root / name} {why}: {TEMPLATE if rendered else "get it again, from a source that you trust"}.')
 
 
 @functools.lru_cache(maxsize=64)
 def check_template(text: str, named: str) -> None:
   """Check a chat template that a user names; `named` begins the message."""
   for why in _ask({'template': text}).values():
-    raise UserError(f'{named} {why}: {_TEMPLATE}.')
+    raise UserError(f'{named} {why}: {TEMPLATE}.')
 
 
 def _refused(root: pathlib.Path) -> dict[str, str]:

@@ -20,7 +20,8 @@ import sys
 from typing import Any
 
 LARGEST_VOCABULARY = 2**20  # Tokens of a vocabulary; of the supported families, Gemma 3 has most, 2^18.
-LARGEST_ADDED = 2**16  # Added tokens, which transformers handles one by one.
+LARGEST_ADDED = 2**17  # Added tokens, which transformers handles one by one; speech models have 2^16.
+LARGEST_LISTED = 2**14  # Special tokens in a list, each of which it compares with all others.
 LARGEST_COUNT = 2**16  # Layers, labels, … in a config.json, from which transformers and families make lists.
 LARGEST_PROMPT = 2**24  # Characters that a template may write for a probe of 100 kB.
 _COUNTED = re.compile('layer|label|head|expert|depth|stage|block')
@@ -104,8 +105,12 @@ def _read_file(path: pathlib.Path) -> Any:
     _match_patterns(values)
   elif path.name == 'tokenizer.json':
     _read_tokenizer(path, values)
-  elif path.name == 'vocab.json':
-    _check_length('it', values, LARGEST_VOCABULARY)
+  elif path.name in ('vocab.json', 'added_tokens.json'):
+    _check_length('it', values, LARGEST_VOCABULARY if path.name in LARGE else LARGEST_ADDED)
+  elif path.name in ('tokenizer_config.json', 'special_tokens_map.json'):
+    for key, value in values.items():
+      if isinstance(value, dict | list):
+        _check_length(repr(key[:60]), value, LARGEST_LISTED if isinstance(value, list) else LARGEST_ADDED)
   return values
 
 

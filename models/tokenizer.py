@@ -10,7 +10,7 @@ import pathlib
 from etils import epath
 import tokenizers
 
-from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.errors import UserError, first_line, short_repr
 from sdpo_jax.models import chat_template as templates
 from sdpo_jax.models import first_reading, sentencepiece_model
 from sdpo_jax.models.control_tokens import Tokenizer, control_strings
@@ -39,7 +39,7 @@ def load(
   """
   root = resolve(path)
   tokenizer = read(root)
-  source = f'The chat template of {root}'
+  source = f'The chat template of {root} (chat_template.jinja or tokenizer_config.json)'
   if chat_template is not None:
     tokenizer.chat_template = _read_template(chat_template)
     source = f'model.chat_template={chat_template}'
@@ -55,7 +55,8 @@ def load(
   try:
     text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
   except templates.TEMPLATE_ERRORS as error:
-    raise UserError(f'{source} fails on a single user message: {error}') from error
+    why = first_line(error).rstrip('.')
+    raise UserError(f'{source} fails on a single user message: {why}: {first_reading.TEMPLATE}.') from error
   if templates.PROBE not in text:  # Templates of models that read images may expect a list of parts.
     raise UserError(
       f"{source} does not write the user's message: name a file with one that writes message['content'], a text, in "
@@ -215,7 +216,7 @@ def _declared_stops(root: pathlib.Path) -> list[int]:
     value = read_json(root, name).get('eos_token_id')
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in ids):
-      raise UserError(f'{root / name}: eos_token_id must be a token id or a list of them, not {json.dumps(value)}.')
+      raise UserError(f'{root / name}: eos_token_id must be a token id or a list of them, not {short_repr(value)}.')
     if ids:
       return ids
   return []
