@@ -12,7 +12,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-from typing import Any
 
 from sdpo_jax.errors import UserError
 from sdpo_jax.models.reading_child import LARGE, RENDERED, SMALL, TEMPLATES
@@ -20,7 +19,7 @@ from sdpo_jax.models.reading_child import LARGE, RENDERED, SMALL, TEMPLATES
 CPU_S, MEMORY = 5, 2**30  # Limits of the process: seconds of CPU time, bytes of address space.
 WALL_S = 120.0  # Seconds to wait for the process, which shares the machine with others.
 _SCRIPT = pathlib.Path(__file__).with_name('reading_child.py')
-TEMPLATE = 'name another template in model.chat_template (launch.sample: --chat_template)'
+ANOTHER_TEMPLATE = 'name another template in model.chat_template (launch.sample: --chat_template)'
 
 
 def check(root: pathlib.Path, *, template: bool = False) -> None:
@@ -38,14 +37,16 @@ def check(root: pathlib.Path, *, template: bool = False) -> None:
   for name, why in _refused(root).items():
     rendered = name.endswith(RENDERED)
     if template or not rendered:
-      raise UserError(f'{root / name} {why}: {TEMPLATE if rendered else "get it again, from a source that you trust"}.')
+      raise UserError(
+        f'{root / name} {why}: {ANOTHER_TEMPLATE if rendered else "get it again, from a source that you trust"}.'
+      )
 
 
 @functools.lru_cache(maxsize=64)
 def check_template(text: str, named: str) -> None:
   """Check a chat template that a user names; `named` begins the message."""
-  for why in _ask({'template': text}).values():
-    raise UserError(f'{named} {why}: {TEMPLATE}.')
+  for why in _ask(pathlib.Path(), text).values():
+    raise UserError(f'{named} {why}: {ANOTHER_TEMPLATE}.')
 
 
 def _refused(root: pathlib.Path) -> dict[str, str]:
@@ -57,11 +58,11 @@ def _refused(root: pathlib.Path) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=64)
 def _read(root: pathlib.Path, key: tuple) -> dict[str, str]:
-  return _ask({'root': str(root)}) if key else {}
+  return _ask(root) if key else {}
 
 
-def _ask(question: dict[str, Any]) -> dict[str, str]:
-  """Return why files are refused, by name, according to a new process."""
+def _ask(root: pathlib.Path, template: str | None = None) -> dict[str, str]:
+  """Return why files of a directory, or else a template, are refused, by name, according to a new process."""
   limits = {'RLIMIT_CPU': CPU_S, 'RLIMIT_AS': MEMORY, 'RLIMIT_CORE': 0}
   path = [place for place in sys.path if place not in ('', os.getcwd())]  # Where libraries are.
   # It parses hostile files: of the owner's environment, it gets only what libraries may need.
@@ -69,7 +70,7 @@ def _ask(question: dict[str, Any]) -> dict[str, str]:
   try:
     ended = subprocess.run(
       [sys.executable, '-I', '-X', 'utf8', str(_SCRIPT)],
-      input=json.dumps(question | {'path': path, 'limits': limits}).encode(),
+      input=json.dumps({'root': str(root), 'template': template, 'path': path, 'limits': limits}).encode(),
       capture_output=True,
       env=environment,
       cwd='/',

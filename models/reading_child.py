@@ -62,13 +62,11 @@ def read(root: pathlib.Path) -> None:
       if name.endswith('.jinja'):
         templates[name] = values
       elif name == 'tokenizer_config.json' and isinstance(values, dict):
-        given = values.get('chat_template')
-        several = given if isinstance(given, list) else given.values() if isinstance(given, dict) else [given]
-        texts = [each.get('template') if isinstance(each, dict) else each for each in several]
-        templates |= {f'{name}{" " * place}': text for place, text in enumerate(texts)}
-  for name, text in templates.items():
-    with _reported(name.rstrip() + RENDERED):
-      read_template(text)
+        templates[name] = values.get('chat_template')
+  for name, given in templates.items():  # A text, a list of {name, template}, or a dict.
+    with _reported(name + RENDERED):
+      for each in given if isinstance(given, list) else given.values() if isinstance(given, dict) else [given]:
+        read_template(each['template'] if isinstance(each, dict) else each)
 
 
 @contextlib.contextmanager
@@ -180,35 +178,29 @@ def read_template(text: str | None) -> None:
   import jinja2.ext
   import jinja2.sandbox
 
-  class Generation(jinja2.ext.Extension):
-    tags = {'generation'}
-
-    def parse(self, parser):
-      next(parser.stream)
-      return parser.parse_statements(['name:endgeneration'], drop_needle=True)
-
   def refuse(message):
     raise jinja2.TemplateError(message)
 
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
   )
   environment.filters['tojson'] = lambda value, **options: json.dumps(value, **{'ensure_ascii': False} | options)
-  environment.globals['raise_exception'] = refuse
-  environment.globals['strftime_now'] = lambda layout: datetime.datetime.now().strftime(layout)
+  environment.globals |= {'raise_exception': refuse, 'strftime_now': datetime.datetime.now().strftime}
+  text = re.sub(r'{%-?\s*(end)?generation\s*-?%}', '', text)  # Blocks that transformers adds, for masks.
   constants = environment.parse(text).find_all(jinja2.nodes.Const)
   spelled = [node.value for node in constants if isinstance(node.value, str)]
   template = environment.from_string(text)
-  expected = jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError
+  options = {'add_generation_prompt': True, 'bos_token': '', 'eos_token': '', 'tools': None}
   for messages in _conversations(spelled):
-    for options in ({}, {'tools': _TOOLS}, {'enable_thinking': False, 'tools': None}):
-      values = options | {'add_generation_prompt': messages[-1]['role'] == 'user', 'bos_token': '', 'eos_token': ''}
+    for more in ({}, {'tools': _TOOLS}, {'enable_thinking': False, 'add_generation_prompt': False}):
       length = 0
-      with contextlib.suppress(*expected):
-        for piece in template.generate(messages=messages, **values):
-          length += len(piece)
-          if length > LARGEST_PROMPT:
-            raise _TooLargeError(f'writes more than {LARGEST_PROMPT} characters for a conversation of 100 kB')
+      try:
+        length = sum(map(len, template.generate(messages=messages, **options | more)))
+      except Exception as error:  # Templates refuse what they were not made for, in any way.
+        if isinstance(error, MemoryError):
+          raise
+      if length > LARGEST_PROMPT:
+        raise _TooLargeError(f'writes more than {LARGEST_PROMPT} characters for a conversation of 100 kB')
 
 
 def _conversations(spelled: list[str]) -> list[list[dict[str, Any]]]:
@@ -231,8 +223,7 @@ def _conversations(spelled: list[str]) -> list[list[dict[str, Any]]]:
 
 
 if __name__ == '__main__':
-  for stop in (signal.SIGXCPU, signal.SIGPROF):  # The owner may ignore them, and children inherit that.
-    signal.signal(stop, signal.SIG_DFL)
+  signal.signal(signal.SIGXCPU, signal.SIG_DFL)  # The owner may ignore it, and children inherit that.
   gc.disable()  # Nothing here makes cycles, and collections take most of the time of parsing.
   asked = json.load(sys.stdin)
   sys.path[:] = asked['path']
@@ -240,10 +231,9 @@ if __name__ == '__main__':
     hard = resource.getrlimit(getattr(resource, name))[1]
     resource.setrlimit(getattr(resource, name), (min(most, hard % 2**64), hard))  # Without a limit, `hard` may be −1.
   say('started')
-  if 'root' in asked:
+  if asked['template'] is None:
     read(pathlib.Path(asked['root']))
-  else:
-    with _reported(''):
-      read_template(asked['template'])
+  with _reported(''):
+    read_template(asked['template'])
   say('done')
   os._exit(0)  # Freeing memory takes as long as reading did.

@@ -56,7 +56,7 @@ def load(
     text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
   except templates.TEMPLATE_ERRORS as error:
     why = first_line(error).rstrip('.')
-    raise UserError(f'{source} fails on a single user message: {why}: {first_reading.TEMPLATE}.') from error
+    raise UserError(f'{source} fails on a single user message: {why}: {first_reading.ANOTHER_TEMPLATE}.') from error
   if templates.PROBE not in text:  # Templates of models that read images may expect a list of parts.
     raise UserError(
       f"{source} does not write the user's message: name a file with one that writes message['content'], a text, in "
