@@ -45,7 +45,7 @@ def check(root: pathlib.Path, *, template: bool = False) -> None:
 @functools.lru_cache(maxsize=64)
 def check_template(text: str, named: str) -> None:
   """Check a chat template that a user names; `named` begins the message."""
-  for why in _ask(pathlib.Path(), text).values():
+  for why in ask(pathlib.Path(), text).values():
     raise UserError(f'{named} {why}: {ANOTHER_TEMPLATE}.')
 
 
@@ -58,10 +58,10 @@ def _refused(root: pathlib.Path) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=64)
 def _read(root: pathlib.Path, key: tuple) -> dict[str, str]:
-  return _ask(root) if key else {}
+  return ask(root) if key else {}
 
 
-def _ask(root: pathlib.Path, template: str | None = None) -> dict[str, str]:
+def ask(root: pathlib.Path, template: str | None = None) -> dict[str, str]:
   """Return why files of a directory, or else a template, are refused, by name, according to a new process."""
   limits = {'RLIMIT_CPU': CPU_S, 'RLIMIT_AS': MEMORY, 'RLIMIT_CORE': 0}
   path = [place for place in sys.path if place not in ('', os.getcwd())]  # Where libraries are.

@@ -53,8 +53,11 @@ def say(*line: str) -> None:
   print(json.dumps(line), flush=True)
 
 
-def read(root: pathlib.Path) -> None:
-  """Read all files of a directory, chat templates last, since some runs replace them."""
+def read(root: pathlib.Path, template: str | None = None) -> None:
+  """Read all files of a directory, chat templates last, since some runs replace them; or a template alone."""
+  if template is not None:
+    with _reported(''):
+      return _read_template(template)
   templates: dict[str, Any] = {}
   for name in [*SMALL, *LARGE, *(f'{TEMPLATES}/{file.name}' for file in sorted((root / TEMPLATES).glob('*.jinja')))]:
     with _reported(name):
@@ -66,7 +69,7 @@ def read(root: pathlib.Path) -> None:
   for name, given in templates.items():  # A text, a list of {name, template}, or a dict.
     with _reported(name + RENDERED):
       for each in given if isinstance(given, list) else given.values() if isinstance(given, dict) else [given]:
-        read_template(each['template'] if isinstance(each, dict) else each)
+        _read_template(each['template'] if isinstance(each, dict) else each)
 
 
 @contextlib.contextmanager
@@ -167,7 +170,7 @@ def _read_sentencepiece(path: pathlib.Path) -> None:
     pieces.decode(pieces.encode(text))
 
 
-def read_template(text: str | None) -> None:
+def _read_template(text: str | None) -> None:
   """Render a chat template for conversations of all shapes, in the environment that transformers renders it in.
 
   Messages also spell the template's own texts, since a template may lie in wait for one.
@@ -231,9 +234,6 @@ if __name__ == '__main__':
     hard = resource.getrlimit(getattr(resource, name))[1]
     resource.setrlimit(getattr(resource, name), (min(most, hard % 2**64), hard))  # Without a limit, `hard` may be −1.
   say('started')
-  if asked['template'] is None:
-    read(pathlib.Path(asked['root']))
-  with _reported(''):
-    read_template(asked['template'])
+  read(pathlib.Path(asked['root']), asked['template'])
   say('done')
   os._exit(0)  # Freeing memory takes as long as reading did.

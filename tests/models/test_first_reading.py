@@ -14,9 +14,15 @@ from safetensors.numpy import save_file
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.models import first_reading, huggingface, tokenizer
-from tests import tiny
+from tests import model_reading, tiny
 
 GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def limited(monkeypatch):
+  """Read models as commands do."""
+  monkeypatch.setattr(first_reading, 'ask', model_reading.in_a_process)
 
 
 @pytest.fixture(scope='module')
