@@ -26,8 +26,6 @@ def _place(path: str | os.PathLike) -> pathlib.Path:
 def fetch(path: str | os.PathLike, patterns: Sequence[str], setting: str, what: str) -> pathlib.Path:
   """Return the local directory for `path`: itself, a copy of gs://…, or the hub's snapshot of a name.
 
-  Its small files have been read once, in a process with little time and memory (`sdpo_jax.models.first_reading`).
-
   The network is not accessed for a path whose parent directory exists, or that cannot be a hub name (/…, ./…, ~/…,
   configs/…). `configs/…` is that of the working directory, or else of this installation.
 

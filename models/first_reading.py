@@ -63,14 +63,15 @@ def _read(root: pathlib.Path, key: tuple) -> dict[str, str]:
 
 def ask(root: pathlib.Path, template: str | None = None) -> dict[str, str]:
   """Return why files of a directory, or else a template, are refused, by name, according to a new process."""
-  limits = {'RLIMIT_CPU': CPU_S, 'RLIMIT_AS': MEMORY, 'RLIMIT_CORE': 0}
   path = [place for place in sys.path if place not in ('', os.getcwd())]  # Where libraries are.
+  limits = {'RLIMIT_CPU': CPU_S, 'RLIMIT_AS': MEMORY, 'RLIMIT_CORE': 0}
+  question = {'root': str(root), 'template': template, 'path': path, 'limits': limits}
   # It parses hostile files: of the owner's environment, it gets only what libraries may need.
   environment = {'TOKENIZERS_PARALLELISM': 'false', 'LD_LIBRARY_PATH': os.environ.get('LD_LIBRARY_PATH', '')}
   try:
     ended = subprocess.run(
       [sys.executable, '-I', '-X', 'utf8', str(_SCRIPT)],
-      input=json.dumps({'root': str(root), 'template': template, 'path': path, 'limits': limits}).encode(),
+      input=json.dumps(question).encode(),
       capture_output=True,
       env=environment,
       cwd='/',

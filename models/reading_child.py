@@ -1,8 +1,7 @@
 """The program that reads the files of a model first: started by first_reading.py, it limits its own time and memory.
 
-It reads a question, JSON, from stdin, and writes lines of JSON to stdout: ['reading', file] before each file,
-['refused', file, why] about one that takes too much, and ['done'] at the end; what is wrong with a file in any other
-way is left to those who need it. It imports neither jax nor transformers: its libraries take 0.1 s.
+It writes lines of JSON: ['reading', file] before each, ['refused', file, why] about one that takes too much, at the end
+['done']; other faults are left to those who need a file. It imports neither jax nor transformers: that takes 0.1 s.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ _TEXTS = (
   'The answer is 42: naïve — “quoted”… ＡＢ ① ﬁ 中文字符 العربية 😀\n\n\tx ** 2  # \\frac{1}{2}',
   *(f'{text * 10_000}!' for text in ('a', ' ', '1', 'ab 1\n')),
 )
-_MODULES = """
-  model.layers.10.self_attn.q_proj base_model.model.model.layers.0.mlp.down_proj
-  model.language_model.layers.1.mlp.up_proj
-""".split()
+_MODULES = ('model.layers.10.self_attn.q_proj', 'base_model.model.model.layers.0.mlp.down_proj')
 _PARAMETERS = {'type': 'object', 'properties': {'x': {'type': 'number', 'description': 'A number.'}}}
 _TOOLS = [{'type': 'function', 'function': {'name': 'add', 'description': 'Add.', 'parameters': _PARAMETERS}}]
 
@@ -67,8 +63,8 @@ def read(root: pathlib.Path, template: str | None = None) -> None:
       elif name == 'tokenizer_config.json' and isinstance(values, dict):
         templates[name] = values.get('chat_template')
   for name, given in templates.items():  # A text, a list of {name, template}, or a dict.
-    with _reported(name + RENDERED):
-      for each in given if isinstance(given, list) else given.values() if isinstance(given, dict) else [given]:
+    for each in given if isinstance(given, list) else given.values() if isinstance(given, dict) else [given]:
+      with _reported(name + RENDERED):
         _read_template(each['template'] if isinstance(each, dict) else each)
 
 

@@ -176,7 +176,10 @@ FILES = {
   ),
   'one of a list of templates': (
     'tokenizer_config.json',
-    edit('tokenizer_config.json', chat_template=[{'name': 'default', 'template': "{{ 'x' * 10000000000 }}"}]),
+    edit(
+      'tokenizer_config.json',
+      chat_template=[{'name': 'x', 'template': '{% for'}, {'name': 'default', 'template': "{{ 'x' * 10000000000 }}"}],
+    ),
   ),
   'settings of a terabyte': ('tokenizer_config.json', sparse('tokenizer_config.json', 2**40)),
   'nested settings': ('tokenizer_config.json', text('tokenizer_config.json', '[' * 10**6)),
