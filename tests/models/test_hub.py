@@ -227,9 +227,7 @@ def test_nothing_is_pushed_without_a_hub(online, monkeypatch):
     hub.check_push('me/x')  # It was set when the hub could not be reached.
 
 
-@pytest.mark.parametrize(
-  'said, disabled', [({}, True), ({'HF_HUB_DISABLE_TELEMETRY': '0'}, False), ({'DISABLE_TELEMETRY': '0'}, False)]
-)
+@pytest.mark.parametrize('said, disabled', [({}, True), ({'DISABLE_TELEMETRY': '0'}, False)])
 def test_telemetry_of_the_hubs_libraries_is_off_unless_the_user_says_otherwise(said, disabled):
   """What reaches the library, and the header in which it would name other libraries."""
   code = (
