@@ -10,15 +10,8 @@ import jinja2
 from sdpo_jax.models.control_tokens import Tokenizer, control_strings
 
 # Errors that a template may raise, on purpose or not, for a conversation that it was not made for.
-TEMPLATE_ERRORS = (
-  jinja2.TemplateError,
-  ArithmeticError,
-  AttributeError,
-  LookupError,
-  RecursionError,
-  TypeError,
-  ValueError,
-)
+TEMPLATE_ERRORS = jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError
+TEMPLATE_ERRORS += TypeError, ValueError, SyntaxError  # The last: its Python code has too many nested blocks.
 PROBE = 'qzx'  # A text that no template writes or changes.
 
 

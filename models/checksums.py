@@ -114,7 +114,8 @@ def _listed(root: pathlib.Path) -> dict[str, str]:
       raise UserError(
         f'{file}, line {number} is not a SHA-256 and a file name: restore it, or remove it to load the model unchecked.'
       )
-    found[match[2]] = match[1]
+    if '/' not in match[2]:  # Only files of the directory itself are read, and none outside.
+      found[match[2]] = match[1]
   return found
 
 

@@ -9,7 +9,7 @@ import pathlib
 from sdpo_jax import files
 from sdpo_jax.config.locations import is_hub_name, shipped
 from sdpo_jax.errors import UserError
-from sdpo_jax.models import hub, remote_files
+from sdpo_jax.models import first_reading, hub, remote_files
 
 
 def is_local(path: str | os.PathLike) -> bool:
@@ -36,8 +36,14 @@ def fetch(path: str | os.PathLike, patterns: Sequence[str], setting: str, what: 
     what: what the directory holds, such as 'model', for error messages.
 
   Raises:
-    UserError: there is no such directory.
+    UserError: there is no such directory, or reading a file of it takes too much.
   """
+  root = _fetched(path, patterns, setting, what)
+  first_reading.check(root)
+  return root
+
+
+def _fetched(path: str | os.PathLike, patterns: Sequence[str], setting: str, what: str) -> pathlib.Path:
   local = _place(path)
   if not files.is_local(path):
     return remote_files.fetch(str(path), tuple(patterns), setting, what)

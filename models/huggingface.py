@@ -102,7 +102,7 @@ def check_files(root: pathlib.Path, *, edited: bool = False) -> int:
   Raises:
     UserError: a file, which the message names, is not as it was written.
   """
-  expected = {name: digest for name, digest in checksums.known(root).items() if (root / name).exists()}
+  expected = {name: digest for name, digest in checksums.known(root).items() if (root / name).is_file()}
   for name, error in checksums.differences(root, expected).items():
     if not edited or name.endswith(('.safetensors', stored_tensors.INDEX)):
       raise error

@@ -8,7 +8,7 @@ import os
 import pathlib
 from typing import Any
 
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.files import read_json_object
 from sdpo_jax.models import checksums, directories, parameters, stored_tensors, tensor_files
 from sdpo_jax.models.adapters import peft_config
@@ -110,19 +110,19 @@ def _of_model(
   missing = [name for name in expected if name not in tensors]
   wrong = [f'{len(missing)} tensors are missing, first {missing[0]!r}'] if missing else []
   if unexpected:
-    wrong.append(
-      f'{len(unexpected)} tensors do not belong to the model that config.json describes, first {min(unexpected)!r}'
-    )
+    first = short_repr(min(unexpected))
+    wrong.append(f'{len(unexpected)} tensors do not belong to the model that config.json describes, first {first}')
   if wrong:
-    raise UserError(f'{root}: {", and ".join(wrong)}.')
+    raise UserError(f'{root}: {", and ".join(wrong)}: get config.json and weights of the same model.')
   for name, tensor in tensors.items():
     if tensor.shape != expected[name].huggingface_shape:
       raise UserError(
-        f'{root}: tensor {tensor.name!r} has shape {tensor.shape}; config.json says {expected[name].huggingface_shape}.'
+        f'{tensor.file.path}: tensor {tensor.name!r} has shape {tensor.shape}; config.json says '
+        f'{expected[name].huggingface_shape}: get both of the same model.'
       )
     if tensor.dtype not in DTYPES:
       raise UserError(
-        f'{tensor.file.path}: tensor {tensor.name!r} is stored as {tensor.dtype}; supported: {", ".join(DTYPES)}: get '
-        'the model in one of these.'
+        f'{tensor.file.path}: tensor {tensor.name!r} is stored as {tensor.dtype[:20]}; supported: {", ".join(DTYPES)}: '
+        'get the model in one of these.'
       )
   return tensors, head

@@ -19,7 +19,8 @@ import numpy as np
 
 from sdpo_jax.errors import UserError, first_line, short_repr
 
-LARGEST_HEADER = 100_000_000  # Maximum bytes of a header, as in the safetensors library.
+LARGEST_HEADER = 2**24  # Maximum bytes of a header: 100,000 tensors. As JSON it takes twenty times the memory.
+LARGEST_RANK = 8  # Maximum number of axes of a tensor.
 # The types that weights may have, as NumPy dtypes and unsigned integers of the same width.
 DTYPES = {
   'F32': (np.dtype(np.float32), np.uint32),
@@ -97,7 +98,9 @@ class TensorFile:
     self.read(number, 0)
     length = int(number[0])
     if length > LARGEST_HEADER or 8 + length > size:
-      raise self._damaged(f'its header should have {length} bytes, but the file has {size}')
+      raise self._damaged(
+        f'its header should have {length} bytes, but the file has {size}, and at most {LARGEST_HEADER} are read'
+      )
     text = np.empty(length, np.uint8)
     self.read(text, 8)
     try:
@@ -248,7 +251,9 @@ def _content(part: TensorPart, dtype: np.dtype) -> memoryview:
 
 
 def _counts(value: Any) -> bool:
-  return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+  return (
+    isinstance(value, list) and len(value) <= LARGEST_RANK and all(type(n) is int and 0 <= n < 2**63 for n in value)
+  )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import pathlib
 from etils import epath
 import tokenizers
 
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, first_line, short_repr
 from sdpo_jax.models import chat_template as templates
-from sdpo_jax.models import sentencepiece_model
+from sdpo_jax.models import first_reading, sentencepiece_model
 from sdpo_jax.models.control_tokens import Tokenizer, control_strings
 from sdpo_jax.models.model_files import read_json, resolve
 from sdpo_jax.models.remote_files import readable
@@ -39,10 +39,13 @@ def load(
   """
   root = resolve(path)
   tokenizer = read(root)
-  source = f'The chat template of {root}'
+  source = f'The chat template of {root} (chat_template.jinja or tokenizer_config.json)'
   if chat_template is not None:
     tokenizer.chat_template = _read_template(chat_template)
     source = f'model.chat_template={chat_template}'
+    first_reading.check_template(tokenizer.chat_template, source)
+  else:
+    first_reading.check(root, template=True)
   if not templates.text_of(tokenizer):
     raise UserError(
       f'The tokenizer in {root} has no chat template: name a file with one in model.chat_template (launch.sample: '
@@ -52,7 +55,8 @@ def load(
   try:
     text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
   except templates.TEMPLATE_ERRORS as error:
-    raise UserError(f'{source} fails on a single user message: {error}') from error
+    why = first_line(error).rstrip('.')
+    raise UserError(f'{source} fails on a single user message: {why}: {first_reading.ANOTHER_TEMPLATE}.') from error
   if templates.PROBE not in text:  # Templates of models that read images may expect a list of parts.
     raise UserError(
       f"{source} does not write the user's message: name a file with one that writes message['content'], a text, in "
@@ -97,7 +101,16 @@ def read(path: str | os.PathLike) -> Tokenizer:
   except UserError:
     raise
   except Exception as error:  # The tokenizers library raises bare Exceptions for damaged files.
-    raise UserError(f'The tokenizer in {root} cannot be read: {error}') from error
+    for name in (
+      'tokenizer.json',
+      'tokenizer_config.json',
+      'special_tokens_map.json',
+      'added_tokens.json',
+      'vocab.json',
+    ):
+      if (root / name).is_file():
+        read_json(root, name)  # Whose message names the file.
+    raise UserError(f'The tokenizer in {root} cannot be read: {first_line(error)}') from error
   return tokenizer
 
 
@@ -203,7 +216,7 @@ def _declared_stops(root: pathlib.Path) -> list[int]:
     value = read_json(root, name).get('eos_token_id')
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in ids):
-      raise UserError(f'{root / name}: eos_token_id must be a token id or a list of them, not {json.dumps(value)}.')
+      raise UserError(f'{root / name}: eos_token_id must be a token id or a list of them, not {short_repr(value)}.')
     if ids:
       return ids
   return []

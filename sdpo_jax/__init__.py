@@ -13,6 +13,8 @@ _INTERFACE = 'Callback Config Result Step evaluate export generator load_config 
 
 if not os.path.isdir(f'{__path__[0]}/models'):  # In a checkout models, launch and configs lie beside this package.
   __path__.append(os.path.dirname(__path__[0]))
+if not {'HF_HUB_DISABLE_TELEMETRY', 'DISABLE_TELEMETRY', 'DO_NOT_TRACK'} & os.environ.keys():  # Users may decide.
+  os.environ['HF_HUB_DISABLE_TELEMETRY'] = '1'  # Libraries of the hub would report what they are used with.
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')  # It would advise to install PyTorch.
 
 

@@ -22,13 +22,15 @@ import jax
 import pytest
 
 from sdpo_jax.environments import registry
-from sdpo_jax.models import remote_files
-from tests import compiling, file_operations
+from sdpo_jax.models import first_reading, remote_files
+from tests import compiling, file_operations, model_reading
 
 gc.disable()  # Until everything is collected: what is imported stays, and to look for garbage in it takes seconds.
 made = compiling.prepare()
 jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+first_reading.ask = model_reading.in_this_process  # Commands that tests start have a process for it.
 
 # The same examples in every run, on machines of any speed; `--hypothesis-profile=default` looks for new ones.
 hypothesis.settings.register_profile(

@@ -9,6 +9,7 @@ from typing import Any
 
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.models.architecture import Activation, Architecture
+from sdpo_jax.models.reading_child import LARGEST_COUNT
 from sdpo_jax.models.rope import Rope
 
 Json = dict[str, Any]
@@ -42,7 +43,7 @@ def refuse(values: Json, source: str) -> None:
   """
   for key, what in REFUSED.items():
     if values.get(key) not in (None, False):
-      shown = '{…}' if isinstance(values[key], dict) else repr(values[key])
+      shown = '{…}' if isinstance(values[key], dict) else short_repr(values[key])
       raise UserError(f'{source}: {key}={shown} ({what}) is not supported; supported: models without it.')
 
 
@@ -61,6 +62,10 @@ def fields(values: Json, source: str, activation_key: str = 'hidden_act') -> dic
   refuse(values, source)
   sizes = {field: size(values, key, source) for field, key in list(_SIZES.items())[:-2]}
   heads, width = sizes['heads'], sizes['hidden_size']
+  if sizes['layers'] > LARGEST_COUNT:  # Lists of that many are made.
+    raise UserError(
+      f'{source}: num_hidden_layers={short_repr(sizes["layers"])} is too many; supported: up to {LARGEST_COUNT}.'
+    )
   sizes['kv_heads'] = size(values, 'num_key_value_heads', source) if values.get('num_key_value_heads') else heads
   if heads % sizes['kv_heads']:
     raise UserError(
@@ -79,7 +84,8 @@ def fields(values: Json, source: str, activation_key: str = 'hidden_act') -> dic
   activation = values.get(activation_key)
   if activation not in list(ACTIVATIONS):  # Which may be unhashable.
     raise UserError(
-      f'{source}: {activation_key} {activation!r} is not supported; supported: {", ".join(map(repr, ACTIVATIONS))}.'
+      f'{source}: {activation_key} {short_repr(activation)} is not supported; supported: '
+      f'{", ".join(map(repr, ACTIVATIONS))}.'
     )
   return {
     **sizes,
@@ -149,7 +155,7 @@ def layer_kinds(values: Json, default: Sequence[str], source: str) -> tuple[str,
   if not known or len(kinds) != len(default):
     raise UserError(
       f"{source}: layer_types must name 'full_attention' or 'sliding_attention' for each of the {len(default)} layers, "
-      f'not {kinds!r}.'
+      f'not {short_repr(kinds)}.'
     )
   return tuple(kinds)
 
@@ -174,7 +180,7 @@ def windows(values: Json, kinds: Sequence[str], source: str, switch: str | None 
     needed = f'{switch}=true and a positive sliding_window' if switch else 'a positive sliding_window'
     raise UserError(
       f'{source}: layer_types asks for sliding_attention, which needs {needed} (sliding_window is '
-      f'{values.get("sliding_window")!r}).'
+      f'{short_repr(values.get("sliding_window"))}).'
     )
   return tuple(window if kind == SLIDING else 0 for kind in kinds)
 
@@ -221,7 +227,7 @@ def ropes_by_kind(
   if nested and not set(nested) <= {FULL, SLIDING}:
     raise UserError(
       f'{source}: rope_parameters of model_type {values.get("model_type")!r} must have the entries {FULL!r} and '
-      f'{SLIDING!r}, not {", ".join(map(repr, nested))}.'
+      f'{SLIDING!r}, not {short_repr(list(nested))}.'
     )
   full = _mapping(nested, FULL, source) | _mapping(values, 'rope_scaling', source)
   by_kind = {
@@ -236,19 +242,21 @@ def ropes_by_kind(
 def _mapping(values: Json, key: str, source: str) -> Json:
   value = values.get(key)
   if value is not None and not isinstance(value, dict):
-    raise UserError(f'{source}: {key} must be a JSON object, not {value!r}.')
+    raise UserError(f'{source}: {key} must be a JSON object, not {short_repr(value)}.')
   return value or {}
 
 
 def _rope(values: Json, given: Json, theta: float, source: str) -> Rope:
   kind = given.get('rope_type') or given.get('type') or 'default'
   if kind not in ROPE_KINDS:
-    raise UserError(f'{source}: rope type {kind!r} is not supported; supported: {", ".join(map(repr, ROPE_KINDS))}.')
+    raise UserError(
+      f'{source}: rope type {short_repr(kind)} is not supported; supported: {", ".join(map(repr, ROPE_KINDS))}.'
+    )
   for holder in (given, values):
     if holder.get('partial_rotary_factor') not in (None, 1):
       raise UserError(
-        f'{source}: partial_rotary_factor={holder["partial_rotary_factor"]!r} is not supported; supported: 1, heads '
-        'that are rotated whole.'
+        f'{source}: partial_rotary_factor={short_repr(holder["partial_rotary_factor"])} is not supported; supported: '
+        '1, heads that are rotated whole.'
       )
   theta = number(given, 'rope_theta', source, theta)
   if kind == 'default':

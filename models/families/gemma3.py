@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.models.architecture import Architecture
 from sdpo_jax.models.families import config_json
 from sdpo_jax.models.families.config_json import Json
@@ -77,7 +77,7 @@ def text_values(values: Json, source: str = 'config.json') -> Json:
   if values.get('model_type') != WHOLE:
     return values
   if not isinstance(values.get('text_config'), dict):
-    raise UserError(f'{source}: text_config must be a JSON object, not {values.get("text_config")!r}.')
+    raise UserError(f'{source}: text_config must be a JSON object, not {short_repr(values.get("text_config"))}.')
   return values['text_config'] | {key: values[key] for key in _OF_WHOLE if key in values}
 
 

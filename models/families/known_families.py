@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.models.architecture import Architecture
 from sdpo_jax.models.families import gemma3, llama, mistral, olmo3, qwen
 from sdpo_jax.models.families.config_json import Json
@@ -39,5 +39,7 @@ def read(values: Json, source: str = 'config.json') -> Architecture:
   if model_type not in list(BY_MODEL_TYPE):  # Which may be unhashable.
     supported = ', '.join(map(repr, BY_MODEL_TYPE))
     reason = f' ({REASONS[model_type]})' if model_type in list(REASONS) else ''
-    raise UserError(f'{source}: model_type {model_type!r} is not supported{reason}; supported: {supported} (dense).')
+    raise UserError(
+      f'{source}: model_type {short_repr(model_type)} is not supported{reason}; supported: {supported} (dense).'
+    )
   return BY_MODEL_TYPE[model_type].read(values, source)

@@ -33,6 +33,7 @@ ENVIRONMENTS = {
 # Names of the ground truth in rows that are not graded by unit tests; the first one present counts.
 TRUTHS = ('answer', 'ground_truth', 'solution')
 LARGE = ('embedding',)  # Fields that are not passed to graders, since they take megabytes and nothing reads them.
+LARGEST_ROW = 48 * 2**20  # Bytes or characters of a row in a file of any format.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,12 @@ class RawRow:
   origin: str  # File and line (or row) number, for messages.
   number: int  # From 1: line number in JSON files, row number in parquet and hub data sets.
   value: Any  # The value in the file; a mapping if it is well-formed.
+
+
+def too_large(origin: str, size: int) -> UserError:
+  """Return the error about a row of more than `LARGEST_ROW` bytes or characters."""
+  limit = f'and at most {LARGEST_ROW >> 20} MiB are read: split it, or leave out what the model does not need'
+  return UserError(f'{origin}: the row has {size / 2**20:.0f} MiB, {limit}.')
 
 
 def example(

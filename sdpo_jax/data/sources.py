@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import csv
 import inspect
 import io
 import json
-import sys
 from typing import Any, Protocol
 import urllib.parse
 
 from etils import epath
 
-from sdpo_jax.data import hub_datasets
-from sdpo_jax.data.rows import RawRow
+from sdpo_jax.data import hub_datasets, parquet_rows
+from sdpo_jax.data.rows import LARGEST_ROW, RawRow, too_large
 from sdpo_jax.errors import UserError, first_line, short_repr
 from sdpo_jax.types import Example
 
@@ -81,7 +80,8 @@ def read_rows(source: str, setting: str) -> Sequence[RawRow]:
     setting: name of the setting that holds the source, for messages.
 
   Raises:
-    UserError: no such file, not readable, not in one of these formats (the line is named), or without rows.
+    UserError: no such file, not readable, not in one of these formats (the line is named), without rows, or a row is
+      larger than `LARGEST_ROW`.
   """
   rows = (_of_hub if hub_datasets.is_hub(source) else _of_file)(source, setting)
   if not rows:
@@ -101,7 +101,8 @@ def _of_file(source: str, setting: str) -> list[RawRow]:
   content = _read(source, setting)
   name = source.lower()
   if name.endswith('.parquet'):
-    return _parquet(source, content)
+    values = parquet_rows.read(source, content)
+    return [RawRow(f'{source}, row {number}', number, value) for number, value in enumerate(values, start=1)]
   text = _decode(source, content)
   if name.endswith('.csv'):
     return _csv(source, text)
@@ -116,8 +117,8 @@ def _read(source: str, setting: str) -> bytes:
     if not path.exists() or path.is_dir():
       raise UserError(f'{setting}: there is no file {source!r}.')
     return path.read_bytes()
-  except (OSError, ImportError, ValueError, KeyError) as error:
-    reason = f'{error} is not known: name a local file, or gs://…' if isinstance(error, KeyError) else error
+  except (OSError, ImportError, ValueError, KeyError, MemoryError) as error:
+    reason = f'{error} is not known: name a local file, or gs://…' if isinstance(error, KeyError) else first_line(error)
     raise UserError(f'{setting}: {source!r} cannot be read: {reason}.') from error
 
 
@@ -129,19 +130,24 @@ def _decode(source: str, content: bytes) -> str:
     raise UserError(f'{source}, line {line}: the file is not UTF-8 text ({error.reason}): save it as UTF-8.') from error
 
 
+def _numbered(source: str, text: str) -> Iterator[tuple[int, str]]:
+  """Yield the lines that are not blank, with their numbers."""
+  # Split at \n alone: JSON strings may hold the other characters at which str.splitlines breaks.
+  for number, line in enumerate(text.split('\n'), start=1):
+    if len(line) > LARGEST_ROW:
+      raise too_large(f'{source}, line {number}', len(line))
+    if line.strip():
+      yield number, line
+
+
 def _prompts(source: str, text: str) -> list[RawRow]:
-  lines = enumerate(text.split('\n'), start=1)
-  return [
-    RawRow(f'{source}, line {number}', number, {'prompt': line.strip()}) for number, line in lines if line.strip()
-  ]
+  lines = _numbered(source, text)
+  return [RawRow(f'{source}, line {number}', number, {'prompt': line.strip()}) for number, line in lines]
 
 
 def _lines(source: str, text: str) -> list[RawRow]:
   rows = []
-  # Split at \n alone: JSON strings may hold the other characters at which str.splitlines breaks.
-  for number, line in enumerate(text.split('\n'), start=1):
-    if not line.strip():
-      continue
+  for number, line in _numbered(source, text):
     origin = f'{source}, line {number}'
     try:
       rows.append(RawRow(origin, number, json.loads(line)))
@@ -178,6 +184,8 @@ def _array(source: str, text: str) -> list[RawRow]:
       raise fail(error.pos, error.msg) from error
     except (RecursionError, ValueError) as error:
       raise fail(position, _unreadable(error)) from error
+    if position - seen > LARGEST_ROW:
+      raise too_large(f'{source}, line {line}', position - seen)
     rows.append(RawRow(f'{source}, line {line}', line, value))
     position = skip(position)
     mark = text[position : position + 1]
@@ -192,7 +200,7 @@ def _array(source: str, text: str) -> list[RawRow]:
 
 
 def _csv(source: str, text: str) -> list[RawRow]:
-  csv.field_size_limit(sys.maxsize)
+  csv.field_size_limit(LARGEST_ROW)
   reader = csv.reader(io.StringIO(text, newline=''), strict=True)
   header: list[str] = []
   rows: list[RawRow] = []
@@ -204,6 +212,8 @@ def _csv(source: str, text: str) -> list[RawRow]:
       raise UserError(f'{source}, line {line}: invalid CSV: {error}.') from error
     if cells is None:
       return rows
+    if (size := sum(map(len, cells))) > LARGEST_ROW:
+      raise too_large(f'{source}, line {line}', size)
     if not cells:
       continue
     if not header:
@@ -227,16 +237,3 @@ def _unreadable(error: RecursionError | ValueError) -> str:
   if isinstance(error, RecursionError):
     return 'nested too deeply'
   return str(error).partition(';')[0]  # An integer of more digits than Python converts.
-
-
-def _parquet(source: str, content: bytes) -> list[RawRow]:
-  try:
-    import pyarrow
-    import pyarrow.parquet
-  except ImportError as error:
-    raise UserError(f'{source!r} is a parquet file, and reading it needs pyarrow: pip install pyarrow.') from error
-  try:
-    values = pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
-  except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # The last two for texts and dates.
-    raise UserError(f'{source!r} is not a readable parquet file: {first_line(error).rstrip(".")}.') from error
-  return [RawRow(f'{source}, row {number}', number, value) for number, value in enumerate(values, start=1)]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import re
 from typing import Any
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-from sdpo_jax.models import hub, huggingface, model_files, published
+from sdpo_jax.models import first_reading, hub, huggingface, model_files, published
 from sdpo_jax.models.decoder import DecoderPolicy
 
 
@@ -34,6 +33,7 @@ def sizes(config: Config, model_config: str | None = None) -> tuple[dict[str, An
   if model_config is not None and not local.is_file():
     raise UserError(f'--model_config={model_config}: there is no such file; it must be the config.json of a model.')
   if local.is_dir():
+    first_reading.check(local)
     local /= 'config.json'
   if local.is_file():
     return model_files.read_json(local.parent, local.name), str(local)
@@ -53,9 +53,11 @@ def _download(name: str) -> dict[str, object]:
 
   hub.unreachable()  # If it is, go offline, so that the download fails at once.
   try:
-    return json.loads(pathlib.Path(hf_hub_download(name, 'config.json')).read_text(encoding='utf-8'))
+    file = pathlib.Path(hf_hub_download(name, 'config.json'))
   except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError, ValueError) as error:
     raise UserError(
       f'model.path={name!r} is no directory here, and the Hugging Face hub does not give its config.json '
       f'({type(error).__name__}): pass one with --model_config=FILE.json.'
     ) from error
+  first_reading.check(file.parent)
+  return model_files.read_json(file.parent, file.name)

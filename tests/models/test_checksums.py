@@ -1,6 +1,7 @@
 """Model directories with known SHA-256 sums: a changed file is refused by name, whatever the source of its sum."""
 
 import hashlib
+import os
 import pathlib
 import shutil
 import subprocess
@@ -113,3 +114,12 @@ def test_a_link_that_leads_to_itself_is_no_crash(exported, tmp_path):
   shutil.copytree(exported, tmp_path / 'model')
   (tmp_path / 'model' / 'loop.json').symlink_to('loop.json')
   assert huggingface.check_files(tmp_path / 'model') > 0
+
+
+def test_no_sum_leads_out_of_the_directory_or_to_what_never_ends(exported, tmp_path, caplog):
+  root = shutil.copytree(exported, tmp_path / 'model')
+  os.mkfifo(root / 'pipe')
+  (root / checksums.SUMS).write_text(
+    ''.join(f'{"0" * 64}  {name}\n' for name in ('../out/config.json', '/etc/passwd', 'pipe'))
+  )
+  assert huggingface.check_files(root, edited=True) == 0 and not caplog.text

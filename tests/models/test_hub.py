@@ -2,6 +2,9 @@
 
 import fnmatch
 import http.server
+import os
+import subprocess
+import sys
 import threading
 import types
 
@@ -222,3 +225,17 @@ def test_nothing_is_pushed_without_a_hub(online, monkeypatch):
   hub.unreachable.cache_clear()
   with pytest.raises(UserError, match='--push=me/x: HF_HUB_OFFLINE is set: .*; nothing was exported'):
     hub.check_push('me/x')  # It was set when the hub could not be reached.
+
+
+@pytest.mark.parametrize('said, disabled', [({}, True), ({'DISABLE_TELEMETRY': '0'}, False)])
+def test_telemetry_of_the_hubs_libraries_is_off_unless_the_user_says_otherwise(said, disabled):
+  """What reaches the library, and the header in which it would name other libraries."""
+  code = (
+    'import sdpo_jax.models.hub; from huggingface_hub import constants; '
+    'from huggingface_hub.utils import build_hf_headers; print(constants.HF_HUB_DISABLE_TELEMETRY, '
+    '"torch/" in build_hf_headers()["user-agent"])'
+  )
+  names = ('HF_HUB_DISABLE_TELEMETRY', 'DISABLE_TELEMETRY', 'DO_NOT_TRACK')
+  environment = {name: value for name, value in os.environ.items() if name not in names} | said
+  done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True, env=environment)
+  assert done.stdout.split() == [str(disabled), str(not disabled)]

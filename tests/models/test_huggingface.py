@@ -384,7 +384,7 @@ WEIGHT_MISTAKES = {
     lambda directory: edit_weights(
       directory, lambda tensors: tensors.update({'model.normal.weight': tensors.pop('model.norm.weight')})
     ),
-    r"1 tensors are missing, first 'model\.norm\.weight', and 1 tensors do not .* first 'model\.normal\.weight'\.$",
+    r"1 tensors are missing, first 'model\.norm\.weight', and 1 tensors do not .* first 'model\.normal\.weight': get ",
   ),
   'shape': (
     put('model.norm.weight', np.zeros(17, np.float32)),

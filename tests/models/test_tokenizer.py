@@ -76,7 +76,7 @@ def test_a_template_from_a_file_goes_before_all_others(directory, tmp_path_facto
     assert tokenizer.apply_chat_template(MESSAGES, return_dict=False) == [5, 6, 2]
   for text, says in (
     ('{% for', 'fails on a single user message'),
-    ("{{ raise_exception('No.') }}", r'bare\.jinja fails on a single user message: No\.'),
+    ("{{ raise_exception('No.') }}", r'bare\.jinja fails on a single user message: No: name another template'),
     ('{{ messages[3].content }}', 'fails on a single user message'),
     ('{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}', 'fails on a single user message'),
     ('{{ prompt }}<|im_end|>', r"bare\.jinja does not write the user's message: name a file"),

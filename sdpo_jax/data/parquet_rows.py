@@ -1,0 +1,93 @@
+"""Rows of parquet files, whose sizes are checked first: a few kilobytes may stand for any number of bytes."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+
+from sdpo_jax.data import rows
+from sdpo_jax.errors import UserError, first_line
+
+# Bytes that all rows of a file may have, and bytes per byte of the file; the larger counts.
+_LARGEST, _RATIO = 2**30, 1000
+_VALUE = 8  # Bytes of a number, and the least that an element of a list takes.
+
+
+def read(source: str, content: bytes) -> list[dict[str, Any]]:
+  """Return all rows of a parquet file.
+
+  Raises:
+    UserError: it is not a parquet file, a row has more than `rows.LARGEST_ROW` bytes, all have more than such a
+      file may stand for, or pyarrow is not installed.
+  """
+  try:
+    import pyarrow
+    import pyarrow.parquet
+  except ImportError as error:
+    raise UserError(f'{source!r} is a parquet file, and reading it needs pyarrow: pip install pyarrow.') from error
+  try:
+    _check(source, content)
+    return pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
+  except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # The last two for texts and dates.
+    raise UserError(f'{source!r} is not a readable parquet file: {first_line(error).rstrip(".")}.') from error
+
+
+def _check(source: str, content: bytes) -> None:
+  """Check what a file says of itself, then its rows, of which texts are still kept once each."""
+  from pyarrow import parquet
+
+  described = parquet.read_metadata(io.BytesIO(content))
+  columns = range(described.num_columns)
+  groups = [described.row_group(index) for index in range(described.num_row_groups)]
+  said = [
+    sum(max(part.total_uncompressed_size, _VALUE * part.num_values) for part in map(group.column, columns))
+    for group in groups
+  ]
+  _check_total(source, content, sum(said))
+  texts = [described.schema.column(i).path for i in columns if described.schema.column(i).physical_type == 'BYTE_ARRAY']
+  file, first, total = parquet.ParquetFile(io.BytesIO(content), read_dictionary=texts), 1, 0
+  for index, group in enumerate(groups):
+    if said[index] > rows.LARGEST_ROW * group.num_rows:
+      raise rows.too_large(f'{source}, row {first} or later', said[index] // max(group.num_rows, 1))
+    table = file.read_row_group(index, use_threads=False)
+    sizes = sum(np.concatenate([_sizes(chunk) for chunk in column.chunks]) for column in table.columns if len(column))
+    if np.max(sizes, initial=0) > rows.LARGEST_ROW:
+      raise rows.too_large(f'{source}, row {first + int(np.argmax(sizes > rows.LARGEST_ROW))}', int(sizes.max()))
+    first, total = first + group.num_rows, total + int(np.sum(sizes))
+    _check_total(source, content, total)
+
+
+def _check_total(source: str, content: bytes, total: int) -> None:
+  if total > max(_LARGEST, _RATIO * len(content)):
+    raise UserError(
+      f'{source}: the rows of this file of {len(content)} bytes have {total / 2**30:.1f} GiB, and only '
+      f'{max(_LARGEST, _RATIO * len(content)) / 2**30:.1f} GiB are read: get another copy of the data.'
+    )
+
+
+def _sizes(array: Any) -> np.ndarray:
+  """Return the bytes of each element of an arrow array [N]."""
+  import pyarrow
+  from pyarrow import compute, types
+
+  kind = array.type
+  if types.is_dictionary(kind):
+    return np.append(_sizes(array.dictionary), 0)[array.indices.fill_null(len(array.dictionary)).to_numpy()]
+  if types.is_struct(kind):
+    return sum(map(_sizes, array.flatten()), np.zeros(len(array), np.int64))
+  if types.is_map(kind):
+    entries = pyarrow.StructArray.from_arrays([array.keys, array.items], ['key', 'value'])
+    array = pyarrow.ListArray.from_arrays(array.offsets, entries)
+  if types.is_nested(kind):  # Lists and maps.
+    ends = np.cumsum(lengths := _numbers(compute.list_value_length(array)))
+    inner = np.concatenate([[0], np.cumsum(_sizes(compute.list_flatten(array)))])
+    return inner[ends] - inner[ends - lengths] + _VALUE * lengths
+  if types.is_string(kind) or types.is_binary(kind) or types.is_large_string(kind) or types.is_large_binary(kind):
+    return _numbers(compute.binary_length(array))
+  return np.full(len(array), _VALUE)
+
+
+def _numbers(array: Any) -> np.ndarray:
+  return array.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
