@@ -94,6 +94,10 @@ MUTANTS = (
     'tests/config/test_schema.py',
     ('a key in an address is quoted', "netloc=parts.netloc.rpartition('@')[2]", 'netloc=parts.netloc'),
     ('an old run gets a new default', "'data.split_special_tokens': False", "'data.split_special_tokens': True"),
+  ),
+  *_in(
+    'sdpo_jax/config/fields.py',
+    'tests/config/test_schema.py',
     ('what a section may change is refused', ' or name.startswith(entry', ' and name.startswith(entry'),
   ),
   *_in(
@@ -132,7 +136,7 @@ MUTANTS = (
       'rule.metric.fullmatch(name) or step == 0:',
       'rule.metric.fullmatch(name):',
     ),
-    ('a rollback forgets its own step', 'if step <= to_step]', 'if step < to_step]'),
+    ('a rollback forgets its own step', 'bisect.bisect_right(', 'bisect.bisect_left('),
   ),
   *_in(
     'sdpo_jax/reporting/rollouts.py',
@@ -372,9 +376,10 @@ MUTANTS = (
     'sdpo_jax/training/skipped.py',
     'tests/training/test_skipped.py',
     ('one skipped step is all of them', "line['train/skipped_steps'] == steps", "line['train/skipped_steps'] > 0"),
-    ('skipped batches need not follow each other', 'taught_nothing(line) else 0', 'taught_nothing(line) else count'),
+    ('skipped batches need not follow each other', '    return Skipped()\n  return', '    return skipped\n  return'),
     ('a short run goes on for nothing', 'min(limit, trainer.total_training_steps)', 'limit'),
-    ('batches before a rollback count', 'ROLLBACK) is not None:', 'ROLLBACK) is ...:'),
+    ('batches before a rollback count', 'ROLLBACK) is None', 'ROLLBACK) is not ...'),
+    ('the cause is not told', 'return EMPTY if', 'return NOT_FINITE if'),
   ),
   *_in(
     'sdpo_jax/planner/lengths.py',
@@ -431,8 +436,8 @@ MUTANTS = (
     'tests/objective/test_loss.py',
     (
       'the mixture has the other weights',
-      'student_log_probs + jnp.log1p(-alpha), teacher_log_probs + jnp.log(alpha)',
-      'student_log_probs + jnp.log(alpha), teacher_log_probs + jnp.log1p(-alpha)',
+      'difference + jnp.log(alpha) - jnp.log1p(-alpha)',
+      'difference + jnp.log1p(-alpha) - jnp.log(alpha)',
     ),
   ),
   *_in(

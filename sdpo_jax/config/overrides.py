@@ -125,6 +125,7 @@ HINTS = {
 BEFORE = {
   'actor.self_distillation.thinking_rule': 'closed',
   'data.split_special_tokens': False,
+  'optimizer.skip_empty_steps': False,
 }
 
 
