@@ -10,7 +10,7 @@ from sdpo_jax.config import TrainerConfig
 from sdpo_jax.evaluation.alarms import ROLLBACK
 
 NOT_FINITE = 'no gradient was finite (NaN or infinite)'
-EMPTY = 'every gradient was 0: no completion had an advantage or a teacher to learn from'
+EMPTY = 'every gradient was 0, as without advantages and without a teacher that knows better'
 _REMEDIES = {
   NOT_FINITE: 'start again in another --workdir with a lower optimizer.lr or model.dtype=float32',
   EMPTY: 'see there whether the graders answer, and whether some completions succeed and others do not',

@@ -64,11 +64,11 @@ def do(text, lists):
     sys.stdout.close()
     os.close(1)
   if text == 'close all':
-    os.closerange(3, 300)
+    os.closerange(3, 4096)
   if text == 'print':
     print('said by a grader')
   if text == 'write':
-    for descriptor in range(3, 30):
+    for descriptor in range(3, 4096):  # Its number is the one in the trainer.
       try:
         os.write(descriptor, bytes([127, 255, 255, 255]) + b'x' * 100)
       except OSError:

@@ -313,6 +313,7 @@ def test_a_run_without_a_finite_gradient_stops_with_a_sentence_and_a_checkpoint(
   make, _ = experiment
   config = make(total_training_steps=8, test_freq=0, best_metric=None)
   config.optimizer.lr, config.optimizer.lr_warmup_steps = 3e38, 0
+  config.optimizer.skip_empty_steps = False  # Such weights first have gradients of 0.
   with pytest.raises(UserError) as raised:
     loop.train(config, tmp_path)
   skipped = [line.get('train/skipped_steps') for line in lines_without_time(tmp_path) if line['step']]

@@ -77,6 +77,7 @@ def runs(tmp_path_factory):
       'trainer.test_freq': 0,
       'trainer.save_freq': 0,
       'optimizer.lr': 3e38,
+      'optimizer.skip_empty_steps': False,  # Such weights may first have gradients of 0.
     }
     flags = [f'--config.{name}={value}' for name, value in settings.items()]
     return 'train', [f'--config={config}', f'--workdir={folder}/run', *flags]
