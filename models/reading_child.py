@@ -36,6 +36,7 @@ _TEXTS = (
   *(f'{text * 10_000}!' for text in ('a', ' ', '1', 'ab 1\n')),
 )
 _MODULES = ('model.layers.10.self_attn.q_proj', 'base_model.model.model.layers.0.mlp.down_proj')
+_PROBES = ('qzx', 'xzq')  # Of chat_template.py, there and back.
 _PARAMETERS = {'type': 'object', 'properties': {'x': {'type': 'number', 'description': 'A number.'}}}
 _TOOLS = [{'type': 'function', 'function': {'name': 'add', 'description': 'Add.', 'parameters': _PARAMETERS}}]
 
@@ -53,19 +54,21 @@ def read(root: pathlib.Path, template: str | None = None) -> None:
   """Read all files of a directory, chat templates last, since some runs replace them; or a template alone."""
   if template is not None:
     with _reported(''):
-      return _read_template(template)
+      return _read_template(template, {})
   templates: dict[str, Any] = {}
+  tokens: dict[str, Any] = {}
   for name in [*SMALL, *LARGE, *(f'{TEMPLATES}/{file.name}' for file in sorted((root / TEMPLATES).glob('*.jinja')))]:
     with _reported(name):
       values = _read_file(root / name)
       if name.endswith('.jinja'):
         templates[name] = values
-      elif name == 'tokenizer_config.json' and isinstance(values, dict):
+      elif name in ('tokenizer_config.json', 'special_tokens_map.json') and isinstance(values, dict):
         templates[name] = values.get('chat_template')
+        tokens |= {key: token for key, token in values.items() if key.endswith('_token') and token}
   for name, given in templates.items():  # A text, a list of {name, template}, or a dict.
     for each in given if isinstance(given, list) else given.values() if isinstance(given, dict) else [given]:
       with _reported(name + RENDERED):
-        _read_template(each['template'] if isinstance(each, dict) else each)
+        _read_template(each['template'] if isinstance(each, dict) else each, tokens)
 
 
 @contextlib.contextmanager
@@ -166,10 +169,11 @@ def _read_sentencepiece(path: pathlib.Path) -> None:
     pieces.decode(pieces.encode(text))
 
 
-def _read_template(text: str | None) -> None:
+def _read_template(text: str | None, tokens: dict[str, Any]) -> None:
   """Render a chat template for conversations of all shapes, in the environment that transformers renders it in.
 
-  Messages also spell the template's own texts, since a template may lie in wait for one.
+  Messages also spell the template's own texts, since a template may lie in wait for one; and those with which commands
+  try a template (chat_template.py), which must not be the first to see it hang.
   """
   if not text:
     return
@@ -189,7 +193,8 @@ def _read_template(text: str | None) -> None:
   constants = environment.parse(text).find_all(jinja2.nodes.Const)
   spelled = [node.value for node in constants if isinstance(node.value, str)]
   template = environment.from_string(text)
-  options = {'add_generation_prompt': True, 'bos_token': '', 'eos_token': '', 'tools': None}
+  options = {'add_generation_prompt': True, 'tools': None, 'documents': None, 'bos_token': '<s>', 'eos_token': '</s>'}
+  options |= {name: token.get('content') if isinstance(token, dict) else token for name, token in tokens.items()}
   for messages in _conversations(spelled):
     for more in ({}, {'tools': _TOOLS}, {'enable_thinking': False, 'add_generation_prompt': False}):
       length = 0
@@ -211,6 +216,9 @@ def _conversations(spelled: list[str]) -> list[list[dict[str, Any]]]:
   used = {'role': 'assistant', 'content': '', 'tool_calls': calls}, {'role': 'tool', 'name': 'add', 'content': '1'}
   return [
     turns('x'),
+    *(turns(probe) for probe in _PROBES),
+    *([system | {'content': probe}, *turns(probe[::-1])] for probe in _PROBES),
+    [{'role': 'assistant', 'content': 'x'}],
     [system, *turns('x')],
     [*turns('x', '<think>\ny\n</think>\n\nz')],
     [system, *turns('x'), *used, *turns('x')],

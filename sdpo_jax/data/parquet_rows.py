@@ -12,6 +12,7 @@ from sdpo_jax.errors import UserError, first_line
 
 # Bytes that all rows of a file may have, and bytes per byte of the file; the larger counts.
 _LARGEST, _RATIO = 2**30, 1000
+_REPEATING = 16  # Rows of texts that repeat the one before which are read at once.
 _VALUE = 8  # Bytes of a number, and the least that an element of a list takes.
 
 
@@ -39,24 +40,30 @@ def _check(source: str, content: bytes) -> None:
   from pyarrow import parquet
 
   described = parquet.read_metadata(io.BytesIO(content))
-  columns = range(described.num_columns)
+  columns = [described.schema.column(number) for number in range(described.num_columns)]
   groups = [described.row_group(index) for index in range(described.num_row_groups)]
+  parts = [[group.column(number) for number in range(len(columns))] for group in groups]
+  widths = [column.length if column.physical_type == 'FIXED_LEN_BYTE_ARRAY' else _VALUE for column in columns]
   said = [
-    sum(max(part.total_uncompressed_size, _VALUE * part.num_values) for part in map(group.column, columns))
-    for group in groups
+    sum(max(part.total_uncompressed_size, width * part.num_values) for part, width in zip(held, widths, strict=True))
+    for held in parts
   ]
   _check_total(source, content, sum(said))
-  texts = [described.schema.column(i).path for i in columns if described.schema.column(i).physical_type == 'BYTE_ARRAY']
+  # Texts in an encoding of differences cannot be kept once each; those that repeat the one before are read in pieces.
+  encodings = {part.path_in_schema: set(part.encodings) for held in parts for part in held}
+  delta = {path for path, names in encodings.items() if any('DELTA' in name for name in names)}
+  texts = [column.path for column in columns if column.physical_type == 'BYTE_ARRAY' and column.path not in delta]
+  at_once = _REPEATING if any('DELTA_BYTE_ARRAY' in names for names in encodings.values()) else None
   file, first, total = parquet.ParquetFile(io.BytesIO(content), read_dictionary=texts), 1, 0
   for index, group in enumerate(groups):
     if said[index] > rows.LARGEST_ROW * group.num_rows:
       raise rows.too_large(f'{source}, row {first} or later', said[index] // max(group.num_rows, 1))
-    table = file.read_row_group(index, use_threads=False)
-    sizes = sum(np.concatenate([_sizes(chunk) for chunk in column.chunks]) for column in table.columns if len(column))
-    if np.max(sizes, initial=0) > rows.LARGEST_ROW:
-      raise rows.too_large(f'{source}, row {first + int(np.argmax(sizes > rows.LARGEST_ROW))}', int(sizes.max()))
-    first, total = first + group.num_rows, total + int(np.sum(sizes))
-    _check_total(source, content, total)
+    for batch in file.iter_batches(at_once or max(group.num_rows, 1), row_groups=[index], use_threads=False):
+      sizes = sum(map(_sizes, batch.columns), np.zeros(len(batch), np.int64))
+      if np.max(sizes, initial=0) > rows.LARGEST_ROW:
+        raise rows.too_large(f'{source}, row {first + int(np.argmax(sizes > rows.LARGEST_ROW))}', int(sizes.max()))
+      first, total = first + len(batch), total + int(np.sum(sizes))
+      _check_total(source, content, total)
 
 
 def _check_total(source: str, content: bytes, total: int) -> None:
@@ -73,6 +80,8 @@ def _sizes(array: Any) -> np.ndarray:
   from pyarrow import compute, types
 
   kind = array.type
+  if isinstance(kind, pyarrow.BaseExtensionType):
+    return _sizes(array.storage)
   if types.is_dictionary(kind):
     return np.append(_sizes(array.dictionary), 0)[array.indices.fill_null(len(array.dictionary)).to_numpy()]
   if types.is_struct(kind):
@@ -86,7 +95,7 @@ def _sizes(array: Any) -> np.ndarray:
     return inner[ends] - inner[ends - lengths] + _VALUE * lengths
   if types.is_string(kind) or types.is_binary(kind) or types.is_large_string(kind) or types.is_large_binary(kind):
     return _numbers(compute.binary_length(array))
-  return np.full(len(array), _VALUE)
+  return np.full(len(array), kind.byte_width if types.is_fixed_size_binary(kind) else _VALUE)
 
 
 def _numbers(array: Any) -> np.ndarray:

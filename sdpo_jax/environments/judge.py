@@ -30,7 +30,11 @@ _SCORE_LINE = re.compile(
   rf' {{0,3}}(?![ \t]){_DECORATION}(?:(?:final|overall|total)\s+)?score-(?P<tag>[0-9a-z]+){_DECORATION}:(?P<value>.*)',
   re.IGNORECASE,
 )
-_FENCE = re.compile(r' {0,3}(?:(?P<mark>`{3,}|~{3,}|"{3}|\'{3})|<(?P<name>blockquote|pre|code|quote|answer[\w-]*)\b)')
+_FENCE = re.compile(
+  r'\s*(?:(?:[-*+]|\d{1,3}[.)])\s+)*(?:(?P<mark>`{3,}|~{3,}|"{3}|\'{3}|<!--)'
+  r'|(?:.*(?=<answer-))?<(?P<name>blockquote|pre|code|quote|q|samp|details|answer[\w-]*)\b)',
+  re.IGNORECASE,
+)
 _NUMBER = r'(?:\d+(?:\.\d*)?|\.\d+)'
 _VALUE = re.compile(rf'(?P<of>{_NUMBER})\s*(?:/\s*(?P<whole>{_NUMBER})|(?P<percent>%))?', re.ASCII)
 
@@ -96,8 +100,8 @@ def read_critique(text: str, tag: str) -> tuple[float | None, str]:
 
   The score is on the only line that begins with 'Score-<tag>:' (ignoring Markdown, capitals and a leading 'final',
   'overall' or 'total') and is neither quoted nor in a block of code, as a number from 0 to 1, a fraction (4/5) or a
-  percentage; None if there is no such line, more than one, or it holds anything else. The critique is the rest of the
-  text without the judge's thinking.
+  percentage; None if there is no such line, more than one, it holds anything else, or a block is not closed. The
+  critique is the rest of the text without the judge's thinking.
   """
   lines = without_thinking(text).splitlines()
   found, closing = {}, ''
@@ -106,12 +110,12 @@ def read_critique(text: str, tag: str) -> tuple[float | None, str]:
       inside = closing not in line.lower() or (closing[0] in '`~' and line.strip(' \t`~'))
       closing = closing if inside else ''
     elif fence := _FENCE.match(line):
-      closing = f'</{fence["name"].lower()}>' if fence['name'] else fence['mark']
+      closing = f'</{fence["name"].lower()}>' if fence['name'] else fence['mark'].replace('<!--', '-->')
       closing = '' if closing in line[fence.end() :].lower() else closing
     elif (match := _SCORE_LINE.fullmatch(line)) and match['tag'].lower() == tag:
       found[at] = _value(match['value'])
   critique = '\n'.join(line for at, line in enumerate(lines) if at not in found).strip()
-  return found.popitem()[1] if len(found) == 1 else None, critique
+  return found.popitem()[1] if len(found) == 1 and not closing else None, critique
 
 
 def _value(text: str) -> float | None:

@@ -24,7 +24,11 @@ def run(payload: dict) -> bool:
   wrap = (lambda text: f'\\boxed{{{text}}}') if payload['boxed'] else (lambda text: text)
   # The sandbox limits the time.
   gold, pred = (parse(wrap(payload[name]), parsing_timeout=None) for name in ('gold', 'pred'))
-  return bool(verify(gold, pred, timeout_seconds=None)) and not (payload['boxed'] and any(map(is_false, pred)))
+  if not verify(gold, pred, timeout_seconds=None):
+    return False
+  # With a full stop behind it, math-verify returns no equation.
+  said = parse(wrap(payload['pred'].rstrip(' .,;')), parsing_timeout=None) if payload['boxed'] else []
+  return not any(map(is_false, said))
 
 
 def is_false(answer: Any) -> bool:

@@ -52,8 +52,10 @@ def test_a_file_of_2_kb_with_20_rows_of_64_mib_takes_the_memory_of_none(tmp_path
     {'prompt': [['x' * MIB] * 49]},
     {'prompt': pyarrow.ListArray.from_arrays([0, 8_000_000], pyarrow.repeat(1, 8_000_000))},
     {'prompt': [{'content': ['x' * MIB] * 49}]},
+    {'prompt': pyarrow.repeat(pyarrow.scalar(b'x' * 49 * MIB, pyarrow.binary(49 * MIB)), 3)},
+    {'prompt': pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array(['x' * 49 * MIB] * 2))},
   ],
-  ids=['together', 'of a list', 'numbers', 'of a field'],
+  ids=['together', 'of a list', 'numbers', 'of a field', 'of a width', 'of an extension'],
 )
 def test_what_a_file_says_many_times_counts_each_time(table, tmp_path):
   path = write(tmp_path / 'rows.parquet', pyarrow.table(table), compression='zstd')
@@ -81,6 +83,18 @@ def test_files_without_bombs_are_read_whatever_their_types(tmp_path):
   path = write(tmp_path / 'rows.parquet', table, row_group_size=2)
   found = sources.read_rows(str(path), 'data.train_files')
   assert [row.value for row in found] == parquet.read_table(path).to_pylist()
+
+
+@pytest.mark.parametrize('encoding', ['DELTA_LENGTH_BYTE_ARRAY', 'DELTA_BYTE_ARRAY'])
+def test_texts_that_are_written_as_differences(encoding, tmp_path):
+  """Which newer writers do; a text then stands for itself and, or not, for those after it."""
+  options = dict(use_dictionary=False, column_encoding={'prompt': encoding}, compression='zstd')
+  table = pyarrow.table({'prompt': [f'text {number}' for number in range(50)]})
+  path = write(tmp_path / 'rows.parquet', table, **options)
+  assert [row.value for row in sources.read_rows(str(path), 'data.train_files')] == table.to_pylist()
+  path = write(tmp_path / 'rows.parquet', pyarrow.table({'prompt': ['x' * 49 * MIB] * 3}), **options)
+  with pytest.raises(UserError, match=r'rows\.parquet, row 1.*: the row has 49 MiB'):
+    sources.read_rows(str(path), 'data.train_files')
 
 
 def size(value):

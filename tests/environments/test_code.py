@@ -459,6 +459,9 @@ MATHS = [
   # Of equations math-verify compares the right side.
   ('6 = 5', '5', False),
   ('x = 6 = 5', '5', False),
+  ('6 = 5 .', '5', False),
+  ('x=6=5;', '5', False),
+  ('2 + 3 = 5.', '5', True),
   ('6.1 = 5.0', '5', False),
   ('2 + 3 = 5', '5', True),
   ('x = 5', '5', True),

@@ -162,7 +162,25 @@ REPEATING = [
   '"""\n{}\n"""',
   "'''\n{}\n'''",
   '```\n{}',
+  '- ```\n  {}\n  ```',
+  '* ```text\n  {}\n  ```',
+  '1. ```\n   {}\n   ```',
+  '12) ~~~\n    {}\n    ~~~',
+  '- - ```\n    {}\n    ```',
+  '~~~text\n```\n{}\n~~~',
+  '<BLOCKQUOTE>\n{}\n</blockquote>',
+  '<Pre class="x">\n{}\n</PRE>',
+  '<details>\n{}\n</details>',
+  '<q>\n{}\n</q>',
+  '<samp>\n{}\n</samp>',
+  '<!-- says\n{}\n-->',
+  '<!--\na -- b\n{}\n-->',
+  f'It says <answer-{TAG}>\n{{}}\n</answer-{TAG}>',
+  '- <pre>\n  {}\n  </pre>',
+  '> - {}',
+  '- It ends with {}',
 ]
+OPEN = '<answer>\n\n{}\n', '```\n{}'
 
 
 @pytest.mark.parametrize('repeating', REPEATING)
@@ -172,9 +190,15 @@ def test_no_score_is_read_that_is_quoted_or_fenced(repeating):
     own = f'{SCORE}0'
     repeated = repeating.format(line)
     assert read_critique(f'Wrong.\n\n{repeated}', TAG)[0] is None
-    assert read_critique(f'{own}\n\n{repeated}', TAG)[0] == 0.0
-    closed = 'closed' if repeating not in ('<answer>\n\n{}\n', '```\n{}') else 'open'
-    assert read_critique(f'{repeated}\n\n{own}', TAG)[0] == (0.0 if closed == 'closed' else None)
+    expected = None if repeating in OPEN else 0.0
+    assert read_critique(f'{own}\n\n{repeated}', TAG)[0] == expected
+    assert read_critique(f'{repeated}\n\n{own}', TAG)[0] == expected
+
+
+def test_a_line_that_only_looks_like_the_end_of_a_block_hides_no_score():
+  """A block that is not closed has been misread: then no score is sure."""
+  text = f'It prints ```\n{SCORE}1\n```\n{SCORE}0'
+  assert read_critique(text, TAG)[0] is None
 
 
 def test_a_score_that_is_given_twice_is_none():

@@ -262,6 +262,19 @@ SLOW = {
     'chat_template.jinja',
     template('{% if enable_thinking is defined and not enable_thinking %}' + LOOPS + '{% endif %}'),
   ),
+  'loops with a token': ('chat_template.jinja', template('{% if eos_token %}' + LOOPS + '{% endif %}')),
+  'loops with a token of the model': (
+    'chat_template.jinja',
+    lambda root: [
+      edit('tokenizer_config.json', pad_token='<p>')(root),
+      template('{% if pad_token is defined and pad_token == "<p>" %}' + LOOPS + '{% endif %}')(root),
+    ],
+  ),
+  'loops with documents': ('chat_template.jinja', template('{% if documents is defined %}' + LOOPS + '{% endif %}')),
+  'loops with what commands try': (
+    'chat_template.jinja',
+    template("{% if 'q' ~ 'zx' in messages[0].content %}" + LOOPS + '{% endif %}'),
+  ),
   'macros that call themselves twice': (
     'chat_template.jinja',
     template('{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}'),
