@@ -11,7 +11,7 @@ from sdpo_jax.data import rows
 from sdpo_jax.errors import UserError, first_line
 
 # Bytes that all rows of a file may have, and bytes per byte of the file; the larger counts.
-_LARGEST, _RATIO = 2**30, 1000
+_LARGEST, _RATIO = 2**32, 1000
 _REPEATING = 16  # Rows of texts that repeat the one before which are read at once.
 _VALUE = 8  # Bytes of a number, and the least that an element of a list takes.
 
@@ -56,7 +56,7 @@ def _check(source: str, content: bytes) -> None:
   at_once = _REPEATING if any('DELTA_BYTE_ARRAY' in names for names in encodings.values()) else None
   file, first, total = parquet.ParquetFile(io.BytesIO(content), read_dictionary=texts), 1, 0
   for index, group in enumerate(groups):
-    if said[index] > rows.LARGEST_ROW * group.num_rows:
+    if said[index] > rows.LARGEST_ROW * max(group.num_rows, 1):
       raise rows.too_large(f'{source}, row {first} or later', said[index] // max(group.num_rows, 1))
     for batch in file.iter_batches(at_once or max(group.num_rows, 1), row_groups=[index], use_threads=False):
       sizes = sum(map(_sizes, batch.columns), np.zeros(len(batch), np.int64))
@@ -70,7 +70,7 @@ def _check_total(source: str, content: bytes, total: int) -> None:
   if total > max(_LARGEST, _RATIO * len(content)):
     raise UserError(
       f'{source}: the rows of this file of {len(content)} bytes have {total / 2**30:.1f} GiB, and only '
-      f'{max(_LARGEST, _RATIO * len(content)) / 2**30:.1f} GiB are read: get another copy of the data.'
+      f'{max(_LARGEST, _RATIO * len(content)) / 2**30:.1f} GiB are read: split the file.'
     )
 
 

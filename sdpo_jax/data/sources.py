@@ -200,14 +200,7 @@ def _array(source: str, text: str) -> list[RawRow]:
 
 
 def _csv(source: str, text: str) -> list[RawRow]:
-  before = csv.field_size_limit(LARGEST_ROW)  # Of the whole process.
-  try:
-    return _csv_rows(source, text)
-  finally:
-    csv.field_size_limit(before)
-
-
-def _csv_rows(source: str, text: str) -> list[RawRow]:
+  csv.field_size_limit(LARGEST_ROW)
   reader = csv.reader(io.StringIO(text, newline=''), strict=True)
   header: list[str] = []
   rows: list[RawRow] = []

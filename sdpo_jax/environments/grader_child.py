@@ -1,9 +1,9 @@
 """A user's grader in a process of its own, which the trainer ends at a time limit (grader_process.py).
 
-    python -P grader_child.py DESCRIPTOR
+    python -P grader_child.py DESCRIPTOR PIPE
 
 The trainer sends the grader and then, for each call, a method and its arguments, pickled; answers are JSON of plain
-values, whatever the grader returns. Standard input is a pipe that nothing is written to: once the trainer is gone, even
+values, whatever the grader returns. Nothing is written to PIPE: once the trainer is gone, even
 killed, the kernel ends this process and all that it has started, whatever code it is in.
 """
 
@@ -11,24 +11,28 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import importlib
 import importlib.util
 import json
 from multiprocessing.connection import Connection
 import os
+from pathlib import Path
 import pickle
+import re
 import signal
 import sys
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 
 def main() -> None:
   """Answer calls until an empty one, or until the trainer is gone."""
-  fcntl.fcntl(0, fcntl.F_SETOWN, -os.getpid())  # All processes of this one's group.
+  pipe = int(sys.argv[2])
+  fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())  # All processes of this one's group.
   if sys.platform == 'linux':  # Elsewhere it is SIGIO, which a grader could ignore.
-    fcntl.fcntl(0, fcntl.F_SETSIG, signal.SIGKILL)
-  fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+  fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
   connection, own = Connection(int(sys.argv[1])), os.getpid()
   settings = pickle.loads(connection.recv_bytes())
   sys.path[:] = settings['path']
@@ -55,12 +59,16 @@ def answered(grader: Any, settings: dict[str, Any], request: bytes) -> tuple[dic
   try:
     for name, (file, constants) in settings.pop('modules', {}).items():
       here = vars(load(name, file))
-      here.update({key: value for key, value in constants.items() if here.get(key) != value})  # Scripts change them.
+      for key, value in constants.items():  # Scripts change them.
+        if type(held := here.get(key)) is type(value) and type(value) in (dict, list):
+          held.clear(), held.update(value) if type(value) is dict else held.extend(value)  # Others may hold it, too.
+        else:
+          here[key] = value
     asked = pickle.loads(request)
   except BaseException as error:
     return {'refused': described(error)}, None
   if grader is None:
-    return {}, asked
+    return {'states': {name: state(module) for name, module in list(sys.modules.items()) if _is_users(module)}}, asked
   try:
     outcomes, unusable = called(grader, *asked, settings['name'], settings['score_range'])
     return {'outcomes': [vars(outcome) for outcome in outcomes], 'unusable': unusable}, grader
@@ -68,6 +76,38 @@ def answered(grader: Any, settings: dict[str, Any], request: bytes) -> tuple[dic
     return {'user_error': str(error)}, grader
   except BaseException as error:  # Whatever it is costs a completion, not the process.
     return {'raised': described(error)}, grader
+
+
+def _is_users(module: ModuleType) -> bool:
+  from sdpo_jax.environments.grader_code import counts
+
+  file, name = getattr(module, '__file__', None), getattr(module, '__name__', '__main__')
+  return isinstance(file, str) and name.split('.')[0] not in ('__main__', 'sdpo_jax') and counts(Path(file).resolve())
+
+
+def state(module: ModuleType) -> dict[str, str]:
+  """Return what the names of a module stand for, in short, by which two processes compare it."""
+
+  def described(value: Any, depth: int = 5) -> str:
+    kind = type(value)
+    if kind in (bool, int, float, str, bytes, type(None), re.Pattern):
+      return repr(value)
+    parts: Any = ()
+    if isinstance(value, dict) and depth:
+      parts = [(described(key, depth - 1), described(held, depth - 1)) for key, held in value.items()]
+    elif isinstance(value, list | tuple | set | frozenset) and depth:
+      parts = [described(held, depth - 1) for held in value]
+      parts = parts if isinstance(value, list | tuple) else sorted(parts)
+    elif depth and module.__name__ in (kind.__module__, getattr(value, '__module__', None)):
+      # Attributes of functions, classes and objects of the module; graders that are objects have states of their own.
+      own = (
+        getattr(value, '__dict__', {}).items() if isinstance(value, type | FunctionType) or not callable(value) else ()
+      )
+      parts = [(key, described(held, depth - 1)) for key, held in own if key[:2] != '__' and not callable(held)]
+    text = f'{kind.__module__}.{kind.__qualname__} {parts}'
+    return text if len(text) < 100 else hashlib.sha256(text.encode(errors='replace')).hexdigest()
+
+  return {key: described(value) for key, value in vars(module).items() if key[:2] != '__'}
 
 
 def load(name: str, file: str) -> ModuleType:

@@ -24,6 +24,7 @@ import threading
 from typing import Any
 import weakref
 
+from sdpo_jax.environments.grader_child import state
 from sdpo_jax.environments.grader_code import counts
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.types import Outcome
@@ -50,26 +51,35 @@ class GraderProcess:
     """Start the process.
 
     Raises:
-      UnsendableError: the grader cannot be pickled, or not be read in another process.
+      UnsendableError: the grader cannot be pickled, or not be read in another process, where its modules would be
+        others than here; or no process can be started.
     """
     content = io.BytesIO()
     packer = _Packer(content, pickle.HIGHEST_PROTOCOL)
     _pickled(packer.dump, grader)
     self._lock = threading.Lock()  # Held while an answer is waited for.
     settings = {'path': sys.path, 'name': name, 'score_range': tuple(score_range), 'modules': packer.modules}
-    self._connection, theirs = multiprocessing.Pipe()
-    with theirs:
+    try:
+      self._connection, theirs = multiprocessing.Pipe()
+      hanging_up, alive = os.pipe()
       self._process = subprocess.Popen(
-        [sys.executable, '-P', str(CHILD), str(theirs.fileno())],
-        stdin=subprocess.PIPE,
-        pass_fds=[theirs.fileno()],
+        [sys.executable, '-P', str(CHILD), str(theirs.fileno()), str(hanging_up)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno(), hanging_up],
         env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
         start_new_session=True,
       )
-    self._finalizer = weakref.finalize(self, _end, self._process, self._connection)
+    except OSError as error:
+      raise UnsendableError(f'none can be started: {error}') from error
+    theirs.close(), os.close(hanging_up)
+    self._finalizer = weakref.finalize(self, _end, self._process, self._connection, alive)
     self._finalizer.atexit = False  # It ends by itself, and this process may be a fork.
     try:
-      self._asked(pickle.dumps(settings), content.getvalue(), seconds=START_S)
+      states = self._asked(pickle.dumps(settings), content.getvalue(), seconds=START_S)['states']
+      for name in states.keys() & sys.modules.keys():
+        ours = state(sys.modules[name])
+        if changed := [key for key in {**ours, **states[name]} if ours.get(key) != states[name].get(key)]:
+          raise UnsendableError(f'{changed[0]} of its module {name} is not what an import makes it')
     except RaisedError as error:
       raise UnsendableError(str(error)) from error
     except BaseException:
@@ -161,11 +171,11 @@ def _pickled(pickled: Any, value: Any) -> Any:
     raise UnsendableError(first_line(error)) from error
 
 
-def _end(process: subprocess.Popen, connection: Connection) -> None:
+def _end(process: subprocess.Popen, connection: Connection, alive: int) -> None:
   with contextlib.suppress(ProcessLookupError):
     os.killpg(process.pid, signal.SIGKILL)
   process.wait()
-  process.stdin.close()
+  os.close(alive)
   # Not closed: a thread may still read. It closes with its last user.
   with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ours:
     ours.shutdown(socket.SHUT_RDWR)

@@ -259,6 +259,7 @@ class Graders(contextlib.AbstractContextManager['Graders']):
         return self._within(name, grader, lambda: process.ask(method, asked))
     except UnsendableError as error:
       self._stay[name] = f'cannot be sent to a process ({error})'
+      logging.warning('The grader %r runs in the main process: it %s.', name, self._stay[name])
     except OverranError:
       self._processes.pop(name).end()
       raise

@@ -6,10 +6,13 @@ SymPy evaluates the model's text, which may take any time; hence the sandbox.
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 from math_verify import parse, verify
 import sympy
+
+_UNKNOWN = re.compile(r'\\circ|°|_|mod|\\gcd|lcm')  # Degrees, bases, functions: math-verify reads them wrongly.
 
 logging.disable(logging.CRITICAL)  # math-verify logs every answer that it cannot parse.
 
@@ -28,7 +31,7 @@ def run(payload: dict) -> bool:
     return False
   # With a full stop behind it, math-verify returns no equation.
   said = parse(wrap(payload['pred'].rstrip(' .,;')), parsing_timeout=None) if payload['boxed'] else []
-  return not any(map(is_false, said))
+  return bool(_UNKNOWN.search(payload['pred'])) or not any(map(is_false, said))
 
 
 def is_false(answer: Any) -> bool:
@@ -37,6 +40,6 @@ def is_false(answer: Any) -> bool:
     if all(side.is_number for side in equation.args):
       left, right = (complex(sympy.N(side)) for side in equation.args)
       within = 0.01 if equation.has(sympy.Float) else 1e-9
-      if abs(left - right) > within * max(abs(left), abs(right)):
+      if abs(left - right) > within * max(abs(left), abs(right)) + 1e-9:  # sympy's zeros are small numbers.
         return True
   return False

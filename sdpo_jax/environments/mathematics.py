@@ -31,7 +31,7 @@ _TEXT = re.compile(r'\\(?:text|mathrm|textbf|mbox)\s*\{([^{}]*)\}')
 _THOUSANDS = re.compile(r'(?<=\d)\\,(?=\d{3}(?!\d))')
 # White space that would join two numbers: '1 2' is not 12, nor '3. 14' 3.14.
 _GAP = re.compile(r'(?<=[\d.])(?:\s|\\[ ,])+(?=\.?\d)')
-_GAPPED = re.compile(r'(?:^|[^a-z\d\s.}])[\d.,]+ \.?\d')  # A macro may have two numbers: \frac 1 2.
+_GAPPED = re.compile(r'(?:^|[^a-z\d\s.}_^])[\d.,]+ \.?\d')  # A macro may have two numbers: \frac 1 2.
 # Allows commas only between thousands: 1,2 is a pair.
 _NUMBER = re.compile(r'[-+]?(?:\d{1,3}(?:,\d{3})+|\d*)(?:\.\d+)?(?:e[-+]?\d+)?')
 
@@ -85,6 +85,7 @@ def quickly(gold: str, pred: str, tolerance: float) -> bool | None:
   """Return whether two answers are equal if text or plain numbers decide it; None if they do not."""
   if plain(gold) == plain(pred):
     return True
+  gold = plain(gold).replace(' ', '') if _GAPPED.search(plain(gold)) else gold  # Of the data, it is grouping.
   if len(pred) > MAX_CHARACTERS or _GAPPED.search(plain(pred)):
     return False
   left, right = number(gold), number(pred)

@@ -1,5 +1,6 @@
 """Rows of any file are at most so large, and those of parquet files are measured before they take memory."""
 
+import csv
 import json
 import re
 
@@ -19,6 +20,9 @@ def limited(monkeypatch):
   """Let rows have at most 100 bytes."""
   for module in (rows, sources):
     monkeypatch.setattr(module, 'LARGEST_ROW', 100)
+  before = csv.field_size_limit()  # Of the whole process.
+  yield
+  csv.field_size_limit(before)
 
 
 def write(path, table, **options):
@@ -48,7 +52,7 @@ def test_a_file_of_2_kb_with_20_rows_of_64_mib_takes_the_memory_of_none(tmp_path
 @pytest.mark.parametrize(
   'table',
   [
-    {'prompt': repeated('x' * 4 * MIB, 1000)},  # Each small enough, 4 GB as a whole.
+    {'prompt': repeated('x' * 4 * MIB, 2000)},  # Each small enough, 8 GB as a whole.
     {'prompt': [['x' * MIB] * 49]},
     {'prompt': pyarrow.ListArray.from_arrays([0, 8_000_000], pyarrow.repeat(1, 8_000_000))},
     {'prompt': [{'content': ['x' * MIB] * 49}]},
@@ -95,6 +99,14 @@ def test_texts_that_are_written_as_differences(encoding, tmp_path):
   path = write(tmp_path / 'rows.parquet', pyarrow.table({'prompt': ['x' * 49 * MIB] * 3}), **options)
   with pytest.raises(UserError, match=r'rows\.parquet, row 1.*: the row has 49 MiB'):
     sources.read_rows(str(path), 'data.train_files')
+
+
+def test_groups_without_rows_are_read(tmp_path):
+  table = pyarrow.table({'prompt': ['a', 'b']})
+  with parquet.ParquetWriter(tmp_path / 'rows.parquet', table.schema) as writer:
+    for part in (table.slice(0, 0), table, table.slice(0, 0)):
+      writer.write_table(part)
+  assert len(sources.read_rows(str(tmp_path / 'rows.parquet'), 'data.train_files')) == 2
 
 
 def size(value):

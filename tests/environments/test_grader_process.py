@@ -237,6 +237,45 @@ def test_the_end_of_a_batch_is_heard_where_the_grader_is(module):
       graded(graders, 'adding', 'a')
 
 
+CHANGED = """
+import os
+from sdpo_jax.environments import registry
+from sdpo_jax.types import Outcome
+
+class Holder:
+  right = 0.0
+
+HELD, KNOWN = None, {}
+
+
+def grade(examples, completions, *, truncated):
+  score = {'object': HELD and HELD.right, 'attribute': getattr(grade, 'right', 0.0), 'class': Holder.right}[WHAT]
+  return [Outcome(score, metrics={'pid': os.getpid()}) for _ in completions]
+
+
+@registry.register_factory('changed')
+def make(settings):
+  global HELD
+  if WHAT == 'object':
+    HELD = Holder()
+    HELD.right = 1.0
+  if WHAT == 'attribute':
+    grade.right = 1.0
+  if WHAT == 'class':
+    Holder.right = 1.0
+  return grade
+"""
+
+
+@pytest.mark.parametrize('what', ['object', 'attribute', 'class'])
+def test_a_grader_whose_module_is_not_what_an_import_makes_it_stays(what, tmp_path, caplog, registering):
+  (tmp_path / f'{what}_graders.py').write_text(f'WHAT = {what!r}{CHANGED}')
+  with Graders(EnvironmentsConfig(modules=(str(tmp_path / f'{what}_graders.py'),))) as graders:
+    [outcome] = graded(graders, 'changed', 'a')
+  assert (outcome.score, outcome.metrics['pid']) == (1.0, os.getpid())
+  assert 'is not what an import makes it' in caplog.text
+
+
 def test_coroutines_run_there_too(graders):
   assert os.getpid() not in pids(graders, 'awaited', prompt='Q')
 
