@@ -27,11 +27,11 @@ def run(payload: dict) -> bool:
   wrap = (lambda text: f'\\boxed{{{text}}}') if payload['boxed'] else (lambda text: text)
   # The sandbox limits the time.
   gold, pred = (parse(wrap(payload[name]), parsing_timeout=None) for name in ('gold', 'pred'))
-  if not verify(gold, pred, timeout_seconds=None):
-    return False
-  # With a full stop behind it, math-verify returns no equation.
-  said = parse(wrap(payload['pred'].rstrip(' .,;')), parsing_timeout=None) if payload['boxed'] else []
-  return bool(_UNKNOWN.search(payload['pred'])) or not any(map(is_false, said))
+  right = bool(verify(gold, pred, timeout_seconds=None))
+  if not (right and payload['boxed']) or _UNKNOWN.search(payload['pred']):
+    return right
+  text = payload['pred'].rstrip(' .,;')  # With a full stop behind it, math-verify returns no equation.
+  return not any(map(is_false, pred if text == payload['pred'] else parse(wrap(text), parsing_timeout=None)))
 
 
 def is_false(answer: Any) -> bool:

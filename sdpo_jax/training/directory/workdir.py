@@ -135,8 +135,7 @@ def check_workdir(config: Config, workdir: epath.PathLike, *, restart: bool = Fa
       f'{workdir} holds a run with other settings: {"; ".join(found.refused)}. '
       f'Use the settings of that run, or another --workdir{insist}.'
     )
-  raw_lines(workdir)  # Raises for damaged lines before anything is compiled.
-  history(workdir, newest(workdir))
+  history(workdir, newest(workdir)) or raw_lines(workdir)  # Raise for damaged lines before anything is compiled.
   return workdir
 
 
