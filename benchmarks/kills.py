@@ -38,6 +38,7 @@ from sdpo_jax import command  # noqa: F401
 from sdpo_jax.environments import digits  # noqa: F401
 from sdpo_jax.files import read_text
 from sdpo_jax.training.directory.published_checkpoints import MANIFEST
+from sdpo_jax.training.resuming import UNFINISHED
 
 TINY = {
   'data.val_max_samples': 8,
@@ -219,12 +220,13 @@ def left(workdir: pathlib.Path, last: int) -> dict[str, object]:
     return name not in ('fencing_epoch', 'line_digest') and not name.startswith(('time/', 'throughput/', 'programs/'))
 
   lines = [json.loads(line) for line in read_text(workdir / 'metrics.jsonl', '').splitlines()]
-  manifest = json.loads((workdir / 'checkpoints' / str(last) / MANIFEST).read_text())
+  checkpoint = workdir / 'checkpoints' / str(last)
+  manifest, host = (json.loads((checkpoint / name).read_text()) for name in (MANIFEST, 'host/metadata'))
   files = [path for folder in ('rollouts', 'eval') for path in sorted((workdir / folder).iterdir())]
   return {
     'lines': [{name: value for name, value in line.items() if kept(name)} for line in lines],
     'state': manifest['leaves'],
-    'host': manifest['files']['host/metadata'],
+    'host': {name: value for name, value in host.items() if name != UNFINISHED},  # A line that was written later.
     **{f'{path.parent.name}/{path.name}': path.read_text() for path in files},
   }
 
@@ -284,7 +286,9 @@ class Campaign:
       self.wrong.append(f'run {self.runs} ended with exit code {code}: {log_of(workdir).read_text()[-2000:]}')
       return
     found = left(workdir, self.variant.steps)
-    self.wrong += [f'run {self.runs}: {key}' for key in {**expected, **found} if expected.get(key) != found.get(key)]
+    for key in expected | found:
+      if expected.get(key) != found.get(key):
+        self.wrong.append(f'run {self.runs}: {key}: {found.get(key)} instead of {expected.get(key)}'[:2000])
 
   def one_life(self, workdir: pathlib.Path, programs: pathlib.Path, compiling: float | None) -> tuple[int, bool]:
     """Start a process, and send it a signal if there are signals to come.
@@ -351,7 +355,8 @@ def campaign(name: str, flags: argparse.Namespace, folder: pathlib.Path, server:
   expected = run.undisturbed()
   while run.left:
     run.one_run(expected)
-    print(f'{name}: {run.runs} runs, {len(run.left)} signals to come, {len(run.wrong)} differences', file=sys.stderr)
+    wrong = run.wrong or 'no differences'
+    print(f'{name}: {run.runs} runs, {len(run.left)} signals to come, {wrong}', file=sys.stderr, flush=True)
   numbers = {'kills': flags.kills, 'stops': flags.terms, 'runs': run.runs, 'seconds': round(time.monotonic() - began)}
   codes = {str(code): count for code, count in sorted(run.codes.items())}
   found = {'moments': dict(sorted(run.moments.items())), 'codes_after_sigterm': codes, 'differences': run.wrong}
