@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from sdpo_jax.config import EnvironmentsConfig, rewards
+from sdpo_jax.config import EnvironmentsConfig, SandboxConfig, rewards
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grader_process import GraderProcess, RaisedError, UnsendableError
 from sdpo_jax.environments.outcomes import called, checked, described, ungraded
@@ -31,6 +31,8 @@ MAX_HANGING = 8  # Threads of abandoned calls at which a run ends.
 MEANINGFUL = ('acc', 'pred', 'format_valid')
 # Metric names per grader, run and process: each becomes a curve, a column and a line of every report.
 MAX_NAMES = 200
+
+_SANDBOX = vars(SandboxConfig())
 
 
 class Graders(contextlib.AbstractContextManager['Graders']):
@@ -91,13 +93,21 @@ class Graders(contextlib.AbstractContextManager['Graders']):
   def check_questions(self, examples: Sequence[Example]) -> None:
     """Pass the run's questions to every grader that has a method `check_questions`, before the run begins.
 
+    Settings of graders that no question names are announced.
+
     Raises:
       UserError: a grader cannot grade these questions.
     """
-    for name, rows in self._rows_of(examples).items():
+    rows_of = self._rows_of(examples)
+    for name, rows in rows_of.items():
       grader = self.get(name)
       if hasattr(grader, 'check_questions'):
         grader.check_questions([examples[row] for row in rows])
+    unread = [f'reward_weights.{name}' for name in self._settings.reward_weights if name not in rows_of]
+    if not any(hasattr(self.get(name), 'layers') for name in rows_of):
+      unread += [f'sandbox.{name}' for name, value in vars(self._settings.sandbox).items() if value != _SANDBOX[name]]
+    for name in unread:
+      logging.warning('environments.%s has no effect: no question of this run names a grader that reads it.', name)
 
   def _rows_of(self, examples: Sequence[Example]) -> dict[str, list[int]]:
     """Return the rows that each grader judges, by name; raises UserError as `prepare`."""

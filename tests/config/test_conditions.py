@@ -132,7 +132,7 @@ ALWAYS = {
   'alarms.rules': 'the alarms after every step',
   'alarms.epistemic_words': 'the metrics of completions',
   **{
-    f'environments.{name}': 'the graders that rows name, which are known when they are read'
+    f'environments.{name}': 'the graders that rows name, which are known when they are read (Graders.check_questions)'
     for name in (
       *('profile', 'modules', 'reward_weights', 'reveal_answer', 'max_ungraded_fraction', 'score_range'),
       *('grader_timeout_s', 'sandbox'),

@@ -260,6 +260,18 @@ def test_a_setting_that_is_wrong_is_named(name, value, sentence):
     config.validate()
 
 
+def test_settings_of_graders_that_no_question_names_are_announced(functions, caplog):
+  functions(f=[1.0], g=[1.0])
+  changed = EnvironmentsConfig(reward_weights={'f': 2.0, 'g': 3.0})
+  changed.sandbox.memory_mb = 512
+  with Graders(changed) as graders:
+    for environment, idle in (('f', ['reward_weights.g', 'sandbox.memory_mb']), ('g,f,code', [])):
+      caplog.clear()
+      graders.check_questions([Example('q', [], environment, None, 'x', columns={'prompt': 'Q'})])
+      wanted = [f'environments.{name} has no effect: no question of this run names a grader' for name in idle]
+      assert len(caplog.messages) == len(wanted) and all(map(str.startswith, caplog.messages, wanted))
+
+
 def test_weights_of_graders_that_there_are_not_and_of_nothing_are_refused(functions):
   functions(f=[1.0], g=[1.0])
   with pytest.raises(UserError, match="^environments.reward_weights: There is no environment 'formt': choose from"):
