@@ -191,7 +191,7 @@ def _truth(value: Mapping[str, Any], environment: str | None, row: RawRow) -> An
     return value.get(name)
   if name not in value:
     others = '' if name == 'tests' else f'; {" and ".join(map(repr, TRUTHS[1:]))} are other names for it'
-    raise UserError(f'{row.origin}: field {name!r} is missing, but the row is graded by it{others}.')
+    raise UserError(f'{row.origin}: field {name!r} is missing or empty, but the row is graded by it{others}.')
   return _text(value, name, row)
 
 

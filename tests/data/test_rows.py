@@ -100,13 +100,13 @@ def test_the_environment_follows_the_data_source_or_the_row(source, environment)
   ('value', 'message'),
   [
     ({k: v for k, v in RAW.items() if k != 'prompt'}, "'prompt' or 'messages' is missing; there is: 'idx', 'kind'"),
-    ({k: v for k, v in RAW.items() if k != 'answer'}, "'answer' is missing, but .*'ground_truth' and 'solution'"),
+    ({k: v for k, v in RAW.items() if k != 'answer'}, "'answer' is missing or empty, but .*'ground_truth' and 'sol"),
     (
       {k: v for k, v in RAW.items() if k != 'dataset'},
       "no environment grades the data source 'data'.*data.environment",
     ),
     ({'prompt': 'What?'}, "no environment grades the data source 'data'.*field 'environment'"),
-    ({k: v for k, v in CODE.items() if k != 'tests'}, "'tests' is missing, but the row is graded by it[.]"),
+    ({k: v for k, v in CODE.items() if k != 'tests'}, "'tests' is missing or empty, but the row is graded by it[.]"),
     ({**RAW, 'kind': 7}, "'kind' must be a non-empty string, not 7"),
     ({**RAW, 'dataset': ''}, "'dataset' must be a non-empty string"),
     (

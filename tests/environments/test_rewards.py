@@ -113,7 +113,7 @@ def test_preprocessed_rows_name_them_too_and_every_grader_needs_its_ground_truth
   with pytest.raises(UserError, match="'reward_model.ground_truth', which 'mcq' grades by, must be the letter"):
     rows.example(rows.RawRow('r', 1, ready), 'train')
   raw = rows.RawRow('r', 1, {'prompt': 'Q', 'environment': 'format,code'})
-  with pytest.raises(UserError, match="field 'tests' is missing, but the row is graded by it"):
+  with pytest.raises(UserError, match="field 'tests' is missing or empty, but the row is graded by it"):
     rows.example(raw, 'train')
 
 
