@@ -329,12 +329,12 @@ def sentence_of(error: Exception) -> str | None:
 
 
 def _quiet() -> None:
-  """Silence the progress messages of libraries, but not their errors."""
-  absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax reports through absl what we report as a sentence.
+  """Silence the progress messages of libraries, but not their errors, nor warnings of this project and of graders."""
+  absl_logging.set_verbosity(absl_logging.WARNING)  # Of the root logger, as which graders may log.
   absl_logging.get_absl_handler().setFormatter(logging.Formatter('%(levelname)s: %(message)s'))
-  for name in ('orbax', 'asyncio'):
+  for name in ('absl', 'orbax', 'asyncio'):  # Orbax reports through absl what we report as a sentence.
     logging.getLogger(name).setLevel(logging.CRITICAL)
-  for name in ('jax._src.compilation_cache', 'transformers', 'huggingface_hub', 'jax._src.compiler'):
+  for name in ('jax', 'transformers', 'huggingface_hub'):
     logging.getLogger(name).setLevel(logging.ERROR)
   logging.getLogger('sdpo_jax').setLevel(logging.WARNING)
   # Raised for writes that had not begun when another write failed; see `without_late_writers`.
