@@ -148,10 +148,14 @@ def _metric(value: Any) -> Any:
   return value if isinstance(value, bool | int) and math.isfinite(number) else number
 
 
+def reasons_of(outcomes: Sequence[Outcome]) -> Counter[str]:
+  """Return the reasons why scores are missing, with the number of completions."""
+  return Counter(outcomes[row].reason or NO_REASON for row in np.flatnonzero(missing_of(outcomes)))
+
+
 def check_graded(outcomes: Sequence[Outcome], limit: float) -> None:
   """Raise UserError with the most frequent reason if more than the fraction `limit` of the outcomes is ungraded."""
-  missing = missing_of(outcomes)
-  reasons = Counter(outcomes[row].reason or NO_REASON for row in np.flatnonzero(missing))
+  reasons = reasons_of(outcomes)
   if not outcomes or reasons.total() <= limit * len(outcomes):
     return
   reason, times = reasons.most_common(1)[0]

@@ -28,6 +28,7 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.learning.update import abstract_state, place_state
+from sdpo_jax.tables import counted
 from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.teacher.feedback_endpoint import FeedbackEndpoint
 from sdpo_jax.training import (
@@ -50,7 +51,7 @@ from sdpo_jax.training.checkpoint.digests import leaf_digests, state_digest
 from sdpo_jax.training.checkpoint.starting_state import StartingState
 from sdpo_jax.training.checkpoint.unfinished import Unfinished
 from sdpo_jax.training.directory import fingerprint, lost_checkpoints
-from sdpo_jax.training.directory.lines import STATE_DIGEST, history, read_metrics, remarks
+from sdpo_jax.training.directory.lines import STATE_DIGEST, UNGRADED_REASON, history, read_metrics, remarks
 from sdpo_jax.training.directory.ownership import Ownership, sole_user
 from sdpo_jax.training.directory.published_checkpoints import newest
 from sdpo_jax.training.directory.workdir import check_workdir, write_settings
@@ -472,7 +473,9 @@ class _Run:
     self.hold(step, state, Unfinished())
     gathering = self.around.gathering
     line = step_records.step_metrics(session, step, taken, gathering, timer.seconds)
-    unfinished = Unfinished(line, step_records.success_rates(taken.own.graded, session.config))
+    graded = taken.own.graded
+    success, reason = step_records.success_rates(graded, session.config), step_records.ungraded_reason(graded)
+    unfinished = Unfinished(line, success, reason)
     self.hold(step, state, unfinished)
     with self.joint_errors.alone():
       if profiled:
@@ -504,7 +507,11 @@ class _Run:
     metrics = {name: value for name, value in line.items() if not name.startswith('time/')}
     line.update({f'time/{name}_s': value for name, value in timer.seconds.items()})
     line[COMPILED_LATE] = len(self.name_compiled(step))
-    self.skipped = skipped.after(self.skipped, line)
+    if unfinished.reason:
+      line[UNGRADED_REASON] = unfinished.reason
+    before, self.skipped = self.skipped, skipped.after(self.skipped, {'step': step} | line)
+    if self.writer is not None and (warning := skipped.warning(before, self.skipped, step, trainer)):
+      logging.getLogger('sdpo_jax.training').warning('%s', warning)
     verdict = self.alarms.after(step, line, metrics, whole=due or not self.evaluations.questions)
     note = self.note(line)
     if verdict.back_to is not None:
@@ -550,8 +557,8 @@ class _Run:
     if line.get('train/optimizer_steps') == 0:
       return f'  no update: {int(line["gathering/examples"])} examples wait'
     left_out = int(line.get('train/skipped_steps', 0))
-    gradient = '0' if skipped.cause(line) == skipped.EMPTY else 'not finite'
-    return f'  {left_out} step(s) skipped: gradient {gradient}' if left_out else ''
+    gradient = 'not finite' if skipped.cause(line) == skipped.NOT_FINITE else '0'
+    return f'  {counted(left_out, "optimizer step")} skipped: gradient {gradient}' if left_out else ''
 
 
 def roll_back(state: TrainState, step: int, checkpoints: Checkpoints, starting: StartingState) -> TrainState:
