@@ -165,9 +165,8 @@ def differences(saved: dict[str, Any], config: Config) -> Differences:
     elif is_listed(key, accepted):
       found.accepted.append(phrase)
     else:
-      newer = key in BEFORE.keys() - known.keys()
-      as_before = f' (with --config.{key}={str(old[key]).lower()} the run, which is older, goes on as before)'
-      found.refused.append(phrase + (as_before if newer else HINTS.get(key, '')))
+      hint = f' (newer than the run: --config.{key}={str(old[key]).lower()} goes on as before)'
+      found.refused.append(phrase + (hint if key in BEFORE.keys() - known.keys() else HINTS.get(key, '')))
       ways.append(next((entry for entry, settings in ACCEPTABLE.items() if is_listed(key, settings)), None))
   found.ways_out.extend(() if None in ways else dict.fromkeys(ways))
   return found

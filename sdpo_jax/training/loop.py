@@ -25,6 +25,7 @@ from sdpo_jax.distributed.cluster import barrier
 from sdpo_jax.distributed.collectives import agreed, gathered
 from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.environments.grading import Graders
+from sdpo_jax.environments.outcomes import reasons_of
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.learning.update import abstract_state, place_state
@@ -233,9 +234,7 @@ def _steps_of(
       write_settings(config, workdir)
       del parameters, resumed
       trained = sum(leaf.size for leaf in jax.tree.leaves(state.trainable))
-      for line in startup.describe(session, trained, iterator.rows, len(held_out), step):
-        say(line)
-      for line in graders.describe():
+      for line in (*startup.describe(session, trained, iterator.rows, len(held_out), step), *graders.describe()):
         say(line)
       stop.check()
       run = _Run(session, graders, ahead, held_out, checkpoints, ownership, stop, announce, waiting)
@@ -473,9 +472,9 @@ class _Run:
     self.hold(step, state, Unfinished())
     gathering = self.around.gathering
     line = step_records.step_metrics(session, step, taken, gathering, timer.seconds)
-    graded = taken.own.graded
-    success, reason = step_records.success_rates(graded, session.config), step_records.ungraded_reason(graded)
-    unfinished = Unfinished(line, success, reason)
+    unfinished = Unfinished(line, step_records.success_rates(taken.own.graded, session.config))
+    if skipped.cause(line) == skipped.UNGRADED:
+      unfinished.reason = reasons_of(taken.own.graded.outcomes)[0][0]
     self.hold(step, state, unfinished)
     with self.joint_errors.alone():
       if profiled:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-import math
 from typing import Any, NamedTuple
 
 from sdpo_jax.config import TrainerConfig
+from sdpo_jax.config.fields import is_number
 from sdpo_jax.evaluation.alarms import ROLLBACK
 from sdpo_jax.training.directory.lines import UNGRADED_REASON
 
@@ -34,13 +34,9 @@ class Skipped(NamedTuple):
 
 def cause(line: Mapping[str, Any]) -> str:
   """Return why steps of a generation batch were skipped, or none was due, according to its metrics."""
-  if line.get('train/optimizer_steps') and not _is_finite(line.get('train/grad_norm')):
+  if line.get('train/optimizer_steps') and not is_number(line.get('train/grad_norm')):
     return NOT_FINITE
-  return UNGRADED if line.get('rollout/ungraded_fraction') and not _is_finite(line['rollout/score_mean']) else EMPTY
-
-
-def _is_finite(value: float | None) -> bool:
-  return value is not None and math.isfinite(value)  # JSON has null for NaN.
+  return UNGRADED if line.get('rollout/ungraded_fraction') and not is_number(line['rollout/score_mean']) else EMPTY
 
 
 def after(skipped: Skipped, line: Mapping[str, Any]) -> Skipped:
@@ -56,12 +52,8 @@ def after(skipped: Skipped, line: Mapping[str, Any]) -> Skipped:
     return skipped if skipped.why != UNGRADED else Skipped()
   if (why == EMPTY) != (skipped.why == EMPTY):
     skipped = Skipped()
-  return Skipped(
-    skipped.count + 1,
-    NOT_FINITE if skipped.why == NOT_FINITE else why,
-    skipped.first or line['step'],
-    line.get(UNGRADED_REASON, ''),
-  )
+  why = NOT_FINITE if skipped.why == NOT_FINITE else why
+  return Skipped(skipped.count + 1, why, skipped.first or line['step'], line.get(UNGRADED_REASON, ''))
 
 
 def in_a_row(lines: Iterable[Mapping[str, Any]]) -> Skipped:

@@ -12,7 +12,7 @@ import numpy as np
 
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import accelerators
-from sdpo_jax.environments.outcomes import graded_of, reasons_of, scores_of
+from sdpo_jax.environments.outcomes import graded_of, scores_of
 from sdpo_jax.evaluation.completions import describe, metric_values, reward_names, reward_values, samples_by_source
 from sdpo_jax.evaluation.evaluate import Evaluation, sample_record
 from sdpo_jax.evaluation.excerpts import excerpt, excerpt_messages
@@ -95,12 +95,6 @@ def success_rates(graded: GradedRollouts, config: Config) -> dict[str, float]:
     scores = scores_of([graded.outcomes[row] for row in rows])
     rates[source] = float(_mean(scores[~np.isnan(scores)] >= threshold))
   return rates
-
-
-def ungraded_reason(graded: GradedRollouts) -> str:
-  """Return the most frequent reason why completions are ungraded; '' if a completion is graded or none need be."""
-  reasons = reasons_of(graded.outcomes)
-  return '' if graded_of(graded.outcomes).any() or not reasons else reasons.most_common(1)[0][0]
 
 
 def gap_metrics(rates: Mapping[str, float], evaluated: Mapping[str, float]) -> dict[str, float]:
