@@ -608,7 +608,7 @@ MUTANTS = (
   *_in(
     'sdpo_jax/environments/thinking.py',
     'tests/teacher/test_context.py',
-    ('what a model was cut off thinking is shown', ' + rest.partition(_OPEN)[0]', ' + rest'),
+    ('what a model was cut off thinking is shown', 'rest.partition(_OPEN)[0] if unfinished', 'rest if unfinished'),
   ),
   *_in(
     'sdpo_jax/data/pipeline.py',
