@@ -384,7 +384,7 @@ MUTANTS = (
     ),
     ('batches before a rollback count', 'ROLLBACK) is None', 'ROLLBACK) is not ...'),
     ('the cause is not told', 'return NOT_FINITE\n', 'return EMPTY\n'),
-    ('batches that are alike end a run', 'skipped.why in _REMEDIES', 'skipped.why'),
+    ('batches that are alike end a run', 'skipped.why != EMPTY and skipped.count >=', 'skipped.count >='),
     (
       'graded batches do not show that graders work',
       'return skipped if skipped.why != UNGRADED',

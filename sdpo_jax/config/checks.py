@@ -65,9 +65,7 @@ def check(config: schema.Sections, *, trains: bool = True) -> None:
   _check_writer(config)
   _check_measured_divergence(config)
   _check_data(config, trains)
-  _check_divergence(config.actor.self_distillation)
   _check_teacher(config)
-  _check_reprompting(config.actor.self_distillation)
   _check_algorithm(config)
   _check_written_feedback(config)
   _check_gathering(config)
@@ -86,10 +84,7 @@ def _check_model(model: schema.ModelConfig) -> None:
     model.chat_template != '',
     "model.chat_template is empty: name a file with a chat template, or leave it at None for the tokenizer's own.",
   )
-  _check_lora(model.lora)
-
-
-def _check_lora(lora: schema.LoraConfig) -> None:
+  lora = model.lora
   _require(
     bool(lora.target_modules), 'model.lora.target_modules is empty: name the matrices with factors, or all-linear.'
   )
@@ -254,15 +249,12 @@ def round_shares(weights: Sequence[float]) -> list[int]:
   return [share // math.gcd(*whole) for share in whole]
 
 
-def _check_divergence(sd: schema.SelfDistillationConfig) -> None:
+def _check_teacher(config: schema.Sections) -> None:
+  sd = config.actor.self_distillation
   try:
     check_divergence(sd.alpha, sd.distillation_topk, sd.full_logit_distillation, f'{_DISTILLATION}.')
   except ValueError as error:
     raise UserError(str(error)) from error
-
-
-def _check_teacher(config: schema.Sections) -> None:
-  sd = config.actor.self_distillation
   _require(
     sd.teacher_regularization != 'lora_ema' or config.model.lora.used,
     f"{_DISTILLATION}.teacher_regularization='lora_ema' is the average of an adapter's factors, and there is no "
@@ -279,6 +271,8 @@ def _check_teacher(config: schema.Sections) -> None:
     f"{_DISTILLATION}.teacher_restart_interval must be at least 1 for teacher_regularization='restart', not None: set "
     'it to the generation batches between two restarts.',
   )
+  for key, fields in TEMPLATE_FIELDS.items():
+    _check_template(f'{_DISTILLATION}.{key}', getattr(sd, key), fields)
 
 
 def _check_other_teacher(config: schema.Sections) -> None:
@@ -386,11 +380,6 @@ def _check_gathering(config: schema.Sections) -> None:
     f'{asked} with trainer.record_top_tokens={config.trainer.record_top_tokens}, which records the tokens of one '
     'generation batch when it is learned from: set record_top_tokens to 0.',
   )
-
-
-def _check_reprompting(sd: schema.SelfDistillationConfig) -> None:
-  for key, fields in TEMPLATE_FIELDS.items():
-    _check_template(f'{_DISTILLATION}.{key}', getattr(sd, key), fields)
 
 
 def _check_batches(config: schema.Sections) -> None:

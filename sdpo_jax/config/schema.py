@@ -803,8 +803,7 @@ class JudgeConfig:
   timeout_s: float = setting(120.0, 'Time limit of a critique.', SECONDS)
   retries: int = setting(
     3,
-    'Further attempts after a failure, as for environments.http, or after a critique without a score, unless there '
-    'never was one with a score.',
+    'Further attempts after a failure, as for environments.http, or a critique without a score (not if none has one).',
     Range(at_least=0, unit='requests'),
   )
   concurrency: int = setting(16, 'Limit of concurrent requests per process.', Range(above=0, unit='requests'))

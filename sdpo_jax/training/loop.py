@@ -349,8 +349,7 @@ class _Run:
     found = {}
     if self.writer is not None:
       self.writer.close()
-      lines = read_metrics(self.session.workdir)
-      found = {line['step']: values for line in lines if (values := evaluated(line))}
+      found = {line['step']: values for line in read_metrics(self.session.workdir) if (values := evaluated(line))}
     step = self.saving.whole.step
     if skipped.too_many(self.skipped, config.trainer) and not self.alarms.stopped and not preempted:
       raise UserError(skipped.complaint(self.skipped, step, config.trainer))
@@ -509,8 +508,8 @@ class _Run:
     if unfinished.reason:
       line[UNGRADED_REASON] = unfinished.reason
     before, self.skipped = self.skipped, skipped.after(self.skipped, {'step': step} | line)
-    if self.writer is not None and (warning := skipped.warning(before, self.skipped, step, trainer)):
-      logging.getLogger('sdpo_jax.training').warning('%s', warning)
+    if self.writer is not None and skipped.warns(before, self.skipped, trainer):
+      logging.getLogger('sdpo_jax.training').warning('%s', skipped.complaint(self.skipped, step, trainer))
     verdict = self.alarms.after(step, line, metrics, whole=due or not self.evaluations.questions)
     note = self.note(line)
     if verdict.back_to is not None:

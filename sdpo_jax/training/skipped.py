@@ -16,11 +16,12 @@ EMPTY = 'every gradient was 0, as where the scores of each group are alike, or t
 _REMEDIES = {
   NOT_FINITE: 'start again in another --workdir with a lower optimizer.lr or model.dtype=float32; or',
   UNGRADED: 'mend the graders, and',
+  EMPTY: 'if all succeed, questions are too easy; if none does, too hard, or rollout.n is too small. The run goes on.',
 }
 
 
 class Skipped(NamedTuple):
-  """Batches at the end of a run that changed no weight, for reasons that end it (`_REMEDIES`) or for the other one."""
+  """Batches at the end of a run that changed no weight, for reasons that end it or for `EMPTY`."""
 
   count: int = 0  # Without those that tell nothing about the reason: completions that waited, or were all alike.
   why: str = ''  # `NOT_FINITE` if that was so in any of them, else the reason of the last; '' if there are none.
@@ -73,7 +74,12 @@ def too_many(skipped: Skipped, trainer: TrainerConfig) -> bool:
   Those with completions that were graded, but taught nothing, do not.
   """
   limit = min(trainer.max_skipped_steps, trainer.total_training_steps)
-  return bool(limit) and skipped.why in _REMEDIES and skipped.count >= limit
+  return bool(limit) and skipped.why != EMPTY and skipped.count >= limit
+
+
+def warns(before: Skipped, skipped: Skipped, trainer: TrainerConfig) -> bool:
+  """Return whether the last batch was the `trainer.max_skipped_steps`th in a row that was graded and taught nothing."""
+  return skipped != before and skipped.why == EMPTY and skipped.count == trainer.max_skipped_steps
 
 
 def sentence(skipped: Skipped, step: int) -> str:
@@ -84,19 +90,8 @@ def sentence(skipped: Skipped, step: int) -> str:
 
 
 def complaint(skipped: Skipped, step: int, trainer: TrainerConfig) -> str:
-  """Return the sentence with which a run ends after skipped batches, the last at `step`."""
-  return (
-    f'{sentence(skipped, step)}. Look at the rollouts of step {skipped.first}; {_REMEDIES[skipped.why]} raise '
-    f'trainer.max_skipped_steps={trainer.max_skipped_steps} (0: never stop) to continue from the checkpoint of step '
-    f'{step}, which is saved.'
-  )
-
-
-def warning(before: Skipped, skipped: Skipped, step: int, trainer: TrainerConfig) -> str:
-  """Return a warning if `step` was the `max_skipped_steps`th of batches that taught nothing; else ''."""
-  if skipped == before or skipped.why != EMPTY or skipped.count != trainer.max_skipped_steps:
-    return ''
-  return (
-    f'{sentence(skipped, step)}. The run goes on; see in the rollouts of step {skipped.first} whether all completions '
-    'succeed (then the questions are too easy) or none does (too hard, or rollout.n is too small).'
-  )
+  """Return what is said of skipped batches that end a run or are warned of, the last at `step`."""
+  said = f'{sentence(skipped, step)}. Look at the rollouts of step {skipped.first}; {_REMEDIES[skipped.why]}'
+  limit = f'trainer.max_skipped_steps={trainer.max_skipped_steps} (0: never stop)'
+  raised = f' raise {limit} to continue from the checkpoint of step {step}, which is saved.'
+  return said if skipped.why == EMPTY else said + raised

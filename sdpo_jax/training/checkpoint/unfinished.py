@@ -21,8 +21,7 @@ class Unfinished:
 
   def to_json(self) -> dict[str, Any]:
     """Return the contents as JSON values."""
-    reason = {'reason': self.reason} if self.reason else {}
-    return {'line': _finite(self.line), 'success': _finite(self.success), **reason}
+    return {'line': _finite(self.line), 'success': _finite(self.success), 'reason': self.reason}
 
   @classmethod
   def from_json(cls, saved: Mapping[str, Any]) -> Unfinished:
