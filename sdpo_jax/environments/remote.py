@@ -132,7 +132,7 @@ class RemoteGrader:
     if not batch.answered.is_set() and len(batch.causes) >= self._concurrency:
       return f'there was no answer to any of {len(batch.causes)} requests before it ({batch.causes[-1]})'
     if not self._worked and len(batch.unscored) >= max(UNSCORED, self._retries + 1):
-      return f'none of {len(batch.unscored)} answers before it had a score: {batch.unscored[-1]}'
+      return f'none of the first {len(batch.unscored)} answers had a score: {batch.unscored[-1]}'
     return ''
 
   def _ask(self, body: Callable[[], Mapping[str, Any]], batch: _Batch) -> Outcome:
