@@ -100,21 +100,21 @@ def read_critique(text: str, tag: str, *, cut: bool = False) -> tuple[float | No
   'overall' or 'total') and is neither quoted nor in a block of code, as a number from 0 to 1, a fraction (4/5) or a
   percentage; None if there is no such line, more than one, it holds anything else, or a block is not closed. The
   critique is the rest of the text without the judge's thinking. A score in thinking that is not closed counts if there
-  is no other one and the answer was not `cut` off.
+  is no other one and the answer was not `cut` off at its limit.
   """
   said = without_thinking(text)
-  found = _scores(said, tag)
+  found = _scores(said, tag, cut)
   critique = '\n'.join(line for at, line in enumerate(said.splitlines()) if at not in found).strip()
   if not found and not cut:
-    found = _scores(without_thinking(text, unfinished=False), tag)
+    found = _scores(without_thinking(text, unfinished=False), tag, cut)
   return found.popitem()[1] if len(found) == 1 else None, critique
 
 
-def _scores(text: str, tag: str) -> dict[int, float | None]:
+def _scores(text: str, tag: str, cut: bool) -> dict[int, float | None]:
   """Return the lines with a score, by index; None: not valid. A block that is not closed hides one more, not valid.
 
-  A tag that is never closed begins no block, unless it stands for an answer. A line directly after a quoted one belongs
-  to the quotation, as in Markdown.
+  A tag that is never closed begins no block, unless it stands for an answer, or the text was `cut` off. A line directly
+  after a quoted one belongs to the quotation, as in Markdown.
   """
   lines = text.splitlines()
   closings = {end: at for at, line in enumerate(lines) for end in _CLOSING.findall(line.lower())}
@@ -126,8 +126,8 @@ def _scores(text: str, tag: str) -> dict[int, float | None]:
     elif fence := _FENCE.match(line):
       name, rest = (fence['name'] or '').lower(), line[fence.end() :].lower()
       closing = f'</{name}>' if name else fence['mark'].replace('<!--', '-->')
-      alone = name.startswith('answer') and not rest.partition('>')[2].strip()
-      if closing in rest or (name and closings.get(closing, 0) <= at and not alone):
+      stays = cut or (name.startswith('answer') and not rest.partition('>')[2].strip())
+      if closing in rest or (name and closings.get(closing, 0) <= at and not stays):
         closing = ''
       quoted = quoted and not closing
     else:

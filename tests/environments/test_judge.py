@@ -234,10 +234,12 @@ def test_an_honest_score_is_read_beside_tags_that_are_never_closed_and_after_quo
     assert read_critique(honest.format(f'{SCORE}{score}'), TAG)[0] == score
 
 
-def test_a_score_in_thinking_that_was_cut_off_is_none():
+def test_a_score_in_thinking_or_a_quotation_that_was_cut_off_is_none():
   text = f'<think>\nIt could be\n{SCORE}1\nOr'
   assert read_critique(text, TAG) == (1.0, '') and read_critique(text, TAG, cut=True) == (None, '')
   assert read_critique(f'{SCORE}0\n{text}', TAG, cut=True)[0] == 0.0
+  for quoting in ('quote', 'blockquote'):
+    assert read_critique(f'<{quoting}>\nIt ends with\n{SCORE}1', TAG, cut=True)[0] is None
 
 
 def test_an_answer_of_many_tags_is_read_at_once():
