@@ -375,11 +375,21 @@ MUTANTS = (
   *_in(
     'sdpo_jax/training/skipped.py',
     'tests/training/test_skipped.py',
-    ('one skipped step is all of them', "line['train/skipped_steps'] == steps", "line['train/skipped_steps'] > 0"),
-    ('skipped batches need not follow each other', '    return Skipped()\n  return', '    return skipped\n  return'),
-    ('a short run goes on for nothing', 'min(limit, trainer.total_training_steps)', 'limit'),
+    ('one skipped step is all of them', "line['train/skipped_steps'] < steps", "not line['train/skipped_steps']"),
+    ('skipped batches need not follow each other', '    return Skipped()\n  if why', '    return skipped\n  if why'),
+    (
+      'a short run goes on for nothing',
+      'min(trainer.max_skipped_steps, trainer.total_training_steps)',
+      'trainer.max_skipped_steps',
+    ),
     ('batches before a rollback count', 'ROLLBACK) is None', 'ROLLBACK) is not ...'),
-    ('the cause is not told', 'return EMPTY if', 'return NOT_FINITE if'),
+    ('the cause is not told', 'return NOT_FINITE\n', 'return EMPTY\n'),
+    ('batches that are alike end a run', 'skipped.why != EMPTY and skipped.count >=', 'skipped.count >='),
+    (
+      'graded batches do not show that graders work',
+      'return skipped if skipped.why != UNGRADED',
+      'return skipped if True',
+    ),
   ),
   *_in(
     'sdpo_jax/planner/lengths.py',
@@ -598,7 +608,7 @@ MUTANTS = (
   *_in(
     'sdpo_jax/environments/thinking.py',
     'tests/teacher/test_context.py',
-    ('what a model was cut off thinking is shown', ' + rest.partition(_OPEN)[0]', ' + rest'),
+    ('what a model was cut off thinking is shown', 'rest.partition(_OPEN)[0] if unfinished', 'rest if unfinished'),
   ),
   *_in(
     'sdpo_jax/data/pipeline.py',

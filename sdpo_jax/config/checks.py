@@ -12,7 +12,7 @@ import re
 
 from sdpo_jax.config.addresses import check_address
 from sdpo_jax.config.conditions import refuse_unread
-from sdpo_jax.config.fields import MALFORMED_PATTERN, check_types, did_you_mean, is_number
+from sdpo_jax.config.fields import MALFORMED_PATTERN, check_types, did_you_mean, fields_of, is_number
 from sdpo_jax.config.ranges import check_ranges
 import sdpo_jax.config.rewards as rewards
 import sdpo_jax.config.schema as schema
@@ -65,9 +65,7 @@ def check(config: schema.Sections, *, trains: bool = True) -> None:
   _check_writer(config)
   _check_measured_divergence(config)
   _check_data(config, trains)
-  _check_divergence(config.actor.self_distillation)
   _check_teacher(config)
-  _check_reprompting(config.actor.self_distillation)
   _check_algorithm(config)
   _check_written_feedback(config)
   _check_gathering(config)
@@ -86,10 +84,7 @@ def _check_model(model: schema.ModelConfig) -> None:
     model.chat_template != '',
     "model.chat_template is empty: name a file with a chat template, or leave it at None for the tokenizer's own.",
   )
-  _check_lora(model.lora)
-
-
-def _check_lora(lora: schema.LoraConfig) -> None:
+  lora = model.lora
   _require(
     bool(lora.target_modules), 'model.lora.target_modules is empty: name the matrices with factors, or all-linear.'
   )
@@ -121,16 +116,12 @@ def _check_cartridge(config: schema.Sections) -> None:
     f'model.cartridge.num_frozen_tokens={cartridge.num_frozen_tokens} leaves none of model.cartridge.tokens={tokens} '
     'slots to train: freeze fewer, or raise the number of slots.',
   )
-  _require(
-    bool(cartridge.path) or cartridge.initializer != 'document' or bool(cartridge.document),
-    "model.cartridge.document is empty, and initializer='document' begins with its first tokens: name a text file, or "
-    'another initializer.',
-  )
-  _require(
-    bool(cartridge.path) or cartridge.initializer != 'text' or bool(cartridge.init_text),
-    "model.cartridge.init_text is empty, and initializer='text' begins with its first tokens: name a text file, or "
-    'another initializer.',
-  )
+  for name, initializer in (('document', 'document'), ('init_text', 'text')):
+    _require(
+      bool(cartridge.path) or cartridge.initializer != initializer or bool(getattr(cartridge, name)),
+      f'model.cartridge.{name} is empty, and initializer={initializer!r} begins with its first tokens: name a text '
+      'file, or another initializer.',
+    )
   _require(
     not config.actor.pack_sequences,
     'actor.pack_sequences=true with model.cartridge: rows hold one sample each, after the slots; set it to false.',
@@ -258,15 +249,12 @@ def round_shares(weights: Sequence[float]) -> list[int]:
   return [share // math.gcd(*whole) for share in whole]
 
 
-def _check_divergence(sd: schema.SelfDistillationConfig) -> None:
+def _check_teacher(config: schema.Sections) -> None:
+  sd = config.actor.self_distillation
   try:
     check_divergence(sd.alpha, sd.distillation_topk, sd.full_logit_distillation, f'{_DISTILLATION}.')
   except ValueError as error:
     raise UserError(str(error)) from error
-
-
-def _check_teacher(config: schema.Sections) -> None:
-  sd = config.actor.self_distillation
   _require(
     sd.teacher_regularization != 'lora_ema' or config.model.lora.used,
     f"{_DISTILLATION}.teacher_regularization='lora_ema' is the average of an adapter's factors, and there is no "
@@ -283,6 +271,8 @@ def _check_teacher(config: schema.Sections) -> None:
     f"{_DISTILLATION}.teacher_restart_interval must be at least 1 for teacher_regularization='restart', not None: set "
     'it to the generation batches between two restarts.',
   )
+  for key, fields in TEMPLATE_FIELDS.items():
+    _check_template(f'{_DISTILLATION}.{key}', getattr(sd, key), fields)
 
 
 def _check_other_teacher(config: schema.Sections) -> None:
@@ -392,11 +382,6 @@ def _check_gathering(config: schema.Sections) -> None:
   )
 
 
-def _check_reprompting(sd: schema.SelfDistillationConfig) -> None:
-  for key, fields in TEMPLATE_FIELDS.items():
-    _check_template(f'{_DISTILLATION}.{key}', getattr(sd, key), fields)
-
-
 def _check_batches(config: schema.Sections) -> None:
   actor, data, sequences = config.actor, config.data, _sequences(config)
   _require(
@@ -412,11 +397,13 @@ def _check_batches(config: schema.Sections) -> None:
 
 
 def _check_optimizer(optimizer: schema.OptimizerConfig) -> None:
+  steps, warmup = optimizer.lr_decay_steps, optimizer.lr_warmup_steps
+  _require(len(optimizer.betas) == 2, f'optimizer.betas must be two numbers in [0, 1), not {optimizer.betas}.')
   _require(
-    len(optimizer.betas) == 2,
-    f'optimizer.betas must be two numbers in [0, 1), not {optimizer.betas}.',
+    steps is None or steps > warmup,
+    f'optimizer.lr_decay_steps={steps} counts the warm-up and must be above optimizer.lr_warmup_steps={warmup}: raise '
+    'it or shorten the warm-up.',
   )
-  _check_schedule(optimizer)
   for pattern in optimizer.weight_decay_exclude:
     _require(
       bool(pattern),
@@ -429,15 +416,6 @@ def _check_optimizer(optimizer: schema.OptimizerConfig) -> None:
       raise UserError(
         f'optimizer.weight_decay_exclude: {pattern!r} is not a regular expression ({error}): correct it.'
       ) from error
-
-
-def _check_schedule(optimizer: schema.OptimizerConfig) -> None:
-  steps, warmup = optimizer.lr_decay_steps, optimizer.lr_warmup_steps
-  _require(
-    steps is None or steps > warmup,
-    f'optimizer.lr_decay_steps={steps} counts the warm-up and must be above optimizer.lr_warmup_steps={warmup}: raise '
-    'it or shorten the warm-up.',
-  )
 
 
 def _check_trainer(config: schema.Sections, trains: bool) -> None:
@@ -471,9 +449,8 @@ def _check_environments(environments: schema.EnvironmentsConfig) -> None:
     len(scores) == 2 and scores[0] < scores[1],
     f'environments.score_range must be two numbers, the smaller one first, not {scores}.',
   )
-  http, judge = 'environments.http', 'environments.judge'
-  check_address(environments.http.url, f'{http}.url', f'{http}.authorization_env')
-  check_address(environments.judge.base_url, f'{judge}.base_url', f'{judge}.api_key_env')
+  check_address(environments.http.url, 'environments.http.url', 'environments.http.authorization_env')
+  check_address(environments.judge.base_url, 'environments.judge.base_url', 'environments.judge.api_key_env')
   _check_template('environments.judge.template', environments.judge.template, JUDGE_FIELDS, reader='judge')
 
 
@@ -545,7 +522,7 @@ def _check_template(name: str, template: str, fields: tuple[str, ...], reader: s
       f'{name} is not a valid template ({error!r}): it may use {", ".join("{" + f + "}" for f in fields)}, and a '
       'literal brace is written {{ or }}.'
     ) from error
-  _require(f'{{{fields[0]}}}' in template, f'{name} does not hold {{{fields[0]}}}: the {reader} would never see it.')
+  _require(fields[0] in fields_of(template), f'{name} does not hold {{{fields[0]}}}: the {reader} would never see it.')
 
 
 def _sequences(config: schema.Sections) -> int:

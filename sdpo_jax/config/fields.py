@@ -8,6 +8,7 @@ import difflib
 import functools
 import json
 import re
+import string
 import sys
 import types
 import typing
@@ -31,6 +32,11 @@ def setting(default: Any, doc: str, allowed: Any = None) -> Any:
   if isinstance(default, type):
     return dataclasses.field(default_factory=default, metadata=metadata)
   return dataclasses.field(default=default, metadata=metadata)
+
+
+def fields_of(template: str) -> set[str]:
+  """Return the names of the fields of a template for `str.format`; doubled braces are no field."""
+  return {name for _, name, _, _ in string.Formatter().parse(template) if name}
 
 
 def is_number(value: Any) -> bool:

@@ -145,7 +145,8 @@ def differences(saved: dict[str, Any], config: Config) -> Differences:
   Settings that did not exist when the run was saved have the values of `BEFORE`, or else their defaults. Those that
   neither of the two reads may differ, too. Parts of addresses that may contain a key are left out of the phrases.
   """
-  old = _as_meant(flatten(Config()) | BEFORE | flatten(saved, like=Config()))
+  known = flatten(saved, like=Config())
+  old = _as_meant(flatten(Config()) | BEFORE | known)
   new = _as_meant(flatten(config))
   accepted = [setting for entry in config.trainer.accept_changes for setting in ACCEPTABLE[entry]]
   found = Differences([], [], {}, [])
@@ -164,7 +165,8 @@ def differences(saved: dict[str, Any], config: Config) -> Differences:
     elif is_listed(key, accepted):
       found.accepted.append(phrase)
     else:
-      found.refused.append(phrase + HINTS.get(key, ''))
+      hint = f' (newer than the run: --config.{key}={str(old[key]).lower()} goes on as before)'
+      found.refused.append(phrase + (hint if key in BEFORE.keys() - known.keys() else HINTS.get(key, '')))
       ways.append(next((entry for entry, settings in ACCEPTABLE.items() if is_listed(key, settings)), None))
   found.ways_out.extend(() if None in ways else dict.fromkeys(ways))
   return found

@@ -597,8 +597,8 @@ class OptimizerConfig:
   grad_clip: float = setting(1.0, 'Maximum global gradient norm; a larger gradient is scaled down to it.', POSITIVE)
   skip_empty_steps: bool = setting(
     True,
-    'Take no optimizer step whose gradient is exactly 0, because none of its tokens had anything to learn from; '
-    'otherwise momentum and weight decay move the weights, as in the reference.',
+    'Take no optimizer step whose gradient is exactly 0, because none of its tokens had anything to learn from (see '
+    'trainer.max_skipped_steps); otherwise momentum and weight decay move the weights, as in the reference.',
   )
   mu_dtype: Literal['float32', 'bfloat16'] = setting('float32', 'Dtype of the first moment or momentum.')
 
@@ -623,9 +623,9 @@ class TrainerConfig:
   save_freq: int = setting(5, 'Save every save_freq generation batches and at the end; 0: only at the end.', EVERY)
   max_skipped_steps: int = setting(
     3,
-    'End the run, with a checkpoint and exit code 2, after this many generation batches in a row in which every '
-    'optimizer step was skipped: no gradient was finite, or (optimizer.skip_empty_steps) none was other than 0; 0: '
-    'never.',
+    'End the run, with a checkpoint and exit code 2, after this many generation batches in a row that took no '
+    'optimizer step because no gradient was finite or no completion was graded. Only warn if completions were graded, '
+    'but taught nothing (optimizer.skip_empty_steps). 0: neither.',
     EVERY,
   )
   watchdog_report_s: float | None = setting(
@@ -803,7 +803,7 @@ class JudgeConfig:
   timeout_s: float = setting(120.0, 'Time limit of a critique.', SECONDS)
   retries: int = setting(
     3,
-    'Further attempts after a failure, as for environments.http, or after a critique without a score.',
+    'Further attempts after a failure, as for environments.http, or a critique without a score (not if none has one).',
     Range(at_least=0, unit='requests'),
   )
   concurrency: int = setting(16, 'Limit of concurrent requests per process.', Range(above=0, unit='requests'))

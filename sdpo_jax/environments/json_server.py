@@ -52,11 +52,17 @@ QUOTED = 200  # Characters of a server's answer that a message quotes.
 class Fault(Exception):
   """The reason, in words, why a server gave no usable answer."""
 
-  def __init__(self, reason: str, *, again: bool = False, after_s: float | None = None):
-    """Store `reason`; `again`: another attempt may help; `after_s`: pause in seconds that the server asked for."""
+  def __init__(self, reason: str, *, again: bool = False, after_s: float | None = None, advice: str = ''):
+    """Store `reason` and what may help.
+
+    Args:
+      reason: what was wrong.
+      again: whether another attempt may help.
+      after_s: pause in seconds that the server asked for.
+      advice: what to look at if all answers are so, though the server works.
+    """
     super().__init__(reason)
-    self.again = again
-    self.after_s = after_s
+    self.again, self.after_s, self.advice = again, after_s, advice
 
 
 def pause_s(attempt: int, after_s: float | None, draw: float) -> float:

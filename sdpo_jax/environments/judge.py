@@ -13,7 +13,8 @@ import secrets
 import threading
 from typing import Any
 
-from sdpo_jax.config import EnvironmentsConfig, JudgeConfig
+from sdpo_jax.config import EnvironmentsConfig
+from sdpo_jax.config.fields import fields_of
 from sdpo_jax.environments import chat_endpoint, json_server
 from sdpo_jax.environments.outcomes import encodable
 from sdpo_jax.environments.registry import register_factory
@@ -24,17 +25,24 @@ from sdpo_jax.files import jsonable
 from sdpo_jax.types import Example, Outcome
 
 NAME = 'judge'
+_ADVICE = 'Let environments.judge.template ask for this line with {score}, or take another environments.judge.model'
 MAX_LINES = 10_000  # Lines of an answer that are searched for the score.
 _DECORATION = r'[\s*_#-]*'  # Markdown around the line with the score; not that of quotations and code.
 _SCORE_LINE = re.compile(
   rf' {{0,3}}(?![ \t]){_DECORATION}(?:(?:final|overall|total)\s+)?score-(?P<tag>[0-9a-z]+){_DECORATION}:(?P<value>.*)',
   re.IGNORECASE,
 )
+_ITEM = r'(?:[-*+]|\d{1,3}[.)])\s'
 _FENCE = re.compile(
-  r'\s*(?:(?:[-*+]|\d{1,3}[.)])\s+)*(?:(?P<mark>`{3,}|~{3,}|"{3}|\'{3}|<!--)'
+  rf'\s*+(?:{_ITEM}\s*+)*+'
+  r'(?:(?P<mark>`{3,}|~{3,}|"{3}|\'{3}|<!--)'
   r'|(?:.*(?=<answer-))?<(?P<name>blockquote|pre|code|quote|q|samp|details|answer[\w-]*)\b)',
   re.IGNORECASE,
 )
+_CLOSING = re.compile(r'</[\w-]+>')
+# A quoted line that ends in a paragraph, and a line that cannot continue that paragraph.
+_QUOTED = re.compile(rf'\s*+(?:{_ITEM}\s*+)*+>[\s>]*+(?!`{{3}}|~{{3}}|#)\S')
+_BEGINNING = re.compile(rf'\s*+(?:>|#{{1,6}}\s|{_ITEM}|(?:[-*_]\s*){{3,}}$|$)')
 _NUMBER = r'(?:\d+(?:\.\d*)?|\.\d+)'
 _VALUE = re.compile(rf'(?P<of>{_NUMBER})\s*(?:/\s*(?P<whole>{_NUMBER})|(?P<percent>%))?', re.ASCII)
 
@@ -50,28 +58,20 @@ def make(settings: EnvironmentsConfig) -> RemoteGrader:
 
   def body(*part: Any) -> dict[str, Any]:
     drawn.tag = secrets.token_hex(8)
-    return request(*part, judge, tag=drawn.tag)
+    messages = [{'role': 'user', 'content': question(*part, judge.template, tag=drawn.tag)}]
+    sampling = {'temperature': judge.temperature, 'max_tokens': judge.max_tokens}
+    return {'model': judge.model, 'messages': messages, **sampling}
 
   return RemoteGrader(NAME, server, judge, body=body, read=lambda answer: outcome(answer, drawn.tag))
 
 
-def request(example: Example, completion: str, truncated: bool, settings: JudgeConfig, *, tag: str) -> dict[str, Any]:
-  """Return the request body that asks for the critique of one completion; `tag` must be hard to guess."""
-  return {
-    'model': settings.model,
-    'messages': [{'role': 'user', 'content': question(example, completion, truncated, settings.template, tag=tag)}],
-    'temperature': settings.temperature,
-    'max_tokens': settings.max_tokens,
-  }
-
-
 def question(example: Example, completion: str, truncated: bool, template: str, *, tag: str) -> str:
-  """Return the judge's prompt, the template filled; `tag` marks the completion and the line with the score."""
+  """Return the judge's prompt, the template filled; `tag`, hard to guess, marks completion and line with the score."""
   answer = f'<answer-{tag}>\n{completion}\n</answer-{tag}>'
   if truncated:
     answer += '\n(The answer was cut off here, at the limit of its length.)'
   truth = example.ground_truth
-  if '{score}' not in template:
+  if 'score' not in fields_of(template):
     template += '\n\nOn the line with the score, write "{score}" in place of "Score".'
   return template.format(
     question=chat_endpoint.conversation(example.messages),
@@ -84,38 +84,57 @@ def question(example: Example, completion: str, truncated: bool, template: str, 
 def outcome(answer: Any, tag: str) -> Outcome:
   """Return the outcome in a chat completion; raises json_server.Fault, worth another attempt, if it has no score."""
   content, cut = chat_endpoint.answered(answer)
-  if len(content.splitlines()) > MAX_LINES:
-    raise json_server.Fault(f"the judge's answer has more than {MAX_LINES} lines: {_end(content)}", again=True)
-  score, critique = read_critique(content, tag)
+  long = len(content.splitlines()) > MAX_LINES
+  score, critique = (None, '') if long else read_critique(content, tag, cut=cut)
   if score is None:
     hint = '; it was cut off, so raise environments.judge.max_tokens' if cut else ''
-    raise json_server.Fault(
-      f"the judge's answer has not one line 'Score-…: x' with x from 0 to 1{hint}: {_end(content)}", again=True
-    )
+    line = f'has more than {MAX_LINES} lines' if long else "does not have exactly one line 'Score-…: x', x from 0 to 1"
+    raise json_server.Fault(f"the judge's answer {line}{hint}: {_end(content)}", again=True, advice=_ADVICE)
   return Outcome(score, encodable(critique) or None, {'acc': score})
 
 
-def read_critique(text: str, tag: str) -> tuple[float | None, str]:
+def read_critique(text: str, tag: str, *, cut: bool = False) -> tuple[float | None, str]:
   """Return the score and the critique in a judge's answer.
 
   The score is on the only line that begins with 'Score-<tag>:' (ignoring Markdown, capitals and a leading 'final',
   'overall' or 'total') and is neither quoted nor in a block of code, as a number from 0 to 1, a fraction (4/5) or a
   percentage; None if there is no such line, more than one, it holds anything else, or a block is not closed. The
-  critique is the rest of the text without the judge's thinking.
+  critique is the rest of the text without the judge's thinking. A score in thinking that is not closed counts if there
+  is no other one and the answer was not `cut` off at its limit.
   """
-  lines = without_thinking(text).splitlines()
-  found, closing = {}, ''
+  said = without_thinking(text)
+  found = _scores(said, tag, cut)
+  critique = '\n'.join(line for at, line in enumerate(said.splitlines()) if at not in found).strip()
+  if not found and not cut:
+    found = _scores(without_thinking(text, unfinished=False), tag, cut)
+  return found.popitem()[1] if len(found) == 1 else None, critique
+
+
+def _scores(text: str, tag: str, cut: bool) -> dict[int, float | None]:
+  """Return the lines with a score, by index; None: not valid. A block that is not closed hides one more, not valid.
+
+  A tag that is never closed begins no block, unless it stands for an answer, or the text was `cut` off. A line directly
+  after a quoted one belongs to the quotation, as in Markdown.
+  """
+  lines = text.splitlines()
+  closings = {end: at for at, line in enumerate(lines) for end in _CLOSING.findall(line.lower())}
+  found, closing, quoted = {}, '', False
   for at, line in enumerate(lines):
     if closing:
       inside = closing not in line.lower() or (closing[0] in '`~' and line.strip(' \t`~'))
       closing = closing if inside else ''
     elif fence := _FENCE.match(line):
-      closing = f'</{fence["name"].lower()}>' if fence['name'] else fence['mark'].replace('<!--', '-->')
-      closing = '' if closing in line[fence.end() :].lower() else closing
-    elif (match := _SCORE_LINE.fullmatch(line)) and match['tag'].lower() == tag:
-      found[at] = _value(match['value'])
-  critique = '\n'.join(line for at, line in enumerate(lines) if at not in found).strip()
-  return found.popitem()[1] if len(found) == 1 and not closing else None, critique
+      name, rest = (fence['name'] or '').lower(), line[fence.end() :].lower()
+      closing = f'</{name}>' if name else fence['mark'].replace('<!--', '-->')
+      stays = cut or (name.startswith('answer') and not rest.partition('>')[2].strip())
+      if closing in rest or (name and closings.get(closing, 0) <= at and not stays):
+        closing = ''
+      quoted = quoted and not closing
+    else:
+      quoted = bool(_QUOTED.match(line)) or (quoted and not _BEGINNING.match(line))
+      if not quoted and (match := _SCORE_LINE.fullmatch(line)) and match['tag'].lower() == tag:
+        found[at] = _value(match['value'])
+  return found | ({len(lines): None} if closing else {})
 
 
 def _value(text: str) -> float | None:

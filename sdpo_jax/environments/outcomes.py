@@ -148,16 +148,20 @@ def _metric(value: Any) -> Any:
   return value if isinstance(value, bool | int) and math.isfinite(number) else number
 
 
+def reasons_of(outcomes: Sequence[Outcome]) -> list[tuple[str, int]]:
+  """Return the reasons why scores are missing, the most frequent first, with the number of completions."""
+  return Counter(outcomes[row].reason or NO_REASON for row in np.flatnonzero(missing_of(outcomes))).most_common()
+
+
 def check_graded(outcomes: Sequence[Outcome], limit: float) -> None:
   """Raise UserError with the most frequent reason if more than the fraction `limit` of the outcomes is ungraded."""
-  missing = missing_of(outcomes)
-  reasons = Counter(outcomes[row].reason or NO_REASON for row in np.flatnonzero(missing))
-  if not outcomes or reasons.total() <= limit * len(outcomes):
+  reasons, total = reasons_of(outcomes), int(missing_of(outcomes).sum())
+  if not outcomes or total <= limit * len(outcomes):
     return
-  reason, times = reasons.most_common(1)[0]
+  reason, times = reasons[0]
   often = '' if len(reasons) == 1 else f' ({times} times)'
   raise UserError(
-    f'{reasons.total()} of {len(outcomes)} completions could not be graded, more than the fraction '
+    f'{total} of {len(outcomes)} completions could not be graded, more than the fraction '
     f'environments.max_ungraded_fraction={limit:g} of a batch, most often because{often}: {reason.rstrip(".")}. Fix '
     'the grader, or raise that setting, and start the same command again.'
   )

@@ -23,6 +23,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example, Outcome
 
 _LARGEST = 1e38  # Scores become float32.
+UNSCORED = 8  # Answers without a score, before the first one with a score, after which no more are asked for.
 
 # (question, completion, whether it was cut off) → what to post; called again for every attempt.
 Body = Callable[[Example, str, bool], Mapping[str, Any]]
@@ -59,8 +60,8 @@ class RemoteGrader:
     self._timeout_s, self._retries, self._concurrency = settings.timeout_s, settings.retries, settings.concurrency
     self._threads = ThreadPoolExecutor(self._concurrency, thread_name_prefix=f'grader-{name}')
     self._closing = threading.Event()
-    self._worked = False  # Whether it has graded a completion in an earlier batch.
-    self._batch = _Batch(self._concurrency)
+    self._worked = False  # Whether it has graded a completion.
+    self._batch = _Batch()
 
   def __call__(
     self, examples: Sequence[Example], completions: Sequence[str], *, truncated: Sequence[bool]
@@ -83,7 +84,7 @@ class RemoteGrader:
     batch.asked += len(asked)
     batch.reasons += reasons
     batch.questions.update(example.id for example in examples)
-    if batch.given_up:
+    if self._given_up(batch):
       self._check(batch)
     return outcomes
 
@@ -94,9 +95,8 @@ class RemoteGrader:
       UserError: none of them could be graded. (A single question of a server that has worked earlier in this run is
         considered the question's fault: otherwise it would end the run again after every resume.)
     """
-    batch, self._batch = self._batch, _Batch(self._concurrency)
+    batch, self._batch = self._batch, _Batch()
     self._check(batch)
-    self._worked |= len(batch.reasons) < batch.asked
     if batch.reasons:
       logging.warning(
         'The environment %r could not grade %d of %d completions; the first: %s.',
@@ -115,22 +115,40 @@ class RemoteGrader:
   def _check(self, batch: _Batch) -> None:
     failed = batch.asked > 0 and len(batch.reasons) == batch.asked
     if failed and not (self._worked and len(batch.questions) == 1):
+      advice = f'Check that {self._server.public_url} ({self._server.setting}) answers'
       raise UserError(
-        f'The environment {self._name!r} graded none of {batch.asked} completions: {batch.reasons[0]}. Check that '
-        f'{self._server.public_url} ({self._server.setting}) answers, then start the same command again.'
+        f'The environment {self._name!r} graded none of {batch.asked} completions: {batch.reasons[0]}. '
+        f'{batch.unscored[0].advice if batch.unscored else advice}, then start the same command again.'
       )
+
+  def _given_up(self, batch: _Batch) -> str:
+    """Return why the rest of a batch is not asked for; '' if it is.
+
+    A server that has answered nothing is given up, so that a batch does not wait for hundreds of time-outs: after as
+    many completions as may be requested at once. So is one that has answered, but never with a score, which costs as
+    much as if it had: after `UNSCORED` answers, or those to one completion. One that fails at random, even half of the
+    time, has given a score by then.
+    """
+    if not batch.answered.is_set() and len(batch.causes) >= self._concurrency:
+      return f'there was no answer to any of {len(batch.causes)} requests before it ({batch.causes[-1]})'
+    if not self._worked and len(batch.unscored) >= max(UNSCORED, self._retries + 1):
+      return f'none of the first {len(batch.unscored)} answers had a score: {batch.unscored[-1]}'
+    return ''
 
   def _ask(self, body: Callable[[], Mapping[str, Any]], batch: _Batch) -> Outcome:
     for attempt in range(self._retries + 1):
-      if batch.given_up:
-        raise Fault(f'there was no answer to any of {len(batch.causes)} requests before it ({batch.causes[-1]})')
+      if why := self._given_up(batch):
+        raise Fault(why)
       try:
         outcome = self._read(
           self._server.ask(body(), self._timeout_s, name=f'grader-{self._name}', on_answer=batch.answered.set)
         )
         liveness.progress()
+        self._worked = True
         return outcome
       except Fault as fault:
+        if fault.advice:
+          batch.unscored.append(fault)
         last = not fault.again or attempt == self._retries
         if last or self._closing.wait(pause_s(attempt, fault.after_s, random.random())):
           batch.causes.append(str(fault))
@@ -148,20 +166,12 @@ class RemoteGrader:
 
 
 class _Batch:
-  """Counts of the completions of a batch, which comes in parts.
+  """Counts of the completions of a batch, which comes in parts."""
 
-  A server that has answered nothing is given up, so that a batch does not wait for hundreds of time-outs.
-  """
-
-  def __init__(self, patience: int):
+  def __init__(self):
     self.asked = 0  # Number of completions.
     self.questions: set[str] = set()
     self.reasons: list[str] = []  # Reasons for the completions that could not be graded.
     self.answered = threading.Event()  # Set by an answer of any kind.
     self.causes: list[str] = []  # Last faults of completions for which all attempts failed.
-    self._patience = patience
-
-  @property
-  def given_up(self) -> bool:
-    """Return whether as many completions as may be requested at once have got no answer at all."""
-    return not self.answered.is_set() and len(self.causes) >= self._patience
+    self.unscored: list[Fault] = []  # Faults of answers in which no score could be read.

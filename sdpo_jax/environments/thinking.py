@@ -16,15 +16,15 @@ def without_closed_thinking(text: str) -> str:
   return _BLOCK_AND_SPACE.sub('', closed + rest[: len(rest) - len(stripped)]) + stripped
 
 
-def without_thinking(text: str) -> str:
+def without_thinking(text: str, *, unfinished: bool = True) -> str:
   """Return the text without the model's thinking.
 
   This removes closed blocks; the text before a `</think>` whose `<think>` is in the prompt, where the chat template has
   put it; the text after a `<think>` that is never closed because the completion was cut off; and white space that is
-  then at the beginning.
+  then at the beginning. If not `unfinished`, the text after such a `<think>` stays.
   """
   closed, rest = _split_after_last_close(text)
-  said = _BLOCK.sub('', closed).rpartition(_CLOSE)[2] + rest.partition(_OPEN)[0]
+  said = _BLOCK.sub('', closed).rpartition(_CLOSE)[2] + (rest.partition(_OPEN)[0] if unfinished else rest)
   return said if said == text else said.lstrip()
 
 

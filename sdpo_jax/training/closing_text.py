@@ -11,6 +11,7 @@ from sdpo_jax.command_lines import command_line
 from sdpo_jax.evaluation.evaluate import Evaluation
 from sdpo_jax.evaluation.known_metrics import headlines
 from sdpo_jax.tables import aligned
+from sdpo_jax.training import skipped
 from sdpo_jax.training.divergence import ON_STUDENT, ON_TEACHER
 from sdpo_jax.training.loop import Result
 
@@ -33,11 +34,8 @@ def summary(
     return f'Stopped after step {result.step}; the checkpoint is saved. The same command continues {workdir}.'
   steps = '1 step' if result.step == 1 else f'{result.step} steps'
   lines = [f'{steps} done; the run is in {workdir}.']
-  if count := result.skipped.count:
-    last = 'last one' if count == 1 else f'last {count}'
-    lines.append(
-      f'The {last} changed nothing, because {result.skipped.why}; the weights are those of step {result.step - count}.'
-    )
+  if result.skipped.count:
+    lines.append(f'{skipped.sentence(result.skipped, result.step)}.')
   if result.stopped:
     lines = [
       f'Stopped by an alarm after step {result.step}: {result.stopped}',

@@ -25,9 +25,11 @@ from sdpo_jax.distributed.cluster import barrier
 from sdpo_jax.distributed.collectives import agreed, gathered
 from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.environments.grading import Graders
+from sdpo_jax.environments.outcomes import reasons_of
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.learning.update import abstract_state, place_state
+from sdpo_jax.tables import counted
 from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.teacher.feedback_endpoint import FeedbackEndpoint
 from sdpo_jax.training import (
@@ -50,7 +52,7 @@ from sdpo_jax.training.checkpoint.digests import leaf_digests, state_digest
 from sdpo_jax.training.checkpoint.starting_state import StartingState
 from sdpo_jax.training.checkpoint.unfinished import Unfinished
 from sdpo_jax.training.directory import fingerprint, lost_checkpoints
-from sdpo_jax.training.directory.lines import STATE_DIGEST, history, read_metrics, remarks
+from sdpo_jax.training.directory.lines import STATE_DIGEST, UNGRADED_REASON, history, read_metrics, remarks
 from sdpo_jax.training.directory.ownership import Ownership, sole_user
 from sdpo_jax.training.directory.published_checkpoints import newest
 from sdpo_jax.training.directory.workdir import check_workdir, write_settings
@@ -232,9 +234,7 @@ def _steps_of(
       write_settings(config, workdir)
       del parameters, resumed
       trained = sum(leaf.size for leaf in jax.tree.leaves(state.trainable))
-      for line in startup.describe(session, trained, iterator.rows, len(held_out), step):
-        say(line)
-      for line in graders.describe():
+      for line in (*startup.describe(session, trained, iterator.rows, len(held_out), step), *graders.describe()):
         say(line)
       stop.check()
       run = _Run(session, graders, ahead, held_out, checkpoints, ownership, stop, announce, waiting)
@@ -349,8 +349,7 @@ class _Run:
     found = {}
     if self.writer is not None:
       self.writer.close()
-      lines = read_metrics(self.session.workdir)
-      found = {line['step']: values for line in lines if (values := evaluated(line))}
+      found = {line['step']: values for line in read_metrics(self.session.workdir) if (values := evaluated(line))}
     step = self.saving.whole.step
     if skipped.too_many(self.skipped, config.trainer) and not self.alarms.stopped and not preempted:
       raise UserError(skipped.complaint(self.skipped, step, config.trainer))
@@ -473,6 +472,8 @@ class _Run:
     gathering = self.around.gathering
     line = step_records.step_metrics(session, step, taken, gathering, timer.seconds)
     unfinished = Unfinished(line, step_records.success_rates(taken.own.graded, session.config))
+    if skipped.cause(line) == skipped.UNGRADED:
+      unfinished.reason = reasons_of(taken.own.graded.outcomes)[0][0]
     self.hold(step, state, unfinished)
     with self.joint_errors.alone():
       if profiled:
@@ -504,7 +505,11 @@ class _Run:
     metrics = {name: value for name, value in line.items() if not name.startswith('time/')}
     line.update({f'time/{name}_s': value for name, value in timer.seconds.items()})
     line[COMPILED_LATE] = len(self.name_compiled(step))
-    self.skipped = skipped.after(self.skipped, line)
+    if unfinished.reason:
+      line[UNGRADED_REASON] = unfinished.reason
+    before, self.skipped = self.skipped, skipped.after(self.skipped, {'step': step} | line)
+    if self.writer is not None and skipped.warns(before, self.skipped, trainer):
+      logging.getLogger('sdpo_jax.training').warning('%s', skipped.complaint(self.skipped, step, trainer))
     verdict = self.alarms.after(step, line, metrics, whole=due or not self.evaluations.questions)
     note = self.note(line)
     if verdict.back_to is not None:
@@ -550,8 +555,8 @@ class _Run:
     if line.get('train/optimizer_steps') == 0:
       return f'  no update: {int(line["gathering/examples"])} examples wait'
     left_out = int(line.get('train/skipped_steps', 0))
-    gradient = '0' if skipped.cause(line) == skipped.EMPTY else 'not finite'
-    return f'  {left_out} step(s) skipped: gradient {gradient}' if left_out else ''
+    gradient = 'not finite' if skipped.cause(line) == skipped.NOT_FINITE else '0'
+    return f'  {counted(left_out, "optimizer step")} skipped: gradient {gradient}' if left_out else ''
 
 
 def roll_back(state: TrainState, step: int, checkpoints: Checkpoints, starting: StartingState) -> TrainState:

@@ -3,49 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-import math
 from typing import Any, NamedTuple
 
 from sdpo_jax.config import TrainerConfig
+from sdpo_jax.config.fields import is_number
 from sdpo_jax.evaluation.alarms import ROLLBACK
+from sdpo_jax.training.directory.lines import UNGRADED_REASON
 
 NOT_FINITE = 'no gradient was finite (NaN or infinite)'
-EMPTY = 'every gradient was 0, as without advantages and without a teacher that knows better'
+UNGRADED = 'no completion was graded'
+EMPTY = 'every gradient was 0, as where the scores of each group are alike, or the teacher has no demonstration'
 _REMEDIES = {
-  NOT_FINITE: 'start again in another --workdir with a lower optimizer.lr or model.dtype=float32',
-  EMPTY: 'see there whether the graders answer, and whether some completions succeed and others do not',
+  NOT_FINITE: 'start again in another --workdir with a lower optimizer.lr or model.dtype=float32; or',
+  UNGRADED: 'mend the graders, and',
+  EMPTY: 'if all succeed, questions are too easy; if none does, too hard, or rollout.n is too small. The run goes on.',
 }
 
 
 class Skipped(NamedTuple):
-  """The skipped batches at the end of a run."""
+  """Batches at the end of a run that changed no weight, for reasons that end it or for `EMPTY`."""
 
-  count: int = 0
-  why: str = ''  # `NOT_FINITE` if that was so in any of them, else `EMPTY`; '' if there are none.
+  count: int = 0  # Without those that tell nothing about the reason: completions that waited, or were all alike.
+  why: str = ''  # `NOT_FINITE` if that was so in any of them, else the reason of the last; '' if there are none.
+  first: int = 0  # The step of the first.
+  reason: str = ''  # Why completions were ungraded, most often, in the last.
 
-
-def taught_nothing(line: Mapping[str, Any]) -> bool:
-  """Return whether all optimizer steps of a generation batch were skipped, according to its metrics."""
-  steps = line.get('train/optimizer_steps')
-  return bool(steps) and line['train/skipped_steps'] == steps
+  def __str__(self) -> str:
+    """Return the reason as text for users."""
+    return f'{UNGRADED} ({self.reason.rstrip(".")})' if self.why == UNGRADED and self.reason else self.why
 
 
 def cause(line: Mapping[str, Any]) -> str:
-  """Return why steps of a generation batch were skipped: the mean norm of its gradients is finite or it is not."""
-  norm = line.get('train/grad_norm')
-  return EMPTY if isinstance(norm, int | float) and math.isfinite(norm) else NOT_FINITE
+  """Return why steps of a generation batch were skipped, or none was due, according to its metrics."""
+  if line.get('train/optimizer_steps') and not is_number(line.get('train/grad_norm')):
+    return NOT_FINITE
+  return UNGRADED if line.get('rollout/ungraded_fraction') and not is_number(line['rollout/score_mean']) else EMPTY
 
 
 def after(skipped: Skipped, line: Mapping[str, Any]) -> Skipped:
-  """Return the consecutive skipped batches after one with these metrics, given those before it.
+  """Return the skipped batches at the end of a run after a batch with these metrics, given those before it.
 
-  A batch without an optimizer step, whose completions wait for others, does not change them.
+  Graded completions that wait for others are no skipped batch, and they show that the graders work. A gradient of 0
+  does not show that others are finite, as the weights are the same.
   """
-  if line.get('train/optimizer_steps') == 0:
-    return skipped
-  if not taught_nothing(line):
+  steps, why = line.get('train/optimizer_steps'), cause(line)
+  if steps is None or line['train/skipped_steps'] < steps:
     return Skipped()
-  return Skipped(skipped.count + 1, NOT_FINITE if skipped.why == NOT_FINITE else cause(line))
+  if why == EMPTY and (not steps or skipped.why == NOT_FINITE):
+    return skipped if skipped.why != UNGRADED else Skipped()
+  if (why == EMPTY) != (skipped.why == EMPTY):
+    skipped = Skipped()
+  why = NOT_FINITE if skipped.why == NOT_FINITE else why
+  return Skipped(skipped.count + 1, why, skipped.first or line['step'], line.get(UNGRADED_REASON, ''))
 
 
 def in_a_row(lines: Iterable[Mapping[str, Any]]) -> Skipped:
@@ -60,23 +69,29 @@ def in_a_row(lines: Iterable[Mapping[str, Any]]) -> Skipped:
 
 
 def too_many(skipped: Skipped, trainer: TrainerConfig) -> bool:
-  """Return whether consecutive skipped batches end a run: `trainer.max_skipped_steps` of them.
+  """Return whether skipped batches end a run: `trainer.max_skipped_steps` of them, or all that it has if fewer.
 
-  So do fewer, if the run has no more steps, and its gradients were not finite.
+  Those with completions that were graded, but taught nothing, do not.
   """
-  limit = trainer.max_skipped_steps
-  if skipped.why == NOT_FINITE:
-    limit = min(limit, trainer.total_training_steps)
-  return bool(limit) and skipped.count >= limit
+  limit = min(trainer.max_skipped_steps, trainer.total_training_steps)
+  return bool(limit) and skipped.why != EMPTY and skipped.count >= limit
+
+
+def warns(before: Skipped, skipped: Skipped, trainer: TrainerConfig) -> bool:
+  """Return whether the last batch was the `trainer.max_skipped_steps`th in a row that was graded and taught nothing."""
+  return skipped != before and skipped.why == EMPTY and skipped.count == trainer.max_skipped_steps
+
+
+def sentence(skipped: Skipped, step: int) -> str:
+  """Return the beginning of a sentence about skipped batches, the last at `step`."""
+  first, count = skipped.first, step - skipped.first + 1
+  steps = f'step {step}' if count == 1 else f'{count} steps in a row, {first} to {step},'
+  return f'Nothing was learned in {steps} because {skipped}; the weights are those of step {first - 1}'
 
 
 def complaint(skipped: Skipped, step: int, trainer: TrainerConfig) -> str:
-  """Return the sentence with which a run ends after consecutive skipped batches, the last at `step`."""
-  first = step - skipped.count + 1
-  steps = f'step {step}' if skipped.count == 1 else f'{skipped.count} steps in a row, {first} to {step},'
-  return (
-    f'Nothing was learned in {steps} because {skipped.why}; the weights are those of step {first - 1}. Look at the '
-    f'rollouts of step {first}; {_REMEDIES[skipped.why]}; or raise '
-    f'trainer.max_skipped_steps={trainer.max_skipped_steps} (0: never stop) to continue from the checkpoint of step '
-    f'{step}, which is saved.'
-  )
+  """Return what is said of skipped batches that end a run or are warned of, the last at `step`."""
+  said = f'{sentence(skipped, step)}. Look at the rollouts of step {skipped.first}; {_REMEDIES[skipped.why]}'
+  limit = f'trainer.max_skipped_steps={trainer.max_skipped_steps} (0: never stop)'
+  raised = f' raise {limit} to continue from the checkpoint of step {step}, which is saved.'
+  return said if skipped.why == EMPTY else said + raised

@@ -244,13 +244,21 @@ def test_the_file_of_a_chat_template_may_be_another_one():
 def test_a_run_saved_before_messages_were_text_goes_on_as_it_began():
   saved = json.loads(Config().to_json())
   del saved['data']['split_special_tokens'], saved['actor']['self_distillation']['thinking_rule']
-  config = Config()
+  del saved['optimizer']['skip_empty_steps']
+  config, rule = Config(), 'actor.self_distillation.thinking_rule'
   assert differences(saved, config).refused == [
-    "actor.self_distillation.thinking_rule was 'closed' and is now 'all'",
-    'data.split_special_tokens was False and is now True',
+    f"{rule} was 'closed' and is now 'all' (newer than the run: --config.{rule}=closed goes on as before)",
+    *(
+      f'{name} was False and is now True (newer than the run: --config.{name}=false goes on as before)'
+      for name in ('data.split_special_tokens', 'optimizer.skip_empty_steps')
+    ),
   ]
+  known = json.loads(Config().to_json())
+  known['optimizer']['skip_empty_steps'] = False  # Then it is no newer than the run.
+  assert differences(known, config).refused == ['optimizer.skip_empty_steps was False and is now True']
   assert not from_dict(saved).data.split_special_tokens  # What reads the run does as the run does.
   config.data.split_special_tokens, config.actor.self_distillation.thinking_rule = False, 'closed'
+  config.optimizer.skip_empty_steps = False
   assert differences(saved, config).refused == [] and from_dict(saved) == config
 
 

@@ -1,6 +1,7 @@
 """The LLM judge against a real server: what it is asked, how its critique is read, and what it can do wrong."""
 
 import re
+import time
 
 import pytest
 
@@ -90,6 +91,8 @@ def test_templates_conversations_truths_and_cut_off_answers():
     'of its length.) T {"words": ["ja", "ß"]} {x}\n\nOn the line with the score, write "Score-ab" in place of "Score".'
   )
   assert question(asked, 'So', False, '{completion} {score}: x', tag='ab').endswith('</answer-ab> Score-ab: x')
+  doubled = question(asked, 'So', False, '{completion} {{score}}: x', tag='ab')
+  assert '{score}: x' in doubled and doubled.endswith('write "Score-ab" in place of "Score".')
 
 
 @pytest.mark.parametrize(
@@ -179,6 +182,11 @@ REPEATING = [
   '- <pre>\n  {}\n  </pre>',
   '> - {}',
   '- It ends with {}',
+  '> He says:\n{}',  # In Markdown a quotation goes on to the end of its paragraph.
+  '> He says:\nand then\n**{}**',
+  '- > He says\n  {}',
+  '> > > - He says\n`and` <code>then</code>\n{}',
+  '> <q>He</q>\n<code>says</code>\n{}',
 ]
 OPEN = '<answer>\n\n{}\n', '```\n{}'
 
@@ -193,6 +201,52 @@ def test_no_score_is_read_that_is_quoted_or_fenced(repeating):
     expected = None if repeating in OPEN else 0.0
     assert read_critique(f'{own}\n\n{repeated}', TAG)[0] == expected
     assert read_critique(f'{repeated}\n\n{own}', TAG)[0] == expected
+
+
+@pytest.mark.parametrize(
+  'honest',
+  [
+    '<think>\nHm.\n{}',
+    'Wrong. Its <think> is never closed.\n{}',
+    '<think> tags are missing.\n\n{}\nBecause of them.',
+    '<think>a</think>\n<think>\n{}',
+    '<quote>\nHe says 5.\n\n{}',
+    '- <details>\n  He says 5.\n\n{}',
+    '<blockquote class="x">\n{}',
+    '<pre> and <code> are missing.\n{}',
+    '<answer> tags are missing.\n{}',
+    'He has no <answer-1> tags.\n{}',
+    f'<quote>\n```\n{SCORE}1\n```\n{{}}',
+    f'<quote>\n<code>\n{SCORE}1\n</code>\n> {SCORE}1\n\n{{}}',
+    '> He says 5.\n\n{}',
+    '> He says 5.\n### {}',
+    '> He says 5.\n- {}',
+    '> He says 5.\n1. No.\n{}',
+    '> He says 5.\n***\n{}',
+    '> He says:\n> # 5\n{}',
+    '> ```\n> 5\n> ```\n{}',
+    '> He says 5.\n>\n{}',
+    '> He says 5.\n```\n5\n```\n{}',
+  ],
+)
+def test_an_honest_score_is_read_beside_tags_that_are_never_closed_and_after_quotations(honest):
+  for score in (0.0, 0.5):
+    assert read_critique(honest.format(f'{SCORE}{score}'), TAG)[0] == score
+
+
+def test_a_score_in_thinking_or_a_quotation_that_was_cut_off_is_none():
+  text = f'<think>\nIt could be\n{SCORE}1\nOr'
+  assert read_critique(text, TAG) == (1.0, '') and read_critique(text, TAG, cut=True) == (None, '')
+  assert read_critique(f'{SCORE}0\n{text}', TAG, cut=True)[0] == 0.0
+  for quoting in ('quote', 'blockquote'):
+    assert read_critique(f'<{quoting}>\nIt ends with\n{SCORE}1', TAG, cut=True)[0] is None
+
+
+def test_an_answer_of_many_tags_is_read_at_once():
+  text = '\n'.join(['<quote>', '<answer-x> y', '> a', '- ' * 40, '</pre> ' * 5] * 1900) + f'\n\n{SCORE}0'
+  start = time.process_time()
+  assert read_critique(text, TAG)[0] == 0.0
+  assert time.process_time() - start < 1
 
 
 def test_a_line_that_only_looks_like_the_end_of_a_block_hides_no_score():
@@ -268,6 +322,26 @@ def test_a_judge_without_room_for_its_score_is_told_which_setting(caplog):
   assert 'raise environments.judge.max_tokens' in caplog.text and 'Let us see' in caplog.text
 
 
+@pytest.mark.parametrize(('retries', 'answers'), [(3, 8), (11, 12), (0, 8)])
+def test_a_judge_that_never_writes_its_score_is_given_up_and_its_template_named(retries, answers):
+  """A batch of 32 questions with 3 retries would have 128 answers."""
+  with Server(lambda body: says('Nice.\n\nScore: 1')) as server:
+    with pytest.raises(UserError) as raised:
+      judge(server.url, ['x'] * 32, retries=retries, concurrency=4)
+  assert answers <= len(server.bodies) < answers + 4  # Those under way are finished.
+  said = str(raised.value)
+  assert "'judge' graded none of 32 completions" in said and 'does not have exactly one line' in said
+  assert 'environments.judge.template' in said and '{score}' in said and 'base_url' not in said
+
+
+def test_a_judge_that_has_given_a_score_is_asked_again_as_often_as_is_set():
+  answers = [scored('Score: 1'), *[lambda body: says('Nice.')] * 20, scored('Score: 0')]
+  with Server(lambda body: answers.pop(0)(body)) as server:
+    settings = JudgeConfig(base_url=server.url + '/v1', model='critic', retries=20, concurrency=1)
+    with Graders(EnvironmentsConfig(judge=settings)) as graders:
+      assert [graders.grade([QUESTION], ['x'], truncated=[False])[0].score for _ in range(2)] == [1.0, 0.0]
+
+
 def test_the_key_of_the_environment_is_sent_and_hidden(monkeypatch):
   monkeypatch.setenv('OPENAI_API_KEY', 'sk-0123456789')
   with Server(lambda body: Answer({'error': 'Incorrect API key: sk-0123456789'}, status=401)) as server:
@@ -303,6 +377,7 @@ def test_settings_that_cannot_work_are_named_before_a_run(settings, sentence):
     ('template', '{completion} {answer}', r'environments.judge.template is not a valid template'),
     ('template', '{completion.nothing}', r'environments.judge.template is not a valid template'),
     ('template', 'Judge {question}!', r'does not hold {completion}: the judge would never see it'),
+    ('template', 'Judge {{completion}}!', r'does not hold {completion}: the judge would never see it'),
     ('temperature', -1.0, 'environments.judge.temperature'),
     ('max_tokens', 0, 'environments.judge.max_tokens'),
   ],

@@ -307,6 +307,46 @@ def test_an_alarm_before_there_is_a_checkpoint_stops_the_run(experiment, tmp_pat
   assert result.step == 1 and 'no checkpoint with eval/odd/mean@2 to roll back to' in result.stopped
 
 
+def without_lessons(make, name: str, grade: Callable[..., list[Outcome]], **changes) -> Config:
+  """Return a config whose grader teaches nothing."""
+  config = make(test_freq=0, best_metric=None, **changes)
+  registry.register(name)(grade)
+  registry.register_generator(name)(
+    lambda split, seed: lambda index: Example(f'{index}', [{'role': 'user', 'content': f'{index}'}], name, None, name)
+  )
+  config.data.train_files, config.environments.max_ungraded_fraction = (f'generator:{name}',), 1.0
+  return config
+
+
+@pytest.mark.parametrize('waits', [False, True])
+def test_a_run_whose_graders_are_dead_ends_with_their_reason_and_stays_so(experiment, tmp_path, waits):
+  make, _ = experiment
+  name = f'dead {waits}'
+  config = without_lessons(make, name, lambda *asked, **how: fail(ValueError('No key.'))(), total_training_steps=9)
+  config.algorithm.min_sdpo_examples = 3 if waits else 0
+  for _ in range(2):
+    with pytest.raises(UserError) as raised:
+      loop.train(config, tmp_path)
+    said = 'Nothing was learned in 3 steps in a row, 1 to 3, because no completion was graded'
+    assert str(raised.value).startswith(f"{said} (the grader {name!r} raised ValueError('No key.')")
+  lines = lines_without_time(tmp_path)
+  assert [(line['step'], line['train/optimizer_steps'], line['train/skipped_steps']) for line in lines] == [
+    (step, *((0, 0) if waits else (2, 2))) for step in (1, 2, 3)
+  ]
+  assert steps_on_disk(tmp_path) == [3]
+
+
+def test_a_run_without_a_success_goes_on_with_one_warning(experiment, tmp_path, caplog):
+  make, _ = experiment
+  config = without_lessons(make, 'hard', lambda asked, *rest, **how: [Outcome(0.0)] * len(asked))
+  for steps in (4, 5):
+    config.trainer.total_training_steps = steps
+    assert loop.train(config, tmp_path).skipped.count == steps
+  assert [line['train/skipped_steps'] for line in lines_without_time(tmp_path)] == [2] * 5
+  assert caplog.text.count('Nothing was learned in 3 steps in a row, 1 to 3, because every gradient was 0') == 1
+  assert caplog.text.count('Nothing was learned') == 1
+
+
 @pytest.mark.slow  # By default test_step.py skips such a step and test_skipped.py counts those in a row.
 def test_a_run_without_a_finite_gradient_stops_with_a_sentence_and_a_checkpoint(experiment, tmp_path):
   """The weights survive the first update or two, of which rounding decides; `trainer.max_skipped_steps` is three."""

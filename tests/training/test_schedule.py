@@ -659,8 +659,11 @@ def test_what_waits_is_saved_again_at_the_position_of_the_rows_as_they_are():
 
 def test_batches_without_an_update_say_nothing_of_gradients_that_are_not_finite():
   bad, good, none = ({'train/optimizer_steps': s, 'train/skipped_steps': k} for s, k in ((2, 2), (2, 1), (0, 0)))
-  assert skipped.in_a_row([good, bad, none, none, bad, none]) == skipped.Skipped(2, skipped.NOT_FINITE)
-  assert skipped.in_a_row([bad, none, good, none]) == skipped.Skipped()
+  for batches, expected in (
+    ([good, bad, none, none, bad, none], skipped.Skipped(2, skipped.NOT_FINITE, 2)),
+    ([bad, none, good, none], skipped.Skipped()),
+  ):
+    assert skipped.in_a_row({'step': step} | line for step, line in enumerate(batches, 1)) == expected
 
 
 @pytest.mark.parametrize('weights', ['full', 'adapter'])

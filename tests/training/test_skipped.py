@@ -15,14 +15,24 @@ from tests import tiny
 
 def line(steps: int, left_out: int, norm: float | None = None, **more):
   counts = {'train/optimizer_steps': float(steps), 'train/skipped_steps': float(left_out)}
-  return {'step': 1, **counts, 'train/grad_norm': norm, **more}
+  graded = {'rollout/ungraded_fraction': 0.0, 'rollout/score_mean': 0.5}
+  return counts | graded | {'train/grad_norm': norm} | more
+
+
+def numbered(lines):
+  return [{'step': step} | found for step, found in enumerate(lines, 1)]
+
+
+DEAD = {'rollout/ungraded_fraction': 1.0, 'rollout/score_mean': None, 'ungraded_reason': 'the judge is down.'}
+TAUGHT, NAN, ALIKE, UNGRADED = line(1, 0, 0.5), line(1, 1), line(1, 1, 0.0), line(1, 1, 0.0, **DEAD)
+WAITING, UNGRADED_WAITING = line(0, 0), line(0, 0, **DEAD)
 
 
 @pytest.mark.parametrize(
   ('lines', 'count'),
   [
     ([], 0),
-    ([{'step': 0, 'eval/x/mean@2': 0.5}], 0),
+    ([{'eval/x/mean@2': 0.5}], 0),
     ([line(1, 1), line(1, 1)], 2),
     ([line(1, 1), line(1, 0), line(1, 1)], 1),
     ([line(32, 32), line(32, 31)], 0),  # One of its optimizer steps was taken.
@@ -32,37 +42,61 @@ def line(steps: int, left_out: int, norm: float | None = None, **more):
   ],
 )
 def test_only_steps_in_a_row_without_any_update_count(lines, count):
-  assert skipped.in_a_row(lines) == skipped.Skipped(count, skipped.NOT_FINITE if count else '')
+  found = skipped.in_a_row(numbered(lines))
+  assert found[:2] == (count, skipped.NOT_FINITE if count else '')
 
 
 @pytest.mark.parametrize(
-  ('norms', 'why', 'remedy'),
+  ('lines', 'why', 'count', 'first', 'remedy'),
   [
-    ([0.0, 0.0], skipped.EMPTY, 'see there whether the graders answer'),
-    ([None, None], skipped.NOT_FINITE, 'lower optimizer.lr'),
-    ([math.nan, 0.0], skipped.NOT_FINITE, 'lower optimizer.lr'),  # As a run has it, before JSON makes it null.
-    ([0.0, None], skipped.NOT_FINITE, 'lower optimizer.lr'),
+    ([NAN, NAN], skipped.NOT_FINITE, 2, 2, 'lower optimizer.lr'),
+    ([line(1, 1, math.nan)], skipped.NOT_FINITE, 1, 2, 'lower optimizer.lr'),  # Before JSON makes it null.
+    ([UNGRADED, UNGRADED], skipped.UNGRADED, 2, 2, 'mend the graders, and raise'),
+    ([line(1, 1, 0.0, **DEAD | {'rollout/score_mean': math.nan})], skipped.UNGRADED, 1, 2, 'mend the graders'),
+    ([UNGRADED_WAITING] * 3, skipped.UNGRADED, 3, 2, 'mend the graders'),
+    ([ALIKE, UNGRADED, NAN, UNGRADED], skipped.NOT_FINITE, 3, 3, 'lower optimizer.lr'),
+    # The weights are still those without a finite gradient, but the graders have worked.
+    ([NAN, ALIKE, WAITING, NAN], skipped.NOT_FINITE, 2, 2, 'lower optimizer.lr'),
+    ([UNGRADED, ALIKE, UNGRADED], skipped.UNGRADED, 1, 4, 'mend the graders'),
+    ([UNGRADED, WAITING, UNGRADED_WAITING], skipped.UNGRADED, 1, 4, 'mend the graders'),
   ],
 )
-def test_the_cause_is_told_with_its_remedy(norms, why, remedy):
-  found = skipped.in_a_row([line(1, 0, 0.5), *(line(2, 2, norm) for norm in norms)])
-  assert found == skipped.Skipped(2, why)
-  said = skipped.complaint(found, 7, TrainerConfig())
-  assert f'2 steps in a row, 6 to 7, because {why}; the weights are those of step 5. Look at the rollouts' in said
+def test_the_cause_is_told_with_its_remedy(lines, why, count, first, remedy):
+  found, last = skipped.in_a_row(numbered([TAUGHT, *lines])), 1 + len(lines)
+  assert found[:3] == (count, why, first)
+  said = skipped.complaint(found, last, TrainerConfig())
+  steps = f'step {last}' if first == last else f'{last - first + 1} steps in a row, {first} to {last},'
+  reason = f'{why} (the judge is down)' if why == skipped.UNGRADED else why
+  assert said.startswith(f'Nothing was learned in {steps} because {reason}; the weights are those of step {first - 1}.')
+  assert f'Look at the rollouts of step {first};' in said
   assert remedy in said and 'trainer.max_skipped_steps=3' in said
 
 
 @pytest.mark.parametrize(
   ('limit', 'total', 'most'), [(3, 100, 2), (1, 100, 0), (0, 100, 100), (3, 2, 1), (3, 3, 2), (3, 1, 0)]
 )
-def test_how_many_a_run_bears(limit, total, most):
+@pytest.mark.parametrize('why', [skipped.NOT_FINITE, skipped.UNGRADED])
+def test_how_many_a_run_bears(limit, total, most, why):
   """`most` and not one more; a run that is shorter than the limit must not learn nothing at all."""
   trainer = TrainerConfig(max_skipped_steps=limit, total_training_steps=total)
-  bears = [not skipped.too_many(skipped.Skipped(count, skipped.NOT_FINITE), trainer) for count in (0, most, most + 1)]
+  bears = [not skipped.too_many(skipped.Skipped(count, why), trainer) for count in (0, most, most + 1)]
   assert bears == [True, True, not limit]
-  # An only step without a signal is bad luck.
-  assert not skipped.too_many(skipped.Skipped(limit - 1, skipped.EMPTY), trainer)
-  assert skipped.too_many(skipped.Skipped(limit, skipped.EMPTY), trainer) == bool(limit)
+
+
+@pytest.mark.parametrize('limit', [0, 2, 3])
+def test_batches_that_are_graded_but_teach_nothing_never_end_a_run_and_are_warned_of_once_a_streak(limit):
+  """Two streaks, of five and of four batches, of which the second has one that waits."""
+  trainer, found, warned = TrainerConfig(max_skipped_steps=limit), skipped.Skipped(), {}
+  for step, batch in enumerate([TAUGHT, *[ALIKE] * 5, TAUGHT, *[ALIKE] * 2, WAITING, *[ALIKE] * 2], 1):
+    before, found = found, skipped.after(found, {'step': step} | batch)
+    assert not skipped.too_many(found, trainer)
+    if skipped.warns(before, found, trainer):
+      warned[step] = skipped.complaint(found, step, trainer)
+  assert list(warned) == {0: [], 2: [3, 9], 3: [4, 11]}[limit]
+  for first, (step, said) in zip((2, 8), warned.items(), strict=limit > 0):
+    assert said.startswith(f'Nothing was learned in {step - first + 1} steps in a row, {first} to {step}, because')
+    assert 'every gradient was 0' in said and f'rollouts of step {first}' in said and said.endswith('The run goes on.')
+  assert not skipped.warns(skipped.Skipped(), skipped.Skipped(limit, skipped.NOT_FINITE, 1), trainer)
 
 
 @pytest.fixture(scope='module')
@@ -93,8 +127,8 @@ def test_a_run_that_learns_nothing_stops_with_a_checkpoint_also_after_a_resume(r
   last = taught.index(False)  # The step up to which the weights survive, 2 or 3 by how the compiler rounds.
   assert last in (2, 3) and taught == [True] * last + [False] * 3
   assert short.returncode == 0, short.stderr
-  few = 'last one' if last == 3 else 'last 2'
-  assert f'The {few} changed nothing, because {skipped.NOT_FINITE}; the weights are those of' in short.stdout
+  few = 'step 4' if last == 3 else '2 steps in a row, 3 to 4,'
+  assert f'Nothing was learned in {few} because {skipped.NOT_FINITE}; the weights are those of' in short.stdout
   assert long.returncode == 2
   said = f'Nothing was learned in 3 steps in a row, {last + 1} to {last + 3}, because no gradient was finite'
   assert said in long.stderr

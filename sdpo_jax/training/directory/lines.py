@@ -18,6 +18,7 @@ from sdpo_jax.training.directory.epochs import FENCING_EPOCH, of_the_run, read_e
 METRICS = 'metrics.jsonl'
 UNWRITTEN = '\0' * 512  # Content of a block that had not reached the disk when the machine failed.
 STATE_DIGEST = 'state_digest'  # Key of the digest of the state at the end of a step, the same as in a checkpoint.
+UNGRADED_REASON = 'ungraded_reason'  # Key of the most frequent reason why completions are ungraded, if all are.
 RECORDED = 'rollout/recorded'  # Metric: the number of completions in the step's file in `rollouts/`.
 _logger = logging.getLogger('sdpo_jax.metrics')
 

@@ -115,7 +115,8 @@ def test_each_part_is_on_the_host_once(mesh):
 
 def test_what_is_unfinished_comes_back_from_a_checkpoint_as_it_was():
   values = {'a': 0.1, 'b': float('inf'), 'c': float('-inf'), 'd': float(np.float32(1e-45)), 'e': float('nan')}
-  saved = json.dumps(Unfinished(values, {'source': float('nan')}).to_json(), allow_nan=False)
+  saved = json.dumps(Unfinished(values, {'source': float('nan')}, 'No key.').to_json(), allow_nan=False)
   found = Unfinished.from_json(json.loads(saved))
   np.testing.assert_array_equal([found.line[name] for name in values], list(values.values()))
-  assert np.isnan(found.success['source'])
+  assert np.isnan(found.success['source']) and found.reason == 'No key.'
+  assert Unfinished.from_json({'line': {}, 'success': {}}) == Unfinished()  # Of an earlier version.
