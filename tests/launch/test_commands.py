@@ -63,7 +63,7 @@ def run(request, folder, config):
     return 'evaluate', [f'--config={config}', source, f'--output={folder}/{name}.json']
 
   commands = {
-    'train': ('train', [f'--config={config}', *flags, from_run]),
+    'train': ('train', [f'--config={config}', '--config.alarms.max_rollbacks=5', *flags, from_run]),
     'report': ('report', [from_run]),
     'check': ('check', [f'--config={config}']),
     'export': export,
@@ -208,6 +208,7 @@ def test_training_ends_with_a_table_and_the_next_commands(folder, run):
   for name in ('evaluate', 'sample', 'export'):
     assert f'python -m launch.{name}' in run.stdout
   assert 'step 1/2' in run.stderr and 'tokens/s' in run.stderr
+  assert 'WARNING: alarms.max_rollbacks=5 has no effect with alarms.rules=[]' in run.stderr
   tables = [line for line in run.stderr.splitlines() if line.startswith('──')]
   assert tables == [f'── step 2, sample {number} of 3 ──' for number in (1, 2, 3)]
 
@@ -426,11 +427,11 @@ def test_a_command_whose_reader_is_gone_ends_quietly_and_no_other_broken_pipe_do
 
 
 def test_a_warning_is_a_sentence_without_process_and_line():
-  program = (
-    'import logging\nfrom sdpo_jax import command\ndef main(): logging.getLogger("sdpo_jax.x").warning("Odd.")\n'
-  )
-  run = [sys.executable, '-c', f'{program}command.run(main)']
-  assert subprocess.run(run, capture_output=True, text=True, check=True).stderr == 'WARNING: Odd.\n'
+  names = ('sdpo_jax.x', 'a_grader', '', 'absl', 'jax.x', 'orbax.x')  # The last three are silent.
+  said = f'for name in {names}: logging.getLogger(name).warning("%s is odd.", name or "root")'
+  program = f'import logging\nfrom sdpo_jax import command\ndef main():\n  {said}\ncommand.run(main)'
+  done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
+  assert done.stderr.splitlines() == [f'WARNING: {name} is odd.' for name in ('sdpo_jax.x', 'a_grader', 'root')]
 
 
 def test_help_is_for_newcomers(quick_ends):
