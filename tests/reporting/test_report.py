@@ -91,7 +91,7 @@ def test_lines_of_a_process_that_had_lost_the_run_are_left_out(tmp_path):
   (folder / 'epochs.json').write_text('{}')  # Damaged: what fingerprint.json knows counts.
   run = run_files.read_run(folder)
   assert run.series['train/loss'][0] == [1, 2] and run.series['train/loss'][1][1] != 7.0
-  assert 'written by a process that had lost the run' in run.remarks[0]
+  assert '1 line (step 2) of a process that had lost the run' in run.remarks[0]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,8 @@ def test_lines_that_are_no_rollouts_are_counted_and_values_of_other_types_left_o
   (folder / 'rollouts' / '1.jsonl').write_text('\n'.join(content))
   (folder / 'rollouts' / 'notes.txt').write_text('x')
   assert written(folder)[0].data('summary')['remarks'] == [
-    'run: 3 lines of rollouts/ are not rollouts and are left out.'
+    'run: rollouts/1.jsonl: line 4 is not as it was written.',
+    'run: 3 lines of rollouts/ are not rollouts and are left out.',
   ]
 
 
@@ -324,7 +325,8 @@ def test_a_page_has_as_many_rollouts_as_its_megabytes_hold(tmp_path, monkeypatch
   monkeypatch.setattr(rollouts, 'PIECE', 3000)
   noise = [hashlib.sha512(bytes([place])).hexdigest() for place in range(20)]
   steps = {step: [rollout(step, group, text) for group, text in enumerate(noise)] for step in (1, 2)}
-  runs = [report_runs.write(tmp_path / name, [metrics(2)], steps, config(seed=seed)) for seed, name in enumerate('ab')]
+  lines = [metrics(1), metrics(2)]
+  runs = [report_runs.write(tmp_path / name, lines, steps, config(seed=seed)) for seed, name in enumerate('ab')]
   whole, said = written(*runs, max_rollouts=1000)
   assert len(whole.data('summary')['rollouts']['step']) == 80
   size = (runs[0] / 'page.html').stat().st_size

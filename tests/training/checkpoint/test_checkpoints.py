@@ -447,7 +447,8 @@ def test_without_a_manifest_nothing_is_resumed_but_a_reader_may_look(tmp_path, c
   save_steps(tmp_path, {1: {}}).close()
   (tmp_path / 'checkpoints' / '1' / 'manifest.json').unlink()
   with pytest.raises(
-    UserError, match=r'None of the checkpoints .* has a manifest\.json: .* Continue with the version that wrote them'
+    UserError,
+    match=r'None of the checkpoints .* is whole .*has no manifest\.json, .* as does the version that wrote it\.',
   ):
     Checkpoints(tmp_path).restore(make_state(0))
   assert (tmp_path / 'checkpoints' / '1').is_dir()

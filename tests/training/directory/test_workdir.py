@@ -52,7 +52,7 @@ def test_a_run_and_a_new_directory_are_taken(run):
     (
       'metrics.jsonl',
       b'{"step": 1, "fencing_epoch": "1"}\n',
-      "line 1 has '1' as its fencing_epoch, .* repair or remove it",
+      "line 1 is not .* as its fencing_epoch if it has one, but {'fencing_epoch': '1', .* repair or remove it",
     ),
     ('metrics.jsonl', b'{"step": 1}\nhello\n{"step": 3}\n', 'line 2 is not JSON'),
     ('metrics.jsonl', b'[' * 100_000 + b'\n{"step": 3}\n', 'line 1 is not JSON'),
