@@ -124,8 +124,8 @@ class _Audit:
         yield from findings
       except UserError as error:
         needed = {FINGERPRINT: self._named > 0, WANDB_ID: self._config and self._config.trainer.wandb_project}
-        mended = isinstance(error, DamagedEpochsError) or not needed.get(name, True)
-        yield Finding(DAMAGE, name, str(error)) if mended else self._refuse(name, str(error))
+        goes_on = isinstance(error, DamagedEpochsError) or not needed.get(name, True)
+        yield Finding(DAMAGE, name, str(error)) if goes_on else self._refuse(name, str(error))
     yield from self._checkpoints()
     if METRICS not in self._refused:
       yield from self._metrics()
