@@ -262,36 +262,30 @@ class _Audit:
       expected = manifest.read_manifest(path)
       successor = self._epochs.fenced(expected.fencing_epoch, expected.step)
       if successor is not None:
-        return Finding(
-          NOTE, what, f'a process that had lost the run to another one ({successor}) wrote it; a resume drops it'
-        )
+        text = f'a process that had lost the run to another one ({successor}) wrote it'
+        self._failures[expected.step] = text
+        return Finding(NOTE, what, f'{text}; a resume drops it')
       manifest.check_files(path, expected)
       for name in expected.leaves:
         manifest.check_leaves({name: self._leaf(path, name)}, expected)
+      host = json.loads((path / 'host' / 'metadata').read_bytes())
     except Exception as error:  # TensorStore raises many types.
       lost = isinstance(error, FileNotFoundError)
       if not lost and is_out_of_reach(error):
-        return self._refuse(
-          what, f'cannot be read for now, which does not mean that it is damaged: {first_line(error)}'
-        )
+        return self._refuse(what, f'cannot be read for now, but may be whole: {first_line(error)}')
       self._failures[int(path.name)] = NO_MANIFEST if lost else first_line(error)
       return Finding(DAMAGE, what, f'{self._failures[int(path.name)]}: a resume does not go on from it')
     digest, step = expected.state_digest, expected.step
     try:
-      host = json.loads((path / 'host' / 'metadata').read_bytes())
       self._written, recorded = compared(step, host, digest, self._lines)
     except UserError as error:
       return self._refuse(what, str(error))
     self.whole[step] = expected.line_digest
     # A resume tries no older one.
     self._refused = {name: None for name in self._refused if not name.startswith('checkpoints/')}
+    held = f'{counted(len(expected.leaves), "array")}, {counted(len(expected.files), "other file")}'
     agrees = f', as in {METRICS}' if recorded else ''
-    return Finding(
-      WHOLE,
-      what,
-      f'{counted(len(expected.leaves), "array")}, {counted(len(expected.files), "other file")}, state '
-      f'{digest[:16]}{agrees}',
-    )
+    return Finding(WHOLE, what, f'{held}, state {digest[:16]}{agrees}')
 
   def _leaf(self, path: epath.Path, name: str) -> str:
     try:
