@@ -366,7 +366,8 @@ class Checkpoints:
         state, host = self._restored(step, like)
       except DamagedError as error:
         failures[step] = str(error)
-        self._say(f'The checkpoint of step {step} cannot be read ({error}); trying the one before it.')
+        before = 'trying the one before it' if len(untried) > 1 else 'there is none before it'
+        self._say(f'The checkpoint of step {step} cannot be read ({error}); {before}.')
         continue
       if not self._read_only:
         for other, problem in self._unranked.items():
