@@ -205,9 +205,9 @@ class _Audit:
 
   def _read_lines(self) -> Iterator[Finding]:
     self._size = self._bytes()
-    self._lines = lines.read_lines(self._workdir)
+    self._lines = lines.read_lines(self._workdir, epochs=self._epochs)
     self._reached = max((line['step'] for line in self._lines.kept), default=0)
-    lines.history(self._workdir, self._named)
+    lines.history(self._workdir, self._named, self._epochs)
     yield from ()
 
   def _bytes(self) -> int:
@@ -249,7 +249,7 @@ class _Audit:
     for path in sorted(path for path in entries if not is_step(path.name)):
       yield Finding(NOTE, f'checkpoints/{path.name}', 'is being written or removed, or was when the run was killed')
     try:
-      if sentence := check_not_lost(self._workdir):
+      if sentence := check_not_lost(self._workdir, lambda text: None):  # Damaged epochs have been reported.
         yield Finding(DAMAGE, 'checkpoints', sentence)
       if self._failures and not self.whole:
         raise none_whole(folder, self._failures)

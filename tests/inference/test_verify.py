@@ -192,6 +192,17 @@ def test_what_is_sealed_is_compared(written, tmp_path, act, text):
   assert text in said and said.count('damaged  ') == code == (' with a state' not in text), said
 
 
+def test_the_summary_names_what_a_resume_is_refused_for(written, tmp_path):
+  run = pathlib.Path(shutil.copytree(written, tmp_path / 'run'))
+  replace('metrics.jsonl', '"eval/sums/mean@2": 0.5', '"eval/sums/mean@2": 0.7')(run)
+  replace('config.json', '"seed": 0', '"seed": 1')(run)
+  _, said = verified(run)
+  assert said.endswith(
+    ': 2 damaged; a resume is refused because of config.json, metrics.jsonl, for which a way out is named above; after '
+    'that, nothing would be lost: step 3 has a whole checkpoint.'
+  )
+
+
 def test_a_damaged_checkpoint_that_was_published_last_is_one_finding(run):
   damage_array(run)
   publish(4)(run)

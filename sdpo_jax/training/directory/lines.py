@@ -14,7 +14,7 @@ from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.files import read_text
 from sdpo_jax.tables import counted, named_steps, spans
 from sdpo_jax.training.directory import sealed
-from sdpo_jax.training.directory.epochs import FENCING_EPOCH, of_the_run, read_epochs
+from sdpo_jax.training.directory.epochs import FENCING_EPOCH, Epochs, of_the_run, read_epochs
 
 METRICS = 'metrics.jsonl'
 UNWRITTEN = '\0' * 512  # Content of a block that had not reached the disk when the machine failed.
@@ -102,11 +102,16 @@ def read_metrics(workdir: epath.PathLike) -> list[dict[str, Any]]:
   return [{name: value for name, value in line.items() if name != sealed.LINE_DIGEST} for line in found.kept]
 
 
-def read_lines(workdir: epath.PathLike, last: int | None = None) -> MetricsLines:
+def read_lines(workdir: epath.PathLike, last: int | None = None, epochs: Epochs | None = None) -> MetricsLines:
   """Return the lines of `metrics.jsonl` up to the step `last` (None: all), and what is wrong with them.
 
   A process without the run wrote its lines after others than those that are there, but an altered line counts whoever
   wrote it. A line after missing steps is not misplaced: the steps are named.
+
+  Args:
+    workdir: directory of the run.
+    last: the last step whose line counts.
+    epochs: starts of the run; None: they are read, with a warning if they are damaged.
 
   Raises:
     UserError: as in `read_metrics`.
@@ -115,7 +120,7 @@ def read_lines(workdir: epath.PathLike, last: int | None = None) -> MetricsLines
   entries = _parsed(path)
   parsed = [entry for entry in entries if entry[2] is not None]
   wanted = [at for at, (_, _, line) in enumerate(parsed) if last is None or line['step'] <= last]
-  kept, foreign = of_the_run([parsed[at][2] for at in wanted], read_epochs(workdir))
+  kept, foreign = of_the_run([parsed[at][2] for at in wanted], read_epochs(workdir) if epochs is None else epochs)
   ours, steps, before, step = {id(line) for line in kept}, {line['step'] for line in kept}, '', 0
   states = {state: [] for state in sealed.STATES}
   found = MetricsLines(path, kept, foreign, [number for number, _, line in entries if line is None], [], states)
@@ -165,13 +170,13 @@ def _parsed(path: epath.Path) -> list[tuple[int, str, dict[str, Any] | None]]:
   return parsed
 
 
-def history(workdir: epath.PathLike, step: int) -> MetricsLines:
-  """Return the lines of `metrics.jsonl` up to `step`; none for step 0, at which a run begins.
+def history(workdir: epath.PathLike, step: int, epochs: Epochs | None = None) -> MetricsLines:
+  """Return the lines of `metrics.jsonl` up to `step`, as `read_lines` does; none for step 0, at which a run begins.
 
   Raises:
     UserError: as in `read_metrics`, or a line is not as it was written.
   """
-  found = read_lines(workdir, step)
+  found = read_lines(workdir, step, epochs)
   if not step:
     return dataclasses.replace(found, kept=[])
   if sentence := found.altered():

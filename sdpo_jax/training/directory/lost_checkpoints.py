@@ -68,15 +68,19 @@ def settle(workdir: epath.Path, ownership: Ownership, *, restart: bool, say: Cal
     say(sentence)
 
 
-def check_not_lost(workdir: epath.PathLike) -> str | None:
+def check_not_lost(workdir: epath.PathLike, say: Callable[[str], None] = _logger.warning) -> str | None:
   """Return what a start without --restart says of lost checkpoints; nothing is written.
+
+  Args:
+    workdir: directory of the run.
+    say: receives a sentence if `epochs.json` is damaged.
 
   Raises:
     UserError: it is refused, since all are lost.
   """
   path = epath.Path(workdir) / EPOCHS
   content = read_bytes(path, 'make it readable') if path.exists() else None
-  record = recorded(path.parent, content, _logger.warning)
+  record = recorded(path.parent, content, say)
   # Otherwise the start completes the restart.
   return None if record.restarting is not None else _newest_lost(path.parent, record)
 
