@@ -106,7 +106,7 @@ def no_run(workdir: epath.Path) -> UserError:
   elif runs := _runs_in(workdir):
     what = f'it holds runs; name one of them, such as {runs[0]}.'
   else:
-    lost = 'restore that file, or resume it' if CHECKPOINTS in there else 'name the --workdir of launch.train'
+    lost = 'restore it, or resume the run' if CHECKPOINTS in there else 'name the --workdir of launch.train'
     what = f'there is no config.json in it; {lost}.'
   return UserError(f'{workdir} is not a run: {what}')
 
