@@ -210,12 +210,8 @@ MUTANTS = (
   *_in(
     'sdpo_jax/inference/verify.py',
     'tests/inference/test_verify.py',
-    ('a run is said to go on from its oldest checkpoint', 'newest = max(self.whole)', 'newest = min(self.whole)'),
-    (
-      'a state of another run is whole',
-      'if recorded not in (None, digest):',
-      'if recorded is None and digest is None:',
-    ),
+    ('a run is said to go on from its oldest checkpoint', '    step = max(self.whole)', '    step = min(self.whole)'),
+    ('a resume that is refused is not said', 'if self._refused:', 'if self._refused and not self.whole:'),
   ),
   *_in(
     'sdpo_jax/preflight/grader_trials.py',

@@ -4,8 +4,9 @@
   python -m launch.verify --model=my_model
 
 Compares every array and file of every checkpoint with the digests in its manifest, or every file of a model with those
-in its SHA256SUMS. Prints a line per item, `ok`, `note` or `damaged`, and what would be lost if the run stopped now.
-Nothing is changed, the run may be in progress, and neither a model nor an accelerator is needed.
+in its SHA256SUMS. Prints a line per item, `ok`, `note` or `damaged`, whether a resume is refused, and what would be
+lost if the run stopped now. Nothing is changed, the run may be in progress, and neither a model nor an accelerator is
+needed.
 
 Exit codes: 0 everything is intact; 1 something is damaged, but an intact checkpoint remains; 2 there is nothing to
 resume from, a file of the model is damaged, or bad input.

@@ -1,8 +1,9 @@
-"""Text for users: counts with nouns, and tables with a left-aligned first column and right-aligned others."""
+"""Text for users: counts, step numbers, and tables with a left-aligned first column and right-aligned others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+import itertools
 
 Rows = Sequence[Sequence[str]]
 
@@ -10,6 +11,18 @@ Rows = Sequence[Sequence[str]]
 def counted(count: int, noun: str) -> str:
   """Return a count with its noun, which gets an s unless the count is 1: '1,000 tokens'."""
   return f'{count:,} {noun}' if count == 1 else f'{count:,} {noun}s'
+
+
+def spans(steps: Iterable[int]) -> str:
+  """Return step numbers as text with ranges, such as '3, 5–8'."""
+  counter = itertools.count()
+  groups = [list(group) for _, group in itertools.groupby(sorted(set(steps)), lambda step: step - next(counter))]
+  return ', '.join(str(group[0]) if len(group) == 1 else f'{group[0]}–{group[-1]}' for group in groups)
+
+
+def named_steps(steps: Iterable[int]) -> str:
+  """Return step numbers for people: 'step 3', 'steps 3, 5–8'."""
+  return f'{"step" if len(set(steps)) == 1 else "steps"} {spans(steps)}'
 
 
 def aligned(header: Sequence[str], rows: Rows) -> str:

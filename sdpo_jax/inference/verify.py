@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 import dataclasses
 import json
 import re
-from typing import Any
 
 from etils import epath
 
-from sdpo_jax.errors import UserError, first_line, short_repr
-from sdpo_jax.evaluation import alarms
+from sdpo_jax.config import Config
+from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import read_bytes
 from sdpo_jax.inference.runs import run_config
 from sdpo_jax.models import checksums, huggingface, model_files
-from sdpo_jax.tables import counted
+from sdpo_jax.tables import counted, named_steps, spans
 from sdpo_jax.training.boards import saved_id
 from sdpo_jax.training.checkpoint import manifest
-from sdpo_jax.training.checkpoint.checkpoints import NO_MANIFEST
+from sdpo_jax.training.checkpoint.checkpoints import NO_MANIFEST, none_whole
 from sdpo_jax.training.checkpoint.stored_arrays import stored_digest
 from sdpo_jax.training.checkpoint.unreadable import is_out_of_reach
-from sdpo_jax.training.directory import lock_owner, sealed, starts
-from sdpo_jax.training.directory.epochs import EPOCHS, FENCING_EPOCH, Epochs, of_starts, parse, read_epochs
-from sdpo_jax.training.directory.lines import METRICS, STATE_DIGEST, expected_results, spans
+from sdpo_jax.training.directory import lines, lock_owner, sealed, starts
+from sdpo_jax.training.directory.epochs import EPOCHS, DamagedEpochsError, Epochs, of_starts, parse
+from sdpo_jax.training.directory.lines import METRICS, RESULTS, STATE_DIGEST, MetricsLines
 from sdpo_jax.training.directory.locks import LOCK
-from sdpo_jax.training.directory.published_checkpoints import DAMAGED, is_step
+from sdpo_jax.training.directory.lost_checkpoints import check_not_lost
+from sdpo_jax.training.directory.published_checkpoints import DAMAGED, is_step, newest
 from sdpo_jax.training.directory.starts import FINGERPRINT
-from sdpo_jax.training.directory.workdir import BEFORE_RESTART, WANDB_ID, located
+from sdpo_jax.training.directory.workdir import BEFORE_RESTART, WANDB_ID, changed_settings, located
+from sdpo_jax.training.resuming import compared
 
 WHOLE, NOTE, DAMAGE = 'ok', 'note', 'damaged'
 ALL_WHOLE, SOME_DAMAGED, NOTHING_LEFT = 0, 1, 2  # Exit codes.
@@ -99,50 +99,61 @@ class _Audit:
 
   def __init__(self, workdir: epath.Path):
     self._workdir = workdir
+    self._named = newest(workdir)  # The step from which a resume wants to go on.
+    self._config: Config | None = None
     self._epochs = Epochs()
-    self._digests: dict[int, str] = {}  # Step → state digest in metrics.jsonl, without lines of rollbacks.
+    self._lines = MetricsLines(workdir / METRICS, [], [], [], [], {})
+    self._size = 0  # Bytes of metrics.jsonl before it was read; if they are others later, the run is going on.
+    self._written = 0  # The last step that must have a line, by the newest whole checkpoint.
     self._reached = 0  # The last step with a line or a file.
-    self._lines: set[int] = set()  # Steps with a line in metrics.jsonl.
-    self._bytes: int | None = None  # Size of metrics.jsonl when it was read; None: it does not exist.
-    self._expected: set[str] = set()  # Files in `rollouts/` and `eval/` that lines name.
-    self._line_digests: set[str] = set()
+    self._failures: dict[int, str] = {}  # Step of a damaged checkpoint → what is wrong.
     self.whole: dict[int, str] = {}  # Step of an intact checkpoint → the digest of the last line that it names.
+    self._refused: dict[str, None] = {}  # Files and checkpoints because of which a resume is refused.
 
   def findings(self) -> Iterator[Finding]:
     """Yield the findings about all files and checkpoints of the run, in the order of the report."""
     for name, findings in (
       (LOCK, self._lock()),
-      ('config.json', self._read('config.json', lambda: f'the settings of {run_config(self._workdir).name}', True)),
-      (EPOCHS, self._read(EPOCHS, self._record)),
-      (FINGERPRINT, self._read(FINGERPRINT, lambda: counted(len(starts.read(self._workdir)), 'start'))),
-      (METRICS, self._metrics()),
-      (WANDB_ID, self._read(WANDB_ID, lambda: f'the page {saved_id(self._workdir / WANDB_ID)}')),
+      ('config.json', self._settings()),
+      (EPOCHS, self._record()),
+      (FINGERPRINT, self._starts()),
+      (METRICS, self._read_lines()),
+      (WANDB_ID, self._page()),
     ):
       try:
         yield from findings
-      except UserError as error:  # The file cannot be read.
-        yield Finding(DAMAGE, name, str(error))
+      except UserError as error:
+        needed = {FINGERPRINT: self._named > 0, WANDB_ID: self._config and self._config.trainer.wandb_project}
+        goes_on = isinstance(error, DamagedEpochsError) or not needed.get(name, True)
+        yield Finding(DAMAGE, name, str(error)) if goes_on else self._refuse(name, str(error))
     yield from self._checkpoints()
-    yield from self._lost()
-    for folder in ('rollouts', 'eval'):
+    if METRICS not in self._refused:
+      yield from self._metrics()
+    for folder in RESULTS:
       yield from self._results(folder)
     yield from self._leftovers()
 
+  def _refuse(self, what: str, text: str) -> Finding:
+    """Return a finding of damage for which a resume is refused."""
+    self._refused[what] = None
+    return Finding(DAMAGE, what, text)
+
   def summary(self, damaged: int) -> str:
-    """Return a sentence on what would be lost if the run stopped now."""
-    found = f'{damaged} damaged' if damaged else 'nothing damaged'
+    """Return a sentence on whether the run can resume, and what would be lost if it stopped now."""
+    found, when = f'{damaged} damaged' if damaged else 'nothing damaged', 'if it stopped now'
+    if self._refused:
+      found += f'; a resume is refused because of {", ".join(self._refused)}, for which a way out is named above'
+      when = 'after that'
     if not self.whole:
-      lost = f'{_steps(range(1, self._reached + 1))} would be lost' if self._reached else 'no step has ended yet'
+      lost = f'{named_steps(range(1, self._reached + 1))} would be lost' if self._reached else 'no step has ended yet'
       return f'{self._workdir}: {found}; there is no whole checkpoint to resume from: {lost}.'
-    newest = max(self.whole)
-    if self._reached <= newest:
-      return (
-        f'{self._workdir}: {found}; if it stopped now, nothing would be lost: step {newest} has a whole checkpoint.'
-      )
-    steps = _steps(range(newest + 1, self._reached + 1))
+    step = max(self.whole)
+    if self._reached <= step:
+      return f'{self._workdir}: {found}; {when}, nothing would be lost: step {step} has a whole checkpoint.'
+    steps = named_steps(range(step + 1, self._reached + 1))
     return (
-      f'{self._workdir}: {found}; if it stopped now, {steps} since the last whole checkpoint (step {newest}) would be '
-      'lost and computed again.'
+      f'{self._workdir}: {found}; {when}, {steps} since the last whole checkpoint (step {step}) would be lost and '
+      'computed again.'
     )
 
   def _lock(self) -> Iterator[Finding]:
@@ -164,106 +175,86 @@ class _Audit:
       }
       yield Finding(NOTE, LOCK, f'{found} {says[lock_owner.state(found)]}')
 
-  def _read(self, name: str, act: Callable[[], str], needed: bool = False) -> Iterator[Finding]:
-    """Yield the finding about a file of the run: `act` reads it, and returns what it holds."""
-    if (self._workdir / name).exists():
-      yield Finding(WHOLE, name, act())
-    elif needed:
-      yield Finding(DAMAGE, name, 'is missing')
+  def _settings(self) -> Iterator[Finding]:
+    if (self._workdir / 'config.json').exists():
+      self._config = run_config(self._workdir)
+      yield Finding(WHOLE, 'config.json', f'the settings of {self._config.name}')
+    else:
+      for meaning, changes in changed_settings(self._workdir, Config()).named.items():
+        yield Finding(DAMAGE, 'config.json', f'{meaning}: {", ".join(changes)}.')
 
-  def _record(self) -> str:
+  def _record(self) -> Iterator[Finding]:
     path = self._workdir / EPOCHS
-    self._epochs = of_starts(self._workdir)  # Used unless the file can be read.
-    self._epochs = parse(read_bytes(path, 'make it readable'), path)
-    published = self._epochs.published
-    return f'fencing epoch {self._epochs.newest}; ' + (
-      f'the checkpoint of step {published} was published last' if published else 'no checkpoint was published'
-    )
+    if path.exists():
+      self._epochs = of_starts(self._workdir)  # Used unless the file can be read.
+      self._epochs = parse(read_bytes(path, 'make it readable'), path)
+      published = self._epochs.published
+      what = f'the checkpoint of step {published} was published last' if published else 'no checkpoint was published'
+      yield Finding(WHOLE, EPOCHS, f'fencing epoch {self._epochs.newest}; {what}')
+
+  def _starts(self) -> Iterator[Finding]:
+    found = starts.read(self._workdir)
+    for sentence in starts.unrecorded(self._workdir, found, self._named):
+      yield Finding(NOTE, FINGERPRINT, sentence)
+    if found:
+      yield Finding(WHOLE, FINGERPRINT, counted(len(found), 'start'))
+
+  def _page(self) -> Iterator[Finding]:
+    if (self._workdir / WANDB_ID).exists():
+      yield Finding(WHOLE, WANDB_ID, f'the page {saved_id(self._workdir / WANDB_ID)}')
+
+  def _read_lines(self) -> Iterator[Finding]:
+    self._size = self._bytes()
+    self._lines = lines.read_lines(self._workdir, epochs=self._epochs)
+    self._reached = max((line['step'] for line in self._lines.kept), default=0)
+    lines.history(self._workdir, self._named, self._epochs)
+    yield from ()
+
+  def _bytes(self) -> int:
+    path = self._workdir / METRICS
+    return path.stat().length if path.exists() else 0
 
   def _metrics(self) -> Iterator[Finding]:
-    path = self._workdir / METRICS
-    if not path.exists():
-      state = DAMAGE if self._epochs.published > 1 else NOTE
-      yield Finding(state, METRICS, 'is missing: the numbers of all steps are lost, unless no step has ended')
-      return
-    steps: list[int] = []
-    foreign: list[int] = []
-    before, states = '', {state: [] for state in sealed.STATES}
-    content = read_bytes(path, 'make it readable')
-    self._bytes = len(content)
-    texts = content.split(b'\n')
-    cut = texts.pop()  # The text after the last newline.
-    for number, text in enumerate(texts, 1):
-      line, (state, digest) = _line(text), sealed.check_line(text, before)
-      if line is None:
-        yield Finding(
-          DAMAGE, METRICS, f'line {number} is not an object with a step: {short_repr(text.decode(errors="replace"))}'
-        )
-      elif self._epochs.fenced(line.get(FENCING_EPOCH, 0), line['step']) is not None:
-        foreign.append(line['step'])
-        if state == sealed.ALTERED:
-          states[state].append(number)
-      else:
-        before = digest
-        states[state].append(number)
-        self._line_digests.add(digest)
-        self._expected |= expected_results([line])
-        steps.append(line['step'])
-        if isinstance(line.get(STATE_DIGEST), str) and line.get(alarms.ROLLBACK) is None:
-          self._digests[line['step']] = line[STATE_DIGEST]
-    self._reached = max(steps, default=0)
-    if cut:
-      yield Finding(NOTE, METRICS, 'its last line is cut off; a resume drops it')
-    if foreign:
-      yield Finding(
-        NOTE, METRICS, f'a process that had lost the run wrote the lines of {_steps(foreign)}; readers drop them'
-      )
-    if wrong := _unlike(states):
-      yield Finding(DAMAGE, METRICS, wrong)
-    if unsealed := states[sealed.UNSEALED]:
-      yield Finding(NOTE, METRICS, f'{counted(len(unsealed), "line")} of an earlier version cannot be verified')
-    twice = {step for step, count in collections.Counter(steps).items() if count > 1}
-    if twice:
-      yield Finding(DAMAGE, METRICS, f'has several lines of {_steps(twice)}')
-    self._lines = set(steps)
-    yield Finding(
-      WHOLE,
-      METRICS,
-      f'{counted(len(steps), "line")}, {len(self._digests)} with a {STATE_DIGEST}, up to step {self._reached}',
-    )
+    found, step = self._lines, max(self.whole, default=0)
+    last, digests = found.kept[-1]['step'] if found.kept else 0, {line.get(sealed.LINE_DIGEST) for line in found.kept}
+    going_on = self._bytes() != self._size
+    upto = last if going_on else max(last, self._written)
+    damage, notes = found.faults(upto), found.remarks(upto)
+    if found.respelled:
+      damage.append(f'line {spans(found.respelled)} was written anew, with the same values; a resume goes on')
+    if not damage and not going_on and self.whole.get(step) and self.whole[step] not in digests:
+      damage.append(f'lacks the line after which checkpoints/{step} was written; a resume goes on')
+    if found.unwritten:
+      notes.append(f'line {spans(found.unwritten)} is cut off; a resume drops it')
+    yield from (Finding(DAMAGE, METRICS, text) for text in damage)
+    yield from (Finding(NOTE, METRICS, text) for text in notes if text not in damage)
+    if found.kept and not damage:
+      known = sum(STATE_DIGEST in line for line in found.kept)
+      text = f'{counted(len(found.kept), "line")}, {known} with a {STATE_DIGEST}, up to step {last}'
+      yield Finding(WHOLE, METRICS, text)
 
   def _checkpoints(self) -> Iterator[Finding]:
     folder = self._workdir / 'checkpoints'
-    if not folder.is_dir():
+    entries = list(folder.iterdir()) if folder.is_dir() else []
+    if not entries:
       yield Finding(NOTE, 'checkpoints', 'there is none')
-      return
-    entries = list(folder.iterdir())
     for path in sorted((path for path in entries if is_step(path.name)), key=lambda path: int(path.name)):
       found = self._checkpoint(path)
       if found.state == WHOLE:
         self._reached = max(self._reached, int(path.name))
       elif not path.exists():
         found = Finding(NOTE, found.what, 'was removed by the run while it was read')
+        self._failures.pop(int(path.name), None)
       yield found
     for path in sorted(path for path in entries if not is_step(path.name)):
       yield Finding(NOTE, f'checkpoints/{path.name}', 'is being written or removed, or was when the run was killed')
-
-  def _lost(self) -> Iterator[Finding]:
-    """Yield findings about missing files that other files of the run mention."""
-    path, newest, last = self._workdir / METRICS, max(self.whole, default=0), max(self._lines, default=0)
-    if self._bytes is not None:
-      going_on = not path.exists() or path.stat().length != self._bytes  # Lines may have been added since.
-      # The line of a checkpoint's own step may not be written yet.
-      missing = set(range(1, (last if going_on else max(last, newest - 1)) + 1)) - self._lines
-      if missing:
-        yield Finding(DAMAGE, METRICS, f'has no line of {_steps(missing)}: the numbers are lost')
-      last_line = self.whole.get(newest)
-      if last_line and last_line not in self._line_digests and not going_on:
-        yield Finding(DAMAGE, METRICS, f'lacks the line after which checkpoints/{newest} was written')
-    published = self._epochs.published
-    there = (self._workdir / 'checkpoints' / str(published)).exists()  # If so, its fault has been reported.
-    if published > newest and not there and read_epochs(self._workdir).published == published:
-      yield Finding(DAMAGE, 'checkpoints', f'that of step {published} was published, but is missing')
+    try:
+      if sentence := check_not_lost(self._workdir, lambda text: None):  # Damaged epochs have been reported.
+        yield Finding(DAMAGE, 'checkpoints', sentence)
+      if self._failures and not self.whole:
+        raise none_whole(folder, self._failures)
+    except UserError as error:
+      yield self._refuse('checkpoints', str(error))
 
   def _checkpoint(self, path: epath.Path) -> Finding:
     what = f'checkpoints/{path.name}'
@@ -271,34 +262,30 @@ class _Audit:
       expected = manifest.read_manifest(path)
       successor = self._epochs.fenced(expected.fencing_epoch, expected.step)
       if successor is not None:
-        return Finding(
-          NOTE, what, f'a process that had lost the run to another one ({successor}) wrote it; a resume drops it'
-        )
+        text = f'a process that had lost the run to another one ({successor}) wrote it'
+        self._failures[expected.step] = text
+        return Finding(NOTE, what, f'{text}; a resume drops it')
       manifest.check_files(path, expected)
       for name in expected.leaves:
         manifest.check_leaves({name: self._leaf(path, name)}, expected)
-    except FileNotFoundError:
-      return Finding(DAMAGE, what, f'{NO_MANIFEST}: it cannot be verified, and the run does not resume from it')
+      host = json.loads((path / 'host' / 'metadata').read_bytes())
     except Exception as error:  # TensorStore raises many types.
-      if is_out_of_reach(error):
-        return Finding(
-          DAMAGE, what, f'cannot be read for now, which does not mean that it is damaged: {first_line(error)}'
-        )
-      return Finding(DAMAGE, what, first_line(error))
-    digest = expected.state_digest
-    recorded = self._digests.get(expected.step)
-    if recorded not in (None, digest):
-      return Finding(
-        DAMAGE, what, f'it holds the state {digest}, but {METRICS} names {recorded}: they are from different runs'
-      )
-    self.whole[expected.step] = expected.line_digest
+      lost = isinstance(error, FileNotFoundError)
+      if not lost and is_out_of_reach(error):
+        return self._refuse(what, f'cannot be read for now, but may be whole: {first_line(error)}')
+      self._failures[int(path.name)] = NO_MANIFEST if lost else first_line(error)
+      return Finding(DAMAGE, what, f'{self._failures[int(path.name)]}: a resume does not go on from it')
+    digest, step = expected.state_digest, expected.step
+    try:
+      self._written, recorded = compared(step, host, digest, self._lines)
+    except UserError as error:
+      return self._refuse(what, str(error))
+    self.whole[step] = expected.line_digest
+    # A resume tries no older one.
+    self._refused = {name: None for name in self._refused if not name.startswith('checkpoints/')}
+    held = f'{counted(len(expected.leaves), "array")}, {counted(len(expected.files), "other file")}'
     agrees = f', as in {METRICS}' if recorded else ''
-    return Finding(
-      WHOLE,
-      what,
-      f'{counted(len(expected.leaves), "array")}, {counted(len(expected.files), "other file")}, state '
-      f'{digest[:16]}{agrees}',
-    )
+    return Finding(WHOLE, what, f'{held}, state {digest[:16]}{agrees}')
 
   def _leaf(self, path: epath.Path, name: str) -> str:
     try:
@@ -309,28 +296,27 @@ class _Audit:
       raise manifest.DamagedError(f'the array {name} cannot be read ({first_line(error)})') from error
 
   def _results(self, name: str) -> Iterator[Finding]:
-    folder = self._workdir / name
-    there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    for missing in sorted(self._expected - {f'{name}/{file}' for file in there}):
-      if missing.startswith(f'{name}/'):
-        yield Finding(DAMAGE, missing, f'is missing, though {METRICS} names it')
-    if not folder.is_dir():
-      return
-    whole = unsealed = 0
-    for path in sorted(folder.iterdir()):
-      named = _RESULTS.fullmatch(path.name)
+    folder, counts = self._workdir / name, {True: 0, False: 0}  # Sealed or not → files as they were written.
+    for sentence in (lost := self._lines.lost_results(name)):
+      yield Finding(DAMAGE, name, sentence)
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+      what, named = f'{name}/{path.name}', _RESULTS.fullmatch(path.name)
       if named is None:
-        yield Finding(NOTE, f'{name}/{path.name}', 'is not a file of the run')
+        yield Finding(NOTE, what, 'is not a file of the run')
         continue
       self._reached = max(self._reached, int(named[1]))
-      wrong, verified = _wrong(path, named[1])
+      try:
+        wrong, verified = sealed.result_fault(path.name, path.read_bytes())
+      except OSError as error:
+        wrong, verified = f'cannot be read ({first_line(error)})', True
       if wrong is None:
-        whole, unsealed = whole + 1, unsealed + (not verified)
+        counts[verified] += 1
       else:
-        yield Finding(DAMAGE, f'{name}/{path.name}', wrong)
-    if unsealed:
-      yield Finding(NOTE, name, f'{counted(unsealed, "file")} of an earlier version cannot be verified')
-    yield Finding(WHOLE, name, counted(whole, 'file'))
+        yield Finding(DAMAGE, what, f'{wrong}; a resume goes on')
+    if counts[False]:
+      yield Finding(NOTE, name, f'{counted(counts[False], "file")} of an earlier version cannot be verified')
+    if not lost and any(counts.values()):
+      yield Finding(WHOLE, name, counted(sum(counts.values()), 'file'))
 
   def _leftovers(self) -> Iterator[Finding]:
     for name, text in ((DAMAGED, 'set aside as damaged'), (BEFORE_RESTART, 'moved away by --restart')):
@@ -341,56 +327,3 @@ class _Audit:
     for path in sorted(self._workdir.iterdir()):
       if path.name.endswith('.partial'):
         yield Finding(NOTE, path.name, 'is being written, or was when the run was killed; the next start removes it')
-
-
-def _steps(steps: Collection[int]) -> str:
-  """Format step numbers for people: 'step 3', 'steps 3, 5–8'."""
-  return f'{"step" if len(set(steps)) == 1 else "steps"} {spans(steps)}'
-
-
-def _line(text: bytes) -> dict[str, Any] | None:
-  try:
-    line = json.loads(text)
-  except (ValueError, RecursionError):
-    return None
-  if not isinstance(line, dict) or not isinstance(line.get(FENCING_EPOCH, 0), int):
-    return None
-  step = line.get('step')
-  return line if isinstance(step, int) and not isinstance(step, bool) else None
-
-
-def _unlike(states: Mapping[str, Sequence[int]]) -> str | None:
-  """Return what is wrong with lines, whose numbers are given by the results of `sealed.check_line`; or None."""
-  if altered := states[sealed.ALTERED]:
-    return f'not as written: line {spans(altered)}'
-  if misplaced := states[sealed.MISPLACED]:
-    return f'lines were removed, moved or altered before line {spans(misplaced)}'
-  return None
-
-
-def _wrong(path: epath.Path, step: str) -> tuple[str | None, bool]:
-  """Return what is wrong with a file of JSON or JSON lines, None if nothing is; and whether it has a seal."""
-  try:
-    content = path.read_bytes()
-  except OSError as error:
-    return f'cannot be read ({first_line(error)})', True
-  if path.suffix == '.jsonl' and not content.endswith(b'\n'):  # Every step has samples.
-    return 'its end is missing', True
-  parts = content.split(b'\n')[:-1] if path.suffix == '.jsonl' else [content]
-  for number, part in enumerate(parts, 1):
-    try:
-      json.loads(part)
-    except (ValueError, RecursionError) as error:
-      where = f'line {number} ' if len(parts) > 1 else ''
-      return f'{where}is not JSON ({first_line(error)})', True
-  if path.suffix == '.json':
-    try:
-      sealed.read_sealed(path, 'a resume does not need it')
-    except UserError as error:
-      return str(error), True
-    return None, sealed.is_sealed(content)
-  before, states = sealed.beginning(step, len(parts)), {state: [] for state in sealed.STATES}
-  for number, part in enumerate(parts, 1):
-    state, before = sealed.check_line(part, before)
-    states[state].append(number)
-  return _unlike(states), not states[sealed.UNSEALED]

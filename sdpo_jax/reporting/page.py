@@ -41,7 +41,7 @@ def summary(
     reload_s: seconds after which the page checks for a newer version; None: it never does.
   """
   groups = group_runs(runs)
-  remarks = [*(f'{run.name}: {text}' for run in runs for text in run.remarks), *rollouts.remarks]
+  remarks = [*(f'{run.name}: {text}' for run in runs for text in (*run.remarks, *run.lost)), *rollouts.remarks]
   for run in runs:
     remarks = [text.replace(f'{run.workdir}/', '') for text in remarks]
   return jsonable(

@@ -31,8 +31,8 @@ class Reporter:
     self._files = [RolloutFiles(workdir, texts=texts) for workdir in self._workdirs]
     self._max_rollouts, self._max_bytes = max_rollouts, int(max_mb * 1e6)
 
-  def page(self, reload_s: float | None = None) -> tuple[str, list[RunFiles], int]:
-    """Return the page, the runs it is about, and its number of rollouts.
+  def page(self, reload_s: float | None = None) -> tuple[str, list[RunFiles], int, list[str]]:
+    """Return the page, the runs it is about, its number of rollouts, and the remarks on it.
 
     Args:
       reload_s: seconds after which the page reloads itself unless all runs are complete; None: it never does.
@@ -46,23 +46,23 @@ class Reporter:
     written = datetime.datetime.now(datetime.UTC).strftime('%Y-%m-%d %H:%M:%S UTC')
     title = ' · '.join(run.name for run in runs[:3]) + (' …' if len(runs) > 3 else '')
 
-    def made(most: int, room: int) -> tuple[str, RolloutPages]:
+    def made(most: int, room: int) -> tuple[str, RolloutPages, list[str]]:
       rollouts = collect(sources, most, room)
       if not self._texts:
         rollouts.remarks.append('Prompts, completions, feedback and templates are left out of this page (--no_texts).')
       known = page.summary(runs, rollouts, written=written, reload_s=None if over else reload_s)
-      return page.render(title, known, rollouts.pieces), rollouts
+      return page.render(title, known, rollouts.pieces), rollouts, known['remarks']
 
-    text, rollouts = made(0, 0)
+    text, rollouts, remarks = made(0, 0)
     bare = len(text.encode())
     room = left = self._max_bytes - bare
     while room > 0:
-      text, rollouts = made(self._max_rollouts, room)
+      text, rollouts, remarks = made(self._max_rollouts, room)
       taken = len(text.encode()) - bare
       if taken <= left:
         break
       room = sum(map(len, rollouts.pieces)) * left // taken  # The difference is the index.
-    return text, runs, len(rollouts)
+    return text, runs, len(rollouts), remarks
 
 
 def write_report(
@@ -86,7 +86,7 @@ def write_report(
     max_rollouts: maximum number of rollouts in the page.
     max_mb: maximum size of the page in megabytes; rollouts get what curves and settings leave.
     texts: whether the page includes prompts, completions, feedback and templates.
-    say: called with a line for every page that is written.
+    say: called with a line for every page that is written, and at first with the remarks on it.
     follow_s: seconds between checks of the runs, until all are complete; None: write one page.
     wait: sleeps for a number of seconds.
 
@@ -102,17 +102,18 @@ def write_report(
   target = str(located(workdir) / REPORT) if output is None else output
   reload_s = None if follow_s is None else max(follow_s, RELOAD_S)
   reporter = Reporter(workdirs, max_rollouts, max_mb, texts=texts)
-  text, runs, count = reporter.page(reload_s)  # Fails before writing if there is no run.
+  text, runs, count, remarks = reporter.page(reload_s)  # Fails before writing if there is no run.
   _check_target(target)
   write_output(target, text)
-  say(_sentence(target, text, runs, count))
+  for sentence in (_sentence(target, text, runs, count), *remarks):
+    say(sentence)
   if follow_s is None:
     return
   seen = [_state(run) for run in runs]
   try:
     while not all(run.over for run in runs):
       wait(follow_s)
-      text, runs, count = reporter.page(reload_s)
+      text, runs, count, _ = reporter.page(reload_s)
       if (now := [_state(run) for run in runs]) != seen:
         write_output(target, text)
         say(_sentence(target, text, runs, count))

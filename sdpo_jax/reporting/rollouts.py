@@ -6,8 +6,9 @@ Nothing in `rollouts/` is trusted: the texts are from models and users, and file
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -21,6 +22,7 @@ from sdpo_jax.data.rows import is_message
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable, read_bytes
 from sdpo_jax.reporting.run_files import finite
+from sdpo_jax.training.directory.sealed import result_fault
 
 FOLDER = 'rollouts'
 PIECE = 1 << 20  # Approximate bytes of JSON per piece.
@@ -45,6 +47,7 @@ class StepFile:
   pieces: tuple[str, ...]  # Compressed JSON arrays in base 64.
   places: tuple[tuple[int, int], ...]  # (piece, place) of each entry.
   unreadable: int  # Lines that are not rollouts, except a truncated last one.
+  fault: str | None  # How the file differs from what was written; None: it does not.
 
   def first(self, count: int, size: int) -> StepFile:
     """Return the file with at most `count` of its rollouts, in pieces of at most `size` bytes together."""
@@ -73,7 +76,7 @@ class RolloutFiles:
 
   def __init__(self, workdir: epath.PathLike, *, texts: bool = True):
     self.workdir, self.texts = epath.Path(workdir), texts
-    self._known: dict[int, tuple[Any, StepFile]] = {}
+    self._known: dict[epath.Path, tuple[Any, Any]] = {}
 
   def steps(self, last: int | None) -> list[int]:
     """Return the steps with rollouts, up to the step `last`; None: all steps."""
@@ -90,12 +93,21 @@ class RolloutFiles:
       UserError: the file cannot be read.
     """
     path = self.workdir / FOLDER / f'{step}.jsonl'
+    return self._read(path, lambda content: pack(step, content, self.texts))
+
+  def altered(self) -> list[str]:
+    """Return a sentence for each evaluation that is not as it was written; errors as in `read`."""
+    paths = sorted((self.workdir / 'eval').glob('*.json'))
+    faults = {path: self._read(path, functools.partial(result_fault, path.name))[0] for path in paths}
+    return [f'eval/{path.name}: {fault}.' for path, fault in faults.items() if fault]
+
+  def _read(self, path: epath.Path, act: Callable[[bytes], Any]) -> Any:
+    """Return the result of `act` for the content of a file; a known one if the file is unchanged."""
     stat = path.stat()
     version = (stat.length, stat.mtime)
-    known = self._known.get(step)
-    if known is None or known[0] != version:
-      known = self._known[step] = version, pack(step, read_bytes(path, 'make it readable, or remove it'), self.texts)
-    return known[1]
+    if path not in self._known or self._known[path][0] != version:
+      self._known[path] = version, act(read_bytes(path, 'make it readable, or remove it'))
+    return self._known[path][1]
 
 
 def pack(step: int, content: bytes, texts: bool = True) -> StepFile:
@@ -119,7 +131,8 @@ def pack(step: int, content: bytes, texts: bool = True) -> StepFile:
   for piece in _pieces(rows):
     places += [(len(pieces), place) for place in range(len(piece))]
     pieces.append(packed('[' + ','.join(piece) + ']'))
-  return StepFile(step, tuple(entries), tuple(pieces), tuple(places), unreadable)
+  fault, _ = result_fault(f'{step}.jsonl', content)
+  return StepFile(step, tuple(entries), tuple(pieces), tuple(places), unreadable, fault)
 
 
 def packed(text: str) -> str:
@@ -141,6 +154,10 @@ def collect(sources: Sequence[tuple[RolloutFiles, int | None]], most: int, size:
   for run, (files, last) in enumerate(sources):
     steps, read, room, unreadable = files.steps(last), [], most // len(sources), 0
     share, whole = size * (run + 1) // len(sources), True  # `whole`: the step that was read first is complete.
+    try:
+      found.remarks += [f'{files.workdir.name}: {sentence}' for sentence in files.altered()]
+    except (UserError, OSError) as error:
+      found.remarks.append(f'{files.workdir.name}: {error}')
     for step in _spread(steps):  # The first and the last step, then midpoints.
       if room <= 0:
         break
@@ -157,6 +174,8 @@ def collect(sources: Sequence[tuple[RolloutFiles, int | None]], most: int, size:
         break
       room, sizes = room - len(file.entries), sizes + taken
       unreadable += file.unreadable
+      if file.fault:
+        found.remarks.append(f'{files.workdir.name}: {FOLDER}/{file.step}.jsonl: {file.fault}.')
       read.append(file)
     for file in sorted(read, key=lambda each: each.step):
       _add(found, questions, run, file, texts=files.texts)

@@ -13,8 +13,7 @@ from sdpo_jax.config.privacy import public_settings
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.training.directory import starts
-from sdpo_jax.training.directory.lines import METRICS, read_metrics
-from sdpo_jax.training.directory.lines import remarks as remarks_on_lines
+from sdpo_jax.training.directory.lines import METRICS, read_lines
 from sdpo_jax.training.directory.sealed import read_sealed
 from sdpo_jax.training.directory.workdir import located, no_run
 
@@ -37,6 +36,7 @@ class RunFiles:
   stopped: int | None  # The step at which alarms stopped the run.
   last: int | None  # The last finished step.
   remarks: tuple[str, ...]  # Sentences about missing data.
+  lost: tuple[str, ...]  # Sentences about lost files of rollouts and evaluations.
 
   @property
   def name(self) -> str:
@@ -71,8 +71,9 @@ def read_run(workdir: epath.PathLike, *, texts: bool = True) -> RunFiles:
   settings, remarks = _settings(workdir) if has_settings else ({}, [f'{CONFIG} is not there.'])
   if not has_metrics and 'trainer.total_training_steps' not in settings:
     raise no_run(workdir)
-  lines = read_metrics(workdir)
-  remarks += remarks_on_lines(workdir)
+  found = read_lines(workdir)
+  lines = found.kept
+  remarks += found.remarks()
   if not lines:
     remarks.append('No step is finished yet.')
   elif has_metrics and not any(isinstance(line.get('train/loss'), float | int) for line in lines if line['step'] > 0):
@@ -94,6 +95,7 @@ def read_run(workdir: epath.PathLike, *, texts: bool = True) -> RunFiles:
     stops[-1] if stops and stops[-1] == lines[-1]['step'] else None,
     lines[-1]['step'] if lines else None,
     tuple(remarks),
+    tuple(found.lost_results()),
   )
 
 

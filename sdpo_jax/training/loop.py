@@ -52,7 +52,7 @@ from sdpo_jax.training.checkpoint.digests import leaf_digests, state_digest
 from sdpo_jax.training.checkpoint.starting_state import StartingState
 from sdpo_jax.training.checkpoint.unfinished import Unfinished
 from sdpo_jax.training.directory import fingerprint, lost_checkpoints
-from sdpo_jax.training.directory.lines import STATE_DIGEST, UNGRADED_REASON, history, read_metrics, remarks
+from sdpo_jax.training.directory.lines import STATE_DIGEST, UNGRADED_REASON, history, read_lines
 from sdpo_jax.training.directory.ownership import Ownership, sole_user
 from sdpo_jax.training.directory.published_checkpoints import newest
 from sdpo_jax.training.directory.workdir import check_workdir, write_settings
@@ -214,7 +214,7 @@ def _steps_of(
       resuming.opened(config, workdir, ownership, like, say) as (checkpoints, resumed),
     ):
       step = 0 if resumed is None else resumed.step
-      continuation = fingerprint.start(workdir, config, continuation, step, ownership)
+      continuation = fingerprint.start(workdir, config, continuation, step, ownership, resumed.lost if resumed else ())
       for line in continuation.lines:
         say(line)
       ahead = Ahead(config, iterator, tokenizer)
@@ -349,7 +349,8 @@ class _Run:
     found = {}
     if self.writer is not None:
       self.writer.close()
-      found = {line['step']: values for line in read_metrics(self.session.workdir) if (values := evaluated(line))}
+      lines = read_lines(self.session.workdir).kept
+      found = {line['step']: values for line in lines if (values := evaluated(line))}
     step = self.saving.whole.step
     if skipped.too_many(self.skipped, config.trainer) and not self.alarms.stopped and not preempted:
       raise UserError(skipped.complaint(self.skipped, step, config.trainer))
@@ -439,12 +440,7 @@ class _Run:
     A run that was stopped by an alarm, or by too many skipped steps, stays stopped. The line of an unfinished step is
     left out.
     """
-    lines = history(self.session.workdir, written_before(step, unfinished))
-    lost = lost_checkpoints.lost_lines(self.session.workdir, step if unfinished is None else step - 1, lines)
-    missing = lost_checkpoints.lost_results(self.session.workdir, lines)
-    for sentence in (lost, missing, *remarks(self.session.workdir, step)) if self.ownership is not None else ():
-      if sentence:
-        self.announce(sentence)
+    lines = history(self.session.workdir, written_before(step, unfinished)).kept
     self.skipped = skipped.in_a_row(lines)
     self.alarms.replay(step, lines)
     for line in lines:

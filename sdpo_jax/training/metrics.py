@@ -57,7 +57,7 @@ class MetricsWriter:
     while True:
       if self._records is not None:
         self._seen = self._records.read(METRICS)
-      lines = history(workdir, resume_step)
+      lines = history(workdir, resume_step).kept
       text = ''.join(json.dumps(line) + '\n' for line in lines).encode()
       if self._replace(text):
         break

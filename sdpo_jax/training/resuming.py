@@ -12,11 +12,12 @@ from etils import epath
 from sdpo_jax import liveness
 from sdpo_jax.config import Config
 from sdpo_jax.distributed.cluster import barrier
+from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.checkpoint.unfinished import Unfinished
 from sdpo_jax.training.directory import lost_checkpoints
-from sdpo_jax.training.directory.lines import check_digest, history
+from sdpo_jax.training.directory.lines import STATE_DIGEST, MetricsLines, history
 from sdpo_jax.training.directory.ownership import Ownership
 from sdpo_jax.training.directory.workdir import open_workdir
 from sdpo_jax.types import TrainState
@@ -34,6 +35,7 @@ class Resumed:
   digest: str  # Of the state.
   unfinished: Unfinished | None  # The outstanding part of the step; None: its metrics line is written.
   recorded: bool  # Whether the step's metrics line has the same digest.
+  lost: Sequence[str]  # Sentences about lines and results that are lost, or not as they were written.
 
   def __str__(self) -> str:
     as_recorded = ', as in metrics.jsonl' if self.recorded else ''
@@ -83,22 +85,43 @@ def _resume(
   if restored is None:
     return None
   step, state, host = restored
-  digest = checkpoints.state_digest(step)
-  if is_unfinished(step, host, history(workdir, step)):  # A line of the step, if any, belongs to a later state.
-    return Resumed(step, state, host, digest, Unfinished.from_json(host[UNFINISHED]), recorded=False)
-  return Resumed(step, state, host, digest, None, check_digest(workdir, step, digest))
+  digest, lines = checkpoints.state_digest(step), history(workdir, step)
+  written, recorded = compared(step, host, digest, lines)
+  unfinished = None if written == step else Unfinished.from_json(host[UNFINISHED])
+  lost = [*lines.remarks(written), *lines.lost_results()]
+  return Resumed(step, state, host, digest, unfinished, recorded, lost)
 
 
-def is_unfinished(step: int, host: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> bool:
-  """Return whether part of the step from which a run resumes is outstanding.
+def compared(step: int, host: Mapping[str, Any], digest: str, lines: MetricsLines) -> tuple[int, bool]:
+  """Compare the checkpoint from which a run resumes with the metrics line of its step.
+
+  Part of the step is outstanding if the checkpoint says so and the step has no line: with one, it was finished after
+  the checkpoint was saved, unless the line reports a rollback. Then the checkpoint has the state before it, and the
+  rollback is repeated.
 
   Args:
     step: step of the checkpoint.
-    host: host state in the checkpoint.
-    lines: lines of metrics.jsonl up to that step. If the step has a line, it was finished after the checkpoint was
-      saved, unless the line reports a rollback: the checkpoint has the state before it, and the rollback is repeated.
+    host: host state in it.
+    digest: digest of its state.
+    lines: lines of metrics.jsonl up to that step at least.
+
+  Returns:
+    The last step that must have a line, `step` unless part of it is outstanding; and whether its line has the digest.
+
+  Raises:
+    UserError: the line has another digest.
   """
-  return UNFINISHED in host and all(line['step'] != step or line.get(alarms.ROLLBACK) is not None for line in lines)
+  own = [line for line in lines.kept if line['step'] == step]
+  if UNFINISHED in host and all(line.get(alarms.ROLLBACK) is not None for line in own):
+    return step - 1, False
+  recorded = [line[STATE_DIGEST] for line in own if STATE_DIGEST in line]
+  if recorded and recorded[-1] != digest:
+    raise UserError(
+      f'{lines.path} and the checkpoint of step {step} are not of the same run: the line of that step names the state '
+      f'{short_repr(recorded[-1])}, and the checkpoint holds {digest}. Restore the one that was changed, choose '
+      'another --workdir, or remove that line from metrics.jsonl if the checkpoint is the right one.'
+    )
+  return step, bool(recorded)
 
 
 def written_before(step: int, unfinished: Unfinished | None) -> int:

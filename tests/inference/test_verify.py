@@ -104,24 +104,24 @@ def publish(step):
       'damaged  checkpoints/4: its file host/metadata is mis',
     ),
     (lambda run: (run / 'checkpoints/4/manifest.json').unlink(), 1, 'damaged  checkpoints/4: it has no manifest.json'),
-    (replace('metrics.jsonl', '{"step": 3', '{"step": 2'), 1, 'damaged  metrics.jsonl: has several lines of step 2'),
-    (replace('metrics.jsonl', '{"step": 3', '{"step": 2'), 1, 'damaged  metrics.jsonl: has no line of step 3: the n'),
-    (replace('metrics.jsonl', '{"step": 3', '{"step"; 3'), 1, 'damaged  metrics.jsonl: line 3 is not an object with a'),
-    (append('metrics.jsonl', '{"ste'), 0, 'note     metrics.jsonl: its last line is cut off'),
-    (append('rollouts/4.jsonl', '{"ste\n'), 1, 'damaged  rollouts/4.jsonl: line 2 is not JSON'),
+    (replace('metrics.jsonl', '{"step": 3', '{"step": 2'), 1, '/run/metrics.jsonl has several lines of step 2.'),
+    (replace('metrics.jsonl', '{"step": 3', '{"step": 2'), 1, '/run/metrics.jsonl has no line of step 3, whose n'),
+    (replace('metrics.jsonl', '{"step": 3', '{"step"; 3'), 1, '/run/metrics.jsonl, line 3 is not JSON: the file was'),
+    (append('metrics.jsonl', '{"ste'), 0, 'note     metrics.jsonl: line 6 is cut off'),
+    (append('rollouts/4.jsonl', '{"ste\n'), 1, 'damaged  rollouts/4.jsonl: line 2 is not as it was'),
     (append('rollouts/4.jsonl', '7'), 1, 'damaged  rollouts/4.jsonl: its end is missing'),
-    (append('eval/4.json', '}'), 1, 'damaged  eval/4.json: is not JSON'),
+    (append('eval/4.json', '}'), 1, 'damaged  eval/4.json: is not as it was written (Ex'),
     (lambda run: ((run / 'metrics.jsonl').unlink(), (run / 'metrics.jsonl').mkdir()), 1, 'damaged  metrics.jsonl: '),
     (lambda run: (run / '.lock').mkdir(), 1, 'damaged  .lock: '),
     (lambda run: (run / 'config.json').write_text('{'), 1, 'damaged  config.json: '),
-    (lambda run: (run / 'config.json').unlink(), 1, 'damaged  config.json: is missing'),
-    (lambda run: (run / 'metrics.jsonl').unlink(), 0, 'note     metrics.jsonl: is missing'),
+    (lambda run: (run / 'config.json').unlink(), 1, 'earlier starts: config.json is missing.'),
+    (lambda run: (run / 'metrics.jsonl').unlink(), 1, 'is missing, and with it the lines of steps 1–4, whose'),
     (publish(4), 0, 'ok       checkpoints/4'),
     (publish(4), 0, 'ok       epochs.json: fencing epoch 0; the checkpoint of step 4 was published last'),
     (publish(0), 0, 'ok       rollouts: 1 file\n'),
-    (publish(6), 1, 'damaged  checkpoints: that of step 6 was published, but is missing'),
-    (lambda run: (publish(4)(run), (run / 'metrics.jsonl').unlink()), 1, 'damaged  metrics.jsonl: is missing'),
-    (lambda run: (run / 'metrics.jsonl').write_text(''), 1, 'damaged  metrics.jsonl: has no line of steps 1–3'),
+    (publish(6), 1, 'the checkpoint of step 6 was published and is no longer there'),
+    (lambda run: (publish(4)(run), (run / 'metrics.jsonl').unlink()), 1, 'damaged  metrics.jsonl: '),
+    (lambda run: (run / 'metrics.jsonl').write_text(''), 1, '/run/metrics.jsonl has no line of steps 1–4, whose'),
     (lambda run: (run / 'epochs.json').write_text('{}'), 1, 'damaged  epochs.json: '),
     (
       lambda run: (run / 'checkpoints/6.unfinished.1').mkdir(),
@@ -174,13 +174,13 @@ def cut(name, count):
   ('act', 'text'),
   [
     (lambda run: None, '3 lines, 3 with a state_digest, up to step 3'),
-    (cut('metrics.jsonl', 2), 'damaged  metrics.jsonl: lacks the line after which checkpoints/3 was written'),
-    (replace('metrics.jsonl', '"eval/sums/mean@2": 0.5', '"eval/sums/mean@2": 0.7'), 'damaged  metrics.jsonl: not as'),
+    (cut('metrics.jsonl', 2), '/run/metrics.jsonl has no line of step 3, whose numbers'),
+    (replace('metrics.jsonl', '"eval/sums/mean@2": 0.5', '"eval/sums/mean@2": 0.7'), 'metrics.jsonl, line 2 is not as'),
     (cut('rollouts/3.jsonl', 0), 'damaged  rollouts/3.jsonl: its end is missing'),
     (cut('rollouts/2.jsonl', 2), 'damaged  rollouts/2.jsonl: lines were removed, moved or altered before line 1'),
-    (replace('rollouts/2.jsonl', '"b"', '"d"'), 'damaged  rollouts/2.jsonl: not as written: line 2'),
-    (lambda run: (run / 'rollouts/1.jsonl').unlink(), 'damaged  rollouts/1.jsonl: is missing, though metrics.jsonl '),
-    (lambda run: shutil.rmtree(run / 'eval'), 'damaged  eval/2.json: is missing, though metrics.jsonl names it'),
+    (replace('rollouts/2.jsonl', '"b"', '"d"'), 'damaged  rollouts/2.jsonl: line 2 is not as it was'),
+    (lambda run: (run / 'rollouts/1.jsonl').unlink(), '/run/rollouts has no file of step 1 any more'),
+    (lambda run: shutil.rmtree(run / 'eval'), '/run/eval has no file of step 2 any more'),
     (replace('eval/2.json', '0.5', '0.6'), 'damaged  eval/2.json: '),
     (replace('config.json', '"seed": 0', '"seed": 1'), 'damaged  config.json: '),
   ],
@@ -189,7 +189,18 @@ def test_what_is_sealed_is_compared(written, tmp_path, act, text):
   run = pathlib.Path(shutil.copytree(written, tmp_path / 'run'))
   act(run)
   code, said = verified(run)
-  assert text in said and said.count('damaged  ') == code == text.startswith('damaged'), said
+  assert text in said and said.count('damaged  ') == code == (' with a state' not in text), said
+
+
+def test_the_summary_names_what_a_resume_is_refused_for(written, tmp_path):
+  run = pathlib.Path(shutil.copytree(written, tmp_path / 'run'))
+  replace('metrics.jsonl', '"eval/sums/mean@2": 0.5', '"eval/sums/mean@2": 0.7')(run)
+  replace('config.json', '"seed": 0', '"seed": 1')(run)
+  _, said = verified(run)
+  assert said.endswith(
+    ': 2 damaged; a resume is refused because of config.json, metrics.jsonl, for which a way out is named above; after '
+    'that, nothing would be lost: step 3 has a whole checkpoint.'
+  )
 
 
 def test_a_damaged_checkpoint_that_was_published_last_is_one_finding(run):
@@ -204,7 +215,7 @@ def test_another_state_than_the_line_of_the_step_is_damage(run):
   other = json.loads(text[3]) | {'state_digest': 'f' * 64}
   (run / 'metrics.jsonl').write_text(''.join([*text[:3], json.dumps(other) + '\n', text[4]]))
   code, said = verified(run)
-  assert code == verify.SOME_DAMAGED and 'damaged  checkpoints/4: it holds the state' in said
+  assert code == verify.SOME_DAMAGED and 'metrics.jsonl and the checkpoint of step 4 are not of the same run' in said
 
 
 def test_a_run_beside_the_working_directory_is_whole(run, tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ def opened(browser, tmp_path):
 
   def open_report(workdir, *compare, address='', reload_s=None, texts=True):
     output = tmp_path / 'page.html'
-    text, _, _ = report.Reporter([workdir, *compare], 10_000, texts=texts).page(reload_s)
+    text, *_ = report.Reporter([workdir, *compare], 10_000, texts=texts).page(reload_s)
     output.write_text(text)
     asked.append(output.as_uri() + address)
     browser.call('Page.navigate', url='about:blank')  # Another address of the same page would not load it again.
@@ -238,14 +238,14 @@ def test_an_open_page_takes_the_newer_one(opened, tmp_path):
   assert page.evaluate("document.getElementById('live').textContent") == 'live'
   with open(folder / 'metrics.jsonl', 'a') as file:
     file.write(''.join(json.dumps(metrics(step)) + '\n' for step in (2, 3, 4)))
-  text, _, _ = report.Reporter([folder], 10).page(1.0)
+  text, *_ = report.Reporter([folder], 10).page(1.0)
   (tmp_path / 'page.html').write_text(text)
   page.until("browser.page.runs[0].last === 4 && document.getElementById('live').hidden")
 
 
 def test_a_page_whose_data_are_damaged_says_so(browser, tmp_path):
   folder = report_runs.write(tmp_path / 'run', [metrics(1)])
-  text, _, _ = report.Reporter([folder], 10).page()
+  text, *_ = report.Reporter([folder], 10).page()
   path = tmp_path / 'page.html'
   path.write_text(text.replace('id="summary">', 'id="summary">AAAA'))
   browser.open(path.as_uri())

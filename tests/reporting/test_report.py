@@ -15,6 +15,7 @@ import pytest
 
 from sdpo_jax.errors import UserError
 from sdpo_jax.reporting import groups, page, report, rollouts, run_files
+from sdpo_jax.training.directory import sealed
 from tests import tiny
 from tests.reporting import report_runs
 from tests.reporting.report_runs import HOSTILE, config, metrics, rollout
@@ -91,7 +92,7 @@ def test_lines_of_a_process_that_had_lost_the_run_are_left_out(tmp_path):
   (folder / 'epochs.json').write_text('{}')  # Damaged: what fingerprint.json knows counts.
   run = run_files.read_run(folder)
   assert run.series['train/loss'][0] == [1, 2] and run.series['train/loss'][1][1] != 7.0
-  assert 'written by a process that had lost the run' in run.remarks[0]
+  assert '1 line (step 2) of a process that had lost the run' in run.remarks[0]
 
 
 @pytest.mark.parametrize(
@@ -220,8 +221,32 @@ def test_lines_that_are_no_rollouts_are_counted_and_values_of_other_types_left_o
   (folder / 'rollouts' / '1.jsonl').write_text('\n'.join(content))
   (folder / 'rollouts' / 'notes.txt').write_text('x')
   assert written(folder)[0].data('summary')['remarks'] == [
-    'run: 3 lines of rollouts/ are not rollouts and are left out.'
+    'run: rollouts/1.jsonl: line 4 is not as it was written.',
+    'run: 3 lines of rollouts/ are not rollouts and are left out.',
   ]
+
+
+def test_rollouts_and_evaluations_that_are_altered_or_lost_are_named(tmp_path):
+  named = [metrics(step) | {'rollout/recorded': 1, 'eval/t/mean@2': 0.5} for step in (1, 2, 3)]
+  folder = report_runs.write(tmp_path / 'run', named, {1: [rollout(1)], 2: [rollout(2)]})
+  (folder / 'eval').mkdir()
+  for step in (1, 3):
+    (folder / 'rollouts' / f'{step}.jsonl').write_text(sealed.seal_lines([rollout(step)], str(step)))
+    (folder / 'eval' / f'{step}.json').write_text(sealed.seal({'step': step, 'metrics': {}}))
+  lost = 'run: eval has no file of step 2 any more, though metrics.jsonl names one.'
+  assert written(folder)[0].data('summary')['remarks'] == [lost]
+  for name in ('rollouts/1.jsonl', 'eval/3.json'):
+    (folder / name).write_text((folder / name).read_text().replace('"step": ', '"step": 1'))
+  (folder / 'rollouts' / '3.jsonl').unlink()
+  assert written(folder)[0].data('summary')['remarks'] == [
+    'run: rollouts has no file of step 3 any more, though metrics.jsonl names one.',
+    lost,
+    'run: eval/3.json: is not as it was written (it does not agree with its sha256).',
+    'run: rollouts/1.jsonl: line 1 is not as it was written.',
+  ]
+  (folder / 'eval' / '3.json').unlink()
+  (folder / 'eval' / '3.json').mkdir()
+  assert 'eval/3.json is a folder where a file belongs' in written(folder)[0].data('summary')['remarks'][2]
 
 
 @pytest.mark.parametrize(
@@ -324,7 +349,8 @@ def test_a_page_has_as_many_rollouts_as_its_megabytes_hold(tmp_path, monkeypatch
   monkeypatch.setattr(rollouts, 'PIECE', 3000)
   noise = [hashlib.sha512(bytes([place])).hexdigest() for place in range(20)]
   steps = {step: [rollout(step, group, text) for group, text in enumerate(noise)] for step in (1, 2)}
-  runs = [report_runs.write(tmp_path / name, [metrics(2)], steps, config(seed=seed)) for seed, name in enumerate('ab')]
+  lines = [metrics(1), metrics(2)]
+  runs = [report_runs.write(tmp_path / name, lines, steps, config(seed=seed)) for seed, name in enumerate('ab')]
   whole, said = written(*runs, max_rollouts=1000)
   assert len(whole.data('summary')['rollouts']['step']) == 80
   size = (runs[0] / 'page.html').stat().st_size

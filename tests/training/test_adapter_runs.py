@@ -46,7 +46,7 @@ def begin(config, workdir):
     parts = fingerprint.take(config, tokenizer, iterator, [], graders)
   made, factors = opening.make_session(config, workdir, tokenizer)
   with sole_user(workdir, print) as ownership:
-    fingerprint.start(workdir, config, fingerprint.compare(workdir, config, parts), 0, ownership)
+    fingerprint.start(workdir, config, fingerprint.compare(workdir, config, parts), 0, ownership, [])
     write_settings(config, workdir)
   state = place_state(update_spec(config), factors, made.mesh, made.policy.parameter_table())
   draw = np.random.default_rng(1)

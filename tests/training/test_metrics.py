@@ -12,8 +12,9 @@ import pytest
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.training import metrics, saving
-from sdpo_jax.training.directory.lines import check_digest, history, read_metrics
+from sdpo_jax.training.directory.lines import history, read_metrics
 from sdpo_jax.training.joint_errors import JointErrors
+from sdpo_jax.training.resuming import compared
 
 
 def quiet() -> Config:
@@ -134,16 +135,17 @@ def test_a_block_that_did_not_reach_the_disk_does_not_keep_a_run_from_going_on(t
   content = content[:4096] + bytes(4096) + content[8192:]  # A file system need not write blocks in their order.
   (tmp_path / 'metrics.jsonl').write_bytes(content)
   assert [line['step'] for line in read_metrics(tmp_path)] == [1, 2, 6]
-  assert [line['step'] for line in history(tmp_path, 2)] == [1, 2]
+  assert [line['step'] for line in history(tmp_path, 2).kept] == [1, 2]
 
 
 def test_a_line_that_names_another_state_than_the_checkpoint_stops_the_run(tmp_path):
   records = [{'step': 1, 'state_digest': 'a' * 64}, {'step': 2}, {'step': 3, 'state_digest': 'b' * 64}]
   (tmp_path / 'metrics.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records))
-  assert check_digest(tmp_path, 1, 'a' * 64)
-  assert not check_digest(tmp_path, 2, 'a' * 64)
-  assert not check_digest(tmp_path / 'none', 1, 'a' * 64)
+  lines = history(tmp_path, 3)
+  assert compared(1, {}, 'a' * 64, lines) == (1, True)
+  assert compared(2, {}, 'a' * 64, lines) == (2, False)
+  assert compared(1, {}, 'a' * 64, history(tmp_path / 'none', 1)) == (1, False)
   with pytest.raises(
     UserError, match=r'metrics.jsonl and the checkpoint of step 3 are not of the same run: .*bbb.* aaa'
   ):
-    check_digest(tmp_path, 3, 'a' * 64)
+    compared(3, {}, 'a' * 64, lines)

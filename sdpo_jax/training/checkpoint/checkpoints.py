@@ -366,7 +366,8 @@ class Checkpoints:
         state, host = self._restored(step, like)
       except DamagedError as error:
         failures[step] = str(error)
-        self._say(f'The checkpoint of step {step} cannot be read ({error}); trying the one before it.')
+        before = 'trying the one before it' if len(untried) > 1 else 'there is none before it'
+        self._say(f'The checkpoint of step {step} cannot be read ({error}); {before}.')
         continue
       if not self._read_only:
         for other, problem in self._unranked.items():
@@ -375,19 +376,8 @@ class Checkpoints:
         unranked = [other for other, problem in self._unranked.items() if not problem.out_of_reach]
         self._set_aside([*failures, *unranked])
       return step, state, host
-    if failures and set(failures.values()) == {NO_MANIFEST}:
-      raise UserError(
-        f'None of the checkpoints in {self.directory} has a {MANIFEST}: an earlier version of sdpo_jax wrote them, or '
-        'those files were lost. They cannot be verified, so that no run resumes from them, and are left unchanged. '
-        'Continue with the version that wrote them, or choose another --workdir; launch.export, evaluate and sample '
-        'read them.'
-      )
     if failures:
-      raise UserError(
-        f'None of the checkpoints in {self.directory} can be read '
-        f'({"; ".join(f"step {step}: {reason}" for step, reason in failures.items())}): '
-        'repair or remove them, or choose another --workdir.'
-      )
+      raise none_whole(self.directory, failures)
     return None
 
   def restore_step(self, step: int, like: TrainState) -> TrainState:
@@ -405,8 +395,8 @@ class Checkpoints:
       return self._restored(step, like)[0]
     except DamagedError as error:
       raise UserError(
-        f'The checkpoint of step {step} in {self.directory} cannot be read ({error}): repair it, or '
-        'remove it and start the same command again.'
+        f'The checkpoint of step {step} in {self.directory} cannot be read ({error}): start the '
+        'same command again, which goes on from the newest one that can be read.'
       ) from error
 
   def _restored(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
@@ -514,6 +504,17 @@ class _Problem:
     # Orbax wraps TensorStore's error about an array in an Exception with the array's whole specification.
     told = error.__cause__ if type(error) is Exception and error.__cause__ is not None else error
     return cls(first_line(told), is_out_of_reach(error))
+
+
+def none_whole(directory: epath.Path, failures: Mapping[int, str]) -> UserError:
+  """Return the error for a run without a whole checkpoint, given what is wrong with those in `directory` by step."""
+  reasons = '; '.join(f'step {step}: {reason}' for step, reason in failures.items())
+  earlier = f'; launch.export, evaluate and sample read one without {MANIFEST}, as does the version that wrote it'
+  return UserError(
+    f'None of the checkpoints in {directory} is whole ({reasons}). To begin again at step 0, move that folder away and '
+    'add --restart to launch.train; else restore one, or choose another --workdir'
+    f'{earlier if NO_MANIFEST in failures.values() else ""}.'
+  )
 
 
 def _manifest(folder: epath.Path, epochs: Epochs) -> CheckpointManifest:

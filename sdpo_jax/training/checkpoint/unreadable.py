@@ -17,7 +17,8 @@ _STATUS = re.compile(
   'PERMISSION_DENIED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|UNAUTHENTICATED|ABORTED|CANCELLED|INTERNAL'
 )
 _CODE = re.compile(r"os_error_code='(\d+)'")  # In TensorStore's messages.
-_READ = re.compile(r'coro=<async_deserialize\(|coroutine object _read_array_index')  # Orbax's reading of an array.
+# Orbax's reading of an array, and what it raises.
+_READ = re.compile(r'coro=<async_deserialize\(|(coro=<|object )_read_array_index|error while reading array index')
 _HTTP = {401, 403, 407, 408, 429}  # And all codes from 500 on.
 
 

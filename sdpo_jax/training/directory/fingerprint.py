@@ -21,7 +21,7 @@ import jax
 
 import sdpo_jax
 from sdpo_jax.config import Config, ModelConfig, rewards
-from sdpo_jax.config.overrides import ROUNDING, Differences, differences
+from sdpo_jax.config.overrides import ROUNDING, Differences
 from sdpo_jax.data import pipeline, sources
 from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.environments import grader_code, registry
@@ -35,7 +35,7 @@ from sdpo_jax.training.directory import starts
 from sdpo_jax.training.directory.epochs import FENCING_EPOCH
 from sdpo_jax.training.directory.published_checkpoints import newest
 from sdpo_jax.training.directory.starts import Parts
-from sdpo_jax.training.directory.workdir import saved_settings
+from sdpo_jax.training.directory.workdir import changed_settings
 from sdpo_jax.training.documents import Texts, read_texts
 from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.types import Example
@@ -243,15 +243,10 @@ def compare(
   step = newest(workdir) if step is None else step
   if step == 0:
     return Continuation(parts, step, Differences([], [], {}, []))
-  settings = differences(saved_settings(workdir), config) if settings is None else settings
-  before = starts.trained_by(starts.read(workdir), step)
-  unknown = []
-  if before is None:
-    unknown.append(
-      f'{epath.Path(workdir) / starts.FINGERPRINT} does not record the tokenizer, data and graders of the steps up to '
-      f'{step}: whether they are the same now is not checked. From now on it is.'
-    )
-  before = {name: part for name, part in (before or {}).items() if name in parts}
+  settings = changed_settings(workdir, config) if settings is None else settings
+  earlier = starts.read(workdir)
+  unknown = starts.unrecorded(workdir, earlier, step)
+  before = {name: part for name, part in (starts.trained_by(earlier, step) or {}).items() if name in parts}
   if 'adapter' in before and any(before['adapter'].get(name) != parts['adapter'].get(name) for name in ARRAYS):
     raise UserError(
       f'{workdir} was trained with another adapter ({_listed(_changes(["adapter"], before, parts))}), so that its '
@@ -362,7 +357,7 @@ def adapter_changes(workdir: epath.PathLike, config: Config, step: int) -> list[
 
 
 def start(
-  workdir: epath.Path, config: Config, found: Continuation, step: int, ownership: Ownership | None
+  workdir: epath.Path, config: Config, found: Continuation, step: int, ownership: Ownership | None, lost: Sequence[str]
 ) -> Continuation:
   """Add this start to `fingerprint.json`, and return `found`; it is compared again if another step is resumed.
 
@@ -373,6 +368,7 @@ def start(
     step: step from which the run actually resumes. At step 0 earlier starts are forgotten, since nothing is left of
       what they trained.
     ownership: ownership of the run; None on processes that do not write.
+    lost: sentences about what the run has lost. Those that no earlier start has recorded become lines.
 
   Raises:
     UserError: as in `compare`, or another process has taken over the run.
@@ -382,6 +378,10 @@ def start(
   if ownership is None:
     return found
   before = list(starts.read(workdir)) if step else []
+  known = {phrase for start in before for phrase in start.get('lost', ())}
+  said = {sentence.removeprefix(f'{workdir}/'): sentence for sentence in lost}
+  new = [phrase for phrase in said if phrase not in known]
+  found = dataclasses.replace(found, lines=[*found.lines, *(said[phrase] for phrase in new)])
   entry = {
     'step': step,
     FENCING_EPOCH: ownership.epoch,
@@ -389,8 +389,8 @@ def start(
     'changes': list(found.changes),
     'accepted': list(found.accepted),
   }
-  if starts.parts_of(before) != found.parts:
-    entry['parts'] = found.parts
+  entry |= {'lost': new} if new else {}
+  entry |= {'parts': found.parts} if starts.parts_of(before) != found.parts else {}
   ownership.check()
   starts.write(workdir, [*before, entry])
   return found

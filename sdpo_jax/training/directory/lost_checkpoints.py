@@ -7,19 +7,18 @@ records the step of the last published checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import errno
 import itertools
 import logging
 import os
-from typing import Any
 
 from etils import epath
 
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import is_local, make_directory, read_bytes, sync_directory
+from sdpo_jax.tables import named_steps
 from sdpo_jax.training.directory.epochs import EPOCHS, Epochs
-from sdpo_jax.training.directory.lines import METRICS, expected_results, spans
 from sdpo_jax.training.directory.locks import unwritable
 from sdpo_jax.training.directory.ownership import Ownership
 from sdpo_jax.training.directory.published_checkpoints import published_steps
@@ -45,8 +44,7 @@ def settle(workdir: epath.Path, ownership: Ownership, *, restart: bool, say: Cal
   if record.restarting is not None:
     # If the disk with the checkpoints has been mounted meanwhile, they are moved, too.
     steps = published_steps(workdir)
-    what = 'checkpoint of step' if len(steps) == 1 else 'checkpoints of steps'
-    back = f', including the {what} {spans(steps)},' if steps else ''
+    back = f', including checkpoints ({named_steps(steps)}),' if steps else ''
     say(
       f'A --restart of {workdir} was interrupted: the rest of the old results{back} is moved to '
       f'{workdir / BEFORE_RESTART / str(record.restarting)}, and the run begins again at step 0.'
@@ -66,23 +64,37 @@ def settle(workdir: epath.Path, ownership: Ownership, *, restart: bool, say: Cal
       f'--restart does nothing here: the checkpoint of step {steps[-1]} is there. To begin again at step 0, choose '
       'another --workdir.'
     )
-  if not steps:
+  if sentence := _newest_lost(workdir, record):
+    say(sentence)
+
+
+def check_not_lost(workdir: epath.PathLike, say: Callable[[str], None] = _logger.warning) -> str | None:
+  """Return what a start without --restart says of lost checkpoints; nothing is written.
+
+  Args:
+    workdir: directory of the run.
+    say: receives a sentence if `epochs.json` is damaged.
+
+  Raises:
+    UserError: it is refused, since all are lost.
+  """
+  path = epath.Path(workdir) / EPOCHS
+  content = read_bytes(path, 'make it readable') if path.exists() else None
+  record = recorded(path.parent, content, say)
+  # Otherwise the start completes the restart.
+  return None if record.restarting is not None else _newest_lost(path.parent, record)
+
+
+def _newest_lost(workdir: epath.Path, record: Epochs) -> str | None:
+  """Return a sentence if the checkpoint that was published last is lost; raise UserError if all are."""
+  if not (steps := published_steps(workdir)):
     refuse_loss(workdir, record)
   elif steps[-1] < record.published:
-    say(
+    return (
       f'{workdir / "checkpoints"}: the checkpoint of step {record.published} was published and is no longer there; '
       f'the newest is that of step {steps[-1]}.'
     )
-
-
-def check_not_lost(workdir: epath.Path) -> None:
-  """Raise UserError if a start without --restart would be refused for lost checkpoints; nothing is written."""
-  path = epath.Path(workdir) / EPOCHS
-  if not published_steps(workdir):
-    content = read_bytes(path, 'make it readable') if path.exists() else None
-    record = recorded(path.parent, content, _logger.warning)
-    if record.restarting is None:  # Otherwise the start completes the restart.
-      refuse_loss(path.parent, record)
+  return None
 
 
 def refuse_loss(workdir: epath.Path, record: Epochs) -> None:
@@ -94,33 +106,6 @@ def refuse_loss(workdir: epath.Path, record: Epochs) -> None:
       f'folder that holds {workdir / "checkpoints"}; or add --restart to begin again at step 0, which moves what is '
       f'there to {workdir / BEFORE_RESTART}.'
     )
-
-
-def lost_lines(workdir: epath.Path, step: int, lines: Sequence[dict[str, Any]]) -> str | None:
-  """Return a sentence about steps that are missing in `metrics.jsonl`; None if none are.
-
-  Args:
-    workdir: directory of the run.
-    step: step from which it resumes.
-    lines: lines of metrics.jsonl.
-  """
-  missing = sorted(set(range(1, step + 1)) - {line['step'] for line in lines})
-  if not missing:
-    return None
-  path = workdir / METRICS
-  if len(missing) == step and not lines:
-    what = 'is empty' if path.exists() else 'is missing'
-    return f'{path} {what}: the metrics of steps 1–{step} are lost, and so is the history of alarms. The run continues.'
-  number = 'step' if len(missing) == 1 else 'steps'
-  return f'{path} has no line of {number} {spans(missing)}: their metrics are lost. The run continues.'
-
-
-def lost_results(workdir: epath.Path, lines: Sequence[dict[str, Any]]) -> str | None:
-  """Return a sentence about files in `rollouts/` and `eval/` that lines name but are lost; None if none are."""
-  folders = [workdir / name for name in ('rollouts', 'eval') if (workdir / name).is_dir()]
-  there = {f'{folder.name}/{path.name}' for folder in folders for path in folder.iterdir()}
-  missing = sorted(expected_results(lines) - there)
-  return f'{workdir}: {", ".join(missing)} was written and is no longer there. The run continues.' if missing else None
 
 
 def _move(workdir: epath.Path, number: int, ownership: Ownership) -> None:

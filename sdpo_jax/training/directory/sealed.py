@@ -16,6 +16,7 @@ from etils import epath
 
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import read_bytes, read_json_object
+from sdpo_jax.tables import spans
 
 SEAL = 'sha256'  # Key of the SHA-256 of all other entries.
 LINE_DIGEST = 'line_digest'  # Key of a line's digest.
@@ -109,6 +110,38 @@ def seal_lines(lines: Sequence[Mapping[str, Any]], name: str) -> str:
     before = line_digest(json.dumps(line, allow_nan=False), before)
     texts.append(json.dumps({**line, LINE_DIGEST: before}) + '\n')
   return ''.join(texts)
+
+
+def result_fault(name: str, content: bytes) -> tuple[str | None, bool]:
+  """Return what is wrong with the content of a file in `rollouts/` or `eval/`, None if nothing; and if it has a seal.
+
+  Args:
+    name: the file's name: a step, and `.json` for an object or `.jsonl` for lines of them.
+    content: its content.
+  """
+  if name.endswith('.json'):
+    try:
+      unseal(content)
+    except ValueError as error:
+      if is_sealed(content) or isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+        return f'is not as it was written ({first_line(error)})', True
+    return None, is_sealed(content)
+  *parts, end = content.split(b'\n')
+  if end or not parts:  # Every step has samples.
+    return 'its end is missing', True
+  before, states = beginning(name.partition('.')[0], len(parts)), {state: [] for state in STATES}
+  for number, part in enumerate(parts, 1):
+    state, before = check_line(part, before)
+    try:
+      json.loads(part)
+    except (ValueError, RecursionError):
+      state = ALTERED
+    states[state].append(number)
+  if altered := states[ALTERED]:
+    return f'line {spans(altered)} is not as it was written', True
+  if misplaced := states[MISPLACED]:
+    return f'lines were removed, moved or altered before line {spans(misplaced)}', True
+  return None, not states[UNSEALED]
 
 
 def beginning(name: str, count: int) -> str:

@@ -6,6 +6,7 @@
 `step` is that of the checkpoint from which a start resumed, and `fencing_epoch` the number of the start (`epochs`).
 `changes` are phrases about inputs that had changed by then, and `accepted` are the changed parts that
 `trainer.accept_changes` allowed. `parts` (`fingerprint.take`) are left out if they equal those of the start before.
+`lost`, which most starts do not have, are the sentences about lost lines and results that were new then.
 """
 
 from __future__ import annotations
@@ -56,6 +57,16 @@ def trained_by(starts: Sequence[Mapping[str, Any]], step: int) -> Parts | None:
   """Return the parts of the start that trained the checkpoint of `step`; None if unknown."""
   last = max((at for at, start in enumerate(starts) if start['step'] < step), default=None)
   return None if last is None else parts_of(starts[: last + 1])
+
+
+def unrecorded(workdir: epath.PathLike, starts: Sequence[Mapping[str, Any]], step: int) -> list[str]:
+  """Return a sentence if a resume from `step` cannot be compared with the start that trained its checkpoint."""
+  path, known = epath.Path(workdir) / FINGERPRINT, not step or trained_by(starts, step) is not None
+  sentence = (
+    f'{path} does not record the tokenizer, data and graders of the steps up to {step}: whether they are the same now '
+    'is not checked. From now on it is.'
+  )
+  return [] if known else [sentence]
 
 
 def parts_of(starts: Sequence[Mapping[str, Any]]) -> Parts | None:

@@ -11,7 +11,7 @@ import jax
 
 from sdpo_jax.config import Config
 from sdpo_jax.config.fields import did_you_mean
-from sdpo_jax.config.overrides import differences
+from sdpo_jax.config.overrides import Differences, differences
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import (
   is_local,
@@ -24,7 +24,7 @@ from sdpo_jax.files import (
 from sdpo_jax.models.remote_files import readable
 from sdpo_jax.training.directory import sealed
 from sdpo_jax.training.directory.epochs import EPOCHS
-from sdpo_jax.training.directory.lines import METRICS, history, raw_lines
+from sdpo_jax.training.directory.lines import METRICS, history
 from sdpo_jax.training.directory.locks import unwritable
 from sdpo_jax.training.directory.published_checkpoints import CHECKPOINTS, DAMAGED, newest
 from sdpo_jax.training.directory.starts import FINGERPRINT
@@ -43,7 +43,7 @@ _OTHERS = {
   'cartridge.json': 'it is a cartridge, passed as --cartridge with its --model',
   'config.json': 'its config.json is not that of a run; a model is passed as --model',
 }
-ANOTHER, UNREADABLE = 'restore it or choose another --workdir', 'make it readable or choose another'
+UNREADABLE = 'make it readable or choose another'
 
 
 def saved_settings(workdir: epath.PathLike) -> dict[str, Any]:
@@ -52,7 +52,25 @@ def saved_settings(workdir: epath.PathLike) -> dict[str, Any]:
   Raises:
     UserError: it cannot be read or does not hold an object.
   """
-  return sealed.read_sealed(epath.Path(workdir) / 'config.json', ANOTHER)
+  way_out = 'restore it, or remove it, after which a resume does not compare its settings with earlier ones'
+  return sealed.read_sealed(epath.Path(workdir) / 'config.json', way_out)
+
+
+def changed_settings(workdir: epath.PathLike, config: Config) -> Differences:
+  """Return how settings differ from those of the start before; if `config.json` is missing, only that it is.
+
+  Raises:
+    UserError: the file cannot be read, or is missing and so are checkpoints, so that this may be any run.
+  """
+  workdir = epath.Path(workdir)
+  if (workdir / 'config.json').exists():
+    return differences(saved_settings(workdir), config)
+  if not newest(workdir):
+    raise UserError(
+      f'{workdir} holds a run without config.json and without checkpoints: add --restart to begin again at step 0, '
+      f'which moves what is there to {workdir / BEFORE_RESTART}, restore them, or choose another --workdir.'
+    )
+  return Differences([], [], {'Settings are not compared with those of earlier starts': ['config.json is missing']}, [])
 
 
 def located(workdir: epath.PathLike) -> epath.Path:
@@ -88,7 +106,7 @@ def no_run(workdir: epath.Path) -> UserError:
   elif runs := _runs_in(workdir):
     what = f'it holds runs; name one of them, such as {runs[0]}.'
   else:
-    lost = 'restore that file' if CHECKPOINTS in there else 'name the --workdir of launch.train'
+    lost = 'restore it, or resume the run' if CHECKPOINTS in there else 'name the --workdir of launch.train'
     what = f'there is no config.json in it; {lost}.'
   return UserError(f'{workdir} is not a run: {what}')
 
@@ -119,15 +137,13 @@ def check_workdir(config: Config, workdir: epath.PathLike, *, restart: bool = Fa
   workdir = located(workdir)
   with readable(f'--workdir={workdir}', UNREADABLE):
     there = _check_layout(workdir)
-    trained = CHECKPOINTS in there and any((workdir / CHECKPOINTS).iterdir())
+    trained = bool(newest(workdir))
     whole = None if trained else _run_around(workdir)
   if whole is not None and workdir.relative_to(whole).parts[0] in FOLDERS:
     raise UserError(f'--workdir={workdir} is part of the run {whole}: name that, or a directory outside it.')
   if not trained and (restart or METRICS not in there):
     return workdir
-  if 'config.json' not in there:
-    raise UserError(f'{workdir} holds a run without config.json: restore that file or choose another --workdir.')
-  found = differences(saved_settings(workdir), config)
+  found = changed_settings(workdir, config)
   if found.refused:
     named = ','.join([*config.trainer.accept_changes, *found.ways_out])
     insist = f', or insist with --config.trainer.accept_changes={named}' if found.ways_out else ''
@@ -135,34 +151,28 @@ def check_workdir(config: Config, workdir: epath.PathLike, *, restart: bool = Fa
       f'{workdir} holds a run with other settings: {"; ".join(found.refused)}. '
       f'Use the settings of that run, or another --workdir{insist}.'
     )
-  history(workdir, newest(workdir)) or raw_lines(workdir)  # Raise for damaged lines before anything is compiled.
+  history(workdir, newest(workdir))  # Raises for damaged lines before anything is compiled.
   return workdir
-
-
-def _there(path: epath.Path) -> bool:
-  """Return whether a path exists, even as a broken link."""
-  return path.exists() or (is_local(path) and os.path.islink(path))
 
 
 def _check_layout(workdir: epath.Path) -> set[str]:
   """Return which of a run's files and folders exist; raise UserError if one has the wrong kind."""
   if workdir.exists() and not workdir.is_dir():
     raise UserError(f'--workdir={workdir} is a file: name a directory.')
-  there = {name for name in (*FILES, *FOLDERS) if _there(workdir / name)}
+  exists = os.path.lexists if is_local(workdir) else epath.Path.exists  # A broken link is there, too.
+  there = {name for name in (*FILES, *FOLDERS) if exists(workdir / name)}
   for name in sorted(there):
     if is_local(workdir) and os.path.islink(workdir / name):
       raise UserError(
         f'{workdir / name} is a link, which a run does not write through: replace it with its target, or make the '
         'whole --workdir a link.'
       )
-    if (workdir / name).is_dir() != (name in FOLDERS):
-      found, wanted = ('file', 'folder') if name in FOLDERS else ('folder', 'file')
+    is_file = not is_local(workdir) or os.path.isfile(workdir / name)  # Opening a pipe may block.
+    found = 'folder' if (workdir / name).is_dir() else 'file' if is_file else 'pipe or a device'
+    wanted = 'folder' if name in FOLDERS else 'file'
+    if found != wanted:
       raise UserError(
         f'{workdir / name} is a {found} where the run needs a {wanted}: move it away or choose another --workdir.'
-      )
-    if name in FILES and is_local(workdir) and not os.path.isfile(workdir / name):  # Opening a pipe may block.
-      raise UserError(
-        f'{workdir / name} is a pipe or a device where the run needs a file: move it away or choose another --workdir.'
       )
   return there
 

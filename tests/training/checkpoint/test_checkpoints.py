@@ -447,7 +447,8 @@ def test_without_a_manifest_nothing_is_resumed_but_a_reader_may_look(tmp_path, c
   save_steps(tmp_path, {1: {}}).close()
   (tmp_path / 'checkpoints' / '1' / 'manifest.json').unlink()
   with pytest.raises(
-    UserError, match=r'None of the checkpoints .* has a manifest\.json: .* Continue with the version that wrote them'
+    UserError,
+    match=r'None of the checkpoints .* is whole .*has no manifest\.json, .* as does the version that wrote it\.',
   ):
     Checkpoints(tmp_path).restore(make_state(0))
   assert (tmp_path / 'checkpoints' / '1').is_dir()
@@ -746,6 +747,8 @@ def test_what_is_printed_of_reads_that_were_given_up_is_left_out_and_nothing_els
   ):
     sys.unraisablehook(types.SimpleNamespace(exc_value=error, object=place))
   assert printed == ['another', 'of a user']
-  for coroutine in ('async_deserialize', 'main'):
+  for coroutine in ('async_deserialize', '_read_array_index_and_device_put', 'main'):
     logger.error('Task exception was never retrieved\nfuture: <Task finished coro=<%s() done>>', coroutine)
+  error = Exception('Encountered error while reading array index: (slice(0, 3, 1),)')
+  logger.error('_GatheringFuture exception was never retrieved\nfuture: <_GatheringFuture exception=%r>', error)
   assert len(caplog.records) == 1 and 'coro=<main()' in caplog.text

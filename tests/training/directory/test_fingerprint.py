@@ -326,7 +326,7 @@ def begin(config, workdir):
     parts = fingerprint.take(config, tokenizer, iterator, held_out, graders)
   made, parameters = opening.make_session(config, workdir, tokenizer)
   with sole_user(workdir, print) as ownership:
-    fingerprint.start(workdir, config, fingerprint.compare(workdir, config, parts), 0, ownership)
+    fingerprint.start(workdir, config, fingerprint.compare(workdir, config, parts), 0, ownership, [])
     write_settings(config, workdir)
   state = place_state(update_spec(config), parameters, made.mesh)
   state = state.replace(step=jax.device_put(np.int32(1), state.step.sharding))
@@ -466,7 +466,7 @@ def test_a_start_that_is_refused_leaves_the_settings_of_the_run_as_they_are(run)
   manifest = folder / 'run' / 'checkpoints' / '1' / 'manifest.json'
   before, text = (folder / 'run' / 'config.json').read_bytes(), manifest.read_text()
   manifest.unlink()
-  with pytest.raises(UserError, match='Continue with the version that wrote them'):
+  with pytest.raises(UserError, match='as does the version that wrote it'):
     go_on(folder, config, test_freq=2)
   assert (folder / 'run' / 'config.json').read_bytes() == before
   manifest.write_text(text)

@@ -198,7 +198,7 @@ def test_an_interrupted_restart_goes_on_though_the_checkpoints_are_back_and_over
   (folder / 'metrics.jsonl').write_text('{"step": 1}\n')
   before = {**content(folder), 'config.json': (folder / 'config.json').read_text()}
   said, record = settle(folder)
-  assert 'was interrupted: the rest of the old results, including the checkpoint of step 4, is moved to' in said[0]
+  assert 'was interrupted: the rest of the old results, including checkpoints (step 4), is moved to' in said[0]
   assert 'the run begins again at step 0' in said[0] and record.restarting is None and record.published == 0
   after = content(folder)
   assert sorted(before.values()) == sorted(after.values()) and all(name.startswith('before_') for name in after)
@@ -253,27 +253,3 @@ def test_in_a_store_without_folders_each_object_is_moved_for_itself(folder, monk
   _, record = settle(folder)
   assert content(folder) == {f'before_restart/1/{name}': text for name, text in before.items()}
   assert record.restarting is None and record.published == 0
-
-
-def test_lines_that_are_missing_are_named_by_their_steps(folder):
-  folder.mkdir()
-  lines = [{'step': step} for step in (0, 1, 3, 7, 8)]
-  assert lost_checkpoints.lost_lines(folder, 3, lines).startswith(f'{folder}/metrics.jsonl has no line of step 2: ')
-  assert 'has no line of steps 2, 4–6: ' in lost_checkpoints.lost_lines(folder, 8, lines)
-  assert lost_checkpoints.lost_lines(folder, 1, lines) is None and lost_checkpoints.lost_lines(folder, 0, []) is None
-  assert 'metrics.jsonl is missing: the metrics of steps 1–8 are lost' in lost_checkpoints.lost_lines(folder, 8, [])
-  (folder / 'metrics.jsonl').touch()
-  assert 'metrics.jsonl is empty: ' in lost_checkpoints.lost_lines(folder, 8, [])
-
-
-def test_rollouts_and_evaluations_that_lines_name_are_missed(tmp_path):
-  for name in ('rollouts/1.jsonl', 'rollouts/2.jsonl', 'eval/2.json'):
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text('{}\n')
-  lines = [{'step': step, 'rollout/recorded': 4} for step in (1, 2)] + [{'step': 3, 'train/loss': 1.0}]
-  lines[1]['eval/sums/mean@2'] = 0.5
-  assert lost_checkpoints.lost_results(epath.Path(tmp_path), lines) is None
-  (tmp_path / 'rollouts/1.jsonl').unlink()
-  (tmp_path / 'eval/2.json').unlink()
-  said = lost_checkpoints.lost_results(epath.Path(tmp_path), lines)
-  assert said == f'{tmp_path}: eval/2.json, rollouts/1.jsonl was written and is no longer there. The run continues.'

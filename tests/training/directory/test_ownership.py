@@ -19,7 +19,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.training import metrics
 from sdpo_jax.training.directory import epochs, lock_owner, locks, ownership, sealed, starts
-from sdpo_jax.training.directory.lines import history, read_metrics, remarks
+from sdpo_jax.training.directory.lines import history, read_lines, read_metrics
 
 # Owns a directory until it is told to end, or checks whether it still does.
 HOLD = """
@@ -437,16 +437,12 @@ def test_what_a_fenced_process_wrote_is_left_out_and_named(folder, caplog):
   kept = [(line['step'], line.get('fencing_epoch')) for line in read_metrics(folder)]
   # Step 5 was written by nobody's epoch, but before step 0 of epoch 1: an earlier version's run began anew there.
   assert kept == [(6, 1), (7, 2), (8, 2), (9, 4), (10, 4)]
-  assert 'lines of steps 5, 7, 9–10 were written by a process that had lost the run' in caplog.text
+  assert '5 lines (steps 5, 7, 9–10) of a process that had lost the run' in caplog.text
   caplog.clear()
-  assert [line['step'] for line in history(folder, 8)] == [
-    6,
-    7,
-    8,
-  ] and not caplog.text  # A resume says it once.
+  assert [line['step'] for line in history(folder, 8).kept] == [6, 7, 8] and not caplog.text  # A resume says it once.
   # Of what comes after, a resume at 8 has no need anyway.
-  assert remarks(folder, 8)[0].startswith(f'{folder}/metrics.jsonl: lines of steps 5, 7 were')
-  assert not any('another' in remark for remark in remarks(folder, 4))
+  assert f'{folder}/metrics.jsonl: 2 lines (steps 5, 7) of a process' in ' '.join(history(folder, 8).remarks(8))
+  assert not any('another' in remark for remark in read_lines(folder, 4).remarks(4))
 
 
 def test_starts_that_are_forgotten_fence_nothing_more(folder):

@@ -10,7 +10,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.training import boards, metrics
 from sdpo_jax.training.directory import epochs, lock_owner, sealed
-from sdpo_jax.training.directory.lines import history, read_metrics, remarks
+from sdpo_jax.training.directory.lines import history, read_lines, read_metrics
 from tests.training_states import flipped
 
 STEPS = 4
@@ -60,62 +60,62 @@ def test_several_starts_write_one_chain(tmp_path):
   assert write(tmp_path / 'two', STEPS - 1, STEPS) == whole  # It drops a line and writes it again.
   one, two = ((tmp_path / name / 'metrics.jsonl').read_bytes() for name in ('one', 'two'))
   assert one == two and json.loads(one.splitlines()[-1])['line_digest'] == whole
-  assert remarks(tmp_path / 'two', STEPS) == []
+  assert read_lines(tmp_path / 'two').remarks(STEPS) == []
 
 
 def test_no_flipped_bit_of_a_line_passes(tmp_path, lines):
   """A resume refuses it, says something, or reads the same numbers, in other bytes."""
-  whole = history(tmp_path, STEPS)
+  whole = history(tmp_path, STEPS).kept
   content = (tmp_path / 'metrics.jsonl').read_bytes()
   same = 0
   for bit in random.Random(0).sample(range(8 * len(content)), 400):
     (tmp_path / 'metrics.jsonl').write_bytes(flipped(content, bit))
     try:
-      found, said = history(tmp_path, STEPS), remarks(tmp_path, STEPS)
+      found = history(tmp_path, STEPS)
     except UserError:
       continue
-    same += found == whole
-    assert found == whole or said or len(found) < STEPS, bit  # Missing steps are named by `lost_lines`.
+    same += found.kept == whole
+    assert found.kept == whole or found.remarks(STEPS), bit
   assert same < 8
 
 
 @pytest.mark.parametrize(
   ('order', 'said'),
   [
-    ([0, 2, 3], 'before line 2.'),
-    ([0, 1, 3], 'before line 3.'),
+    ([0, 2, 3], 'no line of step 2, whose numbers are lost and unknown to alarms.'),
+    ([0, 1, 3], 'no line of step 3, whose numbers are lost and unknown to alarms.'),
     ([1, 0, 2, 3], 'before line 1–3.'),
-    ([1, 2, 3], 'before line 1.'),
+    ([1, 2, 3], 'no line of step 1, whose numbers are lost and unknown to alarms.'),
     ([0, 1, 1, 2, 3], 'before line 3.'),
   ],
 )
 def test_lines_that_were_removed_or_moved_are_named(tmp_path, lines, order, said):
   rewrite(tmp_path, [lines[at] for at in order])
-  assert [remark.endswith(said) for remark in remarks(tmp_path, STEPS)] == [True]
+  assert [remark.endswith(said) for remark in read_lines(tmp_path).remarks(STEPS)] == [True]
   history(tmp_path, STEPS)  # The numbers themselves are right: the run goes on.
 
 
 def test_a_line_that_was_altered_ends_a_resume_and_is_named_to_readers(tmp_path, lines, caplog):
   rewrite(tmp_path, [lines[0], lines[1].replace('0.25', '0.75'), *lines[2:]])
-  with pytest.raises(UserError, match='line 2 is not as it was written: restore the file, or remove'):
+  with pytest.raises(UserError, match='line 2 is not as it was written, .* restore the file, or remove'):
     history(tmp_path, STEPS)
-  assert [line['step'] for line in history(tmp_path, 1)] == [1]  # A resume drops the others.
+  assert [line['step'] for line in history(tmp_path, 1).kept] == [1]  # A resume drops the others.
   assert [line['train/loss'] for line in read_metrics(tmp_path)] == [0.125, 0.75, 0.375, 0.5]
-  assert 'not as written: line 2;' in caplog.text
+  assert 'line 2 is not as it was written' in caplog.text
   rewrite(tmp_path, [lines[0], *lines[2:]])
-  assert len(history(tmp_path, STEPS)) == STEPS - 1
+  assert len(history(tmp_path, STEPS).kept) == STEPS - 1
 
 
 def test_lines_of_an_earlier_version_are_read_and_covered_by_those_after_them(tmp_path, caplog):
   rewrite(tmp_path, [json.dumps({'step': step, 'state_digest': 'f' * 64}) for step in (1, 2)])
   assert len(read_metrics(tmp_path)) == 2 and not caplog.text
-  [said] = remarks(tmp_path, 2)
+  [said] = history(tmp_path, 2).remarks(2)
   assert '2 lines without line_digest' in said
   write(tmp_path, 3, STEPS)
-  assert remarks(tmp_path, STEPS) == [said] and remarks(tmp_path) == []
+  assert read_lines(tmp_path).remarks(STEPS) == [said] and read_lines(tmp_path).remarks() == []
   old, *rest = (tmp_path / 'metrics.jsonl').read_text().splitlines()
   rewrite(tmp_path, [old.replace('f', 'e', 1), *rest])
-  assert len(remarks(tmp_path, STEPS)) == 2 and 'before line 3' in remarks(tmp_path)[0]
+  assert len(read_lines(tmp_path).remarks(STEPS)) == 2 and 'before line 3' in read_lines(tmp_path).remarks()[0]
 
 
 class Owner:
@@ -138,9 +138,9 @@ def test_lines_of_a_process_that_has_lost_the_run_do_not_break_the_chain(tmp_pat
   owner.write(2, {'a': 2.0})
   late.write(3, {'a': 7.0})
   owner.write(3, {'a': 3.0})
-  assert [line['a'] for line in history(tmp_path, 3)] == [1.0, 2.0, 3.0]
-  [said] = remarks(tmp_path, 3)
-  assert 'lines of steps 2–3 were written by a process that had lost the run' in said
+  assert [line['a'] for line in history(tmp_path, 3).kept] == [1.0, 2.0, 3.0]
+  [said] = history(tmp_path, 3).remarks(3)
+  assert '2 lines (steps 2–3) of a process that had lost the run' in said
   content = (tmp_path / 'metrics.jsonl').read_text()
   (tmp_path / 'metrics.jsonl').write_text(content.replace('7.0', '8.0', 1))
   with pytest.raises(UserError, match='line 2 is not as it was written'):

@@ -52,7 +52,7 @@ def test_a_run_and_a_new_directory_are_taken(run):
     (
       'metrics.jsonl',
       b'{"step": 1, "fencing_epoch": "1"}\n',
-      "line 1 has '1' as its fencing_epoch, .* repair or remove it",
+      "line 1 is not .* as its fencing_epoch if it has one, but {'fencing_epoch': '1', .* repair or remove it",
     ),
     ('metrics.jsonl', b'{"step": 1}\nhello\n{"step": 3}\n', 'line 2 is not JSON'),
     ('metrics.jsonl', b'[' * 100_000 + b'\n{"step": 3}\n', 'line 1 is not JSON'),
@@ -91,7 +91,7 @@ def test_what_cannot_be_read_is_named(run, name, content, sentence):
     (('model/config.json',), 'model', 'its config.json is not that of a run; a model is passed as --model'),
     (('factors/adapter_config.json',), 'factors', 'it is a LoRA adapter, passed as --adapter with its --model'),
     (('slots/cartridge.json',), 'slots', 'it is a cartridge, passed as --cartridge with its --model'),
-    (('left/checkpoints/2/x',), 'left', 'there is no config.json in it; restore that file'),
+    (('left/checkpoints/2/x',), 'left', 'there is no config.json in it; restore it, or resume the run'),
   ],
 )
 def test_what_is_no_run_is_named_and_what_to_name_instead(run, made, named, what):
