@@ -2,9 +2,9 @@
 
     python -P grader_child.py DESCRIPTOR PIPE
 
-The trainer sends the grader and then, for each call, a method and its arguments, pickled; answers are JSON of plain
-values, whatever the grader returns. Nothing is written to PIPE: once the trainer is gone, even
-killed, the kernel ends this process and all that it has started, whatever code it is in.
+The trainer sends the grader and then, for each call, a method and its arguments, pickled; answers, and before them what
+the grader logs, are JSON of plain values, whatever it returns. Nothing is written to PIPE: once the trainer is gone,
+even killed, the kernel ends this process and all that it has started, whatever code it is in.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import logging
 from multiprocessing.connection import Connection
 import os
 from pathlib import Path
@@ -36,6 +37,8 @@ def main() -> None:
   connection, own = Connection(int(sys.argv[1])), os.getpid()
   settings = pickle.loads(connection.recv_bytes())
   sys.path[:] = settings['path']
+  sender = _Sender(connection)
+  logging.basicConfig(level=settings['level'], handlers=[sender])
   grader: Any = None
   with contextlib.suppress(EOFError):
     while request := connection.recv_bytes():
@@ -44,26 +47,41 @@ def main() -> None:
         sys.stdout.flush()
       if os.getpid() != own:  # A fork that the grader made and did not end.
         os._exit(0)
-      connection.send_bytes(json.dumps(answer).encode())
+      sender.send(answer)
+
+
+class _Sender(logging.Handler):
+  """Sends what is logged to the trainer, and answers, one at a time."""
+
+  def __init__(self, connection: Connection):
+    super().__init__()
+    self._connection, self._process = connection, os.getpid()
+
+  def emit(self, record: logging.LogRecord) -> None:
+    if os.getpid() != self._process:  # Of a fork, whose messages would be mixed with others.
+      return logging.lastResort.handle(record)
+    own = {'msg': self.format(record), 'args': None, 'exc_info': None, 'exc_text': None, 'stack_info': None}
+    self.send({'logged': vars(record) | own})
+
+  def send(self, message: dict[str, Any]) -> None:
+    with self.lock:
+      self._connection.send_bytes(json.dumps(message, default=str).encode())
 
 
 def answered(grader: Any, settings: dict[str, Any], request: bytes) -> tuple[dict[str, Any], Any]:
   """Return the answer to a request and the grader, which the first request brings.
 
   The answer has 'outcomes' and 'unusable' as from `called`, or what went wrong: 'refused', if the request cannot be
-  read, 'user_error' or 'raised'.
+  answered here, 'user_error' or 'raised'.
   """
-  from sdpo_jax.environments.outcomes import called, described  # The path is known only now.
+  from sdpo_jax.environments import registry  # The path is known only now.
+  from sdpo_jax.environments.outcomes import called, described
   from sdpo_jax.errors import UserError
 
   try:
-    for name, (file, constants) in settings.pop('modules', {}).items():
-      here = vars(load(name, file))
-      for key, value in constants.items():  # Scripts change them.
-        if type(held := here.get(key)) is type(value) and type(value) in (dict, list):
-          held.clear(), held.update(value) if type(value) is dict else held.extend(value)  # Others may hold it, too.
-        else:
-          here[key] = value
+    registry.elsewhere = settings['names']
+    for name, file in settings.pop('modules', {}).items():
+      load(name, file)
     asked = pickle.loads(request)
   except BaseException as error:
     return {'refused': described(error)}, None
@@ -72,6 +90,8 @@ def answered(grader: Any, settings: dict[str, Any], request: bytes) -> tuple[dic
   try:
     outcomes, unusable = called(grader, *asked, settings['name'], settings['score_range'])
     return {'outcomes': [vars(outcome) for outcome in outcomes], 'unusable': unusable}, grader
+  except registry.ElsewhereError as error:
+    return {'refused': str(error)}, None
   except UserError as error:
     return {'user_error': str(error)}, grader
   except BaseException as error:  # Whatever it is costs a completion, not the process.
@@ -87,25 +107,30 @@ def _is_users(module: ModuleType) -> bool:
 
 def state(module: ModuleType) -> dict[str, str]:
   """Return what the names of a module stand for, in short, by which two processes compare it."""
+  known: dict[int, str] = {}  # By identity: objects may hold each other, or one many times.
 
-  def described(value: Any, depth: int = 5) -> str:
+  def described(value: Any) -> str:
     kind = type(value)
     if kind in (bool, int, float, str, bytes, type(None), re.Pattern):
       return repr(value)
+    if id(value) in known:
+      return known[id(value)]
+    known[id(value)] = 'begun'
     parts: Any = ()
-    if isinstance(value, dict) and depth:
-      parts = [(described(key, depth - 1), described(held, depth - 1)) for key, held in value.items()]
-    elif isinstance(value, list | tuple | set | frozenset) and depth:
-      parts = [described(held, depth - 1) for held in value]
+    if isinstance(value, dict):
+      parts = [(described(key), described(held)) for key, held in value.items()]
+    elif isinstance(value, list | tuple | set | frozenset):
+      parts = [described(held) for held in value]
       parts = parts if isinstance(value, list | tuple) else sorted(parts)
-    elif depth and module.__name__ in (kind.__module__, getattr(value, '__module__', None)):
+    elif module.__name__ in (kind.__module__, getattr(value, '__module__', None)):
       # Attributes of functions, classes and objects of the module; graders that are objects have states of their own.
       own = (
         getattr(value, '__dict__', {}).items() if isinstance(value, type | FunctionType) or not callable(value) else ()
       )
-      parts = [(key, described(held, depth - 1)) for key, held in own if key[:2] != '__' and not callable(held)]
+      parts = [(key, described(held)) for key, held in own if key[:2] != '__' and not callable(held)]
     text = f'{kind.__module__}.{kind.__qualname__} {parts}'
-    return text if len(text) < 100 else hashlib.sha256(text.encode(errors='replace')).hexdigest()
+    known[id(value)] = text if len(text) < 100 else hashlib.sha256(text.encode(errors='replace')).hexdigest()
+    return known[id(value)]
 
   return {key: described(value) for key, value in vars(module).items() if key[:2] != '__'}
 

@@ -168,8 +168,7 @@ def test_a_grader_that_hangs_for_ever_costs_three_time_limits_a_call(moody):
     assert grade(graders, 'a', *['hang'] * 5, 'b') == [1.0, *[None] * 6]
   assert moody.calls == [7, 1, 1, 1]
   assert grade.reasons[-1] == (
-    "the grader 'moody' was abandoned after it had not answered within 0.05 s (environments.grader_timeout_s) for 2 "
-    'others'
+    "the grader 'moody' gave no answer within 0.05 s (environments.grader_timeout_s) for 2 others, and was abandoned"
   )
 
 
