@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+import fnmatch
+import functools
 import glob
 import pathlib
 import re
+import time
 import urllib.parse
 
-from fsspec.utils import glob_translate
 import yaml
 
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.models import hub
 
 PREFIX = 'hf:'
@@ -21,6 +24,10 @@ READABLE = ('.parquet', '.jsonl', '.json', '.csv')
 CONVERTED = 'refs/convert/parquet'
 _OPTIONS = ('split', 'config', 'revision')
 _CARD = 'README.md'
+LARGEST_CARD = 2**20  # Characters of settings in a card; a config takes 100 or 200.
+MATCHING_S = 5.0  # CPU time for the patterns in it.
+_NULL, _TRUE = ('', '~', 'null'), ('true', 'True', 'yes')
+_LOADER = getattr(yaml, 'CBaseLoader', yaml.BaseLoader)  # All values are texts, so none is costly, nor merges others.
 # Split → the words in names of files and folders that stand for it, according to the hub's documentation.
 _WORDS = {
   'train': ('train', 'training'),
@@ -104,27 +111,35 @@ def taken(rows: Sequence, part: Slice) -> Sequence:
 def _configs(folder: pathlib.Path, names: Sequence[str], where: str) -> tuple[dict[str, Splits], str | None]:
   """Return the configs of a data set and the name of its default one, from its card or, without one, its files."""
   card = folder / _CARD
-  text = card.read_text(encoding='utf-8', errors='replace') if card.is_file() else ''
-  front = re.match(r'---\s*\n(.*?)\n---', text, re.DOTALL)
+  text = ''
+  if card.is_file():
+    with card.open(encoding='utf-8', errors='replace') as file:
+      text = file.read(LARGEST_CARD)
+  front = re.match(r'---[^\S\n]*\n(.*?)\n---', text, re.DOTALL)
+  deadline = time.thread_time() + MATCHING_S
   try:
-    said = yaml.safe_load(front[1]) if front else None
-    declared = {str(config['config_name']): config for config in (said or {}).get('configs') or ()}
-    found = {name: _declared(config, names) for name, config in declared.items()}
-  except (yaml.YAMLError, AttributeError, KeyError, TypeError, re.error) as error:
-    raise UserError(f'{where}: the configs in its {_CARD} cannot be read: {str(error).splitlines()[0]}.') from error
+    if front is None and text.startswith('---') and len(text) == LARGEST_CARD:
+      raise ValueError(f'its settings do not end within {LARGEST_CARD} characters')
+    said = yaml.load(front[1], _LOADER) if front else None
+    declared = {config['config_name']: config for config in (said or {}).get('configs') or ()}
+    found = {name: _declared(config, names, deadline) for name, config in declared.items()}
+  except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+    raise UserError(f'{where}: the configs in its {_CARD} cannot be read: {first_line(error)}.') from error
   if not found:
     return {'default': _by_names(_readable(names))}, 'default'
-  marked = [name for name, config in declared.items() if config.get('default') or name == 'default']
+  marked = [name for name, config in declared.items() if config.get('default') in _TRUE or name == 'default']
   return found, next(iter(marked or (found if len(found) == 1 else ())), None)
 
 
-def _declared(config: Mapping, names: Sequence[str]) -> Splits:
+def _declared(config: Mapping, names: Sequence[str], deadline: float) -> Splits:
   """Return the files of a config in a card; its `data_files` are patterns, a list of {split, path}, or a mapping."""
-  folder = str(config.get('data_dir') or '').strip('/')
+  if '<<' in config:
+    raise ValueError('a config has a merge key (<<)')
+  config = {key: value for key, value in config.items() if value not in _NULL}
+  folder = config.get('data_dir', '').strip('/')
   given = config.get('data_files')
   if given is None:
-    inside = [name for name in names if not folder or name.startswith(f'{folder}/')]
-    return _by_names(_readable(inside))
+    return _by_names(_readable(_matching(f'{glob.escape(folder)}/**'.removeprefix('/'), names, deadline)))
   if isinstance(given, Mapping):
     patterns = dict(given)
   elif isinstance(given, str) or all(isinstance(one, str) for one in given):
@@ -134,9 +149,34 @@ def _declared(config: Mapping, names: Sequence[str]) -> Splits:
   found = {}
   for split, paths in patterns.items():
     paths = [paths] if isinstance(paths, str) else paths
-    matching = [re.compile(glob_translate(f'{folder}/{path}'.removeprefix('/').removeprefix('./'))) for path in paths]
-    found[str(split)] = _readable(name for name in names if any(pattern.match(name) for pattern in matching))
+    wanted = [(folder + '/' + path).removeprefix('/').removeprefix('./') for path in paths]
+    found[split] = _readable({name for pattern in wanted for name in _matching(pattern, names, deadline)})
   return {split: held for split, held in found.items() if held}
+
+
+def _matching(pattern: str, names: Sequence[str], deadline: float) -> Iterator[str]:
+  """Yield those of the names, which are sorted, that a glob matches; raises ValueError at the deadline."""
+  prefix = re.match(r'[^*?[]*', pattern)[0]
+  end = bisect.bisect_right(names, prefix, key=lambda name: name[: len(prefix)])
+  for name in names[bisect.bisect_left(names, prefix) : end]:
+    if time.thread_time() > deadline:
+      raise ValueError(f'its patterns take more than {MATCHING_S:g} s')
+    if _expression(pattern).fullmatch(name.replace('/', '\n')):
+      yield name
+
+
+@functools.lru_cache(maxsize=16)
+def _expression(pattern: str) -> re.Pattern:
+  """Return an expression for names with line ends, which a dot does not match, in place of slashes.
+
+  After `*`, and after `**`, which stands for any number of folders, only the first match of what follows up to the next
+  is tried (`?>`). That is enough, and takes at most time quadratic in the length of a name.
+  """
+  given = (pattern + '/*' * pattern.endswith('**')).replace('/', '\n')
+  blocks = map(fnmatch.translate, re.split(r'(?<![^\n])\*\*\n', given))  # Without `(?s:`, a dot matches no line end.
+  first, *rest = (block.removeprefix('(?s:').removesuffix(r')\Z') for block in blocks)
+  middle = ''.join(rf'(?>(?:.+\n)*?{block})' for block in rest[:-1])
+  return re.compile(first + middle + ''.join(rf'(?:.+\n)*{block}' for block in rest[-1:]))
 
 
 def _readable(names: Iterable[str]) -> list[str]:

@@ -15,7 +15,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
-import logging
+import logging.handlers
 from multiprocessing.connection import Connection
 import os
 from pathlib import Path
@@ -38,7 +38,8 @@ def main() -> None:
   settings = pickle.loads(connection.recv_bytes())
   sys.path[:] = settings['path']
   sender = _Sender(connection)
-  logging.basicConfig(level=settings['level'], handlers=[sender])
+  logging.basicConfig(level=settings['level'], handlers=[sender], format='%(message)s')
+  os.register_at_fork(after_in_child=lambda: logging.basicConfig(force=True))  # Messages of forks would be mixed up.
   grader: Any = None
   with contextlib.suppress(EOFError):
     while request := connection.recv_bytes():
@@ -50,22 +51,15 @@ def main() -> None:
       sender.send(answer)
 
 
-class _Sender(logging.Handler):
-  """Sends what is logged to the trainer, and answers, one at a time."""
+class _Sender(logging.handlers.QueueHandler):
+  """Sends answers to the trainer, and what is logged, one at a time; the queue is the connection."""
 
-  def __init__(self, connection: Connection):
-    super().__init__()
-    self._connection, self._process = connection, os.getpid()
-
-  def emit(self, record: logging.LogRecord) -> None:
-    if os.getpid() != self._process:  # Of a fork, whose messages would be mixed with others.
-      return logging.lastResort.handle(record)
-    own = {'msg': self.format(record), 'args': None, 'exc_info': None, 'exc_text': None, 'stack_info': None}
-    self.send({'logged': vars(record) | own})
+  def enqueue(self, record: logging.LogRecord) -> None:
+    self.send({'logged': vars(record)})
 
   def send(self, message: dict[str, Any]) -> None:
     with self.lock:
-      self._connection.send_bytes(json.dumps(message, default=str).encode())
+      self.queue.send_bytes(json.dumps(message, default=str).encode())
 
 
 def answered(grader: Any, settings: dict[str, Any], request: bytes) -> tuple[dict[str, Any], Any]:

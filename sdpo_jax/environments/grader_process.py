@@ -61,14 +61,8 @@ class GraderProcess:
     content = io.BytesIO()
     packer = _Packer(content, pickle.HIGHEST_PROTOCOL)
     _pickled(packer.dump, grader)
-    settings = {
-      'path': sys.path,
-      'name': name,
-      'names': registry.names(),
-      'score_range': tuple(score_range),
-      'modules': packer.modules,
-      'level': logging.getLogger().getEffectiveLevel(),
-    }
+    settings = {'path': sys.path, 'name': name, 'score_range': tuple(score_range), 'modules': packer.modules}
+    settings |= {'names': registry.names(), 'level': logging.getLogger().getEffectiveLevel()}
     try:
       self._connection, theirs = multiprocessing.Pipe()
       hanging_up, alive = os.pipe()
@@ -128,17 +122,13 @@ class GraderProcess:
 
   def _asked(self, *requests: bytes, seconds: float | None = None) -> dict[str, Any]:
     """Send requests and return the answer to the last one; raises as `ask`, also without an answer within `seconds`."""
-    answer: dict[str, Any] = {'logged': None}
     try:
       with contextlib.suppress(OSError):  # Reading finds the reason.
         for request in requests:
           self._connection.send_bytes(request)
-      while 'logged' in answer:
-        if not self._connection.poll(seconds):
-          raise UnsendableError(f'its modules are not loaded within {seconds:g} s')
-        answer = json.loads(self._connection.recv_bytes(MESSAGE))
-        record = logging.makeLogRecord(answer.get('logged', {}))
-        if record.msg and (logger := logging.getLogger(record.name)).isEnabledFor(record.levelno):
+      while logged := (answer := self._read(seconds)).get('logged'):
+        record = logging.makeLogRecord(logged)
+        if (logger := logging.getLogger(record.name)).isEnabledFor(record.levelno):
           logger.handle(record)
     except (OSError, EOFError, ValueError) as error:
       raise EndedProcessError(f'ended its process ({self.end()})') from error
@@ -154,6 +144,11 @@ class GraderProcess:
       raise RaisedError(answer['raised'])
     return answer
 
+  def _read(self, seconds: float | None) -> dict[str, Any]:
+    if not self._connection.poll(seconds):
+      raise UnsendableError(f'its modules are not loaded within {seconds:g} s')
+    return json.loads(self._connection.recv_bytes(MESSAGE))
+
 
 class _Packer(pickle.Pickler):
   """Pickles a grader and finds the files of the user's modules that it needs, by their names."""
@@ -166,6 +161,9 @@ class _Packer(pickle.Pickler):
     name = getattr(value, '__module__', None)
     if name == '__main__':
       raise UnsendableError('it is defined in the program that was started')
+    held = callable(getattr(value, 'close', None)) and not isinstance(value, type)
+    if held and type(value).__getstate__ is object.__getstate__:  # Others know how they are copied.
+      raise UnsendableError(f'it holds an object with a method close() ({type(value).__name__})')
     file = getattr(sys.modules.get(name), '__file__', None) if isinstance(name, str) else None
     if file and name not in self.modules and counts(pathlib.Path(file).resolve()):
       self.modules[name] = file

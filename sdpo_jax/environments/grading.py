@@ -290,10 +290,10 @@ class Graders(contextlib.AbstractContextManager['Graders']):
       return None
     found = self._processes.get(name)
     if found is None or found.ended:
-      if found and name not in self._ending:
+      how = found and found.end()
+      if how and name not in self._ending:
+        logging.warning('The process of the grader %r ended (%s): a new one starts whenever it does.', name, how)
         self._ending.add(name)
-        how = found.end()
-        logging.warning('The process of the grader %r ended (%s). Another starts whenever it does.', name, how)
       found = self._processes[name] = GraderProcess(grader, name, self._settings.score_range)
     if self._closed:
       found.end()
@@ -313,11 +313,10 @@ def _copied(value: Any) -> Any:
 
 def _without(name: str, example: Example, error: Exception) -> str:
   """Return why a completion, on which its grader raised or hung, is ungraded."""
-  if isinstance(error, OverranError):
-    logging.warning('The grader %r was abandoned over a completion of %s: %s.', name, example.id, error)
-    return f'the grader {name!r} gave {error} (environments.grader_timeout_s)'
   said = error.__cause__ if isinstance(error, EndedError) else error
   what = str(said) if isinstance(said, RaisedError) else described(said)
+  if isinstance(error, OverranError):
+    what = f'gave {error} (environments.grader_timeout_s)'
   logging.warning('A completion of %s is ungraded: the grader %r %s.', example.id, name, what)
   return f'the grader {name!r} {what}'
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import logging
 import os
 import pathlib
 import signal
@@ -24,11 +26,13 @@ WAIT_S = 60.0
 
 MODULE = """
 import functools
+import logging
+import multiprocessing.connection
 import os
+import re
 import signal
 import sys
 import time
-import re
 
 from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
@@ -75,6 +79,16 @@ def do(text, lists):
     for number in {*range(1, 32)} - {signal.SIGKILL, signal.SIGSTOP}:
       signal.signal(number, signal.SIG_IGN)
     time.sleep(1000)
+  if text.startswith('log'):
+    logging.getLogger('mine').info('said %s', text)
+    logging.getLogger('mine').debug('not wanted')
+  if text == 'log and hang':
+    time.sleep(1000)
+  if text == 'log of a fork' and not os.fork():
+    logging.warning('said by a fork')
+    os._exit(0)
+  if text == 'input':
+    input()
   if text == 'leave':
     sys.exit(5)
   if text == 'user error':
@@ -131,6 +145,9 @@ class Holding(Adding):
 
 
 registry.register('holding')(Holding(0.0))
+adding = Adding(0.0)
+adding.reader = multiprocessing.connection.Connection(os.open(os.devnull, os.O_RDONLY))
+registry.register('indirectly')(adding)
 limited = Adding(0.0)
 limited.limits_itself = True
 registry.register('limited')(limited)
@@ -270,6 +287,43 @@ def make(settings):
 """
 
 
+ASKING = """
+import os
+from sdpo_jax.environments import registry
+from sdpo_jax.types import Outcome
+
+
+@registry.register('asking')
+def grade(examples, completions, *, truncated):
+  try:
+    outcomes = registry.get(examples[0].ground_truth)(examples, completions, truncated=truncated)
+  except Exception as error:
+    return [Outcome(0.0, str(error)) for _ in completions]
+  return [Outcome(outcome.score, None, {'pid': os.getpid()}) for outcome in outcomes]
+"""
+
+
+@pytest.mark.parametrize(
+  ('other', 'stays'),
+  tiers.cases(
+    {'mcq': False, 'asking_itself': False, 'doing': True, 'none such': False}.items(),
+    default=(('mcq', False), ('doing', True)),
+    slow=(('asking_itself', False), ('none such', False)),
+  ),
+)
+def test_a_grader_that_uses_one_of_another_module_stays(other, stays, module, tmp_path, caplog, registering):
+  path = tmp_path / 'asking_graders.py'
+  path.write_text(f'{ASKING}\n\nregistry.register("asking_itself")(lambda *asked, **more: [Outcome(1.0)])\n')
+  with Graders(EnvironmentsConfig(modules=(module, str(path)))) as graders:
+    question = Example('q', [], 'asking', other, 'x')
+    [outcome] = graders.grade([question], ['abc'], truncated=[False])
+  expected = {'mcq': 0.0, 'asking_itself': 1.0, 'doing': 3 / 7, 'none such': 0.0}[other]
+  assert outcome.score == expected
+  assert ('pid' not in outcome.metrics) == ('There is no' in (outcome.feedback or '')) == (other == 'none such')
+  assert other == 'none such' or (outcome.metrics['pid'] == os.getpid()) == stays
+  assert ("it uses the grader 'doing', of another module" in caplog.text) == stays
+
+
 @pytest.mark.parametrize('what', ['object', 'attribute', 'class', 'number', 'deep'])
 def test_a_grader_whose_module_is_not_what_an_import_makes_it_stays(what, tmp_path, caplog, registering):
   (tmp_path / f'{what}_graders.py').write_text(f'WHAT = {what!r}{CHANGED}')
@@ -283,7 +337,7 @@ def test_coroutines_run_there_too(graders):
   assert os.getpid() not in pids(graders, 'awaited', prompt='Q')
 
 
-@pytest.mark.parametrize('name', ['nested', 'holding', 'limited'])
+@pytest.mark.parametrize('name', ['nested', 'holding', 'indirectly', 'limited'])
 def test_what_cannot_be_sent_or_has_its_own_resources_stays(graders, name):
   assert pids(graders, name) == {os.getpid()}
 
@@ -397,6 +451,46 @@ def test_whatever_a_grader_does_to_its_process_costs_that_completion(graders, te
   for _ in range(2):  # No late or second answer is taken for one of these.
     a, bc = graded(graders, 'doing', 'a', 'bc')
     assert (first.score, second.score, a.score, bc.score) == (1 / 7, 1 / 7, 1 / 7, 2 / 7)
+
+
+def test_a_process_that_is_killed_while_idle_costs_nothing_and_is_named_once(graders, caplog):
+  for _ in range(2):
+    [pid] = pids(graders)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda pid=pid: not in_group(pid))
+    [outcome] = graded(graders, 'doing', 'abc')
+    assert outcome.score == 3 / 7 and outcome.metrics['pid'] not in (pid, os.getpid())
+  assert caplog.text.count("The process of the grader 'doing' ended (Killed)") == 1
+
+
+def test_a_grader_that_always_ends_its_process_is_given_up_after_two_in_a_row(graders, caplog):
+  outcomes = graded(graders, 'doing', 'exit', 'b', 'exit', 'exit', 'exit', 'c')
+  assert [outcome.score for outcome in outcomes] == [None, 1 / 7, *[None] * 4]
+  ended = "the grader 'doing' ended its process (exit code 3)"
+  assert [outcome.reason for outcome in outcomes[3:]] == [ended, *[f'{ended} for 2 others, and was abandoned'] * 2]
+  assert caplog.text.count("The process of the grader 'doing' ended") == 1
+
+
+def test_threads_that_share_graders_wait_for_each_other_when_a_call_hangs(graders):
+  texts = ('hang', 'a', 'hang', 'bc')
+  graded(graders, 'doing', 'a')
+  with concurrent.futures.ThreadPoolExecutor(len(texts)) as pool:
+    found = [outcome for [outcome] in pool.map(lambda text: graded(graders, 'doing', text), texts)]
+  assert [outcome.score for outcome in found] == [None, 1 / 7, None, 2 / 7]
+  assert all(outcome.reason.endswith(LATE) for outcome in (found[0], found[2]))
+
+
+def test_what_a_grader_logs_reaches_the_handlers_of_the_run(module, caplog, capfd):
+  with caplog.at_level(logging.INFO), Graders(EnvironmentsConfig(modules=(module,), grader_timeout_s=2.0)) as graders:
+    here('CALLS')[0] = 0
+    graded(graders, 'doing', 'log', 'log of a fork')
+    graded(graders, 'doing', 'log and hang')
+    [outcome] = graded(graders, 'doing', 'input')
+  said = [(record.name, record.levelname, record.getMessage()) for record in caplog.records if record.name == 'mine']
+  assert said == [('mine', 'INFO', f'said {text}') for text in ('log', 'log of a fork', 'log and hang')]
+  assert {record.filename for record in caplog.records if record.name == 'mine'} == {'doing_graders.py'}
+  assert "raised EOFError('EOF when reading a line')" in outcome.reason
+  assert 'said by a fork' in capfd.readouterr().err and 'said by a fork' not in caplog.text
 
 
 def test_eight_threads_that_hang_end_the_run(registering):
