@@ -13,10 +13,8 @@ import re
 import time
 import urllib.parse
 
-import yaml
-
 from sdpo_jax.errors import UserError, first_line
-from sdpo_jax.models import hub
+from sdpo_jax.models import hub, plain_yaml
 
 PREFIX = 'hf:'
 READABLE = ('.parquet', '.jsonl', '.json', '.csv')
@@ -26,8 +24,6 @@ _OPTIONS = ('split', 'config', 'revision')
 _CARD = 'README.md'
 LARGEST_CARD = 2**20  # Characters of settings in a card; a config takes 100 or 200.
 MATCHING_S = 5.0  # CPU time for the patterns in it.
-_NULL, _TRUE = ('', '~', 'null'), ('true', 'True', 'yes')
-_LOADER = getattr(yaml, 'CBaseLoader', yaml.BaseLoader)  # All values are texts, so none is costly, nor merges others.
 # Split → the words in names of files and folders that stand for it, according to the hub's documentation.
 _WORDS = {
   'train': ('train', 'training'),
@@ -120,23 +116,20 @@ def _configs(folder: pathlib.Path, names: Sequence[str], where: str) -> tuple[di
   try:
     if front is None and text.startswith('---') and len(text) == LARGEST_CARD:
       raise ValueError(f'its settings do not end within {LARGEST_CARD} characters')
-    said = yaml.load(front[1], _LOADER) if front else None
+    said = plain_yaml.read(front[1]) if front else None
     declared = {config['config_name']: config for config in (said or {}).get('configs') or ()}
     found = {name: _declared(config, names, deadline) for name, config in declared.items()}
-  except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+  except (AttributeError, KeyError, TypeError, ValueError) as error:
     raise UserError(f'{where}: the configs in its {_CARD} cannot be read: {first_line(error)}.') from error
   if not found:
     return {'default': _by_names(_readable(names))}, 'default'
-  marked = [name for name, config in declared.items() if config.get('default') in _TRUE or name == 'default']
+  marked = [name for name, config in declared.items() if config.get('default') in ('true', 'True') or name == 'default']
   return found, next(iter(marked or (found if len(found) == 1 else ())), None)
 
 
 def _declared(config: Mapping, names: Sequence[str], deadline: float) -> Splits:
   """Return the files of a config in a card; its `data_files` are patterns, a list of {split, path}, or a mapping."""
-  if '<<' in config:
-    raise ValueError('a config has a merge key (<<)')
-  config = {key: value for key, value in config.items() if value not in _NULL}
-  folder = config.get('data_dir', '').strip('/')
+  folder = (config.get('data_dir') or '').strip('/')
   given = config.get('data_files')
   if given is None:
     return _by_names(_readable(_matching(f'{glob.escape(folder)}/**'.removeprefix('/'), names, deadline)))

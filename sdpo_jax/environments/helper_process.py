@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import json
+import multiprocessing
 import os
 import pathlib
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +20,6 @@ import threading
 from typing import IO, Any
 import weakref
 
-from sdpo_jax.environments.code_verdicts import ANSWER, FRAME
 from sdpo_jax.errors import first_line
 
 WALL_S = 60.0  # Seconds to wait for an answer; the process itself has a smaller limit of CPU time.
@@ -106,15 +105,14 @@ class _Helper:
   """One process and the socket to it."""
 
   def __init__(self, script: pathlib.Path):
-    self._socket, theirs = socket.socketpair()
-    self._socket.settimeout(WALL_S)
+    self._connection, theirs = multiprocessing.Pipe()
     with theirs, tempfile.TemporaryFile() as errors:
       descriptor = theirs.fileno()
       command = [sys.executable, '-I', '-X', 'utf8', str(script), str(descriptor)]
       self._process = started(command, [descriptor], errors, {})
       theirs.close()
       try:
-        self._read(ANSWER.size)
+        self._read()
       except (OSError, EOFError) as error:
         self.end()
         said = last_line(errors) or error
@@ -125,24 +123,19 @@ class _Helper:
 
   def ask(self, request: Sequence[bytes]) -> dict[str, Any]:
     """Send a request and return its answer; raises OSError or EOFError if the process ended or hangs."""
-    self._socket.sendall(FRAME.pack(*map(len, request)))
     for part in request:
-      self._socket.sendall(part)
-    return json.loads(self._read(*ANSWER.unpack(self._read(ANSWER.size))))
+      self._connection.send_bytes(part)
+    return json.loads(self._read())
 
   def end(self) -> int:
     """End the process if it still runs and return its exit code."""
-    self._socket.close()
+    self._connection.close()
     return ended(self._process, within_s=1)
 
-  def _read(self, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-      chunk = self._socket.recv(size - len(data))
-      if not chunk:
-        raise EOFError('it hung up')
-      data += chunk
-    return bytes(data)
+  def _read(self) -> bytes:
+    if not self._connection.poll(WALL_S):
+      raise TimeoutError('timed out')
+    return self._connection.recv_bytes()
 
 
 def started(
