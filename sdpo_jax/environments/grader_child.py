@@ -73,7 +73,7 @@ def answered(grader: Any, settings: dict[str, Any], request: bytes) -> tuple[dic
   from sdpo_jax.errors import UserError
 
   try:
-    registry.elsewhere = settings['names']
+    registry.names_in_run = settings['names']
     for name, file in settings.pop('modules', {}).items():
       load(name, file)
     asked = pickle.loads(request)
@@ -84,7 +84,7 @@ def answered(grader: Any, settings: dict[str, Any], request: bytes) -> tuple[dic
   try:
     outcomes, unusable = called(grader, *asked, settings['name'], settings['score_range'])
     return {'outcomes': [vars(outcome) for outcome in outcomes], 'unusable': unusable}, grader
-  except registry.ElsewhereError as error:
+  except registry.NotImportedError as error:
     return {'refused': str(error)}, None
   except UserError as error:
     return {'user_error': str(error)}, grader
@@ -101,30 +101,26 @@ def _is_users(module: ModuleType) -> bool:
 
 def state(module: ModuleType) -> dict[str, str]:
   """Return what the names of a module stand for, in short, by which two processes compare it."""
-  known: dict[int, str] = {}  # By identity: objects may hold each other, or one many times.
 
-  def described(value: Any) -> str:
+  def described(value: Any, depth: int = 5) -> str:
     kind = type(value)
-    if kind in (bool, int, float, str, bytes, type(None), re.Pattern):
+    deep = not depth and kind in (dict, list, tuple, set, frozenset)
+    if deep or kind in (bool, int, float, str, bytes, type(None), re.Pattern):
       return repr(value)
-    if id(value) in known:
-      return known[id(value)]
-    known[id(value)] = 'begun'
     parts: Any = ()
-    if isinstance(value, dict):
-      parts = [(described(key), described(held)) for key, held in value.items()]
-    elif isinstance(value, list | tuple | set | frozenset):
-      parts = [described(held) for held in value]
+    if isinstance(value, dict) and depth:
+      parts = [(described(key, depth - 1), described(held, depth - 1)) for key, held in value.items()]
+    elif isinstance(value, list | tuple | set | frozenset) and depth:
+      parts = [described(held, depth - 1) for held in value]
       parts = parts if isinstance(value, list | tuple) else sorted(parts)
-    elif module.__name__ in (kind.__module__, getattr(value, '__module__', None)):
+    elif depth and module.__name__ in (kind.__module__, getattr(value, '__module__', None)):
       # Attributes of functions, classes and objects of the module; graders that are objects have states of their own.
       own = (
         getattr(value, '__dict__', {}).items() if isinstance(value, type | FunctionType) or not callable(value) else ()
       )
-      parts = [(key, described(held)) for key, held in own if key[:2] != '__' and not callable(held)]
+      parts = [(key, described(held, depth - 1)) for key, held in own if key[:2] != '__' and not callable(held)]
     text = f'{kind.__module__}.{kind.__qualname__} {parts}'
-    known[id(value)] = text if len(text) < 100 else hashlib.sha256(text.encode(errors='replace')).hexdigest()
-    return known[id(value)]
+    return text if len(text) < 100 else hashlib.sha256(text.encode(errors='replace')).hexdigest()
 
   return {key: described(value) for key, value in vars(module).items() if key[:2] != '__'}
 

@@ -258,9 +258,9 @@ class Holder:
 
 HELD, LIMIT = None, 0.0
 DEEP = deep = [0.0]
-for _ in range(20):
-  DEEP = [DEEP, DEEP]
-DEEP.append(DEEP)
+for number in range(20):
+  DEEP = {number: DEEP}
+DEEP['itself'] = DEEP
 
 
 def grade(examples, completions, *, truncated):
@@ -311,7 +311,8 @@ def grade(examples, completions, *, truncated):
     slow=(('asking_itself', False), ('none such', False)),
   ),
 )
-def test_a_grader_that_uses_one_of_another_module_stays(other, stays, module, tmp_path, caplog, registering):
+def test_a_grader_that_uses_one_of_another_module_stays(other, stays, graders, module, tmp_path, caplog, registering):
+  graders.prepare(['doing'])  # Registered for other tests, too.
   path = tmp_path / 'asking_graders.py'
   path.write_text(f'{ASKING}\n\nregistry.register("asking_itself")(lambda *asked, **more: [Outcome(1.0)])\n')
   with Graders(EnvironmentsConfig(modules=(module, str(path)))) as graders:
