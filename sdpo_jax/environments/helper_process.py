@@ -42,7 +42,7 @@ class HelperPool:
     """
     self._script = script
     self._idle: queue.SimpleQueue[_Helper | None] = queue.SimpleQueue()  # None: one that has ended, to be replaced.
-    self._all: set[_Helper] = set()
+    self._all: weakref.WeakSet[_Helper] = weakref.WeakSet()
     self._lock = threading.Lock()
     self._finalizer = weakref.finalize(self, _close, self._all, os.getpid())
     for _ in range(count):
@@ -66,7 +66,7 @@ class HelperPool:
         except BaseException as error:
           # For any error: another request must not read a late answer of this process.
           ended, helper = helper, None
-          code = self._end(ended)
+          code = ended.end()
           if not isinstance(error, OSError | EOFError):
             raise
           if -code in _BY_THE_REQUEST:
@@ -94,12 +94,6 @@ class HelperPool:
       self._all.add(helper)
       return helper
 
-  def _end(self, helper: _Helper) -> int:
-    code = helper.end()
-    with self._lock:
-      self._all.discard(helper)
-    return code
-
 
 class _Helper:
   """One process and the socket to it."""
@@ -113,13 +107,12 @@ class _Helper:
       theirs.close()
       try:
         self._read()
-      except (OSError, EOFError) as error:
+      except BaseException as error:
         self.end()
+        if not isinstance(error, OSError | EOFError):
+          raise
         said = last_line(errors) or error
         raise RuntimeError(f'A process that compares results cannot be started: {said}.') from error
-      except BaseException:
-        self.end()
-        raise
 
   def ask(self, request: Sequence[bytes]) -> dict[str, Any]:
     """Send a request and return its answer; raises OSError or EOFError if the process ended or hangs."""
@@ -169,7 +162,7 @@ def ended(process: subprocess.Popen, within_s: float) -> int:
     return process.wait()
 
 
-def _close(helpers: set[_Helper], owner: int) -> None:
+def _close(helpers: weakref.WeakSet[_Helper], owner: int) -> None:
   if os.getpid() != owner:  # A fork of the owner exits; the processes are not its own.
     return
   for helper in list(helpers):
