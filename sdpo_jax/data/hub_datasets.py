@@ -23,6 +23,7 @@ CONVERTED = 'refs/convert/parquet'
 _OPTIONS = ('split', 'config', 'revision')
 _CARD = 'README.md'
 LARGEST_CARD = 2**20  # Characters of settings in a card; a config takes 100 or 200.
+LISTED = 2000  # Characters of names in a message.
 LONGEST_PATTERN, MATCHING_S = 4096, 3.0  # Characters of a pattern in it, and CPU time for all of them.
 # Split → the words in names of files and folders that stand for it, according to the hub's documentation.
 _WORDS = {
@@ -214,7 +215,7 @@ def _of_config(configs: Mapping[str, Splits], config: str | None, where: str) ->
     return next(iter(configs.values()))
   if config not in configs:
     what = 'has several configs: add config= with' if config is None else f'has no config {config!r}: choose from'
-    raise UserError(f'{where} {what} {", ".join(configs)}.')
+    raise UserError(f'{where} {what} {", ".join(configs)[:LISTED]}.')
   return configs[config]
 
 
@@ -222,12 +223,12 @@ def _parts(wanted: str | None, splits: Sequence[str], where: str) -> Iterator[tu
   """Yield the split and the slice of each part of a `split` option such as train[:10%]+test."""
   if wanted is None:
     if len(splits) > 1:
-      raise UserError(f'{where} does not name a split: add split= with one of {", ".join(splits)}.')
+      raise UserError(f'{where} does not name a split: add split= with one of {", ".join(splits)[:LISTED]}.')
     wanted = splits[0]
   for part in wanted.split('+'):
     match = _SLICE.fullmatch(part.strip())
     if match is None:
       raise UserError(f'{where}: {part!r} is not a split NAME or NAME[start:stop], in rows or, with a %, in percent.')
     if match[1] not in splits:
-      raise UserError(f'{where} has no split {match[1]!r}: choose from {", ".join(splits)}.')
+      raise UserError(f'{where} has no split {match[1]!r}: choose from {", ".join(splits)[:LISTED]}.')
     yield match[1], (match[2], match[3])

@@ -2,7 +2,7 @@
 
 A grader is sent once, pickled: modules by name or file, objects with their state. What it keeps between calls lives in
 its process, until that is ended. The process has the trainer's environment variables, folder and output, and no
-accelerator.
+accelerator; what is logged there reaches the handlers here.
 """
 
 from __future__ import annotations

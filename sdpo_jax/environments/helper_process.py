@@ -96,7 +96,7 @@ class HelperPool:
 
 
 class _Helper:
-  """One process and the socket to it."""
+  """One process and the connection to it."""
 
   def __init__(self, script: pathlib.Path):
     self._connection, theirs = multiprocessing.Pipe()
