@@ -151,8 +151,7 @@ def _declared(config: Mapping, names: Sequence[str], deadline: float) -> Splits:
 def _matching(pattern: str, names: Sequence[str], deadline: float) -> Iterator[str]:
   """Yield those of the names, which are sorted, that a glob matches; raises ValueError if it takes too long."""
   prefix = re.match(r'[^*?[]*', pattern)[0]
-  end = bisect.bisect_right(names, prefix, key=lambda name: name[: len(prefix)])
-  for name in names[bisect.bisect_left(names, prefix) : end]:
+  for name in names[bisect.bisect_left(names, prefix) : bisect.bisect_left(names, f'{prefix}\U0010ffff')]:
     if len(pattern) > LONGEST_PATTERN or time.thread_time() > deadline:
       raise ValueError(f'a pattern is longer than {LONGEST_PATTERN}, or they take more than {MATCHING_S:g} s')
     if _expression(pattern).match(name.replace('/', '\n') + '\0'):
