@@ -34,6 +34,7 @@ CHILD = pathlib.Path(__file__).with_name('grader_child.py')
 CLOSE_S = 5.0  # For what a process does at its exit, such as writing what it has in buffers.
 START_S = 120.0  # A grader whose modules are not loaded by then stays in a thread.
 MESSAGE = 2**28  # Most bytes of an answer.
+LOGGER = logging.getLogger('sdpo_jax.graders')  # Commands show its warnings, not those of others.
 
 
 class UnsendableError(Exception):
@@ -62,7 +63,7 @@ class GraderProcess:
     packer = _Packer(content, pickle.HIGHEST_PROTOCOL)
     _pickled(packer.dump, grader)
     settings = {'path': sys.path, 'name': name, 'score_range': tuple(score_range), 'modules': packer.modules}
-    settings |= {'names': registry.names(), 'level': logging.getLogger().getEffectiveLevel()}
+    settings |= {'names': registry.names(), 'level': LOGGER.getEffectiveLevel()}
     try:
       self._connection, theirs = multiprocessing.Pipe()
       hanging_up, alive = os.pipe()
@@ -128,8 +129,8 @@ class GraderProcess:
           self._connection.send_bytes(request)
       while logged := (answer := self._read(seconds)).get('logged'):
         record = logging.makeLogRecord(logged)
-        if (logger := logging.getLogger(record.name)).isEnabledFor(record.levelno):
-          logger.handle(record)
+        if LOGGER.isEnabledFor(record.levelno):
+          LOGGER.handle(record)
     except (OSError, EOFError, ValueError) as error:
       raise EndedProcessError(f'ended its process ({self.end()})') from error
     finally:

@@ -18,7 +18,7 @@ import numpy as np
 
 from sdpo_jax.config import EnvironmentsConfig, rewards
 from sdpo_jax.environments import registry
-from sdpo_jax.environments.grader_process import EndedProcessError, GraderProcess, RaisedError, UnsendableError
+from sdpo_jax.environments.grader_process import LOGGER, EndedProcessError, GraderProcess, RaisedError, UnsendableError
 from sdpo_jax.environments.outcomes import called, checked, described, ungraded
 from sdpo_jax.environments.reward_functions import is_reward_function
 from sdpo_jax.environments.time_limit import EndedError, OverranError, call_within
@@ -261,7 +261,7 @@ class Graders(contextlib.AbstractContextManager['Graders']):
           return self._within(name, grader, lambda: process.ask(method, asked))
       except UnsendableError as error:
         self._stay[name] = f'cannot be sent to a process ({error})'
-        logging.warning('The grader %r runs in the main process: it %s.', name, self._stay[name])
+        LOGGER.warning('The grader %r runs in the main process: it %s.', name, self._stay[name])
       except OverranError:
         self._processes.pop(name).end()
         raise
@@ -292,7 +292,7 @@ class Graders(contextlib.AbstractContextManager['Graders']):
     if found is None or found.ended:
       how = found and found.end()
       if how and name not in self._ending:
-        logging.warning('The process of the grader %r ended (%s): a new one starts whenever it does.', name, how)
+        LOGGER.warning('The process of the grader %r ended (%s): a new one starts whenever it does.', name, how)
         self._ending.add(name)
       found = self._processes[name] = GraderProcess(grader, name, self._settings.score_range)
     if self._closed:

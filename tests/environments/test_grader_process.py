@@ -482,7 +482,8 @@ def test_threads_that_share_graders_wait_for_each_other_when_a_call_hangs(grader
 
 
 def test_what_a_grader_logs_reaches_the_handlers_of_the_run(module, caplog, capfd):
-  with caplog.at_level(logging.INFO), Graders(EnvironmentsConfig(modules=(module,), grader_timeout_s=2.0)) as graders:
+  caplog.set_level(logging.INFO, 'sdpo_jax')
+  with Graders(EnvironmentsConfig(modules=(module,), grader_timeout_s=2.0)) as graders:
     here('CALLS')[0] = 0
     graded(graders, 'doing', 'log', 'log of a fork')
     graded(graders, 'doing', 'log and hang')
