@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import os
 import pathlib
+import re
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ import yaml
 from sdpo_jax.distributed.cluster import barrier
 from sdpo_jax.errors import UserError, first_line, short_repr
 from sdpo_jax.files import is_local, read_text
-from sdpo_jax.models import exporting
+from sdpo_jax.models import exporting, plain_yaml
 from sdpo_jax.models.adapters import cartridge_pt
 from sdpo_jax.models.adapters.cartridge import Cartridge, check
 from sdpo_jax.models.adapters.kv_prefix import KVPrefix
@@ -29,6 +30,7 @@ TENSORS, CONFIG = 'cartridge.pt', 'config.yaml'
 PAGE = 16  # Slots per page of a server, which cuts off an incomplete page.
 LARGEST_CONFIG = 2**20  # Maximum bytes of a config.yaml.
 MOST_SLOTS = 2**31  # Maximum number of slots in a config.yaml.
+_NUMBER = re.compile('[0-9]{1,10}')
 _WAY_OUT = 'get the directory again'
 _logger = logging.getLogger('sdpo_jax.models')
 
@@ -154,26 +156,6 @@ def tensors_file(place: pathlib.Path) -> pathlib.Path:
   return found[0]
 
 
-class _Loader(yaml.SafeLoader):
-  """A YAML loader that reads nodes with Python tags, as some tools write them, as plain text, lists or mappings."""
-
-  def plain(self, suffix: str, node: yaml.Node) -> Any:
-    """Construct a tagged node as if it had no tag."""
-    del suffix
-    if isinstance(node, yaml.MappingNode):
-      return self.construct_mapping(node, deep=True)
-    if isinstance(node, yaml.SequenceNode):
-      return self.construct_sequence(node, deep=True)
-    return self.construct_scalar(node)
-
-  def flatten_mapping(self, node: yaml.MappingNode) -> None:
-    """Leave merge keys (<<) unexpanded, so that they are refused: a short text could expand without end."""
-
-
-_Loader.add_multi_constructor('tag:yaml.org,2002:python/', _Loader.plain)
-_Loader.add_multi_constructor('!', _Loader.plain)
-
-
 def _read_config(file: pathlib.Path) -> tuple[int | None, str | None]:
   """Return the number of slots and the name of the model in a config.yaml; None for each that is missing."""
   if not file.is_file():
@@ -181,14 +163,12 @@ def _read_config(file: pathlib.Path) -> tuple[int | None, str | None]:
   if file.stat().st_size > LARGEST_CONFIG:
     raise UserError(f'{file} is larger than {LARGEST_CONFIG // 2**20} MB: {_WAY_OUT}, or name the .pt file itself.')
   try:
-    values = yaml.load(read_text(file, _WAY_OUT), _Loader)
-  except UserError:
-    raise
-  except Exception as error:  # The type depends on what is wrong: invalid dates, keys that are lists, …
+    values = plain_yaml.read(read_text(file, _WAY_OUT))
+  except ValueError as error:
     raise UserError(f'{file} is not YAML ({first_line(error)}): {_WAY_OUT}.') from error
   slots = _entry(values, 'kv_cache_initializer', 'max_tokens')
   model = _entry(values, 'model', 'pretrained_model_name_or_path')
-  if slots is not None and (type(slots) is not int or not 0 < slots <= MOST_SLOTS):
+  if slots is not None and not (isinstance(slots, str) and _NUMBER.fullmatch(slots) and 0 < int(slots) <= MOST_SLOTS):
     raise UserError(
       f'{file}: kv_cache_initializer.max_tokens is {short_repr(slots)}, but must be the number of slots: correct it.'
     )
@@ -196,7 +176,7 @@ def _read_config(file: pathlib.Path) -> tuple[int | None, str | None]:
     raise UserError(
       f'{file}: model.pretrained_model_name_or_path is {short_repr(model)}, but must be a name: correct it.'
     )
-  return slots, model
+  return slots and int(slots), model
 
 
 def _entry(values: Any, section: str, name: str) -> Any:

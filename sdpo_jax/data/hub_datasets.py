@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+import fnmatch
+import functools
 import glob
 import pathlib
 import re
+import time
 import urllib.parse
 
-from fsspec.utils import glob_translate
-import yaml
-
-from sdpo_jax.errors import UserError
-from sdpo_jax.models import hub
+from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.models import hub, plain_yaml
 
 PREFIX = 'hf:'
 READABLE = ('.parquet', '.jsonl', '.json', '.csv')
@@ -21,6 +22,9 @@ READABLE = ('.parquet', '.jsonl', '.json', '.csv')
 CONVERTED = 'refs/convert/parquet'
 _OPTIONS = ('split', 'config', 'revision')
 _CARD = 'README.md'
+LARGEST_CARD = 2**20  # Characters of settings in a card; a config takes 100 or 200.
+LISTED = 2000  # Characters of names in a message.
+LONGEST_PATTERN, MATCHING_S = 4096, 3.0  # Characters of a pattern in it, and CPU time for all of them.
 # Split → the words in names of files and folders that stand for it, according to the hub's documentation.
 _WORDS = {
   'train': ('train', 'training'),
@@ -104,27 +108,32 @@ def taken(rows: Sequence, part: Slice) -> Sequence:
 def _configs(folder: pathlib.Path, names: Sequence[str], where: str) -> tuple[dict[str, Splits], str | None]:
   """Return the configs of a data set and the name of its default one, from its card or, without one, its files."""
   card = folder / _CARD
-  text = card.read_text(encoding='utf-8', errors='replace') if card.is_file() else ''
-  front = re.match(r'---\s*\n(.*?)\n---', text, re.DOTALL)
+  text = ''
+  if card.is_file():
+    with card.open(encoding='utf-8', errors='replace') as file:
+      text = file.read(LARGEST_CARD)
+  front = re.match(r'---[^\S\n]*\n(.*?)\n---', text, re.DOTALL)
+  deadline = time.thread_time() + MATCHING_S
   try:
-    said = yaml.safe_load(front[1]) if front else None
-    declared = {str(config['config_name']): config for config in (said or {}).get('configs') or ()}
-    found = {name: _declared(config, names) for name, config in declared.items()}
-  except (yaml.YAMLError, AttributeError, KeyError, TypeError, re.error) as error:
-    raise UserError(f'{where}: the configs in its {_CARD} cannot be read: {str(error).splitlines()[0]}.') from error
+    if front is None and text.startswith('---') and len(text) == LARGEST_CARD:
+      raise ValueError(f'its settings do not end within {LARGEST_CARD} characters')
+    said = plain_yaml.read(front[1]) if front else None
+    declared = {config['config_name']: config for config in (said or {}).get('configs') or ()}
+    found = {name: _declared(config, names, deadline) for name, config in declared.items()}
+  except (AttributeError, KeyError, TypeError, ValueError) as error:
+    raise UserError(f'{where}: the configs in its {_CARD} cannot be read: {first_line(error)}.') from error
   if not found:
     return {'default': _by_names(_readable(names))}, 'default'
-  marked = [name for name, config in declared.items() if config.get('default') or name == 'default']
+  marked = [name for name, config in declared.items() if config.get('default') in ('true', 'True') or name == 'default']
   return found, next(iter(marked or (found if len(found) == 1 else ())), None)
 
 
-def _declared(config: Mapping, names: Sequence[str]) -> Splits:
+def _declared(config: Mapping, names: Sequence[str], deadline: float) -> Splits:
   """Return the files of a config in a card; its `data_files` are patterns, a list of {split, path}, or a mapping."""
-  folder = str(config.get('data_dir') or '').strip('/')
+  folder = (config.get('data_dir') or '').strip('/')
   given = config.get('data_files')
   if given is None:
-    inside = [name for name in names if not folder or name.startswith(f'{folder}/')]
-    return _by_names(_readable(inside))
+    return _by_names(_readable(_matching(f'{glob.escape(folder)}/**'.removeprefix('/'), names, deadline)))
   if isinstance(given, Mapping):
     patterns = dict(given)
   elif isinstance(given, str) or all(isinstance(one, str) for one in given):
@@ -134,9 +143,32 @@ def _declared(config: Mapping, names: Sequence[str]) -> Splits:
   found = {}
   for split, paths in patterns.items():
     paths = [paths] if isinstance(paths, str) else paths
-    matching = [re.compile(glob_translate(f'{folder}/{path}'.removeprefix('/').removeprefix('./'))) for path in paths]
-    found[str(split)] = _readable(name for name in names if any(pattern.match(name) for pattern in matching))
+    wanted = [(folder + '/' + path).removeprefix('/').removeprefix('./') for path in paths]
+    found[split] = _readable({name for pattern in wanted for name in _matching(pattern, names, deadline)})
   return {split: held for split, held in found.items() if held}
+
+
+def _matching(pattern: str, names: Sequence[str], deadline: float) -> Iterator[str]:
+  """Yield those of the names, which are sorted, that a glob matches; raises ValueError if it takes too long."""
+  prefix = re.match(r'[^*?[]*', pattern)[0]
+  for name in names[bisect.bisect_left(names, prefix) : bisect.bisect_left(names, f'{prefix}\U0010ffff')]:
+    if len(pattern) > LONGEST_PATTERN or time.thread_time() > deadline:
+      raise ValueError(f'a pattern is longer than {LONGEST_PATTERN}, or they take more than {MATCHING_S:g} s')
+    if _expression(pattern).match(name.replace('/', '\n') + '\0'):
+      yield name
+
+
+@functools.lru_cache(maxsize=16)
+def _expression(pattern: str) -> re.Pattern:
+  """Return an expression for names that end in a zero and have line ends, which a dot does not match, for slashes.
+
+  After `*`, and after `**`, which stands for any number of folders, only the first match of what follows up to the next
+  is tried (`?>`). That is enough, and takes at most time quadratic in the length of a name.
+  """
+  given = (pattern + '/*' * pattern.endswith('**') + '\0').replace('/', '\n')
+  blocks = map(fnmatch.translate, re.split(r'(?<![^\n])\*\*\n', given))  # Without `(?s:`, a dot matches no line end.
+  first, *rest = (block.removeprefix('(?s:').removesuffix(r')\Z') for block in blocks)
+  return re.compile(first + ''.join(rf'(?>(?:.+\n)*?{block})' for block in rest))
 
 
 def _readable(names: Iterable[str]) -> list[str]:
@@ -182,7 +214,7 @@ def _of_config(configs: Mapping[str, Splits], config: str | None, where: str) ->
     return next(iter(configs.values()))
   if config not in configs:
     what = 'has several configs: add config= with' if config is None else f'has no config {config!r}: choose from'
-    raise UserError(f'{where} {what} {", ".join(configs)}.')
+    raise UserError(f'{where} {what} {", ".join(configs)[:LISTED]}.')
   return configs[config]
 
 
@@ -190,12 +222,12 @@ def _parts(wanted: str | None, splits: Sequence[str], where: str) -> Iterator[tu
   """Yield the split and the slice of each part of a `split` option such as train[:10%]+test."""
   if wanted is None:
     if len(splits) > 1:
-      raise UserError(f'{where} does not name a split: add split= with one of {", ".join(splits)}.')
+      raise UserError(f'{where} does not name a split: add split= with one of {", ".join(splits)[:LISTED]}.')
     wanted = splits[0]
   for part in wanted.split('+'):
     match = _SLICE.fullmatch(part.strip())
     if match is None:
       raise UserError(f'{where}: {part!r} is not a split NAME or NAME[start:stop], in rows or, with a %, in percent.')
     if match[1] not in splits:
-      raise UserError(f'{where} has no split {match[1]!r}: choose from {", ".join(splits)}.')
+      raise UserError(f'{where} has no split {match[1]!r}: choose from {", ".join(splits)[:LISTED]}.')
     yield match[1], (match[2], match[3])

@@ -14,16 +14,14 @@ import decimal
 import gc
 import json
 import math
+from multiprocessing.connection import Connection
 import resource
 import signal
-import socket
-import struct
 import sys
 from typing import Any
 
 CPU_S = 5.0  # Per request; a result within the size limit takes less than a tenth of it.
 MEMORY = 2**30  # Bytes of address space.
-FRAME, ANSWER = struct.Struct('>4Q'), struct.Struct('>Q')
 
 ERROR = 'Error: '  # As in code_feedback.py.
 SHOWN_CHARACTERS = 4000  # Characters of an output that are kept: more than feedback can show.
@@ -259,13 +257,14 @@ def respond(question: dict, *parts: bytes) -> dict:
   return verdict(question, *parts) if 'profile' in question else answer_of(parts[0])
 
 
-def serve(connection: socket.socket) -> None:
+def serve(connection: Connection) -> None:
   """Answer requests until the other side closes the connection."""
-  stream = connection.makefile('rwb')
-  stream.write(ANSWER.pack(0))
-  stream.flush()
-  while header := stream.read(FRAME.size):
-    question, *parts = (stream.read(size) for size in FRAME.unpack(header))
+  connection.send_bytes(b'')
+  while True:
+    try:
+      question, *parts = (connection.recv_bytes() for _ in range(4))
+    except EOFError:
+      return
     # The signal's default action ends this process, even inside a C function.
     signal.setitimer(signal.ITIMER_PROF, CPU_S)
     try:
@@ -276,8 +275,7 @@ def serve(connection: socket.socket) -> None:
       said = {'fault': f'{type(error).__name__}: {error}'}
     answer = json.dumps(said).encode()
     signal.setitimer(signal.ITIMER_PROF, 0)
-    stream.write(ANSWER.pack(len(answer)) + answer)
-    stream.flush()
+    connection.send_bytes(answer)
 
 
 if __name__ == '__main__':
@@ -286,4 +284,4 @@ if __name__ == '__main__':
   gc.disable()  # Nothing here makes cycles, and collections take most of the time of parsing.
   resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-  serve(socket.socket(fileno=int(sys.argv[1])))
+  serve(Connection(int(sys.argv[1])))

@@ -2,9 +2,9 @@
 
     python -P grader_child.py DESCRIPTOR PIPE
 
-The trainer sends the grader and then, for each call, a method and its arguments, pickled; answers are JSON of plain
-values, whatever the grader returns. Nothing is written to PIPE: once the trainer is gone, even
-killed, the kernel ends this process and all that it has started, whatever code it is in.
+The trainer sends the grader and then, for each call, a method and its arguments, pickled; answers, and before them what
+the grader logs, are JSON of plain values, whatever it returns. Nothing is written to PIPE: once the trainer is gone,
+even killed, the kernel ends this process and all that it has started, whatever code it is in.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import logging.handlers
 from multiprocessing.connection import Connection
 import os
 from pathlib import Path
@@ -36,6 +37,9 @@ def main() -> None:
   connection, own = Connection(int(sys.argv[1])), os.getpid()
   settings = pickle.loads(connection.recv_bytes())
   sys.path[:] = settings['path']
+  sender = _Sender(connection)
+  logging.basicConfig(level=settings['level'], handlers=[sender], format='%(message)s')
+  os.register_at_fork(after_in_child=lambda: logging.basicConfig(force=True))  # Messages of forks would be mixed up.
   grader: Any = None
   with contextlib.suppress(EOFError):
     while request := connection.recv_bytes():
@@ -44,26 +48,34 @@ def main() -> None:
         sys.stdout.flush()
       if os.getpid() != own:  # A fork that the grader made and did not end.
         os._exit(0)
-      connection.send_bytes(json.dumps(answer).encode())
+      sender.send(answer)
+
+
+class _Sender(logging.handlers.QueueHandler):
+  """Sends answers to the trainer, and what is logged, one at a time; the queue is the connection."""
+
+  def enqueue(self, record: logging.LogRecord) -> None:
+    self.send({'logged': vars(record)})
+
+  def send(self, message: dict[str, Any]) -> None:
+    with self.lock:
+      self.queue.send_bytes(json.dumps(message, default=str).encode())
 
 
 def answered(grader: Any, settings: dict[str, Any], request: bytes) -> tuple[dict[str, Any], Any]:
   """Return the answer to a request and the grader, which the first request brings.
 
   The answer has 'outcomes' and 'unusable' as from `called`, or what went wrong: 'refused', if the request cannot be
-  read, 'user_error' or 'raised'.
+  answered here, 'user_error' or 'raised'.
   """
-  from sdpo_jax.environments.outcomes import called, described  # The path is known only now.
+  from sdpo_jax.environments import registry  # The path is known only now.
+  from sdpo_jax.environments.outcomes import called, described
   from sdpo_jax.errors import UserError
 
   try:
-    for name, (file, constants) in settings.pop('modules', {}).items():
-      here = vars(load(name, file))
-      for key, value in constants.items():  # Scripts change them.
-        if type(held := here.get(key)) is type(value) and type(value) in (dict, list):
-          held.clear(), held.update(value) if type(value) is dict else held.extend(value)  # Others may hold it, too.
-        else:
-          here[key] = value
+    registry.names_in_run = settings['names']
+    for name, file in settings.pop('modules', {}).items():
+      load(name, file)
     asked = pickle.loads(request)
   except BaseException as error:
     return {'refused': described(error)}, None
@@ -72,6 +84,8 @@ def answered(grader: Any, settings: dict[str, Any], request: bytes) -> tuple[dic
   try:
     outcomes, unusable = called(grader, *asked, settings['name'], settings['score_range'])
     return {'outcomes': [vars(outcome) for outcome in outcomes], 'unusable': unusable}, grader
+  except registry.NotImportedError as error:
+    return {'refused': str(error)}, None
   except UserError as error:
     return {'user_error': str(error)}, grader
   except BaseException as error:  # Whatever it is costs a completion, not the process.
@@ -90,7 +104,8 @@ def state(module: ModuleType) -> dict[str, str]:
 
   def described(value: Any, depth: int = 5) -> str:
     kind = type(value)
-    if kind in (bool, int, float, str, bytes, type(None), re.Pattern):
+    deep = not depth and kind in (dict, list, tuple, set, frozenset)
+    if deep or kind in (bool, int, float, str, bytes, type(None), re.Pattern):
       return repr(value)
     parts: Any = ()
     if isinstance(value, dict) and depth:

@@ -2,7 +2,7 @@
 
 A grader is sent once, pickled: modules by name or file, objects with their state. What it keeps between calls lives in
 its process, until that is ended. The process has the trainer's environment variables, folder and output, and no
-accelerator.
+accelerator; what is logged there reaches the handlers here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import contextlib
 import io
 import json
+import logging
 import multiprocessing
 from multiprocessing.connection import Connection
 import os
@@ -20,10 +21,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from typing import Any
 import weakref
 
+from sdpo_jax.environments import registry
 from sdpo_jax.environments.grader_child import state
 from sdpo_jax.environments.grader_code import counts
 from sdpo_jax.errors import UserError, first_line
@@ -33,7 +34,7 @@ CHILD = pathlib.Path(__file__).with_name('grader_child.py')
 CLOSE_S = 5.0  # For what a process does at its exit, such as writing what it has in buffers.
 START_S = 120.0  # A grader whose modules are not loaded by then stays in a thread.
 MESSAGE = 2**28  # Most bytes of an answer.
-_PLAIN = (bool, int, float, str, bytes, type(None), list, tuple, set, frozenset, dict)
+LOGGER = logging.getLogger('sdpo_jax.graders')  # Commands show its warnings, not those of others.
 
 
 class UnsendableError(Exception):
@@ -41,7 +42,11 @@ class UnsendableError(Exception):
 
 
 class RaisedError(Exception):
-  """A grader raised an exception in its process, or ended it; the message goes on after the grader's name."""
+  """A grader raised an exception in its process; the message goes on after the grader's name."""
+
+
+class EndedProcessError(RaisedError):
+  """A grader ended its process."""
 
 
 class GraderProcess:
@@ -57,8 +62,8 @@ class GraderProcess:
     content = io.BytesIO()
     packer = _Packer(content, pickle.HIGHEST_PROTOCOL)
     _pickled(packer.dump, grader)
-    self._lock = threading.Lock()  # Held while an answer is waited for.
     settings = {'path': sys.path, 'name': name, 'score_range': tuple(score_range), 'modules': packer.modules}
+    settings |= {'names': registry.names(), 'level': LOGGER.getEffectiveLevel()}
     try:
       self._connection, theirs = multiprocessing.Pipe()
       hanging_up, alive = os.pipe()
@@ -90,21 +95,23 @@ class GraderProcess:
     """Call a method of the grader as `outcomes.called` does.
 
     Raises:
-      UnsendableError: the arguments cannot be sent.
+      UnsendableError: the arguments cannot be sent, or the grader needs another that is not there.
       UserError: the grader raised it, or returned no outcomes.
-      RaisedError: it raised something else, or ended the process.
+      RaisedError: it raised something else.
+      EndedProcessError: it ended the process.
     """
     answer = self._asked(_pickled(pickle.dumps, (method, asked)))
     return [Outcome(**fields) for fields in answer['outcomes']], answer['unusable']
 
-  def end(self) -> int:
-    """End the process and those that it has started; return its exit code. May be called twice, by any thread."""
+  def end(self) -> str:
+    """End the process and those that it has started; return how it ended. May be called twice, by any thread."""
     self._finalizer()
-    return self._process.wait()
+    code = self._process.wait()
+    return f'exit code {code}' if code >= 0 else str(signal.strsignal(-code))
 
   def close(self) -> None:
-    """Let the process end by itself, unless it is at work."""
-    if not (self._lock.locked() or self.ended):
+    """Let the process end by itself; no call may be running."""
+    if not self.ended:
       with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         self._connection.send_bytes(b'')
         self._process.wait(CLOSE_S)
@@ -112,25 +119,23 @@ class GraderProcess:
 
   @property
   def ended(self) -> bool:
-    return not self._finalizer.alive
+    return self._process.poll() is not None
 
   def _asked(self, *requests: bytes, seconds: float | None = None) -> dict[str, Any]:
     """Send requests and return the answer to the last one; raises as `ask`, also without an answer within `seconds`."""
-    with self._lock:
-      try:
-        with contextlib.suppress(OSError):  # Reading finds the reason.
-          for request in requests:
-            self._connection.send_bytes(request)
-        if not self._connection.poll(seconds):
-          raise UnsendableError(f'its modules are not loaded within {seconds:g} s')
-        answer = json.loads(self._connection.recv_bytes(MESSAGE))
-      except (OSError, EOFError, ValueError) as error:
-        code = self.end()
-        how = f'exit code {code}' if code >= 0 else signal.strsignal(-code)
-        raise RaisedError(f'ended its process ({how})') from error
-      finally:
-        if self.ended:  # Here nothing reads it any more.
-          self._connection.close()
+    try:
+      with contextlib.suppress(OSError):  # Reading finds the reason.
+        for request in requests:
+          self._connection.send_bytes(request)
+      while logged := (answer := self._read(seconds)).get('logged'):
+        record = logging.makeLogRecord(logged)
+        if LOGGER.isEnabledFor(record.levelno):
+          LOGGER.handle(record)
+    except (OSError, EOFError, ValueError) as error:
+      raise EndedProcessError(f'ended its process ({self.end()})') from error
+    finally:
+      if self.ended:  # Here nothing reads it any more.
+        self._connection.close()
     if 'refused' in answer:
       self.end()
       raise UnsendableError(answer['refused'])
@@ -140,28 +145,30 @@ class GraderProcess:
       raise RaisedError(answer['raised'])
     return answer
 
+  def _read(self, seconds: float | None) -> dict[str, Any]:
+    if not self._connection.poll(seconds):
+      raise UnsendableError(f'its modules are not loaded within {seconds:g} s')
+    return json.loads(self._connection.recv_bytes(MESSAGE))
+
 
 class _Packer(pickle.Pickler):
-  """Pickles a grader and finds the user's modules that it needs: their files, and their plain values by name."""
+  """Pickles a grader and finds the files of the user's modules that it needs, by their names."""
 
   def __init__(self, *arguments: Any):
     super().__init__(*arguments)
-    self.modules: dict[str, tuple[str, dict[str, Any]]] = {}
+    self.modules: dict[str, str] = {}
 
   def reducer_override(self, value: Any) -> Any:
     name = getattr(value, '__module__', None)
     if name == '__main__':
       raise UnsendableError('it is defined in the program that was started')
+    held = callable(getattr(value, 'close', None)) and not isinstance(value, type)
+    if held and type(value).__getstate__ is object.__getstate__:  # Others know how they are copied.
+      raise UnsendableError(f'it holds an object with a method close() ({type(value).__name__})')
     file = getattr(sys.modules.get(name), '__file__', None) if isinstance(name, str) else None
     if file and name not in self.modules and counts(pathlib.Path(file).resolve()):
-      values = vars(sys.modules[name]).items()
-      self.modules[name] = file, {key: held for key, held in values if key[:2] != '__' and _is_plain(held)}
+      self.modules[name] = file
     return NotImplemented
-
-
-def _is_plain(value: Any) -> bool:
-  parts = value.items() if type(value) is dict else value if type(value) in _PLAIN[-5:-1] else ()
-  return type(value) in _PLAIN and all(map(_is_plain, parts))
 
 
 def _pickled(pickled: Any, value: Any) -> Any:

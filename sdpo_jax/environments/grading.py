@@ -18,14 +18,15 @@ import numpy as np
 
 from sdpo_jax.config import EnvironmentsConfig, SandboxConfig, rewards
 from sdpo_jax.environments import registry
-from sdpo_jax.environments.grader_process import GraderProcess, RaisedError, UnsendableError
+from sdpo_jax.environments.grader_process import LOGGER, EndedProcessError, GraderProcess, RaisedError, UnsendableError
 from sdpo_jax.environments.outcomes import called, checked, described, ungraded
 from sdpo_jax.environments.reward_functions import is_reward_function
 from sdpo_jax.environments.time_limit import EndedError, OverranError, call_within
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Example, Outcome
 
-PATIENCE = 2  # Overruns of single completions after which the rest of a call is abandoned.
+# Overruns of single completions, or processes that these end in a row, after which the rest of a call is abandoned.
+PATIENCE = 2
 MAX_HANGING = 8  # Threads of abandoned calls at which a run ends.
 # Metrics that a run uses; the completion takes them from the first grader that reports them.
 MEANINGFUL = ('acc', 'pred', 'format_valid')
@@ -54,6 +55,8 @@ class Graders(contextlib.AbstractContextManager['Graders']):
     self._weights: dict[str, dict[str, float]] = {}  # By grader name, for every `Example.environment` so far.
     self._metric_names: dict[str, _MetricNames] = {}
     self._processes: dict[str, GraderProcess] = {}
+    self._turns: dict[str, threading.Lock] = defaultdict(threading.Lock)  # Held while one is started or asked.
+    self._ending: set[str] = set()  # Graders that have ended their process, about which the log says so.
     self._stay: dict[str, str] = {}  # Why graders stay in this process, by name.
     self._hanging: list[threading.Thread] = []  # Abandoned calls of such graders.
     self._closed = False
@@ -169,8 +172,8 @@ class Graders(contextlib.AbstractContextManager['Graders']):
     Each grader's close() has the time limit of a call.
     """
     self._closed = True
-    for process in list(self._processes.values()):
-      process.close()
+    for name, process in list(self._processes.items()):
+      (process.end if self._turns[name].locked() else process.close)()  # Let it end by itself, unless it is at work.
     self._tell('close')  # If it fails, close the others, and report the error that ended the run.
     self._made.clear()
     for names in self._metric_names.values():
@@ -208,26 +211,24 @@ class Graders(contextlib.AbstractContextManager['Graders']):
           raise
     # One by one, so that only completions that make it raise or hang are affected.
     outcomes: list[Outcome] = []
-    overran = 0
+    overran, ended, why = 0, 0, ''
     for part in parts:
-      if overran == PATIENCE:
+      if PATIENCE in (overran, ended):
         # The most frequent reason in such a batch is all that the end of a run reports, so it includes the limit.
-        outcomes.append(
-          ungraded(
-            f'the grader {name!r} was abandoned after it had not answered within {self._settings.grader_timeout_s:g} s '
-            f'(environments.grader_timeout_s) for {PATIENCE} others'
-          )
-        )
+        outcomes.append(ungraded(f'{why} for {PATIENCE} others, and was abandoned'))
         continue
       try:
         outcomes += self._ask(name, [part])
+        ended = 0
       except UserError:
         raise
       except Exception as error:
         if self._closed:
           raise
         overran += isinstance(error, OverranError)
-        outcomes.append(_without(name, part[0], error))
+        ended = ended + 1 if isinstance(error, EndedProcessError) else 0
+        why = _without(name, part[0], error)
+        outcomes.append(ungraded(why))
     return outcomes
 
   def _ask(self, name: str, parts: Sequence[tuple[Example, str, bool]]) -> list[Outcome]:
@@ -264,15 +265,16 @@ class Graders(contextlib.AbstractContextManager['Graders']):
 
     Raises what the grader raises, in a process a RaisedError for it, or UserError if too many threads hang.
     """
-    try:
-      if process := self._process(name, grader):
-        return self._within(name, grader, lambda: process.ask(method, asked))
-    except UnsendableError as error:
-      self._stay[name] = f'cannot be sent to a process ({error})'
-      logging.warning('The grader %r runs in the main process: it %s.', name, self._stay[name])
-    except OverranError:
-      self._processes.pop(name).end()
-      raise
+    with self._turns[name]:  # The limit of another thread's call begins afterwards.
+      try:
+        if process := self._process(name, grader):
+          return self._within(name, grader, lambda: process.ask(method, asked))
+      except UnsendableError as error:
+        self._stay[name] = f'cannot be sent to a process ({error})'
+        LOGGER.warning('The grader %r runs in the main process: it %s.', name, self._stay[name])
+      except OverranError:
+        self._processes.pop(name).end()
+        raise
     own = asked if registry.is_built_in(name) else _copied(asked)
     try:
       return self._within(name, grader, lambda: called(grader, method, own, name, self._settings.score_range))
@@ -298,6 +300,10 @@ class Graders(contextlib.AbstractContextManager['Graders']):
       return None
     found = self._processes.get(name)
     if found is None or found.ended:
+      how = found and found.end()
+      if how and name not in self._ending:
+        LOGGER.warning('The process of the grader %r ended (%s): a new one starts whenever it does.', name, how)
+        self._ending.add(name)
       found = self._processes[name] = GraderProcess(grader, name, self._settings.score_range)
     if self._closed:
       found.end()
@@ -315,15 +321,14 @@ def _copied(value: Any) -> Any:
   return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
 
 
-def _without(name: str, example: Example, error: Exception) -> Outcome:
-  """Return the outcome of a completion on which its grader raised or hung."""
-  if isinstance(error, OverranError):
-    logging.warning('The grader %r was abandoned over a completion of %s: %s.', name, example.id, error)
-    return ungraded(f'the grader {name!r} gave {error} (environments.grader_timeout_s)')
+def _without(name: str, example: Example, error: Exception) -> str:
+  """Return why a completion, on which its grader raised or hung, is ungraded."""
   said = error.__cause__ if isinstance(error, EndedError) else error
   what = str(said) if isinstance(said, RaisedError) else described(said)
+  if isinstance(error, OverranError):
+    what = f'gave {error} (environments.grader_timeout_s)'
   logging.warning('A completion of %s is ungraded: the grader %r %s.', example.id, name, what)
-  return ungraded(f'the grader {name!r} {what}')
+  return f'the grader {name!r} {what}'
 
 
 class _MetricNames:

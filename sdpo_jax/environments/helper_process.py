@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import json
+import multiprocessing
 import os
 import pathlib
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +20,6 @@ import threading
 from typing import IO, Any
 import weakref
 
-from sdpo_jax.environments.code_verdicts import ANSWER, FRAME
 from sdpo_jax.errors import first_line
 
 WALL_S = 60.0  # Seconds to wait for an answer; the process itself has a smaller limit of CPU time.
@@ -43,7 +42,7 @@ class HelperPool:
     """
     self._script = script
     self._idle: queue.SimpleQueue[_Helper | None] = queue.SimpleQueue()  # None: one that has ended, to be replaced.
-    self._all: set[_Helper] = set()
+    self._all: weakref.WeakSet[_Helper] = weakref.WeakSet()
     self._lock = threading.Lock()
     self._finalizer = weakref.finalize(self, _close, self._all, os.getpid())
     for _ in range(count):
@@ -67,7 +66,7 @@ class HelperPool:
         except BaseException as error:
           # For any error: another request must not read a late answer of this process.
           ended, helper = helper, None
-          code = self._end(ended)
+          code = ended.end()
           if not isinstance(error, OSError | EOFError):
             raise
           if -code in _BY_THE_REQUEST:
@@ -95,54 +94,41 @@ class HelperPool:
       self._all.add(helper)
       return helper
 
-  def _end(self, helper: _Helper) -> int:
-    code = helper.end()
-    with self._lock:
-      self._all.discard(helper)
-    return code
-
 
 class _Helper:
-  """One process and the socket to it."""
+  """One process and the connection to it."""
 
   def __init__(self, script: pathlib.Path):
-    self._socket, theirs = socket.socketpair()
-    self._socket.settimeout(WALL_S)
+    self._connection, theirs = multiprocessing.Pipe()
     with theirs, tempfile.TemporaryFile() as errors:
       descriptor = theirs.fileno()
       command = [sys.executable, '-I', '-X', 'utf8', str(script), str(descriptor)]
       self._process = started(command, [descriptor], errors, {})
       theirs.close()
       try:
-        self._read(ANSWER.size)
-      except (OSError, EOFError) as error:
+        self._read()
+      except BaseException as error:
         self.end()
+        if not isinstance(error, OSError | EOFError):
+          raise
         said = last_line(errors) or error
         raise RuntimeError(f'A process that compares results cannot be started: {said}.') from error
-      except BaseException:
-        self.end()
-        raise
 
   def ask(self, request: Sequence[bytes]) -> dict[str, Any]:
     """Send a request and return its answer; raises OSError or EOFError if the process ended or hangs."""
-    self._socket.sendall(FRAME.pack(*map(len, request)))
     for part in request:
-      self._socket.sendall(part)
-    return json.loads(self._read(*ANSWER.unpack(self._read(ANSWER.size))))
+      self._connection.send_bytes(part)
+    return json.loads(self._read())
 
   def end(self) -> int:
     """End the process if it still runs and return its exit code."""
-    self._socket.close()
+    self._connection.close()
     return ended(self._process, within_s=1)
 
-  def _read(self, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-      chunk = self._socket.recv(size - len(data))
-      if not chunk:
-        raise EOFError('it hung up')
-      data += chunk
-    return bytes(data)
+  def _read(self) -> bytes:
+    if not self._connection.poll(WALL_S):
+      raise TimeoutError('timed out')
+    return self._connection.recv_bytes()
 
 
 def started(
@@ -176,7 +162,7 @@ def ended(process: subprocess.Popen, within_s: float) -> int:
     return process.wait()
 
 
-def _close(helpers: set[_Helper], owner: int) -> None:
+def _close(helpers: weakref.WeakSet[_Helper], owner: int) -> None:
   if os.getpid() != owner:  # A fork of the owner exits; the processes are not its own.
     return
   for helper in list(helpers):

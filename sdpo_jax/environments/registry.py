@@ -8,7 +8,7 @@ functions in TRL's form (reward_functions.py) can be used as graders unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import importlib
 import inspect
@@ -91,6 +91,11 @@ _BUILT_IN = {
 _FACTORIES: dict[str, GraderFactory] = {}
 _GENERATORS: dict[str, QuestionGenerator] = {}
 _REWARD_FUNCTIONS: list[Any] = []
+names_in_run: Sequence[str] = ()  # In a grader's process: of all graders that the run has registered.
+
+
+class NotImportedError(BaseException):
+  """A grader needs one that its process has not imported; not for it to catch. The message goes on after its name."""
 
 
 def register(name: str) -> Callable[[Grader], Grader]:
@@ -222,6 +227,8 @@ def _find(table: dict[str, Any], kind: str, name: str) -> Any:
       for added in table.keys() - known:  # Otherwise the next attempt would find the names taken.
         del table[added]
       raise
+  if name not in table and name in names_in_run:
+    raise NotImportedError(f'it uses the grader {name!r}, of another module')
   if name not in table:
     known = _names(table, kind)
     raise UserError(f'There is no {kind} {name!r}: choose from {", ".join(known)}{did_you_mean(name, known)}')

@@ -1,15 +1,22 @@
 """Hub data sets: named by hf:…, their splits found as the library `datasets` finds them; from folders and a hub."""
 
 import json
+import random
+import re
+import resource
+import subprocess
+import sys
+import time
 
 import datasets
+from fsspec.utils import glob_translate
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from sdpo_jax.data import hub_datasets, rows, sources
 from sdpo_jax.errors import UserError
-from tests import hub_server
+from tests import hub_server, tiers, tiny
 from tests.data.reference_rows import CALLS, RAW
 
 
@@ -141,6 +148,109 @@ def test_the_configs_of_a_card_are_those_of_datasets(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r'the configs in its README.md cannot be read: .') as raised:
       read(f'hf:{tmp_path}?split=dev')
     assert '\n' not in str(raised.value)
+
+
+def test_a_pattern_matches_the_names_that_it_matches_for_fsspec():
+  draw = random.Random(0)
+
+  def joined(parts, most):
+    return ''.join(draw.choices(parts, k=draw.randint(1, most)))
+
+  names = sorted({'/'.join(joined('ab.', 3) for _ in range(draw.randint(1, 4))) for _ in range(200)})
+  matched = 0
+  for _ in range(500):
+    parts = [draw.choice(('**', joined(['a', 'b', '.', '?', '[ab]', '*a', '*'], 3))) for _ in range(draw.randint(1, 5))]
+    pattern = '/'.join('**' if '**' in part else part for part in parts)
+    expected = [name for name in names if re.match(glob_translate(pattern), name)]
+    assert list(hub_datasets._matching(pattern, names, time.thread_time() + 60)) == expected, pattern  # noqa: SLF001 (else a folder per pattern)
+    matched += len(expected)
+  assert matched > 5000
+
+
+ONE = 'configs:\n- config_name: x\n  data_files: '
+LAUGHS = 'a0: &a0 [l, l]\n' + ''.join(f'a{i}: &a{i} [{", ".join([f"*a{i - 1}"] * 10)}]\n' for i in range(1, 13))
+MERGED = 'a0: &a0 {k: v}\n' + ''.join(f'a{i}: &a{i}\n  <<: [{", ".join([f"*a{i - 1}"] * 9)}]\n' for i in range(1, 13))
+SLOW = 'they take more than 3 s'
+HOSTILE = {  # Cards and, in parts, how reading them ends.
+  'many stars': (f'{ONE}"{"*a" * 60}b"', 'has no files of rows'),
+  'many folders': (f'{ONE}"{"**/*a*a*/" * 60}b"', 'has no files of rows'),
+  'many patterns': (f'{ONE}\n' + '  - "*.jsonl"\n' * 60_000, SLOW),
+  'many configs': ('configs:\n' + ''.join(f'- config_name: c{i}\n' for i in range(40_000)), SLOW),
+  'many pieces': (f'{ONE}\n' + ''.join(f'  - "*{"a" * 120}b{i}*"\n' for i in range(7000)), SLOW),
+  'a long pattern': (f'{ONE}"{"?*" * 500_000}"', SLOW),
+  'aliases in a name': (f'{LAUGHS}configs:\n- config_name: *a12', 'cannot be read: unhashable'),
+  'aliases in a path': (f'{LAUGHS}{ONE}\n  - split: x\n    path: [*a12]', 'cannot be read: can only concatenate'),
+  'aliases in a folder': (f'{LAUGHS}configs:\n- config_name: x\n  data_dir: *a12', "cannot be read: 'list' object"),
+  'merged aliases': (f'{MERGED}configs:\n- <<: *a12', 'cannot be read: merge keys'),
+  'a value that holds itself': ('configs: &a\n- *a', 'cannot be read: found unconstructable recursive node'),
+  'a long number': (f'configs:\n- config_name: 1{":59" * 340_000}', 'does not name a split'),
+  'a tagged number': (f'configs:\n- config_name: !!int 1{":59" * 340_000}', 'does not name a split'),
+  'long names': (f'configs:\n- config_name: {"a" * 500_000}\n- config_name: {"b" * 500_000}', 'has several configs'),
+  'deep lists': (f'configs: {"[" * 900}{"]" * 900}', 'cannot be read: maximum recursion depth'),
+  'wide lists': (f'configs: [{"[]," * 340_000}]', 'cannot be read: list indices'),
+  'no end': ('a: b\n' * 300_000, 'its settings do not end within 1048576 characters'),
+}
+LONG = tuple(name for name, (_, message) in HOSTILE.items() if message == SLOW and name != 'a long pattern') + (
+  'wide lists',
+)
+PROGRAM = """
+import resource, sys
+from sdpo_jax.data import sources
+from sdpo_jax.errors import UserError
+
+resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
+resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
+try:
+  sources.read_rows(sys.argv[1], 'data.train_files')
+except UserError as error:
+  print(error)
+"""
+
+
+@pytest.fixture(scope='module')
+def strangers(tmp_path_factory):
+  home = tmp_path_factory.mktemp('strangers')
+  names = ['/'.join(['a' * 20] * 8), 'a' * 200]
+  write(home, **{f'{name}{i}_jsonl': [] for name in names for i in range(1000)}, train_jsonl=[1], test_jsonl=[1])
+  return home
+
+
+@pytest.mark.parametrize('name', tiers.cases(HOSTILE, default=HOSTILE.keys() - set(LONG), slow=LONG))
+def test_hostile_cards_end_in_a_sentence(name, strangers):
+  text, message = HOSTILE[name]
+  (strangers / 'README.md').write_text(f'---\n{text}\n---\n')
+  if name in LONG:
+    command = [sys.executable, '-c', PROGRAM, f'hf:{strangers}']
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tiny.REPOSITORY, env=tiny.environment())
+    assert (
+      done.returncode == 0 and len(done.stdout) < 3000 and done.stdout.count('\n') == 1 and message in done.stdout
+    ), done.stderr
+    return
+  before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  with pytest.raises(UserError) as raised:
+    read(f'hf:{strangers}')
+  assert time.process_time() - before[0] < 5 and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before[1] < 2**20
+  assert message in str(raised.value) and '\n' not in str(raised.value) and len(str(raised.value)) < 3000
+
+
+def test_patterns_are_matched_for_a_limited_time(strangers, monkeypatch):
+  monkeypatch.setattr(hub_datasets, 'MATCHING_S', 0.1)
+  (strangers / 'README.md').write_text(f'---\n{HOSTILE["many patterns"][0]}\n---\n')
+  with pytest.raises(UserError, match=r'they take more than 0\.1 s'):
+    read(f'hf:{strangers}')
+
+
+@pytest.mark.parametrize('begins', ['', '---\n'])
+def test_a_card_of_64_gib_is_not_read_whole(tmp_path, begins):
+  write(tmp_path, train_jsonl=[1])
+  (tmp_path / 'README.md').write_text(begins)
+  with (tmp_path / 'README.md').open('r+') as file:
+    file.truncate(2**36)
+  if not begins:
+    assert read(f'hf:{tmp_path}') == [1]
+    return
+  with pytest.raises(UserError, match='its settings do not end within'):
+    read(f'hf:{tmp_path}')
 
 
 @pytest.mark.parametrize(

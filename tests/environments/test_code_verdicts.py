@@ -18,7 +18,7 @@ from sdpo_jax.types import Example
 
 # The loop of the real process around other answers.
 SCRIPT = """
-import importlib.util, os, signal, socket, sys
+import importlib.util, os, signal, sys
 spec = importlib.util.spec_from_file_location('code_verdicts', {path!r})
 module = importlib.util.module_from_spec(spec)
 sys.modules['code_verdicts'] = module
@@ -32,7 +32,7 @@ def respond(question, *parts):
 module.respond = respond
 module.resource.setrlimit(module.resource.RLIMIT_AS, (2**28, 2**28))
 signal.signal(signal.SIGPROF, signal.SIG_DFL)
-module.serve(socket.socket(fileno=int(sys.argv[1])))
+module.serve(module.Connection(int(sys.argv[1])))
 """
 
 

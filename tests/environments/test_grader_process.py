@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import logging
 import os
 import pathlib
 import signal
@@ -24,19 +26,19 @@ WAIT_S = 60.0
 
 MODULE = """
 import functools
+import logging
+import multiprocessing.connection
 import os
+import re
 import signal
 import sys
 import time
-import re
 
 from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Outcome
 
 CALLS = [0]
-LIMIT = 3
-WORDS = {'good': 1}
 
 
 class Odd:
@@ -77,6 +79,16 @@ def do(text, lists):
     for number in {*range(1, 32)} - {signal.SIGKILL, signal.SIGSTOP}:
       signal.signal(number, signal.SIG_IGN)
     time.sleep(1000)
+  if text.startswith('log'):
+    logging.getLogger('mine').info('said %s', text)
+    logging.getLogger('mine').debug('not wanted')
+  if text == 'log and hang':
+    time.sleep(1000)
+  if text == 'log of a fork' and not os.fork():
+    logging.warning('said by a fork')
+    os._exit(0)
+  if text == 'input':
+    input()
   if text == 'leave':
     sys.exit(5)
   if text == 'user error':
@@ -94,7 +106,7 @@ def do(text, lists):
     return Outcome(1.0, 'Good.', {Odd(): Odd(), 'number': 3, 'nan': float('nan'), 'list': [1]})
   if text == 'not applicable':
     return Outcome.not_applicable('Not mine.')
-  return Outcome(len(text) / 7, 'a\\ud800', {'calls': CALLS[0], 'pid': os.getpid(), 'alarm': LIMIT, **WORDS})
+  return Outcome(len(text) / 7, 'a\\ud800', {'calls': CALLS[0], 'pid': os.getpid()})
 
 
 @registry.register('doing')
@@ -133,6 +145,9 @@ class Holding(Adding):
 
 
 registry.register('holding')(Holding(0.0))
+adding = Adding(0.0)
+adding.reader = multiprocessing.connection.Connection(os.open(os.devnull, os.O_RDONLY))
+registry.register('indirectly')(adding)
 limited = Adding(0.0)
 limited.limits_itself = True
 registry.register('limited')(limited)
@@ -165,6 +180,7 @@ def module(tmp_path_factory):
 @pytest.fixture
 def graders(module):
   with Graders(EnvironmentsConfig(modules=(module,), grader_timeout_s=0.5)) as made:
+    here('CALLS')[0] = 0  # As an import makes it.
     yield made
 
 
@@ -209,19 +225,14 @@ def test_arguments_arrive_as_they_are(graders):
 def test_a_process_keeps_its_state_until_it_is_ended(graders):
   first = graded(graders, 'doing', 'a', 'b')
   second = graded(graders, 'doing', 'a', 'b')
-  start = here('CALLS')[0]  # Other tests have called it here.
-  assert [outcome.metrics['calls'] - start for outcome in (*first, *second)] == [1, 1, 2, 2]
+  assert [outcome.metrics['calls'] for outcome in (*first, *second)] == [1, 1, 2, 2]
   assert pids(graders) == {first[0].metrics['pid']}
   assert graded(graders, 'doing', 'hang')[0].score is None
   [third] = graded(graders, 'doing', 'a')
-  assert third.metrics['calls'] == start + 1 and third.metrics['pid'] != first[0].metrics['pid']
+  assert third.metrics['calls'] == 1 and third.metrics['pid'] != first[0].metrics['pid']
 
 
-def test_objects_are_sent_with_their_state_and_modules_with_what_a_script_has_changed(graders, monkeypatch):
-  monkeypatch.setattr(sys.modules['environment_doing_graders'], 'LIMIT', 4)
-  monkeypatch.setitem(here('WORDS'), 'better', 2)
-  [outcome] = graded(graders, 'doing', 'a')
-  assert outcome.metrics['alarm'] == 4 and outcome.metrics['better'] == 2
+def test_objects_are_sent_with_their_state(graders):
   scores = [outcome.score for outcome in graded(graders, 'adding', 'a')]
   assert scores == [None]  # 1001 is beyond the range: it began with its end, from the settings.
   assert graders.get('adding').total == 1000.0
@@ -245,17 +256,22 @@ from sdpo_jax.types import Outcome
 class Holder:
   right = 0.0
 
-HELD, KNOWN = None, {}
+HELD, LIMIT = None, 0.0
+DEEP = deep = [0.0]
+for number in range(20):
+  DEEP = {number: DEEP}
+DEEP['itself'] = DEEP
 
 
 def grade(examples, completions, *, truncated):
-  score = {'object': HELD and HELD.right, 'attribute': getattr(grade, 'right', 0.0), 'class': Holder.right}[WHAT]
+  held = HELD.right if HELD else 0.0
+  score = held + getattr(grade, 'right', 0.0) + Holder.right + LIMIT + deep[0]
   return [Outcome(score, metrics={'pid': os.getpid()}) for _ in completions]
 
 
 @registry.register_factory('changed')
 def make(settings):
-  global HELD
+  global HELD, LIMIT
   if WHAT == 'object':
     HELD = Holder()
     HELD.right = 1.0
@@ -263,11 +279,53 @@ def make(settings):
     grade.right = 1.0
   if WHAT == 'class':
     Holder.right = 1.0
+  if WHAT == 'number':
+    LIMIT = 1.0
+  if WHAT == 'deep':
+    deep[0] = 1.0
   return grade
 """
 
 
-@pytest.mark.parametrize('what', ['object', 'attribute', 'class'])
+ASKING = """
+import os
+from sdpo_jax.environments import registry
+from sdpo_jax.types import Outcome
+
+
+@registry.register('asking')
+def grade(examples, completions, *, truncated):
+  try:
+    outcomes = registry.get(examples[0].ground_truth)(examples, completions, truncated=truncated)
+  except Exception as error:
+    return [Outcome(0.0, str(error)) for _ in completions]
+  return [Outcome(outcome.score, None, {'pid': os.getpid()}) for outcome in outcomes]
+"""
+
+
+@pytest.mark.parametrize(
+  ('other', 'stays'),
+  tiers.cases(
+    {'mcq': False, 'asking_itself': False, 'doing': True, 'none such': False}.items(),
+    default=(('mcq', False), ('doing', True)),
+    slow=(('asking_itself', False), ('none such', False)),
+  ),
+)
+def test_a_grader_that_uses_one_of_another_module_stays(other, stays, graders, module, tmp_path, caplog, registering):
+  graders.prepare(['doing'])  # Registered for other tests, too.
+  path = tmp_path / 'asking_graders.py'
+  path.write_text(f'{ASKING}\n\nregistry.register("asking_itself")(lambda *asked, **more: [Outcome(1.0)])\n')
+  with Graders(EnvironmentsConfig(modules=(module, str(path)))) as graders:
+    question = Example('q', [], 'asking', other, 'x')
+    [outcome] = graders.grade([question], ['abc'], truncated=[False])
+  expected = {'mcq': 0.0, 'asking_itself': 1.0, 'doing': 3 / 7, 'none such': 0.0}[other]
+  assert outcome.score == expected
+  assert ('pid' not in outcome.metrics) == ('There is no' in (outcome.feedback or '')) == (other == 'none such')
+  assert other == 'none such' or (outcome.metrics['pid'] == os.getpid()) == stays
+  assert ("it uses the grader 'doing', of another module" in caplog.text) == stays
+
+
+@pytest.mark.parametrize('what', ['object', 'attribute', 'class', 'number', 'deep'])
 def test_a_grader_whose_module_is_not_what_an_import_makes_it_stays(what, tmp_path, caplog, registering):
   (tmp_path / f'{what}_graders.py').write_text(f'WHAT = {what!r}{CHANGED}')
   with Graders(EnvironmentsConfig(modules=(str(tmp_path / f'{what}_graders.py'),))) as graders:
@@ -280,7 +338,7 @@ def test_coroutines_run_there_too(graders):
   assert os.getpid() not in pids(graders, 'awaited', prompt='Q')
 
 
-@pytest.mark.parametrize('name', ['nested', 'holding', 'limited'])
+@pytest.mark.parametrize('name', ['nested', 'holding', 'indirectly', 'limited'])
 def test_what_cannot_be_sent_or_has_its_own_resources_stays(graders, name):
   assert pids(graders, name) == {os.getpid()}
 
@@ -394,6 +452,47 @@ def test_whatever_a_grader_does_to_its_process_costs_that_completion(graders, te
   for _ in range(2):  # No late or second answer is taken for one of these.
     a, bc = graded(graders, 'doing', 'a', 'bc')
     assert (first.score, second.score, a.score, bc.score) == (1 / 7, 1 / 7, 1 / 7, 2 / 7)
+
+
+def test_a_process_that_is_killed_while_idle_costs_nothing_and_is_named_once(graders, caplog):
+  for _ in range(2):
+    [pid] = pids(graders)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda pid=pid: not in_group(pid))
+    [outcome] = graded(graders, 'doing', 'abc')
+    assert outcome.score == 3 / 7 and outcome.metrics['pid'] not in (pid, os.getpid())
+  assert caplog.text.count("The process of the grader 'doing' ended (Killed)") == 1
+
+
+def test_a_grader_that_always_ends_its_process_is_given_up_after_two_in_a_row(graders, caplog):
+  outcomes = graded(graders, 'doing', 'exit', 'b', 'exit', 'exit', 'exit', 'c')
+  assert [outcome.score for outcome in outcomes] == [None, 1 / 7, *[None] * 4]
+  ended = "the grader 'doing' ended its process (exit code 3)"
+  assert [outcome.reason for outcome in outcomes[3:]] == [ended, *[f'{ended} for 2 others, and was abandoned'] * 2]
+  assert caplog.text.count("The process of the grader 'doing' ended") == 1
+
+
+def test_threads_that_share_graders_wait_for_each_other_when_a_call_hangs(graders):
+  texts = ('hang', 'a', 'hang', 'bc')
+  graded(graders, 'doing', 'a')
+  with concurrent.futures.ThreadPoolExecutor(len(texts)) as pool:
+    found = [outcome for [outcome] in pool.map(lambda text: graded(graders, 'doing', text), texts)]
+  assert [outcome.score for outcome in found] == [None, 1 / 7, None, 2 / 7]
+  assert all(outcome.reason.endswith(LATE) for outcome in (found[0], found[2]))
+
+
+def test_what_a_grader_logs_reaches_the_handlers_of_the_run(module, caplog, capfd):
+  caplog.set_level(logging.INFO, 'sdpo_jax')
+  with Graders(EnvironmentsConfig(modules=(module,), grader_timeout_s=2.0)) as graders:
+    here('CALLS')[0] = 0
+    graded(graders, 'doing', 'log', 'log of a fork')
+    graded(graders, 'doing', 'log and hang')
+    [outcome] = graded(graders, 'doing', 'input')
+  said = [(record.name, record.levelname, record.getMessage()) for record in caplog.records if record.name == 'mine']
+  assert said == [('mine', 'INFO', f'said {text}') for text in ('log', 'log of a fork', 'log and hang')]
+  assert {record.filename for record in caplog.records if record.name == 'mine'} == {'doing_graders.py'}
+  assert "raised EOFError('EOF when reading a line')" in outcome.reason
+  assert 'said by a fork' in capfd.readouterr().err and 'said by a fork' not in caplog.text
 
 
 def test_eight_threads_that_hang_end_the_run(registering):
