@@ -10,12 +10,13 @@ from benchmarks import kills
 from tests import tiny
 
 
-def write_run(folder, **changes):
+def write_run(folder, unfinished=(), **changes):
   """Write what is left of a run of one step."""
   line = {'step': 1, 'train/loss': 0.5, 'time/step_s': 1.0, 'fencing_epoch': 1} | changes
   files = {
     'metrics.jsonl': json.dumps(line) + '\n',
-    f'checkpoints/1/{kills.MANIFEST}': json.dumps({'leaves': {'trainable.w': 'ab'}, 'files': {'host/metadata': 'cd'}}),
+    f'checkpoints/1/{kills.MANIFEST}': json.dumps({'leaves': {'trainable.w': 'ab'}}),
+    'checkpoints/1/host/metadata': json.dumps({'iterator': 3, **dict(unfinished)}),
     'rollouts/1.jsonl': 'drawn\n',
     'eval/1.json': '{}\n',
   }
@@ -31,6 +32,9 @@ def test_runs_are_compared_in_all_but_times_and_writers(tmp_path):
   whole = kills.left(run, 1)
   later = {'time/step_s': 2.0, 'fencing_epoch': 3, 'programs/compiled': 4, 'throughput/tokens_per_s': 5}
   assert kills.left(write_run(tmp_path / 'again', **later), 1) == whole
+  stopped = write_run(tmp_path / 'stopped', unfinished={kills.UNFINISHED: {'line': {}}})
+  assert kills.left(stopped, 1) == whole  # Its last step was evaluated after the checkpoint.
+  assert kills.left(write_run(tmp_path / 'further', unfinished={'iterator': 4}), 1) != whole
   assert kills.left(write_run(tmp_path / 'other', **{'train/loss': 0.25}), 1) != whole
   for name in ('rollouts/1.jsonl', 'eval/1.json'):
     before = (run / name).read_text()
