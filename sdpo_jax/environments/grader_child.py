@@ -65,7 +65,7 @@ class _Sender(logging.handlers.QueueHandler):
 def answered(grader: Any, settings: dict[str, Any], request: bytes) -> tuple[dict[str, Any], Any]:
   """Return the answer to a request and the grader, which the first request brings.
 
-  The answer has 'outcomes' and 'unusable' as from `called`, or what went wrong: 'refused', if the request cannot be
+  The answer has 'outcomes' as from `called`, or what went wrong: 'refused', if the request cannot be
   answered here, 'user_error' or 'raised'.
   """
   from sdpo_jax.environments import registry  # The path is known only now.
@@ -82,8 +82,8 @@ def answered(grader: Any, settings: dict[str, Any], request: bytes) -> tuple[dic
   if grader is None:
     return {'states': {name: state(module) for name, module in list(sys.modules.items()) if _is_users(module)}}, asked
   try:
-    outcomes, unusable = called(grader, *asked, settings['name'], settings['score_range'])
-    return {'outcomes': [vars(outcome) for outcome in outcomes], 'unusable': unusable}, grader
+    outcomes = called(grader, *asked, settings['name'], settings['score_range'])
+    return {'outcomes': [vars(outcome) for outcome in outcomes]}, grader
   except registry.NotImportedError as error:
     return {'refused': str(error)}, None
   except UserError as error:

@@ -34,7 +34,7 @@ CHILD = pathlib.Path(__file__).with_name('grader_child.py')
 CLOSE_S = 5.0  # For what a process does at its exit, such as writing what it has in buffers.
 START_S = 120.0  # A grader whose modules are not loaded by then stays in a thread.
 MESSAGE = 2**28  # Most bytes of an answer.
-LOGGER = logging.getLogger('sdpo_jax.graders')  # Commands show its warnings, not those of others.
+LOGGER = logging.getLogger('sdpo_jax.graders')
 
 
 class UnsendableError(Exception):
@@ -91,7 +91,7 @@ class GraderProcess:
       self.end()
       raise
 
-  def ask(self, method: str, asked: Sequence[list[Any]]) -> tuple[list[Outcome], list[str]]:
+  def ask(self, method: str, asked: Sequence[list[Any]]) -> list[Outcome]:
     """Call a method of the grader as `outcomes.called` does.
 
     Raises:
@@ -101,7 +101,7 @@ class GraderProcess:
       EndedProcessError: it ended the process.
     """
     answer = self._asked(_pickled(pickle.dumps, (method, asked)))
-    return [Outcome(**fields) for fields in answer['outcomes']], answer['unusable']
+    return [Outcome(**fields) for fields in answer['outcomes']]
 
   def end(self) -> str:
     """End the process and those that it has started; return how it ended. May be called twice, by any thread."""

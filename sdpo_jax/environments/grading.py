@@ -54,6 +54,7 @@ class Graders(contextlib.AbstractContextManager['Graders']):
     self._made: dict[str, registry.Grader] = {}
     self._weights: dict[str, dict[str, float]] = {}  # By grader name, for every `Example.environment` so far.
     self._metric_names: dict[str, _MetricNames] = {}
+    self._batch: dict[str, list[Outcome]] = defaultdict(list)  # By grader name, since `end_batch`.
     self._processes: dict[str, GraderProcess] = {}
     self._turns: dict[str, threading.Lock] = defaultdict(threading.Lock)  # Held while one is started or asked.
     self._ending: set[str] = set()  # Graders that have ended their process, about which the log says so.
@@ -152,19 +153,26 @@ class Graders(contextlib.AbstractContextManager['Graders']):
     found: list[dict[str, Outcome]] = [{} for _ in examples]  # For each completion, by grader.
     for name, rows in self._rows_of(examples).items():
       parts = [(examples[row], completions[row], truncated[row]) for row in rows]
-      for row, outcome in zip(rows, self._grade(name, parts), strict=True):
+      outcomes = self._grade(name, parts)
+      self._batch[name] += outcomes
+      for row, outcome in zip(rows, outcomes, strict=True):
         found[row][name] = outcome
     weights = [self._weights_of(example.environment) for example in examples]
     scores = self._settings.score_range
     return [weighted_sum(parts, outcomes, scores) for parts, outcomes in zip(weights, found, strict=True)]
 
   def end_batch(self) -> None:
-    """Tell graders with a method `end_batch` that a batch is complete.
+    """Tell graders with a method `end_batch` that a batch is complete, and log how many completions are ungraded.
 
     Raises:
       UserError: a grader could not grade any completion; the message says what to do.
     """
+    batch, self._batch = self._batch, defaultdict(list)
     self._tell('end_batch', UserError)  # If it fails otherwise, every completion already has its outcome.
+    for name, outcomes in batch.items():
+      if why := [outcome.reason for outcome in outcomes if outcome.applicable and not outcome.graded]:
+        said = 'The grader %r could not grade %d of %d completions; the first: %s.'
+        LOGGER.warning(said, name, len(why), len(outcomes), why[0].rstrip('.'))
 
   def close(self) -> None:
     """End the processes and connections that graders hold, even while another thread grades.
@@ -227,7 +235,7 @@ class Graders(contextlib.AbstractContextManager['Graders']):
           raise
         overran += isinstance(error, OverranError)
         ended = ended + 1 if isinstance(error, EndedProcessError) else 0
-        why = _without(name, part[0], error)
+        why = _reason(name, error)
         outcomes.append(ungraded(why))
     return outcomes
 
@@ -235,16 +243,7 @@ class Graders(contextlib.AbstractContextManager['Graders']):
     """Call the grader and check its outcomes; raises what it raises, or UserError if it returns no list of outcomes."""
     grader = self.get(name)
     asked = [list(values) for values in zip(*parts, strict=True)]
-    outcomes, unusable = self._call(name, grader, '__call__', asked)
-    if unusable:
-      logging.warning(
-        'The grader %r returned unusable outcomes for %d of %d completions, which are ungraded; the first: %s.',
-        name,
-        len(unusable),
-        len(outcomes),
-        unusable[0],
-      )
-    return [self._metric_names[name].kept(outcome) for outcome in outcomes]
+    return [self._metric_names[name].kept(outcome) for outcome in self._call(name, grader, '__call__', asked)]
 
   def _tell(self, method: str, *raised: type[Exception]) -> None:
     """Call a method of all graders that have it; log its exceptions, except those to be `raised`."""
@@ -258,9 +257,7 @@ class Graders(contextlib.AbstractContextManager['Graders']):
       except Exception as error:
         logging.warning('The %s() of the grader %r failed: %r', method, name, error)
 
-  def _call(
-    self, name: str, grader: registry.Grader, method: str, asked: Sequence[list[Any]] = ()
-  ) -> tuple[list[Outcome], list[str]]:
+  def _call(self, name: str, grader: registry.Grader, method: str, asked: Sequence[list[Any]] = ()) -> list[Outcome]:
     """Call a method of a grader as `called`, within the time limit, in its process or else in a thread.
 
     Raises what the grader raises, in a process a RaisedError for it, or UserError if too many threads hang.
@@ -321,14 +318,12 @@ def _copied(value: Any) -> Any:
   return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
 
 
-def _without(name: str, example: Example, error: Exception) -> str:
+def _reason(name: str, error: Exception) -> str:
   """Return why a completion, on which its grader raised or hung, is ungraded."""
-  said = error.__cause__ if isinstance(error, EndedError) else error
-  what = str(said) if isinstance(said, RaisedError) else described(said)
   if isinstance(error, OverranError):
-    what = f'gave {error} (environments.grader_timeout_s)'
-  logging.warning('A completion of %s is ungraded: the grader %r %s.', example.id, name, what)
-  return f'the grader {name!r} {what}'
+    return f'the grader {name!r} gave {error} (environments.grader_timeout_s)'
+  said = error.__cause__ if isinstance(error, EndedError) else error
+  return f'the grader {name!r} {said if isinstance(said, RaisedError) else described(said)}'
 
 
 class _MetricNames:

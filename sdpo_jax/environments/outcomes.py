@@ -75,8 +75,8 @@ def checked(outcome: Outcome, score_range: Sequence[float]) -> Outcome:
 
 def called(
   grader: Any, method: str, asked: Sequence[list[Any]], name: str, score_range: Sequence[float]
-) -> tuple[list[Outcome], list[str]]:
-  """Call a method of a grader; return its outcomes, `checked`, and the reasons of those that cannot be used.
+) -> list[Outcome]:
+  """Call a method of a grader; return its outcomes, `checked`.
 
   Args:
     grader: user code, which may change its arguments.
@@ -90,7 +90,7 @@ def called(
   """
   if not asked:
     getattr(grader, method)()
-    return [], []
+    return []
   examples, completions, truncated = asked
   count = len(completions)
   outcomes = grader(examples, completions, truncated=truncated)
@@ -104,9 +104,7 @@ def called(
       f'The grader {name!r} returned {len(outcomes)} outcomes for {count} completions: it must return one for each, '
       'in order.'
     )
-  found = [checked(outcome, score_range) for outcome in outcomes]
-  unusable = [new.reason for new, old in zip(found, outcomes, strict=True) if not new.graded and old.score is not None]
-  return found, unusable
+  return [checked(outcome, score_range) for outcome in outcomes]
 
 
 def described(error: BaseException) -> str:

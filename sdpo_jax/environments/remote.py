@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 import dataclasses
 import functools
-import logging
 import random
 import threading
 from typing import Any
@@ -66,7 +65,7 @@ class RemoteGrader:
   def __call__(
     self, examples: Sequence[Example], completions: Sequence[str], *, truncated: Sequence[bool]
   ) -> list[Outcome]:
-    """Grade completions; failed requests give ungraded outcomes and count in `end_batch`'s warning.
+    """Grade completions; failed requests give ungraded outcomes.
 
     Raises:
       UserError: as `end_batch`, as soon as the server is given up.
@@ -89,22 +88,15 @@ class RemoteGrader:
     return outcomes
 
   def end_batch(self) -> None:
-    """Log a warning with the number of completions since the last call that could not be graded.
+    """Begin a new batch.
 
     Raises:
-      UserError: none of them could be graded. (A single question of a server that has worked earlier in this run is
-        considered the question's fault: otherwise it would end the run again after every resume.)
+      UserError: none of the completions since the last call could be graded. (A single question of a server that has
+        worked earlier in this run is considered the question's fault: otherwise it would end the run again after every
+        resume.)
     """
     batch, self._batch = self._batch, _Batch()
     self._check(batch)
-    if batch.reasons:
-      logging.warning(
-        'The environment %r could not grade %d of %d completions; the first: %s.',
-        self._name,
-        len(batch.reasons),
-        batch.asked,
-        batch.reasons[0],
-      )
 
   def close(self) -> None:
     """Close connections and end threads; pending requests are not retried."""

@@ -192,9 +192,7 @@ def test_an_outcome_that_cannot_be_used_is_ungraded(caplog):
   with Graders(EnvironmentsConfig()) as graders:
     outcomes = graders.grade([Example('q', [], 'nonsense', '', 'x')] * 5, ['text'] * 5, truncated=[False] * 5)
   assert [outcome.score for outcome in outcomes] == [None, None, None, None, 1.0]
-  assert (
-    'returned unusable outcomes for 4 of 5 completions' in caplog.text and 'not a finite number: nan' in caplog.text
-  )
+  assert 'could not grade 4 of 5 completions' in caplog.text and 'not a finite number: nan' in caplog.text
 
 
 def test_feedback_on_thousands_of_wrong_calls_stays_short():
