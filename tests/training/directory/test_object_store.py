@@ -27,8 +27,7 @@ FOLDER = epath.Path(f'gs://{RUN}')
 def store(monkeypatch):
   monkeypatch.setattr(guarded_files, 'RETRIES', {'max_retries': 3, 'initial_delay': '1ms', 'max_delay': '2ms'})
   # TensorStore does it all here; gcsfs need not be installed.
-  monkeypatch.setattr(lines_module, 'raw_lines', lambda workdir: lines(guarded_files.Objects(FOLDER)))
-  monkeypatch.setattr(reconstructed_starts, 'raw_lines', lines_module.raw_lines)
+  monkeypatch.setattr(lines_module, '_parsed', lambda path: parsed(guarded_files.Objects(FOLDER)))
   monkeypatch.setattr(reconstructed_starts, 'published_steps', lambda workdir: [])
   monkeypatch.setattr(reconstructed_starts, 'due', lambda workdir: 0)
   monkeypatch.setattr(reconstructed_starts, 'folders', lambda workdir: [])
@@ -44,9 +43,13 @@ def read(name):
   return guarded_files.Objects(FOLDER).read(name).content
 
 
-def lines(objects):
+def parsed(objects):
   content = objects.read(lines_module.METRICS).content or b''
-  return [json.loads(line) for line in content.decode().splitlines()]
+  return [(number, line, json.loads(line)) for number, line in enumerate(content.decode().splitlines(), 1)]
+
+
+def lines(objects):
+  return [line for _, _, line in parsed(objects)]
 
 
 def take(said=print, seconds=None):
