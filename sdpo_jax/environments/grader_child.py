@@ -4,7 +4,7 @@
 
 The trainer sends the grader and then, for each call, a method and its arguments, pickled; answers, and before them what
 the grader logs, are JSON of plain values, whatever it returns. Nothing is written to PIPE: once the trainer is gone,
-even killed, the kernel ends this process and all that it has started, whatever code it is in.
+even killed, the kernel ends the processes of this one's group, whatever code they are in.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class _Sender(logging.handlers.QueueHandler):
   """Sends answers to the trainer, and what is logged, one at a time; the queue is the connection."""
 
   def enqueue(self, record: logging.LogRecord) -> None:
-    self.send({'logged': vars(record)})
+    # Not its other attributes, by which handlers there might do anything.
+    self.send({'logged': [record.name, int(record.levelno), record.pathname, record.lineno, record.getMessage()]})
 
   def send(self, message: dict[str, Any]) -> None:
     with self.lock:
@@ -104,7 +105,7 @@ def state(module: ModuleType) -> dict[str, str]:
 
   def described(value: Any, depth: int = 5) -> str:
     kind = type(value)
-    deep = not depth and kind in (dict, list, tuple, set, frozenset)
+    deep = not depth and kind in (dict, list, tuple)  # The order of a set differs between processes.
     if deep or kind in (bool, int, float, str, bytes, type(None), re.Pattern):
       return repr(value)
     parts: Any = ()

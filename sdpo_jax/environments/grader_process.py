@@ -12,6 +12,7 @@ import contextlib
 import io
 import json
 import logging
+import math
 import multiprocessing
 from multiprocessing.connection import Connection
 import os
@@ -21,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from typing import Any
 import weakref
 
@@ -46,7 +48,7 @@ class RaisedError(Exception):
 
 
 class EndedProcessError(RaisedError):
-  """A grader ended its process."""
+  """A grader ended its process, or what came from it cannot be read, so that it was ended."""
 
 
 class GraderProcess:
@@ -57,7 +59,8 @@ class GraderProcess:
 
     Raises:
       UnsendableError: the grader cannot be pickled, or not be read in another process, where its modules would be
-        others than here; or no process can be started.
+        others than here.
+      EndedProcessError: no process can be started for now, or it ended, as for want of memory.
     """
     content = io.BytesIO()
     packer = _Packer(content, pickle.HIGHEST_PROTOCOL)
@@ -75,7 +78,7 @@ class GraderProcess:
         start_new_session=True,
       )
     except OSError as error:
-      raise UnsendableError(f'none can be started: {error}') from error
+      raise EndedProcessError(f'has no process, as none can be started ({error})') from error
     theirs.close(), os.close(hanging_up)
     self._finalizer = weakref.finalize(self, _end, self._process, self._connection, alive)
     self._finalizer.atexit = False  # It ends by itself, and this process may be a fork.
@@ -85,8 +88,6 @@ class GraderProcess:
         ours = state(sys.modules[name])
         if changed := [key for key in {**ours, **states[name]} if ours.get(key) != states[name].get(key)]:
           raise UnsendableError(f'{changed[0]} of its module {name} is not what an import makes it')
-    except RaisedError as error:
-      raise UnsendableError(str(error)) from error
     except BaseException:
       self.end()
       raise
@@ -104,7 +105,7 @@ class GraderProcess:
     return [Outcome(**fields) for fields in answer['outcomes']]
 
   def end(self) -> str:
-    """End the process and those that it has started; return how it ended. May be called twice, by any thread."""
+    """End the process and those of its group; return how it ended. May be called twice, by any thread."""
     self._finalizer()
     code = self._process.wait()
     return f'exit code {code}' if code >= 0 else str(signal.strsignal(-code))
@@ -128,11 +129,18 @@ class GraderProcess:
         for request in requests:
           self._connection.send_bytes(request)
       while logged := (answer := self._read(seconds)).get('logged'):
-        record = logging.makeLogRecord(logged)
+        record = LOGGER.makeRecord(*logged, (), None)
         if LOGGER.isEnabledFor(record.levelno):
           LOGGER.handle(record)
-    except (OSError, EOFError, ValueError) as error:
-      raise EndedProcessError(f'ended its process ({self.end()})') from error
+    except UnsendableError:
+      raise
+    except Exception as error:  # Whatever it is: the next call must not read the rest as its answer.
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        self._process.wait(1)  # It hangs up just before its end.
+      alone, how = self.ended, self.end()
+      raise EndedProcessError(
+        f'ended its process ({how})' if alone else f'sent what cannot be read ({first_line(error)})'
+      ) from error
     finally:
       if self.ended:  # Here nothing reads it any more.
         self._connection.close()
@@ -146,8 +154,12 @@ class GraderProcess:
     return answer
 
   def _read(self, seconds: float | None) -> dict[str, Any]:
-    if not self._connection.poll(seconds):
-      raise UnsendableError(f'its modules are not loaded within {seconds:g} s')
+    deadline = math.inf if seconds is None else time.monotonic() + seconds
+    while not self._connection.poll(0.1):
+      if self.ended:  # Processes that it has started may hold the connection open.
+        raise EOFError
+      if time.monotonic() >= deadline:
+        raise UnsendableError(f'its modules are not loaded within {seconds:g} s')
     return json.loads(self._connection.recv_bytes(MESSAGE))
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks import hanging_graders
 from sdpo_jax.config import EnvironmentsConfig, config_files
+from sdpo_jax.environments import grader_process
 from sdpo_jax.environments.grading import MAX_HANGING, Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example, Outcome
@@ -50,7 +51,9 @@ class Odd:
 
 
 def do(text, lists):
-  if text == 'exit':
+  if text == 'exit beside a fork' and not os.fork():
+    time.sleep(1000)
+  if text.startswith('exit'):
     os._exit(3)
   if text == 'signal':
     os.kill(os.getpid(), signal.SIGSEGV)
@@ -80,7 +83,7 @@ def do(text, lists):
       signal.signal(number, signal.SIG_IGN)
     time.sleep(1000)
   if text.startswith('log'):
-    logging.getLogger('mine').info('said %s', text)
+    logging.getLogger('mine').info('said %s', text, extra={'_absl_log_fatal': True})
     logging.getLogger('mine').debug('not wanted')
   if text == 'log and hang':
     time.sleep(1000)
@@ -481,6 +484,28 @@ def test_threads_that_share_graders_wait_for_each_other_when_a_call_hangs(grader
   assert all(outcome.reason.endswith(LATE) for outcome in (found[0], found[2]))
 
 
+def test_an_answer_that_was_not_read_is_not_that_to_the_next_call(module, monkeypatch, caplog):
+  caplog.set_level(logging.INFO, 'sdpo_jax')
+  with Graders(EnvironmentsConfig(modules=(module,), grader_timeout_s=10.0)) as graders:
+    here('CALLS')[0] = 0
+    graded(graders, 'doing', 'a')
+    with monkeypatch.context() as context:
+      context.setattr(grader_process, 'LOGGER', None)
+      [outcome] = graded(graders, 'doing', 'log')
+    after = graded(graders, 'doing', 'a', 'bc')
+  assert "sent what cannot be read ('NoneType' object has no attribute 'makeRecord')" in outcome.reason
+  assert [outcome.score for outcome in after] == [1 / 7, 2 / 7]
+
+
+def test_a_process_that_dies_while_it_starts_is_started_again(graders, monkeypatch):
+  with monkeypatch.context() as context:
+    context.setattr(grader_process, 'CHILD', pathlib.Path(__file__).with_name('missing.py'))
+    [outcome] = graded(graders, 'doing', 'a')
+  assert outcome.reason == "the grader 'doing' ended its process (exit code 2)"
+  [outcome] = graded(graders, 'doing', 'exit beside a fork')
+  assert outcome.reason == "the grader 'doing' ended its process (exit code 3)"
+
+
 def test_what_a_grader_logs_reaches_the_handlers_of_the_run(module, caplog, capfd):
   caplog.set_level(logging.INFO, 'sdpo_jax')
   with Graders(EnvironmentsConfig(modules=(module,), grader_timeout_s=2.0)) as graders:
@@ -491,6 +516,7 @@ def test_what_a_grader_logs_reaches_the_handlers_of_the_run(module, caplog, capf
   said = [(record.name, record.levelname, record.getMessage()) for record in caplog.records if record.name == 'mine']
   assert said == [('mine', 'INFO', f'said {text}') for text in ('log', 'log of a fork', 'log and hang')]
   assert {record.filename for record in caplog.records if record.name == 'mine'} == {'doing_graders.py'}
+  assert not any(hasattr(record, '_absl_log_fatal') for record in caplog.records)  # With it, absl aborts the process.
   assert "raised EOFError('EOF when reading a line')" in outcome.reason
   assert 'said by a fork' in capfd.readouterr().err and 'said by a fork' not in caplog.text
 

@@ -175,9 +175,7 @@ def test_a_grader_that_raises_costs_that_completion_alone(graders, caplog):
   assert [outcome.score for outcome in outcomes] == [1.0, None, 0.5]
   assert 'ZeroDivisionError' in outcomes[1].reason and outcomes[0].reason is None
   (record,) = caplog.records
-  assert (
-    "'brittle'" in record.getMessage() and 'q1' in record.getMessage() and 'ZeroDivisionError' in record.getMessage()
-  )
+  assert "'brittle' could not grade 1 of 3" in record.getMessage() and 'ZeroDivisionError' in record.getMessage()
 
 
 def test_a_made_grader_is_made_once_and_closed(graders):
