@@ -328,10 +328,17 @@ def sentence_of(error: Exception) -> str | None:
   return None
 
 
+class _Plain(logging.Formatter):
+  """Escapes what would control a terminal: warnings quote rows, and graders log what they like."""
+
+  def format(self, record: logging.LogRecord) -> str:
+    return printable(super().format(record), None, keep='\n')
+
+
 def _quiet() -> None:
   """Silence the progress messages of libraries, but not their errors, nor warnings of this project and of graders."""
   absl_logging.set_verbosity(absl_logging.WARNING)  # Of the root logger, as which graders may log.
-  absl_logging.get_absl_handler().setFormatter(logging.Formatter('%(levelname)s: %(message)s'))
+  absl_logging.get_absl_handler().setFormatter(_Plain('%(levelname)s: %(message)s'))
   for name in ('absl', 'orbax', 'asyncio'):  # Orbax reports through absl what we report as a sentence.
     logging.getLogger(name).setLevel(logging.CRITICAL)
   for name in ('jax', 'transformers', 'huggingface_hub'):

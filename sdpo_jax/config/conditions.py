@@ -167,8 +167,8 @@ ANNOUNCED: Table = (
   (_set('algorithm.rollout_correction.rollout_is', 'token'), 'algorithm.rollout_correction'),
   (_set('optimizer.weight_decay'), 'optimizer.weight_decay_exclude'),
   (
-    _set('trainer.test_freq', note=', except on launch.evaluate'),
-    'trainer.val_before_train trainer.test_divergence data.val_max_samples val_kwargs',
+    _set('trainer.test_freq'),
+    'trainer.val_before_train trainer.test_divergence',
   ),
   (_set('val_kwargs.temperature', note=', which is greedy'), _of('val_kwargs', 'top_p top_k min_p')),
   (_set('trainer.batch_order', 'balanced'), 'trainer.balance_partitions'),

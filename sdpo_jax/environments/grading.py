@@ -97,21 +97,25 @@ class Graders(contextlib.AbstractContextManager['Graders']):
   def check_questions(self, examples: Sequence[Example]) -> None:
     """Pass the run's questions to every grader that has a method `check_questions`, before the run begins.
 
-    Settings of graders that no question names are announced.
-
     Raises:
       UserError: a grader cannot grade these questions.
     """
-    rows_of = self._rows_of(examples)
-    for name, rows in rows_of.items():
+    for name, rows in self._rows_of(examples).items():
       grader = self.get(name)
       if hasattr(grader, 'check_questions'):
         grader.check_questions([examples[row] for row in rows])
-    unread = [f'reward_weights.{name}' for name in self._settings.reward_weights if name not in rows_of]
-    if not any(hasattr(self.get(name), 'layers') for name in rows_of):
-      unread += [f'sandbox.{name}' for name, value in vars(self._settings.sandbox).items() if value != _SANDBOX[name]]
-    for name in unread:
-      logging.warning('environments.%s has no effect: no question of this run names a grader that reads it.', name)
+
+  def unread_remarks(self, examples: Iterable[Example]) -> list[str]:
+    """Return a sentence for each changed setting that only graders read which none of the run's questions names."""
+    settings, used = self._settings, rewards.names({example.environment for example in examples})
+    unread = [f'reward_weights.{name}' for name in settings.reward_weights if name not in used]
+    unread += ['http.url'] * bool(settings.http.url and 'http' not in used)
+    unread += ['judge.base_url'] * bool(settings.judge.base_url and 'judge' not in used)
+    if not any(hasattr(self.get(name), 'layers') for name in used):
+      unread += [f'sandbox.{name}' for name, value in vars(settings.sandbox).items() if value != _SANDBOX[name]]
+    return [
+      f'environments.{name} has no effect: no question of this run names a grader that reads it.' for name in unread
+    ]
 
   def _rows_of(self, examples: Sequence[Example]) -> dict[str, list[int]]:
     """Return the rows that each grader judges, by name; raises UserError as `prepare`."""
@@ -281,7 +285,7 @@ class Graders(contextlib.AbstractContextManager['Graders']):
         raise
       raise UserError(
         f'{MAX_HANGING} calls of graders hang in threads, which cannot be ended, the last one of {name!r}, which '
-        f'{self._stay[name]}: mend it, or define it at the top of a file in environments.modules.'
+        f'{self._stay[name]}: mend it, or let it run in a process (docs/environments.md, Where it runs).'
       ) from error
 
   def _within(self, name: str, grader: registry.Grader, function: Callable[[], Any]) -> Any:

@@ -161,5 +161,6 @@ def check_graded(outcomes: Sequence[Outcome], limit: float) -> None:
   raise UserError(
     f'{total} of {len(outcomes)} completions could not be graded, more than the fraction '
     f'environments.max_ungraded_fraction={limit:g} of a batch, most often because{often}: {reason.rstrip(".")}. Fix '
-    'the grader, or raise that setting, and start the same command again.'
+    'the grader (a run with a checkpoint then needs trainer.accept_changes=graders), or raise that setting, and start '
+    'the same command again.'
   )

@@ -45,7 +45,8 @@ def check_questions(
   tasks = {example.data_source for example in held_out}
   check_best_metric(config.trainer.best_metric, tasks, config.val_kwargs.n, config.alarms.epistemic_words)
   check_turn_end(config, tokenizer)
-  for remark in (*template_remarks(config, tokenizer), *unread_remarks(config)):
+  unread = *unread_remarks(config), *graders.unread_remarks([*training, *held_out])
+  for remark in (*template_remarks(config, tokenizer), *unread):
     logging.warning('%s', remark)
   spec = objective_spec(config)
   check_reprompts(tokenizer, training, config, spec)

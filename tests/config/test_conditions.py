@@ -109,6 +109,7 @@ ALWAYS = {
   **dict.fromkeys((f'model.{name}' for name in ('dtype', 'vocab_multiple', 'remat', 'attention')), 'the programs'),
   **dict.fromkeys((f'data.{name}' for name in ('train_files', 'source_weights')), 'the questions'),
   'data.val_files': 'the questions of launch.evaluate; launch.check says that a run without test_freq asks none',
+  **dict.fromkeys(('data.val_max_samples', 'val_kwargs'), 'launch.evaluate, which any run may follow'),
   'data.environment': 'rows that name no grader, which are known when they are read',
   f'{SD}.success_reward_threshold': 'rollout/success_rate',
   **{
@@ -132,7 +133,7 @@ ALWAYS = {
   'alarms.rules': 'the alarms after every step',
   'alarms.epistemic_words': 'the metrics of completions',
   **{
-    f'environments.{name}': 'the graders that rows name, which are known when they are read (Graders.check_questions)'
+    f'environments.{name}': 'the graders that rows name, which are known when they are read (Graders.unread_remarks)'
     for name in (
       *('profile', 'modules', 'reward_weights', 'reveal_answer', 'max_ungraded_fraction', 'score_range'),
       *('grader_timeout_s', 'sandbox'),

@@ -260,16 +260,15 @@ def test_a_setting_that_is_wrong_is_named(name, value, sentence):
     config.validate()
 
 
-def test_settings_of_graders_that_no_question_names_are_announced(functions, caplog):
+def test_settings_of_graders_that_no_question_names_are_announced(functions):
   functions(f=[1.0], g=[1.0])
-  changed = EnvironmentsConfig(reward_weights={'f': 2.0, 'g': 3.0})
+  changed = EnvironmentsConfig(reward_weights={'f': 2.0, 'g': 3.0}, http=HttpGraderConfig('http://localhost:9'))
   changed.sandbox.memory_mb = 512
   with Graders(changed) as graders:
-    for environment, idle in (('f', ['reward_weights.g', 'sandbox.memory_mb']), ('g,f,code', [])):
-      caplog.clear()
-      graders.check_questions([Example('q', [], environment, None, 'x', columns={'prompt': 'Q'})])
+    for environment, idle in (('f', ['reward_weights.g', 'http.url', 'sandbox.memory_mb']), ('g,f,code,http', [])):
+      said = graders.unread_remarks([Example('q', [], environment, None, 'x')])
       wanted = [f'environments.{name} has no effect: no question of this run names a grader' for name in idle]
-      assert len(caplog.messages) == len(wanted) and all(map(str.startswith, caplog.messages, wanted))
+      assert len(said) == len(wanted) and all(map(str.startswith, said, wanted))
 
 
 def test_weights_of_graders_that_there_are_not_and_of_nothing_are_refused(functions):
