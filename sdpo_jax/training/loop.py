@@ -26,7 +26,6 @@ from sdpo_jax.distributed.collectives import agreed, gathered
 from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.environments.outcomes import reasons_of
-from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.learning.update import abstract_state, place_state
 from sdpo_jax.tables import counted
@@ -353,7 +352,7 @@ class _Run:
       found = {line['step']: values for line in lines if (values := evaluated(line))}
     step = self.saving.whole.step
     if skipped.too_many(self.skipped, config.trainer) and not self.alarms.stopped and not preempted:
-      raise UserError(skipped.complaint(self.skipped, step, config.trainer))
+      raise skipped.SkippedError(skipped.complaint(self.skipped, step, config.trainer))
     prompt = short_prompt(self.evaluations.questions)
     return Result(
       self.session.workdir,

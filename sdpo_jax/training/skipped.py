@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from sdpo_jax.config import TrainerConfig
 from sdpo_jax.config.fields import is_number
+from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation.alarms import ROLLBACK
 from sdpo_jax.training.directory.lines import UNGRADED_REASON
 
@@ -18,6 +19,10 @@ _REMEDIES = {
   UNGRADED: 'mend the graders, and',
   EMPTY: 'if all succeed, questions are too easy; if none does, too hard, or rollout.n is too small. The run goes on.',
 }
+
+
+class SkippedError(UserError):
+  """The end of a run by skipped batches, at which the same command would end again."""
 
 
 class Skipped(NamedTuple):
@@ -93,5 +98,7 @@ def complaint(skipped: Skipped, step: int, trainer: TrainerConfig) -> str:
   """Return what is said of skipped batches that end a run or are warned of, the last at `step`."""
   said = f'{sentence(skipped, step)}. Look at the rollouts of step {skipped.first}; {_REMEDIES[skipped.why]}'
   limit = f'trainer.max_skipped_steps={trainer.max_skipped_steps} (0: never stop)'
+  if step >= trainer.total_training_steps:  # No step is left, and fewer than the limit would end the run too.
+    limit += f' and trainer.total_training_steps={trainer.total_training_steps}'
   raised = f' raise {limit} to continue from the checkpoint of step {step}, which is saved.'
   return said if skipped.why == EMPTY else said + raised

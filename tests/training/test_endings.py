@@ -323,17 +323,18 @@ def test_a_run_whose_graders_are_dead_ends_with_their_reason_and_stays_so(experi
   make, _ = experiment
   name = f'dead {waits}'
   config = without_lessons(make, name, lambda *asked, **how: fail(ValueError('No key.'))(), total_training_steps=9)
+  told = []
   config.algorithm.min_sdpo_examples = 3 if waits else 0
   for _ in range(2):
     with pytest.raises(UserError) as raised:
-      loop.train(config, tmp_path)
+      loop.train(config, tmp_path, announce=told.append)
     said = 'Nothing was learned in 3 steps in a row, 1 to 3, because no completion was graded'
     assert str(raised.value).startswith(f"{said} (the grader {name!r} raised ValueError('No key.')")
   lines = lines_without_time(tmp_path)
   assert [(line['step'], line['train/optimizer_steps'], line['train/skipped_steps']) for line in lines] == [
     (step, *((0, 0) if waits else (2, 2))) for step in (1, 2, 3)
   ]
-  assert steps_on_disk(tmp_path) == [3]
+  assert steps_on_disk(tmp_path) == [3] and 'the same command resumes' not in ''.join(told)
 
 
 def test_a_run_without_a_success_goes_on_with_one_warning(experiment, tmp_path, caplog):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 
@@ -81,6 +82,21 @@ def test_how_many_a_run_bears(limit, total, most, why):
   trainer = TrainerConfig(max_skipped_steps=limit, total_training_steps=total)
   bears = [not skipped.too_many(skipped.Skipped(count, why), trainer) for count in (0, most, most + 1)]
   assert bears == [True, True, not limit]
+
+
+@pytest.mark.parametrize(
+  ('limit', 'total', 'count', 'step'),
+  [(3, 100, 3, 3), (3, 4, 3, 3), (3, 3, 3, 3), (3, 2, 2, 2), (3, 4, 3, 4), (1, 1, 1, 1)],
+)
+def test_what_a_complaint_asks_to_raise_lets_the_run_go_on(limit, total, count, step):
+  found = skipped.Skipped(count, skipped.UNGRADED, 1)
+  given = {'max_skipped_steps': limit, 'total_training_steps': total}
+  assert skipped.too_many(found, TrainerConfig(**given))
+  said = skipped.complaint(found, step, TrainerConfig(**given))
+  raised = {name: int(value) + 10 for name, value in re.findall(r'trainer\.(\w+)=(\d+)', said)}
+  after = TrainerConfig(**given | raised)
+  assert not skipped.too_many(found, after) and after.total_training_steps > step
+  assert not skipped.too_many(found, TrainerConfig(**given | {'max_skipped_steps': 0}))
 
 
 @pytest.mark.parametrize('limit', [0, 2, 3])
