@@ -26,12 +26,13 @@ class SkippedError(UserError):
 
 
 class Skipped(NamedTuple):
-  """Batches at the end of a run that changed no weight, for reasons that end it or for `EMPTY`."""
+  """Batches at the end of a run from which nothing was learned, for reasons that end it or for `EMPTY`."""
 
   count: int = 0  # Without those that tell nothing about the reason: completions that waited, or were all alike.
   why: str = ''  # `NOT_FINITE` if that was so in any of them, else the reason of the last; '' if there are none.
   first: int = 0  # The step of the first.
   reason: str = ''  # Why completions were ungraded, most often, in the last.
+  moved: bool = False  # Whether optimizer steps were taken all the same (`optimizer.skip_empty_steps`).
 
   def __str__(self) -> str:
     """Return the reason as text for users."""
@@ -49,17 +50,20 @@ def after(skipped: Skipped, line: Mapping[str, Any]) -> Skipped:
   """Return the skipped batches at the end of a run after a batch with these metrics, given those before it.
 
   Graded completions that wait for others are no skipped batch, and they show that the graders work. A gradient of 0
-  does not show that others are finite, as the weights are the same.
+  does not show that others are finite, as the weights are the same. Ungraded completions teach nothing if it is
+  0, whether the optimizer steps or not; else others have waited, or a teacher needs no grades.
   """
   steps, why = line.get('train/optimizer_steps'), cause(line)
-  if steps is None or line['train/skipped_steps'] < steps:
+  moved = bool(steps) and line['train/skipped_steps'] < steps
+  if steps is None or (moved and (why != UNGRADED or line['train/grad_norm'])):
     return Skipped()
   if why == EMPTY and (not steps or skipped.why == NOT_FINITE):
     return skipped if skipped.why != UNGRADED else Skipped()
   if (why == EMPTY) != (skipped.why == EMPTY):
     skipped = Skipped()
   why = NOT_FINITE if skipped.why == NOT_FINITE else why
-  return Skipped(skipped.count + 1, why, skipped.first or line['step'], line.get(UNGRADED_REASON, ''))
+  first, reason = skipped.first or line['step'], line.get(UNGRADED_REASON, '')
+  return Skipped(skipped.count + 1, why, first, reason, skipped.moved or moved)
 
 
 def in_a_row(lines: Iterable[Mapping[str, Any]]) -> Skipped:
@@ -91,7 +95,8 @@ def sentence(skipped: Skipped, step: int) -> str:
   """Return the beginning of a sentence about skipped batches, the last at `step`."""
   first, count = skipped.first, step - skipped.first + 1
   steps = f'step {step}' if count == 1 else f'{count} steps in a row, {first} to {step},'
-  return f'Nothing was learned in {steps} because {skipped}; the weights are those of step {first - 1}'
+  weights = 'only momentum and weight decay moved the weights after' if skipped.moved else 'the weights are those of'
+  return f'Nothing was learned in {steps} because {skipped}; {weights} step {first - 1}'
 
 
 def complaint(skipped: Skipped, step: int, trainer: TrainerConfig) -> str:
