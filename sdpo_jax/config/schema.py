@@ -624,8 +624,8 @@ class TrainerConfig:
   max_skipped_steps: int = setting(
     3,
     'End the run, with a checkpoint and exit code 2, after this many generation batches in a row from which '
-    'nothing was learned because no gradient was finite or no completion was graded. Only warn if completions were graded, '
-    'but taught nothing (optimizer.skip_empty_steps). 0: neither.',
+    'nothing was learned because no gradient was finite or no completion was graded. Only warn if completions were '
+    'graded, but taught nothing (optimizer.skip_empty_steps). 0: neither.',
     EVERY,
   )
   watchdog_report_s: float | None = setting(

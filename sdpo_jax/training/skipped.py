@@ -49,15 +49,16 @@ def cause(line: Mapping[str, Any]) -> str:
 def after(skipped: Skipped, line: Mapping[str, Any]) -> Skipped:
   """Return the skipped batches at the end of a run after a batch with these metrics, given those before it.
 
-  Graded completions that wait for others are no skipped batch, and they show that the graders work. A gradient of 0
-  does not show that others are finite, as the weights are the same. Ungraded completions teach nothing if it is
-  0, whether the optimizer steps or not; else others have waited, or a teacher needs no grades.
+  Graded completions that wait for others are no skipped batch, and they show that the graders work; if none waits, none
+  had anything to teach. A gradient of 0 does not show that others are finite, as the weights are the same. Ungraded
+  completions teach nothing if it is 0, whether the optimizer steps or not; else others had waited, or the teacher needs
+  no grades.
   """
   steps, why = line.get('train/optimizer_steps'), cause(line)
   moved = bool(steps) and line['train/skipped_steps'] < steps
   if steps is None or (moved and (why != UNGRADED or line['train/grad_norm'])):
     return Skipped()
-  if why == EMPTY and (not steps or skipped.why == NOT_FINITE):
+  if why == EMPTY and ((not steps and line['gathering/rows']) or skipped.why == NOT_FINITE):
     return skipped if skipped.why != UNGRADED else Skipped()
   if (why == EMPTY) != (skipped.why == EMPTY):
     skipped = Skipped()

@@ -27,7 +27,8 @@ def numbered(lines):
 DEAD = {'rollout/ungraded_fraction': 1.0, 'rollout/score_mean': None, 'ungraded_reason': 'the judge is down.'}
 TAUGHT, NAN, ALIKE, UNGRADED = line(1, 0, 0.5), line(1, 1), line(1, 1, 0.0), line(1, 1, 0.0, **DEAD)
 STEPPED = line(2, 0, 0.0, **DEAD)
-WAITING, UNGRADED_WAITING = line(0, 0), line(0, 0, **DEAD)
+WAITING, UNGRADED_WAITING = line(0, 0, **{'gathering/rows': 2}), line(0, 0, **DEAD)
+NONE_WAITS = line(0, 0, **{'gathering/rows': 0})
 
 
 @pytest.mark.parametrize(
@@ -107,11 +108,12 @@ def test_what_a_complaint_asks_to_raise_lets_the_run_go_on(limit, total, count, 
   assert not skipped.too_many(found, TrainerConfig(**given | {'max_skipped_steps': 0}))
 
 
+@pytest.mark.parametrize('alike', [ALIKE, NONE_WAITS])
 @pytest.mark.parametrize('limit', [0, 2, 3])
-def test_batches_that_are_graded_but_teach_nothing_never_end_a_run_and_are_warned_of_once_a_streak(limit):
+def test_batches_that_are_graded_but_teach_nothing_never_end_a_run_and_are_warned_of_once_a_streak(limit, alike):
   """Two streaks, of five and of four batches, of which the second has one that waits."""
   trainer, found, warned = TrainerConfig(max_skipped_steps=limit), skipped.Skipped(), {}
-  for step, batch in enumerate([TAUGHT, *[ALIKE] * 5, TAUGHT, *[ALIKE] * 2, WAITING, *[ALIKE] * 2], 1):
+  for step, batch in enumerate([TAUGHT, *[alike] * 5, TAUGHT, *[alike] * 2, WAITING, *[alike] * 2], 1):
     before, found = found, skipped.after(found, {'step': step} | batch)
     assert not skipped.too_many(found, trainer)
     if skipped.warns(before, found, trainer):
