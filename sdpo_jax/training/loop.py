@@ -28,7 +28,6 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.environments.outcomes import reasons_of
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.learning.update import abstract_state, place_state
-from sdpo_jax.tables import counted
 from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.teacher.feedback_endpoint import FeedbackEndpoint
 from sdpo_jax.training import (
@@ -506,7 +505,7 @@ class _Run:
     if self.writer is not None and skipped.warns(before, self.skipped, trainer):
       logging.getLogger('sdpo_jax.training').warning('%s', skipped.complaint(self.skipped, step, trainer))
     verdict = self.alarms.after(step, line, metrics, whole=due or not self.evaluations.questions)
-    note = self.note(line)
+    note = skipped.note(line)
     if verdict.back_to is not None:
       note += f'  rolled back to step {verdict.back_to}'
       state = self.go_back(state, verdict.back_to)
@@ -544,14 +543,6 @@ class _Run:
     self.around.start_again()
     self.skipped = skipped.Skipped()
     return state
-
-  def note(self, line: Mapping[str, float]) -> str:
-    """Return a note on a missing update or skipped optimizer steps, shown with the step's progress; '' if none."""
-    if line.get('train/optimizer_steps') == 0:
-      return f'  no update: {int(line["gathering/examples"])} examples wait'
-    left_out = int(line.get('train/skipped_steps', 0))
-    gradient = 'not finite' if skipped.cause(line) == skipped.NOT_FINITE else '0'
-    return f'  {counted(left_out, "optimizer step")} skipped: gradient {gradient}' if left_out else ''
 
 
 def roll_back(state: TrainState, step: int, checkpoints: Checkpoints, starting: StartingState) -> TrainState:

@@ -9,6 +9,7 @@ from sdpo_jax.config import TrainerConfig
 from sdpo_jax.config.fields import is_number
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation.alarms import ROLLBACK
+from sdpo_jax.tables import counted
 from sdpo_jax.training.directory.lines import UNGRADED_REASON
 
 NOT_FINITE = 'no gradient was finite (NaN or infinite)'
@@ -44,6 +45,16 @@ def cause(line: Mapping[str, Any]) -> str:
   if line.get('train/optimizer_steps') and not is_number(line.get('train/grad_norm')):
     return NOT_FINITE
   return UNGRADED if line.get('rollout/ungraded_fraction') and not is_number(line['rollout/score_mean']) else EMPTY
+
+
+def note(line: Mapping[str, Any]) -> str:
+  """Return a note on what a step lacks (an update, optimizer steps, grades), shown with its progress; '' if nothing."""
+  left_out, why = int(line.get('train/skipped_steps', 0)), cause(line)
+  gradient = 'not finite' if why == NOT_FINITE else '0'
+  said = f'  {counted(left_out, "optimizer step")} skipped: gradient {gradient}' if left_out else ''
+  if line.get('train/optimizer_steps') == 0:
+    said = f'  no update: {int(line["gathering/examples"])} examples wait'
+  return f'{said}  {UNGRADED}' if why == UNGRADED else said
 
 
 def after(skipped: Skipped, line: Mapping[str, Any]) -> Skipped:

@@ -83,6 +83,23 @@ def test_the_cause_is_told_with_its_remedy(lines, why, count, first, remedy):
 
 
 @pytest.mark.parametrize(
+  ('batch', 'note'),
+  [
+    (TAUGHT, ''),
+    ({'rollout/score_mean': 0.5}, ''),
+    (NAN, '  1 optimizer step skipped: gradient not finite'),
+    (line(2, 2, 0.0), '  2 optimizer steps skipped: gradient 0'),
+    (UNGRADED, '  1 optimizer step skipped: gradient 0  no completion was graded'),
+    (STEPPED, '  no completion was graded'),
+    (WAITING | {'gathering/examples': 7.0}, '  no update: 7 examples wait'),
+    (UNGRADED_WAITING | {'gathering/examples': 0.0}, '  no update: 0 examples wait  no completion was graded'),
+  ],
+)
+def test_the_note_of_a_step_tells_what_it_lacks(batch, note):
+  assert skipped.note(batch) == note
+
+
+@pytest.mark.parametrize(
   ('limit', 'total', 'most'), [(3, 100, 2), (1, 100, 0), (0, 100, 100), (3, 2, 1), (3, 3, 2), (3, 1, 0)]
 )
 @pytest.mark.parametrize('why', [skipped.NOT_FINITE, skipped.UNGRADED])
