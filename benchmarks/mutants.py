@@ -373,6 +373,9 @@ MUTANTS = (
     'tests/training/test_skipped.py',
     ('one skipped step is all of them', "line['train/skipped_steps'] < steps", "not line['train/skipped_steps']"),
     ('skipped batches need not follow each other', '    return Skipped()\n  if why', '    return skipped\n  if why'),
+    ('steps without grades are lessons', "(why != UNGRADED or line['train/grad_norm'])", 'True'),
+    ('none waits', " and line['gathering/rows']", ''),
+    ('a teacher needs grades', "(why != UNGRADED or line['train/grad_norm'])", 'why != UNGRADED'),
     (
       'a short run goes on for nothing',
       'min(trainer.max_skipped_steps, trainer.total_training_steps)',

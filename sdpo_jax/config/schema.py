@@ -623,9 +623,9 @@ class TrainerConfig:
   save_freq: int = setting(5, 'Save every save_freq generation batches and at the end; 0: only at the end.', EVERY)
   max_skipped_steps: int = setting(
     3,
-    'End the run, with a checkpoint and exit code 2, after this many generation batches in a row that took no '
-    'optimizer step because no gradient was finite or no completion was graded. Only warn if completions were graded, '
-    'but taught nothing (optimizer.skip_empty_steps). 0: neither.',
+    'End the run, with a checkpoint and exit code 2, after this many generation batches in a row from which '
+    'nothing was learned because no gradient was finite or no completion was graded. Only warn if completions were '
+    'graded, but taught nothing (optimizer.skip_empty_steps). 0: neither.',
     EVERY,
   )
   watchdog_report_s: float | None = setting(

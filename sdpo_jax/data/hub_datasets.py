@@ -13,7 +13,7 @@ import re
 import time
 import urllib.parse
 
-from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.errors import UserError, first_line, printable
 from sdpo_jax.models import hub, plain_yaml
 
 PREFIX = 'hf:'
@@ -31,6 +31,7 @@ _WORDS = {
   'validation': ('validation', 'valid', 'dev', 'val'),
   'test': ('test', 'testing', 'eval', 'evaluation'),
 }
+_TRUE = ('true', 'True', 'TRUE', 'yes', 'Yes', 'YES', 'on', 'On', 'ON')  # As YAML of a card is read by the hub.
 _SHARD = re.compile(r'(.+)-\d{5}-of-\d{5}')
 _SLICE = re.compile(r'([^\[\]]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?')
 
@@ -120,11 +121,13 @@ def _configs(folder: pathlib.Path, names: Sequence[str], where: str) -> tuple[di
     said = plain_yaml.read(front[1]) if front else None
     declared = {config['config_name']: config for config in (said or {}).get('configs') or ()}
     found = {name: _declared(config, names, deadline) for name, config in declared.items()}
+    if None in (*found, *(split for splits in found.values() for split in splits)):
+      raise ValueError('the name of a config or split is null')
   except (AttributeError, KeyError, TypeError, ValueError) as error:
     raise UserError(f'{where}: the configs in its {_CARD} cannot be read: {first_line(error)}.') from error
   if not found:
     return {'default': _by_names(_readable(names))}, 'default'
-  marked = [name for name, config in declared.items() if config.get('default') in ('true', 'True') or name == 'default']
+  marked = [name for name, config in declared.items() if config.get('default') in _TRUE or name == 'default']
   return found, next(iter(marked or (found if len(found) == 1 else ())), None)
 
 
@@ -134,14 +137,11 @@ def _declared(config: Mapping, names: Sequence[str], deadline: float) -> Splits:
   given = config.get('data_files')
   if given is None:
     return _by_names(_readable(_matching(f'{glob.escape(folder)}/**'.removeprefix('/'), names, deadline)))
-  if isinstance(given, Mapping):
-    patterns = dict(given)
-  elif isinstance(given, str) or all(isinstance(one, str) for one in given):
-    patterns = {'train': given}
-  else:
-    patterns = {one['split']: one['path'] for one in given}
+  if not isinstance(given, Mapping):
+    unnamed = all(isinstance(one, str) for one in given)  # A pattern, or a list of patterns.
+    given = {'train': given} if unnamed else {one['split']: one['path'] for one in given}
   found = {}
-  for split, paths in patterns.items():
+  for split, paths in given.items():
     paths = [paths] if isinstance(paths, str) else paths
     wanted = [(folder + '/' + path).removeprefix('/').removeprefix('./') for path in paths]
     found[split] = _readable({name for pattern in wanted for name in _matching(pattern, names, deadline)})
@@ -214,7 +214,7 @@ def _of_config(configs: Mapping[str, Splits], config: str | None, where: str) ->
     return next(iter(configs.values()))
   if config not in configs:
     what = 'has several configs: add config= with' if config is None else f'has no config {config!r}: choose from'
-    raise UserError(f'{where} {what} {", ".join(configs)[:LISTED]}.')
+    raise UserError(f'{where} {what} {printable(", ".join(configs), LISTED)}.')
   return configs[config]
 
 
@@ -222,12 +222,12 @@ def _parts(wanted: str | None, splits: Sequence[str], where: str) -> Iterator[tu
   """Yield the split and the slice of each part of a `split` option such as train[:10%]+test."""
   if wanted is None:
     if len(splits) > 1:
-      raise UserError(f'{where} does not name a split: add split= with one of {", ".join(splits)[:LISTED]}.')
+      raise UserError(f'{where} does not name a split: add split= with one of {printable(", ".join(splits), LISTED)}.')
     wanted = splits[0]
   for part in wanted.split('+'):
     match = _SLICE.fullmatch(part.strip())
     if match is None:
       raise UserError(f'{where}: {part!r} is not a split NAME or NAME[start:stop], in rows or, with a %, in percent.')
     if match[1] not in splits:
-      raise UserError(f'{where} has no split {match[1]!r}: choose from {", ".join(splits)[:LISTED]}.')
+      raise UserError(f'{where} has no split {match[1]!r}: choose from {printable(", ".join(splits), LISTED)}.')
     yield match[1], (match[2], match[3])

@@ -28,18 +28,17 @@ NAME = 'judge'
 _ADVICE = 'Let environments.judge.template ask for this line with {score}, or take another environments.judge.model'
 MAX_LINES = 10_000  # Lines of an answer that are searched for the score.
 _DECORATION = r'[\s*_#-]*'  # Markdown around the line with the score; not that of quotations and code.
-_SCORE_LINE = re.compile(
-  rf' {{0,3}}(?![ \t]){_DECORATION}(?:(?:final|overall|total)\s+)?score-(?P<tag>[0-9a-z]+){_DECORATION}:(?P<value>.*)',
-  re.IGNORECASE,
-)
 _ITEM = r'(?:[-*+]|\d{1,3}[.)])\s'
+_SCORE_LINE = re.compile(  # As the other expressions, for lower case.
+  rf' {{0,3}}(?![ \t])(?:{_ITEM})?{_DECORATION}(?:(?:final|overall|total)\s+)?score-([0-9a-z]+){_DECORATION}:(.*)'
+)
+_LINE_END = re.compile(r'\r\n?|\n')  # As in Markdown; str.splitlines knows others.
+_IGNORED = re.compile('[\u200b\u2060\ufeff]|(?<=\\w)[ \\t]+(?=>)')  # What is invisible; spaces at the end of a tag.
 _FENCE = re.compile(
   rf'\s*+(?:{_ITEM}\s*+)*+'
-  r'(?:(?P<mark>`{3,}|~{3,}|"{3}|\'{3}|<!--)'
-  r'|(?:.*(?=<answer-))?<(?P<name>blockquote|pre|code|quote|q|samp|details|answer[\w-]*)\b)',
-  re.IGNORECASE,
+  r'(?:(?P<before>(?!>).*[^`](?=`{3}[\w+-]+\s*$))?(?P<mark>`{3,}|~{3,}|"{3}|\'{3}|<!--)'
+  r'|(?:.*(?=<answer-))?<(?P<name>blockquote|pre|code|quote|q|samp|details|answer[\w-]*)\b)'
 )
-_CLOSING = re.compile(r'</[\w-]+>')
 # A quoted line that ends in a paragraph, and a line that cannot continue that paragraph.
 _QUOTED = re.compile(rf'\s*+(?:{_ITEM}\s*+)*+>[\s>]*+(?!`{{3}}|~{{3}}|#)\S')
 _BEGINNING = re.compile(rf'\s*+(?:>|#{{1,6}}\s|{_ITEM}|(?:[-*_]\s*){{3,}}$|$)')
@@ -96,49 +95,52 @@ def outcome(answer: Any, tag: str) -> Outcome:
 def read_critique(text: str, tag: str, *, cut: bool = False) -> tuple[float | None, str]:
   """Return the score and the critique in a judge's answer.
 
-  The score is on the only line that begins with 'Score-<tag>:' (ignoring Markdown, capitals and a leading 'final',
-  'overall' or 'total') and is neither quoted nor in a block of code, as a number from 0 to 1, a fraction (4/5) or a
-  percentage; None if there is no such line, more than one, it holds anything else, or a block is not closed. The
-  critique is the rest of the text without the judge's thinking. A score in thinking that is not closed counts if there
-  is no other one and the answer was not `cut` off at its limit.
+  The score is on the line that begins with 'Score-<tag>:' (ignoring Markdown, capitals and a leading 'final', 'overall'
+  or 'total') and is neither quoted nor in a block of code, as a number from 0 to 1, a fraction (4/5) or a percentage;
+  None if there is no such line, several that differ, it holds anything else, or a block is not closed. The critique is
+  the rest of the text without the judge's thinking. A score in thinking that is not closed counts if there is no other
+  one and the answer was not `cut` off at its limit.
   """
   said = without_thinking(text)
   found = _scores(said, tag, cut)
-  critique = '\n'.join(line for at, line in enumerate(said.splitlines()) if at not in found).strip()
+  critique = '\n'.join(line for at, line in enumerate(_LINE_END.split(said)) if at not in found).strip()
   if not found and not cut:
     found = _scores(without_thinking(text, unfinished=False), tag, cut)
-  return found.popitem()[1] if len(found) == 1 else None, critique
+  return found.popitem()[1] if len(set(found.values())) == 1 else None, critique
 
 
 def _scores(text: str, tag: str, cut: bool) -> dict[int, float | None]:
   """Return the lines with a score, by index; None: not valid. A block that is not closed hides one more, not valid.
 
-  A tag that is never closed begins no block, unless it stands for an answer, or the text was `cut` off. A line directly
-  after a quoted one belongs to the quotation, as in Markdown.
+  A tag that is never closed begins no block, unless it stands for an answer, or the text was `cut` off; nor does such a
+  fence at the end of a line, as in "The code: ```python". A line directly after a quoted one belongs to the quotation,
+  as in Markdown.
   """
-  lines = text.splitlines()
-  closings = {end: at for at, line in enumerate(lines) for end in _CLOSING.findall(line.lower())}
-  found, closing, quoted = {}, '', False
+  lines = _LINE_END.split(_IGNORED.sub('', text.lower()))
+  ends = {end: at for at, line in enumerate(lines) for end in re.findall(r'</[\w-]+>', line) or [line.strip()]}
+  found, closing, name, depth, quoted = {}, '', '', 0, False
   for at, line in enumerate(lines):
     if closing:
-      inside = closing not in line.lower() or (closing[0] in '`~' and line.strip(' \t`~'))
-      closing = closing if inside else ''
+      depth += line.count(f'<{name}') - line.count(closing)
+      within = depth > 0 and (cut or at < ends.get(closing, 0)) if name else closing[0] in '`~' and line.strip(' \t`~')
+      closing = closing if closing not in line or within else ''
     elif fence := _FENCE.match(line):
-      name, rest = (fence['name'] or '').lower(), line[fence.end() :].lower()
+      name, rest = fence['name'] or '', line[fence.end() :]
       closing = f'</{name}>' if name else fence['mark'].replace('<!--', '-->')
       stays = cut or (name.startswith('answer') and not rest.partition('>')[2].strip())
-      if closing in rest or (name and closings.get(closing, 0) <= at and not stays):
+      depth = line.count(f'<{name}') - rest.count(closing) if name else closing not in rest
+      if depth <= 0 or ((name or fence['before']) and ends.get(closing, 0) <= at and not stays):
         closing = ''
       quoted = quoted and not closing
     else:
       quoted = bool(_QUOTED.match(line)) or (quoted and not _BEGINNING.match(line))
-      if not quoted and (match := _SCORE_LINE.fullmatch(line)) and match['tag'].lower() == tag:
-        found[at] = _value(match['value'])
+      if not quoted and (match := _SCORE_LINE.fullmatch(line)) and match[1] == tag:
+        found[at] = _value(match[2])
   return found | ({len(lines): None} if closing else {})
 
 
 def _value(text: str) -> float | None:
-  match = _VALUE.fullmatch(text.strip().strip('*_`').strip().removesuffix('.'))
+  match = _VALUE.fullmatch(text.strip().removesuffix('<br>').strip('*_`').strip().removesuffix('.'))
   if match is None:
     return None
   whole = 100.0 if match['percent'] else float(match['whole'] or 1.0)

@@ -26,10 +26,8 @@ from sdpo_jax.distributed.collectives import agreed, gathered
 from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.environments.outcomes import reasons_of
-from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.learning.update import abstract_state, place_state
-from sdpo_jax.tables import counted
 from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.teacher.feedback_endpoint import FeedbackEndpoint
 from sdpo_jax.training import (
@@ -353,7 +351,7 @@ class _Run:
       found = {line['step']: values for line in lines if (values := evaluated(line))}
     step = self.saving.whole.step
     if skipped.too_many(self.skipped, config.trainer) and not self.alarms.stopped and not preempted:
-      raise UserError(skipped.complaint(self.skipped, step, config.trainer))
+      raise skipped.SkippedError(skipped.complaint(self.skipped, step, config.trainer))
     prompt = short_prompt(self.evaluations.questions)
     return Result(
       self.session.workdir,
@@ -507,7 +505,7 @@ class _Run:
     if self.writer is not None and skipped.warns(before, self.skipped, trainer):
       logging.getLogger('sdpo_jax.training').warning('%s', skipped.complaint(self.skipped, step, trainer))
     verdict = self.alarms.after(step, line, metrics, whole=due or not self.evaluations.questions)
-    note = self.note(line)
+    note = skipped.note(line)
     if verdict.back_to is not None:
       note += f'  rolled back to step {verdict.back_to}'
       state = self.go_back(state, verdict.back_to)
@@ -545,14 +543,6 @@ class _Run:
     self.around.start_again()
     self.skipped = skipped.Skipped()
     return state
-
-  def note(self, line: Mapping[str, float]) -> str:
-    """Return a note on a missing update or skipped optimizer steps, shown with the step's progress; '' if none."""
-    if line.get('train/optimizer_steps') == 0:
-      return f'  no update: {int(line["gathering/examples"])} examples wait'
-    left_out = int(line.get('train/skipped_steps', 0))
-    gradient = 'not finite' if skipped.cause(line) == skipped.NOT_FINITE else '0'
-    return f'  {counted(left_out, "optimizer step")} skipped: gradient {gradient}' if left_out else ''
 
 
 def roll_back(state: TrainState, step: int, checkpoints: Checkpoints, starting: StartingState) -> TrainState:

@@ -21,6 +21,7 @@ from sdpo_jax.training.checkpoint.starting_state import StartingState
 from sdpo_jax.training.directory.ownership import Ownership, RunLostError
 from sdpo_jax.training.directory.published_checkpoints import newest
 from sdpo_jax.training.joint_errors import JointErrors
+from sdpo_jax.training.skipped import SkippedError
 from sdpo_jax.types import TrainState
 
 RESCUE_S = 30.0  # Seconds that a process with an error waits for the others to report theirs.
@@ -129,5 +130,5 @@ class Saving:
         self.wait()
     except Exception as second:
       self.announce(f'The state of step {self.whole.step} could not be saved: {first_line(second)}')
-    if jax.process_index() == 0:
+    if jax.process_index() == 0 and not isinstance(error, SkippedError):
       self.announce(preemption.what_is_there(functools.partial(newest, self.workdir)))

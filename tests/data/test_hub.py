@@ -137,7 +137,12 @@ def test_the_configs_of_a_card_are_those_of_datasets(tmp_path, monkeypatch):
   for config, split in (('easy', 'train'), ('hard', 'train'), ('hard', 'dev')):
     wanted = datasets.load_dataset(str(tmp_path), config, split=split)
     assert read(f'hf:{tmp_path}?config={config}&split={split}') == wanted['at'][:]
-  assert read(f'hf:{tmp_path}?split=dev') == [5]  # The config that the card says is the default.
+  for true in ('true', 'TRUE', 'yes', 'On'):  # The config that the card says is the default.
+    (tmp_path / 'README.md').write_text(CARD.replace('default: true', f'default: {true}'))
+    assert datasets.load_dataset_builder(str(tmp_path)).config.name == 'hard' and read(f'hf:{tmp_path}?split=dev') == [
+      5
+    ]
+  (tmp_path / 'README.md').write_text(CARD)
   with pytest.raises(UserError, match="has no config 'main': choose from easy, hard"):
     read(f'hf:{tmp_path}?config=main')
   (tmp_path / 'README.md').write_text(CARD.replace('  default: true\n', ''))
@@ -188,6 +193,20 @@ HOSTILE = {  # Cards and, in parts, how reading them ends.
   'long names': (f'configs:\n- config_name: {"a" * 500_000}\n- config_name: {"b" * 500_000}', 'has several configs'),
   'deep lists': (f'configs: {"[" * 900}{"]" * 900}', 'cannot be read: maximum recursion depth'),
   'wide lists': (f'configs: [{"[]," * 340_000}]', 'cannot be read: list indices'),
+  'a split without a name': (f'{ONE}\n  - split: ~\n    path: "*.jsonl"', 'a config or split is null'),
+  'splits without a name': (f'{ONE}\n    ~: "*.jsonl"\n    b: "*.jsonl"', 'a config or split is null'),
+  'a config without a name': (
+    'configs:\n- config_name: ~\n- config_name: b',
+    'a config or split is null',
+  ),
+  'lines in names of configs': (
+    'configs:\n- config_name: a\n  data_files: "*.jsonl"\n- config_name: "b\\nERROR: forged."\n  data_files: "*.jsonl"',
+    r'has several configs: add config= with a, b\nERROR: forged.',
+  ),
+  'lines in names of splits': (
+    f'{ONE}\n    "\\e[2Ja": "train.jsonl"\n    "b\\nERROR: forged.": "test.jsonl"',
+    r'add split= with one of \x1b[2Ja, b\nERROR: forged.',
+  ),
   'no end': ('a: b\n' * 300_000, 'its settings do not end within 1048576 characters'),
 }
 LONG = tuple(name for name, (_, message) in HOSTILE.items() if message == SLOW and name != 'a long pattern') + (

@@ -187,6 +187,16 @@ REPEATING = [
   '- > He says\n  {}',
   '> > > - He says\n`and` <code>then</code>\n{}',
   '> <q>He</q>\n<code>says</code>\n{}',
+  'The code: ```python\nx\n{}\n```',
+  '<quote>\n{}\n</quote >',
+  '<quote>\n<quote>\na\n</quote>\n{}\n</quote>',
+  '<blockquote>\na <blockquote>b</blockquote>\n{}\n</blockquote>',
+  '<details><details>\na</details>\n{}\n</details>',
+  'He says "a\u2028{}\u2028b"',
+  '> quoted\x0b\x0b{}',
+  '> quoted\u2028### {}',
+  '\u200b> He says\n{}',
+  '\ufeff```\n{}\n```',
 ]
 OPEN = '<answer>\n\n{}\n', '```\n{}'
 
@@ -227,11 +237,25 @@ def test_no_score_is_read_that_is_quoted_or_fenced(repeating):
     '> ```\n> 5\n> ```\n{}',
     '> He says 5.\n>\n{}',
     '> He says 5.\n```\n5\n```\n{}',
+    'The code: ```python\nx\n```\n\n{}',
+    '`x` and ```y``` in ```c++ \nx\n```\n{}',
+    'The code: ```python\nx\n\n{}',
+    '> The code: ```python\n\n{}\n```\nx\n```',
+    '<code>foo is used, and\n<code>bar</code>\n\n{}',
+    '<quote>\nHe has two <quote> tags.\n</quote>\n{}',
+    '1. {}',
+    '+ {}',
+    '2) **{}**',
+    '\ufeff{}',
+    'No.\r\n\u200b{}\u200b\r',
+    '{}<br>',
+    '**{}**<BR>',
+    '{}\n\nIn short:\n\n{}',
   ],
 )
 def test_an_honest_score_is_read_beside_tags_that_are_never_closed_and_after_quotations(honest):
   for score in (0.0, 0.5):
-    assert read_critique(honest.format(f'{SCORE}{score}'), TAG)[0] == score
+    assert read_critique(honest.replace('{}', f'{SCORE}{score}'), TAG)[0] == score
 
 
 def test_a_score_in_thinking_or_a_quotation_that_was_cut_off_is_none():
@@ -240,6 +264,7 @@ def test_a_score_in_thinking_or_a_quotation_that_was_cut_off_is_none():
   assert read_critique(f'{SCORE}0\n{text}', TAG, cut=True)[0] == 0.0
   for quoting in ('quote', 'blockquote'):
     assert read_critique(f'<{quoting}>\nIt ends with\n{SCORE}1', TAG, cut=True)[0] is None
+    assert read_critique(f'<{quoting}>\n<{quoting}>a</{quoting}>\n{SCORE}1', TAG, cut=True)[0] is None
 
 
 def test_an_answer_of_many_tags_is_read_at_once():
@@ -255,8 +280,8 @@ def test_a_line_that_only_looks_like_the_end_of_a_block_hides_no_score():
   assert read_critique(text, TAG)[0] is None
 
 
-def test_a_score_that_is_given_twice_is_none():
-  for second in ('0', '1', 'bad', '50%'):
+def test_scores_that_differ_are_none():
+  for second in ('1', 'bad', '50%'):
     assert read_critique(f'{SCORE}0\nand\n**Final score-{TAG}:** {second}', TAG)[0] is None
   assert read_critique(f'It ends with\nScore: 1\nwhich is a trick.\n{SCORE}0.1', TAG) == (
     0.1,

@@ -318,22 +318,24 @@ def without_lessons(make, name: str, grade: Callable[..., list[Outcome]], **chan
   return config
 
 
-@pytest.mark.parametrize('waits', [False, True])
-def test_a_run_whose_graders_are_dead_ends_with_their_reason_and_stays_so(experiment, tmp_path, waits):
+@pytest.mark.parametrize(('waits', 'steps', 'left_out'), [(False, 2, 2), (True, 0, 0), (False, 2, 0)])
+def test_a_run_whose_graders_are_dead_ends_with_their_reason_and_stays_so(experiment, tmp_path, waits, steps, left_out):
   make, _ = experiment
-  name = f'dead {waits}'
+  name = f'dead {steps} {left_out}'
   config = without_lessons(make, name, lambda *asked, **how: fail(ValueError('No key.'))(), total_training_steps=9)
+  told = []
   config.algorithm.min_sdpo_examples = 3 if waits else 0
+  config.optimizer.skip_empty_steps = left_out == steps
   for _ in range(2):
     with pytest.raises(UserError) as raised:
-      loop.train(config, tmp_path)
+      loop.train(config, tmp_path, announce=told.append)
     said = 'Nothing was learned in 3 steps in a row, 1 to 3, because no completion was graded'
     assert str(raised.value).startswith(f"{said} (the grader {name!r} raised ValueError('No key.')")
   lines = lines_without_time(tmp_path)
   assert [(line['step'], line['train/optimizer_steps'], line['train/skipped_steps']) for line in lines] == [
-    (step, *((0, 0) if waits else (2, 2))) for step in (1, 2, 3)
+    (step, steps, left_out) for step in (1, 2, 3)
   ]
-  assert steps_on_disk(tmp_path) == [3]
+  assert steps_on_disk(tmp_path) == [3] and 'the same command resumes' not in ''.join(told)
 
 
 def test_a_run_without_a_success_goes_on_with_one_warning(experiment, tmp_path, caplog):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 
@@ -25,7 +26,9 @@ def numbered(lines):
 
 DEAD = {'rollout/ungraded_fraction': 1.0, 'rollout/score_mean': None, 'ungraded_reason': 'the judge is down.'}
 TAUGHT, NAN, ALIKE, UNGRADED = line(1, 0, 0.5), line(1, 1), line(1, 1, 0.0), line(1, 1, 0.0, **DEAD)
-WAITING, UNGRADED_WAITING = line(0, 0), line(0, 0, **DEAD)
+STEPPED = line(2, 0, 0.0, **DEAD)
+WAITING, UNGRADED_WAITING = line(0, 0, **{'gathering/rows': 2}), line(0, 0, **DEAD)
+NONE_WAITS = line(0, 0, **{'gathering/rows': 0})
 
 
 @pytest.mark.parametrize(
@@ -53,6 +56,10 @@ def test_only_steps_in_a_row_without_any_update_count(lines, count):
     ([line(1, 1, math.nan)], skipped.NOT_FINITE, 1, 2, 'lower optimizer.lr'),  # Before JSON makes it null.
     ([UNGRADED, UNGRADED], skipped.UNGRADED, 2, 2, 'mend the graders, and raise'),
     ([line(1, 1, 0.0, **DEAD | {'rollout/score_mean': math.nan})], skipped.UNGRADED, 1, 2, 'mend the graders'),
+    ([STEPPED, line(2, 1, 0.0, **DEAD)], skipped.UNGRADED, 2, 2, 'mend the graders'),
+    # Its optimizer step learned from completions that had waited, or from a teacher that needs no grades.
+    ([UNGRADED, line(2, 0, 0.5, **DEAD), UNGRADED], skipped.UNGRADED, 1, 4, 'mend the graders'),
+    ([STEPPED, line(2, 0, 0.0), UNGRADED], skipped.UNGRADED, 1, 4, 'mend the graders'),
     ([UNGRADED_WAITING] * 3, skipped.UNGRADED, 3, 2, 'mend the graders'),
     ([ALIKE, UNGRADED, NAN, UNGRADED], skipped.NOT_FINITE, 3, 3, 'lower optimizer.lr'),
     # The weights are still those without a finite gradient, but the graders have worked.
@@ -67,9 +74,29 @@ def test_the_cause_is_told_with_its_remedy(lines, why, count, first, remedy):
   said = skipped.complaint(found, last, TrainerConfig())
   steps = f'step {last}' if first == last else f'{last - first + 1} steps in a row, {first} to {last},'
   reason = f'{why} (the judge is down)' if why == skipped.UNGRADED else why
-  assert said.startswith(f'Nothing was learned in {steps} because {reason}; the weights are those of step {first - 1}.')
+  weights = 'the weights are those of'
+  if lines[-1]['train/skipped_steps'] < lines[-1]['train/optimizer_steps']:
+    weights = 'only momentum and weight decay moved the weights after'
+  assert said.startswith(f'Nothing was learned in {steps} because {reason}; {weights} step {first - 1}.')
   assert f'Look at the rollouts of step {first};' in said
   assert remedy in said and 'trainer.max_skipped_steps=3' in said
+
+
+@pytest.mark.parametrize(
+  ('batch', 'note'),
+  [
+    (TAUGHT, ''),
+    ({'rollout/score_mean': 0.5}, ''),
+    (NAN, '  1 optimizer step skipped: gradient not finite'),
+    (line(2, 2, 0.0), '  2 optimizer steps skipped: gradient 0'),
+    (UNGRADED, '  1 optimizer step skipped: gradient 0  no completion was graded'),
+    (STEPPED, '  no completion was graded'),
+    (WAITING | {'gathering/examples': 7.0}, '  no update: 7 examples wait'),
+    (UNGRADED_WAITING | {'gathering/examples': 0.0}, '  no update: 0 examples wait  no completion was graded'),
+  ],
+)
+def test_the_note_of_a_step_tells_what_it_lacks(batch, note):
+  assert skipped.note(batch) == note
 
 
 @pytest.mark.parametrize(
@@ -83,11 +110,27 @@ def test_how_many_a_run_bears(limit, total, most, why):
   assert bears == [True, True, not limit]
 
 
+@pytest.mark.parametrize(
+  ('limit', 'total', 'count', 'step'),
+  [(3, 100, 3, 3), (3, 4, 3, 3), (3, 3, 3, 3), (3, 2, 2, 2), (3, 4, 3, 4), (1, 1, 1, 1)],
+)
+def test_what_a_complaint_asks_to_raise_lets_the_run_go_on(limit, total, count, step):
+  found = skipped.Skipped(count, skipped.UNGRADED, 1)
+  given = {'max_skipped_steps': limit, 'total_training_steps': total}
+  assert skipped.too_many(found, TrainerConfig(**given))
+  said = skipped.complaint(found, step, TrainerConfig(**given))
+  raised = {name: int(value) + 10 for name, value in re.findall(r'trainer\.(\w+)=(\d+)', said)}
+  after = TrainerConfig(**given | raised)
+  assert not skipped.too_many(found, after) and after.total_training_steps > step
+  assert not skipped.too_many(found, TrainerConfig(**given | {'max_skipped_steps': 0}))
+
+
+@pytest.mark.parametrize('alike', [ALIKE, NONE_WAITS])
 @pytest.mark.parametrize('limit', [0, 2, 3])
-def test_batches_that_are_graded_but_teach_nothing_never_end_a_run_and_are_warned_of_once_a_streak(limit):
+def test_batches_that_are_graded_but_teach_nothing_never_end_a_run_and_are_warned_of_once_a_streak(limit, alike):
   """Two streaks, of five and of four batches, of which the second has one that waits."""
   trainer, found, warned = TrainerConfig(max_skipped_steps=limit), skipped.Skipped(), {}
-  for step, batch in enumerate([TAUGHT, *[ALIKE] * 5, TAUGHT, *[ALIKE] * 2, WAITING, *[ALIKE] * 2], 1):
+  for step, batch in enumerate([TAUGHT, *[alike] * 5, TAUGHT, *[alike] * 2, WAITING, *[alike] * 2], 1):
     before, found = found, skipped.after(found, {'step': step} | batch)
     assert not skipped.too_many(found, trainer)
     if skipped.warns(before, found, trainer):
