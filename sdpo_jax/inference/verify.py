@@ -105,7 +105,7 @@ class _Audit:
     self._lines = MetricsLines(workdir / METRICS, [], [], [], [], {})
     self._size = 0  # Bytes of metrics.jsonl before it was read; if they are others later, the run is going on.
     self._written = 0  # The last step that must have a line, by the newest whole checkpoint.
-    self._reached = 0  # The last step with a line or a file.
+    self._steps: set[int] = set()  # Those with a line or, without any line, with a file.
     self._failures: dict[int, str] = {}  # Step of a damaged checkpoint → what is wrong.
     self.whole: dict[int, str] = {}  # Step of an intact checkpoint → the digest of the last line that it names.
     self._refused: dict[str, None] = {}  # Files and checkpoints because of which a resume is refused.
@@ -144,15 +144,15 @@ class _Audit:
     if self._refused:
       found += f'; a resume is refused because of {", ".join(self._refused)}, for which a way out is named above'
       when = 'after that'
+    step = max(self.whole, default=0)
+    later = {other for other in self._steps if other > step}
     if not self.whole:
-      lost = f'{named_steps(range(1, self._reached + 1))} would be lost' if self._reached else 'no step has ended yet'
+      lost = f'{named_steps(later)} would be lost' if later else 'no step has ended yet'
       return f'{self._workdir}: {found}; there is no whole checkpoint to resume from: {lost}.'
-    step = max(self.whole)
-    if self._reached <= step:
+    if not later:
       return f'{self._workdir}: {found}; {when}, nothing would be lost: step {step} has a whole checkpoint.'
-    steps = named_steps(range(step + 1, self._reached + 1))
     return (
-      f'{self._workdir}: {found}; {when}, {steps} since the last whole checkpoint (step {step}) would be lost and '
+      f'{self._workdir}: {found}; {when}, {named_steps(later)} since the last whole checkpoint (step {step}) would be lost and '
       'computed again.'
     )
 
@@ -206,7 +206,7 @@ class _Audit:
   def _read_lines(self) -> Iterator[Finding]:
     self._size = self._bytes()
     self._lines = lines.read_lines(self._workdir, epochs=self._epochs)
-    self._reached = max((line['step'] for line in self._lines.kept), default=0)
+    self._steps = {line['step'] for line in self._lines.kept}
     lines.history(self._workdir, self._named, self._epochs)
     yield from ()
 
@@ -240,9 +240,7 @@ class _Audit:
       yield Finding(NOTE, 'checkpoints', 'there is none')
     for path in sorted((path for path in entries if is_step(path.name)), key=lambda path: int(path.name)):
       found = self._checkpoint(path)
-      if found.state == WHOLE:
-        self._reached = max(self._reached, int(path.name))
-      elif not path.exists():
+      if found.state != WHOLE and not path.exists():
         found = Finding(NOTE, found.what, 'was removed by the run while it was read')
         self._failures.pop(int(path.name), None)
       yield found
@@ -304,7 +302,8 @@ class _Audit:
       if named is None:
         yield Finding(NOTE, what, 'is not a file of the run')
         continue
-      self._reached = max(self._reached, int(named[1]))
+      if not self._lines.kept:  # Otherwise they tell, whatever files were put there.
+        self._steps.add(int(named[1]))
       try:
         wrong, verified = sealed.result_fault(path.name, path.read_bytes())
       except OSError as error:

@@ -90,6 +90,10 @@ def replace(name, old, new):
   return act
 
 
+def add(name, text):
+  return lambda run: (run / name).write_text(text)
+
+
 def publish(step):
   return lambda run: (run / 'epochs.json').write_text(epochs.Epochs(published=step).to_json())
 
@@ -132,6 +136,9 @@ def publish(step):
     (lambda run: (run / '.0123456789abcdef.partial').write_text(''), 0, 'note     .0123456789abcdef.partial: is being'),
     (lambda run: shutil.rmtree(run / 'checkpoints'), 2, 'no whole checkpoint to resume from: steps 1–5 would be lost'),
     (lambda run: (run / '.lock').write_text(lock_owner.this_process(3).to_json()), 0, 'is training here now'),
+    (add(f'rollouts/{"9" * 60}.jsonl', '{"a": 1}\n'), 0, 'if it stopped now, step 5 since the last whole'),
+    (add('eval/999999999.json', '{"a": 1}'), 0, 'if it stopped now, step 5 since the last whole'),
+    (append('metrics.jsonl', json.dumps({'step': 10**30}) + '\n'), 1, f'stopped now, steps 5, 1{"0" * 30} since the'),
   ],
 )
 def test_what_is_wrong_is_named(run, act, code, text):
