@@ -240,7 +240,7 @@ class _Audit:
       yield Finding(NOTE, 'checkpoints', 'there is none')
     for path in sorted((path for path in entries if is_step(path.name)), key=lambda path: int(path.name)):
       found = self._checkpoint(path)
-      if found.state != WHOLE and not path.exists():
+      if found.state != WHOLE and path not in [*folder.iterdir()]:  # A broken link is there.
         found = Finding(NOTE, found.what, 'was removed by the run while it was read')
         self._failures.pop(int(path.name), None)
       yield found

@@ -94,6 +94,14 @@ def add(name, text):
   return lambda run: (run / name).write_text(text)
 
 
+def to_file(name):
+  return lambda run: (shutil.rmtree(run / name), (run / name).write_text('x'))
+
+
+def to_link(name, target):
+  return lambda run: (shutil.move(run / name, run.parent / 'moved'), (run / name).symlink_to(target))
+
+
 def publish(step):
   return lambda run: (run / 'epochs.json').write_text(epochs.Epochs(published=step).to_json())
 
@@ -135,6 +143,8 @@ def publish(step):
     (lambda run: (run / 'checkpoints_damaged/3').mkdir(parents=True), 0, 'note     checkpoints_damaged: 3: set aside'),
     (lambda run: (run / '.0123456789abcdef.partial').write_text(''), 0, 'note     .0123456789abcdef.partial: is being'),
     (lambda run: shutil.rmtree(run / 'checkpoints'), 2, 'no whole checkpoint to resume from: steps 1–5 would be lost'),
+    (to_file('checkpoints'), 2, 'no whole checkpoint to resume from: steps 1–5 would be lost'),
+    (to_link('checkpoints/4', '/nowhere'), 1, 'damaged  checkpoints/4: it has no manifest.json'),
     (lambda run: (run / '.lock').write_text(lock_owner.this_process(3).to_json()), 0, 'is training here now'),
     (add(f'rollouts/{"9" * 60}.jsonl', '{"a": 1}\n'), 0, 'if it stopped now, step 5 since the last whole'),
     (add('eval/999999999.json', '{"a": 1}'), 0, 'if it stopped now, step 5 since the last whole'),
