@@ -152,8 +152,8 @@ class _Audit:
     if not later:
       return f'{self._workdir}: {found}; {when}, nothing would be lost: step {step} has a whole checkpoint.'
     return (
-      f'{self._workdir}: {found}; {when}, {named_steps(later)} since the last whole checkpoint (step {step}) would be lost and '
-      'computed again.'
+      f'{self._workdir}: {found}; {when}, {named_steps(later)} since the last whole checkpoint (step {step}) would be '
+      'lost and computed again.'
     )
 
   def _lock(self) -> Iterator[Finding]:
