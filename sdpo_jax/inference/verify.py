@@ -27,7 +27,7 @@ from sdpo_jax.training.directory.locks import LOCK
 from sdpo_jax.training.directory.lost_checkpoints import check_not_lost
 from sdpo_jax.training.directory.published_checkpoints import DAMAGED, is_step, newest
 from sdpo_jax.training.directory.starts import FINGERPRINT
-from sdpo_jax.training.directory.workdir import BEFORE_RESTART, WANDB_ID, changed_settings, located
+from sdpo_jax.training.directory.workdir import BEFORE_RESTART, WANDB_ID, changed_settings, layout_faults, located
 from sdpo_jax.training.resuming import compared
 
 WHOLE, NOTE, DAMAGE = 'ok', 'note', 'damaged'
@@ -112,6 +112,8 @@ class _Audit:
 
   def findings(self) -> Iterator[Finding]:
     """Yield the findings about all files and checkpoints of the run, in the order of the report."""
+    for name, sentence in layout_faults(self._workdir):
+      yield self._refuse(name, sentence)
     for name, findings in (
       (LOCK, self._lock()),
       ('config.json', self._settings()),
@@ -121,7 +123,7 @@ class _Audit:
       (WANDB_ID, self._page()),
     ):
       try:
-        yield from findings
+        yield from findings if name not in self._refused else ()
       except UserError as error:
         needed = {FINGERPRINT: self._named > 0, WANDB_ID: self._config and self._config.trainer.wandb_project}
         goes_on = isinstance(error, DamagedEpochsError) or not needed.get(name, True)
@@ -130,7 +132,7 @@ class _Audit:
     if METRICS not in self._refused:
       yield from self._metrics()
     for folder in RESULTS:
-      yield from self._results(folder)
+      yield from self._results(folder) if folder not in self._refused else ()
     yield from self._leftovers()
 
   def _refuse(self, what: str, text: str) -> Finding:
@@ -246,6 +248,8 @@ class _Audit:
       yield found
     for path in sorted(path for path in entries if not is_step(path.name)):
       yield Finding(NOTE, f'checkpoints/{path.name}', 'is being written or removed, or was when the run was killed')
+    if folder.name in self._refused:  # It is not a folder, or a link.
+      return
     try:
       if sentence := check_not_lost(self._workdir, lambda text: None):  # Damaged epochs have been reported.
         yield Finding(DAMAGE, 'checkpoints', sentence)

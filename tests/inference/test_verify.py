@@ -99,7 +99,7 @@ def to_file(name):
 
 
 def to_link(name, target):
-  return lambda run: (shutil.move(run / name, run.parent / 'moved'), (run / name).symlink_to(target))
+  return lambda run: ((run / name).rename(run.parent / 'moved'), (run / name).symlink_to(target))
 
 
 def publish(step):
@@ -143,7 +143,13 @@ def publish(step):
     (lambda run: (run / 'checkpoints_damaged/3').mkdir(parents=True), 0, 'note     checkpoints_damaged: 3: set aside'),
     (lambda run: (run / '.0123456789abcdef.partial').write_text(''), 0, 'note     .0123456789abcdef.partial: is being'),
     (lambda run: shutil.rmtree(run / 'checkpoints'), 2, 'no whole checkpoint to resume from: steps 1–5 would be lost'),
-    (to_file('checkpoints'), 2, 'no whole checkpoint to resume from: steps 1–5 would be lost'),
+    (to_file('checkpoints'), 2, 'is a file where the run needs a folder: move it away or choose another --workdir.\n'),
+    (to_file('checkpoints'), 2, 'is refused because of checkpoints, for which a way out is named above; there is no w'),
+    (to_link('checkpoints', '../moved'), 1, 'damaged  checkpoints: /'),
+    (to_link('checkpoints', '../moved'), 1, 'ok       checkpoints/4: 12 arrays'),
+    (to_link('checkpoints', '/nowhere'), 2, '/run/checkpoints is a link, which a run does not write through: repl'),
+    (to_link('metrics.jsonl', '../moved'), 1, '/run/metrics.jsonl is a link, which a run does not write through: re'),
+    (to_link('eval', '../moved'), 1, '/run/eval is a link, which a run does not write through: replace it with its'),
     (to_link('checkpoints/4', '/nowhere'), 1, 'damaged  checkpoints/4: it has no manifest.json'),
     (lambda run: (run / '.lock').write_text(lock_owner.this_process(3).to_json()), 0, 'is training here now'),
     (add(f'rollouts/{"9" * 60}.jsonl', '{"a": 1}\n'), 0, 'if it stopped now, step 5 since the last whole'),
