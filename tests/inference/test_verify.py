@@ -121,6 +121,7 @@ def publish(step):
     (replace('metrics.jsonl', '{"step": 3', '{"step"; 3'), 1, '/run/metrics.jsonl, line 3 is not JSON: the file was'),
     (append('metrics.jsonl', '{"ste'), 0, 'note     metrics.jsonl: line 6 is cut off'),
     (append('rollouts/4.jsonl', '{"ste\n'), 1, 'damaged  rollouts/4.jsonl: line 2 is not as it was'),
+    (append('rollouts/4.jsonl', 'null\n'), 1, 'damaged  rollouts/4.jsonl: line 2 is not as it was'),
     (append('rollouts/4.jsonl', '7'), 1, 'damaged  rollouts/4.jsonl: its end is missing'),
     (append('eval/4.json', '}'), 1, 'damaged  eval/4.json: is not as it was written (Ex'),
     (lambda run: ((run / 'metrics.jsonl').unlink(), (run / 'metrics.jsonl').mkdir()), 1, 'damaged  metrics.jsonl: '),
@@ -205,6 +206,10 @@ def cut(name, count):
     (lambda run: (run / 'rollouts/1.jsonl').unlink(), '/run/rollouts has no file of step 1 any more'),
     (lambda run: shutil.rmtree(run / 'eval'), '/run/eval has no file of step 2 any more'),
     (replace('eval/2.json', '0.5', '0.6'), 'damaged  eval/2.json: '),
+    (
+      lambda run: shutil.copy(run / 'eval/2.json', run / 'eval/4.json'),
+      'damaged  eval/4.json: is the file of another st',
+    ),
     (replace('config.json', '"seed": 0', '"seed": 1'), 'damaged  config.json: '),
   ],
 )
