@@ -210,7 +210,11 @@ MUTANTS = (
   *_in(
     'sdpo_jax/inference/verify.py',
     'tests/inference/test_verify.py',
-    ('a run is said to go on from its oldest checkpoint', '    step = max(self.whole)', '    step = min(self.whole)'),
+    (
+      'a run is said to go on from its oldest checkpoint',
+      '    step = max(self.whole, default=0)',
+      '    step = min(self.whole, default=0)',
+    ),
     ('a resume that is refused is not said', 'if self._refused:', 'if self._refused and not self.whole:'),
   ),
   *_in(

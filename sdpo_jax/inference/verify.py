@@ -27,7 +27,7 @@ from sdpo_jax.training.directory.locks import LOCK
 from sdpo_jax.training.directory.lost_checkpoints import check_not_lost
 from sdpo_jax.training.directory.published_checkpoints import DAMAGED, is_step, newest
 from sdpo_jax.training.directory.starts import FINGERPRINT
-from sdpo_jax.training.directory.workdir import BEFORE_RESTART, WANDB_ID, changed_settings, located
+from sdpo_jax.training.directory.workdir import BEFORE_RESTART, WANDB_ID, changed_settings, layout_faults, located
 from sdpo_jax.training.resuming import compared
 
 WHOLE, NOTE, DAMAGE = 'ok', 'note', 'damaged'
@@ -105,13 +105,15 @@ class _Audit:
     self._lines = MetricsLines(workdir / METRICS, [], [], [], [], {})
     self._size = 0  # Bytes of metrics.jsonl before it was read; if they are others later, the run is going on.
     self._written = 0  # The last step that must have a line, by the newest whole checkpoint.
-    self._reached = 0  # The last step with a line or a file.
+    self._steps: set[int] = set()  # Those with a line or, without any line, with a file.
     self._failures: dict[int, str] = {}  # Step of a damaged checkpoint → what is wrong.
     self.whole: dict[int, str] = {}  # Step of an intact checkpoint → the digest of the last line that it names.
     self._refused: dict[str, None] = {}  # Files and checkpoints because of which a resume is refused.
 
   def findings(self) -> Iterator[Finding]:
     """Yield the findings about all files and checkpoints of the run, in the order of the report."""
+    for name, sentence in layout_faults(self._workdir):
+      yield self._refuse(name, sentence)
     for name, findings in (
       (LOCK, self._lock()),
       ('config.json', self._settings()),
@@ -121,7 +123,7 @@ class _Audit:
       (WANDB_ID, self._page()),
     ):
       try:
-        yield from findings
+        yield from findings if name not in self._refused else ()
       except UserError as error:
         needed = {FINGERPRINT: self._named > 0, WANDB_ID: self._config and self._config.trainer.wandb_project}
         goes_on = isinstance(error, DamagedEpochsError) or not needed.get(name, True)
@@ -130,7 +132,7 @@ class _Audit:
     if METRICS not in self._refused:
       yield from self._metrics()
     for folder in RESULTS:
-      yield from self._results(folder)
+      yield from self._results(folder) if folder not in self._refused else ()
     yield from self._leftovers()
 
   def _refuse(self, what: str, text: str) -> Finding:
@@ -144,16 +146,16 @@ class _Audit:
     if self._refused:
       found += f'; a resume is refused because of {", ".join(self._refused)}, for which a way out is named above'
       when = 'after that'
+    step = max(self.whole, default=0)
+    later = {other for other in self._steps if other > step}
     if not self.whole:
-      lost = f'{named_steps(range(1, self._reached + 1))} would be lost' if self._reached else 'no step has ended yet'
+      lost = f'{named_steps(later)} would be lost' if later else 'no step has ended yet'
       return f'{self._workdir}: {found}; there is no whole checkpoint to resume from: {lost}.'
-    step = max(self.whole)
-    if self._reached <= step:
+    if not later:
       return f'{self._workdir}: {found}; {when}, nothing would be lost: step {step} has a whole checkpoint.'
-    steps = named_steps(range(step + 1, self._reached + 1))
     return (
-      f'{self._workdir}: {found}; {when}, {steps} since the last whole checkpoint (step {step}) would be lost and '
-      'computed again.'
+      f'{self._workdir}: {found}; {when}, {named_steps(later)} since the last whole checkpoint (step {step}) would be '
+      'lost and computed again.'
     )
 
   def _lock(self) -> Iterator[Finding]:
@@ -206,7 +208,7 @@ class _Audit:
   def _read_lines(self) -> Iterator[Finding]:
     self._size = self._bytes()
     self._lines = lines.read_lines(self._workdir, epochs=self._epochs)
-    self._reached = max((line['step'] for line in self._lines.kept), default=0)
+    self._steps = {line['step'] for line in self._lines.kept}
     lines.history(self._workdir, self._named, self._epochs)
     yield from ()
 
@@ -240,14 +242,14 @@ class _Audit:
       yield Finding(NOTE, 'checkpoints', 'there is none')
     for path in sorted((path for path in entries if is_step(path.name)), key=lambda path: int(path.name)):
       found = self._checkpoint(path)
-      if found.state == WHOLE:
-        self._reached = max(self._reached, int(path.name))
-      elif not path.exists():
+      if found.state != WHOLE and path not in [*folder.iterdir()]:  # A broken link is there.
         found = Finding(NOTE, found.what, 'was removed by the run while it was read')
         self._failures.pop(int(path.name), None)
       yield found
     for path in sorted(path for path in entries if not is_step(path.name)):
       yield Finding(NOTE, f'checkpoints/{path.name}', 'is being written or removed, or was when the run was killed')
+    if folder.name in self._refused:  # It is not a folder, or a link.
+      return
     try:
       if sentence := check_not_lost(self._workdir, lambda text: None):  # Damaged epochs have been reported.
         yield Finding(DAMAGE, 'checkpoints', sentence)
@@ -304,7 +306,8 @@ class _Audit:
       if named is None:
         yield Finding(NOTE, what, 'is not a file of the run')
         continue
-      self._reached = max(self._reached, int(named[1]))
+      if not self._lines.kept:  # Otherwise they tell, whatever files were put there.
+        self._steps.add(int(named[1]))
       try:
         wrong, verified = sealed.result_fault(path.name, path.read_bytes())
       except OSError as error:

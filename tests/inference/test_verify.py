@@ -90,6 +90,18 @@ def replace(name, old, new):
   return act
 
 
+def add(name, text):
+  return lambda run: (run / name).write_text(text)
+
+
+def to_file(name):
+  return lambda run: (shutil.rmtree(run / name), (run / name).write_text('x'))
+
+
+def to_link(name, target):
+  return lambda run: ((run / name).rename(run.parent / 'moved'), (run / name).symlink_to(target))
+
+
 def publish(step):
   return lambda run: (run / 'epochs.json').write_text(epochs.Epochs(published=step).to_json())
 
@@ -109,6 +121,7 @@ def publish(step):
     (replace('metrics.jsonl', '{"step": 3', '{"step"; 3'), 1, '/run/metrics.jsonl, line 3 is not JSON: the file was'),
     (append('metrics.jsonl', '{"ste'), 0, 'note     metrics.jsonl: line 6 is cut off'),
     (append('rollouts/4.jsonl', '{"ste\n'), 1, 'damaged  rollouts/4.jsonl: line 2 is not as it was'),
+    (append('rollouts/4.jsonl', 'null\n'), 1, 'damaged  rollouts/4.jsonl: line 2 is not as it was'),
     (append('rollouts/4.jsonl', '7'), 1, 'damaged  rollouts/4.jsonl: its end is missing'),
     (append('eval/4.json', '}'), 1, 'damaged  eval/4.json: is not as it was written (Ex'),
     (lambda run: ((run / 'metrics.jsonl').unlink(), (run / 'metrics.jsonl').mkdir()), 1, 'damaged  metrics.jsonl: '),
@@ -131,7 +144,18 @@ def publish(step):
     (lambda run: (run / 'checkpoints_damaged/3').mkdir(parents=True), 0, 'note     checkpoints_damaged: 3: set aside'),
     (lambda run: (run / '.0123456789abcdef.partial').write_text(''), 0, 'note     .0123456789abcdef.partial: is being'),
     (lambda run: shutil.rmtree(run / 'checkpoints'), 2, 'no whole checkpoint to resume from: steps 1–5 would be lost'),
+    (to_file('checkpoints'), 2, 'is a file where the run needs a folder: move it away or choose another --workdir.\n'),
+    (to_file('checkpoints'), 2, 'is refused because of checkpoints, for which a way out is named above; there is no w'),
+    (to_link('checkpoints', '../moved'), 1, 'damaged  checkpoints: /'),
+    (to_link('checkpoints', '../moved'), 1, 'ok       checkpoints/4: 12 arrays'),
+    (to_link('checkpoints', '/nowhere'), 2, '/run/checkpoints is a link, which a run does not write through: repl'),
+    (to_link('metrics.jsonl', '../moved'), 1, '/run/metrics.jsonl is a link, which a run does not write through: re'),
+    (to_link('eval', '../moved'), 1, '/run/eval is a link, which a run does not write through: replace it with its'),
+    (to_link('checkpoints/4', '/nowhere'), 1, 'damaged  checkpoints/4: it has no manifest.json'),
     (lambda run: (run / '.lock').write_text(lock_owner.this_process(3).to_json()), 0, 'is training here now'),
+    (add(f'rollouts/{"9" * 60}.jsonl', '{"a": 1}\n'), 0, 'if it stopped now, step 5 since the last whole'),
+    (add('eval/999999999.json', '{"a": 1}'), 0, 'if it stopped now, step 5 since the last whole'),
+    (append('metrics.jsonl', json.dumps({'step': 10**30}) + '\n'), 1, f'stopped now, steps 5, 1{"0" * 30} since the'),
   ],
 )
 def test_what_is_wrong_is_named(run, act, code, text):
@@ -182,6 +206,10 @@ def cut(name, count):
     (lambda run: (run / 'rollouts/1.jsonl').unlink(), '/run/rollouts has no file of step 1 any more'),
     (lambda run: shutil.rmtree(run / 'eval'), '/run/eval has no file of step 2 any more'),
     (replace('eval/2.json', '0.5', '0.6'), 'damaged  eval/2.json: '),
+    (
+      lambda run: shutil.copy(run / 'eval/2.json', run / 'eval/4.json'),
+      'damaged  eval/4.json: is the file of another st',
+    ),
     (replace('config.json', '"seed": 0', '"seed": 1'), 'damaged  config.json: '),
   ],
 )

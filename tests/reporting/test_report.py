@@ -221,7 +221,7 @@ def test_lines_that_are_no_rollouts_are_counted_and_values_of_other_types_left_o
   (folder / 'rollouts' / '1.jsonl').write_text('\n'.join(content))
   (folder / 'rollouts' / 'notes.txt').write_text('x')
   assert written(folder)[0].data('summary')['remarks'] == [
-    'run: rollouts/1.jsonl: line 4 is not as it was written.',
+    'run: rollouts/1.jsonl: line 2, 4 is not as it was written.',
     'run: 3 lines of rollouts/ are not rollouts and are left out.',
   ]
 

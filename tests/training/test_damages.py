@@ -196,6 +196,18 @@ DAMAGES = {
     'has no checkpoint to resume from, although that of step 2 was published .* or add --restart',
     None,
   ),
+  'no checkpoint and no epochs.json': (
+    remove('checkpoints', 'epochs.json'),
+    None,
+    'has no checkpoint to resume from, .*: mount the disk .* or add --restart',
+    None,
+  ),
+  'no checkpoint and altered epochs.json': (
+    both(remove('checkpoints'), edit('epochs.json', '"published": 2', '"published": 3')),
+    None,
+    'has no checkpoint to resume from, .*: mount the disk .* or add --restart',
+    None,
+  ),
   'no checkpoint and no config.json': (
     remove('checkpoints', 'config.json'),
     None,
@@ -203,7 +215,13 @@ DAMAGES = {
     None,
   ),
 }
-BY_DEFAULT = ('altered line', 'first line removed', 'no config.json', 'only checkpoint')
+BY_DEFAULT = (
+  'altered line',
+  'first line removed',
+  'no config.json',
+  'only checkpoint',
+  'no checkpoint and no epochs.json',
+)
 STANDING = ('no fingerprint.json', 'no newest checkpoint')  # Said until there is a later checkpoint.
 # What a resume does not read: it says nothing, and verify says that it goes on.
 UNREAD = {

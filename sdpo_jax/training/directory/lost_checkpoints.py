@@ -2,7 +2,7 @@
 
 A disk that is not mounted looks like a run without checkpoints. Other files of the run do not tell whether there ever
 was one, since a run that is preempted before its first checkpoint must start again by itself. Therefore `epochs.json`
-records the step of the last published checkpoint.
+records the step of the last published checkpoint. If it is lost, too, a run that has ended a step is not begun again.
 """
 
 from __future__ import annotations
@@ -101,10 +101,11 @@ def refuse_loss(workdir: epath.Path, record: Epochs) -> None:
   """Raise UserError if a checkpoint was published; to be called when a run would begin at step 0."""
   if record.published:
     raise UserError(
-      f'{workdir} has no checkpoint to resume from, although that of step {record.published} was published there and '
-      f'other files of the run go up to step {max(reached(workdir), record.published)}: mount the disk or restore the '
-      f'folder that holds {workdir / "checkpoints"}; or add --restart to begin again at step 0, which moves what is '
-      f'there to {workdir / BEFORE_RESTART}.'
+      f'{workdir} has no checkpoint to resume from, although that of step {record.published} was published there (if '
+      f'{EPOCHS} was lost, perhaps another) and other files of the run go up to step '
+      f'{max(reached(workdir), record.published)}: mount the disk or restore the folder that holds '
+      f'{workdir / "checkpoints"}; or add --restart to begin again at step 0, which moves what is there to '
+      f'{workdir / BEFORE_RESTART}.'
     )
 
 

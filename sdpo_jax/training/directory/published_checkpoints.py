@@ -22,7 +22,7 @@ def is_step(name: str) -> bool:
 def published_steps(workdir: epath.PathLike) -> list[int]:
   """Return the steps of published checkpoints in order; files are not read, so that a checkpoint may be damaged."""
   directory = epath.Path(workdir) / CHECKPOINTS
-  if not directory.exists():
+  if not directory.is_dir():
     return []
   # On a disk, a folder gets this name once it is complete; in a store, the last object marks it as complete.
   return sorted(

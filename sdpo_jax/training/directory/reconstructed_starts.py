@@ -25,6 +25,9 @@ _NAMED = re.compile(r'\d+\.(?:unfinished|deleted)\.(\d+)')  # Folders whose name
 def recorded(workdir: epath.Path, content: bytes | None, say: Callable[[str], None]) -> Epochs:
   """Return the starts of a run from `epochs.json` or, if it is damaged or missing, from other files.
 
+  Without that file and without checkpoints, nothing tells a run whose checkpoints are lost from one that was killed
+  before its first. A run that has ended a step then counts as one with a checkpoint, and begins again only if asked.
+
   Args:
     workdir: directory of the run.
     content: content of `epochs.json`; None: the file is missing.
@@ -36,8 +39,13 @@ def recorded(workdir: epath.Path, content: bytes | None, say: Callable[[str], No
     except epochs.DamagedEpochsError as error:
       say(str(error))
   record = of_starts(workdir)
-  published = max([record.published, *published_steps(workdir)]) or due(workdir)
+  published = max([record.published, *published_steps(workdir)]) or due(workdir) or int(_was_recorded(workdir))
   return dataclasses.replace(record, published=published)
+
+
+def _was_recorded(workdir: epath.Path) -> bool:
+  """Return whether a step has ended since there was an `epochs.json`, whose epoch its line names."""
+  return any(line['step'] > 0 and FENCING_EPOCH in line for line in raw_lines(workdir))
 
 
 def largest_epoch(workdir: epath.Path) -> int:

@@ -119,29 +119,36 @@ def result_fault(name: str, content: bytes) -> tuple[str | None, bool]:
     name: the file's name: a step, and `.json` for an object or `.jsonl` for lines of them.
     content: its content.
   """
+  step = name.partition('.')[0]
   if name.endswith('.json'):
+    values = _object(content)
     try:
       unseal(content)
     except ValueError as error:
-      if is_sealed(content) or isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+      if is_sealed(content) or values is None:
         return f'is not as it was written ({first_line(error)})', True
-    return None, is_sealed(content)
+    return None if str(values.get('step', step)) == step else 'is the file of another step', is_sealed(content)
   *parts, end = content.split(b'\n')
   if end or not parts:  # Every step has samples.
     return 'its end is missing', True
-  before, states = beginning(name.partition('.')[0], len(parts)), {state: [] for state in STATES}
+  before, states = beginning(step, len(parts)), {state: [] for state in STATES}
   for number, part in enumerate(parts, 1):
     state, before = check_line(part, before)
-    try:
-      json.loads(part)
-    except (ValueError, RecursionError):
-      state = ALTERED
-    states[state].append(number)
+    states[state if _object(part) else ALTERED].append(number)
   if altered := states[ALTERED]:
     return f'line {spans(altered)} is not as it was written', True
   if misplaced := states[MISPLACED]:
     return f'lines were removed, moved or altered before line {spans(misplaced)}', True
   return None, not states[UNSEALED]
+
+
+def _object(text: bytes) -> dict[str, Any] | None:
+  """Return the JSON object in a text; None if it holds none, or an empty one, which no version has written."""
+  try:
+    values = json.loads(text)
+  except (ValueError, RecursionError):
+    return None
+  return values if isinstance(values, dict) and values else None
 
 
 def beginning(name: str, count: int) -> str:

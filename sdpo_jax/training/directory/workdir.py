@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 import json
 import os
 from typing import Any
@@ -136,12 +137,16 @@ def check_workdir(config: Config, workdir: epath.PathLike, *, restart: bool = Fa
   """
   workdir = located(workdir)
   with readable(f'--workdir={workdir}', UNREADABLE):
-    there = _check_layout(workdir)
+    if workdir.exists() and not workdir.is_dir():
+      raise UserError(f'--workdir={workdir} is a file: name a directory.')
+    for _, sentence in layout_faults(workdir):
+      raise UserError(sentence)
+    begun = (workdir / METRICS).exists()
     trained = bool(newest(workdir))
     whole = None if trained else _run_around(workdir)
   if whole is not None and workdir.relative_to(whole).parts[0] in FOLDERS:
     raise UserError(f'--workdir={workdir} is part of the run {whole}: name that, or a directory outside it.')
-  if not trained and (restart or METRICS not in there):
+  if not trained and (restart or not begun):
     return workdir
   found = changed_settings(workdir, config)
   if found.refused:
@@ -155,26 +160,23 @@ def check_workdir(config: Config, workdir: epath.PathLike, *, restart: bool = Fa
   return workdir
 
 
-def _check_layout(workdir: epath.Path) -> set[str]:
-  """Return which of a run's files and folders exist; raise UserError if one has the wrong kind."""
-  if workdir.exists() and not workdir.is_dir():
-    raise UserError(f'--workdir={workdir} is a file: name a directory.')
+def layout_faults(workdir: epath.Path) -> Iterator[tuple[str, str]]:
+  """Yield the name of each file or folder of a run that has the wrong kind, with a sentence on it and the way out."""
   exists = os.path.lexists if is_local(workdir) else epath.Path.exists  # A broken link is there, too.
-  there = {name for name in (*FILES, *FOLDERS) if exists(workdir / name)}
-  for name in sorted(there):
+  for name in sorted(name for name in (*FILES, *FOLDERS) if exists(workdir / name)):
     if is_local(workdir) and os.path.islink(workdir / name):
-      raise UserError(
+      yield (
+        name,
         f'{workdir / name} is a link, which a run does not write through: replace it with its target, or make the '
-        'whole --workdir a link.'
+        'whole --workdir a link.',
       )
+      continue
     is_file = not is_local(workdir) or os.path.isfile(workdir / name)  # Opening a pipe may block.
     found = 'folder' if (workdir / name).is_dir() else 'file' if is_file else 'pipe or a device'
     wanted = 'folder' if name in FOLDERS else 'file'
     if found != wanted:
-      raise UserError(
-        f'{workdir / name} is a {found} where the run needs a {wanted}: move it away or choose another --workdir.'
-      )
-  return there
+      way_out = 'move it away or choose another --workdir'
+      yield name, f'{workdir / name} is a {found} where the run needs a {wanted}: {way_out}.'
 
 
 def open_workdir(workdir: epath.Path) -> None:

@@ -116,6 +116,20 @@ def test_a_check_refuses_what_a_start_refuses_though_the_epochs_are_lost(folder,
       act(folder)
 
 
+@pytest.mark.parametrize('damage', ['', None])
+@pytest.mark.parametrize('steps, refused', [(4, True), (0, False)])
+def test_checkpoints_that_are_lost_with_the_epochs_are_missed_once_a_step_has_ended(folder, damage, steps, refused):
+  leave(folder, steps=steps, published=2, save_freq=0)
+  (folder / epochs.EPOCHS).unlink() if damage is None else (folder / epochs.EPOCHS).write_text(damage)
+  before = content(folder)
+  for act in (lost_checkpoints.check_not_lost, settle, settle):  # Also after the epochs were written anew.
+    with pytest.raises(UserError, match='mount the disk .* or add --restart') if refused else contextlib.nullcontext():
+      act(folder)
+  assert content(folder) == before
+  assert 'begins again at step 0' in settle(folder, restart=True)[0][0]
+  assert settle(folder)[0] == []
+
+
 def test_a_check_lets_a_restart_be_completed(folder):
   leave(folder, published=2)
   with ownership.sole_user(folder) as mine:

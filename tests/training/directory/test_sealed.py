@@ -154,6 +154,14 @@ def test_a_file_of_lines_notices_a_line_that_is_missing_at_its_end():
     assert (state == sealed.WHOLE) == whole
 
 
+@pytest.mark.parametrize('content', ['null', '[]', '{}', 'NaN', '"a"', '[' * 200_000, '9' * 5_000, ''])
+def test_what_no_version_has_written_is_not_of_an_earlier_one(content):
+  for name in ('2.json', '2.jsonl'):
+    fault, verified = sealed.result_fault(name, f'{content}\n'.encode())
+    assert 'is not as it was written' in fault and verified
+  assert sealed.result_fault('2.json', b'{"step": 2}') == sealed.result_fault('2.jsonl', b'{"a": 1}\n') == (None, False)
+
+
 def test_no_flipped_bit_of_a_sealed_file_passes(tmp_path):
   values = {'format': 1, 'starts': [{'step': 0, 'parts': {'a': {'b': 'c'}}}], 'wide': 1e-05}
   path = tmp_path / 'fingerprint.json'
