@@ -135,8 +135,8 @@ class GraderProcess:
     except UnsendableError:
       raise
     except Exception as error:  # Whatever it is: the next call must not read the rest as its answer.
-      with contextlib.suppress(subprocess.TimeoutExpired):
-        self._process.wait(1)  # It hangs up just before its end.
+      with contextlib.suppress(subprocess.TimeoutExpired):  # It hangs up just before its end.
+        self._process.wait(isinstance(error, EOFError | ConnectionError))
       alone, how = self.ended, self.end()
       raise EndedProcessError(
         f'ended its process ({how})' if alone else f'sent what cannot be read ({first_line(error)})'

@@ -69,7 +69,7 @@ def after(skipped: Skipped, line: Mapping[str, Any]) -> Skipped:
   moved = bool(steps) and line['train/skipped_steps'] < steps
   if steps is None or (moved and (why != UNGRADED or line['train/grad_norm'])):
     return Skipped()
-  if why == EMPTY and ((not steps and line['gathering/rows']) or skipped.why == NOT_FINITE):
+  if why == EMPTY and ((not steps and line.get('gathering/rows', 1)) or skipped.why == NOT_FINITE):
     return skipped if skipped.why != UNGRADED else Skipped()
   if (why == EMPTY) != (skipped.why == EMPTY):
     skipped = Skipped()

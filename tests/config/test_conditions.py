@@ -67,6 +67,7 @@ KINDS = {  # Runs of several kinds, by what they change.
     f'{SD}.alpha': 1.0,
     'optimizer.name': 'sgd',
     'trainer.test_freq': 0,
+    'val_kwargs.temperature': 0.0,
   },
   'endpoints': {
     f'{SD}.teacher_endpoint.url': 'http://localhost:9/v1',
@@ -91,7 +92,6 @@ KINDS = {  # Runs of several kinds, by what they change.
     'model.cartridge.document': 'd.txt',
     f'{SD}.teacher_context': 'prompt',
     f'{SD}.teacher_regularization': 'base',
-    'val_kwargs.temperature': 0.0,
   },
   'slots without a teacher': {
     'model.cartridge.tokens': 4,
@@ -109,7 +109,9 @@ ALWAYS = {
   **dict.fromkeys((f'model.{name}' for name in ('dtype', 'vocab_multiple', 'remat', 'attention')), 'the programs'),
   **dict.fromkeys((f'data.{name}' for name in ('train_files', 'source_weights')), 'the questions'),
   'data.val_files': 'the questions of launch.evaluate; launch.check says that a run without test_freq asks none',
-  **dict.fromkeys(('data.val_max_samples', 'val_kwargs'), 'launch.evaluate, which any run may follow'),
+  **dict.fromkeys(
+    ('data.val_max_samples', 'val_kwargs.n', 'val_kwargs.temperature'), 'launch.evaluate, which any run may follow'
+  ),
   'data.environment': 'rows that name no grader, which are known when they are read',
   f'{SD}.success_reward_threshold': 'rollout/success_rate',
   **{

@@ -437,7 +437,7 @@ MISDEEDS = {
   'signal': 'ended its process (Segmentation fault)',
   'expression': LATE,
   'ignore': LATE,
-  'write': 'ended its process',
+  'write': 'sent what cannot be read (bad message length)',
   'close all': 'ended its process',
   'fork': None,
   'close': None,

@@ -357,7 +357,7 @@ threading.stack_size(65536)
 result = 1
 try:
   for _ in range(200):
-    threading.Thread(target=time.sleep, args=(0.2,), daemon=True).start()
+    threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
     result += 1
 except RuntimeError:
   pass
