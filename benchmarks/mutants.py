@@ -378,7 +378,7 @@ MUTANTS = (
     ('one skipped step is all of them', "line['train/skipped_steps'] < steps", "not line['train/skipped_steps']"),
     ('skipped batches need not follow each other', '    return Skipped()\n  if why', '    return skipped\n  if why'),
     ('steps without grades are lessons', "(why != UNGRADED or line['train/grad_norm'])", 'True'),
-    ('none waits', " and line['gathering/rows']", ''),
+    ('none waits', " and line.get('gathering/rows', 1)", ''),
     ('a teacher needs grades', "(why != UNGRADED or line['train/grad_norm'])", 'why != UNGRADED'),
     (
       'a short run goes on for nothing',
