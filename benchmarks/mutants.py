@@ -309,7 +309,7 @@ MUTANTS = (
   *_in(
     'sdpo_jax/serving/feedback.py',
     'tests/serving/test_feedback.py',
-    ('a dry run makes a version', 'if accepted and commits:', 'if accepted:'),
+    ('a dry run makes a version', 'if accepted and commits and arrays:', 'if accepted:'),
   ),
   *_in(
     'sdpo_jax/serving/account.py',

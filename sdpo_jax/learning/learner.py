@@ -56,8 +56,13 @@ class Learned:
 
   @property
   def stepped(self) -> bool:
-    """Whether all steps were taken; a step whose gradient is not finite is skipped."""
-    return all(step['stepped'] for step in self.steps)
+    """Whether steps were taken and none was refused, as is one whose gradient is not finite."""
+    return not self.unchanged and all(step['stepped'] or step['grad_norm'] == 0 for step in self.steps)
+
+  @property
+  def unchanged(self) -> bool:
+    """Whether every gradient was 0, so that no bit has changed."""
+    return not any(step['grad_norm'] for step in self.steps)
 
 
 @dataclasses.dataclass

@@ -107,8 +107,8 @@ def step(
 ) -> tuple[SlotState, dict[str, jax.Array]]:
   """Take one AdamW step in the active slots; no bit of the others changes.
 
-  A slot whose gradient is not finite is left unchanged, as in a training run (`learning.update.apply_gradients`). So is
-  a slot in which the step would produce a value that is not finite or too large for a compute dtype, since it could
+  A slot whose gradient is 0 or not finite is left unchanged, as in a training run (`learning.optimizer.take_step`). So
+  is a slot in which the step would produce a value that is not finite or too large for a compute dtype, since it could
   reach the rows of other slots.
 
   Args:
@@ -134,6 +134,7 @@ def step(
       (state.moments, optax.EmptyState()),
       grads,
       lambda moved: active & jnp.stack([fits(leaf) for leaf in jax.tree.leaves(moved)]).all(),
+      skip_empty=True,
     )
     return SlotState(trainable, moments), {'grad_norm': norm, 'stepped': stepped}
 

@@ -142,17 +142,16 @@ def _learn(
     for stage in ('scored', 'stepped'):  # The engine does both in one call.
       stages.reach(stage, steps=len(learned.steps))
     call.check()
-    arrays = worker.arrays(new) if learned.stepped else None
-    finite = arrays is not None and all(
-      bool(np.isfinite(each).all()) for each in (*arrays.values(), *(said.log_probs_after for said in learned.said))
-    )
+    arrays = worker.arrays(new) if learned.stepped else {}
+    numbers = *arrays.values(), *(said.log_probs_after for said in learned.said)
+    finite = (learned.stepped or learned.unchanged) and all(bool(np.isfinite(each).all()) for each in numbers)
     canaries = None
-    if finite and canary_prompts:
+    if finite and arrays and canary_prompts:
       similarity = limits.max_self_similarity is not None
       canaries = service.canaries.measure(new, canary_prompts, similarity=similarity, deadline=call.deadline)
     score = functools.partial(_both, worker, before, new, call.deadline)
     moved = [lessons.AnswersMoved()] * len(prepared)
-    if finite:
+    if finite and arrays:
       moved = lessons.answers_moved(request.items, learned.said, score)
     recent = recent_losses(store, adapter, _loss_of(request))
     ratio = guards.loss_ratio(jsonable(learned.steps[0]['loss']), recent)
@@ -169,7 +168,7 @@ def _learn(
       for each, said in zip(prepared, learned.said, strict=True)
     ]
     call.check()
-    if accepted and commits:
+    if accepted and commits and arrays:
       committed = store.commit(
         adapter.owner,
         adapter.id,
@@ -183,12 +182,14 @@ def _learn(
     if committed is None:
       with contextlib.suppress(NotReady):  # The engine is gone, and the version with it.
         worker.forget(new)
-  last = 'committed' if committed is not None else 'rejected' if not accepted else 'dry_run'
+  last = 'unchanged' if learned.unchanged else 'dry_run'
+  last = 'committed' if committed is not None else last if accepted else 'rejected'
   stages.times[last] = time.monotonic() - stages.began
   answer = {
     'adapter': adapter.id,
     'version_before': adapter.head,
     'version_after': adapter.head if committed is None else committed.number,
+    'unchanged': learned.unchanged,
     **details,
     'items': items,
     'timings': {stage: round(seconds, 6) for stage, seconds in stages.times.items()},

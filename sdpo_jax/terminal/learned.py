@@ -27,6 +27,8 @@ def lines_of(learned: Mapping[str, Any] | None, least: int) -> list[Line]:
       return [Line(f'Nothing learned yet: {waiting} of {least} examples wait (/flush learns from them now).', 'note')]
     why = visible(str(learned['reason'] or 'the service gave no reason'), keep='')
     return [Line(f'Not learned: a guard has rejected the new version, and version {before} stays ({why}).', 'wrong')]
+  if learned.get('unchanged'):
+    return [Line(f'Nothing to learn from {turns_of(learned)}: its gradient is 0, and version {before} stays.', 'note')]
   seconds = '' if learned['seconds'] is None else f' in {learned["seconds"]:.2f} s'
   more = f'; {waiting} of {least} examples wait' if waiting else ''
   said = f'Learned: version {before} → {after}{seconds}, from {turns_of(learned)}{more}. /learned shows more.'

@@ -90,6 +90,31 @@ def test_a_teacher_who_knows_nothing_more_teaches_exactly_nothing(ada, update):
   assert answer['metrics']['teacher_gap'] == 0.0
 
 
+@pytest.mark.parametrize('kind', ['sdpo', 'jsd_pg', 'hybrid'])
+@pytest.mark.parametrize('count', [5, pytest.param(100, marks=pytest.mark.slow)])
+def test_feedbacks_without_a_gradient_move_no_bit(ada, kind, count):
+  adapter, drawn = learned(ada)  # Its moments are not 0, so that a step of AdamW would move the factors.
+  before, _ = arrays(ada, adapter)
+  items = [Item(sample_id=drawn.id)] + [Item(sample_id=drawn.id, reward=0.0)] * (kind == 'hybrid')
+  update = {**LOSSES[kind == 'jsd_pg'], 'weight_decay': 0.5, 'steps': 2}
+  for _ in range(count):
+    answer = fed(ada, adapter.id, 1, ask(ada, *items, update=update))
+    assert (answer['unchanged'], answer['accepted'], answer['version_after']) == (True, True, 1)
+    assert [(step['grad_norm'], step['stepped']) for step in answer['steps']] == [(0.0, False)] * 2
+    assert list(answer['timings']) == [*STAGES, 'unchanged']
+  assert arrays(ada, adapter)[0] == before
+  assert len(ada.service.store.feedback(ada.owner, adapter.id)) == count + 1
+  # The engine has not changed either: what is learned next starts from the same moments.
+  twin, _ = ada.fork(adapter.id, 1, 'twin')
+  for each in (adapter, twin):
+    answer = fed(ada, each.id, None, ask(ada, of_tokens(drawn, SAID), update=update))
+    assert not answer['unchanged'] and answer['version_after'] > answer['version_before']
+  one, other = (ada.service.store.arrays(ada.version(each.id)) for each in (adapter, twin))
+  assert {name: array.tobytes() for name, array in one.items()} == {
+    name: array.tobytes() for name, array in other.items()
+  }
+
+
 @pytest.mark.parametrize('update', LOSSES)
 def test_the_answer_is_what_direct_passes_and_the_formulas_say(ada, update):
   adapter, drawn = learned(ada)

@@ -129,7 +129,7 @@ class Stand:
       raise UserError('There is nothing to learn from.')
     for each in feedback:
       self.versions[each.new] = {'of': each.version}
-    return [Learned([], [{'stepped': True}]) for _ in feedback]
+    return [Learned([], [{'stepped': True, 'grad_norm': 1.0}]) for _ in feedback]
 
   def fresh(self, seed):
     return {'seed': seed}

@@ -294,6 +294,9 @@ def test_what_was_learned_is_said():
   assert '⟨newline⟩' in text and '-0.250' in text and '-1.500' in text and '-1.250' in text
   guarded = {**said, 'accepted': False, 'version_after': 3, 'reason': 'max_kl_to_base: 2.0 is more than 0.5'}
   assert 'a guard has rejected the new version, and version 3 stays (max_kl' in learned.lines_of(guarded, 1)[0].text
+  same = {**said, 'version_after': 3, 'unchanged': True}
+  [line] = learned.lines_of(same, 1)
+  assert line.text == 'Nothing to learn from turn 7: its gradient is 0, and version 3 stays.'
   moved = {'turn': 7, 'rejected': [-2.34, -0.94], 'wanted': None}
   more = said | {'answers': [moved], 'warnings': ['Likelier!']}
   assert [line.text for line in learned.lines_of(more, 1)][1:] == ['Likelier!']

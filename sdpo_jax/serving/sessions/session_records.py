@@ -228,7 +228,7 @@ class LearnedTurns:
 
   version_before: int
   version_after: int  # Equal to version_before if nothing was committed.
-  accepted: bool  # Whether a new version was committed.
+  accepted: bool  # Whether no guard rejected a new version, and enough examples were there.
   reason: str | None  # Why a guard rejected the new version; None: none did.
   turns: Sequence[int] = ()  # The numbers of the turns that were learned from.
   waiting: int = 0  # The number of examples that wait for others (`min_sdpo_examples`).
@@ -240,6 +240,7 @@ class LearnedTurns:
   seconds: float | None = None  # None: the process died after learning, before it noted more.
   answers: Sequence[MovedAnswers] = ()  # One for each denied or edited turn, measured even if a guard has rejected it.
   warnings: Sequence[str] = ()  # A sentence for each rejected answer that is likelier, or wanted one that is less so.
+  unchanged: bool = False  # Whether every gradient was 0, so that there was nothing to commit.
 
   @classmethod
   def from_json(cls, values: Mapping[str, Any]) -> LearnedTurns:

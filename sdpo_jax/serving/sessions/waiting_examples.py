@@ -226,6 +226,7 @@ def said_of(
     round(time.monotonic() - began, 6),
     answers,
     tuple(sentence for each in answers for sentence in _warnings(each)) if answer['accepted'] else (),
+    answer['unchanged'],
   )
 
 

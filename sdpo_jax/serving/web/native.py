@@ -219,9 +219,9 @@ def feedback(asked: Incoming) -> Reply:
 
 
 def outcome(answer: Mapping[str, Any]) -> str:
-  """Return the outcome of a feedback for the metrics: committed, rejected or dry_run."""
-  if not answer['accepted']:
-    return 'rejected'
+  """Return the outcome of a feedback for the metrics: committed, rejected, unchanged or dry_run."""
+  if not answer['accepted'] or answer['unchanged']:
+    return 'unchanged' if answer['accepted'] else 'rejected'
   return 'dry_run' if answer['version_after'] == answer['version_before'] else 'committed'
 
 
@@ -405,7 +405,7 @@ def _version_again(account: Any, adapter: str, version: int | None) -> dict[str,
 def feedback_again(account: Any, adapter: str, version: int | None) -> dict[str, Any]:
   """Return the response to a feedback, rebuilt from the details of the version that it made."""
   made = account.version(adapter, version)
-  known = {'accepted': True, 'reason': None, 'metrics': {}, **made.details}
+  known = {'accepted': True, 'reason': None, 'unchanged': False, 'metrics': {}, **made.details}
   return known | {
     'adapter': adapter,
     'version_before': made.parent,

@@ -353,6 +353,7 @@ class FeedbackSaid(ResponseBody):
   version_after: int = Field(description='Equal to version_before if nothing was committed.')
   accepted: bool
   reason: str | None = Field(None, description='Why a guard rejected the new version; null: it was accepted.')
+  unchanged: bool = Field(False, description='Whether every gradient was 0: nothing was learned, no version made.')
   items: list[dict[str, Any]] = Field(
     default_factory=list, description='For each completion: context, means, and per_token with the lists of `detail`.'
   )

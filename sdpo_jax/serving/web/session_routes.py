@@ -139,7 +139,7 @@ def _counted(asked: Incoming, learned: LearnedTurns | None) -> dict[str, Any] | 
   if learned.version_after != learned.version_before:
     outcome = 'committed'
   else:
-    outcome = 'waiting' if learned.reason is None else 'rejected'
+    outcome = 'unchanged' if learned.unchanged else 'waiting' if learned.reason is None else 'rejected'
   asked.metrics.session_learned(outcome)
   return learned.to_json()
 

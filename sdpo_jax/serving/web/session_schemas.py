@@ -188,6 +188,7 @@ class LearnedSaid(ResponseBody):
   version_after: int = Field(description='Equal to version_before if nothing was committed.')
   accepted: bool
   reason: str | None = Field(None, description='Why a guard rejected the new version.')
+  unchanged: bool = Field(False, description='Whether every gradient was 0: nothing was learned, no version made.')
   turns: list[int] = Field(description='The numbers of the turns that were learned from.')
   waiting: int = Field(description='The number of examples that wait until there are min_sdpo_examples.')
   divergence_before: float | None = Field(None, description='KL(teacher‖student) per token, in nats.')

@@ -26,7 +26,7 @@ from sdpo_jax.serving.errors import (
 from sdpo_jax.serving.feedback_request import Item, make_request
 from sdpo_jax.serving.records import VersionTarget
 from sdpo_jax.serving.sample_requests import SampleDraft
-from sdpo_jax.serving.sessions import session_tables, waiting_examples
+from sdpo_jax.serving.sessions import session_tables, teaching, waiting_examples
 from sdpo_jax.serving.sessions.examples import TrainingExample
 from sdpo_jax.serving.sessions.session_records import (
   AgentSession,
@@ -116,6 +116,25 @@ def test_a_denied_proposal_is_learned_and_the_next_one_is_the_new_versions(ada, 
   kept = Sessions(ada).turns(*where)
   assert [each.n for each in kept] == [0, 1] and kept[1].to_json() == second.to_json()
   np.testing.assert_array_equal(kept[1].log_probs, second.log_probs)
+
+
+@pytest.mark.parametrize('count', [5, pytest.param(100, marks=pytest.mark.slow)])
+def test_denials_without_a_gradient_move_no_bit(ada, script, service, monkeypatch, count):
+  adapter, _ = where = opened(ada)
+  denied(ada, script, where)
+  monkeypatch.setattr(teaching, 'teacher_prompt', lambda dialogue, asked, *_, **__: list(asked.tokens))
+  version = ada.version(adapter)
+  before = {name: array.tobytes() for name, array in service.store.arrays(version).items()}
+  for _ in range(count):
+    learned = denied(ada, script, where, messages=())
+    assert (learned.unchanged, learned.accepted, learned.version_before, learned.version_after) == (True, True, 1, 1)
+    assert LearnedTurns.from_json(json.loads(json.dumps(learned.to_json()))) == learned
+  assert [each.digest for each in ada.versions(adapter)][1:] == [version.digest]
+  ours = service.worker.arrays(version.engine_name)
+  assert {name: array.tobytes() for name, array in ours.items()} == before
+  assert {each.state for each in Sessions(ada).examples(adapter)} == {'learned'}
+  monkeypatch.undo()
+  assert denied(ada, script, where, messages=()).version_after == 2
 
 
 def test_what_was_learned_is_measured_from_the_teachers_whole_distribution(ada, script, service):
